@@ -1,0 +1,186 @@
+"""A checkpoint folder: config.json, safetensors (with an index when there are several), tokenizer files."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from model import Config, InputError
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def read_json(path):
+    """The object in a JSON file; InputError when there is no such file or it holds something else."""
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as e:
+        raise InputError(f"{path}: {e.strerror or e}") from None
+    except ValueError as e:  # not UTF-8, or not JSON
+        raise InputError(f"{path} is not valid JSON ({e})") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds {type(value).__name__}, not a JSON object")
+    return value
+
+
+def read_config(folder):
+    """The Config of a checkpoint folder."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise InputError(f"{folder} is not a checkpoint folder: it has no config.json")
+    values = read_json(path)
+    if "model_type" in values or "architectures" in values:
+        raise InputError(f"{folder} is a Hugging Face folder: run convert_hf_checkpoint.py {folder} --out DIR first")
+    known = {field.name: field for field in dataclasses.fields(Config)}
+    unknown = sorted(set(values) - set(known))
+    missing = [n for n, f in known.items() if f.default is dataclasses.MISSING and n not in values]
+    if unknown or missing:
+        raise InputError(f"{path}: " + (f"unknown key {unknown[0]!r}" if unknown else f"no {missing[0]!r}"))
+    try:
+        return Config(**values)
+    except InputError as e:
+        raise InputError(f"{path}: {e}") from None
+
+
+class Weights:
+    """The tensors of a folder's safetensors files, memory-mapped; only what is read is loaded.
+
+    Raises InputError when a file that the index names is absent, or one is truncated.
+    """
+
+    def __init__(self, folder, stem="model"):
+        folder = Path(folder)
+        single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+        if single.is_file():
+            paths = [single]
+        elif index.is_file():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise InputError(f"{index} has no weight_map")
+            paths = [folder / name for name in sorted(set(weight_map.values()))]
+        else:
+            raise InputError(f"{folder} has no {single.name} and no {index.name}")
+        self.files = {}  # tensor name: the open file that holds it
+        for path in paths:
+            if not path.is_file():
+                raise InputError(f"{path} is missing, but {index.name} names it: download or convert it again")
+            try:
+                file = safe_open(path, framework="pt")
+            except SafetensorError as e:
+                raise InputError(f"{path} is truncated or no safetensors file: {e}") from None
+            self.files.update(dict.fromkeys(file.keys(), file))
+        if paths[0] != single:
+            lost = sorted(set(weight_map) - set(self.files))
+            if lost:
+                raise InputError(f"{index} names {lost[0]}, but no file holds it")
+
+    def __contains__(self, name):
+        return name in self.files
+
+    def names(self):
+        return list(self.files)
+
+    def _slice(self, name):
+        if name not in self.files:
+            raise InputError(f"the checkpoint has no tensor {name}")
+        return self.files[name].get_slice(name)
+
+    def shape(self, name):
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name, dim=0, ranges=None):
+        """The tensor, or the given ranges (start, stop) along dimension 0 or 1 of it, joined; nothing else is read."""
+        tensor = self._slice(name)
+        if ranges is None:
+            return tensor[:]
+        parts = [tensor[a:b] if dim == 0 else tensor[:, a:b] for a, b in ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+@contextlib.contextmanager
+def new_folder(path):
+    """A folder that appears under its name only when the block ends well; yields the temporary one to write into."""
+    path = Path(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError(f"{path} already exists: remove it or give another folder")
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as e:  # above all: no space left on the device
+        raise InputError(f"cannot write {path}: {e}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_config(folder, config):
+    values = {k: v for k, v in dataclasses.asdict(config).items() if v is not None}
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+def write_weights(folder, sizes, read, shard_bytes=5_000_000_000):
+    """Write tensors into model.safetensors, or into numbered shards of at most shard_bytes and their index.
+
+    sizes: {name: bytes}, in the order to write. read(name) makes the tensor, one shard's worth in memory at a time.
+    """
+    total = sum(sizes.values())
+    free = shutil.disk_usage(folder).free
+    if total > free:
+        raise InputError(f"cannot write {folder.parent}: {total / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free")
+    shards = [[]]
+    room = shard_bytes
+    for name, size in sizes.items():
+        if size > room and shards[-1]:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= size
+    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    if len(shards) == 1:
+        files = ["model.safetensors"]
+    os.umask(mask := os.umask(0))
+    with tqdm(total=total, unit="B", unit_scale=True, desc="writing", delay=1) as bar:
+        for file, names in zip(files, shards, strict=True):
+            tensors = {}
+            for name in names:
+                tensors[name] = read(name).contiguous()
+                bar.update(sizes[name])
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+            (folder / file).chmod(0o666 & ~mask)  # safetensors makes files that only their owner may read
+    if len(shards) > 1:
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def copy_tokenizer(source, folder):
+    """Copy whatever tokenizer files the folder source holds."""
+    for name in TOKENIZER_FILES:
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, folder / name)
+
+
+def write_model(folder, config, state, dtype):
+    """Write a whole model that is in memory (its state dict) as config.json and safetensors of the given dtype."""
+    if config.tie_embeddings:
+        state = {k: v for k, v in state.items() if k != "output.weight"}
+    sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in state.items()}
+    write_config(folder, config)
+    write_weights(folder, sizes, lambda name: state[name].to(dtype))

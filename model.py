@@ -1,0 +1,373 @@
+"""A Llama-type transformer whose residual wiring is a choice.
+
+Single-device mathematics: tp.py shards the weights and supplies the collectives, nothing here knows of it.
+
+Shape letters: B batch, S sequence, T cache length, D dim, N heads, K KV heads, G = N / K query heads that share a
+KV head, H head_dim, V vocabulary.
+"""
+
+import dataclasses
+import math
+from itertools import pairwise
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class InputError(ValueError):
+    """Something the user gave is wrong; the message is one line that names it and says what would be right."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The wirings
+#
+# A sublayer h maps the residual stream x (B, S, D) to this rank's partial; the partials of all ranks sum to its output.
+# comm.start(partial) puts the all-reduce in flight and comm.settle(x, pending) is x + wait(pending), or x if nothing is
+# pending. `after` holds a later start: settle happens behind it, which the compiler must not undo (see tp.py).
+
+
+def residual_stream(x, sublayers, comm, config):
+    """standard x_i = x_{i-1} + AllReduce(h_i(x_{i-1})), ladder x_i = x_{i-1} + AllReduce(h_i(x_{i-2})), and both mixed.
+
+    sublayers: list of (h, stale); a stale (ladder) sublayer reads x without the sum that is still in flight.
+    """
+    pending = None
+    for (h, stale), (_, next_stale) in pairwise([*sublayers, (None, False)]):
+        if not stale:  # standard: wait, then compute
+            x, pending = comm.settle(x, pending), None
+        started = comm.start(h(x))
+        if stale or next_stale:  # ladder: the sum of the sublayer before arrives only now, behind h(x)
+            x = comm.settle(x, pending, after=started)
+        pending = started
+    return comm.settle(x, pending)
+
+
+def desynced_stream(x, sublayers, comm, config):
+    """Keep every n-th all-reduce (n = desync_period) and the last; between them each rank's stream drifts on its own.
+
+    At a kept one x = AllReduce(x / tp_size + h(x)): the mean of the streams plus the sum of the partials.
+    """
+    for i, (h, _) in enumerate(sublayers, start=1):
+        if i % config.desync_period and i < len(sublayers):
+            x = x + h(x)
+        else:
+            x = comm.wait(comm.start(x / comm.tp_size + h(x)))
+    return x
+
+
+def unreduced_stream(x, sublayers, comm, config):
+    """No all-reduce: not a model (unless on one device), but the speed that hiding every all-reduce would reach."""
+    for h, _ in sublayers:
+        x = x + h(x)
+    return x
+
+
+def attention_then_mlp(block, step, cache):
+    return [
+        lambda x: block.attention(block.attention_norm(x), step, cache),
+        lambda x: block.feed_forward(block.ffn_norm(x)),
+    ]
+
+
+def attention_plus_mlp(block, step, cache):
+    def both(x):
+        x = block.attention_norm(x)
+        return block.attention(x, step, cache) + block.feed_forward(x)
+
+    return [both]
+
+
+# name: (how a block splits into sublayers, how the sublayers feed the residual stream)
+WIRINGS = {
+    "standard": (attention_then_mlp, residual_stream),
+    "ladder": (attention_then_mlp, residual_stream),
+    "hybrid": (attention_then_mlp, residual_stream),
+    "parallel": (attention_plus_mlp, residual_stream),
+    "desync": (attention_then_mlp, desynced_stream),
+    "upper-bound": (attention_then_mlp, unreduced_stream),
+}
+
+
+class SingleDevice:
+    """The collectives of one device: every partial is already the sum."""
+
+    tp_size = 1
+
+    def start(self, partial):
+        return partial
+
+    def wait(self, pending):
+        return pending
+
+    def settle(self, x, pending, after=None):
+        return x if pending is None else x + pending
+
+    def gather(self, logits):
+        return logits
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The configuration
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What a checkpoint is. Never mutated: dataclasses.replace makes another.
+
+    ladder_layers: the ladder layers of wiring "hybrid": an int n means the last n, a list names them (from 0).
+    rope_scaling: None or Llama 3's {factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}.
+    Raises InputError, naming the field, when the values do not make a model.
+    """
+
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_seq_len: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    wiring: str = "standard"
+    ladder_layers: int | tuple[int, ...] | None = None
+    desync_period: int = 2
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, list):  # JSON has no tuples
+                object.__setattr__(self, field.name, tuple(value))
+            elif field.type is int and (type(value) is not int or value < 1):
+                raise InputError(f"{field.name} is {value!r} but must be a positive integer")
+            elif field.type is float and (type(value) not in (int, float) or not value > 0):
+                raise InputError(f"{field.name} is {value!r} but must be a positive number")
+        if self.n_heads % self.n_kv_heads:
+            raise InputError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
+        if self.head_dim % 2:
+            raise InputError(f"head_dim {self.head_dim} is odd, but rotary embeddings turn pairs of dimensions")
+        if self.wiring not in WIRINGS:
+            raise InputError(f"unknown wiring {self.wiring!r}; known: {', '.join(WIRINGS)}")
+        if (self.wiring == "hybrid") != (self.ladder_layers is not None):
+            raise InputError("wiring hybrid needs ladder_layers, and no other wiring takes them")
+        bad = [i for i in self.stale_layers if type(i) is not int or not 0 <= i < self.n_layers]
+        distinct = len(set(self.stale_layers)) == len(self.stale_layers)
+        if bad or not distinct or (self.wiring == "hybrid" and not self.stale_layers):
+            raise InputError(
+                f"ladder_layers {self.ladder_layers!r} does not fit: give a number of last layers from 1 to "
+                f"{self.n_layers}, or distinct layers from 0 to {self.n_layers - 1}"
+            )
+
+    @property
+    def stale_layers(self):
+        """The layers whose two sublayers read the residual stream one step stale, as a tuple of indices."""
+        if self.wiring == "ladder":
+            return tuple(range(self.n_layers))
+        if self.wiring != "hybrid":
+            return ()
+        if isinstance(self.ladder_layers, int):
+            return tuple(range(self.n_layers - self.ladder_layers, self.n_layers))
+        return self.ladder_layers
+
+
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie_embeddings=False):
+    return Config(
+        n_layers, n_heads, 8, head_dim, dim, intermediate_size, 128256, 131072, 1e-5, 500000.0,
+        {"factor": factor, **LLAMA3_ROPE}, tie_embeddings, bos_id=128000, eos_ids=(128001, 128008, 128009),
+    )  # fmt: skip
+
+
+SIZES = {  # shapes for benchmarks with random weights
+    "1b": _llama3(16, 32, 64, 2048, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 1B
+    "3b": _llama3(28, 24, 128, 3072, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 3B
+    "8b": _llama3(32, 32, 128, 4096, 14336),  # Llama 3.1 8B
+    "34b": Config(48, 64, 8, 128, 8192, 22016, 32000, 16384, rope_theta=1e6, bos_id=1, eos_ids=(2,)),  # CodeLlama 34B
+    "70b": _llama3(80, 64, 128, 8192, 28672),  # Llama 3.1 70B
+    # BLOOM 176B as the Ladder Residual paper times it: a Llama block of BLOOM's width with a gated MLP of 3.5 D
+    "176b": Config(70, 112, 112, 128, 14336, 50176, 250880, 8192, rope_theta=500000.0, bos_id=1, eos_ids=(2,)),
+    "405b": _llama3(126, 128, 128, 16384, 53248),  # Llama 3.1 405B
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The layers
+
+
+def rope_frequencies(config):
+    """Radians per position of each pair of dimensions, (H/2,) float32; with Llama 3's scaling where configured.
+
+    Llama 3.1 stretches wavelengths beyond the original context by `factor`, leaves short ones alone and blends the
+    band in between.
+    """
+    pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
+    frequencies = 1.0 / config.rope_theta ** (pairs / config.head_dim)
+    if config.rope_scaling is None:
+        return frequencies
+    s = config.rope_scaling
+    turns = s["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # within the original context
+    keep = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+    keep = keep.clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / s["factor"])
+
+
+def rotate(x, cos, sin):
+    """Turn each pair (i, i + H/2) of x (B, S, K, *, H) by its angle; cos and sin are (B, S, 1, 1, H/2)."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+@dataclasses.dataclass
+class Step:
+    """What every attention of one forward pass shares.
+
+    cos, sin: (B, S, 1, 1, H/2). rows (B, 1), positions (B, S): where this pass writes the cache.
+    mask: (B, S, T') bool over the first T' slots of the cache, or None when each row starts at position 0 and so
+    attends causally to the keys of this very pass.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    rows: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor | None
+
+
+class Attention(nn.Module):
+    """Grouped-query attention. The rows of wqkv come KV head by KV head: its G query heads, its key, its value.
+
+    So a run of rows is a run of whole groups, and tp.py may hand this module any number of them: head counts are
+    read from the shapes.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.head_dim = config.head_dim
+        n_heads, n_kv_heads = config.n_heads, config.n_kv_heads
+        self.wqkv = nn.Linear(config.dim, (n_heads + 2 * n_kv_heads) * self.head_dim, bias=config.qkv_bias)
+        self.wo = nn.Linear(n_heads * self.head_dim, config.dim, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+
+    @property
+    def n_kv_heads(self):
+        return (self.wqkv.out_features - self.wo.in_features) // (2 * self.head_dim)
+
+    def forward(self, x, step, cache):
+        """x (B, S, D) -> this rank's partial (B, S, D). cache: None or (k, v), each (B, K, T, H), written in place."""
+        B, S, _ = x.shape
+        qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim)  # (B, S, K, G + 2, H)
+        q = rotate(self.q_norm(qkv[..., :-2, :]), step.cos, step.sin)  # (B, S, K, G, H)
+        k = rotate(self.k_norm(qkv[..., -2:-1, :]), step.cos, step.sin).squeeze(3)  # (B, S, K, H)
+        v = qkv[..., -1, :]  # (B, S, K, H)
+        if cache is not None:
+            cache[0][step.rows, :, step.positions] = k
+            cache[1][step.rows, :, step.positions] = v
+        if step.mask is None:
+            q = q.flatten(2, 3).transpose(1, 2)  # (B, N, S, H)
+            k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, K, S, H)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        else:
+            # The G query heads of a KV head become G more queries of one head: no key is ever copied.
+            T = step.mask.shape[-1]
+            k, v = cache[0][:, :, :T], cache[1][:, :, :T]  # (B, K, T', H)
+            G = q.shape[3]
+            q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # (B, K, G * S, H)
+            mask = step.mask[:, None, None].expand(B, 1, G, S, T).flatten(2, 3)  # (B, 1, G * S, T')
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            y = y.unflatten(2, (G, S)).permute(0, 3, 1, 2, 4)  # (B, S, K, G, H)
+        return self.wo(y.reshape(B, S, -1))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.intermediate_size, bias=False)  # gate
+        self.w3 = nn.Linear(config.dim, config.intermediate_size, bias=False)  # up
+        self.w2 = nn.Linear(config.intermediate_size, config.dim, bias=False)  # down
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """The weights of one layer; a wiring decides what they compute."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.feed_forward = FeedForward(config)
+        if config.wiring != "parallel":  # which has one norm a block
+            self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
+
+
+class Transformer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.comm = SingleDevice()
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+        self.register_buffer("rope_frequencies", rope_frequencies(config), persistent=False)
+
+    def forward(self, tokens, positions=None, cache=None, cache_length=None, select=None):
+        """Logits (B, S, V), or (B, 1, V) at the sequence index select (B,) of each row.
+
+        tokens (B, S) int64. Without positions every row starts at position 0 (training, scoring, prefill); rows
+        shorter than S are padded on the right, which causality hides from them. With positions (B, S) each row
+        continues its cached sequence there (decode), reading the first cache_length slots of the cache.
+        cache: as new_cache makes it, written in place, or None.
+        """
+        B, S = tokens.shape
+        mask = None
+        if positions is not None:
+            slots = torch.arange(cache_length, device=tokens.device)
+            mask = slots <= positions[..., None]  # (B, S, T')
+        else:
+            positions = torch.arange(S, device=tokens.device).expand(B, S)
+        angles = (positions[..., None] * self.rope_frequencies)[:, :, None, None]  # (B, S, 1, 1, H/2)
+        rows = torch.arange(B, device=tokens.device)[:, None]
+        step = Step(angles.cos(), angles.sin(), rows, positions, mask)
+
+        split, stream = WIRINGS[self.config.wiring]
+        sublayers = [
+            (h, i in self.config.stale_layers)
+            for i, block in enumerate(self.layers)
+            for h in split(block, step, cache and cache[i])
+        ]
+        x = self.norm(stream(self.tok_embeddings(tokens), sublayers, self.comm, self.config))
+        if select is not None:
+            x = x[rows, select[:, None]]
+        return self.comm.gather(self.output(x))
+
+    def new_cache(self, batch, length):
+        """A static KV cache of `length` slots: one (k, v) a layer, each (B, K, T, H), zeroed."""
+        weight = self.norm.weight
+        return [
+            tuple(weight.new_zeros(batch, a.n_kv_heads, length, a.head_dim) for _ in "kv")
+            for a in (block.attention for block in self.layers)
+        ]
+
+    @torch.no_grad()
+    def init_weights(self, seed=0):
+        """Random weights in place: matrices from N(0, 0.02), norms 1, biases 0."""
+        generator = torch.Generator(self.norm.weight.device).manual_seed(seed)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                weight.normal_(0, 0.02, generator=generator)
+            else:
+                weight.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -1,0 +1,15 @@
+import pytest
+import torch.distributed as dist
+
+
+@pytest.fixture
+def fake_group():
+    """A process group of two ranks in one process; its collectives do nothing."""
+    try:
+        dist.init_process_group("fake", rank=0, world_size=2)
+    except (RuntimeError, ValueError):  # torch before 2.13 registers the backend on import, and wants a store
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()

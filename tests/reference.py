@@ -1,0 +1,116 @@
+"""A Llama-type model written out naively in float64: one sequence, head by head, no cache, x_i kept in a list.
+
+Shares no code with model.py. Weights are taken from our state dict, whose wqkv holds, KV head by KV head, the G query
+heads, the key and the value.
+"""
+
+import numpy as np
+
+
+def rms_norm(x, weight, eps):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+
+def rope_angles(config, length):
+    frequencies = []
+    for i in range(config.head_dim // 2):
+        f = config.rope_theta ** (-2 * i / config.head_dim)
+        if config.rope_scaling:
+            s = config.rope_scaling
+            original = s["original_max_position_embeddings"]
+            wavelength = 2 * np.pi / f
+            if wavelength > original / s["low_freq_factor"]:
+                f = f / s["factor"]
+            elif wavelength >= original / s["high_freq_factor"]:
+                smooth = (original / wavelength - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+                f = (1 - smooth) * f / s["factor"] + smooth * f
+        frequencies.append(f)
+    return np.outer(np.arange(length), frequencies)
+
+
+def rotate(x, angles):
+    half = x.shape[-1] // 2
+    out = np.empty_like(x)
+    for i in range(half):
+        c, s = np.cos(angles[:, i]), np.sin(angles[:, i])
+        out[:, i] = x[:, i] * c - x[:, i + half] * s
+        out[:, i + half] = x[:, i + half] * c + x[:, i] * s
+    return out
+
+
+class Reference:
+    """logits(tokens) of a model; shards: per rank its (heads, hidden) as (start, stop), default one rank with all."""
+
+    def __init__(self, config, state, shards=None):
+        self.c = config
+        self.w = {name: tensor.detach().double().cpu().numpy() for name, tensor in state.items()}
+        self.shards = shards or [((0, config.n_heads), (0, config.intermediate_size))]
+
+    def attention(self, layer, x, heads, norm="attention_norm"):
+        c, w = self.c, self.w
+        H, G, p = c.head_dim, c.n_heads // c.n_kv_heads, f"layers.{layer}."
+        x = rms_norm(x, w[p + norm + ".weight"], c.norm_eps)
+        qkv = x @ w[p + "attention.wqkv.weight"].T
+        if c.qkv_bias:
+            qkv = qkv + w[p + "attention.wqkv.bias"]
+        angles, out = rope_angles(c, len(x)), 0.0
+        for head in range(*heads):
+            group = qkv[:, head // G * (G + 2) * H :][:, : (G + 2) * H]
+            q, k, v = group[:, head % G * H :][:, :H], group[:, G * H : (G + 1) * H], group[:, (G + 1) * H :]
+            if c.qk_norm:
+                q = rms_norm(q, w[p + "attention.q_norm.weight"], c.norm_eps)
+                k = rms_norm(k, w[p + "attention.k_norm.weight"], c.norm_eps)
+            q, k = rotate(q, angles), rotate(k, angles)
+            scores = q @ k.T / np.sqrt(H)
+            scores[np.triu_indices(len(x), 1)] = -np.inf
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            y = weights / weights.sum(-1, keepdims=True) @ v
+            out = out + y @ w[p + "attention.wo.weight"][:, head * H : (head + 1) * H].T
+        return out
+
+    def mlp(self, layer, x, hidden, norm="ffn_norm"):
+        w, p, (a, b) = self.w, f"layers.{layer}.", hidden
+        x = rms_norm(x, w[p + norm + ".weight"], self.c.norm_eps)
+        gate, up = x @ w[p + "feed_forward.w1.weight"][a:b].T, x @ w[p + "feed_forward.w3.weight"][a:b].T
+        return gate / (1 + np.exp(-gate)) * up @ w[p + "feed_forward.w2.weight"][:, a:b].T
+
+    def h(self, i, x, shard):
+        """Sublayer i = 1 ... 2L of one rank: its partial."""
+        layer, is_mlp = divmod(i - 1, 2)
+        return self.mlp(layer, x, shard[1]) if is_mlp else self.attention(layer, x, shard[0])
+
+    def h_sum(self, i, x):
+        return sum(self.h(i, x, shard) for shard in self.shards)
+
+    def stream(self, x0):
+        """The final residual stream, of each rank."""
+        c, n = self.c, 2 * self.c.n_layers
+        if c.wiring in ("standard", "ladder", "hybrid"):
+            x = [x0]
+            for i in range(1, n + 1):
+                stale = (i - 1) // 2 in c.stale_layers
+                x.append(x[i - 1] + self.h_sum(i, x[max(i - 2, 0)] if stale else x[i - 1]))
+            return [x[n]] * len(self.shards)
+        if c.wiring == "parallel":
+            x = x0
+            for layer in range(c.n_layers):
+                parts = [
+                    self.attention(layer, x, heads) + self.mlp(layer, x, hidden, norm="attention_norm")
+                    for heads, hidden in self.shards
+                ]
+                x = x + sum(parts)
+            return [x] * len(self.shards)
+        x = [x0] * len(self.shards)
+        for i in range(1, n + 1):
+            partials = [self.h(i, x_r, shard) for x_r, shard in zip(x, self.shards, strict=True)]
+            if c.wiring == "desync" and (i % c.desync_period == 0 or i == n):
+                x = [sum(x) / len(x) + sum(partials)] * len(x)
+            else:
+                x = [x_r + partial for x_r, partial in zip(x, partials, strict=True)]
+        return x
+
+    def logits(self, tokens, rank=0):
+        """(S, V) for one sequence of token ids, from the given rank's final stream."""
+        x = self.stream(self.w["tok_embeddings.weight"][np.asarray(tokens)])[rank]
+        head = self.w["tok_embeddings.weight"] if self.c.tie_embeddings else self.w["output.weight"]
+        return rms_norm(x, self.w["norm.weight"], self.c.norm_eps) @ head.T

@@ -1,0 +1,441 @@
+"""Conversion: parity with transformers through the converter, sources of every form, and back."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from helpers import last_logits, script, shared_data
+from safetensors.torch import load_file, save_file
+
+import checkpoint
+import convert_hf_checkpoint
+import tp
+from model import InputError
+
+SMALL = {
+    "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 131,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.15, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+FAMILIES = {  # name: (transformers' config class, changes to SMALL)
+    "llama2": ("LlamaConfig", {"num_key_value_heads": 6}),
+    "llama3.1": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "eos_token_id": [2, 3]}),
+    "llama3.2-tied": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "head_dim": 16}),
+    "smollm2": ("LlamaConfig", {"num_attention_heads": 15, "num_key_value_heads": 5, "hidden_size": 120}),
+    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 8}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+}
+
+
+def hf_model(family, seed=0):
+    """A tiny transformers model with random weights, norms and biases included."""
+    class_name, changes = FAMILIES[family]
+    config = getattr(transformers, class_name)(**{**SMALL, **changes})
+    torch.manual_seed(seed)
+    net = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, weight in net.named_parameters():
+            if weight.dim() == 1:
+                weight.uniform_(0.5, 1.5) if name.endswith("weight") else weight.normal_()
+    return net
+
+
+def convert(source, out, *args):
+    convert_hf_checkpoint.main([str(source), "--out", str(out), *map(str, args)])
+    config = checkpoint.read_config(out)
+    return tp.load_shard(config, checkpoint.Weights(out), torch.float32, "cpu")
+
+
+TOKENS = torch.randint(3, 131, (3, 20), generator=torch.Generator().manual_seed(5))
+LENGTHS = torch.tensor([20, 17, 12])
+
+
+def check_parity(ours, theirs):
+    """Logits within 1e-4, whole sequence, and prefill with token-by-token decode, rows of unequal lengths."""
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits
+        assert expected.std() > 0.1
+        assert (ours(TOKENS) - expected).abs().max() < 1e-4
+    logits = last_logits(ours, TOKENS, LENGTHS, steps=8)
+    for row, length in enumerate(LENGTHS):
+        assert (logits[row] - expected[row, length - 9 : length]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parity_with_transformers_there_and_back(family, tmp_path):
+    theirs = hf_model(family)
+    theirs.save_pretrained(tmp_path / "hf")
+    check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
+    convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    for name, weight in theirs.state_dict().items():
+        assert torch.equal(back.state_dict()[name], weight), name
+    with torch.no_grad():
+        assert torch.equal(back(TOKENS).logits, theirs(TOKENS).logits)
+
+
+def bin_shards(folder):
+    """Rewrite a folder's safetensors as two pytorch_model-*.bin and their index."""
+    state = load_file(folder / "model.safetensors")
+    names = sorted(state)
+    weight_map = {}
+    for i, part in enumerate((names[::2], names[1::2])):
+        file = f"pytorch_model-{i + 1:05d}-of-00002.bin"
+        torch.save({n: state[n] for n in part}, folder / file)
+        weight_map.update(dict.fromkeys(part, file))
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model.safetensors").unlink()
+
+
+def one_bin(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def safetensors_shards(folder):
+    state = load_file(folder / "model.safetensors")
+    weight_map = {}
+    for i, name in enumerate(sorted(state)):  # q, k and v end up in different files
+        file = f"model-{i % 3 + 1:05d}-of-00003.safetensors"
+        weight_map[name] = file
+    for file in set(weight_map.values()):
+        save_file({n: state[n] for n, f in weight_map.items() if f == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("rewrite", [bin_shards, one_bin, safetensors_shards])
+def test_sources_of_every_form(rewrite, tmp_path):
+    theirs = hf_model("llama3.1")
+    theirs.save_pretrained(tmp_path / "hf")
+    rewrite(tmp_path / "hf")
+    check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
+
+
+def test_a_tied_folder_that_holds_only_the_head(tmp_path):
+    theirs = hf_model("llama3.2-tied")
+    theirs.save_pretrained(tmp_path / "hf")
+    state = load_file(tmp_path / "hf" / "model.safetensors")
+    state["lm_head.weight"] = state.pop("model.embed_tokens.weight")
+    save_file(state, tmp_path / "hf" / "model.safetensors")
+    check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
+
+
+def test_output_is_sharded_and_indexed(tmp_path):
+    theirs = hf_model("qwen3")
+    theirs.save_pretrained(tmp_path / "hf")
+    ours = convert(tmp_path / "hf", tmp_path / "ours", "--shard-gb", 1e-4)
+    check_parity(ours, theirs)
+    files = sorted((tmp_path / "ours").glob("model-*.safetensors"))
+    assert len(files) > 2
+    assert all(f.stat().st_size < 1e5 + 5000 for f in files)
+    convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back"), "--shard-gb", "1e-4"])
+    assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 2
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    check_parity(ours, back)
+
+
+@pytest.mark.parametrize("ladder", [2, [0, 2], 3, [], None])
+def test_ladder_layers_of_a_config_are_honoured_and_written_back(ladder, tmp_path):
+    theirs = hf_model("llama3.1")
+    theirs.save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    hf = {**json.loads(path.read_text()), "model_type": "llamaLadder", "ladder_layers": ladder}
+    path.write_text(json.dumps(hf))
+    convert(tmp_path / "hf", tmp_path / "ours")
+    layers = {2: (1, 2), 3: (0, 1, 2)}.get(ladder, ladder) if isinstance(ladder, int) else tuple(ladder or ())
+    assert checkpoint.read_config(tmp_path / "ours").stale_layers == layers
+    convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert back.get("ladder_layers", []) == list(layers)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+
+
+@pytest.mark.parametrize("flags, layers", [(["--ladder-layers", "1"], (2,)), (["--ladder"], (0, 1, 2))])
+def test_a_standard_model_becomes_a_ladder(flags, layers, tmp_path):
+    hf_model("llama2").save_pretrained(tmp_path / "hf")
+    ours = convert(tmp_path / "hf", tmp_path / "ours", *flags)
+    assert ours.config.stale_layers == layers
+
+
+def test_dtype_and_context(tmp_path, capsys):
+    theirs = hf_model("mistral").bfloat16()
+    theirs.config.sliding_window = 40
+    theirs.save_pretrained(tmp_path / "hf")
+    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    assert ours.config.max_seq_len == 40
+    assert "40" in capsys.readouterr().out
+    assert checkpoint.Weights(tmp_path / "ours").read("norm.weight").dtype == torch.bfloat16
+    convert(tmp_path / "hf", tmp_path / "ours32", "--dtype", "float32")
+    assert checkpoint.Weights(tmp_path / "ours32").read("norm.weight").dtype == torch.float32
+
+
+# llama2.c files
+
+
+def write_llama2c(path, tied, seed=0):
+    """A random llama2.c legacy file and the logits of TOKENS that its own, interleaved, rotary embedding gives."""
+    D, hidden, L, N, K, V, S = 24, 40, 2, 4, 2, 131, 32
+    rng = np.random.default_rng(seed)
+    H = D // N
+    w = {
+        "emb": (V, D), "norm1": (L, D), "q": (L, D, D), "k": (L, K * H, D), "v": (L, K * H, D), "o": (L, D, D),
+        "norm2": (L, D), "w1": (L, hidden, D), "w2": (L, D, hidden), "w3": (L, hidden, D), "norm": (D,),
+        "rope": (2, S, H // 2), "head": (V, D),
+    }  # fmt: skip
+    w = {name: rng.normal(size=shape, scale=0.3).astype(np.float32) for name, shape in w.items()}
+    with open(path, "wb") as f:
+        f.write(np.array([D, hidden, L, N, K, V if tied else -V, S], np.int32).tobytes())
+        for name, array in w.items():
+            if name != "head" or not tied:
+                f.write(array.tobytes())
+    w = {name: array.astype(np.float64) for name, array in w.items()}
+
+    def norm(x, weight):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weight
+
+    def rope(x):  # (S, heads, H), pairs of neighbours as complex numbers
+        z = x[..., ::2] + 1j * x[..., 1::2]
+        turn = np.exp(1j * np.outer(np.arange(len(x)), 10000.0 ** (-np.arange(0, H, 2) / H)))
+        z = z * turn[:, None]
+        return np.stack([z.real, z.imag], -1).reshape(x.shape)
+
+    logits = []
+    for tokens in TOKENS.numpy():
+        x = w["emb"][tokens]
+        for i in range(L):
+            y = norm(x, w["norm1"][i])
+            q, k, v = (
+                (y @ w[n][i].T).reshape(len(x), -1, H).repeat(1 if n == "q" else N // K, axis=1)
+                for n in ("q", "k", "v")
+            )
+            scores = np.einsum("snh,tnh->nst", rope(q), rope(k)) / np.sqrt(H)
+            scores += np.triu(np.full(scores.shape[1:], -np.inf), 1)
+            p = np.exp(scores - scores.max(-1, keepdims=True))
+            p /= p.sum(-1, keepdims=True)
+            x = x + np.einsum("nst,tnh->snh", p, v).reshape(len(x), -1) @ w["o"][i].T
+            y = norm(x, w["norm2"][i])
+            gate = y @ w["w1"][i].T
+            x = x + gate / (1 + np.exp(-gate)) * (y @ w["w3"][i].T) @ w["w2"][i].T
+        logits.append(norm(x, w["norm"]) @ w["emb" if tied else "head"].T)
+    return torch.from_numpy(np.stack(logits))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_llama2c_file_matches_its_own_interleaved_rope(tied, tmp_path):
+    expected = write_llama2c(tmp_path / "m.bin", tied)
+    with torch.no_grad():
+        logits = convert(tmp_path / "m.bin", tmp_path / "ours")(TOKENS)
+    assert (logits - expected).abs().max() < 1e-4
+
+
+def test_stories260k_greedy_ids_and_loss(tmp_path):
+    import torch.nn.functional as F
+
+    import tokenizer
+
+    args = [shared_data("stories260K.bin"), tmp_path / "ours", "--tokenizer", shared_data("tok512.model")]
+    net = convert(*args)
+    ids = [1]
+    with torch.no_grad():
+        while len(ids) < 12:
+            ids.append(int(net(torch.tensor([ids]))[0, -1].argmax()))
+        assert ids == [1, 403, 407, 261, 378, 432, 383, 286, 261, 376, 298, 315]
+        encoder = tokenizer.load(tmp_path / "ours", net.config.vocab_size)
+        stories = shared_data("tinystories-10k-lines.txt").read_text(encoding="utf-8").split("<|endoftext|>")[:200]
+        nats, count = 0.0, 0
+        for story in stories:
+            tokens = torch.tensor([encoder.encode(story.strip())[:512]])
+            nats += F.cross_entropy(net(tokens)[0, :-1], tokens[0, 1:], reduction="sum").item()
+            count += tokens.shape[1] - 1
+    assert abs(nats / count - 1.3097) < 0.001
+
+
+# Real configs
+
+
+def test_real_configs_are_read():
+    folder = shared_data("../configs/llama3_1_8b.json").parent
+    expected = {  # family: n_layers, n_heads, n_kv_heads, head_dim, tied
+        "llama2_7b": (32, 32, 32, 128, False), "llama3_2_1b": (16, 32, 8, 64, True),
+        "llama3_1_70b": (80, 64, 8, 128, False), "mistral_7b_v03": (32, 32, 8, 128, False),
+        "qwen2_0_5b": (24, 14, 2, 64, True), "qwen3_0.6b": (28, 16, 8, 128, True),
+        "smollm2_360m": (32, 15, 5, 64, True), "tinyllama_1b_chat_v1.0": (22, 32, 4, 64, False),
+    }  # fmt: skip
+    for path in sorted(folder.glob("*.json")):
+        config = convert_hf_checkpoint.config_from_hf(path)
+        c = (config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, config.tie_embeddings)
+        assert c == expected.get(path.stem, c), path
+        assert config.qkv_bias == ("qwen2" in path.stem) and config.qk_norm == ("qwen3" in path.stem)
+        if "ladder" in path.stem:
+            assert config.stale_layers == tuple(range(16, 32))
+
+
+# Bad input
+
+
+@pytest.fixture
+def hf_folder(tmp_path):
+    hf_model("llama3.1").save_pretrained(tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def edit(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def drop_tensor(folder, name):
+    state = load_file(folder / "model.safetensors")
+    del state[name]
+    save_file(state, folder / "model.safetensors")
+
+
+def add_tensor(folder, name):
+    state = load_file(folder / "model.safetensors")
+    save_file({**state, name: torch.zeros(48)}, folder / "model.safetensors")
+
+
+def lose_shard(folder):
+    safetensors_shards(folder)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+
+
+def truncate(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def lose_bin(folder):
+    bin_shards(folder)
+    (folder / "pytorch_model-00001-of-00002.bin").unlink()
+
+
+def truncate_bin(folder):
+    one_bin(folder)
+    path = folder / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+BAD = {
+    "an unsupported architecture": (lambda f: edit(f, model_type="gpt2"), "model_type 'gpt2' is not supported"),
+    "an unsupported rope": (lambda f: edit(f, rope_parameters={"rope_type": "yarn"}), "rope type 'yarn'"),
+    "an unsupported activation": (lambda f: edit(f, hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+    "an unsupported bias": (lambda f: edit(f, attention_bias=True), "attention_bias True is not supported"),
+    "a missing key": (lambda f: edit(f, num_hidden_layers=None), "has no num_hidden_layers"),
+    "a string for a number": (lambda f: edit(f, num_hidden_layers="3"), "n_layers is '3'"),
+    "ladder layers out of range": (lambda f: edit(f, ladder_layers=[3]), "from 0 to 2"),
+    "a config that is no JSON": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
+    "a lost shard": (lose_shard, "model-00002-of-00003.safetensors is missing, but model.safetensors.index.json"),
+    "a truncated file": (truncate, "truncated"),
+    "a lost bin": (lose_bin, "pytorch_model-00001-of-00002.bin is missing"),
+    "a truncated bin": (truncate_bin, "truncated"),
+    "a missing tensor": (lambda f: drop_tensor(f, "model.layers.1.mlp.up_proj.weight"), "no tensor model.layers.1.mlp"),
+    "an extra tensor": (lambda f: add_tensor(f, "model.layers.0.self_attn.q_proj.bias"), "q_proj.bias that is no part"),
+    "a wrong shape": (lambda f: edit(f, intermediate_size=99), r"does not make the \(99, 48\)"),
+    "wrong heads": (lambda f: edit(f, num_key_value_heads=3), "does not make"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_sources_are_one_clear_line_and_leave_nothing(case, hf_folder, tmp_path):
+    spoil, message = BAD[case]
+    spoil(hf_folder)
+    with pytest.raises(InputError, match=message) as error:
+        convert_hf_checkpoint.main([str(hf_folder), "--out", str(tmp_path / "ours")])
+    assert "\n" not in str(error.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+
+
+@pytest.mark.parametrize(
+    "cut, message", [(20, "shorter than its header"), (1000, "its header asks for"), (None, "its header reads")]
+)
+def test_bad_llama2c_files(cut, message, tmp_path):
+    write_llama2c(tmp_path / "m.bin", tied=True)
+    data = (tmp_path / "m.bin").read_bytes()
+    (tmp_path / "m.bin").write_bytes(data[:cut] if cut else b"\x7fELF" + data)
+    with pytest.raises(InputError, match=message):
+        convert_hf_checkpoint.main([str(tmp_path / "m.bin"), "--out", str(tmp_path / "ours")])
+
+
+def test_existing_output_and_full_disk_and_unknown_sources(hf_folder, tmp_path, monkeypatch):
+    out = tmp_path / "ours"
+    out.mkdir()
+    (out / "precious").write_text("")
+    with pytest.raises(InputError, match="already exists"):
+        convert_hf_checkpoint.main([str(hf_folder), "--out", str(out)])
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as m:
+        m.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        with pytest.raises(InputError, match="GB needed"):
+            convert_hf_checkpoint.main([str(hf_folder), "--out", str(tmp_path / "new")])
+    with monkeypatch.context() as m:
+
+        def no_space(*args, **kwargs):
+            raise OSError(28, "No space left on device")
+
+        m.setattr(checkpoint, "save_file", no_space)
+        with pytest.raises(InputError, match="cannot write .*new: .*No space left"):
+            convert_hf_checkpoint.main([str(hf_folder), "--out", str(tmp_path / "new")])
+    with pytest.raises(InputError, match="no folder, no file and no hub id"):
+        convert_hf_checkpoint.main([str(tmp_path / "nowhere"), "--out", str(tmp_path / "new")])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "ours"]
+
+
+def test_hub_models_are_downloaded_by_pattern(hf_folder, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked = {}
+
+    def snapshot(repository, **kwargs):
+        asked.update(kwargs, repository=repository)
+        return str(hf_folder)
+
+    names = ["config.json", "model.safetensors", "original/consolidated.00.pth", "pytorch_model.bin"]
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *a, **k: names)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    convert_hf_checkpoint.main(["someone/model", "--out", str(tmp_path / "ours"), "--revision", "abc"])
+    assert asked["repository"] == "someone/model" and asked["revision"] == "abc"
+    assert "model*.safetensors" in asked["allow_patterns"] and "pytorch_model*.bin" not in asked["allow_patterns"]
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *a, **k: 1 / 0)
+    with pytest.raises(InputError, match="cannot download someone/model from the hub: division by zero"):
+        convert_hf_checkpoint.main(["someone/model", "--out", str(tmp_path / "other")])
+
+
+def test_parallel_models_have_no_hugging_face_form(hf_folder, tmp_path):
+    convert(hf_folder, tmp_path / "ours", "--wiring", "parallel")
+    with pytest.raises(InputError, match="one norm"):
+        convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
+    assert not (tmp_path / "back").exists()
+
+
+def test_from_the_command_line(hf_folder, tmp_path):
+    done = script("convert_hf_checkpoint.py", hf_folder, "--out", tmp_path / "ours")
+    assert done.returncode == 0, done.stderr
+    done = script("convert_hf_checkpoint.py", hf_folder, "--out", tmp_path / "ours")
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == f"convert_hf_checkpoint.py: {tmp_path / 'ours'} already exists: remove it or give another folder\n"
+    )
+    done = script("convert_hf_checkpoint.py", hf_folder)
+    assert (done.returncode, done.stderr) == (2, "convert_hf_checkpoint.py: give either --out DIR or --to-hf DIR\n")
+
+
+def test_config_survives_the_round_trip(hf_folder, tmp_path):
+    ours = convert(hf_folder, tmp_path / "ours").config
+    (tmp_path / "again").mkdir()
+    checkpoint.write_config(tmp_path / "again", dataclasses.replace(ours, wiring="hybrid", ladder_layers=(0, 2)))
+    again = checkpoint.read_config(tmp_path / "again")
+    assert again == dataclasses.replace(ours, wiring="hybrid", ladder_layers=(0, 2))

@@ -1,0 +1,101 @@
+"""The transformer on one device: the cache, the rope, the configuration."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import BASE, WIRED, last_logits, random_model, unequal_rows, wired_id
+from reference import Reference
+
+from model import SIZES, Config, InputError, Transformer, rope_frequencies
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("changes", WIRED[:6], ids=wired_id)
+def test_prefill_and_decode_equal_the_whole_sequence(changes, compile):
+    config = dataclasses.replace(BASE, **changes)
+    net = random_model(config)
+    tokens, lengths = unequal_rows(config)
+    logits = last_logits(net, tokens, lengths, compile=compile)
+    reference = Reference(config, net.state_dict())
+    for row, length in enumerate(lengths):
+        expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
+        assert (logits[row] - expected).abs().max() < 1e-4
+
+
+def test_rows_do_not_see_each_other_or_the_padding():
+    net = random_model(BASE)
+    tokens, lengths = unequal_rows(BASE)
+    together = last_logits(net, tokens, lengths)
+    for row, length in enumerate(lengths):
+        alone = last_logits(net, tokens[row : row + 1, :length], lengths[row : row + 1])
+        assert torch.allclose(together[row], alone[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("scaling", [None, {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}])
+def test_rope_frequencies_match_transformers(scaling):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    if scaling:
+        scaling = {**scaling, "original_max_position_embeddings": 8192}
+    config = dataclasses.replace(BASE, head_dim=128, rope_theta=500000.0, rope_scaling=scaling)
+    hf = LlamaConfig(hidden_size=128, num_attention_heads=1, max_position_embeddings=131072)
+    hf.rope_parameters = {
+        "rope_theta": 500000.0,
+        "rope_type": "default",
+        **({"rope_type": "llama3", **scaling} if scaling else {}),
+    }
+    expected = LlamaRotaryEmbedding(hf).inv_freq
+    assert torch.allclose(rope_frequencies(config), expected, rtol=1e-6, atol=0)
+
+
+def test_half_precision_stays_near_float32():
+    net = random_model(BASE)
+    tokens, lengths = unequal_rows(BASE)
+    expected = last_logits(net, tokens, lengths)
+    half = random_model(BASE)
+    for weight in half.parameters():  # not .to(): the rope frequencies stay float32
+        weight.data = weight.data.bfloat16()
+    logits = last_logits(half, tokens, lengths)
+    assert logits.dtype == torch.bfloat16
+    assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_named_sizes_have_the_published_parameter_counts():
+    counts = {}
+    for name, config in SIZES.items():
+        with torch.device("meta"):
+            counts[name] = sum(p.numel() for p in Transformer(config).parameters()) / 1e9
+    expected = {"1b": 1.236, "3b": 3.213, "8b": 8.030, "34b": 33.744, "70b": 70.554, "405b": 405.853}
+    assert {name: round(counts[name], 3) for name in expected} == expected
+    assert 200 < counts["176b"] < 225  # BLOOM's width and depth with a gated MLP
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"wiring": "laddr"}, "unknown wiring 'laddr'; known: standard, ladder"),
+        ({"wiring": "hybrid"}, "needs ladder_layers"),
+        ({"wiring": "ladder", "ladder_layers": 2}, "no other wiring takes them"),
+        ({"wiring": "hybrid", "ladder_layers": 4}, "from 1 to 3"),
+        ({"wiring": "hybrid", "ladder_layers": 0}, "from 1 to 3"),
+        ({"wiring": "hybrid", "ladder_layers": (0, 3)}, "from 0 to 2"),
+        ({"wiring": "hybrid", "ladder_layers": (1, 1)}, "distinct layers"),
+        ({"wiring": "hybrid", "ladder_layers": ("1",)}, "from 0 to 2"),
+        ({"n_kv_heads": 4}, "n_heads 6 is not a multiple of n_kv_heads 4"),
+        ({"n_layers": 0}, "n_layers is 0"),
+        ({"dim": 48.0}, "dim is 48.0"),
+        ({"norm_eps": "1e-5"}, "norm_eps"),
+        ({"head_dim": 7}, "odd"),
+        ({"desync_period": 0}, "desync_period is 0"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_one_clear_line(changes, message):
+    with pytest.raises(InputError, match=message) as error:
+        dataclasses.replace(BASE, **changes)
+    assert "\n" not in str(error.value)
+
+
+def test_config_lists_become_tuples():
+    assert Config(3, 6, 2, 8, 48, 100, 131, 64, eos_ids=[2, 3]).eos_ids == (2, 3)

@@ -1,0 +1,120 @@
+"""Tensor parallelism: what each rank holds, and that all ranks together compute what one device does."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import BASE, WIRED, StateWeights, last_logits, random_model, run_ranks, unequal_rows, wired_id
+from reference import Reference
+
+import tp
+from model import InputError
+
+SHAPES = {  # every kind of split at tp 2, 3, 4: even, uneven, replicated KV heads, odd sizes
+    "6/2 heads": {},
+    "15/5 heads, odd sizes": {"n_heads": 15, "n_kv_heads": 5, "intermediate_size": 101, "vocab_size": 130},
+    "tied, biased": {"tie_embeddings": True, "qkv_bias": True},
+    "head_dim of its own, QK norm": {"head_dim": 16, "qk_norm": True, "n_heads": 8, "n_kv_heads": 4},
+}
+CASES = [{**WIRED[i], **shape} for i, shape in enumerate(SHAPES.values())]
+CASES += [{**changes, **SHAPES["15/5 heads, odd sizes"]} for changes in WIRED]
+COMPILED = [WIRED[0], {**WIRED[1], **SHAPES["15/5 heads, odd sizes"]}, WIRED[2], WIRED[5], WIRED[6]]
+
+
+def covered(ranges):
+    return [i for a, b in ranges for i in range(a, b)]
+
+
+@pytest.mark.parametrize("tp_size", range(1, 13))
+@pytest.mark.parametrize("n_heads, n_kv_heads", [(12, 12), (12, 4), (12, 3), (12, 2), (12, 1), (15, 5), (14, 2)])
+def test_the_plan_gives_every_head_row_and_column_to_one_rank(n_heads, n_kv_heads, tp_size):
+    config = dataclasses.replace(BASE, n_heads=n_heads, n_kv_heads=n_kv_heads, intermediate_size=101)
+    G, H = n_heads // n_kv_heads, config.head_dim
+    plans = [tp.shard_plan(config, rank, tp_size) for rank in range(tp_size)]
+    assert covered(r for p in plans for r in p["wo"][1]) == list(range(n_heads * H))
+    assert covered(r for p in plans for r in p["output"][1]) == list(range(config.vocab_size))
+    for name in ("w1", "w3", "w2"):
+        assert covered(r for p in plans for r in p[name][1]) == list(range(101))
+    for plan in plans:
+        heads = [i // H for i in covered(plan["wo"][1])][::H]
+        rows = []  # group by group: this rank's query heads of it, its key, its value
+        for group in sorted({head // G for head in heads}):
+            slots = [head % G for head in heads if head // G == group] + [G, G + 1]
+            rows += [(group * (G + 2) + slot) * H + i for slot in slots for i in range(H)]
+        assert covered(plan["wqkv"][1]) == rows
+        assert len(heads) % len({head // G for head in heads}) == 0  # groups of one size, as the model's view needs
+        assert len(covered(plan["w1"][1])) in (101 // tp_size, 101 // tp_size + 1)
+
+
+@pytest.mark.parametrize("tp_size", [7, 100])
+def test_more_ranks_than_heads_is_refused(tp_size):
+    with pytest.raises(InputError, match=f"tp {tp_size} cannot shard n_heads 6: use 1 to 6 ranks"):
+        tp.shard_plan(BASE, 0, tp_size)
+
+
+def test_a_rank_reads_only_its_slice():
+    config = dataclasses.replace(BASE, n_heads=8, n_kv_heads=4, vocab_size=128)
+    read = []
+
+    class Counting(StateWeights):
+        def read(self, *args):
+            tensor = super().read(*args)
+            read.append((args[0], tensor.numel()))
+            return tensor
+
+    state = random_model(config).state_dict()
+    tp.load_shard(config, Counting(state), torch.float32, "cpu", rank=1, tp_size=4)
+    assert len(read) == len(state)
+    for name, count in read:
+        whole = "embeddings" in name or "norm" in name
+        assert count == state[name].numel() // (1 if whole else 4), name
+
+
+def shard(config, rank, tp_size):
+    weights = StateWeights(random_model(config).state_dict())
+    net = tp.load_shard(config, weights, torch.float32, "cpu", rank, tp_size)
+    net.comm = tp.TensorParallel(config, tp_size)
+    return net
+
+
+def all_cases(rank, tp_size):
+    """The logits of every case on this rank."""
+    answers = []
+    for cases, compile in ((CASES, False), (COMPILED if tp_size == 2 else COMPILED[1:2], True)):
+        for changes in cases:
+            config = dataclasses.replace(BASE, **changes)
+            net = shard(config, rank, tp_size)
+            answers.append((changes, compile, last_logits(net, *unequal_rows(config), compile=compile)))
+    return answers
+
+
+def expected_logits(config, tp_size):
+    """(B, steps + 1, V) from the float64 reference, with the heads and columns of each rank's shard."""
+    net = random_model(config)
+    tokens, lengths = unequal_rows(config)
+    plans = [tp.shard_plan(config, rank, tp_size) for rank in range(tp_size)]
+    shards = [(tuple(i // config.head_dim for i in p["wo"][1][0]), p["w2"][1][0]) for p in plans]
+    reference = Reference(config, net.state_dict(), shards)
+    rows = []
+    for row, length in enumerate(lengths):
+        # each rank's part of the vocabulary comes from its own stream; they differ under upper-bound
+        parts = [
+            reference.logits(tokens[row, :length], rank)[-4:, slice(*p["output"][1][0])] for rank, p in enumerate(plans)
+        ]
+        rows.append(torch.cat([torch.from_numpy(p) for p in parts], dim=1))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("tp_size", [2, 3, 4])
+def test_all_ranks_compute_what_one_device_does(tp_size):
+    ranks = run_ranks(tp_size, all_cases, timeout=400)
+    for case, (changes, compile, logits) in enumerate(ranks[0]):
+        config = dataclasses.replace(BASE, **changes)
+        name = f"{wired_id(changes)} {'compiled' if compile else 'eager'}"
+        for other in ranks[1:]:
+            assert torch.equal(other[case][2], logits), f"{name}: the ranks disagree"
+        error = (logits - expected_logits(config, tp_size)).abs().max()
+        assert error < 1e-4, f"{name}: {error}"
+        if config.wiring not in ("desync", "upper-bound"):
+            alone = last_logits(random_model(config), *unequal_rows(config))
+            assert torch.allclose(logits, alone, atol=1e-4), name

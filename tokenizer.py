@@ -1,0 +1,212 @@
+"""One interface over SentencePiece, tiktoken rank files and tokenizer.json; load() picks by what the folder holds."""
+
+import base64
+import json
+import re
+from datetime import datetime
+from pathlib import Path
+
+from model import InputError
+
+# Llama 3's pre-tokenizer pattern and special tokens: its rank file holds neither.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+LLAMA3_SPECIAL = {
+    0: "<|begin_of_text|>", 1: "<|end_of_text|>", 4: "<|finetune_right_pad_id|>", 6: "<|start_header_id|>", 7: "<|end_header_id|>", 8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>",
+}  # fmt: skip
+
+
+class Tokenizer:
+    """encode(text) -> ids and decode(ids) -> text without special tokens; chat(messages) -> ids.
+
+    A subclass sets vocab_size, bos_id (or None) and special {text: id}, and encodes plain text.
+    """
+
+    vocab_size: int
+    bos_id: int | None
+    special: dict
+    template = None  # the checkpoint's chat template, Jinja source
+    template_variables = {}
+
+    def encode_plain(self, text):
+        raise NotImplementedError
+
+    def decode(self, ids):
+        raise NotImplementedError
+
+    def encode(self, text):
+        """The ids of a prompt: BOS, where the tokenizer has one, and the text taken as plain text."""
+        return ([] if self.bos_id is None else [self.bos_id]) + self.encode_plain(text)
+
+    def encode_markup(self, text):
+        """The ids of text in which special tokens stand by name, as a chat template writes them; adds no BOS."""
+        if not self.special:
+            return self.encode_plain(text)
+        names = "|".join(re.escape(s) for s in sorted(self.special, key=len, reverse=True))
+        ids = []
+        for part in re.split(f"({names})", text):
+            if part:
+                ids += [self.special[part]] if part in self.special else self.encode_plain(part)
+        return ids
+
+    def chat(self, messages):
+        """The ids of a conversation [{"role", "content"}, ...] up to where the assistant answers."""
+        from jinja2.exceptions import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def raise_exception(message):
+            raise TemplateError(message)
+
+        if self.template is None:
+            raise InputError("this checkpoint has no chat template in its tokenizer_config.json")
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["tojson"] = lambda x, **k: json.dumps(x, ensure_ascii=False, indent=k.get("indent"))
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            text = environment.from_string(self.template).render(
+                messages=messages, add_generation_prompt=True, **self.template_variables
+            )
+        except TemplateError as e:
+            raise InputError(f"the checkpoint's chat template refuses this conversation: {e}") from None
+        return self.encode_markup(text)
+
+
+class SentencePieceTokenizer(Tokenizer):
+    def __init__(self, path):
+        from sentencepiece import SentencePieceProcessor
+
+        self.model = SentencePieceProcessor(model_file=str(path))
+        self.vocab_size = self.model.vocab_size()
+        ids = [self.model.bos_id(), self.model.eos_id()]
+        self.special = {self.model.id_to_piece(i): i for i in ids if i >= 0}
+        self.bos_id = ids[0] if ids[0] >= 0 else None
+
+    def encode_plain(self, text):
+        return self.model.encode(text)
+
+    def decode(self, ids):
+        skip = set(self.special.values())
+        return self.model.decode([i for i in ids if i not in skip])
+
+
+class TiktokenTokenizer(Tokenizer):
+    def __init__(self, path):
+        import tiktoken
+
+        with open(path, "rb") as f:
+            ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in f if line.strip())}
+        names, reserved = [], 0
+        for i in range(256):
+            names.append(LLAMA3_SPECIAL.get(i, f"<|reserved_special_token_{reserved}|>"))
+            reserved += i not in LLAMA3_SPECIAL
+        self.special = {name: len(ranks) + i for i, name in enumerate(names)}
+        self.model = tiktoken.Encoding(path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
+        self.n_ranks = len(ranks)
+        self.vocab_size = len(ranks) + len(names)
+        self.bos_id = self.special["<|begin_of_text|>"]
+
+    def encode_plain(self, text):
+        return self.model.encode_ordinary(text)
+
+    def decode(self, ids):
+        return self.model.decode([i for i in ids if i < self.n_ranks])
+
+
+class JsonTokenizer(Tokenizer):
+    def __init__(self, path):
+        from tokenizers import Tokenizer as Model
+
+        self.model = Model.from_file(str(path))
+        self.model.no_truncation()
+        self.model.no_padding()
+        self.model.encode_special_tokens = True  # as plain text: encode_markup finds the special ones
+        added = self.model.get_added_tokens_decoder()
+        self.special = {token.content: i for i, token in added.items()}
+        self.vocab_size = max(self.model.get_vocab(with_added_tokens=True).values()) + 1
+        prefix = self.model.encode("", add_special_tokens=True).ids  # what its post-processor puts around a text
+        self.bos_id = prefix[0] if prefix else None
+
+    def encode_plain(self, text):
+        return self.model.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids):
+        return self.model.decode(ids, skip_special_tokens=True)
+
+
+def load(folder, vocab_size=None):
+    """The tokenizer of a checkpoint folder, or None when it has none.
+
+    Raises InputError when it cannot be read, or when its vocabulary is not the model's vocab_size (up to 1 % smaller
+    is taken for padding of the embedding).
+    """
+    folder = Path(folder)
+    path = next((folder / n for n in ("tokenizer.json", "tokenizer.model") if (folder / n).is_file()), None)
+    if path is None:
+        return None
+    tokenizer = _open(path)
+    if vocab_size is not None and not 0.99 * vocab_size <= tokenizer.vocab_size <= vocab_size:
+        raise InputError(f"{path} has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
+    _read_settings(tokenizer, folder)
+    return tokenizer
+
+
+def _open(path):
+    if path.suffix == ".json":
+        kind = JsonTokenizer
+    else:
+        with open(path, "rb") as f:
+            line = f.readline(200)
+        kind = TiktokenTokenizer if re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", line) else SentencePieceTokenizer
+    try:
+        return kind(path)
+    except Exception as e:  # each library has its own errors, down to bare Exception
+        raise InputError(f"{path} cannot be read: {str(e).splitlines()[0] if str(e) else type(e).__name__}") from None
+
+
+def _read_settings(tokenizer, folder):
+    """Take the chat template, the special tokens it names and the BOS policy from tokenizer_config.json."""
+    from checkpoint import read_json
+
+    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    for i, token in settings.get("added_tokens_decoder", {}).items():
+        tokenizer.special.setdefault(token["content"], int(i))
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        template = {t["name"]: t["template"] for t in template}.get("default")
+    if (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    tokenizer.template = template
+    texts = {k: settings.get(k) for k in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    texts = {k: v["content"] if isinstance(v, dict) else v for k, v in texts.items()}
+    tokenizer.template_variables = {k: v or "" for k, v in texts.items()}
+    if settings.get("add_bos_token") is False:
+        tokenizer.bos_id = None
+
+
+class TextStream:
+    """Turns a growing list of ids into text, piece by piece, without splitting a character or losing a space."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.ids = []
+        self.start = 0  # ids before it are printed and no longer decoded
+        self.printed = ""  # what of decode(ids[start:]) is printed
+
+    def push(self, ids):
+        """The new text that the ids complete; bytes of an unfinished character are held back."""
+        self.ids += ids
+        text = self.tokenizer.decode(self.ids[self.start :])
+        if text.endswith("\ufffd"):
+            return ""
+        new, self.printed = text[len(self.printed) :], text
+        if len(self.ids) - self.start > 64:  # keep a few ids as context: a decoder may drop a leading space
+            self.start = len(self.ids) - 8
+            self.printed = self.tokenizer.decode(self.ids[self.start :])
+        return new
+
+    def flush(self):
+        """What push still held back, as it is."""
+        return self.tokenizer.decode(self.ids[self.start :])[len(self.printed) :]
