@@ -39,12 +39,15 @@ def train_tokenizer(documents, vocab_size, path):
     """A SentencePiece BPE vocabulary in Llama 2's style: BOS 1, EOS 2, unknown characters as bytes."""
     from sentencepiece import SentencePieceTrainer
 
-    with open(path, "wb") as f:
-        SentencePieceTrainer.train(
-            sentence_iterator=iter(documents), model_writer=f, vocab_size=vocab_size, model_type="bpe",
-            byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity", split_digits=True,
-            remove_extra_whitespaces=False, max_sentence_length=1 << 20, num_threads=1, minloglevel=2,
-        )  # fmt: skip
+    try:
+        with open(path, "wb") as f:
+            SentencePieceTrainer.train(
+                sentence_iterator=iter(documents), model_writer=f, vocab_size=vocab_size, model_type="bpe",
+                byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity", split_digits=True,
+                remove_extra_whitespaces=False, max_sentence_length=1 << 20, num_threads=1, minloglevel=2,
+            )  # fmt: skip
+    except RuntimeError as e:  # too little text for so many pieces, or too few pieces for its characters
+        raise InputError(f"--vocab-size {vocab_size} does not suit the text: {str(e).splitlines()[-1]}") from None
 
 
 def encode(tokenizer, documents):
@@ -62,8 +65,6 @@ def loss(model, windows):
 @torch.no_grad()
 def validation_loss(model, ids, seq_len, batch):
     windows = ids[: (len(ids) - 1) // seq_len * seq_len + 1].unfold(0, seq_len + 1, seq_len)
-    if not len(windows):
-        raise InputError(f"--valid holds {len(ids)} tokens: fewer than --seq-len {seq_len} + 1")
     total = sum(loss(model, part).item() * len(part) for part in windows.split(batch))
     return total / len(windows)
 
@@ -73,6 +74,8 @@ def train(model, ids, valid_ids, args):
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() != 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    for module in (m for block in model.layers for m in (block.attention, block.feed_forward)):
+        module.register_forward_hook(lambda m, inputs, h: F.dropout(h, args.dropout, m.training))
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
     generator = torch.Generator().manual_seed(args.seed)
     best, best_weights = math.inf, None
@@ -90,7 +93,8 @@ def train(model, ids, valid_ids, args):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if step % args.eval_every == 0 or step == args.steps:
-            valid = validation_loss(model, valid_ids, args.seq_len, args.batch)
+            valid = validation_loss(model.eval(), valid_ids, args.seq_len, args.batch)
+            model.train()
             bar.write(f"step {step}: train {nats.item():.4f}, valid {valid:.4f} nats per token")
             if valid < best:
                 best, best_weights = valid, copy.deepcopy(model.state_dict())
@@ -112,6 +116,7 @@ def parse(argv):
     p.add_argument("--steps", type=int, default=3000)
     p.add_argument("--batch", type=int, default=16)
     p.add_argument("--lr", type=float, default=3e-3)
+    p.add_argument("--dropout", type=float, default=0.1, help="of each sublayer's output, while training")
     p.add_argument("--warmup", type=int, default=100, help="steps of linear warm-up")
     p.add_argument("--eval-every", type=int, default=200, help="steps between validations")
     p.add_argument("--seed", type=int, default=0)
@@ -125,6 +130,8 @@ def main(argv=None):
     for name in ("steps", "batch", "warmup", "eval_every", "lr"):
         if not getattr(args, name) > 0:
             raise InputError(f"--{name.replace('_', '-')} is {getattr(args, name)} but must be positive")
+    if not 0 <= args.dropout < 1:
+        raise InputError(f"--dropout is {args.dropout} but must be at least 0 and below 1")
     documents, valid_documents = read_documents(args.text), read_documents([args.valid])
     with checkpoint.new_folder(args.out) as folder:
         train_tokenizer(documents, args.vocab_size, folder / "tokenizer.model")
@@ -135,6 +142,8 @@ def main(argv=None):
         )  # fmt: skip
         config = with_wiring(config, args)
         ids, valid_ids = encode(tokenizer, documents), encode(tokenizer, valid_documents)
+        if min(len(ids), len(valid_ids)) <= args.seq_len:
+            raise InputError(f"--text and --valid need more than --seq-len {args.seq_len} tokens each")
         model = Transformer(config)
         model.init_weights(args.seed)
         n = sum(p.numel() for p in model.parameters())

@@ -175,6 +175,7 @@ def init(device):
         torch.cuda.set_device(device)
     if tp_size > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
     return rank, tp_size, device
 
 
@@ -213,7 +214,8 @@ def run(main):
     try:
         main()
         if dist.is_initialized():
-            dist.destroy_process_group()
+            dist.barrier()
+            _leave(0)
     except InputError as e:
         _stop(f"{os.path.basename(sys.argv[0])}: {e}")
     except KeyboardInterrupt:
@@ -239,5 +241,11 @@ def _stop(line=None, code=2):
     else:  # the launcher kills all ranks when one exits: let the one that speaks finish
         with contextlib.suppress(RuntimeError):
             _store().wait(["stopped"], timedelta(seconds=5))
+    _leave(code)
+
+
+def _leave(code):
+    """End this rank at once: the destructors of a process group may wait for peers that are gone, or abort."""
     sys.stdout.flush()
-    os._exit(code)  # sys.exit would wait for collectives that no peer will join
+    sys.stderr.flush()
+    os._exit(code)

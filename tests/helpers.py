@@ -129,13 +129,13 @@ def _rank(rank, tp_size, port, results, function, args):
         results.put((rank, traceback.format_exc(), None))
 
 
-def script(name, *args, ranks=1, timeout=180, **environment):
+def script(name, *args, ranks=1, timeout=180, stdin="", **environment):
     """Run a script of the project as a user would; returns the finished process with its output as text."""
     command = [sys.executable, str(ROOT / name), *map(str, args)]
     if ranks > 1:
         command[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, input=stdin)
 
 
 def replace(config, **changes):

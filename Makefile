@@ -1,0 +1,29 @@
+# make demo and make test go from an empty machine (Python 3.11, a C++ compiler) to the result, in a local .venv.
+PYTHON ?= python3
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test lint clean
+
+demo: .venv/installed
+	.venv/bin/torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --ladder --prompt "Once upon a time"
+
+test: .venv/installed-dev lint
+	.venv/bin/python -m pytest
+
+lint: .venv/installed-dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+# torch first and by its exact version, so that nothing else pulls in another build of it
+.venv/installed: requirements.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check $$(grep ^torch== requirements.txt)
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+.venv/installed-dev: .venv/installed requirements-dev.txt
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache

@@ -1,0 +1,409 @@
+"""Generation from the command line and below it: greedy texts, sampling, stopping, results, bad input."""
+
+import dataclasses
+import json
+import shutil
+import time
+
+import pytest
+import torch
+from helpers import BASE, random_model, script, shared_data
+
+import checkpoint
+import generate
+from adapt import train_tokenizer
+from model import InputError
+
+PROMPTS = ["Once upon a time", "The dog ran", "a"]
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A random checkpoint with a tokenizer, whose uneven 15/5 heads split unevenly over every tp."""
+    folder = tmp_path_factory.mktemp("tiny")
+    train_tokenizer(
+        ["Once upon a time there was a little dog. The dog ran to the park. "] * 30, 300, folder / "tokenizer.model"
+    )
+    config = dataclasses.replace(BASE, n_heads=15, n_kv_heads=5, intermediate_size=101, vocab_size=300, eos_ids=(2,))
+    checkpoint.write_model(folder, config, random_model(config).state_dict(), torch.float32)
+    return folder
+
+
+@pytest.fixture
+def copy(tiny, tmp_path):
+    return shutil.copytree(tiny, tmp_path / "copy")
+
+
+def run_json(folder, *args, ranks=1):
+    """The JSON result of a run of generate.py."""
+    out = folder / f"out-{time.monotonic_ns()}.jsonl"
+    done = script("generate.py", "--checkpoint", folder, "--json", out, *args, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    (line,) = out.read_text().splitlines()
+    out.unlink()
+    return json.loads(line), done
+
+
+# The main job
+
+
+@pytest.fixture(scope="module")
+def greedy(tiny):
+    """The greedy tokens of one device, eager, of each wiring, computed once."""
+    known = {}
+
+    def tokens(wiring):
+        if wiring not in known:
+            net = generate.load(
+                generate.parse(["--checkpoint", str(tiny)]),
+                dataclasses.replace(checkpoint.read_config(tiny), wiring=wiring), 0, 1, torch.device("cpu"),
+            )  # fmt: skip
+            tokenizer = generate.tokenizers.load(tiny)
+            rows = []
+            for prompt in PROMPTS:  # one by one, the whole sequence again for each token
+                ids = tokenizer.encode(prompt)
+                row = []
+                while len(row) < 12:
+                    with torch.no_grad():
+                        row.append(int(net(torch.tensor([ids + row]))[0, -1].argmax()))
+                rows.append(row)
+            known[wiring] = rows
+        return known[wiring]
+
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "ranks, wiring, flags",
+    [
+        (1, "standard", []), (1, "ladder", ["--compile", "--compile-prefill"]), (2, "standard", []),
+        (2, "ladder", ["--compile"]), (3, "ladder", []), (4, "ladder", []),
+    ],
+)  # fmt: skip
+def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags):
+    prompts = [arg for prompt in PROMPTS for arg in ("--prompt", prompt)]
+    flags = [*flags, "--wiring", wiring, "--temperature", "0", "--max-new-tokens", "12", "--ignore-eos"]
+    result, done = run_json(tiny, *prompts, *flags, ranks=ranks)
+    assert result["tokens"] == greedy(wiring)
+    tokenizer = generate.tokenizers.load(tiny)
+    for prompt, row, text in zip(PROMPTS, result["tokens"], result["texts"], strict=True):
+        assert tokenizer.decode(tokenizer.encode(prompt) + row) == prompt + text
+        assert prompt + text in done.stdout
+    expected = {
+        "wiring": wiring, "model": tiny.name, "tp": ranks, "batch": 3, "new_tokens": 12, "dtype": "float32",
+        "quant": None, "device": "cpu", "link": None, "torch": torch.__version__,
+    }  # fmt: skip
+    assert {key: result[key] for key in expected} == expected
+    assert result["prompt_tokens"] == max(len(tokenizer.encode(p)) for p in PROMPTS)
+    assert len(result["peak_bytes"]) == ranks and min(result["peak_bytes"]) > 1e7
+    assert (result["compile_s"] > 0) == ("--compile" in flags)
+    assert result["tok_s"] == pytest.approx(3e3 / result["tpot_ms"]) and result["load_s"] > 0
+    assert result["tok_s_user"] == pytest.approx(1e3 / result["tpot_ms"])
+    assert result["ttft_ms"] == pytest.approx(1e3 * result["prefill_s"])
+    assert result["decode_s"] == pytest.approx(11e-3 * result["tpot_ms"])
+
+
+def test_step_bytes_are_the_weights_and_the_cache(tiny):
+    result, _ = run_json(tiny, "--prompt-ids", "1,5,6", "--max-new-tokens", "7")
+    c = checkpoint.read_config(tiny)
+    layer = c.dim * c.head_dim * (15 + 2 * 5 + 15) + 3 * c.dim * c.intermediate_size + 2 * c.dim
+    weights = c.n_layers * layer + c.dim + c.dim * c.vocab_size
+    cache = c.n_layers * 2 * 5 * 10 * c.head_dim
+    assert result["step_bytes"] == 4 * (weights + cache)
+
+
+def test_a_single_prompt_streams_its_text(tiny):
+    result, done = run_json(tiny, "--prompt", PROMPTS[0], "--temperature", "0", "--max-new-tokens", "9")
+    assert done.stdout == PROMPTS[0] + result["texts"][0] + "\n"
+    assert "tok/s" in done.stderr
+
+
+def test_prompts_from_a_file_and_repeated_to_a_batch(tiny, tmp_path, greedy):
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n\n")
+    flags = ["--temperature", "0", "--max-new-tokens", "12", "--ignore-eos", "--batch", "6"]
+    result, _ = run_json(tiny, "--prompts-file", tmp_path / "prompts.txt", *flags)
+    assert result["tokens"] == greedy("standard") * 2
+
+
+def test_synthetic_prompts_and_random_weights(tiny, tmp_path):
+    result, _ = run_json(tiny, "--prompt-length", "7", "--batch", "3", "--max-new-tokens", "5", "--ignore-eos")
+    assert (result["batch"], result["prompt_tokens"]) == (3, 7)
+    assert len({tuple(row) for row in result["tokens"]}) == 3
+    context = checkpoint.read_config(tiny).max_seq_len
+    result, done = run_json(tiny, "--prompt-length", context - 3, "--ignore-eos")
+    assert result["new_tokens"] == 3 and "leaves room for 3 new tokens" in done.stderr
+
+
+def test_a_named_size_with_random_weights(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(generate.SIZES, "tiny", BASE)
+    args = ["--model", "tiny", "--random-weights", "--ladder", "--prompt-length", "5", "--max-new-tokens", "4"]
+    generate.main([*args, "--json", str(tmp_path / "o.jsonl")])
+    result = json.loads((tmp_path / "o.jsonl").read_text())
+    assert (result["model"], result["wiring"], result["dtype"], result["texts"]) == ("tiny", "ladder", "bfloat16", None)
+    assert "tiny, ladder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_interactive_goes_on_with_the_text(tiny, ranks):
+    flags = ["--checkpoint", tiny, "--interactive", "--temperature", "0", "--max-new-tokens", "6"]
+    done = script("generate.py", *flags, ranks=ranks, stdin="Once upon a time\n\nThe dog\n")
+    assert done.returncode == 0, done.stderr
+    tokenizer = generate.tokenizers.load(tiny)
+    net = generate.load(
+        generate.parse(["--checkpoint", str(tiny)]), checkpoint.read_config(tiny), 0, 1, torch.device("cpu")
+    )
+    ids, texts = [], []
+    for line in ("Once upon a time", "The dog"):
+        ids += tokenizer.encode_plain(line) if ids else tokenizer.encode(line)
+        before = tokenizer.decode(ids)
+        for _ in range(6):
+            with torch.no_grad():
+                token = int(net(torch.tensor([ids]))[0, -1].argmax())
+            if token == 2:
+                break
+            ids.append(token)
+        texts.append(tokenizer.decode(ids)[len(before) :])
+    assert done.stdout.replace("> ", "").split("\n")[:2] == texts
+
+
+def test_stories260k_on_two_ranks(tmp_path):
+    import convert_hf_checkpoint
+
+    bin, model = shared_data("stories260K.bin"), shared_data("tok512.model")
+    convert_hf_checkpoint.main([str(bin), "--tokenizer", str(model), "--out", str(tmp_path / "ours")])
+    result, done = run_json(
+        tmp_path / "ours", "--prompt", "Once upon a time", "--temperature", "0", "--max-new-tokens", "60", ranks=2
+    )
+    assert done.stdout.startswith(
+        "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
+        "One day, she saw a big, red ball."
+    )
+
+
+# Sampling and stopping
+
+
+def test_greedy_takes_the_largest():
+    logits = torch.randn(5, 40)
+    assert generate.make_sampler(0)(logits).tolist() == logits.argmax(-1).tolist()
+
+
+def frequencies(logits, **settings):
+    sample = generate.make_sampler(**settings)
+    return torch.bincount(sample(logits.expand(40000, -1)), minlength=len(logits)) / 40000
+
+
+def test_sampling_follows_the_softmax_at_a_temperature():
+    logits = torch.tensor([1.0, 0.0, -1.0, 2.0])
+    for temperature in (0.5, 1.0, 2.0):
+        expected = (logits / temperature).softmax(-1)
+        assert (frequencies(logits, temperature=temperature) - expected).abs().max() < 0.015
+
+
+def test_top_k_and_top_p_keep_the_likeliest():
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+    assert (frequencies(logits, temperature=1, top_k=2) - torch.tensor([0, 4 / 7, 0, 3 / 7])).abs().max() < 0.015
+    assert (frequencies(logits, temperature=1, top_p=0.65) - torch.tensor([0, 4 / 7, 0, 3 / 7])).abs().max() < 0.015
+    assert (frequencies(logits, temperature=1, top_p=0.75) - torch.tensor([0, 4, 2, 3]) / 9).abs().max() < 0.015
+    assert frequencies(logits, temperature=1, top_p=0.01)[1] == 1
+    assert frequencies(logits, temperature=1, top_k=1)[1] == 1
+    assert (frequencies(logits, temperature=1, top_k=99) - logits.exp()).abs().max() < 0.015
+
+
+def test_equal_seeds_draw_equal_tokens():
+    logits = torch.randn(50, 40)
+    draws = [generate.make_sampler(1.0, seed=seed)(logits).tolist() for seed in (0, 0, 1)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_each_row_stops_at_its_own_end():
+    """A scripted model: row b emits 10 b + 1, 10 b + 2, ... and the end-of-sequence 9 at its own step."""
+    ends, seen = [3, 1, 5], []
+
+    def logits(step):
+        ids = torch.tensor([9 if step == end else 10 * b + step + 1 for b, end in enumerate(ends)])
+        return torch.nn.functional.one_hot(ids, 40).float()[:, None]
+
+    def prefill(tokens, cache, select):
+        assert tokens.tolist() == [[5, 6, 7], [5, 0, 0], [5, 6, 0]] and select.tolist() == [2, 0, 1]
+        return logits(0)
+
+    def decode(tokens, positions, cache, slots):
+        seen.append((tokens.tolist(), positions.tolist()))
+        return logits(len(seen))
+
+    steps = []
+    cache = [(torch.zeros(3, 1, 20, 2),) * 2]
+    prompts, sample = [[5, 6, 7], [5], [5, 6]], generate.make_sampler(0)
+    rows, n, first, rest = generate.generate(prompts, 10, sample, prefill, decode, cache, (9,), steps.append)
+    assert rows == [[1, 2, 3], [11], [21, 22, 23, 24, 25]]
+    assert n == 6 and len(seen) == 5 and first > 0 and rest > 0
+    assert steps[0] == [1, 11, 21] and steps[1] == [2, None, 22] and steps[5] == [None, None, None]
+    assert seen[0] == ([[1], [11], [21]], [[3], [1], [2]])
+    assert seen[4][1] == [[7], [5], [6]]
+
+
+def test_max_new_tokens_and_no_end():
+    def model(*args, **kwargs):
+        return torch.ones(1, 1, 4)
+
+    cache = [(torch.zeros(1, 1, 20, 2),) * 2]
+    rows, n, *_ = generate.generate([[1]], 4, generate.make_sampler(0), model, model, cache)
+    assert rows == [[0, 0, 0, 0]] and n == 4
+
+
+# Bad input
+
+
+def spoil_weights(folder, name, change):
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(folder / "model.safetensors")
+    change(state, name)
+    save_file(state, folder / "model.safetensors")
+
+
+def nan_in_the_last_column(state, name):
+    state[name][0, -1] = torch.nan
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    values = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+def truncate(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def lose_a_shard(folder):
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+CHECKPOINTS = {  # what happened to the folder, and the line
+    "a Hugging Face config": (lambda f: edit_config(f, model_type="gpt2"), "run convert_hf_checkpoint.py"),
+    "an unknown key": (lambda f: edit_config(f, n_experts=8), "unknown key 'n_experts'"),
+    "a missing key": (lambda f: edit_config(f, dim=None), "no 'dim'"),
+    "a bad value": (lambda f: edit_config(f, dim=-1), "config.json: dim is -1"),
+    "no config": (lambda f: (f / "config.json").unlink(), "is not a checkpoint folder: it has no config.json"),
+    "a truncated file": (truncate, "model.safetensors is truncated"),
+    "a lost shard": (lose_a_shard, "model-00001-of-00002.safetensors is missing"),
+    "NaN": (
+        lambda f: spoil_weights(f, "layers.1.attention.wo.weight", nan_in_the_last_column),
+        "tensor layers.1.attention.wo.weight holds NaN",
+    ),
+    "a missing tensor": (
+        lambda f: spoil_weights(f, "layers.2.ffn_norm.weight", lambda state, name: state.pop(name)),
+        "no tensor layers.2.ffn_norm.weight",
+    ),
+    "a wrong shape": (lambda f: edit_config(f, intermediate_size=99), r"the config says (99, 48)"),
+    "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), "no tokenizer.json or tokenizer.model"),
+    "a broken tokenizer": (lambda f: (f / "tokenizer.model").write_text("x"), "tokenizer.model cannot be read"),
+    "another vocabulary": (lambda f: edit_config(f, vocab_size=400), "300 tokens, but the model's vocab_size is 400"),
+}
+
+
+@pytest.mark.parametrize("case", CHECKPOINTS)
+def test_bad_checkpoints_are_one_clear_line(case, copy):
+    spoil, message = CHECKPOINTS[case]
+    spoil(copy)
+    with pytest.raises(InputError) as error:
+        generate.main(["--checkpoint", str(copy), "--prompt", "a"])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+FLAGS = {  # flags: the line
+    "": "no prompt: give --prompt",
+    "--prompt=": "--prompt is empty",
+    "--prompt-ids=": "a prompt has no tokens",
+    "--prompt-ids=1,x": "--prompt-ids '1,x' is not a list of numbers",
+    "--prompt-ids=1,300": "token id 300 is outside the vocabulary of 300",
+    "--prompt-ids=-1": "token id -1 is outside",
+    "--prompt-length=64": "a prompt of 64 tokens leaves no room in the context of 64",
+    "--prompt-length=0": "--prompt-length is 0 but must be at least 1",
+    "--prompt=a --batch=0": "--batch is 0 but",
+    "--prompt=a --prompt=b --batch=3": "--batch 3 is not a multiple of the 2 prompts",
+    "--prompt=a --max-new-tokens=-5": "--max-new-tokens is -5 but",
+    "--prompt=a --temperature=-1": "--temperature is -1.0 but",
+    "--prompt=a --top-p=0": "--top-p is 0.0 but",
+    "--prompt=a --top-k=0": "--top-k is 0 but",
+    "--prompt=a --wiring=laddr": "unknown wiring 'laddr'; known: standard, ladder, hybrid",
+    "--prompt=a --wiring=hybrid": "wiring hybrid needs ladder_layers",
+    "--prompt=a --ladder --wiring=parallel": "contradict",
+    "--prompt=a --ladder-layers=4": "from 1 to 3",
+    "--prompt=a --ladder-layers=1,7": "from 0 to 2",
+    "--prompt=a --ladder-layers=x": "--ladder-layers 'x' is neither",
+    "--prompt=a --ladder-layers=1 --wiring=desync": "does not go with --wiring desync",
+    "--prompt=a --desync-period=0": "--desync-period is 0 but",
+    "--prompt=a --device=tpu": "no such device: tpu; this machine has cpu",
+    "--prompt=a --device=cuda:99": "no such device: cuda:99; this machine has cpu",
+    "--prompt=a --model=8b": "give either --checkpoint DIR or --model NAME",
+    "--prompt=a --chat": "no chat template",
+    "--prompt=a --json=/nowhere/x": "--json /nowhere/x: No such file",
+    "--prompts-file=/nowhere": "--prompts-file /nowhere",
+    "--prompt=a --dtype=int3": "--dtype: invalid choice: 'int3'",
+    "--prompt=a --no-such-flag": "unrecognized arguments: --no-such-flag",
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_bad_flags_are_one_clear_line(flags, tiny):
+    with pytest.raises(InputError) as error:
+        generate.main(["--checkpoint", str(tiny), *flags.split()])
+    assert FLAGS[flags] in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--model 9b --random-weights", "unknown model '9b'; known: 1b, 3b, 8b"),
+        ("--model 8b", "add --random-weights"),
+        ("", "give either"),
+        ("--model 8b --random-weights --prompt a", "no tokenizer"),
+        ("--checkpoint /nowhere", "/nowhere is not a checkpoint folder"),
+    ],
+)
+def test_bad_models_are_one_clear_line(flags, message):
+    with pytest.raises(InputError) as error:
+        generate.main(flags.split())
+    assert message in str(error.value)
+
+
+def test_the_process_ends_with_one_line_and_code_2(tiny):
+    done = script("generate.py", "--checkpoint", tiny, "--prompt", "a", "--wiring", "laddr")
+    assert done.returncode == 2
+    assert done.stderr.startswith("generate.py: unknown wiring 'laddr'") and done.stderr.count("\n") == 1
+    done = script("generate.py", "--batch", "many")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def our_lines(done):
+    return [line for line in done.stderr.splitlines() if line.startswith("generate.py: ")]
+
+
+@pytest.mark.parametrize("case", ["every rank", "flags", "last rank", "tp"])
+def test_many_ranks_end_together_with_one_line(case, copy):
+    """torchrun adds a report of its own and ends with 1; the ranks end with 2, and one of them says why."""
+    flags, message = [], {
+        "every rank": "model.safetensors is truncated", "flags": "--batch is 0 but must be at least 1",
+        "last rank": "tensor layers.1.attention.wo.weight holds NaN",
+        "tp": "cannot shard n_heads 15: use 1 to 15 ranks",
+    }[case]  # fmt: skip
+    if case == "every rank":
+        truncate(copy)
+    if case == "flags":
+        flags = ["--batch", "0"]
+    if case == "last rank":
+        spoil_weights(copy, "layers.1.attention.wo.weight", nan_in_the_last_column)
+    start = time.monotonic()
+    ranks = 16 if case == "tp" else 2
+    done = script("generate.py", "--checkpoint", copy, "--prompt", "a", *flags, ranks=ranks)
+    assert time.monotonic() - start < (120 if case == "tp" else 40)
+    (line,) = our_lines(done)
+    assert message in line
+    assert done.returncode != 0 and "exitcode  : 2" in done.stderr
+    assert 'generate.py", line' not in done.stderr  # no traceback of ours
