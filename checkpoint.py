@@ -76,15 +76,14 @@ class Weights:
             paths = [folder / name for name in sorted(set(weight_map.values()))]
         else:
             raise InputError(f"{folder} has no {single.name} and no {index.name}")
-        self.files = {}  # tensor name: the open file that holds it
+        self.files = {}  # tensor name: the file that holds it
         for path in paths:
             if not path.is_file():
                 raise InputError(f"{path} is missing, but {index.name} names it: download or convert it again")
             try:
-                file = safe_open(path, framework="pt")
+                self.files.update(dict.fromkeys(safe_open(path, framework="pt").keys(), path))
             except SafetensorError as e:
                 raise InputError(f"{path} is truncated or no safetensors file: {e}") from None
-            self.files.update(dict.fromkeys(file.keys(), file))
         if paths[0] != single:
             lost = sorted(set(weight_map) - set(self.files))
             if lost:
@@ -99,7 +98,8 @@ class Weights:
     def _slice(self, name):
         if name not in self.files:
             raise InputError(f"the checkpoint has no tensor {name}")
-        return self.files[name].get_slice(name)
+        # Opened anew each time: what was read stays mapped as long as its tensor lives, and no longer.
+        return safe_open(self.files[name], framework="pt").get_slice(name)
 
     def shape(self, name):
         return tuple(self._slice(name).get_shape())

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import checkpoint
+import tokenizer as tokenizers
 import tp
 from checkpoint import read_json
 from generate import add_wiring_flags, with_wiring
@@ -333,6 +334,17 @@ def convert_to_hf(source, config, folder, dtype, shard_bytes):
     (folder / "config.json").write_text(json.dumps(config_to_hf(config, dtype), indent=2) + "\n")
 
 
+def name_tokenizer(folder):
+    """Say that a tokenizer.model without further settings is a Llama one: transformers asks."""
+    if (folder / "tokenizer_config.json").exists() or not (folder / "tokenizer.model").exists():
+        return
+    tokenizer = tokenizers.load(folder)
+    if isinstance(tokenizer, tokenizers.SentencePieceTokenizer):
+        bos, eos = tokenizer.special
+        settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": bos, "eos_token": eos, "add_bos_token": True}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
 def parse(argv):
     p = tp.Parser(__doc__)
     p.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, a hub id, or a llama2.c .bin file")
@@ -369,6 +381,8 @@ def main(argv=None):
         (convert_to_hf if args.to_hf else convert)(weights, config, out, dtype, int(args.shard_gb * 1e9))
         if folder is not None:
             checkpoint.copy_tokenizer(folder, out)
+        if args.to_hf:
+            name_tokenizer(out)
         if args.tokenizer:
             suffix = ".json" if args.tokenizer.endswith(".json") else ".model"
             shutil.copyfile(args.tokenizer, out / f"tokenizer{suffix}")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import checkpoint
 import convert_hf_checkpoint
+import tokenizer
 import tp
 from model import InputError
 
@@ -241,8 +242,6 @@ def test_llama2c_file_matches_its_own_interleaved_rope(tied, tmp_path):
 def test_stories260k_greedy_ids_and_loss(tmp_path):
     import torch.nn.functional as F
 
-    import tokenizer
-
     args = [shared_data("stories260K.bin"), tmp_path / "ours", "--tokenizer", shared_data("tok512.model")]
     net = convert(*args)
     ids = [1]
@@ -411,6 +410,16 @@ def test_hub_models_are_downloaded_by_pattern(hf_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *a, **k: 1 / 0)
     with pytest.raises(InputError, match="cannot download someone/model from the hub: division by zero"):
         convert_hf_checkpoint.main(["someone/model", "--out", str(tmp_path / "other")])
+
+
+def test_a_sentencepiece_tokenizer_goes_to_hugging_face(hf_folder, tmp_path):
+    from adapt import train_tokenizer
+
+    train_tokenizer(["Once upon a time there was a little dog. "] * 30, 300, tmp_path / "tokenizer.model")
+    convert(hf_folder, tmp_path / "ours", "--tokenizer", tmp_path / "tokenizer.model")
+    convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert theirs("Once upon a dog")["input_ids"] == tokenizer.load(tmp_path / "ours").encode("Once upon a dog")
 
 
 def test_parallel_models_have_no_hugging_face_form(hf_folder, tmp_path):
