@@ -5,7 +5,8 @@ export OMP_NUM_THREADS ?= 1
 .PHONY: demo test lint clean
 
 demo: .venv/installed
-	.venv/bin/torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --ladder --prompt "Once upon a time"
+	.venv/bin/torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --ladder \
+		--prompt "Once upon a time" --max-new-tokens 240
 
 test: .venv/installed-dev lint
 	.venv/bin/python -m pytest

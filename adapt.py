@@ -5,6 +5,7 @@ python adapt.py --ladder --text train.txt --valid valid.txt --out DIR
 
 import copy
 import math
+import os
 import time
 from pathlib import Path
 
@@ -27,8 +28,10 @@ def read_documents(paths):
     for path in paths:
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise InputError(f"{path}: {e}") from None
+        except OSError as e:
+            raise InputError(f"{path}: {e.strerror}") from None
+        except UnicodeDecodeError:
+            raise InputError(f"{path} is not valid UTF-8") from None
         documents += [d.strip() for d in text.split(SEPARATOR) if d.strip()]
     if not documents:
         raise InputError(f"{', '.join(paths)}: no text")
@@ -47,7 +50,7 @@ def train_tokenizer(documents, vocab_size, path):
                 remove_extra_whitespaces=False, max_sentence_length=1 << 20, num_threads=1, minloglevel=2,
             )  # fmt: skip
     except RuntimeError as e:  # too little text for so many pieces, or too few pieces for its characters
-        raise InputError(f"--vocab-size {vocab_size} does not suit the text: {str(e).splitlines()[-1]}") from None
+        raise InputError(f"--vocab-size {vocab_size} does not suit the text: {str(e).rpartition('] ')[2]}") from None
 
 
 def encode(tokenizer, documents):
@@ -67,6 +70,15 @@ def validation_loss(model, ids, seq_len, batch):
     windows = ids[: (len(ids) - 1) // seq_len * seq_len + 1].unfold(0, seq_len + 1, seq_len)
     total = sum(loss(model, part).item() * len(part) for part in windows.split(batch))
     return total / len(windows)
+
+
+@torch.no_grad()
+def init_weights(model, seed):
+    """Matrices from N(0, 0.02); the norms are 1 already."""
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        if weight.dim() == 2:
+            weight.normal_(0, 0.02, generator=generator)
 
 
 def train(model, ids, valid_ids, args):
@@ -96,6 +108,8 @@ def train(model, ids, valid_ids, args):
             valid = validation_loss(model.eval(), valid_ids, args.seq_len, args.batch)
             model.train()
             bar.write(f"step {step}: train {nats.item():.4f}, valid {valid:.4f} nats per token")
+            if not math.isfinite(valid):
+                raise InputError(f"the loss is {valid} after {step} steps: try a smaller --lr than {args.lr}")
             if valid < best:
                 best, best_weights = valid, copy.deepcopy(model.state_dict())
     return best, best_weights
@@ -107,29 +121,33 @@ def parse(argv):
     p.add_argument("--valid", required=True, metavar="FILE", help="text to validate on, in the same form")
     p.add_argument("--out", required=True, metavar="DIR", help="the checkpoint folder to write")
     p.add_argument("--vocab-size", type=int, default=1024, help="pieces of the SentencePiece vocabulary trained first")
-    p.add_argument("--dim", type=int, default=128)
-    p.add_argument("--n-layers", type=int, default=8)
-    p.add_argument("--n-heads", type=int, default=8)
-    p.add_argument("--n-kv-heads", type=int, default=4)
-    p.add_argument("--intermediate-size", type=int, default=384)
+    p.add_argument("--dim", type=int, default=128, help="width of the residual stream")
+    p.add_argument("--n-layers", type=int, default=8, help="layers")
+    p.add_argument("--n-heads", type=int, default=8, help="attention heads, each of dim / n-heads")
+    p.add_argument("--n-kv-heads", type=int, default=4, help="key and value heads")
+    p.add_argument("--intermediate-size", type=int, default=384, help="width of the MLP")
     p.add_argument("--seq-len", type=int, default=256, help="tokens of a training window, and the model's context")
-    p.add_argument("--steps", type=int, default=3000)
-    p.add_argument("--batch", type=int, default=16)
-    p.add_argument("--lr", type=float, default=3e-3)
+    p.add_argument("--steps", type=int, default=3000, help="optimizer steps")
+    p.add_argument("--batch", type=int, default=16, help="windows a step")
+    p.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     p.add_argument("--dropout", type=float, default=0.1, help="of each sublayer's output, while training")
     p.add_argument("--warmup", type=int, default=100, help="steps of linear warm-up")
     p.add_argument("--eval-every", type=int, default=200, help="steps between validations")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the windows")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, default="bfloat16", help="of the written weights")
-    add_wiring_flags(p)
+    add_wiring_flags(p, otherwise="standard")
     return p.parse_args(argv)
 
 
 def main(argv=None):
     args = parse(argv)
-    for name in ("steps", "batch", "warmup", "eval_every", "lr"):
-        if not getattr(args, name) > 0:
-            raise InputError(f"--{name.replace('_', '-')} is {getattr(args, name)} but must be positive")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise InputError("training runs in one process: start it with python, not with several ranks of torchrun")
+    for name, value in vars(args).items():
+        if type(value) in (int, float) and name not in ("seed", "dropout") and not value > 0:
+            raise InputError(f"--{name.replace('_', '-')} is {value} but must be positive")
+    if args.dim % args.n_heads:
+        raise InputError(f"--dim {args.dim} is not a multiple of --n-heads {args.n_heads}")
     if not 0 <= args.dropout < 1:
         raise InputError(f"--dropout is {args.dropout} but must be at least 0 and below 1")
     documents, valid_documents = read_documents(args.text), read_documents([args.valid])
@@ -145,7 +163,7 @@ def main(argv=None):
         if min(len(ids), len(valid_ids)) <= args.seq_len:
             raise InputError(f"--text and --valid need more than --seq-len {args.seq_len} tokens each")
         model = Transformer(config)
-        model.init_weights(args.seed)
+        init_weights(model, args.seed)
         n = sum(p.numel() for p in model.parameters())
         print(
             f"{n / 1e6:.2f} M parameters, {config.wiring}, {len(ids)} training and {len(valid_ids)} validation tokens"

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from model import Config, InputError
+from model import Config, InputError, Transformer
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -39,23 +40,63 @@ def read_json(path):
     return value
 
 
+def is_number(value):
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+def is_ids(value):
+    return isinstance(value, tuple) and all(type(i) is int and i >= 0 for i in value)
+
+
+ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+CHECKS = {  # a field's type, or its own kind: (what fits, in words)
+    int: (lambda v: type(v) is int and v > 0, "a positive integer"),
+    float: (is_number, "a positive number"),
+    bool: (lambda v: type(v) is bool, "true or false"),
+    str: (lambda v: isinstance(v, str), "a string"),
+    "id": (lambda v: v is None or (type(v) is int and v >= 0), "a token id"),
+    "ids": (is_ids, "a list of token ids"),
+    "layers": (lambda v: v is None or type(v) is int or is_ids(v), "a number or a list of layers"),
+    "scaling": (
+        lambda v: (
+            v is None or (isinstance(v, dict) and sorted(v) == sorted(ROPE_SCALING) and all(map(is_number, v.values())))
+        ),
+        f"none or the positive numbers {', '.join(ROPE_SCALING)}",
+    ),
+}
+KINDS = {"bos_id": "id", "eos_ids": "ids", "ladder_layers": "layers", "rope_scaling": "scaling"}
+FIELDS = {f.name: f for f in dataclasses.fields(Config)}
+
+
+def make_config(values, source):
+    """The Config of a dict that comes from a file; InputError names the source and the first field that is wrong."""
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # JSON has no tuples
+    for name, field in FIELDS.items():
+        if name not in values and field.default is dataclasses.MISSING:
+            raise InputError(f"{source}: no {name!r}")
+    for name, value in values.items():
+        if name not in FIELDS:
+            raise InputError(f"{source}: unknown key {name!r}")
+        fits, description = CHECKS[KINDS.get(name, FIELDS[name].type)]
+        if not fits(value):
+            raise InputError(f"{source}: {name} is {value!r} but must be {description}")
+    try:
+        return Config(**values)
+    except InputError as e:
+        raise InputError(f"{source}: {e}") from None
+
+
 def read_config(folder):
     """The Config of a checkpoint folder."""
     path = Path(folder) / "config.json"
+    if not Path(folder).is_dir():
+        raise InputError(f"{folder} is no folder, let alone one of a checkpoint")
     if not path.is_file():
         raise InputError(f"{folder} is not a checkpoint folder: it has no config.json")
     values = read_json(path)
     if "model_type" in values or "architectures" in values:
         raise InputError(f"{folder} is a Hugging Face folder: run convert_hf_checkpoint.py {folder} --out DIR first")
-    known = {field.name: field for field in dataclasses.fields(Config)}
-    unknown = sorted(set(values) - set(known))
-    missing = [n for n, f in known.items() if f.default is dataclasses.MISSING and n not in values]
-    if unknown or missing:
-        raise InputError(f"{path}: " + (f"unknown key {unknown[0]!r}" if unknown else f"no {missing[0]!r}"))
-    try:
-        return Config(**values)
-    except InputError as e:
-        raise InputError(f"{path}: {e}") from None
+    return make_config(values, path)
 
 
 class Weights:
@@ -113,10 +154,31 @@ class Weights:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
+class RandomWeights:
+    """The same interface without a file: matrices from N(0, 0.02), norms 1, biases 0; made as they are read."""
+
+    def __init__(self, config, dtype, device, seed=0):
+        with torch.device("meta"):
+            self.shapes = {name: tuple(w.shape) for name, w in Transformer(config).named_parameters()}
+        self.dtype, self.device = dtype, device
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def shape(self, name):
+        return self.shapes[name]
+
+    def read(self, name, dim=0, ranges=None):
+        shape = list(self.shapes[name])
+        if ranges is not None:
+            shape[dim] = sum(stop - start for start, stop in ranges)
+        if len(shape) == 1:
+            return torch.full(shape, float(not name.endswith("bias")), dtype=self.dtype, device=self.device)
+        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0, 0.02, generator=self.generator)
+
+
 @contextlib.contextmanager
 def new_folder(path):
     """A folder that appears under its name only when the block ends well; yields the temporary one to write into."""
-    path = Path(path)
+    path = Path(path).resolve()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InputError(f"{path} already exists: remove it or give another folder")
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")

@@ -5,11 +5,11 @@ python convert_hf_checkpoint.py stories260K.bin --tokenizer tok512.model --out c
 python convert_hf_checkpoint.py checkpoints/1b --to-hf hf/1b
 """
 
-import dataclasses
 import json
 import pickle
 import re
 import shutil
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -78,61 +78,66 @@ def config_from_hf(path):
     """
     hf = read_json(path)
 
-    def get(key, *default):
+    def get(key, kind, *default):
+        """hf[key], or the default where it is absent or null; numbers must be positive."""
         value = hf.get(key)
-        if value is None and not default:
-            raise InputError(f"{path} has no {key}")
-        return default[0] if value is None else value
+        if value is None and default:
+            return default[0]
+        if type(value) is not kind or (kind is int and value < 1):
+            wanted = {int: "a positive integer", dict: "an object", bool: "true or false"}[kind]
+            raise InputError(f"{path}: {key} is {value!r} but must be {wanted}")
+        return value
 
     family = hf.get("model_type")
+    if "n_layers" in hf and family is None:
+        raise InputError(f"{path.parent} is a checkpoint of this project already (--to-hf DIR converts it back)")
     if family not in ("llama", "llamaLadder", "mistral", "qwen2", "qwen3"):
         raise InputError(f"{path}: model_type {family!r} is not supported; llama, mistral, qwen2 and qwen3 are")
     unsupported = {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False, "partial_rotary_factor": 1.0}
     for key, supported in unsupported.items():
-        if get(key, supported) != supported:
+        if hf.get(key) not in (supported, None):
             raise InputError(f"{path}: {key} {hf[key]!r} is not supported, only {supported!r} is")
 
-    n_layers, n_heads = get("num_hidden_layers"), get("num_attention_heads")
-    rope = get("rope_parameters", get("rope_scaling", {}))
+    n_heads, dim, context = (get(key, int) for key in ("num_attention_heads", "hidden_size", "max_position_embeddings"))
+    rope = get("rope_parameters", dict, get("rope_scaling", dict, {}))  # transformers 5, or before
     kind = rope.get("rope_type", rope.get("type", "default"))
-    scaling = None
-    if kind == "llama3":
-        keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        if any(key not in rope for key in keys):
-            raise InputError(f"{path}: llama3 rope scaling needs {', '.join(keys)}")
-        scaling = {key: rope[key] for key in keys}
-    elif kind != "default":
+    if kind not in ("default", "llama3"):
         raise InputError(f"{path}: rope type {kind!r} is not supported, only default and llama3 are")
-    context = get("max_position_embeddings")
-    window = get("sliding_window", None) if get("use_sliding_window", family == "mistral") else None
+    window = get("sliding_window", int, None) if get("use_sliding_window", bool, family == "mistral") else None
     if window is not None and window < context:
         print(f"sliding window attention is full attention up to {window} tokens: the context is cut to that")
         context = window
 
     generation = path.with_name("generation_config.json")
-    eos = [get("eos_token_id", []), read_json(generation).get("eos_token_id") if generation.is_file() else None]
-    eos = [i for ids in eos for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
-    ladder = get("ladder_layers", 0)
-    ladder = ladder if isinstance(ladder, int) else tuple(ladder)
-    hybrid = ladder not in (0, ())
-    try:
-        return Config(
-            n_layers, n_heads, get("num_key_value_heads", n_heads),
-            get("head_dim", 128 if family == "qwen3" else get("hidden_size") // n_heads),
-            get("hidden_size"), get("intermediate_size"), get("vocab_size"), context,
-            norm_eps=get("rms_norm_eps", 1e-6), rope_theta=get("rope_theta", rope.get("rope_theta", 10000.0)),
-            rope_scaling=scaling, tie_embeddings=get("tie_word_embeddings", False), qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3", bos_id=get("bos_token_id", None), eos_ids=tuple(sorted(set(eos))),
-            wiring="hybrid" if hybrid else "standard", ladder_layers=ladder if hybrid else None,
-        )  # fmt: skip
-    except InputError as e:
-        raise InputError(f"{path}: {e}") from None
+    eos = []
+    for ids in (hf.get("eos_token_id"), read_json(generation).get("eos_token_id") if generation.is_file() else None):
+        eos += [i for i in (ids if isinstance(ids, list) else [ids]) if i is not None and i not in eos]
+    ladder = hf.get("ladder_layers")
+    n_layers = get("num_hidden_layers", int)
+    if ladder in (None, 0, []):
+        wiring = "standard"
+    else:
+        wiring = "ladder" if ladder in (n_layers, list(range(n_layers))) else "hybrid"
+    values = {
+        "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": context,
+        "n_kv_heads": get("num_key_value_heads", int, n_heads), "intermediate_size": get("intermediate_size", int),
+        "head_dim": get("head_dim", int, 128 if family == "qwen3" else dim // n_heads),
+        "vocab_size": get("vocab_size", int), "norm_eps": hf.get("rms_norm_eps", 1e-6),
+        "rope_theta": hf.get("rope_theta", rope.get("rope_theta", 10000.0)),
+        "rope_scaling": {k: rope.get(k) for k in checkpoint.ROPE_SCALING} if kind == "llama3" else None,
+        "tie_embeddings": get("tie_word_embeddings", bool, False), "qkv_bias": family == "qwen2",
+        "qk_norm": family == "qwen3", "bos_id": hf.get("bos_token_id"), "eos_ids": eos,
+        "wiring": wiring, "ladder_layers": ladder if wiring == "hybrid" else None,
+    }  # fmt: skip
+    return checkpoint.make_config(values, path)
 
 
 def config_to_hf(config, dtype):
     """A Hugging Face config.json, as a dict; a ladder model's has ladder_layers in it."""
-    if config.wiring == "parallel":
-        raise InputError("a parallel model has no Hugging Face form: its blocks have one norm")
+    if config.wiring not in ("standard", "ladder", "hybrid"):
+        raise InputError(
+            f"a model in wiring {config.wiring} has no Hugging Face form: give --wiring standard or --ladder"
+        )
     family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
     hf = {
         "architectures": [f"{family.capitalize()}ForCausalLM"], "model_type": family, "hidden_act": "silu",
@@ -151,6 +156,10 @@ def config_to_hf(config, dtype):
     return hf
 
 
+def first_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Sources: names(), shape(name), read(name), under Hugging Face's names; nothing is loaded before it is read
 
@@ -165,10 +174,11 @@ class PickledWeights:
         for name in names:
             if not (folder / name).is_file():
                 raise InputError(f"{folder / name} is missing, but {index.name} names it: download it again")
+            mmap = zipfile.is_zipfile(folder / name)  # PyTorch wrote other files before 1.6: these are read whole
             try:
-                self.tensors.update(torch.load(folder / name, map_location="cpu", mmap=True, weights_only=True))
+                self.tensors.update(torch.load(folder / name, map_location="cpu", mmap=mmap, weights_only=True))
             except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError) as e:
-                raise InputError(f"{folder / name} is truncated or no PyTorch file: {str(e).splitlines()[0]}") from None
+                raise InputError(f"{folder / name} is truncated or no PyTorch file: {first_line(e)}") from None
 
     def names(self):
         return list(self.tensors)
@@ -268,7 +278,7 @@ def download(repository, revision=None):
         patterns = [weights, "*.json", *checkpoint.TOKENIZER_FILES]
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except Exception as e:  # its own errors, its HTTP library's, the operating system's
-        raise InputError(f"cannot download {repository} from the hub: {str(e).strip().splitlines()[0]}") from None
+        raise InputError(f"{repository} is no local folder, and not to be had from the hub: {first_line(e)}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -339,7 +349,7 @@ def name_tokenizer(folder):
     if (folder / "tokenizer_config.json").exists() or not (folder / "tokenizer.model").exists():
         return
     tokenizer = tokenizers.load(folder)
-    if isinstance(tokenizer, tokenizers.SentencePieceTokenizer):
+    if isinstance(tokenizer, tokenizers.SentencePieceTokenizer) and len(tokenizer.special) == 2:
         bos, eos = tokenizer.special
         settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": bos, "eos_token": eos, "add_bos_token": True}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
@@ -351,9 +361,9 @@ def parse(argv):
     p.add_argument("--out", metavar="DIR", help="the checkpoint folder to write")
     p.add_argument("--to-hf", metavar="DIR", help="the other way: SOURCE is our checkpoint, DIR the folder to write")
     p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.model or tokenizer.json, where SOURCE holds none")
-    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the source's own")
+    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the source's own")
     p.add_argument("--revision", help="of a hub model")
-    p.add_argument("--shard-gb", type=float, default=5.0, help="largest file to write, in GB; default 5")
+    p.add_argument("--shard-gb", type=float, default=5.0, help="largest file to write, in GB")
     add_wiring_flags(p)
     args = p.parse_args(argv)
     if bool(args.out) == bool(args.to_hf):
@@ -365,6 +375,8 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
+    if args.tokenizer and not Path(args.tokenizer).is_file():
+        raise InputError(f"--tokenizer {args.tokenizer}: no such file")
     if args.to_hf:
         config, weights, folder = checkpoint.read_config(args.source), checkpoint.Weights(args.source), args.source
         some_tensor = "norm.weight"
@@ -375,18 +387,22 @@ def main(argv=None):
     if some_tensor not in weights.names():
         raise InputError(f"{args.source} has no tensor {some_tensor}")
     dtype = checkpoint.DTYPES[args.dtype] if args.dtype else weights.read(some_tensor).dtype
-    if args.tokenizer and not Path(args.tokenizer).is_file():
-        raise InputError(f"--tokenizer {args.tokenizer}: no such file")
+    if args.tokenizer:
+        tokenizers.read(args.tokenizer, config.vocab_size)  # refuses one that does not fit
+    elif folder is not None:
+        tokenizers.load(folder, config.vocab_size)
     with checkpoint.new_folder(args.to_hf or args.out) as out:
-        (convert_to_hf if args.to_hf else convert)(weights, config, out, dtype, int(args.shard_gb * 1e9))
-        if folder is not None:
+        if args.tokenizer:
+            kind = "json" if args.tokenizer.endswith(".json") else "model"
+            shutil.copyfile(args.tokenizer, out / f"tokenizer.{kind}")
+        elif folder is not None:
             checkpoint.copy_tokenizer(folder, out)
         if args.to_hf:
             name_tokenizer(out)
-        if args.tokenizer:
-            suffix = ".json" if args.tokenizer.endswith(".json") else ".model"
-            shutil.copyfile(args.tokenizer, out / f"tokenizer{suffix}")
-    print(f"wrote {args.to_hf or args.out}: {dataclasses.asdict(config)}")
+        (convert_to_hf if args.to_hf else convert)(weights, config, out, dtype, int(args.shard_gb * 1e9))
+    has_tokenizer = bool(args.tokenizer) or (folder is not None and tokenizers.load(folder) is not None)
+    size = f"{config.n_layers} layers, wiring {config.wiring}, {str(dtype).removeprefix('torch.')}"
+    print(f"wrote {args.to_hf or args.out}: {size}{'' if has_tokenizer else ', NO TOKENIZER (see --tokenizer)'}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint DIR --ladder -
 
 import dataclasses
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -18,15 +19,15 @@ from tqdm import tqdm
 import checkpoint
 import tokenizer as tokenizers
 import tp
-from model import SIZES, WIRINGS, InputError, Transformer
+from model import SIZES, WIRINGS, InputError
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The model
 
 
-def add_wiring_flags(parser):
+def add_wiring_flags(parser, otherwise="the checkpoint's own"):
     """The flags that choose a wiring; with_wiring applies them."""
-    g = parser.add_argument_group("wiring", "how the sublayers feed the residual stream; default: the checkpoint's own")
+    g = parser.add_argument_group("wiring", f"how sublayers feed the residual stream; without these {otherwise}")
     g.add_argument("--wiring", metavar="NAME", help=", ".join(WIRINGS))
     g.add_argument("--ladder", action="store_true", help="the same as --wiring ladder")
     g.add_argument(
@@ -51,28 +52,10 @@ def with_wiring(config, args):
         wiring, layers = "hybrid", numbers if "," in args.ladder_layers else numbers[0]
     changes = {"wiring": wiring, "ladder_layers": layers if wiring == "hybrid" else None}
     if args.desync_period is not None:
+        if wiring != "desync":
+            raise InputError(f"--desync-period is for --wiring desync: it does not go with {wiring}")
         changes["desync_period"] = args.desync_period
     return dataclasses.replace(config, **changes)
-
-
-class RandomWeights:
-    """Weights for load_shard that exist nowhere: matrices from N(0, 0.02), norms 1; only a rank's shard is made."""
-
-    def __init__(self, config, dtype, device, seed=0):
-        with torch.device("meta"):
-            self.shapes = {name: tuple(w.shape) for name, w in Transformer(config).named_parameters()}
-        self.dtype, self.device = dtype, device
-        self.generator = torch.Generator(device).manual_seed(seed)
-
-    def shape(self, name):
-        return self.shapes[name]
-
-    def read(self, name, dim=0, ranges=None):
-        shape = list(self.shapes[name])
-        if ranges is not None:
-            shape[dim] = sum(stop - start for start, stop in ranges)
-        tensor = torch.ones(shape, dtype=self.dtype, device=self.device)
-        return tensor.normal_(0, 0.02, generator=self.generator) if len(shape) == 2 else tensor
 
 
 def describe(args):
@@ -80,6 +63,8 @@ def describe(args):
     if bool(args.checkpoint) == bool(args.model):
         raise InputError("give either --checkpoint DIR or --model NAME --random-weights")
     if args.checkpoint:
+        if args.random_weights:
+            raise InputError("--random-weights goes with --model: a checkpoint has weights")
         config = with_wiring(checkpoint.read_config(args.checkpoint), args)
         return config, tokenizers.load(args.checkpoint, config.vocab_size)
     if args.model not in SIZES:
@@ -89,17 +74,18 @@ def describe(args):
     return with_wiring(SIZES[args.model], args), None
 
 
-def load(args, config, rank, tp_size, device):
+def load(args, config, world):
     """The model, with this rank's weights and the collectives that it needs."""
-    if args.checkpoint:
-        weights = checkpoint.Weights(args.checkpoint)
-        dtype = checkpoint.DTYPES[args.dtype] if args.dtype else weights.read("norm.weight").dtype
-    else:
-        dtype = checkpoint.DTYPES[args.dtype or "bfloat16"]
-        weights = RandomWeights(config, dtype, device)
-    model = tp.load_shard(config, weights, dtype, device, rank, tp_size)
-    if tp_size > 1:
-        model.comm = tp.TensorParallel(config, tp_size)
+    with world.together():
+        if args.checkpoint:
+            weights = checkpoint.Weights(args.checkpoint)
+            dtype = checkpoint.DTYPES[args.dtype] if args.dtype else weights.read("norm.weight").dtype
+        else:
+            dtype = checkpoint.DTYPES[args.dtype or "bfloat16"]
+            weights = checkpoint.RandomWeights(config, dtype, world.device)
+        model = tp.load_shard(config, weights, dtype, world.device, world.rank, world.tp_size)
+    if world.tp_size > 1:
+        model.comm = tp.TensorParallel(config, world.tp_size)
     return model
 
 
@@ -114,7 +100,7 @@ def make_sampler(temperature, top_k=None, top_p=1.0, seed=0, device="cpu"):
     def sample(logits):
         if temperature == 0:
             return logits.argmax(-1)
-        logits = logits.float() / temperature
+        logits = (logits - logits.amax(-1, keepdim=True)).float() / temperature
         if top_k is not None and top_k < logits.shape[-1]:
             logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
         if top_p < 1:
@@ -133,7 +119,7 @@ def generate(prompts, max_new_tokens, sample, prefill, decode, cache, eos_ids=()
     prompts: non-empty lists of token ids, of any lengths. prefill and decode: the model, or compiled forms of it.
     cache: new_cache of at least longest prompt + max_new_tokens slots. on_tokens(list of B ids, None for rows that
     are done) is called after each step. Returns (new ids per row, without end-of-sequence; steps; seconds to the
-    first token; seconds of the other steps).
+    first token; seconds of the other steps, without those in on_tokens).
     """
     device = cache[0][0].device
     lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -143,7 +129,7 @@ def generate(prompts, max_new_tokens, sample, prefill, decode, cache, eos_ids=()
     tokens, slots = tokens.to(device), cache[0][0].shape[2]
     rows, done = [[] for _ in prompts], [False] * len(prompts)
 
-    start = time.perf_counter()
+    start, shown = time.perf_counter(), 0.0
     token = sample(prefill(tokens, cache=cache, select=lengths - 1)[:, 0])
     positions = lengths[:, None]
     for step in range(max_new_tokens):
@@ -151,17 +137,21 @@ def generate(prompts, max_new_tokens, sample, prefill, decode, cache, eos_ids=()
             token = sample(decode(token[:, None], positions, cache, slots)[:, 0])
             positions = positions + 1
         ids = token.tolist()  # waits for the device
+        now = time.perf_counter()
         if step == 0:
-            first = time.perf_counter() - start
+            first = now - start
         done = [d or i in eos_ids for d, i in zip(done, ids, strict=True)]
         fresh = [None if d else i for d, i in zip(done, ids, strict=True)]
         for row, i in zip(rows, fresh, strict=True):
             row += [i] * (i is not None)
+        if all(done) or step == max_new_tokens - 1:
+            break
         if on_tokens is not None:
             on_tokens(fresh)
-        if all(done):
-            break
-    return rows, step + 1, first, time.perf_counter() - start - first
+            shown += time.perf_counter() - now
+    if on_tokens is not None:
+        on_tokens(fresh)
+    return rows, step + 1, first, now - start - first - shown
 
 
 def compiled(model, args):
@@ -182,24 +172,33 @@ def warm_up(prompts, prefill, decode, cache):
 # The command line
 
 
+def is_utf8(text):
+    """Whether text came from valid UTF-8: Python turns other bytes into lone surrogates."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
 def read_prompts(args, config, tokenizer):
     """The prompts that the flags give, as lists of token ids."""
     texts = list(args.prompt or [])
     if args.prompts_file:
         try:
             lines = Path(args.prompts_file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as e:
-            raise InputError(f"--prompts-file {args.prompts_file}: {e}") from None
+        except OSError as e:
+            raise InputError(f"--prompts-file {args.prompts_file}: {e.strerror}") from None
+        except UnicodeDecodeError:
+            raise InputError(f"--prompts-file {args.prompts_file} is not valid UTF-8") from None
         texts += [line for line in lines if line.strip()]
         if not texts:
             raise InputError(f"--prompts-file {args.prompts_file} is empty: it takes one prompt a line")
     if texts and tokenizer is None:
-        folder = args.checkpoint or f"--model {args.model}"
-        raise InputError(f"{folder} has no tokenizer.json or tokenizer.model: use --prompt-ids or --prompt-length")
+        owner = args.checkpoint or "--model"
+        raise InputError(f"{owner} has no tokenizer: use --prompt-ids or --prompt-length")
     prompts = []
     for text in texts:
         if not text.strip():
             raise InputError("--prompt is empty: give some text, or the ids themselves with --prompt-ids")
+        if not is_utf8(text):
+            raise InputError(f"--prompt {text!r} is not valid UTF-8")
         prompts.append(tokenizer.chat([{"role": "user", "content": text}]) if args.chat else tokenizer.encode(text))
     for ids in args.prompt_ids or []:
         try:
@@ -207,6 +206,10 @@ def read_prompts(args, config, tokenizer):
         except ValueError:
             raise InputError(f"--prompt-ids {ids!r} is not a list of numbers such as 1,403,407") from None
     if args.prompt_length is not None:
+        if args.prompt_length >= config.max_seq_len:
+            raise InputError(
+                f"--prompt-length {args.prompt_length} leaves no room in the context of {config.max_seq_len}"
+            )
         generator = torch.Generator().manual_seed(args.seed)
         shape = (args.batch or 1, args.prompt_length)
         prompts += torch.randint(config.vocab_size, shape, generator=generator).tolist()
@@ -294,6 +297,8 @@ class Printer:
         if self.bar:
             self.bar.close()
         if self.tokenizer is None:
+            for row in rows:
+                print("---", *row)
             return None
         texts = []
         for prompt, row in zip(self.prompts, rows, strict=True):
@@ -315,42 +320,41 @@ def summary(r):
     return f"{head}\n{times}\n{memory}"
 
 
-def append(path, text):
-    try:
-        with open(path, "a", encoding="utf-8") as f:
-            f.write(text)
-    except OSError as e:
-        raise InputError(f"--json {path}: {e.strerror}") from None
-
-
-def chat_loop(args, model, tokenizer, rank, tp_size, device):
+def chat_loop(args, model, tokenizer, world):
     """Read a line, answer, repeat. With a chat template the lines are user messages, else the text just goes on."""
-    if tokenizer is None:
-        raise InputError("--interactive needs a checkpoint with a tokenizer")
     context = min(args.context or 4096, model.config.max_seq_len)
     cache = model.new_cache(1, context)
     prefill, decode = compiled(model, args)
-    sample = make_sampler(args.temperature, args.top_k, args.top_p, args.seed, device)
+    sample = make_sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
     messages, ids = [], []
+    prompt = "> " if sys.stdin.isatty() else ""
+    if prompt and world.rank == 0:
+        how = "the text just goes on" if tokenizer.template is None else "in the checkpoint's chat template"
+        print(f"{how}; Ctrl-D ends", file=sys.stderr)
     while True:
         try:
-            line = input("> ") if rank == 0 else None
+            line = world.tell(input(prompt) if world.rank == 0 else None)
         except EOFError:
-            line = None
-        line = tp.broadcast(line, tp_size)
+            line = world.tell(None)
         if line is None:
+            print("\n" if prompt else "", end="")
             return
-        if not line.strip():
+        if not line.strip() or not is_utf8(line):
             continue
         if tokenizer.template is not None:
             messages.append({"role": "user", "content": line})
             ids = tokenizer.chat(messages)
         else:
             ids = ids + tokenizer.encode_plain(line) if ids else tokenizer.encode(line)
+        if len(ids) >= context:
+            if world.rank == 0:
+                print(f"the context of {context} tokens is full: starting anew, say it again", file=sys.stderr)
+            messages, ids = [], []
+            continue
         new = fit(args.max_new_tokens, [ids], context)
-        printer = Printer([ids], tokenizer, new, show_prompt=False) if rank == 0 else None
+        printer = Printer([ids], tokenizer, new, show_prompt=False) if world.rank == 0 else None
         rows, *_ = generate([ids], new, sample, prefill, decode, cache, model.config.eos_ids, printer and printer.push)
-        if rank == 0:
+        if world.rank == 0:
             printer.finish(rows)
         ids = ids + rows[0]
         messages.append({"role": "assistant", "content": tokenizer.decode(rows[0])})
@@ -362,8 +366,8 @@ def parse(argv):
     g.add_argument("--checkpoint", metavar="DIR", help="a folder that convert_hf_checkpoint.py wrote")
     g.add_argument("--model", metavar="NAME", help=f"a named size, with --random-weights: {', '.join(SIZES)}")
     g.add_argument("--random-weights", action="store_true", help="for benchmarks: the text means nothing")
-    g.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's own, bfloat16 for --model")
-    g.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is one")
+    g.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the checkpoint's own, bfloat16 for --model")
+    g.add_argument("--device", help="cpu, cuda or cuda:N; without it cuda where each rank finds a GPU")
     g.add_argument("--compile", action="store_true", help="torch.compile the decode step")
     g.add_argument("--compile-prefill", action="store_true", help="torch.compile the prefill")
     add_wiring_flags(p)
@@ -375,13 +379,15 @@ def parse(argv):
     g.add_argument("--batch", type=int, metavar="B", help="repeat the prompts to B rows (synthetic ones all differ)")
     g.add_argument("--chat", action="store_true", help="put each prompt into the checkpoint's chat template")
     g.add_argument("--interactive", action="store_true", help="chat on the terminal; end with Ctrl-D")
-    g.add_argument("--context", type=int, metavar="T", help="cache slots of --interactive; default 4096 or the model's")
+    g.add_argument(
+        "--context", type=int, metavar="T", help="cache slots of --interactive; without it 4096 or the model's"
+    )
     g = p.add_argument_group("generation")
-    g.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="default 200")
-    g.add_argument("--temperature", type=float, default=0.8, help="0 is greedy; default 0.8")
+    g.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="each row stops at its own end")
+    g.add_argument("--temperature", type=float, default=0.8, help="0 is greedy")
     g.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
     g.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample among the likeliest tokens of mass P")
-    g.add_argument("--seed", type=int, default=0)
+    g.add_argument("--seed", type=int, default=0, help="of the sampling and of synthetic prompts")
     g.add_argument("--ignore-eos", action="store_true", help="go on to --max-new-tokens, for benchmarks")
     g.add_argument("--json", metavar="FILE", help="append the results as one JSON line")
     args = p.parse_args(argv)
@@ -391,57 +397,70 @@ def parse(argv):
             raise InputError(f"--{name.replace('_', '-')} is {value} but must be at least 1")
     if not args.temperature >= 0:
         raise InputError(f"--temperature is {args.temperature} but must be 0 (greedy) or more")
+    if not 0 <= args.seed < 2**63:
+        raise InputError(f"--seed is {args.seed} but must be from 0 to 2^63 - 1")
     if not 0 < args.top_p <= 1:
         raise InputError(f"--top-p is {args.top_p} but must be above 0 and at most 1")
+    if args.interactive and (args.prompt or args.prompts_file or args.prompt_ids or args.prompt_length or args.json):
+        raise InputError("--interactive takes its prompts from the terminal, and writes no --json")
+    if args.context and not args.interactive:
+        raise InputError("--context is for --interactive: otherwise the cache is sized to the request")
+    if args.json and not (Path(args.json).is_file() or Path(args.json).absolute().parent.is_dir()):
+        raise InputError(f"--json {args.json}: no such folder")
+    if args.json and (Path(args.json).is_dir() or not os.access(Path(args.json).absolute().parent, os.W_OK)):
+        raise InputError(f"--json {args.json} cannot be written")
     return args
 
 
 def main(argv=None):
     args = parse(argv)
-    rank, tp_size, device = tp.init(args.device)
+    world = tp.join(args.device)
     config, tokenizer = describe(args)
-    prompts = None if args.interactive else read_prompts(args, config, tokenizer)
-    if args.json and rank == 0:
-        append(args.json, "")  # fails now rather than after the work
+    if args.interactive and tokenizer is None:
+        raise InputError("--interactive needs a checkpoint with a tokenizer")
+    if not args.interactive:
+        prompts = read_prompts(args, config, tokenizer)
+        max_new_tokens = fit(args.max_new_tokens, prompts, config.max_seq_len)
+        if max_new_tokens < args.max_new_tokens and world.rank == 0:
+            print(f"the context of {config.max_seq_len} leaves room for {max_new_tokens} new tokens", file=sys.stderr)
     start = time.perf_counter()
-    model = load(args, config, rank, tp_size, device)
+    model = load(args, config, world)
     load_s = time.perf_counter() - start
     if args.interactive:
-        return chat_loop(args, model, tokenizer, rank, tp_size, device)
+        return chat_loop(args, model, tokenizer, world)
 
-    max_new_tokens = fit(args.max_new_tokens, prompts, config.max_seq_len)
-    if max_new_tokens < args.max_new_tokens and rank == 0:
-        print(f"the context of {config.max_seq_len} leaves room for {max_new_tokens} new tokens", file=sys.stderr)
     cache = model.new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens)
     prefill, decode = compiled(model, args)
     compile_s = 0.0
     if args.compile or args.compile_prefill:
-        if rank == 0:
+        if world.rank == 0:
             print("compiling ...", file=sys.stderr)
         compile_s = warm_up(prompts, prefill, decode, cache)
-    sample = make_sampler(args.temperature, args.top_k, args.top_p, args.seed, device)
+    sample = make_sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
     eos_ids = () if args.ignore_eos else config.eos_ids
-    printer = Printer(prompts, tokenizer, max_new_tokens, show_prompt=not args.chat) if rank == 0 else None
+    printer = Printer(prompts, tokenizer, max_new_tokens, show_prompt=not args.chat) if world.rank == 0 else None
     rows, steps, prefill_s, decode_s = generate(
         prompts, max_new_tokens, sample, prefill, decode, cache, eos_ids, printer and printer.push
     )
-    peaks = tp.gather_objects(peak_bytes(device), tp_size)
-    if rank > 0:
+    peaks = world.gather(peak_bytes(world.device))
+    if world.rank > 0:
         return
 
     tpot = decode_s / (steps - 1) if steps > 1 else None
+    later = sum(max(len(row) - 1, 0) for row in rows)  # tokens after each row's first; ended rows give no more
     result = {
-        "wiring": config.wiring, "model": args.model or Path(args.checkpoint).resolve().name, "tp": tp_size,
+        "wiring": config.wiring, "model": args.model or Path(args.checkpoint).resolve().name, "tp": world.tp_size,
         "batch": len(prompts), "prompt_tokens": max(map(len, prompts)), "new_tokens": steps,
-        "dtype": str(model.norm.weight.dtype).removeprefix("torch."), "quant": None, "device": device.type,
+        "dtype": str(model.norm.weight.dtype).removeprefix("torch."), "quant": None, "device": world.device.type,
         "link": None, "load_s": load_s, "compile_s": compile_s, "prefill_s": prefill_s, "decode_s": decode_s,
-        "ttft_ms": 1e3 * prefill_s, "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and len(prompts) / tpot,
+        "ttft_ms": 1e3 * prefill_s, "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and later / decode_s,
         "tok_s_user": tpot and 1 / tpot, "step_bytes": step_bytes(model, cache), "peak_bytes": peaks,
         "torch": torch.__version__, "commit": git_commit(), "tokens": rows, "texts": printer.finish(rows),
     }  # fmt: skip
     print(summary(result), file=sys.stderr)
     if args.json:
-        append(args.json, json.dumps(result) + "\n")
+        with open(args.json, "a", encoding="utf-8") as f:
+            f.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":

@@ -113,11 +113,11 @@ class SingleDevice:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a checkpoint is. Never mutated: dataclasses.replace makes another.
+    """What a checkpoint is. Never mutated: dataclasses.replace makes another; checkpoint.make_config checks types.
 
     ladder_layers: the ladder layers of wiring "hybrid": an int n means the last n, a list names them (from 0).
     rope_scaling: None or Llama 3's {factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}.
-    Raises InputError, naming the field, when the values do not make a model.
+    Raises InputError, naming the field, when the values do not fit together.
     """
 
     n_layers: int
@@ -141,14 +141,6 @@ class Config:
     desync_period: int = 2
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, list):  # JSON has no tuples
-                object.__setattr__(self, field.name, tuple(value))
-            elif field.type is int and (type(value) is not int or value < 1):
-                raise InputError(f"{field.name} is {value!r} but must be a positive integer")
-            elif field.type is float and (type(value) not in (int, float) or not value > 0):
-                raise InputError(f"{field.name} is {value!r} but must be a positive number")
         if self.n_heads % self.n_kv_heads:
             raise InputError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
         if self.head_dim % 2:
@@ -157,9 +149,9 @@ class Config:
             raise InputError(f"unknown wiring {self.wiring!r}; known: {', '.join(WIRINGS)}")
         if (self.wiring == "hybrid") != (self.ladder_layers is not None):
             raise InputError("wiring hybrid needs ladder_layers, and no other wiring takes them")
-        bad = [i for i in self.stale_layers if type(i) is not int or not 0 <= i < self.n_layers]
-        distinct = len(set(self.stale_layers)) == len(self.stale_layers)
-        if bad or not distinct or (self.wiring == "hybrid" and not self.stale_layers):
+        layers = self.stale_layers
+        valid = len(set(layers)) == len(layers) and all(0 <= i < self.n_layers for i in layers)
+        if not valid or (self.wiring == "hybrid" and not layers):
             raise InputError(
                 f"ladder_layers {self.ladder_layers!r} does not fit: give a number of last layers from 1 to "
                 f"{self.n_layers}, or distinct layers from 0 to {self.n_layers - 1}"
@@ -361,13 +353,3 @@ class Transformer(nn.Module):
             tuple(weight.new_zeros(batch, a.n_kv_heads, length, a.head_dim) for _ in "kv")
             for a in (block.attention for block in self.layers)
         ]
-
-    @torch.no_grad()
-    def init_weights(self, seed=0):
-        """Random weights in place: matrices from N(0, 0.02), norms 1, biases 0."""
-        generator = torch.Generator(self.norm.weight.device).manual_seed(seed)
-        for name, weight in self.named_parameters():
-            if weight.dim() == 2:
-                weight.normal_(0, 0.02, generator=generator)
-            else:
-                weight.fill_(0.0 if name.endswith("bias") else 1.0)

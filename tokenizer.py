@@ -62,15 +62,17 @@ class Tokenizer:
 
         if self.template is None:
             raise InputError("this checkpoint has no chat template in its tokenizer_config.json")
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.filters["tojson"] = lambda x, **k: json.dumps(x, ensure_ascii=False, indent=k.get("indent"))
         environment.globals["raise_exception"] = raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             text = environment.from_string(self.template).render(
-                messages=messages, add_generation_prompt=True, **self.template_variables
+                messages=messages, add_generation_prompt=True, tools=None, documents=None, **self.template_variables
             )
-        except TemplateError as e:
+        except Exception as e:  # the template is a program of its own
             raise InputError(f"the checkpoint's chat template refuses this conversation: {e}") from None
         return self.encode_markup(text)
 
@@ -90,7 +92,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids):
         skip = set(self.special.values())
-        return self.model.decode([i for i in ids if i not in skip])
+        return self.model.decode([i for i in ids if i not in skip and i < self.vocab_size])
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -123,7 +125,6 @@ class JsonTokenizer(Tokenizer):
         self.model = Model.from_file(str(path))
         self.model.no_truncation()
         self.model.no_padding()
-        self.model.encode_special_tokens = True  # as plain text: encode_markup finds the special ones
         added = self.model.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items()}
         self.vocab_size = max(self.model.get_vocab(with_added_tokens=True).values()) + 1
@@ -131,6 +132,11 @@ class JsonTokenizer(Tokenizer):
         self.bos_id = prefix[0] if prefix else None
 
     def encode_plain(self, text):
+        self.model.encode_special_tokens = True  # takes their names as plain text
+        return self.model.encode(text, add_special_tokens=False).ids
+
+    def encode_markup(self, text):
+        self.model.encode_special_tokens = False
         return self.model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids):
@@ -138,23 +144,23 @@ class JsonTokenizer(Tokenizer):
 
 
 def load(folder, vocab_size=None):
-    """The tokenizer of a checkpoint folder, or None when it has none.
-
-    Raises InputError when it cannot be read, or when its vocabulary is not the model's vocab_size (up to 1 % smaller
-    is taken for padding of the embedding).
-    """
+    """The tokenizer of a checkpoint folder with its settings, or None when it has none; errors as of read."""
     folder = Path(folder)
     path = next((folder / n for n in ("tokenizer.json", "tokenizer.model") if (folder / n).is_file()), None)
     if path is None:
         return None
-    tokenizer = _open(path)
-    if vocab_size is not None and not 0.99 * vocab_size <= tokenizer.vocab_size <= vocab_size:
-        raise InputError(f"{path} has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
+    tokenizer = read(path, vocab_size)
     _read_settings(tokenizer, folder)
     return tokenizer
 
 
-def _open(path):
+def read(path, vocab_size=None):
+    """The tokenizer in a file.
+
+    Raises InputError when it cannot be read, or when its vocabulary is not the model's vocab_size (up to 1 % smaller
+    is taken for padding of the embedding).
+    """
+    path = Path(path)
     if path.suffix == ".json":
         kind = JsonTokenizer
     else:
@@ -162,9 +168,12 @@ def _open(path):
             line = f.readline(200)
         kind = TiktokenTokenizer if re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", line) else SentencePieceTokenizer
     try:
-        return kind(path)
+        tokenizer = kind(path)
     except Exception as e:  # each library has its own errors, down to bare Exception
         raise InputError(f"{path} cannot be read: {str(e).splitlines()[0] if str(e) else type(e).__name__}") from None
+    if vocab_size is not None and not 0.99 * vocab_size <= tokenizer.vocab_size <= vocab_size:
+        raise InputError(f"{path} has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
+    return tokenizer
 
 
 def _read_settings(tokenizer, folder):
@@ -172,8 +181,13 @@ def _read_settings(tokenizer, folder):
     from checkpoint import read_json
 
     settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    for i, token in settings.get("added_tokens_decoder", {}).items():
-        tokenizer.special.setdefault(token["content"], int(i))
+    try:
+        for i, token in settings.get("added_tokens_decoder", {}).items():
+            tokenizer.special.setdefault(token["content"], int(i))
+    except (KeyError, ValueError, TypeError, AttributeError):
+        raise InputError(
+            f"{folder / 'tokenizer_config.json'}: added_tokens_decoder is not {{id: {{content}}}}"
+        ) from None
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named ones
         template = {t["name"]: t["template"] for t in template}.get("default")
@@ -185,6 +199,8 @@ def _read_settings(tokenizer, folder):
     tokenizer.template_variables = {k: v or "" for k, v in texts.items()}
     if settings.get("add_bos_token") is False:
         tokenizer.bos_id = None
+    elif settings.get("add_bos_token") and tokenizer.bos_id is None:
+        tokenizer.bos_id = tokenizer.special.get(texts["bos_token"])
 
 
 class TextStream:

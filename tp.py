@@ -5,8 +5,11 @@ Shape letters as in model.py.
 
 import argparse
 import contextlib
+import functools
+import json
 import os
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -32,15 +35,14 @@ def shard_plan(config, rank, tp_size):
     Column-wise (rows of the weight, dimension 0): wqkv by KV-head groups, w1, w3, and the output head by the
     vocabulary. Row-wise (columns of the weight, dimension 1): wo and w2. With more ranks than KV heads, the ranks
     that share a KV head each hold a copy of it and a part of its query heads.
-    Raises InputError when a rank would be left without a head or a row.
+    Raises InputError when a rank would be left without a head or without a part of the MLP.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G = N // K
-    for name in ("n_heads", "intermediate_size", "vocab_size"):
-        if not 1 <= tp_size <= getattr(config, name):
-            raise InputError(
-                f"tp {tp_size} cannot shard {name} {getattr(config, name)}: use 1 to {config.n_heads} ranks"
-            )
+    limit = min(N, config.intermediate_size)
+    if not 1 <= tp_size <= limit:
+        name = "n_heads" if limit == N else "intermediate_size"
+        raise InputError(f"tp {tp_size} cannot shard {name} {limit}: use 1 to {limit} ranks")
     if tp_size <= K:
         first, last = split(K, rank, tp_size)
         qkv = [(first * (G + 2) * H, last * (G + 2) * H)]
@@ -85,9 +87,10 @@ def load_shard(config, weights, dtype, device, rank=0, tp_size=1):
             raise InputError(f"tensor {name} is {weights.shape(name)}, but the config says {tuple(parameter.shape)}")
         path, _, kind = name.rpartition(".")
         tensor = weights.read(name, *plan.get(path.rpartition(".")[2], (0, None)))
+        tensor = tensor.to(device, dtype)
         if not tensor.sum(dtype=torch.float32).isfinite():
-            raise InputError(f"tensor {name} holds NaN or infinite values")
-        _put(model.get_submodule(path), kind, tensor.to(device, dtype))
+            raise InputError(f"tensor {name} holds NaN or infinite values in {str(dtype).removeprefix('torch.')}")
+        _put(model.get_submodule(path), kind, tensor)
     if config.tie_embeddings:
         start, stop = plan["output"][1][0]
         _put(model.output, "weight", model.tok_embeddings.weight[start:stop])
@@ -109,9 +112,10 @@ torch.library.define("ladder::settle", "(Tensor x, Tensor? pending, Tensor? afte
 
 @torch.library.impl("ladder::settle", "default")
 def _settle(x, pending, after):
-    """x + wait(pending). Opaque to the compiler, and `after`, a collective started later, is an input: so the wait can
-    move neither in front of that start nor, through x, behind the next sublayer's computation. With plain operators
-    Inductor fuses the residual additions of neighbouring sublayers and waits for both all-reduces at once.
+    """x + wait(pending), or a copy of x. Opaque to the compiler, and `after`, a collective started later, is an input.
+
+    So the wait can move neither in front of that start nor, through x, behind the next sublayer's computation. With
+    plain operators Inductor fuses the residual additions of neighbouring sublayers and waits for both at once.
     """
     if pending is None:
         return x.clone()
@@ -138,9 +142,9 @@ class TensorParallel:
         return torch.ops._c10d_functional.wait_tensor(pending)
 
     def settle(self, x, pending, after=None):
-        if pending is None and after is None:
-            return x
-        return torch.ops.ladder.settle(x, pending, after)
+        if after is not None:
+            return torch.ops.ladder.settle(x, pending, after)
+        return x if pending is None else x + self.wait(pending)  # nothing to hold back: fuse this with the next norm
 
     def gather(self, logits):
         """This rank's part of the vocabulary (B, S, v) -> the logits of all of it (B, S, V), on every rank."""
@@ -155,55 +159,100 @@ class TensorParallel:
 # The processes
 
 
-def init(device):
-    """Join the process group that torchrun describes, if there is more than one process.
+@functools.cache
+def _store():
+    """The key-value store that torchrun's environment describes, or None for a single process."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return None
+    return next(dist.rendezvous("env://"))[0]
 
-    device: "cpu", "cuda", "cuda:1" or None for CUDA where there is one. Returns (rank, tp_size, torch.device); under
-    torchrun each rank takes the GPU of its LOCAL_RANK.
+
+class World:
+    """The ranks of a run: join(device) makes one."""
+
+    def __init__(self, rank, tp_size, device):
+        self.rank, self.tp_size, self.device = rank, tp_size, device
+        self.told = 0
+
+    def gather(self, value):
+        """The value of every rank, as a list in the order of the ranks."""
+        values = [value] * self.tp_size
+        if self.tp_size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def tell(self, value):
+        """Rank 0's value (of JSON's types), on every rank, however long rank 0 takes to have one."""
+        if self.tp_size == 1:
+            return value
+        self.told += 1
+        key = f"told {self.told}"
+        if self.rank == 0:
+            _store().set(key, json.dumps(value))
+        _store().wait([key], timedelta(days=30))  # a collective would time out under a slow typist
+        return json.loads(_store().get(key))
+
+    @contextlib.contextmanager
+    def together(self):
+        """An InputError of one rank in this block becomes one of all, so that none waits for it forever."""
+        error = None
+        try:
+            yield
+        except InputError as e:
+            error = str(e)
+        for message in self.gather(error):
+            if message is not None:
+                raise InputError(message)
+
+
+def join(device=None):
+    """Join the process group that torchrun describes, if there is more than one process; returns the World.
+
+    device: "cpu", "cuda", "cuda:1", or None for CUDA where each local rank finds a GPU. Under torchrun each rank takes
+    the GPU of its LOCAL_RANK.
     """
     rank, tp_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     gpus = torch.cuda.device_count()
+    known = "cpu" + "".join(f", cuda:{i}" for i in range(gpus))
+    if device is None:
+        device = "cuda" if 0 < int(os.environ.get("LOCAL_WORLD_SIZE", tp_size)) <= gpus else "cpu"
     try:
-        device = torch.device(device or ("cuda" if gpus else "cpu"))
+        device = torch.device(device)
     except RuntimeError:
-        raise InputError(f"no such device: {device}; this machine has {_devices(gpus)}") from None
-    if device.type == "cuda" and tp_size > 1:
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and (device.index or 0) >= gpus):
-        raise InputError(f"no such device: {device}; this machine has {_devices(gpus)}")
+        raise InputError(f"no such device: {device}; this machine has {known}") from None
+    if device.type == "cuda":
+        index = device.index or 0 if tp_size == 1 else int(os.environ.get("LOCAL_RANK", rank))
+        device = torch.device("cuda", index)
+    if (
+        device.type not in ("cpu", "cuda")
+        or (device.index or 0) >= max(gpus, 1)
+        or (device.type == "cuda" and not gpus)
+    ):
+        raise InputError(f"no such device: {device}; this machine has {known}")
+    on_gpu = {}
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        on_gpu = {"device_id": device}
     if tp_size > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=_store(), rank=rank, world_size=tp_size, **on_gpu)
         dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
-    return rank, tp_size, device
+    return World(rank, tp_size, device)
 
 
-def gather_objects(value, tp_size):
-    """The value of every rank, as a list in the order of the ranks."""
-    values = [value] * tp_size
-    if tp_size > 1:
-        dist.all_gather_object(values, value)
-    return values
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Help that ends in the default, where there is one."""
 
-
-def broadcast(value, tp_size):
-    """Rank 0's value, on every rank."""
-    values = [value]
-    if tp_size > 1:
-        dist.broadcast_object_list(values)
-    return values[0]
-
-
-def _devices(gpus):
-    return "cpu" + "".join(f", cuda:{i}" for i in range(gpus))
+    def _get_help_string(self, action):
+        plain = action.default is None or action.default is False or action.default == argparse.SUPPRESS
+        return action.help if plain else f"{action.help or ''} (default: %(default)s)"
 
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises InputError, for run() to print once, where others print a usage from every rank."""
 
     def __init__(self, description):
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(description=description, formatter_class=Help)
 
     def error(self, message):
         raise InputError(message)
@@ -211,41 +260,58 @@ class Parser(argparse.ArgumentParser):
 
 def run(main):
     """Run a script's main(): bad input ends all ranks with one line from one of them and exit code 2."""
+    store = _store()
     try:
         main()
         if dist.is_initialized():
             dist.barrier()
-            _leave(0)
+        _leave(0)
     except InputError as e:
-        _stop(f"{os.path.basename(sys.argv[0])}: {e}")
+        _stop(2, f"{os.path.basename(sys.argv[0])}: {e}")
     except KeyboardInterrupt:
-        _stop("interrupted", code=130)
+        _stop(130, "interrupted")
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _stop(1)
     except Exception:
-        if dist.is_initialized() and _store().check(["stopped"]):
-            _stop()  # a peer that stopped has cut this rank's connections
+        if store is not None and _has_stopped(store):
+            _stop(2)  # a peer that stopped has cut this rank's connections
         raise
 
 
-def _store():
-    return dist.distributed_c10d._get_default_store()
+def _has_stopped(store):
+    with contextlib.suppress(Exception):
+        return store.check(["stopped"])
+    return True  # the store went with the rank that held it
 
 
-def _stop(line=None, code=2):
-    if not dist.is_initialized():
-        if line and os.environ.get("RANK", "0") == "0":
+def _stop(code, line=None):
+    """Leave; of the ranks that come here with a line the first prints it, and the others wait until it is out.
+
+    They wait because the launcher kills all ranks when one exits, and rank 0, which may hold the store, leaves last.
+    """
+    store, rank = _store(), int(os.environ.get("RANK", 0))
+    if store is None:
+        if line:
             print(line, file=sys.stderr)
-        sys.exit(code)
-    if line and _store().add("stopping", 1) == 1:
-        print(line, file=sys.stderr, flush=True)
-        _store().set("stopped", "")
-    else:  # the launcher kills all ranks when one exits: let the one that speaks finish
-        with contextlib.suppress(RuntimeError):
-            _store().wait(["stopped"], timedelta(seconds=5))
+        _leave(code)
+    with contextlib.suppress(Exception):  # without a store there is nobody to wait for
+        if line and store.add("stopping", 1) == 1:
+            print(line, file=sys.stderr, flush=True)
+            store.set("stopped", "")
+        else:
+            store.wait(["stopped"], timedelta(seconds=5))
+        store.add("left", 1)
+        deadline = time.monotonic() + 3
+        while rank == 0 and store.add("left", 0) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
+            time.sleep(0.02)
     _leave(code)
 
 
 def _leave(code):
-    """End this rank at once: the destructors of a process group may wait for peers that are gone, or abort."""
+    """End this process at once: the destructors of a process group may wait for peers that are gone, or abort."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    if dist.is_initialized():
+        os._exit(code)
+    sys.exit(code)

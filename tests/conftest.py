@@ -1,3 +1,7 @@
+import os
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are of the CPU path; several ranks would not find a GPU each
+
 import pytest
 import torch.distributed as dist
 

@@ -117,7 +117,7 @@ def _rank(rank, tp_size, port, results, function, args):
     try:
         import tp
 
-        tp.init("cpu")
+        tp.join("cpu")
         value = pickle.dumps(
             function(rank, tp_size, *args)
         )  # tensors by value: this process is gone when they are read
@@ -134,8 +134,10 @@ def script(name, *args, ranks=1, timeout=180, stdin="", **environment):
     command = [sys.executable, str(ROOT / name), *map(str, args)]
     if ranks > 1:
         command[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, input=stdin)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=env, input=stdin, errors="surrogateescape"
+    )
 
 
 def replace(config, **changes):

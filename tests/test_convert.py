@@ -3,12 +3,14 @@
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import last_logits, script, shared_data
+from helpers import ROOT, last_logits, script, shared_data
 from safetensors.torch import load_file, save_file
 
 import checkpoint
@@ -20,10 +22,11 @@ from model import InputError
 SMALL = {
     "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 131,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.15, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": 0,
+    "eos_token_id": 2, "pad_token_id": 0, "rms_norm_eps": 0.01,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }  # fmt: skip
 LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 FAMILIES = {  # name: (transformers' config class, changes to SMALL)
@@ -71,10 +74,23 @@ def check_parity(ours, theirs):
         assert (logits[row] - expected[row, length - 9 : length]).abs().max() < 1e-4
 
 
+def as_on_the_hub(folder):
+    """Rewrite a config.json of transformers 5 in the form that most of the hub's have."""
+    path = folder / "config.json"
+    hf = json.loads(path.read_text())
+    rope = hf.pop("rope_parameters")
+    hf["rope_theta"] = rope.pop("rope_theta")
+    hf["rope_scaling"] = rope if rope["rope_type"] != "default" else None
+    hf["torch_dtype"] = hf.pop("dtype")
+    path.write_text(json.dumps(hf))
+
+
+@pytest.mark.parametrize("rewrite", [as_on_the_hub, lambda folder: None], ids=["hub", "transformers 5"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parity_with_transformers_there_and_back(family, tmp_path):
+def test_parity_with_transformers_there_and_back(family, rewrite, tmp_path):
     theirs = hf_model(family)
     theirs.save_pretrained(tmp_path / "hf")
+    rewrite(tmp_path / "hf")
     check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
     convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
@@ -97,6 +113,13 @@ def bin_shards(folder):
     (folder / "model.safetensors").unlink()
 
 
+def old_bin(folder):
+    """As PyTorch wrote files before 1.6."""
+    state = load_file(folder / "model.safetensors")
+    torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    (folder / "model.safetensors").unlink()
+
+
 def one_bin(folder):
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -114,7 +137,7 @@ def safetensors_shards(folder):
     (folder / "model.safetensors").unlink()
 
 
-@pytest.mark.parametrize("rewrite", [bin_shards, one_bin, safetensors_shards])
+@pytest.mark.parametrize("rewrite", [bin_shards, one_bin, old_bin, safetensors_shards])
 def test_sources_of_every_form(rewrite, tmp_path):
     theirs = hf_model("llama3.1")
     theirs.save_pretrained(tmp_path / "hf")
@@ -145,7 +168,7 @@ def test_output_is_sharded_and_indexed(tmp_path):
     check_parity(ours, back)
 
 
-@pytest.mark.parametrize("ladder", [2, [0, 2], 3, [], None])
+@pytest.mark.parametrize("ladder", [2, [0, 2], 3, [0, 1, 2], 0, [], None])
 def test_ladder_layers_of_a_config_are_honoured_and_written_back(ladder, tmp_path):
     theirs = hf_model("llama3.1")
     theirs.save_pretrained(tmp_path / "hf")
@@ -153,8 +176,10 @@ def test_ladder_layers_of_a_config_are_honoured_and_written_back(ladder, tmp_pat
     hf = {**json.loads(path.read_text()), "model_type": "llamaLadder", "ladder_layers": ladder}
     path.write_text(json.dumps(hf))
     convert(tmp_path / "hf", tmp_path / "ours")
-    layers = {2: (1, 2), 3: (0, 1, 2)}.get(ladder, ladder) if isinstance(ladder, int) else tuple(ladder or ())
-    assert checkpoint.read_config(tmp_path / "ours").stale_layers == layers
+    layers = {2: (1, 2), 3: (0, 1, 2), 0: ()}[ladder] if isinstance(ladder, int) else tuple(ladder or ())
+    ours = checkpoint.read_config(tmp_path / "ours")
+    assert ours.stale_layers == layers
+    assert ours.wiring == ("ladder" if len(layers) == 3 else "hybrid" if layers else "standard")
     convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
     back = json.loads((tmp_path / "back" / "config.json").read_text())
     assert back.get("ladder_layers", []) == list(layers)
@@ -270,11 +295,17 @@ def test_real_configs_are_read():
         "qwen2_0_5b": (24, 14, 2, 64, True), "qwen3_0.6b": (28, 16, 8, 128, True),
         "smollm2_360m": (32, 15, 5, 64, True), "tinyllama_1b_chat_v1.0": (22, 32, 4, 64, False),
     }  # fmt: skip
+    assert expected.keys() <= {path.stem for path in folder.glob("*.json")}
+    thetas = {"llama3_1_8b": 5e5, "smollm2_360m": 1e5, "qwen3_0.6b": 1e6, "llama2_7b": 1e4, "mistral_7b_v03": 1e6}
     for path in sorted(folder.glob("*.json")):
         config = convert_hf_checkpoint.config_from_hf(path)
         c = (config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, config.tie_embeddings)
         assert c == expected.get(path.stem, c), path
         assert config.qkv_bias == ("qwen2" in path.stem) and config.qk_norm == ("qwen3" in path.stem)
+        assert config.rope_theta == thetas.get(path.stem, config.rope_theta)
+        factors = {"llama3_2_1b": 32, "llama3_1_70b": 8, "llama2_7b": None}
+        factor = config.rope_scaling and config.rope_scaling["factor"]
+        assert factor == factors.get(path.stem, factor)
         if "ladder" in path.stem:
             assert config.stale_layers == tuple(range(16, 32))
 
@@ -330,10 +361,17 @@ BAD = {
     "an unsupported rope": (lambda f: edit(f, rope_parameters={"rope_type": "yarn"}), "rope type 'yarn'"),
     "an unsupported activation": (lambda f: edit(f, hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     "an unsupported bias": (lambda f: edit(f, attention_bias=True), "attention_bias True is not supported"),
-    "a missing key": (lambda f: edit(f, num_hidden_layers=None), "has no num_hidden_layers"),
-    "a string for a number": (lambda f: edit(f, num_hidden_layers="3"), "n_layers is '3'"),
+    "a missing key": (lambda f: edit(f, num_hidden_layers=None), "num_hidden_layers is None"),
+    "a string for a number": (lambda f: edit(f, num_hidden_layers="3"), "num_hidden_layers is '3'"),
+    "no heads": (lambda f: edit(f, num_attention_heads=0), "num_attention_heads is 0 but must be a positive integer"),
+    "a string for the rope": (lambda f: edit(f, rope_parameters="x"), "rope_parameters is 'x' but must be an object"),
+    "a string in the rope": (lambda f: edit(f, rope_parameters={**LLAMA3_ROPE, "factor": "8"}), "rope_scaling is"),
+    "half a rope": (lambda f: edit(f, rope_parameters={"rope_type": "llama3"}), "low_freq_factor"),
+    "a string for an id": (lambda f: edit(f, eos_token_id="2"), "eos_ids is"),
+    "half a ladder layer": (lambda f: edit(f, ladder_layers=1.5), "ladder_layers is 1.5"),
     "ladder layers out of range": (lambda f: edit(f, ladder_layers=[3]), "from 0 to 2"),
     "a config that is no JSON": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
+    "our own config": (lambda f: edit(f, model_type=None, n_layers=3), "is a checkpoint of this project already"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
     "a lost shard": (lose_shard, "model-00002-of-00003.safetensors is missing, but model.safetensors.index.json"),
@@ -408,13 +446,15 @@ def test_hub_models_are_downloaded_by_pattern(hf_folder, tmp_path, monkeypatch):
     assert asked["repository"] == "someone/model" and asked["revision"] == "abc"
     assert "model*.safetensors" in asked["allow_patterns"] and "pytorch_model*.bin" not in asked["allow_patterns"]
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *a, **k: 1 / 0)
-    with pytest.raises(InputError, match="cannot download someone/model from the hub: division by zero"):
+    with pytest.raises(InputError, match="someone/model is no local folder, and not to be had .*: division by zero"):
         convert_hf_checkpoint.main(["someone/model", "--out", str(tmp_path / "other")])
 
 
 def test_a_sentencepiece_tokenizer_goes_to_hugging_face(hf_folder, tmp_path):
     from adapt import train_tokenizer
 
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**SMALL, "vocab_size": 300}))
+    theirs.save_pretrained(hf_folder)
     train_tokenizer(["Once upon a time there was a little dog. "] * 30, 300, tmp_path / "tokenizer.model")
     convert(hf_folder, tmp_path / "ours", "--tokenizer", tmp_path / "tokenizer.model")
     convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
@@ -422,9 +462,45 @@ def test_a_sentencepiece_tokenizer_goes_to_hugging_face(hf_folder, tmp_path):
     assert theirs("Once upon a dog")["input_ids"] == tokenizer.load(tmp_path / "ours").encode("Once upon a dog")
 
 
+def test_a_given_tokenizer_replaces_the_sources_and_must_fit(hf_folder, tmp_path):
+    from adapt import train_tokenizer
+
+    (hf_folder / "tokenizer.json").write_text("not one")
+    text = ["Once upon a time there was a little dog. "] * 30
+    train_tokenizer(text, 300, tmp_path / "large.model")
+    with pytest.raises(InputError, match="has 300 tokens, but the model's vocab_size is 131"):
+        convert(hf_folder, tmp_path / "ours", "--tokenizer", tmp_path / "large.model")
+    assert not (tmp_path / "ours").exists()
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**SMALL, "vocab_size": 300}))
+    theirs.save_pretrained(hf_folder)
+    convert(hf_folder, tmp_path / "ours", "--tokenizer", tmp_path / "large.model")
+    assert tokenizer.load(tmp_path / "ours").vocab_size == 300
+
+
+def test_memory_stays_near_one_shard(tmp_path):
+    """160 MB of model in shards of 8 MB: the peak is compared with that of a conversion of next to nothing."""
+
+    def peak(name, n_layers):
+        shape = {"num_hidden_layers": n_layers, "hidden_size": 512, "intermediate_size": 1024, "head_dim": 64}
+        config = transformers.LlamaConfig(**{**SMALL, **shape, "num_attention_heads": 8})
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name, max_shard_size="8MB")
+        source = "import resource, sys, convert_hf_checkpoint as c; c.main(sys.argv[1:]); "
+        source += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        args = [str(tmp_path / name), "--out", str(tmp_path / f"{name}-out"), "--shard-gb", "0.008"]
+        done = subprocess.run(
+            [sys.executable, "-c", source, *args], capture_output=True, text=True, check=True, cwd=ROOT
+        )
+        return int(done.stdout.split()[-1]) * 1024
+
+    large, small = peak("large", 18), peak("small", 1)
+    size = sum(f.stat().st_size for f in (tmp_path / "large-out").glob("*.safetensors"))
+    assert size > 150e6
+    assert large - small < 40e6
+
+
 def test_parallel_models_have_no_hugging_face_form(hf_folder, tmp_path):
     convert(hf_folder, tmp_path / "ours", "--wiring", "parallel")
-    with pytest.raises(InputError, match="one norm"):
+    with pytest.raises(InputError, match="wiring parallel has no Hugging Face form"):
         convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
     assert not (tmp_path / "back").exists()
 

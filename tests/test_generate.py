@@ -3,17 +3,28 @@
 import dataclasses
 import json
 import shutil
+import socket
+import subprocess
+import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import BASE, random_model, script, shared_data
+from helpers import BASE, ROOT, random_model, script, shared_data
 
 import checkpoint
 import generate
+import tp
 from adapt import train_tokenizer
 from model import InputError
 
+WORLD = tp.World(0, 1, torch.device("cpu"))
+KEYS = (
+    "wiring, model, tp, batch, prompt_tokens, new_tokens, dtype, quant, device, link, load_s, compile_s, prefill_s, "
+    "decode_s, ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, peak_bytes, torch, commit, tokens, texts"
+)
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
 
@@ -35,12 +46,12 @@ def copy(tiny, tmp_path):
 
 
 def run_json(folder, *args, ranks=1):
-    """The JSON result of a run of generate.py."""
-    out = folder / f"out-{time.monotonic_ns()}.jsonl"
-    done = script("generate.py", "--checkpoint", folder, "--json", out, *args, ranks=ranks)
-    assert done.returncode == 0, done.stderr
-    (line,) = out.read_text().splitlines()
-    out.unlink()
+    """The JSON result of a run of generate.py, and the finished process."""
+    with tempfile.TemporaryDirectory() as out:
+        out = Path(out) / "out.jsonl"
+        done = script("generate.py", "--checkpoint", folder, "--json", out, *args, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        (line,) = out.read_text().splitlines()
     return json.loads(line), done
 
 
@@ -56,7 +67,7 @@ def greedy(tiny):
         if wiring not in known:
             net = generate.load(
                 generate.parse(["--checkpoint", str(tiny)]),
-                dataclasses.replace(checkpoint.read_config(tiny), wiring=wiring), 0, 1, torch.device("cpu"),
+                dataclasses.replace(checkpoint.read_config(tiny), wiring=wiring), WORLD,
             )  # fmt: skip
             tokenizer = generate.tokenizers.load(tiny)
             rows = []
@@ -94,6 +105,7 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags):
         "quant": None, "device": "cpu", "link": None, "torch": torch.__version__,
     }  # fmt: skip
     assert {key: result[key] for key in expected} == expected
+    assert list(result) == KEYS.split(", ")
     assert result["prompt_tokens"] == max(len(tokenizer.encode(p)) for p in PROMPTS)
     assert len(result["peak_bytes"]) == ranks and min(result["peak_bytes"]) > 1e7
     assert (result["compile_s"] > 0) == ("--compile" in flags)
@@ -140,7 +152,9 @@ def test_a_named_size_with_random_weights(monkeypatch, tmp_path, capsys):
     generate.main([*args, "--json", str(tmp_path / "o.jsonl")])
     result = json.loads((tmp_path / "o.jsonl").read_text())
     assert (result["model"], result["wiring"], result["dtype"], result["texts"]) == ("tiny", "ladder", "bfloat16", None)
-    assert "tiny, ladder" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "tiny, ladder" in printed.err
+    assert printed.out == "--- " + " ".join(map(str, result["tokens"][0])) + "\n"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -149,9 +163,7 @@ def test_interactive_goes_on_with_the_text(tiny, ranks):
     done = script("generate.py", *flags, ranks=ranks, stdin="Once upon a time\n\nThe dog\n")
     assert done.returncode == 0, done.stderr
     tokenizer = generate.tokenizers.load(tiny)
-    net = generate.load(
-        generate.parse(["--checkpoint", str(tiny)]), checkpoint.read_config(tiny), 0, 1, torch.device("cpu")
-    )
+    net = generate.load(generate.parse(["--checkpoint", str(tiny)]), checkpoint.read_config(tiny), WORLD)
     ids, texts = [], []
     for line in ("Once upon a time", "The dog"):
         ids += tokenizer.encode_plain(line) if ids else tokenizer.encode(line)
@@ -164,6 +176,50 @@ def test_interactive_goes_on_with_the_text(tiny, ranks):
             ids.append(token)
         texts.append(tokenizer.decode(ids)[len(before) :])
     assert done.stdout.replace("> ", "").split("\n")[:2] == texts
+
+
+def test_interactive_with_a_chat_template_and_a_full_context(copy):
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+    (copy / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    flags = ["--checkpoint", copy, "--interactive", "--temperature", "0", "--max-new-tokens", "2", "--context", "60"]
+    done = script("generate.py", *flags, "--compile-prefill", stdin="a\nb\n\udcff\n" + "dog " * 50 + "\na\n")
+    assert done.returncode == 0, done.stderr
+    assert "the context of 60 tokens is full: starting anew" in done.stderr
+    answers = done.stdout.replace("> ", "").split("\n")
+    assert answers[0] == answers[2] != "" and len(answers) == 4  # the last turn starts from nothing, as the first did
+    single = script("generate.py", *flags[:2], *flags[3:-2], "--chat", "--prompt", "a")
+    assert single.stdout == answers[0] + "\n"
+
+
+def test_the_demo_is_a_ladder_and_tells_the_same_story_on_two_ranks():
+    result, done = run_json(ROOT / "demo", "--prompt", "Once upon a time", "--temperature", "0", "--dtype", "float32")
+    assert result["wiring"] == "ladder" and len(done.stdout.split()) > 50
+    flags = ["--prompt", "Once upon a time", "--temperature", "0", "--dtype", "float32", "--ladder"]
+    both, _ = run_json(ROOT / "demo", *flags, ranks=2)
+    assert both["texts"] == result["texts"]
+
+
+def test_two_nodes(tiny, greedy, tmp_path):
+    """Two launchers with one rank each, as on two machines."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    command += ["--master_addr=127.0.0.1", f"--master_port={port}"]
+    flags = ["--checkpoint", tiny, "--ladder", "--temperature", "0", "--max-new-tokens", "12", "--ignore-eos"]
+    for bad in (False, True):
+        last = ["--json", tmp_path / "out.jsonl", "--batch", "4" if bad else "1"]
+        prompts = ["--prompt", PROMPTS[0], *(["--prompt", PROMPTS[1], "--prompt", PROMPTS[2]] if bad else [])]
+        script_and_flags = [str(word) for word in (ROOT / "generate.py", *flags, *prompts, *last)]
+        nodes = [
+            subprocess.Popen([*command, f"--node_rank={r}", *script_and_flags], stderr=subprocess.PIPE, text=True)
+            for r in (1, 0)
+        ]
+        errors = "".join(node.communicate(timeout=120)[1] for node in nodes)
+        assert [node.returncode for node in nodes] == [bad, bad], errors
+        assert errors.count("generate.py: --batch 4 is not a multiple of the 3 prompts") == bad
+        assert 'tp.py", line' not in errors
+    assert json.loads((tmp_path / "out.jsonl").read_text())["tokens"] == [greedy("ladder")[0]]
 
 
 def test_stories260k_on_two_ranks(tmp_path):
@@ -210,6 +266,12 @@ def test_top_k_and_top_p_keep_the_likeliest():
     assert (frequencies(logits, temperature=1, top_k=99) - logits.exp()).abs().max() < 0.015
 
 
+def test_extreme_temperatures_are_greedy_or_uniform():
+    logits = torch.tensor([100.0, 300.0, -200.0, 299.0])
+    assert frequencies(logits, temperature=1e-40)[1] == 1
+    assert (frequencies(logits, temperature=1e30) - 0.25).abs().max() < 0.015
+
+
 def test_equal_seeds_draw_equal_tokens():
     logits = torch.randn(50, 40)
     draws = [generate.make_sampler(1.0, seed=seed)(logits).tolist() for seed in (0, 0, 1)]
@@ -238,7 +300,7 @@ def test_each_row_stops_at_its_own_end():
     rows, n, first, rest = generate.generate(prompts, 10, sample, prefill, decode, cache, (9,), steps.append)
     assert rows == [[1, 2, 3], [11], [21, 22, 23, 24, 25]]
     assert n == 6 and len(seen) == 5 and first > 0 and rest > 0
-    assert steps[0] == [1, 11, 21] and steps[1] == [2, None, 22] and steps[5] == [None, None, None]
+    assert steps[0] == [1, 11, 21] and steps[1] == [2, None, 22] and steps[5] == [None, None, None] and len(steps) == 6
     assert seen[0] == ([[1], [11], [21]], [[3], [1], [2]])
     assert seen[4][1] == [[7], [5], [6]]
 
@@ -292,6 +354,10 @@ CHECKPOINTS = {  # what happened to the folder, and the line
     "no config": (lambda f: (f / "config.json").unlink(), "is not a checkpoint folder: it has no config.json"),
     "a truncated file": (truncate, "model.safetensors is truncated"),
     "a lost shard": (lose_a_shard, "model-00001-of-00002.safetensors is missing"),
+    "too large for float16": (
+        lambda f: spoil_weights(f, "norm.weight", lambda state, name: state.update({name: state[name] * 1e5})),
+        "tensor norm.weight holds NaN or infinite values in float16",
+    ),
     "NaN": (
         lambda f: spoil_weights(f, "layers.1.attention.wo.weight", nan_in_the_last_column),
         "tensor layers.1.attention.wo.weight holds NaN",
@@ -301,7 +367,7 @@ CHECKPOINTS = {  # what happened to the folder, and the line
         "no tensor layers.2.ffn_norm.weight",
     ),
     "a wrong shape": (lambda f: edit_config(f, intermediate_size=99), r"the config says (99, 48)"),
-    "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), "no tokenizer.json or tokenizer.model"),
+    "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), "copy has no tokenizer: use --prompt-ids"),
     "a broken tokenizer": (lambda f: (f / "tokenizer.model").write_text("x"), "tokenizer.model cannot be read"),
     "another vocabulary": (lambda f: edit_config(f, vocab_size=400), "300 tokens, but the model's vocab_size is 400"),
 }
@@ -312,7 +378,7 @@ def test_bad_checkpoints_are_one_clear_line(case, copy):
     spoil, message = CHECKPOINTS[case]
     spoil(copy)
     with pytest.raises(InputError) as error:
-        generate.main(["--checkpoint", str(copy), "--prompt", "a"])
+        generate.main(["--checkpoint", str(copy), "--prompt", "a", *(["--dtype=float16"] if "float16" in case else [])])
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -323,13 +389,17 @@ FLAGS = {  # flags: the line
     "--prompt-ids=1,x": "--prompt-ids '1,x' is not a list of numbers",
     "--prompt-ids=1,300": "token id 300 is outside the vocabulary of 300",
     "--prompt-ids=-1": "token id -1 is outside",
-    "--prompt-length=64": "a prompt of 64 tokens leaves no room in the context of 64",
+    "--prompt-length=64": "--prompt-length 64 leaves no room in the context of 64",
     "--prompt-length=0": "--prompt-length is 0 but must be at least 1",
     "--prompt=a --batch=0": "--batch is 0 but",
     "--prompt=a --prompt=b --batch=3": "--batch 3 is not a multiple of the 2 prompts",
     "--prompt=a --max-new-tokens=-5": "--max-new-tokens is -5 but",
     "--prompt=a --temperature=-1": "--temperature is -1.0 but",
     "--prompt=a --top-p=0": "--top-p is 0.0 but",
+    "--prompt=a --seed=-1": "--seed is -1 but must be from 0",
+    "--prompt=a --seed=99999999999999999999": "but must be from 0 to 2^63 - 1",
+    "--prompt-length=3000000000000": "--prompt-length 3000000000000 leaves no room in the context of 64",
+    "--prompt=a\udcff": "is not valid UTF-8",
     "--prompt=a --top-k=0": "--top-k is 0 but",
     "--prompt=a --wiring=laddr": "unknown wiring 'laddr'; known: standard, ladder, hybrid",
     "--prompt=a --wiring=hybrid": "wiring hybrid needs ladder_layers",
@@ -338,12 +408,16 @@ FLAGS = {  # flags: the line
     "--prompt=a --ladder-layers=1,7": "from 0 to 2",
     "--prompt=a --ladder-layers=x": "--ladder-layers 'x' is neither",
     "--prompt=a --ladder-layers=1 --wiring=desync": "does not go with --wiring desync",
+    "--prompt=a --desync-period=4": "--desync-period is for --wiring desync",
+    "--prompt=a --random-weights": "--random-weights goes with --model",
+    "--prompt=a --context=9": "--context is for --interactive",
+    "--prompt=a --interactive": "--interactive takes its prompts from the terminal",
     "--prompt=a --desync-period=0": "--desync-period is 0 but",
     "--prompt=a --device=tpu": "no such device: tpu; this machine has cpu",
     "--prompt=a --device=cuda:99": "no such device: cuda:99; this machine has cpu",
     "--prompt=a --model=8b": "give either --checkpoint DIR or --model NAME",
     "--prompt=a --chat": "no chat template",
-    "--prompt=a --json=/nowhere/x": "--json /nowhere/x: No such file",
+    "--prompt=a --json=/nowhere/x": "--json /nowhere/x: no such folder",
     "--prompts-file=/nowhere": "--prompts-file /nowhere",
     "--prompt=a --dtype=int3": "--dtype: invalid choice: 'int3'",
     "--prompt=a --no-such-flag": "unrecognized arguments: --no-such-flag",
@@ -363,8 +437,8 @@ def test_bad_flags_are_one_clear_line(flags, tiny):
         ("--model 9b --random-weights", "unknown model '9b'; known: 1b, 3b, 8b"),
         ("--model 8b", "add --random-weights"),
         ("", "give either"),
-        ("--model 8b --random-weights --prompt a", "no tokenizer"),
-        ("--checkpoint /nowhere", "/nowhere is not a checkpoint folder"),
+        ("--model 8b --random-weights --prompt a", "--model has no tokenizer: use --prompt-ids"),
+        ("--checkpoint /nowhere", "/nowhere is no folder"),
     ],
 )
 def test_bad_models_are_one_clear_line(flags, message):
@@ -383,6 +457,21 @@ def test_the_process_ends_with_one_line_and_code_2(tiny):
 
 def our_lines(done):
     return [line for line in done.stderr.splitlines() if line.startswith("generate.py: ")]
+
+
+def test_a_late_rank_0_still_says_why(tiny, tmp_path):
+    """Rank 1 is ready to leave long before rank 0 has even started."""
+    (tmp_path / "sitecustomize.py").write_text("import os, time\ntime.sleep(4 * (os.environ.get('RANK') == '0'))\n")
+    done = script("generate.py", "--checkpoint", tiny, "--batch", "0", ranks=2, PYTHONPATH=str(tmp_path))
+    assert len(our_lines(done)) == 1
+
+
+def test_a_closed_pipe_is_no_traceback(tiny):
+    command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(tiny), "--prompt", "a"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert "Traceback" not in process.stderr.read()
+    assert process.wait(60) == 1
 
 
 @pytest.mark.parametrize("case", ["every rank", "flags", "last rank", "tp"])

@@ -1,13 +1,16 @@
 """The transformer on one device: the cache, the rope, the configuration."""
 
 import dataclasses
+import json
+import re
 
 import pytest
 import torch
 from helpers import BASE, WIRED, last_logits, random_model, unequal_rows, wired_id
 from reference import Reference
 
-from model import SIZES, Config, InputError, Transformer, rope_frequencies
+import checkpoint
+from model import SIZES, InputError, Transformer, rope_frequencies
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
@@ -72,30 +75,43 @@ def test_named_sizes_have_the_published_parameter_counts():
     assert 200 < counts["176b"] < 225  # BLOOM's width and depth with a gated MLP
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"wiring": "laddr"}, "unknown wiring 'laddr'; known: standard, ladder"),
-        ({"wiring": "hybrid"}, "needs ladder_layers"),
-        ({"wiring": "ladder", "ladder_layers": 2}, "no other wiring takes them"),
-        ({"wiring": "hybrid", "ladder_layers": 4}, "from 1 to 3"),
-        ({"wiring": "hybrid", "ladder_layers": 0}, "from 1 to 3"),
-        ({"wiring": "hybrid", "ladder_layers": (0, 3)}, "from 0 to 2"),
-        ({"wiring": "hybrid", "ladder_layers": (1, 1)}, "distinct layers"),
-        ({"wiring": "hybrid", "ladder_layers": ("1",)}, "from 0 to 2"),
-        ({"n_kv_heads": 4}, "n_heads 6 is not a multiple of n_kv_heads 4"),
-        ({"n_layers": 0}, "n_layers is 0"),
-        ({"dim": 48.0}, "dim is 48.0"),
-        ({"norm_eps": "1e-5"}, "norm_eps"),
-        ({"head_dim": 7}, "odd"),
-        ({"desync_period": 0}, "desync_period is 0"),
-    ],
-)
+CONFIGS = [  # changes and the line
+    ({"wiring": "laddr"}, "unknown wiring 'laddr'; known: standard, ladder"),
+    ({"wiring": {}}, "wiring is {} but must be a string"),
+    ({"wiring": "hybrid"}, "needs ladder_layers"),
+    ({"wiring": "ladder", "ladder_layers": 2}, "no other wiring takes them"),
+    ({"wiring": "hybrid", "ladder_layers": 4}, "from 1 to 3"),
+    ({"wiring": "hybrid", "ladder_layers": 0}, "from 1 to 3"),
+    ({"wiring": "hybrid", "ladder_layers": [0, 3]}, "from 0 to 2"),
+    ({"wiring": "hybrid", "ladder_layers": [1, 1]}, "distinct layers"),
+    ({"wiring": "hybrid", "ladder_layers": ["1"]}, "a list of layers"),
+    ({"wiring": "hybrid", "ladder_layers": 1.5}, "ladder_layers is 1.5 but must be a number or a list of layers"),
+    ({"wiring": "hybrid", "ladder_layers": True}, "a list of layers"),
+    ({"n_kv_heads": 4}, "n_heads 6 is not a multiple of n_kv_heads 4"),
+    ({"n_layers": 0}, "n_layers is 0 but must be a positive integer"),
+    ({"n_layers": "3"}, "n_layers is '3'"),
+    ({"dim": 48.0}, "dim is 48.0"),
+    ({"norm_eps": "1e-5"}, "norm_eps is '1e-5' but must be a positive number"),
+    ({"norm_eps": float("inf")}, "norm_eps is inf"),
+    ({"tie_embeddings": "no"}, "tie_embeddings is 'no' but must be true or false"),
+    ({"head_dim": 7}, "odd"),
+    ({"desync_period": 0}, "desync_period is 0"),
+    ({"eos_ids": 2}, "eos_ids is 2 but must be a list of token ids"),
+    ({"eos_ids": ["</s>"]}, "a list of token ids"),
+    ({"bos_id": "1"}, "bos_id is '1' but must be a token id"),
+    ({"rope_scaling": {}}, "rope_scaling is {} but must be none or the positive numbers factor, low"),
+    ({"rope_scaling": "x"}, "rope_scaling is 'x'"),
+    ({"experts": 8}, "unknown key 'experts'"),
+]
+
+
+@pytest.mark.parametrize("changes, message", CONFIGS, ids=str)
 def test_a_config_that_makes_no_model_is_one_clear_line(changes, message):
-    with pytest.raises(InputError, match=message) as error:
-        dataclasses.replace(BASE, **changes)
+    values = {**dataclasses.asdict(BASE), **changes}
+    with pytest.raises(InputError, match=re.escape(message)) as error:
+        checkpoint.make_config(values, "config.json")
     assert "\n" not in str(error.value)
 
 
-def test_config_lists_become_tuples():
-    assert Config(3, 6, 2, 8, 48, 100, 131, 64, eos_ids=[2, 3]).eos_ids == (2, 3)
+def test_a_good_config_is_taken():
+    assert checkpoint.make_config(json.loads(json.dumps(dataclasses.asdict(BASE))), "config.json") == BASE

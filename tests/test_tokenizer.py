@@ -133,6 +133,11 @@ def test_bos_can_be_switched_off(json_folder, tmp_path):
     assert ours.encode("dog") == ours.encode_plain("dog")
 
 
+def test_ids_of_a_padded_embedding_have_no_text(any_tokenizer):
+    ids = any_tokenizer.encode("dog")
+    assert any_tokenizer.decode([*ids, any_tokenizer.vocab_size, any_tokenizer.vocab_size + 1]) == "dog"
+
+
 def test_no_tokenizer_is_none(tmp_path):
     assert tokenizer.load(tmp_path) is None
 

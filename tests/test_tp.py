@@ -18,7 +18,9 @@ SHAPES = {  # every kind of split at tp 2, 3, 4: even, uneven, replicated KV hea
 }
 CASES = [{**WIRED[i], **shape} for i, shape in enumerate(SHAPES.values())]
 CASES += [{**changes, **SHAPES["15/5 heads, odd sizes"]} for changes in WIRED]
-COMPILED = [WIRED[0], {**WIRED[1], **SHAPES["15/5 heads, odd sizes"]}, WIRED[2], WIRED[5], WIRED[6]]
+UNEVEN = SHAPES["15/5 heads, odd sizes"]
+COMPILED = {2: [{**changes, **UNEVEN} for changes in WIRED], 3: [{**WIRED[i], **UNEVEN} for i in (1, 5)]}
+COMPILED[4] = [{**WIRED[i], **UNEVEN} for i in (1, 6)]
 
 
 def covered(ranges):
@@ -50,6 +52,8 @@ def test_the_plan_gives_every_head_row_and_column_to_one_rank(n_heads, n_kv_head
 def test_more_ranks_than_heads_is_refused(tp_size):
     with pytest.raises(InputError, match=f"tp {tp_size} cannot shard n_heads 6: use 1 to 6 ranks"):
         tp.shard_plan(BASE, 0, tp_size)
+    with pytest.raises(InputError, match="cannot shard intermediate_size 5: use 1 to 5 ranks"):
+        tp.shard_plan(dataclasses.replace(BASE, intermediate_size=5), 0, tp_size)
 
 
 def test_a_rank_reads_only_its_slice():
@@ -80,7 +84,7 @@ def shard(config, rank, tp_size):
 def all_cases(rank, tp_size):
     """The logits of every case on this rank."""
     answers = []
-    for cases, compile in ((CASES, False), (COMPILED if tp_size == 2 else COMPILED[1:2], True)):
+    for cases, compile in ((CASES, False), (COMPILED[tp_size], True)):
         for changes in cases:
             config = dataclasses.replace(BASE, **changes)
             net = shard(config, rank, tp_size)
@@ -118,3 +122,47 @@ def test_all_ranks_compute_what_one_device_does(tp_size):
         if config.wiring not in ("desync", "upper-bound"):
             alone = last_logits(random_model(config), *unequal_rows(config))
             assert torch.allclose(logits, alone, atol=1e-4), name
+
+
+def test_an_error_of_one_rank_ends_all():
+    messages = run_ranks(3, fail_on_rank_1)
+    assert messages == ["rank 1 fails"] * 3
+
+
+def fail_on_rank_1(rank, tp_size):
+    world = tp.World(rank, tp_size, torch.device("cpu"))
+    with world.together():
+        pass
+    assert world.tell([rank, "x"]) == [0, "x"] and world.tell(rank) == 0
+    assert world.gather(rank) == [0, 1, 2]
+    try:
+        with world.together():
+            if rank == 1:
+                raise InputError("rank 1 fails")
+    except InputError as e:
+        return str(e)
+
+
+@pytest.mark.parametrize(
+    "gpus, ranks, asked, device",
+    [
+        (0, 1, None, "cpu"), (1, 1, None, "cuda:0"), (1, 1, "cuda", "cuda:0"), (2, 1, "cuda:1", "cuda:1"),
+        (1, 1, "cpu", "cpu"), (1, 2, None, "cpu"), (2, 2, None, "cuda:1"), (1, 1, "cuda:1", None), (0, 1, "cuda", None),
+        (1, 2, "cuda", None), (1, 1, "xpu", None), (1, 1, "nonsense", None),
+    ],
+)  # fmt: skip
+def test_the_device_of_a_rank(gpus, ranks, asked, device, monkeypatch):
+    """The last local rank of `ranks`; the process group and the GPU are not there."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda d: d.index + 0)  # it refuses a device without an index
+    monkeypatch.setattr(tp, "_store", lambda: None)
+    monkeypatch.setattr(tp.dist, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(tp.dist, "barrier", lambda: None)
+    if ranks > 1:
+        for name, value in {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": ranks - 1, "LOCAL_WORLD_SIZE": ranks}.items():
+            monkeypatch.setenv(name, str(value))
+    if device is None:
+        with pytest.raises(InputError, match="no such device: .*; this machine has cpu"):
+            tp.join(asked)
+    else:
+        assert str(tp.join(asked).device) == device

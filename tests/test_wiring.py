@@ -114,7 +114,8 @@ def calls(source):
     """Matmuls (c), starts and waits in a generated wrapper, in order; a wait bears the number of its start."""
     source = re.sub(r"reinterpret_tensor\((\w+), \([^()]*\), \([^()]*\), \d+\)", r"\1", source)
     pattern = re.compile(
-        r"^ *[^#\n]*(?:all_reduce_\.default\((?P<start>\w+),|ladder\.settle\.default\(\w+, (?P<wait>\w+),"
+        r"^ *[^#\n]*(?:all_reduce_\.default\((?P<start>\w+),"
+        r"|(?:ladder\.settle\.default\(\w+, |wait_tensor\.default\()(?P<wait>\w+)"
         r"|(?P<c>extern_kernels\.(?:mm|addmm)\(|_linear_pointwise|mkl_linear))",
         re.MULTILINE,
     )
@@ -126,6 +127,8 @@ def calls(source):
         elif match["c"]:
             events.append("c")
         elif match["wait"] != "None":
+            if match["wait"] not in started:  # the gathered logits
+                continue
             latest = max(i for i, buffer in enumerate(started, start=1) if buffer == match["wait"])
             events.append(f"wait{latest}")
     return events
