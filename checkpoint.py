@@ -205,7 +205,7 @@ def write_weights(folder, sizes, read, shard_bytes=5_000_000_000):
     total = sum(sizes.values())
     free = shutil.disk_usage(folder).free
     if total > free:
-        raise InputError(f"cannot write {folder.parent}: {total / 1e9:.1f} GB needed, {free / 1e9:.1f} GB free")
+        raise InputError(f"cannot write {folder.parent}: {total / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free")
     shards = [[]]
     room = shard_bytes
     for name, size in sizes.items():

@@ -251,7 +251,11 @@ def peak_bytes(device):
     """Peak memory of this process: allocated on the GPU, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = Path("/proc/self/status")
+    if not status.is_file():  # not Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # ru_maxrss would count the parent's memory at the time of the fork
+    return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
 
 
 def git_commit():

@@ -415,7 +415,7 @@ def test_existing_output_and_full_disk_and_unknown_sources(hf_folder, tmp_path, 
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as m:
         m.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-        with pytest.raises(InputError, match="GB needed"):
+        with pytest.raises(InputError, match="MB needed"):
             convert_hf_checkpoint.main([str(hf_folder), "--out", str(tmp_path / "new")])
     with monkeypatch.context() as m:
 
@@ -484,13 +484,13 @@ def test_memory_stays_near_one_shard(tmp_path):
         shape = {"num_hidden_layers": n_layers, "hidden_size": 512, "intermediate_size": 1024, "head_dim": 64}
         config = transformers.LlamaConfig(**{**SMALL, **shape, "num_attention_heads": 8})
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name, max_shard_size="8MB")
-        source = "import resource, sys, convert_hf_checkpoint as c; c.main(sys.argv[1:]); "
-        source += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        source = "import sys, torch, convert_hf_checkpoint as c, generate; c.main(sys.argv[1:]); "
+        source += "print(generate.peak_bytes(torch.device('cpu')))"
         args = [str(tmp_path / name), "--out", str(tmp_path / f"{name}-out"), "--shard-gb", "0.008"]
         done = subprocess.run(
             [sys.executable, "-c", source, *args], capture_output=True, text=True, check=True, cwd=ROOT
         )
-        return int(done.stdout.split()[-1]) * 1024
+        return int(done.stdout.split()[-1])
 
     large, small = peak("large", 18), peak("small", 1)
     size = sum(f.stat().st_size for f in (tmp_path / "large-out").glob("*.safetensors"))
