@@ -99,6 +99,14 @@ def read_config(folder):
     return make_config(values, path)
 
 
+def read_weight_map(index):
+    """{tensor name: file name} of an index of shards."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise InputError(f"{index} has no weight_map of tensor names to file names")
+    return weight_map
+
+
 class Weights:
     """The tensors of a folder's safetensors files, memory-mapped; only what is read is loaded.
 
@@ -111,9 +119,7 @@ class Weights:
         if single.is_file():
             paths = [single]
         elif index.is_file():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise InputError(f"{index} has no weight_map")
+            weight_map = read_weight_map(index)
             paths = [folder / name for name in sorted(set(weight_map.values()))]
         else:
             raise InputError(f"{folder} has no {single.name} and no {index.name}")
@@ -129,9 +135,6 @@ class Weights:
             lost = sorted(set(weight_map) - set(self.files))
             if lost:
                 raise InputError(f"{index} names {lost[0]}, but no file holds it")
-
-    def __contains__(self, name):
-        return name in self.files
 
     def names(self):
         return list(self.files)

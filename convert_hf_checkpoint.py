@@ -169,7 +169,7 @@ class PickledWeights:
 
     def __init__(self, folder):
         single, index = folder / "pytorch_model.bin", folder / "pytorch_model.bin.index.json"
-        names = [single.name] if single.is_file() else sorted(set(read_json(index).get("weight_map", {}).values()))
+        names = [single.name] if single.is_file() else sorted(set(checkpoint.read_weight_map(index).values()))
         self.tensors = {}
         for name in names:
             if not (folder / name).is_file():

@@ -330,6 +330,7 @@ def chat_loop(args, model, tokenizer, world):
     cache = model.new_cache(1, context)
     prefill, decode = compiled(model, args)
     sample = make_sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
+    eos_ids = () if args.ignore_eos else model.config.eos_ids
     messages, ids = [], []
     prompt = "> " if sys.stdin.isatty() else ""
     if prompt and world.rank == 0:
@@ -352,12 +353,12 @@ def chat_loop(args, model, tokenizer, world):
             ids = ids + tokenizer.encode_plain(line) if ids else tokenizer.encode(line)
         if len(ids) >= context:
             if world.rank == 0:
-                print(f"the context of {context} tokens is full: starting anew, say it again", file=sys.stderr)
+                print(f"{len(ids)} tokens do not fit the context of {context}: starting anew", file=sys.stderr)
             messages, ids = [], []
             continue
         new = fit(args.max_new_tokens, [ids], context)
         printer = Printer([ids], tokenizer, new, show_prompt=False) if world.rank == 0 else None
-        rows, *_ = generate([ids], new, sample, prefill, decode, cache, model.config.eos_ids, printer and printer.push)
+        rows, *_ = generate([ids], new, sample, prefill, decode, cache, eos_ids, printer and printer.push)
         if world.rank == 0:
             printer.finish(rows)
         ids = ids + rows[0]
@@ -405,8 +406,9 @@ def parse(argv):
         raise InputError(f"--seed is {args.seed} but must be from 0 to 2^63 - 1")
     if not 0 < args.top_p <= 1:
         raise InputError(f"--top-p is {args.top_p} but must be above 0 and at most 1")
-    if args.interactive and (args.prompt or args.prompts_file or args.prompt_ids or args.prompt_length or args.json):
-        raise InputError("--interactive takes its prompts from the terminal, and writes no --json")
+    for name in ("prompt", "prompts_file", "prompt_ids", "prompt_length", "batch", "chat", "json"):
+        if args.interactive and getattr(args, name):
+            raise InputError(f"--interactive does not go with --{name.replace('_', '-')}")
     if args.context and not args.interactive:
         raise InputError("--context is for --interactive: otherwise the cache is sized to the request")
     if args.json and not (Path(args.json).is_file() or Path(args.json).absolute().parent.is_dir()):
@@ -419,14 +421,17 @@ def parse(argv):
 def main(argv=None):
     args = parse(argv)
     world = tp.join(args.device)
-    config, tokenizer = describe(args)
-    if args.interactive and tokenizer is None:
-        raise InputError("--interactive needs a checkpoint with a tokenizer")
-    if not args.interactive:
-        prompts = read_prompts(args, config, tokenizer)
-        max_new_tokens = fit(args.max_new_tokens, prompts, config.max_seq_len)
-        if max_new_tokens < args.max_new_tokens and world.rank == 0:
-            print(f"the context of {config.max_seq_len} leaves room for {max_new_tokens} new tokens", file=sys.stderr)
+    with world.together():
+        config, tokenizer = describe(args)
+        if args.interactive and tokenizer is None:
+            raise InputError("--interactive needs a checkpoint with a tokenizer")
+        if not args.interactive:
+            prompts = read_prompts(args, config, tokenizer)
+            max_new_tokens = fit(args.max_new_tokens, prompts, config.max_seq_len)
+            if max_new_tokens < args.max_new_tokens and world.rank == 0:
+                print(
+                    f"the context of {config.max_seq_len} leaves room for {max_new_tokens} new tokens", file=sys.stderr
+                )
     start = time.perf_counter()
     model = load(args, config, world)
     load_s = time.perf_counter() - start

@@ -61,7 +61,7 @@ class Tokenizer:
             raise TemplateError(message)
 
         if self.template is None:
-            raise InputError("this checkpoint has no chat template in its tokenizer_config.json")
+            raise InputError("no chat template in the checkpoint's tokenizer_config.json, nor a chat_template.jinja")
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the process group, which rank holds what, the collectives. The only file that knows of ranks.
+"""Tensor parallelism: which rank holds what, the collectives, the processes. Only this file shards and communicates.
 
 Shape letters as in model.py.
 """
@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import os
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -114,8 +115,9 @@ torch.library.define("ladder::settle", "(Tensor x, Tensor? pending, Tensor? afte
 def _settle(x, pending, after):
     """x + wait(pending), or a copy of x. Opaque to the compiler, and `after`, a collective started later, is an input.
 
-    So the wait can move neither in front of that start nor, through x, behind the next sublayer's computation. With
-    plain operators Inductor fuses the residual additions of neighbouring sublayers and waits for both at once.
+    The body does not use `after`: what counts is that it must be there first. So the wait can move neither in front of
+    that start nor, through x, behind the next sublayer's computation. With plain operators Inductor fuses the residual
+    additions of neighbouring sublayers and waits for both at once.
     """
     if pending is None:
         return x.clone()
@@ -186,11 +188,12 @@ class World:
         if self.tp_size == 1:
             return value
         self.told += 1
-        key = f"told {self.told}"
+        key, store = f"told {self.told}", _store()
         if self.rank == 0:
-            _store().set(key, json.dumps(value))
-        _store().wait([key], timedelta(days=30))  # a collective would time out under a slow typist
-        return json.loads(_store().get(key))
+            store.set(key, json.dumps(value))
+        while not store.check([key]):  # a collective would time out under a slow typist, and not hear a Ctrl-C
+            time.sleep(0.02)
+        return json.loads(store.get(key))
 
     @contextlib.contextmanager
     def together(self):
@@ -234,8 +237,14 @@ def join(device=None):
         torch.cuda.set_device(device)
         on_gpu = {"device_id": device}
     if tp_size > 1:
+        store = _store()
+        store.add("ready", 1)
+        while store.add("ready", 0) < tp_size:  # a rank with bad input never comes
+            if store.check(["stopped"]):
+                _stop(2)
+            time.sleep(0.02)
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=_store(), rank=rank, world_size=tp_size, **on_gpu)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=tp_size, **on_gpu)
         dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
     return World(rank, tp_size, device)
 
@@ -260,8 +269,9 @@ class Parser(argparse.ArgumentParser):
 
 def run(main):
     """Run a script's main(): bad input ends all ranks with one line from one of them and exit code 2."""
-    store = _store()
+    store = None
     try:
+        store = _store()
         main()
         if dist.is_initialized():
             dist.barrier()
@@ -272,10 +282,12 @@ def run(main):
         _stop(130, "interrupted")
     except BrokenPipeError:  # whoever read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _stop(1)
-    except Exception:
+        _stop(1, "")
+    except Exception as e:
         if store is not None and _has_stopped(store):
             _stop(2)  # a peer that stopped has cut this rank's connections
+        if store is not None and (isinstance(e, dist.DistBackendError) or "gloo" in str(e)):
+            _stop(1, "a rank is gone, and the others with it")
         raise
 
 
@@ -290,14 +302,16 @@ def _stop(code, line=None):
 
     They wait because the launcher kills all ranks when one exits, and rank 0, which may hold the store, leaves last.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # one Ctrl-C may arrive from the terminal and from the launcher
     store, rank = _store(), int(os.environ.get("RANK", 0))
     if store is None:
         if line:
             print(line, file=sys.stderr)
         _leave(code)
     with contextlib.suppress(Exception):  # without a store there is nobody to wait for
-        if line and store.add("stopping", 1) == 1:
-            print(line, file=sys.stderr, flush=True)
+        if line is not None and store.add("stopping", 1) == 1:
+            if line:
+                print(line, file=sys.stderr, flush=True)
             store.set("stopped", "")
         else:
             store.wait(["stopped"], timedelta(seconds=5))

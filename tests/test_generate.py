@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -184,7 +186,7 @@ def test_interactive_with_a_chat_template_and_a_full_context(copy):
     flags = ["--checkpoint", copy, "--interactive", "--temperature", "0", "--max-new-tokens", "2", "--context", "60"]
     done = script("generate.py", *flags, "--compile-prefill", stdin="a\nb\n\udcff\n" + "dog " * 50 + "\na\n")
     assert done.returncode == 0, done.stderr
-    assert "the context of 60 tokens is full: starting anew" in done.stderr
+    assert "do not fit the context of 60: starting anew" in done.stderr
     answers = done.stdout.replace("> ", "").split("\n")
     assert answers[0] == answers[2] != "" and len(answers) == 4  # the last turn starts from nothing, as the first did
     single = script("generate.py", *flags[:2], *flags[3:-2], "--chat", "--prompt", "a")
@@ -411,7 +413,9 @@ FLAGS = {  # flags: the line
     "--prompt=a --desync-period=4": "--desync-period is for --wiring desync",
     "--prompt=a --random-weights": "--random-weights goes with --model",
     "--prompt=a --context=9": "--context is for --interactive",
-    "--prompt=a --interactive": "--interactive takes its prompts from the terminal",
+    "--prompt=a --interactive": "--interactive does not go with --prompt",
+    "--interactive --batch=2": "--interactive does not go with --batch",
+    "--interactive --json=x": "--interactive does not go with --json",
     "--prompt=a --desync-period=0": "--desync-period is 0 but",
     "--prompt=a --device=tpu": "no such device: tpu; this machine has cpu",
     "--prompt=a --device=cuda:99": "no such device: cuda:99; this machine has cpu",
@@ -455,6 +459,22 @@ def test_the_process_ends_with_one_line_and_code_2(tiny):
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
+def test_bad_input_of_one_node_ends_the_other(tiny):
+    """Only node 1 is asked for a device that it does not have, which it finds before the ranks meet."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    start, nodes = time.monotonic(), []
+    for node, device in ((0, "cpu"), (1, "cuda")):
+        environment = {"RANK": str(node), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, ROOT / "generate.py", "--checkpoint", tiny, "--prompt", "a", "--device", device]
+        environment = {**os.environ, **environment, "CUDA_VISIBLE_DEVICES": ""}
+        nodes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    errors = "".join(node.communicate(timeout=60)[1] for node in nodes)
+    assert errors == "generate.py: no such device: cuda:1; this machine has cpu\n"
+    assert [node.returncode for node in nodes] == [2, 2] and time.monotonic() - start < 30
+
+
 def our_lines(done):
     return [line for line in done.stderr.splitlines() if line.startswith("generate.py: ")]
 
@@ -466,12 +486,54 @@ def test_a_late_rank_0_still_says_why(tiny, tmp_path):
     assert len(our_lines(done)) == 1
 
 
-def test_a_closed_pipe_is_no_traceback(tiny):
-    command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(tiny), "--prompt", "a"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def started(tiny, *flags, ranks=2):
+    """A running generation, and its output as it comes; it would go on for a minute or so."""
+    command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(tiny), *flags]
+    if ranks > 1:
+        command[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, **pipes, text=True, start_new_session=True)
+
+
+def ends(process):
+    """What a process that is to end now still says, and in how many seconds it ends."""
+    start = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    return errors, time.monotonic() - start
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_closed_pipe_is_no_traceback_of_ours(tiny, ranks):
+    process = started(tiny, "--prompt", "a", ranks=ranks)
     process.stdout.close()
-    assert "Traceback" not in process.stderr.read()
-    assert process.wait(60) == 1
+    process.stdout = None
+    errors, _ = ends(process)
+    assert process.returncode == 1
+    assert 'tp.py", line' not in errors
+
+
+@pytest.mark.parametrize("to", ["the launcher", "all"])
+def test_ctrl_c_ends_a_chat_at_once(tiny, to):
+    process = started(tiny, "--interactive", "--max-new-tokens", "2")
+    process.stdin.write("Once\n")
+    process.stdin.flush()
+    assert process.stdout.readline()  # it has answered: both ranks wait for the next line
+    (os.kill if to == "the launcher" else os.killpg)(process.pid, signal.SIGINT)
+    errors, seconds = ends(process)
+    assert seconds < 15 and 'tp.py", line' not in errors
+    assert errors.count("interrupted") <= 1
+
+
+def test_a_killed_rank_takes_the_others_with_it(tiny):
+    process = started(tiny, "--interactive", "--max-new-tokens", "2")
+    process.stdin.write("Once\n")
+    process.stdin.flush()
+    assert process.stdout.readline()
+    children = subprocess.run(["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, text=True)
+    os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+    errors, seconds = ends(process)
+    assert process.returncode == 1 and seconds < 15
+    assert 'tp.py", line' not in errors
 
 
 @pytest.mark.parametrize("case", ["every rank", "flags", "last rank", "tp"])
