@@ -155,7 +155,9 @@ def test_the_device_of_a_rank(gpus, ranks, asked, device, monkeypatch):
     """The last local rank of `ranks`; the process group and the GPU are not there."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda d: d.index + 0)  # it refuses a device without an index
-    monkeypatch.setattr(tp, "_store", lambda: None)
+    store = tp.dist.HashStore()
+    store.add("ready", 3)  # the three other ranks
+    monkeypatch.setattr(tp, "_store", lambda: store)
     monkeypatch.setattr(tp.dist, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(tp.dist, "barrier", lambda: None)
     if ranks > 1:
