@@ -487,7 +487,7 @@ def test_a_late_rank_0_still_says_why(tiny, tmp_path):
 
 
 def started(tiny, *flags, ranks=2):
-    """A running generation, and its output as it comes; it would go on for a minute or so."""
+    """A running generation, and its output as it comes."""
     command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(tiny), *flags]
     if ranks > 1:
         command[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
@@ -520,7 +520,7 @@ def test_ctrl_c_ends_a_chat_at_once(tiny, to):
     assert process.stdout.readline()  # it has answered: both ranks wait for the next line
     (os.kill if to == "the launcher" else os.killpg)(process.pid, signal.SIGINT)
     errors, seconds = ends(process)
-    assert seconds < 15 and 'tp.py", line' not in errors
+    assert seconds < 25 and 'tp.py", line' not in errors
     assert errors.count("interrupted") <= 1
 
 
@@ -532,7 +532,7 @@ def test_a_killed_rank_takes_the_others_with_it(tiny):
     children = subprocess.run(["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, text=True)
     os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
     errors, seconds = ends(process)
-    assert process.returncode == 1 and seconds < 15
+    assert process.returncode == 1 and seconds < 25
     assert 'tp.py", line' not in errors
 
 
