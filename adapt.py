@@ -5,9 +5,7 @@ python adapt.py --ladder --text train.txt --valid valid.txt --out DIR
 
 import copy
 import math
-import os
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +24,7 @@ def read_documents(paths):
     """The documents of text files, in which SEPARATOR stands between two."""
     documents = []
     for path in paths:
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as e:
-            raise InputError(f"{path}: {e.strerror}") from None
-        except UnicodeDecodeError:
-            raise InputError(f"{path} is not valid UTF-8") from None
-        documents += [d.strip() for d in text.split(SEPARATOR) if d.strip()]
+        documents += [d.strip() for d in checkpoint.read_text(path).split(SEPARATOR) if d.strip()]
     if not documents:
         raise InputError(f"{', '.join(paths)}: no text")
     return documents
@@ -141,7 +133,7 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if tp.rank_and_size()[1] > 1:
         raise InputError("training runs in one process: start it with python, not with several ranks of torchrun")
     for name, value in vars(args).items():
         if type(value) in (int, float) and name not in ("seed", "dropout") and not value > 0:

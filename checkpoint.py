@@ -27,6 +27,21 @@ TOKENIZER_FILES = (
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def first_line(error):
+    """The first line of a library's error message, or its name where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def read_text(path, flag=""):
+    """The text of a UTF-8 file; the flag that named it, if given, leads the message of an InputError."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as e:
+        raise InputError(f"{flag}{path}: {e.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{flag}{path} is not valid UTF-8") from None
+
+
 def read_json(path):
     """The object in a JSON file; InputError when there is no such file or it holds something else."""
     try:
@@ -99,6 +114,12 @@ def read_config(folder):
     return make_config(values, path)
 
 
+def shapes(config):
+    """{name: shape} of every tensor of a checkpoint; a tied output head is not one."""
+    with torch.device("meta"):
+        return {name: tuple(w.shape) for name, w in Transformer(config).named_parameters()}
+
+
 def read_weight_map(index):
     """{tensor name: file name} of an index of shards."""
     weight_map = read_json(index).get("weight_map")
@@ -113,9 +134,9 @@ class Weights:
     Raises InputError when a file that the index names is absent, or one is truncated.
     """
 
-    def __init__(self, folder, stem="model"):
+    def __init__(self, folder):
         folder = Path(folder)
-        single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+        single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
         if single.is_file():
             paths = [single]
         elif index.is_file():
@@ -161,8 +182,7 @@ class RandomWeights:
     """The same interface without a file: matrices from N(0, 0.02), norms 1, biases 0; made as they are read."""
 
     def __init__(self, config, dtype, device, seed=0):
-        with torch.device("meta"):
-            self.shapes = {name: tuple(w.shape) for name, w in Transformer(config).named_parameters()}
+        self.shapes = shapes(config)
         self.dtype, self.device = dtype, device
         self.generator = torch.Generator(device).manual_seed(seed)
 

@@ -18,9 +18,9 @@ import torch
 import checkpoint
 import tokenizer as tokenizers
 import tp
-from checkpoint import read_json
+from checkpoint import first_line, read_json
 from generate import add_wiring_flags, with_wiring
-from model import Config, InputError, Transformer
+from model import Config, InputError
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Hugging Face's names and config, and ours
@@ -63,12 +63,6 @@ def ungroup(wqkv, config):
     queries = config.n_heads // config.n_kv_heads * config.head_dim
     parts = wqkv.unflatten(0, (config.n_kv_heads, -1)).split([queries, config.head_dim, config.head_dim], dim=1)
     return [t.flatten(0, 1) for t in parts]
-
-
-def our_shapes(config):
-    """{name: shape} of every tensor of our checkpoint."""
-    with torch.device("meta"):
-        return {name: tuple(w.shape) for name, w in Transformer(config).named_parameters()}
 
 
 def config_from_hf(path):
@@ -156,12 +150,8 @@ def config_to_hf(config, dtype):
     return hf
 
 
-def first_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# Sources: names(), shape(name), read(name), under Hugging Face's names; nothing is loaded before it is read
+# Sources: names() and read(name), under Hugging Face's names; nothing is loaded before it is read
 
 
 class PickledWeights:
@@ -182,9 +172,6 @@ class PickledWeights:
 
     def names(self):
         return list(self.tensors)
-
-    def shape(self, name):
-        return tuple(self.tensors[name].shape)
 
     def read(self, name):
         return self.tensors[name]
@@ -239,9 +226,6 @@ class Llama2cWeights:
     def names(self):
         return list(self.tensors)
 
-    def shape(self, name):
-        return self.tensors[name].shape
-
     def read(self, name):
         tensor = torch.from_numpy(self.tensors[name].copy())
         if "q_proj" in name or "k_proj" in name:
@@ -292,7 +276,7 @@ def convert(source, config, folder, dtype, shard_bytes):
         aliases = {NAMES["tok_embeddings.weight"]: NAMES["output.weight"]}  # some folders hold the tied tensor so
     else:
         aliases = {}
-    shapes = our_shapes(config)
+    shapes = checkpoint.shapes(config)
     parts = {name: [aliases.get(n, n) for n in hf_names(name)] for name in shapes}
     needed = {n for names in parts.values() for n in names}
     missing = sorted(needed - available)
@@ -325,7 +309,7 @@ def convert(source, config, folder, dtype, shard_bytes):
 def convert_to_hf(source, config, folder, dtype, shard_bytes):
     """Write a Hugging Face folder from our checkpoint, one shard in memory at a time."""
     ours = {}  # Hugging Face's name: (our name, which of its parts)
-    for name in our_shapes(config):
+    for name in checkpoint.shapes(config):
         ours.update({n: (name, i) for i, n in enumerate(hf_names(name))})
 
     def read(hf_name):
@@ -344,11 +328,10 @@ def convert_to_hf(source, config, folder, dtype, shard_bytes):
     (folder / "config.json").write_text(json.dumps(config_to_hf(config, dtype), indent=2) + "\n")
 
 
-def name_tokenizer(folder):
-    """Say that a tokenizer.model without further settings is a Llama one: transformers asks."""
-    if (folder / "tokenizer_config.json").exists() or not (folder / "tokenizer.model").exists():
+def name_tokenizer(folder, tokenizer):
+    """Say that a SentencePiece model without further settings is a Llama one: transformers asks."""
+    if (folder / "tokenizer_config.json").exists():
         return
-    tokenizer = tokenizers.load(folder)
     if isinstance(tokenizer, tokenizers.SentencePieceTokenizer) and len(tokenizer.special) == 2:
         bos, eos = tokenizer.special
         settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": bos, "eos_token": eos, "add_bos_token": True}
@@ -387,10 +370,11 @@ def main(argv=None):
     if some_tensor not in weights.names():
         raise InputError(f"{args.source} has no tensor {some_tensor}")
     dtype = checkpoint.DTYPES[args.dtype] if args.dtype else weights.read(some_tensor).dtype
+    tokenizer = None  # one that does not fit is refused before the work
     if args.tokenizer:
-        tokenizers.read(args.tokenizer, config.vocab_size)  # refuses one that does not fit
+        tokenizer = tokenizers.read(args.tokenizer, config.vocab_size)
     elif folder is not None:
-        tokenizers.load(folder, config.vocab_size)
+        tokenizer = tokenizers.load(folder, config.vocab_size)
     with checkpoint.new_folder(args.to_hf or args.out) as out:
         if args.tokenizer:
             kind = "json" if args.tokenizer.endswith(".json") else "model"
@@ -398,11 +382,10 @@ def main(argv=None):
         elif folder is not None:
             checkpoint.copy_tokenizer(folder, out)
         if args.to_hf:
-            name_tokenizer(out)
+            name_tokenizer(out, tokenizer)
         (convert_to_hf if args.to_hf else convert)(weights, config, out, dtype, int(args.shard_gb * 1e9))
-    has_tokenizer = bool(args.tokenizer) or (folder is not None and tokenizers.load(folder) is not None)
     size = f"{config.n_layers} layers, wiring {config.wiring}, {str(dtype).removeprefix('torch.')}"
-    print(f"wrote {args.to_hf or args.out}: {size}{'' if has_tokenizer else ', NO TOKENIZER (see --tokenizer)'}")
+    print(f"wrote {args.to_hf or args.out}: {size}{'' if tokenizer else ', NO TOKENIZER (see --tokenizer)'}")
 
 
 if __name__ == "__main__":

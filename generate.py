@@ -140,18 +140,17 @@ def generate(prompts, max_new_tokens, sample, prefill, decode, cache, eos_ids=()
         now = time.perf_counter()
         if step == 0:
             first = now - start
+        rest = now - start - first - shown
         done = [d or i in eos_ids for d, i in zip(done, ids, strict=True)]
         fresh = [None if d else i for d, i in zip(done, ids, strict=True)]
         for row, i in zip(rows, fresh, strict=True):
             row += [i] * (i is not None)
-        if all(done) or step == max_new_tokens - 1:
-            break
         if on_tokens is not None:
             on_tokens(fresh)
             shown += time.perf_counter() - now
-    if on_tokens is not None:
-        on_tokens(fresh)
-    return rows, step + 1, first, now - start - first - shown
+        if all(done):
+            break
+    return rows, step + 1, first, rest
 
 
 def compiled(model, args):
@@ -181,12 +180,7 @@ def read_prompts(args, config, tokenizer):
     """The prompts that the flags give, as lists of token ids."""
     texts = list(args.prompt or [])
     if args.prompts_file:
-        try:
-            lines = Path(args.prompts_file).read_text(encoding="utf-8").splitlines()
-        except OSError as e:
-            raise InputError(f"--prompts-file {args.prompts_file}: {e.strerror}") from None
-        except UnicodeDecodeError:
-            raise InputError(f"--prompts-file {args.prompts_file} is not valid UTF-8") from None
+        lines = checkpoint.read_text(args.prompts_file, flag="--prompts-file ").splitlines()
         texts += [line for line in lines if line.strip()]
         if not texts:
             raise InputError(f"--prompts-file {args.prompts_file} is empty: it takes one prompt a line")
@@ -332,8 +326,8 @@ def chat_loop(args, model, tokenizer, world):
     sample = make_sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
     eos_ids = () if args.ignore_eos else model.config.eos_ids
     messages, ids = [], []
-    prompt = "> " if sys.stdin.isatty() else ""
-    if prompt and world.rank == 0:
+    prompt = "> " if world.rank == 0 and sys.stdin.isatty() else ""
+    if prompt:
         how = "the text just goes on" if tokenizer.template is None else "in the checkpoint's chat template"
         print(f"{how}; Ctrl-D ends", file=sys.stderr)
     while True:

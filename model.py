@@ -336,8 +336,9 @@ class Transformer(nn.Module):
         step = Step(angles.cos(), angles.sin(), rows, positions, mask)
 
         split, stream = WIRINGS[self.config.wiring]
+        stale_layers = self.config.stale_layers
         sublayers = [
-            (h, i in self.config.stale_layers)
+            (h, i in stale_layers)
             for i, block in enumerate(self.layers)
             for h in split(block, step, cache and cache[i])
         ]

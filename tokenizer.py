@@ -6,6 +6,7 @@ import re
 from datetime import datetime
 from pathlib import Path
 
+from checkpoint import first_line, read_json
 from model import InputError
 
 # Llama 3's pre-tokenizer pattern and special tokens: its rank file holds neither.
@@ -170,7 +171,7 @@ def read(path, vocab_size=None):
     try:
         tokenizer = kind(path)
     except Exception as e:  # each library has its own errors, down to bare Exception
-        raise InputError(f"{path} cannot be read: {str(e).splitlines()[0] if str(e) else type(e).__name__}") from None
+        raise InputError(f"{path} cannot be read: {first_line(e)}") from None
     if vocab_size is not None and not 0.99 * vocab_size <= tokenizer.vocab_size <= vocab_size:
         raise InputError(f"{path} has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
     return tokenizer
@@ -178,8 +179,6 @@ def read(path, vocab_size=None):
 
 def _read_settings(tokenizer, folder):
     """Take the chat template, the special tokens it names and the BOS policy from tokenizer_config.json."""
-    from checkpoint import read_json
-
     settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     try:
         for i, token in settings.get("added_tokens_decoder", {}).items():

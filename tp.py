@@ -161,10 +161,15 @@ class TensorParallel:
 # The processes
 
 
+def rank_and_size():
+    """This process's rank and the number of ranks, as torchrun's environment says."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
 @functools.cache
 def _store():
     """The key-value store that torchrun's environment describes, or None for a single process."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if rank_and_size()[1] == 1:
         return None
     return next(dist.rendezvous("env://"))[0]
 
@@ -214,7 +219,7 @@ def join(device=None):
     device: "cpu", "cuda", "cuda:1", or None for CUDA where each local rank finds a GPU. Under torchrun each rank takes
     the GPU of its LOCAL_RANK.
     """
-    rank, tp_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, tp_size = rank_and_size()
     gpus = torch.cuda.device_count()
     known = "cpu" + "".join(f", cuda:{i}" for i in range(gpus))
     if device is None:
@@ -303,7 +308,7 @@ def _stop(code, line=None):
     They wait because the launcher kills all ranks when one exits, and rank 0, which may hold the store, leaves last.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # one Ctrl-C may arrive from the terminal and from the launcher
-    store, rank = _store(), int(os.environ.get("RANK", 0))
+    store, (rank, tp_size) = _store(), rank_and_size()
     if store is None:
         if line:
             print(line, file=sys.stderr)
@@ -317,7 +322,7 @@ def _stop(code, line=None):
             store.wait(["stopped"], timedelta(seconds=5))
         store.add("left", 1)
         deadline = time.monotonic() + 3
-        while rank == 0 and store.add("left", 0) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
+        while rank == 0 and store.add("left", 0) < tp_size and time.monotonic() < deadline:
             time.sleep(0.02)
     _leave(code)
 

@@ -1,6 +1,5 @@
 """What the tests share: small configs, weights in memory, and functions run on several ranks."""
 
-import dataclasses
 import os
 import pickle
 import queue
@@ -138,10 +137,6 @@ def script(name, *args, ranks=1, timeout=180, stdin="", **environment):
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, env=env, input=stdin, errors="surrogateescape"
     )
-
-
-def replace(config, **changes):
-    return dataclasses.replace(config, **changes)
 
 
 @torch.no_grad()
