@@ -17,6 +17,8 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
+import exposed
+import link
 import tokenizer as tokenizers
 import tp
 from model import SIZES, WIRINGS, InputError
@@ -63,15 +65,21 @@ def describe(args):
     if bool(args.checkpoint) == bool(args.model):
         raise InputError("give either --checkpoint DIR or --model NAME --random-weights")
     if args.checkpoint:
-        if args.random_weights:
-            raise InputError("--random-weights goes with --model: a checkpoint has weights")
+        if args.random_weights or args.n_layers:
+            flag = "--random-weights" if args.random_weights else "--n-layers"
+            raise InputError(f"{flag} goes with --model: a checkpoint has weights and layers")
         config = with_wiring(checkpoint.read_config(args.checkpoint), args)
         return config, tokenizers.load(args.checkpoint, config.vocab_size)
     if args.model not in SIZES:
         raise InputError(f"unknown model {args.model!r}; known: {', '.join(SIZES)}")
     if not args.random_weights:
         raise InputError(f"--model {args.model} has no trained weights: add --random-weights, or give --checkpoint")
-    return with_wiring(SIZES[args.model], args), None
+    config = SIZES[args.model]
+    if args.n_layers is not None:
+        if args.n_layers > config.n_layers:
+            raise InputError(f"--n-layers is {args.n_layers} but {args.model} has {config.n_layers}")
+        config = dataclasses.replace(config, n_layers=args.n_layers)
+    return with_wiring(config, args), None
 
 
 def load(args, config, world):
@@ -84,8 +92,8 @@ def load(args, config, world):
             dtype = checkpoint.DTYPES[args.dtype or "bfloat16"]
             weights = checkpoint.RandomWeights(config, dtype, world.device)
         model = tp.load_shard(config, weights, dtype, world.device, world.rank, world.tp_size)
-    if world.tp_size > 1:
-        model.comm = tp.TensorParallel(config, world.tp_size)
+    if world.group is not None:
+        model.comm = tp.TensorParallel(config, world.tp_size, world.group)
     return model
 
 
@@ -112,6 +120,14 @@ def make_sampler(temperature, top_k=None, top_p=1.0, seed=0, device="cpu"):
     return sample
 
 
+def pad(prompts, device):
+    """(tokens (B, S), lengths (B,)) of prompts of any lengths, padded on the right."""
+    tokens = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    return tokens.to(device), torch.tensor([len(p) for p in prompts], device=device)
+
+
 @torch.inference_mode()
 def generate(prompts, max_new_tokens, sample, prefill, decode, cache, eos_ids=(), on_tokens=None):
     """Continue every prompt, a row each, until its own end-of-sequence or max_new_tokens.
@@ -121,12 +137,8 @@ def generate(prompts, max_new_tokens, sample, prefill, decode, cache, eos_ids=()
     are done) is called after each step. Returns (new ids per row, without end-of-sequence; steps; seconds to the
     first token; seconds of the other steps, without those in on_tokens).
     """
-    device = cache[0][0].device
-    lengths = torch.tensor([len(p) for p in prompts], device=device)
-    tokens = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt)
-    tokens, slots = tokens.to(device), cache[0][0].shape[2]
+    tokens, lengths = pad(prompts, cache[0][0].device)
+    slots = cache[0][0].shape[2]
     rows, done = [[] for _ in prompts], [False] * len(prompts)
 
     start, shown = time.perf_counter(), 0.0
@@ -165,6 +177,29 @@ def warm_up(prompts, prefill, decode, cache):
     start = time.perf_counter()
     generate(prompts, 2, make_sampler(0, device=cache[0][0].device), prefill, decode, cache)
     return time.perf_counter() - start
+
+
+def steps(prompts, prefill, decode, cache):
+    """Functions that run the prefill, and a decode step at the end of the cache, any number of times."""
+    tokens, lengths = pad(prompts, cache[0][0].device)
+    slots = cache[0][0].shape[2]
+    last = torch.full_like(tokens[:, :1], slots - 1)
+    return {
+        "prefill": lambda: prefill(tokens, cache=cache, select=lengths - 1),
+        "decode": lambda: decode(tokens[:, :1], last, cache, slots),
+    }
+
+
+def measure_exposed(prompts, model, prefill, decode, cache, args, world):
+    """The reports of exposed.py on the prefill and on a decode step."""
+    silent_steps = steps(prompts, *compiled(tp.silenced(model, world), args), cache)
+    n_bytes = len(prompts) * model.config.dim * model.norm.weight.element_size()
+    sizes = {"prefill": n_bytes * max(map(len, prompts)), "decode": n_bytes}
+    reports = {}
+    for kind, step in steps(prompts, prefill, decode, cache).items():
+        case = exposed.Case(model.config, step, silent_steps[kind], sizes[kind], world.group.link)
+        reports |= exposed.measure(world, {kind: case})
+    return reports
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -309,13 +344,17 @@ class Printer:
 
 def summary(r):
     """The result in a few lines for people."""
-    head = f"{r['model']}, {r['wiring']}, tp {r['tp']}, batch {r['batch']}, {r['dtype']}, {r['device']}"
+    head = "PREDICTED times of one rank alone: " if r["simulated"] else ""
+    head += f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}"
+    head += f", link {link.Link(**r['link'])}" if r["link"] else ""
+    head += f", batch {r['batch']}, {r['dtype']}, {r['device']}"
     times = f"load {r['load_s']:.2f} s, compile {r['compile_s']:.2f} s, first token {r['ttft_ms']:.1f} ms"
     if r["tpot_ms"]:
         times += f", then {r['tpot_ms']:.2f} ms per token: {r['tok_s']:.1f} tok/s"
         times += f" ({r['tok_s_user']:.1f} for each of {r['batch']} users)" * (r["batch"] > 1)
     memory = f"{r['step_bytes'] / 1e6:.1f} MB read per step, peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"
-    return f"{head}\n{times}\n{memory}"
+    reports = "".join("\n" + exposed.report(*item) for item in (r["exposed"] or {}).items())
+    return f"{head}\n{times}\n{memory}{reports}"
 
 
 def chat_loop(args, model, tokenizer, world):
@@ -365,11 +404,21 @@ def parse(argv):
     g.add_argument("--checkpoint", metavar="DIR", help="a folder that convert_hf_checkpoint.py wrote")
     g.add_argument("--model", metavar="NAME", help=f"a named size, with --random-weights: {', '.join(SIZES)}")
     g.add_argument("--random-weights", action="store_true", help="for benchmarks: the text means nothing")
+    g.add_argument("--n-layers", type=int, metavar="N", help="of --model, take only so many layers")
     g.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the checkpoint's own, bfloat16 for --model")
     g.add_argument("--device", help="cpu, cuda or cuda:N; without it cuda where each rank finds a GPU")
     g.add_argument("--compile", action="store_true", help="torch.compile the decode step")
     g.add_argument("--compile-prefill", action="store_true", help="torch.compile the prefill")
     add_wiring_flags(p)
+    g = p.add_argument_group("communication", "what it costs, and what it would cost elsewhere")
+    g.add_argument("--link", metavar="NAME", help=f"emulate a link between the ranks: {', '.join(link.LINKS)}")
+    g.add_argument("--link-latency-us", type=float, metavar="A", help="... that takes A microseconds per all-reduce")
+    g.add_argument("--link-gbps", type=float, metavar="B", help="... and moves B gigabits per second")
+    g.add_argument(
+        "--simulate-tp", type=int, metavar="N", help="run rank 0 of N alone over the emulated link, to predict the time"
+    )
+    g.add_argument("--exposed", action="store_true", help="report how much of the communication was not hidden")
+    g.add_argument("--profile", metavar="DIR", help="write a trace of a prefill and a decode step per rank")
     g = p.add_argument_group("prompts", "each is a row of the batch")
     g.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
     g.add_argument("--prompts-file", metavar="FILE", help="one prompt a line")
@@ -390,7 +439,8 @@ def parse(argv):
     g.add_argument("--ignore-eos", action="store_true", help="go on to --max-new-tokens, for benchmarks")
     g.add_argument("--json", metavar="FILE", help="append the results as one JSON line")
     args = p.parse_args(argv)
-    for name in ("max_new_tokens", "batch", "prompt_length", "top_k", "context", "desync_period"):
+    positive = "max_new_tokens batch prompt_length top_k context desync_period n_layers simulate_tp"
+    for name in positive.split():
         value = getattr(args, name)
         if value is not None and value < 1:
             raise InputError(f"--{name.replace('_', '-')} is {value} but must be at least 1")
@@ -400,7 +450,8 @@ def parse(argv):
         raise InputError(f"--seed is {args.seed} but must be from 0 to 2^63 - 1")
     if not 0 < args.top_p <= 1:
         raise InputError(f"--top-p is {args.top_p} but must be above 0 and at most 1")
-    for name in ("prompt", "prompts_file", "prompt_ids", "prompt_length", "batch", "chat", "json"):
+    alone = "prompt prompts_file prompt_ids prompt_length batch chat json simulate_tp exposed profile"
+    for name in alone.split():
         if args.interactive and getattr(args, name):
             raise InputError(f"--interactive does not go with --{name.replace('_', '-')}")
     if args.context and not args.interactive:
@@ -414,7 +465,13 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
-    world = tp.join(args.device)
+    chosen = link.choose(args.link, args.link_latency_us, args.link_gbps)
+    if args.simulate_tp and chosen is None:
+        raise InputError("--simulate-tp needs a link to predict: --link NAME, or --link-latency-us and --link-gbps")
+    world = tp.join(args.device, chosen or (link.FREE if args.exposed else None), args.simulate_tp)
+    if world.simulated:
+        args.ignore_eos = True
+        print(f"one rank of {world.tp_size} alone: its times are a prediction, its text means nothing", file=sys.stderr)
     with world.together():
         config, tokenizer = describe(args)
         if args.interactive and tokenizer is None:
@@ -441,24 +498,33 @@ def main(argv=None):
         compile_s = warm_up(prompts, prefill, decode, cache)
     sample = make_sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
     eos_ids = () if args.ignore_eos else config.eos_ids
-    printer = Printer(prompts, tokenizer, max_new_tokens, show_prompt=not args.chat) if world.rank == 0 else None
-    rows, steps, prefill_s, decode_s = generate(
+    printer = None
+    if world.rank == 0 and not world.simulated:
+        printer = Printer(prompts, tokenizer, max_new_tokens, show_prompt=not args.chat)
+    rows, n_steps, prefill_s, decode_s = generate(
         prompts, max_new_tokens, sample, prefill, decode, cache, eos_ids, printer and printer.push
     )
     peaks = world.gather(peak_bytes(world.device))
+    texts = printer and printer.finish(rows)
+    reports = measure_exposed(prompts, model, prefill, decode, cache, args, world) if args.exposed else None
+    if args.profile:
+        with world.together():
+            exposed.profile(args.profile, world, steps(prompts, prefill, decode, cache))
     if world.rank > 0:
         return
 
-    tpot = decode_s / (steps - 1) if steps > 1 else None
+    tpot = decode_s / (n_steps - 1) if n_steps > 1 else None
     later = sum(max(len(row) - 1, 0) for row in rows)  # tokens after each row's first; ended rows give no more
     result = {
-        "wiring": config.wiring, "model": args.model or Path(args.checkpoint).resolve().name, "tp": world.tp_size,
-        "batch": len(prompts), "prompt_tokens": max(map(len, prompts)), "new_tokens": steps,
+        "wiring": config.wiring, "model": args.model or Path(args.checkpoint).resolve().name,
+        "n_layers": config.n_layers, "tp": world.tp_size, "simulated": world.simulated,
+        "batch": len(prompts), "prompt_tokens": max(map(len, prompts)), "new_tokens": n_steps,
         "dtype": str(model.norm.weight.dtype).removeprefix("torch."), "quant": None, "device": world.device.type,
-        "link": None, "load_s": load_s, "compile_s": compile_s, "prefill_s": prefill_s, "decode_s": decode_s,
-        "ttft_ms": 1e3 * prefill_s, "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and later / decode_s,
-        "tok_s_user": tpot and 1 / tpot, "step_bytes": step_bytes(model, cache), "peak_bytes": peaks,
-        "torch": torch.__version__, "commit": git_commit(), "tokens": rows, "texts": printer.finish(rows),
+        "link": chosen and dataclasses.asdict(chosen), "exposed": reports, "load_s": load_s, "compile_s": compile_s,
+        "prefill_s": prefill_s, "decode_s": decode_s, "ttft_ms": 1e3 * prefill_s, "tpot_ms": tpot and 1e3 * tpot,
+        "tok_s": tpot and later / decode_s, "tok_s_user": tpot and 1 / tpot, "step_bytes": step_bytes(model, cache),
+        "peak_bytes": peaks, "torch": torch.__version__, "commit": git_commit(),
+        "tokens": None if world.simulated else rows, "texts": texts,
     }  # fmt: skip
     print(summary(result), file=sys.stderr)
     if args.json:

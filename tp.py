@@ -5,6 +5,7 @@ Shape letters as in model.py.
 
 import argparse
 import contextlib
+import copy
 import functools
 import json
 import os
@@ -19,7 +20,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from model import InputError, Transformer
+from link import LinkedGroup
+from model import InputError, SingleDevice, Transformer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The sharding plan
@@ -130,12 +132,12 @@ def _(x, pending, after):
 
 
 class TensorParallel:
-    """The collectives of the default process group; see SingleDevice in model.py for their meaning."""
+    """The collectives of a process group; see SingleDevice in model.py for their meaning."""
 
-    def __init__(self, config, tp_size):
+    def __init__(self, config, tp_size, group):
         self.tp_size = tp_size
         self.vocab_size = config.vocab_size
-        self.group = dist.group.WORLD.group_name
+        self.group = group.group_name
 
     def start(self, partial):
         return torch.ops._c10d_functional.all_reduce(partial, "sum", self.group)
@@ -152,9 +154,23 @@ class TensorParallel:
         """This rank's part of the vocabulary (B, S, v) -> the logits of all of it (B, S, V), on every rank."""
         part = head_rows(self.vocab_size, self.tp_size)
         logits = F.pad(logits, (0, part - logits.shape[-1]))
-        parts = torch.ops._c10d_functional.all_gather_into_tensor(logits, self.tp_size, self.group)
+        # coalesced, because that is the form that a group written in Python can take
+        [parts] = torch.ops._c10d_functional.all_gather_into_tensor_coalesced([logits], self.tp_size, self.group)
         parts = torch.ops._c10d_functional.wait_tensor(parts).unflatten(0, (self.tp_size, -1))  # (tp, B, S, part)
         return parts.permute(1, 2, 0, 3).flatten(2)[..., : self.vocab_size]
+
+
+class Silent(TensorParallel):
+    """No all-reduce: every wiring computes what it always does, on partials, to measure what the all-reduces cost."""
+
+    start, wait, settle = SingleDevice.start, SingleDevice.wait, SingleDevice.settle
+
+
+def silenced(model, world):
+    """The same model, of the same weights, without its all-reduces."""
+    model = copy.copy(model)
+    model.comm = Silent(model.config, world.tp_size, world.group)
+    return model
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -175,22 +191,28 @@ def _store():
 
 
 class World:
-    """The ranks of a run: join(device) makes one."""
+    """The ranks of a run: join() makes one.
 
-    def __init__(self, rank, tp_size, device):
-        self.rank, self.tp_size, self.device = rank, tp_size, device
+    group: the process group of the model's collectives, or None for a single device. A simulated rank has a tp_size
+    and a group, but no peers.
+    """
+
+    def __init__(self, rank, tp_size, device, group=None, simulated=False):
+        self.rank, self.tp_size, self.device, self.group, self.simulated = rank, tp_size, device, group, simulated
+        self.alone = simulated or tp_size == 1
         self.told = 0
 
     def gather(self, value):
         """The value of every rank, as a list in the order of the ranks."""
-        values = [value] * self.tp_size
-        if self.tp_size > 1:
-            dist.all_gather_object(values, value)
+        if self.alone:
+            return [value]
+        values = [None] * self.tp_size
+        dist.all_gather_object(values, value)
         return values
 
     def tell(self, value):
         """Rank 0's value (of JSON's types), on every rank, however long rank 0 takes to have one."""
-        if self.tp_size == 1:
+        if self.alone:
             return value
         self.told += 1
         key, store = f"told {self.told}", _store()
@@ -213,13 +235,18 @@ class World:
                 raise InputError(message)
 
 
-def join(device=None):
+def join(device=None, link=None, simulate_tp=None):
     """Join the process group that torchrun describes, if there is more than one process; returns the World.
 
     device: "cpu", "cuda", "cuda:1", or None for CUDA where each local rank finds a GPU. Under torchrun each rank takes
-    the GPU of its LOCAL_RANK.
+    the GPU of its LOCAL_RANK. link: a Link of link.py for the collectives to take as long as over it.
+    simulate_tp: be rank 0 of so many, alone; needs a link.
     """
     rank, tp_size = rank_and_size()
+    if simulate_tp is not None and tp_size > 1:
+        raise InputError("--simulate-tp is one rank alone: start it with python, not with torchrun")
+    if link is not None and max(tp_size, simulate_tp or 1) == 1:
+        raise InputError("a link needs two ranks or more: start them with torchrun, or use --simulate-tp N")
     gpus = torch.cuda.device_count()
     known = "cpu" + "".join(f", cuda:{i}" for i in range(gpus))
     if device is None:
@@ -248,10 +275,35 @@ def join(device=None):
             if store.check(["stopped"]):
                 _stop(2)
             time.sleep(0.02)
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend, threads = "nccl" if device.type == "cuda" else "gloo", _threads()
         dist.init_process_group(backend, store=store, rank=rank, world_size=tp_size, **on_gpu)
+        if backend == "gloo":
+            _let_preempt(_threads() - threads)
         dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
-    return World(rank, tp_size, device)
+    group = dist.group.WORLD if tp_size > 1 else None
+    if link is not None:
+        group = LinkedGroup(group, link, rank, simulate_tp or tp_size, device)
+    return World(rank, simulate_tp or tp_size, device, group, simulated=simulate_tp is not None)
+
+
+def _threads():
+    """The thread ids of this process; none where the system is not Linux."""
+    return {int(i) for i in os.listdir("/proc/self/task")} if os.path.isdir("/proc/self/task") else set()
+
+
+def _let_preempt(threads):
+    """Let gloo's threads run as soon as they have something to do, as far as the system allows it.
+
+    Its event loop polls while another of its threads holds a connection's lock. Between ordinary threads the one that
+    polls may keep the one with the lock from running until the scheduler's next tick, 4 ms later at 250 Hz, which
+    happened to one all-reduce in five. Real-time threads preempt the computation, but not one another; to have them
+    takes root or CAP_SYS_NICE. Batch threads, for anyone, at least do not preempt one another.
+    """
+    for policy, priority in ((os.SCHED_FIFO, 1), (os.SCHED_BATCH, 0)) if threads else ():
+        with contextlib.suppress(PermissionError):
+            for thread in threads:
+                os.sched_setscheduler(thread, policy, os.sched_param(priority))
+            return
 
 
 class Help(argparse.RawDescriptionHelpFormatter):

@@ -24,7 +24,7 @@ from model import InputError
 
 WORLD = tp.World(0, 1, torch.device("cpu"))
 KEYS = (
-    "wiring, model, tp, batch, prompt_tokens, new_tokens, dtype, quant, device, link, load_s, compile_s, prefill_s, "
+    "wiring, model, n_layers, tp, simulated, batch, prompt_tokens, new_tokens, dtype, quant, device, link, exposed, load_s, compile_s, prefill_s, "
     "decode_s, ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, peak_bytes, torch, commit, tokens, texts"
 )
 PROMPTS = ["Once upon a time", "The dog ran", "a"]

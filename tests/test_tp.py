@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import BASE, WIRED, StateWeights, last_logits, random_model, run_ranks, unequal_rows, wired_id
 from reference import Reference
 
@@ -77,7 +78,7 @@ def test_a_rank_reads_only_its_slice():
 def shard(config, rank, tp_size):
     weights = StateWeights(random_model(config).state_dict())
     net = tp.load_shard(config, weights, torch.float32, "cpu", rank, tp_size)
-    net.comm = tp.TensorParallel(config, tp_size)
+    net.comm = tp.TensorParallel(config, tp_size, dist.group.WORLD)
     return net
 
 

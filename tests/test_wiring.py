@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import BASE, WIRED, StateWeights, random_model, unequal_rows, wired_id
 from reference import Reference
 
@@ -99,7 +100,7 @@ def compiled_order(config, batch, length, rank=0, tp_size=2):
 
     torch._dynamo.reset()
     net = tp.load_shard(config, StateWeights(random_model(config).state_dict()), torch.float32, "cpu", rank, tp_size)
-    net.comm = tp.TensorParallel(config, tp_size)
+    net.comm = tp.TensorParallel(config, tp_size, dist.group.WORLD)
     cache = net.new_cache(batch, 16)
     tokens = torch.randint(config.vocab_size, (batch, length))
     kwargs = {"cache": cache}

@@ -1,0 +1,140 @@
+"""Step times of several wirings over several links, interleaved in one run, beside what order and arithmetic allow.
+
+torchrun --standalone --nproc_per_node=2 benchmarks/overlap.py --links 0,1000,3000 --json benchmarks/overlap-cpu.jsonl
+python benchmarks/overlap.py --simulate-tp 8 --model 8b --links nvlink,pcie --json ...
+
+Each line of the result is one wiring over one link: the median step, its quartiles, the same model's step without
+all-reduces, one all-reduce on its own, and the limit (exposed.py). All wirings share one set of random weights.
+"""
+
+import copy
+import dataclasses
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import checkpoint
+import exposed
+import generate
+import link
+import tp
+from model import SIZES, Config, InputError
+
+# On two ranks 26 MB in either sublayer: some 2 ms for a core that reads 12 GB/s
+SMALL = Config(8, 40, 40, 64, 2560, 3456, 4096, 4096)
+WIRINGS = {
+    "standard": {"wiring": "standard"},
+    "ladder": {"wiring": "ladder"},
+    "hybrid": {"wiring": "hybrid"},  # the last half of the layers
+    "parallel": {"wiring": "parallel"},
+    "desync-2": {"wiring": "desync", "desync_period": 2},
+    "desync-4": {"wiring": "desync", "desync_period": 4},
+    "upper-bound": {"wiring": "upper-bound"},
+}
+
+
+def parse():
+    p = tp.Parser(__doc__)
+    p.add_argument("--model", default="small", help=f"small (8 layers of dim 2560), {', '.join(SIZES)}")
+    p.add_argument("--n-layers", type=int, help="take only so many layers of it")
+    p.add_argument("--dtype", choices=checkpoint.DTYPES, default="bfloat16")
+    p.add_argument("--device", help="cpu or cuda")
+    p.add_argument("--batch", type=int, default=1)
+    p.add_argument("--prompt-length", type=int, default=64, help="filled cache slots; the prompt of --prefill")
+    p.add_argument("--prefill", action="store_true", help="time the prefill, not a decode step")
+    p.add_argument("--eager", action="store_true", help="do not compile")
+    p.add_argument("--wirings", default=",".join(WIRINGS), help="of these")
+    p.add_argument("--links", default="0", help="names of link.py or microseconds, a comma between")
+    p.add_argument("--simulate-tp", type=int, help="one rank of so many, alone")
+    p.add_argument("--rounds", type=int, default=30, help="steps of each wiring over each link")
+    p.add_argument("--label", help="what to call the real link that --links free measures")
+    p.add_argument("--seconds", type=float, default=300, help="... or fewer, to end in about this time")
+    p.add_argument("--json", help="append the lines to this file")
+    p.add_argument("--show", metavar="FILE", help="print the table of such a file, and measure nothing")
+    args = p.parse_args()
+    if args.model not in ("small", *SIZES):
+        raise InputError(f"unknown --model {args.model!r}; known: small, {', '.join(SIZES)}")
+    unknown = [w for w in args.wirings.split(",") if w not in WIRINGS]
+    if unknown:
+        raise InputError(f"unknown wiring {unknown[0]!r}; known: {', '.join(WIRINGS)}")
+    return args
+
+
+def custom(n):
+    """The link of so many microseconds."""
+    try:
+        return link.choose(latency_us=float(n))
+    except ValueError:
+        known = ", ".join(link.LINKS)
+        raise InputError(f"--links {n!r} is neither a number of microseconds nor one of {known}") from None
+
+
+def main():
+    args = parse()
+    if args.show:
+        return print(table([json.loads(line) for line in Path(args.show).read_text().splitlines()]))
+    links = {n: link.choose(n) if n in link.LINKS else custom(n) for n in args.links.split(",")}
+    world = tp.join(args.device, next(iter(links.values())), args.simulate_tp)
+    config = SMALL if args.model == "small" else SIZES[args.model]
+    config = dataclasses.replace(config, n_layers=args.n_layers or config.n_layers, max_seq_len=args.prompt_length + 1)
+    dtype = checkpoint.DTYPES[args.dtype]
+    weights = checkpoint.RandomWeights(config, dtype, world.device)
+    base = tp.load_shard(config, weights, dtype, world.device, world.rank, world.tp_size)
+    prompts = [[1 + row] * args.prompt_length for row in range(args.batch)]
+    cache = base.new_cache(args.batch, args.prompt_length + 1)
+    kind = "prefill" if args.prefill else "decode"
+    n_bytes = args.batch * config.dim * dtype.itemsize * (args.prompt_length if args.prefill else 1)
+    args.compile = args.compile_prefill = not args.eager
+    torch._dynamo.config.recompile_limit = 100  # every wiring is a graph of its own, with and without its collectives
+
+    cases, names = {}, args.wirings.split(",")
+    for name in names:
+        changes = dict(WIRINGS[name])
+        if name == "hybrid":
+            changes["ladder_layers"] = config.n_layers // 2
+        model = copy.copy(base)
+        model.config = dataclasses.replace(config, **changes)
+        model.comm = tp.TensorParallel(config, world.tp_size, world.group)
+        both = model, tp.silenced(model, world)
+        both = [generate.steps(prompts, *generate.compiled(m, args), cache)[kind] for m in both]
+        cases |= {(n, name): exposed.Case(model.config, *both, n_bytes, links[n]) for n in links}
+    cases = {key: cases[key] for key in itertools.product(links, names)}  # link by link
+    if world.rank == 0:
+        print(f"{len(cases)} cases: compiling {len(names)} wirings ...", file=sys.stderr)
+    reports = exposed.measure(world, cases, args.rounds, args.seconds)
+    if world.rank > 0:
+        return
+    about = {
+        "model": args.model, "n_layers": config.n_layers, "tp": world.tp_size, "simulated": world.simulated,
+        "batch": args.batch, "kind": kind, "tokens": args.prompt_length, "compiled": not args.eager,
+        "dtype": args.dtype, "device": world.device.type, "threads": torch.get_num_threads(),
+        "torch": torch.__version__, "commit": generate.git_commit(), "command": " ".join(sys.argv),
+    }  # fmt: skip
+    lines = []
+    for (n, name), report in reports.items():
+        emulated = {} if args.label else dataclasses.asdict(links[n])
+        lines.append({**about, "link": {"name": args.label or n, **emulated}, "wiring": name, **report})
+    if args.json:
+        with open(args.json, "a") as f:
+            f.writelines(json.dumps(line) + "\n" for line in lines)
+    print(table(lines))
+
+
+def table(lines):
+    """Markdown: a line a link, a column a wiring; the median step in ms and how far that is above its limit."""
+    names = list(dict.fromkeys(line["wiring"] for line in lines))
+    rows = {}
+    for line in lines:
+        above = "" if line["limit_ms"] is None else f" ({100 * (line['step_ms'] / line['limit_ms'] - 1):+.0f} %)"
+        cells = rows.setdefault(line["link"]["name"], {"": f"{line['all_reduce_ms']:.2f}"})
+        cells[line["wiring"]] = f"{line['step_ms']:.1f}{above}"
+    head = ["| link | one all-reduce, ms | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    return "\n".join(head + [f"| {n} | " + " | ".join(cells.values()) + " |" for n, cells in rows.items()])
+
+
+if __name__ == "__main__":
+    tp.run(main)

@@ -1,0 +1,169 @@
+"""An emulated link between the ranks: each collective takes at least as long as it would over that link.
+
+The model does not change: its collectives go to a process group that hands them on to the real one (gloo, NCCL), or to
+nobody when a rank is simulated alone, and that lets no one have the result before the link would have delivered it.
+"""
+
+import dataclasses
+import math
+import time
+
+import torch
+import torch.distributed as dist
+
+from model import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """latency_us: microseconds of a small collective as a whole. gbps: gigabits per second each way, None: no limit."""
+
+    name: str
+    latency_us: float
+    gbps: float | None
+
+    def seconds(self, n_bytes, tp_size, passes=2):
+        """What a ring takes for a tensor of n_bytes: two passes for an all-reduce, one for an all-gather."""
+        wire = 8 * n_bytes / (1e9 * self.gbps) if self.gbps else 0.0
+        return 1e-6 * self.latency_us + passes * (tp_size - 1) / tp_size * wire
+
+    def __str__(self):
+        rate = f" + bytes at {self.gbps:g} Gbit/s" if self.gbps else ""
+        return f"{self.name} ({self.latency_us:g} us{rate})"
+
+
+FREE = Link("free", 0.0, None)
+# The latency is that of an all-reduce of about 8 KB, the bandwidth nccl-tests' "busbw" times 8 bits. Sources:
+# nvlink: 8 H100, NCCL. 27.0 us at 8 KB, 479 GB/s at 8 GB: Azure/AI-benchmarking-guide, ND_H100_v5_results.md.
+# nvlink-oneshot: kernels that write into the peers' memory. 6.0 us at 8 KB, and from there to 1 MB (14.0 us) 230 GB/s:
+#   sgl-project/sglang pull 22734, MSCCL++ in a CUDA graph.
+# pcie: 57 us at 8 KB on 8 A800: vllm-project/vllm issue 50576. 28 GB/s on 8 RTX 5090: NVIDIA/nccl issue 1639.
+# ib: several nodes of one rank each per 400 Gbit/s NIC. 45.8 us at 8 KB: microsoft/mscclpp pull 794.
+#   48 GB/s a NIC: NVIDIA/nccl-tests issue 290.
+# ethernet-*: nominal bandwidth; for the latency no table of 8 ranks was found.
+#   100g: 118-130 us on two nodes: NVIDIA/nccl issue 1184. 10g: 6 messages of half a round trip of 0.1 ms, as
+#   measured between cloud hosts: gist.github.com/BenTheElder/8ad343913fbe876e219a. 1g: four Raspberry Pi 5 with 1.07 ms
+#   per synchronisation beyond the wire's time: b4rtaz/distributed-llama pull 64.
+LINKS = {
+    link.name: link
+    for link in [
+        FREE,
+        Link("nvlink", 27.0, 3830.0),
+        Link("nvlink-oneshot", 6.0, 1840.0),
+        Link("pcie", 57.0, 224.0),
+        Link("ib", 46.0, 384.0),
+        Link("ethernet-100g", 120.0, 100.0),
+        Link("ethernet-10g", 300.0, 10.0),
+        Link("ethernet-1g", 1000.0, 1.0),
+    ]
+}
+
+
+def choose(name=None, latency_us=None, gbps=None):
+    """The Link that the flags --link, --link-latency-us and --link-gbps describe, or None without any of them.
+
+    The numbers replace those of a named link; without a name the other one costs nothing.
+    """
+    if name is None and latency_us is None and gbps is None:
+        return None
+    if name is not None and name not in LINKS:
+        raise InputError(f"unknown --link {name!r}; known: {', '.join(LINKS)}")
+    link = LINKS[name or "free"]
+    if latency_us is not None:
+        if not 0 <= latency_us < math.inf:
+            raise InputError(f"--link-latency-us is {latency_us} but must be 0 or more")
+        link = dataclasses.replace(link, name="custom", latency_us=latency_us)
+    if gbps is not None:
+        if not 0 < gbps < math.inf:
+            raise InputError(f"--link-gbps is {gbps} but must be above 0")
+        link = dataclasses.replace(link, name="custom", gbps=gbps)
+    return link
+
+
+class LinkedGroup(dist.ProcessGroup):
+    """A process group over an emulated link, which carries one collective at a time, as a stream of NCCL's does.
+
+    inner: the group that does the work, or None to simulate this rank alone: then a sum is this rank's partial, and
+    every part of a gathered tensor this rank's own. `link` may be exchanged between steps.
+    log: None, or a list that gets (start, wait, end) of every all-reduce on the CPU in seconds: when it started, when
+    its result was asked for and when it was there.
+    """
+
+    group_name = "linked"
+
+    def __init__(self, inner, link, rank, tp_size, device):
+        super().__init__(rank, tp_size)
+        self.inner, self.link, self.tp_size, self.device = inner, link, tp_size, device
+        self.log = None
+        self.free_at = 0.0  # when the link has delivered all it was given
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # the link: what waits on it is behind all it was given
+            self.cycles_per_second = _cycles_per_second()
+        # The functional collectives know groups by name. No public call gives a group of Python's one.
+        torch._C._distributed_c10d._register_process_group(self.group_name, self)
+
+    def getBackendName(self):
+        return self.group_name
+
+    def allreduce(self, tensors, opts=None):
+        start = time.perf_counter()
+        delivered = self._send(self.link.seconds(sum(t.nbytes for t in tensors), self.tp_size))
+        work = self.inner and self.inner.allreduce(tensors, opts)
+        return Delivery(work, delivered, start, self.log)
+
+    def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
+        start = time.perf_counter()
+        delivered = self._send(self.link.seconds(sum(t.nbytes for t in outputs), self.tp_size, passes=1))
+        work = self.inner and self.inner.allgather_into_tensor_coalesced(outputs, inputs)
+        if self.inner is None:
+            for whole, part in zip(outputs, inputs, strict=True):
+                whole.view(self.tp_size, *part.shape).copy_(part)
+        return Delivery(work, delivered, start)
+
+    def _send(self, seconds):
+        """Give the link something that takes it so long; returns a function that waits until it is delivered."""
+        if self.device.type == "cuda":
+            # A kernel that spins on a stream of its own, forked and joined by events, as CUDA graphs can capture it.
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                torch.cuda._sleep(int(seconds * self.cycles_per_second))
+                delivered = self.stream.record_event()
+            return lambda: torch.cuda.current_stream().wait_event(delivered)
+        self.free_at = max(time.perf_counter(), self.free_at) + seconds
+        deadline = self.free_at
+        return lambda: sleep_until(deadline)
+
+
+class Delivery(dist.Work):
+    """A collective under way: done when the real one is and the link has delivered it."""
+
+    def __init__(self, work, delivered, start, log=None):
+        super().__init__()
+        self.work, self.delivered, self.start, self.log = work, delivered, start, log
+
+    def wait(self, timeout=None):
+        asked = time.perf_counter()
+        if self.work is not None:
+            self.work.wait()
+        self.delivered()
+        if self.log is not None:
+            self.log.append((self.start, asked, time.perf_counter()))
+        return True
+
+
+def sleep_until(deadline):
+    """Sleep, so that the cores are free to compute; but not for the last tenth of a millisecond: sleep() wakes late."""
+    while (left := deadline - time.perf_counter()) > 0:
+        if left > 2e-4:
+            time.sleep(left - 1e-4)
+
+
+def _cycles_per_second(cycles=20_000_000):
+    """The rate of the clock that torch.cuda._sleep counts."""
+    torch.cuda._sleep(cycles)  # wake the GPU
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    torch.cuda._sleep(cycles)
+    end.record()
+    end.synchronize()
+    return cycles / (1e-3 * begin.elapsed_time(end))
