@@ -5,6 +5,7 @@ nobody when a rank is simulated alone, and that lets no one have the result befo
 """
 
 import dataclasses
+import itertools
 import math
 import time
 
@@ -89,10 +90,11 @@ class LinkedGroup(dist.ProcessGroup):
     its result was asked for and when it was there.
     """
 
-    group_name = "linked"
+    count = itertools.count()
 
     def __init__(self, inner, link, rank, tp_size, device):
         super().__init__(rank, tp_size)
+        self.name = f"linked-{next(self.count)}"
         self.inner, self.link, self.tp_size, self.device = inner, link, tp_size, device
         self.log = None
         self.free_at = 0.0  # when the link has delivered all it was given
@@ -100,10 +102,14 @@ class LinkedGroup(dist.ProcessGroup):
             self.stream = torch.cuda.Stream(device)  # the link: what waits on it is behind all it was given
             self.cycles_per_second = _cycles_per_second()
         # The functional collectives know groups by name. No public call gives a group of Python's one.
-        torch._C._distributed_c10d._register_process_group(self.group_name, self)
+        torch._C._distributed_c10d._register_process_group(self.name, self)
+
+    @property
+    def group_name(self):
+        return self.name
 
     def getBackendName(self):
-        return self.group_name
+        return self.name
 
     def allreduce(self, tensors, opts=None):
         start = time.perf_counter()

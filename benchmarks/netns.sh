@@ -18,7 +18,7 @@ refuse() {
 for tool in ip tc taskset; do
     command -v "$tool" > /dev/null || refuse "$tool is missing: install iproute2 and util-linux"
 done
-[[ $(nproc) -ge 2 ]] || refuse "needs two cores, one for each rank"
+[[ $(env -u OMP_NUM_THREADS nproc) -ge 2 ]] || refuse "needs two cores, one for each rank"
 python=${PYTHON:-.venv/bin/python}
 [[ -x $(command -v "$python") ]] || refuse "no $python: run make .venv/installed first, or set PYTHON"
 

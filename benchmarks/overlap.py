@@ -117,7 +117,7 @@ def main():
     lines = []
     for (n, name), report in reports.items():
         emulated = {} if args.label else dataclasses.asdict(links[n])
-        lines.append({**about, "link": {"name": args.label or n, **emulated}, "wiring": name, **report})
+        lines.append({**about, "link": {**emulated, "name": args.label or n}, "wiring": name, **report})
     if args.json:
         with open(args.json, "a") as f:
             f.writelines(json.dumps(line) + "\n" for line in lines)

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import tp
 from model import Config, Transformer
 
 ROOT = Path(__file__).parent.parent
@@ -74,6 +76,14 @@ class StateWeights:
         return torch.cat([tensor.narrow(dim, a, b - a) for a, b in ranges], dim)
 
 
+def shard(config, rank, tp_size):
+    """This rank's part of random_model, with the collectives of the default group."""
+    weights = StateWeights(random_model(config).state_dict())
+    net = tp.load_shard(config, weights, torch.float32, "cpu", rank, tp_size)
+    net.comm = tp.TensorParallel(config, tp_size, dist.group.WORLD)
+    return net
+
+
 def unequal_rows(config, batch=3, length=9, seed=1):
     """(tokens (B, S), lengths (B,)): rows that differ in content and in length, padded on the right."""
     generator = torch.Generator().manual_seed(seed)
@@ -114,8 +124,6 @@ def _rank(rank, tp_size, port, results, function, args):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(tp_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
-        import tp
-
         tp.join("cpu")
         value = pickle.dumps(
             function(rank, tp_size, *args)

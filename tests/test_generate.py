@@ -24,8 +24,9 @@ from model import InputError
 
 WORLD = tp.World(0, 1, torch.device("cpu"))
 KEYS = (
-    "wiring, model, n_layers, tp, simulated, batch, prompt_tokens, new_tokens, dtype, quant, device, link, exposed, load_s, compile_s, prefill_s, "
-    "decode_s, ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, peak_bytes, torch, commit, tokens, texts"
+    "wiring, model, n_layers, tp, simulated, batch, prompt_tokens, new_tokens, dtype, quant, device, link, exposed, "
+    "load_s, compile_s, prefill_s, decode_s, ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, peak_bytes, torch, "
+    "commit, tokens, texts"
 )
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
@@ -155,7 +156,7 @@ def test_a_named_size_with_random_weights(monkeypatch, tmp_path, capsys):
     result = json.loads((tmp_path / "o.jsonl").read_text())
     assert (result["model"], result["wiring"], result["dtype"], result["texts"]) == ("tiny", "ladder", "bfloat16", None)
     printed = capsys.readouterr()
-    assert "tiny, ladder" in printed.err
+    assert "tiny, 3 layers, ladder" in printed.err
     assert printed.out == "--- " + " ".join(map(str, result["tokens"][0])) + "\n"
 
 

@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import BASE, WIRED, StateWeights, last_logits, random_model, run_ranks, unequal_rows, wired_id
+from helpers import BASE, WIRED, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows, wired_id
 from reference import Reference
 
 import tp
@@ -73,13 +72,6 @@ def test_a_rank_reads_only_its_slice():
     for name, count in read:
         whole = "embeddings" in name or "norm" in name
         assert count == state[name].numel() // (1 if whole else 4), name
-
-
-def shard(config, rank, tp_size):
-    weights = StateWeights(random_model(config).state_dict())
-    net = tp.load_shard(config, weights, torch.float32, "cpu", rank, tp_size)
-    net.comm = tp.TensorParallel(config, tp_size, dist.group.WORLD)
-    return net
 
 
 def all_cases(rank, tp_size):

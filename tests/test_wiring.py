@@ -5,12 +5,10 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import BASE, WIRED, StateWeights, random_model, unequal_rows, wired_id
+from helpers import BASE, WIRED, random_model, shard, unequal_rows, wired_id
 from reference import Reference
 
 import model
-import tp
 
 
 @pytest.mark.parametrize("changes", WIRED, ids=wired_id)
@@ -70,28 +68,43 @@ class Recorder(model.SingleDevice):
         self.events.append(f"start{self.started}")
         return self.started
 
+    def wait(self, pending):
+        self.events.append(f"wait{pending}")
+        return 0.0
+
     def settle(self, x, pending, after=None):
-        if pending is not None:
-            self.events.append(f"wait{pending}")
-        return x
+        return x if pending is None else self.wait(pending)
 
 
 def eager_order(config):
-    """The order in which the wiring computes (c), starts and waits."""
+    """The order in which the wiring computes (c), starts and waits, as a list."""
     comm = Recorder()
-    _, stream = model.WIRINGS[config.wiring]
-    sublayers = [(lambda x: comm.events.append("c"), i // 2 in config.stale_layers) for i in range(2 * config.n_layers)]
-    stream(None, sublayers, comm, config)
-    return " ".join(comm.events)
+
+    def h(x):
+        comm.events.append("c")
+        return 0.0
+
+    split, stream = model.WIRINGS[config.wiring]
+    sublayers = [(h, i in config.stale_layers) for i in range(config.n_layers) for _ in split(None, None, None)]
+    stream(0.0, sublayers, comm, config)
+    return comm.events
 
 
-def test_order_of_the_plain_loop():
-    two = dataclasses.replace(BASE, n_layers=2)
-    assert eager_order(two) == "c start1 wait1 c start2 wait2 c start3 wait3 c start4 wait4"
-    ladder = dataclasses.replace(two, wiring="ladder")
-    assert eager_order(ladder) == "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"
-    hybrid = dataclasses.replace(two, wiring="hybrid", ladder_layers=1)
-    assert eager_order(hybrid) == "c start1 wait1 c start2 c start3 wait2 c start4 wait3 wait4"
+@pytest.mark.parametrize(
+    "changes, order",
+    [
+        ({"wiring": "standard"}, "c start1 wait1 c start2 wait2 c start3 wait3 c start4 wait4"),
+        ({"wiring": "ladder"}, "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
+        ({"wiring": "hybrid", "ladder_layers": 1}, "c start1 wait1 c start2 c start3 wait2 c start4 wait3 wait4"),
+        ({"wiring": "parallel"}, "c start1 wait1 c start2 wait2"),
+        ({"wiring": "desync", "desync_period": 2}, "c c start1 wait1 c c start2 wait2"),
+        ({"wiring": "desync", "desync_period": 3}, "c c c start1 wait1 c start2 wait2"),
+        ({"wiring": "upper-bound"}, "c c c c"),
+    ],
+    ids=str,
+)
+def test_order_of_the_plain_loop(changes, order):
+    assert eager_order(dataclasses.replace(BASE, n_layers=2, **changes)) == order.split()
 
 
 def compiled_order(config, batch, length, rank=0, tp_size=2):
@@ -99,8 +112,7 @@ def compiled_order(config, batch, length, rank=0, tp_size=2):
     from torch._inductor.utils import run_and_get_code
 
     torch._dynamo.reset()
-    net = tp.load_shard(config, StateWeights(random_model(config).state_dict()), torch.float32, "cpu", rank, tp_size)
-    net.comm = tp.TensorParallel(config, tp_size, dist.group.WORLD)
+    net = shard(config, rank, tp_size)
     cache = net.new_cache(batch, 16)
     tokens = torch.randint(config.vocab_size, (batch, length))
     kwargs = {"cache": cache}
@@ -141,8 +153,9 @@ def squeeze(events):
 
 
 @pytest.mark.parametrize("length", [1, 5], ids=["decode", "prefill"])
-@pytest.mark.parametrize("changes", WIRED[:3], ids=wired_id)
-def test_compiled_code_waits_only_after_the_next_sublayers_matmuls(changes, length, fake_group):
+@pytest.mark.parametrize("changes", WIRED, ids=wired_id)
+def test_compiled_code_keeps_the_order_of_the_loop(changes, length, fake_group):
+    """Each ladder sum is waited for behind the next sublayer's matmuls and the start of its all-reduce, not before."""
     config = dataclasses.replace(BASE, **changes)
-    expected = eager_order(config).split() + ["c"]  # and the output head
-    assert squeeze(compiled_order(config, 2, length)) == " ".join(expected)
+    expected = [*eager_order(config), "c"]  # and the output head
+    assert squeeze(compiled_order(config, 2, length)) == squeeze(expected)
