@@ -20,8 +20,9 @@ from model import WIRINGS, Config, InputError
 class Clock:
     """The collectives of a model that is only time: as if sublayers and all-reduces took it, and nothing else did.
 
-    compute: seconds from each start back to whatever stood before it, in order. all_reduce: seconds of one; the link
-    carries one at a time.
+    compute: seconds computed before each start, in order, since the start or the wait before it. all_reduce: seconds of
+    one; the link carries one at a time. Standard sublayers take the sum of all of both. Ladder takes the first compute,
+    then max(compute, all-reduce) for each further sublayer, then the last all-reduce, which nothing can hide.
     """
 
     tp_size = 1
@@ -74,85 +75,102 @@ def compute_times(start, log, end):
 class Case(NamedTuple):
     """Something to measure: functions that run one step of a model, and of the same model without its all-reduces.
 
-    n_bytes: of the tensor that each all-reduce sums. link: of world.group, exchanged before each step.
+    partial: a tensor such as each all-reduce sums. link: of world.group, exchanged before each step.
     """
 
     config: Config
     step: Callable
     silent_step: Callable
-    n_bytes: int
+    partial: torch.Tensor
     link: Link
+
+
+class Run(NamedTuple):
+    """Seconds of one round of a case. From the CPU's clock, or None: waited, computed (before each start, and after the
+    last), and taken by the threads that communicate."""
+
+    alone: float
+    step: float
+    silent: float
+    blocked: float | None = None
+    compute: list | None = None
+    tail: float | None = None
+    transport: float | None = None
 
 
 @torch.inference_mode()
 def measure(world, cases, rounds=20, seconds=10):
-    """Time the steps of {name: Case}, with and without all-reduces, in turns; returns {name: report in milliseconds}.
+    """Time the steps of {name: Case}, with and without all-reduces, in turns; returns {name: report}, as _report says.
 
     rounds: of all cases; fewer, but at least 3, when they would take longer than so many seconds.
-    step_ms, silent_ms: medians, and the quartiles of step_ms. exposed_ms: their difference. all_reduces: of a step.
-    all_reduce_ms: one on its own. hidden: the share of all of them that exposed_ms is not. On a CPU, else null:
-    blocked_ms: waited in a step. limit_ms: the least that the wiring's order allows; for ladder the sum of
-    max(compute, all-reduce) over sublayers and the last all-reduce, for standard the sum of all of both.
-    transport_ms: CPU time of threads that do not compute (with one that does): gloo's, on a core that could have.
     """
-    alone, runs = {name: [] for name in cases}, {name: [] for name in cases}
-    for _, (name, case) in itertools.product(range(rounds), cases.items()):
-        world.group.link = case.link
-        time.sleep(0.005)  # as after computing: nothing is under way, and the caches have forgotten the last one
-        alone[name].append(_time(world, lambda n=case.n_bytes: sum_over(world, n)))
     for case in cases.values():  # may compile
         _run(world, case)
     start = time.perf_counter()
-    for case in cases.values():
-        _run(world, case)
-    once = time.perf_counter() - start
-    for _ in range(max(world.gather(max(3, min(rounds, int(seconds / once)))))):
+    runs = {name: [_run(world, case)] for name, case in cases.items()}
+    fitting = int(seconds / (time.perf_counter() - start))
+    for _ in range(min(world.gather(max(3, min(rounds, fitting)))) - 1):
         for name, case in cases.items():
             runs[name].append(_run(world, case))
-    return {name: _report(case, statistics.median(alone[name]), runs[name]) for name, case in cases.items()}
+    return {name: _report(case, runs[name]) for name, case in cases.items()}
 
 
 def _run(world, case):
-    """Seconds of a step, of a silent one, and on the CPU of what _report wants of the first."""
-    group = world.group
-    group.link, group.log = case.link, [] if world.device.type == "cpu" else None
-    start, others = time.perf_counter(), time.process_time() - time.thread_time()
-    step = _time(world, case.step)
-    transport = time.process_time() - time.thread_time() - others
-    log, group.log = group.log, None
+    group, ops = world.group, torch.ops._c10d_functional
+    group.link = case.link
+    time.sleep(0.005)  # as after computing: nothing is under way, and the caches have forgotten the last all-reduce
+    alone = _time(world, lambda: ops.wait_tensor(ops.all_reduce_(case.partial, "sum", group.group_name)))
     silent = _time(world, case.silent_step)
-    if log is None:
-        return step, silent
+    if world.device.type != "cpu":
+        return Run(alone, _time(world, case.step), silent)
+    group.log, start, transport = [], time.perf_counter(), _cpu_seconds(world.threads)
+    step = _time(world, case.step)
+    transport = _cpu_seconds(world.threads) - transport
+    log, group.log = group.log, None
     compute, tail = compute_times(start, log, start + step)
-    return step, silent, sum(done - asked for _, asked, done in log), transport, compute, tail
+    return Run(alone, step, silent, sum(done - asked for _, asked, done in log), compute, tail, transport)
 
 
-def _report(case, alone, runs):
-    steps, silents, *on_cpu = zip(*runs, strict=True)
-    step, silent = statistics.median(steps), statistics.median(silents)
-    blocked = limit = transport = None
-    if on_cpu:
-        blocked, transport, tail = (statistics.median(on_cpu[i]) for i in (0, 1, 3))
-        compute = [statistics.median(times) for times in zip(*on_cpu[2], strict=True)]
-        # Communication takes some of the CPU too, which shall not pass for computing: as much as without it.
-        scale = (silent - tail) / sum(compute) if compute else 0.0
-        limit = run_clock(case.config, [scale * c for c in compute], alone).now + tail if compute else silent
+def _cpu_seconds(threads):
+    """The CPU time that threads of this process have had; on Linux, the only system whose threads tp.py knows."""
+    return sum(1e-9 * int(Path(f"/proc/self/task/{i}/schedstat").read_text().split()[0]) for i in threads)
+
+
+def _report(case, runs):
+    """What the runs of a case say, medians in milliseconds.
+
+    step_ms with its quartiles, silent_ms: with and without all-reduces. exposed_ms: their difference. all_reduces: of a
+    step. all_reduce_ms: one on its own. hidden: the share of all of them that exposed_ms is not.
+    limit_ms: the least that the wiring's order allows, see Clock. It takes the compute times from the step itself,
+    scaled to add up to the silent step, since communication takes some of the CPU too; on a GPU they are all alike.
+    From the CPU's clock, else null: blocked_ms, waited in a step; transport_ms, CPU time of the threads that
+    communicate, on a core that could have computed.
+    """
+
+    def median(key):
+        values = [getattr(run, key) for run in runs]
+        return None if values[0] is None else statistics.median(values)
+
+    alone, step, silent, blocked, transport, tail = (
+        median(key) for key in ("alone", "step", "silent", "blocked", "transport", "tail")
+    )
     count = count_all_reduces(case.config)
-    low, _, high = statistics.quantiles(steps, n=4)
+    compute, tail = [1.0] * count, tail or 0.0
+    if runs[0].compute:
+        compute = [statistics.median(times) for times in zip(*(run.compute for run in runs), strict=True)]
+    scale = max(0.0, silent - tail) / sum(compute) if count else 0.0
+    limit = run_clock(case.config, [scale * c for c in compute], alone).now + tail if count else silent
+    low, _, high = statistics.quantiles([run.step for run in runs], n=4)
+
+    def ms(seconds):
+        return None if seconds is None else 1e3 * seconds
+
     return {
-        "step_ms": 1e3 * step, "quartiles_ms": [1e3 * low, 1e3 * high], "silent_ms": 1e3 * silent,
-        "exposed_ms": 1e3 * (step - silent), "all_reduces": count, "all_reduce_bytes": case.n_bytes,
-        "all_reduce_ms": 1e3 * alone, "hidden": 1 - (step - silent) / (count * alone) if count else None,
-        "blocked_ms": 1e3 * blocked if on_cpu else None, "limit_ms": 1e3 * limit if on_cpu else None,
-        "transport_ms": 1e3 * transport if on_cpu else None, "rounds": len(runs),
+        "step_ms": ms(step), "quartiles_ms": [ms(low), ms(high)], "silent_ms": ms(silent),
+        "exposed_ms": ms(step - silent), "all_reduces": count, "all_reduce_bytes": case.partial.nbytes,
+        "all_reduce_ms": ms(alone), "hidden": 1 - (step - silent) / (count * alone) if count else None,
+        "limit_ms": ms(limit), "blocked_ms": ms(blocked), "transport_ms": ms(transport), "rounds": len(runs),
     }  # fmt: skip
-
-
-def sum_over(world, n_bytes):
-    """One all-reduce of so many bytes, waited for."""
-    ops = torch.ops._c10d_functional
-    zeros = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=world.device)
-    return ops.wait_tensor(ops.all_reduce(zeros, "sum", world.group.group_name))
 
 
 def _time(world, step):
@@ -167,17 +185,14 @@ def report(kind, r):
     """The report in two lines for people."""
     if not r["all_reduces"]:
         return f"{kind}: {r['step_ms']:.2f} ms a step, without any all-reduce"
-    travel = r["all_reduces"] * r["all_reduce_ms"]
-    lines = (
+    travel, above = r["all_reduces"] * r["all_reduce_ms"], 100 * (r["step_ms"] / r["limit_ms"] - 1)
+    gloo = f"; communicating took {r['transport_ms']:.2f} ms of the CPU" if r["transport_ms"] else ""
+    return (
         f"{kind}: {r['step_ms']:.2f} ms a step, {r['silent_ms']:.2f} without its {r['all_reduces']} all-reduces of "
         f"{r['all_reduce_bytes']:,} bytes, which take {r['all_reduce_ms']:.3f} ms each\n"
-        f"  exposed {r['exposed_ms']:.2f} of {travel:.2f} ms of communication, {100 * r['hidden']:.0f} % hidden"
+        f"  exposed {r['exposed_ms']:.2f} of {travel:.2f} ms of communication, {100 * r['hidden']:.0f} % hidden; "
+        f"{above:+.1f} % from this wiring's limit of {r['limit_ms']:.2f} ms{gloo}"
     )
-    if r["limit_ms"]:
-        above = 100 * (r["step_ms"] / r["limit_ms"] - 1)
-        lines += f"; {above:+.1f} % from this wiring's limit of {r['limit_ms']:.2f} ms"
-        lines += f"; gloo took {r['transport_ms']:.2f} ms of the CPU" * (r["transport_ms"] >= 0.01)
-    return lines
 
 
 @torch.inference_mode()
@@ -186,13 +201,14 @@ def profile(folder, world, steps):
     activities = [torch.profiler.ProfilerActivity.CPU]
     if world.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
+    for step in steps.values():
+        _time(world, step)  # may compile
     with torch.profiler.profile(activities=activities) as trace:
         for name, step in steps.items():
             with torch.profiler.record_function(name):
                 _time(world, step)
     path = Path(folder) / f"rank{world.rank}.json"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         trace.export_chrome_trace(f"{path}.tmp")
         os.replace(f"{path}.tmp", path)
     except OSError as e:

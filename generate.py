@@ -179,25 +179,25 @@ def warm_up(prompts, prefill, decode, cache):
     return time.perf_counter() - start
 
 
+@torch.inference_mode()
 def steps(prompts, prefill, decode, cache):
     """Functions that run the prefill, and a decode step at the end of the cache, any number of times."""
     tokens, lengths = pad(prompts, cache[0][0].device)
-    slots = cache[0][0].shape[2]
-    last = torch.full_like(tokens[:, :1], slots - 1)
+    token, slots = tokens[:, 0].clone(), cache[0][0].shape[2]  # as generate() has them: else the compiler starts anew
+    last = torch.full_like(lengths, slots - 1)
     return {
         "prefill": lambda: prefill(tokens, cache=cache, select=lengths - 1),
-        "decode": lambda: decode(tokens[:, :1], last, cache, slots),
+        "decode": lambda: decode(token[:, None], last[:, None], cache, slots),
     }
 
 
 def measure_exposed(prompts, model, prefill, decode, cache, args, world):
     """The reports of exposed.py on the prefill and on a decode step."""
     silent_steps = steps(prompts, *compiled(tp.silenced(model, world), args), cache)
-    n_bytes = len(prompts) * model.config.dim * model.norm.weight.element_size()
-    sizes = {"prefill": n_bytes * max(map(len, prompts)), "decode": n_bytes}
-    reports = {}
+    lengths, reports = {"prefill": max(map(len, prompts)), "decode": 1}, {}
     for kind, step in steps(prompts, prefill, decode, cache).items():
-        case = exposed.Case(model.config, step, silent_steps[kind], sizes[kind], world.group.link)
+        partial = model.norm.weight.new_zeros(len(prompts), lengths[kind], model.config.dim)
+        case = exposed.Case(model.config, step, silent_steps[kind], partial, world.group.link)
         reports |= exposed.measure(world, {kind: case})
     return reports
 
@@ -483,6 +483,11 @@ def main(argv=None):
                 print(
                     f"the context of {config.max_seq_len} leaves room for {max_new_tokens} new tokens", file=sys.stderr
                 )
+        if args.profile:
+            try:
+                Path(args.profile).mkdir(parents=True, exist_ok=True)
+            except OSError as e:
+                raise InputError(f"--profile {args.profile} cannot be made: {e.strerror}") from None
     start = time.perf_counter()
     model = load(args, config, world)
     load_s = time.perf_counter() - start

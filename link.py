@@ -1,7 +1,8 @@
 """An emulated link between the ranks: each collective takes at least as long as it would over that link.
 
 The model does not change: its collectives go to a process group that hands them on to the real one (gloo, NCCL), or to
-nobody when a rank is simulated alone, and that lets no one have the result before the link would have delivered it.
+nobody when a rank is simulated alone, and that holds the result back until the link would have delivered it, counted
+from this rank's own start. (A peer that starts later delays a real link by as much; this one only if it is shorter.)
 """
 
 import dataclasses
@@ -34,22 +35,24 @@ class Link:
 
 
 FREE = Link("free", 0.0, None)
-# The latency is that of an all-reduce of about 8 KB, the bandwidth nccl-tests' "busbw" times 8 bits. Sources:
-# nvlink: 8 H100, NCCL. 27.0 us at 8 KB, 479 GB/s at 8 GB: Azure/AI-benchmarking-guide, ND_H100_v5_results.md.
-# nvlink-oneshot: kernels that write into the peers' memory. 6.0 us at 8 KB, and from there to 1 MB (14.0 us) 230 GB/s:
-#   sgl-project/sglang pull 22734, MSCCL++ in a CUDA graph.
-# pcie: 57 us at 8 KB on 8 A800: vllm-project/vllm issue 50576. 28 GB/s on 8 RTX 5090: NVIDIA/nccl issue 1639.
-# ib: several nodes of one rank each per 400 Gbit/s NIC. 45.8 us at 8 KB: microsoft/mscclpp pull 794.
-#   48 GB/s a NIC: NVIDIA/nccl-tests issue 290.
+# The latency is that of an all-reduce of about 8 KB between 8 ranks, whatever tp is; the bandwidth is the "busbw" of
+# nccl-tests times 8 bits. Sources:
+# nvlink: NCCL in a CUDA graph, 17.2 us: sgl-project/sglang pull 22734 (outside of one 8 H100 took 27.0:
+#   Azure/AI-benchmarking-guide, ND_H100_v5_results.md, as did 479 GB/s at 8 GB).
+# nvlink-oneshot: kernels that write into the peers' memory, MSCCL++ in a CUDA graph, 6.0 us, and from there to 1 MB
+#   (14.0 us) 230 GB/s: the same table of sgl-project/sglang pull 22734.
+# pcie: 57 us on 8 A800: vllm-project/vllm issue 50576. 28 GB/s on 8 RTX 5090: NVIDIA/nccl issue 1639.
+# ib: several nodes, a 400 Gbit/s NIC for each rank. 45.8 us: microsoft/mscclpp pull 794. 48 GB/s a NIC:
+#   NVIDIA/nccl-tests issue 290.
 # ethernet-*: nominal bandwidth; for the latency no table of 8 ranks was found.
 #   100g: 118-130 us on two nodes: NVIDIA/nccl issue 1184. 10g: 6 messages of half a round trip of 0.1 ms, as
-#   measured between cloud hosts: gist.github.com/BenTheElder/8ad343913fbe876e219a. 1g: four Raspberry Pi 5 with 1.07 ms
-#   per synchronisation beyond the wire's time: b4rtaz/distributed-llama pull 64.
+#   measured between cloud hosts: gist.github.com/BenTheElder/8ad343913fbe876e219a. 1g: four Raspberry Pi 5, 1.07 ms
+#   for each synchronisation beyond the wire's time: b4rtaz/distributed-llama pull 64.
 LINKS = {
     link.name: link
     for link in [
         FREE,
-        Link("nvlink", 27.0, 3830.0),
+        Link("nvlink", 17.2, 3830.0),
         Link("nvlink-oneshot", 6.0, 1840.0),
         Link("pcie", 57.0, 224.0),
         Link("ib", 46.0, 384.0),
@@ -72,34 +75,36 @@ def choose(name=None, latency_us=None, gbps=None):
     link = LINKS[name or "free"]
     if latency_us is not None:
         if not 0 <= latency_us < math.inf:
-            raise InputError(f"--link-latency-us is {latency_us} but must be 0 or more")
+            raise InputError(f"--link-latency-us is {latency_us} but must be a finite number, 0 or more")
         link = dataclasses.replace(link, name="custom", latency_us=latency_us)
     if gbps is not None:
         if not 0 < gbps < math.inf:
-            raise InputError(f"--link-gbps is {gbps} but must be above 0")
+            raise InputError(f"--link-gbps is {gbps} but must be a finite number above 0")
         link = dataclasses.replace(link, name="custom", gbps=gbps)
     return link
+
+
+_numbers = itertools.count()
 
 
 class LinkedGroup(dist.ProcessGroup):
     """A process group over an emulated link, which carries one collective at a time, as a stream of NCCL's does.
 
     inner: the group that does the work, or None to simulate this rank alone: then a sum is this rank's partial, and
-    every part of a gathered tensor this rank's own. `link` may be exchanged between steps.
+    every part of a gathered tensor this rank's own. `link` may be exchanged between steps, but a CUDA graph keeps the
+    one that it was captured with.
     log: None, or a list that gets (start, wait, end) of every all-reduce on the CPU in seconds: when it started, when
     its result was asked for and when it was there.
     """
 
-    count = itertools.count()
-
     def __init__(self, inner, link, rank, tp_size, device):
         super().__init__(rank, tp_size)
-        self.name = f"linked-{next(self.count)}"
+        self.name = f"linked-{next(_numbers)}"
         self.inner, self.link, self.tp_size, self.device = inner, link, tp_size, device
         self.log = None
         self.free_at = 0.0  # when the link has delivered all it was given
         if device.type == "cuda":
-            self.stream = torch.cuda.Stream(device)  # the link: what waits on it is behind all it was given
+            self.stream = torch.cuda.Stream(device, priority=-1)  # the link: its work is done in order
             self.cycles_per_second = _cycles_per_second()
         # The functional collectives know groups by name. No public call gives a group of Python's one.
         torch._C._distributed_c10d._register_process_group(self.name, self)
@@ -114,20 +119,22 @@ class LinkedGroup(dist.ProcessGroup):
     def allreduce(self, tensors, opts=None):
         start = time.perf_counter()
         delivered = self._send(self.link.seconds(sum(t.nbytes for t in tensors), self.tp_size))
-        work = self.inner and self.inner.allreduce(tensors, opts)
+        work = self.inner.allreduce(tensors, opts) if self.inner else None
         return Delivery(work, delivered, start, self.log)
 
     def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
         start = time.perf_counter()
         delivered = self._send(self.link.seconds(sum(t.nbytes for t in outputs), self.tp_size, passes=1))
-        work = self.inner and self.inner.allgather_into_tensor_coalesced(outputs, inputs)
-        if self.inner is None:
+        work = self.inner.allgather_into_tensor_coalesced(outputs, inputs) if self.inner else None
+        if work is None:
             for whole, part in zip(outputs, inputs, strict=True):
                 whole.view(self.tp_size, *part.shape).copy_(part)
         return Delivery(work, delivered, start)
 
     def _send(self, seconds):
         """Give the link something that takes it so long; returns a function that waits until it is delivered."""
+        if seconds == 0:
+            return lambda: None
         if self.device.type == "cuda":
             # A kernel that spins on a stream of its own, forked and joined by events, as CUDA graphs can capture it.
             self.stream.wait_stream(torch.cuda.current_stream())
@@ -158,18 +165,20 @@ class Delivery(dist.Work):
 
 
 def sleep_until(deadline):
-    """Sleep, so that the cores are free to compute; but not for the last tenth of a millisecond: sleep() wakes late."""
+    """Sleep, so that the core is free to compute; but not for the last 0.1 to 0.2 ms: sleep() may wake so late."""
     while (left := deadline - time.perf_counter()) > 0:
         if left > 2e-4:
             time.sleep(left - 1e-4)
 
 
-def _cycles_per_second(cycles=20_000_000):
-    """The rate of the clock that torch.cuda._sleep counts."""
-    torch.cuda._sleep(cycles)  # wake the GPU
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    torch.cuda._sleep(cycles)
-    end.record()
-    end.synchronize()
-    return cycles / (1e-3 * begin.elapsed_time(end))
+def _cycles_per_second(cycles=50_000_000):
+    """The rate of the clock that torch.cuda._sleep counts; the highest seen, so that a link is never too short."""
+    rates = []
+    for _ in range(10):  # an idle GPU takes a while to reach its rate
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+        rates.append(cycles / (1e-3 * begin.elapsed_time(end)))
+    return max(rates)

@@ -28,8 +28,11 @@ from model import InputError, SingleDevice, Transformer
 
 
 def split(n, part, parts):
-    """The range (start, stop) of one of `parts` contiguous parts of n things; sizes differ by at most one."""
-    return n * part // parts, n * (part + 1) // parts
+    """The range (start, stop) of one of `parts` contiguous parts of n things; sizes differ by at most one.
+
+    The first part is never a smaller one: a rank that is simulated alone stands for the slowest.
+    """
+    return -(-n * part // parts), -(-n * (part + 1) // parts)
 
 
 def shard_plan(config, rank, tp_size):
@@ -193,12 +196,13 @@ def _store():
 class World:
     """The ranks of a run: join() makes one.
 
-    group: the process group of the model's collectives, or None for a single device. A simulated rank has a tp_size
-    and a group, but no peers.
+    group: the process group of the model's collectives, or None for a single device. threads: the ids of those that
+    carry them on the CPU. A simulated rank has a tp_size and a group, but no peers.
     """
 
-    def __init__(self, rank, tp_size, device, group=None, simulated=False):
-        self.rank, self.tp_size, self.device, self.group, self.simulated = rank, tp_size, device, group, simulated
+    def __init__(self, rank, tp_size, device, group=None, threads=(), simulated=False):
+        self.rank, self.tp_size, self.device, self.group = rank, tp_size, device, group
+        self.threads, self.simulated = threads, simulated
         self.alone = simulated or tp_size == 1
         self.told = 0
 
@@ -246,7 +250,8 @@ def join(device=None, link=None, simulate_tp=None):
     if simulate_tp is not None and tp_size > 1:
         raise InputError("--simulate-tp is one rank alone: start it with python, not with torchrun")
     if link is not None and max(tp_size, simulate_tp or 1) == 1:
-        raise InputError("a link needs two ranks or more: start them with torchrun, or use --simulate-tp N")
+        flags = "--link, --exposed and --simulate-tp measure what ranks say to each other"
+        raise InputError(f"{flags}: start two or more with torchrun, or use --simulate-tp 2 or more")
     gpus = torch.cuda.device_count()
     known = "cpu" + "".join(f", cuda:{i}" for i in range(gpus))
     if device is None:
@@ -264,7 +269,7 @@ def join(device=None, link=None, simulate_tp=None):
         or (device.type == "cuda" and not gpus)
     ):
         raise InputError(f"no such device: {device}; this machine has {known}")
-    on_gpu = {}
+    on_gpu, threads = {}, set()
     if device.type == "cuda":
         torch.cuda.set_device(device)
         on_gpu = {"device_id": device}
@@ -275,15 +280,16 @@ def join(device=None, link=None, simulate_tp=None):
             if store.check(["stopped"]):
                 _stop(2)
             time.sleep(0.02)
-        backend, threads = "nccl" if device.type == "cuda" else "gloo", _threads()
+        backend, before = "nccl" if device.type == "cuda" else "gloo", _threads()
         dist.init_process_group(backend, store=store, rank=rank, world_size=tp_size, **on_gpu)
         if backend == "gloo":
-            _let_preempt(_threads() - threads)
+            threads = _threads() - before
+            _let_preempt(threads)
         dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
     group = dist.group.WORLD if tp_size > 1 else None
     if link is not None:
         group = LinkedGroup(group, link, rank, simulate_tp or tp_size, device)
-    return World(rank, simulate_tp or tp_size, device, group, simulated=simulate_tp is not None)
+    return World(rank, simulate_tp or tp_size, device, group, threads, simulated=simulate_tp is not None)
 
 
 def _threads():
@@ -295,15 +301,15 @@ def _let_preempt(threads):
     """Let gloo's threads run as soon as they have something to do, as far as the system allows it.
 
     Its event loop polls while another of its threads holds a connection's lock. Between ordinary threads the one that
-    polls may keep the one with the lock from running until the scheduler's next tick, 4 ms later at 250 Hz, which
-    happened to one all-reduce in five. Real-time threads preempt the computation, but not one another; to have them
+    polls may keep the one with the lock from running until the scheduler's next tick, milliseconds later
+    (benchmarks/gloo_threads.py shows it). Real-time threads preempt the computation, but not one another; to have them
     takes root or CAP_SYS_NICE. Batch threads, for anyone, at least do not preempt one another.
     """
-    for policy, priority in ((os.SCHED_FIFO, 1), (os.SCHED_BATCH, 0)) if threads else ():
-        with contextlib.suppress(PermissionError):
-            for thread in threads:
+    for thread in threads:
+        for policy, priority in (os.SCHED_FIFO, 1), (os.SCHED_BATCH, 0):
+            with contextlib.suppress(OSError):  # not allowed, or gone
                 os.sched_setscheduler(thread, policy, os.sched_param(priority))
-            return
+                break
 
 
 class Help(argparse.RawDescriptionHelpFormatter):

@@ -25,8 +25,11 @@ python=${PYTHON:-.venv/bin/python}
 rates=$1
 shift
 name=ladder$$
+pids=()
+command="benchmarks/netns.sh '$rates' $*"
 cleanup() {
-    kill "$(jobs -p)" 2> /dev/null || true
+    ((${#pids[@]})) && kill "${pids[@]}" 2> /dev/null || true
+    wait || true
     ip netns del "$name-0" 2> /dev/null || true
     ip netns del "$name-1" 2> /dev/null || true # and with them the veth pair
 }
@@ -54,7 +57,8 @@ for rate in $rates; do
         # the ranks find each other as torchrun would tell them
         ip netns exec "$name-$rank" env RANK=$rank WORLD_SIZE=2 MASTER_ADDR=10.231.0.1 MASTER_PORT=29500 \
             GLOO_SOCKET_IFNAME="veth$rank" OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR \
-            taskset -c $rank "$python" benchmarks/overlap.py --device cpu --links free --label "veth $rate" "$@" &
+            taskset -c $rank "$python" benchmarks/overlap.py --device cpu --links free --label "veth $rate" \
+            --command "$command" "$@" &
         pids+=($!)
     done
     for pid in "${pids[@]}"; do

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import itertools
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -51,17 +52,38 @@ def parse():
     p.add_argument("--links", default="0", help="names of link.py or microseconds, a comma between")
     p.add_argument("--simulate-tp", type=int, help="one rank of so many, alone")
     p.add_argument("--rounds", type=int, default=30, help="steps of each wiring over each link")
-    p.add_argument("--label", help="what to call the real link that --links free measures")
     p.add_argument("--seconds", type=float, default=300, help="... or fewer, to end in about this time")
-    p.add_argument("--json", help="append the lines to this file")
-    p.add_argument("--show", metavar="FILE", help="print the table of such a file, and measure nothing")
+    p.add_argument("--label", help="what to call the real link that --links free measures")
+    p.add_argument("--command", help="what to record as the command, where a script runs this one")
+    p.add_argument("--json", metavar="FILE", help="append the lines to this file")
+    p.add_argument("--show", metavar="FILE", help="print the tables of such a file, and measure nothing")
     args = p.parse_args()
+    if args.show:
+        checkpoint.read_text(args.show, flag="--show ")
+        return args
     if args.model not in ("small", *SIZES):
         raise InputError(f"unknown --model {args.model!r}; known: small, {', '.join(SIZES)}")
+    most = model_config(args).n_layers
+    if not 2 <= (args.n_layers or most) <= most:
+        raise InputError(f"--n-layers is {args.n_layers} but must be from 2 to {most}")
     unknown = [w for w in args.wirings.split(",") if w not in WIRINGS]
     if unknown:
         raise InputError(f"unknown wiring {unknown[0]!r}; known: {', '.join(WIRINGS)}")
+    for name in ("batch", "prompt_length", "rounds", "simulate_tp"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise InputError(f"--{name.replace('_', '-')} is {getattr(args, name)} but must be at least 1")
+    if args.label and args.links != "free":
+        raise InputError("--label names a real link: it goes with --links free")
+    if args.json:
+        try:
+            open(args.json, "a").close()
+        except OSError as e:
+            raise InputError(f"--json {args.json} cannot be written: {e.strerror}") from None
     return args
+
+
+def model_config(args):
+    return SMALL if args.model == "small" else SIZES[args.model]
 
 
 def custom(n):
@@ -76,10 +98,10 @@ def custom(n):
 def main():
     args = parse()
     if args.show:
-        return print(table([json.loads(line) for line in Path(args.show).read_text().splitlines()]))
+        return print(tables([json.loads(line) for line in Path(args.show).read_text().splitlines()]))
     links = {n: link.choose(n) if n in link.LINKS else custom(n) for n in args.links.split(",")}
     world = tp.join(args.device, next(iter(links.values())), args.simulate_tp)
-    config = SMALL if args.model == "small" else SIZES[args.model]
+    config = model_config(args)
     config = dataclasses.replace(config, n_layers=args.n_layers or config.n_layers, max_seq_len=args.prompt_length + 1)
     dtype = checkpoint.DTYPES[args.dtype]
     weights = checkpoint.RandomWeights(config, dtype, world.device)
@@ -87,7 +109,7 @@ def main():
     prompts = [[1 + row] * args.prompt_length for row in range(args.batch)]
     cache = base.new_cache(args.batch, args.prompt_length + 1)
     kind = "prefill" if args.prefill else "decode"
-    n_bytes = args.batch * config.dim * dtype.itemsize * (args.prompt_length if args.prefill else 1)
+    partial = base.norm.weight.new_zeros(args.batch, args.prompt_length if args.prefill else 1, config.dim)
     args.compile = args.compile_prefill = not args.eager
     torch._dynamo.config.recompile_limit = 100  # every wiring is a graph of its own, with and without its collectives
 
@@ -101,7 +123,7 @@ def main():
         model.comm = tp.TensorParallel(config, world.tp_size, world.group)
         both = model, tp.silenced(model, world)
         both = [generate.steps(prompts, *generate.compiled(m, args), cache)[kind] for m in both]
-        cases |= {(n, name): exposed.Case(model.config, *both, n_bytes, links[n]) for n in links}
+        cases |= {(n, name): exposed.Case(model.config, *both, partial, links[n]) for n in links}
     cases = {key: cases[key] for key in itertools.product(links, names)}  # link by link
     if world.rank == 0:
         print(f"{len(cases)} cases: compiling {len(names)} wirings ...", file=sys.stderr)
@@ -109,10 +131,10 @@ def main():
     if world.rank > 0:
         return
     about = {
-        "model": args.model, "n_layers": config.n_layers, "tp": world.tp_size, "simulated": world.simulated,
-        "batch": args.batch, "kind": kind, "tokens": args.prompt_length, "compiled": not args.eager,
-        "dtype": args.dtype, "device": world.device.type, "threads": torch.get_num_threads(),
-        "torch": torch.__version__, "commit": generate.git_commit(), "command": " ".join(sys.argv),
+        "model": args.model, "n_layers": config.n_layers, "kind": kind, "compiled": not args.eager, "tp": world.tp_size,
+        "simulated": world.simulated, "batch": args.batch, "tokens": args.prompt_length, "dtype": args.dtype,
+        "device": world.device.type, "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "commit": generate.git_commit(), "command": args.command or command(world),
     }  # fmt: skip
     lines = []
     for (n, name), report in reports.items():
@@ -121,19 +143,41 @@ def main():
     if args.json:
         with open(args.json, "a") as f:
             f.writelines(json.dumps(line) + "\n" for line in lines)
-    print(table(lines))
+    print(tables(lines))
+
+
+def command(world):
+    """The command line of this run."""
+    threads = f"OMP_NUM_THREADS={torch.get_num_threads()}"
+    ranks = "python" if world.alone else f"torchrun --standalone --nproc_per_node={world.tp_size}"
+    return shlex.join([threads, *ranks.split(), *sys.argv])
+
+
+def tables(lines):
+    """Markdown, a table a setting: a line a link, a column a wiring; the median step, and how far above its limit."""
+    settings = {}
+    for line in lines:
+        how = "compiled" if line["compiled"] else "eager"
+        size = f"tp {line['tp']}{', one rank alone' if line['simulated'] else ''}, batch {line['batch']}"
+        model = f"{line['model']}, {line['n_layers']} layers, {line['dtype']}, {line['device']}"
+        setting = (
+            f"{model}, {how} {line['kind']}, {line['tokens']} tokens, {size}, {line['threads']} threads a rank; ms:"
+        )
+        settings.setdefault(setting, []).append(line)
+    return "\n\n".join(f"{setting}\n\n{table(lines)}" for setting, lines in settings.items())
 
 
 def table(lines):
-    """Markdown: a line a link, a column a wiring; the median step in ms and how far that is above its limit."""
     names = list(dict.fromkeys(line["wiring"] for line in lines))
     rows = {}
     for line in lines:
-        above = "" if line["limit_ms"] is None else f" ({100 * (line['step_ms'] / line['limit_ms'] - 1):+.0f} %)"
-        cells = rows.setdefault(line["link"]["name"], {"": f"{line['all_reduce_ms']:.2f}"})
-        cells[line["wiring"]] = f"{line['step_ms']:.1f}{above}"
+        above = 100 * (line["step_ms"] / line["limit_ms"] - 1)
+        cells = rows.setdefault(line["link"]["name"], {"all-reduce": f"{line['all_reduce_ms']:.2f}"})
+        cells[line["wiring"]] = f"{line['step_ms']:.1f} ({above:+.0f} %)"
     head = ["| link | one all-reduce, ms | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
-    return "\n".join(head + [f"| {n} | " + " | ".join(cells.values()) + " |" for n, cells in rows.items()])
+    return "\n".join(
+        head + [f"| {n} | " + " | ".join(c.get(k, "") for k in ("all-reduce", *names)) + " |" for n, c in rows.items()]
+    )
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ MEASURED = {  # tok/s
 
 
 def main():
-    print("| link | wiring | one all-reduce, us | measured, tok/s | the clock's limit | measured / standard | limit |")
-    print("|---" * 7 + "|")
+    head = "link, wiring, one all-reduce (us), measured (tok/s), limit (tok/s), measured / standard, limit / standard"
+    print("| " + head.replace(", ", " | ") + " |\n" + "|---" * 7 + "|")
     for link, measured in MEASURED.items():
         all_reduce = (1 / measured["standard"] - 1 / UPPER_BOUND) / count_all_reduces(SIZES["70b"])
         for wiring, rate in measured.items():
