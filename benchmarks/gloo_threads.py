@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import overlap
+
 import generate
 import tp
 
@@ -60,7 +62,7 @@ def main():
             "p90_ms": 1e3 * statistics.quantiles(seconds, n=10)[-1], "mean_ms": 1e3 * statistics.mean(seconds),
             "over_2ms": sum(s > 0.002 for s in seconds) / len(seconds), "n": len(seconds), "tp": world.tp_size,
             "kernel": platform.release(), "torch": torch.__version__, "commit": generate.git_commit(),
-            "command": " ".join(sys.argv),
+            "command": overlap.command(world),
         }  # fmt: skip
         print(", ".join(f"{k} {v:.3f}" if isinstance(v, float) else f"{k} {v}" for k, v in list(line.items())[:6]))
         if args.json:

@@ -286,6 +286,12 @@ def test_measuring_sublayers_that_only_sleep(changes):
     ]  # fmt: skip
     comm, silent, x = tp.TensorParallel(config, 8, group), tp.Silent(config, 8, group), torch.zeros(2)
     steps = [lambda: stream(x, sleeps, comm, config), lambda: stream(x, sleeps, silent, config)]
+    logs = []
+    for step in steps:
+        group.log = []
+        step()
+        logs.append(len(group.log))
+    assert logs == [exposed.count_all_reduces(config), 0]
     r = exposed.measure(world, {"decode": exposed.Case(config, *steps, x, group.link)}, rounds=3)["decode"]
     n, compute = r["all_reduces"], 1e3 * nap * len(sleeps)
     assert r["silent_ms"] >= compute and r["limit_ms"] >= compute
