@@ -46,6 +46,8 @@ def test_the_plan_gives_every_head_row_and_column_to_one_rank(n_heads, n_kv_head
         assert covered(plan["wqkv"][1]) == rows
         assert len(heads) % len({head // G for head in heads}) == 0  # groups of one size, as the model's view needs
         assert len(covered(plan["w1"][1])) in (101 // tp_size, 101 // tp_size + 1)
+        for name in ("wqkv", "w1") if tp_size <= n_kv_heads else ("w1",):  # the first rank is the slowest
+            assert len(covered(plan[name][1])) <= len(covered(plans[0][name][1]))
 
 
 @pytest.mark.parametrize("tp_size", [7, 100])
