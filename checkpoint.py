@@ -42,6 +42,17 @@ def read_text(path, flag=""):
         raise InputError(f"{flag}{path} is not valid UTF-8") from None
 
 
+def check_appendable(path, flag):
+    """Raise InputError, naming the flag, unless the file can be appended to; leaves no file that was not there."""
+    existed = Path(path).exists()
+    try:
+        open(path, "a").close()
+        if not existed:
+            Path(path).unlink(missing_ok=True)
+    except OSError as e:
+        raise InputError(f"{flag} {path} cannot be written: {e.strerror}") from None
+
+
 def read_json(path):
     """The object in a JSON file; InputError when there is no such file or it holds something else."""
     try:

@@ -6,6 +6,7 @@ A step is one call of the model, a prefill or one token of decode.
 import itertools
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -118,8 +119,12 @@ def measure(world, cases, rounds=20, seconds=10):
 def _run(world, case):
     group, ops = world.group, torch.ops._c10d_functional
     group.link = case.link
-    time.sleep(0.005)  # as after computing: nothing is under way, and the caches have forgotten the last all-reduce
-    alone = _time(world, lambda: ops.wait_tensor(ops.all_reduce_(case.partial, "sum", group.group_name)))
+
+    def all_reduce(x):
+        ops.wait_tensor(ops.all_reduce_(x, "sum", group.group_name))
+
+    all_reduce(case.partial.flatten()[:1])  # so that all ranks are here
+    alone = _time(world, lambda: all_reduce(case.partial))
     silent = _time(world, case.silent_step)
     if world.device.type != "cpu":
         return Run(alone, _time(world, case.step), silent)
@@ -208,6 +213,8 @@ def profile(folder, world, steps):
             with torch.profiler.record_function(name):
                 _time(world, step)
     path = Path(folder) / f"rank{world.rank}.json"
+    if world.rank == 0:
+        print(f"trace in {path}", file=sys.stderr)
     try:
         trace.export_chrome_trace(f"{path}.tmp")
         os.replace(f"{path}.tmp", path)

@@ -6,7 +6,6 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint DIR --ladder -
 
 import dataclasses
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -193,6 +192,8 @@ def steps(prompts, prefill, decode, cache):
 
 def measure_exposed(prompts, model, prefill, decode, cache, args, world):
     """The reports of exposed.py on the prefill and on a decode step."""
+    if world.rank == 0:
+        print("measuring what communication costs ...", file=sys.stderr)
     silent_steps = steps(prompts, *compiled(tp.silenced(model, world), args), cache)
     lengths, reports = {"prefill": max(map(len, prompts)), "decode": 1}, {}
     for kind, step in steps(prompts, prefill, decode, cache).items():
@@ -288,7 +289,7 @@ def peak_bytes(device):
 
 
 def git_commit():
-    """The commit of this code, with "+" if files differ from it, or None outside a git checkout."""
+    """The commit of this code, with "+" if it was edited since, or None outside a git checkout."""
 
     def git(*command):
         return subprocess.run(
@@ -296,7 +297,8 @@ def git_commit():
         ).stdout
 
     try:
-        return git("rev-parse", "--short", "HEAD").strip() + ("+" if git("status", "--porcelain", "-uno") else "")
+        edited = git("status", "--porcelain", "-uno", "*.py")
+        return git("rev-parse", "--short", "HEAD").strip() + "+" * bool(edited)
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -456,10 +458,10 @@ def parse(argv):
             raise InputError(f"--interactive does not go with --{name.replace('_', '-')}")
     if args.context and not args.interactive:
         raise InputError("--context is for --interactive: otherwise the cache is sized to the request")
-    if args.json and not (Path(args.json).is_file() or Path(args.json).absolute().parent.is_dir()):
-        raise InputError(f"--json {args.json}: no such folder")
-    if args.json and (Path(args.json).is_dir() or not os.access(Path(args.json).absolute().parent, os.W_OK)):
-        raise InputError(f"--json {args.json} cannot be written")
+    if args.json is not None:
+        checkpoint.check_appendable(args.json, "--json")
+    if args.simulate_tp == 1:
+        raise InputError("--simulate-tp is 1 but must be at least 2")
     return args
 
 
@@ -469,9 +471,7 @@ def main(argv=None):
     if args.simulate_tp and chosen is None:
         raise InputError("--simulate-tp needs a link to predict: --link NAME, or --link-latency-us and --link-gbps")
     world = tp.join(args.device, chosen or (link.FREE if args.exposed else None), args.simulate_tp)
-    if world.simulated:
-        args.ignore_eos = True
-        print(f"one rank of {world.tp_size} alone: its times are a prediction, its text means nothing", file=sys.stderr)
+    args.ignore_eos |= world.simulated
     with world.together():
         config, tokenizer = describe(args)
         if args.interactive and tokenizer is None:
@@ -483,11 +483,14 @@ def main(argv=None):
                 print(
                     f"the context of {config.max_seq_len} leaves room for {max_new_tokens} new tokens", file=sys.stderr
                 )
-        if args.profile:
+        if args.profile is not None:
             try:
                 Path(args.profile).mkdir(parents=True, exist_ok=True)
             except OSError as e:
                 raise InputError(f"--profile {args.profile} cannot be made: {e.strerror}") from None
+            checkpoint.check_appendable(Path(args.profile) / f"rank{world.rank}.json", "--profile")
+    if world.simulated:
+        print(f"one rank of {world.tp_size} alone: its times are a prediction, its text means nothing", file=sys.stderr)
     start = time.perf_counter()
     model = load(args, config, world)
     load_s = time.perf_counter() - start
@@ -512,7 +515,7 @@ def main(argv=None):
     peaks = world.gather(peak_bytes(world.device))
     texts = printer and printer.finish(rows)
     reports = measure_exposed(prompts, model, prefill, decode, cache, args, world) if args.exposed else None
-    if args.profile:
+    if args.profile is not None:
         with world.together():
             exposed.profile(args.profile, world, steps(prompts, prefill, decode, cache))
     if world.rank > 0:

@@ -7,7 +7,6 @@ from this rank's own start. (A peer that starts later delays a real link by as m
 
 import dataclasses
 import itertools
-import math
 import time
 
 import torch
@@ -74,12 +73,12 @@ def choose(name=None, latency_us=None, gbps=None):
         raise InputError(f"unknown --link {name!r}; known: {', '.join(LINKS)}")
     link = LINKS[name or "free"]
     if latency_us is not None:
-        if not 0 <= latency_us < math.inf:
-            raise InputError(f"--link-latency-us is {latency_us} but must be a finite number, 0 or more")
+        if not 0 <= latency_us <= 1e7:
+            raise InputError(f"--link-latency-us is {latency_us} but must be from 0 to 1e7 (ten seconds)")
         link = dataclasses.replace(link, name="custom", latency_us=latency_us)
     if gbps is not None:
-        if not 0 < gbps < math.inf:
-            raise InputError(f"--link-gbps is {gbps} but must be a finite number above 0")
+        if not 1e-3 <= gbps <= 1e6:
+            raise InputError(f"--link-gbps is {gbps} but must be from 1e-3 to 1e6 (gigabits per second)")
         link = dataclasses.replace(link, name="custom", gbps=gbps)
     return link
 

@@ -250,8 +250,9 @@ def join(device=None, link=None, simulate_tp=None):
     if simulate_tp is not None and tp_size > 1:
         raise InputError("--simulate-tp is one rank alone: start it with python, not with torchrun")
     if link is not None and max(tp_size, simulate_tp or 1) == 1:
-        flags = "--link, --exposed and --simulate-tp measure what ranks say to each other"
-        raise InputError(f"{flags}: start two or more with torchrun, or use --simulate-tp 2 or more")
+        raise InputError(
+            "one rank has no link (--link, --exposed): start two or more with torchrun, or use --simulate-tp"
+        )
     gpus = torch.cuda.device_count()
     known = "cpu" + "".join(f", cuda:{i}" for i in range(gpus))
     if device is None:

@@ -13,6 +13,11 @@ refuse() {
     exit 2
 }
 [[ $# -ge 1 && $1 != -* ]] || refuse 'give the rates first: benchmarks/netns.sh "20mbit 5mbit" [flags of overlap.py]'
+read -ra rates <<< "$1"
+((${#rates[@]})) || refuse 'no rate given: the first argument lists them, such as "20mbit 5mbit"'
+for rate in "${rates[@]}"; do
+    [[ $rate =~ ^[1-9][0-9]*[kmg]bit$ ]] || refuse "$rate is no rate such as 20mbit"
+done
 [[ $(uname) == Linux ]] || refuse "network namespaces need Linux"
 [[ $(id -u) == 0 ]] || refuse "network namespaces need root: run it with sudo"
 for tool in ip tc taskset; do
@@ -22,11 +27,10 @@ done
 python=${PYTHON:-.venv/bin/python}
 [[ -x $(command -v "$python") ]] || refuse "no $python: run make .venv/installed first, or set PYTHON"
 
-rates=$1
-shift
 name=ladder$$
 pids=()
-command="benchmarks/netns.sh '$rates' $*"
+command="benchmarks/netns.sh '${rates[*]}' ${*:2}"
+shift
 cleanup() {
     ((${#pids[@]})) && kill "${pids[@]}" 2> /dev/null || true
     wait || true
@@ -46,11 +50,10 @@ for rank in 0 1; do
     ip -n "$name-$rank" link set lo up
 done
 
-for rate in $rates; do
+for rate in "${rates[@]}"; do
     for rank in 0 1; do
         # a bucket of one packet: every packet waits for its time on the wire
-        tc -n "$name-$rank" qdisc replace dev "veth$rank" root tbf rate "$rate" burst 1600 latency 400ms \
-            || refuse "tc knows no rate $rate: give one such as 20mbit"
+        tc -n "$name-$rank" qdisc replace dev "veth$rank" root tbf rate "$rate" burst 1600 latency 400ms
     done
     pids=()
     for rank in 1 0; do
@@ -62,6 +65,9 @@ for rate in $rates; do
         pids+=($!)
     done
     for pid in "${pids[@]}"; do
-        wait "$pid" || exit $?
+        wait "$pid" && continue
+        code=$?
+        ((code < 128)) || { echo "netns.sh: a rank was killed" >&2; exit 1; }
+        exit $code
     done
 done

@@ -11,7 +11,9 @@ import copy
 import dataclasses
 import itertools
 import json
+import math
 import shlex
+import statistics
 import sys
 from pathlib import Path
 
@@ -51,35 +53,46 @@ def parse():
     p.add_argument("--wirings", default=",".join(WIRINGS), help="of these")
     p.add_argument("--links", default="0", help="names of link.py or microseconds, a comma between")
     p.add_argument("--simulate-tp", type=int, help="one rank of so many, alone")
-    p.add_argument("--rounds", type=int, default=30, help="steps of each wiring over each link")
+    p.add_argument("--rounds", type=int, default=30, help="steps of each wiring over each link, 3 or more")
     p.add_argument("--seconds", type=float, default=300, help="... or fewer, to end in about this time")
     p.add_argument("--label", help="what to call the real link that --links free measures")
     p.add_argument("--command", help="what to record as the command, where a script runs this one")
     p.add_argument("--json", metavar="FILE", help="append the lines to this file")
-    p.add_argument("--show", metavar="FILE", help="print the tables of such a file, and measure nothing")
+    p.add_argument("--show", metavar="FILE", nargs="+", help="print the tables of such files, and measure nothing")
     args = p.parse_args()
     if args.show:
-        checkpoint.read_text(args.show, flag="--show ")
         return args
     if args.model not in ("small", *SIZES):
         raise InputError(f"unknown --model {args.model!r}; known: small, {', '.join(SIZES)}")
-    most = model_config(args).n_layers
-    if not 2 <= (args.n_layers or most) <= most:
-        raise InputError(f"--n-layers is {args.n_layers} but must be from 2 to {most}")
+    config = model_config(args)
+    if args.n_layers is not None and not 2 <= args.n_layers <= config.n_layers:
+        raise InputError(f"--n-layers is {args.n_layers} but must be from 2 to {config.n_layers}")
+    if not 1 <= args.prompt_length < config.max_seq_len:
+        raise InputError(f"--prompt-length is {args.prompt_length} but must be from 1 to {config.max_seq_len - 1}")
+    if not 0 < args.seconds < math.inf:
+        raise InputError(f"--seconds is {args.seconds} but must be a finite number above 0")
     unknown = [w for w in args.wirings.split(",") if w not in WIRINGS]
     if unknown:
         raise InputError(f"unknown wiring {unknown[0]!r}; known: {', '.join(WIRINGS)}")
-    for name in ("batch", "prompt_length", "rounds", "simulate_tp"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise InputError(f"--{name.replace('_', '-')} is {getattr(args, name)} but must be at least 1")
+    for name, least in (("batch", 1), ("rounds", 3), ("simulate_tp", 2)):
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            raise InputError(f"--{name.replace('_', '-')} is {getattr(args, name)} but must be at least {least}")
     if args.label and args.links != "free":
-        raise InputError("--label names a real link: it goes with --links free")
-    if args.json:
-        try:
-            open(args.json, "a").close()
-        except OSError as e:
-            raise InputError(f"--json {args.json} cannot be written: {e.strerror}") from None
+        raise InputError(f"--links {args.links} emulates one, but --label (or netns.sh) says that there is a real link")
+    if args.json is not None:
+        checkpoint.check_appendable(args.json, "--json")
     return args
+
+
+def read_lines(file):
+    """The lines that an earlier run appended to a file."""
+    try:
+        lines = [json.loads(line) for line in checkpoint.read_text(file, flag="--show ").splitlines()]
+        if all("limit_ms" in line for line in lines):
+            return lines
+    except (ValueError, TypeError):
+        pass
+    raise InputError(f"--show {file} has lines that this script did not write")
 
 
 def model_config(args):
@@ -98,7 +111,7 @@ def custom(n):
 def main():
     args = parse()
     if args.show:
-        return print(tables([json.loads(line) for line in Path(args.show).read_text().splitlines()]))
+        return print(tables([line for file in args.show for line in read_lines(file)]))
     links = {n: link.choose(n) if n in link.LINKS else custom(n) for n in args.links.split(",")}
     world = tp.join(args.device, next(iter(links.values())), args.simulate_tp)
     config = model_config(args)
@@ -154,7 +167,7 @@ def command(world):
 
 
 def tables(lines):
-    """Markdown, a table a setting: a line a link, a column a wiring; the median step, and how far above its limit."""
+    """Markdown, a table a setting: a line a link, a column a wiring; see cell."""
     settings = {}
     for line in lines:
         how = "compiled" if line["compiled"] else "eager"
@@ -171,13 +184,21 @@ def table(lines):
     names = list(dict.fromkeys(line["wiring"] for line in lines))
     rows = {}
     for line in lines:
-        above = 100 * (line["step_ms"] / line["limit_ms"] - 1)
-        cells = rows.setdefault(line["link"]["name"], {"all-reduce": f"{line['all_reduce_ms']:.2f}"})
-        cells[line["wiring"]] = f"{line['step_ms']:.1f} ({above:+.0f} %)"
+        rows.setdefault(line["link"]["name"], {})[line["wiring"]] = line
     head = ["| link | one all-reduce, ms | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
-    return "\n".join(
-        head + [f"| {n} | " + " | ".join(c.get(k, "") for k in ("all-reduce", *names)) + " |" for n, c in rows.items()]
-    )
+    for link_name, row in rows.items():
+        cells = [f"{statistics.median(line['all_reduce_ms'] for line in row.values()):.2f}"]
+        cells += [cell(row[name], row.get("standard")) if name in row else "" for name in names]
+        head.append(f"| {link_name} | " + " | ".join(cells) + " |")
+    return "\n".join(head)
+
+
+def cell(line, standard):
+    """Milliseconds, how far above the limit, and how much faster than standard."""
+    above = f"{line['step_ms']:.1f} ({100 * (line['step_ms'] / line['limit_ms'] - 1):+.0f} %"
+    if standard in (None, line):
+        return above + ")"
+    return above + f", {standard['step_ms'] / line['step_ms']:.2f}x)"
 
 
 if __name__ == "__main__":

@@ -50,10 +50,10 @@ def test_named_links_and_numbers():
     "flags, message",
     [
         (("carrier-pigeon",), "unknown --link 'carrier-pigeon'; known: free, nvlink,"),
-        ((None, -1.0), "--link-latency-us is -1.0 but must be a finite number, 0 or more"),
-        ((None, math.inf), "--link-latency-us is inf but must be a finite number, 0 or more"),
+        ((None, -1.0), "--link-latency-us is -1.0 but must be from 0 to 1e7"),
+        ((None, 1e30), "--link-latency-us is 1e\\+30 but must be from 0 to 1e7"),
         ((None, math.nan), "--link-latency-us is nan"),
-        ((None, None, 0.0), "--link-gbps is 0.0 but must be a finite number above 0"),
+        ((None, None, 0.0), "--link-gbps is 0.0 but must be from 1e-3 to 1e6"),
         ((None, None, math.nan), "--link-gbps is nan"),
     ],
 )
@@ -372,14 +372,19 @@ def test_profile_writes_a_trace_of_each_rank(ranks, tmp_path):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--link", "pcie"], "--link, --exposed and --simulate-tp measure what ranks say to each other: start two or"),
-        (["--exposed"], "--link, --exposed and --simulate-tp measure"),
-        (["--simulate-tp", "1", "--link", "pcie"], "--link, --exposed and --simulate-tp measure"),
+        (
+            ["--link", "pcie"],
+            "one rank has no link (--link, --exposed): start two or more with torchrun, or use --simulate-tp",
+        ),
+        (["--exposed"], "one rank has no link"),
+        (["--simulate-tp", "1"], "--simulate-tp is 1 but must be at least 2"),
+        (["--json", "/proc/x"], "--json /proc/x cannot be written: "),
         (["--simulate-tp", "8"], "--simulate-tp needs a link to predict"),
         (["--simulate-tp", "0", "--link", "pcie"], "--simulate-tp is 0 but must be at least 1"),
         (["--simulate-tp", "33", "--link", "pcie"], "tp 33 cannot shard n_heads 32: use 1 to 32 ranks"),
         (["--n-layers", "17"], "--n-layers is 17 but 1b has 16"),
         (["--profile", "/proc/nowhere/x"], "--profile /proc/nowhere/x cannot be made: "),
+        (["--profile", "/proc"], "--profile /proc/rank0.json cannot be written: "),
     ],
 )
 def test_bad_flags_end_in_one_line(flags, message, monkeypatch, capsys):
@@ -468,14 +473,18 @@ assert 2.0 <= min(times) < 2.5, times
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--show", "missing"], "--show missing"), (["--json", "/proc/x/y"], "--json /proc/x/y cannot be written"),
-        (["--rounds", "0"], "--rounds is 0 but must be at least 1"), (["--n-layers", "1"], "--n-layers is 1 but"),
-        (["--label", "x"], "--label names a real link"), (["--links", "x"], "--links 'x' is neither a number"),
+        (["--show", "missing"], "--show missing"), (["--show", "README.md"], "--show README.md has lines that"),
+        (["--n-layers", "0"], "--n-layers is 0 but"), (["--seconds", "nan"], "--seconds is nan"),
+        (["--json", "/proc/x/y"], "--json /proc/x/y cannot be written"),
+        (["--rounds", "0"], "--rounds is 0 but must be at least 3"), (["--n-layers", "1"], "--n-layers is 1 but"),
+        (["--label", "x"], "--links 0 emulates one, but"), (["--links", "x"], "--links 'x' is neither a number"),
         (["--wirings", "x"], "unknown wiring 'x'"), (["--model", "x"], "unknown --model 'x'"),
     ],
 )  # fmt: skip
 def test_bad_flags_of_the_benchmark(flags, message):
+    flags = [ROOT / flag if flag == "README.md" else flag for flag in flags]
     done = script("benchmarks/overlap.py", *flags)
+    message = message.replace("README.md", str(ROOT / "README.md"))
     assert done.returncode == 2 and done.stderr.startswith(f"overlap.py: {message}") and done.stderr.count("\n") == 1
 
 
