@@ -123,7 +123,7 @@ def _run(world, case):
     def all_reduce(x):
         ops.wait_tensor(ops.all_reduce_(x, "sum", group.group_name))
 
-    all_reduce(case.partial.flatten()[:1])  # so that all ranks are here
+    _time(world, lambda: all_reduce(case.partial.flatten()[:1]))  # so that all ranks are here
     alone = _time(world, lambda: all_reduce(case.partial))
     silent = _time(world, case.silent_step)
     if world.device.type != "cpu":

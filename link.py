@@ -36,8 +36,8 @@ class Link:
 FREE = Link("free", 0.0, None)
 # The latency is that of an all-reduce of about 8 KB between 8 ranks, whatever tp is; the bandwidth is the "busbw" of
 # nccl-tests times 8 bits. Sources:
-# nvlink: NCCL in a CUDA graph, 17.2 us: sgl-project/sglang pull 22734 (outside of one 8 H100 took 27.0:
-#   Azure/AI-benchmarking-guide, ND_H100_v5_results.md, as did 479 GB/s at 8 GB).
+# nvlink: NCCL in a CUDA graph, 17.2 us: sgl-project/sglang pull 22734 (whose table does not name its GPUs; outside of a
+#   graph 8 H100 took 27.0 us, and reached 479 GB/s at 8 GB: Azure/AI-benchmarking-guide, ND_H100_v5_results.md).
 # nvlink-oneshot: kernels that write into the peers' memory, MSCCL++ in a CUDA graph, 6.0 us, and from there to 1 MB
 #   (14.0 us) 230 GB/s: the same table of sgl-project/sglang pull 22734.
 # pcie: 57 us on 8 A800: vllm-project/vllm issue 50576. 28 GB/s on 8 RTX 5090: NVIDIA/nccl issue 1639.

@@ -422,7 +422,7 @@ FLAGS = {  # flags: the line
     "--prompt=a --device=cuda:99": "no such device: cuda:99; this machine has cpu",
     "--prompt=a --model=8b": "give either --checkpoint DIR or --model NAME",
     "--prompt=a --chat": "no chat template",
-    "--prompt=a --json=/nowhere/x": "--json /nowhere/x: no such folder",
+    "--prompt=a --json=/nowhere/x": "--json /nowhere/x cannot be written: No such file",
     "--prompts-file=/nowhere": "--prompts-file /nowhere",
     "--prompt=a --dtype=int3": "--dtype: invalid choice: 'int3'",
     "--prompt=a --no-such-flag": "unrecognized arguments: --no-such-flag",

@@ -435,7 +435,7 @@ def test_exposed_compiled_on_real_ranks(tmp_path):
     assert result["tp"] == 2 and not result["simulated"] and len(result["tokens"][0]) == 3
     for kind, r in result["exposed"].items():
         assert r["all_reduces"] == 2
-        assert r["blocked_ms"] >= 0.9 * 2 * 2
+        assert r["step_ms"] >= 3 * 2 and r["blocked_ms"] > 0  # two all-reduces and the gathered logits
         assert r["limit_ms"] >= r["silent_ms"] and r["transport_ms"] > 0
         assert f"{kind}: {r['step_ms']:.2f} ms a step" in done.stderr
 
