@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+import checkpoint
 from link import Link
 from model import WIRINGS, Config, InputError
 
@@ -212,11 +213,24 @@ def profile(folder, world, steps):
         for name, step in steps.items():
             with torch.profiler.record_function(name):
                 _time(world, step)
-    path = Path(folder) / f"rank{world.rank}.json"
-    if world.rank == 0:
-        print(f"trace in {path}", file=sys.stderr)
+    path = trace_file(folder, world.rank)
     try:
         trace.export_chrome_trace(f"{path}.tmp")
         os.replace(f"{path}.tmp", path)
     except OSError as e:
         raise InputError(f"--profile {folder} cannot be written: {e.strerror}") from None
+    if world.rank == 0:
+        print(f"trace in {path}", file=sys.stderr)
+
+
+def trace_file(folder, rank):
+    return Path(folder) / f"rank{rank}.json"
+
+
+def prepare(folder, rank):
+    """Make the folder of --profile; raise InputError, before anything is measured, when no trace can be written."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise InputError(f"--profile {folder} cannot be made: {e.strerror}") from None
+    checkpoint.check_appendable(trace_file(folder, rank), "--profile")

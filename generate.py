@@ -484,11 +484,7 @@ def main(argv=None):
                     f"the context of {config.max_seq_len} leaves room for {max_new_tokens} new tokens", file=sys.stderr
                 )
         if args.profile is not None:
-            try:
-                Path(args.profile).mkdir(parents=True, exist_ok=True)
-            except OSError as e:
-                raise InputError(f"--profile {args.profile} cannot be made: {e.strerror}") from None
-            checkpoint.check_appendable(Path(args.profile) / f"rank{world.rank}.json", "--profile")
+            exposed.prepare(args.profile, world.rank)
     if world.simulated:
         print(f"one rank of {world.tp_size} alone: its times are a prediction, its text means nothing", file=sys.stderr)
     start = time.perf_counter()

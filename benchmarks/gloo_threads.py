@@ -20,6 +20,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import overlap
 
+import checkpoint
 import generate
 import tp
 
@@ -43,13 +44,13 @@ def main():
     p = tp.Parser(__doc__)
     p.add_argument("--json", help="append the lines to this file")
     args = p.parse_args()
+    if args.json is not None:
+        checkpoint.check_appendable(args.json, "--json")
     world = tp.join("cpu")
-    tasks = [int(i) for i in os.listdir("/proc/self/task")]
-    threads = [i for i in tasks if "gloo" in Path(f"/proc/self/task/{i}/comm").read_text()]
     latencies = {name: [] for name in POLICIES}
     for _ in range(10):
         for name, policy in POLICIES.items():
-            for thread in threads:
+            for thread in world.threads:
                 os.sched_setscheduler(thread, policy, os.sched_param(int(policy == os.SCHED_FIFO)))
             ranks = world.gather(all_reduces(50))
             for times in zip(*ranks, strict=True):

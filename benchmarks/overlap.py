@@ -126,7 +126,7 @@ def main():
     args.compile = args.compile_prefill = not args.eager
     torch._dynamo.config.recompile_limit = 100  # every wiring is a graph of its own, with and without its collectives
 
-    cases, names = {}, args.wirings.split(",")
+    models, names = {}, args.wirings.split(",")
     for name in names:
         changes = dict(WIRINGS[name])
         if name == "hybrid":
@@ -135,9 +135,9 @@ def main():
         model.config = dataclasses.replace(config, **changes)
         model.comm = tp.TensorParallel(config, world.tp_size, world.group)
         both = model, tp.silenced(model, world)
-        both = [generate.steps(prompts, *generate.compiled(m, args), cache)[kind] for m in both]
-        cases |= {(n, name): exposed.Case(model.config, *both, partial, links[n]) for n in links}
-    cases = {key: cases[key] for key in itertools.product(links, names)}  # link by link
+        steps = (generate.steps(prompts, *generate.compiled(m, args), cache)[kind] for m in both)
+        models[name] = model.config, *steps, partial
+    cases = {(n, name): exposed.Case(*models[name], links[n]) for n, name in itertools.product(links, names)}
     if world.rank == 0:
         print(f"{len(cases)} cases: compiling {len(names)} wirings ...", file=sys.stderr)
     reports = exposed.measure(world, cases, args.rounds, args.seconds)
