@@ -180,33 +180,42 @@ class Weights:
     def shape(self, name):
         return tuple(self._slice(name).get_shape())
 
-    def read(self, name, dim=0, ranges=None):
-        """The tensor, or the given ranges (start, stop) along dimension 0 or 1 of it, joined; nothing else is read."""
-        tensor = self._slice(name)
-        if ranges is None:
-            return tensor[:]
-        parts = [tensor[a:b] if dim == 0 else tensor[:, a:b] for a, b in ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    def read(self, name):
+        """The tensor, mapped into memory."""
+        return self._slice(name)[:]
+
+    def fill(self, target, name, dim=0, ranges=None):
+        """Copy the tensor, or the given ranges (start, stop) along dimension 0 or 1 of it, joined, into target.
+
+        Nothing else is read, and some 16 MB at a time, so that little more than target takes memory.
+        """
+        start = 0
+        for a, b in ranges or [(0, target.shape[dim])]:
+            part = target.narrow(dim, start, b - a)
+            start += b - a
+            step = max(1, 2**24 // (part[:1].numel() * part.element_size() or 1))
+            for i in range(0, len(part), step):
+                piece, tensor = part[i : i + step], self._slice(name)
+                first = i + a if dim == 0 else i
+                rows = slice(first, first + len(piece))
+                piece.copy_(tensor[rows] if dim == 0 else tensor[rows, a:b])
 
 
 class RandomWeights:
-    """The same interface without a file: matrices from N(0, 0.02), norms 1, biases 0; made as they are read."""
+    """The same interface without a file: matrices from N(0, 0.02), norms 1, biases 0."""
 
-    def __init__(self, config, dtype, device, seed=0):
+    def __init__(self, config, device, seed=0):
         self.shapes = shapes(config)
-        self.dtype, self.device = dtype, device
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def shape(self, name):
         return self.shapes[name]
 
-    def read(self, name, dim=0, ranges=None):
-        shape = list(self.shapes[name])
-        if ranges is not None:
-            shape[dim] = sum(stop - start for start, stop in ranges)
-        if len(shape) == 1:
-            return torch.full(shape, float(not name.endswith("bias")), dtype=self.dtype, device=self.device)
-        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0, 0.02, generator=self.generator)
+    def fill(self, target, name, dim=0, ranges=None):
+        if target.dim() == 1:
+            target.fill_(float(not name.endswith("bias")))
+        else:
+            target.normal_(0, 0.02, generator=self.generator)
 
 
 @contextlib.contextmanager

@@ -4,10 +4,9 @@ python generate.py --checkpoint DIR --prompt "Once upon a time"
 torchrun --standalone --nproc_per_node=2 generate.py --checkpoint DIR --ladder --prompt "Once upon a time"
 """
 
+import contextlib
 import dataclasses
 import json
-import resource
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,8 +15,10 @@ import torch
 from tqdm import tqdm
 
 import checkpoint
+import cpu
 import exposed
 import link
+import report
 import tokenizer as tokenizers
 import tp
 from model import SIZES, WIRINGS, InputError
@@ -89,7 +90,7 @@ def load(args, config, world):
             dtype = checkpoint.DTYPES[args.dtype] if args.dtype else weights.read("norm.weight").dtype
         else:
             dtype = checkpoint.DTYPES[args.dtype or "bfloat16"]
-            weights = checkpoint.RandomWeights(config, dtype, world.device)
+            weights = checkpoint.RandomWeights(config, world.device)
         model = tp.load_shard(config, weights, dtype, world.device, world.rank, world.tp_size)
     if world.group is not None:
         model.comm = tp.TensorParallel(config, world.tp_size, world.group)
@@ -98,6 +99,10 @@ def load(args, config, world):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Generation
+
+
+CHUNK = 1024  # tokens of all rows in one pass of the prefill
+BUCKET = 256  # a GPU's decode steps read multiples of so many cache slots
 
 
 def make_sampler(temperature, top_k=None, top_p=1.0, seed=0, device="cpu"):
@@ -127,25 +132,54 @@ def pad(prompts, device):
     return tokens.to(device), torch.tensor([len(p) for p in prompts], device=device)
 
 
+def in_chunks(prefill, tokens, lengths, cache, chunk):
+    """Logits (B, V) after the last token of each row, from a prefill in parts of at most `chunk` tokens of all rows.
+
+    tokens (B, S), lengths (B,): as pad makes them. What a pass computes in between takes memory by its tokens, so long
+    prompts take no more of it than short ones.
+    """
+    B, S = tokens.shape
+    last, width = lengths - 1, max(1, chunk // B)
+    logits = prefill(tokens[:, :width], cache=cache, select=last.clamp(max=min(width, S) - 1))[:, 0]
+    for start in range(width, S, width):
+        part = tokens[:, start : start + width]
+        stop = start + part.shape[1]
+        positions = torch.arange(start, stop, device=tokens.device).expand(B, -1)
+        select = (last - start).clamp(0, part.shape[1] - 1)
+        later = prefill(part, positions, cache, stop, select)[:, 0]
+        logits = torch.where((last >= start)[:, None], later, logits)
+    return logits
+
+
+def filled_slots(longest, cache):
+    """How many slots of the cache a decode step reads, when its longest row has `longest` tokens with the new one.
+
+    Exactly those on a CPU. On a GPU a multiple of BUCKET: each number is a CUDA graph of its own.
+    """
+    k = cache[0][0]
+    # not all slots: that the whole cache is contiguous would be another graph to the compiler
+    return longest if k.device.type == "cpu" else min(-(-longest // BUCKET) * BUCKET, k.shape[2] - 1)
+
+
 @torch.inference_mode()
-def generate(prompts, max_new_tokens, sample, prefill, decode, cache, eos_ids=(), on_tokens=None):
+def generate(prompts, max_new_tokens, sample, prefill, decode, cache, eos_ids=(), on_tokens=None, chunk=CHUNK):
     """Continue every prompt, a row each, until its own end-of-sequence or max_new_tokens.
 
     prompts: non-empty lists of token ids, of any lengths. prefill and decode: the model, or compiled forms of it.
     cache: new_cache of at least longest prompt + max_new_tokens slots. on_tokens(list of B ids, None for rows that
-    are done) is called after each step. Returns (new ids per row, without end-of-sequence; steps; seconds to the
-    first token; seconds of the other steps, without those in on_tokens).
+    are done) is called after each step. chunk: see in_chunks. Returns (new ids per row, without end-of-sequence; steps;
+    seconds to the first token; seconds of the other steps, without those in on_tokens).
     """
     tokens, lengths = pad(prompts, cache[0][0].device)
-    slots = cache[0][0].shape[2]
     rows, done = [[] for _ in prompts], [False] * len(prompts)
 
     start, shown = time.perf_counter(), 0.0
-    token = sample(prefill(tokens, cache=cache, select=lengths - 1)[:, 0])
+    token = sample(in_chunks(prefill, tokens, lengths, cache, chunk))
     positions = lengths[:, None]
     for step in range(max_new_tokens):
         if step > 0:
-            token = sample(decode(token[:, None], positions, cache, slots)[:, 0])
+            filled = filled_slots(tokens.shape[1] + step, cache)
+            token = sample(decode(token[:, None], positions, cache, filled)[:, 0])
             positions = positions + 1
         ids = token.tolist()  # waits for the device
         now = time.perf_counter()
@@ -165,33 +199,55 @@ def generate(prompts, max_new_tokens, sample, prefill, decode, cache, eos_ids=()
 
 
 def compiled(model, args):
-    """The model as prefill and as decode, each compiled if its flag is set."""
+    """The model as prefill and as decode, each compiled if its flag is set; decode on a CPU with few_rows.cpp."""
     prefill = torch.compile(model, fullgraph=True) if args.compile_prefill else model
-    decode = torch.compile(model, fullgraph=True, dynamic=False) if args.compile else model
-    return prefill, decode
+    if not args.compile:
+        return prefill, model
+    cpu.use_few_rows(model)
+    torch.compiler.config.dynamic_sources = "L['cache_length']"  # one graph for any number; all else is fixed
+    cuda_graphs = {"mode": "reduce-overhead"} if model.norm.weight.device.type == "cuda" else {}
+    return prefill, torch.compile(model, fullgraph=True, dynamic=False, **cuda_graphs)
 
 
-def warm_up(prompts, prefill, decode, cache):
-    """Compile by generating two tokens; returns the seconds it took."""
+def make_cache(model, batch, length):
+    """A cache for compiled models: CUDA graphs must know that its tensors never move."""
+    cache = model.new_cache(batch, length)
+    for tensor in (t for layer in cache for t in layer):
+        if tensor.device.type == "cuda":
+            torch._dynamo.mark_static_address(tensor)
+    return cache
+
+
+def warm_up(prompts, max_new_tokens, prefill, decode, cache, chunk=CHUNK):
+    """Compile, by generating two tokens and, on a GPU, by decoding at each further number of slots; returns seconds."""
     start = time.perf_counter()
-    generate(prompts, 2, make_sampler(0, device=cache[0][0].device), prefill, decode, cache)
+    generate(prompts, 2, make_sampler(0, device=cache[0][0].device), prefill, decode, cache, chunk=chunk)
+    longest, step = max(map(len, prompts)), steps(prompts, prefill, decode, cache)["decode"]
+    if cache[0][0].device.type == "cuda":
+        for filled in range(longest // BUCKET * BUCKET, longest + max_new_tokens, BUCKET):
+            for _ in range(3):  # to warm up, to capture, to replay
+                step(max(filled, 1))
     return time.perf_counter() - start
 
 
-@torch.inference_mode()
 def steps(prompts, prefill, decode, cache):
-    """Functions that run the prefill, and a decode step at the end of the cache, any number of times."""
+    """Functions that run the prefill, in one pass, and a decode step at the end of the cache, any number of times."""
     tokens, lengths = pad(prompts, cache[0][0].device)
     token, slots = tokens[:, 0].clone(), cache[0][0].shape[2]  # as generate() has them: else the compiler starts anew
-    last = torch.full_like(lengths, slots - 1)
+
+    @torch.inference_mode()
+    def decode_step(longest=slots - 1):
+        positions = torch.full_like(lengths, longest - 1)[:, None]
+        return decode(token[:, None], positions, cache, filled_slots(longest, cache))
+
     return {
-        "prefill": lambda: prefill(tokens, cache=cache, select=lengths - 1),
-        "decode": lambda: decode(token[:, None], last[:, None], cache, slots),
+        "prefill": torch.inference_mode()(lambda: prefill(tokens, cache=cache, select=lengths - 1)),
+        "decode": decode_step,
     }
 
 
 def measure_exposed(prompts, model, prefill, decode, cache, args, world):
-    """The reports of exposed.py on the prefill and on a decode step."""
+    """The reports of exposed.py on the prefill, in one pass, and on a decode step."""
     if world.rank == 0:
         print("measuring what communication costs ...", file=sys.stderr)
     silent_steps = steps(prompts, *compiled(tp.silenced(model, world), args), cache)
@@ -267,42 +323,6 @@ def fit(max_new_tokens, prompts, context):
     return min(max_new_tokens, context - longest)
 
 
-def step_bytes(model, cache):
-    """Bytes that one decode step of this rank reads: every weight but the embedding table, and the cache."""
-    weights = sum(
-        p.numel() * p.element_size()
-        for n, p in model.named_parameters(remove_duplicate=False)
-        if n != "tok_embeddings.weight"
-    )
-    return weights + sum(t.numel() * t.element_size() for layer in cache for t in layer)
-
-
-def peak_bytes(device):
-    """Peak memory of this process: allocated on the GPU, or resident on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if not status.is_file():  # not Linux
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # ru_maxrss would count the parent's memory at the time of the fork
-    return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
-
-
-def git_commit():
-    """The commit of this code, with "+" if it was edited since, or None outside a git checkout."""
-
-    def git(*command):
-        return subprocess.run(
-            ["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        ).stdout
-
-    try:
-        edited = git("status", "--porcelain", "-uno", "*.py")
-        return git("rev-parse", "--short", "HEAD").strip() + "+" * bool(edited)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 class Printer:
     """Shows a generation as it goes: one row as text, more rows as a progress bar and then their texts."""
 
@@ -344,25 +364,10 @@ class Printer:
         return texts
 
 
-def summary(r):
-    """The result in a few lines for people."""
-    head = "PREDICTED times of one rank alone: " if r["simulated"] else ""
-    head += f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}"
-    head += f", link {link.Link(**r['link'])}" if r["link"] else ""
-    head += f", batch {r['batch']}, {r['dtype']}, {r['device']}"
-    times = f"load {r['load_s']:.2f} s, compile {r['compile_s']:.2f} s, first token {r['ttft_ms']:.1f} ms"
-    if r["tpot_ms"]:
-        times += f", then {r['tpot_ms']:.2f} ms per token: {r['tok_s']:.1f} tok/s"
-        times += f" ({r['tok_s_user']:.1f} for each of {r['batch']} users)" * (r["batch"] > 1)
-    memory = f"{r['step_bytes'] / 1e6:.1f} MB read per step, peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"
-    reports = "".join("\n" + exposed.report(*item) for item in (r["exposed"] or {}).items())
-    return f"{head}\n{times}\n{memory}{reports}"
-
-
 def chat_loop(args, model, tokenizer, world):
     """Read a line, answer, repeat. With a chat template the lines are user messages, else the text just goes on."""
     context = min(args.context or 4096, model.config.max_seq_len)
-    cache = model.new_cache(1, context)
+    cache = make_cache(model, 1, context)
     prefill, decode = compiled(model, args)
     sample = make_sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
     eos_ids = () if args.ignore_eos else model.config.eos_ids
@@ -393,7 +398,8 @@ def chat_loop(args, model, tokenizer, world):
             continue
         new = fit(args.max_new_tokens, [ids], context)
         printer = Printer([ids], tokenizer, new, show_prompt=False) if world.rank == 0 else None
-        rows, *_ = generate([ids], new, sample, prefill, decode, cache, eos_ids, printer and printer.push)
+        show = printer and printer.push
+        rows, *_ = generate([ids], new, sample, prefill, decode, cache, eos_ids, show, args.prefill_chunk)
         if world.rank == 0:
             printer.finish(rows)
         ids = ids + rows[0]
@@ -409,8 +415,12 @@ def parse(argv):
     g.add_argument("--n-layers", type=int, metavar="N", help="of --model, take only so many layers")
     g.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the checkpoint's own, bfloat16 for --model")
     g.add_argument("--device", help="cpu, cuda or cuda:N; without it cuda where each rank finds a GPU")
-    g.add_argument("--compile", action="store_true", help="torch.compile the decode step")
+    g.add_argument("--compile", action="store_true", help="torch.compile the decode step; needs a C++ compiler")
     g.add_argument("--compile-prefill", action="store_true", help="torch.compile the prefill")
+    g.add_argument(
+        "--prefill-chunk", type=int, default=CHUNK, metavar="N", help="tokens of all rows in one pass of the prefill"
+    )
+    g.add_argument("--probe-bandwidth", action="store_true", help="print what this machine reads from memory, and end")
     add_wiring_flags(p)
     g = p.add_argument_group("communication", "what it costs, and what it would cost elsewhere")
     g.add_argument("--link", metavar="NAME", help=f"emulate a link between the ranks: {', '.join(link.LINKS)}")
@@ -441,7 +451,7 @@ def parse(argv):
     g.add_argument("--ignore-eos", action="store_true", help="go on to --max-new-tokens, for benchmarks")
     g.add_argument("--json", metavar="FILE", help="append the results as one JSON line")
     args = p.parse_args(argv)
-    positive = "max_new_tokens batch prompt_length top_k context desync_period n_layers simulate_tp"
+    positive = "max_new_tokens batch prompt_length prefill_chunk top_k context desync_period n_layers simulate_tp"
     for name in positive.split():
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -465,12 +475,66 @@ def parse(argv):
     return args
 
 
+def run_batch(args, model, tokenizer, prompts, max_new_tokens, world):
+    """Generate from all prompts at once; returns what there is to report of it, on every rank."""
+    cache = make_cache(model, len(prompts), max(map(len, prompts)) + max_new_tokens)
+    prefill, decode = compiled(model, args)
+    compile_s = 0.0
+    stance = contextlib.nullcontext()
+    if args.compile or args.compile_prefill:
+        if world.rank == 0:
+            print("compiling ...", file=sys.stderr)
+        compile_s = warm_up(prompts, max_new_tokens, prefill, decode, cache, args.prefill_chunk)
+        # every shape was seen: checking again what the graphs assume would cost about a percent of a small model's step
+        stance = torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+    sample = make_sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
+    eos_ids = () if args.ignore_eos else model.config.eos_ids
+    printer = None
+    if world.rank == 0 and not world.simulated:
+        printer = Printer(prompts, tokenizer, max_new_tokens, show_prompt=not args.chat)
+    with stance:
+        rows, n_steps, prefill_s, decode_s = generate(
+            prompts, max_new_tokens, sample, prefill, decode, cache, eos_ids, printer and printer.push,
+            args.prefill_chunk,
+        )  # fmt: skip
+    peaks = world.gather(report.peak_bytes(world.device))
+    texts = printer and printer.finish(rows)
+    reports = measure_exposed(prompts, model, prefill, decode, cache, args, world) if args.exposed else None
+    if args.profile is not None:
+        with world.together():
+            exposed.profile(args.profile, world, steps(prompts, prefill, decode, cache))
+    longest = max(map(len, prompts))
+    read = report.step_bytes(model, cache, longest + n_steps / 2)  # of the mean step
+    world.gather(None)  # so that all ranks measure at once
+    bandwidth = report.read_bandwidth(world.device, min(max(int(read), 2**28), 2**30))
+    tpot = decode_s / (n_steps - 1) if n_steps > 1 else None
+    later = sum(max(len(row) - 1, 0) for row in rows)  # tokens after each row's first; ended rows give no more
+    return {
+        "batch": len(prompts), "prompt_tokens": longest, "new_tokens": n_steps, "exposed": reports,
+        "compile_s": compile_s, "prefill_s": prefill_s, "decode_s": decode_s, "ttft_ms": 1e3 * prefill_s,
+        "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and later / decode_s, "tok_s_user": tpot and 1 / tpot,
+        "step_bytes": int(read), "bandwidth": bandwidth, "mbu": tpot and read / tpot / bandwidth,
+        "threads": torch.get_num_threads(), "peak_bytes": peaks, "tokens": None if world.simulated else rows,
+        "texts": texts,
+    }  # fmt: skip
+
+
+def probe_bandwidth(world):
+    """Print what each rank, all at once, reads from its memory."""
+    for rank, rate in enumerate(world.gather(report.read_bandwidth(world.device))):
+        if world.rank == 0:
+            threads = f", {torch.get_num_threads()} threads" if world.device.type == "cpu" else ""
+            print(f"rank {rank}: {rate / 1e9:.1f} GB/s read from memory ({world.device.type}{threads})")
+
+
 def main(argv=None):
     args = parse(argv)
     chosen = link.choose(args.link, args.link_latency_us, args.link_gbps)
     if args.simulate_tp and chosen is None:
         raise InputError("--simulate-tp needs a link to predict: --link NAME, or --link-latency-us and --link-gbps")
     world = tp.join(args.device, chosen or (link.FREE if args.exposed else None), args.simulate_tp)
+    if args.probe_bandwidth:
+        return probe_bandwidth(world)
     args.ignore_eos |= world.simulated
     with world.together():
         config, tokenizer = describe(args)
@@ -492,45 +556,16 @@ def main(argv=None):
     load_s = time.perf_counter() - start
     if args.interactive:
         return chat_loop(args, model, tokenizer, world)
-
-    cache = model.new_cache(len(prompts), max(map(len, prompts)) + max_new_tokens)
-    prefill, decode = compiled(model, args)
-    compile_s = 0.0
-    if args.compile or args.compile_prefill:
-        if world.rank == 0:
-            print("compiling ...", file=sys.stderr)
-        compile_s = warm_up(prompts, prefill, decode, cache)
-    sample = make_sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
-    eos_ids = () if args.ignore_eos else config.eos_ids
-    printer = None
-    if world.rank == 0 and not world.simulated:
-        printer = Printer(prompts, tokenizer, max_new_tokens, show_prompt=not args.chat)
-    rows, n_steps, prefill_s, decode_s = generate(
-        prompts, max_new_tokens, sample, prefill, decode, cache, eos_ids, printer and printer.push
-    )
-    peaks = world.gather(peak_bytes(world.device))
-    texts = printer and printer.finish(rows)
-    reports = measure_exposed(prompts, model, prefill, decode, cache, args, world) if args.exposed else None
-    if args.profile is not None:
-        with world.together():
-            exposed.profile(args.profile, world, steps(prompts, prefill, decode, cache))
-    if world.rank > 0:
-        return
-
-    tpot = decode_s / (n_steps - 1) if n_steps > 1 else None
-    later = sum(max(len(row) - 1, 0) for row in rows)  # tokens after each row's first; ended rows give no more
     result = {
         "wiring": config.wiring, "model": args.model or Path(args.checkpoint).resolve().name,
         "n_layers": config.n_layers, "tp": world.tp_size, "simulated": world.simulated,
-        "batch": len(prompts), "prompt_tokens": max(map(len, prompts)), "new_tokens": n_steps,
         "dtype": str(model.norm.weight.dtype).removeprefix("torch."), "quant": None, "device": world.device.type,
-        "link": chosen and dataclasses.asdict(chosen), "exposed": reports, "load_s": load_s, "compile_s": compile_s,
-        "prefill_s": prefill_s, "decode_s": decode_s, "ttft_ms": 1e3 * prefill_s, "tpot_ms": tpot and 1e3 * tpot,
-        "tok_s": tpot and later / decode_s, "tok_s_user": tpot and 1 / tpot, "step_bytes": step_bytes(model, cache),
-        "peak_bytes": peaks, "torch": torch.__version__, "commit": git_commit(),
-        "tokens": None if world.simulated else rows, "texts": texts,
+        "link": chosen and dataclasses.asdict(chosen), "load_s": load_s, "torch": torch.__version__,
+        "commit": report.git_commit(), **run_batch(args, model, tokenizer, prompts, max_new_tokens, world),
     }  # fmt: skip
-    print(summary(result), file=sys.stderr)
+    if world.rank > 0:
+        return
+    print(report.summary(result), file=sys.stderr)
     if args.json:
         with open(args.json, "a", encoding="utf-8") as f:
             f.write(json.dumps(result) + "\n")

@@ -20,6 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
+import cpu
 from link import LinkedGroup
 from model import InputError, SingleDevice, Transformer
 
@@ -81,7 +82,7 @@ def head_rows(vocab_size, tp_size):
 def load_shard(config, weights, dtype, device, rank=0, tp_size=1):
     """The Transformer with this rank's shard of the weights, on the device, of the dtype; without collectives.
 
-    weights: anything with shape(name) and read(name, dim, ranges), such as checkpoint.Weights; only the shard is read.
+    weights: anything with shape(name) and fill(target, name, dim, ranges), such as checkpoint.Weights.
     Raises InputError for tensors that are missing, of another shape than the config says, or not finite.
     """
     plan = shard_plan(config, rank, tp_size)
@@ -92,8 +93,12 @@ def load_shard(config, weights, dtype, device, rank=0, tp_size=1):
         if weights.shape(name) != parameter.shape:
             raise InputError(f"tensor {name} is {weights.shape(name)}, but the config says {tuple(parameter.shape)}")
         path, _, kind = name.rpartition(".")
-        tensor = weights.read(name, *plan.get(path.rpartition(".")[2], (0, None)))
-        tensor = tensor.to(device, dtype)
+        dim, ranges = plan.get(path.rpartition(".")[2], (0, None))
+        shape = list(parameter.shape)
+        if ranges is not None:
+            shape[dim] = sum(stop - start for start, stop in ranges)
+        tensor = cpu.empty(shape, dtype, device)
+        weights.fill(tensor, name, dim, ranges)
         if not tensor.sum(dtype=torch.float32).isfinite():
             raise InputError(f"tensor {name} holds NaN or infinite values in {str(dtype).removeprefix('torch.')}")
         _put(model.get_submodule(path), kind, tensor)

@@ -26,6 +26,7 @@ import generate
 import link
 import tp
 from model import SIZES, Config, InputError
+from report import git_commit
 
 # On two ranks 26 MB in either sublayer: some 2 ms for a core that reads 12 GB/s
 SMALL = Config(8, 40, 40, 64, 2560, 3456, 4096, 4096)
@@ -117,10 +118,10 @@ def main():
     config = model_config(args)
     config = dataclasses.replace(config, n_layers=args.n_layers or config.n_layers, max_seq_len=args.prompt_length + 1)
     dtype = checkpoint.DTYPES[args.dtype]
-    weights = checkpoint.RandomWeights(config, dtype, world.device)
+    weights = checkpoint.RandomWeights(config, world.device)
     base = tp.load_shard(config, weights, dtype, world.device, world.rank, world.tp_size)
     prompts = [[1 + row] * args.prompt_length for row in range(args.batch)]
-    cache = base.new_cache(args.batch, args.prompt_length + 1)
+    cache = generate.make_cache(base, args.batch, args.prompt_length + 2)  # a step never reads the last slot
     kind = "prefill" if args.prefill else "decode"
     partial = base.norm.weight.new_zeros(args.batch, args.prompt_length if args.prefill else 1, config.dim)
     args.compile = args.compile_prefill = not args.eager
@@ -147,7 +148,7 @@ def main():
         "model": args.model, "n_layers": config.n_layers, "kind": kind, "compiled": not args.eager, "tp": world.tp_size,
         "simulated": world.simulated, "batch": args.batch, "tokens": args.prompt_length, "dtype": args.dtype,
         "device": world.device.type, "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "commit": generate.git_commit(), "command": args.command or command(world),
+        "commit": git_commit(), "command": args.command or command(world),
     }  # fmt: skip
     lines = []
     for (n, name), report in reports.items():

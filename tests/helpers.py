@@ -1,5 +1,6 @@
 """What the tests share: small configs, weights in memory, and functions run on several ranks."""
 
+import argparse
 import os
 import pickle
 import queue
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import generate
 import tp
 from model import Config, Transformer
 
@@ -69,17 +71,17 @@ class StateWeights:
     def shape(self, name):
         return tuple(self.state[name].shape)
 
-    def read(self, name, dim=0, ranges=None):
+    def fill(self, target, name, dim=0, ranges=None):
         tensor = self.state[name]
-        if ranges is None:
-            return tensor.clone()
-        return torch.cat([tensor.narrow(dim, a, b - a) for a, b in ranges], dim)
+        if ranges is not None:
+            tensor = torch.cat([tensor.narrow(dim, a, b - a) for a, b in ranges], dim)
+        target.copy_(tensor)
 
 
-def shard(config, rank, tp_size):
+def shard(config, rank, tp_size, dtype=torch.float32):
     """This rank's part of random_model, with the collectives of the default group."""
     weights = StateWeights(random_model(config).state_dict())
-    net = tp.load_shard(config, weights, torch.float32, "cpu", rank, tp_size)
+    net = tp.load_shard(config, weights, dtype, "cpu", rank, tp_size)
     net.comm = tp.TensorParallel(config, tp_size, dist.group.WORLD)
     return net
 
@@ -152,13 +154,13 @@ def last_logits(net, tokens, lengths, steps=3, compile=False):
     """Logits (B, steps + 1, V) at the last positions of each row: one prefill without the last `steps` tokens, then
     decode, one token of every row at a time, the rows at different positions."""
     torch._dynamo.reset()
-    prefill = torch.compile(net, fullgraph=True) if compile else net
-    decode = torch.compile(net, fullgraph=True, dynamic=False) if compile else net
+    flags = argparse.Namespace(compile=compile, compile_prefill=compile)
+    prefill, decode = generate.compiled(net, flags)
     cache = net.new_cache(len(tokens), tokens.shape[1] + 2)
     positions = lengths - steps
     out = [prefill(tokens[:, : int(positions.max())], cache=cache, select=positions - 1)]
     for _ in range(steps):
         token = tokens.gather(1, positions[:, None])
-        out.append(decode(token, positions[:, None], cache, cache[0][0].shape[2]))
+        out.append(decode(token, positions[:, None], cache, int(positions.max()) + 1))
         positions = positions + 1
     return torch.cat(out, dim=1)

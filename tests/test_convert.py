@@ -484,8 +484,8 @@ def test_memory_stays_near_one_shard(tmp_path):
         shape = {"num_hidden_layers": n_layers, "hidden_size": 512, "intermediate_size": 1024, "head_dim": 64}
         config = transformers.LlamaConfig(**{**SMALL, **shape, "num_attention_heads": 8})
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name, max_shard_size="8MB")
-        source = "import sys, torch, convert_hf_checkpoint as c, generate; c.main(sys.argv[1:]); "
-        source += "print(generate.peak_bytes(torch.device('cpu')))"
+        source = "import sys, torch, convert_hf_checkpoint as c, report; c.main(sys.argv[1:]); "
+        source += "print(report.peak_bytes(torch.device('cpu')))"
         args = [str(tmp_path / name), "--out", str(tmp_path / f"{name}-out"), "--shard-gb", "0.008"]
         done = subprocess.run(
             [sys.executable, "-c", source, *args], capture_output=True, text=True, check=True, cwd=ROOT

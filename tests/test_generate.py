@@ -1,5 +1,6 @@
 """Generation from the command line and below it: greedy texts, sampling, stopping, results, bad input."""
 
+import argparse
 import dataclasses
 import json
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import BASE, ROOT, random_model, script, shared_data
+from helpers import BASE, ROOT, random_model, script, shared_data, unequal_rows
 
 import checkpoint
 import generate
@@ -26,7 +27,7 @@ WORLD = tp.World(0, 1, torch.device("cpu"))
 KEYS = (
     "wiring, model, n_layers, tp, simulated, batch, prompt_tokens, new_tokens, dtype, quant, device, link, exposed, "
     "load_s, compile_s, prefill_s, decode_s, ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, peak_bytes, torch, "
-    "commit, tokens, texts"
+    "bandwidth, mbu, threads, commit, tokens, texts"
 )
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
@@ -108,7 +109,7 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags):
         "quant": None, "device": "cpu", "link": None, "torch": torch.__version__,
     }  # fmt: skip
     assert {key: result[key] for key in expected} == expected
-    assert list(result) == KEYS.split(", ")
+    assert set(result) == set(KEYS.split(", "))
     assert result["prompt_tokens"] == max(len(tokenizer.encode(p)) for p in PROMPTS)
     assert len(result["peak_bytes"]) == ranks and min(result["peak_bytes"]) > 1e7
     assert (result["compile_s"] > 0) == ("--compile" in flags)
@@ -123,8 +124,9 @@ def test_step_bytes_are_the_weights_and_the_cache(tiny):
     c = checkpoint.read_config(tiny)
     layer = c.dim * c.head_dim * (15 + 2 * 5 + 15) + 3 * c.dim * c.intermediate_size + 2 * c.dim
     weights = c.n_layers * layer + c.dim + c.dim * c.vocab_size
-    cache = c.n_layers * 2 * 5 * 10 * c.head_dim
-    assert result["step_bytes"] == 4 * (weights + cache)
+    slot = c.n_layers * 2 * 5 * c.head_dim
+    assert result["step_bytes"] == 4 * weights + 4 * slot * (4 + 9) / 2  # from 4 to 9 slots are filled
+    assert result["mbu"] == pytest.approx(result["step_bytes"] / result["tpot_ms"] * 1e3 / result["bandwidth"])
 
 
 def test_a_single_prompt_streams_its_text(tiny):
@@ -279,6 +281,69 @@ def test_equal_seeds_draw_equal_tokens():
     logits = torch.randn(50, 40)
     draws = [generate.make_sampler(1.0, seed=seed)(logits).tolist() for seed in (0, 0, 1)]
     assert draws[0] == draws[1] != draws[2]
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 6, 12, 26, 27])
+def test_a_prefill_in_chunks_equals_one_pass(chunk):
+    net = random_model(BASE)
+    tokens, lengths = unequal_rows(BASE)
+    calls = []
+
+    def prefill(part, *args, **kwargs):
+        calls.append(part.shape[1])
+        return net(part, *args, **kwargs)
+
+    with torch.no_grad():
+        one, many = net.new_cache(3, 12), net.new_cache(3, 12)
+        expected = net(tokens, cache=one, select=lengths - 1)[:, 0]
+        logits = generate.in_chunks(prefill, tokens, lengths, many, chunk)
+    width = max(1, chunk // 3)
+    assert calls == [width] * (9 // width) + [9 % width] * (9 % width > 0)
+    assert torch.allclose(logits, expected, atol=1e-5)
+    for (k, v), (k1, v1) in zip(many, one, strict=True):
+        assert torch.allclose(k, k1, atol=1e-5) and torch.allclose(v, v1, atol=1e-5)
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
+    """What is beyond them holds NaN, which a mask would not keep out of a sum."""
+    net = random_model(BASE)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    prefill, decode = generate.compiled(net, argparse.Namespace(compile=compile, compile_prefill=False))
+    cache = net.new_cache(2, 40)
+    for tensor in (t for layer in cache for t in layer):
+        tensor[:, :, 9:] = torch.nan
+    seen = []
+
+    def sample(logits):
+        assert logits.isfinite().all()
+        seen.append(1)
+        for tensor in (t for layer in cache for t in layer):
+            assert tensor[:, :, 9 + len(seen) :].isnan().all()
+        return logits.argmax(-1)
+
+    rows, *_ = generate.generate([[5, 6, 7, 8, 9, 10, 11, 12, 13], [7, 8]], 30, sample, prefill, decode, cache)
+    assert len(seen) == len(rows[0]) == 30
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == int(compile)
+    again, *_ = generate.generate([[7, 8]], 30, lambda x: x.argmax(-1), net, net, net.new_cache(1, 40))
+    assert again[0] == rows[1]
+
+
+def test_a_gpu_reads_the_cache_in_buckets():
+    def slots(longest, length, device):
+        key = argparse.Namespace(device=torch.device(device), shape=(1, 1, length, 8))
+        return generate.filled_slots(longest, [(key, key)])
+
+    assert [slots(n, 1000, "cpu") for n in (2, 256, 999)] == [2, 256, 999]
+    assert [slots(n, 1000, "cuda") for n in (2, 256, 257, 700, 999)] == [256, 256, 512, 768, 999]
+
+
+def test_probe_bandwidth_prints_it_and_ends():
+    done = script("generate.py", "--probe-bandwidth", ranks=2)
+    assert done.returncode == 0
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["rank 0", "rank 1"]
+    assert all(1 < float(line.split()[2]) < 1e4 for line in done.stdout.splitlines())
 
 
 def test_each_row_stops_at_its_own_end():

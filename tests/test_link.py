@@ -352,7 +352,7 @@ def test_one_rank_alone_predicts_times_and_prints_no_text(tmp_path):
         assert report["step_ms"] - report["silent_ms"] == pytest.approx(report["exposed_ms"])
         assert report["blocked_ms"] >= 4 * 4 * 0.9
     whole = 2 * (2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192) + 2048 * 128256  # elements of the matrices
-    cache = 2 * 2 * 2 * 8 * 64 * 8  # layers, k and v, rows, KV heads, their size, slots
+    cache = 2 * 2 * 2 * 8 * 64 * (6 + 7) / 2  # layers, k and v, rows, KV heads, their size, slots filled
     assert result["step_bytes"] == 2 * (whole + cache) // 8 + 2 * 5 * 2048
 
 

@@ -63,10 +63,9 @@ def test_a_rank_reads_only_its_slice():
     read = []
 
     class Counting(StateWeights):
-        def read(self, *args):
-            tensor = super().read(*args)
-            read.append((args[0], tensor.numel()))
-            return tensor
+        def fill(self, target, name, dim, ranges):
+            super().fill(target, name, dim, ranges)
+            read.append((name, target.numel()))
 
     state = random_model(config).state_dict()
     tp.load_shard(config, Counting(state), torch.float32, "cpu", rank=1, tp_size=4)
@@ -85,6 +84,24 @@ def all_cases(rank, tp_size):
             net = shard(config, rank, tp_size)
             answers.append((changes, compile, last_logits(net, *unequal_rows(config), compile=compile)))
     return answers
+
+
+def halves(rank, tp_size):
+    """(logits of bfloat16 with few_rows.cpp, compiled; the same without) of two cases on this rank."""
+    answers = []
+    for case in (1, 5):
+        config = dataclasses.replace(BASE, **WIRED[case], **UNEVEN)
+        tokens = unequal_rows(config)
+        answers.append([last_logits(shard(config, rank, tp_size, torch.bfloat16), *tokens, compile=c) for c in (1, 0)])
+    return answers
+
+
+@pytest.mark.parametrize("tp_size", [2, 3, 4])
+def test_few_rows_on_all_ranks_compute_what_one_device_does(tp_size):
+    for case, (compiled, eager) in zip((1, 5), run_ranks(tp_size, halves)[0], strict=True):
+        expected = expected_logits(dataclasses.replace(BASE, **WIRED[case], **UNEVEN), tp_size)
+        assert (compiled - expected).abs().max() < 0.05 * expected.abs().max()
+        assert (compiled - expected).abs().mean() < 1.2 * (eager - expected).abs().mean()
 
 
 def expected_logits(config, tp_size):

@@ -8,6 +8,7 @@ import torch
 from helpers import BASE, WIRED, random_model, shard, unequal_rows, wired_id
 from reference import Reference
 
+import cpu
 import model
 
 
@@ -107,12 +108,13 @@ def test_order_of_the_plain_loop(changes, order):
     assert eager_order(dataclasses.replace(BASE, n_layers=2, **changes)) == order.split()
 
 
-def compiled_order(config, batch, length, rank=0, tp_size=2):
+def compiled_order(config, batch, length, dtype, rank=0, tp_size=2):
     """The order of matmuls, starts and waits in the code that Inductor generates for decode or prefill."""
     from torch._inductor.utils import run_and_get_code
 
     torch._dynamo.reset()
-    net = shard(config, rank, tp_size)
+    net = shard(config, rank, tp_size, dtype)
+    cpu.use_few_rows(net)
     cache = net.new_cache(batch, 16)
     tokens = torch.randint(config.vocab_size, (batch, length))
     kwargs = {"cache": cache}
@@ -129,7 +131,7 @@ def calls(source):
     pattern = re.compile(
         r"^ *[^#\n]*(?:all_reduce_\.default\((?P<start>\w+),"
         r"|(?:ladder\.settle\.default\(\w+, |wait_tensor\.default\()(?P<wait>\w+)"
-        r"|(?P<c>extern_kernels\.(?:mm|addmm)\(|_linear_pointwise|mkl_linear))",
+        r"|(?P<c>extern_kernels\.(?:mm|addmm)\(|_linear_pointwise|mkl_linear|ladder\.few_rows\.default\())",
         re.MULTILINE,
     )
     events, started = [], []
@@ -152,10 +154,14 @@ def squeeze(events):
     return " ".join(e for e, before in zip(events, ["", *events], strict=False) if e != "c" or before != "c")
 
 
-@pytest.mark.parametrize("length", [1, 5], ids=["decode", "prefill"])
+@pytest.mark.parametrize(
+    "length, dtype",
+    [(1, torch.float32), (5, torch.float32), (1, torch.bfloat16)],
+    ids=["decode", "prefill", "decode with few_rows"],
+)
 @pytest.mark.parametrize("changes", WIRED, ids=wired_id)
-def test_compiled_code_keeps_the_order_of_the_loop(changes, length, fake_group):
+def test_compiled_code_keeps_the_order_of_the_loop(changes, length, dtype, fake_group):
     """Each ladder sum is waited for behind the next sublayer's matmuls and the start of its all-reduce, not before."""
     config = dataclasses.replace(BASE, **changes)
     expected = [*eager_order(config), "c"]  # and the output head
-    assert squeeze(compiled_order(config, 2, length)) == squeeze(expected)
+    assert squeeze(compiled_order(config, 2, length, dtype)) == squeeze(expected)

@@ -1,0 +1,89 @@
+"""What a run reports: bytes and bandwidth, memory, the commit, a few lines for people."""
+
+import resource
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+import cpu
+import exposed
+import link
+
+
+def synchronize(device):
+    """Wait for what was started on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def read_bandwidth(device, size=2**30, repeats=9):
+    """Bytes per second that this process reads from the device's memory: the median of some passes over `size` bytes.
+
+    A pass sums a tensor, which should be far larger than the caches. Several ranks on one machine share its memory:
+    let all of them measure at once.
+    """
+    tensor, seconds = cpu.empty((size // 4,), torch.float32, device).fill_(1), []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        tensor.sum()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return size / statistics.median(seconds)
+
+
+def step_bytes(model, cache, filled):
+    """Bytes that a decode step of this rank reads: all weights but the embedding table, `filled` slots of the cache."""
+    weights = sum(
+        p.numel() * p.element_size()
+        for n, p in model.named_parameters(remove_duplicate=False)
+        if n != "tok_embeddings.weight"
+    )
+    return weights + sum(t[:, :, 0].numel() * t.element_size() * filled for layer in cache for t in layer)
+
+
+def peak_bytes(device):
+    """Peak memory of this process: allocated on the GPU, or resident on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if not status.is_file():  # not Linux
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # ru_maxrss would count the parent's memory at the time of the fork
+    return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
+
+
+def git_commit():
+    """The commit of this code, with "+" if it was edited since, or None outside a git checkout."""
+
+    def git(*command):
+        return subprocess.run(
+            ["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        ).stdout
+
+    try:
+        edited = git("status", "--porcelain", "-uno", "*.py")
+        return git("rev-parse", "--short", "HEAD").strip() + "+" * bool(edited)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def summary(r):
+    """The result in a few lines for people."""
+    head = "PREDICTED times of one rank alone: " if r["simulated"] else ""
+    head += f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}"
+    head += f", link {link.Link(**r['link'])}" if r["link"] else ""
+    head += f", batch {r['batch']}, {r['dtype']}, {r['device']}"
+    times = f"load {r['load_s']:.2f} s, compile {r['compile_s']:.2f} s, first token {r['ttft_ms']:.1f} ms"
+    if r["tpot_ms"]:
+        times += f", then {r['tpot_ms']:.2f} ms per token: {r['tok_s']:.1f} tok/s"
+        times += f" ({r['tok_s_user']:.1f} for each of {r['batch']} users)" * (r["batch"] > 1)
+    memory = f"{r['step_bytes'] / 1e6:.1f} MB read per step"
+    if r["mbu"]:
+        memory += f", {100 * r['mbu']:.0f} % of what {r['bandwidth'] / 1e9:.1f} GB/s allow"
+    memory += f", peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"
+    reports = "".join("\n" + exposed.report(*item) for item in (r["exposed"] or {}).items())
+    return f"{head}\n{times}\n{memory}{reports}"

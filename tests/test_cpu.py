@@ -1,0 +1,157 @@
+"""few_rows.cpp against float64, huge pages, the memory of loading."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import BASE, ROOT, last_logits, random_model, script, unequal_rows
+from reference import Reference
+
+import checkpoint
+import cpu
+
+
+def numbers(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).bfloat16()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("N, K", [(1, 1), (7, 5), (33, 2731), (100, 64), (40, 4100), (301, 2048)])
+def test_few_rows_are_exact_up_to_the_last_rounding(N, K, threads):
+    """bfloat16 has 8 bits: half a unit in the last place is at most 2^-8 of the result; float32 sums add far less."""
+    cpu.build()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for M in [*range(1, 18), 24]:
+            x, weight = numbers(M, K), numbers(N, K)
+            y = torch.ops.ladder.few_rows(x, weight)
+            exact = x.double() @ weight.double().T
+            size = x.double().abs() @ weight.double().abs().T
+            assert y.shape == (M, N) and y.dtype == torch.bfloat16
+            assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * size).all(), M
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_few_rows_of_any_shape_and_stride():
+    cpu.build()
+    weight = numbers(12, 40)
+    x = numbers(40, 3, 2).permute(1, 2, 0)  # (3, 2, 40), not contiguous
+    y = torch.ops.ladder.few_rows(x, weight)
+    assert torch.equal(y, torch.ops.ladder.few_rows(x.contiguous().view(6, 40), weight).view(3, 2, 12))
+    torch.library.opcheck(torch.ops.ladder.few_rows.default, (x, weight))
+    assert torch.ops.ladder.few_rows(numbers(0, 40), weight).shape == (0, 12)
+    for bad in (weight[:, ::2], weight[:, :39], weight.float()):
+        with pytest.raises(RuntimeError, match="few_rows takes x"):
+            torch.ops.ladder.few_rows(x, bad)
+
+
+def test_a_linear_takes_few_rows_or_many(monkeypatch):
+    cpu.build()
+    linear = torch.nn.Linear(40, 12).bfloat16()
+    linear.__class__ = cpu.Linear
+    called = []
+    real = torch.ops.ladder.few_rows
+    monkeypatch.setattr(torch.ops.ladder, "few_rows", lambda *args: called.append(1) or real(*args))
+    with torch.no_grad():
+        for rows, few in ((1, True), (cpu.FEW, True), (cpu.FEW + 1, False)):
+            x = numbers(rows, 1, 40)
+            expected = x.double() @ linear.weight.double().T + linear.bias.double()
+            assert (linear(x) - expected).abs().max() < 0.02
+            assert called == [1] * few
+            called.clear()
+
+
+@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True, "qk_norm": True}], ids=str)
+def test_a_compiled_model_with_few_rows(changes):
+    config = dataclasses.replace(BASE, wiring="ladder", **changes)
+    net = random_model(config)
+    reference = Reference(config, net.state_dict())
+    for weight in net.parameters():  # not .to(): the rope frequencies stay float32
+        weight.data = weight.data.bfloat16()
+    tokens, lengths = unequal_rows(config)
+    eager = last_logits(net, tokens, lengths)
+    logits = last_logits(net, tokens, lengths, compile=True)
+    assert all(type(m) is cpu.Linear for m in net.modules() if isinstance(m, torch.nn.Linear))
+    for row, length in enumerate(lengths):
+        expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
+        assert (logits[row] - expected).abs().max() < 0.05 * expected.abs().max()
+        assert (logits[row] - expected).abs().mean() < 1.2 * (eager[row] - expected).abs().mean()
+
+
+def test_other_dtypes_keep_their_linears():
+    net = random_model(BASE)
+    cpu.use_few_rows(net)
+    assert not any(isinstance(m, cpu.Linear) for m in net.modules())
+
+
+@pytest.mark.skipif(not hasattr(cpu.mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages")
+def test_large_tensors_ask_for_huge_pages():
+    tensor = cpu.empty((3, 2**20), torch.float32)
+    assert tensor.shape == (3, 2**20) and tensor.dtype == torch.float32
+    tensor.fill_(1)
+    entries = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    for entry in filter(None, entries):
+        start, stop = (int(x, 16) for x in entry.split()[0].split("-"))
+        if start <= tensor.data_ptr() < stop:
+            assert " hg" in entry.partition("VmFlags:")[2]
+            return
+    pytest.fail("the tensor is nowhere in memory")
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"CXX": "no-such-compiler"}, "--compile needs a C++ compiler: install g++, or name one in $CXX"),
+        ({"CXX": "false"}, "false cannot compile few_rows.cpp: code 1"),
+        ({"XDG_CACHE_HOME": "/dev/null"}, "cannot write /dev/null/ladder-fast: Not a directory"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_built_is_one_clear_line(environment, message, tmp_path):
+    flags = [
+        "--model",
+        "1b",
+        "--n-layers",
+        "1",
+        "--random-weights",
+        "--prompt-ids",
+        "1",
+        "--max-new-tokens",
+        "2",
+        "--compile",
+    ]
+    done = script("generate.py", *flags, **{"XDG_CACHE_HOME": str(tmp_path), **environment})
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+    assert list(tmp_path.rglob("*.so")) == []
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_loading_takes_little_more_memory_than_the_shard(tp_size, tmp_path):
+    """A rank of 200 MB of model: the peak is compared with that of loading next to nothing."""
+
+    def peak(name, n_layers):
+        shape = {"dim": 512, "n_heads": 8, "n_kv_heads": 8, "head_dim": 64, "intermediate_size": 2048}
+        vocab_size = 60000 if n_layers > 1 else 10
+        config = dataclasses.replace(BASE, n_layers=n_layers, vocab_size=vocab_size, **shape)
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        net = random_model(config)
+        checkpoint.write_model(folder, config, net.state_dict(), torch.float32)
+        source = f"""
+import checkpoint, report, tp, torch
+weights = checkpoint.Weights({str(folder)!r})
+net = tp.load_shard(checkpoint.read_config({str(folder)!r}), weights, torch.float32, "cpu", 0, {tp_size})
+print(sum(p.numel() for p in net.parameters()) * 4, report.peak_bytes(torch.device("cpu")))"""
+        done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, cwd=ROOT)
+        return map(int, done.stdout.split())
+
+    (size, large), (nothing, small) = peak("large", 12), peak("small", 1)
+    assert size - nothing > 2.5e8
+    assert large - small < 1.2 * (size - nothing)
