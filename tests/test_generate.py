@@ -318,9 +318,10 @@ def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
 
     def sample(logits):
         assert logits.isfinite().all()
-        seen.append(1)
         for tensor in (t for layer in cache for t in layer):
             assert tensor[:, :, 9 + len(seen) :].isnan().all()
+            tensor[1, :, 9 + len(seen)] = 0  # the next step reads this slot of the shorter row too, behind the mask
+        seen.append(1)
         return logits.argmax(-1)
 
     rows, *_ = generate.generate([[5, 6, 7, 8, 9, 10, 11, 12, 13], [7, 8]], 30, sample, prefill, decode, cache)

@@ -1,5 +1,6 @@
 """The emulated link, one rank alone, and the measuring of exposed communication."""
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -15,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import BASE, ROOT, WIRED, last_logits, random_model, run_ranks, script, shard, unequal_rows, wired_id
-from torch._dynamo.testing import CompileCounter
 
 import exposed
 import generate
@@ -408,19 +408,17 @@ def test_simulating_under_torchrun_is_refused():
 def test_measuring_runs_what_is_compiled_already():
     """Steps have the tensors that generate() has: else a trace would show the compiler at work."""
     torch._dynamo.reset()
-    net = random_model(BASE)
-    counted = CompileCounter()
-    prefill = torch.compile(net, backend=counted, fullgraph=True)
-    decode = torch.compile(net, backend=counted, fullgraph=True, dynamic=False)
+    net, graphs = random_model(BASE), torch._dynamo.utils.counters["stats"]
+    graphs.clear()
+    prefill, decode = generate.compiled(net, argparse.Namespace(compile=True, compile_prefill=True))
     prompts = [[5, 6, 7], [8, 9]]
     cache = net.new_cache(2, 8)
     generate.generate(prompts, 4, generate.make_sampler(0), prefill, decode, cache)
-    graphs = counted.frame_count
-    assert graphs == 2
+    assert graphs["unique_graphs"] == 2
     for step in generate.steps(prompts, prefill, decode, cache).values():
         with torch.inference_mode():
             step()
-    assert counted.frame_count == graphs
+    assert graphs["unique_graphs"] == 2
 
 
 def test_exposed_compiled_on_real_ranks(tmp_path):
