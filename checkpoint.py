@@ -171,18 +171,18 @@ class Weights:
     def names(self):
         return list(self.files)
 
-    def _slice(self, name):
+    def _open(self, name):
         if name not in self.files:
             raise InputError(f"the checkpoint has no tensor {name}")
         # Opened anew each time: what was read stays mapped as long as its tensor lives, and no longer.
-        return safe_open(self.files[name], framework="pt").get_slice(name)
+        return safe_open(self.files[name], framework="pt")
 
     def shape(self, name):
-        return tuple(self._slice(name).get_shape())
+        return tuple(self._open(name).get_slice(name).get_shape())
 
     def read(self, name):
         """The tensor, mapped into memory."""
-        return self._slice(name)[:]
+        return self._open(name).get_tensor(name)
 
     def fill(self, target, name, dim=0, ranges=None):
         """Copy the tensor, or the given ranges (start, stop) along dimension 0 or 1 of it, joined, into target.
@@ -195,10 +195,8 @@ class Weights:
             start += b - a
             step = max(1, 2**24 // (part[:1].numel() * part.element_size() or 1))
             for i in range(0, len(part), step):
-                piece, tensor = part[i : i + step], self._slice(name)
-                first = i + a if dim == 0 else i
-                rows = slice(first, first + len(piece))
-                piece.copy_(tensor[rows] if dim == 0 else tensor[rows, a:b])
+                source = self.read(name).narrow(dim, a, b - a)
+                part[i : i + step].copy_(source[i : i + step])
 
 
 class RandomWeights:

@@ -230,6 +230,7 @@ def warm_up(prompts, max_new_tokens, prefill, decode, cache, chunk=CHUNK):
     return time.perf_counter() - start
 
 
+@torch.inference_mode()
 def steps(prompts, prefill, decode, cache):
     """Functions that run the prefill, in one pass, and a decode step at the end of the cache, any number of times."""
     tokens, lengths = pad(prompts, cache[0][0].device)

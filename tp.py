@@ -99,7 +99,7 @@ def load_shard(config, weights, dtype, device, rank=0, tp_size=1):
             shape[dim] = sum(stop - start for start, stop in ranges)
         tensor = cpu.empty(shape, dtype, device)
         weights.fill(tensor, name, dim, ranges)
-        if not tensor.sum(dtype=torch.float32).isfinite():
+        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
             raise InputError(f"tensor {name} holds NaN or infinite values in {str(dtype).removeprefix('torch.')}")
         _put(model.get_submodule(path), kind, tensor)
     if config.tie_embeddings:
