@@ -193,8 +193,10 @@ class Weights:
         for a, b in ranges or [(0, target.shape[dim])]:
             part = target.narrow(dim, start, b - a)
             start += b - a
-            step = max(1, 2**24 // (part[:1].numel() * part.element_size() or 1))
+            row = self.read(name)[:1]
+            step = max(1, 2**24 // row.nbytes)
             for i in range(0, len(part), step):
+                # read anew: the pages behind what was copied go with the tensor
                 source = self.read(name).narrow(dim, a, b - a)
                 part[i : i + step].copy_(source[i : i + step])
 

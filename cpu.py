@@ -1,10 +1,14 @@
 """What a CPU needs to decode at the speed of its memory: weights in huge pages, and few_rows.cpp to multiply them."""
 
+import contextlib
 import hashlib
 import mmap
 import os
+import platform
+import shlex
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import torch
@@ -13,7 +17,7 @@ import torch.nn.functional as F
 
 from model import InputError
 
-FEW = 24  # rows of x up to which few_rows.cpp is the faster one, oneDNN beyond
+FEW = 24  # rows of x up to which few_rows.cpp is the faster one, oneDNN beyond (benchmarks/few_rows.py)
 
 
 def empty(shape, dtype, device="cpu"):
@@ -22,14 +26,16 @@ def empty(shape, dtype, device="cpu"):
     if torch.device(device).type != "cpu" or size < 2**21 or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel built without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def build():
     """Compile few_rows.cpp for this processor, unless that was done before, and load the operator ladder::few_rows.
 
-    The result lies in $XDG_CACHE_HOME/ladder-fast (~/.cache without it). Raises InputError without a C++ compiler.
+    The result lies in $XDG_CACHE_HOME/ladder-fast (~/.cache without it). Raises InputError without a C++ compiler, or
+    with nowhere to write.
     """
     if hasattr(torch.ops.ladder, "few_rows"):
         return
@@ -37,27 +43,35 @@ def build():
     options = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC"]
     options += ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math"]  # sums in any order
     options += [f"-I{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
-    compiler = os.environ.get("CXX", "g++")
-    info = Path("/proc/cpuinfo")
-    processor = info.read_text().partition("\n\n")[0].partition("flags")[2] if info.is_file() else ""
-    made_of = repr((source.read_text(), compiler, options, torch.__version__, processor))
+    compiler = shlex.split(os.environ.get("CXX") or "g++")
+    made_of = repr((source.read_text(), compiler, options, torch.__version__, _processor()))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ladder-fast"
     library = folder / f"few_rows-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
-    if not library.is_file():
-        if shutil.which(compiler) is None:
-            raise InputError(f"--compile needs a C++ compiler: install g++, or name one in $CXX (now {compiler!r})")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            temporary = library.with_suffix(f".tmp-{os.getpid()}")
-            subprocess.run([compiler, source, *options, "-o", temporary], check=True, capture_output=True, text=True)
-            os.replace(temporary, library)  # two ranks may do this at once
-        except OSError as e:
-            raise InputError(f"cannot write {folder}: {e.strerror}; name another folder in $XDG_CACHE_HOME") from None
-        except subprocess.CalledProcessError as e:
-            lines = [line for line in e.stderr.splitlines() if "error" in line] or [f"code {e.returncode}"]
-            raise InputError(f"{compiler} cannot compile {source.name}: {lines[0]}") from None
-    torch.ops.load_library(library)
+    if shutil.which(compiler[0]) is None:
+        raise InputError(f"--compile needs a C++ compiler: install g++, or name one in $CXX (now {compiler[0]!r})")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not library.is_file():
+            # others may be at it too; who is done last replaces an equal file
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                made = Path(temporary) / library.name
+                subprocess.run([*compiler, source, *options, "-o", made], check=True, capture_output=True, text=True)
+                os.replace(made, library)
+        torch.ops.load_library(library)
+    except subprocess.CalledProcessError as e:
+        lines = [line for line in e.stderr.splitlines() if "error" in line or "cannot find" in line]
+        raise InputError(f"{compiler[0]} cannot compile {source.name}: {(lines or [e])[0]}") from None
+    except OSError as e:
+        reason = e.strerror or str(e).splitlines()[0]
+        raise InputError(f"cannot use {folder}: {reason}; name another folder in $XDG_CACHE_HOME") from None
     torch.library.register_fake("ladder::few_rows", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
+
+
+def _processor():
+    """What this processor can do, for which -march=native compiles."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
 class Linear(nn.Linear):
@@ -72,8 +86,7 @@ class Linear(nn.Linear):
 
 def use_few_rows(model):
     """Let a model on a CPU, in bfloat16, multiply few rows with few_rows.cpp; another model stays as it is."""
-    linears = [m for m in model.modules() if type(m) is nn.Linear]
-    if any(m.weight.device.type == "cpu" and m.weight.dtype == torch.bfloat16 for m in linears):
-        build()
-        for linear in linears:
+    for linear in [m for m in model.modules() if type(m) is nn.Linear]:
+        if linear.weight.device.type == "cpu" and linear.weight.dtype == torch.bfloat16:
+            build()
             linear.__class__ = Linear

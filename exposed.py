@@ -124,13 +124,13 @@ def _run(world, case):
     def all_reduce(x):
         ops.wait_tensor(ops.all_reduce_(x, "sum", group.group_name))
 
-    _time(world, lambda: all_reduce(case.partial.flatten()[:1]))  # so that all ranks are here
-    alone = _time(world, lambda: all_reduce(case.partial))
-    silent = _time(world, case.silent_step)
+    timed(world.device, lambda: all_reduce(case.partial.flatten()[:1]))  # so that all ranks are here
+    alone = timed(world.device, lambda: all_reduce(case.partial))
+    silent = timed(world.device, case.silent_step)
     if world.device.type != "cpu":
-        return Run(alone, _time(world, case.step), silent)
+        return Run(alone, timed(world.device, case.step), silent)
     group.log, start, transport = [], time.perf_counter(), _cpu_seconds(world.threads)
-    step = _time(world, case.step)
+    step = timed(world.device, case.step)
     transport = _cpu_seconds(world.threads) - transport
     log, group.log = group.log, None
     compute, tail = compute_times(start, log, start + step)
@@ -179,11 +179,12 @@ def _report(case, runs):
     }  # fmt: skip
 
 
-def _time(world, step):
+def timed(device, step):
+    """Seconds that step() takes on the device."""
     start = time.perf_counter()
     step()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize(world.device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     return time.perf_counter() - start
 
 
@@ -208,11 +209,11 @@ def profile(folder, world, steps):
     if world.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     for step in steps.values():
-        _time(world, step)  # may compile
+        timed(world.device, step)  # may compile
     with torch.profiler.profile(activities=activities) as trace:
         for name, step in steps.items():
             with torch.profiler.record_function(name):
-                _time(world, step)
+                timed(world.device, step)
     path = trace_file(folder, world.rank)
     try:
         trace.export_chrome_trace(f"{path}.tmp")

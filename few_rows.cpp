@@ -67,10 +67,10 @@ void tile(const BF16* w, const BF16* x, float* sums, int64_t K, int64_t count) {
 
 constexpr int kBlock = 16;  // rows of W that are computed together, so that a block of x is loaded once for all of them
 
-// M rows of x times some rows of W, at most kBlock. x goes in blocks of columns that stay in the first-level cache.
+// M rows of x times some rows of W, at most kBlock. x goes in blocks of columns that fit the first-level cache.
 template <int M>
 void block(const BF16* w, const BF16* x, BF16* y, int64_t rows, int64_t N, int64_t K) {
-  constexpr int R = M > 4 ? 2 : 1, U = M > 4 ? 1 : M > 2 ? 2 : 8 / M;  // 8 to 16 sums in flight
+  constexpr int R = M > 4 ? 2 : 1, U = M > 4 ? 1 : M > 2 ? 2 : 8 / M;  // 6 to 16 sums in flight
   const int64_t columns = M == 1 ? K : 2048;
   float sums[kBlock * M] = {};
   for (int64_t k = 0; k < K; k += columns) {
@@ -87,7 +87,7 @@ void block(const BF16* w, const BF16* x, BF16* y, int64_t rows, int64_t N, int64
 at::Tensor few_rows(const at::Tensor& input, const at::Tensor& weight) {
   TORCH_CHECK(
       input.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kBFloat16 && weight.is_contiguous() &&
-          weight.dim() == 2 && input.size(-1) == weight.size(1),
+          weight.dim() == 2 && weight.size(1) > 0 && input.size(-1) == weight.size(1),
       "few_rows takes x (..., K) and a contiguous W (N, K) in bfloat16");
   at::Tensor rows = input.contiguous();
   const int64_t N = weight.size(0), K = weight.size(1), M = rows.numel() / K;

@@ -135,8 +135,8 @@ def pad(prompts, device):
 def in_chunks(prefill, tokens, lengths, cache, chunk):
     """Logits (B, V) after the last token of each row, from a prefill in parts of at most `chunk` tokens of all rows.
 
-    tokens (B, S), lengths (B,): as pad makes them. What a pass computes in between takes memory by its tokens, so long
-    prompts take no more of it than short ones.
+    tokens (B, S), lengths (B,): as pad makes them. What a pass computes in between takes memory by its tokens, however
+    long the prompts are; only its mask grows with them, by chunk x filled slots.
     """
     B, S = tokens.shape
     last, width = lengths - 1, max(1, chunk // B)
@@ -156,9 +156,7 @@ def filled_slots(longest, cache):
 
     Exactly those on a CPU. On a GPU a multiple of BUCKET: each number is a CUDA graph of its own.
     """
-    k = cache[0][0]
-    # not all slots: that the whole cache is contiguous would be another graph to the compiler
-    return longest if k.device.type == "cpu" else min(-(-longest // BUCKET) * BUCKET, k.shape[2] - 1)
+    return longest if cache[0][0].device.type == "cpu" else -(-longest // BUCKET) * BUCKET
 
 
 @torch.inference_mode()
@@ -204,17 +202,23 @@ def compiled(model, args):
     if not args.compile:
         return prefill, model
     cpu.use_few_rows(model)
-    torch.compiler.config.dynamic_sources = "L['cache_length']"  # one graph for any number; all else is fixed
+    # One graph for any cache_length, the argument of Transformer.forward; all else is fixed. The setting is global.
+    torch.compiler.config.dynamic_sources = "L['cache_length']"
     cuda_graphs = {"mode": "reduce-overhead"} if model.norm.weight.device.type == "cuda" else {}
     return prefill, torch.compile(model, fullgraph=True, dynamic=False, **cuda_graphs)
 
 
 def make_cache(model, batch, length):
-    """A cache for compiled models: CUDA graphs must know that its tensors never move."""
-    cache = model.new_cache(batch, length)
+    """A cache of at least `length` slots, one of which no decode step reads.
+
+    (That a slice is the whole, and so contiguous, would be another graph to the compiler.) For a GPU they are whole
+    buckets and one, and CUDA graphs are told that its tensors never move.
+    """
+    if model.norm.weight.device.type == "cpu":
+        return model.new_cache(batch, length)
+    cache = model.new_cache(batch, -(-length // BUCKET) * BUCKET + 1)
     for tensor in (t for layer in cache for t in layer):
-        if tensor.device.type == "cuda":
-            torch._dynamo.mark_static_address(tensor)
+        torch._dynamo.mark_static_address(tensor)
     return cache
 
 
@@ -224,9 +228,9 @@ def warm_up(prompts, max_new_tokens, prefill, decode, cache, chunk=CHUNK):
     generate(prompts, 2, make_sampler(0, device=cache[0][0].device), prefill, decode, cache, chunk=chunk)
     longest, step = max(map(len, prompts)), steps(prompts, prefill, decode, cache)["decode"]
     if cache[0][0].device.type == "cuda":
-        for filled in range(longest // BUCKET * BUCKET, longest + max_new_tokens, BUCKET):
+        for filled in sorted({filled_slots(longest + i, cache) for i in range(1, max_new_tokens)}):
             for _ in range(3):  # to warm up, to capture, to replay
-                step(max(filled, 1))
+                step(filled)
     return time.perf_counter() - start
 
 
@@ -369,7 +373,8 @@ def chat_loop(args, model, tokenizer, world):
     """Read a line, answer, repeat. With a chat template the lines are user messages, else the text just goes on."""
     context = min(args.context or 4096, model.config.max_seq_len)
     cache = make_cache(model, 1, context)
-    prefill, decode = compiled(model, args)
+    with world.together():
+        prefill, decode = compiled(model, args)
     sample = make_sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
     eos_ids = () if args.ignore_eos else model.config.eos_ids
     messages, ids = [], []
@@ -463,10 +468,12 @@ def parse(argv):
         raise InputError(f"--seed is {args.seed} but must be from 0 to 2^63 - 1")
     if not 0 < args.top_p <= 1:
         raise InputError(f"--top-p is {args.top_p} but must be above 0 and at most 1")
-    alone = "prompt prompts_file prompt_ids prompt_length batch chat json simulate_tp exposed profile"
+    alone = "prompt prompts_file prompt_ids prompt_length batch chat json simulate_tp exposed profile probe_bandwidth"
     for name in alone.split():
         if args.interactive and getattr(args, name):
             raise InputError(f"--interactive does not go with --{name.replace('_', '-')}")
+    if args.probe_bandwidth and args.json:
+        raise InputError("--probe-bandwidth prints, and writes no --json")
     if args.context and not args.interactive:
         raise InputError("--context is for --interactive: otherwise the cache is sized to the request")
     if args.json is not None:
@@ -479,15 +486,18 @@ def parse(argv):
 def run_batch(args, model, tokenizer, prompts, max_new_tokens, world):
     """Generate from all prompts at once; returns what there is to report of it, on every rank."""
     cache = make_cache(model, len(prompts), max(map(len, prompts)) + max_new_tokens)
-    prefill, decode = compiled(model, args)
+    with world.together():
+        prefill, decode = compiled(model, args)
     compile_s = 0.0
     stance = contextlib.nullcontext()
     if args.compile or args.compile_prefill:
         if world.rank == 0:
             print("compiling ...", file=sys.stderr)
         compile_s = warm_up(prompts, max_new_tokens, prefill, decode, cache, args.prefill_chunk)
-        # every shape was seen: checking again what the graphs assume would cost about a percent of a small model's step
-        stance = torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+        if world.device.type == "cpu":
+            # Checking at each step what the graphs assume takes 0.5 ms for 16 layers. The warm-up had the same prompts
+            # and chunks; the one thing that varies, cache_length, is dynamic.
+            stance = torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
     sample = make_sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
     eos_ids = () if args.ignore_eos else model.config.eos_ids
     printer = None
@@ -507,7 +517,7 @@ def run_batch(args, model, tokenizer, prompts, max_new_tokens, world):
     longest = max(map(len, prompts))
     read = report.step_bytes(model, cache, longest + n_steps / 2)  # of the mean step
     world.gather(None)  # so that all ranks measure at once
-    bandwidth = report.read_bandwidth(world.device, min(max(int(read), 2**28), 2**30))
+    bandwidth = report.read_bandwidth(world.device)
     tpot = decode_s / (n_steps - 1) if n_steps > 1 else None
     later = sum(max(len(row) - 1, 0) for row in rows)  # tokens after each row's first; ended rows give no more
     return {
@@ -522,6 +532,7 @@ def run_batch(args, model, tokenizer, prompts, max_new_tokens, world):
 
 def probe_bandwidth(world):
     """Print what each rank, all at once, reads from its memory."""
+    world.gather(None)  # so that all ranks are there
     for rank, rate in enumerate(world.gather(report.read_bandwidth(world.device))):
         if world.rank == 0:
             threads = f", {torch.get_num_threads()} threads" if world.device.type == "cpu" else ""

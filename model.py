@@ -213,8 +213,9 @@ def rope_frequencies(config):
 
 
 def rotate(x, cos, sin):
-    """Turn each pair (i, i + H/2) of x (B, S, K, *, H) by its angle; cos and sin are (B, S, 1, 1, H/2)."""
-    a, b = x.float().chunk(2, dim=-1)
+    """Turn each pair (i, i + H/2) of x (B, K, *, S, H) by its angle; cos and sin are (B, 1, 1, S, H/2)."""
+    # contiguous in this order: then a head is one long loop, where otherwise each position would be a short one
+    a, b = x.float(memory_format=torch.contiguous_format).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
@@ -222,7 +223,7 @@ def rotate(x, cos, sin):
 class Step:
     """What every attention of one forward pass shares.
 
-    cos, sin: (B, S, 1, 1, H/2). rows (B, 1), positions (B, S): where this pass writes the cache.
+    cos, sin: (B, 1, 1, S, H/2). rows (B, 1), positions (B, S): where this pass writes the cache.
     mask: (B, S, T') bool over the first T' slots of the cache, or None when each row starts at position 0 and so
     attends causally to the keys of this very pass.
     """
@@ -257,27 +258,23 @@ class Attention(nn.Module):
     def forward(self, x, step, cache):
         """x (B, S, D) -> this rank's partial (B, S, D). cache: None or (k, v), each (B, K, T, H), written in place."""
         B, S, _ = x.shape
-        qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim)  # (B, S, K, G + 2, H)
-        q = rotate(self.q_norm(qkv[..., :-2, :]), step.cos, step.sin)  # (B, S, K, G, H)
-        k = rotate(self.k_norm(qkv[..., -2:-1, :]), step.cos, step.sin).squeeze(3)  # (B, S, K, H)
-        v = qkv[..., -1, :]  # (B, S, K, H)
+        qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, G + 2, S, H)
+        q = rotate(self.q_norm(qkv[:, :, :-2]), step.cos, step.sin)  # (B, K, G, S, H)
+        k = rotate(self.k_norm(qkv[:, :, -2:-1]), step.cos, step.sin).squeeze(2)  # (B, K, S, H)
+        v = qkv[:, :, -1]  # (B, K, S, H)
         if cache is not None:
-            cache[0][step.rows, :, step.positions] = k
-            cache[1][step.rows, :, step.positions] = v
+            cache[0][step.rows, :, step.positions] = k.transpose(1, 2)
+            cache[1][step.rows, :, step.positions] = v.transpose(1, 2)
         if step.mask is None:
-            q = q.flatten(2, 3).transpose(1, 2)  # (B, N, S, H)
-            k, v = k.transpose(1, 2), v.transpose(1, 2)  # (B, K, S, H)
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+            y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True)  # (B, N, S, H)
         else:
             # The G query heads of a KV head become G more queries of one head: no key is ever copied.
             T = step.mask.shape[-1]
             k, v = cache[0][:, :, :T], cache[1][:, :, :T]  # (B, K, T', H)
-            G = q.shape[3]
-            q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # (B, K, G * S, H)
+            G = q.shape[2]
             mask = step.mask[:, None, None].expand(B, 1, G, S, T).flatten(2, 3)  # (B, 1, G * S, T')
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-            y = y.unflatten(2, (G, S)).permute(0, 3, 1, 2, 4)  # (B, S, K, G, H)
-        return self.wo(y.reshape(B, S, -1))
+            y = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask)  # (B, K, G * S, H)
+        return self.wo(y.reshape(B, -1, S, self.head_dim).transpose(1, 2).reshape(B, S, -1))
 
 
 class FeedForward(nn.Module):
@@ -331,7 +328,7 @@ class Transformer(nn.Module):
             mask = slots <= positions[..., None]  # (B, S, T')
         else:
             positions = torch.arange(S, device=tokens.device).expand(B, S)
-        angles = (positions[..., None] * self.rope_frequencies)[:, :, None, None]  # (B, S, 1, 1, H/2)
+        angles = (positions[..., None] * self.rope_frequencies)[:, None, None]  # (B, 1, 1, S, H/2)
         rows = torch.arange(B, device=tokens.device)[:, None]
         step = Step(angles.cos(), angles.sin(), rows, positions, mask)
 

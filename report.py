@@ -3,7 +3,6 @@
 import resource
 import statistics
 import subprocess
-import time
 from pathlib import Path
 
 import torch
@@ -13,26 +12,24 @@ import exposed
 import link
 
 
-def synchronize(device):
-    """Wait for what was started on the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def read_bandwidth(device, repeats=9):
+    """Bytes per second that this process reads from the device's memory: the median of some passes over 1 GB.
 
-
-def read_bandwidth(device, size=2**30, repeats=9):
-    """Bytes per second that this process reads from the device's memory: the median of some passes over `size` bytes.
-
-    A pass sums a tensor, which should be far larger than the caches. Several ranks on one machine share its memory:
-    let all of them measure at once.
+    A pass sums a tensor, which should be far larger than the caches; where memory is short, less than 1 GB. Several
+    ranks on one machine share its memory: let all of them measure at once.
     """
-    tensor, seconds = cpu.empty((size // 4,), torch.float32, device).fill_(1), []
-    for _ in range(repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        tensor.sum()
-        synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return size / statistics.median(seconds)
+    size = min(2**30, free_bytes(device) // 32)
+    tensor = cpu.empty((size // 4,), torch.float32, device).fill_(1)
+    exposed.timed(device, tensor.sum)
+    return size / statistics.median(exposed.timed(device, tensor.sum) for _ in range(repeats))
+
+
+def free_bytes(device):
+    """Memory of the device that nobody uses."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    info = Path("/proc/meminfo")
+    return 1024 * int(info.read_text().partition("MemAvailable:")[2].split()[0]) if info.is_file() else 2**33
 
 
 def step_bytes(model, cache, filled):
@@ -65,7 +62,7 @@ def git_commit():
         ).stdout
 
     try:
-        edited = git("status", "--porcelain", "-uno", "*.py")
+        edited = git("status", "--porcelain", "-uno", "*.py", "*.cpp")
         return git("rev-parse", "--short", "HEAD").strip() + "+" * bool(edited)
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -7,12 +7,14 @@ python benchmarks/decode.py --show benchmarks/decode.jsonl
 Each engine is a process of its own, which is idle while another one is timed. gpt-fast is a checkout of its repository,
 llama.cpp a Python that has llama-cpp-python and gguf. The shape is Llama 3.2 1B with an output head of its own: 2.47 GB
 of weights a step. A line of the result is one engine in one case: the median and the quartiles of its times, and the
-bandwidth that the machine showed in the same run.
+bandwidth that the machine showed in the same run; mbu is the part of it that the decode steps reached.
 """
 
 import argparse
+import itertools
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -42,13 +44,18 @@ def ours():
     from model import SIZES
 
     config = dataclasses.replace(SIZES["1b"], tie_embeddings=False)
+    shape = config.dim, config.n_layers, config.n_heads, config.n_kv_heads, config.intermediate_size, config.vocab_size
+    assert shape == (DIM, LAYERS, HEADS, KV_HEADS, HIDDEN, VOCABULARY)
     model = tp.load_shard(config, checkpoint.RandomWeights(config, "cpu"), torch.bfloat16, "cpu")
     flags = argparse.Namespace(compile=True, compile_prefill=False)
     prefill, decode = generate.compiled(model, flags)
 
     def step(kind, n):
         batch, length = (n, FILLED) if kind == "decode" else (1, n)
-        cache = generate.make_cache(model, batch, length + 2)
+        cache = generate.make_cache(model, batch, n if kind == "cache" else length + 2)
+        if kind == "cache":
+            run = generate.steps([[1]], prefill, decode, cache)["decode"]
+            return lambda: run(256)
         return generate.steps([[1] * length] * batch, prefill, decode, cache)[kind]
 
     return step
@@ -221,8 +228,11 @@ def parse():
     p.add_argument("--engines", help="of ours, transformers, gpt-fast, llama.cpp; without it all that can run")
     p.add_argument("--gpt-fast", metavar="DIR", help="a checkout of gpt-fast")
     p.add_argument("--llama-python", metavar="FILE", help="a Python that imports llama_cpp and gguf")
-    p.add_argument("--cases", help="such as decode:1,prefill:128; without it all")
-    p.add_argument("--rounds", type=int, default=9)
+    p.add_argument(
+        "--cases",
+        help="such as decode:1,prefill:128; without it all. cache:4096 is ours alone: 256 slots filled of them",
+    )
+    p.add_argument("--rounds", type=int, default=9, help="3 or more")
     p.add_argument("--json", metavar="FILE", help="append the lines to this file")
     p.add_argument("--show", metavar="FILE", nargs="+", help="print the tables of such files, and measure nothing")
     p.add_argument("--log", metavar="FILE", default=os.devnull, help="what the engines print on the side")
@@ -235,8 +245,10 @@ def parse():
             p.error(f"--engines: {name!r} is unknown, or needs --gpt-fast or --llama-python")
     if args.cases:
         args.cases = [(kind, int(n)) for kind, _, n in (case.partition(":") for case in args.cases.split(","))]
-        if unknown := [case for case in args.cases if case not in CASES]:
-            p.error(f"--cases: {unknown[0]} is none of {CASES}")
+        if unknown := [kind for kind, n in args.cases if kind not in ("decode", "prefill", "cache") or n < 1]:
+            p.error(f"--cases: {unknown[0]!r} is none of decode, prefill and cache")
+    if args.rounds < 3:
+        p.error(f"--rounds is {args.rounds} but must be at least 3")
     return args
 
 
@@ -246,7 +258,7 @@ def ask(worker, kind, n, times):
     for line in worker.stdout:
         if line.startswith("times"):
             return json.loads(line[5:])
-    raise SystemExit(f"{' '.join(worker.args)} ended: see --log")
+    raise SystemExit(f"{' '.join(worker.args)} ended: give a file to --log, and see there")
 
 
 def measure(args):
@@ -264,7 +276,11 @@ def measure(args):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with open(args.log, "a") as log:
             workers[name] = subprocess.Popen(command, env=environment, stderr=log, **pipes)
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.is_file() else ""
+    names = [line.partition(": ")[2] for line in text.splitlines() if line.startswith("model name")]
     about = {"threads": args.threads, "torch": torch.__version__, "commit": git_commit(), "command": " ".join(sys.argv)}
+    about |= {"processor": f"{len(names)} cores of {names[0]}" if names else platform.processor()}
     for kind, n in args.cases or CASES:
         seconds, bandwidth = {name: [] for name in workers}, []
         for name in workers:
@@ -272,14 +288,16 @@ def measure(args):
         for _ in range(args.rounds):
             bandwidth.append(read_bandwidth(torch.device("cpu"), repeats=3))
             for name, worker in workers.items():
-                seconds[name] += ask(worker, kind, n, 3 if kind == "decode" and n < 64 else 1)
-        bandwidth = statistics.median(bandwidth)
+                seconds[name].append(ask(worker, kind, n, 3 if kind != "prefill" and n < 64 else 1))
         for name in workers:
-            low, median, high = (1e3 * s for s in statistics.quantiles(seconds[name], n=4))
+            low, median, high = (1e3 * s for s in statistics.quantiles(itertools.chain(*seconds[name]), n=4))
             line = {"engine": name, "kind": kind, "n": n, "ms": median, "quartiles_ms": [low, high]}
-            line |= {"runs": len(seconds[name]), "bandwidth": bandwidth}
-            if kind == "decode":
-                line["mbu"] = step_bytes(n) / (median / 1e3) / bandwidth
+            line |= {"rounds": args.rounds, "bandwidth": statistics.median(bandwidth)}
+            if kind == "decode":  # round by round, since the bandwidth of a shared machine varies
+                of_rounds = [
+                    step_bytes(n) / statistics.median(s) / b for s, b in zip(seconds[name], bandwidth, strict=True)
+                ]
+                line["mbu"] = statistics.median(of_rounds)
             print(json.dumps(line), file=sys.stderr)
             yield {**about, **line}
 
@@ -300,7 +318,8 @@ def tables(lines):
         rows = [f"| {threads} threads | GB/s | " + " | ".join(engines) + " |", "|---" * (len(engines) + 2) + "|"]
         for case in dict.fromkeys((line["kind"], line["n"]) for line in mine):
             cells = {line["engine"]: line for line in mine if (line["kind"], line["n"]) == case}
-            name = f"decode, batch {case[1]}" if case[0] == "decode" else f"prefill, {case[1]} tokens"
+            name = {"decode": "decode, batch {}", "prefill": "prefill, {} tokens", "cache": "256 slots filled of {}"}
+            name = name[case[0]].format(case[1])
             row = [name, f"{next(iter(cells.values()))['bandwidth'] / 1e9:.1f}"]
             rows.append("| " + " | ".join(row + [cell(cells.get(e), cells.get("ours")) for e in engines]) + " |")
         parts.append("\n".join(rows))
@@ -324,10 +343,12 @@ def main():
         return work(args)
     if args.show:
         return print(tables([json.loads(line) for file in args.show for line in Path(file).read_text().splitlines()]))
-    lines = list(measure(args))
-    if args.json:
-        with open(args.json, "a") as f:
-            f.writelines(json.dumps(line) + "\n" for line in lines)
+    lines = []
+    for line in measure(args):
+        lines.append(line)
+        if args.json:
+            with open(args.json, "a") as f:
+                f.write(json.dumps(line) + "\n")
     print(tables(lines))
 
 

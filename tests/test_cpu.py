@@ -1,7 +1,10 @@
 """few_rows.cpp against float64, huge pages, the memory of loading."""
 
 import dataclasses
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,7 +93,9 @@ def test_other_dtypes_keep_their_linears():
     assert not any(isinstance(m, cpu.Linear) for m in net.modules())
 
 
-@pytest.mark.skipif(not hasattr(cpu.mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages")
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no transparent huge pages"
+)
 def test_large_tensors_ask_for_huge_pages():
     tensor = cpu.empty((3, 2**20), torch.float32)
     assert tensor.shape == (3, 2**20) and tensor.dtype == torch.float32
@@ -104,32 +109,66 @@ def test_large_tensors_ask_for_huge_pages():
     pytest.fail("the tensor is nowhere in memory")
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint in bfloat16."""
+    (tmp_path / "half").mkdir()
+    checkpoint.write_model(tmp_path / "half", BASE, random_model(BASE).state_dict(), torch.bfloat16)
+    return tmp_path / "half"
+
+
 @pytest.mark.parametrize(
-    "environment, message",
+    "ranks, environment, message",
     [
-        ({"CXX": "no-such-compiler"}, "--compile needs a C++ compiler: install g++, or name one in $CXX"),
-        ({"CXX": "false"}, "false cannot compile few_rows.cpp: code 1"),
-        ({"XDG_CACHE_HOME": "/dev/null"}, "cannot write /dev/null/ladder-fast: Not a directory"),
+        (1, {"CXX": "no-such-compiler"}, "--compile needs a C++ compiler: install g++, or name one in $CXX"),
+        (2, {"CXX": "false"}, "false cannot compile few_rows.cpp: "),
+        (1, {"XDG_CACHE_HOME": "/dev/null"}, "cannot use /dev/null/ladder-fast: Not a directory"),
     ],
     ids=str,
 )
-def test_what_cannot_be_built_is_one_clear_line(environment, message, tmp_path):
-    flags = [
-        "--model",
-        "1b",
-        "--n-layers",
-        "1",
-        "--random-weights",
-        "--prompt-ids",
-        "1",
-        "--max-new-tokens",
-        "2",
-        "--compile",
-    ]
-    done = script("generate.py", *flags, **{"XDG_CACHE_HOME": str(tmp_path), **environment})
-    assert done.returncode == 2
-    assert message in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr
+def test_what_cannot_be_built_is_one_clear_line(ranks, environment, message, folder, tmp_path):
+    environment = {"XDG_CACHE_HOME": str(tmp_path), **environment}
+    flags = "--checkpoint", folder, "--prompt-ids", "1", "--compile"
+    done = script("generate.py", *flags, ranks=ranks, **environment)
+    assert done.returncode == (2 if ranks == 1 else 1)  # torchrun's own
+    assert sum(line.startswith("generate.py: " + message) for line in done.stderr.splitlines()) == 1
     assert list(tmp_path.rglob("*.so")) == []
+
+
+def test_two_ranks_build_few_rows_at_once(folder, tmp_path):
+    prompts = ["--prompt-ids", "5,6,7,8,9,10,11", "--prompt-ids", "12,13"]
+    flags = [*prompts, "--temperature", "0", "--ignore-eos", "--max-new-tokens"]
+    tokens, out = {}, tmp_path / "out.json"
+    for count, how in ((1, ["--compile"]), (9, ["--compile"]), (1, [])):
+        command = ["--checkpoint", folder, *flags, count, "--json", out, *how]
+        done = script("generate.py", *command, ranks=2, XDG_CACHE_HOME=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+        tokens[count, bool(how)] = json.loads(out.read_text().splitlines()[-1])["tokens"]
+    assert tokens[1, True] == [row[:1] for row in tokens[9, True]] == tokens[1, False]
+    assert len(list(tmp_path.rglob("few_rows-*.so"))) == 1 and list(tmp_path.rglob("tmp*")) == []
+
+
+def test_processors_without_bfloat16_instructions(tmp_path):
+    """The portable form of the one function that has two."""
+    compiler = tmp_path / "plain"
+    compiler.write_text('#!/bin/sh\nexec g++ "$@" -U__AVX512BF16__\n')
+    compiler.chmod(0o755)
+    source = """
+import torch, cpu
+cpu.build()
+torch.manual_seed(0)
+for M, N, K in ((1, 7, 5), (3, 33, 2731), (4, 40, 64), (8, 21, 4100), (17, 20, 96)):
+    x, w = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16()
+    exact = x.double() @ w.double().T
+    size = x.double().abs() @ w.double().abs().T
+    assert ((torch.ops.ladder.few_rows(x, w) - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * size).all(), (M, N, K)
+"""
+    environment = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", source], check=True, cwd=ROOT, env=environment)
+    [library] = tmp_path.rglob("few_rows-*.so")
+    if shutil.which("objdump"):
+        code = subprocess.run(["objdump", "-d", library], capture_output=True, text=True, check=True).stdout
+        assert "vdpbf16ps" not in code and "mul" in code
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

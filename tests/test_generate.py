@@ -23,11 +23,12 @@ import tp
 from adapt import train_tokenizer
 from model import InputError
 
+pad = generate.pad
 WORLD = tp.World(0, 1, torch.device("cpu"))
 KEYS = (
-    "wiring, model, n_layers, tp, simulated, batch, prompt_tokens, new_tokens, dtype, quant, device, link, exposed, "
-    "load_s, compile_s, prefill_s, decode_s, ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, peak_bytes, torch, "
-    "bandwidth, mbu, threads, commit, tokens, texts"
+    "wiring, model, n_layers, tp, simulated, dtype, quant, device, link, load_s, torch, commit, batch, prompt_tokens, "
+    "new_tokens, exposed, compile_s, prefill_s, decode_s, ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, bandwidth, "
+    "mbu, threads, peak_bytes, tokens, texts"
 )
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
@@ -91,8 +92,8 @@ def greedy(tiny):
 @pytest.mark.parametrize(
     "ranks, wiring, flags",
     [
-        (1, "standard", []), (1, "ladder", ["--compile", "--compile-prefill"]), (2, "standard", []),
-        (2, "ladder", ["--compile"]), (3, "ladder", []), (4, "ladder", []),
+        (1, "standard", []), (1, "ladder", ["--compile", "--compile-prefill", "--prefill-chunk", "7"]),
+        (2, "standard", []), (2, "ladder", ["--compile"]), (3, "ladder", []), (4, "ladder", []),
     ],
 )  # fmt: skip
 def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags):
@@ -109,7 +110,7 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags):
         "quant": None, "device": "cpu", "link": None, "torch": torch.__version__,
     }  # fmt: skip
     assert {key: result[key] for key in expected} == expected
-    assert set(result) == set(KEYS.split(", "))
+    assert list(result) == KEYS.split(", ")
     assert result["prompt_tokens"] == max(len(tokenizer.encode(p)) for p in PROMPTS)
     assert len(result["peak_bytes"]) == ranks and min(result["peak_bytes"]) > 1e7
     assert (result["compile_s"] > 0) == ("--compile" in flags)
@@ -160,6 +161,18 @@ def test_a_named_size_with_random_weights(monkeypatch, tmp_path, capsys):
     printed = capsys.readouterr()
     assert "tiny, 3 layers, ladder" in printed.err
     assert printed.out == "--- " + " ".join(map(str, result["tokens"][0])) + "\n"
+
+
+def test_prefill_chunk_reaches_the_warm_up_and_the_run(monkeypatch):
+    monkeypatch.setitem(generate.SIZES, "tiny", BASE)
+    chunks, real = [], generate.in_chunks
+    monkeypatch.setattr(generate, "in_chunks", lambda *args: chunks.append(args[-1]) or real(*args))
+    monkeypatch.setattr(generate, "compiled", lambda model, args: (model, model))
+    args = ["--model", "tiny", "--random-weights", "--prompt-length", "5", "--max-new-tokens", "2", "--compile"]
+    generate.main([*args, "--prefill-chunk", "3"])
+    assert chunks == [3, 3]
+    generate.main(args)
+    assert chunks[2:] == [generate.CHUNK] * 2
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -331,13 +344,26 @@ def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
     assert again[0] == rows[1]
 
 
-def test_a_gpu_reads_the_cache_in_buckets():
-    def slots(longest, length, device):
-        key = argparse.Namespace(device=torch.device(device), shape=(1, 1, length, 8))
-        return generate.filled_slots(longest, [(key, key)])
+@pytest.mark.parametrize("prompt, new", [(1, 1), (100, 200), (256, 1), (300, 500), (255, 3)])
+def test_a_gpu_reads_the_cache_in_buckets_all_of_which_the_warm_up_has_seen(prompt, new, monkeypatch):
+    """A model that only writes down what it is asked to read, and tensors that say they are on a GPU."""
+    monkeypatch.setattr(generate, "make_sampler", lambda *args, **kwargs: lambda logits: logits.argmax(-1))
+    monkeypatch.setattr(generate, "pad", lambda prompts, device: real(prompts, "cpu"))
+    real, seen = pad, []
+    slots = -(-(prompt + new) // generate.BUCKET) * generate.BUCKET + 1
+    key = argparse.Namespace(device=torch.device("cuda"), shape=(1, 1, slots, 8))
 
-    assert [slots(n, 1000, "cpu") for n in (2, 256, 999)] == [2, 256, 999]
-    assert [slots(n, 1000, "cuda") for n in (2, 256, 257, 700, 999)] == [256, 256, 512, 768, 999]
+    def model(tokens, positions=None, cache=None, cache_length=None, select=None):
+        if positions is not None:
+            assert positions.max() < cache_length < slots and cache_length % generate.BUCKET == 0
+            seen.append(cache_length)
+        return torch.zeros(1, 1, 4)
+
+    generate.warm_up([[1] * prompt], new, model, model, [(key, key)], chunk=10**6)
+    warmed = set(seen)
+    seen.clear()
+    generate.generate([[1] * prompt], new, lambda x: x.argmax(-1), model, model, [(key, key)], chunk=10**6)
+    assert warmed >= set(seen) and max(warmed) <= max([*seen, generate.BUCKET * -(-(prompt + 1) // generate.BUCKET)])
 
 
 def test_probe_bandwidth_prints_it_and_ends():
