@@ -171,6 +171,18 @@ for M, N, K in ((1, 7, 5), (3, 33, 2731), (4, 40, 64), (8, 21, 4100), (17, 20, 9
         assert "vdpbf16ps" not in code and "mul" in code
 
 
+@pytest.mark.parametrize("ranges", [None, [(0, 3000)], [(5, 17), (2990, 3000)], [(7, 7)]], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_filling_joins_ranges_in_parts(dim, ranges, tmp_path):
+    """The tensor is larger than what is copied at a time."""
+    values = numbers(3000, 3000)
+    checkpoint.save_file({"w": values}, tmp_path / "model.safetensors")
+    expected = torch.cat([values.narrow(dim, a, b - a) for a, b in ranges or [(0, 3000)]], dim)
+    target = torch.full(expected.shape, torch.nan)
+    checkpoint.Weights(tmp_path).fill(target, "w", dim, ranges)
+    assert values.nbytes > 2**24 and torch.equal(target, expected.float())
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_loading_takes_little_more_memory_than_the_shard(tp_size, tmp_path):
     """A rank of 200 MB of model: the peak is compared with that of loading next to nothing."""
