@@ -1,11 +1,11 @@
 """What a CPU needs to decode at the speed of its memory: weights in huge pages, and few_rows.cpp to multiply them."""
 
 import contextlib
+import ctypes
 import hashlib
 import mmap
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import tempfile
@@ -31,6 +31,22 @@ def empty(shape, dtype, device="cpu"):
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
+def keep_freed_memory():
+    """Let glibc keep what is freed for the next tensor: a prefill would spend its time on pages new from the system."""
+    with contextlib.suppress(AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, the most that it takes
+        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
+
+
+def compiler():
+    """The C++ compiler that torch.compile takes too. Raises InputError if there is none."""
+    name = os.environ.get("CXX", "g++")
+    if shutil.which(name) is None:
+        raise InputError(f"--compile needs a C++ compiler: install g++, or name one in $CXX, no options: {name!r}")
+    return name
+
+
 def build():
     """Compile few_rows.cpp for this processor, unless that was done before, and load the operator ladder::few_rows.
 
@@ -42,25 +58,25 @@ def build():
     source, home = Path(__file__).with_name("few_rows.cpp"), Path(torch.__file__).parent
     options = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC"]
     options += ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math"]  # sums in any order
-    options += [f"-I{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
-    compiler = shlex.split(os.environ.get("CXX") or "g++")
-    made_of = repr((source.read_text(), compiler, options, torch.__version__, _processor()))
+    command = [compiler(), source, *options, f"-I{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
+    made_of = repr((source.read_text(), command, torch.__version__, _processor()))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ladder-fast"
     library = folder / f"few_rows-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
-    if shutil.which(compiler[0]) is None:
-        raise InputError(f"--compile needs a C++ compiler: install g++, or name one in $CXX (now {compiler[0]!r})")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if not library.is_file():
+        try:
+            torch.ops.load_library(library)
+        except OSError:  # not there yet, or damaged
             # others may be at it too; who is done last replaces an equal file
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
                 made = Path(temporary) / library.name
-                subprocess.run([*compiler, source, *options, "-o", made], check=True, capture_output=True, text=True)
+                subprocess.run([*command, "-o", made], check=True, capture_output=True, text=True)
                 os.replace(made, library)
-        torch.ops.load_library(library)
+            torch.ops.load_library(library)
     except subprocess.CalledProcessError as e:
         lines = [line for line in e.stderr.splitlines() if "error" in line or "cannot find" in line]
-        raise InputError(f"{compiler[0]} cannot compile {source.name}: {(lines or [e])[0]}") from None
+        reason = lines[0] if lines else f"it ends with code {e.returncode}"
+        raise InputError(f"{command[0]} cannot compile {source.name}: {reason}") from None
     except OSError as e:
         reason = e.strerror or str(e).splitlines()[0]
         raise InputError(f"cannot use {folder}: {reason}; name another folder in $XDG_CACHE_HOME") from None
@@ -85,7 +101,10 @@ class Linear(nn.Linear):
 
 
 def use_few_rows(model):
-    """Let a model on a CPU, in bfloat16, multiply few rows with few_rows.cpp; another model stays as it is."""
+    """Let a model on a CPU, in bfloat16, multiply few rows with few_rows.cpp; another model stays as it is.
+
+    Raises InputError when that cannot be compiled.
+    """
     for linear in [m for m in model.modules() if type(m) is nn.Linear]:
         if linear.weight.device.type == "cpu" and linear.weight.dtype == torch.bfloat16:
             build()

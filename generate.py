@@ -199,6 +199,8 @@ def generate(prompts, max_new_tokens, sample, prefill, decode, cache, eos_ids=()
 def compiled(model, args):
     """The model as prefill and as decode, each compiled if its flag is set; decode on a CPU with few_rows.cpp."""
     prefill = torch.compile(model, fullgraph=True) if args.compile_prefill else model
+    if model.norm.weight.device.type == "cpu" and (args.compile or args.compile_prefill):
+        cpu.compiler()  # or say that there is none
     if not args.compile:
         return prefill, model
     cpu.use_few_rows(model)
@@ -516,8 +518,7 @@ def run_batch(args, model, tokenizer, prompts, max_new_tokens, world):
             exposed.profile(args.profile, world, steps(prompts, prefill, decode, cache))
     longest = max(map(len, prompts))
     read = report.step_bytes(model, cache, longest + n_steps / 2)  # of the mean step
-    world.gather(None)  # so that all ranks measure at once
-    bandwidth = report.read_bandwidth(world.device)
+    bandwidth = report.read_bandwidth(world.device, world)
     tpot = decode_s / (n_steps - 1) if n_steps > 1 else None
     later = sum(max(len(row) - 1, 0) for row in rows)  # tokens after each row's first; ended rows give no more
     return {
@@ -532,10 +533,9 @@ def run_batch(args, model, tokenizer, prompts, max_new_tokens, world):
 
 def probe_bandwidth(world):
     """Print what each rank, all at once, reads from its memory."""
-    world.gather(None)  # so that all ranks are there
-    for rank, rate in enumerate(world.gather(report.read_bandwidth(world.device))):
+    for rank, rate in enumerate(world.gather(report.read_bandwidth(world.device, world))):
         if world.rank == 0:
-            threads = f", {torch.get_num_threads()} threads" if world.device.type == "cpu" else ""
+            threads = f", threads: {torch.get_num_threads()}" if world.device.type == "cpu" else ""
             print(f"rank {rank}: {rate / 1e9:.1f} GB/s read from memory ({world.device.type}{threads})")
 
 

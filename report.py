@@ -12,16 +12,19 @@ import exposed
 import link
 
 
-def read_bandwidth(device, repeats=9):
+def read_bandwidth(device, world=None, repeats=9):
     """Bytes per second that this process reads from the device's memory: the median of some passes over 1 GB.
 
-    A pass sums a tensor, which should be far larger than the caches; where memory is short, less than 1 GB. Several
-    ranks on one machine share its memory: let all of them measure at once.
+    A pass sums a tensor, which should be far larger than the caches; where memory is short, less than 1 GB. The ranks
+    of the world, if given, measure at the same time: those of one machine share its memory.
     """
     size = min(2**30, free_bytes(device) // 32)
     tensor = cpu.empty((size // 4,), torch.float32, device).fill_(1)
     exposed.timed(device, tensor.sum)
-    return size / statistics.median(exposed.timed(device, tensor.sum) for _ in range(repeats))
+    if world is not None:
+        world.gather(None)  # all have a tensor
+    seconds = [exposed.timed(device, tensor.sum) for _ in range(2 * repeats)]
+    return size / statistics.median(seconds[:repeats])  # the other passes are company for slower ranks
 
 
 def free_bytes(device):

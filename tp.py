@@ -86,6 +86,8 @@ def load_shard(config, weights, dtype, device, rank=0, tp_size=1):
     Raises InputError for tensors that are missing, of another shape than the config says, or not finite.
     """
     plan = shard_plan(config, rank, tp_size)
+    if torch.device(device).type == "cpu":
+        cpu.keep_freed_memory()
     with torch.device("meta"):
         model = Transformer(config)
     parameters = list(model.named_parameters())  # a tied output head is not among them

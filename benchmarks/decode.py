@@ -11,10 +11,12 @@ bandwidth that the machine showed in the same run; mbu is the part of it that th
 """
 
 import argparse
+import importlib.util
 import itertools
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -222,34 +224,50 @@ def work(args):
 # The driver
 
 
-def parse():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--threads", type=int, default=1)
+def parse(p):
+    p.add_argument("--threads", type=int, default=1, help="of each engine")
     p.add_argument("--engines", help="of ours, transformers, gpt-fast, llama.cpp; without it all that can run")
     p.add_argument("--gpt-fast", metavar="DIR", help="a checkout of gpt-fast")
     p.add_argument("--llama-python", metavar="FILE", help="a Python that imports llama_cpp and gguf")
-    p.add_argument(
-        "--cases",
-        help="such as decode:1,prefill:128; without it all. cache:4096 is ours alone: 256 slots filled of them",
-    )
+    p.add_argument("--cases", help="such as decode:4,prefill:128 (batch, tokens); without it those of the page")
     p.add_argument("--rounds", type=int, default=9, help="3 or more")
     p.add_argument("--json", metavar="FILE", help="append the lines to this file")
     p.add_argument("--show", metavar="FILE", nargs="+", help="print the tables of such files, and measure nothing")
     p.add_argument("--log", metavar="FILE", default=os.devnull, help="what the engines print on the side")
     p.add_argument("--worker", help=argparse.SUPPRESS)
-    args = p.parse_args()
-    available = {"ours": True, "transformers": True, "gpt-fast": args.gpt_fast, "llama.cpp": args.llama_python}
+    return p.parse_args()
+
+
+def check(args):
+    """Raise InputError for flags that make no sense; turns engines and cases into lists."""
+    import checkpoint
+    from model import InputError
+
+    for name, least in (("threads", 1), ("rounds", 3)):
+        if getattr(args, name) < least:
+            raise InputError(f"--{name} is {getattr(args, name)} but must be at least {least}")
+    if args.gpt_fast and not (Path(args.gpt_fast) / "model.py").is_file():
+        raise InputError(f"--gpt-fast {args.gpt_fast} is no checkout of gpt-fast: it has no model.py")
+    if args.llama_python and not shutil.which(args.llama_python):
+        raise InputError(f"--llama-python {args.llama_python} is no program")
+    has_transformers = importlib.util.find_spec("transformers") is not None
+    available = {"ours": 1, "transformers": has_transformers, "gpt-fast": args.gpt_fast, "llama.cpp": args.llama_python}
     args.engines = args.engines.split(",") if args.engines else [name for name, there in available.items() if there]
     for name in args.engines:
-        if not available.get(name):
-            p.error(f"--engines: {name!r} is unknown, or needs --gpt-fast or --llama-python")
-    if args.cases:
-        args.cases = [(kind, int(n)) for kind, _, n in (case.partition(":") for case in args.cases.split(","))]
-        if unknown := [kind for kind, n in args.cases if kind not in ("decode", "prefill", "cache") or n < 1]:
-            p.error(f"--cases: {unknown[0]!r} is none of decode, prefill and cache")
-    if args.rounds < 3:
-        p.error(f"--rounds is {args.rounds} but must be at least 3")
-    return args
+        if name not in available:
+            raise InputError(f"--engines: unknown {name!r}; known: {', '.join(available)}")
+        if not available[name]:
+            raise InputError(f"--engines {name} needs --gpt-fast, --llama-python, or pip install transformers")
+    cases = [case.partition(":") for case in args.cases.split(",")] if args.cases else []
+    for kind, _, n in cases:
+        if kind not in ("decode", "prefill", "cache") or not n.isdecimal() or int(n) < 1:
+            raise InputError(f"--cases: {kind + ':' + n!r} is none of decode:BATCH, prefill:TOKENS and cache:SLOTS")
+        if kind == "cache" and (args.engines != ["ours"] or int(n) < 258):
+            raise InputError("--cases cache:SLOTS (256 filled of 258 or more) is for --engines ours")
+    args.cases = [(kind, int(n)) for kind, _, n in cases] or CASES
+    if args.json is not None:
+        checkpoint.check_appendable(args.json, "--json")
+    checkpoint.check_appendable(args.log, "--log")
 
 
 def ask(worker, kind, n, times):
@@ -258,7 +276,9 @@ def ask(worker, kind, n, times):
     for line in worker.stdout:
         if line.startswith("times"):
             return json.loads(line[5:])
-    raise SystemExit(f"{' '.join(worker.args)} ended: give a file to --log, and see there")
+    from model import InputError
+
+    raise InputError(f"engine {worker.args[3]} ended: give a file to --log, and see there")
 
 
 def measure(args):
@@ -281,7 +301,7 @@ def measure(args):
     names = [line.partition(": ")[2] for line in text.splitlines() if line.startswith("model name")]
     about = {"threads": args.threads, "torch": torch.__version__, "commit": git_commit(), "command": " ".join(sys.argv)}
     about |= {"processor": f"{len(names)} cores of {names[0]}" if names else platform.processor()}
-    for kind, n in args.cases or CASES:
+    for kind, n in args.cases:
         seconds, bandwidth = {name: [] for name in workers}, []
         for name in workers:
             ask(workers[name], kind, n, 1)  # prepares the case
@@ -315,7 +335,7 @@ def tables(lines):
     for threads in sorted({line["threads"] for line in lines}):
         mine = [line for line in lines if line["threads"] == threads]
         engines = list(dict.fromkeys(line["engine"] for line in mine))
-        rows = [f"| {threads} threads | GB/s | " + " | ".join(engines) + " |", "|---" * (len(engines) + 2) + "|"]
+        rows = [f"| threads: {threads} | GB/s | " + " | ".join(engines) + " |", "|---" * (len(engines) + 2) + "|"]
         for case in dict.fromkeys((line["kind"], line["n"]) for line in mine):
             cells = {line["engine"]: line for line in mine if (line["kind"], line["n"]) == case}
             name = {"decode": "decode, batch {}", "prefill": "prefill, {} tokens", "cache": "256 slots filled of {}"}
@@ -338,11 +358,14 @@ def cell(line, ours):
 
 
 def main():
-    args = parse()
-    if args.worker:
-        return work(args)
+    import tp
+
+    args = parse(tp.Parser(__doc__))
     if args.show:
-        return print(tables([json.loads(line) for file in args.show for line in Path(file).read_text().splitlines()]))
+        from overlap import read_lines
+
+        return print(tables([line for file in args.show for line in read_lines(file, "engine")]))
+    check(args)
     lines = []
     for line in measure(args):
         lines.append(line)
@@ -353,4 +376,9 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    if "--worker" in sys.argv:  # maybe in a Python without torch
+        work(parse(argparse.ArgumentParser()))
+    else:
+        import tp
+
+        tp.run(main)

@@ -5,7 +5,6 @@ OMP_NUM_THREADS=1 python benchmarks/few_rows.py --json benchmarks/few_rows.jsonl
 Each line is a matrix shape of Llama 3.2 1B and a number of rows: GB/s of weights (median of 7 passes over 600 MB).
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -15,8 +14,10 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import checkpoint
 import cpu
 import exposed
+import tp
 from report import git_commit
 
 CPU = torch.device("cpu")
@@ -39,9 +40,11 @@ def rates(weights, rows):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = tp.Parser(__doc__)
     p.add_argument("--json", metavar="FILE", help="append the lines to this file")
     args = p.parse_args()
+    if args.json is not None:
+        checkpoint.check_appendable(args.json, "--json")
     cpu.build()
     about = {"threads": torch.get_num_threads(), "torch": torch.__version__, "commit": git_commit()}
     print(f"{about['threads']} threads, GB/s | rows | few_rows | oneDNN | sum")
@@ -57,4 +60,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    tp.run(main)

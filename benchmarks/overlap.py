@@ -85,11 +85,12 @@ def parse():
     return args
 
 
-def read_lines(file):
-    """The lines that an earlier run appended to a file."""
+def read_lines(file, key="limit_ms"):
+    """The lines, with this key in each, that an earlier run appended to a file."""
+    text = checkpoint.read_text(file, flag="--show ")
     try:
-        lines = [json.loads(line) for line in checkpoint.read_text(file, flag="--show ").splitlines()]
-        if all("limit_ms" in line for line in lines):
+        lines = [json.loads(line) for line in text.splitlines()]
+        if lines and all(key in line for line in lines):
             return lines
     except (ValueError, TypeError):
         pass

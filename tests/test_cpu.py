@@ -16,6 +16,8 @@ from reference import Reference
 
 import checkpoint
 import cpu
+import report
+from model import SIZES, Transformer
 
 
 def numbers(*shape):
@@ -120,7 +122,11 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     "ranks, environment, message",
     [
-        (1, {"CXX": "no-such-compiler"}, "--compile needs a C++ compiler: install g++, or name one in $CXX"),
+        (
+            1,
+            {"CXX": "g++ -O1"},
+            "--compile needs a C++ compiler: install g++, or name one in $CXX, no options: 'g++ -O1'",
+        ),
         (2, {"CXX": "false"}, "false cannot compile few_rows.cpp: "),
         (1, {"XDG_CACHE_HOME": "/dev/null"}, "cannot use /dev/null/ladder-fast: Not a directory"),
     ],
@@ -133,6 +139,57 @@ def test_what_cannot_be_built_is_one_clear_line(ranks, environment, message, fol
     assert done.returncode == (2 if ranks == 1 else 1)  # torchrun's own
     assert sum(line.startswith("generate.py: " + message) for line in done.stderr.splitlines()) == 1
     assert list(tmp_path.rglob("*.so")) == []
+
+
+def test_a_damaged_library_is_built_again(tmp_path):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", "import cpu; cpu.build()"], check=True, cwd=ROOT, env=environment)
+        [library] = tmp_path.rglob("*.so")
+        assert library.stat().st_size > 1000
+        library.write_bytes(b"junk")
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--rounds 2", "--rounds is 2 but must be at least 3"),
+        ("--engines nosuch", "--engines: unknown 'nosuch'; known: ours, transformers, gpt-fast, llama.cpp"),
+        ("--engines llama.cpp", "--engines llama.cpp needs --gpt-fast, --llama-python, or"),
+        ("--cases decode", "--cases: 'decode:' is none of decode:BATCH"),
+        ("--cases cache:300", "is for --engines ours"),
+        ("--gpt-fast /nosuch", "--gpt-fast /nosuch is no checkout of gpt-fast"),
+        ("--show /nosuch.jsonl", "--show /nosuch.jsonl: No such file"),
+        (f"--show {ROOT / 'README.md'}", "has lines that this script did not write"),
+        ("--json /nosuch/x.jsonl", "--json /nosuch/x.jsonl cannot be written"),
+    ],
+)
+def test_bad_flags_of_the_benchmark(flags, message):
+    done = script("benchmarks/decode.py", *flags.split())
+    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_benchmark_shows_its_table_and_knows_the_bytes_of_a_step(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import decode
+
+    lines = []
+    for engine, ms in (("ours", 50.0), ("llama.cpp", 75.0)):
+        about = {"threads": 2, "engine": engine, "kind": "decode", "n": 1, "ms": ms, "quartiles_ms": [ms - 1, ms + 1]}
+        lines.append({**about, "bandwidth": 5e10, "mbu": decode.step_bytes(1) / (ms / 1e3) / 5e10})
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = script("benchmarks/decode.py", "--show", tmp_path / "x.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert "| decode, batch 1 | 50.0 | 50.0 (49.0-51.0; 99 %) | 75.0 (74.0-76.0; 1.50x) |" in done.stdout
+    net = the_shape()
+    assert decode.step_bytes(4) == report.step_bytes(net, net.new_cache(4, 160), decode.FILLED + 1)
+
+
+def the_shape():
+    """The benchmark's shape, without memory behind it."""
+    config = dataclasses.replace(SIZES["1b"], tie_embeddings=False)
+    with torch.device("meta"):
+        return Transformer(config).bfloat16()
 
 
 def test_two_ranks_build_few_rows_at_once(folder, tmp_path):
