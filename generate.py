@@ -518,7 +518,7 @@ def run_batch(args, model, tokenizer, prompts, max_new_tokens, world):
             exposed.profile(args.profile, world, steps(prompts, prefill, decode, cache))
     longest = max(map(len, prompts))
     read = report.step_bytes(model, cache, longest + n_steps / 2)  # of the mean step
-    bandwidth = report.read_bandwidth(world.device, world)
+    bandwidth = report.read_bandwidth(world.device, world, min(max(int(read), 2**28), 2**30))
     tpot = decode_s / (n_steps - 1) if n_steps > 1 else None
     later = sum(max(len(row) - 1, 0) for row in rows)  # tokens after each row's first; ended rows give no more
     return {

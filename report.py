@@ -12,13 +12,13 @@ import exposed
 import link
 
 
-def read_bandwidth(device, world=None, repeats=9):
-    """Bytes per second that this process reads from the device's memory: the median of some passes over 1 GB.
+def read_bandwidth(device, world=None, size=2**30, repeats=9):
+    """Bytes per second that this process reads from the device's memory: the median of some passes over `size` bytes.
 
-    A pass sums a tensor, which should be far larger than the caches; where memory is short, less than 1 GB. The ranks
-    of the world, if given, measure at the same time: those of one machine share its memory.
+    A pass sums a tensor, which should be far larger than the caches; where memory is short it is smaller. The ranks of
+    the world, if given, measure at the same time: those of one machine share its memory.
     """
-    size = min(2**30, free_bytes(device) // 32)
+    size = min(size, free_bytes(device) // 32)
     tensor = cpu.empty((size // 4,), torch.float32, device).fill_(1)
     exposed.timed(device, tensor.sum)
     if world is not None:
