@@ -189,12 +189,10 @@ class Weights:
 
         Nothing else is read, and some 16 MB at a time, so that little more than target takes memory.
         """
-        start = 0
+        start, step = 0, max(1, 2**24 // self.read(name)[:1].nbytes)
         for a, b in ranges or [(0, target.shape[dim])]:
             part = target.narrow(dim, start, b - a)
             start += b - a
-            row = self.read(name)[:1]
-            step = max(1, 2**24 // row.nbytes)
             for i in range(0, len(part), step):
                 # read anew: the pages behind what was copied go with the tensor
                 source = self.read(name).narrow(dim, a, b - a)

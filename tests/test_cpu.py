@@ -242,7 +242,7 @@ def test_filling_joins_ranges_in_parts(dim, ranges, tmp_path):
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_loading_takes_little_more_memory_than_the_shard(tp_size, tmp_path):
-    """A rank of 200 MB of model: the peak is compared with that of loading next to nothing."""
+    """A rank of more than 130 MB of model: the peak is compared with that of loading next to nothing."""
 
     def peak(name, n_layers):
         shape = {"dim": 512, "n_heads": 8, "n_kv_heads": 8, "head_dim": 64, "intermediate_size": 2048}

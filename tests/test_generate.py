@@ -23,7 +23,6 @@ import tp
 from adapt import train_tokenizer
 from model import InputError
 
-pad = generate.pad
 WORLD = tp.World(0, 1, torch.device("cpu"))
 KEYS = (
     "wiring, model, n_layers, tp, simulated, dtype, quant, device, link, load_s, torch, commit, batch, prompt_tokens, "
@@ -347,9 +346,9 @@ def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
 @pytest.mark.parametrize("prompt, new", [(1, 1), (100, 200), (256, 1), (300, 500), (255, 3)])
 def test_a_gpu_reads_the_cache_in_buckets_all_of_which_the_warm_up_has_seen(prompt, new, monkeypatch):
     """A model that only writes down what it is asked to read, and tensors that say they are on a GPU."""
+    pad, seen = generate.pad, []
     monkeypatch.setattr(generate, "make_sampler", lambda *args, **kwargs: lambda logits: logits.argmax(-1))
-    monkeypatch.setattr(generate, "pad", lambda prompts, device: real(prompts, "cpu"))
-    real, seen = pad, []
+    monkeypatch.setattr(generate, "pad", lambda prompts, device: pad(prompts, "cpu"))
     slots = -(-(prompt + new) // generate.BUCKET) * generate.BUCKET + 1
     key = argparse.Namespace(device=torch.device("cuda"), shape=(1, 1, slots, 8))
 
