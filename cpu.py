@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 from model import InputError
 
-FEW = 24  # rows of x up to which few_rows.cpp is the faster one, oneDNN beyond (benchmarks/few_rows.py)
+# rows of x up to which few_rows.cpp is the faster one, oneDNN beyond (benchmarks/few_rows.py): fewer where it has AMX
+FEW = 7 if torch.cpu._is_amx_tile_supported() else 24
 
 
 def empty(shape, dtype, device="cpu"):

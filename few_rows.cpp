@@ -36,17 +36,18 @@ inline Sums add_products(Sums sums, Pairs w, Pairs x) {
 #endif
 }
 
-// To sums (R, M), add M rows of x times R rows of W, over `count` columns. U partial sums of each hide the latency of an
-// addition. With more than one row of x, the processor needs help to fetch the next rows of W in time.
+// To sums (R, M), add M rows of x times R rows of W, over `count` columns. The rows of W and of the sums lie `apart` rows
+// from one another. U partial sums of each hide the latency of an addition. With more than one row of x, the processor
+// needs help to fetch the next rows of W in time.
 template <int M, int R, int U>
-void tile(const BF16* w, const BF16* x, float* sums, int64_t K, int64_t count) {
+void tile(const BF16* w, const BF16* x, float* sums, int64_t K, int64_t count, int64_t apart) {
   Sums lanes[R][M][U] = {};
   auto add = [&](int64_t k, int u, int64_t n) {
     Pairs xs[M];
     for (int m = 0; m < M; m++) xs[m] = load(x + m * K + k, n);
     for (int r = 0; r < R; r++) {
-      Pairs ws = load(w + r * K + k, n);
-      if (M > 1) __builtin_prefetch(w + (r + R) * K + k);
+      Pairs ws = load(w + r * apart * K + k, n);
+      if (M > 1) __builtin_prefetch(w + (r * apart + 1) * K + k);
       for (int m = 0; m < M; m++) lanes[r][m][u] = add_products(lanes[r][m][u], ws, xs[m]);
     }
   };
@@ -60,24 +61,26 @@ void tile(const BF16* w, const BF16* x, float* sums, int64_t K, int64_t count) {
     for (int m = 0; m < M; m++) {
       Sums all = lanes[r][m][0];
       for (int u = 1; u < U; u++) all += lanes[r][m][u];
-      for (int i = 0; i < 16; i++) sums[r * M + m] += all[i];
+      for (int i = 0; i < 16; i++) sums[r * apart * M + m] += all[i];
     }
   }
 }
 
-constexpr int kBlock = 16;  // rows of W that are computed together, so that a block of x is loaded once for all of them
+constexpr int kBlock = 64;  // rows of W that are computed together, so that a block of x is loaded once for all of them
 
 // M rows of x times some rows of W, at most kBlock. x goes in blocks of columns that fit the first-level cache.
 template <int M>
 void block(const BF16* w, const BF16* x, BF16* y, int64_t rows, int64_t N, int64_t K) {
-  constexpr int R = M > 4 ? 2 : 1, U = M > 4 ? 1 : M > 2 ? 2 : 8 / M;  // 6 to 16 sums in flight
+  // 6 to 16 sums in flight; two rows of W even for one row of x, because some processors fetch two streams that are far
+  // apart faster than one
+  constexpr int R = 2, U = M > 4 ? 1 : M > 1 ? 2 : 4;
   const int64_t columns = M == 1 ? K : 2048;
   float sums[kBlock * M] = {};
   for (int64_t k = 0; k < K; k += columns) {
     const int64_t count = std::min(columns, K - k);
-    int64_t r = 0;
-    for (; r + R <= rows; r += R) tile<M, R, U>(w + r * K + k, x + k, sums + r * M, K, count);
-    for (; r < rows; r++) tile<M, 1, U>(w + r * K + k, x + k, sums + r * M, K, count);
+    const int64_t apart = rows / R;
+    for (int64_t r = 0; r < apart; r++) tile<M, R, U>(w + r * K + k, x + k, sums + r * M, K, count, apart);
+    for (int64_t r = R * apart; r < rows; r++) tile<M, 1, U>(w + r * K + k, x + k, sums + r * M, K, count, 0);
   }
   for (int64_t r = 0; r < rows; r++) {
     for (int m = 0; m < M; m++) y[m * N + r] = sums[r * M + m];
