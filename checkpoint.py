@@ -13,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from model import Config, InputError, Transformer
+import int_linear
+from model import Config, InputError
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -82,6 +83,9 @@ CHECKS = {  # a field's type, or its own kind: (what fits, in words)
     str: (lambda v: isinstance(v, str), "a string"),
     "id": (lambda v: v is None or (type(v) is int and v >= 0), "a token id"),
     "ids": (is_ids, "a list of token ids"),
+    "name": (lambda v: v is None or isinstance(v, str), "a string"),
+    "names": (lambda v: isinstance(v, tuple) and all(isinstance(i, str) for i in v), "a list of strings"),
+    "size": (lambda v: v is None or (type(v) is int and v > 0), "a positive integer"),
     "layers": (lambda v: v is None or type(v) is int or is_ids(v), "a number or a list of layers"),
     "scaling": (
         lambda v: (
@@ -91,6 +95,7 @@ CHECKS = {  # a field's type, or its own kind: (what fits, in words)
     ),
 }
 KINDS = {"bos_id": "id", "eos_ids": "ids", "ladder_layers": "layers", "rope_scaling": "scaling"}
+KINDS |= {"quant": "name", "group_size": "size", "kept": "names"}
 FIELDS = {f.name: f for f in dataclasses.fields(Config)}
 
 
@@ -127,8 +132,7 @@ def read_config(folder):
 
 def shapes(config):
     """{name: shape} of every tensor of a checkpoint; a tied output head is not one."""
-    with torch.device("meta"):
-        return {name: tuple(w.shape) for name, w in Transformer(config).named_parameters()}
+    return {name: tuple(w.shape) for name, w in int_linear.skeleton(config).named_parameters()}
 
 
 def read_weight_map(index):
@@ -180,6 +184,9 @@ class Weights:
     def shape(self, name):
         return tuple(self._open(name).get_slice(name).get_shape())
 
+    def dtype(self, name):
+        return self.read(name).dtype
+
     def read(self, name):
         """The tensor, mapped into memory."""
         return self._open(name).get_tensor(name)
@@ -200,18 +207,27 @@ class Weights:
 
 
 class RandomWeights:
-    """The same interface without a file: matrices from N(0, 0.02), norms 1, biases 0."""
+    """The same interface without a file: matrices from N(0, 0.02), norms 1, biases 0; integers of the same spread."""
 
     def __init__(self, config, device, seed=0):
-        self.shapes = shapes(config)
+        self.parameters = dict(int_linear.skeleton(config).named_parameters())
+        self.scale = 0.02 * 12**0.5 / (15 if config.quant == "int4" else 254)  # of evenly distributed integers
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def shape(self, name):
-        return self.shapes[name]
+        return tuple(self.parameters[name].shape)
+
+    def dtype(self, name):
+        return self.parameters[name].dtype
 
     def fill(self, target, name, dim=0, ranges=None):
         if target.dim() == 1:
             target.fill_(float(not name.endswith("bias")))
+        elif name.endswith(("scales", "zeros")):
+            target.fill_(self.scale if name.endswith("scales") else -7.5 * self.scale)
+        elif not target.is_floating_point():
+            low, high = (0, 256) if target.dtype == torch.uint8 else (-127, 128)
+            target.random_(low, high, generator=self.generator)
         else:
             target.normal_(0, 0.02, generator=self.generator)
 
@@ -234,7 +250,7 @@ def new_folder(path):
 
 
 def write_config(folder, config):
-    values = {k: v for k, v in dataclasses.asdict(config).items() if v is not None}
+    values = {k: v for k, v in dataclasses.asdict(config).items() if v not in (None, ())}
     (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 

@@ -15,10 +15,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from int_linear import Int8Linear, IntLinear
 from model import InputError
 
 # rows of x up to which few_rows.cpp is the faster one, oneDNN beyond (benchmarks/few_rows.py): fewer where it has AMX
-FEW = 7 if torch.cpu._is_amx_tile_supported() else 24
+FEW, FEW_INT = (7, 16) if torch.cpu._is_amx_tile_supported() else (24, 24)
 
 
 def empty(shape, dtype, device="cpu"):
@@ -81,7 +82,12 @@ def build():
     except OSError as e:
         reason = e.strerror or str(e).splitlines()[0]
         raise InputError(f"cannot use {folder}: {reason}; name another folder in $XDG_CACHE_HOME") from None
-    torch.library.register_fake("ladder::few_rows", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
+    for name in ("ladder::few_rows", "ladder::few_rows_int"):
+        torch.library.register_fake(name, lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]))
+
+    @torch.library.register_fake("ladder::dequantize")
+    def _(weight, scales, zeros):
+        return scales.new_empty(len(weight), weight.shape[1] * (1 if zeros is None else 2))
 
 
 def _processor():
@@ -101,12 +107,26 @@ class Linear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
+class FewRowsIntLinear(IntLinear):
+    """An IntLinear that multiplies few rows with few_rows.cpp, and makes floats with it for more."""
+
+    def dequantize(self, weight, scales, zeros):
+        return torch.ops.ladder.dequantize(weight, scales, zeros)
+
+    def forward(self, x):
+        if x.numel() > FEW_INT * x.shape[-1]:
+            return super().forward(x)
+        y = torch.ops.ladder.few_rows_int(x, self.weight, self.scales, self.zeros)
+        return y if self.bias is None else y + self.bias
+
+
 def use_few_rows(model):
     """Let a model on a CPU, in bfloat16, multiply few rows with few_rows.cpp; another model stays as it is.
 
     Raises InputError when that cannot be compiled.
     """
-    for linear in [m for m in model.modules() if type(m) is nn.Linear]:
-        if linear.weight.device.type == "cpu" and linear.weight.dtype == torch.bfloat16:
+    for linear in [m for m in model.modules() if type(m) in (nn.Linear, IntLinear, Int8Linear)]:
+        dtype = linear.weight.dtype if type(linear) is nn.Linear else linear.scales.dtype
+        if linear.weight.device.type == "cpu" and dtype == torch.bfloat16:
             build()
-            linear.__class__ = Linear
+            linear.__class__ = Linear if type(linear) is nn.Linear else FewRowsIntLinear

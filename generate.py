@@ -17,6 +17,7 @@ from tqdm import tqdm
 import checkpoint
 import cpu
 import exposed
+import int_linear
 import link
 import report
 import tokenizer as tokenizers
@@ -65,9 +66,10 @@ def describe(args):
     if bool(args.checkpoint) == bool(args.model):
         raise InputError("give either --checkpoint DIR or --model NAME --random-weights")
     if args.checkpoint:
-        if args.random_weights or args.n_layers:
-            flag = "--random-weights" if args.random_weights else "--n-layers"
-            raise InputError(f"{flag} goes with --model: a checkpoint has weights and layers")
+        for name in ("random_weights", "n_layers", "quant", "group_size"):
+            if getattr(args, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise InputError(f"{flag} goes with --model: a checkpoint is as it is (quantize.py makes another)")
         config = with_wiring(checkpoint.read_config(args.checkpoint), args)
         return config, tokenizers.load(args.checkpoint, config.vocab_size)
     if args.model not in SIZES:
@@ -79,6 +81,8 @@ def describe(args):
         if args.n_layers > config.n_layers:
             raise InputError(f"--n-layers is {args.n_layers} but {args.model} has {config.n_layers}")
         config = dataclasses.replace(config, n_layers=args.n_layers)
+    size = args.group_size or (64 if args.quant == "int4" else None)
+    config = dataclasses.replace(config, quant=args.quant, group_size=size)
     return with_wiring(config, args), None
 
 
@@ -92,6 +96,7 @@ def load(args, config, world):
             dtype = checkpoint.DTYPES[args.dtype or "bfloat16"]
             weights = checkpoint.RandomWeights(config, world.device)
         model = tp.load_shard(config, weights, dtype, world.device, world.rank, world.tp_size)
+    int_linear.use_kernels(model)
     if world.group is not None:
         model.comm = tp.TensorParallel(config, world.tp_size, world.group)
     return model
@@ -421,6 +426,8 @@ def parse(argv):
     g.add_argument("--model", metavar="NAME", help=f"a named size, with --random-weights: {', '.join(SIZES)}")
     g.add_argument("--random-weights", action="store_true", help="for benchmarks: the text means nothing")
     g.add_argument("--n-layers", type=int, metavar="N", help="of --model, take only so many layers")
+    g.add_argument("--quant", metavar="MODE", help="of --model, the weights as integers: int8, int4")
+    g.add_argument("--group-size", type=int, metavar="N", help="of --quant int4: 32, 64 (default) or 128")
     g.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the checkpoint's own, bfloat16 for --model")
     g.add_argument("--device", help="cpu, cuda or cuda:N; without it cuda where each rank finds a GPU")
     g.add_argument("--compile", action="store_true", help="torch.compile the decode step; needs a C++ compiler")
@@ -571,7 +578,7 @@ def main(argv=None):
     result = {
         "wiring": config.wiring, "model": args.model or Path(args.checkpoint).resolve().name,
         "n_layers": config.n_layers, "tp": world.tp_size, "simulated": world.simulated,
-        "dtype": str(model.norm.weight.dtype).removeprefix("torch."), "quant": None, "device": world.device.type,
+        "dtype": tp.dtype_name(model.norm.weight.dtype), "quant": config.quant, "device": world.device.type,
         "link": chosen and dataclasses.asdict(chosen), "load_s": load_s, "torch": torch.__version__,
         "commit": report.git_commit(), **run_batch(args, model, tokenizer, prompts, max_new_tokens, world),
     }  # fmt: skip

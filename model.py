@@ -116,6 +116,7 @@ class Config:
     """What a checkpoint is. Never mutated: dataclasses.replace makes another; checkpoint.make_config checks types.
 
     ladder_layers: the ladder layers of wiring "hybrid": an int n means the last n, a list names them (from 0).
+    quant: "int8", "int4" (with a group_size, in columns) or None; kept: names of matrices that it leaves as they were.
     rope_scaling: None or Llama 3's {factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}.
     Raises InputError, naming the field, when the values do not fit together.
     """
@@ -139,6 +140,9 @@ class Config:
     wiring: str = "standard"
     ladder_layers: int | tuple[int, ...] | None = None
     desync_period: int = 2
+    quant: str | None = None
+    group_size: int | None = None
+    kept: tuple[str, ...] = ()
 
     def __post_init__(self):
         if self.n_heads % self.n_kv_heads:
@@ -149,6 +153,7 @@ class Config:
             raise InputError(f"unknown wiring {self.wiring!r}; known: {', '.join(WIRINGS)}")
         if (self.wiring == "hybrid") != (self.ladder_layers is not None):
             raise InputError("wiring hybrid needs ladder_layers, and no other wiring takes them")
+        self._check_quant()
         layers = self.stale_layers
         valid = len(set(layers)) == len(layers) and all(0 <= i < self.n_layers for i in layers)
         if not valid or (self.wiring == "hybrid" and not layers):
@@ -156,6 +161,25 @@ class Config:
                 f"ladder_layers {self.ladder_layers!r} does not fit: give a number of last layers from 1 to "
                 f"{self.n_layers}, or distinct layers from 0 to {self.n_layers - 1}"
             )
+
+    def _check_quant(self):
+        if self.quant not in (None, "int8", "int4"):
+            raise InputError(f"unknown quantization {self.quant!r}; known: int8, int4")
+        size = self.group_size
+        if size is not None and self.quant != "int4":
+            raise InputError("a group size is for int4")
+        if self.quant == "int4" and size not in (32, 64, 128):
+            raise InputError(f"group size {size} is none of 32, 64, 128")
+        columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), self.dim)
+        columns |= {"wo": self.n_heads * self.head_dim, "w2": self.intermediate_size}
+        for name in self.kept:
+            if name not in columns or self.quant is None:
+                raise InputError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
+            if name == "output" and self.tie_embeddings:
+                raise InputError("the output head of this model is its embedding table: keep tok_embeddings instead")
+        for name, count in columns.items():
+            if size is not None and name not in self.kept and count % size:
+                raise InputError(f"group size {size} does not divide the {count} columns of {name}: keep {name}")
 
     @property
     def stale_layers(self):

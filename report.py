@@ -42,7 +42,7 @@ def step_bytes(model, cache, filled):
     weights = sum(
         p.numel() * p.element_size()
         for n, p in model.named_parameters(remove_duplicate=False)
-        if n != "tok_embeddings.weight"
+        if not n.startswith("tok_embeddings.")
     )
     return weights + sum(t[:, :, 0].numel() * t.element_size() * filled for layer in cache for t in layer)
 
@@ -78,7 +78,7 @@ def summary(r):
     head = "PREDICTED times of one rank alone: " if r["simulated"] else ""
     head += f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}"
     head += f", link {link.Link(**r['link'])}" if r["link"] else ""
-    head += f", batch {r['batch']}, {r['dtype']}, {r['device']}"
+    head += f", batch {r['batch']}, {r['quant'] or r['dtype']}, {r['device']}"
     times = f"load {r['load_s']:.2f} s, compile {r['compile_s']:.2f} s, first token {r['ttft_ms']:.1f} ms"
     if r["tpot_ms"]:
         times += f", then {r['tpot_ms']:.2f} ms per token: {r['tok_s']:.1f} tok/s"

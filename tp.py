@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import cpu
+import int_linear
 from link import LinkedGroup
-from model import InputError, SingleDevice, Transformer
+from model import InputError, SingleDevice
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The sharding plan
@@ -41,14 +42,16 @@ def shard_plan(config, rank, tp_size):
 
     Column-wise (rows of the weight, dimension 0): wqkv by KV-head groups, w1, w3, and the output head by the
     vocabulary. Row-wise (columns of the weight, dimension 1): wo and w2. With more ranks than KV heads, the ranks
-    that share a KV head each hold a copy of it and a part of its query heads.
+    that share a KV head each hold a copy of it and a part of its query heads. With int4 the MLP is cut between groups.
     Raises InputError when a rank would be left without a head or without a part of the MLP.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G = N // K
-    limit = min(N, config.intermediate_size)
+    size = config.group_size or 1
+    parts = config.intermediate_size // size
+    limit = min(N, parts)
     if not 1 <= tp_size <= limit:
-        name = "n_heads" if limit == N else "intermediate_size"
+        name = "n_heads" if limit == N else "intermediate_size" if size == 1 else "intermediate_size / group_size"
         raise InputError(f"tp {tp_size} cannot shard {name} {limit}: use 1 to {limit} ranks")
     if tp_size <= K:
         first, last = split(K, rank, tp_size)
@@ -61,7 +64,7 @@ def shard_plan(config, rank, tp_size):
         start = group * (G + 2) * H
         qkv = [(start + a * H, start + b * H), (start + G * H, start + (G + 2) * H)]
         heads = group * G + a, group * G + b
-    hidden = [split(config.intermediate_size, rank, tp_size)]
+    hidden = [tuple(i * size for i in split(parts, rank, tp_size))]
     part = head_rows(config.vocab_size, tp_size)
     vocabulary = [(min(rank * part, config.vocab_size), min((rank + 1) * part, config.vocab_size))]
     return {
@@ -88,26 +91,39 @@ def load_shard(config, weights, dtype, device, rank=0, tp_size=1):
     plan = shard_plan(config, rank, tp_size)
     if torch.device(device).type == "cpu":
         cpu.keep_freed_memory()
-    with torch.device("meta"):
-        model = Transformer(config)
+    model = int_linear.skeleton(config)
     parameters = list(model.named_parameters())  # a tied output head is not among them
+    columns = {name: m.in_features for name, m in model.named_modules() if hasattr(m, "in_features")}
     for name, parameter in tqdm(parameters, desc="loading", unit="tensor", delay=1, disable=rank > 0):
         if weights.shape(name) != parameter.shape:
             raise InputError(f"tensor {name} is {weights.shape(name)}, but the config says {tuple(parameter.shape)}")
+        stored, wanted = weights.dtype(name), dtype if parameter.is_floating_point() else parameter.dtype
+        if stored != wanted and not (stored.is_floating_point and wanted.is_floating_point):
+            raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(wanted)}")
         path, _, kind = name.rpartition(".")
         dim, ranges = plan.get(path.rpartition(".")[2], (0, None))
+        # what stands for several columns, a packed byte or the scale of a group, is one of as many fewer
+        each = columns[path] // parameter.shape[1] if dim == 1 else 1
+        parts = ranges and [(start // each, -(-stop // each)) for start, stop in ranges]
         shape = list(parameter.shape)
-        if ranges is not None:
-            shape[dim] = sum(stop - start for start, stop in ranges)
-        tensor = cpu.empty(shape, dtype, device)
-        weights.fill(tensor, name, dim, ranges)
-        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
-            raise InputError(f"tensor {name} holds NaN or infinite values in {str(dtype).removeprefix('torch.')}")
+        if parts:
+            shape[dim] = sum(stop - start for start, stop in parts)
+        tensor = cpu.empty(shape, wanted, device)
+        weights.fill(tensor, name, dim, parts)
+        if kind in ("scales", "zeros") and dim == 1:
+            tensor = int_linear.regroup(tensor, *ranges[0], each)
+        if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
+            raise InputError(f"tensor {name} holds NaN or infinite values in {dtype_name(dtype)}")
         _put(model.get_submodule(path), kind, tensor)
     if config.tie_embeddings:
         start, stop = plan["output"][1][0]
-        _put(model.output, "weight", model.tok_embeddings.weight[start:stop])
+        for kind, tensor in model.tok_embeddings.named_parameters():
+            _put(model.output, kind, tensor[start:stop])
     return model.to(device)  # moves the rope frequencies, which stay float32
+
+
+def dtype_name(dtype):
+    return str(dtype).removeprefix("torch.")
 
 
 def _put(module, kind, tensor):

@@ -71,6 +71,9 @@ class StateWeights:
     def shape(self, name):
         return tuple(self.state[name].shape)
 
+    def dtype(self, name):
+        return self.state[name].dtype
+
     def fill(self, target, name, dim=0, ranges=None):
         tensor = self.state[name]
         if ranges is not None:

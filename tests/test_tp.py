@@ -63,7 +63,7 @@ def test_a_rank_reads_only_its_slice():
     read = []
 
     class Counting(StateWeights):
-        def fill(self, target, name, dim, ranges):
+        def fill(self, target, name, dim, ranges=None):
             super().fill(target, name, dim, ranges)
             read.append((name, target.numel()))
 

@@ -1,0 +1,122 @@
+"""How well a model predicts a text: nats per token and perplexity, in any wiring, with any number of ranks.
+
+python eval.py --checkpoint DIR --text FILE
+torchrun --standalone --nproc_per_node=2 eval.py --checkpoint DIR --text FILE --ladder --json results.jsonl
+"""
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import checkpoint
+import generate
+import report
+import tokenizer as tokenizers
+import tp
+from model import InputError
+
+
+def windows(n, size, stride):
+    """Windows over n tokens as (start, stop, first): those from `first` to `stop` count, each token but 0 just once.
+
+    They advance by stride < size, so that all but those of the first have at least size - stride tokens before them.
+    """
+    stop, out = 1, []
+    while stop < n:
+        start = max(0, min(n - size, stop - (size - stride))) if out else 0
+        first, stop = stop, min(start + size, n)
+        out.append((start, stop, first))
+    return out
+
+
+@torch.inference_mode()
+def total_nats(model, ids, size, stride, batch, show=False):
+    """The sum of -log p(token | those before it in its window) over all tokens but the first."""
+    total, device = 0.0, model.norm.weight.device
+    plan = windows(len(ids), size, stride)
+    for i in tqdm(range(0, len(plan), batch), desc="scoring", unit="batch", delay=1, disable=not show):
+        part = plan[i : i + batch]
+        tokens, _ = generate.pad([ids[start:stop] for start, stop, _ in part], device)
+        logits = model(tokens[:, :-1])
+        for row, given, (start, stop, first) in zip(logits, tokens, part, strict=True):
+            wanted = slice(first - start, stop - start)
+            row = row[wanted.start - 1 : wanted.stop - 1].float()
+            total += F.cross_entropy(row, given[wanted], reduction="none").double().sum().item()
+    return total
+
+
+def parse(argv):
+    p = tp.Parser(__doc__)
+    p.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a folder of convert_hf_checkpoint.py or quantize.py"
+    )
+    p.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text, scored as one sequence of tokens")
+    p.add_argument("--window", type=int, metavar="N", help="tokens of a window; without it 2048 or the model's context")
+    p.add_argument(
+        "--stride", type=int, metavar="N", help="tokens from one window to the next; without it half a window"
+    )
+    p.add_argument("--batch", type=int, metavar="B", help="windows at a time; without it 256 MB of logits")
+    p.add_argument("--max-tokens", type=int, metavar="N", help="score only so many tokens of the text")
+    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the checkpoint's own")
+    p.add_argument("--device", help="cpu, cuda or cuda:N; without it cuda where each rank finds a GPU")
+    p.add_argument("--json", metavar="FILE", help="append the line to this file, too")
+    generate.add_wiring_flags(p)
+    args = p.parse_args(argv)
+    for name in ("window", "stride", "batch", "max_tokens"):
+        value, least = getattr(args, name), 2 if name in ("window", "max_tokens") else 1
+        if value is not None and value < least:
+            raise InputError(f"--{name.replace('_', '-')} is {value} but must be at least {least}")
+    if args.json is not None:
+        checkpoint.check_appendable(args.json, "--json")
+    return args
+
+
+def main(argv=None):
+    args = parse(argv)
+    world = tp.join(args.device)
+    with world.together():
+        config = generate.with_wiring(checkpoint.read_config(args.checkpoint), args)
+        tokenizer = tokenizers.load(args.checkpoint, config.vocab_size)
+        if tokenizer is None:
+            raise InputError(f"{args.checkpoint} has no tokenizer")
+        ids = tokenizer.encode(checkpoint.read_text(args.text, flag="--text "))[: args.max_tokens]
+        if len(ids) < 2:
+            raise InputError(f"--text {args.text} has {len(ids)} tokens, but scoring takes two or more")
+        size = min(args.window or 2048, len(ids))
+        if size > config.max_seq_len:
+            if args.window:
+                raise InputError(f"--window {size} is longer than the context of {config.max_seq_len}")
+            size = config.max_seq_len
+        stride = args.stride or max(1, size // 2)
+        if stride >= size:
+            raise InputError(f"--stride {stride} is no less than the window of {size}: each token needs one before it")
+    batch = args.batch or max(1, 2**28 // (4 * size * config.vocab_size))
+    model = generate.load(args, config, world)
+    start = time.perf_counter()
+    total = total_nats(model, ids, size, stride, batch, show=world.rank == 0)
+    if world.rank > 0:
+        return
+    nats = total / (len(ids) - 1)
+    line = {
+        "model": Path(args.checkpoint).resolve().name, "wiring": config.wiring, "tp": world.tp_size,
+        "quant": config.quant, "group_size": config.group_size, "dtype": tp.dtype_name(model.norm.weight.dtype),
+        "text": Path(args.text).name, "tokens": len(ids) - 1, "nats_per_token": nats,
+        "perplexity": math.exp(min(nats, 700)),
+        "window": size, "stride": stride, "seconds": time.perf_counter() - start, "torch": torch.__version__,
+        "commit": report.git_commit(),
+    }  # fmt: skip
+    print(json.dumps(line))
+    if args.json:
+        with open(args.json, "a", encoding="utf-8") as f:
+            f.write(json.dumps(line) + "\n")
+    print(f"{nats:.4f} nats per token, perplexity {line['perplexity']:.3f}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    tp.run(main)

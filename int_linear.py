@@ -1,0 +1,161 @@
+"""Linears and an embedding whose weights are integers of 8 or 4 bits.
+
+The integers q stand for W[n, k] = scales[n, g] q[n, k] + zeros[n, g], g being the group of columns that k is in.
+
+int8: q from -127 to 127, one group a row, no zeros.
+int4: q from 0 to 15, two in a byte, the even column in its lower half.
+
+Shape letters: N rows and K columns of W, G groups in a row.
+"""
+
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model import Transformer
+
+PIECE = 2**19  # numbers of W that are turned into floats at a time, to be multiplied while they are in the cache
+FEW = 16  # rows of x up to which PyTorch's kernel for int8 is meant to be the faster one; not measured on a GPU
+
+
+def dequantize(weight, scales, zeros=None):
+    """The numbers (N, K) that integers stand for, in the dtype of the scales."""
+    if zeros is None:
+        return weight.to(scales.dtype) * scales
+    q = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2)  # (N, K)
+    q = q.unflatten(-1, (scales.shape[-1], -1)).to(scales.dtype)  # (N, G, K / G)
+    return torch.addcmul(zeros[..., None], q, scales[..., None]).flatten(-2)
+
+
+def regroup(numbers, start, stop, size):
+    """Scales or zeros of the columns start to stop, given those (N, G) of all the groups of `size` that they touch.
+
+    When the ends lie within groups, the groups become smaller and more, of the largest size with which they do not.
+    """
+    if numbers.shape[1] == 1 or start % size == stop % size == 0:
+        return numbers
+    smaller = math.gcd(size, start, stop)
+    first = start % size // smaller
+    numbers = numbers.repeat_interleave(size // smaller, dim=1)
+    return numbers[:, first : first + (stop - start) // smaller].contiguous()
+
+
+class Integers(nn.Module):
+    """What stands for a matrix (N, K): weight (N, K) int8 or (N, K / 2) uint8, scales and zeros (N, G)."""
+
+    def __init__(self, N, K, quant, group_size):
+        super().__init__()
+        four_bits = quant == "int4"
+        shape, dtype = ((N, K // 2), torch.uint8) if four_bits else ((N, K), torch.int8)
+        groups = torch.empty(N, K // group_size if four_bits else 1, dtype=torch.bfloat16)
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        self.scales = nn.Parameter(groups, requires_grad=False)
+        self.zeros = nn.Parameter(groups.clone(), requires_grad=False) if four_bits else None
+
+    @property
+    def out_features(self):
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self):
+        return self.weight.shape[1] * (1 if self.zeros is None else 2)
+
+    dequantize = staticmethod(dequantize)
+
+    def rows(self, index):
+        """Rows of the matrix, as floats."""
+        zeros = None if self.zeros is None else self.zeros[index]
+        return self.dequantize(self.weight[index], self.scales[index], zeros)
+
+
+class IntLinear(Integers):
+    """x (..., K) -> x W^T + bias (..., N)."""
+
+    def __init__(self, N, K, quant, group_size, bias):
+        super().__init__(N, K, quant, group_size)
+        self.bias = nn.Parameter(torch.empty(N), requires_grad=False) if bias else None
+
+    def forward(self, x):
+        N, K = self.out_features, self.in_features
+        step = N if torch.compiler.is_compiling() else max(1, PIECE // K)  # the compiler makes one loop of it all
+        parts = [F.linear(x, self.rows(slice(i, i + step))) for i in range(0, N, step)]
+        y = torch.cat(parts, dim=-1)
+        return y if self.bias is None else y + self.bias
+
+
+class Int8Linear(IntLinear):
+    """An IntLinear that multiplies few rows with PyTorch's kernel for int8, on a CPU or a GPU."""
+
+    def forward(self, x):
+        K = self.in_features
+        if x.numel() > FEW * K:
+            return super().forward(x)
+        y = torch._weight_int8pack_mm(x.reshape(-1, K), self.weight, self.scales[:, 0]).view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
+
+
+class Int4CudaLinear(IntLinear):
+    """An IntLinear in the layout of PyTorch's kernel for int4 on a GPU, which wants K in multiples of 128, N of 8."""
+
+    @torch.no_grad()
+    def pack(self):
+        self.shape = self.weight.shape[0], 2 * self.weight.shape[1]
+        self.group_size = self.shape[1] // self.scales.shape[1]
+        # the kernel counts from the middle, W = (q - 8) scale + middle, and has the even column in the upper half
+        pairs = torch.stack((self.scales, self.zeros + 8 * self.scales), dim=-1)  # (N, G, 2)
+        pairs = pairs.transpose(0, 1).contiguous()
+        packed = torch._convert_weight_to_int4pack(self.weight << 4 | self.weight >> 4, 8)
+        self.weight, self.scales = (nn.Parameter(t, requires_grad=False) for t in (packed, pairs))
+
+    out_features = property(lambda self: self.shape[0])
+    in_features = property(lambda self: self.shape[1])
+
+    def forward(self, x):
+        y = torch._weight_int4pack_mm(x.reshape(-1, self.in_features), self.weight, self.group_size, self.scales)
+        y = y.view(*x.shape[:-1], -1)
+        return y if self.bias is None else y + self.bias
+
+
+def use_kernels(model):
+    """Let a model in bfloat16 multiply with PyTorch's kernels for integers, where there are any for its device."""
+    for linear in [m for m in model.modules() if type(m) is IntLinear and m.scales.dtype == torch.bfloat16]:
+        four_bits, device = linear.zeros is not None, linear.weight.device.type
+        operator = "aten::_weight_int4pack_mm" if four_bits else "aten::_weight_int8pack_mm"
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(operator, device.upper()):
+            continue
+        if not four_bits:
+            linear.__class__ = Int8Linear
+        elif device == "cuda" and linear.in_features % 128 == 0 and linear.out_features % 8 == 0:
+            size = linear.in_features // linear.scales.shape[1]
+            if size in (32, 64, 128):
+                linear.__class__ = Int4CudaLinear
+                linear.pack()
+
+
+class IntEmbedding(Integers):
+    """Token ids -> their rows of W."""
+
+    def forward(self, tokens):
+        return self.rows(tokens)
+
+
+def skeleton(config):
+    """The Transformer of a config, quantized as it says, without memory for the weights (on the device "meta")."""
+    with torch.device("meta"):
+        model = Transformer(config)
+        for path, module in list(model.named_modules()) if config.quant else []:
+            parent, _, name = path.rpartition(".")
+            if name in config.kept or type(module) not in (nn.Linear, nn.Embedding):
+                continue
+            shape = *module.weight.shape, config.quant, config.group_size
+            if isinstance(module, nn.Embedding):
+                quantized = IntEmbedding(*shape)
+            else:
+                quantized = IntLinear(*shape, bias=module.bias is not None)
+            setattr(model.get_submodule(parent), name, quantized)
+        if config.tie_embeddings:
+            for name, parameter in model.tok_embeddings.named_parameters():
+                setattr(model.output, name, parameter)
+    return model
