@@ -2,6 +2,7 @@
 
 python benchmarks/decode.py --threads 1 --engines ours,transformers --json benchmarks/decode.jsonl
 python benchmarks/decode.py --threads 2 --gpt-fast DIR --llama-python VENV/bin/python --json benchmarks/decode.jsonl
+python benchmarks/decode.py --threads 2 --engines ours:int8,ours:int4,llama.cpp:q8_0,llama.cpp:q4_0 ...
 python benchmarks/decode.py --show benchmarks/decode.jsonl
 
 Each engine is a process of its own, which is idle while another one is timed. gpt-fast is a checkout of its repository,
@@ -28,6 +29,15 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 DIM, LAYERS, HEADS, KV_HEADS, HIDDEN, VOCABULARY, CONTEXT = 2048, 16, 32, 8, 8192, 128256, 1088
 FILLED = 128  # slots of the cache before a decode step
+QUANTS = {  # of an engine, behind a colon: (bytes of a weight, scales included, and ours of as many bits)
+    "": (2, "ours"),
+    "int8": (1, "ours:int8"),
+    "q8_0": (34 / 32, "ours:int8"),  # each 32 with a scale of 16 bits
+    "int4": (0.5 + 4 / 64, "ours:int4"),  # each 64 with a scale and a zero of 16 bits
+    "q4_0": (18 / 32, "ours:int4"),
+}
+ENGINES = ["ours", "transformers", "gpt-fast", "llama.cpp", "ours:int8", "gpt-fast:int8", "llama.cpp:q8_0", "ours:int4"]
+ENGINES += ["llama.cpp:q4_0"]
 CASES = [("decode", 1), ("decode", 4), ("decode", 16), ("decode", 64), ("prefill", 128), ("prefill", 1024)]
 
 
@@ -35,7 +45,7 @@ CASES = [("decode", 1), ("decode", 4), ("decode", 16), ("decode", 64), ("prefill
 # The engines: each returns a function step(kind, n), which prepares a case and returns a function that runs it once
 
 
-def ours():
+def ours(quant):
     import dataclasses
 
     import torch
@@ -46,6 +56,7 @@ def ours():
     from model import SIZES
 
     config = dataclasses.replace(SIZES["1b"], tie_embeddings=False)
+    config = dataclasses.replace(config, quant=quant or None, group_size=64 if quant == "int4" else None)
     shape = config.dim, config.n_layers, config.n_heads, config.n_kv_heads, config.intermediate_size, config.vocab_size
     assert shape == (DIM, LAYERS, HEADS, KV_HEADS, HIDDEN, VOCABULARY)
     model = tp.load_shard(config, checkpoint.RandomWeights(config, "cpu"), torch.bfloat16, "cpu")
@@ -92,7 +103,7 @@ def transformers():
     return step
 
 
-def gpt_fast(folder):
+def gpt_fast(folder, quant):
     import torch
 
     # without the project's folders, which have modules of the same names
@@ -102,6 +113,13 @@ def gpt_fast(folder):
     args = ModelArgs(CONTEXT, VOCABULARY, LAYERS, HEADS, DIM, HIDDEN, KV_HEADS, rope_base=500000.0)
     torch.set_default_dtype(torch.bfloat16)
     model = Transformer(args).eval()
+    if quant:
+        from quantize import WeightOnlyInt8QuantHandler
+
+        model = WeightOnlyInt8QuantHandler(model).convert_for_runtime()
+        for name, buffer in model.named_buffers():
+            if name.endswith(("weight", "scales")):
+                buffer.random_(-127, 128) if name.endswith("weight") else buffer.fill_(0.001)
 
     def step(kind, n):
         batch, length = (n, FILLED) if kind == "decode" else (1, n)
@@ -118,7 +136,7 @@ def gpt_fast(folder):
     return step
 
 
-def llama_cpp(threads):
+def llama_cpp(threads, quant):
     import gguf
     import llama_cpp
     import numpy
@@ -141,6 +159,13 @@ def llama_cpp(threads):
     def add(name, *shape):
         if len(shape) == 1:
             return writer.add_tensor(name, numpy.ones(shape, numpy.float32))
+        if quant:  # blocks of 32: a scale in float16, then the integers
+            kind = gguf.GGMLQuantizationType[quant.upper()]
+            blocks = random.integers(
+                0, 256, (*shape[:-1], shape[-1] // 32, gguf.GGML_QUANT_SIZES[kind][1]), numpy.uint8
+            )
+            blocks[..., :2] = numpy.array([0.001], numpy.float16).view(numpy.uint8)
+            return writer.add_tensor(name, blocks.reshape(shape[0], -1), raw_dtype=kind)
         values = random.standard_normal(shape, numpy.float32) * 0.02
         values = (values.view(numpy.uint32) >> 16).astype(numpy.uint16)  # to bfloat16, towards zero
         writer.add_tensor(name, values.view(numpy.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
@@ -199,13 +224,14 @@ def llama_cpp(threads):
 
 def work(args):
     """Answer lines such as "decode 4 3" with the seconds of three runs of that case, as a JSON list."""
+    name, _, quant = args.worker.partition(":")
     engines = {
-        "ours": ours,
+        "ours": lambda: ours(quant),
         "transformers": transformers,
-        "gpt-fast": lambda: gpt_fast(args.gpt_fast),
-        "llama.cpp": lambda: llama_cpp(args.threads),
+        "gpt-fast": lambda: gpt_fast(args.gpt_fast, quant),
+        "llama.cpp": lambda: llama_cpp(args.threads, quant),
     }
-    engine, run = engines[args.worker](), {}
+    engine, run = engines[name](), {}
     for line in sys.stdin:
         kind, n, times = line.split()
         if (kind, n) not in run:
@@ -226,7 +252,7 @@ def work(args):
 
 def parse(p):
     p.add_argument("--threads", type=int, default=1, help="of each engine")
-    p.add_argument("--engines", help="of ours, transformers, gpt-fast, llama.cpp; without it all that can run")
+    p.add_argument("--engines", help=f"of {', '.join(ENGINES)}; without it all that can run in bfloat16")
     p.add_argument("--gpt-fast", metavar="DIR", help="a checkout of gpt-fast")
     p.add_argument("--llama-python", metavar="FILE", help="a Python that imports llama_cpp and gguf")
     p.add_argument("--cases", help="such as decode:4,prefill:128 (batch, tokens); without it those of the page")
@@ -254,9 +280,9 @@ def check(args):
     available = {"ours": 1, "transformers": has_transformers, "gpt-fast": args.gpt_fast, "llama.cpp": args.llama_python}
     args.engines = args.engines.split(",") if args.engines else [name for name, there in available.items() if there]
     for name in args.engines:
-        if name not in available:
-            raise InputError(f"--engines: unknown {name!r}; known: {', '.join(available)}")
-        if not available[name]:
+        if name not in ENGINES:
+            raise InputError(f"--engines: unknown {name!r}; known: {', '.join(ENGINES)}")
+        if not available[name.partition(":")[0]]:
             raise InputError(f"--engines {name} needs --gpt-fast, --llama-python, or pip install transformers")
     cases = [case.partition(":") for case in args.cases.split(",")] if args.cases else []
     for kind, _, n in cases:
@@ -289,9 +315,9 @@ def measure(args):
     torch.set_num_threads(args.threads)
     workers = {}
     for name in args.engines:
-        python = args.llama_python if name == "llama.cpp" else sys.executable
+        python = args.llama_python if name.startswith("llama.cpp") else sys.executable
         command = [python, __file__, "--worker", name, "--threads", str(args.threads)]
-        command += ["--gpt-fast", args.gpt_fast] if name == "gpt-fast" else []
+        command += ["--gpt-fast", args.gpt_fast] if name.startswith("gpt-fast") else []
         environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with open(args.log, "a") as log:
@@ -315,18 +341,20 @@ def measure(args):
             line |= {"rounds": args.rounds, "bandwidth": statistics.median(bandwidth)}
             if kind == "decode":  # round by round, since the bandwidth of a shared machine varies
                 of_rounds = [
-                    step_bytes(n) / statistics.median(s) / b for s, b in zip(seconds[name], bandwidth, strict=True)
+                    step_bytes(n, name) / statistics.median(s) / b
+                    for s, b in zip(seconds[name], bandwidth, strict=True)
                 ]
                 line["mbu"] = statistics.median(of_rounds)
             print(json.dumps(line), file=sys.stderr)
             yield {**about, **line}
 
 
-def step_bytes(batch):
-    """Bytes that a decode step has to read: the matrices and norms, and the filled slots of the cache."""
+def step_bytes(batch, engine):
+    """Bytes that a decode step of an engine has to read: the matrices and norms, and the filled slots of the cache."""
     head = DIM // HEADS
-    layer = DIM * (DIM + 2 * KV_HEADS * head) + DIM * DIM + 3 * DIM * HIDDEN + 2 * DIM
-    return 2 * (LAYERS * layer + DIM + DIM * VOCABULARY + batch * LAYERS * 2 * KV_HEADS * head * (FILLED + 1))
+    layer = DIM * (DIM + 2 * KV_HEADS * head) + DIM * DIM + 3 * DIM * HIDDEN
+    matrices = (LAYERS * layer + DIM * VOCABULARY) * QUANTS[engine.partition(":")[2]][0]
+    return matrices + 2 * ((2 * LAYERS + 1) * DIM + batch * LAYERS * 2 * KV_HEADS * head * (FILLED + 1))
 
 
 def tables(lines):
@@ -341,15 +369,16 @@ def tables(lines):
             name = {"decode": "decode, batch {}", "prefill": "prefill, {} tokens", "cache": "256 slots filled of {}"}
             name = name[case[0]].format(case[1])
             row = [name, f"{next(iter(cells.values()))['bandwidth'] / 1e9:.1f}"]
-            rows.append("| " + " | ".join(row + [cell(cells.get(e), cells.get("ours")) for e in engines]) + " |")
+            rows.append("| " + " | ".join(row + [cell(cells.get(e), cells) for e in engines]) + " |")
         parts.append("\n".join(rows))
     return "\n\n".join(parts)
 
 
-def cell(line, ours):
-    """Milliseconds, their quartiles, and how many times ours; for our decode, the part of the bandwidth."""
+def cell(line, cells):
+    """Milliseconds, their quartiles, how many times ours of as many bits; for our decode, the part of the bandwidth."""
     if line is None:
         return ""
+    ours = cells.get(QUANTS[line["engine"].partition(":")[2]][1])
     low, high = line["quartiles_ms"]
     text = f"{line['ms']:.1f} ({low:.1f}-{high:.1f}"
     if line is ours or ours is None:

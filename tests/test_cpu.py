@@ -164,7 +164,7 @@ def test_two_build_at_once_and_again_what_is_damaged(tmp_path):
     "flags, message",
     [
         ("--rounds 2", "--rounds is 2 but must be at least 3"),
-        ("--engines nosuch", "--engines: unknown 'nosuch'; known: ours, transformers, gpt-fast, llama.cpp"),
+        ("--engines nosuch", "--engines: unknown 'nosuch'; known: ours, transformers, gpt-fast, llama.cpp,"),
         ("--engines llama.cpp", "--engines llama.cpp needs --gpt-fast, --llama-python, or"),
         ("--cases decode", "--cases: 'decode:' is none of decode:BATCH"),
         ("--cases cache:300", "is for --engines ours"),
