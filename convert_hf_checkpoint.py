@@ -363,6 +363,8 @@ def main(argv=None):
     if args.to_hf:
         config, weights, folder = checkpoint.read_config(args.source), checkpoint.Weights(args.source), args.source
         some_tensor = "norm.weight"
+        if config.quant is not None:
+            raise InputError(f"{args.source} is quantized ({config.quant}): give the original")
     else:
         weights, config, folder = open_source(args.source, args.revision)
         some_tensor = NAMES["norm.weight"]

@@ -13,6 +13,7 @@ from reference import Reference
 from safetensors.torch import load_file, save_file
 
 import checkpoint
+import convert_hf_checkpoint
 import cpu
 import eval as evaluate
 import int_linear
@@ -479,6 +480,8 @@ def test_bad_checkpoints_are_one_clear_line(folder, tmp_path):
     assert run(odd, "--group-size", "32", "--keep", "w2").returncode == 0
     done = run(tmp_path / "again")
     assert done.returncode == 2 and "again is quantized already (int4): give the original" in done.stderr
+    with pytest.raises(tp.InputError, match="again is quantized .int4.: give the original"):
+        convert_hf_checkpoint.main([str(tmp_path / "again"), "--to-hf", str(tmp_path / "hf")])
 
     config, state = checkpoint.read_config(tmp_path / "again"), load_file(tmp_path / "again" / "model.safetensors")
     name = "layers.1.feed_forward.w1.scales"
