@@ -129,4 +129,7 @@ def use_few_rows(model):
         dtype = linear.weight.dtype if type(linear) is nn.Linear else linear.scales.dtype
         if linear.weight.device.type == "cpu" and dtype == torch.bfloat16:
             build()
-            linear.__class__ = Linear if type(linear) is nn.Linear else FewRowsIntLinear
+            if type(linear) is nn.Linear:
+                linear.__class__ = Linear
+            elif linear.zeros is None or linear.in_features // linear.scales.shape[1] in (8, 16, 32, 64, 128):
+                linear.__class__ = FewRowsIntLinear

@@ -45,9 +45,10 @@ def total_nats(model, ids, size, stride, batch, show=False):
         tokens, _ = generate.pad([ids[start:stop] for start, stop, _ in part], device)
         logits = model(tokens[:, :-1])
         for row, given, (start, stop, first) in zip(logits, tokens, part, strict=True):
-            wanted = slice(first - start, stop - start)
-            row = row[wanted.start - 1 : wanted.stop - 1].float()
-            total += F.cross_entropy(row, given[wanted], reduction="none").double().sum().item()
+            for i in range(first - start, stop - start, 256):  # a large vocabulary's logits in float32 are large
+                wanted = given[i : min(i + 256, stop - start)]
+                nats = F.cross_entropy(row[i - 1 :][: len(wanted)].float(), wanted, reduction="none")
+                total += nats.double().sum().item()
     return total
 
 
@@ -61,7 +62,9 @@ def parse(argv):
     p.add_argument(
         "--stride", type=int, metavar="N", help="tokens from one window to the next; without it half a window"
     )
-    p.add_argument("--batch", type=int, metavar="B", help="windows at a time; without it 256 MB of logits")
+    p.add_argument(
+        "--batch", type=int, metavar="B", help="windows at a time; without it 256 MB of logits, at least one"
+    )
     p.add_argument("--max-tokens", type=int, metavar="N", help="score only so many tokens of the text")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the checkpoint's own")
     p.add_argument("--device", help="cpu, cuda or cuda:N; without it cuda where each rank finds a GPU")
@@ -103,11 +106,13 @@ def main(argv=None):
     if world.rank > 0:
         return
     nats = total / (len(ids) - 1)
+    if not math.isfinite(nats):
+        raise InputError(f"{args.checkpoint} gives a loss of {nats} nats per token")
     line = {
         "model": Path(args.checkpoint).resolve().name, "wiring": config.wiring, "tp": world.tp_size,
         "quant": config.quant, "group_size": config.group_size, "dtype": tp.dtype_name(model.norm.weight.dtype),
         "text": Path(args.text).name, "tokens": len(ids) - 1, "nats_per_token": nats,
-        "perplexity": math.exp(min(nats, 700)),
+        "perplexity": math.exp(nats) if nats < 700 else None,
         "window": size, "stride": stride, "seconds": time.perf_counter() - start, "torch": torch.__version__,
         "commit": report.git_commit(),
     }  # fmt: skip
@@ -115,7 +120,7 @@ def main(argv=None):
     if args.json:
         with open(args.json, "a", encoding="utf-8") as f:
             f.write(json.dumps(line) + "\n")
-    print(f"{nats:.4f} nats per token, perplexity {line['perplexity']:.3f}", file=sys.stderr)
+    print(f"{nats:.4f} nats per token", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@
 #include <cmath>
 #include <cstring>
 #include <vector>
-#if defined(__AVX512BF16__) || defined(__AVX512VNNI__)
+#ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -139,7 +139,7 @@ at::Tensor few_rows(const at::Tensor& input, const at::Tensor& weight) {
 //
 // Processors multiply bytes four times as fast as they turn them into floats. So x becomes fixed-point numbers of 16 bits,
 // 256 high + low, with a scale for each block of columns. That changes a number by at most 2^-16 of the largest in its
-// block: less than bfloat16 itself had rounded that one.
+// block: less than bfloat16 itself had rounded that one. (A block of nothing above 1e-30 counts as zeros.)
 
 using Bytes = uint8_t __attribute__((vector_size(64)));
 using SignedBytes = int8_t __attribute__((vector_size(64)));
@@ -184,6 +184,7 @@ Block fixed_point(const BF16* x, int64_t count) {
   for (int i = 0; i < 16; i++) bits = std::max(bits, largest[i]);
   float top;
   std::memcpy(&top, &bits, sizeof(top));
+  if (top < 1e-30f) top = 0;  // and not a number stays that
   const float inverse = top > 0 ? 32639 / top : 0;  // 32639 = 127 * 256 + 127
   Block block = {.scale = top / 32639};
   for (int i = 0; i < 8; i++) {
@@ -200,6 +201,16 @@ Block fixed_point(const BF16* x, int64_t count) {
     block.offset += (add_products(Ints{}, middle, block.high[i]) << 8) + add_products(Ints{}, middle, block.low[i]);
   }
   return block;
+}
+
+inline Sums pick(Sums from, Pairs lanes) {
+#ifdef __AVX512F__
+  return (Sums)_mm512_permutexvar_ps((__m512i)lanes, (__m512)from);
+#else
+  Sums picked;
+  for (int i = 0; i < 16; i++) picked[i] = from[lanes[i]];
+  return picked;
+#endif
 }
 
 struct Integers {
@@ -228,7 +239,7 @@ void int_tile(const Integers& W, const Block* x, const float* sums, BF16* y, int
         w[r][0] = both & 15, w[r][1] = both >> 4;
         const int64_t first = b * kColumns >> W.shift;
         if ((b & (W.repeat - 1)) == 0) scales[r] = load_floats(W.scales + (n + r * apart) * W.G + first, W.G - first);
-        scale[r] = (Sums)__builtin_shuffle((Pairs)scales[r], W.group[b & (W.repeat - 1)]);
+        scale[r] = pick(scales[r], W.group[b & (W.repeat - 1)]);
       } else if (left >= 128) {
         w[r][0] = load<Bytes>(from) ^ 128, w[r][1] = load<Bytes>(from + 64) ^ 128;
       } else {  // x is zero behind its end, whatever w is there
@@ -277,7 +288,8 @@ Integers integers(const at::Tensor& weight, const at::Tensor& scales, const std:
   };
   TORCH_CHECK(
       weight.is_contiguous() && weight.dim() == 2 && weight.size(1) > 0 && fits(scales) &&
-          weight.scalar_type() == (four_bits ? at::kByte : at::kChar) && (four_bits ? fits(*zeros) : scales.size(1) == 1),
+          weight.scalar_type() == (four_bits ? at::kByte : at::kChar) && scales.size(1) > 0 &&
+          (four_bits ? fits(*zeros) : scales.size(1) == 1),
       "integers are W (N, K) in int8 with scales (N, 1), or (N, K / 2) in uint8 with scales and zeros (N, G)");
   const int64_t N = weight.size(0), bytes = weight.size(1), K = bytes * (four_bits ? 2 : 1), G = scales.size(1);
   const uint64_t size = K / G;

@@ -67,7 +67,7 @@ def describe(args):
         raise InputError("give either --checkpoint DIR or --model NAME --random-weights")
     if args.checkpoint:
         for name in ("random_weights", "n_layers", "quant", "group_size"):
-            if getattr(args, name):
+            if getattr(args, name) not in (None, False):
                 flag = f"--{name.replace('_', '-')}"
                 raise InputError(f"{flag} goes with --model: a checkpoint is as it is (quantize.py makes another)")
         config = with_wiring(checkpoint.read_config(args.checkpoint), args)
@@ -81,7 +81,7 @@ def describe(args):
         if args.n_layers > config.n_layers:
             raise InputError(f"--n-layers is {args.n_layers} but {args.model} has {config.n_layers}")
         config = dataclasses.replace(config, n_layers=args.n_layers)
-    size = args.group_size or (64 if args.quant == "int4" else None)
+    size = 64 if args.quant == "int4" and args.group_size is None else args.group_size
     config = dataclasses.replace(config, quant=args.quant, group_size=size)
     return with_wiring(config, args), None
 
@@ -422,7 +422,7 @@ def chat_loop(args, model, tokenizer, world):
 def parse(argv):
     p = tp.Parser(__doc__)
     g = p.add_argument_group("model")
-    g.add_argument("--checkpoint", metavar="DIR", help="a folder that convert_hf_checkpoint.py wrote")
+    g.add_argument("--checkpoint", metavar="DIR", help="a folder of convert_hf_checkpoint.py, quantize.py ...")
     g.add_argument("--model", metavar="NAME", help=f"a named size, with --random-weights: {', '.join(SIZES)}")
     g.add_argument("--random-weights", action="store_true", help="for benchmarks: the text means nothing")
     g.add_argument("--n-layers", type=int, metavar="N", help="of --model, take only so many layers")

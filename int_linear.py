@@ -30,11 +30,11 @@ def dequantize(weight, scales, zeros=None):
 
 
 def regroup(numbers, start, stop, size):
-    """Scales or zeros of the columns start to stop, given those (N, G) of all the groups of `size` that they touch.
+    """int4 scales or zeros of the columns start to stop, given those (N, G) of all groups of `size` that they touch.
 
     When the ends lie within groups, the groups become smaller and more, of the largest size with which they do not.
     """
-    if numbers.shape[1] == 1 or start % size == stop % size == 0:
+    if start % size == stop % size == 0:
         return numbers
     smaller = math.gcd(size, start, stop)
     first = start % size // smaller
@@ -78,7 +78,7 @@ class IntLinear(Integers):
         self.bias = nn.Parameter(torch.empty(N), requires_grad=False) if bias else None
 
     def forward(self, x):
-        N, K = self.out_features, self.in_features
+        N, K = max(1, self.out_features), self.in_features  # a rank may have no rows of the output head
         step = N if torch.compiler.is_compiling() else max(1, PIECE // K)  # the compiler makes one loop of it all
         parts = [F.linear(x, self.rows(slice(i, i + step))) for i in range(0, N, step)]
         y = torch.cat(parts, dim=-1)
@@ -86,13 +86,17 @@ class IntLinear(Integers):
 
 
 class Int8Linear(IntLinear):
-    """An IntLinear that multiplies few rows with PyTorch's kernel for int8, on a CPU or a GPU."""
+    """An IntLinear that multiplies few rows with PyTorch's kernel for int8, on a CPU or a GPU.
+
+    On a CPU (torch 2.13) the kernel reads beyond its rows unless K is a multiple of 16.
+    """
 
     def forward(self, x):
         K = self.in_features
         if x.numel() > FEW * K:
             return super().forward(x)
-        y = torch._weight_int8pack_mm(x.reshape(-1, K), self.weight, self.scales[:, 0]).view(*x.shape[:-1], -1)
+        y = torch._weight_int8pack_mm(x.reshape(-1, K), self.weight, self.scales[:, 0])
+        y = y.view(*x.shape[:-1], -1).type_as(x)
         return y if self.bias is None else y + self.bias
 
 
@@ -108,6 +112,7 @@ class Int4CudaLinear(IntLinear):
         pairs = pairs.transpose(0, 1).contiguous()
         packed = torch._convert_weight_to_int4pack(self.weight << 4 | self.weight >> 4, 8)
         self.weight, self.scales = (nn.Parameter(t, requires_grad=False) for t in (packed, pairs))
+        self.zeros = None  # rows() is gone with it
 
     out_features = property(lambda self: self.shape[0])
     in_features = property(lambda self: self.shape[1])
@@ -121,15 +126,14 @@ class Int4CudaLinear(IntLinear):
 def use_kernels(model):
     """Let a model in bfloat16 multiply with PyTorch's kernels for integers, where there are any for its device."""
     for linear in [m for m in model.modules() if type(m) is IntLinear and m.scales.dtype == torch.bfloat16]:
-        four_bits, device = linear.zeros is not None, linear.weight.device.type
-        operator = "aten::_weight_int4pack_mm" if four_bits else "aten::_weight_int8pack_mm"
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(operator, device.upper()):
+        N, K, device = linear.out_features, linear.in_features, linear.weight.device.type
+        kernel = "aten::_weight_int8pack_mm" if linear.zeros is None else "aten::_weight_int4pack_mm"
+        if N == 0 or not torch._C._dispatch_has_kernel_for_dispatch_key(kernel, device.upper()):
             continue
-        if not four_bits:
+        if linear.zeros is None and K % 16 == 0:
             linear.__class__ = Int8Linear
-        elif device == "cuda" and linear.in_features % 128 == 0 and linear.out_features % 8 == 0:
-            size = linear.in_features // linear.scales.shape[1]
-            if size in (32, 64, 128):
+        elif linear.zeros is not None and device == "cuda" and K % 128 == 0 and N % 8 == 0:
+            if K // linear.scales.shape[1] in (32, 64, 128):
                 linear.__class__ = Int4CudaLinear
                 linear.pack()
 
@@ -147,7 +151,8 @@ def skeleton(config):
         model = Transformer(config)
         for path, module in list(model.named_modules()) if config.quant else []:
             parent, _, name = path.rpartition(".")
-            if name in config.kept or type(module) not in (nn.Linear, nn.Embedding):
+            tied = config.tie_embeddings and path == "output"
+            if ("tok_embeddings" if tied else name) in config.kept or type(module) not in (nn.Linear, nn.Embedding):
                 continue
             shape = *module.weight.shape, config.quant, config.group_size
             if isinstance(module, nn.Embedding):

@@ -172,8 +172,10 @@ class Config:
             raise InputError(f"group size {size} is none of 32, 64, 128")
         columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), self.dim)
         columns |= {"wo": self.n_heads * self.head_dim, "w2": self.intermediate_size}
+        if self.kept and self.quant is None:
+            raise InputError("without quantization no matrix is kept from it")
         for name in self.kept:
-            if name not in columns or self.quant is None:
+            if name not in columns:
                 raise InputError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
             if name == "output" and self.tie_embeddings:
                 raise InputError("the output head of this model is its embedding table: keep tok_embeddings instead")

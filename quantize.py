@@ -5,7 +5,6 @@ python quantize.py --checkpoint DIR --mode int4 --group-size 64 --keep lm_head -
 """
 
 import dataclasses
-import functools
 
 import torch
 
@@ -15,6 +14,7 @@ import tp
 from model import InputError
 
 PIECE = 2**18  # numbers that are quantized at a time: they fit the cache, and little memory is needed
+FILE = 2**26  # bytes that a file holds at least, and so the memory while it is made
 
 
 def to_int8(w):
@@ -36,23 +36,25 @@ def to_int4(w, group_size, iterations=20):
     low, high = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True)
     scales, zeros = ((high - low) / 15).bfloat16().float(), low.bfloat16().float()
     mean = w.mean(-1, keepdim=True)
-    best = torch.full_like(scales, torch.inf)
-    for _ in range(iterations + 1):
-        q = ((w - zeros) / _nonzero(scales)).round_().clamp_(0, 15)
-        error = (torch.addcmul(zeros, q, scales) - w).square_().sum(-1, keepdim=True)
-        better = error < best
-        if best.isinf().all():
-            best, kept = error, (q, scales, zeros)
-        else:
-            best = torch.where(better, error, best)
-            kept = tuple(torch.where(better, new, old) for new, old in zip((q, scales, zeros), kept, strict=True))
+    new = best = _round_int4(w, scales, zeros)
+    for _ in range(iterations):
+        q = new[0]
         centered = q - q.mean(-1, keepdim=True)
-        fit = (centered * w).sum(-1, keepdim=True) / _nonzero(centered.square().sum(-1, keepdim=True))
-        scales = fit.clamp_(min=0).bfloat16().float()
+        scales = (centered * w).sum(-1, keepdim=True) / _nonzero(centered.square().sum(-1, keepdim=True))
+        scales = scales.clamp_(min=0).bfloat16().float()
         zeros = (mean - scales * q.mean(-1, keepdim=True)).bfloat16().float()
-    q, scales, zeros = kept
+        new = _round_int4(w, scales, zeros)
+        better = new[-1] < best[-1]
+        best = [torch.where(better, a, b) for a, b in zip(new, best, strict=True)]
+    q, scales, zeros, _ = best
     q = q.flatten(1).to(torch.uint8)
     return q[:, ::2] | q[:, 1::2] << 4, scales.squeeze(-1).bfloat16(), zeros.squeeze(-1).bfloat16()
+
+
+def _round_int4(w, scales, zeros):
+    """The integers nearest to w, as floats, the scales and zeros that they are for, and each group's squared error."""
+    q = ((w - zeros) / _nonzero(scales)).round_().clamp_(0, 15)
+    return q, scales, zeros, (torch.addcmul(zeros, q, scales) - w).square_().sum(-1, keepdim=True)
 
 
 def _nonzero(x):
@@ -63,23 +65,28 @@ def _nonzero(x):
 def quantized(weights, config, iterations):
     """A function from the name of a tensor of the quantized checkpoint to that tensor; weights are the original's."""
 
-    @functools.lru_cache(maxsize=1)  # weight, scales and zeros of a matrix are asked for one after the other
-    def integers(path):
-        w = weights.read(f"{path}.weight")
-        step = max(1, PIECE // w.shape[1])
-        parts = []
-        for piece in w.split(step):
-            piece = piece.float()
-            if not piece.isfinite().all():
-                raise InputError(f"tensor {path}.weight holds NaN or infinite values")
-            parts.append(to_int8(piece) if config.quant == "int8" else to_int4(piece, config.group_size, iterations))
-        return dict(zip(("weight", "scales", "zeros"), map(torch.cat, zip(*parts, strict=True)), strict=False))
+    stored = dict(int_linear.skeleton(config).named_parameters())
+    current = {}  # the matrix of which weight, scales and zeros are asked for, one after the other
 
     def read(name):
         path, _, kind = name.rpartition(".")
-        return integers(path)[kind] if kind != "bias" and f"{path}.scales" in names else weights.read(name)
+        if kind == "bias" or f"{path}.scales" not in stored:
+            return weights.read(name)
+        if name not in current:
+            current.clear()
+            names = [f"{path}.{kind}" for kind in ("weight", "scales", "zeros") if f"{path}.{kind}" in stored]
+            current.update({n: torch.empty_like(stored[n], device="cpu") for n in names})
+            w = weights.read(f"{path}.weight")
+            step = max(1, PIECE // w.shape[1])
+            for i in range(0, len(w), step):
+                piece = w[i : i + step].float()
+                parts = to_int8(piece) if config.quant == "int8" else to_int4(piece, config.group_size, iterations)
+                if not all(part.isfinite().all() for part in (piece, *parts)):
+                    raise InputError(f"tensor {path}.weight holds NaN, infinite or too large values")
+                for n, part in zip(names, parts, strict=True):
+                    current[n][i : i + step] = part
+        return current[name]
 
-    names = dict(int_linear.skeleton(config).named_parameters())
     return read
 
 
@@ -88,23 +95,23 @@ def quantize(args):
     config, weights = checkpoint.read_config(args.checkpoint), checkpoint.Weights(args.checkpoint)
     if config.quant is not None:
         raise InputError(f"{args.checkpoint} is quantized already ({config.quant}): give the original")
-    size = args.group_size or (64 if args.mode == "int4" else None)
+    group_size = 64 if args.mode == "int4" and args.group_size is None else args.group_size
     kept = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
-    new = dataclasses.replace(config, quant=args.mode, group_size=size, kept=kept)
+    new = dataclasses.replace(config, quant=args.mode, group_size=group_size, kept=kept)
     for name, shape in checkpoint.shapes(config).items():
         if weights.shape(name) != shape:
             raise InputError(f"tensor {name} is {weights.shape(name)}, but the config says {shape}")
-    sizes = {}
+    sizes, before = {}, {name: weights.read(name).nbytes for name in weights.names()}
     for name, parameter in int_linear.skeleton(new).named_parameters():
-        integers = "scales" in name or "zeros" in name or not parameter.is_floating_point()
-        sizes[name] = parameter.nbytes if integers else weights.read(name).nbytes
+        new_form = name.endswith(("scales", "zeros")) or not parameter.is_floating_point()
+        sizes[name] = parameter.nbytes if new_form else before[name]
     layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
     with checkpoint.new_folder(args.out) as folder:
         checkpoint.write_config(folder, new)
         checkpoint.copy_tokenizer(args.checkpoint, folder)
         read = quantized(weights, new, args.iterations)
-        checkpoint.write_weights(folder, sizes, read, shard_bytes=max(layer, 2**28))  # what a file holds is in memory
-    return sum(weights.read(name).nbytes for name in weights.names()), sum(sizes.values())
+        checkpoint.write_weights(folder, sizes, read, shard_bytes=max(layer, FILE))
+    return sum(before.values()), sum(sizes.values())
 
 
 def parse(argv):

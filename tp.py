@@ -42,12 +42,12 @@ def shard_plan(config, rank, tp_size):
 
     Column-wise (rows of the weight, dimension 0): wqkv by KV-head groups, w1, w3, and the output head by the
     vocabulary. Row-wise (columns of the weight, dimension 1): wo and w2. With more ranks than KV heads, the ranks
-    that share a KV head each hold a copy of it and a part of its query heads. With int4 the MLP is cut between groups.
+    that share a KV head each hold a copy of it and a part of its query heads. The MLP is cut between the groups of w2.
     Raises InputError when a rank would be left without a head or without a part of the MLP.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G = N // K
-    size = config.group_size or 1
+    size = 1 if config.group_size is None or "w2" in config.kept else config.group_size
     parts = config.intermediate_size // size
     limit = min(N, parts)
     if not 1 <= tp_size <= limit:
@@ -110,7 +110,7 @@ def load_shard(config, weights, dtype, device, rank=0, tp_size=1):
             shape[dim] = sum(stop - start for start, stop in parts)
         tensor = cpu.empty(shape, wanted, device)
         weights.fill(tensor, name, dim, parts)
-        if kind in ("scales", "zeros") and dim == 1:
+        if kind in ("scales", "zeros") and dim == 1 and config.quant == "int4":
             tensor = int_linear.regroup(tensor, *ranges[0], each)
         if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
             raise InputError(f"tensor {name} holds NaN or infinite values in {dtype_name(dtype)}")

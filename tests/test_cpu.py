@@ -215,9 +215,9 @@ def test_compiled_ranks_generate_one_token_or_more(folder, tmp_path):
 
 
 def test_processors_without_bfloat16_instructions(tmp_path):
-    """The portable form of the one function that has two."""
+    """The portable forms of the functions that have two."""
     compiler = tmp_path / "plain"
-    compiler.write_text('#!/bin/sh\nexec g++ "$@" -U__AVX512BF16__\n')
+    compiler.write_text('#!/bin/sh\nexec g++ "$@" -U__AVX512BF16__ -U__AVX512VNNI__ -U__AVX512F__\n')
     compiler.chmod(0o755)
     source = """
 import torch, cpu
@@ -228,13 +228,18 @@ for M, N, K in ((1, 7, 5), (3, 33, 2731), (4, 40, 64), (8, 21, 4100), (17, 20, 9
     exact = x.double() @ w.double().T
     size = x.double().abs() @ w.double().abs().T
     assert ((torch.ops.ladder.few_rows(x, w) - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * size).all(), (M, N, K)
+
+import sys
+sys.path.insert(0, "tests")
+import test_quantize
+test_quantize.check_few_rows_int((1, 5))
 """
     environment = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}
     subprocess.run([sys.executable, "-c", source], check=True, cwd=ROOT, env=environment)
     [library] = tmp_path.rglob("few_rows-*.so")
     if shutil.which("objdump"):
         code = subprocess.run(["objdump", "-d", library], capture_output=True, text=True, check=True).stdout
-        assert "vdpbf16ps" not in code and "mul" in code
+        assert "vdpbf16ps" not in code and "vpdpbusd" not in code and "mul" in code
 
 
 @pytest.mark.parametrize("ranges", [None, [(0, 3000)], [(5, 17), (2990, 3000)], [(7, 7)]], ids=str)

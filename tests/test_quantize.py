@@ -24,11 +24,12 @@ import tp
 CONFIG = dataclasses.replace(BASE, n_heads=8, n_kv_heads=4, head_dim=16, dim=64, intermediate_size=160)
 INT8 = dataclasses.replace(CONFIG, quant="int8")
 INT4 = dataclasses.replace(CONFIG, quant="int4", group_size=32)
-KEPT = dataclasses.replace(INT4, kept=("output", "w1"))
+KEPT = dataclasses.replace(INT4, intermediate_size=172, kept=("output", "w2"))  # 172 is no multiple of 32
 # with 3 heads of 16 columns a rank, groups of wo straddle the ranks' edges
 BIASED = dataclasses.replace(INT4, n_kv_heads=8, qkv_bias=True, qk_norm=True)
-TIED = dataclasses.replace(INT8, tie_embeddings=True)
-CASES = {"int8": INT8, "int4": INT4, "kept": KEPT, "biased": BIASED, "tied": TIED}
+TIED = dataclasses.replace(INT4, tie_embeddings=True)
+TABLE = dataclasses.replace(INT8, tie_embeddings=True, kept=("tok_embeddings",))
+CASES = {"int8": INT8, "int4": INT4, "kept": KEPT, "biased": BIASED, "tied": TIED, "table": TABLE}
 
 
 class Floats(StateWeights):
@@ -262,6 +263,39 @@ def test_kernels_against_plain_pytorch(quant, rows, monkeypatch):
     assert (linear(quant).to(torch.float32)(x.float()) - exact).abs().max() < 1e-5 * exact.abs().max()  # and in float32
 
 
+def test_kernels_are_taken_where_they_can_be():
+    def kinds(made):
+        model = torch.nn.Sequential(made)
+        model.norm = made.scales
+        out = []
+        for use in (int_linear.use_kernels, cpu.use_few_rows):
+            use(model)
+            out.append(type(made))
+        return out
+
+    assert kinds(linear("int8")) == [int_linear.Int8Linear, cpu.FewRowsIntLinear]
+    assert kinds(linear("int4")) == [int_linear.IntLinear, cpu.FewRowsIntLinear]
+    odd = int_linear.IntLinear(24, 54, "int8", None, False).bfloat16()  # PyTorch's kernel wants multiples of 16
+    assert kinds(odd) == [int_linear.IntLinear, cpu.FewRowsIntLinear]
+    small = linear("int4")
+    for name in ("scales", "zeros"):  # groups of 4, which few_rows.cpp does not know
+        setattr(small, name, torch.nn.Parameter(getattr(small, name).repeat_interleave(16, 1), requires_grad=False))
+    assert kinds(small) == [int_linear.IntLinear, int_linear.IntLinear]
+    x = numbers(2, 256).bfloat16()
+    assert (small(x) - linear("int4")(x)).abs().max() <= 0.01 * small(x).abs().max()
+
+
+@pytest.mark.parametrize("config", [INT8, INT4])
+def test_a_rank_without_rows_of_the_output_head(config):
+    config = dataclasses.replace(config, vocab_size=9)
+    net = int_shard(config, 3, 4, torch.bfloat16, comm=False)
+    x = numbers(2, 1, 64).bfloat16()
+    for use in (int_linear.use_kernels, cpu.use_few_rows):
+        use(net)
+        assert net.output(x).shape == (2, 1, 0)
+        assert net.output(x.expand(2, 40, 64)).shape == (2, 40, 0)
+
+
 def test_the_layout_for_a_gpu(monkeypatch):
     """PyTorch's int4 kernels count alike on every device; the packing for a GPU is stood in for."""
 
@@ -284,9 +318,9 @@ def test_the_layout_for_a_gpu(monkeypatch):
 # Models of integers
 
 
-def int_shard(config, rank, tp_size, dtype):
+def int_shard(config, rank, tp_size, dtype, comm=True):
     net = tp.load_shard(config, StateWeights(quantized_state(config)), dtype, "cpu", rank, tp_size)
-    if tp_size > 1:
+    if comm and tp_size > 1:
         net.comm = tp.TensorParallel(config, tp_size, torch.distributed.group.WORLD)
     return net
 
@@ -301,6 +335,7 @@ def test_a_quantized_model_computes_what_its_numbers_say(name):
     tokens, lengths = unequal_rows(config)
     for dtype, compile, tolerance in (
         (torch.float32, False, 1e-4),
+        (torch.float16, False, 0.01),
         (torch.bfloat16, False, 0.06),
         (torch.bfloat16, True, 0.06),
     ):
@@ -318,6 +353,7 @@ def rank_logits(rank, tp_size, cases, tokens, lengths):
     out = []
     for config, dtype, compile in cases:
         net = int_shard(config, rank, tp_size, dtype)
+        int_linear.use_kernels(net)
         out.append(last_logits(net, tokens, lengths, compile=compile))
     return out
 
@@ -334,6 +370,7 @@ def test_any_tp_computes_what_one_device_does(tp_size):
         (dataclasses.replace(CASES[name], **changes), torch.float32, False) for name in CASES for changes in wirings[:2]
     ]
     cases += [(dataclasses.replace(INT4, **changes), torch.float32, False) for changes in wirings[2:]]
+    cases += [(config, torch.bfloat16, False) for config in (INT8, INT4)]
     if tp_size == 2:
         cases += [(dataclasses.replace(config, wiring="ladder"), torch.bfloat16, True) for config in (INT8, INT4)]
     tokens, lengths = unequal_rows(CONFIG)
@@ -430,27 +467,30 @@ def test_an_interrupted_run_leaves_nothing(folder, tmp_path, monkeypatch):
 
 
 def test_memory_stays_near_a_layer(tmp_path):
-    """Of a model whose file is 450 MB, more than the memory that quantizing it may take beyond what Python does."""
+    """Files of 8 MB, of a model that takes 113 MB in int8 and 450 MB before."""
     config = dataclasses.replace(
         BASE, n_layers=48, n_heads=8, head_dim=64, n_kv_heads=8, dim=512, intermediate_size=2048
     )
     state = {name: torch.zeros(shape) for name, shape in checkpoint.shapes(config).items()}
-    checkpoint.write_model(tmp_path / "x", config, state, torch.float32) if (tmp_path / "x").mkdir() is None else None
+    (tmp_path / "x").mkdir()
+    checkpoint.write_model(tmp_path / "x", config, state, torch.float32)
     code = f"""
 import report, torch, quantize
 before = report.peak_bytes(torch.device("cpu"))
 args = quantize.parse(["--checkpoint", {str(tmp_path / "x")!r}, "--mode", "int8", "--out", {str(tmp_path / "out")!r}])
+quantize.FILE = 2**23
 quantize.quantize(args)
 print((report.peak_bytes(torch.device("cpu")) - before) / 1e6)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 350, done.stdout
+    assert float(done.stdout) < 60, done.stdout
 
 
 BAD = {
     "--mode int3": "argument --mode: invalid choice: 'int3' (choose from 'int8', 'int4')",
     "--mode int4 --group-size 48": "group size 48 is none of 32, 64, 128",
     "--mode int8 --group-size 64": "a group size is for int4",
+    "--mode int4 --group-size 0": "group size 0 is none of 32, 64, 128",
     "--mode int8 --keep w9": "cannot keep 'w9' from being quantized; known: tok_embeddings, wqkv",
     "--mode int4 --iterations -1": "--iterations is -1 but must be at least 0",
     "--mode int8 --checkpoint /nosuch": "/nosuch is no folder",
