@@ -62,9 +62,7 @@ def parse(argv):
     p.add_argument(
         "--stride", type=int, metavar="N", help="tokens from one window to the next; without it half a window"
     )
-    p.add_argument(
-        "--batch", type=int, metavar="B", help="windows at a time; without it 256 MB of logits, at least one"
-    )
+    p.add_argument("--batch", type=int, metavar="B", help="windows at a time; without it 256 MB of logits")
     p.add_argument("--max-tokens", type=int, metavar="N", help="score only so many tokens of the text")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the checkpoint's own")
     p.add_argument("--device", help="cpu, cuda or cuda:N; without it cuda where each rank finds a GPU")

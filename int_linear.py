@@ -126,16 +126,16 @@ class Int4CudaLinear(IntLinear):
 def use_kernels(model):
     """Let a model in bfloat16 multiply with PyTorch's kernels for integers, where there are any for its device."""
     for linear in [m for m in model.modules() if type(m) is IntLinear and m.scales.dtype == torch.bfloat16]:
-        N, K, device = linear.out_features, linear.in_features, linear.weight.device.type
+        N, K, G = linear.out_features, linear.in_features, linear.scales.shape[1]
+        device = linear.weight.device.type
         kernel = "aten::_weight_int8pack_mm" if linear.zeros is None else "aten::_weight_int4pack_mm"
         if N == 0 or not torch._C._dispatch_has_kernel_for_dispatch_key(kernel, device.upper()):
             continue
         if linear.zeros is None and K % 16 == 0:
             linear.__class__ = Int8Linear
-        elif linear.zeros is not None and device == "cuda" and K % 128 == 0 and N % 8 == 0:
-            if K // linear.scales.shape[1] in (32, 64, 128):
-                linear.__class__ = Int4CudaLinear
-                linear.pack()
+        if linear.zeros is not None and device == "cuda" and K % 128 == 0 and N % 8 == 0 and K // G in (32, 64, 128):
+            linear.__class__ = Int4CudaLinear
+            linear.pack()
 
 
 class IntEmbedding(Integers):

@@ -1,5 +1,6 @@
 """What a run reports: bytes and bandwidth, memory, the commit, a few lines for people."""
 
+import platform
 import resource
 import statistics
 import subprocess
@@ -56,6 +57,15 @@ def peak_bytes(device):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # ru_maxrss would count the parent's memory at the time of the fork
     return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
+
+
+def processor():
+    """What this machine's CPU calls itself, and its number of cores."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.is_file() else ""
+    names = [line.partition(": ")[2] for line in text.splitlines() if line.startswith("model name")]
+    amx = " with AMX" * (" amx_bf16" in text)
+    return f"{len(names)} cores of {names[0]}{amx}" if names else platform.processor()
 
 
 def git_commit():

@@ -16,7 +16,6 @@ import importlib.util
 import itertools
 import json
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -310,7 +309,7 @@ def ask(worker, kind, n, times):
 def measure(args):
     import torch
 
-    from report import git_commit, read_bandwidth
+    from report import git_commit, processor, read_bandwidth
 
     torch.set_num_threads(args.threads)
     workers = {}
@@ -322,11 +321,8 @@ def measure(args):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with open(args.log, "a") as log:
             workers[name] = subprocess.Popen(command, env=environment, stderr=log, **pipes)
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.is_file() else ""
-    names = [line.partition(": ")[2] for line in text.splitlines() if line.startswith("model name")]
     about = {"threads": args.threads, "torch": torch.__version__, "commit": git_commit(), "command": " ".join(sys.argv)}
-    about |= {"processor": f"{len(names)} cores of {names[0]}" if names else platform.processor()}
+    about |= {"processor": processor()}
     for kind, n in args.cases:
         seconds, bandwidth = {name: [] for name in workers}, []
         for name in workers:

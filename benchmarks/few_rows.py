@@ -1,8 +1,11 @@
 """Bandwidth of few_rows.cpp by rows of x, beside oneDNN's matmul and a plain sum of the same weights, in turns.
 
+For int8 and int4 the other way is that of many rows: floats, a piece at a time, and then oneDNN.
+
 OMP_NUM_THREADS=1 python benchmarks/few_rows.py --json benchmarks/few_rows.jsonl
 
-Each line is a matrix shape of Llama 3.2 1B and a number of rows: GB/s of weights (median of 7 passes over 600 MB).
+Each line is a matrix shape of Llama 3.2 1B and a number of rows: GB/s of weights, of their own bytes (median of 7 passes
+over 300 million weights: 600 MB in bfloat16).
 """
 
 import json
@@ -17,26 +20,45 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import checkpoint
 import cpu
 import exposed
+import int_linear
+import report
 import tp
-from report import git_commit
 
 CPU = torch.device("cpu")
 SHAPES = [(8192, 2048), (2048, 8192), (128256, 2048)]
 
 
-def rates(weights, rows):
-    """GB/s of each way to read the weights: the median of 7 passes, in turns."""
-    x, size = torch.randn(rows, weights[0].shape[1]).bfloat16(), sum(w.nbytes for w in weights)
+def integers(N, K, quant):
+    """An IntLinear of random integers."""
+    linear = int_linear.IntLinear(N, K, quant, 64, bias=False)
+    weight = cpu.empty(linear.weight.shape, linear.weight.dtype).random_(0, 128)
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    linear.scales.fill_(0.01)
+    if quant == "int4":
+        linear.zeros.fill_(-0.08)
+    linear.__class__ = cpu.FewRowsIntLinear
+    return linear
+
+
+@torch.inference_mode()
+def rates(weights, ints, rows):
+    """GB/s of each way to read the weights: the median of 7 passes, in turns. ints: {quant: IntLinears}."""
+    x = torch.randn(rows, weights[0].shape[1]).bfloat16()
+    few, few_int, floats = torch.ops.ladder.few_rows, torch.ops.ladder.few_rows_int, int_linear.IntLinear.forward
     ways = {
-        "few_rows": lambda: [torch.ops.ladder.few_rows(x, w) for w in weights],
-        "oneDNN": lambda: [F.linear(x, w) for w in weights],
-        "sum": lambda: [w.view(torch.float32).sum() for w in weights],
+        "few_rows": (weights, lambda: [few(x, w) for w in weights]),
+        "oneDNN": (weights, lambda: [F.linear(x, w) for w in weights]),
+        "sum": (weights, lambda: [w.view(torch.float32).sum() for w in weights]),
     }
+    for quant, linears in ints.items():
+        tensors = [t for linear in linears for t in linear.parameters()]
+        ways[quant] = tensors, lambda ls=linears: [few_int(x, m.weight, m.scales, m.zeros) for m in ls]
+        ways[f"{quant} as floats"] = tensors, lambda ls=linears: [floats(m, x) for m in ls]
     seconds = {name: [] for name in ways}
     for _ in range(7):
-        for name, way in ways.items():
+        for name, (_, way) in ways.items():
             seconds[name].append(exposed.timed(CPU, way))
-    return {name: size / statistics.median(s) / 1e9 for name, s in seconds.items()}
+    return {name: sum(t.nbytes for t in ways[name][0]) / statistics.median(s) / 1e9 for name, s in seconds.items()}
 
 
 def main():
@@ -46,13 +68,16 @@ def main():
     if args.json is not None:
         checkpoint.check_appendable(args.json, "--json")
     cpu.build()
-    about = {"threads": torch.get_num_threads(), "torch": torch.__version__, "commit": git_commit()}
-    print(f"{about['threads']} threads, GB/s | rows | few_rows | oneDNN | sum")
+    cpu.keep_freed_memory()
+    about = {"threads": torch.get_num_threads(), "torch": torch.__version__, "commit": report.git_commit()}
+    about["processor"] = report.processor()
+    print(f"{about['threads']} threads, GB/s | rows | few_rows | oneDNN | sum | int8 | as floats | int4 | as floats")
     for N, K in SHAPES:
         count = max(1, 300_000_000 // (N * K))
         weights = [cpu.empty((N, K), torch.bfloat16).normal_(0, 0.02) for _ in range(count)]
+        ints = {quant: [integers(N, K, quant) for _ in range(count)] for quant in ("int8", "int4")}
         for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64):
-            line = {**about, "shape": [N, K], "rows": rows, "gb_s": rates(weights, rows)}
+            line = {**about, "shape": [N, K], "rows": rows, "gb_s": rates(weights, ints, rows)}
             print(f"{N} x {K} | {rows} | " + " | ".join(f"{rate:.1f}" for rate in line["gb_s"].values()), flush=True)
             if args.json:
                 with open(args.json, "a") as f:
