@@ -138,8 +138,8 @@ at::Tensor few_rows(const at::Tensor& input, const at::Tensor& weight) {
 // W in integers: 8 bits and a scale per row, or 4 bits with a scale and a zero per group of columns (int_linear.py)
 //
 // Processors multiply bytes four times as fast as they turn them into floats. So x becomes fixed-point numbers of 16 bits,
-// 256 high + low, with a scale for each block of columns. That changes a number by at most 2^-16 of the largest in its
-// block: less than bfloat16 itself had rounded that one. (A block of nothing above 1e-30 counts as zeros.)
+// 256 high + low, with a scale for each block of columns. That changes a number by some 2^-16 of the largest in its
+// block at most: less than bfloat16 itself had rounded that one. (A block of nothing above 1e-30 counts as zeros.)
 
 using Bytes = uint8_t __attribute__((vector_size(64)));
 using SignedBytes = int8_t __attribute__((vector_size(64)));

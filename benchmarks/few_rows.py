@@ -4,7 +4,7 @@ For int8 and int4 the other way is that of many rows: floats, a piece at a time,
 
 OMP_NUM_THREADS=1 python benchmarks/few_rows.py --json benchmarks/few_rows.jsonl
 
-Each line is a matrix shape of Llama 3.2 1B and a number of rows: GB/s of weights, of their own bytes (median of 7 passes
+Each line is a matrix shape of Llama 3.2 1B and a number of rows: GB/s of weights in their own bytes (median of 7 passes
 over 300 million weights: 600 MB in bfloat16).
 """
 
