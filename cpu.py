@@ -19,7 +19,7 @@ from int_linear import Int8Linear, IntLinear
 from model import InputError
 
 # rows of x up to which few_rows.cpp is the faster one, oneDNN beyond (benchmarks/few_rows.py): fewer where it has AMX
-FEW, FEW_INT = (7, 16) if torch.cpu._is_amx_tile_supported() else (24, 24)
+FEW, FEW_INT = 7 if torch.cpu._is_amx_tile_supported() else 24, 24
 
 
 def empty(shape, dtype, device="cpu"):
@@ -82,12 +82,8 @@ def build():
     except OSError as e:
         reason = e.strerror or str(e).splitlines()[0]
         raise InputError(f"cannot use {folder}: {reason}; name another folder in $XDG_CACHE_HOME") from None
-    for name in ("ladder::few_rows", "ladder::few_rows_int"):
+    for name in ("ladder::few_rows", "ladder::few_rows_int", "ladder::many_rows_int"):
         torch.library.register_fake(name, lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]))
-
-    @torch.library.register_fake("ladder::dequantize")
-    def _(weight, scales, zeros):
-        return scales.new_empty(len(weight), weight.shape[1] * (1 if zeros is None else 2))
 
 
 def _processor():
@@ -108,15 +104,12 @@ class Linear(nn.Linear):
 
 
 class FewRowsIntLinear(IntLinear):
-    """An IntLinear that multiplies few rows with few_rows.cpp, and makes floats with it for more."""
-
-    def dequantize(self, weight, scales, zeros):
-        return torch.ops.ladder.dequantize(weight, scales, zeros)
+    """An IntLinear that multiplies with few_rows.cpp: few rows by the integers themselves, many by pieces of floats."""
 
     def forward(self, x):
-        if x.numel() > FEW_INT * x.shape[-1]:
-            return super().forward(x)
-        y = torch.ops.ladder.few_rows_int(x, self.weight, self.scales, self.zeros)
+        few = x.numel() <= FEW_INT * x.shape[-1]
+        multiply = torch.ops.ladder.few_rows_int if few else torch.ops.ladder.many_rows_int
+        y = multiply(x, self.weight, self.scales, self.zeros)
         return y if self.bias is None else y + self.bias
 
 

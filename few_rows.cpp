@@ -6,6 +6,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -381,16 +382,32 @@ at::Tensor dequantize(const at::Tensor& weight, const at::Tensor& scales, const 
   return result;
 }
 
+// x (..., K) of many rows: W becomes floats, by pieces that are still in the cache when they are multiplied.
+at::Tensor many_rows_int(
+    const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scales, const std::optional<at::Tensor>& zeros) {
+  const at::Tensor rows = input.reshape({-1, input.size(-1)});
+  const int64_t N = weight.size(0), step = std::max<int64_t>(1, (1 << 19) / input.size(-1));
+  at::Tensor result = at::empty({rows.size(0), N}, input.options());
+  for (int64_t n = 0; n < N; n += step) {
+    auto piece = [&](const at::Tensor& t) { return t.narrow(0, n, std::min(step, N - n)); };
+    const at::Tensor floats = dequantize(piece(weight), piece(scales), zeros ? std::optional(piece(*zeros)) : zeros);
+    result.narrow(1, n, floats.size(0)).copy_(at::linear(rows, floats));
+  }
+  auto shape = input.sizes().vec();
+  shape.back() = N;
+  return result.view(shape);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(ladder, library) {
   library.def("few_rows(Tensor x, Tensor weight) -> Tensor");
-  library.def("dequantize(Tensor weight, Tensor scales, Tensor? zeros) -> Tensor");
+  library.def("many_rows_int(Tensor x, Tensor weight, Tensor scales, Tensor? zeros) -> Tensor");
   library.def("few_rows_int(Tensor x, Tensor weight, Tensor scales, Tensor? zeros) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(ladder, CPU, library) {
   library.impl("few_rows", few_rows);
-  library.impl("dequantize", dequantize);
+  library.impl("many_rows_int", many_rows_int);
   library.impl("few_rows_int", few_rows_int);
 }

@@ -62,12 +62,10 @@ class Integers(nn.Module):
     def in_features(self):
         return self.weight.shape[1] * (1 if self.zeros is None else 2)
 
-    dequantize = staticmethod(dequantize)
-
     def rows(self, index):
         """Rows of the matrix, as floats."""
         zeros = None if self.zeros is None else self.zeros[index]
-        return self.dequantize(self.weight[index], self.scales[index], zeros)
+        return dequantize(self.weight[index], self.scales[index], zeros)
 
 
 class IntLinear(Integers):

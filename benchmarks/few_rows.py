@@ -36,7 +36,6 @@ def integers(N, K, quant):
     linear.scales.fill_(0.01)
     if quant == "int4":
         linear.zeros.fill_(-0.08)
-    linear.__class__ = cpu.FewRowsIntLinear
     return linear
 
 
@@ -44,16 +43,19 @@ def integers(N, K, quant):
 def rates(weights, ints, rows):
     """GB/s of each way to read the weights: the median of 7 passes, in turns. ints: {quant: IntLinears}."""
     x = torch.randn(rows, weights[0].shape[1]).bfloat16()
-    few, few_int, floats = torch.ops.ladder.few_rows, torch.ops.ladder.few_rows_int, int_linear.IntLinear.forward
+    ops = torch.ops.ladder
     ways = {
-        "few_rows": (weights, lambda: [few(x, w) for w in weights]),
+        "few_rows": (weights, lambda: [ops.few_rows(x, w) for w in weights]),
         "oneDNN": (weights, lambda: [F.linear(x, w) for w in weights]),
         "sum": (weights, lambda: [w.view(torch.float32).sum() for w in weights]),
     }
     for quant, linears in ints.items():
         tensors = [t for linear in linears for t in linear.parameters()]
-        ways[quant] = tensors, lambda ls=linears: [few_int(x, m.weight, m.scales, m.zeros) for m in ls]
-        ways[f"{quant} as floats"] = tensors, lambda ls=linears: [floats(m, x) for m in ls]
+        ways[quant] = tensors, lambda ls=linears: [ops.few_rows_int(x, m.weight, m.scales, m.zeros) for m in ls]
+        ways[f"{quant} as floats"] = (
+            tensors,
+            lambda ls=linears: [ops.many_rows_int(x, m.weight, m.scales, m.zeros) for m in ls],
+        )
     seconds = {name: [] for name in ways}
     for _ in range(7):
         for name, (_, way) in ways.items():

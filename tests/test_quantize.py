@@ -205,7 +205,7 @@ def test_few_rows_of_integers_of_any_shape():
         y = torch.ops.ladder.few_rows_int(x, *parts)
         assert torch.equal(y, torch.ops.ladder.few_rows_int(x.contiguous().view(6, 64), *parts).view(3, 2, 12))
         torch.library.opcheck(torch.ops.ladder.few_rows_int.default, (x, *parts))
-        torch.library.opcheck(torch.ops.ladder.dequantize.default, parts)
+        torch.library.opcheck(torch.ops.ladder.many_rows_int.default, (x, *parts))
         for value in (torch.nan, torch.inf):
             bad = x.clone()
             bad[1, 0, 5] = value
@@ -225,11 +225,11 @@ def test_few_rows_of_integers_of_any_shape():
 
 
 @pytest.mark.parametrize("N, K, size", SHAPES)
-def test_dequantize_rounds_once(N, K, size):
+def test_many_rows_meet_weights_that_were_rounded_once(N, K, size):
     cpu.build()
     weight, scales, zeros = integers(N, K, size)
     exact = int_linear.dequantize(weight, scales.float(), None if zeros is None else zeros.float())
-    w = torch.ops.ladder.dequantize(weight, scales, zeros)
+    w = torch.ops.ladder.many_rows_int(torch.eye(K).bfloat16(), weight, scales, zeros).T
     assert w.dtype == torch.bfloat16 and ((w.float() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all()
 
 
