@@ -186,7 +186,7 @@ def test_the_benchmark_shows_its_table_and_knows_the_bytes_of_a_step(tmp_path, m
     lines = []
     for engine, ms in (("ours", 50.0), ("llama.cpp", 75.0)):
         about = {"threads": 2, "engine": engine, "kind": "decode", "n": 1, "ms": ms, "quartiles_ms": [ms - 1, ms + 1]}
-        lines.append({**about, "bandwidth": 5e10, "mbu": decode.step_bytes(1) / (ms / 1e3) / 5e10})
+        lines.append({**about, "bandwidth": 5e10, "mbu": decode.step_bytes(1, engine) / (ms / 1e3) / 5e10})
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = script("benchmarks/decode.py", "--show", tmp_path / "x.jsonl")
     assert done.returncode == 0, done.stderr
