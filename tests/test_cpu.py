@@ -16,8 +16,9 @@ from reference import Reference
 
 import checkpoint
 import cpu
+import int_linear
 import report
-from model import SIZES, Transformer
+from model import SIZES
 
 
 def numbers(*shape):
@@ -191,15 +192,12 @@ def test_the_benchmark_shows_its_table_and_knows_the_bytes_of_a_step(tmp_path, m
     done = script("benchmarks/decode.py", "--show", tmp_path / "x.jsonl")
     assert done.returncode == 0, done.stderr
     assert "| decode, batch 1 | 50.0 | 50.0 (49.0-51.0; 99 %) | 75.0 (74.0-76.0; 1.50x) |" in done.stdout
-    net = the_shape()
-    assert decode.step_bytes(4) == report.step_bytes(net, net.new_cache(4, 160), decode.FILLED + 1)
-
-
-def the_shape():
-    """The benchmark's shape, without memory behind it."""
-    config = dataclasses.replace(SIZES["1b"], tie_embeddings=False)
-    with torch.device("meta"):
-        return Transformer(config).bfloat16()
+    for quant, size in ((None, None), ("int8", None), ("int4", 64)):
+        config = dataclasses.replace(SIZES["1b"], tie_embeddings=False, quant=quant, group_size=size)
+        net = int_linear.skeleton(config).bfloat16()
+        expected = report.step_bytes(net, net.new_cache(4, 160), decode.FILLED + 1)
+        scales = sum(p.nbytes for n, p in net.named_parameters() if n.endswith("scales")) if quant == "int8" else 0
+        assert decode.step_bytes(4, f"ours:{quant}" if quant else "ours") == expected - scales
 
 
 def test_compiled_ranks_generate_one_token_or_more(folder, tmp_path):
