@@ -54,6 +54,15 @@ def check_appendable(path, flag):
         raise InputError(f"{flag} {path} cannot be written: {e.strerror}") from None
 
 
+def append_line(path, line, flag):
+    """Append a JSON line to the file that the flag names."""
+    try:
+        with open(path, "a", encoding="utf-8") as f:
+            f.write(json.dumps(line) + "\n")
+    except OSError as e:  # above all: no space left on the device
+        raise InputError(f"{flag} {path} cannot be written: {e.strerror}") from None
+
+
 def read_json(path):
     """The object in a JSON file; InputError when there is no such file or it holds something else."""
     try:

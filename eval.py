@@ -88,12 +88,10 @@ def main(argv=None):
             raise InputError(f"{args.checkpoint} has no tokenizer")
         ids = tokenizer.encode(checkpoint.read_text(args.text, flag="--text "))[: args.max_tokens]
         if len(ids) < 2:
-            raise InputError(f"--text {args.text} has {len(ids)} tokens, but scoring takes two or more")
-        size = min(args.window or 2048, len(ids))
+            raise InputError(f"--text {args.text} has {len(ids)} tokens with BOS, but scoring takes two or more")
+        size = args.window or min(2048, config.max_seq_len)
         if size > config.max_seq_len:
-            if args.window:
-                raise InputError(f"--window {size} is longer than the context of {config.max_seq_len}")
-            size = config.max_seq_len
+            raise InputError(f"--window {size} is longer than the context of {config.max_seq_len}")
         stride = args.stride or max(1, size // 2)
         if stride >= size:
             raise InputError(f"--stride {stride} is no less than the window of {size}: each token needs one before it")
@@ -116,8 +114,7 @@ def main(argv=None):
     }  # fmt: skip
     print(json.dumps(line))
     if args.json:
-        with open(args.json, "a", encoding="utf-8") as f:
-            f.write(json.dumps(line) + "\n")
+        checkpoint.append_line(args.json, line, "--json")
     print(f"{nats:.4f} nats per token", file=sys.stderr)
 
 

@@ -6,7 +6,6 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint DIR --ladder -
 
 import contextlib
 import dataclasses
-import json
 import sys
 import time
 from pathlib import Path
@@ -586,8 +585,7 @@ def main(argv=None):
         return
     print(report.summary(result), file=sys.stderr)
     if args.json:
-        with open(args.json, "a", encoding="utf-8") as f:
-            f.write(json.dumps(result) + "\n")
+        checkpoint.append_line(args.json, result, "--json")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,10 @@ def quantized(weights, config, iterations):
     def read(name):
         path, _, kind = name.rpartition(".")
         if kind == "bias" or f"{path}.scales" not in stored:
-            return weights.read(name)
+            tensor = weights.read(name)
+            if not tensor.is_floating_point() or not tensor.isfinite().all():
+                raise InputError(f"tensor {name} holds integers, NaN or infinite values")
+            return tensor
         if name not in current:
             current.clear()
             names = [f"{path}.{kind}" for kind in ("weight", "scales", "zeros") if f"{path}.{kind}" in stored]
@@ -81,8 +84,8 @@ def quantized(weights, config, iterations):
             for i in range(0, len(w), step):
                 piece = w[i : i + step].float()
                 parts = to_int8(piece) if config.quant == "int8" else to_int4(piece, config.group_size, iterations)
-                if not all(part.isfinite().all() for part in (piece, *parts)):
-                    raise InputError(f"tensor {path}.weight holds NaN, infinite or too large values")
+                if not w.is_floating_point() or not all(part.isfinite().all() for part in (piece, *parts)):
+                    raise InputError(f"tensor {path}.weight holds integers, NaN, infinite or too large values")
                 for n, part in zip(names, parts, strict=True):
                     current[n][i : i + step] = part
         return current[name]
@@ -96,7 +99,8 @@ def quantize(args):
     if config.quant is not None:
         raise InputError(f"{args.checkpoint} is quantized already ({config.quant}): give the original")
     group_size = 64 if args.mode == "int4" and args.group_size is None else args.group_size
-    kept = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
+    names = [name.strip() for name in args.keep.split(",") if name.strip()]
+    kept = tuple("output" if name == "lm_head" else name for name in names)
     new = dataclasses.replace(config, quant=args.mode, group_size=group_size, kept=kept)
     for name, shape in checkpoint.shapes(config).items():
         if weights.shape(name) != shape:
@@ -105,6 +109,8 @@ def quantize(args):
     for name, parameter in int_linear.skeleton(new).named_parameters():
         new_form = name.endswith(("scales", "zeros")) or not parameter.is_floating_point()
         sizes[name] = parameter.nbytes if new_form else before[name]
+    if not any(name.endswith("scales") for name in sizes):
+        raise InputError(f"--keep {args.keep} leaves nothing to quantize")
     layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
     with checkpoint.new_folder(args.out) as folder:
         checkpoint.write_config(folder, new)
@@ -128,12 +134,14 @@ def parse(argv):
         help="matrices to leave as they are, such as lm_head or tok_embeddings",
     )
     p.add_argument(
-        "--iterations", type=int, default=20, metavar="N", help="int4: of the fit of scales; 0 rounds to nearest"
+        "--iterations", type=int, metavar="N", help="int4: of the fit of scales, 20 (default); 0 rounds to nearest"
     )
     p.add_argument("--out", required=True, metavar="DIR", help="the checkpoint folder to write")
     args = p.parse_args(argv)
-    if args.iterations < 0:
-        raise InputError(f"--iterations is {args.iterations} but must be at least 0")
+    if args.iterations is None:
+        args.iterations = 20
+    elif args.mode != "int4" or args.iterations < 0:
+        raise InputError(f"--iterations is {args.iterations} but must be at least 0, and is for int4")
     return args
 
 

@@ -42,16 +42,19 @@ def shard_plan(config, rank, tp_size):
 
     Column-wise (rows of the weight, dimension 0): wqkv by KV-head groups, w1, w3, and the output head by the
     vocabulary. Row-wise (columns of the weight, dimension 1): wo and w2. With more ranks than KV heads, the ranks
-    that share a KV head each hold a copy of it and a part of its query heads. The MLP is cut between the groups of w2.
+    that share a KV head each hold a copy of it and a part of its query heads. The MLP is cut between the groups of w2,
+    or, where there are too few, between halves of them and so on.
     Raises InputError when a rank would be left without a head or without a part of the MLP.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G = N // K
     size = 1 if config.group_size is None or "w2" in config.kept else config.group_size
+    while size > 8 and config.intermediate_size // size < tp_size:  # few_rows.cpp takes groups of 8 and more
+        size //= 2
     parts = config.intermediate_size // size
     limit = min(N, parts)
     if not 1 <= tp_size <= limit:
-        name = "n_heads" if limit == N else "intermediate_size" if size == 1 else "intermediate_size / group_size"
+        name = "n_heads" if limit == N else "intermediate_size" + (f" / {size}" if size > 1 else "")
         raise InputError(f"tp {tp_size} cannot shard {name} {limit}: use 1 to {limit} ranks")
     if tp_size <= K:
         first, last = split(K, rank, tp_size)

@@ -29,7 +29,8 @@ KEPT = dataclasses.replace(INT4, intermediate_size=172, kept=("output", "w2"))  
 BIASED = dataclasses.replace(INT4, n_kv_heads=8, qkv_bias=True, qk_norm=True)
 TIED = dataclasses.replace(INT4, tie_embeddings=True)
 TABLE = dataclasses.replace(INT8, tie_embeddings=True, kept=("tok_embeddings",))
-CASES = {"int8": INT8, "int4": INT4, "kept": KEPT, "biased": BIASED, "tied": TIED, "table": TABLE}
+NARROW = dataclasses.replace(INT4, intermediate_size=64)  # two groups, for up to four ranks
+CASES = {"int8": INT8, "int4": INT4, "kept": KEPT, "biased": BIASED, "tied": TIED, "table": TABLE, "narrow": NARROW}
 
 
 class Floats(StateWeights):
@@ -382,12 +383,16 @@ def test_any_tp_computes_what_one_device_does(tp_size):
             assert (logits[i] - expected).abs().max() < tolerance * expected.abs().max(), (config, tp_size)
 
 
-def test_int4_cuts_the_mlp_between_groups():
-    for tp_size in (2, 3, 4, 5):
-        parts = [tp.shard_plan(INT4, rank, tp_size)["w2"][1][0] for rank in range(tp_size)]
-        assert parts[0][0] == 0 and parts[-1][1] == 160 and all(a % 32 == b % 32 == 0 for a, b in parts)
-    with pytest.raises(tp.InputError, match="tp 6 cannot shard intermediate_size / group_size 5: use 1 to 5 ranks"):
-        tp.shard_plan(INT4, 0, 6)
+@pytest.mark.parametrize("tp_size, multiple", [(2, 32), (3, 32), (5, 32), (6, 16), (8, 16)])
+def test_int4_cuts_the_mlp_between_groups_or_their_halves(tp_size, multiple):
+    parts = [tp.shard_plan(INT4, rank, tp_size)["w2"][1][0] for rank in range(tp_size)]
+    assert parts[0][0] == 0 and parts[-1][1] == 160 and all(a < b for a, b in parts)
+    assert math.gcd(*(a for a, _ in parts)) % multiple == 0
+
+
+def test_too_many_ranks_for_int4():
+    with pytest.raises(tp.InputError, match="tp 6 cannot shard intermediate_size / 8 4: use 1 to 4 ranks"):
+        tp.shard_plan(dataclasses.replace(INT4, intermediate_size=32), 0, 6)
 
 
 def test_a_shard_of_integers_takes_its_part_of_the_memory():
@@ -501,6 +506,8 @@ BAD = {
     "--mode int4 --group-size 0": "group size 0 is none of 32, 64, 128",
     "--mode int8 --keep w9": "cannot keep 'w9' from being quantized; known: tok_embeddings, wqkv",
     "--mode int4 --iterations -1": "--iterations is -1 but must be at least 0",
+    "--mode int8 --iterations 3": "--iterations is 3 but must be at least 0, and is for int4",
+    "--mode int8 --keep wqkv,wo,w1,w2,w3,output,tok_embeddings": "leaves nothing to quantize",
     "--mode int8 --checkpoint /nosuch": "/nosuch is no folder",
 }
 
@@ -602,8 +609,9 @@ def test_eval_of_a_text_with_any_tp(folder, tmp_path):
         ("--window 8 --stride 8", "--stride 8 is no less than the window of 8"),
         ("--window 1", "--window is 1 but must be at least 2"),
         ("--text /nosuch", "--text /nosuch: No such file or directory"),
-        ("--max-tokens 2 --text {empty}", "has 1 tokens, but scoring takes two or more"),
+        ("--max-tokens 2 --text {empty}", "has 1 tokens with BOS, but scoring takes two or more"),
         ("--json /nosuch/x", "--json /nosuch/x cannot be written"),
+        ("--max-tokens 2 --json /dev/full", "--json /dev/full cannot be written: No space left on device"),
     ],
 )
 def test_bad_input_of_eval(flags, message, folder, tmp_path):
