@@ -141,7 +141,7 @@ def config_to_hf(config, dtype):
         "max_position_embeddings": config.max_seq_len, "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta, "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_id, "eos_token_id": list(config.eos_ids) or None,
-        "torch_dtype": str(dtype).removeprefix("torch."),
+        "torch_dtype": tp.dtype_name(dtype),
     }  # fmt: skip
     if config.rope_scaling:
         hf["rope_scaling"] = {"rope_type": "llama3", **config.rope_scaling}
@@ -386,7 +386,7 @@ def main(argv=None):
         if args.to_hf:
             name_tokenizer(out, tokenizer)
         (convert_to_hf if args.to_hf else convert)(weights, config, out, dtype, int(args.shard_gb * 1e9))
-    size = f"{config.n_layers} layers, wiring {config.wiring}, {str(dtype).removeprefix('torch.')}"
+    size = f"{config.n_layers} layers, wiring {config.wiring}, {tp.dtype_name(dtype)}"
     print(f"wrote {args.to_hf or args.out}: {size}{'' if tokenizer else ', NO TOKENIZER (see --tokenizer)'}")
 
 

@@ -45,9 +45,9 @@ def total_nats(model, ids, size, stride, batch, show=False):
         tokens, _ = generate.pad([ids[start:stop] for start, stop, _ in part], device)
         logits = model(tokens[:, :-1])
         for row, given, (start, stop, first) in zip(logits, tokens, part, strict=True):
-            for i in range(first - start, stop - start, 256):  # a large vocabulary's logits in float32 are large
-                wanted = given[i : min(i + 256, stop - start)]
-                nats = F.cross_entropy(row[i - 1 :][: len(wanted)].float(), wanted, reduction="none")
+            for begin in range(first - start, stop - start, 256):  # a large vocabulary's logits in float32 are large
+                wanted = given[begin : min(begin + 256, stop - start)]
+                nats = F.cross_entropy(row[begin - 1 :][: len(wanted)].float(), wanted, reduction="none")
                 total += nats.double().sum().item()
     return total
 
