@@ -434,7 +434,6 @@ def parse(argv):
     g.add_argument(
         "--prefill-chunk", type=int, default=CHUNK, metavar="N", help="tokens of all rows in one pass of the prefill"
     )
-    g.add_argument("--probe-bandwidth", action="store_true", help="print what this machine reads from memory, and end")
     add_wiring_flags(p)
     g = p.add_argument_group("communication", "what it costs, and what it would cost elsewhere")
     g.add_argument("--link", metavar="NAME", help=f"emulate a link between the ranks: {', '.join(link.LINKS)}")
@@ -476,12 +475,10 @@ def parse(argv):
         raise InputError(f"--seed is {args.seed} but must be from 0 to 2^63 - 1")
     if not 0 < args.top_p <= 1:
         raise InputError(f"--top-p is {args.top_p} but must be above 0 and at most 1")
-    alone = "prompt prompts_file prompt_ids prompt_length batch chat json simulate_tp exposed profile probe_bandwidth"
+    alone = "prompt prompts_file prompt_ids prompt_length batch chat json simulate_tp exposed profile"
     for name in alone.split():
         if args.interactive and getattr(args, name):
             raise InputError(f"--interactive does not go with --{name.replace('_', '-')}")
-    if args.probe_bandwidth and args.json:
-        raise InputError("--probe-bandwidth prints, and writes no --json")
     if args.context and not args.interactive:
         raise InputError("--context is for --interactive: otherwise the cache is sized to the request")
     if args.json is not None:
@@ -532,17 +529,8 @@ def run_batch(args, model, tokenizer, prompts, max_new_tokens, world):
         "compile_s": compile_s, "prefill_s": prefill_s, "decode_s": decode_s, "ttft_ms": 1e3 * prefill_s,
         "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and later / decode_s, "tok_s_user": tpot and 1 / tpot,
         "step_bytes": int(read), "bandwidth": bandwidth, "mbu": tpot and read / tpot / bandwidth,
-        "threads": torch.get_num_threads(), "peak_bytes": peaks, "tokens": None if world.simulated else rows,
-        "texts": texts,
+        "peak_bytes": peaks, "tokens": None if world.simulated else rows, "texts": texts,
     }  # fmt: skip
-
-
-def probe_bandwidth(world):
-    """Print what each rank, all at once, reads from its memory."""
-    for rank, rate in enumerate(world.gather(report.read_bandwidth(world.device, world))):
-        if world.rank == 0:
-            threads = f", threads: {torch.get_num_threads()}" if world.device.type == "cpu" else ""
-            print(f"rank {rank}: {rate / 1e9:.1f} GB/s read from memory ({world.device.type}{threads})")
 
 
 def main(argv=None):
@@ -551,8 +539,6 @@ def main(argv=None):
     if args.simulate_tp and chosen is None:
         raise InputError("--simulate-tp needs a link to predict: --link NAME, or --link-latency-us and --link-gbps")
     world = tp.join(args.device, chosen or (link.FREE if args.exposed else None), args.simulate_tp)
-    if args.probe_bandwidth:
-        return probe_bandwidth(world)
     args.ignore_eos |= world.simulated
     with world.together():
         config, tokenizer = describe(args)
@@ -575,11 +561,11 @@ def main(argv=None):
     if args.interactive:
         return chat_loop(args, model, tokenizer, world)
     result = {
-        "wiring": config.wiring, "model": args.model or Path(args.checkpoint).resolve().name,
-        "n_layers": config.n_layers, "tp": world.tp_size, "simulated": world.simulated,
-        "dtype": tp.dtype_name(model.norm.weight.dtype), "quant": config.quant, "device": world.device.type,
-        "link": chosen and dataclasses.asdict(chosen), "load_s": load_s, "torch": torch.__version__,
-        "commit": report.git_commit(), **run_batch(args, model, tokenizer, prompts, max_new_tokens, world),
+        "model": args.model or Path(args.checkpoint).resolve().name, "n_layers": config.n_layers,
+        "wiring": config.wiring, "ladder_layers": config.ladder_layers, "desync_period": config.desync_period,
+        "dtype": tp.dtype_name(model.norm.weight.dtype), "quant": config.quant,
+        "link": chosen and dataclasses.asdict(chosen), **report.environment(world), "load_s": load_s,
+        **run_batch(args, model, tokenizer, prompts, max_new_tokens, world),
     }  # fmt: skip
     if world.rank > 0:
         return

@@ -1,5 +1,6 @@
 """What a run reports: bytes and bandwidth, memory, the commit, a few lines for people."""
 
+import os
 import platform
 import resource
 import statistics
@@ -66,6 +67,25 @@ def processor():
     names = [line.partition(": ")[2] for line in text.splitlines() if line.startswith("model name")]
     amx = " with AMX" * (" amx_bf16" in text)
     return f"{len(names)} cores of {names[0]}{amx}" if names else platform.processor()
+
+
+def environment(world):
+    """What a result depends on and no flag says. settings: the environment's variables for NCCL and gloo."""
+    on_gpu = world.device.type == "cuda"
+    return {
+        "tp": world.tp_size, "simulated": world.simulated, "device": world.device.type,
+        "hardware": torch.cuda.get_device_name(world.device) if on_gpu else processor(),
+        "threads": torch.get_num_threads(), "torch": torch.__version__, "commit": git_commit(),
+        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "GLOO_"))},
+    }  # fmt: skip
+
+
+def topology():
+    """How nvidia-smi says that the GPUs are joined, or None where there is none."""
+    try:
+        return subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def git_commit():

@@ -1,0 +1,75 @@
+"""What this machine can: bytes per second from memory and, between ranks, the time of an all-reduce by its size.
+
+python probe.py
+torchrun --standalone --nproc_per_node=2 probe.py --json bench.jsonl
+
+All ranks read their memory at the same time, since those of one machine share it. An all-reduce is timed in runs of
+many, each of which waits for the one before, as those of a standard model do.
+"""
+
+import dataclasses
+import statistics
+
+import torch
+
+import checkpoint
+import link
+import report
+import tp
+from exposed import timed
+
+MESSAGES = [2**n for n in range(10, 27, 2)]  # bytes: 1 KB to 64 MB
+
+
+def all_reduce_seconds(world, n_bytes, seconds=0.5):
+    """Seconds of an all-reduce of so many bytes: the median of 9 runs, which take about `seconds` together."""
+    group, ops = world.group.group_name, torch.ops._c10d_functional
+    x = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=world.device)
+
+    def run(count):
+        for _ in range(count):
+            ops.wait_tensor(ops.all_reduce_(x, "sum", group))
+
+    timed(world.device, lambda: run(3))
+    once = max(world.gather(timed(world.device, lambda: run(3)) / 3))  # the slowest rank's, so that all count alike
+    count = max(1, min(200, int(seconds / 9 / once)))
+    return statistics.median(timed(world.device, lambda: run(count)) / count for _ in range(9))
+
+
+def probe(world):
+    """bandwidth: bytes per second that each rank reads. all_reduce: [{bytes, us, gbps}], gbps as link.py counts it."""
+    bandwidth, lines = world.gather(report.read_bandwidth(world.device, world)), []
+    for n_bytes in MESSAGES if world.group is not None else []:
+        seconds = all_reduce_seconds(world, n_bytes)
+        wire = 8 * n_bytes * 2 * (world.tp_size - 1) / world.tp_size
+        lines.append({"bytes": n_bytes, "us": 1e6 * seconds, "gbps": 1e-9 * wire / seconds})
+    return {"bandwidth": bandwidth, "all_reduce": lines}
+
+
+def main():
+    p = tp.Parser(__doc__)
+    p.add_argument("--device", help="cpu, cuda or cuda:N; without it cuda where each rank finds a GPU")
+    p.add_argument("--link", metavar="NAME", help=f"emulate a link between the ranks: {', '.join(link.LINKS)}")
+    p.add_argument("--json", metavar="FILE", help="append the results as one JSON line")
+    args = p.parse_args()
+    if args.json is not None:
+        checkpoint.check_appendable(args.json, "--json")
+    chosen = link.choose(args.link)
+    world = tp.join(args.device, chosen)
+    with torch.inference_mode():
+        found = probe(world)
+    if world.rank > 0:
+        return
+    environment = report.environment(world)
+    print(f"{environment['hardware']}; {world.device.type}, {environment['threads']} threads a rank")
+    for rank, rate in enumerate(found["bandwidth"]):
+        print(f"rank {rank}: {rate / 1e9:.1f} GB/s read from memory")
+    for line in found["all_reduce"]:
+        print(f"all-reduce of {line['bytes']:>10,} bytes: {line['us']:>10,.1f} us, {line['gbps']:>8.2f} Gbit/s")
+    if args.json:
+        line = {"link": chosen and dataclasses.asdict(chosen), **environment, "probe": found}
+        checkpoint.append_line(args.json, {**line, "topology": report.topology()}, "--json")
+
+
+if __name__ == "__main__":
+    tp.run(main)
