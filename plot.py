@@ -40,8 +40,9 @@ OTHER_STYLES = [
 
 def read(path):
     """The lines of a file of bench.sh, as dicts."""
+    text = checkpoint.read_text(path)
     try:
-        lines = [json.loads(line) for line in checkpoint.read_text(path, flag="").splitlines()]
+        lines = [json.loads(line) for line in text.splitlines()]
         if lines and all("probe" in line or case(line) for line in lines if line.keys() - {"command", "repeat"}):
             return lines
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -208,7 +209,7 @@ def machine(probes):
     for line in probes:
         rates = ", ".join(f"{rate / 1e9:.1f}" for rate in line["probe"]["bandwidth"])
         link = "NCCL_P2P_DISABLE=1, " * (line["settings"].get("NCCL_P2P_DISABLE") == "1")
-        text = f"{line['hardware']}, {line['tp']} ranks, {link}torch {line['torch']}, commit {line['commit']}"
+        text = f"{line['hardware']}, {line['tp']} {'ranks' if line['tp'] > 1 else 'rank'}, {link}torch {line['torch']}, commit {line['commit']}"
         text += f": each rank reads {rates} GB/s" + "." * (not line["probe"]["all_reduce"])
         if line["probe"]["all_reduce"]:
             rows = [[f"{r['bytes']:,}", f"{r['us']:,.1f}", f"{r['gbps']:.2f}"] for r in line["probe"]["all_reduce"]]
