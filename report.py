@@ -97,7 +97,7 @@ def git_commit():
         ).stdout
 
     try:
-        edited = git("status", "--porcelain", "-uno", "*.py", "*.cpp")
+        edited = git("status", "--porcelain", "-uno", "*.py", "*.cpp", "*.sh")
         return git("rev-parse", "--short", "HEAD").strip() + "+" * bool(edited)
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -85,16 +85,16 @@ def parse():
     return args
 
 
-def read_lines(file, key="limit_ms"):
-    """The lines, with this key in each, that an earlier run appended to a file."""
-    text = checkpoint.read_text(file, flag="--show ")
+def read_lines(file, key="limit_ms", flag="--show "):
+    """The lines, with this key in each, that an earlier run appended to a file, which the flag named."""
+    text = checkpoint.read_text(file, flag)
     try:
         lines = [json.loads(line) for line in text.splitlines()]
         if lines and all(key in line for line in lines):
             return lines
     except (ValueError, TypeError):
         pass
-    raise InputError(f"--show {file} has lines that this script did not write")
+    raise InputError(f"{flag}{file} has lines that {Path(__file__).name} did not write")
 
 
 def model_config(args):

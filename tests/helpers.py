@@ -101,7 +101,8 @@ def run_ranks(tp_size, function, *args, timeout=240):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")  # its server imports torch once, for all ranks of all tests
+    context.set_forkserver_preload(["torch", "torch._dynamo"])
     results = context.Queue()
     ranks = [
         context.Process(target=_rank, args=(r, tp_size, port, results, function, args), daemon=True)

@@ -365,13 +365,6 @@ def test_a_gpu_reads_the_cache_in_buckets_all_of_which_the_warm_up_has_seen(prom
     assert warmed >= set(seen) and max(warmed) <= max([*seen, generate.BUCKET * -(-(prompt + 1) // generate.BUCKET)])
 
 
-def test_probe_bandwidth_prints_it_and_ends():
-    done = script("generate.py", "--probe-bandwidth", ranks=2)
-    assert done.returncode == 0
-    assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["rank 0", "rank 1"]
-    assert all(1 < float(line.split()[2]) < 1e4 for line in done.stdout.splitlines())
-
-
 def test_each_row_stops_at_its_own_end():
     """A scripted model: row b emits 10 b + 1, 10 b + 2, ... and the end-of-sequence 9 at its own step."""
     ends, seen = [3, 1, 5], []
