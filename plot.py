@@ -305,10 +305,11 @@ def subplots(count, width, height, **options):
     return figure, list(axes.flat[:count])
 
 
-def labelled(figure, axes, place="outside upper center"):
-    """One legend, for all panels."""
+def labelled(figure, axes):
+    """One legend, for all panels, above them."""
     found = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(found.values(), found.keys(), loc=place, ncols=min(len(found), 4), frameon=False)
+    columns = int(figure.get_figwidth() / 1.9)  # inches that a label takes
+    figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=columns, frameon=False)
 
 
 def curve(axis, points, ticks, **look):
