@@ -371,7 +371,7 @@ def scaling(sweep):
 
 
 def breakdown(sweep):
-    """Bars: what a decode step computes, alone or with communication hidden behind it, and what it waits."""
+    """Bars: what a decode step computes, alone or with communication hidden behind it, and what is exposed of that."""
     panels = defaultdict(dict)
     for c in (c for c in sweep.cases if c in sweep.exposed):
         panels[f"{c[0]} ranks, {c[1]}, batch {c[3]}"][c[2]] = sweep.exposed[c]["exposed"]["decode"]
@@ -386,8 +386,8 @@ def breakdown(sweep):
             left = 0.0
             for label, width, look in (
                 ("computing", r["silent_ms"] - hidden, {"color": "0.35"}),
-                ("computing, communication hidden", hidden, {"color": "0.75", "hatch": "///", "edgecolor": "0.35"}),
-                ("waiting for communication", exposed, {"color": "tab:red", "hatch": "xx", "edgecolor": "white"}),
+                ("computing, hidden communication", hidden, {"color": "0.75", "hatch": "///", "edgecolor": "0.35"}),
+                ("exposed communication", exposed, {"color": "tab:red", "hatch": "xx", "edgecolor": "white"}),
             ):
                 axis.barh(wiring, width, left=left, label=label, linewidth=0, **look)
                 left += width
