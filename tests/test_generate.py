@@ -25,9 +25,9 @@ from model import InputError
 
 WORLD = tp.World(0, 1, torch.device("cpu"))
 KEYS = (
-    "wiring, model, n_layers, tp, simulated, dtype, quant, device, link, load_s, torch, commit, batch, prompt_tokens, "
-    "new_tokens, exposed, compile_s, prefill_s, decode_s, ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, bandwidth, "
-    "mbu, threads, peak_bytes, tokens, texts"
+    "model, n_layers, wiring, ladder_layers, desync_period, dtype, quant, link, tp, simulated, device, hardware, "
+    "threads, torch, commit, settings, load_s, batch, prompt_tokens, new_tokens, exposed, compile_s, prefill_s, "
+    "decode_s, ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, bandwidth, mbu, peak_bytes, tokens, texts"
 )
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
