@@ -1,13 +1,17 @@
-"""The whole model's step from a few of its layers: overlap.py's lines of one rank alone, at two numbers of layers.
+"""A step of a whole model from a few of its layers: overlap.py's lines of one rank alone, put on the clock.
 
 python benchmarks/predict.py benchmarks/predict-layers.jsonl --json benchmarks/predict.jsonl
 
-A layer takes a step what the lines of more layers take longer than those of fewer. The results, beside the paper's
-(paper.csv), are two tables, and lines as bench.sh writes them, for plot.py.
+Measured are the step without all-reduces (silent_ms) for two numbers of layers, and an all-reduce on its own over each
+link. A layer takes the difference over their number; its attention and its MLP share that by the bytes that they read.
+The loop of model.py, run on the clock of exposed.py, makes a step of the whole model of these. The results, beside the
+paper's (paper.csv), are two tables, and lines as bench.sh writes them, for plot.py.
 """
 
+import dataclasses
 import itertools
 import json
+import statistics
 import sys
 from pathlib import Path
 
@@ -18,40 +22,60 @@ import checkpoint
 import plot
 import report
 import tp
+from exposed import count_all_reduces, run_clock
 from model import SIZES, InputError
 
 PAPER_LINKS = {"nvlink": "NVLink", "pcie": "no P2P"}  # what they stand for
 
 
-def extrapolate(fewer, more):
-    """The line of the whole model, from those of two numbers of layers."""
-    n_layers = SIZES[more["model"]].n_layers
-    layer = (more["step_ms"] - fewer["step_ms"]) / (more["n_layers"] - fewer["n_layers"])
-    step_ms = more["step_ms"] + (n_layers - more["n_layers"]) * layer
-    keys = ["model", "wiring", "tp", "simulated", "batch", "dtype", "device", "threads", "link", "torch", "commit"]
-    return {
-        **{key: more[key] for key in keys},
-        "n_layers": n_layers, "measured_layers": [fewer["n_layers"], more["n_layers"]], "quant": None,
-        "hardware": report.processor(), "settings": {},
-        "prompt_tokens": more["tokens"], "new_tokens": 1, "tpot_ms": step_ms, "tok_s": 1e3 * more["batch"] / step_ms,
-        "tok_s_user": 1e3 / step_ms, "ttft_ms": None, "prefill_s": None, "decode_s": None, "mbu": None, "exposed": None,
-    }  # fmt: skip
+def attention_share(config, tp_size, batch, tokens):
+    """The part of a layer's bytes that attention reads in a decode step: weights, and so many filled cache slots."""
+    cache = batch * tokens * 2 * max(config.n_kv_heads, tp_size) * config.head_dim
+    qkv = (config.n_heads + 2 * max(config.n_kv_heads, tp_size)) * config.head_dim
+    attention = config.dim * (qkv + config.n_heads * config.head_dim) + cache
+    return attention / (attention + 3 * config.dim * config.intermediate_size)
 
 
 def predictions(lines):
-    """{(model, batch, link, wiring): extrapolated line}; InputError unless each has two lines, and a standard one."""
-    pairs = {}
+    """{(model, batch, link, wiring): a line of the whole model}. Raises InputError for lines that are not enough."""
     for line in lines:
         if line["kind"] != "decode" or not line["simulated"] or line["model"] not in SIZES:
             raise InputError(f"{line['model']}, {line['kind']}, is no decode step of a named size by --simulate-tp")
-        key = line["model"], line["batch"], line["link"]["name"], line["wiring"]
-        pairs.setdefault(key, []).append(line)
-    for key, pair in pairs.items():
-        if len(pair) != 2 or pair[0]["n_layers"] == pair[1]["n_layers"]:
-            raise InputError(f"{', '.join(map(str, key))} has not two numbers of layers")
-        if (*key[:3], "standard") not in pairs:
+    found = {}
+    for model, batch in dict.fromkeys((line["model"], line["batch"]) for line in lines):
+        own = [line for line in lines if (line["model"], line["batch"]) == (model, batch)]
+        counts = sorted({line["n_layers"] for line in own})
+        if len(counts) != 2:
+            raise InputError(f"{model}, batch {batch} has not two numbers of layers, but {counts}")
+        # the all-reduces apart, all wirings over all links do about the same: their median is the surer one
+        fewer, more = (statistics.median(x["silent_ms"] for x in own if x["n_layers"] == n) for n in counts)
+        layer = (more - fewer) / (counts[1] - counts[0])
+        rest = more - layer * counts[1]
+        for line in own:
+            key = model, batch, line["link"]["name"], line["wiring"]
+            alone = statistics.median(x["all_reduce_ms"] for x in own if x["link"]["name"] == key[2])
+            config = dataclasses.replace(SIZES[model], wiring=key[3])
+            attention = layer * attention_share(config, line["tp"], batch, line["tokens"])
+            compute = [layer] if key[3] == "parallel" else [attention, layer - attention]
+            step_ms = run_clock(config, compute * config.n_layers, alone).now + rest
+            if count_all_reduces(config) == 0:  # what the clock goes by
+                step_ms += layer * config.n_layers
+            found[key] = whole(line, config.n_layers, step_ms)
+    for key in found:
+        if (*key[:3], "standard") not in found:
             raise InputError(f"{', '.join(map(str, key))} has no standard wiring to be compared with")
-    return {key: extrapolate(*sorted(pair, key=lambda line: line["n_layers"])) for key, pair in pairs.items()}
+    return found
+
+
+def whole(line, n_layers, step_ms):
+    """A line of the whole model, in the form of bench.sh's."""
+    keys = ["model", "wiring", "tp", "simulated", "batch", "dtype", "device", "threads", "link", "torch", "commit"]
+    return {
+        **{key: line[key] for key in keys}, "n_layers": n_layers, "quant": None, "hardware": report.processor(),
+        "settings": {}, "prompt_tokens": line["tokens"], "new_tokens": 1, "tpot_ms": step_ms,
+        "tok_s": 1e3 * line["batch"] / step_ms, "tok_s_user": 1e3 / step_ms, "ttft_ms": None, "prefill_s": None,
+        "decode_s": None, "mbu": None, "exposed": None,
+    }  # fmt: skip
 
 
 def tables(found):
@@ -70,7 +94,8 @@ def tables(found):
         cells = []
         for link in links:
             key, paper = (model, 4, link, wiring), speedups.get((model, PAPER_LINKS.get(link), wiring, 4))
-            cells.append(f"{ratio(key):.2f}" + f" ({paper:.2f})" * bool(paper) if key in found else "")
+            text = f"{ratio(key):.2f}" if key in found else ""
+            cells.append(f"{text} ({paper:.2f})" if text and paper else text)
         tp_size = next(line["tp"] for key, line in found.items() if key[0] == model)
         by_size.append([model, str(tp_size), wiring, *cells])
     batches, by_batch = sorted({key[1] for key in found if key[0] == "70b"}), []
