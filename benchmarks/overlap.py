@@ -85,8 +85,8 @@ def parse():
     return args
 
 
-def read_lines(file, key="limit_ms", flag="--show "):
-    """The lines, with this key in each, that an earlier run appended to a file, which the flag named."""
+def read_lines(file, key="limit_ms", flag="--show ", writer="this script"):
+    """The lines, with this key in each, that an earlier run of the writer appended to a file, which the flag named."""
     text = checkpoint.read_text(file, flag)
     try:
         lines = [json.loads(line) for line in text.splitlines()]
@@ -94,7 +94,7 @@ def read_lines(file, key="limit_ms", flag="--show "):
             return lines
     except (ValueError, TypeError):
         pass
-    raise InputError(f"{flag}{file} has lines that {Path(__file__).name} did not write")
+    raise InputError(f"{flag}{file} has lines that {writer} did not write")
 
 
 def model_config(args):

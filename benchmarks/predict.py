@@ -121,7 +121,7 @@ def main():
     p.add_argument("files", metavar="FILE", nargs="+", help="lines of overlap.py --simulate-tp")
     p.add_argument("--json", metavar="FILE", help="write the lines of whole models")
     args = p.parse_args()
-    found = predictions([line for file in args.files for line in read_lines(file, flag="")])
+    found = predictions([line for file in args.files for line in read_lines(file, flag="", writer="overlap.py")])
     if args.json:
         checkpoint.check_appendable(args.json, "--json")
         Path(args.json).write_text("".join(json.dumps(line) + "\n" for line in found.values()))
