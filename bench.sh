@@ -62,6 +62,7 @@ for tp in 1 2 4 8; do
     ((tp > most)) || some+="$((tp * NNODES)) "
 done
 
+[[ -z ${CHECKPOINT-} || -z ${MODEL-} ]] || refuse "give either CHECKPOINT or MODEL"
 : "${CHECKPOINT=}" "${MODEL=$model}" "${N_LAYERS=}" "${QUANT=none}"                   # a CHECKPOINT stands for the others
 : "${WIRINGS=standard ladder parallel upper-bound}" "${BATCHES=1 4 16 64}"
 : "${TPS=${some% }}" "${SIMULATE=0}"                                                  # numbers of ranks, of all nodes
@@ -90,6 +91,7 @@ some_of LINKS "$LINKS" "$links"
 some_of WIRINGS "$(sed -E 's/(hybrid|desync):[0-9]+/\1/g' <<< "$WIRINGS")" "$wirings"
 [[ ! " $WIRINGS " =~ \ (hybrid|desync)\  ]] || refuse "WIRINGS names ${BASH_REMATCH[1]} without a number: hybrid:8, desync:4"
 if [[ -n $CHECKPOINT ]]; then
+    [[ -d $CHECKPOINT ]] || refuse "CHECKPOINT $CHECKPOINT is no folder"
     [[ $QUANT$N_LAYERS == none ]] || refuse "QUANT and N_LAYERS are for MODEL: a checkpoint is as it is"
 else
     one_of MODEL "$models"

@@ -107,7 +107,7 @@ class Sweep:
             elif key in self.runs[case(line)]:
                 raise InputError(
                     f"{line['file']} has two results of {', '.join(map(str, case(line)))} in repeat {line['repeat']}: "
-                    "a sweep with other FLAGS needs an OUT of its own"
+                    "give each file once; a sweep with other FLAGS needs an OUT of its own"
                 )
             else:
                 self.runs[case(line)][key] = line
@@ -305,10 +305,10 @@ def subplots(count, width, height, **options):
     return figure, list(axes.flat[:count])
 
 
-def labelled(figure, axes):
-    """One legend, for all panels, above them."""
+def labelled(figure, axes, inches=1.9):
+    """One legend, for all panels, above them; a label takes so many inches."""
     found = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    columns = int(figure.get_figwidth() / 1.9)  # inches that a label takes
+    columns = int(figure.get_figwidth() / inches)
     figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=columns, frameon=False)
 
 
@@ -382,7 +382,9 @@ def breakdown(sweep):
         for wiring in sorted(reports, key=wiring_order, reverse=True):
             r = reports[wiring]
             exposed = max(0.0, r["exposed_ms"])
-            hidden = min(r["silent_ms"], max(0.0, r["all_reduces"] * r["all_reduce_ms"] - exposed))
+            # only these compute while they wait; what others seem to hide is noise
+            hides = wiring.startswith(("ladder", "hybrid"))
+            hidden = min(r["silent_ms"], max(0.0, r["all_reduces"] * r["all_reduce_ms"] - exposed)) if hides else 0.0
             left = 0.0
             for label, width, look in (
                 ("computing", r["silent_ms"] - hidden, {"color": "0.35"}),
@@ -393,7 +395,7 @@ def breakdown(sweep):
                 left += width
         axis.set_title(name, fontsize=9)
         axis.set_xlabel("ms of a decode step")
-    labelled(figure, axes)
+    labelled(figure, axes, inches=2.7)
     return figure
 
 
@@ -495,13 +497,13 @@ def main(argv=None):
     lines = [line for file in args.files for line in read(file)]
     found, probes = sweeps(lines), [line for line in lines if "probe" in line]
     text = "\n\n".join([machine(probes)] * bool(probes) + [tables(sweep) for sweep in found])
-    print(text)
     if args.out is None:
-        return
+        return print(text)
     plt.rcParams |= {"svg.hashsalt": "ladder-fast", "font.size": 9}
     folder = Path(args.out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        print(text)
         (folder / "tables.md").write_text(text + "\n")
         for name, figure in figures(found):
             if figure is not None:

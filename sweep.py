@@ -128,13 +128,16 @@ def main():
     p.add_argument("--dry-run", action="store_true", help="print the commands, those of each node")
     args = p.parse_args()
     plan = [(int(repeat), command) for repeat, command in (line.rstrip("\n").split("\t") for line in sys.stdin)]
+    plan = list(dict.fromkeys(plan))  # a batch size, say, may have been named twice
     node, nodes = (int(os.environ.get(name, default)) for name, default in (("NODE_RANK", 0), ("NNODES", 1)))
     if args.dry_run:
         for i, (_, command) in enumerate(plan):
             command = command.replace("$MASTER_PORT", str(int(os.environ.get("MASTER_PORT", 29500)) + i))
             print(*(command.replace("$NODE_RANK", str(n)) for n in range(nodes)), sep="\n")
         return
-    for name, file in ("OUT", args.out), ("FIGURES", Path(args.figures) / "tables.md"), ("OUT", f"{args.out}.log"):
+    if Path(args.figures).exists() and not Path(args.figures).is_dir():
+        raise InputError(f"FIGURES: {args.figures} is a file: name a folder")
+    for name, file in ("OUT", args.out), ("OUT", f"{args.out}.log"):
         try:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
         except OSError as e:

@@ -192,7 +192,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(bench):
     assert len(calls_of(bench)) == 13
     assert bench(**SMALL).returncode == 0 and not calls_of(bench)
     assert len(lines_of(bench)) == 18
-    assert bench(**{**SMALL, "BATCHES": "1 4 16"}).returncode == 0
+    assert bench(**{**SMALL, "BATCHES": "1 4 16 16"}).returncode == 0
     assert len(calls_of(bench)) == 2 * 3 + 2
 
 
@@ -281,9 +281,11 @@ def test_when_everything_fails_that_is_said(bench):
         "NNODES=2;NODE_RANK=2": "NODE_RANK is '2' but must be 0 to 1",
         "NNODES=2;TPS=3": "TPS names 3, which is no multiple of NNODES 2",
         "PYTHON=ls": "ls cannot import torch: run make .venv/installed first, or set PYTHON",
-        "CHECKPOINT=x;QUANT=int8": "QUANT and N_LAYERS are for MODEL: a checkpoint is as it is",
+        "CHECKPOINT=.;QUANT=int8": "QUANT and N_LAYERS are for MODEL: a checkpoint is as it is",
         "OUT=/dev/null/x.jsonl": "OUT: /dev/null cannot be made: File exists",
-        "OUT=calls.d": "FIGURES: calls.d-figures cannot be made: File exists",
+        "OUT=calls.d": "FIGURES: calls.d-figures is a file: name a folder",
+        "CHECKPOINT=calls.d;MODEL=1b": "give either CHECKPOINT or MODEL",
+        "CHECKPOINT=calls.d": "CHECKPOINT calls.d is no folder",
         "OUT=python": "python line 1 is none of bench.sh's",
     }.items(),
 )  # fmt: skip
@@ -421,7 +423,7 @@ def test_repeats_of_several_files_are_repeats_and_pair_within_a_file(written):
     [found] = plot.sweeps(plot.read(fast) + plot.read(slow))
     assert table(plot.tables(found), "Decode, tok/s")["2", "real", "ladder"] == ["17.5 (13-22) **1.20x**"]
     twice = written([result("ladder", 20), result("ladder", 20, command="with another flag")])
-    with pytest.raises(InputError, match="two results of 2, real, ladder, 1 in repeat 1: a sweep with other FLAGS"):
+    with pytest.raises(InputError, match="two results of 2, real, ladder, 1 in repeat 1: give each file once"):
         plot.sweeps(plot.read(twice))
 
 
