@@ -299,7 +299,7 @@ def test_measuring_sublayers_that_only_sleep(changes):
         assert r["all_reduce_ms"] >= 1e3 * latency
         assert r["limit_ms"] >= 1e3 * latency * n
     if config.wiring == "standard":
-        assert r["blocked_ms"] >= 0.99e3 * latency * n
+        assert r["blocked_ms"] >= 0.8e3 * latency * n  # a busy machine may be late to ask, and so wait for less
         assert min(r["limit_ms"], r["step_ms"]) >= compute + 1e3 * latency * n
     if config.wiring == "ladder":
         assert r["limit_ms"] >= 1e3 * (nap + latency * n)
