@@ -130,7 +130,7 @@ plan() { # repeat, script, its flags; by tp, local_ranks (processes on a node), 
     words+=("$here/$2" --device "$DEVICE" "${@:3}")
     local line
     printf -v line '%q ' "${words[@]}"
-    # of each node and each command its own, so that nodes which are not at the same one do not meet
+    # filled in when it is run: the command itself is the same on all nodes
     ((NNODES == 1)) || line=${line/--nnodes/--node_rank=\$NODE_RANK --master_port=\$MASTER_PORT --nnodes}
     printf '%s\t%s\n' "$1" "${line% }"
 }

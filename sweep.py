@@ -59,6 +59,11 @@ def read(out):
     return plot.read(out) if Path(out).exists() and Path(out).stat().st_size else []
 
 
+def port(i):
+    """MASTER_PORT of the i-th command: its own, so that nodes which are not at the same one do not meet."""
+    return str(int(os.environ.get("MASTER_PORT", 29500)) + i)
+
+
 def run(command, environment):
     """(exit code, what it printed, its result or None) of a command; a signal to this process ends it too."""
     with tempfile.TemporaryDirectory() as folder:
@@ -98,8 +103,7 @@ def sweep(plan, out, node):
             continue
         left = f", about {(time.monotonic() - start) / n * (len(todo) - n) / 60:.0f} min left" if n else ""
         print(f"[{n + 1}/{len(todo)}{left}] {command}", file=sys.stderr, flush=True)
-        port = str(int(os.environ.get("MASTER_PORT", 29500)) + i)
-        code, log, result = run(command, {**os.environ, "MASTER_PORT": port})
+        code, log, result = run(command, {**os.environ, "MASTER_PORT": port(i)})
         line = {"repeat": repeat, "command": command}
         if code == 130:
             raise KeyboardInterrupt
@@ -132,7 +136,7 @@ def main():
     node, nodes = (int(os.environ.get(name, default)) for name, default in (("NODE_RANK", 0), ("NNODES", 1)))
     if args.dry_run:
         for i, (_, command) in enumerate(plan):
-            command = command.replace("$MASTER_PORT", str(int(os.environ.get("MASTER_PORT", 29500)) + i))
+            command = command.replace("$MASTER_PORT", port(i))
             print(*(command.replace("$NODE_RANK", str(n)) for n in range(nodes)), sep="\n")
         return
     if Path(args.figures).exists() and not Path(args.figures).is_dir():

@@ -26,7 +26,7 @@ import generate
 import link
 import tp
 from model import SIZES, Config, InputError
-from report import git_commit
+from report import environment
 
 # On two ranks 26 MB in either sublayer: some 2 ms for a core that reads 12 GB/s
 SMALL = Config(8, 40, 40, 64, 2560, 3456, 4096, 4096)
@@ -146,10 +146,9 @@ def main():
     if world.rank > 0:
         return
     about = {
-        "model": args.model, "n_layers": config.n_layers, "kind": kind, "compiled": not args.eager, "tp": world.tp_size,
-        "simulated": world.simulated, "batch": args.batch, "tokens": args.prompt_length, "dtype": args.dtype,
-        "device": world.device.type, "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "commit": git_commit(), "command": args.command or command(world),
+        "model": args.model, "n_layers": config.n_layers, "kind": kind, "compiled": not args.eager, "batch": args.batch,
+        "tokens": args.prompt_length, "dtype": args.dtype, **environment(world),
+        "command": args.command or command(world),
     }  # fmt: skip
     lines = []
     for (n, name), report in reports.items():

@@ -20,7 +20,6 @@ from overlap import read_lines
 
 import checkpoint
 import plot
-import report
 import tp
 from exposed import count_all_reduces, run_clock
 from model import SIZES, InputError
@@ -71,10 +70,10 @@ def whole(line, n_layers, step_ms):
     """A line of the whole model, in the form of bench.sh's."""
     keys = ["model", "wiring", "tp", "simulated", "batch", "dtype", "device", "threads", "link", "torch", "commit"]
     return {
-        **{key: line[key] for key in keys}, "n_layers": n_layers, "quant": None, "hardware": report.processor(),
-        "settings": {}, "prompt_tokens": line["tokens"], "new_tokens": 1, "tpot_ms": step_ms,
-        "tok_s": 1e3 * line["batch"] / step_ms, "tok_s_user": 1e3 / step_ms, "ttft_ms": None, "prefill_s": None,
-        "decode_s": None, "mbu": None, "exposed": None,
+        **{key: line[key] for key in keys}, "n_layers": n_layers, "quant": None, "settings": {},
+        "hardware": line.get("hardware", "hardware not recorded"), "prompt_tokens": line["tokens"], "new_tokens": 1,
+        "tpot_ms": step_ms, "tok_s": 1e3 * line["batch"] / step_ms, "tok_s_user": 1e3 / step_ms, "ttft_ms": None,
+        "prefill_s": None, "decode_s": None, "mbu": None, "exposed": None,
     }  # fmt: skip
 
 
