@@ -20,6 +20,7 @@ import tp
 from model import Config, Transformer
 
 ROOT = Path(__file__).parent.parent
+HANGS = 300  # seconds until a process is thought to hang: the ranks' own time limits are half an hour
 BASE = Config(3, 6, 2, 8, 48, 100, 131, 64, norm_eps=1e-5, bos_id=1, eos_ids=(2,))
 WIRED = [  # every wiring as config changes
     {"wiring": "standard"},
@@ -96,7 +97,7 @@ def unequal_rows(config, batch=3, length=9, seed=1):
     return tokens, torch.arange(length, length - batch, -1)
 
 
-def run_ranks(tp_size, function, *args, timeout=240):
+def run_ranks(tp_size, function, *args, timeout=HANGS):
     """[function(rank, tp_size, *args) of each rank], each rank a process with one thread in a gloo group."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -142,7 +143,7 @@ def _rank(rank, tp_size, port, results, function, args):
         results.put((rank, traceback.format_exc(), None))
 
 
-def script(name, *args, ranks=1, timeout=180, stdin="", **environment):
+def script(name, *args, ranks=1, timeout=HANGS, stdin="", **environment):
     """Run a script of the project as a user would; returns the finished process with its output as text."""
     command = [sys.executable, str(ROOT / name), *map(str, args)]
     if ranks > 1:

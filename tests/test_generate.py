@@ -10,12 +10,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import BASE, ROOT, random_model, script, shared_data, unequal_rows
+from helpers import BASE, HANGS, ROOT, random_model, script, shared_data, unequal_rows
 
 import checkpoint
 import generate
@@ -232,7 +231,7 @@ def test_two_nodes(tiny, greedy, tmp_path):
             subprocess.Popen([*command, f"--node_rank={r}", *script_and_flags], stderr=subprocess.PIPE, text=True)
             for r in (1, 0)
         ]
-        errors = "".join(node.communicate(timeout=120)[1] for node in nodes)
+        errors = "".join(node.communicate(timeout=HANGS)[1] for node in nodes)
         assert [node.returncode for node in nodes] == [bad, bad], errors
         assert errors.count("generate.py: --batch 4 is not a multiple of the 3 prompts") == bad
         assert 'tp.py", line' not in errors
@@ -549,15 +548,15 @@ def test_bad_input_of_one_node_ends_the_other(tiny):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    start, nodes = time.monotonic(), []
+    nodes = []
     for node, device in ((0, "cpu"), (1, "cuda")):
         environment = {"RANK": str(node), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         command = [sys.executable, ROOT / "generate.py", "--checkpoint", tiny, "--prompt", "a", "--device", device]
         environment = {**os.environ, **environment, "CUDA_VISIBLE_DEVICES": ""}
         nodes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    errors = "".join(node.communicate(timeout=60)[1] for node in nodes)
+    errors = "".join(node.communicate(timeout=HANGS)[1] for node in nodes)
     assert errors == "generate.py: no such device: cuda:1; this machine has cpu\n"
-    assert [node.returncode for node in nodes] == [2, 2] and time.monotonic() - start < 30
+    assert [node.returncode for node in nodes] == [2, 2]
 
 
 def our_lines(done):
@@ -581,10 +580,10 @@ def started(tiny, *flags, ranks=2):
 
 
 def ends(process):
-    """What a process that is to end now still says, and in how many seconds it ends."""
-    start = time.monotonic()
-    _, errors = process.communicate(timeout=60)
-    return errors, time.monotonic() - start
+    """What a process that is to end now still says: no traceback of ours, and no rank that torchrun had to kill."""
+    _, errors = process.communicate(timeout=HANGS)
+    assert 'tp.py", line' not in errors and "forcefully" not in errors
+    return errors
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -592,9 +591,8 @@ def test_a_closed_pipe_is_no_traceback_of_ours(tiny, ranks):
     process = started(tiny, "--prompt", "a", ranks=ranks)
     process.stdout.close()
     process.stdout = None
-    errors, _ = ends(process)
+    ends(process)
     assert process.returncode == 1
-    assert 'tp.py", line' not in errors
 
 
 @pytest.mark.parametrize("to", ["the launcher", "all"])
@@ -604,9 +602,7 @@ def test_ctrl_c_ends_a_chat_at_once(tiny, to):
     process.stdin.flush()
     assert process.stdout.readline()  # it has answered: both ranks wait for the next line
     (os.kill if to == "the launcher" else os.killpg)(process.pid, signal.SIGINT)
-    errors, seconds = ends(process)
-    assert seconds < 25 and 'tp.py", line' not in errors
-    assert errors.count("interrupted") <= 1
+    assert ends(process).count("interrupted") <= 1
 
 
 def test_a_killed_rank_takes_the_others_with_it(tiny):
@@ -616,9 +612,8 @@ def test_a_killed_rank_takes_the_others_with_it(tiny):
     assert process.stdout.readline()
     children = subprocess.run(["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, text=True)
     os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
-    errors, seconds = ends(process)
-    assert process.returncode == 1 and seconds < 25
-    assert 'tp.py", line' not in errors
+    ends(process)
+    assert process.returncode == 1
 
 
 @pytest.mark.parametrize("case", ["every rank", "flags", "last rank", "tp"])
@@ -635,10 +630,8 @@ def test_many_ranks_end_together_with_one_line(case, copy):
         flags = ["--batch", "0"]
     if case == "last rank":
         spoil_weights(copy, "layers.1.attention.wo.weight", nan_in_the_last_column)
-    start = time.monotonic()
     ranks = 16 if case == "tp" else 2
     done = script("generate.py", "--checkpoint", copy, "--prompt", "a", *flags, ranks=ranks)
-    assert time.monotonic() - start < (120 if case == "tp" else 40)
     (line,) = our_lines(done)
     assert message in line
     assert done.returncode != 0 and "exitcode  : 2" in done.stderr

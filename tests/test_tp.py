@@ -126,7 +126,7 @@ def expected_logits(config, tp_size):
 
 @pytest.mark.parametrize("tp_size", [2, 3, 4])
 def test_all_ranks_compute_what_one_device_does(tp_size):
-    ranks = run_ranks(tp_size, all_cases, timeout=400)
+    ranks = run_ranks(tp_size, all_cases)
     for case, (changes, compile, logits) in enumerate(ranks[0]):
         config = dataclasses.replace(BASE, **changes)
         name = f"{wired_id(changes)} {'compiled' if compile else 'eager'}"
