@@ -16,7 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from int_linear import Int8Linear, IntLinear
-from model import InputError
+from model import Attention, InputError
 
 # rows of x up to which few_rows.cpp is the faster one, oneDNN beyond (benchmarks/few_rows.py): fewer where it has AMX
 FEW, FEW_INT = 7 if torch.cpu._is_amx_tile_supported() else 24, 24
@@ -84,6 +84,7 @@ def build():
         raise InputError(f"cannot use {folder}: {reason}; name another folder in $XDG_CACHE_HOME") from None
     for name in ("ladder::few_rows", "ladder::few_rows_int", "ladder::many_rows_int"):
         torch.library.register_fake(name, lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]))
+    torch.library.register_fake("ladder::decode_attention", lambda q, *_: q.new_empty(q.shape))
 
 
 def _processor():
@@ -113,16 +114,30 @@ class FewRowsIntLinear(IntLinear):
         return y if self.bias is None else y + self.bias
 
 
+class DecodeAttention(Attention):
+    """An Attention that decodes with few_rows.cpp."""
+
+    def attend(self, q, k, v, step):
+        if q.shape[3] > 1:
+            return super().attend(q, k, v, step)
+        return torch.ops.ladder.decode_attention(q[:, :, :, 0], k, v, step.positions)
+
+
 def use_few_rows(model):
-    """Let a model on a CPU, in bfloat16, multiply few rows with few_rows.cpp; another model stays as it is.
+    """Let a model on a CPU, in bfloat16, decode and multiply few rows with few_rows.cpp; another stays as it is.
 
     Raises InputError when that cannot be compiled.
     """
-    for linear in [m for m in model.modules() if type(m) in (nn.Linear, IntLinear, Int8Linear)]:
-        dtype = linear.weight.dtype if type(linear) is nn.Linear else linear.scales.dtype
-        if linear.weight.device.type == "cpu" and dtype == torch.bfloat16:
-            build()
-            if type(linear) is nn.Linear:
-                linear.__class__ = Linear
-            elif linear.zeros is None or linear.in_features // linear.scales.shape[1] in (8, 16, 32, 64, 128):
-                linear.__class__ = FewRowsIntLinear
+    weight = model.norm.weight
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        return
+    build()
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = Linear
+        elif type(module) is Attention and module.head_dim % 64 == 0:
+            module.__class__ = DecodeAttention
+        elif type(module) in (IntLinear, Int8Linear) and (
+            module.zeros is None or module.in_features // module.scales.shape[1] in (8, 16, 32, 64, 128)
+        ):
+            module.__class__ = FewRowsIntLinear

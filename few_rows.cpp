@@ -1,7 +1,8 @@
 // y = x W^T for few rows x in bfloat16 on a CPU, W in bfloat16, 8 or 4 bits: each weight is read once, at the speed of
-// memory.
+// memory. And the attention of one new position, likewise.
 //
-// cpu.py compiles and loads this. Shape letters: M rows of x, N rows of W, K columns of both, G groups of columns.
+// cpu.py compiles and loads this. Shape letters: M rows of x, N rows of W, K columns of both, G groups of columns; for
+// attention those of model.py.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -13,6 +14,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <utility>
 #include <vector>
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -398,15 +400,139 @@ at::Tensor many_rows_int(
   return result.view(shape);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Attention of one new position in each row of a batch
+
+// e^x for x <= 0, to 2e-7 of it; below -87 about 1e-38
+inline Sums exponential(Sums x) {
+  x = x > -87.0f ? x : Sums{} - 87.0f;
+  const Ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, Ints);
+  const Sums r = x - __builtin_convertvector(n, Sums) * 0.693147181f;  // |r| <= ln(2) / 2
+  const Sums p = 1 + r * (1 + r * (1 / 2.0f + r * (1 / 6.0f + r * (1 / 24.0f + r * (1 / 120.0f + r * (1 / 720.0f))))));
+  return (Sums)((Ints)p + (n << 23));
+}
+
+constexpr int64_t kAhead = 32;  // keys or values that the processor is told to fetch in advance
+
+// From two vectors with n = 16 / s numbers to be summed for each result, s of them, one with n / 2 for each of 2 s.
+template <int s, int... i>
+inline Sums halve(Sums a, Sums b, std::integer_sequence<int, i...>) {
+  return __builtin_shufflevector(a, b, (i & s ? 16 + i : i)...) +
+         __builtin_shufflevector(a, b, (i & s ? 16 + (i ^ s) : i ^ s)...);
+}
+
+// The total of each of 16 vectors.
+inline __attribute__((always_inline)) Sums totals(Sums* lanes) {
+  const auto all = std::make_integer_sequence<int, 16>();
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) lanes[i] = halve<1>(lanes[2 * i], lanes[2 * i + 1], all);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) lanes[i] = halve<2>(lanes[2 * i], lanes[2 * i + 1], all);
+  lanes[0] = halve<4>(lanes[0], lanes[1], all);
+  lanes[1] = halve<4>(lanes[2], lanes[3], all);
+  return halve<8>(lanes[0], lanes[1], all);
+}
+
+// M queries q (M, H) of one head over `length` keys and values (length, H); M divides 16, and 64 divides H. weights: room
+// for M length numbers and 16 more.
+template <int M>
+void attend(const BF16* q, const BF16* keys, const BF16* values, BF16* y, float* weights, int64_t length, int64_t H) {
+  constexpr int64_t kKeys = 16 / M;  // whose scores are one vector, the M of a key side by side
+  const float scale = 1 / std::sqrt(float(H));
+  Sums largest = Sums{} - INFINITY, sum = {};
+  for (int64_t t = 0; t < length; t += kKeys) {
+    const int64_t count = std::min(kKeys, length - t);
+    const BF16* from[kKeys];
+    for (int64_t j = 0; j < kKeys; j++) from[j] = keys + (t + std::min(j, count - 1)) * H;
+    Sums dots[16] = {};
+    for (int64_t h = 0; h < H; h += kVector) {
+#pragma GCC unroll 16
+      for (int64_t j = 0; j < kKeys; j++) {
+        const Pairs key = load<Pairs>(from[j] + h);
+        __builtin_prefetch(from[j] + kAhead * H + h);
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++) dots[j * M + m] = add_products(dots[j * M + m], key, load<Pairs>(q + m * H + h));
+      }
+    }
+    Sums scores = totals(dots) * scale;
+    if (count < kKeys) {
+      for (int64_t i = count * M; i < 16; i++) scores[i] = -INFINITY;  // beyond the last key
+    }
+    largest = scores > largest ? scores : largest;
+    std::memcpy(weights + t * M, &scores, sizeof(scores));
+  }
+  for (int i = M; i < 16; i++) largest[i % M] = std::max(largest[i % M], largest[i]);
+  for (int i = M; i < 16; i++) largest[i] = largest[i % M];
+  for (int64_t i = 0; i < M * length; i += 16) {
+    const Sums here = exponential(load<Sums>(weights + i) - largest);
+    std::memcpy(weights + i, &here, sizeof(here));
+    sum += here;
+  }
+  for (int i = M; i < 16; i++) sum[i % M] += sum[i];
+  for (int64_t h = 0; h < H; h += 64) {
+    Sums weighted[M][4] = {};
+    for (int64_t t = 0; t < length; t++) {
+      for (int c = 0; c < 64; c += kVector) __builtin_prefetch(values + (t + kAhead) * H + h + c);
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; c++) {
+        const Sums value = load_floats(reinterpret_cast<const uint16_t*>(values + t * H + h + 16 * c), 16);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) weighted[m][c] += weights[t * M + m] * value;
+      }
+    }
+    for (int m = 0; m < M; m++) {
+      for (int i = 0; i < 64; i++) y[m * H + h + i] = weighted[m][i / 16][i % 16] / sum[m];
+    }
+  }
+}
+
+// q (B, K, G, H) at positions (B, 1) over the cached keys and values (B, K, T, H) up to there.
+at::Tensor decode_attention(
+    const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& positions) {
+  auto is_cache = [&](const at::Tensor& t) {
+    return t.scalar_type() == at::kBFloat16 && t.is_contiguous() && t.sizes() == keys.sizes();
+  };
+  TORCH_CHECK(
+      q.dim() == 4 && q.scalar_type() == at::kBFloat16 && keys.dim() == 4 && is_cache(keys) && is_cache(values) &&
+          q.size(0) == keys.size(0) && q.size(1) == keys.size(1) && q.size(3) == keys.size(3) &&
+          q.size(3) % 64 == 0 && positions.scalar_type() == at::kLong && positions.numel() == q.size(0),
+      "decode_attention takes q (B, K, G, H) and a contiguous cache (B, K, T, H) in bfloat16, H a multiple of 64, and "
+      "positions (B, 1)");
+  const int64_t K = q.size(1), G = q.size(2), H = q.size(3), T = keys.size(2);
+  const at::Tensor queries = q.contiguous(), last = positions.contiguous();
+  at::Tensor result = at::empty(queries.sizes(), queries.options());
+  const BF16 *q_data = queries.const_data_ptr<BF16>(), *k_data = keys.const_data_ptr<BF16>();
+  const BF16* v_data = values.const_data_ptr<BF16>();
+  const int64_t* p_data = last.const_data_ptr<int64_t>();
+  BF16* y_data = result.data_ptr<BF16>();
+  constexpr decltype(&attend<1>) kernels[] = {attend<1>, attend<2>, attend<4>};
+  at::parallel_for(0, q.size(0) * K, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> scores(4 * T + 16);
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t length = std::clamp<int64_t>(p_data[i / K] + 1, 1, T);
+      const BF16 *k = k_data + i * T * H, *v = v_data + i * T * H;
+      for (int64_t g = 0; g < G;) {
+        const int which = G - g >= 4 ? 2 : G - g >= 2 ? 1 : 0;
+        const int64_t first = (i * G + g) * H;
+        kernels[which](q_data + first, k, v, y_data + first, scores.data(), length, H);
+        g += 1 << which;
+      }
+    }
+  });
+  return result;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(ladder, library) {
+  library.def("decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions) -> Tensor");
   library.def("few_rows(Tensor x, Tensor weight) -> Tensor");
   library.def("many_rows_int(Tensor x, Tensor weight, Tensor scales, Tensor? zeros) -> Tensor");
   library.def("few_rows_int(Tensor x, Tensor weight, Tensor scales, Tensor? zeros) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(ladder, CPU, library) {
+  library.impl("decode_attention", decode_attention);
   library.impl("few_rows", few_rows);
   library.impl("many_rows_int", many_rows_int);
   library.impl("few_rows_int", few_rows_int);

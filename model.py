@@ -294,13 +294,16 @@ class Attention(nn.Module):
         if step.mask is None:
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True)  # (B, N, S, H)
         else:
-            # The G query heads of a KV head become G more queries of one head: no key is ever copied.
-            T = step.mask.shape[-1]
-            k, v = cache[0][:, :, :T], cache[1][:, :, :T]  # (B, K, T', H)
-            G = q.shape[2]
-            mask = step.mask[:, None, None].expand(B, 1, G, S, T).flatten(2, 3)  # (B, 1, G * S, T')
-            y = F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask)  # (B, K, G * S, H)
+            y = self.attend(q, *cache, step)
         return self.wo(y.reshape(B, -1, S, self.head_dim).transpose(1, 2).reshape(B, S, -1))
+
+    def attend(self, q, k, v, step):
+        """Attention of q (B, K, G, S, H) to cached keys and values (B, K, T, H), by their mask -> (B, K, G * S, H)."""
+        # The G query heads of a KV head become G more queries of one head: no key is ever copied.
+        B, _, G, S, _ = q.shape
+        T = step.mask.shape[-1]
+        mask = step.mask[:, None, None].expand(B, 1, G, S, T).flatten(2, 3)  # (B, 1, G * S, T')
+        return F.scaled_dot_product_attention(q.flatten(2, 3), k[:, :, :T], v[:, :, :T], attn_mask=mask)
 
 
 class FeedForward(nn.Module):

@@ -1,6 +1,7 @@
 """few_rows.cpp against float64, huge pages, the memory of loading."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import checkpoint
 import cpu
 import int_linear
 import report
-from model import SIZES
+from model import SIZES, Attention
 
 
 def numbers(*shape):
@@ -57,6 +58,53 @@ def test_few_rows_of_any_shape_and_stride():
             torch.ops.ladder.few_rows(x, bad)
 
 
+def attention(q, keys, values, positions):
+    """In float64, row by row and head by head."""
+    out = torch.empty_like(q, dtype=torch.float64)
+    for b, k in itertools.product(*map(range, q.shape[:2])):
+        n = int(positions[b]) + 1
+        scores = q[b, k].double() @ keys[b, k, :n].double().T / q.shape[-1] ** 0.5
+        out[b, k] = torch.softmax(scores, -1) @ values[b, k, :n].double()
+    return out
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("G, H", [(1, 64), (2, 192), (3, 128), (4, 64), (7, 64)])
+def test_attention_of_one_position_in_unequal_rows(G, H, threads):
+    cpu.build()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for T, positions in ((1, [0]), (70, [69, 0, 33, 2]), (40, [3, 4, 15, 16])):
+            B, positions = len(positions), torch.tensor(positions)[:, None]
+            q, keys, values = 3 * numbers(B, G, 2, H).transpose(1, 2), numbers(B, 2, T, H), numbers(T, B, 2, H)
+            values = values.permute(1, 2, 0, 3).contiguous()
+            for row, position in enumerate(positions):  # nobody reads what lies behind
+                keys[row, :, position + 1 :] = values[row, :, position + 1 :] = torch.nan
+            y = torch.ops.ladder.decode_attention(q, keys, values, positions)
+            exact = attention(q, keys, values, positions)
+            assert y.shape == q.shape and y.dtype == torch.bfloat16
+            assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_attention_of_large_scores_and_of_wrong_shapes():
+    cpu.build()
+    q, keys, values = (scale * numbers(1, 2, 5, 64) for scale in (100, 100, 1))
+    position = torch.tensor([[4]])
+    y = torch.ops.ladder.decode_attention(q, keys, values, position)  # of scores up to 1e5, one weight is all
+    assert (y - attention(q, keys, values, position)).abs().max() <= 2**-7
+    torch.library.opcheck(torch.ops.ladder.decode_attention.default, (q, keys, values, position))
+    for bad in (
+        (q, keys[:, :, ::2], values),
+        (q, keys, values.float()),
+        (q[..., :32], keys[..., :32], values[..., :32]),
+    ):
+        with pytest.raises(RuntimeError, match="decode_attention takes q"):
+            torch.ops.ladder.decode_attention(*bad, position)
+
+
 def test_a_linear_takes_few_rows_or_many(monkeypatch):
     cpu.build()
     linear = torch.nn.Linear(40, 12).bfloat16()
@@ -73,7 +121,7 @@ def test_a_linear_takes_few_rows_or_many(monkeypatch):
             called.clear()
 
 
-@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True, "qk_norm": True}], ids=str)
+@pytest.mark.parametrize("changes", [{"head_dim": 64}, {"qkv_bias": True, "qk_norm": True}], ids=str)
 def test_a_compiled_model_with_few_rows(changes):
     config = dataclasses.replace(BASE, wiring="ladder", **changes)
     net = random_model(config)
@@ -84,6 +132,8 @@ def test_a_compiled_model_with_few_rows(changes):
     eager = last_logits(net, tokens, lengths)
     logits = last_logits(net, tokens, lengths, compile=True)
     assert all(type(m) is cpu.Linear for m in net.modules() if isinstance(m, torch.nn.Linear))
+    decodes = [isinstance(m, cpu.DecodeAttention) for m in net.modules() if isinstance(m, Attention)]
+    assert decodes == [config.head_dim == 64] * config.n_layers
     for row, length in enumerate(lengths):
         expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
         assert (logits[row] - expected).abs().max() < 0.05 * expected.abs().max()
