@@ -15,11 +15,13 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from int_linear import Int8Linear, IntLinear
+from int_linear import Int8Linear, Integers, IntEmbedding, IntLinear, scaled, unpack
 from model import Attention, InputError
 
 # rows of x up to which few_rows.cpp is the faster one, oneDNN beyond (benchmarks/few_rows.py): fewer where it has AMX
-FEW, FEW_INT = 7 if torch.cpu._is_amx_tile_supported() else 24, 24
+FEW, FEW_INT = 7 if torch.cpu._is_amx_tile_supported() else 24, 96
+
+PANELS = 64  # of 16 rows, packed at a time
 
 
 def empty(shape, dtype, device="cpu"):
@@ -82,8 +84,9 @@ def build():
     except OSError as e:
         reason = e.strerror or str(e).splitlines()[0]
         raise InputError(f"cannot use {folder}: {reason}; name another folder in $XDG_CACHE_HOME") from None
-    for name in ("ladder::few_rows", "ladder::few_rows_int", "ladder::many_rows_int"):
-        torch.library.register_fake(name, lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]))
+    torch.library.register_fake("ladder::few_rows", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
+    for name in ("ladder::few_rows_int", "ladder::many_rows_int"):
+        torch.library.register_fake(name, lambda x, weight, N: x.new_empty(*x.shape[:-1], N))
     torch.library.register_fake("ladder::decode_attention", lambda q, *_: q.new_empty(q.shape))
 
 
@@ -104,13 +107,60 @@ class Linear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
-class FewRowsIntLinear(IntLinear):
+@torch.no_grad()
+def pack(weight, scales, zeros):
+    """The integers of int_linear.py as few_rows.cpp takes them: (P, G, 1 + V, 64) uint8, the last panel padded.
+
+    Of a panel of 16 rows, each group is a vector with their scales and zeros (bfloat16), and V vectors with four bytes
+    of every row: the next four columns, q + 128 (int8, whose columns are padded to a multiple of 8), or eight, the
+    later four in the upper halves (int4).
+    """
+    (N, columns), G = weight.shape, scales.shape[1]
+    P, V = -(-N // 16), -(-columns // 8) * 2 if zeros is None else columns // G // 4
+    packed = empty((P, G, 1 + V, 16, 4), torch.uint8)
+    for i in range(0, P, PANELS):
+        q = weight[16 * i : 16 * (i + PANELS)]
+        q = F.pad(q, (0, -columns % 8 if zeros is None else 0, 0, -len(q) % 16))
+        if zeros is None:
+            q = q.view(torch.uint8) ^ 128
+        else:
+            low, high = unpack(q).unflatten(-1, (-1, 2, 4)).unbind(-2)
+            q = low | high << 4
+        packed[i : i + PANELS, :, 1:] = q.view(-1, 16, G, V, 4).permute(0, 2, 3, 1, 4)
+    pairs = torch.stack((scales, torch.zeros_like(scales) if zeros is None else zeros))  # (2, N, G)
+    pairs = F.pad(pairs, (0, 0, 0, -N % 16)).unflatten(1, (P, 16)).permute(1, 3, 0, 2)  # (P, G, 2, 16)
+    packed = packed.flatten(3)
+    packed.view(torch.bfloat16)[:, :, 0] = pairs.flatten(2)
+    return packed
+
+
+class Packed(Integers):
+    """Integers in a weight as pack() returns it; shape is (N, K)."""
+
+    out_features = property(lambda self: self.shape[0])
+    in_features = property(lambda self: self.shape[1])
+
+    def rows(self, index):
+        panel, lane = index // 16, index % 16
+        pairs = self.weight[:, :, 0].view(torch.bfloat16).unflatten(-1, (2, 16))[panel, :, :, lane]  # (..., G, 2)
+        scales, zeros = pairs.unbind(-1)
+        q = self.weight.unflatten(-1, (16, 4))[panel, :, 1:, lane]  # (..., G, V, 4)
+        if self.quant == "int8":
+            return scaled((q.flatten(-3)[..., : self.in_features] ^ 128).view(torch.int8), scales, None)
+        return scaled(torch.stack((q & 15, q >> 4), dim=-2).flatten(-4), scales, zeros)
+
+
+class PackedEmbedding(Packed, IntEmbedding):
+    """An embedding whose table is the output head's too."""
+
+
+class FewRowsIntLinear(Packed, IntLinear):
     """An IntLinear that multiplies with few_rows.cpp: few rows by the integers themselves, many by pieces of floats."""
 
     def forward(self, x):
         few = x.numel() <= FEW_INT * x.shape[-1]
         multiply = torch.ops.ladder.few_rows_int if few else torch.ops.ladder.many_rows_int
-        y = multiply(x, self.weight, self.scales, self.zeros)
+        y = multiply(x, self.weight, self.out_features)
         return y if self.bias is None else y + self.bias
 
 
@@ -132,6 +182,7 @@ def use_few_rows(model):
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return
     build()
+    embeddings = [m for m in model.modules() if type(m) is IntEmbedding]
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
@@ -140,4 +191,8 @@ def use_few_rows(model):
         elif type(module) in (IntLinear, Int8Linear) and (
             module.zeros is None or module.in_features // module.scales.shape[1] in (8, 16, 32, 64, 128)
         ):
-            module.__class__ = FewRowsIntLinear
+            shape, quant = (module.out_features, module.in_features), "int8" if module.zeros is None else "int4"
+            weight = nn.Parameter(pack(module.weight, module.scales, module.zeros), requires_grad=False)
+            for m in [module, *(m for m in embeddings if m.weight is module.weight)]:  # the table of a tied one too
+                m.__class__ = FewRowsIntLinear if m is module else PackedEmbedding
+                m.shape, m.quant, m.weight, m.scales, m.zeros = shape, quant, weight, None, None

@@ -7,7 +7,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -140,48 +140,44 @@ at::Tensor few_rows(const at::Tensor& input, const at::Tensor& weight) {
 // ---------------------------------------------------------------------------------------------------------------------
 // W in integers: 8 bits and a scale per row, or 4 bits with a scale and a zero per group of columns (int_linear.py)
 //
+// W comes in panels of 16 rows, as cpu.py packs them: a vector has one lane for each row, with four columns of it; in 4
+// bits eight, the later four in the upper halves. A group begins with a vector of the rows' 16 scales and 16 zeros. So no
+// sum goes across lanes, and W is read from its begin to its end.
+//
 // Processors multiply bytes four times as fast as they turn them into floats. So x becomes fixed-point numbers of 16 bits,
 // 256 high + low, with a scale for each block of columns. That changes a number by some 2^-16 of the largest in its
 // block at most: less than bfloat16 itself had rounded that one. (A block of nothing above 1e-30 counts as zeros.)
 
 using Bytes = uint8_t __attribute__((vector_size(64)));
-using SignedBytes = int8_t __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));
 constexpr int64_t kColumns = 128;  // of a block
+constexpr int64_t kRows = 16;  // of a panel
+constexpr int64_t kPrefetch = 2048;  // bytes that the processor is told to fetch in advance
 
-// To each lane's sum, add the products of its four pairs.
-inline Ints add_products(Ints sums, Bytes w, SignedBytes x) {
+// To each lane's sum, add the products of its four bytes with those of x, which are signed.
+inline Ints add_products(Ints sums, Bytes w, int32_t x) {
 #ifdef __AVX512VNNI__
-  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, (__m512i)x);
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(x));
 #else
-  for (int i = 0; i < 4; i++) sums += (((Ints)w >> 8 * i) & 255) * ((Ints)x << (24 - 8 * i) >> 24);
+  for (int i = 0; i < 4; i++) sums += (((Ints)w >> 8 * i) & 255) * int8_t(x >> 8 * i);
   return sums;
 #endif
 }
 
-// One block of a row of x. In 4 bits its even columns come first, then the odd ones, as they are unpacked from W.
+// One block of a row of x: four columns in each number.
 struct Block {
-  SignedBytes high[2], low[2];
-  Ints offset;  // what w + 128 instead of w adds to the sums
+  int32_t high[kColumns / 4], low[kColumns / 4];
   float scale;
+  int32_t offset;  // what w + 128 instead of w adds to the sum
 };
 
-template <bool kFourBits>
 Block fixed_point(const BF16* x, int64_t count) {
   Sums values[8];
   Ints largest = {};  // as bits: positive floats are in the order of their bits, and NaN comes last
-  for (int i = 0; i < 4; i++) {
-    const int64_t here = std::clamp<int64_t>(count - i * kVector, 0, kVector);
-    const Pairs pairs = load<Pairs>(x + i * kVector, here);
-    if (kFourBits) {
-      values[i] = (Sums)(pairs << 16), values[4 + i] = (Sums)(pairs & 0xffff0000u);
-    } else {
-      const uint16_t* halves = reinterpret_cast<const uint16_t*>(&pairs);
-      values[2 * i] = load_floats(halves, 16), values[2 * i + 1] = load_floats(halves + 16, 16);
-    }
-    const Ints even = (Ints)(pairs << 16 & 0x7fffffffu), odd = (Ints)(pairs & 0x7fff0000u);
-    largest = even > largest ? even : largest;
-    largest = odd > largest ? odd : largest;
+  for (int i = 0; i < 8; i++) {
+    values[i] = load_floats(reinterpret_cast<const uint16_t*>(x + 16 * i), std::clamp<int64_t>(count - 16 * i, 0, 16));
+    const Ints bits = (Ints)values[i] & INT32_MAX;
+    largest = bits > largest ? bits : largest;
   }
   int32_t bits = 0;
   for (int i = 0; i < 16; i++) bits = std::max(bits, largest[i]);
@@ -189,211 +185,173 @@ Block fixed_point(const BF16* x, int64_t count) {
   std::memcpy(&top, &bits, sizeof(top));
   if (top < 1e-30f) top = 0;  // and not a number stays that
   const float inverse = top > 0 ? 32639 / top : 0;  // 32639 = 127 * 256 + 127
-  Block block = {.scale = top / 32639};
+  Block block;
+  block.scale = top / 32639;
+  Ints sum = {};
   for (int i = 0; i < 8; i++) {
     const Sums half = (Sums)(((Ints)values[i] & INT32_MIN) | 0x3f000000);  // 0.5 with the sign of x
     const Ints fixed = __builtin_convertvector(values[i] * inverse + half, Ints), high = (fixed + 128) >> 8;
     using Sixteen = int8_t __attribute__((vector_size(16)));
     const Sixteen parts[2] = {
         __builtin_convertvector(high, Sixteen), __builtin_convertvector(fixed - (high << 8), Sixteen)};
-    std::memcpy(reinterpret_cast<char*>(block.high) + 16 * i, &parts[0], 16);
-    std::memcpy(reinterpret_cast<char*>(block.low) + 16 * i, &parts[1], 16);
+    std::memcpy(block.high + 4 * i, &parts[0], 16);
+    std::memcpy(block.low + 4 * i, &parts[1], 16);
+    sum += fixed;
   }
-  const Bytes middle = Bytes{} + uint8_t(128);
-  for (int i = 0; i < 2; i++) {
-    block.offset += (add_products(Ints{}, middle, block.high[i]) << 8) + add_products(Ints{}, middle, block.low[i]);
-  }
+  uint32_t offset = 0;
+  for (int i = 0; i < 16; i++) offset += 128 * uint32_t(sum[i]);
+  block.offset = offset;
   return block;
 }
 
-inline Sums pick(Sums from, Pairs lanes) {
-#ifdef __AVX512F__
-  return (Sums)_mm512_permutexvar_ps((__m512i)lanes, (__m512)from);
-#else
-  Sums picked;
-  for (int i = 0; i < 16; i++) picked[i] = from[lanes[i]];
-  return picked;
-#endif
-}
-
 struct Integers {
-  const uint8_t* w;  // (N, bytes)
-  const uint16_t *scales, *zeros;  // (N, G) bfloat16; zeros only in 4 bits
-  int64_t N, K, G, bytes, shift;  // a row has so many bytes, a group 2^shift columns
-  int64_t repeat;  // blocks that 16 groups reach for
-  Pairs group[16];  // in each of those blocks, the group of each lane
+  const uint8_t* w;  // (P, G, 1 + V, 64)
+  int64_t P, N, K, G, vectors, size;  // of a group so many vectors, the first one too, and so many columns
+  bool four_bits;
 };
 
-// M rows of x, `blocks` blocks each, times row n of W and R - 1 others, `apart` rows from one another. sums (M, G padded
-// to 16): of the numbers of x in each group.
-template <bool kFourBits, int M, int R>
-void int_tile(const Integers& W, const Block* x, const float* sums, BF16* y, int64_t n, int64_t apart) {
-  const int64_t blocks = (W.K + kColumns - 1) / kColumns, block_bytes = kFourBits ? 64 : 128;
-  const int64_t padded = (W.G + 15) / 16 * 16;
-  Sums lanes[R][M] = {}, scales[R];
-  for (int64_t b = 0; b < blocks; b++) {
-    const int64_t left = W.bytes - b * block_bytes;
-    Bytes w[R][2];
-    Sums scale[R];
-    for (int r = 0; r < R; r++) {
-      const uint8_t* from = W.w + (n + r * apart) * W.bytes + b * block_bytes;
-      if (kFourBits) {
-        const Bytes both = left >= 64 ? load<Bytes>(from) : load<Bytes>(from, left);
-        w[r][0] = both & 15, w[r][1] = both >> 4;
-        const int64_t first = b * kColumns >> W.shift;
-        if ((b & (W.repeat - 1)) == 0) scales[r] = load_floats(W.scales + (n + r * apart) * W.G + first, W.G - first);
-        scale[r] = pick(scales[r], W.group[b & (W.repeat - 1)]);
-      } else if (left >= 128) {
-        w[r][0] = load<Bytes>(from) ^ 128, w[r][1] = load<Bytes>(from + 64) ^ 128;
-      } else {  // x is zero behind its end, whatever w is there
-        w[r][0] = load<Bytes>(from, std::min<int64_t>(left, 64)) ^ 128;
-        w[r][1] = load<Bytes>(from + 64, std::max<int64_t>(left - 64, 0)) ^ 128;
-      }
-      __builtin_prefetch(from + W.bytes);
-      if (!kFourBits) __builtin_prefetch(from + W.bytes + 64);
-    }
-    for (int m = 0; m < M; m++) {
-      const Block& xs = x[m * blocks + b];
-      for (int r = 0; r < R; r++) {
-        const Ints high = add_products(add_products(Ints{}, w[r][0], xs.high[0]), w[r][1], xs.high[1]);
-        const Ints low = add_products(add_products(Ints{}, w[r][0], xs.low[0]), w[r][1], xs.low[1]);
-        const Sums all = __builtin_convertvector((high << 8) + low - (kFourBits ? Ints{} : xs.offset), Sums);
-        lanes[r][m] += all * (kFourBits ? scale[r] * xs.scale : Sums{} + xs.scale);
-      }
-    }
-  }
-  for (int r = 0; r < R; r++) {
-    const int64_t row = n + r * apart;
-    for (int m = 0; m < M; m++) {
-      if (kFourBits) {
-        for (int64_t g = 0; g < W.G; g += 16) {
-          lanes[r][m] += load_floats(W.zeros + row * W.G + g, W.G - g) * load<Sums>(sums + m * padded + g);
-        }
-        y[m * W.N + row] = total(lanes[r][m]);
-      } else {
-        y[m * W.N + row] = total(lanes[r][m]) * load_floats(W.scales + row, 1)[0];
-      }
-    }
-  }
-}
-
+// M rows of x, `blocks` blocks each, times panel p of W. sums (M, G): of the numbers of x in each group.
 template <bool kFourBits, int M>
-void int_block(const Integers& W, const Block* x, const float* sums, BF16* y, int64_t begin, int64_t end) {
-  const int64_t apart = (end - begin) / 2;
-  for (int64_t n = begin; n < begin + apart; n++) int_tile<kFourBits, M, 2>(W, x, sums, y, n, apart);
-  if ((end - begin) % 2) int_tile<kFourBits, M, 1>(W, x, sums, y, end - 1, 0);
-}
-
-Integers integers(const at::Tensor& weight, const at::Tensor& scales, const std::optional<at::Tensor>& zeros) {
-  const bool four_bits = zeros.has_value();
-  auto fits = [&](const at::Tensor& t) {
-    return t.scalar_type() == at::kBFloat16 && t.is_contiguous() && t.dim() == 2 && t.size(0) == weight.size(0);
-  };
-  TORCH_CHECK(
-      weight.is_contiguous() && weight.dim() == 2 && weight.size(1) > 0 && fits(scales) &&
-          weight.scalar_type() == (four_bits ? at::kByte : at::kChar) && scales.size(1) > 0 &&
-          (four_bits ? fits(*zeros) : scales.size(1) == 1),
-      "integers are W (N, K) in int8 with scales (N, 1), or (N, K / 2) in uint8 with scales and zeros (N, G)");
-  const int64_t N = weight.size(0), bytes = weight.size(1), K = bytes * (four_bits ? 2 : 1), G = scales.size(1);
-  const uint64_t size = K / G;
-  TORCH_CHECK(
-      !four_bits || (zeros->sizes() == scales.sizes() && K % G == 0 && size >= 8 && std::has_single_bit(size)),
-      "a group is a power of two of columns, at least 8");
-  Integers W = {
-      static_cast<const uint8_t*>(weight.const_data_ptr()), static_cast<const uint16_t*>(scales.const_data_ptr()),
-      four_bits ? static_cast<const uint16_t*>(zeros->const_data_ptr()) : nullptr, N, K, G, bytes};
-  W.shift = std::countr_zero(size);
-  W.repeat = std::clamp<int64_t>(16 * size / kColumns, 1, 16);
-  for (int64_t b = 0; b < W.repeat; b++) {
-    for (int64_t i = 0; i < 16; i++) W.group[b][i] = (b * kColumns + 8 * i) >> W.shift;
+void int_panel(const Integers& W, const Block* x, int64_t blocks, const float* sums, BF16* y, int64_t p) {
+  constexpr int U = M > 2 ? 1 : 2;  // partial sums, which hide the latency of an addition
+  constexpr int64_t kStep = kFourBits ? 64 : 128;  // bytes of 8 columns
+  const uint8_t* w = W.w + p * W.G * W.vectors * 64;
+  const int64_t size = kFourBits ? W.size : kColumns;
+  Sums lanes[M] = {}, scale, zero;
+  for (int64_t k = 0; k < W.K; k += size) {
+    if (kFourBits || k == 0) {
+      scale = load_floats(reinterpret_cast<const uint16_t*>(w), 16);
+      zero = load_floats(reinterpret_cast<const uint16_t*>(w + 32), 16);
+      w += 64;
+    }
+    Ints high[M][U] = {}, low[M][U] = {};
+    const Block* here = x + k / kColumns;
+    const int64_t first = k % kColumns, stop = first + std::min(size, W.K - k);
+    for (int64_t j = first; j < stop; j += 8, w += kStep) {
+      Bytes parts[2] = {load<Bytes>(w)};
+      if (kFourBits) {
+        parts[1] = parts[0] >> 4, parts[0] &= 15;
+      } else {
+        parts[1] = load<Bytes>(w + 64);
+      }
+      for (int i = 0; i < kStep; i += 64) __builtin_prefetch(w + kPrefetch + i);
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; i++) {
+#pragma GCC unroll 8
+        for (int m = 0; m < M; m++) {
+          const Block& xs = here[m * blocks];
+          high[m][i % U] = add_products(high[m][i % U], parts[i], xs.high[j / 4 + i]);
+          low[m][i % U] = add_products(low[m][i % U], parts[i], xs.low[j / 4 + i]);
+        }
+      }
+    }
+    for (int m = 0; m < M; m++) {
+      for (int u = 1; u < U; u++) high[m][0] += high[m][u], low[m][0] += low[m][u];
+      const Block& xs = here[m * blocks];
+      const Ints all = (high[m][0] << 8) + low[m][0] - (kFourBits ? 0 : xs.offset);
+      lanes[m] += __builtin_convertvector(all, Sums) * (kFourBits ? scale * xs.scale : Sums{} + xs.scale);
+      if (kFourBits) lanes[m] += zero * sums[m * W.G + k / size];
+    }
   }
-  return W;
+  for (int m = 0; m < M; m++) {
+    if (!kFourBits) lanes[m] *= scale;
+    for (int64_t n = 0; n < std::min(kRows, W.N - p * kRows); n++) y[m * W.N + p * kRows + n] = lanes[m][n];
+  }
 }
 
-at::Tensor few_rows_int(
-    const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scales, const std::optional<at::Tensor>& zeros) {
-  const Integers W = integers(weight, scales, zeros);
-  const int64_t N = W.N, K = W.K, G = W.G;
-  const bool four_bits = W.zeros;
-  TORCH_CHECK(input.scalar_type() == at::kBFloat16 && input.size(-1) == K, "few_rows_int takes x (..., K) in bfloat16");
+Integers integers(const at::Tensor& input, const at::Tensor& weight, int64_t N) {
+  const int64_t K = input.dim() ? input.size(-1) : 0;
+  TORCH_CHECK(
+      input.scalar_type() == at::kBFloat16 && K > 0 && weight.scalar_type() == at::kByte && weight.is_contiguous() &&
+          weight.dim() == 4 && weight.size(0) == (N + kRows - 1) / kRows && weight.size(1) > 0 && weight.size(3) == 64,
+      "few_rows_int and many_rows_int take x (..., K) in bfloat16, and of a W (N, K) what cpu.pack returns");
+  const int64_t P = weight.size(0), G = weight.size(1), vectors = weight.size(2), size = K / G;
+  const bool eight_bits = G == 1 && vectors == 1 + (K + 7) / 8 * 2;
+  TORCH_CHECK(
+      eight_bits || (K % G == 0 && size == (vectors - 1) * 8 && size >= 8 && kColumns % size == 0),
+      "W has other columns than x, or groups that are not of 8, 16, 32, 64 or 128 of them");
+  return {weight.const_data_ptr<uint8_t>(), P, N, K, G, vectors, size, !eight_bits};
+}
+
+at::Tensor few_rows_int(const at::Tensor& input, const at::Tensor& weight, int64_t N) {
+  const Integers W = integers(input, weight, N);
+  const int64_t K = W.K, G = W.G;
   at::Tensor rows = input.contiguous();
-  const int64_t M = rows.numel() / K, blocks = (K + kColumns - 1) / kColumns, padded = (G + 15) / 16 * 16;
+  const int64_t M = rows.numel() / K, blocks = (K + kColumns - 1) / kColumns;
   auto shape = input.sizes().vec();
   shape.back() = N;
   at::Tensor result = at::empty(shape, input.options());
   const BF16* x = rows.const_data_ptr<BF16>();
   BF16* y = result.data_ptr<BF16>();
   std::vector<Block> fixed(M * blocks);
-  std::vector<float> sums(four_bits ? M * padded : 0);
-  for (int64_t m = 0; m < M; m++) {
-    for (int64_t b = 0; b < blocks; b++) {
-      const int64_t k = b * kColumns;
-      fixed[m * blocks + b] = (four_bits ? fixed_point<true> : fixed_point<false>)(x + m * K + k, std::min(kColumns, K - k));
+  std::vector<float> sums(M * G);
+  at::parallel_for(0, M, std::max<int64_t>(1, 32768 / K), [&](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; m++) {
+      for (int64_t k = 0; k < K; k += kColumns) fixed[m * blocks + k / kColumns] = fixed_point(x + m * K + k, K - k);
+      for (int64_t g = 0; W.four_bits && g < G; g++) {
+        float sum = 0;
+        for (int64_t k = g * W.size; k < (g + 1) * W.size; k++) sum += float(x[m * K + k]);
+        sums[m * G + g] = sum;
+      }
     }
-    for (int64_t g = 0; four_bits && g < G; g++) {
-      for (int64_t k = g * (K / G); k < (g + 1) * (K / G); k++) sums[m * padded + g] += float(x[m * K + k]);
-    }
-  }
-  constexpr decltype(&int_block<true, 1>) kernels[2][4] = {
-      {int_block<false, 1>, int_block<false, 2>, int_block<false, 3>, int_block<false, 4>},
-      {int_block<true, 1>, int_block<true, 2>, int_block<true, 3>, int_block<true, 4>}};
-  at::parallel_for(0, N, std::max<int64_t>(1, 65536 / K), [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; n += kBlock) {
-      for (int64_t m = 0; m < M; m += 4) {
-        kernels[four_bits][std::min<int64_t>(M - m, 4) - 1](
-            W, fixed.data() + m * blocks, sums.data() + m * padded, y + m * N, n, std::min(n + kBlock, end));
+  });
+  constexpr decltype(&int_panel<true, 1>) kernels[2][8] = {
+      {int_panel<false, 1>, int_panel<false, 2>, int_panel<false, 3>, int_panel<false, 4>, int_panel<false, 5>,
+       int_panel<false, 6>, int_panel<false, 7>, int_panel<false, 8>},
+      {int_panel<true, 1>, int_panel<true, 2>, int_panel<true, 3>, int_panel<true, 4>, int_panel<true, 5>,
+       int_panel<true, 6>, int_panel<true, 7>, int_panel<true, 8>}};
+  at::parallel_for(0, W.P, std::max<int64_t>(1, 65536 / (kRows * K)), [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; p++) {
+      for (int64_t m = 0; m < M; m += 8) {
+        kernels[W.four_bits][std::min<int64_t>(M - m, 8) - 1](
+            W, fixed.data() + m * blocks, blocks, sums.data() + m * G, y + m * N, p);
       }
     }
   });
   return result;
 }
 
-// The two numbers, rounded to bfloat16, as a pair.
-inline uint32_t pair(float first, float second) {
-  auto rounded = [](float number) {
-    uint32_t bits;
-    std::memcpy(&bits, &number, sizeof(bits));
-    return bits + 0x7fff + (bits >> 16 & 1);
-  };
-  return rounded(first) >> 16 | (rounded(second) & 0xffff0000u);
-}
-
-at::Tensor dequantize(const at::Tensor& weight, const at::Tensor& scales, const std::optional<at::Tensor>& zeros) {
-  const Integers W = integers(weight, scales, zeros);
-  at::Tensor result = at::empty({W.N, W.K}, scales.options());
-  uint16_t* y = static_cast<uint16_t*>(result.data_ptr());
-  at::parallel_for(0, W.N, std::max<int64_t>(1, 32768 / W.K), [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; n++) {
-      const uint8_t* from = W.w + n * W.bytes;
-      uint16_t* to = y + n * W.K;
-      const int64_t count = W.bytes / W.G;  // of a group
-      for (int64_t g = 0; g < W.G; g++, from += count) {
-        const float scale = load_floats(W.scales + n * W.G + g, 1)[0];
-        if (W.zeros) {
-          const float zero = load_floats(W.zeros + n * W.G + g, 1)[0];
-          for (int64_t i = 0; i < count; i++, to += 2) {
-            const uint32_t both = pair((from[i] & 15) * scale + zero, (from[i] >> 4) * scale + zero);
-            std::memcpy(to, &both, sizeof(both));
+// Panels from..to of W as floats, (K, n) with all of their rows.
+template <bool kFourBits>
+void dequantize(const Integers& W, uint16_t* y, int64_t from, int64_t to) {
+  const int64_t n = (to - from) * kRows;
+  constexpr int kParts = kFourBits ? 2 : 1, kBits = kFourBits ? 4 : 8;
+  at::parallel_for(from, to, std::max<int64_t>(1, 2048 / W.K), [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; p++) {
+      const uint8_t* w = W.w + p * W.G * W.vectors * 64;
+      Sums scale, zero;
+      for (int64_t v = 0, k = 0; k < W.K; v++, w += 64) {
+        if (v % W.vectors == 0) {
+          scale = load_floats(reinterpret_cast<const uint16_t*>(w), 16);
+          zero = kFourBits ? load_floats(reinterpret_cast<const uint16_t*>(w + 32), 16) : scale * -128;
+          continue;
+        }
+        const Ints four = load<Ints>(w);
+        for (int part = 0; part < kParts; part++) {
+          for (int c = 0; c < 4 && k < W.K; c++, k++) {
+            const Ints q = four >> (8 * c + 4 * part) & ((1 << kBits) - 1);
+            const Ints bits = (Ints)(__builtin_convertvector(q, Sums) * scale + zero);
+            using Halves = uint16_t __attribute__((vector_size(32)));
+            const Halves rounded = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, Halves);
+            std::memcpy(y + k * n + (p - from) * kRows, &rounded, sizeof(rounded));
           }
-        } else {
-          for (int64_t i = 0; i < count; i++) to[i] = pair(int8_t(from[i]) * scale, 0);
         }
       }
     }
   });
-  return result;
 }
 
 // x (..., K) of many rows: W becomes floats, by pieces that are still in the cache when they are multiplied.
-at::Tensor many_rows_int(
-    const at::Tensor& input, const at::Tensor& weight, const at::Tensor& scales, const std::optional<at::Tensor>& zeros) {
-  const at::Tensor rows = input.reshape({-1, input.size(-1)});
-  const int64_t N = weight.size(0), step = std::max<int64_t>(1, (1 << 19) / input.size(-1));
+at::Tensor many_rows_int(const at::Tensor& input, const at::Tensor& weight, int64_t N) {
+  const Integers W = integers(input, weight, N);
+  const at::Tensor rows = input.reshape({-1, W.K});
+  const int64_t step = std::max<int64_t>(1, (1 << 19) / (kRows * W.K));
   at::Tensor result = at::empty({rows.size(0), N}, input.options());
-  for (int64_t n = 0; n < N; n += step) {
-    auto piece = [&](const at::Tensor& t) { return t.narrow(0, n, std::min(step, N - n)); };
-    const at::Tensor floats = dequantize(piece(weight), piece(scales), zeros ? std::optional(piece(*zeros)) : zeros);
-    result.narrow(1, n, floats.size(0)).copy_(at::linear(rows, floats));
+  for (int64_t p = 0; p < W.P; p += step) {
+    const int64_t to = std::min(p + step, W.P), n = p * kRows, count = std::min(to * kRows, N) - n;
+    at::Tensor piece = at::empty({W.K, (to - p) * kRows}, input.options());
+    (W.four_bits ? dequantize<true> : dequantize<false>)(W, static_cast<uint16_t*>(piece.data_ptr()), p, to);
+    result.narrow(1, n, count).copy_(at::mm(rows, piece).narrow(1, 0, count));
   }
   auto shape = input.sizes().vec();
   shape.back() = N;
@@ -527,8 +485,8 @@ at::Tensor decode_attention(
 TORCH_LIBRARY_FRAGMENT(ladder, library) {
   library.def("decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions) -> Tensor");
   library.def("few_rows(Tensor x, Tensor weight) -> Tensor");
-  library.def("many_rows_int(Tensor x, Tensor weight, Tensor scales, Tensor? zeros) -> Tensor");
-  library.def("few_rows_int(Tensor x, Tensor weight, Tensor scales, Tensor? zeros) -> Tensor");
+  library.def("many_rows_int(Tensor x, Tensor weight, int N) -> Tensor");
+  library.def("few_rows_int(Tensor x, Tensor weight, int N) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(ladder, CPU, library) {

@@ -22,9 +22,18 @@ FEW = 16  # rows of x up to which PyTorch's kernel for int8 is meant to be the f
 
 def dequantize(weight, scales, zeros=None):
     """The numbers (N, K) that integers stand for, in the dtype of the scales."""
+    return scaled(weight if zeros is None else unpack(weight), scales, zeros)
+
+
+def unpack(weight):
+    """int4 (N, K / 2) as bytes (N, K)."""
+    return torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2)
+
+
+def scaled(q, scales, zeros):
+    """scales q + zeros (N, K) of the integers q (N, K)."""
     if zeros is None:
-        return weight.to(scales.dtype) * scales
-    q = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2)  # (N, K)
+        return q.to(scales.dtype) * scales
     q = q.unflatten(-1, (scales.shape[-1], -1)).to(scales.dtype)  # (N, G, K / G)
     return torch.addcmul(zeros[..., None], q, scales[..., None]).flatten(-2)
 

@@ -29,19 +29,19 @@ SHAPES = [(8192, 2048), (2048, 8192), (128256, 2048)]
 
 
 def integers(N, K, quant):
-    """An IntLinear of random integers."""
+    """Random integers as the products take them, packed, and N."""
     linear = int_linear.IntLinear(N, K, quant, 64, bias=False)
     weight = cpu.empty(linear.weight.shape, linear.weight.dtype).random_(0, 128)
     linear.weight = torch.nn.Parameter(weight, requires_grad=False)
     linear.scales.fill_(0.01)
     if quant == "int4":
         linear.zeros.fill_(-0.08)
-    return linear
+    return cpu.pack(linear.weight, linear.scales, linear.zeros), N
 
 
 @torch.inference_mode()
 def rates(weights, ints, rows):
-    """GB/s of each way to read the weights: the median of 7 passes, in turns. ints: {quant: IntLinears}."""
+    """GB/s of each way to read the weights: the median of 7 passes, in turns. ints: {quant: [integers, ...]}."""
     x = torch.randn(rows, weights[0].shape[1]).bfloat16()
     ops = torch.ops.ladder
     ways = {
@@ -49,13 +49,10 @@ def rates(weights, ints, rows):
         "oneDNN": (weights, lambda: [F.linear(x, w) for w in weights]),
         "sum": (weights, lambda: [w.view(torch.float32).sum() for w in weights]),
     }
-    for quant, linears in ints.items():
-        tensors = [t for linear in linears for t in linear.parameters()]
-        ways[quant] = tensors, lambda ls=linears: [ops.few_rows_int(x, m.weight, m.scales, m.zeros) for m in ls]
-        ways[f"{quant} as floats"] = (
-            tensors,
-            lambda ls=linears: [ops.many_rows_int(x, m.weight, m.scales, m.zeros) for m in ls],
-        )
+    for quant, packed in ints.items():
+        tensors = [weight for weight, _ in packed]
+        ways[quant] = tensors, lambda packed=packed: [ops.few_rows_int(x, *parts) for parts in packed]
+        ways[f"{quant} as floats"] = tensors, lambda packed=packed: [ops.many_rows_int(x, *parts) for parts in packed]
     seconds = {name: [] for name in ways}
     for _ in range(7):
         for name, (_, way) in ways.items():

@@ -68,23 +68,27 @@ def attention(q, keys, values, positions):
     return out
 
 
+def check_attention(G, H):
+    cpu.build()
+    for T, positions in ((1, [0]), (70, [69, 0, 33, 2]), (40, [3, 4, 15, 16])):
+        B, positions = len(positions), torch.tensor(positions)[:, None]
+        q, keys, values = 3 * numbers(B, G, 2, H).transpose(1, 2), numbers(B, 2, T, H), numbers(T, B, 2, H)
+        values = values.permute(1, 2, 0, 3).contiguous()
+        for row, position in enumerate(positions):  # nobody reads what lies behind
+            keys[row, :, position + 1 :] = values[row, :, position + 1 :] = torch.nan
+        y = torch.ops.ladder.decode_attention(q, keys, values, positions)
+        exact = attention(q, keys, values, positions)
+        assert y.shape == q.shape and y.dtype == torch.bfloat16
+        assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("G, H", [(1, 64), (2, 192), (3, 128), (4, 64), (7, 64)])
 def test_attention_of_one_position_in_unequal_rows(G, H, threads):
-    cpu.build()
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for T, positions in ((1, [0]), (70, [69, 0, 33, 2]), (40, [3, 4, 15, 16])):
-            B, positions = len(positions), torch.tensor(positions)[:, None]
-            q, keys, values = 3 * numbers(B, G, 2, H).transpose(1, 2), numbers(B, 2, T, H), numbers(T, B, 2, H)
-            values = values.permute(1, 2, 0, 3).contiguous()
-            for row, position in enumerate(positions):  # nobody reads what lies behind
-                keys[row, :, position + 1 :] = values[row, :, position + 1 :] = torch.nan
-            y = torch.ops.ladder.decode_attention(q, keys, values, positions)
-            exact = attention(q, keys, values, positions)
-            assert y.shape == q.shape and y.dtype == torch.bfloat16
-            assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
+        check_attention(G, H)
     finally:
         torch.set_num_threads(before)
 
@@ -282,6 +286,8 @@ import sys
 sys.path.insert(0, "tests")
 import test_quantize
 test_quantize.check_few_rows_int((1, 5))
+import test_cpu
+test_cpu.check_attention(3, 64)
 """
     environment = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}
     subprocess.run([sys.executable, "-c", source], check=True, cwd=ROOT, env=environment)

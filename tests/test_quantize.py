@@ -162,7 +162,6 @@ SHAPES += [
     (131, 2048, 64),
     (33, 192, 64),
     (50, 4096, 128),
-    (9, 512, 256),
 ]
 
 
@@ -177,7 +176,7 @@ def check_few_rows_int(rows=(1, 2, 3, 4, 5, 8, 17)):
             x[0, 0] = 100
             if M > 1:
                 x[1] = 0
-            y = torch.ops.ladder.few_rows_int(x, weight, scales, zeros)
+            y = torch.ops.ladder.few_rows_int(x, cpu.pack(weight, scales, zeros), N)
             exact, size_of = x.double() @ w.T, x.double().abs() @ w.abs().T
             blocks = [(x[:, k : k + 128].double().abs(), w[:, k : k + 128].abs()) for k in range(0, K, 128)]
             # the integers, not W, meet the rounded x: with a zero of the other sign they are the larger
@@ -201,7 +200,7 @@ def test_few_rows_of_integers_are_exact_up_to_rounding(threads):
 def test_few_rows_of_integers_of_any_shape():
     cpu.build()
     for size in (None, 32):
-        parts = integers(12, 64, size)
+        parts = cpu.pack(*integers(12, 64, size)), 12
         x = numbers(64, 3, 2).bfloat16().permute(1, 2, 0)
         y = torch.ops.ladder.few_rows_int(x, *parts)
         assert torch.equal(y, torch.ops.ladder.few_rows_int(x.contiguous().view(6, 64), *parts).view(3, 2, 12))
@@ -212,17 +211,28 @@ def test_few_rows_of_integers_of_any_shape():
             bad[1, 0, 5] = value
             y = torch.ops.ladder.few_rows_int(bad, *parts)
             assert not y[1, 0].isfinite().any() and y[0].isfinite().all()
-    weight, scales, zeros = integers(12, 64, 32)
-    for wrong in (
-        (weight, scales[:11], zeros),
-        (weight, scales, None),
-        (weight, scales.float(), zeros),
-        (weight, scales, zeros[:, :1]),
-    ):
-        with pytest.raises(RuntimeError, match="integers are W|a group is"):
-            torch.ops.ladder.few_rows_int(x, *wrong)
-    with pytest.raises(RuntimeError, match="few_rows_int takes x"):
-        torch.ops.ladder.few_rows_int(x[..., :32], weight, scales, zeros)
+    packed = cpu.pack(*integers(12, 64, 32))
+    for wrong in (packed[:0], packed[:, :, ::2], packed.int(), packed[0]):
+        with pytest.raises(RuntimeError, match="of a W .N, K. what cpu.pack returns"):
+            torch.ops.ladder.few_rows_int(x, wrong, 12)
+    with pytest.raises(RuntimeError, match="what cpu.pack returns"):
+        torch.ops.ladder.few_rows_int(x, packed, 17)
+    for wrong in (packed[:, :1], packed[:, :, :3].contiguous()):
+        with pytest.raises(RuntimeError, match="W has other columns than x"):
+            torch.ops.ladder.few_rows_int(x, wrong, 12)
+    with pytest.raises(RuntimeError, match="W has other columns than x"):
+        torch.ops.ladder.few_rows_int(x[..., :32], packed, 12)
+
+
+@pytest.mark.parametrize("N, K, size", SHAPES)
+def test_packed_rows_are_the_rows(N, K, size, monkeypatch):
+    monkeypatch.setattr(cpu, "PANELS", 2)
+    parts = integers(N, K, size)
+    table = cpu.PackedEmbedding(1, 64, "int8", None)
+    table.shape, table.quant, table.scales, table.zeros = (N, K), "int8" if size is None else "int4", None, None
+    table.weight = torch.nn.Parameter(cpu.pack(*parts), requires_grad=False)
+    index = torch.randint(N, (3, 2), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(table(index), int_linear.dequantize(*parts)[index])
 
 
 @pytest.mark.parametrize("N, K, size", SHAPES)
@@ -230,7 +240,7 @@ def test_many_rows_meet_weights_that_were_rounded_once(N, K, size):
     cpu.build()
     weight, scales, zeros = integers(N, K, size)
     exact = int_linear.dequantize(weight, scales.float(), None if zeros is None else zeros.float())
-    w = torch.ops.ladder.many_rows_int(torch.eye(K).bfloat16(), weight, scales, zeros).T
+    w = torch.ops.ladder.many_rows_int(torch.eye(K).bfloat16(), cpu.pack(weight, scales, zeros), N).T
     assert w.dtype == torch.bfloat16 and ((w.float() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all()
 
 
@@ -255,8 +265,11 @@ def test_kernels_against_plain_pytorch(quant, rows, monkeypatch):
         plain.weight, plain.scales.double(), plain.zeros if plain.zeros is None else plain.zeros.double()
     )
     exact = x.double() @ w.T + plain.bias.double()
-    classes = [int_linear.IntLinear, cpu.FewRowsIntLinear] + [int_linear.Int8Linear] * (quant == "int8")
-    for kind in classes:
+    model = torch.nn.Sequential(plain)
+    model.norm = torch.nn.RMSNorm(8).bfloat16()
+    for kind in [int_linear.IntLinear] + [int_linear.Int8Linear] * (quant == "int8") + [cpu.FewRowsIntLinear]:
+        if kind is cpu.FewRowsIntLinear:
+            cpu.use_few_rows(model)
         plain.__class__ = kind
         y = plain(x)
         assert y.shape == (rows, 1, 24)
