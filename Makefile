@@ -9,7 +9,7 @@ demo: .venv/installed
 		--prompt "Once upon a time" --max-new-tokens 240
 
 test: .venv/installed-dev lint
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/installed-dev
 	.venv/bin/ruff check .

@@ -1,4 +1,4 @@
-"""What a CPU needs to decode at the speed of its memory: weights in huge pages, and few_rows.cpp to multiply them."""
+"""What a CPU needs to decode at the speed of its memory: weights in huge pages, and few_rows.cpp to read them."""
 
 import contextlib
 import ctypes
@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from int_linear import Int8Linear, Integers, IntEmbedding, IntLinear, scaled, unpack
 from model import Attention, InputError
 
-# rows of x up to which few_rows.cpp is the faster one, oneDNN beyond (benchmarks/few_rows.py): fewer where it has AMX
-FEW, FEW_INT = 7 if torch.cpu._is_amx_tile_supported() else 24, 96
+# rows of x up to which few_rows.cpp is the faster one (benchmarks/few_rows.py)
+FEW = 7 if torch.cpu._is_amx_tile_supported() else 24  # than oneDNN
+FEW_INT = 96  # than making floats of the integers first
 
-PANELS = 64  # of 16 rows, packed at a time
+PANELS = 64  # of 16 rows, packed at a time: the temporaries are some MB
 
 
 def empty(shape, dtype, device="cpu"):
@@ -52,7 +53,7 @@ def compiler():
 
 
 def build():
-    """Compile few_rows.cpp for this processor, unless that was done before, and load the operator ladder::few_rows.
+    """Compile few_rows.cpp for this processor, unless that was done before, and load its operators.
 
     The result lies in $XDG_CACHE_HOME/ladder-fast (~/.cache without it). Raises InputError without a C++ compiler, or
     with nowhere to write.
@@ -86,7 +87,7 @@ def build():
         raise InputError(f"cannot use {folder}: {reason}; name another folder in $XDG_CACHE_HOME") from None
     torch.library.register_fake("ladder::few_rows", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
     for name in ("ladder::few_rows_int", "ladder::many_rows_int"):
-        torch.library.register_fake(name, lambda x, weight, N: x.new_empty(*x.shape[:-1], N))
+        torch.library.register_fake(name, lambda x, weight, N, *_: x.new_empty(*x.shape[:-1], N))
     torch.library.register_fake("ladder::decode_attention", lambda q, *_: q.new_empty(q.shape))
 
 
@@ -135,7 +136,12 @@ def pack(weight, scales, zeros):
 
 
 class Packed(Integers):
-    """Integers in a weight as pack() returns it; shape is (N, K)."""
+    """Integers in a weight as pack() returns it."""
+
+    def hold(self, weight, shape, bits):
+        """shape: (N, K). bits: 8 or 4."""
+        self.weight, self.shape, self.bits = weight, shape, bits
+        self.scales = self.zeros = None
 
     out_features = property(lambda self: self.shape[0])
     in_features = property(lambda self: self.shape[1])
@@ -145,7 +151,7 @@ class Packed(Integers):
         pairs = self.weight[:, :, 0].view(torch.bfloat16).unflatten(-1, (2, 16))[panel, :, :, lane]  # (..., G, 2)
         scales, zeros = pairs.unbind(-1)
         q = self.weight.unflatten(-1, (16, 4))[panel, :, 1:, lane]  # (..., G, V, 4)
-        if self.quant == "int8":
+        if self.bits == 8:
             return scaled((q.flatten(-3)[..., : self.in_features] ^ 128).view(torch.int8), scales, None)
         return scaled(torch.stack((q & 15, q >> 4), dim=-2).flatten(-4), scales, zeros)
 
@@ -160,7 +166,7 @@ class FewRowsIntLinear(Packed, IntLinear):
     def forward(self, x):
         few = x.numel() <= FEW_INT * x.shape[-1]
         multiply = torch.ops.ladder.few_rows_int if few else torch.ops.ladder.many_rows_int
-        y = multiply(x, self.weight, self.out_features)
+        y = multiply(x, self.weight, *self.shape, self.bits)
         return y if self.bias is None else y + self.bias
 
 
@@ -191,8 +197,12 @@ def use_few_rows(model):
         elif type(module) in (IntLinear, Int8Linear) and (
             module.zeros is None or module.in_features // module.scales.shape[1] in (8, 16, 32, 64, 128)
         ):
-            shape, quant = (module.out_features, module.in_features), "int8" if module.zeros is None else "int4"
-            weight = nn.Parameter(pack(module.weight, module.scales, module.zeros), requires_grad=False)
-            for m in [module, *(m for m in embeddings if m.weight is module.weight)]:  # the table of a tied one too
-                m.__class__ = FewRowsIntLinear if m is module else PackedEmbedding
-                m.shape, m.quant, m.weight, m.scales, m.zeros = shape, quant, weight, None, None
+            shape, bits = (module.out_features, module.in_features), 8 if module.zeros is None else 4
+            packed = nn.Parameter(pack(module.weight, module.scales, module.zeros), requires_grad=False)
+            place = module.weight.data_ptr()
+            for table in embeddings:
+                if (table.out_features, table.in_features) == shape and table.weight.data_ptr() == place:  # tied
+                    table.__class__ = PackedEmbedding
+                    table.hold(packed, shape, bits)
+            module.__class__ = FewRowsIntLinear
+            module.hold(packed, shape, bits)

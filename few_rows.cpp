@@ -1,5 +1,5 @@
 // y = x W^T for few rows x in bfloat16 on a CPU, W in bfloat16, 8 or 4 bits: each weight is read once, at the speed of
-// memory. And the attention of one new position, likewise.
+// memory. And the attention of one new position, which reads its keys and values once for four queries of a head.
 //
 // cpu.py compiles and loads this. Shape letters: M rows of x, N rows of W, K columns of both, G groups of columns; for
 // attention those of model.py.
@@ -206,7 +206,8 @@ Block fixed_point(const BF16* x, int64_t count) {
 
 struct Integers {
   const uint8_t* w;  // (P, G, 1 + V, 64)
-  int64_t P, N, K, G, vectors, size;  // of a group so many vectors, the first one too, and so many columns
+  int64_t P, N, K, G;
+  int64_t vectors, size;  // of a group: vectors, that of its scales too, and columns
   bool four_bits;
 };
 
@@ -259,23 +260,23 @@ void int_panel(const Integers& W, const Block* x, int64_t blocks, const float* s
   }
 }
 
-Integers integers(const at::Tensor& input, const at::Tensor& weight, int64_t N) {
-  const int64_t K = input.dim() ? input.size(-1) : 0;
+Integers integers(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
   TORCH_CHECK(
-      input.scalar_type() == at::kBFloat16 && K > 0 && weight.scalar_type() == at::kByte && weight.is_contiguous() &&
-          weight.dim() == 4 && weight.size(0) == (N + kRows - 1) / kRows && weight.size(1) > 0 && weight.size(3) == 64,
+      input.scalar_type() == at::kBFloat16 && K > 0 && input.dim() > 0 && input.size(-1) == K &&
+          weight.scalar_type() == at::kByte && weight.is_contiguous() && weight.dim() == 4 &&
+          weight.size(0) == (N + kRows - 1) / kRows && weight.size(1) > 0 && weight.size(3) == 64,
       "few_rows_int and many_rows_int take x (..., K) in bfloat16, and of a W (N, K) what cpu.pack returns");
   const int64_t P = weight.size(0), G = weight.size(1), vectors = weight.size(2), size = K / G;
-  const bool eight_bits = G == 1 && vectors == 1 + (K + 7) / 8 * 2;
   TORCH_CHECK(
-      eight_bits || (K % G == 0 && size == (vectors - 1) * 8 && size >= 8 && kColumns % size == 0),
-      "W has other columns than x, or groups that are not of 8, 16, 32, 64 or 128 of them");
-  return {weight.const_data_ptr<uint8_t>(), P, N, K, G, vectors, size, !eight_bits};
+      bits == 8 ? G == 1 && vectors == 1 + (K + 7) / 8 * 2
+                : bits == 4 && size * G == K && size == (vectors - 1) * 8 && size >= 8 && kColumns % size == 0,
+      "W has other columns than x or other bits, or groups that are not of 8, 16, 32, 64 or 128 columns");
+  return {weight.const_data_ptr<uint8_t>(), P, N, K, G, vectors, size, bits == 4};
 }
 
-at::Tensor few_rows_int(const at::Tensor& input, const at::Tensor& weight, int64_t N) {
-  const Integers W = integers(input, weight, N);
-  const int64_t K = W.K, G = W.G;
+at::Tensor few_rows_int(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
+  const Integers W = integers(input, weight, N, K, bits);
+  const int64_t G = W.G;
   at::Tensor rows = input.contiguous();
   const int64_t M = rows.numel() / K, blocks = (K + kColumns - 1) / kColumns;
   auto shape = input.sizes().vec();
@@ -342,8 +343,8 @@ void dequantize(const Integers& W, uint16_t* y, int64_t from, int64_t to) {
 }
 
 // x (..., K) of many rows: W becomes floats, by pieces that are still in the cache when they are multiplied.
-at::Tensor many_rows_int(const at::Tensor& input, const at::Tensor& weight, int64_t N) {
-  const Integers W = integers(input, weight, N);
+at::Tensor many_rows_int(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
+  const Integers W = integers(input, weight, N, K, bits);
   const at::Tensor rows = input.reshape({-1, W.K});
   const int64_t step = std::max<int64_t>(1, (1 << 19) / (kRows * W.K));
   at::Tensor result = at::empty({rows.size(0), N}, input.options());
@@ -361,9 +362,9 @@ at::Tensor many_rows_int(const at::Tensor& input, const at::Tensor& weight, int6
 // ---------------------------------------------------------------------------------------------------------------------
 // Attention of one new position in each row of a batch
 
-// e^x for x <= 0, to 2e-7 of it; below -87 about 1e-38
+// e^x for x <= 0, to some 2e-7 of it near 0 and 4e-6 far off; below -87 about 1e-38
 inline Sums exponential(Sums x) {
-  x = x > -87.0f ? x : Sums{} - 87.0f;
+  x = x < -87.0f ? Sums{} - 87.0f : x;  // not a number stays that
   const Ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, Ints);
   const Sums r = x - __builtin_convertvector(n, Sums) * 0.693147181f;  // |r| <= ln(2) / 2
   const Sums p = 1 + r * (1 + r * (1 / 2.0f + r * (1 / 6.0f + r * (1 / 24.0f + r * (1 / 120.0f + r * (1 / 720.0f))))));
@@ -372,11 +373,16 @@ inline Sums exponential(Sums x) {
 
 constexpr int64_t kAhead = 32;  // keys or values that the processor is told to fetch in advance
 
-// From two vectors with n = 16 / s numbers to be summed for each result, s of them, one with n / 2 for each of 2 s.
+// a and b each hold s results, each spread over 16 / s lanes. Returns all 2 s, each over half as many lanes.
 template <int s, int... i>
 inline Sums halve(Sums a, Sums b, std::integer_sequence<int, i...>) {
+#ifdef __clang__
   return __builtin_shufflevector(a, b, (i & s ? 16 + i : i)...) +
          __builtin_shufflevector(a, b, (i & s ? 16 + (i ^ s) : i ^ s)...);
+#else  // GCC has the other one from version 12 on
+  return __builtin_shuffle(a, b, Ints{(i & s ? 16 + i : i)...}) +
+         __builtin_shuffle(a, b, Ints{(i & s ? 16 + (i ^ s) : i ^ s)...});
+#endif
 }
 
 // The total of each of 16 vectors.
@@ -453,7 +459,7 @@ at::Tensor decode_attention(
   TORCH_CHECK(
       q.dim() == 4 && q.scalar_type() == at::kBFloat16 && keys.dim() == 4 && is_cache(keys) && is_cache(values) &&
           q.size(0) == keys.size(0) && q.size(1) == keys.size(1) && q.size(3) == keys.size(3) &&
-          q.size(3) % 64 == 0 && positions.scalar_type() == at::kLong && positions.numel() == q.size(0),
+          q.size(3) % 64 == 0 && keys.size(2) > 0 && positions.scalar_type() == at::kLong && positions.numel() == q.size(0),
       "decode_attention takes q (B, K, G, H) and a contiguous cache (B, K, T, H) in bfloat16, H a multiple of 64, and "
       "positions (B, 1)");
   const int64_t K = q.size(1), G = q.size(2), H = q.size(3), T = keys.size(2);
@@ -467,7 +473,7 @@ at::Tensor decode_attention(
   at::parallel_for(0, q.size(0) * K, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scores(4 * T + 16);
     for (int64_t i = begin; i < end; i++) {
-      const int64_t length = std::clamp<int64_t>(p_data[i / K] + 1, 1, T);
+      const int64_t length = std::clamp<int64_t>(p_data[i / K] + 1, 1, T);  // so that no memory but the cache is read
       const BF16 *k = k_data + i * T * H, *v = v_data + i * T * H;
       for (int64_t g = 0; g < G;) {
         const int which = G - g >= 4 ? 2 : G - g >= 2 ? 1 : 0;
@@ -485,8 +491,8 @@ at::Tensor decode_attention(
 TORCH_LIBRARY_FRAGMENT(ladder, library) {
   library.def("decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions) -> Tensor");
   library.def("few_rows(Tensor x, Tensor weight) -> Tensor");
-  library.def("many_rows_int(Tensor x, Tensor weight, int N) -> Tensor");
-  library.def("few_rows_int(Tensor x, Tensor weight, int N) -> Tensor");
+  library.def("many_rows_int(Tensor x, Tensor weight, int N, int K, int bits) -> Tensor");
+  library.def("few_rows_int(Tensor x, Tensor weight, int N, int K, int bits) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(ladder, CPU, library) {

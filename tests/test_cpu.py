@@ -100,6 +100,11 @@ def test_attention_of_large_scores_and_of_wrong_shapes():
     y = torch.ops.ladder.decode_attention(q, keys, values, position)  # of scores up to 1e5, one weight is all
     assert (y - attention(q, keys, values, position)).abs().max() <= 2**-7
     torch.library.opcheck(torch.ops.ladder.decode_attention.default, (q, keys, values, position))
+    for spoilt in (q[:, 1], keys[:, 1, 3]):  # not a number stays that, for its own head
+        spoilt[..., 7] = torch.nan
+        y = torch.ops.ladder.decode_attention(q, keys, values, position)
+        assert y[:, 1].isnan().all() and y[:, 0].isfinite().all()
+        spoilt[..., 7] = 1
     for bad in (
         (q, keys[:, :, ::2], values),
         (q, keys, values.float()),
@@ -145,9 +150,9 @@ def test_a_compiled_model_with_few_rows(changes):
 
 
 def test_other_dtypes_keep_their_linears():
-    net = random_model(BASE)
+    net = random_model(dataclasses.replace(BASE, head_dim=64))
     cpu.use_few_rows(net)
-    assert not any(isinstance(m, cpu.Linear) for m in net.modules())
+    assert not any(isinstance(m, cpu.Linear | cpu.DecodeAttention) for m in net.modules())
 
 
 @pytest.mark.skipif(

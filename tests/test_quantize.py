@@ -165,7 +165,7 @@ SHAPES += [
 ]
 
 
-def check_few_rows_int(rows=(1, 2, 3, 4, 5, 8, 17)):
+def check_few_rows_int(rows=(*range(1, 9), 15, 17)):
     """Against float64: bfloat16's last rounding, float32 sums, and x as 16 bits of its block's largest."""
     cpu.build()
     for N, K, size in SHAPES:
@@ -176,7 +176,9 @@ def check_few_rows_int(rows=(1, 2, 3, 4, 5, 8, 17)):
             x[0, 0] = 100
             if M > 1:
                 x[1] = 0
-            y = torch.ops.ladder.few_rows_int(x, cpu.pack(weight, scales, zeros), N)
+            if M > 2:
+                x[2] = 1  # the largest integers of x, times those of W
+            y = torch.ops.ladder.few_rows_int(x, cpu.pack(weight, scales, zeros), N, K, 8 if zeros is None else 4)
             exact, size_of = x.double() @ w.T, x.double().abs() @ w.abs().T
             blocks = [(x[:, k : k + 128].double().abs(), w[:, k : k + 128].abs()) for k in range(0, K, 128)]
             # the integers, not W, meet the rounded x: with a zero of the other sign they are the larger
@@ -200,7 +202,7 @@ def test_few_rows_of_integers_are_exact_up_to_rounding(threads):
 def test_few_rows_of_integers_of_any_shape():
     cpu.build()
     for size in (None, 32):
-        parts = cpu.pack(*integers(12, 64, size)), 12
+        parts = cpu.pack(*integers(12, 64, size)), 12, 64, 8 if size is None else 4
         x = numbers(64, 3, 2).bfloat16().permute(1, 2, 0)
         y = torch.ops.ladder.few_rows_int(x, *parts)
         assert torch.equal(y, torch.ops.ladder.few_rows_int(x.contiguous().view(6, 64), *parts).view(3, 2, 12))
@@ -214,14 +216,18 @@ def test_few_rows_of_integers_of_any_shape():
     packed = cpu.pack(*integers(12, 64, 32))
     for wrong in (packed[:0], packed[:, :, ::2], packed.int(), packed[0]):
         with pytest.raises(RuntimeError, match="of a W .N, K. what cpu.pack returns"):
-            torch.ops.ladder.few_rows_int(x, wrong, 12)
-    with pytest.raises(RuntimeError, match="what cpu.pack returns"):
-        torch.ops.ladder.few_rows_int(x, packed, 17)
-    for wrong in (packed[:, :1], packed[:, :, :3].contiguous()):
+            torch.ops.ladder.few_rows_int(x, wrong, 12, 64, 4)
+    for of in ((x, packed, 17, 64), (x, packed, 12, 32), (x[..., :32], packed, 12, 64)):
+        with pytest.raises(RuntimeError, match="what cpu.pack returns"):
+            torch.ops.ladder.few_rows_int(*of, 4)
+    for wrong, K, bits in (
+        (packed, 64, 8),
+        (packed[:, :1], 64, 4),
+        (packed[:, :, :3].contiguous(), 64, 4),
+        (packed, 32, 4),
+    ):
         with pytest.raises(RuntimeError, match="W has other columns than x"):
-            torch.ops.ladder.few_rows_int(x, wrong, 12)
-    with pytest.raises(RuntimeError, match="W has other columns than x"):
-        torch.ops.ladder.few_rows_int(x[..., :32], packed, 12)
+            torch.ops.ladder.few_rows_int(x[..., :K], wrong, 12, K, bits)
 
 
 @pytest.mark.parametrize("N, K, size", SHAPES)
@@ -229,8 +235,7 @@ def test_packed_rows_are_the_rows(N, K, size, monkeypatch):
     monkeypatch.setattr(cpu, "PANELS", 2)
     parts = integers(N, K, size)
     table = cpu.PackedEmbedding(1, 64, "int8", None)
-    table.shape, table.quant, table.scales, table.zeros = (N, K), "int8" if size is None else "int4", None, None
-    table.weight = torch.nn.Parameter(cpu.pack(*parts), requires_grad=False)
+    table.hold(torch.nn.Parameter(cpu.pack(*parts), requires_grad=False), (N, K), 8 if size is None else 4)
     index = torch.randint(N, (3, 2), generator=torch.Generator().manual_seed(0))
     assert torch.equal(table(index), int_linear.dequantize(*parts)[index])
 
@@ -240,7 +245,9 @@ def test_many_rows_meet_weights_that_were_rounded_once(N, K, size):
     cpu.build()
     weight, scales, zeros = integers(N, K, size)
     exact = int_linear.dequantize(weight, scales.float(), None if zeros is None else zeros.float())
-    w = torch.ops.ladder.many_rows_int(torch.eye(K).bfloat16(), cpu.pack(weight, scales, zeros), N).T
+    w = torch.ops.ladder.many_rows_int(
+        torch.eye(K).bfloat16(), cpu.pack(weight, scales, zeros), N, K, 8 if zeros is None else 4
+    ).T
     assert w.dtype == torch.bfloat16 and ((w.float() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all()
 
 
@@ -280,7 +287,7 @@ def test_kernels_against_plain_pytorch(quant, rows, monkeypatch):
 def test_kernels_are_taken_where_they_can_be():
     def kinds(made):
         model = torch.nn.Sequential(made)
-        model.norm = torch.nn.RMSNorm(8).bfloat16()
+        model.norm = torch.nn.RMSNorm(8).to(made.scales.dtype)
         out = []
         for use in (int_linear.use_kernels, cpu.use_few_rows):
             use(model)
@@ -288,6 +295,7 @@ def test_kernels_are_taken_where_they_can_be():
         return out
 
     assert kinds(linear("int8")) == [int_linear.Int8Linear, cpu.FewRowsIntLinear]
+    assert kinds(linear("int8").float()) == [int_linear.IntLinear, int_linear.IntLinear]
     assert kinds(linear("int4")) == [int_linear.IntLinear, cpu.FewRowsIntLinear]
     odd = int_linear.IntLinear(24, 54, "int8", None, False).bfloat16()  # PyTorch's kernel wants multiples of 16
     assert kinds(odd) == [int_linear.IntLinear, cpu.FewRowsIntLinear]
@@ -361,6 +369,9 @@ def test_a_quantized_model_computes_what_its_numbers_say(name):
             assert (logits[row] - expected).abs().max() < tolerance * expected.abs().max()
     kinds = {type(m) for m in net.modules() if hasattr(m, "in_features")}
     assert cpu.FewRowsIntLinear in kinds and (cpu.Linear in kinds) == bool(config.kept)
+    packed_table = type(net.tok_embeddings) is cpu.PackedEmbedding
+    assert packed_table == (config.tie_embeddings and not config.kept)
+    assert not packed_table or net.tok_embeddings.weight is net.output.weight
 
 
 def rank_logits(rank, tp_size, cases, tokens, lengths):
