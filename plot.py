@@ -505,12 +505,12 @@ def main(argv=None):
         folder.mkdir(parents=True, exist_ok=True)
         print(text)
         (folder / "tables.md").write_text(text + "\n")
-        for name, figure in figures(found):
-            if figure is not None:
-                save(folder, name, figure)
+        drawn = [(name, figure) for name, figure in figures(found) if figure is not None]
+        for name, figure in drawn:
+            save(folder, name, figure)
     except OSError as e:
         raise InputError(f"--out {folder} cannot be written: {e.strerror}") from None
-    print(f"\ntables and figures in {folder}")
+    print(f"\ntables{' and figures' * bool(drawn)} in {folder}")
 
 
 if __name__ == "__main__":

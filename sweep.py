@@ -96,6 +96,8 @@ def sweep(plan, out, node):
     done = {(line["repeat"], line["command"]) for line in lines}
     ended = {line["command"] for line in lines if "error" in line}  # not to be repeated
     todo = [i for i, key in enumerate(plan) if key not in done and key[1] not in ended]
+    if len(todo) < len(plan):
+        print(f"{len(plan) - len(todo)} of {len(plan)} are in {out} already", file=sys.stderr)
     failed, start = 0, time.monotonic()
     for n, i in enumerate(todo):
         repeat, command = plan[i]

@@ -25,7 +25,7 @@ import report
 import tp
 
 CPU = torch.device("cpu")
-SHAPES = [(8192, 2048), (2048, 8192)]
+SHAPES = [(8192, 2048), (2048, 8192), (128256, 2048)]
 
 
 def integers(N, K, quant):

@@ -190,7 +190,9 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(bench):
     done = bench(**SMALL)
     assert done.returncode == 0 and len(lines_of(bench)) == 18
     assert len(calls_of(bench)) == 13
-    assert bench(**SMALL).returncode == 0 and not calls_of(bench)
+    assert "5 of 18 are in bench.jsonl already\n[1/13]" in done.stderr
+    done = bench(**SMALL)
+    assert done.returncode == 0 and not calls_of(bench) and "18 of 18 are in bench.jsonl already" in done.stderr
     assert len(lines_of(bench)) == 18
     assert bench(**{**SMALL, "BATCHES": "1 4 16 16"}).returncode == 0
     assert len(calls_of(bench)) == 2 * 3 + 2
