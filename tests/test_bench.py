@@ -385,12 +385,14 @@ def test_cells_are_medians_and_speedups_are_paired_by_repeat(written):
     # the machine was twice as fast in the third repeat, and ladder missed the second
     lines = [result("standard", rate, repeat=i) for i, rate in enumerate([10, 11, 20], 1)]
     lines += [result("ladder", rate, repeat=i) for i, rate in ((1, 12), (3, 26))]
+    lines += [result("parallel", rate, repeat=i) for i, rate in enumerate([11, 22, 200], 1)]
     lines += [result("standard", 30, batch=4), result("desync", 60, batch=4), result("standard", 6, tp=1)]
     [found] = plot.sweeps(plot.read(written(lines)))
     text = plot.tables(found)
     rates = table(text, "Decode, tok/s")
     assert rates["2", "real", "standard"] == ["11 (10-20)", "30"]
     assert rates["2", "real", "ladder"] == ["19 (12-26) **1.25x**", ""]  # the median of 1.2 and 1.3
+    assert rates["2", "real", "parallel"][0] == "22 (11-200) **2.00x**"  # of 1.1, 2 and 10: no mean
     assert rates["2", "real", "desync:2"] == ["", "60 **2.00x**"]
     assert rates["1", "none", "standard"] == ["6", ""]
     each = table(text, "Decode: time per token")
