@@ -505,12 +505,14 @@ def main(argv=None):
         folder.mkdir(parents=True, exist_ok=True)
         print(text)
         (folder / "tables.md").write_text(text + "\n")
-        drawn = [(name, figure) for name, figure in figures(found) if figure is not None]
-        for name, figure in drawn:
-            save(folder, name, figure)
+        drawn = False
+        for name, figure in figures(found):  # one at a time: an open one takes memory
+            if figure is not None:
+                save(folder, name, figure)
+                drawn = True
     except OSError as e:
         raise InputError(f"--out {folder} cannot be written: {e.strerror}") from None
-    print(f"\ntables{' and figures' * bool(drawn)} in {folder}")
+    print(f"\ntables{' and figures' * drawn} in {folder}")
 
 
 if __name__ == "__main__":
