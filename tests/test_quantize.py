@@ -189,14 +189,8 @@ def check_few_rows_int(rows=(*range(1, 9), 15, 17)):
             assert y.shape == (M, N) and ((y.double() - exact).abs() <= bound).all(), (N, K, size, M)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
 def test_few_rows_of_integers_are_exact_up_to_rounding(threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        check_few_rows_int()
-    finally:
-        torch.set_num_threads(before)
+    check_few_rows_int()
 
 
 def test_few_rows_of_integers_of_any_shape():
