@@ -16,24 +16,30 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from int_linear import Int8Linear, Integers, IntEmbedding, IntLinear, scaled, unpack
-from model import Attention, InputError
+from model import Attention, FeedForward, InputError
 
 # rows of x up to which few_rows.cpp is the faster one (benchmarks/few_rows.py)
 FEW = 7 if torch.cpu._is_amx_tile_supported() else 24  # than oneDNN
 FEW_INT = 96  # than making floats of the integers first
 
+HUGE = 2**21  # bytes of a huge page
 PANELS = 64  # of 16 rows, packed at a time: the temporaries are some MB
 
 
 def empty(shape, dtype, device="cpu"):
-    """An uninitialised tensor; on a CPU in huge pages, where the system has them: small ones take time to translate."""
+    """An uninitialised tensor; on a CPU in huge pages, where the system has them: small ones take time to translate.
+
+    It begins where a page does. What does not fill a page at its end is in small ones.
+    """
     size = dtype.itemsize * torch.Size(shape).numel()
-    if torch.device(device).type != "cpu" or size < 2**21 or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if torch.device(device).type != "cpu" or size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    every = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -every.data_ptr() % HUGE
     with contextlib.suppress(OSError):  # a kernel built without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+        memory.madvise(mmap.MADV_HUGEPAGE, start, size // HUGE * HUGE)
+    return every[start : start + size].view(dtype).view(shape)
 
 
 def keep_freed_memory():
@@ -88,6 +94,7 @@ def build():
     torch.library.register_fake("ladder::few_rows", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
     for name in ("ladder::few_rows_int", "ladder::many_rows_int"):
         torch.library.register_fake(name, lambda x, weight, N, *_: x.new_empty(*x.shape[:-1], N))
+    torch.library.register_fake("ladder::feed_forward_int", lambda x, *_: torch.empty_like(x))
     torch.library.register_fake("ladder::decode_attention", lambda q, *_: q.new_empty(q.shape))
 
 
@@ -108,17 +115,23 @@ class Linear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
+def packed_shape(weight, scales, zeros):
+    """(P, G, 1 + V, 64) of what pack() returns."""
+    (N, columns), G = weight.shape, scales.shape[1]
+    return -(-N // 16), G, 1 + (-(-columns // 8) * 2 if zeros is None else columns // G // 4), 64
+
+
 @torch.no_grad()
-def pack(weight, scales, zeros):
+def pack(weight, scales, zeros, room=None):
     """The integers of int_linear.py as few_rows.cpp takes them: (P, G, 1 + V, 64) uint8, the last panel padded.
 
     Of a panel of 16 rows, each group is a vector with their scales and zeros (bfloat16), and V vectors with four bytes
     of every row: the next four columns, q + 128 (int8, whose columns are padded to a multiple of 8), or eight, the
-    later four in the upper halves (int4).
+    later four in the upper halves (int4). room: bytes to write them to, or None.
     """
-    (N, columns), G = weight.shape, scales.shape[1]
-    P, V = -(-N // 16), -(-columns // 8) * 2 if zeros is None else columns // G // 4
-    packed = empty((P, G, 1 + V, 16, 4), torch.uint8)
+    (N, columns), (P, G, vectors, _) = weight.shape, packed_shape(weight, scales, zeros)
+    packed = empty((P, G, vectors, 64), torch.uint8) if room is None else room.view(P, G, vectors, 64)
+    parts = packed.unflatten(-1, (16, 4))
     for i in range(0, P, PANELS):
         q = weight[16 * i : 16 * (i + PANELS)]
         q = F.pad(q, (0, -columns % 8 if zeros is None else 0, 0, -len(q) % 16))
@@ -127,10 +140,9 @@ def pack(weight, scales, zeros):
         else:
             low, high = unpack(q).unflatten(-1, (-1, 2, 4)).unbind(-2)
             q = low | high << 4
-        packed[i : i + PANELS, :, 1:] = q.view(-1, 16, G, V, 4).permute(0, 2, 3, 1, 4)
+        parts[i : i + PANELS, :, 1:] = q.view(-1, 16, G, vectors - 1, 4).permute(0, 2, 3, 1, 4)
     pairs = torch.stack((scales, torch.zeros_like(scales) if zeros is None else zeros))  # (2, N, G)
     pairs = F.pad(pairs, (0, 0, 0, -N % 16)).unflatten(1, (P, 16)).permute(1, 3, 0, 2)  # (P, G, 2, 16)
-    packed = packed.flatten(3)
     packed.view(torch.bfloat16)[:, :, 0] = pairs.flatten(2)
     return packed
 
@@ -148,12 +160,14 @@ class Packed(Integers):
 
     def rows(self, index):
         panel, lane = index // 16, index % 16
-        pairs = self.weight[:, :, 0].view(torch.bfloat16).unflatten(-1, (2, 16))[panel, :, :, lane]  # (..., G, 2)
-        scales, zeros = pairs.unbind(-1)
+        # the bytes of scales and zeros, and only then what they say: the compiler copies all that is viewed as such
+        pairs = self.weight[:, :, 0].unflatten(-1, (2, 16, 2))[panel, :, :, lane]  # (..., G, 2, 2)
+        scales, zeros = pairs.view(torch.bfloat16).squeeze(-1).unbind(-1)
         q = self.weight.unflatten(-1, (16, 4))[panel, :, 1:, lane]  # (..., G, V, 4)
         if self.bits == 8:
             return scaled((q.flatten(-3)[..., : self.in_features] ^ 128).view(torch.int8), scales, None)
-        return scaled(torch.stack((q & 15, q >> 4), dim=-2).flatten(-4), scales, zeros)
+        halves = torch.tensor([[0], [4]], dtype=torch.uint8)
+        return scaled((q[..., None, :] >> halves & 15).flatten(-4), scales, zeros)
 
 
 class PackedEmbedding(Packed, IntEmbedding):
@@ -168,6 +182,16 @@ class FewRowsIntLinear(Packed, IntLinear):
         multiply = torch.ops.ladder.few_rows_int if few else torch.ops.ladder.many_rows_int
         y = multiply(x, self.weight, *self.shape, self.bits)
         return y if self.bias is None else y + self.bias
+
+
+class FewRowsFeedForward(FeedForward):
+    """A FeedForward of FewRowsIntLinears, which are one call for few rows: memory would rest between them."""
+
+    def forward(self, x):
+        if x.numel() > FEW_INT * x.shape[-1]:
+            return super().forward(x)
+        weights = self.w1.weight, self.w3.weight, self.w2.weight
+        return torch.ops.ladder.feed_forward_int(x, *weights, *self.w1.shape, self.w1.bits)
 
 
 class DecodeAttention(Attention):
@@ -188,7 +212,7 @@ def use_few_rows(model):
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return
     build()
-    embeddings = [m for m in model.modules() if type(m) is IntEmbedding]
+    linears = []
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = Linear
@@ -197,12 +221,20 @@ def use_few_rows(model):
         elif type(module) in (IntLinear, Int8Linear) and (
             module.zeros is None or module.in_features // module.scales.shape[1] in (8, 16, 32, 64, 128)
         ):
-            shape, bits = (module.out_features, module.in_features), 8 if module.zeros is None else 4
-            packed = nn.Parameter(pack(module.weight, module.scales, module.zeros), requires_grad=False)
-            place = module.weight.data_ptr()
-            for table in embeddings:
-                if (table.out_features, table.in_features) == shape and table.weight.data_ptr() == place:  # tied
-                    table.__class__ = PackedEmbedding
-                    table.hold(packed, shape, bits)
-            module.__class__ = FewRowsIntLinear
-            module.hold(packed, shape, bits)
+            linears.append(module)
+    embeddings = [m for m in model.modules() if type(m) is IntEmbedding]
+    shapes = [torch.Size(packed_shape(m.weight, m.scales, m.zeros)) for m in linears]
+    room = empty((sum(shape.numel() for shape in shapes),), torch.uint8)  # no page of it is half a matrix's
+    for module, part in zip(linears, room.split([shape.numel() for shape in shapes]), strict=True):
+        shape, bits = (module.out_features, module.in_features), 8 if module.zeros is None else 4
+        packed = nn.Parameter(pack(module.weight, module.scales, module.zeros, part), requires_grad=False)
+        place = module.weight.data_ptr()
+        for table in embeddings:
+            if (table.out_features, table.in_features) == shape and table.weight.data_ptr() == place:  # tied
+                table.__class__ = PackedEmbedding
+                table.hold(packed, shape, bits)
+        module.__class__ = FewRowsIntLinear
+        module.hold(packed, shape, bits)
+    for module in model.modules():
+        if type(module) is FeedForward and {type(m) for m in module.children()} == {FewRowsIntLinear}:
+            module.__class__ = FewRowsFeedForward

@@ -1,5 +1,6 @@
 // y = x W^T for few rows x in bfloat16 on a CPU, W in bfloat16, 8 or 4 bits: each weight is read once, at the speed of
-// memory. And the attention of one new position, which reads its keys and values once for four queries of a head.
+// memory. With them the feed-forward of a layer as one call, because memory rests between calls. And the attention of one
+// new position, which reads its keys and values once for four queries of a head.
 //
 // cpu.py compiles and loads this. Shape letters: M rows of x, N rows of W, K columns of both, G groups of columns; for
 // attention those of model.py.
@@ -24,6 +25,7 @@ namespace {
 using BF16 = at::BFloat16;
 using Pairs = uint32_t __attribute__((vector_size(64)));  // 32 bfloat16 numbers, two in each of 16 lanes
 using Sums = float __attribute__((vector_size(64)));
+using Halves = uint16_t __attribute__((vector_size(32)));
 constexpr int64_t kVector = 32;
 
 // The first `count` numbers of a vector from memory, zeros behind them.
@@ -36,9 +38,15 @@ inline Vector load(const Number* from, int64_t count = sizeof(Vector) / sizeof(N
 
 // `count` bfloat16 numbers, at most 16, as floats.
 inline Sums load_floats(const uint16_t* from, int64_t count) {
-  using Halves = uint16_t __attribute__((vector_size(32)));
   const Halves halves = count >= 16 ? load<Halves>(from) : load<Halves>(from, count);
   return (Sums)(__builtin_convertvector(halves, Pairs) << 16);
+}
+
+// The first `count` of 16 floats as bfloat16 numbers, rounded to the nearest, ties to even.
+inline void store(Sums numbers, uint16_t* to, int64_t count = 16) {
+  const Pairs bits = (Pairs)numbers;
+  const Halves halves = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, Halves);
+  std::memcpy(to, &halves, std::min<int64_t>(count, 16) * sizeof(uint16_t));
 }
 
 inline float total(Sums lanes) {
@@ -210,9 +218,9 @@ struct Integers {
   bool four_bits;
 };
 
-// M rows of x, `blocks` blocks each, times panel p of W. sums (M, G): of the numbers of x in each group.
+// y (M): M rows of x, `blocks` blocks each, times panel p of W. sums (M, G): of the numbers of x in each group.
 template <bool kFourBits, int M>
-void int_panel(const Integers& W, const Block* x, int64_t blocks, const float* sums, BF16* y, int64_t p) {
+void int_panel(const Integers& W, const Block* x, int64_t blocks, const float* sums, Sums* y, int64_t p) {
   constexpr int U = M > 2 ? 1 : 2;  // partial sums, which hide the latency of an addition
   constexpr int64_t kStep = kFourBits ? 64 : 128;  // bytes of 8 columns
   const uint8_t* w = W.w + p * W.G * W.vectors * 64;
@@ -256,10 +264,7 @@ void int_panel(const Integers& W, const Block* x, int64_t blocks, const float* s
       if (kFourBits) lanes[m] += zero * sums[m * W.G + k / size];
     }
   }
-  for (int m = 0; m < M; m++) {
-    if (!kFourBits) lanes[m] *= scale;
-    for (int64_t n = 0; n < std::min(kRows, W.N - p * kRows); n++) y[m * W.N + p * kRows + n] = lanes[m][n];
-  }
+  for (int m = 0; m < M; m++) y[m] = kFourBits ? lanes[m] : lanes[m] * scale;
 }
 
 Integers integers(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
@@ -267,7 +272,7 @@ Integers integers(const at::Tensor& input, const at::Tensor& weight, int64_t N, 
       input.scalar_type() == at::kBFloat16 && K > 0 && input.dim() > 0 && input.size(-1) == K &&
           weight.scalar_type() == at::kByte && weight.is_contiguous() && weight.dim() == 4 &&
           weight.size(0) == (N + kRows - 1) / kRows && weight.size(1) > 0 && weight.size(3) == 64,
-      "few_rows_int and many_rows_int take x (..., K) in bfloat16, and of a W (N, K) what cpu.pack returns");
+      "x (..., K) must be in bfloat16, and of a W (N, K) what cpu.pack returns");
   const int64_t P = weight.size(0), G = weight.size(1), vectors = weight.size(2), size = K / G;
   TORCH_CHECK(
       bits == 8 ? G == 1 && vectors == 1 + (K + 7) / 8 * 2
@@ -276,16 +281,30 @@ Integers integers(const at::Tensor& input, const at::Tensor& weight, int64_t N, 
   return {weight.const_data_ptr<uint8_t>(), P, N, K, G, vectors, size, bits == 4};
 }
 
-at::Tensor few_rows_int(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
-  const Integers W = integers(input, weight, N, K, bits);
-  const int64_t G = W.G;
+// e^x for x <= 0, to some 2e-7 of it near 0 and 4e-6 far off; below -87 about 1e-38
+inline Sums exponential(Sums x) {
+  x = x < -87.0f ? Sums{} - 87.0f : x;  // not a number stays that
+  const Ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, Ints);
+  const Sums r = x - __builtin_convertvector(n, Sums) * 0.693147181f;  // |r| <= ln(2) / 2
+  const Sums p = 1 + r * (1 + r * (1 / 2.0f + r * (1 / 6.0f + r * (1 / 24.0f + r * (1 / 120.0f + r * (1 / 720.0f))))));
+  return (Sums)((Ints)p + (n << 23));
+}
+
+inline Sums silu(Sums x) {
+  const Sums e = exponential(x < 0 ? x : -x);
+  return x * (x < 0 ? e : Sums{} + 1) / (1 + e);
+}
+
+// x times W; or gated, silu(x times W) times (x times up).
+at::Tensor multiply(const at::Tensor& input, const Integers& W, const Integers* up = nullptr) {
+  const int64_t N = W.N, K = W.K, G = W.G;
   at::Tensor rows = input.contiguous();
   const int64_t M = rows.numel() / K, blocks = (K + kColumns - 1) / kColumns;
   auto shape = input.sizes().vec();
   shape.back() = N;
   at::Tensor result = at::empty(shape, input.options());
   const BF16* x = rows.const_data_ptr<BF16>();
-  BF16* y = result.data_ptr<BF16>();
+  uint16_t* y = static_cast<uint16_t*>(result.data_ptr());
   std::vector<Block> fixed(M * blocks);
   std::vector<float> sums(M * G);
   at::parallel_for(0, M, std::max<int64_t>(1, 32768 / K), [&](int64_t begin, int64_t end) {
@@ -303,15 +322,46 @@ at::Tensor few_rows_int(const at::Tensor& input, const at::Tensor& weight, int64
        int_panel<false, 6>, int_panel<false, 7>, int_panel<false, 8>},
       {int_panel<true, 1>, int_panel<true, 2>, int_panel<true, 3>, int_panel<true, 4>, int_panel<true, 5>,
        int_panel<true, 6>, int_panel<true, 7>, int_panel<true, 8>}};
-  at::parallel_for(0, W.P, std::max<int64_t>(1, 65536 / (kRows * K)), [&](int64_t begin, int64_t end) {
+  // y = x times panels begin..end of a matrix, or y times that
+  auto panels = [&](const Integers& of, int64_t begin, int64_t end, bool times) {
     for (int64_t p = begin; p < end; p++) {
+      const int64_t n = p * kRows, count = std::min(kRows, N - n);
       for (int64_t m = 0; m < M; m += 8) {
-        kernels[W.four_bits][std::min<int64_t>(M - m, 8) - 1](
-            W, fixed.data() + m * blocks, blocks, sums.data() + m * G, y + m * N, p);
+        const int64_t here = std::min<int64_t>(M - m, 8);
+        Sums lanes[8];
+        kernels[of.four_bits][here - 1](of, fixed.data() + m * blocks, blocks, sums.data() + m * G, lanes, p);
+        for (int64_t i = 0; i < here; i++) {
+          uint16_t* out = y + (m + i) * N + n;
+          store(times ? lanes[i] * load_floats(out, count) : lanes[i], out, count);
+        }
       }
     }
+  };
+  at::parallel_for(0, W.P, std::max<int64_t>(1, 65536 / (kRows * K)), [&](int64_t begin, int64_t end) {
+    panels(W, begin, end, false);
+    if (!up) return;
+    for (int64_t m = 0; m < M; m++) {
+      for (int64_t n = begin * kRows, to = std::min(end * kRows, N); n < to; n += 16) {
+        store(silu(load_floats(y + m * N + n, to - n)), y + m * N + n, to - n);
+      }
+    }
+    panels(*up, begin, end, true);
   });
   return result;
+}
+
+at::Tensor few_rows_int(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
+  return multiply(input, integers(input, weight, N, K, bits));
+}
+
+// w2 (silu(w1 x) * w3 x), with w1 and w3 (N, K), w2 (K, N)
+at::Tensor feed_forward_int(
+    const at::Tensor& input, const at::Tensor& w1, const at::Tensor& w3, const at::Tensor& w2, int64_t N, int64_t K,
+    int64_t bits) {
+  const Integers gate = integers(input, w1, N, K, bits), up = integers(input, w3, N, K, bits);
+  TORCH_CHECK(gate.G == up.G, "w1 and w3 have groups of other sizes");
+  const at::Tensor hidden = multiply(input, gate, &up);
+  return multiply(hidden, integers(hidden, w2, K, N, bits));
 }
 
 // Panels from..to of W as floats, (K, n) with all of their rows.
@@ -333,10 +383,7 @@ void dequantize(const Integers& W, uint16_t* y, int64_t from, int64_t to) {
         for (int part = 0; part < kParts; part++) {
           for (int c = 0; c < 4 && k < W.K; c++, k++) {
             const Ints q = four >> (8 * c + 4 * part) & ((1 << kBits) - 1);
-            const Ints bits = (Ints)(__builtin_convertvector(q, Sums) * scale + zero);
-            using Halves = uint16_t __attribute__((vector_size(32)));
-            const Halves rounded = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, Halves);
-            std::memcpy(y + k * n + (p - from) * kRows, &rounded, sizeof(rounded));
+            store(__builtin_convertvector(q, Sums) * scale + zero, y + k * n + (p - from) * kRows);
           }
         }
       }
@@ -363,15 +410,6 @@ at::Tensor many_rows_int(const at::Tensor& input, const at::Tensor& weight, int6
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Attention of one new position in each row of a batch
-
-// e^x for x <= 0, to some 2e-7 of it near 0 and 4e-6 far off; below -87 about 1e-38
-inline Sums exponential(Sums x) {
-  x = x < -87.0f ? Sums{} - 87.0f : x;  // not a number stays that
-  const Ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, Ints);
-  const Sums r = x - __builtin_convertvector(n, Sums) * 0.693147181f;  // |r| <= ln(2) / 2
-  const Sums p = 1 + r * (1 + r * (1 / 2.0f + r * (1 / 6.0f + r * (1 / 24.0f + r * (1 / 120.0f + r * (1 / 720.0f))))));
-  return (Sums)((Ints)p + (n << 23));
-}
 
 constexpr int64_t kAhead = 32;  // keys or values that the processor is told to fetch in advance
 
@@ -492,6 +530,7 @@ at::Tensor decode_attention(
 
 TORCH_LIBRARY_FRAGMENT(ladder, library) {
   library.def("decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions) -> Tensor");
+  library.def("feed_forward_int(Tensor x, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits) -> Tensor");
   library.def("few_rows(Tensor x, Tensor weight) -> Tensor");
   library.def("many_rows_int(Tensor x, Tensor weight, int N, int K, int bits) -> Tensor");
   library.def("few_rows_int(Tensor x, Tensor weight, int N, int K, int bits) -> Tensor");
@@ -499,6 +538,7 @@ TORCH_LIBRARY_FRAGMENT(ladder, library) {
 
 TORCH_LIBRARY_IMPL(ladder, CPU, library) {
   library.impl("decode_attention", decode_attention);
+  library.impl("feed_forward_int", feed_forward_int);
   library.impl("few_rows", few_rows);
   library.impl("many_rows_int", many_rows_int);
   library.impl("few_rows_int", few_rows_int);

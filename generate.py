@@ -210,8 +210,14 @@ def compiled(model, args):
     cpu.use_few_rows(model)
     # One graph for any cache_length, the argument of Transformer.forward; all else is fixed. The setting is global.
     torch.compiler.config.dynamic_sources = "L['cache_length']"
-    cuda_graphs = {"mode": "reduce-overhead"} if model.norm.weight.device.type == "cuda" else {}
-    return prefill, torch.compile(model, fullgraph=True, dynamic=False, **cuda_graphs)
+    if model.norm.weight.device.type == "cuda":
+        how = {"mode": "reduce-overhead"}
+    else:
+        # The weights of a step drive all else out of a processor's caches, so what runs between the products should be
+        # little. The wrapper in C++ knows no collectives (torch 2.13); a second thread is for large kernels.
+        options = {"cpp_wrapper": model.comm.tp_size == 1, "size_asserts": False, "cpp.min_chunk_size": 16384}
+        how = {"options": options}
+    return prefill, torch.compile(model, fullgraph=True, dynamic=False, **how)
 
 
 def make_cache(model, batch, length):

@@ -66,9 +66,14 @@ def ours(quant):
         batch, length = (n, FILLED) if kind == "decode" else (1, n)
         cache = generate.make_cache(model, batch, n if kind == "cache" else length + 2)
         if kind == "cache":
-            run = generate.steps([[1]], prefill, decode, cache)["decode"]
-            return lambda: run(256)
-        return generate.steps([[1] * length] * batch, prefill, decode, cache)[kind]
+            decode_step = generate.steps([[1]], prefill, decode, cache)["decode"]
+            run = lambda: decode_step(256)  # noqa: E731
+        else:
+            run = generate.steps([[1] * length] * batch, prefill, decode, cache)[kind]
+        torch.compiler.set_stance("default")
+        run()  # compiles
+        torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)  # as generate.py does
+        return run
 
     return step
 

@@ -148,7 +148,8 @@ def test_other_dtypes_keep_their_linears():
 )
 def test_large_tensors_ask_for_huge_pages():
     tensor = cpu.empty((3, 2**20), torch.float32)
-    assert tensor.shape == (3, 2**20) and tensor.dtype == torch.float32
+    assert tensor.shape == (3, 2**20) and tensor.dtype == torch.float32 and tensor.data_ptr() % cpu.HUGE == 0
+    assert cpu.empty((3, 2**20 + 1), torch.bfloat16).data_ptr() % cpu.HUGE == 0
     tensor.fill_(1)
     entries = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
     for entry in filter(None, entries):

@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import math
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import BASE, ROOT, StateWeights, last_logits, random_model, run_ranks, script, shared_data, unequal_rows
 from reference import Reference
 from safetensors.torch import load_file, save_file
@@ -141,9 +143,9 @@ def test_groups_that_straddle_an_edge_become_smaller(start, stop):
 # The products
 
 
-def integers(N, K, size):
+def integers(N, K, size, seed=0):
     """weight, scales, zeros with the extremes of their range among them."""
-    generator = torch.Generator().manual_seed(N + K)
+    generator = torch.Generator().manual_seed(N + K + seed)
     if size is None:
         weight = torch.randint(-127, 128, (N, K), generator=generator, dtype=torch.int8)
         weight[0] = 127
@@ -222,6 +224,48 @@ def test_few_rows_of_integers_of_any_shape():
     ):
         with pytest.raises(RuntimeError, match="W has other columns than x"):
             torch.ops.ladder.few_rows_int(x[..., :K], wrong, 12, K, bits)
+
+
+@pytest.mark.parametrize("N, K, size", [(7, 5, None), (160, 72, 8), (312, 192, 64), (1024, 2048, 128)])
+def test_feed_forward_is_its_three_products(N, K, size, threads):
+    """In float64, gates from -90 to 90; each product is rounded to bfloat16."""
+    cpu.build()
+    made = [integers(N, K, size, seed=1), integers(N, K, size, seed=2), integers(K, N, size and 8, seed=3)]
+    w1, w3, w2 = (
+        int_linear.dequantize(w, scales.double(), None if zeros is None else zeros.double())
+        for w, scales, zeros in made
+    )
+    for M in (1, 3, 8, 17):
+        x = numbers(M, K, seed=M).double()
+        gates = x @ w1.T
+        x = (x * 90 / gates.abs().amax(1, keepdim=True)).bfloat16()
+        x[1:2] = 0
+        y = torch.ops.ladder.feed_forward_int(x, *(cpu.pack(*m) for m in made), N, K, 8 if size is None else 4)
+        gates, ups = (x.double() @ w.T for w in (w1, w3))
+        hidden = F.silu(gates) * ups
+        assert y.shape == (M, K) and y.dtype == torch.bfloat16
+        for row, exact in zip(y.double(), hidden @ w2.T, strict=True):
+            assert (row - exact).norm() <= 0.01 * exact.norm(), M
+    packed = [cpu.pack(*m) for m in made]
+    torch.library.opcheck(
+        torch.ops.ladder.feed_forward_int.default, (x.view(17, 1, K), *packed, N, K, 8 if size is None else 4)
+    )
+    with pytest.raises(RuntimeError, match="what cpu.pack returns"):
+        torch.ops.ladder.feed_forward_int(x, *packed, N + 16, K, 8 if size is None else 4)
+
+
+def test_a_lookup_copies_no_table():
+    """In compiled code, where a view as another dtype is a copy of all that is viewed."""
+    from torch._inductor.utils import run_and_get_code
+
+    for size in (None, 64):
+        table = cpu.PackedEmbedding(1, 64, "int8", None)
+        weight = torch.nn.Parameter(cpu.pack(*integers(1600, 128, size)), requires_grad=False)
+        table.hold(weight, (1600, 128), 8 if size is None else 4)
+        y, code = run_and_get_code(torch.compile(table, fullgraph=True), torch.tensor([[3, 1599]]))
+        assert torch.equal(y, table(torch.tensor([[3, 1599]])))
+        buffers = re.findall(r"empty_strided_cpu\(\(([^()]*)\)", "\n".join(code))
+        assert buffers and all(math.prod(map(int, b.strip(", ").split(","))) <= 2 * 128 * 2 for b in buffers), buffers
 
 
 @pytest.mark.parametrize("N, K, size", SHAPES)
@@ -366,6 +410,10 @@ def test_a_quantized_model_computes_what_its_numbers_say(name):
     packed_table = type(net.tok_embeddings) is cpu.PackedEmbedding
     assert packed_table == (config.tie_embeddings and not config.kept)
     assert not packed_table or net.tok_embeddings.weight is net.output.weight
+    gated = [type(block.feed_forward) is cpu.FewRowsFeedForward for block in net.layers]
+    assert all(gated) if "w2" not in config.kept else not any(gated)
+    packed = {m.weight.data_ptr(): m.weight.nbytes for m in net.modules() if type(m) is cpu.FewRowsIntLinear}
+    assert max(packed) - min(packed) + packed[max(packed)] == sum(packed.values())  # side by side
 
 
 def rank_logits(rank, tp_size, cases, tokens, lengths):
