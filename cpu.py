@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import hashlib
+import math
 import mmap
 import os
 import platform
@@ -29,7 +30,7 @@ PANELS = 64  # of 16 rows, packed at a time: the temporaries are some MB
 def empty(shape, dtype, device="cpu"):
     """An uninitialised tensor; on a CPU in huge pages, where the system has them: small ones take time to translate.
 
-    It begins where a page does. What does not fill a page at its end is in small ones.
+    It begins where a huge page does. What does not fill one at its end is in small ones.
     """
     size = dtype.itemsize * torch.Size(shape).numel()
     if torch.device(device).type != "cpu" or size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -94,7 +95,7 @@ def build():
     torch.library.register_fake("ladder::few_rows", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
     for name in ("ladder::few_rows_int", "ladder::many_rows_int"):
         torch.library.register_fake(name, lambda x, weight, N, *_: x.new_empty(*x.shape[:-1], N))
-    torch.library.register_fake("ladder::feed_forward_int", lambda x, *_: torch.empty_like(x))
+    torch.library.register_fake("ladder::feed_forward_int", lambda x, *_: x.new_empty(x.shape))
     torch.library.register_fake("ladder::decode_attention", lambda q, *_: q.new_empty(q.shape))
 
 
@@ -160,7 +161,7 @@ class Packed(Integers):
 
     def rows(self, index):
         panel, lane = index // 16, index % 16
-        # the bytes of scales and zeros, and only then what they say: the compiler copies all that is viewed as such
+        # indexed as bytes and then viewed as bfloat16: Inductor copies the whole of what it views as another dtype
         pairs = self.weight[:, :, 0].unflatten(-1, (2, 16, 2))[panel, :, :, lane]  # (..., G, 2, 2)
         scales, zeros = pairs.view(torch.bfloat16).squeeze(-1).unbind(-1)
         q = self.weight.unflatten(-1, (16, 4))[panel, :, 1:, lane]  # (..., G, V, 4)
@@ -185,7 +186,7 @@ class FewRowsIntLinear(Packed, IntLinear):
 
 
 class FewRowsFeedForward(FeedForward):
-    """A FeedForward of FewRowsIntLinears, which are one call for few rows: memory would rest between them."""
+    """A FeedForward of FewRowsIntLinears. For few rows they are one call, because no weight is read between calls."""
 
     def forward(self, x):
         if x.numel() > FEW_INT * x.shape[-1]:
@@ -223,9 +224,10 @@ def use_few_rows(model):
         ):
             linears.append(module)
     embeddings = [m for m in model.modules() if type(m) is IntEmbedding]
-    shapes = [torch.Size(packed_shape(m.weight, m.scales, m.zeros)) for m in linears]
-    room = empty((sum(shape.numel() for shape in shapes),), torch.uint8)  # no page of it is half a matrix's
-    for module, part in zip(linears, room.split([shape.numel() for shape in shapes]), strict=True):
+    # side by side: alone, the end of each matrix, which fills no huge page, would lie in small ones
+    sizes = [math.prod(packed_shape(m.weight, m.scales, m.zeros)) for m in linears]
+    room = empty((sum(sizes),), torch.uint8)
+    for module, part in zip(linears, room.split(sizes), strict=True):
         shape, bits = (module.out_features, module.in_features), 8 if module.zeros is None else 4
         packed = nn.Parameter(pack(module.weight, module.scales, module.zeros, part), requires_grad=False)
         place = module.weight.data_ptr()

@@ -214,7 +214,7 @@ def compiled(model, args):
         how = {"mode": "reduce-overhead"}
     else:
         # The weights of a step drive all else out of a processor's caches, so what runs between the products should be
-        # little. The wrapper in C++ knows no collectives (torch 2.13); a second thread is for large kernels.
+        # little. The wrapper in C++ cannot gather logits from ranks (torch 2.13); a second thread is for large kernels.
         options = {"cpp_wrapper": model.comm.tp_size == 1, "size_asserts": False, "cpp.min_chunk_size": 16384}
         how = {"options": options}
     return prefill, torch.compile(model, fullgraph=True, dynamic=False, **how)

@@ -12,6 +12,7 @@ bandwidth that the machine showed in the same run; mbu is the part of it that th
 """
 
 import argparse
+import functools
 import importlib.util
 import itertools
 import json
@@ -66,8 +67,7 @@ def ours(quant):
         batch, length = (n, FILLED) if kind == "decode" else (1, n)
         cache = generate.make_cache(model, batch, n if kind == "cache" else length + 2)
         if kind == "cache":
-            decode_step = generate.steps([[1]], prefill, decode, cache)["decode"]
-            run = lambda: decode_step(256)  # noqa: E731
+            run = functools.partial(generate.steps([[1]], prefill, decode, cache)["decode"], 256)
         else:
             run = generate.steps([[1] * length] * batch, prefill, decode, cache)[kind]
         torch.compiler.set_stance("default")

@@ -247,11 +247,32 @@ def test_feed_forward_is_its_three_products(N, K, size, threads):
         for row, exact in zip(y.double(), hidden @ w2.T, strict=True):
             assert (row - exact).norm() <= 0.01 * exact.norm(), M
     packed = [cpu.pack(*m) for m in made]
-    torch.library.opcheck(
-        torch.ops.ladder.feed_forward_int.default, (x.view(17, 1, K), *packed, N, K, 8 if size is None else 4)
-    )
+    for shaped in (x.view(17, 1, K), x.T.contiguous().T):
+        torch.library.opcheck(
+            torch.ops.ladder.feed_forward_int.default, (shaped, *packed, N, K, 8 if size is None else 4)
+        )
     with pytest.raises(RuntimeError, match="what cpu.pack returns"):
         torch.ops.ladder.feed_forward_int(x, *packed, N + 16, K, 8 if size is None else 4)
+    if size in (64, 128):
+        other = cpu.pack(*integers(N, K, 32))
+        with pytest.raises(RuntimeError, match="w1 and w3 have groups of other sizes"):
+            torch.ops.ladder.feed_forward_int(x, packed[0], other, packed[2], N, K, 4)
+
+
+@pytest.mark.parametrize("config", [INT8, INT4], ids=["int8", "int4"])
+def test_a_feed_forward_of_few_and_of_many_rows(config):
+    net = int_shard(config, 0, 1, torch.bfloat16)
+    feed_forward, row_counts = net.layers[0].feed_forward, (1, cpu.FEW_INT, cpu.FEW_INT + 1)
+    inputs = [numbers(rows, 1, config.dim, seed=rows).bfloat16() for rows in row_counts]
+    expected = [feed_forward(x) for x in inputs]
+    cpu.use_few_rows(net)
+    assert type(feed_forward) is cpu.FewRowsFeedForward
+    for x, y in zip(inputs, expected, strict=True):
+        assert (feed_forward(x) - y).norm() <= 0.02 * y.norm()
+    bad = inputs[1].clone()
+    bad[3, 0, 5] = torch.nan
+    y = feed_forward(bad)
+    assert y[3].isnan().all() and y[:3].isfinite().all() and y[4:].isfinite().all()
 
 
 def test_a_lookup_copies_no_table():
