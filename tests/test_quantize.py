@@ -155,6 +155,11 @@ def integers(N, K, size, seed=0):
     return weight, (numbers(N, K // size).abs() + 0.1).bfloat16(), numbers(N, K // size).bfloat16()
 
 
+def in_float64(weight, scales, zeros):
+    """The matrix that they stand for."""
+    return int_linear.dequantize(weight, scales.double(), None if zeros is None else zeros.double())
+
+
 SHAPES = [(1, 1, None), (7, 5, None), (33, 2731, None), (131, 640, None), (40, 4100, None), (64, 129, None)]
 SHAPES += [
     (1, 8, 8),
@@ -172,7 +177,7 @@ def check_few_rows_int(rows=(*range(1, 9), 15, 17)):
     cpu.build()
     for N, K, size in SHAPES:
         weight, scales, zeros = integers(N, K, size)
-        w = int_linear.dequantize(weight, scales.double(), None if zeros is None else zeros.double())
+        w = in_float64(weight, scales, zeros)
         for M in rows:
             x = numbers(M, K, seed=M).bfloat16()
             x[0, 0] = 100
@@ -231,10 +236,7 @@ def test_feed_forward_is_its_three_products(N, K, size, threads):
     """In float64, gates from -90 to 90; each product is rounded to bfloat16."""
     cpu.build()
     made = [integers(N, K, size, seed=1), integers(N, K, size, seed=2), integers(K, N, size and 8, seed=3)]
-    w1, w3, w2 = (
-        int_linear.dequantize(w, scales.double(), None if zeros is None else zeros.double())
-        for w, scales, zeros in made
-    )
+    w1, w3, w2 = (in_float64(*parts) for parts in made)
     for M in (1, 3, 8, 17):
         x = numbers(M, K, seed=M).double()
         gates = x @ w1.T
@@ -327,9 +329,7 @@ def test_kernels_against_plain_pytorch(quant, rows, monkeypatch):
     monkeypatch.setattr(int_linear, "PIECE", 700)  # several pieces of W
     x = numbers(rows, 1, 256).bfloat16()
     plain = linear(quant)
-    w = int_linear.dequantize(
-        plain.weight, plain.scales.double(), plain.zeros if plain.zeros is None else plain.zeros.double()
-    )
+    w = in_float64(plain.weight, plain.scales, plain.zeros)
     exact = x.double() @ w.T + plain.bias.double()
     model = torch.nn.Sequential(plain)
     model.norm = torch.nn.RMSNorm(8).bfloat16()
