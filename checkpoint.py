@@ -6,15 +6,17 @@ import json
 import math
 import os
 import shutil
+import types
 from pathlib import Path
+from typing import get_args, get_origin
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-import int_linear
-from model import Config, InputError
+from kernels import int_linear
+from model import ROPE_SCALING, Config, Index, InputError
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -26,6 +28,10 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_name(dtype):
+    return str(dtype).removeprefix("torch.")
 
 
 def first_line(error):
@@ -43,26 +49,6 @@ def read_text(path, flag=""):
         raise InputError(f"{flag}{path} is not valid UTF-8") from None
 
 
-def check_appendable(path, flag):
-    """Raise InputError, naming the flag, unless the file can be appended to; leaves no file that was not there."""
-    existed = Path(path).exists()
-    try:
-        open(path, "a").close()
-        if not existed:
-            Path(path).unlink(missing_ok=True)
-    except OSError as e:
-        raise InputError(f"{flag} {path} cannot be written: {e.strerror}") from None
-
-
-def append_line(path, line, flag):
-    """Append a JSON line to the file that the flag names."""
-    try:
-        with open(path, "a", encoding="utf-8") as f:
-            f.write(json.dumps(line) + "\n")
-    except OSError as e:  # above all: no space left on the device
-        raise InputError(f"{flag} {path} cannot be written: {e.strerror}") from None
-
-
 def read_json(path):
     """The object in a JSON file; InputError when there is no such file or it holds something else."""
     try:
@@ -76,36 +62,38 @@ def read_json(path):
     return value
 
 
-def is_number(value):
-    return type(value) in (int, float) and math.isfinite(value) and value > 0
-
-
-def is_ids(value):
-    return isinstance(value, tuple) and all(type(i) is int and i >= 0 for i in value)
-
-
-ROPE_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-CHECKS = {  # a field's type, or its own kind: (what fits, in words)
-    int: (lambda v: type(v) is int and v > 0, "a positive integer"),
-    float: (is_number, "a positive number"),
-    bool: (lambda v: type(v) is bool, "true or false"),
-    str: (lambda v: isinstance(v, str), "a string"),
-    "id": (lambda v: v is None or (type(v) is int and v >= 0), "a token id"),
-    "ids": (is_ids, "a list of token ids"),
-    "name": (lambda v: v is None or isinstance(v, str), "a string"),
-    "names": (lambda v: isinstance(v, tuple) and all(isinstance(i, str) for i in v), "a list of strings"),
-    "size": (lambda v: v is None or (type(v) is int and v > 0), "a positive integer"),
-    "layers": (lambda v: v is None or type(v) is int or is_ids(v), "a number or a list of layers"),
-    "scaling": (
-        lambda v: (
-            v is None or (isinstance(v, dict) and sorted(v) == sorted(ROPE_SCALING) and all(map(is_number, v.values())))
-        ),
-        f"none or the positive numbers {', '.join(ROPE_SCALING)}",
-    ),
-}
-KINDS = {"bos_id": "id", "eos_ids": "ids", "ladder_layers": "layers", "rope_scaling": "scaling"}
-KINDS |= {"quant": "name", "group_size": "size", "kept": "names"}
 FIELDS = {f.name: f for f in dataclasses.fields(Config)}
+MEANT = {int: "a positive integer", float: "a positive number", bool: "true or false", str: "a string"}
+MEANT |= {Index: "an integer from 0 on", types.NoneType: "null"}
+
+
+def fits(value, kind):
+    """Whether a value out of JSON is of the type of a Config field: numbers are positive, an Index may be 0."""
+    if isinstance(kind, types.UnionType):
+        return any(fits(value, one) for one in kind.__args__)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(fits(v, kind.__args__[0]) for v in value)
+    if get_origin(kind) is dict:
+        keys, each = kind.__args__
+        return (
+            isinstance(value, dict) and value.keys() == {*keys.__args__} and all(fits(v, each) for v in value.values())
+        )
+    if kind is Index:
+        return type(value) is int and value >= 0
+    if kind is float:
+        return type(value) in (int, float) and 0 < value < math.inf
+    return type(value) is kind and (kind is not int or value > 0)
+
+
+def meant(kind):
+    """What fits, in words."""
+    if isinstance(kind, types.UnionType):
+        return " or ".join(map(meant, kind.__args__))
+    if get_origin(kind) is tuple:
+        return f"a list, each {meant(kind.__args__[0])}"
+    if get_origin(kind) is dict:
+        return f"{', '.join(kind.__args__[0].__args__)}, each {meant(kind.__args__[1])}"
+    return MEANT[kind]
 
 
 def make_config(values, source):
@@ -117,11 +105,12 @@ def make_config(values, source):
     for name, value in values.items():
         if name not in FIELDS:
             raise InputError(f"{source}: unknown key {name!r}")
-        fits, description = CHECKS[KINDS.get(name, FIELDS[name].type)]
-        if not fits(value):
-            raise InputError(f"{source}: {name} is {value!r} but must be {description}")
+        if not fits(value, FIELDS[name].type):
+            raise InputError(f"{source}: {name} is {value!r} but must be {meant(FIELDS[name].type)}")
     try:
-        return Config(**values)
+        config = Config(**values)
+        int_linear.check(config)
+        return config
     except InputError as e:
         raise InputError(f"{source}: {e}") from None
 
@@ -130,7 +119,7 @@ def read_config(folder):
     """The Config of a checkpoint folder."""
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
-        raise InputError(f"{folder} is no folder, let alone one of a checkpoint")
+        raise InputError(f"{folder} is not a checkpoint folder: it is no folder")
     if not path.is_file():
         raise InputError(f"{folder} is not a checkpoint folder: it has no config.json")
     values = read_json(path)
@@ -213,6 +202,26 @@ class Weights:
                 # read anew: the pages behind what was copied go with the tensor
                 source = self.read(name).narrow(dim, a, b - a)
                 part[i : i + step].copy_(source[i : i + step])
+
+
+def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie_embeddings=False):
+    rope = dict(zip(get_args(ROPE_SCALING), (factor, 1.0, 4.0, 8192), strict=True))
+    return Config(
+        n_layers, n_heads, 8, head_dim, dim, intermediate_size, 128256, 131072, 1e-5, 500000.0, rope, tie_embeddings,
+        bos_id=128000, eos_ids=(128001, 128008, 128009),
+    )  # fmt: skip
+
+
+SIZES = {  # shapes for benchmarks with random weights
+    "1b": _llama3(16, 32, 64, 2048, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 1B
+    "3b": _llama3(28, 24, 128, 3072, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 3B
+    "8b": _llama3(32, 32, 128, 4096, 14336),  # Llama 3.1 8B
+    "34b": Config(48, 64, 8, 128, 8192, 22016, 32000, 16384, rope_theta=1e6, bos_id=1, eos_ids=(2,)),  # CodeLlama 34B
+    "70b": _llama3(80, 64, 128, 8192, 28672),  # Llama 3.1 70B
+    # BLOOM 176B as the Ladder Residual paper times it: a Llama block of BLOOM's width with a gated MLP of 3.5 D
+    "176b": Config(70, 112, 112, 128, 14336, 50176, 250880, 8192, rope_theta=500000.0, bos_id=1, eos_ids=(2,)),
+    "405b": _llama3(126, 128, 128, 16384, 53248),  # Llama 3.1 405B
+}
 
 
 class RandomWeights:

@@ -8,7 +8,9 @@ KV head, H head_dim, V vocabulary.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Literal, NewType
 
 import torch
 import torch.nn as nn
@@ -22,9 +24,17 @@ class InputError(ValueError):
 # ---------------------------------------------------------------------------------------------------------------------
 # The wirings
 #
-# A sublayer h maps the residual stream x (B, S, D) to this rank's partial; the partials of all ranks sum to its output.
-# comm.start(partial) puts the all-reduce in flight and comm.settle(x, pending) is x + wait(pending), or x if nothing is
-# pending. `after` holds a later start: settle happens behind it, which the compiler must not undo (see tp.py).
+# A sublayer h, attention or MLP, maps the residual stream x (B, S, D) to this rank's partial of its output; the sum of
+# all ranks' partials is an all-reduce. comm.start(partial) puts it in flight, comm.wait(pending) has the sum, and
+# comm.settle(x, pending) is x + wait(pending), or x if nothing is pending. The known block, and a ladder's:
+#
+#   standard   x = x + wait(start(attention(attention_norm(x))))
+#              x = x + wait(start(feed_forward(ffn_norm(x))))
+#
+#   ladder     a = start(attention(attention_norm(x)))    # computes while m, the MLP of the block before, is summed
+#              x = x + wait(m)
+#              m = start(feed_forward(ffn_norm(x)))       # computes while a is summed
+#              x = x + wait(a)
 
 
 def residual_stream(x, sublayers, comm, config):
@@ -38,7 +48,7 @@ def residual_stream(x, sublayers, comm, config):
             x, pending = comm.settle(x, pending), None
         started = comm.start(h(x))
         if stale or next_stale:  # ladder: the sum of the sublayer before arrives only now, behind h(x)
-            x = comm.settle(x, pending, after=started)
+            x = comm.settle(x, pending, after=started)  # `after` is for the compiler: see tp.py
         pending = started
     return comm.settle(x, pending)
 
@@ -63,29 +73,49 @@ def unreduced_stream(x, sublayers, comm, config):
     return x
 
 
-def attention_then_mlp(block, step, cache):
+def attention_then_mlp(block, metadata, cache):
     return [
-        lambda x: block.attention(block.attention_norm(x), step, cache),
+        lambda x: block.attention(block.attention_norm(x), metadata, cache),
         lambda x: block.feed_forward(block.ffn_norm(x)),
     ]
 
 
-def attention_plus_mlp(block, step, cache):
+def attention_plus_mlp(block, metadata, cache):
     def both(x):
         x = block.attention_norm(x)
-        return block.attention(x, step, cache) + block.feed_forward(x)
+        return block.attention(x, metadata, cache) + block.feed_forward(x)
 
     return [both]
 
 
-# name: (how a block splits into sublayers, how the sublayers feed the residual stream)
+@dataclasses.dataclass(frozen=True)
+class Wiring:
+    """All that a wiring is. Flags, sweeps, plots, the clock and the tests take it from here.
+
+    about: its line of --help. split: from a block to its sublayers. stream: how sublayers feed the residual stream.
+    stale: whether they read it one sublayer stale, in all layers or in those of the parameter ladder_layers.
+    parameter: the field of Config that it needs, if any. norms: of a block. tp_bound: whether it is another function
+    of the same weights on another number of ranks.
+    """
+
+    about: str
+    split: Callable = attention_then_mlp
+    stream: Callable = residual_stream
+    stale: bool = False
+    parameter: str | None = None
+    norms: tuple[str, ...] = ("attention_norm", "ffn_norm")
+    tp_bound: bool = False
+
+
 WIRINGS = {
-    "standard": (attention_then_mlp, residual_stream),
-    "ladder": (attention_then_mlp, residual_stream),
-    "hybrid": (attention_then_mlp, residual_stream),
-    "parallel": (attention_plus_mlp, residual_stream),
-    "desync": (attention_then_mlp, desynced_stream),
-    "upper-bound": (attention_then_mlp, unreduced_stream),
+    "standard": Wiring("the pre-norm Llama block"),
+    "ladder": Wiring("every sublayer reads the stream one sublayer stale", stale=True),
+    "hybrid": Wiring("only the --ladder-layers are ladder", stale=True, parameter="ladder_layers"),
+    "parallel": Wiring("attention + MLP of one input, one all-reduce", attention_plus_mlp, norms=("attention_norm",)),
+    "desync": Wiring(
+        "only every --desync-period-th all-reduce", stream=desynced_stream, parameter="desync_period", tp_bound=True
+    ),
+    "upper-bound": Wiring("no all-reduce: no model, but the limit of speed", stream=unreduced_stream, tp_bound=True),
 }
 
 
@@ -110,14 +140,18 @@ class SingleDevice:
 # ---------------------------------------------------------------------------------------------------------------------
 # The configuration
 
+Index = NewType("Index", int)  # of a token or a layer: unlike an int of Config it may be 0
+ROPE_SCALING = Literal["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a checkpoint is. Never mutated: dataclasses.replace makes another; checkpoint.make_config checks types.
+    """What a checkpoint is; its config.json holds these fields, of these types (checkpoint.py checks them). Never
+    mutated: dataclasses.replace makes another.
 
-    ladder_layers: the ladder layers of wiring "hybrid": an int n means the last n, a list names them (from 0).
-    quant: "int8", "int4" (with a group_size, in columns) or None; kept: names of matrices that it leaves as they were.
-    rope_scaling: None or Llama 3's {factor, low_freq_factor, high_freq_factor, original_max_position_embeddings}.
+    ladder_layers: the ladder layers of a hybrid: an int n means the last n, a tuple names them.
+    rope_scaling: None, or Llama 3's. quant: "int8", "int4" (with a group_size, in columns) or None; kept: names of
+    matrices that it leaves as they were.
     Raises InputError, naming the field, when the values do not fit together.
     """
 
@@ -131,14 +165,14 @@ class Config:
     max_seq_len: int
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None
+    rope_scaling: dict[ROPE_SCALING, float] | None = None
     tie_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
-    bos_id: int | None = None
-    eos_ids: tuple[int, ...] = ()
+    bos_id: Index | None = None
+    eos_ids: tuple[Index, ...] = ()
     wiring: str = "standard"
-    ladder_layers: int | tuple[int, ...] | None = None
+    ladder_layers: int | tuple[Index, ...] | None = None
     desync_period: int = 2
     quant: str | None = None
     group_size: int | None = None
@@ -151,70 +185,25 @@ class Config:
             raise InputError(f"head_dim {self.head_dim} is odd, but rotary embeddings turn pairs of dimensions")
         if self.wiring not in WIRINGS:
             raise InputError(f"unknown wiring {self.wiring!r}; known: {', '.join(WIRINGS)}")
-        if (self.wiring == "hybrid") != (self.ladder_layers is not None):
-            raise InputError("wiring hybrid needs ladder_layers, and no other wiring takes them")
-        self._check_quant()
+        needed = WIRINGS[self.wiring].parameter == "ladder_layers"
+        if needed != (self.ladder_layers is not None):
+            raise InputError(f"wiring {self.wiring} {'needs' if needed else 'takes no'} ladder_layers")
         layers = self.stale_layers
-        valid = len(set(layers)) == len(layers) and all(0 <= i < self.n_layers for i in layers)
-        if not valid or (self.wiring == "hybrid" and not layers):
+        if len(set(layers)) < len(layers) or not set(layers) <= set(range(self.n_layers)) or needed and not layers:
             raise InputError(
                 f"ladder_layers {self.ladder_layers!r} does not fit: give a number of last layers from 1 to "
                 f"{self.n_layers}, or distinct layers from 0 to {self.n_layers - 1}"
             )
 
-    def _check_quant(self):
-        if self.quant not in (None, "int8", "int4"):
-            raise InputError(f"unknown quantization {self.quant!r}; known: int8, int4")
-        size = self.group_size
-        if size is not None and self.quant != "int4":
-            raise InputError("a group size is for int4")
-        if self.quant == "int4" and size not in (32, 64, 128):
-            raise InputError(f"group size {size} is none of 32, 64, 128")
-        columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), self.dim)
-        columns |= {"wo": self.n_heads * self.head_dim, "w2": self.intermediate_size}
-        if self.kept and self.quant is None:
-            raise InputError("without quantization no matrix is kept from it")
-        for name in self.kept:
-            if name not in columns:
-                raise InputError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
-            if name == "output" and self.tie_embeddings:
-                raise InputError("the output head of this model is its embedding table: keep tok_embeddings instead")
-        for name, count in columns.items():
-            if size is not None and name not in self.kept and count % size:
-                raise InputError(f"group size {size} does not divide the {count} columns of {name}: keep {name}")
-
     @property
     def stale_layers(self):
-        """The layers whose two sublayers read the residual stream one step stale, as a tuple of indices."""
-        if self.wiring == "ladder":
-            return tuple(range(self.n_layers))
-        if self.wiring != "hybrid":
+        """The layers whose sublayers read the residual stream one sublayer stale, as a tuple of indices."""
+        if not WIRINGS[self.wiring].stale:
             return ()
-        if isinstance(self.ladder_layers, int):
-            return tuple(range(self.n_layers - self.ladder_layers, self.n_layers))
-        return self.ladder_layers
-
-
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie_embeddings=False):
-    return Config(
-        n_layers, n_heads, 8, head_dim, dim, intermediate_size, 128256, 131072, 1e-5, 500000.0,
-        {"factor": factor, **LLAMA3_ROPE}, tie_embeddings, bos_id=128000, eos_ids=(128001, 128008, 128009),
-    )  # fmt: skip
-
-
-SIZES = {  # shapes for benchmarks with random weights
-    "1b": _llama3(16, 32, 64, 2048, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 1B
-    "3b": _llama3(28, 24, 128, 3072, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 3B
-    "8b": _llama3(32, 32, 128, 4096, 14336),  # Llama 3.1 8B
-    "34b": Config(48, 64, 8, 128, 8192, 22016, 32000, 16384, rope_theta=1e6, bos_id=1, eos_ids=(2,)),  # CodeLlama 34B
-    "70b": _llama3(80, 64, 128, 8192, 28672),  # Llama 3.1 70B
-    # BLOOM 176B as the Ladder Residual paper times it: a Llama block of BLOOM's width with a gated MLP of 3.5 D
-    "176b": Config(70, 112, 112, 128, 14336, 50176, 250880, 8192, rope_theta=500000.0, bos_id=1, eos_ids=(2,)),
-    "405b": _llama3(126, 128, 128, 16384, 53248),  # Llama 3.1 405B
-}
+        if isinstance(self.ladder_layers, tuple):
+            return self.ladder_layers
+        last = self.n_layers if self.ladder_layers is None else self.ladder_layers
+        return tuple(range(self.n_layers - last, self.n_layers))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -246,7 +235,7 @@ def rotate(x, cos, sin):
 
 
 @dataclasses.dataclass
-class Step:
+class AttentionMetadata:
     """What every attention of one forward pass shares.
 
     cos, sin: (B, 1, 1, S, H/2). rows (B, 1), positions (B, S): where this pass writes the cache.
@@ -281,28 +270,28 @@ class Attention(nn.Module):
     def n_kv_heads(self):
         return (self.wqkv.out_features - self.wo.in_features) // (2 * self.head_dim)
 
-    def forward(self, x, step, cache):
+    def forward(self, x, metadata, cache):
         """x (B, S, D) -> this rank's partial (B, S, D). cache: None or (k, v), each (B, K, T, H), written in place."""
         B, S, _ = x.shape
         qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, G + 2, S, H)
-        q = rotate(self.q_norm(qkv[:, :, :-2]), step.cos, step.sin)  # (B, K, G, S, H)
-        k = rotate(self.k_norm(qkv[:, :, -2:-1]), step.cos, step.sin).squeeze(2)  # (B, K, S, H)
+        q = rotate(self.q_norm(qkv[:, :, :-2]), metadata.cos, metadata.sin)  # (B, K, G, S, H)
+        k = rotate(self.k_norm(qkv[:, :, -2:-1]), metadata.cos, metadata.sin).squeeze(2)  # (B, K, S, H)
         v = qkv[:, :, -1]  # (B, K, S, H)
         if cache is not None:
-            cache[0][step.rows, :, step.positions] = k.transpose(1, 2)
-            cache[1][step.rows, :, step.positions] = v.transpose(1, 2)
-        if step.mask is None:
+            cache[0][metadata.rows, :, metadata.positions] = k.transpose(1, 2)
+            cache[1][metadata.rows, :, metadata.positions] = v.transpose(1, 2)
+        if metadata.mask is None:
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True)  # (B, N, S, H)
         else:
-            y = self.attend(q, *cache, step)
+            y = self.attend(q, *cache, metadata)
         return self.wo(y.reshape(B, -1, S, self.head_dim).transpose(1, 2).reshape(B, S, -1))
 
-    def attend(self, q, k, v, step):
+    def attend(self, q, k, v, metadata):
         """Attention of q (B, K, G, S, H) to cached keys and values (B, K, T, H), by their mask -> (B, K, G * S, H)."""
         # The G query heads of a KV head become G more queries of one head: no key is ever copied.
         B, _, G, S, _ = q.shape
-        T = step.mask.shape[-1]
-        mask = step.mask[:, None, None].expand(B, 1, G, S, T).flatten(2, 3)  # (B, 1, G * S, T')
+        T = metadata.mask.shape[-1]
+        mask = metadata.mask[:, None, None].expand(B, 1, G, S, T).flatten(2, 3)  # (B, 1, G * S, T')
         return F.scaled_dot_product_attention(q.flatten(2, 3), k[:, :, :T], v[:, :, :T], attn_mask=mask)
 
 
@@ -318,15 +307,14 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """The weights of one layer; a wiring decides what they compute."""
+    """The weights of one layer. It has no forward: the wirings, above, say what they compute."""
 
     def __init__(self, config):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
         self.feed_forward = FeedForward(config)
-        if config.wiring != "parallel":  # which has one norm a block
-            self.ffn_norm = nn.RMSNorm(config.dim, config.norm_eps)
+        for name in WIRINGS[config.wiring].norms:
+            setattr(self, name, nn.RMSNorm(config.dim, config.norm_eps))
 
 
 class Transformer(nn.Module):
@@ -359,16 +347,15 @@ class Transformer(nn.Module):
             positions = torch.arange(S, device=tokens.device).expand(B, S)
         angles = (positions[..., None] * self.rope_frequencies)[:, None, None]  # (B, 1, 1, S, H/2)
         rows = torch.arange(B, device=tokens.device)[:, None]
-        step = Step(angles.cos(), angles.sin(), rows, positions, mask)
+        metadata = AttentionMetadata(angles.cos(), angles.sin(), rows, positions, mask)
 
-        split, stream = WIRINGS[self.config.wiring]
-        stale_layers = self.config.stale_layers
+        wiring, stale_layers = WIRINGS[self.config.wiring], self.config.stale_layers
         sublayers = [
             (h, i in stale_layers)
             for i, block in enumerate(self.layers)
-            for h in split(block, step, cache and cache[i])
+            for h in wiring.split(block, metadata, cache and cache[i])
         ]
-        x = self.norm(stream(self.tok_embeddings(tokens), sublayers, self.comm, self.config))
+        x = self.norm(wiring.stream(self.tok_embeddings(tokens), sublayers, self.comm, self.config))
         if select is not None:
             x = x[rows, select[:, None]]
         return self.comm.gather(self.output(x))

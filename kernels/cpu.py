@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from int_linear import Int8Linear, Integers, IntEmbedding, IntLinear, scaled, unpack
+from kernels.int_linear import Int8Linear, Integers, IntEmbedding, IntLinear, scaled, unpack
 from model import Attention, FeedForward, InputError
 
 # rows of x up to which few_rows.cpp is the faster one (benchmarks/few_rows.py)
@@ -198,10 +198,10 @@ class FewRowsFeedForward(FeedForward):
 class DecodeAttention(Attention):
     """An Attention that decodes with few_rows.cpp."""
 
-    def attend(self, q, k, v, step):
+    def attend(self, q, k, v, metadata):
         if q.shape[3] > 1:
-            return super().attend(q, k, v, step)
-        return torch.ops.ladder.decode_attention(q[:, :, :, 0], k, v, step.positions)
+            return super().attend(q, k, v, metadata)
+        return torch.ops.ladder.decode_attention(q[:, :, :, 0], k, v, metadata.positions)
 
 
 def use_few_rows(model):

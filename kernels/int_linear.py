@@ -14,10 +14,33 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import Transformer
+from model import InputError, Transformer
 
 PIECE = 2**19  # numbers of W that are turned into floats at a time, to be multiplied while they are in the cache
 FEW = 16  # rows of x up to which PyTorch's kernel for int8 is meant to be the faster one; not measured on a GPU
+
+
+def check(config):
+    """Raise InputError, naming the field, when what a Config says of its quantization does not fit its model."""
+    size = config.group_size
+    if config.quant not in (None, "int8", "int4"):
+        raise InputError(f"unknown quantization {config.quant!r}; known: int8, int4")
+    if size is not None and config.quant != "int4":
+        raise InputError("a group size is for int4")
+    if config.quant == "int4" and size not in (32, 64, 128):
+        raise InputError(f"group size {size} is none of 32, 64, 128")
+    if config.kept and config.quant is None:
+        raise InputError("without quantization no matrix is kept from it")
+    columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), config.dim)
+    columns |= {"wo": config.n_heads * config.head_dim, "w2": config.intermediate_size}
+    for name in config.kept:
+        if name not in columns:
+            raise InputError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
+        if name == "output" and config.tie_embeddings:
+            raise InputError("the output head of this model is its embedding table: keep tok_embeddings instead")
+    for name, count in columns.items():
+        if size is not None and name not in config.kept and count % size:
+            raise InputError(f"group size {size} does not divide the {count} columns of {name}: keep {name}")
 
 
 def dequantize(weight, scales, zeros=None):

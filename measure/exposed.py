@@ -3,7 +3,7 @@
 A step is one call of the model, a prefill or one token of decode.
 """
 
-import itertools
+import copy
 import os
 import statistics
 import sys
@@ -14,52 +14,25 @@ from typing import NamedTuple
 
 import torch
 
-import checkpoint
-from link import Link
-from model import WIRINGS, Config, InputError
+import launch
+from measure.clock import count_all_reduces, run_clock
+from measure.link import Link
+from measure.timing import in_turns, quartiles, timed
+from model import Config, InputError, SingleDevice
+from tp import TensorParallel
 
 
-class Clock:
-    """The collectives of a model that is only time: as if sublayers and all-reduces took it, and nothing else did.
+class Silent(TensorParallel):
+    """No all-reduce: every wiring computes what it always does, on partials, to measure what the all-reduces cost."""
 
-    compute: seconds computed before each start, in order, since the start or the wait before it. all_reduce: seconds of
-    one; the link carries one at a time. Standard sublayers take the sum of all of both. Ladder takes the first compute,
-    then max(compute, all-reduce) for each further sublayer, then the last all-reduce, which nothing can hide.
-    """
-
-    tp_size = 1
-
-    def __init__(self, compute, all_reduce):
-        self.compute, self.all_reduce = iter(compute), all_reduce
-        self.now = self.delivered = 0.0
-        self.started = 0
-
-    def start(self, partial):
-        self.now += next(self.compute)
-        self.started += 1
-        self.delivered = max(self.now, self.delivered) + self.all_reduce
-        return self.delivered
-
-    def wait(self, pending):
-        self.now = max(self.now, pending)
-        return 0.0
-
-    def settle(self, x, pending, after=None):
-        return x if pending is None else self.wait(pending)
+    start, wait, settle = SingleDevice.start, SingleDevice.wait, SingleDevice.settle
 
 
-def run_clock(config, compute, all_reduce):
-    """The Clock after one step of the config's wiring: the very loop of model.py, on a clock."""
-    clock = Clock(compute, all_reduce)
-    split, stream = WIRINGS[config.wiring]
-    layers = [(i in config.stale_layers, split(None, None, None)) for i in range(config.n_layers)]
-    stream(0.0, [(lambda x: 0.0, stale) for stale, sublayers in layers for _ in sublayers], clock, config)
-    return clock
-
-
-def count_all_reduces(config):
-    """All-reduces of one step."""
-    return run_clock(config, itertools.repeat(0.0), 0.0).started
+def silenced(model, world):
+    """The same model, of the same weights, without its all-reduces."""
+    model = copy.copy(model)
+    model.comm = Silent(model.config, world.tp_size, world.group)
+    return model
 
 
 def compute_times(start, log, end):
@@ -108,13 +81,12 @@ def measure(world, cases, rounds=20, seconds=10):
     """
     for case in cases.values():  # may compile
         _run(world, case)
+    ways = {name: lambda case=case: _run(world, case) for name, case in cases.items()}
     start = time.perf_counter()
-    runs = {name: [_run(world, case)] for name, case in cases.items()}
+    first = in_turns(ways, 1)
     fitting = int(seconds / (time.perf_counter() - start))
-    for _ in range(min(world.gather(max(3, min(rounds, fitting)))) - 1):
-        for name, case in cases.items():
-            runs[name].append(_run(world, case))
-    return {name: _report(case, runs[name]) for name, case in cases.items()}
+    runs = in_turns(ways, min(world.gather(max(3, min(rounds, fitting)))) - 1)
+    return {name: _report(case, first[name] + runs[name]) for name, case in cases.items()}
 
 
 def _run(world, case):
@@ -166,7 +138,7 @@ def _report(case, runs):
         compute = [statistics.median(times) for times in zip(*(run.compute for run in runs), strict=True)]
     scale = max(0.0, silent - tail) / sum(compute) if count else 0.0
     limit = run_clock(case.config, [scale * c for c in compute], alone).now + tail if count else silent
-    low, _, high = statistics.quantiles([run.step for run in runs], n=4)
+    low, _, high = quartiles([run.step for run in runs])
 
     def ms(seconds):
         return None if seconds is None else 1e3 * seconds
@@ -177,29 +149,6 @@ def _report(case, runs):
         "all_reduce_ms": ms(alone), "hidden": 1 - (step - silent) / (count * alone) if count else None,
         "limit_ms": ms(limit), "blocked_ms": ms(blocked), "transport_ms": ms(transport), "rounds": len(runs),
     }  # fmt: skip
-
-
-def timed(device, step):
-    """Seconds that step() takes on the device."""
-    start = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
-def report(kind, r):
-    """The report in two lines for people."""
-    if not r["all_reduces"]:
-        return f"{kind}: {r['step_ms']:.2f} ms a step, without any all-reduce"
-    travel, above = r["all_reduces"] * r["all_reduce_ms"], 100 * (r["step_ms"] / r["limit_ms"] - 1)
-    gloo = f"; communicating took {r['transport_ms']:.2f} ms of the CPU" if r["transport_ms"] else ""
-    return (
-        f"{kind}: {r['step_ms']:.2f} ms a step, {r['silent_ms']:.2f} without its {r['all_reduces']} all-reduces of "
-        f"{r['all_reduce_bytes']:,} bytes, which take {r['all_reduce_ms']:.3f} ms each\n"
-        f"  exposed {r['exposed_ms']:.2f} of {travel:.2f} ms of communication, {100 * r['hidden']:.0f} % hidden; "
-        f"{above:+.1f} % from this wiring's limit of {r['limit_ms']:.2f} ms{gloo}"
-    )
 
 
 @torch.inference_mode()

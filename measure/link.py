@@ -12,6 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 
+import launch
 from model import InputError
 
 

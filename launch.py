@@ -1,0 +1,406 @@
+"""How a script starts and ends: the flags that scripts share, the ranks, errors.
+
+main() of every script parses its flags with a Parser, joins the other ranks with join(), and is run by run().
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import json
+import math
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from model import WIRINGS, InputError
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Help that ends in the default, where there is one."""
+
+    def _get_help_string(self, action):
+        plain = action.default in (None, False, "", argparse.SUPPRESS)
+        return action.help if plain else f"{action.help or ''} (default: %(default)s)"
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises InputError, for run() to print once, where others print a usage from every rank."""
+
+    def __init__(self, description):
+        super().__init__(description=description, formatter_class=Help, allow_abbrev=False)
+
+    def error(self, message):
+        raise InputError(message.removeprefix("argument "))
+
+
+def number(kind, low, high=2**31 - 1, above=False):
+    """An argparse type: an int or a float from `low` (or above it) to `high`."""
+    words = {int: "a whole number", float: "a number"}[kind] + f" {'above' if above else 'from'} {low:g}"
+    words += f" to {high:g}" if high < 2**31 - 1 else ""
+
+    def parse(text):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or (above and value == low):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {words}")
+        return value
+
+    return parse
+
+
+def count(text):
+    """An argparse type: a whole number from 1 on."""
+    return number(int, 1)(text)
+
+
+def appendable(path):
+    """An argparse type: a file that lines can be appended to; leaves no file that was not there."""
+    existed = Path(path).exists()
+    try:
+        open(path, "a").close()
+        if not existed:
+            Path(path).unlink(missing_ok=True)
+    except OSError as e:
+        raise argparse.ArgumentTypeError(f"{path} cannot be written: {e.strerror}") from None
+    return path
+
+
+def append_line(path, line):
+    """Append a JSON line to a file."""
+    try:
+        with open(path, "a", encoding="utf-8") as f:
+            f.write(json.dumps(line) + "\n")
+    except OSError as e:  # above all: no space left on the device
+        raise InputError(f"{path} cannot be written: {e.strerror}") from None
+
+
+def add_device_flag(parser):
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; without it cuda where each rank finds a GPU, else cpu")
+
+
+def add_json_flag(parser, what="the results as one line of JSON"):
+    parser.add_argument("--json", type=appendable, metavar="FILE", help=f"append {what}")
+
+
+def add_wiring_flags(parser, otherwise="the checkpoint's own"):
+    """The flags that choose a wiring; with_wiring applies them."""
+    known = "; ".join(f"{name}: {wiring.about}" for name, wiring in WIRINGS.items())
+    g = parser.add_argument_group("wiring", f"how sublayers feed the residual stream; without these {otherwise}")
+    g.add_argument("--wiring", metavar="NAME", help=known)
+    g.add_argument("--ladder", action="store_true", help="the same as --wiring ladder")
+    g.add_argument("--ladder-layers", metavar="N|I,J,...", help="hybrid: the last N layers, or layers I, J (from 0)")
+    g.add_argument("--desync-period", type=count, metavar="N", help="desync: keep every N-th all-reduce")
+
+
+def with_wiring(config, args):
+    """The config with the wiring that the flags ask for."""
+    wiring = args.wiring or ("ladder" if args.ladder else config.wiring)
+    if args.ladder and wiring != "ladder":
+        raise InputError(f"--ladder and --wiring {wiring} contradict each other")
+    given = {"desync_period": args.desync_period}
+    if args.ladder_layers is not None:
+        try:
+            numbers = tuple(int(i) for i in args.ladder_layers.split(","))
+        except ValueError:
+            message = f"--ladder-layers {args.ladder_layers!r} is neither a number nor a list such as 3,5,7"
+            raise InputError(message) from None
+        given["ladder_layers"] = numbers if "," in args.ladder_layers else numbers[0]
+        if args.wiring is None:
+            wiring = "hybrid"
+    if wiring not in WIRINGS:
+        raise InputError(f"unknown --wiring {wiring!r}; known: {', '.join(WIRINGS)}")
+    parameter = WIRINGS[wiring].parameter
+    changes = {"wiring": wiring}
+    if parameter != "ladder_layers":
+        changes["ladder_layers"] = None
+    for name, value in given.items():
+        if value is not None and name != parameter:
+            takes = ", ".join(w for w in WIRINGS if WIRINGS[w].parameter == name)
+            raise InputError(f"--{name.replace('_', '-')} is for --wiring {takes}: it does not go with {wiring}")
+        if value is not None:
+            changes[name] = value
+    if parameter == "ladder_layers" and changes.get(parameter, config.ladder_layers) is None:
+        raise InputError(f"--wiring {wiring} needs --ladder-layers")
+    return dataclasses.replace(config, **changes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks
+
+
+PATIENCE = 5  # seconds until a rank says that it waits for others
+DEADLINE = 300  # seconds until it gives up
+
+
+def rank_and_size():
+    """This process's rank and the number of ranks, as torchrun's environment says."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+@functools.cache
+def _store():
+    """The key-value store that torchrun's environment describes, or None for a single process."""
+    if rank_and_size()[1] == 1:
+        return None
+    return next(dist.rendezvous("env://"))[0]
+
+
+class World:
+    """The ranks of a run: join() makes one.
+
+    group: the process group of the model's collectives, or None for a single device. threads: the ids of those that
+    carry them on the CPU. A simulated rank (measure/link.py) has a tp_size and a group, but no peers.
+    """
+
+    def __init__(self, rank, tp_size, device, group=None, threads=(), simulated=False):
+        self.rank, self.tp_size, self.device, self.group = rank, tp_size, device, group
+        self.threads, self.simulated = threads, simulated
+        self.alone = simulated or tp_size == 1
+        self.told = 0
+
+    def gather(self, value):
+        """The value of every rank, as a list in the order of the ranks."""
+        if self.alone:
+            return [value]
+        values = [None] * self.tp_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def tell(self, value):
+        """Rank 0's value (of JSON's types), on every rank, however long rank 0 takes to have one."""
+        if self.alone:
+            return value
+        self.told += 1
+        key, store = f"told {self.told}", _store()
+        if self.rank == 0:
+            store.set(key, json.dumps(value))
+        while not store.check([key]):  # a collective would time out under a slow typist, and not hear a Ctrl-C
+            time.sleep(0.02)
+        return json.loads(store.get(key))
+
+    @contextlib.contextmanager
+    def together(self):
+        """An InputError of one rank in this block becomes one of all, so that none waits for it forever."""
+        error = None
+        try:
+            yield
+        except InputError as e:
+            error = str(e)
+        for message in self.gather(error):
+            if message is not None:
+                raise InputError(message)
+
+
+def join(device=None):
+    """Join the process group that torchrun describes, if there is more than one process; returns the World.
+
+    device: "cpu", "cuda", "cuda:1", or None for CUDA where each local rank finds a GPU. Under torchrun each rank takes
+    the GPU of its LOCAL_RANK. Raises InputError for a device that is not there.
+    """
+    rank, tp_size = rank_and_size()
+    device = choose_device(device, rank, tp_size)
+    if tp_size == 1:
+        return World(rank, tp_size, device)
+    store = _store()
+    _wait_for_all(store, rank, tp_size)
+    if device.type == "cpu" and int(os.environ.get("LOCAL_WORLD_SIZE", tp_size)) < tp_size:
+        _choose_interface(store, rank, tp_size)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    on_gpu = {"device_id": device} if device.type == "cuda" else {}
+    with _watch("to connect to the other ranks; is GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME right?"):
+        before = _threads()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=tp_size, **on_gpu)
+        threads = _threads() - before if backend == "gloo" else set()
+        _let_preempt(threads)
+        dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
+    return World(rank, tp_size, device, dist.group.WORLD, threads)
+
+
+def choose_device(device, rank=0, tp_size=1):
+    """The torch.device of a rank, as join says, made CUDA's current one."""
+    gpus = torch.cuda.device_count()
+    known = "cpu" + "".join(f", cuda:{i}" for i in range(gpus))
+    if device is None:
+        device = "cuda" if 0 < int(os.environ.get("LOCAL_WORLD_SIZE", tp_size)) <= gpus else "cpu"
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise InputError(f"no such device: {device}; this machine has {known}") from None
+    if device.type == "cuda":
+        index = device.index or 0 if tp_size == 1 else int(os.environ.get("LOCAL_RANK", rank))
+        device = torch.device("cuda", index)
+    at_most = gpus if device.type == "cuda" else 1
+    if device.type not in ("cpu", "cuda") or (device.index or 0) >= at_most:
+        raise InputError(f"no such device: {device}; this machine has {known}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _wait_for_all(store, rank, tp_size):
+    """Wait until every rank is here; a rank with bad input never comes, and says so."""
+    start, said = time.monotonic(), False
+    store.add("ready", 1)
+    while (ready := store.add("ready", 0)) < tp_size:
+        if store.check(["stopped"]):
+            _stop(2)
+        waited = time.monotonic() - start
+        if rank == 0 and waited > PATIENCE and not said:
+            print(f"waiting for {tp_size - ready} of {tp_size} ranks ...", file=sys.stderr, flush=True)
+            said = True
+        if waited > DEADLINE:
+            _stop(1, f"only {ready} of {tp_size} ranks came within {DEADLINE} s")
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def _watch(what):
+    """Say what this process is waiting for, and end it when that takes too long: a connection may hang for ever."""
+
+    def say():
+        print(f"rank {rank_and_size()[0]} is waiting {what}", file=sys.stderr, flush=True)
+
+    def give_up():
+        print(f"rank {rank_and_size()[0]} has waited {DEADLINE} s {what}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timers = [threading.Timer(PATIENCE, say), threading.Timer(DEADLINE, give_up)]
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
+
+
+def _choose_interface(store, rank, tp_size):
+    """Let gloo listen where the other nodes can reach it, unless GLOO_SOCKET_IFNAME says where.
+
+    By itself it listens at the address that this host's name resolves to, which on many systems is a loopback address.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    address = _address_towards(os.environ["MASTER_ADDR"])
+    if rank == tp_size - 1:
+        store.set("last rank's address", address)
+    if address.startswith("127."):  # node 0's own name may resolve so there: ask for the way to another node
+        address = _address_towards(store.get("last rank's address").decode())
+    for _, name in socket.if_nameindex():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
+            found = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+            if socket.inet_ntoa(found[20:24]) == address:
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _address_towards(host):
+    """This machine's own IPv4 address on the way to a host, or "" where there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
+        s.connect((host, 1))  # of a datagram socket, this sends nothing
+        return s.getsockname()[0]
+    return ""
+
+
+def _threads():
+    """The thread ids of this process; none where the system is not Linux."""
+    return {int(i) for i in os.listdir("/proc/self/task")} if os.path.isdir("/proc/self/task") else set()
+
+
+def _let_preempt(threads):
+    """Let gloo's threads run as soon as they have something to do, as far as the system allows it.
+
+    Its event loop polls while another of its threads holds a connection's lock. Between ordinary threads the one that
+    polls may keep the one with the lock from running until the scheduler's next tick, milliseconds later
+    (benchmarks/gloo_threads.py shows it). Real-time threads preempt the computation, but not one another; to have them
+    takes root or CAP_SYS_NICE. Batch threads, for anyone, at least do not preempt one another.
+    """
+    for thread in threads:
+        for policy, priority in (os.SCHED_FIFO, 1), (os.SCHED_BATCH, 0):
+            with contextlib.suppress(OSError):  # not allowed, or gone
+                os.sched_setscheduler(thread, policy, os.sched_param(priority))
+                break
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ends
+
+
+def run(main):
+    """Run a script's main(): bad input ends all ranks with one line from one of them and exit code 2."""
+    store = None
+    try:
+        store = _store()
+        main()
+        if dist.is_initialized():
+            dist.barrier()
+        _leave(0)
+    except InputError as e:
+        _stop(2, f"{os.path.basename(sys.argv[0])}: {e}")
+    except KeyboardInterrupt:
+        _stop(130, "interrupted")
+    except BrokenPipeError:  # whoever read our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _stop(1, "")
+    except Exception as e:
+        if store is not None and _has_stopped(store):
+            _stop(2)  # a peer that stopped has cut this rank's connections
+        if store is not None and (isinstance(e, dist.DistBackendError) or "gloo" in str(e)):
+            _stop(1, "a rank is gone, and the others with it")
+        raise
+
+
+def _has_stopped(store):
+    with contextlib.suppress(Exception):
+        return store.check(["stopped"])
+    return True  # the store went with the rank that held it
+
+
+def _stop(code, line=None):
+    """Leave; of the ranks that come here with a line the first prints it, and the others wait until it is out.
+
+    They wait because the launcher kills all ranks when one exits, and rank 0, which may hold the store, leaves last.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # one Ctrl-C may arrive from the terminal and from the launcher
+    store, (rank, tp_size) = _store(), rank_and_size()
+    if store is None:
+        if line:
+            print(line, file=sys.stderr)
+        _leave(code)
+    with contextlib.suppress(Exception):  # without a store there is nobody to wait for
+        if line is not None and store.add("stopping", 1) == 1:
+            if line:
+                print(line, file=sys.stderr, flush=True)
+            store.set("stopped", "")
+        else:
+            store.wait(["stopped"], timedelta(seconds=5))
+        store.add("left", 1)
+        deadline = time.monotonic() + 3
+        while rank == 0 and store.add("left", 0) < tp_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+    _leave(code)
+
+
+def _leave(code):
+    """End this process at once: the destructors of a process group may wait for peers that are gone, or abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if dist.is_initialized():
+        os._exit(code)
+    sys.exit(code)

@@ -1,0 +1,50 @@
+"""The least that a step takes: the loop of model.py on a clock, where computing and all-reduces take known times.
+
+It needs neither weights nor ranks, so it says in no time what a wiring could gain over a link.
+"""
+
+import itertools
+
+from model import WIRINGS
+
+
+class Clock:
+    """The collectives of a model that is only time: as if sublayers and all-reduces took it, and nothing else did.
+
+    compute: seconds computed before each start, in order, since the start or the wait before it. all_reduce: seconds of
+    one; the link carries one at a time. Standard sublayers take the sum of all of both. Ladder takes the first compute,
+    then max(compute, all-reduce) for each further sublayer, then the last all-reduce, which nothing can hide.
+    """
+
+    tp_size = 1
+
+    def __init__(self, compute, all_reduce):
+        self.compute, self.all_reduce = iter(compute), all_reduce
+        self.now = self.delivered = 0.0
+        self.started = 0
+
+    def start(self, partial):
+        self.now += next(self.compute)
+        self.started += 1
+        self.delivered = max(self.now, self.delivered) + self.all_reduce
+        return self.delivered
+
+    def wait(self, pending):
+        self.now = max(self.now, pending)
+        return 0.0
+
+    def settle(self, x, pending, after=None):
+        return x if pending is None else self.wait(pending)
+
+
+def run_clock(config, compute, all_reduce):
+    """The Clock after one step of the config's wiring: the very loop of model.py, on a clock."""
+    clock, wiring = Clock(compute, all_reduce), WIRINGS[config.wiring]
+    layers = [(i in config.stale_layers, wiring.split(None, None, None)) for i in range(config.n_layers)]
+    wiring.stream(0.0, [(lambda x: 0.0, stale) for stale, sublayers in layers for _ in sublayers], clock, config)
+    return clock
+
+
+def count_all_reduces(config):
+    """All-reduces of one step."""
+    return run_clock(config, itertools.repeat(0.0), 0.0).started
