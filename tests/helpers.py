@@ -155,7 +155,7 @@ class Pool:
         while pipes:
             ready = wait(list(pipes), max(0, deadline - time.monotonic()))
             if not ready:
-                return {rank: f"no answer in {timeout} s" for rank in pipes.values()}, values
+                return dict.fromkeys(pipes.values(), f"no answer in {timeout} s"), values
             for pipe in ready:
                 rank = pipes.pop(pipe)
                 try:

@@ -6,7 +6,6 @@ import torch
 import adapt
 import checkpoint
 import tp
-from model import InputError
 from tokenizer import load_tokenizer
 
 STORIES = ["Once upon a time there was a little dog.", "The dog ran to the park.", "A cat sat on the mat and slept."]

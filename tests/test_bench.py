@@ -7,11 +7,11 @@ import subprocess
 import sys
 import time
 
+import plot
 import pytest
+import sweep
 from helpers import HANGS, ROOT, script
 
-import plot
-import sweep
 from model import InputError
 
 # A python that is one for sweep.py, but whose generate.py and probe.py write down a line instead of measuring, and that

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import checkpoint
 import convert_hf_checkpoint
-import tokenizer
 import tp
 from model import InputError
+from tokenizer import load_tokenizer
 
 SMALL = {
     "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 131,
@@ -274,7 +274,7 @@ def test_stories260k_greedy_ids_and_loss(tmp_path):
         while len(ids) < 12:
             ids.append(int(net(torch.tensor([ids]))[0, -1].argmax()))
         assert ids == [1, 403, 407, 261, 378, 432, 383, 286, 261, 376, 298, 315]
-        encoder = tokenizer.load_tokenizer(tmp_path / "ours", net.config.vocab_size)
+        encoder = load_tokenizer(tmp_path / "ours", net.config.vocab_size)
         stories = shared_data("tinystories-10k-lines.txt").read_text(encoding="utf-8").split("<|endoftext|>")[:200]
         nats, count = 0.0, 0
         for story in stories:
@@ -459,7 +459,7 @@ def test_a_sentencepiece_tokenizer_goes_to_hugging_face(hf_folder, tmp_path):
     convert(hf_folder, tmp_path / "ours", "--tokenizer", tmp_path / "tokenizer.model")
     convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
-    assert theirs("Once upon a dog")["input_ids"] == tokenizer.load_tokenizer(tmp_path / "ours").encode("Once upon a dog")
+    assert theirs("Once upon a dog")["input_ids"] == load_tokenizer(tmp_path / "ours").encode("Once upon a dog")
 
 
 def test_a_given_tokenizer_replaces_the_sources_and_must_fit(hf_folder, tmp_path):
@@ -474,7 +474,7 @@ def test_a_given_tokenizer_replaces_the_sources_and_must_fit(hf_folder, tmp_path
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**SMALL, "vocab_size": 300}))
     theirs.save_pretrained(hf_folder)
     convert(hf_folder, tmp_path / "ours", "--tokenizer", tmp_path / "large.model")
-    assert tokenizer.load_tokenizer(tmp_path / "ours").vocab_size == 300
+    assert load_tokenizer(tmp_path / "ours").vocab_size == 300
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ SCRIPTS = {
             "--prompt=a --temperature=nan": "--temperature: 'nan' is not a number from 0",
             "--prompt=a --top-p=0": "--top-p: '0' is not a number above 0 to 1",
             "--prompt=a --top-p=1.1": "--top-p: '1.1' is not a number above 0 to 1",
-            "--prompt=a --seed=-1": "--seed: '-1' is not a whole number from 0 to 9",
+            "--prompt=a --seed=-1": "--seed: '-1' is not a whole number from 0",
             "--prompt=a --seed=99999999999999999999": "--seed: '99999999999999999999' is not a whole number from 0",
             "--prompt=a\udcff": "is not valid UTF-8",
             "--prompt=a --top-k=0": "--top-k: '0' is not a whole number from 1",
