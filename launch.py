@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises InputError, for run() to print once, where others print a usage from every rank."""
 
     def __init__(self, description):
-        super().__init__(description=description, formatter_class=Help, allow_abbrev=False)
+        super().__init__(description=description, formatter_class=Help)
 
     def error(self, message):
         raise InputError(message.removeprefix("argument "))
