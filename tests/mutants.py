@@ -22,6 +22,7 @@ RANKS = "test_tp.py -k 'test_all_ranks_compute_what_one_device_does and 2'"
 PLAN, CHUNKS = "test_tp.py -k plan_gives", "test_generate.py -k prefill_in_chunks"
 ENDS, SAMPLING = "test_generate.py -k stops_at_its_own_end", "test_generate.py -k 'top_k or equal_seeds'"
 STREAM, FILES = "test_tokenizer.py -k 'stream and not transformers'", "test_generate.py -k bad_checkpoints"
+QUANT, CONVERT, LINK = "test_quantize.py -k ", "test_convert.py -k ", "test_link.py -k "
 FEW_INT = "test_quantize.py -k 'exact_up_to_rounding or three_products'"
 
 MUTANTS = [  # (file, old text, new text, tests)
@@ -57,7 +58,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("tp.py", "return -(-vocab_size // tp_size)", "return vocab_size // tp_size", PLAN),
     ("tp.py", "parts.permute(1, 2, 0, 3)", "parts.flip(0).permute(1, 2, 0, 3)", RANKS),
     ("tp.py", "F.pad(logits, (0, part - logits.shape[-1]))", "F.pad(logits, (part - logits.shape[-1], 0))", RANKS),
-    ("tp.py", "_put(model.output, kind, tensor[start:stop])", "_put(model.output, kind, tensor[: stop - start])", RANKS),
+    ("tp.py", "kind, tensor[start:stop])", "kind, tensor[: stop - start])", RANKS),
     (
         "tp.py",
         "tensor = int_linear.regroup(tensor, *ranges[0], each)",
@@ -88,22 +89,23 @@ MUTANTS = [  # (file, old text, new text, tests)
         "test_generate.py -k ctrl_c_stops_an_answer",
     ),
     ("terminal.py", "        ids = ids + row\n", "", "test_generate.py -k 'interactive_goes_on and 1'"),
-    ("launch.py", 'if address.startswith("127."):', "if False:", "test_link.py -k the_interface_is"),
+    ("launch.py", 'if address.startswith("127."):', "if False:", LINK + "the_interface_is"),
     ("launch.py", 'wiring = "hybrid"', 'wiring = "ladder"', "test_flags.py -k 'ladder-layers=4'"),
     ("launch.py", "        if not existed:\n", "        if False:\n", "test_flags.py -k file_to_append"),
     ("launch.py", "for message in self.gather(error):", "for message in [error]:", "test_tp.py -k error_of_one_rank"),
-    ("launch.py", "_let_preempt(threads)\n        dist", "dist", "test_link.py -k preempt"),
+    ("launch.py", "_let_preempt(threads)\n        dist", "dist", LINK + "preempt"),
     # checkpoint.py
     ("checkpoint.py", "            start += b - a\n", "            start = 0\n", "test_cpu.py -k filling"),
     ("checkpoint.py", "            if lost:\n", "            if False:\n", FILES),
-    ("checkpoint.py", "if size > room and shards[-1]:", "if False:", "test_convert.py -k output_is_sharded"),
+    ("checkpoint.py", "if size > room and shards[-1]:", "if False:", CONVERT + "output_is_sharded"),
     (
         "checkpoint.py",
         "        shutil.rmtree(temporary, ignore_errors=True)\n",
         "        pass\n",
         "test_quantize.py -k interrupted_run",
     ),
-    ("checkpoint.py", "return type(value) is kind and", "return isinstance(value, kind) and", "test_model.py -k one_clear"),
+    ("checkpoint.py", "return type(value) is kind and", "return isinstance(value, kind) and",
+     "test_model.py -k one_clear"),
     ("checkpoint.py", "value >= 0", "value > 0", "test_model.py -k good_config"),
     # tokenizer.py
     (
@@ -116,8 +118,8 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("tokenizer.py", "self.start = len(self.ids) - 8", "self.start = len(self.ids)", STREAM),
     ("tokenizer.py", "skip_special_tokens=True", "skip_special_tokens=False", "test_tokenizer.py -k round_trip"),
     # convert_hf_checkpoint.py
-    ("convert_hf_checkpoint.py", "for t in (q, k, v)], dim=1)", "for t in (q, v, k)], dim=1)", "test_convert.py -k parity"),
-    ("convert_hf_checkpoint.py", ".transpose(1, 2).flatten(0, 2)", ".flatten(0, 2)", "test_convert.py -k interleaved"),
+    ("convert_hf_checkpoint.py", "for t in (q, k, v)], dim=1)", "for t in (q, v, k)], dim=1)", CONVERT + "parity"),
+    ("convert_hf_checkpoint.py", ".transpose(1, 2).flatten(0, 2)", ".flatten(0, 2)", CONVERT + "interleaved"),
     (
         "convert_hf_checkpoint.py",
         "= list(config.stale_layers)",
@@ -125,13 +127,13 @@ MUTANTS = [  # (file, old text, new text, tests)
         "test_convert.py -k ladder_layers_of_a_config",
     ),
     # quantize.py, kernels/
-    ("quantize.py", "((high - low) / 15)", "((high - low) / 16)", "test_quantize.py -k int4_is_within"),
-    ("quantize.py", ".clamp_(0, 15)", ".clamp_(0, 14)", "test_quantize.py -k int4_is_within"),
-    ("quantize.py", "amax(dim=1, keepdim=True) / 127", "amax() / 127", "test_quantize.py -k int8_is_within"),
-    ("kernels/int_linear.py", "(weight & 15, weight >> 4)", "(weight >> 4, weight & 15)", "test_quantize.py -k definition"),
-    ("kernels/int_linear.py", "addcmul(zeros[", "addcmul(-zeros[", "test_quantize.py -k definition"),
-    ("kernels/int_linear.py", "first = start % size // smaller", "first = 0", "test_quantize.py -k straddle"),
-    ("kernels/cpu.py", "q = low | high << 4", "q = high | low << 4", "test_quantize.py -k packed_rows"),
+    ("quantize.py", "((high - low) / 15)", "((high - low) / 16)", QUANT + "int4_is_within"),
+    ("quantize.py", ".clamp_(0, 15)", ".clamp_(0, 14)", QUANT + "int4_is_within"),
+    ("quantize.py", "amax(dim=1, keepdim=True) / 127", "amax() / 127", QUANT + "int8_is_within"),
+    ("kernels/int_linear.py", "(weight & 15, weight >> 4)", "(weight >> 4, weight & 15)", QUANT + "definition"),
+    ("kernels/int_linear.py", "addcmul(zeros[", "addcmul(-zeros[", QUANT + "definition"),
+    ("kernels/int_linear.py", "first = start % size // smaller", "first = 0", QUANT + "straddle"),
+    ("kernels/cpu.py", "q = low | high << 4", "q = high | low << 4", QUANT + "packed_rows"),
     ("kernels/cpu.py", "start = -every.data_ptr() % HUGE", "start = 64", "test_cpu.py -k huge_pages"),
     (
         "kernels/cpu.py",
@@ -146,8 +148,8 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("kernels/few_rows.cpp", "sums[m * W.G + k / size]", "sums[k / size]", FEW_INT),
     ("kernels/few_rows.cpp", "(p_data[i / K] + 1, 1, T)", "(p_data[i / K], 1, T)", "test_cpu.py -k one_position"),
     # measure/
-    ("measure/link.py", "passes * (tp_size - 1) / tp_size * wire", "passes * wire", "test_link.py -k ring_traffic"),
-    ("measure/link.py", "max(time.perf_counter(), self.free_at)", "time.perf_counter()", "test_link.py -k one_at_a_time"),
+    ("measure/link.py", "passes * (tp_size - 1) / tp_size * wire", "passes * wire", LINK + "ring_traffic"),
+    ("measure/link.py", "max(time.perf_counter(), self.free_at)", "time.perf_counter()", LINK + "one_at_a_time"),
     (
         "measure/exposed.py",
         "before = max(before, pauses.pop(0)[1])",
@@ -160,8 +162,9 @@ MUTANTS = [  # (file, old text, new text, tests)
         "pass",
         "test_link.py -k only_sleep",
     ),
-    ("measure/exposed.py", "1 - (step - silent) / (count * alone)", "(step - silent) / (count * alone)", "test_link.py -k the_report"),
-    ("measure/clock.py", "max(self.now, self.delivered) + self", "self.now + self", "test_link.py -k clock_adds_up"),
+    ("measure/exposed.py", "1 - (step - silent) / (count * alone)", "(step - silent) / (count * alone)",
+     LINK + "the_report"),
+    ("measure/clock.py", "max(self.now, self.delivered) + self", "self.now + self", LINK + "clock_adds_up"),
     (
         "measure/timing.py",
         "    for _ in range(rounds):\n        for name, way in ways.items():\n",
@@ -169,14 +172,14 @@ MUTANTS = [  # (file, old text, new text, tests)
         "test_link.py -k in_turns",
     ),
     ("measure/report.py", 'if not n.startswith("tok_embeddings.")', "if True", "test_generate.py -k step_bytes"),
-    ("measure/report.py", ' and r["step_bytes"] >= LARGE:', ":", "test_link.py -k share_of_the_bandwidth"),
-    ("measure/report.py", "size / statistics.median(", "size / statistics.mean(", "test_link.py -k median_of_some"),
+    ("measure/report.py", ' and r["step_bytes"] >= LARGE:', ":", LINK + "share_of_the_bandwidth"),
+    ("measure/report.py", "size / statistics.median(", "size / statistics.mean(", LINK + "median_of_some"),
     # adapt.py, eval.py
     ("adapt.py", "[*tokenizer.encode(d), eos]", "tokenizer.encode(d)", "test_adapt.py"),
     ("adapt.py", "F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())",
      "F.cross_entropy(logits.flatten(0, 1).float(), windows[:, :-1].flatten())", "test_adapt.py"),
-    ("eval.py", "stop - (size - stride)", "stop - stride", "test_quantize.py -k windows_score"),
-    ("eval.py", "row[begin - 1 :]", "row[begin:]", "test_quantize.py -k nats_against"),
+    ("eval.py", "stop - (size - stride)", "stop - stride", QUANT + "windows_score"),
+    ("eval.py", "row[begin - 1 :]", "row[begin:]", QUANT + "nats_against"),
 ]  # fmt: skip
 
 

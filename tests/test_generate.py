@@ -284,9 +284,9 @@ def test_interactive_with_a_chat_template_and_a_full_context(copy, flags):
 
 
 def test_the_demo_is_a_ladder_and_tells_the_same_story_on_two_ranks(out):
-    flags = ["--prompt", "Once upon a time", "--temperature", "0", "--dtype", "float32"]
+    flags = ["--prompt", "Once upon a time", "--temperature", "0", "--dtype", "float32", "--max-new-tokens", "60"]
     result, printed, _ = run_json(ROOT / "demo", *flags, out=out)
-    assert result["wiring"] == "ladder" and len(printed.split()) > 50
+    assert result["wiring"] == "ladder" and len(printed.split()) > 25
     both, *_ = run_json(ROOT / "demo", *flags, "--ladder", out=out, ranks=2)
     assert both["texts"] == result["texts"]
 
@@ -409,7 +409,7 @@ def test_a_prefill_in_chunks_equals_one_pass(chunk):
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
     """What is beyond them holds NaN, which a mask would not keep out of a sum."""
-    net = random_model(dataclasses.replace(BASE, n_layers=2))
+    net = random_model(dataclasses.replace(BASE, n_layers=1))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     runner = generate.Runner(net, net.new_cache(2, 40), compile)
@@ -559,6 +559,12 @@ def lose_a_shard(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def name_too_much(folder):
+    (folder / "model.safetensors").rename(folder / "all.safetensors")
+    index = {"weight_map": {"norm.weight": "all.safetensors", "nowhere.weight": "all.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 CHECKPOINTS = {  # what happened to the folder, and the line
     "a Hugging Face config": (lambda f: edit_config(f, model_type="gpt2"), "run convert_hf_checkpoint.py"),
     "an unknown key": (lambda f: edit_config(f, n_experts=8), "unknown key 'n_experts'"),
@@ -566,6 +572,10 @@ CHECKPOINTS = {  # what happened to the folder, and the line
     "a bad value": (lambda f: edit_config(f, dim=-1), "config.json: dim is -1"),
     "no config": (lambda f: (f / "config.json").unlink(), "is not a checkpoint folder: it has no config.json"),
     "a truncated file": (truncate, "model.safetensors is truncated"),
+    "an index that names too much": (
+        name_too_much,
+        "model.safetensors.index.json names nowhere.weight, but no file holds it",
+    ),
     "a lost shard": (lose_a_shard, "model-00001-of-00002.safetensors is missing"),
     "too large for float16": (
         lambda f: spoil_weights(f, "norm.weight", lambda state, name: state.update({name: state[name] * 1e5})),
@@ -610,7 +620,8 @@ def test_bad_input_of_one_node_ends_the_other(tiny):
         environment = {**os.environ, **environment, "CUDA_VISIBLE_DEVICES": ""}
         nodes.append(subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True))
     errors = "".join(node.communicate(timeout=HANGS)[1] for node in nodes)
-    assert errors == "generate.py: no such device: cuda:1; this machine has cpu\n"
+    lines = [line for line in errors.splitlines() if " is waiting " not in line]  # as a slow machine may say
+    assert lines == ["generate.py: no such device: cuda:1; this machine has cpu"]
     assert [node.returncode for node in nodes] == [2, 2]
 
 
