@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from tqdm import trange
 
 import checkpoint
-import tokenizer as tokenizers
-import tp
-from generate import add_wiring_flags, with_wiring
+import launch
+from launch import count, number
 from model import Config, InputError, Transformer
+from tokenizer import load_tokenizer
 
 SEPARATOR = "<|endoftext|>"
 
@@ -108,49 +108,49 @@ def train(model, ids, valid_ids, args):
 
 
 def parse(argv):
-    p = tp.Parser(__doc__)
+    p = launch.Parser(__doc__)
     p.add_argument("--text", nargs="+", required=True, metavar="FILE", help=f"training text, {SEPARATOR} between texts")
     p.add_argument("--valid", required=True, metavar="FILE", help="text to validate on, in the same form")
     p.add_argument("--out", required=True, metavar="DIR", help="the checkpoint folder to write")
-    p.add_argument("--vocab-size", type=int, default=1024, help="pieces of the SentencePiece vocabulary trained first")
-    p.add_argument("--dim", type=int, default=128, help="width of the residual stream")
-    p.add_argument("--n-layers", type=int, default=8, help="layers")
-    p.add_argument("--n-heads", type=int, default=8, help="attention heads, each of dim / n-heads")
-    p.add_argument("--n-kv-heads", type=int, default=4, help="key and value heads")
-    p.add_argument("--intermediate-size", type=int, default=384, help="width of the MLP")
-    p.add_argument("--seq-len", type=int, default=256, help="tokens of a training window, and the model's context")
-    p.add_argument("--steps", type=int, default=3000, help="optimizer steps")
-    p.add_argument("--batch", type=int, default=16, help="windows a step")
-    p.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
-    p.add_argument("--dropout", type=float, default=0.1, help="of each sublayer's output, while training")
-    p.add_argument("--warmup", type=int, default=100, help="steps of linear warm-up")
-    p.add_argument("--eval-every", type=int, default=200, help="steps between validations")
-    p.add_argument("--seed", type=int, default=0, help="of the weights and of the order of the windows")
+    p.add_argument(
+        "--vocab-size", type=count, default=1024, help="pieces of the SentencePiece vocabulary"
+    )
+    p.add_argument("--dim", type=count, default=128, help="width of the residual stream")
+    p.add_argument("--n-layers", type=count, default=8, help="layers")
+    p.add_argument("--n-heads", type=count, default=8, help="attention heads, each of dim / n-heads")
+    p.add_argument("--n-kv-heads", type=count, default=4, help="key and value heads")
+    p.add_argument("--intermediate-size", type=count, default=384, help="width of the MLP")
+    p.add_argument("--seq-len", type=count, default=256, help="tokens of a training window, and the model's context")
+    p.add_argument("--steps", type=count, default=3000, help="optimizer steps")
+    p.add_argument("--batch", type=count, default=16, help="windows a step")
+    p.add_argument("--lr", type=number(float, 0, above=True), default=3e-3, help="peak learning rate")
+    share = number(float, 0, 0.99)
+    p.add_argument("--dropout", type=share, default=0.1, help="of each sublayer's output, while training")
+    p.add_argument("--warmup", type=count, default=100, help="steps of linear warm-up")
+    p.add_argument("--eval-every", type=count, default=200, help="steps between validations")
+    p.add_argument(
+        "--seed", type=number(int, 0, 2**63 - 1), default=0, help="of the weights and of the order of the windows"
+    )
     p.add_argument("--dtype", choices=checkpoint.DTYPES, default="bfloat16", help="of the written weights")
-    add_wiring_flags(p, otherwise="standard")
+    launch.add_wiring_flags(p, otherwise="standard")
     return p.parse_args(argv)
 
 
 def main(argv=None):
     args = parse(argv)
-    if tp.rank_and_size()[1] > 1:
+    if launch.rank_and_size()[1] > 1:
         raise InputError("training runs in one process: start it with python, not with several ranks of torchrun")
-    for name, value in vars(args).items():
-        if type(value) in (int, float) and name not in ("seed", "dropout") and not value > 0:
-            raise InputError(f"--{name.replace('_', '-')} is {value} but must be positive")
     if args.dim % args.n_heads:
         raise InputError(f"--dim {args.dim} is not a multiple of --n-heads {args.n_heads}")
-    if not 0 <= args.dropout < 1:
-        raise InputError(f"--dropout is {args.dropout} but must be at least 0 and below 1")
     documents, valid_documents = read_documents(args.text), read_documents([args.valid])
     with checkpoint.new_folder(args.out) as folder:
         train_tokenizer(documents, args.vocab_size, folder / "tokenizer.model")
-        tokenizer = tokenizers.load(folder)
+        tokenizer = load_tokenizer(folder)
         config = Config(
             args.n_layers, args.n_heads, args.n_kv_heads, args.dim // args.n_heads, args.dim, args.intermediate_size,
             tokenizer.vocab_size, args.seq_len, tie_embeddings=True, bos_id=1, eos_ids=(2,),
         )  # fmt: skip
-        config = with_wiring(config, args)
+        config = launch.with_wiring(config, args)
         ids, valid_ids = encode(tokenizer, documents), encode(tokenizer, valid_documents)
         if min(len(ids), len(valid_ids)) <= args.seq_len:
             raise InputError(f"--text and --valid need more than --seq-len {args.seq_len} tokens each")
@@ -169,4 +169,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    tp.run(main)
+    launch.run(main)

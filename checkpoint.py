@@ -8,7 +8,7 @@ import os
 import shutil
 import types
 from pathlib import Path
-from typing import get_args, get_origin
+from typing import Union, get_args, get_origin
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -69,15 +69,14 @@ MEANT |= {Index: "an integer from 0 on", types.NoneType: "null"}
 
 def fits(value, kind):
     """Whether a value out of JSON is of the type of a Config field: numbers are positive, an Index may be 0."""
-    if isinstance(kind, types.UnionType):
-        return any(fits(value, one) for one in kind.__args__)
-    if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(fits(v, kind.__args__[0]) for v in value)
-    if get_origin(kind) is dict:
-        keys, each = kind.__args__
-        return (
-            isinstance(value, dict) and value.keys() == {*keys.__args__} and all(fits(v, each) for v in value.values())
-        )
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, part) for part in parts)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(fits(v, parts[0]) for v in value)
+    if origin is dict:
+        keys = set(get_args(parts[0]))
+        return isinstance(value, dict) and value.keys() == keys and all(fits(v, parts[1]) for v in value.values())
     if kind is Index:
         return type(value) is int and value >= 0
     if kind is float:
@@ -87,12 +86,13 @@ def fits(value, kind):
 
 def meant(kind):
     """What fits, in words."""
-    if isinstance(kind, types.UnionType):
-        return " or ".join(map(meant, kind.__args__))
-    if get_origin(kind) is tuple:
-        return f"a list, each {meant(kind.__args__[0])}"
-    if get_origin(kind) is dict:
-        return f"{', '.join(kind.__args__[0].__args__)}, each {meant(kind.__args__[1])}"
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(meant, parts))
+    if origin is tuple:
+        return f"a list, each {meant(parts[0])}"
+    if origin is dict:
+        return f"an object of {', '.join(get_args(parts[0]))}, each {meant(parts[1])}"
     return MEANT[kind]
 
 
@@ -113,6 +113,11 @@ def make_config(values, source):
         return config
     except InputError as e:
         raise InputError(f"{source}: {e}") from None
+
+
+def name(folder):
+    """What a folder is called."""
+    return Path(folder).resolve().name
 
 
 def read_config(folder):

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 
 import checkpoint
-import tokenizer as tokenizers
-import tp
-from checkpoint import first_line, read_json
-from generate import add_wiring_flags, with_wiring
-from model import Config, InputError
+import launch
+from checkpoint import dtype_name, first_line, read_json
+from model import ROPE_SCALING, WIRINGS, Config, InputError, attention_then_mlp, residual_stream
+from tokenizer import SentencePieceTokenizer, load_tokenizer, read_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Hugging Face's names and config, and ours
@@ -118,7 +117,7 @@ def config_from_hf(path):
         "head_dim": get("head_dim", int, 128 if family == "qwen3" else dim // n_heads),
         "vocab_size": get("vocab_size", int), "norm_eps": hf.get("rms_norm_eps", 1e-6),
         "rope_theta": hf.get("rope_theta", rope.get("rope_theta", 10000.0)),
-        "rope_scaling": {k: rope.get(k) for k in checkpoint.ROPE_SCALING} if kind == "llama3" else None,
+        "rope_scaling": {k: rope.get(k) for k in ROPE_SCALING.__args__} if kind == "llama3" else None,
         "tie_embeddings": get("tie_word_embeddings", bool, False), "qkv_bias": family == "qwen2",
         "qk_norm": family == "qwen3", "bos_id": hf.get("bos_token_id"), "eos_ids": eos,
         "wiring": wiring, "ladder_layers": ladder if wiring == "hybrid" else None,
@@ -128,7 +127,8 @@ def config_from_hf(path):
 
 def config_to_hf(config, dtype):
     """A Hugging Face config.json, as a dict; a ladder model's has ladder_layers in it."""
-    if config.wiring not in ("standard", "ladder", "hybrid"):
+    wiring = WIRINGS[config.wiring]
+    if (wiring.split, wiring.stream) != (attention_then_mlp, residual_stream):
         raise InputError(
             f"a model in wiring {config.wiring} has no Hugging Face form: give --wiring standard or --ladder"
         )
@@ -141,7 +141,7 @@ def config_to_hf(config, dtype):
         "max_position_embeddings": config.max_seq_len, "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta, "tie_word_embeddings": config.tie_embeddings,
         "bos_token_id": config.bos_id, "eos_token_id": list(config.eos_ids) or None,
-        "torch_dtype": tp.dtype_name(dtype),
+        "torch_dtype": dtype_name(dtype),
     }  # fmt: skip
     if config.rope_scaling:
         hf["rope_scaling"] = {"rope_type": "llama3", **config.rope_scaling}
@@ -284,7 +284,7 @@ def convert(source, config, folder, dtype, shard_bytes):
         raise InputError(f"the source has no tensor {missing[0]}")
     unneeded = {NAMES["output.weight"]} if config.tie_embeddings else set()
     unneeded |= {n for n in available if n.endswith("rotary_emb.inv_freq")}
-    if config.wiring == "parallel":
+    if "ffn_norm" not in WIRINGS[config.wiring].norms:
         unneeded |= {n for n in available if n.endswith(LAYER_NAMES["ffn_norm.weight"])}
     extra = sorted(available - needed - unneeded)
     if extra:
@@ -332,27 +332,26 @@ def name_tokenizer(folder, tokenizer):
     """Say that a SentencePiece model without further settings is a Llama one: transformers asks."""
     if (folder / "tokenizer_config.json").exists():
         return
-    if isinstance(tokenizer, tokenizers.SentencePieceTokenizer) and len(tokenizer.special) == 2:
+    if isinstance(tokenizer, SentencePieceTokenizer) and len(tokenizer.special) == 2:
         bos, eos = tokenizer.special
         settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": bos, "eos_token": eos, "add_bos_token": True}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def parse(argv):
-    p = tp.Parser(__doc__)
+    p = launch.Parser(__doc__)
     p.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, a hub id, or a llama2.c .bin file")
     p.add_argument("--out", metavar="DIR", help="the checkpoint folder to write")
     p.add_argument("--to-hf", metavar="DIR", help="the other way: SOURCE is our checkpoint, DIR the folder to write")
     p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.model or tokenizer.json, where SOURCE holds none")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the source's own")
     p.add_argument("--revision", help="of a hub model")
-    p.add_argument("--shard-gb", type=float, default=5.0, help="largest file to write, in GB")
-    add_wiring_flags(p)
+    size = launch.number(float, 0, above=True)
+    p.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help="largest file to write, in GB")
+    launch.add_wiring_flags(p)
     args = p.parse_args(argv)
     if bool(args.out) == bool(args.to_hf):
         raise InputError("give either --out DIR or --to-hf DIR")
-    if not args.shard_gb > 0:
-        raise InputError(f"--shard-gb is {args.shard_gb} but must be positive")
     return args
 
 
@@ -368,15 +367,15 @@ def main(argv=None):
     else:
         weights, config, folder = open_source(args.source, args.revision)
         some_tensor = NAMES["norm.weight"]
-    config = with_wiring(config, args)
+    config = launch.with_wiring(config, args)
     if some_tensor not in weights.names():
         raise InputError(f"{args.source} has no tensor {some_tensor}")
     dtype = checkpoint.DTYPES[args.dtype] if args.dtype else weights.read(some_tensor).dtype
     tokenizer = None  # one that does not fit is refused before the work
     if args.tokenizer:
-        tokenizer = tokenizers.read(args.tokenizer, config.vocab_size)
+        tokenizer = read_tokenizer(args.tokenizer, config.vocab_size)
     elif folder is not None:
-        tokenizer = tokenizers.load(folder, config.vocab_size)
+        tokenizer = load_tokenizer(folder, config.vocab_size)
     with checkpoint.new_folder(args.to_hf or args.out) as out:
         if args.tokenizer:
             kind = "json" if args.tokenizer.endswith(".json") else "model"
@@ -386,9 +385,9 @@ def main(argv=None):
         if args.to_hf:
             name_tokenizer(out, tokenizer)
         (convert_to_hf if args.to_hf else convert)(weights, config, out, dtype, int(args.shard_gb * 1e9))
-    size = f"{config.n_layers} layers, wiring {config.wiring}, {tp.dtype_name(dtype)}"
+    size = f"{config.n_layers} layers, wiring {config.wiring}, {dtype_name(dtype)}"
     print(f"wrote {args.to_hf or args.out}: {size}{'' if tokenizer else ', NO TOKENIZER (see --tokenizer)'}")
 
 
 if __name__ == "__main__":
-    tp.run(main)
+    launch.run(main)

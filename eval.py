@@ -16,10 +16,12 @@ from tqdm import tqdm
 
 import checkpoint
 import generate
-import report
-import tokenizer as tokenizers
-import tp
+import launch
+from checkpoint import dtype_name
+from launch import count, number
+from measure import report
 from model import InputError
+from tokenizer import load_tokenizer
 
 
 def windows(n, size, stride):
@@ -53,37 +55,31 @@ def total_nats(model, ids, size, stride, batch, show=False):
 
 
 def parse(argv):
-    p = tp.Parser(__doc__)
+    p = launch.Parser(__doc__)
     p.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="a folder of convert_hf_checkpoint.py or quantize.py"
     )
     p.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text, scored as one sequence of tokens")
-    p.add_argument("--window", type=int, metavar="N", help="tokens of a window; without it 2048 or the model's context")
+    two = number(int, 2)
+    p.add_argument("--window", type=two, metavar="N", help="tokens of a window; without it 2048 or the model's context")
     p.add_argument(
-        "--stride", type=int, metavar="N", help="tokens from one window to the next; without it half a window"
+        "--stride", type=count, metavar="N", help="tokens from one window to the next; without it half a window"
     )
-    p.add_argument("--batch", type=int, metavar="B", help="windows at a time; without it 256 MB of logits")
-    p.add_argument("--max-tokens", type=int, metavar="N", help="score only so many tokens of the text")
+    p.add_argument("--batch", type=count, metavar="B", help="windows at a time; without it 256 MB of logits")
+    p.add_argument("--max-tokens", type=two, metavar="N", help="score only so many tokens of the text")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the checkpoint's own")
-    p.add_argument("--device", help="cpu, cuda or cuda:N; without it cuda where each rank finds a GPU")
-    p.add_argument("--json", metavar="FILE", help="append the line to this file, too")
-    generate.add_wiring_flags(p)
-    args = p.parse_args(argv)
-    for name in ("window", "stride", "batch", "max_tokens"):
-        value, least = getattr(args, name), 2 if name in ("window", "max_tokens") else 1
-        if value is not None and value < least:
-            raise InputError(f"--{name.replace('_', '-')} is {value} but must be at least {least}")
-    if args.json is not None:
-        checkpoint.check_appendable(args.json, "--json")
-    return args
+    launch.add_device_flag(p)
+    launch.add_json_flag(p, "the line")
+    launch.add_wiring_flags(p)
+    return p.parse_args(argv)
 
 
 def main(argv=None):
     args = parse(argv)
-    world = tp.join(args.device)
+    world = launch.join(args.device)
     with world.together():
-        config = generate.with_wiring(checkpoint.read_config(args.checkpoint), args)
-        tokenizer = tokenizers.load(args.checkpoint, config.vocab_size)
+        config = launch.with_wiring(checkpoint.read_config(args.checkpoint), args)
+        tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
         if tokenizer is None:
             raise InputError(f"{args.checkpoint} has no tokenizer")
         ids = tokenizer.encode(checkpoint.read_text(args.text, flag="--text "))[: args.max_tokens]
@@ -96,7 +92,7 @@ def main(argv=None):
         if stride >= size:
             raise InputError(f"--stride {stride} is no less than the window of {size}: each token needs one before it")
     batch = args.batch or max(1, 2**28 // (4 * size * config.vocab_size))
-    model = generate.load(args, config, world)
+    model = generate.load_model(config, args.checkpoint, args.dtype, world)
     start = time.perf_counter()
     total = total_nats(model, ids, size, stride, batch, show=world.rank == 0)
     if world.rank > 0:
@@ -105,8 +101,8 @@ def main(argv=None):
     if not math.isfinite(nats):
         raise InputError(f"{args.checkpoint} gives a loss of {nats} nats per token")
     line = {
-        "model": Path(args.checkpoint).resolve().name, "wiring": config.wiring, "tp": world.tp_size,
-        "quant": config.quant, "group_size": config.group_size, "dtype": tp.dtype_name(model.norm.weight.dtype),
+        "model": checkpoint.name(args.checkpoint), "wiring": config.wiring, "tp": world.tp_size,
+        "quant": config.quant, "group_size": config.group_size, "dtype": dtype_name(model.norm.weight.dtype),
         "text": Path(args.text).name, "tokens": len(ids) - 1, "nats_per_token": nats,
         "perplexity": math.exp(nats) if nats < 700 else None,
         "window": size, "stride": stride, "seconds": time.perf_counter() - start, "torch": torch.__version__,
@@ -114,9 +110,9 @@ def main(argv=None):
     }  # fmt: skip
     print(json.dumps(line))
     if args.json:
-        checkpoint.append_line(args.json, line, "--json")
+        launch.append_line(args.json, line)
     print(f"{nats:.4f} nats per token", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    tp.run(main)
+    launch.run(main)

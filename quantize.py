@@ -1,4 +1,4 @@
-"""Write a checkpoint's matrices as integers of 8 or 4 bits (int_linear.py says how they are stored).
+"""Write a checkpoint's matrices as integers of 8 or 4 bits (kernels/int_linear.py says how they are stored).
 
 python quantize.py --checkpoint DIR --mode int8 --out DIR2
 python quantize.py --checkpoint DIR --mode int4 --group-size 64 --keep lm_head --out DIR2
@@ -9,8 +9,8 @@ import dataclasses
 import torch
 
 import checkpoint
-import int_linear
-import tp
+import launch
+from kernels import int_linear
 from model import InputError
 
 PIECE = 2**18  # numbers that are quantized at a time: they fit the cache, and little memory is needed
@@ -102,6 +102,7 @@ def quantize(args):
     names = [name.strip() for name in args.keep.split(",") if name.strip()]
     kept = tuple("output" if name == "lm_head" else name for name in names)
     new = dataclasses.replace(config, quant=args.mode, group_size=group_size, kept=kept)
+    int_linear.check(new)
     for name, shape in checkpoint.shapes(config).items():
         if weights.shape(name) != shape:
             raise InputError(f"tensor {name} is {weights.shape(name)}, but the config says {shape}")
@@ -121,7 +122,7 @@ def quantize(args):
 
 
 def parse(argv):
-    p = tp.Parser(__doc__)
+    p = launch.Parser(__doc__)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder that convert_hf_checkpoint.py wrote")
     p.add_argument("--mode", required=True, choices=("int8", "int4"), help="bits of an integer")
     p.add_argument(
@@ -133,25 +134,25 @@ def parse(argv):
         metavar="NAME,...",
         help="matrices to leave as they are, such as lm_head or tok_embeddings",
     )
+    rounds = launch.number(int, 0)
     p.add_argument(
-        "--iterations", type=int, metavar="N", help="int4: of the fit of scales, 20 (default); 0 rounds to nearest"
+        "--iterations", type=rounds, metavar="N", help="int4: of the fit of scales, 20 (default); 0 rounds to nearest"
     )
     p.add_argument("--out", required=True, metavar="DIR", help="the checkpoint folder to write")
     args = p.parse_args(argv)
-    if args.iterations is None:
-        args.iterations = 20
-    elif args.mode != "int4" or args.iterations < 0:
-        raise InputError(f"--iterations is {args.iterations} but must be at least 0, and is for int4")
+    if args.iterations is not None and args.mode != "int4":
+        raise InputError("--iterations is for --mode int4")
+    args.iterations = 20 if args.iterations is None else args.iterations
     return args
 
 
 def main(argv=None):
     args = parse(argv)
-    if tp.rank_and_size()[1] > 1:
+    if launch.rank_and_size()[1] > 1:
         raise InputError("quantizing runs in one process: start it with python, not with several ranks of torchrun")
     before, after = quantize(args)
     print(f"{args.out}: {after / 1e6:,.1f} MB, {before / after:.2f} times fewer than {before / 1e6:,.1f} MB")
 
 
 if __name__ == "__main__":
-    tp.run(main)
+    launch.run(main)

@@ -1,4 +1,4 @@
-"""One interface over SentencePiece, tiktoken rank files and tokenizer.json; load() picks by what the folder holds."""
+"""One interface over SentencePiece, tiktoken rank files and tokenizer.json; load_tokenizer() picks by what is there."""
 
 import base64
 import json
@@ -41,6 +41,10 @@ class Tokenizer:
     def encode(self, text):
         """The ids of a prompt: BOS, where the tokenizer has one, and the text taken as plain text."""
         return ([] if self.bos_id is None else [self.bos_id]) + self.encode_plain(text)
+
+    def continuation(self, prompt, ids):
+        """The text that ids add to the ids of a prompt."""
+        return self.decode(prompt + ids)[len(self.decode(prompt)) :]
 
     def encode_markup(self, text):
         """The ids of text in which special tokens stand by name, as a chat template writes them; adds no BOS."""
@@ -144,18 +148,18 @@ class JsonTokenizer(Tokenizer):
         return self.model.decode(ids, skip_special_tokens=True)
 
 
-def load(folder, vocab_size=None):
-    """The tokenizer of a checkpoint folder with its settings, or None when it has none; errors as of read."""
+def load_tokenizer(folder, vocab_size=None):
+    """The tokenizer of a checkpoint folder with its settings, or None when it has none; errors as of read_tokenizer."""
     folder = Path(folder)
     path = next((folder / n for n in ("tokenizer.json", "tokenizer.model") if (folder / n).is_file()), None)
     if path is None:
         return None
-    tokenizer = read(path, vocab_size)
+    tokenizer = read_tokenizer(path, vocab_size)
     _read_settings(tokenizer, folder)
     return tokenizer
 
 
-def read(path, vocab_size=None):
+def read_tokenizer(path, vocab_size=None):
     """The tokenizer in a file.
 
     Raises InputError when it cannot be read, or when its vocabulary is not the model's vocab_size (up to 1 % smaller

@@ -3,6 +3,7 @@
 A step is one call of the model, a prefill or one token of decode.
 """
 
+import argparse
 import copy
 import os
 import statistics
@@ -151,6 +152,37 @@ def _report(case, runs):
     }  # fmt: skip
 
 
+def add_flags(parser):
+    g = parser.add_argument_group("communication", "what it costs here (docs/measuring.md)")
+    g.add_argument("--exposed", action="store_true", help="report how much of the communication was not hidden")
+    g.add_argument("--profile", metavar="DIR", help="write a trace of a prefill and a decode step per rank")
+
+
+def replays(runner, tokens, lengths):
+    """Functions that run the prefill, in one pass, and a decode step at the end of the cache, any number of times.
+
+    runner: a generate.Runner. tokens, lengths: of its prompts, as generate.pad makes them.
+    """
+    token, slots = tokens[:, 0].clone(), runner.cache[0][0].shape[2]  # as generate() has it: else another graph
+
+    def decode_step(longest=slots - 1):
+        return runner.decode(token, torch.full_like(lengths, longest - 1), longest)
+
+    return {"prefill": lambda: runner.prefill(tokens, lengths), "decode": decode_step}
+
+
+def measure_runner(runner, silent, tokens, lengths, world):
+    """The reports on the prefill, in one pass, and on a decode step; silent: the runner of the silenced model."""
+    if world.rank == 0:
+        print("measuring what communication costs ...", file=sys.stderr)
+    model, reports, silent_steps = runner.model, {}, replays(silent, tokens, lengths)
+    for kind, step in replays(runner, tokens, lengths).items():
+        partial = model.norm.weight.new_zeros(len(tokens), 1 if kind == "decode" else tokens.shape[1], model.config.dim)
+        case = Case(model.config, step, silent_steps[kind], partial, world.group.link)
+        reports |= measure(world, {kind: case})
+    return reports
+
+
 @torch.inference_mode()
 def profile(folder, world, steps):
     """Trace {name: step} into folder/rankN.json, for chrome://tracing or ui.perfetto.dev."""
@@ -183,4 +215,7 @@ def prepare(folder, rank):
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise InputError(f"--profile {folder} cannot be made: {e.strerror}") from None
-    checkpoint.check_appendable(trace_file(folder, rank), "--profile")
+    try:
+        launch.appendable(trace_file(folder, rank))
+    except argparse.ArgumentTypeError as e:
+        raise InputError(f"--profile: {e}") from None

@@ -63,25 +63,53 @@ LINKS = {
 }
 
 
-def choose(name=None, latency_us=None, gbps=None):
-    """The Link that the flags --link, --link-latency-us and --link-gbps describe, or None without any of them.
+def add_flags(parser):
+    """The flags that emulate a link; from_flags() reads them."""
+    g = parser.add_argument_group("link", "what communication would cost elsewhere (docs/measuring.md)")
+    g.add_argument("--link", metavar="NAME", help=f"emulate a link between the ranks: {', '.join(LINKS)}")
+    latency, rate = launch.number(float, 0, 1e7), launch.number(float, 1e-3, 1e6)
+    g.add_argument("--link-latency-us", type=latency, metavar="A", help="... that takes A microseconds per all-reduce")
+    g.add_argument("--link-gbps", type=rate, metavar="B", help="... and moves B gigabits per second")
+    two = launch.number(int, 2)
+    g.add_argument("--simulate-tp", type=two, metavar="N", help="run rank 0 of N alone, over an emulated link")
 
-    The numbers replace those of a named link; without a name the other one costs nothing.
-    """
+
+def from_flags(args):
+    """The Link that the flags describe, or None without any of them."""
+    link = choose(args.link, args.link_latency_us, args.link_gbps)
+    if args.simulate_tp and link is None:
+        raise InputError("--simulate-tp needs a link to predict: --link NAME, or --link-latency-us and --link-gbps")
+    return link
+
+
+def choose(name=None, latency_us=None, gbps=None):
+    """The Link of a name and numbers, which replace those of the name; without a name the other one costs nothing."""
     if name is None and latency_us is None and gbps is None:
         return None
     if name is not None and name not in LINKS:
         raise InputError(f"unknown --link {name!r}; known: {', '.join(LINKS)}")
     link = LINKS[name or "free"]
     if latency_us is not None:
-        if not 0 <= latency_us <= 1e7:
-            raise InputError(f"--link-latency-us is {latency_us} but must be from 0 to 1e7 (ten seconds)")
         link = dataclasses.replace(link, name="custom", latency_us=latency_us)
     if gbps is not None:
-        if not 1e-3 <= gbps <= 1e6:
-            raise InputError(f"--link-gbps is {gbps} but must be from 1e-3 to 1e6 (gigabits per second)")
         link = dataclasses.replace(link, name="custom", gbps=gbps)
     return link
+
+
+def emulate(world, link, simulate_tp=None):
+    """The World whose collectives take as long as over the link; the same one where link is None.
+
+    simulate_tp: rank 0 of so many, alone.
+    """
+    if link is None:
+        return world
+    if simulate_tp is not None and world.tp_size > 1:
+        raise InputError("--simulate-tp is one rank alone: start it with python, not with torchrun")
+    tp_size = simulate_tp or world.tp_size
+    if tp_size == 1:
+        raise InputError("one rank has no link (--link, --exposed): start two or more with torchrun, or --simulate-tp")
+    group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
+    return launch.World(world.rank, tp_size, world.device, group, world.threads, simulated=simulate_tp is not None)
 
 
 _numbers = itertools.count()

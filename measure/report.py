@@ -1,5 +1,6 @@
 """What a run reports: bytes and bandwidth, memory, the commit, a few lines for people."""
 
+import dataclasses
 import os
 import platform
 import resource
@@ -9,9 +10,14 @@ from pathlib import Path
 
 import torch
 
-import cpu
-import exposed
-import link
+from checkpoint import dtype_name
+from kernels import cpu
+from measure.link import Link
+from measure.timing import timed
+
+LARGE = (
+    5e7  # bytes of a step from which its share of the bandwidth says something: smaller ones fit a processor's caches
+)
 
 
 def read_bandwidth(device, world=None, size=2**30, repeats=9):
@@ -22,12 +28,12 @@ def read_bandwidth(device, world=None, size=2**30, repeats=9):
     """
     size = min(size, free_bytes(device) // 32)
     tensor = cpu.empty((size // 4,), torch.float32, device).fill_(1)
-    exposed.timed(device, tensor.sum)
+    timed(device, tensor.sum)
     company = 0
     if world is not None and not world.alone:
         world.gather(None)  # all have a tensor
         company = repeats  # for slower ranks
-    seconds = [exposed.timed(device, tensor.sum) for _ in range(repeats + company)]
+    seconds = [timed(device, tensor.sum) for _ in range(repeats + company)]
     return size / statistics.median(seconds[:repeats])
 
 
@@ -93,7 +99,7 @@ def git_commit():
 
     def git(*command):
         return subprocess.run(
-            ["git", *command], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+            ["git", *command], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True
         ).stdout
 
     try:
@@ -103,19 +109,61 @@ def git_commit():
         return None
 
 
+def generation(runner, world, prompts, rows, steps, prefill_s, decode_s):
+    """What a generation took: the returned values of generate.generate, rates, and the share of the bandwidth.
+
+    On every rank: all of them measure the bandwidth at once.
+    """
+    longest = max(map(len, prompts))
+    read = step_bytes(runner.model, runner.cache, longest + steps / 2)  # of the mean step
+    bandwidth = read_bandwidth(world.device, world, min(max(int(read), 2**28), 2**30))
+    tpot = decode_s / (steps - 1) if steps > 1 else None
+    later = sum(max(len(row) - 1, 0) for row in rows)  # tokens after each row's first; ended rows give no more
+    return {
+        "batch": len(prompts), "prompt_tokens": longest, "new_tokens": steps, "prefill_s": prefill_s,
+        "decode_s": decode_s, "ttft_ms": 1e3 * prefill_s, "tpot_ms": tpot and 1e3 * tpot,
+        "tok_s": tpot and later / decode_s, "tok_s_user": tpot and 1 / tpot, "step_bytes": int(read),
+        "bandwidth": bandwidth, "mbu": tpot and read / tpot / bandwidth, "tokens": None if world.simulated else rows,
+    }  # fmt: skip
+
+
+def result(name, model, link, world, found):
+    """All that a run is and found, as the JSON line of generate.py; link: None for the machine's own."""
+    c = model.config
+    return {
+        "model": name, "n_layers": c.n_layers, "wiring": c.wiring, "ladder_layers": c.ladder_layers,
+        "desync_period": c.desync_period, "dtype": dtype_name(model.norm.weight.dtype), "quant": c.quant,
+        "link": link and dataclasses.asdict(link), **environment(world), **found,
+    }  # fmt: skip
+
+
+def exposed_lines(kind, r):
+    """The report in two lines for people."""
+    if not r["all_reduces"]:
+        return f"{kind}: {r['step_ms']:.2f} ms a step, without any all-reduce"
+    travel, above = r["all_reduces"] * r["all_reduce_ms"], 100 * (r["step_ms"] / r["limit_ms"] - 1)
+    gloo = f"; communicating took {r['transport_ms']:.2f} ms of the CPU" if r["transport_ms"] else ""
+    return (
+        f"{kind}: {r['step_ms']:.2f} ms a step, {r['silent_ms']:.2f} without its {r['all_reduces']} all-reduces of "
+        f"{r['all_reduce_bytes']:,} bytes, which take {r['all_reduce_ms']:.3f} ms each\n"
+        f"  exposed {r['exposed_ms']:.2f} of {travel:.2f} ms of communication, {100 * r['hidden']:.0f} % hidden; "
+        f"{above:+.1f} % from this wiring's limit of {r['limit_ms']:.2f} ms{gloo}"
+    )
+
+
 def summary(r):
     """The result in a few lines for people."""
     head = "PREDICTED times of one rank alone: " if r["simulated"] else ""
     head += f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}"
-    head += f", link {link.Link(**r['link'])}" if r["link"] else ""
+    head += f", link {Link(**r['link'])}" if r["link"] else ""
     head += f", batch {r['batch']}, {r['quant'] or r['dtype']}, {r['device']}"
     times = f"load {r['load_s']:.2f} s, compile {r['compile_s']:.2f} s, first token {r['ttft_ms']:.1f} ms"
     if r["tpot_ms"]:
         times += f", then {r['tpot_ms']:.2f} ms per token: {r['tok_s']:.1f} tok/s"
         times += f" ({r['tok_s_user']:.1f} for each of {r['batch']} users)" * (r["batch"] > 1)
     memory = f"{r['step_bytes'] / 1e6:.1f} MB read per step"
-    if r["mbu"]:
+    if r["mbu"] and r["step_bytes"] >= LARGE:
         memory += f", {100 * r['mbu']:.0f} % of what {r['bandwidth'] / 1e9:.1f} GB/s allow"
     memory += f", peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"
-    reports = "".join("\n" + exposed.report(*item) for item in (r["exposed"] or {}).items())
+    reports = "".join("\n" + exposed_lines(*item) for item in (r["exposed"] or {}).items())
     return f"{head}\n{times}\n{memory}{reports}"

@@ -1,0 +1,221 @@
+"""The terminal: prompts in, text out, a chat."""
+
+import os
+import select
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import checkpoint
+from launch import count
+from model import InputError
+from tokenizer import TextStream
+
+EVERY = 8  # tokens between two looks of several ranks at whether to stop: each look is a broadcast
+
+
+def add_prompt_flags(parser):
+    g = parser.add_argument_group("prompts", "each is a row of the batch")
+    g.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
+    g.add_argument("--prompts-file", metavar="FILE", help="one prompt a line; blank lines are skipped")
+    g.add_argument("--prompt-ids", action="append", metavar="I,J,...", help="token ids; may be repeated")
+    g.add_argument("--prompt-length", type=count, metavar="N", help="a synthetic prompt of N random tokens")
+    g.add_argument("--batch", type=count, metavar="B", help="repeat the prompts to B rows; synthetic ones differ")
+    g.add_argument("--chat", action="store_true", help="put each prompt into the checkpoint's chat template")
+    g.add_argument(
+        "--interactive", action="store_true", help="chat on the terminal; Ctrl-C stops an answer, Ctrl-D ends"
+    )
+    g.add_argument(
+        "--context", type=count, metavar="T", help="cache slots of --interactive; without it 4096 or the model's"
+    )
+
+
+def is_utf8(text):
+    """Whether text came from valid UTF-8: Python turns other bytes into lone surrogates."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
+
+
+def read_prompts(args, config, tokenizer):
+    """The prompts that the flags give, as lists of token ids."""
+    texts = list(args.prompt or [])
+    if args.prompts_file:
+        lines = checkpoint.read_text(args.prompts_file, flag="--prompts-file ").splitlines()
+        texts += [line for line in lines if line.strip()]
+        if not texts:
+            raise InputError(f"--prompts-file {args.prompts_file} is empty: it takes one prompt a line")
+    if texts and tokenizer is None:
+        owner = args.checkpoint or "--model"
+        raise InputError(f"{owner} has no tokenizer: use --prompt-ids or --prompt-length")
+    prompts = []
+    for text in texts:
+        if not text.strip():
+            raise InputError("--prompt is empty: give some text, or the ids themselves with --prompt-ids")
+        if not is_utf8(text):
+            raise InputError(f"--prompt {text!r} is not valid UTF-8")
+        prompts.append(tokenizer.chat([{"role": "user", "content": text}]) if args.chat else tokenizer.encode(text))
+    for ids in args.prompt_ids or []:
+        try:
+            prompts.append([int(i) for i in ids.replace(",", " ").split()])
+        except ValueError:
+            raise InputError(f"--prompt-ids {ids!r} is not a list of numbers such as 1,403,407") from None
+    if args.prompt_length is not None:
+        if args.prompt_length >= config.max_seq_len:
+            raise InputError(
+                f"--prompt-length {args.prompt_length} leaves no room in the context of {config.max_seq_len}"
+            )
+        generator = torch.Generator().manual_seed(args.seed)
+        shape = (args.batch or 1, args.prompt_length)
+        prompts += torch.randint(config.vocab_size, shape, generator=generator).tolist()
+    if not prompts:
+        raise InputError("no prompt: give --prompt, --prompts-file, --prompt-ids, --prompt-length or --interactive")
+    if args.batch and args.batch % len(prompts):
+        raise InputError(f"--batch {args.batch} is not a multiple of the {len(prompts)} prompts given")
+    prompts *= (args.batch or len(prompts)) // len(prompts)
+    for prompt in prompts:
+        if not prompt:
+            raise InputError("a prompt has no tokens: give some text")
+        bad = [i for i in prompt if not 0 <= i < config.vocab_size]
+        if bad:
+            raise InputError(
+                f"token id {bad[0]} is outside the vocabulary of {config.vocab_size} (0 to {config.vocab_size - 1})"
+            )
+    return prompts
+
+
+def fit(max_new_tokens, prompts, context):
+    """max_new_tokens, cut to what the context leaves after the longest prompt."""
+    longest = max(map(len, prompts))
+    if longest >= context:
+        raise InputError(f"a prompt of {longest} tokens leaves no room in the context of {context}: shorten it")
+    return min(max_new_tokens, context - longest)
+
+
+class Printer:
+    """Shows a generation as it goes: one row as text, more rows as a progress bar and then their texts."""
+
+    def __init__(self, prompts, tokenizer, max_new_tokens, show_prompt=True):
+        self.prompts, self.tokenizer = prompts, tokenizer
+        self.stream = self.bar = None
+        if tokenizer is not None and len(prompts) == 1:
+            self.stream = TextStream(tokenizer)
+            text = self.stream.push(prompts[0])
+            self.write(text if show_prompt else "")
+        else:
+            self.bar = tqdm(total=max_new_tokens, desc="decoding", unit="step", delay=1)
+
+    def write(self, text):
+        print(text, end="", flush=True)
+
+    def push(self, ids):
+        if self.stream:
+            self.write(self.stream.push([i for i in ids if i is not None]))
+        else:
+            self.bar.update()
+
+    def finish(self, rows):
+        """Print what is not printed yet; returns the new text of each row, or None without a tokenizer."""
+        if self.stream:
+            self.write(self.stream.flush() + "\n")
+        if self.bar:
+            self.bar.close()
+        if self.tokenizer is None:
+            for row in rows:
+                print("---", *row)
+            return None
+        texts = [self.tokenizer.continuation(prompt, row) for prompt, row in zip(self.prompts, rows, strict=True)]
+        if not self.stream:
+            for prompt, text in zip(self.prompts, texts, strict=True):
+                print(f"--- {self.tokenizer.decode(prompt)}{text}")
+        return texts
+
+
+class Interrupt:
+    """Ctrl-C stops an answer instead of the program: asked() says whether it came, on all ranks alike.
+
+    torchrun would end all ranks at the signal. So a terminal's Ctrl-C is read as a character where there are several.
+    """
+
+    def __init__(self, world):
+        self.world, self.came, self.calls = world, False, 0
+        self.reads = world.rank == 0 and not world.alone and sys.stdin.isatty()
+
+    def __enter__(self):
+        self.came, self.calls = False, 0
+        if self.world.alone:
+            self.before = signal.signal(signal.SIGINT, lambda *_: setattr(self, "came", True))
+        if self.reads:
+            import termios
+
+            self.before = termios.tcgetattr(0)
+            mode = termios.tcgetattr(0)
+            mode[3] &= ~(termios.ISIG | termios.ICANON)
+            termios.tcsetattr(0, termios.TCSANOW, mode)
+        return self
+
+    def __exit__(self, *_):
+        if self.world.alone:
+            signal.signal(signal.SIGINT, self.before)
+        if self.reads:
+            import termios
+
+            termios.tcsetattr(0, termios.TCSANOW, self.before)
+
+    def asked(self):
+        self.calls += 1
+        if self.reads and select.select([0], [], [], 0)[0]:
+            self.came |= b"\x03" in os.read(0, 1024)
+        if not self.world.alone and self.calls % EVERY == 0:
+            came = torch.tensor(self.came, dtype=torch.int32, device=self.world.device)
+            dist.broadcast(came, 0)
+            return bool(came)
+        return self.came and self.world.alone
+
+
+def chat(answer, tokenizer, world, context, max_new_tokens):
+    """Read a line, answer, repeat. With a chat template the lines are user messages, else the text just goes on.
+
+    answer(ids, max_new_tokens, on_tokens) -> new ids; on_tokens as in generate.generate.
+    """
+    messages, ids = [], []
+    prompt = "> " if world.rank == 0 and sys.stdin.isatty() else ""
+    interrupt = Interrupt(world)
+    if prompt:
+        how = "the text just goes on" if tokenizer.template is None else "in the checkpoint's chat template"
+        print(f"{how}; Ctrl-C stops an answer, Ctrl-D ends", file=sys.stderr)
+    while True:
+        try:
+            line = world.tell(input(prompt) if world.rank == 0 else None)
+        except EOFError:
+            line = world.tell(None)
+        if line is None:
+            print("\n" if prompt else "", end="")
+            return
+        if not line.strip() or not is_utf8(line):
+            continue
+        if tokenizer.template is not None:
+            messages.append({"role": "user", "content": line})
+            ids = tokenizer.chat(messages)
+        else:
+            ids = ids + tokenizer.encode_plain(line) if ids else tokenizer.encode(line)
+        if len(ids) >= context:
+            if world.rank == 0:
+                print(f"{len(ids)} tokens do not fit the context of {context}: starting anew", file=sys.stderr)
+            messages, ids = [], []
+            continue
+        new = fit(max_new_tokens, [ids], context)
+        printer = Printer([ids], tokenizer, new, show_prompt=False) if world.rank == 0 else None
+
+        def on_tokens(fresh, printer=printer):
+            if printer is not None:
+                printer.push(fresh)
+            return interrupt.asked()
+
+        with interrupt:
+            row = answer(ids, new, on_tokens)
+        if printer is not None:
+            printer.finish([row])
+        ids = ids + row
+        messages.append({"role": "assistant", "content": tokenizer.decode(row)})
