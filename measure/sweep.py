@@ -80,6 +80,15 @@ def one_letter_off(a, b):
     return a != b and b[same + 1 :] in (a[same:], a[same + 1 :])
 
 
+def meant(name):
+    """The setting that this is almost the name of, or None: one letter off, in lower case, or a singular."""
+    upper = name.upper()
+    for known in NAMES:
+        if one_letter_off(known, upper) or known == f"{upper}ES" or (known == upper != name):
+            return known
+    return None
+
+
 def gather(words, environ):
     """{NAME: text} of the words NAME=VALUE, and of the environment where no word says otherwise.
 
@@ -89,15 +98,14 @@ def gather(words, environ):
     for word in words:
         name, equals, text = word.partition("=")
         if name not in NAMES:
-            near = [known for known in NAMES if one_letter_off(known, name.upper()) or known == name.upper()]
-            if not equals or not near:
+            if not equals or not meant(name):
                 raise InputError(f"{word} is no argument: give NAME=VALUE, of {' '.join(NAMES)}")
-            raise InputError(f"{name} is not a setting: did you mean {near[0]}?")
+            raise InputError(f"{name} is not a setting: did you mean {meant(name)}?")
         found[name] = text
     for name in sorted(environ):
-        near = [known for known in NAMES if one_letter_off(known, name)]
-        if near and name not in (*NAMES, *NO_SETTINGS) and re.fullmatch("[A-Z_]+", name):
-            raise InputError(f"{name} is not a setting: did you mean {near[0]}?")
+        ours = re.fullmatch("[A-Z_]+", name) and name not in (*NAMES, *NO_SETTINGS)
+        if ours and meant(name):
+            raise InputError(f"{name} is not a setting: did you mean {meant(name)}?")
     return found
 
 
@@ -412,8 +420,13 @@ def prepare(s):
             raise InputError(f"OUT: {e}") from None
 
 
+def machine():
+    """(GPUs, cores) that this process may use."""
+    return torch.cuda.device_count(), len(os.sched_getaffinity(0))
+
+
 def main(words=None):
-    gpus, cores = torch.cuda.device_count(), len(os.sched_getaffinity(0))
+    gpus, cores = machine()
     given = gather(sys.argv[1:] if words is None else words, os.environ)
     texts = complete(given, gpus, cores)
     shown = " ".join(f'{name}="{text}"' for name, text in texts.items())
