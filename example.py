@@ -1,4 +1,4 @@
-"""Load a checkpoint and generate, from Python: no process group, no flags, no exit. Run it from the repository's root."""
+"""Load a checkpoint and generate, from Python: no process group, no exit. Run it from the repository's root."""
 
 from generate import complete, load
 
