@@ -341,13 +341,25 @@ def name_tokenizer(folder, tokenizer):
 def parse(argv):
     p = launch.Parser(__doc__)
     p.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, a hub id, or a llama2.c .bin file")
-    p.add_argument("--out", metavar="DIR", help="the checkpoint folder to write")
-    p.add_argument("--to-hf", metavar="DIR", help="the other way: SOURCE is our checkpoint, DIR the folder to write")
-    p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.model or tokenizer.json, where SOURCE holds none")
+    p.add_argument("--out", metavar="DIR", help="the checkpoint folder to write, e.g. checkpoints/1b")
+    p.add_argument(
+        "--to-hf", metavar="DIR", help="the other way: SOURCE is our checkpoint, DIR the folder to write, e.g. hf/1b"
+    )
+    p.add_argument(
+        "--tokenizer",
+        metavar="FILE",
+        help="a tokenizer.model or tokenizer.json, where SOURCE holds none, e.g. tok512.model",
+    )
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the source's own")
-    p.add_argument("--revision", help="of a hub model")
+    p.add_argument("--revision", help="of a hub model, e.g. main")
     size = launch.number(float, 0, above=True)
-    p.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help="largest file to write, in GB")
+    p.add_argument(
+        "--shard-gb",
+        type=size,
+        default=5.0,
+        metavar="N",
+        help="largest file to write, in GB, and about the memory that this takes, e.g. 2",
+    )
     launch.add_wiring_flags(p)
     args = p.parse_args(argv)
     if bool(args.out) == bool(args.to_hf):

@@ -57,16 +57,26 @@ def total_nats(model, ids, size, stride, batch, show=False):
 def parse(argv):
     p = launch.Parser(__doc__)
     p.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a folder of convert_hf_checkpoint.py or quantize.py"
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="a folder of convert_hf_checkpoint.py or quantize.py, e.g. demo",
     )
-    p.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text, scored as one sequence of tokens")
-    two = number(int, 2)
-    p.add_argument("--window", type=two, metavar="N", help="tokens of a window; without it 2048 or the model's context")
     p.add_argument(
-        "--stride", type=count, metavar="N", help="tokens from one window to the next; without it half a window"
+        "--text", required=True, metavar="FILE", help="UTF-8 text, scored as one sequence of tokens, e.g. valid.txt"
     )
-    p.add_argument("--batch", type=count, metavar="B", help="windows at a time; without it 256 MB of logits")
-    p.add_argument("--max-tokens", type=two, metavar="N", help="score only so many tokens of the text")
+    two = number(int, 2)
+    p.add_argument(
+        "--window", type=two, metavar="N", help="tokens of a window, e.g. 1024; without it 2048 or the model's context"
+    )
+    p.add_argument(
+        "--stride",
+        type=count,
+        metavar="N",
+        help="tokens from one window to the next, e.g. 256; without it half a window",
+    )
+    p.add_argument("--batch", type=count, metavar="B", help="windows at a time, e.g. 4; without it 256 MB of logits")
+    p.add_argument("--max-tokens", type=two, metavar="N", help="score only so many tokens of the text, e.g. 100000")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the checkpoint's own")
     launch.add_device_flag(p)
     launch.add_json_flag(p, "the line")

@@ -33,7 +33,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
     """Help that ends in the default, where there is one."""
 
     def _get_help_string(self, action):
-        plain = action.default in (None, False, "", argparse.SUPPRESS)
+        plain = action.default is False or action.default in (None, "", argparse.SUPPRESS)
         return action.help if plain else f"{action.help or ''} (default: %(default)s)"
 
 
@@ -91,11 +91,11 @@ def append_line(path, line):
 
 
 def add_device_flag(parser):
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; without it cuda where each rank finds a GPU, else cpu")
+    parser.add_argument("--device", help="cpu, cuda or cuda:1; without it cuda where each rank finds a GPU, else cpu")
 
 
 def add_json_flag(parser, what="the results as one line of JSON"):
-    parser.add_argument("--json", type=appendable, metavar="FILE", help=f"append {what}")
+    parser.add_argument("--json", type=appendable, metavar="FILE", help=f"append {what}, e.g. results.jsonl")
 
 
 def add_wiring_flags(parser, otherwise="the checkpoint's own"):
@@ -104,8 +104,12 @@ def add_wiring_flags(parser, otherwise="the checkpoint's own"):
     g = parser.add_argument_group("wiring", f"how sublayers feed the residual stream; without these {otherwise}")
     g.add_argument("--wiring", metavar="NAME", help=known)
     g.add_argument("--ladder", action="store_true", help="the same as --wiring ladder")
-    g.add_argument("--ladder-layers", metavar="N|I,J,...", help="hybrid: the last N layers, or layers I, J (from 0)")
-    g.add_argument("--desync-period", type=count, metavar="N", help="desync: keep every N-th all-reduce")
+    g.add_argument(
+        "--ladder-layers",
+        metavar="N|I,J,...",
+        help="hybrid: the last N layers, or layers I, J (from 0), e.g. 16, or 3,5,7",
+    )
+    g.add_argument("--desync-period", type=count, metavar="N", help="desync: keep every N-th all-reduce, e.g. 4")
 
 
 def with_wiring(config, args):

@@ -123,7 +123,9 @@ def quantize(args):
 
 def parse(argv):
     p = launch.Parser(__doc__)
-    p.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder that convert_hf_checkpoint.py wrote")
+    p.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a folder that convert_hf_checkpoint.py wrote, e.g. demo"
+    )
     p.add_argument("--mode", required=True, choices=("int8", "int4"), help="bits of an integer")
     p.add_argument(
         "--group-size", type=int, metavar="N", help="int4: columns that share a scale, 32, 64 (default) or 128"
@@ -132,13 +134,15 @@ def parse(argv):
         "--keep",
         default="",
         metavar="NAME,...",
-        help="matrices to leave as they are, such as lm_head or tok_embeddings",
+        help="matrices to leave as they are, e.g. lm_head,tok_embeddings",
     )
     rounds = launch.number(int, 0)
     p.add_argument(
         "--iterations", type=rounds, metavar="N", help="int4: of the fit of scales, 20 (default); 0 rounds to nearest"
     )
-    p.add_argument("--out", required=True, metavar="DIR", help="the checkpoint folder to write")
+    p.add_argument(
+        "--out", required=True, metavar="DIR", help="the checkpoint folder to write, e.g. checkpoints/demo-int4"
+    )
     args = p.parse_args(argv)
     if args.iterations is not None and args.mode != "int4":
         raise InputError("--iterations is for --mode int4")

@@ -19,17 +19,24 @@ EVERY = 8  # tokens between two looks of several ranks at whether to stop: each 
 
 def add_prompt_flags(parser):
     g = parser.add_argument_group("prompts", "each is a row of the batch")
-    g.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated")
-    g.add_argument("--prompts-file", metavar="FILE", help="one prompt a line; blank lines are skipped")
-    g.add_argument("--prompt-ids", action="append", metavar="I,J,...", help="token ids; may be repeated")
-    g.add_argument("--prompt-length", type=count, metavar="N", help="a synthetic prompt of N random tokens")
-    g.add_argument("--batch", type=count, metavar="B", help="repeat the prompts to B rows; synthetic ones differ")
+    g.add_argument("--prompt", action="append", metavar="TEXT", help='a text; may be repeated, e.g. "One day"')
+    g.add_argument("--prompts-file", metavar="FILE", help="one prompt a line, blank ones are skipped, e.g. prompts.txt")
+    g.add_argument(
+        "--prompt-ids", action="append", metavar="I,J,...", help="token ids; may be repeated, e.g. 1,403,407"
+    )
+    g.add_argument("--prompt-length", type=count, metavar="N", help="a synthetic prompt of N random tokens, e.g. 1024")
+    g.add_argument(
+        "--batch", type=count, metavar="B", help="repeat the prompts to B rows, e.g. 16 (synthetic ones differ)"
+    )
     g.add_argument("--chat", action="store_true", help="put each prompt into the checkpoint's chat template")
     g.add_argument(
         "--interactive", action="store_true", help="chat on the terminal; Ctrl-C stops an answer, Ctrl-D ends"
     )
     g.add_argument(
-        "--context", type=count, metavar="T", help="cache slots of --interactive; without it 4096 or the model's"
+        "--context",
+        type=count,
+        metavar="T",
+        help="tokens of --interactive that fit, e.g. 8192; without it 4096 or the model's",
     )
 
 

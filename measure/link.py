@@ -67,13 +67,17 @@ def add_flags(parser):
     """The flags that measure communication, and those that emulate a link, which from_flags() reads."""
     g = parser.add_argument_group("communication", "what it costs, and what it would cost elsewhere: docs/measuring.md")
     g.add_argument("--exposed", action="store_true", help="report how much of it was not hidden")
-    g.add_argument("--profile", metavar="DIR", help="write a trace of a prefill and a decode step per rank")
+    g.add_argument(
+        "--profile", metavar="DIR", help="write a trace of a prefill and a decode step per rank, e.g. traces"
+    )
     g.add_argument("--link", metavar="NAME", help=f"emulate a link between the ranks: {', '.join(LINKS)}")
     latency, rate = launch.number(float, 0, 1e7), launch.number(float, 1e-3, 1e6)
-    g.add_argument("--link-latency-us", type=latency, metavar="A", help="... that takes A microseconds per all-reduce")
-    g.add_argument("--link-gbps", type=rate, metavar="B", help="... and moves B gigabits per second")
+    g.add_argument(
+        "--link-latency-us", type=latency, metavar="A", help="... that takes A microseconds per all-reduce, e.g. 100"
+    )
+    g.add_argument("--link-gbps", type=rate, metavar="B", help="... and moves B gigabits per second, e.g. 50")
     two = launch.number(int, 2)
-    g.add_argument("--simulate-tp", type=two, metavar="N", help="run rank 0 of N alone, over an emulated link")
+    g.add_argument("--simulate-tp", type=two, metavar="N", help="run rank 0 of N alone, over an emulated link, e.g. 8")
 
 
 def from_flags(args):

@@ -175,6 +175,19 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("measure/report.py", 'if not n.startswith("tok_embeddings.")', "if True", "test_generate.py -k step_bytes"),
     ("measure/report.py", ' and r["step_bytes"] >= LARGE:', ":", LINK + "share_of_the_bandwidth"),
     ("measure/report.py", "size / statistics.median(", "size / statistics.mean(", LINK + "median_of_some"),
+    (
+        "measure/results.py",
+        "text = number(statistics.median(values))",
+        "text = number(statistics.mean(values))",
+        "test_bench.py -k cells_are_medians",
+    ),
+    (
+        "measure/results.py",
+        'f"{statistics.median(ratios):.2f}x"',
+        'f"{statistics.mean(ratios):.2f}x"',
+        "test_bench.py -k cells_are_medians",
+    ),
+    ("measure/results.py", " and other_low <= high", "", "test_bench.py -k told_from"),
     # adapt.py, eval.py
     ("adapt.py", "[*tokenizer.encode(d), eos]", "tokenizer.encode(d)", "test_adapt.py"),
     ("adapt.py", "F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())",
