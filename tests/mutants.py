@@ -91,7 +91,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     ),
     ("terminal.py", "        ids = ids + row\n", "", "test_generate.py -k 'interactive_goes_on and 1'"),
     ("launch.py", 'if address.startswith("127."):', "if False:", LINK + "the_interface_is"),
-    ("launch.py", 'wiring = "hybrid"', 'wiring = "ladder"', "test_flags.py -k 'ladder-layers=4'"),
+    ("launch.py", 'wiring = "hybrid"', 'wiring = "ladder"', "test_flags.py -k 'bad_flags and generate'"),
     ("launch.py", "        if not existed:\n", "        if False:\n", "test_flags.py -k file_to_append"),
     ("launch.py", "for message in self.gather(error):", "for message in [error]:", "test_tp.py -k error_of_one_rank"),
     ("launch.py", "_let_preempt(threads)\n        dist", "dist", LINK + "preempt"),
@@ -139,7 +139,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     (
         "kernels/cpu.py",
         "pairs = self.weight[:, :, 0].unflatten(-1, (2, 16, 2))[panel, :, :, lane]",
-        "pairs = self.weight.view(torch.bfloat16)[:, :, 0].unflatten(-1, (2, 16))[panel, :, :, lane][..., None]",
+        "pairs = self.weight[:, :, 0].view(torch.bfloat16).unflatten(-1, (2, 16))[panel, :, :, lane][..., None]",
         "test_quantize.py -k copies_no_table",
     ),
     ("kernels/few_rows.cpp", "return x * (x < 0 ? e :", "return x * (x > 0 ? e :", FEW_INT),
