@@ -187,7 +187,7 @@ MUTANTS = [  # (file, old text, new text, tests)
         'f"{statistics.mean(ratios):.2f}x"',
         "test_bench.py -k cells_are_medians",
     ),
-    ("measure/results.py", " and other_low <= high", "", "test_bench.py -k told_from"),
+    ("measure/results.py", "low <= other_high and ", "", "test_bench.py -k told_from"),
     # adapt.py, eval.py
     ("adapt.py", "[*tokenizer.encode(d), eos]", "tokenizer.encode(d)", "test_adapt.py"),
     ("adapt.py", "F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())",
