@@ -124,6 +124,7 @@ def test_order_of_the_plain_loop(changes, order):
 
 def generated_code(config, world, batch, length, dtype):
     """The code that Inductor generates for decode or prefill, which is neither compiled nor run."""
+    import torch._inductor.config
     from torch._inductor.utils import get_code
 
     torch._dynamo.reset()
@@ -133,7 +134,8 @@ def generated_code(config, world, batch, length, dtype):
     kwargs = {"cache": net.new_cache(batch, 16)}
     if length == 1:
         kwargs.update(positions=torch.zeros(batch, 1, dtype=torch.long), cache_length=16)
-    with torch.no_grad():
+    uncached = torch._inductor.config.patch(force_disable_caches=True)  # what is cached is not generated
+    with torch.no_grad(), uncached:
         return "\n".join(get_code(torch.compile(net, fullgraph=True), tokens, **kwargs))
 
 
