@@ -122,6 +122,31 @@ def test_order_of_the_plain_loop(changes, order):
     assert eager_order(dataclasses.replace(BASE, n_layers=2, **changes)) == order.split()
 
 
+class Dependencies(model.SingleDevice):
+    """Its x is the set of the all-reduces that must have started before x can be read."""
+
+    started = 0
+
+    def start(self, partial):
+        self.started += 1
+        return self.started
+
+    def settle(self, x, pending, after=None):
+        return x if after is None else x | {after}
+
+
+@pytest.mark.parametrize("changes", [c for c in WIRED if WIRINGS[c["wiring"]].stale], ids=wired_id)
+def test_a_ladder_sublayer_comes_after_the_start_of_the_all_reduce_before_it(changes):
+    """At a seam, too: else the compiler might compute it first."""
+    config, seen = dataclasses.replace(BASE, **changes), []
+    wiring = WIRINGS[config.wiring]
+    stale = [i in config.stale_layers for i in range(config.n_layers) for _ in wiring.split(None, None, None)]
+    sublayers = [(lambda x: seen.append(x), flag) for flag in stale]
+    wiring.stream(frozenset(), sublayers, Dependencies(), config)
+    for i, x in enumerate(seen):
+        assert i in x or i == 0 or not stale[i]
+
+
 def generated_code(config, world, batch, length, dtype):
     """The code that Inductor generates for decode or prefill, which is neither compiled nor run."""
     import torch._inductor.config
