@@ -1,14 +1,13 @@
 """Tables and figures of what bench.sh measured.
 
-python plot.py bench.jsonl --out figures              # tables on the terminal and in figures/tables.md, and figures
-python plot.py --compare before.jsonl after.jsonl     # one table of ratios
+python -m measure.plot bench.jsonl --out figures              # tables on the terminal and in figures/tables.md; figures
+python -m measure.plot --compare before.jsonl after.jsonl     # one table of ratios
+python -m measure.plot --front-page docs/speedup-by-link.png  # the first page's figure
 
-A cell is the median of the repeats. Speed-ups are medians too, of the ratios that each repeat shows: its runs were
-next to one another in time.
+measure/results.py says what a cell of a table is. A figure shows the same medians, with bars from the lowest to the
+highest repeat. Without --out and --front-page nothing imports matplotlib.
 """
 
-import csv
-import itertools
 import json
 import os
 import re
@@ -16,341 +15,126 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-import matplotlib.pyplot as plt
+import launch
+from checkpoint import SIZES, read_text
+from measure import results
+from model import WIRINGS, InputError
 
-import checkpoint
-import tp
-from model import SIZES, InputError
-
-PAPER = Path(__file__).parent / "benchmarks" / "paper.csv"
-STYLES = {  # of lines, told apart without colours too
-    "standard": {"color": "black", "linestyle": "-", "marker": "o"},
-    "ladder": {"color": "tab:red", "linestyle": "-", "marker": "s"},
-    "parallel": {"color": "tab:blue", "linestyle": "--", "marker": "^"},
-    "upper-bound": {"color": "darkgrey", "linestyle": ":", "marker": "D"},
-}
-OTHERS = list(itertools.product(("-.", (0, (1, 1, 4, 1))), zip("vPX*", ("C2", "C4", "C5", "C6"), strict=True)))
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+COLORS = [  # of wirings, in the order of model.WIRINGS; told apart by those who see no red or no green too
+    "#D55E00", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#882255", "#999933", "#332288", "#AA4499",
+]  # fmt: skip
+GREYS = {"standard": "black", "upper-bound": "darkgrey"}  # what the others are seen against
+DASHES = ["-", "--", ":", "-."]
+RATIO = "decode, tok/s over standard's"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Lines into cases
+def look(wiring, others=()):
+    """Colour, marker and dashes of a wiring, everywhere the same; the dashes tell hybrid:2 from hybrid:8.
 
-SETTING = ["model", "n_layers", "quant", "dtype", "device", "hardware", "prompt_tokens", "new_tokens", "simulated"]
-MEASURED = ["tok_s", "tok_s_user", "tpot_ms", "ttft_ms", "prefill_s", "decode_s", "mbu", "exposed"]
-
-
-def read(path):
-    """The lines of a file of bench.sh, as dicts that know their file. Raises InputError for other files."""
-    text, lines = checkpoint.read_text(path), []
-    try:
-        for line in map(json.loads, text.splitlines()):
-            if "probe" in line:
-                complete = {"hardware", "tp", "settings"} <= line.keys()
-            elif "wiring" in line:
-                complete = bool(case(line)) and ("error" in line or line.keys() >= {*SETTING, *MEASURED})
-            else:  # another node's
-                complete = line.keys() == {"repeat", "command"}
-            if not complete:
-                raise KeyError
-            lines.append({"repeat": 1, "command": "", **line, "file": str(path)})
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise InputError(f"{path} line {len(lines) + 1} is none of bench.sh's") from None
-    if not lines:
-        raise InputError(f"{path} is empty: it takes lines of bench.sh")
-    return lines
-
-
-def setting(line):
-    """What is the same in a table: everything but the wiring, the batch, the ranks and the link."""
-    return {key: line[key] for key in SETTING if key in line}
-
-
-def title(setting):
-    kind = setting.get("quant") or setting.get("dtype") or ""
-    how = "PREDICTED by one rank alone: " if setting["simulated"] else ""
-    tokens = f"prompt {setting['prompt_tokens']}, {setting['new_tokens']} new tokens"
-    words = [setting["model"], f"{setting.get('n_layers', 'all')} layers", kind, tokens, setting.get("hardware", "")]
-    return how + ", ".join(word for word in words if word)
-
-
-def case(line):
-    """(ranks, link, wiring, batch)"""
-    wiring = line["wiring"]
-    parameter = {"hybrid": "ladder_layers", "desync": "desync_period"}.get(wiring)
-    if parameter:
-        wiring += f":{line[parameter]}"
-    return line["tp"], link(line), wiring, line["batch"]
-
-
-def link(line):
-    if line.get("link"):
-        return line["link"]["name"]
-    if line["tp"] == 1:
-        return "none"
-    return "no-p2p" if line.get("settings", {}).get("NCCL_P2P_DISABLE") == "1" else "real"
-
-
-class Sweep:
-    """The results of one setting. runs {case: {(file, repeat): line}}, exposed {case: line}, errors {case: what}.
-
-    latencies {(ranks, link): microseconds of a small all-reduce}, of real links as probe.py found it.
+    others: the wirings beside it.
     """
-
-    def __init__(self, setting, lines, probes=()):
-        self.setting, self.runs, self.exposed, self.errors = setting, defaultdict(dict), {}, {}
-        for line in lines:
-            key = line["file"], line["repeat"]
-            if "error" in line:
-                self.errors[case(line)] = line["error"]
-            elif line["exposed"]:
-                self.exposed[case(line)] = line
-            elif key in self.runs[case(line)]:
-                raise InputError(
-                    f"{line['file']} has two results of {', '.join(map(str, case(line)))} in repeat {line['repeat']}: "
-                    "give each file once; a sweep with other FLAGS needs an OUT of its own"
-                )
-            else:
-                self.runs[case(line)][key] = line
-        cases = {*self.runs, *self.exposed, *self.errors}
-        self.cases = sorted(cases, key=lambda c: (c[0], c[1], wiring_order(c[2]), c[3]))
-        self.latencies = {
-            (line["tp"], link(line)): line["probe"]["all_reduce"][0]["us"]
-            for line in probes
-            if line["hardware"] == setting.get("hardware") and line["probe"]["all_reduce"]
-        }
-        for c, runs in self.runs.items():
-            emulated = next(iter(runs.values()))["link"]
-            if emulated:
-                self.latencies[c[:2]] = emulated["latency_us"]
-
-    def values(self, case, measure):
-        return {key: v for key, line in self.runs.get(case, {}).items() if (v := measure(line)) is not None}
-
-    def ratio(self, case, over, measure):
-        """The median of measure(case) / measure(over) of the repeats that have both, or None."""
-        mine, other = self.values(case, measure), self.values(over, measure)
-        ratios = [mine[repeat] / other[repeat] for repeat in mine.keys() & other.keys()]
-        return statistics.median(ratios) if ratios else None
-
-    def speedup(self, case, measure):
-        """The ratio over the standard wiring, all else alike."""
-        return self.ratio(case, (*case[:2], "standard", case[3]), measure)
-
-    def batches(self):
-        return sorted({batch for *_, batch in self.cases})
-
-
-def wiring_order(wiring):
-    """Where a wiring stands in tables: as in STYLES, others behind them."""
-    return (list(STYLES).index(wiring) if wiring in STYLES else len(STYLES)), wiring
-
-
-def sweeps(lines):
-    """A Sweep for each setting of the lines. An error belongs to every setting that it does not contradict, or to one
-    of its own."""
-    results, probes = [line for line in lines if "wiring" in line], [line for line in lines if "probe" in line]
-    settings = []
-    for line in sorted(results, key=lambda line: "error" in line):
-        own = setting(line)
-        if own not in settings and not ("error" in line and any(own.items() <= s.items() for s in settings)):
-            settings.append(own)
-    return [Sweep(s, [r for r in results if setting(r).items() <= s.items()], probes) for s in settings]
-
-
-def tok_s(line):
-    return line["tok_s"]
-
-
-def ttft(line):
-    return line["ttft_ms"]
-
-
-def request_tok_s(line):
-    """New tokens of all rows per second of the whole request, the prefill included, as the paper counts."""
-    return line["batch"] * line["new_tokens"] / (line["prefill_s"] + line["decode_s"]) if line["prefill_s"] else None
+    name = results.base(wiring)
+    colored = [w for w in WIRINGS if w not in GREYS]
+    index = colored.index(name) if name in colored else len(colored)
+    color = GREYS.get(name, COLORS[index % len(COLORS)])
+    marker = {"standard": "o", "upper-bound": "D"}.get(name, "s^vPX*<>pd"[index % 10])
+    kin = sorted({w for w in (*others, wiring) if results.base(w) == name}, key=results.wiring_order)
+    return {"color": color, "marker": marker, "linestyle": DASHES[kin.index(wiring) % len(DASHES)]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tables
+# Parts of figures
 
 
-def markdown(head, rows):
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
+def panels(count, width, height, title, columns=4, **options):
+    """(a figure of so many panels of that size in inches, some columns of them under a title; its axes)."""
+    import matplotlib
+    from matplotlib.figure import Figure  # not pyplot: it has state, and may look for a screen
 
-
-def number(x):
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
-
-
-def spread(values):
-    """The median, and from lowest to highest where there are several."""
-    text = number(statistics.median(values))
-    return text + f" ({number(min(values))}-{number(max(values))})" * (len(values) > 1)
-
-
-def by_batch(sweep, cell):
-    """A table with a row for each (ranks, link, wiring) and a column for each batch size."""
-    rows = dict.fromkeys(c[:3] for c in sweep.cases)
-    head = ["ranks", "link", "wiring", *(f"batch {batch}" for batch in sweep.batches())]
-    return markdown(head, [[*map(str, row), *(cell((*row, batch)) for batch in sweep.batches())] for row in rows])
-
-
-def tables(sweep):
-    """The tables of a sweep, as one text."""
-
-    def measured(measure, faster_is_more=True):
-        def cell(case):
-            values = sweep.values(case, measure).values()
-            if not values:
-                return sweep.errors.get(case, "")
-            ratio = sweep.speedup(case, measure) if case[2] != "standard" else None
-            if ratio is None:
-                return spread(values)
-            return f"{spread(values)} **{ratio if faster_is_more else 1 / ratio:.2f}x**"
-
-        return cell
-
-    def each(case):
-        times, users, shares = (
-            sweep.values(case, lambda line, key=key: line[key]).values() for key in ("tpot_ms", "tok_s_user", "mbu")
-        )
-        if not times:
-            return ""
-        text = f"{number(statistics.median(times))} ms, {number(statistics.median(users))} tok/s"
-        return text + (f", {100 * statistics.median(shares):.0f} %" if shares else "")
-
-    decode = "Decode, tok/s of all rows (lowest-highest of the repeats) **times standard**"
-    parts = {
-        decode: by_batch(sweep, measured(tok_s)),
-        "Decode: time per token, tok/s of each user, model bandwidth utilisation": by_batch(sweep, each),
-    }
-    if any(sweep.values(c, ttft) for c in sweep.runs):
-        parts |= {
-            "Prefill, ms to the first token **times as fast as standard**": by_batch(sweep, measured(ttft, False)),
-            "Whole requests, tok/s with the prefill **times standard**": by_batch(sweep, measured(request_tok_s)),
-        }
-    if sweep.exposed:
-        parts["Communication of a prefill in one pass, and of a decode step (ms)"] = communication(sweep)
-    return f"## {title(sweep.setting)}\n\n" + "\n\n".join(f"{name}:\n\n{table}" for name, table in parts.items())
-
-
-def communication(sweep):
-    head = "ranks, link, wiring, batch, , step, without all-reduces, all-reduces, each, exposed, hidden, limit"
-    rows = []
-    for c in (c for c in sweep.cases if c in sweep.exposed):
-        for kind, r in sweep.exposed[c]["exposed"].items():
-            hidden = "" if r["hidden"] is None else f"{100 * r['hidden']:.0f} %"
-            times = [f"{r['step_ms']:.2f}", f"{r['silent_ms']:.2f}", str(r["all_reduces"]), f"{r['all_reduce_ms']:.3f}"]
-            rows.append([*map(str, c), kind, *times, f"{r['exposed_ms']:.2f}", hidden, f"{r['limit_ms']:.2f}"])
-    return markdown(head.split(", "), rows)
-
-
-def machine(probes):
-    """What probe.py found."""
-    parts = []
-    for line in probes:
-        rates = ", ".join(f"{rate / 1e9:.1f}" for rate in line["probe"]["bandwidth"])
-        ranks = "one rank" if line["tp"] == 1 else f"{line['tp']} ranks, link {link(line)}"
-        text = f"{line['hardware']}, torch {line['torch']}, commit {line['commit']}; {ranks}. "
-        text += f"Each reads so many GB/s from memory: {rates}."
-        if line["probe"]["all_reduce"]:
-            rows = [[f"{r['bytes']:,}", f"{r['us']:,.1f}", f"{r['gbps']:.2f}"] for r in line["probe"]["all_reduce"]]
-            text += "\n\n" + markdown(["all-reduce of (bytes)", "us", "Gbit/s"], rows)
-        parts.append(text)
-    topologies = {line["topology"] for line in probes if line.get("topology")}
-    return "## The machine\n\n" + "\n\n".join(parts + [f"```\n{t.strip()}\n```" for t in topologies])
-
-
-def comparison(before, after):
-    """One table: what the same cases took in two files. Machines, commits and versions may differ."""
-    pairs = []
-    for found in map(sweeps, (before, after)):
-        pairs.append({})
-        for s in found:
-            about = [s.setting.get(k) for k in SETTING if k not in ("hardware", "device")]
-            for c in (c for c in s.cases if c in s.runs or c in s.errors):
-                if pairs[-1].setdefault((*about, c), (s, c)) != (s, c):
-                    raise InputError("--compare: one of the files has results of several machines")
-    common = [key for key in pairs[0] if key in pairs[1]]
-    if not common:
-        raise InputError("--compare: the two files have no case in common (model, tokens, ranks, link, wiring, batch)")
-    rows = []
-    for key in common:
-        cells = []
-        for measure in (tok_s, ttft):
-            a, b = ([*s.values(c, measure).values()] for s, c in (pairs[0][key], pairs[1][key]))
-            cells += [spread(x) if x else s.errors.get(c, "") for x, (s, c) in ((a, pairs[0][key]), (b, pairs[1][key]))]
-            ratio = statistics.median(b) / statistics.median(a) if a and b else None
-            cells.append("" if ratio is None else f"{ratio if measure is tok_s else 1 / ratio:.2f}x")
-        rows.append([title({**pairs[0][key][0].setting, "hardware": ""}), *map(str, key[-1]), *cells])
-    head = "setting, ranks, link, wiring, batch, tok/s before, after, times, prefill (ms) before, after, times as fast"
-    machines = [", ".join(sorted({s.setting.get("hardware", "?") for s, _ in pair.values()})) for pair in pairs]
-    return f"before: {machines[0]}; after: {machines[1]}\n\n" + markdown(head.split(", "), rows)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Figures
-
-
-def subplots(count, width, height, **options):
-    """A figure of so many panels, at most four in a row."""
-    columns = min(4, count)
+    matplotlib.rcParams["font.size"] = 9
+    columns = min(columns, count)
     rows = -(-count // columns)
-    size = 1 + width * columns, 0.7 + height * rows  # inches
-    figure, axes = plt.subplots(rows, columns, squeeze=False, layout="constrained", figsize=size, **options)
-    for axis in axes.flat[count:]:
+    size = max(5.5, 0.8 + width * columns), 1.2 + height * rows
+    figure = Figure(layout="constrained", figsize=size)
+    axes = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
+    for axis in axes[count:]:
         axis.set_visible(False)
-    for axis in axes.flat:
+    for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
-    return figure, list(axes.flat[:count])
+    figure.suptitle(wrapped(title, 15 * size[0]), fontsize=9)
+    return figure, axes[:count]
 
 
-def labelled(figure, axes, inches=1.9):
-    """One legend, for all panels, above them; a label takes so many inches."""
+def wrapped(text, width):
+    """The text in lines of about so many characters, broken at spaces."""
+    lines = [""]
+    for word in text.split(" "):
+        if lines[-1] and len(lines[-1]) + len(word) >= width:
+            lines.append(word)
+        else:
+            lines[-1] = f"{lines[-1]} {word}".lstrip()
+    return "\n".join(lines)
+
+
+def labelled(figure, axes, inches=1.5):
+    """One legend, for all panels, below them; a label takes so many inches."""
     found = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    columns = int(figure.get_figwidth() / inches)
-    figure.legend(found.values(), found.keys(), loc="outside upper center", ncols=columns, frameon=False)
+    columns = max(1, min(len(found), int(figure.get_figwidth() / inches)))
+    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns, frameon=False)
 
 
-def curve(axis, points, ticks, **look):
-    """A line through {x: y}; the ticks are at even distances."""
+def curve(axis, points, ticks, **style):
+    """A line through {x: (y, low, high)}; the ticks are at even distances."""
     xs = [x for x in ticks if x in points]
-    axis.plot([ticks.index(x) for x in xs], [points[x] for x in xs], **look)
+    ys = [points[x][0] for x in xs]
+    errors = [[points[x][0] - points[x][1] for x in xs], [points[x][2] - points[x][0] for x in xs]]
+    bars = errors if any(map(any, errors)) else None
+    axis.errorbar(
+        [ticks.index(x) for x in xs], ys, yerr=bars, capsize=2, markersize=4, linewidth=1.2, elinewidth=0.8, **style
+    )
     axis.set_xticks(range(len(ticks)), ticks)
-    axis.grid(axis="y", color="0.9")
+    axis.grid(axis="y", color="0.92")
+    axis.set_axisbelow(True)
 
 
-def draw(panels, x_label, y_label):
-    """A figure of lines: panels {title: {wiring: {x: y}}}; or None where no line has two points."""
-    panels = {name: {s: p for s, p in series.items() if len(p) > 1} for name, series in panels.items()}
-    panels = {name: series for name, series in panels.items() if series}
-    if not panels:
+def middle(values):
+    """(median, lowest, highest)"""
+    return statistics.median(values), min(values), max(values)
+
+
+def draw(found, title, x_label, y_label, name_tick=str):
+    """A figure of lines: found {panel: {wiring: {x: (y, low, high)}}}; None where no line has two points."""
+    found = {name: {w: points for w, points in series.items() if len(points) > 1} for name, series in found.items()}
+    found = {name: series for name, series in found.items() if series}
+    if not found:
         return None
-    figure, axes = subplots(len(panels), 3, 2.7, sharey=True)
-    others = sorted({s for series in panels.values() for s in series} - STYLES.keys())
-    for axis, (name, series) in zip(axes, panels.items(), strict=True):
+    figure, axes = panels(len(found), 2.9, 2.5, title, sharey=True)
+    wirings = {w for series in found.values() for w in series}
+    for axis, (name, series) in zip(axes, found.items(), strict=True):
         ticks = sorted({x for points in series.values() for x in points})
-        for wiring in sorted(series, key=wiring_order):
-            look = STYLES.get(wiring)
-            if look is None:
-                dashes, (marker, color) = OTHERS[others.index(wiring) % len(OTHERS)]
-                look = {"color": color, "linestyle": dashes, "marker": marker}
-            curve(axis, series[wiring], ticks, label=wiring, **look)
-        axis.set_title(name, fontsize=9)
-        axis.set_xlabel(x_label)
-    axes[0].set_ylabel(y_label)
+        for wiring in sorted(series, key=results.wiring_order):
+            curve(axis, series[wiring], ticks, label=wiring, **look(wiring, wirings))
+        axis.set_xticks(range(len(ticks)), map(name_tick, ticks))
+        axis.set(title=name, xlabel=x_label)
+    for axis in axes[::4]:
+        axis.set_ylabel(y_label)
     labelled(figure, axes)
     return figure
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# What there is to draw of a sweep
+
+
 def speedups(sweep, panel, x):
     """{panel(case): {wiring: {x(case): tok/s over standard's}}}, of several ranks; an x of None is left out."""
-    panels = defaultdict(lambda: defaultdict(dict))
+    found = defaultdict(lambda: defaultdict(dict))
     for c in sweep.cases:
-        ratio = sweep.speedup(c, tok_s)
-        if ratio is not None and c[0] > 1 and x(c) is not None:
-            panels[panel(c)][c[2]][x(c)] = ratio
-    return panels
+        ratios = sweep.speedups(c, results.tok_s)
+        if ratios and c[0] > 1 and x(c) is not None:
+            found[panel(c)][c[2]][x(c)] = middle(ratios)
+    return found
 
 
 def scaling(sweep):
@@ -358,157 +142,258 @@ def scaling(sweep):
 
     All wirings cost one rank about the same: there their lines begin together.
     """
-    panels = defaultdict(lambda: defaultdict(dict))
+    found = defaultdict(lambda: defaultdict(dict))
     for ranks, over, wiring, batch in (c for c in sweep.cases if c[0] > 1):
         bases = [c for c in sweep.cases if c[2:] == ("standard", batch) and c[1] in (over, "none") and c in sweep.runs]
-        ratio = sweep.ratio((ranks, over, wiring, batch), bases[0], tok_s) if bases else None
-        if ratio is not None:
-            points = panels[f"{over}, batch {batch}"][wiring]
-            points[ranks] = ratio
+        ratios = sweep.ratios((ranks, over, wiring, batch), bases[0], results.tok_s) if bases else None
+        if ratios:
+            points = found[f"link {over}, batch {batch}"][wiring]
+            points[ranks] = middle(ratios)
             if bases[0][0] == 1:
-                points[1] = 1.0
-    return panels
+                points[1] = 1.0, 1.0, 1.0
+    return found
 
 
 def breakdown(sweep):
-    """Bars: what a decode step computes, alone or with communication hidden behind it, and what is exposed of that."""
-    panels = defaultdict(dict)
-    for c in (c for c in sweep.cases if c in sweep.exposed):
-        panels[f"{c[0]} ranks, {c[1]}, batch {c[3]}"][c[2]] = sweep.exposed[c]["exposed"]["decode"]
-    if not panels:
+    """{panel: {wiring: (computing, hidden, exposed, (low, high) of the step)}}, ms of a decode step of the timed runs.
+
+    The upper bound's step is what all of them compute, so there is a panel only where it was timed. What a step takes
+    beyond it is exposed; what standard exposes and a stale wiring does not, that one hides behind its computing.
+    """
+    found = defaultdict(dict)
+    for c in sweep.cases:
+        steps, standard, bound = (
+            [*sweep.values((*c[:2], w, c[3]), lambda line: line["tpot_ms"]).values()]
+            for w in (c[2], "standard", "upper-bound")
+        )
+        if c[0] == 1 or not (steps and standard and bound):
+            continue
+        step, low, high = middle(steps)
+        computing = min(step, statistics.median(bound))
+        exposed = step - computing
+        name, hides = results.base(c[2]), 0.0
+        if name in WIRINGS and WIRINGS[name].stale:
+            hides = min(computing, max(0.0, statistics.median(standard) - computing - exposed))
+        found[f"{c[0]} ranks, link {c[1]}, batch {c[3]}"][c[2]] = computing - hides, hides, exposed, (low, high)
+    return found
+
+
+def draw_breakdown(found, title):
+    if not found:
         return None
-    figure, axes = subplots(len(panels), 3, 0.6 + 0.25 * max(map(len, panels.values())))
-    for axis, (name, reports) in zip(axes, panels.items(), strict=True):
-        for wiring in sorted(reports, key=wiring_order, reverse=True):
-            r = reports[wiring]
-            exposed = max(0.0, r["exposed_ms"])
-            # only these compute while they wait; what others seem to hide is noise
-            hides = wiring.startswith(("ladder", "hybrid"))
-            hidden = min(r["silent_ms"], max(0.0, r["all_reduces"] * r["all_reduce_ms"] - exposed)) if hides else 0.0
-            left = 0.0
-            for label, width, look in (
-                ("computing", r["silent_ms"] - hidden, {"color": "0.35"}),
-                ("computing, hidden communication", hidden, {"color": "0.75", "hatch": "///", "edgecolor": "0.35"}),
-                ("exposed communication", exposed, {"color": "tab:red", "hatch": "xx", "edgecolor": "white"}),
-            ):
-                axis.barh(wiring, width, left=left, label=label, linewidth=0, **look)
-                left += width
-        axis.set_title(name, fontsize=9)
-        axis.set_xlabel("ms of a decode step")
-    labelled(figure, axes, inches=2.7)
+    figure, axes = panels(len(found), 3, 0.7 + 0.25 * max(map(len, found.values())), title)
+    for axis, (name, bars) in zip(axes, found.items(), strict=True):
+        for wiring in sorted(bars, key=results.wiring_order, reverse=True):
+            computing, hides, exposed, (low, high) = bars[wiring]
+            axis.barh(wiring, computing, label="computing", color="0.75")
+            style = {"color": "0.9", "hatch": "///", "edgecolor": "0.5", "linewidth": 0}
+            axis.barh(wiring, hides, left=computing, label="computing, communication hidden behind it", **style)
+            axis.barh(wiring, exposed, left=computing + hides, color=look(wiring)["color"])
+            step = computing + hides + exposed
+            if high > low:
+                axis.errorbar(step, wiring, xerr=[[step - low], [high - step]], color="0.25", capsize=2, linewidth=0.8)
+        axis.barh(wiring, 0, label="exposed communication (the wiring's colour)", color="black")
+        axis.set(title=name, xlabel="ms of a decode step")
+    labelled(figure, axes, inches=2.9)
     return figure
+
+
+def caption(sweep):
+    """The title of a sweep's figures: what, on what, and what the bars are."""
+    repeats = sweep.repeats()
+    return results.title(sweep.setting) + (f"; median and range of {repeats} repeats" if repeats > 1 else "")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Beside the paper
+
+
+def of_paper():
+    """The speed-ups it published: ({wiring: {link: {batch: its 70b}}}, {link: {model: ladder at batch 4}})."""
+    by_batch, by_size, rates = defaultdict(lambda: defaultdict(dict)), defaultdict(dict), {}
+    for r in results.published():
+        if r["speedup"]:
+            by_size[f"link {r['link']}"][r["model"]] = middle([r["speedup"]])
+        else:
+            rates[r["link"], r["wiring"], r["batch"]] = r["tok_s"]
+    for (link, wiring, batch), rate in rates.items():
+        by_batch[wiring][f"link {link}"][batch] = middle([rate / rates[link, "standard", batch]])
+    return by_batch, by_size
+
+
+def of_ours(found):
+    """({label: {batch: (ratio, low, high)}}, {label: {model: ...}}) of ladder, where a sweep is like the paper's.
+
+    Whole models without quantization; whole requests, as the paper counts, or decode where no prefill was measured.
+    """
+    by_batch, by_size = defaultdict(dict), defaultdict(dict)
+    for sweep in found:
+        s = sweep.setting
+        if s["model"] not in SIZES or s.get("n_layers") != SIZES[s["model"]].n_layers or s.get("quant") is not None:
+            continue
+        for c in (c for c in sweep.cases if c[2] == "ladder" and c[0] > 1):
+            ratios = sweep.speedups(c, results.request_tok_s) or sweep.speedups(c, results.tok_s)
+            ranks = 16 if s["model"] == "405b" else 8
+            if ratios and c[3] == 4 and c[0] == ranks:
+                by_size[f"link {c[1]}"][s["model"]] = middle(ratios)
+            if ratios and (s["model"] == "70b" or c[0] != ranks):
+                by_batch[f"{s['model']}, {c[0]} ranks, link {c[1]}"][c[3]] = middle(ratios)
+    return by_batch, by_size
 
 
 def beside_paper(found):
-    """Ladder's tok/s over standard's, ours and the paper's: by batch (its 70b), and by model size at batch 4.
+    """Ladder's tok/s over standard's by batch and by model: left the paper's, right ours, each with its own axis.
 
-    Whole requests, as the paper counts; decode alone where no prefill was measured.
+    None without ours. The machines are unlike, so only the shapes compare.
     """
-    by_batch, by_size, rates = defaultdict(dict), defaultdict(dict), {}
-    for r in published():
-        if r["speedup"]:
-            by_size[f"paper, {r['link']}"][r["model"]] = r["speedup"]
-        else:
-            rates[r["link"], r["wiring"], r["batch"]] = r["tok_s"]
-    for (over, wiring, batch), rate in rates.items():
-        if wiring == "ladder":
-            by_batch[f"paper, {over}"][batch] = rate / rates[over, "standard", batch]
-    papers = len(by_batch)
-    for sweep in found:
-        s, kind = sweep.setting, "predicted" if sweep.setting["simulated"] else "measured"
-        whole = s["model"] in SIZES and s.get("n_layers") == SIZES[s["model"]].n_layers and s.get("quant") is None
-        for c in (c for c in sweep.cases if c[2] == "ladder" and c[0] > 1):
-            ratio = sweep.speedup(c, request_tok_s) or sweep.speedup(c, tok_s)
-            if ratio is None or not whole:
-                continue
-            ranks = 16 if s["model"] == "405b" else 8
-            if c[3] == 4 and c[0] == ranks:
-                by_size[f"{kind}, {c[1]}, {s.get('hardware')}"][s["model"]] = ratio
-            if s["model"] == "70b" or c[0] != ranks:
-                by_batch[f"{kind}, {s['model']}, {c[0]} ranks, {c[1]}, {s.get('hardware')}"][c[3]] = ratio
-    if len(by_batch) == papers == len(by_size):
+    ours_by_batch, ours_by_size = of_ours(found)
+    paper_by_batch, paper_by_size = of_paper()
+    same = "batch 4, 8 ranks (405b: 16)"
+    how = "predicted by one rank alone on" if all(s.setting["simulated"] for s in found) else "measured on"
+    how += " " + ", ".join(sorted({results.machine_name(s.setting) for s in found}))
+    rows = [
+        (paper_by_batch["ladder"], "paper, measured on H100s: 70b, 8 ranks", ours_by_batch, f"ours, {how}", "batch"),
+        (paper_by_size, f"paper, measured on H100s: {same}", ours_by_size, f"ours, {how}: {same}", "model"),
+    ]
+    both = [(series, name, x) for a, a_name, b, b_name, x in rows if b for series, name in ((a, a_name), (b, b_name))]
+    if not both:
         return None
-    figure, axes = subplots(2, 4.5, 4.5, sharey=True)
-    for axis, series, ticks, name in (
-        (axes[0], by_batch, sorted({b for points in by_batch.values() for b in points}), "70b, 8 ranks, if not said"),
-        (axes[1], by_size, list(SIZES), "batch 4, 8 ranks (405b: 16)"),
-    ):
+    whole = any(sweep.values(c, results.request_tok_s) for sweep in found for c in sweep.runs)
+    counted = "whole requests" if whole else "the paper's of whole requests, ours of decode alone"
+    title = f"Ladder's tok/s over standard's ({counted}). Unlike machines: each panel has its own axis."
+    figure, axes = panels(len(both), 4.4, 3, title, columns=2)
+    for axis, (series, name, x_label) in zip(axes, both, strict=True):
+        xs = {x for points in series.values() for x in points}
+        ticks = sorted(xs, key=list(SIZES).index if x_label == "model" else None)
         for i, (label, points) in enumerate(series.items()):
-            dashes = "--" if label.startswith("paper") else "-"
-            curve(axis, points, ticks, label=label, color=f"C{i}", marker="osv^DPX*"[i % 8], linestyle=dashes)
-        axis.set_title(name, fontsize=9)
-        axis.legend(frameon=False, fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.15))
-    axes[0].set(ylabel="ladder's tok/s / standard's", xlabel="batch")
-    axes[1].set_xlabel("model")
+            style = {**look("ladder"), "marker": "osv^DPX*"[i % 8], "linestyle": DASHES[i % 4]}
+            curve(axis, points, ticks, label=label, **style)
+        axis.set_title(wrapped(name, 60), fontsize=9)
+        axis.legend(frameon=False, fontsize=8)
+        axis.set(xlabel=x_label, ylabel="ladder / standard")
     return figure
 
 
-def published():
-    """The paper's figures, from benchmarks/paper.csv, as dicts with numbers or None for tok_s and speedup."""
-    lines = [line for line in PAPER.read_text().splitlines() if not line.startswith("#")]
-    numbers = {"tp": int, "batch": int, "tok_s": float, "speedup": float}
-    return [
-        {k: (numbers[k](v) if v else None) if k in numbers else v for k, v in row.items()}
-        for row in csv.DictReader(lines)
-    ]
+# ---------------------------------------------------------------------------------------------------------------------
+# The first page's figure
+
+
+def by_link(path, **about):
+    """{wiring: {(ms of an all-reduce, link): (standard's step / its step, by its upper quartile, by its lower)}}.
+
+    path: lines of benchmarks/overlap.py; about: what a line must say of itself to count.
+    """
+    found, rows = defaultdict(dict), defaultdict(dict)
+    for line in map(json.loads, read_text(path).splitlines()):
+        if about.items() <= line.items():
+            rows[line["link"]["name"]][re.sub(r"^desync-", "desync:", line["wiring"])] = line
+    for name, row in rows.items():
+        standard = row["standard"]
+        for wiring, line in row.items():
+            low, high = line["quartiles_ms"]
+            ratios = [standard["step_ms"] / ms for ms in (line["step_ms"], high, low)]
+            found[wiring][standard["all_reduce_ms"], name] = tuple(ratios)
+    return found
+
+
+def front_page():
+    """Speed-up by link: what CPU ranks measured over emulated links, and, on an axis of its own, the paper's H100s."""
+    decode = {"kind": "decode", "compiled": True}
+    ranks = by_link(RESULTS / "overlap-cpu.jsonl", **decode)
+    alone = by_link(RESULTS / "overlap-tp8.jsonl", model="8b", **decode)
+    title = "Decode speed-up over standard by link. Unlike machines and models: each panel has its own axis."
+    figure, axes = panels(3, 4, 3.4, title)
+    for axis, series, name, name_tick in (
+        (axes[0], ranks, "measured: 2 ranks on 2 cores of an AMD EPYC,\n8 layers of dim 2560, batch 1", "{0:.2g}"),
+        (axes[1], alone, "measured: 1 rank of 8, alone, on such 2 cores,\n8b, batch 1", "{1}\n{0:.2g}"),
+    ):
+        ticks = sorted({x for points in series.values() for x in points})
+        for wiring in sorted(series, key=results.wiring_order):
+            curve(axis, series[wiring], ticks, label=wiring, **look(wiring, series))
+        axis.set_xticks(range(len(ticks)), [name_tick.format(*x) for x in ticks])
+        axis.set_title(name, fontsize=9)
+        axis.set_xlabel("one all-reduce over the emulated link, ms")
+    axes[1].tick_params(axis="x", labelsize=7, rotation=35)
+    axes[0].set_ylabel("standard's step / step (bars: quartiles)")
+    published, _ = of_paper()
+    wirings = [w for w in sorted(published, key=results.wiring_order) if w != "standard"]
+    for i, wiring in enumerate(wirings):
+        heights = [points[4][0] for points in published[wiring].values()]
+        places = [place + (i - (len(wirings) - 1) / 2) * 0.26 for place in range(len(heights))]
+        bars = axes[2].bar(places, heights, 0.24, label=wiring, color=look(wiring)["color"])
+        axes[2].bar_label(bars, fmt="%.2f", fontsize=8)
+    axes[2].axhline(1, color="black", linewidth=1)
+    axes[2].set_xticks(range(len(published["standard"])), published["standard"])
+    axes[2].set_title("published (arXiv 2501.06589): 8 H100s,\n70b, batch 4, whole requests", fontsize=9)
+    axes[2].set_ylabel("tok/s over standard's")
+    labelled(figure, axes[:2])
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def figures(found):
     """(name, figure or None) of all that there is to draw."""
     names = defaultdict(int)
     for sweep in found:
-        s, ratio = sweep.setting, "tok/s / standard's"
+        s, title = sweep.setting, caption(sweep)
         kind = s.get("quant") or s.get("dtype")
         name = f"{s['model']}-{s.get('n_layers')}-{kind}-{s['device']}" + "-predicted" * s["simulated"]
         name = re.sub(r"[^\w.-]", "_", name)
         names[name] += 1
         name += f"-{names[name]}" * (names[name] > 1)
-        batches = speedups(sweep, lambda c: f"{c[0]} ranks, {c[1]}", lambda c: c[3])
-        yield f"{name}-by-batch", draw(batches, "batch", ratio)
-        yield f"{name}-by-ranks", draw(scaling(sweep), "ranks", "tok/s / fewest ranks', standard")
+        batches = speedups(sweep, lambda c: f"{c[0]} ranks, link {c[1]}", lambda c: c[3])
+        yield f"{name}-by-batch", draw(batches, title, "batch", RATIO)
+        yield f"{name}-by-ranks", draw(scaling(sweep), title, "ranks", "tok/s over standard's on the fewest ranks")
         delays = {key: round(us) for key, us in sweep.latencies.items()}
         links = speedups(sweep, lambda c: f"{c[0]} ranks, batch {c[3]}", lambda c, d=delays: d.get(c[:2]))
-        yield f"{name}-by-link", draw(links, "a small all-reduce, us", ratio)
-        yield f"{name}-breakdown", breakdown(sweep)
+        called = {us: f"{key[1]}\n{us}" for key, us in delays.items()}
+        yield f"{name}-by-link", draw(links, title, "link, and its small all-reduce in us", RATIO, called.get)
+        yield f"{name}-breakdown", draw_breakdown(breakdown(sweep), title)
     yield "beside-paper", beside_paper(found)
 
 
-def save(folder, name, figure):
-    """Write the figure as PNG and SVG, neither of them in parts."""
-    for kind in ("png", "svg"):
-        # without the date, so that the same lines make the same file
-        figure.savefig(folder / f"{name}.tmp", format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
-        os.replace(folder / f"{name}.tmp", folder / f"{name}.{kind}")
-    plt.close(figure)
+def save(path, figure):
+    """Write a figure as PNG, not in parts."""
+    part = Path(path).with_suffix(".tmp")
+    # without the version of matplotlib, so that the same lines make the same file
+    figure.savefig(part, format="png", dpi=150, metadata={"Software": None})
+    os.replace(part, path)
 
 
 def main(argv=None):
-    p = tp.Parser(__doc__)
+    p = launch.Parser(__doc__)
     p.add_argument("files", metavar="FILE", nargs="*", help="lines of bench.sh")
     p.add_argument("--out", metavar="DIR", help="write tables.md and the figures into this folder")
     p.add_argument("--compare", metavar=("BEFORE", "AFTER"), nargs=2, help="print the ratios between two files")
+    p.add_argument("--front-page", metavar="PNG", help="draw the README's figure, of benchmarks/results")
     args = p.parse_args(argv)
-    if bool(args.files) == bool(args.compare):
+    if sum(map(bool, (args.files, args.compare, args.front_page))) != 1:
         raise InputError("give either files of bench.sh or --compare BEFORE AFTER")
+    if args.out and not args.files:
+        raise InputError(
+            f"--{'compare prints one table' if args.compare else 'front-page is one file'}: it does not go with --out"
+        )
     if args.compare:
-        if args.out:
-            raise InputError("--compare prints one table: it does not go with --out")
-        return print(comparison(*map(read, args.compare)))
-    lines = [line for file in args.files for line in read(file)]
-    found, probes = sweeps(lines), [line for line in lines if "probe" in line]
-    text = "\n\n".join([machine(probes)] * bool(probes) + [tables(sweep) for sweep in found])
+        return print(results.comparison(*map(results.read, args.compare)))
+    if args.front_page:
+        try:
+            return save(args.front_page, front_page())
+        except OSError as e:
+            raise InputError(f"--front-page {args.front_page} cannot be written: {e.strerror}") from None
+    lines = [line for file in args.files for line in results.read(file)]
+    text = results.report(lines)
     if args.out is None:
         return print(text)
-    plt.rcParams |= {"svg.hashsalt": "ladder-fast", "font.size": 9}
-    folder = Path(args.out)
+    folder, drawn = Path(args.out), False
     try:
         folder.mkdir(parents=True, exist_ok=True)
         print(text)
         (folder / "tables.md").write_text(text + "\n")
-        drawn = False
-        for name, figure in figures(found):  # one at a time: an open one takes memory
+        for name, figure in figures(results.sweeps(lines)):
             if figure is not None:
-                save(folder, name, figure)
+                save(folder / f"{name}.png", figure)
                 drawn = True
     except OSError as e:
         raise InputError(f"--out {folder} cannot be written: {e.strerror}") from None
@@ -516,4 +401,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    tp.run(main)
+    launch.run(main)

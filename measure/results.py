@@ -1,0 +1,406 @@
+"""What bench.sh measured, as tables: its lines read, grouped into settings and cases, and written in markdown.
+
+A cell is the median of the repeats. Speed-ups are medians too, of the ratios that each repeat shows: its runs were
+next to one another in time. What may be noise is marked as that, see LEGEND.
+"""
+
+import csv
+import json
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+from checkpoint import read_text
+from measure.timing import quartiles
+from model import WIRINGS, InputError
+
+PAPER = Path(__file__).parent.parent / "benchmarks" / "results" / "paper.csv"
+SETTING = ["model", "n_layers", "quant", "dtype", "device", "hardware", "prompt_tokens", "new_tokens", "simulated"]
+MEASURED = ["tok_s", "tok_s_user", "tpot_ms", "ttft_ms", "prefill_s", "decode_s", "mbu", "exposed"]
+REPORTED = ["step_ms", "quartiles_ms", "silent_ms", "exposed_ms", "all_reduces", "all_reduce_ms", "hidden", "limit_ms"]
+LEGEND = {
+    "~": "`~`: within noise, the quartiles of its repeats and of standard's overlap",
+    "^": "`^`: above the upper bound, which no wiring can be: noise",
+    "(one run)": "`(one run)`: no repeats that say how far it wanders",
+    "within noise": "within noise: what it would hide is less than the quartiles of the step lie apart",
+    "none": "none: in the step all-reduces cost more than on their own",
+    "-": "`-`: a wiring that waits for each sum before it goes on, so it can hide none",
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Lines into cases
+
+
+def read(path):
+    """The lines of a file of bench.sh, as dicts that know their file. Raises InputError for other files."""
+    text, lines = read_text(path), []
+    try:
+        for line in map(json.loads, text.splitlines()):
+            if "probe" in line:
+                complete = {"hardware", "tp", "settings"} <= line.keys()
+            elif "wiring" in line:
+                complete = bool(case(line)) and ("error" in line or line.keys() >= {*SETTING, *MEASURED})
+                reports = (line.get("exposed") or {}).values()
+                complete = complete and all(report.keys() >= {*REPORTED} for report in reports)
+            else:  # another node's
+                complete = line.keys() == {"repeat", "command"}
+            if not complete:
+                raise KeyError
+            lines.append({"repeat": 1, "command": "", **line, "file": str(path)})
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise InputError(f"{path} line {len(lines) + 1} is none of bench.sh's") from None
+    if not lines:
+        raise InputError(f"{path} is empty: it takes lines of bench.sh")
+    return lines
+
+
+def setting(line):
+    """What is the same in a table: everything but the wiring, the batch, the ranks and the link."""
+    return {key: line[key] for key in SETTING if key in line}
+
+
+def machine_name(setting):
+    """What it ran on, as far as its lines say."""
+    hardware = setting.get("hardware")
+    if hardware in (None, "hardware not recorded"):
+        return {"cpu": "a CPU", "cuda": "a GPU"}.get(setting.get("device"), "a machine")
+    return hardware
+
+
+def title(setting):
+    kind = setting.get("quant") or setting.get("dtype") or ""
+    how = "PREDICTED by one rank alone: " if setting["simulated"] else ""
+    tokens = f"prompt {setting['prompt_tokens']}, {setting['new_tokens']} new tokens"
+    words = [setting["model"], f"{setting.get('n_layers', 'all')} layers", kind, tokens, machine_name(setting)]
+    return how + ", ".join(word for word in words if word)
+
+
+def case(line):
+    """(ranks, link, wiring, batch); the wiring with its parameter, as bench.sh takes it: hybrid:8."""
+    wiring = line["wiring"]
+    parameter = WIRINGS[wiring].parameter if wiring in WIRINGS else None
+    if parameter:
+        value = line[parameter]
+        wiring += f":{','.join(map(str, value)) if isinstance(value, list) else value}"
+    return line["tp"], link(line), wiring, line["batch"]
+
+
+def link(line):
+    if line.get("link"):
+        return line["link"]["name"]
+    if line["tp"] == 1:
+        return "none"
+    return "no-p2p" if line.get("settings", {}).get("NCCL_P2P_DISABLE") == "1" else "real"
+
+
+def base(wiring):
+    """The name of a wiring without its parameter."""
+    return wiring.partition(":")[0]
+
+
+def wiring_order(wiring):
+    """Where a wiring stands in tables and figures: as in model.WIRINGS, then by its parameter."""
+    names = list(WIRINGS)
+    return (names.index(base(wiring)) if base(wiring) in names else len(names)), len(wiring), wiring
+
+
+class Sweep:
+    """The results of one setting. runs {case: {(file, repeat): line}}, exposed {case: line}, errors {case: what}.
+
+    latencies {(ranks, link): microseconds of a small all-reduce}, of real links as measure/probe.py found it.
+    """
+
+    def __init__(self, setting, lines, probes=()):
+        self.setting, self.runs, self.exposed, self.errors = setting, defaultdict(dict), {}, {}
+        for line in lines:
+            key = line["file"], line["repeat"]
+            if "error" in line:
+                self.errors[case(line)] = line["error"]
+            elif line["exposed"]:
+                self.exposed[case(line)] = line
+            elif key in self.runs[case(line)]:
+                raise InputError(
+                    f"{line['file']} has two results of {', '.join(map(str, case(line)))} in repeat {line['repeat']}: "
+                    "give each file once; a sweep with other FLAGS needs an OUT of its own"
+                )
+            else:
+                self.runs[case(line)][key] = line
+        cases = {*self.runs, *self.exposed, *self.errors}
+        self.cases = sorted(cases, key=lambda c: (c[0], c[1], wiring_order(c[2]), c[3]))
+        self.latencies = {
+            (line["tp"], link(line)): line["probe"]["all_reduce"][0]["us"]
+            for line in probes
+            if line["hardware"] == setting.get("hardware") and line["probe"]["all_reduce"]
+        }
+        for c, runs in self.runs.items():
+            emulated = next(iter(runs.values()))["link"]
+            if emulated:
+                self.latencies[c[:2]] = emulated["latency_us"]
+
+    def values(self, case, measure):
+        """{(file, repeat): measure(line)} of a case."""
+        return {key: v for key, line in self.runs.get(case, {}).items() if (v := measure(line)) is not None}
+
+    def ratios(self, case, over, measure):
+        """measure(case) / measure(over) of the repeats that have both."""
+        mine, other = self.values(case, measure), self.values(over, measure)
+        return [mine[repeat] / other[repeat] for repeat in mine.keys() & other.keys()]
+
+    def speedups(self, case, measure):
+        """The ratios over the standard wiring, all else alike."""
+        return self.ratios(case, (*case[:2], "standard", case[3]), measure)
+
+    def batches(self):
+        return sorted({batch for *_, batch in self.cases})
+
+    def repeats(self):
+        """The largest number of runs of a case."""
+        return max(map(len, self.runs.values()), default=0)
+
+    def ran(self):
+        """Whether commands measured it; benchmarks/predict.py works out its lines."""
+        return any(line["command"] for runs in self.runs.values() for line in runs.values())
+
+
+def sweeps(lines):
+    """A Sweep for each setting of the lines. An error belongs to every setting that it does not contradict, or to one
+    of its own."""
+    results, probes = [line for line in lines if "wiring" in line], [line for line in lines if "probe" in line]
+    settings = []
+    for line in sorted(results, key=lambda line: "error" in line):
+        own = setting(line)
+        if own not in settings and not ("error" in line and any(own.items() <= s.items() for s in settings)):
+            settings.append(own)
+    return [Sweep(s, [r for r in results if setting(r).items() <= s.items()], probes) for s in settings]
+
+
+def tok_s(line):
+    return line["tok_s"]
+
+
+def ttft(line):
+    return line["ttft_ms"]
+
+
+def prefill_rate(line):
+    """Prefills per second."""
+    return 1e3 / line["ttft_ms"] if line["ttft_ms"] else None
+
+
+def request_tok_s(line):
+    """New tokens of all rows per second of the whole request, the prefill included, as the paper counts."""
+    return line["batch"] * line["new_tokens"] / (line["prefill_s"] + line["decode_s"]) if line["prefill_s"] else None
+
+
+def published():
+    """The paper's figures, from paper.csv, as dicts with numbers or None for tok_s and speedup."""
+    lines = [line for line in PAPER.read_text().splitlines() if not line.startswith("#")]
+    numbers = {"tp": int, "batch": int, "tok_s": float, "speedup": float}
+    return [
+        {k: (numbers[k](v) if v else None) if k in numbers else v for k, v in row.items()}
+        for row in csv.DictReader(lines)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Noise
+
+
+def overlapping(some, others):
+    """Whether the quartiles of two lists of numbers overlap: then their difference is within noise."""
+    (low, _, high), (other_low, _, other_high) = quartiles(some), quartiles(others)
+    return low <= other_high and other_low <= high
+
+
+def within_noise(report):
+    """Whether the quartiles of a step lie further apart than what it hid of its all-reduces, or than all of them take.
+
+    report: of --exposed. What a step exposes may well be within its quartiles: that is what hiding all of it means.
+    """
+    low, high = report["quartiles_ms"]
+    communication = report["all_reduces"] * report["all_reduce_ms"]
+    return min(communication, abs(communication - report["exposed_ms"])) <= high - low
+
+
+def hidden(report, wiring):
+    """The share of its communication that a step hid, in words."""
+    if not report["all_reduces"] or report["hidden"] is None:
+        return ""
+    if base(wiring) in WIRINGS and not WIRINGS[base(wiring)].stale:
+        return "-"
+    if within_noise(report):
+        return "within noise"
+    return "none" if report["hidden"] < 0 else f"{100 * min(1.0, report['hidden']):.0f} %"
+
+
+def speedup(sweep, case, rate):
+    """A case's speed over standard's as text, marked as LEGEND says; "" where there is none."""
+    ratios = sweep.speedups(case, rate)
+    if case[2] == "standard" or not ratios:
+        return ""
+    mine, standard, bound = (
+        [*sweep.values((*case[:2], wiring, case[3]), rate).values()] for wiring in (case[2], "standard", "upper-bound")
+    )
+    text = f"{statistics.median(ratios):.2f}x"
+    above = case[2] != "upper-bound" and bool(bound) and statistics.median(mine) > statistics.median(bound)
+    if len(ratios) == 1:
+        return f"{text}{'^' * above} (one run)"
+    if overlapping(mine, standard):
+        return f"~{text}{'^' * above}"
+    return f"{text}^" if above else f"**{text}**"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def markdown(head, rows):
+    """A table: head a list of cells, rows lists of as many. All tables of the project are written by this."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
+
+
+def explained(table, marks):
+    """The table, and under it a line that says what those of the marks mean that it has."""
+    found = [LEGEND[mark] for mark in marks if any(mark in cell for row in table[1] for cell in row)]
+    return markdown(*table) + f"\n\n{'; '.join(found)}." * bool(found)
+
+
+def number(x):
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def spread(values):
+    """The median, and from lowest to highest where there are several."""
+    text = number(statistics.median(values))
+    return text + f" ({number(min(values))}-{number(max(values))})" * (len(values) > 1)
+
+
+def by_batch(sweep, cell):
+    """A table with a row for each (ranks, link, wiring) and a column for each batch size."""
+    rows = dict.fromkeys(c[:3] for c in sweep.cases)
+    head = ["ranks", "link", "wiring", *(f"batch {batch}" for batch in sweep.batches())]
+    cells = [[*map(str, row), *(cell((*row, batch)) for batch in sweep.batches())] for row in rows]
+    if sweep.repeats() < 2:  # said once, in the heading
+        cells = [[cell.replace(" (one run)", "") for cell in row] for row in cells]
+    return explained((head, cells), ("~", "^", "(one run)"))
+
+
+def tables(sweep):
+    """The tables of a sweep, as one text."""
+
+    def measured(measure, rate):
+        def cell(case):
+            values = sweep.values(case, measure).values()
+            if not values:
+                return sweep.errors.get(case, "")
+            return f"{spread(values)} {speedup(sweep, case, rate)}".rstrip()
+
+        return cell
+
+    def each(case):
+        times, users, shares = (
+            sweep.values(case, lambda line, key=key: line[key]).values() for key in ("tpot_ms", "tok_s_user", "mbu")
+        )
+        if not times:
+            return ""
+        text = f"{number(statistics.median(times))} ms, {number(statistics.median(users))} tok/s"
+        return text + (f", {100 * statistics.median(shares):.0f} %" if shares else "")
+
+    several = sweep.repeats() > 1
+    how = " (lowest-highest of the repeats)" if several else ""
+    parts = {
+        f"Decode, tok/s of all rows{how} **times standard**": by_batch(sweep, measured(tok_s, tok_s)),
+        "Decode: time per token, tok/s of each user, model bandwidth utilisation": by_batch(sweep, each),
+    }
+    if any(sweep.values(c, ttft) for c in sweep.runs):
+        parts |= {
+            "Prefill, ms to the first token **times as fast as standard**": by_batch(
+                sweep, measured(ttft, prefill_rate)
+            ),
+            "Whole requests, tok/s with the prefill **times standard**": by_batch(
+                sweep, measured(request_tok_s, request_tok_s)
+            ),
+        }
+    if sweep.exposed:
+        parts["Communication of a prefill in one pass, and of a decode step (ms)"] = communication(sweep)
+    once = "" if several or not sweep.ran() else "Each number is of one run: it may be noise.\n\n"
+    return f"## {title(sweep.setting)}\n\n{once}" + "\n\n".join(f"{name}:\n\n{table}" for name, table in parts.items())
+
+
+def communication(sweep):
+    """What the runs with --exposed report: a line for each case and kind of step."""
+    head = "ranks, link, wiring, batch, , step, without all-reduces, all-reduces, each, exposed, hidden, limit"
+    rows = []
+    for c in (c for c in sweep.cases if c in sweep.exposed):
+        for kind, r in sweep.exposed[c]["exposed"].items():
+            low, high = r["quartiles_ms"]
+            step = f"{r['step_ms']:.2f} ({low:.2f}-{high:.2f})"
+            times = [step, f"{r['silent_ms']:.2f}", str(r["all_reduces"]), f"{r['all_reduce_ms']:.3f}"]
+            hides = hidden(r, c[2])
+            rows.append([*map(str, c), kind, *times, f"{r['exposed_ms']:.2f}", hides, f"{r['limit_ms']:.2f}"])
+    found = [LEGEND[mark] for mark in ("within noise", "none", "-") if any(row[-2] == mark for row in rows)]
+    return markdown(head.split(", "), rows) + f"\n\n{'; '.join(['step: the median (its quartiles)', *found])}."
+
+
+def machine(probes):
+    """What measure/probe.py found."""
+    parts = []
+    for line in probes:
+        rates = ", ".join(f"{rate / 1e9:.1f}" for rate in line["probe"]["bandwidth"])
+        ranks = "one rank" if line["tp"] == 1 else f"{line['tp']} ranks, link {link(line)}"
+        text = f"{line['hardware']}, torch {line['torch']}, commit {line['commit']}; {ranks}. "
+        text += f"Each reads so many GB/s from memory: {rates}."
+        if line["probe"]["all_reduce"]:
+            rows = [[f"{r['bytes']:,}", f"{r['us']:,.1f}", f"{r['gbps']:.2f}"] for r in line["probe"]["all_reduce"]]
+            text += "\n\n" + markdown(["all-reduce of (bytes)", "us", "Gbit/s"], rows)
+        parts.append(text)
+    topologies = {line["topology"] for line in probes if line.get("topology")}
+    return "## The machine\n\n" + "\n\n".join(parts + [f"```\n{t.strip()}\n```" for t in topologies])
+
+
+def report(lines):
+    """All tables of the lines, as one text."""
+    probes = [line for line in lines if "probe" in line]
+    return "\n\n".join([machine(probes)] * bool(probes) + [tables(sweep) for sweep in sweeps(lines)])
+
+
+def comparison(before, after):
+    """One table: what the same cases took in two files. Machines, commits and versions may differ."""
+    pairs = []
+    for found in map(sweeps, (before, after)):
+        pairs.append({})
+        for s in found:
+            about = [s.setting.get(k) for k in SETTING if k not in ("hardware", "device")]
+            for c in (c for c in s.cases if c in s.runs or c in s.errors):
+                if pairs[-1].setdefault((*about, c), (s, c)) != (s, c):
+                    raise InputError("--compare: one of the files has results of several machines")
+    common = [key for key in pairs[0] if key in pairs[1]]
+    if not common:
+        raise InputError("--compare: the two files have no case in common (model, tokens, ranks, link, wiring, batch)")
+    rows = []
+    for key in common:
+        cells = []
+        for measure in (tok_s, ttft):
+            a, b = ([*s.values(c, measure).values()] for s, c in (pairs[0][key], pairs[1][key]))
+            cells += [spread(x) if x else s.errors.get(c, "") for x, (s, c) in ((a, pairs[0][key]), (b, pairs[1][key]))]
+            cells.append(change(a, b, measure is tok_s))
+        about = {k: v for k, v in pairs[0][key][0].setting.items() if k not in ("hardware", "device")}
+        rows.append([title(about).removesuffix(", a machine"), *map(str, key[-1]), *cells])
+    head = "setting, ranks, link, wiring, batch, tok/s before, after, times, prefill (ms) before, after, times as fast"
+    machines = [", ".join(sorted({machine_name(s.setting) for s, _ in pair.values()})) for pair in pairs]
+    marks = {"~": "`~`: within noise, the quartiles of the repeats before and after overlap", **LEGEND}
+    found = [marks[m] for m in ("~", "(one run)") if any(m in cell for row in rows for cell in row)]
+    text = f"before: {machines[0]}; after: {machines[1]}\n\n" + markdown(head.split(", "), rows)
+    return text + f"\n\n{'; '.join(found)}." * bool(found)
+
+
+def change(before, after, more_is_better):
+    """How many times as good the median became, as text; "" where one is missing."""
+    if not (before and after):
+        return ""
+    ratio = statistics.median(after) / statistics.median(before)
+    text = f"{ratio if more_is_better else 1 / ratio:.2f}x"
+    if len(before) == len(after) == 1:
+        return f"{text} (one run)"
+    return f"~{text}" if overlapping(before, after) else text
