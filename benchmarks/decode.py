@@ -61,7 +61,7 @@ def cases(text):
     return found
 
 
-def parse():
+def parse(argv):
     p = launch.Parser(__doc__)
     p.add_argument("--threads", type=count, default=1, metavar="N", help="of each engine")
     p.add_argument(
@@ -77,7 +77,7 @@ def parse():
     show = written_by("this script", *KEYS)
     p.add_argument("--show", type=show, metavar="FILE", nargs="+", help="print the tables of such files, and no more")
     p.add_argument("--log", type=launch.appendable, metavar="FILE", default=os.devnull, help="what the engines print")
-    args = p.parse_args()
+    args = p.parse_args(argv)
     if args.gpt_fast and not (Path(args.gpt_fast) / "model.py").is_file():
         raise InputError(f"--gpt-fast {args.gpt_fast} is no checkout of gpt-fast: it has no model.py")
     if args.llama_python and not shutil.which(args.llama_python):
@@ -122,12 +122,12 @@ def ask(name, worker, kind, n, times):
     raise InputError(f"engine {name} ended: give a file to --log, and see there")
 
 
-def measure(args):
+def measure(args, argv):
     """Yields the line of each engine in each case."""
     torch.set_num_threads(args.threads)
     workers = {name: start(name, args) for name in args.engines}
     about = {
-        "threads": args.threads, "torch": torch.__version__, "commit": git_commit(), "command": command("decode"),
+        "threads": args.threads, "torch": torch.__version__, "commit": git_commit(), "command": command("decode", argv),
         "processor": processor(),
     }  # fmt: skip
     for kind, n in args.cases:
@@ -184,12 +184,12 @@ def cell(line, found):
     return text + f"; {line['ms'] / ours['ms']:.2f}x)"
 
 
-def main():
-    args = parse()
+def main(argv=None):
+    args = parse(argv)
     if args.show:
         return print(tables([*itertools.chain(*args.show)]))
     lines = []
-    for line in measure(args):
+    for line in measure(args, argv):
         print(json.dumps(line), file=sys.stderr)
         lines.append(line)
         if args.json:

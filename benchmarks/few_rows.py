@@ -52,15 +52,15 @@ def rates(weights, ints, rows):
     return {name: sum(t.nbytes for t in ways[name][0]) / statistics.median(s) / 1e9 for name, s in seconds.items()}
 
 
-def main():
+def main(argv=None):
     p = launch.Parser(__doc__)
     launch.add_json_flag(p, "a line for each shape and number of rows")
-    args = p.parse_args()
+    args = p.parse_args(argv)
     cpu.build()
     cpu.keep_freed_memory()
     about = {
         "threads": torch.get_num_threads(), "torch": torch.__version__, "commit": report.git_commit(),
-        "processor": report.processor(), "command": command("few_rows"),
+        "processor": report.processor(), "command": command("few_rows", argv),
     }  # fmt: skip
     rows = []
     for N, K in SHAPES:

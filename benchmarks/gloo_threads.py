@@ -66,11 +66,11 @@ def allowed(world):
     return {name: policy for name, policy in POLICIES.items() if all(name in names for names in by_rank)}
 
 
-def main():
+def main(argv=None):
     p = launch.Parser(__doc__)
     p.add_argument("--rounds", type=count, default=10, metavar="N", help=f"turns of each policy, of {EACH} all-reduces")
     launch.add_json_flag(p, "a line for each policy")
-    args = p.parse_args()
+    args = p.parse_args(argv)
     world = launch.join("cpu")
     if world.tp_size == 1:
         raise InputError("one rank has no all-reduce: start two or more with torchrun")
@@ -84,7 +84,7 @@ def main():
         }  # fmt: skip
         line = {
             "policy": name, **times, "n": len(seconds), "tp": world.tp_size, "kernel": platform.release(),
-            "torch": torch.__version__, "commit": git_commit(), "command": command("gloo_threads", world),
+            "torch": torch.__version__, "commit": git_commit(), "command": command("gloo_threads", argv, world),
         }  # fmt: skip
         if args.json:
             launch.append_line(args.json, line)

@@ -28,9 +28,11 @@ def written_by(writer, *keys):
     return parse
 
 
-def command(script, world=None):
-    """The command line of this run of a script of this folder; world: its ranks, if it has any."""
+def command(script, argv=None, world=None):
+    """The command line of a script of this folder. argv: its flags, None for those of this process; world: its ranks."""
     threads = f"OMP_NUM_THREADS={torch.get_num_threads()}"
     alone = world is None or world.alone
     launcher = "python" if alone else f"torchrun --standalone --nproc_per_node={world.tp_size}"
-    return shlex.join([threads, *launcher.split(), "-m", f"benchmarks.{script}", *sys.argv[1:]])
+    return shlex.join(
+        [threads, *launcher.split(), "-m", f"benchmarks.{script}", *(sys.argv[1:] if argv is None else argv)]
+    )

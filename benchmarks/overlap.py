@@ -62,7 +62,7 @@ def links(text):
     return found
 
 
-def parse():
+def parse(argv):
     p = launch.Parser(__doc__)
     p.add_argument("--model", default="small", help=f"small (8 layers of dim 2560), {', '.join(SIZES)}")
     p.add_argument("--n-layers", type=number(int, 2), metavar="N", help="take only so many layers of it")
@@ -85,7 +85,7 @@ def parse():
     launch.add_json_flag(p, "a line for each wiring and link")
     show = written_by("this script", *KEYS)
     p.add_argument("--show", type=show, metavar="FILE", nargs="+", help="print the tables of such files, and no more")
-    args = p.parse_args()
+    args = p.parse_args(argv)
     if args.show:
         return args
     if args.model not in ("small", *SIZES):
@@ -144,8 +144,8 @@ def trace_folder(args, link_name, wiring):
     return Path(args.profile) / f"{link_name}-{wiring}"
 
 
-def main():
-    args = parse()
+def main(argv=None):
+    args = parse(argv)
     if args.show:
         return print(tables([*itertools.chain(*args.show)]))
     joined = launch.join(args.device)
@@ -163,7 +163,7 @@ def main():
             lines.append({
                 "model": args.model, "n_layers": args.config.n_layers, "kind": "prefill" if args.prefill else "decode",
                 "compiled": not args.eager, "batch": args.batch, "tokens": args.prompt_length, "dtype": args.dtype,
-                **environment(world), "command": args.command or command("overlap", world),
+                **environment(world), "command": args.command or command("overlap", argv, world),
                 "link": {**emulated, "name": args.label or n}, "wiring": name, **report,
             })  # fmt: skip
             if args.json:

@@ -16,8 +16,8 @@ from measure.clock import count_all_reduces, run_clock
 from measure.results import markdown, published
 
 
-def main():
-    launch.Parser(__doc__).parse_args()
+def main(argv=None):
+    launch.Parser(__doc__).parse_args(argv)
     rates = {(r["link"], r["batch"], r["wiring"]): r["tok_s"] for r in published() if r["tok_s"]}
     rows = []
     for (link, batch, wiring), rate in rates.items():

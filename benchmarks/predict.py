@@ -131,12 +131,12 @@ def tables(found):
     )
 
 
-def main():
+def main(argv=None):
     p = launch.Parser(__doc__)
     layers = written_by("benchmarks/overlap.py", *KEYS)
     p.add_argument("files", type=layers, metavar="FILE", nargs="+", help="lines of overlap.py --simulate-tp")
     p.add_argument("--json", type=launch.appendable, metavar="FILE", help="write the lines of whole models")
-    args = p.parse_args()
+    args = p.parse_args(argv)
     found = predictions([*itertools.chain(*args.files)])
     if args.json:
         Path(args.json).write_text("")  # the lines are worked out anew: those of before would be there twice
