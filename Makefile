@@ -2,14 +2,18 @@
 PYTHON ?= python3
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all lint clean
 
 demo: .venv/installed
-	.venv/bin/torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --ladder \
-		--prompt "Once upon a time" --max-new-tokens 240
+	.venv/bin/torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt "Once upon a time" \
+		--max-new-tokens 240
 
 test: .venv/installed-dev lint
-	.venv/bin/python -m pytest -n 2 --dist worksteal
+	.venv/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+# and what takes longer
+test-all: test
+	.venv/bin/python -m pytest -n 2 --dist worksteal -m slow
 
 lint: .venv/installed-dev
 	.venv/bin/ruff check .

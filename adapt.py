@@ -112,9 +112,7 @@ def parse(argv):
     p.add_argument("--text", nargs="+", required=True, metavar="FILE", help=f"training text, {SEPARATOR} between texts")
     p.add_argument("--valid", required=True, metavar="FILE", help="text to validate on, in the same form")
     p.add_argument("--out", required=True, metavar="DIR", help="the checkpoint folder to write")
-    p.add_argument(
-        "--vocab-size", type=count, default=1024, help="pieces of the SentencePiece vocabulary"
-    )
+    p.add_argument("--vocab-size", type=count, default=1024, help="pieces of the SentencePiece vocabulary")
     p.add_argument("--dim", type=count, default=128, help="width of the residual stream")
     p.add_argument("--n-layers", type=count, default=8, help="layers")
     p.add_argument("--n-heads", type=count, default=8, help="attention heads, each of dim / n-heads")

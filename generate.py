@@ -18,7 +18,7 @@ import terminal
 from checkpoint import DTYPES, SIZES
 from kernels import cpu, int_linear
 from launch import World, count, number
-from measure import exposed, link, report
+from measure import link, report
 from model import InputError
 from tokenizer import load_tokenizer
 from tp import TensorParallel, load_shard
@@ -245,7 +245,6 @@ def parse(argv):
     g.add_argument("--compile-prefill", action="store_true", help="torch.compile the prefill, too")
     g.add_argument("--prefill-chunk", type=count, default=CHUNK, metavar="N", help="tokens, of all rows, in one pass")
     launch.add_json_flag(g)
-    exposed.add_flags(p)
     link.add_flags(p)
     args = p.parse_args(argv)
     if bool(args.checkpoint) == bool(args.model):
@@ -309,15 +308,17 @@ def run_batch(args, model, tokenizer, prompts, new, world):
     peaks = world.gather(report.peak_bytes(world.device))
     texts = printer and printer.finish(done[0])
     reports = None
-    if args.exposed:
-        silent = Runner(exposed.silenced(model, world), cache, *compiles)
-        reports = exposed.measure_runner(runner, silent, *pad(prompts, world.device), world)
-    if args.profile is not None:
-        with world.together():
-            exposed.profile(args.profile, world, exposed.replays(runner, *pad(prompts, world.device)))
-    return {"exposed": reports, "compile_s": compile_s, "peak_bytes": peaks, "texts": texts} | report.generation(
-        runner, world, prompts, *done
-    )
+    if args.exposed or args.profile is not None:
+        from measure import exposed  # a room that a plain run does not enter
+
+        if args.exposed:
+            silent = Runner(exposed.silenced(model, world), cache, *compiles)
+            reports = exposed.measure_runner(runner, silent, *pad(prompts, world.device), world)
+        if args.profile is not None:
+            with world.together():
+                exposed.profile(args.profile, world, exposed.replays(runner, *pad(prompts, world.device)))
+    found = report.generation(runner, world, prompts, *done)
+    return {"exposed": reports, "compile_s": compile_s, "peak_bytes": peaks, "texts": texts, **found}
 
 
 def main(argv=None):
@@ -335,7 +336,7 @@ def main(argv=None):
         if new < args.max_new_tokens and world.rank == 0:
             print(f"the context of {config.max_seq_len} leaves room for {new} new tokens", file=sys.stderr)
         if args.profile is not None:
-            exposed.prepare(args.profile, world.rank)
+            report.prepare_trace(args.profile, world.rank)
     if world.simulated:
         print(f"one rank of {world.tp_size} alone: its times are a prediction, its text means nothing", file=sys.stderr)
     start = time.perf_counter()

@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises InputError, for run() to print once, where others print a usage from every rank."""
 
     def __init__(self, description):
-        super().__init__(description=description, formatter_class=Help, allow_abbrev=False)
+        super().__init__(description=description, formatter_class=Help)
 
     def error(self, message):
         raise InputError(message.removeprefix("argument "))
@@ -156,9 +156,14 @@ def rank_and_size():
 @functools.cache
 def _store():
     """The key-value store that torchrun's environment describes, or None for a single process."""
-    if rank_and_size()[1] == 1:
+    rank, tp_size = rank_and_size()
+    if tp_size == 1:
         return None
-    return next(dist.rendezvous("env://"))[0]
+    with _watch(f"for the store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"):
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun holds it
+            return next(dist.rendezvous("env://"))[0]
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(*address, tp_size, rank == 0, wait_for_workers=False)  # _wait_for_all says who is missing
 
 
 class World:

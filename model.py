@@ -322,7 +322,9 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.comm = SingleDevice()
-        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        # without nn.Embedding's initial values: to draw them on the device "meta" imports the compiler, for seconds
+        table = torch.empty(config.vocab_size, config.dim)
+        self.tok_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)

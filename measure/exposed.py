@@ -3,7 +3,6 @@
 A step is one call of the model, a prefill or one token of decode.
 """
 
-import argparse
 import copy
 import os
 import statistics
@@ -15,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-import launch
+from measure import report
 from measure.clock import count_all_reduces, run_clock
 from measure.link import Link
 from measure.timing import in_turns, quartiles, timed
@@ -152,12 +151,6 @@ def _report(case, runs):
     }  # fmt: skip
 
 
-def add_flags(parser):
-    g = parser.add_argument_group("communication", "what it costs here (docs/measuring.md)")
-    g.add_argument("--exposed", action="store_true", help="report how much of the communication was not hidden")
-    g.add_argument("--profile", metavar="DIR", help="write a trace of a prefill and a decode step per rank")
-
-
 def replays(runner, tokens, lengths):
     """Functions that run the prefill, in one pass, and a decode step at the end of the cache, any number of times.
 
@@ -195,7 +188,7 @@ def profile(folder, world, steps):
         for name, step in steps.items():
             with torch.profiler.record_function(name):
                 timed(world.device, step)
-    path = trace_file(folder, world.rank)
+    path = report.trace_file(folder, world.rank)
     try:
         trace.export_chrome_trace(f"{path}.tmp")
         os.replace(f"{path}.tmp", path)
@@ -203,19 +196,3 @@ def profile(folder, world, steps):
         raise InputError(f"--profile {folder} cannot be written: {e.strerror}") from None
     if world.rank == 0:
         print(f"trace in {path}", file=sys.stderr)
-
-
-def trace_file(folder, rank):
-    return Path(folder) / f"rank{rank}.json"
-
-
-def prepare(folder, rank):
-    """Make the folder of --profile; raise InputError, before anything is measured, when no trace can be written."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise InputError(f"--profile {folder} cannot be made: {e.strerror}") from None
-    try:
-        launch.appendable(trace_file(folder, rank))
-    except argparse.ArgumentTypeError as e:
-        raise InputError(f"--profile: {e}") from None

@@ -64,8 +64,10 @@ LINKS = {
 
 
 def add_flags(parser):
-    """The flags that emulate a link; from_flags() reads them."""
-    g = parser.add_argument_group("link", "what communication would cost elsewhere (docs/measuring.md)")
+    """The flags that measure communication, and those that emulate a link, which from_flags() reads."""
+    g = parser.add_argument_group("communication", "what it costs, and what it would cost elsewhere: docs/measuring.md")
+    g.add_argument("--exposed", action="store_true", help="report how much of it was not hidden")
+    g.add_argument("--profile", metavar="DIR", help="write a trace of a prefill and a decode step per rank")
     g.add_argument("--link", metavar="NAME", help=f"emulate a link between the ranks: {', '.join(LINKS)}")
     latency, rate = launch.number(float, 0, 1e7), launch.number(float, 1e-3, 1e6)
     g.add_argument("--link-latency-us", type=latency, metavar="A", help="... that takes A microseconds per all-reduce")

@@ -52,7 +52,7 @@ def panels(count, width, height, title, columns=4, **options):
     import matplotlib
     from matplotlib.figure import Figure  # not pyplot: it has state, and may look for a screen
 
-    matplotlib.rcParams["font.size"] = 9
+    matplotlib.rcParams.update({"font.size": 9, "axes.titlesize": 9})
     columns = min(columns, count)
     rows = -(-count // columns)
     size = max(5.5, 0.8 + width * columns), 1.2 + height * rows
@@ -77,25 +77,40 @@ def wrapped(text, width):
     return "\n".join(lines)
 
 
-def labelled(figure, axes, inches=1.5):
+def labelled(figure, axes, inches=1.3):
     """One legend, for all panels, below them; a label takes so many inches."""
     found = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     columns = max(1, min(len(found), int(figure.get_figwidth() / inches)))
     figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns, frameon=False)
 
 
-def curve(axis, points, ticks, **style):
-    """A line through {x: (y, low, high)}; the ticks are at even distances."""
+def curve(axis, points, ticks, shift=0.0, **style):
+    """A line through {x: (y, low, high)}; the ticks are at even distances. shift: so that bars stand side by side."""
     xs = [x for x in ticks if x in points]
     ys = [points[x][0] for x in xs]
     errors = [[points[x][0] - points[x][1] for x in xs], [points[x][2] - points[x][0] for x in xs]]
     bars = errors if any(map(any, errors)) else None
     axis.errorbar(
-        [ticks.index(x) for x in xs], ys, yerr=bars, capsize=2, markersize=4, linewidth=1.2, elinewidth=0.8, **style
+        [ticks.index(x) + shift for x in xs],
+        ys,
+        yerr=bars,
+        capsize=2,
+        markersize=4,
+        linewidth=1.2,
+        elinewidth=0.8,
+        **style,
     )
     axis.set_xticks(range(len(ticks)), ticks)
     axis.grid(axis="y", color="0.92")
     axis.set_axisbelow(True)
+
+
+def curves(axis, series, others, name_tick, apart=0.0):
+    """A line for each wiring of {wiring: {x: (y, low, high)}}; others: the wirings of the whole figure."""
+    ticks = sorted({x for points in series.values() for x in points})
+    for i, wiring in enumerate(sorted(series, key=results.wiring_order)):
+        curve(axis, series[wiring], ticks, apart * (i - (len(series) - 1) / 2), label=wiring, **look(wiring, others))
+    axis.set_xticks(range(len(ticks)), map(name_tick, ticks))
 
 
 def middle(values):
@@ -112,11 +127,12 @@ def draw(found, title, x_label, y_label, name_tick=str):
     figure, axes = panels(len(found), 2.9, 2.5, title, sharey=True)
     wirings = {w for series in found.values() for w in series}
     for axis, (name, series) in zip(axes, found.items(), strict=True):
-        ticks = sorted({x for points in series.values() for x in points})
-        for wiring in sorted(series, key=results.wiring_order):
-            curve(axis, series[wiring], ticks, label=wiring, **look(wiring, wirings))
-        axis.set_xticks(range(len(ticks)), map(name_tick, ticks))
+        ranges = any(low < high for points in series.values() for _, low, high in points.values())
+        # of steep lines without ranges, a lower one beside a higher one would look like the higher
+        curves(axis, series, wirings, name_tick, apart=0.04 * ranges)
         axis.set(title=name, xlabel=x_label)
+        if name_tick is not str:
+            axis.tick_params(axis="x", labelsize=7, rotation=30)
     for axis in axes[::4]:
         axis.set_ylabel(y_label)
     labelled(figure, axes)
@@ -158,7 +174,8 @@ def breakdown(sweep):
     """{panel: {wiring: (computing, hidden, exposed, (low, high) of the step)}}, ms of a decode step of the timed runs.
 
     The upper bound's step is what all of them compute, so there is a panel only where it was timed. What a step takes
-    beyond it is exposed; what standard exposes and a stale wiring does not, that one hides behind its computing.
+    beyond it is exposed; what standard exposes and a stale wiring does not, beyond noise, that one hides behind its
+    computing.
     """
     found = defaultdict(dict)
     for c in sweep.cases:
@@ -172,7 +189,7 @@ def breakdown(sweep):
         computing = min(step, statistics.median(bound))
         exposed = step - computing
         name, hides = results.base(c[2]), 0.0
-        if name in WIRINGS and WIRINGS[name].stale:
+        if name in WIRINGS and WIRINGS[name].stale and not results.overlapping(steps, standard):
             hides = min(computing, max(0.0, statistics.median(standard) - computing - exposed))
         found[f"{c[0]} ranks, link {c[1]}, batch {c[3]}"][c[2]] = computing - hides, hides, exposed, (low, high)
     return found
@@ -187,7 +204,8 @@ def draw_breakdown(found, title):
             computing, hides, exposed, (low, high) = bars[wiring]
             axis.barh(wiring, computing, label="computing", color="0.75")
             style = {"color": "0.9", "hatch": "///", "edgecolor": "0.5", "linewidth": 0}
-            axis.barh(wiring, hides, left=computing, label="computing, communication hidden behind it", **style)
+            if hides:
+                axis.barh(wiring, hides, left=computing, label="computing, communication hidden behind it", **style)
             axis.barh(wiring, exposed, left=computing + hides, color=look(wiring)["color"])
             step = computing + hides + exposed
             if high > low:
@@ -268,8 +286,8 @@ def beside_paper(found):
         for i, (label, points) in enumerate(series.items()):
             style = {**look("ladder"), "marker": "osv^DPX*"[i % 8], "linestyle": DASHES[i % 4]}
             curve(axis, points, ticks, label=label, **style)
-        axis.set_title(wrapped(name, 60), fontsize=9)
-        axis.legend(frameon=False, fontsize=8)
+        axis.set_title(wrapped(name, 66))
+        axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
         axis.set(xlabel=x_label, ylabel="ladder / standard")
     return figure
 
@@ -307,12 +325,11 @@ def front_page():
         (axes[0], ranks, "measured: 2 ranks on 2 cores of an AMD EPYC,\n8 layers of dim 2560, batch 1", "{0:.2g}"),
         (axes[1], alone, "measured: 1 rank of 8, alone, on such 2 cores,\n8b, batch 1", "{1}\n{0:.2g}"),
     ):
-        ticks = sorted({x for points in series.values() for x in points})
-        for wiring in sorted(series, key=results.wiring_order):
-            curve(axis, series[wiring], ticks, label=wiring, **look(wiring, series))
-        axis.set_xticks(range(len(ticks)), [name_tick.format(*x) for x in ticks])
-        axis.set_title(name, fontsize=9)
-        axis.set_xlabel("one all-reduce over the emulated link, ms")
+        curves(axis, series, series, lambda x, text=name_tick: text.format(*x))
+        axis.set(title=name, xlabel="one all-reduce over the emulated link, ms")
+    axes[0].set_yscale("log")
+    axes[0].set_yticks([1, 1.5, 2, 3, 5], ["1", "1.5", "2", "3", "5"])
+    axes[0].minorticks_off()
     axes[1].tick_params(axis="x", labelsize=7, rotation=35)
     axes[0].set_ylabel("standard's step / step (bars: quartiles)")
     published, _ = of_paper()
@@ -324,7 +341,7 @@ def front_page():
         axes[2].bar_label(bars, fmt="%.2f", fontsize=8)
     axes[2].axhline(1, color="black", linewidth=1)
     axes[2].set_xticks(range(len(published["standard"])), published["standard"])
-    axes[2].set_title("published (arXiv 2501.06589): 8 H100s,\n70b, batch 4, whole requests", fontsize=9)
+    axes[2].set_title("published (arXiv 2501.06589): 8 H100s,\n70b, batch 4, whole requests")
     axes[2].set_ylabel("tok/s over standard's")
     labelled(figure, axes[:2])
     return figure
@@ -350,7 +367,7 @@ def figures(found):
         links = speedups(sweep, lambda c: f"{c[0]} ranks, batch {c[3]}", lambda c, d=delays: d.get(c[:2]))
         called = {us: f"{key[1]}\n{us}" for key, us in delays.items()}
         yield f"{name}-by-link", draw(links, title, "link, and its small all-reduce in us", RATIO, called.get)
-        yield f"{name}-breakdown", draw_breakdown(breakdown(sweep), title)
+        yield f"{name}-breakdown", draw_breakdown(breakdown(sweep) if sweep.ran() else {}, title)
     yield "beside-paper", beside_paper(found)
 
 

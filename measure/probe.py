@@ -1,7 +1,7 @@
 """What this machine can: bytes per second from memory and, between ranks, the time of an all-reduce by its size.
 
-python probe.py
-torchrun --standalone --nproc_per_node=2 probe.py --json bench.jsonl
+python -m measure.probe
+torchrun --standalone --nproc_per_node=2 -m measure.probe --json bench.jsonl
 
 All ranks read their memory at the same time, since those of one machine share it. An all-reduce is timed in runs of
 many, each of which waits for the one before, as those of a standard model do. Each is called from Python: on a GPU
@@ -12,10 +12,9 @@ import statistics
 
 import torch
 
-import checkpoint
-import report
-import tp
-from exposed import timed
+import launch
+from measure import report
+from measure.timing import timed
 
 MESSAGES = [2**n for n in range(10, 27, 2)]  # bytes: 1 KB to 64 MB
 
@@ -46,13 +45,11 @@ def probe(world):
 
 
 def main():
-    p = tp.Parser(__doc__)
-    p.add_argument("--device", help="cpu, cuda or cuda:N; without it cuda where each rank finds a GPU")
-    p.add_argument("--json", metavar="FILE", help="append the results as one JSON line")
+    p = launch.Parser(__doc__)
+    launch.add_device_flag(p)
+    launch.add_json_flag(p)
     args = p.parse_args()
-    if args.json is not None:
-        checkpoint.check_appendable(args.json, "--json")
-    world = tp.join(args.device)
+    world = launch.join(args.device)
     with torch.inference_mode():
         found = probe(world)
     if world.rank > 0:
@@ -64,8 +61,8 @@ def main():
     for line in found["all_reduce"]:
         print(f"all-reduce of {line['bytes']:>10,} bytes: {line['us']:>10,.1f} us, {line['gbps']:>8.2f} Gbit/s")
     if args.json:
-        checkpoint.append_line(args.json, {**environment, "probe": found, "topology": report.topology()}, "--json")
+        launch.append_line(args.json, {**environment, "probe": found, "topology": report.topology()})
 
 
 if __name__ == "__main__":
-    tp.run(main)
+    launch.run(main)

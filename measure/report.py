@@ -1,5 +1,6 @@
 """What a run reports: bytes and bandwidth, memory, the commit, a few lines for people."""
 
+import argparse
 import dataclasses
 import os
 import platform
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import torch
 
+import launch
 from checkpoint import dtype_name
 from kernels import cpu
 from measure.link import Link
 from measure.timing import timed
+from model import InputError
 
 LARGE = (
     5e7  # bytes of a step from which its share of the bandwidth says something: smaller ones fit a processor's caches
@@ -167,3 +170,19 @@ def summary(r):
     memory += f", peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"
     reports = "".join("\n" + exposed_lines(*item) for item in (r["exposed"] or {}).items())
     return f"{head}\n{times}\n{memory}{reports}"
+
+
+def trace_file(folder, rank):
+    return Path(folder) / f"rank{rank}.json"
+
+
+def prepare_trace(folder, rank):
+    """Make the folder of --profile; raise InputError, before anything is measured, when no trace can be written."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise InputError(f"--profile {folder} cannot be made: {e.strerror}") from None
+    try:
+        launch.appendable(trace_file(folder, rank))
+    except argparse.ArgumentTypeError as e:
+        raise InputError(f"--profile: {e}") from None

@@ -71,7 +71,8 @@ def machine_name(setting):
 def title(setting):
     kind = setting.get("quant") or setting.get("dtype") or ""
     how = "PREDICTED by one rank alone: " if setting["simulated"] else ""
-    tokens = f"prompt {setting['prompt_tokens']}, {setting['new_tokens']} new tokens"
+    new = setting["new_tokens"]
+    tokens = f"prompt {setting['prompt_tokens']}, {new} new token{'s' * (new > 1)}"
     words = [setting["model"], f"{setting.get('n_layers', 'all')} layers", kind, tokens, machine_name(setting)]
     return how + ", ".join(word for word in words if word)
 

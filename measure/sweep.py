@@ -1,13 +1,14 @@
-"""Run the commands that bench.sh lists, keep their results, and draw them.
+"""The sweep behind bench.sh, whose --help lists the settings: plan the cases, run their commands, keep the results.
 
-Each line of the input is the number of a repeat, a tab and a command. The command is run with --json FILE behind it;
-its result becomes a line of --out, with the command and the repeat. What is there already is not run again. A command
-that ran out of memory gets a line that says so; one that failed otherwise gets none. Neither is repeated, the output of
-both goes to the end of OUT.log, and the rest goes on.
+Each command is run with --json FILE behind it; its result becomes a line of OUT, with the command and the repeat. What
+is there already is not run again. A case that ran out of memory gets a line that says so; one that failed otherwise
+gets none. Neither is repeated, the output of both goes to the end of OUT.log, and the rest goes on.
 
 Of several nodes each runs this on a file of its own: node 0 has the results, the others note that they were there.
 """
 
+import argparse
+import dataclasses
 import json
 import os
 import re
@@ -16,52 +17,322 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
-import checkpoint
-import plot
-import tp
-from model import InputError
+import torch
+
+import launch
+from checkpoint import SIZES
+from measure import plot, results
+from measure.link import LINKS
+from model import WIRINGS, InputError
 
 NO_MEMORY = re.compile(
     r"out ?of ?memory|can('t|not) allocate memory|MemoryError|bad_alloc|ALLOC_FAILED|Signal 9 ", re.IGNORECASE
 )
+REAL = ("real", "no-p2p")  # the machine's own links, all others are emulated
+ROOT = os.environ.get("BENCH_ROOT", ".")  # the folder of generate.py, spelled as bench.sh was called
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The settings
 
 
-def about(command):
-    """What the result of a command of generate.py would say of itself, as far as the command tells."""
-    words = shlex.split(command)
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What bench.sh is told, read. A link is a name; a wiring is (name, its parameter or None)."""
 
-    def flag(name, default=None):
-        return next((b for a, b in zip(words, words[1:] + [""], strict=True) if a == name), default)
+    python: str
+    device: str
+    checkpoint: str
+    model: str
+    n_layers: int | None
+    quant: tuple[str, ...]
+    wirings: tuple[tuple[str, int | None], ...]
+    batches: tuple[int, ...]
+    tps: tuple[int, ...]
+    simulate: bool
+    links: tuple[str, ...]
+    prompt: int
+    new_tokens: int
+    repeats: int
+    exposed: bool
+    flags: tuple[str, ...]
+    out: str
+    figures: str
+    dry_run: bool
+    nnodes: int
+    node_rank: int
+    master_addr: str
+    master_port: int
+    cores: int  # of this machine
 
-    def launched(name):
-        return int(next((w.partition("=")[2] for w in words if w.startswith(f"--{name}=")), 1))
 
-    wiring, link = flag("--wiring"), flag("--link")
-    fields = {
-        "wiring": wiring, "ladder_layers": flag("--ladder-layers"), "desync_period": flag("--desync-period"),
-        "batch": int(flag("--batch")), "prompt_tokens": int(flag("--prompt-length")),
-        "new_tokens": int(flag("--max-new-tokens")), "device": flag("--device"), "link": link and {"name": link},
-        "simulated": "--simulate-tp" in words,
-        "tp": int(flag("--simulate-tp", launched("nnodes") * launched("nproc_per_node"))),
-        "settings": {"NCCL_P2P_DISABLE": "1"} if "NCCL_P2P_DISABLE=1" in words else {},
+NAMES = [field.name.upper() for field in dataclasses.fields(Settings) if field.name != "cores"]
+NO_SETTINGS = ("CFLAGS", "LFLAGS")  # one letter off, but a compiler's
+
+
+def one_letter_off(a, b):
+    """Whether one letter more, less or other makes b of a."""
+    a, b = sorted((a, b), key=len)
+    same = len(os.path.commonprefix([a, b]))
+    return a != b and b[same + 1 :] in (a[same:], a[same + 1 :])
+
+
+def meant(name):
+    """The setting that this is almost the name of, or None: one letter off, in lower case, or a singular."""
+    upper = name.upper()
+    for known in NAMES:
+        if one_letter_off(known, upper) or known == f"{upper}ES" or (known == upper != name):
+            return known
+    return None
+
+
+def gather(words, environ):
+    """{NAME: text} of the words NAME=VALUE, and of the environment where no word says otherwise.
+
+    A name that is almost a setting's is refused: its sweep would run for hours and measure something else.
+    """
+    found = {name: environ[name] for name in NAMES if name in environ}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if name not in NAMES:
+            if not equals or not meant(name):
+                raise InputError(f"{word} is no argument: give NAME=VALUE, of {' '.join(NAMES)}")
+            raise InputError(f"{name} is not a setting: did you mean {meant(name)}?")
+        found[name] = text
+    for name in sorted(environ):
+        ours = re.fullmatch("[A-Z_]+", name) and name not in (*NAMES, *NO_SETTINGS)
+        if ours and meant(name):
+            raise InputError(f"{name} is not a setting: did you mean {meant(name)}?")
+    return found
+
+
+def complete(given, gpus, cores):
+    """{NAME: text} of all settings, with the defaults for a machine of so many GPUs and cores."""
+    device = given.get("DEVICE", "cuda" if gpus else "cpu")
+    on_cpu = device == "cpu"
+    most = cores if on_cpu else gpus
+    nodes = given.get("NNODES", "1")
+    nodes = int(nodes) if re.fullmatch("[1-9][0-9]{0,8}", nodes) else 1  # a bad one is refused later
+    out = given.get("OUT", "bench.jsonl")
+    defaults = {
+        "PYTHON": sys.executable, "DEVICE": device, "CHECKPOINT": "", "MODEL": "1b" if on_cpu else "8b",
+        "N_LAYERS": "", "QUANT": "none", "WIRINGS": "standard ladder parallel upper-bound", "BATCHES": "1 4 16 64",
+        "TPS": " ".join(str(tp * nodes) for tp in (1, 2, 4, 8) if tp <= most), "SIMULATE": "0",
+        "LINKS": "real" if on_cpu or most == 1 else "real no-p2p", "PROMPT": "64" if on_cpu else "1024",
+        "NEW_TOKENS": "32" if on_cpu else "512", "REPEATS": "3", "EXPOSED": "1", "FLAGS": "", "OUT": out,
+        "FIGURES": f"{out.removesuffix('.jsonl')}-figures", "DRY_RUN": "0",
+        "NNODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "", "MASTER_PORT": "29500",
     }  # fmt: skip
-    if flag("--checkpoint"):
-        return fields | {"model": Path(flag("--checkpoint")).resolve().name}
-    layers = {"n_layers": int(flag("--n-layers"))} if "--n-layers" in words else {}
-    return fields | {"model": flag("--model"), "quant": flag("--quant"), **layers}
+    return defaults | given
+
+
+def check(texts, given, gpus, cores):
+    """The Settings of {NAME: text}. Raises InputError, with one line that names the setting, where one is wrong.
+
+    given: the names that the user set.
+    """
+
+    def bad(name, must):
+        return InputError(f"{name} is {texts[name]!r} but must be {must}")
+
+    def number(name, text=None, must="one whole number from 1 on"):
+        text = texts[name] if text is None else text
+        if not re.fullmatch("[1-9][0-9]{0,8}", text):
+            raise bad(name, must)
+        return int(text)
+
+    def numbers(name):
+        must = "whole numbers from 1 on"
+        found = tuple(number(name, text, must) for text in texts[name].split())
+        if not found:
+            raise bad(name, must)
+        return found
+
+    def one_of(name, known):
+        if texts[name] not in known:
+            raise bad(name, f"one of: {' '.join(known)}")
+        return texts[name]
+
+    def some_of(name, known):
+        found = tuple(texts[name].split())
+        if not found:
+            raise InputError(f"{name} is empty; known: {' '.join(known)}")
+        for word in found:
+            if word not in known:
+                raise InputError(f"{name} names {word}; known: {' '.join(known)}")
+        return found
+
+    def wiring(word):
+        name, colon, text = word.partition(":")
+        takes_number = name in WIRINGS and WIRINGS[name].parameter is not None
+        if name not in WIRINGS or (colon and not takes_number):
+            raise InputError(f"WIRINGS names {word}; known: {' '.join(WIRINGS)}")
+        if takes_number and not re.fullmatch("[1-9][0-9]{0,8}", text):
+            raise InputError(f"WIRINGS names {word} without a number: {name}:4 is {WIRINGS[name].parameter} 4")
+        return name, int(text) if takes_number else None
+
+    device, nnodes = one_of("DEVICE", ("cpu", "cuda")), number("NNODES")
+    if device == "cuda" and not gpus:
+        raise InputError("DEVICE is cuda, but there is no GPU")
+    if texts["CHECKPOINT"] and "MODEL" in given and texts["MODEL"]:
+        raise InputError("give either CHECKPOINT or MODEL")
+    simulate, exposed, dry_run = (one_of(name, ("0", "1")) == "1" for name in ("SIMULATE", "EXPOSED", "DRY_RUN"))
+    prompt, new_tokens, repeats, port = map(number, ("PROMPT", "NEW_TOKENS", "REPEATS", "MASTER_PORT"))
+    n_layers = number("N_LAYERS") if texts["N_LAYERS"] else None
+    batches, tps = numbers("BATCHES"), numbers("TPS")
+    if new_tokens == 1:
+        raise InputError("NEW_TOKENS is 1 but must be at least 2: the first one comes from the prefill")
+    quant = some_of("QUANT", ("none", "int8", "int4"))
+    links = some_of("LINKS", (*REAL, *LINKS))
+    if not texts["WIRINGS"].split():
+        raise InputError(f"WIRINGS is empty; known: {' '.join(WIRINGS)}")
+    wirings = tuple(map(wiring, texts["WIRINGS"].split()))
+    if texts["CHECKPOINT"]:
+        if not Path(texts["CHECKPOINT"]).is_dir():
+            raise InputError(f"CHECKPOINT {texts['CHECKPOINT']} is no folder")
+        if (quant, n_layers) != (("none",), None):
+            raise InputError("QUANT and N_LAYERS are for MODEL: a checkpoint is as it is")
+    else:
+        one_of("MODEL", SIZES)
+    if simulate:
+        if nnodes > 1:
+            raise InputError(f"SIMULATE is one rank alone, but NNODES is {nnodes}")
+        if any(link in REAL for link in links):
+            raise InputError(f"SIMULATE needs LINKS to emulate: {' '.join(LINKS)}")
+        if 1 in tps:
+            raise InputError("SIMULATE needs TPS from 2 on")
+    if device == "cpu" and "no-p2p" in links:
+        raise InputError("LINKS names no-p2p, which is for GPUs")
+    for tp in tps:
+        if tp % nnodes:
+            raise InputError(f"TPS names {tp}, which is no multiple of NNODES {nnodes}")
+        if tp > gpus * nnodes and device == "cuda" and not (simulate or dry_run):
+            raise InputError(f"TPS names {tp}, but there are {gpus} GPUs on each node")
+    rank = texts["NODE_RANK"]
+    if nnodes > 1 and not (re.fullmatch("[0-9]{1,9}", rank) and int(rank) < nnodes):
+        raise bad("NODE_RANK", f"0 to {nnodes - 1}")
+    if nnodes > 1 and not texts["MASTER_ADDR"]:
+        raise InputError(f"NNODES is {nnodes}, so MASTER_ADDR must be the address of node 0")
+    try:
+        flags = tuple(shlex.split(texts["FLAGS"]))
+    except ValueError as e:
+        raise InputError(f"FLAGS is {texts['FLAGS']!r}: {e}") from None
+    return Settings(
+        python=texts["PYTHON"], device=device, checkpoint=texts["CHECKPOINT"], model=texts["MODEL"], n_layers=n_layers,
+        quant=quant, wirings=wirings, batches=batches, tps=tps, simulate=simulate, links=links, prompt=prompt,
+        new_tokens=new_tokens, repeats=repeats, exposed=exposed, flags=flags, out=texts["OUT"],
+        figures=texts["FIGURES"], dry_run=dry_run, nnodes=nnodes, node_rank=int(rank) if nnodes > 1 else 0,
+        master_addr=texts["MASTER_ADDR"], master_port=port, cores=cores,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cases, and a command for each
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One command: measure/probe.py where wiring is None, else a run of generate.py.
+
+    repeat: from 1 on, or 0 for what is run once. tp: ranks of all nodes, or of which one is simulated.
+    """
+
+    repeat: int
+    tp: int
+    link: str
+    quant: str = "none"
+    batch: int = 1
+    wiring: str | None = None
+    parameter: int | None = None
+    exposed: bool = False
+
+
+def plan(s):
+    """The Cases of the Settings, in their order: wirings next to one another, repeats far apart.
+
+    One rank has no link, and all wirings cost it about the same: there only standard is run.
+    """
+    places = [(tp, link) for tp in s.tps for link in (s.links if tp > 1 else ("real",))]
+    here = [] if "real" in s.links else [(s.nnodes, "real")]  # what the machine reads is of use beside emulated links
+    cases = [Case(0, tp, link) for tp, link in here + places if link in REAL]
+
+    def runs(repeat, exposed):
+        return [
+            Case(repeat, tp, link, quant, batch, name, parameter, exposed)
+            for quant in s.quant
+            for tp, link in places
+            for batch in s.batches
+            for name, parameter in (s.wirings if tp > 1 else [("standard", None)])
+            if not exposed or (tp > 1 and name != "upper-bound")
+        ]
+
+    for repeat in range(1, s.repeats + 1):
+        cases += runs(repeat, exposed=False)
+    if s.exposed:  # apart: it slows a step, if little
+        cases += runs(0, exposed=True)
+    return list(dict.fromkeys(cases))  # a batch size, say, may have been named twice
+
+
+def command(case, s):
+    """The command of a case, a line for bash. $NODE_RANK and $MASTER_PORT are filled in when it is run: so it is the
+    same on all nodes."""
+    local_ranks = 1 if s.simulate else max(1, case.tp // s.nnodes)
+    before = [f"OMP_NUM_THREADS={max(1, s.cores // local_ranks)}"] if s.device == "cpu" else []
+    before += ["NCCL_P2P_DISABLE=1"] if case.link == "no-p2p" else []
+    words, nodes = [s.python], []
+    if local_ranks * s.nnodes > 1:
+        words += ["-m", "torch.distributed.run", f"--nproc_per_node={local_ranks}"]
+        if s.nnodes > 1:
+            nodes = ["--node_rank=$NODE_RANK", "--master_port=$MASTER_PORT", f"--nnodes={s.nnodes}"]
+            nodes += [shlex.quote(f"--master_addr={s.master_addr}")]
+        else:
+            words += ["--standalone"]
+    script = [os.path.join(ROOT, "generate.py")] if case.wiring else ["-m", "measure.probe"]
+    flags = ["--device", s.device, *(generate_flags(case, s) if case.wiring else [])]
+    return " ".join([*before, *map(shlex.quote, words), *nodes, *map(shlex.quote, script + flags)])
+
+
+def generate_flags(case, s):
+    if s.checkpoint:
+        flags = ["--checkpoint", s.checkpoint]
+    else:
+        flags = ["--model", s.model, "--random-weights"]
+        flags += ["--n-layers", str(s.n_layers)] if s.n_layers else []
+        flags += ["--quant", case.quant] if case.quant != "none" else []
+    flags += ["--wiring", case.wiring, "--batch", str(case.batch), "--prompt-length", str(s.prompt)]
+    flags += ["--max-new-tokens", str(s.new_tokens), "--ignore-eos", "--temperature", "0", "--compile"]
+    if case.parameter is not None:
+        flags += [f"--{WIRINGS[case.wiring].parameter.replace('_', '-')}", str(case.parameter)]
+    flags += ["--link", case.link] if case.link not in REAL else []
+    flags += ["--simulate-tp", str(case.tp)] if s.simulate else []
+    return [*flags, *s.flags, *(["--exposed"] if case.exposed else [])]
+
+
+def out_of_memory(case, s):
+    """The result of a case that needs more memory than there is: what generate.py would have said of itself."""
+    line = {
+        "error": "out of memory", "wiring": case.wiring, "batch": case.batch, "prompt_tokens": s.prompt,
+        "new_tokens": s.new_tokens, "device": s.device, "link": None if case.link in REAL else {"name": case.link},
+        "simulated": s.simulate, "tp": case.tp, "settings": {"NCCL_P2P_DISABLE": "1"} if case.link == "no-p2p" else {},
+    }  # fmt: skip
+    if case.parameter is not None:
+        line[WIRINGS[case.wiring].parameter] = case.parameter
+    if s.checkpoint:
+        return line | {"model": Path(s.checkpoint).resolve().name}
+    layers = {"n_layers": s.n_layers} if s.n_layers else {}
+    return line | {"model": s.model, "quant": None if case.quant == "none" else case.quant, **layers}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running them
 
 
 def read(out):
     """The lines that there are of an earlier sweep, or of this one."""
-    return plot.read(out) if Path(out).exists() and Path(out).stat().st_size else []
-
-
-def port(i):
-    """MASTER_PORT of the i-th command: its own, so that nodes which are not at the same one do not meet."""
-    return str(int(os.environ.get("MASTER_PORT", 29500)) + i)
+    return results.read(out) if Path(out).exists() and Path(out).stat().st_size else []
 
 
 def run(command, environment):
@@ -90,73 +361,93 @@ def reason(code, log):
     return (ours + others + lines[-1:] + [f"it ended with code {code}"])[0]
 
 
-def sweep(plan, out, node):
-    """Run what of the plan [(repeat, command)] the file out has no line of; returns how many commands failed."""
-    lines = read(out)
+def sweep(s):
+    """Run what of the plan the file OUT has no line of; returns how many commands failed."""
+    environment = {k: v for k, v in os.environ.items() if k != "NCCL_P2P_DISABLE"}  # or the real link were another
+    planned = [(case, command(case, s)) for case in plan(s)]
+    lines = read(s.out)
     done = {(line["repeat"], line["command"]) for line in lines}
     ended = {line["command"] for line in lines if "error" in line}  # not to be repeated
-    todo = [i for i, key in enumerate(plan) if key not in done and key[1] not in ended]
-    if len(todo) < len(plan):
-        print(f"{len(plan) - len(todo)} of {len(plan)} are in {out} already", file=sys.stderr)
+    todo = [i for i, (case, text) in enumerate(planned) if (case.repeat, text) not in done and text not in ended]
+    if len(todo) < len(planned):
+        print(f"{len(planned) - len(todo)} of {len(planned)} are in {s.out} already", file=sys.stderr)
     failed, start = 0, time.monotonic()
     for n, i in enumerate(todo):
-        repeat, command = plan[i]
-        if command in ended:
+        case, text = planned[i]
+        if text in ended:
             continue
         left = f", about {(time.monotonic() - start) / n * (len(todo) - n) / 60:.0f} min left" if n else ""
-        print(f"[{n + 1}/{len(todo)}{left}] {command}", file=sys.stderr, flush=True)
-        code, log, result = run(command, {**os.environ, "MASTER_PORT": port(i)})
-        line = {"repeat": repeat, "command": command}
+        print(f"[{n + 1}/{len(todo)}{left}] {text}", file=sys.stderr, flush=True)
+        # a port for each command, so that nodes which are not at the same one do not meet
+        code, log, result = run(text, environment | {"NODE_RANK": str(s.node_rank), "MASTER_PORT": port(s, i)})
+        line = {"repeat": case.repeat, "command": text}
         if code == 130:
             raise KeyboardInterrupt
-        if code == 0 and (result or node > 0):
+        if code == 0 and (result or s.node_rank > 0):
             line |= {k: v for k, v in (result or {}).items() if k not in ("tokens", "texts")}
             times = [text for text in log.splitlines() if "per token" in text]
             print(*times[:1], sep="\n", end="\n" * bool(times), file=sys.stderr)
         else:
-            ended.add(command)
-            with open(f"{out}.log", "a") as f:
-                f.write(f"$ {command}\n{log}\n")
-            if "--wiring" not in command or not (code == 137 or NO_MEMORY.search(log)):
+            ended.add(text)
+            with open(f"{s.out}.log", "a") as f:
+                f.write(f"$ {text}\n{log}\n")
+            if case.wiring is None or not (code == 137 or NO_MEMORY.search(log)):
                 failed += 1
-                print(f"failed: {reason(code, log)} (more in {out}.log)", file=sys.stderr)
+                print(f"failed: {reason(code, log)} (more in {s.out}.log)", file=sys.stderr)
                 continue
-            line |= {"error": "out of memory", **about(command)}
+            line |= out_of_memory(case, s)
             print("out of memory", file=sys.stderr)
-        checkpoint.append_line(out, line, "OUT")
+        launch.append_line(s.out, line)
     return failed
 
 
-def main():
-    p = tp.Parser(__doc__)
-    p.add_argument("--out", metavar="FILE", help="append the results to this file")
-    p.add_argument("--figures", metavar="DIR", help="write tables and figures into this folder")
-    p.add_argument("--dry-run", action="store_true", help="print the commands, those of each node")
-    args = p.parse_args()
-    plan = [(int(repeat), command) for repeat, command in (line.rstrip("\n").split("\t") for line in sys.stdin)]
-    plan = list(dict.fromkeys(plan))  # a batch size, say, may have been named twice
-    node, nodes = (int(os.environ.get(name, default)) for name, default in (("NODE_RANK", 0), ("NNODES", 1)))
-    if args.dry_run:
-        for i, (_, command) in enumerate(plan):
-            command = command.replace("$MASTER_PORT", port(i))
-            print(*(command.replace("$NODE_RANK", str(n)) for n in range(nodes)), sep="\n")
-        return
-    if Path(args.figures).exists() and not Path(args.figures).is_dir():
-        raise InputError(f"FIGURES: {args.figures} is a file: name a folder")
-    for name, file in ("OUT", args.out), ("OUT", f"{args.out}.log"):
+def port(s, i):
+    """MASTER_PORT of the i-th command."""
+    return str(s.master_port + i)
+
+
+def prepare(s):
+    """Make the folder of OUT; raise InputError, before anything is measured, where nothing could be written."""
+    if Path(s.figures).exists() and not Path(s.figures).is_dir():
+        raise InputError(f"FIGURES: {s.figures} is a file: name a folder")
+    for file in s.out, f"{s.out}.log":
         try:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
+            launch.appendable(file)
         except OSError as e:
-            raise InputError(f"{name}: {Path(file).parent} cannot be made: {e.strerror}") from None
-        checkpoint.check_appendable(file, name)
+            raise InputError(f"OUT: {Path(file).parent} cannot be made: {e.strerror}") from None
+        except argparse.ArgumentTypeError as e:
+            raise InputError(f"OUT: {e}") from None
+
+
+def machine():
+    """(GPUs, cores) that this process may use."""
+    return torch.cuda.device_count(), len(os.sched_getaffinity(0))
+
+
+def main(words=None):
+    gpus, cores = machine()
+    given = gather(sys.argv[1:] if words is None else words, os.environ)
+    texts = complete(given, gpus, cores)
+    shown = " ".join(f'{name}="{text}"' for name, text in texts.items())
+    print(*textwrap.wrap(shown, 120, break_long_words=False, break_on_hyphens=False), sep="\n", file=sys.stderr)
+    s = check(texts, given, gpus, cores)
+    if s.dry_run:
+        for i, case in enumerate(plan(s)):
+            text = command(case, s).replace("$MASTER_PORT", port(s, i))
+            print(*(text.replace("$NODE_RANK", str(node)) for node in range(s.nnodes)), sep="\n")
+        return
+    prepare(s)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    failed = sweep(plan, args.out, node)
+    failed = sweep(s)
     if failed:
         print(f"{failed} of the commands failed; the next sweep tries them again", file=sys.stderr)
-    if node == 0 and any("wiring" in line for line in read(args.out)):
-        plot.main([args.out, "--out", args.figures])
-    sys.exit(bool(failed))
+    if s.node_rank == 0 and any("wiring" in line for line in read(s.out)):
+        plot.main([s.out, "--out", s.figures])
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
-    tp.run(main)
+    sys.argv[0] = "bench.sh"  # whose user reads the errors
+    launch.run(main)

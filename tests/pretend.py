@@ -1,0 +1,42 @@
+"""A generate.py and a probe.py that measure nothing: what they would say, as their command lines have it."""
+
+import json
+import os
+import sys
+
+REPORT = {
+    "step_ms": 4.0, "quartiles_ms": [3.9, 4.1], "silent_ms": 3.0, "exposed_ms": 1.0, "all_reduces": 2,
+    "all_reduce_ms": 1.0, "hidden": 0.5, "limit_ms": 4.0,
+}  # fmt: skip
+
+
+def result(words, environment):
+    """The line that a command's words append; words: of the command, behind its environment."""
+
+    def value(flag, default=None):
+        return words[words.index(flag) + 1] if flag in words else default
+
+    given = dict(w.split("=", 1) for w in words if w.startswith("--") and "=" in w)
+    ranks = int(given.get("--nproc_per_node", 1)) * int(given.get("--nnodes", 1))
+    line = {
+        "tp": ranks, "simulated": False, "device": value("--device"), "hardware": "pretended", "torch": "2",
+        "commit": "c", "threads": 1, "settings": {k: v for k, v in environment.items() if k.startswith("NCCL_")},
+    }  # fmt: skip
+    if "measure.probe" in words:
+        rates = [{"bytes": 1024, "us": 20.0, "gbps": 0.4}] if ranks > 1 else []
+        return line | {"probe": {"bandwidth": [1e10] * ranks, "all_reduce": rates}, "topology": None}
+    new, batch = int(value("--max-new-tokens")), int(value("--batch"))
+    return line | {
+        "model": value("--model", "demo"), "n_layers": 2, "wiring": value("--wiring"), "link": None,
+        "ladder_layers": value("--ladder-layers"), "desync_period": value("--desync-period"),
+        "dtype": "bfloat16", "quant": value("--quant"), "batch": batch, "new_tokens": new,
+        "prompt_tokens": int(value("--prompt-length")), "prefill_s": 0.5, "ttft_ms": 500.0, "decode_s": 1.0,
+        "tpot_ms": 1e3 / (new - 1), "tok_s": batch * (new - 1), "tok_s_user": new - 1, "mbu": 0.9,
+        "exposed": {"decode": REPORT} if "--exposed" in words else None, "tokens": [[1, 2]], "texts": None,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    print("then 4 ms per token")
+    with open(sys.argv[sys.argv.index("--json") + 1], "a") as f:
+        f.write(json.dumps(result(sys.argv[1:], os.environ)) + "\n")

@@ -1,0 +1,87 @@
+"""The rooms: arrows between files go one way, importing does nothing, and the README's code is what is there."""
+
+import ast
+import re
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+# each may import those above it; what stands in one line may not import one another
+ORDER = """
+model
+kernels.int_linear
+kernels.cpu
+checkpoint
+tokenizer launch tp
+terminal measure.timing measure.clock measure.link
+measure.report
+measure.exposed measure.results
+generate measure.plot measure.probe
+measure.sweep quantize convert_hf_checkpoint adapt eval example
+""".split("\n")[1:-1]
+LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for room in (".", "kernels", "measure", "benchmarks")
+    for path in (ROOT / room).glob("*.py")
+    if path.name != "__init__.py"
+}
+
+
+def imported(path):
+    """The names of the project's modules that a file imports, at its top or later."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names & FILES.keys()
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_imports_go_down(name):
+    if name.startswith("benchmarks."):
+        assert not [other for other in FILES if name in imported(FILES[other]) and not other.startswith("benchmarks.")]
+        return
+    assert name in LEVEL, f"{name} has no place in ORDER"
+    for other in imported(FILES[name]):
+        assert LEVEL[other] < LEVEL[name], f"{name} imports {other}, which stands no lower"
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_nothing_edits_the_module_path(name):
+    assert not re.search(r"sys\.path\b(?!_)", FILES[name].read_text())
+
+
+def test_importing_everything_does_nothing():
+    names = ", ".join(sorted(FILES))
+    source = f"""
+import os, sys, torch
+before = dict(os.environ), list(sys.path), torch.get_default_dtype(), torch.get_num_threads()
+import {names}
+assert before == (dict(os.environ), list(sys.path), torch.get_default_dtype(), torch.get_num_threads())
+assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()
+assert not ({{"matplotlib", "transformers", "pytest"}} & sys.modules.keys()), "imported for nothing"
+"""
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_the_readme_shows_the_code_that_is_there():
+    readme, model = (ROOT / "README.md").read_text(), (ROOT / "model.py").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    loop, _, example = blocks
+    indented = "".join(f"    {line}\n" for line in loop.splitlines())
+    assert indented in model
+    assert example.strip() in (ROOT / "example.py").read_text()
+    for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", readme):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_example_runs():
+    done = subprocess.run([sys.executable, "example.py"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Once upon a time") and "\n\nThe dog ran to" in done.stdout
