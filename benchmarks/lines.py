@@ -29,7 +29,7 @@ def written_by(writer, *keys):
 
 
 def command(script, argv=None, world=None):
-    """The command line of a script of this folder. argv: its flags, None for those of this process; world: its ranks."""
+    """The command line of a script of this folder. argv: its flags, or None for this process's; world: its ranks."""
     threads = f"OMP_NUM_THREADS={torch.get_num_threads()}"
     alone = world is None or world.alone
     launcher = "python" if alone else f"torchrun --standalone --nproc_per_node={world.tp_size}"
