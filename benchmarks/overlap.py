@@ -24,7 +24,7 @@ from checkpoint import DTYPES, SIZES, RandomWeights
 from generate import Runner, make_cache, pad
 from launch import count, number
 from measure import exposed, link
-from measure.report import environment
+from measure.report import environment, prepare_trace
 from measure.results import explained
 from model import WIRINGS, Config, InputError
 from tp import TensorParallel, load_shard
@@ -151,7 +151,7 @@ def main(argv=None):
     joined = launch.join(args.device)
     with joined.together():
         for key in itertools.product(args.links, args.variants) if args.profile is not None else ():
-            exposed.prepare(trace_folder(args, *key), joined.rank)
+            prepare_trace(trace_folder(args, *key), joined.rank)
     # a CUDA graph keeps the link that it was captured with
     shared = joined.device.type == "cpu" or args.eager
     lines = []

@@ -123,12 +123,11 @@ def tables(found):
             cells.append(text + f" ({paper[0]:.2f}, {paper[0] / paper[1]:.2f})" if all(paper) else text)
         by_batch.append([link, wiring, *cells])
     by_batch = [row for row in by_batch if any(row[2:])]
-    return (
-        "tok/s over standard's, batch 4:\n\n"
-        + markdown(["model", "ranks", "wiring", *links], by_size)
-        + "\n\n70b, 8 ranks, tok/s, and over standard's:\n\n"
-        + markdown(["link", "wiring", *(f"batch {b}" for b in batches)], by_batch)
-    )
+    parts = {
+        "tok/s over standard's, batch 4": (["model", "ranks", "wiring", *links], by_size),
+        "70b, 8 ranks, tok/s, and over standard's": (["link", "wiring", *(f"batch {b}" for b in batches)], by_batch),
+    }
+    return "\n\n".join(f"{title}:\n\n{markdown(*table)}" for title, table in parts.items() if table[1])
 
 
 def main(argv=None):
