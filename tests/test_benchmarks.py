@@ -22,7 +22,7 @@ from measure import results as of_sweeps
 from measure.clock import run_clock
 from model import WIRINGS, Config, InputError
 
-TINY = Config(2, 4, 4, 16, 64, 128, 256, 512)
+TINY = Config(2, 8, 8, 8, 64, 128, 256, 512)
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_decode_asks_its_engines_in_turns(monkeypatch, printed, tmp_path):
 def test_our_engine(kind, n, tiny, monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     names = dict.fromkeys(["DIM", "LAYERS", "HEADS", "KV_HEADS", "HIDDEN", "VOCABULARY"])
-    shape = [64, 2, 4, 4, 128, 256]
+    shape = [64, 2, 8, 8, 128, 256]
     for name, value in zip(names, shape, strict=True):
         monkeypatch.setattr(engines, name, value)
     engines.answer(engines.engine("ours:int8", 1), [f"{kind} {n} 1\n", f"{kind} {n} 3\n"])
