@@ -30,7 +30,7 @@ RATIO = "decode, tok/s over standard's"
 
 
 def look(wiring, others=()):
-    """Colour, marker and dashes of a wiring, everywhere the same; the dashes tell hybrid:2 from hybrid:8.
+    """Colour, marker, dashes and layer of a wiring, everywhere the same; the dashes tell hybrid:2 from hybrid:8.
 
     others: the wirings beside it.
     """
@@ -40,7 +40,8 @@ def look(wiring, others=()):
     color = GREYS.get(name, COLORS[index % len(COLORS)])
     marker = {"standard": "o", "upper-bound": "D"}.get(name, "s^vPX*<>pd"[index % 10])
     kin = sorted({w for w in (*others, wiring) if results.base(w) == name}, key=results.wiring_order)
-    return {"color": color, "marker": marker, "linestyle": DASHES[kin.index(wiring) % len(DASHES)]}
+    above = 2 if name in GREYS else 3  # where a wiring reaches the upper bound, it is the wiring that is seen
+    return {"color": color, "marker": marker, "linestyle": DASHES[kin.index(wiring) % len(DASHES)], "zorder": above}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

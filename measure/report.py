@@ -15,7 +15,7 @@ import launch
 from checkpoint import dtype_name
 from kernels import cpu
 from measure.link import Link
-from measure.timing import timed
+from measure.timing import hidden_share, timed
 from model import InputError
 
 LARGE = (
@@ -149,7 +149,7 @@ def exposed_lines(kind, r):
     return (
         f"{kind}: {r['step_ms']:.2f} ms a step, {r['silent_ms']:.2f} without its {r['all_reduces']} all-reduces of "
         f"{r['all_reduce_bytes']:,} bytes, which take {r['all_reduce_ms']:.3f} ms each\n"
-        f"  exposed {r['exposed_ms']:.2f} of {travel:.2f} ms of communication, {100 * r['hidden']:.0f} % hidden; "
+        f"  exposed {r['exposed_ms']:.2f} of {travel:.2f} ms of communication, {hidden_share(r)} hidden; "
         f"{above:+.1f} % from this wiring's limit of {r['limit_ms']:.2f} ms{gloo}"
     )
 

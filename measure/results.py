@@ -11,7 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from checkpoint import read_text
-from measure.timing import quartiles
+from measure.timing import hidden_share, quartiles
 from model import WIRINGS, InputError
 
 PAPER = Path(__file__).parent.parent / "benchmarks" / "results" / "paper.csv"
@@ -214,25 +214,13 @@ def overlapping(some, others):
     return low <= other_high and other_low <= high
 
 
-def within_noise(report):
-    """Whether the quartiles of a step lie further apart than what it hid of its all-reduces, or than all of them take.
-
-    report: of --exposed. What a step exposes may well be within its quartiles: that is what hiding all of it means.
-    """
-    low, high = report["quartiles_ms"]
-    communication = report["all_reduces"] * report["all_reduce_ms"]
-    return min(communication, abs(communication - report["exposed_ms"])) <= high - low
-
-
 def hidden(report, wiring):
     """The share of its communication that a step hid, in words."""
     if not report["all_reduces"] or report["hidden"] is None:
         return ""
     if base(wiring) in WIRINGS and not WIRINGS[base(wiring)].stale:
         return "-"
-    if within_noise(report):
-        return "within noise"
-    return "none" if report["hidden"] < 0 else f"{100 * min(1.0, report['hidden']):.0f} %"
+    return hidden_share(report)
 
 
 def speedup(sweep, case, rate):

@@ -27,3 +27,20 @@ def in_turns(ways, rounds):
 def quartiles(values):
     """(lower quartile, median, upper quartile); of a single value that value, three times."""
     return tuple(statistics.quantiles(values, n=4)) if len(values) > 1 else (values[0],) * 3
+
+
+def within_noise(report):
+    """Whether the quartiles of a step lie further apart than what it hid of its all-reduces, or than all of them take.
+
+    report: of exposed.py. What a step exposes may well be within its quartiles: that is what hiding all of it means.
+    """
+    low, high = report["quartiles_ms"]
+    communication = report["all_reduces"] * report["all_reduce_ms"]
+    return min(communication, abs(communication - report["exposed_ms"])) <= high - low
+
+
+def hidden_share(report):
+    """The share of its communication that a step hid, in words; "none" where an all-reduce costs more inside of it."""
+    if within_noise(report):
+        return "within noise"
+    return "none" if report["hidden"] < 0 else f"{100 * min(1.0, report['hidden']):.0f} %"
