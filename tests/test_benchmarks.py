@@ -329,7 +329,8 @@ def test_gpu_measures_full_sizes_over_every_link():
             overlap.parse(command[2:])
 
 
-def test_gpu_s_cases_end_with_the_time_and_leave_a_word(tmp_path):
+def test_gpu_s_cases_end_with_the_time_and_leave_a_word(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "free_bytes", lambda device: 2**28)
     log = str(tmp_path / "log")
     code = (
         "import sys; open(sys.argv[2], 'w').write('{\"a\": 1}\\n'); sys.stdout.write('hello\\n'); sys.stdout.flush(); "
