@@ -1,23 +1,36 @@
 import os
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are of the CPU path; several ranks would not find a GPU each
+if not os.environ.get("LADDER_TEST_GPU"):  # but for test_gpu.py the tests are of the CPU path
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# Inductor's pool of compiling processes takes longer to start than such small kernels take to compile.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import stop_ranks
+
+import launch
 
 
 @pytest.fixture
-def fake_group():
-    """A process group of two ranks in one process; its collectives do nothing."""
-    try:
-        dist.init_process_group("fake", rank=0, world_size=2)
-    except (RuntimeError, ValueError):  # torch before 2.13 registers the backend on import, and wants a store
-        from torch.testing._internal.distributed.fake_pg import FakeStore
+def fake_world():
+    """A function from (rank, tp_size) to a World in this process alone; its collectives do nothing."""
 
-        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
+    def make(rank, tp_size):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        try:
+            dist.init_process_group("fake", rank=rank, world_size=tp_size)
+        except (RuntimeError, ValueError):  # torch before 2.13 registers the backend on import, and wants a store
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", rank=rank, world_size=tp_size, store=FakeStore())
+        return launch.World(rank, tp_size, torch.device("cpu"), dist.group.WORLD, simulated=True)
+
+    yield make
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(params=[1, 3])
@@ -27,3 +40,9 @@ def threads(request):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ranks():
+    yield
+    stop_ranks()

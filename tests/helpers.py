@@ -1,38 +1,43 @@
-"""What the tests share: small configs, weights in memory, and functions run on several ranks."""
+"""What the tests share: small configs, weights in memory, functions on several ranks, scripts."""
 
-import argparse
+import atexit
+import contextlib
+import io
+import multiprocessing
 import os
 import pickle
-import queue
 import socket
 import subprocess
 import sys
+import time
 import traceback
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import generate
+import launch
 import tp
-from model import Config, Transformer
+from model import WIRINGS, Config, Transformer
 
 ROOT = Path(__file__).parent.parent
 HANGS = 300  # seconds until a process is thought to hang: the ranks' own time limits are half an hour
+RANKS = 4  # of the pool
 BASE = Config(3, 6, 2, 8, 48, 100, 131, 64, norm_eps=1e-5, bos_id=1, eos_ids=(2,))
-WIRED = [  # every wiring as config changes
-    {"wiring": "standard"},
-    {"wiring": "ladder"},
-    {"wiring": "hybrid", "ladder_layers": 2},
-    {"wiring": "hybrid", "ladder_layers": (0, 1)},
-    {"wiring": "hybrid", "ladder_layers": (1,)},
-    {"wiring": "parallel"},
-    {"wiring": "desync", "desync_period": 2},
-    {"wiring": "desync", "desync_period": 4},
-    {"wiring": "upper-bound"},
-]
+VALUES = {None: [None], "ladder_layers": [2, (0, 1), (1,)], "desync_period": [2, 4]}  # of a wiring's parameter
+
+
+def wired(name):
+    """The config changes to test a wiring with."""
+    parameter = WIRINGS[name].parameter
+    return [{"wiring": name} | ({} if parameter is None else {parameter: value}) for value in VALUES[parameter]]
+
+
+WIRED = [changes for name in WIRINGS for changes in wired(name)]
+ANY_TP = [changes for changes in WIRED if not WIRINGS[changes["wiring"]].tp_bound]
 
 
 def wired_id(changes):
@@ -82,11 +87,11 @@ class StateWeights:
         target.copy_(tensor)
 
 
-def shard(config, rank, tp_size, dtype=torch.float32):
-    """This rank's part of random_model, with the collectives of the default group."""
+def shard(config, world, dtype=torch.float32):
+    """This rank's part of random_model, with the collectives of the world's group."""
     weights = StateWeights(random_model(config).state_dict())
-    net = tp.load_shard(config, weights, dtype, "cpu", rank, tp_size)
-    net.comm = tp.TensorParallel(config, tp_size, dist.group.WORLD)
+    net = tp.load_shard(config, weights, dtype, "cpu", world.rank, world.tp_size)
+    net.comm = tp.TensorParallel(config, world.tp_size, world.group)
     return net
 
 
@@ -97,75 +102,170 @@ def unequal_rows(config, batch=3, length=9, seed=1):
     return tokens, torch.arange(length, length - batch, -1)
 
 
+def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=False):
+    """Logits (B, steps + 1, V) at the last positions of each row: one prefill without the last `steps` tokens, then
+    decode, one token of every row at a time, the rows at different positions."""
+    torch._dynamo.reset()
+    runner = generate.Runner(net, net.new_cache(len(tokens), tokens.shape[1] + 2), compile, compile_prefill)
+    positions = lengths - steps
+    out = [runner.prefill(tokens[:, : int(positions.max())], positions)]
+    for _ in range(steps):
+        token = tokens.gather(1, positions[:, None])[:, 0]
+        out.append(runner.decode(token, positions, int(positions.max()) + 1))
+        positions = positions + 1
+    return torch.stack(out, dim=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks: one pool of processes for all tests of this process, because to start one takes longer than most tests
+
+
+class Ranks(launch.World):
+    """A rank of the pool among the first tp_size, which have a process group of their own."""
+
+    def gather(self, value):
+        values = [None] * self.tp_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+
+class Pool:
+    """RANKS processes with one thread each. A rank takes (tp_size, function, args) and gives (error, value)."""
+
+    def __init__(self):
+        port = free_port()
+        context = multiprocessing.get_context("forkserver")  # its server imports once, for all ranks
+        context.set_forkserver_preload(["torch", "torch._dynamo", "torch._inductor.compile_fx"])
+        self.pipes, self.processes = [], []
+        for rank in range(RANKS):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, tp_size, function, args, timeout):
+        """(errors, values), each by rank. Of errors the first, because other ranks may wait for that one forever."""
+        work = pickle.dumps((tp_size, function, args))  # tensors by value
+        pipes, values = dict(zip(self.pipes[:tp_size], range(tp_size), strict=True)), {}
+        for pipe in pipes:
+            pipe.send_bytes(work)
+        deadline = time.monotonic() + timeout
+        while pipes:
+            ready = wait(list(pipes), max(0, deadline - time.monotonic()))
+            if not ready:
+                return {rank: f"no answer in {timeout} s" for rank in pipes.values()}, values
+            for pipe in ready:
+                rank = pipes.pop(pipe)
+                try:
+                    error, value = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    error, value = "it has died", None
+                if error:
+                    return {rank: error}, values
+                values[rank] = value
+        return {}, values
+
+    def stop(self):
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+_pool = None
+
+
 def run_ranks(tp_size, function, *args, timeout=HANGS):
-    """[function(rank, tp_size, *args) of each rank], each rank a process with one thread in a gloo group."""
+    """[function(world, *args) of each rank], each rank a process in a gloo group of tp_size, at most 4.
+
+    A rank that fails or hangs fails the test, and the next test gets new ranks.
+    """
+    global _pool
+    _pool = _pool or Pool()
+    done = False
+    try:
+        errors, values = _pool.run(tp_size, function, args, timeout)
+        done = not errors
+    finally:
+        if not done:
+            stop_ranks()
+    if errors:
+        pytest.fail("\n".join(f"rank {rank}: {error}" for rank, error in errors.items()), pytrace=False)
+    return [values[rank] for rank in range(tp_size)]
+
+
+@atexit.register
+def stop_ranks():
+    global _pool
+    if _pool is not None:
+        _pool.stop()
+    _pool = None
+
+
+def _serve(rank, port, pipe):
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        world = launch.join("cpu")
+        groups, before = {RANKS: world.group}, launch._threads()
+        for size in range(2, RANKS):
+            groups[size] = dist.new_group(range(size))
+        launch._let_preempt(launch._threads() - before)  # as join() does with those of its group
+    except BaseException:
+        pipe.recv_bytes()
+        pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
+        return
+    while True:
+        try:
+            tp_size, function, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:  # the tests are over
+            return
+        try:
+            value = function(Ranks(rank, tp_size, world.device, groups[tp_size], world.threads), *args)
+            answer = pickle.dumps((None, value))
+        except BaseException:
+            answer = pickle.dumps((traceback.format_exc(), None))
+        pipe.send_bytes(answer)
+
+
+def main_on_ranks(tp_size, main, *args):
+    """[(what it printed, what it said on stderr)] of main(args) of a script on each rank of the pool."""
+    return run_ranks(tp_size, _main, main, [str(arg) for arg in args])
+
+
+def _main(world, main, args):
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        m.setattr(launch, "join", lambda device: world)
+        m.setattr(launch, "rank_and_size", lambda: (world.rank, world.tp_size))
+        main(args)
+    return out.getvalue(), err.getvalue()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scripts
+
+
+def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    context = mp.get_context("forkserver")  # its server imports torch once, for all ranks of all tests
-    context.set_forkserver_preload(["torch", "torch._dynamo"])
-    results = context.Queue()
-    ranks = [
-        context.Process(target=_rank, args=(r, tp_size, port, results, function, args), daemon=True)
-        for r in range(tp_size)
-    ]
-    for process in ranks:
-        process.start()
-    try:
-        answers = {}
-        while len(answers) < tp_size:
-            try:
-                rank, error, value = results.get(timeout=timeout)
-            except queue.Empty:
-                pytest.fail(f"ranks {sorted(set(range(tp_size)) - set(answers))} gave no answer in {timeout} s")
-            if error:
-                pytest.fail(f"rank {rank}:\n{error}")
-            answers[rank] = pickle.loads(value)
-        return [answers[r] for r in range(tp_size)]
-    finally:
-        for process in ranks:
-            process.terminate()
+        return s.getsockname()[1]
 
 
-def _rank(rank, tp_size, port, results, function, args):
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(tp_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    try:
-        tp.join("cpu")
-        value = pickle.dumps(
-            function(rank, tp_size, *args)
-        )  # tensors by value: this process is gone when they are read
-        results.put((rank, None, value))
-        results.close()
-        results.join_thread()
-        torch.distributed.barrier()
-    except BaseException:
-        results.put((rank, traceback.format_exc(), None))
+def command(name, *args, ranks=1):
+    """What starts a script of the project, on so many ranks, as a user would."""
+    words = [sys.executable, str(ROOT / name), *map(str, args)]
+    if ranks > 1:
+        words[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    return words
 
 
 def script(name, *args, ranks=1, timeout=HANGS, stdin="", **environment):
     """Run a script of the project as a user would; returns the finished process with its output as text."""
-    command = [sys.executable, str(ROOT / name), *map(str, args)]
-    if ranks > 1:
-        command[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env=env, input=stdin, errors="surrogateescape"
-    )
-
-
-@torch.no_grad()
-def last_logits(net, tokens, lengths, steps=3, compile=False):
-    """Logits (B, steps + 1, V) at the last positions of each row: one prefill without the last `steps` tokens, then
-    decode, one token of every row at a time, the rows at different positions."""
-    torch._dynamo.reset()
-    flags = argparse.Namespace(compile=compile, compile_prefill=compile)
-    prefill, decode = generate.compiled(net, flags)
-    cache = net.new_cache(len(tokens), tokens.shape[1] + 2)
-    positions = lengths - steps
-    out = [prefill(tokens[:, : int(positions.max())], cache=cache, select=positions - 1)]
-    for _ in range(steps):
-        token = tokens.gather(1, positions[:, None])
-        out.append(decode(token, positions[:, None], cache, int(positions.max()) + 1))
-        positions = positions + 1
-    return torch.cat(out, dim=1)
+        command(name, *args, ranks=ranks), capture_output=True, text=True, timeout=timeout, env=env, input=stdin,
+        errors="surrogateescape",
+    )  # fmt: skip

@@ -1,10 +1,13 @@
 """A Llama-type model written out naively in float64: one sequence, head by head, no cache, x_i kept in a list.
 
-Shares no code with model.py. Weights are taken from our state dict, whose wqkv holds, KV head by KV head, the G query
+Of model.py it takes only the names of what a wiring is made of. Weights are taken from our state dict, whose wqkv holds, KV head by KV head, the G query
 heads, the key and the value.
 """
 
 import numpy as np
+
+import model
+from model import WIRINGS
 
 
 def rms_norm(x, weight, eps):
@@ -74,36 +77,42 @@ class Reference:
         gate, up = x @ w[p + "feed_forward.w1.weight"][a:b].T, x @ w[p + "feed_forward.w3.weight"][a:b].T
         return gate / (1 + np.exp(-gate)) * up @ w[p + "feed_forward.w2.weight"][:, a:b].T
 
-    def h(self, i, x, shard):
-        """Sublayer i = 1 ... 2L of one rank: its partial."""
-        layer, is_mlp = divmod(i - 1, 2)
-        return self.mlp(layer, x, shard[1]) if is_mlp else self.attention(layer, x, shard[0])
-
-    def h_sum(self, i, x):
-        return sum(self.h(i, x, shard) for shard in self.shards)
+    def sublayers(self):
+        """[(partial(x, shard), stale)]: attention, MLP, attention, MLP, ..., or both of a block at once."""
+        split, out = WIRINGS[self.c.wiring].split, []
+        for layer in range(self.c.n_layers):
+            if split is model.attention_then_mlp:
+                parts = [
+                    lambda x, shard, i=layer: self.attention(i, x, shard[0]),
+                    lambda x, shard, i=layer: self.mlp(i, x, shard[1]),
+                ]
+            elif split is model.attention_plus_mlp:
+                parts = [
+                    lambda x, shard, i=layer: (
+                        self.attention(i, x, shard[0]) + self.mlp(i, x, shard[1], norm="attention_norm")
+                    )
+                ]
+            else:
+                raise NotImplementedError(f"write {split.__name__} here, too")
+            out += [(h, layer in self.c.stale_layers) for h in parts]
+        return out
 
     def stream(self, x0):
         """The final residual stream, of each rank."""
-        c, n = self.c, 2 * self.c.n_layers
-        if c.wiring in ("standard", "ladder", "hybrid"):
+        stream, sublayers = WIRINGS[self.c.wiring].stream, self.sublayers()
+        if stream is model.residual_stream:
             x = [x0]
-            for i in range(1, n + 1):
-                stale = (i - 1) // 2 in c.stale_layers
-                x.append(x[i - 1] + self.h_sum(i, x[max(i - 2, 0)] if stale else x[i - 1]))
-            return [x[n]] * len(self.shards)
-        if c.wiring == "parallel":
-            x = x0
-            for layer in range(c.n_layers):
-                parts = [
-                    self.attention(layer, x, heads) + self.mlp(layer, x, hidden, norm="attention_norm")
-                    for heads, hidden in self.shards
-                ]
-                x = x + sum(parts)
-            return [x] * len(self.shards)
+            for i, (h, stale) in enumerate(sublayers, start=1):
+                seen = x[max(i - 2, 0)] if stale else x[i - 1]
+                x.append(x[i - 1] + sum(h(seen, shard) for shard in self.shards))
+            return [x[-1]] * len(self.shards)
+        if stream not in (model.desynced_stream, model.unreduced_stream):
+            raise NotImplementedError(f"write {stream.__name__} here, too")
         x = [x0] * len(self.shards)
-        for i in range(1, n + 1):
-            partials = [self.h(i, x_r, shard) for x_r, shard in zip(x, self.shards, strict=True)]
-            if c.wiring == "desync" and (i % c.desync_period == 0 or i == n):
+        for i, (h, _) in enumerate(sublayers, start=1):
+            partials = [h(x_r, shard) for x_r, shard in zip(x, self.shards, strict=True)]
+            kept = i % self.c.desync_period == 0 or i == len(sublayers)
+            if stream is model.desynced_stream and kept:
                 x = [sum(x) / len(x) + sum(partials)] * len(x)
             else:
                 x = [x_r + partial for x_r, partial in zip(x, partials, strict=True)]

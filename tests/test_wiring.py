@@ -1,15 +1,26 @@
 """Every wiring against an independent float64 reference, and the order of collectives in compiled code."""
 
 import dataclasses
+import itertools
+import json
 import re
 
+import numpy as np
 import pytest
 import torch
-from helpers import BASE, WIRED, random_model, shard, unequal_rows, wired_id
-from reference import Reference
+from helpers import ANY_TP, BASE, WIRED, random_model, run_ranks, shard, unequal_rows, wired, wired_id
+from reference import Reference, rms_norm
 
-import cpu
+import checkpoint
+import convert_hf_checkpoint
+import generate
+import launch
 import model
+from kernels import cpu
+from measure.clock import count_all_reduces, run_clock
+from model import WIRINGS, Wiring
+
+FEW = [changes for changes in WIRED if changes["wiring"] in ("standard", "ladder")]
 
 
 @pytest.mark.parametrize("changes", WIRED, ids=wired_id)
@@ -17,7 +28,10 @@ import model
     "shape", [{}, {"qkv_bias": True, "tie_embeddings": True}, {"qk_norm": True, "n_kv_heads": 6}], ids=str
 )
 def test_matches_the_naive_float64_reference(changes, shape):
-    config = dataclasses.replace(BASE, **changes, **shape)
+    check_against_the_reference(dataclasses.replace(BASE, **changes, **shape))
+
+
+def check_against_the_reference(config):
     net = random_model(config)
     tokens, lengths = unequal_rows(config)
     with torch.no_grad():
@@ -28,34 +42,34 @@ def test_matches_the_naive_float64_reference(changes, shape):
         assert (logits[row, :length] - expected).abs().max() < 1e-4
 
 
+def logits_of(changes):
+    """Of the same weights in any wiring, as far as it has them."""
+    net = random_model(dataclasses.replace(BASE, **changes))
+    net.load_state_dict(random_model(BASE).state_dict(), strict=False)
+    with torch.no_grad():
+        return net(unequal_rows(BASE)[0])
+
+
 def test_the_wirings_are_different_functions():
-    """So that none of the comparisons can pass by accident (on one device desync and upper-bound are standard)."""
-    tokens, _ = unequal_rows(BASE)
-    seen = {}
-    for changes in WIRED:
-        if changes["wiring"] not in ("desync", "upper-bound"):
-            config = dataclasses.replace(BASE, **changes)
-            net = random_model(config)
-            if config.wiring == "parallel":  # the same weights but for the missing norm
-                net.load_state_dict(random_model(BASE).state_dict(), strict=False)
-            with torch.no_grad():
-                seen[wired_id(changes)] = net(tokens)
-    names = list(seen)
-    for i, a in enumerate(names):
-        for b in names[:i]:
-            assert (seen[a] - seen[b]).abs().max() > 0.1, (a, b)
+    """So that none of the comparisons can pass by accident."""
+    seen = {wired_id(changes): logits_of(changes) for changes in ANY_TP}
+    for a, b in itertools.combinations(seen, 2):
+        assert (seen[a] - seen[b]).abs().max() > 0.1, (a, b)
+
+
+@pytest.mark.parametrize("changes", [c for c in WIRED if c not in ANY_TP], ids=wired_id)
+def test_what_the_number_of_ranks_changes_is_standard_on_one_device(changes):
+    assert torch.allclose(logits_of(changes), logits_of({}), atol=1e-5)
 
 
 def test_hybrid_with_all_layers_is_ladder_and_desync_with_period_1_is_standard():
-    tokens, _ = unequal_rows(BASE)
+    for layers in (3, (0, 1, 2)):
+        assert torch.equal(logits_of({"wiring": "ladder"}), logits_of({"wiring": "hybrid", "ladder_layers": layers}))
+    assert torch.allclose(logits_of({}), logits_of({"wiring": "desync", "desync_period": 1}), atol=1e-5)
 
-    def logits(**changes):
-        with torch.no_grad():
-            return random_model(dataclasses.replace(BASE, **changes))(tokens)
 
-    assert torch.equal(logits(wiring="ladder"), logits(wiring="hybrid", ladder_layers=3))
-    assert torch.equal(logits(wiring="ladder"), logits(wiring="hybrid", ladder_layers=(0, 1, 2)))
-    assert torch.equal(logits(), logits(wiring="desync", desync_period=1))
+# ---------------------------------------------------------------------------------------------------------------------
+# The order of computing, starts and waits
 
 
 class Recorder(model.SingleDevice):
@@ -85,9 +99,11 @@ def eager_order(config):
         comm.events.append("c")
         return 0.0
 
-    split, stream = model.WIRINGS[config.wiring]
-    sublayers = [(h, i in config.stale_layers) for i in range(config.n_layers) for _ in split(None, None, None)]
-    stream(0.0, sublayers, comm, config)
+    wiring = WIRINGS[config.wiring]
+    sublayers = [
+        (h, i in config.stale_layers) for i in range(config.n_layers) for _ in wiring.split(None, None, None)
+    ]
+    wiring.stream(0.0, sublayers, comm, config)
     return comm.events
 
 
@@ -97,6 +113,7 @@ def eager_order(config):
         ({"wiring": "standard"}, "c start1 wait1 c start2 wait2 c start3 wait3 c start4 wait4"),
         ({"wiring": "ladder"}, "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
         ({"wiring": "hybrid", "ladder_layers": 1}, "c start1 wait1 c start2 c start3 wait2 c start4 wait3 wait4"),
+        ({"wiring": "hybrid", "ladder_layers": (0,)}, "c start1 c start2 wait1 wait2 c start3 wait3 c start4 wait4"),
         ({"wiring": "parallel"}, "c start1 wait1 c start2 wait2"),
         ({"wiring": "desync", "desync_period": 2}, "c c start1 wait1 c c start2 wait2"),
         ({"wiring": "desync", "desync_period": 3}, "c c c start1 wait1 c start2 wait2"),
@@ -108,21 +125,19 @@ def test_order_of_the_plain_loop(changes, order):
     assert eager_order(dataclasses.replace(BASE, n_layers=2, **changes)) == order.split()
 
 
-def compiled_order(config, batch, length, dtype, rank=0, tp_size=2):
-    """The order of matmuls, starts and waits in the code that Inductor generates for decode or prefill."""
-    from torch._inductor.utils import run_and_get_code
+def generated_code(config, world, batch, length, dtype):
+    """The code that Inductor generates for decode or prefill, which is neither compiled nor run."""
+    from torch._inductor.utils import get_code
 
     torch._dynamo.reset()
-    net = shard(dataclasses.replace(config, head_dim=64), rank, tp_size, dtype)
+    net = shard(config, world, dtype)
     cpu.use_few_rows(net)
-    cache = net.new_cache(batch, 16)
     tokens = torch.randint(config.vocab_size, (batch, length))
-    kwargs = {"cache": cache}
+    kwargs = {"cache": net.new_cache(batch, 16)}
     if length == 1:
         kwargs.update(positions=torch.zeros(batch, 1, dtype=torch.long), cache_length=16)
     with torch.no_grad():
-        _, sources = run_and_get_code(torch.compile(net, fullgraph=True), tokens, **kwargs)
-    return calls("\n".join(sources))
+        return "\n".join(get_code(torch.compile(net, fullgraph=True), tokens, **kwargs))
 
 
 def calls(source):
@@ -154,14 +169,129 @@ def squeeze(events):
     return " ".join(e for e, before in zip(events, ["", *events], strict=False) if e != "c" or before != "c")
 
 
-@pytest.mark.parametrize(
-    "length, dtype",
-    [(1, torch.float32), (5, torch.float32), (1, torch.bfloat16)],
-    ids=["decode", "prefill", "decode with few_rows"],
-)
-@pytest.mark.parametrize("changes", WIRED, ids=wired_id)
-def test_compiled_code_keeps_the_order_of_the_loop(changes, length, dtype, fake_group):
+def check_compiled_order(changes, world, length=1, dtype=torch.float32):
     """Each ladder sum is waited for behind the next sublayer's matmuls and the start of its all-reduce, not before."""
-    config = dataclasses.replace(BASE, **changes)
-    expected = [*eager_order(config), "c"]  # and the output head
-    assert squeeze(compiled_order(config, 2, length, dtype)) == squeeze(expected)
+    n_layers = 3 if "ladder_layers" in changes else 2  # seams on both sides
+    config = dataclasses.replace(BASE, head_dim=64, n_layers=n_layers, **changes)
+    found = calls(generated_code(config, world, 2, length, dtype))
+    assert found.count("c") > len(eager_order(config)) / 3
+    assert squeeze(found) == squeeze([*eager_order(config), "c"])  # and the output head
+
+
+@pytest.mark.parametrize("changes", WIRED, ids=wired_id)
+def test_compiled_code_keeps_the_order_of_the_loop(changes, fake_world):
+    check_compiled_order(changes, fake_world(0, 2))
+
+
+KINDS = {"prefill": (5, torch.float32), "decode with few_rows": (1, torch.bfloat16)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("changes", FEW, ids=wired_id)
+def test_a_compiled_prefill_and_few_rows_keep_it_too(changes, kind, fake_world):
+    check_compiled_order(changes, fake_world(0, 2), *KINDS[kind])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("changes", [c for c in WIRED if c not in FEW], ids=wired_id)
+def test_a_compiled_prefill_and_few_rows_keep_it_in_other_wirings(changes, kind, fake_world):
+    check_compiled_order(changes, fake_world(0, 2), *KINDS[kind])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank, tp_size", [(1, 2), (0, 3), (0, 4)])
+@pytest.mark.parametrize("changes", WIRED, ids=wired_id)
+def test_every_ranks_compiled_code_keeps_it(changes, rank, tp_size, fake_world):
+    check_compiled_order(changes, fake_world(rank, tp_size))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A new wiring is one line of the table
+
+NEW = Wiring("both", stale=True, split=model.attention_plus_mlp, norms=("attention_norm",))
+NEW_CONFIG = {"wiring": "parallel-ladder"}
+
+
+@pytest.fixture
+def new_wiring(monkeypatch):
+    """The config of a small model in a wiring that is not in the table, but for this test."""
+    monkeypatch.setitem(WIRINGS, "parallel-ladder", NEW)
+    return dataclasses.replace(BASE, **NEW_CONFIG)
+
+
+def naive_blocks(net, tokens):
+    """x_i = x_{i-1} + h_i(x_{i-2}) in float64, h_i a whole block and x_{-1} = x_0."""
+    w = Reference(BASE, net.state_dict())
+    x = before = w.w["tok_embeddings.weight"][np.asarray(tokens)]
+    for i in range(BASE.n_layers):
+        h = w.attention(i, before, (0, BASE.n_heads))
+        h = h + w.mlp(i, before, (0, BASE.intermediate_size), norm="attention_norm")
+        before, x = x, x + h
+    return torch.from_numpy(rms_norm(x, w.w["norm.weight"], BASE.norm_eps) @ w.w["output.weight"].T)
+
+
+def test_a_new_line_is_a_new_model(new_wiring):
+    assert wired("parallel-ladder") == [NEW_CONFIG]
+    net = random_model(new_wiring)
+    tokens = unequal_rows(BASE)[0]
+    with torch.no_grad():
+        logits = net(tokens)
+    for row, ids in zip(logits, tokens, strict=True):
+        assert (row - naive_blocks(net, ids)).abs().max() < 1e-4
+    check_against_the_reference(new_wiring)  # which knows its parts
+
+
+def test_a_new_line_is_in_the_flags_and_the_files(new_wiring, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        generate.parse(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "parallel-ladder: both" in shown
+    args = generate.parse(["--checkpoint", "x", "--wiring", "parallel-ladder"])
+    assert launch.with_wiring(BASE, args) == new_wiring
+    checkpoint.write_config(tmp_path, new_wiring)
+    assert checkpoint.read_config(tmp_path) == new_wiring
+
+
+def test_a_new_line_has_its_order_and_its_limit(new_wiring):
+    config = dataclasses.replace(new_wiring, n_layers=3)
+    assert eager_order(config) == "c start1 c start2 wait1 c start3 wait2 wait3".split()
+    assert count_all_reduces(config) == 3
+    # the first compute, the longer one of computing and the all-reduce before, the last all-reduce
+    assert run_clock(config, [4, 4, 4], 3).now == 4 + 4 + 4 + 3
+    assert run_clock(config, [4, 4, 4], 5).now == 4 + 5 + 5 + 5
+
+
+def test_a_new_line_is_converted_without_the_norm_that_it_lacks(new_wiring, tmp_path):
+    source = {n: t for name, tensor in random_model(BASE).state_dict().items() for n, t in _hf(name, tensor)}
+
+    class Source:
+        names, read = staticmethod(lambda: list(source)), staticmethod(source.__getitem__)
+
+    convert_hf_checkpoint.convert(Source, new_wiring, tmp_path, torch.float32, 10**9)
+    names = checkpoint.Weights(tmp_path).names()
+    assert any("attention_norm" in name for name in names) and not any("ffn_norm" in name for name in names)
+    assert checkpoint.read_config(tmp_path) == new_wiring
+
+
+def _hf(name, tensor):
+    names = convert_hf_checkpoint.hf_names(name)
+    parts = convert_hf_checkpoint.ungroup(tensor, BASE) if len(names) == 3 else [tensor]
+    return zip(names, parts, strict=True)
+
+
+def test_a_new_line_runs_on_ranks_and_compiled_code_keeps_its_order(new_wiring, fake_world):
+    alone = random_model(new_wiring)(unequal_rows(BASE)[0])
+    for logits in run_ranks(2, new_wiring_logits):
+        assert torch.allclose(logits, alone, atol=1e-4)
+    check_compiled_order(NEW_CONFIG, fake_world(0, 2))
+
+
+def new_wiring_logits(world):
+    WIRINGS["parallel-ladder"] = NEW
+    try:
+        config = dataclasses.replace(BASE, **NEW_CONFIG)
+        with torch.inference_mode():
+            return shard(config, world)(unequal_rows(BASE)[0]).clone()
+    finally:
+        del WIRINGS["parallel-ladder"]

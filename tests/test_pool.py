@@ -1,0 +1,58 @@
+"""The pool of ranks that the tests run on: what it adds up, and that what fails there fails the test."""
+
+import os
+import signal
+
+import helpers
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import run_ranks
+
+
+def total(world, value):
+    numbers = torch.tensor([world.rank + value])
+    dist.all_reduce(numbers, group=world.group)
+    return numbers.item(), world.gather(world.rank)
+
+
+def fail(world):
+    if world.rank == 1:
+        raise ValueError("rank 1 fails")
+    return total(world, 0)
+
+
+def die(world):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return total(world, 0)
+
+
+@pytest.mark.parametrize("tp_size", [2, 3, 4])
+def test_so_many_ranks_have_a_group_of_their_own(tp_size):
+    expected = sum(range(tp_size)) + 10 * tp_size, list(range(tp_size))
+    assert run_ranks(tp_size, total, 10) == [expected] * tp_size
+
+
+@pytest.mark.parametrize("function, message", [(fail, "ValueError: rank 1 fails"), (die, "died|reset|closed|no answer")])
+def test_a_rank_that_fails_fails_the_test_and_the_next_has_new_ranks(function, message):
+    before = run_ranks(2, pid)
+    with pytest.raises(pytest.fail.Exception, match=message):
+        run_ranks(2, function)
+    assert not {*run_ranks(2, pid)} & {*before}
+
+
+def test_a_rank_that_hangs_fails_the_test():
+    run_ranks(2, pid)  # there are ranks
+    with pytest.raises(pytest.fail.Exception, match="no answer in 0.1 s"):
+        run_ranks(2, wait_for_rank_1, timeout=0.1)
+    assert helpers._pool is None
+
+
+def wait_for_rank_1(world):
+    if world.rank == 0:
+        dist.recv(torch.zeros(1), 1)
+
+
+def pid(world):
+    return os.getpid()
