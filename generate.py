@@ -125,6 +125,7 @@ class Runner:
         filled = longest if self.device.type == "cpu" else -(-longest // BUCKET) * BUCKET
         return self._decode(token[:, None], positions[:, None], self.cache, filled)[:, 0]
 
+    @torch.inference_mode()
     def warm_up(self, prompts, max_new_tokens, chunk=CHUNK):
         """Compile, by generating two tokens and, on a GPU, by decoding at each further bucket; returns seconds."""
         start = time.perf_counter()
@@ -138,6 +139,7 @@ class Runner:
         return time.perf_counter() - start
 
 
+@torch.inference_mode()  # as everything that runs them: to the compiler, other tensors are another graph
 def pad(prompts, device):
     """(tokens (B, S), lengths (B,)) of prompts of any lengths, padded on the right."""
     tokens = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)

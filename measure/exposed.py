@@ -151,6 +151,7 @@ def _report(case, runs):
     }  # fmt: skip
 
 
+@torch.inference_mode()
 def replays(runner, tokens, lengths):
     """Functions that run the prefill, in one pass, and a decode step at the end of the cache, any number of times.
 
@@ -158,6 +159,7 @@ def replays(runner, tokens, lengths):
     """
     token, slots = tokens[:, 0].clone(), runner.cache[0][0].shape[2]  # as generate() has it: else another graph
 
+    @torch.inference_mode()
     def decode_step(longest=slots - 1):
         return runner.decode(token, torch.full_like(lengths, longest - 1), longest)
 

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 
 if not os.environ.get("LADDER_TEST_GPU"):  # but for test_gpu.py the tests are of the CPU path
@@ -8,9 +9,11 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import stop_ranks
+from helpers import BASE, random_model, stop_ranks
 
+import checkpoint
 import launch
+from adapt import train_tokenizer
 
 
 @pytest.fixture
@@ -46,3 +49,15 @@ def threads(request):
 def _ranks():
     yield
     stop_ranks()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A random checkpoint with a tokenizer, whose uneven 15/5 heads split unevenly over every tp."""
+    folder = tmp_path_factory.mktemp("tiny")
+    train_tokenizer(
+        ["Once upon a time there was a little dog. The dog ran to the park. "] * 30, 300, folder / "tokenizer.model"
+    )
+    config = dataclasses.replace(BASE, n_heads=15, n_kv_heads=5, intermediate_size=101, vocab_size=300, eos_ids=(2,))
+    checkpoint.write_model(folder, config, random_model(config).state_dict(), torch.float32)
+    return folder

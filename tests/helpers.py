@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import fcntl
 import io
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from multiprocessing.connection import wait
@@ -21,6 +23,7 @@ import torch.distributed as dist
 import generate
 import launch
 import tp
+from kernels import cpu
 from model import WIRINGS, Config, Transformer
 
 ROOT = Path(__file__).parent.parent
@@ -42,6 +45,16 @@ ANY_TP = [changes for changes in WIRED if not WIRINGS[changes["wiring"]].tp_boun
 
 def wired_id(changes):
     return "-".join(str(v).replace(" ", "") for v in changes.values())
+
+
+def _build_once(build=cpu.build):
+    """cpu.build(), but the processes of the tests that come meanwhile wait for the first instead of doing the same."""
+    with open(Path(tempfile.gettempdir()) / f"ladder-fast-tests-{os.getuid()}.lock", "a") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        build()
+
+
+cpu.build = _build_once
 
 
 def shared_data(name):
@@ -155,7 +168,7 @@ class Pool:
         while pipes:
             ready = wait(list(pipes), max(0, deadline - time.monotonic()))
             if not ready:
-                return {rank: f"no answer in {timeout} s" for rank in pipes.values()}, values
+                return dict.fromkeys(pipes.values(), f"no answer in {timeout} s"), values
             for pipe in ready:
                 rank = pipes.pop(pipe)
                 try:

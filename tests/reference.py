@@ -1,7 +1,7 @@
 """A Llama-type model written out naively in float64: one sequence, head by head, no cache, x_i kept in a list.
 
-Of model.py it takes only the names of what a wiring is made of. Weights are taken from our state dict, whose wqkv holds, KV head by KV head, the G query
-heads, the key and the value.
+Of model.py it takes only the names of what a wiring is made of. Weights are taken from our state dict, whose wqkv
+holds, KV head by KV head, the G query heads, the key and the value.
 """
 
 import numpy as np

@@ -5,9 +5,8 @@ import torch
 
 import adapt
 import checkpoint
-import generate
 import tp
-from model import InputError
+from tokenizer import load_tokenizer
 
 STORIES = ["Once upon a time there was a little dog.", "The dog ran to the park.", "A cat sat on the mat and slept."]
 SMALL = "--vocab-size 300 --dim 32 --n-layers 2 --n-heads 4 --n-kv-heads 2 --intermediate-size 48 --seq-len 16"
@@ -28,38 +27,10 @@ def test_a_ladder_is_trained_and_written(flags, tmp_path, capfd):
     printed = capfd.readouterr().out
     config = checkpoint.read_config(tmp_path / "out")
     assert config.wiring == "ladder" and "ladder" in printed
-    tokenizer = generate.tokenizers.load(tmp_path / "out", config.vocab_size)
+    tokenizer = load_tokenizer(tmp_path / "out", config.vocab_size)
     ids = adapt.encode(tokenizer, STORIES * 20)
     assert ids[0] == 1 and (ids == 2).sum() == 60  # BOS text EOS, of each story
     net = tp.load_shard(config, checkpoint.Weights(tmp_path / "out"), torch.float32, "cpu")
     nats = adapt.validation_loss(net, ids, 16, 8)
     assert nats < 4  # a uniform guess is 5.7
     assert f"best validation loss {nats:.4f}" in printed
-
-
-BAD = {  # flags: the line
-    "--steps 0": "--steps is 0 but must be positive",
-    "--lr 0": "--lr is 0.0 but",
-    "--dim 30": "--dim 30 is not a multiple of --n-heads 4",
-    "--dropout 1": "--dropout is 1.0 but",
-    "--vocab-size 100000": "--vocab-size 100000 does not suit the text",
-    "--seq-len 5000": "need more than --seq-len 5000 tokens",
-    "--n-kv-heads 3": "n_heads 4 is not a multiple of n_kv_heads 3",
-    "--ladder-layers 3": "from 1 to 2",
-    "--text /nowhere": "/nowhere: No such file",
-    "--lr 1e30": "try a smaller --lr",
-}
-
-
-@pytest.mark.parametrize("change", BAD)
-def test_bad_input_is_one_clear_line_and_leaves_nothing(change, flags, tmp_path):
-    with pytest.raises(InputError) as error:
-        adapt.main([*flags, *change.split()])
-    assert BAD[change] in str(error.value) and "\n" not in str(error.value)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["train.txt", "valid.txt"]
-
-
-def test_several_ranks_are_refused(flags, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="one process"):
-        adapt.main(flags)

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import BASE, ROOT, last_logits, random_model, script, unequal_rows
+from helpers import BASE, ROOT, last_logits, main_on_ranks, random_model, script, unequal_rows
 from reference import Reference
 
 import checkpoint
-import cpu
-import int_linear
-import report
-from model import SIZES, Attention
+import generate
+from kernels import cpu
+from model import Attention, InputError
 
 
 def numbers(*shape):
@@ -118,9 +117,11 @@ def test_a_linear_takes_few_rows_or_many(monkeypatch):
             called.clear()
 
 
-@pytest.mark.parametrize("changes", [{"head_dim": 64}, {"qkv_bias": True, "qk_norm": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"head_dim": 64}, pytest.param({"qkv_bias": True, "qk_norm": True}, marks=pytest.mark.slow)], ids=str
+)
 def test_a_compiled_model_with_few_rows(changes):
-    config = dataclasses.replace(BASE, wiring="ladder", **changes)
+    config = dataclasses.replace(BASE, wiring="ladder", n_layers=2, **changes)
     net = random_model(config)
     reference = Reference(config, net.state_dict())
     for weight in net.parameters():  # not .to(): the rope frequencies stay float32
@@ -169,25 +170,34 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "ranks, environment, message",
+    "environment, message",
     [
         (
-            1,
             {"CXX": "g++ -O1"},
             "--compile needs a C++ compiler: install g++, or name one in $CXX, no options: 'g++ -O1'",
         ),
-        (2, {"CXX": "false"}, "false cannot compile few_rows.cpp: "),
-        (1, {"XDG_CACHE_HOME": "/dev/null"}, "cannot use /dev/null/ladder-fast: Not a directory"),
+        ({"CXX": "false"}, "false cannot compile few_rows.cpp: it ends with code 1"),
+        ({"XDG_CACHE_HOME": "/dev/null"}, "cannot use /dev/null/ladder-fast: Not a directory"),
     ],
     ids=str,
 )
-def test_what_cannot_be_built_is_one_clear_line(ranks, environment, message, folder, tmp_path):
-    environment = {"XDG_CACHE_HOME": str(tmp_path), **environment}
-    flags = "--checkpoint", folder, "--prompt-ids", "1", "--compile"
-    done = script("generate.py", *flags, ranks=ranks, **environment)
-    assert done.returncode == (2 if ranks == 1 else 1)  # torchrun's own
-    assert sum(line.startswith("generate.py: " + message) for line in done.stderr.splitlines()) == 1
+def test_what_cannot_be_built_is_one_clear_line(environment, message, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.ops, "ladder", type("", (), {"few_rows_int": None})())  # as if nothing had been built
+    for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError) as error:
+        generate.main(["--checkpoint", str(folder), "--prompt-ids", "1", "--compile"])
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
     assert list(tmp_path.rglob("*.so")) == []
+
+
+@pytest.mark.slow
+def test_what_cannot_be_built_on_two_ranks_is_one_line(folder, tmp_path):
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "CXX": "false"}
+    done = script("generate.py", "--checkpoint", folder, "--prompt-ids", "1", "--compile", ranks=2, **environment)
+    assert done.returncode == 1  # torchrun's own
+    line = "generate.py: false cannot compile few_rows.cpp: "
+    assert sum(said.startswith(line) for said in done.stderr.splitlines()) == 1
 
 
 def test_two_build_at_once_and_again_what_is_damaged(tmp_path):
@@ -200,7 +210,8 @@ def test_two_build_at_once_and_again_what_is_damaged(tmp_path):
     compiler.chmod(0o755)
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": str(compiler)}
     for times in (1, 2):
-        command = [sys.executable, "-c", "import cpu; cpu.build(); import torch; torch.ops.ladder.few_rows"]
+        source = "from kernels import cpu; cpu.build(); import torch; torch.ops.ladder.few_rows"
+        command = [sys.executable, "-c", source]
         processes = [subprocess.Popen(command, cwd=ROOT, env=environment) for _ in range(2)]
         assert [p.wait() for p in processes] == [0, 0]
         [library] = tmp_path.rglob("few_rows-*.so")
@@ -209,65 +220,26 @@ def test_two_build_at_once_and_again_what_is_damaged(tmp_path):
         library.write_bytes(b"junk")
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--rounds 2", "--rounds is 2 but must be at least 3"),
-        ("--engines nosuch", "--engines: unknown 'nosuch'; known: ours, transformers, gpt-fast, llama.cpp,"),
-        ("--engines llama.cpp", "--engines llama.cpp needs --gpt-fast, --llama-python, or"),
-        ("--cases decode", "--cases: 'decode:' is none of decode:BATCH"),
-        ("--cases cache:300", "is for --engines ours"),
-        ("--gpt-fast /nosuch", "--gpt-fast /nosuch is no checkout of gpt-fast"),
-        ("--show /nosuch.jsonl", "--show /nosuch.jsonl: No such file"),
-        (f"--show {ROOT / 'README.md'}", "has lines that this script did not write"),
-        ("--json /nosuch/x.jsonl", "--json /nosuch/x.jsonl cannot be written"),
-    ],
-)
-def test_bad_flags_of_the_benchmark(flags, message):
-    done = script("benchmarks/decode.py", *flags.split())
-    assert done.returncode == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-def test_the_benchmark_shows_its_table_and_knows_the_bytes_of_a_step(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import decode
-
-    lines = []
-    for engine, ms in (("ours", 50.0), ("llama.cpp", 75.0)):
-        about = {"threads": 2, "engine": engine, "kind": "decode", "n": 1, "ms": ms, "quartiles_ms": [ms - 1, ms + 1]}
-        lines.append({**about, "bandwidth": 5e10, "mbu": decode.step_bytes(1, engine) / (ms / 1e3) / 5e10})
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = script("benchmarks/decode.py", "--show", tmp_path / "x.jsonl")
-    assert done.returncode == 0, done.stderr
-    assert "| decode, batch 1 | 50.0 | 50.0 (49.0-51.0; 99 %) | 75.0 (74.0-76.0; 1.50x) |" in done.stdout
-    for quant, size in ((None, None), ("int8", None), ("int4", 64)):
-        config = dataclasses.replace(SIZES["1b"], tie_embeddings=False, quant=quant, group_size=size)
-        net = int_linear.skeleton(config).bfloat16()
-        expected = report.step_bytes(net, net.new_cache(4, 160), decode.FILLED + 1)
-        scales = [p.nbytes for n, p in net.named_parameters() if n.endswith("scales") and "embeddings" not in n]
-        uncounted = sum(scales) if quant == "int8" else 0  # two bytes a row
-        assert decode.step_bytes(4, f"ours:{quant}" if quant else "ours") == expected - uncounted
-
-
+@pytest.mark.slow
 def test_compiled_ranks_generate_one_token_or_more(folder, tmp_path):
     prompts = ["--prompt-ids", "5,6,7,8,9,10,11", "--prompt-ids", "12,13"]
     flags = [*prompts, "--temperature", "0", "--ignore-eos", "--max-new-tokens"]
     tokens, out = [], tmp_path / "out.json"
     for count, how in ((1, ["--compile"]), (9, ["--compile"]), (1, [])):
-        command = ["--checkpoint", folder, *flags, count, "--json", out, *how]
-        done = script("generate.py", *command, ranks=2)
-        assert done.returncode == 0, done.stderr
+        main_on_ranks(2, generate.main, "--checkpoint", folder, *flags, count, "--json", out, *how)
         tokens.append(json.loads(out.read_text().splitlines()[-1])["tokens"])
     assert tokens[0] == [row[:1] for row in tokens[1]] == tokens[2]
 
 
+@pytest.mark.slow  # builds few_rows.cpp once more
 def test_processors_without_bfloat16_instructions(tmp_path):
     """The portable forms of the functions that have two."""
     compiler = tmp_path / "plain"
     compiler.write_text('#!/bin/sh\nexec g++ "$@" -U__AVX512BF16__ -U__AVX512VNNI__ -U__AVX512F__\n')
     compiler.chmod(0o755)
     source = """
-import torch, cpu
+import torch
+from kernels import cpu
 cpu.build()
 torch.manual_seed(0)
 for M, N, K in ((1, 7, 5), (3, 33, 2731), (4, 40, 64), (8, 21, 4100), (17, 20, 96)):
@@ -303,6 +275,7 @@ def test_filling_joins_ranges_in_parts(dim, ranges, tmp_path):
     assert values.nbytes > 2**24 and torch.equal(target, expected.float())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_loading_takes_little_more_memory_than_the_shard(tp_size, tmp_path):
     """A rank of more than 130 MB of model: the peak is compared with that of loading next to nothing."""
@@ -316,7 +289,8 @@ def test_loading_takes_little_more_memory_than_the_shard(tp_size, tmp_path):
         net = random_model(config)
         checkpoint.write_model(folder, config, net.state_dict(), torch.bfloat16)
         source = f"""
-import checkpoint, report, tp, torch
+import checkpoint, tp, torch
+from measure import report
 weights = checkpoint.Weights({str(folder)!r})
 net = tp.load_shard(checkpoint.read_config({str(folder)!r}), weights, torch.bfloat16, "cpu", 0, {tp_size})
 print(sum(p.numel() for p in net.parameters()) * 2, report.peak_bytes(torch.device("cpu")))"""

@@ -1,28 +1,37 @@
 """Generation from the command line and below it: greedy texts, sampling, stopping, results, bad input."""
 
-import argparse
+import contextlib
 import dataclasses
+import io
+import itertools
 import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import BASE, HANGS, ROOT, random_model, script, shared_data, unequal_rows
+from helpers import (
+    BASE,
+    HANGS,
+    ROOT,
+    command,
+    free_port,
+    main_on_ranks,
+    random_model,
+    script,
+    shared_data,
+    unequal_rows,
+)  # fmt: skip
 
 import checkpoint
 import generate
-import tp
-from adapt import train_tokenizer
+import launch
 from model import InputError
+from tokenizer import load_tokenizer
 
-WORLD = tp.World(0, 1, torch.device("cpu"))
 KEYS = (
     "model, n_layers, wiring, ladder_layers, desync_period, dtype, quant, link, tp, simulated, device, hardware, "
     "threads, torch, commit, settings, load_s, batch, prompt_tokens, new_tokens, exposed, compile_s, prefill_s, "
@@ -31,31 +40,52 @@ KEYS = (
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
 
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    """A random checkpoint with a tokenizer, whose uneven 15/5 heads split unevenly over every tp."""
-    folder = tmp_path_factory.mktemp("tiny")
-    train_tokenizer(
-        ["Once upon a time there was a little dog. The dog ran to the park. "] * 30, 300, folder / "tokenizer.model"
-    )
-    config = dataclasses.replace(BASE, n_heads=15, n_kv_heads=5, intermediate_size=101, vocab_size=300, eos_ids=(2,))
-    checkpoint.write_model(folder, config, random_model(config).state_dict(), torch.float32)
-    return folder
-
-
 @pytest.fixture
 def copy(tiny, tmp_path):
     return shutil.copytree(tiny, tmp_path / "copy")
 
 
-def run_json(folder, *args, ranks=1):
-    """The JSON result of a run of generate.py, and the finished process."""
-    with tempfile.TemporaryDirectory() as out:
-        out = Path(out) / "out.jsonl"
-        done = script("generate.py", "--checkpoint", folder, "--json", out, *args, ranks=ranks)
-        assert done.returncode == 0, done.stderr
-        (line,) = out.read_text().splitlines()
-    return json.loads(line), done
+def run(*args, stdin=""):
+    """(stdout, stderr) of generate.py in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        m.setattr(sys, "stdin", io.StringIO(stdin))
+        generate.main([str(arg) for arg in args])
+    return out.getvalue(), err.getvalue()
+
+
+def launched(*args, ranks):
+    """The same as a user starts it, with torchrun."""
+    done = script("generate.py", *args, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def run_json(folder, *args, out, ranks=1, how=None):
+    """The JSON result of generate.py, what it printed and what it said; without torchrun on ranks of the pool."""
+    args = ["--checkpoint", folder, "--json", out, *args]
+    if how is not None:
+        printed, said = how(*args, ranks=ranks)
+    else:
+        printed, said = run(*args) if ranks == 1 else main_on_ranks(ranks, generate.main, *args)[0]
+    return json.loads(out.read_text().splitlines()[-1]), printed, said
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out.jsonl"
+
+
+def greedy_tokens(net, ids, count, end=None):
+    """What follows the ids, the whole sequence computed again for each token."""
+    row = []
+    while len(row) < count:
+        with torch.no_grad():
+            token = int(net(torch.tensor([ids + row]))[0, -1].argmax())
+        if token == end:
+            break
+        row.append(token)
+    return row
 
 
 # The main job
@@ -68,47 +98,39 @@ def greedy(tiny):
 
     def tokens(wiring):
         if wiring not in known:
-            net = generate.load(
-                generate.parse(["--checkpoint", str(tiny)]),
-                dataclasses.replace(checkpoint.read_config(tiny), wiring=wiring), WORLD,
-            )  # fmt: skip
-            tokenizer = generate.tokenizers.load(tiny)
-            rows = []
-            for prompt in PROMPTS:  # one by one, the whole sequence again for each token
-                ids = tokenizer.encode(prompt)
-                row = []
-                while len(row) < 12:
-                    with torch.no_grad():
-                        row.append(int(net(torch.tensor([ids + row]))[0, -1].argmax()))
-                rows.append(row)
-            known[wiring] = rows
+            net, tokenizer = generate.load(tiny, wiring=wiring)
+            known[wiring] = [greedy_tokens(net, tokenizer.encode(prompt), 12) for prompt in PROMPTS]
         return known[wiring]
 
     return tokens
 
 
-@pytest.mark.parametrize(
-    "ranks, wiring, flags",
-    [
-        (1, "standard", []), (1, "ladder", ["--compile", "--compile-prefill", "--prefill-chunk", "7"]),
-        (2, "standard", []), (2, "ladder", ["--compile"]), (3, "ladder", []), (4, "ladder", []),
-    ],
-)  # fmt: skip
-def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags):
+MAIN = [(1, "standard", [], None), (1, "ladder", ["--compile"], None)]
+MAIN += [(ranks, wiring, [], None) for ranks in (2, 3, 4) for wiring in ("standard", "ladder")]
+MAIN += [(2, "ladder", ["--compile"], None), (2, "standard", [], launched), (3, "ladder", [], launched)]
+SLOW = [(1, "ladder", ["--compile", "--compile-prefill", "--prefill-chunk", "7"], None)]
+SLOW += [(2, "ladder", ["--compile"], launched), (4, "ladder", [], launched)]
+MAIN += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+
+
+@pytest.mark.parametrize("ranks, wiring, flags, how", MAIN)
+def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, how, out):
     prompts = [arg for prompt in PROMPTS for arg in ("--prompt", prompt)]
     flags = [*flags, "--wiring", wiring, "--temperature", "0", "--max-new-tokens", "12", "--ignore-eos"]
-    result, done = run_json(tiny, *prompts, *flags, ranks=ranks)
+    result, printed, said = run_json(tiny, *prompts, *flags, out=out, ranks=ranks, how=how)
     assert result["tokens"] == greedy(wiring)
-    tokenizer = generate.tokenizers.load(tiny)
+    other = f"{tiny} is wired as {wiring}, but its weights are standard's: its text may be nonsense\n"
+    assert said.count(other) == (wiring != "standard")
+    tokenizer = load_tokenizer(tiny)
     for prompt, row, text in zip(PROMPTS, result["tokens"], result["texts"], strict=True):
         assert tokenizer.decode(tokenizer.encode(prompt) + row) == prompt + text
-        assert prompt + text in done.stdout
+        assert prompt + text in printed
     expected = {
         "wiring": wiring, "model": tiny.name, "tp": ranks, "batch": 3, "new_tokens": 12, "dtype": "float32",
         "quant": None, "device": "cpu", "link": None, "torch": torch.__version__,
     }  # fmt: skip
     assert {key: result[key] for key in expected} == expected
-    assert list(result) == KEYS.split(", ")
+    assert sorted(result) == sorted(KEYS.split(", "))
     assert result["prompt_tokens"] == max(len(tokenizer.encode(p)) for p in PROMPTS)
     assert len(result["peak_bytes"]) == ranks and min(result["peak_bytes"]) > 1e7
     assert (result["compile_s"] > 0) == ("--compile" in flags)
@@ -118,36 +140,61 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags):
     assert result["decode_s"] == pytest.approx(11e-3 * result["tpot_ms"])
 
 
-def test_step_bytes_are_the_weights_and_the_cache(tiny):
-    result, _ = run_json(tiny, "--prompt-ids", "1,5,6", "--max-new-tokens", "7")
+def test_the_functions_of_a_notebook(tiny, out, monkeypatch):
+    """load() and complete(): the text of generate.py, no process group, no end of the process."""
+    monkeypatch.setattr(launch, "join", lambda *_: pytest.fail("a notebook joins nobody"))
+    model, tokenizer = generate.load(str(tiny), dtype="float32")
+    texts = generate.complete(model, tokenizer, PROMPTS, max_new_tokens=9, temperature=0)
+    assert not torch.distributed.is_initialized()
+    monkeypatch.undo()
+    prompts = [arg for prompt in PROMPTS for arg in ("--prompt", prompt)]
+    result, *_ = run_json(tiny, *prompts, "--temperature", "0", "--max-new-tokens", "9", out=out)
+    assert texts == result["texts"]
+    drawn = [generate.complete(model, tokenizer, ["a"], 30, temperature=2.0, seed=seed) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert generate.load(tiny, wiring="ladder")[0].config.stale_layers == (0, 1, 2)
+    assert generate.load(tiny, dtype="bfloat16")[0].norm.weight.dtype == torch.bfloat16
+    for wrong in (
+        lambda: generate.load("/nowhere"), lambda: generate.load(tiny, wiring="x"),
+        lambda: generate.complete(model, tokenizer, ["dog " * 90]), lambda: generate.load(tiny, device="tpu"),
+    ):  # fmt: skip
+        with pytest.raises(InputError):
+            wrong()
+
+
+def test_step_bytes_are_the_weights_and_the_cache(tiny, out):
+    result, *_ = run_json(tiny, "--prompt-ids", "1,5,6", "--max-new-tokens", "7", "--ignore-eos", out=out)
     c = checkpoint.read_config(tiny)
     layer = c.dim * c.head_dim * (15 + 2 * 5 + 15) + 3 * c.dim * c.intermediate_size + 2 * c.dim
     weights = c.n_layers * layer + c.dim + c.dim * c.vocab_size
     slot = c.n_layers * 2 * 5 * c.head_dim
-    assert result["step_bytes"] == 4 * weights + 4 * slot * (4 + 9) / 2  # from 4 to 9 slots are filled
+    assert result["step_bytes"] == 4 * weights + 4 * slot * (3 + 10) / 2  # the mean of 3 to 10 slots
     assert result["mbu"] == pytest.approx(result["step_bytes"] / result["tpot_ms"] * 1e3 / result["bandwidth"])
 
 
-def test_a_single_prompt_streams_its_text(tiny):
-    result, done = run_json(tiny, "--prompt", PROMPTS[0], "--temperature", "0", "--max-new-tokens", "9")
-    assert done.stdout == PROMPTS[0] + result["texts"][0] + "\n"
-    assert "tok/s" in done.stderr
+def test_a_single_prompt_streams_its_text(tiny, out):
+    result, printed, said = run_json(
+        tiny, "--prompt", PROMPTS[0], "--temperature", "0", "--max-new-tokens", "9", out=out
+    )
+    assert printed == PROMPTS[0] + result["texts"][0] + "\n"
+    assert "tok/s" in said
 
 
-def test_prompts_from_a_file_and_repeated_to_a_batch(tiny, tmp_path, greedy):
+def test_prompts_from_a_file_and_repeated_to_a_batch(tiny, tmp_path, greedy, out):
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n\n")
     flags = ["--temperature", "0", "--max-new-tokens", "12", "--ignore-eos", "--batch", "6"]
-    result, _ = run_json(tiny, "--prompts-file", tmp_path / "prompts.txt", *flags)
+    result, *_ = run_json(tiny, "--prompts-file", tmp_path / "prompts.txt", *flags, out=out)
     assert result["tokens"] == greedy("standard") * 2
 
 
-def test_synthetic_prompts_and_random_weights(tiny, tmp_path):
-    result, _ = run_json(tiny, "--prompt-length", "7", "--batch", "3", "--max-new-tokens", "5", "--ignore-eos")
+def test_synthetic_prompts_and_a_full_context(tiny, out):
+    flags = ["--prompt-length", "7", "--batch", "3", "--max-new-tokens", "5", "--ignore-eos"]
+    result, *_ = run_json(tiny, *flags, out=out)
     assert (result["batch"], result["prompt_tokens"]) == (3, 7)
     assert len({tuple(row) for row in result["tokens"]}) == 3
     context = checkpoint.read_config(tiny).max_seq_len
-    result, done = run_json(tiny, "--prompt-length", context - 3, "--ignore-eos")
-    assert result["new_tokens"] == 3 and "leaves room for 3 new tokens" in done.stderr
+    result, _, said = run_json(tiny, "--prompt-length", context - 3, "--ignore-eos", out=out)
+    assert result["new_tokens"] == 3 and "leaves room for 3 new tokens" in said
 
 
 def test_a_named_size_with_random_weights(monkeypatch, tmp_path, capsys):
@@ -163,10 +210,11 @@ def test_a_named_size_with_random_weights(monkeypatch, tmp_path, capsys):
 
 def test_prefill_chunk_reaches_the_warm_up_and_the_run(monkeypatch):
     monkeypatch.setitem(generate.SIZES, "tiny", BASE)
-    chunks, real = [], generate.in_chunks
-    monkeypatch.setattr(generate, "in_chunks", lambda *args: chunks.append(args[-1]) or real(*args))
-    monkeypatch.setattr(generate, "compiled", lambda model, args: (model, model))
-    args = ["--model", "tiny", "--random-weights", "--prompt-length", "5", "--max-new-tokens", "2", "--compile"]
+    chunks, real = [], generate.Runner.prefill
+    monkeypatch.setattr(generate.Runner, "prefill", lambda self, *args: chunks.append(args[-1]) or real(self, *args))
+    monkeypatch.setattr(torch, "compile", lambda model, **how: model)
+    args = ["--model", "tiny", "--random-weights", "--prompt-length", "5", "--max-new-tokens", "2"]
+    args += ["--compile", "--dtype", "float32"]
     generate.main([*args, "--prefill-chunk", "3"])
     assert chunks == [3, 3]
     generate.main(args)
@@ -176,66 +224,109 @@ def test_prefill_chunk_reaches_the_warm_up_and_the_run(monkeypatch):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_interactive_goes_on_with_the_text(tiny, ranks):
     flags = ["--checkpoint", tiny, "--interactive", "--temperature", "0", "--max-new-tokens", "6"]
-    done = script("generate.py", *flags, ranks=ranks, stdin="Once upon a time\n\nThe dog\n")
-    assert done.returncode == 0, done.stderr
-    tokenizer = generate.tokenizers.load(tiny)
-    net = generate.load(generate.parse(["--checkpoint", str(tiny)]), checkpoint.read_config(tiny), WORLD)
+    stdin = "Once upon a time\n\nThe dog\n"
+    if ranks == 1:
+        printed, _ = run(*flags, stdin=stdin)
+    else:
+        done = script("generate.py", *flags, ranks=ranks, stdin=stdin)
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout
+    texts = answers(tiny, [("Once upon a time", 6), ("The dog", 6)])
+    assert printed.replace("> ", "").split("\n")[:2] == texts
+
+
+def answers(folder, turns):
+    """What comes after each line of turns [(line, number of tokens)] of a conversation."""
+    net, tokenizer = generate.load(folder)
     ids, texts = [], []
-    for line in ("Once upon a time", "The dog"):
+    for line, count in turns:
         ids += tokenizer.encode_plain(line) if ids else tokenizer.encode(line)
-        before = tokenizer.decode(ids)
-        for _ in range(6):
-            with torch.no_grad():
-                token = int(net(torch.tensor([ids]))[0, -1].argmax())
-            if token == 2:
-                break
-            ids.append(token)
-        texts.append(tokenizer.decode(ids)[len(before) :])
-    assert done.stdout.replace("> ", "").split("\n")[:2] == texts
+        row = greedy_tokens(net, ids, count, end=2)
+        texts.append(tokenizer.continuation(ids, row))
+        ids += row
+    return texts
 
 
-def test_interactive_with_a_chat_template_and_a_full_context(copy):
+def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(tiny):
+    """The third decode step of the first answer finds the signal: it is the last."""
+    source = """
+import os, signal
+import generate, launch
+calls, decode = [], generate.Runner.decode
+def interrupted(self, *args):
+    calls.append(1)
+    if len(calls) == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+    return decode(self, *args)
+generate.Runner.decode = interrupted
+launch.run(generate.main)
+"""
+    flags = ["--checkpoint", str(tiny), "--interactive", "--temperature", "0", "--max-new-tokens", "9", "--ignore-eos"]
+    done = subprocess.run(
+        [sys.executable, "-c", source, *flags], input="Once upon a time\nThe dog\n", capture_output=True, text=True,
+        cwd=ROOT, timeout=HANGS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.replace("> ", "").split("\n")[:2] == answers(tiny, [("Once upon a time", 4), ("The dog", 9)])
+
+
+@pytest.mark.parametrize("flags", [[], pytest.param(["--compile-prefill"], marks=pytest.mark.slow)])
+def test_interactive_with_a_chat_template_and_a_full_context(copy, flags):
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
     (copy / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    flags = ["--checkpoint", copy, "--interactive", "--temperature", "0", "--max-new-tokens", "2", "--context", "60"]
-    done = script("generate.py", *flags, "--compile-prefill", stdin="a\nb\n\udcff\n" + "dog " * 50 + "\na\n")
-    assert done.returncode == 0, done.stderr
-    assert "do not fit the context of 60: starting anew" in done.stderr
-    answers = done.stdout.replace("> ", "").split("\n")
-    assert answers[0] == answers[2] != "" and len(answers) == 4  # the last turn starts from nothing, as the first did
-    single = script("generate.py", *flags[:2], *flags[3:-2], "--chat", "--prompt", "a")
-    assert single.stdout == answers[0] + "\n"
+    flags = ["--checkpoint", copy, "--temperature", "0", "--max-new-tokens", "2", *flags]
+    stdin = "a\nb\n\udcff\n" + "dog " * 50 + "\na\n"
+    printed, said = run(*flags, "--interactive", "--context", "60", stdin=stdin)
+    assert "do not fit the context of 60: starting anew" in said
+    texts = printed.replace("> ", "").split("\n")
+    assert texts[0] == texts[2] != "" and len(texts) == 4  # the last turn starts from nothing, as the first did
+    assert run(*flags, "--chat", "--prompt", "a")[0] == texts[0] + "\n"
 
 
-def test_the_demo_is_a_ladder_and_tells_the_same_story_on_two_ranks():
-    result, done = run_json(ROOT / "demo", "--prompt", "Once upon a time", "--temperature", "0", "--dtype", "float32")
-    assert result["wiring"] == "ladder" and len(done.stdout.split()) > 50
-    flags = ["--prompt", "Once upon a time", "--temperature", "0", "--dtype", "float32", "--ladder"]
-    both, _ = run_json(ROOT / "demo", *flags, ranks=2)
+def test_the_demo_is_a_ladder_and_tells_the_same_story_on_two_ranks(out):
+    flags = ["--prompt", "Once upon a time", "--temperature", "0", "--dtype", "float32", "--max-new-tokens", "60"]
+    result, printed, _ = run_json(ROOT / "demo", *flags, out=out)
+    assert result["wiring"] == "ladder" and len(printed.split()) > 25
+    both, *_ = run_json(ROOT / "demo", *flags, "--ladder", out=out, ranks=2)
     assert both["texts"] == result["texts"]
 
 
-def test_two_nodes(tiny, greedy, tmp_path):
+@pytest.mark.parametrize("bad", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_nodes(bad, tiny, greedy, out):
     """Two launchers with one rank each, as on two machines."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    command += ["--master_addr=127.0.0.1", f"--master_port={port}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
+    launcher += ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     flags = ["--checkpoint", tiny, "--ladder", "--temperature", "0", "--max-new-tokens", "12", "--ignore-eos"]
-    for bad in (False, True):
-        last = ["--json", tmp_path / "out.jsonl", "--batch", "4" if bad else "1"]
-        prompts = ["--prompt", PROMPTS[0], *(["--prompt", PROMPTS[1], "--prompt", PROMPTS[2]] if bad else [])]
-        script_and_flags = [str(word) for word in (ROOT / "generate.py", *flags, *prompts, *last)]
-        nodes = [
-            subprocess.Popen([*command, f"--node_rank={r}", *script_and_flags], stderr=subprocess.PIPE, text=True)
-            for r in (1, 0)
-        ]
-        errors = "".join(node.communicate(timeout=HANGS)[1] for node in nodes)
-        assert [node.returncode for node in nodes] == [bad, bad], errors
-        assert errors.count("generate.py: --batch 4 is not a multiple of the 3 prompts") == bad
-        assert 'tp.py", line' not in errors
-    assert json.loads((tmp_path / "out.jsonl").read_text())["tokens"] == [greedy("ladder")[0]]
+    prompts = ["--prompt", PROMPTS[0], *(["--prompt", PROMPTS[1], "--prompt", PROMPTS[2]] if bad else [])]
+    words = [ROOT / "generate.py", *flags, *prompts, "--json", out, "--batch", "4" if bad else "1"]
+    nodes = [
+        subprocess.Popen([*launcher, f"--node_rank={r}", *map(str, words)], stderr=subprocess.PIPE, text=True)
+        for r in (1, 0)
+    ]
+    errors = "".join(node.communicate(timeout=HANGS)[1] for node in nodes)
+    assert [node.returncode for node in nodes] == [bad, bad], errors
+    assert errors.count("generate.py: --batch 4 is not a multiple of the 3 prompts") == bad
+    assert 'launch.py", line' not in errors
+    assert bad or json.loads(out.read_text())["tokens"] == [greedy("ladder")[0]]
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_from_a_clone_of_any_name_that_nobody_may_write_to(compile, tmp_path):
+    clone = tmp_path / "a 'b \"c standard ladder"
+    shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "docs", "tests"))
+    for path in [*clone.rglob("*"), clone]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    environment = {k: v for k, v in os.environ.items() if k != "HOME"} | {"PYTHONDONTWRITEBYTECODE": "1"}
+    before = sorted(clone.rglob("*"))
+    flags = ["--checkpoint", "demo", "--prompt", "Once upon", "--max-new-tokens", "3", *["--compile"] * compile]
+    done = subprocess.run(
+        [sys.executable, "generate.py", *flags], cwd=clone, env=environment, capture_output=True, text=True,
+        timeout=HANGS,
+    )  # fmt: skip
+    for path in [clone, *clone.rglob("*")]:  # so that it can be removed
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    assert done.returncode == 0 and done.stdout.startswith("Once upon"), done.stderr
+    assert sorted(clone.rglob("*")) == before
 
 
 def test_stories260k_on_two_ranks(tmp_path):
@@ -243,10 +334,9 @@ def test_stories260k_on_two_ranks(tmp_path):
 
     bin, model = shared_data("stories260K.bin"), shared_data("tok512.model")
     convert_hf_checkpoint.main([str(bin), "--tokenizer", str(model), "--out", str(tmp_path / "ours")])
-    result, done = run_json(
-        tmp_path / "ours", "--prompt", "Once upon a time", "--temperature", "0", "--max-new-tokens", "60", ranks=2
-    )
-    assert done.stdout.startswith(
+    flags = ["--prompt", "Once upon a time", "--temperature", "0", "--max-new-tokens", "60"]
+    _, printed, _ = run_json(tmp_path / "ours", *flags, out=tmp_path / "out", ranks=2)
+    assert printed.startswith(
         "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
         "One day, she saw a big, red ball."
     )
@@ -294,62 +384,61 @@ def test_equal_seeds_draw_equal_tokens():
     assert draws[0] == draws[1] != draws[2]
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 6, 12, 26, 27])
+@pytest.mark.parametrize("chunk", [1, 3, 6, 12, 26, 27, None])
 def test_a_prefill_in_chunks_equals_one_pass(chunk):
     net = random_model(BASE)
     tokens, lengths = unequal_rows(BASE)
-    calls = []
+    runner, widths = generate.Runner(net, net.new_cache(3, 12)), []
 
     def prefill(part, *args, **kwargs):
-        calls.append(part.shape[1])
+        widths.append(part.shape[1])
         return net(part, *args, **kwargs)
 
+    runner._prefill = prefill
     with torch.no_grad():
-        one, many = net.new_cache(3, 12), net.new_cache(3, 12)
+        one = net.new_cache(3, 12)
         expected = net(tokens, cache=one, select=lengths - 1)[:, 0]
-        logits = generate.in_chunks(prefill, tokens, lengths, many, chunk)
-    width = max(1, chunk // 3)
-    assert calls == [width] * (9 // width) + [9 % width] * (9 % width > 0)
+        logits = runner.prefill(tokens, lengths, chunk)
+    width = 9 if chunk is None else max(1, chunk // 3)
+    assert widths == [width] * (9 // width) + [9 % width] * (9 % width > 0)
     assert torch.allclose(logits, expected, atol=1e-5)
-    for (k, v), (k1, v1) in zip(many, one, strict=True):
+    for (k, v), (k1, v1) in zip(runner.cache, one, strict=True):
         assert torch.allclose(k, k1, atol=1e-5) and torch.allclose(v, v1, atol=1e-5)
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
     """What is beyond them holds NaN, which a mask would not keep out of a sum."""
-    net = random_model(BASE)
+    net = random_model(dataclasses.replace(BASE, n_layers=1))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    prefill, decode = generate.compiled(net, argparse.Namespace(compile=compile, compile_prefill=False))
-    cache = net.new_cache(2, 40)
-    for tensor in (t for layer in cache for t in layer):
+    runner = generate.Runner(net, net.new_cache(2, 40), compile)
+    for tensor in (t for layer in runner.cache for t in layer):
         tensor[:, :, 9:] = torch.nan
     seen = []
 
     def sample(logits):
         assert logits.isfinite().all()
-        for tensor in (t for layer in cache for t in layer):
+        for tensor in (t for layer in runner.cache for t in layer):
             assert tensor[:, :, 9 + len(seen) :].isnan().all()
             tensor[1, :, 9 + len(seen)] = 0  # the next step reads this slot of the shorter row too, behind the mask
         seen.append(1)
         return logits.argmax(-1)
 
-    rows, *_ = generate.generate([[5, 6, 7, 8, 9, 10, 11, 12, 13], [7, 8]], 30, sample, prefill, decode, cache)
+    rows, *_ = generate.generate(runner, [[5, 6, 7, 8, 9, 10, 11, 12, 13], [7, 8]], 30, sample)
     assert len(seen) == len(rows[0]) == 30
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == int(compile)
-    again, *_ = generate.generate([[7, 8]], 30, lambda x: x.argmax(-1), net, net, net.new_cache(1, 40))
-    assert again[0] == rows[1]
+    for prompt, row in zip(([5, 6, 7, 8, 9, 10, 11, 12, 13], [7, 8]), rows, strict=True):
+        assert row == greedy_tokens(net, prompt, 30)
 
 
 @pytest.mark.parametrize("prompt, new", [(1, 1), (100, 200), (256, 1), (300, 500), (255, 3)])
 def test_a_gpu_reads_the_cache_in_buckets_all_of_which_the_warm_up_has_seen(prompt, new, monkeypatch):
-    """A model that only writes down what it is asked to read, and tensors that say they are on a GPU."""
+    """A model that only writes down what it is asked to read, and a runner that says it is on a GPU."""
     pad, seen = generate.pad, []
     monkeypatch.setattr(generate, "make_sampler", lambda *args, **kwargs: lambda logits: logits.argmax(-1))
     monkeypatch.setattr(generate, "pad", lambda prompts, device: pad(prompts, "cpu"))
     slots = -(-(prompt + new) // generate.BUCKET) * generate.BUCKET + 1
-    key = argparse.Namespace(device=torch.device("cuda"), shape=(1, 1, slots, 8))
 
     def model(tokens, positions=None, cache=None, cache_length=None, select=None):
         if positions is not None:
@@ -357,47 +446,85 @@ def test_a_gpu_reads_the_cache_in_buckets_all_of_which_the_warm_up_has_seen(prom
             seen.append(cache_length)
         return torch.zeros(1, 1, 4)
 
-    generate.warm_up([[1] * prompt], new, model, model, [(key, key)], chunk=10**6)
+    model.norm = torch.nn.RMSNorm(4)
+    runner = generate.Runner(model, None)
+    runner.device = torch.device("cuda")
+    runner.warm_up([[1] * prompt], new, chunk=10**6)
     warmed = set(seen)
     seen.clear()
-    generate.generate([[1] * prompt], new, lambda x: x.argmax(-1), model, model, [(key, key)], chunk=10**6)
+    generate.generate(runner, [[1] * prompt], new, lambda x: x.argmax(-1), chunk=10**6)
     assert warmed >= set(seen) and max(warmed) <= max([*seen, generate.BUCKET * -(-(prompt + 1) // generate.BUCKET)])
 
 
+@pytest.mark.parametrize("length", [1, 256, 257])
+def test_a_gpus_cache_has_whole_buckets_and_one_slot_that_nobody_reads(length, monkeypatch):
+    model, marked = random_model(BASE), []
+    assert generate.make_cache(model, 2, length)[0][0].shape == (2, 2, length, 8)  # on a CPU just that
+    monkeypatch.setattr(torch._dynamo, "mark_static_address", marked.append)
+    on_gpu = type("", (), {"norm": type("", (), {"weight": type("", (), {"device": torch.device("cuda")})})})
+    on_gpu.new_cache = model.new_cache
+    cache = generate.make_cache(on_gpu, 2, length)
+    assert {t.shape[2] for layer in cache for t in layer} == {-(-length // 256) * 256 + 1}
+    assert len(marked) == 2 * BASE.n_layers
+
+
+class Scripted:
+    """A runner of a model that always emits what a function of the step says."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, logits):
+        self.logits, self.prefilled, self.seen = logits, [], []
+
+    def prefill(self, tokens, lengths, chunk):
+        self.prefilled.append((tokens.tolist(), lengths.tolist(), chunk))
+        return self.logits(0)
+
+    def decode(self, token, positions, longest):
+        self.seen.append((token.tolist(), positions.tolist(), longest))
+        return self.logits(len(self.seen))
+
+
 def test_each_row_stops_at_its_own_end():
-    """A scripted model: row b emits 10 b + 1, 10 b + 2, ... and the end-of-sequence 9 at its own step."""
-    ends, seen = [3, 1, 5], []
+    """Row b emits 10 b + 1, 10 b + 2, ... and the end-of-sequence 9 at its own step."""
+    ends, steps = [3, 1, 5], []
 
     def logits(step):
         ids = torch.tensor([9 if step == end else 10 * b + step + 1 for b, end in enumerate(ends)])
-        return torch.nn.functional.one_hot(ids, 40).float()[:, None]
+        return torch.nn.functional.one_hot(ids, 40).float()
 
-    def prefill(tokens, cache, select):
-        assert tokens.tolist() == [[5, 6, 7], [5, 0, 0], [5, 6, 0]] and select.tolist() == [2, 0, 1]
-        return logits(0)
-
-    def decode(tokens, positions, cache, slots):
-        seen.append((tokens.tolist(), positions.tolist()))
-        return logits(len(seen))
-
-    steps = []
-    cache = [(torch.zeros(3, 1, 20, 2),) * 2]
-    prompts, sample = [[5, 6, 7], [5], [5, 6]], generate.make_sampler(0)
-    rows, n, first, rest = generate.generate(prompts, 10, sample, prefill, decode, cache, (9,), steps.append)
+    runner, sample = Scripted(logits), generate.make_sampler(0)
+    prompts = [[5, 6, 7], [5], [5, 6]]
+    rows, n, first, rest = generate.generate(runner, prompts, 10, sample, (9,), steps.append, chunk=5)
+    assert runner.prefilled == [([[5, 6, 7], [5, 0, 0], [5, 6, 0]], [3, 1, 2], 5)]
     assert rows == [[1, 2, 3], [11], [21, 22, 23, 24, 25]]
-    assert n == 6 and len(seen) == 5 and first > 0 and rest > 0
+    assert n == 6 and len(runner.seen) == 5 and first > 0 and rest > 0
     assert steps[0] == [1, 11, 21] and steps[1] == [2, None, 22] and steps[5] == [None, None, None] and len(steps) == 6
-    assert seen[0] == ([[1], [11], [21]], [[3], [1], [2]])
-    assert seen[4][1] == [[7], [5], [6]]
+    assert runner.seen[0] == ([1, 11, 21], [3, 1, 2], 4)
+    assert runner.seen[4][1:] == ([7, 5, 6], 8)
 
 
 def test_max_new_tokens_and_no_end():
-    def model(*args, **kwargs):
-        return torch.ones(1, 1, 4)
-
-    cache = [(torch.zeros(1, 1, 20, 2),) * 2]
-    rows, n, *_ = generate.generate([[1]], 4, generate.make_sampler(0), model, model, cache)
+    rows, n, *_ = generate.generate(Scripted(lambda _: torch.ones(1, 4)), [[1]], 4, generate.make_sampler(0))
     assert rows == [[0, 0, 0, 0]] and n == 4
+
+
+def test_whoever_sees_the_tokens_can_stop_and_their_time_does_not_count(monkeypatch):
+    now = itertools.count()
+    clock = type("", (), {"perf_counter": staticmethod(lambda: next(now))})
+    monkeypatch.setattr(generate, "time", clock)
+    seen = []
+
+    def on_tokens(fresh):
+        seen.append(fresh)
+        for _ in range(100):
+            clock.perf_counter()
+        return len(seen) == 3
+
+    runner = Scripted(lambda _: torch.ones(1, 4))
+    rows, n, first, rest = generate.generate(runner, [[1]], 9, generate.make_sampler(0), (), on_tokens)
+    assert rows == [[0, 0, 0]] and n == 3 and seen == [[0]] * 3
+    assert first == 1 and 0 < rest < 10
 
 
 # Bad input
@@ -432,6 +559,12 @@ def lose_a_shard(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def name_too_much(folder):
+    (folder / "model.safetensors").rename(folder / "all.safetensors")
+    index = {"weight_map": {"norm.weight": "all.safetensors", "nowhere.weight": "all.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 CHECKPOINTS = {  # what happened to the folder, and the line
     "a Hugging Face config": (lambda f: edit_config(f, model_type="gpt2"), "run convert_hf_checkpoint.py"),
     "an unknown key": (lambda f: edit_config(f, n_experts=8), "unknown key 'n_experts'"),
@@ -439,6 +572,10 @@ CHECKPOINTS = {  # what happened to the folder, and the line
     "a bad value": (lambda f: edit_config(f, dim=-1), "config.json: dim is -1"),
     "no config": (lambda f: (f / "config.json").unlink(), "is not a checkpoint folder: it has no config.json"),
     "a truncated file": (truncate, "model.safetensors is truncated"),
+    "an index that names too much": (
+        name_too_much,
+        "model.safetensors.index.json names nowhere.weight, but no file holds it",
+    ),
     "a lost shard": (lose_a_shard, "model-00001-of-00002.safetensors is missing"),
     "too large for float16": (
         lambda f: spoil_weights(f, "norm.weight", lambda state, name: state.update({name: state[name] * 1e5})),
@@ -468,94 +605,23 @@ def test_bad_checkpoints_are_one_clear_line(case, copy):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-FLAGS = {  # flags: the line
-    "": "no prompt: give --prompt",
-    "--prompt=": "--prompt is empty",
-    "--prompt-ids=": "a prompt has no tokens",
-    "--prompt-ids=1,x": "--prompt-ids '1,x' is not a list of numbers",
-    "--prompt-ids=1,300": "token id 300 is outside the vocabulary of 300",
-    "--prompt-ids=-1": "token id -1 is outside",
-    "--prompt-length=64": "--prompt-length 64 leaves no room in the context of 64",
-    "--prompt-length=0": "--prompt-length is 0 but must be at least 1",
-    "--prompt=a --batch=0": "--batch is 0 but",
-    "--prompt=a --prompt=b --batch=3": "--batch 3 is not a multiple of the 2 prompts",
-    "--prompt=a --max-new-tokens=-5": "--max-new-tokens is -5 but",
-    "--prompt=a --temperature=-1": "--temperature is -1.0 but",
-    "--prompt=a --top-p=0": "--top-p is 0.0 but",
-    "--prompt=a --seed=-1": "--seed is -1 but must be from 0",
-    "--prompt=a --seed=99999999999999999999": "but must be from 0 to 2^63 - 1",
-    "--prompt-length=3000000000000": "--prompt-length 3000000000000 leaves no room in the context of 64",
-    "--prompt=a\udcff": "is not valid UTF-8",
-    "--prompt=a --top-k=0": "--top-k is 0 but",
-    "--prompt=a --wiring=laddr": "unknown wiring 'laddr'; known: standard, ladder, hybrid",
-    "--prompt=a --wiring=hybrid": "wiring hybrid needs ladder_layers",
-    "--prompt=a --ladder --wiring=parallel": "contradict",
-    "--prompt=a --ladder-layers=4": "from 1 to 3",
-    "--prompt=a --ladder-layers=1,7": "from 0 to 2",
-    "--prompt=a --ladder-layers=x": "--ladder-layers 'x' is neither",
-    "--prompt=a --ladder-layers=1 --wiring=desync": "does not go with --wiring desync",
-    "--prompt=a --desync-period=4": "--desync-period is for --wiring desync",
-    "--prompt=a --random-weights": "--random-weights goes with --model",
-    "--prompt=a --context=9": "--context is for --interactive",
-    "--prompt=a --interactive": "--interactive does not go with --prompt",
-    "--interactive --batch=2": "--interactive does not go with --batch",
-    "--interactive --json=x": "--interactive does not go with --json",
-    "--prompt=a --desync-period=0": "--desync-period is 0 but",
-    "--prompt=a --device=tpu": "no such device: tpu; this machine has cpu",
-    "--prompt=a --device=cuda:99": "no such device: cuda:99; this machine has cpu",
-    "--prompt=a --model=8b": "give either --checkpoint DIR or --model NAME",
-    "--prompt=a --chat": "no chat template",
-    "--prompt=a --json=/nowhere/x": "--json /nowhere/x cannot be written: No such file",
-    "--prompts-file=/nowhere": "--prompts-file /nowhere",
-    "--prompt=a --dtype=int3": "--dtype: invalid choice: 'int3'",
-    "--prompt=a --no-such-flag": "unrecognized arguments: --no-such-flag",
-}
-
-
-@pytest.mark.parametrize("flags", FLAGS)
-def test_bad_flags_are_one_clear_line(flags, tiny):
-    with pytest.raises(InputError) as error:
-        generate.main(["--checkpoint", str(tiny), *flags.split()])
-    assert FLAGS[flags] in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--model 9b --random-weights", "unknown model '9b'; known: 1b, 3b, 8b"),
-        ("--model 8b", "add --random-weights"),
-        ("", "give either"),
-        ("--model 8b --random-weights --prompt a", "--model has no tokenizer: use --prompt-ids"),
-        ("--checkpoint /nowhere", "/nowhere is no folder"),
-    ],
-)
-def test_bad_models_are_one_clear_line(flags, message):
-    with pytest.raises(InputError) as error:
-        generate.main(flags.split())
-    assert message in str(error.value)
-
-
 def test_the_process_ends_with_one_line_and_code_2(tiny):
     done = script("generate.py", "--checkpoint", tiny, "--prompt", "a", "--wiring", "laddr")
     assert done.returncode == 2
-    assert done.stderr.startswith("generate.py: unknown wiring 'laddr'") and done.stderr.count("\n") == 1
-    done = script("generate.py", "--batch", "many")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("generate.py: unknown --wiring 'laddr'") and done.stderr.count("\n") == 1
 
 
 def test_bad_input_of_one_node_ends_the_other(tiny):
     """Only node 1 is asked for a device that it does not have, which it finds before the ranks meet."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    nodes = []
+    port, nodes = free_port(), []
     for node, device in ((0, "cpu"), (1, "cuda")):
         environment = {"RANK": str(node), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, ROOT / "generate.py", "--checkpoint", tiny, "--prompt", "a", "--device", device]
+        words = command("generate.py", "--checkpoint", tiny, "--prompt", "a", "--device", device)
         environment = {**os.environ, **environment, "CUDA_VISIBLE_DEVICES": ""}
-        nodes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        nodes.append(subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True))
     errors = "".join(node.communicate(timeout=HANGS)[1] for node in nodes)
-    assert errors == "generate.py: no such device: cuda:1; this machine has cpu\n"
+    lines = [line for line in errors.splitlines() if " is waiting " not in line]  # as a slow machine may say
+    assert lines == ["generate.py: no such device: cuda:1; this machine has cpu"]
     assert [node.returncode for node in nodes] == [2, 2]
 
 
@@ -563,6 +629,7 @@ def our_lines(done):
     return [line for line in done.stderr.splitlines() if line.startswith("generate.py: ")]
 
 
+@pytest.mark.slow
 def test_a_late_rank_0_still_says_why(tiny, tmp_path):
     """Rank 1 is ready to leave long before rank 0 has even started."""
     (tmp_path / "sitecustomize.py").write_text("import os, time\ntime.sleep(4 * (os.environ.get('RANK') == '0'))\n")
@@ -572,21 +639,19 @@ def test_a_late_rank_0_still_says_why(tiny, tmp_path):
 
 def started(tiny, *flags, ranks=2):
     """A running generation, and its output as it comes."""
-    command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(tiny), *flags]
-    if ranks > 1:
-        command[:1] = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    words = command("generate.py", "--checkpoint", tiny, *flags, ranks=ranks)
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, **pipes, text=True, start_new_session=True)
+    return subprocess.Popen(words, **pipes, text=True, start_new_session=True)
 
 
 def ends(process):
     """What a process that is to end now still says: no traceback of ours, and no rank that torchrun had to kill."""
     _, errors = process.communicate(timeout=HANGS)
-    assert 'tp.py", line' not in errors and "forcefully" not in errors
+    assert 'launch.py", line' not in errors and "forcefully" not in errors
     return errors
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_closed_pipe_is_no_traceback_of_ours(tiny, ranks):
     process = started(tiny, "--prompt", "a", ranks=ranks)
     process.stdout.close()
@@ -595,7 +660,7 @@ def test_a_closed_pipe_is_no_traceback_of_ours(tiny, ranks):
     assert process.returncode == 1
 
 
-@pytest.mark.parametrize("to", ["the launcher", "all"])
+@pytest.mark.parametrize("to", ["the launcher", pytest.param("all", marks=pytest.mark.slow)])
 def test_ctrl_c_ends_a_chat_at_once(tiny, to):
     process = started(tiny, "--interactive", "--max-new-tokens", "2")
     process.stdin.write("Once\n")
@@ -616,13 +681,15 @@ def test_a_killed_rank_takes_the_others_with_it(tiny):
     assert process.returncode == 1
 
 
-@pytest.mark.parametrize("case", ["every rank", "flags", "last rank", "tp"])
+ENDS = ["last rank", *(pytest.param(case, marks=pytest.mark.slow) for case in ("every rank", "flags"))]
+
+
+@pytest.mark.parametrize("case", ENDS)
 def test_many_ranks_end_together_with_one_line(case, copy):
     """torchrun adds a report of its own and ends with 1; the ranks end with 2, and one of them says why."""
     flags, message = [], {
-        "every rank": "model.safetensors is truncated", "flags": "--batch is 0 but must be at least 1",
+        "every rank": "model.safetensors is truncated", "flags": "--batch: '0' is not a whole number from 1",
         "last rank": "tensor layers.1.attention.wo.weight holds NaN",
-        "tp": "cannot shard n_heads 15: use 1 to 15 ranks",
     }[case]  # fmt: skip
     if case == "every rank":
         truncate(copy)
@@ -630,9 +697,15 @@ def test_many_ranks_end_together_with_one_line(case, copy):
         flags = ["--batch", "0"]
     if case == "last rank":
         spoil_weights(copy, "layers.1.attention.wo.weight", nan_in_the_last_column)
-    ranks = 16 if case == "tp" else 2
-    done = script("generate.py", "--checkpoint", copy, "--prompt", "a", *flags, ranks=ranks)
+    done = script("generate.py", "--checkpoint", copy, "--prompt", "a", *flags, ranks=2)
     (line,) = our_lines(done)
     assert message in line
     assert done.returncode != 0 and "exitcode  : 2" in done.stderr
     assert 'generate.py", line' not in done.stderr  # no traceback of ours
+
+
+def test_more_ranks_than_heads_are_refused(tiny, monkeypatch):
+    many = launch.World(0, 16, torch.device("cpu"), simulated=True)
+    monkeypatch.setattr(launch, "join", lambda device: many)
+    with pytest.raises(InputError, match="cannot shard n_heads 15: use 1 to 15 ranks"):
+        generate.main(["--checkpoint", str(tiny), "--prompt", "a"])

@@ -20,7 +20,7 @@ measure.report
 measure.exposed measure.results
 generate measure.plot measure.probe
 measure.sweep quantize convert_hf_checkpoint adapt eval example
-""".split("\n")[1:-1]
+""".strip().splitlines()
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path

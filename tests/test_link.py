@@ -1,12 +1,10 @@
 """The emulated link, one rank alone, and the measuring of exposed communication."""
 
-import argparse
 import dataclasses
 import itertools
 import json
-import math
 import os
-import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -15,13 +13,29 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import BASE, ROOT, WIRED, last_logits, random_model, run_ranks, script, shard, unequal_rows, wired_id
+from helpers import (
+    BASE,
+    HANGS,
+    ROOT,
+    WIRED,
+    free_port,
+    last_logits,
+    main_on_ranks,
+    random_model,
+    run_ranks,
+    script,
+    shard,
+    unequal_rows,
+    wired_id,
+)  # fmt: skip
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import exposed
+import checkpoint
 import generate
-import link
+import launch
 import tp
+from measure import clock as clocks
+from measure import exposed, link, report, timing
 from model import WIRINGS, InputError
 
 CPU = torch.device("cpu")
@@ -47,20 +61,21 @@ def test_named_links_and_numbers():
         assert known.name == name and known.latency_us >= 0 and (known.gbps is None or known.gbps > 0)
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (("carrier-pigeon",), "unknown --link 'carrier-pigeon'; known: free, nvlink,"),
-        ((None, -1.0), "--link-latency-us is -1.0 but must be from 0 to 1e7"),
-        ((None, 1e30), "--link-latency-us is 1e\\+30 but must be from 0 to 1e7"),
-        ((None, math.nan), "--link-latency-us is nan"),
-        ((None, None, 0.0), "--link-gbps is 0.0 but must be from 1e-3 to 1e6"),
-        ((None, None, math.nan), "--link-gbps is nan"),
-    ],
-)
-def test_bad_links_are_refused(flags, message):
-    with pytest.raises(InputError, match=message):
-        link.choose(*flags)
+def test_a_world_over_a_link():
+    alone = launch.World(0, 1, CPU)
+    assert link.emulate(alone, None) is alone
+    eight = link.emulate(alone, link.LINKS["pcie"], 8)
+    assert (eight.rank, eight.tp_size, eight.simulated, eight.alone) == (0, 8, True, True)
+    assert eight.group.link == link.LINKS["pcie"] and eight.group.inner is None
+    real = launch.World(1, 2, CPU, dist.group, {7})
+    two = link.emulate(real, link.FREE)
+    assert (two.rank, two.tp_size, two.simulated, two.threads) == (1, 2, False, {7}) and two.group.inner is dist.group
+    with pytest.raises(InputError, match="one rank has no link"):
+        link.emulate(alone, link.FREE)
+    with pytest.raises(InputError, match="--simulate-tp is one rank alone: start it with python, not with torchrun"):
+        link.emulate(real, link.FREE, 4)
+    with pytest.raises(InputError, match="unknown --link 'carrier-pigeon'; known: free, nvlink,"):
+        link.choose("carrier-pigeon")
 
 
 def all_reduce(group, x):
@@ -92,6 +107,7 @@ def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(link, "time", clock)
     monkeypatch.setattr(exposed, "time", clock)
+    monkeypatch.setattr(timing, "time", clock)
     return clock
 
 
@@ -115,8 +131,8 @@ def test_real_collectives_over_a_link_take_at_least_what_was_asked_for():
         assert min(times) >= 0.02
 
 
-def times_over_gloo(rank, tp_size):
-    group = link.LinkedGroup(dist.group.WORLD, link.Link("x", 20_000, None), rank, tp_size, CPU)
+def times_over_gloo(world):
+    group = link.LinkedGroup(world.group, link.Link("x", 20_000, None), world.rank, world.tp_size, CPU)
     return [time_of(lambda: wait(all_reduce(group, torch.ones(1000)))) for _ in range(7)]
 
 
@@ -140,25 +156,31 @@ def test_waiting_leaves_the_cpu_alone(clock):
     assert 0.0997 <= clock.slept < 0.1
 
 
-def on_and_off(rank, tp_size):
-    """For each wiring, eager and compiled: the logits over the real group, and over it with an emulated link."""
-    linked = link.LinkedGroup(dist.group.WORLD, link.Link("x", 200.0, 1.0), rank, tp_size, CPU)
+def on_and_off(world, compile, cases):
+    """For each case: the logits over the real group, and over it with an emulated link."""
+    linked = link.LinkedGroup(world.group, link.Link("x", 200.0, 1.0), world.rank, world.tp_size, CPU)
     answers = []
-    for changes, compile in itertools.product(WIRED, (False, True)):
-        if compile and (changes["wiring"], tp_size) != ("ladder", 2):
-            continue
+    for changes in cases:
         config = dataclasses.replace(BASE, **changes, n_heads=15, n_kv_heads=5, intermediate_size=101)
-        net, logits = shard(config, rank, tp_size), []
-        for group in (dist.group.WORLD, linked):
-            net.comm = tp.TensorParallel(config, tp_size, group)
-            logits.append(last_logits(net, *unequal_rows(config), compile=compile))
-        answers.append((f"{wired_id(changes)} compiled: {compile}", *logits))
+        net, logits = shard(config, world), []
+        for group in (world.group, linked):
+            net.comm = tp.TensorParallel(config, world.tp_size, group)
+            logits.append(last_logits(net, *unequal_rows(config), compile=compile, compile_prefill=compile))
+        answers.append((wired_id(changes), *logits))
     return answers
 
 
-@pytest.mark.parametrize("tp_size", [2, 3, 4])
-def test_an_emulated_link_changes_no_number(tp_size):
-    for answers in run_ranks(tp_size, on_and_off):
+@pytest.mark.parametrize(
+    "tp_size, compile, cases",
+    [
+        (2, False, WIRED), (3, False, WIRED), (4, False, WIRED),
+        pytest.param(2, True, [{"wiring": "ladder"}], marks=pytest.mark.slow),
+    ],
+    ids=["2", "3", "4", "compiled"],
+)  # fmt: skip
+def test_an_emulated_link_changes_no_number(tp_size, compile, cases):
+    for answers in run_ranks(tp_size, on_and_off, compile, cases):
+        assert len(answers) == len(cases)
         for name, plain, linked in answers:
             assert torch.equal(plain, linked), name
             assert plain.isfinite().all()
@@ -202,7 +224,7 @@ def test_a_gpus_link_is_a_spinning_kernel_on_a_stream_of_its_own(monkeypatch):
     assert calls == ["main waits until delivered"]
 
 
-def policies(rank, tp_size):
+def policies(world):
     tasks = [int(i) for i in os.listdir("/proc/self/task")]
     names = {i: Path(f"/proc/self/task/{i}/comm").read_text() for i in tasks}
     return {os.sched_getscheduler(i) for i in tasks if "gloo" in names[i]}, os.sched_getscheduler(os.getpid())
@@ -213,6 +235,57 @@ def test_gloos_threads_do_not_preempt_one_another():
     for gloo, main in run_ranks(2, policies):
         assert gloo in ({os.SCHED_FIFO}, {os.SCHED_BATCH})
         assert main == os.SCHED_OTHER
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The ranks meet
+
+
+def test_the_interface_is_the_one_on_the_way_to_the_other_nodes(monkeypatch):
+    own = launch._address_towards("192.0.2.1")  # of a network for documentation: nobody answers, nothing is sent
+    if not own or own.startswith("127."):
+        pytest.skip("this machine has no address but loopback")
+    assert launch._address_towards(own) == own and launch._address_towards("127.0.0.1") == "127.0.0.1"
+    assert launch._address_towards("no such host.invalid") == ""
+
+    def chosen(master, rank, last):
+        monkeypatch.setenv("MASTER_ADDR", master)
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+        store = dist.HashStore()
+        if last:
+            store.set("last rank's address", last)
+        launch._choose_interface(store, rank, 4)
+        return os.environ.get("GLOO_SOCKET_IFNAME"), store
+
+    name, store = chosen(own, 3, None)
+    assert name in {i for _, i in socket.if_nameindex()} - {"lo"} and store.get("last rank's address").decode() == own
+    assert chosen(own, 0, None)[0] == name  # node 0: its own address, that is not loopback's
+    assert chosen("127.0.0.1", 0, own)[0] == name  # its own name is loopback's: the way to the last rank
+    assert chosen("127.0.0.1", 0, "127.0.0.1")[0] == "lo"  # all on one machine
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    launch._choose_interface(None, 0, 4)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
+
+
+@pytest.mark.parametrize("launched", [True, False], ids=["torchrun", "by hand"])
+def test_a_rank_says_that_it_waits_and_gives_up(launched):
+    source = "import launch; launch.PATIENCE, launch.DEADLINE = 0.05, 2; launch.run(lambda: launch.join('cpu'))"
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if launched:  # torchrun holds the store itself
+        agent = dist.TCPStore("127.0.0.1", is_master=True, wait_for_workers=False, port=0)
+        environment |= {"MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=HANGS,
+    )
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if "the store at" not in line]  # as a slow machine may say
+    assert lines == ["waiting for 1 of 2 ranks ...", "only 1 of 2 ranks came within 2 s"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -237,9 +310,9 @@ def test_gloos_threads_do_not_preempt_one_another():
 )
 def test_the_clock_adds_up_each_wiring(changes, compute, all_reduce, expected):
     config = dataclasses.replace(BASE, n_layers=2, **changes)
-    clock = exposed.run_clock(config, compute, all_reduce)
+    clock = clocks.run_clock(config, compute, all_reduce)
     assert clock.now == expected
-    assert clock.started == exposed.count_all_reduces(config) == len(compute)
+    assert clock.started == clocks.count_all_reduces(config) == len(compute)
 
 
 def test_compute_times_are_what_lies_between_waits_and_starts():
@@ -279,16 +352,22 @@ def test_the_report(changes, compute, limit):
     assert r["all_reduces"] == len(compute) and r["all_reduce_bytes"] == 2 * 48 * 4 and r["rounds"] == 3
     assert r["hidden"] == pytest.approx(1 - 70 / (15 * len(compute)))
     assert (r["all_reduce_ms"], r["blocked_ms"], r["transport_ms"]) == pytest.approx((15, 60, 2))
-    assert "exposed 70.00 of " in exposed.report("decode", r)
+    assert "exposed 70.00 of " in report.exposed_lines("decode", r)
 
 
 def test_the_report_without_all_reduces_and_without_the_cpus_clock():
     r = a_report({"wiring": "upper-bound"}, alone=0.015, step=0.05, silent=0.05, blocked=0, compute=[], tail=0.05)
     assert r["limit_ms"] == pytest.approx(50) and r["all_reduces"] == 0 and r["hidden"] is None
-    assert "without any all-reduce" in exposed.report("decode", r)
+    assert "without any all-reduce" in report.exposed_lines("decode", r)
     gpu = a_report({"wiring": "ladder"}, alone=0.015, step=0.12, silent=0.04)
     assert gpu["limit_ms"] == pytest.approx(10 + 3 * 15 + 15)
     assert gpu["blocked_ms"] is None and gpu["transport_ms"] is None
+
+
+def hideable(config):
+    """Sublayers that can compute during the all-reduce of one before."""
+    each = len(WIRINGS[config.wiring].split(None, None, None))
+    return each * len(config.stale_layers) - (0 in config.stale_layers)
 
 
 @pytest.mark.parametrize("changes", WIRED, ids=wired_id)
@@ -297,22 +376,22 @@ def test_measuring_sublayers_that_only_sleep(clock, changes):
     config = dataclasses.replace(BASE, **changes)
     nap, latency = 0.004, 0.01
     group = link.LinkedGroup(None, link.Link("x", 1e6 * latency, None), 0, 8, CPU)
-    world = tp.World(0, 8, CPU, group, simulated=True)
-    split, stream = WIRINGS[config.wiring]
+    world = launch.World(0, 8, CPU, group, simulated=True)
+    wiring = WIRINGS[config.wiring]
     sleeps = [
         (lambda x: clock.sleep(nap) or torch.zeros(2), i in config.stale_layers)
-        for i in range(config.n_layers) for _ in split(None, None, None)
+        for i in range(config.n_layers) for _ in wiring.split(None, None, None)
     ]  # fmt: skip
-    comm, silent, x = tp.TensorParallel(config, 8, group), tp.Silent(config, 8, group), torch.zeros(2)
-    steps = [lambda: stream(x, sleeps, comm, config), lambda: stream(x, sleeps, silent, config)]
+    comm, silent, x = tp.TensorParallel(config, 8, group), exposed.Silent(config, 8, group), torch.zeros(2)
+    steps = [lambda: wiring.stream(x, sleeps, comm, config), lambda: wiring.stream(x, sleeps, silent, config)]
     logs = []
     for step in steps:
         group.log = []
         step()
         logs.append(len(group.log))
-    assert logs == [exposed.count_all_reduces(config), 0]
+    assert logs == [clocks.count_all_reduces(config), 0]
     r = exposed.measure(world, {"decode": exposed.Case(config, *steps, x, group.link)}, rounds=3)["decode"]
-    compute, hidden = nap * len(sleeps), nap * (2 * len(config.stale_layers) - (0 in config.stale_layers))
+    compute, hidden = nap * len(sleeps), nap * hideable(config)
     waited = latency * r["all_reduces"] - hidden
     expected = {"silent": compute, "step": compute + waited, "limit": compute + waited, "blocked": waited}
     expected["all_reduce"] = latency
@@ -331,7 +410,7 @@ def test_an_all_reduce_on_its_own_is_timed_without_anything_else(clock, dtype):
 
     config = dataclasses.replace(BASE, wiring="upper-bound")
     group = link.LinkedGroup(None, link.Link("x", 0.0, 16.0), 0, 2, CPU)
-    world = tp.World(0, 2, CPU, group, simulated=True)
+    world = launch.World(0, 2, CPU, group, simulated=True)
     partial = torch.zeros(8_000_000 // dtype.itemsize, dtype=dtype)
     case = exposed.Case(config, lambda: None, lambda: None, partial, group.link)
     with Copying():
@@ -342,46 +421,77 @@ def test_an_all_reduce_on_its_own_is_timed_without_anything_else(clock, dtype):
 # The flags of generate.py
 
 
-def test_one_rank_alone_predicts_times_and_prints_no_text(tmp_path):
+@pytest.fixture
+def small(monkeypatch):
+    """A named size with little to compute."""
+    config = dataclasses.replace(checkpoint.SIZES["1b"], n_layers=2, dim=128, intermediate_size=256, vocab_size=512)
+    monkeypatch.setitem(checkpoint.SIZES, "1b", config)
+    return config
+
+
+def test_one_rank_alone_predicts_times_and_prints_no_text(tmp_path, small, capfd):
     out = tmp_path / "out.jsonl"
-    flags = [
-        "--model",
-        "1b",
-        "--n-layers",
-        "2",
-        "--random-weights",
-        "--prompt-length",
-        "5",
-        "--batch",
-        "2",
-        "--json",
-        out,
-    ]
-    done = script(
-        "generate.py", *flags, "--simulate-tp", "8", "--link-latency-us", "4000", "--max-new-tokens", "3", "--exposed"
-    )
-    assert done.returncode == 0, done.stderr
+    flags = ["--model", "1b", "--random-weights", "--prompt-length", "5", "--batch", "2", "--json", str(out)]
+    flags += ["--simulate-tp", "8", "--link-latency-us", "4000", "--max-new-tokens", "3", "--exposed"]
+    generate.main(flags)
+    printed = capfd.readouterr()
     result = json.loads(out.read_text())
     assert result["tp"] == 8 and result["simulated"] and result["n_layers"] == 2
     assert result["link"] == {"name": "custom", "latency_us": 4000.0, "gbps": None}
-    assert result["tokens"] is None and result["texts"] is None and done.stdout == ""
-    assert "PREDICTED" in done.stderr and "its text means nothing" in done.stderr
+    assert result["tokens"] is None and result["texts"] is None and printed.out == ""
+    assert "PREDICTED" in printed.err and "its text means nothing" in printed.err
     assert result["tpot_ms"] >= 4 * 4 + 4  # four all-reduces and the gathered logits
-    for kind, report in result["exposed"].items():
-        assert report["all_reduces"] == 4
-        assert report["all_reduce_bytes"] == 2 * 2048 * 2 * (5 if kind == "prefill" else 1)
-        assert report["step_ms"] - report["silent_ms"] == pytest.approx(report["exposed_ms"])
-        assert report["blocked_ms"] >= 4 * 4 * 0.9
-    whole = 2 * (2048 * (2048 + 2 * 512) + 2048 * 2048 + 3 * 2048 * 8192) + 2048 * 128256  # elements of the matrices
-    cache = 2 * 2 * 2 * 8 * 64 * (6 + 7) / 2  # layers, k and v, rows, KV heads, their size, slots filled
-    assert result["step_bytes"] == 2 * (whole + cache) // 8 + 2 * 5 * 2048
+    for kind, r in result["exposed"].items():
+        assert r["all_reduces"] == 4
+        assert r["all_reduce_bytes"] == 2 * 128 * 2 * (5 if kind == "prefill" else 1)
+        assert r["step_ms"] - r["silent_ms"] == pytest.approx(r["exposed_ms"])
+        assert r["blocked_ms"] >= 4 * 4 * 0.9
+    heads = 128 * 64 * (32 + 2 * 8 + 32)
+    whole = 2 * (heads + 3 * 128 * 256) + 128 * 512  # elements of the matrices
+    cache = 2 * 2 * 2 * 8 * 64 * (5 + 8) / 2  # layers, k and v, rows, KV heads, their size, the mean of 5 to 8 slots
+    assert result["step_bytes"] == 2 * (whole + cache) // 8 + 2 * 5 * 128
+
+
+@pytest.mark.parametrize("bytes, shown", [(report.LARGE - 1, False), (report.LARGE, True)])
+def test_the_share_of_the_bandwidth_is_not_said_of_what_fits_a_cache(bytes, shown):
+    r = dict.fromkeys(("load_s", "compile_s", "ttft_ms"), 1.0) | {"tpot_ms": 2.0, "tok_s": 500.0, "tok_s_user": 500.0}
+    r |= {
+        "simulated": False,
+        "batch": 1,
+        "model": "x",
+        "n_layers": 1,
+        "wiring": "ladder",
+        "tp": 1,
+        "link": None,
+        "quant": None,
+    }
+    r |= {"dtype": "float32", "device": "cpu", "step_bytes": bytes, "mbu": 0.5, "bandwidth": 2e10}
+    r["exposed"] = None
+    text = report.summary({**r, "peak_bytes": [10**9]})
+    assert ("50 % of what 20.0 GB/s allow" in text) == shown and ("%" in text) == shown
+
+
+def test_the_bandwidth_is_the_median_of_some_passes(monkeypatch):
+    seconds = itertools.cycle([1.0, 2.0, 9.0])
+    monkeypatch.setattr(report, "timed", lambda device, step: next(seconds))
+    assert report.read_bandwidth(CPU, size=4000, repeats=9) == 4000 / 2
+
+
+def test_seconds_in_turns_and_their_quartiles():
+    told = []
+    ways = {"a": lambda: told.append("a") or len(told), "b": lambda: told.append("b") or len(told)}
+    assert timing.in_turns(ways, 3) == {"a": [1, 3, 5], "b": [2, 4, 6]} and told == ["a", "b"] * 3
+    assert timing.quartiles([4.0]) == (4.0, 4.0, 4.0)
+    assert timing.quartiles([1, 2, 3, 4, 100]) == (1.5, 3, 52)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_profile_writes_a_trace_of_each_rank(ranks, tmp_path):
-    flags = ["--model", "1b", "--n-layers", "1", "--random-weights", "--prompt-length", "3", "--max-new-tokens", "2"]
-    done = script("generate.py", *flags, "--profile", tmp_path / "traces", ranks=ranks)
-    assert done.returncode == 0, done.stderr
+def test_profile_writes_a_trace_of_each_rank(ranks, tmp_path, tiny):
+    flags = ["--checkpoint", tiny, "--prompt-length", "3", "--max-new-tokens", "2", "--profile", tmp_path / "traces"]
+    if ranks == 1:
+        generate.main([str(flag) for flag in flags])
+    else:
+        main_on_ranks(ranks, generate.main, *flags)
     files = sorted((tmp_path / "traces").iterdir())
     assert [f.name for f in files] == [f"rank{i}.json" for i in range(ranks)]
     for file in files:
@@ -390,71 +500,33 @@ def test_profile_writes_a_trace_of_each_rank(ranks, tmp_path):
         assert ("c10d::allreduce_" in names) == (ranks > 1)
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (
-            ["--link", "pcie"],
-            "one rank has no link (--link, --exposed): start two or more with torchrun, or use --simulate-tp",
-        ),
-        (["--exposed"], "one rank has no link"),
-        (["--simulate-tp", "1"], "--simulate-tp is 1 but must be at least 2"),
-        (["--json", "/proc/x"], "--json /proc/x cannot be written: "),
-        (["--simulate-tp", "8"], "--simulate-tp needs a link to predict"),
-        (["--simulate-tp", "0", "--link", "pcie"], "--simulate-tp is 0 but must be at least 1"),
-        (["--simulate-tp", "33", "--link", "pcie"], "tp 33 cannot shard n_heads 32: use 1 to 32 ranks"),
-        (["--n-layers", "17"], "--n-layers is 17 but 1b has 16"),
-        (["--profile", "/proc/nowhere/x"], "--profile /proc/nowhere/x cannot be made: "),
-        (["--profile", "/proc"], "--profile /proc/rank0.json cannot be written: "),
-    ],
-)
-def test_bad_flags_end_in_one_line(flags, message, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["generate.py"])
-    small = dataclasses.replace(generate.SIZES["1b"], dim=64, intermediate_size=64, vocab_size=64, head_dim=2)
-    monkeypatch.setitem(generate.SIZES, "1b", small)
-    argv = ["--model", "1b", "--random-weights", "--prompt-length", "3", "--max-new-tokens", "1", *flags]
-    with pytest.raises(SystemExit) as end:
-        tp.run(lambda: generate.main(argv))
-    assert end.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"generate.py: {message}")
-
-
-def test_simulating_under_torchrun_is_refused():
-    flags = ["--model", "1b", "--random-weights", "--prompt-length", "3", "--simulate-tp", "4", "--link", "pcie"]
-    done = script("generate.py", *flags, ranks=2)
-    assert "--simulate-tp is one rank alone: start it with python, not with torchrun" in done.stderr
-    assert done.stderr.count("generate.py: ") == 1
-
-
 def test_measuring_runs_what_is_compiled_already():
     """Steps have the tensors that generate() has: else a trace would show the compiler at work."""
     torch._dynamo.reset()
-    net, graphs = random_model(BASE), torch._dynamo.utils.counters["stats"]
+    net, graphs = random_model(dataclasses.replace(BASE, n_layers=1)), torch._dynamo.utils.counters["stats"]
     graphs.clear()
-    prefill, decode = generate.compiled(net, argparse.Namespace(compile=True, compile_prefill=True))
+    runner = generate.Runner(net, net.new_cache(2, 8), compile=True, compile_prefill=True)
     prompts = [[5, 6, 7], [8, 9]]
-    cache = net.new_cache(2, 8)
-    generate.generate(prompts, 4, generate.make_sampler(0), prefill, decode, cache)
+    generate.generate(runner, prompts, 4, generate.make_sampler(0))
     assert graphs["unique_graphs"] == 2
-    for step in generate.steps(prompts, prefill, decode, cache).values():
-        with torch.inference_mode():
-            step()
+    for step in exposed.replays(runner, *generate.pad(prompts, CPU)).values():
+        step()
     assert graphs["unique_graphs"] == 2
 
 
-def test_exposed_compiled_on_real_ranks(tmp_path):
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_exposed_on_real_ranks(compile, tmp_path, tiny):
     out = tmp_path / "out.jsonl"
     done = script(
-        "generate.py", "--model", "1b", "--n-layers", "1", "--random-weights", "--prompt-length", "4",
-        "--max-new-tokens", "3", "--compile", "--compile-prefill", "--link-latency-us", "2000", "--exposed",
-        "--json", out, ranks=2,
+        "generate.py", "--checkpoint", tiny, "--prompt-length", "4", "--max-new-tokens", "3", "--ignore-eos",
+        "--link-latency-us", "2000", "--exposed", "--json", out, *["--compile", "--compile-prefill"] * compile, ranks=2,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     assert result["tp"] == 2 and not result["simulated"] and len(result["tokens"][0]) == 3
     for kind, r in result["exposed"].items():
-        assert r["all_reduces"] == 2
-        assert r["step_ms"] >= 3 * 2 and r["blocked_ms"] > 0  # two all-reduces and the gathered logits
+        assert r["all_reduces"] == 6
+        assert r["step_ms"] >= 7 * 2 and r["blocked_ms"] > 0  # six all-reduces and the gathered logits
         assert r["limit_ms"] >= r["silent_ms"] and r["transport_ms"] > 0
         assert f"{kind}: {r['step_ms']:.2f} ms a step" in done.stderr
 
@@ -463,7 +535,8 @@ def test_exposed_compiled_on_real_ranks(tmp_path):
 def test_a_cuda_graph_captures_the_link():
     """In a process of its own, which sees the GPU: the replayed graph takes as long as its link, and overlaps."""
     code = """
-import torch, link
+import torch
+from measure import link
 device = torch.device("cuda")
 group = link.LinkedGroup(None, link.Link("x", 2000.0, None), 0, 8, device)
 ops, x = torch.ops._c10d_functional, torch.ones(1024, device=device)
@@ -487,42 +560,3 @@ assert 2.0 <= min(times) < 2.5, times
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"})
     assert done.returncode == 0
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--show", "missing"], "--show missing"), (["--show", "README.md"], "--show README.md has lines that"),
-        (["--n-layers", "0"], "--n-layers is 0 but"), (["--seconds", "nan"], "--seconds is nan"),
-        (["--json", "/proc/x/y"], "--json /proc/x/y cannot be written"),
-        (["--rounds", "0"], "--rounds is 0 but must be at least 3"), (["--n-layers", "1"], "--n-layers is 1 but"),
-        (["--label", "x"], "--links 0 emulates one, but"), (["--links", "x"], "--links 'x' is neither a number"),
-        (["--wirings", "x"], "unknown wiring 'x'"), (["--model", "x"], "unknown --model 'x'"),
-    ],
-)  # fmt: skip
-def test_bad_flags_of_the_benchmark(flags, message):
-    flags = [ROOT / flag if flag == "README.md" else flag for flag in flags]
-    done = script("benchmarks/overlap.py", *flags)
-    message = message.replace("README.md", str(ROOT / "README.md"))
-    assert done.returncode == 2 and done.stderr.startswith(f"overlap.py: {message}") and done.stderr.count("\n") == 1
-
-
-def test_overlap_benchmark_writes_a_line_a_case_and_shows_its_table(tmp_path):
-    out = tmp_path / "out.jsonl"
-    done = script(
-        "benchmarks/overlap.py", "--model", "1b", "--n-layers", "2", "--simulate-tp", "8", "--links", "0,5000",
-        "--wirings", "standard,ladder,hybrid", "--rounds", "3", "--eager", "--json", out,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    cases = list(itertools.product(["0", "5000"], ["standard", "ladder", "hybrid"]))
-    assert [(line["link"]["name"], line["wiring"]) for line in lines] == cases
-    assert lines[3]["step_ms"] >= 4 * 5  # over the slow link
-    assert lines[0]["command"].endswith(shlex.join(done.args[1:]))
-    shown = script("benchmarks/overlap.py", "--show", out)
-    assert shown.stdout == done.stdout
-    out.write_text("".join(json.dumps(line) + "\n" for line in [*lines[1:], {**lines[0], "batch": 2}]))
-    tables = script("benchmarks/overlap.py", "--show", out).stdout.split("\n\n")
-    assert len(tables) == 4 and "batch 2" in tables[2]
-    assert tables[1].splitlines()[0] == "| link | one all-reduce, ms | ladder | hybrid | standard |"
-    assert tables[1].splitlines()[2].endswith("|  |")  # the line that was moved to a table of its own

@@ -6,20 +6,30 @@ import re
 
 import pytest
 import torch
-from helpers import BASE, WIRED, last_logits, random_model, unequal_rows, wired_id
+from helpers import ANY_TP, BASE, last_logits, random_model, unequal_rows, wired_id
 from reference import Reference
 
 import checkpoint
-from model import SIZES, InputError, Transformer, rope_frequencies
+from checkpoint import SIZES
+from model import InputError, Transformer, rope_frequencies
 
 
-@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("changes", WIRED[:6], ids=wired_id)
-def test_prefill_and_decode_equal_the_whole_sequence(changes, compile):
+@pytest.mark.parametrize("changes", ANY_TP, ids=wired_id)
+def test_prefill_and_decode_equal_the_whole_sequence(changes):
+    check_decode(changes)
+
+
+@pytest.mark.slow  # what ranks compile is tested with them, and in the fast tests
+@pytest.mark.parametrize("changes", ANY_TP, ids=wired_id)
+def test_compiled_prefill_and_decode_equal_the_whole_sequence(changes):
+    check_decode(changes, compile=True, compile_prefill=True)
+
+
+def check_decode(changes, **compile):
     config = dataclasses.replace(BASE, **changes)
     net = random_model(config)
     tokens, lengths = unequal_rows(config)
-    logits = last_logits(net, tokens, lengths, compile=compile)
+    logits = last_logits(net, tokens, lengths, **compile)
     reference = Reference(config, net.state_dict())
     for row, length in enumerate(lengths):
         expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
@@ -79,14 +89,14 @@ CONFIGS = [  # changes and the line
     ({"wiring": "laddr"}, "unknown wiring 'laddr'; known: standard, ladder"),
     ({"wiring": {}}, "wiring is {} but must be a string"),
     ({"wiring": "hybrid"}, "needs ladder_layers"),
-    ({"wiring": "ladder", "ladder_layers": 2}, "no other wiring takes them"),
+    ({"wiring": "ladder", "ladder_layers": 2}, "wiring ladder takes no ladder_layers"),
     ({"wiring": "hybrid", "ladder_layers": 4}, "from 1 to 3"),
-    ({"wiring": "hybrid", "ladder_layers": 0}, "from 1 to 3"),
+    ({"wiring": "hybrid", "ladder_layers": 0}, "ladder_layers is 0 but must be a positive integer or a list"),
     ({"wiring": "hybrid", "ladder_layers": [0, 3]}, "from 0 to 2"),
     ({"wiring": "hybrid", "ladder_layers": [1, 1]}, "distinct layers"),
-    ({"wiring": "hybrid", "ladder_layers": ["1"]}, "a list of layers"),
-    ({"wiring": "hybrid", "ladder_layers": 1.5}, "ladder_layers is 1.5 but must be a number or a list of layers"),
-    ({"wiring": "hybrid", "ladder_layers": True}, "a list of layers"),
+    ({"wiring": "hybrid", "ladder_layers": ["1"]}, "or a list, each an integer from 0 on"),
+    ({"wiring": "hybrid", "ladder_layers": 1.5}, "ladder_layers is 1.5 but must be a positive integer or a list"),
+    ({"wiring": "hybrid", "ladder_layers": True}, "ladder_layers is True but must be a positive integer or"),
     ({"n_kv_heads": 4}, "n_heads 6 is not a multiple of n_kv_heads 4"),
     ({"n_layers": 0}, "n_layers is 0 but must be a positive integer"),
     ({"n_layers": "3"}, "n_layers is '3'"),
@@ -96,10 +106,10 @@ CONFIGS = [  # changes and the line
     ({"tie_embeddings": "no"}, "tie_embeddings is 'no' but must be true or false"),
     ({"head_dim": 7}, "odd"),
     ({"desync_period": 0}, "desync_period is 0"),
-    ({"eos_ids": 2}, "eos_ids is 2 but must be a list of token ids"),
-    ({"eos_ids": ["</s>"]}, "a list of token ids"),
-    ({"bos_id": "1"}, "bos_id is '1' but must be a token id"),
-    ({"rope_scaling": {}}, "rope_scaling is {} but must be none or the positive numbers factor, low"),
+    ({"eos_ids": 2}, "eos_ids is 2 but must be a list, each an integer from 0 on"),
+    ({"eos_ids": ["</s>"]}, "a list, each an integer from 0 on"),
+    ({"bos_id": "1"}, "bos_id is '1' but must be an integer from 0 on or null"),
+    ({"rope_scaling": {}}, "rope_scaling is {} but must be an object of factor, low"),
     ({"rope_scaling": "x"}, "rope_scaling is 'x'"),
     ({"experts": 8}, "unknown key 'experts'"),
 ]

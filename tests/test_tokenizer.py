@@ -58,7 +58,7 @@ def json_folder(tmp_path_factory):
 
 @pytest.fixture(params=["sentencepiece_folder", "tiktoken_folder", "json_folder"])
 def any_tokenizer(request):
-    return tokenizer.load(request.getfixturevalue(request.param))
+    return tokenizer.load_tokenizer(request.getfixturevalue(request.param))
 
 
 def test_text_survives_the_round_trip(any_tokenizer):
@@ -90,7 +90,7 @@ def test_a_stream_is_the_text_in_pieces(any_tokenizer):
 
 
 def test_a_stream_gives_up_bytes_that_never_become_a_character(tiktoken_folder):
-    stream = tokenizer.TextStream(tokenizer.load(tiktoken_folder))
+    stream = tokenizer.TextStream(tokenizer.load_tokenizer(tiktoken_folder))
     assert stream.push([ord("a"), 0xF0]) == ""
     assert stream.flush() == "a\ufffd"
 
@@ -103,7 +103,7 @@ def test_chat_matches_transformers(json_folder):
     )
     messages = [{"role": "user", "content": "a dog"}, {"role": "assistant", "content": "yes"}]
     messages.append({"role": "user", "content": "upon\n a time "})
-    ours = tokenizer.load(json_folder)
+    ours = tokenizer.load_tokenizer(json_folder)
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ours.chat(messages) == expected
     with pytest.raises(InputError, match="unknown role"):
@@ -113,14 +113,14 @@ def test_chat_matches_transformers(json_folder):
 def test_chat_with_sentencepiece_and_named_or_filed_templates(sentencepiece_folder, tmp_path):
     (tmp_path / "tokenizer.model").write_bytes((sentencepiece_folder / "tokenizer.model").read_bytes())
     with pytest.raises(InputError, match="no chat template"):
-        tokenizer.load(tmp_path).chat([])
+        tokenizer.load_tokenizer(tmp_path).chat([])
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ bos_token }}A</s>"}]
     settings = {"bos_token": "<s>", "chat_template": named, "added_tokens_decoder": {"320": {"content": "<|im_end|>"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    ours = tokenizer.load(tmp_path)
+    ours = tokenizer.load_tokenizer(tmp_path)
     assert ours.chat([]) == [1, *ours.encode_plain("A"), 2]
     (tmp_path / "chat_template.jinja").write_text("B<|im_end|>")
-    ours = tokenizer.load(tmp_path)
+    ours = tokenizer.load_tokenizer(tmp_path)
     assert ours.chat([]) == [*ours.encode_plain("B"), 320]
     assert ours.decode([*ours.encode_plain("B"), 320]) == "B"
 
@@ -129,7 +129,7 @@ def test_bos_can_be_switched_off(json_folder, tmp_path):
     for file in json_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
-    ours = tokenizer.load(tmp_path)
+    ours = tokenizer.load_tokenizer(tmp_path)
     assert ours.encode("dog") == ours.encode_plain("dog")
 
 
@@ -139,14 +139,14 @@ def test_ids_of_a_padded_embedding_have_no_text(any_tokenizer):
 
 
 def test_no_tokenizer_is_none(tmp_path):
-    assert tokenizer.load(tmp_path) is None
+    assert tokenizer.load_tokenizer(tmp_path) is None
 
 
 @pytest.mark.parametrize("vocab_size", [319, 330, 32000])
 def test_another_vocabulary_is_refused(sentencepiece_folder, vocab_size):
     with pytest.raises(InputError, match=f"has 320 tokens, but the model's vocab_size is {vocab_size}"):
-        tokenizer.load(sentencepiece_folder, vocab_size)
-    assert tokenizer.load(sentencepiece_folder, 323).vocab_size == 320  # a padded embedding
+        tokenizer.load_tokenizer(sentencepiece_folder, vocab_size)
+    assert tokenizer.load_tokenizer(sentencepiece_folder, 323).vocab_size == 320  # a padded embedding
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
@@ -154,7 +154,7 @@ def test_another_vocabulary_is_refused(sentencepiece_folder, vocab_size):
 def test_a_broken_file_is_one_clear_line(name, content, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=f"{name} cannot be read") as error:
-        tokenizer.load(tmp_path)
+        tokenizer.load_tokenizer(tmp_path)
     assert "\n" not in str(error.value)
 
 
@@ -163,7 +163,7 @@ def test_a_broken_file_is_one_clear_line(name, content, tmp_path):
 
 def real(name, tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(shared_data(name).read_bytes())
-    return tokenizer.load(tmp_path)
+    return tokenizer.load_tokenizer(tmp_path)
 
 
 def test_llama3(tmp_path):

@@ -4,11 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import BASE, WIRED, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows, wired_id
+from helpers import BASE, WIRED, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows, wired
 from reference import Reference
 
+import launch
 import tp
-from model import InputError
+from model import WIRINGS, InputError
 
 SHAPES = {  # every kind of split at tp 2, 3, 4: even, uneven, replicated KV heads, odd sizes
     "6/2 heads": {},
@@ -16,13 +17,13 @@ SHAPES = {  # every kind of split at tp 2, 3, 4: even, uneven, replicated KV hea
     "tied, biased": {"tie_embeddings": True, "qkv_bias": True},
     "head_dim of its own, QK norm": {"head_dim": 16, "qk_norm": True, "n_heads": 8, "n_kv_heads": 4},
 }
-CASES = [{**WIRED[i], **shape} for i, shape in enumerate(SHAPES.values())]
-CASES += [{**changes, **SHAPES["15/5 heads, odd sizes"]} for changes in WIRED]
 UNEVEN = SHAPES["15/5 heads, odd sizes"]
-COMPILED = {2: (0, 1, 3, 5, 7, 8), 3: (1, 5), 4: (1, 6)}  # of WIRED: each takes a while
-COMPILED = {tp_size: [{**WIRED[i], **UNEVEN} for i in some] for tp_size, some in COMPILED.items()}
-HALVES = {2: (1, 5), 3: (5,), 4: (1,)}  # of WIRED
+CASES = [{**WIRED[i], **shape} for i, shape in enumerate(SHAPES.values())]
+CASES += [{**changes, **UNEVEN} for changes in WIRED]
+# compiled, each takes a while: one in the fast tests, all in the slow ones
+COMPILED = {2: WIRED, 3: [WIRED[1], *wired("parallel")], 4: [WIRED[1], wired("desync")[0]]}
 HALVED = {**UNEVEN, "head_dim": 64}  # which few_rows.cpp knows the attention of
+LADDER = {"wiring": "ladder", "n_layers": 2}
 
 
 def covered(ranges):
@@ -77,36 +78,43 @@ def test_a_rank_reads_only_its_slice():
         assert count == state[name].numel() // (1 if whole else 4), name
 
 
-def all_cases(rank, tp_size):
+def logits_of(world, cases, compile):
     """The logits of every case on this rank."""
-    answers = []
-    for cases, compile in ((CASES, False), (COMPILED[tp_size], True)):
-        for changes in cases:
-            config = dataclasses.replace(BASE, **changes)
-            net = shard(config, rank, tp_size)
-            answers.append((changes, compile, last_logits(net, *unequal_rows(config), compile=compile)))
-    return answers
+    return [
+        last_logits(shard(config, world), *unequal_rows(config), compile=compile, compile_prefill=compile)
+        for config in cases
+    ]
 
 
-def halves(rank, tp_size):
-    """(logits of bfloat16 with few_rows.cpp, compiled; the same without) of some cases on this rank."""
-    answers = []
-    for case in HALVES[tp_size]:
-        config = dataclasses.replace(BASE, **WIRED[case], **HALVED)
-        tokens = unequal_rows(config)
-        answers.append([last_logits(shard(config, rank, tp_size, torch.bfloat16), *tokens, compile=c) for c in (1, 0)])
-    return answers
+def halves(world, cases):
+    """(logits of bfloat16 with few_rows.cpp, compiled; the same without) of each case on this rank."""
+    return [
+        [last_logits(shard(config, world, torch.bfloat16), *unequal_rows(config), compile=c) for c in (True, False)]
+        for config in cases
+    ]
 
 
-@pytest.mark.parametrize("tp_size", [2, 3, 4])
-def test_few_rows_on_all_ranks_compute_what_one_device_does(tp_size):
-    ranks = run_ranks(tp_size, halves)
-    for case, *answers in zip(HALVES[tp_size], *ranks, strict=True):
+def check_few_rows(tp_size, cases):
+    cases = [dataclasses.replace(BASE, **changes, **HALVED) for changes in cases]
+    ranks = run_ranks(tp_size, halves, cases)
+    for config, *answers in zip(cases, *ranks, strict=True):
         compiled, eager = answers[0]
         assert all(torch.equal(other[0], compiled) for other in answers)
-        expected = expected_logits(dataclasses.replace(BASE, **WIRED[case], **HALVED), tp_size)
+        expected = expected_logits(config, tp_size)
         assert (compiled - expected).abs().max() < 0.05 * expected.abs().max()
         assert (compiled - expected).abs().mean() < 1.2 * (eager - expected).abs().mean()
+
+
+def test_few_rows_on_two_ranks_compute_what_one_device_does():
+    check_few_rows(2, [LADDER])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "tp_size, changes", [(2, {"wiring": "parallel"}), (3, {"wiring": "parallel"}), (4, {"wiring": "ladder"})]
+)
+def test_few_rows_on_all_ranks_compute_what_one_device_does(tp_size, changes):
+    check_few_rows(tp_size, [changes])
 
 
 def expected_logits(config, tp_size):
@@ -126,35 +134,55 @@ def expected_logits(config, tp_size):
     return torch.stack(rows)
 
 
+def check_ranks(tp_size, cases, compile):
+    cases = [dataclasses.replace(BASE, **changes) for changes in cases]
+    ranks = run_ranks(tp_size, logits_of, cases, compile)
+    for case, config in enumerate(cases):
+        logits = ranks[0][case]
+        for other in ranks[1:]:
+            assert torch.equal(other[case], logits), f"{config}: the ranks disagree"
+        error = (logits - expected_logits(config, tp_size)).abs().max()
+        assert error < 1e-4, f"{config}: {error}"
+        if not WIRINGS[config.wiring].tp_bound:
+            alone = last_logits(random_model(config), *unequal_rows(config))
+            assert torch.allclose(logits, alone, atol=1e-4), config
+
+
 @pytest.mark.parametrize("tp_size", [2, 3, 4])
 def test_all_ranks_compute_what_one_device_does(tp_size):
-    ranks = run_ranks(tp_size, all_cases)
-    for case, (changes, compile, logits) in enumerate(ranks[0]):
+    check_ranks(tp_size, CASES, compile=False)
+
+
+def test_compiled_ranks_compute_what_one_device_does():
+    check_ranks(2, [{**LADDER, **UNEVEN}], compile=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp_size, changes", [(n, c) for n in COMPILED for c in COMPILED[n]], ids=str)
+def test_compiled_ranks_of_every_wiring_compute_what_one_device_does(tp_size, changes):
+    check_ranks(tp_size, [{**changes, **UNEVEN}], compile=True)
+
+
+def test_the_numbers_of_ranks_matter_where_the_table_says_so():
+    for changes in WIRED:
         config = dataclasses.replace(BASE, **changes)
-        name = f"{wired_id(changes)} {'compiled' if compile else 'eager'}"
-        for other in ranks[1:]:
-            assert torch.equal(other[case][2], logits), f"{name}: the ranks disagree"
-        error = (logits - expected_logits(config, tp_size)).abs().max()
-        assert error < 1e-4, f"{name}: {error}"
-        if config.wiring not in ("desync", "upper-bound"):
-            alone = last_logits(random_model(config), *unequal_rows(config))
-            assert torch.allclose(logits, alone, atol=1e-4), name
+        two, three = expected_logits(config, 2), expected_logits(config, 3)
+        assert torch.allclose(two, three, atol=1e-9) != WIRINGS[config.wiring].tp_bound, changes
 
 
 def test_an_error_of_one_rank_ends_all():
-    messages = run_ranks(3, fail_on_rank_1)
-    assert messages == ["rank 1 fails"] * 3
+    assert run_ranks(4, fail_on_rank_1) == ["rank 1 fails"] * 4
 
 
-def fail_on_rank_1(rank, tp_size):
-    world = tp.World(rank, tp_size, torch.device("cpu"))
+def fail_on_rank_1(world):
+    world = launch.World(world.rank, world.tp_size, world.device, world.group)  # of all ranks, as join() makes it
     with world.together():
         pass
-    assert world.tell([rank, "x"]) == [0, "x"] and world.tell(rank) == 0
-    assert world.gather(rank) == [0, 1, 2]
+    assert world.tell([world.rank, "x"]) == [0, "x"] and world.tell(world.rank) == 0
+    assert world.gather(world.rank) == [0, 1, 2, 3]
     try:
         with world.together():
-            if rank == 1:
+            if world.rank == 1:
                 raise InputError("rank 1 fails")
     except InputError as e:
         return str(e)
@@ -172,16 +200,17 @@ def test_the_device_of_a_rank(gpus, ranks, asked, device, monkeypatch):
     """The last local rank of `ranks`; the process group and the GPU are not there."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda d: d.index + 0)  # it refuses a device without an index
-    store = tp.dist.HashStore()
+    store = launch.dist.HashStore()
     store.add("ready", 3)  # the three other ranks
-    monkeypatch.setattr(tp, "_store", lambda: store)
-    monkeypatch.setattr(tp.dist, "init_process_group", lambda *args, **kwargs: None)
-    monkeypatch.setattr(tp.dist, "barrier", lambda: None)
+    monkeypatch.setattr(launch, "_store", lambda: store)
+    monkeypatch.setattr(launch.dist, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(launch.dist, "barrier", lambda: None)
     if ranks > 1:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
         for name, value in {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": ranks - 1, "LOCAL_WORLD_SIZE": ranks}.items():
             monkeypatch.setenv(name, str(value))
     if device is None:
         with pytest.raises(InputError, match="no such device: .*; this machine has cpu"):
-            tp.join(asked)
+            launch.join(asked)
     else:
-        assert str(tp.join(asked).device) == device
+        assert str(launch.join(asked).device) == device

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import re
 
 import numpy as np
@@ -100,9 +99,7 @@ def eager_order(config):
         return 0.0
 
     wiring = WIRINGS[config.wiring]
-    sublayers = [
-        (h, i in config.stale_layers) for i in range(config.n_layers) for _ in wiring.split(None, None, None)
-    ]
+    sublayers = [(h, i in config.stale_layers) for i in range(config.n_layers) for _ in wiring.split(None, None, None)]
     wiring.stream(0.0, sublayers, comm, config)
     return comm.events
 
@@ -255,7 +252,7 @@ def test_a_new_line_is_in_the_flags_and_the_files(new_wiring, tmp_path, capsys):
 
 def test_a_new_line_has_its_order_and_its_limit(new_wiring):
     config = dataclasses.replace(new_wiring, n_layers=3)
-    assert eager_order(config) == "c start1 c start2 wait1 c start3 wait2 wait3".split()
+    assert eager_order(config) == ["c", "start1", "c", "start2", "wait1", "c", "start3", "wait2", "wait3"]
     assert count_all_reduces(config) == 3
     # the first compute, the longer one of computing and the all-reduce before, the last all-reduce
     assert run_clock(config, [4, 4, 4], 3).now == 4 + 4 + 4 + 3

@@ -1,0 +1,236 @@
+"""Do the tests see a mistake? Each mutant is one, and the named tests should fail with it.
+
+python tests/mutants.py [WORD ...]     # without words all, else those whose file or texts hold one of them
+
+Every mutant gets a temporary copy of the tree. Ends with 1 if one survives, or if its old text is not there just once.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+ORDER, NAIVE = "test_wiring.py -k order_of_the_plain_loop", "test_wiring.py -k naive_float64"
+DECODE = "test_model.py -k 'prefill_and_decode and not compiled'"
+RANKS = "test_tp.py -k 'test_all_ranks_compute_what_one_device_does and 2'"
+PLAN, CHUNKS = "test_tp.py -k plan_gives", "test_generate.py -k prefill_in_chunks"
+ENDS, SAMPLING = "test_generate.py -k stops_at_its_own_end", "test_generate.py -k 'top_k or equal_seeds'"
+SEAM = "test_wiring.py -k 'test_compiled_code_keeps_the_order_of_the_loop and hybrid'"
+STREAM, FILES = "test_tokenizer.py -k 'stream and not transformers'", "test_generate.py -k bad_checkpoints"
+QUANT, CONVERT, LINK = "test_quantize.py -k ", "test_convert.py -k ", "test_link.py -k "
+FEW_INT = "test_quantize.py -k 'exact_up_to_rounding or three_products'"
+
+MUTANTS = [  # (file, old text, new text, tests)
+    # model.py
+    ("model.py", "if not stale:  # standard", "if False:  # standard", ORDER),
+    ("model.py", "if not stale:  # standard", "if True:  # standard", ORDER),
+    ("model.py", "if stale or next_stale:", "if stale:", SEAM),
+    ("model.py", "(h, i in stale_layers)", "(h, False)", NAIVE),
+    ("model.py", "range(self.n_layers - last, self.n_layers)", "range(last)", ORDER),
+    ("model.py", " and i < len(sublayers):", ":", RANKS),
+    ("model.py", "i % config.desync_period and", "(i + 1) % config.desync_period and", ORDER),
+    ("model.py", "x / comm.tp_size + h(x)", "x + h(x)", RANKS),
+    (
+        "model.py",
+        "        x = block.attention_norm(x)\n        return block.attention(x, metadata, cache)",
+        "        y = block.attention_norm(x)\n        return block.attention(y, metadata, cache)",
+        NAIVE,
+    ),
+    ("model.py", '(1 - keep) / s["factor"]', '(1 - keep) * s["factor"]', "test_model.py -k rope_frequencies"),
+    ("model.py", "slots <= positions", "slots < positions", DECODE),
+    ("model.py", "cache[1][metadata.rows, :, metadata.positions]", "cache[1][:, :, metadata.positions[0]]", DECODE),
+    ("model.py", "[:, None, None].expand(B, 1, G, S, T)", "[:, None, :, None].expand(B, 1, S, G, T)", CHUNKS),
+    ("model.py", "self.wo(y.reshape(", "self.wo(y[:1].expand_as(y).reshape(", NAIVE),
+    ("model.py", "b * cos + a * sin", "b * cos - a * sin", NAIVE),
+    # tp.py
+    (
+        "tp.py",
+        "return -(-n * rank // ranks), -(-n * (rank + 1) // ranks)",
+        "return n * rank // ranks, n * (rank + 1) // ranks",
+        PLAN,
+    ),
+    ("tp.py", "share(G, sharers.index(rank), len(sharers))", "share(G, 0, len(sharers))", PLAN),
+    ("tp.py", "return -(-vocab_size // tp_size)", "return vocab_size // tp_size", PLAN),
+    ("tp.py", "parts.permute(1, 2, 0, 3)", "parts.flip(0).permute(1, 2, 0, 3)", RANKS),
+    ("tp.py", "F.pad(logits, (0, part - logits.shape[-1]))", "F.pad(logits, (part - logits.shape[-1], 0))", RANKS),
+    ("tp.py", "kind, tensor[start:stop])", "kind, tensor[: stop - start])", RANKS),
+    (
+        "tp.py",
+        "tensor = int_linear.regroup(tensor, *ranges[0], each)",
+        "pass",
+        "test_quantize.py -k 'test_any_tp_computes_what_one_device_does and 3'",
+    ),
+    (
+        "tp.py",
+        "return torch.ops.ladder.settle(x, pending, after)",
+        "return x if pending is None else x + self.wait(pending)",
+        "test_wiring.py -k 'test_compiled_code_keeps_the_order_of_the_loop and ladder'",
+    ),
+    # generate.py
+    ("generate.py", "select = (last - start).clamp(", "select = (last - start + 1).clamp(", CHUNKS),
+    ("generate.py", "torch.where((last >= start)", "torch.where((last > start)", CHUNKS),
+    ("generate.py", "logits < logits.topk(top_k)", "logits <= logits.topk(top_k)", SAMPLING),
+    ("generate.py", "ordered.cumsum(-1) - ordered >= top_p", "ordered.cumsum(-1) >= top_p", SAMPLING),
+    ("generate.py", "torch.Generator(device).manual_seed(seed)", "torch.Generator(device).manual_seed(0)", SAMPLING),
+    ("generate.py", "done = [d or i in eos_ids for", "done = [i in eos_ids for", ENDS),
+    ("generate.py", "positions = positions + 1", "positions = positions + 0", ENDS),
+    ("generate.py", "tokens.shape[1] + step)", "tokens.shape[1] + step + 1)", ENDS),
+    ("generate.py", "rest = now - start - first - shown", "rest = now - start - first", "test_generate.py -k whoever"),
+    # terminal.py, launch.py
+    (
+        "terminal.py",
+        "return self.came and self.world.alone",
+        "return False",
+        "test_generate.py -k ctrl_c_stops_an_answer",
+    ),
+    ("terminal.py", "        ids = ids + row\n", "", "test_generate.py -k 'interactive_goes_on and 1'"),
+    ("launch.py", 'if address.startswith("127."):', "if False:", LINK + "the_interface_is"),
+    ("launch.py", 'wiring = "hybrid"', 'wiring = "ladder"', "test_flags.py -k 'ladder-layers=4'"),
+    ("launch.py", "        if not existed:\n", "        if False:\n", "test_flags.py -k file_to_append"),
+    ("launch.py", "for message in self.gather(error):", "for message in [error]:", "test_tp.py -k error_of_one_rank"),
+    ("launch.py", "_let_preempt(threads)\n        dist", "dist", LINK + "preempt"),
+    # checkpoint.py
+    ("checkpoint.py", "            start += b - a\n", "            start = 0\n", "test_cpu.py -k filling"),
+    ("checkpoint.py", "            if lost:\n", "            if False:\n", FILES),
+    ("checkpoint.py", "if size > room and shards[-1]:", "if False:", CONVERT + "output_is_sharded"),
+    (
+        "checkpoint.py",
+        "        shutil.rmtree(temporary, ignore_errors=True)\n",
+        "        pass\n",
+        "test_quantize.py -k interrupted_run",
+    ),
+    ("checkpoint.py", "return type(value) is kind and", "return isinstance(value, kind) and",
+     "test_model.py -k one_clear"),
+    ("checkpoint.py", "value >= 0", "value > 0", "test_model.py -k good_config"),
+    # tokenizer.py
+    (
+        "tokenizer.py",
+        "([] if self.bos_id is None else [self.bos_id]) + self",
+        "[] + self",
+        "test_tokenizer.py -k 'round_trip'",
+    ),
+    ("tokenizer.py", 'if text.endswith("\\ufffd"):', "if False:", STREAM),
+    ("tokenizer.py", "self.start = len(self.ids) - 8", "self.start = len(self.ids)", STREAM),
+    ("tokenizer.py", "skip_special_tokens=True", "skip_special_tokens=False", "test_tokenizer.py -k round_trip"),
+    # convert_hf_checkpoint.py
+    ("convert_hf_checkpoint.py", "for t in (q, k, v)], dim=1)", "for t in (q, v, k)], dim=1)", CONVERT + "parity"),
+    ("convert_hf_checkpoint.py", ".transpose(1, 2).flatten(0, 2)", ".flatten(0, 2)", CONVERT + "interleaved"),
+    (
+        "convert_hf_checkpoint.py",
+        "= list(config.stale_layers)",
+        "= list(config.stale_layers)[1:]",
+        "test_convert.py -k ladder_layers_of_a_config",
+    ),
+    # quantize.py, kernels/
+    ("quantize.py", "((high - low) / 15)", "((high - low) / 16)", QUANT + "int4_is_within"),
+    ("quantize.py", ".clamp_(0, 15)", ".clamp_(0, 14)", QUANT + "int4_is_within"),
+    ("quantize.py", "amax(dim=1, keepdim=True) / 127", "amax() / 127", QUANT + "int8_is_within"),
+    ("kernels/int_linear.py", "(weight & 15, weight >> 4)", "(weight >> 4, weight & 15)", QUANT + "definition"),
+    ("kernels/int_linear.py", "addcmul(zeros[", "addcmul(-zeros[", QUANT + "definition"),
+    ("kernels/int_linear.py", "first = start % size // smaller", "first = 0", QUANT + "straddle"),
+    ("kernels/cpu.py", "q = low | high << 4", "q = high | low << 4", QUANT + "packed_rows"),
+    ("kernels/cpu.py", "start = -every.data_ptr() % HUGE", "start = 64", "test_cpu.py -k huge_pages"),
+    (
+        "kernels/cpu.py",
+        "pairs = self.weight[:, :, 0].unflatten(-1, (2, 16, 2))[panel, :, :, lane]",
+        "pairs = self.weight.view(torch.bfloat16)[:, :, 0].unflatten(-1, (2, 16))[panel, :, :, lane][..., None]",
+        "test_quantize.py -k copies_no_table",
+    ),
+    ("kernels/few_rows.cpp", "return x * (x < 0 ? e :", "return x * (x > 0 ? e :", FEW_INT),
+    ("kernels/few_rows.cpp", "multiply(input, gate, &up)", "multiply(input, up, &gate)", FEW_INT),
+    ("kernels/few_rows.cpp", "    panels(*up, begin, end, true);\n", "", FEW_INT),
+    ("kernels/few_rows.cpp", "(bits + 0x7fff + (bits >> 16 & 1)) >> 16", "bits >> 16", FEW_INT),
+    ("kernels/few_rows.cpp", "sums[m * W.G + k / size]", "sums[k / size]", FEW_INT),
+    ("kernels/few_rows.cpp", "(p_data[i / K] + 1, 1, T)", "(p_data[i / K], 1, T)", "test_cpu.py -k one_position"),
+    # measure/
+    ("measure/link.py", "passes * (tp_size - 1) / tp_size * wire", "passes * wire", LINK + "ring_traffic"),
+    ("measure/link.py", "max(time.perf_counter(), self.free_at)", "time.perf_counter()", LINK + "one_at_a_time"),
+    (
+        "measure/exposed.py",
+        "before = max(before, pauses.pop(0)[1])",
+        "pauses.pop(0)",
+        "test_link.py -k between_waits_and_starts",
+    ),
+    (
+        "measure/exposed.py",
+        "start, wait, settle = SingleDevice.start, SingleDevice.wait, SingleDevice.settle",
+        "pass",
+        "test_link.py -k only_sleep",
+    ),
+    ("measure/exposed.py", "1 - (step - silent) / (count * alone)", "(step - silent) / (count * alone)",
+     LINK + "the_report"),
+    ("measure/clock.py", "max(self.now, self.delivered) + self", "self.now + self", LINK + "clock_adds_up"),
+    (
+        "measure/timing.py",
+        "    for _ in range(rounds):\n        for name, way in ways.items():\n",
+        "    for name, way in ways.items():\n        for _ in range(rounds):\n",
+        "test_link.py -k in_turns",
+    ),
+    ("measure/report.py", 'if not n.startswith("tok_embeddings.")', "if True", "test_generate.py -k step_bytes"),
+    ("measure/report.py", ' and r["step_bytes"] >= LARGE:', ":", LINK + "share_of_the_bandwidth"),
+    ("measure/report.py", "size / statistics.median(", "size / statistics.mean(", LINK + "median_of_some"),
+    (
+        "measure/results.py",
+        "text = number(statistics.median(values))",
+        "text = number(statistics.mean(values))",
+        "test_bench.py -k cells_are_medians",
+    ),
+    (
+        "measure/results.py",
+        'f"{statistics.median(ratios):.2f}x"',
+        'f"{statistics.mean(ratios):.2f}x"',
+        "test_bench.py -k cells_are_medians",
+    ),
+    ("measure/results.py", " and other_low <= high", "", "test_bench.py -k told_from"),
+    # adapt.py, eval.py
+    ("adapt.py", "[*tokenizer.encode(d), eos]", "tokenizer.encode(d)", "test_adapt.py"),
+    ("adapt.py", "F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())",
+     "F.cross_entropy(logits.flatten(0, 1).float(), windows[:, :-1].flatten())", "test_adapt.py"),
+    ("eval.py", "stop - (size - stride)", "stop - stride", QUANT + "windows_score"),
+    ("eval.py", "row[begin - 1 :]", "row[begin:]", QUANT + "nats_against"),
+]  # fmt: skip
+
+
+def killed(folder, file, old, new, tests):
+    """Whether the tests fail with the mutant in a copy of the tree; None when the old text is not there just once."""
+    path = folder / file
+    text = path.read_text()
+    if text.count(old) != 1:
+        return None
+    path.write_text(text.replace(old, new))
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    if file.endswith(".cpp"):
+        environment["XDG_CACHE_HOME"] = str(folder / "cache")
+    name, *flags = shlex.split(tests)
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", f"tests/{name}", *flags]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    path.write_text(text)
+    if done.returncode not in (0, 1):  # no test has that name, or the mutant cannot be imported
+        print(done.stdout[-2000:], done.stderr[-2000:])
+    return done.returncode == 1
+
+
+def main(words):
+    chosen = [m for m in MUTANTS if not words or any(word in part for word in words for part in m[:3])]
+    start, bad = time.perf_counter(), 0
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder) / "tree"
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "docs"))
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        for file, old, new, tests in chosen:
+            found = killed(folder, file, old, new, tests)
+            bad += not found
+            what = {True: "killed", False: "SURVIVED", None: "NOT FOUND"}[found]
+            print(f"{what:9} {file}: {old.strip()!r} -> {new.strip()!r}  ({tests})", flush=True)
+    print(f"{len(chosen)} mutants, {bad} not killed, {time.perf_counter() - start:.0f} s")
+    sys.exit(bad > 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

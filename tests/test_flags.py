@@ -1,0 +1,213 @@
+"""Bad flags of every script: one line that names the flag, exit code 2, nothing written."""
+
+import importlib
+import os
+
+import pytest
+import torch
+from helpers import ROOT, random_model
+
+import checkpoint
+import launch
+from model import Config, InputError
+
+# script: (the flags that all have, {more flags: the line}). A "{}" is a folder that holds empty, short and long texts.
+SCRIPTS = {
+    "generate": (
+        "--checkpoint {tiny}",
+        {
+            "": "no prompt: give --prompt",
+            "--prompt=": "--prompt is empty",
+            "--prompt-ids=": "a prompt has no tokens",
+            "--prompt-ids=1,x": "--prompt-ids '1,x' is not a list of numbers",
+            "--prompt-ids=1,300": "token id 300 is outside the vocabulary of 300",
+            "--prompt-ids=-1": "token id -1 is outside",
+            "--prompt-length=64": "--prompt-length 64 leaves no room in the context of 64",
+            "--prompt-length=0": "--prompt-length: '0' is not a whole number from 1",
+            "--prompt-length=3000000000000": "--prompt-length: '3000000000000' is not a whole number from 1",
+            "--prompt-length=1.5": "--prompt-length: '1.5' is not a whole number from 1",
+            "--prompt=a --batch=0": "--batch: '0' is not a whole number from 1",
+            "--prompt=a --prompt=b --batch=3": "--batch 3 is not a multiple of the 2 prompts",
+            "--prompt=a --max-new-tokens=-5": "--max-new-tokens: '-5' is not a whole number from 1",
+            "--prompt=a --temperature=-1": "--temperature: '-1' is not a number from 0",
+            "--prompt=a --temperature=nan": "--temperature: 'nan' is not a number from 0",
+            "--prompt=a --top-p=0": "--top-p: '0' is not a number above 0 to 1",
+            "--prompt=a --top-p=1.1": "--top-p: '1.1' is not a number above 0 to 1",
+            "--prompt=a --seed=-1": "--seed: '-1' is not a whole number from 0",
+            "--prompt=a --seed=99999999999999999999": "--seed: '99999999999999999999' is not a whole number from 0",
+            "--prompt=a\udcff": "is not valid UTF-8",
+            "--prompt=a --top-k=0": "--top-k: '0' is not a whole number from 1",
+            "--prompt=a --wiring=laddr": "unknown --wiring 'laddr'; known: standard, ladder, hybrid",
+            "--prompt=a --wiring=hybrid": "--wiring hybrid needs --ladder-layers",
+            "--prompt=a --ladder --wiring=parallel": "contradict",
+            "--prompt=a --ladder-layers=4": "from 1 to 3",
+            "--prompt=a --ladder-layers=1,7": "from 0 to 2",
+            "--prompt=a --ladder-layers=x": "--ladder-layers 'x' is neither",
+            "--prompt=a --ladder-layers=1 --wiring=desync": "--ladder-layers is for --wiring hybrid",
+            "--prompt=a --desync-period=4": "--desync-period is for --wiring desync",
+            "--prompt=a --desync-period=0": "--desync-period: '0' is not a whole number from 1",
+            "--prompt=a --random-weights": "--random-weights goes with --model",
+            "--prompt=a --context=9": "--context is for --interactive",
+            "--prompt=a --interactive": "--interactive does not go with --prompt",
+            "--interactive --batch=2": "--interactive does not go with --batch",
+            "--interactive --json=x": "--interactive does not go with --json",
+            "--prompt=a --device=tpu": "no such device: tpu; this machine has cpu",
+            "--prompt=a --device=cuda:99": "no such device: cuda:99; this machine has cpu",
+            "--prompt=a --model=8b": "give either --checkpoint DIR or --model NAME",
+            "--prompt=a --chat": "no chat template",
+            "--prompt=a --json=/nowhere/x": "--json: /nowhere/x cannot be written: No such file",
+            "--prompts-file=/nowhere": "--prompts-file /nowhere: No such file",
+            "--prompts-file={}/empty": "empty is empty: it takes one prompt a line",
+            "--prompt=a --dtype=int3": "--dtype: invalid choice: 'int3'",
+            "--prompt=a --no-such-flag": "unrecognized arguments: --no-such-flag",
+            "--checkpoint=/nowhere": "/nowhere is not a checkpoint folder",
+            "--prompt=a --profile=/proc/nowhere/x": "--profile /proc/nowhere/x cannot be made: ",
+            "--prompt=a --profile=/proc": "--profile: /proc/rank0.json cannot be written: ",
+            "--prompt=a --link=pcie": "one rank has no link (--link, --exposed): start two or more with torchrun, or",
+            "--prompt=a --exposed": "one rank has no link",
+            "--prompt=a --link=carrier-pigeon": "unknown --link 'carrier-pigeon'; known: free, nvlink,",
+            "--prompt=a --link-latency-us=-1": "--link-latency-us: '-1' is not a number from 0 to 1e+07",
+            "--prompt=a --link-latency-us=1e30": "--link-latency-us: '1e30' is not a number from 0",
+            "--prompt=a --link-latency-us=nan": "--link-latency-us: 'nan' is not a number",
+            "--prompt=a --link-gbps=0": "--link-gbps: '0' is not a number from 0.001 to 1e+06",
+            "--prompt=a --link-gbps=nan": "--link-gbps: 'nan' is not a number",
+            "--prompt=a --simulate-tp=1": "--simulate-tp: '1' is not a whole number from 2",
+            "--prompt=a --simulate-tp=8": "--simulate-tp needs a link to predict",
+            "--prompt=a --simulate-tp=16 --link=pcie": "tp 16 cannot shard n_heads 15: use 1 to 15 ranks",
+        },
+    ),
+    "generate of a named size": (
+        "",
+        {
+            "": "give either --checkpoint DIR or --model",
+            "--model 9b --random-weights": "--model: invalid choice: '9b' (choose from '1b', '3b', '8b'",
+            "--model 8b": "add --random-weights",
+            "--model 8b --random-weights --prompt a": "--model has no tokenizer: use --prompt-ids",
+            "--model 1b --random-weights --prompt-length 3 --n-layers 17": "--n-layers is 17 but 1b has 16",
+            "--model 1b --random-weights --prompt-length 3 --quant int8 --group-size 64": "a group size is for int4",
+        },
+    ),
+    "eval": (
+        "--checkpoint {tiny} --text {}/long",
+        {
+            "--window 65": "--window 65 is longer than the context of 64",
+            "--window 8 --stride 8": "--stride 8 is no less than the window of 8",
+            "--window 1": "--window: '1' is not a whole number from 2",
+            "--stride 0": "--stride: '0' is not a whole number from 1",
+            "--text /nowhere": "--text /nowhere: No such file or directory",
+            "--max-tokens 2 --text {}/empty": "has 1 tokens with BOS, but scoring takes two or more",
+            "--json /nowhere/x": "--json: /nowhere/x cannot be written",
+            "--max-tokens 2 --json /dev/full": "/dev/full cannot be written: No space left on device",
+        },
+    ),
+    "quantize": (
+        "--checkpoint {even} --out {}/out",
+        {
+            "--mode int3": "--mode: invalid choice: 'int3' (choose from 'int8', 'int4')",
+            "--mode int4 --group-size 48": "group size 48 is none of 32, 64, 128",
+            "--mode int8 --group-size 64": "a group size is for int4",
+            "--mode int4 --group-size 0": "group size 0 is none of 32, 64, 128",
+            "--mode int8 --keep w9": "cannot keep 'w9' from being quantized; known: tok_embeddings, wqkv",
+            "--mode int4 --iterations -1": "--iterations: '-1' is not a whole number from 0",
+            "--mode int8 --iterations 3": "--iterations is for --mode int4",
+            "--mode int8 --keep wqkv,wo,w1,w2,w3,output,tok_embeddings": "leaves nothing to quantize",
+            "--mode int8 --checkpoint /nowhere": "/nowhere is not a checkpoint folder",
+        },
+    ),
+    "convert_hf_checkpoint": (
+        "{}",
+        {
+            "": "give either --out DIR or --to-hf DIR",
+            "--out {}/out --to-hf {}/out": "give either --out DIR or --to-hf DIR",
+            "--out {}/out": "has no config.json: it is no Hugging Face folder",
+            "--out {}/out --tokenizer /nowhere": "--tokenizer /nowhere: no such file",
+            "--out {}/out --shard-gb 0": "--shard-gb: '0' is not a number above 0",
+            "--to-hf {}/out": "is not a checkpoint folder: it has no config.json",
+        },
+    ),
+    "adapt": (
+        "--text {}/long --valid {}/long --out {}/out --vocab-size 300 --dim 32 --n-layers 2 --n-heads 4 --n-kv-heads 2 "
+        "--intermediate-size 48 --seq-len 16 --steps 20 --eval-every 20 --warmup 5 --batch 8",
+        {
+            "--steps 0": "--steps: '0' is not a whole number from 1",
+            "--lr 0": "--lr: '0' is not a number above 0",
+            "--dim 30": "--dim 30 is not a multiple of --n-heads 4",
+            "--dropout 1": "--dropout: '1' is not a number from 0 to 0.99",
+            "--vocab-size 100000": "--vocab-size 100000 does not suit the text",
+            "--seq-len 5000": "need more than --seq-len 5000 tokens",
+            "--n-kv-heads 3": "n_heads 4 is not a multiple of n_kv_heads 3",
+            "--ladder-layers 3": "from 1 to 2",
+            "--text /nowhere": "/nowhere: No such file",
+            "--lr 1e9": "try a smaller --lr",
+        },
+    ),
+    "measure.probe": (
+        "",
+        {
+            "--json /nowhere/x": "--json: /nowhere/x cannot be written",
+            "--device tpu": "no such device: tpu; this machine has cpu",
+        },
+    ),
+}
+CASES = [(name, always, more, lines[more]) for name, (always, lines) in SCRIPTS.items() for more in lines]
+
+
+@pytest.fixture(scope="session")
+def even(tmp_path_factory):
+    """A checkpoint that every kind of integers suits."""
+    folder = tmp_path_factory.mktemp("even")
+    config = Config(1, 8, 4, 16, 128, 256, 1024, 64)
+    checkpoint.write_model(folder, config, random_model(config).state_dict(), torch.bfloat16)
+    return folder
+
+
+@pytest.mark.parametrize("name, always, more, line", CASES, ids=lambda v: v if isinstance(v, str) else None)
+def test_bad_flags_are_one_clear_line_and_leave_nothing(name, always, more, line, request, tmp_path, monkeypatch):
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "long").write_text("Once upon a time there was a little dog.\n<|endoftext|>\nIt ran to the park. " * 30)
+    folders = {n: request.getfixturevalue(n) for n in ("tiny", "even") if f"{{{n}}}" in always}
+    argv = [word.replace("{}", str(tmp_path)).format(**folders) for word in f"{always} {more}".split()]
+    main = importlib.import_module(name.split()[0]).main
+    monkeypatch.setattr("sys.argv", [name, *argv])
+    with pytest.raises(InputError) as error:
+        main()
+    assert line in str(error.value) and "\n" not in str(error.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "long"]
+
+
+def test_run_prints_the_line_and_ends_with_2(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["/some/where/x.py"])
+
+    def main():
+        raise InputError("--x is wrong")
+
+    with pytest.raises(SystemExit) as end:
+        launch.run(main)
+    assert end.value.code == 2 and capsys.readouterr().err == "x.py: --x is wrong\n"
+
+
+@pytest.mark.parametrize("name", ["quantize", "adapt"])
+def test_several_ranks_are_refused(name, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    always = SCRIPTS[name][0].replace("{even}", "x").replace("{}", "x")
+    with pytest.raises(InputError, match="one process"):
+        importlib.import_module(name).main([*always.split(), *["--mode", "int8"] * (name == "quantize")])
+
+
+@pytest.mark.parametrize("text", ["1", "7", "2147483647"])
+def test_a_count_is_taken(text):
+    assert launch.count(text) == int(text)
+
+
+def test_a_file_to_append_to_is_tried_and_left_as_it_was(tmp_path):
+    path = tmp_path / "x.jsonl"
+    assert launch.appendable(str(path)) == str(path) and not path.exists()
+    launch.append_line(path, {"a": 1})
+    assert launch.appendable(str(path)) == str(path)
+    launch.append_line(path, {"a": [2]})
+    assert path.read_text() == '{"a": 1}\n{"a": [2]}\n'
+
+
+@pytest.mark.parametrize("script", ["generate.py", "bench.sh"])
+def test_a_script_of_the_first_page_can_be_started(script):
+    assert (ROOT / script).is_file() and (script.endswith(".py") or os.access(ROOT / script, os.X_OK))
