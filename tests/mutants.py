@@ -91,7 +91,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     ),
     ("terminal.py", "        ids = ids + row\n", "", "test_generate.py -k 'interactive_goes_on and 1'"),
     ("launch.py", 'if address.startswith("127."):', "if False:", LINK + "the_interface_is"),
-    ("launch.py", 'wiring = "hybrid"', 'wiring = "ladder"', "test_flags.py -k 'ladder-layers=4'"),
+    ("launch.py", 'wiring = "hybrid"', 'wiring = "ladder"', "test_flags.py -k 'bad_flags and generate'"),
     ("launch.py", "        if not existed:\n", "        if False:\n", "test_flags.py -k file_to_append"),
     ("launch.py", "for message in self.gather(error):", "for message in [error]:", "test_tp.py -k error_of_one_rank"),
     ("launch.py", "_let_preempt(threads)\n        dist", "dist", LINK + "preempt"),
@@ -139,7 +139,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     (
         "kernels/cpu.py",
         "pairs = self.weight[:, :, 0].unflatten(-1, (2, 16, 2))[panel, :, :, lane]",
-        "pairs = self.weight.view(torch.bfloat16)[:, :, 0].unflatten(-1, (2, 16))[panel, :, :, lane][..., None]",
+        "pairs = self.weight[:, :, 0].view(torch.bfloat16).unflatten(-1, (2, 16))[panel, :, :, lane][..., None]",
         "test_quantize.py -k copies_no_table",
     ),
     ("kernels/few_rows.cpp", "return x * (x < 0 ? e :", "return x * (x > 0 ? e :", FEW_INT),
@@ -187,7 +187,7 @@ MUTANTS = [  # (file, old text, new text, tests)
         'f"{statistics.mean(ratios):.2f}x"',
         "test_bench.py -k cells_are_medians",
     ),
-    ("measure/results.py", " and other_low <= high", "", "test_bench.py -k told_from"),
+    ("measure/results.py", "low <= other_high and ", "", "test_bench.py -k told_from"),
     # adapt.py, eval.py
     ("adapt.py", "[*tokenizer.encode(d), eos]", "tokenizer.encode(d)", "test_adapt.py"),
     ("adapt.py", "F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())",

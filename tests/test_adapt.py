@@ -33,4 +33,8 @@ def test_a_ladder_is_trained_and_written(flags, tmp_path, capfd):
     net = tp.load_shard(config, checkpoint.Weights(tmp_path / "out"), torch.float32, "cpu")
     nats = adapt.validation_loss(net, ids, 16, 8)
     assert nats < 4  # a uniform guess is 5.7
+    with torch.no_grad():  # each token given those before it in its window
+        told = [net(ids[None, i : i + 16])[0].log_softmax(-1) for i in range(0, len(ids) - 16, 16)]
+    told = [-row[range(16), ids[16 * i + 1 : 16 * i + 17]].mean().item() for i, row in enumerate(told)]
+    assert nats == pytest.approx(sum(told) / len(told), rel=1e-4)
     assert f"best validation loss {nats:.4f}" in printed

@@ -200,6 +200,7 @@ def test_what_cannot_be_built_on_two_ranks_is_one_line(folder, tmp_path):
     assert sum(said.startswith(line) for said in done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_two_build_at_once_and_again_what_is_damaged(tmp_path):
     cpu.build()
     [built] = [path for path in torch.ops.loaded_libraries if "few_rows" in str(path)]

@@ -107,9 +107,9 @@ def greedy(tiny):
 
 MAIN = [(1, "standard", [], None), (1, "ladder", ["--compile"], None)]
 MAIN += [(ranks, wiring, [], None) for ranks in (2, 3, 4) for wiring in ("standard", "ladder")]
-MAIN += [(2, "ladder", ["--compile"], None), (2, "standard", [], launched), (3, "ladder", [], launched)]
+MAIN += [(3, "ladder", [], launched)]
 SLOW = [(1, "ladder", ["--compile", "--compile-prefill", "--prefill-chunk", "7"], None)]
-SLOW += [(2, "ladder", ["--compile"], launched), (4, "ladder", [], launched)]
+SLOW += [(2, "standard", [], launched), (2, "ladder", ["--compile"], launched), (4, "ladder", [], launched)]
 MAIN += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 

@@ -124,4 +124,6 @@ def test_a_config_that_makes_no_model_is_one_clear_line(changes, message):
 
 
 def test_a_good_config_is_taken():
-    assert checkpoint.make_config(json.loads(json.dumps(dataclasses.asdict(BASE))), "config.json") == BASE
+    first = {"wiring": "hybrid", "ladder_layers": (0,)}  # ids and layers count from 0
+    for config in (BASE, dataclasses.replace(BASE, bos_id=0, eos_ids=(0, 2), **first)):
+        assert checkpoint.make_config(json.loads(json.dumps(dataclasses.asdict(config))), "config.json") == config

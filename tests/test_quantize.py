@@ -1,6 +1,7 @@
 """Integer weights: how they are made and stored, their products, the models that hold them, eval.py."""
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -56,7 +57,12 @@ class Floats(StateWeights):
 
 
 def quantized_state(config, iterations=2):
-    """The state dict of random_model, quantized."""
+    """The state dict of random_model, quantized; that of a standard model, for any wiring."""
+    return _quantized_state(dataclasses.replace(config, wiring="standard", ladder_layers=None), iterations)
+
+
+@functools.cache
+def _quantized_state(config, iterations):
     plain = dataclasses.replace(config, quant=None, group_size=None, kept=())
     state = {
         k: v for k, v in random_model(plain).state_dict().items() if k != "output.weight" or not plain.tie_embeddings

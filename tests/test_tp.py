@@ -1,6 +1,7 @@
 """Tensor parallelism: what each rank holds, and that all ranks together compute what one device does."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from reference import Reference
 
 import launch
 import tp
+from kernels import cpu
 from model import WIRINGS, InputError
 
 SHAPES = {  # every kind of split at tp 2, 3, 4: even, uneven, replicated KV heads, odd sizes
@@ -78,43 +80,37 @@ def test_a_rank_reads_only_its_slice():
         assert count == state[name].numel() // (1 if whole else 4), name
 
 
-def logits_of(world, cases, compile):
+def logits_of(world, cases, **compile):
     """The logits of every case on this rank."""
-    return [
-        last_logits(shard(config, world), *unequal_rows(config), compile=compile, compile_prefill=compile)
-        for config in cases
-    ]
+    return [last_logits(shard(config, world), *unequal_rows(config), **compile) for config in cases]
 
 
-def halves(world, cases):
-    """(logits of bfloat16 with few_rows.cpp, compiled; the same without) of each case on this rank."""
-    return [
-        [last_logits(shard(config, world, torch.bfloat16), *unequal_rows(config), compile=c) for c in (True, False)]
-        for config in cases
-    ]
+def halves(world, config, compile):
+    """Logits in bfloat16 on this rank: plain, and with few_rows.cpp, which --compile takes."""
+    nets = [shard(config, world, torch.bfloat16) for _ in range(2)]
+    cpu.use_few_rows(nets[1])
+    return [last_logits(net, *unequal_rows(config), compile=c) for net, c in zip(nets, (False, compile), strict=True)]
 
 
-def check_few_rows(tp_size, cases):
-    cases = [dataclasses.replace(BASE, **changes, **HALVED) for changes in cases]
-    ranks = run_ranks(tp_size, halves, cases)
-    for config, *answers in zip(cases, *ranks, strict=True):
-        compiled, eager = answers[0]
-        assert all(torch.equal(other[0], compiled) for other in answers)
-        expected = expected_logits(config, tp_size)
-        assert (compiled - expected).abs().max() < 0.05 * expected.abs().max()
-        assert (compiled - expected).abs().mean() < 1.2 * (eager - expected).abs().mean()
+def check_few_rows(tp_size, changes, compile):
+    config = dataclasses.replace(BASE, **changes, **HALVED)
+    answers = run_ranks(tp_size, halves, config, compile)
+    plain, fast = answers[0]
+    assert all(torch.equal(other[1], fast) for other in answers)
+    expected = expected_logits(config, tp_size)
+    assert (fast - expected).abs().max() < 0.05 * expected.abs().max()
+    assert (fast - expected).abs().mean() < 1.2 * (plain - expected).abs().mean()
 
 
-def test_few_rows_on_two_ranks_compute_what_one_device_does():
-    check_few_rows(2, [LADDER])
+@pytest.mark.parametrize("tp_size", [2, 3, 4])
+def test_few_rows_on_ranks_compute_what_one_device_does(tp_size):
+    check_few_rows(tp_size, LADDER, compile=False)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "tp_size, changes", [(2, {"wiring": "parallel"}), (3, {"wiring": "parallel"}), (4, {"wiring": "ladder"})]
-)
-def test_few_rows_on_all_ranks_compute_what_one_device_does(tp_size, changes):
-    check_few_rows(tp_size, [changes])
+@pytest.mark.parametrize("tp_size, wiring", [(2, "ladder"), (2, "parallel"), (3, "parallel"), (4, "ladder")])
+def test_compiled_few_rows_on_ranks_compute_what_one_device_does(tp_size, wiring):
+    check_few_rows(tp_size, {"wiring": wiring}, compile=True)
 
 
 def expected_logits(config, tp_size):
@@ -134,9 +130,9 @@ def expected_logits(config, tp_size):
     return torch.stack(rows)
 
 
-def check_ranks(tp_size, cases, compile):
+def check_ranks(tp_size, cases, **compile):
     cases = [dataclasses.replace(BASE, **changes) for changes in cases]
-    ranks = run_ranks(tp_size, logits_of, cases, compile)
+    ranks = run_ranks(tp_size, functools.partial(logits_of, cases=cases, **compile))
     for case, config in enumerate(cases):
         logits = ranks[0][case]
         for other in ranks[1:]:
@@ -150,7 +146,7 @@ def check_ranks(tp_size, cases, compile):
 
 @pytest.mark.parametrize("tp_size", [2, 3, 4])
 def test_all_ranks_compute_what_one_device_does(tp_size):
-    check_ranks(tp_size, CASES, compile=False)
+    check_ranks(tp_size, CASES)
 
 
 def test_compiled_ranks_compute_what_one_device_does():
@@ -160,7 +156,7 @@ def test_compiled_ranks_compute_what_one_device_does():
 @pytest.mark.slow
 @pytest.mark.parametrize("tp_size, changes", [(n, c) for n in COMPILED for c in COMPILED[n]], ids=str)
 def test_compiled_ranks_of_every_wiring_compute_what_one_device_does(tp_size, changes):
-    check_ranks(tp_size, [{**changes, **UNEVEN}], compile=True)
+    check_ranks(tp_size, [{**changes, **UNEVEN}], compile=True, compile_prefill=True)
 
 
 def test_the_numbers_of_ranks_matter_where_the_table_says_so():

@@ -19,7 +19,7 @@ from kernels import cpu
 from measure.clock import count_all_reduces, run_clock
 from model import WIRINGS, Wiring
 
-FEW = [changes for changes in WIRED if changes["wiring"] in ("standard", "ladder")]
+ONE_EACH = [*{changes["wiring"]: changes for changes in WIRED}.values()]  # hybrid (1,) has a seam on either side
 
 
 @pytest.mark.parametrize("changes", WIRED, ids=wired_id)
@@ -124,6 +124,7 @@ def test_order_of_the_plain_loop(changes, order):
 
 def generated_code(config, world, batch, length, dtype):
     """The code that Inductor generates for decode or prefill, which is neither compiled nor run."""
+    import torch._inductor.config
     from torch._inductor.utils import get_code
 
     torch._dynamo.reset()
@@ -133,7 +134,8 @@ def generated_code(config, world, batch, length, dtype):
     kwargs = {"cache": net.new_cache(batch, 16)}
     if length == 1:
         kwargs.update(positions=torch.zeros(batch, 1, dtype=torch.long), cache_length=16)
-    with torch.no_grad():
+    uncached = torch._inductor.config.patch(force_disable_caches=True)  # what is cached is not generated
+    with torch.no_grad(), uncached:
         return "\n".join(get_code(torch.compile(net, fullgraph=True), tokens, **kwargs))
 
 
@@ -175,7 +177,7 @@ def check_compiled_order(changes, world, length=1, dtype=torch.float32):
     assert squeeze(found) == squeeze([*eager_order(config), "c"])  # and the output head
 
 
-@pytest.mark.parametrize("changes", WIRED, ids=wired_id)
+@pytest.mark.parametrize("changes", ONE_EACH, ids=wired_id)
 def test_compiled_code_keeps_the_order_of_the_loop(changes, fake_world):
     check_compiled_order(changes, fake_world(0, 2))
 
@@ -184,20 +186,19 @@ KINDS = {"prefill": (5, torch.float32), "decode with few_rows": (1, torch.bfloat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("changes", FEW, ids=wired_id)
-def test_a_compiled_prefill_and_few_rows_keep_it_too(changes, kind, fake_world):
-    check_compiled_order(changes, fake_world(0, 2), *KINDS[kind])
+def test_a_compiled_prefill_and_few_rows_keep_it_too(kind, fake_world):
+    check_compiled_order({"wiring": "ladder"}, fake_world(0, 2), *KINDS[kind])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("changes", [c for c in WIRED if c not in FEW], ids=wired_id)
-def test_a_compiled_prefill_and_few_rows_keep_it_in_other_wirings(changes, kind, fake_world):
+@pytest.mark.parametrize("changes", WIRED, ids=wired_id)
+def test_a_compiled_prefill_and_few_rows_keep_it_in_every_wiring(changes, kind, fake_world):
     check_compiled_order(changes, fake_world(0, 2), *KINDS[kind])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank, tp_size", [(1, 2), (0, 3), (0, 4)])
+@pytest.mark.parametrize("rank, tp_size", [(0, 2), (1, 2), (0, 3), (0, 4)])
 @pytest.mark.parametrize("changes", WIRED, ids=wired_id)
 def test_every_ranks_compiled_code_keeps_it(changes, rank, tp_size, fake_world):
     check_compiled_order(changes, fake_world(rank, tp_size))
