@@ -2,7 +2,7 @@
 PYTHON ?= python3
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo test test-all gpu lint clean
 
 demo: .venv/installed
 	.venv/bin/torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt "Once upon a time" \
@@ -14,6 +14,14 @@ test: .venv/installed-dev lint
 # and what takes longer
 test-all: test
 	.venv/bin/python -m pytest -n 2 --dist worksteal -m slow
+
+# for a machine with a GPU, whose PYTHON has what requirements-dev.txt lists: installs nothing, ends within nine minutes
+gpu: SHELL := bash
+gpu: GPU_RESULTS ?= benchmarks/results
+gpu:
+	LADDER_TEST_GPU=1 timeout 200 $(PYTHON) -m pytest -q tests/test_gpu.py; failed=$$?; \
+	$(PYTHON) -m benchmarks.gpu --seconds $$((530 - SECONDS)) --json $(GPU_RESULTS)/gpu.jsonl \
+		--traces $(GPU_RESULTS)/gpu-traces && exit $$failed
 
 lint: .venv/installed-dev
 	.venv/bin/ruff check .

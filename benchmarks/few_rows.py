@@ -1,31 +1,27 @@
 """Bandwidth of few_rows.cpp by rows of x, beside oneDNN's matmul and a plain sum of the same weights, in turns.
 
-For int8 and int4 the other way is that of many rows: floats, a piece at a time, and then oneDNN.
+OMP_NUM_THREADS=1 python -m benchmarks.few_rows --json few_rows.jsonl
 
-OMP_NUM_THREADS=1 python benchmarks/few_rows.py --json benchmarks/few_rows.jsonl
-
-Each line is a matrix shape of Llama 3.2 1B and a number of rows: GB/s of weights in their own bytes (median of 7 passes
-over 300 million weights: 600 MB in bfloat16).
+For int8 and int4 the other way is that of many rows: floats, a piece at a time, and then oneDNN. Each line is a matrix
+shape of Llama 3.2 1B and a number of rows: GB/s of weights in their own bytes (median of 7 passes over 300 million
+weights: 600 MB in bfloat16).
 """
 
-import json
 import statistics
-import sys
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import checkpoint
-import cpu
-import exposed
-import int_linear
-import report
-import tp
+import launch
+from benchmarks.lines import command
+from kernels import cpu, int_linear
+from measure import report
+from measure.results import markdown
+from measure.timing import in_turns, timed
 
-CPU = torch.device("cpu")
-SHAPES = [(8192, 2048), (2048, 8192), (128256, 2048)]
+SHAPES = [(8192, 2048), (2048, 8192), (128256, 2048)]  # of W
+ROWS = [1, 2, 4, 8, 16, 24, 32, 64, 96, 128]
+WEIGHTS = 300_000_000
 
 
 def integers(N, K, quant):
@@ -42,8 +38,7 @@ def integers(N, K, quant):
 @torch.inference_mode()
 def rates(weights, ints, rows):
     """GB/s of each way to read the weights: the median of 7 passes, in turns. ints: {quant: [integers, ...]}."""
-    x = torch.randn(rows, weights[0].shape[1]).bfloat16()
-    ops = torch.ops.ladder
+    x, ops = torch.randn(rows, weights[0].shape[1]).bfloat16(), torch.ops.ladder
     ways = {
         "few_rows": (weights, lambda: [ops.few_rows(x, w) for w in weights]),
         "oneDNN": (weights, lambda: [F.linear(x, w) for w in weights]),
@@ -53,35 +48,32 @@ def rates(weights, ints, rows):
         tensors = [weight for weight, *_ in packed]
         ways[quant] = tensors, lambda packed=packed: [ops.few_rows_int(x, *parts) for parts in packed]
         ways[f"{quant} as floats"] = tensors, lambda packed=packed: [ops.many_rows_int(x, *parts) for parts in packed]
-    seconds = {name: [] for name in ways}
-    for _ in range(7):
-        for name, (_, way) in ways.items():
-            seconds[name].append(exposed.timed(CPU, way))
+    seconds = in_turns({name: lambda way=way: timed("cpu", way) for name, (_, way) in ways.items()}, 7)
     return {name: sum(t.nbytes for t in ways[name][0]) / statistics.median(s) / 1e9 for name, s in seconds.items()}
 
 
-def main():
-    p = tp.Parser(__doc__)
-    p.add_argument("--json", metavar="FILE", help="append the lines to this file")
-    args = p.parse_args()
-    if args.json is not None:
-        checkpoint.check_appendable(args.json, "--json")
+def main(argv=None):
+    p = launch.Parser(__doc__)
+    launch.add_json_flag(p, "a line for each shape and number of rows")
+    args = p.parse_args(argv)
     cpu.build()
     cpu.keep_freed_memory()
-    about = {"threads": torch.get_num_threads(), "torch": torch.__version__, "commit": report.git_commit()}
-    about["processor"] = report.processor()
-    print(f"{about['threads']} threads, GB/s | rows | few_rows | oneDNN | sum | int8 | as floats | int4 | as floats")
+    about = {
+        "threads": torch.get_num_threads(), "torch": torch.__version__, "commit": report.git_commit(),
+        "processor": report.processor(), "command": command("few_rows", argv),
+    }  # fmt: skip
+    rows = []
     for N, K in SHAPES:
-        count = max(1, 300_000_000 // (N * K))
-        weights = [cpu.empty((N, K), torch.bfloat16).normal_(0, 0.02) for _ in range(count)]
-        ints = {quant: [integers(N, K, quant) for _ in range(count)] for quant in ("int8", "int4")}
-        for rows in (1, 2, 4, 8, 16, 24, 32, 64, 96, 128):
-            line = {**about, "shape": [N, K], "rows": rows, "gb_s": rates(weights, ints, rows)}
-            print(f"{N} x {K} | {rows} | " + " | ".join(f"{rate:.1f}" for rate in line["gb_s"].values()), flush=True)
+        copies = max(1, WEIGHTS // (N * K))
+        weights = [cpu.empty((N, K), torch.bfloat16).normal_(0, 0.02) for _ in range(copies)]
+        ints = {quant: [integers(N, K, quant) for _ in range(copies)] for quant in ("int8", "int4")}
+        for n in ROWS:
+            line = {**about, "shape": [N, K], "rows": n, "gb_s": rates(weights, ints, n)}
             if args.json:
-                with open(args.json, "a") as f:
-                    f.write(json.dumps(line) + "\n")
+                launch.append_line(args.json, line)
+            rows.append([f"{N} x {K}", str(n), *(f"{rate:.1f}" for rate in line["gb_s"].values())])
+    print(f"{about['threads']} threads, GB/s:\n\n" + markdown(["W", "rows of x", *line["gb_s"]], rows))
 
 
 if __name__ == "__main__":
-    tp.run(main)
+    launch.run(main)

@@ -2,9 +2,9 @@
 # Two ranks on one machine with a real slow link between them: two network namespaces joined by a veth pair, shaped by
 # tc's token bucket filter. One core a rank. Removes the namespaces when it ends, however it ends.
 #
-#   benchmarks/netns.sh "20mbit 5mbit" --wirings standard,ladder --json benchmarks/overlap-netns.jsonl
+#   benchmarks/netns.sh "20mbit 5mbit" --wirings standard,ladder --json overlap-netns.jsonl
 #
-# The first argument lists rates; the rest goes to benchmarks/overlap.py.
+# The first argument lists rates; the rest goes to overlap.py, which runs in the repository's root.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -60,7 +60,7 @@ for rate in "${rates[@]}"; do
         # the ranks find each other as torchrun would tell them
         ip netns exec "$name-$rank" env RANK=$rank WORLD_SIZE=2 MASTER_ADDR=10.231.0.1 MASTER_PORT=29500 \
             GLOO_SOCKET_IFNAME="veth$rank" OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR \
-            taskset -c $rank "$python" benchmarks/overlap.py --device cpu --links free --label "veth $rate" \
+            taskset -c $rank "$python" -m benchmarks.overlap --device cpu --links free --label "veth $rate" \
             --command "$command" "$@" &
         pids+=($!)
     done

@@ -1,24 +1,23 @@
-"""What the paper's own measurements would allow: its standard and upper-bound tok/s, put on the clock of exposed.py.
+"""What the paper's own measurements would allow: its standard and upper-bound tok/s, put on the clock of clock.py.
 
-python benchmarks/paper.py
+python -m benchmarks.paper
 
-Llama 70B, tp 8, 1024 prompt and 512 new tokens, on H100s (paper.csv): the standard step minus the upper-bound step,
-over its 160 all-reduces, is what one of them takes; the upper-bound step over the sublayers is what one of those takes.
-The published rates include the prefill, here counted as if it were decode: a few percent at batch 1, more at larger
-ones.
+Llama 70B, tp 8, 1024 prompt and 512 new tokens, on H100s (results/paper.csv): the standard step minus the upper-bound
+step, over its 160 all-reduces, is what one of them takes; the upper-bound step over the sublayers is what one of those
+takes. The published rates include the prefill, here counted as if it were decode: a few percent at batch 1, more at
+larger ones.
 """
 
 import dataclasses
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from exposed import count_all_reduces, run_clock
-from model import SIZES
-from plot import markdown, published
+import launch
+from checkpoint import SIZES
+from measure.clock import count_all_reduces, run_clock
+from measure.results import markdown, published
 
 
-def main():
+def main(argv=None):
+    launch.Parser(__doc__).parse_args(argv)
     rates = {(r["link"], r["batch"], r["wiring"]): r["tok_s"] for r in published() if r["tok_s"]}
     rows = []
     for (link, batch, wiring), rate in rates.items():
@@ -37,4 +36,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    launch.run(main)

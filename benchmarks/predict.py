@@ -1,30 +1,29 @@
 """A step of a whole model from a few of its layers: overlap.py's lines of one rank alone, put on the clock.
 
-python benchmarks/predict.py benchmarks/predict-layers.jsonl --json benchmarks/predict.jsonl
+python -m benchmarks.predict predict-layers.jsonl --json predict.jsonl
 
 Measured are the step without all-reduces (silent_ms) for two numbers of layers, and an all-reduce on its own over each
 link. A layer takes the difference over their number; its attention and its MLP share that by the bytes that they read.
-The loop of model.py, run on the clock of exposed.py, makes a step of the whole model of these. The results, beside the
-paper's (paper.csv), are two tables, and lines as bench.sh writes them, for plot.py.
+The loop of model.py, run on the clock of measure/clock.py, makes a step of the whole model of these. The results, next
+to the paper's (results/paper.csv), are two tables, and lines as bench.sh writes them, for measure/plot.py.
 """
 
 import dataclasses
 import itertools
-import json
 import statistics
-import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from overlap import read_lines
-
-import checkpoint
-import plot
-import tp
-from exposed import count_all_reduces, run_clock
-from model import SIZES, InputError
+import launch
+from benchmarks.lines import written_by
+from benchmarks.overlap import variants
+from checkpoint import SIZES
+from measure.clock import Clock
+from measure.results import markdown, published
+from model import WIRINGS, InputError
 
 PAPER_LINKS = {"nvlink": "NVLink", "pcie": "no P2P"}  # what they stand for
+KEPT = ["model", "tp", "simulated", "batch", "dtype", "device", "threads", "link", "torch", "commit"]
+KEYS = [*KEPT, "kind", "n_layers", "tokens", "wiring", "silent_ms", "all_reduce_ms"]
 
 
 def attention_share(config, tp_size, batch, tokens):
@@ -33,6 +32,24 @@ def attention_share(config, tp_size, batch, tokens):
     qkv = (config.n_heads + 2 * max(config.n_kv_heads, tp_size)) * config.head_dim
     attention = config.dim * (qkv + config.n_heads * config.head_dim) + cache
     return attention / (attention + 3 * config.dim * config.intermediate_size)
+
+
+def step_ms(config, layer, attention, all_reduce):
+    """What a step takes in the config's wiring, if a layer takes so long, its attention so long of it, and nothing else
+    takes time but the all-reduces."""
+    clock, wiring = Clock(itertools.repeat(0.0), all_reduce), WIRINGS[config.wiring]
+
+    def computing(ms):
+        def h(x):
+            clock.now += ms
+            return 0.0
+
+        return h
+
+    compute = [attention, layer - attention] if len(wiring.split(None, None, None)) == 2 else [layer]
+    layers = ((i in config.stale_layers, compute) for i in range(config.n_layers))
+    wiring.stream(0.0, [(computing(ms), stale) for stale, compute in layers for ms in compute], clock, config)
+    return clock.now
 
 
 def predictions(lines):
@@ -50,27 +67,25 @@ def predictions(lines):
         fewer, more = (statistics.median(x["silent_ms"] for x in own if x["n_layers"] == n) for n in counts)
         layer = (more - fewer) / (counts[1] - counts[0])
         rest = more - layer * counts[1]
+        known = variants(SIZES[model].n_layers)
         for line in own:
             key = model, batch, line["link"]["name"], line["wiring"]
+            if key[3] not in known:
+                raise InputError(f"unknown wiring {key[3]!r}; known: {', '.join(known)}")
+            config = dataclasses.replace(SIZES[model], **known[key[3]])
             alone = statistics.median(x["all_reduce_ms"] for x in own if x["link"]["name"] == key[2])
-            config = dataclasses.replace(SIZES[model], wiring=key[3])
             attention = layer * attention_share(config, line["tp"], batch, line["tokens"])
-            compute = [layer] if key[3] == "parallel" else [attention, layer - attention]
-            step_ms = run_clock(config, compute * config.n_layers, alone).now + rest
-            if count_all_reduces(config) == 0:  # what the clock goes by
-                step_ms += layer * config.n_layers
-            found[key] = whole(line, config.n_layers, step_ms)
+            found[key] = whole(line, known[key[3]], config.n_layers, step_ms(config, layer, attention, alone) + rest)
     for key in found:
         if (*key[:3], "standard") not in found:
             raise InputError(f"{', '.join(map(str, key))} has no standard wiring to be compared with")
     return found
 
 
-def whole(line, n_layers, step_ms):
-    """A line of the whole model, in the form of bench.sh's."""
-    keys = ["model", "wiring", "tp", "simulated", "batch", "dtype", "device", "threads", "link", "torch", "commit"]
+def whole(line, wired, n_layers, step_ms):
+    """A line of the whole model, in the form of bench.sh's. wired: its wiring, as changes of a Config."""
     return {
-        **{key: line[key] for key in keys}, "n_layers": n_layers, "quant": None, "settings": {},
+        **{key: line[key] for key in KEPT}, **wired, "n_layers": n_layers, "quant": None, "settings": {},
         "hardware": line.get("hardware", "hardware not recorded"), "prompt_tokens": line["tokens"], "new_tokens": 1,
         "tpot_ms": step_ms, "tok_s": 1e3 * line["batch"] / step_ms, "tok_s_user": 1e3 / step_ms, "ttft_ms": None,
         "prefill_s": None, "decode_s": None, "mbu": None, "exposed": None,
@@ -80,16 +95,17 @@ def whole(line, n_layers, step_ms):
 def tables(found):
     """Both tables, as one text; what the paper measured is in parentheses."""
     rates, speedups = (
-        {(r["model"], r["link"], r["wiring"], r["batch"]): r[kind] for r in plot.published() if r[kind]}
+        {(r["model"], r["link"], r["wiring"], r["batch"]): r[kind] for r in published() if r[kind]}
         for kind in ("tok_s", "speedup")
     )
     models, links = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 2))
+    wirings = [name for name in variants(2) if any(key[3] == name for key in found)]
 
     def ratio(key):
         return found[key]["tok_s"] / found[*key[:3], "standard"]["tok_s"]
 
     by_size = []
-    for model, wiring in itertools.product(models, ("ladder", "parallel", "upper-bound")):
+    for model, wiring in itertools.product(models, [w for w in wirings if w != "standard"]):
         cells = []
         for link in links:
             key, paper = (model, 4, link, wiring), speedups.get((model, PAPER_LINKS.get(link), wiring, 4))
@@ -98,7 +114,7 @@ def tables(found):
         tp_size = next(line["tp"] for key, line in found.items() if key[0] == model)
         by_size.append([model, str(tp_size), wiring, *cells])
     batches, by_batch = sorted({key[1] for key in found if key[0] == "70b"}), []
-    for link, wiring in itertools.product(links, ("standard", "parallel", "ladder", "upper-bound")):
+    for link, wiring in itertools.product(links, wirings):
         cells = []
         for batch in batches:
             key = "70b", batch, link, wiring
@@ -107,25 +123,26 @@ def tables(found):
             cells.append(text + f" ({paper[0]:.2f}, {paper[0] / paper[1]:.2f})" if all(paper) else text)
         by_batch.append([link, wiring, *cells])
     by_batch = [row for row in by_batch if any(row[2:])]
-    return (
-        "tok/s over standard's, batch 4:\n\n"
-        + plot.markdown(["model", "ranks", "wiring", *links], by_size)
-        + "\n\n70b, 8 ranks, tok/s, and over standard's:\n\n"
-        + plot.markdown(["link", "wiring", *(f"batch {b}" for b in batches)], by_batch)
-    )
+    parts = {
+        "tok/s over standard's, batch 4": (["model", "ranks", "wiring", *links], by_size),
+        "70b, 8 ranks, tok/s, and over standard's": (["link", "wiring", *(f"batch {b}" for b in batches)], by_batch),
+    }
+    return "\n\n".join(f"{title}:\n\n{markdown(*table)}" for title, table in parts.items() if table[1])
 
 
-def main():
-    p = tp.Parser(__doc__)
-    p.add_argument("files", metavar="FILE", nargs="+", help="lines of overlap.py --simulate-tp")
-    p.add_argument("--json", metavar="FILE", help="write the lines of whole models")
-    args = p.parse_args()
-    found = predictions([line for file in args.files for line in read_lines(file, flag="", writer="overlap.py")])
+def main(argv=None):
+    p = launch.Parser(__doc__)
+    layers = written_by("benchmarks/overlap.py", *KEYS)
+    p.add_argument("files", type=layers, metavar="FILE", nargs="+", help="lines of overlap.py --simulate-tp")
+    p.add_argument("--json", type=launch.appendable, metavar="FILE", help="write the lines of whole models")
+    args = p.parse_args(argv)
+    found = predictions([*itertools.chain(*args.files)])
     if args.json:
-        checkpoint.check_appendable(args.json, "--json")
-        Path(args.json).write_text("".join(json.dumps(line) + "\n" for line in found.values()))
+        Path(args.json).write_text("")  # the lines are worked out anew: those of before would be there twice
+        for line in found.values():
+            launch.append_line(args.json, line)
     print(tables(found))
 
 
 if __name__ == "__main__":
-    tp.run(main)
+    launch.run(main)

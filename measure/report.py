@@ -26,10 +26,11 @@ LARGE = (
 def read_bandwidth(device, world=None, size=2**30, repeats=9):
     """Bytes per second that this process reads from the device's memory: the median of some passes over `size` bytes.
 
-    A pass sums a tensor, which should be far larger than the caches; where memory is short it is smaller. The ranks of
-    the world, if given, measure at the same time: those of one machine share its memory.
+    A pass sums a tensor, which should be far larger than the caches; where memory is short it is smaller. On a GPU it
+    has 8 GiB, or starting the sum would take a part of the time. The ranks of the world, if given, measure at the same
+    time: those of one machine share its memory.
     """
-    size = min(size, free_bytes(device) // 32)
+    size = min(2**33 if device.type == "cuda" else size, free_bytes(device) // 32)
     tensor = cpu.empty((size // 4,), torch.float32, device).fill_(1)
     timed(device, tensor.sum)
     company = 0

@@ -1,7 +1,8 @@
 import dataclasses
 import os
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the tests are of the CPU path; several ranks would not find a GPU each
+if not os.environ.get("LADDER_TEST_GPU"):  # but for test_gpu.py the tests are of the CPU path
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Inductor's pool of compiling processes takes longer to start than such small kernels take to compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 

@@ -57,7 +57,7 @@ def test_nothing_edits_the_module_path(name):
 
 
 def test_importing_everything_does_nothing():
-    names = ", ".join(sorted(FILES))
+    names = ", ".join(sorted(FILES.keys() - {"example"}))  # which is there to be run
     source = f"""
 import os, sys, torch
 before = dict(os.environ), list(sys.path), torch.get_default_dtype(), torch.get_num_threads()

@@ -1,0 +1,204 @@
+"""What one GPU does within nine minutes: decode, integers, and what eight ranks would take over the named links.
+
+python -m benchmarks.gpu                                       # make gpu runs the GPU's tests before it
+python -m benchmarks.gpu --device cpu --tiny --json tiny.jsonl  # the same code in small: its times mean nothing
+python -m benchmarks.gpu --show benchmarks/results/gpu.jsonl
+
+Each case is a process of its own, so that one which runs out of memory takes no other with it. Its results are
+appended as soon as it ends, with its command; a case that failed, or for which no time was left, is a line that says
+so. What the processes print goes to FILE.log. The most telling cases come first.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+import launch
+from benchmarks import overlap
+from benchmarks.lines import written_by
+from launch import number
+from measure.link import LINKS
+from measure.report import environment, free_bytes
+from measure.results import markdown
+from measure.timing import timed
+from model import InputError
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+RANKS = 8  # of which one is simulated
+SHORTEST = 20  # seconds: what is left at the end is not enough for a case
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The cases
+
+
+def cases(device, tiny, traces):
+    """{name: command} of all cases, the most telling ones first.
+
+    Of the simulated models only some layers, because every wiring is compiled twice, with and without its all-reduces.
+    tiny: small shapes, nothing compiled and one link.
+    """
+    how = [] if tiny else ["--compile"]
+    size = ["1b", "--n-layers", "1"] if tiny else ["8b"]
+    new = ["--prompt-length", "16", "--max-new-tokens", "4"] if tiny else ["--prompt-length", "128"]
+    new += [] if tiny else ["--max-new-tokens", "129"]
+
+    def decode(batch, *quant):
+        flags = ["--batch", str(batch), *new, "--ignore-eos", "--temperature", "0", "--device", device, *quant]
+        return ["generate.py", "--model", *size, "--random-weights", *how, *flags]
+
+    def predict(model, link):
+        n_layers = {"8b": "8", "70b": "4", "1b": "2"}[model]
+        flags = ["--model", model, "--n-layers", n_layers, "--simulate-tp", str(RANKS), "--links", link]
+        flags += ["--prompt-length", "128", "--rounds", "3" if tiny else "30", "--seconds", "1" if tiny else "20"]
+        flags += ["--eager"] if tiny else []
+        return ["-m", "benchmarks.overlap", *flags, "--device", device, "--profile", str(Path(traces) / model)]
+
+    models, links = ["8b", "70b"], ["pcie", "nvlink", *(n for n in LINKS if n not in ("free", "pcie", "nvlink"))]
+    if tiny:
+        models, links = ["1b"], links[:1]
+    decodes = {f"decode, batch {batch}": decode(batch) for batch in (1, 16, 4, 64)}
+    for quant, batch in itertools.product(("int8", "int4"), (1, 16)):
+        decodes[f"decode, {quant}, batch {batch}"] = decode(batch, "--quant", quant)
+    predictions = {f"{model}, {RANKS} ranks, {link}": predict(model, link) for link in links for model in models}
+    found = {}
+    for pair in itertools.zip_longest(decodes.items(), predictions.items()):  # some of either, should time run out
+        found |= dict(filter(None, pair))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring
+
+
+def copy_rate(device, size=2**32):
+    """Bytes per second that the device's memory reads and writes as it copies `size` bytes: the median of 9 copies."""
+    size = min(size, free_bytes(device) // 16)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = [timed(device, lambda: target.copy_(source)) for _ in range(12)]
+    return 2 * size / statistics.median(seconds[3:])
+
+
+def run(command, log, seconds):
+    """(lines that the command wrote to --json, why it failed or None), stopped after so many seconds."""
+    with tempfile.TemporaryDirectory() as folder, open(log, "ab") as output:
+        part = Path(folder) / "lines"
+        output.write(f"$ {shlex.join(command)}\n".encode())
+        output.flush()
+        begin = output.tell()
+        process = subprocess.Popen(
+            [sys.executable, *command, "--json", part], cwd=ROOT, stdout=output, stderr=output,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        try:
+            error = process.wait(seconds) and reason(Path(log).read_bytes()[begin:].decode(errors="replace"))
+        except subprocess.TimeoutExpired:
+            error = "no time left"
+        finally:  # a compiler's helpers too
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        lines = [json.loads(line) for line in part.read_text().splitlines()] if part.exists() else []
+    return lines, error or None
+
+
+def reason(output):
+    """The line of what a failed command printed that says why."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if "out of memory" in line.lower()), (lines or ["no word"])[-1])[:300]
+
+
+def measure(world, args):
+    """Yields the lines of all cases, and what ends without one, until the time is over."""
+    end = time.monotonic() + args.seconds
+    yield {"case": "copy", "copy": copy_rate(world.device), **environment(world)}
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()  # for the processes
+    for name, command in cases(str(world.device), args.tiny, args.traces).items():
+        left = end - time.monotonic()
+        if left < SHORTEST:
+            yield {"case": name, "error": "no time left"}
+            continue
+        print(f"[{left:.0f} s left] {name}", file=sys.stderr, flush=True)
+        lines, error = run(command, f"{args.json}.log", left)
+        for line in lines:
+            yield {"case": name, **line, "command": shlex.join(["python", *command])}
+        if error is not None:
+            yield {"case": name, "error": error}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def tables(lines):
+    """Markdown: decode beside the copy, the simulated ranks, what there is no result of."""
+    copies = [line for line in lines if "copy" in line]
+    parts = [
+        f"{line['hardware']}, torch {line['torch']}, commit {line['commit']}: copies at {line['copy'] / 1e9:.0f} GB/s."
+        for line in copies
+    ]
+    decodes = [line for line in lines if "tpot_ms" in line and line["tpot_ms"]]
+    head = "model, layers, weights, batch, ms per token, tok/s, GB a step, GB/s, of a copy's, of a sum's"
+    rows = []
+    for line in decodes:
+        rate = 1e3 * line["step_bytes"] / line["tpot_ms"]
+        share = f"{100 * rate / copies[-1]['copy']:.0f} %" if copies else ""
+        what = [line["model"], str(line["n_layers"]), line["quant"] or line["dtype"], str(line["batch"])]
+        times = [f"{line['tpot_ms']:.2f}", f"{line['tok_s']:.0f}", f"{line['step_bytes'] / 1e9:.2f}"]
+        rows.append([*what, *times, f"{rate / 1e9:.0f}", share, f"{100 * line['mbu']:.0f} %"])
+    if rows:
+        parts.append("Decode:\n\n" + markdown(head.split(", "), rows))
+    simulated = [line for line in lines if line.keys() >= {*overlap.KEYS}]
+    if simulated:
+        parts.append(overlap.tables(simulated))
+    missing = [[line["case"], line["error"]] for line in lines if "error" in line]
+    if missing:
+        parts.append("Without a result, or with a part of it:\n\n" + markdown(["case", "why"], missing))
+    return "\n\n".join(parts)
+
+
+def parse(argv):
+    p = launch.Parser(__doc__)
+    launch.add_device_flag(p)
+    p.add_argument("--tiny", action="store_true", help="small shapes, eager, one link: to try the script, not the GPU")
+    p.add_argument("--seconds", type=number(float, 0), default=540, metavar="S", help="skip what is left after so many")
+    out = str(RESULTS / "gpu.jsonl")
+    p.add_argument("--json", type=launch.appendable, default=out, metavar="FILE", help="append the lines to this file")
+    p.add_argument("--traces", default=str(RESULTS / "gpu-traces"), metavar="DIR", help="traces of simulated steps")
+    show = written_by("this script", "case")
+    p.add_argument("--show", type=show, metavar="FILE", nargs="+", help="print the tables of such files, and no more")
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse(argv)
+    if args.show:
+        return print(tables([*itertools.chain(*args.show)]))
+    world = launch.join(args.device)
+    if world.device.type != "cuda" and not args.tiny:
+        raise InputError("there is no GPU: on a CPU this takes --tiny")
+    lines = []
+    for line in measure(world, args):
+        lines.append(line)
+        launch.append_line(args.json, line)
+        if "error" in line:
+            print(f"{line['case']}: {line['error']}", file=sys.stderr)
+    print(tables(lines))
+
+
+if __name__ == "__main__":
+    launch.run(main)

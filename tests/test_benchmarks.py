@@ -1,0 +1,488 @@
+"""The scripts in benchmarks/: each of them once, in small, and their tables."""
+
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import RANKS, ROOT, main_on_ranks
+
+import generate
+import launch
+import model
+from benchmarks import decode, engines, few_rows, gloo_threads, gpu, overlap, paper, predict
+from checkpoint import SIZES
+from kernels import cpu, int_linear
+from measure import report
+from measure import results as of_sweeps
+from measure.clock import run_clock
+from model import WIRINGS, Config, InputError
+
+TINY = Config(2, 8, 8, 8, 64, 128, 256, 512)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """The named sizes are small ones."""
+    for name in ("1b", "8b", "70b"):
+        monkeypatch.setitem(SIZES, name, dataclasses.replace(TINY, n_layers=SIZES[name].n_layers // 8))
+
+
+@pytest.fixture
+def parallel_ladder(monkeypatch):
+    """A wiring that nobody has told the scripts of."""
+    monkeypatch.setitem(WIRINGS, "parallel-ladder", dataclasses.replace(WIRINGS["parallel"], stale=True))
+
+
+@pytest.fixture
+def printed(capsys):
+    """A function that runs main() of a script with these flags and returns what it printed."""
+
+    def run(script, *flags):
+        capsys.readouterr()
+        script.main([*map(str, flags)])
+        return capsys.readouterr().out
+
+    return run
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(path, lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# overlap.py
+
+
+def test_overlap_writes_a_line_for_each_wiring_and_link_and_a_trace(tiny, printed, tmp_path):
+    out = tmp_path / "out.jsonl"
+    flags = ["--model", "1b", "--simulate-tp", "2", "--links", "0,5000", "--wirings", "standard,ladder,hybrid"]
+    flags += ["--rounds", "3", "--eager", "--json", out, "--profile", tmp_path / "traces"]
+    shown = printed(overlap, *flags)
+    lines = read(out)
+    cases = [*itertools.product(["0", "5000"], ["standard", "ladder", "hybrid"])]
+    assert [(line["link"]["name"], line["wiring"]) for line in lines] == cases
+    assert lines[3]["step_ms"] >= 4 * 5  # over the slow link
+    assert lines[0]["command"].endswith(f"python -m benchmarks.overlap {' '.join(map(str, flags))}")
+    assert {f"{link}-{wiring}" for link, wiring in cases} == {path.name for path in (tmp_path / "traces").iterdir()}
+    assert json.loads((tmp_path / "traces" / "5000-ladder" / "rank0.json").read_text())["traceEvents"]
+    assert printed(overlap, "--show", out) == shown
+    write(out, [*lines[1:], {**lines[0], "batch": 2}])
+    tables = printed(overlap, "--show", out).split("\n\n")
+    assert tables[1].splitlines()[0] == "| link | one all-reduce, ms | ladder | hybrid | standard |"
+    assert tables[1].splitlines()[2].endswith("|  |")  # the line that is in a table of its own now
+    assert "batch 2" in "".join(tables[2:])
+
+
+def test_overlap_on_real_ranks_names_their_link(tiny, tmp_path):
+    out = tmp_path / "out.jsonl"
+    flags = ["--wirings", "standard", "--links", "free", "--label", "veth", "--command", "netns.sh x"]
+    shown, *others = main_on_ranks(RANKS, _small_overlap, "--rounds", 3, "--eager", "--json", out, *flags)
+    [line] = read(out)
+    assert (line["link"], line["command"], line["tp"]) == ({"name": "veth"}, "netns.sh x", RANKS)
+    assert "| veth | " in shown[0] and not any(text for text, _ in others)
+
+
+def _small_overlap(argv):
+    overlap.SMALL = TINY
+    overlap.main(argv)
+
+
+def line(wiring, step_ms, quartiles_ms, **changes):
+    return {
+        "model": "small", "n_layers": 8, "dtype": "bfloat16", "device": "cpu", "threads": 1, "tp": 2, "batch": 1,
+        "simulated": False, "tokens": 64, "kind": "decode", "compiled": True, "link": {"name": "0"}, "wiring": wiring,
+        "step_ms": step_ms, "quartiles_ms": quartiles_ms, "all_reduce_ms": 0.5, "limit_ms": 10.0, **changes,
+    }  # fmt: skip
+
+
+def test_overlap_s_cells_say_what_is_noise():
+    lines = [
+        line("standard", 20.0, [19.0, 21.0]), line("ladder", 10.0, [9.5, 10.5]), line("parallel", 19.0, [18.0, 19.5]),
+        line("desync-2", 8.0, [7.0, 9.0]), line("upper-bound", 9.0, [8.9, 9.1]),
+    ]  # fmt: skip
+    row, legend = overlap.tables(lines).split("\n")[4], overlap.tables(lines).split("\n")[-1]
+    assert row == "| 0 | 0.50 | 20.0 (+100 %) | 10.0 (+0 %, 2.00x) | 19.0 (+90 %, ~1.05x) | 8.0 (-20 %, 2.50x^) | " + (
+        "9.0 (-10 %, 2.22x) |"
+    )
+    assert "within noise" in legend and "above the upper bound" in legend
+    assert "noise" not in overlap.tables(lines[:2])
+
+
+def test_overlap_s_wirings_are_those_of_the_model(parallel_ladder):
+    found = overlap.variants(8)
+    assert {changes["wiring"] for changes in found.values()} == {*WIRINGS}
+    assert found["hybrid"] == {"wiring": "hybrid", "ladder_layers": 4}
+    assert found["desync-4"] == {"wiring": "desync", "desync_period": 4}
+    assert found["parallel-ladder"] == {"wiring": "parallel-ladder"}
+    for n_layers in (2, 3):
+        for changes in overlap.variants(n_layers).values():
+            dataclasses.replace(TINY, n_layers=n_layers, **changes)  # is a Config
+
+
+def test_a_new_wiring_is_measured_and_predicted(parallel_ladder, tiny, printed, tmp_path):
+    out = tmp_path / "out.jsonl"
+    flags = ["--simulate-tp", 2, "--batch", 4, "--links", "1000", "--eager", "--rounds", 3, "--json", out]
+    for n_layers in (2, 4):
+        wirings = ["--wirings", "standard,parallel-ladder"]
+        assert "| parallel-ladder |" in printed(overlap, "--model", "8b", "--n-layers", n_layers, *wirings, *flags)
+    assert "| 8b | 2 | parallel-ladder | " in printed(predict, out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# predict.py, predict.sh and paper.py
+
+
+MEASURED = {
+    "model": "8b", "tp": 8, "simulated": True, "batch": 4, "dtype": "bfloat16", "device": "cpu", "threads": 2,
+    "torch": "2", "commit": "c", "tokens": 1024, "kind": "decode",
+}  # fmt: skip
+LAYERS = [
+    {**MEASURED, "wiring": w, "link": {"name": n, "latency_us": us}, "n_layers": layers, "all_reduce_ms": ms,
+     "silent_ms": 5.0 + 3.0 * layers}
+    for w in ("standard", "ladder", "parallel", "desync-2", "hybrid", "upper-bound")
+    for n, us, ms in (("pcie", 57.0, 0.1), ("ib", 46.0, 4.0)) for layers in (8, 2)
+]  # fmt: skip
+
+
+def test_a_whole_step_is_some_of_its_layers_and_more_of_the_same(printed, tmp_path):
+    found = predict.predictions(LAYERS)
+
+    def step(link, wiring):
+        return found["8b", 4, link, wiring]["tpot_ms"]
+
+    # 32 layers of 3 ms and 5 of the rest; 64 all-reduces, all of them waited for, or of the fast ones the last
+    assert step("pcie", "upper-bound") == pytest.approx(101) and step("pcie", "standard") == pytest.approx(101 + 6.4)
+    assert step("pcie", "ladder") == pytest.approx(101 + 0.1)
+    # one all-reduce for two sublayers; of a hybrid those of 16 layers, and the last one
+    assert step("pcie", "parallel") == pytest.approx(101 + 3.2)
+    assert step("pcie", "desync-2") == pytest.approx(101 + 3.2)
+    assert step("pcie", "hybrid") == pytest.approx(101 + 3.2 + 0.1, abs=0.11)
+    # the slow ones are longer than any sublayer: the first one's computing, 64 of them, and the rest
+    attention = 3 * predict.attention_share(SIZES["8b"], 8, 4, 1024)
+    assert step("ib", "ladder") == pytest.approx(attention + 64 * 4 + 5)
+    # 4096 x 6144 and 4096 x 4096 of weights and 4 x 1024 x 2 x 8 x 128 of the cache, beside 3 x 4096 x 14336
+    assert attention == pytest.approx(3 * (41943040 + 8388608) / (41943040 + 8388608 + 176160768))
+    out = tmp_path / "whole.jsonl"
+    for _ in range(2):  # the second time anew
+        shown = printed(predict, write(tmp_path / "layers.jsonl", LAYERS), "--json", out)
+    assert "| 8b | 8 | ladder | 1.06 (1.40) | 1.36 |" in shown
+    [sweep] = of_sweeps.sweeps(of_sweeps.read(out))
+    assert len(read(out)) == 12 and "PREDICTED" in of_sweeps.tables(sweep)
+    assert {case[2] for case in sweep.cases} >= {"desync:2", "hybrid:16"}
+
+
+@pytest.mark.parametrize("wiring", ["standard", "ladder", "parallel", "upper-bound"])
+def test_predict_s_step_is_the_clock_s(wiring):
+    config = dataclasses.replace(SIZES["8b"], wiring=wiring)
+    compute = {"parallel": [3.0], "upper-bound": []}.get(wiring, [1.0, 2.0]) * config.n_layers
+    silent = 0 if compute else 3.0 * config.n_layers
+    assert predict.step_ms(config, 3.0, 1.0, 0.5) == pytest.approx(run_clock(config, compute, 0.5).now + silent)
+
+
+def test_the_paper_s_own_figures(printed):
+    rows = printed(paper).splitlines()
+    assert "| no P2P | 1 | ladder | 64.5 | 82.6 | 96.4 | 1.60 | 1.87 |" in rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# decode.py and its engines
+
+
+def test_decode_asks_its_engines_in_turns(monkeypatch, printed, tmp_path):
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import sys\n"
+        "for line in sys.stdin:\n"
+        "    print('something else')\n"
+        "    print('times', [0.25] * int(line.split()[2]), flush=True)\n"
+    )
+    monkeypatch.setattr(decode, "WORKER", worker)
+    monkeypatch.setattr(decode, "read_bandwidth", lambda *args, **kwargs: 1e10)
+    out = tmp_path / "out.jsonl"
+    flags = ["--engines", "ours,transformers", "--cases", "decode:1,prefill:8", "--rounds", "3", "--json", out]
+    threads = torch.get_num_threads()
+    try:
+        shown = printed(decode, *flags)
+    finally:
+        torch.set_num_threads(threads)
+    assert [(x["engine"], x["kind"], x["n"], x["ms"]) for x in read(out)] == [
+        (engine, kind, n, 250.0) for kind, n in (("decode", 1), ("prefill", 8)) for engine in ("ours", "transformers")
+    ]
+    assert read(out)[0]["mbu"] == pytest.approx(decode.step_bytes(1, "ours") / 0.25 / 1e10)
+    assert "| prefill, 8 tokens | 10.0 | 250.0 (250.0-250.0) | 250.0 (250.0-250.0; 1.00x) |" in shown
+    assert printed(decode, "--show", out) == shown
+    worker.write_text("raise SystemExit('no such thing')")
+    with pytest.raises(InputError, match="engine ours ended: give a file to --log"):
+        decode.main(["--engines", "ours", "--cases", "decode:1"])
+
+
+@pytest.mark.parametrize("kind, n", [("decode", 2), ("prefill", 4), ("cache", 300)])
+def test_our_engine(kind, n, tiny, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    names = dict.fromkeys(["DIM", "LAYERS", "HEADS", "KV_HEADS", "HIDDEN", "VOCABULARY"])
+    shape = [64, 2, 8, 8, 128, 256]
+    for name, value in zip(names, shape, strict=True):
+        monkeypatch.setattr(engines, name, value)
+    engines.answer(engines.engine("ours:int8", 1), [f"{kind} {n} 1\n", f"{kind} {n} 3\n"])
+    first, second = capsys.readouterr().out.splitlines()
+    assert len(json.loads(first.removeprefix("times"))) == 1 and len(json.loads(second.removeprefix("times"))) == 3
+    torch.compiler.set_stance("default")
+
+
+def test_the_engines_of_others_have_a_process_and_modules_of_their_own(tmp_path):
+    (tmp_path / "model.py").write_text("raise SystemExit('not the model.py of gpt-fast')")
+    args = decode.parse(["--gpt-fast", str(tmp_path), "--engines", "gpt-fast", "--log", str(tmp_path / "log")])
+    worker = decode.start("gpt-fast", args)
+    with pytest.raises(InputError, match="engine gpt-fast ended"):
+        decode.ask("gpt-fast", worker, "decode", 1, 1)
+    assert "not the model.py of gpt-fast" in (tmp_path / "log").read_text()
+
+
+def test_decode_knows_the_bytes_of_a_step():
+    for quant, size in ((None, None), ("int8", None), ("int4", 64)):
+        config = dataclasses.replace(SIZES["1b"], tie_embeddings=False, quant=quant, group_size=size)
+        net = int_linear.skeleton(config).bfloat16()
+        expected = report.step_bytes(net, net.new_cache(4, 160), engines.FILLED + 1)
+        scales = [p.nbytes for n, p in net.named_parameters() if n.endswith("scales") and "embeddings" not in n]
+        uncounted = sum(scales) if quant == "int8" else 0  # two bytes a row
+        assert decode.step_bytes(4, f"ours:{quant}" if quant else "ours") == expected - uncounted
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# few_rows.py and gloo_threads.py
+
+
+def test_few_rows(monkeypatch, printed, tmp_path):
+    monkeypatch.setattr(few_rows, "SHAPES", [(128, 64)])
+    monkeypatch.setattr(few_rows, "ROWS", [1, 8])
+    monkeypatch.setattr(few_rows, "WEIGHTS", 3 * 128 * 64)
+    monkeypatch.setattr(cpu, "keep_freed_memory", lambda: None)  # of this process
+    out = tmp_path / "out.jsonl"
+    shown = printed(few_rows, "--json", out)
+    assert [x["rows"] for x in read(out)] == [1, 8] and all(rate > 0 for rate in read(out)[0]["gb_s"].values())
+    assert "| W | rows of x | few_rows | oneDNN | sum | int8 | int8 as floats | int4 | int4 as floats |" in shown
+
+
+def test_gloo_threads(tmp_path):
+    out = tmp_path / "out.jsonl"
+    (shown, _), *others = main_on_ranks(RANKS, gloo_threads.main, "--rounds", 1, "--json", out)
+    assert {x["policy"] for x in read(out)} <= {*gloo_threads.POLICIES} and not any(text for text, _ in others)
+    assert all(x["n"] == gloo_threads.EACH and x["commit"] != "" for x in read(out))
+    assert "| gloo's threads are | median, ms |" in shown and "| other (the default) | " in shown
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# gpu.py
+
+
+def in_process(command, log, seconds):
+    """What gpu.run does, by these very functions, in this process."""
+    out = log + ".part"
+    script, flags = (overlap, command[2:]) if command[:2] == ["-m", "benchmarks.overlap"] else (generate, command[1:])
+    try:
+        script.main([*flags, "--json", out])
+    except InputError as e:
+        return [], str(e)
+    with open(out) as f:
+        lines = [json.loads(line) for line in f]
+    os.unlink(out)
+    return lines, None
+
+
+def test_gpu_takes_all_its_cases(tiny, monkeypatch, printed, tmp_path):
+    out = tmp_path / "out.jsonl"
+    monkeypatch.setattr(gpu, "run", in_process)
+    monkeypatch.setattr(report, "free_bytes", lambda device: 2**28)
+    monkeypatch.setattr(gpu, "free_bytes", lambda device: 2**28)
+    monkeypatch.setitem(SIZES, "1b", dataclasses.replace(TINY, n_layers=2))
+    flags = ["--device", "cpu", "--tiny", "--json", out, "--traces", tmp_path / "traces"]
+    shown = printed(gpu, *flags)
+    lines = read(out)
+    assert [*dict.fromkeys(x["case"] for x in lines)] == ["copy", *gpu.cases("cpu", True, "")]
+    assert not [x for x in lines if "error" in x]
+    assert {x["wiring"] for x in lines if "limit_ms" in x} == {*overlap.variants(2)}
+    assert len([*(tmp_path / "traces" / "1b").glob("pcie-*/rank0.json")]) == len(overlap.variants(2))
+    assert "| 1b | 1 | int4 | 16 |" in shown and "| pcie | " in shown and "Without" not in shown
+    assert shown.endswith(printed(gpu, "--show", out))
+
+
+def test_gpu_measures_full_sizes_over_every_link():
+    found = gpu.cases("cuda:0", False, "traces")
+    text = [" ".join(command) for command in found.values()]
+    assert sum("--compile" in command and "--model 8b" in command for command in text) == 8
+    assert sum(f"--simulate-tp {gpu.RANKS}" in command for command in text) == 2 * (len(gpu.LINKS) - 1)
+    assert [*found][:2] == ["decode, batch 1", "8b, 8 ranks, pcie"]
+    for command in found.values():  # are flags that the scripts know
+        if command[0] == "generate.py":
+            generate.parse(command[1:])
+        else:
+            overlap.parse(command[2:])
+
+
+def test_gpu_s_cases_end_with_the_time_and_leave_a_word(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "free_bytes", lambda device: 2**28)
+    log = str(tmp_path / "log")
+    code = (
+        "import sys; open(sys.argv[2], 'w').write('{\"a\": 1}\\n'); sys.stdout.write('hello\\n'); sys.stdout.flush(); "
+    )
+    assert gpu.run(["-c", code], log, 20) == ([{"a": 1}], None)
+    assert gpu.run(["-c", code + "import time; time.sleep(60)"], log, 1) == ([{"a": 1}], "no time left")
+    trouble = "raise RuntimeError('CUDA out of memory. Tried'); "
+    assert gpu.run(["-c", trouble], log, 20) == ([], "RuntimeError: CUDA out of memory. Tried")
+    assert "hello" in (tmp_path / "log").read_text()
+    args = gpu.parse(["--tiny", "--seconds", "0", "--json", str(tmp_path / "out")])
+    first, *rest = gpu.measure(launch.World(0, 1, torch.device("cpu")), args)
+    assert first["copy"] > 0 and {x["error"] for x in rest} == {"no time left"}
+    assert "| decode, batch 1 | no time left |" in gpu.tables([first, *rest])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+README = str(ROOT / "README.md")
+
+
+@pytest.mark.parametrize(
+    "script, flags, message",
+    [
+        (overlap, "--show missing", "--show: missing: No such file or directory"),
+        (overlap, f"--show {README}", f"--show: {README} has lines that this script did not write"),
+        (overlap, "--n-layers 1", "--n-layers: '1' is not a whole number from 2"),
+        (overlap, "--n-layers 9", "--n-layers is 9 but small has 8"),
+        (overlap, "--seconds nan", "--seconds: 'nan' is not a number above 0 to 1e+06"),
+        (overlap, "--rounds 2", "--rounds: '2' is not a whole number from 3"),
+        (overlap, "--prompt-length 4096", "--prompt-length is 4096 but must be below 4096"),
+        (overlap, "--json /proc/x/y", "--json: /proc/x/y cannot be written: "),
+        (overlap, "--label x", "--label (or netns.sh) says that there is a real link: it goes with --links free"),
+        (overlap, "--links 0,x", "--links: 'x' is neither a number of microseconds nor one of free, nvlink,"),
+        (overlap, "--wirings x", "--wirings: unknown 'x'; known: standard, ladder, hybrid, parallel, desync-2,"),
+        (overlap, "--model x", "unknown --model 'x'; known: small, 1b"),
+        (overlap, "", "one rank has no link"),
+        (overlap, "--simulate-tp 2 --profile /proc/x", "--profile /proc/x/0-standard cannot be made: "),
+        (decode, "--rounds 2", "--rounds: '2' is not a whole number from 3"),
+        (decode, "--threads 0", "--threads: '0' is not a whole number from 1"),
+        (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, transformers, gpt-fast, llama.cpp,"),
+        (decode, "--engines llama.cpp", "--engines llama.cpp needs --gpt-fast, --llama-python, or"),
+        (decode, "--cases decode", "--cases: 'decode' is none of decode:BATCH"),
+        (decode, "--cases cache:257", "--cases: 'cache:257' is none of"),
+        (decode, "--cases cache:300 --engines transformers", "--cases cache:SLOTS is for --engines ours"),
+        (decode, "--gpt-fast /nosuch", "--gpt-fast /nosuch is no checkout of gpt-fast"),
+        (decode, "--llama-python /nosuch", "--llama-python /nosuch is no program"),
+        (decode, "--show /nosuch.jsonl", "--show: /nosuch.jsonl: No such file"),
+        (decode, f"--show {README}", f"--show: {README} has lines that this script did not write"),
+        (decode, "--log /nosuch/x", "--log: /nosuch/x cannot be written"),
+        (predict, "/nosuch.jsonl", "FILE: /nosuch.jsonl: No such file"),
+        (predict, README, f"FILE: {README} has lines that benchmarks/overlap.py did not write"),
+        (predict, "", "the following arguments are required: FILE"),
+        (paper, "x", "unrecognized arguments: x"),
+        (few_rows, "--json /nosuch/x", "--json: /nosuch/x cannot be written"),
+        (gloo_threads, "--rounds 0", "--rounds: '0' is not a whole number from 1"),
+        (gloo_threads, "", "one rank has no all-reduce: start two or more with torchrun"),
+        (gpu, "--device cpu", "there is no GPU: on a CPU this takes --tiny"),
+        (gpu, "--seconds x", "--seconds: 'x' is not a number from 0"),
+        (gpu, f"--show {README}", f"--show: {README} has lines that this script did not write"),
+    ],
+)
+def test_bad_flags(script, flags, message):
+    with pytest.raises(InputError) as e:
+        script.main(flags.split())
+    assert str(e.value).startswith(message) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "some, message",
+    [
+        ({"n_layers": 2}, "8b, batch 4 has not two numbers of layers, but"),
+        ({"wiring": "ladder"}, "8b, 4, pcie, ladder has no standard wiring"),
+        ({"kind": "prefill"}, "8b, prefill, is no decode step of a named size"),
+        ({"wiring": "x"}, "unknown wiring 'x'; known: standard,"),
+    ],
+)
+def test_lines_that_are_not_enough(some, message):
+    with pytest.raises(InputError, match=message):
+        predict.predictions([{**x, **some} for x in LAYERS])
+
+
+def test_a_script_runs_as_a_module():
+    """And says in one line what is wrong."""
+    command = [sys.executable, "-m", "benchmarks.overlap", "--model", "x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("overlap.py: unknown --model 'x'")
+    assert done.stderr.count("\n") == 1
+
+
+def shell(name, *args, **environment):
+    command = ["bash", ROOT / "benchmarks" / name, *args]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ([], "give the rates first"), (["--batch", "4"], "give the rates first"), ([" "], "no rate given"),
+        (["20mbit 5"], "5 is no rate such as 20mbit"), (["x"], "x is no rate such as 20mbit"),
+    ],
+)  # fmt: skip
+def test_netns_refuses(args, message):
+    done = shell("netns.sh", *args)
+    assert done.returncode == 2 and done.stderr.startswith(f"netns.sh: {message}") and done.stderr.count("\n") == 1
+
+
+def test_netns_runs_a_rank_in_each_namespace(tmp_path):
+    """With a Python that only says what it was asked."""
+    rank = tmp_path / "python"
+    rank.write_text('#!/bin/sh\necho "$RANK of $WORLD_SIZE at $GLOO_SOCKET_IFNAME: $*"\n')
+    rank.chmod(0o755)
+    done = shell("netns.sh", "20mbit", "--rounds", "3", PYTHON=str(rank))
+    if done.returncode == 2:
+        pytest.skip(done.stderr.strip())
+    if done.returncode:
+        pytest.skip(f"network namespaces do not work here: {done.stderr.strip()}")
+    flags = "-m benchmarks.overlap --device cpu --links free --label veth 20mbit"
+    for i in (0, 1):
+        assert f"{i} of 2 at veth{i}: {flags} --command benchmarks/netns.sh '20mbit' --rounds 3" in done.stdout
+
+
+def test_predict_sh_asks_for_every_case(tmp_path):
+    rank = tmp_path / "python"
+    rank.write_text('#!/bin/sh\necho "$*"\n')
+    rank.chmod(0o755)
+    done = shell("predict.sh", tmp_path / "out", PYTHON=str(rank))
+    commands = done.stdout.splitlines()
+    assert done.returncode == 0 and len(commands) == 20
+    for command in commands:
+        overlap.parse(command.split()[2:])
+    for args in ([], ["a", "b"]):
+        done = shell("predict.sh", *args)
+        assert (done.returncode, done.stderr) == (2, "predict.sh: give the file for the results\n")
+    done = shell("predict.sh", "x", PYTHON="/nosuch")
+    assert (done.returncode, done.stderr.startswith("predict.sh: no /nosuch: run make")) == (2, True)
+
+
+def test_the_pages_raw_lines_are_there_and_shown_as_they_are(printed):
+    """Every table that --show prints is on its page, and every file of raw lines is read by one."""
+    folder, text = ROOT / "benchmarks" / "results", ""
+    for page in (ROOT / "benchmarks").glob("*.md"):
+        text += page.read_text()
+    for path in folder.glob("*.jsonl"):
+        assert path.name in text, path.name
+    page = (ROOT / "benchmarks" / "overlap.md").read_text()
+    for name in ("cpu", "alone", "netns", "tp8"):
+        for part in printed(overlap, "--show", folder / f"overlap-{name}.jsonl").strip().split("\n\n"):
+            assert not part.startswith("|") or part in page
+
+
+def test_model_is_the_project_s():
+    """The module that benchmarks import, whatever a worker's is."""
+    assert model.__file__ == str(ROOT / "model.py")
