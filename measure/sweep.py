@@ -70,7 +70,7 @@ class Settings:
 
 
 NAMES = [field.name.upper() for field in dataclasses.fields(Settings) if field.name != "cores"]
-NO_SETTINGS = ("CFLAGS", "LFLAGS")  # one letter off, but a compiler's
+NO_SETTINGS = ("CFLAGS", "LFLAGS", "LINES")  # one letter off, but a compiler's, and the terminal's height
 
 
 def one_letter_off(a, b):
