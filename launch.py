@@ -47,10 +47,11 @@ class Parser(argparse.ArgumentParser):
         raise InputError(message.removeprefix("argument "))
 
 
-def number(kind, low, high=2**31 - 1, above=False):
-    """An argparse type: an int or a float from `low` (or above it) to `high`."""
+def number(kind, low, high=None, above=False):
+    """An argparse type: an int or a float from `low` (or above it) to `high`; without one, an int of at most 31 bits."""
     words = {int: "a whole number", float: "a number"}[kind] + f" {'above' if above else 'from'} {low:g}"
-    words += f" to {high:g}" if high < 2**31 - 1 else ""
+    words += f" to {high:g}" if high not in (None, math.inf) else ""
+    high = high or {int: 2**31 - 1, float: sys.float_info.max}[kind]
 
     def parse(text):
         try:
