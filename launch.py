@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind, low, high=None, above=False):
-    """An argparse type: an int or a float from `low` (or above it) to `high`; without one, an int of at most 31 bits."""
+    """An argparse type: an int or a float from `low` (or above it) to `high`; without one an int has 31 bits."""
     words = {int: "a whole number", float: "a number"}[kind] + f" {'above' if above else 'from'} {low:g}"
     words += f" to {high:g}" if high not in (None, math.inf) else ""
     high = high or {int: 2**31 - 1, float: sys.float_info.max}[kind]
