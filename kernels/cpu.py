@@ -7,6 +7,7 @@ import math
 import mmap
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils import cpp_extension
 
 from kernels.int_linear import Int8Linear, Integers, IntEmbedding, IntLinear, scaled, unpack
 from model import Attention, FeedForward, InputError
@@ -52,10 +54,12 @@ def keep_freed_memory():
 
 
 def compiler():
-    """The C++ compiler that torch.compile takes too. Raises InputError if there is none."""
+    """The C++ compiler that torch.compile takes too, made to work in any folder. Raises InputError if there is none."""
     name = os.environ.get("CXX", "g++")
     if shutil.which(name) is None:
         raise InputError(f"--compile needs a C++ compiler: install g++, or name one in $CXX, no options: {name!r}")
+    # Inductor (torch 2.13) splits its command at spaces, and quotes all paths but this one
+    cpp_extension.TORCH_LIB_PATH = shlex.quote(str(Path(torch.__file__).parent / "lib"))
     return name
 
 

@@ -70,7 +70,6 @@ class Settings:
 
 
 NAMES = [field.name.upper() for field in dataclasses.fields(Settings) if field.name != "cores"]
-NO_SETTINGS = ("CFLAGS", "LFLAGS", "LINES")  # one letter off, but a compiler's, and the terminal's height
 
 
 def one_letter_off(a, b):
@@ -81,12 +80,19 @@ def one_letter_off(a, b):
 
 
 def meant(name):
-    """The setting that this is almost the name of, or None: one letter off, in lower case, or a singular."""
+    """The setting that this is almost the name of, or None: one letter off, in lower case, a singular or a plural."""
     upper = name.upper()
     for known in NAMES:
         if one_letter_off(known, upper) or known == f"{upper}ES" or (known == upper != name):
             return known
     return None
+
+
+def is_slip(name):
+    """Whether a variable of the environment means a setting, and is not another program's, as MFLAGS and LINES are."""
+    known = meant(name)
+    near_enough = known and (len(known) > 5 or known in (f"{name}S", name.removesuffix("S")))
+    return near_enough and name not in NAMES and re.fullmatch("[A-Z_]+", name)
 
 
 def gather(words, environ):
@@ -103,8 +109,7 @@ def gather(words, environ):
             raise InputError(f"{name} is not a setting: did you mean {meant(name)}?")
         found[name] = text
     for name in sorted(environ):
-        ours = re.fullmatch("[A-Z_]+", name) and name not in (*NAMES, *NO_SETTINGS)
-        if ours and meant(name):
+        if is_slip(name):
             raise InputError(f"{name} is not a setting: did you mean {meant(name)}?")
     return found
 

@@ -378,7 +378,16 @@ def test_arguments_are_settings_and_go_before_the_environment(bench):
 
 
 def test_names_that_are_no_setting_s_are_left_alone(bench):
-    others = {"CFLAGS": "-O2", "HOME_DIR": "x", "link": "pcie", "Tps": "9", "TERM": "dumb", "OUTPUT": "x"}
+    others = {
+        "CFLAGS": "-O2",
+        "MFLAGS": "x",
+        "LINES": "40",
+        "HOME_DIR": "x",
+        "link": "pcie",
+        "Tps": "9",
+        "TERM": "dumb",
+        "OUTPUT": "x",
+    }
     assert dry_run(bench, **others, **SMALL)
     assert not sweep.one_letter_off("TPS", "TPS") and sweep.one_letter_off("TPS", "TPX")
     assert sweep.one_letter_off("TPS", "TP") and sweep.one_letter_off("TPS", "XTPS")

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shlex
 import subprocess
 import sys
 
@@ -357,7 +358,7 @@ README = str(ROOT / "README.md")
     "script, flags, message",
     [
         (overlap, "--show missing", "--show: missing: No such file or directory"),
-        (overlap, f"--show {README}", f"--show: {README} has lines that this script did not write"),
+        (overlap, f"--show {shlex.quote(README)}", f"--show: {README} has lines that this script did not write"),
         (overlap, "--n-layers 1", "--n-layers: '1' is not a whole number from 2"),
         (overlap, "--n-layers 9", "--n-layers is 9 but small has 8"),
         (overlap, "--seconds nan", "--seconds: 'nan' is not a number above 0 to 1e+06"),
@@ -380,10 +381,10 @@ README = str(ROOT / "README.md")
         (decode, "--gpt-fast /nosuch", "--gpt-fast /nosuch is no checkout of gpt-fast"),
         (decode, "--llama-python /nosuch", "--llama-python /nosuch is no program"),
         (decode, "--show /nosuch.jsonl", "--show: /nosuch.jsonl: No such file"),
-        (decode, f"--show {README}", f"--show: {README} has lines that this script did not write"),
+        (decode, f"--show {shlex.quote(README)}", f"--show: {README} has lines that this script did not write"),
         (decode, "--log /nosuch/x", "--log: /nosuch/x cannot be written"),
         (predict, "/nosuch.jsonl", "FILE: /nosuch.jsonl: No such file"),
-        (predict, README, f"FILE: {README} has lines that benchmarks/overlap.py did not write"),
+        (predict, shlex.quote(README), f"FILE: {README} has lines that benchmarks/overlap.py did not write"),
         (predict, "", "the following arguments are required: FILE"),
         (paper, "x", "unrecognized arguments: x"),
         (few_rows, "--json /nosuch/x", "--json: /nosuch/x cannot be written"),
@@ -391,12 +392,12 @@ README = str(ROOT / "README.md")
         (gloo_threads, "", "one rank has no all-reduce: start two or more with torchrun"),
         (gpu, "--device cpu", "there is no GPU: on a CPU this takes --tiny"),
         (gpu, "--seconds x", "--seconds: 'x' is not a number from 0"),
-        (gpu, f"--show {README}", f"--show: {README} has lines that this script did not write"),
+        (gpu, f"--show {shlex.quote(README)}", f"--show: {README} has lines that this script did not write"),
     ],
 )
 def test_bad_flags(script, flags, message):
     with pytest.raises(InputError) as e:
-        script.main(flags.split())
+        script.main(shlex.split(flags))
     assert str(e.value).startswith(message) and "\n" not in str(e.value)
 
 

@@ -301,3 +301,23 @@ print(sum(p.numel() for p in net.parameters()) * 2, report.peak_bytes(torch.devi
     (size, large), (nothing, small) = peak("large", 12), peak("small", 1)
     assert size - nothing > 1.3e8
     assert large - small < 1.2 * (size - nothing)
+
+
+@pytest.mark.slow
+def test_compiling_from_a_folder_with_a_space(tmp_path):
+    """Inductor splits its command at spaces."""
+    site = Path(torch.__file__).parents[1]
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "site").symlink_to(site)
+    source = """
+import torch
+assert " " in torch.__file__
+from kernels import cpu
+cpu.compiler()
+double = torch.compile(lambda x: x * 2 + 1, options={"cpp_wrapper": True})
+assert torch.equal(double(torch.ones(3)), torch.full((3,), 3.0))
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'a b' / 'site'}{os.pathsep}{ROOT}"}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
+    done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
