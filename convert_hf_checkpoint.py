@@ -107,6 +107,8 @@ def config_from_hf(path):
         eos += [i for i in (ids if isinstance(ids, list) else [ids]) if i is not None and i not in eos]
     ladder = hf.get("ladder_layers")
     n_layers = get("num_hidden_layers", int)
+    if family == "llamaLadder" and "ladder_layers" not in hf:
+        raise InputError(f"{path}: model_type is llamaLadder, but ladder_layers does not say which layers")
     if ladder in (None, 0, []):
         wiring = "standard"
     else:
@@ -262,7 +264,7 @@ def download(repository, revision=None):
         patterns = [weights, "*.json", *checkpoint.TOKENIZER_FILES]
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except Exception as e:  # its own errors, its HTTP library's, the operating system's
-        raise InputError(f"{repository} is no local folder, and not to be had from the hub: {first_line(e)}") from None
+        raise InputError(f"{repository} is not a local folder, and could not be downloaded: {first_line(e)}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

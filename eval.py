@@ -88,7 +88,10 @@ def main(argv=None):
     args = parse(argv)
     world = launch.join(args.device)
     with world.together():
-        config = launch.with_wiring(checkpoint.read_config(args.checkpoint), args)
+        own = checkpoint.read_config(args.checkpoint)
+        config = launch.with_wiring(own, args)
+        if world.rank == 0:
+            launch.warn_of_wiring(own, config)
         tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
         if tokenizer is None:
             raise InputError(f"{args.checkpoint} has no tokenizer")
@@ -100,7 +103,7 @@ def main(argv=None):
             raise InputError(f"--window {size} is longer than the context of {config.max_seq_len}")
         stride = args.stride or max(1, size // 2)
         if stride >= size:
-            raise InputError(f"--stride {stride} is no less than the window of {size}: each token needs one before it")
+            raise InputError(f"--stride is {stride} but must be smaller than the window of {size} tokens")
     batch = args.batch or max(1, 2**28 // (4 * size * config.vocab_size))
     model = generate.load_model(config, args.checkpoint, args.dtype, world)
     start = time.perf_counter()

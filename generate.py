@@ -27,12 +27,15 @@ from tp import TensorParallel, load_shard
 # The model
 
 
-def load(folder, device=None, dtype=None, **changes):
+def load(folder, device=None, dtype=None, wiring=None, **parameter):
     """(model, tokenizer or None) of a checkpoint folder, on one device, for complete().
 
-    device, dtype: as the flags. changes: of the checkpoint's Config, such as wiring="standard".
+    device: "cpu", "cuda", ... or None. dtype: a name of DTYPES or None. wiring: another than the checkpoint's, with its
+    parameter, as wiring="hybrid", ladder_layers=16. Raises InputError.
     """
-    config = dataclasses.replace(checkpoint.read_config(folder), **changes)
+    config = launch.rewired(checkpoint.read_config(folder), wiring, **parameter)
+    if dtype not in (None, *DTYPES):
+        raise InputError(f"dtype is {dtype!r} but must be one of {', '.join(DTYPES)}")
     model = load_model(config, folder, dtype, World(0, 1, launch.choose_device(device)))
     return model, load_tokenizer(folder, config.vocab_size)
 
@@ -60,8 +63,8 @@ BUCKET = 256  # a GPU's decode steps read multiples of so many cache slots
 def make_cache(model, batch, length):
     """A cache of at least `length` slots, one of which no decode step reads.
 
-    (That a slice is the whole, and so contiguous, would be another graph to the compiler.) For a GPU they are whole
-    buckets and one, and CUDA graphs are told that its tensors never move.
+    (A slice of the whole cache is contiguous, and the compiler would make a second graph for it.) For a GPU they are
+    whole buckets and one, and CUDA graphs are told that its tensors never move.
     """
     if model.norm.weight.device.type == "cpu":
         return model.new_cache(batch, length)
@@ -92,8 +95,8 @@ class Runner:
     def _how(self):
         if self.device.type == "cuda":
             return {"mode": "reduce-overhead"}
-        # The weights of a step drive all else out of a processor's caches, so what runs between the products should be
-        # little. The wrapper in C++ cannot gather logits from ranks (torch 2.13); a second thread is for large kernels.
+        # The weights of each step evict everything else from the caches, so little should run between the products. The
+        # wrapper in C++ cannot gather logits from ranks (torch 2.13); a second thread is for large kernels.
         options = {"cpp_wrapper": self.model.comm.tp_size == 1, "size_asserts": False, "cpp.min_chunk_size": 16384}
         return {"options": options}
 
@@ -101,8 +104,8 @@ class Runner:
     def prefill(self, tokens, lengths, chunk=None):
         """Logits (B, V) after the last token of each row, from passes of at most `chunk` tokens of all rows, or one.
 
-        tokens (B, S), lengths (B,): as pad makes them. What a pass computes in between takes memory by its tokens,
-        however long the prompts are; only its mask grows with them, by chunk x filled slots.
+        tokens (B, S), lengths (B,): as pad makes them. The memory for activations grows with the chunk, not with the
+        prompt; only the mask grows with both, as chunk x filled slots.
         """
         B, S = tokens.shape
         last, width = lengths - 1, S if chunk is None else max(1, chunk // B)
@@ -206,11 +209,15 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
     return rows, step + 1, first, rest
 
 
-def complete(model, tokenizer, prompts, max_new_tokens=200, temperature=0.8, top_k=None, top_p=1.0, seed=0, **compile):
-    """What a model on one device adds to each of some texts, as texts; see example.py. compile: as of Runner."""
+def complete(
+    model, tokenizer, prompts, max_new_tokens=200, temperature=0.8, top_k=None, top_p=1.0, seed=0, compile=False
+):
+    """Continue each of some texts on one device; returns the new texts. See example.py."""
+    if not prompts or not all(prompts):
+        raise InputError("prompts is empty or has an empty text")
     rows = [tokenizer.encode(text) for text in prompts]
     new = terminal.fit(max_new_tokens, rows, model.config.max_seq_len)
-    runner = Runner(model, make_cache(model, len(rows), max(map(len, rows)) + new), **compile)
+    runner = Runner(model, make_cache(model, len(rows), max(map(len, rows)) + new), compile)
     sample = make_sampler(temperature, top_k, top_p, seed, runner.device)
     added, *_ = generate(runner, rows, new, sample, model.config.eos_ids)
     return [tokenizer.continuation(prompt, row) for prompt, row in zip(rows, added, strict=True)]
@@ -226,7 +233,7 @@ def parse(argv):
     g.add_argument("--checkpoint", metavar="DIR", help="a folder of weights (docs/formats.md), e.g. demo")
     g.add_argument("--compile", action="store_true", help="torch.compile the decode step; needs a C++ compiler")
     launch.add_device_flag(g)
-    g.add_argument("--dtype", choices=DTYPES, help="of the weights; without it the checkpoint's own")
+    g.add_argument("--dtype", choices=DTYPES, help="of the weights; without it the checkpoint's")
     launch.add_wiring_flags(p)
     terminal.add_prompt_flags(p)
     g = p.add_argument_group("generation")
@@ -242,7 +249,7 @@ def parse(argv):
     g.add_argument("--seed", type=seed, default=0, metavar="S", help="of sampling and of synthetic prompts, e.g. 1")
     g = p.add_argument_group("benchmarks")
     g.add_argument("--model", choices=SIZES, metavar="NAME", help=f"a named size: {', '.join(SIZES)}")
-    g.add_argument("--random-weights", action="store_true", help="for --model: the text means nothing")
+    g.add_argument("--random-weights", action="store_true", help="for --model; the output is meaningless")
     g.add_argument("--n-layers", type=count, metavar="N", help="of --model, take only so many layers, e.g. 4")
     g.add_argument("--quant", choices=("int8", "int4"), help="of --model, the weights as integers")
     g.add_argument("--group-size", type=int, metavar="N", help="of --quant int4, in columns: 32, 64 (default) or 128")
@@ -274,9 +281,8 @@ def describe(args):
                 raise InputError(f"{flag} goes with --model: a checkpoint is as it is (quantize.py makes another)")
         own = checkpoint.read_config(args.checkpoint)
         config = launch.with_wiring(own, args)
-        if config != own and launch.rank_and_size()[0] == 0:
-            how = f"wired as {config.wiring}, but its weights are {own.wiring}'s: its text may be nonsense"
-            print(f"{args.checkpoint} is {how}", file=sys.stderr)
+        if launch.rank_and_size()[0] == 0:
+            launch.warn_of_wiring(own, config)
         return config, load_tokenizer(args.checkpoint, config.vocab_size)
     config = SIZES[args.model]
     if (args.n_layers or 0) > config.n_layers:

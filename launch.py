@@ -38,7 +38,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises InputError, for run() to print once, where others print a usage from every rank."""
+    """An ArgumentParser that raises InputError, so that run() prints one line, not one usage for each rank."""
 
     def __init__(self, description):
         super().__init__(description=description, formatter_class=Help)
@@ -65,9 +65,7 @@ def number(kind, low, high=None, above=False):
     return parse
 
 
-def count(text):
-    """An argparse type: a whole number from 1 on."""
-    return number(int, 1)(text)
+count = number(int, 1)
 
 
 def appendable(path):
@@ -115,41 +113,60 @@ def add_wiring_flags(parser, otherwise="the checkpoint's own"):
 
 def with_wiring(config, args):
     """The config with the wiring that the flags ask for."""
-    wiring = args.wiring or ("ladder" if args.ladder else config.wiring)
+    wiring = args.wiring or ("ladder" if args.ladder else None)
     if args.ladder and wiring != "ladder":
         raise InputError(f"--ladder and --wiring {wiring} contradict each other")
-    given = {"desync_period": args.desync_period}
-    if args.ladder_layers is not None:
+    layers = args.ladder_layers
+    if layers is not None:
         try:
-            numbers = tuple(int(i) for i in args.ladder_layers.split(","))
+            numbers = tuple(int(i) for i in layers.split(","))
         except ValueError:
-            message = f"--ladder-layers {args.ladder_layers!r} is neither a number nor a list such as 3,5,7"
-            raise InputError(message) from None
-        given["ladder_layers"] = numbers if "," in args.ladder_layers else numbers[0]
+            raise InputError(f"--ladder-layers {layers!r} is neither a number nor a list such as 3,5,7") from None
+        layers = numbers if "," in layers else numbers[0]
         if args.wiring is None:
-            wiring = "hybrid"
+            wiring = "ladder" if args.ladder else "hybrid"
+    return rewired(config, wiring, "--", ladder_layers=layers, desync_period=args.desync_period)
+
+
+def rewired(config, wiring=None, flag="", **parameters):
+    """The config in another wiring, or in its own where that is None, with the parameters that are not None.
+
+    flag: what stands before a name in an InputError.
+    """
+    wiring = config.wiring if wiring is None else wiring
     if wiring not in WIRINGS:
-        raise InputError(f"unknown --wiring {wiring!r}; known: {', '.join(WIRINGS)}")
-    parameter = WIRINGS[wiring].parameter
-    changes = {"wiring": wiring}
-    if parameter != "ladder_layers":
-        changes["ladder_layers"] = None
-    for name, value in given.items():
-        if value is not None and name != parameter:
+        raise InputError(f"unknown {flag}wiring {wiring!r}; known: {', '.join(WIRINGS)}")
+    needed = WIRINGS[wiring].parameter
+    changes = {name: tuple(v) if isinstance(v, list) else v for name, v in parameters.items() if v is not None}
+    for name in changes:
+        if name != needed:
+            called = name if not flag else flag + name.replace("_", "-")
             takes = ", ".join(w for w in WIRINGS if WIRINGS[w].parameter == name)
-            raise InputError(f"--{name.replace('_', '-')} is for --wiring {takes}: it does not go with {wiring}")
-        if value is not None:
-            changes[name] = value
-    if parameter == "ladder_layers" and changes.get(parameter, config.ladder_layers) is None:
-        raise InputError(f"--wiring {wiring} needs --ladder-layers")
-    return dataclasses.replace(config, **changes)
+            raise InputError(f"{called} is for {flag}wiring {takes or 'none'}: it does not go with {wiring}")
+    if needed != "ladder_layers":
+        changes["ladder_layers"] = None
+    elif changes.get(needed, config.ladder_layers) is None:
+        raise InputError(f"{flag}wiring {wiring} needs {'--ladder-layers' if flag else 'ladder_layers'}")
+    return dataclasses.replace(config, wiring=wiring, **changes)
+
+
+def warn_of_wiring(own, config):
+    """Say on stderr when a checkpoint runs in another wiring than its own."""
+
+    def described(c):
+        parameter = WIRINGS[c.wiring].parameter
+        return c.wiring + (f" ({parameter} {getattr(c, parameter)})" if parameter else "")
+
+    if described(own) != described(config):
+        text = f"these weights are {described(own)}'s, and run as {described(config)}: expect nonsense"
+        print(text, file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks
 
 
-PATIENCE = 5  # seconds until a rank says that it waits for others
+PATIENCE = 5  # seconds until rank 0 says that it waits for others
 DEADLINE = 300  # seconds until it gives up
 
 
@@ -164,11 +181,23 @@ def _store():
     rank, tp_size = rank_and_size()
     if tp_size == 1:
         return None
-    with _watch(f"for the store at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"):
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun holds it
-            return next(dist.rendezvous("env://"))[0]
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(*address, tp_size, rank == 0, wait_for_workers=False)  # _wait_for_all says who is missing
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError):
+        raise InputError("WORLD_SIZE is set, so MASTER_ADDR and MASTER_PORT must be: start it with torchrun") from None
+    # the connection is tried again and again in C++, which a Ctrl-C has to end without Python's help
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        with _watch(f"for the store at {host}:{port}"):
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun holds it
+                return next(dist.rendezvous("env://"))[0]
+            # _wait_for_all says who is missing
+            return dist.TCPStore(host, port, tp_size, rank == 0, wait_for_workers=False)
+    except (dist.DistError, ValueError) as e:
+        message = (str(e).strip() or type(e).__name__).splitlines()[0]
+        raise InputError(f"no store at MASTER_ADDR {host}, MASTER_PORT {port}: {message}") from None
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class World:
@@ -229,11 +258,17 @@ def join(device=None):
         return World(rank, tp_size, device)
     store = _store()
     _wait_for_all(store, rank, tp_size)
-    if device.type == "cpu" and int(os.environ.get("LOCAL_WORLD_SIZE", tp_size)) < tp_size:
+    store.set(f"where {rank}", f"{socket.gethostname()} {device.type}")
+    places = {store.get(f"where {r}").decode() for r in range(tp_size)}
+    kinds = {place.rpartition(" ")[2] for place in places}
+    if len(kinds) > 1:
+        raise InputError("some ranks found a GPU and some did not: give --device cpu, or start fewer on a node")
+    if device.type == "cpu" and (len(places) > 1 or int(os.environ.get("LOCAL_WORLD_SIZE", tp_size)) < tp_size):
         _choose_interface(store, rank, tp_size)
     backend = "nccl" if device.type == "cuda" else "gloo"
     on_gpu = {"device_id": device} if device.type == "cuda" else {}
-    with _watch("to connect to the other ranks; is GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME right?"):
+    # NCCL takes its time; of several ranks one says what is wrong
+    with _watch(f"for {backend} to connect the ranks: does {backend.upper()}_SOCKET_IFNAME fit?", 4 * PATIENCE):
         before = _threads()
         dist.init_process_group(backend, store=store, rank=rank, world_size=tp_size, **on_gpu)
         threads = _threads() - before if backend == "gloo" else set()
@@ -269,18 +304,18 @@ def _wait_for_all(store, rank, tp_size):
     store.add("ready", 1)
     while (ready := store.add("ready", 0)) < tp_size:
         if store.check(["stopped"]):
-            _stop(2)
+            _stop(store, 2)
         waited = time.monotonic() - start
         if rank == 0 and waited > PATIENCE and not said:
             print(f"waiting for {tp_size - ready} of {tp_size} ranks ...", file=sys.stderr, flush=True)
             said = True
         if waited > DEADLINE:
-            _stop(1, f"only {ready} of {tp_size} ranks came within {DEADLINE} s")
+            _stop(store, 1, f"only {ready} of {tp_size} ranks came within {DEADLINE} s")
         time.sleep(0.02)
 
 
 @contextlib.contextmanager
-def _watch(what):
+def _watch(what, patience=None):
     """Say what this process is waiting for, and end it when that takes too long: a connection may hang for ever."""
 
     def say():
@@ -290,7 +325,7 @@ def _watch(what):
         print(f"rank {rank_and_size()[0]} has waited {DEADLINE} s {what}", file=sys.stderr, flush=True)
         os._exit(1)
 
-    timers = [threading.Timer(PATIENCE, say), threading.Timer(DEADLINE, give_up)]
+    timers = [threading.Timer(patience or PATIENCE, say), threading.Timer(DEADLINE, give_up)]
     for timer in timers:
         timer.daemon = True
         timer.start()
@@ -362,17 +397,17 @@ def run(main):
             dist.barrier()
         _leave(0)
     except InputError as e:
-        _stop(2, f"{os.path.basename(sys.argv[0])}: {e}")
+        _stop(store, 2, f"{os.path.basename(sys.argv[0])}: {e}")
     except KeyboardInterrupt:
-        _stop(130, "interrupted")
+        _stop(store, 130, "interrupted")
     except BrokenPipeError:  # whoever read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _stop(1, "")
+        _stop(store, 1, "")
     except Exception as e:
         if store is not None and _has_stopped(store):
-            _stop(2)  # a peer that stopped has cut this rank's connections
+            _stop(store, 2)  # a peer that stopped has cut this rank's connections
         if store is not None and (isinstance(e, dist.DistBackendError) or "gloo" in str(e)):
-            _stop(1, "a rank is gone, and the others with it")
+            _stop(store, 1, "another rank has died: stopping")
         raise
 
 
@@ -382,13 +417,13 @@ def _has_stopped(store):
     return True  # the store went with the rank that held it
 
 
-def _stop(code, line=None):
+def _stop(store, code, line=None):
     """Leave; of the ranks that come here with a line the first prints it, and the others wait until it is out.
 
     They wait because the launcher kills all ranks when one exits, and rank 0, which may hold the store, leaves last.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # one Ctrl-C may arrive from the terminal and from the launcher
-    store, (rank, tp_size) = _store(), rank_and_size()
+    rank, tp_size = rank_and_size()
     if store is None:
         if line:
             print(line, file=sys.stderr)

@@ -47,7 +47,7 @@ def residual_stream(x, sublayers, comm, config):
         if not stale:  # standard: wait, then compute
             x, pending = comm.settle(x, pending), None
         started = comm.start(h(x))
-        if stale or next_stale:  # ladder: the sum of the sublayer before arrives only now, behind h(x)
+        if stale or next_stale:  # ladder: the sum of the sublayer before is waited for only after h(x)
             x = comm.settle(x, pending, after=started)  # `after` is for the compiler: see tp.py
         pending = started
     return comm.settle(x, pending)
@@ -90,7 +90,7 @@ def attention_plus_mlp(block, metadata, cache):
 
 @dataclasses.dataclass(frozen=True)
 class Wiring:
-    """All that a wiring is. Flags, sweeps, plots, the clock and the tests take it from here.
+    """The complete description of a wiring. Flags, sweeps, plots, the clock and the tests take it from here.
 
     about: its line of --help. split: from a block to its sublayers. stream: how sublayers feed the residual stream.
     stale: whether they read it one sublayer stale, in all layers or in those of the parameter ladder_layers.
@@ -115,7 +115,9 @@ WIRINGS = {
     "desync": Wiring(
         "only every --desync-period-th all-reduce", stream=desynced_stream, parameter="desync_period", tp_bound=True
     ),
-    "upper-bound": Wiring("no all-reduce: no model, but the limit of speed", stream=unreduced_stream, tp_bound=True),
+    "upper-bound": Wiring(
+        "no all-reduce: a bound on speed, not a usable model", stream=unreduced_stream, tp_bound=True
+    ),
 }
 
 
@@ -236,7 +238,7 @@ def rotate(x, cos, sin):
 
 @dataclasses.dataclass
 class AttentionMetadata:
-    """What every attention of one forward pass shares.
+    """Inputs that all attention layers of a forward pass share.
 
     cos, sin: (B, 1, 1, S, H/2). rows (B, 1), positions (B, S): where this pass writes the cache.
     mask: (B, S, T') bool over the first T' slots of the cache, or None when each row starts at position 0 and so

@@ -155,7 +155,7 @@ def main(argv=None):
     if launch.rank_and_size()[1] > 1:
         raise InputError("quantizing runs in one process: start it with python, not with several ranks of torchrun")
     before, after = quantize(args)
-    print(f"{args.out}: {after / 1e6:,.1f} MB, {before / after:.2f} times fewer than {before / 1e6:,.1f} MB")
+    print(f"{args.out}: {after / 1e6:,.1f} MB, {before / after:.2f} times smaller than before ({before / 1e6:,.1f} MB)")
 
 
 if __name__ == "__main__":

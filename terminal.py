@@ -4,6 +4,7 @@ import os
 import select
 import signal
 import sys
+import termios
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from launch import count
 from model import InputError
 from tokenizer import TextStream
 
-EVERY = 8  # tokens between two looks of several ranks at whether to stop: each look is a broadcast
+TOKENS_BETWEEN_CHECKS = 8  # of several ranks, for a Ctrl-C: each check is a broadcast
 
 
 def add_prompt_flags(parser):
@@ -36,7 +37,7 @@ def add_prompt_flags(parser):
         "--context",
         type=count,
         metavar="T",
-        help="tokens of --interactive that fit, e.g. 8192; without it 4096 or the model's",
+        help="length of a chat in tokens, e.g. 8192; without it 4096 or the model's",
     )
 
 
@@ -142,43 +143,50 @@ class Printer:
 class Interrupt:
     """Ctrl-C stops an answer instead of the program: asked() says whether it came, on all ranks alike.
 
-    torchrun would end all ranks at the signal. So a terminal's Ctrl-C is read as a character where there are several.
+    torchrun would end all ranks at the signal, so where there are several, a terminal's Ctrl-C is read as a character.
+    A second Ctrl-C in one answer ends the program.
     """
 
     def __init__(self, world):
-        self.world, self.came, self.calls = world, False, 0
+        self.world, self.came, self.calls = world, 0, 0
         self.reads = world.rank == 0 and not world.alone and sys.stdin.isatty()
 
     def __enter__(self):
-        self.came, self.calls = False, 0
+        self.came = self.calls = 0
         if self.world.alone:
-            self.before = signal.signal(signal.SIGINT, lambda *_: setattr(self, "came", True))
+            self.before = signal.signal(signal.SIGINT, self._count)
         if self.reads:
-            import termios
-
-            self.before = termios.tcgetattr(0)
-            mode = termios.tcgetattr(0)
-            mode[3] &= ~(termios.ISIG | termios.ICANON)
-            termios.tcsetattr(0, termios.TCSANOW, mode)
+            self.terminal = termios.tcgetattr(0)
+            raw = termios.tcgetattr(0)
+            raw[3] &= ~(termios.ISIG | termios.ICANON)
+            self.before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # torchrun's: by way of __exit__
+            termios.tcsetattr(0, termios.TCSANOW, raw)
         return self
 
     def __exit__(self, *_):
         if self.world.alone:
             signal.signal(signal.SIGINT, self.before)
         if self.reads:
-            import termios
+            termios.tcsetattr(0, termios.TCSANOW, self.terminal)
+            signal.signal(signal.SIGTERM, self.before)
 
-            termios.tcsetattr(0, termios.TCSANOW, self.before)
+    def _count(self, *_):
+        self.came += 1
+        if self.came > 1:
+            raise KeyboardInterrupt
 
     def asked(self):
         self.calls += 1
-        if self.reads and select.select([0], [], [], 0)[0]:
-            self.came |= b"\x03" in os.read(0, 1024)
-        if not self.world.alone and self.calls % EVERY == 0:
-            came = torch.tensor(self.came, dtype=torch.int32, device=self.world.device)
+        while self.reads and select.select([0], [], [], 0)[0]:
+            if os.read(0, 1) == b"\x03":
+                self._count()
+        if self.world.alone:
+            return self.came > 0
+        came = torch.tensor(self.came, dtype=torch.int32, device=self.world.device)
+        if self.calls % TOKENS_BETWEEN_CHECKS == 0:
             dist.broadcast(came, 0)
             return bool(came)
-        return self.came and self.world.alone
+        return False
 
 
 def chat(answer, tokenizer, world, context, max_new_tokens):
@@ -187,6 +195,7 @@ def chat(answer, tokenizer, world, context, max_new_tokens):
     answer(ids, max_new_tokens, on_tokens) -> new ids; on_tokens as in generate.generate.
     """
     messages, ids = [], []
+    sys.stdin.reconfigure(errors="surrogateescape")  # for is_utf8 to tell
     prompt = "> " if world.rank == 0 and sys.stdin.isatty() else ""
     interrupt = Interrupt(world)
     if prompt:

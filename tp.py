@@ -93,7 +93,7 @@ def load_shard(config, weights, dtype, device, rank=0, tp_size=1):
             raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(wanted)}")
         path, _, kind = name.rpartition(".")
         dim, ranges = plan.get(path.rpartition(".")[2], (0, None))
-        # what stands for several columns, a packed byte or the scale of a group, is one of as many fewer
+        # a packed byte or the scale of a group covers several columns: divide the range by their number
         each = columns[path] // parameter.shape[1] if dim == 1 else 1
         parts = ranges and [(start // each, -(-stop // each)) for start, stop in ranges]
         shape = list(parameter.shape)

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils import cpp_extension
 
 from kernels.int_linear import Int8Linear, Integers, IntEmbedding, IntLinear, scaled, unpack
 from model import Attention, FeedForward, InputError
@@ -58,6 +57,8 @@ def compiler():
     name = os.environ.get("CXX", "g++")
     if shutil.which(name) is None:
         raise InputError(f"--compile needs a C++ compiler: install g++, or name one in $CXX, no options: {name!r}")
+    from torch.utils import cpp_extension  # late: with it comes setuptools, which edits the module path
+
     # Inductor (torch 2.13) splits its command at spaces, and quotes all paths but this one
     cpp_extension.TORCH_LIB_PATH = shlex.quote(str(Path(torch.__file__).parent / "lib"))
     return name
@@ -110,7 +111,7 @@ def _processor():
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
-class Linear(nn.Linear):
+class FewRowsLinear(nn.Linear):
     """A linear that multiplies few rows with few_rows.cpp."""
 
     def forward(self, x):
@@ -220,7 +221,7 @@ def use_few_rows(model):
     linears = []
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.__class__ = Linear
+            module.__class__ = FewRowsLinear
         elif type(module) is Attention and module.head_dim % 64 == 0:
             module.__class__ = DecodeAttention
         elif type(module) in (IntLinear, Int8Linear) and (

@@ -9,7 +9,7 @@ from model import WIRINGS
 
 
 class Clock:
-    """The collectives of a model that is only time: as if sublayers and all-reduces took it, and nothing else did.
+    """Simulated collectives: sublayers and all-reduces take time, and nothing else does.
 
     compute: seconds computed before each start, in order, since the start or the wait before it. all_reduce: seconds of
     one; the link carries one at a time. Standard sublayers take the sum of all of both. Ladder takes the first compute,

@@ -15,22 +15,26 @@ import launch
 from checkpoint import dtype_name
 from kernels import cpu
 from measure.link import Link
-from measure.timing import hidden_share, timed
+from measure.timing import hidden_share, timed, within_noise
 from model import InputError
 
-LARGE = (
-    5e7  # bytes of a step from which its share of the bandwidth says something: smaller ones fit a processor's caches
-)
+LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and say nothing of its memory
+
+
+def bandwidth_share(result):
+    """The share of the memory's bandwidth that a decode step reached, or None where it reads too little to say."""
+    return result["mbu"] if result.get("step_bytes", LARGE) >= LARGE else None
 
 
 def read_bandwidth(device, world=None, size=2**30, repeats=9):
     """Bytes per second that this process reads from the device's memory: the median of some passes over `size` bytes.
 
     A pass sums a tensor, which should be far larger than the caches; where memory is short it is smaller. On a GPU it
-    has 8 GiB, or starting the sum would take a part of the time. The ranks of the world, if given, measure at the same
-    time: those of one machine share its memory.
+    takes up to 8 GiB, or starting the sum would take a part of the time. The ranks of the world, if given, measure at
+    the same time: those of one machine share its memory.
     """
-    size = min(2**33 if device.type == "cuda" else size, free_bytes(device) // 32)
+    on_gpu, free = device.type == "cuda", free_bytes(device)
+    size = min(2**33, free // 4) if on_gpu else min(size, free // 32)
     tensor = cpu.empty((size // 4,), torch.float32, device).fill_(1)
     timed(device, tensor.sum)
     company = 0
@@ -146,12 +150,15 @@ def exposed_lines(kind, r):
     if not r["all_reduces"]:
         return f"{kind}: {r['step_ms']:.2f} ms a step, without any all-reduce"
     travel, above = r["all_reduces"] * r["all_reduce_ms"], 100 * (r["step_ms"] / r["limit_ms"] - 1)
-    gloo = f"; communicating took {r['transport_ms']:.2f} ms of the CPU" if r["transport_ms"] else ""
+    transport = f"; communicating took {r['transport_ms']:.2f} ms of the CPU" if r["transport_ms"] else ""
+    if within_noise(r):
+        share = "what it hid is within noise"
+    else:
+        share = f"{hidden_share(r)} hidden; {above:+.1f} % from this wiring's limit of {r['limit_ms']:.2f} ms"
     return (
         f"{kind}: {r['step_ms']:.2f} ms a step, {r['silent_ms']:.2f} without its {r['all_reduces']} all-reduces of "
-        f"{r['all_reduce_bytes']:,} bytes, which take {r['all_reduce_ms']:.3f} ms each\n"
-        f"  exposed {r['exposed_ms']:.2f} of {travel:.2f} ms of communication, {hidden_share(r)} hidden; "
-        f"{above:+.1f} % from this wiring's limit of {r['limit_ms']:.2f} ms{gloo}"
+        f"{r['all_reduce_bytes']:,} bytes, which take {travel:.2f} ms on their own ({r['all_reduce_ms']:.3f} each)\n"
+        f"  exposed: {r['exposed_ms']:.2f} ms; {share}{transport}"
     )
 
 
@@ -166,7 +173,7 @@ def summary(r):
         times += f", then {r['tpot_ms']:.2f} ms per token: {r['tok_s']:.1f} tok/s"
         times += f" ({r['tok_s_user']:.1f} for each of {r['batch']} users)" * (r["batch"] > 1)
     memory = f"{r['step_bytes'] / 1e6:.1f} MB read per step"
-    if r["mbu"] and r["step_bytes"] >= LARGE:
+    if bandwidth_share(r):
         memory += f", {100 * r['mbu']:.0f} % of what {r['bandwidth'] / 1e9:.1f} GB/s allow"
     memory += f", peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"
     reports = "".join("\n" + exposed_lines(*item) for item in (r["exposed"] or {}).items())

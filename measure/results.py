@@ -8,9 +8,11 @@ import csv
 import json
 import statistics
 from collections import defaultdict
+from operator import itemgetter
 from pathlib import Path
 
 from checkpoint import read_text
+from measure.report import bandwidth_share
 from measure.timing import hidden_share, quartiles
 from model import WIRINGS, InputError
 
@@ -49,7 +51,7 @@ def read(path):
                 raise KeyError
             lines.append({"repeat": 1, "command": "", **line, "file": str(path)})
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise InputError(f"{path} line {len(lines) + 1} is none of bench.sh's") from None
+        raise InputError(f"{path} line {len(lines) + 1} was not written by bench.sh") from None
     if not lines:
         raise InputError(f"{path} is empty: it takes lines of bench.sh")
     return lines
@@ -288,9 +290,8 @@ def tables(sweep):
         return cell
 
     def each(case):
-        times, users, shares = (
-            sweep.values(case, lambda line, key=key: line[key]).values() for key in ("tpot_ms", "tok_s_user", "mbu")
-        )
+        measures = itemgetter("tpot_ms"), itemgetter("tok_s_user"), bandwidth_share
+        times, users, shares = (sweep.values(case, measure).values() for measure in measures)
         if not times:
             return ""
         text = f"{number(statistics.median(times))} ms, {number(statistics.median(users))} tok/s"

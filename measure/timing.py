@@ -1,4 +1,4 @@
-"""Seconds of things, measured in turns: what a machine does in between then disturbs all of them alike."""
+"""Timing in turns, so that what else the machine does disturbs all alike; and what of it is noise."""
 
 import statistics
 import time

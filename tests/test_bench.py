@@ -339,7 +339,7 @@ def test_when_everything_fails_that_is_said(bench):
         "OUT=calls.d": "FIGURES: calls.d-figures is a file: name a folder",
         "CHECKPOINT=calls.d;MODEL=1b": "give either CHECKPOINT or MODEL",
         "CHECKPOINT=calls.d": "CHECKPOINT calls.d is no folder",
-        "OUT=text": "text line 1 is none of bench.sh's",
+        "OUT=text": "text line 1 was not written by bench.sh",
         "WIRING=ladder": "WIRING is not a setting: did you mean WIRINGS?",
         "BATCH=1": "BATCH is not a setting: did you mean BATCHES?",
         "TP=2": "TP is not a setting: did you mean TPS?",
@@ -777,14 +777,14 @@ def test_the_paper_s_figures_agree_with_themselves():
 )  # fmt: skip
 def test_plot_refuses_other_files(tmp_path, text):
     (tmp_path / "x").write_text(json.dumps(result("ladder", 1)) + "\n" + text + "\n")
-    with pytest.raises(InputError, match="x line 2 is none of bench.sh's"):
+    with pytest.raises(InputError, match="x line 2 was not written by bench.sh"):
         results.read(tmp_path / "x")
 
 
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ([], "give either files of bench.sh or --compare BEFORE AFTER"),
+        ([], "give files of bench.sh, --compare BEFORE AFTER or --front-page PNG"),
         (["missing.jsonl"], "missing.jsonl: No such file or directory"),
         (["/dev/null"], "/dev/null is empty: it takes lines of bench.sh"),
         (["--compare", "a", "b", "--out", "c"], "--compare prints one table: it does not go with --out"),

@@ -446,7 +446,7 @@ def test_hub_models_are_downloaded_by_pattern(hf_folder, tmp_path, monkeypatch):
     assert asked["repository"] == "someone/model" and asked["revision"] == "abc"
     assert "model*.safetensors" in asked["allow_patterns"] and "pytorch_model*.bin" not in asked["allow_patterns"]
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *a, **k: 1 / 0)
-    with pytest.raises(InputError, match="someone/model is no local folder, and not to be had .*: division by zero"):
+    with pytest.raises(InputError, match="model is not a local folder, and could not be downloaded: division by zero"):
         convert_hf_checkpoint.main(["someone/model", "--out", str(tmp_path / "other")])
 
 

@@ -104,7 +104,7 @@ def test_attention_of_large_scores_and_of_wrong_shapes():
 def test_a_linear_takes_few_rows_or_many(monkeypatch):
     cpu.build()
     linear = torch.nn.Linear(40, 12).bfloat16()
-    linear.__class__ = cpu.Linear
+    linear.__class__ = cpu.FewRowsLinear
     called = []
     real = torch.ops.ladder.few_rows
     monkeypatch.setattr(torch.ops.ladder, "few_rows", lambda *args: called.append(1) or real(*args))
@@ -129,7 +129,7 @@ def test_a_compiled_model_with_few_rows(changes):
     tokens, lengths = unequal_rows(config)
     eager = last_logits(net, tokens, lengths)
     logits = last_logits(net, tokens, lengths, compile=True)
-    assert all(type(m) is cpu.Linear for m in net.modules() if isinstance(m, torch.nn.Linear))
+    assert all(type(m) is cpu.FewRowsLinear for m in net.modules() if isinstance(m, torch.nn.Linear))
     decodes = [isinstance(m, cpu.DecodeAttention) for m in net.modules() if isinstance(m, Attention)]
     assert decodes == [config.head_dim == 64] * config.n_layers
     for row, length in enumerate(lengths):
@@ -141,7 +141,7 @@ def test_a_compiled_model_with_few_rows(changes):
 def test_other_dtypes_keep_their_linears():
     net = random_model(dataclasses.replace(BASE, head_dim=64))
     cpu.use_few_rows(net)
-    assert not any(isinstance(m, cpu.Linear | cpu.DecodeAttention) for m in net.modules())
+    assert not any(isinstance(m, cpu.FewRowsLinear | cpu.DecodeAttention) for m in net.modules())
 
 
 @pytest.mark.skipif(

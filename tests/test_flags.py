@@ -91,7 +91,7 @@ SCRIPTS = {
         "--checkpoint {tiny} --text {}/long",
         {
             "--window 65": "--window 65 is longer than the context of 64",
-            "--window 8 --stride 8": "--stride 8 is no less than the window of 8",
+            "--window 8 --stride 8": "--stride is 8 but must be smaller than the window of 8 tokens",
             "--window 1": "--window: '1' is not a whole number from 2",
             "--stride 0": "--stride: '0' is not a whole number from 1",
             "--text /nowhere": "--text /nowhere: No such file or directory",

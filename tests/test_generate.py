@@ -119,7 +119,7 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, how, out
     flags = [*flags, "--wiring", wiring, "--temperature", "0", "--max-new-tokens", "12", "--ignore-eos"]
     result, printed, said = run_json(tiny, *prompts, *flags, out=out, ranks=ranks, how=how)
     assert result["tokens"] == greedy(wiring)
-    other = f"{tiny} is wired as {wiring}, but its weights are standard's: its text may be nonsense\n"
+    other = f"these weights are standard's, and run as {wiring}: expect nonsense\n"
     assert said.count(other) == (wiring != "standard")
     tokenizer = load_tokenizer(tiny)
     for prompt, row, text in zip(PROMPTS, result["tokens"], result["texts"], strict=True):

@@ -352,7 +352,7 @@ def test_the_report(changes, compute, limit):
     assert r["all_reduces"] == len(compute) and r["all_reduce_bytes"] == 2 * 48 * 4 and r["rounds"] == 3
     assert r["hidden"] == pytest.approx(1 - 70 / (15 * len(compute)))
     assert (r["all_reduce_ms"], r["blocked_ms"], r["transport_ms"]) == pytest.approx((15, 60, 2))
-    assert "exposed 70.00 of " in report.exposed_lines("decode", r)
+    assert "exposed: 70.00 ms" in report.exposed_lines("decode", r)
 
 
 def test_the_report_without_all_reduces_and_without_the_cpus_clock():

@@ -462,7 +462,7 @@ def check_model(config, compile):
             expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
             assert (logits[row] - expected).abs().max() < tolerance * expected.abs().max()
     kinds = {type(m) for m in net.modules() if hasattr(m, "in_features")}
-    assert cpu.FewRowsIntLinear in kinds and (cpu.Linear in kinds) == bool(config.kept)
+    assert cpu.FewRowsIntLinear in kinds and (cpu.FewRowsLinear in kinds) == bool(config.kept)
     packed_table = type(net.tok_embeddings) is cpu.PackedEmbedding
     assert packed_table == (config.tie_embeddings and not config.kept)
     assert not packed_table or net.tok_embeddings.weight is net.output.weight
@@ -549,7 +549,7 @@ def folder(tmp_path_factory):
 def test_quantize_and_generate(mode, flags, kept, ranks, compile, folder, tmp_path, capsys):
     out = tmp_path / mode
     quantize.main(["--checkpoint", str(folder), "--mode", mode, *flags, "--out", str(out)])
-    assert "times fewer than" in capsys.readouterr().out
+    assert "times smaller than before" in capsys.readouterr().out
     config = checkpoint.read_config(out)
     assert (config.quant, config.kept, config.wiring) == (mode, kept, "ladder")
     state, plain = load_file(out / "model.safetensors"), load_file(folder / "model.safetensors")
