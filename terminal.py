@@ -1,5 +1,6 @@
 """The terminal: prompts in, text out, a chat."""
 
+import io
 import os
 import select
 import signal
@@ -195,7 +196,8 @@ def chat(answer, tokenizer, world, context, max_new_tokens):
     answer(ids, max_new_tokens, on_tokens) -> new ids; on_tokens as in generate.generate.
     """
     messages, ids = [], []
-    sys.stdin.reconfigure(errors="surrogateescape")  # for is_utf8 to tell
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # for is_utf8 to tell
     prompt = "> " if world.rank == 0 and sys.stdin.isatty() else ""
     interrupt = Interrupt(world)
     if prompt:

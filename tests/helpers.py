@@ -55,6 +55,7 @@ def _build_once(build=cpu.build):
 
 
 cpu.build = _build_once
+cpu.compiler()  # before anything is compiled: Inductor tries once, and remembers, what it can do from this folder
 
 
 def shared_data(name):
