@@ -258,12 +258,7 @@ def join(device=None):
         return World(rank, tp_size, device)
     store = _store()
     _wait_for_all(store, rank, tp_size)
-    store.set(f"where {rank}", f"{socket.gethostname()} {device.type}")
-    places = {store.get(f"where {r}").decode() for r in range(tp_size)}
-    kinds = {place.rpartition(" ")[2] for place in places}
-    if len(kinds) > 1:
-        raise InputError("some ranks found a GPU and some did not: give --device cpu, or start fewer on a node")
-    if device.type == "cpu" and (len(places) > 1 or int(os.environ.get("LOCAL_WORLD_SIZE", tp_size)) < tp_size):
+    if device.type == "cpu" and int(os.environ.get("LOCAL_WORLD_SIZE", tp_size)) < tp_size:
         _choose_interface(store, rank, tp_size)
     backend = "nccl" if device.type == "cuda" else "gloo"
     on_gpu = {"device_id": device} if device.type == "cuda" else {}
