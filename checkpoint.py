@@ -124,7 +124,7 @@ def read_config(folder):
     """The Config of a checkpoint folder."""
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
-        raise InputError(f"{folder} is not a folder")
+        raise InputError(f"{folder} is not a checkpoint folder: there is no such folder")
     if not path.is_file():
         raise InputError(f"{folder} is not a checkpoint folder: it has no config.json")
     values = read_json(path)
