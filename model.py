@@ -241,8 +241,8 @@ class AttentionMetadata:
     """Inputs that all attention layers of a forward pass share.
 
     cos, sin: (B, 1, 1, S, H/2). rows (B, 1), positions (B, S): where this pass writes the cache.
-    mask: (B, S, T') bool over the first T' slots of the cache, or None when each row starts at position 0 and so
-    attends causally to the keys of this very pass.
+    mask: (B, S, T') bool over the first T' slots of the cache, or, without a cache, over the keys of this very pass
+    (T' = S); None when each row starts at position 0 and so attends causally to the keys of this very pass.
     """
 
     cos: torch.Tensor
@@ -285,11 +285,11 @@ class Attention(nn.Module):
         if metadata.mask is None:
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True)  # (B, N, S, H)
         else:
-            y = self.attend(q, *cache, metadata)
+            y = self.attend(q, *(cache or (k, v)), metadata)
         return self.wo(y.reshape(B, -1, S, self.head_dim).transpose(1, 2).reshape(B, S, -1))
 
     def attend(self, q, k, v, metadata):
-        """Attention of q (B, K, G, S, H) to cached keys and values (B, K, T, H), by their mask -> (B, K, G * S, H)."""
+        """Attention of q (B, K, G, S, H) to keys and values (B, K, T, H), by their mask -> (B, K, G * S, H)."""
         # The G query heads of a KV head become G more queries of one head: no key is ever copied.
         B, _, G, S, _ = q.shape
         T = metadata.mask.shape[-1]
@@ -349,20 +349,27 @@ class Transformer(nn.Module):
             mask = slots <= positions[..., None]  # (B, S, T')
         else:
             positions = torch.arange(S, device=tokens.device).expand(B, S)
-        angles = (positions[..., None] * self.rope_frequencies)[:, None, None]  # (B, 1, 1, S, H/2)
-        rows = torch.arange(B, device=tokens.device)[:, None]
-        metadata = AttentionMetadata(angles.cos(), angles.sin(), rows, positions, mask)
+        metadata = self.metadata(positions, mask)
+        stream = WIRINGS[self.config.wiring].stream
+        x = self.norm(stream(self.tok_embeddings(tokens), self.sublayers(metadata, cache), self.comm, self.config))
+        if select is not None:
+            x = x[metadata.rows, select[:, None]]
+        return self.comm.gather(self.output(x))
 
+    def metadata(self, positions, mask=None):
+        """The AttentionMetadata of tokens at these positions (B, S)."""
+        angles = (positions[..., None] * self.rope_frequencies)[:, None, None]  # (B, 1, 1, S, H/2)
+        rows = torch.arange(len(positions), device=positions.device)[:, None]
+        return AttentionMetadata(angles.cos(), angles.sin(), rows, positions, mask)
+
+    def sublayers(self, metadata, cache=None):
+        """What the wiring makes of the blocks, in their order: [(h, stale)], as a stream function takes it."""
         wiring, stale_layers = WIRINGS[self.config.wiring], self.config.stale_layers
-        sublayers = [
+        return [
             (h, i in stale_layers)
             for i, block in enumerate(self.layers)
             for h in wiring.split(block, metadata, cache and cache[i])
         ]
-        x = self.norm(wiring.stream(self.tok_embeddings(tokens), sublayers, self.comm, self.config))
-        if select is not None:
-            x = x[rows, select[:, None]]
-        return self.comm.gather(self.output(x))
 
     def new_cache(self, batch, length):
         """A static KV cache of `length` slots: one (k, v) a layer, each (B, K, T, H), zeroed."""

@@ -118,11 +118,11 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("tokenizer.py", 'if text.endswith("\\ufffd"):', "if False:", STREAM),
     ("tokenizer.py", "self.start = len(self.ids) - 8", "self.start = len(self.ids)", STREAM),
     ("tokenizer.py", "skip_special_tokens=True", "skip_special_tokens=False", "test_tokenizer.py -k round_trip"),
-    # convert_hf_checkpoint.py
-    ("convert_hf_checkpoint.py", "for t in (q, k, v)], dim=1)", "for t in (q, v, k)], dim=1)", CONVERT + "parity"),
-    ("convert_hf_checkpoint.py", ".transpose(1, 2).flatten(0, 2)", ".flatten(0, 2)", CONVERT + "interleaved"),
+    # formats/
+    ("formats/huggingface.py", "for t in (q, k, v)], dim=1)", "for t in (q, v, k)], dim=1)", CONVERT + "parity"),
+    ("formats/sources.py", ".transpose(1, 2).flatten(0, 2)", ".flatten(0, 2)", CONVERT + "interleaved"),
     (
-        "convert_hf_checkpoint.py",
+        "formats/export.py",
         "= list(config.stale_layers)",
         "= list(config.stale_layers)[1:]",
         "test_convert.py -k ladder_layers_of_a_config",

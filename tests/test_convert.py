@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import checkpoint
 import convert_hf_checkpoint
 import tp
+from formats import huggingface
 from model import InputError
 from tokenizer import load_tokenizer
 
@@ -298,7 +299,7 @@ def test_real_configs_are_read():
     assert expected.keys() <= {path.stem for path in folder.glob("*.json")}
     thetas = {"llama3_1_8b": 5e5, "smollm2_360m": 1e5, "qwen3_0.6b": 1e6, "llama2_7b": 1e4, "mistral_7b_v03": 1e6}
     for path in sorted(folder.glob("*.json")):
-        config = convert_hf_checkpoint.config_from_hf(path)
+        config = huggingface.config_from_hf(path)
         c = (config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, config.tie_embeddings)
         assert c == expected.get(path.stem, c), path
         assert config.qkv_bias == ("qwen2" in path.stem) and config.qk_norm == ("qwen3" in path.stem)

@@ -14,7 +14,8 @@ model
 kernels.int_linear
 kernels.cpu
 checkpoint
-tokenizer launch tp
+tokenizer launch tp formats.huggingface formats.sources
+formats.export
 terminal measure.timing measure.clock measure.link
 measure.report
 measure.exposed measure.results
@@ -24,7 +25,7 @@ measure.sweep quantize convert_hf_checkpoint adapt eval example
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
-    for room in (".", "kernels", "measure", "benchmarks")
+    for room in (".", "kernels", "formats", "measure", "benchmarks", "training")
     for path in (ROOT / room).glob("*.py")
     if path.name != "__init__.py"
 }

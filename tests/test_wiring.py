@@ -15,6 +15,7 @@ import convert_hf_checkpoint
 import generate
 import launch
 import model
+from formats import huggingface
 from kernels import cpu
 from measure.clock import count_all_reduces, run_clock
 from model import WIRINGS, Wiring
@@ -298,8 +299,8 @@ def test_a_new_line_is_converted_without_the_norm_that_it_lacks(new_wiring, tmp_
 
 
 def _hf(name, tensor):
-    names = convert_hf_checkpoint.hf_names(name)
-    parts = convert_hf_checkpoint.ungroup(tensor, BASE) if len(names) == 3 else [tensor]
+    names = huggingface.hf_names(name)
+    parts = huggingface.ungroup(tensor, BASE) if len(names) == 3 else [tensor]
     return zip(names, parts, strict=True)
 
 
