@@ -11,8 +11,8 @@ demo: .venv/installed
 test: .venv/installed-dev lint
 	.venv/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
 
-# and what takes longer
-test-all: test
+# and what takes longer, or needs other people's libraries
+test-all: .venv/installed-peers test
 	.venv/bin/python -m pytest -n 2 --dist worksteal -m slow
 
 # for a machine with a GPU, whose PYTHON has what requirements-dev.txt lists: installs nothing, ends within nine minutes
@@ -36,6 +36,10 @@ lint: .venv/installed-dev
 
 .venv/installed-dev: .venv/installed requirements-dev.txt
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+.venv/installed-peers: .venv/installed-dev requirements-peers.txt
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-peers.txt
 	touch $@
 
 clean:
