@@ -1,171 +1,365 @@
-"""Train a small model from scratch, in any wiring, on plain text; what comes out is a checkpoint for generate.py.
+"""Make a ladder of a standard checkpoint by light retraining, or train a small model from scratch, in any wiring.
 
-python adapt.py --ladder --text train.txt --valid valid.txt --out DIR
+torchrun adapt.py --checkpoint DIR --ladder-layers 16 --distill --text train.txt --valid valid.txt --out DIR2
+python adapt.py --ladder --text train.txt --valid valid.txt --out DIR2
 """
 
-import copy
+import dataclasses
 import math
 import time
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from tqdm import trange
+from torch.utils.checkpoint import checkpoint as recomputed
+from tqdm import tqdm
 
 import checkpoint
+import eval
 import launch
 from launch import count, number
-from model import Config, InputError, Transformer
+from model import WIRINGS, Config, InputError, Transformer
 from tokenizer import load_tokenizer
+from training import curves, runs, sharding
+from training.data import SEPARATOR, Windows
 
-SEPARATOR = "<|endoftext|>"
-
-
-def read_documents(paths):
-    """The documents of text files, in which SEPARATOR stands between two."""
-    documents = []
-    for path in paths:
-        documents += [d.strip() for d in checkpoint.read_text(path).split(SEPARATOR) if d.strip()]
-    if not documents:
-        raise InputError(f"{', '.join(paths)}: no text")
-    return documents
+# ---------------------------------------------------------------------------------------------------------------------
+# The model in training
 
 
-def train_tokenizer(documents, vocab_size, path):
-    """A SentencePiece BPE vocabulary in Llama 2's style: BOS 1, EOS 2, unknown characters as bytes."""
-    from sentencepiece import SentencePieceTrainer
+def blended_stream(x, sublayers, alpha):
+    """The residual streams x_i behind each sublayer; a stale one reads x_{i-2} + alpha (x_{i-1} - x_{i-2}).
 
-    try:
-        with open(path, "wb") as f:
-            SentencePieceTrainer.train(
-                sentence_iterator=iter(documents), model_writer=f, vocab_size=vocab_size, model_type="bpe",
-                byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity", split_digits=True,
-                remove_extra_whitespaces=False, max_sentence_length=1 << 20, num_threads=1, minloglevel=2,
-            )  # fmt: skip
-    except RuntimeError as e:  # too little text for so many pieces, or too few pieces for its characters
-        raise InputError(f"--vocab-size {vocab_size} does not suit the text: {str(e).rpartition('] ')[2]}") from None
+    x_{i-1} - x_{i-2} is what would be in flight: at alpha = 1 this is exactly the standard model, at 0 the ladder.
+    """
+    streams, before = [], x
+    for h, stale in sublayers:
+        before, x = x, x + h(torch.lerp(before, x, alpha) if stale else x)
+        streams.append(x)
+    return streams
 
 
-def encode(tokenizer, documents):
-    """All documents as one row of ids, each BOS text EOS."""
-    eos = tokenizer.special["</s>"]
-    return torch.tensor([i for d in documents for i in [*tokenizer.encode(d), eos]])
+class Trainee(Transformer):
+    """The Transformer on packed windows, in any wiring that is a function of one device."""
+
+    dropout, recompute = 0.0, False  # of sublayers' outputs; whether the backward pass has but their inputs
+
+    def forward(self, batch, alpha=0.0):
+        """The normed stream, of which self.output makes logits, and the streams behind each sublayer: (B, S, D)."""
+
+        def in_training(h):
+            again = (lambda x: recomputed(h, x, use_reentrant=False)) if self.recompute else h
+            return lambda x: F.dropout(again(x), self.dropout)
+
+        sublayers = self.sublayers(self.metadata(batch.positions, batch.mask))
+        if self.training:
+            sublayers = [(in_training(h), stale) for h, stale in sublayers]
+        streams = blended_stream(self.tok_embeddings(batch.tokens), sublayers, alpha)
+        return self.norm(streams[-1]), streams
 
 
-def loss(model, windows):
-    """Mean negative log-likelihood, in nats per token, of windows (B, S + 1)."""
-    logits = model(windows[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
+def build(config, weights, world, dtype, args=None):
+    """A sharded Trainee that computes in dtype or, without args, a teacher, which needs no float32 masters."""
+    with torch.device("meta"):
+        model = Trainee(config)
+    if args is None:
+        model = model.to(dtype).requires_grad_(False).eval()
+    else:
+        model.dropout, model.recompute = args.dropout, args.recompute
+        for module in (m for block in model.layers for m in (block.attention, block.feed_forward) if args.compile):
+            module.compile()
+    sharding.shard(model, world, dtype)
+    sharding.fill(model, weights or sharding.FreshWeights(model, args.seed), world)
+    return model
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss
+
+
+def token_losses(head, x, targets, taught_head=None, taught=None):
+    """Sums over tokens, of x (n, D): the KL divergence from the teacher's distribution, or 0, and the cross-entropy."""
+    told, divergence = F.log_softmax(head(x).float(), -1), x.new_zeros(())
+    if taught is not None:
+        wanted = F.log_softmax(taught_head(taught).float(), -1)
+        divergence = F.kl_div(told, wanted, reduction="sum", log_target=True)
+    return divergence, F.nll_loss(told, targets, reduction="sum")
+
+
+def losses(model, batch, alpha=0.0, teacher=None, match=0.0):
+    """Sums over the tokens of a batch that count: (what is to be minimised, the cross-entropy), in nats.
+
+    Minimised is the cross-entropy or, with a teacher, KL + 0.1 cross-entropy and, times `match`, the squared error of
+    the streams behind stale layers relative to the teacher's.
+    """
+    x, streams = model(batch, alpha)
+    if teacher is not None:
+        with torch.no_grad():
+            taught, taught_streams = teacher(batch)
+    counts = batch.counts.nonzero(as_tuple=True)
+    divergence, nats = 0 * x.float().sum(), torch.zeros((), device=x.device)
+    for i in zip(*(indices.split(sharding.CHUNK) for indices in counts), strict=True):  # so few logits at a time
+        given = [model.output, x[i], batch.targets[i]] + ([] if teacher is None else [teacher.output, taught[i]])
+        kl, ce = recomputed(token_losses, *given, use_reentrant=False)
+        divergence, nats = divergence + kl, nats + ce
+    loss = divergence + (nats if teacher is None else 0.1 * nats)
+    if match:
+        each = len(streams) // len(model.layers)
+        for layer in model.config.stale_layers:
+            ours, theirs = (s[each * (layer + 1) - 1][counts].float() for s in (streams, taught_streams))
+            loss = loss + match * ((ours - theirs).square().sum(-1) / theirs.square().sum(-1)).sum()
+    return loss, nats.detach()
 
 
 @torch.no_grad()
-def validation_loss(model, ids, seq_len, batch):
-    windows = ids[: (len(ids) - 1) // seq_len * seq_len + 1].unfold(0, seq_len + 1, seq_len)
-    total = sum(loss(model, part).item() * len(part) for part in windows.split(batch))
-    return total / len(windows)
+def validation_loss(model, windows, rows, world):
+    """Nats per token over all windows, `rows` at a time on each rank, at alpha 0: the model as it will be used."""
+    was, total = model.training, [0.0, 0]
+    model.eval()
+    for first in range(world.rank * rows, windows.n + world.rank * rows, rows * world.tp_size):
+        batch = windows.batch([i if i < windows.n else None for i in range(first, first + rows)]).to(world.device)
+        total = [total[0] + losses(model, batch)[1].item(), total[1] + batch.counts.sum().item()]
+    model.train(was)
+    model.reshard()  # FSDP2 leaves some weights whole, for a backward pass
+    nats, tokens = summed(total, world)
+    return nats / max(tokens, 1)
 
 
-@torch.no_grad()
-def init_weights(model, seed):
-    """Matrices from N(0, 0.02); the norms are 1 already."""
-    generator = torch.Generator().manual_seed(seed)
-    for weight in model.parameters():
-        if weight.dim() == 2:
-            weight.normal_(0, 0.02, generator=generator)
+def summed(numbers, world):
+    """Numbers, summed over the ranks, as a list."""
+    total = torch.tensor(numbers, dtype=torch.float64, device=world.device)
+    dist.all_reduce(total)
+    return total.tolist()
 
 
-def train(model, ids, valid_ids, args):
-    """AdamW with warm-up and cosine decay; returns the weights with the lowest validation loss."""
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    vectors = [p for p in model.parameters() if p.dim() != 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    for module in (m for block in model.layers for m in (block.attention, block.feed_forward)):
-        module.register_forward_hook(lambda m, inputs, h: F.dropout(h, args.dropout, m.training))
+# ---------------------------------------------------------------------------------------------------------------------
+# The loop
+
+
+def learning_rate(step, args):
+    """Linear warm-up, then a cosine down to a tenth."""
+    return args.lr * min(1.0, step / args.warmup) * (0.55 + 0.45 * math.cos(math.pi * step / args.steps))
+
+
+def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked):
+    """One step of the optimizer; returns its line of the log, and whether a rank was asked to stop.
+
+    Raises InputError, before anything changes, where the loss or its gradient is not finite.
+    """
+    start = time.perf_counter()
+    torch.manual_seed(args.seed * 1_000_003 + step * world.tp_size + world.rank)  # of dropout
+    alpha = max(0.0, 1 - (step - 1) / args.blend_steps) if args.blend_steps else 0.0
+    rows = -(-args.batch // world.tp_size)  # on each rank
+    drawn = windows.indices((step - 1) * args.batch, args.batch) + [None] * (rows * world.tp_size - args.batch)
+    mine = drawn[world.rank * rows : (world.rank + 1) * rows]
+    at_once = args.micro_batch or rows
+    parts = [windows.batch(mine[i : i + at_once]) for i in range(0, rows, at_once)]
+    tokens, stop = summed([sum(part.counts.sum().item() for part in parts), len(asked)], world)
+    nats = 0.0
+    for part in parts:
+        loss, ce = losses(model, part.to(world.device), alpha, teacher, args.match_streams)
+        (loss * world.tp_size / max(tokens, 1)).backward()  # FSDP2 takes the mean over the ranks
+        nats += ce.item()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip).full_tensor().item()
+    nats = summed([nats], world)[0] / max(tokens, 1)
+    if not math.isfinite(nats + norm):
+        raise InputError(f"at step {step} the loss is {nats:g} and the norm of its gradient {norm:g}")
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, args)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    trained = args.batch * args.seq_len
+    line = {"step": step, "tokens": step * trained, "train": nats, "alpha": alpha, "lr": learning_rate(step, args)}
+    return line | {"gradient_norm": norm, "tokens_per_s": trained / (time.perf_counter() - start)}, stop > 0
+
+
+def train(model, teacher, windows, valid, run, args, world):
+    """Train until args.steps, from the newest state of the run on; returns the log's lines and the best.
+
+    run/best-STEP holds the weights of the lowest validation loss, from step 0 on. A first Ctrl-C saves before it ends.
+    """
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() == 2) == two] for two in (True, False))
+    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
-    generator = torch.Generator().manual_seed(args.seed)
-    best, best_weights = math.inf, None
-    bar = trange(1, args.steps + 1, desc="training")
-    for step in bar:
-        progress = step / args.steps
-        warm = min(1.0, step / args.warmup)
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-        starts = torch.randint(len(ids) - args.seq_len, (args.batch,), generator=generator)
-        windows = ids[starts[:, None] + torch.arange(args.seq_len + 1)]
-        nats = loss(model, windows)
-        nats.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step % args.eval_every == 0 or step == args.steps:
-            valid = validation_loss(model.eval(), valid_ids, args.seq_len, args.batch)
-            model.train()
-            bar.write(f"step {step}: train {nats.item():.4f}, valid {valid:.4f} nats per token")
-            if not math.isfinite(valid):
-                raise InputError(f"the loss is {valid} after {step} steps: try a smaller --lr than {args.lr}")
-            if valid < best:
-                best, best_weights = valid, copy.deepcopy(model.state_dict())
-    return best, best_weights
+    step, best = sharding.restore(run, model, optimizer) or (None, {"nats": math.inf, "step": None})
+    log = runs.Log(run / "log.jsonl", step, writes=world.rank == 0)
+    bar = tqdm(total=args.steps, initial=step or 0, desc="training", unit="step", disable=world.rank > 0)
+
+    def validated(line):
+        nonlocal best
+        nats = validation_loss(model, valid, args.micro_batch or -(-args.batch // world.tp_size), world)
+        if nats < best["nats"]:
+            best = {"nats": nats, "step": line["step"]}
+            sharding.write(run, best["step"], model, checkpoint.DTYPES[args.dtype], world)
+        if world.rank == 0:
+            bar.write(f"step {line['step']}: train {line.get('train', math.nan):.4f}, valid {nats:.4f} nats per token")
+        return line | {"valid": nats}
+
+    if step is None:
+        step = 0
+        log.append(validated({"step": 0, "tokens": 0}))
+    with runs.interruption() as asked:
+        while step < args.steps:
+            step += 1
+            try:
+                line, stop = optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
+            except InputError as e:
+                kept = f"{run}/best-{best['step']} holds the best weights so far ({best['nats']:.4f} nats per token)"
+                raise InputError(f"{e}: try a smaller --lr than {args.lr:g} with another --out; {kept}") from None
+            if step % args.eval_every == 0 or step == args.steps:
+                line = validated(line)
+            log.append(line)
+            bar.update()
+            bar.set_postfix_str(f"{line['train']:.4f} nats, {line['tokens_per_s']:,.0f} tokens/s")
+            if step % args.save_every == 0 or stop:
+                sharding.save(run, step, best, model, optimizer, world)
+            if stop:
+                if world.rank == 0:
+                    bar.write(f"step {step} is saved in {run}: the same command goes on from there")
+                raise KeyboardInterrupt
+    bar.close()
+    return log.lines, best
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line
+
+SHAPE = {  # of a model from scratch
+    "--vocab-size": (1024, "pieces of the SentencePiece vocabulary"), "--dim": (128, "width of the residual stream"),
+    "--n-layers": (8, "layers"), "--n-heads": (8, "attention heads, each of dim / n-heads"),
+    "--n-kv-heads": (4, "key and value heads"), "--intermediate-size": (384, "width of the MLP"),
+}  # fmt: skip
 
 
 def parse(argv):
     p = launch.Parser(__doc__)
-    p.add_argument("--text", nargs="+", required=True, metavar="FILE", help=f"training text, {SEPARATOR} between texts")
-    p.add_argument("--valid", required=True, metavar="FILE", help="text to validate on, in the same form")
-    p.add_argument("--out", required=True, metavar="DIR", help="the checkpoint folder to write")
-    p.add_argument("--vocab-size", type=count, metavar="N", default=1024, help="pieces of the SentencePiece vocabulary")
-    p.add_argument("--dim", type=count, metavar="N", default=128, help="width of the residual stream")
-    p.add_argument("--n-layers", type=count, metavar="N", default=8, help="layers")
-    p.add_argument("--n-heads", type=count, metavar="N", default=8, help="attention heads, each of dim / n-heads")
-    p.add_argument("--n-kv-heads", type=count, metavar="N", default=4, help="key and value heads")
-    p.add_argument("--intermediate-size", type=count, metavar="N", default=384, help="width of the MLP")
-    p.add_argument(
-        "--seq-len", type=count, metavar="N", default=256, help="tokens of a training window, and the model's context"
-    )
-    p.add_argument("--steps", type=count, metavar="N", default=3000, help="optimizer steps")
-    p.add_argument("--batch", type=count, metavar="N", default=16, help="windows a step")
-    p.add_argument("--lr", type=number(float, 0, above=True), metavar="X", default=3e-3, help="peak learning rate")
-    share = number(float, 0, 0.99)
-    p.add_argument("--dropout", type=share, metavar="P", default=0.1, help="of each sublayer's output, while training")
-    p.add_argument("--warmup", type=count, metavar="N", default=100, help="steps of linear warm-up")
-    p.add_argument("--eval-every", type=count, metavar="N", default=200, help="steps between validations")
-    p.add_argument(
-        "--seed", type=number(int, 0, 2**63 - 1), default=0, help="of the weights and of the order of the windows"
-    )
-    p.add_argument("--dtype", choices=checkpoint.DTYPES, default="bfloat16", help="of the written weights")
-    launch.add_wiring_flags(p, otherwise="standard")
-    return p.parse_args(argv)
+    p.add_argument("--checkpoint", metavar="DIR", help="the folder to go on from; without it a new small model")
+    files = f"plain text with {SEPARATOR} between documents, or .jsonl with text or chat messages"
+    p.add_argument("--text", nargs="+", required=True, metavar="FILE", help=f"to train on: {files}")
+    p.add_argument("--valid", required=True, metavar="FILE", help="to validate on, in the same form")
+    p.add_argument("--out", required=True, metavar="DIR", help="the folder to write; until then all lies in DIR.run")
+    launch.add_wiring_flags(p, otherwise="the checkpoint's own, or standard")
+    positive, from_0 = number(float, 0, above=True), number(float, 0)
+    g = p.add_argument_group("retraining", "--ladder-layers auto:N takes the N layers that mind it least")
+    g.add_argument("--distill", nargs="?", const="", metavar="DIR", help="learn from this teacher, or the original")
+    g.add_argument("--match-streams", type=from_0, default=0.0, metavar="X", help="and from its streams, X times")
+    g.add_argument("--blend-steps", type=number(int, 0), default=0, metavar="N", help="from standard to ladder, softly")
+    g = p.add_argument_group("training")
+    g.add_argument("--seq-len", type=count, metavar="N", help="tokens of a window (default: the context, up to 2048)")
+    g.add_argument("--steps", type=count, metavar="N", default=3000, help="optimizer steps")
+    g.add_argument("--batch", type=count, metavar="N", default=16, help="windows a step, on all ranks together")
+    usual = "default: 3e-3 from scratch, 5e-5 with --distill, else 5e-6"
+    g.add_argument("--lr", type=positive, metavar="X", help=f"peak learning rate ({usual})")
+    g.add_argument("--warmup", type=count, metavar="N", default=200, help="steps to it; then a cosine to a tenth")
+    g.add_argument("--weight-decay", type=from_0, metavar="X", default=0.1, help="of matrices")
+    g.add_argument("--clip", type=positive, metavar="X", default=1.0, help="the gradient to this norm")
+    g.add_argument("--dropout", type=number(float, 0, 0.99), metavar="P", default=0.0, help="of sublayers' outputs")
+    g.add_argument("--eval-every", type=count, metavar="N", default=200, help="steps between validations")
+    g.add_argument("--valid-tokens", type=count, metavar="N", help="validate on so many (default: all)")
+    g.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, metavar="S", help="of all that is random")
+    g.add_argument("--dtype", choices=checkpoint.DTYPES, default="bfloat16", help="of the written weights")
+    g.add_argument("--compute-dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
+    g = p.add_argument_group("machine")
+    g.add_argument("--micro-batch", type=count, metavar="N", help="windows at once on a rank (default: all its share)")
+    g.add_argument("--recompute", action="store_true", help="the backward pass computes sublayers again: less memory")
+    g.add_argument("--compile", action="store_true", help="torch.compile the sublayers")
+    g.add_argument("--save-every", type=count, metavar="N", default=200, help="steps between states to go on from")
+    launch.add_device_flag(g)
+    g = p.add_argument_group("a model from scratch")
+    for flag, (value, about) in SHAPE.items():
+        g.add_argument(flag, type=count, metavar="N", help=f"{about} (default: {value})")
+    args = p.parse_args(argv)
+    for flag, (value, _) in SHAPE.items():
+        given = getattr(args, name := flag[2:].replace("-", "_"))
+        if given and args.checkpoint:
+            raise InputError(f"{flag} is of a model from scratch: it does not go with --checkpoint")
+        setattr(args, name, given or value)
+    args.auto = (args.ladder_layers or "").startswith("auto:")
+    args.ladder_layers = args.ladder_layers and args.ladder_layers.removeprefix("auto:")
+    if not args.checkpoint and (args.distill is not None or args.blend_steps or args.auto):
+        raise InputError("--distill, --blend-steps and auto:N need --checkpoint, the model to retrain")
+    if args.match_streams and args.distill is None:
+        raise InputError("--match-streams needs --distill")
+    args.lr = args.lr or (3e-3 if not args.checkpoint else 5e-6 if args.distill is None else 5e-5)
+    return args
+
+
+def describe(args):
+    """(the Config to train, that of the checkpoint or None, that of the teacher or None)."""
+    own = taught = None
+    if args.checkpoint:
+        config = own = checkpoint.read_config(args.checkpoint)
+        if own.quant or (args.auto and own.wiring != "standard"):
+            what = f"quantized ({own.quant})" if own.quant else f"in wiring {own.wiring}, but auto:N is for standard"
+            raise InputError(f"{args.checkpoint} is {what}: give the original")
+    else:
+        if args.dim % args.n_heads:
+            raise InputError(f"--dim {args.dim} is not a multiple of --n-heads {args.n_heads}")
+        config = Config(
+            args.n_layers, args.n_heads, args.n_kv_heads, args.dim // args.n_heads, args.dim, args.intermediate_size,
+            args.vocab_size, args.seq_len or 256, tie_embeddings=True, bos_id=1, eos_ids=(2,),
+        )  # fmt: skip
+    args.seq_len = args.seq_len or min(2048, config.max_seq_len)
+    if args.seq_len > config.max_seq_len:
+        raise InputError(f"--seq-len {args.seq_len} is longer than the context of {config.max_seq_len}")
+    config = launch.with_wiring(config, args)
+    if WIRINGS[config.wiring].tp_bound:
+        known = ", ".join(name for name, wiring in WIRINGS.items() if not wiring.tp_bound)
+        raise InputError(f"{config.wiring} is another function on another number of ranks: train one of {known}")
+    if args.distill is not None:
+        taught = checkpoint.read_config(args.distill or args.checkpoint)
+        if taught.vocab_size != config.vocab_size:
+            raise InputError(f"--distill {args.distill} has {taught.vocab_size} tokens, the model {config.vocab_size}")
+        if args.match_streams and (taught.n_layers, taught.dim) != (config.n_layers, config.dim):
+            raise InputError(f"--match-streams needs a teacher of {config.n_layers} layers of width {config.dim}")
+    return config, own, taught
+
+
+def least_sensitive(model, own, valid, run, args, world):
+    """The Config in which those layers are ladder that alone raise the validation loss least; found once in a run."""
+    if not (run / "config.json").exists():
+        model.config, n = own, len(model.config.stale_layers)
+        found = eval.sensitivity(model, lambda m: validation_loss(m, valid, args.micro_batch or args.batch, world))
+        layers = sorted(sorted(range(own.n_layers), key=found.__getitem__)[:n])
+        if world.rank == 0:
+            checkpoint.write_config(run, launch.rewired(own, "hybrid", ladder_layers=layers))
+        dist.barrier()
+    return checkpoint.read_config(run)
 
 
 def main(argv=None):
     args = parse(argv)
-    if launch.rank_and_size()[1] > 1:
-        raise InputError("training runs in one process: start it with python, not with several ranks of torchrun")
-    if args.dim % args.n_heads:
-        raise InputError(f"--dim {args.dim} is not a multiple of --n-heads {args.n_heads}")
-    documents, valid_documents = read_documents(args.text), read_documents([args.valid])
-    with checkpoint.new_folder(args.out) as folder:
-        train_tokenizer(documents, args.vocab_size, folder / "tokenizer.model")
-        tokenizer = load_tokenizer(folder)
-        config = Config(
-            args.n_layers, args.n_heads, args.n_kv_heads, args.dim // args.n_heads, args.dim, args.intermediate_size,
-            tokenizer.vocab_size, args.seq_len, tie_embeddings=True, bos_id=1, eos_ids=(2,),
-        )  # fmt: skip
-        config = launch.with_wiring(config, args)
-        ids, valid_ids = encode(tokenizer, documents), encode(tokenizer, valid_documents)
-        if min(len(ids), len(valid_ids)) <= args.seq_len:
-            raise InputError(f"--text and --valid need more than --seq-len {args.seq_len} tokens each")
-        model = Transformer(config)
-        init_weights(model, args.seed)
-        n = sum(p.numel() for p in model.parameters())
-        print(
-            f"{n / 1e6:.2f} M parameters, {config.wiring}, {len(ids)} training and {len(valid_ids)} validation tokens"
-        )
-        started = time.perf_counter()
-        best, weights = train(model, ids, valid_ids, args)
-        print(
-            f"best validation loss {best:.4f} nats per token after {(time.perf_counter() - started) / 60:.1f} minutes"
-        )
-        checkpoint.write_model(folder, config, weights, checkpoint.DTYPES[args.dtype])
+    world = launch.join(args.device)
+    out, run = Path(args.out).resolve(), Path(args.out + ".run").resolve()
+    with world.together():
+        config, own, taught = describe(args)
+        if out.exists():
+            raise InputError(f"{out} already exists: remove it or give another folder")
+    args.compute_dtype = args.compute_dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
+    dtype = checkpoint.DTYPES[args.compute_dtype]
+    world.first(runs.prepare, run, args)
+    with sharding.process_group(world):
+        with world.together():
+            tokenizer = load_tokenizer(run)
+            if own is None:
+                config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
+            windows = Windows(run / "train.tokens", args.seq_len, args.seed)
+            valid = Windows(run / "valid.tokens", args.seq_len, at_most=args.valid_tokens)
+            if world.rank == 0:
+                at_once = args.micro_batch or -(-args.batch // world.tp_size)
+                need = sharding.memory(config, world.tp_size, at_once * args.seq_len, dtype, args.recompute, taught)
+                print(f"{windows.n * args.seq_len:,} tokens to train on, {valid.n * args.seq_len:,} to validate on")
+                print(f"memory on each rank: {sharding.in_words(need)}", flush=True)
+            model = build(config, own and checkpoint.Weights(args.checkpoint), world, dtype, args)
+            teacher = taught and build(taught, checkpoint.Weights(args.distill or args.checkpoint), world, dtype)
+        if args.auto:
+            model.config = least_sensitive(model, own, valid, run, args, world)
+        lines, best = train(model, teacher, windows, valid, run, args, world)
+    if world.rank == 0:
+        curves.draw({args.out: lines}, run / "loss.png")
+        runs.finish(run, best["step"], out)
+        print(f"wrote {out}: wiring {model.config.wiring}, {best['nats']:.4f} nats per token at step {best['step']}")
 
 
 if __name__ == "__main__":

@@ -54,6 +54,16 @@ def total_nats(model, ids, size, stride, batch, show=False):
     return total
 
 
+def sensitivity(model, score):
+    """[score(model) with layer i alone as a ladder]; its own."""
+    own, found = model.config, []
+    for i in range(own.n_layers):
+        model.config = launch.rewired(own, "hybrid", ladder_layers=(i,))
+        found.append(score(model))
+    model.config = own
+    return found
+
+
 def parse(argv):
     p = launch.Parser(__doc__)
     p.add_argument(

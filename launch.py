@@ -233,6 +233,17 @@ class World:
             time.sleep(0.02)
         return json.loads(store.get(key))
 
+    def first(self, work, *args):
+        """Rank 0 does work(*args) while the others wait, however long; its InputError becomes one of all."""
+        error = None
+        if self.rank == 0:
+            try:
+                work(*args)
+            except InputError as e:
+                error = str(e)
+        if error := self.tell(error):
+            raise InputError(error)
+
     @contextlib.contextmanager
     def together(self):
         """An InputError of one rank in this block becomes one of all, so that none waits for it forever."""

@@ -57,8 +57,8 @@ class Tokenizer:
                 ids += [self.special[part]] if part in self.special else self.encode_plain(part)
         return ids
 
-    def chat(self, messages):
-        """The ids of a conversation [{"role", "content"}, ...] up to where the assistant answers."""
+    def chat(self, messages, answer=True):
+        """The ids of a conversation [{"role", "content"}, ...], and, if asked for, of what begins an answer."""
         from jinja2.exceptions import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -75,7 +75,7 @@ class Tokenizer:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
             text = environment.from_string(self.template).render(
-                messages=messages, add_generation_prompt=True, tools=None, documents=None, **self.template_variables
+                messages=messages, add_generation_prompt=answer, tools=None, documents=None, **self.template_variables
             )
         except Exception as e:  # the template is a program of its own
             raise InputError(f"the checkpoint's chat template refuses this conversation: {e}") from None

@@ -13,7 +13,7 @@ from helpers import BASE, random_model, stop_ranks
 
 import checkpoint
 import launch
-from adapt import train_tokenizer
+from training.data import train_tokenizer
 
 
 @pytest.fixture

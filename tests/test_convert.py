@@ -452,7 +452,7 @@ def test_hub_models_are_downloaded_by_pattern(hf_folder, tmp_path, monkeypatch):
 
 
 def test_a_sentencepiece_tokenizer_goes_to_hugging_face(hf_folder, tmp_path):
-    from adapt import train_tokenizer
+    from training.data import train_tokenizer
 
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**SMALL, "vocab_size": 300}))
     theirs.save_pretrained(hf_folder)
@@ -464,7 +464,7 @@ def test_a_sentencepiece_tokenizer_goes_to_hugging_face(hf_folder, tmp_path):
 
 
 def test_a_given_tokenizer_replaces_the_sources_and_must_fit(hf_folder, tmp_path):
-    from adapt import train_tokenizer
+    from training.data import train_tokenizer
 
     (hf_folder / "tokenizer.json").write_text("not one")
     text = ["Once upon a time there was a little dog. "] * 30

@@ -20,7 +20,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def sentencepiece_folder(tmp_path_factory):
-    from adapt import train_tokenizer
+    from training.data import train_tokenizer
 
     folder = tmp_path_factory.mktemp("sp")
     documents = ["Once upon a time there was a little dog. " * 3, "The dog ran to the park,\nand played all day."] * 20

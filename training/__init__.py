@@ -1,0 +1,1 @@
+"""What adapt.py trains with: documents as packed windows, weights in shards, runs that go on where they were killed."""

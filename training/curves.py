@@ -1,0 +1,27 @@
+"""Learning curves of runs, from the lines of their logs."""
+
+
+def draw(runs, path, title=None):
+    """A figure of the losses by tokens: validation as a line with marks, training as a faint one.
+
+    runs: {label: lines of a log.jsonl}.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), dpi=120)
+    for label, lines in runs.items():
+        valid = [line for line in lines if "valid" in line]
+        [drawn] = axes.plot([x["tokens"] for x in valid], [x["valid"] for x in valid], marker="o", ms=3, label=label)
+        trained = [line for line in lines if "train" in line]
+        axes.plot(
+            [x["tokens"] for x in trained], [x["train"] for x in trained], color=drawn.get_color(), alpha=0.25, lw=1
+        )
+    axes.set(xlabel="tokens trained on", ylabel="nats per token (line: validation; faint: training)", title=title)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
