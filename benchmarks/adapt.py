@@ -31,7 +31,7 @@ from training.data import tokenize
 
 SHARES = 0.01, 0.05, 0.2  # of the tokens at hand
 SEEDS = 0, 1, 2
-RATES = 3e-4, 1e-3, 3e-3
+RATES = 3e-5, 1e-4, 3e-4, 1e-3, 3e-3
 WINDOW = ["--seq-len", "256", "--batch", "4", "--dtype", "float32"]  # 1,024 tokens a step
 METHODS = {  # its flags, of a number of steps
     "plain": lambda steps: [],
