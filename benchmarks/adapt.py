@@ -97,7 +97,8 @@ def retraining(args, rates):
             if layers == "none" and method != "plain":
                 continue  # the control
             fixed = ["--checkpoint", args.checkpoint, *wired, *flags(steps), *WINDOW, "--steps", str(steps)]
-            fixed += ["--warmup", str(max(1, steps // 10)), "--eval-every", str(max(1, steps // 4))]
+            each = steps if args.plan == "rates" else -(-steps // 4)
+            fixed += ["--warmup", str(max(1, steps // 10)), "--eval-every", str(each), "--valid-tokens", "40000"]
             key = {"plan": args.plan, "layers": layers, "method": method, "share": share}
             basic = layers in ("none", "last half", "all") and method in ("plain", "distilled")
             if args.plan == "rates" and basic:
