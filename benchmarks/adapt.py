@@ -113,7 +113,7 @@ def retraining(args, rates):
 def from_scratch():
     """(key, flags) of each run of the plan scratch."""
     for seed, (name, flags) in itertools.product(SEEDS, SCRATCH.items()):
-        schedule = shlex.split("--steps 600 --batch 16 --dropout 0.1 --warmup 100 --eval-every 100 --dtype float32")
+        schedule = shlex.split("--steps 300 --batch 16 --dropout 0.1 --warmup 50 --eval-every 60 --dtype float32")
         yield {"plan": "scratch", "model": name, "seed": seed}, [*SHAPE, *flags, *schedule, "--seed", str(seed)]
 
 
