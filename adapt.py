@@ -129,7 +129,7 @@ def validation_loss(model, windows, rows, world):
 def summed(numbers, world):
     """Numbers, summed over the ranks, as a list."""
     total = torch.tensor(numbers, dtype=torch.float64, device=world.device)
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=world.group)
     return total.tolist()
 
 
@@ -348,7 +348,7 @@ def main(argv=None):
             valid = Windows(run / "valid.tokens", args.seq_len, at_most=args.valid_tokens)
             if world.rank == 0:
                 at_once = args.micro_batch or -(-args.batch // world.tp_size)
-                need = sharding.memory(config, world.tp_size, at_once * args.seq_len, dtype, args.recompute, taught)
+                need = sharding.memory(config, world.tp_size, at_once, args.seq_len, dtype, args.recompute, taught)
                 print(f"{windows.n * args.seq_len:,} tokens to train on, {valid.n * args.seq_len:,} to validate on")
                 print(f"memory on each rank: {sharding.in_words(need)}", flush=True)
             model = build(config, own and checkpoint.Weights(args.checkpoint), world, dtype, args)

@@ -1,12 +1,28 @@
-"""Training: the loss falls, the best weights are written in their wiring, bad input leaves nothing."""
+"""Training: what is minimised, that ranks and interruptions change nothing, that the best weights are written."""
 
+import dataclasses
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import numpy as np
 import pytest
 import torch
+from helpers import ANY_TP, BASE, ROOT, random_model, run_ranks, script, wired_id
+from reference import Reference
+from test_training import trainee_like
 
 import adapt
 import checkpoint
+import launch
 import tp
+from model import InputError
 from tokenizer import load_tokenizer
+from training import data, sharding
 
 STORIES = ["Once upon a time there was a little dog.", "The dog ran to the park.", "A cat sat on the mat and slept."]
 SMALL = "--vocab-size 300 --dim 32 --n-layers 2 --n-heads 4 --n-kv-heads 2 --intermediate-size 48 --seq-len 16"
@@ -19,22 +35,360 @@ def flags(tmp_path):
     for name in ("train.txt", "valid.txt"):
         (tmp_path / name).write_text(text)
     files = ["--text", tmp_path / "train.txt", "--valid", tmp_path / "valid.txt", "--out", tmp_path / "out"]
-    return [*map(str, files), *SMALL.split(), "--steps", "40", "--warmup", "5", "--eval-every", "20", "--batch", "8"]
+    return [*map(str, files), "--batch", "8", "--warmup", "5"]
 
 
-def test_a_ladder_is_trained_and_written(flags, tmp_path, capfd):
-    adapt.main([*flags, "--ladder", "--dtype", "float32"])
-    printed = capfd.readouterr().out
+@pytest.fixture
+def scratch(flags):
+    return [*flags, *SMALL.split(), "--steps", "40", "--eval-every", "20", "--lr", "3e-3", "--dropout", "0.1"]
+
+
+@pytest.fixture
+def retrain(flags, tiny):
+    """Distilled and blended: all that a retraining has."""
+    how = "--seq-len 16 --steps 6 --eval-every 3 --lr 1e-3 --ladder-layers 1,2 --distill --blend-steps 4"
+    return [*flags, "--checkpoint", str(tiny), *how.split(), "--match-streams", "0.5", "--dtype", "float32"]
+
+
+def losses_of(out):
+    """The log of a run, without what depends on the machine."""
+    lines = [json.loads(line) for line in (out.parent / f"{out.name}.run" / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
+
+
+# What is minimised
+
+
+@pytest.mark.parametrize("changes", ANY_TP, ids=wired_id)
+def test_at_alpha_0_the_blend_is_the_wiring_and_at_1_the_standard_model(changes):
+    net = random_model(dataclasses.replace(BASE, **changes)).double()
+    tokens = torch.arange(14).view(2, 7)
+    place = torch.arange(7).expand(2, 7)
+    with torch.no_grad():
+        streams = functools.partial(
+            adapt.blended_stream, net.tok_embeddings(tokens), net.sublayers(net.metadata(place))
+        )
+        assert torch.equal(net.output(net.norm(streams(0.0)[-1])), net(tokens))
+        if "ffn_norm" in net.state_dict().keys() | {"ffn_norm"} and changes["wiring"] != "parallel":
+            standard = random_model(BASE).double()
+            assert torch.equal(net.output(net.norm(streams(1.0)[-1])), standard(tokens))
+            if net.config.stale_layers:
+                half = net.output(net.norm(streams(0.5)[-1]))
+                assert (half - net(tokens)).abs().max() > 0.01 < (half - standard(tokens)).abs().max()
+
+
+def test_the_blend_between_is_the_naive_one():
+    config = dataclasses.replace(BASE, wiring="hybrid", ladder_layers=(1, 2))
+    net, tokens, alpha = random_model(config).double(), torch.arange(3, 10)[None], 0.3
+    naive = Reference(config, net.state_dict())
+    x = [naive.w["tok_embeddings.weight"][tokens[0]]]
+    for i, (h, stale) in enumerate(naive.sublayers(), start=1):
+        seen = (1 - alpha) * x[max(i - 2, 0)] + alpha * x[i - 1] if stale else x[i - 1]
+        x.append(x[i - 1] + h(seen, naive.shards[0]))
+    with torch.no_grad():
+        sublayers = net.sublayers(net.metadata(torch.arange(7)[None]))
+        streams = adapt.blended_stream(net.tok_embeddings(tokens), sublayers, alpha)
+    assert len(streams) == 6
+    for ours, expected in zip(streams, x[1:], strict=True):
+        assert np.abs(ours[0].numpy() - expected).max() < 1e-6
+
+
+@pytest.mark.parametrize("chunk", [4, 1024])
+@pytest.mark.parametrize("match", [0.0, 0.7])
+def test_the_loss_is_the_naive_one(match, chunk, monkeypatch):
+    monkeypatch.setattr(sharding, "CHUNK", chunk)
+    config = dataclasses.replace(BASE, wiring="hybrid", ladder_layers=2)
+    student, teacher = random_model(config, 1).double(), random_model(BASE, 2).double()
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(0, 131, (2, 2, 9), generator=generator)
+    counts = torch.rand(2, 9, generator=generator) < 0.6
+    place = torch.arange(9).expand(2, 9)
+    batch = data.Batch(tokens, targets, counts, place, None)
+    loss, nats = adapt.losses(trainee_like(student), batch, 0.25, trainee_like(teacher), match)
+    plain, _ = adapt.losses(trainee_like(student), batch, 0.25)
+
+    def streams(net, alpha):
+        x = adapt.blended_stream(net.tok_embeddings(tokens), net.sublayers(net.metadata(place)), alpha)
+        return x, net.output(net.norm(x[-1])).log_softmax(-1)
+
+    with torch.no_grad():
+        (x, told), (y, wanted) = streams(student, 0.25), streams(teacher, 0.0)
+    expected = cross = 0.0
+    for b, s in counts.nonzero().tolist():
+        ce = -told[b, s, targets[b, s]].item()
+        kl = (wanted[b, s].exp() * (wanted[b, s] - told[b, s])).sum().item()
+        expected, cross = expected + kl + 0.1 * ce, cross + ce
+        for layer in (1, 2):
+            ours, theirs = x[2 * layer + 1][b, s], y[2 * layer + 1][b, s]
+            expected += match * ((ours - theirs).norm() / theirs.norm()).item() ** 2
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    assert nats.item() == pytest.approx(cross, rel=1e-5) and plain.item() == pytest.approx(cross, rel=1e-5)
+
+
+def test_a_batch_in_which_nothing_counts_has_gradients_of_zero():
+    trainee = trainee_like(random_model(BASE)).train()
+    nothing = torch.zeros(2, 7, dtype=torch.bool)
+    batch = data.Batch(
+        torch.ones(2, 7, dtype=torch.long), torch.ones(2, 7), nothing, torch.arange(7).expand(2, 7), None
+    )
+    loss, nats = adapt.losses(trainee, batch)
+    loss.backward()
+    assert loss.item() == nats.item() == 0
+    assert all(p.grad is None or p.grad.abs().max() == 0 for p in trainee.parameters())
+
+
+# From scratch
+
+
+def test_a_ladder_is_trained_and_written(scratch, tmp_path, capfd):
+    adapt.main([*scratch, "--ladder", "--dtype", "float32"])
+    printed, out = capfd.readouterr().out, tmp_path / "out"
+    config = checkpoint.read_config(out)
+    assert config.wiring == "ladder" and "wiring ladder" in printed
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out.run", "train.txt", "valid.txt"]
+    kept = ["log.jsonl", "loss.png", "settings.json", "tokenizer.model"]
+    assert sorted(p.name for p in (tmp_path / "out.run").iterdir()) == kept
+    tokenizer = load_tokenizer(out, config.vocab_size)
+    ids = [i for story in STORIES * 20 for i in [*tokenizer.encode(story), 2]]  # BOS text EOS, of each story
+    net = tp.load_shard(config, checkpoint.Weights(out), torch.float32, "cpu")
+    nats, n = 0.0, 0
+    starts = [i for i, token in enumerate(ids) if token == 1]
+    with torch.no_grad():  # by hand: 16 tokens and their successors, document by document
+        for window in range((len(ids) - 1) // 16):
+            a, b = 16 * window, 16 * window + 17
+            cuts = [a, *[s for s in starts if a < s < b], b]
+            for first, last in zip(cuts, cuts[1:], strict=False):
+                part = torch.tensor(ids[first:last])
+                told = net(part[None])[0].log_softmax(-1)
+                nats -= told[range(len(part) - 1), part[1:]].sum().item()
+                n += len(part) - 1
+    losses = losses_of(out)
+    assert [line["step"] for line in losses] == list(range(41))
+    valid = {line["step"]: line["valid"] for line in losses if "valid" in line}
+    assert list(valid) == [0, 20, 40] and valid[0] == pytest.approx(np.log(300), rel=0.02)
+    assert nats / n == pytest.approx(min(valid.values()), rel=1e-4) and min(valid.values()) < 4
+    assert f"{min(valid.values()):.4f} nats per token" in printed
+
+
+def test_the_rate_warms_up_and_falls_to_a_tenth():
+    args = adapt.parse(
+        [*["--text", "x", "--valid", "x", "--out", "x", "--steps", "100", "--warmup", "10", "--lr", "0.5"]]
+    )
+    rates = [adapt.learning_rate(step, args) for step in range(101)]
+    assert rates[5] == pytest.approx(0.25, rel=0.02) and rates[100] == pytest.approx(0.05)
+    assert max(rates) <= 0.5 and rates[10:] == sorted(rates[10:], reverse=True)
+
+
+# Retraining
+
+
+def test_the_defaults_are_the_recipes(tiny):
+    given = ["--text", "x", "--valid", "x", "--out", "x"]
+    assert adapt.parse(given).lr == 3e-3
+    assert adapt.parse([*given, "--checkpoint", str(tiny)]).lr == 5e-6
+    assert adapt.parse([*given, "--checkpoint", str(tiny), "--distill"]).lr == 5e-5
+
+
+def test_what_comes_out_has_the_wiring_the_tokenizer_and_a_lower_loss(retrain, tmp_path, tiny):
+    adapt.main([*retrain, "--steps", "30", "--eval-every", "10"])
     config = checkpoint.read_config(tmp_path / "out")
-    assert config.wiring == "ladder" and "ladder" in printed
-    tokenizer = load_tokenizer(tmp_path / "out", config.vocab_size)
-    ids = adapt.encode(tokenizer, STORIES * 20)
-    assert ids[0] == 1 and (ids == 2).sum() == 60  # BOS text EOS, of each story
-    net = tp.load_shard(config, checkpoint.Weights(tmp_path / "out"), torch.float32, "cpu")
-    nats = adapt.validation_loss(net, ids, 16, 8)
-    assert nats < 4  # a uniform guess is 5.7
-    with torch.no_grad():  # each token given those before it in its window
-        told = [net(ids[None, i : i + 16])[0].log_softmax(-1) for i in range(0, len(ids) - 16, 16)]
-    told = [-row[range(16), ids[16 * i + 1 : 16 * i + 17]].mean().item() for i, row in enumerate(told)]
-    assert nats == pytest.approx(sum(told) / len(told), rel=1e-4)
-    assert f"best validation loss {nats:.4f}" in printed
+    assert (config.wiring, config.ladder_layers) == ("hybrid", (1, 2))
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (tiny / "tokenizer.model").read_bytes()
+    lines = losses_of(tmp_path / "out")
+    assert lines[-1]["valid"] < lines[0]["valid"] - 0.1
+    assert [line["alpha"] for line in lines[1:7]] == [1, 0.75, 0.5, 0.25, 0, 0]
+
+
+def test_auto_takes_the_layers_that_alone_raise_the_loss_least(flags, tiny, tmp_path, capfd):
+    how = ["--checkpoint", str(tiny), "--seq-len", "16", "--steps", "1", "--ladder-layers", "auto:2"]
+    adapt.main([*flags, *how])
+    config = checkpoint.read_config(tmp_path / "out")
+    alone = []
+    for layer in range(3):
+        adapt.main([*flags, *how[:-1], f"{layer},", "--out", str(tmp_path / f"only{layer}")])
+        alone.append(losses_of(tmp_path / f"only{layer}")[0]["valid"])
+    assert config.ladder_layers == tuple(sorted(np.argsort(alone)[:2]))
+
+
+def test_a_teacher_of_its_own_is_used(retrain, tiny, tmp_path):
+    other = tmp_path / "teacher"
+    other.mkdir()
+    config = checkpoint.read_config(tiny)
+    checkpoint.write_model(other, config, random_model(config, seed=9).state_dict(), torch.float32)
+    adapt.main(retrain)
+    adapt.main([*retrain, "--distill", str(other), "--out", str(tmp_path / "out2")])
+    assert losses_of(tmp_path / "out")[3]["train"] != losses_of(tmp_path / "out2")[3]["train"]
+
+
+# Ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_give_the_losses_of_one(ranks, retrain, tmp_path):
+    adapt.main(retrain)
+    run_ranks(ranks, _train, [*retrain, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "2"])
+    one, several = (losses_of(tmp_path / name) for name in ("out", "out2"))
+    assert len(one) == len(several) == 7
+    for a, b in zip(one, several, strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+    a, b = (checkpoint.Weights(tmp_path / name) for name in ("out", "out2"))
+    for name in a.names():
+        assert (a.read(name) - b.read(name)).abs().max() < 1e-5
+
+
+def _train(world, argv):
+    """adapt.main as one of the pool's ranks, which tell one another by a collective."""
+
+    def tell(value):
+        return world.gather(value)[0]
+
+    world.tell, join = tell, launch.join
+    try:
+        launch.join = lambda device: world
+        adapt.main(argv)
+    finally:
+        launch.join = join
+
+
+@pytest.mark.slow
+def test_two_ranks_under_torchrun(retrain, tmp_path):
+    adapt.main(retrain)
+    retrain[retrain.index("--out") + 1] = str(tmp_path / "out2")
+    done = script("adapt.py", *retrain, ranks=2)
+    assert done.returncode == 0, done.stderr
+    for a, b in zip(losses_of(tmp_path / "out"), losses_of(tmp_path / "out2"), strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+
+
+def test_computing_again_and_several_windows_at_a_time_change_nothing(retrain, tmp_path):
+    adapt.main(retrain)
+    adapt.main([*retrain, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "3"])
+    for a, b in zip(losses_of(tmp_path / "out"), losses_of(tmp_path / "out2"), strict=True):
+        assert a == pytest.approx(b, rel=1e-6)
+
+
+def test_bfloat16_is_near(retrain, tmp_path):
+    adapt.main(retrain)
+    adapt.main([*retrain, "--out", str(tmp_path / "out2"), "--compute-dtype", "bfloat16"])
+    one, two = ([line["train"] for line in losses_of(tmp_path / name)[1:]] for name in ("out", "out2"))
+    assert one == pytest.approx(two, rel=0.02) and one != two
+
+
+@pytest.mark.slow
+def test_compiled_losses_are_the_same(retrain, tmp_path):
+    adapt.main(retrain)
+    adapt.main([*retrain, "--out", str(tmp_path / "out2"), "--compile"])
+    for a, b in zip(losses_of(tmp_path / "out"), losses_of(tmp_path / "out2"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+# Runs that do not end at once
+
+
+def test_killed_at_any_step_it_goes_on_with_the_same_losses(scratch, tmp_path, monkeypatch):
+    scratch += ["--steps", "12", "--eval-every", "4", "--save-every", "3"]
+    adapt.main([*scratch, "--out", str(tmp_path / "whole")])
+    step, save = adapt.optimizer_step, sharding.save
+    for at, where in (2, "step"), (5, "step"), (9, "save"), (9, "save"), (11, "step"):
+
+        def killed(number, *args, at=at):
+            if number == at:
+                raise KeyboardInterrupt
+            return step(number, *args)
+
+        def killed_saving(run, number, *args, at=at):
+            if number == at:
+                (run / "state.tmp").mkdir()
+                raise KeyboardInterrupt
+            save(run, number, *args)
+
+        with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+            m.setattr(adapt, "optimizer_step", killed) if where == "step" else m.setattr(
+                sharding, "save", killed_saving
+            )
+            adapt.main(scratch)
+    adapt.main(scratch)
+    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+    names = [tmp_path / name / "model.safetensors" for name in ("out", "whole")]
+    assert names[0].read_bytes() == names[1].read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_saves_first(number, scratch, tmp_path, monkeypatch, capfd):
+    step = adapt.optimizer_step
+
+    def asked(at, *args):
+        if at == 7:
+            os.kill(os.getpid(), number)
+        return step(at, *args)
+
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(adapt, "optimizer_step", asked)
+        adapt.main(scratch)
+    assert "step 7 is saved" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and not (tmp_path / "out").exists()
+    adapt.main(scratch)
+    assert [line["step"] for line in losses_of(tmp_path / "out")] == list(range(41))
+
+
+def test_another_configuration_is_refused_and_nothing_is_lost(scratch, tmp_path, monkeypatch):
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(sharding, "save", killed)
+        adapt.main([*scratch, "--save-every", "5"])
+    before = {p: p.read_bytes() for p in (tmp_path / "out.run").rglob("*") if p.is_file()}
+    for more, message in {
+        "--lr 1e-4": "holds a run with --lr 0.003, not 0.0001",
+        "--ladder": "holds a run with --ladder False, not True",
+        "--seq-len 8": "holds a run with --seq-len 16, not 8",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            adapt.main([*scratch, *more.split()])
+    with open(tmp_path / "train.txt", "a") as f:
+        f.write("more")
+    with pytest.raises(InputError, match="other contents of --text or --valid"):
+        adapt.main(scratch)
+    assert before == {p: p.read_bytes() for p in (tmp_path / "out.run").rglob("*") if p.is_file()}
+
+
+def test_a_loss_that_is_not_finite_ends_it_and_the_best_weights_stay(scratch, tmp_path):
+    with pytest.raises(
+        InputError, match="try a smaller --lr than 1e\\+09 with another --out; .*/best-0 holds"
+    ) as error:
+        adapt.main([*scratch, "--lr", "1e9"])
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+    folder = re.search(r"\S+/best-0", str(error.value))[0]
+    config = checkpoint.read_config(folder)
+    tp.load_shard(config, checkpoint.Weights(folder), torch.float32, "cpu")  # which are finite
+
+
+@pytest.mark.slow
+def test_killed_for_good_and_started_again(scratch, tmp_path):
+    """SIGKILL, wherever it hits: in loading, in a step, while a state is written."""
+    scratch += ["--save-every", "2"]
+    adapt.main([*scratch, "--out", str(tmp_path / "whole")])
+    command = [sys.executable, "adapt.py", *scratch]
+    for seconds in (3.0, 4.0, 4.5, 5.0, 5.5, 6.0):
+        try:
+            subprocess.run(command, cwd=ROOT, capture_output=True, timeout=seconds)
+        except subprocess.TimeoutExpired:  # has killed it
+            continue
+        break
+    if not (tmp_path / "out").exists():
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+
+
+def test_a_full_disk_is_one_clear_line(retrain, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(sharding.dcp, "save", full)
+        with pytest.raises(InputError, match="cannot write .*state-3: .*No space left"):
+            adapt.main([*retrain, "--save-every", "3"])
+    adapt.main([*retrain, "--save-every", "3"])
+    assert len(losses_of(tmp_path / "out")) == 7

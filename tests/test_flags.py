@@ -9,6 +9,7 @@ from helpers import ROOT, random_model
 
 import checkpoint
 import launch
+import quantize
 from model import Config, InputError
 
 # script: (the flags that all have, {more flags: the line}). A "{}" is a folder that holds empty, short and long texts.
@@ -134,11 +135,32 @@ SCRIPTS = {
             "--dim 30": "--dim 30 is not a multiple of --n-heads 4",
             "--dropout 1": "--dropout: '1' is not a number from 0 to 0.99",
             "--vocab-size 100000": "--vocab-size 100000 does not suit the text",
-            "--seq-len 5000": "need more than --seq-len 5000 tokens",
+            "--seq-len 5000": "tokens, fewer than --seq-len 5000 and one",
             "--n-kv-heads 3": "n_heads 4 is not a multiple of n_kv_heads 3",
             "--ladder-layers 3": "from 1 to 2",
             "--text /nowhere": "/nowhere: No such file",
-            "--lr 1e9": "try a smaller --lr",
+            "--text {}/empty": "--text: no text to make a vocabulary of",
+            "--text /bin/true": "/bin/true is not valid UTF-8",
+            "--text {}/bad.jsonl": "bad.jsonl line 2 has neither",
+            "--wiring desync": "desync is another function on another number of ranks: train one of standard, ladder",
+            "--distill": "--distill, --blend-steps and auto:N need --checkpoint",
+            "--ladder-layers auto:2": "--distill, --blend-steps and auto:N need --checkpoint",
+            "--match-streams 1": "--match-streams needs --distill",
+            "--checkpoint {}": "--vocab-size is of a model from scratch: it does not go with --checkpoint",
+            "--out {}": "already exists: remove it or give another folder",
+            "--clip 0": "--clip: '0' is not a number above 0",
+        },
+    ),
+    "adapt on a checkpoint": (
+        "--text {}/long --valid {}/long --out {}/out --checkpoint {tiny} --seq-len 16 --steps 20 --batch 8",
+        {
+            "--checkpoint /nowhere": "/nowhere is not a checkpoint folder",
+            "--seq-len 4096": "--seq-len 4096 is longer than the context of 64",
+            "--ladder-layers auto:9": "from 1 to 3",
+            "--ladder-layers auto:x": "'x' is neither a number nor a list",
+            "--distill {even}": "even0 has 1024 tokens, the model 300",
+            "--distill --match-streams 1 --dim 3": "--dim is of a model from scratch",
+            "--checkpoint {even}": "even0 has no tokenizer",
         },
     ),
     "measure.probe": (
@@ -164,15 +186,16 @@ def even(tmp_path_factory):
 @pytest.mark.parametrize("name, always, more, line", CASES, ids=lambda v: v if isinstance(v, str) else None)
 def test_bad_flags_are_one_clear_line_and_leave_nothing(name, always, more, line, request, tmp_path, monkeypatch):
     (tmp_path / "empty").write_text("")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')
     (tmp_path / "long").write_text("Once upon a time there was a little dog.\n<|endoftext|>\nIt ran to the park. " * 30)
-    folders = {n: request.getfixturevalue(n) for n in ("tiny", "even") if f"{{{n}}}" in always}
+    folders = {n: request.getfixturevalue(n) for n in ("tiny", "even") if f"{{{n}}}" in always + more}
     argv = [word.replace("{}", str(tmp_path)).format(**folders) for word in f"{always} {more}".split()]
     main = importlib.import_module(name.split()[0]).main
     monkeypatch.setattr("sys.argv", [name, *argv])
     with pytest.raises(InputError) as error:
         main()
     assert line in str(error.value) and "\n" not in str(error.value)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "long"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "empty", "long"]
 
 
 def test_run_prints_the_line_and_ends_with_2(monkeypatch, capsys):
@@ -186,12 +209,10 @@ def test_run_prints_the_line_and_ends_with_2(monkeypatch, capsys):
     assert end.value.code == 2 and capsys.readouterr().err == "x.py: --x is wrong\n"
 
 
-@pytest.mark.parametrize("name", ["quantize", "adapt"])
-def test_several_ranks_are_refused(name, monkeypatch):
+def test_several_ranks_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    always = SCRIPTS[name][0].replace("{even}", "x").replace("{}", "x")
     with pytest.raises(InputError, match="one process"):
-        importlib.import_module(name).main([*always.split(), *["--mode", "int8"] * (name == "quantize")])
+        quantize.main(["--checkpoint", "x", "--out", "y", "--mode", "int8"])
 
 
 @pytest.mark.parametrize("text", ["1", "7", "2147483647"])

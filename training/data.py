@@ -115,6 +115,8 @@ def train_tokenizer(texts, vocab_size, path):
     """A SentencePiece BPE vocabulary in Llama 2's style: BOS 1, EOS 2, unknown characters as bytes."""
     from sentencepiece import SentencePieceTrainer
 
+    if not texts:
+        raise InputError("--text: no text to make a vocabulary of")
     try:
         with open(path, "wb") as f:
             SentencePieceTrainer.train(
@@ -160,7 +162,8 @@ class Windows:
         self.seq_len, self.seed = seq_len, seed
         self.n = (len(self.tokens) - 1) // seq_len
         if self.n < 1:
-            raise InputError(f"{path.name} holds {len(self.tokens)} tokens, fewer than a window of {seq_len} + 1")
+            what = {"train.tokens": "--text", "valid.tokens": "--valid"}.get(path.name, path.name)
+            raise InputError(f"{what} holds {len(self.tokens)} tokens, fewer than --seq-len {seq_len} and one")
         self.orders = {}
 
     def order(self, epoch):

@@ -10,7 +10,7 @@ import checkpoint
 from checkpoint import read_json
 from model import InputError
 from tokenizer import load_tokenizer
-from training.data import documents, tokenize, train_tokenizer
+from training.data import Windows, documents, tokenize, train_tokenizer
 
 # flags that may change when a run goes on
 MACHINE = ["out", "device", "micro_batch", "recompute", "compile", "save_every"]
@@ -19,8 +19,10 @@ MACHINE = ["out", "device", "micro_batch", "recompute", "compile", "save_every"]
 def prepare(run, args):
     """Make the folder, or check that what it holds is this very run; then its tokenizer and its tokens lie in it.
 
-    Raises InputError, naming the first flag that is another, and for files that cannot be used.
+    Raises InputError, naming the first flag that is another, and for files that cannot be used; then no new folder
+    stays.
     """
+    new = not run.exists()
     settings = {name: value for name, value in vars(args).items() if name not in MACHINE}
     try:
         settings["files"] = [_digest(path) for path in (*args.text, args.valid)]
@@ -34,15 +36,20 @@ def prepare(run, args):
                 raise InputError(f"{args.checkpoint} has no tokenizer")
         else:
             if not (run / "tokenizer.model").exists():
-                texts = (d for path in args.text for d, _ in documents(path) if isinstance(d, str))
+                texts = [d for path in args.text for d, _ in documents(path) if isinstance(d, str)]
                 train_tokenizer(texts, args.vocab_size, run / "tokenizer.model")
             tokenizer = load_tokenizer(run)
             ends = (tokenizer.special["</s>"],)
         for name, paths in ("train", args.text), ("valid", [args.valid]):
             if not (run / f"{name}.tokens").exists():
                 tokenize(paths, tokenizer, ends[0] if ends else None, run / f"{name}.tokens")
+            Windows(run / f"{name}.tokens", args.seq_len)
+        new = False
     except OSError as e:
         raise InputError(f"{e.filename}: {e.strerror}") from None
+    finally:
+        if new:
+            shutil.rmtree(run, ignore_errors=True)
 
 
 def _digest(path):

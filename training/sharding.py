@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import checkpoint
@@ -38,7 +38,7 @@ def process_group(world):
 
 def shard(model, world, dtype):
     """A model that was made on the device "meta", with uninitialised float32 shards; it computes in dtype."""
-    mesh = init_device_mesh(world.device.type, (world.tp_size,))
+    mesh = DeviceMesh.from_group(world.group or dist.group.WORLD, world.device.type)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in model.layers:
         fully_shard(block.attention, mesh=mesh, mp_policy=policy)
@@ -171,10 +171,10 @@ def units(config):
     return D * (2 * heads + 2 * kv), 3 * D * config.intermediate_size, rest
 
 
-def memory(config, ranks, tokens, dtype, recompute, teacher=None):
+def memory(config, ranks, rows, seq_len, dtype, recompute, teacher=None):
     """Bytes that training takes on each rank, as {what: bytes}, by arithmetic.
 
-    tokens: those that a rank computes at once. teacher: the Config of one, or None.
+    rows: the windows that a rank computes at once, of seq_len tokens. teacher: the Config of one, or None.
     """
 
     def gathered(config):
@@ -185,20 +185,23 @@ def memory(config, ranks, tokens, dtype, recompute, teacher=None):
         attention, mlp, rest = units(config)
         return -(-(config.n_layers * (attention + mlp) + rest) // ranks)
 
-    D, size = config.dim, dtype.itemsize
+    D, size, tokens = config.dim, dtype.itemsize, rows * seq_len
     heads, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-    # What the backward pass needs of a sublayer beyond the stream, elements a token: normed input, q, k, v before and
-    # after their rotation (which computes in float32), attention's output; gate, up, silu and their product.
-    within = [D * size + 2 * (heads + kv) * 4 + 2 * (heads + 2 * kv) * size, (D + 4 * config.intermediate_size) * size]
+    # What the backward pass needs, bytes a token: of a norm its output, and in float32 its input and that normalised;
+    # of attention q, k, v, q and k rotated, what it gives, and the mask of packed documents; of the MLP the gate, its
+    # silu, up, and the product.
+    norm = D * (size + (4 if size == 4 else 8))
+    within = [norm + (3 * heads + 3 * kv) * size + seq_len * config.n_heads // config.n_kv_heads * size]
+    within += [norm + 4 * config.intermediate_size * size]
     streams = 2 * config.n_layers * D * size
     need = {
         "weights, gradients, Adam's moments": 16 * stored(config),
         "gathered": 2 * size * gathered(config),  # and its gradient
-        "activations": tokens * (streams + (max(within) if recompute else config.n_layers * sum(within))),
+        "activations": tokens * (streams + norm + (max(within) if recompute else config.n_layers * sum(within))),
         "logits": 3 * 4 * min(tokens, CHUNK) * config.vocab_size,
     }
     if teacher is not None:
-        need["teacher"] = size * (stored(teacher) + gathered(teacher)) + tokens * 2 * teacher.n_layers * D * size
+        need["teacher"] = size * (stored(teacher) + gathered(teacher) + tokens * 2 * teacher.n_layers * teacher.dim)
         need["logits"] *= 2
     return need
 

@@ -1,0 +1,260 @@
+"""What adapt.py trains on and over: documents, tokens, windows; shards of weights, states, the memory they take."""
+
+import dataclasses
+import functools
+import json
+
+import numpy as np
+import pytest
+import torch
+from helpers import BASE, StateWeights, random_model, run_ranks
+
+import adapt
+import checkpoint
+import launch
+from model import InputError, Transformer
+from tokenizer import Tokenizer, load_tokenizer
+from training import data, sharding
+from training.data import TOKEN, Windows
+
+
+class Letters(Tokenizer):
+    """A token a character; BOS is 1, and the chat template needs no more."""
+
+    bos_id, special, vocab_size = 1, {"<s>": 1}, 256
+    template = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+
+    def encode_plain(self, text):
+        return [ord(c) for c in text]
+
+
+def chat(*contents):
+    roles = ["user", "assistant"] * len(contents)
+    return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+
+
+# Documents
+
+
+def test_documents_of_text_and_of_lines_of_json(tmp_path):
+    (tmp_path / "a.txt").write_text("one\n\ntwo<|endoftext|>\n  three  <|endoftext|><|endoftext|> \n four")
+    assert [d for d, _ in data.documents(tmp_path / "a.txt")] == ["one\n\ntwo", "three", "four"]
+    records = [{"text": "x <|endoftext|> y"}, {"messages": chat("hi", "ho")}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n\n" for r in records))
+    found = list(data.documents(tmp_path / "a.jsonl"))
+    assert [d for d, _ in found] == [records[0]["text"], records[1]["messages"]]
+    assert found[1][1].endswith("a.jsonl line 3")
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", "line 1 is not valid JSON"),
+        ("[1]", 'neither a "text" nor "messages"'),
+        ('{"text": 3}', 'neither a "text" nor "messages"'),
+        ('{"messages": []}', 'neither a "text" nor "messages"'),
+        ('{"messages": [{"role": "user"}]}', 'each with a "role" and a "content"'),
+        ("[" * 100_000, "line 1 is not valid JSON"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_lines_are_named(line, message, tmp_path):
+    (tmp_path / "a.jsonl").write_text(line + "\n")
+    with pytest.raises(InputError, match=message) as error:
+        list(data.documents(tmp_path / "a.jsonl"))
+    assert "\n" not in str(error.value)
+
+
+def test_of_a_chat_only_the_answers_count():
+    ids, counts = data.encode(Letters(), chat("hi", "ho", "x", "yes"), end=2, where="")
+    assert "".join(map(chr, ids)) == "u:hi;a:ho;u:x;a:yes;"
+    assert "".join(chr(i) for i, c in zip(ids, counts, strict=True) if c) == "ho;yes;"
+    assert data.encode(Letters(), "ab", end=2, where="") == ([1, 97, 98, 2], [True] * 4)
+    assert data.encode(Letters(), "ab", end=None, where="")[0] == [1, 97, 98]
+
+
+def test_a_template_that_rewrites_the_past_is_refused():
+    tokenizer = Letters()
+    tokenizer.template = "{{ messages | length }}" + Letters.template
+    with pytest.raises(InputError, match="line 3: the chat template rewrites"):
+        data.encode(tokenizer, chat("hi", "ho", "x", "yes"), end=2, where="f line 3")
+
+
+# Tokens and windows
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """The file of tokens of some texts and chats, 44 tokens."""
+    (tmp_path / "a.txt").write_text("<|endoftext|>".join(["abcdefg", "hij", "k", "lmnopqrstuvwxyz"]))
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": chat("hi", "ho")}) + "\n")
+    n = data.tokenize([tmp_path / "a.txt", tmp_path / "b.jsonl"], Letters(), 2, tmp_path / "x.tokens")
+    assert n == 9 + 5 + 3 + 17 + 10 and (tmp_path / "x.tokens").stat().st_size == n * TOKEN.itemsize
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "b.jsonl", "x.tokens"]
+    return tmp_path / "x.tokens"
+
+
+def test_windows_hold_every_token_and_no_document_sees_another(tokens):
+    windows = Windows(tokens, 5)
+    all_tokens = np.fromfile(tokens, TOKEN)
+    batch = windows.batch(range(windows.n))
+    assert windows.n == 8 and torch.equal(batch.tokens.flatten(), torch.from_numpy(all_tokens["id"][:40].astype(int)))
+    assert torch.equal(batch.targets.flatten(), torch.from_numpy(all_tokens["id"][1:41].astype(int)))
+    for row in range(windows.n):
+        for i in range(5):
+            at = 5 * row + i
+            document, first = (
+                all_tokens["document"][at],
+                int(np.argmax(all_tokens["document"] == all_tokens["document"][at])),
+            )
+            assert batch.positions[row, i] == at - max(first, 5 * row)
+            seen = [5 * row + j for j in range(5) if batch.mask[row, i, j]]
+            assert seen == [j for j in range(5 * row, at + 1) if all_tokens["document"][j] == document]
+            after = all_tokens[at + 1]
+            assert batch.counts[row, i] == (after["document"] == document and bool(after["counts"]))
+    assert windows.batch([0]).mask is None and windows.batch([None, 0]).counts.sum(1).tolist() == [0, 5]
+
+
+def test_each_epoch_takes_each_window_once_in_an_order_of_its_own(tokens):
+    windows = Windows(tokens, 4, seed=3)
+    n = windows.n
+    epochs = [windows.indices(n * e, n) for e in range(3)]
+    assert all(sorted(e) == list(range(n)) for e in epochs) and epochs[0] != epochs[1] != epochs[2]
+    again = Windows(tokens, 4, seed=3)
+    assert again.indices(n - 2, 4) == epochs[0][-2:] + epochs[1][:2]  # wherever one begins
+    assert Windows(tokens, 4, seed=4).indices(0, n) != epochs[0]
+    assert Windows(tokens, 4, at_most=9).n == 2
+
+
+def test_packed_documents_give_the_losses_of_each_alone(tmp_path, tiny):
+    texts = ["Once upon a time there was a dog.", "The dog ran to the park.", "a dog"]
+    (tmp_path / "a.txt").write_text(data.SEPARATOR.join(texts))
+    tokenizer = load_tokenizer(tiny)
+    n = data.tokenize([tmp_path / "a.txt"], tokenizer, 2, tmp_path / "x.tokens")
+    config = checkpoint.read_config(tiny)
+    model = random_model(launch.rewired(config, "ladder")).double()
+    batch = Windows(tmp_path / "x.tokens", n - 1).batch([0])
+    trainee = trainee_like(model)
+    nats = adapt.losses(trainee, batch)[1].item()
+    expected = 0.0
+    for text in texts:
+        ids = torch.tensor([[*tokenizer.encode(text), 2]])
+        told = model(ids)[0].log_softmax(-1)
+        expected -= sum(told[i, ids[0, i + 1]].item() for i in range(ids.shape[1] - 1))
+    assert batch.mask is not None and nats == pytest.approx(expected, rel=1e-7)
+
+
+def trainee_like(model):
+    """An adapt.Trainee, not sharded, with a model's weights."""
+    trainee = adapt.Trainee(model.config).to(model.norm.weight.dtype).eval()
+    trainee.load_state_dict(model.state_dict())
+    return trainee
+
+
+# Shards
+
+
+def _filled(world, config):
+    weights = StateWeights(random_model(config).state_dict())
+    model = adapt.build(config, weights, world, torch.float32)
+    parts = {name: p.to_local().numpy().copy() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        batch = data.Batch(torch.arange(12).view(2, 6), None, None, torch.arange(6).expand(2, 6), None)
+        x, _ = model(batch)
+    model.reshard()
+    return parts, x.numpy()
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True, "qkv_bias": True}], ids=str)
+def test_ranks_hold_the_rows_of_the_file_and_compute_the_same(tp, changes):
+    config = dataclasses.replace(BASE, wiring="ladder", **changes)
+    found = run_ranks(tp, functools.partial(_filled, config=config))
+    whole = random_model(config)
+    for name, weight in whole.named_parameters():
+        joined = np.concatenate([parts[name] for parts, _ in found])
+        assert np.array_equal(joined, weight.detach().numpy()), name
+    with torch.no_grad():
+        streams = adapt.blended_stream(whole.tok_embeddings(torch.arange(12).view(2, 6)), whole.sublayers(
+            whole.metadata(torch.arange(6).expand(2, 6))), 0.0)  # fmt: skip
+        expected = whole.norm(streams[-1]).numpy()
+    for _, x in found:
+        assert np.abs(x - expected).max() < 1e-5
+
+
+def test_what_is_written_is_what_was_read(tmp_path):
+    config, world = BASE, launch.World(0, 1, torch.device("cpu"))
+    model = random_model(config)
+    (tmp_path / "best-7").mkdir()
+    with sharding.process_group(world):
+        trainee = adapt.build(config, StateWeights(model.state_dict()), world, torch.float32)
+        sharding.write(tmp_path, 9, trainee, torch.float32, world)
+    assert [p.name for p in tmp_path.iterdir()] == ["best-9"]
+    assert checkpoint.read_config(tmp_path / "best-9") == config
+    weights = checkpoint.Weights(tmp_path / "best-9")
+    for name, weight in model.named_parameters():
+        assert torch.equal(weights.read(name), weight.detach()), name
+
+
+def test_weights_that_do_not_fit_are_named():
+    world = launch.World(0, 1, torch.device("cpu"))
+    state = random_model(BASE).state_dict()
+    with sharding.process_group(world):
+        with pytest.raises(InputError, match=r"norm.weight is \(47,\), but the config says \(48,\)"):
+            adapt.build(BASE, StateWeights({**state, "norm.weight": torch.ones(47)}), world, torch.float32)
+        with pytest.raises(InputError, match="norm.weight holds NaN"):
+            adapt.build(
+                BASE, StateWeights({**state, "norm.weight": torch.full((48,), torch.nan)}), world, torch.float32
+            )
+
+
+def test_fresh_weights_do_not_depend_on_the_ranks():
+    model = Transformer(BASE)
+    whole, part = sharding.FreshWeights(model, 5), torch.empty(30, 48)
+    whole.fill(part, "tok_embeddings.weight", 0, [(40, 70)])
+    full = torch.empty(131, 48)
+    whole.fill(full, "tok_embeddings.weight", 0, [(0, 131)])
+    assert torch.equal(full[40:70], part) and full.std().item() == pytest.approx(0.02, rel=0.05)
+    other = torch.empty(131, 48)
+    whole.fill(other, "output.weight", 0, [(0, 131)])
+    assert not torch.equal(full, other)
+
+
+# Memory
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_memory_is_what_the_arithmetic_says(recompute, dtype, packed):
+    config = dataclasses.replace(BASE, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=12, dim=72, intermediate_size=200)
+    rows, S = 3, 40
+    world = launch.World(0, 1, torch.device("cpu"))
+    args = adapt.parse(["--text", "x", "--valid", "x", "--out", "x", *["--recompute"] * recompute])
+    mask = torch.ones(S, S).tril().bool().expand(rows, S, S) if packed else None
+    place = torch.arange(S).expand(rows, S)
+    batch = data.Batch(torch.ones(rows, S, dtype=torch.long), None, None, place, mask)
+    kept = {}
+
+    def keep(tensor):  # what FSDP2 gathered is freed again: note its size now
+        shapes = {tuple(tensor.shape), tuple(tensor.transpose(0, -1).shape)}
+        if not shapes & weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with sharding.process_group(world):
+        model = adapt.build(config, None, world, dtype, args).train()
+        stored = sum(p.to_local().nbytes for p in model.parameters())
+        weights = {tuple(p.shape) for p in model.parameters()}
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(batch)
+    need, third = (sharding.memory(config, ranks, rows, S, dtype, recompute) for ranks in (1, 3))
+    state = "weights, gradients, Adam's moments"
+    assert need[state] == pytest.approx(4 * stored, rel=0.02)  # norms are not counted
+    assert 3 * third[state] == pytest.approx(need[state], rel=0.001)
+    seen = sum(kept.values())
+    if recompute:  # what one sublayer has for the time of its backward pass comes on top
+        seen += rows * S * 4 * config.intermediate_size * dtype.itemsize
+    assert 0.75 < seen / need["activations"] < 1.1
