@@ -255,7 +255,8 @@ SOME = [{"wiring": "standard"}, {"wiring": "hybrid", "ladder_layers": (0, 1)}, {
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, batch", [(1, None), (1, 1), (2, 3), (3, None)])
 @pytest.mark.parametrize("changes", SOME, ids=wired_id)
-def test_likelihoods_against_the_reference(changes, ranks, batch, tiny, harness):
+def test_likelihoods_against_the_reference(changes, ranks, batch, tiny, harness, monkeypatch):
+    monkeypatch.setattr(score, "PIECE", 600)  # two rows at a time, on one rank
     logp, tokenizer, longest = naive_model(tiny, changes), load_tokenizer(tiny), 64
     questions = []
     for prompt in PROMPTS:
@@ -263,6 +264,7 @@ def test_likelihoods_against_the_reference(changes, ranks, batch, tiny, harness)
         likely = greedy(logp, context, 3)
         # some that the model reads alike, some that are all but the likeliest
         questions += [(context, likely), (context, [*likely[:2], 7]), (context, [5, *likely[:1]]), (context, [9])]
+        questions += [(context, [5, 5, *greedy(logp, [*context, 5, 5], 1)])]
         questions += [(context + likely[:1], likely[1:]), (context, [*range(5, 45)])]
     texts = ["The dog ran.", TEXT, TEXT[:200], "ran. " * 90, "ran. " * 45]
     asked = [("tokens", questions), ("loglikelihood_rolling", [(text,) for text in texts])]
