@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
 import checkpoint
-import eval
 import launch
 from launch import count, number
+from measure import score
 from model import WIRINGS, Config, InputError, Transformer
 from tokenizer import load_tokenizer
 from training import curves, runs, sharding
@@ -320,7 +320,7 @@ def least_sensitive(model, own, valid, run, args, world):
     """The Config in which those layers are ladder that alone raise the validation loss least; found once in a run."""
     if not (run / "config.json").exists():
         model.config, n = own, len(model.config.stale_layers)
-        found = eval.sensitivity(model, lambda m: validation_loss(m, valid, args.micro_batch or args.batch, world))
+        found = score.sensitivity(model, lambda m: validation_loss(m, valid, args.micro_batch or args.batch, world))
         layers = sorted(sorted(range(own.n_layers), key=found.__getitem__)[:n])
         if world.rank == 0:
             checkpoint.write_config(run, launch.rewired(own, "hybrid", ladder_layers=layers))

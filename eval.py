@@ -1,7 +1,11 @@
-"""How well a model predicts a text: nats per token and perplexity, in any wiring, with any number of ranks.
+"""How well a model predicts a text, how far it lies from another model, and what it scores in lm-eval's tasks.
 
-python eval.py --checkpoint DIR --text FILE
-torchrun --standalone --nproc_per_node=2 eval.py --checkpoint DIR --text FILE --ladder --json results.jsonl
+python eval.py --checkpoint DIR --text FILE                          # nats per token, perplexity, bits per byte
+python eval.py --checkpoint DIR --text FILE --compare OTHER          # KL divergence and top-1 agreement per token
+python eval.py --checkpoint DIR --text FILE --sensitivity            # the loss when each layer alone is a ladder
+python eval.py --checkpoint DIR --tasks hellaswag,arc_easy --limit 200
+
+Each works in any wiring and with any number of ranks: torchrun --standalone --nproc_per_node=2 eval.py ...
 """
 
 import json
@@ -11,8 +15,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from tqdm import tqdm
 
 import checkpoint
 import generate
@@ -20,48 +22,9 @@ import launch
 from checkpoint import dtype_name
 from launch import count, number
 from measure import report
+from measure.score import check_sensitivity, divergence, sensitivity, total_nats
 from model import InputError
 from tokenizer import load_tokenizer
-
-
-def windows(n, size, stride):
-    """Windows over n tokens as (start, stop, first): those from `first` to `stop` count, each token but 0 just once.
-
-    They advance by stride < size, so that all but those of the first have at least size - stride tokens before them.
-    """
-    stop, out = 1, []
-    while stop < n:
-        start = max(0, min(n - size, stop - (size - stride))) if out else 0
-        first, stop = stop, min(start + size, n)
-        out.append((start, stop, first))
-    return out
-
-
-@torch.inference_mode()
-def total_nats(model, ids, size, stride, batch, show=False):
-    """The sum of -log p(token | those before it in its window) over all tokens but the first."""
-    total, device = 0.0, model.norm.weight.device
-    plan = windows(len(ids), size, stride)
-    for i in tqdm(range(0, len(plan), batch), desc="scoring", unit="batch", delay=1, disable=not show):
-        part = plan[i : i + batch]
-        tokens, _ = generate.pad([ids[start:stop] for start, stop, _ in part], device)
-        logits = model(tokens[:, :-1])
-        for row, given, (start, stop, first) in zip(logits, tokens, part, strict=True):
-            for begin in range(first - start, stop - start, 256):  # a large vocabulary's logits in float32 are large
-                wanted = given[begin : min(begin + 256, stop - start)]
-                nats = F.cross_entropy(row[begin - 1 :][: len(wanted)].float(), wanted, reduction="none")
-                total += nats.double().sum().item()
-    return total
-
-
-def sensitivity(model, score):
-    """[score(model) with layer i alone as a ladder]; its own."""
-    own, found = model.config, []
-    for i in range(own.n_layers):
-        model.config = launch.rewired(own, "hybrid", ladder_layers=(i,))
-        found.append(score(model))
-    model.config = own
-    return found
 
 
 def parse(argv):
@@ -72,26 +35,151 @@ def parse(argv):
         metavar="DIR",
         help="a folder of convert_hf_checkpoint.py or quantize.py, e.g. demo",
     )
-    p.add_argument(
-        "--text", required=True, metavar="FILE", help="UTF-8 text, scored as one sequence of tokens, e.g. valid.txt"
+    p.add_argument("--batch", type=count, metavar="B", help="rows at a time, e.g. 4; without it 256 MB of logits")
+    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the checkpoint's own")
+    launch.add_device_flag(p)
+    launch.add_json_flag(p, "the line")
+    g = p.add_argument_group("of a text")
+    g.add_argument("--text", metavar="FILE", help="UTF-8 text, scored as one sequence of tokens, e.g. valid.txt")
+    g.add_argument(
+        "--compare", metavar="DIR", help="another checkpoint, as it is: the reference that this one is held against"
     )
+    g.add_argument("--sensitivity", action="store_true", help="make each layer alone a ladder, least loss first")
     two = number(int, 2)
-    p.add_argument(
+    g.add_argument(
         "--window", type=two, metavar="N", help="tokens of a window, e.g. 1024; without it 2048 or the model's context"
     )
-    p.add_argument(
+    g.add_argument(
         "--stride",
         type=count,
         metavar="N",
         help="tokens from one window to the next, e.g. 256; without it half a window",
     )
-    p.add_argument("--batch", type=count, metavar="B", help="windows at a time, e.g. 4; without it 256 MB of logits")
-    p.add_argument("--max-tokens", type=two, metavar="N", help="score only so many tokens of the text, e.g. 100000")
-    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the checkpoint's own")
-    launch.add_device_flag(p)
-    launch.add_json_flag(p, "the line")
+    g.add_argument("--max-tokens", type=two, metavar="N", help="score only so many tokens of the text, e.g. 100000")
+    g = p.add_argument_group("of lm-evaluation-harness")
+    g.add_argument("--tasks", metavar="NAME,...", help="tasks or groups of them, e.g. hellaswag,arc_easy")
+    g.add_argument("--limit", type=count, metavar="N", help="only the first N documents of each task, e.g. 200")
+    g.add_argument("--task-folder", metavar="DIR", help="more tasks: a folder of yaml files, e.g. my-tasks")
+    g.add_argument("--num-fewshot", type=number(int, 0), metavar="N", help="examples in a prompt, e.g. 5")
     launch.add_wiring_flags(p)
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    if bool(args.text) == bool(args.tasks):
+        raise InputError("give either --text FILE or --tasks NAME,...")
+    if args.compare and args.sensitivity:
+        raise InputError("give either --compare or --sensitivity")
+    others = "compare sensitivity window stride max_tokens" if args.tasks else "limit task_folder num_fewshot"
+    for name in others.split():
+        if getattr(args, name) is not None and getattr(args, name) is not False:  # 0 is a number of examples
+            raise InputError(f"--{name.replace('_', '-')} goes with {'--text' if args.tasks else '--tasks'}")
+    if args.task_folder and not Path(args.task_folder).is_dir():
+        raise InputError(f"--task-folder {args.task_folder}: no such folder")
+    return args
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Of a text
+
+
+def read_ids(args, tokenizer):
+    """The token ids of the text, BOS first where there is one, and the bytes of those scored: all ids but the first."""
+    text = checkpoint.read_text(args.text, flag="--text ")
+    ids, n = tokenizer.encode(text), args.max_tokens
+    if n is not None and n < len(ids):
+        while n > 2 and tokenizer.decode(ids[max(0, n - 16) : n]).endswith("\ufffd"):
+            n -= 1  # not in the middle of a character: its bytes would be nobody's
+        ids = ids[:n]
+        text = tokenizer.decode(ids)
+    if len(ids) < 2:
+        raise InputError(f"--text {args.text} has {len(ids)} tokens with BOS, but scoring takes two or more")
+    unscored = tokenizer.decode(ids[:1])  # of BOS, nothing
+    return ids, len(text.encode()) - len(unscored.encode())
+
+
+def plan_windows(args, *configs):
+    """(window, stride, batch) that the flags ask for, of one or two models."""
+    context, vocab_size = min(c.max_seq_len for c in configs), configs[0].vocab_size
+    size = args.window or min(2048, context)
+    if size > context:
+        raise InputError(f"--window {size} is longer than the context of {context}")
+    stride = args.stride or max(1, size // 2)
+    if stride >= size:
+        raise InputError(f"--stride is {stride} but must be smaller than the window of {size} tokens")
+    return size, stride, args.batch or max(1, 2**28 // (4 * size * vocab_size))
+
+
+def check_other(args, config, tokenizer):
+    """The Config of the checkpoint to compare with; InputError when its tokens are not the same."""
+    other = checkpoint.read_config(args.compare)
+    if other.vocab_size != config.vocab_size:
+        sizes = f"{config.vocab_size} tokens, that of --compare {args.compare} {other.vocab_size}"
+        raise InputError(f"the vocabulary of {args.checkpoint} has {sizes}: their predictions cannot be compared")
+    theirs, sample = load_tokenizer(args.compare, other.vocab_size), checkpoint.read_text(args.text)[:10000]
+    if theirs is not None and theirs.encode_plain(sample) != tokenizer.encode_plain(sample):
+        raise InputError(f"the tokenizers of {args.checkpoint} and --compare {args.compare} cut the text differently")
+    return other
+
+
+def finite(nats, folder):
+    if not math.isfinite(nats):
+        raise InputError(f"{folder} gives a loss of {nats} nats per token")
+    return nats
+
+
+def score_text(args, world, model, other, ids, n_bytes, plan):
+    """(what there is to report, the same in words); other: the Config of --compare, or None."""
+    n, show, kl = len(ids) - 1, world.rank == 0, None
+    if other is None:
+        nats = total_nats(model, ids, *plan, show) / n
+    else:
+        reference = generate.load_model(other, args.compare, args.dtype, world)
+        kl, agree, ours, theirs = divergence(model, reference, ids, *plan, show)
+        nats = ours.mean().item()
+    bits = finite(nats, args.checkpoint) * n / math.log(2) / n_bytes if n_bytes else None
+    found = {
+        "text": Path(args.text).name, "tokens": n, "nats_per_token": nats,
+        "perplexity": math.exp(nats) if nats < 700 else None, "bytes": n_bytes, "bits_per_byte": bits,
+        "window": plan[0], "stride": plan[1],
+    }  # fmt: skip
+    words = f"{nats:.4f} nats per token" + (f", {bits:.4f} bits per byte" if n_bytes else "")
+    if kl is not None:
+        p99 = kl.kthvalue(math.ceil(0.99 * n)).values.item()
+        base, same = finite(theirs.mean().item(), args.compare), agree.double().mean().item()
+        found |= {
+            "reference": checkpoint.name(args.compare), "reference_wiring": other.wiring,
+            "reference_quant": other.quant, "reference_nats_per_token": base, "nats_difference": nats - base,
+            "kl_mean": kl.mean().item(), "kl_p99": p99, "kl_max": kl.max().item(), "top1_agreement": same,
+        }  # fmt: skip
+        words += f", {nats - base:+.4f} against {args.compare} ({other.wiring})\n"
+        words += f"KL divergence from it, in nats per token: mean {kl.mean():.3g}, 99 % of them below {p99:.3g}, "
+        words += f"at most {kl.max():.3g}; the likeliest token is the same in {same:.2%}"
+    if args.sensitivity:
+        layers = sensitivity(model, lambda m: finite(total_nats(m, ids, *plan) / n, args.checkpoint), show)
+        found["sensitivity"] = layers
+        order = sorted(range(len(layers)), key=layers.__getitem__)
+        words = "\n".join(
+            ["ladder layer  nats per token", f"{'none':>12}  {nats:14.4f}"]
+            + [f"{i:12}  {layers[i]:14.4f}  {layers[i] - nats:+.4f}" for i in order]
+        )
+    return found, words
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Of lm-evaluation-harness
+
+
+def import_harness():
+    try:
+        from measure import harness
+    except ImportError as e:
+        raise InputError(f"--tasks needs lm-eval ({e}): pip install lm_eval==0.4.13") from None
+    return harness
+
+
+def score_tasks(args, world, model, tokenizer, tasks):
+    """(what there is to report, the same in words)."""
+    harness, first = import_harness(), world.rank == 0
+    with harness.one_voice(first):
+        return harness.run(harness.Model(model, tokenizer, args.batch, first), tasks, args.limit)
 
 
 def main(argv=None):
@@ -105,36 +193,33 @@ def main(argv=None):
         tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
         if tokenizer is None:
             raise InputError(f"{args.checkpoint} has no tokenizer")
-        ids = tokenizer.encode(checkpoint.read_text(args.text, flag="--text "))[: args.max_tokens]
-        if len(ids) < 2:
-            raise InputError(f"--text {args.text} has {len(ids)} tokens with BOS, but scoring takes two or more")
-        size = args.window or min(2048, config.max_seq_len)
-        if size > config.max_seq_len:
-            raise InputError(f"--window {size} is longer than the context of {config.max_seq_len}")
-        stride = args.stride or max(1, size // 2)
-        if stride >= size:
-            raise InputError(f"--stride is {stride} but must be smaller than the window of {size} tokens")
-    batch = args.batch or max(1, 2**28 // (4 * size * config.vocab_size))
+        if args.tasks:
+            harness = import_harness()
+            with harness.one_voice(world.rank == 0):
+                tasks = harness.load_tasks(args.tasks.split(","), args.task_folder, args.num_fewshot)
+        else:
+            if args.sensitivity:
+                check_sensitivity(config)
+            other = check_other(args, config, tokenizer) if args.compare else None
+            text = *read_ids(args, tokenizer), plan_windows(args, config, other or config)
     model = generate.load_model(config, args.checkpoint, args.dtype, world)
     start = time.perf_counter()
-    total = total_nats(model, ids, size, stride, batch, show=world.rank == 0)
+    if args.tasks:
+        found, words = score_tasks(args, world, model, tokenizer, tasks)
+    else:
+        found, words = score_text(args, world, model, other, *text)
     if world.rank > 0:
         return
-    nats = total / (len(ids) - 1)
-    if not math.isfinite(nats):
-        raise InputError(f"{args.checkpoint} gives a loss of {nats} nats per token")
     line = {
-        "model": checkpoint.name(args.checkpoint), "wiring": config.wiring, "tp": world.tp_size,
-        "quant": config.quant, "group_size": config.group_size, "dtype": dtype_name(model.norm.weight.dtype),
-        "text": Path(args.text).name, "tokens": len(ids) - 1, "nats_per_token": nats,
-        "perplexity": math.exp(nats) if nats < 700 else None,
-        "window": size, "stride": stride, "seconds": time.perf_counter() - start, "torch": torch.__version__,
-        "commit": report.git_commit(),
+        "model": checkpoint.name(args.checkpoint), "wiring": config.wiring, "ladder_layers": config.ladder_layers,
+        "desync_period": config.desync_period, "tp": world.tp_size, "quant": config.quant,
+        "group_size": config.group_size, "dtype": dtype_name(model.norm.weight.dtype), **found,
+        "seconds": time.perf_counter() - start, "torch": torch.__version__, "commit": report.git_commit(),
     }  # fmt: skip
     print(json.dumps(line))
     if args.json:
         launch.append_line(args.json, line)
-    print(f"{nats:.4f} nats per token", file=sys.stderr)
+    print(words, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -119,7 +119,7 @@ def with_wiring(config, args):
     layers = args.ladder_layers
     if layers is not None:
         try:
-            numbers = tuple(int(i) for i in layers.split(","))
+            numbers = tuple(int(i) for i in layers.removesuffix(",").split(","))
         except ValueError:
             raise InputError(f"--ladder-layers {layers!r} is neither a number nor a list such as 3,5,7") from None
         layers = numbers if "," in layers else numbers[0]

@@ -24,6 +24,7 @@ ENDS, SAMPLING = "test_generate.py -k stops_at_its_own_end", "test_generate.py -
 SEAM = "test_wiring.py -k comes_after_the_start"
 STREAM, FILES = "test_tokenizer.py -k 'stream and not transformers'", "test_generate.py -k bad_checkpoints"
 QUANT, CONVERT, LINK = "test_quantize.py -k ", "test_convert.py -k ", "test_link.py -k "
+EVAL = "test_eval.py -k "
 FEW_INT = "test_quantize.py -k 'exact_up_to_rounding or three_products'"
 
 MUTANTS = [  # (file, old text, new text, tests)
@@ -188,12 +189,34 @@ MUTANTS = [  # (file, old text, new text, tests)
         "test_bench.py -k cells_are_medians",
     ),
     ("measure/results.py", "low <= other_high and ", "", "test_bench.py -k told_from"),
-    # adapt.py, eval.py
+    # adapt.py, eval.py, measure/score.py
     ("adapt.py", "[*tokenizer.encode(d), eos]", "tokenizer.encode(d)", "test_adapt.py"),
     ("adapt.py", "F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())",
      "F.cross_entropy(logits.flatten(0, 1).float(), windows[:, :-1].flatten())", "test_adapt.py"),
-    ("eval.py", "stop - (size - stride)", "stop - stride", QUANT + "windows_score"),
-    ("eval.py", "row[begin - 1 :]", "row[begin:]", QUANT + "nats_against"),
+    ("measure/score.py", "stop - (size - stride)", "stop - stride", EVAL + "windows_score"),
+    ("measure/score.py", "each[row, begin - 1 : end - 1]", "each[row, begin:end]", EVAL + "nats_and"),
+    ("measure/score.py", "wanted[i : i + step]", "wanted[:step]", EVAL + "nats_and"),
+    ("measure/score.py", "(p.exp() * (p - q))", "(q.exp() * (q - p))", EVAL + "nats_and"),
+    ("measure/score.py", "part.argmax(-1) == other.argmax(-1)", "part.argmax(-1) == wanted", EVAL + "nats_and"),
+    ("measure/score.py", "        model.config = own\n", "        pass\n", EVAL + "sensitivity_against"),
+    ("measure/score.py", "ladder_layers=(i,)", "ladder_layers=i + 1", EVAL + "sensitivity_against"),
+    ("eval.py", "            n -= 1  #", "            break  #", EVAL + "bytes_are"),
+    ("eval.py", "len(text.encode()) - len(unscored.encode())", "len(text.encode())", EVAL + "bytes_are"),
+    ("eval.py", "        text = tokenizer.decode(ids)\n", "", EVAL + "bytes_are"),
+    ("eval.py", "math.ceil(0.99 * n)", "math.ceil(0.9 * n)", EVAL + "two_wirings"),
+    ("eval.py", "args.checkpoint) * n / math.log(2)", "args.checkpoint) * n", EVAL + "a_text_with"),
+    ("eval.py", "key=layers.__getitem__)", "key=layers.index)", EVAL + "table_of_layers"),
+    # measure/harness.py: these take lm-eval
+    ("measure/harness.py", "[-self.max_length - 1 :]", "[: self.max_length + 1]", EVAL + "likelihoods_against"),
+    ("measure/harness.py", "row[len(tokens) - len(continuation) : len(tokens)]", "row[-len(continuation) :]",
+     EVAL + "likelihoods_against"),
+    ("measure/harness.py", "greedy &= bool", "greedy = bool", EVAL + "likelihoods_against"),
+    ("measure/harness.py", "totals[i] += logp", "totals[i] = logp", EVAL + "likelihoods_against"),
+    ("measure/harness.py", "ids[-(self.max_length - new) :]", "ids", EVAL + "generation_against"),
+    ("measure/harness.py", "self.text.decode(row), stops, None", "self.text.decode(row), [], None",
+     EVAL + "generation_against"),
+    ("measure/harness.py", "return all(ended)", "return any(ended)", EVAL + "generation_against"),
+    ("measure/harness.py", "ended[i] = any(stop in text for stop in stops)", "pass", EVAL + "generation_ends"),
 ]  # fmt: skip
 
 

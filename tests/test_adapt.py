@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -69,7 +70,7 @@ def test_at_alpha_0_the_blend_is_the_wiring_and_at_1_the_standard_model(changes)
             adapt.blended_stream, net.tok_embeddings(tokens), net.sublayers(net.metadata(place))
         )
         assert torch.equal(net.output(net.norm(streams(0.0)[-1])), net(tokens))
-        if "ffn_norm" in net.state_dict().keys() | {"ffn_norm"} and changes["wiring"] != "parallel":
+        if "layers.0.ffn_norm.weight" in net.state_dict():
             standard = random_model(BASE).double()
             assert torch.equal(net.output(net.norm(streams(1.0)[-1])), standard(tokens))
             if net.config.stale_layers:
@@ -128,9 +129,7 @@ def test_the_loss_is_the_naive_one(match, chunk, monkeypatch):
 def test_a_batch_in_which_nothing_counts_has_gradients_of_zero():
     trainee = trainee_like(random_model(BASE)).train()
     nothing = torch.zeros(2, 7, dtype=torch.bool)
-    batch = data.Batch(
-        torch.ones(2, 7, dtype=torch.long), torch.ones(2, 7), nothing, torch.arange(7).expand(2, 7), None
-    )
+    batch = data.Batch(*torch.ones(2, 2, 7, dtype=torch.long), nothing, torch.arange(7).expand(2, 7), None)
     loss, nats = adapt.losses(trainee, batch)
     loss.backward()
     assert loss.item() == nats.item() == 0
@@ -171,9 +170,7 @@ def test_a_ladder_is_trained_and_written(scratch, tmp_path, capfd):
 
 
 def test_the_rate_warms_up_and_falls_to_a_tenth():
-    args = adapt.parse(
-        [*["--text", "x", "--valid", "x", "--out", "x", "--steps", "100", "--warmup", "10", "--lr", "0.5"]]
-    )
+    args = adapt.parse(shlex.split("--text x --valid x --out x --steps 100 --warmup 10 --lr 0.5"))
     rates = [adapt.learning_rate(step, args) for step in range(101)]
     assert rates[5] == pytest.approx(0.25, rel=0.02) and rates[100] == pytest.approx(0.05)
     assert max(rates) <= 0.5 and rates[10:] == sorted(rates[10:], reverse=True)
@@ -291,21 +288,20 @@ def test_killed_at_any_step_it_goes_on_with_the_same_losses(scratch, tmp_path, m
     step, save = adapt.optimizer_step, sharding.save
     for at, where in (2, "step"), (5, "step"), (9, "save"), (9, "save"), (11, "step"):
 
-        def killed(number, *args, at=at):
-            if number == at:
+        def killed(number, *args, at=at, where=where):
+            if number == at and where == "step":
                 raise KeyboardInterrupt
             return step(number, *args)
 
         def killed_saving(run, number, *args, at=at):
             if number == at:
-                (run / "state.tmp").mkdir()
+                (run / "state.tmp").mkdir(exist_ok=True)
                 raise KeyboardInterrupt
             save(run, number, *args)
 
         with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-            m.setattr(adapt, "optimizer_step", killed) if where == "step" else m.setattr(
-                sharding, "save", killed_saving
-            )
+            m.setattr(adapt, "optimizer_step", killed)
+            m.setattr(sharding, "save", killed_saving if where == "save" else save)
             adapt.main(scratch)
     adapt.main(scratch)
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
@@ -325,7 +321,7 @@ def test_asked_to_stop_it_saves_first(number, scratch, tmp_path, monkeypatch, ca
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
         m.setattr(adapt, "optimizer_step", asked)
         adapt.main(scratch)
-    assert "step 7 is saved" in capfd.readouterr().err
+    assert "step 7 is saved" in capfd.readouterr().out
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and not (tmp_path / "out").exists()
     adapt.main(scratch)
     assert [line["step"] for line in losses_of(tmp_path / "out")] == list(range(41))
@@ -354,9 +350,7 @@ def test_another_configuration_is_refused_and_nothing_is_lost(scratch, tmp_path,
 
 
 def test_a_loss_that_is_not_finite_ends_it_and_the_best_weights_stay(scratch, tmp_path):
-    with pytest.raises(
-        InputError, match="try a smaller --lr than 1e\\+09 with another --out; .*/best-0 holds"
-    ) as error:
+    with pytest.raises(InputError, match="smaller --lr than 1e\\+09 with another --out; .*/best-0 holds") as error:
         adapt.main([*scratch, "--lr", "1e9"])
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
     folder = re.search(r"\S+/best-0", str(error.value))[0]

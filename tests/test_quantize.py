@@ -1,4 +1,4 @@
-"""Integer weights: how they are made and stored, their products, the models that hold them, eval.py."""
+"""Integer weights: how they are made and stored, their products, the models that hold them."""
 
 import dataclasses
 import functools
@@ -657,52 +657,6 @@ def test_bad_checkpoints_are_one_clear_line(folder, tmp_path):
         with pytest.raises(InputError) as caught:
             tp.load_shard(config, checkpoint.Weights(tmp_path / "again"), torch.bfloat16, "cpu")
         assert message in str(caught.value)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# eval.py
-
-
-@pytest.mark.parametrize("n, size, stride", [(2, 2, 1), (10, 4, 2), (10, 4, 3), (11, 4, 3), (9, 16, 8), (100, 7, 1)])
-def test_windows_score_each_token_once(n, size, stride):
-    plan = evaluate.windows(n, size, stride)
-    scored = [i for start, stop, first in plan for i in range(first, stop)]
-    assert scored == list(range(1, n))
-    for i, (start, stop, first) in enumerate(plan):
-        assert 0 <= start < first < stop <= n and stop - start <= size
-        assert i == 0 or first - start >= min(size - stride, first)
-
-
-def test_nats_against_the_reference():
-    net = random_model(CONFIG)
-    reference = Reference(CONFIG, net.state_dict())
-    ids = unequal_rows(CONFIG, 1, 40)[0][0].tolist()
-    for size, stride, batch in ((40, 20, 1), (16, 8, 1), (16, 8, 3), (16, 5, 2)):
-        expected = 0.0
-        for start, stop, first in evaluate.windows(40, size, stride):
-            logits = torch.from_numpy(reference.logits(torch.tensor(ids[start:stop]))).double()
-            for i in range(first, stop):
-                expected -= logits[i - 1 - start].log_softmax(-1)[ids[i]].item()
-        assert math.isclose(evaluate.total_nats(net, ids, size, stride, batch), expected, rel_tol=1e-4)
-
-
-def test_eval_of_a_text_with_any_tp(folder, tmp_path, capsys):
-    text, out = tmp_path / "text.txt", tmp_path / "out.jsonl"
-    text.write_text("Once upon a time there was a little girl. She went out to play. " * 8)
-    flags, lines = ["--checkpoint", folder, "--text", text, "--window", "32", "--json", out], []
-    for ranks, more in ((1, []), (3, []), (1, ["--wiring", "standard"])):
-        if ranks == 1:
-            evaluate.main([str(flag) for flag in (*flags, *more)])
-            printed = capsys.readouterr().out
-        else:
-            printed, *others = (printed for printed, _ in main_on_ranks(ranks, evaluate.main, *flags, *more))
-            assert others == [""] * (ranks - 1)
-        lines.append(json.loads(printed))
-    assert [json.loads(line) for line in out.read_text().splitlines()] == lines
-    assert lines[0]["tp"] == 1 and lines[1]["tp"] == 3 and lines[2]["wiring"] == "standard"
-    assert math.isclose(lines[0]["nats_per_token"], lines[1]["nats_per_token"], rel_tol=0.01)
-    assert abs(lines[0]["nats_per_token"] - lines[2]["nats_per_token"]) > 1e-3
-    assert math.isclose(lines[0]["perplexity"], math.exp(lines[0]["nats_per_token"]))
 
 
 @pytest.mark.slow

@@ -1,0 +1,211 @@
+"""Tasks of lm-evaluation-harness on this project's model, in any wiring, quantized or not, with any number of ranks.
+
+Needs lm_eval, which no other file imports. What text a task asks about, how a pair is cut into context and
+continuation, and what a metric is, is lm-eval's own code; here is what computes the answers.
+"""
+
+import contextlib
+import json
+import os
+import random
+
+import lm_eval
+import numpy as np
+import torch
+import torch.nn.functional as F
+from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import evaluate
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+from tqdm import tqdm
+
+import generate
+from checkpoint import first_line
+from measure.score import pieces
+from model import InputError
+
+LOGITS = 2**28  # bytes of a batch's logits, where no batch size is given
+CACHE = 2**30  # and of its KV cache
+
+
+def by_length(items, rows, width):
+    """Batches of (length, item), the longest first: of `rows` items, or where that is None of about `width` tokens."""
+    items = sorted(items, key=lambda pair: pair[0], reverse=True)
+    while items:
+        n = rows or max(1, width // items[0][0])
+        yield [item for _, item in items[:n]]
+        items = items[n:]
+
+
+class Model(TemplateLM):
+    """A model as lm-eval asks it. Every rank gets every request, so to lm-eval each is the only one.
+
+    batch: rows at a time, or None for as many as LOGITS and CACHE allow.
+    """
+
+    def __init__(self, model, tokenizer, batch=None, show=False):
+        super().__init__()
+        self.model, self.text, self.rows, self.show = model, tokenizer, batch, show
+        self._device, self.max_length = model.norm.weight.device, model.config.max_seq_len
+
+    @property
+    def eot_token_id(self):
+        return self.model.config.eos_ids[0] if self.model.config.eos_ids else self.text.bos_id
+
+    @property
+    def prefix_token_id(self):
+        return self.eot_token_id if self.text.bos_id is None else self.text.bos_id
+
+    def tok_encode(self, string, add_special_tokens=None, **_):
+        """The ids of a text; as in transformers, special tokens may stand in it by name, BOS at its start too."""
+        ids = self.text.encode_markup(string)
+        if add_special_tokens is False or self.text.bos_id is None or ids[:1] == [self.text.bos_id]:
+            return ids
+        return [self.text.bos_id, *ids]
+
+    def loglikelihood(self, requests, disable_tqdm=False):
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not self.show)
+
+    @torch.inference_mode()
+    def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
+        """[(log p(continuation | context), whether it is what greedy decoding gives)] of (_, context, continuation).
+
+        What does not fit the model's context is cut from the left.
+        """
+        asked = {}  # the tokens that the model reads: whose they are. Choices of one token each need one row for all.
+        for i, (_, context, continuation) in enumerate(requests):
+            if len(continuation) > self.max_length:
+                n = len(continuation)
+                raise InputError(f"a task's continuation has {n} tokens, but the model's context {self.max_length}")
+            tokens = (context + continuation)[-self.max_length - 1 :]
+            asked.setdefault(tuple(tokens[:-1]), []).append((i, continuation))
+        answers = [None] * len(requests)
+        width = LOGITS // (4 * self.model.config.vocab_size)
+        with tqdm(total=len(asked), desc="likelihoods", delay=1, disable=disable_tqdm or not self.show) as bar:
+            for batch in by_length([(len(tokens), tokens) for tokens in asked], self.rows, width):
+                logits = self.model(generate.pad(batch, self.device)[0])  # (B, S, V)
+                for row, tokens in zip(logits, batch, strict=True):
+                    for i, continuation in asked[tokens]:
+                        part = row[len(tokens) - len(continuation) : len(tokens)]
+                        answers[i] = likelihood(part, torch.tensor(continuation, dtype=torch.long, device=self.device))
+                bar.update(len(batch))
+        return answers
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=False):
+        """[log p(text)] in windows of the whole context that do not overlap, but for the last."""
+        parts, owners = [], []
+        for i, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
+                parts.append((None, *make_disjoint_window(window)))
+                owners.append(i)
+        totals = [0.0] * len(requests)
+        for i, (logp, _) in zip(owners, self._loglikelihood_tokens(parts, disable_tqdm), strict=True):
+            totals[i] += logp
+        return totals
+
+    def generate_until(self, requests, disable_tqdm=False):
+        """[the new text, up to the first of its stop strings] of (text, settings), those of equal settings together."""
+        kinds, texts = {}, [None] * len(requests)
+        for i, request in enumerate(requests):
+            prompt, settings = request.args
+            ids = self.tok_encode(prompt) or [self.prefix_token_id]
+            kinds.setdefault(json.dumps(settings, sort_keys=True), []).append((i, ids))
+        c, itemsize = self.model.config, self.model.norm.weight.dtype.itemsize
+        width = CACHE // (2 * c.n_layers * c.n_kv_heads * c.head_dim * itemsize)
+        with tqdm(total=len(requests), desc="generating", delay=1, disable=disable_tqdm or not self.show) as bar:
+            for kind, prompts in kinds.items():
+                stops, new, sample = self.settings(json.loads(kind))
+                prompts = [(i, ids[-(self.max_length - new) :]) for i, ids in prompts]
+                for batch in by_length([(len(ids) + new, (i, ids)) for i, ids in prompts], self.rows, width):
+                    rows, contexts = zip(*batch, strict=True)
+                    for i, text in zip(rows, self.continued(contexts, new, stops, sample), strict=True):
+                        texts[i] = text
+                    bar.update(len(batch))
+        return texts
+
+    def settings(self, settings):
+        """(stop strings, new tokens, sampler) of a task's generation settings; InputError for one that is not known."""
+        given = dict(normalize_gen_kwargs(settings))
+        stops, new = [stop for stop in given.pop("until") if stop], given.pop("max_gen_toks")
+        if new >= self.max_length:
+            raise InputError(f"a task's max_gen_toks {new} leaves no room in the model's context of {self.max_length}")
+        sampled, temperature = given.pop("do_sample"), given.pop("temperature", 1.0)
+        top = given.pop("top_k", None) or None, given.pop("top_p", None) or 1.0
+        if given:
+            raise InputError(f"a task asks for {next(iter(given))} in generating, which is not implemented")
+        return stops, new, generate.make_sampler(temperature if sampled else 0, *top, device=self.device)
+
+    def continued(self, prompts, new, stops, sample):
+        """The texts that follow some prompts, each without what comes from its first stop string on."""
+        tails, ended = [[] for _ in prompts], [False] * len(prompts)
+        most = 4 + max((len(stop.encode()) for stop in stops), default=0)  # a token is at least a byte
+
+        def has_ended(fresh):
+            for i, token in enumerate(fresh):
+                if token is None:
+                    ended[i] = True
+                elif not ended[i]:
+                    tails[i] = [*tails[i], token][-most:]
+                    text = self.text.decode(tails[i])
+                    ended[i] = any(stop in text for stop in stops)
+            return all(ended)
+
+        cache = generate.make_cache(self.model, len(prompts), max(map(len, prompts)) + new)
+        runner = generate.Runner(self.model, cache)
+        rows, *_ = generate.generate(runner, prompts, new, sample, self.model.config.eos_ids, has_ended)
+        return [postprocess_generated_text(self.text.decode(row), stops, None) for row in rows]
+
+
+def likelihood(logits, wanted):
+    """(the sum of log p of the tokens wanted (n,), whether each is the likeliest) by logits (n, V)."""
+    total, greedy = 0.0, True
+    for part, tokens in pieces(logits, wanted):
+        total -= F.cross_entropy(part, tokens, reduction="none").double().sum().item()
+        greedy &= bool((part.argmax(-1) == tokens).all())
+    return total, greedy
+
+
+def load_tasks(names, folder=None, shots=None):
+    """What lm-eval calls a task dict, of names of tasks and groups, its own or those of yaml files in a folder.
+
+    shots: examples in a prompt, but where a task insists on none; None for what each says. Raises InputError.
+    """
+    random.seed(0)  # as lm-eval does: all ranks must ask the same
+    np.random.seed(1234)
+    try:
+        manager = folder and TaskManager(include_path=folder, include_defaults=False)
+        if not (manager and set(names) <= set(manager.all_subtasks)):
+            manager = TaskManager(include_path=folder)  # with lm-eval's own, which it takes seconds to read
+        unknown = set(names) - set(manager.all_tasks)
+        tasks = None if unknown else manager.load(names)
+    except Exception as e:  # a data set that is nowhere, a yaml file that is wrong: each library has its own errors
+        raise InputError(f"--tasks {','.join(names)}: {first_line(e)}") from None
+    if unknown:
+        where = f", nor has {folder}" if folder else ": give a folder of task files with --task-folder"
+        raise InputError(f"--tasks {min(unknown)}: lm-eval has no task, group or tag of that name{where}")
+    for task in tasks["tasks"].values():
+        own = task.get_config("num_fewshot")
+        if own is None or (shots is not None and own != 0):
+            task.set_config(key="num_fewshot", value=shots or 0)
+        task.set_fewshot_seed(seed=1234)
+    return tasks
+
+
+@contextlib.contextmanager
+def one_voice(first):
+    """Let only the first rank write to stderr: lm-eval and its libraries show each rank's bars and warnings."""
+    with contextlib.ExitStack() as stack:
+        if not first:
+            stack.enter_context(contextlib.redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
+        yield
+
+
+def run(lm, tasks, limit=None):
+    """(lm-eval's scores {task: {"metric,filter": value}} and settings, its table), of the first `limit` documents."""
+    # the other ranks need no standard errors, which may take a while
+    found = evaluate(lm, tasks, limit=limit, bootstrap_iters=100000 if lm.show else 0, log_samples=False)
+    scores = {task: {k: v for k, v in row.items() if "," in k and v != "N/A"} for task, row in found["results"].items()}
+    about = {"num_fewshot": found["n-shot"], "limit": limit, "lm_eval": lm_eval.__version__}
+    return {"tasks": scores, **about}, make_table(found).rstrip()

@@ -1,0 +1,428 @@
+"""eval.py: nats and bits of a text, two models compared, layers made a ladder one by one, lm-eval's tasks."""
+
+import dataclasses
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from helpers import BASE, ROOT, main_on_ranks, random_model, run_ranks, script, unequal_rows, wired_id
+from reference import Reference
+
+import checkpoint
+import convert_hf_checkpoint
+import eval as evaluate
+import generate
+import launch
+import quantize
+from measure import score
+from model import InputError
+from tokenizer import load_tokenizer
+
+TEXT = "Once upon a time there was a little girl. She went out to play. Her dog ran to the park. " * 6
+
+
+def log_softmax(x):
+    return x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
+
+
+def naive(net, ids, size, stride):
+    """(log p over the vocabulary (n, V), tokens (n,)) of all tokens of ids but the first, a window at a time."""
+    reference, rows, tokens = Reference(net.config, net.state_dict()), [], []
+    for start, stop, first in score.windows(len(ids), size, stride):
+        logits = log_softmax(reference.logits(ids[start:stop]))
+        rows += [logits[i - 1 - start] for i in range(first, stop)]
+        tokens += ids[first:stop]
+    return np.stack(rows), np.array(tokens)
+
+
+def picked(logp, tokens):
+    return np.take_along_axis(logp, tokens[:, None], -1)[:, 0]
+
+
+@pytest.mark.parametrize("n, size, stride", [(2, 2, 1), (10, 4, 2), (10, 4, 3), (11, 4, 3), (9, 16, 8), (100, 7, 1)])
+def test_windows_score_each_token_once(n, size, stride):
+    plan = score.windows(n, size, stride)
+    scored = [i for start, stop, first in plan for i in range(first, stop)]
+    assert scored == list(range(1, n))
+    for i, (start, stop, first) in enumerate(plan):
+        assert 0 <= start < first < stop <= n and stop - start <= size
+        assert i == 0 or first - start >= min(size - stride, first)
+
+
+@pytest.mark.parametrize("piece", [1, 3 * BASE.vocab_size, score.PIECE])
+def test_nats_and_divergence_against_the_reference(piece, monkeypatch):
+    monkeypatch.setattr(score, "PIECE", piece)
+    net = random_model(BASE)
+    other = random_model(dataclasses.replace(BASE, wiring="hybrid", ladder_layers=(2,)))
+    ids = unequal_rows(BASE, 1, 40)[0][0].tolist()
+    for size, stride, batch in ((40, 20, 1), (16, 8, 3), (16, 5, 2)):
+        (q, tokens), (p, _) = naive(net, ids, size, stride), naive(other, ids, size, stride)
+        nats, theirs = -picked(q, tokens), -picked(p, tokens)
+        assert math.isclose(score.total_nats(net, ids, size, stride, batch), nats.sum(), rel_tol=1e-5)
+        found = score.divergence(net, other, ids, size, stride, batch)
+        np.testing.assert_allclose(found[0], (np.exp(p) * (p - q)).sum(-1), rtol=1e-4)
+        np.testing.assert_array_equal(found[1], p.argmax(-1) == q.argmax(-1))
+        np.testing.assert_allclose(found[2], nats, rtol=1e-4)
+        np.testing.assert_allclose(found[3], theirs, rtol=1e-4)
+    assert 0 < found[1].sum() < len(ids) - 1  # some agree, some do not
+
+
+def test_bytes_are_those_of_the_tokens_scored(tmp_path):
+    """With a tokenizer that cuts characters into bytes, at any number of tokens, with a BOS and without."""
+    tokenizer = load_tokenizer(ROOT / "demo")
+    text = "A dog: d\u00f6g \u2603\U0001f415. The end\n"
+    (tmp_path / "text").write_text(text)
+    for bos in (1, None):
+        tokenizer.bos_id = bos
+        pieces = [tokenizer.model.id_to_piece(i) for i in tokenizer.encode_plain(text)]
+        sizes = [1 if p.startswith("<0x") else len(p.replace("\u2581", " ").encode()) for p in pieces]
+        sizes[0] -= 1  # SentencePiece's own space before the text
+        assert sum(sizes) == len(text.encode()) and [1] * 4 in [sizes[i : i + 4] for i in range(len(sizes))]
+        ends = {len(text[:i].encode()) for i in range(len(text) + 1)}  # of whole characters
+        for n in range(3, len(sizes) + 4):
+            args = evaluate.parse(["--checkpoint", "x", "--text", str(tmp_path / "text"), "--max-tokens", str(n)])
+            ids, n_bytes = evaluate.read_ids(args, tokenizer)
+            plain = len(ids) - (bos is not None)
+            assert n - 3 <= len(ids) <= n or len(ids) == len(sizes) + (bos is not None)
+            assert sum(sizes[:plain]) in ends
+            assert n_bytes == sum(sizes[:plain]) - (sizes[0] if bos is None else 0)
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+def evaluated(capsys, *flags, ranks=1):
+    """(the line, what was said) of eval.py; of several ranks only the first prints."""
+    if ranks == 1:
+        evaluate.main([str(flag) for flag in flags])
+        out, err = capsys.readouterr()
+    else:
+        (out, err), *others = main_on_ranks(ranks, evaluate.main, *flags)
+        assert [printed for printed, _ in others] == [""] * (ranks - 1)
+    return json.loads(out), err
+
+
+def test_eval_of_a_text_with_any_tp(tiny, text, tmp_path, capsys):
+    flags, lines = ["--checkpoint", tiny, "--text", text, "--window", "32", "--json", tmp_path / "out"], []
+    for ranks, more in ((1, []), (3, []), (1, ["--ladder"])):
+        lines.append(evaluated(capsys, *flags, *more, ranks=ranks)[0])
+    assert [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()] == lines
+    assert lines[0]["tp"] == 1 and lines[1]["tp"] == 3 and lines[2]["wiring"] == "ladder"
+    assert math.isclose(lines[0]["nats_per_token"], lines[1]["nats_per_token"], rel_tol=1e-5)
+    assert abs(lines[0]["nats_per_token"] - lines[2]["nats_per_token"]) > 1e-3
+    assert math.isclose(lines[0]["perplexity"], math.exp(lines[0]["nats_per_token"]))
+    total = lines[0]["nats_per_token"] * lines[0]["tokens"]
+    assert lines[0]["bytes"] == len(TEXT) and math.isclose(lines[0]["bits_per_byte"], total / math.log(2) / len(TEXT))
+
+
+def test_compare_two_wirings_with_any_tp(tiny, text, capsys):
+    flags = ["--checkpoint", tiny, "--text", text, "--compare", tiny, "--window", "32"]
+    (one, said), (three, _) = evaluated(capsys, *flags, "--ladder"), evaluated(capsys, *flags, "--ladder", ranks=3)
+    for name in ("nats_per_token", "reference_nats_per_token", "kl_mean", "kl_p99", "kl_max", "top1_agreement"):
+        assert math.isclose(one[name], three[name], rel_tol=1e-4), name
+    ids = load_tokenizer(tiny).encode(TEXT)
+    nets = [generate.load(tiny, "cpu", wiring=wiring)[0] for wiring in ("ladder", None)]
+    (q, tokens), (p, _) = (naive(net, ids, 32, 16) for net in nets)
+    kl, nats = (np.exp(p) * (p - q)).sum(-1), [-picked(x, tokens).mean() for x in (q, p)]
+    assert math.isclose(one["kl_mean"], kl.mean(), rel_tol=1e-4) and math.isclose(one["kl_max"], kl.max(), rel_tol=1e-4)
+    assert math.isclose(one["kl_p99"], np.quantile(kl, 0.99, method="inverted_cdf"), rel_tol=1e-4)
+    assert one["top1_agreement"] == (p.argmax(-1) == q.argmax(-1)).mean()
+    assert math.isclose(one["nats_difference"], nats[0] - nats[1], rel_tol=1e-3)
+    assert (one["wiring"], one["reference_wiring"]) == ("ladder", "standard")
+    assert f"against {tiny} (standard)" in said and "the likeliest token is the same in" in said
+    same, _ = evaluated(capsys, *flags)
+    assert (same["kl_max"], same["top1_agreement"], same["nats_difference"]) == (0, 1, 0)
+
+
+def test_a_quantized_model_is_close_to_its_original(text, tmp_path, capsys):
+    quantize.main(["--checkpoint", str(ROOT / "demo"), "--mode", "int8", "--out", str(tmp_path / "int8")])
+    capsys.readouterr()
+    line, _ = evaluated(capsys, "--checkpoint", tmp_path / "int8", "--text", text, "--compare", ROOT / "demo")
+    assert 0 < line["kl_mean"] < 0.01 and 0.9 < line["top1_agreement"] <= 1 and line["quant"] == "int8"
+
+
+def test_sensitivity_against_the_reference():
+    net = random_model(BASE)
+    ids = unequal_rows(BASE, 1, 40)[0][0].tolist()
+    found = score.sensitivity(net, lambda m: score.total_nats(m, ids, 40, 20, 1))
+    assert net.config is BASE and len(found) == BASE.n_layers
+    for i, nats in enumerate(found):
+        alone = random_model(dataclasses.replace(BASE, wiring="hybrid", ladder_layers=(i,)))
+        assert math.isclose(nats, -picked(*naive(alone, ids, 40, 20)).sum(), rel_tol=1e-5)
+    with pytest.raises(ZeroDivisionError):
+        score.sensitivity(net, lambda m: 1 / 0)
+    assert net.config is BASE
+    with pytest.raises(InputError, match="layers of a standard model a ladder, but this one is parallel"):
+        score.sensitivity(random_model(dataclasses.replace(BASE, wiring="parallel")), None)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_table_of_layers(ranks, tiny, text, capsys):
+    line, said = evaluated(capsys, "--checkpoint", tiny, "--text", text, "--sensitivity", ranks=ranks)
+    layers = line["sensitivity"]
+    rows = [row.split() for row in said.splitlines() if row.split()[0] in ("none", *map(str, range(len(layers))))]
+    assert rows[0] == ["none", f"{line['nats_per_token']:.4f}"]
+    assert [int(row[0]) for row in rows[1:]] == sorted(range(BASE.n_layers), key=lambda i: layers[i])
+    for name, nats, more in rows[1:]:
+        assert nats == f"{layers[int(name)]:.4f}" and more == f"{layers[int(name)] - line['nats_per_token']:+.4f}"
+
+
+def test_what_cannot_be_compared_is_refused(tiny, text, tmp_path):
+    flags = ["--text", str(text), "--compare", str(tiny)]
+    with pytest.raises(InputError, match=r"demo has 1024 tokens, that of --compare \S+ 300: their predictions cannot"):
+        evaluate.main(["--checkpoint", str(ROOT / "demo"), *flags])
+    other = tmp_path / "other"
+    other.mkdir()
+    checkpoint.write_config(other, checkpoint.read_config(tiny))
+    from adapt import train_tokenizer
+
+    train_tokenizer(["The cat sat on the mat, and a mouse ran over it. "] * 30, 300, other / "tokenizer.model")
+    with pytest.raises(InputError, match=r"the tokenizers of \S+ and --compare \S+ cut the text differently"):
+        evaluate.main(["--checkpoint", str(other), *flags])
+
+
+def test_without_lm_eval_a_line_says_what_to_install(tiny, monkeypatch):
+    monkeypatch.delattr("measure.harness", raising=False)
+    monkeypatch.delitem(sys.modules, "measure.harness", raising=False)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(InputError, match=r"--tasks needs lm-eval \(.*\): pip install lm_eval==0.4.13"):
+        evaluate.main(["--checkpoint", str(tiny), "--tasks", "hellaswag"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# lm-evaluation-harness
+
+PROMPTS = ["Once upon a time", "The dog ran to", "There was a little park. The", "a " * 90 + "girl", "Her"]
+
+
+@pytest.fixture(scope="module")
+def harness():
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: requirements-peers.txt has it")
+    from measure import harness
+
+    return harness
+
+
+def answers(world, folder, changes, batch, asked):
+    """What the adapter answers on this rank: [of each (kind, questions) a list]."""
+    from lm_eval.api.instance import Instance
+
+    from measure import harness
+
+    config = dataclasses.replace(checkpoint.read_config(folder), **changes)
+    lm = harness.Model(generate.load_model(config, folder, None, world), load_tokenizer(folder), batch)
+    found = []
+    for kind, questions in asked:
+        if kind == "tokens":
+            found.append(lm._loglikelihood_tokens([(None, *question) for question in questions]))
+        else:
+            found.append(getattr(lm, kind)([Instance(kind, {}, q, i) for i, q in enumerate(questions)]))
+    return found
+
+
+def answers_of(ranks, *args):
+    if ranks == 1:
+        return answers(launch.World(0, 1, torch.device("cpu")), *args)
+    first, *others = run_ranks(ranks, answers, *args)
+    assert others == [first] * (ranks - 1)
+    return first
+
+
+def naive_model(folder, changes):
+    """A function from token ids to log p (S, V), in float64."""
+    config = dataclasses.replace(checkpoint.read_config(folder), **changes)
+    weights = checkpoint.Weights(folder)
+    reference = Reference(config, {name: weights.read(name) for name in weights.names()})
+    return lambda ids: log_softmax(reference.logits(ids))
+
+
+def greedy(logp, ids, n, longest=64):
+    ids = list(ids)
+    for _ in range(n):
+        ids.append(int(logp(ids[-longest:])[-1].argmax()))
+    return ids[-n:]
+
+
+SOME = [{"wiring": "standard"}, {"wiring": "hybrid", "ladder_layers": (0, 1)}, {"wiring": "parallel"}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, batch", [(1, None), (1, 1), (2, 3), (3, None)])
+@pytest.mark.parametrize("changes", SOME, ids=wired_id)
+def test_likelihoods_against_the_reference(changes, ranks, batch, tiny, harness, monkeypatch):
+    monkeypatch.setattr(score, "PIECE", 600)  # two rows at a time, on one rank
+    logp, tokenizer, longest = naive_model(tiny, changes), load_tokenizer(tiny), 64
+    questions = []
+    for prompt in PROMPTS:
+        context = tokenizer.encode(prompt)
+        likely = greedy(logp, context, 3)
+        # some that the model reads alike, some that are all but the likeliest
+        questions += [(context, likely), (context, [*likely[:2], 7]), (context, [5, *likely[:1]]), (context, [9])]
+        questions += [(context, [5, 5, *greedy(logp, [*context, 5, 5], 1)])]
+        questions += [(context + likely[:1], likely[1:]), (context, [*range(5, 45)])]
+    texts = ["The dog ran.", TEXT, TEXT[:200], "ran. " * 90, "ran. " * 45]
+    asked = [("tokens", questions), ("loglikelihood_rolling", [(text,) for text in texts])]
+    found, rolling = answers_of(ranks, tiny, changes, batch, asked)
+    for (context, wanted), (total, is_greedy) in zip(questions, found, strict=True):
+        rows = logp([*context, *wanted][-longest - 1 : -1])[-len(wanted) :]
+        assert math.isclose(total, picked(rows, np.array(wanted)).sum(), rel_tol=1e-4)
+        assert is_greedy == (rows.argmax(-1) == wanted).all()
+    assert {is_greedy for _, is_greedy in found} == {False, True}
+    for text, total in zip(texts, rolling, strict=True):
+        ids = tokenizer.encode(text)  # whose BOS lm-eval has predicted, too, from one more
+        expected = 0.0
+        for start in range(0, len(ids), longest):
+            stop = min(start + longest, len(ids))
+            seen = [tokenizer.bos_id, *ids][max(0, stop - longest) : stop]
+            expected += picked(logp(seen)[start - stop :], np.array(ids[start:stop])).sum()
+        assert math.isclose(total, expected, rel_tol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, batch", [(1, None), (1, 1), (2, 3)])
+@pytest.mark.parametrize("changes", SOME, ids=wired_id)
+def test_generation_against_the_reference(changes, ranks, batch, tiny, harness):
+    logp, tokenizer = naive_model(tiny, changes), load_tokenizer(tiny)
+    plain = [tokenizer.decode(greedy(logp, tokenizer.encode(prompt)[-44:], 20)) for prompt in PROMPTS]
+    assert len(set(plain)) > 2
+    stops = [plain[0][7:9], plain[1][3:4], "no such text"]
+    settings = [{"max_gen_toks": 20}, {"max_gen_toks": 20, "until": stops}, {"max_new_tokens": 20, "until": stops[0]}]
+    settings += [{"max_gen_toks": 20, "do_sample": True, "temperature": 1.0, "top_k": 1, "top_p": 0.9}]
+    questions = [(prompt, s) for prompt in PROMPTS for s in settings]
+    [found] = answers_of(ranks, tiny, changes, batch, [("generate_until", questions)])
+    for i, text in enumerate(plain):
+        ends = [min([*(text.find(s) for s in some if s in text), len(text)]) for some in (stops, stops[:1])]
+        assert found[4 * i : 4 * i + 4] == [text, text[: ends[0]], text[: ends[1]], text]
+
+
+@pytest.mark.slow
+def test_generation_ends_when_all_rows_have_met_a_stop_string(tiny, harness, monkeypatch):
+    steps, decode = [], generate.Runner.decode
+    monkeypatch.setattr(generate.Runner, "decode", lambda *a: steps.append(None) or decode(*a))
+    [[text]] = answers_of(1, tiny, {}, None, [("generate_until", [("The dog", {"max_gen_toks": 40})])])
+    assert len(steps) == 39
+    stop, steps[:] = text[5:7], []
+    answers_of(1, tiny, {}, None, [("generate_until", [("The dog", {"max_gen_toks": 40, "until": stop})])])
+    assert 0 < len(steps) < 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind, question, line",
+    [
+        ("generate_until", ("a", {"max_gen_toks": 64}), "max_gen_toks 64 leaves no room in the model's context of 64"),
+        ("generate_until", ("a", {"max_gen_toks": 8, "num_beams": 3}), "a task asks for num_beams in generating"),
+        ("tokens", ([1], [5] * 65), "a task's continuation has 65 tokens, but the model's context 64"),
+    ],
+)
+def test_what_a_task_cannot_have_is_one_line(kind, question, line, tiny, harness):
+    with pytest.raises(InputError, match=line):
+        answers_of(1, tiny, {}, None, [(kind, [question])])
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder of three task files and their documents; its tasks."""
+    folder = tmp_path_factory.mktemp("tasks")
+    documents = []
+    for i in range(24):
+        name = ("Tim", "Lily", "Sue", "Ben")[i % 4]
+        story = f"Once upon a time, there was a little {('girl', 'boy')[i % 2]} named {name}. "
+        seen = ["a cat", "the big dog", "a red ball", "her mom", "the sun"][: i % 6]
+        story += " ".join(f"{name} saw {what}." for what in seen)
+        documents.append({"story": story * (8 if i % 7 == 6 else 1)})  # some are longer than the demo's context
+        documents[-1]["ends"] = [" the.", f" {name} went to the park.", f" {name}", " It was a big dog. He ran."]
+        documents[-1]["right"] = i % 4
+    (folder / "documents.jsonl").write_text("".join(json.dumps(d) + "\n" for d in documents))
+    kinds = {
+        "choices": "output_type: multiple_choice\ndoc_to_choice: ends\ndoc_to_target: right\n"
+        "target_delimiter: ''\nmetric_list: [{metric: acc}, {metric: acc_norm}]\nnum_fewshot: 1\n",
+        "rolling": "output_type: loglikelihood_rolling\ndoc_to_target: '{{story}}'\n"
+        "metric_list: [{metric: bits_per_byte}, {metric: word_perplexity}]\n",
+        "writing": "output_type: generate_until\ndoc_to_target: ', but he was happy'\n"
+        "generation_kwargs: {until: ['.', ' and'], max_gen_toks: 30}\nmetric_list: [{metric: exact_match}]\n",
+    }
+    for name, lines in kinds.items():
+        (folder / f"{name}.yaml").write_text(
+            f"task: {name}\ndataset_path: json\ntest_split: train\nfewshot_split: train\n{lines}"
+            f"dataset_kwargs: {{data_files: '{folder}/documents.jsonl', cache_dir: '{folder}/cache'}}\n"
+            f"doc_to_text: '{'' if name == 'rolling' else '{{story}}'}'\n"
+        )
+    return folder, list(kinds)
+
+
+# wiring: whether the exported folder's model is code of its own
+EXPORTED = {"standard": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wiring", EXPORTED)
+def test_the_same_scores_as_lm_evals_own_model(wiring, tasks, harness, tmp_path):
+    from lm_eval.models.huggingface import HFLM
+
+    folder, names = tasks
+    convert_hf_checkpoint.main(
+        [str(ROOT / "demo"), "--wiring", wiring, "--dtype", "float32", "--to-hf", str(tmp_path / "hf")]
+    )
+    theirs = HFLM(
+        pretrained=str(tmp_path / "hf"), dtype="float32", device="cpu", batch_size=3,
+        trust_remote_code=EXPORTED[wiring], logits_cache=False,
+    )  # fmt: skip
+    theirs.show = False
+    model, tokenizer = generate.load(ROOT / "demo", "cpu", "float32", wiring)
+    asked = {}
+    for lm in (theirs, harness.Model(model, tokenizer, batch=5)):
+        for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
+            answer = getattr(lm, kind)
+            setattr(lm, kind, lambda r, k=kind, a=answer: asked.setdefault(k, []).append((r, a(r))) or asked[k][-1][1])
+        asked.setdefault("scores", []).append(harness.run(lm, harness.load_tasks(names, str(folder)))[0]["tasks"])
+    for kind, (one, other) in asked.items():
+        if kind == "scores":
+            assert one.keys() == other.keys()
+            for name, metrics in one.items():
+                assert metrics == pytest.approx(other[name], rel=1e-5), name
+            continue
+        assert len(one[0]) >= 24 and [r.args for r in one[0]] == [r.args for r in other[0]]
+        if kind == "generate_until":
+            assert one[1] == other[1] and len(set(one[1])) > 3
+        else:
+            np.testing.assert_allclose(np.array(one[1], float), np.array(other[1], float), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_tasks_from_the_command_line_with_any_tp(tasks, harness, tmp_path, capsys):
+    folder, names = tasks
+    quantize.main(["--checkpoint", str(ROOT / "demo"), "--mode", "int8", "--out", str(tmp_path / "int8")])
+    capsys.readouterr()
+    flags = ["--checkpoint", tmp_path / "int8", "--tasks", ",".join(names), "--task-folder", folder, "--limit", "7"]
+    flags += ["--dtype", "float32", "--json", tmp_path / "out"]
+    one, said = evaluated(capsys, *flags)
+    assert one == json.loads((tmp_path / "out").read_text()) and one["limit"] == 7 and one["wiring"] == "ladder"
+    assert one["num_fewshot"] == {"choices": 1, "rolling": 0, "writing": 0} and list(one["tasks"]) == names
+    assert "|choices" in said and "|rolling" in said
+    done = script("eval.py", *flags, "--batch", "3", ranks=2)
+    assert done.returncode == 0, done.stderr
+    two = json.loads(done.stdout)  # one line, of rank 0
+    assert two["tp"] == 2 and done.stderr.count("|choices") == 1
+    for name in names:
+        assert two["tasks"][name] == pytest.approx(one["tasks"][name], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_unknown_tasks_and_data_that_is_not_there_are_one_line(tiny, tasks, harness, tmp_path):
+    flags = ["--checkpoint", str(tiny), "--task-folder", str(tmp_path), "--tasks"]
+    with pytest.raises(InputError, match="--tasks choises: lm-eval has no task, group or tag of that name"):
+        evaluate.main([*flags, "choises"])
+    lines = (tasks[0] / "choices.yaml").read_text().replace("documents.jsonl", "nowhere.jsonl")
+    (tmp_path / "choices.yaml").write_text(lines)
+    with pytest.raises(InputError, match="--tasks choices: .*nowhere.jsonl") as error:
+        evaluate.main([*flags, "choices"])
+    assert "\n" not in str(error.value)
+    done = script("eval.py", *flags, "choices", ranks=2)
+    assert done.returncode == 1 and done.stderr.count("eval.py: --tasks choices: ") == 1
