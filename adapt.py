@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
@@ -122,15 +121,8 @@ def validation_loss(model, windows, rows, world):
         total = [total[0] + losses(model, batch)[1].item(), total[1] + batch.counts.sum().item()]
     model.train(was)
     model.reshard()  # FSDP2 leaves some weights whole, for a backward pass
-    nats, tokens = summed(total, world)
+    nats, tokens = sharding.summed(total, world)
     return nats / max(tokens, 1)
-
-
-def summed(numbers, world):
-    """Numbers, summed over the ranks, as a list."""
-    total = torch.tensor(numbers, dtype=torch.float64, device=world.device)
-    dist.all_reduce(total, group=world.group)
-    return total.tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,16 +145,15 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
     rows = -(-args.batch // world.tp_size)  # on each rank
     drawn = windows.indices((step - 1) * args.batch, args.batch) + [None] * (rows * world.tp_size - args.batch)
     mine = drawn[world.rank * rows : (world.rank + 1) * rows]
-    at_once = args.micro_batch or rows
-    parts = [windows.batch(mine[i : i + at_once]) for i in range(0, rows, at_once)]
-    tokens, stop = summed([sum(part.counts.sum().item() for part in parts), len(asked)], world)
+    parts = [windows.batch(mine[i : i + args.micro_batch]) for i in range(0, rows, args.micro_batch)]
+    tokens, stop = sharding.summed([sum(part.counts.sum().item() for part in parts), len(asked)], world)
     nats = 0.0
     for part in parts:
         loss, ce = losses(model, part.to(world.device), alpha, teacher, args.match_streams)
         (loss * world.tp_size / max(tokens, 1)).backward()  # FSDP2 takes the mean over the ranks
         nats += ce.item()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip).full_tensor().item()
-    nats = summed([nats], world)[0] / max(tokens, 1)
+    nats = sharding.summed([nats], world)[0] / max(tokens, 1)
     if not math.isfinite(nats + norm):
         raise InputError(f"at step {step} the loss is {nats:g} and the norm of its gradient {norm:g}")
     for group in optimizer.param_groups:
@@ -182,13 +173,13 @@ def train(model, teacher, windows, valid, run, args, world):
     matrices, vectors = ([p for p in model.parameters() if (p.dim() == 2) == two] for two in (True, False))
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
-    step, best = sharding.restore(run, model, optimizer) or (None, {"nats": math.inf, "step": None})
+    step, best = sharding.restore(run, model, optimizer, world) or (None, {"nats": math.inf, "step": None})
     log = runs.Log(run / "log.jsonl", step, writes=world.rank == 0)
     bar = tqdm(total=args.steps, initial=step or 0, desc="training", unit="step", disable=world.rank > 0)
 
     def validated(line):
         nonlocal best
-        nats = validation_loss(model, valid, args.micro_batch or -(-args.batch // world.tp_size), world)
+        nats = validation_loss(model, valid, args.micro_batch, world)
         if nats < best["nats"]:
             best = {"nats": nats, "step": line["step"]}
             sharding.write(run, best["step"], model, checkpoint.DTYPES[args.dtype], world)
@@ -290,9 +281,10 @@ def describe(args):
     own = taught = None
     if args.checkpoint:
         config = own = checkpoint.read_config(args.checkpoint)
-        if own.quant or (args.auto and own.wiring != "standard"):
-            what = f"quantized ({own.quant})" if own.quant else f"in wiring {own.wiring}, but auto:N is for standard"
-            raise InputError(f"{args.checkpoint} is {what}: give the original")
+        if own.quant:
+            raise InputError(f"{args.checkpoint} is quantized ({own.quant}): give the original")
+        if args.auto:
+            score.check_sensitivity(own)
     else:
         if args.dim % args.n_heads:
             raise InputError(f"--dim {args.dim} is not a multiple of --n-heads {args.n_heads}")
@@ -320,11 +312,9 @@ def least_sensitive(model, own, valid, run, args, world):
     """The Config in which those layers are ladder that alone raise the validation loss least; found once in a run."""
     if not (run / "config.json").exists():
         model.config, n = own, len(model.config.stale_layers)
-        found = score.sensitivity(model, lambda m: validation_loss(m, valid, args.micro_batch or args.batch, world))
+        found = score.sensitivity(model, lambda m: validation_loss(m, valid, args.micro_batch, world))
         layers = sorted(sorted(range(own.n_layers), key=found.__getitem__)[:n])
-        if world.rank == 0:
-            checkpoint.write_config(run, launch.rewired(own, "hybrid", ladder_layers=layers))
-        dist.barrier()
+        world.first(checkpoint.write_config, run, launch.rewired(own, "hybrid", ladder_layers=layers))
     return checkpoint.read_config(run)
 
 
@@ -336,19 +326,19 @@ def main(argv=None):
         config, own, taught = describe(args)
         if out.exists():
             raise InputError(f"{out} already exists: remove it or give another folder")
+    args.micro_batch = args.micro_batch or -(-args.batch // world.tp_size)
     args.compute_dtype = args.compute_dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
     dtype = checkpoint.DTYPES[args.compute_dtype]
     world.first(runs.prepare, run, args)
     with sharding.process_group(world):
         with world.together():
-            tokenizer = load_tokenizer(run)
             if own is None:
-                config = dataclasses.replace(config, vocab_size=tokenizer.vocab_size)
+                config = dataclasses.replace(config, vocab_size=load_tokenizer(run).vocab_size)
             windows = Windows(run / "train.tokens", args.seq_len, args.seed)
             valid = Windows(run / "valid.tokens", args.seq_len, at_most=args.valid_tokens)
+            rows = args.micro_batch, args.seq_len
+            need = sharding.memory(config, world.tp_size, *rows, dtype, args.recompute, taught)
             if world.rank == 0:
-                at_once = args.micro_batch or -(-args.batch // world.tp_size)
-                need = sharding.memory(config, world.tp_size, at_once, args.seq_len, dtype, args.recompute, taught)
                 print(f"{windows.n * args.seq_len:,} tokens to train on, {valid.n * args.seq_len:,} to validate on")
                 print(f"memory on each rank: {sharding.in_words(need)}", flush=True)
             model = build(config, own and checkpoint.Weights(args.checkpoint), world, dtype, args)

@@ -79,7 +79,7 @@ def divergence(model, reference, ids, size, stride, batch, show=False):
 def check_sensitivity(config):
     """Raises InputError where layers cannot be made a ladder one by one."""
     if config.wiring != "standard":
-        raise InputError(f"--sensitivity makes layers of a standard model a ladder, but this one is {config.wiring}")
+        raise InputError(f"layers are made a ladder one by one of a standard model, but this one is {config.wiring}")
 
 
 def sensitivity(model, score, show=False):

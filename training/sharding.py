@@ -65,6 +65,13 @@ def fill(model, weights, world):
             raise InputError(f"tensor {name} holds NaN or infinite values")
 
 
+def summed(numbers, world):
+    """Numbers, summed over the ranks, as a list."""
+    total = torch.tensor(numbers, dtype=torch.float64, device=world.device)
+    dist.all_reduce(total, group=world.group)
+    return total.tolist()
+
+
 class FreshWeights:
     """What a training from scratch begins with: matrices from N(0, 0.02), norms 1, biases 0.
 
@@ -129,9 +136,9 @@ def save(run, step, progress, model, optimizer, world):
     try:
         if world.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
-        dist.barrier()
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=unfinished)
-        dist.barrier()
+        dist.barrier(group=world.group)
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=unfinished, process_group=world.group)
+        dist.barrier(group=world.group)
         if world.rank == 0:
             (unfinished / "progress.json").write_text(json.dumps(progress))
             os.replace(unfinished, target)
@@ -141,13 +148,13 @@ def save(run, step, progress, model, optimizer, world):
         raise InputError(f"cannot write {target}: {checkpoint.first_line(e)}") from None
 
 
-def restore(run, model, optimizer):
+def restore(run, model, optimizer, world):
     """Load the newest state of a run; returns (its step, its progress), or None where there is none."""
     states = _states(run)
     if not states:
         return None
     weights, moments = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=states[-1])
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=states[-1], process_group=world.group)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     return _step(states[-1]), json.loads((states[-1] / "progress.json").read_text())
 
