@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 
@@ -11,13 +10,13 @@ import torch
 import transformers
 from helpers import ANY_TP, BASE, random_model, shared_data, wired_id
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import checkpoint
 import convert_hf_checkpoint
-import eval as evaluation
-import launch
 import tp
+from formats.export import config_to_hf
+from formats.huggingface import config_from_hf
 from model import InputError
 
 LLAMA3_ROPE = {
@@ -103,3 +102,171 @@ def test_an_exported_folder_computes_our_logits_and_comes_back(changes, shape, t
     out = theirs.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert out[:, tokens.shape[1] :].tolist() == [greedy(ours, prompt, 6) for prompt in PROMPTS]
     check_back(folder, tmp_path / "back")
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_attention_implementations_and_recorded_outputs(attention, tmp_path):
+    ours, folder = write(tmp_path, wiring="hybrid", ladder_layers=(0, 2))
+    theirs = load(folder, attn_implementation=attention)
+    tokens = torch.tensor(PROMPTS[:1])
+    with torch.no_grad():
+        out = theirs(tokens, output_hidden_states=True, output_attentions=attention == "eager")
+        assert (out.logits - ours(tokens)).abs().max() < 1e-4
+        assert torch.equal(
+            load(folder, AutoModel, attn_implementation=attention)(tokens).last_hidden_state, out.hidden_states[-1]
+        )
+    assert [tuple(x.shape) for x in out.hidden_states] == [(1, 7, BASE.dim)] * 4
+    if attention == "eager":
+        assert [tuple(x.shape) for x in out.attentions] == [(1, 6, 7, 7)] * 3
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("changes", [LADDER, {"wiring": "hybrid", "ladder_layers": 1}], ids=wired_id)
+def test_gradients_are_ours_with_checkpointing_too(changes, reentrant, tmp_path):
+    ours, folder = write(tmp_path, qk_norm=True, **changes)
+    theirs = load(folder).train()
+    theirs.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    tokens = torch.tensor(PROMPTS[:1])
+    theirs(tokens, labels=tokens).loss.backward()
+    torch.nn.functional.cross_entropy(ours(tokens)[0, :-1], tokens[0, 1:]).backward()
+    names = {"model.layers.0.mlp.up_proj": "layers.0.feed_forward.w3", "model.layers.2.self_attn.o_proj":
+             "layers.2.attention.wo", "model.layers.1.self_attn.k_norm": "layers.1.attention.k_norm",
+             "model.embed_tokens": "tok_embeddings"}  # fmt: skip
+    for theirs_name, our_name in names.items():
+        expected = ours.get_parameter(our_name + ".weight").grad
+        gradient = theirs.get_parameter(theirs_name + ".weight").grad
+        assert expected.abs().max() > 1e-3
+        assert (gradient - expected).abs().max() < 1e-4 * expected.abs().max().clamp(min=1)
+
+
+LOAD = """
+import sys, torch, transformers
+how = {"trust_remote_code": True} if sys.argv[2:] else {}
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], **how)
+print(type(model).__name__, *model(torch.tensor([[5, 90, 7]])).logits[0, -1].tolist())
+"""
+
+
+def load_elsewhere(folder, *args):
+    """In another process, which has neither this project nor a terminal."""
+    command = [sys.executable, "-c", LOAD, str(folder), *args]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+
+
+def test_without_its_code_an_exported_folder_does_not_load(tmp_path):
+    ours, folder = write(tmp_path, wiring="hybrid", ladder_layers=2)
+    done = load_elsewhere(folder)
+    assert done.returncode == 1 and "contains custom code" in done.stderr and "trust_remote_code=True" in done.stderr
+    for path in folder.glob("*.py"):
+        path.unlink()
+    hf = json.loads((folder / "config.json").read_text())
+    del hf["auto_map"]
+    (folder / "config.json").write_text(json.dumps(hf))
+    done = load_elsewhere(folder)
+    assert done.returncode == 1 and "ladder_residual" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "changes", [{"wiring": "parallel", "qkv_bias": True}, {**LADDER, "tie_embeddings": True, "eos_ids": ()}]
+)
+def test_what_transformers_saves_has_the_code_and_comes_back(changes, tmp_path):
+    ours, folder = write(tmp_path, rope_scaling=LLAMA3_ROPE, **changes)
+    load(folder).save_pretrained(tmp_path / "saved")
+    check_back(tmp_path / "saved", tmp_path / "back")
+    done = load_elsewhere(tmp_path / "saved", "trust")
+    assert done.stdout.startswith("LadderForCausalLM"), done.stderr
+    logits = torch.tensor([float(word) for word in done.stdout.split()[1:]])
+    with torch.no_grad():
+        assert (logits - ours(torch.tensor([[5, 90, 7]]))[0, -1]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_standard_model_is_one_of_transformers_own_where_it_has_one(shape, tmp_path):
+    ours, folder = write(tmp_path, **SHAPES[shape])
+    hf = json.loads((folder / "config.json").read_text())
+    assert hf["model_type"] == {"llama3": "llama", "all": "ladder_residual"}.get(shape, shape)
+    own = hf["model_type"] != "ladder_residual"
+    assert own == ("auto_map" not in hf) == (not list(folder.glob("*.py"))) == ("ladder_layers" not in hf)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=not own)
+    tokens = torch.tensor(PROMPTS[:1])
+    with torch.no_grad():
+        assert (theirs(tokens).logits - ours(tokens)).abs().max() < 1e-4
+    check_back(folder, tmp_path / "back")
+
+
+@pytest.mark.parametrize("wiring", ["desync", "upper-bound"])
+def test_what_depends_on_the_number_of_ranks_is_refused(wiring, tmp_path, capsys):
+    with pytest.raises(InputError, match=rf"wiring {wiring} .* --wiring standard or --ladder") as error:
+        write(tmp_path, wiring=wiring)
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+    convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "hf"), "--ladder"])
+    assert load(tmp_path / "hf").config.ladder_layers == 3
+
+
+@pytest.mark.parametrize("ladder, kept", [(2, 2), ([0, 2], [0, 2]), (3, 3), ([0, 1, 2], 3)])
+def test_published_ladders_come_in_and_go_out_as_ladders(ladder, kept, tmp_path):
+    ours, folder = write(tmp_path)
+    hf = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**hf, "model_type": "llamaLadder", "ladder_layers": ladder}))
+    convert_hf_checkpoint.main([str(folder), "--out", str(tmp_path / "in")])
+    convert_hf_checkpoint.main([str(tmp_path / "in"), "--to-hf", str(tmp_path / "out")])
+    out = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (out["model_type"], out["ladder_layers"]) == ("ladder_residual", kept)
+    config = checkpoint.read_config(tmp_path / "in")
+    net = tp.load_shard(config, checkpoint.Weights(tmp_path / "in"), torch.float32, "cpu")
+    tokens = torch.tensor(PROMPTS[:1])
+    with torch.no_grad():
+        logits = load(tmp_path / "out")(tokens).logits
+        assert (logits - net(tokens)).abs().max() < 1e-4
+        assert (logits - ours(tokens)).abs().max() > 0.1
+
+
+def test_the_published_config_goes_out_as_a_ladder(tmp_path):
+    path = shared_data("../configs/llama3_1_8b_instruct_ladder_last16.json")
+    config = config_from_hf(path)
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config, torch.bfloat16)))
+    assert config_from_hf(tmp_path / "config.json") == config
+    theirs, published = (json.loads(p.read_text()) for p in (tmp_path / "config.json", path))
+    same = published.keys() & theirs.keys() - {"model_type", "architectures", "auto_map"}
+    assert {"ladder_layers", "rope_scaling", "rope_theta", "eos_token_id"} <= same
+    assert {k: theirs[k] for k in same} == {k: published[k] for k in same}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"parallel_blocks": True}, "ladder_layers 2 with parallel_blocks is no wiring"),
+        ({"parallel_blocks": "yes"}, "parallel_blocks is 'yes' but must be true or false"),
+        ({"ladder_layers": [7]}, "from 0 to 2"),
+        ({"attention_output_bias": True}, "attention_output_bias True is not supported"),
+        ({"qk_norm": 1}, "qk_norm is 1 but must be true or false"),
+    ],
+)
+def test_bad_configs_of_our_own_type_are_one_clear_line(changes, message, tmp_path):
+    _, folder = write(tmp_path, wiring="hybrid", ladder_layers=2)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(InputError, match=message):
+        convert_hf_checkpoint.main([str(folder), "--out", str(tmp_path / "back")])
+    assert not (tmp_path / "back").exists()
+
+
+def test_stories260k_as_a_hybrid_has_our_nats_and_not_the_standard_ones(tmp_path):
+    args = [shared_data("stories260K.bin"), "--tokenizer", shared_data("tok512.model"), "--ladder-layers", 2]
+    convert_hf_checkpoint.main([str(a) for a in [*args, "--out", tmp_path / "ours"]])
+    convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "hf")])
+    config = checkpoint.read_config(tmp_path / "ours")
+    ours = tp.load_shard(config, checkpoint.Weights(tmp_path / "ours"), torch.float32, "cpu")
+    theirs, tokenizer = load(tmp_path / "hf"), load(tmp_path / "hf", AutoTokenizer)
+    stories = shared_data("tinystories-10k-lines.txt").read_text(encoding="utf-8").split("<|endoftext|>")[:200]
+    nats, count = torch.zeros(2, dtype=torch.float64), 0
+    with torch.no_grad():
+        for story in stories:
+            tokens = tokenizer(story.strip(), return_tensors="pt").input_ids[:, :512]
+            for i, logits in enumerate([theirs(tokens).logits, ours(tokens)]):
+                nats[i] += torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:], reduction="sum")
+            count += tokens.shape[1] - 1
+    of_theirs, of_ours = (nats / count).tolist()
+    assert abs(of_theirs - of_ours) < 1e-5
+    assert abs(of_theirs - 1.6408) < 0.001  # the standard model has 1.3097
