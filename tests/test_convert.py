@@ -500,13 +500,6 @@ def test_memory_stays_near_one_shard(tmp_path):
     assert large - small < 40e6
 
 
-def test_parallel_models_have_no_hugging_face_form(hf_folder, tmp_path):
-    convert(hf_folder, tmp_path / "ours", "--wiring", "parallel")
-    with pytest.raises(InputError, match="wiring parallel has no Hugging Face form"):
-        convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
-    assert not (tmp_path / "back").exists()
-
-
 def test_from_the_command_line(hf_folder, tmp_path):
     done = script("convert_hf_checkpoint.py", hf_folder, "--out", tmp_path / "ours")
     assert done.returncode == 0, done.stderr

@@ -270,3 +270,103 @@ def test_stories260k_as_a_hybrid_has_our_nats_and_not_the_standard_ones(tmp_path
     of_theirs, of_ours = (nats / count).tolist()
     assert abs(of_theirs - of_ours) < 1e-5
     assert abs(of_theirs - 1.6408) < 0.001  # the standard model has 1.3097
+
+
+# Other people's trainers, and transformers' own tensor parallelism
+
+STORY = "Once upon a time there was a little dog. The dog ran to the park."
+
+
+@pytest.fixture
+def exported(tiny, tmp_path):
+    """(folder, a model and a tokenizer of it), with a hybrid that has a tokenizer."""
+    convert_hf_checkpoint.main([str(tiny), "--to-hf", str(tmp_path / "hf"), "--ladder-layers", "2"])
+    tokenizer = load(tmp_path / "hf", AutoTokenizer)
+    tokenizer.pad_token = tokenizer.unk_token
+    return tmp_path / "hf", load(tmp_path / "hf"), tokenizer
+
+
+def three_steps(out, **kwargs):
+    return dict(
+        output_dir=str(out), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, report_to="none",
+        use_cpu=True, save_strategy="no", logging_steps=1, disable_tqdm=True, **kwargs,
+    )  # fmt: skip
+
+
+def check_trained(trainer, folder, tmp_path):
+    """That the loss fell, and that what is written becomes a checkpoint of ours, in its wiring, with its logits."""
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 3 and losses[-1] < losses[0] - 0.1
+    convert_hf_checkpoint.main([str(folder), "--out", str(tmp_path / "trained")])
+    config = checkpoint.read_config(tmp_path / "trained")
+    assert (config.wiring, config.ladder_layers) == ("hybrid", 2)
+    net = tp.load_shard(config, checkpoint.Weights(tmp_path / "trained"), torch.float32, "cpu")
+    tokens = torch.tensor(PROMPTS[:1])
+    before, after = (load(f).eval() for f in (tmp_path / "hf", folder))
+    with torch.no_grad():
+        assert (after(tokens).logits - net(tokens)).abs().max() < 1e-4
+        assert (after(tokens).logits - before(tokens).logits).abs().max() > 0.01
+
+
+@pytest.mark.slow
+def test_three_steps_of_the_trainer(exported, tmp_path):
+    pytest.importorskip("accelerate", reason="accelerate (requirements-peers.txt) is not installed")
+    folder, model, tokenizer = exported
+    ids = tokenizer(STORY).input_ids
+    trainer = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(**three_steps(tmp_path / "run", gradient_checkpointing=True)),
+        train_dataset=[{"input_ids": ids}] * 8,
+        processing_class=tokenizer,
+        data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    )
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    check_trained(trainer, tmp_path / "saved", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_three_steps_of_trl(lora, exported, tmp_path):
+    trl = pytest.importorskip("trl", reason="TRL (requirements-peers.txt) is not installed")
+    peft = pytest.importorskip("peft", reason="PEFT (requirements-peers.txt) is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets (requirements-peers.txt) is not installed")
+    folder, model, tokenizer = exported
+    trainer = trl.SFTTrainer(
+        model,
+        trl.SFTConfig(**three_steps(tmp_path / "run", max_length=32)),
+        train_dataset=datasets.Dataset.from_list([{"text": STORY}] * 8),
+        processing_class=tokenizer,
+        peft_config=peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None,
+    )
+    trainer.train()
+    if lora:
+        trainer.save_model(tmp_path / "adapter")
+        adapted = peft.PeftModel.from_pretrained(load(folder), tmp_path / "adapter")
+        adapted.merge_and_unload().save_pretrained(tmp_path / "saved")
+    else:
+        trainer.save_model(tmp_path / "saved")
+    check_trained(trainer, tmp_path / "saved", tmp_path)
+
+
+ON_TWO_RANKS = """
+import sys, torch, transformers
+from transformers.distributed import DistributedConfig
+torch.distributed.init_process_group("gloo")
+load, how = transformers.AutoModelForCausalLM.from_pretrained, {"trust_remote_code": True}
+model = load(sys.argv[1], **how, distributed_config=DistributedConfig(tp_size=2, tp_plan="auto"))
+assert model.model.layers[0].self_attn.q_proj.weight.to_local().shape == (24, 48)
+tokens = torch.tensor([[5, 90, 7, 33], [4, 8, 100, 2]])
+with torch.no_grad():
+    assert (model(tokens).logits - load(sys.argv[1], **how)(tokens).logits).abs().max() < 1e-4
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{**LADDER, "qk_norm": True}, {"wiring": "parallel", "qkv_bias": True}])
+def test_transformers_own_tensor_parallelism(changes, tmp_path):
+    _, folder = write(tmp_path, **changes)
+    (tmp_path / "two.py").write_text(ON_TWO_RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*command, str(tmp_path / "two.py"), str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -3,30 +3,28 @@
 ladder-fast copies this file and modeling_ladder.py into the folders that it exports; they need torch and transformers.
 """
 
-from transformers import LlamaConfig, Qwen3Config
+from transformers import Qwen3Config
 
 
-class LadderConfig(LlamaConfig):
-    """What LlamaConfig holds, and the wiring.
+class LadderConfig(Qwen3Config):
+    """What Qwen3Config holds (unlike Llama's it takes any head_dim), and:
 
     ladder_layers: the layers whose sublayers read the residual stream one sublayer stale: the last n, or a list.
     parallel_blocks: attention and MLP of a block read the same normed input; such a block has one norm.
-    attention_bias is about q, k and v, attention_output_bias about o. qk_norm: Qwen3's norms of queries and keys.
+    attention_bias is about q, k and v, attention_output_bias about o, mlp_bias about all three of the MLP.
+    qk_norm: Qwen3's norms of queries and keys.
     """
 
     model_type = "ladder_residual"
-    base_model_tp_plan = Qwen3Config.base_model_tp_plan  # Llama's, and the norms of queries and keys
     base_model_pp_plan = None  # what goes from layer to layer is more than one tensor
 
     ladder_layers: int | list[int] = 0
     parallel_blocks: bool = False
     attention_output_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
 
     @property
     def stale_layers(self):
         layers, n = self.ladder_layers, self.num_hidden_layers
         return range(n - layers, n) if isinstance(layers, int) else layers
-
-    def validate_architecture(self):
-        """Heads need not divide hidden_size: head_dim is given."""
