@@ -31,8 +31,8 @@ def family_to_hf(config):
     wiring = WIRINGS[config.wiring]
     if wiring.tp_bound or wiring.stream is not residual_stream or wiring.split not in PARALLEL_BLOCKS:
         raise InputError(
-            f"a model in wiring {config.wiring} is another function on each number of ranks, and has no Hugging Face "
-            "form: --wiring standard or --ladder writes its weights as that"
+            f"wiring {config.wiring} has no Hugging Face form, because it is no function of one device: --wiring "
+            "standard or --ladder writes these weights as that"
         )
     parallel, stale = PARALLEL_BLOCKS[wiring.split], len(config.stale_layers)
     family = {(False, False): "llama", (True, False): "qwen2", (False, True): "qwen3"}.get(

@@ -53,7 +53,7 @@ def wiring_from_hf(ladder_layers, parallel_blocks, n_layers):
     every = ladder_layers in (n_layers, list(range(n_layers)))
     parameter = "ladder_layers" if ladder_layers and not every else None
     for name, w in WIRINGS.items():
-        described = w.stream is residual_stream and not w.tp_bound and PARALLEL_BLOCKS.get(w.split) is parallel_blocks
+        described = w.stream is residual_stream and PARALLEL_BLOCKS.get(w.split) is parallel_blocks
         if described and (w.stale, w.parameter) == (bool(ladder_layers), parameter):
             return name
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 import transformers
-from helpers import ANY_TP, BASE, random_model, shared_data, wired_id
+from helpers import ANY_TP, BASE, ROOT, random_model, shared_data, wired_id
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
@@ -17,7 +18,7 @@ import convert_hf_checkpoint
 import tp
 from formats.export import config_to_hf
 from formats.huggingface import config_from_hf
-from model import InputError
+from model import WIRINGS, InputError, Wiring, attention_plus_mlp
 
 LLAMA3_ROPE = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16.0,
@@ -194,9 +195,20 @@ def test_a_standard_model_is_one_of_transformers_own_where_it_has_one(shape, tmp
     check_back(folder, tmp_path / "back")
 
 
-@pytest.mark.parametrize("wiring", ["desync", "upper-bound"])
-def test_what_depends_on_the_number_of_ranks_is_refused(wiring, tmp_path, capsys):
-    with pytest.raises(InputError, match=rf"wiring {wiring} .* --wiring standard or --ladder") as error:
+def test_a_wiring_of_somebodys_own_goes_out_and_comes_back(tmp_path, monkeypatch):
+    own = Wiring("", split=attention_plus_mlp, stale=True, norms=("attention_norm",))
+    monkeypatch.setitem(WIRINGS, "parallel-ladder", own)
+    ours, folder = write(tmp_path, wiring="parallel-ladder")
+    tokens = torch.tensor(PROMPTS[:1])
+    with torch.no_grad():
+        assert (load(folder)(tokens).logits - ours(tokens)).abs().max() < 1e-4
+    check_back(folder, tmp_path / "back")
+
+
+@pytest.mark.parametrize("wiring", ["desync", "upper-bound", "bound"])
+def test_what_depends_on_the_number_of_ranks_is_refused(wiring, tmp_path, monkeypatch):
+    monkeypatch.setitem(WIRINGS, "bound", Wiring("", stale=True, tp_bound=True))
+    with pytest.raises(InputError, match=rf"wiring {wiring} has no .* --wiring standard or --ladder") as error:
         write(tmp_path, wiring=wiring)
     assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
@@ -347,6 +359,18 @@ def test_three_steps_of_trl(lora, exported, tmp_path):
     else:
         trainer.save_model(tmp_path / "saved")
     check_trained(trainer, tmp_path / "saved", tmp_path)
+
+
+@pytest.mark.slow
+def test_the_page_shows_code_that_runs(tmp_path):
+    for library in ("accelerate", "datasets", "peft", "trl"):
+        pytest.importorskip(library, reason=f"{library} (requirements-peers.txt) is not installed")
+    convert_hf_checkpoint.main([str(ROOT / "demo"), "--to-hf", str(tmp_path / "hf" / "demo")])
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "huggingface.md").read_text(), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", "".join(blocks)], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "Once upon a time" in done.stdout, done.stderr
+    convert_hf_checkpoint.main([str(tmp_path / "hf" / "tuned"), "--out", str(tmp_path / "tuned")])
+    assert checkpoint.read_config(tmp_path / "tuned") == checkpoint.read_config(ROOT / "demo")
 
 
 ON_TWO_RANKS = """
