@@ -83,7 +83,7 @@ def config_from_hf(path):
     unsupported = {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False, "partial_rotary_factor": 1.0}
     if family == "ladder_residual":  # ours: see export.py
         del unsupported["attention_bias"]
-        unsupported["attention_output_bias"] = False
+        unsupported["attention_out_bias"] = False
     for key, supported in unsupported.items():
         if hf.get(key) not in (supported, None):
             raise InputError(f"{path}: {key} {hf[key]!r} is not supported, only {supported!r} is")

@@ -134,7 +134,8 @@ MUTANTS = [  # (file, old text, new text, tests)
     (MODELING, "x, pending = x + pending, h(x)", "pending, x = h(x), x + pending.detach()", EXPORT + "gradients"),
     (MODELING, "self.mlp(self.post_attention_layernorm", "self.mlp(self.input_layernorm", EXPORT + "our_logits"),
     (MODELING, "return attention(x) + self.mlp(x)", "return attention(x) + self.mlp(x) / 2", EXPORT + "our_logits"),
-    (MODELING, "if not config.attention_output_bias:", "if False:", EXPORT + "comes_back"),
+    (MODELING, "if config.attention_bias != config.attention_out_bias:", "if False:", EXPORT + "our_logits"),
+    (MODELING, "if not self.rope:", "if False:", EXPORT + "without_a_ladder"),
     (MODELING, "if not config.qk_norm:", "if True:", EXPORT + "our_logits"),
     # quantize.py, kernels/
     ("quantize.py", "((high - low) / 15)", "((high - low) / 16)", QUANT + "int4_is_within"),

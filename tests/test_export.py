@@ -17,6 +17,8 @@ import checkpoint
 import convert_hf_checkpoint
 import tp
 from formats.export import config_to_hf
+from formats.exported.configuration_ladder import LadderConfig
+from formats.exported.modeling_ladder import LadderForCausalLM
 from formats.huggingface import config_from_hf
 from model import WIRINGS, InputError, Wiring, attention_plus_mlp
 
@@ -103,6 +105,37 @@ def test_an_exported_folder_computes_our_logits_and_comes_back(changes, shape, t
     out = theirs.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
     assert out[:, tokens.shape[1] :].tolist() == [greedy(ours, prompt, 6) for prompt in PROMPTS]
     check_back(folder, tmp_path / "back")
+
+
+TINY = {
+    "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 131,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, "pad_token_id": None, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+PEERS = {  # of the features that make no difference to the wiring: what in transformers has them, the keys it shares
+    "LlamaConfig": {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "rope_parameters": YARN},
+    "SeedOssConfig": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    "SmolLM3Config": {"no_rope_layers": [1, 0, 1]},
+    "Qwen3Config": {"qk_norm": True},
+}
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_without_a_ladder_it_is_transformers_own_model(peer):
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(getattr(transformers, peer)(**{**TINY, **PEERS[peer]})).eval()
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if weight.dim() == 1:
+                weight.uniform_(0.5, 1.5) if name.endswith("weight") else weight.normal_()
+    ours = LadderForCausalLM(LadderConfig(**{**TINY, **PEERS[peer]})).eval()
+    ours.load_state_dict(theirs.state_dict())
+    tokens = torch.tensor(PROMPTS[:1])
+    with torch.no_grad():
+        assert theirs(tokens).logits.std() > 0.1
+        assert (ours(tokens).logits - theirs(tokens).logits).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -251,7 +284,7 @@ def test_the_published_config_goes_out_as_a_ladder(tmp_path):
         ({"parallel_blocks": True}, "ladder_layers 2 with parallel_blocks is no wiring"),
         ({"parallel_blocks": "yes"}, "parallel_blocks is 'yes' but must be true or false"),
         ({"ladder_layers": [7]}, "from 0 to 2"),
-        ({"attention_output_bias": True}, "attention_output_bias True is not supported"),
+        ({"attention_out_bias": True}, "attention_out_bias True is not supported"),
         ({"qk_norm": 1}, "qk_norm is 1 but must be true or false"),
     ],
 )

@@ -11,8 +11,8 @@ class LadderConfig(Qwen3Config):
 
     ladder_layers: the layers whose sublayers read the residual stream one sublayer stale: the last n, or a list.
     parallel_blocks: attention and MLP of a block read the same normed input; such a block has one norm.
-    attention_bias is about q, k and v, attention_output_bias about o, mlp_bias about all three of the MLP.
-    qk_norm: Qwen3's norms of queries and keys.
+    attention_bias is about q, k and v, attention_out_bias about o, mlp_bias about all three of the MLP.
+    qk_norm: Qwen3's norms of queries and keys. no_rope_layers: a 0 for each layer without rotary embeddings, else 1.
     """
 
     model_type = "ladder_residual"
@@ -20,9 +20,10 @@ class LadderConfig(Qwen3Config):
 
     ladder_layers: int | list[int] = 0
     parallel_blocks: bool = False
-    attention_output_bias: bool = False
+    attention_out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    no_rope_layers: list[int] | None = None
 
     @property
     def stale_layers(self):

@@ -4,6 +4,7 @@ It is transformers' Llama but for what a layer does. On one device nothing is in
 sublayer reads the residual stream without the output of the sublayer before, which is `pending` here.
 """
 
+import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import (
     LlamaDecoderLayer,
@@ -21,8 +22,16 @@ class LadderAttention(Qwen3Attention):
         super().__init__(config, layer_idx)
         if not config.qk_norm:
             self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
-        if not config.attention_output_bias:
-            self.o_proj.bias = None
+        if config.attention_bias != config.attention_out_bias:
+            o = self.o_proj
+            self.o_proj = nn.Linear(o.in_features, o.out_features, bias=config.attention_out_bias)
+        self.rope = config.no_rope_layers is None or bool(config.no_rope_layers[layer_idx])
+
+    def forward(self, x, position_embeddings, **kwargs):
+        if not self.rope:
+            cos, sin = position_embeddings
+            position_embeddings = torch.ones_like(cos), torch.zeros_like(sin)
+        return super().forward(x, position_embeddings=position_embeddings, **kwargs)
 
 
 class LadderDecoderLayer(LlamaDecoderLayer):
