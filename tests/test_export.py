@@ -92,7 +92,8 @@ def greedy(net, ids, steps):
 @pytest.mark.parametrize("changes", OURS, ids=wired_id)
 def test_an_exported_folder_computes_our_logits_and_comes_back(changes, shape, tmp_path):
     ours, folder = write(tmp_path, **SHAPES[shape], **changes)
-    theirs = load(folder)
+    theirs, report = load(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
     assert theirs.dtype == torch.float32 and type(theirs).__name__ == "LadderForCausalLM"
     tokens, mask = padded(PROMPTS)
     with torch.no_grad():

@@ -83,7 +83,7 @@ class LadderPreTrainedModel(LlamaPreTrainedModel):
 
 class LadderModel(LadderPreTrainedModel, LlamaModel):
     def __init__(self, config):
-        super().__init__(config)
+        super().__init__(config)  # its own layers are dropped; from_pretrained builds all of them without memory
         self.layers = nn.ModuleList(LadderDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.post_init()
 
