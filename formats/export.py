@@ -42,7 +42,7 @@ def family_to_hf(config):
         return {"model_type": family, "architectures": [f"{family.capitalize()}ForCausalLM"]}
     return {
         **OWN_FAMILY, "ladder_layers": config.ladder_layers or stale, "parallel_blocks": parallel,
-        "attention_bias": config.qkv_bias, "qk_norm": config.qk_norm,
+        "attention_bias": config.qkv_bias, "qk_norm": config.qk_norm, "attention_dropout": 0.0, "pad_token_id": None,
     }  # fmt: skip
 
 

@@ -3,25 +3,26 @@
 ladder-fast copies this file and modeling_ladder.py into the folders that it exports; they need torch and transformers.
 """
 
-from transformers import Qwen3Config
+from transformers import Qwen3Config, SeedOssConfig
 
 
-class LadderConfig(Qwen3Config):
-    """What Qwen3Config holds (unlike Llama's it takes any head_dim), and:
+class LadderConfig(SeedOssConfig):
+    """What SeedOssConfig holds (Llama's, with any head_dim and a key for each kind of bias), and:
 
     ladder_layers: the layers whose sublayers read the residual stream one sublayer stale: the last n, or a list.
     parallel_blocks: attention and MLP of a block read the same normed input; such a block has one norm.
-    attention_bias is about q, k and v, attention_out_bias about o, mlp_bias about all three of the MLP.
     qk_norm: Qwen3's norms of queries and keys. no_rope_layers: a 0 for each layer without rotary embeddings, else 1.
     """
 
     model_type = "ladder_residual"
+    base_model_tp_plan = Qwen3Config.base_model_tp_plan  # Llama's, and the norms of queries and keys
     base_model_pp_plan = None  # what goes from layer to layer is more than one tensor
 
+    attention_bias: bool = False  # of q, k and v; attention_out_bias is that of o, mlp_bias of all three of the MLP
+    attention_dropout: float = 0.0
+    pad_token_id: int | None = None
     ladder_layers: int | list[int] = 0
     parallel_blocks: bool = False
-    attention_out_bias: bool = False
-    mlp_bias: bool = False
     qk_norm: bool = False
     no_rope_layers: list[int] | None = None
 
