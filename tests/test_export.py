@@ -121,8 +121,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_p
 PEERS = {  # of the features that make no difference to the wiring: what in transformers has them, the keys it shares
     "LlamaConfig": {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "rope_parameters": YARN},
     "SeedOssConfig": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
-    "SmolLM3Config": {"no_rope_layers": [1, 0, 1]},
-    "Qwen3Config": {"qk_norm": True},
+    "SmolLM3Config": {"no_rope_layers": [1, 0, 1], "attention_bias": False},
+    "Qwen3Config": {"qk_norm": True, "attention_bias": False},
 }
 
 
