@@ -1,26 +1,55 @@
 """Our checkpoint as a Hugging Face folder."""
 
 import json
+import shutil
+from pathlib import Path
 
 import numpy as np
 
 import checkpoint
 from checkpoint import dtype_name
-from formats.huggingface import hf_names, ungroup
-from model import WIRINGS, InputError, attention_then_mlp, residual_stream
+from formats.huggingface import PARALLEL_BLOCKS, hf_names, ungroup
+from model import WIRINGS, InputError, residual_stream
 from tokenizer import SentencePieceTokenizer
+
+CODE = Path(__file__).with_name("exported")  # the files that such a folder brings along
+OWN_FAMILY = {
+    "model_type": "ladder_residual", "architectures": ["LadderForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_ladder.LadderConfig",
+        "AutoModel": "modeling_ladder.LadderModel",
+        "AutoModelForCausalLM": "modeling_ladder.LadderForCausalLM",
+    },
+}  # fmt: skip
+
+
+def family_to_hf(config):
+    """What says which of transformers' models it is, as a dict: one of its own, or the one whose code goes along.
+
+    A wiring other than standard gets a model_type that transformers does not know: without that code it must not load.
+    """
+    wiring = WIRINGS[config.wiring]
+    if wiring.tp_bound or wiring.stream is not residual_stream or wiring.split not in PARALLEL_BLOCKS:
+        raise InputError(
+            f"wiring {config.wiring} has no Hugging Face form, because it is no function of one device: --wiring "
+            "standard or --ladder writes these weights as that"
+        )
+    parallel, stale = PARALLEL_BLOCKS[wiring.split], len(config.stale_layers)
+    family = {(False, False): "llama", (True, False): "qwen2", (False, True): "qwen3"}.get(
+        (config.qkv_bias, config.qk_norm)
+    )
+    if family and not parallel and not stale:
+        return {"model_type": family, "architectures": [f"{family.capitalize()}ForCausalLM"]}
+    return {
+        **OWN_FAMILY, "ladder_layers": config.ladder_layers or stale, "parallel_blocks": parallel,
+        "attention_bias": config.qkv_bias, "qk_norm": config.qk_norm, "attention_dropout": 0.0, "pad_token_id": None,
+    }  # fmt: skip
 
 
 def config_to_hf(config, dtype):
-    """A Hugging Face config.json, as a dict; a ladder model's has ladder_layers in it."""
-    wiring = WIRINGS[config.wiring]
-    if (wiring.split, wiring.stream) != (attention_then_mlp, residual_stream):
-        raise InputError(
-            f"a model in wiring {config.wiring} has no Hugging Face form: give --wiring standard or --ladder"
-        )
-    family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+    """A Hugging Face config.json, as a dict."""
     hf = {
-        "architectures": [f"{family.capitalize()}ForCausalLM"], "model_type": family, "hidden_act": "silu",
+        **family_to_hf(config), "hidden_act": "silu",
         "num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads,
         "num_key_value_heads": config.n_kv_heads, "head_dim": config.head_dim, "hidden_size": config.dim,
         "intermediate_size": config.intermediate_size, "vocab_size": config.vocab_size,
@@ -31,13 +60,12 @@ def config_to_hf(config, dtype):
     }  # fmt: skip
     if config.rope_scaling:
         hf["rope_scaling"] = {"rope_type": "llama3", **config.rope_scaling}
-    if config.stale_layers:
-        hf["ladder_layers"] = list(config.stale_layers)
     return hf
 
 
 def convert_to_hf(source, config, folder, dtype, shard_bytes):
     """Write a Hugging Face folder from our checkpoint, one shard in memory at a time."""
+    hf = config_to_hf(config, dtype)
     ours = {}  # Hugging Face's name: (our name, which of its parts)
     for name in checkpoint.shapes(config):
         ours.update({n: (name, i) for i, n in enumerate(hf_names(name))})
@@ -55,7 +83,10 @@ def convert_to_hf(source, config, folder, dtype, shard_bytes):
         return numel * dtype.itemsize
 
     checkpoint.write_weights(folder, {n: size(*o) for n, o in ours.items()}, read, shard_bytes)
-    (folder / "config.json").write_text(json.dumps(config_to_hf(config, dtype), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+    if "auto_map" in hf:
+        for path in CODE.glob("*.py"):
+            shutil.copyfile(path, folder / path.name)
 
 
 def name_tokenizer(folder, tokenizer):

@@ -4,7 +4,7 @@ import torch
 
 import checkpoint
 from checkpoint import read_json
-from model import ROPE_SCALING, InputError
+from model import ROPE_SCALING, WIRINGS, InputError, attention_plus_mlp, attention_then_mlp, residual_stream
 
 NAMES = {  # ours: Hugging Face's; wqkv is made of three
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -21,6 +21,8 @@ LAYER_NAMES = {
     "feed_forward.w3.weight": "mlp.up_proj.weight",
     "feed_forward.w2.weight": "mlp.down_proj.weight",
 }
+
+PARALLEL_BLOCKS = {attention_then_mlp: False, attention_plus_mlp: True}  # by the split of a wiring
 
 
 def hf_names(name):
@@ -46,6 +48,16 @@ def ungroup(wqkv, config):
     return [t.flatten(0, 1) for t in parts]
 
 
+def wiring_from_hf(ladder_layers, parallel_blocks, n_layers):
+    """The name of the wiring whose ladder layers are those (the last n, or a list), or None where there is none."""
+    every = ladder_layers in (n_layers, list(range(n_layers)))
+    parameter = "ladder_layers" if ladder_layers and not every else None
+    for name, w in WIRINGS.items():
+        described = w.stream is residual_stream and PARALLEL_BLOCKS.get(w.split) is parallel_blocks
+        if described and (w.stale, w.parameter) == (bool(ladder_layers), parameter):
+            return name
+
+
 def config_from_hf(path):
     """The Config that a Hugging Face config.json (and the generation_config.json beside it) describes.
 
@@ -66,9 +78,12 @@ def config_from_hf(path):
     family = hf.get("model_type")
     if "n_layers" in hf and family is None:
         raise InputError(f"{path.parent} is a checkpoint of this project already (--to-hf DIR converts it back)")
-    if family not in ("llama", "llamaLadder", "mistral", "qwen2", "qwen3"):
+    if family not in ("llama", "llamaLadder", "ladder_residual", "mistral", "qwen2", "qwen3"):
         raise InputError(f"{path}: model_type {family!r} is not supported; llama, mistral, qwen2 and qwen3 are")
     unsupported = {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False, "partial_rotary_factor": 1.0}
+    if family == "ladder_residual":  # ours: see export.py
+        del unsupported["attention_bias"]
+        unsupported["attention_out_bias"] = False
     for key, supported in unsupported.items():
         if hf.get(key) not in (supported, None):
             raise InputError(f"{path}: {key} {hf[key]!r} is not supported, only {supported!r} is")
@@ -91,10 +106,9 @@ def config_from_hf(path):
     n_layers = get("num_hidden_layers", int)
     if family == "llamaLadder" and "ladder_layers" not in hf:
         raise InputError(f"{path}: model_type is llamaLadder, but ladder_layers does not say which layers")
-    if ladder in (None, 0, []):
-        wiring = "standard"
-    else:
-        wiring = "ladder" if ladder in (n_layers, list(range(n_layers))) else "hybrid"
+    wiring = wiring_from_hf(ladder, get("parallel_blocks", bool, False), n_layers)
+    if wiring is None:
+        raise InputError(f"{path}: ladder_layers {ladder!r} with parallel_blocks is no wiring that this project has")
     values = {
         "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": context,
         "n_kv_heads": get("num_key_value_heads", int, n_heads), "intermediate_size": get("intermediate_size", int),
@@ -102,8 +116,10 @@ def config_from_hf(path):
         "vocab_size": get("vocab_size", int), "norm_eps": hf.get("rms_norm_eps", 1e-6),
         "rope_theta": hf.get("rope_theta", rope.get("rope_theta", 10000.0)),
         "rope_scaling": {k: rope.get(k) for k in ROPE_SCALING.__args__} if kind == "llama3" else None,
-        "tie_embeddings": get("tie_word_embeddings", bool, False), "qkv_bias": family == "qwen2",
-        "qk_norm": family == "qwen3", "bos_id": hf.get("bos_token_id"), "eos_ids": eos,
-        "wiring": wiring, "ladder_layers": ladder if wiring == "hybrid" else None,
+        "tie_embeddings": get("tie_word_embeddings", bool, False),
+        "qkv_bias": family == "qwen2" or get("attention_bias", bool, False),
+        "qk_norm": family == "qwen3" or get("qk_norm", bool, False),
+        "bos_id": hf.get("bos_token_id"), "eos_ids": eos,
+        "wiring": wiring, "ladder_layers": ladder if WIRINGS[wiring].parameter else None,
     }  # fmt: skip
     return checkpoint.make_config(values, path)

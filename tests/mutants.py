@@ -25,6 +25,8 @@ SEAM = "test_wiring.py -k comes_after_the_start"
 STREAM, FILES = "test_tokenizer.py -k 'stream and not transformers'", "test_generate.py -k bad_checkpoints"
 QUANT, CONVERT, LINK = "test_quantize.py -k ", "test_convert.py -k ", "test_link.py -k "
 EVAL = "test_eval.py -k "
+EXPORT = "test_export.py -k "
+EXPORTED, MODELING = (f"formats/exported/{name}_ladder.py" for name in ("configuration", "modeling"))
 FEW_INT = "test_quantize.py -k 'exact_up_to_rounding or three_products'"
 
 MUTANTS = [  # (file, old text, new text, tests)
@@ -122,12 +124,20 @@ MUTANTS = [  # (file, old text, new text, tests)
     # formats/
     ("formats/huggingface.py", "for t in (q, k, v)], dim=1)", "for t in (q, v, k)], dim=1)", CONVERT + "parity"),
     ("formats/sources.py", ".transpose(1, 2).flatten(0, 2)", ".flatten(0, 2)", CONVERT + "interleaved"),
-    (
-        "formats/export.py",
-        "= list(config.stale_layers)",
-        "= list(config.stale_layers)[1:]",
-        "test_convert.py -k ladder_layers_of_a_config",
-    ),
+    ("formats/huggingface.py", "(w.stale, w.parameter) ==", "(w.stale, None) ==", EXPORT + "published"),
+    ("formats/huggingface.py", "is parallel_blocks\n", "is False\n", EXPORT + "comes_back"),
+    ("formats/export.py", "and not parallel and not stale", "and not parallel", EXPORT + "does_not_load"),
+    ("formats/export.py", "wiring.tp_bound or ", "", EXPORT + "refused"),
+    ("formats/export.py", "config.ladder_layers or stale", "stale", EXPORT + "comes_back"),
+    ("formats/export.py", '"attention_bias": config.qkv_bias, ', "", EXPORT + "our_logits"),
+    (EXPORTED, "range(n - layers, n)", "range(layers)", EXPORT + "our_logits"),
+    (MODELING, "if self.stale:", "if False:", EXPORT + "our_logits"),
+    (MODELING, "x, pending = x + pending, h(x)", "pending, x = h(x), x + pending.detach()", EXPORT + "gradients"),
+    (MODELING, "self.mlp(self.post_attention_layernorm", "self.mlp(self.input_layernorm", EXPORT + "our_logits"),
+    (MODELING, "return attention(x) + self.mlp(x)", "return attention(x) + self.mlp(x) / 2", EXPORT + "our_logits"),
+    (MODELING, "if config.attention_bias != config.attention_out_bias:", "if False:", EXPORT + "our_logits"),
+    (MODELING, "if not self.rope:", "if False:", EXPORT + "without_a_ladder"),
+    (MODELING, "if not config.qk_norm:", "if True:", EXPORT + "our_logits"),
     # quantize.py, kernels/
     ("quantize.py", "((high - low) / 15)", "((high - low) / 16)", QUANT + "int4_is_within"),
     ("quantize.py", ".clamp_(0, 15)", ".clamp_(0, 14)", QUANT + "int4_is_within"),
