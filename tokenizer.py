@@ -71,12 +71,9 @@ class Tokenizer:
         if self.template is None:
             raise InputError("no chat template in the checkpoint's tokenizer_config.json, nor a chat_template.jinja")
         try:
-            text = (
-                _template_environment()
-                .from_string(self.template)
-                .render(
-                    messages=messages, add_generation_prompt=True, tools=None, documents=None, **self.template_variables
-                )
+            template = _template_environment().from_string(self.template)
+            text = template.render(
+                messages=messages, add_generation_prompt=True, tools=None, documents=None, **self.template_variables
             )
         except Exception as e:  # the template is a program of its own
             raise InputError(f"the checkpoint's chat template refuses this conversation: {e}") from None

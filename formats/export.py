@@ -6,7 +6,7 @@ import numpy as np
 
 import checkpoint
 from checkpoint import dtype_name
-from formats.huggingface import hf_names, ungroup
+from formats.huggingface import family_of, hf_names, rope_kind, ungroup
 from model import WIRINGS, InputError, attention_then_mlp, residual_stream
 from tokenizer import SentencePieceTokenizer
 
@@ -18,9 +18,11 @@ def config_to_hf(config, dtype):
         raise InputError(
             f"a model in wiring {config.wiring} has no Hugging Face form: give --wiring standard or --ladder"
         )
-    family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
+    family = family_of(config)
+    if family is None:
+        raise InputError("no Hugging Face family has these biases, norms and layers without rotary embeddings together")
     hf = {
-        "architectures": [f"{family.capitalize()}ForCausalLM"], "model_type": family, "hidden_act": "silu",
+        **family, "hidden_act": "silu",
         "num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads,
         "num_key_value_heads": config.n_kv_heads, "head_dim": config.head_dim, "hidden_size": config.dim,
         "intermediate_size": config.intermediate_size, "vocab_size": config.vocab_size,
@@ -30,7 +32,7 @@ def config_to_hf(config, dtype):
         "torch_dtype": dtype_name(dtype),
     }  # fmt: skip
     if config.rope_scaling:
-        hf["rope_scaling"] = {"rope_type": "llama3", **config.rope_scaling}
+        hf["rope_scaling"] = {"rope_type": rope_kind(config.rope_scaling), **config.rope_scaling}
     if config.stale_layers:
         hf["ladder_layers"] = list(config.stale_layers)
     return hf
