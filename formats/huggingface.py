@@ -195,7 +195,7 @@ def rope_scaling_from_hf(hf, rope, context):
             raise InputError(f"{hf.path}: YaRN with truncate false is not supported")
         original = hf.get("original_max_position_embeddings", int, among=scaling)
         factor = hf.get("factor", float, context / original, among=rope)
-        mscale, mscale_all_dim = (rope.get(key) or 0 for key in ("mscale", "mscale_all_dim"))
+        mscale, mscale_all_dim = (hf.get(key, float, 0, among=rope) for key in ("mscale", "mscale_all_dim"))
         above, below = (mscale, mscale_all_dim) if mscale and mscale_all_dim else (1, 0)
         log = 0.1 * math.log(max(factor, 1))
         scaling |= {
