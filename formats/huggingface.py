@@ -254,21 +254,18 @@ class LlamaWeights:
         residual, embedding, logits = (
             hf.setting(key, float, 1.0) for key in ("residual_multiplier", "embedding_multiplier", "logits_scaling")
         )
-        scores = hf.setting("attention_multiplier", float, H**-0.5)
+        scores = hf.setting("attention_multiplier", float, None)
+        queries = 1.0 if scores is None else scores * H**0.5  # the scores are divided by that
         head = embedding if config.tie_embeddings else 1.0
         self.factors = {
-            "embed_tokens": embedding, "q_proj": scores * H**0.5, "o_proj": residual, "down_proj": residual,
+            "embed_tokens": embedding, "q_proj": queries, "o_proj": residual, "down_proj": residual,
             "norm": 1 / (head * logits), "lm_head": head,
         }  # fmt: skip
         fused = {
-            "qkv_proj": {
-                "q_proj": config.n_heads * H,
-                "k_proj": config.n_kv_heads * H,
-                "v_proj": config.n_kv_heads * H,
-            },
+            "qkv_proj": {f"{n}_proj": (config.n_heads if n == "q" else config.n_kv_heads) * H for n in "qkv"},
             "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size),
         }
-        self.source, self.parts = source, {}  # name: the source's, or that, the rows of each part, and which part it is
+        self.source, self.parts = source, {}  # name: (the source's, rows of each of its parts or None, which part)
         for name in source.names():
             path, module, kind = [""] * (2 - name.count(".")) + name.rsplit(".", 2)
             parts = fused.get(module, {}) if hf.family == "phi3" else {}

@@ -129,7 +129,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("tokenizer.py", "i < vocab_size:", "True:", "test_tokenizer.py -k older_folders"),
     # formats/
     ("formats/huggingface.py", "for t in (q, k, v)], dim=1)", "for t in (q, v, k)], dim=1)", CONVERT + "parity"),
-    ("formats/huggingface.py", "scores * H**0.5", "scores", CONVERT + "changes_tensors"),
+    ("formats/huggingface.py", "else scores * H**0.5", "else scores", CONVERT + "changes_tensors"),
     ("formats/huggingface.py", "1 / (head * logits)", "1 / logits", CONVERT + "changes_tensors"),
     ("formats/huggingface.py", "tensor.float() * factor", "tensor * factor", CONVERT + "rounded_once"),
     ("formats/huggingface.py", "if len(tensor) != sum(rows):", "if False:", CONVERT + "fused_projections"),
