@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from kernels import int_linear
-from model import ROPE_SCALING, Config, Index, InputError
+from model import LLAMA3, Config, Index, InputError
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -210,7 +210,7 @@ class Weights:
 
 
 def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie_embeddings=False):
-    rope = dict(zip(get_args(ROPE_SCALING), (factor, 1.0, 4.0, 8192), strict=True))
+    rope = dict(zip(get_args(LLAMA3), (factor, 1.0, 4.0, 8192), strict=True))
     return Config(
         n_layers, n_heads, 8, head_dim, dim, intermediate_size, 128256, 131072, 1e-5, 500000.0, rope, tie_embeddings,
         bos_id=128000, eos_ids=(128001, 128008, 128009),

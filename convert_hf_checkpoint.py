@@ -15,7 +15,7 @@ import checkpoint
 import launch
 from checkpoint import dtype_name, first_line
 from formats.export import convert_to_hf, name_tokenizer
-from formats.huggingface import LAYER_NAMES, NAMES, config_from_hf, group, hf_names
+from formats.huggingface import LAYER_NAMES, NAMES, LlamaWeights, config_from_hf, group, hf_names
 from formats.sources import Llama2cWeights, PickledWeights
 from model import WIRINGS, InputError
 from tokenizer import load_tokenizer, read_tokenizer
@@ -35,7 +35,8 @@ def open_source(source, revision=None):
         raise InputError(f"{path} has no config.json: it is no Hugging Face folder, or only half downloaded")
     config = config_from_hf(path / "config.json")
     pickled = any(path.glob("pytorch_model.bin*")) and not any(path.glob("model.safetensors*"))
-    return PickledWeights(path) if pickled else checkpoint.Weights(path), config, path
+    weights = PickledWeights(path) if pickled else checkpoint.Weights(path)
+    return LlamaWeights(weights, path / "config.json", config), config, path
 
 
 def download(repository, revision=None):
@@ -125,12 +126,12 @@ def main(argv=None):
         raise InputError(f"--tokenizer {args.tokenizer}: no such file")
     if args.to_hf:
         config, weights, folder = checkpoint.read_config(args.source), checkpoint.Weights(args.source), args.source
-        some_tensor = "norm.weight"
+        some_tensor = "layers.0.attention_norm.weight"
         if config.quant is not None:
             raise InputError(f"{args.source} is quantized ({config.quant}): give the original")
     else:
         weights, config, folder = open_source(args.source, args.revision)
-        some_tensor = NAMES["norm.weight"]
+        some_tensor = hf_names("layers.0.attention_norm.weight")[0]
     config = launch.with_wiring(config, args)
     if some_tensor not in weights.names():
         raise InputError(f"{args.source} has no tensor {some_tensor}")

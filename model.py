@@ -143,7 +143,9 @@ class SingleDevice:
 # The configuration
 
 Index = NewType("Index", int)  # of a token or a layer: unlike an int of Config it may be 0
-ROPE_SCALING = Literal["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+LLAMA3 = Literal["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+YARN = Literal["factor", "beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"]
+LINEAR = Literal["factor"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +154,8 @@ class Config:
     mutated: dataclasses.replace makes another.
 
     ladder_layers: the ladder layers of a hybrid: an int n means the last n, a tuple names them.
-    rope_scaling: None, or Llama 3's. quant: "int8", "int4" (with a group_size, in columns) or None; kept: names of
-    matrices that it leaves as they were.
+    rope_scaling: None, Llama 3's, YaRN's or linear. nope_layers: layers without rotary embeddings. quant: "int8",
+    "int4" (with a group_size, in columns) or None; kept: names of matrices that it leaves as they were.
     Raises InputError, naming the field, when the values do not fit together.
     """
 
@@ -167,10 +169,13 @@ class Config:
     max_seq_len: int
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: dict[ROPE_SCALING, float] | None = None
+    rope_scaling: dict[LLAMA3, float] | dict[YARN, float] | dict[LINEAR, float] | None = None
     tie_embeddings: bool = False
     qkv_bias: bool = False
+    wo_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
+    nope_layers: tuple[Index, ...] = ()
     bos_id: Index | None = None
     eos_ids: tuple[Index, ...] = ()
     wiring: str = "standard"
@@ -185,6 +190,8 @@ class Config:
             raise InputError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
         if self.head_dim % 2:
             raise InputError(f"head_dim {self.head_dim} is odd, but rotary embeddings turn pairs of dimensions")
+        if not set(self.nope_layers) <= set(range(self.n_layers)):
+            raise InputError(f"nope_layers {self.nope_layers!r} are not layers from 0 to {self.n_layers - 1}")
         if self.wiring not in WIRINGS:
             raise InputError(f"unknown wiring {self.wiring!r}; known: {', '.join(WIRINGS)}")
         needed = WIRINGS[self.wiring].parameter == "ladder_layers"
@@ -213,18 +220,24 @@ class Config:
 
 
 def rope_frequencies(config):
-    """Radians per position of each pair of dimensions, (H/2,) float32; with Llama 3's scaling where configured.
+    """Radians per position of each pair of dimensions, (H/2,) float32; scaled where configured.
 
-    Llama 3.1 stretches wavelengths beyond the original context by `factor`, leaves short ones alone and blends the
-    band in between.
+    Linear scaling stretches every wavelength by `factor`. Llama 3.1 leaves those alone that are short against the
+    original context and blends a band in between; so does YaRN (arXiv 2309.00071), over whole pairs of dimensions.
     """
     pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
     frequencies = 1.0 / config.rope_theta ** (pairs / config.head_dim)
     if config.rope_scaling is None:
         return frequencies
-    s = config.rope_scaling
-    turns = s["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # within the original context
-    keep = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+    s, H, keep = config.rope_scaling, config.head_dim, torch.zeros(1, device="cpu")
+    if "low_freq_factor" in s:
+        turns = s["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # within the original context
+        keep = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+    elif "beta_fast" in s:
+        turns = s["original_max_position_embeddings"] / (2 * math.pi)  # of the first pair
+        first, last = (math.log(turns / s[beta], config.rope_theta) for beta in ("beta_fast", "beta_slow"))
+        first, last = max(math.floor(first * H / 2), 0), min(math.ceil(last * H / 2), H - 1)
+        keep = 1 - (pairs / 2 - first) / ((last - first) or 0.001)
     keep = keep.clamp(0, 1)
     return frequencies * (keep + (1 - keep) / s["factor"])
 
@@ -264,7 +277,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         n_heads, n_kv_heads = config.n_heads, config.n_kv_heads
         self.wqkv = nn.Linear(config.dim, (n_heads + 2 * n_kv_heads) * self.head_dim, bias=config.qkv_bias)
-        self.wo = nn.Linear(n_heads * self.head_dim, config.dim, bias=False)
+        self.wo = nn.Linear(n_heads * self.head_dim, config.dim, bias=config.wo_bias)
         self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
@@ -300,9 +313,9 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.intermediate_size, bias=False)  # gate
-        self.w3 = nn.Linear(config.dim, config.intermediate_size, bias=False)  # up
-        self.w2 = nn.Linear(config.intermediate_size, config.dim, bias=False)  # down
+        self.w1 = nn.Linear(config.dim, config.intermediate_size, bias=config.mlp_bias)  # gate
+        self.w3 = nn.Linear(config.dim, config.intermediate_size, bias=config.mlp_bias)  # up
+        self.w2 = nn.Linear(config.intermediate_size, config.dim, bias=config.mlp_bias)  # down
 
     def forward(self, x):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
@@ -360,15 +373,20 @@ class Transformer(nn.Module):
         """The AttentionMetadata of tokens at these positions (B, S)."""
         angles = (positions[..., None] * self.rope_frequencies)[:, None, None]  # (B, 1, 1, S, H/2)
         rows = torch.arange(len(positions), device=positions.device)[:, None]
-        return AttentionMetadata(angles.cos(), angles.sin(), rows, positions, mask)
+        scale = (self.config.rope_scaling or {}).get("attention_factor", 1.0)  # YaRN's, of queries and of keys
+        return AttentionMetadata(angles.cos() * scale, angles.sin() * scale, rows, positions, mask)
 
     def sublayers(self, metadata, cache=None):
         """What the wiring makes of the blocks, in their order: [(h, stale)], as a stream function takes it."""
         wiring, stale_layers = WIRINGS[self.config.wiring], self.config.stale_layers
+        nope_layers = self.config.nope_layers
+        plain = nope_layers and dataclasses.replace(
+            metadata, cos=torch.ones_like(metadata.cos), sin=torch.zeros_like(metadata.sin)
+        )
         return [
             (h, i in stale_layers)
             for i, block in enumerate(self.layers)
-            for h in wiring.split(block, metadata, cache and cache[i])
+            for h in wiring.split(block, plain if i in nope_layers else metadata, cache and cache[i])
         ]
 
     def new_cache(self, batch, length):

@@ -52,29 +52,27 @@ class Tokenizer:
             return self.encode_plain(text)
         names = "|".join(re.escape(s) for s in sorted(self.special, key=len, reverse=True))
         ids = []
-        for part in re.split(f"({names})", text):
+        for i, part in enumerate(re.split(f"({names})", text)):
             if part:
-                ids += [self.special[part]] if part in self.special else self.encode_plain(part)
+                encode = self.encode_plain if i == 0 else self.encode_rest
+                ids += [self.special[part]] if part in self.special else encode(part)
         return ids
+
+    def encode_rest(self, text):
+        """The ids of text that stands behind a special token."""
+        return self.encode_plain(text)
+
+    def add(self, text, i, hidden):
+        """Take a special token that the tokenizer's own file does not have; decode leaves a hidden one out."""
+        self.special.setdefault(text, i)
 
     def chat(self, messages, answer=True):
         """The ids of a conversation [{"role", "content"}, ...], and, if asked for, of what begins an answer."""
-        from jinja2.exceptions import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        def raise_exception(message):
-            raise TemplateError(message)
-
         if self.template is None:
             raise InputError("no chat template in the checkpoint's tokenizer_config.json, nor a chat_template.jinja")
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = lambda x, **k: json.dumps(x, ensure_ascii=False, indent=k.get("indent"))
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
-            text = environment.from_string(self.template).render(
+            template = _template_environment().from_string(self.template)
+            text = template.render(
                 messages=messages, add_generation_prompt=answer, tools=None, documents=None, **self.template_variables
             )
         except Exception as e:  # the template is a program of its own
@@ -82,7 +80,37 @@ class Tokenizer:
         return self.encode_markup(text)
 
 
+def _template_environment():
+    """What transformers gives to chat templates: https://huggingface.co/docs/transformers/chat_templating_writing."""
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks what training learns to say: its text is part of the conversation like any other."""
+
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def raise_exception(message):
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    environment.filters["tojson"] = lambda x, **k: json.dumps(x, ensure_ascii=False, indent=k.get("indent"))
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
 class SentencePieceTokenizer(Tokenizer):
+    legacy = True  # text behind a special token gets a space in front, as the beginning does
+
     def __init__(self, path):
         from sentencepiece import SentencePieceProcessor
 
@@ -94,6 +122,12 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_plain(self, text):
         return self.model.encode(text)
+
+    def encode_rest(self, text):
+        if self.legacy:
+            return self.encode_plain(text)
+        mark = "\ue000"  # a character of no piece: it takes the space, and no piece reaches beyond it
+        return self.model.encode(mark + text)[len(self.model.encode(mark)) :]
 
     def decode(self, ids):
         skip = set(self.special.values())
@@ -132,9 +166,10 @@ class JsonTokenizer(Tokenizer):
         self.model.no_padding()
         added = self.model.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items()}
+        self.hidden = {i for i, token in added.items() if token.special}
         self.vocab_size = max(self.model.get_vocab(with_added_tokens=True).values()) + 1
-        prefix = self.model.encode("", add_special_tokens=True).ids  # what its post-processor puts around a text
-        self.bos_id = prefix[0] if prefix else None
+        around = self.model.encode("a", add_special_tokens=True)  # what its post-processor puts around a text
+        self.bos_id = around.ids[0] if around.special_tokens_mask[:1] == [1] else None
 
     def encode_plain(self, text):
         self.model.encode_special_tokens = True  # takes their names as plain text
@@ -145,7 +180,19 @@ class JsonTokenizer(Tokenizer):
         return self.model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids):
-        return self.model.decode(ids, skip_special_tokens=True)
+        # by the library's own skip_special_tokens, those that are "normalized" would be printed
+        return self.model.decode([i for i in ids if i not in self.hidden], skip_special_tokens=False)
+
+    def add(self, text, i, hidden):
+        from tokenizers import AddedToken
+
+        if text not in self.special:
+            self.model.add_tokens([AddedToken(text, normalized=False, special=hidden)])
+            self.special[text] = self.model.token_to_id(text)
+            if self.special[text] != i:
+                raise InputError(f"{text!r} is {i}, but behind tokenizer.json's tokens it is {self.special[text]}")
+        if hidden:
+            self.hidden.add(i)
 
 
 def load_tokenizer(folder, vocab_size=None):
@@ -155,15 +202,15 @@ def load_tokenizer(folder, vocab_size=None):
     if path is None:
         return None
     tokenizer = read_tokenizer(path, vocab_size)
-    _read_settings(tokenizer, folder)
+    _read_settings(tokenizer, folder, vocab_size)
     return tokenizer
 
 
 def read_tokenizer(path, vocab_size=None):
     """The tokenizer in a file.
 
-    Raises InputError when it cannot be read, or when its vocabulary is not the model's vocab_size (up to 1 % smaller
-    is taken for padding of the embedding).
+    Raises InputError when it cannot be read, or when its vocabulary is not the model's vocab_size (up to 5 % smaller
+    is taken for padding of the embedding: DeepSeek 7B has 102400 rows for 100015 tokens).
     """
     path = Path(path)
     if path.suffix == ".json":
@@ -176,34 +223,52 @@ def read_tokenizer(path, vocab_size=None):
         tokenizer = kind(path)
     except Exception as e:  # each library has its own errors, down to bare Exception
         raise InputError(f"{path} cannot be read: {first_line(e)}") from None
-    if vocab_size is not None and not 0.99 * vocab_size <= tokenizer.vocab_size <= vocab_size:
+    if vocab_size is not None and not 0.95 * vocab_size <= tokenizer.vocab_size <= vocab_size:
         raise InputError(f"{path} has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
     return tokenizer
 
 
-def _read_settings(tokenizer, folder):
-    """Take the chat template, the special tokens it names and the BOS policy from tokenizer_config.json."""
-    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+def _read_settings(tokenizer, folder, vocab_size):
+    """Take the chat template, the special tokens it names and the BOS policy from the files beside the tokenizer's."""
+    source = folder / "tokenizer_config.json"
+    settings = _read_if_there(source)
+    added = settings.get("added_tokens_decoder")
+    if added is None:  # older folders have two more files instead
+        source = folder / "added_tokens.json"
+        settings |= _read_if_there(folder / "special_tokens_map.json")
+        special = {text for key, value in settings.items() if "_token" in key for text in _texts(value)}
+        added = {i: {"content": text, "special": text in special} for text, i in _read_if_there(source).items()}
     try:
-        for i, token in settings.get("added_tokens_decoder", {}).items():
-            tokenizer.special.setdefault(token["content"], int(i))
+        tokens = sorted((int(i), token["content"], token.get("special", True)) for i, token in added.items())
     except (KeyError, ValueError, TypeError, AttributeError):
-        raise InputError(
-            f"{folder / 'tokenizer_config.json'}: added_tokens_decoder is not {{id: {{content}}}}"
-        ) from None
+        raise InputError(f"{source}: the added tokens are not {{id: {{content}}}}, or {{content: id}}") from None
+    for i, text, hidden in tokens:
+        if vocab_size is None or i < vocab_size:  # the embedding may have no row for it
+            tokenizer.add(text, i, hidden)
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named ones
         template = {t["name"]: t["template"] for t in template}.get("default")
     if (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     tokenizer.template = template
-    texts = {k: settings.get(k) for k in ("bos_token", "eos_token", "pad_token", "unk_token")}
-    texts = {k: v["content"] if isinstance(v, dict) else v for k, v in texts.items()}
-    tokenizer.template_variables = {k: v or "" for k, v in texts.items()}
+    texts = {k: "".join(_texts(settings.get(k))) for k in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    tokenizer.template_variables = texts
     if settings.get("add_bos_token") is False:
         tokenizer.bos_id = None
     elif settings.get("add_bos_token") and tokenizer.bos_id is None:
         tokenizer.bos_id = tokenizer.special.get(texts["bos_token"])
+    tokenizer.legacy = settings.get("legacy") is not False
+
+
+def _read_if_there(path):
+    return read_json(path) if path.is_file() else {}
+
+
+def _texts(value):
+    """The texts of a special token, or of a list of them, each written as a string or as {"content": string}."""
+    values = value if isinstance(value, list) else [value]
+    values = [v.get("content") if isinstance(v, dict) else v for v in values]
+    return [v for v in values if isinstance(v, str)]
 
 
 class TextStream:
@@ -213,6 +278,7 @@ class TextStream:
         self.tokenizer = tokenizer
         self.ids = []
         self.start = 0  # ids before it are printed and no longer decoded
+        self.whole = []  # numbers of ids that end with a whole character
         self.printed = ""  # what of decode(ids[start:]) is printed
 
     def push(self, ids):
@@ -222,8 +288,10 @@ class TextStream:
         if text.endswith("\ufffd"):
             return ""
         new, self.printed = text[len(self.printed) :], text
+        self.whole.append(len(self.ids))
         if len(self.ids) - self.start > 64:  # keep a few ids as context: a decoder may drop a leading space
-            self.start = len(self.ids) - 8
+            self.start = max((n for n in self.whole if n <= len(self.ids) - 8), default=self.start)
+            self.whole = [n for n in self.whole if n > self.start]
             self.printed = self.tokenizer.decode(self.ids[self.start :])
         return new
 

@@ -93,6 +93,9 @@ def load_shard(config, weights, dtype, device, rank=0, tp_size=1):
             raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(wanted)}")
         path, _, kind = name.rpartition(".")
         dim, ranges = plan.get(path.rpartition(".")[2], (0, None))
+        summed = dim == 1 and kind == "bias"  # added to a partial: whole on one rank, zero on the others
+        if summed:
+            dim, ranges = 0, None
         # a packed byte or the scale of a group covers several columns: divide the range by their number
         each = columns[path] // parameter.shape[1] if dim == 1 else 1
         parts = ranges and [(start // each, -(-stop // each)) for start, stop in ranges]
@@ -105,6 +108,8 @@ def load_shard(config, weights, dtype, device, rank=0, tp_size=1):
             tensor = int_linear.regroup(tensor, *ranges[0], each)
         if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
             raise InputError(f"tensor {name} holds NaN or infinite values in {dtype_name(dtype)}")
+        if summed and rank > 0:
+            tensor.zero_()
         _put(model.get_submodule(path), kind, tensor)
     if config.tie_embeddings:
         start, stop = plan["output"][1][0]

@@ -8,7 +8,7 @@ import numpy as np
 
 import checkpoint
 from checkpoint import dtype_name
-from formats.huggingface import PARALLEL_BLOCKS, hf_names, ungroup
+from formats.huggingface import PARALLEL_BLOCKS, family_of, hf_names, rope_kind, ungroup
 from model import WIRINGS, InputError, residual_stream
 from tokenizer import SentencePieceTokenizer
 
@@ -35,14 +35,14 @@ def family_to_hf(config):
             "standard or --ladder writes these weights as that"
         )
     parallel, stale = PARALLEL_BLOCKS[wiring.split], len(config.stale_layers)
-    family = {(False, False): "llama", (True, False): "qwen2", (False, True): "qwen3"}.get(
-        (config.qkv_bias, config.qk_norm)
-    )
+    family = family_of(config)
     if family and not parallel and not stale:
-        return {"model_type": family, "architectures": [f"{family.capitalize()}ForCausalLM"]}
+        return family
+    turned = [int(i not in config.nope_layers) for i in range(config.n_layers)] if config.nope_layers else None
     return {
         **OWN_FAMILY, "ladder_layers": config.ladder_layers or stale, "parallel_blocks": parallel,
-        "attention_bias": config.qkv_bias, "qk_norm": config.qk_norm, "attention_dropout": 0.0, "pad_token_id": None,
+        "attention_bias": config.qkv_bias, "attention_out_bias": config.wo_bias, "mlp_bias": config.mlp_bias,
+        "qk_norm": config.qk_norm, "no_rope_layers": turned, "attention_dropout": 0.0, "pad_token_id": None,
     }  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def config_to_hf(config, dtype):
         "torch_dtype": dtype_name(dtype),
     }  # fmt: skip
     if config.rope_scaling:
-        hf["rope_scaling"] = {"rope_type": "llama3", **config.rope_scaling}
+        hf["rope_scaling"] = {"rope_type": rope_kind(config.rope_scaling), **config.rope_scaling}
     return hf
 
 

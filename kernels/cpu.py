@@ -243,5 +243,7 @@ def use_few_rows(model):
         module.__class__ = FewRowsIntLinear
         module.hold(packed, shape, bits)
     for module in model.modules():
-        if type(module) is FeedForward and {type(m) for m in module.children()} == {FewRowsIntLinear}:
+        if type(module) is not FeedForward or module.w1.bias is not None:
+            continue
+        if {type(m) for m in module.children()} == {FewRowsIntLinear}:
             module.__class__ = FewRowsFeedForward

@@ -29,6 +29,8 @@ from model import WIRINGS, Config, Transformer
 ROOT = Path(__file__).parent.parent
 HANGS = 300  # seconds until a process is thought to hang: the ranks' own time limits are half an hour
 RANKS = 4  # of the pool
+YARN = {"factor": 4.0, "beta_fast": 8.0, "beta_slow": 0.5, "attention_factor": 1.2}
+YARN["original_max_position_embeddings"] = 40
 BASE = Config(3, 6, 2, 8, 48, 100, 131, 64, norm_eps=1e-5, bos_id=1, eos_ids=(2,))
 VALUES = {None: [None], "ladder_layers": [2, (0, 1), (1,)], "desync_period": [2, 4]}  # of a wiring's parameter
 

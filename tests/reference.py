@@ -18,10 +18,19 @@ def rope_angles(config, length):
     frequencies = []
     for i in range(config.head_dim // 2):
         f = config.rope_theta ** (-2 * i / config.head_dim)
-        if config.rope_scaling:
-            s = config.rope_scaling
-            original = s["original_max_position_embeddings"]
-            wavelength = 2 * np.pi / f
+        s = config.rope_scaling or {}
+        original, wavelength = s.get("original_max_position_embeddings"), 2 * np.pi / f
+        if s.keys() == {"factor"}:
+            f = f / s["factor"]
+        elif "beta_fast" in s:  # YaRN: the pairs that turn so often within the original context bound its ramp
+            fast, slow = (
+                config.head_dim / 2 * np.log(original / 2 / np.pi / s[beta]) / np.log(config.rope_theta)
+                for beta in ("beta_fast", "beta_slow")
+            )
+            fast, slow = max(np.floor(fast), 0), min(np.ceil(slow), config.head_dim - 1)
+            stretched = np.clip((i - fast) / max(slow - fast, 0.001), 0, 1)
+            f = stretched * f / s["factor"] + (1 - stretched) * f
+        elif s:
             if wavelength > original / s["low_freq_factor"]:
                 f = f / s["factor"]
             elif wavelength >= original / s["high_freq_factor"]:
@@ -63,19 +72,24 @@ class Reference:
             if c.qk_norm:
                 q = rms_norm(q, w[p + "attention.q_norm.weight"], c.norm_eps)
                 k = rms_norm(k, w[p + "attention.k_norm.weight"], c.norm_eps)
-            q, k = rotate(q, angles), rotate(k, angles)
+            if layer not in c.nope_layers:
+                q, k = rotate(q, angles), rotate(k, angles)
+                q, k = (x * (c.rope_scaling or {}).get("attention_factor", 1) for x in (q, k))
             scores = q @ k.T / np.sqrt(H)
             scores[np.triu_indices(len(x), 1)] = -np.inf
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             y = weights / weights.sum(-1, keepdims=True) @ v
             out = out + y @ w[p + "attention.wo.weight"][:, head * H : (head + 1) * H].T
-        return out
+        return out + w[p + "attention.wo.bias"] if c.wo_bias and heads[0] == 0 else out  # on one rank: they are summed
 
     def mlp(self, layer, x, hidden, norm="ffn_norm"):
         w, p, (a, b) = self.w, f"layers.{layer}.", hidden
         x = rms_norm(x, w[p + norm + ".weight"], self.c.norm_eps)
         gate, up = x @ w[p + "feed_forward.w1.weight"][a:b].T, x @ w[p + "feed_forward.w3.weight"][a:b].T
-        return gate / (1 + np.exp(-gate)) * up @ w[p + "feed_forward.w2.weight"][:, a:b].T
+        if self.c.mlp_bias:
+            gate, up = gate + w[p + "feed_forward.w1.bias"][a:b], up + w[p + "feed_forward.w3.bias"][a:b]
+        out = gate / (1 + np.exp(-gate)) * up @ w[p + "feed_forward.w2.weight"][:, a:b].T
+        return out + w[p + "feed_forward.w2.bias"] if self.c.mlp_bias and a == 0 else out
 
     def sublayers(self):
         """[(partial(x, shard), stale)]: attention, MLP, attention, MLP, ..., or both of a block at once."""

@@ -30,6 +30,11 @@ LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.5}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0, "logits_scaling": 0.25, "residual_multiplier": 0.6, "attention_multiplier": 0.2,
+}  # fmt: skip
 FAMILIES = {  # name: (transformers' config class, changes to SMALL)
     "llama2": ("LlamaConfig", {"num_key_value_heads": 6}),
     "llama3.1": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "eos_token_id": [2, 3]}),
@@ -38,12 +43,41 @@ FAMILIES = {  # name: (transformers' config class, changes to SMALL)
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 8}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
-}
+    "llama with biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama, yarn": ("LlamaConfig", {"rope_parameters": YARN, "head_dim": 32}),
+    "mistral, linear rope": ("MistralConfig", {"sliding_window": None, "rope_parameters": LINEAR}),
+    "ministral": (
+        "MinistralConfig",
+        {"sliding_window": 64, "head_dim": 8, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    ),
+    "qwen3 with biases, yarn": (
+        "Qwen3Config",
+        {"head_dim": 16, "attention_bias": True,
+         "rope_parameters": {**YARN, "beta_fast": 3.0, "beta_slow": 0.4, "mscale": 1.5, "mscale_all_dim": 0.5}},
+    ),
+    "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "tie_word_embeddings": False}),
+    "smollm3, tied, biased, yarn": (
+        "SmolLM3Config",
+        {"no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True,
+         "rope_parameters": {**YARN, "attention_factor": 0.7}},
+    ),
+    "seed-oss": ("SeedOssConfig", {"head_dim": 16, "attention_dropout": 0.0}),
+    "seed-oss with every bias": (
+        "SeedOssConfig", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True, "attention_bias": False},
+    ),
+}  # fmt: skip
+FOLDED = {  # families whose tensors are not ours one by one: they go back as Llamas
+    "phi3": ("Phi3Config", {}),
+    "granite": ("GraniteConfig", MULTIPLIERS),
+    "granite, tied, biased": (
+        "GraniteConfig", {**MULTIPLIERS, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
+    ),
+}  # fmt: skip
 
 
 def hf_model(family, seed=0):
     """A tiny transformers model with random weights, norms and biases included."""
-    class_name, changes = FAMILIES[family]
+    class_name, changes = {**FAMILIES, **FOLDED}[family]
     config = getattr(transformers, class_name)(**{**SMALL, **changes})
     torch.manual_seed(seed)
     net = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -99,6 +133,98 @@ def test_parity_with_transformers_there_and_back(family, rewrite, tmp_path):
         assert torch.equal(back.state_dict()[name], weight), name
     with torch.no_grad():
         assert torch.equal(back(TOKENS).logits, theirs(TOKENS).logits)
+
+
+@pytest.mark.parametrize("rewrite", [as_on_the_hub, lambda folder: None], ids=["hub", "transformers 5"])
+@pytest.mark.parametrize("family", FOLDED)
+def test_parity_where_the_conversion_changes_tensors(family, rewrite, tmp_path):
+    theirs = hf_model(family)
+    theirs.save_pretrained(tmp_path / "hf")
+    rewrite(tmp_path / "hf")
+    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    check_parity(ours, theirs)
+    convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert back.config.model_type == "llama"
+    check_parity(ours, back)
+
+
+def test_multipliers_are_rounded_once(tmp_path):
+    theirs = hf_model("granite").bfloat16()
+    theirs.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "ours")
+    ours, state = checkpoint.Weights(tmp_path / "ours"), theirs.state_dict()
+    for name, hf_name, factor in (
+        ("norm.weight", "model.norm.weight", 1 / MULTIPLIERS["logits_scaling"]),
+        ("layers.1.feed_forward.w2.weight", "model.layers.1.mlp.down_proj.weight", MULTIPLIERS["residual_multiplier"]),
+    ):
+        assert torch.equal(ours.read(name), (state[hf_name].double() * factor).bfloat16())
+    convert(tmp_path / "hf", tmp_path / "ours32", "--dtype", "float32")  # as exact as the source
+    exact = state[hf_name].double() * factor
+    assert (checkpoint.Weights(tmp_path / "ours32").read(name) - exact).abs().max() < 1e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("family", sorted(huggingface.FAMILIES.keys() - {"llamaLadder"}))
+def test_absent_keys_are_what_transformers_takes_them_for(family, tmp_path):
+    shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    values = {
+        "model_type": family,
+        "num_attention_heads": 32,
+        "pad_token_id": 0,
+        **{key: 64 for key in shape if "heads" not in key},
+    }
+    values |= {"head_dim": 2} if family == "ministral" else {}  # which transformers cannot do without
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    ours, theirs = (
+        huggingface.config_from_hf(tmp_path / "config.json"),
+        transformers.AutoConfig.from_pretrained(tmp_path),
+    )
+    window = getattr(theirs, "sliding_window", None) or theirs.max_position_embeddings
+    assert ours.max_seq_len == min(window, theirs.max_position_embeddings)
+    assert ours.n_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 2)
+    assert ours.norm_eps == theirs.rms_norm_eps and ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.tie_embeddings == theirs.tie_word_embeddings
+    assert (ours.bos_id, ours.eos_ids) == (
+        theirs.bos_token_id,
+        tuple(i for i in [theirs.eos_token_id] if i is not None),
+    )
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForCausalLM.from_config(theirs)
+    biases = {name.rpartition("_proj")[0][-1] for name in theirs.state_dict() if name.endswith("bias")}
+    assert ours.qkv_bias == ("q" in biases) and ours.wo_bias == ("o" in biases) and ours.mlp_bias == ("n" in biases)
+    assert ours.nope_layers == tuple(
+        i for i, turned in enumerate(getattr(theirs.config, "no_rope_layers", ())) if not turned
+    )
+    values["num_key_value_heads"] = None  # written, and null: not the same as absent
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert huggingface.config_from_hf(tmp_path / "config.json").n_kv_heads == 32
+
+
+def test_sliding_windows_cut_the_context_only_where_there_are_any(tmp_path):
+    def context(**values):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps({**SMALL, "max_position_embeddings": 64, **values}))
+        return huggingface.config_from_hf(path).max_seq_len
+
+    assert context(model_type="mistral", sliding_window=40) == 40
+    assert context(model_type="mistral", sliding_window=None) == 64
+    assert context(model_type="llama", sliding_window=40) == 64  # which transformers' Llama does not know
+    assert context(model_type="qwen2", sliding_window=40) == 64
+    assert context(model_type="qwen2", sliding_window=40, use_sliding_window=True) == 40
+    assert context(model_type="ministral", sliding_window=40) == 40
+    assert context(model_type="ministral", sliding_window=40, layer_types=["full_attention"] * 3) == 64
+
+
+def test_the_ends_of_a_generation_config_stand_in_for_absent_ones(tmp_path):
+    path = tmp_path / "config.json"
+    values = {**SMALL, "model_type": "llama"}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    path.write_text(json.dumps(values))
+    assert huggingface.config_from_hf(path).eos_ids == (2, 7, 8)
+    del values["eos_token_id"]
+    path.write_text(json.dumps(values))
+    assert huggingface.config_from_hf(path).eos_ids == (7, 8)
 
 
 def bin_shards(folder):
@@ -359,9 +485,28 @@ def truncate_bin(folder):
 
 BAD = {
     "an unsupported architecture": (lambda f: edit(f, model_type="gpt2"), "model_type 'gpt2' is not supported"),
-    "an unsupported rope": (lambda f: edit(f, rope_parameters={"rope_type": "yarn"}), "rope type 'yarn'"),
+    "an unsupported rope": (lambda f: edit(f, rope_parameters={"rope_type": "longrope"}), "rope type 'longrope'"),
+    "a rope that turns a part": (lambda f: edit(f, partial_rotary_factor=0.5), "partial_rotary_factor 0.5 is not"),
+    "one of transformers 5": (lambda f: edit(f, rope_parameters={"partial_rotary_factor": 0.5}), "0.5 is not supp"),
+    "a scaled rope of Phi-3": (
+        lambda f: edit(f, model_type="phi3", rope_parameters={"rope_type": "yarn"}), "rope type 'yarn' is not supported"
+    ),
+    "an untruncated yarn": (lambda f: edit(f, rope_parameters={"rope_type": "yarn", "truncate": False}), "truncate"),
+    "a string in a yarn": (
+        lambda f: edit(f, rope_parameters={"rope_type": "yarn", "factor": "4"}), "factor is '4' but must be a positive"
+    ),
+    "a linear rope of nothing": (lambda f: edit(f, rope_parameters={"rope_type": "linear"}), "rope_scaling is"),
     "an unsupported activation": (lambda f: edit(f, hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
-    "an unsupported bias": (lambda f: edit(f, attention_bias=True), "attention_bias True is not supported"),
+    "an unsupported bias": (
+        lambda f: edit(f, model_type="mistral", attention_bias=True), "attention_bias True is not supported"
+    ),
+    "a string for a bias": (lambda f: edit(f, mlp_bias="no"), "mlp_bias is 'no' but must be true or false"),
+    "a bias that is not there": (lambda f: edit(f, attention_bias=True), "no tensor .*k_proj.bias"),
+    "too few marks": (lambda f: edit(f, model_type="smollm3", no_rope_layers=[1]), "has 1 entries for 3 layers"),
+    "a negative multiplier": (
+        lambda f: edit(f, model_type="granite", logits_scaling=-1), "logits_scaling is -1 but must be a positive number"
+    ),
+    "a window of text": (lambda f: edit(f, model_type="mistral", sliding_window="4k"), "sliding_window is '4k'"),
     "a missing key": (lambda f: edit(f, num_hidden_layers=None), "num_hidden_layers is None"),
     "a string for a number": (lambda f: edit(f, num_hidden_layers="3"), "num_hidden_layers is '3'"),
     "no heads": (lambda f: edit(f, num_attention_heads=0), "num_attention_heads is 0 but must be a positive integer"),
@@ -383,7 +528,7 @@ BAD = {
     "an extra tensor": (lambda f: add_tensor(f, "model.layers.0.self_attn.q_proj.bias"), "q_proj.bias that is no part"),
     "a wrong shape": (lambda f: edit(f, intermediate_size=99), r"does not make the \(99, 48\)"),
     "wrong heads": (lambda f: edit(f, num_key_value_heads=3), "does not make"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -498,6 +643,13 @@ def test_memory_stays_near_one_shard(tmp_path):
     size = sum(f.stat().st_size for f in (tmp_path / "large-out").glob("*.safetensors"))
     assert size > 150e6
     assert large - small < 40e6
+
+
+def test_fused_projections_of_another_shape(tmp_path):
+    hf_model("phi3").save_pretrained(tmp_path / "hf")
+    edit(tmp_path / "hf", num_key_value_heads=1)
+    with pytest.raises(InputError, match="layers.0.self_attn.qkv_proj.weight has 80 rows, but the config says 64"):
+        convert_hf_checkpoint.main([str(tmp_path / "hf"), "--out", str(tmp_path / "ours")])
 
 
 def test_from_the_command_line(hf_folder, tmp_path):

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import transformers
-from helpers import ANY_TP, BASE, ROOT, random_model, shared_data, wired_id
+from helpers import ANY_TP, BASE, ROOT, YARN, random_model, shared_data, wired_id
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
@@ -30,8 +30,11 @@ SHAPES = {
     "llama3": {"rope_theta": 5000.0, "rope_scaling": LLAMA3_ROPE, "head_dim": 16, "eos_ids": (2, 5)},
     "qwen2": {"qkv_bias": True, "tie_embeddings": True, "n_heads": 5, "n_kv_heads": 5, "norm_eps": 1e-3},
     "qwen3": {"qk_norm": True, "head_dim": 16, "bos_id": None, "eos_ids": ()},
-    "all": {"qkv_bias": True, "qk_norm": True, "tie_embeddings": True, "rope_scaling": LLAMA3_ROPE},
-}
+    "all": {
+        "qkv_bias": True, "wo_bias": True, "mlp_bias": True, "qk_norm": True, "tie_embeddings": True,
+        "nope_layers": (1,), "rope_scaling": YARN,
+    },
+}  # fmt: skip
 OURS = [changes for changes in ANY_TP if changes["wiring"] != "standard"]
 LADDER = {"wiring": "ladder"}
 
@@ -288,7 +291,7 @@ def test_the_published_config_goes_out_as_a_ladder(tmp_path):
         ({"parallel_blocks": True}, "ladder_layers 2 with parallel_blocks is no wiring"),
         ({"parallel_blocks": "yes"}, "parallel_blocks is 'yes' but must be true or false"),
         ({"ladder_layers": [7]}, "from 0 to 2"),
-        ({"attention_out_bias": True}, "attention_out_bias True is not supported"),
+        ({"no_rope_layers": [1]}, "no_rope_layers has 1 entries for 3 layers"),
         ({"qk_norm": 1}, "qk_norm is 1 but must be true or false"),
     ],
 )

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from helpers import ANY_TP, BASE, last_logits, random_model, unequal_rows, wired_id
+from helpers import ANY_TP, BASE, YARN, last_logits, random_model, unequal_rows, wired_id
 from reference import Reference
 
 import checkpoint
@@ -16,6 +16,22 @@ from model import InputError, Transformer, rope_frequencies
 
 @pytest.mark.parametrize("changes", ANY_TP, ids=wired_id)
 def test_prefill_and_decode_equal_the_whole_sequence(changes):
+    check_decode(changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"wo_bias": True},
+        {"mlp_bias": True},
+        {"rope_scaling": YARN},
+        {"rope_scaling": {"factor": 2.5}},
+        {"nope_layers": (0, 2)},
+        {"nope_layers": (1,), "rope_scaling": YARN, "qk_norm": True, "wiring": "ladder"},
+    ],
+    ids=wired_id,
+)
+def test_what_some_families_have(changes):
     check_decode(changes)
 
 
@@ -45,20 +61,26 @@ def test_rows_do_not_see_each_other_or_the_padding():
         assert torch.allclose(together[row], alone[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("scaling", [None, {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}])
-def test_rope_frequencies_match_transformers(scaling):
+@pytest.mark.parametrize(
+    "kind, scaling",
+    [
+        ("default", None),
+        ("linear", {"factor": 3.0}),
+        ("llama3", {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+        ("yarn", {"factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.1}),
+        ("yarn", {"factor": 40.0, "beta_fast": 4.0, "beta_slow": 4.0, "attention_factor": 1.1}),
+        ("yarn", {"factor": 4.0, "beta_fast": 5000.0, "beta_slow": 1304.0, "attention_factor": 1.1}),
+    ],
+)
+def test_rope_frequencies_match_transformers(kind, scaling):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    if scaling:
+    if kind in ("llama3", "yarn"):
         scaling = {**scaling, "original_max_position_embeddings": 8192}
     config = dataclasses.replace(BASE, head_dim=128, rope_theta=500000.0, rope_scaling=scaling)
     hf = LlamaConfig(hidden_size=128, num_attention_heads=1, max_position_embeddings=131072)
-    hf.rope_parameters = {
-        "rope_theta": 500000.0,
-        "rope_type": "default",
-        **({"rope_type": "llama3", **scaling} if scaling else {}),
-    }
+    hf.rope_parameters = {"rope_theta": 500000.0, "rope_type": kind, **(scaling or {})}
     expected = LlamaRotaryEmbedding(hf).inv_freq
     assert torch.allclose(rope_frequencies(config), expected, rtol=1e-6, atol=0)
 
@@ -111,6 +133,10 @@ CONFIGS = [  # changes and the line
     ({"bos_id": "1"}, "bos_id is '1' but must be an integer from 0 on or null"),
     ({"rope_scaling": {}}, "rope_scaling is {} but must be an object of factor, low"),
     ({"rope_scaling": "x"}, "rope_scaling is 'x'"),
+    ({"rope_scaling": {"factor": 0}}, "rope_scaling is {'factor': 0}"),
+    ({"rope_scaling": {**YARN, "beta_fast": None}}, "or an object of factor, beta_fast"),
+    ({"nope_layers": [3]}, "nope_layers (3,) are not layers from 0 to 2"),
+    ({"mlp_bias": 1}, "mlp_bias is 1 but must be true or false"),
     ({"experts": 8}, "unknown key 'experts'"),
 ]
 

@@ -42,7 +42,7 @@ INT8 = dataclasses.replace(CONFIG, quant="int8")
 INT4 = dataclasses.replace(CONFIG, quant="int4", group_size=32)
 KEPT = dataclasses.replace(INT4, intermediate_size=172, kept=("output", "w2"))  # 172 is no multiple of 32
 # with 3 heads of 16 columns a rank, groups of wo straddle the ranks' edges
-BIASED = dataclasses.replace(INT4, n_kv_heads=8, qkv_bias=True, qk_norm=True)
+BIASED = dataclasses.replace(INT4, n_kv_heads=8, qkv_bias=True, wo_bias=True, mlp_bias=True, qk_norm=True)
 TIED = dataclasses.replace(INT4, tie_embeddings=True)
 TABLE = dataclasses.replace(INT8, tie_embeddings=True, kept=("tok_embeddings",))
 NARROW = dataclasses.replace(INT4, intermediate_size=64)  # two groups, for up to four ranks
@@ -467,7 +467,7 @@ def check_model(config, compile):
     assert packed_table == (config.tie_embeddings and not config.kept)
     assert not packed_table or net.tok_embeddings.weight is net.output.weight
     gated = [type(block.feed_forward) is cpu.FewRowsFeedForward for block in net.layers]
-    assert all(gated) if "w2" not in config.kept else not any(gated)
+    assert set(gated) == {not config.mlp_bias and "w2" not in config.kept}
     packed = {m.weight.data_ptr(): m.weight.nbytes for m in net.modules() if type(m) is cpu.FewRowsIntLinear}
     assert max(packed) - min(packed) + packed[max(packed)] == sum(packed.values())  # side by side
 

@@ -56,7 +56,24 @@ def json_folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["sentencepiece_folder", "tiktoken_folder", "json_folder"])
+@pytest.fixture(scope="module")
+def fallback_folder(tmp_path_factory):
+    """As Llama 2's tokenizer.json: a character that is no piece is one token a byte, and </s> is "normalized"."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+    folder = tmp_path_factory.mktemp("fallback")
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefghijklmnopqrstuvwxyz"]
+    model = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
+    model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    model.decoder = decoders.Sequence(parts)
+    model.add_special_tokens([AddedToken("<s>", normalized=False), AddedToken("</s>", normalized=True)])
+    model.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    model.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(params=["sentencepiece_folder", "tiktoken_folder", "json_folder", "fallback_folder"])
 def any_tokenizer(request):
     return tokenizer.load_tokenizer(request.getfixturevalue(request.param))
 
@@ -77,6 +94,12 @@ def test_plain_text_never_becomes_special_tokens_but_markup_does(any_tokenizer):
     assert any_tokenizer.decode(ids).replace(" ", "") == "ab"
 
 
+def test_special_tokens_are_not_printed(any_tokenizer):
+    ids = any_tokenizer.encode_plain("time")
+    for special in any_tokenizer.special.values():
+        assert any_tokenizer.decode([special, *ids, special]) == "time"
+
+
 def test_a_stream_is_the_text_in_pieces(any_tokenizer):
     rng = random.Random(0)
     text = " ".join(rng.choice([*TEXTS, "time and time", "🙂🙂"]) for _ in range(120))
@@ -87,6 +110,15 @@ def test_a_stream_is_the_text_in_pieces(any_tokenizer):
         assert "\ufffd" not in pieces[-1]
     assert "".join(pieces) + stream.flush() == text
     assert sum(bool(p) for p in pieces) > len(pieces) / 3  # it really streams
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_stream_of_single_bytes_never_starts_anew_within_a_character(step, fallback_folder):
+    ours = tokenizer.load_tokenizer(fallback_folder)
+    text = "从前有一个小女孩…饕餮魑魅魍魉囍龘靐齉爩鱻麤龖" * 3
+    ids, stream = ours.encode(text), tokenizer.TextStream(ours)
+    assert len(ids) > 200
+    assert "".join(stream.push(ids[i : i + step]) for i in range(0, len(ids), step)) + stream.flush() == text
 
 
 def test_a_stream_gives_up_bytes_that_never_become_a_character(tiktoken_folder):
@@ -125,6 +157,103 @@ def test_chat_with_sentencepiece_and_named_or_filed_templates(sentencepiece_fold
     assert ours.decode([*ours.encode_plain("B"), 320]) == "B"
 
 
+def test_text_that_training_learns_is_text_as_any_other(json_folder):
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}\n{% generation %}\n{% set x = m['content'] %}\n"
+        "{{ x }}</s>{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}[{{ x }}]"
+    )
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(json_folder / "tokenizer.json"), chat_template=template)
+    ours = tokenizer.load_tokenizer(json_folder)
+    ours.template = template
+    messages = [{"role": "user", "content": "a dog"}, {"role": "assistant", "content": "yes"}]
+    assert ours.chat(messages) == theirs.apply_chat_template(messages, return_dict=False)
+
+
+CHAT = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['content'] }}<think>x{{ eos_token }}{% endfor %}"
+OLD_FILES = {  # as transformers wrote them before added_tokens_decoder
+    "tokenizer_config.json": {"chat_template": CHAT},
+    "special_tokens_map.json": {
+        "bos_token": "<s>", "eos_token": {"content": "</s>"}, "additional_special_tokens": ["<|im_start|>"],
+    },
+}  # fmt: skip
+
+
+def copied(folder, to, files):
+    for path in folder.iterdir():
+        if path.name in ("tokenizer.json", "tokenizer.model"):
+            (to / path.name).write_bytes(path.read_bytes())
+    for name, content in files.items():
+        (to / name).write_text(json.dumps(content))
+    return to
+
+
+def test_the_two_files_of_older_folders_are_read(json_folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    size = tokenizer.load_tokenizer(json_folder).vocab_size
+    added = {"<think>": size + 1, "<|im_start|>": size}
+    copied(json_folder, tmp_path, {**OLD_FILES, "added_tokens.json": added})
+    messages = [{"role": "user", "content": "a dog"}]
+    ours, theirs = tokenizer.load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ids = ours.chat(messages)
+    assert ids == theirs.apply_chat_template(messages, return_dict=False)
+    assert (ids[:2], ids[-1]) == ([0, size], 1)
+    assert ours.decode(ids) == "a dog<think>x"
+    assert size + 1 not in tokenizer.load_tokenizer(tmp_path, size + 1).chat(messages)  # the model has no row for it
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<think>": size + 5}))
+    with pytest.raises(InputError, match=f"'<think>' is {size + 5}, but behind tokenizer.json's tokens it is {size}"):
+        tokenizer.load_tokenizer(tmp_path)
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_start|>": "x"}))
+    with pytest.raises(InputError, match="added_tokens.json: the added tokens are not"):
+        tokenizer.load_tokenizer(tmp_path)
+
+
+def test_the_two_files_of_older_folders_are_read_beside_sentencepiece(sentencepiece_folder, tmp_path):
+    copied(sentencepiece_folder, tmp_path, {**OLD_FILES, "added_tokens.json": {"<|im_start|>": 320, "<think>": 321}})
+    ours = tokenizer.load_tokenizer(tmp_path)
+    words = [ours.encode_plain(word) for word in ("dog", "x")]
+    assert ours.chat([{"role": "user", "content": "dog"}]) == [1, 320, *words[0], 321, *words[1], 2]
+
+
+@pytest.mark.parametrize("legacy", [None, True, False])
+def test_legacy_says_whether_text_behind_a_special_token_gets_a_space(legacy, sentencepiece_folder, tmp_path):
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+    from transformers import LlamaTokenizer
+
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    settings |= {} if legacy is None else {"legacy": legacy}
+    ours = tokenizer.load_tokenizer(copied(sentencepiece_folder, tmp_path, {"tokenizer_config.json": settings}))
+    proto = sentencepiece_model_pb2.ModelProto.FromString((tmp_path / "tokenizer.model").read_bytes())
+    proto.normalizer_spec.add_dummy_prefix = False
+    bare = SentencePieceProcessor(model_proto=proto.SerializeToString()).encode
+    behind = bare if legacy is False else ours.encode_plain
+    for text in ("dog", " a  dog", "\n\nthe park", "🙂 日本", "▁x "):
+        assert ours.encode_markup(f"Once</s>{text}<s>{text}") == [
+            *ours.encode_plain("Once"), 2, *behind(text), 1, *behind(text)
+        ]  # fmt: skip
+        assert ours.encode_markup(f"<s>{text}") == [1, *behind(text)]
+    if legacy is False:  # transformers 5.23 takes that for the default, and merges two spaces in another order
+        theirs = LlamaTokenizer.from_pretrained(tmp_path)
+        text = "<s>The dog</s>\nplayed<s>all day"
+        assert ours.encode_markup(text) == theirs.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    "around, bos", [("$A </s>", None), ("$A", None), ("<s> $A </s>", 0), ("<s> $A", 0), ("</s> $A </s>", 1)]
+)
+def test_only_what_stands_before_the_text_is_bos(around, bos, json_folder, tmp_path):
+    from tokenizers import Tokenizer, processors
+
+    model = Tokenizer.from_file(str(json_folder / "tokenizer.json"))
+    model.post_processor = processors.TemplateProcessing(single=around, special_tokens=[("<s>", 0), ("</s>", 1)])
+    model.save(str(tmp_path / "tokenizer.json"))
+    ours = tokenizer.load_tokenizer(tmp_path)
+    assert ours.bos_id == bos
+    assert ours.encode("dog") == [i for i in [bos] if i is not None] + ours.encode_plain("dog")
+
+
 def test_bos_can_be_switched_off(json_folder, tmp_path):
     for file in json_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
@@ -142,11 +271,11 @@ def test_no_tokenizer_is_none(tmp_path):
     assert tokenizer.load_tokenizer(tmp_path) is None
 
 
-@pytest.mark.parametrize("vocab_size", [319, 330, 32000])
+@pytest.mark.parametrize("vocab_size", [319, 340, 32000])
 def test_another_vocabulary_is_refused(sentencepiece_folder, vocab_size):
     with pytest.raises(InputError, match=f"has 320 tokens, but the model's vocab_size is {vocab_size}"):
         tokenizer.load_tokenizer(sentencepiece_folder, vocab_size)
-    assert tokenizer.load_tokenizer(sentencepiece_folder, 323).vocab_size == 320  # a padded embedding
+    assert tokenizer.load_tokenizer(sentencepiece_folder, 330).vocab_size == 320  # a padded embedding
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from helpers import BASE, WIRED, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows, wired
+from helpers import BASE, WIRED, YARN, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows, wired
 from reference import Reference
 
 import launch
@@ -17,11 +17,15 @@ SHAPES = {  # every kind of split at tp 2, 3, 4: even, uneven, replicated KV hea
     "6/2 heads": {},
     "15/5 heads, odd sizes": {"n_heads": 15, "n_kv_heads": 5, "intermediate_size": 101, "vocab_size": 130},
     "tied, biased": {"tie_embeddings": True, "qkv_bias": True},
+    "biased everywhere, scaled rope": {
+        "qkv_bias": True, "wo_bias": True, "mlp_bias": True, "nope_layers": (1,), "rope_scaling": YARN
+    },
     "head_dim of its own, QK norm": {"head_dim": 16, "qk_norm": True, "n_heads": 8, "n_kv_heads": 4},
-}
+}  # fmt: skip
+BIASED = SHAPES["biased everywhere, scaled rope"]
 UNEVEN = SHAPES["15/5 heads, odd sizes"]
 CASES = [{**WIRED[i], **shape} for i, shape in enumerate(SHAPES.values())]
-CASES += [{**changes, **UNEVEN} for changes in WIRED]
+CASES += [{**changes, **UNEVEN} for changes in WIRED] + [{**changes, **BIASED} for changes in WIRED]
 # compiled, each takes a while: one in the fast tests, all in the slow ones
 COMPILED = {2: WIRED, 3: [WIRED[1], *wired("parallel")], 4: [WIRED[1], wired("desync")[0]]}
 HALVED = {**UNEVEN, "head_dim": 64}  # which few_rows.cpp knows the attention of
