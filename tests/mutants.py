@@ -24,7 +24,7 @@ ENDS, SAMPLING = "test_generate.py -k stops_at_its_own_end", "test_generate.py -
 SEAM = "test_wiring.py -k comes_after_the_start"
 STREAM, FILES = "test_tokenizer.py -k 'stream and not transformers'", "test_generate.py -k bad_checkpoints"
 QUANT, CONVERT, LINK = "test_quantize.py -k ", "test_convert.py -k ", "test_link.py -k "
-EVAL = "test_eval.py -k "
+EVAL, ADAPT, TRAINING = (f"test_{name}.py -k " for name in ("eval", "adapt", "training"))
 EXPORT = "test_export.py -k "
 EXPORTED, MODELING = (f"formats/exported/{name}_ladder.py" for name in ("configuration", "modeling"))
 FEW_INT = "test_quantize.py -k 'exact_up_to_rounding or three_products'"
@@ -219,9 +219,28 @@ MUTANTS = [  # (file, old text, new text, tests)
     ),
     ("measure/results.py", "low <= other_high and ", "", "test_bench.py -k told_from"),
     # adapt.py, eval.py, measure/score.py
-    ("adapt.py", "[*tokenizer.encode(d), eos]", "tokenizer.encode(d)", "test_adapt.py"),
-    ("adapt.py", "F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())",
-     "F.cross_entropy(logits.flatten(0, 1).float(), windows[:, :-1].flatten())", "test_adapt.py"),
+    ("adapt.py", "torch.lerp(before, x, alpha) if stale", "torch.lerp(before, x, 1 - alpha) if stale", ADAPT + "blend"),
+    ("adapt.py", "before, x = x, x + h(", "x = x + h(", ADAPT + "blend"),
+    ("adapt.py", "0.1 * nats", "nats", ADAPT + "naive_one"),
+    ("adapt.py", "s[each * (layer + 1) - 1]", "s[each * layer]",
+     ADAPT + "naive_one"),
+    ("adapt.py", "(loss * world.tp_size / max", "(loss / max", ADAPT + "ranks_give"),
+    ("adapt.py", "world.rank * rows, windows.n", "0, windows.n", ADAPT + "ranks_give"),
+    ("adapt.py", "if not math.isfinite(nats + norm):", "if False:", ADAPT + "not_finite"),
+    ("adapt.py", "if nats < best", "if True or nats < best", ADAPT + "ladder_is_trained"),
+    ("adapt.py", "key=found.__getitem__)[:n]", "key=found.__getitem__)[-n:]", ADAPT + "auto"),
+    ("adapt.py", "step * world.tp_size + world.rank)", "0)", ADAPT + "ladder_is_trained"),
+    ("training/data.py", "~same[:, :-1], (1, 0)", "same[:, :-1], (1, 0)", TRAINING + "windows_hold"),
+    ("training/data.py", "(rows[\"counts\"][:, 1:]) & same &", "(rows[\"counts\"][:, 1:]) &", TRAINING + "windows_hold"),
+    ("training/data.py", "self.seed * 1_000_003 + epoch", "self.seed * 1_000_003", TRAINING + "epoch"),
+    ("training/data.py", "if part[: len(ids)] != ids:", "if False:", TRAINING + "rewrites"),
+    ("training/data.py", "counts += [answer] *", "counts += [True] *", TRAINING + "answers_count"),
+    ("training/sharding.py", "min(i * rows, len(parameter)) for i in (world.rank,", "min(i * rows, len(parameter)) for i in (0,",
+     TRAINING + "ranks_hold"),
+    ("training/sharding.py", "for old in run.glob(\"best-*\"):", "for old in []:", TRAINING + "what_is_written"),
+    ("training/sharding.py", "set_state_dict(model, optimizer,", "0 and set_state_dict(model, optimizer,", ADAPT + "killed_at"),
+    ("training/runs.py", "if line[\"step\"] <= step]", "]", ADAPT + "killed_at"),
+    ("training/runs.py", "if before.get(name) == now:", "if True:", ADAPT + "another_configuration"),
     ("measure/score.py", "stop - (size - stride)", "stop - stride", EVAL + "windows_score"),
     ("measure/score.py", "each[row, begin - 1 : end - 1]", "each[row, begin:end]", EVAL + "nats_and"),
     ("measure/score.py", "wanted[i : i + step]", "wanted[:step]", EVAL + "nats_and"),
