@@ -186,6 +186,7 @@ def test_the_defaults_are_the_recipes(tiny):
     assert adapt.parse([*given, "--checkpoint", str(tiny), "--distill"]).lr == 5e-5
 
 
+@pytest.mark.slow
 def test_what_comes_out_has_the_wiring_the_tokenizer_and_a_lower_loss(retrain, tmp_path, tiny):
     adapt.main([*retrain, "--steps", "30", "--eval-every", "10"])
     config = checkpoint.read_config(tmp_path / "out")
@@ -196,6 +197,7 @@ def test_what_comes_out_has_the_wiring_the_tokenizer_and_a_lower_loss(retrain, t
     assert [line["alpha"] for line in lines[1:7]] == [1, 0.75, 0.5, 0.25, 0, 0]
 
 
+@pytest.mark.slow
 def test_auto_takes_the_layers_that_alone_raise_the_loss_least(flags, tiny, tmp_path, capfd):
     how = ["--checkpoint", str(tiny), "--seq-len", "16", "--steps", "1", "--ladder-layers", "auto:2"]
     adapt.main([*flags, *how])
@@ -207,6 +209,7 @@ def test_auto_takes_the_layers_that_alone_raise_the_loss_least(flags, tiny, tmp_
     assert config.ladder_layers == tuple(sorted(np.argsort(alone)[:2]))
 
 
+@pytest.mark.slow
 def test_a_teacher_of_its_own_is_used(retrain, tiny, tmp_path):
     other = tmp_path / "teacher"
     other.mkdir()
@@ -220,7 +223,7 @@ def test_a_teacher_of_its_own_is_used(retrain, tiny, tmp_path):
 # Ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_give_the_losses_of_one(ranks, retrain, tmp_path):
     adapt.main(retrain)
     run_ranks(ranks, _train, [*retrain, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "2"])
@@ -257,6 +260,7 @@ def test_two_ranks_under_torchrun(retrain, tmp_path):
         assert a == pytest.approx(b, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_computing_again_and_several_windows_at_a_time_change_nothing(retrain, tmp_path):
     adapt.main(retrain)
     adapt.main([*retrain, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "3"])
@@ -264,6 +268,7 @@ def test_computing_again_and_several_windows_at_a_time_change_nothing(retrain, t
         assert a == pytest.approx(b, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near(retrain, tmp_path):
     adapt.main(retrain)
     adapt.main([*retrain, "--out", str(tmp_path / "out2"), "--compute-dtype", "bfloat16"])
@@ -309,7 +314,7 @@ def test_killed_at_any_step_it_goes_on_with_the_same_losses(scratch, tmp_path, m
     assert names[0].read_bytes() == names[1].read_bytes()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_asked_to_stop_it_saves_first(number, scratch, tmp_path, monkeypatch, capfd):
     step = adapt.optimizer_step
 
@@ -376,6 +381,7 @@ def test_killed_for_good_and_started_again(scratch, tmp_path):
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_clear_line(retrain, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
