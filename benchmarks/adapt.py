@@ -90,7 +90,7 @@ def retraining(args, rates):
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
         at_hand = tokenize(args.text, tokenizer, config.eos_ids[0], Path(folder) / "tokens", show=False)
-    shares = (5.0,) if args.plan == "long" else SHARES
+    shares = (1.0,) if args.plan == "long" else SHARES
     for share, (layers, wired) in itertools.product(shares, layers_of(config.n_layers).items()):
         steps = max(2, round(share * at_hand / 1024))
         for method, flags in METHODS.items():
