@@ -24,7 +24,7 @@ from training import curves, runs, sharding
 from training.data import SEPARATOR, Windows
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The model in training
+# The model in training, and its loss
 
 
 def blended_stream(x, sublayers, alpha):
@@ -71,10 +71,6 @@ def build(config, weights, world, dtype, args=None):
     sharding.shard(model, world, dtype)
     sharding.fill(model, weights or sharding.FreshWeights(model, args.seed), world)
     return model
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The loss
 
 
 def token_losses(head, x, targets, taught_head=None, taught=None):
@@ -206,9 +202,7 @@ def train(model, teacher, windows, valid, run, args, world):
             if step % args.save_every == 0 or stop:
                 sharding.save(run, step, best, model, optimizer, world)
             if stop:
-                if world.rank == 0:
-                    bar.write(f"step {step} is saved in {run}: the same command goes on from there")
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt(f"step {step} is saved in {run}: the same command goes on from there")
     bar.close()
     return log.lines, best
 

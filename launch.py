@@ -404,8 +404,8 @@ def run(main):
         _leave(0)
     except InputError as e:
         _stop(store, 2, f"{os.path.basename(sys.argv[0])}: {e}")
-    except KeyboardInterrupt:
-        _stop(store, 130, "interrupted")
+    except KeyboardInterrupt as e:
+        _stop(store, 130, str(e) or "interrupted")
     except BrokenPipeError:  # whoever read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _stop(store, 1, "")
