@@ -68,15 +68,23 @@ def number(kind, low, high=None, above=False):
 count = number(int, 1)
 
 
-def appendable(path):
-    """An argparse type: a file that lines can be appended to; leaves no file that was not there."""
+def check_appendable(path, flag=""):
+    """Raise InputError, led by the flag, unless lines can be appended to a file; leaves no file that was not there."""
     existed = Path(path).exists()
     try:
         open(path, "a").close()
         if not existed:
             Path(path).unlink(missing_ok=True)
     except OSError as e:
-        raise argparse.ArgumentTypeError(f"{path} cannot be written: {e.strerror}") from None
+        raise InputError(f"{flag}{path} cannot be written: {e.strerror}") from None
+
+
+def appendable(path):
+    """An argparse type: a file that check_appendable finds good."""
+    try:
+        check_appendable(path)
+    except InputError as e:
+        raise argparse.ArgumentTypeError(e) from None
     return path
 
 

@@ -183,11 +183,11 @@ class Interrupt:
                 self._count()
         if self.world.alone:
             return self.came > 0
+        if self.calls % TOKENS_BETWEEN_CHECKS:
+            return False
         came = torch.tensor(self.came, dtype=torch.int32, device=self.world.device)
-        if self.calls % TOKENS_BETWEEN_CHECKS == 0:
-            dist.broadcast(came, 0)
-            return bool(came)
-        return False
+        dist.broadcast(came, 0)
+        return bool(came)
 
 
 def chat(answer, tokenizer, world, context, max_new_tokens):

@@ -26,6 +26,7 @@ from launch import count, number
 from measure import exposed, link
 from measure.report import environment, prepare_trace
 from measure.results import explained
+from measure.timing import overlapping
 from model import WIRINGS, Config, InputError
 from tp import TensorParallel, load_shard
 
@@ -213,11 +214,6 @@ def cell(line, row):
     alike = overlapping(line["quartiles_ms"], standard["quartiles_ms"])
     faster = bound is not None and line["step_ms"] < bound["step_ms"]
     return f"{text}, {'~' * alike}{standard['step_ms'] / line['step_ms']:.2f}x{'^' * faster})"
-
-
-def overlapping(some, others):
-    """Whether two ranges (low, high) have a point in common."""
-    return some[0] <= others[1] and others[0] <= some[1]
 
 
 if __name__ == "__main__":

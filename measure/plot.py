@@ -190,7 +190,7 @@ def breakdown(sweep):
         computing = min(step, statistics.median(bound))
         exposed = step - computing
         name, hides = results.base(c[2]), 0.0
-        if name in WIRINGS and WIRINGS[name].stale and not results.overlapping(steps, standard):
+        if name in WIRINGS and WIRINGS[name].stale and not results.alike(steps, standard):
             hides = min(computing, max(0.0, statistics.median(standard) - computing - exposed))
         found[f"{c[0]} ranks, link {c[1]}, batch {c[3]}"][c[2]] = computing - hides, hides, exposed, (low, high)
     return found
@@ -305,7 +305,7 @@ def by_link(path, **about):
     found, rows = defaultdict(dict), defaultdict(dict)
     for line in map(json.loads, read_text(path).splitlines()):
         if about.items() <= line.items():
-            rows[line["link"]["name"]][re.sub(r"^desync-", "desync:", line["wiring"])] = line
+            rows[line["link"]["name"]][re.sub(r"-(\d+)$", r":\1", line["wiring"])] = line
     for name, row in rows.items():
         standard = row["standard"]
         all_reduce = statistics.median(line["all_reduce_ms"] for line in row.values())

@@ -1,6 +1,5 @@
 """What a run reports: bytes and bandwidth, memory, the commit, a few lines for people."""
 
-import argparse
 import dataclasses
 import os
 import platform
@@ -190,7 +189,4 @@ def prepare_trace(folder, rank):
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise InputError(f"--profile {folder} cannot be made: {e.strerror}") from None
-    try:
-        launch.appendable(trace_file(folder, rank))
-    except argparse.ArgumentTypeError as e:
-        raise InputError(f"--profile: {e}") from None
+    launch.check_appendable(trace_file(folder, rank), "--profile: ")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from checkpoint import read_text
 from measure.report import bandwidth_share
-from measure.timing import hidden_share, quartiles
+from measure.timing import hidden_share, overlapping, quartiles
 from model import WIRINGS, InputError
 
 PAPER = Path(__file__).parent.parent / "benchmarks" / "results" / "paper.csv"
@@ -210,10 +210,9 @@ def published():
 # Noise
 
 
-def overlapping(some, others):
+def alike(some, others):
     """Whether the quartiles of two lists of numbers overlap: then their difference is within noise."""
-    (low, _, high), (other_low, _, other_high) = quartiles(some), quartiles(others)
-    return low <= other_high and other_low <= high
+    return overlapping(quartiles(some)[::2], quartiles(others)[::2])
 
 
 def hidden(report, wiring):
@@ -237,7 +236,7 @@ def speedup(sweep, case, rate):
     above = case[2] != "upper-bound" and bool(bound) and statistics.median(mine) > statistics.median(bound)
     if len(ratios) == 1:
         return f"{text}{'^' * above} (one run)"
-    if overlapping(mine, standard):
+    if alike(mine, standard):
         return f"~{text}{'^' * above}"
     return f"{text}^" if above else f"**{text}**"
 
@@ -393,4 +392,4 @@ def change(before, after, more_is_better):
     text = f"{ratio if more_is_better else 1 / ratio:.2f}x"
     if len(before) == len(after) == 1:
         return f"{text} (one run)"
-    return f"~{text}" if overlapping(before, after) else text
+    return f"~{text}" if alike(before, after) else text

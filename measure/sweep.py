@@ -7,7 +7,6 @@ gets none. Neither is repeated, the output of both goes to the end of OUT.log, a
 Of several nodes each runs this on a file of its own: node 0 has the results, the others note that they were there.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+import checkpoint
 import launch
 from checkpoint import SIZES
 from measure import plot, results
@@ -326,7 +326,7 @@ def out_of_memory(case, s):
     if case.parameter is not None:
         line[WIRINGS[case.wiring].parameter] = case.parameter
     if s.checkpoint:
-        return line | {"model": Path(s.checkpoint).resolve().name}
+        return line | {"model": checkpoint.name(s.checkpoint)}
     layers = {"n_layers": s.n_layers} if s.n_layers else {}
     return line | {"model": s.model, "quant": None if case.quant == "none" else case.quant, **layers}
 
@@ -418,11 +418,9 @@ def prepare(s):
     for file in s.out, f"{s.out}.log":
         try:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
-            launch.appendable(file)
+            launch.check_appendable(file, "OUT: ")
         except OSError as e:
             raise InputError(f"OUT: {Path(file).parent} cannot be made: {e.strerror}") from None
-        except argparse.ArgumentTypeError as e:
-            raise InputError(f"OUT: {e}") from None
 
 
 def machine():

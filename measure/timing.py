@@ -29,6 +29,11 @@ def quartiles(values):
     return tuple(statistics.quantiles(values, n=4)) if len(values) > 1 else (values[0],) * 3
 
 
+def overlapping(some, others):
+    """Whether two ranges (low, high) have a point in common."""
+    return some[0] <= others[1] and others[0] <= some[1]
+
+
 def within_noise(report):
     """Whether the quartiles of a step lie further apart than what it hid of its all-reduces, or than all of them take.
 

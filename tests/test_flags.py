@@ -105,7 +105,7 @@ SCRIPTS = {
             "--limit 3": "--limit goes with --tasks",
             "--task-folder {}": "--task-folder goes with --tasks",
             "--num-fewshot 0": "--num-fewshot goes with --tasks",
-            "--sensitivity --ladder": "--sensitivity makes layers of a standard model a ladder, but this one is ladder",
+            "--sensitivity --ladder": "layers are made a ladder one by one of a standard model, but this one is ladder",
         },
     ),
     "eval of tasks": (
