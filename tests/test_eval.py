@@ -358,7 +358,7 @@ def tasks(tmp_path_factory):
 
 
 # wiring: whether the exported folder's model is code of its own
-EXPORTED = {"standard": False}
+EXPORTED = {"standard": False, "ladder": True}
 
 
 @pytest.mark.slow
