@@ -5,6 +5,7 @@ python adapt.py --ladder --text train.txt --valid valid.txt --out DIR2
 """
 
 import dataclasses
+import json
 import math
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ import checkpoint
 import launch
 from launch import count, number
 from measure import score
-from model import WIRINGS, Config, InputError, Transformer
+from model import InputError, Transformer
 from tokenizer import load_tokenizer
 from training import curves, runs, sharding
 from training.data import SEPARATOR, Windows
@@ -88,10 +89,11 @@ def losses(model, batch, alpha=0.0, teacher=None, match=0.0):
     Minimised is the cross-entropy or, with a teacher, KL + 0.1 cross-entropy and, times `match`, the squared error of
     the streams behind stale layers relative to the teacher's.
     """
-    x, streams = model(batch, alpha)
     if teacher is not None:
         with torch.no_grad():
             taught, taught_streams = teacher(batch)
+            taught_streams = taught_streams if match else None  # which take as much memory as the student's
+    x, streams = model(batch, alpha)
     counts = batch.counts.nonzero(as_tuple=True)
     divergence, nats = 0 * x.float().sum(), torch.zeros((), device=x.device)
     for i in zip(*(indices.split(sharding.CHUNK) for indices in counts), strict=True):  # so few logits at a time
@@ -100,9 +102,9 @@ def losses(model, batch, alpha=0.0, teacher=None, match=0.0):
         divergence, nats = divergence + kl, nats + ce
     loss = divergence + (nats if teacher is None else 0.1 * nats)
     if match:
-        each = len(streams) // len(model.layers)
         for layer in model.config.stale_layers:
-            ours, theirs = (s[each * (layer + 1) - 1][counts].float() for s in (streams, taught_streams))
+            ours, theirs = (s[len(s) // len(model.layers) * (layer + 1) - 1] for s in (streams, taught_streams))
+            ours, theirs = ours[counts].float(), theirs[counts].float()
             loss = loss + match * ((ours - theirs).square().sum(-1) / theirs.square().sum(-1)).sum()
     return loss, nats.detach()
 
@@ -118,7 +120,9 @@ def validation_loss(model, windows, rows, world):
     model.train(was)
     model.reshard()  # FSDP2 leaves some weights whole, for a backward pass
     nats, tokens = sharding.summed(total, world)
-    return nats / max(tokens, 1)
+    if not tokens:
+        raise InputError("in no window of --valid a token counts: give longer answers, or more of them")
+    return nats / tokens
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -127,7 +131,9 @@ def validation_loss(model, windows, rows, world):
 
 def learning_rate(step, args):
     """Linear warm-up, then a cosine down to a tenth."""
-    return args.lr * min(1.0, step / args.warmup) * (0.55 + 0.45 * math.cos(math.pi * step / args.steps))
+    if step < args.warmup:
+        return args.lr * step / args.warmup
+    return args.lr * (0.55 + 0.45 * math.cos(math.pi * (step - args.warmup) / max(1, args.steps - args.warmup)))
 
 
 def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked):
@@ -170,6 +176,7 @@ def train(model, teacher, windows, valid, run, args, world):
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
     step, best = sharding.restore(run, model, optimizer, world) or (None, {"nats": math.inf, "step": None})
+    saved = best["step"]
     log = runs.Log(run / "log.jsonl", step, writes=world.rank == 0)
     bar = tqdm(total=args.steps, initial=step or 0, desc="training", unit="step", disable=world.rank > 0)
 
@@ -178,7 +185,7 @@ def train(model, teacher, windows, valid, run, args, world):
         nats = validation_loss(model, valid, args.micro_batch, world)
         if nats < best["nats"]:
             best = {"nats": nats, "step": line["step"]}
-            sharding.write(run, best["step"], model, checkpoint.DTYPES[args.dtype], world)
+            sharding.write(run, best["step"], saved, model, checkpoint.DTYPES[args.dtype], world)
         if world.rank == 0:
             bar.write(f"step {line['step']}: train {line.get('train', math.nan):.4f}, valid {nats:.4f} nats per token")
         return line | {"valid": nats}
@@ -201,6 +208,7 @@ def train(model, teacher, windows, valid, run, args, world):
             bar.set_postfix_str(f"{line['train']:.4f} nats, {line['tokens_per_s']:,.0f} tokens/s")
             if step % args.save_every == 0 or stop:
                 sharding.save(run, step, best, model, optimizer, world)
+                saved = best["step"]
             if stop:
                 raise KeyboardInterrupt(f"step {step} is saved in {run}: the same command goes on from there")
     bar.close()
@@ -236,10 +244,14 @@ def parse(argv):
     g.add_argument("--batch", type=count, metavar="N", default=16, help="windows a step, on all ranks together")
     usual = "default: 3e-3 from scratch, 5e-5 with --distill, else 5e-6"
     g.add_argument("--lr", type=positive, metavar="X", help=f"peak learning rate ({usual})")
-    g.add_argument("--warmup", type=count, metavar="N", default=200, help="steps to it; then a cosine to a tenth")
+    warmup = "steps to it, then a cosine to a tenth (default: a tenth of all, up to 200)"
+    g.add_argument("--warmup", type=count, metavar="N", help=warmup)
     g.add_argument("--weight-decay", type=from_0, metavar="X", default=0.1, help="of matrices")
     g.add_argument("--clip", type=positive, metavar="X", default=1.0, help="the gradient to this norm")
-    g.add_argument("--dropout", type=number(float, 0, 0.99), metavar="P", default=0.0, help="of sublayers' outputs")
+    dropout = number(float, 0, 0.99)
+    g.add_argument(
+        "--dropout", type=dropout, metavar="P", help="of sublayers' outputs (default: 0.1 from scratch, else 0)"
+    )
     g.add_argument("--eval-every", type=count, metavar="N", default=200, help="steps between validations")
     g.add_argument("--valid-tokens", type=count, metavar="N", help="validate on so many (default: all)")
     g.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, metavar="S", help="of all that is random")
@@ -260,67 +272,41 @@ def parse(argv):
         if given and args.checkpoint:
             raise InputError(f"{flag} is of a model from scratch: it does not go with --checkpoint")
         setattr(args, name, given or value)
-    args.auto = (args.ladder_layers or "").startswith("auto:")
-    args.ladder_layers = args.ladder_layers and args.ladder_layers.removeprefix("auto:")
-    if not args.checkpoint and (args.distill is not None or args.blend_steps or args.auto):
-        raise InputError("--distill, --blend-steps and auto:N need --checkpoint, the model to retrain")
+    if not args.checkpoint and (args.distill is not None or args.blend_steps):
+        raise InputError("--distill and --blend-steps need --checkpoint, the model to retrain")
     if args.match_streams and args.distill is None:
         raise InputError("--match-streams needs --distill")
     args.lr = args.lr or (3e-3 if not args.checkpoint else 5e-6 if args.distill is None else 5e-5)
+    args.warmup = args.warmup or max(1, min(200, args.steps // 10))
+    if args.warmup > args.steps:
+        raise InputError(f"--warmup {args.warmup} is longer than --steps {args.steps}")
+    args.dropout = args.dropout if args.dropout is not None else 0.0 if args.checkpoint else 0.1
     return args
-
-
-def describe(args):
-    """(the Config to train, that of the checkpoint or None, that of the teacher or None)."""
-    own = taught = None
-    if args.checkpoint:
-        config = own = checkpoint.read_config(args.checkpoint)
-        if own.quant:
-            raise InputError(f"{args.checkpoint} is quantized ({own.quant}): give the original")
-        if args.auto:
-            score.check_sensitivity(own)
-    else:
-        if args.dim % args.n_heads:
-            raise InputError(f"--dim {args.dim} is not a multiple of --n-heads {args.n_heads}")
-        config = Config(
-            args.n_layers, args.n_heads, args.n_kv_heads, args.dim // args.n_heads, args.dim, args.intermediate_size,
-            args.vocab_size, args.seq_len or 256, tie_embeddings=True, bos_id=1, eos_ids=(2,),
-        )  # fmt: skip
-    args.seq_len = args.seq_len or min(2048, config.max_seq_len)
-    if args.seq_len > config.max_seq_len:
-        raise InputError(f"--seq-len {args.seq_len} is longer than the context of {config.max_seq_len}")
-    config = launch.with_wiring(config, args)
-    if WIRINGS[config.wiring].tp_bound:
-        known = ", ".join(name for name, wiring in WIRINGS.items() if not wiring.tp_bound)
-        raise InputError(f"{config.wiring} is another function on another number of ranks: train one of {known}")
-    if args.distill is not None:
-        taught = checkpoint.read_config(args.distill or args.checkpoint)
-        if taught.vocab_size != config.vocab_size:
-            raise InputError(f"--distill {args.distill} has {taught.vocab_size} tokens, the model {config.vocab_size}")
-        if args.match_streams and (taught.n_layers, taught.dim) != (config.n_layers, config.dim):
-            raise InputError(f"--match-streams needs a teacher of {config.n_layers} layers of width {config.dim}")
-    return config, own, taught
 
 
 def least_sensitive(model, own, valid, run, args, world):
     """The Config in which those layers are ladder that alone raise the validation loss least; found once in a run."""
-    if not (run / "config.json").exists():
+    path = run / "layers.json"
+    if not path.exists():
         model.config, n = own, len(model.config.stale_layers)
         found = score.sensitivity(model, lambda m: validation_loss(m, valid, args.micro_batch, world))
         layers = sorted(sorted(range(own.n_layers), key=found.__getitem__)[:n])
-        world.first(checkpoint.write_config, run, launch.rewired(own, "hybrid", ladder_layers=layers))
-    return checkpoint.read_config(run)
+        world.first(runs.write_text, path, json.dumps(layers))
+    return launch.rewired(own, "hybrid", ladder_layers=json.loads(path.read_text()))
 
 
 def main(argv=None):
     args = parse(argv)
     world = launch.join(args.device)
-    out, run = Path(args.out).resolve(), Path(args.out + ".run").resolve()
+    out = Path(args.out).resolve()
+    run = out.with_name(f"{out.name}.run")
     with world.together():
-        config, own, taught = describe(args)
+        config, own, taught = runs.describe(args)
         if out.exists():
             raise InputError(f"{out} already exists: remove it or give another folder")
-    args.micro_batch = args.micro_batch or -(-args.batch // world.tp_size)
+        weights, teachers = (f and checkpoint.Weights(f) for f in (args.checkpoint, taught and runs.teacher(args)))
+    share = -(-args.batch // world.tp_size)
+    args.micro_batch = min(args.micro_batch or share, share)
     args.compute_dtype = args.compute_dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
     dtype = checkpoint.DTYPES[args.compute_dtype]
     world.first(runs.prepare, run, args)
@@ -328,21 +314,21 @@ def main(argv=None):
         with world.together():
             if own is None:
                 config = dataclasses.replace(config, vocab_size=load_tokenizer(run).vocab_size)
-            windows = Windows(run / "train.tokens", args.seq_len, args.seed)
-            valid = Windows(run / "valid.tokens", args.seq_len, at_most=args.valid_tokens)
+            windows = Windows(run / "train.tokens", args.seq_len, "--text", args.seed)
+            valid = Windows(run / "valid.tokens", args.seq_len, "--valid", at_most=args.valid_tokens)
             rows = args.micro_batch, args.seq_len
             need = sharding.memory(config, world.tp_size, *rows, dtype, args.recompute, taught)
             if world.rank == 0:
                 print(f"{windows.n * args.seq_len:,} tokens to train on, {valid.n * args.seq_len:,} to validate on")
                 print(f"memory on each rank: {sharding.in_words(need)}", flush=True)
-            model = build(config, own and checkpoint.Weights(args.checkpoint), world, dtype, args)
-            teacher = taught and build(taught, checkpoint.Weights(args.distill or args.checkpoint), world, dtype)
-        if args.auto:
+            model = build(config, weights, world, dtype, args)
+            teacher = taught and build(taught, teachers, world, dtype)
+        if runs.is_auto(args):
             model.config = least_sensitive(model, own, valid, run, args, world)
         lines, best = train(model, teacher, windows, valid, run, args, world)
     if world.rank == 0:
-        curves.draw({args.out: lines}, run / "loss.png")
         runs.finish(run, best["step"], out)
+        curves.draw({out.name: lines}, run / "loss.png")
         print(f"wrote {out}: wiring {model.config.wiring}, {best['nats']:.4f} nats per token at step {best['step']}")
 
 

@@ -66,18 +66,21 @@ class Tokenizer:
         """Take a special token that the tokenizer's own file does not have; decode leaves a hidden one out."""
         self.special.setdefault(text, i)
 
-    def chat(self, messages, answer=True):
-        """The ids of a conversation [{"role", "content"}, ...], and, if asked for, of what begins an answer."""
+    def chat(self, messages):
+        """The ids of a conversation [{"role", "content"}, ...] up to where the assistant answers."""
+        return self.encode_markup(self.render(messages))
+
+    def render(self, messages, answer=True):
+        """A conversation as the chat template writes it, and, if asked for, what begins an answer."""
         if self.template is None:
             raise InputError("no chat template in the checkpoint's tokenizer_config.json, nor a chat_template.jinja")
         try:
             template = _template_environment().from_string(self.template)
-            text = template.render(
+            return template.render(
                 messages=messages, add_generation_prompt=answer, tools=None, documents=None, **self.template_variables
             )
         except Exception as e:  # the template is a program of its own
             raise InputError(f"the checkpoint's chat template refuses this conversation: {e}") from None
-        return self.encode_markup(text)
 
 
 def _template_environment():

@@ -5,8 +5,9 @@ python -m benchmarks.adapt --plan retrain --checkpoint DIR --text FILE --valid F
     --json adapt.jsonl
 python -m benchmarks.adapt --plan scratch --text FILE --valid FILE --json scratch.jsonl
 
-A plan skips the runs whose lines the file has already. Learning rates are chosen, for each method, layers and number of
-tokens, on another validation text (SELECT) than the one that is reported.
+A plan skips the runs whose lines the file has already. Learning rates are chosen on another validation text (SELECT)
+than the one that is reported, for each number of tokens; every second layer and the automatic half take those of the
+last half, blended runs those of distilled ones. What auto:N chooses, it chooses on the text that is reported.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ import checkpoint
 import launch
 from benchmarks.lines import written_by
 from measure import report
+from model import InputError
 from tokenizer import load_tokenizer
 from training.data import tokenize
 
@@ -52,7 +54,7 @@ def layers_of(n):
     """{which layers become ladder: adapt.py's flags}, of a model of n layers."""
     half, second = n // 2, ",".join(map(str, range(1, n, 2)))
     return {
-        "none": [], "last half": ["--ladder-layers", str(half)], "every second": ["--ladder-layers", second],
+        "none": [], "last half": ["--ladder-layers", str(half)], "every second": ["--ladder-layers", f"{second},"],
         "auto half": ["--ladder-layers", f"auto:{half}"], "all": ["--ladder"],
     }  # fmt: skip
 
@@ -81,6 +83,8 @@ def chosen_rate(lines, key):
     layers = "last half" if key["layers"] in ("every second", "auto half") else key["layers"]
     method = "distilled" if "distilled" in key["method"] else key["method"]
     same = [x for x in lines if (x["layers"], x["method"], x["share"]) == (layers, method, key["share"])]
+    if not same:
+        raise InputError(f"--rates has no line of {method}, {layers}, {key['share']}")
     return min(same, key=lambda line: line["nats"])["lr"]
 
 
@@ -131,6 +135,8 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
+    if args.plan != "scratch" and not args.checkpoint or args.plan in ("retrain", "long") and not args.rates:
+        raise InputError(f"--plan {args.plan} needs --checkpoint" + ", --rates" * (args.plan != "rates"))
     files = ["--text", *args.text, "--valid", args.valid]
     done = []
     if os.path.exists(args.json):

@@ -55,7 +55,12 @@ class Model(TemplateLM):
 
     @property
     def prefix_token_id(self):
-        return self.eot_token_id if self.text.bos_id is None else self.text.bos_id
+        found = self.eot_token_id if self.text.bos_id is None else self.text.bos_id
+        if found is None:
+            raise InputError(
+                "a task scores a text behind nothing, but this model has no BOS and no end-of-sequence"
+            )
+        return found
 
     def tok_encode(self, string, add_special_tokens=None, **_):
         """The ids of a text; as in transformers, special tokens may stand in it by name, BOS at its start too."""

@@ -16,12 +16,12 @@ kernels.cpu
 checkpoint
 tokenizer launch tp formats.huggingface formats.sources
 formats.export training.data training.sharding training.curves
-training.runs
 terminal measure.timing measure.clock measure.link
 measure.report
 measure.exposed measure.results
 generate measure.plot measure.probe
 measure.score measure.sweep
+training.runs
 measure.harness quantize convert_hf_checkpoint adapt example
 eval
 """.strip().splitlines()

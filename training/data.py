@@ -55,6 +55,10 @@ def _record(line, where):
         record = json.loads(line)
     except (ValueError, RecursionError) as e:
         raise InputError(f"{where} is not valid JSON ({first_line(e)})") from None
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"{where} has half of a surrogate pair, which is no character") from None
     if isinstance(record, dict) and isinstance(record.get("text"), str):
         return record["text"]
     messages = record.get("messages") if isinstance(record, dict) else None
@@ -75,14 +79,22 @@ def encode(tokenizer, document, end, where):
     if isinstance(document, str):
         ids = tokenizer.encode(document) + ([] if end is None else [end])
         return ids, [True] * len(ids)
-    ids, counts = [], []
+    ids, counts, seen = [], [], ""
     for i, message in enumerate(document):
-        if message["role"] == "assistant":
-            for part, answer in (tokenizer.chat(document[:i]), False), (tokenizer.chat(document[: i + 1], False), True):
-                if part[: len(ids)] != ids:
-                    raise InputError(f"{where}: the chat template rewrites earlier messages when later ones come")
-                counts += [answer] * (len(part) - len(ids))
-                ids = part
+        if message["role"] != "assistant":
+            continue
+        for messages, answer in (document[:i], False), (document[: i + 1], True):
+            try:
+                text = tokenizer.render(messages, not answer) if messages else ""
+            except InputError as e:
+                raise InputError(f"{where}: {e}") from None
+            if not text.startswith(seen):
+                raise InputError(f"{where}: the chat template rewrites earlier messages when later ones come")
+            longer = tokenizer.encode_markup(text)
+            if longer[: len(ids)] != ids:  # a token would reach across the border: answers are written behind it
+                longer = ids + tokenizer.encode_markup(text[len(seen) :])
+            counts += [answer] * (len(longer) - len(ids))
+            ids, seen = longer, text
     return ids, counts
 
 
@@ -117,8 +129,9 @@ def train_tokenizer(texts, vocab_size, path):
 
     if not texts:
         raise InputError("--text: no text to make a vocabulary of")
+    unfinished = path.with_name(f"{path.name}.tmp")
     try:
-        with open(path, "wb") as f:
+        with open(unfinished, "wb") as f:
             SentencePieceTrainer.train(
                 sentence_iterator=iter(texts), model_writer=f, vocab_size=vocab_size, model_type="bpe",
                 byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity", split_digits=True,
@@ -126,6 +139,7 @@ def train_tokenizer(texts, vocab_size, path):
             )  # fmt: skip
     except RuntimeError as e:  # too little text for so many pieces, or too few pieces for its characters
         raise InputError(f"--vocab-size {vocab_size} does not suit the text: {str(e).rpartition('] ')[2]}") from None
+    os.replace(unfinished, path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -154,16 +168,20 @@ class Batch:
 class Windows:
     """The windows of a file of tokens, each of S of them and their successors, in an order that depends on the seed.
 
-    Raises InputError where the file has not one window.
+    called: what an InputError calls the file, which has not one window, or none in which a token counts.
     """
 
-    def __init__(self, path, seq_len, seed=0, at_most=None):
-        self.tokens = np.memmap(path, TOKEN, mode="r")[: None if at_most is None else at_most + 1]
+    def __init__(self, path, seq_len, called="the file", seed=0, at_most=None):
+        try:
+            self.tokens = np.memmap(path, TOKEN, mode="r")[: None if at_most is None else at_most + 1]
+        except OSError as e:
+            raise InputError(f"{path}: {e.strerror}: do all nodes share this folder?") from None
         self.seq_len, self.seed = seq_len, seed
         self.n = (len(self.tokens) - 1) // seq_len
         if self.n < 1:
-            what = {"train.tokens": "--text", "valid.tokens": "--valid"}.get(path.name, path.name)
-            raise InputError(f"{what} holds {len(self.tokens)} tokens, fewer than --seq-len {seq_len} and one")
+            raise InputError(f"{called} holds {len(self.tokens)} tokens, fewer than --seq-len {seq_len} and one")
+        if not self.tokens["counts"].any():
+            raise InputError(f"{called} has no token that counts: of chats only what the assistant says does")
         self.orders = {}
 
     def order(self, epoch):

@@ -1,19 +1,103 @@
 """The folder of a run: settings, tokens, log, states and the best weights so far, until its output is complete."""
 
+import argparse
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import signal
 
 import checkpoint
+import launch
 from checkpoint import read_json
-from model import InputError
+from measure import score
+from model import WIRINGS, Config, InputError
 from tokenizer import load_tokenizer
 from training.data import Windows, documents, tokenize, train_tokenizer
 
+SAMPLE = "Once upon a time there were 12 (twelve) little dogs.\n\tZwölf? 十二! def f(x): return x**2"  # to compare with
 # flags that may change when a run goes on
 MACHINE = ["out", "device", "micro_batch", "recompute", "compile", "save_every"]
+
+
+def is_auto(args):
+    return (args.ladder_layers or "").startswith("auto:")
+
+
+def teacher(args):
+    """The folder of the teacher."""
+    return args.distill or args.checkpoint
+
+
+def describe(args):
+    """(the Config to train, that of the checkpoint or None, that of the teacher or None); auto:N is the last N here.
+
+    Completes args.seq_len. Raises InputError for what does not go together.
+    """
+    own = taught = None
+    if args.checkpoint:
+        config = own = _unquantized(args.checkpoint)
+    else:
+        if args.dim % args.n_heads:
+            raise InputError(f"--dim {args.dim} is not a multiple of --n-heads {args.n_heads}")
+        config = Config(
+            args.n_layers, args.n_heads, args.n_kv_heads, args.dim // args.n_heads, args.dim, args.intermediate_size,
+            args.vocab_size, args.seq_len or 256, tie_embeddings=True, bos_id=1, eos_ids=(2,),
+        )  # fmt: skip
+    args.seq_len = args.seq_len or min(2048, config.max_seq_len)
+    if args.seq_len > config.max_seq_len:
+        raise InputError(f"--seq-len {args.seq_len} is longer than the context of {config.max_seq_len}")
+    if args.valid_tokens is not None and args.valid_tokens < args.seq_len:
+        raise InputError(f"--valid-tokens {args.valid_tokens} is less than a window of --seq-len {args.seq_len}")
+    layers = args.ladder_layers
+    if is_auto(args):
+        layers = layers.removeprefix("auto:")
+        if not layers.isdecimal():
+            raise InputError(f"--ladder-layers {args.ladder_layers}: auto: takes a number of layers")
+        if own is None:
+            raise InputError("--ladder-layers auto:N needs --checkpoint, the model to retrain")
+        score.check_sensitivity(own)
+    config = launch.with_wiring(config, argparse.Namespace(**vars(args) | {"ladder_layers": layers}))
+    _check_trainable(config.wiring)
+    if not config.stale_layers and (args.blend_steps or args.match_streams):
+        raise InputError(f"--blend-steps and --match-streams are for ladder layers, and {config.wiring} has none")
+    if args.blend_steps and own.stale_layers:
+        raise InputError(f"--blend-steps goes from a standard model, but {args.checkpoint} is {own.wiring}")
+    if args.distill is not None:
+        taught = _unquantized(teacher(args))
+        _check_teacher(args, config, own, taught)
+    return config, own, taught
+
+
+def _unquantized(folder):
+    config = checkpoint.read_config(folder)
+    if config.quant:
+        raise InputError(f"{folder} is quantized ({config.quant}): give the original")
+    return config
+
+
+def _check_trainable(wiring):
+    if WIRINGS[wiring].tp_bound:
+        known = ", ".join(name for name in WIRINGS if not WIRINGS[name].tp_bound)
+        raise InputError(f"{wiring} is another function on another number of ranks: take one of {known}")
+
+
+def _check_teacher(args, config, own, taught):
+    _check_trainable(taught.wiring)
+    if not args.distill and own.stale_layers and own.stale_layers == config.stale_layers:
+        raise InputError(
+            f"{args.checkpoint} is {own.wiring} already and would be its own teacher: --distill DIR names its original"
+        )
+    if taught.vocab_size != config.vocab_size:
+        raise InputError(f"--distill {args.distill} has {taught.vocab_size} tokens, the model {config.vocab_size}")
+    if taught.max_seq_len < args.seq_len:
+        raise InputError(f"--distill {args.distill} has a context of {taught.max_seq_len}, less than --seq-len")
+    if args.match_streams and (taught.n_layers, taught.dim) != (config.n_layers, config.dim):
+        raise InputError(f"--match-streams needs a teacher of {config.n_layers} layers of width {config.dim}")
+    theirs, ours = (load_tokenizer(folder, config.vocab_size) for folder in (teacher(args), args.checkpoint))
+    if theirs and ours and theirs.encode_plain(SAMPLE) != ours.encode_plain(SAMPLE):
+        raise InputError(f"the tokenizers of {args.checkpoint} and --distill {args.distill} cut text differently")
 
 
 def prepare(run, args):
@@ -43,13 +127,20 @@ def prepare(run, args):
         for name, paths in ("train", args.text), ("valid", [args.valid]):
             if not (run / f"{name}.tokens").exists():
                 tokenize(paths, tokenizer, ends[0] if ends else None, run / f"{name}.tokens")
-            Windows(run / f"{name}.tokens", args.seq_len)
+            Windows(run / f"{name}.tokens", args.seq_len, "--text" if name == "train" else "--valid")
         new = False
     except OSError as e:
         raise InputError(f"{e.filename}: {e.strerror}") from None
     finally:
         if new:
             shutil.rmtree(run, ignore_errors=True)
+
+
+def write_text(path, text):
+    """Write a file that has its name only when it is complete."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.write_text(text)
+    os.replace(unfinished, path)
 
 
 def _digest(path):
@@ -60,7 +151,7 @@ def _digest(path):
 def _compare(run, settings):
     path = run / "settings.json"
     if not path.exists():
-        path.write_text(json.dumps(settings, indent=2) + "\n")
+        write_text(path, json.dumps(settings, indent=2) + "\n")
     before = read_json(path)
     for name, now in json.loads(json.dumps(settings)).items():
         if before.get(name) == now:
@@ -76,8 +167,9 @@ def _compare(run, settings):
 def finish(run, step, out):
     """The best weights, those of a step, become the output; log and figure stay, what only a run needs goes."""
     (run / f"best-{step}").rename(out)
-    for path in run.glob("state-*"):
-        shutil.rmtree(path)
+    for pattern in "state-*", "best-*", "*.tmp":
+        for path in run.glob(pattern):
+            shutil.rmtree(path)
     for path in run.glob("*.tokens"):
         path.unlink()
 
@@ -90,13 +182,12 @@ class Log:
         if step is not None and path.exists():
             self.lines = [line for line in map(json.loads, _complete_lines(path)) if line["step"] <= step]
         if writes:
-            path.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+            write_text(path, "".join(json.dumps(line) + "\n" for line in self.lines))
 
     def append(self, line):
         self.lines.append(line)
         if self.writes:
-            with open(self.path, "a") as f:
-                f.write(json.dumps(line) + "\n")
+            launch.append_line(self.path, line)
 
 
 def _complete_lines(path):

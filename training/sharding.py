@@ -12,6 +12,7 @@ import shutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -94,10 +95,11 @@ class FreshWeights:
             target.copy_(torch.empty(self.shapes[name]).normal_(0, 0.02, generator=generator)[start:stop])
 
 
-def write(run, step, model, dtype, world):
-    """Write the model as the checkpoint folder run/best-STEP, alone of its kind, gathered one tensor at a time.
+def write(run, step, saved, model, dtype, world):
+    """Write the model as the checkpoint folder run/best-STEP, gathered one tensor at a time.
 
-    All ranks must come; rank 0 writes. The folder has its name only when it is complete.
+    All ranks must come; rank 0 writes. The folder has its name only when it is complete; then the others go, but for
+    that of the step `saved`, which the newest state names.
     """
     parameters = dict(model.named_parameters())
 
@@ -115,10 +117,12 @@ def write(run, step, model, dtype, world):
         checkpoint.write_config(folder, model.config)
         checkpoint.copy_tokenizer(run, folder)
         checkpoint.write_weights(folder, {name: p.numel() * dtype.itemsize for name, p in parameters.items()}, read)
-        for old in run.glob("best-*"):
-            shutil.rmtree(old)
+        shutil.rmtree(run / f"best-{step}", ignore_errors=True)  # of a run that was killed before it saved this step
         os.replace(folder, run / f"best-{step}")
-    except OSError as e:
+        for old in run.glob("best-*"):
+            if _step(old) not in (step, saved):
+                shutil.rmtree(old)
+    except (OSError, SafetensorError) as e:  # above all: no space left on the device
         raise InputError(f"cannot write {folder}: {e}") from None
 
 
@@ -126,10 +130,10 @@ def write(run, step, model, dtype, world):
 # What a run goes on from
 
 
-def save(run, step, progress, model, optimizer, world):
+def save(run, step, best, model, optimizer, world):
     """Save everything that step + 1 depends on, in shards, as run/state-STEP, and remove the states before it.
 
-    A state has its name only when it is complete. progress: what else is to be remembered, of JSON's types.
+    A state has its name only when it is complete. best: {"step", "nats"} of run/best-STEP.
     """
     unfinished, target = run / "state.tmp", run / f"state-{step}"
     weights, moments = get_state_dict(model, optimizer)
@@ -140,7 +144,7 @@ def save(run, step, progress, model, optimizer, world):
         dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=unfinished, process_group=world.group)
         dist.barrier(group=world.group)
         if world.rank == 0:
-            (unfinished / "progress.json").write_text(json.dumps(progress))
+            (unfinished / "progress.json").write_text(json.dumps(best))
             os.replace(unfinished, target)
             for old in _states(run)[:-1]:
                 shutil.rmtree(old, ignore_errors=True)
@@ -149,7 +153,7 @@ def save(run, step, progress, model, optimizer, world):
 
 
 def restore(run, model, optimizer, world):
-    """Load the newest state of a run; returns (its step, its progress), or None where there is none."""
+    """Load the newest state of a run; returns (its step, its best), or None where there is none."""
     states = _states(run)
     if not states:
         return None
