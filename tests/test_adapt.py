@@ -8,12 +8,12 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
+import time
 
 import numpy as np
 import pytest
 import torch
-from helpers import ANY_TP, BASE, ROOT, random_model, run_ranks, script, wired_id
+from helpers import ANY_TP, BASE, command, random_model, run_ranks, script, wired_id
 from reference import Reference
 from test_training import trainee_like
 
@@ -395,19 +395,17 @@ def test_a_loss_that_is_not_finite_ends_it_and_the_best_weights_stay(scratch, tm
 
 @pytest.mark.slow
 def test_killed_for_good_and_started_again(scratch, tmp_path):
-    """SIGKILL, wherever it hits: in loading, in a step, while a state is written."""
+    """SIGKILL: in loading, while a state is written, and in a step."""
     scratch += ["--save-every", "2"]
     adapt.main([*scratch, "--out", str(tmp_path / "whole")])
-    command = [sys.executable, "adapt.py", *scratch]
-    for seconds in (3.0, 4.0, 4.5, 5.0, 5.5, 6.0):
-        try:
-            subprocess.run(command, cwd=ROOT, capture_output=True, timeout=seconds)
-        except subprocess.TimeoutExpired:  # has killed it
-            continue
-        break
-    if not (tmp_path / "out").exists():
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    for file in ("train.tokens", "state.tmp", "state-20"):
+        with subprocess.Popen(command("adapt.py", *scratch), stderr=subprocess.DEVNULL) as process:
+            while process.poll() is None and not (tmp_path / "out.run" / file).exists():
+                time.sleep(0.001)
+            process.kill()
+        assert process.returncode == -signal.SIGKILL, f"{file} was not seen"
+    done = script("adapt.py", *scratch)
+    assert done.returncode == 0, done.stderr
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
 
 
