@@ -248,10 +248,8 @@ def parse(argv):
     g.add_argument("--warmup", type=count, metavar="N", help=warmup)
     g.add_argument("--weight-decay", type=from_0, metavar="X", default=0.1, help="of matrices")
     g.add_argument("--clip", type=positive, metavar="X", default=1.0, help="the gradient to this norm")
-    dropout = number(float, 0, 0.99)
-    g.add_argument(
-        "--dropout", type=dropout, metavar="P", help="of sublayers' outputs (default: 0.1 from scratch, else 0)"
-    )
+    dropout = "of sublayers' outputs (default: 0.1 from scratch, else 0)"
+    g.add_argument("--dropout", type=number(float, 0, 0.99), metavar="P", help=dropout)
     g.add_argument("--eval-every", type=count, metavar="N", default=200, help="steps between validations")
     g.add_argument("--valid-tokens", type=count, metavar="N", help="validate on so many (default: all)")
     g.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, metavar="S", help="of all that is random")

@@ -57,9 +57,7 @@ class Model(TemplateLM):
     def prefix_token_id(self):
         found = self.eot_token_id if self.text.bos_id is None else self.text.bos_id
         if found is None:
-            raise InputError(
-                "a task scores a text behind nothing, but this model has no BOS and no end-of-sequence"
-            )
+            raise InputError("a task scores a text behind nothing, but this model has no BOS and no end-of-sequence")
         return found
 
     def tok_encode(self, string, add_special_tokens=None, **_):

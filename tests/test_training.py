@@ -105,13 +105,10 @@ def test_windows_hold_every_token_and_no_document_sees_another(tokens):
     for row in range(windows.n):
         for i in range(5):
             at = 5 * row + i
-            document, first = (
-                all_tokens["document"][at],
-                int(np.argmax(all_tokens["document"] == all_tokens["document"][at])),
-            )
-            assert batch.positions[row, i] == at - max(first, 5 * row)
-            seen = [5 * row + j for j in range(5) if batch.mask[row, i, j]]
-            assert seen == [j for j in range(5 * row, at + 1) if all_tokens["document"][j] == document]
+            document = all_tokens["document"][at]
+            before = [j for j in range(5 * row, at + 1) if all_tokens["document"][j] == document]
+            assert batch.positions[row, i] == at - before[0]
+            assert [5 * row + j for j in range(5) if batch.mask[row, i, j]] == before
             after = all_tokens[at + 1]
             assert batch.counts[row, i] == (after["document"] == document and bool(after["counts"]))
     assert windows.batch([0]).mask is None and windows.batch([None, 0]).counts.sum(1).tolist() == [0, 5]
@@ -177,8 +174,8 @@ def test_ranks_hold_the_rows_of_the_file_and_compute_the_same(tp, changes):
         joined = np.concatenate([parts[name] for parts, _ in found])
         assert np.array_equal(joined, weight.detach().numpy()), name
     with torch.no_grad():
-        streams = adapt.blended_stream(whole.tok_embeddings(torch.arange(12).view(2, 6)), whole.sublayers(
-            whole.metadata(torch.arange(6).expand(2, 6))), 0.0)  # fmt: skip
+        sublayers = whole.sublayers(whole.metadata(torch.arange(6).expand(2, 6)))
+        streams = adapt.blended_stream(whole.tok_embeddings(torch.arange(12).view(2, 6)), sublayers, 0.0)
         expected = whole.norm(streams[-1]).numpy()
     for _, x in found:
         assert np.abs(x - expected).max() < 1e-5
@@ -201,13 +198,13 @@ def test_what_is_written_is_what_was_read(tmp_path):
 def test_weights_that_do_not_fit_are_named():
     world = launch.World(0, 1, torch.device("cpu"))
     state = random_model(BASE).state_dict()
-    with sharding.process_group(world):
-        with pytest.raises(InputError, match=r"norm.weight is \(47,\), but the config says \(48,\)"):
-            adapt.build(BASE, StateWeights({**state, "norm.weight": torch.ones(47)}), world, torch.float32)
-        with pytest.raises(InputError, match="norm.weight holds NaN"):
-            adapt.build(
-                BASE, StateWeights({**state, "norm.weight": torch.full((48,), torch.nan)}), world, torch.float32
-            )
+    for norm, message in {
+        torch.ones(47): r"norm.weight is \(47,\), but the config says \(48,\)",
+        torch.full((48,), torch.nan): "norm.weight holds NaN",
+    }.items():
+        weights = StateWeights({**state, "norm.weight": norm})
+        with sharding.process_group(world), pytest.raises(InputError, match=message):
+            adapt.build(BASE, weights, world, torch.float32)
 
 
 def test_fresh_weights_do_not_depend_on_the_ranks():
