@@ -110,13 +110,13 @@ def losses(model, batch, alpha=0.0, teacher=None, match=0.0):
 
 
 @torch.no_grad()
-def validation_loss(model, windows, rows, world):
-    """Nats per token over all windows, `rows` at a time on each rank, at alpha 0: the model as it will be used."""
+def validation_loss(model, windows, rows, world, alpha=0.0):
+    """Nats per token over all windows, `rows` at a time on each rank; at alpha 0 of the model as it will be used."""
     was, total = model.training, [0.0, 0]
     model.eval()
     for first in range(world.rank * rows, windows.n + world.rank * rows, rows * world.tp_size):
         batch = windows.batch([i if i < windows.n else None for i in range(first, first + rows)]).to(world.device)
-        total = [total[0] + losses(model, batch)[1].item(), total[1] + batch.counts.sum().item()]
+        total = [total[0] + losses(model, batch, alpha)[1].item(), total[1] + batch.counts.sum().item()]
     model.train(was)
     model.reshard()  # FSDP2 leaves some weights whole, for a backward pass
     nats, tokens = sharding.summed(total, world)
@@ -149,28 +149,36 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
     mine = drawn[world.rank * rows : (world.rank + 1) * rows]
     parts = [windows.batch(mine[i : i + args.micro_batch]) for i in range(0, rows, args.micro_batch)]
     tokens, stop = sharding.summed([sum(part.counts.sum().item() for part in parts), len(asked)], world)
-    nats = 0.0
+    nats = whole = 0.0
     for part in parts:
         loss, ce = losses(model, part.to(world.device), alpha, teacher, args.match_streams)
         (loss * world.tp_size / max(tokens, 1)).backward()  # FSDP2 takes the mean over the ranks
-        nats += ce.item()
+        nats, whole = nats + ce.item(), whole + loss.item()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip).full_tensor().item()
-    nats = sharding.summed([nats], world)[0] / max(tokens, 1)
-    if not math.isfinite(nats + norm):
-        raise InputError(f"at step {step} the loss is {nats:g} and the norm of its gradient {norm:g}")
+    nats, whole = (total / max(tokens, 1) for total in sharding.summed([nats, whole], world))
+    if not math.isfinite(whole + norm):
+        raise InputError(f"at step {step} the loss is {whole:g} and the norm of its gradient {norm:g}")
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, args)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     trained = args.batch * args.seq_len
-    line = {"step": step, "tokens": step * trained, "train": nats, "alpha": alpha, "lr": learning_rate(step, args)}
+    line = {
+        "step": step,
+        "tokens": step * trained,
+        "train": nats,
+        "loss": whole,
+        "alpha": alpha,
+        "lr": learning_rate(step, args),
+    }
     return line | {"gradient_norm": norm, "tokens_per_s": trained / (time.perf_counter() - start)}, stop > 0
 
 
-def train(model, teacher, windows, valid, run, args, world):
+def train(model, teacher, windows, valid, run, args, world, original):
     """Train until args.steps, from the newest state of the run on; returns the log's lines and the best.
 
     run/best-STEP holds the weights of the lowest validation loss, from step 0 on. A first Ctrl-C saves before it ends.
+    original: whether the model was a standard one, whose own loss the log then begins with.
     """
     matrices, vectors = ([p for p in model.parameters() if (p.dim() == 2) == two] for two in (True, False))
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -186,13 +194,19 @@ def train(model, teacher, windows, valid, run, args, world):
         if nats < best["nats"]:
             best = {"nats": nats, "step": line["step"]}
             sharding.write(run, best["step"], saved, model, checkpoint.DTYPES[args.dtype], world)
+        line = line | {"valid": nats}
         if world.rank == 0:
-            bar.write(f"step {line['step']}: train {line.get('train', math.nan):.4f}, valid {nats:.4f} nats per token")
-        return line | {"valid": nats}
+            said = ", ".join(f"{k} {line[k]:.4f}" for k in ("original", "train", "valid") if k in line)
+            bar.write(f"step {line['step']}: {said} nats per token")
+        return line
 
     if step is None:
-        step = 0
-        log.append(validated({"step": 0, "tokens": 0}))
+        step, line = 0, {"step": 0, "tokens": 0}
+        if original:  # which alpha 1 is
+            line["original"] = validation_loss(model, valid, args.micro_batch, world, alpha=1.0)
+        log.append(validated(line))
+    elif world.rank == 0:
+        bar.write(f"going on from step {step} of {args.steps}")
     with runs.interruption() as asked:
         while step < args.steps:
             step += 1
@@ -244,12 +258,10 @@ def parse(argv):
     g.add_argument("--batch", type=count, metavar="N", default=16, help="windows a step, on all ranks together")
     usual = "default: 3e-3 from scratch, 5e-5 with --distill, else 5e-6"
     g.add_argument("--lr", type=positive, metavar="X", help=f"peak learning rate ({usual})")
-    warmup = "steps to it, then a cosine to a tenth (default: a tenth of all, up to 200)"
-    g.add_argument("--warmup", type=count, metavar="N", help=warmup)
+    g.add_argument("--warmup", type=count, metavar="N", help="steps to it (default: a tenth of all, up to 200)")
     g.add_argument("--weight-decay", type=from_0, metavar="X", default=0.1, help="of matrices")
     g.add_argument("--clip", type=positive, metavar="X", default=1.0, help="the gradient to this norm")
-    dropout = "of sublayers' outputs (default: 0.1 from scratch, else 0)"
-    g.add_argument("--dropout", type=number(float, 0, 0.99), metavar="P", help=dropout)
+    g.add_argument("--dropout", type=number(float, 0, 0.99), metavar="P", help="default: 0.1 from scratch, else 0")
     g.add_argument("--eval-every", type=count, metavar="N", default=200, help="steps between validations")
     g.add_argument("--valid-tokens", type=count, metavar="N", help="validate on so many (default: all)")
     g.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, metavar="S", help="of all that is random")
@@ -289,6 +301,8 @@ def least_sensitive(model, own, valid, run, args, world):
         model.config, n = own, len(model.config.stale_layers)
         found = score.sensitivity(model, lambda m: validation_loss(m, valid, args.micro_batch, world))
         layers = sorted(sorted(range(own.n_layers), key=found.__getitem__)[:n])
+        if world.rank == 0:
+            print("auto:", ", ".join(f"layer {i} {found[i]:.4f}" for i in range(own.n_layers)), f"nats: {layers}")
         world.first(runs.write_text, path, json.dumps(layers))
     return launch.rewired(own, "hybrid", ladder_layers=json.loads(path.read_text()))
 
@@ -323,11 +337,13 @@ def main(argv=None):
             teacher = taught and build(taught, teachers, world, dtype)
         if runs.is_auto(args):
             model.config = least_sensitive(model, own, valid, run, args, world)
-        lines, best = train(model, teacher, windows, valid, run, args, world)
+        original = own and own.wiring == "standard" and model.config.stale_layers
+        lines, best = train(model, teacher, windows, valid, run, args, world, original)
     if world.rank == 0:
         runs.finish(run, best["step"], out)
         curves.draw({out.name: lines}, run / "loss.png")
-        print(f"wrote {out}: wiring {model.config.wiring}, {best['nats']:.4f} nats per token at step {best['step']}")
+        what = f"wiring {model.config.wiring}, {args.dtype}, {best['nats']:.4f} nats per token at step {best['step']}"
+        print(f"wrote {out}: {what}")
 
 
 if __name__ == "__main__":

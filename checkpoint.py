@@ -123,6 +123,8 @@ def name(folder):
 def read_config(folder):
     """The Config of a checkpoint folder."""
     path = Path(folder) / "config.json"
+    if Path(folder).is_file():
+        raise InputError(f"{folder} is a file: run convert_hf_checkpoint.py {folder} --out DIR first")
     if not Path(folder).is_dir():
         raise InputError(f"{folder} is not a checkpoint folder: there is no such folder")
     if not path.is_file():

@@ -25,6 +25,7 @@ from measure import report
 from measure.score import check_sensitivity, divergence, sensitivity, total_nats
 from model import InputError
 from tokenizer import load_tokenizer
+from training.data import SEPARATOR
 
 
 def parse(argv):
@@ -80,19 +81,29 @@ def parse(argv):
 # Of a text
 
 
-def read_ids(args, tokenizer):
-    """The token ids of the text, BOS first where there is one, and the bytes of those scored: all ids but the first."""
+def read_documents(args, tokenizer):
+    """(the token ids of each document of the text, the bytes of what is scored: all ids but the first of each).
+
+    SEPARATOR stands between documents. BOS comes first where the tokenizer has one.
+    """
     text = checkpoint.read_text(args.text, flag="--text ")
-    ids, n = tokenizer.encode(text), args.max_tokens
-    if n is not None and n < len(ids):
-        while n > 2 and tokenizer.decode(ids[max(0, n - 16) : n]).endswith("\ufffd"):
-            n -= 1  # not in the middle of a character: its bytes would be nobody's
-        ids = ids[:n]
-        text = tokenizer.decode(ids)
-    if len(ids) < 2:
-        raise InputError(f"--text {args.text} has {len(ids)} tokens with BOS, but scoring takes two or more")
-    unscored = tokenizer.decode(ids[:1])  # of BOS, nothing
-    return ids, len(text.encode()) - len(unscored.encode())
+    parts = [part.strip() for part in text.split(SEPARATOR) if part.strip()] if SEPARATOR in text else [text]
+    documents, n_bytes, left = [], 0, args.max_tokens or math.inf
+    for part in parts:
+        ids = tokenizer.encode(part)
+        if len(ids) > left:
+            n = left
+            while n > 2 and tokenizer.decode(ids[max(0, n - 16) : n]).endswith("\ufffd"):
+                n -= 1  # not in the middle of a character: its bytes would be nobody's
+            ids = ids[:n]
+            part = tokenizer.decode(ids)
+        left -= len(ids)
+        if len(ids) > 1:
+            documents.append(ids)
+            n_bytes += len(part.encode()) - len(tokenizer.decode(ids[:1]).encode())  # BOS has none
+    if not documents:
+        raise InputError(f"--text {args.text} has no text: scoring takes two tokens or more, BOS included")
+    return documents, n_bytes
 
 
 def plan_windows(args, *configs):
@@ -125,18 +136,18 @@ def finite(nats, folder):
     return nats
 
 
-def score_text(args, world, model, other, ids, n_bytes, plan):
+def score_text(args, world, model, other, documents, n_bytes, plan):
     """(what there is to report, the same in words); other: the Config of --compare, or None."""
-    n, show, kl = len(ids) - 1, world.rank == 0, None
+    n, show, kl = sum(len(ids) - 1 for ids in documents), world.rank == 0, None
     if other is None:
-        nats = total_nats(model, ids, *plan, show) / n
+        nats = total_nats(model, documents, *plan, show) / n
     else:
         reference = generate.load_model(other, args.compare, args.dtype, world)
-        kl, agree, ours, theirs = divergence(model, reference, ids, *plan, show)
+        kl, agree, ours, theirs = divergence(model, reference, documents, *plan, show)
         nats = ours.mean().item()
     bits = finite(nats, args.checkpoint) * n / math.log(2) / n_bytes if n_bytes else None
     found = {
-        "text": Path(args.text).name, "tokens": n, "nats_per_token": nats,
+        "text": Path(args.text).name, "documents": len(documents), "tokens": n, "nats_per_token": nats,
         "perplexity": math.exp(nats) if nats < 700 else None, "bytes": n_bytes, "bits_per_byte": bits,
         "window": plan[0], "stride": plan[1],
     }  # fmt: skip
@@ -153,7 +164,7 @@ def score_text(args, world, model, other, ids, n_bytes, plan):
         words += f"KL divergence from it, in nats per token: mean {kl.mean():.3g}, 99 % of them below {p99:.3g}, "
         words += f"at most {kl.max():.3g}; the likeliest token is the same in {same:.2%}"
     if args.sensitivity:
-        layers = sensitivity(model, lambda m: finite(total_nats(m, ids, *plan) / n, args.checkpoint), show)
+        layers = sensitivity(model, lambda m: finite(total_nats(m, documents, *plan) / n, args.checkpoint), show)
         found["sensitivity"] = layers
         order = sorted(range(len(layers)), key=layers.__getitem__)
         words = "\n".join(
@@ -201,7 +212,7 @@ def main(argv=None):
             if args.sensitivity:
                 check_sensitivity(config)
             other = check_other(args, config, tokenizer) if args.compare else None
-            text = *read_ids(args, tokenizer), plan_windows(args, config, other or config)
+            text = *read_documents(args, tokenizer), plan_windows(args, config, other or config)
     model = generate.load_model(config, args.checkpoint, args.dtype, world)
     start = time.perf_counter()
     if args.tasks:

@@ -35,37 +35,41 @@ def pieces(logits, wanted):
         yield logits[i : i + step].float(), wanted[i : i + step]
 
 
-def predictions(models, ids, size, stride, batch, show=False):
-    """For each window over ids, ([logits (n, V) of each model], tokens (n,)): each token but the first just once."""
-    plan, device = windows(len(ids), size, stride), models[0].norm.weight.device
+def predictions(models, documents, size, stride, batch, show=False):
+    """For each window, ([logits (n, V) of each model], tokens (n,)): each token of a document but its first just once.
+
+    documents: lists of ids.
+    """
+    plan = [(ids, *window) for ids in documents for window in windows(len(ids), size, stride)]
+    device = models[0].norm.weight.device
     for i in tqdm(range(0, len(plan), batch), desc="scoring", unit="batch", delay=1, disable=not show):
         part = plan[i : i + batch]
-        tokens, _ = generate.pad([ids[start:stop] for start, stop, _ in part], device)
+        tokens, _ = generate.pad([ids[start:stop] for ids, start, stop, _ in part], device)
         logits = [model(tokens[:, :-1]) for model in models]
-        for row, (start, stop, first) in enumerate(part):
+        for row, (_, start, stop, first) in enumerate(part):
             begin, end = first - start, stop - start
             yield [each[row, begin - 1 : end - 1] for each in logits], tokens[row, begin:end]
 
 
 @torch.inference_mode()
-def total_nats(model, ids, size, stride, batch, show=False):
-    """The sum of -log p(token | those before it in its window) over all tokens but the first."""
+def total_nats(model, documents, size, stride, batch, show=False):
+    """The sum of -log p(token | those before it in its window) over all tokens but the first of each document."""
     total = 0.0
-    for (logits,), tokens in predictions([model], ids, size, stride, batch, show):
+    for (logits,), tokens in predictions([model], documents, size, stride, batch, show):
         for part, wanted in pieces(logits, tokens):
             total += F.cross_entropy(part, wanted, reduction="none").double().sum().item()
     return total
 
 
 @torch.inference_mode()
-def divergence(model, reference, ids, size, stride, batch, show=False):
-    """A model's predictions against a reference's, of all tokens of ids but the first: (kl, agree, nats, reference's).
+def divergence(model, reference, documents, size, stride, batch, show=False):
+    """A model's predictions against a reference's, of what total_nats sums: (kl, agree, nats, reference's nats).
 
     kl: sum over the vocabulary of p_reference log(p_reference / p_model). agree: whether both find the same token the
-    likeliest. nats: -log p(token). Each (len(ids) - 1,), float64 (agree: bool), on the CPU.
+    likeliest. nats: -log p(token). Each (tokens,), float64 (agree: bool), on the CPU.
     """
     found = []
-    for (ours, theirs), tokens in predictions([model, reference], ids, size, stride, batch, show):
+    for (ours, theirs), tokens in predictions([model, reference], documents, size, stride, batch, show):
         for (part, wanted), (other, _) in zip(pieces(ours, tokens), pieces(theirs, tokens), strict=True):
             # in float64: the divergence of close models is a small difference of large sums
             q, p = part.double().log_softmax(-1), other.double().log_softmax(-1)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -15,11 +16,13 @@ import pytest
 import torch
 from helpers import ANY_TP, BASE, command, random_model, run_ranks, script, wired_id
 from reference import Reference
+from safetensors import SafetensorError
 from test_training import trainee_like
 
 import adapt
 import checkpoint
 import launch
+import quantize
 import tp
 from model import InputError
 from tokenizer import load_tokenizer
@@ -35,7 +38,7 @@ def flags(tmp_path):
     for name, times in ("train.txt", 20), ("valid.txt", 2):
         (tmp_path / name).write_text("\n<|endoftext|>\n".join(STORIES * times))
     files = ["--text", tmp_path / "train.txt", "--valid", tmp_path / "valid.txt", "--out", tmp_path / "out"]
-    return [*map(str, files), "--batch", "8", "--warmup", "5"]
+    return [*map(str, files), "--batch", "8", "--warmup", "2"]
 
 
 @pytest.fixture
@@ -419,3 +422,123 @@ def test_a_full_disk_is_one_clear_line(retrain, tmp_path, monkeypatch):
             adapt.main([*retrain, "--save-every", "3"])
     adapt.main([*retrain, "--save-every", "3"])
     assert len(losses_of(tmp_path / "out")) == 7
+
+
+# Teachers
+
+
+def copy_of(folder, out, **changes):
+    """A folder with other fields in its config.json, and the tokenizer."""
+    out.mkdir()
+    config = dataclasses.replace(checkpoint.read_config(folder), **changes)
+    checkpoint.write_model(out, config, random_model(config).state_dict(), torch.float32)
+    checkpoint.copy_tokenizer(folder, out)
+    return str(out)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"wiring": "desync"}, "desync is another function on another number of ranks"),
+        ({"max_seq_len": 8}, "has a context of 8, less than --seq-len"),
+        ({"n_layers": 2}, "--match-streams needs a teacher of 3 layers of width 48"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_teachers_are_one_clear_line(changes, message, retrain, tiny, tmp_path):
+    with pytest.raises(InputError, match=message):
+        adapt.main([*retrain, "--distill", copy_of(tiny, tmp_path / "teacher", **changes)])
+    assert not (tmp_path / "out.run").exists()
+
+
+def test_quantized_models_and_other_tokenizers_do_not_teach(retrain, tiny, tmp_path, monkeypatch):
+    quantize.main(["--checkpoint", str(tiny), "--mode", "int8", "--out", str(tmp_path / "int8")])
+    for flag in "--distill", "--checkpoint":
+        with pytest.raises(InputError, match=r"int8 is quantized \(int8\): give the original"):
+            adapt.main([*retrain, flag, str(tmp_path / "int8")])
+    other = copy_of(tiny, tmp_path / "other")
+    texts = ["tick tock says the clock on the wall of the old house by the sea"] * 40 + list(STORIES)
+    data.train_tokenizer(texts, 300, tmp_path / "other" / "tokenizer.model")
+    with pytest.raises(InputError, match="the tokenizers of .* and --distill .*other cut text differently"):
+        adapt.main([*retrain, "--distill", other])
+
+
+def test_a_ladder_does_not_teach_itself_nor_become_one_softly(flags, tiny, tmp_path):
+    ladder = copy_of(tiny, tmp_path / "ladder", wiring="ladder")
+    with pytest.raises(InputError, match="is ladder already and would be its own teacher: --distill DIR"):
+        adapt.main([*flags, "--checkpoint", ladder, "--distill", "--seq-len", "16"])
+    with pytest.raises(InputError, match="--blend-steps goes from a standard model, but .*ladder is ladder"):
+        adapt.main([*flags, "--checkpoint", ladder, "--blend-steps", "3", "--seq-len", "16"])
+
+
+def test_streams_of_a_teacher_with_other_sublayers():
+    student, teacher = (random_model(dataclasses.replace(BASE, wiring=w)) for w in ("ladder", "parallel"))
+    place = torch.arange(7).expand(2, 7)
+    batch = data.Batch(*torch.ones(2, 2, 7, dtype=torch.long), torch.ones(2, 7, dtype=torch.bool), place, None)
+    plain, _ = adapt.losses(trainee_like(student), batch, 0.0, trainee_like(teacher), 0.0)
+    matched, _ = adapt.losses(trainee_like(student), batch, 0.0, trainee_like(teacher), 1.0)
+    with torch.no_grad():
+        x, y = (
+            adapt.blended_stream(m.tok_embeddings(batch.tokens), m.sublayers(m.metadata(place)), 0.0)
+            for m in (student, teacher)
+        )
+    expected = sum(((x[2 * i + 1] - y[i]).square().sum(-1) / y[i].square().sum(-1)).sum() for i in range(3))
+    assert (matched - plain).item() == pytest.approx(expected.item(), rel=1e-4)
+
+
+# What a run leaves and finds
+
+
+@pytest.mark.slow
+def test_an_output_with_a_slash_and_best_weights_that_a_state_names(scratch, tmp_path, monkeypatch):
+    scratch[scratch.index("--out") + 1] = f"{tmp_path}/out/"
+    scratch += ["--steps", "8", "--eval-every", "2", "--save-every", "3"]
+    step, loss = adapt.optimizer_step, adapt.validation_loss
+
+    def killed(number, *args):
+        if number == 6:
+            raise KeyboardInterrupt
+        return step(number, *args)
+
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(adapt, "optimizer_step", killed)
+        adapt.main(scratch)
+    assert sorted(p.name for p in (tmp_path / "out.run").glob("[bs]*-*")) == ["best-2", "best-4", "state-3"]
+    monkeypatch.setattr(adapt, "validation_loss", lambda *args: loss(*args) + 1)  # say, on other machines
+    adapt.main(scratch)
+    assert checkpoint.read_config(tmp_path / "out").n_layers == 2
+    assert not list((tmp_path / "out.run").glob("best-*"))
+
+
+def test_a_validation_in_which_nothing_counts_is_refused(flags, tiny, tmp_path):
+    for name in "tokenizer.model", "config.json", "model.safetensors":
+        shutil.copy(tiny / name, tmp_path / name)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    (tmp_path / "valid.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a dog"}] * 40}) + "\n")
+    how = ["--checkpoint", str(tmp_path), "--seq-len", "16", "--valid", str(tmp_path / "valid.jsonl")]
+    with pytest.raises(InputError, match="valid.jsonl: no text"):
+        adapt.main([*flags, *how])
+    answered = [{"role": "user", "content": "a dog " * 40}, {"role": "assistant", "content": "ran"}]
+    (tmp_path / "valid.jsonl").write_text(json.dumps({"messages": answered}) + "\n")
+    with pytest.raises(InputError, match="--valid: in none of its windows a token counts|--valid has no token that"):
+        adapt.main([*flags, *how, "--valid-tokens", "20"])
+
+
+def test_a_vocabulary_that_was_killed_in_the_making_is_made_again(scratch, tmp_path, monkeypatch):
+    def killed(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr("sentencepiece.SentencePieceTrainer.train", killed)
+        adapt.main(scratch)
+    adapt.main(scratch)
+    assert checkpoint.read_config(tmp_path / "out").vocab_size == 300
+
+
+def test_best_weights_on_a_full_disk_are_one_clear_line(retrain, monkeypatch):
+    def full(*args, **kwargs):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(InputError, match="cannot write .*No space left"):
+        adapt.main(retrain)

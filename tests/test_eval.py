@@ -61,8 +61,8 @@ def test_nats_and_divergence_against_the_reference(piece, monkeypatch):
     for size, stride, batch in ((40, 20, 1), (16, 8, 3), (16, 5, 2)):
         (q, tokens), (p, _) = naive(net, ids, size, stride), naive(other, ids, size, stride)
         nats, theirs = -picked(q, tokens), -picked(p, tokens)
-        assert math.isclose(score.total_nats(net, ids, size, stride, batch), nats.sum(), rel_tol=1e-5)
-        found = score.divergence(net, other, ids, size, stride, batch)
+        assert math.isclose(score.total_nats(net, [ids], size, stride, batch), nats.sum(), rel_tol=1e-5)
+        found = score.divergence(net, other, [ids], size, stride, batch)
         np.testing.assert_allclose(found[0], (np.exp(p) * (p - q)).sum(-1), rtol=1e-4)
         np.testing.assert_array_equal(found[1], p.argmax(-1) == q.argmax(-1))
         np.testing.assert_allclose(found[2], nats, rtol=1e-4)
@@ -84,7 +84,7 @@ def test_bytes_are_those_of_the_tokens_scored(tmp_path):
         ends = {len(text[:i].encode()) for i in range(len(text) + 1)}  # of whole characters
         for n in range(3, len(sizes) + 4):
             args = evaluate.parse(["--checkpoint", "x", "--text", str(tmp_path / "text"), "--max-tokens", str(n)])
-            ids, n_bytes = evaluate.read_ids(args, tokenizer)
+            [ids], n_bytes = evaluate.read_documents(args, tokenizer)
             plain = len(ids) - (bos is not None)
             assert n - 3 <= len(ids) <= n or len(ids) == len(sizes) + (bos is not None)
             assert sum(sizes[:plain]) in ends
@@ -150,7 +150,7 @@ def test_a_quantized_model_is_close_to_its_original(text, tmp_path, capsys):
 def test_sensitivity_against_the_reference():
     net = random_model(BASE)
     ids = unequal_rows(BASE, 1, 40)[0][0].tolist()
-    found = score.sensitivity(net, lambda m: score.total_nats(m, ids, 40, 20, 1))
+    found = score.sensitivity(net, lambda m: score.total_nats(m, [ids], 40, 20, 1))
     assert net.config is BASE and len(found) == BASE.n_layers
     for i, nats in enumerate(found):
         alone = random_model(dataclasses.replace(BASE, wiring="hybrid", ladder_layers=(i,)))

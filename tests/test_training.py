@@ -54,6 +54,7 @@ def test_documents_of_text_and_of_lines_of_json(tmp_path):
         ("{", "line 1 is not valid JSON"),
         ("[1]", 'neither a "text" nor "messages"'),
         ('{"text": 3}', 'neither a "text" nor "messages"'),
+        ('{"text": "\\ud800"}', "line 1 has half of a surrogate pair"),
         ('{"messages": []}', 'neither a "text" nor "messages"'),
         ('{"messages": [{"role": "user"}]}', 'each with a "role" and a "content"'),
         ("[" * 100_000, "line 1 is not valid JSON"),
@@ -73,6 +74,35 @@ def test_of_a_chat_only_the_answers_count():
     assert "".join(chr(i) for i, c in zip(ids, counts, strict=True) if c) == "ho;yes;"
     assert data.encode(Letters(), "ab", end=2, where="") == ([1, 97, 98, 2], [True] * 4)
     assert data.encode(Letters(), "ab", end=None, where="")[0] == [1, 97, 98]
+
+
+def test_of_chats_that_begin_with_an_answer_or_a_line_break():
+    begins = [{"role": "assistant", "content": "ho"}, *chat("hi", "x")]
+    ids, counts = data.encode(Letters(), begins, end=2, where="")
+    assert "".join(map(chr, ids)) == "a:ho;u:hi;a:x;"
+    assert "".join(chr(i) for i, c in zip(ids, counts, strict=True) if c) == "a:ho;x;"
+
+    class Pairs(Letters):
+        """Two line breaks are one token, wherever they meet."""
+
+        template = (
+            "{% for m in messages %}{{ m.role }}\n{{ m.content }};{% endfor %}"
+            "{% if add_generation_prompt %}assistant\n{% endif %}"
+        )
+
+        def encode_plain(self, text):
+            return [ord(c) for c in text.replace("\n\n", "N")]
+
+    ids, counts = data.encode(Pairs(), chat("hi", "\nho"), end=2, where="")
+    assert "".join(map(chr, ids)) == "user\nhi;assistant\n\nho;"  # as a model meets it: the prompt, then its answer
+    assert "".join(chr(i) for i, c in zip(ids, counts, strict=True) if c) == "\nho;"
+
+
+def test_a_conversation_that_the_template_refuses_is_named():
+    tokenizer = Letters()
+    tokenizer.template = "{{ raise_exception('no') }}"
+    with pytest.raises(InputError, match="f line 3: the checkpoint's chat template refuses"):
+        data.encode(tokenizer, chat("hi", "ho"), end=2, where="f line 3")
 
 
 def test_a_template_that_rewrites_the_past_is_refused():
@@ -184,11 +214,12 @@ def test_ranks_hold_the_rows_of_the_file_and_compute_the_same(tp, changes):
 def test_what_is_written_is_what_was_read(tmp_path):
     config, world = BASE, launch.World(0, 1, torch.device("cpu"))
     model = random_model(config)
-    (tmp_path / "best-7").mkdir()
+    for old in (5, 7):
+        (tmp_path / f"best-{old}").mkdir()
     with sharding.process_group(world):
         trainee = adapt.build(config, StateWeights(model.state_dict()), world, torch.float32)
-        sharding.write(tmp_path, 9, trainee, torch.float32, world)
-    assert [p.name for p in tmp_path.iterdir()] == ["best-9"]
+        sharding.write(tmp_path, 9, 5, trainee, torch.float32, world)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["best-5", "best-9"]  # a state names step 5
     assert checkpoint.read_config(tmp_path / "best-9") == config
     weights = checkpoint.Weights(tmp_path / "best-9")
     for name, weight in model.named_parameters():
@@ -229,7 +260,7 @@ def test_memory_is_what_the_arithmetic_says(recompute, dtype, packed):
     config = dataclasses.replace(BASE, n_layers=4, n_heads=8, n_kv_heads=4, head_dim=12, dim=72, intermediate_size=200)
     rows, S = 3, 40
     world = launch.World(0, 1, torch.device("cpu"))
-    args = adapt.parse(["--text", "x", "--valid", "x", "--out", "x", *["--recompute"] * recompute])
+    args = adapt.parse(["--text", "x", "--valid", "x", "--out", "x", "--dropout", "0", *["--recompute"] * recompute])
     mask = torch.ones(S, S).tril().bool().expand(rows, S, S) if packed else None
     place = torch.arange(S).expand(rows, S)
     batch = data.Batch(torch.ones(rows, S, dtype=torch.long), None, None, place, mask)

@@ -15,11 +15,17 @@ def draw(runs, path, title=None):
     for label, lines in runs.items():
         valid = [line for line in lines if "valid" in line]
         [drawn] = axes.plot([x["tokens"] for x in valid], [x["valid"] for x in valid], marker="o", ms=3, label=label)
-        trained = [line for line in lines if "train" in line]
+        trained = [line for line in lines if line.get("alpha") == 0]  # while it blends it is another model
         axes.plot(
             [x["tokens"] for x in trained], [x["train"] for x in trained], color=drawn.get_color(), alpha=0.25, lw=1
         )
-    axes.set(xlabel="tokens trained on", ylabel="nats per token (line: validation; faint: training)", title=title)
+        if "original" in lines[0]:
+            axes.axhline(lines[0]["original"], color=drawn.get_color(), ls="--", lw=1)
+    axes.set(
+        xlabel="tokens trained on",
+        ylabel="nats per token (marks: validation; faint: training; dashed: the original)",
+        title=title,
+    )
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()

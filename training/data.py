@@ -54,7 +54,7 @@ def _record(line, where):
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as e:
-        raise InputError(f"{where} is not valid JSON ({first_line(e)})") from None
+        raise InputError(f"{where} is not valid JSON ({getattr(e, 'msg', first_line(e))})") from None
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -62,6 +62,8 @@ def describe(args):
     _check_trainable(config.wiring)
     if not config.stale_layers and (args.blend_steps or args.match_streams):
         raise InputError(f"--blend-steps and --match-streams are for ladder layers, and {config.wiring} has none")
+    if args.blend_steps > args.steps:
+        raise InputError(f"--blend-steps {args.blend_steps} is more than --steps {args.steps}: it would end half way")
     if args.blend_steps and own.stale_layers:
         raise InputError(f"--blend-steps goes from a standard model, but {args.checkpoint} is {own.wiring}")
     if args.distill is not None:
@@ -117,7 +119,7 @@ def prepare(run, args):
             config = checkpoint.read_config(args.checkpoint)
             tokenizer, ends = load_tokenizer(run, config.vocab_size), config.eos_ids
             if tokenizer is None:
-                raise InputError(f"{args.checkpoint} has no tokenizer")
+                raise InputError(f"{args.checkpoint} has no tokenizer: convert it with --tokenizer FILE")
         else:
             if not (run / "tokenizer.model").exists():
                 texts = [d for path in args.text for d, _ in documents(path) if isinstance(d, str)]
