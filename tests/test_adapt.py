@@ -226,6 +226,10 @@ def test_what_comes_out_has_the_wiring_the_tokenizer_and_a_lower_loss(retrain, t
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (tiny / "tokenizer.model").read_bytes()
     lines = losses_of(tmp_path / "out")
     assert lines[-1]["valid"] < lines[0]["valid"] - 0.1
+    adapt.main(
+        [*retrain[: retrain.index("--ladder-layers")], "--seq-len", "16", "--steps", "2", "--out", f"{tmp_path}/same"]
+    )
+    assert losses_of(tmp_path / "same")[0]["valid"] == pytest.approx(lines[0]["original"], rel=1e-6)
     assert [line["alpha"] for line in lines[1:7]] == [1, 0.75, 0.5, 0.25, 0, 0]
 
 

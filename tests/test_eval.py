@@ -91,6 +91,25 @@ def test_bytes_are_those_of_the_tokens_scored(tmp_path):
             assert n_bytes == sum(sizes[:plain]) - (sizes[0] if bos is None else 0)
 
 
+def test_documents_are_scored_each_alone(tiny, tmp_path, capsys):
+    texts = ["Once upon a time there was a dog.", "The dog ran.", "a dog"]
+    (tmp_path / "all.txt").write_text("\n<|endoftext|>\n".join(texts) + "<|endoftext|>")
+    lines = []
+    for i, text in enumerate(texts):
+        (tmp_path / f"{i}.txt").write_text(text)
+        lines.append(evaluated(capsys, "--checkpoint", tiny, "--text", tmp_path / f"{i}.txt")[0])
+    together = evaluated(capsys, "--checkpoint", tiny, "--text", tmp_path / "all.txt", "--batch", "3")[0]
+    assert together["documents"] == 3 and [line["documents"] for line in lines] == [1, 1, 1]
+    assert together["tokens"] == sum(line["tokens"] for line in lines)
+    assert together["bytes"] == sum(line["bytes"] for line in lines) == sum(map(len, texts))
+    nats = sum(line["tokens"] * line["nats_per_token"] for line in lines)
+    assert together["nats_per_token"] * together["tokens"] == pytest.approx(nats, rel=1e-5)
+    part = evaluated(
+        capsys, "--checkpoint", tiny, "--text", tmp_path / "all.txt", "--max-tokens", lines[0]["tokens"] + 4
+    )[0]
+    assert part["documents"] == 2 and part["tokens"] == lines[0]["tokens"] + 2  # two more ids, behind a BOS
+
+
 @pytest.fixture
 def text(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
@@ -158,7 +177,7 @@ def test_sensitivity_against_the_reference():
     with pytest.raises(ZeroDivisionError):
         score.sensitivity(net, lambda m: 1 / 0)
     assert net.config is BASE
-    with pytest.raises(InputError, match="layers of a standard model a ladder, but this one is parallel"):
+    with pytest.raises(InputError, match="of a standard model, but this one is parallel"):
         score.sensitivity(random_model(dataclasses.replace(BASE, wiring="parallel")), None)
 
 
@@ -180,7 +199,7 @@ def test_what_cannot_be_compared_is_refused(tiny, text, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     checkpoint.write_config(other, checkpoint.read_config(tiny))
-    from adapt import train_tokenizer
+    from training.data import train_tokenizer
 
     train_tokenizer(["The cat sat on the mat, and a mouse ran over it. "] * 30, 300, other / "tokenizer.model")
     with pytest.raises(InputError, match=r"the tokenizers of \S+ and --compare \S+ cut the text differently"):

@@ -96,7 +96,7 @@ SCRIPTS = {
             "--window 1": "--window: '1' is not a whole number from 2",
             "--stride 0": "--stride: '0' is not a whole number from 1",
             "--text /nowhere": "--text /nowhere: No such file or directory",
-            "--max-tokens 2 --text {}/empty": "has 1 tokens with BOS, but scoring takes two or more",
+            "--max-tokens 2 --text {}/empty": "has no text: scoring takes two tokens or more",
             "--json /nowhere/x": "--json: /nowhere/x cannot be written",
             "--max-tokens 2 --json /dev/full": "/dev/full cannot be written: No space left on device",
             "--tasks hellaswag": "give either --text FILE or --tasks NAME,...",
