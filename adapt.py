@@ -343,7 +343,7 @@ def main(argv=None):
         runs.finish(run, best["step"], out)
         curves.draw({out.name: lines}, run / "loss.png")
         what = f"wiring {model.config.wiring}, {args.dtype}, {best['nats']:.4f} nats per token at step {best['step']}"
-        print(f"wrote {out}: {what}")
+        print(f"wrote {out}: {what}{'' if best['step'] else ', which training has not lowered'}")
 
 
 if __name__ == "__main__":

@@ -235,7 +235,7 @@ def test_what_comes_out_has_the_wiring_the_tokenizer_and_a_lower_loss(retrain, t
 
 @pytest.mark.slow
 def test_auto_takes_the_layers_that_alone_raise_the_loss_least(flags, tiny, tmp_path, capfd):
-    how = ["--checkpoint", str(tiny), "--seq-len", "16", "--steps", "1", "--ladder-layers", "auto:2"]
+    how = ["--checkpoint", str(tiny), "--seq-len", "16", "--steps", "2", "--ladder-layers", "auto:2"]
     adapt.main([*flags, *how])
     config = checkpoint.read_config(tmp_path / "out")
     alone = []
