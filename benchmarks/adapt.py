@@ -34,7 +34,8 @@ from training.data import tokenize
 SHARES = 0.01, 0.05, 0.2  # of the tokens at hand
 SEEDS = 0, 1, 2
 RATES = 3e-5, 1e-4, 3e-4, 1e-3, 3e-3
-WINDOW = ["--seq-len", "256", "--batch", "4", "--dtype", "float32"]  # 1,024 tokens a step
+WINDOW = ["--seq-len", "256", "--batch", "4", "--dtype", "float32"]
+STEP = 1024  # its tokens
 METHODS = {  # its flags, of a number of steps
     "plain": lambda steps: [],
     "distilled": lambda steps: ["--distill"],
@@ -96,7 +97,7 @@ def retraining(args, rates):
         at_hand = tokenize(args.text, tokenizer, config.eos_ids[0], Path(folder) / "tokens", show=False)
     shares = (1.0,) if args.plan == "long" else SHARES
     for share, (layers, wired) in itertools.product(shares, layers_of(config.n_layers).items()):
-        steps = max(2, round(share * at_hand / 1024))
+        steps = max(2, round(share * at_hand / STEP))
         for method, flags in METHODS.items():
             if layers == "none" and method != "plain":
                 continue  # the control

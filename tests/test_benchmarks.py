@@ -10,18 +10,20 @@ import sys
 
 import pytest
 import torch
-from helpers import RANKS, ROOT, main_on_ranks
+from helpers import BASE, RANKS, ROOT, main_on_ranks, random_model
 
+import checkpoint
 import generate
 import launch
 import model
-from benchmarks import decode, engines, few_rows, gloo_threads, gpu, overlap, paper, predict
+from benchmarks import adapt, adapt_tables, decode, engines, few_rows, gloo_threads, gpu, overlap, paper, predict
 from checkpoint import SIZES
 from kernels import cpu, int_linear
 from measure import report
 from measure import results as of_sweeps
 from measure.clock import run_clock
 from model import WIRINGS, Config, InputError
+from training import data
 
 TINY = Config(2, 8, 8, 8, 64, 128, 256, 512)
 
@@ -348,6 +350,55 @@ def test_gpu_s_cases_end_with_the_time_and_leave_a_word(monkeypatch, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# adapt.py: what a ladder costs
+
+
+def run_of(**key):
+    return {"plan": "rates", "layers": "all", "method": "plain", "share": 0.2, "seed": 0, "lr": 1e-3, "nats": 2.0} | key
+
+
+def test_each_kind_of_run_has_the_best_rate_of_its_own():
+    lines = [run_of(lr=1e-3), run_of(lr=3e-3, nats=1.5), run_of(lr=1e-2, nats=1.0, share=0.05)]
+    lines += [run_of(layers="last half", method="distilled", lr=1e-4)]
+    assert adapt.chosen_rate(lines, {"layers": "all", "method": "plain", "share": 0.2}) == 3e-3
+    key = {"layers": "auto half", "method": "blended and distilled", "share": 0.2}
+    assert adapt.chosen_rate(lines, key) == 1e-4
+    with pytest.raises(InputError, match="--rates has no line of distilled, all, 0.2"):
+        adapt.chosen_rate(lines, {"layers": "all", "method": "distilled", "share": 0.2})
+
+
+@pytest.mark.slow
+def test_a_plan_skips_what_its_file_has_and_the_tables_show_it(printed, tmp_path, monkeypatch):
+    text = "\n<|endoftext|>\n".join(["Once upon a time there was a little dog. It ran to the park."] * 20)
+    (tmp_path / "t.txt").write_text(text)
+    monkeypatch.setattr(adapt, "WINDOW", ["--seq-len", "16", "--batch", "4", "--dtype", "float32"])
+    monkeypatch.setattr(adapt, "SHARES", (0.2,))
+    monkeypatch.setattr(adapt, "RATES", (1e-3,))
+    monkeypatch.setattr(adapt, "SEEDS", (0, 1))
+    monkeypatch.setattr(adapt, "STEP", 64)
+    monkeypatch.setattr(adapt, "layers_of", lambda n: {"none": [], "all": ["--ladder"]})
+    folder = tmp_path / "model"
+    folder.mkdir()
+    data.train_tokenizer([text], 300, folder / "tokenizer.model")
+    config = dataclasses.replace(BASE, n_layers=4, vocab_size=300)
+    checkpoint.write_model(folder, config, random_model(config).state_dict(), torch.float32)
+    files = ["--checkpoint", folder, "--text", tmp_path / "t.txt", "--valid", tmp_path / "t.txt"]
+    assert printed(adapt, "--plan", "rates", *files, "--json", tmp_path / "rates").count("\n") == 3
+    assert printed(adapt, "--plan", "rates", *files, "--json", tmp_path / "rates") == ""
+    more = ["--rates", tmp_path / "rates", "--json", tmp_path / "out"]
+    assert printed(adapt, "--plan", "retrain", *files, *more).count("\n") == 8  # of four kinds, two seeds
+    lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert {line["wiring"] for line in lines if line["layers"] == "all"} == {"ladder"}
+    (tmp_path / "scratch").write_text(json.dumps({"model": "m", "nats": 1.25}) + "\n")
+    tables = printed(adapt_tables, tmp_path / "out", tmp_path / "scratch", "--figure", tmp_path / "f.png")
+    nats = [line["nats"] for line in lines if (line["layers"], line["method"]) == ("all", "plain")]
+    control = [line["nats"] for line in lines if line["layers"] == "none"]
+    mean = f"{sum(nats) / 2:.3f} ({min(nats):.3f}-{max(nats):.3f})"
+    assert f"{mean}, {100 * (sum(nats) / sum(control) - 1):+.1f} %" in tables and "| m | 1.250 |" in tables
+    assert (tmp_path / "f.png").stat().st_size > 10_000
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Bad input
 
 
@@ -390,6 +441,14 @@ README = str(ROOT / "README.md")
         (few_rows, "--json /nosuch/x", "--json: /nosuch/x cannot be written"),
         (gloo_threads, "--rounds 0", "--rounds: '0' is not a whole number from 1"),
         (gloo_threads, "", "one rank has no all-reduce: start two or more with torchrun"),
+        (adapt, "--plan rates --text x --valid x --json y", "--plan rates needs --checkpoint"),
+        (adapt, "--plan long --checkpoint c --text x --valid x --json y", "--plan long needs --checkpoint, --rates"),
+        (adapt, "--plan scratch --text x --valid x --json /nosuch/x", "--json: /nosuch/x cannot be written"),
+        (
+            adapt_tables,
+            f"{shlex.quote(README)} x",
+            f"retrained: {README} has lines that the plan retrain did not write",
+        ),
         (gpu, "--device cpu", "there is no GPU: on a CPU this takes --tiny"),
         (gpu, "--seconds x", "--seconds: 'x' is not a number from 0"),
         (gpu, f"--show {shlex.quote(README)}", f"--show: {README} has lines that this script did not write"),
