@@ -49,9 +49,10 @@ BIASES = {"attention_bias": False, "mlp_bias": False}
 FAMILIES = {  # model_type: what transformers 5.23 takes for a key that is absent; a family has the settings named here
     "llama": {**COMMON, "max_position_embeddings": 2048, **BIASES},
     "llamaLadder": {**COMMON, "max_position_embeddings": 2048, **BIASES},
-    "ladder_residual": {  # ours: see export.py
-        **COMMON, "max_position_embeddings": 2048, **BIASES, "attention_out_bias": False, "no_rope_layers": None,
-        "qk_norm": False, "parallel_blocks": False,
+    "ladder_residual": {  # of formats/exported: a child of seed_oss
+        **COMMON, "max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, **BIASES,
+        "attention_out_bias": False, "bos_token_id": 0, "no_rope_layers": None, "qk_norm": False,
+        "parallel_blocks": False,
     },
     "mistral": {**COMMON, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     "ministral": {
