@@ -39,16 +39,6 @@ OURS = [changes for changes in ANY_TP if changes["wiring"] != "standard"]
 LADDER = {"wiring": "ladder"}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def modules_cache(tmp_path_factory):
-    """Where transformers copies the code that comes with a folder, and imports it from."""
-    with pytest.MonkeyPatch.context() as m:
-        cache = str(tmp_path_factory.mktemp("modules"))
-        m.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", cache)
-        m.setenv("HF_MODULES_CACHE", cache)
-        yield
-
-
 def write(folder, **changes):
     """A random checkpoint of ours at folder / "ours" and what --to-hf makes of it; returns (our model, the folder)."""
     config = dataclasses.replace(BASE, **changes)
