@@ -158,20 +158,17 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
     nats, whole = (total / max(tokens, 1) for total in sharding.summed([nats, whole], world))
     if not math.isfinite(whole + norm):
         raise InputError(f"at step {step} the loss is {whole:g} and the norm of its gradient {norm:g}")
+    rate = learning_rate(step, args)
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, args)
+        group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     trained = args.batch * args.seq_len
     line = {
-        "step": step,
-        "tokens": step * trained,
-        "train": nats,
-        "loss": whole,
-        "alpha": alpha,
-        "lr": learning_rate(step, args),
-    }
-    return line | {"gradient_norm": norm, "tokens_per_s": trained / (time.perf_counter() - start)}, stop > 0
+        "step": step, "tokens": step * trained, "train": nats, "loss": whole, "alpha": alpha, "lr": rate,
+        "gradient_norm": norm, "tokens_per_s": trained / (time.perf_counter() - start),
+    }  # fmt: skip
+    return line, stop > 0
 
 
 def train(model, teacher, windows, valid, run, args, world, original):

@@ -211,6 +211,12 @@ class Weights:
                 part[i : i + step].copy_(source[i : i + step])
 
 
+def check_shape(weights, name, shape):
+    """Raise InputError unless the tensor has the shape that the config says. weights: as tp.load_shard takes them."""
+    if weights.shape(name) != shape:
+        raise InputError(f"tensor {name} is {weights.shape(name)}, but the config says {tuple(shape)}")
+
+
 def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie_embeddings=False):
     rope = dict(zip(get_args(LLAMA3), (factor, 1.0, 4.0, 8192), strict=True))
     return Config(

@@ -1,6 +1,7 @@
 """One interface over SentencePiece, tiktoken rank files and tokenizer.json; load_tokenizer() picks by what is there."""
 
 import base64
+import functools
 import json
 import re
 from datetime import datetime
@@ -75,16 +76,16 @@ class Tokenizer:
         if self.template is None:
             raise InputError("no chat template in the checkpoint's tokenizer_config.json, nor a chat_template.jinja")
         try:
-            template = _template_environment().from_string(self.template)
-            return template.render(
+            return _compiled(self.template).render(
                 messages=messages, add_generation_prompt=answer, tools=None, documents=None, **self.template_variables
             )
         except Exception as e:  # the template is a program of its own
             raise InputError(f"the checkpoint's chat template refuses this conversation: {e}") from None
 
 
-def _template_environment():
-    """What transformers gives to chat templates: https://huggingface.co/docs/transformers/chat_templating_writing."""
+@functools.cache
+def _compiled(template):
+    """A chat template, with what transformers gives it: https://huggingface.co/docs/transformers/chat_templating_writing."""
     from jinja2 import nodes
     from jinja2.exceptions import TemplateError
     from jinja2.ext import Extension, loopcontrols
@@ -108,7 +109,7 @@ def _template_environment():
     environment.filters["tojson"] = lambda x, **k: json.dumps(x, ensure_ascii=False, indent=k.get("indent"))
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+    return environment.from_string(template)
 
 
 class SentencePieceTokenizer(Tokenizer):

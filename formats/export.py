@@ -8,7 +8,7 @@ import numpy as np
 
 import checkpoint
 from checkpoint import dtype_name
-from formats.huggingface import PARALLEL_BLOCKS, family_of, hf_names, rope_kind, ungroup
+from formats.huggingface import PARALLEL_BLOCKS, family_of, hf_names, no_rope_layers, rope_kind, ungroup
 from model import WIRINGS, InputError, residual_stream
 from tokenizer import SentencePieceTokenizer
 
@@ -38,11 +38,11 @@ def family_to_hf(config):
     family = family_of(config)
     if family and not parallel and not stale:
         return family
-    turned = [int(i not in config.nope_layers) for i in range(config.n_layers)] if config.nope_layers else None
     return {
         **OWN_FAMILY, "ladder_layers": config.ladder_layers or stale, "parallel_blocks": parallel,
         "attention_bias": config.qkv_bias, "attention_out_bias": config.wo_bias, "mlp_bias": config.mlp_bias,
-        "qk_norm": config.qk_norm, "no_rope_layers": turned, "attention_dropout": 0.0, "pad_token_id": None,
+        "qk_norm": config.qk_norm, "no_rope_layers": no_rope_layers(config), "attention_dropout": 0.0,
+        "pad_token_id": None,
     }  # fmt: skip
 
 

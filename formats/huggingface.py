@@ -240,6 +240,11 @@ def nope_layers_from_hf(hf, n_layers):
     return tuple(i for i in range(n_layers) if not turned[i])
 
 
+def no_rope_layers(config):
+    """The inverse: a 0 for each such layer and 1 for the others, or None where there is none."""
+    return [int(i not in config.nope_layers) for i in range(config.n_layers)] if config.nope_layers else None
+
+
 def family_of(config):
     """The keys of a config.json that name the family of transformers with a standard model's biases and norms, or None.
 
@@ -249,8 +254,9 @@ def family_of(config):
     if config.qk_norm:
         fits, family, name, keys = qkv == wo and not mlp and turned, "qwen3", "Qwen3", {"attention_bias": qkv}
     elif not turned:
-        layers = [int(i not in config.nope_layers) for i in range(config.n_layers)]
-        keys = {"attention_bias": qkv, "mlp_bias": mlp, "no_rope_layers": layers, "pad_token_id": None}
+        keys = {
+            "attention_bias": qkv, "mlp_bias": mlp, "no_rope_layers": no_rope_layers(config), "pad_token_id": None,
+        }  # fmt: skip
         fits, family, name = qkv == wo, "smollm3", "SmolLM3"
     elif qkv == wo:
         fits, family, name, keys = True, "llama", "Llama", {"attention_bias": qkv, "mlp_bias": mlp}

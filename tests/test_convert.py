@@ -120,15 +120,21 @@ def as_on_the_hub(folder):
     path.write_text(json.dumps(hf))
 
 
-@pytest.mark.parametrize("rewrite", [as_on_the_hub, lambda folder: None], ids=["hub", "transformers 5"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_parity_with_transformers_there_and_back(family, rewrite, tmp_path):
+def there_and_back(family, rewrite, tmp_path):
+    """(ours, theirs, theirs out of ours again) of a family, once the first two are alike."""
     theirs = hf_model(family)
     theirs.save_pretrained(tmp_path / "hf")
     rewrite(tmp_path / "hf")
-    check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
+    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    check_parity(ours, theirs)
     convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    return ours, theirs, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+
+
+@pytest.mark.parametrize("rewrite", [as_on_the_hub, lambda folder: None], ids=["hub", "transformers 5"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parity_with_transformers_there_and_back(family, rewrite, tmp_path):
+    _, theirs, back = there_and_back(family, rewrite, tmp_path)
     for name, weight in theirs.state_dict().items():
         assert torch.equal(back.state_dict()[name], weight), name
     with torch.no_grad():
@@ -138,13 +144,7 @@ def test_parity_with_transformers_there_and_back(family, rewrite, tmp_path):
 @pytest.mark.parametrize("rewrite", [as_on_the_hub, lambda folder: None], ids=["hub", "transformers 5"])
 @pytest.mark.parametrize("family", FOLDED)
 def test_parity_where_the_conversion_changes_tensors(family, rewrite, tmp_path):
-    theirs = hf_model(family)
-    theirs.save_pretrained(tmp_path / "hf")
-    rewrite(tmp_path / "hf")
-    ours = convert(tmp_path / "hf", tmp_path / "ours")
-    check_parity(ours, theirs)
-    convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    ours, _, back = there_and_back(family, rewrite, tmp_path)
     assert back.config.model_type == "llama"
     check_parity(ours, back)
 

@@ -1,7 +1,7 @@
 """Learning curves of runs, from the lines of their logs."""
 
 
-def draw(runs, path, title=None):
+def draw(runs, path):
     """A figure of the losses by tokens: validation as a line with marks, training as a faint one.
 
     runs: {label: lines of a log.jsonl}.
@@ -24,7 +24,6 @@ def draw(runs, path, title=None):
     axes.set(
         xlabel="tokens trained on",
         ylabel="nats per token (marks: validation; faint: training; dashed: the original)",
-        title=title,
     )
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

@@ -12,7 +12,6 @@ import shutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -56,8 +55,7 @@ def shard(model, world, dtype):
 def fill(model, weights, world):
     """Read this rank's part of each weight. weights: as for tp.load_shard. Raises InputError as that does."""
     for name, parameter in model.named_parameters():
-        if weights.shape(name) != parameter.shape:
-            raise InputError(f"tensor {name} is {weights.shape(name)}, but the config says {tuple(parameter.shape)}")
+        checkpoint.check_shape(weights, name, parameter.shape)
         rows = -(-len(parameter) // world.tp_size)
         start, stop = (min(i * rows, len(parameter)) for i in (world.rank, world.rank + 1))
         local = parameter.to_local()
@@ -110,20 +108,15 @@ def write(run, step, saved, model, dtype, world):
         for name in parameters:
             read(name)
         return
-    folder = run / "best.tmp"
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+    target = run / f"best-{step}"
+    shutil.rmtree(target, ignore_errors=True)  # of a run that was killed before it saved this step
+    with checkpoint.new_folder(target) as folder:
         checkpoint.write_config(folder, model.config)
         checkpoint.copy_tokenizer(run, folder)
         checkpoint.write_weights(folder, {name: p.numel() * dtype.itemsize for name, p in parameters.items()}, read)
-        shutil.rmtree(run / f"best-{step}", ignore_errors=True)  # of a run that was killed before it saved this step
-        os.replace(folder, run / f"best-{step}")
-        for old in run.glob("best-*"):
-            if _step(old) not in (step, saved):
-                shutil.rmtree(old)
-    except (OSError, SafetensorError) as e:  # above all: no space left on the device
-        raise InputError(f"cannot write {folder}: {e}") from None
+    for old in run.glob("best-*"):
+        if old.name not in (f"best-{step}", f"best-{saved}"):
+            shutil.rmtree(old, ignore_errors=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
