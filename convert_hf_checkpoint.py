@@ -5,6 +5,7 @@ python convert_hf_checkpoint.py stories260K.bin --tokenizer tok512.model --out c
 python convert_hf_checkpoint.py checkpoints/1b --to-hf hf/1b
 """
 
+import dataclasses
 import re
 import shutil
 from pathlib import Path
@@ -114,6 +115,12 @@ def parse(argv):
         help="largest file to write, in GB, and about the memory that this takes, e.g. 2",
     )
     launch.add_wiring_flags(p)
+    p.add_argument(
+        "--made-for-tp",
+        type=launch.count,
+        metavar="N",
+        help="where the wiring is bound to a number of ranks: the one that these weights are meant for, e.g. 4",
+    )
     args = p.parse_args(argv)
     if bool(args.out) == bool(args.to_hf):
         raise InputError("give either --out DIR or --to-hf DIR")
@@ -133,6 +140,15 @@ def main(argv=None):
         weights, config, folder = open_source(args.source, args.revision)
         some_tensor = hf_names("layers.0.attention_norm.weight")[0]
     config = launch.with_wiring(config, args)
+    if WIRINGS[config.wiring].tp_bound and args.out:
+        if args.made_for_tp is None:
+            raise InputError(
+                f"wiring {config.wiring} is another function on another number of ranks: say with --made-for-tp for "
+                "how many these weights are meant"
+            )
+        config = dataclasses.replace(config, made_for_tp=args.made_for_tp)
+    elif args.made_for_tp is not None:
+        raise InputError(f"--made-for-tp does not go with wiring {config.wiring}, the same on any number of ranks")
     if some_tensor not in weights.names():
         raise InputError(f"{args.source} has no tensor {some_tensor}")
     dtype = checkpoint.DTYPES[args.dtype] if args.dtype else weights.read(some_tensor).dtype

@@ -23,7 +23,7 @@ from checkpoint import dtype_name
 from launch import count, number
 from measure import report
 from measure.score import check_sensitivity, divergence, sensitivity, total_nats
-from model import InputError
+from model import WIRINGS, InputError
 from tokenizer import load_tokenizer
 from training.data import SEPARATOR
 
@@ -151,7 +151,8 @@ def score_text(args, world, model, other, documents, n_bytes, plan):
         "perplexity": math.exp(nats) if nats < 700 else None, "bytes": n_bytes, "bits_per_byte": bits,
         "window": plan[0], "stride": plan[1],
     }  # fmt: skip
-    words = f"{nats:.4f} nats per token" + (f", {bits:.4f} bits per byte" if n_bytes else "")
+    bound = f" ({model.config.wiring} on {world.tp_size} ranks)" * WIRINGS[model.config.wiring].tp_bound
+    words = f"{nats:.4f} nats per token{bound}" + (f", {bits:.4f} bits per byte" if n_bytes else "")
     if kl is not None:
         p99 = kl.kthvalue(math.ceil(0.99 * n)).values.item()
         base, same = finite(theirs.mean().item(), args.compare), agree.double().mean().item()
@@ -200,7 +201,7 @@ def main(argv=None):
         own = checkpoint.read_config(args.checkpoint)
         config = launch.with_wiring(own, args)
         if world.rank == 0:
-            launch.warn_of_wiring(own, config)
+            launch.warn_of_wiring(own, config, world.tp_size)
         tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
         if tokenizer is None:
             raise InputError(f"{args.checkpoint} has no tokenizer")

@@ -281,8 +281,9 @@ def describe(args):
                 raise InputError(f"{flag} goes with --model: a checkpoint is as it is (quantize.py makes another)")
         own = checkpoint.read_config(args.checkpoint)
         config = launch.with_wiring(own, args)
-        if launch.rank_and_size()[0] == 0:
-            launch.warn_of_wiring(own, config)
+        rank, tp_size = launch.rank_and_size()
+        if rank == 0:
+            launch.warn_of_wiring(own, config, tp_size)
         return config, load_tokenizer(args.checkpoint, config.vocab_size)
     config = SIZES[args.model]
     if (args.n_layers or 0) > config.n_layers:

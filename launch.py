@@ -112,9 +112,12 @@ def add_wiring_flags(parser, otherwise="the checkpoint's own"):
     g.add_argument("--wiring", metavar="NAME", help=known)
     g.add_argument("--ladder", action="store_true", help="the same as --wiring ladder")
     g.add_argument(
+        "--layers",
         "--ladder-layers",
+        dest="ladder_layers",
         metavar="N|I,J,...",
-        help="hybrid: the last N layers, or layers I, J (from 0), e.g. 16, or 3,5,7",
+        help="the last N layers, or layers I, J (from 0), are wired so, the others standard, e.g. 16, or 3,5,7; "
+        "without --wiring they are ladder: a hybrid",
     )
     g.add_argument("--desync-period", type=count, metavar="N", help="desync: keep every N-th all-reduce, e.g. 4")
 
@@ -129,10 +132,10 @@ def with_wiring(config, args):
         try:
             numbers = tuple(int(i) for i in layers.removesuffix(",").split(","))
         except ValueError:
-            raise InputError(f"--ladder-layers {layers!r} is neither a number nor a list such as 3,5,7") from None
+            raise InputError(f"--layers {layers!r} is neither a number nor a list such as 3,5,7") from None
         layers = numbers if "," in layers else numbers[0]
-        if args.wiring is None:
-            wiring = "ladder" if args.ladder else "hybrid"
+        if wiring is None and config.wiring in ("standard", "ladder"):
+            wiring = "hybrid"
     return rewired(config, wiring, "--", ladder_layers=layers, desync_period=args.desync_period)
 
 
@@ -142,32 +145,46 @@ def rewired(config, wiring=None, flag="", **parameters):
     flag: what stands before a name in an InputError.
     """
     wiring = config.wiring if wiring is None else wiring
+    if wiring == "ladder" and parameters.get("ladder_layers") is not None:
+        wiring = "hybrid"  # its name
     if wiring not in WIRINGS:
         raise InputError(f"unknown {flag}wiring {wiring!r}; known: {', '.join(WIRINGS)}")
-    needed = WIRINGS[wiring].parameter
+    known = WIRINGS[wiring]
     changes = {name: tuple(v) if isinstance(v, list) else v for name, v in parameters.items() if v is not None}
     for name in changes:
-        if name != needed:
-            called = name if not flag else flag + name.replace("_", "-")
+        if name != known.parameter:
+            called = name if not flag else "--layers" if name == "ladder_layers" else flag + name.replace("_", "-")
             takes = ", ".join(w for w in WIRINGS if WIRINGS[w].parameter == name)
             raise InputError(f"{called} is for {flag}wiring {takes or 'none'}: it does not go with {wiring}")
-    if needed != "ladder_layers":
-        changes["ladder_layers"] = None
-    elif changes.get(needed, config.ladder_layers) is None:
-        raise InputError(f"{flag}wiring {wiring} needs {'--ladder-layers' if flag else 'ladder_layers'}")
+    if known.parameter != "ladder_layers" or (known.optional and wiring != config.wiring):
+        changes.setdefault("ladder_layers", None)
+    elif not known.optional and changes.get("ladder_layers", config.ladder_layers) is None:
+        raise InputError(f"{flag}wiring {wiring} needs {'--layers' if flag else 'ladder_layers'}")
+    if wiring != config.wiring:
+        changes["made_for_tp"] = None
     return dataclasses.replace(config, wiring=wiring, **changes)
 
 
-def warn_of_wiring(own, config):
-    """Say on stderr when a checkpoint runs in another wiring than its own."""
+def warn_of_wiring(own, config, tp_size):
+    """Say on stderr when a checkpoint runs in another wiring than its own, or on other ranks than it was made for."""
 
     def described(c):
         parameter = WIRINGS[c.wiring].parameter
-        return c.wiring + (f" ({parameter} {getattr(c, parameter)})" if parameter else "")
+        value = None if parameter is None else getattr(c, parameter)
+        return c.wiring + (f" ({parameter} {value})" if value is not None else "")
 
-    if described(own) != described(config):
-        text = f"these weights are {described(own)}'s, and run as {described(config)}: expect nonsense"
-        print(text, file=sys.stderr)
+    wiring, meant = WIRINGS[config.wiring], f"these weights are {described(own)}'s, and run as {described(config)}"
+    if described(own) == described(config):
+        if config.made_for_tp not in (None, tp_size):
+            text = f"these weights were made for {config.wiring} on {config.made_for_tp} ranks, and run on {tp_size}"
+            print(f"{text}: expect a loss", file=sys.stderr)
+    elif own.wiring == "standard" and wiring.runs_standard:
+        if tp_size == 1:
+            print(f"{meant}, which is the same on one device", file=sys.stderr)
+        else:
+            print(f"{meant} on {tp_size} ranks: expect a loss (eval.py measures it)", file=sys.stderr)
+    else:
+        print(f"{meant}: expect nonsense", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

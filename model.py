@@ -22,11 +22,35 @@ class InputError(ValueError):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The collectives, as a wiring asks for them
+
+
+class SingleDevice:
+    """Of one device, where every partial is already the sum; tp.py has those of several ranks."""
+
+    tp_size = 1
+
+    def start(self, partial):
+        """Put the all-reduce, the sum of all ranks' partials, in flight; returns what wait takes."""
+        return partial
+
+    def wait(self, pending):
+        """The sum."""
+        return pending
+
+    def settle(self, x, pending, after=None):
+        """x + wait(pending), or x if nothing is pending."""
+        return x if pending is None else x + pending
+
+    def gather(self, logits):
+        """All of the logits from each rank's part of the vocabulary."""
+        return logits
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The wirings
 #
-# A sublayer h, attention or MLP, maps the residual stream x (B, S, D) to this rank's partial of its output; the sum of
-# all ranks' partials is an all-reduce. comm.start(partial) puts it in flight, comm.wait(pending) has the sum, and
-# comm.settle(x, pending) is x + wait(pending), or x if nothing is pending. The known block, and a ladder's:
+# A sublayer h maps the residual stream x (B, S, D) to this rank's partial of its output. The known block, and a ladder:
 #
 #   standard   x = x + wait(start(attention(attention_norm(x))))
 #              x = x + wait(start(feed_forward(ffn_norm(x))))
@@ -51,6 +75,21 @@ def residual_stream(x, sublayers, comm, config):
             x = comm.settle(x, pending, after=started)  # `after` is for the compiler: see tp.py
         pending = started
     return comm.settle(x, pending)
+
+
+def delayed_stream(x, sublayers, comm, config):
+    """x_i = x_{i-1} + AllReduce(h_i(x_{i-2} + p)): a ladder, but p, this rank's own partial of h_{i-1}, is there."""
+    p = 0.0
+
+    def with_own(h, stale):
+        def read(x):
+            nonlocal p
+            p = h(x + p if stale else x)
+            return p
+
+        return read
+
+    return residual_stream(x, [(with_own(h, stale), stale) for h, stale in sublayers], comm, config)
 
 
 def desynced_stream(x, sublayers, comm, config):
@@ -88,55 +127,54 @@ def attention_plus_mlp(block, metadata, cache):
     return [both]
 
 
+def attention_into_mlp(block, metadata, cache):
+    """The MLP reads this rank's own partial y of the attention: the all-reduce between them is dropped."""
+
+    def both(x):
+        y = block.attention(block.attention_norm(x), metadata, cache)
+        return y + block.feed_forward(block.ffn_norm(x + y))
+
+    return [both]
+
+
 @dataclasses.dataclass(frozen=True)
 class Wiring:
     """The complete description of a wiring. Flags, sweeps, plots, the clock and the tests take it from here.
 
-    about: its line of --help. split: from a block to its sublayers. stream: how sublayers feed the residual stream.
-    stale: whether they read it one sublayer stale, in all layers or in those of the parameter ladder_layers.
-    parameter: the field of Config that it needs, if any. norms: of a block. tp_bound: whether it is another function
-    of the same weights on another number of ranks.
+    about: its line of --help. split: from a block to its sublayers. stream: how these feed the residual stream. stale:
+    whether they read it one sublayer stale. norms: of a block. parameter: the field of Config that it takes, if any;
+    optional: whether it can do without (then all layers are wired so, and not just the ladder_layers). tp_bound:
+    whether it is another function of the same weights on another number of ranks. runs_standard: whether it is the
+    standard model on one device, and runs standard weights on several, at a loss.
     """
 
     about: str
     split: Callable = attention_then_mlp
     stream: Callable = residual_stream
     stale: bool = False
-    parameter: str | None = None
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")
+    parameter: str | None = "ladder_layers"
+    optional: bool = True
     tp_bound: bool = False
+    runs_standard: bool = False
 
 
 WIRINGS = {
-    "standard": Wiring("the pre-norm Llama block"),
-    "ladder": Wiring("every sublayer reads the stream one sublayer stale", stale=True),
-    "hybrid": Wiring("only the --ladder-layers are ladder", stale=True, parameter="ladder_layers"),
+    "standard": Wiring("the pre-norm Llama block", parameter=None),
+    "ladder": Wiring("every sublayer reads the stream one sublayer stale", stale=True, parameter=None),
+    "hybrid": Wiring("ladder in the --layers alone", stale=True, optional=False),
     "parallel": Wiring("attention + MLP of one input, one all-reduce", attention_plus_mlp, norms=("attention_norm",)),
-    "desync": Wiring(
-        "only every --desync-period-th all-reduce", stream=desynced_stream, parameter="desync_period", tp_bound=True
-    ),
-    "upper-bound": Wiring(
-        "no all-reduce: a bound on speed, not a usable model", stream=unreduced_stream, tp_bound=True
-    ),
-}
-
-
-class SingleDevice:
-    """The collectives of one device: every partial is already the sum."""
-
-    tp_size = 1
-
-    def start(self, partial):
-        return partial
-
-    def wait(self, pending):
-        return pending
-
-    def settle(self, x, pending, after=None):
-        return x if pending is None else x + pending
-
-    def gather(self, logits):
-        return logits
+    "parallel-ladder": Wiring("parallel, one block stale", attention_plus_mlp, stale=True, norms=("attention_norm",)),
+    "spd": Wiring("the MLP reads this rank's own attention, one all-reduce", attention_into_mlp,
+                  tp_bound=True, runs_standard=True),
+    "spd-ladder": Wiring("spd, one block stale", attention_into_mlp, stale=True, tp_bound=True),
+    "delayed": Wiring("a ladder that misses only the other ranks' partials", stream=delayed_stream, stale=True,
+                      tp_bound=True, runs_standard=True),
+    "desync": Wiring("only every --desync-period-th all-reduce", stream=desynced_stream,
+                     parameter="desync_period", optional=False, tp_bound=True, runs_standard=True),
+    "upper-bound": Wiring("no all-reduce: a bound on speed, not a usable model", stream=unreduced_stream,
+                          parameter=None, tp_bound=True),
+}  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -153,7 +191,8 @@ class Config:
     """What a checkpoint is; its config.json holds these fields, of these types (checkpoint.py checks them). Never
     mutated: dataclasses.replace makes another.
 
-    ladder_layers: the ladder layers of a hybrid: an int n means the last n, a tuple names them.
+    ladder_layers: the layers that are wired so, where others are standard: an int n means the last n, a tuple names
+    them. made_for_tp: the number of ranks that the weights are meant for, where the wiring is bound to one.
     rope_scaling: None, Llama 3's, YaRN's or linear. nope_layers: layers without rotary embeddings. quant: "int8",
     "int4" (with a group_size, in columns) or None; kept: names of matrices that it leaves as they were.
     Raises InputError, naming the field, when the values do not fit together.
@@ -181,6 +220,7 @@ class Config:
     wiring: str = "standard"
     ladder_layers: int | tuple[Index, ...] | None = None
     desync_period: int = 2
+    made_for_tp: int | None = None
     quant: str | None = None
     group_size: int | None = None
     kept: tuple[str, ...] = ()
@@ -194,25 +234,36 @@ class Config:
             raise InputError(f"nope_layers {self.nope_layers!r} are not layers from 0 to {self.n_layers - 1}")
         if self.wiring not in WIRINGS:
             raise InputError(f"unknown wiring {self.wiring!r}; known: {', '.join(WIRINGS)}")
-        needed = WIRINGS[self.wiring].parameter == "ladder_layers"
-        if needed != (self.ladder_layers is not None):
-            raise InputError(f"wiring {self.wiring} {'needs' if needed else 'takes no'} ladder_layers")
-        layers = self.stale_layers
-        if len(set(layers)) < len(layers) or not set(layers) <= set(range(self.n_layers)) or needed and not layers:
+        wiring, layers = WIRINGS[self.wiring], self.wired_layers
+        takes = wiring.parameter == "ladder_layers"
+        if self.ladder_layers is None and takes and not wiring.optional:
+            raise InputError(f"wiring {self.wiring} needs ladder_layers")
+        if self.ladder_layers is not None and not takes:
+            raise InputError(f"wiring {self.wiring} takes no ladder_layers")
+        if not layers or len(set(layers)) < len(layers) or not set(layers) <= set(range(self.n_layers)):
             raise InputError(
                 f"ladder_layers {self.ladder_layers!r} does not fit: give a number of last layers from 1 to "
                 f"{self.n_layers}, or distinct layers from 0 to {self.n_layers - 1}"
             )
+        if self.made_for_tp is not None and not wiring.tp_bound:
+            raise InputError(f"wiring {self.wiring} is the same on any number of ranks: it takes no made_for_tp")
 
     @property
-    def stale_layers(self):
-        """The layers whose sublayers read the residual stream one sublayer stale, as a tuple of indices."""
-        if not WIRINGS[self.wiring].stale:
-            return ()
+    def wired_layers(self):
+        """The layers that are of this wiring, as a tuple of indices; the others are standard."""
         if isinstance(self.ladder_layers, tuple):
             return self.ladder_layers
         last = self.n_layers if self.ladder_layers is None else self.ladder_layers
         return tuple(range(self.n_layers - last, self.n_layers))
+
+    @property
+    def stale_layers(self):
+        """The layers whose sublayers read the residual stream one sublayer stale, as a tuple of indices."""
+        return self.wired_layers if WIRINGS[self.wiring].stale else ()
+
+    def wiring_of(self, layer):
+        """The Wiring of a layer."""
+        return WIRINGS[self.wiring if layer in self.wired_layers else "standard"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -324,11 +375,11 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """The weights of one layer. It has no forward: the wirings, above, say what they compute."""
 
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
         self.attention = Attention(config)
         self.feed_forward = FeedForward(config)
-        for name in WIRINGS[config.wiring].norms:
+        for name in config.wiring_of(layer).norms:
             setattr(self, name, nn.RMSNorm(config.dim, config.norm_eps))
 
 
@@ -340,7 +391,7 @@ class Transformer(nn.Module):
         # without nn.Embedding's initial values: to draw them on the device "meta" imports the compiler, for seconds
         table = torch.empty(config.vocab_size, config.dim)
         self.tok_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
@@ -378,16 +429,14 @@ class Transformer(nn.Module):
 
     def sublayers(self, metadata, cache=None):
         """What the wiring makes of the blocks, in their order: [(h, stale)], as a stream function takes it."""
-        wiring, stale_layers = WIRINGS[self.config.wiring], self.config.stale_layers
-        nope_layers = self.config.nope_layers
+        nope_layers, out = self.config.nope_layers, []
         plain = nope_layers and dataclasses.replace(
             metadata, cos=torch.ones_like(metadata.cos), sin=torch.zeros_like(metadata.sin)
         )
-        return [
-            (h, i in stale_layers)
-            for i, block in enumerate(self.layers)
-            for h in wiring.split(block, plain if i in nope_layers else metadata, cache and cache[i])
-        ]
+        for i, block in enumerate(self.layers):
+            wiring, used = self.config.wiring_of(i), plain if i in nope_layers else metadata
+            out += [(h, wiring.stale) for h in wiring.split(block, used, cache and cache[i])]
+        return out
 
     def new_cache(self, batch, length):
         """A static KV cache of `length` slots: one (k, v) a layer, each (B, K, T, H), zeroed."""

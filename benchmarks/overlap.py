@@ -43,7 +43,7 @@ def variants(n_layers):
     for wiring, known in WIRINGS.items():
         if known.parameter == "desync_period":
             found |= {f"{wiring}-{n}": {"wiring": wiring, "desync_period": n} for n in PERIODS}
-        elif known.parameter == "ladder_layers":
+        elif not known.optional:
             found[wiring] = {"wiring": wiring, "ladder_layers": max(1, n_layers // 2)}  # the last ones
         else:
             found[wiring] = {"wiring": wiring}

@@ -17,7 +17,7 @@ import launch
 from benchmarks.lines import written_by
 from benchmarks.overlap import variants
 from checkpoint import SIZES
-from measure.clock import Clock
+from measure.clock import Clock, outline
 from measure.results import markdown, published
 from model import WIRINGS, InputError
 
@@ -37,7 +37,7 @@ def attention_share(config, tp_size, batch, tokens):
 def step_ms(config, layer, attention, all_reduce):
     """What a step takes in the config's wiring, if a layer takes so long, its attention so long of it, and nothing else
     takes time but the all-reduces."""
-    clock, wiring = Clock(itertools.repeat(0.0), all_reduce), WIRINGS[config.wiring]
+    clock, parts = Clock(itertools.repeat(0.0), all_reduce), {1: [layer], 2: [attention, layer - attention]}
 
     def computing(ms):
         def h(x):
@@ -46,9 +46,8 @@ def step_ms(config, layer, attention, all_reduce):
 
         return h
 
-    compute = [attention, layer - attention] if len(wiring.split(None, None, None)) == 2 else [layer]
-    layers = ((i in config.stale_layers, compute) for i in range(config.n_layers))
-    wiring.stream(0.0, [(computing(ms), stale) for stale, compute in layers for ms in compute], clock, config)
+    sublayers = [(computing(ms), stale) for n, stale in outline(config) for ms in parts[n]]
+    WIRINGS[config.wiring].stream(0.0, sublayers, clock, config)
     return clock.now
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import checkpoint
 from checkpoint import dtype_name
 from formats.huggingface import PARALLEL_BLOCKS, family_of, hf_names, no_rope_layers, rope_kind, ungroup
-from model import WIRINGS, InputError, residual_stream
+from model import WIRINGS, InputError, attention_then_mlp, residual_stream
 from tokenizer import SentencePieceTokenizer
 
 CODE = Path(__file__).with_name("exported")  # the files that such a folder brings along
@@ -29,6 +29,9 @@ def family_to_hf(config):
     A wiring other than standard gets a model_type that transformers does not know: without that code it must not load.
     """
     wiring = WIRINGS[config.wiring]
+    mixed = wiring.split is not attention_then_mlp and len(config.wired_layers) < config.n_layers
+    if mixed:
+        raise InputError(f"wiring {config.wiring} in some layers alone has no Hugging Face form: convert all of them")
     if wiring.tp_bound or wiring.stream is not residual_stream or wiring.split not in PARALLEL_BLOCKS:
         raise InputError(
             f"wiring {config.wiring} has no Hugging Face form, because it is no function of one device: --wiring "

@@ -113,7 +113,7 @@ def wiring_from_hf(ladder_layers, parallel_blocks, n_layers):
     parameter = "ladder_layers" if ladder_layers and not every else None
     for name, w in WIRINGS.items():
         described = w.stream is residual_stream and PARALLEL_BLOCKS.get(w.split) is parallel_blocks
-        if described and (w.stale, w.parameter) == (bool(ladder_layers), parameter):
+        if described and (w.stale, None if w.optional else w.parameter) == (bool(ladder_layers), parameter):
             return name
 
 
@@ -198,7 +198,7 @@ def config_from_hf(path):
         "qk_norm": hf.family == "qwen3" or setting("qk_norm", bool, False),
         "nope_layers": nope_layers_from_hf(hf, n_layers),
         "bos_id": hf.values["bos_token_id"], "eos_ids": hf.eos,
-        "wiring": wiring, "ladder_layers": ladder if WIRINGS[wiring].parameter else None,
+        "wiring": wiring, "ladder_layers": None if WIRINGS[wiring].optional else ladder,
     }  # fmt: skip
     return checkpoint.make_config(values, path)
 

@@ -37,11 +37,17 @@ class Clock:
         return x if pending is None else self.wait(pending)
 
 
+def outline(config):
+    """[(number of sublayers, whether they read the stream stale)] of each layer."""
+    wirings = map(config.wiring_of, range(config.n_layers))
+    return [(len(wiring.split(None, None, None)), wiring.stale) for wiring in wirings]
+
+
 def run_clock(config, compute, all_reduce):
     """The Clock after one step of the config's wiring: the very loop of model.py, on a clock."""
-    clock, wiring = Clock(compute, all_reduce), WIRINGS[config.wiring]
-    layers = [(i in config.stale_layers, wiring.split(None, None, None)) for i in range(config.n_layers)]
-    wiring.stream(0.0, [(lambda x: 0.0, stale) for stale, sublayers in layers for _ in sublayers], clock, config)
+    clock = Clock(compute, all_reduce)
+    sublayers = [(lambda x: 0.0, stale) for n, stale in outline(config) for _ in range(n)]
+    WIRINGS[config.wiring].stream(0.0, sublayers, clock, config)
     return clock
 
 

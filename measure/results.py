@@ -82,9 +82,11 @@ def title(setting):
 def case(line):
     """(ranks, link, wiring, batch); the wiring with its parameter, as bench.sh takes it: hybrid:8."""
     wiring = line["wiring"]
-    parameter = WIRINGS[wiring].parameter if wiring in WIRINGS else None
-    if parameter:
-        value = line[parameter]
+    known = WIRINGS.get(wiring)
+    value = None
+    if known and known.parameter:
+        value = line.get(known.parameter) if known.optional else line[known.parameter]
+    if value is not None:
         wiring += f":{','.join(map(str, value)) if isinstance(value, list) else value}"
     return line["tp"], link(line), wiring, line["batch"]
 

@@ -172,9 +172,11 @@ def check(texts, given, gpus, cores):
 
     def wiring(word):
         name, colon, text = word.partition(":")
-        takes_number = name in WIRINGS and WIRINGS[name].parameter is not None
-        if name not in WIRINGS or (colon and not takes_number):
-            raise InputError(f"WIRINGS names {word}; known: {' '.join(WIRINGS)}")
+        known = WIRINGS.get(name)
+        if known is None or (colon and known.parameter is None):
+            hint = f"; a ladder of some layers is hybrid:{text}" * (name == "ladder")
+            raise InputError(f"WIRINGS names {word}; known: {' '.join(WIRINGS)}{hint}")
+        takes_number = bool(colon) or not (known.optional or known.parameter is None)
         if takes_number and not re.fullmatch("[1-9][0-9]{0,8}", text):
             raise InputError(f"WIRINGS names {word} without a number: {name}:4 is {WIRINGS[name].parameter} 4")
         return name, int(text) if takes_number else None

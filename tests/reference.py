@@ -91,10 +91,23 @@ class Reference:
         out = gate / (1 + np.exp(-gate)) * up @ w[p + "feed_forward.w2.weight"][:, a:b].T
         return out + w[p + "feed_forward.w2.bias"] if self.c.mlp_bias and a == 0 else out
 
+    def attention_into_mlp(self, layer, x, shard):
+        y = self.attention(layer, x, shard[0])
+        return y + self.mlp(layer, x + y, shard[1])
+
     def sublayers(self):
         """[(partial(x, shard), stale)]: attention, MLP, attention, MLP, ..., or both of a block at once."""
-        split, out = WIRINGS[self.c.wiring].split, []
-        for layer in range(self.c.n_layers):
+        c, out = self.c, []
+        for layer in range(c.n_layers):
+            chosen = c.ladder_layers  # by which a layer has the config's wiring; the others are standard
+            if chosen is None:
+                wired = True
+            elif isinstance(chosen, int):
+                wired = layer >= c.n_layers - chosen
+            else:
+                wired = layer in chosen
+            wiring = WIRINGS[c.wiring] if wired else WIRINGS["standard"]
+            split = wiring.split
             if split is model.attention_then_mlp:
                 parts = [
                     lambda x, shard, i=layer: self.attention(i, x, shard[0]),
@@ -106,9 +119,11 @@ class Reference:
                         self.attention(i, x, shard[0]) + self.mlp(i, x, shard[1], norm="attention_norm")
                     )
                 ]
+            elif split is model.attention_into_mlp:
+                parts = [lambda x, shard, i=layer: self.attention_into_mlp(i, x, shard)]
             else:
                 raise NotImplementedError(f"write {split.__name__} here, too")
-            out += [(h, layer in self.c.stale_layers) for h in parts]
+            out += [(h, wiring.stale) for h in parts]
         return out
 
     def stream(self, x0):
@@ -119,6 +134,13 @@ class Reference:
             for i, (h, stale) in enumerate(sublayers, start=1):
                 seen = x[max(i - 2, 0)] if stale else x[i - 1]
                 x.append(x[i - 1] + sum(h(seen, shard) for shard in self.shards))
+            return [x[-1]] * len(self.shards)
+        if stream is model.delayed_stream:
+            x, partials = [x0], [[np.zeros_like(x0)] * len(self.shards)]
+            for i, (h, stale) in enumerate(sublayers, start=1):
+                seen = [x[max(i - 2, 0)] + own if stale else x[i - 1] for own in partials[i - 1]]
+                partials.append([h(x_r, shard) for x_r, shard in zip(seen, self.shards, strict=True)])
+                x.append(x[i - 1] + sum(partials[i]))
             return [x[-1]] * len(self.shards)
         if stream not in (model.desynced_stream, model.unreduced_stream):
             raise NotImplementedError(f"write {stream.__name__} here, too")

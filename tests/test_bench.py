@@ -169,10 +169,13 @@ def test_two_nodes_get_a_line_each_and_a_port_for_each_command(bench):
 
 
 def test_a_new_wiring_is_planned_ordered_and_coloured(bench, monkeypatch):
-    monkeypatch.setitem(model.WIRINGS, "mine", model.Wiring("of a reader's own", stale=True, parameter="my_period"))
+    monkeypatch.setitem(
+        model.WIRINGS, "mine", model.Wiring("of a reader's own", stale=True, parameter="my_period", optional=False)
+    )
     looks = {name: plot.look(name)["color"] for name in model.WIRINGS}
     assert len(set(looks.values())) == len(looks) and plot.look("mine:3")["color"] == looks["mine"]
-    assert [results.wiring_order(w)[0] for w in ("standard", "ladder", "mine:2", "unheard-of")] == [0, 1, 6, 7]
+    n = len(model.WIRINGS) - 1
+    assert [results.wiring_order(w)[0] for w in ("standard", "ladder", "mine:2", "unheard-of")] == [0, 1, n, n + 1]
     commands = dry_run(bench, **{**SMALL, "WIRINGS": "mine:3 ladder"})
     assert sum("--wiring mine" in c and "--my-period 3" in c for c in commands) == 2 * 2 + 2
     assert "mine without a number" in bench(WIRINGS="mine").stderr

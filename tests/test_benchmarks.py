@@ -36,9 +36,9 @@ def tiny(monkeypatch):
 
 
 @pytest.fixture
-def parallel_ladder(monkeypatch):
+def own_wiring(monkeypatch):
     """A wiring that nobody has told the scripts of."""
-    monkeypatch.setitem(WIRINGS, "parallel-ladder", dataclasses.replace(WIRINGS["parallel"], stale=True))
+    monkeypatch.setitem(WIRINGS, "own-wiring", dataclasses.replace(WIRINGS["parallel"], stale=True))
 
 
 @pytest.fixture
@@ -121,24 +121,24 @@ def test_overlap_s_cells_say_what_is_noise():
     assert "noise" not in overlap.tables(lines[:2])
 
 
-def test_overlap_s_wirings_are_those_of_the_model(parallel_ladder):
+def test_overlap_s_wirings_are_those_of_the_model(own_wiring):
     found = overlap.variants(8)
     assert {changes["wiring"] for changes in found.values()} == {*WIRINGS}
     assert found["hybrid"] == {"wiring": "hybrid", "ladder_layers": 4}
     assert found["desync-4"] == {"wiring": "desync", "desync_period": 4}
-    assert found["parallel-ladder"] == {"wiring": "parallel-ladder"}
+    assert found["own-wiring"] == {"wiring": "own-wiring"}
     for n_layers in (2, 3):
         for changes in overlap.variants(n_layers).values():
             dataclasses.replace(TINY, n_layers=n_layers, **changes)  # is a Config
 
 
-def test_a_new_wiring_is_measured_and_predicted(parallel_ladder, tiny, printed, tmp_path):
+def test_a_new_wiring_is_measured_and_predicted(own_wiring, tiny, printed, tmp_path):
     out = tmp_path / "out.jsonl"
     flags = ["--simulate-tp", 2, "--batch", 4, "--links", "1000", "--eager", "--rounds", 3, "--json", out]
     for n_layers in (2, 4):
-        wirings = ["--wirings", "standard,parallel-ladder"]
-        assert "| parallel-ladder |" in printed(overlap, "--model", "8b", "--n-layers", n_layers, *wirings, *flags)
-    assert "| 8b | 2 | parallel-ladder | " in printed(predict, out)
+        wirings = ["--wirings", "standard,own-wiring"]
+        assert "| own-wiring |" in printed(overlap, "--model", "8b", "--n-layers", n_layers, *wirings, *flags)
+    assert "| 8b | 2 | own-wiring | " in printed(predict, out)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -418,7 +418,11 @@ README = str(ROOT / "README.md")
         (overlap, "--json /proc/x/y", "--json: /proc/x/y cannot be written: "),
         (overlap, "--label x", "--label (or netns.sh) says that there is a real link: it goes with --links free"),
         (overlap, "--links 0,x", "--links: 'x' is neither a number of microseconds nor one of free, nvlink,"),
-        (overlap, "--wirings x", "--wirings: unknown 'x'; known: standard, ladder, hybrid, parallel, desync-2,"),
+        (
+            overlap,
+            "--wirings x",
+            "--wirings: unknown 'x'; known: standard, ladder, hybrid, parallel,",
+        ),
         (overlap, "--model x", "unknown --model 'x'; known: small, 1b"),
         (overlap, "", "one rank has no link"),
         (overlap, "--simulate-tp 2 --profile /proc/x", "--profile /proc/x/0-standard cannot be made: "),

@@ -366,8 +366,8 @@ def test_the_report_without_all_reduces_and_without_the_cpus_clock():
 
 def hideable(config):
     """Sublayers that can compute during the all-reduce of one before."""
-    each = len(WIRINGS[config.wiring].split(None, None, None))
-    return each * len(config.stale_layers) - (0 in config.stale_layers)
+    stale = [flag for n, flag in clocks.outline(config) for _ in range(n)]
+    return sum(stale[1:])
 
 
 @pytest.mark.parametrize("changes", WIRED, ids=wired_id)
@@ -379,9 +379,8 @@ def test_measuring_sublayers_that_only_sleep(clock, changes):
     world = launch.World(0, 8, CPU, group, simulated=True)
     wiring = WIRINGS[config.wiring]
     sleeps = [
-        (lambda x: clock.sleep(nap) or torch.zeros(2), i in config.stale_layers)
-        for i in range(config.n_layers) for _ in wiring.split(None, None, None)
-    ]  # fmt: skip
+        (lambda x: clock.sleep(nap) or torch.zeros(2), stale) for n, stale in clocks.outline(config) for _ in range(n)
+    ]
     comm, silent, x = tp.TensorParallel(config, 8, group), exposed.Silent(config, 8, group), torch.zeros(2)
     steps = [lambda: wiring.stream(x, sleeps, comm, config), lambda: wiring.stream(x, sleeps, silent, config)]
     logs = []
