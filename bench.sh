@@ -20,7 +20,7 @@ Settings, of the environment or behind the name of the script. Defaults of a CPU
   N_LAYERS     all of them       take only so many layers of MODEL               N_LAYERS=4
   QUANT        none              of MODEL: none, int8, int4, or several          QUANT="none int4"
   CHECKPOINT   none              a folder of weights, in place of those three    CHECKPOINT=demo
-  WIRINGS      standard ladder parallel upper-bound; some with a number          WIRINGS="standard hybrid:8 desync:4"
+  WIRINGS      standard ladder parallel upper-bound; N: of the last N layers     WIRINGS="standard spd hybrid:8 desync:4"
   BATCHES      1 4 16 64         batch sizes                                     BATCHES="1 8"
   TPS          1 2 4 8           ranks, of all nodes; as many as the machine has TPS="1 2"
   LINKS        real | real no-p2p   real ones, or names of measure/link.py       LINKS="real ethernet-10g"

@@ -21,6 +21,7 @@ DECODE = "test_model.py -k 'prefill_and_decode and not compiled'"
 RANKS = "test_tp.py -k 'test_all_ranks_compute_what_one_device_does and 2'"
 PLAN, CHUNKS = "test_tp.py -k plan_gives", "test_generate.py -k prefill_in_chunks"
 ENDS, SAMPLING = "test_generate.py -k stops_at_its_own_end", "test_generate.py -k 'top_k or equal_seeds'"
+LAYERS, SAID = "test_wiring.py -k layers_are", "test_wiring.py -k said_to_be"
 SEAM = "test_wiring.py -k comes_after_the_start"
 STREAM, FILES = "test_tokenizer.py -k 'stream and not transformers'", "test_generate.py -k bad_checkpoints"
 QUANT, CONVERT, LINK = "test_quantize.py -k ", "test_convert.py -k ", "test_link.py -k "
@@ -34,7 +35,16 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("model.py", "if not stale:  # standard", "if False:  # standard", ORDER),
     ("model.py", "if not stale:  # standard", "if True:  # standard", ORDER),
     ("model.py", "if stale or next_stale:", "if stale:", SEAM),
-    ("model.py", "(h, i in stale_layers)", "(h, False)", NAIVE),
+    ("model.py", "(h, wiring.stale)", "(h, False)", NAIVE),
+    ("model.py", "h(x + p if stale else x)", "h(x + p)", RANKS),
+    ("model.py", "h(x + p if stale else x)", "h(x)", RANKS),
+    ("model.py", "block.ffn_norm(x + y)", "block.ffn_norm(x)", NAIVE),
+    ("model.py", "return y + block.feed_forward", "return block.feed_forward", NAIVE),
+    ("model.py", "if layer in self.wired_layers else", "if True else", NAIVE),
+    ("launch.py", "known.optional and wiring != config.wiring", "known.optional", LAYERS),
+    ("launch.py", "if wiring != config.wiring:\n        changes", "if False:\n        changes", LAYERS),
+    ("launch.py", "config.made_for_tp not in (None, tp_size)", "False", SAID),
+    ("launch.py", 'own.wiring == "standard" and wiring.runs_standard', "wiring.runs_standard", SAID),
     ("model.py", "range(self.n_layers - last, self.n_layers)", "range(last)", ORDER),
     ("model.py", " and i < len(sublayers):", ":", RANKS),
     ("model.py", "i % config.desync_period and", "(i + 1) % config.desync_period and", ORDER),

@@ -324,6 +324,15 @@ def test_a_standard_model_becomes_a_ladder(flags, layers, tmp_path):
     assert ours.config.stale_layers == layers
 
 
+def test_a_wiring_bound_to_ranks_says_to_how_many(hf_folder, tmp_path):
+    ours = convert(hf_folder, tmp_path / "ours", "--wiring", "spd", "--layers", "1", "--made-for-tp", "4")
+    assert (ours.config.wiring, ours.config.ladder_layers, ours.config.made_for_tp) == ("spd", 1, 4)
+    for flags, line in (["--wiring", "spd"], "--made-for-tp"), (["--ladder", "--made-for-tp", "4"], "wiring ladder"):
+        with pytest.raises(InputError, match=line):
+            convert(hf_folder, tmp_path / "other", *flags)
+        assert not (tmp_path / "other").exists()
+
+
 def test_dtype_and_context(tmp_path, capsys):
     theirs = hf_model("mistral").bfloat16()
     theirs.config.sliding_window = 40

@@ -250,6 +250,69 @@ def test_every_ranks_compiled_code_keeps_it(changes, rank, tp_size, fake_world):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# The layers that are wired so, and the ranks that a wiring is bound to
+
+
+def wired_by_flags(config, flags):
+    config = launch.with_wiring(config, generate.parse(["--checkpoint", "x", *flags.split()]))
+    return config.wiring, config.ladder_layers, config.made_for_tp
+
+
+SPD = dataclasses.replace(BASE, wiring="spd", ladder_layers=(1,), made_for_tp=2)
+
+
+@pytest.mark.parametrize(
+    "own, flags, expected",
+    [
+        (BASE, "--layers 2", ("hybrid", 2, None)),
+        (BASE, "--ladder-layers 0,2", ("hybrid", (0, 2), None)),
+        (BASE, "--ladder --layers 2", ("hybrid", 2, None)),
+        (BASE, "--wiring ladder --layers 2", ("hybrid", 2, None)),
+        (BASE, "--wiring spd", ("spd", None, None)),
+        (BASE, "--wiring delayed --layers 1,", ("delayed", (1,), None)),
+        (BASE, "--wiring parallel-ladder --layers 1", ("parallel-ladder", 1, None)),
+        (SPD, "", ("spd", (1,), 2)),
+        (SPD, "--layers 2", ("spd", 2, 2)),
+        (SPD, "--wiring delayed", ("delayed", None, None)),
+        (SPD, "--wiring hybrid", ("hybrid", (1,), None)),
+        (SPD, "--ladder", ("ladder", None, None)),
+        (SPD, "--wiring standard", ("standard", None, None)),
+    ],
+)
+def test_layers_are_those_of_the_wiring(own, flags, expected):
+    assert wired_by_flags(own, flags) == expected
+
+
+@pytest.mark.parametrize("name", ["hybrid", "spd", "spd-ladder", "delayed", "parallel-ladder"])
+def test_other_layers_are_standard(name):
+    """With the same weights the last layer alone is not the first one alone, and neither is all of them, or none."""
+    config = dataclasses.replace(BASE, wiring=name, ladder_layers=(0,))
+    assert [config.wiring_of(i) for i in range(3)] == [WIRINGS[name], *[WIRINGS["standard"]] * 2]
+    norms = {n for n, _ in random_model(config).named_parameters() if n.endswith("ffn_norm.weight")}
+    assert len(norms) == 3 - (name == "parallel-ladder")
+
+
+@pytest.mark.parametrize(
+    "own, changes, tp_size, words",
+    [
+        (BASE, {}, 2, ""),
+        (SPD, {}, 2, ""),
+        (SPD, {}, 4, "these weights were made for spd on 2 ranks, and run on 4: expect a loss"),
+        (BASE, {"wiring": "spd"}, 1, "these weights are standard's, and run as spd, which is the same on one device"),
+        (BASE, {"wiring": "delayed", "ladder_layers": 2}, 4, "as delayed (ladder_layers 2) on 4 ranks: expect a loss"),
+        (BASE, {"wiring": "spd-ladder"}, 1, "these weights are standard's, and run as spd-ladder: expect nonsense"),
+        (BASE, {"wiring": "ladder"}, 2, "run as ladder: expect nonsense"),
+        (dataclasses.replace(BASE, wiring="ladder"), {"wiring": "spd"}, 2, "ladder's, and run as spd: expect nonsense"),
+        (SPD, {"wiring": "standard", "ladder_layers": None, "made_for_tp": None}, 2, "standard: expect nonsense"),
+    ],
+)
+def test_weights_of_another_wiring_are_said_to_be_that(own, changes, tp_size, words, capsys):
+    launch.warn_of_wiring(own, dataclasses.replace(own, **changes), tp_size)
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == bool(words)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # A new wiring is one line of the table
 
 NEW = Wiring("both", stale=True, split=model.attention_plus_mlp, norms=("attention_norm",), parameter=None)
