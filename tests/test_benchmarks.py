@@ -16,7 +16,7 @@ import checkpoint
 import generate
 import launch
 import model
-from benchmarks import adapt, adapt_tables, decode, engines, few_rows, gloo_threads, gpu, overlap, paper, predict
+from benchmarks import adapt, adapt_tables, decode, engines, few_rows, gloo_threads, gpu, overlap, paper, predict, ratio
 from checkpoint import SIZES
 from kernels import cpu, int_linear
 from measure import report
@@ -139,6 +139,38 @@ def test_a_new_wiring_is_measured_and_predicted(own_wiring, tiny, printed, tmp_p
         wirings = ["--wirings", "standard,own-wiring"]
         assert "| own-wiring |" in printed(overlap, "--model", "8b", "--n-layers", n_layers, *wirings, *flags)
     assert "| 8b | 2 | own-wiring | " in printed(predict, out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# ratio.py
+
+
+def test_the_papers_ratios_and_what_it_recovered():
+    found = {key: all_reduce / sublayer for key, (sublayer, all_reduce) in ratio.reckoned().items()}
+    assert len(found) == 8 and found["NVLink", 1] == pytest.approx(110.59 / 77.39 - 1)
+    assert found["no P2P", 1] == pytest.approx(1.14, abs=0.005)
+    assert ratio.recovered(1 / 101.22, 1 / 77.39, 1 / 110.59) == pytest.approx((101.22 - 77.39) / (110.59 - 77.39))
+
+
+def test_links_of_the_papers_ratios(tiny, printed, tmp_path):
+    out, png = tmp_path / "out.jsonl", tmp_path / "out.png"
+    shown, *_ = main_on_ranks(RANKS, _small_ratio, "--rounds", 3, "--n-layers", 2, "--eager", "--json", out)
+    lines = read(out)
+    assert len(lines) == 8 * 5
+    latencies = {(x["paper"]["link"], x["paper"]["batch"]): x["link"]["latency_us"] for x in lines}
+    sublayers = {latencies[key] * a / b for key, (a, b) in ratio.reckoned().items()}  # the same one of this machine
+    assert max(sublayers) == pytest.approx(min(sublayers))
+    assert printed(ratio, "--show", out, "--figure", png) == shown[0] and png.read_bytes().startswith(b"\x89PNG")
+    [row] = [x for x in shown[0].splitlines() if x.startswith("| no P2P | 16 | ") and "| ladder |" in x]
+    assert "(1.03)" in row and "(1.35)" in row and "(34%)" in row
+    for flags, line in (["--wirings", "ladder"], "standard and upper-bound"), (["--figure", png], "--figure draws"):
+        with pytest.raises(InputError, match=line):
+            ratio.main([*map(str, flags)])
+
+
+def _small_ratio(argv):
+    overlap.SMALL = TINY
+    ratio.main(argv)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
