@@ -199,7 +199,7 @@ def step_seconds(config, times):
     clock = run_layers(config, *times[:2], times.all_reduce)
     silent = run_layers(config, *times[:2], 0.0).now
     travel = clock.started * times.all_reduce
-    hidden = 1 - (clock.now - silent) / travel if travel else None
+    hidden = max(0.0, 1 - (clock.now - silent) / travel) if travel else None  # not -0
     return clock.now + times.rest + times.gather, clock.started, hidden
 
 
@@ -244,7 +244,7 @@ def table(lines):
         [
             line["wiring"] if line["all_reduces"] else f"(bound: {line['wiring']})",
             f"{line['step_ms']:.3f}", f"{line['times_standard']:.2f}", str(line["all_reduces"]),
-            "" if line["hidden"] is None else f"{100 * abs(line['hidden']):.0f} %",
+            "" if line["hidden"] is None else f"{100 * line['hidden']:.0f} %",
             line["retraining"] or "no model",
         ]
         for line in sorted(lines, key=lambda line: not line["all_reduces"])
@@ -271,12 +271,9 @@ def verdict(lines, all_reduce):
         if standard in best or best[0]["times_standard"] <= 1 + ALIKE:
             text += f"\n{kind}: nothing is more than {100 * ALIKE:.0f} % faster than standard."
             continue
-        names = ", ".join(x["wiring"] for x in best)
-        text += (
-            f"\n{kind}: {names}; {best[0]['step_ms']:.3f} ms, {best[0]['times_standard']:.2f} times as fast as standard"
-        )
-        lossy = any(x["retraining"] == "no, but a loss" for x in best)
-        text += ", at a loss that grows with tp (eval.py measures it)." if lossy else "."
+        names, lossy = ", ".join(x["wiring"] for x in best), any(x["retraining"] == "no, but a loss" for x in best)
+        text += f"\n{kind}: {names}; {best[0]['step_ms']:.3f} ms, {best[0]['times_standard']:.2f} times as fast"
+        text += ", at a loss that grows with tp: eval.py measures it." if lossy else "."
     return text
 
 
@@ -373,8 +370,8 @@ def main(argv=None):
         raise InputError("no link: give --link NAME, --link-latency-us and --link-gbps, or --probe FILE")
     machine = choose_machine(args, found)
     kind = own.quant or dtype_name(dtype)
-    print(f"PREDICTED: {name}, {own.n_layers} layers, {kind}, tp {args.tp}, batch {args.batch}, "
-          f"{args.context} filled slots; {machine}")  # fmt: skip
+    work = f"tp {args.tp}, batch {args.batch}, {args.context} filled slots"
+    print(f"PREDICTED: {name}, {own.n_layers} layers, {kind}, {work}\n{machine}")
     for one in links:
         times = times_of(own, dtype, args.tp, args.batch, args.context, machine, one)
         lines = predictions(configs, own, times, args.tp)

@@ -233,7 +233,10 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
 def test_what_to_take(capsys):
     slow = advised(capsys, *H100, "--link", "ethernet-10g").splitlines()[-3:]
     assert slow[0].startswith("The all-reduces are 9") and "little" not in slow[0]
-    assert slow[1].startswith("Without retraining: desync:4; ") and "at a loss that grows with tp" in slow[1]
+    assert (
+        slow[1].startswith("Without retraining: desync:4; ")
+        and "times as fast, at a loss that grows with tp" in slow[1]
+    )
     assert slow[2].startswith("With retraining: parallel-ladder, spd-ladder; ") and "loss" not in slow[2]
     shown = advised(capsys, *H100, "--link-latency-us", 0.5)
     fast = shown.splitlines()[-3:]
