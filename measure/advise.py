@@ -220,7 +220,8 @@ def candidates(own, layers=None):
             found.append(dataclasses.replace(base, **changes))
         if takes:
             found.append(dataclasses.replace(base, **{**changes, "ladder_layers": layers}))
-    return found if own in found else [*found, own]
+    free = dataclasses.replace(own, made_for_tp=None)
+    return found if free in found else [*found, free]
 
 
 def predictions(configs, own, times, tp_size):
@@ -261,7 +262,7 @@ def verdict(lines, all_reduce):
         f"The all-reduces are {100 * share:.0f} % of the standard step: none can be more than {most:.2f} times as fast."
     )
     if share < LITTLE:
-        text += " That is little: stay with the weights that you have, unless a few percent are worth a training."
+        text += "\nThat is little: a standard model as it is loses hardly anything to them."
     kinds = {False: "Without retraining", True: "With retraining"}
     for trained, kind in kinds.items():
         those = [x for x in lines if x["all_reduces"] and (x["retraining"] == "yes") == trained]

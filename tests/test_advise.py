@@ -228,6 +228,7 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
     bound = dataclasses.replace(config, wiring="spd", ladder_layers=None, made_for_tp=2)
     assert advise.retraining(bound, dataclasses.replace(bound, made_for_tp=None), 2) == "no"
     assert advise.retraining(bound, bound, 3) == "no, but a loss"
+    assert sum(config.wiring == "spd" for config in advise.candidates(bound)) == 1
 
 
 def test_what_to_take(capsys):
@@ -239,12 +240,12 @@ def test_what_to_take(capsys):
     )
     assert slow[2].startswith("With retraining: parallel-ladder, spd-ladder; ") and "loss" not in slow[2]
     shown = advised(capsys, *H100, "--link-latency-us", 0.5)
-    fast = shown.splitlines()[-3:]
+    fast = shown.splitlines()[-4:]
     share = 64 * 0.5e-3 / float(rows(shown)["standard"][0])
     assert fast[0].startswith(
         f"The all-reduces are {100 * share:.0f} % of the standard step: none can be more than 1.0"
     )
-    assert "That is little" in fast[0]
+    assert fast[1].startswith("That is little: ") and fast[2].startswith("Without") and fast[3].startswith("With ")
     nothing = advised(capsys, *H100, "--link", "free").splitlines()[-2:]
     assert nothing == [
         f"{kind} retraining: nothing is more than 1 % faster than standard." for kind in ("Without", "With")
