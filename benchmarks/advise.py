@@ -3,9 +3,10 @@
 python -m benchmarks.advise overlap.jsonl --bandwidth-gbs 12.5
 
 All-reduces take what an emulated link says, or, between real ranks, what the lines themselves say, as a probe would.
-The bandwidth is taken in two ways. *One line*: as the silent step of a single line implies it, that of the upper bound
-over the fastest link. That checks how the wirings and links follow from one another, not the bandwidth. *Read*: as
-measure/probe.py read the memory next to the run (--bandwidth-gbs). That is all that the advisor knows beforehand.
+The bandwidth is taken in three ways. *Own step*: as each line's own silent step implies it, which checks only how the
+wiring orders its sublayers and all-reduces. *One line*: as the silent step of a single line implies it, that of the
+upper bound over the fastest link; the other lines were not asked. *Read*: as measure/probe.py read the memory next to
+the run (--bandwidth-gbs), which is all that the advisor knows beforehand.
 """
 
 import dataclasses
@@ -55,37 +56,37 @@ def shape_of(line):
 
 
 def compare(lines, bandwidth=None):
-    """(bytes per second that one line implies, [(link, wiring, measured, predicted by it, predicted by bandwidth)]).
-
-    lines: of one setting. Seconds; the last is None without a bandwidth.
-    """
+    """[(link, wiring, seconds measured, {kind of bandwidth: seconds predicted})], of lines of one setting."""
     config, dtype = shape_of(lines[0]), DTYPES[lines[0]["dtype"]]
     case = config, dtype, lines[0]["tp"], lines[0]["batch"], lines[0]["tokens"]
     links = {}
     for line in lines:
         links.setdefault(line["link"]["name"], []).append(line)
     links = {name: link_of(some) for name, some in links.items()}
+    work, wirings = decode_work(*case), variants(config.n_layers)
+    whole = config.n_layers * (work["attention"].n_bytes + work["feed_forward"].n_bytes) + work["rest"].n_bytes
 
-    def known(line):
+    def times(line, rate):
+        return times_of(*case, Machine("", rate), links[line["link"]["name"]])
+
+    def implied(line):
+        return whole / (1e-3 * line["silent_ms"] - times(line, 1.0).gather)
+
+    def suits(line):
         return line["wiring"] == "upper-bound", line["wiring"] == "standard", -line["all_reduce_ms"]
 
-    source = max(lines, key=known)
-    gather = times_of(*case, Machine("", 1.0), links[source["link"]["name"]]).gather
-    work = decode_work(*case)
-    whole = config.n_layers * (work["attention"].n_bytes + work["feed_forward"].n_bytes) + work["rest"].n_bytes
-    implied = whole / (1e-3 * source["silent_ms"] - gather)
-    wirings, found = variants(config.n_layers), []
+    one_line, found = implied(max(lines, key=suits)), []
     for line in lines:
         name = line["wiring"]
         if name not in wirings:
             raise InputError(f"unknown wiring {name!r}; known: {', '.join(wirings)}")
-        predicted = [
-            step_seconds(dataclasses.replace(config, **wirings[name]),
-                         times_of(*case, Machine("", rate), links[line["link"]["name"]]))[0]
-            for rate in (implied, bandwidth) if rate
-        ]  # fmt: skip
-        found.append((line["link"]["name"], name, 1e-3 * line["step_ms"], *predicted, *[None] * (2 - len(predicted))))
-    return implied, found
+        wired = dataclasses.replace(config, **wirings[name])
+        rates = {"own step": implied(line), f"one line ({one_line / 1e9:.2f} GB/s)": one_line}
+        if bandwidth:
+            rates[f"read ({bandwidth / 1e9:.2f} GB/s)"] = bandwidth
+        predicted = {kind: step_seconds(wired, times(line, rate))[0] for kind, rate in rates.items()}
+        found.append((line["link"]["name"], name, 1e-3 * line["step_ms"], predicted))
+    return found
 
 
 def tables(lines, bandwidth=None):
@@ -94,28 +95,22 @@ def tables(lines, bandwidth=None):
     for line in lines:
         settings.setdefault(tuple(line[key] for key in SETTING), []).append(line)
     for setting, own in settings.items():
-        implied, found = compare(own, bandwidth)
-        kinds = {f"one line ({implied / 1e9:.2f} GB/s)": 3}
-        if bandwidth:
-            kinds[f"read ({bandwidth / 1e9:.2f} GB/s)"] = 4
-        head, rows = ["link", "wiring", "measured, ms"], []
-        for kind in kinds:
-            head += [f"{kind}, ms", "off"]
-        for row in found:
-            cells = [row[0], row[1], f"{1e3 * row[2]:.2f}"]
-            for i in kinds.values():
-                cells += [f"{1e3 * row[i]:.2f}", f"{100 * (row[i] / row[2] - 1):+.1f} %"]
-            rows.append(cells)
+        found, rows = compare(own, bandwidth), []
+        off = {kind: {} for kind in found[0][3]}
+        for link, wiring, measured, predicted in found:
+            rows.append([link, wiring, f"{1e3 * measured:.2f}"])
+            for kind, seconds in predicted.items():
+                off[kind][f"{wiring} over {link}"] = seconds / measured - 1
+                rows[-1].append(f"{1e3 * seconds:.2f} ({100 * (seconds / measured - 1):+.1f} %)")
         text = ", ".join(f"{key} {value}" for key, value in zip(SETTING, setting, strict=True))
-        parts += [f"{text}:", markdown(head, rows)]
-        for kind, i in kinds.items():
-            off = {f"{row[1]} over {row[0]}": row[i] / row[2] - 1 for row in found}
-            worst = max(off, key=lambda name: abs(off[name]))
-            close = sum(abs(x) <= CLOSE for x in off.values())
+        parts += [f"{text}; ms:", markdown(["link", "wiring", "measured", *off], rows)]
+        for kind, differences in off.items():
+            worst = max(differences, key=lambda name: abs(differences[name]))
+            close = sum(abs(x) <= CLOSE for x in differences.values())
             parts.append(
-                f"By {kind}: {close} of {len(off)} are within {100 * CLOSE:.0f} %, half within "
-                f"{100 * statistics.median(map(abs, off.values())):.1f} %; the furthest is {worst}, "
-                f"{100 * off[worst]:+.1f} %."
+                f"By {kind}: {close} of {len(differences)} are within {100 * CLOSE:.0f} %, half within "
+                f"{100 * statistics.median(map(abs, differences.values())):.1f} %; the furthest is {worst}, "
+                f"{100 * differences[worst]:+.1f} %."
             )
     return "\n\n".join(parts)
 

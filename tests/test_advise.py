@@ -291,10 +291,16 @@ def test_the_benchmark_finds_what_the_advisor_predicts():
         seconds, *_ = advise.step_seconds(dataclasses.replace(config, **changes), times)
         silent, *_ = advise.step_seconds(config, times._replace(all_reduce=0.0))
         lines.append({**line, "step_ms": 1e3 * seconds, "silent_ms": 1e3 * silent})
-    implied, found = beside.compare(lines, 1e9)
-    assert implied == pytest.approx(2e9)
-    for _, _, measured, by_line, by_rate in found:
-        assert by_line == pytest.approx(measured) and by_rate > 1.1 * measured
+    found = beside.compare(lines, 1e9)
+    assert len(found) == len(lines)
+    for _, _, measured, predicted in found:
+        own_step, one_line, read = predicted.values()
+        assert own_step == pytest.approx(measured) and one_line == pytest.approx(measured) and read > 1.1 * measured
+    assert [*predicted][1:] == ["one line (2.00 GB/s)", "read (1.00 GB/s)"]
+    [*others, bound] = beside.compare([*lines[:-1], {**lines[-1], "silent_ms": 2 * lines[-1]["silent_ms"]}])
+    assert bound[1] == "upper-bound"
+    for _, _, measured, (own_step, one_line) in [(*x[:3], x[3].values()) for x in others]:
+        assert own_step == pytest.approx(measured) and one_line > 1.1 * measured
 
 
 def test_the_paper_s_rows_have_the_advisor_s(capsys):
