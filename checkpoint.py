@@ -237,6 +237,17 @@ SIZES = {  # shapes for benchmarks with random weights
 }
 
 
+def named_size(name, n_layers=None, quant=None, group_size=None):
+    """The Config of one of SIZES, as the flags --n-layers, --quant and --group-size change it."""
+    config = SIZES[name]
+    if (n_layers or 0) > config.n_layers:
+        raise InputError(f"--n-layers is {n_layers} but {name} has {config.n_layers}")
+    size = 64 if quant == "int4" and group_size is None else group_size
+    config = dataclasses.replace(config, n_layers=n_layers or config.n_layers, quant=quant, group_size=size)
+    int_linear.check(config)
+    return config
+
+
 class RandomWeights:
     """The same interface without a file: matrices from N(0, 0.02), norms 1, biases 0; integers of the same spread."""
 

@@ -5,7 +5,6 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt 
 """
 
 import contextlib
-import dataclasses
 import math
 import sys
 import time
@@ -285,13 +284,7 @@ def describe(args):
         if rank == 0:
             launch.warn_of_wiring(own, config, tp_size)
         return config, load_tokenizer(args.checkpoint, config.vocab_size)
-    config = SIZES[args.model]
-    if (args.n_layers or 0) > config.n_layers:
-        raise InputError(f"--n-layers is {args.n_layers} but {args.model} has {config.n_layers}")
-    size = 64 if args.quant == "int4" and args.group_size is None else args.group_size
-    n_layers = args.n_layers or config.n_layers
-    config = dataclasses.replace(config, n_layers=n_layers, quant=args.quant, group_size=size)
-    int_linear.check(config)
+    config = checkpoint.named_size(args.model, args.n_layers, args.quant, args.group_size)
     return launch.with_wiring(config, args), None
 
 

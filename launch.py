@@ -122,20 +122,23 @@ def add_wiring_flags(parser, otherwise="the checkpoint's own"):
     g.add_argument("--desync-period", type=count, metavar="N", help="desync: keep every N-th all-reduce, e.g. 4")
 
 
+def read_layers(text):
+    """What --layers says, as Config.ladder_layers takes it."""
+    try:
+        numbers = tuple(int(i) for i in text.removesuffix(",").split(","))
+    except ValueError:
+        raise InputError(f"--layers {text!r} is neither a number nor a list such as 3,5,7") from None
+    return numbers if "," in text else numbers[0]
+
+
 def with_wiring(config, args):
     """The config with the wiring that the flags ask for."""
     wiring = args.wiring or ("ladder" if args.ladder else None)
     if args.ladder and wiring != "ladder":
         raise InputError(f"--ladder and --wiring {wiring} contradict each other")
-    layers = args.ladder_layers
-    if layers is not None:
-        try:
-            numbers = tuple(int(i) for i in layers.removesuffix(",").split(","))
-        except ValueError:
-            raise InputError(f"--layers {layers!r} is neither a number nor a list such as 3,5,7") from None
-        layers = numbers if "," in layers else numbers[0]
-        if wiring is None and config.wiring in ("standard", "ladder"):
-            wiring = "hybrid"
+    layers = None if args.ladder_layers is None else read_layers(args.ladder_layers)
+    if layers is not None and wiring is None and config.wiring in ("standard", "ladder"):
+        wiring = "hybrid"
     return rewired(config, wiring, "--", ladder_layers=layers, desync_period=args.desync_period)
 
 

@@ -24,30 +24,17 @@ from checkpoint import DTYPES, SIZES, RandomWeights
 from generate import Runner, make_cache, pad
 from launch import count, number
 from measure import exposed, link
+from measure.clock import variants
 from measure.report import environment, prepare_trace
 from measure.results import explained
 from measure.timing import overlapping
-from model import WIRINGS, Config, InputError
+from model import Config, InputError
 from tp import TensorParallel, load_shard
 
 # On two ranks 26 MB in either sublayer: some 2 ms for a core that reads 12 GB/s
 SMALL = Config(8, 40, 40, 64, 2560, 3456, 4096, 4096)
-PERIODS = 2, 4  # of a wiring that keeps every n-th all-reduce
 KEYS = ["model", "n_layers", "dtype", "device", "threads", "tp", "simulated", "batch", "tokens", "kind", "compiled"]
 KEYS += ["link", "wiring", "step_ms", "quartiles_ms", "all_reduce_ms", "limit_ms"]
-
-
-def variants(n_layers):
-    """{name: changes of a Config}: each wiring of model.py, with its parameter half of the layers or one of PERIODS."""
-    found = {}
-    for wiring, known in WIRINGS.items():
-        if known.parameter == "desync_period":
-            found |= {f"{wiring}-{n}": {"wiring": wiring, "desync_period": n} for n in PERIODS}
-        elif not known.optional:
-            found[wiring] = {"wiring": wiring, "ladder_layers": max(1, n_layers // 2)}  # the last ones
-        else:
-            found[wiring] = {"wiring": wiring}
-    return found
 
 
 def links(text):

@@ -13,13 +13,15 @@ import itertools
 import statistics
 from pathlib import Path
 
+import torch
+
 import launch
 from benchmarks.lines import written_by
-from benchmarks.overlap import variants
 from checkpoint import SIZES
-from measure.clock import Clock, outline
+from measure.advise import decode_work
+from measure.clock import run_layers, variants
 from measure.results import markdown, published
-from model import WIRINGS, InputError
+from model import InputError
 
 PAPER_LINKS = {"nvlink": "NVLink", "pcie": "no P2P"}  # what they stand for
 KEPT = ["model", "tp", "simulated", "batch", "dtype", "device", "threads", "link", "torch", "commit"]
@@ -28,27 +30,15 @@ KEYS = [*KEPT, "kind", "n_layers", "tokens", "wiring", "silent_ms", "all_reduce_
 
 def attention_share(config, tp_size, batch, tokens):
     """The part of a layer's bytes that attention reads in a decode step: weights, and so many filled cache slots."""
-    cache = batch * tokens * 2 * max(config.n_kv_heads, tp_size) * config.head_dim
-    qkv = (config.n_heads + 2 * max(config.n_kv_heads, tp_size)) * config.head_dim
-    attention = config.dim * (qkv + config.n_heads * config.head_dim) + cache
-    return attention / (attention + 3 * config.dim * config.intermediate_size)
+    work = decode_work(config, torch.bfloat16, tp_size, batch, tokens)
+    attention, feed_forward = work["attention"].n_bytes, work["feed_forward"].n_bytes
+    return attention / (attention + feed_forward)
 
 
 def step_ms(config, layer, attention, all_reduce):
     """What a step takes in the config's wiring, if a layer takes so long, its attention so long of it, and nothing else
     takes time but the all-reduces."""
-    clock, parts = Clock(itertools.repeat(0.0), all_reduce), {1: [layer], 2: [attention, layer - attention]}
-
-    def computing(ms):
-        def h(x):
-            clock.now += ms
-            return 0.0
-
-        return h
-
-    sublayers = [(computing(ms), stale) for n, stale in outline(config) for ms in parts[n]]
-    WIRINGS[config.wiring].stream(0.0, sublayers, clock, config)
-    return clock.now
+    return run_layers(config, attention, layer - attention, all_reduce).now
 
 
 def predictions(lines):

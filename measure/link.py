@@ -71,13 +71,18 @@ def add_flags(parser):
         "--profile", metavar="DIR", help="write a trace of a prefill and a decode step per rank, e.g. traces"
     )
     g.add_argument("--link", metavar="NAME", help=f"emulate a link between the ranks: {', '.join(LINKS)}")
-    latency, rate = launch.number(float, 0, 1e7), launch.number(float, 1e-3, 1e6)
-    g.add_argument(
-        "--link-latency-us", type=latency, metavar="A", help="... that takes A microseconds per all-reduce, e.g. 100"
-    )
-    g.add_argument("--link-gbps", type=rate, metavar="B", help="... and moves B gigabits per second, e.g. 50")
+    add_number_flags(g)
     two = launch.number(int, 2)
     g.add_argument("--simulate-tp", type=two, metavar="N", help="run rank 0 of N alone, over an emulated link, e.g. 8")
+
+
+def add_number_flags(group):
+    """The flags of a link without a name, as choose() takes them."""
+    latency, rate = launch.number(float, 0, 1e7), launch.number(float, 1e-3, 1e6)
+    group.add_argument(
+        "--link-latency-us", type=latency, metavar="A", help="... that takes A microseconds per all-reduce, e.g. 100"
+    )
+    group.add_argument("--link-gbps", type=rate, metavar="B", help="... and moves B gigabits per second, e.g. 50")
 
 
 def from_flags(args):

@@ -80,15 +80,20 @@ def title(setting):
 
 
 def case(line):
-    """(ranks, link, wiring, batch); the wiring with its parameter, as bench.sh takes it: hybrid:8."""
+    """(ranks, link, wiring, batch); the wiring as wired says."""
+    return line["tp"], link(line), wired(line), line["batch"]
+
+
+def wired(line):
+    """The wiring with its parameter, as bench.sh takes it: hybrid:8."""
     wiring = line["wiring"]
     known = WIRINGS.get(wiring)
     value = None
     if known and known.parameter:
         value = line.get(known.parameter) if known.optional else line[known.parameter]
-    if value is not None:
-        wiring += f":{','.join(map(str, value)) if isinstance(value, list) else value}"
-    return line["tp"], link(line), wiring, line["batch"]
+    if value is None:
+        return wiring
+    return f"{wiring}:{','.join(map(str, value)) if isinstance(value, list | tuple) else value}"
 
 
 def link(line):

@@ -26,7 +26,7 @@ SEAM = "test_wiring.py -k comes_after_the_start"
 STREAM, FILES = "test_tokenizer.py -k 'stream and not transformers'", "test_generate.py -k bad_checkpoints"
 QUANT, CONVERT, LINK = "test_quantize.py -k ", "test_convert.py -k ", "test_link.py -k "
 EVAL, ADAPT, TRAINING = (f"test_{name}.py -k " for name in ("eval", "adapt", "training"))
-EXPORT = "test_export.py -k "
+EXPORT, ADVISE = "test_export.py -k ", "test_advise.py -k "
 EXPORTED, MODELING = (f"formats/exported/{name}_ladder.py" for name in ("configuration", "modeling"))
 FEW_INT = "test_quantize.py -k 'exact_up_to_rounding or three_products'"
 
@@ -232,6 +232,31 @@ MUTANTS = [  # (file, old text, new text, tests)
     # adapt.py, eval.py, measure/score.py
     ("adapt.py", "torch.lerp(before, x, alpha) if stale", "torch.lerp(before, x, 1 - alpha) if stale", ADAPT + "blend"),
     ("adapt.py", "before, x = x, x + h(", "x = x + h(", ADAPT + "blend"),
+    # measure/advise.py
+    ("measure/clock.py", "feed_forward=computing(feed_forward)", "feed_forward=computing(attention)",
+     ADVISE + "made_by_hand"),
+    ("measure/clock.py", "[(h, stale) for some, stale in layers for h in some]",
+     "[(h, False) for some, stale in layers for h in some]", ADVISE + "made_by_hand"),
+    ("measure/clock.py", "map(config.wiring_of, range(config.n_layers))",
+     "[WIRINGS[config.wiring]] * config.n_layers", ADVISE + "only_some"),
+    ("measure/advise.py", "for start, stop in ranges) / shape[dim]", "for start, stop in ranges[:1]) / shape[dim]",
+     ADVISE + "largest_shard"),
+    ("measure/advise.py", "max(work[place] for work in ranks)", "ranks[0][place]", ADVISE + "largest_shard"),
+    ("measure/advise.py", "(1 if whole else part)", "part", ADVISE + "largest_shard"),
+    ("measure/advise.py", "max(work.n_bytes / self.bandwidth, work.flops / self.flops)",
+     "work.n_bytes / self.bandwidth", ADVISE + "over_their_rate"),
+    ("measure/advise.py", "tp_size, passes=1))", "tp_size))", ADVISE + "over_their_rate"),
+    ("measure/advise.py", "n_bytes = n_bytes * passes / 2", "n_bytes = n_bytes", ADVISE + "between_its_points"),
+    ("measure/advise.py", "(n_bytes - a) / (b - a)", "n_bytes / b", ADVISE + "between_its_points"),
+    ("measure/advise.py", "return longest * n_bytes / largest", "return longest", ADVISE + "between_its_points"),
+    ("measure/advise.py", 'min(own[-1]["probe"]', 'max(own[-1]["probe"]', ADVISE + "gives_the_machine"),
+    ("measure/advise.py", "clock.now + times.rest + times.gather", "clock.now + times.rest", ADVISE + "made_by_hand"),
+    ("measure/advise.py", 'if own.wiring == "standard" and WIRINGS', "if WIRINGS", ADVISE + "own_wiring"),
+    ("measure/advise.py", "own.made_for_tp in (None, tp_size)", "True", ADVISE + "own_wiring"),
+    ("measure/advise.py", 'x["all_reduces"] and (x["retraining"]', '(x["retraining"]', ADVISE + "what_to_take"),
+    ("benchmarks/advise.py", '(1e-3 * line["silent_ms"] - times(line, 1.0).gather)', '(1e-3 * line["silent_ms"])',
+     ADVISE + "benchmark_finds"),
+    ("benchmarks/advise.py", "implied(max(lines, key=suits))", "implied(lines[0])", ADVISE + "benchmark_finds"),
     ("adapt.py", "0.1 * nats", "nats", ADAPT + "loss_is_the_naive"),
     ("adapt.py", "* (layer + 1) - 1] for s", "* layer] for s", ADAPT + "loss_is_the_naive"),
     ("adapt.py", "(loss * world.tp_size / max", "(loss / max", ADAPT + "'ranks_give and 2'"),

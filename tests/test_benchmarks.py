@@ -226,7 +226,8 @@ def test_predict_s_step_is_the_clock_s(wiring):
 
 def test_the_paper_s_own_figures(printed):
     rows = printed(paper).splitlines()
-    assert "| no P2P | 1 | ladder | 64.5 | 82.6 | 96.4 | 1.60 | 1.87 |" in rows
+    [row] = [row for row in rows if row.startswith("| no P2P | 1 | ladder | 64.5 | ")]
+    assert " | 82.6 | 96.4 | " in row and " | 1.60 | 1.87 | " in row
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ formats.export training.data training.sharding training.curves
 terminal measure.timing measure.clock measure.link
 measure.report
 measure.exposed measure.results
+measure.advise
 generate measure.plot measure.probe
 measure.score measure.sweep
 training.runs

@@ -1,0 +1,382 @@
+"""The advisor: its predictions against sums made by hand, its table against WIRINGS, and bad input."""
+
+import dataclasses
+import json
+import math
+import shlex
+
+import pytest
+import torch
+from helpers import BASE, ROOT, random_model
+
+import checkpoint
+from benchmarks import advise as beside
+from benchmarks import paper
+from checkpoint import SIZES, RandomWeights
+from measure import advise, report
+from measure.advise import Machine, ProbedLink, Times
+from measure.clock import variants
+from measure.link import LINKS
+from model import WIRINGS, InputError
+from tp import load_shard
+
+LAYERS = 5
+FORM = dataclasses.replace(BASE, n_layers=LAYERS)
+
+
+def alternating(n, attention, feed_forward, all_reduce, head=0.0):
+    """n ladder layers behind `head` seconds: each sublayer is as long as what travels meanwhile, but for the first."""
+    pairs = max(feed_forward, all_reduce) * n + max(attention, all_reduce) * (n - 1)
+    return head + attention + pairs + all_reduce
+
+
+def by_hand(a, m, c):
+    """{wiring: seconds of 5 layers}, of sublayers of a and m seconds and all-reduces of c."""
+    both, n = a + m, LAYERS
+    seam = (n - 2) * both + (2 * (n - 2) - 1) * c  # three standard layers, without their last all-reduce
+    return {
+        "standard": n * (both + 2 * c), "ladder": alternating(n, a, m, c), "delayed": alternating(n, a, m, c),
+        "parallel": n * (both + c), "spd": n * (both + c), "upper-bound": n * both,
+        "parallel-ladder": both + (n - 1) * max(both, c) + c, "spd-ladder": both + (n - 1) * max(both, c) + c,
+        "desync-2": n * both + 5 * c, "desync-4": n * both + 3 * c,  # of ten: the fourth, eighth and last
+        "hybrid": seam + max(a, c) + 2 * max(m, c) + max(a, c) + c,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("all_reduce", [0.5, 2.0, 3.5, 9.0])
+def test_a_step_is_the_sum_made_by_hand(all_reduce):
+    times, sums = Times(1.0, 3.0, 0.25, all_reduce, 0.125), by_hand(1.0, 3.0, all_reduce)
+    for name, changes in variants(LAYERS).items():
+        config = dataclasses.replace(FORM, **changes)
+        seconds, n, hidden = advise.step_seconds(config, times)
+        assert seconds == pytest.approx(sums[name] + 0.375), name
+        exposed = sums[name] - sums["upper-bound"]
+        assert hidden == (pytest.approx(1 - exposed / (n * all_reduce)) if n else None), name
+    assert {*variants(LAYERS)} == {*sums}
+
+
+@pytest.mark.parametrize("name", ["spd-ladder", "parallel", "parallel-ladder"])
+def test_only_some_layers_are_wired_so(name):
+    config = dataclasses.replace(FORM, wiring=name, ladder_layers=(4,))
+    seconds, n, _ = advise.step_seconds(config, Times(1.0, 3.0, 0.0, 2.0, 0.0))
+    # four standard layers, and of a stale last one the sum before it is hidden
+    assert n == 9 and seconds == pytest.approx(4 * 8 + 4 + 2 - 2 * WIRINGS[name].stale)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a rank has to do
+
+H = 32
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"quant": "int8"}, {"quant": "int4", "group_size": 32},
+        {"qkv_bias": True, "wo_bias": True, "mlp_bias": True, "qk_norm": True}, {"n_kv_heads": 2},
+    ],
+)  # fmt: skip
+def test_the_work_is_that_of_the_largest_shard(tp_size, changes):
+    """Bytes and operations of loaded shards, counted by their own tensors."""
+    base = dataclasses.replace(BASE, n_heads=8, n_kv_heads=4, head_dim=H, dim=64, intermediate_size=192)
+    config = dataclasses.replace(base, n_layers=2, tie_embeddings=True, **changes)
+    batch, context = 3, 7
+    counted = {"attention": [], "feed_forward": [], "rest": []}
+    for rank in range(tp_size):
+        net = load_shard(config, RandomWeights(config, "cpu"), torch.bfloat16, "cpu", rank, tp_size)
+        cache = net.new_cache(batch, context)
+        norms = sum(p.nbytes for n, p in net.layers.named_parameters() if "_norm" in n) / 2
+        layer = net.layers[0]
+        mlp = sum(p.nbytes for p in layer.feed_forward.parameters())
+        rest = sum(p.nbytes for p in net.output.parameters()) + net.norm.weight.nbytes
+        whole = report.step_bytes(net, cache, context)
+        heads = layer.attention.wo.in_features // H
+        flops = 4 * batch * context * heads * H + 2 * batch * 64 * (layer.attention.wqkv.out_features + heads * H)
+        counted["attention"].append(((whole - rest) / 2 - norms - mlp, flops))
+        counted["feed_forward"].append((mlp, 2 * batch * 3 * 64 * layer.feed_forward.w1.out_features))
+        counted["rest"].append((rest + batch * 64 * 2, 2 * batch * 64 * net.output.out_features))
+    work = advise.decode_work(config, torch.bfloat16, tp_size, batch, context)
+    assert work == {place: pytest.approx(max(of_ranks)) for place, of_ranks in counted.items()}
+
+
+def test_times_are_bytes_or_operations_over_their_rate():
+    machine, config = Machine("m", 1e12, 1e14), SIZES["70b"]
+    work = advise.decode_work(config, torch.bfloat16, 8, 1, 1000)
+    weights = 2 * 8192 * 10 * 128 + 2 * 8192 * 8 * 128
+    assert work["attention"].n_bytes == weights + 2 * 2 * 128 * 1000
+    one, many = (advise.times_of(config, torch.bfloat16, 8, batch, 1000, machine, LINKS["pcie"]) for batch in (1, 1024))
+    assert one.feed_forward == pytest.approx(2 * 3 * 8192 * 3584 / 1e12)
+    assert many.feed_forward == pytest.approx(2 * 1024 * 3 * 8192 * 3584 / 1e14)
+    assert one.all_reduce == pytest.approx(57e-6 + 1.75 * 8192 * 16 / 224e9)
+    assert many.gather == pytest.approx(57e-6 + 0.875 * 1024 * 128256 * 16 / 224e9)
+    assert one.rest == pytest.approx(2 * 8192 * (128256 / 8 + 2) / 1e12)
+
+
+def test_a_published_machine_is_a_share_of_its_data_sheet():
+    assert advise.published_machine("h100", 0.5) == ("50 % of what an H100 has on paper", 1.675e12, 494.5e12)
+    assert advise.published_machine("h200").bandwidth == pytest.approx(0.7 * 4.8e12)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Probes
+
+SECONDS = {1024: 0.001, 4096: 0.001 + 3072e-9, 16384: 0.001 + 15360e-9}  # a millisecond, and 1 GB/s
+
+
+def probe_line(tp=2, **changes):
+    points = [{"bytes": n, "us": 1e6 * s, "gbps": 1.0} for n, s in SECONDS.items()]
+    return {
+        "tp": tp, "hardware": "2 cores", "device": "cpu", "settings": {},
+        "probe": {"bandwidth": [3e9, 2e9], "all_reduce": points}, **changes,
+    }  # fmt: skip
+
+
+def write(path, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_probed_link_is_a_line_between_its_points():
+    link = ProbedLink("real", tuple(SECONDS.items()))
+    for n_bytes in (1024, 2048, 4096, 9999, 16384):
+        assert link.seconds(n_bytes, 2) == pytest.approx(0.001 + (n_bytes - 1024) * 1e-9)
+        assert link.seconds(2 * n_bytes, 2, passes=1) == pytest.approx(link.seconds(n_bytes, 2))
+    assert link.seconds(1, 2) == 0.001  # a latency
+    assert link.seconds(32768, 2) == pytest.approx(2 * SECONDS[16384])  # a rate
+
+
+def test_a_probe_gives_the_machine_and_its_links(tmp_path):
+    slow = {"NCCL_P2P_DISABLE": "1"}
+    lines = [probe_line(3), {"wiring": "standard"}, probe_line(settings=slow), probe_line(tp=1), probe_line()]
+    path, found = advise.read_probe(write(tmp_path / "p", *lines))
+    machine, links = advise.probed(path, found, 2)
+    assert machine == ("2 cores (cpu), probed", 2e9, math.inf)  # of the slowest rank
+    assert [link.name for link in links] == ["no-p2p", "real"]
+    assert links[0].table == tuple((n, pytest.approx(s)) for n, s in SECONDS.items())
+
+
+def advised(capsys, *flags):
+    capsys.readouterr()
+    advise.main([*map(str, flags)])
+    return capsys.readouterr().out
+
+
+def test_the_probe_s_bandwidth_is_used_unless_another_is_given(tmp_path, capsys, tiny):
+    out = tmp_path / "out"
+    flags = ["--checkpoint", tiny, "--tp", 2, "--context", 9, "--probe", write(tmp_path / "p", probe_line())]
+    assert "2 cores (cpu), probed: 2.0 GB/s a rank" in advised(capsys, *flags, "--json", out)
+    advised(capsys, *flags, "--bandwidth-gbs", 4, "--json", out)
+    advised(capsys, *flags, "--bandwidth-gbs", 4, "--tflops", 1e-6, "--json", out)
+    probed, given, slow = (json.loads(line) for line in out.read_text().splitlines())
+    assert probed["us"]["attention"] == pytest.approx(2 * given["us"]["attention"])
+    assert slow["flops"] == 1e6 and slow["us"]["attention"] > 100 * probed["us"]["attention"]
+    assert probed["us"]["all_reduce"] == pytest.approx(1000) and probed["dtype"] == "float32"
+    assert probed["link"]["name"] == "real" and probed["flops"] is None
+
+
+def test_without_any_machine_this_one_is_measured(monkeypatch, capsys, tiny):
+    monkeypatch.setattr(report, "read_bandwidth", lambda device, size: 5e9 if size <= 2**28 else None)
+    shown = advised(capsys, "--checkpoint", tiny, "--tp", 2, "--context", 9, "--link-latency-us", 5)
+    assert "this machine (cpu), one process: 5.0 GB/s a rank" in shown and "custom (5 us)" in shown
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The table and the advice
+
+
+def rows(shown):
+    """{wiring: its cells} of the first table that was printed."""
+    table = shown.split("\n\n")[2].splitlines()[2:]
+    return {line.split(" | ")[0].removeprefix("| "): line.removesuffix(" |").split(" | ")[1:] for line in table}
+
+
+H100 = ["--model", "8b", "--tp", 8, "--gpu", "h100"]
+
+
+def test_the_table_is_that_of_the_wirings(monkeypatch, capsys):
+    monkeypatch.setitem(WIRINGS, "own", dataclasses.replace(WIRINGS["parallel"], stale=True))
+    monkeypatch.setitem(WIRINGS, "lossy", dataclasses.replace(WIRINGS["spd"], runs_standard=True))
+    found = rows(advised(capsys, *H100, "--link", "pcie"))
+    wanted = {"standard": "no", "own": "yes", "lossy": "no, but a loss", "(bound: upper-bound)": "no model"}
+    wanted |= {"hybrid:16": "yes", "desync:2": "no, but a loss", "desync:4": "no, but a loss"}
+    for name, wiring in WIRINGS.items():
+        if name not in ("hybrid", "desync", "upper-bound", *wanted):
+            wanted[name] = "no, but a loss" if wiring.runs_standard else "yes"
+    assert {name: cells[-1] for name, cells in found.items()} == wanted
+    assert [*found][-1] == "(bound: upper-bound)"  # apart
+    steps = [float(cells[0]) for cells in found.values()]
+    assert steps[:-1] == sorted(steps[:-1]) and steps[-1] <= steps[0]
+    assert found["own"][:4] == found["parallel-ladder"][:4]
+    assert found["standard"][1:4] == ["1.00", "64", "0 %"] and found["parallel"][2] == "32"
+
+
+def test_layers_are_those_of_every_wiring_that_takes_some(capsys):
+    found = rows(advised(capsys, *H100, "--link", "pcie", "--layers", "3,5"))
+    assert {"hybrid:3,5", "parallel", "parallel:3,5", "spd", "spd:3,5", "ladder"} <= {*found}
+    assert "hybrid:16" not in found and found["parallel:3,5"][2] == "62"
+
+
+def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
+    config = dataclasses.replace(BASE, wiring="hybrid", ladder_layers=(0, 2))
+    (tmp_path / "m").mkdir()
+    checkpoint.write_model(tmp_path / "m", config, random_model(config).state_dict(), torch.bfloat16)
+    flags = ["--checkpoint", tmp_path / "m", "--tp", 2, "--context", 9, "--bandwidth-gbs", 1, "--link", "pcie"]
+    found = rows(advised(capsys, *flags))
+    assert {name for name, cells in found.items() if cells[-1] == "no"} == {"hybrid:0,2"}
+    assert found["standard"][-1] == found["spd"][-1] == found["hybrid:1"][-1] == "yes"
+    bound = dataclasses.replace(config, wiring="spd", ladder_layers=None, made_for_tp=2)
+    assert advise.retraining(bound, dataclasses.replace(bound, made_for_tp=None), 2) == "no"
+    assert advise.retraining(bound, bound, 3) == "no, but a loss"
+    assert sum(config.wiring == "spd" for config in advise.candidates(bound)) == 1
+
+
+def test_what_to_take(capsys):
+    slow = advised(capsys, *H100, "--link", "ethernet-10g").splitlines()[-3:]
+    assert slow[0].startswith("The all-reduces are 9") and "little" not in slow[0]
+    assert (
+        slow[1].startswith("Without retraining: desync:4; ")
+        and "times as fast, at a loss that grows with tp" in slow[1]
+    )
+    assert slow[2].startswith("With retraining: parallel-ladder, spd-ladder; ") and "loss" not in slow[2]
+    shown = advised(capsys, *H100, "--link-latency-us", 0.5)
+    fast = shown.splitlines()[-4:]
+    share = 64 * 0.5e-3 / float(rows(shown)["standard"][0])
+    assert fast[0].startswith(
+        f"The all-reduces are {100 * share:.0f} % of the standard step: none can be more than 1.0"
+    )
+    assert fast[1].startswith("That is little: ") and fast[2].startswith("Without") and fast[3].startswith("With ")
+    nothing = advised(capsys, *H100, "--link", "free").splitlines()[-2:]
+    assert nothing == [
+        f"{kind} retraining: nothing is more than 1 % faster than standard." for kind in ("Without", "With")
+    ]
+
+
+def test_a_line_of_json_for_each_link(tmp_path, capsys):
+    out = tmp_path / "out"
+    shown = advised(capsys, *H100, "--batch", 2, "--link", "all", "--quant", "int8", "--n-layers", 4, "--json", out)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["link"]["name"] for line in lines] == [name for name in LINKS if name != "free"]
+    assert shown.count("| standard |") == len(lines) and shown.startswith(
+        "PREDICTED: 8b, 4 layers, int8, tp 8, batch 2"
+    )
+    of_wirings = {x["wiring"]: x for x in lines[0]["wirings"]}
+    assert of_wirings["standard"]["times_standard"] == 1 and of_wirings["hybrid:2"]["all_reduces"] == 8
+    assert of_wirings["upper-bound"]["retraining"] is None and lines[0]["bandwidth"] == 0.7 * 3.35e12
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Beside what was measured
+
+
+def test_one_line_predicts_the_others_that_were_measured_alone(capsys):
+    beside.main([str(ROOT / "benchmarks" / "results" / "overlap-alone.jsonl"), "--bandwidth-gbs", "16"])
+    shown = capsys.readouterr().out
+    assert "By one line (16.34 GB/s): 49 of 49 are within 5 %" in shown
+    assert "By read (16.00 GB/s): 4" in shown
+
+
+def test_the_benchmark_finds_what_the_advisor_predicts():
+    """Lines that are exact are found so; real ranks' all-reduces are those that they took."""
+    lines, machine = [], Machine("", 2e9)
+    for name, changes in variants(4).items():
+        line = {
+            "model": "8b", "n_layers": 4, "dtype": "bfloat16", "device": "cpu", "threads": 1, "tp": 3, "batch": 2,
+            "simulated": False, "tokens": 64, "compiled": True, "wiring": name, "all_reduce_ms": 7.0,
+            "link": {"name": "veth"},
+        }  # fmt: skip
+        config = beside.shape_of(line)
+        times = advise.times_of(config, torch.bfloat16, 3, 2, 64, machine, beside.MeasuredLink(7e-3, None))
+        assert times.all_reduce == times.gather == 7e-3
+        seconds, *_ = advise.step_seconds(dataclasses.replace(config, **changes), times)
+        silent, *_ = advise.step_seconds(config, times._replace(all_reduce=0.0))
+        lines.append({**line, "step_ms": 1e3 * seconds, "silent_ms": 1e3 * silent})
+    found = beside.compare(lines, 1e9)
+    assert len(found) == len(lines)
+    for _, _, measured, predicted in found:
+        own_step, one_line, read = predicted.values()
+        assert own_step == pytest.approx(measured) and one_line == pytest.approx(measured) and read > 1.1 * measured
+    assert [*predicted][1:] == ["one line (2.00 GB/s)", "read (1.00 GB/s)"]
+    [*others, bound] = beside.compare([*lines[:-1], {**lines[-1], "silent_ms": 2 * lines[-1]["silent_ms"]}])
+    assert bound[1] == "upper-bound"
+    for _, _, measured, (own_step, one_line) in [(*x[:3], x[3].values()) for x in others]:
+        assert own_step == pytest.approx(measured) and one_line > 1.1 * measured
+
+
+def test_the_paper_s_rows_have_the_advisor_s(capsys):
+    paper.main([])
+    found = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    by_case = {tuple(cells[:3]): cells for cells in found}
+    advised = advise.times_of(SIZES["70b"], torch.bfloat16, 8, 4, 1280, advise.published_machine("h100"), LINKS["pcie"])
+    seconds, *_ = advise.step_seconds(dataclasses.replace(SIZES["70b"], wiring="ladder"), advised)
+    assert by_case["no P2P", "4", "ladder"][8] == f"{4 / seconds:.1f}"
+    assert by_case["no P2P", "4", "ladder"][5:8] == ["271.8", "337.1", "265.4"]
+    assert by_case["NVLink", "1", "spd"][5].strip() == "" and by_case["NVLink", "1", "spd"][6] == "91.1"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--model 8b", "the following arguments are required: --tp"),
+        ("--tp 8", "give either --checkpoint DIR or --model NAME"),
+        ("--model 9b --tp 8", "--model: invalid choice: '9b' (choose from"),
+        ("--model 8b --tp 1", "--tp: '1' is not a whole number from 2"),
+        ("--model 8b --tp 33 --link pcie", "tp 33 cannot shard n_heads 32: use 1 to 32 ranks"),
+        ("--model 8b --tp 8 --gpu b200", "--gpu: invalid choice: 'b200' (choose from"),
+        ("--model 8b --tp 8 --gpu h100 --share 1.1", "--share: '1.1' is not a number above 0 to 1"),
+        ("--model 8b --tp 8 --share 0.5", "--share is of what is published: it goes with --gpu"),
+        ("--model 8b --tp 8 --gpu h100 --bandwidth-gbs 3", "give either --gpu NAME or --bandwidth-gbs X"),
+        ("--model 8b --tp 8 --bandwidth-gbs 0", "--bandwidth-gbs: '0' is not a number above 0"),
+        ("--model 8b --tp 8 --link carrier", "unknown --link 'carrier'; known: free, nvlink,"),
+        ("--model 8b --tp 8 --link nvlink,", "unknown --link ''; known: free, nvlink,"),
+        ("--model 8b --tp 8", "no link: give --link NAME, --link-latency-us"),
+        ("--model 8b --tp 8 --link-gbps 0", "--link-gbps: '0' is not a number from 0.001"),
+        ("--model 8b --tp 8 --layers x", "--layers 'x' is neither a number nor a list"),
+        ("--model 8b --tp 8 --layers 33", "ladder_layers 33 does not fit: give a number of last layers from 1 to 32"),
+        ("--model 8b --tp 8 --layers 1,32", "ladder_layers (1, 32) does not fit"),
+        ("--model 8b --tp 8 --n-layers 33", "--n-layers is 33 but 8b has 32"),
+        ("--model 8b --tp 8 --context 131073", "--context 131073 is more than the 131072 that 8b allows"),
+        ("--model 8b --tp 8 --quant int4 --group-size 48", "group size 48 is none of 32, 64, 128"),
+        ("--checkpoint /nowhere --tp 2", "/nowhere is not a checkpoint folder"),
+        ("--checkpoint x --tp 2 --quant int8", "--quant goes with --model: a checkpoint is as it is"),
+        ("--model 8b --tp 8 --probe /nowhere", "--probe: /nowhere: No such file or directory"),
+        ("--model 8b --tp 8 --probe {readme}", "--probe: {readme} has no lines that measure/probe.py wrote"),
+        ("--model 8b --tp 8 --probe {broken}", "--probe: {broken} has no lines that measure/probe.py wrote, or broken"),
+        ("--model 8b --tp 8 --probe {two}", "--probe {two} was measured with tp 1, 2, not with --tp 8"),
+        ("--model 8b --tp 2 --probe {mixed}", "--probe {mixed} has lines of several machines: 2 cores (cpu); B (cuda)"),
+        (
+            "--model 8b --tp 2 --gpu h100 --probe {two}",
+            "--probe {two} was measured on 2 cores (cpu), not on --gpu h100",
+        ),
+        ("--model 8b --tp 8 --link pcie --json /nowhere/x", "--json: /nowhere/x cannot be written"),
+    ],
+)
+def test_bad_input_is_one_clear_line(flags, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "read_bandwidth", lambda *args, **kwargs: pytest.fail("measured for nothing"))
+    files = {
+        "two": write(tmp_path / "two", probe_line(tp=1), probe_line()),
+        "mixed": write(tmp_path / "mixed", probe_line(), probe_line(hardware="B", device="cuda")),
+        "broken": write(tmp_path / "broken", probe_line(probe={"bandwidth": [0], "all_reduce": []})),
+        "readme": ROOT / "README.md",
+    }
+    with pytest.raises(InputError) as e:
+        advise.main([word.format(**files) for word in shlex.split(flags)])
+    assert str(e.value).startswith(message.format(**files)) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model": "x"}, "unknown model 'x'; known: small, 1b"),
+        ({"wiring": "x"}, "unknown wiring 'x'; known: standard,"),
+        ({"kind": "prefill"}, "there is no decode step in these files"),
+    ],
+)
+def test_lines_that_the_benchmark_refuses(changes, message, tmp_path):
+    line = json.loads((ROOT / "benchmarks" / "results" / "overlap-alone.jsonl").read_text().splitlines()[0])
+    with pytest.raises(InputError, match=message):
+        beside.main([str(write(tmp_path / "lines", {**line, **changes}))])
