@@ -30,10 +30,21 @@ WIRINGS = "standard", "parallel", "ladder", "parallel-ladder", "spd", "upper-bou
 CONTEXT = 1024 + 512 // 2  # filled slots of the cache, in the mean step
 
 
+def published_rates():
+    """The paper's tokens per second {(link, batch, wiring)} of the 70B."""
+    return {(r["link"], r["batch"], r["wiring"]): r["tok_s"] for r in published() if r["tok_s"]}
+
+
+def reckoned(link, batch, rates):
+    """(seconds of a layer, of an all-reduce): the upper bound's step is all the layers, and what standard's is longer
+    all the all-reduces."""
+    standard, upper_bound = (batch / rates[link, batch, wiring] for wiring in ("standard", "upper-bound"))
+    return upper_bound / SIZES["70b"].n_layers, (standard - upper_bound) / count_all_reduces(SIZES["70b"])
+
+
 def rows_of(link, batch, rates):
-    """A row for each wiring. rates: the paper's tokens per second {(link, batch, wiring)}."""
-    standard, upper_bound = (batch / rates[link, batch, w] for w in ("standard", "upper-bound"))  # seconds a step
-    all_reduce, layer = (standard - upper_bound) / count_all_reduces(SIZES["70b"]), upper_bound / SIZES["70b"].n_layers
+    """A row for each wiring. rates: as published_rates gives them."""
+    layer, all_reduce = reckoned(link, batch, rates)
     case = SIZES["70b"], torch.bfloat16, 8, batch, CONTEXT
     times = times_of(*case, published_machine("h100"), LINKS[STANDS_FOR[link]])
     work = decode_work(*case)
@@ -63,7 +74,7 @@ def reached(batch, rate):
 
 def main(argv=None):
     launch.Parser(__doc__).parse_args(argv)
-    rates = {(r["link"], r["batch"], r["wiring"]): r["tok_s"] for r in published() if r["tok_s"]}
+    rates = published_rates()
     cases = dict.fromkeys((link, batch) for link, batch, _ in rates)
     head = "link, batch, wiring, one all-reduce (us), advisor's, measured (tok/s), limit: alike, by bytes, advisor"
     head += ", measured / standard, alike, by bytes, advisor"

@@ -3,7 +3,7 @@
 torchrun --standalone --nproc_per_node=2 -m benchmarks.ratio --json benchmarks/results/ratio.jsonl
 python -m benchmarks.ratio --show benchmarks/results/ratio.jsonl --figure benchmarks/results/ratio.png
 
-For each link and batch of results/paper.csv the emulated link's latency is the paper's ratio (see reckoned) times a
+For each link and batch of results/paper.csv the emulated link's latency is the paper's ratio times a
 sublayer of this machine, as the upper bound takes it in a first short run. All the rest is benchmarks/overlap.py's.
 """
 
@@ -14,26 +14,24 @@ import sys
 import launch
 from benchmarks import overlap
 from benchmarks.lines import command, written_by
-from checkpoint import SIZES
+from benchmarks.paper import published_rates, reckoned
 from measure import link
 from measure.clock import count_all_reduces
 from measure.plot import labelled, look, panels, save
 from measure.report import environment
-from measure.results import markdown, published
+from measure.results import markdown
 from model import InputError
 
 WIRINGS = "standard,ladder,parallel,parallel-ladder,upper-bound"
 KEYS = [*overlap.KEYS, "paper"]
 
 
-def reckoned():
-    """{(link, batch): (seconds of a sublayer, of an all-reduce)} of the paper's 70B: its standard step is longer than
-    its upper bound by all the all-reduces, and that is as many sublayers."""
-    steps = {(r["link"], r["batch"], r["wiring"]): r["batch"] / r["tok_s"] for r in published() if r["tok_s"]}
-    n, found = count_all_reduces(SIZES["70b"]), {}
-    for name, batch in dict.fromkeys(key[:2] for key in steps):
-        standard, bound = (steps[name, batch, wiring] for wiring in ("standard", "upper-bound"))
-        found[name, batch] = bound / n, (standard - bound) / n
+def ratios():
+    """{(link, batch): all-reduce : sublayer} of the paper's 70B."""
+    found, rates = {}, published_rates()
+    for case in dict.fromkeys(key[:2] for key in rates):
+        layer, all_reduce = reckoned(*case, rates)
+        found[case] = all_reduce / (layer / 2)
     return found
 
 
@@ -72,8 +70,8 @@ def measure(args, argv):
     how, first = run("upper-bound", {"free": link.FREE}, 9, 20)
     sublayer_us = max(world.gather(1e3 * first["free", "upper-bound"]["step_ms"] / count_all_reduces(how.config)))
     links = {
-        f"{name}, batch {batch}": link.choose(latency_us=sublayer_us * all_reduce / sublayer)
-        for (name, batch), (sublayer, all_reduce) in reckoned().items()
+        f"{name}, batch {batch}": link.choose(latency_us=sublayer_us * ratio)
+        for (name, batch), ratio in ratios().items()
     }
     how, reports = run(args.wirings, links, args.rounds, args.seconds)
     lines = []
@@ -93,8 +91,7 @@ def measure(args, argv):
 
 def rows(lines):
     """{(link, batch): {wiring: (this machine's line, the paper's tok/s or None)}}"""
-    rates = {(r["link"], r["batch"], r["wiring"]): r["tok_s"] for r in published() if r["model"] == "70b"}
-    found = {}
+    rates, found = published_rates(), {}
     for line in lines:
         key = line["paper"]["link"], line["paper"]["batch"]
         found.setdefault(key, {})[line["wiring"]] = line, rates.get((*key, line["wiring"]))
@@ -111,7 +108,6 @@ def table(lines):
     cells = []
     for (name, batch), row in rows(lines).items():
         (standard, paper_standard), (bound, paper_bound) = row["standard"], row["upper-bound"]
-        sublayer, all_reduce = reckoned()[name, batch]
         ours = standard["all_reduce_ms"] * standard["all_reduces"] / bound["step_ms"]
         ends = standard["step_ms"], bound["step_ms"]
         for wiring, (line, rate) in row.items():
@@ -123,7 +119,7 @@ def table(lines):
             low, high = line["quartiles_ms"]
             above = f"{100 * (line['step_ms'] / line['limit_ms'] - 1):+.1f} %"
             cells.append([
-                name, str(batch), f"{ours:.2f} ({all_reduce / sublayer:.2f})", wiring,
+                name, str(batch), f"{ours:.2f} ({ratios()[name, batch]:.2f})", wiring,
                 f"{line['step_ms']:.1f} ({low:.1f}-{high:.1f})", above,
                 f"{ends[0] / line['step_ms']:.2f}" + (f" ({rate / paper_standard:.2f})" if rate else ""), share,
             ])  # fmt: skip
@@ -157,8 +153,7 @@ def draw(lines):
                 if rate:
                     hollow = {"markerfacecolor": "none", "markersize": 9}
                     axis.plot(place + shift, rate / paper_standard, style["marker"], color=style["color"], **hollow)
-        ratios = [reckoned()[name, batch] for batch in batches]
-        ticks = [f"{batch}\n{b / a:.2f}" for batch, (a, b) in zip(batches, ratios, strict=True)]
+        ticks = [f"{batch}\n{ratios()[name, batch]:.2f}" for batch in batches]
         axis.set_xticks(range(len(batches)), ticks)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set(title=f"the ratios of {name}", xlabel="the paper's batch; all-reduce : sublayer")
