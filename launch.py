@@ -122,11 +122,17 @@ def add_wiring_flags(parser, otherwise="the checkpoint's own"):
     g.add_argument("--desync-period", type=count, metavar="N", help="desync: keep every N-th all-reduce, e.g. 4")
 
 
-def with_wiring(config, args):
-    """The config with the wiring that the flags ask for."""
+def asked_wiring(args):
+    """The name that --wiring or --ladder give, or None."""
     wiring = args.wiring or ("ladder" if args.ladder else None)
     if args.ladder and wiring != "ladder":
         raise InputError(f"--ladder and --wiring {wiring} contradict each other")
+    return wiring
+
+
+def with_wiring(config, args):
+    """The config with the wiring that the flags ask for."""
+    wiring = asked_wiring(args)
     layers = args.ladder_layers
     if layers is not None:
         try:

@@ -1,0 +1,162 @@
+"""The tables and the figure of benchmarks/zeroshot.md, from the lines that benchmarks/zeroshot.py wrote.
+
+python -m benchmarks.zeroshot_tables results/zeroshot.jsonl
+python -m benchmarks.zeroshot_tables results/zeroshot.jsonl --speeds overlap.jsonl --retrained results/adapt.jsonl \
+    --model stories260K --figure results/zeroshot.png
+"""
+
+import argparse
+
+import launch
+from benchmarks import overlap
+from benchmarks.lines import written_by
+from benchmarks.zeroshot import HALF
+from measure import plot
+from measure.results import markdown
+from model import WIRINGS, InputError
+
+KEYS = "model", "tp", "wiring", "layers", "nats", "wired_layers", "desync_period", "sensitivity", "n_layers"
+SHARES = 0.2, 1.0  # of the tokens at hand: the retrained models of the figure
+TICKS = 1.4, 1.6, 1.8, 2.0, 2.5, 3.0, 4.0, 5.0  # nats per token
+
+
+def standard(lines, tp):
+    """The line of the standard wiring on so many ranks."""
+    found = [line for line in lines if (line["tp"], line["wiring"]) == (tp, "standard")]
+    if not found:
+        raise InputError(f"{lines[0]['model']} has no line of the standard wiring on {tp} ranks")
+    return found[0]
+
+
+def called(line):
+    """A wiring as bench.sh and measure/plot.py name it."""
+    return f"desync:{line['desync_period']}" if line["wiring"] == "desync" else line["wiring"]
+
+
+def losses(lines):
+    """The table of one model's losses: a row a wiring and its layers, a column a number of ranks; the halves chosen."""
+    tps, cells = sorted({line["tp"] for line in lines}), {}
+    for line in lines:
+        base, half = standard(lines, line["tp"]), line["layers"] == HALF
+        excess = f", {100 * (line['nats'] / base['nats'] - 1):+.1f} %" if line is not base else ""
+        text = f"{line['nats']:.3f}{excess}" + f" ({', '.join(map(str, line['wired_layers']))})" * half
+        cells.setdefault((called(line), line["layers"]), {})[line["tp"]] = text
+    rows = [[*key, *(row.get(tp, "") for tp in tps)] for key, row in cells.items()]
+    return markdown(["wiring", "layers", *("any number of ranks" if tp == 1 else f"{tp} ranks" for tp in tps)], rows)
+
+
+def sensitivities(lines):
+    """The table of what each layer alone costs one model, in nats per token, on the text that layers are chosen on."""
+    rows = []
+    for line in sorted((x for x in lines if x["sensitivity"]), key=lambda x: list(WIRINGS).index(x["wiring"])):
+        base = standard(lines, line["tp"])["select_nats"]
+        ranks = str(line["tp"]) if WIRINGS[line["wiring"]].tp_bound else "any"
+        rows.append([line["wiring"], ranks, *(f"{nats - base:+.3f}" for nats in line["sensitivity"])])
+    return markdown(["wiring", "ranks", *(f"layer {i}" for i in range(lines[0]["n_layers"]))], rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The figure
+
+
+def speeds(path):
+    """An argparse type: {link, as plot.by_link has it: {wiring, or "wiring, half": (times standard's, low, high)}}."""
+    lines = written_by("benchmarks/overlap.py", *overlap.KEYS)(path)
+    lines = [line for line in lines if line["kind"] == "decode" and line["compiled"]]
+    if len({line["n_layers"] for line in lines}) != 1:
+        raise argparse.ArgumentTypeError(f"{path} has not the compiled decode steps of one model")
+    for name in {line["link"]["name"] for line in lines}:
+        if (name, "standard") not in {(line["link"]["name"], line["wiring"]) for line in lines}:
+            raise argparse.ArgumentTypeError(f"{path} has no standard wiring over the link {name}")
+    found, half = {}, lines[0]["n_layers"] // 2
+    for wiring, row in plot.by_link(path, kind="decode", compiled=True).items():
+        name = {"hybrid": "ladder, half", f"hybrid:{half}": "ladder, half"}.get(wiring, wiring)
+        for link, ratios in row.items():
+            found.setdefault(link, {})[name.replace(f":{half}", ", half")] = ratios
+    return dict(sorted(found.items()))
+
+
+def points(lines, retrained):
+    """{wiring, or "wiring, half": {share of the tokens that it was distilled on, or 0: nats per token}}.
+
+    Of lines of one model, on 2 ranks in the wirings that are bound to their number; retrained: lines of adapt.py.
+    """
+    found = {}
+    for line in lines:
+        if line["tp"] == 1 + WIRINGS[line["wiring"]].tp_bound:
+            found.setdefault(called(line) + ", half" * (line["layers"] == HALF), {})[0] = line["nats"]
+    for name, layers in ("ladder", "all"), ("ladder, half", "last half"):
+        for share in SHARES:
+            nats = [
+                x["nats"] for x in retrained if (x["layers"], x["method"], x["share"]) == (layers, "distilled", share)
+            ]
+            if nats:
+                found.setdefault(name, {})[share] = sum(nats) / len(nats)
+    return found
+
+
+def draw(found, timed, model, path):
+    """A panel for each link: nats per token over times standard's speed; found: of points(), timed: of speeds().
+
+    A wiring without a speed is left out. Filled: all layers; hollow: half of them; what was retrained hangs below.
+    """
+    title = f"Loss of {model} (spd, delayed, desync: on 2 ranks) over the speed of the same wiring on 2 ranks"
+    figure, axes = plot.panels(len(timed), 3.6, 3.6, title, columns=3, sharey=True)
+    for axis, ((_, link, all_reduce), row) in zip(axes, timed.items(), strict=True):
+        for name, losses in found.items():
+            if name not in row:
+                continue
+            speed, low, high = row[name]
+            wiring, _, half = name.partition(", ")
+            style = {key: value for key, value in plot.look(wiring).items() if key != "linestyle"}
+            style["markerfacecolor"] = "white" if half else style["color"]
+            axis.plot([speed] * len(losses), losses.values(), ":", color=style["color"], linewidth=1)
+            for share, nats in losses.items():
+                errors = [[speed - low], [high - speed]] if not share else None
+                label = None if share else name
+                axis.errorbar(
+                    speed, nats, xerr=errors, capsize=2, elinewidth=0.6, markersize=6, label=label, ls="", **style
+                )
+                if share:
+                    axis.annotate(f"{100 * share:g} %", (speed, nats), (6, -3), textcoords="offset points", fontsize=7)
+        axis.set(title=f"link {link}, one all-reduce {all_reduce:.2g} ms", xlabel="times standard's decoding speed")
+        axis.set_yscale("log")
+        axis.set_yticks(TICKS, map(str, TICKS))
+        axis.minorticks_off()
+        axis.grid(color="0.92")
+        axis.set_axisbelow(True)
+    axes[0].set_ylabel("nats per token (percentages: distilled on so much)")
+    plot.labelled(figure, axes)
+    plot.save(path, figure)
+
+
+def parse(argv):
+    p = launch.Parser(__doc__)
+    p.add_argument("lines", type=written_by("benchmarks/zeroshot.py", *KEYS), help="lines of benchmarks/zeroshot.py")
+    p.add_argument("--figure", metavar="PNG", help="draw loss over speed into this file")
+    p.add_argument("--speeds", type=speeds, metavar="FILE", help="of it: lines of benchmarks/overlap.py")
+    retrained = written_by("the plan retrain", "layers", "method", "share", "nats")
+    p.add_argument(
+        "--retrained", type=retrained, default=[], metavar="FILE", help="and of it: lines of that model's plans"
+    )
+    p.add_argument("--model", metavar="NAME", help="and its model")
+    args = p.parse_args(argv)
+    if bool(args.figure) != bool(args.speeds and args.model):
+        raise InputError("--figure goes with --speeds and --model")
+    models = dict.fromkeys(line["model"] for line in args.lines)
+    if args.model and args.model not in models:
+        raise InputError(f"--model {args.model} has no line; known: {', '.join(models)}")
+    return args
+
+
+def main(argv=None):
+    args = parse(argv)
+    for model in dict.fromkeys(line["model"] for line in args.lines):
+        lines = [line for line in args.lines if line["model"] == model]
+        print(f"{model}\n\n{losses(lines)}\n\n{sensitivities(lines)}\n")
+        if args.model == model:
+            draw(points(lines, args.retrained), args.speeds, model, args.figure)
+
+
+if __name__ == "__main__":
+    launch.run(main)
