@@ -12,7 +12,7 @@ from benchmarks import overlap
 from benchmarks.lines import written_by
 from benchmarks.zeroshot import HALF
 from measure import plot
-from measure.results import markdown
+from measure.results import markdown, wiring_order
 from model import WIRINGS, InputError
 
 KEYS = "model", "tp", "wiring", "layers", "nats", "wired_layers", "desync_period", "sensitivity", "n_layers"
@@ -98,34 +98,34 @@ def points(lines, retrained):
 def draw(found, timed, model, path):
     """A panel for each link: nats per token over times standard's speed; found: of points(), timed: of speeds().
 
-    A wiring without a speed is left out. Filled: all layers; hollow: half of them; what was retrained hangs below.
+    A wiring without a speed is left out.
     """
-    title = f"Loss of {model} (spd, delayed, desync: on 2 ranks) over the speed of the same wiring on 2 ranks"
+    title = f"{model} without retraining on 2 ranks: loss over speed. Filled: all layers, hollow: half of them. "
+    title += "Below a dotted line: distilled on so much of the text."
     figure, axes = plot.panels(len(timed), 3.6, 3.6, title, columns=3, sharey=True)
     for axis, ((_, link, all_reduce), row) in zip(axes, timed.items(), strict=True):
-        for name, losses in found.items():
-            if name not in row:
-                continue
+        for name in sorted(found.keys() & row.keys(), key=lambda name: (wiring_order(name.partition(",")[0]), name)):
             speed, low, high = row[name]
             wiring, _, half = name.partition(", ")
             style = {key: value for key, value in plot.look(wiring).items() if key != "linestyle"}
-            style["markerfacecolor"] = "white" if half else style["color"]
-            axis.plot([speed] * len(losses), losses.values(), ":", color=style["color"], linewidth=1)
-            for share, nats in losses.items():
-                errors = [[speed - low], [high - speed]] if not share else None
-                label = None if share else name
-                axis.errorbar(
-                    speed, nats, xerr=errors, capsize=2, elinewidth=0.6, markersize=6, label=label, ls="", **style
-                )
+            style |= {"markerfacecolor": "white" if half else style["color"], "markersize": 6, "linestyle": ""}
+            axis.plot([speed] * len(found[name]), found[name].values(), ":", color=style["color"], linewidth=1)
+            for share, nats in found[name].items():
                 if share:
+                    axis.plot(speed, nats, **style)
                     axis.annotate(f"{100 * share:g} %", (speed, nats), (6, -3), textcoords="offset points", fontsize=7)
+                else:
+                    bars = [[speed - low], [high - speed]]
+                    axis.errorbar(speed, nats, xerr=bars, capsize=2, elinewidth=0.6, label=name, **style)
         axis.set(title=f"link {link}, one all-reduce {all_reduce:.2g} ms", xlabel="times standard's decoding speed")
         axis.set_yscale("log")
-        axis.set_yticks(TICKS, map(str, TICKS))
-        axis.minorticks_off()
         axis.grid(color="0.92")
         axis.set_axisbelow(True)
-    axes[0].set_ylabel("nats per token (percentages: distilled on so much)")
+    low, high = axes[0].get_ylim()
+    ticks = [tick for tick in TICKS if low <= tick <= high]
+    axes[0].set_yticks(ticks, map(str, ticks))
+    axes[0].minorticks_off()
+    axes[0].set_ylabel("nats per token")
     plot.labelled(figure, axes)
     plot.save(path, figure)
 
