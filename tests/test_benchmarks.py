@@ -706,6 +706,9 @@ def test_the_pages_raw_lines_are_there_and_shown_as_they_are(printed):
     for name in ("cpu", "alone", "netns", "tp8"):
         for part in printed(overlap, "--show", folder / f"overlap-{name}.jsonl").strip().split("\n\n"):
             assert not part.startswith("|") or part in page
+    page = (ROOT / "benchmarks" / "zeroshot.md").read_text()
+    tables = printed(zeroshot_tables, folder / "zeroshot.jsonl").strip().split("\n\n")
+    assert len(tables) == 6 and not [table for table in tables if table not in page]
 
 
 def test_model_is_the_project_s():
