@@ -8,8 +8,8 @@ in all layers and in the half that minds it least, which is chosen on SELECT, an
 reported. Lines that the file has already are skipped. benchmarks/zeroshot_tables.py shows them.
 """
 
+import argparse
 import itertools
-import json
 import os
 import tempfile
 import time
@@ -18,7 +18,7 @@ from pathlib import Path
 import checkpoint
 import generate
 import launch
-from benchmarks.lines import command
+from benchmarks.lines import command, written_by
 from launch import count
 from measure import report, score
 from model import WIRINGS, InputError
@@ -68,7 +68,13 @@ def parse(argv):
     p.add_argument("--batch", type=count, default=32, metavar="B", help="rows at a time")
     launch.add_device_flag(p)
     p.add_argument("--json", type=launch.appendable, required=True, metavar="FILE", help="append a line for each run")
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    try:
+        started = os.path.exists(args.json) and os.path.getsize(args.json)
+        args.done = written_by("this script", "model", "tp", "wiring", "layers")(args.json) if started else []
+    except argparse.ArgumentTypeError as e:
+        raise InputError(f"--json: {e}") from None
+    return args
 
 
 def main(argv=None):
@@ -79,8 +85,8 @@ def main(argv=None):
         if own.wiring != "standard":
             raise InputError(f"--checkpoint {args.checkpoint} is {own.wiring}, but must be standard")
         tokenizer = load_tokenizer(args.checkpoint, own.vocab_size)
-        if tokenizer is None:
-            raise InputError(f"{args.checkpoint} has no tokenizer")
+        if tokenizer is None or not own.eos_ids:
+            raise InputError(f"--checkpoint {args.checkpoint} has no {'eos_ids' if tokenizer else 'tokenizer'}")
         valid, select = (
             documents(path, flag, at_most, tokenizer, own.eos_ids[0])
             for path, flag, at_most in (
@@ -88,13 +94,10 @@ def main(argv=None):
                 (args.select, "--select", args.select_tokens),
             )
         )
-        done = []
-        if os.path.exists(args.json):
-            done = [json.loads(line) for line in Path(args.json).read_text().splitlines()]
     model, environment = generate.load_model(own, args.checkpoint, None, world), report.environment(world)
     for wiring, layers in cases(world.tp_size):
         key = {"model": checkpoint.name(args.checkpoint), "tp": world.tp_size, "wiring": wiring, "layers": layers}
-        if any(key.items() <= line.items() for line in done):
+        if any(key.items() <= line.items() for line in args.done):
             continue
         start, found, half = time.perf_counter(), None, None
         if layers == HALF:

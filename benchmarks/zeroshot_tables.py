@@ -63,8 +63,8 @@ def speeds(path):
     """An argparse type: {link, as plot.by_link has it: {wiring, or "wiring, half": (times standard's, low, high)}}."""
     lines = written_by("benchmarks/overlap.py", *overlap.KEYS)(path)
     lines = [line for line in lines if line["kind"] == "decode" and line["compiled"]]
-    if len({line["n_layers"] for line in lines}) != 1:
-        raise argparse.ArgumentTypeError(f"{path} has not the compiled decode steps of one model")
+    if len({line["n_layers"] for line in lines}) != 1 or not all("latency_us" in line["link"] for line in lines):
+        raise argparse.ArgumentTypeError(f"{path} has not compiled decode steps of one model over emulated links")
     for name in {line["link"]["name"] for line in lines}:
         if (name, "standard") not in {(line["link"]["name"], line["wiring"]) for line in lines}:
             raise argparse.ArgumentTypeError(f"{path} has no standard wiring over the link {name}")

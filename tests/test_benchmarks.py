@@ -550,9 +550,17 @@ def test_the_tables_and_the_points_of_zeroshot(printed, tmp_path):
     more = ["--speeds", tmp_path / "speeds", "--retrained", write(tmp_path / "retrained", retrained), "--model", "m"]
     printed(zeroshot_tables, tmp_path / "lines", *more, "--figure", tmp_path / "f.png")
     assert (tmp_path / "f.png").stat().st_size > 10_000
-    with pytest.raises(InputError, match="--speeds: .* has no standard wiring over the link 1000"):
-        write(tmp_path / "speeds", lines[1:])
-        zeroshot_tables.main([str(x) for x in (tmp_path / "lines", *more, "--figure", tmp_path / "f.png")])
+    real, other = line("standard", 1.0, [1, 1]), {**lines[0], "n_layers": 4}
+    for bad, message in (
+        (lines[1:], "has no standard wiring over the link 1000"), ([real], "compiled decode steps of one model over em"),
+        ([*lines, other], "has not compiled decode steps of one model"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=f"--speeds: .* {message}"):
+            printed(zeroshot_tables, write(tmp_path / "lines", ZEROSHOT), "--speeds", write(tmp_path / "speeds", bad))
+    for bad in (["--figure", "x"], more):
+        with pytest.raises(InputError, match="--figure goes with --speeds and --model"):
+            write(tmp_path / "speeds", lines)
+            printed(zeroshot_tables, tmp_path / "lines", *bad)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -612,6 +620,11 @@ README, DEMO = (shlex.quote(str(ROOT / name)) for name in ("README.md", "demo"))
         ),
         (zeroshot, "--checkpoint x --valid x --select x", "the following arguments are required: --json"),
         (zeroshot, f"--checkpoint {DEMO} --valid x --select x --json y", f"--checkpoint {DEMO} is ladder, but must be"),
+        (
+            zeroshot,
+            f"--checkpoint x --valid x --select x --json {README}",
+            f"--json: {README} has lines that this script",
+        ),
         (zeroshot, "--checkpoint /nosuch --valid x --select x --json y", "/nosuch is not a checkpoint folder"),
         (zeroshot_tables, README, f"lines: {README} has lines that benchmarks/zeroshot.py did not write"),
         (gpu, "--device cpu", "there is no GPU: on a CPU this takes --tiny"),

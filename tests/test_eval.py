@@ -183,14 +183,14 @@ def test_sensitivity_against_the_reference(wiring):
         score.sensitivity(random_model(dataclasses.replace(BASE, wiring="parallel")), None)
 
 
-@pytest.mark.parametrize("wiring", ["spd", "delayed"])
-def test_sensitivity_is_that_of_the_ranks_it_runs_on(wiring, tiny, text, capsys):
+@pytest.mark.parametrize("ranks, wiring", [(2, "spd"), (2, "delayed"), (3, "spd")])
+def test_sensitivity_is_that_of_the_ranks_it_runs_on(ranks, wiring, tiny, text, capsys):
     """Layer by layer what a run with this layer alone gives, from unequal heads; on one device they are standard."""
     flags = ["--checkpoint", tiny, "--text", text, "--window", "32", "--wiring", wiring]
-    line, said = evaluated(capsys, *flags, "--sensitivity", ranks=2)
-    assert (line["wiring"], line["sensitivity_wiring"], line["tp"]) == ("standard", wiring, 2)
-    assert f"{wiring} layer, 2 ranks" in said
-    alone = [evaluated(capsys, *flags, "--layers", f"{i},", ranks=2)[0] for i in range(BASE.n_layers)]
+    line, said = evaluated(capsys, *flags, "--sensitivity", ranks=ranks)
+    assert (line["wiring"], line["sensitivity_wiring"], line["tp"]) == ("standard", wiring, ranks)
+    assert f"{wiring} layer, {ranks} ranks" in said
+    alone = [evaluated(capsys, *flags, "--layers", f"{i},", ranks=ranks)[0] for i in range(BASE.n_layers)]
     assert line["sensitivity"] == pytest.approx([one["nats_per_token"] for one in alone], rel=1e-6)
     assert min(abs(nats - line["nats_per_token"]) for nats in line["sensitivity"]) > 1e-4
     same, _ = evaluated(capsys, *flags, "--sensitivity")
