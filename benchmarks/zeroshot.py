@@ -42,6 +42,7 @@ def cases(tp):
 
 def documents(path, flag, at_most, tokenizer, end):
     """What adapt.py's validation windows hold of each document, as lists of ids: alone, it is scored as it is there."""
+    checkpoint.read_text(path, flag=f"{flag} ")  # or an InputError that names the flag
     with tempfile.TemporaryDirectory() as folder:
         tokens = Path(folder) / "tokens"
         tokenize([path], tokenizer, end, tokens, show=False)

@@ -456,6 +456,8 @@ def test_zeroshot_has_adapt_s_losses_and_those_of_each_wiring_alone(monkeypatch,
     monkeypatch.setattr(zeroshot, "WINDOW", 16)
     assert printed(zeroshot, *flags).count("\n") == 7
     assert printed(zeroshot, *flags) == ""  # all are there
+    with pytest.raises(InputError, match="^--select /nosuch: No such file"):
+        printed(zeroshot, *flags, "--select", "/nosuch")
     (shown, _), (nothing, _) = main_on_ranks(2, _small_zeroshot, *flags)
     assert shown.count("\n") == 8 and nothing == ""
     one, two = read(out)[:7], read(out)[7:]
@@ -552,7 +554,7 @@ def test_the_tables_and_the_points_of_zeroshot(printed, tmp_path):
     assert (tmp_path / "f.png").stat().st_size > 10_000
     real, other = line("standard", 1.0, [1, 1]), {**lines[0], "n_layers": 4}
     for bad, message in (
-        (lines[1:], "has no standard wiring over the link 1000"), ([real], "compiled decode steps of one model over em"),
+        (lines[1:], "has no standard wiring over the link 1000"), ([real], "compiled decode steps of one model"),
         ([*lines, other], "has not compiled decode steps of one model"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=f"--speeds: .* {message}"):
