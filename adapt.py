@@ -297,9 +297,9 @@ def least_sensitive(model, own, valid, run, args, world):
     if not path.exists():
         model.config, n = own, len(model.config.stale_layers)
         found = score.sensitivity(model, lambda m: validation_loss(m, valid, args.micro_batch, world))
-        layers = sorted(sorted(range(own.n_layers), key=found.__getitem__)[:n])
+        layers = score.least_sensitive(found, n)
         if world.rank == 0:
-            print("auto:", ", ".join(f"layer {i} {found[i]:.4f}" for i in range(own.n_layers)), f"nats: {layers}")
+            print("auto:", ", ".join(f"layer {i} {found[i]:.4f}" for i in range(own.n_layers)), f"nats: {[*layers]}")
         world.first(runs.write_text, path, json.dumps(layers))
     return launch.rewired(own, "hybrid", ladder_layers=json.loads(path.read_text()))
 

@@ -3,6 +3,7 @@
 python eval.py --checkpoint DIR --text FILE                          # nats per token, perplexity, bits per byte
 python eval.py --checkpoint DIR --text FILE --compare OTHER          # KL divergence and top-1 agreement per token
 python eval.py --checkpoint DIR --text FILE --sensitivity            # the loss when each layer alone is a ladder
+python eval.py --checkpoint DIR --text FILE --sensitivity --wiring spd                      # ... or in that wiring
 python eval.py --checkpoint DIR --tasks hellaswag,arc_easy --limit 200
 
 Each works in any wiring and with any number of ranks: torchrun --standalone --nproc_per_node=2 eval.py ...
@@ -22,7 +23,7 @@ import launch
 from checkpoint import dtype_name
 from launch import count, number
 from measure import report
-from measure.score import check_sensitivity, divergence, sensitivity, total_nats
+from measure.score import alone, divergence, sensitivity, total_nats
 from model import WIRINGS, InputError
 from tokenizer import load_tokenizer
 from training.data import SEPARATOR
@@ -45,7 +46,9 @@ def parse(argv):
     g.add_argument(
         "--compare", metavar="DIR", help="another checkpoint, as it is: the reference that this one is held against"
     )
-    g.add_argument("--sensitivity", action="store_true", help="make each layer alone a ladder, least loss first")
+    g.add_argument(
+        "--sensitivity", action="store_true", help="put each layer alone into --wiring (or ladder), least loss first"
+    )
     two = number(int, 2)
     g.add_argument(
         "--window", type=two, metavar="N", help="tokens of a window, e.g. 1024; without it 2048 or the model's context"
@@ -68,6 +71,8 @@ def parse(argv):
         raise InputError("give either --text FILE or --tasks NAME,...")
     if args.compare and args.sensitivity:
         raise InputError("give either --compare or --sensitivity")
+    if args.sensitivity and (args.ladder_layers or args.desync_period):
+        raise InputError("--sensitivity takes each layer alone: it does not go with --layers or --desync-period")
     others = "compare sensitivity window stride max_tokens" if args.tasks else "limit task_folder num_fewshot"
     for name in others.split():
         if getattr(args, name) is not None and getattr(args, name) is not False:  # 0 is a number of examples
@@ -165,12 +170,16 @@ def score_text(args, world, model, other, documents, n_bytes, plan):
         words += f"KL divergence from it, in nats per token: mean {kl.mean():.3g}, 99 % of them below {p99:.3g}, "
         words += f"at most {kl.max():.3g}; the likeliest token is the same in {same:.2%}"
     if args.sensitivity:
-        layers = sensitivity(model, lambda m: finite(total_nats(m, documents, *plan) / n, args.checkpoint), show)
-        found["sensitivity"] = layers
+        wiring = launch.asked_wiring(args) or "ladder"
+        layers = sensitivity(
+            model, lambda m: finite(total_nats(m, documents, *plan) / n, args.checkpoint), wiring, show
+        )
+        found |= {"sensitivity_wiring": wiring, "sensitivity": layers}
         order = sorted(range(len(layers)), key=layers.__getitem__)
+        head = f"{wiring} layer" + f", {world.tp_size} ranks" * WIRINGS[wiring].tp_bound
         words = "\n".join(
-            ["ladder layer  nats per token", f"{'none':>12}  {nats:14.4f}"]
-            + [f"{i:12}  {layers[i]:14.4f}  {layers[i] - nats:+.4f}" for i in order]
+            [f"{head}  nats per token", f"{'none':>{len(head)}}  {nats:14.4f}"]
+            + [f"{i:{len(head)}}  {layers[i]:14.4f}  {layers[i] - nats:+.4f}" for i in order]
         )
     return found, words
 
@@ -199,7 +208,9 @@ def main(argv=None):
     world = launch.join(args.device)
     with world.together():
         own = checkpoint.read_config(args.checkpoint)
-        config = launch.with_wiring(own, args)
+        if args.sensitivity:
+            alone(own, launch.asked_wiring(args) or "ladder", 0)  # or an InputError
+        config = own if args.sensitivity else launch.with_wiring(own, args)
         if world.rank == 0:
             launch.warn_of_wiring(own, config, world.tp_size)
         tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
@@ -210,8 +221,6 @@ def main(argv=None):
             with harness.one_voice(world.rank == 0):
                 tasks = harness.load_tasks(args.tasks.split(","), args.task_folder, args.num_fewshot)
         else:
-            if args.sensitivity:
-                check_sensitivity(config)
             other = check_other(args, config, tokenizer) if args.compare else None
             text = *read_documents(args, tokenizer), plan_windows(args, config, other or config)
     model = generate.load_model(config, args.checkpoint, args.dtype, world)

@@ -131,11 +131,17 @@ def read_layers(text):
     return numbers if "," in text else numbers[0]
 
 
-def with_wiring(config, args):
-    """The config with the wiring that the flags ask for."""
+def asked_wiring(args):
+    """The name that --wiring or --ladder give, or None."""
     wiring = args.wiring or ("ladder" if args.ladder else None)
     if args.ladder and wiring != "ladder":
         raise InputError(f"--ladder and --wiring {wiring} contradict each other")
+    return wiring
+
+
+def with_wiring(config, args):
+    """The config with the wiring that the flags ask for."""
+    wiring = asked_wiring(args)
     layers = None if args.ladder_layers is None else read_layers(args.ladder_layers)
     if layers is not None and wiring is None and config.wiring in ("standard", "ladder"):
         wiring = "hybrid"

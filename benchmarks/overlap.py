@@ -28,13 +28,29 @@ from measure.clock import variants
 from measure.report import environment, prepare_trace
 from measure.results import explained
 from measure.timing import overlapping
-from model import Config, InputError
+from model import WIRINGS, Config, InputError
 from tp import TensorParallel, load_shard
 
 # On two ranks 26 MB in either sublayer: some 2 ms for a core that reads 12 GB/s
 SMALL = Config(8, 40, 40, 64, 2560, 3456, 4096, 4096)
 KEYS = ["model", "n_layers", "dtype", "device", "threads", "tp", "simulated", "batch", "tokens", "kind", "compiled"]
 KEYS += ["link", "wiring", "step_ms", "quartiles_ms", "all_reduce_ms", "limit_ms"]
+
+
+def chosen(names, n_layers):
+    """{name: changes of a Config} of some variants, and of NAME:N, the wiring NAME in the last N layers."""
+    known, found = variants(n_layers), {}
+    takes = [name for name, wiring in WIRINGS.items() if wiring.parameter == "ladder_layers"]
+    for name in names:
+        wiring, _, number = name.partition(":")
+        if name in known:
+            found[name] = known[name]
+        elif wiring in takes and number in map(str, range(1, n_layers + 1)):
+            found[name] = {"wiring": wiring, "ladder_layers": int(number)}
+        else:
+            last = f"{', '.join(f'{w}:N' for w in takes)} with N last layers from 1 to {n_layers}"
+            raise InputError(f"--wirings: unknown {name!r}; known: {', '.join(known)}, and {last}")
+    return found
 
 
 def links(text):
@@ -60,7 +76,8 @@ def parse(argv):
     p.add_argument("--prompt-length", type=count, default=64, metavar="S", help="filled slots, or the prompt's tokens")
     p.add_argument("--prefill", action="store_true", help="time the prefill, not a decode step")
     p.add_argument("--eager", action="store_true", help="do not compile")
-    p.add_argument("--wirings", metavar="A,B,...", help=f"of {', '.join(variants(SMALL.n_layers))}; without it all")
+    names = f"{', '.join(variants(SMALL.n_layers))}; without it these; also hybrid:N, spd:N, ... for the last N layers"
+    p.add_argument("--wirings", metavar="A,B,...", help=f"of {names}")
     known = ", ".join(link.LINKS)
     p.add_argument("--links", type=links, default="0", metavar="A,B,...", help=f"microseconds, or of {known}")
     p.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="one rank of so many, alone")
@@ -85,12 +102,7 @@ def parse(argv):
         raise InputError(f"--prompt-length is {args.prompt_length} but must be below {args.config.max_seq_len}")
     n_layers = args.n_layers or args.config.n_layers
     args.config = dataclasses.replace(args.config, n_layers=n_layers, max_seq_len=args.prompt_length + 1)
-    known = variants(n_layers)
-    names = args.wirings.split(",") if args.wirings else known
-    for name in names:
-        if name not in known:
-            raise InputError(f"--wirings: unknown {name!r}; known: {', '.join(known)}")
-    args.variants = {name: known[name] for name in names}
+    args.variants = chosen(args.wirings.split(","), n_layers) if args.wirings else variants(n_layers)
     if args.label and [*args.links] != ["free"]:
         raise InputError("--label (or netns.sh) says that there is a real link: it goes with --links free")
     return args

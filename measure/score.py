@@ -1,16 +1,15 @@
-"""How well a model predicts a text, how far its predictions lie from another's, and which layers bear to be a ladder.
+"""How well a model predicts a text, how far its predictions lie from another's, and which layers bear another wiring.
 
 Shape letters: V vocabulary.
 """
-
-import dataclasses
 
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
 import generate
-from model import InputError
+import launch
+from model import WIRINGS, InputError
 
 PIECE = 2**22  # logits in float32 at a time: those of a whole window, in a large vocabulary, are a gigabyte
 
@@ -80,25 +79,34 @@ def divergence(model, reference, documents, size, stride, batch, show=False):
     return [torch.cat(column) for column in zip(*found, strict=True)]
 
 
-def check_sensitivity(config):
-    """Raises InputError where layers cannot be made a ladder one by one."""
+def alone(config, wiring, layer):
+    """The Config of a standard model with only this layer in a wiring; raises InputError where there is none."""
     if config.wiring != "standard":
-        raise InputError(f"layers are made a ladder one by one of a standard model, but this one is {config.wiring}")
+        raise InputError(f"layers become {wiring} one by one in a standard model, but this one is {config.wiring}")
+    takes = [name for name, known in WIRINGS.items() if known.parameter == "ladder_layers"]
+    if wiring in WIRINGS and wiring not in ("ladder", *takes):
+        raise InputError(f"wiring {wiring} takes no layers: take one of {', '.join(['ladder', *takes])}")
+    return launch.rewired(config, wiring, ladder_layers=(layer,))
 
 
-def sensitivity(model, score, show=False):
-    """What each layer of a standard model costs as a ladder: [score(model) with only layer i a ladder, for each i].
+def sensitivity(model, score, wiring="ladder", show=False):
+    """What each layer of a standard model costs in a wiring: [score(model) with only layer i wired so, for each i].
 
     score: a function from a model to its nats per token, on any text. The weights stay as they are, and model.config is
-    put back in the end. Raises InputError for a model in another wiring.
+    put back in the end. Raises InputError as alone() does.
     """
     own = model.config
-    check_sensitivity(own)
+    configs = [alone(own, wiring, i) for i in range(own.n_layers)]
     try:
         scores = []
-        for i in tqdm(range(own.n_layers), desc="sensitivity", unit="layer", delay=1, disable=not show):
-            model.config = dataclasses.replace(own, wiring="hybrid", ladder_layers=(i,))
+        for config in tqdm(configs, desc="sensitivity", unit="layer", delay=1, disable=not show):
+            model.config = config
             scores.append(score(model))
         return scores
     finally:
         model.config = own
+
+
+def least_sensitive(scores, count):
+    """So many layers, those of the lowest scores, in their order; scores: as sensitivity() gives them."""
+    return tuple(sorted(sorted(range(len(scores)), key=scores.__getitem__)[:count]))

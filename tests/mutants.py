@@ -27,6 +27,7 @@ STREAM, FILES = "test_tokenizer.py -k 'stream and not transformers'", "test_gene
 QUANT, CONVERT, LINK = "test_quantize.py -k ", "test_convert.py -k ", "test_link.py -k "
 EVAL, ADAPT, TRAINING = (f"test_{name}.py -k " for name in ("eval", "adapt", "training"))
 EXPORT, ADVISE = "test_export.py -k ", "test_advise.py -k "
+BENCHMARKS = "test_benchmarks.py -k "
 EXPORTED, MODELING = (f"formats/exported/{name}_ladder.py" for name in ("configuration", "modeling"))
 FEW_INT = "test_quantize.py -k 'exact_up_to_rounding or three_products'"
 
@@ -264,7 +265,6 @@ MUTANTS = [  # (file, old text, new text, tests)
      ADAPT + "'ranks_give and 2'"),
     ("adapt.py", "if not math.isfinite(whole + norm):", "if False:", ADAPT + "not_finite"),
     ("adapt.py", "if nats < best", "if True or nats < best", ADAPT + "lowest"),
-    ("adapt.py", "key=found.__getitem__)[:n]", "key=found.__getitem__)[-n:]", ADAPT + "auto"),
     ("adapt.py", "step * world.tp_size + world.rank)", "world.rank)", ADAPT + "drops_other"),
     ("adapt.py", "step * world.tp_size + world.rank)", "step * world.tp_size)", ADAPT + "'ranks_give and 2'"),
     ("training/data.py", "~same[:, :-1], (1, 0)", "same[:, :-1], (1, 0)", TRAINING + "windows_hold"),
@@ -285,7 +285,10 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("measure/score.py", "(p.exp() * (p - q))", "(q.exp() * (q - p))", EVAL + "nats_and"),
     ("measure/score.py", "part.argmax(-1) == other.argmax(-1)", "part.argmax(-1) == wanted", EVAL + "nats_and"),
     ("measure/score.py", "        model.config = own\n", "        pass\n", EVAL + "sensitivity_against"),
-    ("measure/score.py", "ladder_layers=(i,)", "ladder_layers=i + 1", EVAL + "sensitivity_against"),
+    ("measure/score.py", "ladder_layers=(layer,)", "ladder_layers=layer + 1", EVAL + "sensitivity_against"),
+    ("measure/score.py", "rewired(config, wiring,", 'rewired(config, "ladder",', EVAL + "ranks_it_runs_on"),
+    ("measure/score.py", "__getitem__)[:count]", "__getitem__)[-count:]", ADAPT + "auto"),
+    ("eval.py", "config = own if args.sensitivity else", "config =", EVAL + "ranks_it_runs_on"),
     ("eval.py", "            n -= 1  #", "            break  #", EVAL + "bytes_are"),
     ("eval.py", "len(part.encode()) - len(tokenizer.decode(ids[:1]).encode())", "len(part.encode())",
      EVAL + "bytes_are"),
@@ -293,6 +296,18 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("eval.py", "math.ceil(0.99 * n)", "math.ceil(0.9 * n)", EVAL + "two_wirings"),
     ("eval.py", "args.checkpoint) * n / math.log(2)", "args.checkpoint) * n", EVAL + "a_text_with"),
     ("eval.py", "key=layers.__getitem__)", "key=layers.index)", EVAL + "table_of_layers"),
+    # benchmarks/
+    ("benchmarks/overlap.py", '"ladder_layers": int(number)}', "}", BENCHMARKS + "last_layers_of_a_wiring"),
+    ("benchmarks/overlap.py", "elif wiring in takes and", "elif", BENCHMARKS + "last_layers_of_a_wiring"),
+    ("benchmarks/zeroshot.py", "known.tp_bound == (tp > 1)", "True", BENCHMARKS + "each_wiring_runs"),
+    ("benchmarks/zeroshot.py", "nats_per_token(m, select,", "nats_per_token(m, valid,", BENCHMARKS + "zeroshot_has"),
+    ("benchmarks/zeroshot.py", "key=lambda row: row[1]", "key=lambda row: 0", BENCHMARKS + "zeroshot_has"),
+    ("benchmarks/zeroshot.py", "wiring, ladder_layers=half)", "wiring)", BENCHMARKS + "zeroshot_has"),
+    ("benchmarks/zeroshot.py", "first + WINDOW + 1]", "first + WINDOW]", BENCHMARKS + "zeroshot_has"),
+    ("benchmarks/zeroshot_tables.py", "line['nats'] / base['nats'] - 1", "base['nats'] / line['nats'] - 1",
+     BENCHMARKS + "tables_and_the_points"),
+    ("benchmarks/zeroshot_tables.py", "== 1 + WIRINGS", "> WIRINGS", BENCHMARKS + "tables_and_the_points"),
+    ("benchmarks/zeroshot_tables.py", '{"hybrid": "ladder, half",', "{", BENCHMARKS + "tables_and_the_points"),
     # measure/harness.py: these take lm-eval
     ("measure/harness.py", "[-self.max_length - 1 :]", "[: self.max_length + 1]", EVAL + "likelihoods_against"),
     ("measure/harness.py", "row[len(tokens) - len(continuation) : len(tokens)]", "row[-len(continuation) :]",

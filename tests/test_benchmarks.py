@@ -4,25 +4,42 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import BASE, RANKS, ROOT, main_on_ranks, random_model
+from helpers import BASE, RANKS, ROOT, main_on_ranks, random_model, run_ranks
 
 import checkpoint
 import generate
 import launch
 import model
-from benchmarks import adapt, adapt_tables, decode, engines, few_rows, gloo_threads, gpu, overlap, paper, predict, ratio
+from adapt import Trainee, losses
+from benchmarks import (
+    adapt,
+    adapt_tables,
+    decode,
+    engines,
+    few_rows,
+    gloo_threads,
+    gpu,
+    overlap,
+    paper,
+    predict,
+    ratio,
+    zeroshot,
+    zeroshot_tables,
+)
 from checkpoint import SIZES
 from kernels import cpu, int_linear
 from measure import report
 from measure import results as of_sweeps
 from measure.clock import run_clock
 from model import WIRINGS, Config, InputError
+from tokenizer import load_tokenizer
 from training import data
 
 TINY = Config(2, 8, 8, 8, 64, 128, 256, 512)
@@ -130,6 +147,18 @@ def test_overlap_s_wirings_are_those_of_the_model(own_wiring):
     for n_layers in (2, 3):
         for changes in overlap.variants(n_layers).values():
             dataclasses.replace(TINY, n_layers=n_layers, **changes)  # is a Config
+
+
+def test_overlap_takes_the_last_layers_of_a_wiring():
+    found = overlap.chosen(["standard", "spd:1", "delayed:4", "hybrid:8"], 8)
+    assert found == {
+        "standard": {"wiring": "standard"}, "spd:1": {"wiring": "spd", "ladder_layers": 1},
+        "delayed:4": {"wiring": "delayed", "ladder_layers": 4}, "hybrid:8": {"wiring": "hybrid", "ladder_layers": 8},
+    }  # fmt: skip
+    assert dataclasses.replace(SIZES["1b"], n_layers=8, **found["delayed:4"]).wired_layers == (4, 5, 6, 7)
+    for bad in ("spd:0", "spd:9", "spd:", "spd:+1", "ladder:2", "standard:2", "desync:2", "x:2", ""):
+        with pytest.raises(InputError, match=f"--wirings: unknown '{re.escape(bad)}'; known: .* from 1 to 8"):
+            overlap.chosen([bad], 8)
 
 
 def test_a_new_wiring_is_measured_and_predicted(own_wiring, tiny, printed, tmp_path):
@@ -432,17 +461,156 @@ def test_a_plan_skips_what_its_file_has_and_the_tables_show_it(printed, tmp_path
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# zeroshot.py: what other wirings cost without retraining
+
+
+def test_each_wiring_runs_on_the_ranks_that_it_is_a_function_of(own_wiring):
+    one, several = [*zeroshot.cases(1)], [*zeroshot.cases(2)]
+    both = ["all", zeroshot.HALF]
+    whole = ["ladder", "parallel", "parallel-ladder", "own-wiring"]
+    assert one == [("standard", "all"), *itertools.product(whole, both)]
+    bound = [*itertools.product(["spd", "spd-ladder", "delayed"], both)]
+    assert several == [("standard", "all"), *bound, ("desync", "all")]
+
+
+def test_zeroshot_has_adapt_s_losses_and_those_of_each_wiring_alone(monkeypatch, printed, tmp_path):
+    story = "Once upon a time there was a little dog. It ran to the park."
+    stories = [" ".join([story] * (i % 5 + 1)) for i in range(20)]  # of unequal lengths
+    texts = {"valid": stories, "select": [story.replace("dog", "park").replace("It", "Once") for story in stories]}
+    for name, some in texts.items():
+        (tmp_path / name).write_text("\n<|endoftext|>\n".join(some))
+    folder, out = tmp_path / "model", tmp_path / "out.jsonl"
+    folder.mkdir()
+    data.train_tokenizer(stories, 300, folder / "tokenizer.model")
+    config = dataclasses.replace(BASE, n_layers=4, n_kv_heads=3, vocab_size=300)
+    net = random_model(config)
+    checkpoint.write_model(folder, config, net.state_dict(), torch.float32)
+    flags = ["--checkpoint", folder, "--valid", tmp_path / "valid", "--select", tmp_path / "select", "--batch", "3"]
+    flags += ["--valid-tokens", "200", "--select-tokens", "100", "--json", out]
+    monkeypatch.setattr(zeroshot, "WINDOW", 16)
+    assert printed(zeroshot, *flags).count("\n") == 7
+    assert printed(zeroshot, *flags) == ""  # all are there
+    with pytest.raises(InputError, match="^--select /nosuch: No such file"):
+        printed(zeroshot, *flags, "--select", "/nosuch")
+    (shown, _), (nothing, _) = main_on_ranks(2, _small_zeroshot, *flags)
+    assert shown.count("\n") == 8 and nothing == ""
+    one, two = read(out)[:7], read(out)[7:]
+    wired = [launch.rewired(config, x["wiring"], ladder_layers=half(x)) for x in one + two]
+
+    trainee = Trainee(config).eval()
+    trainee.load_state_dict(net.state_dict())
+
+    def packed_loss(name, at_most, config):
+        """As adapt.py validates: whole windows, in which documents do not attend to one another."""
+        data.tokenize([tmp_path / name], load_tokenizer(folder), 2, tmp_path / "tokens", show=False)
+        windows = data.Windows(tmp_path / "tokens", 16, at_most=at_most)
+        batch = windows.batch(range(windows.n))
+        trainee.config = config
+        with torch.no_grad():
+            return losses(trainee, batch)[1].item() / batch.counts.sum().item()
+
+    assert [x["nats"] for x in one] == pytest.approx([packed_loss("valid", 200, c) for c in wired[:7]], rel=1e-5)
+    ladder_alone = [packed_loss("select", 100, launch.rewired(config, "ladder", ladder_layers=(i,))) for i in range(4)]
+    assert one[2]["sensitivity"] == pytest.approx(ladder_alone, rel=1e-5)
+    assert one[0]["select_nats"] == pytest.approx(packed_loss("select", 100, config), rel=1e-5)
+    alone, _ = run_ranks(2, _loaded_so, folder, tmp_path / "valid", wired[7:])
+    assert [x["nats"] for x in two] == pytest.approx(alone, rel=1e-6)
+    assert two[0]["nats"] == pytest.approx(one[0]["nats"], rel=1e-5)
+    for line in one + two:
+        chosen = half(line) or ()
+        left = [line["sensitivity"][i] for i in range(4) if i not in chosen] if chosen else []
+        assert len(chosen) == 2 * bool(line["sensitivity"])
+        assert not chosen or max(line["sensitivity"][i] for i in chosen) <= min(left)
+
+
+def half(line):
+    return tuple(line["wired_layers"]) if line["layers"] == zeroshot.HALF else None
+
+
+def _small_zeroshot(argv):
+    zeroshot.WINDOW = 16
+    zeroshot.main(argv)
+
+
+def _loaded_so(world, folder, text, configs):
+    """The losses of models that are loaded in their wiring."""
+    zeroshot.WINDOW = 16
+    documents = zeroshot.documents(text, "--valid", 200, load_tokenizer(folder), 2)
+    nets = [generate.load_model(config, folder, None, world) for config in configs]
+    return [zeroshot.nats_per_token(net, documents, 4) for net in nets]
+
+
+def zero(wiring, nats, layers="all", tp=1, **changes):
+    return {
+        "model": "m", "tp": tp, "wiring": wiring, "layers": layers, "nats": nats, "wired_layers": [0, 1, 2, 3],
+        "desync_period": 2, "sensitivity": None, "n_layers": 4, **changes,
+    }  # fmt: skip
+
+
+ALONE = {"wired_layers": [0, 3], "sensitivity": [1.25, 1.5, 1.625, 1.125]}
+ZEROSHOT = [
+    zero("standard", 1.0, select_nats=1.125), zero("ladder", 2.5), zero("ladder", 1.5, zeroshot.HALF, **ALONE),
+    zero("standard", 1.0, tp=2, select_nats=1.0), zero("spd", 1.75, tp=2), zero("spd", 1.2, zeroshot.HALF, 2, **ALONE),
+    zero("desync", 3.0, tp=2), zero("standard", 1.0, tp=4), zero("spd", 2.0, tp=4),
+]  # fmt: skip
+
+
+def test_the_tables_and_the_points_of_zeroshot(printed, tmp_path):
+    shown = printed(zeroshot_tables, write(tmp_path / "lines", ZEROSHOT)).splitlines()
+    assert shown[:5] == [
+        "m", "", "| wiring | layers | any number of ranks | 2 ranks | 4 ranks |", "| --- | --- | --- | --- | --- |",
+        "| standard | all | 1.000 | 1.000 | 1.000 |",
+    ]  # fmt: skip
+    assert "| ladder | all | 2.500, +150.0 % |  |  |" in shown
+    assert "| ladder | least sensitive half | 1.500, +50.0 % (0, 3) |  |  |" in shown
+    assert "| spd | all |  | 1.750, +75.0 % | 2.000, +100.0 % |" in shown
+    assert "| desync:2 | all |  | 3.000, +200.0 % |  |" in shown
+    assert "| ladder | any | +0.125 | +0.375 | +0.500 | +0.000 |" in shown
+    assert "| spd | 2 | +0.250 | +0.500 | +0.625 | +0.125 |" in shown
+    retrained = [run_of(method="distilled", nats=nats, seed=i) for i, nats in enumerate((1.5, 2.0))]
+    retrained += [run_of(nats=9.0), run_of(method="distilled", layers="last half", share=1.0, nats=1.25)]
+    found = zeroshot_tables.points(ZEROSHOT, retrained)
+    assert found == {
+        "standard": {0: 1.0}, "ladder": {0: 2.5, 0.2: 1.75}, "ladder, half": {0: 1.5, 1.0: 1.25}, "spd": {0: 1.75},
+        "spd, half": {0: 1.2}, "desync:2": {0: 3.0},
+    }  # fmt: skip
+    lines = [
+        line(wiring, ms, [ms, ms], link={"name": name, "latency_us": us})
+        for name, us in (("1000", 1000.0), ("0", 0.0)) for wiring, ms in
+        (("standard", 20.0), ("ladder", 10.0), ("hybrid", 16.0), ("spd:4", 8.0), ("desync-2", 5.0))
+    ]  # fmt: skip
+    timed = zeroshot_tables.speeds(write(tmp_path / "speeds", lines))
+    assert [name for _, name, _ in timed] == ["0", "1000"]
+    ratios = {name: ratio for name, (ratio, _, _) in timed[0.0, "0", 0.5].items()}
+    assert ratios == {"standard": 1.0, "ladder": 2.0, "ladder, half": 1.25, "spd, half": 2.5, "desync:2": 4.0}
+    more = ["--speeds", tmp_path / "speeds", "--retrained", write(tmp_path / "retrained", retrained), "--model", "m"]
+    printed(zeroshot_tables, tmp_path / "lines", *more, "--figure", tmp_path / "f.png")
+    assert (tmp_path / "f.png").stat().st_size > 10_000
+    real, other = line("standard", 1.0, [1, 1]), {**lines[0], "n_layers": 4}
+    for bad, message in (
+        (lines[1:], "has no standard wiring over the link 1000"), ([real], "compiled decode steps of one model"),
+        ([*lines, other], "has not compiled decode steps of one model"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=f"--speeds: .* {message}"):
+            printed(zeroshot_tables, write(tmp_path / "lines", ZEROSHOT), "--speeds", write(tmp_path / "speeds", bad))
+    for bad in (["--figure", "x"], more):
+        with pytest.raises(InputError, match="--figure goes with --speeds and --model"):
+            write(tmp_path / "speeds", lines)
+            printed(zeroshot_tables, tmp_path / "lines", *bad)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Bad input
 
 
-README = str(ROOT / "README.md")
+README, DEMO = (shlex.quote(str(ROOT / name)) for name in ("README.md", "demo"))
 
 
 @pytest.mark.parametrize(
     "script, flags, message",
     [
         (overlap, "--show missing", "--show: missing: No such file or directory"),
-        (overlap, f"--show {shlex.quote(README)}", f"--show: {README} has lines that this script did not write"),
+        (overlap, f"--show {README}", f"--show: {README} has lines that this script did not write"),
         (overlap, "--n-layers 1", "--n-layers: '1' is not a whole number from 2"),
         (overlap, "--n-layers 9", "--n-layers is 9 but small has 8"),
         (overlap, "--seconds nan", "--seconds: 'nan' is not a number above 0 to 1e+06"),
@@ -469,10 +637,10 @@ README = str(ROOT / "README.md")
         (decode, "--gpt-fast /nosuch", "--gpt-fast /nosuch is no checkout of gpt-fast"),
         (decode, "--llama-python /nosuch", "--llama-python /nosuch is no program"),
         (decode, "--show /nosuch.jsonl", "--show: /nosuch.jsonl: No such file"),
-        (decode, f"--show {shlex.quote(README)}", f"--show: {README} has lines that this script did not write"),
+        (decode, f"--show {README}", f"--show: {README} has lines that this script did not write"),
         (decode, "--log /nosuch/x", "--log: /nosuch/x cannot be written"),
         (predict, "/nosuch.jsonl", "FILE: /nosuch.jsonl: No such file"),
-        (predict, shlex.quote(README), f"FILE: {README} has lines that benchmarks/overlap.py did not write"),
+        (predict, README, f"FILE: {README} has lines that benchmarks/overlap.py did not write"),
         (predict, "", "the following arguments are required: FILE"),
         (paper, "x", "unrecognized arguments: x"),
         (few_rows, "--json /nosuch/x", "--json: /nosuch/x cannot be written"),
@@ -483,12 +651,21 @@ README = str(ROOT / "README.md")
         (adapt, "--plan scratch --text x --valid x --json /nosuch/x", "--json: /nosuch/x cannot be written"),
         (
             adapt_tables,
-            f"{shlex.quote(README)} x",
+            f"{README} x",
             f"retrained: {README} has lines that the plan retrain did not write",
         ),
+        (zeroshot, "--checkpoint x --valid x --select x", "the following arguments are required: --json"),
+        (zeroshot, f"--checkpoint {DEMO} --valid x --select x --json y", f"--checkpoint {DEMO} is ladder, but must be"),
+        (
+            zeroshot,
+            f"--checkpoint x --valid x --select x --json {README}",
+            f"--json: {README} has lines that this script",
+        ),
+        (zeroshot, "--checkpoint /nosuch --valid x --select x --json y", "/nosuch is not a checkpoint folder"),
+        (zeroshot_tables, README, f"lines: {README} has lines that benchmarks/zeroshot.py did not write"),
         (gpu, "--device cpu", "there is no GPU: on a CPU this takes --tiny"),
         (gpu, "--seconds x", "--seconds: 'x' is not a number from 0"),
-        (gpu, f"--show {shlex.quote(README)}", f"--show: {README} has lines that this script did not write"),
+        (gpu, f"--show {README}", f"--show: {README} has lines that this script did not write"),
     ],
 )
 def test_bad_flags(script, flags, message):
@@ -578,6 +755,9 @@ def test_the_pages_raw_lines_are_there_and_shown_as_they_are(printed):
     for name in ("cpu", "alone", "netns", "tp8"):
         for part in printed(overlap, "--show", folder / f"overlap-{name}.jsonl").strip().split("\n\n"):
             assert not part.startswith("|") or part in page
+    page = (ROOT / "benchmarks" / "zeroshot.md").read_text()
+    tables = printed(zeroshot_tables, folder / "zeroshot.jsonl").strip().split("\n\n")
+    assert len(tables) == 6 and not [table for table in tables if table not in page]
 
 
 def test_model_is_the_project_s():

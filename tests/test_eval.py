@@ -166,25 +166,47 @@ def test_a_quantized_model_is_close_to_its_original(text, tmp_path, capsys):
     assert 0 < line["kl_mean"] < 0.01 and 0.9 < line["top1_agreement"] <= 1 and line["quant"] == "int8"
 
 
-def test_sensitivity_against_the_reference():
+@pytest.mark.parametrize("wiring", ["ladder", "parallel-ladder"])
+def test_sensitivity_against_the_reference(wiring):
     net = random_model(BASE)
     ids = unequal_rows(BASE, 1, 40)[0][0].tolist()
-    found = score.sensitivity(net, lambda m: score.total_nats(m, [ids], 40, 20, 1))
+    found = score.sensitivity(net, lambda m: score.total_nats(m, [ids], 40, 20, 1), wiring)
     assert net.config is BASE and len(found) == BASE.n_layers
     for i, nats in enumerate(found):
-        alone = random_model(dataclasses.replace(BASE, wiring="hybrid", ladder_layers=(i,)))
+        alone = random_model(BASE)  # with the norms of a standard model
+        alone.config = launch.rewired(BASE, wiring, ladder_layers=(i,))
         assert math.isclose(nats, -picked(*naive(alone, ids, 40, 20)).sum(), rel_tol=1e-5)
     with pytest.raises(ZeroDivisionError):
         score.sensitivity(net, lambda m: 1 / 0)
     assert net.config is BASE
-    with pytest.raises(InputError, match="of a standard model, but this one is parallel"):
+    with pytest.raises(InputError, match="become ladder one by one in a standard model, but this one is parallel"):
         score.sensitivity(random_model(dataclasses.replace(BASE, wiring="parallel")), None)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_table_of_layers(ranks, tiny, text, capsys):
-    line, said = evaluated(capsys, "--checkpoint", tiny, "--text", text, "--sensitivity", ranks=ranks)
+@pytest.mark.parametrize("ranks, wiring", [(2, "spd"), (2, "delayed"), (3, "spd")])
+def test_sensitivity_is_that_of_the_ranks_it_runs_on(ranks, wiring, tiny, text, capsys):
+    """Layer by layer what a run with this layer alone gives, from unequal heads; on one device they are standard."""
+    flags = ["--checkpoint", tiny, "--text", text, "--window", "32", "--wiring", wiring]
+    line, said = evaluated(capsys, *flags, "--sensitivity", ranks=ranks)
+    assert (line["wiring"], line["sensitivity_wiring"], line["tp"]) == ("standard", wiring, ranks)
+    assert f"{wiring} layer, {ranks} ranks" in said
+    alone = [evaluated(capsys, *flags, "--layers", f"{i},", ranks=ranks)[0] for i in range(BASE.n_layers)]
+    assert line["sensitivity"] == pytest.approx([one["nats_per_token"] for one in alone], rel=1e-6)
+    assert min(abs(nats - line["nats_per_token"]) for nats in line["sensitivity"]) > 1e-4
+    same, _ = evaluated(capsys, *flags, "--sensitivity")
+    assert same["sensitivity"] == pytest.approx([line["nats_per_token"]] * BASE.n_layers, rel=1e-5)
+
+
+def test_the_least_sensitive_layers_come_in_their_order():
+    assert score.least_sensitive([3.0, 1.0, 2.0, 0.5], 3) == (1, 2, 3)
+
+
+@pytest.mark.parametrize("ranks, wiring", [(1, "ladder"), (2, "ladder"), (1, "parallel-ladder")])
+def test_the_table_of_layers(ranks, wiring, tiny, text, capsys):
+    flags = ["--sensitivity"] + ["--wiring", wiring] * (wiring != "ladder")
+    line, said = evaluated(capsys, "--checkpoint", tiny, "--text", text, *flags, ranks=ranks)
     layers = line["sensitivity"]
+    assert said.startswith(f"{wiring} layer  nats per token\n") and line["sensitivity_wiring"] == wiring
     rows = [row.split() for row in said.splitlines() if row.split()[0] in ("none", *map(str, range(len(layers))))]
     assert rows[0] == ["none", f"{line['nats_per_token']:.4f}"]
     assert [int(row[0]) for row in rows[1:]] == sorted(range(BASE.n_layers), key=lambda i: layers[i])

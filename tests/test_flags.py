@@ -105,7 +105,11 @@ SCRIPTS = {
             "--limit 3": "--limit goes with --tasks",
             "--task-folder {}": "--task-folder goes with --tasks",
             "--num-fewshot 0": "--num-fewshot goes with --tasks",
-            "--sensitivity --ladder": "layers are made a ladder one by one of a standard model, but this one is ladder",
+            "--sensitivity --wiring desync": "wiring desync takes no layers: take one of ladder, hybrid, parallel,",
+            "--sensitivity --wiring standard": "wiring standard takes no layers: take one of ladder, hybrid,",
+            "--sensitivity --wiring laddr": "unknown wiring 'laddr'; known: standard, ladder, hybrid",
+            "--sensitivity --wiring spd --layers 2": "--sensitivity takes each layer alone: it does not go with",
+            "--sensitivity --wiring spd --ladder": "--ladder and --wiring spd contradict each other",
         },
     ),
     "eval of tasks": (

@@ -57,7 +57,7 @@ def describe(args):
             raise InputError(f"--ladder-layers {args.ladder_layers}: auto: takes a number of layers")
         if own is None:
             raise InputError("--ladder-layers auto:N needs --checkpoint, the model to retrain")
-        score.check_sensitivity(own)
+        score.alone(own, "ladder", 0)  # or an InputError
     config = launch.with_wiring(config, argparse.Namespace(**vars(args) | {"ladder_layers": layers}))
     _check_trainable(config.wiring)
     if not config.stale_layers and (args.blend_steps or args.match_streams):

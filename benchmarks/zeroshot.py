@@ -1,0 +1,123 @@
+"""What a standard model loses, without retraining, in the wirings that run its weights: a line of JSON each.
+
+torchrun --standalone --nproc_per_node=2 -m benchmarks.zeroshot --checkpoint DIR --valid FILE --select SELECT \
+    --json zeroshot.jsonl
+
+One rank runs the wirings that are one function on any number of ranks, several those that are another on each. Each is
+in all layers and in the half that minds it least, which is chosen on SELECT, another text than the one that is
+reported. Lines that the file has already are skipped. benchmarks/zeroshot_tables.py shows them.
+"""
+
+import argparse
+import itertools
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import checkpoint
+import generate
+import launch
+from benchmarks.lines import command, written_by
+from launch import count
+from measure import report, score
+from model import WIRINGS, InputError
+from tokenizer import load_tokenizer
+from training.data import Windows, tokenize
+
+WINDOW = 256  # tokens, as in benchmarks/adapt.py
+HALF = "least sensitive half"
+
+
+def cases(tp):
+    """(wiring, which layers) of each run on so many ranks."""
+    for name, known in WIRINGS.items():
+        if name == "standard" or (known.tp_bound == (tp > 1) and name != "upper-bound" and known.optional):
+            yield name, "all"
+            if name == "ladder" or known.parameter == "ladder_layers":
+                yield name, HALF
+        elif known.parameter == "desync_period" and tp > 1:
+            yield name, "all"
+
+
+def documents(path, flag, at_most, tokenizer, end):
+    """What adapt.py's validation windows hold of each document, as lists of ids: alone, it is scored as it is there."""
+    checkpoint.read_text(path, flag=f"{flag} ")  # or an InputError that names the flag
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = Path(folder) / "tokens"
+        tokenize([path], tokenizer, end, tokens, show=False)
+        windows, found = Windows(tokens, WINDOW, flag, at_most=at_most), []
+        for first in range(0, windows.n * WINDOW, WINDOW):
+            rows = windows.tokens[first : first + WINDOW + 1].tolist()
+            found += [[row[0] for row in same] for _, same in itertools.groupby(rows, key=lambda row: row[1])]
+    return sorted((ids for ids in found if len(ids) > 1), key=len)  # so that a batch has little padding
+
+
+def nats_per_token(model, documents, batch):
+    """Over all tokens but the first of each; every rank has the same."""
+    total = score.total_nats(model, documents, WINDOW + 1, WINDOW, batch)
+    return total / sum(len(ids) - 1 for ids in documents)
+
+
+def parse(argv):
+    p = launch.Parser(__doc__)
+    p.add_argument("--checkpoint", required=True, metavar="DIR", help="a standard model")
+    p.add_argument("--valid", required=True, metavar="FILE", help="the text that is reported")
+    p.add_argument("--select", required=True, metavar="FILE", help="the text that the layers are chosen on")
+    p.add_argument("--valid-tokens", type=count, default=40000, metavar="N", help="use so many of the one")
+    p.add_argument("--select-tokens", type=count, default=10000, metavar="N", help="and so many of the other")
+    p.add_argument("--batch", type=count, default=32, metavar="B", help="rows at a time")
+    launch.add_device_flag(p)
+    p.add_argument("--json", type=launch.appendable, required=True, metavar="FILE", help="append a line for each run")
+    args = p.parse_args(argv)
+    try:
+        started = os.path.exists(args.json) and os.path.getsize(args.json)
+        args.done = written_by("this script", "model", "tp", "wiring", "layers")(args.json) if started else []
+    except argparse.ArgumentTypeError as e:
+        raise InputError(f"--json: {e}") from None
+    return args
+
+
+def main(argv=None):
+    args = parse(argv)
+    world = launch.join(args.device)
+    with world.together():
+        own = checkpoint.read_config(args.checkpoint)
+        if own.wiring != "standard":
+            raise InputError(f"--checkpoint {args.checkpoint} is {own.wiring}, but must be standard")
+        tokenizer = load_tokenizer(args.checkpoint, own.vocab_size)
+        if tokenizer is None or not own.eos_ids:
+            raise InputError(f"--checkpoint {args.checkpoint} has no {'eos_ids' if tokenizer else 'tokenizer'}")
+        valid, select = (
+            documents(path, flag, at_most, tokenizer, own.eos_ids[0])
+            for path, flag, at_most in (
+                (args.valid, "--valid", args.valid_tokens),
+                (args.select, "--select", args.select_tokens),
+            )
+        )
+    model, environment = generate.load_model(own, args.checkpoint, None, world), report.environment(world)
+    for wiring, layers in cases(world.tp_size):
+        key = {"model": checkpoint.name(args.checkpoint), "tp": world.tp_size, "wiring": wiring, "layers": layers}
+        if any(key.items() <= line.items() for line in args.done):
+            continue
+        start, found, half = time.perf_counter(), None, None
+        if layers == HALF:
+            found = score.sensitivity(model, lambda m: nats_per_token(m, select, args.batch), wiring)
+            half = score.least_sensitive(world.gather(found)[0], own.n_layers // 2)  # the same on all ranks
+        model.config = launch.rewired(own, wiring, ladder_layers=half)
+        line = {
+            **environment, **key, "nats": nats_per_token(model, valid, args.batch),
+            "tokens": sum(len(ids) - 1 for ids in valid), "wired_layers": model.config.wired_layers,
+            "desync_period": model.config.desync_period, "sensitivity": found, "n_layers": own.n_layers,
+        }  # fmt: skip
+        if wiring == "standard":
+            line["select_nats"] = nats_per_token(model, select, args.batch)
+        model.config = own
+        line |= {"command": command("zeroshot", argv, world), "seconds": time.perf_counter() - start}
+        if world.rank == 0:
+            launch.append_line(args.json, line)
+            print(", ".join(map(str, key.values())), f"{line['nats']:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    launch.run(main)
