@@ -85,7 +85,7 @@ class Runner:
         self._prefill = torch.compile(model, fullgraph=True) if compile_prefill else model
         self._decode = model
         if self.device.type == "cpu" and (compile or compile_prefill):
-            cpu.compiler()  # or say that there is none
+            cpu.prepare_compile()
         if compile:
             cpu.use_few_rows(model)
             # One graph for any cache_length, the argument of Transformer.forward; all else is fixed. It is global.
