@@ -271,8 +271,8 @@ class World:
 def join(device=None):
     """Join the process group that torchrun describes, if there is more than one process; returns the World.
 
-    The model's collectives go through shared memory where all ranks are CPU ranks of one machine, else through NCCL or
-    gloo. device: "cpu", "cuda", "cuda:1", or None for CUDA where each local rank finds a GPU. Under torchrun each rank takes
+    The model's collectives go through shared memory between the CPU ranks of one machine, else through gloo or NCCL.
+    device: "cpu", "cuda", "cuda:1", or None for CUDA where each local rank finds a GPU. Under torchrun each rank takes
     the GPU of its LOCAL_RANK. Raises InputError for a device that is not there.
     """
     rank, tp_size = rank_and_size()
@@ -432,7 +432,9 @@ def run(main):
     except Exception as e:
         if store is not None and _has_stopped(store):
             _stop(store, 2)  # a peer that stopped has cut this rank's connections
-        if store is not None and (isinstance(e, dist.DistBackendError) or re.search("gloo|shared memory", str(e))):
+        # what the compiler's wrapper in C++ (torch 2.13) raises only names the collective that failed
+        names = "gloo|shared memory|c10d_functional|ladder::settle"
+        if store is not None and (isinstance(e, dist.DistBackendError) or re.search(names, str(e))):
             _stop(store, 1, "another rank has died: stopping")
         raise
 

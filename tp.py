@@ -153,8 +153,10 @@ torch.library.define("ladder::gather", "(Tensor part, int tp_size, str group) ->
 
 @torch.library.impl("ladder::gather", "default")
 def _gather(part, tp_size, group):
-    """The parts (B, ...) of all ranks as (tp_size, B, ...). One operator, since the compiler's wrapper in C++ (torch 2.13)
-    cannot take the coalesced form, which alone a group that is written in Python can take.
+    """The parts (B, ...) of all ranks as (tp_size, B, ...).
+
+    One operator, since a group written in Python can take only the coalesced form, and the compiler's wrapper in C++
+    (torch 2.13) all but that.
     """
     ops = torch.ops._c10d_functional
     [parts] = ops.all_gather_into_tensor_coalesced([part], tp_size, group)

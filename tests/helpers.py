@@ -58,7 +58,7 @@ def _load_once(*args, load=cpu.load_operators):
 
 
 cpu.load_operators = _load_once
-cpu.prepare_compile()  # before anything is compiled: Inductor tries once, and remembers, what it can do from this folder
+cpu.prepare_compile()  # before anything is compiled: Inductor tries once, and remembers, what it can do from here
 
 
 def shared_data(name):

@@ -1,4 +1,4 @@
-"""The collectives through shared memory: against sums in float64, in any order, under random delays, when a rank dies."""
+"""The collectives through shared memory: against sums in float64, in any order, with random delays, when a rank dies."""
 
 import os
 import random
@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def large_sum(world, count):
     check_sum(total.t().flatten(), world.tp_size)
 
 
-@pytest.mark.parametrize("count", [5_000_000, pytest.param(24_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2_200_000, pytest.param(20_000_000, marks=pytest.mark.slow)])
 def test_a_message_larger_than_a_slot_or_than_all_of_them(count):
     """20 MB and 96 MB, of slots of 8 MB and of 64 MB in all."""
     assert 4 * count > shared_memory.SLOT_BYTES and (4 * count > shared_memory.SLOTS * shared_memory.SLOT_BYTES) == (
@@ -220,7 +221,7 @@ def descriptors_left(world):
         with small(world) as group:
             OPS.wait_tensor(OPS.all_reduce(torch.ones(100), "sum", group.group_name))
         del group
-        mapped = open("/proc/self/maps").read().count(shared_memory.NAME)
+        mapped = Path("/proc/self/maps").read_text().count(shared_memory.NAME)
         counts.append((len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm")), mapped))
     return counts
 

@@ -149,7 +149,7 @@ def test_a_ladder_sublayer_comes_after_the_start_of_the_all_reduce_before_it(cha
 
 
 def generated_code(config, world, batch, length, dtype):
-    """The code that Inductor generates for decode (in C++) or prefill (in Python), which is neither compiled nor run."""
+    """Inductor's code for decode (its wrapper is C++) or prefill (Python's), which is neither compiled nor run."""
     import torch._inductor.config
     from torch._inductor.utils import get_code
 
