@@ -1,4 +1,4 @@
-"""The collectives through shared memory: against sums in float64, in any order, with random delays, when a rank dies."""
+"""Collectives through shared memory: against sums in float64, in any order, with random delays, when a rank dies."""
 
 import os
 import random
