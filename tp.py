@@ -159,7 +159,7 @@ def _gather(part, tp_size, group):
     (torch 2.13) all but that.
     """
     ops = torch.ops._c10d_functional
-    [parts] = ops.all_gather_into_tensor_coalesced([part], tp_size, group)
+    [parts] = ops.all_gather_into_tensor_coalesced([part.contiguous()], tp_size, group)
     return ops.wait_tensor(parts).unflatten(0, (tp_size, -1))
 
 
@@ -191,5 +191,5 @@ class TensorParallel:
         """This rank's part of the vocabulary (B, S, v) -> the logits of all of it (B, S, V), on every rank."""
         part = head_rows(self.vocab_size, self.tp_size)
         logits = F.pad(logits, (0, part - logits.shape[-1]))
-        parts = torch.ops.ladder.gather(logits.contiguous(), self.tp_size, self.group)  # (tp, B, S, part)
+        parts = torch.ops.ladder.gather(logits, self.tp_size, self.group)  # (tp, B, S, part)
         return parts.permute(1, 2, 0, 3).flatten(2)[..., : self.vocab_size]

@@ -32,6 +32,8 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
     name, fd, reason, offer = f"shared-memory-{next(_numbers)}", None, None, None
     try:
         if world.rank == 0:
+            if not hasattr(os, "memfd_create"):
+                raise Unavailable("shared memory without a name needs Linux")
             with _explained():
                 build()
                 offer, fd = _create()
@@ -70,7 +72,7 @@ def _explained():
     """Whatever fails in this block makes shared memory unavailable."""
     try:
         yield
-    except (InputError, OSError, RuntimeError, AttributeError) as e:  # AttributeError: no memfd_create, not Linux
+    except (InputError, OSError, RuntimeError) as e:
         raise Unavailable(str(e).splitlines()[0]) from None
 
 

@@ -93,6 +93,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     (SHARED, "at::opmath_type<Number> block[kBlock];", "Number block[kBlock];", SUMS),
     (SHARED, "from + done, length);", "from, length);", SUMS),
     (SHARED, "rank * piece.stride, parts", "rank * piece.bytes, parts", "test_shared_memory.py -k gathered"),
+    (SHARED, "return at::add(x, wait.call(*pending));", "return at::add(x, *pending);", RANKS),
     (SHARED, "lock.l_type != F_UNLCK ||", "true ||", "test_shared_memory.py -k when_a_rank_dies"),
     (SHARED, "if (!asked || lock.l_type != F_UNLCK ||", "if (", "test_shared_memory.py -k takes_its_time"),
     (SHARED, "  groups().erase(name);\n", "", LEFT),
