@@ -84,7 +84,7 @@ class Runner:
         self._prefill = torch.compile(model, fullgraph=True) if compile_prefill else model
         self._decode = model
         if self.device.type == "cpu" and (compile or compile_prefill):
-            cpu.compiler()  # or say that there is none
+            cpu.prepare_compile()
         if compile:
             cpu.use_few_rows(model)
             # One graph for any cache_length, the argument of Transformer.forward; all else is fixed. It is global.
@@ -94,10 +94,9 @@ class Runner:
     def _how(self):
         if self.device.type == "cuda":
             return {"mode": "reduce-overhead"}
-        # The weights of each step evict everything else from the caches, so little should run between the products. The
-        # wrapper in C++ cannot gather logits from ranks (torch 2.13); a second thread is for large kernels.
-        options = {"cpp_wrapper": self.model.comm.tp_size == 1, "size_asserts": False, "cpp.min_chunk_size": 16384}
-        return {"options": options}
+        # The weights of each step evict everything else from the caches, so little should run between the products; a
+        # second thread is for large kernels.
+        return {"options": {"cpp_wrapper": True, "size_asserts": False, "cpp.min_chunk_size": 16384}}
 
     @torch.inference_mode()
     def prefill(self, tokens, lengths, chunk=None):

@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import os
+import re
 import signal
 import socket
 import struct
@@ -23,6 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from kernels import shared_memory
 from model import WIRINGS, InputError
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -237,13 +239,14 @@ def _store():
 class World:
     """The ranks of a run: join() makes one.
 
-    group: the process group of the model's collectives, or None for a single device. threads: the ids of those that
-    carry them on the CPU. A simulated rank (measure/link.py) has a tp_size and a group, but no peers.
+    group: the process group of the model's collectives, or None for a single device. dist_group: that of everything
+    else, which torch.distributed knows; None for its default. threads: the ids of those that carry the model's
+    collectives on the CPU. A simulated rank (measure/link.py) has a tp_size and a group, but no peers.
     """
 
-    def __init__(self, rank, tp_size, device, group=None, threads=(), simulated=False):
+    def __init__(self, rank, tp_size, device, group=None, threads=(), simulated=False, dist_group=None):
         self.rank, self.tp_size, self.device, self.group = rank, tp_size, device, group
-        self.threads, self.simulated = threads, simulated
+        self.threads, self.simulated, self.dist_group = threads, simulated, dist_group
         self.alone = simulated or tp_size == 1
         self.told = 0
 
@@ -252,7 +255,7 @@ class World:
         if self.alone:
             return [value]
         values = [None] * self.tp_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.dist_group)
         return values
 
     def tell(self, value):
@@ -294,6 +297,7 @@ class World:
 def join(device=None):
     """Join the process group that torchrun describes, if there is more than one process; returns the World.
 
+    The model's collectives go through shared memory between the CPU ranks of one machine, else through gloo or NCCL.
     device: "cpu", "cuda", "cuda:1", or None for CUDA where each local rank finds a GPU. Under torchrun each rank takes
     the GPU of its LOCAL_RANK. Raises InputError for a device that is not there.
     """
@@ -303,7 +307,8 @@ def join(device=None):
         return World(rank, tp_size, device)
     store = _store()
     _wait_for_all(store, rank, tp_size)
-    if device.type == "cpu" and int(os.environ.get("LOCAL_WORLD_SIZE", tp_size)) < tp_size:
+    several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", tp_size)) < tp_size
+    if device.type == "cpu" and several_nodes:
         _choose_interface(store, rank, tp_size)
     backend = "nccl" if device.type == "cuda" else "gloo"
     on_gpu = {"device_id": device} if device.type == "cuda" else {}
@@ -314,7 +319,14 @@ def join(device=None):
         threads = _threads() - before if backend == "gloo" else set()
         _let_preempt(threads)
         dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
-    return World(rank, tp_size, device, dist.group.WORLD, threads)
+    world = World(rank, tp_size, device, dist.group.WORLD, threads)
+    if device.type == "cpu" and not several_nodes:
+        try:
+            world.group, world.threads = shared_memory.connect(world), ()
+        except shared_memory.Unavailable as e:
+            if rank == 0:
+                print(f"gloo carries the all-reduces: {e}", file=sys.stderr, flush=True)
+    return world
 
 
 def choose_device(device, rank=0, tp_size=1):
@@ -446,7 +458,9 @@ def run(main):
     except Exception as e:
         if store is not None and _has_stopped(store):
             _stop(store, 2)  # a peer that stopped has cut this rank's connections
-        if store is not None and (isinstance(e, dist.DistBackendError) or "gloo" in str(e)):
+        # what the compiler's wrapper in C++ (torch 2.13) raises only names the collective that failed
+        names = "gloo|shared memory|c10d_functional|ladder::settle"
+        if store is not None and (isinstance(e, dist.DistBackendError) or re.search(names, str(e))):
             _stop(store, 1, "another rank has died: stopping")
         raise
 

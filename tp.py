@@ -136,6 +136,7 @@ def _settle(x, pending, after):
 
     `after` is only a dependency: the wait cannot move before that start, nor past the next sublayer, which reads x.
     With plain operators Inductor fuses the residual additions of neighbouring sublayers and waits for both at once.
+    Where ranks share memory, shared_memory.cpp has the same for CPUs.
     """
     if pending is None:
         return x.clone()
@@ -145,6 +146,26 @@ def _settle(x, pending, after):
 @torch.library.register_fake("ladder::settle")
 def _(x, pending, after):
     return torch.empty_like(x)
+
+
+torch.library.define("ladder::gather", "(Tensor part, int tp_size, str group) -> Tensor")
+
+
+@torch.library.impl("ladder::gather", "default")
+def _gather(part, tp_size, group):
+    """The parts (B, ...) of all ranks as (tp_size, B, ...).
+
+    One operator, since a group written in Python can take only the coalesced form, and the compiler's wrapper in C++
+    (torch 2.13) all but that.
+    """
+    ops = torch.ops._c10d_functional
+    [parts] = ops.all_gather_into_tensor_coalesced([part.contiguous()], tp_size, group)
+    return ops.wait_tensor(parts).unflatten(0, (tp_size, -1))
+
+
+@torch.library.register_fake("ladder::gather")
+def _(part, tp_size, group):
+    return part.new_empty(tp_size, *part.shape)
 
 
 class TensorParallel:
@@ -170,7 +191,5 @@ class TensorParallel:
         """This rank's part of the vocabulary (B, S, v) -> the logits of all of it (B, S, V), on every rank."""
         part = head_rows(self.vocab_size, self.tp_size)
         logits = F.pad(logits, (0, part - logits.shape[-1]))
-        # coalesced, because that is the form that a group written in Python can take
-        [parts] = torch.ops._c10d_functional.all_gather_into_tensor_coalesced([logits], self.tp_size, self.group)
-        parts = torch.ops._c10d_functional.wait_tensor(parts).unflatten(0, (self.tp_size, -1))  # (tp, B, S, part)
+        parts = torch.ops.ladder.gather(logits, self.tp_size, self.group)  # (tp, B, S, part)
         return parts.permute(1, 2, 0, 3).flatten(2)[..., : self.vocab_size]

@@ -3,12 +3,14 @@
 python -m benchmarks.decode --threads 1 --engines ours,transformers --json decode.jsonl
 python -m benchmarks.decode --threads 2 --gpt-fast DIR --llama-python VENV/bin/python --json decode.jsonl
 python -m benchmarks.decode --threads 2 --engines ours:int8,ours:int4,llama.cpp:q8_0,llama.cpp:q4_0 ...
+python -m benchmarks.decode --threads 2 --engines ours,ours@2,ours:int8,ours@2:int8,ours:int4,ours@2:int4 ...
 python -m benchmarks.decode --show decode.jsonl
 
 Each engine (engines.py) is a process of its own, which is idle while another one is timed. gpt-fast is a checkout of
 its repository, llama.cpp a Python that has llama-cpp-python and gguf. The shape is Llama 3.2 1B with an output head of
 its own: 2.47 GB of weights a step. A line of the result is one engine in one case: the median and the quartiles of its
 times, and the bandwidth that the machine showed in the same run; mbu is the part of it that the decode steps reached.
+ours@2 is two ranks that have half of the threads each.
 """
 
 import argparse
@@ -43,7 +45,7 @@ QUANTS = {  # of an engine, behind a colon: (bytes of a weight, scales included,
     "q4_0": (18 / 32, "ours:int4"),
 }
 ENGINES = ["ours", "transformers", "gpt-fast", "llama.cpp", "ours:int8", "gpt-fast:int8", "llama.cpp:q8_0", "ours:int4"]
-ENGINES += ["llama.cpp:q4_0"]
+ENGINES += ["llama.cpp:q4_0", "ours@2", "ours@2:int8", "ours@2:int4"]
 CASES = "decode:1,decode:4,decode:16,decode:64,prefill:128,prefill:1024"
 KINDS = {"decode": "decode, batch {}", "prefill": "prefill, {} tokens", "cache": "256 slots filled of {}"}
 KEYS = ["threads", "engine", "kind", "n", "ms", "quartiles_ms", "bandwidth"]
@@ -88,8 +90,10 @@ def parse(argv):
     for name in args.engines:
         if name not in ENGINES:
             raise InputError(f"--engines: unknown {name!r}; known: {', '.join(ENGINES)}")
-        if not available[name.partition(":")[0]]:
+        if not available[name.partition(":")[0].partition("@")[0]]:
             raise InputError(f"--engines {name} needs --gpt-fast, --llama-python, or pip install transformers")
+        if "@" in name and args.threads % 2:
+            raise InputError(f"--engines {name} are two ranks: --threads must be even")
     if any(kind == "cache" for kind, _ in args.cases) and args.engines != ["ours"]:
         raise InputError("--cases cache:SLOTS is for --engines ours")
     return args
@@ -103,10 +107,14 @@ def start(name, args):
     """The process of an engine. gpt-fast's modules have the names of ours: each finds only its own."""
     python = args.llama_python if name.startswith("llama.cpp") else sys.executable
     modules = args.gpt_fast if name.startswith("gpt-fast") else str(WORKER.parent.parent)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": modules}
+    launcher, threads = [], str(args.threads)
+    if "@2" in name:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+        threads = str(args.threads // 2)
+    environment = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": modules}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with open(args.log, "a") as log:
-        return subprocess.Popen([python, WORKER, name, str(args.threads)], env=environment, stderr=log, **pipes)
+        return subprocess.Popen([python, *launcher, WORKER, name, threads], env=environment, stderr=log, **pipes)
 
 
 def ask(name, worker, kind, n, times):

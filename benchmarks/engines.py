@@ -1,7 +1,8 @@
 """The engines that decode.py compares, each in a process of its own, of whatever Python has it.
 
 python engines.py NAME THREADS answers a line such as "decode 4 3" on its standard input with the seconds of three runs
-of that case, as a JSON list. At the top it imports only what comes with Python: that of llama.cpp may have no torch.
+of that case, as a JSON list. ours@2 is started with torchrun, on two ranks. At the top it imports only what comes with
+Python: that of llama.cpp may have no torch.
 """
 
 import functools
@@ -20,22 +21,22 @@ FILLED = 128  # slots of the cache before a decode step
 # Each returns a function step(kind, n), which prepares a case and returns a function that runs it once
 
 
-def ours(quant):
+def ours(quant, world=None):
     import dataclasses
 
     import torch
 
-    from checkpoint import SIZES, RandomWeights
-    from generate import Runner, make_cache, pad
+    from checkpoint import SIZES
+    from generate import Runner, load_model, make_cache, pad
+    from launch import World
     from measure.exposed import replays
-    from tp import load_shard
 
     config = dataclasses.replace(
         SIZES["1b"], tie_embeddings=False, quant=quant or None, group_size=64 if quant == "int4" else None
     )
     shape = config.dim, config.n_layers, config.n_heads, config.n_kv_heads, config.intermediate_size, config.vocab_size
     assert shape == (DIM, LAYERS, HEADS, KV_HEADS, HIDDEN, VOCABULARY)
-    model = load_shard(config, RandomWeights(config, "cpu"), torch.bfloat16, "cpu")
+    model = load_model(config, None, "bfloat16", world or World(0, 1, torch.device("cpu")))
 
     def step(kind, n):
         batch, length = (n, FILLED) if kind == "decode" else (1, 1) if kind == "cache" else (1, n)
@@ -200,20 +201,20 @@ def llama_cpp(threads, quant):
 # The process
 
 
-def engine(name, threads):
+def engine(name, threads, world=None):
     """The step function of an engine and what its weights are, such as llama.cpp:q8_0."""
     name, _, quant = name.partition(":")
     engines = {
-        "ours": lambda: ours(quant),
+        "ours": lambda: ours(quant, world),
         "transformers": transformers,
         "gpt-fast": lambda: gpt_fast(quant),
         "llama.cpp": lambda: llama_cpp(threads, quant),
     }
-    return engines[name]()
+    return engines[name.partition("@")[0]]()
 
 
-def answer(step, questions):
-    """Print the answer to each line; the engine holds one case at a time."""
+def answer(step, questions, file=None, meet=lambda: None):
+    """Print the answer to each line; the engine holds one case at a time. meet: waits until all ranks have come."""
     case = run = None
     for line in questions:
         kind, n, times = line.split()
@@ -223,11 +224,37 @@ def answer(step, questions):
             run()
         seconds = []
         for _ in range(int(times)):
+            meet()
             start = time.perf_counter()
             run()
             seconds.append(time.perf_counter() - start)
-        print("times", json.dumps(seconds), flush=True)
+        print("times", json.dumps(seconds), file=file, flush=True)
+
+
+def answer_on_ranks(name, threads):
+    """Rank 0 reads the questions for all, and its clock counts."""
+    import torch
+
+    import launch
+
+    world, ops = launch.join("cpu"), torch.ops._c10d_functional
+
+    def questions():
+        while line := world.tell(sys.stdin.readline() if world.rank == 0 else None):
+            yield line
+
+    def meet():
+        ops.wait_tensor(ops.all_reduce(torch.zeros(1), "sum", world.group.group_name))
+
+    with open(os.devnull, "w") as nowhere:
+        answer(engine(name, threads, world), questions(), nowhere if world.rank else sys.stdout, meet)
 
 
 if __name__ == "__main__":
-    answer(engine(sys.argv[1], int(sys.argv[2])), sys.stdin)
+    name, threads = sys.argv[1], int(sys.argv[2])
+    if "@" in name:
+        import launch
+
+        launch.run(lambda: answer_on_ranks(name, threads))
+    else:
+        answer(engine(name, threads), sys.stdin)

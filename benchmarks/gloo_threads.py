@@ -12,6 +12,7 @@ import platform
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -41,14 +42,15 @@ def all_reduces(n):
     return times
 
 
-def schedule(world, policy):
-    for thread in world.threads:
-        os.sched_setscheduler(thread, policy, os.sched_param(int(policy == os.SCHED_FIFO)))
+def schedule(policy):
+    for task in Path("/proc/self/task").iterdir():
+        if "gloo" in (task / "comm").read_text():
+            os.sched_setscheduler(int(task.name), policy, os.sched_param(int(policy == os.SCHED_FIFO)))
 
 
 def latencies(world, policy):
     """Seconds of some all-reduces under a policy, from when the last rank started each to when this one had it."""
-    schedule(world, policy)
+    schedule(policy)
     own, *others = world.gather(all_reduces(EACH))
     return [ends[0][1] - max(start for start, _ in ends) for ends in zip(own, *others, strict=True)]
 
@@ -58,7 +60,7 @@ def allowed(world):
     names = []
     for name, policy in POLICIES.items():
         try:
-            schedule(world, policy)
+            schedule(policy)
             names.append(name)
         except OSError as e:
             print(f"rank {world.rank} may not be scheduled as {name}: {e.strerror}", file=sys.stderr)

@@ -57,9 +57,9 @@ for rate in "${rates[@]}"; do
     done
     pids=()
     for rank in 1 0; do
-        # the ranks find each other as torchrun would tell them
+        # the ranks find each other as torchrun would tell those of two nodes
         ip netns exec "$name-$rank" env RANK=$rank WORLD_SIZE=2 MASTER_ADDR=10.231.0.1 MASTER_PORT=29500 \
-            GLOO_SOCKET_IFNAME="veth$rank" OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR \
+            LOCAL_WORLD_SIZE=1 GLOO_SOCKET_IFNAME="veth$rank" OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR \
             taskset -c $rank "$python" -m benchmarks.overlap --device cpu --links free --label "veth $rate" \
             --command "$command" "$@" &
         pids+=($!)

@@ -52,33 +52,48 @@ def keep_freed_memory():
         mallopt(-1, 2**30)  # M_TRIM_THRESHOLD
 
 
-def compiler():
-    """The C++ compiler that torch.compile takes too, made to work in any folder. Raises InputError if there is none."""
+def compiler(what="--compile"):
+    """The C++ compiler that torch.compile takes too. Raises InputError, for `what` needs it, if there is none."""
     name = os.environ.get("CXX", "g++")
     if shutil.which(name) is None:
-        raise InputError(f"--compile needs a C++ compiler: install g++, or name one in $CXX, no options: {name!r}")
+        raise InputError(f"{what} needs a C++ compiler: install g++, or name one in $CXX, no options: {name!r}")
+    return name
+
+
+def prepare_compile():
+    """Let torch.compile work in any folder. Raises InputError without a C++ compiler."""
+    compiler()
     from torch.utils import cpp_extension  # late: with it comes setuptools, which edits the module path
 
     # Inductor (torch 2.13) splits its command at spaces, and quotes all paths but this one
     cpp_extension.TORCH_LIB_PATH = shlex.quote(str(Path(torch.__file__).parent / "lib"))
-    return name
 
 
 def build():
-    """Compile few_rows.cpp for this processor, unless that was done before, and load its operators.
-
-    The result lies in $XDG_CACHE_HOME/ladder-fast (~/.cache without it). Raises InputError without a C++ compiler, or
-    with nowhere to write.
-    """
+    """Have the operators of few_rows.cpp; raises InputError as load_operators does."""
     if hasattr(torch.ops.ladder, "few_rows"):
         return
-    source, home = Path(__file__).with_name("few_rows.cpp"), Path(torch.__file__).parent
-    options = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC"]
-    options += ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math"]  # sums in any order
-    command = [compiler(), source, *options, f"-I{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
+    load_operators("few_rows.cpp", "--compile", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math")
+    torch.library.register_fake("ladder::few_rows", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
+    for name in ("ladder::few_rows_int", "ladder::many_rows_int"):
+        torch.library.register_fake(name, lambda x, weight, N, *_: x.new_empty(*x.shape[:-1], N))
+    torch.library.register_fake("ladder::feed_forward_int", lambda x, *_: x.new_empty(x.shape))
+    torch.library.register_fake("ladder::decode_attention", lambda q, *_: q.new_empty(q.shape))
+
+
+def load_operators(source, what, *options):
+    """Compile a C++ file of this folder for this processor, unless that was done before, and load its operators.
+
+    The result lies in $XDG_CACHE_HOME/ladder-fast (~/.cache without it). Raises InputError without a C++ compiler, of
+    which `what` is in need, or with nowhere to write.
+    """
+    source, home = Path(__file__).with_name(source), Path(torch.__file__).parent
+    options = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC", *options]
+    paths = [f"-I{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
+    command = [compiler(what), source, *options, *paths]
     made_of = repr((source.read_text(), command, torch.__version__, _processor()))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ladder-fast"
-    library = folder / f"few_rows-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    library = folder / f"{source.stem}-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -97,11 +112,6 @@ def build():
     except OSError as e:
         reason = e.strerror or str(e).splitlines()[0]
         raise InputError(f"cannot use {folder}: {reason}; name another folder in $XDG_CACHE_HOME") from None
-    torch.library.register_fake("ladder::few_rows", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
-    for name in ("ladder::few_rows_int", "ladder::many_rows_int"):
-        torch.library.register_fake(name, lambda x, weight, N, *_: x.new_empty(*x.shape[:-1], N))
-    torch.library.register_fake("ladder::feed_forward_int", lambda x, *_: x.new_empty(x.shape))
-    torch.library.register_fake("ladder::decode_attention", lambda q, *_: q.new_empty(q.shape))
 
 
 def _processor():

@@ -120,7 +120,8 @@ def emulate(world, link, simulate_tp=None):
     if tp_size == 1:
         raise InputError("one rank has no link (--link, --exposed): start two or more with torchrun, or --simulate-tp")
     group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
-    return launch.World(world.rank, tp_size, world.device, group, world.threads, simulated=simulate_tp is not None)
+    alone = simulate_tp is not None
+    return launch.World(world.rank, tp_size, world.device, group, world.threads, alone, world.dist_group)
 
 
 _numbers = itertools.count()

@@ -5,12 +5,13 @@ torchrun --standalone --nproc_per_node=2 -m measure.probe --json bench.jsonl
 
 All ranks read their memory at the same time, since those of one machine share it. An all-reduce is timed in runs of
 many, each of which waits for the one before, as those of a standard model do. Each is called from Python: on a GPU
-small ones take longer than in the CUDA graph of a compiled decode step.
+small ones take longer than in the CUDA graph of a compiled decode step. Where ranks share memory, gloo is timed too.
 """
 
 import statistics
 
 import torch
+import torch.distributed as dist
 
 import launch
 from measure import report
@@ -19,9 +20,9 @@ from measure.timing import timed
 MESSAGES = [2**n for n in range(10, 27, 2)]  # bytes: 1 KB to 64 MB
 
 
-def all_reduce_seconds(world, n_bytes, seconds=0.5):
+def all_reduce_seconds(world, group, n_bytes, seconds=0.5):
     """Seconds of an all-reduce of so many bytes: the median of 9 runs, which take about `seconds` together."""
-    group, ops = world.group.group_name, torch.ops._c10d_functional
+    group, ops = group.group_name, torch.ops._c10d_functional
     x = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=world.device)
 
     def run(count):
@@ -34,14 +35,25 @@ def all_reduce_seconds(world, n_bytes, seconds=0.5):
     return statistics.median(timed(world.device, lambda: run(count)) / count for _ in range(9))
 
 
-def probe(world):
-    """bandwidth: bytes per second that each rank reads. all_reduce: [{bytes, us, gbps}], as the link carried them."""
-    bandwidth, lines = world.gather(report.read_bandwidth(world.device, world)), []
-    for n_bytes in MESSAGES if world.group is not None else []:
-        seconds = all_reduce_seconds(world, n_bytes)
+def all_reduces(world, group):
+    """[{bytes, us, gbps}] of a process group, as the link carried them."""
+    lines = []
+    for n_bytes in MESSAGES:
+        seconds = all_reduce_seconds(world, group, n_bytes)
         wire = 8 * n_bytes * 2 * (world.tp_size - 1) / world.tp_size
         lines.append({"bytes": n_bytes, "us": 1e6 * seconds, "gbps": 1e-9 * wire / seconds})
-    return {"bandwidth": bandwidth, "all_reduce": lines}
+    return lines
+
+
+def probe(world):
+    """bandwidth: bytes per second that each rank reads. all_reduce: see all_reduces(); gloo: the same, over gloo, where
+    the model's go through shared memory.
+    """
+    bandwidth = world.gather(report.read_bandwidth(world.device, world))
+    found = {"bandwidth": bandwidth, "all_reduce": all_reduces(world, world.group) if world.group is not None else []}
+    if world.group not in (None, dist.group.WORLD):
+        found["gloo"] = all_reduces(world, dist.group.WORLD)
+    return found
 
 
 def main():
@@ -58,8 +70,9 @@ def main():
     print(f"{environment['hardware']}; {world.device.type}, {environment['threads']} threads a rank")
     for rank, rate in enumerate(found["bandwidth"]):
         print(f"rank {rank}: {rate / 1e9:.1f} GB/s read from memory")
-    for line in found["all_reduce"]:
-        print(f"all-reduce of {line['bytes']:>10,} bytes: {line['us']:>10,.1f} us, {line['gbps']:>8.2f} Gbit/s")
+    for name, lines in (("all-reduce", found["all_reduce"]), ("by gloo", found.get("gloo", []))):
+        for line in lines:
+            print(f"{name} of {line['bytes']:>10,} bytes: {line['us']:>10,.1f} us, {line['gbps']:>8.2f} Gbit/s")
     if args.json:
         launch.append_line(args.json, {**environment, "probe": found, "topology": report.topology()})
 

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import copy
 import fcntl
 import io
 import multiprocessing
@@ -23,7 +24,7 @@ import torch.distributed as dist
 import generate
 import launch
 import tp
-from kernels import cpu
+from kernels import cpu, shared_memory
 from model import WIRINGS, Config, Transformer
 
 ROOT = Path(__file__).parent.parent
@@ -52,15 +53,15 @@ def wired_id(changes):
     return "-".join(str(v).replace(" ", "") for v in changes.values())
 
 
-def _build_once(build=cpu.build):
-    """cpu.build(), but the processes of the tests that come meanwhile wait for the first instead of doing the same."""
+def _load_once(*args, load=cpu.load_operators):
+    """What processes of the tests would compile at the same time, the first of them compiles while the others wait."""
     with open(Path(tempfile.gettempdir()) / f"ladder-fast-tests-{os.getuid()}.lock", "a") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
-        build()
+        load(*args)
 
 
-cpu.build = _build_once
-cpu.compiler()  # before anything is compiled: Inductor tries once, and remembers, what it can do from this folder
+cpu.load_operators = _load_once
+cpu.prepare_compile()  # before anything is compiled: Inductor tries once, and remembers, what it can do from here
 
 
 def shared_data(name):
@@ -140,12 +141,10 @@ def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=Fa
 
 
 class Ranks(launch.World):
-    """A rank of the pool among the first tp_size, which have a process group of their own."""
+    """A rank of the pool among the first tp_size, which have process groups of their own."""
 
-    def gather(self, value):
-        values = [None] * self.tp_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+    def tell(self, value):
+        return self.gather(value)[0]
 
 
 class Pool:
@@ -197,7 +196,7 @@ _pool = None
 
 
 def run_ranks(tp_size, function, *args, timeout=HANGS):
-    """[function(world, *args) of each rank], each rank a process in a gloo group of tp_size, at most 4.
+    """[function(world, *args) of each rank], each rank a process of a World of tp_size, at most 4.
 
     A rank that fails or hangs fails the test, and the next test gets new ranks.
     """
@@ -228,10 +227,12 @@ def _serve(rank, port, pipe):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         world = launch.join("cpu")
-        groups, before = {RANKS: world.group}, launch._threads()
+        worlds, before = {RANKS: Ranks(rank, RANKS, world.device, world.group)}, launch._threads()
         for size in range(2, RANKS):
-            groups[size] = dist.new_group(range(size))
+            worlds[size] = Ranks(rank, size, world.device, dist_group=dist.new_group(range(size)))
         launch._let_preempt(launch._threads() - before)  # as join() does with those of its group
+        for size in range(max(2, rank + 1), RANKS):
+            worlds[size].group = shared_memory.connect(worlds[size])
     except BaseException:
         pipe.recv_bytes()
         pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
@@ -242,7 +243,7 @@ def _serve(rank, port, pipe):
         except EOFError:  # the tests are over
             return
         try:
-            value = function(Ranks(rank, tp_size, world.device, groups[tp_size], world.threads), *args)
+            value = function(copy.copy(worlds[tp_size]), *args)
             answer = pickle.dumps((None, value))
         except BaseException:
             answer = pickle.dumps((traceback.format_exc(), None))

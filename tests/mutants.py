@@ -28,6 +28,10 @@ QUANT, CONVERT, LINK = "test_quantize.py -k ", "test_convert.py -k ", "test_link
 EVAL, ADAPT, TRAINING = (f"test_{name}.py -k " for name in ("eval", "adapt", "training"))
 EXPORT, ADVISE = "test_export.py -k ", "test_advise.py -k "
 BENCHMARKS = "test_benchmarks.py -k "
+SHARED, SUMS = "kernels/shared_memory.cpp", "test_shared_memory.py -k 'test_sums and 3'"
+MESSAGES, IN_FLIGHT = "test_shared_memory.py -k 'random_messages and not long'", "test_shared_memory.py -k in_flight"
+LEFT, WITHOUT = "test_shared_memory.py -k nothing_behind", "test_shared_memory.py -k do_without"
+SHARED_PY = "kernels/shared_memory.py"
 EXPORTED, MODELING = (f"formats/exported/{name}_ladder.py" for name in ("configuration", "modeling"))
 FEW_INT = "test_quantize.py -k 'exact_up_to_rounding or three_products'"
 
@@ -91,6 +95,24 @@ MUTANTS = [  # (file, old text, new text, tests)
         "return x if pending is None else x + self.wait(pending)",
         "test_wiring.py -k 'test_compiled_code_keeps_the_order_of_the_loop and ladder'",
     ),
+    # kernels/shared_memory.cpp and .py
+    (SHARED, "if (piece >= static_cast<uint64_t>(slots_)) await(&Progress::read, piece - slots_ + 1);", "", MESSAGES),
+    (SHARED, "if (queue_.size() == static_cast<size_t>(slots_)) finish();", "", IN_FLIGHT),
+    (SHARED, "await(&Progress::written, completed_ + 1);", "await(&Progress::written, completed_);", MESSAGES),
+    (SHARED, "piece.to : slot(rank, completed_);", "piece.to : slot(rank, completed_ + 1);", SUMS),
+    (SHARED, "parts[rank] = rank == rank_ ?", "parts[(rank - rank_ + size_) % size_] = rank == rank_ ?", SUMS),
+    (SHARED, "at::opmath_type<Number> block[kBlock];", "Number block[kBlock];", SUMS),
+    (SHARED, "from + done, length);", "from, length);", SUMS),
+    (SHARED, "rank * piece.stride, parts", "rank * piece.bytes, parts", "test_shared_memory.py -k gathered"),
+    (SHARED, "return at::add(x, wait.call(*pending));", "return at::add(x, *pending);", RANKS),
+    (SHARED, "lock.l_type != F_UNLCK ||", "true ||", "test_shared_memory.py -k when_a_rank_dies"),
+    (SHARED, "if (!asked || lock.l_type != F_UNLCK ||", "if (", "test_shared_memory.py -k takes_its_time"),
+    (SHARED, "  groups().erase(name);\n", "", LEFT),
+    (SHARED_PY, "            os.close(fd)\n    reasons", "            pass\n    reasons", WITHOUT),
+    (SHARED_PY, "world.gather(reason) if found]", "[reason] if found]", WITHOUT),
+    (SHARED_PY, "len(token), 0) == token.encode()", "0, 0) == b''", "test_shared_memory.py -k not_taken"),
+    ("launch.py", "|c10d_functional|ladder::settle", "", "test_shared_memory.py -k 'when_a_rank_dies and compiled'"),
+    ("launch.py", "and not several_nodes:", ":", "test_shared_memory.py -k several_nodes"),
     # generate.py
     ("generate.py", "select = (last - start).clamp(", "select = (last - start + 1).clamp(", CHUNKS),
     ("generate.py", "torch.where((last >= start)", "torch.where((last > start)", CHUNKS),

@@ -313,7 +313,7 @@ def test_compiling_from_a_folder_with_a_space(tmp_path):
 import torch
 assert " " in torch.__file__
 from kernels import cpu
-cpu.compiler()
+cpu.prepare_compile()
 double = torch.compile(lambda x: x * 2 + 1, options={"cpp_wrapper": True})
 assert torch.equal(double(torch.ones(3)), torch.full((3,), 3.0))
 """

@@ -13,6 +13,7 @@ ORDER = """
 model
 kernels.int_linear
 kernels.cpu
+kernels.shared_memory
 checkpoint
 tokenizer launch tp formats.huggingface formats.sources
 formats.export training.data training.sharding training.curves

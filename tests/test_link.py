@@ -530,7 +530,7 @@ def test_exposed_on_real_ranks(compile, tmp_path, tiny):
     for kind, r in result["exposed"].items():
         assert r["all_reduces"] == 6
         assert r["step_ms"] >= 7 * 2 and r["blocked_ms"] > 0  # six all-reduces and the gathered logits
-        assert r["limit_ms"] >= r["silent_ms"] and r["transport_ms"] > 0
+        assert r["limit_ms"] >= r["silent_ms"] and r["transport_ms"] == 0  # the ranks share memory: no threads
         assert f"{kind}: {r['step_ms']:.2f} ms a step" in done.stderr
 
 

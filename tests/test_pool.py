@@ -12,7 +12,7 @@ from helpers import run_ranks
 
 def total(world, value):
     numbers = torch.tensor([world.rank + value])
-    dist.all_reduce(numbers, group=world.group)
+    dist.all_reduce(numbers, group=world.dist_group)
     return numbers.item(), world.gather(world.rank)
 
 

@@ -168,7 +168,7 @@ def test_a_ladder_sublayer_comes_after_the_start_of_the_all_reduce_before_it(cha
 
 
 def generated_code(config, world, batch, length, dtype):
-    """The code that Inductor generates for decode or prefill, which is neither compiled nor run."""
+    """Inductor's code for decode (its wrapper is C++) or prefill (Python's), which is neither compiled nor run."""
     import torch._inductor.config
     from torch._inductor.utils import get_code
 
@@ -176,21 +176,24 @@ def generated_code(config, world, batch, length, dtype):
     net = shard(config, world, dtype)
     cpu.use_few_rows(net)
     tokens = torch.randint(config.vocab_size, (batch, length))
-    kwargs = {"cache": net.new_cache(batch, 16)}
+    kwargs, how = {"cache": net.new_cache(batch, 16)}, {}
     if length == 1:
         kwargs.update(positions=torch.zeros(batch, 1, dtype=torch.long), cache_length=16)
+        how = generate.Runner(net, None)._how()
     uncached = torch._inductor.config.patch(force_disable_caches=True)  # what is cached is not generated
     with torch.no_grad(), uncached:
-        return "\n".join(get_code(torch.compile(net, fullgraph=True), tokens, **kwargs))
+        return "\n".join(get_code(torch.compile(net, fullgraph=True, **how), tokens, **kwargs))
 
 
 def calls(source):
     """Matmuls (c), starts and waits in a generated wrapper, in order; a wait bears the number of its start."""
     source = re.sub(r"reinterpret_tensor\((\w+), \([^()]*\), \([^()]*\), \d+\)", r"\1", source)
+    source = like_python(source)
     pattern = re.compile(
-        r"^ *[^#\n]*(?:all_reduce_\.default\((?P<start>\w+),"
-        r"|(?:ladder\.settle\.default\(\w+, |wait_tensor\.default\()(?P<wait>\w+)"
-        r"|(?P<c>extern_kernels\.(?:mm|addmm)\(|_linear_pointwise|mkl_linear|ladder\.few_rows\.default\())",
+        r"^ *(?!//)[^#\n]*(?:(?:all_reduce_\.default|functional_all_reduce_)\((?P<start>\w+),"
+        r"|(?:ladder\.settle\.default\(\w+, |(?:wait_tensor\.default|functional_wait_tensor)\()(?P<wait>\w+)"
+        r"|(?P<c>extern_kernels\.(?:mm|addmm)\(|cpu_(?:mm|addmm)_out\(|_linear_pointwise|mkl_linear"
+        r"|ladder\.few_rows\.default\(|\"ladder::few_rows\"))",
         re.MULTILINE,
     )
     events, started = [], []
@@ -206,6 +209,19 @@ def calls(source):
             latest = max(i for i, buffer in enumerate(started, start=1) if buffer == match["wait"])
             events.append(f"wait{latest}")
     return events
+
+
+def like_python(source):
+    """A wrapper in C++ with its buffers by their names, and ladder.settle in one line, as it is in a Python wrapper."""
+    view = r"wrap_with_raii_handle_if_needed\(reinterpret_tensor_wrapper\((\w+), [^()]*\)\)"
+    source = re.sub(view, r"\1", source)
+
+    def settle(match):
+        x, *others = re.findall(r"(?:new_tensor_handle\(|auto var_\d+ = )(\w+)", match[0])
+        pending = "None" if "nullopt" in match[0] else others[0]
+        return f"ladder.settle.default({x}, {pending}"
+
+    return re.sub(r"^    \{\n(?:        .*\n)*?.*\"ladder::settle\"", settle, source, flags=re.MULTILINE)
 
 
 def squeeze(events):

@@ -38,7 +38,7 @@ def process_group(world):
 
 def shard(model, world, dtype):
     """A model that was made on the device "meta", with uninitialised float32 shards; it computes in dtype."""
-    mesh = DeviceMesh.from_group(world.group or dist.group.WORLD, world.device.type)
+    mesh = DeviceMesh.from_group(world.dist_group or dist.group.WORLD, world.device.type)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in model.layers:
         fully_shard(block.attention, mesh=mesh, mp_policy=policy)
@@ -67,7 +67,7 @@ def fill(model, weights, world):
 def summed(numbers, world):
     """Numbers, summed over the ranks, as a list."""
     total = torch.tensor(numbers, dtype=torch.float64, device=world.device)
-    dist.all_reduce(total, group=world.group)
+    dist.all_reduce(total, group=world.dist_group)
     return total.tolist()
 
 
@@ -133,9 +133,9 @@ def save(run, step, best, model, optimizer, world):
     try:
         if world.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
-        dist.barrier(group=world.group)
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=unfinished, process_group=world.group)
-        dist.barrier(group=world.group)
+        dist.barrier(group=world.dist_group)
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=unfinished, process_group=world.dist_group)
+        dist.barrier(group=world.dist_group)
         if world.rank == 0:
             (unfinished / "progress.json").write_text(json.dumps(best))
             os.replace(unfinished, target)
@@ -151,7 +151,7 @@ def restore(run, model, optimizer, world):
     if not states:
         return None
     weights, moments = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=states[-1], process_group=world.group)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=states[-1], process_group=world.dist_group)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     return _step(states[-1]), json.loads((states[-1] / "progress.json").read_text())
 

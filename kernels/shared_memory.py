@@ -1,0 +1,97 @@
+"""The collectives of CPU ranks on one machine through shared_memory.cpp: how the ranks come to share the memory.
+
+It is a file without a name, so that nothing is left behind however a run ends: rank 0 makes it, and the others open it
+as /proc/PID/fd/FD.
+"""
+
+import contextlib
+import itertools
+import os
+import secrets
+
+import torch
+
+from kernels import cpu
+from model import InputError
+
+SLOTS, SLOT_BYTES = 8, 2**23  # of each rank; memory is taken only for what a message has filled
+NAME = "ladder-fast"
+
+_numbers = itertools.count()
+
+
+class Unavailable(Exception):
+    """The ranks cannot share memory; the message says why."""
+
+
+def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
+    """The process group of the world's ranks through shared memory. Raises Unavailable, on all ranks alike.
+
+    world: a launch.World. slot_bytes: a multiple of 8.
+    """
+    name, fd, reason, offer = f"shared-memory-{next(_numbers)}", None, None, None
+    try:
+        if world.rank == 0:
+            if not hasattr(os, "memfd_create"):
+                raise Unavailable("shared memory without a name needs Linux")
+            with _explained():
+                build()
+                offer, fd = _create()
+    except Unavailable as e:
+        offer = str(e)
+    offer = world.tell(offer)  # only now do the others look for what rank 0 has built
+    try:
+        if isinstance(offer, str):
+            raise Unavailable(offer)
+        with _explained():
+            fd = _open(**offer) if fd is None else fd
+            build()
+            torch.ops.ladder.join_memory(fd, world.rank, world.tp_size, slots, slot_bytes, name)
+    except Unavailable as e:
+        reason = str(e)
+        if fd is not None:
+            os.close(fd)
+    reasons = [found for found in world.gather(reason) if found]
+    if reasons:
+        if reason is None:
+            torch.ops.ladder.leave_memory(name)
+        raise Unavailable(reasons[0])
+    return torch._C._distributed_c10d._resolve_process_group(name)
+
+
+def build():
+    """Have the operators of shared_memory.cpp. Raises InputError as cpu.load_operators does."""
+    if not hasattr(torch.ops.ladder, "join_memory"):
+        include = os.path.join(os.path.dirname(torch.__file__), "include/torch/csrc/api/include")
+        flags = "-DUSE_DISTRIBUTED", "-DUSE_C10D", f"-I{include}"
+        cpu.load_operators("shared_memory.cpp", "memory shared by ranks", *flags)
+
+
+@contextlib.contextmanager
+def _explained():
+    """Whatever fails in this block makes shared memory unavailable."""
+    try:
+        yield
+    except (InputError, OSError, RuntimeError) as e:
+        raise Unavailable(str(e).splitlines()[0]) from None
+
+
+def _create():
+    """(what the others need to find it, the file descriptor)."""
+    fd, token = os.memfd_create(NAME), secrets.token_hex(16)
+    os.write(fd, token.encode())
+    return {"pid": os.getpid(), "fd": fd, "token": token}, fd
+
+
+def _open(pid, fd, token):
+    """A descriptor of rank 0's file. Raises Unavailable where that is another machine's or container's."""
+    path = f"/proc/{pid}/fd/{fd}"
+    try:
+        if os.readlink(path).startswith(f"/memfd:{NAME}"):  # other files may not like to be opened
+            own = os.open(path, os.O_RDWR)
+            if os.pread(own, len(token), 0) == token.encode():
+                return own
+            os.close(own)
+    except OSError as e:
+        raise Unavailable(f"rank 0's memory is out of reach: {e.strerror}") from None
+    raise Unavailable("rank 0 is on another machine or in another container")

@@ -1,0 +1,362 @@
+"""Collectives through shared memory: against sums in float64, in any order, with random delays, when a rank dies."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import HANGS, ROOT, free_port, run_ranks, script
+
+from kernels import shared_memory
+from measure import link
+
+OPS = torch.ops._c10d_functional
+SLOTS, SLOT = 4, 256  # bytes: small ones, so that small messages have many pieces
+SIZES = [1, 2, 31, 63, 64, 65, 127, 128, 129, 512, 513, 1500]  # numbers; 64 or 128 fill a slot, 512 all of them
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64]
+
+
+def numbers(rank, count, dtype, seed=0):
+    """What a rank contributes; any rank can compute it. Of unequal sizes, so that rounding matters."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    if not dtype.is_floating_point:
+        return torch.randint(-1000, 1000, (count,), generator=generator, dtype=dtype)
+    exponents = torch.randint(-6, 7, (count,), generator=generator)
+    return (torch.randn(count, generator=generator, dtype=torch.float64) * 2.0**exponents).to(dtype)
+
+
+def check_sum(found, tp_size, seed=0):
+    """found: a sum of numbers(). A sum in float32, or better, is then rounded once."""
+    parts = [numbers(rank, len(found), found.dtype, seed).double() for rank in range(tp_size)]
+    exact, size = sum(parts), sum(part.abs() for part in parts)
+    last = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24, torch.float64: 2**-53}
+    rounding = last.get(found.dtype, 0)
+    allowed = rounding * exact.abs() + tp_size * size * (2**-53 if found.dtype == torch.float64 else 2**-24)
+    allowed += 2**-25 * (found.dtype == torch.float16)  # the smallest numbers
+    assert ((found.double() - exact).abs() <= allowed * found.dtype.is_floating_point).all()
+
+
+class small:
+    """A group of small slots, for the time of a block."""
+
+    def __init__(self, world, slots=SLOTS, slot_bytes=SLOT):
+        self.group = shared_memory.connect(world, slots, slot_bytes)
+
+    def __enter__(self):
+        return self.group
+
+    def __exit__(self, *_):
+        torch.ops.ladder.leave_memory(self.group.group_name)
+
+
+def same_everywhere(world, tensors):
+    mine = [tensor.view(torch.uint8).tolist() for tensor in tensors]
+    assert all(other == mine for other in world.gather(mine))
+
+
+def sums(world):
+    with small(world) as group:
+        for dtype in DTYPES:
+            found = []
+            for size in SIZES:
+                x = numbers(world.rank, size, dtype)
+                found.append(OPS.wait_tensor(OPS.all_reduce(x, "sum", group.group_name)))
+                assert torch.equal(x, numbers(world.rank, size, dtype))
+                check_sum(found[-1], world.tp_size)
+            same_everywhere(world, found)
+
+
+@pytest.mark.parametrize("tp_size", [2, 3, 4])
+def test_sums_of_any_size_and_dtype_are_exact_up_to_rounding_and_alike_on_all_ranks(tp_size):
+    run_ranks(tp_size, sums)
+
+
+def large_sum(world, count):
+    x = numbers(world.rank, count, torch.float32)
+    check_sum(OPS.wait_tensor(OPS.all_reduce_(x, "sum", world.group.group_name)), world.tp_size)
+    x = numbers(world.rank, count, torch.bfloat16).view(2, -1).t()  # no gaps, though not contiguous
+    total = OPS.wait_tensor(OPS.all_reduce_(x, "sum", world.group.group_name))
+    assert total.stride() == (1, count // 2)
+    check_sum(total.t().flatten(), world.tp_size)
+
+
+@pytest.mark.parametrize("count", [2_200_000, pytest.param(20_000_000, marks=pytest.mark.slow)])
+def test_a_message_larger_than_a_slot_or_than_all_of_them(count):
+    """20 MB and 96 MB, of slots of 8 MB and of 64 MB in all."""
+    assert 4 * count > shared_memory.SLOT_BYTES and (4 * count > shared_memory.SLOTS * shared_memory.SLOT_BYTES) == (
+        count > 5_000_000
+    )
+    run_ranks(2, large_sum, count)
+
+
+def gathered(world):
+    with small(world) as group:
+        for size in (1, 40, 700):
+            part = numbers(world.rank, 2 * size, torch.float32).view(2, size)
+            whole = torch.stack([numbers(rank, 2 * size, torch.float32) for rank in range(world.tp_size)])
+            found = torch.ops.ladder.gather(part, world.tp_size, group.group_name)
+            assert torch.equal(found, whole.view(world.tp_size, 2, size))
+            flat = OPS.wait_tensor(OPS.all_gather_into_tensor(part, world.tp_size, group.group_name))
+            assert torch.equal(flat, whole.view(-1, size))
+
+
+@pytest.mark.parametrize("tp_size", [2, 3, 4])
+def test_parts_are_gathered_in_the_order_of_the_ranks(tp_size):
+    run_ranks(tp_size, gathered)
+
+
+def in_flight(world, order):
+    """Sums and a gather under way at once, more than there are slots, are waited for in an order or never."""
+    with small(world) as group:
+        name, size = group.group_name, 150  # two pieces each, of float32
+        started = [OPS.all_reduce(numbers(world.rank, size, torch.float32, i), "sum", name) for i in range(10)]
+        whole = OPS.all_gather_into_tensor(numbers(world.rank, size, torch.float32, 99), world.tp_size, name)
+        for i in order:
+            check_sum(OPS.wait_tensor(started[i]), world.tp_size, i)
+        if not order:
+            del started
+        rows = OPS.wait_tensor(whole).view(world.tp_size, size)
+        for rank, row in enumerate(rows):
+            assert torch.equal(row, numbers(rank, size, torch.float32, 99))
+
+
+@pytest.mark.parametrize(
+    "order", [range(10), range(9, -1, -1), [3, 8, 0], []], ids=["in order", "last", "some", "none"]
+)
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_several_in_flight_waited_for_in_any_order_or_never(tp_size, order):
+    run_ranks(tp_size, in_flight, [*order], timeout=60)
+
+
+def more_in_flight_by_one_rank(world):
+    """Rank 0 starts as many as there are slots, and leaves for another collective; rank 1 waits for each."""
+    with small(world) as group:
+        xs = [numbers(world.rank, 64, torch.float32, i) for i in range(SLOTS)]
+        if world.rank == 0:
+            pending = [OPS.all_reduce(x, "sum", group.group_name) for x in xs]
+            assert world.gather(0) == [0, 0]
+        else:
+            pending = [OPS.wait_tensor(OPS.all_reduce(x, "sum", group.group_name)) for x in xs]
+            world.gather(0)
+        for i, x in enumerate(pending):
+            check_sum(OPS.wait_tensor(x) if world.rank == 0 else x, 2, i)
+
+
+def test_a_rank_can_wait_while_another_has_not_waited_yet():
+    run_ranks(2, more_in_flight_by_one_rank)
+
+
+def what_it_refuses(world):
+    x, errors = torch.ones(4, 4), []
+    calls = [
+        lambda: OPS.all_reduce(x, "max", world.group.group_name),
+        lambda: OPS.all_reduce_(x[:, ::2], "sum", world.group.group_name),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError) as error:
+            call()
+        errors.append(str(error.value).splitlines()[0])
+    work = world.group.allreduce([x])
+    if world.rank == 0:
+        world.gather(0)
+        assert work.is_completed()  # without a wait, since the others are here
+    else:
+        world.gather(0)
+        work.wait()
+    assert torch.equal(x, torch.full((4, 4), 2.0))
+    return errors
+
+
+def test_what_it_refuses_and_what_is_complete():
+    for errors in run_ranks(2, what_it_refuses):
+        assert errors == ["shared memory: one tensor, summed", "shared memory: the tensor has holes"]
+
+
+def many_rounds(world, rounds, seconds):
+    """Random messages; each rank sleeps and waits when it likes. Returns how many rounds there were."""
+    shared, own = random.Random(7), random.Random(world.rank)  # what is sent is the same on all ranks
+    end, ranks = time.monotonic() + seconds, world.tp_size
+    with small(world) as group:
+        name, pending = group.group_name, []
+        for i in range(rounds):
+            if i % 100 == 0 and world.gather(time.monotonic() > end)[0]:
+                break
+            size, dtype = shared.choice([1, 3, 64, 200, 900]), shared.choice([torch.bfloat16, torch.float32])
+            x = numbers(world.rank, size, dtype, i)
+            gather = shared.random() < 0.2
+            result = OPS.all_gather_into_tensor(x, ranks, name) if gather else OPS.all_reduce(x, "sum", name)
+            pending.append((i, gather, size, dtype, result))
+            if own.random() < 0.05:
+                time.sleep(own.choice([0, 1e-4, 3e-3]))
+            while pending and own.random() < 0.55:
+                i, gather, size, dtype, result = pending.pop(own.randrange(len(pending)))
+                result = OPS.wait_tensor(result)
+                if gather:
+                    assert torch.equal(result, torch.cat([numbers(r, size, dtype, i) for r in range(ranks)])), i
+                else:
+                    check_sum(result, ranks, i)
+    return i
+
+
+@pytest.mark.parametrize("tp_size", [2, 3])
+def test_random_messages_with_random_delays(tp_size):
+    run_ranks(tp_size, many_rounds, 400, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp_size", [2, 3, 4])
+def test_random_messages_with_random_delays_for_long(tp_size):
+    run_ranks(tp_size, many_rounds, 10**7, 40)
+
+
+def descriptors_left(world):
+    """How many more files are open, and names in shared memory, after many groups than after one."""
+    counts = []
+    for _ in range(15):
+        with small(world) as group:
+            OPS.wait_tensor(OPS.all_reduce(torch.ones(100), "sum", group.group_name))
+        del group
+        mapped = Path("/proc/self/maps").read_text().count(shared_memory.NAME)
+        counts.append((len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm")), mapped))
+    return counts
+
+
+def test_groups_leave_nothing_behind():
+    for counts in run_ranks(2, descriptors_left):
+        assert counts[-1] == counts[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where it does not work
+
+
+def unavailable(world, rank, name):
+    """What connect() says, on every rank, when a function of the module fails on one."""
+
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.MonkeyPatch.context() as m:
+        if world.rank == rank:
+            m.setattr(shared_memory, name, fail)
+        with pytest.raises(shared_memory.Unavailable) as error:
+            shared_memory.connect(world)
+    assert len(os.listdir("/proc/self/fd")) == before
+    return str(error.value)
+
+
+@pytest.mark.parametrize("rank, name", [(0, "_create"), (1, "_open"), (2, "build"), (0, "build")])
+def test_all_ranks_do_without_where_one_cannot(rank, name):
+    assert run_ranks(3, unavailable, rank, name) == ["[Errno 28] No space left on device"] * 3
+
+
+def test_another_processs_file_is_not_taken_for_the_memory():
+    offer, fd = shared_memory._create()
+    try:
+        assert os.pread(shared_memory._open(**offer), 4, 0).decode() == offer["token"][:4]
+        for changes in ({"token": "0" * 32}, {"fd": 1}):
+            with pytest.raises(shared_memory.Unavailable, match="on another machine or in another container"):
+                shared_memory._open(**{**offer, **changes})
+        with pytest.raises(shared_memory.Unavailable, match="out of reach: No such file or directory"):
+            shared_memory._open(**{**offer, "fd": 999})
+    finally:
+        os.close(fd)
+
+
+def test_without_a_compiler_gloo_does_it_and_one_line_says_so(tmp_path):
+    flags = ["--prompt", "Once upon", "--max-new-tokens", 8, "--temperature", 0]
+    without = {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
+    done = script("generate.py", "--checkpoint", "demo", *flags, ranks=2, **without)
+    assert done.returncode == 0 and done.stdout.startswith("Once upon a time")
+    line = "gloo carries the all-reduces: memory shared by ranks needs a C++ compiler: install g++, or name one in $CXX"
+    assert done.stderr.count(line) == 1
+
+
+def test_ranks_of_several_nodes_take_gloo_and_say_nothing():
+    source = "import launch; w = launch.join('cpu'); print(w.group.group_name, len(w.threads) > 0)"
+    done = [rank.communicate(timeout=HANGS) for rank in ranks(2, source, LOCAL_WORLD_SIZE="1")]
+    assert [(out.strip(), err) for out, err in done] == [("0 True", "")] * 2
+
+
+def ranks(tp_size, source, **environment):
+    """Processes that run a source as ranks, without torchrun, which would end them all as soon as one does."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(tp_size)}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", source], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, **address, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo", **environment},
+        )
+        for rank in range(tp_size)
+    ]  # fmt: skip
+
+
+DYING = """
+import os, signal, sys, time, torch, launch
+from measure import link
+
+def main():
+    world = launch.join("cpu")
+    if "linked" in sys.argv[1:]:
+        world = link.emulate(world, link.LINKS["pcie"])
+    x, ops, name = torch.ones(100), torch.ops._c10d_functional, world.group.group_name
+
+    def step(x):
+        return ops.wait_tensor(ops.all_reduce(x + 1, "sum", name))
+
+    if "compiled" in sys.argv[1:]:
+        step = torch.compile(step, fullgraph=True, options={"cpp_wrapper": True})
+    for i in range(20):
+        if i == 10 and world.rank == 1:
+            print("dies", time.monotonic(), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        with torch.inference_mode():
+            step(x)
+
+sys.argv[1:] = WORDS
+launch.run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [[], *(pytest.param([word], marks=pytest.mark.slow) for word in ("linked", "compiled"))], ids=str
+)
+def test_when_a_rank_dies_those_that_wait_for_it_end_with_one_line(words):
+    found = ranks(3, DYING.replace("WORDS", repr(words)))
+    output = [rank.communicate(timeout=90) for rank in found]
+    # the first one to see it ends with 1, and another one may see that it has stopped already
+    assert sorted(rank.returncode for rank in found) in ([-signal.SIGKILL, 1, 1], [-signal.SIGKILL, 1, 2])
+    lines = [line for _, errors in output for line in errors.splitlines()]
+    assert lines == ["another rank has died: stopping"]
+
+
+def lives(world):
+    """A peer that only takes its time has not died: its locks are there, whatever files it opens and closes."""
+    with small(world) as group:
+        for _ in range(2):
+            if world.rank == 1:
+                subprocess.run(["true"], check=True)
+                time.sleep(0.3)  # several looks
+            OPS.wait_tensor(OPS.all_reduce(torch.ones(3), "sum", group.group_name))
+
+
+def test_a_peer_that_takes_its_time_has_not_died():
+    run_ranks(2, lives)
+
+
+def test_an_emulated_link_lies_on_top():
+    for group, inner in run_ranks(2, linked):
+        assert (group, inner) == ("linked", "shared-memory")
+
+
+def linked(world):
+    emulated = link.emulate(world, link.FREE)
+    x = OPS.wait_tensor(OPS.all_reduce(numbers(world.rank, 100, torch.bfloat16), "sum", emulated.group.group_name))
+    check_sum(x, 2)
+    assert emulated.gather(world.rank) == [0, 1]
+    return emulated.group.group_name.partition("-")[0], emulated.group.inner.group_name.rpartition("-")[0]
