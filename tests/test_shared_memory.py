@@ -377,7 +377,7 @@ def linked(world):
 def test_an_emulated_link_holds_back_what_shared_memory_has():
     for times, gathered, reduced, log in run_ranks(2, linked):
         starts, asked, ends = times[::3], times[1::3], times[2::3]
-        assert len(starts) == 4 and 0 < starts[0] and starts == sorted(starts)
+        assert len(starts) == 4 and starts[0] > 0 and starts == sorted(starts)
         assert all(a < b < c for a, b, c in zip(starts, asked, ends, strict=True))
         # a second one starts when the first is delivered
         least = [starts[0] + 0.003, starts[0] + 0.006, starts[2] + 0.003, starts[2] + 0.006]
