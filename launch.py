@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import itertools
 import json
 import math
 import os
@@ -236,6 +237,9 @@ def _store():
         signal.signal(signal.SIGINT, before)
 
 
+_told = itertools.count()  # of all Worlds of a process, since they share the store
+
+
 class World:
     """The ranks of a run: join() makes one.
 
@@ -248,7 +252,6 @@ class World:
         self.rank, self.tp_size, self.device, self.group = rank, tp_size, device, group
         self.threads, self.simulated, self.dist_group = threads, simulated, dist_group
         self.alone = simulated or tp_size == 1
-        self.told = 0
 
     def gather(self, value):
         """The value of every rank, as a list in the order of the ranks."""
@@ -262,8 +265,7 @@ class World:
         """Rank 0's value (of JSON's types), on every rank, however long rank 0 takes to have one."""
         if self.alone:
             return value
-        self.told += 1
-        key, store = f"told {self.told}", _store()
+        key, store = f"told {next(_told)}", _store()
         if self.rank == 0:
             store.set(key, json.dumps(value))
         while not store.check([key]):  # a collective would time out under a slow typist, and not hear a Ctrl-C

@@ -93,7 +93,7 @@ def parse(argv):
         if not available[name.partition(":")[0].partition("@")[0]]:
             raise InputError(f"--engines {name} needs --gpt-fast, --llama-python, or pip install transformers")
         if "@" in name and args.threads % 2:
-            raise InputError(f"--engines {name} are two ranks: --threads must be even")
+            raise InputError(f"--engines {name}: two ranks need an even number of --threads")
     if any(kind == "cache" for kind, _ in args.cases) and args.engines != ["ours"]:
         raise InputError("--cases cache:SLOTS is for --engines ours")
     return args

@@ -11,6 +11,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/add.h>
+#include <ATen/ops/tensor.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -120,6 +121,21 @@ class SharedMemory : public c10d::Backend {
     return start(outputs, inputs, true);
   }
 
+  // An emulated link, as measure/link.py describes it: seconds of any collective, and of each byte on the wire.
+  void set_link(double latency, double per_byte) {
+    latency_ = latency;
+    per_byte_ = per_byte;
+  }
+
+  // (start, wait, end) of each all-reduce since the last call, in seconds of Clock; from now on they are kept, or not.
+  at::Tensor log(bool keep) {
+    const auto rows = static_cast<int64_t>(log_.size() / 3);
+    const at::Tensor found = at::tensor(log_, at::kDouble).view({rows, 3});
+    log_.clear();
+    logs_ = keep;
+    return found;
+  }
+
   // Completes the first `count` pieces, waiting for peers if it may; returns whether it has.
   bool complete(uint64_t count, bool wait) {
     const std::lock_guard<std::mutex> guard(mutex_);
@@ -132,14 +148,32 @@ class SharedMemory : public c10d::Backend {
 
  private:
   struct Pending : c10d::Work {
-    Pending(c10::intrusive_ptr<SharedMemory> owner, uint64_t count)
-        : Work(owner->getRank(), c10d::OpType::UNKNOWN), owner(std::move(owner)), count(count) {}
-    bool isCompleted() override { return owner->complete(count, false); }
+    Pending(c10::intrusive_ptr<SharedMemory> owner, uint64_t count, bool gather, double start, double delivered)
+        : Work(owner->getRank(), c10d::OpType::UNKNOWN),
+          owner(std::move(owner)),
+          count(count),
+          gather(gather),
+          start(start),
+          delivered(delivered) {}
+    bool isCompleted() override { return owner->complete(count, false) && now() >= delivered; }
     bool isSuccess() const override { return true; }
-    bool wait(std::chrono::milliseconds) override { return owner->complete(count, true); }
+    bool wait(std::chrono::milliseconds) override {
+      const double asked = now();
+      owner->complete(count, true);
+      // a sleep may end 0.1 ms late
+      for (double left; (left = delivered - now()) > 0;) {
+        if (left > 2e-4) std::this_thread::sleep_for(std::chrono::duration<double>(left - 1e-4));
+      }
+      if (owner->logs_ && !gather) owner->log_.insert(owner->log_.end(), {start, asked, now()});
+      return true;
+    }
     c10::intrusive_ptr<SharedMemory> owner;
     uint64_t count;  // of the pieces up to the last one of this collective
+    bool gather;
+    double start, delivered;  // when it began, and when an emulated link has delivered it
   };
+
+  static double now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
 
   static struct flock byte(int rank) {
     struct flock lock = {};
@@ -158,9 +192,12 @@ class SharedMemory : public c10d::Backend {
 
   Works start(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, bool gather) {
     const std::lock_guard<std::mutex> guard(mutex_);
+    const double begin = now();
+    int64_t sent = 0;
     TORCH_CHECK(outputs.size() == inputs.size(), "shared memory: an output for each input");
     for (size_t i = 0; i < outputs.size(); i++) {
       const int64_t bytes = inputs[i].nbytes();
+      sent += bytes;
       const char* from = static_cast<const char*>(inputs[i].const_data_ptr());
       char* to = static_cast<char*>(outputs[i].mutable_data_ptr());
       if (gather) {
@@ -178,8 +215,13 @@ class SharedMemory : public c10d::Backend {
         queue_.push_back({outputs[i], to + done, length, gather ? bytes : 0});
       }
     }
+    // a ring: an all-reduce passes its bytes around twice, a gather the n times as many of its result once
+    const double passes = gather ? size_ : 2;
+    const double seconds = latency_ + passes * (size_ - 1) / size_ * static_cast<double>(sent) * per_byte_;
+    if (seconds > 0) free_at_ = std::max(begin, free_at_) + seconds;  // the link carries one at a time
     auto self = c10::intrusive_ptr<SharedMemory>::reclaim_copy(this);
-    return c10::make_intrusive<Pending>(std::move(self), completed_ + queue_.size());
+    const uint64_t count = completed_ + queue_.size();
+    return c10::make_intrusive<Pending>(std::move(self), count, gather, begin, seconds > 0 ? free_at_ : 0);
   }
 
   // Completes the oldest piece.
@@ -243,6 +285,9 @@ class SharedMemory : public c10d::Backend {
   std::mutex mutex_;
   std::deque<Piece> queue_;  // started and not completed, in their order
   uint64_t completed_ = 0;   // pieces
+  double latency_ = 0, per_byte_ = 0, free_at_ = 0;  // of an emulated link
+  bool logs_ = false;
+  std::vector<double> log_;
 };
 
 // PyTorch knows groups by name, and does not keep them.
@@ -266,6 +311,14 @@ void leave_memory(std::string name) {
   groups().erase(name);
 }
 
+SharedMemory& memory_of(const std::string& name) {
+  return dynamic_cast<SharedMemory&>(*groups().at(name)->getBackend(c10::DeviceType::CPU));
+}
+
+void link_memory(std::string name, double latency, double per_byte) { memory_of(name).set_link(latency, per_byte); }
+
+at::Tensor log_memory(std::string name, bool keep) { return memory_of(name).log(keep); }
+
 // See tp.py: this one needs no Python, whose operators take longer than a small all-reduce.
 at::Tensor settle(
     const at::Tensor& x, const std::optional<at::Tensor>& pending, const std::optional<at::Tensor>& after) {
@@ -281,6 +334,8 @@ at::Tensor settle(
 TORCH_LIBRARY_FRAGMENT(ladder, library) {
   library.def("join_memory(int fd, int rank, int size, int slots, int slot_bytes, str name) -> ()", join_memory);
   library.def("leave_memory(str name) -> ()", leave_memory);
+  library.def("link_memory(str name, float latency, float per_byte) -> ()", link_memory);
+  library.def("log_memory(str name, bool keep) -> Tensor", log_memory);
 }
 
 TORCH_LIBRARY_IMPL(ladder, CPU, library) {

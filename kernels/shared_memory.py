@@ -16,6 +16,7 @@ from model import InputError
 
 SLOTS, SLOT_BYTES = 8, 2**23  # of each rank; memory is taken only for what a message has filled
 NAME = "ladder-fast"
+GROUP = "shared-memory"
 
 _numbers = itertools.count()
 
@@ -29,7 +30,7 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
 
     world: a launch.World. slot_bytes: a multiple of 8.
     """
-    name, fd, reason, offer = f"shared-memory-{next(_numbers)}", None, None, None
+    name, fd, reason, offer = f"{GROUP}-{next(_numbers)}", None, None, None
     try:
         if world.rank == 0:
             if not hasattr(os, "memfd_create"):
@@ -57,6 +58,11 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
             torch.ops.ladder.leave_memory(name)
         raise Unavailable(reasons[0])
     return torch._C._distributed_c10d._resolve_process_group(name)
+
+
+def shares(group):
+    """Whether a process group, or None, is one of connect()."""
+    return getattr(group, "group_name", "").startswith(GROUP)
 
 
 def build():

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import launch
+from kernels import shared_memory
 from model import InputError
 
 
@@ -119,7 +120,10 @@ def emulate(world, link, simulate_tp=None):
     tp_size = simulate_tp or world.tp_size
     if tp_size == 1:
         raise InputError("one rank has no link (--link, --exposed): start two or more with torchrun, or --simulate-tp")
-    group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
+    if shared_memory.shares(world.group):
+        group = LinkedMemory(world.group, link)
+    else:
+        group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
     alone = simulate_tp is not None
     return launch.World(world.rank, tp_size, world.device, group, world.threads, alone, world.dist_group)
 
@@ -185,6 +189,34 @@ class LinkedGroup(dist.ProcessGroup):
         self.free_at = max(time.perf_counter(), self.free_at) + seconds
         deadline = self.free_at
         return lambda: sleep_until(deadline)
+
+
+class LinkedMemory:
+    """A LinkedGroup of ranks that share memory, whose C++ holds the results back: Python would take time of the cores
+    that compute. The group is the inner one itself.
+    """
+
+    def __init__(self, inner, link):
+        self.inner, self.group_name, self.link = inner, inner.group_name, link
+
+    @property
+    def link(self):
+        return self._link
+
+    @link.setter
+    def link(self, link):
+        self._link = link
+        per_byte = 8e-9 / link.gbps if link.gbps else 0.0
+        torch.ops.ladder.link_memory(self.group_name, 1e-6 * link.latency_us, per_byte)
+
+    @property
+    def log(self):
+        """Of the all-reduces since it was set; it is read once."""
+        return [tuple(row) for row in torch.ops.ladder.log_memory(self.group_name, True).tolist()]
+
+    @log.setter
+    def log(self, log):
+        torch.ops.ladder.log_memory(self.group_name, log is not None)
 
 
 class Delivery(dist.Work):

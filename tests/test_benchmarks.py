@@ -1,6 +1,8 @@
 """The scripts in benchmarks/: each of them once, in small, and their tables."""
 
+import contextlib
 import dataclasses
+import io
 import itertools
 import json
 import os
@@ -291,17 +293,42 @@ def test_decode_asks_its_engines_in_turns(monkeypatch, printed, tmp_path):
         decode.main(["--engines", "ours", "--cases", "decode:1"])
 
 
-@pytest.mark.parametrize("kind, n", [("decode", 2), ("prefill", 4), ("cache", 300)])
-def test_our_engine(kind, n, tiny, monkeypatch, capsys):
+def make_small(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
-    names = dict.fromkeys(["DIM", "LAYERS", "HEADS", "KV_HEADS", "HIDDEN", "VOCABULARY"])
-    shape = [64, 2, 8, 8, 128, 256]
-    for name, value in zip(names, shape, strict=True):
+    monkeypatch.setitem(SIZES, "1b", dataclasses.replace(TINY, n_layers=2))
+    names = ["DIM", "LAYERS", "HEADS", "KV_HEADS", "HIDDEN", "VOCABULARY"]
+    for name, value in zip(names, [64, 2, 8, 8, 128, 256], strict=True):
         monkeypatch.setattr(engines, name, value)
+
+
+@pytest.mark.parametrize("kind, n", [("decode", 2), ("prefill", 4), ("cache", 300)])
+def test_our_engine(kind, n, monkeypatch, capsys):
+    make_small(monkeypatch)
     engines.answer(engines.engine("ours:int8", 1), [f"{kind} {n} 1\n", f"{kind} {n} 3\n"])
     first, second = capsys.readouterr().out.splitlines()
     assert len(json.loads(first.removeprefix("times"))) == 1 and len(json.loads(second.removeprefix("times"))) == 3
     torch.compiler.set_stance("default")
+
+
+def answer_on_two_ranks(world):
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(out):
+        make_small(m)
+        m.setattr(launch, "join", lambda device: world)
+        m.setattr(sys, "stdin", io.StringIO("decode 2 1\nprefill 4 3\n"))
+        engines.answer_on_ranks("ours@2:int8", 1)
+        torch.compiler.set_stance("default")
+    return out.getvalue().splitlines()
+
+
+def test_our_engine_on_two_ranks(monkeypatch):
+    first, second = run_ranks(2, answer_on_two_ranks)
+    assert [len(json.loads(line.removeprefix("times"))) for line in first] == [1, 3] and second == []
+    commands = []
+    monkeypatch.setattr(subprocess, "Popen", lambda words, env, **_: commands.append((words, env["OMP_NUM_THREADS"])))
+    decode.start("ours@2:int4", decode.parse(["--threads", "6", "--engines", "ours@2:int4"]))
+    [(words, threads)] = commands
+    assert "--nproc_per_node=2" in words and words[-2:] == ["ours@2:int4", "3"] and threads == "3"
 
 
 def test_the_engines_of_others_have_a_process_and_modules_of_their_own(tmp_path):
@@ -631,6 +658,7 @@ README, DEMO = (shlex.quote(str(ROOT / name)) for name in ("README.md", "demo"))
         (decode, "--threads 0", "--threads: '0' is not a whole number from 1"),
         (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, transformers, gpt-fast, llama.cpp,"),
         (decode, "--engines llama.cpp", "--engines llama.cpp needs --gpt-fast, --llama-python, or"),
+        (decode, "--threads 3 --engines ours@2", "--engines ours@2: two ranks need an even number of --threads"),
         (decode, "--cases decode", "--cases: 'decode' is none of decode:BATCH"),
         (decode, "--cases cache:257", "--cases: 'cache:257' is none of"),
         (decode, "--cases cache:300 --engines transformers", "--cases cache:SLOTS is for --engines ours"),

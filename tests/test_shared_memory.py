@@ -349,14 +349,48 @@ def test_a_peer_that_takes_its_time_has_not_died():
     run_ranks(2, lives)
 
 
-def test_an_emulated_link_lies_on_top():
-    for group, inner in run_ranks(2, linked):
-        assert (group, inner) == ("linked", "shared-memory")
+# ---------------------------------------------------------------------------------------------------------------------
+# An emulated link
 
 
 def linked(world):
+    with small(world) as group:
+        linked = link.LinkedMemory(group, link.Link("x", 3000.0, None))
+        linked.log, start, sums = [], time.perf_counter(), []
+        for i in range(4):  # two at a time, which the link carries one after the other
+            sums.append(OPS.all_reduce(numbers(world.rank, 100, torch.bfloat16, i), "sum", linked.group_name))
+            if i % 2:
+                check_sum(OPS.wait_tensor(sums[i - 1]), 2, i - 1)
+                check_sum(OPS.wait_tensor(sums[i]), 2, i)
+        times = [time - start for row in linked.log for time in row]
+        part = torch.full((1000,), float(world.rank))
+        latency = time.perf_counter()
+        linked.link = link.Link("x", 0.0, 8e-3)  # a byte takes a microsecond
+        whole = torch.ops.ladder.gather(part, 2, linked.group_name)
+        gathered = time.perf_counter() - latency
+        assert torch.equal(whole, torch.tensor([[0.0], [1.0]]).expand(2, 1000))
+        latency = time.perf_counter()
+        OPS.wait_tensor(OPS.all_reduce(part, "sum", linked.group_name))
+        return times, gathered, time.perf_counter() - latency, linked.log
+
+
+def test_an_emulated_link_holds_back_what_shared_memory_has():
+    for times, gathered, reduced, log in run_ranks(2, linked):
+        starts, asked, ends = times[::3], times[1::3], times[2::3]
+        assert len(starts) == 4 and starts[0] > 0 and starts == sorted(starts)
+        assert all(a < b < c for a, b, c in zip(starts, asked, ends, strict=True))
+        # a second one starts when the first is delivered
+        least = [starts[0] + 0.003, starts[0] + 0.006, starts[2] + 0.003, starts[2] + 0.006]
+        assert all(end >= at - 1e-9 for end, at in zip(ends, least, strict=True))
+        # of 4000 bytes: a ring of two passes on half of the result, or twice half of the tensor
+        assert gathered >= 0.004 and reduced >= 0.004 and len(log) == 1
+
+
+def emulated(world):
     emulated = link.emulate(world, link.FREE)
-    x = OPS.wait_tensor(OPS.all_reduce(numbers(world.rank, 100, torch.bfloat16), "sum", emulated.group.group_name))
-    check_sum(x, 2)
     assert emulated.gather(world.rank) == [0, 1]
-    return emulated.group.group_name.partition("-")[0], emulated.group.inner.group_name.rpartition("-")[0]
+    return type(emulated.group).__name__, emulated.group.inner is world.group
+
+
+def test_a_world_over_an_emulated_link_shares_memory():
+    assert run_ranks(2, emulated) == [("LinkedMemory", True)] * 2

@@ -11,6 +11,7 @@ from reference import Reference
 import launch
 import tp
 from kernels import cpu
+from measure import link
 from model import WIRINGS, InputError
 
 SHAPES = {  # every kind of split at tp 2, 3, 4: even, uneven, replicated KV heads, odd sizes
@@ -179,6 +180,7 @@ def fail_on_rank_1(world):
     with world.together():
         pass
     assert world.tell([world.rank, "x"]) == [0, "x"] and world.tell(world.rank) == 0
+    assert link.emulate(world, link.FREE).tell(10 + world.rank) == 10
     assert world.gather(world.rank) == [0, 1, 2, 3]
     try:
         with world.together():
