@@ -12,7 +12,6 @@ import itertools
 import json
 import math
 import os
-import re
 import signal
 import socket
 import struct
@@ -461,8 +460,8 @@ def run(main):
         if store is not None and _has_stopped(store):
             _stop(store, 2)  # a peer that stopped has cut this rank's connections
         # what the compiler's wrapper in C++ (torch 2.13) raises only names the collective that failed
-        names = "gloo|shared memory|c10d_functional|ladder::settle"
-        if store is not None and (isinstance(e, dist.DistBackendError) or re.search(names, str(e))):
+        lost = isinstance(e, dist.DistBackendError) or "gloo" in str(e) or shared_memory.lost_peer()
+        if store is not None and lost:
             _stop(store, 1, "another rank has died: stopping")
         raise
 

@@ -10,6 +10,7 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def load_operators(source, what, *options):
     source, home = Path(__file__).with_name(source), Path(torch.__file__).parent
     options = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC", *options]
     paths = [f"-I{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
-    command = [compiler(what), source, *options, *paths]
+    command = [os.environ.get("CXX", "g++"), source, *options, *paths]
     made_of = repr((source.read_text(), command, torch.__version__, _processor()))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ladder-fast"
     library = folder / f"{source.stem}-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
@@ -99,6 +100,8 @@ def load_operators(source, what, *options):
         try:
             torch.ops.load_library(library)
         except OSError:  # not there yet, or damaged
+            compiler(what)
+            print(f"compiling kernels/{source.name}, once ...", file=sys.stderr, flush=True)
             # others may be at it too; who is done last replaces an equal file
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
                 made = Path(temporary) / library.name

@@ -4,7 +4,7 @@
 // of its own and raises its number `written`; its wait looks at the others' numbers and reads their slots. There is no
 // thread, and on the fast path no system call. Piece i lies in slot i % slots, which is written again only when every
 // rank's number `read` is beyond i. Pieces are completed in their order, and a start first completes what is `slots`
-// pieces older: so a rank never holds back another one that has not yet started more than itself.
+// pieces older: so it waits only for peers that are themselves so far behind.
 
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
@@ -42,6 +42,7 @@ constexpr int64_t kGrain = 1 << 15;         // numbers that a thread sums at lea
 constexpr int64_t kCopyGrain = 1 << 19;     // bytes that a thread copies at least
 constexpr int kSpins = 100;                 // looks at a number before others may have the core
 constexpr auto kYields = 2ms, kLook = 50ms;  // of waiting before it sleeps; between looks whether a peer lives
+constexpr auto kDeadline = 30min;           // as gloo's
 
 // How many pieces a rank has written and read, in a page of its own, two cache lines apart.
 struct alignas(kPage) Progress {
@@ -83,25 +84,40 @@ struct Piece {
   int64_t stride;  // bytes between the ranks' parts of a gather; 0 for a sum
 };
 
-class SharedMemory : public c10d::Backend {
- public:
-  // Maps the memory of a file, whose descriptor it takes over. Throws c10::Error.
-  SharedMemory(int fd, int rank, int size, int64_t slots, int64_t slot_bytes)
-      : Backend(rank, size), fd_(fd), slots_(slots), slot_bytes_(slot_bytes) {
-    length_ = kPage + size * (sizeof(Progress) + slots * slot_bytes);
-    void* memory = MAP_FAILED;
-    if (ftruncate(fd, length_) == 0) memory = mmap(nullptr, length_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    TORCH_CHECK(memory != MAP_FAILED, "cannot share ", length_, " bytes of memory: ", std::strerror(errno));
-    memory_ = static_cast<char*>(memory);
-    // Locks are the process's: they go when it ends, however it does. (Or when it closes any descriptor of the file.)
-    struct flock lock = byte(rank);
-    const bool locked = fcntl(fd, F_SETLK, &lock) == 0;
-    TORCH_CHECK(locked, "cannot lock shared memory: ", std::strerror(errno));
+// A file, and where it is in memory; both go with this.
+struct Memory {
+  explicit Memory(int fd) : fd(fd) {}
+  Memory(Memory&& other) : fd(std::exchange(other.fd, -1)) {}
+  ~Memory() {
+    if (start) munmap(start, length);
+    if (fd >= 0) close(fd);
   }
 
-  ~SharedMemory() override {
-    if (memory_) munmap(memory_, length_);
-    close(fd_);
+  // Throws c10::Error.
+  void map(int64_t bytes) {
+    void* found = MAP_FAILED;
+    if (ftruncate(fd, bytes) == 0) found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    TORCH_CHECK(found != MAP_FAILED, "cannot share ", bytes, " bytes of memory: ", std::strerror(errno));
+    start = static_cast<char*>(found);
+    length = bytes;
+  }
+
+  int fd;
+  char* start = nullptr;
+  int64_t length = 0;
+};
+
+std::atomic<bool> a_peer_died = false;
+
+class SharedMemory : public c10d::Backend {
+ public:
+  SharedMemory(Memory memory, int rank, int size, int64_t slots, int64_t slot_bytes)
+      : Backend(rank, size), memory_(std::move(memory)), slots_(slots), slot_bytes_(slot_bytes) {
+    memory_.map(kPage + size * (sizeof(Progress) + slots * slot_bytes));
+    // Locks are the process's: they go when it ends, however it does. (Or when it closes any descriptor of the file.)
+    struct flock lock = byte(rank);
+    const bool locked = fcntl(memory_.fd, F_SETLK, &lock) == 0;
+    TORCH_CHECK(locked, "cannot lock shared memory: ", std::strerror(errno));
   }
 
   const std::string getBackendName() const override { return "shared-memory"; }
@@ -184,10 +200,10 @@ class SharedMemory : public c10d::Backend {
     return lock;
   }
 
-  Progress& progress(int rank) { return reinterpret_cast<Progress*>(memory_ + kPage)[rank]; }
+  Progress& progress(int rank) { return reinterpret_cast<Progress*>(memory_.start + kPage)[rank]; }
 
   char* slot(int rank, uint64_t piece) {
-    return memory_ + kPage + size_ * sizeof(Progress) + (rank * slots_ + piece % slots_) * slot_bytes_;
+    return memory_.start + kPage + size_ * sizeof(Progress) + (rank * slots_ + piece % slots_) * slot_bytes_;
   }
 
   Works start(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, bool gather) {
@@ -269,19 +285,20 @@ class SharedMemory : public c10d::Backend {
       }
       if (Clock::now() < look) continue;
       look = Clock::now() + kLook;
+      if (waited > kDeadline) C10_THROW_ERROR(DistBackendError, "shared memory: a rank has not come for 30 minutes");
       for (int rank = 0; rank < size_; rank++) {
         struct flock lock = byte(rank);
-        const bool asked = rank != rank_ && fcntl(fd_, F_GETLK, &lock) == 0;
+        const bool asked = rank != rank_ && fcntl(memory_.fd, F_GETLK, &lock) == 0;
         // it may have written its part and ended just now
         if (!asked || lock.l_type != F_UNLCK || (progress(rank).*number).load(std::memory_order_acquire) >= count) continue;
+        a_peer_died = true;
         C10_THROW_ERROR(DistBackendError, c10::str("shared memory: rank ", rank, " has died"));
       }
     }
   }
 
-  int fd_;
-  int64_t slots_, slot_bytes_, length_ = 0;
-  char* memory_ = nullptr;
+  Memory memory_;
+  int64_t slots_, slot_bytes_;
   std::mutex mutex_;
   std::deque<Piece> queue_;  // started and not completed, in their order
   uint64_t completed_ = 0;   // pieces
@@ -296,8 +313,9 @@ std::map<std::string, c10::intrusive_ptr<c10d::ProcessGroup>>& groups() {
   return *groups;
 }
 
+// Takes over the descriptor, also where it throws.
 void join_memory(int64_t fd, int64_t rank, int64_t size, int64_t slots, int64_t slot_bytes, std::string name) {
-  auto backend = c10::make_intrusive<SharedMemory>(fd, rank, size, slots, slot_bytes);
+  auto backend = c10::make_intrusive<SharedMemory>(Memory(fd), rank, size, slots, slot_bytes);
   auto group = c10::make_intrusive<c10d::ProcessGroup>(c10::intrusive_ptr<c10d::Store>(), rank, size);
   group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
@@ -319,6 +337,8 @@ void link_memory(std::string name, double latency, double per_byte) { memory_of(
 
 at::Tensor log_memory(std::string name, bool keep) { return memory_of(name).log(keep); }
 
+bool memory_lost_peer() { return a_peer_died; }
+
 // See tp.py: this one needs no Python, whose operators take longer than a small all-reduce.
 at::Tensor settle(
     const at::Tensor& x, const std::optional<at::Tensor>& pending, const std::optional<at::Tensor>& after) {
@@ -336,6 +356,7 @@ TORCH_LIBRARY_FRAGMENT(ladder, library) {
   library.def("leave_memory(str name) -> ()", leave_memory);
   library.def("link_memory(str name, float latency, float per_byte) -> ()", link_memory);
   library.def("log_memory(str name, bool keep) -> Tensor", log_memory);
+  library.def("memory_lost_peer() -> bool", memory_lost_peer);
 }
 
 TORCH_LIBRARY_IMPL(ladder, CPU, library) {

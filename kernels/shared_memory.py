@@ -47,7 +47,8 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
         with _explained():
             fd = _open(**offer) if fd is None else fd
             build()
-            torch.ops.ladder.join_memory(fd, world.rank, world.tp_size, slots, slot_bytes, name)
+            taken, fd = fd, None
+            torch.ops.ladder.join_memory(taken, world.rank, world.tp_size, slots, slot_bytes, name)
     except Unavailable as e:
         reason = str(e)
         if fd is not None:
@@ -63,6 +64,11 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
 def shares(group):
     """Whether a process group, or None, is one of connect()."""
     return getattr(group, "group_name", "").startswith(GROUP)
+
+
+def lost_peer():
+    """Whether a rank that this process waited for has died."""
+    return hasattr(torch.ops.ladder, "memory_lost_peer") and torch.ops.ladder.memory_lost_peer()
 
 
 def build():

@@ -164,6 +164,23 @@ def test_compiled_ranks_of_every_wiring_compute_what_one_device_does(tp_size, ch
     check_ranks(tp_size, [{**changes, **UNEVEN}], compile=True, compile_prefill=True)
 
 
+@pytest.mark.slow
+def test_compiled_ranks_over_gloo_do_too():
+    """As those of several nodes: the same wrapper in C++, another group."""
+    config = dataclasses.replace(BASE, **LADDER, **UNEVEN)
+    over_memory, over_gloo = run_ranks(2, logits_over_both, config)[1]
+    assert torch.allclose(over_memory, over_gloo, atol=1e-5) and not over_memory.isnan().any()
+
+
+def logits_over_both(world, config):
+    found = []
+    for group in (world.group, world.dist_group):
+        net = shard(config, world)
+        net.comm = tp.TensorParallel(config, world.tp_size, group)
+        found.append(last_logits(net, *unequal_rows(config), compile=True))
+    return found
+
+
 def test_the_numbers_of_ranks_matter_where_the_table_says_so():
     for changes in WIRED:
         config = dataclasses.replace(BASE, **changes)
