@@ -41,7 +41,8 @@ def family_to_hf(config):
     if family and not parallel and not stale:
         return family
     return {
-        **OWN_FAMILY, "ladder_layers": stale if stale in (0, config.n_layers) else config.ladder_layers, "parallel_blocks": parallel,
+        **OWN_FAMILY, "parallel_blocks": parallel,
+        "ladder_layers": stale if stale in (0, config.n_layers) else config.ladder_layers,
         "attention_bias": config.qkv_bias, "attention_out_bias": config.wo_bias, "mlp_bias": config.mlp_bias,
         "qk_norm": config.qk_norm, "no_rope_layers": no_rope_layers(config), "attention_dropout": 0.0,
         "pad_token_id": None,
