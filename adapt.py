@@ -5,6 +5,7 @@ python adapt.py --ladder --text train.txt --valid valid.txt --out DIR2
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import time
@@ -38,6 +39,12 @@ def blended_stream(x, sublayers, alpha):
         before, x = x, x + h(torch.lerp(before, x, alpha) if stale else x)
         streams.append(x)
     return streams
+
+
+def last_streams(streams, config):
+    """The stream behind each layer, of those behind its sublayers: the wiring says how many these are."""
+    ends = itertools.accumulate(config.wiring_of(layer).sublayers for layer in range(config.n_layers))
+    return [streams[end - 1] for end in ends]
 
 
 class Trainee(Transformer):
@@ -102,9 +109,9 @@ def losses(model, batch, alpha=0.0, teacher=None, match=0.0):
         divergence, nats = divergence + kl, nats + ce
     loss = divergence + (nats if teacher is None else 0.1 * nats)
     if match:
+        behind = last_streams(streams, model.config), last_streams(taught_streams, teacher.config)
         for layer in model.config.stale_layers:
-            ours, theirs = (s[len(s) // len(model.layers) * (layer + 1) - 1] for s in (streams, taught_streams))
-            ours, theirs = ours[counts].float(), theirs[counts].float()
+            ours, theirs = (streams[layer][counts].float() for streams in behind)
             loss = loss + match * ((ours - theirs).square().sum(-1) / theirs.square().sum(-1)).sum()
     return loss, nats.detach()
 

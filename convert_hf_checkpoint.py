@@ -124,6 +124,8 @@ def parse(argv):
     args = p.parse_args(argv)
     if bool(args.out) == bool(args.to_hf):
         raise InputError("give either --out DIR or --to-hf DIR")
+    if args.to_hf and args.made_for_tp:
+        raise InputError("--made-for-tp goes with --out: a Hugging Face folder does not say for how many ranks it is")
     return args
 
 

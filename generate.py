@@ -270,7 +270,7 @@ def parse(argv):
     return args
 
 
-def describe(args):
+def describe(args, world):
     """The Config of what is to be loaded, wired as the flags say, and the tokenizer, None without one."""
     if args.checkpoint:
         for name in ("random_weights", "n_layers", "quant", "group_size"):
@@ -279,9 +279,8 @@ def describe(args):
                 raise InputError(f"{flag} goes with --model: a checkpoint is as it is (quantize.py makes another)")
         own = checkpoint.read_config(args.checkpoint)
         config = launch.with_wiring(own, args)
-        rank, tp_size = launch.rank_and_size()
-        if rank == 0:
-            launch.warn_of_wiring(own, config, tp_size)
+        if world.rank == 0:
+            launch.warn_of_wiring(own, config, world.tp_size)
         return config, load_tokenizer(args.checkpoint, config.vocab_size)
     config = checkpoint.named_size(args.model, args.n_layers, args.quant, args.group_size)
     return launch.with_wiring(config, args), None
@@ -332,7 +331,7 @@ def main(argv=None):
     world = link.emulate(launch.join(args.device), emulated, args.simulate_tp)
     args.ignore_eos |= world.simulated
     with world.together():
-        config, tokenizer = describe(args)
+        config, tokenizer = describe(args, world)
         if args.interactive and tokenizer is None:
             raise InputError("--interactive needs a checkpoint with a tokenizer")
         prompts = [] if args.interactive else terminal.read_prompts(args, config, tokenizer)

@@ -185,17 +185,17 @@ def warn_of_wiring(own, config, tp_size):
         return c.wiring + (f" ({parameter} {value})" if value is not None else "")
 
     wiring, meant = WIRINGS[config.wiring], f"these weights are {described(own)}'s, and run as {described(config)}"
-    if described(own) == described(config):
+    if own.function == config.function:
         if config.made_for_tp not in (None, tp_size):
             text = f"these weights were made for {config.wiring} on {config.made_for_tp} ranks, and run on {tp_size}"
             print(f"{text}: expect a loss", file=sys.stderr)
+    elif own.wiring == "standard" and wiring.standard_alone and tp_size == 1:
+        print(f"{meant}, which is the same on one device", file=sys.stderr)
     elif own.wiring == "standard" and wiring.runs_standard:
-        if tp_size == 1:
-            print(f"{meant}, which is the same on one device", file=sys.stderr)
-        else:
-            print(f"{meant} on {tp_size} ranks: expect a loss (eval.py measures it)", file=sys.stderr)
+        print(f"{meant} on {tp_size} ranks: expect a loss (eval.py measures it)", file=sys.stderr)
     else:
-        print(f"{meant}: expect nonsense", file=sys.stderr)
+        text = "another function than these weights were trained for: eval.py measures the loss"
+        print(f"{meant}, {text}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -143,9 +143,10 @@ class Wiring:
 
     about: its line of --help. split: from a block to its sublayers. stream: how these feed the residual stream. stale:
     whether they read it one sublayer stale. norms: of a block. parameter: the field of Config that it takes, if any;
-    optional: whether it can do without (then all layers are wired so, and not just the ladder_layers). tp_bound:
-    whether it is another function of the same weights on another number of ranks. runs_standard: whether it is the
-    standard model on one device, and runs standard weights on several, at a loss.
+    optional: whether that field may be None (then all layers are wired so, and not just the ladder_layers). tp_bound:
+    whether it is another function of the same weights on another number of ranks. standard_alone: whether that on one
+    is the standard model. runs_standard: whether also on several standard weights run in it without retraining, at less
+    of a loss than in a ladder (benchmarks/zeroshot.md).
     """
 
     about: str
@@ -156,7 +157,13 @@ class Wiring:
     parameter: str | None = "ladder_layers"
     optional: bool = True
     tp_bound: bool = False
+    standard_alone: bool = False
     runs_standard: bool = False
+
+    @property
+    def sublayers(self):
+        """The number of sublayers that a block has."""
+        return len(self.split(None, None, None))
 
 
 WIRINGS = {
@@ -166,14 +173,14 @@ WIRINGS = {
     "parallel": Wiring("attention + MLP of one input, one all-reduce", attention_plus_mlp, norms=("attention_norm",)),
     "parallel-ladder": Wiring("parallel, one block stale", attention_plus_mlp, stale=True, norms=("attention_norm",)),
     "spd": Wiring("the MLP reads this rank's own attention, one all-reduce", attention_into_mlp,
-                  tp_bound=True, runs_standard=True),
+                  tp_bound=True, standard_alone=True, runs_standard=True),
     "spd-ladder": Wiring("spd, one block stale", attention_into_mlp, stale=True, tp_bound=True),
     "delayed": Wiring("a ladder that misses only the other ranks' partials", stream=delayed_stream, stale=True,
-                      tp_bound=True, runs_standard=True),
+                      tp_bound=True, standard_alone=True, runs_standard=True),
     "desync": Wiring("only every --desync-period-th all-reduce", stream=desynced_stream,
-                     parameter="desync_period", optional=False, tp_bound=True, runs_standard=True),
+                     parameter="desync_period", optional=False, tp_bound=True, standard_alone=True),
     "upper-bound": Wiring("no all-reduce: a bound on speed, not a usable model", stream=unreduced_stream,
-                          parameter=None, tp_bound=True),
+                          parameter=None, tp_bound=True, standard_alone=True),
 }  # fmt: skip
 
 
@@ -260,6 +267,20 @@ class Config:
     def stale_layers(self):
         """The layers whose sublayers read the residual stream one sublayer stale, as a tuple of indices."""
         return self.wired_layers if WIRINGS[self.wiring].stale else ()
+
+    @property
+    def function(self):
+        """What the wiring does, as (its name, the layers of it in order, the desync_period or None).
+
+        Equal for the several ways to write one wiring: of 8 layers the last 4, or 4, 5, 6 and 7, or 7, 6, 5 and 4; a
+        hybrid of all layers is a ladder, and to keep every all-reduce is standard.
+        """
+        every = tuple(range(self.n_layers))
+        if self.wiring == "hybrid" and len(self.wired_layers) == self.n_layers:
+            return "ladder", every, None
+        if WIRINGS[self.wiring].parameter == "desync_period":
+            return ("standard", every, None) if self.desync_period == 1 else (self.wiring, every, self.desync_period)
+        return self.wiring, tuple(sorted(self.wired_layers)), None
 
     def wiring_of(self, layer):
         """The Wiring of a layer."""

@@ -3,10 +3,10 @@
 python -m benchmarks.advise overlap.jsonl --bandwidth-gbs 12.5
 
 All-reduces take what an emulated link says, or, between real ranks, what the lines themselves say, as a probe would.
-The bandwidth is taken in three ways. *Own step*: as each line's own silent step implies it, which checks only how the
-wiring orders its sublayers and all-reduces. *One line*: as the silent step of a single line implies it, that of the
-upper bound over the fastest link; the other lines were not asked. *Read*: as measure/probe.py read the memory next to
-the run (--bandwidth-gbs), which is all that the advisor knows beforehand.
+The bandwidth comes from three places. From *each line's own silent step*, which checks only how the wiring orders its
+sublayers and all-reduces. From *one silent step for all lines*, that of the upper bound over the fastest link; the
+others were not asked. From *the memory as it was read* by measure/probe.py next to the run (--bandwidth-gbs), which is
+all that the advisor knows beforehand.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import launch
 from benchmarks import overlap
 from benchmarks.lines import written_by
 from checkpoint import DTYPES, SIZES
-from measure.advise import Machine, decode_work, step_seconds, times_of
+from measure.advise import Machine, bytes_of_step, decode_work, step_seconds, times_of
 from measure.clock import variants
 from measure.link import Link
 from measure.results import markdown
@@ -63,8 +63,7 @@ def compare(lines, bandwidth=None):
     for line in lines:
         links.setdefault(line["link"]["name"], []).append(line)
     links = {name: link_of(some) for name, some in links.items()}
-    work, wirings = decode_work(*case), variants(config.n_layers)
-    whole = config.n_layers * (work["attention"].n_bytes + work["feed_forward"].n_bytes) + work["rest"].n_bytes
+    whole, wirings = bytes_of_step(config, decode_work(*case)), variants(config.n_layers)
 
     def times(line, rate):
         return times_of(*case, Machine("", rate), links[line["link"]["name"]])
@@ -81,9 +80,9 @@ def compare(lines, bandwidth=None):
         if name not in wirings:
             raise InputError(f"unknown wiring {name!r}; known: {', '.join(wirings)}")
         wired = dataclasses.replace(config, **wirings[name])
-        rates = {"own step": implied(line), f"one line ({one_line / 1e9:.2f} GB/s)": one_line}
+        rates = {"each line's own silent step": implied(line), f"one silent step ({one_line / 1e9:.2f} GB/s)": one_line}
         if bandwidth:
-            rates[f"read ({bandwidth / 1e9:.2f} GB/s)"] = bandwidth
+            rates[f"the memory as read ({bandwidth / 1e9:.2f} GB/s)"] = bandwidth
         predicted = {kind: step_seconds(wired, times(line, rate))[0] for kind, rate in rates.items()}
         found.append((line["link"]["name"], name, 1e-3 * line["step_ms"], predicted))
     return found
@@ -103,12 +102,15 @@ def tables(lines, bandwidth=None):
                 off[kind][f"{wiring} over {link}"] = seconds / measured - 1
                 rows[-1].append(f"{1e3 * seconds:.2f} ({100 * (seconds / measured - 1):+.1f} %)")
         text = ", ".join(f"{key} {value}" for key, value in zip(SETTING, setting, strict=True))
-        parts += [f"{text}; ms:", markdown(["link", "wiring", "measured", *off], rows)]
+        parts += [
+            f"{text}; ms:",
+            markdown(["link", "wiring", "measured", *(f"bandwidth from {kind}" for kind in off)], rows),
+        ]
         for kind, differences in off.items():
             worst = max(differences, key=lambda name: abs(differences[name]))
             close = sum(abs(x) <= CLOSE for x in differences.values())
             parts.append(
-                f"By {kind}: {close} of {len(differences)} are within {100 * CLOSE:.0f} %, half within "
+                f"Bandwidth from {kind}: {close} of {len(differences)} are within {100 * CLOSE:.0f} %, half within "
                 f"{100 * statistics.median(map(abs, differences.values())):.1f} %; the furthest is {worst}, "
                 f"{100 * differences[worst]:+.1f} %."
             )

@@ -42,14 +42,14 @@ def chosen(names, n_layers):
     known, found = variants(n_layers), {}
     takes = [name for name, wiring in WIRINGS.items() if wiring.parameter == "ladder_layers"]
     for name in names:
-        wiring, _, number = name.partition(":")
+        wiring, _, last = name.partition(":")
         if name in known:
             found[name] = known[name]
-        elif wiring in takes and number in map(str, range(1, n_layers + 1)):
-            found[name] = {"wiring": wiring, "ladder_layers": int(number)}
+        elif wiring in takes and last in map(str, range(1, n_layers + 1)):
+            found[name] = {"wiring": wiring, "ladder_layers": int(last)}
         else:
-            last = f"{', '.join(f'{w}:N' for w in takes)} with N last layers from 1 to {n_layers}"
-            raise InputError(f"--wirings: unknown {name!r}; known: {', '.join(known)}, and {last}")
+            others = f"{', '.join(f'{w}:N' for w in takes)} with N last layers from 1 to {n_layers}"
+            raise InputError(f"--wirings: unknown {name!r}; known: {', '.join(known)}, and {others}")
     return found
 
 

@@ -20,7 +20,15 @@ import torch
 
 import launch
 from checkpoint import SIZES
-from measure.advise import GPUS, decode_work, published_machine, step_seconds, times_of
+from measure.advise import (
+    GPUS,
+    attention_share,
+    bytes_of_step,
+    decode_work,
+    published_machine,
+    step_seconds,
+    times_of,
+)
 from measure.clock import count_all_reduces, run_layers
 from measure.link import LINKS
 from measure.results import markdown, published
@@ -47,8 +55,7 @@ def rows_of(link, batch, rates):
     layer, all_reduce = reckoned(link, batch, rates)
     case = SIZES["70b"], torch.bfloat16, 8, batch, CONTEXT
     times = times_of(*case, published_machine("h100"), LINKS[STANDS_FOR[link]])
-    work = decode_work(*case)
-    share = work["attention"].n_bytes / (work["attention"].n_bytes + work["feed_forward"].n_bytes)
+    share = attention_share(decode_work(*case))
     found = {}
     for wiring in WIRINGS:
         config = dataclasses.replace(SIZES["70b"], wiring=wiring)
@@ -67,9 +74,7 @@ def rows_of(link, batch, rates):
 def reached(batch, rate):
     """The share of an H100's published bandwidth with which the paper's upper bound read its weights and its cache."""
     work = decode_work(SIZES["70b"], torch.bfloat16, 8, batch, CONTEXT)
-    layer = work["attention"].n_bytes + work["feed_forward"].n_bytes
-    n_bytes = SIZES["70b"].n_layers * layer + work["rest"].n_bytes
-    return n_bytes * rate / batch / GPUS["h100"][0]
+    return bytes_of_step(SIZES["70b"], work) * rate / batch / GPUS["h100"][0]
 
 
 def main(argv=None):

@@ -18,7 +18,7 @@ import torch
 import launch
 from benchmarks.lines import written_by
 from checkpoint import SIZES
-from measure.advise import decode_work
+from measure.advise import attention_share, decode_work
 from measure.clock import run_layers, variants
 from measure.results import markdown, published
 from model import InputError
@@ -26,13 +26,6 @@ from model import InputError
 PAPER_LINKS = {"nvlink": "NVLink", "pcie": "no P2P"}  # what they stand for
 KEPT = ["model", "tp", "simulated", "batch", "dtype", "device", "threads", "link", "torch", "commit"]
 KEYS = [*KEPT, "kind", "n_layers", "tokens", "wiring", "silent_ms", "all_reduce_ms"]
-
-
-def attention_share(config, tp_size, batch, tokens):
-    """The part of a layer's bytes that attention reads in a decode step: weights, and so many filled cache slots."""
-    work = decode_work(config, torch.bfloat16, tp_size, batch, tokens)
-    attention, feed_forward = work["attention"].n_bytes, work["feed_forward"].n_bytes
-    return attention / (attention + feed_forward)
 
 
 def step_ms(config, layer, attention, all_reduce):
@@ -63,7 +56,8 @@ def predictions(lines):
                 raise InputError(f"unknown wiring {key[3]!r}; known: {', '.join(known)}")
             config = dataclasses.replace(SIZES[model], **known[key[3]])
             alone = statistics.median(x["all_reduce_ms"] for x in own if x["link"]["name"] == key[2])
-            attention = layer * attention_share(config, line["tp"], batch, line["tokens"])
+            work = decode_work(config, torch.bfloat16, line["tp"], batch, line["tokens"])
+            attention = layer * attention_share(work)
             found[key] = whole(line, known[key[3]], config.n_layers, step_ms(config, layer, attention, alone) + rest)
     for key in found:
         if (*key[:3], "standard") not in found:

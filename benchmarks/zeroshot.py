@@ -4,8 +4,8 @@ torchrun --standalone --nproc_per_node=2 -m benchmarks.zeroshot --checkpoint DIR
     --json zeroshot.jsonl
 
 One rank runs the wirings that are one function on any number of ranks, several those that are another on each. Each is
-in all layers and in the half that minds it least, which is chosen on SELECT, another text than the one that is
-reported. Lines that the file has already are skipped. benchmarks/zeroshot_tables.py shows them.
+in all layers, and in that half of them which alone, one by one, cost the least on SELECT, another text than the one
+that is reported. Lines that the file has already are skipped. benchmarks/zeroshot_tables.py shows them.
 """
 
 import argparse

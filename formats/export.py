@@ -29,20 +29,20 @@ def family_to_hf(config):
     A wiring other than standard gets a model_type that transformers does not know: without that code it must not load.
     """
     wiring = WIRINGS[config.wiring]
-    mixed = wiring.split is not attention_then_mlp and len(config.wired_layers) < config.n_layers
-    if mixed:
-        raise InputError(f"wiring {config.wiring} in some layers alone has no Hugging Face form: convert all of them")
     if wiring.tp_bound or wiring.stream is not residual_stream or wiring.split not in PARALLEL_BLOCKS:
         raise InputError(
             f"wiring {config.wiring} has no Hugging Face form, because it is no function of one device: --wiring "
             "standard or --ladder writes these weights as that"
         )
+    if wiring.split is not attention_then_mlp and len(config.wired_layers) < config.n_layers:
+        raise InputError(f"wiring {config.wiring} in some layers alone has no Hugging Face form: convert all of them")
     parallel, stale = PARALLEL_BLOCKS[wiring.split], len(config.stale_layers)
     family = family_of(config)
     if family and not parallel and not stale:
         return family
     return {
-        **OWN_FAMILY, "ladder_layers": config.ladder_layers or stale, "parallel_blocks": parallel,
+        **OWN_FAMILY, "parallel_blocks": parallel,
+        "ladder_layers": stale if stale in (0, config.n_layers) else config.ladder_layers,
         "attention_bias": config.qkv_bias, "attention_out_bias": config.wo_bias, "mlp_bias": config.mlp_bias,
         "qk_norm": config.qk_norm, "no_rope_layers": no_rope_layers(config), "attention_dropout": 0.0,
         "pad_token_id": None,

@@ -26,8 +26,8 @@ from measure.clock import run_layers, variants
 from model import WIRINGS, InputError
 from tp import head_rows, shard_plan
 
-LITTLE = 0.1  # of a standard step: where all all-reduces take less, there is little to gain
-ALIKE = 0.01  # of a step: wirings this close to the fastest are as good
+LITTLE = 0.15  # a smaller share of a standard step in all-reduces is called little
+ALIKE = 0.01  # a wiring is named next to the fastest if its step is longer by at most this share of it
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What there is to do in a decode step, and how fast a machine does it
@@ -76,6 +76,20 @@ def decode_work(config, dtype, tp_size, batch, context):
     model = int_linear.skeleton(one)
     ranks = [rank_work(config, model, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
     return {place: max(work[place] for work in ranks) for place in ranks[0]}
+
+
+def bytes_of_step(config, work):
+    """Bytes that a rank reads in a whole step. work: of decode_work."""
+    return config.n_layers * bytes_of_layer(work) + work["rest"].n_bytes
+
+
+def bytes_of_layer(work):
+    return work["attention"].n_bytes + work["feed_forward"].n_bytes
+
+
+def attention_share(work):
+    """The part of a layer's bytes that its attention reads. work: of decode_work."""
+    return work["attention"].n_bytes / bytes_of_layer(work)
 
 
 class Machine(NamedTuple):
@@ -205,14 +219,14 @@ def step_seconds(config, times):
 
 def retraining(own, config, tp_size):
     """Whether a model whose weights are of the Config `own` must be trained for the wiring of another."""
-    if dataclasses.replace(config, made_for_tp=None) == dataclasses.replace(own, made_for_tp=None):
+    if config.function == own.function:
         return "no" if own.made_for_tp in (None, tp_size) else "no, but a loss"
     return "no, but a loss" if own.wiring == "standard" and WIRINGS[config.wiring].runs_standard else "yes"
 
 
 def candidates(own, layers=None):
-    """The Configs to compare: variants, those that can take the given layers also in these, and own."""
-    base, found = launch.rewired(own, "standard"), []
+    """The Configs to compare, each function once: variants, those that can take the given layers also in these, own."""
+    base, found, unique = launch.rewired(own, "standard"), [], {}
     for changes in variants(own.n_layers).values():
         known = WIRINGS[changes["wiring"]]
         takes = layers is not None and known.parameter == "ladder_layers"
@@ -220,8 +234,9 @@ def candidates(own, layers=None):
             found.append(dataclasses.replace(base, **changes))
         if takes:
             found.append(dataclasses.replace(base, **{**changes, "ladder_layers": layers}))
-    free = dataclasses.replace(own, made_for_tp=None)
-    return found if free in found else [*found, free]
+    for config in [*found, dataclasses.replace(own, made_for_tp=None)]:
+        unique.setdefault(config.function, config)
+    return [*unique.values()]
 
 
 def predictions(configs, own, times, tp_size):
@@ -262,7 +277,7 @@ def verdict(lines, all_reduce):
         f"The all-reduces are {100 * share:.0f} % of the standard step: none can be more than {most:.2f} times as fast."
     )
     if share < LITTLE:
-        text += "\nThat is little: a standard model as it is loses hardly anything to them."
+        text += "\nThat is little: a standard model as it is loses no more than that to them."
     kinds = {False: "Without retraining", True: "With retraining"}
     for trained, kind in kinds.items():
         those = [x for x in lines if x["all_reduces"] and (x["retraining"] == "yes") == trained]

@@ -27,15 +27,17 @@ def variants(n_layers):
 class Clock:
     """Simulated collectives: sublayers and all-reduces take time, and nothing else does.
 
-    compute: seconds computed before each start, in order, since the start or the wait before it. all_reduce: seconds of
-    one; the link carries one at a time. Standard sublayers take the sum of all of both. Ladder takes the first compute,
-    then max(compute, all-reduce) for each further sublayer, then the last all-reduce, which nothing can hide.
+    all_reduce: seconds of one; the link carries one at a time. compute: seconds computed before each start, in order,
+    since the start or the wait before it; None where the sublayers themselves take time. Standard sublayers take the
+    sum of all of both. Ladder takes the first compute, then max(compute, all-reduce) for each further sublayer, then
+    the last all-reduce, which nothing can hide.
     """
 
     tp_size = 1
 
-    def __init__(self, compute, all_reduce):
-        self.compute, self.all_reduce = iter(compute), all_reduce
+    def __init__(self, all_reduce, compute=None):
+        self.all_reduce = all_reduce
+        self.compute = itertools.repeat(0.0) if compute is None else iter(compute)
         self.now = self.delivered = 0.0
         self.started = 0
 
@@ -53,7 +55,7 @@ class Clock:
         return x if pending is None else self.wait(pending)
 
 
-def timed_block(clock, attention, feed_forward):
+def timed_block(clock, attention=0.0, feed_forward=0.0):
     """What a split of model.py takes for a block: its attention and its MLP compute so many seconds, its norms none."""
 
     def computing(seconds):
@@ -67,33 +69,24 @@ def timed_block(clock, attention, feed_forward):
     return SimpleNamespace(attention=computing(attention), feed_forward=computing(feed_forward), **norms)
 
 
-def split(config, block):
-    """[(what each layer's wiring makes of such a block, whether it reads the stream stale)]."""
+def _run(config, clock, block):
+    """The clock after one step of the config's wiring: the very loop of model.py, and its splits of such a block."""
     wirings = map(config.wiring_of, range(config.n_layers))
-    return [(wiring.split(block, None, None), wiring.stale) for wiring in wirings]
-
-
-def outline(config):
-    """[(number of sublayers, whether they read the stream stale)] of each layer."""
-    return [(len(sublayers), stale) for sublayers, stale in split(config, None)]
-
-
-def run_clock(config, compute, all_reduce, attention=0.0, feed_forward=0.0):
-    """The Clock after one step of the config's wiring: the very loop of model.py, and its blocks, on a clock.
-
-    compute: as Clock takes it, measured on a model of this wiring. attention, feed_forward: or what these take of each
-    layer, in seconds, whatever the wiring makes of them.
-    """
-    clock = Clock(compute, all_reduce)
-    layers = split(config, timed_block(clock, attention, feed_forward))
-    sublayers = [(h, stale) for some, stale in layers for h in some]
+    sublayers = [(h, wiring.stale) for wiring in wirings for h in wiring.split(block, None, None)]
     WIRINGS[config.wiring].stream(0.0, sublayers, clock, config)
     return clock
 
 
+def run_clock(config, compute, all_reduce):
+    """The Clock after a step whose computing was measured, on a model of this wiring; compute: as Clock takes it."""
+    clock = Clock(all_reduce, compute)
+    return _run(config, clock, timed_block(clock))
+
+
 def run_layers(config, attention, feed_forward, all_reduce):
-    """run_clock where nothing else is computed."""
-    return run_clock(config, itertools.repeat(0.0), all_reduce, attention, feed_forward)
+    """The Clock after a step where attention and MLP take so many seconds of each layer, whatever its wiring."""
+    clock = Clock(all_reduce)
+    return _run(config, clock, timed_block(clock, attention, feed_forward))
 
 
 def count_all_reduces(config):

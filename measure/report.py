@@ -139,7 +139,8 @@ def result(name, model, link, world, found):
     c = model.config
     return {
         "model": name, "n_layers": c.n_layers, "wiring": c.wiring, "ladder_layers": c.ladder_layers,
-        "desync_period": c.desync_period, "dtype": dtype_name(model.norm.weight.dtype), "quant": c.quant,
+        "desync_period": c.desync_period, "made_for_tp": c.made_for_tp,
+        "dtype": dtype_name(model.norm.weight.dtype), "quant": c.quant,
         "link": link and dataclasses.asdict(link), **environment(world), **found,
     }  # fmt: skip
 

@@ -49,6 +49,11 @@ WIRED = [changes for name in WIRINGS for changes in wired(name)]
 ANY_TP = [changes for changes in WIRED if not WIRINGS[changes["wiring"]].tp_bound]
 
 
+def outline(config):
+    """[(number of sublayers, whether they read the stream stale)] of each layer."""
+    return [(wiring.sublayers, wiring.stale) for wiring in map(config.wiring_of, range(config.n_layers))]
+
+
 def wired_id(changes):
     return "-".join(str(v).replace(" ", "") for v in changes.values())
 

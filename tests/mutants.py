@@ -22,6 +22,7 @@ RANKS = "test_tp.py -k 'test_all_ranks_compute_what_one_device_does and 2'"
 PLAN, CHUNKS = "test_tp.py -k plan_gives", "test_generate.py -k prefill_in_chunks"
 ENDS, SAMPLING = "test_generate.py -k stops_at_its_own_end", "test_generate.py -k 'top_k or equal_seeds'"
 LAYERS, SAID = "test_wiring.py -k layers_are", "test_wiring.py -k said_to_be"
+FUNCTION = "test_wiring.py -k same_function"
 SEAM = "test_wiring.py -k comes_after_the_start"
 STREAM, FILES = "test_tokenizer.py -k 'stream and not transformers'", "test_generate.py -k bad_checkpoints"
 QUANT, CONVERT, LINK = "test_quantize.py -k ", "test_convert.py -k ", "test_link.py -k "
@@ -50,6 +51,13 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("launch.py", "if wiring != config.wiring:\n        changes", "if False:\n        changes", LAYERS),
     ("launch.py", "config.made_for_tp not in (None, tp_size)", "False", SAID),
     ("launch.py", 'own.wiring == "standard" and wiring.runs_standard', "wiring.runs_standard", SAID),
+    ("launch.py", "own.function == config.function", "own == config", SAID),
+    ("launch.py", "wiring.standard_alone and tp_size == 1", "wiring.runs_standard and tp_size == 1", SAID),
+    ("model.py", "tuple(sorted(self.wired_layers))", "self.wired_layers", FUNCTION),
+    ("model.py", 'self.wiring == "hybrid" and len(self.wired_layers)', 'False and len(self.wired_layers)', FUNCTION),
+    ("model.py", "if self.desync_period == 1 else", "if False else", FUNCTION),
+    ("generate.py", "warn_of_wiring(own, config, world.tp_size)", "warn_of_wiring(own, config, 1)",
+     LINK + "it_stands_for"),
     ("model.py", "range(self.n_layers - last, self.n_layers)", "range(last)", ORDER),
     ("model.py", " and i < len(sublayers):", ":", RANKS),
     ("model.py", "i % config.desync_period and", "(i + 1) % config.desync_period and", ORDER),
@@ -179,7 +187,8 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("formats/huggingface.py", "is parallel_blocks\n", "is False\n", EXPORT + "comes_back"),
     ("formats/export.py", "and not parallel and not stale", "and not parallel", EXPORT + "does_not_load"),
     ("formats/export.py", "wiring.tp_bound or ", "", EXPORT + "refused"),
-    ("formats/export.py", "config.ladder_layers or stale", "stale", EXPORT + "comes_back"),
+    ("formats/export.py", "stale in (0, config.n_layers) else", "True else", EXPORT + "comes_back"),
+    ("formats/export.py", "stale in (0, config.n_layers) else", "False else", EXPORT + "all_layers_by"),
     ("formats/export.py", '"attention_bias": config.qkv_bias, ', "", EXPORT + "our_logits"),
     (EXPORTED, "range(n - layers, n)", "range(layers)", EXPORT + "our_logits"),
     (MODELING, "if self.stale:", "if False:", EXPORT + "our_logits"),
@@ -258,8 +267,8 @@ MUTANTS = [  # (file, old text, new text, tests)
     # measure/advise.py
     ("measure/clock.py", "feed_forward=computing(feed_forward)", "feed_forward=computing(attention)",
      ADVISE + "made_by_hand"),
-    ("measure/clock.py", "[(h, stale) for some, stale in layers for h in some]",
-     "[(h, False) for some, stale in layers for h in some]", ADVISE + "made_by_hand"),
+    ("measure/clock.py", "[(h, wiring.stale) for wiring in wirings", "[(h, False) for wiring in wirings",
+     ADVISE + "made_by_hand"),
     ("measure/clock.py", "map(config.wiring_of, range(config.n_layers))",
      "[WIRINGS[config.wiring]] * config.n_layers", ADVISE + "only_some"),
     ("measure/advise.py", "for start, stop in ranges) / shape[dim]", "for start, stop in ranges[:1]) / shape[dim]",
@@ -275,13 +284,16 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("measure/advise.py", 'min(own[-1]["probe"]', 'max(own[-1]["probe"]', ADVISE + "gives_the_machine"),
     ("measure/advise.py", "clock.now + times.rest + times.gather", "clock.now + times.rest", ADVISE + "made_by_hand"),
     ("measure/advise.py", 'if own.wiring == "standard" and WIRINGS', "if WIRINGS", ADVISE + "own_wiring"),
+    ("measure/advise.py", "config.function == own.function", "config == own", ADVISE + "own_wiring"),
+    ("measure/advise.py", "unique.setdefault(config.function,", "unique.setdefault(config,", ADVISE + "own_wiring"),
     ("measure/advise.py", "own.made_for_tp in (None, tp_size)", "True", ADVISE + "own_wiring"),
     ("measure/advise.py", 'x["all_reduces"] and (x["retraining"]', '(x["retraining"]', ADVISE + "what_to_take"),
     ("benchmarks/advise.py", '(1e-3 * line["silent_ms"] - times(line, 1.0).gather)', '(1e-3 * line["silent_ms"])',
      ADVISE + "benchmark_finds"),
     ("benchmarks/advise.py", "implied(max(lines, key=suits))", "implied(lines[0])", ADVISE + "benchmark_finds"),
     ("adapt.py", "0.1 * nats", "nats", ADAPT + "loss_is_the_naive"),
-    ("adapt.py", "* (layer + 1) - 1] for s", "* layer] for s", ADAPT + "loss_is_the_naive"),
+    ("adapt.py", "[streams[end - 1] for end", "[streams[end - 2] for end", ADAPT + "loss_is_the_naive"),
+    ("adapt.py", "config.wiring_of(layer).sublayers", "2", ADAPT + "unequal_numbers"),
     ("adapt.py", "(loss * world.tp_size / max", "(loss / max", ADAPT + "'ranks_give and 2'"),
     ("adapt.py", "range(world.rank * rows, windows.n + world.rank * rows,", "range(0, windows.n,",
      ADAPT + "'ranks_give and 2'"),

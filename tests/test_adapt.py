@@ -475,6 +475,32 @@ def test_a_ladder_does_not_teach_itself_nor_become_one_softly(flags, tiny, tmp_p
         adapt.main([*flags, "--checkpoint", ladder, "--blend-steps", "3", "--seq-len", "16"])
 
 
+@pytest.mark.parametrize("layers", [(0,), (1,), (0, 2)])
+@pytest.mark.parametrize("taught", [{}, {"wiring": "parallel", "ladder_layers": (0,)}], ids=wired_id)
+def test_streams_behind_layers_of_unequal_numbers_of_sublayers(taught, layers):
+    config = dataclasses.replace(BASE, wiring="parallel-ladder", ladder_layers=layers)
+    student, teacher = random_model(config, 1), random_model(dataclasses.replace(BASE, **taught), 2)
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(0, 131, (2, 2, 7), generator=generator)
+    place = torch.arange(7).expand(2, 7)
+    batch = data.Batch(tokens, targets, torch.ones(2, 7, dtype=torch.bool), place, None)
+    plain, _ = adapt.losses(trainee_like(student), batch, 0.0, trainee_like(teacher), 0.0)
+    matched, _ = adapt.losses(trainee_like(student), batch, 0.0, trainee_like(teacher), 1.0)
+
+    def behind_layers(net, one_sublayer):
+        with torch.no_grad():
+            found = adapt.blended_stream(net.tok_embeddings(tokens), net.sublayers(net.metadata(place)), 0.0)
+        streams = []
+        for layer in range(3):
+            streams.append(found.pop(0) if layer in one_sublayer else [found.pop(0), found.pop(0)][1])
+        assert not found
+        return streams
+
+    ours, theirs = behind_layers(student, layers), behind_layers(teacher, taught.get("ladder_layers", ()))
+    expected = sum(((ours[i] - theirs[i]).square().sum(-1) / theirs[i].square().sum(-1)).sum().item() for i in layers)
+    assert (matched - plain).item() == pytest.approx(expected, rel=1e-4)
+
+
 def test_streams_of_a_teacher_with_other_sublayers():
     student, teacher = (random_model(dataclasses.replace(BASE, wiring=w)) for w in ("ladder", "parallel"))
     place = torch.arange(7).expand(2, 7)

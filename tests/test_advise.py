@@ -199,7 +199,7 @@ def test_the_table_is_that_of_the_wirings(monkeypatch, capsys):
     monkeypatch.setitem(WIRINGS, "lossy", dataclasses.replace(WIRINGS["spd"], runs_standard=True))
     found = rows(advised(capsys, *H100, "--link", "pcie"))
     wanted = {"standard": "no", "own": "yes", "lossy": "no, but a loss", "(bound: upper-bound)": "no model"}
-    wanted |= {"hybrid:16": "yes", "desync:2": "no, but a loss", "desync:4": "no, but a loss"}
+    wanted |= {"hybrid:16": "yes", "desync:2": "yes", "desync:4": "yes"}
     for name, wiring in WIRINGS.items():
         if name not in ("hybrid", "desync", "upper-bound", *wanted):
             wanted[name] = "no, but a loss" if wiring.runs_standard else "yes"
@@ -225,7 +225,13 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
     found = rows(advised(capsys, *flags))
     assert {name for name, cells in found.items() if cells[-1] == "no"} == {"hybrid:0,2"}
     assert found["standard"][-1] == found["spd"][-1] == found["hybrid:1"][-1] == "yes"
+    halves = [dataclasses.replace(FORM, wiring="hybrid", ladder_layers=layers) for layers in (2, (3, 4), (4, 3))]
+    assert [advise.retraining(halves[0], other, 2) for other in halves] == ["no"] * 3
+    assert {sum(c.wiring == "hybrid" for c in advise.candidates(own)) for own in halves} == {1}
+    of_all = advise.candidates(halves[0], LAYERS)
+    assert [c.ladder_layers for c in of_all if c.wiring == "hybrid"] == [2]  # of all layers it is the ladder
     bound = dataclasses.replace(config, wiring="spd", ladder_layers=None, made_for_tp=2)
+    assert advise.retraining(bound, dataclasses.replace(bound, ladder_layers=3), 3) == "no, but a loss"
     assert advise.retraining(bound, dataclasses.replace(bound, made_for_tp=None), 2) == "no"
     assert advise.retraining(bound, bound, 3) == "no, but a loss"
     assert sum(config.wiring == "spd" for config in advise.candidates(bound)) == 1
@@ -234,11 +240,8 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
 def test_what_to_take(capsys):
     slow = advised(capsys, *H100, "--link", "ethernet-10g").splitlines()[-3:]
     assert slow[0].startswith("The all-reduces are 9") and "little" not in slow[0]
-    assert (
-        slow[1].startswith("Without retraining: desync:4; ")
-        and "times as fast, at a loss that grows with tp" in slow[1]
-    )
-    assert slow[2].startswith("With retraining: parallel-ladder, spd-ladder; ") and "loss" not in slow[2]
+    assert slow[1].startswith("Without retraining: spd; ") and "times as fast, at a loss that grows with tp" in slow[1]
+    assert slow[2].startswith("With retraining: desync:4; ") and "loss" not in slow[2]
     shown = advised(capsys, *H100, "--link-latency-us", 0.5)
     fast = shown.splitlines()[-4:]
     share = 64 * 0.5e-3 / float(rows(shown)["standard"][0])
@@ -250,6 +253,12 @@ def test_what_to_take(capsys):
     assert nothing == [
         f"{kind} retraining: nothing is more than 1 % faster than standard." for kind in ("Without", "With")
     ]
+
+
+def test_an_eighth_of_the_step_is_called_little(capsys):
+    shown = advised(capsys, "--model", "70b", "--tp", 8, "--gpu", "h100", "--link", "nvlink-oneshot").splitlines()
+    assert shown[-4].startswith("The all-reduces are 12 % of the standard step: ")
+    assert shown[-3].startswith("That is little: ") and shown[-2].startswith("Without retraining: delayed; ")
 
 
 def test_a_line_of_json_for_each_link(tmp_path, capsys):
@@ -272,8 +281,8 @@ def test_a_line_of_json_for_each_link(tmp_path, capsys):
 def test_one_line_predicts_the_others_that_were_measured_alone(capsys):
     beside.main([str(ROOT / "benchmarks" / "results" / "overlap-alone.jsonl"), "--bandwidth-gbs", "16"])
     shown = capsys.readouterr().out
-    assert "By one line (16.34 GB/s): 49 of 49 are within 5 %" in shown
-    assert "By read (16.00 GB/s): 4" in shown
+    assert "Bandwidth from one silent step (16.34 GB/s): 49 of 49 are within 5 %" in shown
+    assert "Bandwidth from the memory as read (16.00 GB/s): 49 of 49 are within 5 %" in shown
 
 
 def test_the_benchmark_finds_what_the_advisor_predicts():
@@ -296,7 +305,7 @@ def test_the_benchmark_finds_what_the_advisor_predicts():
     for _, _, measured, predicted in found:
         own_step, one_line, read = predicted.values()
         assert own_step == pytest.approx(measured) and one_line == pytest.approx(measured) and read > 1.1 * measured
-    assert [*predicted][1:] == ["one line (2.00 GB/s)", "read (1.00 GB/s)"]
+    assert [*predicted][1:] == ["one silent step (2.00 GB/s)", "the memory as read (1.00 GB/s)"]
     [*others, bound] = beside.compare([*lines[:-1], {**lines[-1], "silent_ms": 2 * lines[-1]["silent_ms"]}])
     assert bound[1] == "upper-bound"
     for _, _, measured, (own_step, one_line) in [(*x[:3], x[3].values()) for x in others]:

@@ -234,7 +234,8 @@ def test_a_whole_step_is_some_of_its_layers_and_more_of_the_same(printed, tmp_pa
     assert step("pcie", "desync-2") == pytest.approx(101 + 3.2)
     assert step("pcie", "hybrid") == pytest.approx(101 + 3.2 + 0.1, abs=0.11)
     # the slow ones are longer than any sublayer: the first one's computing, 64 of them, and the rest
-    attention = 3 * predict.attention_share(SIZES["8b"], 8, 4, 1024)
+    work = predict.decode_work(SIZES["8b"], torch.bfloat16, 8, 4, 1024)
+    attention = 3 * predict.attention_share(work)
     assert step("ib", "ladder") == pytest.approx(attention + 64 * 4 + 5)
     # 4096 x 6144 and 4096 x 4096 of weights and 4 x 1024 x 2 x 8 x 128 of the cache, beside 3 x 4096 x 14336
     assert attention == pytest.approx(3 * (41943040 + 8388608) / (41943040 + 8388608 + 176160768))

@@ -327,6 +327,10 @@ def test_a_standard_model_becomes_a_ladder(flags, layers, tmp_path):
 def test_a_wiring_bound_to_ranks_says_to_how_many(hf_folder, tmp_path):
     ours = convert(hf_folder, tmp_path / "ours", "--wiring", "spd", "--layers", "1", "--made-for-tp", "4")
     assert (ours.config.wiring, ours.config.ladder_layers, ours.config.made_for_tp) == ("spd", 1, 4)
+    for way in ["--wiring", "standard"], []:
+        flags = [str(tmp_path / "ours"), "--to-hf", str(tmp_path / "hf"), "--made-for-tp", "4", *way]
+        with pytest.raises(InputError, match="--made-for-tp goes with --out: "):
+            convert_hf_checkpoint.main(flags)
     for flags, line in (["--wiring", "spd"], "--made-for-tp"), (["--ladder", "--made-for-tp", "4"], "wiring ladder"):
         with pytest.raises(InputError, match=line):
             convert(hf_folder, tmp_path / "other", *flags)

@@ -58,7 +58,10 @@ def check_back(folder, back):
     """That a Hugging Face folder becomes the checkpoint folder / "ours" again, bit by bit."""
     convert_hf_checkpoint.main([str(folder), "--out", str(back)])
     ours = back.parent / "ours"
-    assert checkpoint.read_config(back) == checkpoint.read_config(ours)
+    ours_config, back_config = checkpoint.read_config(ours), checkpoint.read_config(back)
+    assert back_config.function == ours_config.function
+    unwired = {"wiring": "standard", "ladder_layers": None}
+    assert dataclasses.replace(back_config, **unwired) == dataclasses.replace(ours_config, **unwired)
     before, after = (load_file(f / "model.safetensors") for f in (ours, back))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -226,17 +229,28 @@ def test_a_standard_model_is_one_of_transformers_own_where_it_has_one(shape, tmp
     check_back(folder, tmp_path / "back")
 
 
+@pytest.mark.parametrize("layers", [3, (2, 0, 1)])
+@pytest.mark.parametrize("wiring", ["parallel", "parallel-ladder"])
+def test_all_layers_by_number_are_all_layers(wiring, layers, tmp_path):
+    ours, folder = write(tmp_path, wiring=wiring, ladder_layers=layers)
+    tokens = torch.tensor(PROMPTS[:1])
+    with torch.no_grad():
+        assert (load(folder)(tokens).logits - ours(tokens)).abs().max() < 1e-4
+    check_back(folder, tmp_path / "back")
+
+
 @pytest.mark.parametrize("wiring", ["parallel", "parallel-ladder"])
 def test_blocks_of_two_kinds_have_no_such_form(wiring, tmp_path):
     with pytest.raises(InputError, match=f"wiring {wiring} in some layers alone has no Hugging Face form"):
         write(tmp_path, wiring=wiring, ladder_layers=(1,))
 
 
-@pytest.mark.parametrize("wiring", ["desync", "upper-bound", "bound"])
+@pytest.mark.parametrize("wiring", ["desync", "upper-bound", "bound", "spd", "spd:2"])
 def test_what_depends_on_the_number_of_ranks_is_refused(wiring, tmp_path, monkeypatch):
+    wiring, *layers = wiring.split(":")
     monkeypatch.setitem(WIRINGS, "bound", Wiring("", stale=True, tp_bound=True))
     with pytest.raises(InputError, match=rf"wiring {wiring} has no .* --wiring standard or --ladder") as error:
-        write(tmp_path, wiring=wiring)
+        write(tmp_path, wiring=wiring, ladder_layers=int(layers[0]) if layers else None)
     assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
     convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "hf"), "--ladder"])

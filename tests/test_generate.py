@@ -33,9 +33,9 @@ from model import InputError
 from tokenizer import load_tokenizer
 
 KEYS = (
-    "model, n_layers, wiring, ladder_layers, desync_period, dtype, quant, link, tp, simulated, device, hardware, "
-    "threads, torch, commit, settings, load_s, batch, prompt_tokens, new_tokens, exposed, compile_s, prefill_s, "
-    "decode_s, ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, bandwidth, mbu, peak_bytes, tokens, texts"
+    "model, n_layers, wiring, ladder_layers, desync_period, made_for_tp, dtype, quant, link, tp, simulated, device, "
+    "hardware, threads, torch, commit, settings, load_s, batch, prompt_tokens, new_tokens, exposed, compile_s, "
+    "prefill_s, decode_s, ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, bandwidth, mbu, peak_bytes, tokens, texts"
 )
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
@@ -119,7 +119,7 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, how, out
     flags = [*flags, "--wiring", wiring, "--temperature", "0", "--max-new-tokens", "12", "--ignore-eos"]
     result, printed, said = run_json(tiny, *prompts, *flags, out=out, ranks=ranks, how=how)
     assert result["tokens"] == greedy(wiring)
-    other = f"these weights are standard's, and run as {wiring}: expect nonsense\n"
+    other = f"these weights are standard's, and run as {wiring}, another function than these weights were trained for: "
     assert said.count(other) == (wiring != "standard")
     tokenizer = load_tokenizer(tiny)
     for prompt, row, text in zip(PROMPTS, result["tokens"], result["texts"], strict=True):

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from helpers import (
     free_port,
     last_logits,
     main_on_ranks,
+    outline,
     random_model,
     run_ranks,
     script,
@@ -366,7 +368,7 @@ def test_the_report_without_all_reduces_and_without_the_cpus_clock():
 
 def hideable(config):
     """Sublayers that can compute during the all-reduce of one before."""
-    stale = [flag for n, flag in clocks.outline(config) for _ in range(n)]
+    stale = [flag for n, flag in outline(config) for _ in range(n)]
     return sum(stale[1:])
 
 
@@ -378,9 +380,7 @@ def test_measuring_sublayers_that_only_sleep(clock, changes):
     group = link.LinkedGroup(None, link.Link("x", 1e6 * latency, None), 0, 8, CPU)
     world = launch.World(0, 8, CPU, group, simulated=True)
     wiring = WIRINGS[config.wiring]
-    sleeps = [
-        (lambda x: clock.sleep(nap) or torch.zeros(2), stale) for n, stale in clocks.outline(config) for _ in range(n)
-    ]
+    sleeps = [(lambda x: clock.sleep(nap) or torch.zeros(2), stale) for n, stale in outline(config) for _ in range(n)]
     comm, silent, x = tp.TensorParallel(config, 8, group), exposed.Silent(config, 8, group), torch.zeros(2)
     steps = [lambda: wiring.stream(x, sleeps, comm, config), lambda: wiring.stream(x, sleeps, silent, config)]
     logs = []
@@ -426,6 +426,19 @@ def small(monkeypatch):
     config = dataclasses.replace(checkpoint.SIZES["1b"], n_layers=2, dim=128, intermediate_size=256, vocab_size=512)
     monkeypatch.setitem(checkpoint.SIZES, "1b", config)
     return config
+
+
+@pytest.mark.parametrize("made_for", [2, 8])
+def test_one_rank_alone_is_warned_of_the_ranks_that_it_stands_for(made_for, tmp_path, tiny, capfd):
+    shutil.copytree(tiny, tmp_path / "spd")
+    own = checkpoint.read_config(tiny)
+    checkpoint.write_config(tmp_path / "spd", dataclasses.replace(own, wiring="spd", made_for_tp=made_for))
+    flags = ["--prompt", "a", "--max-new-tokens", "1", "--simulate-tp", "8", "--link", "free"]
+    generate.main(["--checkpoint", str(tmp_path / "spd"), *flags])
+    said = capfd.readouterr().err
+    assert (
+        ("made for" in said) == ("these weights were made for spd on 2 ranks, and run on 8" in said) == (made_for == 2)
+    )
 
 
 def test_one_rank_alone_predicts_times_and_prints_no_text(tmp_path, small, capfd):

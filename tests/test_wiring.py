@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import BASE, WIRED, random_model, run_ranks, shard, unequal_rows, wired, wired_id
+from helpers import BASE, WIRED, outline, random_model, run_ranks, shard, unequal_rows, wired, wired_id
 from reference import Reference, rms_norm
 
 import checkpoint
@@ -17,10 +17,10 @@ import launch
 import model
 from formats import huggingface
 from kernels import cpu
-from measure.clock import count_all_reduces, outline, run_clock
+from measure.clock import count_all_reduces, run_clock
 from model import WIRINGS, Wiring
 
-STANDARD_ALONE = [c for c in WIRED if WIRINGS[c["wiring"]].runs_standard or c["wiring"] == "upper-bound"]
+STANDARD_ALONE = [c for c in WIRED if WIRINGS[c["wiring"]].standard_alone]
 ONE_EACH = [*{changes["wiring"]: changes for changes in WIRED}.values()]  # hybrid (1,) has a seam on either side
 
 
@@ -63,6 +63,21 @@ def test_the_wirings_are_different_functions():
 def test_what_says_so_is_standard_on_one_device(changes):
     assert WIRINGS[changes["wiring"]].tp_bound
     assert torch.allclose(logits_of(changes), logits_of({}), atol=1e-5)
+
+
+def test_what_computes_the_same_is_the_same_function_and_nothing_else():
+    """However it is spelled; what is bound to ranks is one thing on one device, so of that only the names count."""
+    some = [3, (0, 1, 2), (2, 0, 1), 2, (1, 2), (2, 1), (0, 2)]
+    spelled = [{"wiring": name} for name in ("standard", "ladder", "parallel")]
+    spelled += [{"wiring": name, "ladder_layers": layers} for name in ("hybrid", "parallel") for layers in some]
+    spelled += [{"wiring": "desync", "desync_period": 1}]
+    seen = [(logits_of(c), dataclasses.replace(BASE, **c).function) for c in spelled]
+    for (x, one), (y, other) in itertools.combinations(seen, 2):
+        assert torch.allclose(x, y, atol=1e-4) == (one == other), (one, other)
+    bound = [{"wiring": "spd"}, *({"wiring": "spd", "ladder_layers": layers} for layers in some)]
+    bound += [{"wiring": "desync"}, *({"wiring": "desync", "desync_period": n} for n in (2, 3))]
+    functions = [dataclasses.replace(BASE, **c).function for c in bound]
+    assert [functions.index(f) for f in functions] == [0, 0, 0, 0, 4, 4, 4, 7, 8, 8, 10]
 
 
 def test_hybrid_with_all_layers_is_ladder_and_desync_with_period_1_is_standard():
@@ -275,6 +290,7 @@ def wired_by_flags(config, flags):
 
 
 SPD = dataclasses.replace(BASE, wiring="spd", ladder_layers=(1,), made_for_tp=2)
+HYBRID = dataclasses.replace(BASE, wiring="hybrid", ladder_layers=2)
 
 
 @pytest.mark.parametrize(
@@ -316,10 +332,34 @@ def test_other_layers_are_standard(name):
         (SPD, {}, 4, "these weights were made for spd on 2 ranks, and run on 4: expect a loss"),
         (BASE, {"wiring": "spd"}, 1, "these weights are standard's, and run as spd, which is the same on one device"),
         (BASE, {"wiring": "delayed", "ladder_layers": 2}, 4, "as delayed (ladder_layers 2) on 4 ranks: expect a loss"),
-        (BASE, {"wiring": "spd-ladder"}, 1, "these weights are standard's, and run as spd-ladder: expect nonsense"),
-        (BASE, {"wiring": "ladder"}, 2, "run as ladder: expect nonsense"),
-        (dataclasses.replace(BASE, wiring="ladder"), {"wiring": "spd"}, 2, "ladder's, and run as spd: expect nonsense"),
-        (SPD, {"wiring": "standard", "ladder_layers": None, "made_for_tp": None}, 2, "standard: expect nonsense"),
+        (
+            BASE,
+            {"wiring": "spd-ladder"},
+            1,
+            "these weights are standard's, and run as spd-ladder, another function than",
+        ),
+        (BASE, {"wiring": "ladder"}, 2, "run as ladder, another function than these weights were trained for: eval.py"),
+        (BASE, {"wiring": "desync"}, 2, "run as desync (desync_period 2), another function than"),
+        (BASE, {"wiring": "desync"}, 1, "run as desync (desync_period 2), which is the same on one device"),
+        (BASE, {"wiring": "upper-bound"}, 1, "which is the same on one device"),
+        (BASE, {"wiring": "desync", "desync_period": 1}, 2, ""),
+        (HYBRID, {"ladder_layers": (1, 2)}, 2, ""),
+        (HYBRID, {"ladder_layers": (0, 2)}, 2, "another function than"),
+        (dataclasses.replace(BASE, wiring="ladder"), {"wiring": "hybrid", "ladder_layers": 3}, 2, ""),
+        (dataclasses.replace(SPD, ladder_layers=None), {"ladder_layers": 3}, 2, ""),
+        (
+            dataclasses.replace(SPD, ladder_layers=None),
+            {"ladder_layers": 3},
+            4,
+            "made for spd on 2 ranks, and run on 4",
+        ),
+        (
+            dataclasses.replace(BASE, wiring="ladder"),
+            {"wiring": "spd"},
+            2,
+            "ladder's, and run as spd, another function",
+        ),
+        (SPD, {"wiring": "standard", "ladder_layers": None, "made_for_tp": None}, 2, "standard, another function than"),
     ],
 )
 def test_weights_of_another_wiring_are_said_to_be_that(own, changes, tp_size, words, capsys):
