@@ -67,7 +67,7 @@ def measure(args, argv):
         how.links = links
         return how, overlap.measure(how, world, links)
 
-    how, first = run("upper-bound", {"free": link.FREE}, 9, 20)
+    how, first = run("standard,upper-bound", {"free": link.FREE}, 30, 40)
     sublayer_us = max(world.gather(1e3 * first["free", "upper-bound"]["step_ms"] / count_all_reduces(how.config)))
     links = {
         f"{name}, batch {batch}": link.choose(latency_us=sublayer_us * ratio)
