@@ -18,7 +18,6 @@ from benchmarks import overlap
 from benchmarks.lines import written_by
 from checkpoint import DTYPES, SIZES
 from measure.advise import Machine, bytes_of_step, decode_work, step_seconds, times_of
-from measure.clock import variants
 from measure.link import Link
 from measure.results import markdown
 from model import InputError
@@ -63,7 +62,7 @@ def compare(lines, bandwidth=None):
     for line in lines:
         links.setdefault(line["link"]["name"], []).append(line)
     links = {name: link_of(some) for name, some in links.items()}
-    whole, wirings = bytes_of_step(config, decode_work(*case)), variants(config.n_layers)
+    whole = bytes_of_step(config, decode_work(*case))
 
     def times(line, rate):
         return times_of(*case, Machine("", rate), links[line["link"]["name"]])
@@ -77,9 +76,7 @@ def compare(lines, bandwidth=None):
     one_line, found = implied(max(lines, key=suits)), []
     for line in lines:
         name = line["wiring"]
-        if name not in wirings:
-            raise InputError(f"unknown wiring {name!r}; known: {', '.join(wirings)}")
-        wired = dataclasses.replace(config, **wirings[name])
+        wired = dataclasses.replace(config, **overlap.chosen([name], config.n_layers)[name])
         rates = {"each line's own silent step": implied(line), f"one silent step ({one_line / 1e9:.2f} GB/s)": one_line}
         if bandwidth:
             rates[f"the memory as read ({bandwidth / 1e9:.2f} GB/s)"] = bandwidth

@@ -49,7 +49,7 @@ def chosen(names, n_layers):
             found[name] = {"wiring": wiring, "ladder_layers": int(last)}
         else:
             others = f"{', '.join(f'{w}:N' for w in takes)} with N last layers from 1 to {n_layers}"
-            raise InputError(f"--wirings: unknown {name!r}; known: {', '.join(known)}, and {others}")
+            raise InputError(f"unknown wiring {name!r}; known: {', '.join(known)}, and {others}")
     return found
 
 

@@ -135,6 +135,7 @@ def parse(argv):
     p.add_argument("lines", type=written_by("benchmarks/zeroshot.py", *KEYS), help="lines of benchmarks/zeroshot.py")
     p.add_argument("--figure", metavar="PNG", help="draw loss over speed into this file")
     p.add_argument("--speeds", type=speeds, metavar="FILE", help="of it: lines of benchmarks/overlap.py")
+    p.add_argument("--links", metavar="A,B,...", help="of those lines only these links, e.g. 300,1000,3000")
     retrained = written_by("the plan retrain", "layers", "method", "share", "nats")
     p.add_argument(
         "--retrained", type=retrained, default=[], metavar="FILE", help="and of it: lines of that model's plans"
@@ -143,6 +144,11 @@ def parse(argv):
     args = p.parse_args(argv)
     if bool(args.figure) != bool(args.speeds and args.model):
         raise InputError("--figure goes with --speeds and --model")
+    if args.links and args.speeds:
+        wanted = args.links.split(",")
+        args.speeds = {key: row for key, row in args.speeds.items() if key[1] in wanted}
+        if len(args.speeds) < len(wanted):
+            raise InputError(f"--links {args.links}: --speeds has no such lines of all of them")
     models = dict.fromkeys(line["model"] for line in args.lines)
     if args.model and args.model not in models:
         raise InputError(f"--model {args.model} has no line; known: {', '.join(models)}")

@@ -319,7 +319,9 @@ def by_link(path, **about):
 def front_page():
     """Speed-up by link: what CPU ranks measured over emulated links, and, on an axis of its own, the paper's H100s."""
     decode = {"kind": "decode", "compiled": True}
-    ranks = by_link(RESULTS / "overlap-cpu.jsonl", **decode)
+    ranks = by_link(RESULTS / "overlap-memory.jsonl", **decode)
+    shown = "standard", "ladder", "hybrid", "parallel", "parallel-ladder", "spd", "upper-bound"
+    ranks = {wiring: points for wiring, points in ranks.items() if wiring in shown}
     alone = by_link(RESULTS / "overlap-tp8.jsonl", model="8b", **decode)
     title = "Speed-up over standard by link, of decode steps and (right) whole requests. Unlike machines and models."
     figure, axes = panels(3, 4, 3.4, title)

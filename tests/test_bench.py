@@ -726,7 +726,7 @@ def test_a_wiring_looks_the_same_everywhere():
 
 def test_the_first_page_s_figure_keeps_cpus_and_h100s_apart():
     cpu, alone, paper = plot.front_page().axes
-    assert {box.get_label() for box in cpu.containers} >= {"ladder", "hybrid", "desync:4", "upper-bound"}
+    assert {box.get_label() for box in cpu.containers} >= {"ladder", "hybrid", "parallel-ladder", "upper-bound"}
     assert len(alone.containers) == 4 and "H100s" in paper.get_title() and "H100" not in cpu.get_title()
     assert not cpu.get_shared_y_axes().joined(cpu, paper)
 

@@ -159,7 +159,7 @@ def test_overlap_takes_the_last_layers_of_a_wiring():
     }  # fmt: skip
     assert dataclasses.replace(SIZES["1b"], n_layers=8, **found["delayed:4"]).wired_layers == (4, 5, 6, 7)
     for bad in ("spd:0", "spd:9", "spd:", "spd:+1", "ladder:2", "standard:2", "desync:2", "x:2", ""):
-        with pytest.raises(InputError, match=f"--wirings: unknown '{re.escape(bad)}'; known: .* from 1 to 8"):
+        with pytest.raises(InputError, match=f"unknown wiring '{re.escape(bad)}'; known: .* from 1 to 8"):
             overlap.chosen([bad], 8)
 
 
@@ -650,7 +650,7 @@ README, DEMO = (shlex.quote(str(ROOT / name)) for name in ("README.md", "demo"))
         (
             overlap,
             "--wirings x",
-            "--wirings: unknown 'x'; known: standard, ladder, hybrid, parallel,",
+            "unknown wiring 'x'; known: standard, ladder, hybrid, parallel,",
         ),
         (overlap, "--model x", "unknown --model 'x'; known: small, 1b"),
         (overlap, "", "one rank has no link"),
