@@ -1,6 +1,15 @@
 """A Llama-type transformer whose residual wiring is a choice.
 
-Single-device mathematics: tp.py shards the weights and supplies the collectives, nothing here knows of it.
+Single-device mathematics: tp.py shards the weights and supplies the collectives, nothing here knows of it. With those,
+the known block, and a ladder's:
+
+    standard   x = x + wait(start(attention(attention_norm(x))))
+               x = x + wait(start(feed_forward(ffn_norm(x))))
+
+    ladder     a = start(attention(attention_norm(x)))    # computes while m, the MLP of the block before, is summed
+               x = x + wait(m)
+               m = start(feed_forward(ffn_norm(x)))       # computes while a is summed
+               x = x + wait(a)
 
 Shape letters: B batch, S sequence, T cache length, D dim, N heads, K KV heads, G = N / K query heads that share a
 KV head, H head_dim, V vocabulary.
@@ -48,17 +57,7 @@ class SingleDevice:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The wirings
-#
-# A sublayer h maps the residual stream x (B, S, D) to this rank's partial of its output. The known block, and a ladder:
-#
-#   standard   x = x + wait(start(attention(attention_norm(x))))
-#              x = x + wait(start(feed_forward(ffn_norm(x))))
-#
-#   ladder     a = start(attention(attention_norm(x)))    # computes while m, the MLP of the block before, is summed
-#              x = x + wait(m)
-#              m = start(feed_forward(ffn_norm(x)))       # computes while a is summed
-#              x = x + wait(a)
+# The wirings: a sublayer h maps the residual stream x (B, S, D) to this rank's partial of its output
 
 
 def residual_stream(x, sublayers, comm, config):
