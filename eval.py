@@ -209,7 +209,10 @@ def main(argv=None):
     with world.together():
         own = checkpoint.read_config(args.checkpoint)
         if args.sensitivity:
-            alone(own, launch.asked_wiring(args) or "ladder", 0)  # or an InputError
+            wiring = launch.asked_wiring(args) or "ladder"
+            alone(own, wiring, 0)  # or an InputError
+            if world.tp_size == 1 and WIRINGS[wiring].standard_alone:
+                raise InputError(f"--sensitivity: {wiring} is standard on one device: start two ranks with torchrun")
         config = own if args.sensitivity else launch.with_wiring(own, args)
         if world.rank == 0:
             launch.warn_of_wiring(own, config, world.tp_size)

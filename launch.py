@@ -173,7 +173,10 @@ def rewired(config, wiring=None, flag="", **parameters):
         raise InputError(f"{flag}wiring {wiring} needs {'--layers' if flag else 'ladder_layers'}")
     if wiring != config.wiring:
         changes["made_for_tp"] = None
-    return dataclasses.replace(config, wiring=wiring, **changes)
+    try:
+        return dataclasses.replace(config, wiring=wiring, **changes)
+    except InputError as e:
+        raise InputError(str(e).replace("ladder_layers", "--layers") if flag else str(e)) from None
 
 
 def warn_of_wiring(own, config, tp_size):

@@ -221,7 +221,10 @@ def retraining(own, config, tp_size):
     """Whether a model whose weights are of the Config `own` must be trained for the wiring of another."""
     if config.function == own.function:
         return "no" if own.made_for_tp in (None, tp_size) else "no, but a loss"
-    return "no, but a loss" if own.wiring == "standard" and WIRINGS[config.wiring].runs_standard else "yes"
+    wiring = WIRINGS[config.wiring]
+    if own.wiring == "standard" and wiring.runs_standard:
+        return "no, but a loss"
+    return f"yes, for {tp_size} ranks" if wiring.tp_bound else "yes"
 
 
 def candidates(own, layers=None):
@@ -280,7 +283,8 @@ def verdict(lines, all_reduce):
         text += "\nThat is little: a standard model as it is loses no more than that to them."
     kinds = {False: "Without retraining", True: "With retraining"}
     for trained, kind in kinds.items():
-        those = [x for x in lines if x["all_reduces"] and (x["retraining"] == "yes") == trained]
+        wanted = ("yes",) if trained else ("no", "no, but a loss")
+        those = [x for x in lines if x["all_reduces"] and x["retraining"] in wanted]
         if not those:
             continue
         best = [x for x in those if x["step_ms"] <= (1 + ALIKE) * those[0]["step_ms"]]
@@ -289,7 +293,12 @@ def verdict(lines, all_reduce):
             continue
         names, lossy = ", ".join(x["wiring"] for x in best), any(x["retraining"] == "no, but a loss" for x in best)
         text += f"\n{kind}: {names}; {best[0]['step_ms']:.3f} ms, {best[0]['times_standard']:.2f} times as fast"
-        text += ", at a loss that grows with tp: eval.py measures it." if lossy else "."
+        if lossy:
+            slower = [x for x in those if x not in best and x["times_standard"] > 1 + ALIKE]
+            others = ", ".join(f"{x['wiring']}: {x['times_standard']:.2f}" for x in slower)
+            text += f" ({others})" * bool(others)
+            text += ", each at a loss of its own that grows with tp: eval.py measures it"
+        text += "."
     return text
 
 
@@ -304,7 +313,7 @@ def parse(argv):
     g.add_argument("--checkpoint", metavar="DIR", help="... or a folder of weights, of which none is loaded")
     g.add_argument("--tp", type=number(int, 2), required=True, metavar="N", help="ranks, e.g. 8")
     g.add_argument("--batch", type=count, default=1, metavar="B", help="rows, e.g. 16")
-    g.add_argument("--context", type=count, default=1024, metavar="T", help="filled slots of the cache, e.g. 4096")
+    g.add_argument("--context", type=count, metavar="T", help="filled slots of the cache, e.g. 4096; else at most 1024")
     g.add_argument("--dtype", choices=DTYPES, help="without it the checkpoint's, or bfloat16")
     g.add_argument("--n-layers", type=count, metavar="N", help="of --model, take only so many layers, e.g. 4")
     g.add_argument("--quant", choices=("int8", "int4"), help="of --model, the weights as integers")
@@ -358,10 +367,12 @@ def describe(args):
     return config, own, checkpoint.name(args.checkpoint)
 
 
-def choose_machine(args, found):
-    """The Machine that the flags describe. found: of --probe, or None."""
+def choose_machine(args, dtype, found):
+    """The Machine that the flags describe, for weights of a dtype. found: of --probe, or None."""
     if args.gpu:
         machine = published_machine(args.gpu, args.share or SHARE)
+        if dtype.itemsize > 2:  # the published rate is of 16-bit numbers
+            machine = machine._replace(flops=math.inf)
     elif args.bandwidth_gbs:
         machine = Machine("as given", 1e9 * args.bandwidth_gbs)
     elif found:
@@ -378,13 +389,14 @@ def main(argv=None):
     layers = None if args.layers is None else launch.read_layers(args.layers)
     configs = candidates(own, layers)
     shard_plan(own, 0, args.tp)  # raises InputError before anything is measured
+    args.context = args.context or min(1024, own.max_seq_len)
     if args.context > own.max_seq_len:
         raise InputError(f"--context {args.context} is more than the {own.max_seq_len} that {name} allows")
     found, links = probed(*args.probe, args.tp, args.gpu) if args.probe else (None, [])
     links = [one for one in choose_links(args) if one] + links
     if not links:
         raise InputError("no link: give --link NAME, --link-latency-us and --link-gbps, or --probe FILE")
-    machine = choose_machine(args, found)
+    machine = choose_machine(args, dtype, found)
     kind = own.quant or dtype_name(dtype)
     work = f"tp {args.tp}, batch {args.batch}, {args.context} filled slots"
     print(f"PREDICTED: {name}, {own.n_layers} layers, {kind}, {work}\n{machine}")

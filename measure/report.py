@@ -165,7 +165,8 @@ def exposed_lines(kind, r):
 def summary(r):
     """The result in a few lines for people."""
     head = "PREDICTED times of one rank alone: " if r["simulated"] else ""
-    head += f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}"
+    layers = f" (ladder_layers {r['ladder_layers']})" if r.get("ladder_layers") else ""
+    head += f"{r['model']}, {r['n_layers']} layers, {r['wiring']}{layers}, tp {r['tp']}"
     head += f", link {Link(**r['link'])}" if r["link"] else ""
     head += f", batch {r['batch']}, {r['quant'] or r['dtype']}, {r['device']}"
     times = f"load {r['load_s']:.2f} s, compile {r['compile_s']:.2f} s, first token {r['ttft_ms']:.1f} ms"

@@ -199,10 +199,10 @@ def test_the_table_is_that_of_the_wirings(monkeypatch, capsys):
     monkeypatch.setitem(WIRINGS, "lossy", dataclasses.replace(WIRINGS["spd"], runs_standard=True))
     found = rows(advised(capsys, *H100, "--link", "pcie"))
     wanted = {"standard": "no", "own": "yes", "lossy": "no, but a loss", "(bound: upper-bound)": "no model"}
-    wanted |= {"hybrid:16": "yes", "desync:2": "yes", "desync:4": "yes"}
+    wanted |= {"hybrid:16": "yes", "desync:2": "yes, for 8 ranks", "desync:4": "yes, for 8 ranks"}
     for name, wiring in WIRINGS.items():
         if name not in ("hybrid", "desync", "upper-bound", *wanted):
-            wanted[name] = "no, but a loss" if wiring.runs_standard else "yes"
+            wanted[name] = "no, but a loss" if wiring.runs_standard else "yes" + ", for 8 ranks" * wiring.tp_bound
     assert {name: cells[-1] for name, cells in found.items()} == wanted
     assert [*found][-1] == "(bound: upper-bound)"  # apart
     steps = [float(cells[0]) for cells in found.values()]
@@ -224,7 +224,7 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
     flags = ["--checkpoint", tmp_path / "m", "--tp", 2, "--context", 9, "--bandwidth-gbs", 1, "--link", "pcie"]
     found = rows(advised(capsys, *flags))
     assert {name for name, cells in found.items() if cells[-1] == "no"} == {"hybrid:0,2"}
-    assert found["standard"][-1] == found["spd"][-1] == found["hybrid:1"][-1] == "yes"
+    assert found["standard"][-1] == found["hybrid:1"][-1] == "yes" and found["spd"][-1] == "yes, for 2 ranks"
     halves = [dataclasses.replace(FORM, wiring="hybrid", ladder_layers=layers) for layers in (2, (3, 4), (4, 3))]
     assert [advise.retraining(halves[0], other, 2) for other in halves] == ["no"] * 3
     assert {sum(c.wiring == "hybrid" for c in advise.candidates(own)) for own in halves} == {1}
@@ -240,8 +240,8 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
 def test_what_to_take(capsys):
     slow = advised(capsys, *H100, "--link", "ethernet-10g").splitlines()[-3:]
     assert slow[0].startswith("The all-reduces are 9") and "little" not in slow[0]
-    assert slow[1].startswith("Without retraining: spd; ") and "times as fast, at a loss that grows with tp" in slow[1]
-    assert slow[2].startswith("With retraining: desync:4; ") and "loss" not in slow[2]
+    assert slow[1].startswith("Without retraining: spd; ") and "at a loss of its own that grows with tp" in slow[1]
+    assert slow[2].startswith("With retraining: parallel-ladder; ") and "loss" not in slow[2]
     shown = advised(capsys, *H100, "--link-latency-us", 0.5)
     fast = shown.splitlines()[-4:]
     share = 64 * 0.5e-3 / float(rows(shown)["standard"][0])
