@@ -101,7 +101,8 @@ def load_operators(source, what, *options):
             torch.ops.load_library(library)
         except OSError:  # not there yet, or damaged
             compiler(what)
-            print(f"compiling kernels/{source.name}, once ...", file=sys.stderr, flush=True)
+            if what != "--compile":  # which says so itself
+                print(f"compiling kernels/{source.name}, once ...", file=sys.stderr, flush=True)
             # others may be at it too; who is done last replaces an equal file
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
                 made = Path(temporary) / library.name

@@ -17,6 +17,7 @@ from helpers import BASE, random_model, stop_ranks
 
 import checkpoint
 import launch
+from kernels import shared_memory
 from training.data import train_tokenizer
 
 
@@ -51,6 +52,7 @@ def threads(request):
 
 @pytest.fixture(autouse=True, scope="session")
 def _ranks():
+    shared_memory.build()  # or the first script to need it would say that it compiles it
     yield
     stop_ranks()
     shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)
