@@ -1,5 +1,5 @@
-"""How well a model predicts a text, how far its predictions lie from another's, and what each
-layer alone costs in another wiring.
+"""How well a model predicts a text, how far its predictions lie from another's, and what each layer alone costs in
+another wiring.
 
 Shape letters: V vocabulary.
 """
