@@ -6,7 +6,6 @@ main() of every script parses its flags with a Parser, joins the other ranks wit
 import argparse
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import itertools
@@ -14,8 +13,6 @@ import json
 import math
 import os
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
@@ -28,7 +25,7 @@ import torch.distributed as dist
 
 import watch
 from checkpoint import first_line
-from kernels import shared_memory
+from kernels import gloo, shared_memory
 from model import WIRINGS, InputError
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -342,18 +339,18 @@ def join(device=None, flags=None):
     compare([_get(store, f"start {r}") for r in range(tp_size)])
     several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", tp_size)) < tp_size
     if device.type == "cpu" and several_nodes:
-        _choose_interface(store, rank, tp_size)
+        gloo.choose_interface(store, rank, tp_size)
     backend = "nccl" if device.type == "cuda" else "gloo"
     on_gpu = {"device_id": device} if device.type == "cuda" else {}
     # NCCL takes its time; of several ranks one says what is wrong
     with _waiting(f"for {backend} to connect the ranks: does {backend.upper()}_SOCKET_IFNAME fit?", 4 * PATIENCE):
-        before = _threads()
+        before = gloo.threads()
         # the timeout: watch.py ends what hangs, and knows what may take its time
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=tp_size, timeout=timedelta(days=1), **on_gpu
         )
-        threads = _threads() - before if backend == "gloo" else set()
-        _let_preempt(threads)
+        threads = gloo.threads() - before if backend == "gloo" else set()
+        gloo.let_preempt(threads)
         dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
     world = World(rank, tp_size, device, dist.group.WORLD, threads)
     if device.type == "cpu" and not several_nodes:
@@ -460,53 +457,6 @@ def _waiting(what, patience=None):
     finally:
         for timer in timers:
             timer.cancel()
-
-
-def _choose_interface(store, rank, tp_size):
-    """Let gloo listen where the other nodes can reach it, unless GLOO_SOCKET_IFNAME says where.
-
-    By itself it listens at the address that this host's name resolves to, which on many systems is a loopback address.
-    """
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
-    address = _address_towards(os.environ["MASTER_ADDR"])
-    if rank == tp_size - 1:
-        store.set("last rank's address", address)
-    if address.startswith("127."):  # node 0's own name may resolve so there: ask for the way to another node
-        address = _address_towards(store.get("last rank's address").decode())
-    for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
-            found = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-            if socket.inet_ntoa(found[20:24]) == address:
-                os.environ["GLOO_SOCKET_IFNAME"] = name
-
-
-def _address_towards(host):
-    """This machine's own IPv4 address on the way to a host, or "" where there is none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
-        s.connect((host, 1))  # of a datagram socket, this sends nothing
-        return s.getsockname()[0]
-    return ""
-
-
-def _threads():
-    """The thread ids of this process; none where the system is not Linux."""
-    return {int(i) for i in os.listdir("/proc/self/task")} if os.path.isdir("/proc/self/task") else set()
-
-
-def _let_preempt(threads):
-    """Let gloo's threads run as soon as they have something to do, as far as the system allows it.
-
-    Its event loop polls while another of its threads holds a connection's lock. Between ordinary threads the one that
-    polls may keep the one with the lock from running until the scheduler's next tick, milliseconds later
-    (benchmarks/gloo_threads.py shows it). Real-time threads preempt the computation, but not one another; to have them
-    takes root or CAP_SYS_NICE. Batch threads, for anyone, at least do not preempt one another.
-    """
-    for thread in threads:
-        for policy, priority in (os.SCHED_FIFO, 1), (os.SCHED_BATCH, 0):
-            with contextlib.suppress(OSError):  # not allowed, or gone
-                os.sched_setscheduler(thread, policy, os.sched_param(priority))
-                break
 
 
 # ---------------------------------------------------------------------------------------------------------------------

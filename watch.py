@@ -101,7 +101,7 @@ class Peer:
 class Watch(threading.Thread):
     """Watches for one rank of several, until done(), or until it ends the process.
 
-    store: what the ranks share. stop(store, code, line): prints the line unless another rank has, and ends the process.
+    store: what the ranks share. stop(store, line): prints the line unless another rank has, and ends the process.
     timeout: seconds, or 0 for ever. It counts ticks of this thread, which stand still while the whole run is suspended.
     """
 
@@ -241,7 +241,7 @@ class Watch(threading.Thread):
         shared_memory.abandon()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(GRACE)
-        self.stop(self.store, 1, line)
+        self.stop(self.store, line)
 
 
 def late(places):

@@ -1,4 +1,4 @@
-"""How long an all-reduce of gloo's takes when its threads are scheduled in different ways; see launch._let_preempt.
+"""How long an all-reduce of gloo's takes when its threads are scheduled in different ways; see kernels/gloo.py.
 
 torchrun --standalone --nproc_per_node=2 -m benchmarks.gloo_threads --json gloo_threads.jsonl
 

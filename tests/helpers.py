@@ -24,7 +24,7 @@ import torch.distributed as dist
 import generate
 import launch
 import tp
-from kernels import cpu, shared_memory
+from kernels import cpu, gloo, shared_memory
 from model import WIRINGS, Config, Transformer
 
 ROOT = Path(__file__).parent.parent
@@ -232,10 +232,10 @@ def _serve(rank, port, pipe):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         world = launch.join("cpu")
-        worlds, before = {RANKS: Ranks(rank, RANKS, world.device, world.group)}, launch._threads()
+        worlds, before = {RANKS: Ranks(rank, RANKS, world.device, world.group)}, gloo.threads()
         for size in range(2, RANKS):
             worlds[size] = Ranks(rank, size, world.device, dist_group=dist.new_group(range(size)))
-        launch._let_preempt(launch._threads() - before)  # as join() does with those of its group
+        gloo.let_preempt(gloo.threads() - before)  # as join() does with those of its group
         for size in range(max(2, rank + 1), RANKS):
             worlds[size].group = shared_memory.connect(worlds[size])
     except BaseException:

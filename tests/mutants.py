@@ -28,7 +28,7 @@ STREAM, FILES = "test_tokenizer.py -k 'stream and not transformers'", "test_gene
 QUANT, CONVERT, LINK = "test_quantize.py -k ", "test_convert.py -k ", "test_link.py -k "
 EVAL, ADAPT, TRAINING = (f"test_{name}.py -k " for name in ("eval", "adapt", "training"))
 EXPORT, ADVISE = "test_export.py -k ", "test_advise.py -k "
-BENCHMARKS = "test_benchmarks.py -k "
+BENCHMARKS, WATCH = "test_benchmarks.py -k ", "test_watch.py -k "
 SHARED, SUMS = "kernels/shared_memory.cpp", "test_shared_memory.py -k 'test_sums and 3'"
 MESSAGES, IN_FLIGHT = "test_shared_memory.py -k 'random_messages and not long'", "test_shared_memory.py -k in_flight"
 LEFT, WITHOUT = "test_shared_memory.py -k nothing_behind", "test_shared_memory.py -k do_without"
@@ -139,11 +139,27 @@ MUTANTS = [  # (file, old text, new text, tests)
         "test_generate.py -k ctrl_c_stops_an_answer",
     ),
     ("terminal.py", "        ids = ids + row\n", "", "test_generate.py -k 'interactive_goes_on and 1'"),
-    ("launch.py", 'if address.startswith("127."):', "if False:", LINK + "the_interface_is"),
+    ("kernels/gloo.py", 'if address.startswith("127."):', "if False:", LINK + "the_interface_is"),
     ("launch.py", 'wiring = "hybrid"  # its name', "pass", LAYERS),
     ("launch.py", "        if not existed:\n", "        if False:\n", "test_flags.py -k file_to_append"),
     ("launch.py", "for message in self.gather(error):", "for message in [error]:", "test_tp.py -k error_of_one_rank"),
-    ("launch.py", "_let_preempt(threads)\n        dist", "dist", LINK + "preempt"),
+    ("launch.py", "gloo.let_preempt(threads)\n        dist", "dist", LINK + "preempt"),
+    ("launch.py", "if size != tp_size:", "if False:", WATCH + "numbers_of_the_ranks"),
+    ("launch.py", "store.add(f\"rank {rank}\", 1) > 1", "False", WATCH + "numbers_of_the_ranks"),
+    ("launch.py", 'if names[:1] == ["the script"]:', "if False:", WATCH + "each_difference"),
+    ("launch.py", "if v is not None and v is not False}", "if v}", WATCH + "compared_by"),
+    # watch.py
+    ("watch.py", "if place == peer.place else 0", "", WATCH + "sign_of_life"),
+    ("watch.py", 'and places[r].phase != "end"', "", WATCH + "sign_of_life"),
+    ("watch.py", "if self.timeout == 0:", "if False:", WATCH + "sign_of_life"),
+    ("watch.py", "and all(place.timed for place in places.values())", "", WATCH + "any_time"),
+    ("watch.py", "self.timeout + self.longest:", "self.timeout:", WATCH + "beyond_what"),
+    ("watch.py", "if phases[0] == phases[1] else 0", "", WATCH + "beyond_what"),
+    ("watch.py", "- waiting\n", "\n", WATCH + "waited_for"),
+    ("watch.py", "if not _held:", "if True:", WATCH + "in_words"),
+    ("watch.py", "if not os.WIFSIGNALED(status):", "if True:", WATCH + "how_a_process"),
+    ("watch.py", "(signal.default_int_handler, terminate)", "(terminate,)", WATCH + "goes_on_after"),
+    ("watch.py", "signal.pidfd_send_signal(", "print(", WATCH + "from_here"),
     # checkpoint.py
     ("checkpoint.py", "            start += b - a\n", "            start = 0\n", "test_cpu.py -k filling"),
     ("checkpoint.py", "            if lost:\n", "            if False:\n", FILES),

@@ -11,7 +11,7 @@ from helpers import ROOT
 # each may import those above it; what stands in one line may not import one another
 ORDER = """
 model
-kernels.int_linear
+kernels.int_linear kernels.gloo
 kernels.cpu
 kernels.shared_memory
 checkpoint watch

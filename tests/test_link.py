@@ -36,6 +36,7 @@ import checkpoint
 import generate
 import launch
 import tp
+from kernels import gloo
 from measure import clock as clocks
 from measure import exposed, link, report, timing
 from model import WIRINGS, InputError
@@ -234,8 +235,8 @@ def policies(world):
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="the threads' policies are set on Linux only")
 def test_gloos_threads_do_not_preempt_one_another():
-    for gloo, main in run_ranks(2, policies):
-        assert gloo in ({os.SCHED_FIFO}, {os.SCHED_BATCH})
+    for threads, main in run_ranks(2, policies):
+        assert threads in ({os.SCHED_FIFO}, {os.SCHED_BATCH})
         assert main == os.SCHED_OTHER
 
 
@@ -244,11 +245,11 @@ def test_gloos_threads_do_not_preempt_one_another():
 
 
 def test_the_interface_is_the_one_on_the_way_to_the_other_nodes(monkeypatch):
-    own = launch._address_towards("192.0.2.1")  # of a network for documentation: nobody answers, nothing is sent
+    own = gloo._address_towards("192.0.2.1")  # of a network for documentation: nobody answers, nothing is sent
     if not own or own.startswith("127."):
         pytest.skip("this machine has no address but loopback")
-    assert launch._address_towards(own) == own and launch._address_towards("127.0.0.1") == "127.0.0.1"
-    assert launch._address_towards("no such host.invalid") == ""
+    assert gloo._address_towards(own) == own and gloo._address_towards("127.0.0.1") == "127.0.0.1"
+    assert gloo._address_towards("no such host.invalid") == ""
 
     def chosen(master, rank, last):
         monkeypatch.setenv("MASTER_ADDR", master)
@@ -257,7 +258,7 @@ def test_the_interface_is_the_one_on_the_way_to_the_other_nodes(monkeypatch):
         store = dist.HashStore()
         if last:
             store.set("last rank's address", last)
-        launch._choose_interface(store, rank, 4)
+        gloo.choose_interface(store, rank, 4)
         return os.environ.get("GLOO_SOCKET_IFNAME"), store
 
     name, store = chosen(own, 3, None)
@@ -266,7 +267,7 @@ def test_the_interface_is_the_one_on_the_way_to_the_other_nodes(monkeypatch):
     assert chosen("127.0.0.1", 0, own)[0] == name  # its own name is loopback's: the way to the last rank
     assert chosen("127.0.0.1", 0, "127.0.0.1")[0] == "lo"  # all on one machine
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    launch._choose_interface(None, 0, 4)
+    gloo.choose_interface(None, 0, 4)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "mine"
 
 

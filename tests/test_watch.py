@@ -235,3 +235,22 @@ def test_a_signal_that_the_script_goes_on_after_leaves_the_collectives_alone(mon
         assert abandoned
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_rank_whose_main_thread_cannot_end_it_is_ended_from_here(monkeypatch):
+    """And one that hears nothing is killed."""
+    w, seen = Alone(monkeypatch), []
+    monkeypatch.setattr(watch, "GRACE", 0)
+    monkeypatch.setattr(watch.shared_memory, "abandon", lambda: None)
+    w.stop = lambda store, line: seen.append(line)
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as hung:
+        w.peers[1].descriptor = os.pidfd_open(hung.pid)
+        hung.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(watch.os, "kill", lambda process, number: seen.append((process == os.getpid(), number)))
+        watch.Watch._end(w, "rank 1 hangs", [1])
+        assert hung.wait(60) == -signal.SIGKILL
+    assert seen == [(True, signal.SIGTERM), "rank 1 hangs"] and w.why() == (True, "rank 1 hangs")
+    second = Alone(monkeypatch)
+    second.store, second.stop = w.store, w.stop
+    watch.Watch._end(second, "another view of it")
+    assert seen[-1] == "rank 1 hangs", "all ranks say what the first has found"

@@ -1,0 +1,54 @@
+"""How gloo connects the CPU ranks of several machines, and how its threads share the cores with the model's."""
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+
+
+def choose_interface(store, rank, tp_size):
+    """Let gloo listen where the other nodes can reach it, unless GLOO_SOCKET_IFNAME says where.
+
+    By itself it listens at the address that this host's name resolves to, which on many systems is a loopback address.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    address = _address_towards(os.environ["MASTER_ADDR"])
+    if rank == tp_size - 1:
+        store.set("last rank's address", address)
+    if address.startswith("127."):  # node 0's own name may resolve so there: ask for the way to another node
+        address = _address_towards(store.get("last rank's address").decode())
+    for _, name in socket.if_nameindex():
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
+            found = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+            if socket.inet_ntoa(found[20:24]) == address:
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _address_towards(host):
+    """This machine's own IPv4 address on the way to a host, or "" where there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
+        s.connect((host, 1))  # of a datagram socket, this sends nothing
+        return s.getsockname()[0]
+    return ""
+
+
+def threads():
+    """The thread ids of this process; none where the system is not Linux."""
+    return {int(i) for i in os.listdir("/proc/self/task")} if os.path.isdir("/proc/self/task") else set()
+
+
+def let_preempt(ids):
+    """Let gloo's threads run as soon as they have something to do, as far as the system allows it.
+
+    Its event loop polls while another of its threads holds a connection's lock. Between ordinary threads the one that
+    polls may keep the one with the lock from running until the scheduler's next tick, milliseconds later
+    (benchmarks/gloo_threads.py shows it). Real-time threads preempt the computation, but not one another; to have them
+    takes root or CAP_SYS_NICE. Batch threads, for anyone, at least do not preempt one another.
+    """
+    for thread in ids:
+        for policy, priority in (os.SCHED_FIFO, 1), (os.SCHED_BATCH, 0):
+            with contextlib.suppress(OSError):  # not allowed, or gone
+                os.sched_setscheduler(thread, policy, os.sched_param(priority))
+                break
