@@ -328,7 +328,7 @@ MUTANTS = [  # (file, old text, new text, tests)
      EVAL + "bytes_are"),
     ("eval.py", "            part = tokenizer.decode(ids)\n", "", EVAL + "bytes_are"),
     ("eval.py", "math.ceil(0.99 * n)", "math.ceil(0.9 * n)", EVAL + "two_wirings"),
-    ("eval.py", "args.checkpoint) * n / math.log(2)", "args.checkpoint) * n", EVAL + "a_text_with"),
+    ("eval.py", "args.checkpoint, model) * n / math.log(2)", "args.checkpoint, model) * n", EVAL + "a_text_with"),
     ("eval.py", "key=layers.__getitem__)", "key=layers.index)", EVAL + "table_of_layers"),
     # benchmarks/
     ("benchmarks/overlap.py", '"ladder_layers": int(last)}', "}", BENCHMARKS + "last_layers_of_a_wiring"),
