@@ -147,7 +147,7 @@ def check_memory(args, config, world, rows=1, tokens=1, other=None):
     dtype = generate.chosen_dtype(args.dtype, args.checkpoint)
     request = preflight.Request(config, dtype, rows, tokens, new=None, second=other)
     names = {"rows": "--batch {}", "prompt": "--window {}", "quant": "the same weights in {} (quantize.py)"}
-    preflight.check(request, world, names)
+    preflight.check(world, request, names)
 
 
 def score_text(args, world, model, other, documents, n_bytes, plan):

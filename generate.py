@@ -366,7 +366,8 @@ def main(argv=None):
         if new < args.max_new_tokens and world.rank == 0:
             print(f"the context of {config.max_seq_len} leaves room for {new} new tokens", file=sys.stderr)
         slots = min(args.context or 4096, config.max_seq_len) if args.interactive else new
-        preflight.check_generation(args, config, chosen_dtype(args.dtype, args.checkpoint), prompts, slots, world)
+        dtype = chosen_dtype(args.dtype, args.checkpoint)
+        preflight.check(world, *preflight.generation(args, config, dtype, prompts, slots))
         if args.profile is not None:
             report.prepare_trace(args.profile, world.rank)
     if world.simulated:

@@ -93,7 +93,7 @@ def memory(request, rank=0, tp_size=1, device="cpu"):
     return need
 
 
-def check(request, world, names):
+def check(world, request, names):
     """Raise InputError, with the sum and what would fit, unless the ranks of this machine fit into its free memory.
 
     names: {field of Request, or "quant": how a smaller one is asked for, with {} for it}, of those that may be named.
@@ -120,8 +120,8 @@ def check(request, world, names):
         would.append(f"{ranks} ranks" + (f", {sharers} on each machine like this" if device == "cpu" else ""))
     raise InputError(
         f"this takes {in_words(sum(need.values()))} of memory"
-        f" ({', '.join(f'{what} {in_words(n)}' for what, n in need.items())}), but of {world.device} only"
-        f" {in_words(free)} are free: {'what fits is ' + ', or '.join(would) if would else 'no smaller run fits'}"
+        f" ({', '.join(f'{what} {in_words(n)}' for what, n in need.items())}), and {in_words(free)} are free on"
+        f" {world.device}: {'what fits is ' + ', or '.join(would) if would else 'no smaller run fits'}"
     )
 
 
@@ -160,8 +160,9 @@ def _fewest(request, tp_size, group, fits):
         return None
 
 
-def check_generation(args, config, dtype, prompts, new, world):
-    """check() what generate.py is to do: args are its flags, new the tokens of an answer or the context of a chat."""
+def generation(args, config, dtype, prompts, new):
+    """(Request, names) for check() of what generate.py is to do. args: its flags. new: tokens of an answer, or, where
+    there are no prompts, the context of a chat."""
     in_passes = not (args.exposed or args.profile)  # which run the prefill in one
     floats = 0 if args.temperature == 0 else FLOATS * (1 + (args.top_p < 1))
     request = Request(
@@ -169,8 +170,6 @@ def check_generation(args, config, dtype, prompts, new, world):
         chunk=args.prefill_chunk if in_passes else None, floats=floats, compiled=args.compile or args.compile_prefill,
     )  # fmt: skip
     names = {"quant": "--quant {}" if args.model else "the same weights in {} (quantize.py)"}
-    if args.interactive:
-        names["new"] = "--context {}"
-    else:
-        names |= {"rows": "--batch {}", "new": "--max-new-tokens {}", "prompt": "prompts of {} tokens"}
-    check(request, world, names)
+    if prompts:
+        return request, names | {"rows": "--batch {}", "new": "--max-new-tokens {}", "prompt": "prompts of {} tokens"}
+    return request, names | {"new": "--context {}"}
