@@ -4,6 +4,7 @@ Shape letters as in model.py.
 """
 
 import dataclasses
+import math
 import os
 from typing import NamedTuple
 
@@ -49,9 +50,13 @@ def weight_bytes(config, dtype, rank=0, tp_size=1):
             if path == "output" and config.tie_embeddings:
                 continue  # a part of the table
             held = weight.numel()
-            if ranges and not (dim == 1 and kind == "bias"):  # which is whole
-                whole = module.in_features if dim == 1 else len(weight)
-                held = held * sum(stop - start for start, stop in ranges) // whole
+            if ranges and dim == 0:
+                held = held // len(weight) * sum(stop - start for start, stop in ranges)
+            elif ranges and kind != "bias":  # which is whole
+                each = module.in_features // weight.shape[1]  # columns that a byte, or the scale of a group, covers
+                if config.quant == "int4" and kind != "weight":
+                    each = math.gcd(each, *ranges[0])  # see int_linear.regroup
+                held = len(weight) * sum(-(-stop // each) - start // each for start, stop in ranges)
             held *= config.n_layers if path.startswith("layers.") else 1
             total += held * (dtype if weight.is_floating_point() else weight.dtype).itemsize
     return total
@@ -61,7 +66,8 @@ def memory(request, rank=0, tp_size=1, device="cpu"):
     """Bytes that a run takes on one rank, beyond what its process has, as {what: bytes}; device: "cpu" or "cuda".
 
     A pass has its activations (the most of an attention, an MLP and the logits) once, and of an attention over what is
-    cached already the mask, as bool and as numbers. Raises InputError as shard_plan does.
+    cached already the mask, as bool and as numbers. What is lost between small tensors is not known: with many rows of
+    an integer model, which a CPU multiplies in pieces, that may be as much again. Raises InputError as shard_plan does.
     """
     c, size, plan, B = request.config, request.dtype.itemsize, shard_plan(request.config, rank, tp_size), request.rows
     on_cpu, several, H, V = device == "cpu", tp_size > 1, c.head_dim, c.vocab_size
@@ -81,7 +87,7 @@ def memory(request, rank=0, tp_size=1, device="cpu"):
     attention, mlp = tokens * (heads + kv) * H * (size + 8), 3 * tokens * inner * size
     logits = B * V if request.new is not None else tokens * V
     parts = logits // V * 2 * head_rows(V, tp_size) if several else 0  # of this rank, and padded
-    copies = 1 + several + 2 * in_parts + (request.second is not None)
+    copies = 1 + several + 2 * in_parts + (request.second is not None) + (c.quant is not None)
     logits = max((copies * logits + parts) * size, logits * (size + 4 * request.floats))
     need["activations"] = max(stream + masks + attention, stream + mlp, logits)
     if on_cpu:
