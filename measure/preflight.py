@@ -12,6 +12,7 @@ import torch
 
 from kernels import int_linear, shared_memory
 from measure import report
+from measure.clock import count_all_reduces
 from model import Config, InputError
 from tp import head_rows, shard_plan
 
@@ -93,7 +94,9 @@ def memory(request, rank=0, tp_size=1, device="cpu"):
     if on_cpu:
         need["activations"] += min(stream + attention + mlp, HEAP)
     if on_cpu and several:  # all ranks on this machine
-        need["shared memory"] = shared_memory.SLOTS * min(shared_memory.SLOT_BYTES, tokens * c.dim * size)
+        message, passes = tokens * c.dim * size, -(-request.prompt // max(1, width))
+        slots = shared_memory.SLOTS * min(shared_memory.SLOT_BYTES, message)
+        need["shared memory"] = min(slots, count_all_reduces(c) * passes * message)
     if on_cpu and request.compiled:
         need["compiler"] = COMPILER
     return need
@@ -109,7 +112,7 @@ def check(world, request, names):
     sharers = local if device == "cpu" else 1  # ranks that have one memory together
 
     def sums(request, ranks=tp_size, first=0):
-        every = [memory(request, rank, ranks, device) for rank in range(first, first + sharers)]
+        every = [memory(request, rank, ranks, device) for rank in range(first, min(first + sharers, ranks))]
         return {what: sum(need[what] for need in every) for what in every[0]}
 
     need, free = sums(request, first=world.rank // sharers * sharers), report.free_bytes(world.device)

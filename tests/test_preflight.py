@@ -154,7 +154,7 @@ def test_ranks_of_one_machine_share_its_memory(free, monkeypatch):
 
 def test_generate_refuses_before_it_builds_anything(free, monkeypatch, capsys):
     monkeypatch.setattr(generate, "load_model", lambda *_: pytest.fail("it has begun"))
-    start = time.perf_counter()
+    start = time.process_time()
     for flags, said in (
         (("--model", "405b", "--prompt-length", 10), r"takes 8\d\d\.\d\d GB of memory \(weights 811\.\d\d GB, cache 0"),
         (("--model", "70b", "--prompt-length", 10), "what fits is --quant int4, or 4 ranks, 1 on each machine"),
@@ -168,7 +168,7 @@ def test_generate_refuses_before_it_builds_anything(free, monkeypatch, capsys):
         free(45 * 10**9)
         with pytest.raises(InputError, match=said):
             generate.main(["--random-weights", *map(str, flags)])
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5  # seconds, of five runs
 
 
 def test_a_chat_names_its_context(free, tiny, monkeypatch):
