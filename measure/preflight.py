@@ -128,7 +128,7 @@ def check(world, request, names):
     if ranks := _fewest(request, tp_size, sharers, fits):
         would.append(f"{ranks} ranks" + (f", {sharers} on each machine like this" if device == "cpu" else ""))
     raise InputError(
-        f"this takes {in_words(sum(need.values()))} of memory"
+        f"this would run out of memory: it takes {in_words(sum(need.values()))}"
         f" ({', '.join(f'{what} {in_words(n)}' for what, n in need.items())}), and {in_words(free)} are free on"
         f" {world.device}: {'what fits is ' + ', or '.join(would) if would else 'no smaller run fits'}"
     )

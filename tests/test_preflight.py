@@ -16,6 +16,7 @@ import generate
 import launch
 from measure import preflight, report
 from measure.preflight import Request, memory, weight_bytes
+from measure.sweep import NO_MEMORY
 from model import InputError
 from tp import load_shard
 
@@ -27,7 +28,7 @@ CONFIGS = {
     "tied": (dataclasses.replace(SMALL, tie_embeddings=True, wiring="ladder", rope_scaling=YARN), torch.bfloat16),
     "biases": (dataclasses.replace(SMALL, qkv_bias=True, wo_bias=True, mlp_bias=True, qk_norm=True), torch.bfloat16),
     "int8": (dataclasses.replace(SMALL, quant="int8", tie_embeddings=True), torch.bfloat16),
-    "int4": (dataclasses.replace(SMALL, n_heads=16, n_kv_heads=4, quant="int4", group_size=64), torch.bfloat16),
+    "int4": (dataclasses.replace(SMALL, n_heads=24, n_kv_heads=4, quant="int4", group_size=64), torch.bfloat16),
     "kept": (dataclasses.replace(SMALL, quant="int8", kept=("output", "w2")), torch.float16),
 }
 
@@ -96,7 +97,7 @@ def free(monkeypatch):
 def refusal(*args):
     with pytest.raises(InputError) as error:
         preflight.check(*args)
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and NO_MEMORY.search(str(error.value))  # as a sweep looks for it
     return str(error.value)
 
 
@@ -146,7 +147,7 @@ def test_ranks_of_one_machine_share_its_memory(free, monkeypatch):
         free(total)
         preflight.check(world, request, NAMES)
         free(total - 1)
-        assert f"takes {preflight.in_words(total)} of memory" in refusal(world, request, NAMES)
+        assert f"it takes {preflight.in_words(total)} (" in refusal(world, request, NAMES)
     simulated = launch.World(0, 4, CPU, simulated=True)  # which is here alone
     free(sums[0])
     preflight.check(simulated, request, NAMES)
@@ -156,7 +157,7 @@ def test_generate_refuses_before_it_builds_anything(free, monkeypatch, capsys):
     monkeypatch.setattr(generate, "load_model", lambda *_: pytest.fail("it has begun"))
     start = time.process_time()
     for flags, said in (
-        (("--model", "405b", "--prompt-length", 10), r"takes 8\d\d\.\d\d GB of memory \(weights 811\.\d\d GB, cache 0"),
+        (("--model", "405b", "--prompt-length", 10), r"it takes 8\d\d\.\d\d GB \(weights 811\.\d\d GB, cache 0"),
         (("--model", "70b", "--prompt-length", 10), "what fits is --quant int4, or 4 ranks, 1 on each machine"),
         (
             ("--model", "1b", "--prompt-length", 100, "--batch", 4096),
@@ -201,13 +202,13 @@ def refused(world, folder):
 
 def test_ranks_end_alike(tiny):
     first, second = run_ranks(2, refused, str(tiny))
-    assert first == second and first.startswith("this takes")
+    assert first == second and first.startswith("this would run out of memory: it takes ")
 
 
 @pytest.mark.slow
 def test_one_rank_says_it():
     done = script("generate.py", "--model", "405b", "--random-weights", "--prompt-length", 5, ranks=2)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("generate.py: this takes")]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("generate.py: this would run out of memory")]
     assert len(lines) == 1 and "InputError" not in done.stderr and done.returncode == 1
 
 
