@@ -130,6 +130,8 @@ def validation_loss(model, windows, rows, world, alpha=0.0):
     nats, tokens = sharding.summed(total, world)
     if not tokens:
         raise InputError("in no window of --valid a token counts: give longer answers, or more of them")
+    if not math.isfinite(nats):
+        raise InputError(f"the loss on --valid is {nats / tokens:g} nats per token")
     return nats / tokens
 
 

@@ -22,8 +22,9 @@ import generate
 import launch
 from checkpoint import dtype_name
 from launch import count, number
-from measure import report
-from measure.score import alone, divergence, sensitivity, total_nats
+from measure import preflight, report
+from measure.finite import computed_in
+from measure.score import alone, divergence, sensitivity, total_nats, windows
 from model import WIRINGS, InputError
 from tokenizer import load_tokenizer
 from training.data import SEPARATOR
@@ -135,10 +136,18 @@ def check_other(args, config, tokenizer):
     return other
 
 
-def finite(nats, folder):
+def finite(nats, folder, model):
     if not math.isfinite(nats):
-        raise InputError(f"{folder} gives a loss of {nats} nats per token")
+        raise InputError(f"{folder} gives a loss of {nats} nats per token, {computed_in(model)}")
     return nats
+
+
+def check_memory(args, config, world, rows=1, tokens=1, other=None):
+    """Raise InputError unless a pass of so many rows and tokens fits into the memory of the device."""
+    dtype = generate.chosen_dtype(args.dtype, args.checkpoint)
+    request = preflight.Request(config, dtype, rows, tokens, new=None, second=other)
+    names = {"rows": "--batch {}", "prompt": "--window {}", "quant": "the same weights in {} (quantize.py)"}
+    preflight.check(world, request, names)
 
 
 def score_text(args, world, model, other, documents, n_bytes, plan):
@@ -150,7 +159,7 @@ def score_text(args, world, model, other, documents, n_bytes, plan):
         reference = generate.load_model(other, args.compare, args.dtype, world)
         kl, agree, ours, theirs = divergence(model, reference, documents, *plan, show)
         nats = ours.mean().item()
-    bits = finite(nats, args.checkpoint) * n / math.log(2) / n_bytes if n_bytes else None
+    bits = finite(nats, args.checkpoint, model) * n / math.log(2) / n_bytes if n_bytes else None
     found = {
         "text": Path(args.text).name, "documents": len(documents), "tokens": n, "nats_per_token": nats,
         "perplexity": math.exp(nats) if nats < 700 else None, "bytes": n_bytes, "bits_per_byte": bits,
@@ -160,7 +169,7 @@ def score_text(args, world, model, other, documents, n_bytes, plan):
     words = f"{nats:.4f} nats per token{bound}" + (f", {bits:.4f} bits per byte" if n_bytes else "")
     if kl is not None:
         p99 = kl.kthvalue(math.ceil(0.99 * n)).values.item()
-        base, same = finite(theirs.mean().item(), args.compare), agree.double().mean().item()
+        base, same = finite(theirs.mean().item(), args.compare, reference), agree.double().mean().item()
         found |= {
             "reference": checkpoint.name(args.compare), "reference_wiring": other.wiring,
             "reference_quant": other.quant, "reference_nats_per_token": base, "nats_difference": nats - base,
@@ -172,7 +181,7 @@ def score_text(args, world, model, other, documents, n_bytes, plan):
     if args.sensitivity:
         wiring = launch.asked_wiring(args) or "ladder"
         layers = sensitivity(
-            model, lambda m: finite(total_nats(m, documents, *plan) / n, args.checkpoint), wiring, show
+            model, lambda m: finite(total_nats(m, documents, *plan) / n, args.checkpoint, m), wiring, show
         )
         found |= {"sensitivity_wiring": wiring, "sensitivity": layers}
         order = sorted(range(len(layers)), key=layers.__getitem__)
@@ -221,11 +230,15 @@ def main(argv=None):
             raise InputError(f"{args.checkpoint} has no tokenizer")
         if args.tasks:
             harness = import_harness()
+            check_memory(args, config, world)
             with harness.one_voice(world.rank == 0):
                 tasks = harness.load_tasks(args.tasks.split(","), args.task_folder, args.num_fewshot)
         else:
             other = check_other(args, config, tokenizer) if args.compare else None
             text = *read_documents(args, tokenizer), plan_windows(args, config, other or config)
+            size, stride, batch = text[2]
+            parts = [stop - start - 1 for ids in text[0] for start, stop, _ in windows(len(ids), size, stride)]
+            check_memory(args, config, world, min(batch, len(parts)), max(parts), other)
     if not world.alone:
         world.agree({"contents of --checkpoint": checkpoint.digest(args.checkpoint)})
     model = generate.load_model(config, args.checkpoint, args.dtype, world)

@@ -19,7 +19,7 @@ import watch
 from checkpoint import DTYPES, SIZES
 from kernels import cpu, int_linear
 from launch import World, count, number
-from measure import link, report
+from measure import finite, link, preflight, report
 from model import InputError
 from tokenizer import load_tokenizer
 from tp import TensorParallel, load_shard
@@ -45,12 +45,17 @@ def load_model(config, folder, dtype, world):
     """The model with this rank's weights and the collectives that it needs. folder: None for random weights."""
     with world.together():
         weights = checkpoint.Weights(folder) if folder else checkpoint.RandomWeights(config, world.device)
-        own = weights.dtype("norm.weight") if folder else torch.bfloat16
-        model = load_shard(config, weights, DTYPES.get(dtype, own), world.device, world.rank, world.tp_size)
+        model = load_shard(config, weights, chosen_dtype(dtype, folder), world.device, world.rank, world.tp_size)
+        model.stored_dtype = chosen_dtype(None, folder)
     int_linear.use_kernels(model)
     if world.group is not None:
         model.comm = TensorParallel(config, world.tp_size, world.group)
     return model
+
+
+def chosen_dtype(name, folder):
+    """The dtype of that name, or without one that of the checkpoint folder; of random weights bfloat16."""
+    return DTYPES.get(name) or (checkpoint.Weights(folder).dtype("norm.weight") if folder else torch.bfloat16)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,20 +163,25 @@ def pad(prompts, device):
 
 
 def make_sampler(temperature, top_k=None, top_p=1.0, seed=0, device="cpu"):
-    """A function from logits (B, V) to token ids (B,). Equal seeds draw equal tokens, so every rank samples alike."""
+    """A function from logits (B, V) to token ids (B,), -1 where a row's logits are not all finite.
+
+    Equal seeds draw equal tokens, so every rank samples alike.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
     def sample(logits):
-        if temperature == 0:
-            return logits.argmax(-1)
-        logits = (logits - logits.amax(-1, keepdim=True)).float() / temperature
-        if top_k is not None and top_k < logits.shape[-1]:
-            logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-        if top_p < 1:
-            ordered, order = logits.softmax(-1).sort(descending=True)
-            beyond = ordered.cumsum(-1) - ordered >= top_p  # the mass before this token suffices already
-            logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
-        return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+        top, token = logits.max(-1, keepdim=True)
+        good = top.isfinite() & logits.amin(-1, keepdim=True).isfinite()  # of NaN and others, both are NaN
+        if temperature > 0:
+            logits = ((logits - top).float() / temperature).masked_fill_(~good, 0)
+            if top_k is not None and top_k < logits.shape[-1]:
+                logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+            if top_p < 1:
+                ordered, order = logits.softmax(-1).sort(descending=True)
+                beyond = ordered.cumsum(-1) - ordered >= top_p  # the mass before this token suffices already
+                logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
+            token = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+        return token.where(good, -1)[:, 0]
 
     return sample
 
@@ -183,7 +193,7 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
     runner: whose cache has at least longest prompt + max_new_tokens slots. prompts: non-empty lists of token ids, of
     any lengths. on_tokens(list of B ids, None for rows that are done) is called after each step; True from it ends the
     generation. chunk: see Runner.prefill. Returns (new ids per row, without end-of-sequence; steps; seconds to the
-    first token; seconds of the other steps, without those in on_tokens).
+    first token; seconds of the other steps, without those in on_tokens). Raises NotFinite for logits that are not.
     """
     tokens, lengths = pad(prompts, runner.device)
     rows, done = [[] for _ in prompts], [False] * len(prompts)
@@ -202,6 +212,8 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
         if step == 0:
             first = now - start
         rest = now - start - first - shown
+        if -1 in ids:
+            raise finite.NotFinite(runner.model, rows, step, ids)
         done = [d or i in eos_ids for d, i in zip(done, ids, strict=True)]
         fresh = [None if d else i for d, i in zip(done, ids, strict=True)]
         for row, i in zip(rows, fresh, strict=True):
@@ -212,6 +224,13 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
         if stop or all(done):
             break
     return rows, step + 1, first, rest
+
+
+def check(runner, prompts, rows, steps, chunk, world):
+    """What an eager rerun of so many steps, to the same rows, says about its numbers, as a phrase; on every rank."""
+    watch = finite.Watch(runner.model, rows)
+    generate(Runner(watch.model, runner.cache), prompts, steps, watch.sample, chunk=chunk)
+    return watch.words(world)
 
 
 def complete(
@@ -258,6 +277,7 @@ def parse(argv):
     g.add_argument("--n-layers", type=count, metavar="N", help="of --model, take only so many layers, e.g. 4")
     g.add_argument("--quant", choices=("int8", "int4"), help="of --model, the weights as integers")
     g.add_argument("--group-size", type=int, metavar="N", help="of --quant int4, in columns: 32, 64 (default) or 128")
+    g.add_argument("--check", action="store_true", help="then see, eagerly, whether all sublayers' numbers are finite")
     g.add_argument("--ignore-eos", action="store_true", help="go on to --max-new-tokens")
     g.add_argument("--compile-prefill", action="store_true", help="torch.compile the prefill, too")
     g.add_argument("--prefill-chunk", type=count, default=CHUNK, metavar="N", help="tokens of all rows in one pass")
@@ -268,7 +288,7 @@ def parse(argv):
         raise InputError("give either --checkpoint DIR or --model NAME --random-weights")
     if args.model and not args.random_weights:
         raise InputError(f"--model {args.model} has no trained weights: add --random-weights, or give --checkpoint")
-    alone = "prompt prompts_file prompt_ids prompt_length batch chat json simulate_tp exposed profile"
+    alone = "prompt prompts_file prompt_ids prompt_length batch chat json simulate_tp exposed profile check"
     wrong = [name for name in alone.split() if args.interactive and getattr(args, name)]
     if wrong:
         raise InputError(f"--interactive does not go with --{wrong[0].replace('_', '-')}")
@@ -313,10 +333,17 @@ def run_batch(args, model, tokenizer, prompts, new, world):
     printer = None
     if world.rank == 0 and not world.simulated:
         printer = terminal.Printer(prompts, tokenizer, new, show_prompt=not args.chat)
-    with stance:
-        done = generate(runner, prompts, new, sample, eos_ids, printer and printer.push, args.prefill_chunk)
+    try:
+        with stance:
+            done = generate(runner, prompts, new, sample, eos_ids, printer and printer.push, args.prefill_chunk)
+    except finite.NotFinite as e:
+        if not args.check:
+            raise
+        raise InputError(f"{e}; {check(runner, prompts, e.rows, e.step + 1, args.prefill_chunk, world)}") from None
     peaks = world.gather(report.peak_bytes(world.device))
     texts = printer and printer.finish(done[0])
+    if args.check and (words := check(runner, prompts, *done[:2], args.prefill_chunk, world)) and world.rank == 0:
+        print(f"--check: {words}", file=sys.stderr)
     reports = None
     if args.exposed or args.profile is not None:
         from measure import exposed  # a room that a plain run does not enter
@@ -345,6 +372,9 @@ def main(argv=None):
         new = terminal.fit(args.max_new_tokens, prompts, config.max_seq_len) if prompts else args.max_new_tokens
         if new < args.max_new_tokens and world.rank == 0:
             print(f"the context of {config.max_seq_len} leaves room for {new} new tokens", file=sys.stderr)
+        slots = min(args.context or 4096, config.max_seq_len) if args.interactive else new
+        dtype = chosen_dtype(args.dtype, args.checkpoint)
+        preflight.check(world, *preflight.generation(args, config, dtype, prompts, slots))
         if args.profile is not None:
             report.prepare_trace(args.profile, world.rank)
     if not world.alone:

@@ -108,7 +108,8 @@ def load_shard(config, weights, dtype, device, rank=0, tp_size=1):
         if kind in ("scales", "zeros") and dim == 1 and config.quant == "int4":
             tensor = int_linear.regroup(tensor, *ranges[0], each)
         if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
-            raise InputError(f"tensor {name} holds NaN or infinite values in {dtype_name(dtype)}")
+            other = f": it is stored in {dtype_name(stored)}" if stored != wanted else ""
+            raise InputError(f"tensor {name} holds NaN or infinite values in {dtype_name(dtype)}{other}")
         if summed and rank > 0:
             tensor.zero_()
         _put(model.get_submodule(path), kind, tensor)

@@ -6,6 +6,7 @@ continuation, and what a metric is, is lm-eval's own code; here is what computes
 
 import contextlib
 import json
+import math
 import os
 import random
 
@@ -167,6 +168,8 @@ def likelihood(logits, wanted):
     for part, tokens in pieces(logits, wanted):
         total -= F.cross_entropy(part, tokens, reduction="none").double().sum().item()
         greedy &= bool((part.argmax(-1) == tokens).all())
+    if not math.isfinite(total):
+        raise InputError(f"a text of a task has the log-likelihood {total}: the model's logits are NaN or infinite")
     return total, greedy
 
 

@@ -45,11 +45,42 @@ def read_bandwidth(device, world=None, size=2**30, repeats=9):
 
 
 def free_bytes(device):
-    """Memory of the device that nobody uses."""
+    """Memory of the device that nobody uses. Of a CPU: what the system can give without swapping, and no more than the
+    control groups of this process leave; the pages of files are free."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     info = Path("/proc/meminfo")
-    return 1024 * int(info.read_text().partition("MemAvailable:")[2].split()[0]) if info.is_file() else 2**33
+    if not info.is_file():  # not Linux: what the machine has
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = 1024 * int(info.read_text().partition("MemAvailable:")[2].split()[0])
+    return max(0, min([available, *group_bytes()]))
+
+
+CGROUP_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
+CGROUP_2 = "memory.max", "memory.current", ("inactive_file", "active_file")
+
+
+def group_bytes(member="/proc/self/cgroup", root="/sys/fs/cgroup"):
+    """What each control group that this process is in, of version 1 or 2, leaves of its limit on memory.
+
+    member: the file that says the groups. A container may see only its own, at the root.
+    """
+    found = []
+    for line in Path(member).read_text().splitlines() if Path(member).is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, names = (Path(root, "memory"), CGROUP_1) if controllers else (Path(root), CGROUP_2)
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents[: len(group.parts) - len(top.parts)]):
+            try:
+                limit, used = ((folder / name).read_text().strip() for name in names[:2])
+                pages = dict(pair.split() for pair in (folder / "memory.stat").read_text().splitlines())
+            except OSError:  # the root has no limit, and another container's group no folder
+                continue
+            if limit != "max":
+                found.append(int(limit) - int(used) + sum(int(pages[name]) for name in names[2]))
+    return found
 
 
 def step_bytes(model, cache, filled):

@@ -34,6 +34,7 @@ MESSAGES, IN_FLIGHT = "test_shared_memory.py -k 'random_messages and not long'",
 LEFT, WITHOUT = "test_shared_memory.py -k nothing_behind", "test_shared_memory.py -k do_without"
 SHARED_PY = "kernels/shared_memory.py"
 EXPORTED, MODELING = (f"formats/exported/{name}_ladder.py" for name in ("configuration", "modeling"))
+FIT, NUMBERS = "test_preflight.py -k ", "test_numbers.py -k "
 FEW_INT = "test_quantize.py -k 'exact_up_to_rounding or three_products'"
 
 MUTANTS = [  # (file, old text, new text, tests)
@@ -344,8 +345,37 @@ MUTANTS = [  # (file, old text, new text, tests)
      EVAL + "bytes_are"),
     ("eval.py", "            part = tokenizer.decode(ids)\n", "", EVAL + "bytes_are"),
     ("eval.py", "math.ceil(0.99 * n)", "math.ceil(0.9 * n)", EVAL + "two_wirings"),
-    ("eval.py", "args.checkpoint) * n / math.log(2)", "args.checkpoint) * n", EVAL + "a_text_with"),
+    ("eval.py", "args.checkpoint, model) * n / math.log(2)", "args.checkpoint, model) * n", EVAL + "a_text_with"),
     ("eval.py", "key=layers.__getitem__)", "key=layers.index)", EVAL + "table_of_layers"),
+    # what a run takes of the memory
+    ("measure/preflight.py", "math.gcd(each, *ranges[0])", "each", FIT + "will_hold"),
+    ("measure/preflight.py", "continue  # a part of the table", "pass", FIT + "will_hold"),
+    ("measure/preflight.py", 'elif ranges and kind != "bias":', "elif ranges:", FIT + "will_hold"),
+    ("measure/preflight.py", "// H - heads) // 2", "// H - heads)", FIT + "will_hold"),
+    ("measure/preflight.py", "config.n_layers if path.startswith", "1 if path.startswith", FIT + "will_hold"),
+    ("measure/preflight.py", "low, high = (middle, high) if", "low, high = (middle + 1, high) if", FIT + "one_more"),
+    ("measure/preflight.py", "if sum(need.values()) <= free:", "if True:", FIT + "before_it_builds"),
+    ("measure/preflight.py", "first=world.rank // sharers * sharers", "first=world.rank", FIT + "share_its_memory"),
+    ("measure/preflight.py", "local = 1 if world.alone else", "local =", FIT + "share_its_memory"),
+    ("measure/preflight.py", "quant != request.config.quant:", "quant == request.config.quant:", FIT + "int4_is"),
+    ("measure/report.py", "min([available, *group_bytes()])", "available", FIT + "groups_is_free"),
+    ("measure/report.py", "*group.parents[: len(group.parts) - len(top.parts)]", "", FIT + "control_group"),
+    ("measure/report.py", "int(limit) - int(used) + sum(", "int(limit) - int(used) - sum(", FIT + "control_group"),
+    ("eval.py", "min(batch, len(parts)), max(parts), other)", "1, 1)", FIT + "eval_refuses"),
+    # numbers that are not finite
+    ("generate.py", "good = top.isfinite() &", "good =", NUMBERS + "sampler_marks"),
+    ("generate.py", " & logits.amin(-1, keepdim=True).isfinite()", "", NUMBERS + "sampler_marks"),
+    ("generate.py", ".masked_fill_(~good, 0)", "", NUMBERS + "sampler_marks"),
+    ("generate.py", "if -1 in ids:", "if False:", NUMBERS + "step_and_the_row"),
+    ("generate.py", "model.stored_dtype = chosen_dtype(None, folder)", "model.stored_dtype = torch.float16",
+     NUMBERS + "overflow_of"),
+    ("generate.py", "        if not args.check:\n            raise\n", "        raise\n", NUMBERS + "overflow_of"),
+    ("measure/finite.py", "elif self.first is None:", "else:", NUMBERS + "sublayer_is_found"),
+    ("measure/finite.py", "self._look(x, i, 0)", "pass", NUMBERS + "sum_that_overflows"),
+    ("measure/finite.py", "found = sorted((", "found = list((", NUMBERS + "sublayer_is_found"),
+    ("measure/finite.py", "ids.index(-1)", "0", NUMBERS + "step_and_the_row"),
+    ("eval.py", "if not math.isfinite(nats):", "if False:", NUMBERS + "eval_names"),
+    ("adapt.py", "if not math.isfinite(nats):", "if False:", NUMBERS + "ends_a_training"),
     # benchmarks/
     ("benchmarks/overlap.py", '"ladder_layers": int(last)}', "}", BENCHMARKS + "last_layers_of_a_wiring"),
     ("benchmarks/overlap.py", "elif wiring in takes and", "elif", BENCHMARKS + "last_layers_of_a_wiring"),

@@ -19,7 +19,7 @@ tokenizer launch tp formats.huggingface formats.sources
 formats.export training.data training.sharding training.curves
 terminal measure.timing measure.clock measure.link
 measure.report
-measure.exposed measure.results
+measure.exposed measure.finite measure.preflight measure.results
 measure.advise
 generate measure.plot measure.probe
 measure.score measure.sweep

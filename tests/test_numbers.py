@@ -1,0 +1,201 @@
+"""Numbers that are not finite end a generation with a line that says where; and the same request twice is the same."""
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import BASE, random_model, run_ranks, shard, unequal_rows
+
+import adapt
+import checkpoint
+import eval
+import generate
+from measure import finite
+from model import InputError
+
+NAN, INF = torch.nan, torch.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", [(0,), (0.8,), (1.0, 5, 0.9)])
+def test_the_sampler_marks_rows_that_are_not_finite(how, dtype):
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
+    healthy = generate.make_sampler(*how, seed=3)(logits)
+    bad = {0: [NAN], 2: [INF], 3: [-INF], 5: [NAN, INF, -INF]}
+    for row, values in bad.items():
+        logits[row, 7 : 7 + len(values)] = torch.tensor(values, dtype=dtype)
+    ids = generate.make_sampler(*how, seed=3)(logits).tolist()
+    assert [ids[row] for row in bad] == [-1] * 4
+    assert [ids[row] for row in (1, 4)] == healthy[[1, 4]].tolist()
+    assert generate.make_sampler(*how)(torch.full((1, 9), -INF, dtype=dtype)).tolist() == [-1]
+
+
+def test_the_first_of_equal_logits_is_greedy():
+    logits = torch.randint(3, (64, 300), generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert generate.make_sampler(0)(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
+
+
+def poisoned(world, compile):
+    """The error of a generation in which row 1 is not finite from its third step on, and the steps that were shown."""
+    model = random_model(BASE) if world is None else shard(BASE, world)
+    runner = generate.Runner(model, model.new_cache(2, 12), compile)
+    decode, steps, shown = runner.decode, [], []
+
+    def spoiled(*args):
+        steps.append(args)
+        logits = decode(*args)
+        return logits.index_fill(0, torch.tensor([1]), NAN) if len(steps) >= 2 else logits
+
+    runner.decode = spoiled
+    with pytest.raises(finite.NotFinite) as error:
+        generate.generate(runner, [[3, 4, 5], [6]], 8, generate.make_sampler(0), on_tokens=shown.append)
+    assert error.value.step == len(steps) == len(shown) == 2
+    assert [len(row) for row in error.value.rows] == [2, 2]
+    return str(error.value)
+
+
+LINE = "the logits are NaN or infinite in step 2 (decode), row 1 of 2, computed in float32"
+
+
+def test_the_step_and_the_row_are_named():
+    assert poisoned(None, False) == LINE
+
+
+def test_all_ranks_end_alike():
+    assert run_ranks(2, poisoned, False) == [LINE] * 2
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A bfloat16 checkpoint whose second MLP, its layer 1's, gives more than float16 holds; with a tokenizer's ids."""
+    folder = tmp_path_factory.mktemp("large")
+    state = random_model(BASE).state_dict()
+    state["layers.1.feed_forward.w2.weight"] *= 1e5
+    checkpoint.write_model(folder, BASE, state, torch.bfloat16)
+    return str(folder)
+
+
+def ending(*args):
+    with pytest.raises(InputError) as error:
+        generate.main([*args, "--prompt-ids", "3,4,5", "--prompt-ids", "6,7", "--temperature", "0"])
+    return str(error.value)
+
+
+OVERFLOW = "step 0 (prefill), row 0 of 2, computed in float16, which ends at 65504: these weights are bfloat16, "
+OVERFLOW += "run with --dtype bfloat16"
+WHERE = "run eagerly, the first numbers that are not finite are, in step 0, what layer 1's MLP returns on rank 0"
+
+
+def test_an_overflow_of_float16_is_named(large, capsys):
+    assert ending("--checkpoint", large, "--dtype", "float16").endswith(OVERFLOW)
+    assert ending("--checkpoint", large, "--dtype", "float16", "--check").endswith(f"{OVERFLOW}; {WHERE}")
+    generate.main(["--checkpoint", large, "--prompt-ids", "3", "--max-new-tokens", "3", "--check"])
+    said = capsys.readouterr().err
+    assert "--check: all numbers of 6 sublayers in 3 steps, run eagerly, are finite: the largest is" in said
+    assert 65504 < float(said.partition("the largest is ")[2].partition(",")[0]) < 1e9
+
+
+def test_eval_names_it_too(large):
+    model = generate.load_model(checkpoint.read_config(large), large, "float16", generate.World(0, 1, "cpu"))
+    with pytest.raises(InputError, match="a loss of nan nats per token, computed in float16, .* run with --dtype bfl"):
+        eval.finite(NAN, large, model)
+    assert eval.finite(1.5, large, model) == 1.5
+
+
+def test_a_validation_that_is_not_finite_ends_a_training(tiny, tmp_path, monkeypatch):
+    for name in ("text", "valid"):
+        (tmp_path / name).write_text("Once upon a time there was a little dog. " * 40)
+    monkeypatch.setattr(adapt, "losses", lambda *_: (torch.tensor(NAN), torch.tensor(NAN)))
+    flags = "--checkpoint", tiny, "--text", tmp_path / "text", "--valid", tmp_path / "valid", "--steps", 1
+    with pytest.raises(InputError, match="the loss on --valid is nan nats per token"):
+        adapt.main([str(flag) for flag in (*flags, "--seq-len", 16, "--batch", 2, "--out", tmp_path / "out")])
+
+
+def watched(world, wiring, spoil):
+    """What a Watch says of a model that was spoiled, on each rank."""
+    config = dataclasses.replace(BASE, wiring=wiring)
+    net = shard(config, world)
+    spoil(net, world.rank)
+    watch = finite.Watch(net, [[5, 6], [7]])
+    runner = generate.Runner(watch.model, net.new_cache(2, 12))
+    generate.generate(runner, [[3, 4, 5], [6]], 2, watch.sample)
+    return watch.words(world)
+
+
+def nan_on_rank_1(net, rank):
+    if rank == 1:
+        net.layers[2].attention.wo.weight[0, 0] = NAN
+
+
+def nan_of_token_5(net, rank):
+    net.tok_embeddings.weight[5, 0] = INF
+
+
+def nan_in_the_head(net, rank):
+    net.output.weight[0, 0] = NAN
+
+
+PLACES = {
+    nan_on_rank_1: ("step 0", "what {} returns on rank 1"),
+    nan_of_token_5: ("step 0", "the stream that layer 0's {first} reads: a sum or the embedding"),
+    nan_in_the_head: ("step 0", "the logits of the output head"),
+}
+
+
+@pytest.mark.parametrize("spoil", PLACES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("wiring", "name"), [("standard", "attention"), ("ladder", "attention"), ("parallel-ladder", "attention and MLP")]
+)
+def test_the_first_sublayer_is_found(wiring, name, spoil):
+    step, what = PLACES[spoil]
+    what = what.format(f"layer 2's {name}", first=name)
+    said = run_ranks(2, watched, wiring, spoil)
+    assert said == [f"run eagerly, the first numbers that are not finite are, in {step}, {what}"] * 2
+
+
+def test_a_sum_that_overflows_is_found():
+    config = dataclasses.replace(BASE, wo_bias=True)
+    net = random_model(config).half()
+    with torch.no_grad():
+        net.tok_embeddings.weight.fill_(6e4)
+        net.layers[0].attention.wo.bias.fill_(6e4)
+    watch = finite.Watch(net, [[5]])
+    runner = generate.Runner(watch.model, net.new_cache(1, 4))
+    generate.generate(runner, [[3]], 1, watch.sample)
+    assert "the stream that layer 0's MLP reads" in watch.words(generate.World(0, 1, "cpu"))
+
+
+def twice(world, dtype, compile):
+    """Whether a request of unequal rows gives the same bits twice; what it gives."""
+    tokens, lengths = unequal_rows(BASE)
+    prompts = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
+    config = dataclasses.replace(BASE, wiring="ladder")
+    net = random_model(config).to(dtype) if world is None else shard(config, world, dtype)
+    runs = []
+    for junk in (0.0, 1e3):  # what memory held before must not matter
+        torch.full((2**18,), junk)
+        torch._dynamo.reset()
+        runner = generate.Runner(net, net.new_cache(3, 24), compile)
+        greedy, seen = generate.make_sampler(0), []
+
+        def sample(logits, greedy=greedy, seen=seen):
+            seen.append(logits.clone())
+            return greedy(logits)
+
+        rows, *_ = generate.generate(runner, prompts, 12, sample, chunk=12)
+        runs.append((rows, torch.stack(seen)))
+    (rows, logits), (again, same) = runs
+    assert rows == again and torch.equal(logits, same)
+    return rows, logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tp_size", [1, 2, 3])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+def test_the_same_request_twice_gives_the_same_bits(compile, tp_size, dtype):
+    if tp_size == 1:
+        twice(None, dtype, compile)
+        return
+    (rows, logits), *others = run_ranks(tp_size, twice, dtype, compile)
+    for other in others:
+        assert other[0] == rows and torch.equal(other[1], logits)
