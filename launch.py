@@ -14,8 +14,10 @@ import math
 import os
 import signal
 import socket
+import stat
 import struct
 import sys
+import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -72,11 +74,11 @@ count = number(int, 1)
 
 def check_appendable(path, flag=""):
     """Raise InputError, led by the flag, unless lines can be appended to a file; leaves no file that was not there."""
-    existed = Path(path).exists()
     try:
-        open(path, "a").close()
-        if not existed:
-            Path(path).unlink(missing_ok=True)
+        try:
+            os.close(os.open(Path(path), os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK))  # does not wait for a reader
+        except FileNotFoundError:  # tried without that name, under which another process may begin to write
+            tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent).close()
     except OSError as e:
         raise InputError(f"{flag}{path} cannot be written: {e.strerror}") from None
 
@@ -91,12 +93,51 @@ def appendable(path):
 
 
 def append_line(path, line):
-    """Append a JSON line to a file."""
+    """Append a JSON line to a file, as append does."""
+    append(path, (json.dumps(line) + "\n").encode())
+
+
+def append(path, data):
+    """Append bytes, whole lines, to a file: all or none of them, behind what others append at the same time.
+
+    Part of a JSON line at the end of the file, of a process that was killed, goes, with a word. Raises InputError.
+    """
     try:
-        with open(path, "a", encoding="utf-8") as f:
-            f.write(json.dumps(line) + "\n")
+        with open(Path(path), "a+b", buffering=0) as f:
+            if not stat.S_ISREG(os.fstat(f.fileno()).st_mode):  # a pipe or a device
+                f.write(data)
+                return
+            with contextlib.suppress(OSError):  # a file system without locks: one write at the end is nearly as good
+                fcntl.lockf(f, fcntl.LOCK_EX)
+            data = _end_of_line(f, path) + data
+            size = os.fstat(f.fileno()).st_size
+            try:
+                while data:
+                    data = data[f.write(data) :]
+                os.fsync(f.fileno())
+            except BaseException:
+                f.truncate(size)
+                raise
     except OSError as e:  # above all: no space left on the device
         raise InputError(f"{path} cannot be written: {e.strerror}") from None
+
+
+def _end_of_line(f, path):
+    """What the last line of a file lacks: a line break, or nothing; part of a JSON line is removed."""
+    size = start = os.fstat(f.fileno()).st_size
+    end = b""
+    while start > 0 and b"\n" not in end:
+        start = max(0, start - 2**16)
+        end = os.pread(f.fileno(), size - start, start)
+    rest = end.rpartition(b"\n")[2]
+    try:
+        json.loads(rest or b"0")
+    except (ValueError, RecursionError):
+        if rest.startswith((b"{", b"\0")):  # zeros: what a power failure may leave
+            f.truncate(size - len(rest))
+            print(f"removed the last line of {path}, which was cut off", file=sys.stderr, flush=True)
+            return b""
+    return b"\n" if rest else b""
 
 
 def add_device_flag(parser):

@@ -148,12 +148,6 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("checkpoint.py", "            start += b - a\n", "            start = 0\n", "test_cpu.py -k filling"),
     ("checkpoint.py", "            if lost:\n", "            if False:\n", FILES),
     ("checkpoint.py", "if size > room and shards[-1]:", "if False:", CONVERT + "output_is_sharded"),
-    (
-        "checkpoint.py",
-        "        shutil.rmtree(temporary, ignore_errors=True)\n",
-        "        pass\n",
-        "test_quantize.py -k interrupted_run",
-    ),
     ("checkpoint.py", "return type(value) is kind and", "return isinstance(value, kind) and",
      "test_model.py -k one_clear"),
     ("checkpoint.py", "value >= 0", "value > 0", "test_model.py -k good_config"),

@@ -14,6 +14,7 @@ model
 kernels.int_linear
 kernels.cpu
 kernels.shared_memory
+writing
 checkpoint
 tokenizer launch tp formats.huggingface formats.sources
 formats.export training.data training.sharding training.curves
