@@ -18,7 +18,7 @@ from measure import report
 from measure.clock import count_all_reduces, run_clock
 from measure.link import Link
 from measure.timing import in_turns, quartiles, timed
-from model import Config, SingleDevice
+from model import Config, InputError, SingleDevice
 from tp import TensorParallel
 
 
@@ -193,5 +193,7 @@ def profile(folder, world, steps):
     path = report.trace_file(folder, world.rank)
     with writing.new_file(path) as unfinished:
         trace.export_chrome_trace(str(unfinished))
+        if not unfinished.exists():  # the profiler says on stderr that it failed, and no more
+            raise InputError(f"cannot write {path}: the profiler failed to; is the disk full?")
     if world.rank == 0:
         print(f"trace in {path}", file=sys.stderr)
