@@ -10,6 +10,7 @@ commands only pretend to measure, and adapt keeps a folder beside its output to 
 signal, and counts moments:
 
 complete, absent, incomplete   as the output was found
+torn      its last line lacked its end, and so its line break: the next line takes its place
 left      something else lay beside it, until the next run
 differ    after the next run there was anything else than after an undisturbed one
 """
@@ -175,12 +176,13 @@ def contents(folder, varies=()):
 
 
 def state(found, expected):
-    """Whether the output is complete, absent or incomplete, of contents as found and as expected."""
+    """Whether the output is complete, absent, torn or incomplete, of contents as found and as expected."""
     ours, whole = ({n: data for n, data in c.items() if n == "out" or n.startswith("out/")} for c in (found, expected))
     if not ours:
         return "absent"
     if ours["out"] is not None:  # a file of lines
-        return "complete" if whole["out"].startswith(ours["out"]) and ours["out"][-1:] in b"\n" else "incomplete"
+        text = ours["out"]
+        return "incomplete" if not whole["out"].startswith(text) else "complete" if text[-1:] in b"\n" else "torn"
     return "complete" if ours == whole else "incomplete"
 
 
@@ -199,7 +201,7 @@ def killed(writer, number, moments, work):
     half = min(moments // 2, n_events)
     plan = [{"event": i * n_events // half} for i in range(half)]
     plan += [{"after": seconds * (i + 0.5) / (moments - half)} for i in range(moments - half)]
-    counts = dict.fromkeys(("complete", "absent", "incomplete", "left", "differ"), 0)
+    counts = dict.fromkeys(("complete", "absent", "torn", "incomplete", "left", "differ"), 0)
     for i, moment in enumerate(plan):
         folder = fresh(i)
         run(writer, folder, number, **moment)
