@@ -338,8 +338,8 @@ def sweeping(tmp_path):
     process.wait()
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + HANGS
+def wait_for(condition, seconds=HANGS):
+    deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert condition()
@@ -348,7 +348,11 @@ def wait_for(condition):
 def test_a_killed_sweep_s_command_ends_and_the_next_sweep_cleans_up(sweeping, tmp_path, writers):
     pid = int((tmp_path / "pid").read_text())
     sweeping.kill()
-    wait_for(lambda: not os.path.exists(f"/proc/{pid}"))
+    try:
+        wait_for(lambda: not os.path.exists(f"/proc/{pid}"), 20)
+    except AssertionError:
+        os.kill(pid, signal.SIGKILL)
+        raise
     assert "out.tmp" in names(tmp_path)
     with writing.reserved(tmp_path / "out"):
         pass
