@@ -4,10 +4,12 @@ torchrun adapt.py --checkpoint DIR --ladder-layers 16 --distill --text train.txt
 python adapt.py --ladder --text train.txt --valid valid.txt --out DIR2
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
+import os
 import time
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from tqdm import tqdm
 import checkpoint
 import launch
 import watch
+import writing
 from launch import count, number
 from measure import score
 from model import InputError, Transformer
@@ -314,26 +317,26 @@ def least_sensitive(model, own, valid, run, args, world):
         layers = score.least_sensitive(found, n)
         if world.rank == 0:
             print("auto:", ", ".join(f"layer {i} {found[i]:.4f}" for i in range(own.n_layers)), f"nats: {[*layers]}")
-        world.first(runs.write_text, path, json.dumps(layers))
+        world.first(writing.write_text, path, json.dumps(layers))
     return launch.rewired(own, "hybrid", ladder_layers=json.loads(path.read_text()))
 
 
 def main(argv=None):
     args = parse(argv)
     world = launch.join(args.device, vars(args))
-    out = Path(args.out).resolve()
-    run = out.with_name(f"{out.name}.run")
+    out = Path(os.path.realpath(args.out))
+    run = out.parent / f"{out.name}.run"
     with world.together():
         config, own, taught = runs.describe(args)
-        if out.exists():
-            raise InputError(f"{out} already exists: remove it or give another folder")
         weights, teachers = (f and checkpoint.Weights(f) for f in (args.checkpoint, taught and runs.teacher(args)))
     share = -(-args.batch // world.tp_size)
     args.micro_batch = min(args.micro_batch or share, share)
     args.compute_dtype = args.compute_dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
     dtype = checkpoint.DTYPES[args.compute_dtype]
-    world.first(runs.prepare, run, args)
-    with sharding.process_group(world):
+    with contextlib.ExitStack() as held:
+        world.first(lambda: held.enter_context(runs.reserved(out, run)))
+        world.first(runs.prepare, run, args)
+        held.enter_context(sharding.process_group(world))
         with world.together():
             if own is None:
                 config = dataclasses.replace(config, vocab_size=load_tokenizer(run).vocab_size)
@@ -350,9 +353,10 @@ def main(argv=None):
             model.config = least_sensitive(model, own, valid, run, args, world)
         original = own and own.wiring == "standard" and model.config.stale_layers
         lines, best = train(model, teacher, windows, valid, run, args, world, original)
+        if world.rank == 0:
+            curves.draw({out.name: lines}, run / "loss.png")
+            runs.finish(run, best["step"], out)
     if world.rank == 0:
-        runs.finish(run, best["step"], out)
-        curves.draw({out.name: lines}, run / "loss.png")
         what = f"wiring {model.config.wiring}, {args.dtype}, {best['nats']:.4f} nats per token at step {best['step']}"
         print(f"wrote {out}: {what}{'' if best['step'] else ', which training has not lowered'}")
 

@@ -1,6 +1,5 @@
 """A checkpoint folder: config.json, safetensors (with an index when there are several), tokenizer files."""
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -287,23 +286,6 @@ class RandomWeights:
             target.random_(low, high, generator=self.generator)
         else:
             target.normal_(0, 0.02, generator=self.generator)
-
-
-@contextlib.contextmanager
-def new_folder(path):
-    """A folder that appears under its name only when the block ends well; yields the temporary one to write into."""
-    path = Path(path).resolve()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"{path} already exists: remove it or give another folder")
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as e:  # above all: no space left on the device
-        raise InputError(f"cannot write {path}: {e}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_config(folder, config):

@@ -14,6 +14,7 @@ import numpy as np
 
 import checkpoint
 import launch
+import writing
 from checkpoint import dtype_name, first_line
 from formats.export import convert_to_hf, name_tokenizer
 from formats.huggingface import LAYER_NAMES, NAMES, LlamaWeights, config_from_hf, group, hf_names
@@ -159,7 +160,7 @@ def main(argv=None):
         tokenizer = read_tokenizer(args.tokenizer, config.vocab_size)
     elif folder is not None:
         tokenizer = load_tokenizer(folder, config.vocab_size)
-    with checkpoint.new_folder(args.to_hf or args.out) as out:
+    with writing.new_folder(args.to_hf or args.out) as out:
         if args.tokenizer:
             kind = "json" if args.tokenizer.endswith(".json") else "model"
             shutil.copyfile(args.tokenizer, out / f"tokenizer.{kind}")

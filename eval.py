@@ -20,6 +20,7 @@ import torch
 import checkpoint
 import generate
 import launch
+import writing
 from checkpoint import dtype_name
 from launch import count, number
 from measure import preflight, report
@@ -257,7 +258,7 @@ def main(argv=None):
     }  # fmt: skip
     print(json.dumps(line))
     if args.json:
-        launch.append_line(args.json, line)
+        writing.append_line(args.json, line)
     print(words, file=sys.stderr)
 
 

@@ -16,6 +16,7 @@ import checkpoint
 import launch
 import terminal
 import watch
+import writing
 from checkpoint import DTYPES, SIZES
 from kernels import cpu, int_linear
 from launch import World, count, number
@@ -394,7 +395,7 @@ def main(argv=None):
     result = report.result(name, model, chosen, world, {"load_s": load_s, **found})
     print(report.summary(result), file=sys.stderr)
     if args.json:
-        launch.append_line(args.json, result)
+        writing.append_line(args.json, result)
 
 
 def run_chat(args, model, tokenizer, world):

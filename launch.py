@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 import watch
+import writing
 from checkpoint import first_line
 from kernels import gloo, shared_memory
 from model import WIRINGS, InputError
@@ -71,33 +72,13 @@ def number(kind, low, high=None, above=False):
 count = number(int, 1)
 
 
-def check_appendable(path, flag=""):
-    """Raise InputError, led by the flag, unless lines can be appended to a file; leaves no file that was not there."""
-    existed = Path(path).exists()
-    try:
-        open(path, "a").close()
-        if not existed:
-            Path(path).unlink(missing_ok=True)
-    except OSError as e:
-        raise InputError(f"{flag}{path} cannot be written: {e.strerror}") from None
-
-
 def appendable(path):
-    """An argparse type: a file that check_appendable finds good."""
+    """An argparse type: a file that writing.check_appendable finds good."""
     try:
-        check_appendable(path)
+        writing.check_appendable(path)
     except InputError as e:
         raise argparse.ArgumentTypeError(e) from None
     return path
-
-
-def append_line(path, line):
-    """Append a JSON line to a file."""
-    try:
-        with open(path, "a", encoding="utf-8") as f:
-            f.write(json.dumps(line) + "\n")
-    except OSError as e:  # above all: no space left on the device
-        raise InputError(f"{path} cannot be written: {e.strerror}") from None
 
 
 def add_rank_flags(parser):

@@ -10,6 +10,7 @@ import torch
 
 import checkpoint
 import launch
+import writing
 from kernels import int_linear
 from model import InputError
 
@@ -113,7 +114,7 @@ def quantize(args):
     if not any(name.endswith("scales") for name in sizes):
         raise InputError(f"--keep {args.keep} leaves nothing to quantize")
     layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
-    with checkpoint.new_folder(args.out) as folder:
+    with writing.new_folder(args.out) as folder:
         checkpoint.write_config(folder, new)
         checkpoint.copy_tokenizer(args.checkpoint, folder)
         read = quantized(weights, new, args.iterations)

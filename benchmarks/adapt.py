@@ -25,6 +25,7 @@ import torch
 import adapt
 import checkpoint
 import launch
+import writing
 from benchmarks.lines import written_by
 from measure import report
 from model import InputError
@@ -145,7 +146,7 @@ def main(argv=None):
     for key, flags in from_scratch() if args.plan == "scratch" else retraining(args, args.rates):
         if not any(key.items() <= line.items() for line in done):
             line = run(flags, files, key)
-            launch.append_line(args.json, line)
+            writing.append_line(args.json, line)
             print(", ".join(map(str, key.values())), f"{line['before']:.4f} -> {line['nats']:.4f}", flush=True)
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 
 import launch
+import writing
 from benchmarks.engines import DIM, FILLED, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCABULARY
 from benchmarks.lines import command, written_by
 from launch import count, number
@@ -201,7 +202,7 @@ def main(argv=None):
         print(json.dumps(line), file=sys.stderr)
         lines.append(line)
         if args.json:
-            launch.append_line(args.json, line)
+            writing.append_line(args.json, line)
     print(tables(lines))
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import launch
+import writing
 from benchmarks.lines import command
 from kernels import cpu, int_linear
 from measure import report
@@ -70,7 +71,7 @@ def main(argv=None):
         for n in ROWS:
             line = {**about, "shape": [N, K], "rows": n, "gb_s": rates(weights, ints, n)}
             if args.json:
-                launch.append_line(args.json, line)
+                writing.append_line(args.json, line)
             rows.append([f"{N} x {K}", str(n), *(f"{rate:.1f}" for rate in line["gb_s"].values())])
     print(f"{about['threads']} threads, GB/s:\n\n" + markdown(["W", "rows of x", *line["gb_s"]], rows))
 

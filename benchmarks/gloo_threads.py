@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import launch
+import writing
 from benchmarks.lines import command
 from launch import count
 from measure.report import git_commit
@@ -89,7 +90,7 @@ def main(argv=None):
             "torch": torch.__version__, "commit": git_commit(), "command": command("gloo_threads", argv, world),
         }  # fmt: skip
         if args.json:
-            launch.append_line(args.json, line)
+            writing.append_line(args.json, line)
         median, p90, mean, over = times.values()
         rows.append([name, f"{median:.2f}", f"{p90:.2f}", f"{mean:.2f}", f"{100 * over:.0f} %"])
     if rows:

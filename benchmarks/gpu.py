@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 import launch
+import writing
 from benchmarks import overlap
 from benchmarks.lines import written_by
 from launch import number
@@ -194,7 +195,7 @@ def main(argv=None):
     lines = []
     for line in measure(world, args):
         lines.append(line)
-        launch.append_line(args.json, line)
+        writing.append_line(args.json, line)
         if "error" in line:
             print(f"{line['case']}: {line['error']}", file=sys.stderr)
     print(tables(lines))

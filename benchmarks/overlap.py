@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 import launch
+import writing
 from benchmarks.lines import command, written_by
 from checkpoint import DTYPES, SIZES, RandomWeights
 from generate import Runner, make_cache, pad
@@ -167,7 +168,7 @@ def main(argv=None):
                 "link": {**emulated, "name": args.label or n}, "wiring": name, **report,
             })  # fmt: skip
             if args.json:
-                launch.append_line(args.json, lines[-1])
+                writing.append_line(args.json, lines[-1])
     if lines:
         print(tables(lines))
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 import launch
+import writing
 from benchmarks.lines import written_by
 from checkpoint import SIZES
 from measure.advise import attention_share, decode_work
@@ -123,7 +124,7 @@ def main(argv=None):
     if args.json:
         Path(args.json).write_text("")  # the lines are worked out anew: those of before would be there twice
         for line in found.values():
-            launch.append_line(args.json, line)
+            writing.append_line(args.json, line)
     print(tables(found))
 
 

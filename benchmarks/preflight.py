@@ -10,6 +10,7 @@ before it loaded anything. On a CPU each has the shared memory of all ranks; mem
 import generate
 import launch
 import terminal
+import writing
 from benchmarks.lines import command
 from measure import preflight, report
 
@@ -39,7 +40,7 @@ def main(argv=None):
     }  # fmt: skip
     print(f"{said[0] / 1e6:.0f} MB said, {taken[0] / 1e6:.0f} MB taken: {line['said_over_taken'][0]:.3f}")
     if own.json:
-        launch.append_line(own.json, line)
+        writing.append_line(own.json, line)
 
 
 if __name__ == "__main__":

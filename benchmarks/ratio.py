@@ -12,6 +12,7 @@ import itertools
 import sys
 
 import launch
+import writing
 from benchmarks import overlap
 from benchmarks.lines import command, written_by
 from benchmarks.paper import published_rates, reckoned
@@ -85,7 +86,7 @@ def measure(args, argv):
             "paper": {"link": name, "batch": int(batch)}, "wiring": wiring, **report,
         })  # fmt: skip
         if args.json:
-            launch.append_line(args.json, lines[-1])
+            writing.append_line(args.json, lines[-1])
     return lines
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import checkpoint
 import generate
 import launch
+import writing
 from benchmarks.lines import command, written_by
 from launch import count
 from measure import report, score
@@ -115,7 +116,7 @@ def main(argv=None):
         model.config = own
         line |= {"command": command("zeroshot", argv, world), "seconds": time.perf_counter() - start}
         if world.rank == 0:
-            launch.append_line(args.json, line)
+            writing.append_line(args.json, line)
             print(", ".join(map(str, key.values())), f"{line['nats']:.4f}", flush=True)
 
 

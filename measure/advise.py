@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import checkpoint
 import launch
+import writing
 from checkpoint import DTYPES, SIZES, dtype_name
 from kernels import int_linear
 from launch import count, number
@@ -406,7 +407,7 @@ def main(argv=None):
         parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times._asdict().items())
         print(f"\n{one}; in us: {parts}\n\n{table(lines)}\n\n{verdict(lines, times.all_reduce)}")
         if args.json:
-            launch.append_line(args.json, {
+            writing.append_line(args.json, {
                 "model": name, "n_layers": own.n_layers, "dtype": dtype_name(dtype), "quant": own.quant,
                 "tp": args.tp, "batch": args.batch, "context": args.context, "machine": machine.name,
                 "bandwidth": machine.bandwidth, "flops": machine.flops if machine.flops < math.inf else None,

@@ -4,7 +4,6 @@ A step is one call of the model, a prefill or one token of decode.
 """
 
 import copy
-import os
 import statistics
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+import writing
 from measure import report
 from measure.clock import count_all_reduces, run_clock
 from measure.link import Link
@@ -191,10 +191,9 @@ def profile(folder, world, steps):
             with torch.profiler.record_function(name):
                 timed(world.device, step)
     path = report.trace_file(folder, world.rank)
-    try:
-        trace.export_chrome_trace(f"{path}.tmp")
-        os.replace(f"{path}.tmp", path)
-    except OSError as e:
-        raise InputError(f"--profile {folder} cannot be written: {e.strerror}") from None
+    with writing.new_file(path) as unfinished:
+        trace.export_chrome_trace(str(unfinished))
+        if not unfinished.exists():  # the profiler says on stderr that it failed, and no more
+            raise InputError(f"cannot write {path}: the profiler failed to; is the disk full?")
     if world.rank == 0:
         print(f"trace in {path}", file=sys.stderr)

@@ -9,13 +9,13 @@ highest repeat. Without --out and --front-page nothing imports matplotlib.
 """
 
 import json
-import os
 import re
 import statistics
 from collections import defaultdict
 from pathlib import Path
 
 import launch
+import writing
 from checkpoint import SIZES, read_text
 from measure import results
 from model import WIRINGS, InputError
@@ -381,11 +381,10 @@ def figures(found):
 
 
 def save(path, figure):
-    """Write a figure as PNG, not in parts."""
-    part = Path(path).with_suffix(".tmp")
-    # without the version of matplotlib, so that the same lines make the same file
-    figure.savefig(part, format="png", dpi=150, metadata={"Software": None})
-    os.replace(part, path)
+    """Write a figure as PNG, whole."""
+    with writing.new_file(path) as unfinished:
+        # without the version of matplotlib, so that the same lines make the same file
+        figure.savefig(unfinished, format="png", dpi=150, metadata={"Software": None})
 
 
 def main(argv=None):
@@ -404,10 +403,7 @@ def main(argv=None):
     if args.compare:
         return print(results.comparison(*map(results.read, args.compare)))
     if args.front_page:
-        try:
-            return save(args.front_page, front_page())
-        except OSError as e:
-            raise InputError(f"--front-page {args.front_page} cannot be written: {e.strerror}") from None
+        return save(args.front_page, front_page())
     lines = [line for file in args.files for line in results.read(file)]
     text = results.report(lines)
     if args.out is None:
@@ -415,14 +411,14 @@ def main(argv=None):
     folder, drawn = Path(args.out), False
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        print(text)
-        (folder / "tables.md").write_text(text + "\n")
-        for name, figure in figures(results.sweeps(lines)):
-            if figure is not None:
-                save(folder / f"{name}.png", figure)
-                drawn = True
     except OSError as e:
         raise InputError(f"--out {folder} cannot be written: {e.strerror}") from None
+    print(text)
+    writing.write_text(folder / "tables.md", text + "\n")
+    for name, figure in figures(results.sweeps(lines)):
+        if figure is not None:
+            save(folder / f"{name}.png", figure)
+            drawn = True
     print(f"\ntables{' and figures' * drawn} in {folder}")
 
 

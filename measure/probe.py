@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 import launch
+import writing
 from measure import report
 from measure.timing import timed
 
@@ -74,7 +75,7 @@ def main():
         for line in lines:
             print(f"{name} of {line['bytes']:>10,} bytes: {line['us']:>10,.1f} us, {line['gbps']:>8.2f} Gbit/s")
     if args.json:
-        launch.append_line(args.json, {**environment, "probe": found, "topology": report.topology()})
+        writing.append_line(args.json, {**environment, "probe": found, "topology": report.topology()})
 
 
 if __name__ == "__main__":

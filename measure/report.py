@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-import launch
+import writing
 from checkpoint import dtype_name
 from kernels import cpu
 from measure.link import Link
@@ -222,4 +222,4 @@ def prepare_trace(folder, rank):
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise InputError(f"--profile {folder} cannot be made: {e.strerror}") from None
-    launch.check_appendable(trace_file(folder, rank), "--profile: ")
+    writing.check_appendable(trace_file(folder, rank), "--profile: ")

@@ -7,6 +7,7 @@ gets none. Neither is repeated, the output of both goes to the end of OUT.log, a
 Of several nodes each runs this on a file of its own: node 0 has the results, the others note that they were there.
 """
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -24,6 +25,7 @@ import torch
 
 import checkpoint
 import launch
+import writing
 from checkpoint import SIZES
 from measure import plot, results
 from measure.link import LINKS
@@ -342,14 +344,24 @@ def read(out):
     return results.read(out) if Path(out).exists() and Path(out).stat().st_size else []
 
 
-def run(command, environment):
-    """(exit code, what it printed, its result or None) of a command; a signal to this process ends it too."""
-    with tempfile.TemporaryDirectory() as folder:
+def run(command, environment, place):
+    """(exit code, what it printed, its result or None) of a command, which ends when this process does.
+
+    place: the folder where it may write.
+    """
+    system, parent = ctypes.CDLL(None), os.getpid()
+
+    def tied():
+        system.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when this process is gone, torchrun is asked to end
+        if os.getppid() != parent:  # which has happened already
+            os._exit(1)
+
+    with tempfile.TemporaryDirectory(dir=place) as folder:
         part, log = Path(folder) / "result", Path(folder) / "log"
         with open(log, "wb") as f:
             full = f"{command} --json {shlex.quote(str(part))}"
             process = subprocess.Popen(
-                ["bash", "-c", full], env=environment, stdin=subprocess.DEVNULL, stdout=f, stderr=f
+                ["bash", "-c", full], env=environment, stdin=subprocess.DEVNULL, stdout=f, stderr=f, preexec_fn=tied
             )
             try:
                 code = process.wait()
@@ -368,8 +380,8 @@ def reason(code, log):
     return (ours + others + lines[-1:] + [f"it ended with code {code}"])[0]
 
 
-def sweep(s):
-    """Run what of the plan the file OUT has no line of; returns how many commands failed."""
+def sweep(s, place):
+    """Run what of the plan the file OUT has no line of; returns how many commands failed. place: as of run."""
     environment = {k: v for k, v in os.environ.items() if k != "NCCL_P2P_DISABLE"}  # or the real link were another
     planned = [(case, command(case, s)) for case in plan(s)]
     lines = read(s.out)
@@ -386,7 +398,7 @@ def sweep(s):
         left = f", about {(time.monotonic() - start) / n * (len(todo) - n) / 60:.0f} min left" if n else ""
         print(f"[{n + 1}/{len(todo)}{left}] {text}", file=sys.stderr, flush=True)
         # a port for each command, so that nodes which are not at the same one do not meet
-        code, log, result = run(text, environment | {"NODE_RANK": str(s.node_rank), "MASTER_PORT": port(s, i)})
+        code, log, result = run(text, environment | {"NODE_RANK": str(s.node_rank), "MASTER_PORT": port(s, i)}, place)
         line = {"repeat": case.repeat, "command": text}
         if code == 130:
             raise KeyboardInterrupt
@@ -396,15 +408,14 @@ def sweep(s):
             print(*times[:1], sep="\n", end="\n" * bool(times), file=sys.stderr)
         else:
             ended.add(text)
-            with open(f"{s.out}.log", "a") as f:
-                f.write(f"$ {text}\n{log}\n")
+            writing.append(f"{s.out}.log", f"$ {text}\n{log}\n".encode())
             if case.wiring is None or not (code == 137 or NO_MEMORY.search(log)):
                 failed += 1
                 print(f"failed: {reason(code, log)} (more in {s.out}.log)", file=sys.stderr)
                 continue
             line |= out_of_memory(case, s)
             print("out of memory", file=sys.stderr)
-        launch.append_line(s.out, line)
+        writing.append_line(s.out, line)
     return failed
 
 
@@ -420,7 +431,9 @@ def prepare(s):
     for file in s.out, f"{s.out}.log":
         try:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
-            launch.check_appendable(file, "OUT: ")
+            writing.check_appendable(file, "OUT: ")
+            if Path(file).exists():
+                writing.append(file, b"")
         except OSError as e:
             raise InputError(f"OUT: {Path(file).parent} cannot be made: {e.strerror}") from None
 
@@ -444,7 +457,8 @@ def main(words=None):
         return
     prepare(s)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    failed = sweep(s)
+    with writing.reserved(s.out) as place:
+        failed = sweep(s, place)
     if failed:
         print(f"{failed} of the commands failed; the next sweep tries them again", file=sys.stderr)
     if s.node_rank == 0 and any("wiring" in line for line in read(s.out)):

@@ -27,7 +27,7 @@ SEAM = "test_wiring.py -k comes_after_the_start"
 STREAM, FILES = "test_tokenizer.py -k 'stream and not transformers'", "test_generate.py -k bad_checkpoints"
 QUANT, CONVERT, LINK = "test_quantize.py -k ", "test_convert.py -k ", "test_link.py -k "
 EVAL, ADAPT, TRAINING = (f"test_{name}.py -k " for name in ("eval", "adapt", "training"))
-EXPORT, ADVISE = "test_export.py -k ", "test_advise.py -k "
+EXPORT, ADVISE, WRITERS = "test_export.py -k ", "test_advise.py -k ", "test_writers.py -k "
 BENCHMARKS, WATCH = "test_benchmarks.py -k ", "test_watch.py -k "
 SHARED, SUMS = "kernels/shared_memory.cpp", "test_shared_memory.py -k 'test_sums and 3'"
 MESSAGES, IN_FLIGHT = "test_shared_memory.py -k 'random_messages and not long'", "test_shared_memory.py -k in_flight"
@@ -142,7 +142,14 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("terminal.py", "        ids = ids + row\n", "", "test_generate.py -k 'interactive_goes_on and 1'"),
     ("kernels/gloo.py", 'if address.startswith("127."):', "if False:", LINK + "the_interface_is"),
     ("launch.py", 'wiring = "hybrid"  # its name', "pass", LAYERS),
-    ("launch.py", "        if not existed:\n", "        if False:\n", "test_flags.py -k file_to_append"),
+    ("writing.py", "tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent).close()", 'open(path, "a").close()',
+     "test_flags.py -k file_to_append"),
+    ("writing.py", "os.O_APPEND | os.O_NONBLOCK", "os.O_APPEND | os.O_CREAT", WRITERS + "no_trace"),
+    ("writing.py", "                f.truncate(size)\n", "                pass\n", WRITERS + "whole_or_not"),
+    ("writing.py", "            f.truncate(size - len(rest))\n", "            pass\n", WRITERS + "cut_off_goes"),
+    ("writing.py", 'rest.startswith((b"{", b"\\0"))', "True", WRITERS + "cut_off_goes"),
+    ("writing.py", 'return b"\\n" if rest else b""', 'return b""', WRITERS + "cut_off_goes"),
+    ("writing.py", "while start > 0 and b", "if start > 0 and b", WRITERS + "cut_off_goes"),
     ("launch.py", "for message in self.gather(error):", "for message in [error]:", "test_tp.py -k error_of_one_rank"),
     ("launch.py", "gloo.let_preempt(threads)\n        dist", "dist", LINK + "preempt"),
     ("launch.py", "if size != tp_size:", "if False:", WATCH + "numbers_of_the_ranks"),
@@ -161,16 +168,25 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("watch.py", "if not os.WIFSIGNALED(status):", "if True:", WATCH + "how_a_process"),
     ("watch.py", "(signal.default_int_handler, terminate)", "(terminate,)", WATCH + "goes_on_after"),
     ("watch.py", "signal.pidfd_send_signal(", "print(", WATCH + "from_here"),
+    # writing.py, and who uses it
+    ("writing.py", "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)", "pass", WRITERS + "second_of_two"),
+    ("writing.py", "if names and LOCK not in names:", "if False:", WRITERS + "somebody_else"),
+    ("writing.py", "if os.fstat(lock.fileno()).st_nlink:", "if True:", WRITERS + "went_with_its_writer"),
+    ("writing.py", '[: NAME_BYTES - len(".tmp")]', "", WRITERS + "any_length"),
+    ("writing.py", "            if _clear(folder):\n", "            if False:\n", WRITERS + "with_a_word"),
+    ("writing.py", "            _clear(folder)\n            os.unlink", "            os.unlink",
+     "test_quantize.py -k interrupted_run"),
+    ("writing.py", "        yield path, folder / path.name\n", "        yield path, path\n", WRITERS + "some_moments"),
+    ("writing.py", "if os.path.ismount(path) or os", "if False and os", WRITERS + "cannot_be_had"),
+    ("training/runs.py", "NEEDED if has_ended else", "NEEDED if end.exists() else", WRITERS + "last_moment"),
+    ("training/runs.py", '["*.tmp", "end"]', '["end"]', WRITERS + "last_moment"),
+    ("measure/sweep.py", "        system.prctl(1, signal.SIGTERM)", "        pass", WRITERS + "sweep_s_command"),
+    ("measure/sweep.py", 'writing.append(file, b"")', "pass", WRITERS + "goes_on_behind"),
+    ("measure/exposed.py", "if not unfinished.exists():", "if False:", WRITERS + "trace"),
     # checkpoint.py
     ("checkpoint.py", "            start += b - a\n", "            start = 0\n", "test_cpu.py -k filling"),
     ("checkpoint.py", "            if lost:\n", "            if False:\n", FILES),
     ("checkpoint.py", "if size > room and shards[-1]:", "if False:", CONVERT + "output_is_sharded"),
-    (
-        "checkpoint.py",
-        "        shutil.rmtree(temporary, ignore_errors=True)\n",
-        "        pass\n",
-        "test_quantize.py -k interrupted_run",
-    ),
     ("checkpoint.py", "return type(value) is kind and", "return isinstance(value, kind) and",
      "test_model.py -k one_clear"),
     ("checkpoint.py", "value >= 0", "value > 0", "test_model.py -k good_config"),

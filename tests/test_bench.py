@@ -31,7 +31,7 @@ def bench(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "ROOT", ".")
 
     def run(words=(), when=None, trouble="", gpus=2, **settings):
-        def pretended(command, environment):
+        def pretended(command, environment, place):
             calls.append(command)
             if when and when in command:
                 return (int(trouble), "", None) if trouble.isdecimal() else (1, trouble, None)

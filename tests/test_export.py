@@ -16,6 +16,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 import checkpoint
 import convert_hf_checkpoint
 import tp
+import writing
 from formats.export import config_to_hf
 from formats.exported.configuration_ladder import LadderConfig
 from formats.exported.modeling_ladder import LadderForCausalLM
@@ -44,7 +45,7 @@ def write(folder, **changes):
     """A random checkpoint of ours at folder / "ours" and what --to-hf makes of it; returns (our model, the folder)."""
     config = dataclasses.replace(BASE, **changes)
     net = random_model(config)
-    with checkpoint.new_folder(folder / "ours") as out:
+    with writing.new_folder(folder / "ours") as out:
         checkpoint.write_model(out, config, net.state_dict(), torch.float32)
     convert_hf_checkpoint.main([str(folder / "ours"), "--to-hf", str(folder / "hf")])
     return net, folder / "hf"

@@ -10,6 +10,7 @@ from helpers import ROOT, random_model
 import checkpoint
 import launch
 import quantize
+import writing
 from model import Config, InputError
 
 # script: (the flags that all have, {more flags: the line}). A "{}" is a folder that holds empty, short and long texts.
@@ -251,9 +252,9 @@ def test_a_count_is_taken(text):
 def test_a_file_to_append_to_is_tried_and_left_as_it_was(tmp_path):
     path = tmp_path / "x.jsonl"
     assert launch.appendable(str(path)) == str(path) and not path.exists()
-    launch.append_line(path, {"a": 1})
+    writing.append_line(path, {"a": 1})
     assert launch.appendable(str(path)) == str(path)
-    launch.append_line(path, {"a": [2]})
+    writing.append_line(path, {"a": [2]})
     assert path.read_text() == '{"a": 1}\n{"a": [2]}\n'
 
 

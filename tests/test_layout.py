@@ -14,7 +14,8 @@ model
 kernels.int_linear kernels.gloo
 kernels.cpu
 kernels.shared_memory
-checkpoint watch
+writing watch
+checkpoint
 tokenizer launch tp formats.huggingface formats.sources
 formats.export training.data training.sharding training.curves
 terminal measure.timing measure.clock measure.link

@@ -1,5 +1,7 @@
 """Learning curves of runs, from the lines of their logs."""
 
+import writing
+
 
 def draw(runs, path):
     """A figure of the losses by tokens: validation as a line with marks, training as a faint one.
@@ -28,5 +30,6 @@ def draw(runs, path):
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(path)
+    with writing.new_file(path) as unfinished:
+        figure.savefig(unfinished, format="png")
     plt.close(figure)

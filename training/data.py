@@ -5,7 +5,6 @@ Shape letters: B batch, S sequence.
 
 import dataclasses
 import json
-import os
 from itertools import chain
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+import writing
 from checkpoint import first_line
 from model import InputError
 
@@ -103,23 +103,17 @@ def tokenize(paths, tokenizer, end, target, show=True):
 
     The file appears when it is complete. Raises InputError where the files hold no document.
     """
-    total, number, unfinished = 0, 0, target.with_name(target.name + ".tmp")
-    try:
-        with open(unfinished, "wb") as f:
-            found = chain.from_iterable(map(documents, paths))
-            for document, where in tqdm(found, desc="tokenizing", unit=" documents", delay=1, disable=not show):
-                ids, counts = encode(tokenizer, document, end, where)
-                tokens = np.empty(len(ids), TOKEN)
-                tokens["id"], tokens["document"], tokens["counts"] = ids, number, counts
-                tokens.tofile(f)
-                total, number = total + len(ids), number + 1
+    total, number = 0, 0
+    with writing.new_file(target) as unfinished, open(unfinished, "wb") as f:
+        found = chain.from_iterable(map(documents, paths))
+        for document, where in tqdm(found, desc="tokenizing", unit=" documents", delay=1, disable=not show):
+            ids, counts = encode(tokenizer, document, end, where)
+            tokens = np.empty(len(ids), TOKEN)
+            tokens["id"], tokens["document"], tokens["counts"] = ids, number, counts
+            tokens.tofile(f)
+            total, number = total + len(ids), number + 1
         if total == 0:
             raise InputError(f"{', '.join(map(str, paths))}: no text")
-        os.replace(unfinished, target)
-    except OSError as e:
-        raise InputError(f"cannot write {target}: {e.strerror or e}") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
     return total
 
 
@@ -129,9 +123,8 @@ def train_tokenizer(texts, vocab_size, path):
 
     if not texts:
         raise InputError("--text: no text to make a vocabulary of")
-    unfinished = path.with_name(f"{path.name}.tmp")
     try:
-        with open(unfinished, "wb") as f:
+        with writing.new_file(path) as unfinished, open(unfinished, "wb") as f:
             SentencePieceTrainer.train(
                 sentence_iterator=iter(texts), model_writer=f, vocab_size=vocab_size, model_type="bpe",
                 byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity", split_digits=True,
@@ -139,7 +132,6 @@ def train_tokenizer(texts, vocab_size, path):
             )  # fmt: skip
     except RuntimeError as e:  # too little text for so many pieces, or too few pieces for its characters
         raise InputError(f"--vocab-size {vocab_size} does not suit the text: {str(e).rpartition('] ')[2]}") from None
-    os.replace(unfinished, path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -4,12 +4,12 @@ import argparse
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 import signal
 
 import checkpoint
 import launch
+import writing
 from checkpoint import read_json
 from measure import score
 from model import WIRINGS, Config, InputError
@@ -17,6 +17,7 @@ from tokenizer import load_tokenizer
 from training.data import Windows, documents, tokenize, train_tokenizer
 
 SAMPLE = "Once upon a time there were 12 (twelve) little dogs.\n\tZwölf? 十二! def f(x): return x**2"  # to compare with
+NEEDED = ["state-*", "best-*", "*.tmp", "*.tokens", "end"]  # by a run that has not ended; the mark of its end goes last
 # flags that may change when a run goes on
 MACHINE = ["out", "device", "micro_batch", "recompute", "compile", "save_every"]
 
@@ -102,6 +103,17 @@ def _check_teacher(args, config, own, taught):
         raise InputError(f"the tokenizers of {args.checkpoint} and --distill {args.distill} cut text differently")
 
 
+@contextlib.contextmanager
+def reserved(out, run):
+    """Have an output, which must not be there yet, and its run for this process alone; what a killed one left goes."""
+    with writing.reserved(out):
+        end = run / "end"
+        has_ended = end.exists() and not (run / end.read_text()).exists()
+        _remove(run, NEEDED if has_ended else ["*.tmp", "end"])
+        writing.check_absent(out)
+        yield
+
+
 def prepare(run, args):
     """Make the folder, or check that what it holds is this very run; then its tokenizer and its tokens lie in it.
 
@@ -132,17 +144,11 @@ def prepare(run, args):
             Windows(run / f"{name}.tokens", args.seq_len, "--text" if name == "train" else "--valid")
         new = False
     except OSError as e:
-        raise InputError(f"{e.filename}: {e.strerror}") from None
+        raise InputError(f"{e.filename2 or e.filename}: {e.strerror}") from None
     finally:
         if new:
+            _remove(run, ["[!s]*", "*"])  # settings.json later than what was made by those settings
             shutil.rmtree(run, ignore_errors=True)
-
-
-def write_text(path, text):
-    """Write a file that has its name only when it is complete."""
-    unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(text)
-    os.replace(unfinished, path)
 
 
 def _digest(path):
@@ -153,7 +159,7 @@ def _digest(path):
 def _compare(run, settings):
     path = run / "settings.json"
     if not path.exists():
-        write_text(path, json.dumps(settings, indent=2) + "\n")
+        writing.write_text(path, json.dumps(settings, indent=2) + "\n")
     before = read_json(path)
     for name, now in json.loads(json.dumps(settings)).items():
         if before.get(name) == now:
@@ -168,12 +174,16 @@ def _compare(run, settings):
 
 def finish(run, step, out):
     """The best weights, those of a step, become the output; log and figure stay, what only a run needs goes."""
-    (run / f"best-{step}").rename(out)
-    for pattern in "state-*", "best-*", "*.tmp":
+    best = run / f"best-{step}"
+    writing.write_text(run / "end", best.name)  # once this is not there any more, the rest can go, now or later
+    writing.publish(best, out)
+    _remove(run, NEEDED)
+
+
+def _remove(run, patterns):
+    for pattern in patterns:
         for path in run.glob(pattern):
-            shutil.rmtree(path)
-    for path in run.glob("*.tokens"):
-        path.unlink()
+            writing.remove(path)
 
 
 class Log:
@@ -184,12 +194,12 @@ class Log:
         if step is not None and path.exists():
             self.lines = [line for line in map(json.loads, _complete_lines(path)) if line["step"] <= step]
         if writes:
-            write_text(path, "".join(json.dumps(line) + "\n" for line in self.lines))
+            writing.write_text(path, "".join(json.dumps(line) + "\n" for line in self.lines))
 
     def append(self, line):
         self.lines.append(line)
         if self.writes:
-            launch.append_line(self.path, line)
+            writing.append_line(self.path, line)
 
 
 def _complete_lines(path):

@@ -6,7 +6,6 @@ that are gathered together are an attention, an MLP, and the rest (embedding, no
 
 import contextlib
 import json
-import os
 import shutil
 
 import torch
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import checkpoint
+import writing
 from model import InputError, rope_frequencies
 
 CHUNK = 1024  # tokens whose logits are there at a time
@@ -110,7 +110,7 @@ def write(run, step, saved, model, dtype, world):
         return
     target = run / f"best-{step}"
     shutil.rmtree(target, ignore_errors=True)  # of a run that was killed before it saved this step
-    with checkpoint.new_folder(target) as folder:
+    with writing.new_folder(target) as folder:
         checkpoint.write_config(folder, model.config)
         checkpoint.copy_tokenizer(run, folder)
         checkpoint.write_weights(folder, {name: p.numel() * dtype.itemsize for name, p in parameters.items()}, read)
@@ -138,7 +138,7 @@ def save(run, step, best, model, optimizer, world):
         dist.barrier(group=world.dist_group)
         if world.rank == 0:
             (unfinished / "progress.json").write_text(json.dumps(best))
-            os.replace(unfinished, target)
+            writing.publish(unfinished, target)
             for old in _states(run)[:-1]:
                 shutil.rmtree(old, ignore_errors=True)
     except (OSError, dcp.api.CheckpointException) as e:
