@@ -15,7 +15,7 @@ kernels.int_linear
 kernels.cpu
 kernels.shared_memory
 checkpoint
-tokenizer launch tp formats.huggingface formats.sources
+chat_template tokenizer launch tp formats.huggingface formats.sources
 formats.export training.data training.sharding training.curves
 terminal measure.timing measure.clock measure.link
 measure.report
