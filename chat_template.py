@@ -51,6 +51,7 @@ def answer(line):
     try:
         request = json.loads(line)
         text = compiled(request["template"]).render(**request["variables"])
+        text.encode()  # half of a surrogate pair, which JSON may hold, is no character
         if len(text) > LONGEST:
             return json.dumps({"error": f"it writes more than {LONGEST:,} characters"})
         return json.dumps({"text": text})

@@ -158,6 +158,8 @@ def make_config(values, source):
     try:
         config = Config(**values)
         int_linear.check(config)
+        if config.rope_theta <= 1:
+            raise InputError(f"rope_theta is {config.rope_theta!r} but must be above 1")
         return config
     except InputError as e:
         raise InputError(f"{source}: {e}") from None
@@ -191,7 +193,7 @@ def shapes(config):
 def read_weight_map(index):
     """{tensor name: file name} of an index of shards, which may name files of its own folder alone."""
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
         raise InputError(f"{index} has no weight_map of tensor names to file names")
     for file in set(weight_map.values()):
         if not re.fullmatch(r"[\w-][\w.-]{0,200}", file, re.ASCII):

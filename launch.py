@@ -77,8 +77,8 @@ count = number(int, 1)
 
 def check_appendable(path, flag=""):
     """Raise InputError, led by the flag, unless lines can be appended to a file; leaves no file that was not there."""
-    existed = Path(path).exists()
     try:
+        existed = Path(path).exists()  # an error of the name's, too
         open(path, "a").close()
         if not existed:
             Path(path).unlink(missing_ok=True)

@@ -232,9 +232,9 @@ def read_tokenizer(path, vocab_size=None):
         kind = TiktokenTokenizer if re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", line) else SentencePieceTokenizer
     try:
         tokenizer = kind(path)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as e:  # each library has its own errors, down to bare Exception, and Rust's panics
+    except BaseException as e:  # each library has its own errors, down to bare Exception
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # which Rust's are not
+            raise
         raise InputError(f"{path} cannot be read: {first_line(e)}") from None
     if vocab_size is not None and not 0.95 * vocab_size <= tokenizer.vocab_size <= vocab_size:
         raise InputError(f"{path} has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
@@ -253,7 +253,7 @@ def _read_settings(tokenizer, folder, vocab_size):
         added = {i: {"content": text, "special": text in special} for text, i in _read_if_there(source).items()}
     try:
         tokens = sorted((int(i), token["content"], token.get("special", True)) for i, token in added.items())
-        if not all(i >= 0 and text and isinstance(text, str) for i, text, _ in tokens):
+        if not all(i >= 0 and text.encode() for i, text, _ in tokens):  # or an error of half a surrogate pair
             raise ValueError
     except (KeyError, ValueError, TypeError, AttributeError):
         raise InputError(f"{source}: the added tokens are not {{id: {{content}}}}, or {{content: id}}") from None
