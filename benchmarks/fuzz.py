@@ -70,7 +70,8 @@ def changed_bytes(draw, data):
     for _ in range(draw.choice([1, 1, 1, 2, 4, 16])):
         at, n = draw.randrange(len(data) + 1), draw.choice([1, 1, 2, 4, 8, draw.randrange(1, 200)])
         number = draw.choice(NUMBERS).to_bytes(16, "little", signed=True)[:8]
-        piece = draw.choice([b"", draw.randbytes(n), bytes(n), b"\xff" * n, data[at : at + n] * 2, number])
+        text = bytes(draw.choices(range(32, 127), k=n))
+        piece = draw.choice([b"", draw.randbytes(n), bytes(n), b"\xff" * n, data[at : at + n] * 2, number, text, text])
         piece = piece[: len(data) - at] if in_place else piece
         data[at : at + (len(piece) if in_place else draw.choice([0, n, len(piece)]))] = piece
     if draw.random() < 0.1:
@@ -265,23 +266,11 @@ advise --model 8b --tp 2 --gpu h100 --link pcie --batch 4 --context 100 --layers
 plot BENCH
 """.strip().splitlines()
 WORDS = ["9" * 30, "9" * 5000, "-" + "9" * 30, "1," * 1000, "1," + "9" * 30, "auto:" + "9" * 30, "a" * 300, "a" * 5000]
-WORDS += [
-    "/" * 5000,
-    "/dev/zero",
-    "/proc/self/mem",
-    "/dev/null",
-    "/etc",
-    ".",
-    "",
-    " 1 ",
-    "\x1b[31m",
-    "\udcff",
-    "٣",
-    "\n",
-]
-WORDS += (
-    "-- -1 0 1e400 1e-400 1e30 nan inf 2147483647 2147483648 1,2,3 , 1,,2 é 1_000 0x10 True none auto:3 {} %s".split()
+WORDS += ["/" * 5000, "/dev/zero", "/proc/self/mem", "/dev/null", "/etc", ".", "", " 1 ", "\x1b[31m", "\udcff", "\n"]
+PLAIN = (
+    "-- -1 0 1e400 1e-400 1e30 nan inf 2147483647 2147483648 1,2,3 , 1,,2 é ٣ 1_000 0x10 True none auto:3 {} %s 1 2 3 1"
 )
+WORDS += PLAIN.split()
 
 
 def changed_command(draw, data):

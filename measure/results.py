@@ -206,7 +206,7 @@ class Sweep:
             if line["hardware"] == setting.get("hardware") and line["probe"]["all_reduce"]
         }
         for c, runs in self.runs.items():
-            emulated = next(iter(runs.values()))["link"]
+            emulated = next(iter(runs.values())).get("link")
             if emulated:
                 self.latencies[c[:2]] = emulated["latency_us"]
 
