@@ -104,7 +104,8 @@ AT_MOST = {  # of a field, with much room above every known model; refused befor
     "n_layers": 1000, "n_heads": 2**14, "n_kv_heads": 2**14, "head_dim": 2**14, "dim": 2**18,
     "intermediate_size": 2**20, "vocab_size": 2**24, "max_seq_len": 2**30, "norm_eps": 1.0, "rope_theta": 1e15,
 }  # fmt: skip
-LARGEST, SMALLEST, LONGEST = 2**31 - 1, 1e-30, 2**16  # of the other numbers; of floats; entries of a list
+LARGEST, LONGEST = 2**31 - 1, 2**16  # of the other integers; entries of a list
+FLOATS = 1e-30, 1e15  # the smallest and the largest
 
 
 def check_size(name, value, source, called=None):
@@ -127,7 +128,7 @@ def fits(value, kind):
     if kind is Index:
         return type(value) is int and 0 <= value <= LARGEST
     if kind is float:
-        return type(value) in (int, float) and SMALLEST <= value <= 1 / SMALLEST
+        return type(value) in (int, float) and FLOATS[0] <= value <= FLOATS[1]
     return type(value) is kind and (kind is not int or value > 0)
 
 
@@ -279,6 +280,14 @@ class Weights:
                 # read anew: the pages behind what was copied go with the tensor
                 source = self.read(name).narrow(dim, a, b - a)
                 part[i : i + step].copy_(source[i : i + step])
+
+
+def own_dtype(weights, name):
+    """The dtype of a checkpoint, as a tensor says that is never stored as integers; weights: with read(name)."""
+    dtype = weights.read(name).dtype
+    if dtype not in DTYPES.values():
+        raise InputError(f"tensor {name} holds {dtype_name(dtype)}: give --dtype, one of {', '.join(DTYPES)}")
+    return dtype
 
 
 def check_shape(weights, name, shape):

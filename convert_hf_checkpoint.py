@@ -154,7 +154,7 @@ def main(argv=None):
         raise InputError(f"--made-for-tp does not go with wiring {config.wiring}, the same on any number of ranks")
     if some_tensor not in weights.names():
         raise InputError(f"{args.source} has no tensor {some_tensor}")
-    dtype = checkpoint.DTYPES[args.dtype] if args.dtype else weights.read(some_tensor).dtype
+    dtype = checkpoint.DTYPES[args.dtype] if args.dtype else checkpoint.own_dtype(weights, some_tensor)
     tokenizer = None  # one that does not fit is refused before the work
     if args.tokenizer:
         tokenizer = read_tokenizer(args.tokenizer, config.vocab_size)

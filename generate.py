@@ -43,7 +43,7 @@ def load_model(config, folder, dtype, world):
     """The model with this rank's weights and the collectives that it needs. folder: None for random weights."""
     with world.together():
         weights = checkpoint.Weights(folder) if folder else checkpoint.RandomWeights(config, world.device)
-        own = weights.dtype("norm.weight") if folder else torch.bfloat16
+        own = torch.bfloat16 if dtype or not folder else checkpoint.own_dtype(weights, "norm.weight")
         model = load_shard(config, weights, DTYPES.get(dtype, own), world.device, world.rank, world.tp_size)
     int_linear.use_kernels(model)
     if world.group is not None:

@@ -1,6 +1,7 @@
 """One interface over SentencePiece, tiktoken rank files and tokenizer.json; load_tokenizer() picks by what is there."""
 
 import base64
+import contextlib
 import functools
 import json
 import os
@@ -8,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 from checkpoint import MOST_JSON, check_file, first_line, read_json, read_text
@@ -86,6 +88,23 @@ class Tokenizer:
         return _render(self.template, tools=None, documents=None, **variables)
 
 
+@contextlib.contextmanager
+def library_errors(what):
+    """An error of a library becomes an InputError; what C++ and Rust write on stderr, beside raising it, is lost."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    except BaseException as e:  # each library has its own errors, down to bare Exception
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # Rust's are none
+            raise
+        raise InputError(f"{what}: {first_line(e)}") from None
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 @functools.cache
 def _renderer():
     """The process that renders chat templates; it ends with its input, and so with this process, however that ends."""
@@ -138,6 +157,16 @@ class SentencePieceTokenizer(Tokenizer):
         return self.model.decode([i for i in ids if i not in skip and i < self.vocab_size])
 
 
+def split_runs(text, longest=25_000):
+    """The text in pieces, cut where more than so many characters in a row are all white space, or none of them is.
+
+    As Llama 3's own code does: in longer runs the library's regular expressions fail.
+    """
+    runs = re.finditer(rf"\s{{{longest},}}|\S{{{longest},}}", text)
+    cuts = [0, *(i for run in runs for i in range(run.start() + longest, run.end(), longest)), len(text)]
+    return [text[start:stop] for start, stop in pairwise(cuts)]
+
+
 class TiktokenTokenizer(Tokenizer):
     def __init__(self, path):
         import tiktoken
@@ -160,7 +189,7 @@ class TiktokenTokenizer(Tokenizer):
         self.bos_id = self.special["<|begin_of_text|>"]
 
     def encode_plain(self, text):
-        return self.model.encode_ordinary(text)
+        return [i for piece in split_runs(text) for i in self.model.encode_ordinary(piece)]
 
     def decode(self, ids):
         return self.model.decode([i for i in ids if i < self.n_ranks])
@@ -181,13 +210,13 @@ class JsonTokenizer(Tokenizer):
         around = self.model.encode("a", add_special_tokens=True)  # what its post-processor puts around a text
         self.bos_id = around.ids[0] if around.special_tokens_mask[:1] == [1] else None
 
-    def encode_plain(self, text):
-        self.model.encode_special_tokens = True  # takes their names as plain text
-        return self.model.encode(text, add_special_tokens=False).ids
+    def encode_plain(self, text, markup=False):
+        self.model.encode_special_tokens = not markup  # if set, it takes their names as plain text
+        with library_errors("the checkpoint's tokenizer.json fails at this text"):
+            return self.model.encode(text, add_special_tokens=False).ids
 
     def encode_markup(self, text):
-        self.model.encode_special_tokens = False
-        return self.model.encode(text, add_special_tokens=False).ids
+        return self.encode_plain(text, markup=True)
 
     def decode(self, ids):
         # by the library's own skip_special_tokens, those that are "normalized" would be printed
@@ -230,12 +259,8 @@ def read_tokenizer(path, vocab_size=None):
         with open(path, "rb") as f:
             line = f.readline(200)
         kind = TiktokenTokenizer if re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", line) else SentencePieceTokenizer
-    try:
+    with library_errors(f"{path} cannot be read"):
         tokenizer = kind(path)
-    except BaseException as e:  # each library has its own errors, down to bare Exception
-        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # which Rust's are not
-            raise
-        raise InputError(f"{path} cannot be read: {first_line(e)}") from None
     if vocab_size is not None and not 0.95 * vocab_size <= tokenizer.vocab_size <= vocab_size:
         raise InputError(f"{path} has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
     return tokenizer

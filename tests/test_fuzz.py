@@ -48,9 +48,16 @@ def _take_memory(folder):
     bytearray(2**30)
 
 
-def _say(text):
+class Raw(fuzz.InputError):
+    """One that prints what it quotes as it is."""
+
+    def __str__(self):
+        return self.args[0]
+
+
+def _say(text, kind=fuzz.InputError):
     def say(folder):
-        raise fuzz.InputError(text)
+        raise kind(text)
 
     return say
 
@@ -60,7 +67,8 @@ def _say(text):
     [
         (_loop, "it takes longer than 0.2 s"), (_take_memory, "MemoryError: "),
         (lambda folder: 1 / 0, "ZeroDivisionError"),
-        (lambda folder: "a\x1b[31m", "it prints control"), (_say("one line"), fuzz.REFUSED),
+        (lambda folder: "a\x1b[31m", "it prints control"), (_say("a" * 499), fuzz.REFUSED),
+        (_say("a\n", Raw), "a message of 2 characters, not printable"),
         (lambda folder: "", fuzz.WORKS),
     ],
 )  # fmt: skip

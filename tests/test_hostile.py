@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +13,8 @@ import zipfile
 
 import pytest
 import torch
-from helpers import BASE, ROOT, random_model, script
+from helpers import BASE, ROOT, random_model, script, shared_data
+from safetensors.torch import save_file
 
 import checkpoint
 import convert_hf_checkpoint
@@ -20,6 +22,7 @@ import generate
 import launch
 import terminal
 import tokenizer
+from benchmarks import fuzz
 from benchmarks.fuzz import THEIRS, llama2c
 from formats.huggingface import config_from_hf
 from formats.sources import Llama2cWeights, PickledWeights
@@ -107,7 +110,7 @@ def test_the_bounds_admit_every_named_size():
         ({"hidden_size": 10**30}, "hidden_size is"), ({"model_type": []}, "model_type []"),
         ({"model_type": {}}, "model_type {}"),
         ({"rope_scaling": THEIRS["rope_scaling"] | {"rope_type": "yarn"}, "rope_theta": 1}, "rope_theta is 1 but"),
-        ({"rope_scaling": THEIRS["rope_scaling"] | {"rope_type": "linear", "factor": 10**400}}, "rope_scaling is"),
+        ({"rope_scaling": THEIRS["rope_scaling"] | {"rope_type": "linear", "factor": 2**64}}, "rope_scaling is"),
         ({"ladder_layers": list(range(10**5))}, "ladder_layers"),
     ],
 )  # fmt: skip
@@ -160,6 +163,14 @@ def test_numbers_that_are_not_computed_with(dtype, size, tmp_path):
     weights = checkpoint.Weights(tmp_path)
     for read in weights.shape, weights.dtype, weights.read:
         refused(f"tensor a is of dtype {dtype}: only BF16, F16, F32, F64, I8, U8 are read", read, "a")
+
+
+def test_weights_that_are_no_floats(tmp_path):
+    state = {name: torch.zeros_like(w, dtype=torch.int8) for name, w in random_model(BASE).state_dict().items()}
+    checkpoint.write_config(tmp_path, BASE)
+    save_file(state, tmp_path / "model.safetensors")
+    refused("tensor norm.weight holds int8: give --dtype, one of float32, bfloat16, float16", generate.load, tmp_path)
+    refused("holds int8, but the config says bfloat16", generate.load, tmp_path, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("length", [2**60, 2**64 - 1, 10**8])
@@ -284,6 +295,49 @@ def test_settings_that_are_refused(settings, demo_tokenizer):
 def test_named_templates_without_a_default(template, demo_tokenizer):
     (demo_tokenizer / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     assert load_tokenizer(demo_tokenizer).template is None
+
+
+@pytest.fixture
+def json_tokenizer(tmp_path):
+    """A function that writes a tokenizer.json with a part of it changed, and returns its path."""
+
+    def write(part, changes):
+        values = json.loads(fuzz.json_tokenizer())
+        values[part] |= changes
+        (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+        return tmp_path / "tokenizer.json"
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "part, changes",
+    [
+        ("post_processor", {"special_tokens": {}}), ("model", {"continuing_subword_prefix": "a" * 300}),
+        ("model", {"merges": [["a"]]}), ("model", {"vocab": {}}),
+    ],
+)  # fmt: skip
+def test_a_library_s_panic_is_one_line(part, changes, json_tokenizer, capfd):
+    refused("tokenizer.json cannot be read", read_tokenizer, json_tokenizer(part, changes))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_text_that_a_tokenizer_fails_at(json_tokenizer):
+    found = read_tokenizer(json_tokenizer("model", {"unk_token": "none", "byte_fallback": False}))
+    refused("tokenizer.json fails at this text: Unk token `none` not found", found.encode, "a\U0010fffd")
+
+
+def test_runs_that_are_too_long_for_tiktoken():
+    text = "a  b" + " " * 25_007 + "c" * 60_000 + " " * 24_999 + "d"
+    pieces = tokenizer.split_runs(text)
+    assert "".join(pieces) == text and len(pieces) == 4
+    assert max(len(run) for piece in pieces for run in re.findall(r"\s+|\S+", piece)) == 25_000
+    assert tokenizer.split_runs("a b" * 9000) == ["a b" * 9000] and tokenizer.split_runs("") == [""]
+
+
+def test_the_real_tiktoken_file_takes_a_million_blanks():
+    found = read_tokenizer(shared_data("llama3-tokenizer.model"))
+    assert found.decode(found.encode_plain(" " * 10**6)) == " " * 10**6
 
 
 LOOP = "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}"
