@@ -99,7 +99,10 @@ def is_complete(line):
         return line.keys() == {"repeat", "command"}
     if "error" in line:
         return bool(case(line)) and line.keys() >= {"model", "prompt_tokens", "new_tokens", "simulated"}
-    times = line.keys() >= {*SETTING, *MEASURED} and (line["prefill_s"] is None) == (line["decode_s"] is None)
+    if not line.keys() >= {*SETTING, *MEASURED}:
+        return False
+    together = [line[key] is None for key in ("tok_s", "tok_s_user", "tpot_ms")]
+    times = len({*together}) == 1 and (line["prefill_s"] is None) == (line["decode_s"] is None)
     emulated = not line.get("link") or is_from_0(line["link"].get("latency_us"))
     return bool(case(line)) and times and emulated
 
