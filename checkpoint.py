@@ -3,9 +3,10 @@
 import dataclasses
 import hashlib
 import json
-import math
 import os
+import re
 import shutil
+import stat
 import types
 from pathlib import Path
 from typing import Union, get_args, get_origin
@@ -39,8 +40,28 @@ def first_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def read_text(path, flag=""):
+# Files come from strangers. Whatever is in one, to read it executes nothing, allocates no more than some times its
+# size, and ends within seconds: sizes are looked at before anything is read or built.
+
+MOST_TEXT, MOST_JSON, MOST_HEADER = 2**30, 2**24, 2**24  # bytes; the largest index known, of 163 shards, has 9 MB
+DEEPEST = 100  # of lists in lists in JSON
+
+
+def check_file(path, at_most=None, flag=""):
+    """Raise InputError, led by the flag, unless path is a regular file, or a link to one, of at most so many bytes."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError) as e:  # a ValueError for a NUL in the name
+        raise InputError(f"{flag}{path}: {getattr(e, 'strerror', None) or e}") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise InputError(f"{flag}{path}: it is {'a folder' if stat.S_ISDIR(found.st_mode) else 'no regular file'}")
+    if at_most is not None and found.st_size > at_most:
+        raise InputError(f"{flag}{path} has {found.st_size / 1e6:,.0f} MB: at most {at_most / 1e6:,.0f} are read")
+
+
+def read_text(path, flag="", at_most=MOST_TEXT):
     """The text of a UTF-8 file; the flag that named it, if given, leads the message of an InputError."""
+    check_file(path, at_most, flag)
     try:
         return Path(path).read_text(encoding="utf-8")
     except OSError as e:
@@ -49,13 +70,27 @@ def read_text(path, flag=""):
         raise InputError(f"{flag}{path} is not valid UTF-8") from None
 
 
+def parse_json(text):
+    """The value in JSON text; a ValueError for any text that has none, or one nested too deeply to be worked on."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [v for v in level if isinstance(v, dict | list)]
+        level = [child for v in level for child in (v.values() if isinstance(v, dict) else v)]
+    if level:
+        raise ValueError("nested too deeply")
+    return value
+
+
 def read_json(path):
     """The object in a JSON file; InputError when there is no such file or it holds something else."""
+    text = read_text(path, at_most=MOST_JSON)
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as e:
-        raise InputError(f"{path}: {e.strerror or e}") from None
-    except ValueError as e:  # not UTF-8, or not JSON
+        value = parse_json(text)
+    except ValueError as e:
         raise InputError(f"{path} is not valid JSON ({e})") from None
     if not isinstance(value, dict):
         raise InputError(f"{path} holds {type(value).__name__}, not a JSON object")
@@ -65,6 +100,19 @@ def read_json(path):
 FIELDS = {f.name: f for f in dataclasses.fields(Config)}
 MEANT = {int: "a positive integer", float: "a positive number", bool: "true or false", str: "a string"}
 MEANT |= {Index: "an integer from 0 on", types.NoneType: "null"}
+AT_MOST = {  # of a field, with much room above every known model; refused before anything is built
+    "n_layers": 1000, "n_heads": 2**14, "n_kv_heads": 2**14, "head_dim": 2**14, "dim": 2**18,
+    "intermediate_size": 2**20, "vocab_size": 2**24, "max_seq_len": 2**30, "norm_eps": 1.0, "rope_theta": 1e15,
+}  # fmt: skip
+LARGEST, LONGEST = 2**31 - 1, 2**16  # of the other integers; entries of a list
+FLOATS = 1e-30, 1e15  # the smallest and the largest
+
+
+def check_size(name, value, source, called=None):
+    """Raise InputError when the number of a Config field, which the source may call otherwise, is absurdly large."""
+    most = AT_MOST.get(name, LARGEST)
+    if isinstance(value, int | float) and value > most:
+        raise InputError(f"{source}: {called or name} is {value!r} but must be at most {most:,}")
 
 
 def fits(value, kind):
@@ -73,14 +121,14 @@ def fits(value, kind):
     if origin in (Union, types.UnionType):
         return any(fits(value, part) for part in parts)
     if origin is tuple:
-        return isinstance(value, tuple) and all(fits(v, parts[0]) for v in value)
+        return isinstance(value, tuple) and len(value) <= LONGEST and all(fits(v, parts[0]) for v in value)
     if origin is dict:
         keys = set(get_args(parts[0]))
         return isinstance(value, dict) and value.keys() == keys and all(fits(v, parts[1]) for v in value.values())
     if kind is Index:
-        return type(value) is int and value >= 0
+        return type(value) is int and 0 <= value <= LARGEST
     if kind is float:
-        return type(value) in (int, float) and 0 < value < math.inf
+        return type(value) in (int, float) and FLOATS[0] <= value <= FLOATS[1]
     return type(value) is kind and (kind is not int or value > 0)
 
 
@@ -107,9 +155,12 @@ def make_config(values, source):
             raise InputError(f"{source}: unknown key {name!r}")
         if not fits(value, FIELDS[name].type):
             raise InputError(f"{source}: {name} is {value!r} but must be {meant(FIELDS[name].type)}")
+        check_size(name, value, source)
     try:
         config = Config(**values)
         int_linear.check(config)
+        if config.rope_theta <= 1:
+            raise InputError(f"rope_theta is {config.rope_theta!r} but must be above 1")
         return config
     except InputError as e:
         raise InputError(f"{source}: {e}") from None
@@ -123,11 +174,11 @@ def name(folder):
 def read_config(folder):
     """The Config of a checkpoint folder."""
     path = Path(folder) / "config.json"
-    if Path(folder).is_file():
+    if os.path.isfile(folder):  # false, where Path's raises an error, for what can be no name of a file
         raise InputError(f"{folder} is a file: run convert_hf_checkpoint.py {folder} --out DIR first")
-    if not Path(folder).is_dir():
+    if not os.path.isdir(folder):
         raise InputError(f"{folder} is not a checkpoint folder: there is no such folder")
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise InputError(f"{folder} is not a checkpoint folder: it has no config.json")
     values = read_json(path)
     if "model_type" in values or "architectures" in values:
@@ -155,18 +206,33 @@ def shapes(config):
 
 
 def read_weight_map(index):
-    """{tensor name: file name} of an index of shards."""
+    """{tensor name: file name} of an index of shards, which may name files of its own folder alone."""
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
         raise InputError(f"{index} has no weight_map of tensor names to file names")
+    for file in set(weight_map.values()):
+        if not re.fullmatch(r"[\w-][\w.-]{0,200}", file, re.ASCII):
+            raise InputError(f"{index} names {file!r}, which is no plain name of a file beside it")
     return weight_map
+
+
+def check_header(path):
+    """Raise InputError unless a safetensors file has a header of a size to be read."""
+    check_file(path)
+    with open(path, "rb") as f:
+        size = int.from_bytes(f.read(8), "little")
+    if size > MOST_HEADER:
+        raise InputError(f"{path} is no safetensors file: its header would have {size:,} bytes")
 
 
 class Weights:
     """The tensors of a folder's safetensors files, memory-mapped; only what is read is loaded.
 
-    Raises InputError when a file that the index names is absent, or one is truncated.
+    Raises InputError when a file that the index names is absent, or one is truncated, or a tensor is asked for whose
+    numbers are of a type that this project does not compute with.
     """
+
+    TYPES = {"F64", "F32", "F16", "BF16", "I8", "U8"}
 
     def __init__(self, folder):
         folder = Path(folder)
@@ -182,6 +248,7 @@ class Weights:
         for path in paths:
             if not path.is_file():
                 raise InputError(f"{path} is missing, but {index.name} names it: download or convert it again")
+            check_header(path)
             try:
                 self.files.update(dict.fromkeys(safe_open(path, framework="pt").keys(), path))
             except SafetensorError as e:
@@ -198,7 +265,11 @@ class Weights:
         if name not in self.files:
             raise InputError(f"the checkpoint has no tensor {name}")
         # Opened anew each time: what was read stays mapped as long as its tensor lives, and no longer.
-        return safe_open(self.files[name], framework="pt")
+        file = safe_open(self.files[name], framework="pt")
+        found = file.get_slice(name).get_dtype()
+        if found not in self.TYPES:
+            raise InputError(f"tensor {name} is of dtype {found}: only {', '.join(sorted(self.TYPES))} are read")
+        return file
 
     def shape(self, name):
         return tuple(self._open(name).get_slice(name).get_shape())
@@ -223,6 +294,14 @@ class Weights:
                 # read anew: the pages behind what was copied go with the tensor
                 source = self.read(name).narrow(dim, a, b - a)
                 part[i : i + step].copy_(source[i : i + step])
+
+
+def own_dtype(weights, name):
+    """The dtype of a checkpoint, as a tensor says that is never stored as integers; weights: with read(name)."""
+    dtype = weights.read(name).dtype
+    if dtype not in DTYPES.values():
+        raise InputError(f"tensor {name} holds {dtype_name(dtype)}: give --dtype, one of {', '.join(DTYPES)}")
+    return dtype
 
 
 def check_shape(weights, name, shape):

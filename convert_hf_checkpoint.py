@@ -6,6 +6,7 @@ python convert_hf_checkpoint.py checkpoints/1b --to-hf hf/1b
 """
 
 import dataclasses
+import os
 import re
 import shutil
 from pathlib import Path
@@ -26,14 +27,14 @@ from tokenizer import load_tokenizer, read_tokenizer
 def open_source(source, revision=None):
     """(weights, Config, folder of the tokenizer files or None) of a folder, a hub id or a llama2.c file."""
     path = Path(source)
-    if path.is_file():
+    if os.path.isfile(path):
         weights = Llama2cWeights(path)
         return weights, weights.config, None
-    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not source.startswith("."):
+    if not os.path.exists(path) and re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not source.startswith("."):
         path = download(source, revision)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise InputError(f"{source} is no folder, no file and no hub id such as meta-llama/Llama-3.2-1B")
-    if not (path / "config.json").is_file():
+    if not os.path.isfile(path / "config.json"):
         raise InputError(f"{path} has no config.json: it is no Hugging Face folder, or only half downloaded")
     config = config_from_hf(path / "config.json")
     pickled = any(path.glob("pytorch_model.bin*")) and not any(path.glob("model.safetensors*"))
@@ -132,7 +133,7 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
-    if args.tokenizer and not Path(args.tokenizer).is_file():
+    if args.tokenizer and not os.path.isfile(args.tokenizer):
         raise InputError(f"--tokenizer {args.tokenizer}: no such file")
     if args.to_hf:
         config, weights, folder = checkpoint.read_config(args.source), checkpoint.Weights(args.source), args.source
@@ -154,7 +155,7 @@ def main(argv=None):
         raise InputError(f"--made-for-tp does not go with wiring {config.wiring}, the same on any number of ranks")
     if some_tensor not in weights.names():
         raise InputError(f"{args.source} has no tensor {some_tensor}")
-    dtype = checkpoint.DTYPES[args.dtype] if args.dtype else weights.read(some_tensor).dtype
+    dtype = checkpoint.DTYPES[args.dtype] if args.dtype else checkpoint.own_dtype(weights, some_tensor)
     tokenizer = None  # one that does not fit is refused before the work
     if args.tokenizer:
         tokenizer = read_tokenizer(args.tokenizer, config.vocab_size)

@@ -56,7 +56,9 @@ def load_model(config, folder, dtype, world):
 
 def chosen_dtype(name, folder):
     """The dtype of that name, or without one that of the checkpoint folder; of random weights bfloat16."""
-    return DTYPES.get(name) or (checkpoint.Weights(folder).dtype("norm.weight") if folder else torch.bfloat16)
+    return DTYPES.get(name) or (
+        checkpoint.own_dtype(checkpoint.Weights(folder), "norm.weight") if folder else torch.bfloat16
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -50,6 +50,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise InputError(message.removeprefix("argument "))
 
+    def _get_values(self, action, arg_strings):
+        if arg_strings == ["--"] and action.option_strings:  # of --flag=--: argparse takes it for no value, and fails
+            raise argparse.ArgumentError(action, "'--' is no value")
+        return super()._get_values(action, arg_strings)
+
 
 def number(kind, low, high=None, above=False):
     """An argparse type: an int or a float from `low` (or above it) to `high`; without one an int has 31 bits."""

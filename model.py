@@ -29,6 +29,10 @@ import torch.nn.functional as F
 class InputError(ValueError):
     """Something the user gave is wrong; the message is one line that names it and says what would be right."""
 
+    def __str__(self):  # what it quotes may come from a stranger's file: no line breaks, no terminal's escape codes
+        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
+        return text if len(text) <= 500 else f"{text[:300]} ... {text[-190:]}"
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The collectives, as a wiring asks for them
@@ -260,7 +264,7 @@ class Config:
         if isinstance(self.ladder_layers, tuple):
             return self.ladder_layers
         last = self.n_layers if self.ladder_layers is None else self.ladder_layers
-        return tuple(range(self.n_layers - last, self.n_layers))
+        return tuple(range(max(-1, self.n_layers - last), self.n_layers))  # -1: they are too many
 
     @property
     def stale_layers(self):

@@ -13,10 +13,11 @@ from tqdm import tqdm
 
 import checkpoint
 import watch
-from launch import count
+from launch import count, number
 from model import InputError
 from tokenizer import TextStream
 
+MOST_PROMPTS, MOST_ROWS, MOST_TOKENS = 2**24, 2**16, 2**25  # bytes of a file; prompts; tokens of synthetic ones
 TOKENS_BETWEEN_CHECKS = 8  # of several ranks, for a Ctrl-C: each check is a broadcast
 
 
@@ -29,7 +30,10 @@ def add_prompt_flags(parser):
     )
     g.add_argument("--prompt-length", type=count, metavar="N", help="a synthetic prompt of N random tokens, e.g. 1024")
     g.add_argument(
-        "--batch", type=count, metavar="B", help="repeat the prompts to B rows, e.g. 16 (synthetic ones differ)"
+        "--batch",
+        type=number(int, 1, MOST_ROWS),
+        metavar="B",
+        help="repeat the prompts to B rows, e.g. 16 (synthetic ones differ)",
     )
     g.add_argument("--chat", action="store_true", help="put each prompt into the checkpoint's chat template")
     g.add_argument(
@@ -52,19 +56,25 @@ def read_prompts(args, config, tokenizer):
     """The prompts that the flags give, as lists of token ids."""
     texts = list(args.prompt or [])
     if args.prompts_file:
-        lines = checkpoint.read_text(args.prompts_file, flag="--prompts-file ").splitlines()
+        lines = checkpoint.read_text(args.prompts_file, "--prompts-file ", MOST_PROMPTS).splitlines()
         texts += [line for line in lines if line.strip()]
         if not texts:
             raise InputError(f"--prompts-file {args.prompts_file} is empty: it takes one prompt a line")
     if texts and tokenizer is None:
         owner = args.checkpoint or "--model"
         raise InputError(f"{owner} has no tokenizer: use --prompt-ids or --prompt-length")
+    if len(texts) > MOST_ROWS:
+        raise InputError(
+            f"--prompts-file {args.prompts_file} has {len(texts):,} prompts: at most {MOST_ROWS:,} are taken"
+        )
     prompts = []
     for text in texts:
         if not text.strip():
             raise InputError("--prompt is empty: give some text, or the ids themselves with --prompt-ids")
         if not is_utf8(text):
             raise InputError(f"--prompt {text!r} is not valid UTF-8")
+        if len(text) > config.max_seq_len * tokenizer.longest:  # encoding it could take minutes
+            raise InputError(f"a prompt of {len(text):,} characters does not fit the context of {config.max_seq_len}")
         prompts.append(tokenizer.chat([{"role": "user", "content": text}]) if args.chat else tokenizer.encode(text))
     for ids in args.prompt_ids or []:
         try:
@@ -76,6 +86,8 @@ def read_prompts(args, config, tokenizer):
             raise InputError(
                 f"--prompt-length {args.prompt_length} leaves no room in the context of {config.max_seq_len}"
             )
+        if args.prompt_length * (args.batch or 1) > MOST_TOKENS:
+            raise InputError(f"--prompt-length times --batch is more than {MOST_TOKENS:,} tokens")
         generator = torch.Generator().manual_seed(args.seed)
         shape = (args.batch or 1, args.prompt_length)
         prompts += torch.randint(config.vocab_size, shape, generator=generator).tolist()

@@ -1,14 +1,21 @@
 """One interface over SentencePiece, tiktoken rank files and tokenizer.json; load_tokenizer() picks by what is there."""
 
 import base64
+import contextlib
 import functools
 import json
+import os
 import re
-from datetime import datetime
+import signal
+import subprocess
+import sys
+from itertools import pairwise
 from pathlib import Path
 
-from checkpoint import first_line, read_json
+from checkpoint import MOST_JSON, check_file, first_line, read_json, read_text
 from model import InputError
+
+MOST_BYTES = 2**27  # of a tokenizer's file; the largest known have 35 MB
 
 # Llama 3's pre-tokenizer pattern and special tokens: its rank file holds neither.
 LLAMA3_PATTERN = (
@@ -24,10 +31,12 @@ LLAMA3_SPECIAL = {
 class Tokenizer:
     """encode(text) -> ids and decode(ids) -> text without special tokens; chat(messages) -> ids.
 
-    A subclass sets vocab_size, bos_id (or None) and special {text: id}, and encodes plain text.
+    A subclass sets vocab_size, longest (bytes of a token), bos_id (or None) and special {text: id}, and encodes plain
+    text.
     """
 
     vocab_size: int
+    longest: int
     bos_id: int | None
     special: dict
     template = None  # the checkpoint's chat template, Jinja source
@@ -75,41 +84,50 @@ class Tokenizer:
         """A conversation as the chat template writes it, and, if asked for, what begins an answer."""
         if self.template is None:
             raise InputError("no chat template in the checkpoint's tokenizer_config.json, nor a chat_template.jinja")
-        try:
-            return _compiled(self.template).render(
-                messages=messages, add_generation_prompt=answer, tools=None, documents=None, **self.template_variables
-            )
-        except Exception as e:  # the template is a program of its own
-            raise InputError(f"the checkpoint's chat template refuses this conversation: {e}") from None
+        variables = {**self.template_variables, "messages": messages, "add_generation_prompt": answer}
+        return _render(self.template, tools=None, documents=None, **variables)
+
+
+@contextlib.contextmanager
+def library_errors(what):
+    """An error of a library becomes an InputError; what C++ and Rust write on stderr, beside raising it, is lost."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    except BaseException as e:  # each library has its own errors, down to bare Exception
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # Rust's are none
+            raise
+        raise InputError(f"{what}: {first_line(e)}") from None
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 @functools.cache
-def _compiled(template):
-    """A chat template, with what transformers gives it: https://huggingface.co/docs/transformers/chat_templating_writing."""
-    from jinja2 import nodes
-    from jinja2.exceptions import TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def _renderer():
+    """The process that renders chat templates; it ends with its input, and so with this process, however that ends."""
+    program = [sys.executable, str(Path(__file__).with_name("chat_template.py"))]
+    return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    class Generation(Extension):
-        """{% generation %} marks what training learns to say: its text is part of the conversation like any other."""
 
-        tags = {"generation"}
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    def raise_exception(message):
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
-    environment.filters["tojson"] = lambda x, **k: json.dumps(x, ensure_ascii=False, indent=k.get("indent"))
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(template)
+def _render(template, **variables):
+    """The text of a template, or an InputError with what it, or the system, says against it."""
+    process = _renderer()
+    try:
+        process.stdin.write(json.dumps({"template": template, "variables": variables}) + "\n")
+        process.stdin.flush()
+        said = json.loads(process.stdout.readline() or "{}")
+    except BrokenPipeError:
+        said = {}
+    if not said:
+        _renderer.cache_clear()
+        late = process.wait() == -signal.SIGPROF
+        said["error"] = "it takes longer than a second" if late else f"it ended its process ({process.returncode})"
+    if "error" in said:
+        raise InputError(f"the checkpoint's chat template refuses this conversation: {said['error']}")
+    return said["text"]
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -122,6 +140,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = self.model.vocab_size()
         ids = [self.model.bos_id(), self.model.eos_id()]
         self.special = {self.model.id_to_piece(i): i for i in ids if i >= 0}
+        self.longest = max(len(self.model.id_to_piece(i).encode()) for i in range(self.vocab_size))
         self.bos_id = ids[0] if ids[0] >= 0 else None
 
     def encode_plain(self, text):
@@ -138,24 +157,39 @@ class SentencePieceTokenizer(Tokenizer):
         return self.model.decode([i for i in ids if i not in skip and i < self.vocab_size])
 
 
+def split_runs(text, longest=25_000):
+    """The text in pieces, cut where more than so many characters in a row are all white space, or none of them is.
+
+    As Llama 3's own code does: in longer runs the library's regular expressions fail.
+    """
+    runs = re.finditer(rf"\s{{{longest},}}|\S{{{longest},}}", text)
+    cuts = [0, *(i for run in runs for i in range(run.start() + longest, run.end(), longest)), len(text)]
+    return [text[start:stop] for start, stop in pairwise(cuts)]
+
+
 class TiktokenTokenizer(Tokenizer):
     def __init__(self, path):
         import tiktoken
 
         with open(path, "rb") as f:
-            ranks = {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in f if line.strip())}
+            lines = [line.split() for line in f if line.strip()]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        if sorted(ranks.values()) != list(range(len(lines))):  # the library takes every rank up to the last for there
+            raise InputError("its ranks are not 0, 1, 2, ... of one token each")
+        if lost := [i for i in range(256) if bytes([i]) not in ranks]:
+            raise InputError(f"no token is the single byte {lost[0]}")
         names, reserved = [], 0
         for i in range(256):
             names.append(LLAMA3_SPECIAL.get(i, f"<|reserved_special_token_{reserved}|>"))
             reserved += i not in LLAMA3_SPECIAL
         self.special = {name: len(ranks) + i for i, name in enumerate(names)}
         self.model = tiktoken.Encoding(path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
-        self.n_ranks = len(ranks)
+        self.n_ranks, self.longest = len(ranks), max(map(len, ranks))
         self.vocab_size = len(ranks) + len(names)
         self.bos_id = self.special["<|begin_of_text|>"]
 
     def encode_plain(self, text):
-        return self.model.encode_ordinary(text)
+        return [i for piece in split_runs(text) for i in self.model.encode_ordinary(piece)]
 
     def decode(self, ids):
         return self.model.decode([i for i in ids if i < self.n_ranks])
@@ -171,17 +205,18 @@ class JsonTokenizer(Tokenizer):
         added = self.model.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items()}
         self.hidden = {i for i, token in added.items() if token.special}
-        self.vocab_size = max(self.model.get_vocab(with_added_tokens=True).values()) + 1
+        vocabulary = self.model.get_vocab(with_added_tokens=True)
+        self.vocab_size, self.longest = max(vocabulary.values()) + 1, max(len(token.encode()) for token in vocabulary)
         around = self.model.encode("a", add_special_tokens=True)  # what its post-processor puts around a text
         self.bos_id = around.ids[0] if around.special_tokens_mask[:1] == [1] else None
 
-    def encode_plain(self, text):
-        self.model.encode_special_tokens = True  # takes their names as plain text
-        return self.model.encode(text, add_special_tokens=False).ids
+    def encode_plain(self, text, markup=False):
+        self.model.encode_special_tokens = not markup  # if set, it takes their names as plain text
+        with library_errors("the checkpoint's tokenizer.json fails at this text"):
+            return self.model.encode(text, add_special_tokens=False).ids
 
     def encode_markup(self, text):
-        self.model.encode_special_tokens = False
-        return self.model.encode(text, add_special_tokens=False).ids
+        return self.encode_plain(text, markup=True)
 
     def decode(self, ids):
         # by the library's own skip_special_tokens, those that are "normalized" would be printed
@@ -202,7 +237,7 @@ class JsonTokenizer(Tokenizer):
 def load_tokenizer(folder, vocab_size=None):
     """The tokenizer of a checkpoint folder with its settings, or None when it has none; errors as of read_tokenizer."""
     folder = Path(folder)
-    path = next((folder / n for n in ("tokenizer.json", "tokenizer.model") if (folder / n).is_file()), None)
+    path = next((folder / n for n in ("tokenizer.json", "tokenizer.model") if os.path.lexists(folder / n)), None)
     if path is None:
         return None
     tokenizer = read_tokenizer(path, vocab_size)
@@ -217,16 +252,15 @@ def read_tokenizer(path, vocab_size=None):
     is taken for padding of the embedding: DeepSeek 7B has 102400 rows for 100015 tokens).
     """
     path = Path(path)
+    check_file(path, MOST_BYTES)
     if path.suffix == ".json":
         kind = JsonTokenizer
     else:
         with open(path, "rb") as f:
             line = f.readline(200)
         kind = TiktokenTokenizer if re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", line) else SentencePieceTokenizer
-    try:
+    with library_errors(f"{path} cannot be read"):
         tokenizer = kind(path)
-    except Exception as e:  # each library has its own errors, down to bare Exception
-        raise InputError(f"{path} cannot be read: {first_line(e)}") from None
     if vocab_size is not None and not 0.95 * vocab_size <= tokenizer.vocab_size <= vocab_size:
         raise InputError(f"{path} has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
     return tokenizer
@@ -244,6 +278,8 @@ def _read_settings(tokenizer, folder, vocab_size):
         added = {i: {"content": text, "special": text in special} for text, i in _read_if_there(source).items()}
     try:
         tokens = sorted((int(i), token["content"], token.get("special", True)) for i, token in added.items())
+        if not all(i >= 0 and text.encode() for i, text, _ in tokens):  # or an error of half a surrogate pair
+            raise ValueError
     except (KeyError, ValueError, TypeError, AttributeError):
         raise InputError(f"{source}: the added tokens are not {{id: {{content}}}}, or {{content: id}}") from None
     for i, text, hidden in tokens:
@@ -251,9 +287,12 @@ def _read_settings(tokenizer, folder, vocab_size):
             tokenizer.add(text, i, hidden)
     template = settings.get("chat_template")
     if isinstance(template, list):  # several named ones
-        template = {t["name"]: t["template"] for t in template}.get("default")
-    if (folder / "chat_template.jinja").is_file():
-        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
+        template = named[-1].get("template") if named else None
+    if os.path.lexists(folder / "chat_template.jinja"):
+        template = read_text(folder / "chat_template.jinja", at_most=MOST_JSON)
+    if not isinstance(template, str | None):
+        raise InputError(f"{folder / 'tokenizer_config.json'}: its chat_template is no text")
     tokenizer.template = template
     texts = {k: "".join(_texts(settings.get(k))) for k in ("bos_token", "eos_token", "pad_token", "unk_token")}
     tokenizer.template_variables = texts
@@ -265,7 +304,7 @@ def _read_settings(tokenizer, folder, vocab_size):
 
 
 def _read_if_there(path):
-    return read_json(path) if path.is_file() else {}
+    return read_json(path) if os.path.lexists(path) else {}
 
 
 def _texts(value):

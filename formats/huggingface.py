@@ -1,6 +1,7 @@
 """Hugging Face's names and configs, as ours."""
 
 import math
+import os
 
 import torch
 
@@ -81,6 +82,10 @@ FAMILIES = {  # model_type: what transformers 5.23 takes for a key that is absen
         "attention_bias": True, "attention_out_bias": False, "bos_token_id": 0,
     },
 }  # fmt: skip
+SIZES = {  # ours of Hugging Face's, as far as checkpoint.AT_MOST knows how large they may be
+    "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads",
+    "hidden_size": "dim", "max_position_embeddings": "max_seq_len",
+}  # fmt: skip
 ROPE_KINDS = {"default": None, "linear": LINEAR, "llama3": LLAMA3, "yarn": YARN}
 
 
@@ -128,11 +133,11 @@ class HuggingFaceConfig:
         self.family = values.get("model_type")
         if "n_layers" in values and self.family is None:
             raise InputError(f"{path.parent} is a checkpoint of this project already (--to-hf DIR converts it back)")
-        if self.family not in FAMILIES:
+        if not isinstance(self.family, str) or self.family not in FAMILIES:
             raise InputError(f"{path}: model_type {self.family!r} is not supported; {', '.join(FAMILIES)} are")
         self.values = {**FAMILIES[self.family], **values}
         generation = path.with_name("generation_config.json")
-        others = read_json(generation).get("eos_token_id") if generation.is_file() else None
+        others = read_json(generation).get("eos_token_id") if os.path.lexists(generation) else None
         if others is not None and "eos_token_id" not in values:
             self.values["eos_token_id"] = None
         self.eos = []
@@ -147,6 +152,7 @@ class HuggingFaceConfig:
         if type(value) not in ((int, float) if kind is float else (kind,)) or (kind in (int, float) and not value > 0):
             wanted = {int: "a positive integer", float: "a positive number", bool: "true or false", list: "a list"}
             raise InputError(f"{self.path}: {key} is {value!r} but must be {wanted.get(kind, 'an object')}")
+        checkpoint.check_size(SIZES.get(key, key), value, self.path, key)
         return value
 
     def setting(self, key, kind, absent):

@@ -53,7 +53,7 @@ def panels(count, width, height, title, columns=4, **options):
     import matplotlib
     from matplotlib.figure import Figure  # not pyplot: it has state, and may look for a screen
 
-    matplotlib.rcParams.update({"font.size": 9, "axes.titlesize": 9})
+    matplotlib.rcParams.update({"font.size": 9, "axes.titlesize": 9, "text.parse_math": False})
     columns = min(columns, count)
     rows = -(-count // columns)
     size = max(5.5, 0.8 + width * columns), 1.2 + height * rows

@@ -5,13 +5,12 @@ next to one another in time. What may be noise is marked as that, see LEGEND.
 """
 
 import csv
-import json
 import statistics
 from collections import defaultdict
 from operator import itemgetter
 from pathlib import Path
 
-from checkpoint import read_text
+from checkpoint import fits, parse_json, read_text
 from measure.report import bandwidth_share
 from measure.timing import hidden_share, overlapping, quartiles
 from model import WIRINGS, InputError
@@ -19,7 +18,6 @@ from model import WIRINGS, InputError
 PAPER = Path(__file__).parent.parent / "benchmarks" / "results" / "paper.csv"
 SETTING = ["model", "n_layers", "quant", "dtype", "device", "hardware", "prompt_tokens", "new_tokens", "simulated"]
 MEASURED = ["tok_s", "tok_s_user", "tpot_ms", "ttft_ms", "prefill_s", "decode_s", "mbu", "exposed"]
-REPORTED = ["step_ms", "quartiles_ms", "silent_ms", "exposed_ms", "all_reduces", "all_reduce_ms", "hidden", "limit_ms"]
 LEGEND = {
     "~": "`~`: within noise, the quartiles of its repeats and of standard's overlap",
     "^": "`^`: above the upper bound, which no wiring can be: noise",
@@ -34,21 +32,88 @@ LEGEND = {
 # Lines into cases
 
 
+def is_word(value):
+    return isinstance(value, str) and value.isprintable() and len(value) <= 1000
+
+
+def is_text(value):
+    return isinstance(value, str) and all(map(is_word, value.splitlines()))
+
+
+def is_finite(value):
+    return type(value) in (int, float) and abs(value) <= 1e30
+
+
+def is_from_0(value):
+    return is_finite(value) and value >= 0
+
+
+def is_bool(value):
+    return isinstance(value, bool)
+
+
+def one(kind):
+    """A check of what checkpoint.fits takes: whole and other numbers are positive."""
+    return lambda value: fits(value, kind)
+
+
+def each(check, count=None):
+    return lambda value: isinstance(value, list) and all(map(check, value)) and count in (None, len(value))
+
+
+def has(checks):
+    return lambda value: isinstance(value, dict) and all(key in value and checks[key](value[key]) for key in checks)
+
+
+def maybe(*checks):
+    return lambda value: value is None or any(check(value) for check in checks)
+
+
+REPORTED = {  # by --exposed, of a kind of step
+    **dict.fromkeys(("step_ms", "silent_ms", "all_reduces", "all_reduce_ms"), is_from_0),
+    "quartiles_ms": each(is_from_0, 2), "exposed_ms": is_finite, "hidden": maybe(is_finite), "limit_ms": is_finite,
+}  # fmt: skip
+ALL_REDUCE = {"bytes": one(int), "us": is_from_0, "gbps": is_from_0}
+KINDS = {  # what the values that are read of a line must be, where it has them
+    **dict.fromkeys(("command", "topology"), maybe(is_text)),
+    **dict.fromkeys(("error", "wiring", "torch", "model"), is_word),
+    **dict.fromkeys(("commit", "quant", "dtype", "device", "hardware"), maybe(is_word)),
+    **dict.fromkeys(("repeat", "prompt_tokens", "step_bytes"), is_from_0),
+    **dict.fromkeys(("batch", "tp", "new_tokens"), one(int)),
+    **dict.fromkeys(("tok_s", "tok_s_user", "tpot_ms"), maybe(one(float))),
+    **dict.fromkeys(("ttft_ms", "prefill_s", "decode_s", "mbu"), maybe(is_from_0)),
+    "simulated": is_bool, "n_layers": maybe(one(int)), "desync_period": maybe(one(int), is_word),
+    "ladder_layers": maybe(one(int), is_word, each(is_from_0)), "link": maybe(has({"name": is_word})),
+    "settings": has({}), "probe": has({"bandwidth": each(is_from_0), "all_reduce": each(has(ALL_REDUCE))}),
+    "exposed": lambda value: value is None or (has({})(value) and all(map(has(REPORTED), value.values()))),
+}  # fmt: skip
+
+
+def is_complete(line):
+    """Whether a line has what bench.sh writes."""
+    if not has({key: KINDS[key] for key in KINDS.keys() & line.keys()})(line):
+        return False
+    if "probe" in line:
+        return line.keys() >= {"hardware", "tp", "settings", "torch", "commit"}
+    if "wiring" not in line:  # another node's
+        return line.keys() == {"repeat", "command"}
+    if "error" in line:
+        return bool(case(line)) and line.keys() >= {"model", "prompt_tokens", "new_tokens", "simulated"}
+    if not line.keys() >= {*SETTING, *MEASURED}:
+        return False
+    together = [line[key] is None for key in ("tok_s", "tok_s_user", "tpot_ms")]
+    times = len({*together}) == 1 and (line["prefill_s"] is None) == (line["decode_s"] is None)
+    emulated = not line.get("link") or is_from_0(line["link"].get("latency_us"))
+    return bool(case(line)) and times and emulated
+
+
 def read(path):
     """The lines of a file of bench.sh, as dicts that know their file. Raises InputError for other files."""
     text, lines = read_text(path), []
     try:
-        for line in map(json.loads, text.splitlines()):
-            if "probe" in line:
-                complete = {"hardware", "tp", "settings"} <= line.keys()
-            elif "wiring" in line:
-                complete = bool(case(line)) and ("error" in line or line.keys() >= {*SETTING, *MEASURED})
-                reports = (line.get("exposed") or {}).values()
-                complete = complete and all(report.keys() >= {*REPORTED} for report in reports)
-            else:  # another node's
-                complete = line.keys() == {"repeat", "command"}
-            if not complete:
-                raise KeyError
+        for line in map(parse_json, text.splitlines()):
+            if not is_complete(line):
+                raise ValueError
             lines.append({"repeat": 1, "command": "", **line, "file": str(path)})
     except (ValueError, TypeError, KeyError, AttributeError):
         raise InputError(f"{path} line {len(lines) + 1} was not written by bench.sh") from None
@@ -144,7 +209,7 @@ class Sweep:
             if line["hardware"] == setting.get("hardware") and line["probe"]["all_reduce"]
         }
         for c, runs in self.runs.items():
-            emulated = next(iter(runs.values()))["link"]
+            emulated = next(iter(runs.values())).get("link")
             if emulated:
                 self.latencies[c[:2]] = emulated["latency_us"]
 

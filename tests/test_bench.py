@@ -789,7 +789,7 @@ def test_plot_refuses_other_files(tmp_path, text):
     [
         ([], "give files of bench.sh, --compare BEFORE AFTER or --front-page PNG"),
         (["missing.jsonl"], "missing.jsonl: No such file or directory"),
-        (["/dev/null"], "/dev/null is empty: it takes lines of bench.sh"),
+        (["/dev/null"], "/dev/null: it is no regular file"),
         (["--compare", "a", "b", "--out", "c"], "--compare prints one table: it does not go with --out"),
     ],
 )

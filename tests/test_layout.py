@@ -16,7 +16,7 @@ kernels.cpu
 kernels.shared_memory
 writing watch
 checkpoint
-tokenizer launch tp formats.huggingface formats.sources
+chat_template tokenizer launch tp formats.huggingface formats.sources
 formats.export training.data training.sharding training.curves
 terminal measure.timing measure.clock measure.link
 measure.report
