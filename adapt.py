@@ -276,7 +276,7 @@ def parse(argv):
     g.add_argument("--recompute", action="store_true", help="the backward pass computes sublayers again: less memory")
     g.add_argument("--compile", action="store_true", help="torch.compile the sublayers")
     g.add_argument("--save-every", type=count, metavar="N", default=200, help="steps between states to go on from")
-    launch.add_device_flag(g)
+    launch.add_rank_flags(g)
     g = p.add_argument_group("a model from scratch")
     for flag, (value, about) in SHAPE.items():
         g.add_argument(flag, type=count, metavar="N", help=f"{about} (default: {value})")
@@ -313,7 +313,7 @@ def least_sensitive(model, own, valid, run, args, world):
 
 def main(argv=None):
     args = parse(argv)
-    world = launch.join(args.device)
+    world = launch.join(args.device, vars(args))
     out = Path(args.out).resolve()
     run = out.with_name(f"{out.name}.run")
     with world.together():

@@ -39,7 +39,7 @@ def parse(argv):
     )
     p.add_argument("--batch", type=count, metavar="B", help="rows at a time, e.g. 4; without it 256 MB of logits")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the checkpoint's own")
-    launch.add_device_flag(p)
+    launch.add_rank_flags(p)
     launch.add_json_flag(p, "the line")
     g = p.add_argument_group("of a text")
     g.add_argument("--text", metavar="FILE", help="UTF-8 text, scored as one sequence of tokens, e.g. valid.txt")
@@ -205,7 +205,7 @@ def score_tasks(args, world, model, tokenizer, tasks):
 
 def main(argv=None):
     args = parse(argv)
-    world = launch.join(args.device)
+    world = launch.join(args.device, vars(args))
     with world.together():
         own = checkpoint.read_config(args.checkpoint)
         if args.sensitivity:

@@ -14,6 +14,7 @@ import torch
 import checkpoint
 import launch
 import terminal
+import watch
 from checkpoint import DTYPES, SIZES
 from kernels import cpu, int_linear
 from launch import World, count, number
@@ -109,6 +110,7 @@ class Runner:
         last, width = lengths - 1, S if chunk is None else max(1, chunk // B)
         logits = self._prefill(tokens[:, :width], cache=self.cache, select=last.clamp(max=min(width, S) - 1))[:, 0]
         for start in range(width, S, width):
+            watch.at("prefill from token", start)
             part = tokens[:, start : start + width]
             stop = start + part.shape[1]
             positions = torch.arange(start, stop, device=tokens.device).expand(B, -1)
@@ -130,13 +132,14 @@ class Runner:
     def warm_up(self, prompts, max_new_tokens, chunk=CHUNK):
         """Compile, by generating two tokens and, on a GPU, by decoding at each further bucket; returns seconds."""
         start = time.perf_counter()
-        generate(self, prompts, 2, make_sampler(0, device=self.device), chunk=chunk)
-        if self.device.type == "cuda":
-            tokens, lengths = pad(prompts, self.device)
-            first = tokens.shape[1] + 1
-            for longest in {-(-i // BUCKET): i for i in range(first, tokens.shape[1] + max_new_tokens)}.values():
-                for _ in range(3):  # to warm up, to capture, to replay
-                    self.decode(tokens[:, 0].clone(), torch.full_like(lengths, longest - 1), longest)
+        with watch.during("compilation"):
+            generate(self, prompts, 2, make_sampler(0, device=self.device), chunk=chunk)
+            if self.device.type == "cuda":
+                tokens, lengths = pad(prompts, self.device)
+                first = tokens.shape[1] + 1
+                for longest in {-(-i // BUCKET): i for i in range(first, tokens.shape[1] + max_new_tokens)}.values():
+                    for _ in range(3):  # to warm up, to capture, to replay
+                        self.decode(tokens[:, 0].clone(), torch.full_like(lengths, longest - 1), longest)
         return time.perf_counter() - start
 
 
@@ -184,10 +187,12 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
     tokens, lengths = pad(prompts, runner.device)
     rows, done = [[] for _ in prompts], [False] * len(prompts)
 
+    watch.at("prefill")
     start, shown = time.perf_counter(), 0.0
     token = sample(runner.prefill(tokens, lengths, chunk))
     positions = lengths
     for step in range(max_new_tokens):
+        watch.at("decode step", step)
         if step > 0:
             token = sample(runner.decode(token, positions, tokens.shape[1] + step))
             positions = positions + 1
@@ -200,6 +205,7 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
         fresh = [None if d else i for d, i in zip(done, ids, strict=True)]
         for row, i in zip(rows, fresh, strict=True):
             row += [i] * (i is not None)
+        watch.at("output", timed=False)  # whoever reads it may take a break
         stop = on_tokens is not None and on_tokens(fresh)
         shown += time.perf_counter() - now
         if stop or all(done):
@@ -230,7 +236,7 @@ def parse(argv):
     g = p.add_argument_group("model")
     g.add_argument("--checkpoint", metavar="DIR", help="a folder of weights (docs/formats.md), e.g. demo")
     g.add_argument("--compile", action="store_true", help="torch.compile the decode step; needs a C++ compiler")
-    launch.add_device_flag(g)
+    launch.add_rank_flags(g)
     g.add_argument("--dtype", choices=DTYPES, help="of the weights; without it the checkpoint's")
     launch.add_wiring_flags(p)
     terminal.add_prompt_flags(p)
@@ -328,7 +334,7 @@ def main(argv=None):
     args = parse(argv)
     chosen = link.from_flags(args)
     emulated = chosen or (link.FREE if args.exposed else None)
-    world = link.emulate(launch.join(args.device), emulated, args.simulate_tp)
+    world = link.emulate(launch.join(args.device, vars(args)), emulated, args.simulate_tp)
     args.ignore_eos |= world.simulated
     with world.together():
         config, tokenizer = describe(args, world)

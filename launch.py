@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -18,12 +19,15 @@ import struct
 import sys
 import threading
 import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+import watch
+from checkpoint import first_line
 from kernels import shared_memory
 from model import WIRINGS, InputError
 
@@ -99,8 +103,16 @@ def append_line(path, line):
         raise InputError(f"{path} cannot be written: {e.strerror}") from None
 
 
-def add_device_flag(parser):
+def add_rank_flags(parser):
+    """The flags that join() takes."""
     parser.add_argument("--device", help="cpu, cuda or cuda:1; without it cuda where each rank finds a GPU, else cpu")
+    parser.add_argument(
+        "--timeout",
+        type=number(float, 0),
+        default=60,
+        metavar="S",
+        help="end the run when a rank comes no further for S seconds longer than it took so far; 0 to wait for ever",
+    )
 
 
 def add_json_flag(parser, what="the results as one line of JSON"):
@@ -206,7 +218,7 @@ def warn_of_wiring(own, config, tp_size):
 
 
 PATIENCE = 5  # seconds until rank 0 says that it waits for others
-DEADLINE = 300  # seconds until it gives up
+DEADLINE = 300  # seconds until it gives up: they may still be importing
 
 
 def rank_and_size():
@@ -227,7 +239,7 @@ def _store():
     # the connection is tried again and again in C++, which a Ctrl-C has to end without Python's help
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        with _watch(f"for the store at {host}:{port}"):
+        with _waiting(f"for the store at {host}:{port}"):
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun holds it
                 return next(dist.rendezvous("env://"))[0]
             # _wait_for_all says who is missing
@@ -285,6 +297,10 @@ class World:
         if error := self.tell(error):
             raise InputError(error)
 
+    def agree(self, **contents):
+        """Raise InputError, on all ranks, unless they have read the same: contents are digests, by what was read."""
+        compare(self.gather(contents))
+
     @contextlib.contextmanager
     def together(self):
         """An InputError of one rank in this block becomes one of all, so that none waits for it forever."""
@@ -298,28 +314,39 @@ class World:
                 raise InputError(message)
 
 
-def join(device=None):
+def join(device=None, flags=None):
     """Join the process group that torchrun describes, if there is more than one process; returns the World.
 
     The model's collectives go through shared memory between the CPU ranks of one machine, else through gloo or NCCL.
     device: "cpu", "cuda", "cuda:1", or None for CUDA where each local rank finds a GPU. Under torchrun each rank takes
-    the GPU of its LOCAL_RANK. Raises InputError for a device that is not there.
+    the GPU of its LOCAL_RANK. flags: {name: value} of the command line, alike on all ranks. Raises InputError for a
+    device that is not there, and for ranks that were not started alike.
     """
     rank, tp_size = rank_and_size()
-    device = choose_device(device, rank, tp_size)
+    flags = flags or {}
     if tp_size == 1:
-        return World(rank, tp_size, device)
+        return World(rank, tp_size, choose_device(device, rank, tp_size))
+    if _watch is not None:
+        _watch.timeout = flags.get("timeout", _watch.timeout)
     store = _store()
     _wait_for_all(store, rank, tp_size)
+    if _watch is not None:
+        _watch.met.wait(1)
+    device = choose_device(device, rank, tp_size)
+    store.set(f"start {rank}", json.dumps(_start(flags, device), default=str))
+    compare([json.loads(store.get(f"start {r}")) for r in range(tp_size)])
     several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", tp_size)) < tp_size
     if device.type == "cpu" and several_nodes:
         _choose_interface(store, rank, tp_size)
     backend = "nccl" if device.type == "cuda" else "gloo"
     on_gpu = {"device_id": device} if device.type == "cuda" else {}
     # NCCL takes its time; of several ranks one says what is wrong
-    with _watch(f"for {backend} to connect the ranks: does {backend.upper()}_SOCKET_IFNAME fit?", 4 * PATIENCE):
+    with _waiting(f"for {backend} to connect the ranks: does {backend.upper()}_SOCKET_IFNAME fit?", 4 * PATIENCE):
         before = _threads()
-        dist.init_process_group(backend, store=store, rank=rank, world_size=tp_size, **on_gpu)
+        # the timeout: watch.py ends what hangs, and knows what may take its time
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=tp_size, timeout=timedelta(days=1), **on_gpu
+        )
         threads = _threads() - before if backend == "gloo" else set()
         _let_preempt(threads)
         dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
@@ -331,6 +358,42 @@ def join(device=None):
             if rank == 0:
                 print(f"gloo carries the all-reduces: {e}", file=sys.stderr, flush=True)
     return world
+
+
+# of each rank alone: where its files lie (their contents are compared), and what only rank 0 writes
+OWN = {"device", "checkpoint", "compare", "distill", "prompts_file", "text", "valid", "out", "json", "profile"}
+ROOMS = ".", "kernels", "formats", "training", "measure"
+
+
+def _start(flags, device):
+    """What all ranks are to be started with alike, by name."""
+    code, root = hashlib.sha256(), Path(__file__).parent
+    for path in sorted(p for room in ROOMS for kind in ("*.py", "*.cpp") for p in (root / room).glob(kind)):
+        code.update(path.read_bytes())
+    start = {"the script": os.path.basename(sys.argv[0]), "the code": code.hexdigest()[:8]}
+    start |= {"torch": torch.__version__, "device": device.type}
+    spelled = {"ladder_layers": "--layers"}
+    flags = {spelled.get(name, f"--{name.replace('_', '-')}"): v for name, v in flags.items() if name not in OWN}
+    return start | {name: v for name, v in flags.items() if v not in (None, False)}
+
+
+def compare(starts):
+    """Raise InputError, which names each difference, unless all ranks' dicts are equal."""
+    differences = []
+    for rank, start in enumerate(starts):
+        names = [name for name in starts[0] | start if start.get(name) != starts[0].get(name)]
+        words = [" and ".join(_worded(name, s.get(name)) for name in names[:5]) for s in (start, starts[0])]
+        if names:
+            differences.append(f"rank {rank} with {words[0]}, rank 0 with {words[1]}")
+    if differences:
+        raise InputError(f"the ranks were not started alike: {'; '.join(differences)}")
+
+
+def _worded(name, value):
+    if value in (None, True):
+        return f"no {name}" if value is None else name
+    text = str(value)
+    return f"{name} {text if len(text) < 60 else text[:57] + '...'!r}" if isinstance(value, list) else f"{name} {text}"
 
 
 def choose_device(device, rank=0, tp_size=1):
@@ -357,10 +420,13 @@ def choose_device(device, rank=0, tp_size=1):
 def _wait_for_all(store, rank, tp_size):
     """Wait until every rank is here; a rank with bad input never comes, and says so."""
     start, said = time.monotonic(), False
+    size = int(store.compare_set("size", "", str(tp_size)))
+    if size != tp_size:
+        raise InputError(f"rank {rank} has WORLD_SIZE {tp_size}, another {size}: start all ranks alike")
+    if not rank < tp_size or store.add(f"rank {rank}", 1) > 1:
+        raise InputError(f"RANK {rank} of WORLD_SIZE {tp_size}: give each process one of 0 to {tp_size - 1}")
     store.add("ready", 1)
     while (ready := store.add("ready", 0)) < tp_size:
-        if store.check(["stopped"]):
-            _stop(store, 2)
         waited = time.monotonic() - start
         if rank == 0 and waited > PATIENCE and not said:
             print(f"waiting for {tp_size - ready} of {tp_size} ranks ...", file=sys.stderr, flush=True)
@@ -371,7 +437,7 @@ def _wait_for_all(store, rank, tp_size):
 
 
 @contextlib.contextmanager
-def _watch(what, patience=None):
+def _waiting(what, patience=None):
     """Say what this process is waiting for, and end it when that takes too long: a connection may hang for ever."""
 
     def say():
@@ -443,65 +509,133 @@ def _let_preempt(threads):
 # Ends
 
 
+_watch = None  # of this process, while run() runs a script on several ranks
+
+
 def run(main):
-    """Run a script's main(): bad input ends all ranks with one line from one of them and exit code 2."""
+    """Run a script's main(): what ends one rank ends all, and one of them says it in one line.
+
+    Exit codes: 2 for bad input, 130 for Ctrl-C, 143 for another signal, 1 for anything else.
+    """
+    global _watch
     store = None
+    watch.heed_signals()
     try:
-        store = _store()
-        main()
-        if dist.is_initialized():
-            dist.barrier()
-        _leave(0)
+        try:
+            store = _store()
+            if store is not None:
+                _watch = watch.Watch(store, *rank_and_size(), _stop_all)
+                _watch.start()
+            main()
+            _done()
+            if dist.is_initialized():
+                dist.barrier()
+            _leave(0)
+        except Exception:
+            time.sleep(0)  # a signal that came meanwhile goes first: it may be what made the main thread wait no longer
+            raise
+    except SystemExit:
+        _done()
+        raise
     except InputError as e:
-        _stop(store, 2, f"{os.path.basename(sys.argv[0])}: {e}")
+        _stop(store, 2, f"{_script()}: {e}")
+    except watch.Terminated as e:
+        ended, line = _why(1)
+        _stop_all(store, line) if ended else _stop(store, 143, _said(f"was stopped by {e}"))
     except KeyboardInterrupt as e:
         _stop(store, 130, str(e) or "interrupted")
     except BrokenPipeError:  # whoever read our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _stop(store, 1, "")
     except Exception as e:
-        if store is not None and _has_stopped(store):
-            _stop(store, 2)  # a peer that stopped has cut this rank's connections
         # what the compiler's wrapper in C++ (torch 2.13) raises only names the collective that failed
-        lost = isinstance(e, dist.DistBackendError) or "gloo" in str(e) or shared_memory.lost_peer()
-        if store is not None and lost:
-            _stop(store, 1, "another rank has died: stopping")
-        raise
+        lost = isinstance(e, dist.DistError) or "gloo" in str(e) or shared_memory.lost_peer()
+        ended, line = _why(watch.GRACE if lost else 0)
+        if ended:
+            _stop_all(store, line)
+        elif out_of_memory(e):
+            _stop(store, 1, _said(f"has run out of memory ({first_line(e)})"))
+        elif store is None:
+            raise
+        _stop(store, 1, _said(f"failed ({type(e).__name__}: {first_line(e)})"), traceback.format_exc())
 
 
-def _has_stopped(store):
-    with contextlib.suppress(Exception):
-        return store.check(["stopped"])
-    return True  # the store went with the rank that held it
+def out_of_memory(error):
+    """Whether an exception says that there is no more memory, of the machine or of a GPU."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def _stop(store, code, line=None):
+def _script():
+    return os.path.basename(sys.argv[0])
+
+
+def _said(what):
+    """A line that says what happened to this rank, and where."""
+    rank, tp_size = rank_and_size()
+    who = f"rank {rank} of {tp_size} " if tp_size > 1 else ""
+    return f"{_script()}: {who}{what} in {watch.here}"
+
+
+def _why(patience):
+    return _watch.why(patience) if _watch is not None else (False, None)
+
+
+def _done():
+    if _watch is not None:
+        _watch.done()
+
+
+def _stop_all(store, line):
+    """What a Watch has found ends this process; line: None where another rank says it."""
+    _stop(store, 1, line and f"{_script()}: {line}")
+
+
+def _stop(store, code, line=None, trouble=""):
     """Leave; of the ranks that come here with a line the first prints it, and the others wait until it is out.
 
-    They wait because the launcher kills all ranks when one exits, and rank 0, which may hold the store, leaves last.
+    They wait because the launcher kills all ranks when one exits. On each other node one rank repeats the line.
+    trouble: what is printed before it.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # one Ctrl-C may arrive from the terminal and from the launcher
+    if threading.current_thread() is threading.main_thread():
+        for number in signal.SIGINT, signal.SIGTERM:  # one Ctrl-C may arrive from the terminal and from the launcher
+            signal.signal(number, signal.SIG_IGN)
     rank, tp_size = rank_and_size()
-    if store is None:
+    node = os.environ.get("GROUP_RANK", "0")
+    if _watch is not None and _watch.orphan:
+        store = None
+
+    def first(key):
+        try:
+            return store.add(key, 1) == 1
+        except Exception:  # there is none, or none any more
+            return os.environ.get("LOCAL_RANK", "0") == "0"
+
+    if line is not None and first("stopping"):
         if line:
-            print(line, file=sys.stderr)
-        _leave(code)
-    with contextlib.suppress(Exception):  # without a store there is nobody to wait for
-        if line is not None and store.add("stopping", 1) == 1:
-            if line:
-                print(line, file=sys.stderr, flush=True)
-            store.set("stopped", "")
-        else:
+            print(f"{trouble}{line}", file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):  # of the store
+            store.set("stopped", json.dumps([node, line]))
+    elif store is not None:
+        with contextlib.suppress(Exception):
             store.wait(["stopped"], timedelta(seconds=5))
-        store.add("left", 1)
-        deadline = time.monotonic() + 3
-        while rank == 0 and store.add("left", 0) < tp_size and time.monotonic() < deadline:
-            time.sleep(0.02)
+            where, said = json.loads(store.get("stopped"))
+            if said and where != node and first(f"stopping {node}"):
+                print(said, file=sys.stderr, flush=True)
+    if rank == 0 < tp_size - 1 and "TORCHELASTIC_RUN_ID" not in os.environ:  # it holds the store, and leaves last
+        with contextlib.suppress(Exception):
+            deadline = time.monotonic() + 3
+            while store.add("left", 0) < tp_size - 1 and time.monotonic() < deadline:
+                time.sleep(0.02)
+    elif store is not None:
+        with contextlib.suppress(Exception):
+            store.add("left", 1)
     _leave(code)
 
 
 def _leave(code):
     """End this process at once: the destructors of a process group may wait for peers that are gone, or abort."""
+    if threading.current_thread() is not threading.main_thread():  # which hangs, and may hold what flushing needs
+        os._exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
     if dist.is_initialized():

@@ -9,6 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
+import watch
 from checkpoint import check_shape, dtype_name
 from kernels import cpu, int_linear
 from model import InputError
@@ -86,6 +87,7 @@ def load_shard(config, weights, dtype, device, rank=0, tp_size=1):
     parameters = list(model.named_parameters())  # a tied output head is not among them
     columns = {name: m.in_features for name, m in model.named_modules() if hasattr(m, "in_features")}
     for name, parameter in tqdm(parameters, desc="loading", unit="tensor", delay=1, disable=rank > 0):
+        watch.at("load of", name)
         check_shape(weights, name, parameter.shape)
         stored, wanted = weights.dtype(name), dtype if parameter.is_floating_point() else parameter.dtype
         if stored != wanted and not (stored.is_floating_point and wanted.is_floating_point):

@@ -173,7 +173,7 @@ def tables(lines):
 
 def parse(argv):
     p = launch.Parser(__doc__)
-    launch.add_device_flag(p)
+    launch.add_rank_flags(p)
     p.add_argument("--tiny", action="store_true", help="small shapes, eager, one link: to try the script, not the GPU")
     p.add_argument("--seconds", type=number(float, 0), default=540, metavar="S", help="skip what is left after so many")
     out = str(RESULTS / "gpu.jsonl")
@@ -188,7 +188,7 @@ def main(argv=None):
     args = parse(argv)
     if args.show:
         return print(tables([*itertools.chain(*args.show)]))
-    world = launch.join(args.device)
+    world = launch.join(args.device, vars(args))
     if world.device.type != "cuda" and not args.tiny:
         raise InputError("there is no GPU: on a CPU this takes --tiny")
     lines = []

@@ -71,7 +71,7 @@ def parse(argv):
     p.add_argument("--model", default="small", help=f"small (8 layers of dim 2560), {', '.join(SIZES)}")
     p.add_argument("--n-layers", type=number(int, 2), metavar="N", help="take only so many layers of it")
     p.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    launch.add_device_flag(p)
+    launch.add_rank_flags(p)
     p.add_argument("--batch", type=count, default=1, metavar="B")
     p.add_argument("--prompt-length", type=count, default=64, metavar="S", help="filled slots, or the prompt's tokens")
     p.add_argument("--prefill", action="store_true", help="time the prefill, not a decode step")
@@ -148,7 +148,7 @@ def main(argv=None):
     args = parse(argv)
     if args.show:
         return print(tables([*itertools.chain(*args.show)]))
-    joined = launch.join(args.device)
+    joined = launch.join(args.device, vars(args))
     with joined.together():
         for key in itertools.product(args.links, args.variants) if args.profile is not None else ():
             prepare_trace(trace_folder(args, *key), joined.rank)

@@ -67,7 +67,7 @@ def parse(argv):
     p.add_argument("--valid-tokens", type=count, default=40000, metavar="N", help="use so many of the one")
     p.add_argument("--select-tokens", type=count, default=10000, metavar="N", help="and so many of the other")
     p.add_argument("--batch", type=count, default=32, metavar="B", help="rows at a time")
-    launch.add_device_flag(p)
+    launch.add_rank_flags(p)
     p.add_argument("--json", type=launch.appendable, required=True, metavar="FILE", help="append a line for each run")
     args = p.parse_args(argv)
     try:
@@ -80,7 +80,7 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
-    world = launch.join(args.device)
+    world = launch.join(args.device, vars(args))
     with world.together():
         own = checkpoint.read_config(args.checkpoint)
         if own.wiring != "standard":

@@ -42,7 +42,6 @@ constexpr int64_t kGrain = 1 << 15;         // numbers that a thread sums at lea
 constexpr int64_t kCopyGrain = 1 << 19;     // bytes that a thread copies at least
 constexpr int kSpins = 100;                 // looks at a number before others may have the core
 constexpr auto kYields = 2ms, kLook = 50ms;  // of waiting before it sleeps; between looks whether a peer lives
-constexpr auto kDeadline = 30min;           // as gloo's
 
 // How many pieces a rank has written and read, in a page of its own, two cache lines apart.
 struct alignas(kPage) Progress {
@@ -107,7 +106,9 @@ struct Memory {
   int64_t length = 0;
 };
 
-std::atomic<bool> a_peer_died = false;
+// For watch.py, of all groups of this process.
+std::atomic<bool> a_peer_died = false, abandoned = false;
+std::atomic<int64_t> pieces_completed = 0, awaited = -1;  // the rank that this one waits for, or -1
 
 class SharedMemory : public c10d::Backend {
  public:
@@ -255,6 +256,7 @@ class SharedMemory : public c10d::Backend {
       });
     }
     completed_++;
+    pieces_completed.fetch_add(1, std::memory_order_relaxed);
     progress(rank_).read.store(completed_, std::memory_order_release);
     queue_.pop_front();
   }
@@ -266,7 +268,8 @@ class SharedMemory : public c10d::Backend {
     return true;
   }
 
-  // Waits until a number of every peer has come to `count`. Throws c10::DistBackendError when one has died before.
+  // Waits until a number of every peer has come to `count`: for ever, since watch.py ends what hangs. Throws
+  // c10::DistBackendError when a peer has died before, or when this is abandoned.
   void await(std::atomic<uint64_t> Progress::* number, uint64_t count) {
     for (int i = 0; i < kSpins; i++) {
       if (all_have(number, count)) return;
@@ -285,16 +288,19 @@ class SharedMemory : public c10d::Backend {
       }
       if (Clock::now() < look) continue;
       look = Clock::now() + kLook;
-      if (waited > kDeadline) C10_THROW_ERROR(DistBackendError, "shared memory: a rank has not come for 30 minutes");
+      if (abandoned) C10_THROW_ERROR(DistBackendError, "shared memory: told to wait no longer");
       for (int rank = 0; rank < size_; rank++) {
         struct flock lock = byte(rank);
-        const bool asked = rank != rank_ && fcntl(memory_.fd, F_GETLK, &lock) == 0;
+        const bool dead = fcntl(memory_.fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
         // it may have written its part and ended just now
-        if (!asked || lock.l_type != F_UNLCK || (progress(rank).*number).load(std::memory_order_acquire) >= count) continue;
+        if (rank == rank_ || (progress(rank).*number).load(std::memory_order_acquire) >= count) continue;
+        awaited = rank;
+        if (!dead) continue;
         a_peer_died = true;
         C10_THROW_ERROR(DistBackendError, c10::str("shared memory: rank ", rank, " has died"));
       }
     }
+    awaited = -1;
   }
 
   Memory memory_;
@@ -339,6 +345,10 @@ at::Tensor log_memory(std::string name, bool keep) { return memory_of(name).log(
 
 bool memory_lost_peer() { return a_peer_died; }
 
+std::vector<int64_t> memory_progress() { return {pieces_completed, awaited}; }
+
+void memory_abandon() { abandoned = true; }
+
 // See tp.py: this one needs no Python, whose operators take longer than a small all-reduce.
 at::Tensor settle(
     const at::Tensor& x, const std::optional<at::Tensor>& pending, const std::optional<at::Tensor>& after) {
@@ -357,6 +367,8 @@ TORCH_LIBRARY_FRAGMENT(ladder, library) {
   library.def("link_memory(str name, float latency, float per_byte) -> ()", link_memory);
   library.def("log_memory(str name, bool keep) -> Tensor", log_memory);
   library.def("memory_lost_peer() -> bool", memory_lost_peer);
+  library.def("memory_progress() -> int[]", memory_progress);
+  library.def("memory_abandon() -> ()", memory_abandon);
 }
 
 TORCH_LIBRARY_IMPL(ladder, CPU, library) {

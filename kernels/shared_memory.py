@@ -71,6 +71,20 @@ def lost_peer():
     return hasattr(torch.ops.ladder, "memory_lost_peer") and torch.ops.ladder.memory_lost_peer()
 
 
+def progress():
+    """(pieces of collectives that this process has completed, the rank that it waits for or None)."""
+    if not hasattr(torch.ops.ladder, "memory_progress"):
+        return 0, None
+    pieces, awaited = torch.ops.ladder.memory_progress()
+    return pieces, None if awaited < 0 else awaited
+
+
+def abandon():
+    """Let whoever waits in a collective wait no longer: it raises, now and from now on."""
+    if hasattr(torch.ops.ladder, "memory_abandon"):
+        torch.ops.ladder.memory_abandon()
+
+
 def build():
     """Have the operators of shared_memory.cpp. Raises InputError as cpu.load_operators does."""
     if not hasattr(torch.ops.ladder, "join_memory"):

@@ -58,10 +58,10 @@ def probe(world):
 
 def main():
     p = launch.Parser(__doc__)
-    launch.add_device_flag(p)
+    launch.add_rank_flags(p)
     launch.add_json_flag(p)
     args = p.parse_args()
-    world = launch.join(args.device)
+    world = launch.join(args.device, vars(args))
     with torch.inference_mode():
         found = probe(world)
     if world.rank > 0:

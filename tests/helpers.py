@@ -263,7 +263,7 @@ def main_on_ranks(tp_size, main, *args):
 def _main(world, main, args):
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        m.setattr(launch, "join", lambda device: world)
+        m.setattr(launch, "join", lambda device, flags=None: world)
         m.setattr(launch, "rank_and_size", lambda: (world.rank, world.tp_size))
         main(args)
     return out.getvalue(), err.getvalue()

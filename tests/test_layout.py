@@ -14,7 +14,7 @@ model
 kernels.int_linear
 kernels.cpu
 kernels.shared_memory
-checkpoint
+checkpoint watch
 tokenizer launch tp formats.huggingface formats.sources
 formats.export training.data training.sharding training.curves
 terminal measure.timing measure.clock measure.link
