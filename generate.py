@@ -88,8 +88,10 @@ class Runner:
             cpu.prepare_compile()
         if compile:
             cpu.use_few_rows(model)
-            # One graph for any cache_length, the argument of Transformer.forward; all else is fixed. It is global.
+            # One graph for any cache_length, the argument of Transformer.forward; all else is fixed. So each shape of a
+            # cache has its own, and a process that serves many must not run out of them. Both are global.
             torch.compiler.config.dynamic_sources = "L['cache_length']"
+            torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
             self._decode = torch.compile(model, fullgraph=True, dynamic=False, **self._how())
 
     def _how(self):
@@ -221,7 +223,10 @@ def complete(
         raise InputError("prompts is empty or has an empty text")
     rows = [tokenizer.encode(text) for text in prompts]
     new = terminal.fit(max_new_tokens, rows, model.config.max_seq_len)
-    runner = Runner(model, make_cache(model, len(rows), max(map(len, rows)) + new), compile)
+    length = max(map(len, rows)) + new
+    if compile:  # in whole buckets, so that calls of about the same length share a graph
+        length = -(-length // BUCKET) * BUCKET
+    runner = Runner(model, make_cache(model, len(rows), length), compile)
     sample = make_sampler(temperature, top_k, top_p, seed, runner.device)
     added, *_ = generate(runner, rows, new, sample, model.config.eos_ids)
     return [tokenizer.continuation(prompt, row) for prompt, row in zip(rows, added, strict=True)]

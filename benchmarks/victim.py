@@ -16,6 +16,7 @@ import time
 
 import torch
 
+import checkpoint
 import generate
 import launch
 import terminal
@@ -81,7 +82,7 @@ def prepare(script, fault):
         return in_chat(fault)
     owner, name = {
         "join": (launch, "join"),
-        "load": (generate, "load_shard"),
+        "load": (checkpoint.Weights, "fill"),  # of a tensor
         "compile": (generate.Runner, "decode"),  # the first call of a compiled one
         "prefill": (generate.Runner, "prefill"),
         "decode": (generate.Runner, "decode"),

@@ -1,0 +1,138 @@
+"""Ranks that die, stall, or were not started alike: how the run ends; and that benchmarks/faults.py sees when it should
+not have ended so."""
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import faults
+from benchmarks.faults import ALL_UNLIKE, OUTSIDE, UNLIKE
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return faults.write_files(tmp_path_factory.mktemp("faults"))
+
+
+def run(case, files):
+    line = faults.run(case, files)
+    assert line["wrong"] == [], "\n".join([*line["lines"], *line.get("raised", [])])
+
+
+FAST = [("decode", 7, "SIGKILL"), ("decode", 7, "SIGSTOP"), ("decode", 7, "exception")]
+COMMON = "SIGKILL", "exception", "SIGSTOP", "launcher SIGKILL"
+
+
+def cases():
+    """(phase, step, kind): those of make test, and the commonest kinds in each phase."""
+    for phase, step in faults.PHASES:
+        for kind in COMMON:
+            slow = () if (phase, step, kind) in FAST else pytest.mark.slow
+            yield pytest.param(phase, step, kind, marks=slow)
+
+
+@pytest.mark.parametrize("phase, step, kind", cases())
+def test_a_fault_ends_all_soon_with_one_line_that_names_it(phase, step, kind, files):
+    rank = 0 if kind in (*OUTSIDE, "exception") else 1
+    run({"phase": phase, "step": step, "kind": kind, "rank": rank, "ranks": 2}, files)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*faults.DEATHS, *faults.ERRORS, *faults.STALLS, *faults.OUTSIDE])
+def test_every_kind_of_fault_among_three_ranks(kind, files):
+    run({"phase": "decode", "step": 7, "kind": kind, "rank": 0 if kind in OUTSIDE else 2, "ranks": 3}, files)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow * (name != "--seed")) for name in [*UNLIKE, ALL_UNLIKE]]
+)
+def test_ranks_that_were_not_started_alike_say_so(name, files):
+    run({"unlike": name}, files)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the benchmark finds wrong
+
+GOOD = {
+    "phase": "decode", "step": 7, "kind": "SIGKILL", "rank": 1, "ranks": 2, "script": "generate.py", "happened": True,
+    "seconds": 1.0, "code": 1, "raised": [], "orphans": [], "port_taken": False, "left": [],
+    "lines": ["compiling ...", "generate.py: rank 1 of 2 was killed (signal 9) in decode step 7"],
+}  # fmt: skip
+ALIKE = {
+    "unlike": "--seed", "ranks": 2, "seconds": 4.0, "codes": [2, 2], "raised": [], "printed": "", "orphans": [],
+    "port_taken": False, "left": [], "lines": ["generate.py: rank 1 with --seed 2, rank 0 with --seed 1"],
+}  # fmt: skip
+SPOILED = [
+    (GOOD, {"seconds": 10.1}, "not gone in 10 s"),
+    (GOOD, {"seconds": None}, "not gone in 10 s"),
+    (GOOD, {"code": 0}, "exit code 0"),
+    (GOOD, {"orphans": ["python"]}, "1 processes lived on"),
+    (GOOD, {"port_taken": True}, "something was left behind"),
+    (GOOD, {"left": ["/dev/shm/x"]}, "something was left behind"),
+    (GOOD, {"happened": False}, "the fault did not happen"),
+    (GOOD, {"raised": ["RuntimeError: lost"]}, "1 tracebacks"),
+    (GOOD, {"lines": []}, "0 lines"),
+    (GOOD, {"lines": 2 * GOOD["lines"]}, "2 lines"),
+    (GOOD, {"rank": 0}, "the line does not name the rank"),
+    (GOOD, {"kind": "SIGABRT"}, "the line does not name the cause"),
+    (GOOD, {"step": 8, "phase": "decode", "lines": ["generate.py: rank 1 of 2: signal 9 in decode step 71"]},
+     "the line does not name the phase"),
+    (ALIKE, {"seconds": None}, "they hang"),
+    (ALIKE, {"codes": [2, 1]}, "exit codes [2, 1]"),
+    (ALIKE, {"printed": "Once"}, "a text was printed"),
+    (ALIKE, {"lines": ["generate.py: rank 1 with --seed 2, rank 0 with no --seed"]}, "the difference is not named"),
+    (ALIKE, {"unlike": ALL_UNLIKE}, "the difference is not named"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", [GOOD, ALIKE, {**GOOD, "kind": "terminal SIGINT", "lines": ["interrupted"]}])
+def test_a_good_end_is_not_wrong(line):
+    assert faults.wrong(line) == []
+
+
+@pytest.mark.parametrize("line, change, message", SPOILED)
+def test_a_bad_end_is_wrong(line, change, message):
+    assert faults.wrong({**line, **change}) == [message]
+
+
+def test_tracebacks_are_counted_without_what_they_are_chained_to():
+    errors = """compiling ...
+Traceback (most recent call last):
+  File "a.py", line 1
+KeyError: 1
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "a.py", line 3
+ValueError: 2
+generate.py: rank 0 of 2 failed (ValueError: 2) in decode step 7
+[W1122 10:00:00.000000 1 torch/x.py:1] a warning
+decoding:  10%|x\r[rank1]: Traceback (most recent call last):
+[rank1]:   File "a.py", line 1
+[rank1]: OSError: 3
+"""
+    lines, raised = faults.spoken(errors)
+    assert lines == ["compiling ...", "generate.py: rank 0 of 2 failed (ValueError: 2) in decode step 7"]
+    assert raised == ["ValueError: 2", "OSError: 3"]
+
+
+def test_the_processes_of_a_run_are_found_by_its_mark():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={faults.MARK: "a mark"})
+    try:
+        while process.pid not in faults.of_run("a mark"):  # it has not begun yet
+            pass
+        assert not faults.of_run("a")
+        assert [*faults.end_all("a mark")] == [process.pid]
+        process.wait()
+        assert faults.wait_for_end("a mark", 0, -1) is not None
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_every_case_has_a_name_of_its_own_and_ranks_that_are_there():
+    cases = faults.cases([2, 3])
+    assert len({faults.name_of(case) for case in cases}) == len(cases)
+    assert all(case["rank"] < case["ranks"] for case in cases if "rank" in case)
