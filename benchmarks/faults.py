@@ -80,7 +80,7 @@ PHASES = {  # (phase of victim.py, step): (the command, what a line should say o
     ("decode", 8): ((*GENERATE, "--compile"), r"\bdecode step 7\b"),  # compiling took the first call
     ("chat", 1): (CHAT, r"\buser|\bchat"),
     ("chat", 2): (CHAT, r"\buser|\bchat"),  # between two turns
-    ("window", 3): (EVAL, r"\bwindow|\bscor"),
+    ("window", 3): (EVAL, r"\bscoring of batch 2\b"),
     ("step", 3): (ADAPT, r"\bstep 3\b"),
 }
 CAUSES = {
@@ -273,7 +273,8 @@ def surroundings(mark):
         new = set(os.listdir("/dev/shm")) - before
         time.sleep(0.5 * bool(new))  # others of this machine have theirs, for a moment
         left += [f"/dev/shm/{name}" for name in sorted(new & set(os.listdir("/dev/shm")))]
-        left += sorted(path.name for path in (folder / "tmp").iterdir())
+        names = sorted(path.name for path in (folder / "tmp").iterdir())
+        left += [name for name in names if not name.startswith("torchinductor_")]  # the compiler's cache
 
 
 def spoken(errors):

@@ -64,12 +64,12 @@ def unlike(lines):
 def soaked(lines):
     """A row for each soak: its first stretch, the one in the middle and its last."""
     rows = []
-    for (kind, model), same in grouped(lines, "kind", "model").items():
+    for (kind, model, dtype), same in grouped(lines, "kind", "model", "dtype").items():
         for line in same[0], same[len(same) // 2], same[-1]:
             ranks = line["ranks"]
             resident = " and ".join(f"{rank['resident'] / 1e6:.0f}" for rank in ranks)
             rows.append(
-                [f"{kind}, {model}", str(line["done"]), f"{statistics.median(line['ms_per_token'].values()):.2f}",
+                [f"{kind}, {model}, {dtype}", str(line["done"]), f"{statistics.median(line['ms_per_token'].values()):.2f}",
                  resident, f"{line['launcher_resident'] / 1e6:.0f}",
                  *(str(max(rank[name] for rank in ranks)) for name in ("graphs", "files", "threads"))]
             )  # fmt: skip

@@ -145,6 +145,7 @@ def parse(argv):
     p.add_argument("--every", type=count, default=50, metavar="N", help="of them in a line")
     p.add_argument("--seed", type=number(int, 0), default=0, metavar="S", help="of the shapes and the requests")
     p.add_argument("--eager", action="store_true", help="without compilation")
+    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the weights; without it bfloat16")
     launch.add_rank_flags(p)
     launch.add_json_flag(p, "the lines")
     args = p.parse_args(argv)
@@ -156,18 +157,25 @@ def parse(argv):
 def main(argv=None):
     args = parse(argv)
     name = checkpoint.name(args.checkpoint) if args.checkpoint else f"random shapes {args.seed}"
+    args.dtype = args.dtype or "bfloat16"
 
     def about(world):
-        kind = {"kind": "chat" if args.chat else "requests", "model": name, "compiled": not args.eager}
+        kind = {
+            "kind": "chat" if args.chat else "requests",
+            "model": name,
+            "dtype": args.dtype,
+            "compiled": not args.eager,
+        }
         return {**kind, "command": command("soak", argv, world), **report.environment(world)}
 
     if args.chat:
-        flags = ["--checkpoint", args.checkpoint, "--timeout", str(args.timeout), *["--compile"] * (not args.eager)]
+        flags = ["--checkpoint", args.checkpoint, "--timeout", str(args.timeout)]
+        flags += ["--compile"] * (not args.eager) + ["--dtype", args.dtype]
         return chat(flags, args.every, args.json, about)
     world = launch.join(args.device, vars(args))
     with world.together():
         config = checkpoint.read_config(args.checkpoint) if args.checkpoint else shapes(args.seed)
-    model = generate.load_model(config, args.checkpoint, None, world)
+    model = generate.load_model(config, args.checkpoint, args.dtype, world)
     with torch.inference_mode():
         serve(model, args.count, args.seed, Record(world, args.every, about(world), args.json), not args.eager)
 

@@ -44,9 +44,10 @@ def test_every_kind_of_fault_among_three_ranks(kind, files):
     run({"phase": "decode", "step": 7, "kind": kind, "rank": 0 if kind in OUTSIDE else 2, "ranks": 3}, files)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow * (name != "--seed")) for name in [*UNLIKE, ALL_UNLIKE]]
-)
+WAYS = ["--seed", *(pytest.param(name, marks=pytest.mark.slow) for name in [*UNLIKE, ALL_UNLIKE] if name != "--seed")]
+
+
+@pytest.mark.parametrize("name", WAYS)
 def test_ranks_that_were_not_started_alike_say_so(name, files):
     run({"unlike": name}, files)
 
