@@ -66,13 +66,11 @@ def soaked(lines):
     rows = []
     for (kind, model, dtype), same in grouped(lines, "kind", "model", "dtype").items():
         for line in same[0], same[len(same) // 2], same[-1]:
-            ranks = line["ranks"]
+            ranks, median = line["ranks"], statistics.median(line["ms_per_token"].values())
             resident = " and ".join(f"{rank['resident'] / 1e6:.0f}" for rank in ranks)
-            rows.append(
-                [f"{kind}, {model}, {dtype}", str(line["done"]), f"{statistics.median(line['ms_per_token'].values()):.2f}",
-                 resident, f"{line['launcher_resident'] / 1e6:.0f}",
-                 *(str(max(rank[name] for rank in ranks)) for name in ("graphs", "files", "threads"))]
-            )  # fmt: skip
+            most = (str(max(rank[name] for rank in ranks)) for name in ("graphs", "files", "threads"))
+            launcher = f"{line['launcher_resident'] / 1e6:.0f}"
+            rows.append([f"{kind}, {model}, {dtype}", str(line["done"]), f"{median:.2f}", resident, launcher, *most])
     head = ["", "requests or turns so far", "ms per token", "MB of each rank", "MB of torchrun"]
     return markdown([*head, "graphs", "open files", "threads"], rows)
 
