@@ -107,15 +107,15 @@ def faults(sizes):
 
 
 def hidden(phase, kind, rank):
-    """Whether nobody can know of a fault: a main thread that hangs may compile, or have a user who thinks."""
-    return kind == "hang" and (phase == "compile" or (phase == "chat" and rank == 0))
+    """Whether nobody can know of a fault: a main thread that hangs may import or compile, or have a user who thinks."""
+    return kind == "hang" and (phase in ("join", "compile") or (phase == "chat" and rank == 0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks that are not started alike
 
-FILES = {"same.txt": "Once upon a time\n", "other.txt": "The dog ran to\n", "two.txt": "Once\nOnce\n"}
-UNLIKE = {  # name: (what only the last rank has: flags, or environment; what the lines should say)
+FILES = {"same.txt": "Once upon a time\n", "other.txt": "The dog ran to\n"}
+UNLIKE = {  # name: (what only the last rank has: flags, environment or script; what the lines should say)
     "other weights": (["--checkpoint", "{b}"], "checkpoint"),
     "other shapes": (["--checkpoint", "{wide}"], "checkpoint|config"),
     "another tokenizer": (["--checkpoint", "{spoken}"], "tokenizer|checkpoint"),
@@ -145,32 +145,29 @@ UNLIKE = {  # name: (what only the last rank has: flags, or environment; what th
     "--exposed": (["--exposed"], "--exposed"),
     "--timeout": (["--timeout", "9"], "--timeout"),
     "WORLD_SIZE": ({"WORLD_SIZE": "3"}, r"WORLD_SIZE|ranks"),
-    "RANK": ({"RANK": "0"}, r"RANK|rank"),
-    "another script": ("eval", "eval.py"),
-    "another version of the code": ("code", "code|version"),
-    "another version of torch": ("torch", "torch"),
+    "RANK": ({"RANK": "1"}, "RANK"),  # of three ranks
+    "another script": ("eval.py", "eval.py"),
+    "another version of the code": ("{code}/generate.py", "code|version"),
+    "another version of torch": ({"PYTHONPATH": "{torch}"}, "torch"),
 }
 ALL_UNLIKE = "each rank another --seed"
 
 
-def alike(name, files):
-    """[(flags, environment, script) of each rank] of a case of UNLIKE; files: where {names} lie."""
+def alike(name):
+    """[(flags, environment, script) of each rank] of a case of UNLIKE; {names} stand for the files of write_files."""
     own = ["--checkpoint", "{a}", "--max-new-tokens", "8", "--temperature", "1", "--seed", "1"]
     prompted = [*own, "--prompt", "Once upon a time"]
-    if name == "--prompts-file":
-        own = prompted = [*own, "--prompts-file", "{files}/same.txt"]
     if name == ALL_UNLIKE:
         return [([*prompted, "--seed", str(seed)], {}, "generate.py") for seed in (1, 2, 3)]
+    if name == "--prompts-file":
+        own = prompted = [*own, "--prompts-file", "{files}/same.txt"]
     change, _ = UNLIKE[name]
     first = prompted, {}, "generate.py"
     if isinstance(change, dict):
-        return [first, (prompted, change, "generate.py")]
-    if change == "eval":
-        return [first, (["--checkpoint", "{a}", "--text", "{text}"], {}, "eval.py")]
-    if change == "code":
-        return [first, (prompted, {}, "{code}/generate.py")]
-    if change == "torch":
-        return [first, (prompted, {"PYTHONPATH": "{torch}"}, "generate.py")]
+        return [first] * (1 + (name == "RANK")) + [(prompted, change, "generate.py")]
+    if isinstance(change, str):
+        flags = ["--checkpoint", "{a}", "--text", "{text}"] if change == "eval.py" else prompted
+        return [first, (flags, {}, change)]
     base = own if any("prompt" in flag or flag == "--interactive" for flag in change) else prompted
     return [first, ([*base, *change], {}, "generate.py")]
 
@@ -346,7 +343,7 @@ def inject(fault, paths, mark):
 
 def start_unlike(name, paths, mark):
     """Run ranks that are not started alike; returns the line of what happened."""
-    ranks = alike(name, paths)
+    ranks = alike(name)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

@@ -1,12 +1,14 @@
 """Ranks that die, stall, or were not started alike: how the run ends; and that benchmarks/faults.py sees when it should
 not have ended so."""
 
+import json
 import subprocess
 import sys
+import time
 
 import pytest
 
-from benchmarks import faults
+from benchmarks import faults, reliability_tables
 from benchmarks.faults import ALL_UNLIKE, OUTSIDE, UNLIKE
 
 
@@ -24,15 +26,15 @@ FAST = [("decode", 7, "SIGKILL"), ("decode", 7, "SIGSTOP"), ("decode", 7, "excep
 COMMON = "SIGKILL", "exception", "SIGSTOP", "launcher SIGKILL"
 
 
-def cases():
-    """(phase, step, kind): those of make test, and the commonest kinds in each phase."""
-    for phase, step in faults.PHASES:
-        for kind in COMMON:
-            slow = () if (phase, step, kind) in FAST else pytest.mark.slow
-            yield pytest.param(phase, step, kind, marks=slow)
+CASES = FAST + [
+    pytest.param(*place, kind, marks=pytest.mark.slow)
+    for place in faults.PHASES
+    for kind in COMMON
+    if (*place, kind) not in FAST
+]
 
 
-@pytest.mark.parametrize("phase, step, kind", cases())
+@pytest.mark.parametrize("phase, step, kind", CASES)
 def test_a_fault_ends_all_soon_with_one_line_that_names_it(phase, step, kind, files):
     rank = 0 if kind in (*OUTSIDE, "exception") else 1
     run({"phase": phase, "step": step, "kind": kind, "rank": rank, "ranks": 2}, files)
@@ -126,11 +128,36 @@ def test_the_processes_of_a_run_are_found_by_its_mark():
             pass
         assert not faults.of_run("a")
         assert [*faults.end_all("a mark")] == [process.pid]
-        process.wait()
-        assert faults.wait_for_end("a mark", 0, -1) is not None
+        assert faults.wait_for_end("a mark", time.time(), 20) is not None  # nobody has asked how it ended yet
     finally:
         process.kill()
         process.communicate()
+
+
+def test_the_tables_count_what_ended_well(capsys, tmp_path):
+    stretch = {"kind": "chat", "model": "demo", "dtype": "bfloat16", "ms_per_token": {"1": 2.0, "2": 4.0}}
+    rank = {"resident": 5e8, "graphs": 4, "files": 16, "threads": 6}
+    stretch |= {"ranks": [rank, {**rank, "resident": 6e8, "threads": 7}], "launcher_resident": 2e8}
+    lines = {
+        "faults": [
+            *(
+                {**GOOD, "seconds": seconds, "wrong": wrong}
+                for seconds, wrong in ((1.0, []), (2.0, []), (None, ["hm"]))
+            ),
+            {**GOOD, "kind": "SIGSTOP", "seconds": 5.0, "wrong": []},
+            {**ALIKE, "wrong": []},
+        ],
+        "soak": [{**stretch, "done": 50 * i} for i in (1, 2, 3)],
+    }
+    for name, some in lines.items():
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in some))
+    reliability_tables.main([str(tmp_path / name) for name in lines])
+    shown = capsys.readouterr().out
+    assert "| SIGKILL | 3 | 2 | 1.0 to 2.0 or never |" in shown
+    assert "| SIGKILL |  |  |  |  | 2/3 |" in shown and "| SIGSTOP: the whole rank stalls |  |  |  |  | 1/1 |" in shown
+    assert "SIGKILL in decode, rank 1 of 2: ['hm']" in shown
+    assert "| --seed | ok | generate.py: rank 1 with --seed 2, rank 0 with --seed 1 |" in shown
+    assert "| chat, demo, bfloat16 | 150 | 3.00 | 500 and 600 | 200 | 4 | 16 | 7 |" in shown
 
 
 def test_every_case_has_a_name_of_its_own_and_ranks_that_are_there():

@@ -1,6 +1,7 @@
 """Many requests to the same ranks: nothing grows, nothing compiles again, and nothing is answered otherwise."""
 
 import dataclasses
+import itertools
 import json
 import os
 
@@ -10,6 +11,7 @@ from helpers import BASE, random_model, run_ranks, script, shard
 from torch._dynamo.utils import counters
 
 import generate
+import launch
 from benchmarks import soak
 
 SHAPES = dataclasses.replace(BASE, n_layers=2, max_seq_len=2 * soak.LONGEST, wiring="ladder")
@@ -59,6 +61,15 @@ def test_many_requests_take_no_more_of_anything(number, compile):
             assert {rank["graphs"] for line in lines[1:] for rank in line["ranks"]} == {len(soak.BATCHES)}
             assert max(grown(lines, "resident")) < 2**25
         assert rows[:4] == alone(4)
+
+
+def test_an_answer_that_is_not_what_it_was_is_noticed(monkeypatch):
+    answers = itertools.count()
+    monkeypatch.setattr(generate, "generate", lambda *args: ([[next(answers) // 2]], 1, 0.0, 0.0))
+    monkeypatch.setattr(soak, "resident", lambda process="self": 0)
+    record = soak.Record(launch.World(0, 1, torch.device("cpu")), 1, {})
+    with pytest.raises(RuntimeError, match="after 2 requests the first has another answer"):
+        soak.serve(random_model(SHAPES), 4, 0, record, compile=False)
 
 
 @pytest.mark.slow
