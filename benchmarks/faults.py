@@ -18,6 +18,7 @@ A run is well ended, `wrong` is empty, if
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import re
@@ -83,6 +84,10 @@ PHASES = {  # (phase of victim.py, step): (the command, what a line should say o
     ("window", 3): (EVAL, r"\bscoring of batch 2\b"),
     ("step", 3): (ADAPT, r"\bstep 3\b"),
 }
+NOBODY_KNOWS = (
+    "join",
+    "compile",
+)  # of a main thread that hangs: it may import or compile; nor of rank 0's user, who thinks
 CAUSES = {
     **{name: rf"\bsignal {int(signal.Signals[name])}\b|{name}" for name in DEATHS},
     "exception": r"RuntimeError: something broke",
@@ -92,23 +97,16 @@ CAUSES = {
 
 
 def faults(sizes):
-    """[{a fault}] on so many ranks; beyond the first size only the commonest kinds, of the last rank."""
+    """[{a fault}] on so many ranks: of rank 0 and the last in turn; beyond the first size only the commonest kinds."""
     found = []
     for size in sizes:
-        for phase, step in PHASES:
-            kinds = DEATHS + ERRORS + STALLS if size == sizes[0] else ("SIGKILL", "exception", "SIGSTOP")
-            for kind in kinds:
-                for rank in (size - 1, 0) if size == sizes[0] else (size - 1,):
-                    if not hidden(phase, kind, rank):
-                        found.append({"phase": phase, "step": step, "kind": kind, "rank": rank, "ranks": size})
-            if size == sizes[0]:
-                found += [{"phase": phase, "step": step, "kind": kind, "rank": 0, "ranks": size} for kind in OUTSIDE]
+        kinds = DEATHS + ERRORS + STALLS + OUTSIDE if size == sizes[0] else ("SIGKILL", "exception", "SIGSTOP")
+        for (i, (phase, step)), (j, kind) in itertools.product(enumerate(PHASES), enumerate(kinds)):
+            first = kind in OUTSIDE or (i + j) % 2
+            if kind != "hang" or (phase not in NOBODY_KNOWS and not (phase == "chat" and first)):
+                rank = 0 if first else size - 1
+                found.append({"phase": phase, "step": step, "kind": kind, "rank": rank, "ranks": size})
     return found
-
-
-def hidden(phase, kind, rank):
-    """Whether nobody can know of a fault: a main thread that hangs may import or compile, or have a user who thinks."""
-    return kind == "hang" and (phase in ("join", "compile") or (phase == "chat" and rank == 0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

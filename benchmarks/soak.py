@@ -27,8 +27,8 @@ from measure import report
 from model import Config, InputError
 
 BATCHES = 1, 2, 3, 4
-LONGEST = 96  # tokens of a prompt, and of an answer
-TURN = 8  # new tokens in a turn of the chat
+LONGEST = 32  # tokens of a prompt, and of an answer
+TURN = 4  # new tokens in a turn of the chat
 
 
 def resident(process="self"):
