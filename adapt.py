@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 import checkpoint
 import launch
+import watch
 from launch import count, number
 from measure import score
 from model import InputError, Transformer
@@ -194,6 +195,7 @@ def train(model, teacher, windows, valid, run, args, world, original):
 
     def validated(line):
         nonlocal best
+        watch.at("validation", timed=False)
         nats = validation_loss(model, valid, args.micro_batch, world)
         if nats < best["nats"]:
             best = {"nats": nats, "step": line["step"]}
@@ -212,8 +214,10 @@ def train(model, teacher, windows, valid, run, args, world, original):
     elif world.rank == 0:
         bar.write(f"going on from step {step} of {args.steps}")
     with runs.interruption() as asked:
+        first = step + 1  # which may compile
         while step < args.steps:
             step += 1
+            watch.at("training step", step, timed=step > first)
             try:
                 line, stop = optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
             except InputError as e:
@@ -225,6 +229,7 @@ def train(model, teacher, windows, valid, run, args, world, original):
             bar.update()
             bar.set_postfix_str(f"{line['train']:.4f} nats, {line['tokens_per_s']:,.0f} tokens/s")
             if step % args.save_every == 0 or stop:
+                watch.at("saving", timed=False)
                 sharding.save(run, step, best, model, optimizer, world)
                 saved = best["step"]
             if stop:

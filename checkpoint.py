@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -133,6 +134,20 @@ def read_config(folder):
     if "model_type" in values or "architectures" in values:
         raise InputError(f"{folder} is a Hugging Face folder: run convert_hf_checkpoint.py {folder} --out DIR first")
     return make_config(values, path)
+
+
+def digest(folder, samples=64):
+    """A short hash of what a checkpoint folder holds; of large files, of the size and of samples spread evenly."""
+    found = hashlib.sha256()
+    for path in sorted(p for p in Path(folder).iterdir() if p.suffix in (".json", ".safetensors", ".model", ".jinja")):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}\n".encode())
+        step = max(2**16, size // samples)
+        with open(path, "rb") as f:
+            for start in range(0, size, step):
+                f.seek(start)
+                found.update(f.read(2**16))
+    return found.hexdigest()[:8]
 
 
 def shapes(config):

@@ -226,6 +226,8 @@ def main(argv=None):
         else:
             other = check_other(args, config, tokenizer) if args.compare else None
             text = *read_documents(args, tokenizer), plan_windows(args, config, other or config)
+    if not world.alone:
+        world.agree({"contents of --checkpoint": checkpoint.digest(args.checkpoint)})
     model = generate.load_model(config, args.checkpoint, args.dtype, world)
     start = time.perf_counter()
     if args.tasks:

@@ -8,6 +8,7 @@ import contextlib
 import math
 import sys
 import time
+import zlib
 
 import torch
 
@@ -351,6 +352,9 @@ def main(argv=None):
             print(f"the context of {config.max_seq_len} leaves room for {new} new tokens", file=sys.stderr)
         if args.profile is not None:
             report.prepare_trace(args.profile, world.rank)
+    if not world.alone:
+        weights = checkpoint.digest(args.checkpoint) if args.checkpoint else None
+        world.agree({"contents of --checkpoint": weights, "tokens of the prompts": zlib.crc32(str(prompts).encode())})
     if world.simulated:
         print(f"one rank of {world.tp_size} alone: its times are a prediction, its text means nothing", file=sys.stderr)
     start = time.perf_counter()

@@ -251,6 +251,13 @@ def _store():
         signal.signal(signal.SIGINT, before)
 
 
+def _get(store, key):
+    """What another rank sets, however long it takes: a collective would time out, and not hear a Ctrl-C."""
+    while not store.check([key]):
+        time.sleep(0.02)
+    return json.loads(store.get(key))
+
+
 _told = itertools.count()  # of all Worlds of a process, since they share the store
 
 
@@ -282,9 +289,7 @@ class World:
         key, store = f"told {next(_told)}", _store()
         if self.rank == 0:
             store.set(key, json.dumps(value))
-        while not store.check([key]):  # a collective would time out under a slow typist, and not hear a Ctrl-C
-            time.sleep(0.02)
-        return json.loads(store.get(key))
+        return _get(store, key)
 
     def first(self, work, *args):
         """Rank 0 does work(*args) while the others wait, however long; its InputError becomes one of all."""
@@ -297,9 +302,9 @@ class World:
         if error := self.tell(error):
             raise InputError(error)
 
-    def agree(self, **contents):
-        """Raise InputError, on all ranks, unless they have read the same: contents are digests, by what was read."""
-        compare(self.gather(contents))
+    def agree(self, read):
+        """Raise InputError, on all ranks, unless {name of what each has read: digest} is alike on all."""
+        compare(self.gather(read))
 
     @contextlib.contextmanager
     def together(self):
@@ -334,7 +339,7 @@ def join(device=None, flags=None):
         _watch.met.wait(1)
     device = choose_device(device, rank, tp_size)
     store.set(f"start {rank}", json.dumps(_start(flags, device), default=str))
-    compare([json.loads(store.get(f"start {r}")) for r in range(tp_size)])
+    compare([_get(store, f"start {r}") for r in range(tp_size)])
     several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", tp_size)) < tp_size
     if device.type == "cpu" and several_nodes:
         _choose_interface(store, rank, tp_size)
@@ -374,26 +379,25 @@ def _start(flags, device):
     start |= {"torch": torch.__version__, "device": device.type}
     spelled = {"ladder_layers": "--layers"}
     flags = {spelled.get(name, f"--{name.replace('_', '-')}"): v for name, v in flags.items() if name not in OWN}
-    return start | {name: v for name, v in flags.items() if v not in (None, False)}
+    return start | {name: v for name, v in flags.items() if v is not None and v is not False}
 
 
 def compare(starts):
     """Raise InputError, which names each difference, unless all ranks' dicts are equal."""
+
+    def worded(start, names):
+        values = [(name, start.get(name)) for name in names]
+        return " and ".join(f"no {n}" if v is None else n if v is True else f"{n} {str(v)[:60]}" for n, v in values)
+
     differences = []
     for rank, start in enumerate(starts):
         names = [name for name in starts[0] | start if start.get(name) != starts[0].get(name)]
-        words = [" and ".join(_worded(name, s.get(name)) for name in names[:5]) for s in (start, starts[0])]
+        if names[:1] == ["the script"]:  # which has other flags
+            names = names[:1]
         if names:
-            differences.append(f"rank {rank} with {words[0]}, rank 0 with {words[1]}")
+            differences.append(f"rank {rank} with {worded(start, names)}, rank 0 with {worded(starts[0], names)}")
     if differences:
         raise InputError(f"the ranks were not started alike: {'; '.join(differences)}")
-
-
-def _worded(name, value):
-    if value in (None, True):
-        return f"no {name}" if value is None else name
-    text = str(value)
-    return f"{name} {text if len(text) < 60 else text[:57] + '...'!r}" if isinstance(value, list) else f"{name} {text}"
 
 
 def choose_device(device, rank=0, tp_size=1):
@@ -614,13 +618,13 @@ def _stop(store, code, line=None, trouble=""):
         if line:
             print(f"{trouble}{line}", file=sys.stderr, flush=True)
         with contextlib.suppress(Exception):  # of the store
-            store.set("stopped", json.dumps([node, line]))
+            store.set("stopped", json.dumps([node, line, code]))
     elif store is not None:
         with contextlib.suppress(Exception):
             store.wait(["stopped"], timedelta(seconds=5))
-            where, said = json.loads(store.get("stopped"))
+            where, said, code = json.loads(store.get("stopped"))
             if said and where != node and first(f"stopping {node}"):
-                print(said, file=sys.stderr, flush=True)
+                print(said, file=sys.stderr, flush=True)  # on its terminal
     if rank == 0 < tp_size - 1 and "TORCHELASTIC_RUN_ID" not in os.environ:  # it holds the store, and leaves last
         with contextlib.suppress(Exception):
             deadline = time.monotonic() + 3

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import checkpoint
+import watch
 from launch import count
 from model import InputError
 from tokenizer import TextStream
@@ -160,7 +161,6 @@ class Interrupt:
             self.terminal = termios.tcgetattr(0)
             raw = termios.tcgetattr(0)
             raw[3] &= ~(termios.ISIG | termios.ICANON)
-            self.before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # torchrun's: by way of __exit__
             termios.tcsetattr(0, termios.TCSANOW, raw)
         return self
 
@@ -169,7 +169,6 @@ class Interrupt:
             signal.signal(signal.SIGINT, self.before)
         if self.reads:
             termios.tcsetattr(0, termios.TCSANOW, self.terminal)
-            signal.signal(signal.SIGTERM, self.before)
 
     def _count(self, *_):
         self.came += 1
@@ -204,6 +203,7 @@ def chat(answer, tokenizer, world, context, max_new_tokens):
         how = "the text just goes on" if tokenizer.template is None else "in the checkpoint's chat template"
         print(f"{how}; Ctrl-C stops an answer, Ctrl-D ends", file=sys.stderr)
     while True:
+        watch.at("the wait for the user", timed=False)
         try:
             line = world.tell(input(prompt) if world.rank == 0 else None)
         except EOFError:

@@ -183,9 +183,8 @@ class Watch(threading.Thread):
         silent = {r for r, peer in self.peers.items() if peer.silent > self.timeout and places[r].phase != "end"}
         if silent:
             words = " and ".join(f"rank {r}" for r in sorted(silent))
-            self._end(
-                f"{words} of {self.tp_size} hangs in {here}: no sign of life for {self.timeout:g} s (--timeout)", silent
-            )
+            words = f"{words} of {self.tp_size} hangs in {here}"
+            self._end(f"{words}: no sign of life for {self.timeout:g} s (--timeout)", silent)
         found = {r: (place.phase, place.beats) for r, place in places.items()}
         if found == self.found and all(place.timed for place in places.values()):
             self.still += 1

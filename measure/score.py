@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 import generate
 import launch
+import watch
 from model import WIRINGS, InputError
 
 PIECE = 2**22  # logits in float32 at a time: those of a whole window, in a large vocabulary, are a gigabyte
@@ -43,12 +44,14 @@ def predictions(models, documents, size, stride, batch, show=False):
     plan = [(ids, *window) for ids in documents for window in windows(len(ids), size, stride)]
     device = models[0].norm.weight.device
     for i in tqdm(range(0, len(plan), batch), desc="scoring", unit="batch", delay=1, disable=not show):
+        watch.at("scoring of batch", i // batch)
         part = plan[i : i + batch]
         tokens, _ = generate.pad([ids[start:stop] for ids, start, stop, _ in part], device)
         logits = [model(tokens[:, :-1]) for model in models]
         for row, (_, start, stop, first) in enumerate(part):
             begin, end = first - start, stop - start
             yield [each[row, begin - 1 : end - 1] for each in logits], tokens[row, begin:end]
+    watch.at("scoring", timed=False)
 
 
 @torch.inference_mode()

@@ -279,7 +279,7 @@ def _train(world, argv):
 
     world.tell = lambda value: world.gather(value)[0]
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(launch, "join", lambda device: world)
+        m.setattr(launch, "join", lambda device, flags: world)
         m.setattr(adapt.curves, "draw", lambda *args: None)
         adapt.main(argv)
     return torch.initial_seed()

@@ -706,6 +706,6 @@ def test_many_ranks_end_together_with_one_line(case, copy):
 
 def test_more_ranks_than_heads_are_refused(tiny, monkeypatch):
     many = launch.World(0, 16, torch.device("cpu"), simulated=True)
-    monkeypatch.setattr(launch, "join", lambda device: many)
+    monkeypatch.setattr(launch, "join", lambda device, flags: many)
     with pytest.raises(InputError, match="cannot shard n_heads 15: use 1 to 15 ranks"):
         generate.main(["--checkpoint", str(tiny), "--prompt", "a"])

@@ -331,10 +331,9 @@ launch.run(main)
 def test_when_a_rank_dies_those_that_wait_for_it_end_with_one_line(words):
     found = ranks(3, DYING.replace("WORDS", repr(words)))
     output = [rank.communicate(timeout=90) for rank in found]
-    # the first one to see it ends with 1, and another one may see that it has stopped already
-    assert sorted(rank.returncode for rank in found) in ([-signal.SIGKILL, 1, 1], [-signal.SIGKILL, 1, 2])
-    lines = [line for _, errors in output for line in errors.splitlines()]
-    assert lines == ["another rank has died: stopping"]
+    assert sorted(rank.returncode for rank in found) == [-signal.SIGKILL, 1, 1]
+    [line] = [line for _, errors in output for line in errors.splitlines()]
+    assert "rank 1 of 3 was killed (signal 9" in line or "rank 1 of 3 has died" in line  # its parent may have asked
 
 
 def lives(world):

@@ -1,0 +1,237 @@
+"""The ranks watch one another: what a Watch makes of what it sees. tests/test_faults.py has real deaths and stalls."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+import launch
+import watch
+from launch import InputError
+
+
+class Ended(Exception):
+    pass
+
+
+class Alone(watch.Watch):
+    """A Watch whose ticks the test makes, and which ends nothing. The others are what the test says."""
+
+    def __init__(self, monkeypatch, tp_size=2, timeout=3):
+        monkeypatch.setattr(watch, "here", watch.Place("decode step", 7, timed=True))
+        monkeypatch.setattr(watch.shared_memory, "progress", lambda: (0, None))
+        monkeypatch.setattr(watch.signal, "set_wakeup_fd", lambda *_, **__: None)
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        self.shared = dist.HashStore()
+        super().__init__(self.shared, 0, tp_size, None, timeout)
+        self.others = {r: watch.Place("decode step", 7, timed=True) for r in range(1, tp_size)}
+        self.stopped = set()  # those that give no sign of life
+        for r in self.others:
+            self.shared.set(f"process {r}", json.dumps([os.getpid(), "another machine"]))
+
+    def ticks_until_the_end(self, ticks=20):
+        """(how many ticks it takes until the run ends, the line, those that are killed), or None."""
+        for i in range(1, ticks + 1):
+            for r, place in self.others.items():
+                place.ticks += r not in self.stopped
+                self.shared.set(f"place {r}", json.dumps(dataclasses.asdict(place)))
+            try:
+                self._tick()
+            except Ended as e:
+                return i, *e.args
+        return None
+
+    def _end(self, line, hung=()):
+        raise Ended(line, set(hung))
+
+
+def test_a_rank_without_a_sign_of_life_ends_the_run(monkeypatch):
+    w = Alone(monkeypatch, 3)
+    assert w.ticks_until_the_end(2) is None
+    w.stopped = {2}
+    watch.here.timed = False  # in compilation, say
+    found = w.ticks_until_the_end()
+    assert found == (4, "rank 2 of 3 hangs in decode step 7: no sign of life for 3 s (--timeout)", {2})
+    w = Alone(monkeypatch, 3, timeout=0)
+    w.stopped = {2}
+    assert w.ticks_until_the_end() is None
+    w = Alone(monkeypatch, 3)
+    w.stopped, w.others[2].phase, w.others[2].timed = {2}, "end", False
+    assert w.ticks_until_the_end() is None
+
+
+def test_ranks_that_come_no_further_end_the_run_and_the_one_behind_is_named(monkeypatch):
+    w = Alone(monkeypatch, 3)
+    watch.here.beats = w.others[2].beats = 5
+    w.others[1].beats, w.others[1].step = 4, "6"
+    ticks, line, hung = w.ticks_until_the_end()
+    assert (ticks, hung) == (5, set())  # the first sees where they are
+    assert line == "rank 1 of 3 hangs in decode step 6: no rank has come further for 4 s (--timeout 3)"
+
+
+def test_shared_memory_knows_who_is_waited_for(monkeypatch):
+    w = Alone(monkeypatch, 3)
+    w.others[1].awaited = 2
+    assert "rank 2 of 3 hangs in decode step 7" in w.ticks_until_the_end()[1]
+    places = {r: watch.Place(beats=r, awaited=(r + 1) % 3) for r in range(3)}
+    assert watch.late(places) == [0, 1]  # each waits for the next: no telling but by how far they have come
+    assert watch.late({r: watch.Place(beats=4) for r in range(3)}) == []
+
+
+def test_none_is_behind(monkeypatch):
+    assert "all 2 ranks hang in decode step 7" in Alone(monkeypatch).ticks_until_the_end()[1]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_phase_that_may_take_any_time_does(monkeypatch, who):
+    w = Alone(monkeypatch)
+    (watch.here, w.others[1])[who].timed = False
+    assert w.ticks_until_the_end() is None
+
+
+def test_a_rank_that_comes_further_keeps_the_run_going(monkeypatch):
+    w = Alone(monkeypatch)
+    for _ in range(4):
+        assert w.ticks_until_the_end(3) is None
+        w.others[1].beats += 1
+
+
+def test_the_timeout_is_beyond_what_a_step_of_the_phase_took(monkeypatch):
+    w = Alone(monkeypatch)
+    assert w.ticks_until_the_end(3) is None  # two ticks after the first
+    watch.at("decode step", 8)
+    assert w.ticks_until_the_end()[0] == 1 + 3 + 2 + 1
+    w = Alone(monkeypatch)
+    assert w.ticks_until_the_end(3) is None
+    watch.at("prefill")
+    assert w.ticks_until_the_end()[0] == 1 + 3 + 1  # another phase starts anew
+
+
+def test_what_another_rank_says_ends_this_one_without_a_line(monkeypatch):
+    w = Alone(monkeypatch)
+    assert w.ticks_until_the_end(1) is None
+    w.shared.set("stopped", "")
+    assert w.ticks_until_the_end(1) == (1, None, set())
+
+
+def test_places_in_words_and_blocks_that_hold_them(monkeypatch):
+    monkeypatch.setattr(watch, "here", watch.Place())
+    watch.at("load of", "norm.weight")
+    assert str(watch.here) == "load of norm.weight" and watch.here.timed
+    with watch.during("compilation"):
+        watch.at("decode step", 1)
+        assert str(watch.here) == "compilation" and not watch.here.timed and watch.here.beats == 3
+    watch.at("decode step", 0)
+    assert str(watch.here) == "decode step 0" and watch.here.timed
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="how a process ended can be read on Linux only")
+def test_how_a_process_ended():
+    def found(code):
+        child = subprocess.Popen([sys.executable, "-c", f"import os\n{code}"])
+        descriptor = os.pidfd_open(child.pid)
+        deadline = time.monotonic() + 60
+        while not watch.select.select([descriptor], [], [], 1)[0]:
+            assert time.monotonic() < deadline
+        os.close(descriptor)
+        words = watch.how_it_ended(child.pid)
+        child.wait()
+        return words, watch.how_it_ended(child.pid)
+
+    assert found("os._exit(3)") == ("has left (exit code 3)", "has died")
+    assert found("os.kill(os.getpid(), 15)") == ("was killed (signal 15)", "has died")
+    assert found("os.kill(os.getpid(), 9)")[0].startswith("was killed (signal 9, ")
+
+
+def test_signals_end_a_script_by_way_of_what_cleans_up():
+    source = """
+import os, signal, sys, launch
+def main():
+    try:
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        signal.pause()
+    finally:
+        print("cleaned up")
+launch.run(main)
+"""
+    for name in "SIGTERM", "SIGHUP":
+        done = subprocess.run([sys.executable, "-c", source, name], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (143, "cleaned up\n")
+        assert done.stderr == f"-c: was stopped by {name} in start\n"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ranks that were not started alike
+
+
+def test_each_difference_is_named():
+    launch.compare([{"the code": "a", "--seed": 1}] * 3)
+    first = {"the script": "generate.py", "--seed": 1, "--compile": True, "--top-p": 1.0}
+    starts = [first, first, {"the script": "generate.py", "--seed": 2, "--prompt": ["x" * 100], "--top-p": 1.0}]
+    with pytest.raises(InputError) as e:
+        launch.compare(starts)
+    x = str(["x" * 100])[:60]
+    assert str(e.value) == (
+        "the ranks were not started alike: "
+        f"rank 2 with --seed 2 and no --compile and --prompt {x}, rank 0 with --seed 1 and --compile and no --prompt"
+    )
+    with pytest.raises(InputError, match="rank 1 with the script eval.py, rank 0 with the script generate.py$"):
+        launch.compare([first, {"the script": "eval.py", "--seed": 3}])
+
+
+def test_what_ranks_are_compared_by():
+    import argparse
+
+    import torch
+
+    flags = vars(argparse.Namespace(checkpoint="here", seed=0, ladder_layers="3", compile=False, json="x", ladder=True))
+    start = launch._start(flags, torch.device("cpu"))
+    assert start.keys() == {"the script", "the code", "torch", "device", "--seed", "--layers", "--ladder"}
+    assert start["--seed"] == 0 and start["--ladder"] is True and start["torch"] == torch.__version__
+
+
+def test_the_contents_of_a_checkpoint(tiny, tmp_path):
+    import shutil
+
+    from checkpoint import digest
+
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny, copy)
+    assert digest(copy) == digest(tiny)
+    path = copy / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    assert digest(copy) != digest(tiny)
+
+
+def test_the_numbers_of_the_ranks_are_compared_before_they_wait(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(launch, "DEADLINE", 1)
+    store.set("ready", "1")
+    launch._wait_for_all(store, 0, 2)
+    with pytest.raises(InputError, match="rank 1 has WORLD_SIZE 3, another 2"):
+        launch._wait_for_all(store, 1, 3)
+    for rank in 0, 2:  # taken; too large
+        with pytest.raises(InputError, match=f"RANK {rank} of WORLD_SIZE 2: give each process one of 0 to 1"):
+            launch._wait_for_all(store, rank, 2)
+
+
+def test_a_signal_that_the_script_goes_on_after_leaves_the_collectives_alone(monkeypatch):
+    w, abandoned = Alone(monkeypatch), []
+    monkeypatch.setattr(watch.shared_memory, "abandon", lambda: abandoned.append(True))
+    before = signal.signal(signal.SIGINT, lambda *_: None)  # as adapt.py, which saves first
+    try:
+        w._hear(bytes([signal.SIGINT]))
+        assert not abandoned
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        w._hear(bytes([signal.SIGINT]))
+        assert abandoned
+    finally:
+        signal.signal(signal.SIGINT, before)
