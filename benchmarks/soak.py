@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 import torch
-from torch._dynamo.utils import counters
 
 import checkpoint
 import generate
@@ -40,7 +39,7 @@ def usage():
     """What this process has by now, where only a growth says something."""
     return {
         "resident": resident(),
-        "graphs": counters["stats"]["unique_graphs"],
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
     }
@@ -90,6 +89,8 @@ def serve(model, number, seed, record, compile=True):
         batch = len(prompts)
         if batch not in runners:
             runners[batch] = generate.Runner(model, generate.make_cache(model, batch, 2 * LONGEST), compile)
+            if compile:
+                runners[batch].warm_up(prompts, new)
         sample = generate.make_sampler(0)
         found, steps, _, rest = generate.generate(runners[batch], prompts, new, sample)
         return found, rest / (steps - 1) if steps > 1 else None
