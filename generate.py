@@ -376,9 +376,7 @@ def run_chat(args, model, tokenizer, world):
     context = min(args.context or 4096, model.config.max_seq_len)
     with world.together():
         runner = Runner(model, make_cache(model, 1, context), args.compile, args.compile_prefill)
-    if context > 1 and (
-        args.compile or args.compile_prefill
-    ):  # an answer that takes so long would look like a rank that hangs
+    if context > 1 and (args.compile or args.compile_prefill):  # now: later it would look like a rank that hangs
         if world.rank == 0:
             print("compiling ...", file=sys.stderr)
         runner.warm_up([[0]], args.max_new_tokens, args.prefill_chunk)

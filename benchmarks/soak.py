@@ -20,6 +20,7 @@ import torch
 import checkpoint
 import generate
 import launch
+import terminal
 from benchmarks.lines import command
 from launch import count, number
 from measure import report
@@ -107,26 +108,25 @@ def serve(model, number, seed, record, compile=True):
 
 
 def chat(flags, every, path, about):
-    """The chat of generate.py with these flags, recorded; returns the Record's lines."""
-    generated, chatting, record = generate.generate, generate.run_chat, None
+    """The chat of generate.py with these flags, recorded."""
+    chatting = terminal.chat
 
-    def recorded(runner, prompts, new, *args):
-        start = time.perf_counter()
-        found = generated(runner, prompts, new, *args)
-        record.add(len(prompts), (time.perf_counter() - start) / found[1])
-        return found
-
-    def with_record(args, model, tokenizer, world):
-        nonlocal record
+    def recorded(answer, tokenizer, world, *args):
         record = Record(world, every, about(world), path)
-        return chatting(args, model, tokenizer, world)
 
-    generate.generate, generate.run_chat = recorded, with_record
+        def timed(*request):
+            start = time.perf_counter()
+            row = answer(*request)
+            record.add(1, (time.perf_counter() - start) / max(1, len(row)))
+            return row
+
+        return chatting(timed, tokenizer, world, *args)
+
+    terminal.chat = recorded
     try:
         generate.main(["--interactive", "--max-new-tokens", str(TURN), *flags])
     finally:
-        generate.generate, generate.run_chat = generated, chatting
-    return record.lines
+        terminal.chat = chatting
 
 
 def shapes(seed):
