@@ -47,6 +47,8 @@ TIMEOUT = 4  # --timeout of the runs that stall, in seconds
 HANGS = 45  # seconds after a fault until a run counts as hanging
 STARTS = 150  # seconds until the fault should have happened
 MOST = 20  # lines kept of a run
+KEPT = 8000  # characters of stderr kept of one that did not end well
+PROGRESS = re.compile(r"^(loading|decoding|scoring|training): .*?(?=\w+\.py: |Traceback \(|$)", re.MULTILINE)
 CHAINED = re.compile("During handling of the above|The above exception was the direct cause")
 MARK = "LADDER_FAULT_RUN"
 
@@ -74,7 +76,7 @@ ADAPT = (
 EVAL = "eval", "--checkpoint", "{a}", "--text", "{text}", "--window", "32", "--batch", "1"
 PHASES = {  # (phase of victim.py, step): (the command, what a line should say of the phase)
     ("join", 1): (GENERATE, r"\bjoin|\bstart|\bmeet"),
-    ("load", 3): (GENERATE, r"\bload"),
+    ("load", 3): (GENERATE, r"\bload|\bpreparation"),
     ("compile", 1): ((*GENERATE, "--compile"), r"\bcompil"),
     ("prefill", 1): (GENERATE, r"\bprefill"),
     ("decode", 7): (GENERATE, r"\bdecode step 7\b"),
@@ -278,7 +280,7 @@ def spoken(errors):
     Without progress, and torch's warnings. Of chained tracebacks the last counts.
     """
     lines, raised, inside = [], [], False
-    for line in errors.replace("\r", "\n").splitlines():
+    for line in PROGRESS.sub("", errors.replace("\r", "\n")).splitlines():
         line = re.sub(r"^\[rank\d+\]: ?", "", line)  # torch's hook for exceptions
         if line.startswith("Traceback (most recent call last):"):
             inside = True
@@ -289,7 +291,7 @@ def spoken(errors):
         elif inside:  # the exception itself
             inside = False
             raised.append(line[:200])
-        elif line.strip() and not re.match(r"\[[EWF]\d{4} |[EWI]\d{4} |decoding:|scoring:|training:", line):
+        elif line.strip() and not re.match(r"\[[EWF]\d{4} |[EWI]\d{4} ", line):
             lines.append(line)
     return lines[:MOST], raised
 
@@ -325,9 +327,10 @@ def inject(fault, paths, mark):
         launcher.stdin = None
         code = launcher.wait()
         logs = {p: p.read_text(errors="replace") for p in sorted((folder / "logs").rglob("std*.log"))}
-        lines, raised = spoken("".join(text for path, text in logs.items() if path.name == "stderr.log"))
+        errors = "".join(text for path, text in logs.items() if path.name == "stderr.log")
+        lines, raised = spoken(errors)
         found = {
-            **fault, "script": f"{script}.py", "happened": note.exists(), "seconds": seconds,
+            **fault, "script": f"{script}.py", "errors": errors[-KEPT:], "happened": note.exists(), "seconds": seconds,
             "code": code, "lines": lines, "raised": raised, "orphans": sorted(orphans.values()),
             "port_taken": bool(happened["port"]) and has_listener(happened["port"]),
         }  # fmt: skip
@@ -367,7 +370,7 @@ def start_unlike(name, paths, mark):
         )
         lines, raised = spoken(errors)
         found = {
-            "unlike": name, "ranks": len(ranks), "seconds": seconds, "codes": codes, "lines": lines,
+            "unlike": name, "errors": errors[-KEPT:], "ranks": len(ranks), "seconds": seconds, "codes": codes, "lines": lines,
             "raised": raised, "printed": printed[:200], "orphans": sorted(orphans.values()),
             "port_taken": has_listener(port),
         }  # fmt: skip
@@ -446,7 +449,10 @@ def run(case, paths):
         found = start_unlike(case["unlike"], paths, mark) if "unlike" in case else inject(case, paths, mark)
     finally:
         end_all(mark)
-    return {**found, "wrong": wrong(found)}
+    found["wrong"] = wrong(found)
+    if not found["wrong"]:
+        del found["errors"]
+    return found
 
 
 def cases(sizes):

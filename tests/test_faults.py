@@ -115,9 +115,11 @@ generate.py: rank 0 of 2 failed (ValueError: 2) in decode step 7
 decoding:  10%|x\r[rank1]: Traceback (most recent call last):
 [rank1]:   File "a.py", line 1
 [rank1]: OSError: 3
+training:  7%|x| 2/30 [00:01<00:10, nats]adapt.py: rank 0 of 2 hangs
 """
     lines, raised = faults.spoken(errors)
-    assert lines == ["compiling ...", "generate.py: rank 0 of 2 failed (ValueError: 2) in decode step 7"]
+    said = ["generate.py: rank 0 of 2 failed (ValueError: 2) in decode step 7", "adapt.py: rank 0 of 2 hangs"]
+    assert lines == ["compiling ...", *said]
     assert raised == ["ValueError: 2", "OSError: 3"]
 
 
