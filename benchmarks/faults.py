@@ -370,8 +370,8 @@ def start_unlike(name, paths, mark):
         )
         lines, raised = spoken(errors)
         found = {
-            "unlike": name, "errors": errors[-KEPT:], "ranks": len(ranks), "seconds": seconds, "codes": codes, "lines": lines,
-            "raised": raised, "printed": printed[:200], "orphans": sorted(orphans.values()),
+            "unlike": name, "errors": errors[-KEPT:], "ranks": len(ranks), "seconds": seconds, "codes": codes,
+            "lines": lines, "raised": raised, "printed": printed[:200], "orphans": sorted(orphans.values()),
             "port_taken": has_listener(port),
         }  # fmt: skip
     return {**found, "left": left}
