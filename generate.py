@@ -47,6 +47,7 @@ def load_model(config, folder, dtype, world):
         weights = checkpoint.Weights(folder) if folder else checkpoint.RandomWeights(config, world.device)
         own = weights.dtype("norm.weight") if folder else torch.bfloat16
         model = load_shard(config, weights, DTYPES.get(dtype, own), world.device, world.rank, world.tp_size)
+    watch.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
     int_linear.use_kernels(model)
     if world.group is not None:
         model.comm = TensorParallel(config, world.tp_size, world.group)

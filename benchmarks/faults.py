@@ -267,9 +267,8 @@ def surroundings(mark):
         }  # fmt: skip
         left = []
         yield environment, folder, left
-        new = set(os.listdir("/dev/shm")) - before
-        time.sleep(0.5 * bool(new))  # others of this machine have theirs, for a moment
-        left += [f"/dev/shm/{name}" for name in sorted(new & set(os.listdir("/dev/shm")))]
+        new = sorted(set(os.listdir("/dev/shm")) - before)
+        left += [f"/dev/shm/{name}" for name in new if not name.startswith("sem.mp-")]  # which Python unlinks at once
         names = sorted(path.name for path in (folder / "tmp").iterdir())
         left += [name for name in names if not name.startswith("torchinductor_")]  # the compiler's cache
 
