@@ -351,7 +351,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("benchmarks/faults.py", "TIMEOUT * (kind in STALLS)", "TIMEOUT", FAULTS + "bad_end"),
     ("benchmarks/faults.py", "            raised.pop()\n", "            pass\n", FAULTS + "chained"),
     ("benchmarks/faults.py", "any(code != 2 for", "all(code != 2 for", FAULTS + "bad_end"),
-    ("benchmarks/victim.py", "if calls == number:", "if False:", FAULTS + "'names_it and SIGKILL and not slow'"),
+    ("benchmarks/victim.py", "if calls == number:", "if False:", FAULTS + "'decode and 7 and SIGKILL and 1'"),
     ("benchmarks/soak.py", "answer(*first)[0] != rows[0]", "False", SOAK + "noticed"),
     ("benchmarks/reliability_tables.py", "sum(not line['wrong'] for", "sum(bool(line) for", FAULTS + "tables_count"),
     # measure/harness.py: these take lm-eval

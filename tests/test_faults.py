@@ -22,22 +22,14 @@ def run(case, files):
     assert line["wrong"] == [], "\n".join([*line["lines"], *line.get("raised", [])])
 
 
-FAST = [("decode", 7, "SIGKILL"), ("decode", 7, "SIGSTOP"), ("decode", 7, "exception")]
-COMMON = "SIGKILL", "exception", "SIGSTOP", "launcher SIGKILL"
+FAST = {f"decode 7, {end} of 2" for end in ("SIGKILL, rank 1", "SIGSTOP, rank 1", "exception, rank 1")}
+COMMON = "SIGKILL", "exception", "SIGSTOP", "hang", "launcher SIGKILL"
+CASES = {faults.name_of(case): case for case in faults.faults([2]) if case["kind"] in COMMON}
 
 
-CASES = FAST + [
-    pytest.param(*place, kind, marks=pytest.mark.slow)
-    for place in faults.PHASES
-    for kind in COMMON
-    if (*place, kind) not in FAST
-]
-
-
-@pytest.mark.parametrize("phase, step, kind", CASES)
-def test_a_fault_ends_all_soon_with_one_line_that_names_it(phase, step, kind, files):
-    rank = 0 if kind in (*OUTSIDE, "exception") else 1
-    run({"phase": phase, "step": step, "kind": kind, "rank": rank, "ranks": 2}, files)
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_a_fault_ends_all_soon_with_one_line_that_names_it(name, files):
+    run(CASES[name], files)
 
 
 @pytest.mark.slow
