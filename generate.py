@@ -48,6 +48,7 @@ def load_model(config, folder, dtype, world):
         weights = checkpoint.Weights(folder) if folder else checkpoint.RandomWeights(config, world.device)
         model = load_shard(config, weights, chosen_dtype(dtype, folder), world.device, world.rank, world.tp_size)
         model.stored_dtype = chosen_dtype(None, folder)
+    watch.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
     int_linear.use_kernels(model)
     if world.group is not None:
         model.comm = TensorParallel(config, world.tp_size, world.group)
@@ -97,8 +98,10 @@ class Runner:
             cpu.prepare_compile()
         if compile:
             cpu.use_few_rows(model)
-            # One graph for any cache_length, the argument of Transformer.forward; all else is fixed. It is global.
+            # One graph for any cache_length, the argument of Transformer.forward; all else is fixed. So each shape of a
+            # cache has its own, and a process that serves many must not run out of them. Both are global.
             torch.compiler.config.dynamic_sources = "L['cache_length']"
+            torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
             self._decode = torch.compile(model, fullgraph=True, dynamic=False, **self._how())
 
     def _how(self):
@@ -244,7 +247,10 @@ def complete(
         raise InputError("prompts is empty or has an empty text")
     rows = [tokenizer.encode(text) for text in prompts]
     new = terminal.fit(max_new_tokens, rows, model.config.max_seq_len)
-    runner = Runner(model, make_cache(model, len(rows), max(map(len, rows)) + new), compile)
+    length = max(map(len, rows)) + new
+    if compile:  # in whole buckets, so that calls of about the same length share a graph
+        length = -(-length // BUCKET) * BUCKET
+    runner = Runner(model, make_cache(model, len(rows), length), compile)
     sample = make_sampler(temperature, top_k, top_p, seed, runner.device)
     added, *_ = generate(runner, rows, new, sample, model.config.eos_ids)
     return [tokenizer.continuation(prompt, row) for prompt, row in zip(rows, added, strict=True)]
@@ -404,6 +410,10 @@ def run_chat(args, model, tokenizer, world):
     context = min(args.context or 4096, model.config.max_seq_len)
     with world.together():
         runner = Runner(model, make_cache(model, 1, context), args.compile, args.compile_prefill)
+    if context > 1 and (args.compile or args.compile_prefill):  # now: later it would look like a rank that hangs
+        if world.rank == 0:
+            print("compiling ...", file=sys.stderr)
+        runner.warm_up([[0]], args.max_new_tokens, args.prefill_chunk)
     sample = make_sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
     eos_ids = () if args.ignore_eos else model.config.eos_ids
 

@@ -473,6 +473,7 @@ def run(main):
             _leave(0)
         except Exception:
             time.sleep(0)  # a signal that came meanwhile goes first: it may be what made the main thread wait no longer
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # but what handles this must not be interrupted
             raise
     except SystemExit:
         _done()

@@ -113,7 +113,6 @@ def load_shard(config, weights, dtype, device, rank=0, tp_size=1):
         if summed and rank > 0:
             tensor.zero_()
         _put(model.get_submodule(path), kind, tensor)
-    watch.at("preparation", timed=False)
     if config.tie_embeddings:
         start, stop = plan["output"][1][0]
         for kind, tensor in model.tok_embeddings.named_parameters():

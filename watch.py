@@ -11,6 +11,7 @@ import json
 import os
 import select
 import signal
+import sys
 import threading
 import time
 
@@ -71,6 +72,7 @@ class Terminated(KeyboardInterrupt):
 
 def terminate(number, frame):
     signal.signal(number, signal.SIG_IGN)  # once is enough
+    sys.unraisablehook = lambda unraisable: None  # raised in a destructor it would be printed, and no more
     raise Terminated(signal.Signals(number).name)
 
 

@@ -29,6 +29,7 @@ QUANT, CONVERT, LINK = "test_quantize.py -k ", "test_convert.py -k ", "test_link
 EVAL, ADAPT, TRAINING = (f"test_{name}.py -k " for name in ("eval", "adapt", "training"))
 EXPORT, ADVISE, WRITERS = "test_export.py -k ", "test_advise.py -k ", "test_writers.py -k "
 BENCHMARKS, WATCH = "test_benchmarks.py -k ", "test_watch.py -k "
+FAULTS, SOAK = "test_faults.py -k ", "test_soak.py -k "
 SHARED, SUMS = "kernels/shared_memory.cpp", "test_shared_memory.py -k 'test_sums and 3'"
 MESSAGES, IN_FLIGHT = "test_shared_memory.py -k 'random_messages and not long'", "test_shared_memory.py -k in_flight"
 LEFT, WITHOUT = "test_shared_memory.py -k nothing_behind", "test_shared_memory.py -k do_without"
@@ -465,6 +466,18 @@ MUTANTS = [  # (file, old text, new text, tests)
      "test_fuzz.py -k what_is_not"),
     ("benchmarks/fuzz.py", "resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, limit[1]))", "pass",
      "test_fuzz.py -k what_is_not"),
+    ("generate.py", "torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit", "pass",
+     SOAK + "more_shapes"),
+    ("generate.py", "    if compile:  # in whole buckets", "    if False:  # in whole buckets", SOAK + "more_shapes"),
+    ("benchmarks/faults.py", 'marked and "\\nState:\\tZ" not in (folder / "status").read_text()', "marked",
+     FAULTS + "by_its_mark"),
+    ("benchmarks/faults.py", "len(said) != 1", "not said", FAULTS + "bad_end"),
+    ("benchmarks/faults.py", "TIMEOUT * (kind in STALLS)", "TIMEOUT", FAULTS + "bad_end"),
+    ("benchmarks/faults.py", "            raised.pop()\n", "            pass\n", FAULTS + "chained"),
+    ("benchmarks/faults.py", "any(code != 2 for", "all(code != 2 for", FAULTS + "bad_end"),
+    ("benchmarks/victim.py", "if calls == number:", "if False:", FAULTS + "'decode and 7 and SIGKILL and 1'"),
+    ("benchmarks/soak.py", "answer(*first)[0] != rows[0]", "False", SOAK + "noticed"),
+    ("benchmarks/reliability_tables.py", "sum(not line['wrong'] for", "sum(bool(line) for", FAULTS + "tables_count"),
     # measure/harness.py: these take lm-eval
     ("measure/harness.py", "[-self.max_length - 1 :]", "[: self.max_length + 1]", EVAL + "likelihoods_against"),
     ("measure/harness.py", "row[len(tokens) - len(continuation) : len(tokens)]", "row[-len(continuation) :]",

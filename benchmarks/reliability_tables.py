@@ -1,0 +1,99 @@
+"""The tables of docs/reliability.md, from the lines that benchmarks/faults.py and benchmarks/soak.py wrote.
+
+python -m benchmarks.reliability_tables results/faults.jsonl results/soak.jsonl
+"""
+
+import statistics
+
+import launch
+from benchmarks.adapt_tables import grouped
+from benchmarks.faults import OUTSIDE, PHASES, of_script
+from benchmarks.lines import written_by
+from measure.results import markdown
+
+PLACES = {  # (phase, step) of faults.py, in words
+    ("join", 1): "joining", ("load", 3): "loading", ("compile", 1): "compiling", ("prefill", 1): "prefill",
+    ("decode", 7): "decoding", ("decode", 8): "compiled decoding", ("chat", 1): "chat, first line",
+    ("chat", 2): "chat, between turns", ("window", 3): "eval.py", ("step", 3): "adapt.py",
+}  # fmt: skip
+KINDS = {
+    **{kind: f"{kind} to torchrun's group" for kind in OUTSIDE},
+    "launcher SIGKILL": "SIGKILL to torchrun", "launcher SIGTERM": "SIGTERM to torchrun",
+    "terminal SIGINT": "Ctrl-C in the terminal", "terminal SIGHUP": "the terminal closes",
+    "SIGSTOP": "SIGSTOP: the whole rank stalls", "hang": "the rank's main thread hangs",
+}  # fmt: skip
+
+
+def seconds(lines):
+    """The least and the most that runs took to end, in words."""
+    known = [line["seconds"] for line in lines if line["seconds"] is not None]
+    ever = " or never" * (len(known) < len(lines))
+    return (f"{min(known):.1f} to {max(known):.1f}" if known else "") + ever
+
+
+def by_kind(lines):
+    """A row for each kind of fault: how many runs, how many ended well, in how many seconds."""
+    rows = []
+    for (kind,), same in grouped(lines, "kind").items():
+        well = sum(not line["wrong"] for line in same)
+        rows.append([KINDS.get(kind, kind), str(len(same)), str(well), seconds(same)])
+    return markdown(["fault", "runs", "ended well", "seconds until all processes were gone"], rows)
+
+
+def by_phase(lines):
+    """A row for each kind of fault, a column for each phase: how many ended well, of how many."""
+    cells = grouped(lines, "kind", "phase", "step")
+
+    def cell(kind, place):
+        same = cells.get((kind, *place), [])
+        return f"{sum(not line['wrong'] for line in same)}/{len(same)}" if same else ""
+
+    rows = [[KINDS.get(kind, kind), *(cell(kind, place) for place in PHASES)] for (kind,) in grouped(lines, "kind")]
+    return markdown(["fault", *(PLACES[place] for place in PHASES)], rows)
+
+
+def unlike(lines):
+    """A row for each way in which ranks were not started alike: what is said of it."""
+    rows = []
+    for line in lines:
+        said = " ".join(of_script(line)).replace("|", "\\|") or "nothing"
+        rows.append([line["unlike"], "ok" if not line["wrong"] else "; ".join(line["wrong"]), said])
+    return markdown(["what only one rank has", "", "what is said"], rows)
+
+
+def soaked(lines):
+    """A row for each soak: its first stretch, the one in the middle and its last."""
+    rows = []
+    for (kind, model, dtype), same in grouped(lines, "kind", "model", "dtype").items():
+        for line in same[0], same[len(same) // 2], same[-1]:
+            ranks, median = line["ranks"], statistics.median(line["ms_per_token"].values())
+            resident = " and ".join(f"{rank['resident'] / 1e6:.0f}" for rank in ranks)
+            most = (str(max(rank[name] for rank in ranks)) for name in ("graphs", "files", "threads"))
+            launcher = f"{line['launcher_resident'] / 1e6:.0f}"
+            rows.append([f"{kind}, {model}, {dtype}", str(line["done"]), f"{median:.2f}", resident, launcher, *most])
+    head = ["", "requests or turns so far", "ms per token", "MB of each rank", "MB of torchrun"]
+    return markdown([*head, "graphs", "open files", "threads"], rows)
+
+
+def parse(argv):
+    p = launch.Parser(__doc__)
+    p.add_argument(
+        "faults", type=written_by("benchmarks/faults.py", "wrong", "seconds"), help="of benchmarks/faults.py"
+    )
+    keys = "done", "ms_per_token", "ranks", "launcher_resident"
+    p.add_argument("soak", type=written_by("benchmarks/soak.py", *keys), help="of benchmarks/soak.py")
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse(argv)
+    injected = [line for line in args.faults if "kind" in line]
+    print(by_kind(injected), by_phase(injected), sep="\n\n")
+    for line in injected:
+        if line["wrong"]:
+            print(f"\n{line['kind']} in {line['phase']}, rank {line['rank']} of {line['ranks']}: {line['wrong']}")
+    print("", unlike([line for line in args.faults if "unlike" in line]), soaked(args.soak), sep="\n\n")
+
+
+if __name__ == "__main__":
+    launch.run(main)
