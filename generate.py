@@ -47,7 +47,7 @@ def load_model(config, folder, dtype, world):
     with world.together():
         weights = checkpoint.Weights(folder) if folder else checkpoint.RandomWeights(config, world.device)
         model = load_shard(config, weights, chosen_dtype(dtype, folder), world.device, world.rank, world.tp_size)
-        model.stored_dtype = chosen_dtype(None, folder)
+        model.stored_dtype = weights.dtype("norm.weight") if folder else model.norm.weight.dtype
     watch.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
     int_linear.use_kernels(model)
     if world.group is not None:
@@ -57,9 +57,9 @@ def load_model(config, folder, dtype, world):
 
 def chosen_dtype(name, folder):
     """The dtype of that name, or without one that of the checkpoint folder; of random weights bfloat16."""
-    return DTYPES.get(name) or (
-        checkpoint.own_dtype(checkpoint.Weights(folder), "norm.weight") if folder else torch.bfloat16
-    )
+    if name or not folder:
+        return DTYPES.get(name, torch.bfloat16)
+    return checkpoint.own_dtype(checkpoint.Weights(folder), "norm.weight")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 import launch
+import watch
 import writing
 from benchmarks.lines import command, written_by
 from checkpoint import DTYPES, SIZES, RandomWeights
@@ -117,6 +118,7 @@ def measure(args, world, links):
     """{(name of a link, name of a wiring): report, as exposed.measure() gives them}, all of them in turns."""
     weights = RandomWeights(args.config, world.device)
     base = load_shard(args.config, weights, DTYPES[args.dtype], world.device, world.rank, world.tp_size)
+    watch.at("measurement", timed=False)
     cache = make_cache(base, args.batch, args.prompt_length + 2)  # a step never reads the last slot
     prompts = pad([[1 + row] * args.prompt_length for row in range(args.batch)], world.device)
     kind, width = ("prefill", args.prompt_length) if args.prefill else ("decode", 1)
