@@ -371,7 +371,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("measure/preflight.py", 'elif ranges and kind != "bias":', "elif ranges:", FIT + "will_hold"),
     ("measure/preflight.py", "// H - heads) // 2", "// H - heads)", FIT + "will_hold"),
     ("measure/preflight.py", "config.n_layers if path.startswith", "1 if path.startswith", FIT + "will_hold"),
-    ("measure/preflight.py", "low, high = (middle, high) if", "low, high = (middle + 1, high) if", FIT + "one_more"),
+    ("measure/preflight.py", "    return low\n", "    return high\n", FIT + "one_more"),
     ("measure/preflight.py", "if sum(need.values()) <= free:", "if True:", FIT + "before_it_builds"),
     ("measure/preflight.py", "first=world.rank // sharers * sharers", "first=world.rank", FIT + "share_its_memory"),
     ("measure/preflight.py", "local = 1 if world.alone else", "local =", FIT + "share_its_memory"),

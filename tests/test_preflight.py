@@ -148,6 +148,7 @@ def test_ranks_of_one_machine_share_its_memory(free, monkeypatch):
         preflight.check(world, request, NAMES)
         free(total - 1)
         assert f"it takes {preflight.in_words(total)} (" in refusal(world, request, NAMES)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     simulated = launch.World(0, 4, CPU, simulated=True)  # which is here alone
     free(sums[0])
     preflight.check(simulated, request, NAMES)
