@@ -456,7 +456,6 @@ def main(words=None):
             print(*(text.replace("$NODE_RANK", str(node)) for node in range(s.nnodes)), sep="\n")
         return
     prepare(s)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with writing.reserved(s.out) as place:
         failed = sweep(s, place)
     if failed:
