@@ -215,7 +215,7 @@ def chat(answer, tokenizer, world, context, max_new_tokens):
         how = "the text just goes on" if tokenizer.template is None else "in the checkpoint's chat template"
         print(f"{how}; Ctrl-C stops an answer, Ctrl-D ends", file=sys.stderr)
     while True:
-        watch.at("the wait for the user", timed=False)
+        watch.at("the wait for the user", timed=world.rank > 0)  # of the others only until rank 0 goes on
         try:
             line = world.tell(input(prompt) if world.rank == 0 else None)
         except EOFError:
