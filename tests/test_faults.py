@@ -160,7 +160,9 @@ def test_a_line_is_written_for_each_case(tmp_path, monkeypatch):
     monkeypatch.setattr(faults, "write_files", lambda folder: {})
     faults.main(["--only", "decode 7,exception", "--ranks", "2,3", "--json", str(out)])
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(line["rank"], line["ranks"], line["wrong"]) for line in lines] == [(1, 2, []), (2, 3, [])]
+    assert [(line["phase"], line["kind"], line["ranks"]) for line in lines] == [
+        ("decode", "exception", n) for n in (2, 3)
+    ]
     assert all(line["command"] and line["commit"] and line["torch"] for line in lines)
 
 
