@@ -36,6 +36,7 @@ import torch
 import checkpoint
 import launch
 import quantize
+import writing
 from benchmarks.lines import command
 from measure import report
 from model import Config, InputError, Transformer
@@ -490,7 +491,7 @@ def main(argv=None):
             for said in of_script(line):
                 print(f"    {said}", flush=True)
             if args.json:
-                launch.append_line(args.json, {**line, **about, "ranks": line["ranks"]})
+                writing.append_line(args.json, {**line, **about, "ranks": line["ranks"]})
 
 
 if __name__ == "__main__":

@@ -91,7 +91,8 @@ def main(argv=None):
     print(by_kind(injected), by_phase(injected), sep="\n\n")
     for line in injected:
         if line["wrong"]:
-            print(f"\n{line['kind']} in {line['phase']}, rank {line['rank']} of {line['ranks']}: {line['wrong']}")
+            wrong = "; ".join(line["wrong"])
+            print(f"\n{line['kind']} in {line['phase']}, rank {line['rank']} of {line['ranks']}: {wrong}")
     print("", unlike([line for line in args.faults if "unlike" in line]), soaked(args.soak), sep="\n\n")
 
 

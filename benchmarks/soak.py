@@ -21,6 +21,7 @@ import checkpoint
 import generate
 import launch
 import terminal
+import writing
 from benchmarks.lines import command
 from launch import count, number
 from measure import report
@@ -68,7 +69,7 @@ class Record:
         self.times = {}
         self.lines.append(line)
         if self.world.rank == 0 and self.path:
-            launch.append_line(self.path, {**line, **self.about})
+            writing.append_line(self.path, {**line, **self.about})
 
 
 def requests(number, vocab_size, seed):

@@ -21,7 +21,7 @@ import generate
 import launch
 import terminal
 
-FOR_EVER = 3600  # seconds
+FOR_EVER, BUSY = 3600, 2  # seconds
 
 
 def harm(kind):
@@ -35,10 +35,10 @@ def harm(kind):
         time.sleep(FOR_EVER)
     elif kind.startswith("launcher "):
         os.kill(launcher, signal.Signals[kind.removeprefix("launcher ")])
-        time.sleep(FOR_EVER)
+        time.sleep(FOR_EVER if kind == "launcher SIGKILL" else BUSY)
     elif kind.startswith("terminal "):  # to all that a terminal would reach: the launcher's process group
         os.killpg(os.getpgid(launcher), signal.Signals[kind.removeprefix("terminal ")])
-        time.sleep(FOR_EVER)
+        time.sleep(BUSY)
     else:
         os.kill(os.getpid(), signal.Signals[kind])
 

@@ -149,9 +149,21 @@ def test_the_tables_count_what_ended_well(capsys, tmp_path):
     shown = capsys.readouterr().out
     assert "| SIGKILL | 3 | 2 | 1.0 to 2.0 or never |" in shown
     assert "| SIGKILL |  |  |  |  | 2/3 |" in shown and "| SIGSTOP: the whole rank stalls |  |  |  |  | 1/1 |" in shown
-    assert "SIGKILL in decode, rank 1 of 2: ['hm']" in shown
+    assert "SIGKILL in decode, rank 1 of 2: hm" in shown
     assert "| --seed | ok | generate.py: rank 1 with --seed 2, rank 0 with --seed 1 |" in shown
     assert "| chat, demo, bfloat16 | 150 | 3.00 | 500 and 600 | 200 | 4 | 16 | 7 |" in shown
+
+
+def test_a_line_is_written_for_each_case(tmp_path, monkeypatch):
+    out = tmp_path / "out.jsonl"
+    monkeypatch.setattr(faults, "run", lambda case, files: {**GOOD, **case, "wrong": []})
+    monkeypatch.setattr(faults, "write_files", lambda folder: {})
+    faults.main(["--only", "decode 7,exception", "--ranks", "2,3", "--json", str(out)])
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["phase"], line["kind"], line["ranks"]) for line in lines] == [
+        ("decode", "exception", n) for n in (2, 3)
+    ]
+    assert all(line["command"] and line["commit"] and line["torch"] for line in lines)
 
 
 def test_every_case_has_a_name_of_its_own_and_ranks_that_are_there():

@@ -63,13 +63,15 @@ def test_many_requests_take_no_more_of_anything(number, compile):
         assert rows[:4] == alone(4)
 
 
-def test_an_answer_that_is_not_what_it_was_is_noticed(monkeypatch):
+def test_an_answer_that_is_not_what_it_was_is_noticed(monkeypatch, tmp_path):
     answers = itertools.count()
     monkeypatch.setattr(generate, "generate", lambda *args: ([[next(answers) // 2]], 1, 0.0, 0.0))
     monkeypatch.setattr(soak, "resident", lambda process="self": 0)
-    record = soak.Record(launch.World(0, 1, torch.device("cpu")), 1, {})
+    record = soak.Record(launch.World(0, 1, torch.device("cpu")), 1, {"kind": "requests"}, tmp_path / "out.jsonl")
     with pytest.raises(RuntimeError, match="after 2 requests the first has another answer"):
         soak.serve(random_model(SHAPES), 4, 0, record, compile=False)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line["done"]) for line in lines] == [("requests", 1), ("requests", 2)]
 
 
 @pytest.mark.slow
