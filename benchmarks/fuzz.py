@@ -38,6 +38,7 @@ import launch
 import quantize
 import terminal
 import tp
+import writing
 from benchmarks import lines
 from formats.huggingface import FAMILIES, ROPE_KINDS, config_from_hf
 from formats.sources import Llama2cWeights, PickledWeights
@@ -598,7 +599,7 @@ def main(argv=None):
                 about = {"target": name, "cases": args.cases, "seed": args.seed, "seconds": seconds}
                 found = {"works": works, "refused": refused, "unclean": len(unclean), "examples": unclean[:20]}
                 alone = report.environment(launch.World(0, 1, torch.device("cpu")))
-                launch.append_line(args.json, {"command": lines.command("fuzz", argv), **about, **found, **alone})
+                writing.append_line(args.json, {"command": lines.command("fuzz", argv), **about, **found, **alone})
 
 
 if __name__ == "__main__":
