@@ -427,22 +427,26 @@ def _wait_for_all(store, rank, tp_size):
 def _waiting(what, patience=None):
     """Say what this process is waiting for, and end it when that takes too long: a connection may hang for ever."""
 
-    def say():
-        print(f"rank {rank_and_size()[0]} is waiting {what}", file=sys.stderr, flush=True)
+    over, launcher = threading.Event(), os.getppid()
 
-    def give_up():
-        print(f"rank {rank_and_size()[0]} has waited {DEADLINE} s {what}", file=sys.stderr, flush=True)
-        os._exit(1)
+    def wait():
+        start, said = time.monotonic(), False
+        while not over.wait(min(0.2, PATIENCE)):
+            waited = time.monotonic() - start
+            if waited > (patience or PATIENCE) and not said:
+                print(f"rank {rank_and_size()[0]} is waiting {what}", file=sys.stderr, flush=True)
+                said = True
+            if waited > DEADLINE:
+                print(f"rank {rank_and_size()[0]} has waited {DEADLINE} s {what}", file=sys.stderr, flush=True)
+                os._exit(1)
+            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher:  # torchrun has died
+                os._exit(1)
 
-    timers = [threading.Timer(patience or PATIENCE, say), threading.Timer(DEADLINE, give_up)]
-    for timer in timers:
-        timer.daemon = True
-        timer.start()
+    threading.Thread(target=wait, daemon=True).start()
     try:
         yield
     finally:
-        for timer in timers:
-            timer.cancel()
+        over.set()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

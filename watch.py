@@ -72,7 +72,6 @@ class Terminated(KeyboardInterrupt):
 
 def terminate(number, frame):
     signal.signal(number, signal.SIG_IGN)  # once is enough
-    sys.unraisablehook = lambda unraisable: None  # raised in a destructor it would be printed, and no more
     raise Terminated(signal.Signals(number).name)
 
 
@@ -81,6 +80,19 @@ def heed_signals():
     for number in signal.SIGTERM, signal.SIGHUP:
         if signal.getsignal(number) == signal.SIG_DFL:
             signal.signal(number, terminate)
+    sys.unraisablehook = _raise_again
+
+
+def _raise_again(unraisable):
+    """A signal that was raised in a destructor, where Python would only print it, comes once more."""
+    if isinstance(unraisable.exc_value, Terminated):
+        number = signal.Signals[str(unraisable.exc_value)]
+        signal.signal(number, terminate)
+        signal.raise_signal(number)
+    elif isinstance(unraisable.exc_value, KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -121,7 +133,8 @@ class Watch(threading.Thread):
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         self.poll = select.poll()
         self.poll.register(self.woken, select.POLLIN)
-        self.launcher = self._open(os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self.launcher = self.parent and self._open(self.parent)
         self.store.set(f"process {rank}", json.dumps([os.getpid(), _machine()]))
         self._publish()
 
@@ -160,6 +173,8 @@ class Watch(threading.Thread):
         return place
 
     def _tick(self):
+        if self.parent not in (None, os.getppid()):
+            self._judge_orphaned()
         places = {self.rank: self._publish()}
         if self.store.check(["stopped"]):
             return self._end(None)
@@ -204,22 +219,34 @@ class Watch(threading.Thread):
         """Be woken when the process of a rank of this machine ends."""
         peer.process, machine = json.loads(self.store.get(f"process {rank}"))
         if machine == _machine() is not None:
-            peer.descriptor = self._open(peer.process)
+            try:
+                peer.descriptor = self._open(peer.process)
+            except ProcessLookupError:
+                self._judge_dead(rank, "has died")
 
     def _open(self, process):
-        """A descriptor by which the end of a process wakes this thread, or None where there is none."""
-        with contextlib.suppress(OSError, AttributeError):  # it has gone; not Linux
+        """A descriptor by which the end of a process wakes this thread; None where the system has no such thing."""
+        try:
             descriptor = os.pidfd_open(process)
-            self.poll.register(descriptor, select.POLLIN)
-            return descriptor
+        except ProcessLookupError:
+            raise
+        except (OSError, AttributeError):  # not Linux, an old one, or a container that forbids it
+            return None
+        self.poll.register(descriptor, select.POLLIN)
+        return descriptor
 
     def _look_at_dead(self, descriptor):
         self.poll.unregister(descriptor)
         if descriptor == self.launcher:
-            self.orphan = True  # and torchrun's store has gone
-            self._end(f"torchrun has died in {here}")
+            self._judge_orphaned()
         [(rank, process)] = [(r, peer.process) for r, peer in self.peers.items() if peer.descriptor == descriptor]
-        how = how_it_ended(process)  # before its parent asks, and it is gone for good
+        self._judge_dead(rank, how_it_ended(process))  # before its parent asks, and it is gone for good
+
+    def _judge_orphaned(self):
+        self.orphan = True  # and torchrun's store has gone
+        self._end(f"torchrun has died in {here}")
+
+    def _judge_dead(self, rank, how):
         if self.store.check(["stopped"]):
             self._end(None)
         elif json.loads(self.store.get(f"place {rank}"))["phase"] != "end":

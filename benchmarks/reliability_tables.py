@@ -1,6 +1,6 @@
-"""The tables of docs/reliability.md, from the lines that benchmarks/faults.py and benchmarks/soak.py wrote.
+"""The tables of docs/reliability.md, from the lines that benchmarks/faults.py, kills.py, fuzz.py and soak.py wrote.
 
-python -m benchmarks.reliability_tables results/faults.jsonl results/soak.jsonl
+cd benchmarks/results && python -m benchmarks.reliability_tables faults.jsonl kills.jsonl fuzz.jsonl soak.jsonl
 """
 
 import statistics
@@ -75,13 +75,35 @@ def soaked(lines):
     return markdown([*head, "graphs", "open files", "threads"], rows)
 
 
+def killed(lines):
+    """A row for each writer and signal: how many moments, and what was found at them."""
+    columns = {
+        "complete": "complete", "absent": "absent", "torn": "a last line cut off", "incomplete": "incomplete",
+        "left": "something beside it", "differ": "after the next run anything else than without the kill",
+    }  # fmt: skip
+    rows = [[line[key] for key in ("writer", "signal", "moments", *columns)] for line in lines]
+    return markdown(["writer", "signal", "moments", *columns.values()], [list(map(str, row)) for row in rows])
+
+
+def fuzzed(lines):
+    """A row for each kind of file: how many cases, and what became of them."""
+    rows = [[line["target"], *(f"{line[key]:,}" for key in ("cases", "works", "refused", "unclean"))] for line in lines]
+    return markdown(["target", "cases", "work", "refused in one line", "anything else"], rows)
+
+
+KEYS = {  # of the lines of each
+    "faults": ("wrong", "seconds"),
+    "kills": ("writer", "moments", "differ"),
+    "fuzz": ("target", "unclean"),
+    "soak": ("done", "ms_per_token", "ranks", "launcher_resident"),
+}
+
+
 def parse(argv):
     p = launch.Parser(__doc__)
-    p.add_argument(
-        "faults", type=written_by("benchmarks/faults.py", "wrong", "seconds"), help="of benchmarks/faults.py"
-    )
-    keys = "done", "ms_per_token", "ranks", "launcher_resident"
-    p.add_argument("soak", type=written_by("benchmarks/soak.py", *keys), help="of benchmarks/soak.py")
+    for name, keys in KEYS.items():
+        script = f"benchmarks/{name}.py"
+        p.add_argument(name, type=written_by(script, *keys), help=f"lines of {script}")
     return p.parse_args(argv)
 
 
@@ -93,7 +115,8 @@ def main(argv=None):
         if line["wrong"]:
             wrong = "; ".join(line["wrong"])
             print(f"\n{line['kind']} in {line['phase']}, rank {line['rank']} of {line['ranks']}: {wrong}")
-    print("", unlike([line for line in args.faults if "unlike" in line]), soaked(args.soak), sep="\n\n")
+    rest = unlike([line for line in args.faults if "unlike" in line]), killed(args.kills), fuzzed(args.fuzz)
+    print("", *rest, soaked(args.soak), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 import dataclasses
 import os
 import shutil
+import signal
+import sys
 import tempfile
 
 if not os.environ.get("LADDER_TEST_GPU"):  # but for test_gpu.py the tests are of the CPU path
@@ -48,6 +50,17 @@ def threads(request):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _signals():
+    """A script that a test runs in this process may end, and leave it deaf, with all processes that it then starts."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    hook = sys.unraisablehook
+    yield
+    sys.unraisablehook = hook
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -141,6 +141,11 @@ def test_the_tables_count_what_ended_well(capsys, tmp_path):
             {**GOOD, "kind": "SIGSTOP", "seconds": 5.0, "wrong": []},
             {**ALIKE, "wrong": []},
         ],
+        "kills": [
+            {"writer": "convert", "signal": "SIGKILL", "moments": 9, "complete": 5, "absent": 4, "torn": 0}
+            | {"incomplete": 1, "left": 2, "differ": 3}
+        ],
+        "fuzz": [{"target": "templates", "cases": 10000, "works": 1000, "refused": 8998, "unclean": 2}],
         "soak": [{**stretch, "done": 50 * i} for i in (1, 2, 3)],
     }
     for name, some in lines.items():
@@ -151,6 +156,8 @@ def test_the_tables_count_what_ended_well(capsys, tmp_path):
     assert "| SIGKILL |  |  |  |  | 2/3 |" in shown and "| SIGSTOP: the whole rank stalls |  |  |  |  | 1/1 |" in shown
     assert "SIGKILL in decode, rank 1 of 2: hm" in shown
     assert "| --seed | ok | generate.py: rank 1 with --seed 2, rank 0 with --seed 1 |" in shown
+    assert "| convert | SIGKILL | 9 | 5 | 4 | 0 | 1 | 2 | 3 |" in shown
+    assert "| templates | 10,000 | 1,000 | 8,998 | 2 |" in shown
     assert "| chat, demo, bfloat16 | 150 | 3.00 | 500 and 600 | 200 | 4 | 16 | 7 |" in shown
 
 

@@ -152,6 +152,8 @@ def test_how_a_process_ended():
 def test_signals_end_a_script_by_way_of_what_cleans_up():
     source = """
 import os, signal, sys, launch
+for number in signal.SIGTERM, signal.SIGHUP:  # which under nohup is ignored
+    signal.signal(number, signal.SIG_DFL)
 def main():
     try:
         os.kill(os.getpid(), getattr(signal, sys.argv[1]))
