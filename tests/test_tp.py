@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import pytest
 import torch
@@ -220,7 +221,9 @@ def test_the_device_of_a_rank(gpus, ranks, asked, device, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "set_device", lambda d: d.index + 0)  # it refuses a device without an index
     store = launch.dist.HashStore()
-    store.add("ready", 3)  # the three other ranks
+    store.add("ready", 3)  # the three other ranks, which were started alike
+    for rank in range(3):
+        store.set(f"start {rank}", json.dumps(launch._start({}, torch.device((device or "cpu").partition(":")[0]))))
     monkeypatch.setattr(launch, "_store", lambda: store)
     monkeypatch.setattr(launch.dist, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(launch.dist, "barrier", lambda: None)
