@@ -330,6 +330,9 @@ def main(argv=None):
     with world.together():
         config, own, taught = runs.describe(args)
         weights, teachers = (f and checkpoint.Weights(f) for f in (args.checkpoint, taught and runs.teacher(args)))
+    if not world.alone:
+        read = {"--checkpoint": args.checkpoint, "the teacher": taught and runs.teacher(args)}
+        world.agree({f"contents of {name}": folder and checkpoint.digest(folder) for name, folder in read.items()})
     share = -(-args.batch // world.tp_size)
     args.micro_batch = min(args.micro_batch or share, share)
     args.compute_dtype = args.compute_dtype or ("bfloat16" if world.device.type == "cuda" else "float32")

@@ -7,6 +7,7 @@ template from the system. Loops and texts without end are bounded by what the sy
 for each rendering, SECONDS of the processor, after which a signal ends it, whatever it is in.
 """
 
+import contextlib
 import functools
 import json
 import resource
@@ -64,7 +65,8 @@ def answer(line):
 def main():
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C stops an answer of the model, not this process
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    with contextlib.suppress(ValueError, OSError):  # macOS
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal, unhandled, ends a process
         said = answer(line)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+import watch
 from kernels import int_linear
 from model import LLAMA3, Config, Index, InputError
 
@@ -189,7 +190,10 @@ def read_config(folder):
 def digest(folder, samples=64):
     """A short hash of what a checkpoint folder holds; of large files, of the size and of samples spread evenly."""
     found = hashlib.sha256()
-    for path in sorted(p for p in Path(folder).iterdir() if p.suffix in (".json", ".safetensors", ".model", ".jinja")):
+    kept = ("config.json", *TOKENIZER_FILES)
+    for path in sorted(p for p in Path(folder).iterdir() if p.suffix == ".safetensors" or p.name in kept):
+        if not path.is_file():
+            continue
         size = path.stat().st_size
         found.update(f"{path.name} {size}\n".encode())
         step = max(2**16, size // samples)
@@ -294,6 +298,7 @@ class Weights:
                 # read anew: the pages behind what was copied go with the tensor
                 source = self.read(name).narrow(dim, a, b - a)
                 part[i : i + step].copy_(source[i : i + step])
+                watch.beat()
 
 
 def own_dtype(weights, name):

@@ -13,6 +13,7 @@ import json
 import math
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import torch
@@ -42,6 +43,7 @@ def parse(argv):
     p.add_argument("--batch", type=count, metavar="B", help="rows at a time, e.g. 4; without it 256 MB of logits")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the checkpoint's own")
     launch.add_rank_flags(p)
+    launch.add_preflight_flag(p)
     launch.add_json_flag(p, "the line")
     g = p.add_argument_group("of a text")
     g.add_argument("--text", metavar="FILE", help="UTF-8 text, scored as one sequence of tokens, e.g. valid.txt")
@@ -148,7 +150,8 @@ def check_memory(args, config, world, rows=1, tokens=1, other=None):
     dtype = generate.chosen_dtype(args.dtype, args.checkpoint)
     request = preflight.Request(config, dtype, rows, tokens, new=None, second=other)
     names = {"rows": "--batch {}", "prompt": "--window {}", "quant": "the same weights in {} (quantize.py)"}
-    preflight.check(world, request, names)
+    if not args.skip_preflight:
+        preflight.check(world, request, names)
 
 
 def score_text(args, world, model, other, documents, n_bytes, plan):
@@ -241,7 +244,9 @@ def main(argv=None):
             parts = [stop - start - 1 for ids in text[0] for start, stop, _ in windows(len(ids), size, stride)]
             check_memory(args, config, world, min(batch, len(parts)), max(parts), other)
     if not world.alone:
-        world.agree({"contents of --checkpoint": checkpoint.digest(args.checkpoint)})
+        read = {f"contents of --{name}": getattr(args, name) for name in ("checkpoint", "compare")}
+        read = {name: folder and checkpoint.digest(folder) for name, folder in read.items()}
+        world.agree(read | ({} if args.tasks else {"contents of --text": zlib.crc32(str(text[0]).encode())}))
     model = generate.load_model(config, args.checkpoint, args.dtype, world)
     start = time.perf_counter()
     if args.tasks:

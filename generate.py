@@ -234,9 +234,9 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
 
 def check(runner, prompts, rows, steps, chunk, world):
     """What an eager rerun of so many steps, to the same rows, says about its numbers, as a phrase; on every rank."""
-    watch = finite.Watch(runner.model, rows)
-    generate(Runner(watch.model, runner.cache), prompts, steps, watch.sample, chunk=chunk)
-    return watch.words(world)
+    probe = finite.Probe(runner.model, rows)
+    generate(Runner(probe.model, runner.cache), prompts, steps, probe.sample, chunk=chunk)
+    return probe.words(world)
 
 
 def complete(
@@ -290,6 +290,7 @@ def parse(argv):
     g.add_argument("--ignore-eos", action="store_true", help="go on to --max-new-tokens")
     g.add_argument("--compile-prefill", action="store_true", help="torch.compile the prefill, too")
     g.add_argument("--prefill-chunk", type=count, default=CHUNK, metavar="N", help="tokens of all rows in one pass")
+    launch.add_preflight_flag(g)
     launch.add_json_flag(g)
     link.add_flags(p)
     args = p.parse_args(argv)
@@ -383,7 +384,8 @@ def main(argv=None):
             print(f"the context of {config.max_seq_len} leaves room for {new} new tokens", file=sys.stderr)
         slots = min(args.context or 4096, config.max_seq_len) if args.interactive else new
         dtype = chosen_dtype(args.dtype, args.checkpoint)
-        preflight.check(world, *preflight.generation(args, config, dtype, prompts, slots))
+        if not args.skip_preflight:
+            preflight.check(world, *preflight.generation(args, config, dtype, prompts, slots))
         if args.profile is not None:
             report.prepare_trace(args.profile, world.rank)
     if not world.alone:

@@ -98,6 +98,10 @@ def add_rank_flags(parser):
     )
 
 
+def add_preflight_flag(parser):
+    parser.add_argument("--skip-preflight", action="store_true", help="start even if the memory seems too small")
+
+
 def add_json_flag(parser, what="the results as one line of JSON"):
     parser.add_argument("--json", type=appendable, metavar="FILE", help=f"append {what}, e.g. results.jsonl")
 
@@ -314,6 +318,8 @@ def join(device=None, flags=None):
     flags = flags or {}
     if tp_size == 1:
         return World(rank, tp_size, choose_device(device, rank, tp_size))
+    if 0 < flags.get("timeout", 0) < 2:
+        raise InputError(f"--timeout is {flags['timeout']:g} but must be 0 or at least 2 s")
     if _watch is not None:
         _watch.timeout = flags.get("timeout", _watch.timeout)
     store = _store()
@@ -331,9 +337,9 @@ def join(device=None, flags=None):
     # NCCL takes its time; of several ranks one says what is wrong
     with _waiting(f"for {backend} to connect the ranks: does {backend.upper()}_SOCKET_IFNAME fit?", 4 * PATIENCE):
         before = gloo.threads()
-        # the timeout: watch.py ends what hangs, and knows what may take its time
+        # the timeout is of what watch.py does not count
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=tp_size, timeout=timedelta(days=1), **on_gpu
+            backend, store=store, rank=rank, world_size=tp_size, timeout=timedelta(minutes=30), **on_gpu
         )
         threads = gloo.threads() - before if backend == "gloo" else set()
         gloo.let_preempt(threads)
@@ -349,7 +355,7 @@ def join(device=None, flags=None):
 
 
 # of each rank alone: where its files lie (their contents are compared), and what only rank 0 writes
-OWN = {"device", "checkpoint", "compare", "distill", "prompts_file", "text", "valid", "out", "json", "profile"}
+OWN = {"device", "checkpoint", "compare", "distill", "prompts_file", "text", "valid", "json", "profile"}
 ROOMS = ".", "kernels", "formats", "training", "measure"
 
 
@@ -372,15 +378,17 @@ def compare(starts):
         values = [(name, start.get(name)) for name in names]
         return " and ".join(f"no {n}" if v is None else n if v is True else f"{n} {str(v)[:60]}" for n, v in values)
 
-    differences = []
+    found, all_names = [], {}
     for rank, start in enumerate(starts):
         names = [name for name in starts[0] | start if start.get(name) != starts[0].get(name)]
         if names[:1] == ["the script"]:  # which has other flags
             names = names[:1]
         if names:
-            differences.append(f"rank {rank} with {worded(start, names)}, rank 0 with {worded(starts[0], names)}")
-    if differences:
-        raise InputError(f"the ranks were not started alike: {'; '.join(differences)}")
+            found.append(f"rank {rank} with {worded(start, names)}")
+            all_names |= dict.fromkeys(names)
+    if found:
+        found.append(f"rank 0 with {worded(starts[0], all_names)}")
+        raise InputError(f"the ranks were not started alike: {', '.join(found)}")
 
 
 def choose_device(device, rank=0, tp_size=1):
@@ -439,7 +447,8 @@ def _waiting(what, patience=None):
             if waited > DEADLINE:
                 print(f"rank {rank_and_size()[0]} has waited {DEADLINE} s {what}", file=sys.stderr, flush=True)
                 os._exit(1)
-            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher:  # torchrun has died
+            if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != launcher:
+                print(f"torchrun has died while rank {rank_and_size()[0]} waited {what}", file=sys.stderr, flush=True)
                 os._exit(1)
 
     threading.Thread(target=wait, daemon=True).start()
@@ -471,9 +480,11 @@ def run(main):
                 _watch = watch.Watch(store, *rank_and_size(), _stop_all)
                 _watch.start()
             main()
-            _done()
+            watch.at("the end")
             if dist.is_initialized():
                 dist.barrier()
+            _done()
+            _part(store)
             _leave(0)
         except Exception:
             time.sleep(0)  # a signal that came meanwhile goes first: it may be what made the main thread wait no longer
@@ -544,7 +555,6 @@ def _stop(store, code, line=None, trouble=""):
     if threading.current_thread() is threading.main_thread():
         for number in signal.SIGINT, signal.SIGTERM:  # one Ctrl-C may arrive from the terminal and from the launcher
             signal.signal(number, signal.SIG_IGN)
-    rank, tp_size = rank_and_size()
     node = os.environ.get("GROUP_RANK", "0")
     if _watch is not None and _watch.orphan:
         store = None
@@ -566,15 +576,20 @@ def _stop(store, code, line=None, trouble=""):
             where, said, code = json.loads(store.get("stopped"))
             if said and where != node and first(f"stopping {node}"):
                 print(said, file=sys.stderr, flush=True)  # on its terminal
-    if rank == 0 < tp_size - 1 and "TORCHELASTIC_RUN_ID" not in os.environ:  # it holds the store, and leaves last
-        with contextlib.suppress(Exception):
-            deadline = time.monotonic() + 3
-            while store.add("left", 0) < tp_size - 1 and time.monotonic() < deadline:
-                time.sleep(0.02)
-    elif store is not None:
-        with contextlib.suppress(Exception):
-            store.add("left", 1)
+    _part(store)
     _leave(code)
+
+
+def _part(store):
+    """Have no further need of the store; who holds it leaves last, but waits no longer than 3 seconds."""
+    rank, tp_size = rank_and_size()
+    with contextlib.suppress(Exception):
+        left = store.add("left", 1)
+        deadline = time.monotonic() + 3
+        holds = rank == 0 and "TORCHELASTIC_RUN_ID" not in os.environ
+        while holds and left < tp_size and time.monotonic() < deadline:
+            time.sleep(0.02)
+            left = store.add("left", 0)
 
 
 def _leave(code):

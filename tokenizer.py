@@ -91,7 +91,11 @@ class Tokenizer:
 @contextlib.contextmanager
 def library_errors(what):
     """An error of a library becomes an InputError; what C++ and Rust write on stderr, beside raising it, is lost."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        kept = os.dup(2)
+    except OSError:  # closed
+        kept = os.dup(nowhere)
     try:
         os.dup2(nowhere, 2)
         yield

@@ -15,6 +15,8 @@ import sys
 import threading
 import time
 
+import torch
+
 from kernels import shared_memory
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -43,9 +45,14 @@ here = Place()
 _held = False
 
 
+def beat():
+    """Note that this rank comes further."""
+    here.beats += 1
+
+
 def at(phase, step=None, timed=True):
     """Note where this rank is from now on, as in at("decode step", 57)."""
-    here.beats += 1
+    beat()
     if not _held:
         here.phase, here.step, here.timed = phase, step, timed
 
@@ -85,14 +92,13 @@ def heed_signals():
 
 def _raise_again(unraisable):
     """A signal that was raised in a destructor, where Python would only print it, comes once more."""
+    number = signal.SIGINT
     if isinstance(unraisable.exc_value, Terminated):
         number = signal.Signals[str(unraisable.exc_value)]
         signal.signal(number, terminate)
-        signal.raise_signal(number)
-    elif isinstance(unraisable.exc_value, KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-    else:
-        sys.__unraisablehook__(unraisable)
+    elif not isinstance(unraisable.exc_value, KeyboardInterrupt):
+        return sys.__unraisablehook__(unraisable)
+    threading.Timer(0.01, os.kill, (os.getpid(), number)).start()  # out of the destructor by then
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -100,6 +106,7 @@ def _raise_again(unraisable):
 
 TICK = 1  # seconds
 GRACE = 3  # seconds for the main thread to end by itself
+BUSY = 0.2  # of a tick: who has had so much of a core computes, and does not hang
 
 
 @dataclasses.dataclass
@@ -108,6 +115,7 @@ class Peer:
 
     place: Place | None = None
     silent: int = 0
+    cpu: float = 0.0  # seconds that its process has had
     process: int | None = None
     descriptor: int | None = None
 
@@ -127,6 +135,9 @@ class Watch(threading.Thread):
         self.found = None  # where the ranks were at the last tick
         self.over, self.orphan, self.line = False, False, None
         self.met, self.known = threading.Event(), threading.Event()  # all the others; why the run ends
+        self.clock = time.pthread_getcpuclockid(threading.main_thread().ident)
+        self.cpu, self.busy = time.clock_gettime(self.clock), 0  # seconds of the main thread; ticks that it computed
+        self.lock = threading.Lock()
         self.woken, wake = os.pipe()  # by signals, which the main thread may not hear
         for end in self.woken, wake:
             os.set_blocking(end, False)
@@ -158,23 +169,34 @@ class Watch(threading.Thread):
         """This rank needs no other any more."""
         at("end", timed=False)
         self.over = True
-        self._publish()
+        with contextlib.suppress(Exception):  # who holds the store may have left
+            self._publish()
 
     def why(self, patience=0):
         """(whether the Watch ends the run, its line or None if another rank has one), known within so many seconds."""
         return self.known.wait(patience), self.line
 
     def _publish(self):
-        self.ticks += 1
-        pieces, awaited = shared_memory.progress()
-        place = dataclasses.replace(here, beats=here.beats + pieces, awaited=awaited, ticks=self.ticks)
-        place.step = place.step and str(place.step)
-        self.store.set(f"place {self.rank}", json.dumps(dataclasses.asdict(place)))
-        return place
+        with self.lock:  # of the main thread's last words and this thread's
+            self.ticks += 1
+            pieces, awaited = shared_memory.progress()
+            beats = here.beats + pieces + self.busy
+            place = dataclasses.replace(here, beats=beats, awaited=awaited, ticks=self.ticks)
+            place.step = None if place.step is None else str(place.step)
+            self.store.set(f"place {self.rank}", json.dumps(dataclasses.asdict(place)))
+            return place
+
+    def _notice_computing(self):
+        """A main thread that computes comes further; on a GPU it may be busy waiting."""
+        if not torch.cuda.is_initialized():
+            before, self.cpu = self.cpu, time.clock_gettime(self.clock)
+            self.busy += self.cpu - before > BUSY * TICK
 
     def _tick(self):
         if self.parent not in (None, os.getppid()):
             self._judge_orphaned()
+        if self.met.is_set():
+            self._notice_computing()
         places = {self.rank: self._publish()}
         if self.store.check(["stopped"]):
             return self._end(None)
@@ -182,13 +204,15 @@ class Watch(threading.Thread):
             if peer.place is None and not self.store.check([f"place {r}"]):
                 continue
             place = Place(**json.loads(self.store.get(f"place {r}")))
-            peer.silent = peer.silent + 1 if place == peer.place else 0
+            before, peer.cpu = peer.cpu, cpu_seconds(peer.process) if peer.descriptor is not None else 0.0
+            computes = peer.cpu - before > BUSY * TICK  # in a library that lets no other thread run
+            peer.silent = peer.silent + 1 if place == peer.place and not computes and self.met.is_set() else 0
             places[r] = peer.place = place
             if peer.process is None:
                 self._meet(r, peer)
         if len(places) == self.tp_size:
             self.met.set()
-        self._judge(places)
+            self._judge(places)
 
     def _judge(self, places):
         """End the run if a rank gives no sign of life, or no rank comes further, for longer than the timeout.
@@ -203,13 +227,13 @@ class Watch(threading.Thread):
             words = f"{words} of {self.tp_size} hangs in {here}"
             self._end(f"{words}: no sign of life for {self.timeout:g} s (--timeout)", silent)
         found = {r: (place.phase, place.beats) for r, place in places.items()}
-        if found == self.found and all(place.timed for place in places.values()):
+        if found == self.found:
             self.still += 1
         else:
             phases = [{r: phase for r, (phase, _) in f.items()} for f in (found, self.found or {})]
             self.longest = max(self.longest, self.still) if phases[0] == phases[1] else 0
             self.still, self.found = 0, found
-        if self.still > self.timeout + self.longest:
+        if self.still > self.timeout + self.longest and all(place.timed for place in places.values()):
             behind = late(places)
             words = " and ".join(f"rank {r} of {self.tp_size} hangs in {places[r]}" for r in behind)
             words = words or f"all {self.tp_size} ranks hang in {here}"
@@ -265,7 +289,7 @@ class Watch(threading.Thread):
         self.over, self.line = True, line
         self.known.set()
         for rank in hung:  # a stopped process does not hear torchrun's SIGTERM
-            with contextlib.suppress(OSError, TypeError):
+            with contextlib.suppress(OSError, TypeError, AttributeError):
                 signal.pidfd_send_signal(self.peers[rank].descriptor, signal.SIGKILL)
         shared_memory.abandon()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -279,6 +303,16 @@ def late(places):
     awaited = {places[r].awaited for r in waiting} - waiting
     furthest = max(place.beats for place in places.values())
     return sorted(awaited or {r for r, place in places.items() if place.beats < furthest})
+
+
+def cpu_seconds(process):
+    """The seconds of CPU time that a process of this machine has had; 0 where there is no telling."""
+    try:
+        with open(f"/proc/{process}/stat") as f:
+            user, system = f.read().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return 0.0
 
 
 def how_it_ended(process):

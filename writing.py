@@ -108,10 +108,10 @@ def _take(folder, path):
     """The file of a folder, open, on which this process now holds the lock."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        names = os.listdir(folder)
-        if names and LOCK not in names:  # it comes first and goes last: this is somebody's own
-            raise InputError(f"{folder} is needed to write {path}: give what is there another name")
         try:
+            names = os.listdir(folder)
+            if names and LOCK not in names:  # it comes first and goes last: this is somebody's own
+                raise InputError(f"{folder} is needed to write {path}: give what is there another name")
             lock = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115
         except FileNotFoundError:  # another writer has just ended, and removed the folder
             continue

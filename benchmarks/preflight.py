@@ -21,7 +21,7 @@ def main(argv=None):
     p.add_argument("flags", nargs="+", metavar="FLAG", help="of generate.py")
     own = p.parse_args(argv)
     args = generate.parse(own.flags)
-    world = launch.join(args.device)
+    world = launch.join(args.device, vars(args))
     config, tokenizer = generate.describe(args, world)
     prompts, dtype = terminal.read_prompts(args, config, tokenizer), generate.chosen_dtype(args.dtype, args.checkpoint)
     request, _ = preflight.generation(args, config, dtype, prompts, args.max_new_tokens)

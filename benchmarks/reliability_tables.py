@@ -7,7 +7,7 @@ import statistics
 
 import launch
 from benchmarks.adapt_tables import grouped
-from benchmarks.faults import OUTSIDE, PHASES, of_script
+from benchmarks.faults import PHASES, of_script
 from benchmarks.lines import written_by
 from measure.results import markdown
 
@@ -17,7 +17,6 @@ PLACES = {  # (phase, step) of faults.py, in words
     ("chat", 2): "chat, between turns", ("window", 3): "eval.py", ("step", 3): "adapt.py",
 }  # fmt: skip
 KINDS = {
-    **{kind: f"{kind} to torchrun's group" for kind in OUTSIDE},
     "launcher SIGKILL": "SIGKILL to torchrun", "launcher SIGTERM": "SIGTERM to torchrun",
     "terminal SIGINT": "Ctrl-C in the terminal", "terminal SIGHUP": "the terminal closes",
     "SIGSTOP": "SIGSTOP: the whole rank stalls", "hang": "the rank's main thread hangs",

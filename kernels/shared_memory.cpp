@@ -42,6 +42,7 @@ constexpr int64_t kGrain = 1 << 15;         // numbers that a thread sums at lea
 constexpr int64_t kCopyGrain = 1 << 19;     // bytes that a thread copies at least
 constexpr int kSpins = 100;                 // looks at a number before others may have the core
 constexpr auto kYields = 2ms, kLook = 50ms;  // of waiting before it sleeps; between looks whether a peer lives
+constexpr auto kDeadline = 30min;           // as gloo's; watch.py ends sooner what it counts
 
 // How many pieces a rank has written and read, in a page of its own, two cache lines apart.
 struct alignas(kPage) Progress {
@@ -268,8 +269,8 @@ class SharedMemory : public c10d::Backend {
     return true;
   }
 
-  // Waits until a number of every peer has come to `count`: for ever, since watch.py ends what hangs. Throws
-  // c10::DistBackendError when a peer has died before, or when this is abandoned.
+  // Waits until a number of every peer has come to `count`. Throws c10::DistBackendError when a peer has died before, or
+  // when this is abandoned.
   void await(std::atomic<uint64_t> Progress::* number, uint64_t count) {
     for (int i = 0; i < kSpins; i++) {
       if (all_have(number, count)) return;
@@ -288,6 +289,7 @@ class SharedMemory : public c10d::Backend {
       }
       if (Clock::now() < look) continue;
       look = Clock::now() + kLook;
+      if (waited > kDeadline) C10_THROW_ERROR(DistBackendError, "shared memory: a rank has not come for 30 minutes");
       if (abandoned) C10_THROW_ERROR(DistBackendError, "shared memory: told to wait no longer");
       for (int rank = 0; rank < size_; rank++) {
         struct flock lock = byte(rank);

@@ -30,7 +30,7 @@ class NotFinite(InputError):
         super().__init__(f"the logits are NaN or infinite in {where}, {computed_in(model)}")
 
 
-class Watch:
+class Probe:
     """Looks at what all sublayers of a model read and return, and at the logits, while its copy of the model runs.
 
     sample: a sampler for that run, which draws nothing: it gives the tokens of rows once more, and 0 behind their ends.

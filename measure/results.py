@@ -5,6 +5,7 @@ next to one another in time. What may be noise is marked as that, see LEGEND.
 """
 
 import csv
+import re
 import statistics
 from collections import defaultdict
 from operator import itemgetter
@@ -75,7 +76,7 @@ REPORTED = {  # by --exposed, of a kind of step
 }  # fmt: skip
 ALL_REDUCE = {"bytes": one(int), "us": is_from_0, "gbps": is_from_0}
 KINDS = {  # what the values that are read of a line must be, where it has them
-    **dict.fromkeys(("command", "topology"), maybe(is_text)),
+    "command": maybe(is_text), "topology": maybe(lambda value: isinstance(value, str)),  # printable() is for that
     **dict.fromkeys(("error", "wiring", "torch", "model"), is_word),
     **dict.fromkeys(("commit", "quant", "dtype", "device", "hardware"), maybe(is_word)),
     **dict.fromkeys(("repeat", "prompt_tokens", "step_bytes"), is_from_0),
@@ -404,6 +405,12 @@ def communication(sweep):
     return markdown(head.split(", "), rows) + f"\n\n{'; '.join(['step: the median (its quartiles)', *found])}."
 
 
+def printable(text):
+    """A text of several lines without what would steer a terminal: nvidia-smi underlines."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text).expandtabs()
+    return "".join(c for c in text if c == "\n" or c.isprintable())
+
+
 def machine(probes):
     """What measure/probe.py found."""
     parts = []
@@ -417,7 +424,7 @@ def machine(probes):
             text += "\n\n" + markdown(["all-reduce of (bytes)", "us", "Gbit/s"], rows)
         parts.append(text)
     topologies = {line["topology"] for line in probes if line.get("topology")}
-    return "## The machine\n\n" + "\n\n".join(parts + [f"```\n{t.strip()}\n```" for t in topologies])
+    return "## The machine\n\n" + "\n\n".join(parts + [f"```\n{printable(t).strip()}\n```" for t in topologies])
 
 
 def report(lines):

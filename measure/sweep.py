@@ -352,7 +352,8 @@ def run(command, environment, place):
     system, parent = ctypes.CDLL(None), os.getpid()
 
     def tied():
-        system.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when this process is gone, torchrun is asked to end
+        if hasattr(system, "prctl"):  # Linux
+            system.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when this process is gone, torchrun is asked to end
         if os.getppid() != parent:  # which has happened already
             os._exit(1)
 

@@ -315,7 +315,7 @@ def answer_on_two_ranks(world):
     out = io.StringIO()
     with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(out):
         make_small(m)
-        m.setattr(launch, "join", lambda device, flags: world)
+        m.setattr(launch, "join", lambda device, flags=None: world)
         m.setattr(sys, "stdin", io.StringIO("decode 2 1\nprefill 4 3\n"))
         engines.answer_on_ranks("ours@2:int8", 1)
         torch.compiler.set_stance("default")

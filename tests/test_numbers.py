@@ -116,10 +116,10 @@ def watched(world, wiring, spoil):
     config = dataclasses.replace(BASE, wiring=wiring)
     net = shard(config, world)
     spoil(net, world.rank)
-    watch = finite.Watch(net, [[5, 6], [7]])
-    runner = generate.Runner(watch.model, net.new_cache(2, 12))
-    generate.generate(runner, [[3, 4, 5], [6]], 2, watch.sample)
-    return watch.words(world)
+    probe = finite.Probe(net, [[5, 6], [7]])
+    runner = generate.Runner(probe.model, net.new_cache(2, 12))
+    generate.generate(runner, [[3, 4, 5], [6]], 2, probe.sample)
+    return probe.words(world)
 
 
 def nan_on_rank_1(net, rank):
@@ -159,10 +159,10 @@ def test_a_sum_that_overflows_is_found():
     with torch.no_grad():
         net.tok_embeddings.weight.fill_(6e4)
         net.layers[0].attention.wo.bias.fill_(6e4)
-    watch = finite.Watch(net, [[5]])
-    runner = generate.Runner(watch.model, net.new_cache(1, 4))
-    generate.generate(runner, [[3]], 1, watch.sample)
-    assert "the stream that layer 0's MLP reads" in watch.words(generate.World(0, 1, "cpu"))
+    probe = finite.Probe(net, [[5]])
+    runner = generate.Runner(probe.model, net.new_cache(1, 4))
+    generate.generate(runner, [[3]], 1, probe.sample)
+    assert "the stream that layer 0's MLP reads" in probe.words(generate.World(0, 1, "cpu"))
 
 
 def twice(world, dtype, compile):

@@ -195,7 +195,7 @@ def test_eval_refuses_too_many_rows(free, tiny, tmp_path):
 
 def refused(world, folder):
     with pytest.MonkeyPatch.context() as m, pytest.raises(InputError) as error:
-        m.setattr(launch, "join", lambda device: world)
+        m.setattr(launch, "join", lambda device, flags: world)
         m.setattr(report, "free_bytes", lambda device: 10**4 if world.rank == 1 else 10**9)  # as one finds it
         generate.main(["--checkpoint", folder, "--prompt", "Once"])
     return str(error.value)

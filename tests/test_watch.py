@@ -113,6 +113,63 @@ def test_the_timeout_is_beyond_what_a_step_of_the_phase_took(monkeypatch):
     assert w.ticks_until_the_end()[0] == 1 + 3 + 1  # another phase starts anew
 
 
+def test_what_took_long_before_it_was_counted_is_no_hang_later(monkeypatch):
+    """A first step, of which nobody knows how long it may take, takes longer than the timeout; and so do the others."""
+    w = Alone(monkeypatch)
+    watch.here.timed = w.others[1].timed = False
+    assert w.ticks_until_the_end(8) is None
+    watch.here.timed = w.others[1].timed = True
+    for _ in range(3):
+        watch.beat()
+        assert w.ticks_until_the_end(8) is None
+    assert w.ticks_until_the_end(20)[0] > 3
+
+
+def test_who_computes_does_not_hang(monkeypatch):
+    w = Alone(monkeypatch, 3)
+    seconds = iter(range(1000))
+    monkeypatch.setattr(watch.time, "clock_gettime", lambda clock: next(seconds))
+    assert w.ticks_until_the_end() is None, "this rank's main thread does"
+    w = Alone(monkeypatch)
+    w.stopped = {1}
+    watch.here.timed = False
+    assert w.ticks_until_the_end(1) is None
+    w.peers[1].descriptor, taken = -1, iter(range(1000))
+    monkeypatch.setattr(watch, "cpu_seconds", lambda process: next(taken))
+    assert w.ticks_until_the_end() is None, "the other one does, in what lets no other thread run"
+    monkeypatch.setattr(watch, "cpu_seconds", lambda process: 5.0)
+    assert w.ticks_until_the_end() is not None
+
+
+def test_cpu_seconds_of_a_process():
+    before, start = watch.cpu_seconds(os.getpid()), time.process_time()
+    while time.process_time() < start + 0.3:
+        pass
+    assert 0.2 < watch.cpu_seconds(os.getpid()) - before < 1 and watch.cpu_seconds(2**22 + 1) == 0
+
+
+def test_before_all_have_met_nobody_is_judged(monkeypatch):
+    w = Alone(monkeypatch, 3)
+    late = w.others.pop(2)
+    w.stopped = {1}
+    assert w.ticks_until_the_end() is None  # ticks are shorter then
+    w.others[2] = late
+    assert w.ticks_until_the_end()[0] >= 3
+
+
+def test_a_rank_that_died_before_it_was_met_is_named(monkeypatch):
+    w, child = Alone(monkeypatch), subprocess.Popen(["true"])
+    child.wait()
+    w.shared.set("process 1", json.dumps([child.pid, watch._machine()]))
+    assert w.ticks_until_the_end() == (1, "rank 1 of 2 has died in decode step 7", set())
+
+
+def test_a_timeout_that_is_too_short(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="--timeout is 0.5 but must be 0 or at least 2 s"):
+        launch.join("cpu", {"timeout": 0.5})
+
+
 def test_what_another_rank_says_ends_this_one_without_a_line(monkeypatch):
     w = Alone(monkeypatch)
     assert w.ticks_until_the_end(1) is None
@@ -168,6 +225,24 @@ launch.run(main)
         assert done.stderr == f"-c: was stopped by {name} in start\n"
 
 
+def test_a_signal_in_a_destructor_comes_again():
+    source = """
+import os, signal, sys, time, launch
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+class Slow:
+    def __del__(self):
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        time.sleep(0)
+def main():
+    Slow()
+    time.sleep(30)
+launch.run(main)
+"""
+    for name, code in ("SIGTERM", 143), ("SIGINT", 130):
+        done = subprocess.run([sys.executable, "-c", source, name], capture_output=True, text=True, timeout=60)
+        assert done.returncode == code and done.stderr.count("\n") == 1, done.stderr
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks that were not started alike
 
@@ -183,6 +258,8 @@ def test_each_difference_is_named():
         "the ranks were not started alike: "
         f"rank 2 with --seed 2 and no --compile and --prompt {x}, rank 0 with --seed 1 and --compile and no --prompt"
     )
+    with pytest.raises(InputError, match="alike: rank 1 with --seed 1, rank 2 with --seed 2, rank 0 with --seed 0$"):
+        launch.compare([{"--seed": r} for r in range(3)])
     with pytest.raises(InputError, match="rank 1 with the script eval.py, rank 0 with the script generate.py$"):
         launch.compare([first, {"the script": "eval.py", "--seed": 3}])
 

@@ -19,7 +19,7 @@ from training.data import Windows, documents, tokenize, train_tokenizer
 SAMPLE = "Once upon a time there were 12 (twelve) little dogs.\n\tZwölf? 十二! def f(x): return x**2"  # to compare with
 NEEDED = ["state-*", "best-*", "*.tmp", "*.tokens", "end"]  # by a run that has not ended; the mark of its end goes last
 # flags that may change when a run goes on
-MACHINE = ["out", "device", "micro_batch", "recompute", "compile", "save_every"]
+MACHINE = ["out", "device", "micro_batch", "recompute", "compile", "save_every", "timeout"]
 
 
 def is_auto(args):
