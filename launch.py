@@ -6,6 +6,7 @@ main() of every script parses its flags with a Parser, joins the other ranks wit
 import argparse
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import itertools
@@ -227,8 +228,10 @@ def _store():
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         with _waiting(f"for the store at {host}:{port}"):
-            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun holds it
-                return next(dist.rendezvous("env://"))[0]
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun holds it, and has for long
+                store = next(dist.rendezvous("env://", timeout=timedelta(seconds=DEADLINE / 10)))[0]
+                store.set_timeout(timedelta(seconds=DEADLINE))
+                return store
             # _wait_for_all says who is missing
             return dist.TCPStore(host, port, tp_size, rank == 0, wait_for_workers=False)
     except (dist.DistError, ValueError) as e:
@@ -472,6 +475,9 @@ def run(main):
     """
     global _watch
     store = None
+    for name, mode in ("stdin", "r"), ("stdout", "w"), ("stderr", "w"):
+        if getattr(sys, name) is None:  # closed, as a daemon's may be
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     watch.heed_signals()
     try:
         try:
@@ -490,9 +496,9 @@ def run(main):
             time.sleep(0)  # a signal that came meanwhile goes first: it may be what made the main thread wait no longer
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # but what handles this must not be interrupted
             raise
-    except SystemExit:
+    except SystemExit as e:  # of --help
         _done()
-        raise
+        _leave(e.code)
     except InputError as e:
         _stop(store, 2, f"{_script()}: {e}")
     except watch.Terminated as e:
@@ -501,7 +507,7 @@ def run(main):
     except KeyboardInterrupt as e:
         _stop(store, 130, str(e) or "interrupted")
     except BrokenPipeError:  # whoever read our output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         _stop(store, 1, "")
     except Exception as e:
         # what the compiler's wrapper in C++ (torch 2.13) raises only names the collective that failed
@@ -510,10 +516,18 @@ def run(main):
         if ended:
             _stop_all(store, line)
         elif out_of_memory(e):
-            _stop(store, 1, _said(f"has run out of memory ({first_line(e)})"))
+            _stop(store, 1, _said(f"ran out of memory ({first_line(e)})"))
+        elif isinstance(e, OSError) and e.errno == errno.ENOSPC and e.filename is None:
+            _drop_output()
+            _stop(store, 1, f"{_script()}: the output cannot be written: {e.strerror}")
         elif store is None:
             raise
         _stop(store, 1, _said(f"failed ({type(e).__name__}: {first_line(e)})"), traceback.format_exc())
+
+
+def _drop_output():
+    """What is still to be written goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def out_of_memory(error):
@@ -528,8 +542,8 @@ def _script():
 def _said(what):
     """A line that says what happened to this rank, and where."""
     rank, tp_size = rank_and_size()
-    who = f"rank {rank} of {tp_size} " if tp_size > 1 else ""
-    return f"{_script()}: {who}{what} in {watch.here}"
+    what = f"rank {rank} of {tp_size} {what}" if tp_size > 1 else what.removeprefix("was ")
+    return f"{_script()}: {what}" + (f" in {watch.here}" if tp_size > 1 or watch.here.phase != "start" else "")
 
 
 def _why(patience):
@@ -543,7 +557,7 @@ def _done():
 
 def _stop_all(store, line):
     """What a Watch has found ends this process; line: None where another rank says it."""
-    _stop(store, 1, line and f"{_script()}: {line}")
+    _stop(store, 1, line and f"\n{_script()}: {line}")  # a progress bar may stand there
 
 
 def _stop(store, code, line=None, trouble=""):
@@ -598,6 +612,6 @@ def _leave(code):
         os._exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
-    if dist.is_initialized():
+    if dist.is_initialized() or _watch is not None:  # which may be asking the store, in C++
         os._exit(code)
     sys.exit(code)

@@ -78,7 +78,8 @@ class Terminated(KeyboardInterrupt):
 
 
 def terminate(number, frame):
-    signal.signal(number, signal.SIG_IGN)  # once is enough
+    for other in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:  # once is enough: a launcher sends one behind another
+        signal.signal(other, signal.SIG_IGN)
     raise Terminated(signal.Signals(number).name)
 
 

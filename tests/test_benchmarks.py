@@ -32,6 +32,7 @@ from benchmarks import (
     paper,
     predict,
     ratio,
+    reliability_tables,
     zeroshot,
     zeroshot_tables,
 )
@@ -777,7 +778,7 @@ def test_predict_sh_asks_for_every_case(tmp_path):
 def test_the_pages_raw_lines_are_there_and_shown_as_they_are(printed):
     """Every table that --show prints is on its page, and every file of raw lines is read by one."""
     folder, text = ROOT / "benchmarks" / "results", ""
-    for page in (ROOT / "benchmarks").glob("*.md"):
+    for page in (*(ROOT / "benchmarks").glob("*.md"), *(ROOT / "docs").glob("*.md")):
         text += page.read_text()
     for path in folder.glob("*.jsonl"):
         assert path.name in text, path.name
@@ -785,6 +786,10 @@ def test_the_pages_raw_lines_are_there_and_shown_as_they_are(printed):
     for name in ("cpu", "alone", "netns", "tp8"):
         for part in printed(overlap, "--show", folder / f"overlap-{name}.jsonl").strip().split("\n\n"):
             assert not part.startswith("|") or part in page
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    files = [folder / f"{name}.jsonl" for name in ("faults", "kills", "fuzz", "soak")]
+    tables = [part.strip() for part in printed(reliability_tables, *files).split("\n\n") if part.strip()[:1] == "|"]
+    assert len(tables) == 6 and not [table for table in tables if table not in page]
     page = (ROOT / "benchmarks" / "zeroshot.md").read_text()
     tables = printed(zeroshot_tables, folder / "zeroshot.jsonl").strip().split("\n\n")
     assert len(tables) == 6 and not [table for table in tables if table not in page]

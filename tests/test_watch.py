@@ -222,7 +222,26 @@ launch.run(main)
     for name in "SIGTERM", "SIGHUP":
         done = subprocess.run([sys.executable, "-c", source, name], capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stdout) == (143, "cleaned up\n")
-        assert done.stderr == f"-c: was stopped by {name} in start\n"
+        assert done.stderr == f"-c: stopped by {name}\n"
+
+
+def test_a_script_without_standard_streams_and_one_whose_output_is_full():
+    source = "import launch\ndef main():\n    print('x' * 100, flush={})\nlaunch.run(main)\n"
+    done = subprocess.run(["sh", "-c", f'{sys.executable} -c "$0" <&- >&- 2>&-', source.format(True)], timeout=60)
+    assert done.returncode == 0
+    for flush in True, False:
+        words = ["sh", "-c", f'{sys.executable} -c "$0" > /dev/full', source.format(flush)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (1, "-c: the output cannot be written: No space left on device\n")
+
+
+def test_one_signal_behind_another_is_not_heard(monkeypatch):
+    """A terminal that closes sends one to all, and then torchrun another."""
+    with pytest.raises(watch.Terminated, match="SIGHUP"):
+        watch.terminate(signal.SIGHUP, None)
+    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+        assert signal.getsignal(number) == signal.SIG_IGN
+        os.kill(os.getpid(), number)
 
 
 def test_a_signal_in_a_destructor_comes_again():
