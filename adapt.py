@@ -167,6 +167,7 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
         loss, ce = losses(model, part.to(world.device), alpha, teacher, args.match_streams)
         (loss * world.tp_size / max(tokens, 1)).backward()  # FSDP2 takes the mean over the ranks
         nats, whole = nats + ce.item(), whole + loss.item()
+        watch.beat()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip).full_tensor().item()
     nats, whole = (total / max(tokens, 1) for total in sharding.summed([nats, whole], world))
     if not math.isfinite(whole + norm):
@@ -239,6 +240,7 @@ def train(model, teacher, windows, valid, run, args, world, original):
                 saved = best["step"]
             if stop:
                 raise KeyboardInterrupt(f"step {step} is saved in {run}: the same command goes on from there")
+    watch.at("saving", timed=False)
     bar.close()
     return log.lines, best
 
