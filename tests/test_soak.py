@@ -85,6 +85,7 @@ def test_a_chat_of_many_turns_takes_no_more_of_anything(tmp_path):
     assert grown(lines, "files") == grown(lines, "threads") == grown(lines, "graphs") == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_server_may_ask_for_completions_of_more_shapes_than_the_compiler_keeps_by_itself(monkeypatch):
     """complete() compiles for each number of rows, and calls of about the same length share what is compiled."""
     monkeypatch.setattr(generate.Runner, "_how", lambda self: {"backend": "eager"})
