@@ -494,7 +494,7 @@ def run(main):
             _leave(0)
         except Exception:
             time.sleep(0)  # a signal that came meanwhile goes first: it may be what made the main thread wait no longer
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # but what handles this must not be interrupted
+            watch.hear_no_more()  # but what handles this must not be interrupted
             raise
     except SystemExit as e:  # of --help
         _done()
@@ -567,8 +567,7 @@ def _stop(store, code, line=None, trouble=""):
     trouble: what is printed before it.
     """
     if threading.current_thread() is threading.main_thread():
-        for number in signal.SIGINT, signal.SIGTERM:  # one Ctrl-C may arrive from the terminal and from the launcher
-            signal.signal(number, signal.SIG_IGN)
+        watch.hear_no_more()
     node = os.environ.get("GROUP_RANK", "0")
     if _watch is not None and _watch.orphan:
         store = None

@@ -77,9 +77,14 @@ class Terminated(KeyboardInterrupt):
     """A signal other than Ctrl-C's asks this process to end."""
 
 
+def hear_no_more():
+    """This process ends already: a launcher sends one signal behind another."""
+    for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def terminate(number, frame):
-    for other in signal.SIGINT, signal.SIGTERM, signal.SIGHUP:  # once is enough: a launcher sends one behind another
-        signal.signal(other, signal.SIG_IGN)
+    hear_no_more()
     raise Terminated(signal.Signals(number).name)
 
 
