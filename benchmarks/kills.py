@@ -23,6 +23,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -127,6 +128,7 @@ def run(writer, folder, number=None, event=None, after=None):
     child = os.fork()
     if child == 0:
         os.close(receiver)
+        tqdm.set_lock(threading.RLock())  # its own is shared with forks, of which one may be killed while it holds it
         with open(folder.with_name("log"), "wb") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
