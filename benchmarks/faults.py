@@ -270,7 +270,8 @@ def surroundings(mark):
         new = sorted(set(os.listdir("/dev/shm")) - before)
         left += [f"/dev/shm/{name}" for name in new if not name.startswith("sem.mp-")]  # which Python unlinks at once
         names = sorted(path.name for path in (folder / "tmp").iterdir())
-        left += [name for name in names if not name.startswith("torchinductor_")]  # the compiler's cache
+        # the compiler's cache, and what g++ leaves where it is killed
+        left += [name for name in names if not re.match(r"torchinductor_|cc\w{6}\.", name)]
 
 
 def spoken(errors):
