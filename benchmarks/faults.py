@@ -12,7 +12,8 @@ A run is well ended, `wrong` is empty, if
 - all its processes are gone within 10 s of the fault, or of --timeout where a rank only stalls, with an exit code that
   is not 0; and no process, port, shared memory or temporary file is left;
 - of a rank that died or stalled exactly one line speaks, with the rank, the cause, the phase and the step; an exception
-  prints one traceback before it, and nothing else any;
+  prints one traceback before it, and nothing else any, but Python for Ctrl-C while it imports. At SIGTERM and Ctrl-C
+  adapt.py saves first, and says that instead;
 - of ranks that were not started alike a line names each difference, they end with exit code 2, and print no text.
 """
 
@@ -401,9 +402,10 @@ def wrong_end(line):
         found.append(f"not gone in {limit} s")
     if line["code"] == 0:
         found.append("exit code 0")
-    if len(line["raised"]) != (kind == "exception"):
-        found.append(f"{len(line['raised'])} tracebacks")
-    if kind in OUTSIDE:
+    raised = [e for e in line["raised"] if line["phase"] != "join" or not e.startswith("KeyboardInterrupt")]
+    if len(raised) != (kind == "exception"):
+        found.append(f"{len(raised)} tracebacks")
+    if kind in OUTSIDE or (line["script"], kind) == ("adapt.py", "SIGTERM"):
         return found + ["more than one line"] * (len(said) > 1)
     if len(said) != 1:
         return [*found, f"{len(said)} lines"]

@@ -113,7 +113,8 @@ def main(argv=None):
     for line in injected:
         if line["wrong"]:
             wrong = "; ".join(line["wrong"])
-            print(f"\n{line['kind']} in {line['phase']}, rank {line['rank']} of {line['ranks']}: {wrong}")
+            where = f"{line['phase']}, rank {line['rank']} of {line['ranks']}, commit {line['commit']}"
+            print(f"\n{KINDS.get(line['kind'], line['kind'])} in {where}: {wrong}")
     rest = unlike([line for line in args.faults if "unlike" in line]), killed(args.kills), fuzzed(args.fuzz)
     print("", *rest, soaked(args.soak), sep="\n\n")
 

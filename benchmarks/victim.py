@@ -52,6 +52,7 @@ def in_call(owner, name, number, fault):
         nonlocal calls
         calls += 1
         if calls == number:
+            time.sleep(2 * (fault["phase"] == "join"))  # until the others have imported, too
             with open(fault["note"], "w") as f:
                 json.dump({"time": time.time(), "port": int(os.environ["MASTER_PORT"])}, f)
             harm(fault["kind"])

@@ -52,7 +52,7 @@ def test_ranks_that_were_not_started_alike_say_so(name, files):
 GOOD = {
     "phase": "decode", "step": 7, "kind": "SIGKILL", "rank": 1, "ranks": 2, "script": "generate.py", "happened": True,
     "seconds": 1.0, "code": 1, "raised": [], "orphans": [], "port_taken": False, "left": [],
-    "lines": ["compiling ...", "generate.py: rank 1 of 2 was killed (signal 9) in decode step 7"],
+    "lines": ["compiling ...", "generate.py: rank 1 of 2 was killed (signal 9) in decode step 7"], "commit": "c",
 }  # fmt: skip
 ALIKE = {
     "unlike": "--seed", "ranks": 2, "seconds": 4.0, "codes": [2, 2], "raised": [], "printed": "", "orphans": [],
@@ -154,7 +154,7 @@ def test_the_tables_count_what_ended_well(capsys, tmp_path):
     shown = capsys.readouterr().out
     assert "| SIGKILL | 3 | 2 | 1.0 to 2.0 or never |" in shown
     assert "| SIGKILL |  |  |  |  | 2/3 |" in shown and "| SIGSTOP: the whole rank stalls |  |  |  |  | 1/1 |" in shown
-    assert "SIGKILL in decode, rank 1 of 2: hm" in shown
+    assert "SIGKILL in decode, rank 1 of 2, commit c: hm" in shown
     assert "| --seed | ok | generate.py: rank 1 with --seed 2, rank 0 with --seed 1 |" in shown
     assert "| convert | SIGKILL | 9 | 5 | 4 | 0 | 1 | 2 | 3 |" in shown
     assert "| templates | 10,000 | 1,000 | 8,998 | 2 |" in shown

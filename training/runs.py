@@ -213,7 +213,8 @@ def interruption():
 
     def restore():
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == ask:
+                signal.signal(number, handler)
 
     def ask(number, frame):
         asked.append(number)
