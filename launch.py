@@ -502,7 +502,7 @@ def run(main):
             raise
     except SystemExit as e:  # of --help
         _done()
-        _leave(e.code)
+        _leave(e.code or 0)
     except InputError as e:
         _stop(store, 2, f"{_script()}: {e}")
     except watch.Terminated as e:

@@ -228,10 +228,12 @@ launch.run(main)
 
 def test_a_script_without_standard_streams_and_one_whose_output_is_full():
     source = "import launch\ndef main():\n    print('x' * 100, flush={})\nlaunch.run(main)\n"
-    done = subprocess.run(["sh", "-c", f'{sys.executable} -c "$0" <&- >&- 2>&-', source.format(True)], timeout=60)
+    shell = "sh", "-c", '"$1" -c "$0" '
+    words = [*shell[:2], shell[2] + "<&- >&- 2>&-", source.format(True), sys.executable]
+    done = subprocess.run(words, timeout=60)
     assert done.returncode == 0
     for flush in True, False:
-        words = ["sh", "-c", f'{sys.executable} -c "$0" > /dev/full', source.format(flush)]
+        words = [*shell[:2], shell[2] + "> /dev/full", source.format(flush), sys.executable]
         done = subprocess.run(words, capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (1, "-c: the output cannot be written: No space left on device\n")
 
