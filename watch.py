@@ -25,7 +25,8 @@ from kernels import shared_memory
 
 @dataclasses.dataclass
 class Place:
-    """Where a rank is. timed: it hangs if it comes no further within the timeout. beats: how often it came further.
+    """Where a rank is. timed: it hangs if it comes no further within the timeout. beats: how many places it came to,
+    which ranks do alike. busy: other signs that it comes further, of which some have more.
 
     awaited: the rank that it waits for, where shared memory tells. ticks: of its Watch.
     """
@@ -34,6 +35,7 @@ class Place:
     step: object = None
     timed: bool = False
     beats: int = 0
+    busy: int = 0
     awaited: int | None = None
     ticks: int = 0
 
@@ -46,13 +48,13 @@ _held = False
 
 
 def beat():
-    """Note that this rank comes further."""
-    here.beats += 1
+    """Note that this rank comes further, where it is."""
+    here.busy += 1
 
 
 def at(phase, step=None, timed=True):
     """Note where this rank is from now on, as in at("decode step", 57)."""
-    beat()
+    here.beats += 1
     if not _held:
         here.phase, here.step, here.timed = phase, step, timed
 
@@ -190,8 +192,13 @@ class Watch(threading.Thread):
         with self.lock:  # of the main thread's last words and this thread's
             self.ticks += 1
             pieces, awaited = shared_memory.progress()
-            beats = here.beats + pieces + self.busy
-            place = dataclasses.replace(here, beats=beats, awaited=awaited, ticks=self.ticks)
+            changes = {
+                "beats": here.beats + pieces,
+                "busy": here.busy + self.busy,
+                "awaited": awaited,
+                "ticks": self.ticks,
+            }
+            place = dataclasses.replace(here, **changes)
             place.step = None if place.step is None else str(place.step)
             self.store.set(f"place {self.rank}", json.dumps(dataclasses.asdict(place)))
             return place
@@ -236,11 +243,11 @@ class Watch(threading.Thread):
             words = " and ".join(f"rank {r}" for r in sorted(silent))
             words = f"{words} of {self.tp_size} hangs in {here}"
             self._end(f"{words}: no sign of life for {self.timeout:g} s (--timeout)", silent)
-        found = {r: (place.phase, place.beats) for r, place in places.items()}
+        found = {r: (place.phase, place.beats, place.busy) for r, place in places.items()}
         if found == self.found:
             self.still += 1
         else:
-            phases = [{r: phase for r, (phase, _) in f.items()} for f in (found, self.found or {})]
+            phases = [{r: phase for r, (phase, *_) in f.items()} for f in (found, self.found or {})]
             self.longest = max(self.longest, self.still) if phases[0] == phases[1] else 0
             self.still, self.found = 0, found
         if self.still > self.timeout + self.longest and all(place.timed for place in places.values()):

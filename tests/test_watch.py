@@ -82,7 +82,7 @@ def test_shared_memory_knows_who_is_waited_for(monkeypatch):
     assert "rank 2 of 3 hangs in decode step 7" in w.ticks_until_the_end()[1]
     places = {r: watch.Place(beats=r, awaited=(r + 1) % 3) for r in range(3)}
     assert watch.late(places) == [0, 1]  # each waits for the next: no telling but by how far they have come
-    assert watch.late({r: watch.Place(beats=4) for r in range(3)}) == []
+    assert watch.late({r: watch.Place(beats=4, busy=r) for r in range(3)}) == []
 
 
 def test_none_is_behind(monkeypatch):
