@@ -303,10 +303,11 @@ def test_two_nodes(bad, tiny, greedy, out):
         subprocess.Popen([*launcher, f"--node_rank={r}", *map(str, words)], stderr=subprocess.PIPE, text=True)
         for r in (1, 0)
     ]
-    errors = "".join(node.communicate(timeout=HANGS)[1] for node in nodes)
+    errors = [node.communicate(timeout=HANGS)[1] for node in nodes]
     assert [node.returncode for node in nodes] == [bad, bad], errors
-    assert errors.count("generate.py: --batch 4 is not a multiple of the 3 prompts") == bad
-    assert 'launch.py", line' not in errors
+    for terminal in errors:  # each node's
+        assert terminal.count("generate.py: --batch 4 is not a multiple of the 3 prompts") == bad
+        assert 'launch.py", line' not in terminal
     assert bad or json.loads(out.read_text())["tokens"] == [greedy("ladder")[0]]
 
 
