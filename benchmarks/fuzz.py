@@ -19,7 +19,6 @@ import json
 import random
 import re
 import resource
-import shlex
 import signal
 import tempfile
 import time
@@ -276,8 +275,9 @@ WORDS += PLAIN.split()
 
 def changed_command(draw, data):
     """One of COMMANDS, as JSON, with words changed, taken out, or put in."""
-    words = draw.choice(COMMANDS).replace("DEMO", str(DEMO)).replace("STORY", str(DEMO / "story.txt"))
-    words = shlex.split(words.replace("BENCH", str(RESULTS / "bench-demo.jsonl")))
+    words = draw.choice(COMMANDS).split()  # before paths stand in them, which may have spaces
+    for name, path in {"DEMO": DEMO, "STORY": DEMO / "story.txt", "BENCH": RESULTS / "bench-demo.jsonl"}.items():
+        words = [word.replace(name, str(path)) for word in words]
     for _ in range(draw.choice([1, 1, 2, 3])):
         i, word, how = draw.randrange(1, len(words)), draw.choice(WORDS), draw.randrange(6)
         flag = words[i].startswith("--")
