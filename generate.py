@@ -46,7 +46,8 @@ def load_model(config, folder, dtype, world):
     """The model with this rank's weights and the collectives that it needs. folder: None for random weights."""
     with world.together():
         weights = checkpoint.Weights(folder) if folder else checkpoint.RandomWeights(config, world.device)
-        model = load_shard(config, weights, chosen_dtype(dtype, folder), world.device, world.rank, world.tp_size)
+        dtype = chosen_dtype(dtype, folder, weights)
+        model = load_shard(config, weights, dtype, world.device, world.rank, world.tp_size)
         model.stored_dtype = weights.dtype("norm.weight") if folder else model.norm.weight.dtype
     watch.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
     int_linear.use_kernels(model)
@@ -55,11 +56,14 @@ def load_model(config, folder, dtype, world):
     return model
 
 
-def chosen_dtype(name, folder):
-    """The dtype of that name, or without one that of the checkpoint folder; of random weights bfloat16."""
+def chosen_dtype(name, folder, weights=None):
+    """The dtype of that name, or without one that of the checkpoint folder; of random weights bfloat16.
+
+    weights: the folder's, where they are open already.
+    """
     if name or not folder:
         return DTYPES.get(name, torch.bfloat16)
-    return checkpoint.own_dtype(checkpoint.Weights(folder), "norm.weight")
+    return checkpoint.own_dtype(weights or checkpoint.Weights(folder), "norm.weight")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

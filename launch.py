@@ -230,17 +230,15 @@ def _store():
     try:
         with _waiting(f"for the store at {host}:{port}"):
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun holds it, and has for long
-                socket.create_connection(
-                    (host, port), DEADLINE / 10
-                ).close()  # or it has died, which the next would not say
+                # or it has died, and what follows would try for long
+                socket.create_connection((host, port), DEADLINE / 10).close()
                 store = next(dist.rendezvous("env://", timeout=timedelta(seconds=DEADLINE / 10)))[0]
                 store.set_timeout(timedelta(seconds=DEADLINE))
                 return store
             # _wait_for_all says who is missing
             return dist.TCPStore(host, port, tp_size, rank == 0, wait_for_workers=False)
     except (dist.DistError, ValueError, OSError) as e:
-        message = (str(e).strip() or type(e).__name__).splitlines()[0]
-        raise InputError(f"no store at MASTER_ADDR {host}, MASTER_PORT {port}: {message}") from None
+        raise InputError(f"no store at MASTER_ADDR {host}, MASTER_PORT {port}: {first_line(e)}") from None
     finally:
         signal.signal(signal.SIGINT, before)
 

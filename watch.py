@@ -322,23 +322,24 @@ def late(places):
     return sorted(awaited or {r for r, place in places.items() if place.beats < furthest})
 
 
+def _stat(process):
+    """What Linux tells of a process, from its state on, or None: see proc(5)."""
+    with contextlib.suppress(OSError), open(f"/proc/{process}/stat") as f:
+        return f.read().rpartition(")")[2].split()
+
+
 def cpu_seconds(process):
     """The seconds of CPU time that a process of this machine has had; 0 where there is no telling."""
-    try:
-        with open(f"/proc/{process}/stat") as f:
-            user, system = f.read().rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError):
-        return 0.0
+    found = _stat(process)
+    return sum(map(int, found[11:13])) / os.sysconf("SC_CLK_TCK") if found else 0.0
 
 
 def how_it_ended(process):
     """How a process of this machine ended, in words: what a parent that has not asked yet would be told."""
-    try:
-        with open(f"/proc/{process}/stat") as f:
-            status = int(f.read().split()[-1])
-    except (OSError, ValueError):
+    found = _stat(process)
+    if not found:
         return "has died"
+    status = int(found[-1])
     if not os.WIFSIGNALED(status):
         return f"has left (exit code {os.WEXITSTATUS(status)})"
     number = os.WTERMSIG(status)

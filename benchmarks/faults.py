@@ -50,6 +50,7 @@ HANGS = 45  # seconds after a fault until a run counts as hanging
 STARTS = 150  # seconds until the fault should have happened
 MOST = 20  # lines kept of a run
 KEPT = 8000  # characters of stderr kept of one that did not end well
+TORCHS = r"\[[EWF]\d{4} |[EWI]\d{4} |frame #\d|Exception raised from |<omitting "  # warnings, and frames behind them
 PROGRESS = re.compile(r"^(loading|decoding|scoring|training): .*?(?=\w+\.py: |Traceback \(|$)", re.MULTILINE)
 CHAINED = re.compile("During handling of the above|The above exception was the direct cause")
 MARK = "LADDER_FAULT_RUN"
@@ -275,10 +276,15 @@ def surroundings(mark):
         left += [name for name in names if not re.match(r"torchinductor_|cc\w{6}\.", name)]
 
 
+def placeless(text):
+    """A text without the paths of this machine."""
+    return text.replace(str(ROOT), ".").replace(sys.base_prefix, "python")
+
+
 def spoken(errors):
     """(lines of ours, [the exception of each traceback]) of what ranks printed on stderr.
 
-    Without progress, and torch's warnings. Of chained tracebacks the last counts.
+    Without progress, torch's warnings and their frames. Of chained tracebacks the last counts.
     """
     lines, raised, inside = [], [], False
     for line in PROGRESS.sub("", errors.replace("\r", "\n")).splitlines():
@@ -292,7 +298,7 @@ def spoken(errors):
         elif inside:  # the exception itself
             inside = False
             raised.append(line[:200])
-        elif line.strip() and not re.match(r"\[[EWF]\d{4} |[EWI]\d{4} ", line):
+        elif line.strip() and not re.match(TORCHS, line):
             lines.append(line)
     return lines[:MOST], raised
 
@@ -328,7 +334,7 @@ def inject(fault, paths, mark):
         launcher.stdin = None
         code = launcher.wait()
         logs = {p: p.read_text(errors="replace") for p in sorted((folder / "logs").rglob("std*.log"))}
-        errors = "".join(text for path, text in logs.items() if path.name == "stderr.log")
+        errors = placeless("".join(text for path, text in logs.items() if path.name == "stderr.log"))
         lines, raised = spoken(errors)
         found = {
             **fault, "script": f"{script}.py", "errors": errors[-KEPT:], "happened": note.exists(), "seconds": seconds,
@@ -366,7 +372,7 @@ def start_unlike(name, paths, mark):
         orphans = end_all(mark)
         codes = [process.wait() for process in processes]
         printed, errors = (
-            "".join(path.read_text(errors="replace") for path in sorted(folder.glob(kind)))
+            placeless("".join(path.read_text(errors="replace") for path in sorted(folder.glob(kind))))
             for kind in ("*.out", "*.err")
         )
         lines, raised = spoken(errors)

@@ -104,6 +104,9 @@ Traceback (most recent call last):
 ValueError: 2
 generate.py: rank 0 of 2 failed (ValueError: 2) in decode step 7
 [W1122 10:00:00.000000 1 torch/x.py:1] a warning
+Exception raised from recvBytes at Utils.hpp:784 (most recent call first):
+frame #0: c10::Error::Error() + 0x9d (0x7fd0 in libc10.so)
+<omitting python frames>
 decoding:  10%|x\r[rank1]: Traceback (most recent call last):
 [rank1]:   File "a.py", line 1
 [rank1]: OSError: 3
@@ -113,6 +116,12 @@ training:  7%|x| 2/30 [00:01<00:10, nats]adapt.py: rank 0 of 2 hangs
     said = ["generate.py: rank 0 of 2 failed (ValueError: 2) in decode step 7", "adapt.py: rank 0 of 2 hangs"]
     assert lines == ["compiling ...", *said]
     assert raised == ["ValueError: 2", "OSError: 3"]
+
+
+def test_what_is_kept_of_a_run_does_not_say_where_it_was():
+    text = f"{faults.ROOT}/launch.py, {sys.base_prefix}/lib/threading.py"
+    assert faults.placeless(text) == "./launch.py, python/lib/threading.py"
+    assert str(faults.ROOT) not in (faults.ROOT / "benchmarks/results/faults.jsonl").read_text()
 
 
 def test_the_processes_of_a_run_are_found_by_its_mark():
