@@ -5,15 +5,19 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt 
 """
 
 import contextlib
+import functools
 import math
+import os.path
 import sys
 import time
 import zlib
+from typing import NamedTuple
 
 import torch
 
 import checkpoint
 import launch
+import speculative
 import terminal
 import watch
 import writing
@@ -21,6 +25,7 @@ from checkpoint import DTYPES, SIZES
 from kernels import cpu, int_linear
 from launch import World, count, number
 from measure import finite, link, preflight, report
+from measure.timing import timed
 from model import InputError
 from tokenizer import load_tokenizer
 from tp import TensorParallel, load_shard
@@ -116,46 +121,60 @@ class Runner:
         return {"options": {"cpp_wrapper": True, "size_asserts": False, "cpp.min_chunk_size": 16384}}
 
     @torch.inference_mode()
-    def prefill(self, tokens, lengths, chunk=None):
+    def prefill(self, tokens, lengths, chunk=None, known=0):
         """Logits (B, V) after the last token of each row, from passes of at most `chunk` tokens of all rows, or one.
 
-        tokens (B, S), lengths (B,): as pad makes them. The memory for activations grows with the chunk, not with the
-        prompt; only the mask grows with both, as chunk x filled slots.
+        tokens (B, S), lengths (B,): as pad makes them. known: so many of each row, but not all, are in the cache. The
+        memory for activations grows with the chunk, not with the prompt; only the mask grows with both, as chunk x
+        filled slots.
         """
         B, S = tokens.shape
-        last, width = lengths - 1, S if chunk is None else max(1, chunk // B)
-        logits = self._prefill(tokens[:, :width], cache=self.cache, select=last.clamp(max=min(width, S) - 1))[:, 0]
-        for start in range(width, S, width):
-            watch.at("prefill from token", start)
+        last, width, logits = lengths - 1, S if chunk is None else max(1, chunk // B), None
+        for start in range(known, S, width):
+            if start:
+                watch.at("prefill from token", start)
             part = tokens[:, start : start + width]
-            stop = start + part.shape[1]
-            positions = torch.arange(start, stop, device=tokens.device).expand(B, -1)
+            stop, positions, filled = start + part.shape[1], None, None
+            if start:
+                positions, filled = torch.arange(start, stop, device=tokens.device).expand(B, -1), stop
             select = (last - start).clamp(0, part.shape[1] - 1)
-            later = self._prefill(part, positions, self.cache, stop, select)[:, 0]
-            logits = torch.where((last >= start)[:, None], later, logits)
+            later = self._prefill(part, positions, self.cache, filled, select)[:, 0]
+            logits = later if logits is None else torch.where((last >= start)[:, None], later, logits)
         return logits
 
     @torch.inference_mode()
-    def decode(self, token, positions, longest):
-        """Logits (B, V) after one more token (B,) of each row, at its position (B,); the longest row has `longest`.
+    def decode(self, tokens, positions, longest):
+        """Logits (B, S, V) after each of a few more tokens (B, S) of each row, the first of which is at its position
+        (B,); the longest row then has `longest`.
 
         It reads that many slots of the cache on a CPU, on a GPU a multiple of BUCKET: each is a CUDA graph of its own.
         """
         filled = longest if self.device.type == "cpu" else -(-longest // BUCKET) * BUCKET
-        return self._decode(token[:, None], positions[:, None], self.cache, filled)[:, 0]
+        positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        return self._decode(tokens, positions, self.cache, filled)
 
     @torch.inference_mode()
-    def warm_up(self, prompts, max_new_tokens, chunk=CHUNK):
-        """Compile, by generating two tokens and, on a GPU, by decoding at each further bucket; returns seconds."""
-        start = time.perf_counter()
+    def warm_up(self, prompts, max_new_tokens, chunk=CHUNK, draft=None, gather=lambda value: [value]):
+        """Compile, by generating two tokens and, on a GPU, by decoding at each further bucket; returns seconds.
+
+        Also what a draft takes, which then knows the times of passes, those of the slowest rank; gather: World.gather.
+        """
+        start, sample, longest = time.perf_counter(), Sampler(0, device=self.device), max(map(len, prompts))
+        lengths, seconds = range(longest + 1, longest + max_new_tokens), {}
+        if self.device.type == "cpu":  # where one graph is for all lengths
+            lengths = lengths[:1]
         with watch.during("compilation"):
-            generate(self, prompts, 2, make_sampler(0, device=self.device), chunk=chunk)
-            if self.device.type == "cuda":
-                tokens, lengths = pad(prompts, self.device)
-                first = tokens.shape[1] + 1
-                for longest in {-(-i // BUCKET): i for i in range(first, tokens.shape[1] + max_new_tokens)}.values():
-                    for _ in range(3):  # to warm up, to capture, to replay
-                        self.decode(tokens[:, 0].clone(), torch.full_like(lengths, longest - 1), longest)
+            generate(self, prompts, 2, sample, chunk=chunk)
+            if draft:
+                draft.prefill(*pad(prompts, self.device), chunk)
+            for count in (0, *draft.control.counts) if draft else (0,):
+                for length in {-(-(n + count) // BUCKET): n for n in lengths}.values():
+                    texts = [[0] * length for _ in prompts]
+                    once = functools.partial(speculative.try_pass, self, texts, sample, draft, count)
+                    times = [timed(self.device, once) for _ in range(4)]  # a GPU warms up, captures, and replays
+                    seconds[count] = min(times[1:])
+        if draft:
+            draft.control.seconds = {count: max(each[count] for each in gather(seconds)) for count in seconds}
         return time.perf_counter() - start
 
 
@@ -172,68 +191,134 @@ def pad(prompts, device):
 # Generation
 
 
-def make_sampler(temperature, top_k=None, top_p=1.0, seed=0, device="cpu"):
+class Sampler:
     """A function from logits (B, V) to token ids (B,), -1 where a row's logits are not all finite.
 
-    Equal seeds draw equal tokens, so every rank samples alike.
+    temperature: 0 is greedy. Equal seeds draw equal tokens, so every rank samples alike.
     """
-    generator = torch.Generator(device).manual_seed(seed)
 
-    def sample(logits):
+    def __init__(self, temperature, top_k=None, top_p=1.0, seed=0, device="cpu"):
+        self.temperature, self.top_k, self.top_p, self.device = temperature, top_k, top_p, device
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, logits):
+        if self.temperature > 0:
+            p, good = self.probabilities(logits)
+            token = self.draw(p)
+        else:
+            top, token = logits.max(-1)
+            good = finite_rows(logits, top)
+        return token.where(good, -1)
+
+    def probabilities(self, logits):
+        """What is drawn from, p (..., V) in float32, for logits (..., V), and whether these are all finite (...)."""
         top, token = logits.max(-1, keepdim=True)
-        good = top.isfinite() & logits.amin(-1, keepdim=True).isfinite()  # of NaN and others, both are NaN
-        if temperature > 0:
-            logits = ((logits - top).float() / temperature).masked_fill_(~good, 0)
-            if top_k is not None and top_k < logits.shape[-1]:
-                logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
-            if top_p < 1:
-                ordered, order = logits.softmax(-1).sort(descending=True)
-                beyond = ordered.cumsum(-1) - ordered >= top_p  # the mass before this token suffices already
-                logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
-            token = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-        return token.where(good, -1)[:, 0]
+        good = finite_rows(logits, top[..., 0])
+        if self.temperature == 0:
+            return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, token, 1.0), good
+        logits = ((logits - top).float() / self.temperature).masked_fill_(~good[..., None], 0)
+        if self.top_k is not None and self.top_k < logits.shape[-1]:
+            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[..., -1:], -torch.inf)
+        if self.top_p < 1:
+            ordered, order = logits.softmax(-1).sort(descending=True)
+            beyond = ordered.cumsum(-1) - ordered >= self.top_p  # the mass before this token suffices already
+            logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
+        return logits.softmax(-1), good
 
-    return sample
+    def draw(self, p):
+        """Token ids (B,), each with its probability in p (B, V), whose rows need not add up to 1."""
+        if self.temperature == 0:
+            return p.argmax(-1)
+        return torch.multinomial(p, 1, generator=self.generator)[:, 0]
+
+    def uniform(self, *shape):
+        """Numbers from 0 to, but not, 1."""
+        return torch.rand(shape, device=self.device, generator=self.generator)
+
+
+def finite_rows(logits, top):
+    """Whether logits (..., V), whose largest are top (...), are all finite, (...): of NaN and others, both are NaN."""
+    return top.isfinite() & logits.amin(-1).isfinite()
+
+
+class Generation(NamedTuple):
+    """What generate() did.
+
+    rows: new ids per row, without end-of-sequence. steps: tokens of the longest row, with it. prefill_s: seconds to the
+    first token; decode_s: of the passes after it, without those in on_tokens. passes: the number of these.
+    """
+
+    rows: list
+    steps: int
+    prefill_s: float
+    decode_s: float
+    passes: int
 
 
 @torch.inference_mode()
-def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None, chunk=CHUNK):
-    """Continue every prompt, a row each, until its own end-of-sequence or max_new_tokens.
+def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None, chunk=CHUNK, draft=None, known=0):
+    """Continue every prompt, a row each, until its own end-of-sequence or max_new_tokens; returns a Generation.
 
-    runner: whose cache has at least longest prompt + max_new_tokens slots. prompts: non-empty lists of token ids, of
-    any lengths. on_tokens(list of B ids, None for rows that are done) is called after each step; True from it ends the
-    generation. chunk: see Runner.prefill. Returns (new ids per row, without end-of-sequence; steps; seconds to the
-    first token; seconds of the other steps, without those in on_tokens). Raises NotFinite for logits that are not.
+    runner: whose cache has at least longest prompt + max_new_tokens slots, and one more for each proposal of a draft.
+    prompts: non-empty lists of token ids, of any lengths. sample: a Sampler; without a draft any function as that.
+    on_tokens([new ids of each row, none of one that is done]) is called after each pass; True from it ends the
+    generation. chunk, known: see Runner.prefill. draft: of speculative.py. Raises NotFinite for logits that are not.
     """
-    tokens, lengths = pad(prompts, runner.device)
-    rows, done = [[] for _ in prompts], [False] * len(prompts)
+    texts, done, passes, shown = [list(prompt) for prompt in prompts], [False] * len(prompts), 0, 0.0
+
+    def rows():
+        return [[i for i in text[len(p) :] if i not in eos_ids] for text, p in zip(texts, prompts, strict=True)]
 
     watch.at("prefill")
-    start, shown = time.perf_counter(), 0.0
-    token = sample(runner.prefill(tokens, lengths, chunk))
-    positions = lengths
-    for step in range(max_new_tokens):
-        watch.at("decode step", step)
-        if step > 0:
-            token = sample(runner.decode(token, positions, tokens.shape[1] + step))
-            positions = positions + 1
-        ids = token.tolist()  # waits for the device
+    start = time.perf_counter()
+    tokens, lengths = pad(prompts, runner.device)
+    token = sample(runner.prefill(tokens, lengths, chunk, known))
+    if draft:
+        draft.prefill(tokens, lengths, chunk, known)
+    new = [[i] for i in token.tolist()]  # waits for the device
+    first = time.perf_counter() - start
+    while True:
         now = time.perf_counter()
-        if step == 0:
-            first = now - start
-        rest = now - start - first - shown
-        if -1 in ids:
-            raise finite.NotFinite(runner.model, rows, step, ids)
-        done = [d or i in eos_ids for d, i in zip(done, ids, strict=True)]
-        fresh = [None if d else i for d, i in zip(done, ids, strict=True)]
-        for row, i in zip(rows, fresh, strict=True):
-            row += [i] * (i is not None)
+        for row, ids in enumerate(new):
+            if -1 in ids and not done[row]:
+                step = len(texts[row]) - len(prompts[row]) + ids.index(-1)
+                raise finite.NotFinite(runner.model, rows(), step, row)
+        fresh = [[] for _ in texts]
+        for row, ids in enumerate(new):
+            for i in ids:
+                if not done[row]:
+                    texts[row].append(i)
+                    fresh[row] += [i] * (i not in eos_ids)
+                    done[row] = i in eos_ids or len(texts[row]) == len(prompts[row]) + max_new_tokens
         watch.at("output", timed=False)  # whoever reads it may take a break
         stop = on_tokens is not None and on_tokens(fresh)
-        shown += time.perf_counter() - now
         if stop or all(done):
-            break
-    return rows, step + 1, first, rest
+            steps = max(len(text) - len(prompt) for text, prompt in zip(texts, prompts, strict=True))
+            return Generation(rows(), steps, first, now - start - first - shown, passes)
+        shown += time.perf_counter() - now
+        passes += 1
+        watch.at("decode step", passes)
+        if draft:
+            new = draft.step(runner, texts, done, sample)
+        else:
+            new, _ = speculative.decode_pass(runner, texts, sample)
+
+
+def make_runners(model, draft, control, rows, length, *compiles):
+    """(Runner, draft for generate() or None), with caches for `length` tokens in each row.
+
+    draft: None, "ngram", or the model that drafts, which may share the weights of this one (speculative.rewire).
+    control: of the number of its proposals. compiles: see Runner.
+    """
+    room = 0 if draft is None else max(control.counts)
+    runner = Runner(model, make_cache(model, rows, length + room), *compiles)
+    if draft is None:
+        return runner, None
+    if draft == "ngram":
+        return runner, speculative.Ngrams(control)
+    if draft.layers is model.layers:
+        return runner, speculative.Rewired(control, Runner(draft, runner.cache, *compiles))
+    return runner, speculative.SmallModel(control, Runner(draft, make_cache(draft, rows, length + room), *compiles))
 
 
 def check(runner, prompts, rows, steps, chunk, world):
@@ -244,9 +329,13 @@ def check(runner, prompts, rows, steps, chunk, world):
 
 
 def complete(
-    model, tokenizer, prompts, max_new_tokens=200, temperature=0.8, top_k=None, top_p=1.0, seed=0, compile=False
-):
-    """Continue each of some texts on one device; returns the new texts. See example.py."""
+    model, tokenizer, prompts, max_new_tokens=200, temperature=0.8, top_k=None, top_p=1.0, seed=0, compile=False,
+    draft=None, speculate=4,
+):  # fmt: skip
+    """Continue each of some texts on one device; returns the new texts. See example.py.
+
+    draft: None, "ngram", or a smaller model of the same vocabulary, which proposes `speculate` tokens at a time.
+    """
     if not prompts or not all(prompts):
         raise InputError("prompts is empty or has an empty text")
     rows = [tokenizer.encode(text) for text in prompts]
@@ -254,9 +343,9 @@ def complete(
     length = max(map(len, rows)) + new
     if compile:  # in whole buckets, so that calls of about the same length share a graph
         length = -(-length // BUCKET) * BUCKET
-    runner = Runner(model, make_cache(model, len(rows), length), compile)
-    sample = make_sampler(temperature, top_k, top_p, seed, runner.device)
-    added, *_ = generate(runner, rows, new, sample, model.config.eos_ids)
+    runner, draft = make_runners(model, draft, speculative.Fixed(speculate), len(rows), length, compile)
+    sample = Sampler(temperature, top_k, top_p, seed, runner.device)
+    added = generate(runner, rows, new, sample, model.config.eos_ids, draft=draft).rows
     return [tokenizer.continuation(prompt, row) for prompt, row in zip(rows, added, strict=True)]
 
 
@@ -284,6 +373,7 @@ def parse(argv):
     g.add_argument("--top-p", type=mass, default=1.0, metavar="P", help="... among the likeliest of mass P, e.g. 0.95")
     seed = number(int, 0, 2**63 - 1)
     g.add_argument("--seed", type=seed, default=0, metavar="S", help="of sampling and of synthetic prompts, e.g. 1")
+    speculative.add_flags(p)
     g = p.add_argument_group("benchmarks")
     g.add_argument("--model", choices=SIZES, metavar="NAME", help=f"a named size: {', '.join(SIZES)}")
     g.add_argument("--random-weights", action="store_true", help="for --model; the output is meaningless")
@@ -306,6 +396,7 @@ def parse(argv):
     wrong = [name for name in alone.split() if args.interactive and getattr(args, name)]
     if wrong:
         raise InputError(f"--interactive does not go with --{wrong[0].replace('_', '-')}")
+    speculative.check_flags(args)
     if args.context and not args.interactive:
         raise InputError("--context is for --interactive: otherwise the cache is sized to the request")
     return args
@@ -327,35 +418,51 @@ def describe(args, world):
     return launch.with_wiring(config, args), None
 
 
-def run_batch(args, model, tokenizer, prompts, new, world):
-    """Generate from all prompts at once; returns what there is to report of it, on every rank."""
-    cache = make_cache(model, len(prompts), max(map(len, prompts)) + new)
-    compiles = args.compile, args.compile_prefill
+def load_draft(source, model, args, world):
+    """What drafts for a model, as make_runners takes it; source: of speculative.read, or None."""
+    if source is None or source.config is None:
+        return source and "ngram"
+    if source.folder is None:
+        return speculative.rewire(model, source.config)
     with world.together():
-        runner = Runner(model, cache, *compiles)
-    compile_s, stance = 0.0, contextlib.nullcontext()
-    if any(compiles):
-        if world.rank == 0:
-            print("compiling ...", file=sys.stderr)
-        compile_s = runner.warm_up(prompts, new, args.prefill_chunk)
-        if world.device.type == "cpu":
-            # Checking at each step what the graphs assume takes 0.5 ms for 16 layers. The warm-up had the same prompts
-            # and chunks; the one thing that varies, cache_length, is dynamic.
-            stance = torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
-    sample = make_sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
+        return load_model(source.config, source.folder, args.dtype, World(0, 1, world.device))
+
+
+def prepare(args, model, draft, prompts, length, new, world):
+    """(Runner, draft for generate() or None, seconds of compilation), warm for these prompts and so many new tokens."""
+    control, compiles = speculative.control(args.speculate), (args.compile, args.compile_prefill)
+    with world.together():
+        runner, draft = make_runners(model, draft, control, len(prompts), length, *compiles)
+    if not new or not (any(compiles) or (draft and args.speculate == "auto")):
+        return runner, draft, 0.0
+    if any(compiles) and world.rank == 0:
+        print("compiling ...", file=sys.stderr)
+    seconds = runner.warm_up(prompts, new, args.prefill_chunk, draft, world.gather)
+    return runner, draft, seconds if any(compiles) else 0.0
+
+
+def run_batch(args, model, draft, tokenizer, prompts, new, world):
+    """Generate from all prompts at once; returns what there is to report of it, on every rank."""
+    runner, draft, compile_s = prepare(args, model, draft, prompts, max(map(len, prompts)) + new, new, world)
+    stance = contextlib.nullcontext()
+    if compile_s and world.device.type == "cpu":
+        # Checking at each step what the graphs assume takes 0.5 ms for 16 layers. The warm-up had the same prompts
+        # and chunks; the one thing that varies, cache_length, is dynamic.
+        stance = torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+    sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
     eos_ids = () if args.ignore_eos else model.config.eos_ids
     printer = None
     if world.rank == 0 and not world.simulated:
         printer = terminal.Printer(prompts, tokenizer, new, show_prompt=not args.chat)
     try:
         with stance:
-            done = generate(runner, prompts, new, sample, eos_ids, printer and printer.push, args.prefill_chunk)
+            done = generate(runner, prompts, new, sample, eos_ids, printer and printer.push, args.prefill_chunk, draft)
     except finite.NotFinite as e:
         if not args.check:
             raise
         raise InputError(f"{e}; {check(runner, prompts, e.rows, e.step + 1, args.prefill_chunk, world)}") from None
     peaks = world.gather(report.peak_bytes(world.device))
-    texts = printer and printer.finish(done[0])
+    texts = printer and printer.finish(done.rows)
     if args.check and (words := check(runner, prompts, *done[:2], args.prefill_chunk, world)) and world.rank == 0:
         print(f"--check: {words}", file=sys.stderr)
     reports = None
@@ -363,12 +470,12 @@ def run_batch(args, model, tokenizer, prompts, new, world):
         from measure import exposed  # a room that a plain run does not enter
 
         if args.exposed:
-            silent = Runner(exposed.silenced(model, world), cache, *compiles)
+            silent = Runner(exposed.silenced(model, world), runner.cache, args.compile, args.compile_prefill)
             reports = exposed.measure_runner(runner, silent, *pad(prompts, world.device), world)
         if args.profile is not None:
             with world.together():
                 exposed.profile(args.profile, world, exposed.replays(runner, *pad(prompts, world.device)))
-    found = report.generation(runner, world, prompts, *done)
+    found = report.generation(runner, draft, world, prompts, done)
     return {"exposed": reports, "compile_s": compile_s, "peak_bytes": peaks, "texts": texts, **found}
 
 
@@ -388,43 +495,55 @@ def main(argv=None):
             print(f"the context of {config.max_seq_len} leaves room for {new} new tokens", file=sys.stderr)
         slots = min(args.context or 4096, config.max_seq_len) if args.interactive else new
         dtype = chosen_dtype(args.dtype, args.checkpoint)
+        source = speculative.read(args, config, tokenizer, world.tp_size)
         if not args.skip_preflight:
-            preflight.check(world, *preflight.generation(args, config, dtype, prompts, slots))
+            other = source and source.folder and (source.config, chosen_dtype(args.dtype, source.folder))
+            proposals = max(speculative.control(args.speculate).counts) if source else 0
+            preflight.check(world, *preflight.generation(args, config, dtype, prompts, slots, proposals, other))
         if args.profile is not None:
             report.prepare_trace(args.profile, world.rank)
     if not world.alone:
         weights = checkpoint.digest(args.checkpoint) if args.checkpoint else None
-        world.agree({"contents of --checkpoint": weights, "tokens of the prompts": zlib.crc32(str(prompts).encode())})
+        start = {"contents of --checkpoint": weights, "tokens of the prompts": zlib.crc32(str(prompts).encode())}
+        if source and source.folder:  # which all ranks run whole, and must to the bit
+            start |= {
+                "contents of --draft": checkpoint.digest(source.folder),
+                "hardware": report.hardware(world.device),
+            }
+        world.agree(start)
     if world.simulated:
         print(f"one rank of {world.tp_size} alone: its times are a prediction, its text means nothing", file=sys.stderr)
     start = time.perf_counter()
     model = load_model(config, args.checkpoint, args.dtype, world)
+    draft = load_draft(source, model, args, world)
     load_s = time.perf_counter() - start
     if args.interactive:
-        return run_chat(args, model, tokenizer, world)
-    found = run_batch(args, model, tokenizer, prompts, new, world)
+        return run_chat(args, model, draft, tokenizer, world)
+    found = run_batch(args, model, draft, tokenizer, prompts, new, world)
     if world.rank > 0:
         return
     name = args.model or checkpoint.name(args.checkpoint)
-    result = report.result(name, model, chosen, world, {"load_s": load_s, **found})
+    proposing = {"draft": source.name, "speculate": args.speculate} if source else {"draft": None, "speculate": None}
+    result = report.result(name, model, chosen, world, {"load_s": load_s, **proposing, **found})
     print(report.summary(result), file=sys.stderr)
     if args.json:
         writing.append_line(args.json, result)
 
 
-def run_chat(args, model, tokenizer, world):
+def run_chat(args, model, draft, tokenizer, world):
     context = min(args.context or 4096, model.config.max_seq_len)
-    with world.together():
-        runner = Runner(model, make_cache(model, 1, context), args.compile, args.compile_prefill)
-    if context > 1 and (args.compile or args.compile_prefill):  # now: later it would look like a rank that hangs
-        if world.rank == 0:
-            print("compiling ...", file=sys.stderr)
-        runner.warm_up([[0]], args.max_new_tokens, args.prefill_chunk)
-    sample = make_sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
+    # compiled now, if at all: later it would look like a rank that hangs
+    runner, draft, _ = prepare(args, model, draft, [[0]], context, min(args.max_new_tokens, context - 1), world)
+    sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
     eos_ids = () if args.ignore_eos else model.config.eos_ids
+    held = []  # the tokens that are in the cache
 
     def answer(ids, new, on_tokens):
-        return generate(runner, [ids], new, sample, eos_ids, on_tokens, args.prefill_chunk)[0][0]
+        nonlocal held
+        known = len(os.path.commonprefix([held, ids[:-1]]))
+        row = generate(runner, [ids], new, sample, eos_ids, on_tokens, args.prefill_chunk, draft, known).rows[0]
+        held = (ids + row)[:-1]
+        return row
 
     terminal.chat(answer, tokenizer, world, context, args.max_new_tokens)
 

@@ -131,11 +131,12 @@ class Printer:
     def write(self, text):
         print(text, end="", flush=True)
 
-    def push(self, ids):
+    def push(self, new):
+        """new: the ids of a pass, a list for each row."""
         if self.stream:
-            self.write(self.stream.push([i for i in ids if i is not None]))
+            self.write(self.stream.push(new[0]))
         else:
-            self.bar.update()
+            self.bar.update(max(map(len, new)))
 
     def finish(self, rows):
         """Print what is not printed yet; returns the new text of each row, or None without a tokenizer."""

@@ -28,7 +28,7 @@ def main(argv=None):
     need = preflight.memory(request, world.rank, world.tp_size, world.device.type)
     base = report.peak_bytes(world.device)
     model = generate.load_model(config, args.checkpoint, args.dtype, world)
-    found = generate.run_batch(args, model, tokenizer, prompts, args.max_new_tokens, world)
+    found = generate.run_batch(args, model, None, tokenizer, prompts, args.max_new_tokens, world)
     needs, bases = world.gather(need), world.gather(base)
     if world.rank > 0:
         return

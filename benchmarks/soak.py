@@ -93,8 +93,8 @@ def serve(model, number, seed, record, compile=True):
             runners[batch] = generate.Runner(model, generate.make_cache(model, batch, 2 * LONGEST), compile)
             if compile:
                 runners[batch].warm_up(prompts, new)
-        sample = generate.make_sampler(0)
-        found, steps, _, rest = generate.generate(runners[batch], prompts, new, sample)
+        sample = generate.Sampler(0)
+        found, steps, _, rest, *_ = generate.generate(runners[batch], prompts, new, sample)
         return found, rest / (steps - 1) if steps > 1 else None
 
     for prompts, new in requests(number, model.config.vocab_size, seed):

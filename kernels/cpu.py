@@ -24,6 +24,7 @@ from model import Attention, FeedForward, InputError
 # rows of x up to which few_rows.cpp is the faster one (benchmarks/few_rows.py)
 FEW = 7 if torch.cpu._is_amx_tile_supported() else 24  # than oneDNN
 FEW_INT = 96  # than making floats of the integers first
+FEW_POSITIONS = 16  # of a row, up to which its attention is the faster one than PyTorch's
 
 HUGE = 2**21  # bytes of a huge page
 PANELS = 64  # of 16 rows, packed at a time: the temporaries are some MB
@@ -215,12 +216,13 @@ class FewRowsFeedForward(FeedForward):
 
 
 class DecodeAttention(Attention):
-    """An Attention that decodes with few_rows.cpp."""
+    """An Attention that decodes with few_rows.cpp, a few positions of each row at a time."""
 
     def attend(self, q, k, v, metadata):
-        if q.shape[3] > 1:
+        if q.shape[3] > FEW_POSITIONS:
             return super().attend(q, k, v, metadata)
-        return torch.ops.ladder.decode_attention(q[:, :, :, 0], k, v, metadata.positions)
+        y = torch.ops.ladder.decode_attention(q.transpose(2, 3), k, v, metadata.positions)  # (B, K, S, G, H)
+        return y.transpose(2, 3).flatten(2, 3)
 
 
 def use_few_rows(model):

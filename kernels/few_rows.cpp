@@ -409,7 +409,7 @@ at::Tensor many_rows_int(const at::Tensor& input, const at::Tensor& weight, int6
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Attention of one new position in each row of a batch
+// Attention of a few new positions in each row of a batch
 
 constexpr int64_t kAhead = 32;  // keys or values that the processor is told to fetch in advance
 
@@ -490,19 +490,20 @@ void attend(const BF16* q, const BF16* keys, const BF16* values, BF16* y, float*
   }
 }
 
-// q (B, K, G, H) at positions (B, 1) over the cached keys and values (B, K, T, H) up to there.
+// q (B, K, S, G, H) at positions (B, S) over the cached keys and values (B, K, T, H), each up to its own position.
 at::Tensor decode_attention(
     const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& positions) {
   auto is_cache = [&](const at::Tensor& t) {
     return t.scalar_type() == at::kBFloat16 && t.is_contiguous() && t.sizes() == keys.sizes();
   };
   TORCH_CHECK(
-      q.dim() == 4 && q.scalar_type() == at::kBFloat16 && keys.dim() == 4 && is_cache(keys) && is_cache(values) &&
-          q.size(0) == keys.size(0) && q.size(1) == keys.size(1) && q.size(3) == keys.size(3) &&
-          q.size(3) % 64 == 0 && keys.size(2) > 0 && positions.scalar_type() == at::kLong && positions.numel() == q.size(0),
-      "decode_attention takes q (B, K, G, H) and a contiguous cache (B, K, T, H) in bfloat16, H a multiple of 64, and "
-      "positions (B, 1)");
-  const int64_t K = q.size(1), G = q.size(2), H = q.size(3), T = keys.size(2);
+      q.dim() == 5 && q.scalar_type() == at::kBFloat16 && keys.dim() == 4 && is_cache(keys) && is_cache(values) &&
+          q.size(0) == keys.size(0) && q.size(1) == keys.size(1) && q.size(4) == keys.size(3) &&
+          q.size(4) % 64 == 0 && keys.size(2) > 0 && positions.scalar_type() == at::kLong && positions.dim() == 2 &&
+          positions.size(0) == q.size(0) && positions.size(1) == q.size(2),
+      "decode_attention takes q (B, K, S, G, H) and a contiguous cache (B, K, T, H) in bfloat16, H a multiple of 64, "
+      "and positions (B, S)");
+  const int64_t K = q.size(1), S = q.size(2), G = q.size(3), H = q.size(4), T = keys.size(2);
   const at::Tensor queries = q.contiguous(), last = positions.contiguous();
   at::Tensor result = at::empty(queries.sizes(), queries.options());
   const BF16 *q_data = queries.const_data_ptr<BF16>(), *k_data = keys.const_data_ptr<BF16>();
@@ -513,13 +514,16 @@ at::Tensor decode_attention(
   at::parallel_for(0, q.size(0) * K, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scores(4 * T + 16);
     for (int64_t i = begin; i < end; i++) {
-      const int64_t length = std::clamp<int64_t>(p_data[i / K] + 1, 1, T);  // so that no memory but the cache is read
       const BF16 *k = k_data + i * T * H, *v = v_data + i * T * H;
-      for (int64_t g = 0; g < G;) {
-        const int which = G - g >= 4 ? 2 : G - g >= 2 ? 1 : 0;
-        const int64_t first = (i * G + g) * H;
-        kernels[which](q_data + first, k, v, y_data + first, scores.data(), length, H);
-        g += 1 << which;
+      for (int64_t s = 0; s < S; s++) {  // from the second one on, the keys and values are in the caches
+        const int64_t position = p_data[i / K * S + s];
+        const int64_t length = std::clamp<int64_t>(position + 1, 1, T);  // so that no memory but the cache is read
+        for (int64_t g = 0; g < G;) {
+          const int which = G - g >= 4 ? 2 : G - g >= 2 ? 1 : 0;
+          const int64_t first = ((i * S + s) * G + g) * H;
+          kernels[which](q_data + first, k, v, y_data + first, scores.data(), length, H);
+          g += 1 << which;
+        }
       }
     }
   });

@@ -157,7 +157,7 @@ def replays(runner, tokens, lengths):
 
     runner: a generate.Runner. tokens, lengths: of its prompts, as generate.pad makes them.
     """
-    token, slots = tokens[:, 0].clone(), runner.cache[0][0].shape[2]  # as generate() has it: else another graph
+    token, slots = tokens[:, :1].clone(), runner.cache[0][0].shape[2]  # as generate() has it: else another graph
 
     @torch.inference_mode()
     def decode_step(longest=slots - 1):

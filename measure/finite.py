@@ -21,12 +21,11 @@ def computed_in(model):
 
 
 class NotFinite(InputError):
-    """A step's logits were not finite: its ids are -1 in such rows. rows: the new tokens before it."""
+    """The logits of a step were not finite in a row. rows: the new tokens before it."""
 
-    def __init__(self, model, rows, step, ids):
+    def __init__(self, model, rows, step, row):
         self.rows, self.step = rows, step
-        when = f"step {step} ({'decode' if step else 'prefill'})"
-        where = f"{when}, row {ids.index(-1)} of {len(ids)}"
+        where = f"step {step} ({'decode' if step else 'prefill'}), row {row} of {len(rows)}"
         super().__init__(f"the logits are NaN or infinite in {where}, {computed_in(model)}")
 
 

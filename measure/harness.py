@@ -139,7 +139,7 @@ class Model(TemplateLM):
         top = given.pop("top_k", None) or None, given.pop("top_p", None) or 1.0
         if given:
             raise InputError(f"a task asks for {next(iter(given))} in generating, which is not implemented")
-        return stops, new, generate.make_sampler(temperature if sampled else 0, *top, device=self.device)
+        return stops, new, generate.Sampler(temperature if sampled else 0, *top, device=self.device)
 
     def continued(self, prompts, new, stops, sample):
         """The texts that follow some prompts, each without what comes from its first stop string on."""
@@ -147,11 +147,11 @@ class Model(TemplateLM):
         most = 4 + max((len(stop.encode()) for stop in stops), default=0)  # a token is at least a byte
 
         def has_ended(fresh):
-            for i, token in enumerate(fresh):
-                if token is None:
+            for i, new in enumerate(fresh):
+                if not new:
                     ended[i] = True
                 elif not ended[i]:
-                    tails[i] = [*tails[i], token][-most:]
+                    tails[i] = tails[i][-most:] + new
                     text = self.text.decode(tails[i])
                     ended[i] = any(stop in text for stop in stops)
             return all(ended)

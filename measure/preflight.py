@@ -27,6 +27,7 @@ class Request(NamedTuple):
     rows: B. prompt: tokens of the longest row. new: further slots of the cache, or None for a pass without a cache that
     gives the logits of all tokens. chunk: tokens of all rows in one pass, or None for all of them in one. floats: see
     FLOATS. compiled: whether torch.compile is asked for. second: the Config of a second model that is loaded, or None.
+    proposals: of a row in a pass. draft: the (Config, dtype) of a model that makes them, whole on each rank, or None.
     """
 
     config: Config
@@ -38,6 +39,8 @@ class Request(NamedTuple):
     floats: int = 0
     compiled: bool = False
     second: Config | None = None
+    proposals: int = 0
+    draft: tuple[Config, torch.dtype] | None = None
 
 
 def weight_bytes(config, dtype, rank=0, tp_size=1):
@@ -81,12 +84,12 @@ def memory(request, rank=0, tp_size=1, device="cpu"):
     if request.second is not None:
         need["weights"] += weight_bytes(request.second, request.dtype, rank, tp_size)
     if request.new is not None:
-        slots = request.prompt + request.new  # a GPU's rounded up, by 256 at most
+        slots = request.prompt + request.new + request.proposals  # a GPU's rounded up, by 256 at most
         need["cache"] = 2 * c.n_layers * B * kv * slots * H * size
     stream = (3 + 2 * several) * tokens * c.dim * size
     masks = in_parts * tokens * request.prompt * (1 + heads // kv * (1 + size))
     attention, mlp = tokens * (heads + kv) * H * (size + 8), 3 * tokens * inner * size
-    logits = B * V if request.new is not None else tokens * V
+    logits = B * (1 + request.proposals) * V if request.new is not None else tokens * V
     parts = logits // V * 2 * head_rows(V, tp_size) if several else 0  # of this rank, and padded
     copies = 1 + several + 2 * in_parts + (request.second is not None) + (c.quant is not None)
     logits = max((copies * logits + parts) * size, logits * (size + 4 * request.floats))
@@ -99,6 +102,10 @@ def memory(request, rank=0, tp_size=1, device="cpu"):
         need["shared memory"] = min(slots, count_all_reduces(c) * passes * message)
     if on_cpu and request.compiled:
         need["compiler"] = COMPILER
+    if request.draft is not None:
+        config, dtype = request.draft
+        own = memory(request._replace(config=config, dtype=dtype, compiled=False, draft=None), 0, 1, device)
+        need["draft"] = own["weights"] + own["cache"]  # its passes come when the model has none
     return need
 
 
@@ -169,14 +176,15 @@ def _fewest(request, tp_size, group, fits):
         return None
 
 
-def generation(args, config, dtype, prompts, new):
+def generation(args, config, dtype, prompts, new, proposals=0, draft=None):
     """(Request, names) for check() of what generate.py is to do. args: its flags. new: tokens of an answer, or, where
-    there are no prompts, the context of a chat."""
+    there are no prompts, the context of a chat. proposals, draft: see Request."""
     in_passes = not (args.exposed or args.profile)  # which run the prefill in one
-    floats = 0 if args.temperature == 0 else FLOATS * (1 + (args.top_p < 1))
+    floats = 0 if args.temperature == 0 and not proposals else FLOATS * (1 + (args.top_p < 1))
     request = Request(
         config, dtype, rows=max(1, len(prompts)), prompt=max(map(len, prompts), default=0), new=new,
         chunk=args.prefill_chunk if in_passes else None, floats=floats, compiled=args.compile or args.compile_prefill,
+        proposals=proposals, draft=draft,
     )  # fmt: skip
     names = {"quant": "--quant {}" if args.model else "the same weights in {} (quantize.py)"}
     if prompts:

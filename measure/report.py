@@ -113,12 +113,16 @@ def processor():
     return f"{len(names)} cores of {names[0]}{amx}" if names else platform.processor()
 
 
+def hardware(device):
+    """What a device calls itself."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+
+
 def environment(world):
     """What a result depends on and no flag says. settings: the environment's variables for NCCL and gloo."""
-    on_gpu = world.device.type == "cuda"
     return {
         "tp": world.tp_size, "simulated": world.simulated, "device": world.device.type,
-        "hardware": torch.cuda.get_device_name(world.device) if on_gpu else processor(),
+        "hardware": hardware(world.device),
         "threads": torch.get_num_threads(), "torch": torch.__version__, "commit": git_commit(),
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "GLOO_"))},
     }  # fmt: skip
@@ -147,22 +151,33 @@ def git_commit():
         return None
 
 
-def generation(runner, world, prompts, rows, steps, prefill_s, decode_s):
-    """What a generation took: the returned values of generate.generate, rates, and the share of the bandwidth.
+def generation(runner, draft, world, prompts, done):
+    """What a generation took: what generate.generate returned, rates, and the share of the bandwidth.
 
-    On every rank: all of them measure the bandwidth at once.
+    On every rank: all of them measure the bandwidth at once. draft: what proposed tokens, or None.
     """
-    longest = max(map(len, prompts))
-    read = step_bytes(runner.model, runner.cache, longest + steps / 2)  # of the mean step
+    longest, passes = max(map(len, prompts)), done.passes
+    filled = longest + done.steps / 2  # slots of the mean pass
+    read = step_bytes(runner.model, runner.cache, filled)
+    if draft and draft.runner and passes:
+        read += draft.drafted / passes * step_bytes(draft.runner.model, draft.runner.cache, filled)
     bandwidth = read_bandwidth(world.device, world, min(max(int(read), 2**28), 2**30))
-    tpot = decode_s / (steps - 1) if steps > 1 else None
-    later = sum(max(len(row) - 1, 0) for row in rows)  # tokens after each row's first; ended rows give no more
+    tpot = done.decode_s / (done.steps - 1) if done.steps > 1 else None
+    later = sum(max(len(row) - 1, 0) for row in done.rows)  # tokens after each row's first; ended rows give no more
+    stood = draft and [draft.accepted[n] for n in range(max(draft.accepted, default=0) + 1)]
     return {
-        "batch": len(prompts), "prompt_tokens": longest, "new_tokens": steps, "prefill_s": prefill_s,
-        "decode_s": decode_s, "ttft_ms": 1e3 * prefill_s, "tpot_ms": tpot and 1e3 * tpot,
-        "tok_s": tpot and later / decode_s, "tok_s_user": tpot and 1 / tpot, "step_bytes": int(read),
-        "bandwidth": bandwidth, "mbu": tpot and read / tpot / bandwidth, "tokens": None if world.simulated else rows,
+        "batch": len(prompts), "prompt_tokens": longest, "new_tokens": done.steps, "prefill_s": done.prefill_s,
+        "decode_s": done.decode_s, "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot,
+        "tok_s": tpot and later / done.decode_s, "tok_s_user": tpot and 1 / tpot, "step_bytes": int(read),
+        "bandwidth": bandwidth, "mbu": tpot and read * passes / done.decode_s / bandwidth, "passes": passes,
+        "drafted": draft and draft.drafted, "accepted": stood, "draft_s": draft and draft.seconds,
+        "tokens": None if world.simulated else done.rows,
     }  # fmt: skip
+
+
+def mean_accepted(counts):
+    """The mean number of proposals that stood, of "accepted" in a result, or None where there were none."""
+    return sum(n * count for n, count in enumerate(counts)) / sum(counts) if sum(counts) else None
 
 
 def result(name, model, link, world, found):
@@ -193,6 +208,16 @@ def exposed_lines(kind, r):
     )
 
 
+def drafted_line(r):
+    """What a draft did, in a line for people."""
+    how = "auto" if r["speculate"] == "auto" else f"{r['speculate']} at a time"
+    line = f"draft {r['draft']}, {how}: {r['passes']} passes"
+    if mean := mean_accepted(r["accepted"]):
+        shares = ", ".join(f"{n}: {100 * count / sum(r['accepted']):.0f} %" for n, count in enumerate(r["accepted"]))
+        line += f", {mean:.2f} proposals accepted in each ({shares})"
+    return f"{line}; drafting {r['draft_s']:.2f} s, the rest {r['decode_s'] - r['draft_s']:.2f} s"
+
+
 def summary(r):
     """The result in a few lines for people."""
     head = "PREDICTED times of one rank alone: " if r["simulated"] else ""
@@ -204,7 +229,9 @@ def summary(r):
     if r["tpot_ms"]:
         times += f", then {r['tpot_ms']:.2f} ms per token: {r['tok_s']:.1f} tok/s"
         times += f" ({r['tok_s_user']:.1f} for each of {r['batch']} users)" * (r["batch"] > 1)
-    memory = f"{r['step_bytes'] / 1e6:.1f} MB read per step"
+    if r.get("draft"):
+        times += "\n" + drafted_line(r)
+    memory = f"{r['step_bytes'] / 1e6:.1f} MB read per {'pass' if r.get('draft') else 'step'}"
     if bandwidth_share(r):
         memory += f", {100 * r['mbu']:.0f} % of what {r['bandwidth'] / 1e9:.1f} GB/s allow"
     memory += f", peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"

@@ -15,6 +15,20 @@ def timed(device, step):
     return time.perf_counter() - start
 
 
+def mark(device):
+    """A moment of what the device does, for between()."""
+    if torch.device(device).type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(start, end):
+    """Seconds between two marks; on a GPU both must be over."""
+    return end - start if isinstance(start, float) else 1e-3 * start.elapsed_time(end)
+
+
 def in_turns(ways, rounds):
     """{name: what way() returned in each round}, all of {name: way} once in each round."""
     found = {name: [] for name in ways}

@@ -135,8 +135,8 @@ def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=Fa
     positions = lengths - steps
     out = [runner.prefill(tokens[:, : int(positions.max())], positions)]
     for _ in range(steps):
-        token = tokens.gather(1, positions[:, None])[:, 0]
-        out.append(runner.decode(token, positions, int(positions.max()) + 1))
+        token = tokens.gather(1, positions[:, None])
+        out.append(runner.decode(token, positions, int(positions.max()) + 1)[:, 0])
         positions = positions + 1
     return torch.stack(out, dim=1)
 

@@ -52,22 +52,22 @@ def test_few_rows_of_any_shape_and_stride():
 
 
 def attention(q, keys, values, positions):
-    """In float64, row by row and head by head."""
+    """In float64, row by row, head by head and position by position."""
     out = torch.empty_like(q, dtype=torch.float64)
-    for b, k in itertools.product(*map(range, q.shape[:2])):
-        n = int(positions[b]) + 1
-        scores = q[b, k].double() @ keys[b, k, :n].double().T / q.shape[-1] ** 0.5
-        out[b, k] = torch.softmax(scores, -1) @ values[b, k, :n].double()
+    for b, k, s in itertools.product(*map(range, q.shape[:3])):
+        n = int(positions[b, s]) + 1
+        scores = q[b, k, s].double() @ keys[b, k, :n].double().T / q.shape[-1] ** 0.5
+        out[b, k, s] = torch.softmax(scores, -1) @ values[b, k, :n].double()
     return out
 
 
 def check_attention(G, H):
     cpu.build()
-    for T, positions in ((1, [0]), (70, [69, 0, 33, 2]), (40, [3, 4, 15, 16])):
-        B, positions = len(positions), torch.tensor(positions)[:, None]
-        q, keys, values = 3 * numbers(B, G, 2, H).transpose(1, 2), numbers(B, 2, T, H), numbers(T, B, 2, H)
+    for T, S, last in ((1, 1, [0]), (70, 1, [69, 0, 33, 2]), (40, 3, [3, 4, 15, 16]), (30, 5, [29, 4])):
+        B, positions = len(last), torch.tensor(last)[:, None] + torch.arange(1 - S, 1)
+        q, keys, values = 3 * numbers(B, G, S, 2, H).permute(0, 3, 2, 1, 4), numbers(B, 2, T, H), numbers(T, B, 2, H)
         values = values.permute(1, 2, 0, 3).contiguous()
-        for row, position in enumerate(positions):  # nobody reads what lies behind
+        for row, position in enumerate(last):  # nobody reads what lies behind
             keys[row, :, position + 1 :] = values[row, :, position + 1 :] = torch.nan
         y = torch.ops.ladder.decode_attention(q, keys, values, positions)
         exact = attention(q, keys, values, positions)
@@ -76,14 +76,14 @@ def check_attention(G, H):
 
 
 @pytest.mark.parametrize("G, H", [(1, 64), (2, 192), (3, 128), (4, 64), (7, 64)])
-def test_attention_of_one_position_in_unequal_rows(G, H, threads):
+def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
     check_attention(G, H)
 
 
 def test_attention_of_large_scores_and_of_wrong_shapes():
     cpu.build()
     q, keys, values = (scale * numbers(1, 2, 5, 64) for scale in (100, 100, 1))
-    position = torch.tensor([[4]])
+    q, position = q[:, :, None], torch.tensor([[4]])
     y = torch.ops.ladder.decode_attention(q, keys, values, position)  # of scores up to 1e5, one weight is all
     assert (y - attention(q, keys, values, position)).abs().max() <= 2**-7
     torch.library.opcheck(torch.ops.ladder.decode_attention.default, (q, keys, values, position))

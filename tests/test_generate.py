@@ -35,7 +35,8 @@ from tokenizer import load_tokenizer
 KEYS = (
     "model, n_layers, wiring, ladder_layers, desync_period, made_for_tp, dtype, quant, link, tp, simulated, device, "
     "hardware, threads, torch, commit, settings, load_s, batch, prompt_tokens, new_tokens, exposed, compile_s, "
-    "prefill_s, decode_s, ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, bandwidth, mbu, peak_bytes, tokens, texts"
+    "prefill_s, decode_s, ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, bandwidth, mbu, peak_bytes, tokens, texts, "
+    "draft, speculate, passes, drafted, accepted, draft_s"
 )
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
@@ -211,7 +212,7 @@ def test_a_named_size_with_random_weights(monkeypatch, tmp_path, capsys):
 def test_prefill_chunk_reaches_the_warm_up_and_the_run(monkeypatch):
     monkeypatch.setitem(generate.SIZES, "tiny", BASE)
     chunks, real = [], generate.Runner.prefill
-    monkeypatch.setattr(generate.Runner, "prefill", lambda self, *args: chunks.append(args[-1]) or real(self, *args))
+    monkeypatch.setattr(generate.Runner, "prefill", lambda self, *args: chunks.append(args[2]) or real(self, *args))
     monkeypatch.setattr(torch, "compile", lambda model, **how: model)
     args = ["--model", "tiny", "--random-weights", "--prompt-length", "5", "--max-new-tokens", "2"]
     args += ["--compile", "--dtype", "float32"]
@@ -348,11 +349,11 @@ def test_stories260k_on_two_ranks(tmp_path):
 
 def test_greedy_takes_the_largest():
     logits = torch.randn(5, 40)
-    assert generate.make_sampler(0)(logits).tolist() == logits.argmax(-1).tolist()
+    assert generate.Sampler(0)(logits).tolist() == logits.argmax(-1).tolist()
 
 
 def frequencies(logits, **settings):
-    sample = generate.make_sampler(**settings)
+    sample = generate.Sampler(**settings)
     return torch.bincount(sample(logits.expand(40000, -1)), minlength=len(logits)) / 40000
 
 
@@ -381,7 +382,7 @@ def test_extreme_temperatures_are_greedy_or_uniform():
 
 def test_equal_seeds_draw_equal_tokens():
     logits = torch.randn(50, 40)
-    draws = [generate.make_sampler(1.0, seed=seed)(logits).tolist() for seed in (0, 0, 1)]
+    draws = [generate.Sampler(1.0, seed=seed)(logits).tolist() for seed in (0, 0, 1)]
     assert draws[0] == draws[1] != draws[2]
 
 
@@ -437,8 +438,11 @@ def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
 def test_a_gpu_reads_the_cache_in_buckets_all_of_which_the_warm_up_has_seen(prompt, new, monkeypatch):
     """A model that only writes down what it is asked to read, and a runner that says it is on a GPU."""
     pad, seen = generate.pad, []
-    monkeypatch.setattr(generate, "make_sampler", lambda *args, **kwargs: lambda logits: logits.argmax(-1))
+    monkeypatch.setattr(generate, "Sampler", lambda *args, **kwargs: lambda logits: logits.argmax(-1))
     monkeypatch.setattr(generate, "pad", lambda prompts, device: pad(prompts, "cpu"))
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda data, device=None, **kwargs: tensor(data, **kwargs))
+    monkeypatch.setattr(generate, "timed", lambda device, step: step() and 0.0)
     slots = -(-(prompt + new) // generate.BUCKET) * generate.BUCKET + 1
 
     def model(tokens, positions=None, cache=None, cache_length=None, select=None):
@@ -477,13 +481,13 @@ class Scripted:
     def __init__(self, logits):
         self.logits, self.prefilled, self.seen = logits, [], []
 
-    def prefill(self, tokens, lengths, chunk):
-        self.prefilled.append((tokens.tolist(), lengths.tolist(), chunk))
+    def prefill(self, tokens, lengths, chunk, known):
+        self.prefilled.append((tokens.tolist(), lengths.tolist(), chunk, known))
         return self.logits(0)
 
-    def decode(self, token, positions, longest):
-        self.seen.append((token.tolist(), positions.tolist(), longest))
-        return self.logits(len(self.seen))
+    def decode(self, tokens, positions, longest):
+        self.seen.append((tokens[:, 0].tolist(), positions.tolist(), longest))
+        return self.logits(len(self.seen))[:, None]
 
 
 def test_each_row_stops_at_its_own_end():
@@ -494,19 +498,19 @@ def test_each_row_stops_at_its_own_end():
         ids = torch.tensor([9 if step == end else 10 * b + step + 1 for b, end in enumerate(ends)])
         return torch.nn.functional.one_hot(ids, 40).float()
 
-    runner, sample = Scripted(logits), generate.make_sampler(0)
+    runner, sample = Scripted(logits), generate.Sampler(0)
     prompts = [[5, 6, 7], [5], [5, 6]]
-    rows, n, first, rest = generate.generate(runner, prompts, 10, sample, (9,), steps.append, chunk=5)
-    assert runner.prefilled == [([[5, 6, 7], [5, 0, 0], [5, 6, 0]], [3, 1, 2], 5)]
+    rows, n, first, rest, *_ = generate.generate(runner, prompts, 10, sample, (9,), steps.append, chunk=5)
+    assert runner.prefilled == [([[5, 6, 7], [5, 0, 0], [5, 6, 0]], [3, 1, 2], 5, 0)]
     assert rows == [[1, 2, 3], [11], [21, 22, 23, 24, 25]]
     assert n == 6 and len(runner.seen) == 5 and first > 0 and rest > 0
-    assert steps[0] == [1, 11, 21] and steps[1] == [2, None, 22] and steps[5] == [None, None, None] and len(steps) == 6
+    assert steps[0] == [[1], [11], [21]] and steps[1] == [[2], [], [22]] and steps[5] == [[]] * 3 and len(steps) == 6
     assert runner.seen[0] == ([1, 11, 21], [3, 1, 2], 4)
-    assert runner.seen[4][1:] == ([7, 5, 6], 8)
+    assert runner.seen[4][1:] == ([6, 2, 6], 7)  # rows that are done stay where they are
 
 
 def test_max_new_tokens_and_no_end():
-    rows, n, *_ = generate.generate(Scripted(lambda _: torch.ones(1, 4)), [[1]], 4, generate.make_sampler(0))
+    rows, n, *_ = generate.generate(Scripted(lambda _: torch.ones(1, 4)), [[1]], 4, generate.Sampler(0))
     assert rows == [[0, 0, 0, 0]] and n == 4
 
 
@@ -523,8 +527,8 @@ def test_whoever_sees_the_tokens_can_stop_and_their_time_does_not_count(monkeypa
         return len(seen) == 3
 
     runner = Scripted(lambda _: torch.ones(1, 4))
-    rows, n, first, rest = generate.generate(runner, [[1]], 9, generate.make_sampler(0), (), on_tokens)
-    assert rows == [[0, 0, 0]] and n == 3 and seen == [[0]] * 3
+    rows, n, first, rest, *_ = generate.generate(runner, [[1]], 9, generate.Sampler(0), (), on_tokens)
+    assert rows == [[0, 0, 0]] and n == 3 and seen == [[[0]]] * 3
     assert first == 1 and 0 < rest < 10
 
 

@@ -52,8 +52,8 @@ def logits(net, tokens, lengths, compile):
     tokens, positions = tokens.to(DEVICE), (lengths - STEPS).to(DEVICE)
     found = [runner.prefill(tokens[:, : int(positions.max())], positions)]
     for _ in range(STEPS):
-        token = tokens.gather(1, positions[:, None])[:, 0]
-        found.append(runner.decode(token, positions, int(positions.max()) + 1).clone())  # a graph writes there again
+        token = tokens.gather(1, positions[:, None])
+        found.append(runner.decode(token, positions, int(positions.max()) + 1)[:, 0].clone())  # a graph writes again
         positions = positions + 1
     return torch.stack(found, dim=1).double().cpu()
 

@@ -524,7 +524,7 @@ def test_measuring_runs_what_is_compiled_already(monkeypatch):
     graphs.clear()
     runner = generate.Runner(net, net.new_cache(2, 8), compile=True, compile_prefill=True)
     prompts = [[5, 6, 7], [8, 9]]
-    generate.generate(runner, prompts, 4, generate.make_sampler(0))
+    generate.generate(runner, prompts, 4, generate.Sampler(0))
     assert graphs["unique_graphs"] == 2
     for step in exposed.replays(runner, *generate.pad(prompts, CPU)).values():
         step()

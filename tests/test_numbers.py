@@ -20,19 +20,19 @@ NAN, INF = torch.nan, torch.inf
 @pytest.mark.parametrize("how", [(0,), (0.8,), (1.0, 5, 0.9)])
 def test_the_sampler_marks_rows_that_are_not_finite(how, dtype):
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
-    healthy = generate.make_sampler(*how, seed=3)(logits)
+    healthy = generate.Sampler(*how, seed=3)(logits)
     bad = {0: [NAN], 2: [INF], 3: [-INF], 5: [NAN, INF, -INF]}
     for row, values in bad.items():
         logits[row, 7 : 7 + len(values)] = torch.tensor(values, dtype=dtype)
-    ids = generate.make_sampler(*how, seed=3)(logits).tolist()
+    ids = generate.Sampler(*how, seed=3)(logits).tolist()
     assert [ids[row] for row in bad] == [-1] * 4
     assert [ids[row] for row in (1, 4)] == healthy[[1, 4]].tolist()
-    assert generate.make_sampler(*how)(torch.full((1, 9), -INF, dtype=dtype)).tolist() == [-1]
+    assert generate.Sampler(*how)(torch.full((1, 9), -INF, dtype=dtype)).tolist() == [-1]
 
 
 def test_the_first_of_equal_logits_is_greedy():
     logits = torch.randint(3, (64, 300), generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert generate.make_sampler(0)(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
+    assert generate.Sampler(0)(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
 
 
 def poisoned(world, compile):
@@ -48,7 +48,7 @@ def poisoned(world, compile):
 
     runner.decode = spoiled
     with pytest.raises(finite.NotFinite) as error:
-        generate.generate(runner, [[3, 4, 5], [6]], 8, generate.make_sampler(0), on_tokens=shown.append)
+        generate.generate(runner, [[3, 4, 5], [6]], 8, generate.Sampler(0), on_tokens=shown.append)
     assert error.value.step == len(steps) == len(shown) == 2
     assert [len(row) for row in error.value.rows] == [2, 2]
     return str(error.value)
@@ -176,7 +176,7 @@ def twice(world, dtype, compile):
         torch.full((2**18,), junk)
         torch._dynamo.reset()
         runner = generate.Runner(net, net.new_cache(3, 24), compile)
-        greedy, seen = generate.make_sampler(0), []
+        greedy, seen = generate.Sampler(0), []
 
         def sample(logits, greedy=greedy, seen=seen):
             seen.append(logits.clone())

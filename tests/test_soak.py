@@ -48,7 +48,7 @@ def alone(number):
     net, rows = random_model(SHAPES), []
     for prompts, new in soak.requests(number, SHAPES.vocab_size, 0):
         runner = generate.Runner(net, net.new_cache(len(prompts), 2 * soak.LONGEST))
-        rows.append(generate.generate(runner, prompts, new, generate.make_sampler(0))[0])
+        rows.append(generate.generate(runner, prompts, new, generate.Sampler(0))[0])
     return rows
 
 
