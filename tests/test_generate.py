@@ -442,7 +442,7 @@ def test_a_gpu_reads_the_cache_in_buckets_all_of_which_the_warm_up_has_seen(prom
     monkeypatch.setattr(generate, "pad", lambda prompts, device: pad(prompts, "cpu"))
     tensor = torch.tensor
     monkeypatch.setattr(torch, "tensor", lambda data, device=None, **kwargs: tensor(data, **kwargs))
-    monkeypatch.setattr(generate, "timed", lambda device, step: step() and 0.0)
+    monkeypatch.setattr(generate, "timed", lambda device, step: step() or 0.0)
     slots = -(-(prompt + new) // generate.BUCKET) * generate.BUCKET + 1
 
     def model(tokens, positions=None, cache=None, cache_length=None, select=None):
