@@ -330,7 +330,7 @@ def check(runner, prompts, rows, steps, chunk, world):
 
 def complete(
     model, tokenizer, prompts, max_new_tokens=200, temperature=0.8, top_k=None, top_p=1.0, seed=0, compile=False,
-    draft=None, speculate=4,
+    draft=None, speculate=speculative.USUAL,
 ):  # fmt: skip
     """Continue each of some texts on one device; returns the new texts. See example.py.
 
@@ -479,6 +479,16 @@ def run_batch(args, model, draft, tokenizer, prompts, new, world):
     return {"exposed": reports, "compile_s": compile_s, "peak_bytes": peaks, "texts": texts, **found}
 
 
+def what_was_read(args, prompts, source, device):
+    """What must be alike on all ranks, by name, besides the flags."""
+    weights = checkpoint.digest(args.checkpoint) if args.checkpoint else None
+    read = {"contents of --checkpoint": weights, "tokens of the prompts": zlib.crc32(str(prompts).encode())}
+    if source and source.folder:  # each rank runs all of it, and must come to the same bits
+        read["contents of --draft"] = checkpoint.digest(source.folder)
+        read["hardware"] = f"{report.hardware(device)}, {torch.get_num_threads()} threads"
+    return read
+
+
 def main(argv=None):
     args = parse(argv)
     chosen = link.from_flags(args)
@@ -503,14 +513,7 @@ def main(argv=None):
         if args.profile is not None:
             report.prepare_trace(args.profile, world.rank)
     if not world.alone:
-        weights = checkpoint.digest(args.checkpoint) if args.checkpoint else None
-        start = {"contents of --checkpoint": weights, "tokens of the prompts": zlib.crc32(str(prompts).encode())}
-        if source and source.folder:  # which all ranks run whole, and must to the bit
-            start |= {
-                "contents of --draft": checkpoint.digest(source.folder),
-                "hardware": report.hardware(world.device),
-            }
-        world.agree(start)
+        world.agree(what_was_read(args, prompts, source, world.device))
     if world.simulated:
         print(f"one rank of {world.tp_size} alone: its times are a prediction, its text means nothing", file=sys.stderr)
     start = time.perf_counter()

@@ -11,10 +11,12 @@ Shape letters: B batch, K proposals of a row in a pass, V vocabulary.
 import copy
 import os.path
 import re
+import sys
 from collections import Counter
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 import checkpoint
 import launch
@@ -22,7 +24,8 @@ from measure.timing import between, mark
 from model import WIRINGS, Config, InputError
 from tokenizer import load_tokenizer
 
-COUNTS = 0, 1, 2, 4, 8  # that Auto chooses from
+COUNTS = 0, 1, 3, 7  # that Auto chooses from: passes of 1, 2, 4 and 8 tokens, as few_rows.cpp takes rows
+USUAL = 3  # without --speculate
 NGRAM = 3, 2  # tokens that Ngrams looks for, the longer first
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -39,18 +42,12 @@ def accept(sample, logits, proposed, q):
     by a draw from max(0, p - q), and behind the last one comes a draw from p: so each id is distributed as p.
     """
     p, good = sample.probabilities(logits)
-    B, K = proposed.shape
-    rows = torch.arange(B, device=p.device)
-    wanted = p[:, :K].gather(-1, proposed[..., None])[..., 0]  # (B, K)
-    offered = 1.0 if q is None else q.gather(-1, proposed[..., None])[..., 0]
-    stands = sample.uniform(B, K) * offered < wanted
+    (B, K), d, rows = proposed.shape, proposed[..., None], torch.arange(len(p), device=p.device)
+    q = F.one_hot(proposed, p.shape[-1]) if q is None else q
+    stands = sample.uniform(B, K) * q.gather(-1, d)[..., 0] < p[:, :K].gather(-1, d)[..., 0]
     count = stands.long().cumprod(-1).sum(-1)  # (B,)
-    if q is None:
-        q = torch.zeros_like(p[:, :K]).scatter_(-1, proposed[..., None], 1.0)
-    rest = p[rows, count]
-    less = q[rows, count.clamp(max=K - 1)] * (count < K)[:, None]
-    left = (rest - less).clamp_(min=0)
-    rest = torch.where(left.sum(-1, keepdim=True) > 0, left, rest)  # p is q, but for rounding
+    rest = (p - F.pad(q, (0, 0, 0, 1)))[rows, count].clamp_(min=0)  # behind the last proposal q is zero
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p[rows, count])  # p was q, but for rounding
     ids = torch.cat((proposed, proposed[:, :1]), 1)
     ids[rows, count] = sample.draw(rest)
     return ids.where(good, -1), count
@@ -269,7 +266,8 @@ def add_flags(parser):
         help="what proposes tokens: a smaller checkpoint, the text so far, or these weights in another wiring, e.g. "
         "wiring:spd, wiring:hybrid:8, wiring:hybrid:3,5,7, wiring:desync:4",
     )
-    g.add_argument("--speculate", type=number_of_proposals, metavar="K|auto", help="tokens at a time (default: 4)")
+    usual = f"tokens at a time (default: {USUAL})"
+    g.add_argument("--speculate", type=number_of_proposals, metavar="K|auto", help=usual)
 
 
 def number_of_proposals(text):
@@ -284,7 +282,7 @@ def check_flags(args):
     wrong = [name for name in ("simulate_tp", "exposed", "profile") if args.draft is not None and getattr(args, name)]
     if wrong:
         raise InputError(f"--{wrong[0].replace('_', '-')} is of plain decode steps: it does not go with --draft")
-    args.speculate = args.speculate or 4
+    args.speculate = args.speculate or USUAL
 
 
 class Source(NamedTuple):
@@ -306,7 +304,10 @@ def read(args, config, tokenizer, tp_size):
         return Source(text)
     kind, colon, wiring = text.partition(":")
     if kind == "wiring" and colon:
-        return Source(text, _rewired(config, wiring, tp_size))
+        draft = _rewired(config, wiring)
+        if tp_size == 1 and all(c.wiring == "standard" or WIRINGS[c.wiring].standard_alone for c in (config, draft)):
+            print(f"on one rank {draft.wiring} is {config.wiring} itself: this draft only takes time", file=sys.stderr)
+        return Source(text, draft)
     draft = checkpoint.read_config(text)
     if args.checkpoint and checkpoint.digest(text) == checkpoint.digest(args.checkpoint):
         raise InputError(f"--draft {text} is the checkpoint itself: give a smaller one, or wiring:NAME")
@@ -321,7 +322,7 @@ def read(args, config, tokenizer, tp_size):
     return Source(checkpoint.name(text), draft, text)
 
 
-def _rewired(config, text, tp_size):
+def _rewired(config, text):
     """The config in the wiring that --draft wiring:TEXT names."""
     name, _, parameter = text.partition(":")
     flag = f"--draft wiring:{text}"
