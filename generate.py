@@ -26,7 +26,8 @@ from kernels import cpu, int_linear
 from launch import World, count, number
 from measure import finite, link, preflight, report
 from measure.timing import timed
-from model import InputError
+from model import InputError, Transformer
+from sampling import Sampler
 from tokenizer import load_tokenizer
 from tp import TensorParallel, load_shard
 
@@ -154,28 +155,21 @@ class Runner:
         return self._decode(tokens, positions, self.cache, filled)
 
     @torch.inference_mode()
-    def warm_up(self, prompts, max_new_tokens, chunk=CHUNK, draft=None, gather=lambda value: [value]):
-        """Compile, by generating two tokens and, on a GPU, by decoding at each further bucket; returns seconds.
+    def step(self, texts, sample, proposed=None):
+        """([new ids of each row], [how many of them are proposals that stand] or None) behind the texts.
 
-        Also what a draft takes, which then knows the times of passes, those of the slowest rank; gather: World.gather.
+        texts: the tokens of each row, of which all but the last are in the cache. proposed: a draft's proposals, as
+        Sampler.accept takes them, or None for a plain step.
         """
-        start, sample, longest = time.perf_counter(), Sampler(0, device=self.device), max(map(len, prompts))
-        lengths, seconds = range(longest + 1, longest + max_new_tokens), {}
-        if self.device.type == "cpu":  # where one graph is for all lengths
-            lengths = lengths[:1]
-        with watch.during("compilation"):
-            generate(self, prompts, 2, sample, chunk=chunk)
-            if draft:
-                draft.prefill(*pad(prompts, self.device), chunk)
-            for count in (0, *draft.control.counts) if draft else (0,):
-                for length in {-(-(n + count) // BUCKET): n for n in lengths}.values():
-                    texts = [[0] * length for _ in prompts]
-                    once = functools.partial(speculative.try_pass, self, texts, sample, draft, count)
-                    times = [timed(self.device, once) for _ in range(4)]  # a GPU warms up, captures, and replays
-                    seconds[count] = min(times[1:])
-        if draft:
-            draft.control.seconds = {count: max(each[count] for each in gather(seconds)) for count in seconds}
-        return time.perf_counter() - start
+        last = torch.tensor([text[-1:] for text in texts], device=self.device)
+        positions = torch.tensor([len(text) - 1 for text in texts], device=self.device)
+        longest = max(map(len, texts))
+        if proposed is None:
+            return sample(self.decode(last, positions, longest)[:, 0])[:, None].tolist(), None
+        ids, q = proposed
+        logits = self.decode(torch.cat((last, ids), 1), positions, longest + ids.shape[1])
+        ids, stand = (found.tolist() for found in sample.accept(logits, ids, q))
+        return [row[: n + 1] for row, n in zip(ids, stand, strict=True)], stand
 
 
 @torch.inference_mode()  # as everything that runs them: to the compiler, other tensors are another graph
@@ -189,56 +183,6 @@ def pad(prompts, device):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Generation
-
-
-class Sampler:
-    """A function from logits (B, V) to token ids (B,), -1 where a row's logits are not all finite.
-
-    temperature: 0 is greedy. Equal seeds draw equal tokens, so every rank samples alike.
-    """
-
-    def __init__(self, temperature, top_k=None, top_p=1.0, seed=0, device="cpu"):
-        self.temperature, self.top_k, self.top_p, self.device = temperature, top_k, top_p, device
-        self.generator = torch.Generator(device).manual_seed(seed)
-
-    def __call__(self, logits):
-        if self.temperature > 0:
-            p, good = self.probabilities(logits)
-            token = self.draw(p)
-        else:
-            top, token = logits.max(-1)
-            good = finite_rows(logits, top)
-        return token.where(good, -1)
-
-    def probabilities(self, logits):
-        """What is drawn from, p (..., V) in float32, for logits (..., V), and whether these are all finite (...)."""
-        top, token = logits.max(-1, keepdim=True)
-        good = finite_rows(logits, top[..., 0])
-        if self.temperature == 0:
-            return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, token, 1.0), good
-        logits = ((logits - top).float() / self.temperature).masked_fill_(~good[..., None], 0)
-        if self.top_k is not None and self.top_k < logits.shape[-1]:
-            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[..., -1:], -torch.inf)
-        if self.top_p < 1:
-            ordered, order = logits.softmax(-1).sort(descending=True)
-            beyond = ordered.cumsum(-1) - ordered >= self.top_p  # the mass before this token suffices already
-            logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
-        return logits.softmax(-1), good
-
-    def draw(self, p):
-        """Token ids (B,), each with its probability in p (B, V), whose rows need not add up to 1."""
-        if self.temperature == 0:
-            return p.argmax(-1)
-        return torch.multinomial(p, 1, generator=self.generator)[:, 0]
-
-    def uniform(self, *shape):
-        """Numbers from 0 to, but not, 1."""
-        return torch.rand(shape, device=self.device, generator=self.generator)
-
-
-def finite_rows(logits, top):
-    """Whether logits (..., V), whose largest are top (...), are all finite, (...): of NaN and others, both are NaN."""
-    return top.isfinite() & logits.amin(-1).isfinite()
 
 
 class Generation(NamedTuple):
@@ -259,7 +203,7 @@ class Generation(NamedTuple):
 def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None, chunk=CHUNK, draft=None, known=0):
     """Continue every prompt, a row each, until its own end-of-sequence or max_new_tokens; returns a Generation.
 
-    runner: whose cache has at least longest prompt + max_new_tokens slots, and one more for each proposal of a draft.
+    runner: whose cache has at least longest prompt + max_new_tokens slots, for a draft one more and its proposals.
     prompts: non-empty lists of token ids, of any lengths. sample: a Sampler; without a draft any function as that.
     on_tokens([new ids of each row, none of one that is done]) is called after each pass; True from it ends the
     generation. chunk, known: see Runner.prefill. draft: of speculative.py. Raises NotFinite for logits that are not.
@@ -272,21 +216,18 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
     watch.at("prefill")
     start = time.perf_counter()
     tokens, lengths = pad(prompts, runner.device)
-    token = sample(runner.prefill(tokens, lengths, chunk, known))
     if draft:
-        draft.prefill(tokens, lengths, chunk, known)
-    new = [[i] for i in token.tolist()]  # waits for the device
+        draft.begin(tokens, lengths, chunk, known)
+    new = sample(runner.prefill(tokens, lengths, chunk, known))[:, None].tolist()  # waits for the device
     first = time.perf_counter() - start
     while True:
         now = time.perf_counter()
-        for row, ids in enumerate(new):
-            if -1 in ids and not done[row]:
-                step = len(texts[row]) - len(prompts[row]) + ids.index(-1)
-                raise finite.NotFinite(runner.model, rows(), step, row)
         fresh = [[] for _ in texts]
         for row, ids in enumerate(new):
             for i in ids:
                 if not done[row]:
+                    if i == -1:
+                        raise finite.NotFinite(runner.model, rows(), len(texts[row]) - len(prompts[row]), row)
                     texts[row].append(i)
                     fresh[row] += [i] * (i not in eos_ids)
                     done[row] = i in eos_ids or len(texts[row]) == len(prompts[row]) + max_new_tokens
@@ -298,27 +239,56 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
         shown += time.perf_counter() - now
         passes += 1
         watch.at("decode step", passes)
+        new = draft.step(runner, texts, done, sample) if draft else runner.step(texts, sample)[0]
+
+
+@torch.inference_mode()
+@torch.inference_mode()
+def warm_up(runner, prompts, max_new_tokens, chunk=CHUNK, draft=None):
+    """Compile: a prefill, and passes of each number of tokens, on a GPU in each bucket of cache slots.
+
+    Returns {number of proposals: seconds of a pass}, and the seconds of all of it.
+    """
+    start, sample, seconds = time.perf_counter(), Sampler(0, device=runner.device), {}
+    longest = max(map(len, prompts))
+    lengths = range(longest + 1, longest + max_new_tokens + (draft is not None))
+    tokens = pad(prompts, runner.device)
+    none = torch.zeros(len(prompts), max(draft.control.counts, default=0) if draft else 0, dtype=torch.long)
+
+    def once(texts, count):
+        found = draft.propose(count, texts, [False] * len(texts), sample) if count else None
+        runner.step(texts, sample, found[:2] if found else (none[:, :count].to(runner.device), None) if count else None)
+
+    with watch.during("compilation"):
+        runner.prefill(*tokens, chunk)
         if draft:
-            new = draft.step(runner, texts, done, sample)
-        else:
-            new, _ = speculative.decode_pass(runner, texts, sample)
+            draft.begin(*tokens, chunk)
+        for count in (0, *draft.control.counts) if draft else (0,):
+            # the last of those that read a bucket, which on a CPU is one graph for all of them
+            buckets = {-(-(n + more) // BUCKET): n for more in (0, count) for n in lengths}
+            for length in buckets.values() if runner.device.type == "cuda" else lengths[:1]:
+                texts = [[0] * length for _ in prompts]
+                once(texts, count)
+                once(texts, count)  # a GPU warms up, captures, and replays
+                seconds[count] = min(timed(runner.device, functools.partial(once, texts, count)) for _ in range(3))
+    return seconds, time.perf_counter() - start
 
 
-def make_runners(model, draft, control, rows, length, *compiles):
-    """(Runner, draft for generate() or None), with caches for `length` tokens in each row.
+def make_runners(model, drafting, control, rows, length, *compiles):
+    """(Runner, Draft or None), with caches for `length` tokens in each row.
 
-    draft: None, "ngram", or the model that drafts, which may share the weights of this one (speculative.rewire).
+    drafting: None, "ngram", or the model that drafts, which may have the weights of this one (speculative.rewire).
     control: of the number of its proposals. compiles: see Runner.
     """
-    room = 0 if draft is None else max(control.counts)
-    runner = Runner(model, make_cache(model, rows, length + room), *compiles)
-    if draft is None:
-        return runner, None
-    if draft == "ngram":
+    if drafting is None:
+        return Runner(model, make_cache(model, rows, length), *compiles), None
+    length += 1 + max(control.counts)  # a row that is done stays at its last token, which is read again
+    runner = Runner(model, make_cache(model, rows, length), *compiles)
+    if drafting == "ngram":
         return runner, speculative.Ngrams(control)
-    if draft.layers is model.layers:
-        return runner, speculative.Rewired(control, Runner(draft, runner.cache, *compiles))
-    return runner, speculative.SmallModel(control, Runner(draft, make_cache(draft, rows, length + room), *compiles))
+    if drafting.layers is model.layers:
+        return runner, speculative.Rewired(control, Runner(drafting, runner.cache, *compiles))
+    return runner, speculative.SmallModel(control, Runner(drafting, make_cache(drafting, rows, length), *compiles))
 
 
 def check(runner, prompts, rows, steps, chunk, world):
@@ -336,6 +306,12 @@ def complete(
 
     draft: None, "ngram", or a smaller model of the same vocabulary, which proposes `speculate` tokens at a time.
     """
+    if draft not in (None, "ngram"):
+        if not isinstance(draft, Transformer):
+            raise InputError(f'draft is {draft!r} but must be None, "ngram" or a model')
+        speculative.check_vocabulary(draft.config, model.config, "draft")
+    if not isinstance(speculate, int) or not 1 <= speculate < model.config.max_seq_len:
+        raise InputError(f"speculate is {speculate!r} but must be a whole number from 1 to the context")
     if not prompts or not all(prompts):
         raise InputError("prompts is empty or has an empty text")
     rows = [tokenizer.encode(text) for text in prompts]
@@ -343,9 +319,9 @@ def complete(
     length = max(map(len, rows)) + new
     if compile:  # in whole buckets, so that calls of about the same length share a graph
         length = -(-length // BUCKET) * BUCKET
-    runner, draft = make_runners(model, draft, speculative.Fixed(speculate), len(rows), length, compile)
+    runner, proposing = make_runners(model, draft, speculative.Fixed(speculate), len(rows), length, compile)
     sample = Sampler(temperature, top_k, top_p, seed, runner.device)
-    added = generate(runner, rows, new, sample, model.config.eos_ids, draft=draft).rows
+    added = generate(runner, rows, new, sample, model.config.eos_ids, draft=proposing).rows
     return [tokenizer.continuation(prompt, row) for prompt, row in zip(rows, added, strict=True)]
 
 
@@ -418,7 +394,7 @@ def describe(args, world):
     return launch.with_wiring(config, args), None
 
 
-def load_draft(source, model, args, world):
+def load_drafting(source, model, args, world):
     """What drafts for a model, as make_runners takes it; source: of speculative.read, or None."""
     if source is None or source.config is None:
         return source and "ngram"
@@ -428,24 +404,28 @@ def load_draft(source, model, args, world):
         return load_model(source.config, source.folder, args.dtype, World(0, 1, world.device))
 
 
-def prepare(args, model, draft, prompts, length, new, world):
-    """(Runner, draft for generate() or None, seconds of compilation), warm for these prompts and so many new tokens."""
+def prepare(args, model, drafting, prompts, length, new, world):
+    """(Runner, Draft or None, seconds that it took), warm for these prompts and so many new tokens."""
     control, compiles = speculative.control(args.speculate), (args.compile, args.compile_prefill)
     with world.together():
-        runner, draft = make_runners(model, draft, control, len(prompts), length, *compiles)
-    if not new or not (any(compiles) or (draft and args.speculate == "auto")):
+        runner, draft = make_runners(model, drafting, control, len(prompts), length, *compiles)
+    measured = draft is not None and args.speculate == "auto"
+    if not (new and (any(compiles) or measured)):
+        control.seconds = dict.fromkeys(control.counts, 1.0)
         return runner, draft, 0.0
-    if any(compiles) and world.rank == 0:
-        print("compiling ...", file=sys.stderr)
-    seconds = runner.warm_up(prompts, new, args.prefill_chunk, draft, world.gather)
-    return runner, draft, seconds if any(compiles) else 0.0
+    if world.rank == 0:
+        print("compiling ..." if any(compiles) else "measuring passes ...", file=sys.stderr)
+    seconds, all_of_it = warm_up(runner, prompts, new, args.prefill_chunk, draft)
+    found = world.gather(seconds)
+    control.seconds = {count: max(each[count] for each in found) for count in seconds}  # those of the slowest rank
+    return runner, draft, all_of_it
 
 
-def run_batch(args, model, draft, tokenizer, prompts, new, world):
+def run_batch(args, model, drafting, tokenizer, prompts, new, world):
     """Generate from all prompts at once; returns what there is to report of it, on every rank."""
-    runner, draft, compile_s = prepare(args, model, draft, prompts, max(map(len, prompts)) + new, new, world)
+    runner, draft, compile_s = prepare(args, model, drafting, prompts, max(map(len, prompts)) + new, new, world)
     stance = contextlib.nullcontext()
-    if compile_s and world.device.type == "cpu":
+    if (args.compile or args.compile_prefill) and world.device.type == "cpu":
         # Checking at each step what the graphs assume takes 0.5 ms for 16 layers. The warm-up had the same prompts
         # and chunks; the one thing that varies, cache_length, is dynamic.
         stance = torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
@@ -461,6 +441,8 @@ def run_batch(args, model, draft, tokenizer, prompts, new, world):
         if not args.check:
             raise
         raise InputError(f"{e}; {check(runner, prompts, e.rows, e.step + 1, args.prefill_chunk, world)}") from None
+    if draft and len({*world.gather(zlib.crc32(str(done.rows).encode()))}) > 1:
+        raise InputError("--draft: the ranks came to different texts, so their drafts did not compute the same bits")
     peaks = world.gather(report.peak_bytes(world.device))
     texts = printer and printer.finish(done.rows)
     if args.check and (words := check(runner, prompts, *done[:2], args.prefill_chunk, world)) and world.rank == 0:
@@ -483,6 +465,7 @@ def what_was_read(args, prompts, source, device):
     """What must be alike on all ranks, by name, besides the flags."""
     weights = checkpoint.digest(args.checkpoint) if args.checkpoint else None
     read = {"contents of --checkpoint": weights, "tokens of the prompts": zlib.crc32(str(prompts).encode())}
+    read["--draft"] = source and source.name
     if source and source.folder:  # each rank runs all of it, and must come to the same bits
         read["contents of --draft"] = checkpoint.digest(source.folder)
         read["hardware"] = f"{report.hardware(device)}, {torch.get_num_threads()} threads"
@@ -503,12 +486,13 @@ def main(argv=None):
         new = terminal.fit(args.max_new_tokens, prompts, config.max_seq_len) if prompts else args.max_new_tokens
         if new < args.max_new_tokens and world.rank == 0:
             print(f"the context of {config.max_seq_len} leaves room for {new} new tokens", file=sys.stderr)
-        slots = min(args.context or 4096, config.max_seq_len) if args.interactive else new
+        context = min(args.context or 4096, config.max_seq_len)  # of a chat
         dtype = chosen_dtype(args.dtype, args.checkpoint)
         source = speculative.read(args, config, tokenizer, world.tp_size)
         if not args.skip_preflight:
             other = source and source.folder and (source.config, chosen_dtype(args.dtype, source.folder))
             proposals = max(speculative.control(args.speculate).counts) if source else 0
+            slots = context if args.interactive else new
             preflight.check(world, *preflight.generation(args, config, dtype, prompts, slots, proposals, other))
         if args.profile is not None:
             report.prepare_trace(args.profile, world.rank)
@@ -518,11 +502,11 @@ def main(argv=None):
         print(f"one rank of {world.tp_size} alone: its times are a prediction, its text means nothing", file=sys.stderr)
     start = time.perf_counter()
     model = load_model(config, args.checkpoint, args.dtype, world)
-    draft = load_draft(source, model, args, world)
+    drafting = load_drafting(source, model, args, world)
     load_s = time.perf_counter() - start
     if args.interactive:
-        return run_chat(args, model, draft, tokenizer, world)
-    found = run_batch(args, model, draft, tokenizer, prompts, new, world)
+        return run_chat(args, model, drafting, tokenizer, context, world)
+    found = run_batch(args, model, drafting, tokenizer, prompts, new, world)
     if world.rank > 0:
         return
     name = args.model or checkpoint.name(args.checkpoint)
@@ -533,10 +517,9 @@ def main(argv=None):
         writing.append_line(args.json, result)
 
 
-def run_chat(args, model, draft, tokenizer, world):
-    context = min(args.context or 4096, model.config.max_seq_len)
+def run_chat(args, model, drafting, tokenizer, context, world):
     # compiled now, if at all: later it would look like a rank that hangs
-    runner, draft, _ = prepare(args, model, draft, [[0]], context, min(args.max_new_tokens, context - 1), world)
+    runner, draft, _ = prepare(args, model, drafting, [[0]], context, min(args.max_new_tokens, context - 1), world)
     sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
     eos_ids = () if args.ignore_eos else model.config.eos_ids
     held = []  # the tokens that are in the cache

@@ -360,7 +360,7 @@ def join(device=None, flags=None):
 
 
 # of each rank alone: where its files lie (their contents are compared), and what only rank 0 writes
-OWN = {"device", "checkpoint", "compare", "distill", "prompts_file", "text", "valid", "json", "profile"}
+OWN = {"device", "checkpoint", "draft", "compare", "distill", "prompts_file", "text", "valid", "json", "profile"}
 ROOMS = ".", "kernels", "formats", "training", "measure"
 
 

@@ -1,22 +1,18 @@
-"""Speculative decoding: a draft proposes the next K tokens of each row, and one pass of the model verifies them all.
+"""Speculative decoding: a draft proposes the next few tokens of each row, and one pass of the model verifies them all.
 
-What is accepted is what the model would have said: its own tokens if greedy, else samples of its very distribution
-(arXiv 2211.17192). A pass costs one set of all-reduces, however many of its tokens are accepted.
+That pass costs one set of all-reduces, however many of the proposals stand; sampling.py says which do. A draft is a
+smaller model, the model's own weights in another wiring, or the text itself.
 
-A draft is a smaller model, the model's own weights in another wiring, or the text itself.
-
-Shape letters: B batch, K proposals of a row in a pass, V vocabulary.
+Shape letters: B batch, V vocabulary.
 """
 
 import copy
 import os.path
-import re
 import sys
 from collections import Counter
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 import checkpoint
 import launch
@@ -29,58 +25,6 @@ USUAL = 3  # without --speculate
 NGRAM = 3, 2  # tokens that Ngrams looks for, the longer first
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Verification
-
-
-def accept(sample, logits, proposed, q):
-    """What a pass yields: ids (B, K + 1), and how many (B,) of each row's proposals stand; one more of its ids counts.
-
-    sample: a Sampler of generate.py. logits (B, K + 1, V): the model's, after the last token and after each proposal.
-    proposed (B, K): drawn from q (B, K, V), or certain where that is None. An id is -1 where its logits are not finite.
-
-    A proposal d stands with probability min(1, p(d) / q(d)), if those before it do. The first that does not is replaced
-    by a draw from max(0, p - q), and behind the last one comes a draw from p: so each id is distributed as p.
-    """
-    p, good = sample.probabilities(logits)
-    (B, K), d, rows = proposed.shape, proposed[..., None], torch.arange(len(p), device=p.device)
-    q = F.one_hot(proposed, p.shape[-1]) if q is None else q
-    stands = sample.uniform(B, K) * q.gather(-1, d)[..., 0] < p[:, :K].gather(-1, d)[..., 0]
-    count = stands.long().cumprod(-1).sum(-1)  # (B,)
-    rest = (p - F.pad(q, (0, 0, 0, 1)))[rows, count].clamp_(min=0)  # behind the last proposal q is zero
-    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p[rows, count])  # p was q, but for rounding
-    ids = torch.cat((proposed, proposed[:, :1]), 1)
-    ids[rows, count] = sample.draw(rest)
-    return ids.where(good, -1), count
-
-
-@torch.inference_mode()
-def decode_pass(runner, texts, sample, proposed=None):
-    """([new ids of each row], [how many of them are proposals that stand] or None) behind the texts.
-
-    runner: a Runner of generate.py, in whose cache all tokens of the texts but the last are. proposed: (ids (B, K), q)
-    as accept takes them, or None for a plain step.
-    """
-    last = torch.tensor([text[-1:] for text in texts], device=runner.device)
-    positions = torch.tensor([len(text) - 1 for text in texts], device=runner.device)
-    longest = max(map(len, texts))
-    if proposed is None:
-        return sample(runner.decode(last, positions, longest)[:, 0])[:, None].tolist(), None
-    ids, q = proposed
-    logits = runner.decode(torch.cat((last, ids), 1), positions, longest + ids.shape[1])
-    ids, stand = (found.tolist() for found in accept(sample, logits, ids, q))
-    return [row[: n + 1] for row, n in zip(ids, stand, strict=True)], stand
-
-
-def try_pass(runner, texts, sample, draft=None, count=0):
-    """A pass with so many proposals, be there any or not: to warm up, and to time it."""
-    proposed = None
-    if count:
-        none = torch.zeros(len(texts), count, dtype=torch.long, device=runner.device), None
-        proposed = draft.propose(count, texts, [False] * len(texts), sample) or none
-    decode_pass(runner, texts, sample, proposed)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Drafts
 
 
@@ -88,21 +32,20 @@ class Draft:
     """What proposes tokens, and what came of them in this generation.
 
     control: Fixed or Auto. runner: a Runner of generate.py, of the model that proposes, or None. drafted: proposals of
-    a row. accepted: {number of them that stood: how often}, in each pass with any and each row that was not done.
-    seconds: of proposing.
+    a row. accepted: {number of them that stood: how often}, in each pass and row with any. seconds: of proposing.
     """
 
     def __init__(self, control, runner=None):
         self.control, self.runner = control, runner
 
-    def prefill(self, tokens, lengths, chunk, known=0):
+    def begin(self, tokens, lengths, chunk, known=0):
         """A generation begins; the arguments are Runner.prefill's."""
         self.drafted, self.accepted, self.seconds = 0, Counter(), 0.0
 
     def propose(self, count, texts, done, sample):
-        """(ids (B, count), what they were drawn from (B, count, V) or None), or None without any.
+        """(ids (B, count), what they were drawn from (B, count, V) or None; [whether a row has any]), or None.
 
-        texts: the tokens of each row so far. done: which rows need no more.
+        texts: the tokens of each row so far. done: which rows need no more. sample: a Sampler.
         """
         raise NotImplementedError
 
@@ -110,23 +53,23 @@ class Draft:
     def step(self, runner, texts, done, sample):
         """[new ids of each row] of one pass of the model, with proposals where there are any."""
         count, start = self.control.choose(), mark(runner.device)
-        proposed = self.propose(count, texts, done, sample) if count else None
+        found = self.propose(count, texts, done, sample) if count else None
         end = mark(runner.device)
-        new, stand = decode_pass(runner, texts, sample, proposed)
+        new, stand = runner.step(texts, sample, found and found[:2])
         self.seconds += between(start, end)  # the device is beyond both
-        if proposed is not None:
-            live = [n for n, d in zip(stand, done, strict=True) if not d]
-            self.control.note(count, live)
+        if found:
+            tried = [n for n, d, has in zip(stand, done, found[2], strict=True) if has and not d]
+            self.control.note(count, tried)
             self.drafted += count
-            self.accepted.update(live)
+            self.accepted.update(tried)
         return new
 
 
 class Ngrams(Draft):
     """Prompt lookup: what followed the last few tokens when they stood in the text before."""
 
-    def prefill(self, tokens, lengths, chunk, known=0):
-        super().prefill(tokens, lengths, chunk, known)
+    def begin(self, tokens, lengths, chunk, known=0):
+        super().begin(tokens, lengths, chunk, known)
         self.index = [{} for _ in lengths]  # of each row: where the text went on behind some tokens, the last time
         self.indexed = [0] * len(lengths)
 
@@ -134,8 +77,8 @@ class Ngrams(Draft):
         found = [None if done[row] else self._lookup(row, text, count) for row, text in enumerate(texts)]
         if not any(found):
             return None
-        found = [ids or text[-1:] * count for ids, text in zip(found, texts, strict=True)]
-        return torch.tensor(found, device=sample.device), None
+        ids = torch.tensor([row or [0] * count for row in found], device=sample.device)
+        return ids, None, [row is not None for row in found]
 
     def _lookup(self, row, text, count):
         index = self.index[row]
@@ -151,50 +94,55 @@ class Ngrams(Draft):
 class Rewired(Draft):
     """The model's own weights in another wiring.
 
-    Of the model's own cache, too: all that it reads is verified, but for its own last proposals, which the verification
-    overwrites.
+    Of the model's own cache, too. The keys and values that it finds there are the model's, not those that its own
+    wiring would have made, but for those of its last proposals, which the verification overwrites.
     """
 
     def propose(self, count, texts, done, sample):
         positions = torch.tensor([len(text) - 1 for text in texts], device=sample.device)
-        logits = self.first(texts, positions, sample)
-        proposed, q = [], []
+        logits, longest, ids, q = self.first(texts, positions), max(map(len, texts)), [], []
         for i in range(count):
             if i:
-                longest = max(map(len, texts)) + i
-                logits = self.runner.decode(proposed[-1], positions + i, longest)
-            q.append(sample.probabilities(logits[:, -1])[0])
-            proposed.append(sample.draw(q[-1])[:, None])
-        return torch.cat(proposed, 1), torch.stack(q, 1)
+                logits = self.runner.decode(ids[-1][:, None], positions + i, longest + i)
+            token, p = sample.propose(logits[:, -1])
+            ids.append(token)
+            q.append(p)
+        return torch.stack(ids, 1), None if q[0] is None else torch.stack(q, 1), [True] * len(texts)
 
-    def first(self, texts, positions, sample):
-        """Logits (B, 1, V) after the texts."""
-        last = torch.tensor([text[-1:] for text in texts], device=sample.device)
+    def first(self, texts, positions):
+        """Logits (B, S, V) whose last ones come after the texts."""
+        last = torch.tensor([text[-1:] for text in texts], device=positions.device)
         return self.runner.decode(last, positions, max(map(len, texts)))
 
 
 class SmallModel(Rewired):
     """A smaller model, whole on each rank, with a cache of its own."""
 
-    def prefill(self, tokens, lengths, chunk, known=0):
-        super().prefill(tokens, lengths, chunk, known)
-        held = min([known, *getattr(self, "held", [])])
-        self.runner.prefill(tokens, lengths, chunk, held)
-        self.held, self.proposed = lengths.tolist(), [[] for _ in lengths]  # tokens that are in the cache; the last
+    held = ()  # of each row: tokens that are in the cache; a chat's next generation begins with these
+
+    def begin(self, tokens, lengths, chunk, known=0):
+        super().begin(tokens, lengths, chunk, known)
+        self.prompts = tokens, lengths, chunk, min([known, *self.held])
+        self.held = [self.prompts[-1]] * len(lengths)
+        self.last = [[] for _ in lengths]  # the proposals that are in the cache
 
     def propose(self, count, texts, done, sample):
-        for row, (text, mine) in enumerate(zip(texts, self.proposed, strict=True)):  # of these some stand
-            self.held[row] += len(os.path.commonprefix([mine, text[self.held[row] :]]))
-        proposed, q = super().propose(count, texts, done, sample)
-        self.proposed = proposed[:, : count - 1].tolist()  # the last one was only drawn
-        return proposed, q
+        if self.prompts:  # only now: a request may end before anything is proposed
+            self.runner.prefill(*self.prompts)
+            self.held, self.prompts = self.prompts[1].tolist(), None
+        for row, text in enumerate(texts):  # some of the last ones stood
+            self.held[row] += len(os.path.commonprefix([self.last[row], text[self.held[row] :]]))
+        found = super().propose(count, texts, done, sample)
+        self.last = found[0][:, : count - 1].tolist()  # nobody read the very last one
+        return found
 
-    def first(self, texts, positions, sample):
-        """Two tokens at a time, because as many are new where all proposals were accepted: so one graph does."""
+    def first(self, texts, positions):
+        """Two tokens at a time, because as many are new where all proposals stood: so one graph does."""
         while True:
             starts = [min(held, len(text) - 2) for held, text in zip(self.held, texts, strict=True)]
-            pairs = torch.tensor([text[i : i + 2] for i, text in zip(starts, texts, strict=True)], device=sample.device)
-            logits = self.runner.decode(pairs, torch.tensor(starts, device=sample.device), max(starts) + 2)
+            pairs = [text[i : i + 2] for i, text in zip(starts, texts, strict=True)]
+            tokens, positions = (torch.tensor(numbers, device=positions.device) for numbers in (pairs, starts))
+            logits = self.runner.decode(tokens, positions, max(starts) + 2)
             self.held = [i + 2 for i in starts]
             if all(held == len(text) for held, text in zip(self.held, texts, strict=True)):
                 return logits
@@ -205,48 +153,54 @@ class SmallModel(Rewired):
 
 
 def expected(rate, count):
-    """The mean number of ids that a pass yields, of so many proposals that stand with probability `rate` each."""
+    """The mean number of ids that a pass yields in a row, if each of so many proposals stands with probability `rate`,
+    whatever became of the others."""
     return sum(rate**i for i in range(count + 1))
 
 
 class Fixed:
-    """As many proposals in each pass. seconds: see Auto."""
+    """As many proposals in each pass."""
 
     def __init__(self, count):
-        self.counts, self.seconds = (count,), {}
+        self.counts = (count,)
 
     def choose(self):
         return self.counts[0]
 
-    def note(self, count, accepted):
+    def note(self, count, stood):
         pass
 
 
 class Auto:
-    """As many as yield most ids a second, by what was accepted lately, and by what passes take.
+    """As many as yield most ids a second, by what stood lately, and by what passes take.
 
-    Where that is none, it asks for one every now and then: the text may have changed.
+    Where that is none, it asks for one now and then, and less often each time that this is in vain. seconds: {count:
+    those of a pass}, as warm_up of generate.py measures them, alike on all ranks.
     """
 
-    counts = COUNTS
-    MEMORY, PROBE = 0.95, 32  # of a pass, what is left at the next one; passes
+    counts, seconds = COUNTS, None
+    MEMORY, PAUSE = 0.95, 32  # of a pass, what is left at the next one; passes
 
     def __init__(self):
-        self.seconds = {}  # {count: seconds of a pass}, which Runner.warm_up measures
-        self.accepted, self.tried, self.idle = 1.0, 1.5, 0
+        self.stood, self.tried, self.idle, self.pause = 1.0, 1.5, 0, self.PAUSE
 
     def choose(self):
-        if not self.seconds:
-            return 1
-        rate = self.accepted / self.tried
+        rate = self.stood / self.tried
         best = max(self.seconds, key=lambda count: expected(rate, count) / self.seconds[count])
-        self.idle = 0 if best else self.idle + 1
-        return best or int(self.idle % self.PROBE == 0)
+        self.idle += 1
+        if best:
+            self.pause = self.PAUSE
+        elif self.idle < self.pause:
+            return 0
+        else:
+            self.pause *= 2
+        self.idle = 0
+        return best or 1
 
-    def note(self, count, accepted):
-        """accepted: of each live row, of `count` proposals. Those behind the first that was not have not been tried."""
-        self.accepted = self.MEMORY * self.accepted + sum(accepted)
-        self.tried = self.MEMORY * self.tried + sum(min(n + 1, count) for n in accepted)
+    def note(self, count, stood):
+        """stood: of `count` proposals, in each row. Those behind the first that did not stand were not tried."""
+        self.stood = self.MEMORY * self.stood + sum(stood)
+        self.tried = self.MEMORY * self.tried + sum(min(n + 1, count) for n in stood)
 
 
 def control(count):
@@ -311,9 +265,7 @@ def read(args, config, tokenizer, tp_size):
     draft = checkpoint.read_config(text)
     if args.checkpoint and checkpoint.digest(text) == checkpoint.digest(args.checkpoint):
         raise InputError(f"--draft {text} is the checkpoint itself: give a smaller one, or wiring:NAME")
-    if draft.vocab_size != config.vocab_size:
-        sizes = f"{draft.vocab_size:,} tokens, and the model's {config.vocab_size:,}"
-        raise InputError(f"--draft {text} has another vocabulary, of {sizes}: give one of the same, or ngram")
+    check_vocabulary(draft, config, f"--draft {text}")
     theirs = load_tokenizer(text, draft.vocab_size)
     for i in range(0, draft.vocab_size, 1 + draft.vocab_size // 1000) if theirs and tokenizer else ():
         if theirs.decode([i]) != tokenizer.decode([i]):
@@ -322,27 +274,31 @@ def read(args, config, tokenizer, tp_size):
     return Source(checkpoint.name(text), draft, text)
 
 
+def check_vocabulary(draft, config, name):
+    """Raise InputError where two Configs have vocabularies of different sizes. name: what the draft is called."""
+    if draft.vocab_size != config.vocab_size:
+        sizes = f"{draft.vocab_size:,} tokens, and the model's {config.vocab_size:,}"
+        raise InputError(f"{name} has another vocabulary, of {sizes}: give one of the same, or ngram")
+
+
 def _rewired(config, text):
     """The config in the wiring that --draft wiring:TEXT names."""
-    name, _, parameter = text.partition(":")
+    name, colon, parameter = text.partition(":")
     flag = f"--draft wiring:{text}"
-    known = WIRINGS.get(name)
-    if known is None:
+    if name not in WIRINGS:
         raise InputError(f"{flag} is of no known wiring; known: {', '.join(WIRINGS)}")
-    if known.parameter is None and parameter:
-        raise InputError(f"{flag}: {name} takes no number" + f", but hybrid:{parameter} does" * (name == "ladder"))
-    listed = known.parameter == "ladder_layers" and re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*,?", parameter)
-    if (parameter or not (known.optional or known.parameter is None)) and not (
-        listed or re.fullmatch("[1-9][0-9]{0,8}", parameter)
-    ):
-        raise InputError(f"{flag} takes its {known.parameter} as a number: wiring:{name}:2")
+    known = WIRINGS[name].parameter
+    if bool(colon) and known is None or not colon and not WIRINGS[name].optional and known is not None:
+        raise InputError(f"{flag}: {name} takes {'no number' if colon else f'its {known}, as in wiring:{name}:2'}")
     try:
-        draft = launch.rewired(config, name, **({known.parameter: launch.read_layers(parameter)} if parameter else {}))
+        layers = launch.read_layers(parameter) if colon else None
+        if known == "desync_period" and colon and (isinstance(layers, tuple) or layers < 1):
+            raise InputError(f"{known} is {parameter} but must be a whole number from 1 on")
+        draft = launch.rewired(config, name, **({known: layers} if colon else {}))
     except InputError as e:
         raise InputError(f"{flag}: {e}") from None
-    missing = {
-        norm for i in range(config.n_layers) for norm in set(draft.wiring_of(i).norms) - set(config.wiring_of(i).norms)
-    }
+    wirings = [(draft.wiring_of(i), config.wiring_of(i)) for i in range(config.n_layers)]
+    missing = {norm for draws, own in wirings for norm in draws.norms if norm not in own.norms}
     if missing:
         raise InputError(f"{flag} needs {min(missing)}, which {config.wiring} has not")
     if draft.function == config.function:

@@ -126,7 +126,8 @@ class Printer:
             text = self.stream.push(prompts[0])
             self.write(text if show_prompt else "")
         else:
-            self.bar = tqdm(total=max_new_tokens, desc="decoding", unit="step", delay=1)
+            self.bar = tqdm(total=max_new_tokens, desc="decoding", unit="token", delay=1)
+            self.lengths = [0] * len(prompts)
 
     def write(self, text):
         print(text, end="", flush=True)
@@ -136,7 +137,8 @@ class Printer:
         if self.stream:
             self.write(self.stream.push(new[0]))
         else:
-            self.bar.update(max(map(len, new)))
+            self.lengths = [n + len(ids) for n, ids in zip(self.lengths, new, strict=True)]
+            self.bar.update(max(self.lengths) - self.bar.n)
 
     def finish(self, rows):
         """Print what is not printed yet; returns the new text of each row, or None without a tokenizer."""

@@ -92,7 +92,7 @@ def serve(model, number, seed, record, compile=True):
         if batch not in runners:
             runners[batch] = generate.Runner(model, generate.make_cache(model, batch, 2 * LONGEST), compile)
             if compile:
-                runners[batch].warm_up(prompts, new)
+                generate.warm_up(runners[batch], prompts, new)
         sample = generate.Sampler(0)
         found, steps, _, rest, *_ = generate.generate(runners[batch], prompts, new, sample)
         return found, rest / (steps - 1) if steps > 1 else None

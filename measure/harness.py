@@ -147,11 +147,11 @@ class Model(TemplateLM):
         most = 4 + max((len(stop.encode()) for stop in stops), default=0)  # a token is at least a byte
 
         def has_ended(fresh):
-            for i, new in enumerate(fresh):
-                if not new:
+            for i, ids in enumerate(fresh):
+                if not ids:
                     ended[i] = True
                 elif not ended[i]:
-                    tails[i] = tails[i][-most:] + new
+                    tails[i] = tails[i][-most:] + ids
                     text = self.text.decode(tails[i])
                     ended[i] = any(stop in text for stop in stops)
             return all(ended)

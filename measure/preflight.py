@@ -84,7 +84,9 @@ def memory(request, rank=0, tp_size=1, device="cpu"):
     if request.second is not None:
         need["weights"] += weight_bytes(request.second, request.dtype, rank, tp_size)
     if request.new is not None:
-        slots = request.prompt + request.new + request.proposals  # a GPU's rounded up, by 256 at most
+        slots = (
+            request.prompt + request.new + request.proposals + bool(request.proposals)
+        )  # a GPU's rounded up, by 256 at most
         need["cache"] = 2 * c.n_layers * B * kv * slots * H * size
     stream = (3 + 2 * several) * tokens * c.dim * size
     masks = in_parts * tokens * request.prompt * (1 + heads // kv * (1 + size))
@@ -105,7 +107,8 @@ def memory(request, rank=0, tp_size=1, device="cpu"):
     if request.draft is not None:
         config, dtype = request.draft
         own = memory(request._replace(config=config, dtype=dtype, compiled=False, draft=None), 0, 1, device)
-        need["draft"] = own["weights"] + own["cache"]  # its passes come when the model has none
+        need["draft"] = own["weights"] + own["cache"]
+        need["activations"] = max(need["activations"], own["activations"])  # the one has them when the other has none
     return need
 
 

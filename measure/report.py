@@ -212,7 +212,7 @@ def drafted_line(r):
     """What a draft did, in a line for people."""
     how = "auto" if r["speculate"] == "auto" else f"{r['speculate']} at a time"
     line = f"draft {r['draft']}, {how}: {r['passes']} passes"
-    if mean := mean_accepted(r["accepted"]):
+    if (mean := mean_accepted(r["accepted"])) is not None:
         shares = ", ".join(f"{n}: {100 * count / sum(r['accepted']):.0f} %" for n, count in enumerate(r["accepted"]))
         line += f", {mean:.2f} proposals accepted in each ({shares})"
     return f"{line}; drafting {r['draft_s']:.2f} s, the rest {r['decode_s'] - r['draft_s']:.2f} s"

@@ -22,7 +22,7 @@ terminal measure.timing measure.clock measure.link
 measure.report
 measure.exposed measure.finite measure.preflight measure.results
 measure.advise
-speculative
+sampling speculative
 generate measure.plot measure.probe
 measure.score measure.sweep
 training.runs

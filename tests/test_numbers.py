@@ -50,7 +50,7 @@ def poisoned(world, compile):
     with pytest.raises(finite.NotFinite) as error:
         generate.generate(runner, [[3, 4, 5], [6]], 8, generate.Sampler(0), on_tokens=shown.append)
     assert error.value.step == len(steps) == len(shown) == 2
-    assert [len(row) for row in error.value.rows] == [2, 2]
+    assert [len(row) for row in error.value.rows] == [3, 2]
     return str(error.value)
 
 
