@@ -186,7 +186,12 @@ def columns(cases):
     """(the heading of (ranks, link, wiring), a function from a case to its cells); drafts have one where any is."""
     if not any(draft_of(c[2]) for c in cases):
         return ["ranks", "link", "wiring"], lambda c: [str(c[0]), *c[1:3]]
-    return ["ranks", "link", "wiring", "draft"], lambda c: [str(c[0]), c[1], c[2].partition(" + ")[0], draft_of(c[2])]
+    return ["ranks", "link", "wiring", "draft"], lambda c: [
+        str(c[0]),
+        c[1],
+        c[2].partition(" + ")[0],
+        draft_of(c[2]) or "none",
+    ]
 
 
 def wiring_order(wiring):
@@ -405,7 +410,7 @@ def tables(sweep):
             ),
         }
     if drafted := [c for c in sweep.runs if draft_of(c[2])]:
-        parts["Proposals that stood, of a row in a pass (mean)"] = by_batch(sweep, accepted, drafted)
+        parts["Proposals that stood, of a row in a pass with any (mean)"] = by_batch(sweep, accepted, drafted)
     if sweep.exposed:
         parts["Communication of a prefill in one pass, and of a decode step (ms)"] = communication(sweep)
     once = "" if several or not sweep.ran() else "Each number is of one run: it may be noise.\n\n"
