@@ -304,7 +304,7 @@ def test_a_sweep_with_drafts_goes_on_and_shows_them(bench, drafting):
     assert rates["2", "real", "hybrid:2", "a small one@2"] == ["out of memory"]
     assert rates["2", "real", "standard", "none"] == ["511"] and len(rates) == 16
     stood = table(done.stdout, "Proposals that stood")
-    assert len(stood) == 8 and {*map(tuple, stood.values())} == {("0.75",)}
+    assert len(stood) == 7 and {*map(tuple, stood.values())} == {("0.75",)}
     assert bench(**drafting).returncode == 0 and not calls_of(bench)
     assert bench(**{**drafting, "SPECULATE": "none ngram@4 ngram@2"}).returncode == 0
     assert all(flag(c, "--speculate") == "2" for c in bench.calls) and len(calls_of(bench)) == 4
