@@ -137,7 +137,7 @@ def draw(found, title, x_label, y_label, name_tick=str):
             axis.tick_params(axis="x", labelsize=7, rotation=30)
     for axis in axes[::4]:
         axis.set_ylabel(y_label)
-    labelled(figure, axes)
+    labelled(figure, axes, max(1.3, 0.085 * max(map(len, wirings))))  # a draft's name is long
     return figure
 
 

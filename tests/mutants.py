@@ -320,6 +320,7 @@ MUTANTS = [  # (file, old text, new text, tests)
      BENCH + "have_a_column"),
     ("measure/results.py", """@{line['speculate']}\"""", '"', BENCH + "same_drafts"),
     ("measure/results.py", 'or (line.get("draft") and line["accepted"] is None)', "", BENCH + "refuses_other_files"),
+    ("measure/plot.py", "max(1.3, 0.085 * max(map(len, wirings)))", "1.3", BENCH + "name_the_drafts"),
     ("measure/plot.py", "if c[0] == 1 or results.draft_of(c[2]) or", "if c[0] == 1 or", BENCH + "name_the_drafts"),
     ("measure/plot.py", "if bases[0][0] == 1 and not results.draft_of(wiring):", "if bases[0][0] == 1:",
      BENCH + "name_the_drafts"),

@@ -157,12 +157,12 @@ def test_a_cpu_s_ranks_share_its_cores(bench):
 @pytest.fixture
 def drafting(bench):
     """Settings of a sweep with drafts: a checkpoint, a smaller one, and a prompt that is text."""
-    (bench.folder / "a small one").mkdir()
+    (bench.folder / "its drafts" / "a small one").mkdir(parents=True)
     (bench.folder / "prompt.txt").write_text("Once upon a time\n\n")
     return {
         "CHECKPOINT": str(ROOT / "demo"), "PROMPT": "prompt.txt", "TPS": "1 2", "BATCHES": "1", "LINKS": "real",
         "REPEATS": "1", "WIRINGS": "standard hybrid:2 parallel upper-bound",
-        "SPECULATE": "none ngram@4 wiring:hybrid:2@auto wiring:parallel@1 'a small one'@2",
+        "SPECULATE": "none ngram@4 wiring:hybrid:2@auto wiring:parallel@1 'its drafts/a small one'@2",
     }  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def test_drafts_are_run_where_they_can_propose(bench, drafting):
         how = "exposed" if "--exposed" in c else flag(c, "--speculate")
         where = "--nproc_per_node=2" in c, flag(c, "--wiring")
         found.setdefault(where, []).append((flag(c, "--draft"), how))
-    plain, ngram, small, exposed = (None, None), ("ngram", "4"), ("a small one", "2"), (None, "exposed")
+    plain, ngram, small, exposed = (None, None), ("ngram", "4"), ("its drafts/a small one", "2"), (None, "exposed")
     hybrid, parallel = ("wiring:hybrid:2", "auto"), ("wiring:parallel", "1")
     assert found == {
         (False, "standard"): [plain, ngram, small],  # alone nothing is cheaper
@@ -296,7 +296,7 @@ def test_out_of_memory_is_a_result_and_the_sweep_goes_on(bench, trouble):
 
 def test_a_sweep_with_drafts_goes_on_and_shows_them(bench, drafting):
     drafting["EXPOSED"] = "0"
-    done = bench(**drafting, when="--draft 'a small one'", trouble="137")
+    done = bench(**drafting, when="--draft 'its drafts/a small one'", trouble="137")
     assert done.returncode == 0, done.stderr
     assert len(lines_of(bench)) == 2 + 3 + 5 + 4 + 3 + 1 == len(calls_of(bench))
     rates = table(done.stdout, "Decode, tok/s")
@@ -785,8 +785,11 @@ def test_figures_name_the_drafts(written):
     assert [list(bars) for bars in plot.breakdown(found).values()] == [["standard", "upper-bound"]] * 2
     lines = plot.scaling(found)["link real, batch 1"]
     assert lines["standard"] == {1: (1.0, 1.0, 1.0), 2: (2.0, 2.0, 2.0)} and lines[drafts[0]] == {2: (3.0, 3.0, 3.0)}
-    [axis] = plot.draw({"": panel}, "title", "batch", "").axes
-    assert {box.get_label() for box in axis.containers} == {"standard", "upper-bound", *drafts}
+    figure = plot.draw({"": panel}, "title", "batch", "")
+    assert {box.get_label() for box in figure.axes[0].containers} == {"standard", "upper-bound", *drafts}
+    figure.draw_without_rendering()
+    legend = figure.legends[0].get_window_extent()
+    assert figure.bbox.x0 <= legend.x0 and legend.x1 <= figure.bbox.x1
 
 
 def test_bars_say_what_the_timed_runs_say(written):
