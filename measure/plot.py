@@ -167,8 +167,9 @@ def scaling(sweep):
         if ratios:
             points = found[f"link {over}, batch {batch}"][wiring]
             points[ranks] = middle(ratios)
-            if bases[0][0] == 1 and not results.draft_of(wiring):
-                points[1] = 1.0, 1.0, 1.0
+            alone = 1, bases[0][1], wiring if results.draft_of(wiring) else "standard", batch
+            if on_one := sweep.ratios(alone, bases[0], results.tok_s):
+                points[1] = middle(on_one)
     return found
 
 

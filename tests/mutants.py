@@ -322,7 +322,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("measure/results.py", 'or (line.get("draft") and line["accepted"] is None)', "", BENCH + "refuses_other_files"),
     ("measure/plot.py", "max(1.3, 0.085 * max(map(len, wirings)))", "1.3", BENCH + "name_the_drafts"),
     ("measure/plot.py", "if c[0] == 1 or results.draft_of(c[2]) or", "if c[0] == 1 or", BENCH + "name_the_drafts"),
-    ("measure/plot.py", "if bases[0][0] == 1 and not results.draft_of(wiring):", "if bases[0][0] == 1:",
+    ("measure/plot.py", 'wiring if results.draft_of(wiring) else "standard", batch', '"standard", batch',
      BENCH + "name_the_drafts"),
     # adapt.py, eval.py, measure/score.py
     ("adapt.py", "torch.lerp(before, x, alpha) if stale", "torch.lerp(before, x, 1 - alpha) if stale", ADAPT + "blend"),
