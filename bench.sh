@@ -7,13 +7,15 @@ help() {
     cat << 'END'
 ./bench.sh [NAME=VALUE ...]
 
-The sweep: quantizations x ranks x batch sizes x links x wirings, each generating, all of them in turns; then its tables
-and figures. Started again with the same settings it goes on where it was interrupted.
+The sweep: quantizations x ranks x batch sizes x links x wirings x drafts, each generating, all of them in turns; then
+its tables and figures. Started again with the same settings it goes on where it was interrupted.
 
   ./bench.sh                                                      what this machine can do
   ./bench.sh MODEL=3b BATCHES="1 8" LINKS="real ethernet-10g"     some of it, and an emulated link
   SIMULATE=1 MODEL=70b TPS=8 LINKS="nvlink pcie" ./bench.sh       one rank alone predicts eight
   DRY_RUN=1 ./bench.sh                                            only print the commands
+
+A draft needs CHECKPOINT and a PROMPT of text: what it guesses of random weights or tokens means nothing.
 
 Settings, of the environment or behind the name of the script. Defaults of a CPU | of GPUs:
   MODEL        1b | 8b           a named size, with random weights               MODEL=3b
@@ -21,11 +23,12 @@ Settings, of the environment or behind the name of the script. Defaults of a CPU
   QUANT        none              of MODEL: none, int8, int4, or several          QUANT="none int4"
   CHECKPOINT   none              a folder of weights, in place of those three    CHECKPOINT=demo
   WIRINGS      standard ladder parallel upper-bound; N: of the last N layers     WIRINGS="standard spd hybrid:8 desync:4"
+  SPECULATE    none              none or DRAFT@K, of generate.py's --draft       SPECULATE="none ngram@4 wiring:spd@auto"
   BATCHES      1 4 16 64         batch sizes                                     BATCHES="1 8"
   TPS          1 2 4 8           ranks, of all nodes; as many as the machine has TPS="1 2"
   LINKS        real | real no-p2p   real ones, or names of measure/link.py       LINKS="real ethernet-10g"
   SIMULATE     0                 1: one rank alone predicts TPS over LINKS       SIMULATE=1
-  PROMPT       64 | 1024         tokens of each prompt                           PROMPT=128
+  PROMPT       64 | 1024         random tokens of each, or a file, one on a line PROMPT=prompts.txt
   NEW_TOKENS   32 | 512          tokens to generate, 2 or more                   NEW_TOKENS=64
   REPEATS      3                 runs of each case, far apart in time            REPEATS=5
   EXPOSED      1                 1: also a run of each with --exposed            EXPOSED=0

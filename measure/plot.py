@@ -30,7 +30,8 @@ RATIO = "decode, tok/s over standard's"
 
 
 def look(wiring, others=()):
-    """Colour, marker, dashes and layer of a wiring, everywhere the same; the dashes tell hybrid:2 from hybrid:8.
+    """Colour, marker, dashes and layer of a wiring, everywhere the same; the dashes tell hybrid:2 from hybrid:8, and
+    drafts apart.
 
     others: the wirings beside it.
     """
@@ -136,7 +137,7 @@ def draw(found, title, x_label, y_label, name_tick=str):
             axis.tick_params(axis="x", labelsize=7, rotation=30)
     for axis in axes[::4]:
         axis.set_ylabel(y_label)
-    labelled(figure, axes)
+    labelled(figure, axes, max(1.3, 0.085 * max(map(len, wirings))))  # a draft's name is long
     return figure
 
 
@@ -157,7 +158,7 @@ def speedups(sweep, panel, x):
 def scaling(sweep):
     """{panel: {wiring: {ranks: tok/s over those of the fewest ranks' standard wiring over the same link}}}.
 
-    All wirings cost one rank about the same: there their lines begin together.
+    Without a draft all wirings cost one rank about the same: there their lines begin together.
     """
     found = defaultdict(lambda: defaultdict(dict))
     for ranks, over, wiring, batch in (c for c in sweep.cases if c[0] > 1):
@@ -166,8 +167,9 @@ def scaling(sweep):
         if ratios:
             points = found[f"link {over}, batch {batch}"][wiring]
             points[ranks] = middle(ratios)
-            if bases[0][0] == 1:
-                points[1] = 1.0, 1.0, 1.0
+            alone = 1, bases[0][1], wiring if results.draft_of(wiring) else "standard", batch
+            if on_one := sweep.ratios(alone, bases[0], results.tok_s):
+                points[1] = middle(on_one)
     return found
 
 
@@ -184,7 +186,7 @@ def breakdown(sweep):
             [*sweep.values((*c[:2], w, c[3]), lambda line: line["tpot_ms"]).values()]
             for w in (c[2], "standard", "upper-bound")
         )
-        if c[0] == 1 or not (steps and standard and bound):
+        if c[0] == 1 or results.draft_of(c[2]) or not (steps and standard and bound):
             continue
         step, low, high = middle(steps)
         computing = min(step, statistics.median(bound))

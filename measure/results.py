@@ -12,7 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from checkpoint import fits, parse_json, read_text
-from measure.report import bandwidth_share
+from measure.report import bandwidth_share, mean_accepted
 from measure.timing import hidden_share, overlapping, quartiles
 from model import WIRINGS, InputError
 
@@ -84,6 +84,7 @@ KINDS = {  # what the values that are read of a line must be, where it has them
     **dict.fromkeys(("tok_s", "tok_s_user", "tpot_ms"), maybe(one(float))),
     **dict.fromkeys(("ttft_ms", "prefill_s", "decode_s", "mbu"), maybe(is_from_0)),
     "simulated": is_bool, "n_layers": maybe(one(int)), "desync_period": maybe(one(int), is_word),
+    "draft": maybe(is_word), "speculate": maybe(one(int), is_word), "accepted": maybe(each(is_from_0)),
     "ladder_layers": maybe(one(int), is_word, each(is_from_0)), "link": maybe(has({"name": is_word})),
     "settings": has({}), "probe": has({"bandwidth": each(is_from_0), "all_reduce": each(has(ALL_REDUCE))}),
     "exposed": lambda value: value is None or (has({})(value) and all(map(has(REPORTED), value.values()))),
@@ -99,8 +100,8 @@ def is_complete(line):
     if "wiring" not in line:  # another node's
         return line.keys() == {"repeat", "command"}
     if "error" in line:
-        return bool(case(line)) and line.keys() >= {"model", "prompt_tokens", "new_tokens", "simulated"}
-    if not line.keys() >= {*SETTING, *MEASURED}:
+        return bool(case(line)) and line.keys() >= {"model", "new_tokens", "simulated"}
+    if not line.keys() >= {*SETTING, *MEASURED} or (line.get("draft") and line["accepted"] is None):
         return False
     together = [line[key] is None for key in ("tok_s", "tok_s_user", "tpot_ms")]
     times = len({*together}) == 1 and (line["prefill_s"] is None) == (line["decode_s"] is None)
@@ -124,7 +125,7 @@ def read(path):
 
 
 def setting(line):
-    """What is the same in a table: everything but the wiring, the batch, the ranks and the link."""
+    """What is the same in a table: everything but the wiring, the draft, the batch, the ranks and the link."""
     return {key: line[key] for key in SETTING if key in line}
 
 
@@ -140,14 +141,15 @@ def title(setting):
     kind = setting.get("quant") or setting.get("dtype") or ""
     how = "PREDICTED by one rank alone: " if setting["simulated"] else ""
     new = setting["new_tokens"]
-    tokens = f"prompt {setting['prompt_tokens']}, {new} new token{'s' * (new > 1)}"
+    tokens = f"prompt {setting.get('prompt_tokens', 'of a file')}, {new} new token{'s' * (new > 1)}"
     words = [setting["model"], f"{setting.get('n_layers', 'all')} layers", kind, tokens, machine_name(setting)]
     return how + ", ".join(word for word in words if word)
 
 
 def case(line):
-    """(ranks, link, wiring, batch); the wiring as wired says."""
-    return line["tp"], link(line), wired(line), line["batch"]
+    """(ranks, link, wiring, batch); the wiring as wired says, and behind it the draft, if any: ladder + ngram@4."""
+    draft = f" + {line['draft']}@{line['speculate']}" if line.get("draft") else ""
+    return line["tp"], link(line), wired(line) + draft, line["batch"]
 
 
 def wired(line):
@@ -171,8 +173,25 @@ def link(line):
 
 
 def base(wiring):
-    """The name of a wiring without its parameter."""
-    return wiring.partition(":")[0]
+    """The name of a wiring without its parameter and draft."""
+    return wiring.partition(" + ")[0].partition(":")[0]
+
+
+def draft_of(wiring):
+    """The draft that a case's wiring ends with, or ""."""
+    return wiring.partition(" + ")[2]
+
+
+def columns(cases):
+    """(the heading of (ranks, link, wiring), a function from a case to its cells); drafts have one where any is."""
+    if not any(draft_of(c[2]) for c in cases):
+        return ["ranks", "link", "wiring"], lambda c: [str(c[0]), *c[1:3]]
+    return ["ranks", "link", "wiring", "draft"], lambda c: [
+        str(c[0]),
+        c[1],
+        c[2].partition(" + ")[0],
+        draft_of(c[2]) or "none",
+    ]
 
 
 def wiring_order(wiring):
@@ -224,7 +243,7 @@ class Sweep:
         return [mine[repeat] / other[repeat] for repeat in mine.keys() & other.keys()]
 
     def speedups(self, case, measure):
-        """The ratios over the standard wiring, all else alike."""
+        """The ratios over the standard wiring without a draft, all else alike."""
         return self.ratios(case, (*case[:2], "standard", case[3]), measure)
 
     def batches(self):
@@ -306,7 +325,8 @@ def speedup(sweep, case, rate):
         [*sweep.values((*case[:2], wiring, case[3]), rate).values()] for wiring in (case[2], "standard", "upper-bound")
     )
     text = f"{statistics.median(ratios):.2f}x"
-    above = case[2] != "upper-bound" and bool(bound) and statistics.median(mine) > statistics.median(bound)
+    bounded = case[2] != "upper-bound" and not draft_of(case[2])
+    above = bounded and bool(bound) and statistics.median(mine) > statistics.median(bound)
     if len(ratios) == 1:
         return f"{text}{'^' * above} (one run)"
     if alike(mine, standard):
@@ -339,11 +359,12 @@ def spread(values):
     return text + f" ({number(min(values))}-{number(max(values))})" * (len(values) > 1)
 
 
-def by_batch(sweep, cell):
-    """A table with a row for each (ranks, link, wiring) and a column for each batch size."""
-    rows = dict.fromkeys(c[:3] for c in sweep.cases)
-    head = ["ranks", "link", "wiring", *(f"batch {batch}" for batch in sweep.batches())]
-    cells = [[*map(str, row), *(cell((*row, batch)) for batch in sweep.batches())] for row in rows]
+def by_batch(sweep, cell, cases=None):
+    """A table with a row for each (ranks, link, wiring) of some cases, or of all, and a column for each batch size."""
+    rows = dict.fromkeys(c[:3] for c in cases or sweep.cases)
+    head, names = columns(rows)
+    head += [f"batch {batch}" for batch in sweep.batches()]
+    cells = [[*names(row), *(cell((*row, batch)) for batch in sweep.batches())] for row in rows]
     if sweep.repeats() < 2:  # said once, in the heading
         cells = [[cell.replace(" (one run)", "") for cell in row] for row in cells]
     return explained((head, cells), ("~", "^", "(one run)"))
@@ -369,6 +390,10 @@ def tables(sweep):
         text = f"{number(statistics.median(times))} ms, {number(statistics.median(users))} tok/s"
         return text + (f", {100 * statistics.median(shares):.0f} %" if shares else "")
 
+    def accepted(case):
+        values = sweep.values(case, lambda line: mean_accepted(line["accepted"]) or 0.0).values()
+        return spread(values) if values else ""
+
     several = sweep.repeats() > 1
     how = " (lowest-highest of the repeats)" if several else ""
     parts = {
@@ -384,6 +409,8 @@ def tables(sweep):
                 sweep, measured(request_tok_s, request_tok_s)
             ),
         }
+    if drafted := [c for c in sweep.runs if draft_of(c[2])]:
+        parts["Proposals that stood, of a row in a pass with any (mean)"] = by_batch(sweep, accepted, drafted)
     if sweep.exposed:
         parts["Communication of a prefill in one pass, and of a decode step (ms)"] = communication(sweep)
     once = "" if several or not sweep.ran() else "Each number is of one run: it may be noise.\n\n"
@@ -446,6 +473,7 @@ def comparison(before, after):
     common = [key for key in pairs[0] if key in pairs[1]]
     if not common:
         raise InputError("--compare: the two files have no case in common (model, tokens, ranks, link, wiring, batch)")
+    names, cells_of = columns(key[-1] for key in common)
     rows = []
     for key in common:
         cells = []
@@ -454,8 +482,8 @@ def comparison(before, after):
             cells += [spread(x) if x else s.errors.get(c, "") for x, (s, c) in ((a, pairs[0][key]), (b, pairs[1][key]))]
             cells.append(change(a, b, measure is tok_s))
         about = {k: v for k, v in pairs[0][key][0].setting.items() if k not in ("hardware", "device")}
-        rows.append([title(about).removesuffix(", a machine"), *map(str, key[-1]), *cells])
-    head = "setting, ranks, link, wiring, batch, tok/s before, after, times, prefill (ms) before, after, times as fast"
+        rows.append([title(about).removesuffix(", a machine"), *cells_of(key[-1]), str(key[-1][3]), *cells])
+    head = f"setting, {', '.join(names)}, batch, tok/s before, after, times, prefill (ms) before, after, times as fast"
     machines = [", ".join(sorted({machine_name(s.setting) for s, _ in pair.values()})) for pair in pairs]
     marks = {"~": "`~`: within noise, the quartiles of the repeats before and after overlap", **LEGEND}
     found = [marks[m] for m in ("~", "(one run)") if any(m in cell for row in rows for cell in row)]

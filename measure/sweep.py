@@ -43,7 +43,11 @@ ROOT = os.environ.get("BENCH_ROOT", ".")  # the folder of generate.py, spelled a
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What bench.sh is told, read. A link is a name; a wiring is (name, its parameter or None)."""
+    """What bench.sh is told, read.
+
+    A link is a name; a wiring is (name, its parameter or None); a draft is (generate.py's --draft, its --speculate), or
+    None for none. prompt: a number of tokens, or a file.
+    """
 
     python: str
     device: str
@@ -52,11 +56,12 @@ class Settings:
     n_layers: int | None
     quant: tuple[str, ...]
     wirings: tuple[tuple[str, int | None], ...]
+    speculate: tuple[tuple[str, str] | None, ...]
     batches: tuple[int, ...]
     tps: tuple[int, ...]
     simulate: bool
     links: tuple[str, ...]
-    prompt: int
+    prompt: int | str
     new_tokens: int
     repeats: int
     exposed: bool
@@ -126,8 +131,8 @@ def complete(given, gpus, cores):
     out = given.get("OUT", "bench.jsonl")
     defaults = {
         "PYTHON": sys.executable, "DEVICE": device, "CHECKPOINT": "", "MODEL": "1b" if on_cpu else "8b",
-        "N_LAYERS": "", "QUANT": "none", "WIRINGS": "standard ladder parallel upper-bound", "BATCHES": "1 4 16 64",
-        "TPS": " ".join(str(tp * nodes) for tp in (1, 2, 4, 8) if tp <= most), "SIMULATE": "0",
+        "N_LAYERS": "", "QUANT": "none", "WIRINGS": "standard ladder parallel upper-bound", "SPECULATE": "none",
+        "BATCHES": "1 4 16 64", "TPS": " ".join(str(tp * nodes) for tp in (1, 2, 4, 8) if tp <= most), "SIMULATE": "0",
         "LINKS": "real" if on_cpu or most == 1 else "real no-p2p", "PROMPT": "64" if on_cpu else "1024",
         "NEW_TOKENS": "32" if on_cpu else "512", "REPEATS": "3", "EXPOSED": "1", "FLAGS": "", "OUT": out,
         "FIGURES": f"{out.removesuffix('.jsonl')}-figures", "DRY_RUN": "0",
@@ -158,6 +163,12 @@ def check(texts, given, gpus, cores):
             raise bad(name, must)
         return found
 
+    def words(name):
+        try:
+            return shlex.split(texts[name])
+        except ValueError as e:
+            raise InputError(f"{name} is {texts[name]!r}: {e}") from None
+
     def one_of(name, known):
         if texts[name] not in known:
             raise bad(name, f"one of: {' '.join(known)}")
@@ -172,16 +183,48 @@ def check(texts, given, gpus, cores):
                 raise InputError(f"{name} names {word}; known: {' '.join(known)}")
         return found
 
-    def wiring(word):
+    def wiring(word, where=None, lists=False):
         name, colon, text = word.partition(":")
+        where = where or f"WIRINGS names {word}"
         known = WIRINGS.get(name)
         if known is None or (colon and known.parameter is None):
             hint = f"; a ladder of some layers is hybrid:{text}" * (name == "ladder")
-            raise InputError(f"WIRINGS names {word}; known: {' '.join(WIRINGS)}{hint}")
+            raise InputError(f"{where}; known: {' '.join(WIRINGS)}{hint}")
         takes_number = bool(colon) or not (known.optional or known.parameter is None)
+        if lists and known.parameter == "ladder_layers" and re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})+", text):
+            return name, text
         if takes_number and not re.fullmatch("[1-9][0-9]{0,8}", text):
-            raise InputError(f"WIRINGS names {word} without a number: {name}:4 is {WIRINGS[name].parameter} 4")
+            raise InputError(f"{where} without a number: {name}:4 is {known.parameter} 4")
         return name, int(text) if takes_number else None
+
+    def draft(word):
+        if word == "none":
+            return None
+        name, _, count = word.rpartition("@")
+        if not name:
+            raise InputError(f"SPECULATE names {word}, which is neither none nor DRAFT@K, such as ngram@4")
+        if not re.fullmatch("auto|[1-9][0-9]{0,8}", count):
+            raise InputError(f"SPECULATE names {word}, but K must be a whole number from 1 on, or auto: {name}@4")
+        kind, colon, other = name.partition(":")
+        if kind == "wiring" and colon:
+            wiring(other, f"SPECULATE names {word}", lists=True)
+        elif name != "ngram" and not os.path.isdir(name):
+            raise InputError(f"SPECULATE names {word}, but {name} is neither ngram nor wiring:NAME, and no folder")
+        return name, count
+
+    def prompts():
+        must = "one whole number from 1 on, or a file of one prompt a line"
+        if texts["PROMPT"].isdecimal() or not os.path.isfile(texts["PROMPT"]):
+            return number("PROMPT", must=must)
+        if not texts["CHECKPOINT"]:
+            raise InputError(f"PROMPT {texts['PROMPT']} is text, which needs a CHECKPOINT with its tokenizer")
+        count = sum(bool(line.strip()) for line in checkpoint.read_text(texts["PROMPT"], "PROMPT ").splitlines())
+        if not count:
+            raise InputError(f"PROMPT {texts['PROMPT']} is empty: it takes one prompt a line")
+        for batch in numbers("BATCHES"):
+            if batch % count:
+                raise InputError(f"BATCHES names {batch}, no multiple of the {count} prompts in {texts['PROMPT']}")
+        return texts["PROMPT"]
 
     device, nnodes = one_of("DEVICE", ("cpu", "cuda")), number("NNODES")
     if device == "cuda" and not gpus:
@@ -189,7 +232,8 @@ def check(texts, given, gpus, cores):
     if texts["CHECKPOINT"] and "MODEL" in given and texts["MODEL"]:
         raise InputError("give either CHECKPOINT or MODEL")
     simulate, exposed, dry_run = (one_of(name, ("0", "1")) == "1" for name in ("SIMULATE", "EXPOSED", "DRY_RUN"))
-    prompt, new_tokens, repeats, port = map(number, ("PROMPT", "NEW_TOKENS", "REPEATS", "MASTER_PORT"))
+    new_tokens, repeats, port = map(number, ("NEW_TOKENS", "REPEATS", "MASTER_PORT"))
+    prompt = prompts()
     n_layers = number("N_LAYERS") if texts["N_LAYERS"] else None
     batches, tps = numbers("BATCHES"), numbers("TPS")
     if new_tokens == 1:
@@ -206,6 +250,16 @@ def check(texts, given, gpus, cores):
             raise InputError("QUANT and N_LAYERS are for MODEL: a checkpoint is as it is")
     else:
         one_of("MODEL", SIZES)
+    drafts = tuple(map(draft, words("SPECULATE")))
+    if not drafts:
+        raise InputError("SPECULATE is empty: it takes none, or DRAFT@K such as ngram@4")
+    if any(drafts):
+        if simulate:
+            raise InputError("SIMULATE predicts plain decode steps: it does not go with SPECULATE")
+        if not texts["CHECKPOINT"]:
+            raise InputError("SPECULATE needs a CHECKPOINT: what a draft guesses of random weights' text means nothing")
+        if isinstance(prompt, int):
+            raise InputError("SPECULATE needs PROMPT=FILE, of one prompt a line: random tokens lead to no usual text")
     if simulate:
         if nnodes > 1:
             raise InputError(f"SIMULATE is one rank alone, but NNODES is {nnodes}")
@@ -225,16 +279,12 @@ def check(texts, given, gpus, cores):
         raise bad("NODE_RANK", f"0 to {nnodes - 1}")
     if nnodes > 1 and not texts["MASTER_ADDR"]:
         raise InputError(f"NNODES is {nnodes}, so MASTER_ADDR must be the address of node 0")
-    try:
-        flags = tuple(shlex.split(texts["FLAGS"]))
-    except ValueError as e:
-        raise InputError(f"FLAGS is {texts['FLAGS']!r}: {e}") from None
     return Settings(
         python=texts["PYTHON"], device=device, checkpoint=texts["CHECKPOINT"], model=texts["MODEL"], n_layers=n_layers,
-        quant=quant, wirings=wirings, batches=batches, tps=tps, simulate=simulate, links=links, prompt=prompt,
-        new_tokens=new_tokens, repeats=repeats, exposed=exposed, flags=flags, out=texts["OUT"],
-        figures=texts["FIGURES"], dry_run=dry_run, nnodes=nnodes, node_rank=int(rank) if nnodes > 1 else 0,
-        master_addr=texts["MASTER_ADDR"], master_port=port, cores=cores,
+        quant=quant, wirings=wirings, speculate=drafts, batches=batches, tps=tps, simulate=simulate, links=links,
+        prompt=prompt, new_tokens=new_tokens, repeats=repeats, exposed=exposed, flags=tuple(words("FLAGS")),
+        out=texts["OUT"], figures=texts["FIGURES"], dry_run=dry_run, nnodes=nnodes,
+        node_rank=int(rank) if nnodes > 1 else 0, master_addr=texts["MASTER_ADDR"], master_port=port, cores=cores,
     )  # fmt: skip
 
 
@@ -256,11 +306,12 @@ class Case:
     batch: int = 1
     wiring: str | None = None
     parameter: int | None = None
+    draft: tuple[str, str] | None = None
     exposed: bool = False
 
 
 def plan(s):
-    """The Cases of the Settings, in their order: wirings next to one another, repeats far apart.
+    """The Cases of the Settings, in their order: wirings and drafts next to one another, repeats far apart.
 
     One rank has no link, and all wirings cost it about the same: there only standard is run.
     """
@@ -270,12 +321,14 @@ def plan(s):
 
     def runs(repeat, exposed):
         return [
-            Case(repeat, tp, link, quant, batch, name, parameter, exposed)
+            Case(repeat, tp, link, quant, batch, name, parameter, draft, exposed)
             for quant in s.quant
             for tp, link in places
             for batch in s.batches
             for name, parameter in (s.wirings if tp > 1 else [("standard", None)])
-            if not exposed or (tp > 1 and name != "upper-bound")
+            for draft in s.speculate
+            if not exposed or (tp > 1 and name != "upper-bound" and draft is None)
+            if draft is None or proposes(draft, tp, name, parameter)
         ]
 
     for repeat in range(1, s.repeats + 1):
@@ -283,6 +336,19 @@ def plan(s):
     if s.exposed:  # apart: it slows a step, if little
         cases += runs(0, exposed=True)
     return list(dict.fromkeys(cases))  # a batch size, say, may have been named twice
+
+
+def proposes(draft, tp, wiring, parameter):
+    """Whether a draft proposes for a wiring on so many ranks.
+
+    Another wiring of the same weights does it only where it can be cheaper, on several ranks, is not that very wiring,
+    and finds all its norms there. Of the upper bound's text no guess means anything.
+    """
+    kind, _, other = draft[0].partition(":")
+    if wiring == "upper-bound" or kind != "wiring":
+        return wiring != "upper-bound"
+    same = other == (wiring if parameter is None else f"{wiring}:{parameter}")
+    return tp > 1 and not same and {*WIRINGS[results.base(other)].norms} <= {*WIRINGS[wiring].norms}
 
 
 def command(case, s):
@@ -311,10 +377,12 @@ def generate_flags(case, s):
         flags = ["--model", s.model, "--random-weights"]
         flags += ["--n-layers", str(s.n_layers)] if s.n_layers else []
         flags += ["--quant", case.quant] if case.quant != "none" else []
-    flags += ["--wiring", case.wiring, "--batch", str(case.batch), "--prompt-length", str(s.prompt)]
+    flags += ["--wiring", case.wiring, "--batch", str(case.batch)]
+    flags += ["--prompt-length", str(s.prompt)] if isinstance(s.prompt, int) else ["--prompts-file", s.prompt]
     flags += ["--max-new-tokens", str(s.new_tokens), "--ignore-eos", "--temperature", "0", "--compile"]
     if case.parameter is not None:
         flags += [f"--{WIRINGS[case.wiring].parameter.replace('_', '-')}", str(case.parameter)]
+    flags += ["--draft", case.draft[0], "--speculate", case.draft[1]] if case.draft else []
     flags += ["--link", case.link] if case.link not in REAL else []
     flags += ["--simulate-tp", str(case.tp)] if s.simulate else []
     return [*flags, *s.flags, *(["--exposed"] if case.exposed else [])]
@@ -323,10 +391,16 @@ def generate_flags(case, s):
 def out_of_memory(case, s):
     """The result of a case that needs more memory than there is: what generate.py would have said of itself."""
     line = {
-        "error": "out of memory", "wiring": case.wiring, "batch": case.batch, "prompt_tokens": s.prompt,
-        "new_tokens": s.new_tokens, "device": s.device, "link": None if case.link in REAL else {"name": case.link},
-        "simulated": s.simulate, "tp": case.tp, "settings": {"NCCL_P2P_DISABLE": "1"} if case.link == "no-p2p" else {},
+        "error": "out of memory", "wiring": case.wiring, "batch": case.batch, "new_tokens": s.new_tokens,
+        "device": s.device, "link": None if case.link in REAL else {"name": case.link}, "simulated": s.simulate,
+        "tp": case.tp, "settings": {"NCCL_P2P_DISABLE": "1"} if case.link == "no-p2p" else {},
     }  # fmt: skip
+    if isinstance(s.prompt, int):  # how many tokens a file has only its runs say
+        line["prompt_tokens"] = s.prompt
+    if case.draft:
+        name, count = case.draft
+        line["draft"] = checkpoint.name(name) if os.path.isdir(name) else name
+        line["speculate"] = count if count == "auto" else int(count)
     if case.parameter is not None:
         line[WIRINGS[case.wiring].parameter] = case.parameter
     if s.checkpoint:

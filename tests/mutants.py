@@ -29,6 +29,7 @@ QUANT, CONVERT, LINK = "test_quantize.py -k ", "test_convert.py -k ", "test_link
 EVAL, ADAPT, TRAINING = (f"test_{name}.py -k " for name in ("eval", "adapt", "training"))
 EXPORT, ADVISE, WRITERS = "test_export.py -k ", "test_advise.py -k ", "test_writers.py -k "
 BENCHMARKS, WATCH = "test_benchmarks.py -k ", "test_watch.py -k "
+BENCH = "test_bench.py -k "
 FAULTS, SOAK = "test_faults.py -k ", "test_soak.py -k "
 SHARED, SUMS = "kernels/shared_memory.cpp", "test_shared_memory.py -k 'test_sums and 3'"
 MESSAGES, IN_FLIGHT = "test_shared_memory.py -k 'random_messages and not long'", "test_shared_memory.py -k in_flight"
@@ -304,6 +305,25 @@ MUTANTS = [  # (file, old text, new text, tests)
         "test_bench.py -k cells_are_medians",
     ),
     ("measure/timing.py", "some[0] <= others[1] and ", "", "test_bench.py -k told_from"),
+    # drafts in sweeps
+    ("measure/sweep.py", "return tp > 1 and not same and", "return not same and", BENCH + "can_propose"),
+    ("measure/sweep.py", "return tp > 1 and not same and", "return tp > 1 and", BENCH + "can_propose"),
+    ("measure/sweep.py", " <= {*WIRINGS[wiring].norms}", " and True", BENCH + "can_propose"),
+    ("measure/sweep.py", 'return wiring != "upper-bound"', "return True", BENCH + "can_propose"),
+    ("measure/sweep.py", 'name != "upper-bound" and draft is None)', 'name != "upper-bound")', BENCH + "can_propose"),
+    ("measure/sweep.py", "checkpoint.name(name) if os.path.isdir(name) else name", "name", BENCH + "goes_on_and_shows"),
+    ("measure/sweep.py", "if isinstance(s.prompt, int):  #", "if True:  #", BENCH + "goes_on_and_shows"),
+    ("measure/sweep.py", "if batch % count:", "if False:", BENCH + "bad_settings"),
+    ("measure/results.py", 'bounded = case[2] != "upper-bound" and not draft_of(case[2])',
+     'bounded = case[2] != "upper-bound"', BENCH + "have_a_column"),
+    ("measure/results.py", 'mean_accepted(line["accepted"]) or 0.0', 'mean_accepted(line["accepted"])',
+     BENCH + "have_a_column"),
+    ("measure/results.py", """@{line['speculate']}\"""", '"', BENCH + "same_drafts"),
+    ("measure/results.py", 'or (line.get("draft") and line["accepted"] is None)', "", BENCH + "refuses_other_files"),
+    ("measure/plot.py", "max(1.3, 0.085 * max(map(len, wirings)))", "1.3", BENCH + "name_the_drafts"),
+    ("measure/plot.py", "if c[0] == 1 or results.draft_of(c[2]) or", "if c[0] == 1 or", BENCH + "name_the_drafts"),
+    ("measure/plot.py", 'wiring if results.draft_of(wiring) else "standard", batch', '"standard", batch',
+     BENCH + "name_the_drafts"),
     # adapt.py, eval.py, measure/score.py
     ("adapt.py", "torch.lerp(before, x, alpha) if stale", "torch.lerp(before, x, 1 - alpha) if stale", ADAPT + "blend"),
     ("adapt.py", "before, x = x, x + h(", "x = x + h(", ADAPT + "blend"),

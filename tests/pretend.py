@@ -25,12 +25,15 @@ def result(words, environment):
     if "measure.probe" in words:
         rates = [{"bytes": 1024, "us": 20.0, "gbps": 0.4}] if ranks > 1 else []
         return line | {"probe": {"bandwidth": [1e10] * ranks, "all_reduce": rates}, "topology": None}
-    new, batch = int(value("--max-new-tokens")), int(value("--batch"))
+    new, batch, draft = int(value("--max-new-tokens")), int(value("--batch")), value("--draft")
+    count = value("--speculate")
     return line | {
         "model": value("--model", "demo"), "n_layers": 2, "wiring": value("--wiring"), "link": None,
         "ladder_layers": value("--ladder-layers"), "desync_period": value("--desync-period"),
         "dtype": "bfloat16", "quant": value("--quant"), "batch": batch, "new_tokens": new,
-        "prompt_tokens": int(value("--prompt-length")), "prefill_s": 0.5, "ttft_ms": 500.0, "decode_s": 1.0,
+        "prompt_tokens": int(value("--prompt-length", 7)), "draft": draft and draft.split("/")[-1],
+        "speculate": int(count) if count and count.isdecimal() else count, "accepted": [1, 3] if draft else None,
+        "prefill_s": 0.5, "ttft_ms": 500.0, "decode_s": 1.0,
         "tpot_ms": 1e3 / (new - 1), "tok_s": batch * (new - 1), "tok_s_user": new - 1, "mbu": 0.9,
         "exposed": {"decode": REPORT} if "--exposed" in words else None, "tokens": [[1, 2]], "texts": None,
     }  # fmt: skip

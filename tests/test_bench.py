@@ -154,6 +154,45 @@ def test_a_cpu_s_ranks_share_its_cores(bench):
     assert all(flag(c, "--device") == "cpu" for c in commands)
 
 
+@pytest.fixture
+def drafting(bench):
+    """Settings of a sweep with drafts: a checkpoint, a smaller one, and a prompt that is text."""
+    (bench.folder / "its drafts" / "a small one").mkdir(parents=True)
+    (bench.folder / "prompt.txt").write_text("Once upon a time\n\n")
+    return {
+        "CHECKPOINT": str(ROOT / "demo"), "PROMPT": "prompt.txt", "TPS": "1 2", "BATCHES": "1", "LINKS": "real",
+        "REPEATS": "1", "WIRINGS": "standard hybrid:2 parallel upper-bound",
+        "SPECULATE": "none ngram@4 wiring:hybrid:2@auto wiring:parallel@1 'its drafts/a small one'@2",
+    }  # fmt: skip
+
+
+def test_drafts_are_run_where_they_can_propose(bench, drafting):
+    commands = [c for c in dry_run(bench, **drafting) if flag(c, "--wiring")]
+    found = {}
+    for c in commands:
+        how = "exposed" if "--exposed" in c else flag(c, "--speculate")
+        where = "--nproc_per_node=2" in c, flag(c, "--wiring")
+        found.setdefault(where, []).append((flag(c, "--draft"), how))
+    plain, ngram, small, exposed = (None, None), ("ngram", "4"), ("its drafts/a small one", "2"), (None, "exposed")
+    hybrid, parallel = ("wiring:hybrid:2", "auto"), ("wiring:parallel", "1")
+    assert found == {
+        (False, "standard"): [plain, ngram, small],  # alone nothing is cheaper
+        (True, "standard"): [plain, ngram, hybrid, parallel, small, exposed],
+        (True, "hybrid"): [plain, ngram, parallel, small, exposed],  # no draft of itself
+        (True, "parallel"): [plain, ngram, small, exposed],  # which has not all of the other's norms
+        (True, "upper-bound"): [plain],
+    }
+    assert all(flag(c, "--prompts-file") == "prompt.txt" and "--prompt-length" not in c for c in commands)
+
+
+def test_the_layers_of_a_draft_may_be_listed(bench, drafting):
+    commands = dry_run(bench, **{**drafting, "TPS": "2", "EXPOSED": "0", "SPECULATE": "wiring:spd:0,2@auto"})
+    assert [(flag(c, "--wiring"), flag(c, "--draft")) for c in commands[1:]] == [
+        ("standard", "wiring:spd:0,2"),
+        ("hybrid", "wiring:spd:0,2"),
+    ]
+
+
 TWO_NODES = {
     "NNODES": "2", "MASTER_ADDR": "10.0.0.1", "TPS": "4", "BATCHES": "1", "REPEATS": "1", "WIRINGS": "standard",
     "LINKS": "real", "EXPOSED": "0",
@@ -255,6 +294,22 @@ def test_out_of_memory_is_a_result_and_the_sweep_goes_on(bench, trouble):
     assert bench(**settings).returncode == 0 and not calls_of(bench)
 
 
+def test_a_sweep_with_drafts_goes_on_and_shows_them(bench, drafting):
+    drafting["EXPOSED"] = "0"
+    done = bench(**drafting, when="--draft 'its drafts/a small one'", trouble="137")
+    assert done.returncode == 0, done.stderr
+    assert len(lines_of(bench)) == 2 + 3 + 5 + 4 + 3 + 1 == len(calls_of(bench))
+    rates = table(done.stdout, "Decode, tok/s")
+    assert rates["2", "real", "standard", "ngram@4"] == ["511 1.00x"]
+    assert rates["2", "real", "hybrid:2", "a small one@2"] == ["out of memory"]
+    assert rates["2", "real", "standard", "none"] == ["511"] and len(rates) == 16
+    stood = table(done.stdout, "Proposals that stood")
+    assert len(stood) == 7 and {*map(tuple, stood.values())} == {("0.75",)}
+    assert bench(**drafting).returncode == 0 and not calls_of(bench)
+    assert bench(**{**drafting, "SPECULATE": "none ngram@4 ngram@2"}).returncode == 0
+    assert all(flag(c, "--speculate") == "2" for c in bench.calls) and len(calls_of(bench)) == 4
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -326,6 +381,23 @@ def test_when_everything_fails_that_is_said(bench):
         "MODEL=": "MODEL is '' but must be one of: 1b 3b 8b",
         "DEVICE=tpu": "DEVICE is 'tpu' but must be one of: cpu cuda",
         "DEVICE=cuda;gpus=0": "DEVICE is cuda, but there is no GPU",
+        "SPECULATE=": "SPECULATE is empty: it takes none, or DRAFT@K such as ngram@4",
+        "SPECULATE=ngram": "SPECULATE names ngram, which is neither none nor DRAFT@K",
+        "SPECULATE=@4": "SPECULATE names @4, which is neither none nor DRAFT@K",
+        "SPECULATE=none ngram@0": "SPECULATE names ngram@0, but K must be a whole number from 1 on, or auto: ngram@4",
+        "SPECULATE=ngram@": "SPECULATE names ngram@, but K must be",
+        "SPECULATE=/nosuch@4": "SPECULATE names /nosuch@4, but /nosuch is neither ngram nor wiring:NAME, and no folder",
+        "SPECULATE=wiring:spds@4": "SPECULATE names wiring:spds@4; known: standard ladder",
+        "SPECULATE=wiring:hybrid@4": "SPECULATE names wiring:hybrid@4 without a number: hybrid:4 is ladder_layers 4",
+        "SPECULATE=wiring:desync:2,3@4": "SPECULATE names wiring:desync:2,3@4 without a number",
+        "SPECULATE='a@4": "SPECULATE is \"'a@4\": No closing quotation",
+        "SPECULATE=ngram@4": "SPECULATE needs a CHECKPOINT: what a draft guesses",
+        "SPECULATE=ngram@4;CHECKPOINT=.": "SPECULATE needs PROMPT=FILE, of one prompt a line",
+        "SPECULATE=ngram@4;SIMULATE=1": "SIMULATE predicts plain decode steps: it does not go with SPECULATE",
+        "PROMPT=text": "PROMPT text is text, which needs a CHECKPOINT",
+        "PROMPT=/nosuch": "PROMPT is '/nosuch' but must be one whole number from 1 on, or a file of one prompt a line",
+        "PROMPT=text;CHECKPOINT=.;BATCHES=2 3": "BATCHES names 3, no multiple of the 2 prompts in text",
+        "PROMPT=blank;CHECKPOINT=.": "PROMPT blank is empty: it takes one prompt a line",
         "SIMULATE=yes": "SIMULATE is 'yes' but must be one of: 0 1",
         "SIMULATE=1": "SIMULATE needs LINKS to emulate: free nvlink",
         "SIMULATE=1;LINKS=pcie;TPS=1 2": "SIMULATE needs TPS from 2 on",
@@ -354,7 +426,8 @@ def test_when_everything_fails_that_is_said(bench):
 )  # fmt: skip
 def test_bad_settings_are_one_line(bench, settings, message):
     (bench.folder / "calls.d-figures").touch()
-    (bench.folder / "text").write_text("text\n")
+    (bench.folder / "text").write_text("text\n\nmore\n")
+    (bench.folder / "blank").write_text(" \n")
     settings = dict(pair.split("=", 1) for pair in settings.split(";"))
     done = bench(gpus=int(settings.pop("gpus", 2)), **settings)
     assert done.returncode == 2 and not calls_of(bench)
@@ -554,10 +627,11 @@ def written(tmp_path):
 
 
 def table(text, name):
-    """{first cells of a row: the rest} of the table whose caption begins so."""
-    rows = text.partition(f"\n{name}")[2].partition("|")[2].split("\n\n")[0].splitlines()[2:]
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    return {tuple(row[:3]): row[3:] for row in cells}
+    """{first cells of a row: those of the batches} of the table whose caption begins so."""
+    rows = text.partition(f"\n{name}")[2].partition("|")[2].split("\n\n")[0].splitlines()
+    head, _, *cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    first = 3 + ("draft" in head)
+    return {tuple(row[:first]): row[first:] for row in cells}
 
 
 def test_cells_are_medians_and_speedups_are_paired_by_repeat(written):
@@ -667,6 +741,58 @@ def test_speedups_are_told_from_noise(written):
     assert "Each number is of one run" in text and "(one run)" not in text and "| 20 1.00x |" in text
 
 
+def drafted(wiring, draft, rate, accepted=(1, 1), count=4, **more):
+    return result(wiring, rate, draft=draft, speculate=count, accepted=list(accepted), **more)
+
+
+def test_drafts_have_a_column_and_are_compared_with_plain_standard(written):
+    lines = [
+        result(w, rate, tp=tp) for w, rate, tp in (("standard", 10, 2), ("upper-bound", 20, 2), ("standard", 8, 1))
+    ]
+    lines += [drafted("standard", "ngram", 12, (3, 0, 1)), drafted("standard", "ngram", 16, (0, 9), tp=1)]
+    lines += [drafted("ladder", "wiring:hybrid:2", 30, (0,), "auto"), drafted("hybrid", "ngram", 15, ladder_layers=2)]
+    lines += [result("standard", 20, repeat=2), drafted("standard", "ngram", 28, (0, 0, 1), repeat=2)]
+    [found] = results.sweeps(results.read(written(lines)))
+    text = results.tables(found)
+    rates = table(text, "Decode, tok/s")
+    assert list(rates) == [
+        ("1", "none", "standard", "none"), ("1", "none", "standard", "ngram@4"),
+        ("2", "real", "standard", "none"), ("2", "real", "standard", "ngram@4"),
+        ("2", "real", "ladder", "wiring:hybrid:2@auto"), ("2", "real", "hybrid:2", "ngram@4"),
+        ("2", "real", "upper-bound", "none"),
+    ]  # fmt: skip
+    assert rates["1", "none", "standard", "ngram@4"] == ["16 2.00x (one run)"]
+    assert rates["2", "real", "standard", "ngram@4"] == ["20 (12-28) ~1.30x"]
+    assert rates["2", "real", "ladder", "wiring:hybrid:2@auto"] == ["30 3.00x (one run)"]  # a draft may pass the bound
+    assert table(text, "Proposals that stood") == {
+        ("1", "none", "standard", "ngram@4"): ["1"], ("2", "real", "standard", "ngram@4"): ["1.25 (0.5-2)"],
+        ("2", "real", "ladder", "wiring:hybrid:2@auto"): ["0"], ("2", "real", "hybrid:2", "ngram@4"): ["0.5"],
+    }  # fmt: skip
+    plain = results.tables(results.sweeps(results.read(written([line for line in lines if "draft" not in line])))[0])
+    assert "draft" not in plain and "Proposals" not in plain
+
+
+def test_figures_name_the_drafts(written):
+    lines = [result(w, rate, batch=b) for w, rate in (("standard", 10), ("upper-bound", 20)) for b in (1, 4)]
+    lines += [drafted("standard", draft, 15, batch=b) for draft in ("ngram", "wiring:spd") for b in (1, 4)]
+    lines += [result("standard", 5, tp=1), drafted("standard", "ngram", 7, tp=1)]
+    [found] = results.sweeps(results.read(written(lines)))
+    [panel] = plot.speedups(found, lambda c: "", lambda c: c[3]).values()
+    assert panel["standard + ngram@4"] == {1: (1.5, 1.5, 1.5), 4: (1.5, 1.5, 1.5)}
+    drafts = "standard + ngram@4", "standard + wiring:spd@4"
+    looks = [plot.look(w, panel) for w in ("standard", *drafts)]
+    assert {look["color"] for look in looks} == {"black"} and len({look["linestyle"] for look in looks}) == 3
+    assert [list(bars) for bars in plot.breakdown(found).values()] == [["standard", "upper-bound"]] * 2
+    lines = plot.scaling(found)["link real, batch 1"]
+    middles = [{x: y[0] for x, y in lines[w].items()} for w in ("standard", "upper-bound", *drafts)]
+    assert middles == [{1: 1.0, 2: 2.0}, {1: 1.0, 2: 4.0}, {1: 1.4, 2: 3.0}, {2: 3.0}]
+    figure = plot.draw({"": panel}, "title", "batch", "")
+    assert {box.get_label() for box in figure.axes[0].containers} == {"standard", "upper-bound", *drafts}
+    figure.draw_without_rendering()
+    legend = figure.legends[0].get_window_extent()
+    assert figure.bbox.x0 <= legend.x0 and legend.x1 <= figure.bbox.x1
+
+
 def test_bars_say_what_the_timed_runs_say(written):
     steps = {"standard": 10, "ladder": 7, "parallel": 8, "upper-bound": 6}
     lines = [result(w, 1e3 / ms, repeat=i) for w, ms in steps.items() for i in (1, 2, 3)]
@@ -756,6 +882,18 @@ def test_compare(written, capsys):
     ]
 
 
+def test_drafts_are_compared_with_the_same_drafts(written, capsys):
+    before = [result("standard", 10), drafted("standard", "ngram", 12), drafted("ladder", "ngram", 12, count="auto")]
+    after = [result("standard", 15), drafted("standard", "ngram", 24), drafted("ladder", "ngram", 12)]
+    plot.main(["--compare", str(written(before, "a")), str(written(after, "b"))])
+    rows = [line.split(" | ")[1:8] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert rows[0] == ["ranks", "link", "wiring", "draft", "batch", "tok/s before", "after"]
+    assert rows[2:] == [
+        ["2", "real", "standard", "none", "1", "10", "15"],
+        ["2", "real", "standard", "ngram@4", "1", "12", "24"],
+    ]
+
+
 def test_figures_of_settings_that_look_alike_have_names_of_their_own(written, tmp_path):
     rates = [("standard", 10, 1), ("ladder", 12, 1), ("standard", 30, 4), ("ladder", 32, 4)]
     lines = [result(w, rate, batch, hardware=name) for name in ("H1", "H2") for w, rate, batch in rates]
@@ -776,6 +914,10 @@ def test_the_paper_s_figures_agree_with_themselves():
     [
         "no json", "[1]", '{"command": "c", "repeat": 1, "a": 2}', '{"wiring": "ladder", "link": 1, "tp": 2}',
         json.dumps({k: v for k, v in result("ladder", 1).items() if k != "hardware"}),
+        json.dumps(result("ladder", 1, repeat=2, draft="ngram", speculate=4)),
+        json.dumps(result("ladder", 1, repeat=2, draft="ngram", speculate=4, accepted=None)),
+        json.dumps(result("ladder", 1, repeat=2, draft="ngram", accepted=[1])),
+        json.dumps(result("ladder", 1, repeat=2, draft="ngram", speculate=4, accepted="1")),
     ],
 )  # fmt: skip
 def test_plot_refuses_other_files(tmp_path, text):
