@@ -3,26 +3,29 @@
 import copy
 import dataclasses
 import itertools
+import json
 import math
 import os
+import shutil
+import signal
 from collections import Counter
 
 import pytest
 import torch
-from helpers import (
-    BASE,
-    RANKS,
-    WIRED,
-    StateWeights,
-    random_model,
-    run_ranks,
-    wired_id,
-)  # fmt: skip
-from test_generate import greedy_tokens
+from helpers import BASE, RANKS, WIRED, StateWeights, random_model, run_ranks, wired_id
+from reference import Reference
+from safetensors.torch import load_file, save_file
+from test_generate import edit_config, greedy_tokens, run, run_json
+from test_quantize import INT4, INT8, dequantized_state, quantized_state
 
+import checkpoint
 import generate
 import speculative
 import tp
+from kernels import cpu
+from measure import finite, preflight, report
+from model import InputError
+from training.data import train_tokenizer
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [7], [7, 8, 20]]
 OTHER = dataclasses.replace(BASE, n_layers=2, n_heads=4, head_dim=6, dim=20, intermediate_size=30, wiring="ladder")
@@ -372,3 +375,367 @@ def test_what_is_generated_with_a_draft_is_distributed_as_the_model_says(name, s
     counts, chi = Counter(map(tuple, done.rows)), ChiSquare()
     chi.add([counts[text] for text in shares], list(shares.values()))
     assert min(draft.accepted[n] for n in range(3)) > 100 and chi.freedom > 10 and chi.p_value() > 1e-4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compiled, quantized, and numbers that are not finite
+
+
+def graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, number", [
+    ("ngram", 2),  # one token and four of the model
+    ("near", 4),  # and two and one of the draft
+    ("hybrid-(1,)", 3),  # and one of the draft
+])  # fmt: skip
+def test_compiled_there_is_one_graph_for_each_number_of_tokens(name, number):
+    """Of a pass, whatever the lengths; and a warm-up compiles them all."""
+    net = mild(dataclasses.replace(BASE, n_layers=2))
+    draft = {"ngram": "ngram", "near": noisy(net, 0.05), **rewirings(net)}[name]
+    expected = generated(net, new=30)[0].rows
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    runner, draft = generate.make_runners(net, draft, Scripted(3, 3, 0), 3, 37, True)
+    draft.control.counts = (3,)  # for the warm-up
+    runner.warm_up(PROMPTS, 30, draft=draft)
+    assert graphs() == number and set(draft.control.seconds) == {0, 3}
+    done = generate.generate(runner, PROMPTS, 30, GREEDY, draft=draft)
+    assert done.rows == expected and sum(n * count for n, count in draft.accepted.items()) > 0
+    later = generate.generate(runner, PROMPTS[::-1], 25, GREEDY, draft=draft).rows
+    assert later == [row[:25] for row in expected[::-1]] and graphs() == number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quant", [None, "int8", "int4"])
+def test_compiled_in_bfloat16_each_token_is_about_the_likeliest(quant):
+    """Rounding may choose among near equals; few_rows.cpp multiplies five rows of a pass and attends to them."""
+    config = dataclasses.replace({"int8": INT8, "int4": INT4, None: BASE}[quant], head_dim=64)
+    plain = dataclasses.replace(config, quant=None, group_size=None)
+    state = quantized_state(config) if quant else mild(config).state_dict()
+    net = tp.load_shard(config, StateWeights(state), torch.bfloat16, "cpu", 0, 1)
+    same = tp.load_shard(config, StateWeights(state), torch.bfloat16, "cpu", 0, 1)
+    if quant:
+        exact = dequantized_state(config, state)
+    else:
+        exact = {n: w.bfloat16() for n, w in state.items()}
+    reference = Reference(plain, exact)
+    torch._dynamo.reset()
+    done, draft = generated(net, same, speculative.Fixed(4), new=20, compile=True)
+    assert any(isinstance(m, cpu.DecodeAttention) for m in net.modules())
+    assert draft.accepted[4] > 5
+    for prompt, row in zip(PROMPTS, done.rows, strict=True):
+        logits = reference.logits(torch.tensor(prompt + row))
+        for position, token in enumerate(row, len(prompt) - 1):
+            assert logits[position, token] > logits[position].max() - 0.05 * abs(logits[position]).max()
+
+
+@pytest.mark.parametrize("model", [INT8, INT4], ids=["int8", "int4"])
+@pytest.mark.parametrize("quant", [None, INT8, INT4], ids=["float", "int8", "int4"])
+def test_integers_may_draft_and_be_drafted_for(model, quant):
+    made = [
+        tp.load_shard(
+            c, StateWeights(quantized_state(c) if c.quant else random_model(c).state_dict()), torch.float32, "cpu", 0, 1
+        )
+        for c in (model, quant or dataclasses.replace(INT8, quant=None))
+    ]
+    expected = generated(made[0])[0].rows
+    done, draft = generated(*made, speculative.Fixed(3))
+    assert done.rows == expected and draft.accepted.keys() >= ({3} if model is quant else {0})
+    for other in ("ngram", *rewirings(made[0]).values()):
+        assert generated(made[0], other, speculative.Fixed(3))[0].rows == expected
+
+
+def spoiled(runner, row, step, which=lambda tokens: True):
+    """From a runner's decode step on, a row's logits are NaN after the token of that index in the pass."""
+    decode, seen = runner.decode, []
+
+    def wrong(tokens, *args):
+        logits = decode(tokens, *args).clone()
+        seen.append(1)
+        if len(seen) >= step:
+            logits[row, min(1, tokens.shape[1] - 1)] = torch.nan
+        return logits
+
+    runner.decode = wrong
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logits_that_are_not_finite_are_named_by_step_and_row(temperature):
+    """They come in the third pass, of five tokens, after the second of them."""
+    net, shown = mild(BASE), []
+    runner, draft = generate.make_runners(net, copy.deepcopy(net), speculative.Fixed(4), 3, 40)
+    spoiled(runner, 1, 3)
+    sample = generate.Sampler(temperature)
+    with pytest.raises(finite.NotFinite) as error:
+        generate.generate(runner, PROMPTS, 30, sample, on_tokens=lambda f: shown.append([*map(len, f)]), draft=draft)
+    assert shown == [[1] * 3, [5] * 3, [5] * 3]  # the draft is the model: all stand
+    assert error.value.step == 12 and [len(row) for row in error.value.rows] == [11] * 3
+    assert "in step 12 (decode), row 1 of 3" in str(error.value)
+
+
+@pytest.mark.parametrize("settings", [(0,), (0.8, 3, 0.9)], ids=str)
+def test_a_draft_whose_logits_are_not_finite_does_no_harm(settings):
+    net = mild(BASE)
+    runner, draft = generate.make_runners(net, noisy(net, 0.05), speculative.Fixed(3), 3, 27)
+    spoiled(draft.runner, 1, 2)
+    done = generate.generate(runner, PROMPTS, 20, generate.Sampler(*settings), draft=draft)
+    assert settings[0] or done.rows == generated(net, new=20)[0].rows
+    assert [len(row) for row in done.rows] == [20] * 3 and all(0 <= i < BASE.vocab_size for i in sum(done.rows, []))
+
+
+@pytest.mark.xfail(strict=True, reason="generate() looks for them before it looks for the end")
+def test_what_a_row_does_not_need_may_be_anything():
+    """Logits behind the end of a row are no error of it."""
+    net = mild(BASE)
+    plain = generated(net)[0].rows
+    runner, draft = generate.make_runners(net, copy.deepcopy(net), speculative.Fixed(4), 1, 40)
+    spoiled(runner, 0, 1)
+    assert generate.generate(runner, PROMPTS[:1], 2, GREEDY, draft=draft).rows == [plain[0][:2]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The number of proposals
+
+
+def test_auto_asks_for_what_pays():
+    """Passes of equal cost take as many as there are, those as dear as their tokens none, but for a try now and then."""
+    for seconds, accepted, chosen in (
+        ({0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, lambda count: count, {8}),
+        ({0: 1.0, 1: 2.0, 2: 3.0, 4: 5.0, 8: 9.0}, lambda count: 0, {0, 1}),
+        ({0: 1.0, 1: 1.05, 2: 1.1, 4: 1.6, 8: 4.0}, lambda count: min(count, 1), {2}),
+    ):
+        control, asked = speculative.Auto(), []
+        assert control.choose() == 1
+        control.seconds = seconds
+        for _ in range(200):
+            asked.append(control.choose())
+            if asked[-1]:
+                control.note(asked[-1], [accepted(asked[-1])] * 2)
+        assert set(asked[70:]) == chosen
+        assert 0 not in chosen or asked[70:].count(1) == 130 // 32 + (asked[70:].index(1) < 130 % 32)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags and reports
+
+
+@pytest.fixture(scope="module")
+def folders(tiny, tmp_path_factory):
+    """Folders of drafts for tiny, by name."""
+    root, config = tmp_path_factory.mktemp("drafts"), checkpoint.read_config(tiny)
+
+    other, large = (dataclasses.replace(OTHER, vocab_size=size) for size in (300, 1024))
+    made = {"near": (config, noisy(generate.load(tiny)[0], 0.02).state_dict())}
+    made |= {"other": (other, random_model(other).state_dict()), "larger": (large, random_model(large).state_dict())}
+    integers = [dataclasses.replace(c, vocab_size=300) for c in (INT8, INT4)]
+    made |= {c.quant: (c, quantized_state(c)) for c in integers}
+    for name, (c, state) in made.items():
+        (root / name).mkdir()
+        checkpoint.write_config(root / name, c)
+        save_file(state, root / name / "model.safetensors")
+        if c.vocab_size == 300:
+            shutil.copy(tiny / "tokenizer.model", root / name)
+    shutil.copytree(tiny, root / "copy")
+    shutil.copytree(root / "other", root / "other words")
+    train_tokenizer(
+        ["A cat sat under the old tree and slept all day. "] * 60, 300, root / "other words" / "tokenizer.model"
+    )
+    shutil.copytree(root / "int8", root / "without a tensor")
+    state = load_file(root / "without a tensor" / "model.safetensors")
+    del state["layers.1.feed_forward.w2.scales"]
+    save_file(state, root / "without a tensor" / "model.safetensors")
+    return root
+
+
+DRAFTS = ["ngram", "near", "other", "int8", "int4", "wiring:ladder", "wiring:hybrid:1", "wiring:hybrid:0,2"]
+DRAFTS += ["wiring:spd", "wiring:spd:2", "wiring:delayed", "wiring:desync:2", "wiring:upper-bound"]
+
+
+def named(draft, folders):
+    return folders / draft if (folders / draft).is_dir() else draft
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_the_flag_leaves_the_text_as_it_is(draft, tiny, folders, tmp_path):
+    flags = ["--temperature", "0", "--max-new-tokens", "12", *["--prompt", "a", "--prompt", "Once", "--prompt", "The"]]
+    plain, *_ = run_json(tiny, *flags, out=tmp_path / "plain")
+    assert not any(plain[key] for key in ("draft", "speculate", "drafted", "accepted", "draft_s"))
+    result, _, said = run_json(
+        tiny, *flags, "--draft", named(draft, folders), "--speculate", 3, out=tmp_path / "drafted"
+    )
+    assert result["tokens"] == plain["tokens"] and result["texts"] == plain["texts"]
+    assert result["new_tokens"] == plain["new_tokens"] and plain["passes"] == plain["new_tokens"] - 1
+    assert (result["draft"], result["speculate"]) == (draft, 3) and 0 < result["draft_s"] < result["decode_s"]
+    assert len(result["accepted"]) <= 4 and sum(result["accepted"]) <= 3 * result["passes"]
+    assert result["drafted"] <= 3 * result["passes"] and (draft == "ngram" or result["drafted"] == 3 * result["passes"])
+    assert f"draft {draft}, 3 at a time: {result['passes']} passes" in said
+    if draft in ("near", "wiring:spd", "wiring:delayed", "wiring:upper-bound"):
+        assert result["accepted"][3] and result["passes"] < plain["passes"]
+        assert f"{report.mean_accepted(result['accepted']):.2f} proposals accepted in each (0: " in said
+    if draft != "ngram":
+        assert result["step_bytes"] > plain["step_bytes"]
+
+
+def test_bytes_of_a_pass_are_the_models_and_those_of_each_proposal(tiny, folders, tmp_path):
+    flags = ["--prompt-ids", "1,5,6", "--max-new-tokens", "7", "--ignore-eos", "--temperature", "0"]
+    plain, *_ = run_json(tiny, *flags, out=tmp_path / "plain")
+    draft, *_ = run_json(folders / "other", *flags, out=tmp_path / "draft")
+    both, *_ = run_json(tiny, *flags, "--draft", folders / "other", "--speculate", 3, out=tmp_path / "both")
+    assert both["step_bytes"] == pytest.approx(plain["step_bytes"] + 3 * draft["step_bytes"], abs=5)
+
+
+def test_the_line_for_people():
+    result = {
+        "draft": "ngram",
+        "speculate": "auto",
+        "passes": 40,
+        "accepted": [30, 6, 4],
+        "draft_s": 0.25,
+        "decode_s": 2,
+    }
+    line = (
+        "draft ngram, auto: 40 passes, 0.35 proposals accepted in each (0: 75 %, 1: 15 %, 2: 10 %); drafting 0.25 s, "
+    )
+    assert report.drafted_line(result) == line + "the rest 1.75 s"
+    result |= {"speculate": 4, "accepted": []}
+    assert report.drafted_line(result) == "draft ngram, 4 at a time: 40 passes; drafting 0.25 s, the rest 1.75 s"
+    assert (report.mean_accepted([]), report.mean_accepted([3, 1]), report.mean_accepted([0, 0, 2])) == (None, 0.25, 2)
+
+
+def test_auto_on_two_ranks(tiny, folders, tmp_path):
+    """It times the passes first, and all ranks go by the same times."""
+    flags = ["--temperature", "0", "--max-new-tokens", "12", "--ignore-eos", "--prompt", "a", "--prompt", "Once"]
+    plain, *_ = run_json(tiny, *flags, out=tmp_path / "plain")
+    flags += ["--draft", folders / "near", "--speculate", "auto"]
+    result, _, said = run_json(tiny, *flags, out=tmp_path / "drafted", ranks=2)
+    assert result["tokens"] == plain["tokens"] and result["speculate"] == "auto" and result["compile_s"] == 0
+    assert "draft near, auto: " in said
+
+
+def test_complete_takes_a_draft(tiny, folders):
+    (model, tokenizer), (near, _) = generate.load(tiny), generate.load(folders / "near")
+    texts = ["Once upon a time", "The dog ran", "a"]
+    plain = generate.complete(model, tokenizer, texts, 9, temperature=0)
+    for draft in ("ngram", near, model):
+        assert generate.complete(model, tokenizer, texts, 9, temperature=0, draft=draft, speculate=3) == plain
+
+
+WRONG = {  # --draft, a folder or not: the line
+    "copy": "copy is the checkpoint itself: give a smaller one, or wiring:NAME",
+    "larger": "has another vocabulary, of 1,024 tokens, and the model's 300: give one of the same, or ngram",
+    "other words": "other words has another vocabulary: token ",
+    "without a tensor": "layers.1.feed_forward.w2.scales",
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_folder_that_cannot_draft_is_one_clear_line(name, tiny, folders):
+    with pytest.raises(InputError) as error:
+        generate.main(["--checkpoint", str(tiny), "--prompt", "a", "--draft", str(folders / name)])
+    assert WRONG[name] in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("own, draft, line", [
+    ("--wiring=ladder", "hybrid:3", "hybrid:3 is the wiring that the model runs in: name another"),
+    ("--ladder-layers=2,0,1", "ladder", "ladder is the wiring that the model runs in"),
+    ("--ladder-layers=2", "hybrid:2,1", "hybrid:2,1 is the wiring that the model runs in"),
+    ("--wiring=desync", "desync:2", "desync:2 is the wiring that the model runs in"),
+    ("--wiring=desync", "desync:1", None),
+    ("--wiring=spd", "spd:3", "spd:3 is the wiring that the model runs in"),
+    ("--wiring=parallel", "standard", "--draft wiring:standard needs ffn_norm, which parallel has not"),
+    ("--wiring=parallel", "parallel-ladder:2", "wiring:parallel-ladder:2 needs ffn_norm, which parallel has not"),
+    ("--wiring=parallel", "parallel-ladder", None),
+])  # fmt: skip
+def test_a_wiring_to_draft_in_is_another_of_the_same_norms(own, draft, line, tiny):
+    args = ["--checkpoint", str(tiny), "--prompt", "a", "--max-new-tokens", "3", own, "--draft", f"wiring:{draft}"]
+    if line is None:
+        assert "draft wiring:" in run(*args)[1]
+        return
+    with pytest.raises(InputError) as error:
+        generate.main(args)
+    assert line in str(error.value)
+
+
+def test_memory_counts_the_draft():
+    config, other = dataclasses.replace(BASE, n_heads=15, n_kv_heads=5), dataclasses.replace(OTHER, quant="int8")
+    draft = tp.load_shard(other, StateWeights(quantized_state(other)), torch.bfloat16, "cpu", 0, 1)
+    net = random_model(config).bfloat16()
+    runner, small = generate.make_runners(net, draft, speculative.Fixed(6), 3, 25)
+    request = preflight.Request(
+        config, torch.bfloat16, rows=3, prompt=20, new=5, proposals=6, draft=(other, torch.bfloat16)
+    )
+    held = sum(t.nbytes for t in [*draft.parameters(), *itertools.chain(*small.runner.cache)])
+    for rank, size in ((0, 1), (1, 2)):
+        assert preflight.memory(request, rank, size)["draft"] == held
+    need = preflight.memory(request)
+    assert need["cache"] == sum(t.nbytes for t in itertools.chain(*runner.cache))
+    assert preflight.memory(request._replace(proposals=0))["activations"] <= need["activations"]
+
+
+def test_the_memory_of_a_draft_is_said_before_it_is_loaded(tiny, folders, monkeypatch):
+    monkeypatch.setattr(generate, "load_model", lambda *_: pytest.fail("it has begun"))
+    monkeypatch.setattr(report, "free_bytes", lambda device: 10**5)
+    for draft, said in (("near", "draft "), ("ngram", "weights ")):
+        with pytest.raises(InputError, match="this would run out of memory: .*" + said):
+            generate.main(["--checkpoint", str(tiny), "--prompt", "a", "--draft", str(named(draft, folders))])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A chat keeps its cache from turn to turn
+
+LINES = ["Once upon a time", "The dog", "the park and the dog ran", "a"]
+CHANGES = "{% for m in messages %}[{{ m.role if loop.last else 'x' }}]{{ m.content }}{% endfor %}[a]"
+KEEPS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+@pytest.mark.parametrize("interrupt", [False, True], ids=["", "Ctrl-C"])
+@pytest.mark.parametrize("template", [None, KEEPS, CHANGES], ids=["text", "keeps", "changes"])
+@pytest.mark.parametrize("draft", [None, "ngram", "near", "wiring:hybrid:1"])
+def test_a_chat_computes_only_what_is_new(draft, template, interrupt, tiny, folders, tmp_path, monkeypatch):
+    """And answers as if it computed all."""
+    shutil.copytree(tiny, tmp_path / "chat")
+    edit_config(tmp_path / "chat", max_seq_len=400)
+    if template:
+        (tmp_path / "chat" / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    turns, computed, real, prefill = [], [], generate.generate, generate.Runner.prefill
+
+    def spy(runner, prompts, new, sample, eos_ids, on_tokens, *args):
+        calls = []
+
+        def see(fresh):
+            calls.append(1)
+            if interrupt and len(turns) == 1 and len(calls) == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            return on_tokens(fresh)
+
+        done = real(runner, prompts, new, sample, eos_ids, see, *args)
+        turns.append((prompts[0], done.rows[0]))
+        return done
+
+    def count(self, tokens, lengths, chunk=None, known=0):
+        computed.append((tokens.shape[1], known))
+        return prefill(self, tokens, lengths, chunk, known)
+
+    monkeypatch.setattr(generate, "generate", spy)
+    monkeypatch.setattr(generate.Runner, "prefill", count)
+    flags = ["--checkpoint", tmp_path / "chat", "--interactive", "--temperature", "0", "--max-new-tokens", "9"]
+    flags += ["--draft", named(draft, folders)] if draft else []
+    printed, _ = run(*flags, stdin="\n".join(LINES) + "\n")
+    net, tokenizer = generate.load(tmp_path / "chat")
+    each, held, texts = 1 + (draft == "near"), [], []
+    assert len(turns) == len(LINES) and len(computed) == each * len(turns)
+    for turn, (ids, row) in enumerate(turns):
+        assert row == greedy_tokens(net, ids, len(row), end=2) and (len(row) == 9) != (interrupt and turn == 1)
+        known = len(os.path.commonprefix([held, ids[:-1]]))
+        (all_of_it, mine), *others = computed[each * turn : each * (turn + 1)]
+        assert (all_of_it, mine) == (len(ids), known) and (turn == 0 or 0 < known < len(ids))
+        for all_of_it, small in others:  # which may not have seen the end
+            assert all_of_it == len(ids) and known - 4 <= small <= known
+        if turn and template in (None, CHANGES):
+            assert (known == len(held)) == (template is None)
+        held = (ids + row)[:-1]
+        texts.append(tokenizer.continuation(ids, row))
+    assert printed.replace("> ", "").split("\n")[: len(texts)] == texts
