@@ -35,6 +35,7 @@ MESSAGES, IN_FLIGHT = "test_shared_memory.py -k 'random_messages and not long'",
 LEFT, WITHOUT = "test_shared_memory.py -k nothing_behind", "test_shared_memory.py -k do_without"
 SHARED_PY = "kernels/shared_memory.py"
 EXPORTED, MODELING = (f"formats/exported/{name}_ladder.py" for name in ("configuration", "modeling"))
+SPECULATIVE = "test_speculative.py -k "
 FIT, NUMBERS = "test_preflight.py -k ", "test_numbers.py -k "
 HOSTILE = "test_hostile.py -k "
 FEW_INT = "test_quantize.py -k 'exact_up_to_rounding or three_products'"
@@ -485,6 +486,44 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("benchmarks/victim.py", "if calls == number:", "if False:", FAULTS + "'decode and 7 and SIGKILL and 1'"),
     ("benchmarks/soak.py", "answer(*first)[0] != rows[0]", "False", SOAK + "noticed"),
     ("benchmarks/reliability_tables.py", "sum(not line['wrong'] for", "sum(bool(line) for", FAULTS + "tables_count"),
+    # several tokens in a pass
+    ("speculative.py", "sample.uniform(B, K) * offered < wanted", "wanted >= 0", SPECULATIVE + "accepted_or_replaced"),
+    ("speculative.py", " * offered < wanted", " < wanted", SPECULATIVE + "'accepted_or_replaced and drawn'"),
+    ("speculative.py", "left = (rest - less)", "left = (rest - 0 * less)", SPECULATIVE + "accepted_or_replaced"),
+    ("speculative.py", "left = (rest - less)", "left = (rest - 0 * less)", SPECULATIVE + "generated_with_a_draft"),
+    ("speculative.py", " * (count < K)[:, None]", "", SPECULATIVE + "accepted_or_replaced"),
+    ("speculative.py", ".cumprod(-1)", "", SPECULATIVE + "'know_of_a_draft and standard'"),
+    ("speculative.py", "return ids.where(good, -1), count", "return ids, count", SPECULATIVE + "by_step_and_row"),
+    ("speculative.py", "if n <= end})", "if n < end})", SPECULATIVE + "ngrams_are"),
+    ("speculative.py", "NGRAM = 3, 2", "NGRAM = 2, 3", SPECULATIVE + "ngrams_are"),
+    ("speculative.py", "(text[start:] * count)[:count]", "(text[start:] * count)[-count:]", SPECULATIVE + "ngrams_are"),
+    ("speculative.py", "self.held[row] += len(os.path.commonprefix([mine, text[self.held[row] :]]))",
+     "self.held[row] += len(mine)", SPECULATIVE + "it_would_say"),
+    ("speculative.py", "self.held[row] += len(os.path.commonprefix([mine, text[self.held[row] :]]))", "pass",
+     SPECULATIVE + "catches_up"),
+    ("speculative.py", "proposed[:, : count - 1]", "proposed[:, :count]", SPECULATIVE + "always_right"),
+    ("speculative.py", "held = min([known, *getattr(self, \"held\", [])])", "held = known",
+     SPECULATIVE + "'computes_only and near'"),
+    ("speculative.py", "held = min([known, *getattr(self, \"held\", [])])", "held = 0",
+     SPECULATIVE + "'computes_only and near'"),
+    ("speculative.py", "self.runner.decode(proposed[-1], positions + i, longest)",
+     "self.runner.decode(proposed[-1], positions, longest)", SPECULATIVE + "always_right"),
+    ("speculative.py", "zip(stand, done, strict=True) if not d", "zip(stand, done, strict=True)",
+     SPECULATIVE + "it_would_say"),
+    ("speculative.py", "int(self.idle % self.PROBE == 0)", "0", SPECULATIVE + "what_pays"),
+    ("speculative.py", "sum(min(n + 1, count) for n in accepted)", "count * len(accepted)", SPECULATIVE + "what_pays"),
+    ("speculative.py", "checkpoint.digest(text) == checkpoint.digest(args.checkpoint)", "text == args.checkpoint",
+     SPECULATIVE + "cannot_draft"),
+    ("speculative.py", "if theirs.decode([i]) != tokenizer.decode([i]):", "if False:", SPECULATIVE + "cannot_draft"),
+    ("speculative.py", "if draft.function == config.function:", "if draft == config:", SPECULATIVE + "same_norms"),
+    ("speculative.py", "    if missing:\n", "    if False:\n", SPECULATIVE + "same_norms"),
+    ("generate.py", "known = len(os.path.commonprefix([held, ids[:-1]]))", "known = min(len(held), len(ids) - 1)",
+     SPECULATIVE + "'computes_only and near'"),
+    ("generate.py", "held = (ids + row)[:-1]", "held = ids[:-1]", SPECULATIVE + "computes_only"),
+    ("generate.py", "World(0, 1, world.device))\n\n\ndef prepare", "world)\n\n\ndef prepare", SPECULATIVE + "two_ranks"),
+    ("measure/preflight.py", "+ own[\"cache\"]", "", SPECULATIVE + "memory_counts"),
+    ("measure/preflight.py", "+ request.new + request.proposals", "+ request.new", SPECULATIVE + "memory_counts"),
+    ("measure/report.py", "read += draft.drafted / passes *", "read += 0 *", SPECULATIVE + "bytes_of_a_pass"),
     # measure/harness.py: these take lm-eval
     ("measure/harness.py", "[-self.max_length - 1 :]", "[: self.max_length + 1]", EVAL + "likelihoods_against"),
     ("measure/harness.py", "row[len(tokens) - len(continuation) : len(tokens)]", "row[-len(continuation) :]",

@@ -84,7 +84,7 @@ SCRIPTS = {
             "--prompt=a --draft=ngram --speculate=64": "--speculate 64 goes beyond the context of 64",
             "--prompt=a --draft=ngram --simulate-tp=4 --link=pcie": "--simulate-tp is of plain decode steps: it does",
             "--prompt=a --draft=ngram --exposed": "--exposed is of plain decode steps: it does not go with --draft",
-            "--prompt=a --draft=ngram --profile={}/x": "--profile is of plain decode steps: it does not go with --draft",
+            "--prompt=a --draft=ngram --profile={}/x": "--profile is of plain decode steps: it does not",
             "--prompt=a --draft=/nowhere": "/nowhere is not a checkpoint folder",
             "--prompt=a --draft=ngrams": "ngrams is not a checkpoint folder",
             "--prompt=a --draft=wiring": "wiring is not a checkpoint folder",

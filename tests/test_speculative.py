@@ -1,4 +1,4 @@
-"""Speculative decoding: the same tokens as without a draft if greedy, else the same distribution; drafts, flags, chats."""
+"""Speculative decoding: greedy tokens as without a draft, else their distribution; drafts, flags, chats."""
 
 import copy
 import dataclasses
@@ -144,18 +144,19 @@ def twins(world, changes, controls):
 
 @pytest.mark.parametrize("changes", WIRED, ids=wired_id)
 def test_greedy_tokens_do_not_know_of_a_draft(changes):
-    kinds, _ = twins(None, changes, (4, 1, "auto", 2, 5, 3))
-    assert kinds["near"] == {"none", "some", "all"} and kinds["other"] and set().union(*kinds.values()) == kinds["near"]
+    every = changes["wiring"] in ("standard", "ladder", "parallel")
+    kinds, _ = twins(None, changes, (4, 1, "auto", 2, 5, 3) if every else (3, "auto"))
+    assert kinds["near"] == {"none", "some", "all"} if every else kinds["near"] > {"some"}
 
 
-FAST = {(2, "spd"), (2, "parallel"), (3, "standard"), (3, "desync-2"), (4, "ladder")}
-ON_RANKS = [
-    pytest.param(n, changes, marks=() if (n, wired_id(changes)) in FAST else pytest.mark.slow, id=f"{n}-{wired_id(changes)}")
-    for n in range(2, RANKS + 1) for changes in WIRED
-]  # fmt: skip
+FAST = "2-spd", "2-parallel", "3-standard", "3-desync-2", "4-ladder"
+ON_RANKS = {f"{n}-{wired_id(changes)}": (n, changes) for n in range(2, RANKS + 1) for changes in WIRED}
+MARKED = [
+    pytest.param(*case, marks=[pytest.mark.slow] * (name not in FAST), id=name) for name, case in ON_RANKS.items()
+]
 
 
-@pytest.mark.parametrize("ranks, changes", ON_RANKS)
+@pytest.mark.parametrize("ranks, changes", MARKED)
 def test_nor_on_any_number_of_ranks(ranks, changes):
     """Ranks accept alike, also where they sample."""
     found = run_ranks(ranks, twins, changes, (3, "auto"))
@@ -180,8 +181,8 @@ def test_what_a_small_model_proposes_is_what_it_would_say(count):
     """Its cache holds what it should, however many of its proposals stood in each row before."""
     net = mild(BASE)
     for draft in (noisy(net, 0.05), noisy(net, 0.2), random_model(OTHER)):
-        _, used = generated(net, draft, speculative.Fixed(count), new=20)
-        assert used.accepted == naive_tally(draft, net, count, 20)
+        _, used = generated(net, draft, speculative.Fixed(count))
+        assert used.accepted == naive_tally(draft, net, count, 14)
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 0, 0, 0), (0, 0, 0, 2), (1, 5, 0, 2), (0, 1)])
@@ -223,6 +224,22 @@ def test_the_cache_is_that_of_plain_decoding(name):
             for i, (prompt, row) in enumerate(zip(PROMPTS, rows, strict=True)):
                 held = len(prompt) + len(row) - 1
                 assert torch.allclose(a[i, :, :held], b[i, :, :held], atol=1e-5)
+
+
+@pytest.mark.xfail(strict=True, reason="rows that are done count for what a pass reads")
+def test_no_pass_reads_the_last_slot():
+    """make_cache says why. Rows with fewer accepted go on when the longest is done."""
+    net = mild(BASE)
+    runner, draft = generate.make_runners(net, rewirings(net)["hybrid-(1,)"], speculative.Fixed(3), 3, 27)
+    for each in {runner, draft.runner}:
+        slots, decode = each.cache[0][0].shape[2], each.decode
+
+        def watched(tokens, positions, longest, slots=slots, decode=decode):
+            assert longest < slots
+            return decode(tokens, positions, longest)
+
+        each.decode = watched
+    generate.generate(runner, PROMPTS, 20, GREEDY, draft=draft)
 
 
 def naive_lookup(text, count):
@@ -360,8 +377,8 @@ def test_accepted_or_replaced_each_id_is_distributed_as_the_model_says(settings,
 @pytest.mark.parametrize("name, settings", [("ngram", (1.0, None, 1.0)), ("near", (0.7, 4, 1.0)),
                                             ("near", (1.3, None, 1.0)), ("hybrid-(1,)", (1.0, None, 0.8))])  # fmt: skip
 def test_what_is_generated_with_a_draft_is_distributed_as_the_model_says(name, settings):
-    """The first three tokens of 6000 rows of one prompt, together, against all texts that they may make."""
-    B, V, prompt = 6000, 5, [1, 2, 3, 1, 2, 4, 1, 2, 0, 3, 1]
+    """The first three tokens of 2500 rows of one prompt, together, against all texts that they may make."""
+    B, V, prompt = 2500, 5, [1, 2, 3, 1, 2, 4, 1, 2, 0, 3, 1]
     net = mild(dataclasses.replace(BASE, n_layers=2, vocab_size=V, eos_ids=()))
     draft = {"ngram": "ngram", "near": noisy(net, 0.4), **rewirings(net)}[name]
     sample = generate.Sampler(*settings, seed=2)
@@ -388,7 +405,7 @@ def graphs():
 @pytest.mark.slow
 @pytest.mark.parametrize("name, number", [
     ("ngram", 2),  # one token and four of the model
-    ("near", 4),  # and two and one of the draft
+    ("near", 3),  # and two of the draft, whose graph for one is the model's: they are of one shape
     ("hybrid-(1,)", 3),  # and one of the draft
 ])  # fmt: skip
 def test_compiled_there_is_one_graph_for_each_number_of_tokens(name, number):
@@ -398,7 +415,7 @@ def test_compiled_there_is_one_graph_for_each_number_of_tokens(name, number):
     expected = generated(net, new=30)[0].rows
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    runner, draft = generate.make_runners(net, draft, Scripted(3, 3, 0), 3, 37, True)
+    runner, draft = generate.make_runners(net, draft, Scripted(3, 3, 0), 3, 38, True)
     draft.control.counts = (3,)  # for the warm-up
     runner.warm_up(PROMPTS, 30, draft=draft)
     assert graphs() == number and set(draft.control.seconds) == {0, 3}
@@ -417,10 +434,7 @@ def test_compiled_in_bfloat16_each_token_is_about_the_likeliest(quant):
     state = quantized_state(config) if quant else mild(config).state_dict()
     net = tp.load_shard(config, StateWeights(state), torch.bfloat16, "cpu", 0, 1)
     same = tp.load_shard(config, StateWeights(state), torch.bfloat16, "cpu", 0, 1)
-    if quant:
-        exact = dequantized_state(config, state)
-    else:
-        exact = {n: w.bfloat16() for n, w in state.items()}
+    exact = dequantized_state(config, state) if quant else {name: w.bfloat16() for name, w in state.items()}
     reference = Reference(plain, exact)
     torch._dynamo.reset()
     done, draft = generated(net, same, speculative.Fixed(4), new=20, compile=True)
@@ -501,7 +515,7 @@ def test_what_a_row_does_not_need_may_be_anything():
 
 
 def test_auto_asks_for_what_pays():
-    """Passes of equal cost take as many as there are, those as dear as their tokens none, but for a try now and then."""
+    """If passes cost the same, all there are; if they cost what their tokens do, none, but for a try now and then."""
     for seconds, accepted, chosen in (
         ({0: 1.0, 1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, lambda count: count, {8}),
         ({0: 1.0, 1: 2.0, 2: 3.0, 4: 5.0, 8: 9.0}, lambda count: 0, {0, 1}),
@@ -550,22 +564,28 @@ def folders(tiny, tmp_path_factory):
     return root
 
 
-DRAFTS = ["ngram", "near", "other", "int8", "int4", "wiring:ladder", "wiring:hybrid:1", "wiring:hybrid:0,2"]
-DRAFTS += ["wiring:spd", "wiring:spd:2", "wiring:delayed", "wiring:desync:2", "wiring:upper-bound"]
+DRAFTS = ["ngram", "near", "int4", "wiring:hybrid:0,2", "wiring:spd", "wiring:desync:2"]
+SLOW = ["other", "int8", "wiring:ladder", "wiring:hybrid:1", "wiring:spd:2", "wiring:delayed", "wiring:upper-bound"]
+DRAFTS += [pytest.param(draft, marks=pytest.mark.slow) for draft in SLOW]
 
 
 def named(draft, folders):
     return folders / draft if (folders / draft).is_dir() else draft
 
 
+FLAGS = ["--temperature", "0", "--max-new-tokens", "12", *["--prompt", "a", "--prompt", "Once", "--prompt", "The"]]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny, tmp_path_factory):
+    return run_json(tiny, *FLAGS, out=tmp_path_factory.mktemp("plain") / "out")[0]
+
+
 @pytest.mark.parametrize("draft", DRAFTS)
-def test_the_flag_leaves_the_text_as_it_is(draft, tiny, folders, tmp_path):
-    flags = ["--temperature", "0", "--max-new-tokens", "12", *["--prompt", "a", "--prompt", "Once", "--prompt", "The"]]
-    plain, *_ = run_json(tiny, *flags, out=tmp_path / "plain")
+def test_the_flag_leaves_the_text_as_it_is(draft, tiny, plain, folders, tmp_path):
     assert not any(plain[key] for key in ("draft", "speculate", "drafted", "accepted", "draft_s"))
-    result, _, said = run_json(
-        tiny, *flags, "--draft", named(draft, folders), "--speculate", 3, out=tmp_path / "drafted"
-    )
+    flags = [*FLAGS, "--draft", named(draft, folders), "--speculate", 3]
+    result, _, said = run_json(tiny, *flags, out=tmp_path / "drafted")
     assert result["tokens"] == plain["tokens"] and result["texts"] == plain["texts"]
     assert result["new_tokens"] == plain["new_tokens"] and plain["passes"] == plain["new_tokens"] - 1
     assert (result["draft"], result["speculate"]) == (draft, 3) and 0 < result["draft_s"] < result["decode_s"]
@@ -605,11 +625,9 @@ def test_the_line_for_people():
     assert (report.mean_accepted([]), report.mean_accepted([3, 1]), report.mean_accepted([0, 0, 2])) == (None, 0.25, 2)
 
 
-def test_auto_on_two_ranks(tiny, folders, tmp_path):
+def test_auto_on_two_ranks(tiny, plain, folders, tmp_path):
     """It times the passes first, and all ranks go by the same times."""
-    flags = ["--temperature", "0", "--max-new-tokens", "12", "--ignore-eos", "--prompt", "a", "--prompt", "Once"]
-    plain, *_ = run_json(tiny, *flags, out=tmp_path / "plain")
-    flags += ["--draft", folders / "near", "--speculate", "auto"]
+    flags = [*FLAGS, "--draft", folders / "near", "--speculate", "auto"]
     result, _, said = run_json(tiny, *flags, out=tmp_path / "drafted", ranks=2)
     assert result["tokens"] == plain["tokens"] and result["speculate"] == "auto" and result["compile_s"] == 0
     assert "draft near, auto: " in said
@@ -691,9 +709,17 @@ CHANGES = "{% for m in messages %}[{{ m.role if loop.last else 'x' }}]{{ m.conte
 KEEPS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 
-@pytest.mark.parametrize("interrupt", [False, True], ids=["", "Ctrl-C"])
-@pytest.mark.parametrize("template", [None, KEEPS, CHANGES], ids=["text", "keeps", "changes"])
-@pytest.mark.parametrize("draft", [None, "ngram", "near", "wiring:hybrid:1"])
+CHATS = [(draft, None, True) for draft in (None, "ngram", "near", "wiring:hybrid:1")]
+CHATS += [("near", CHANGES, False), ("wiring:hybrid:1", CHANGES, False)]
+LONG = [
+    case
+    for case in itertools.product((None, "ngram", "near", "wiring:hybrid:1"), (None, KEEPS, CHANGES), (False, True))
+    if case not in CHATS
+]
+CHATS += [pytest.param(*case, marks=pytest.mark.slow) for case in LONG]
+
+
+@pytest.mark.parametrize("draft, template, interrupt", CHATS)
 def test_a_chat_computes_only_what_is_new(draft, template, interrupt, tiny, folders, tmp_path, monkeypatch):
     """And answers as if it computed all."""
     shutil.copytree(tiny, tmp_path / "chat")
