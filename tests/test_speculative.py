@@ -163,26 +163,42 @@ def test_nor_on_any_number_of_ranks(ranks, changes):
     assert found == found[:1] * ranks and {"some", "all"} & found[0][0]["near"]
 
 
-def naive_tally(draft, net, count, new):
-    """How many of `count` proposals stand in each pass, a row and a pass at a time, everything computed anew."""
+def naive_tally(draft, net, counts, new):
+    """How many proposals stand in each pass, a row and a pass at a time, everything computed anew."""
     tally = Counter()
     for prompt in PROMPTS:
-        plain, have = greedy_tokens(net, prompt, new + count), 1
+        plain, have, control = greedy_tokens(net, prompt, new + max(counts)), 1, Scripted(*counts)
         while have < new:
-            proposed = greedy_tokens(draft, prompt + plain[:have], count)
-            n = len(os.path.commonprefix([proposed, plain[have : have + count]]))
-            tally[n] += 1
-            have += n + 1
+            if count := control.choose():
+                proposed = greedy_tokens(draft, prompt + plain[:have], count)
+                n = len(os.path.commonprefix([proposed, plain[have : have + count]]))
+                tally[n] += 1
+            have += n + 1 if count else 1
     return tally
 
 
-@pytest.mark.parametrize("count", [1, 3, 5])
-def test_what_a_small_model_proposes_is_what_it_would_say(count):
+@pytest.mark.parametrize("counts", [(1,), (3,), (5,), (4, 0, 0, 0), (5, 2, 0)])
+def test_what_a_small_model_proposes_is_what_it_would_say(counts):
     """Its cache holds what it should, however many of its proposals stood in each row before."""
     net = mild(BASE)
-    for draft in (noisy(net, 0.05), noisy(net, 0.2), random_model(OTHER)):
-        _, used = generated(net, draft, speculative.Fixed(count))
-        assert used.accepted == naive_tally(draft, net, count, 14)
+    for draft in (noisy(net, 0.05), noisy(net, 0.2)):
+        _, used = generated(net, draft, Scripted(*counts))
+        assert used.accepted == naive_tally(draft, net, counts, 14)
+
+
+@pytest.mark.parametrize("new", range(2, 12))
+def test_a_small_model_goes_on_from_what_it_has_seen(new):
+    """In a second turn its cache is as if it had read all: where the first ended, it had not seen the last tokens."""
+    net, draft, ids = mild(BASE), noisy(mild(BASE), 0.05), PROMPTS[0]
+    runner, used = generate.make_runners(net, draft, speculative.Fixed(3), 1, 30)
+    ids = ids + generate.generate(runner, [ids], new, GREEDY, draft=used).rows[0]
+    later = [*ids, 20, 21, 22]
+    generate.generate(runner, [later], 1, GREEDY, draft=used, known=len(ids) - 1)
+    cache = draft.new_cache(1, len(later))
+    with torch.no_grad():
+        draft(torch.tensor([later]), cache=cache)
+    for have, expected in zip(itertools.chain(*used.runner.cache), itertools.chain(*cache), strict=True):
+        assert torch.allclose(have[:, :, : len(later)], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 0, 0, 0), (0, 0, 0, 2), (1, 5, 0, 2), (0, 1)])
