@@ -149,7 +149,7 @@ def test_greedy_tokens_do_not_know_of_a_draft(changes):
     assert kinds["near"] == {"none", "some", "all"} if every else kinds["near"] > {"some"}
 
 
-FAST = "2-spd", "2-parallel", "3-standard", "3-desync-2", "4-ladder"
+FAST = "2-spd", "3-standard", "4-ladder"
 ON_RANKS = {f"{n}-{wired_id(changes)}": (n, changes) for n in range(2, RANKS + 1) for changes in WIRED}
 MARKED = [
     pytest.param(*case, marks=[pytest.mark.slow] * (name not in FAST), id=name) for name, case in ON_RANKS.items()
