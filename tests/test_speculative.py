@@ -193,7 +193,7 @@ def test_a_small_model_goes_on_from_what_it_has_seen(new):
     runner, used = generate.make_runners(net, draft, speculative.Fixed(3), 1, 30)
     ids = ids + generate.generate(runner, [ids], new, GREEDY, draft=used).rows[0]
     later = [*ids, 20, 21, 22]
-    generate.generate(runner, [later], 1, GREEDY, draft=used, known=len(ids) - 1)
+    generate.generate(runner, [later], 2, GREEDY, draft=used, known=len(ids) - 1)
     cache = draft.new_cache(1, len(later))
     with torch.no_grad():
         draft(torch.tensor([later]), cache=cache)
@@ -242,7 +242,6 @@ def test_the_cache_is_that_of_plain_decoding(name):
                 assert torch.allclose(a[i, :, :held], b[i, :, :held], atol=1e-5)
 
 
-@pytest.mark.xfail(strict=True, reason="rows that are done count for what a pass reads")
 def test_no_pass_reads_the_last_slot():
     """make_cache says why. Rows with fewer accepted go on when the longest is done."""
     net = mild(BASE)
@@ -271,15 +270,15 @@ def naive_lookup(text, count):
 def test_ngrams_are_what_followed_the_last_time():
     generator, draft = torch.Generator().manual_seed(0), speculative.Ngrams(speculative.Fixed(4))
     texts, found = [[1], [1, 2], torch.randint(3, (30,), generator=generator).tolist()], Counter()
-    draft.prefill(None, torch.tensor([1, 2, 30]), None)
+    draft.begin(None, torch.tensor([1, 2, 30]), None)
     for _ in range(40):
         proposed, expected = draft.propose(4, texts, [False] * 3, GREEDY), [naive_lookup(text, 4) for text in texts]
         found[sum(ids is not None for ids in expected)] += 1
         if not any(expected):
             assert proposed is None
         else:
-            plain = [ids or text[-1:] * 4 for ids, text in zip(expected, texts, strict=True)]
-            assert proposed[0].tolist() == plain and proposed[1] is None
+            assert proposed[0].tolist() == [ids or [0] * 4 for ids in expected] and proposed[1] is None
+            assert proposed[2] == [ids is not None for ids in expected]
         for text in texts:
             text += torch.randint(3, (int(torch.randint(1, 4, (), generator=generator)),), generator=generator).tolist()
     assert {1, 3} <= found.keys()
@@ -290,10 +289,13 @@ def test_a_repeating_text_is_accepted_and_shown_as_it_comes():
     """Each row emits 10, 11, ... 10 + its period; whoever sees the tokens gets each once, and can end it."""
     periods, shown = (3, 4), [[], []]
 
-    class Counting:
+    class Counting(generate.Runner):
         """A runner of a model that counts."""
 
         device, passes = torch.device("cpu"), 0
+
+        def __init__(self):
+            pass
 
         def prefill(self, tokens, lengths, chunk, known):
             return self.logits(tokens.gather(1, lengths[:, None] - 1))[:, 0]
@@ -315,7 +317,7 @@ def test_a_repeating_text_is_accepted_and_shown_as_it_comes():
     prompts = [[10, 11, 12, 10, 11, 12], [10, 11]]
     done = generate.generate(runner, prompts, 40, GREEDY, (), see, draft=draft)
     assert done.rows == shown and shown[0][:5] == [10, 11, 12, 10, 11] and shown[1][:5] == [12, 13, 10, 11, 12]
-    assert set(draft.accepted) == {0, 4} and done.passes == runner.passes < 10 and len(shown[0]) == 21
+    assert set(draft.accepted) == {4} and done.passes == runner.passes < 10 and len(shown[0]) == 21
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -377,7 +379,7 @@ def test_accepted_or_replaced_each_id_is_distributed_as_the_model_says(settings,
             proposed.append(torch.multinomial(q[-1], 1, generator=generator)[:, 0] if drawn else most)
             before = proposed[-1]
     proposed, logits = torch.stack(proposed, 1), torch.stack(logits, 1)
-    ids, count = speculative.accept(sample, logits, proposed, torch.stack(q, 1) if drawn else None)
+    ids, count = sample.accept(logits, proposed, torch.stack(q, 1) if drawn else None)
     assert ids.shape == (B, 3) and min(torch.bincount(count, minlength=3)) > 500
     stood = torch.arange(2) < count[:, None]
     assert torch.equal(ids[:, :2][stood], proposed[stood])
@@ -433,8 +435,8 @@ def test_compiled_there_is_one_graph_for_each_number_of_tokens(name, number):
     torch._dynamo.utils.counters.clear()
     runner, draft = generate.make_runners(net, draft, Scripted(3, 3, 0), 3, 38, True)
     draft.control.counts = (3,)  # for the warm-up
-    runner.warm_up(PROMPTS, 30, draft=draft)
-    assert graphs() == number and set(draft.control.seconds) == {0, 3}
+    seconds, _ = generate.warm_up(runner, PROMPTS, 30, draft=draft)
+    assert graphs() == number and set(seconds) == {0, 3}
     done = generate.generate(runner, PROMPTS, 30, GREEDY, draft=draft)
     assert done.rows == expected and sum(n * count for n, count in draft.accepted.items()) > 0
     later = generate.generate(runner, PROMPTS[::-1], 25, GREEDY, draft=draft).rows
@@ -502,7 +504,7 @@ def test_logits_that_are_not_finite_are_named_by_step_and_row(temperature):
     with pytest.raises(finite.NotFinite) as error:
         generate.generate(runner, PROMPTS, 30, sample, on_tokens=lambda f: shown.append([*map(len, f)]), draft=draft)
     assert shown == [[1] * 3, [5] * 3, [5] * 3]  # the draft is the model: all stand
-    assert error.value.step == 12 and [len(row) for row in error.value.rows] == [11] * 3
+    assert error.value.step == 12 and [len(row) for row in error.value.rows] == [16, 12, 11]
     assert "in step 12 (decode), row 1 of 3" in str(error.value)
 
 
@@ -516,7 +518,6 @@ def test_a_draft_whose_logits_are_not_finite_does_no_harm(settings):
     assert [len(row) for row in done.rows] == [20] * 3 and all(0 <= i < BASE.vocab_size for i in sum(done.rows, []))
 
 
-@pytest.mark.xfail(strict=True, reason="generate() looks for them before it looks for the end")
 def test_what_a_row_does_not_need_may_be_anything():
     """Logits behind the end of a row are no error of it."""
     net = mild(BASE)
@@ -539,14 +540,14 @@ def test_auto_asks_for_what_pays():
         ({0: 1.0, 4: 1.7}, lambda count: 1, {4}),  # half of those that were tried: the third and the fourth were not
     ):
         control, asked = speculative.Auto(), []
-        assert control.choose() == 1
         control.seconds = seconds
-        for _ in range(200):
+        for _ in range(500):
             asked.append(control.choose())
             if asked[-1]:
                 control.note(asked[-1], [accepted(asked[-1])] * 2)
-        assert set(asked[70:]) == chosen
-        assert 0 not in chosen or asked[70:].count(1) == 130 // 32 + (asked[70:].index(1) < 130 % 32)
+        assert set(asked[40:]) == chosen
+        if 0 in chosen:  # it tries the 32nd pass, and then later and later ones
+            assert [i for i, count in enumerate(asked) if count] == [31, 31 + 64, 31 + 192, 31 + 448]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -646,7 +647,7 @@ def test_auto_on_two_ranks(tiny, plain, folders, tmp_path):
     """It times the passes first, and all ranks go by the same times."""
     flags = [*FLAGS, "--draft", folders / "near", "--speculate", "auto"]
     result, _, said = run_json(tiny, *flags, out=tmp_path / "drafted", ranks=2)
-    assert result["tokens"] == plain["tokens"] and result["speculate"] == "auto" and result["compile_s"] == 0
+    assert result["tokens"] == plain["tokens"] and result["speculate"] == "auto" and result["compile_s"] > 0
     assert "draft near, auto: " in said
 
 
