@@ -8,6 +8,7 @@ Shape letters: B batch, V vocabulary.
 
 import copy
 import os.path
+import re
 import sys
 from collections import Counter
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from tokenizer import load_tokenizer
 
 COUNTS = 0, 1, 3, 7  # that Auto chooses from: passes of 1, 2, 4 and 8 tokens, as few_rows.cpp takes rows
 USUAL = 3  # without --speculate
+PARAMETERS = {"ladder_layers": "[0-9]{1,9}(,[0-9]{1,9})*,?", "desync_period": "[1-9][0-9]{0,8}"}  # behind wiring:NAME:
 NGRAM = 3, 2  # tokens that Ngrams looks for, the longer first
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -284,17 +286,16 @@ def check_vocabulary(draft, config, name):
 def _rewired(config, text):
     """The config in the wiring that --draft wiring:TEXT names."""
     name, colon, parameter = text.partition(":")
-    flag = f"--draft wiring:{text}"
-    if name not in WIRINGS:
+    flag, wiring = f"--draft wiring:{text}", WIRINGS.get(name)
+    if wiring is None:
         raise InputError(f"{flag} is of no known wiring; known: {', '.join(WIRINGS)}")
-    known = WIRINGS[name].parameter
-    if bool(colon) and known is None or not colon and not WIRINGS[name].optional and known is not None:
-        raise InputError(f"{flag}: {name} takes {'no number' if colon else f'its {known}, as in wiring:{name}:2'}")
+    known = wiring.parameter
+    if known is None and colon:
+        raise InputError(f"{flag}: {name} takes no number" + f", but hybrid:{parameter} does" * (name == "ladder"))
+    if (colon or not wiring.optional) and known and not re.fullmatch(PARAMETERS[known], parameter):
+        raise InputError(f"{flag} takes its {known} as a number: wiring:{name}:2")
     try:
-        layers = launch.read_layers(parameter) if colon else None
-        if known == "desync_period" and colon and (isinstance(layers, tuple) or layers < 1):
-            raise InputError(f"{known} is {parameter} but must be a whole number from 1 on")
-        draft = launch.rewired(config, name, **({known: layers} if colon else {}))
+        draft = launch.rewired(config, name, **({known: launch.read_layers(parameter)} if colon else {}))
     except InputError as e:
         raise InputError(f"{flag}: {e}") from None
     wirings = [(draft.wiring_of(i), config.wiring_of(i)) for i in range(config.n_layers)]
