@@ -243,7 +243,6 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
 
 
 @torch.inference_mode()
-@torch.inference_mode()
 def warm_up(runner, prompts, max_new_tokens, chunk=CHUNK, draft=None):
     """Compile: a prefill, and passes of each number of tokens, on a GPU in each bucket of cache slots.
 
@@ -253,11 +252,13 @@ def warm_up(runner, prompts, max_new_tokens, chunk=CHUNK, draft=None):
     longest = max(map(len, prompts))
     lengths = range(longest + 1, longest + max_new_tokens + (draft is not None))
     tokens = pad(prompts, runner.device)
-    none = torch.zeros(len(prompts), max(draft.control.counts, default=0) if draft else 0, dtype=torch.long)
 
     def once(texts, count):
-        found = draft.propose(count, texts, [False] * len(texts), sample) if count else None
-        runner.step(texts, sample, found[:2] if found else (none[:, :count].to(runner.device), None) if count else None)
+        proposed = None
+        if count:
+            found = draft.propose(count, texts, [False] * len(texts), sample)
+            proposed = found[:2] if found else (tokens[0].new_zeros(len(texts), count), None)
+        runner.step(texts, sample, proposed)
 
     with watch.during("compilation"):
         runner.prefill(*tokens, chunk)
