@@ -53,8 +53,8 @@ def acceptance(lines):
         temperatures, rows = sorted({x["temperature"] for x in same}), []
         for (draft, _), runs in grouped(same, "draft", "tp").items():
             cells, accepted = [draft, ranks(runs[0])], {x["temperature"]: x["accepted"] for x in runs}
-            for counts in (accepted[t] for t in temperatures):
-                cells += [f"{mean_accepted(counts):.2f}", f"{rate(counts):.2f}", shares(counts)]
+            for counts in map(accepted.get, temperatures):
+                cells += [f"{mean_accepted(counts):.2f}", f"{rate(counts):.2f}", shares(counts)] if counts else [""] * 3
             rows.append(cells)
         most = len(same[0]["accepted"]) - 1
         head = ["draft", "ranks"]
