@@ -168,7 +168,7 @@ def measured(lines, model, draft):
         if (line["model"], line["wiring"], line["temperature"]) == (model, "standard", SAMPLED):
             name, _, half = draft.removeprefix("wiring:").partition(":")
             same = f"wiring:{name}" + f":{len(line['layers']) // 2}" * bool(half)
-            if line["draft"] == same and line["tp"] == 1 + WIRINGS[name].tp_bound:
+            if line["draft"] == same and (line["tp"] == 2 or not WIRINGS[name].tp_bound):
                 return rate(line["accepted"])
     return None
 
