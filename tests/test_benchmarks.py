@@ -672,11 +672,17 @@ def test_acceptance_counts_what_stood(printed, tmp_path):
             acceptance.main([*map(str, [*flags, *drafts, "--json", out, *more])])
 
 
-def test_speculation_times_its_parts_and_imposes_what_stands(tiny, printed, tmp_path):
+def _small_speculation(argv):
+    with pytest.MonkeyPatch.context() as m:
+        m.setitem(SIZES, "1b", dataclasses.replace(TINY, n_layers=2))
+        speculation.main(argv)
+
+
+def test_speculation_times_its_parts_and_imposes_what_stands(tmp_path):
     out = tmp_path / "out.jsonl"
     flags = ["--drafts", "wiring:spd", "wiring:hybrid:1", "--counts", "3,1", "--links", "2000,0", "--eager"]
     flags += ["--rounds", 3, "--generate", 11, "--rates", "0,1", "--repeats", 1, "--json", out]
-    (shown, _), *others = main_on_ranks(RANKS, speculation.main, *flags)
+    (shown, _), *others = main_on_ranks(RANKS, _small_speculation, *flags)
     assert len(shown.splitlines()) == len(lines := read(out)) and not any(text for text, _ in others)
     timed = [("step", None, 0), ("verification", None, 3), ("verification", None, 1)]
     for name in "wiring:spd", "wiring:hybrid:1":
@@ -917,6 +923,10 @@ def test_the_pages_raw_lines_are_there_and_shown_as_they_are(printed):
     page = (ROOT / "benchmarks" / "zeroshot.md").read_text()
     tables = printed(zeroshot_tables, folder / "zeroshot.jsonl").strip().split("\n\n")
     assert len(tables) == 6 and not [table for table in tables if table not in page]
+    page = (ROOT / "docs" / "speculation.md").read_text()
+    files = [folder / f"speculation-{name}.jsonl" for name in ("acceptance", "speed")]
+    tables = [part.strip() for part in printed(speculation_tables, *files).split("\n\n") if part.strip()[:1] == "|"]
+    assert len(tables) == 10 and not [table for table in tables if table not in page]
 
 
 def test_model_is_the_project_s():
