@@ -815,7 +815,7 @@ README, DEMO = (shlex.quote(str(ROOT / name)) for name in ("README.md", "demo"))
         ),
         (zeroshot, "--checkpoint /nosuch --valid x --select x --json y", "/nosuch is not a checkpoint folder"),
         (zeroshot_tables, README, f"lines: {README} has lines that benchmarks/zeroshot.py did not write"),
-        (speculation, "--model x", "argument --model: invalid choice"),
+        (speculation, "--model x", "--model: invalid choice: 'x'"),
         (speculation, "--n-layers 17", "--n-layers is 17 but 1b has 16"),
         (speculation, "--rates 2", "--rates: '2' is not a number from 0 to 1"),
         (speculation, "--drafts ngram", "--drafts ngram is not of the model's own weights: give wiring:NAME"),
