@@ -45,6 +45,7 @@ from measure import report
 from measure import results as of_sweeps
 from measure.clock import run_clock
 from model import WIRINGS, Config, InputError
+from speculative import expected
 from tokenizer import load_tokenizer
 from training import data
 
@@ -927,6 +928,9 @@ def test_the_pages_raw_lines_are_there_and_shown_as_they_are(printed):
     files = [folder / f"speculation-{name}.jsonl" for name in ("acceptance", "speed")]
     tables = [part.strip() for part in printed(speculation_tables, *files).split("\n\n") if part.strip()[:1] == "|"]
     assert len(tables) == 10 and not [table for table in tables if table not in page]
+    for x in read(files[0]):  # "within 3 %"
+        formula = expected(speculation_tables.rate(x["accepted"]), x["speculate"])
+        assert x["draft"] == "ngram" or abs((1 + report.mean_accepted(x["accepted"])) / formula - 1) < 0.03
 
 
 def test_model_is_the_project_s():
