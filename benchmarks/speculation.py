@@ -34,7 +34,7 @@ from measure.report import environment
 from measure.timing import in_turns, quartiles, timed
 from model import InputError
 
-DRAFTS = ["wiring:upper-bound", "wiring:spd", "wiring:ladder", "wiring:hybrid:8"]
+DRAFTS = ["wiring:upper-bound", "wiring:spd", "wiring:delayed", "wiring:ladder", "wiring:hybrid:8"]
 
 
 def seconds_per_token(draft, verification, rate, count):

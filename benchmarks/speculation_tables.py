@@ -191,7 +191,8 @@ def draw(lines, links, path):
                 ys = [times.best(draft, a)[0] for times in links.values()]
                 axis.plot(ticks, ys, **{**style, "linestyle": "-"}, label=f"draft {wiring}")
                 axis.annotate(f"{a:.2f}", (ticks[-1], ys[-1]), (5, -3), textcoords="offset points", fontsize=7)
-            if WIRINGS[wiring.partition(":")[0]].stale:
+            known = WIRINGS[wiring.partition(":")[0]]
+            if known.stale and not known.tp_bound:
                 ys = [times.step / times.draft[draft] for times in links.values()]
                 axis.plot(ticks, ys, **{**style, "linestyle": ":"}, label=f"{wiring}, retrained")
         axis.axhline(1, color="0.6", linewidth=0.8)
