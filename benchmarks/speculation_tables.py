@@ -178,23 +178,25 @@ def draw(lines, links, path):
     title = (
         "Times the speed of the standard wiring, by the formula from measured times; each draft at its best K and at "
     )
-    title += f"the rate (right) that it had on a small model on 2 ranks at temperature {SAMPLED:g}. "
+    title += f"the rate a that it had on a small model on 2 ranks at temperature {SAMPLED:g}. "
     title += "Dotted: retrained into this wiring, without a draft"
     models = [model for model in DRAWN if any(line["model"] == model for line in lines)]
     figure, axes = plot.panels(len(models), 4.2, 3.6, title, columns=2, sharey=True)
     ticks = list(range(len(links)))
     for axis, model in zip(axes, models, strict=True):
+        stood = ["a of the drafts:"]
         for draft in next(iter(links.values())).draft:
             wiring = draft.removeprefix("wiring:")
             style, a = {**plot.look(wiring), "markersize": 5}, measured(lines, model, draft)
             if a is not None:
                 ys = [times.best(draft, a)[0] for times in links.values()]
                 axis.plot(ticks, ys, **{**style, "linestyle": "-"}, label=f"draft {wiring}")
-                axis.annotate(f"{a:.2f}", (ticks[-1], ys[-1]), (5, -3), textcoords="offset points", fontsize=7)
+                stood.append(f"{wiring} {a:.2f}")
             known = WIRINGS[wiring.partition(":")[0]]
             if known.stale and not known.tp_bound:
                 ys = [times.step / times.draft[draft] for times in links.values()]
                 axis.plot(ticks, ys, **{**style, "linestyle": ":"}, label=f"{wiring}, retrained")
+        axis.text(0.02, 0.98, "\n".join(stood), va="top", fontsize=7, transform=axis.transAxes)
         axis.axhline(1, color="0.6", linewidth=0.8)
         axis.set_xticks(ticks, [f"{int(name) / 1000:g}" for name in links])
         axis.set(title=f"acceptance of {model}", xlabel="link: ms of an all-reduce")
