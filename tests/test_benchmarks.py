@@ -21,6 +21,7 @@ import launch
 import model
 from adapt import Trainee, losses
 from benchmarks import (
+    acceptance,
     adapt,
     adapt_tables,
     decode,
@@ -33,6 +34,8 @@ from benchmarks import (
     predict,
     ratio,
     reliability_tables,
+    speculation,
+    speculation_tables,
     zeroshot,
     zeroshot_tables,
 )
@@ -42,6 +45,7 @@ from measure import report
 from measure import results as of_sweeps
 from measure.clock import run_clock
 from model import WIRINGS, Config, InputError
+from speculative import expected
 from tokenizer import load_tokenizer
 from training import data
 
@@ -629,6 +633,125 @@ def test_the_tables_and_the_points_of_zeroshot(printed, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# acceptance.py, speculation.py and their tables
+
+
+def test_acceptance_counts_what_stood(printed, tmp_path):
+    """Of the demo, on the beginnings of stories and on what quotes them."""
+    story = "Once upon a time, there was a little girl named Lily. She liked to play in the park with her mom. "
+    text, out = tmp_path / "text", tmp_path / "out.jsonl"
+    text.write_text("short\n<|endoftext|>\n" + "\n<|endoftext|>\n".join([5 * story, 4 * f"One day, {story}"]))
+    flags = ["--checkpoint", ROOT / "demo", "--valid", text, "--stories", 2, "--max-new-tokens", 40, "--batch", 1]
+    drafts = ["--drafts", "ngram", "wiring:standard"]
+    printed(acceptance, *flags, *drafts, "--temperatures", 0, "--quote", "--json", out)
+    printed(acceptance, *flags, "--drafts", "wiring:standard", "--temperatures", 0.5, 0, "--batch", 2, "--json", out)
+    lines = read(out)
+    found = [(x["draft"], x["temperature"], x["quote"], x["batch"], x["prompt_tokens"]) for x in lines]
+    assert found == [
+        ("ngram", 0, True, 1, 87), ("wiring:standard", 0, True, 1, 87),
+        ("wiring:standard", 0.5, False, 2, 16), ("wiring:standard", 0, False, 2, 16),
+    ]  # fmt: skip
+    for x in lines[:2]:  # of single rows: all that passes yield, but what the last of each has too much
+        yielded = x["passes"] + sum(n * count for n, count in enumerate(x["accepted"]))
+        assert x["longest_rows"] <= yielded <= x["longest_rows"] + 2 * 4 and x["longest_rows"] <= 2 * 39
+        assert len(x["accepted"]) == 5 and x["passes"] < x["longest_rows"]
+    assert sum(lines[0]["accepted"]) <= lines[0]["passes"] and sum(lines[1]["accepted"]) == lines[1]["passes"]
+    assert lines[2]["passes"] <= sum(lines[2]["accepted"]) <= 2 * lines[2]["passes"]
+    tokenizer = load_tokenizer(ROOT / "demo", 1024)
+    one, two = acceptance.beginnings(text, tokenizer, 2, False)
+    assert len(one) == len(two) == 16 and (5 * story).startswith(tokenizer.decode(one))
+    assert tokenizer.decode(two).startswith("One day, Once")
+    quoted, _ = acceptance.beginnings(text, tokenizer, 2, True)
+    assert quoted[:16] == one and quoted[72:] == one[1:]
+    for more, message in (
+        (["--stories", 3, "--batch", 3], "has 2 stories of more than 72 tokens, fewer than 3"),
+        (["--stories", 3, "--batch", 2], "--stories 3 is no multiple of --batch 2"),
+        (["--max-new-tokens", 241], "--max-new-tokens: 257 tokens do not fit in the context of 256"),
+        (["--valid", "/nosuch"], "--valid /nosuch: No such file"),
+    ):
+        with pytest.raises(InputError, match=message):
+            acceptance.main([*map(str, [*flags, *drafts, "--json", out, *more])])
+
+
+def _small_speculation(argv):
+    with pytest.MonkeyPatch.context() as m:
+        m.setitem(SIZES, "1b", dataclasses.replace(TINY, n_layers=2))
+        speculation.main(argv)
+
+
+def test_speculation_times_its_parts_and_imposes_what_stands(tmp_path):
+    out = tmp_path / "out.jsonl"
+    flags = ["--drafts", "wiring:spd", "wiring:hybrid:1", "--counts", "3,1", "--links", "2000,0", "--eager"]
+    flags += ["--rounds", 3, "--generate", 11, "--rates", "0,1", "--repeats", 1, "--json", out]
+    (shown, _), *others = main_on_ranks(RANKS, _small_speculation, *flags)
+    assert len(shown.splitlines()) == len(lines := read(out)) and not any(text for text, _ in others)
+    timed = [("step", None, 0), ("verification", None, 3), ("verification", None, 1)]
+    for name in "wiring:spd", "wiring:hybrid:1":
+        timed += [("draft step", name, 1), ("pass", name, 3)]
+    parts = [x for x in lines if x["part"] != "generation"]
+    found = [(x["link"]["name"], x["part"], x["draft"], x["speculate"]) for x in parts]
+    assert found == [(name, *part) for name in ("2000", "0") for part in timed]
+    links = speculation_tables.by_link(lines)
+    assert [*links] == ["0", "2000"]
+    # over the slow link: 4 all-reduces and a gathering, of the drafts 2 and 4 of them, and all of 3 steps and a pass
+    slow = links["2000"]
+    assert slow.step >= 10 and slow.verification[1] >= 10 and slow.verification[3] >= 10
+    assert slow.draft["wiring:spd"] >= 6 and slow.whole["wiring:spd", 3] >= 3 * 6 + 10
+    whole = [x for x in lines if x["part"] == "generation"]
+    ways = [(None, None, 10), ("wiring:spd", 0, 10), ("wiring:spd", 1, 3), ("wiring:hybrid:1", 0, 10)]
+    assert [(x["draft"], x["rate"], x["passes"]) for x in whole] == 2 * [*ways, ("wiring:hybrid:1", 1, 3)]
+    assert {x["tokens"] for x in whole} == {11} and whole[0]["ms_per_token"] >= 10
+
+
+def part(link_us, part, ms, draft=None, speculate=0):
+    link = {"name": f"{link_us}", "latency_us": link_us}
+    return {"link": link, "part": part, "draft": draft, "speculate": speculate, "ms": ms}
+
+
+def of_draft(draft, accepted, temperature=0.0, model="stories260K", **changes):
+    return {
+        "model": model, "wiring": "standard", "layers": [0, 1, 2, 3], "draft": draft, "accepted": accepted, "tp": 2,
+        "temperature": temperature, "quote": False, "passes": 20, "longest_rows": 30, **changes,
+    }  # fmt: skip
+
+
+def test_the_tables_and_the_figure_of_speculation(printed, tmp_path):
+    assert speculation.seconds_per_token(2.0, 6.0, 0.5, 2) == pytest.approx((2 * 2 + 6) / (1 + 0.5 + 0.25))
+    assert speculation_tables.rate([1, 1, 2]) == pytest.approx((1 + 2 * 2) / (1 + 2 + 2 * 2))
+    lines = [of_draft(name, [2, 2, 4], t) for name in ("wiring:spd", "wiring:ladder") for t in (0.0, 0.8)]
+    lines += [of_draft("wiring:hybrid:2", [0, 0, 5], 0.8), of_draft("ngram", [6, 2, 2], quote=True)]
+    lines += [of_draft("wiring:upper-bound", [4, 4, 2], wiring="hybrid", layers=[1, 3])]
+    speeds = [
+        part(us, *rest) for us, ar in ((1000, 1.0), (0, 0.0)) for rest in (
+            ("step", 10 + 10 * ar), ("verification", 14 + 10 * ar, None, 2), ("verification", 12 + 10 * ar, None, 1),
+            *(("draft step", 10 + n * ar, name, 1) for name, n in (("wiring:spd", 5), ("wiring:ladder", 1))),
+            ("draft step", 10 + 5 * ar, "wiring:hybrid:8", 1), ("pass", 37.0 + 20 * ar, "wiring:spd", 2),
+        )
+    ]  # fmt: skip
+    one = part(1000, "generation", None) | {"tokens": 11, "passes": 10, "ms_per_token": 21.0, "rate": None}
+    two = one | {"draft": "wiring:spd", "speculate": 2, "passes": 5, "ms_per_token": 14.0, "rate": 0.5}
+    files = write(tmp_path / "a", lines), write(tmp_path / "s", [*speeds, one, two])
+    shown = printed(speculation_tables, *files, "--figure", tmp_path / "f.png").splitlines()
+    assert {"stories260K, standard", "stories260K, layers 1, 3 as ladder"} <= {*shown}
+    both = "1.25 | 0.71 | 25 / 25 / 50"
+    assert f"| wiring:spd | 2 | {both} | {both} |" in shown and f"| wiring:ladder | any | {both} | {both} |" in shown
+    assert "| wiring:hybrid:2 | any |  |  |  | 2.00 | 1.00 | 0 / 0 / 100 |" in shown
+    assert "| stories260K | begin a story that they have quoted | greedy | 50 % | 0.60 | 0.43 | 1.50 |" in shown
+    assert "| 0 | 10.0 | 10.0 | 10.0 | 10.0 | 12.0 | 14.0 |" in shown
+    assert "| 1000 | 20.0 | 15.0 | 11.0 | 15.0 | 22.0 | 24.0 |" in shown
+    assert "| 0 | 37.0 (+8.8 %) |" in shown and "| 1000 | 57.0 (+5.6 %) |" in shown
+    # 2 of 15 and 24 ms for 1.75 tokens, against 20 ms for one
+    assert "| 1000 | wiring:spd | 2 | 0.5 | 2.00 | 14.0 | 30.9 | 1.50 | 0.65 |" in shown
+    # of 11 and 22 ms 1.9 tokens, of 2 x 11 and 24 ms 2.71
+    assert [row for row in shown if row.startswith("| 1000 | wiring:ladder | 11.0 |") and " 1.18 (2) |" in row]
+    assert [row for row in shown if row.startswith("| 1000 | one that takes no time | 0 |") and " 2.26 (2) |" in row]
+    rates = [
+        speculation_tables.measured(lines, "stories260K", f"wiring:{name}") for name in ("spd", "hybrid:8", "delayed")
+    ]
+    assert rates == [pytest.approx(5 / 7), 1.0, None] and (tmp_path / "f.png").stat().st_size > 10_000
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Bad input
 
 
@@ -693,6 +816,14 @@ README, DEMO = (shlex.quote(str(ROOT / name)) for name in ("README.md", "demo"))
         ),
         (zeroshot, "--checkpoint /nosuch --valid x --select x --json y", "/nosuch is not a checkpoint folder"),
         (zeroshot_tables, README, f"lines: {README} has lines that benchmarks/zeroshot.py did not write"),
+        (speculation, "--model x", "--model: invalid choice: 'x'"),
+        (speculation, "--n-layers 17", "--n-layers is 17 but 1b has 16"),
+        (speculation, "--rates 2", "--rates: '2' is not a number from 0 to 1"),
+        (speculation, "--drafts ngram", "--drafts ngram is not of the model's own weights: give wiring:NAME"),
+        (speculation, "--drafts wiring:standard", "--draft wiring:standard is the wiring that the model runs in"),
+        (speculation, "", "one rank has no link"),
+        (acceptance, "--checkpoint x --valid x --drafts ngram", "the following arguments are required: --json"),
+        (speculation_tables, f"{README} x", f"acceptance: {README} has lines that benchmarks/acceptance.py did not"),
         (gpu, "--device cpu", "there is no GPU: on a CPU this takes --tiny"),
         (gpu, "--seconds x", "--seconds: 'x' is not a number from 0"),
         (gpu, f"--show {README}", f"--show: {README} has lines that this script did not write"),
@@ -793,6 +924,13 @@ def test_the_pages_raw_lines_are_there_and_shown_as_they_are(printed):
     page = (ROOT / "benchmarks" / "zeroshot.md").read_text()
     tables = printed(zeroshot_tables, folder / "zeroshot.jsonl").strip().split("\n\n")
     assert len(tables) == 6 and not [table for table in tables if table not in page]
+    page = (ROOT / "docs" / "speculation.md").read_text()
+    files = [folder / f"speculation-{name}.jsonl" for name in ("acceptance", "speed")]
+    tables = [part.strip() for part in printed(speculation_tables, *files).split("\n\n") if part.strip()[:1] == "|"]
+    assert len(tables) == 10 and not [table for table in tables if table not in page]
+    for x in read(files[0]):  # "within 3 %"
+        formula = expected(speculation_tables.rate(x["accepted"]), x["speculate"])
+        assert x["draft"] == "ngram" or abs((1 + report.mean_accepted(x["accepted"])) / formula - 1) < 0.03
 
 
 def test_model_is_the_project_s():
