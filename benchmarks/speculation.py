@@ -33,6 +33,7 @@ from measure import link
 from measure.report import environment
 from measure.timing import in_turns, quartiles, timed
 from model import InputError
+from sampling import Sampler
 
 DRAFTS = ["wiring:upper-bound", "wiring:spd", "wiring:delayed", "wiring:ladder", "wiring:hybrid:8"]
 
@@ -43,24 +44,24 @@ def seconds_per_token(draft, verification, rate, count):
 
 
 def imposed(rate, seed):
-    """Within it, each proposal stands with probability `rate`; speculative.accept works as ever, to no effect."""
-    accept, generator = speculative.accept, torch.Generator().manual_seed(seed)
+    """Within it, each proposal stands with probability `rate`; Sampler.accept works as ever, to no effect."""
+    accept, generator = Sampler.accept, torch.Generator().manual_seed(seed)
 
     def decide(sample, logits, proposed, q):
         ids, _ = accept(sample, logits, proposed, q)
         stands = torch.rand(proposed.shape, generator=generator) < rate
         return ids, stands.long().cumprod(-1).sum(-1).to(ids.device)
 
-    return mock.patch.object(speculative, "accept", decide)
+    return mock.patch.object(Sampler, "accept", decide)
 
 
 class Bench:
     """A model of random weights and its drafts {name: Draft}, behind a prompt that is in their cache."""
 
     def __init__(self, args, configs, world):
-        self.args, self.world, self.sample = args, world, generate.Sampler(0, device=world.device)
+        self.args, self.world, self.sample = args, world, Sampler(0, device=world.device)
         self.model = generate.load_model(args.config, None, args.dtype, world)
-        length = args.prompt_length + max(args.generate or 0, 2) + max(args.counts)
+        length = args.prompt_length + max(args.generate or 0, 2) + max(args.counts) + 1
         cache = generate.make_cache(self.model, 1, length)
         self.runner = generate.Runner(self.model, cache, not args.eager)
         self.drafts = {}
@@ -73,17 +74,18 @@ class Bench:
     def parts(self):
         """{(part, draft or None, number of proposals): what runs it once}."""
         texts, first = [self.prompt], self.args.counts[0]
-        found = {("step", None, 0): functools.partial(speculative.decode_pass, self.runner, texts, self.sample)}
+        found = {("step", None, 0): functools.partial(self.runner.step, texts, self.sample)}
         for n in self.args.counts:
             ids = torch.zeros(1, n, dtype=torch.long, device=self.world.device)
-            given = ids, torch.zeros(1, n, self.model.config.vocab_size, device=self.world.device)
-            found["verification", None, n] = functools.partial(found["step", None, 0], proposed=given)
+            found["verification", None, n] = functools.partial(found["step", None, 0], proposed=(ids, None))
         for name, draft in self.drafts.items():
             found["draft step", name, 1] = functools.partial(draft.propose, 1, texts, [False], self.sample)
-            found["pass", name, first] = functools.partial(
-                speculative.try_pass, self.runner, texts, self.sample, draft, first
-            )
+            found["pass", name, first] = functools.partial(self.run_pass, draft, texts, first)
         return found
+
+    def run_pass(self, draft, texts, n):
+        ids, q, _ = draft.propose(n, texts, [False], self.sample)
+        self.runner.step(texts, self.sample, (ids, q))
 
     def over(self, name, run):
         """What run() returns, over a link; all ranks begin it together."""
