@@ -55,7 +55,7 @@ def accepted(args, model, draft, prompts, temperature):
 def parse(argv):
     p = launch.Parser(__doc__)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the model that verifies")
-    p.add_argument("--valid", required=True, metavar="FILE", help="stories that no model was trained on")
+    p.add_argument("--valid", required=True, metavar="FILE", help="a text of stories")
     p.add_argument("--drafts", required=True, nargs="+", metavar="DRAFT", help="as generate.py --draft has them")
     p.add_argument("--speculate", type=count, default=4, metavar="K")
     p.add_argument("--temperatures", type=number(float, 0), nargs="+", default=[0.0, 0.8], metavar="T")
