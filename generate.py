@@ -230,7 +230,7 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
                         raise finite.NotFinite(runner.model, rows(), len(texts[row]) - len(prompts[row]), row)
                     texts[row].append(i)
                     fresh[row] += [i] * (i not in eos_ids)
-                    done[row] = i in eos_ids or len(texts[row]) == len(prompts[row]) + max_new_tokens
+                    done[row] = i in eos_ids or len(texts[row]) >= len(prompts[row]) + max_new_tokens
         watch.at("output", timed=False)  # whoever reads it may take a break
         stop = on_tokens is not None and on_tokens(fresh)
         if stop or all(done):
@@ -265,9 +265,9 @@ def warm_up(runner, prompts, max_new_tokens, chunk=CHUNK, draft=None):
         if draft:
             draft.begin(*tokens, chunk)
         for count in (0, *draft.control.counts) if draft else (0,):
-            # the last of those that read a bucket, which on a CPU is one graph for all of them
-            buckets = {-(-(n + more) // BUCKET): n for more in (0, count) for n in lengths}
-            for length in buckets.values() if runner.device.type == "cuda" else lengths[:1]:
+            # on a GPU the first and the last of those that read a bucket, also behind the proposals
+            edges = [n for n in lengths if {n % BUCKET, (n + count) % BUCKET} & {0, 1}] + [*lengths[-1:]]
+            for length in [*lengths[:1], *(edges if runner.device.type == "cuda" else ())]:
                 texts = [[0] * length for _ in prompts]
                 once(texts, count)
                 once(texts, count)  # a GPU warms up, captures, and replays
@@ -275,21 +275,23 @@ def warm_up(runner, prompts, max_new_tokens, chunk=CHUNK, draft=None):
     return seconds, time.perf_counter() - start
 
 
-def make_runners(model, drafting, control, rows, length, *compiles):
+def make_runners(model, draft_model, control, rows, length, *compiles):
     """(Runner, Draft or None), with caches for `length` tokens in each row.
 
-    drafting: None, "ngram", or the model that drafts, which may have the weights of this one (speculative.rewire).
+    draft_model: None, "ngram", or the model that drafts, which may have the weights of this one (speculative.rewire).
     control: of the number of its proposals. compiles: see Runner.
     """
-    if drafting is None:
+    if draft_model is None:
         return Runner(model, make_cache(model, rows, length), *compiles), None
     length += 1 + max(control.counts)  # a row that is done stays at its last token, which is read again
     runner = Runner(model, make_cache(model, rows, length), *compiles)
-    if drafting == "ngram":
+    if draft_model == "ngram":
         return runner, speculative.Ngrams(control)
-    if drafting.layers is model.layers:
-        return runner, speculative.Rewired(control, Runner(drafting, runner.cache, *compiles))
-    return runner, speculative.SmallModel(control, Runner(drafting, make_cache(drafting, rows, length), *compiles))
+    if draft_model.layers is model.layers:
+        return runner, speculative.Rewired(control, Runner(draft_model, runner.cache, *compiles))
+    return runner, speculative.SmallModel(
+        control, Runner(draft_model, make_cache(draft_model, rows, length), *compiles)
+    )
 
 
 def check(runner, prompts, rows, steps, chunk, world):
@@ -311,7 +313,7 @@ def complete(
         if not isinstance(draft, Transformer):
             raise InputError(f'draft is {draft!r} but must be None, "ngram" or a model')
         speculative.check_vocabulary(draft.config, model.config, "draft")
-    if not isinstance(speculate, int) or not 1 <= speculate < model.config.max_seq_len:
+    if type(speculate) is not int or not 1 <= speculate < model.config.max_seq_len:
         raise InputError(f"speculate is {speculate!r} but must be a whole number from 1 to the context")
     if not prompts or not all(prompts):
         raise InputError("prompts is empty or has an empty text")
@@ -320,9 +322,9 @@ def complete(
     length = max(map(len, rows)) + new
     if compile:  # in whole buckets, so that calls of about the same length share a graph
         length = -(-length // BUCKET) * BUCKET
-    runner, proposing = make_runners(model, draft, speculative.Fixed(speculate), len(rows), length, compile)
+    runner, drafter = make_runners(model, draft, speculative.Fixed(speculate), len(rows), length, compile)
     sample = Sampler(temperature, top_k, top_p, seed, runner.device)
-    added = generate(runner, rows, new, sample, model.config.eos_ids, draft=proposing).rows
+    added = generate(runner, rows, new, sample, model.config.eos_ids, draft=drafter).rows
     return [tokenizer.continuation(prompt, row) for prompt, row in zip(rows, added, strict=True)]
 
 
@@ -395,7 +397,7 @@ def describe(args, world):
     return launch.with_wiring(config, args), None
 
 
-def load_drafting(source, model, args, world):
+def load_draft_model(source, model, args, world):
     """What drafts for a model, as make_runners takes it; source: of speculative.read, or None."""
     if source is None or source.config is None:
         return source and "ngram"
@@ -405,11 +407,11 @@ def load_drafting(source, model, args, world):
         return load_model(source.config, source.folder, args.dtype, World(0, 1, world.device))
 
 
-def prepare(args, model, drafting, prompts, length, new, world):
+def prepare(args, model, draft_model, prompts, length, new, world):
     """(Runner, Draft or None, seconds that it took), warm for these prompts and so many new tokens."""
-    control, compiles = speculative.control(args.speculate), (args.compile, args.compile_prefill)
+    control, compiles = speculative.control_of(args.speculate), (args.compile, args.compile_prefill)
     with world.together():
-        runner, draft = make_runners(model, drafting, control, len(prompts), length, *compiles)
+        runner, draft = make_runners(model, draft_model, control, len(prompts), length, *compiles)
     measured = draft is not None and args.speculate == "auto"
     if not (new and (any(compiles) or measured)):
         control.seconds = dict.fromkeys(control.counts, 1.0)
@@ -422,9 +424,9 @@ def prepare(args, model, drafting, prompts, length, new, world):
     return runner, draft, all_of_it
 
 
-def run_batch(args, model, drafting, tokenizer, prompts, new, world):
+def run_batch(args, model, draft_model, tokenizer, prompts, new, world):
     """Generate from all prompts at once; returns what there is to report of it, on every rank."""
-    runner, draft, compile_s = prepare(args, model, drafting, prompts, max(map(len, prompts)) + new, new, world)
+    runner, draft, compile_s = prepare(args, model, draft_model, prompts, max(map(len, prompts)) + new, new, world)
     stance = contextlib.nullcontext()
     if (args.compile or args.compile_prefill) and world.device.type == "cpu":
         # Checking at each step what the graphs assume takes 0.5 ms for 16 layers. The warm-up had the same prompts
@@ -492,9 +494,13 @@ def main(argv=None):
         source = speculative.read(args, config, tokenizer, world.tp_size)
         if not args.skip_preflight:
             other = source and source.folder and (source.config, chosen_dtype(args.dtype, source.folder))
-            proposals = max(speculative.control(args.speculate).counts) if source else 0
+            proposals = max(speculative.control_of(args.speculate).counts) if source else 0
             slots = context if args.interactive else new
             preflight.check(world, *preflight.generation(args, config, dtype, prompts, slots, proposals, other))
+        need = context if args.interactive else max(map(len, prompts)) + new
+        if source and source.folder and need > source.config.max_seq_len and world.rank == 0:
+            short = f"--draft {source.name} has a context of {source.config.max_seq_len}"
+            print(f"{short}: behind it, up to {need}, its proposals may not stand", file=sys.stderr)
         if args.profile is not None:
             report.prepare_trace(args.profile, world.rank)
     if not world.alone:
@@ -503,24 +509,24 @@ def main(argv=None):
         print(f"one rank of {world.tp_size} alone: its times are a prediction, its text means nothing", file=sys.stderr)
     start = time.perf_counter()
     model = load_model(config, args.checkpoint, args.dtype, world)
-    drafting = load_drafting(source, model, args, world)
+    draft_model = load_draft_model(source, model, args, world)
     load_s = time.perf_counter() - start
     if args.interactive:
-        return run_chat(args, model, drafting, tokenizer, context, world)
-    found = run_batch(args, model, drafting, tokenizer, prompts, new, world)
+        return run_chat(args, model, draft_model, tokenizer, context, world)
+    found = run_batch(args, model, draft_model, tokenizer, prompts, new, world)
     if world.rank > 0:
         return
     name = args.model or checkpoint.name(args.checkpoint)
-    proposing = {"draft": source.name, "speculate": args.speculate} if source else {"draft": None, "speculate": None}
-    result = report.result(name, model, chosen, world, {"load_s": load_s, **proposing, **found})
+    about = {"load_s": load_s, "draft": source and source.name, "speculate": args.speculate if source else None}
+    result = report.result(name, model, chosen, world, about | found)
     print(report.summary(result), file=sys.stderr)
     if args.json:
         writing.append_line(args.json, result)
 
 
-def run_chat(args, model, drafting, tokenizer, context, world):
+def run_chat(args, model, draft_model, tokenizer, context, world):
     # compiled now, if at all: later it would look like a rank that hangs
-    runner, draft, _ = prepare(args, model, drafting, [[0]], context, min(args.max_new_tokens, context - 1), world)
+    runner, draft, _ = prepare(args, model, draft_model, [[0]], context, min(args.max_new_tokens, context - 1), world)
     sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
     eos_ids = () if args.ignore_eos else model.config.eos_ids
     held = []  # the tokens that are in the cache

@@ -21,7 +21,7 @@ from measure.timing import between, mark
 from model import WIRINGS, Config, InputError
 from tokenizer import load_tokenizer
 
-COUNTS = 0, 1, 3, 7  # that Auto chooses from: passes of 1, 2, 4 and 8 tokens, as few_rows.cpp takes rows
+COUNTS = 0, 1, 2, 3, 7  # that Auto chooses from; each is a graph to compile
 USUAL = 3  # without --speculate
 PARAMETERS = {"ladder_layers": "[0-9]{1,9}(,[0-9]{1,9})*,?", "desync_period": "[1-9][0-9]{0,8}"}  # behind wiring:NAME:
 NGRAM = 3, 2  # tokens that Ngrams looks for, the longer first
@@ -93,16 +93,12 @@ class Ngrams(Draft):
         return None
 
 
-class Rewired(Draft):
-    """The model's own weights in another wiring.
-
-    Of the model's own cache, too. The keys and values that it finds there are the model's, not those that its own
-    wiring would have made, but for those of its last proposals, which the verification overwrites.
-    """
+class ModelDraft(Draft):
+    """A model that proposes one token after another."""
 
     def propose(self, count, texts, done, sample):
         positions = torch.tensor([len(text) - 1 for text in texts], device=sample.device)
-        logits, longest, ids, q = self.first(texts, positions), max(map(len, texts)), [], []
+        logits, longest, ids, q = self.read(texts, sample.device), max(map(len, texts)), [], []
         for i in range(count):
             if i:
                 logits = self.runner.decode(ids[-1][:, None], positions + i, longest + i)
@@ -111,13 +107,25 @@ class Rewired(Draft):
             q.append(p)
         return torch.stack(ids, 1), None if q[0] is None else torch.stack(q, 1), [True] * len(texts)
 
-    def first(self, texts, positions):
+    def read(self, texts, device):
         """Logits (B, S, V) whose last ones come after the texts."""
-        last = torch.tensor([text[-1:] for text in texts], device=positions.device)
+        raise NotImplementedError
+
+
+class Rewired(ModelDraft):
+    """The model's own weights in another wiring.
+
+    Of the model's own cache, too. The keys and values that it finds there are the model's, not those that its own
+    wiring would have made, but for those of its last proposals, which the verification overwrites.
+    """
+
+    def read(self, texts, device):
+        last = torch.tensor([text[-1:] for text in texts], device=device)
+        positions = torch.tensor([len(text) - 1 for text in texts], device=device)
         return self.runner.decode(last, positions, max(map(len, texts)))
 
 
-class SmallModel(Rewired):
+class SmallModel(ModelDraft):
     """A smaller model, whole on each rank, with a cache of its own."""
 
     held = ()  # of each row: tokens that are in the cache; a chat's next generation begins with these
@@ -138,12 +146,12 @@ class SmallModel(Rewired):
         self.last = found[0][:, : count - 1].tolist()  # nobody read the very last one
         return found
 
-    def first(self, texts, positions):
+    def read(self, texts, device):
         """Two tokens at a time, because as many are new where all proposals stood: so one graph does."""
         while True:
             starts = [min(held, len(text) - 2) for held, text in zip(self.held, texts, strict=True)]
             pairs = [text[i : i + 2] for i, text in zip(starts, texts, strict=True)]
-            tokens, positions = (torch.tensor(numbers, device=positions.device) for numbers in (pairs, starts))
+            tokens, positions = (torch.tensor(numbers, device=device) for numbers in (pairs, starts))
             logits = self.runner.decode(tokens, positions, max(starts) + 2)
             self.held = [i + 2 for i in starts]
             if all(held == len(text) for held, text in zip(self.held, texts, strict=True)):
@@ -155,8 +163,8 @@ class SmallModel(Rewired):
 
 
 def expected(rate, count):
-    """The mean number of ids that a pass yields in a row, if each of so many proposals stands with probability `rate`,
-    whatever became of the others."""
+    """The mean number of ids that a pass yields in a row, if each of so many proposals stands with probability `rate`
+    where those before it do."""
     return sum(rate**i for i in range(count + 1))
 
 
@@ -176,36 +184,30 @@ class Fixed:
 class Auto:
     """As many as yield most ids a second, by what stood lately, and by what passes take.
 
-    Where that is none, it asks for one now and then, and less often each time that this is in vain. seconds: {count:
-    those of a pass}, as warm_up of generate.py measures them, alike on all ranks.
+    What it saw fades with each pass, until it hopes again: the text may have changed. seconds: {count: those of a
+    pass}, as warm_up of generate.py measures them, alike on all ranks.
     """
 
     counts, seconds = COUNTS, None
-    MEMORY, PAUSE = 0.95, 32  # of a pass, what is left at the next one; passes
+    HOPE = 0.9  # the rate that it begins with, as if it had seen one proposal
+    MEMORY = 0.98  # of what it saw, what is left a pass later
 
     def __init__(self):
-        self.stood, self.tried, self.idle, self.pause = 1.0, 1.5, 0, self.PAUSE
+        self.stood = self.tried = 0.0
 
     def choose(self):
-        rate = self.stood / self.tried
-        best = max(self.seconds, key=lambda count: expected(rate, count) / self.seconds[count])
-        self.idle += 1
-        if best:
-            self.pause = self.PAUSE
-        elif self.idle < self.pause:
-            return 0
-        else:
-            self.pause *= 2
-        self.idle = 0
-        return best or 1
+        self.stood, self.tried = self.MEMORY * self.stood, self.MEMORY * self.tried
+        rate = (self.stood + self.HOPE) / (self.tried + 1)
+        return max(self.seconds, key=lambda count: expected(rate, count) / self.seconds[count])
 
     def note(self, count, stood):
         """stood: of `count` proposals, in each row. Those behind the first that did not stand were not tried."""
-        self.stood = self.MEMORY * self.stood + sum(stood)
-        self.tried = self.MEMORY * self.tried + sum(min(n + 1, count) for n in stood)
+        if stood:
+            self.stood += sum(stood) / len(stood)
+            self.tried += sum(min(n + 1, count) for n in stood) / len(stood)
 
 
-def control(count):
+def control_of(count):
     """Of a number, or of "auto"."""
     return Auto() if count == "auto" else Fixed(count)
 

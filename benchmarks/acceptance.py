@@ -89,7 +89,7 @@ def main(argv=None):
     args.dtype = "float32"  # of which no proposal falls by rounding
     model, environment = generate.load_model(config, args.checkpoint, args.dtype, world), report.environment(world)
     for source in sources:
-        draft = generate.load_drafting(source, model, args, world)
+        draft = generate.load_draft_model(source, model, args, world)
         for temperature in args.temperatures:
             start = time.perf_counter()
             line = {

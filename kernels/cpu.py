@@ -24,7 +24,7 @@ from model import Attention, FeedForward, InputError
 # rows of x up to which few_rows.cpp is the faster one (benchmarks/few_rows.py)
 FEW = 7 if torch.cpu._is_amx_tile_supported() else 24  # than oneDNN
 FEW_INT = 96  # than making floats of the integers first
-FEW_POSITIONS = 16  # of a row, up to which its attention is at least twice as fast as PyTorch's (256, 2048 slots)
+FEW_POSITIONS = 16  # of a row that its attention takes; PyTorch's is for a prefill
 
 HUGE = 2**21  # bytes of a huge page
 PANELS = 64  # of 16 rows, packed at a time: the temporaries are some MB

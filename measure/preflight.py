@@ -84,9 +84,8 @@ def memory(request, rank=0, tp_size=1, device="cpu"):
     if request.second is not None:
         need["weights"] += weight_bytes(request.second, request.dtype, rank, tp_size)
     if request.new is not None:
-        slots = (
-            request.prompt + request.new + request.proposals + bool(request.proposals)
-        )  # a GPU's rounded up, by 256 at most
+        room = request.proposals + bool(request.proposals)
+        slots = request.prompt + request.new + room  # a GPU's rounded up, by 256 at most
         need["cache"] = 2 * c.n_layers * B * kv * slots * H * size
     stream = (3 + 2 * several) * tokens * c.dim * size
     masks = in_parts * tokens * request.prompt * (1 + heads // kv * (1 + size))
@@ -183,7 +182,7 @@ def generation(args, config, dtype, prompts, new, proposals=0, draft=None):
     """(Request, names) for check() of what generate.py is to do. args: its flags. new: tokens of an answer, or, where
     there are no prompts, the context of a chat. proposals, draft: see Request."""
     in_passes = not (args.exposed or args.profile)  # which run the prefill in one
-    floats = 0 if args.temperature == 0 and not proposals else FLOATS * (1 + (args.top_p < 1))
+    floats = 0 if args.temperature == 0 else FLOATS * (1 + (args.top_p < 1))
     request = Request(
         config, dtype, rows=max(1, len(prompts)), prompt=max(map(len, prompts), default=0), new=new,
         chunk=args.prefill_chunk if in_passes else None, floats=floats, compiled=args.compile or args.compile_prefill,
