@@ -246,7 +246,7 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
 def warm_up(runner, prompts, max_new_tokens, chunk=CHUNK, draft=None):
     """Compile: a prefill, and passes of each number of tokens, on a GPU in each bucket of cache slots.
 
-    Returns {number of proposals: seconds of a pass}, and the seconds of all of it.
+    Returns {number of proposals: seconds of a pass} where there is a draft, and the seconds of all of it.
     """
     start, sample, seconds = time.perf_counter(), Sampler(0, device=runner.device), {}
     longest = max(map(len, prompts))
@@ -269,9 +269,10 @@ def warm_up(runner, prompts, max_new_tokens, chunk=CHUNK, draft=None):
             edges = [n for n in lengths if {n % BUCKET, (n + count) % BUCKET} & {0, 1}] + [*lengths[-1:]]
             for length in [*lengths[:1], *(edges if runner.device.type == "cuda" else ())]:
                 texts = [[0] * length for _ in prompts]
-                once(texts, count)
-                once(texts, count)  # a GPU warms up, captures, and replays
-                seconds[count] = min(timed(runner.device, functools.partial(once, texts, count)) for _ in range(3))
+                for _ in range(3 if runner.device.type == "cuda" else 1):  # a GPU warms up, captures, and replays
+                    once(texts, count)
+                if draft:
+                    seconds[count] = min(timed(runner.device, functools.partial(once, texts, count)) for _ in range(3))
     return seconds, time.perf_counter() - start
 
 
@@ -315,8 +316,8 @@ def complete(
         speculative.check_vocabulary(draft.config, model.config, "draft")
     if type(speculate) is not int or not 1 <= speculate < model.config.max_seq_len:
         raise InputError(f"speculate is {speculate!r} but must be a whole number from 1 to the context")
-    if not prompts or not all(prompts):
-        raise InputError("prompts is empty or has an empty text")
+    if isinstance(prompts, str) or not prompts or not all(prompts):
+        raise InputError("prompts is one text, empty, or has an empty text: give a list of texts")
     rows = [tokenizer.encode(text) for text in prompts]
     new = terminal.fit(max_new_tokens, rows, model.config.max_seq_len)
     length = max(map(len, rows)) + new
@@ -421,7 +422,9 @@ def prepare(args, model, draft_model, prompts, length, new, world):
     seconds, all_of_it = warm_up(runner, prompts, new, args.prefill_chunk, draft)
     found = world.gather(seconds)
     control.seconds = {count: max(each[count] for each in found) for count in seconds}  # those of the slowest rank
-    return runner, draft, all_of_it
+    if not any(compiles) and world.rank == 0:
+        print(f"... took {all_of_it:.2f} s", file=sys.stderr)
+    return runner, draft, all_of_it if any(compiles) else 0.0
 
 
 def run_batch(args, model, draft_model, tokenizer, prompts, new, world):

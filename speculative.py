@@ -6,6 +6,7 @@ smaller model, the model's own weights in another wiring, or the text itself.
 Shape letters: B batch, V vocabulary.
 """
 
+import argparse
 import copy
 import os.path
 import re
@@ -230,7 +231,10 @@ def add_flags(parser):
 
 def number_of_proposals(text):
     """An argparse type."""
-    return text if text == "auto" else launch.count(text)
+    try:
+        return text if text == "auto" else launch.count(text)
+    except argparse.ArgumentTypeError as e:
+        raise argparse.ArgumentTypeError(f"{e}, nor auto") from None
 
 
 def check_flags(args):
@@ -266,6 +270,8 @@ def read(args, config, tokenizer, tp_size):
         if tp_size == 1 and all(c.wiring == "standard" or WIRINGS[c.wiring].standard_alone for c in (config, draft)):
             print(f"on one rank {draft.wiring} is {config.wiring} itself: this draft only takes time", file=sys.stderr)
         return Source(text, draft)
+    if not os.path.isdir(text):
+        raise InputError(f"--draft {text!r} is no folder, nor is it ngram or wiring:NAME")
     draft = checkpoint.read_config(text)
     if args.checkpoint and checkpoint.digest(text) == checkpoint.digest(args.checkpoint):
         raise InputError(f"--draft {text} is the checkpoint itself: give a smaller one, or wiring:NAME")

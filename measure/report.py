@@ -214,7 +214,11 @@ def drafted_line(r):
     line = f"draft {r['draft']}, {how}: {r['passes']} passes"
     if (mean := mean_accepted(r["accepted"])) is not None:
         shares = ", ".join(f"{n}: {100 * count / sum(r['accepted']):.0f} %" for n, count in enumerate(r["accepted"]))
-        line += f", {sum(r['accepted'])} times with proposals for a row, of which {mean:.2f} stood ({shares})"
+        line += f", {sum(r['accepted'])} times with proposals for a row, {mean:.2f} of them stood on average ({shares})"
+    elif r["passes"]:
+        line += (
+            ", none with proposals: " + "nothing was found, or " * (r["draft"] == "ngram") + "plain steps are faster"
+        )
     return f"{line}; drafting {r['draft_s']:.2f} s, the rest {r['decode_s'] - r['draft_s']:.2f} s"
 
 

@@ -279,10 +279,13 @@ def check(texts, given, gpus, cores):
         raise bad("NODE_RANK", f"0 to {nnodes - 1}")
     if nnodes > 1 and not texts["MASTER_ADDR"]:
         raise InputError(f"NNODES is {nnodes}, so MASTER_ADDR must be the address of node 0")
+    flags = tuple(words("FLAGS"))
+    if wrong := [word for word in flags if word.startswith(("--draft", "--speculate"))]:
+        raise InputError(f"FLAGS has {wrong[0]}: the setting for it is SPECULATE")
     return Settings(
         python=texts["PYTHON"], device=device, checkpoint=texts["CHECKPOINT"], model=texts["MODEL"], n_layers=n_layers,
         quant=quant, wirings=wirings, speculate=drafts, batches=batches, tps=tps, simulate=simulate, links=links,
-        prompt=prompt, new_tokens=new_tokens, repeats=repeats, exposed=exposed, flags=tuple(words("FLAGS")),
+        prompt=prompt, new_tokens=new_tokens, repeats=repeats, exposed=exposed, flags=flags,
         out=texts["OUT"], figures=texts["FIGURES"], dry_run=dry_run, nnodes=nnodes,
         node_rank=int(rank) if nnodes > 1 else 0, master_addr=texts["MASTER_ADDR"], master_port=port, cores=cores,
     )  # fmt: skip

@@ -559,7 +559,7 @@ MUTANTS = [  # (file, old text, new text, tests)
      SPECULATIVE + "'computes_only and near'"),
     ("generate.py", "held = (ids + row)[:-1]", "held = ids[:-1]", SPECULATIVE + "computes_only"),
     ("measure/preflight.py", "+ own[\"cache\"]", "", SPECULATIVE + "memory_counts"),
-    ("measure/preflight.py", "+ request.new + request.proposals", "+ request.new", SPECULATIVE + "memory_counts"),
+    ("measure/preflight.py", "+ request.new + room", "+ request.new", SPECULATIVE + "memory_counts"),
     ("measure/report.py", "read += draft.drafted / passes *", "read += 0 *", SPECULATIVE + "bytes_of_a_pass"),
     # measure/harness.py: these take lm-eval
     ("measure/harness.py", "[-self.max_length - 1 :]", "[: self.max_length + 1]", EVAL + "likelihoods_against"),

@@ -630,7 +630,7 @@ def test_the_flag_leaves_the_text_as_it_is(draft, tiny, plain, folders, tmp_path
     assert f"draft {draft}, 3 at a time: {result['passes']} passes" in said
     if draft in ("near", "wiring:spd", "wiring:delayed", "wiring:upper-bound"):
         assert result["accepted"][3] and result["passes"] < plain["passes"]
-        assert f"of which {report.mean_accepted(result['accepted']):.2f} stood (0: " in said
+        assert f"{report.mean_accepted(result['accepted']):.2f} of them stood on average (0: " in said
     if draft != "ngram":
         assert result["step_bytes"] > plain["step_bytes"]
 
@@ -653,12 +653,14 @@ def test_the_line_for_people():
         "decode_s": 2,
     }
     line = (
-        "draft ngram, auto: 40 passes, 20 times with proposals for a row, of which 0.50 stood (0: 60 %, 1: 30 %, "
-        "2: 10 %); drafting 0.25 s, "
+        "draft ngram, auto: 40 passes, 20 times with proposals for a row, 0.50 of them stood on average (0: 60 %, "
+        "1: 30 %, 2: 10 %); drafting 0.25 s, "
     )
     assert report.drafted_line(result) == line + "the rest 1.75 s"
     result |= {"speculate": 4, "accepted": []}
-    assert report.drafted_line(result) == "draft ngram, 4 at a time: 40 passes; drafting 0.25 s, the rest 1.75 s"
+    line = "draft ngram, 4 at a time: 40 passes, none with proposals: nothing was found, or plain steps are faster; "
+    line += "drafting 0.25 s, the rest 1.75 s"
+    assert report.drafted_line(result) == line
     assert (report.mean_accepted([]), report.mean_accepted([3, 1]), report.mean_accepted([0, 0, 2])) == (None, 0.25, 2)
 
 
@@ -666,7 +668,7 @@ def test_auto_on_two_ranks(tiny, plain, folders, tmp_path):
     """It times the passes first, and all ranks go by the same times."""
     flags = [*FLAGS, "--draft", folders / "near", "--speculate", "auto"]
     result, _, said = run_json(tiny, *flags, out=tmp_path / "drafted", ranks=2)
-    assert result["tokens"] == plain["tokens"] and result["speculate"] == "auto" and result["compile_s"] > 0
+    assert result["tokens"] == plain["tokens"] and result["speculate"] == "auto" and result["compile_s"] == 0
     assert "draft near, auto: " in said
 
 
