@@ -16,7 +16,7 @@ from measure.clock import count_all_reduces
 from model import Config, InputError
 from tp import head_rows, shard_plan
 
-FLOATS = 3  # numbers of four bytes that sampling has of each logit at a time; with top-p twice as many
+FLOATS = 2  # numbers of four bytes that sampling has of each logit at a time; with top-p twice as many
 HEAP = 3 * 2**25  # bytes that glibc keeps of the small tensors of a pass, at most (cpu.keep_freed_memory)
 COMPILER = 2 * 10**8  # bytes that torch.compile leaves in a process, on a CPU
 
@@ -93,7 +93,8 @@ def memory(request, rank=0, tp_size=1, device="cpu"):
     logits = B * (1 + request.proposals) * V if request.new is not None else tokens * V
     parts = logits // V * 2 * head_rows(V, tp_size) if several else 0  # of this rank, and padded
     copies = 1 + several + 2 * in_parts + (request.second is not None) + (c.quant is not None)
-    logits = max((copies * logits + parts) * size, logits * (size + 4 * request.floats))
+    held = size * (1 + 3 * several)  # of several ranks also the part, padded, what was gathered, and that in order
+    logits = max((copies * logits + parts) * size, logits * (held + 4 * request.floats))
     need["activations"] = max(stream + masks + attention, stream + mlp, logits)
     if on_cpu:
         need["activations"] += min(stream + attention + mlp, HEAP)
