@@ -103,8 +103,8 @@ class Runner:
     def __init__(self, model, cache, compile=False, compile_prefill=False):
         self.model, self.cache, self.device = model, cache, model.norm.weight.device
         self._prefill = torch.compile(model, fullgraph=True) if compile_prefill else model
-        self._decode = model
-        if self.device.type == "cpu" and (compile or compile_prefill):
+        self._decode, self.compiled = model, compile or compile_prefill
+        if self.device.type == "cpu" and self.compiled:
             cpu.prepare_compile()
         if compile:
             cpu.use_few_rows(model)
@@ -154,21 +154,27 @@ class Runner:
         positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         return self._decode(tokens, positions, self.cache, filled)
 
+    def read(self, texts, ids=None):
+        """Logits (B, 1 + K, V) after the texts, and after each of the ids (B, K) behind them.
+
+        texts: the tokens of each row, of which all but the last are in the cache.
+        """
+        tokens = torch.tensor([text[-1:] for text in texts], device=self.device)
+        positions = torch.tensor([len(text) - 1 for text in texts], device=self.device)
+        if ids is not None:
+            tokens = torch.cat((tokens, ids), 1)
+        return self.decode(tokens, positions, max(map(len, texts)) + tokens.shape[1] - 1)
+
     @torch.inference_mode()
     def step(self, texts, sample, proposed=None):
         """([new ids of each row], [how many of them are proposals that stand] or None) behind the texts.
 
-        texts: the tokens of each row, of which all but the last are in the cache. proposed: a draft's proposals, as
-        Sampler.accept takes them, or None for a plain step.
+        texts: as read takes them. proposed: a draft's, as Sampler.accept takes them, or None for a plain step.
         """
-        last = torch.tensor([text[-1:] for text in texts], device=self.device)
-        positions = torch.tensor([len(text) - 1 for text in texts], device=self.device)
-        longest = max(map(len, texts))
         if proposed is None:
-            return sample(self.decode(last, positions, longest)[:, 0])[:, None].tolist(), None
+            return sample(self.read(texts)[:, 0])[:, None].tolist(), None
         ids, q = proposed
-        logits = self.decode(torch.cat((last, ids), 1), positions, longest + ids.shape[1])
-        ids, stand = (found.tolist() for found in sample.accept(logits, ids, q))
+        ids, stand = (found.tolist() for found in sample.accept(self.read(texts, ids), ids, q))
         return [row[: n + 1] for row, n in zip(ids, stand, strict=True)], stand
 
 
@@ -261,7 +267,8 @@ def warm_up(runner, prompts, max_new_tokens, chunk=CHUNK, draft=None):
         runner.step(texts, sample, proposed)
 
     with watch.during("compilation"):
-        runner.prefill(*tokens, chunk)
+        if runner.compiled:
+            runner.prefill(*tokens, chunk)
         if draft:
             draft.begin(*tokens, chunk)
         for count in (0, *draft.control.counts) if draft else (0,):
@@ -274,6 +281,16 @@ def warm_up(runner, prompts, max_new_tokens, chunk=CHUNK, draft=None):
                 if draft:
                     seconds[count] = min(timed(runner.device, functools.partial(once, texts, count)) for _ in range(3))
     return seconds, time.perf_counter() - start
+
+
+def without_guards(runner):
+    """A context behind a warm-up of the same prompts and chunks: all else that varies, cache_length, is dynamic.
+
+    On a CPU, where checking at each step what the graphs assume takes 0.5 ms for 16 layers.
+    """
+    if runner.compiled and runner.device.type == "cpu":
+        return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+    return contextlib.nullcontext()
 
 
 def make_runners(model, draft_model, control, rows, length, *compiles):
@@ -430,18 +447,13 @@ def prepare(args, model, draft_model, prompts, length, new, world):
 def run_batch(args, model, draft_model, tokenizer, prompts, new, world):
     """Generate from all prompts at once; returns what there is to report of it, on every rank."""
     runner, draft, compile_s = prepare(args, model, draft_model, prompts, max(map(len, prompts)) + new, new, world)
-    stance = contextlib.nullcontext()
-    if (args.compile or args.compile_prefill) and world.device.type == "cpu":
-        # Checking at each step what the graphs assume takes 0.5 ms for 16 layers. The warm-up had the same prompts
-        # and chunks; the one thing that varies, cache_length, is dynamic.
-        stance = torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
     sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
     eos_ids = () if args.ignore_eos else model.config.eos_ids
     printer = None
     if world.rank == 0 and not world.simulated:
         printer = terminal.Printer(prompts, tokenizer, new, show_prompt=not args.chat)
     try:
-        with stance:
+        with without_guards(runner):
             done = generate(runner, prompts, new, sample, eos_ids, printer and printer.push, args.prefill_chunk, draft)
     except finite.NotFinite as e:
         if not args.check:

@@ -121,9 +121,7 @@ class Rewired(ModelDraft):
     """
 
     def read(self, texts, device):
-        last = torch.tensor([text[-1:] for text in texts], device=device)
-        positions = torch.tensor([len(text) - 1 for text in texts], device=device)
-        return self.runner.decode(last, positions, max(map(len, texts)))
+        return self.runner.read(texts)
 
 
 class SmallModel(ModelDraft):
@@ -273,7 +271,8 @@ def read(args, config, tokenizer, tp_size):
     if not os.path.isdir(text):
         raise InputError(f"--draft {text!r} is no folder, nor is it ngram or wiring:NAME")
     draft = checkpoint.read_config(text)
-    if args.checkpoint and checkpoint.digest(text) == checkpoint.digest(args.checkpoint):
+    same = args.checkpoint and draft == checkpoint.read_config(args.checkpoint)  # else no need to read the weights
+    if same and checkpoint.digest(text) == checkpoint.digest(args.checkpoint):
         raise InputError(f"--draft {text} is the checkpoint itself: give a smaller one, or wiring:NAME")
     check_vocabulary(draft, config, f"--draft {text}")
     theirs = load_tokenizer(text, draft.vocab_size)

@@ -106,7 +106,7 @@ class Bench:
             (name, *part): functools.partial(self.over, name, functools.partial(timed, self.world.device, parts[part]))
             for name, part in keys
         }
-        with self.compiled():
+        with generate.without_guards(self.runner):
             start = time.perf_counter()
             in_turns(ways, 1)
             fitting = int(self.args.seconds / (time.perf_counter() - start))
@@ -119,19 +119,13 @@ class Bench:
         """
         args = self.args
         drafted = [*itertools.product(self.drafts, args.counts[:1], args.rates)]
-        with self.compiled():
+        with generate.without_guards(self.runner):
             for seed, name, way in itertools.product(range(args.repeats), args.links, [(None, 0, None), *drafted]):
                 draft, _, rate = way
                 chance = contextlib.nullcontext() if draft is None else imposed(rate, seed)
                 with chance:
                     run = functools.partial(generate.generate, self.runner, [self.prompt], args.generate, self.sample)
                     yield name, *way, self.over(name, functools.partial(run, draft=self.drafts.get(draft)))
-
-    def compiled(self):
-        """Within it compiled code does not ask whether it is for what it was compiled for, as in generate.py."""
-        if self.args.eager or self.world.device.type != "cpu":
-            return contextlib.nullcontext()
-        return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
 
 
 def several(kind):
