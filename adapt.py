@@ -18,14 +18,12 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
-import checkpoint
-import launch
-import watch
-import writing
-from launch import count, number
+from formats import checkpoint
+from formats.tokenizer import load_tokenizer
 from measure import score
 from model import InputError, Transformer
-from tokenizer import load_tokenizer
+from runtime import launch, watch, writing
+from runtime.launch import count, number
 from training import curves, runs, sharding
 from training.data import SEPARATOR, Windows
 

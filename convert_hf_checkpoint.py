@@ -13,15 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-import checkpoint
-import launch
-import writing
-from checkpoint import dtype_name, first_line
+from formats import checkpoint
+from formats.checkpoint import dtype_name, first_line
 from formats.export import convert_to_hf, name_tokenizer
 from formats.huggingface import LAYER_NAMES, NAMES, LlamaWeights, config_from_hf, group, hf_names
 from formats.sources import Llama2cWeights, PickledWeights
+from formats.tokenizer import load_tokenizer, read_tokenizer
 from model import WIRINGS, InputError
-from tokenizer import load_tokenizer, read_tokenizer
+from runtime import launch, writing
 
 
 def open_source(source, revision=None):

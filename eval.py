@@ -18,17 +18,16 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
 import generate
-import launch
-import writing
-from checkpoint import dtype_name
-from launch import count, number
+from formats import checkpoint
+from formats.checkpoint import dtype_name
+from formats.tokenizer import load_tokenizer
 from measure import preflight, report
 from measure.finite import computed_in
 from measure.score import alone, divergence, sensitivity, total_nats, windows
 from model import WIRINGS, InputError
-from tokenizer import load_tokenizer
+from runtime import launch, writing
+from runtime.launch import count, number
 from training.data import SEPARATOR
 
 

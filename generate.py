@@ -15,20 +15,17 @@ from typing import NamedTuple
 
 import torch
 
-import checkpoint
-import launch
-import speculative
-import terminal
-import watch
-import writing
-from checkpoint import DTYPES, SIZES
+from decoding import speculative
+from decoding.sampling import Sampler
+from formats import checkpoint
+from formats.checkpoint import DTYPES, SIZES
+from formats.tokenizer import load_tokenizer
 from kernels import cpu, int_linear
-from launch import World, count, number
 from measure import finite, link, preflight, report
 from measure.timing import timed
 from model import InputError, Transformer
-from sampling import Sampler
-from tokenizer import load_tokenizer
+from runtime import launch, terminal, watch, writing
+from runtime.launch import World, count, number
 from tp import TensorParallel, load_shard
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,11 +8,10 @@ import dataclasses
 
 import torch
 
-import checkpoint
-import launch
-import writing
+from formats import checkpoint
 from kernels import int_linear
 from model import InputError
+from runtime import launch, writing
 
 PIECE = 2**18  # numbers that are quantized at a time: they fit the cache, and little memory is needed
 FILE = 2**26  # bytes that a file holds at least, and so the memory while it is made

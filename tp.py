@@ -9,10 +9,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-import watch
-from checkpoint import check_shape, dtype_name
+from formats.checkpoint import check_shape, dtype_name
 from kernels import cpu, int_linear
 from model import InputError
+from runtime import watch
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The sharding plan

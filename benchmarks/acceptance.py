@@ -13,16 +13,15 @@ import itertools
 import time
 from collections import Counter
 
-import checkpoint
 import generate
-import launch
-import speculative
-import writing
 from benchmarks.lines import command
-from launch import count, number
+from decoding import speculative
+from formats import checkpoint
+from formats.tokenizer import load_tokenizer
 from measure import report
 from model import InputError
-from tokenizer import load_tokenizer
+from runtime import launch, writing
+from runtime.launch import count, number
 from training.data import SEPARATOR
 
 BEGIN, QUOTED = 16, 72  # tokens

@@ -23,13 +23,12 @@ from pathlib import Path
 import torch
 
 import adapt
-import checkpoint
-import launch
-import writing
 from benchmarks.lines import written_by
+from formats import checkpoint
+from formats.tokenizer import load_tokenizer
 from measure import report
 from model import InputError
-from tokenizer import load_tokenizer
+from runtime import launch, writing
 from training.data import tokenize
 
 SHARES = 0.01, 0.05, 0.2  # of the tokens at hand

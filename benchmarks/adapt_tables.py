@@ -3,9 +3,9 @@
 python -m benchmarks.adapt_tables results/adapt.jsonl results/scratch.jsonl --figure adapt.png
 """
 
-import launch
 from benchmarks.lines import written_by
 from measure.results import markdown
+from runtime import launch
 
 METHODS = {"plain": ":", "distilled": "--", "blended and distilled": "-"}
 

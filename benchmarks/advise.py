@@ -13,14 +13,14 @@ import dataclasses
 import itertools
 import statistics
 
-import launch
 from benchmarks import overlap
 from benchmarks.lines import written_by
-from checkpoint import DTYPES, SIZES
+from formats.checkpoint import DTYPES, SIZES
 from measure.advise import Machine, bytes_of_step, decode_work, step_seconds, times_of
 from measure.link import Link
 from measure.results import markdown
 from model import InputError
+from runtime import launch
 
 SETTING = ["model", "n_layers", "dtype", "device", "threads", "tp", "simulated", "batch", "tokens", "compiled"]
 CLOSE = 0.05  # of a measured step: what a prediction should be within

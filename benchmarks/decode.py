@@ -27,15 +27,14 @@ from pathlib import Path
 
 import torch
 
-import launch
-import writing
 from benchmarks.engines import DIM, FILLED, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCABULARY
 from benchmarks.lines import command, written_by
-from launch import count, number
 from measure.report import git_commit, processor, read_bandwidth
 from measure.results import markdown
 from measure.timing import in_turns, quartiles
 from model import InputError
+from runtime import launch, writing
+from runtime.launch import count, number
 
 WORKER = Path(__file__).with_name("engines.py")
 QUANTS = {  # of an engine, behind a colon: (bytes of a weight, scales included, and ours of as many bits)

@@ -26,10 +26,10 @@ def ours(quant, world=None):
 
     import torch
 
-    from checkpoint import SIZES
+    from formats.checkpoint import SIZES
     from generate import Runner, load_model, make_cache, pad
-    from launch import World
     from measure.exposed import replays
+    from runtime.launch import World
 
     config = dataclasses.replace(
         SIZES["1b"], tie_embeddings=False, quant=quant or None, group_size=64 if quant == "int4" else None
@@ -235,7 +235,7 @@ def answer_on_ranks(name, threads):
     """Rank 0 reads the questions for all, and its clock counts."""
     import torch
 
-    import launch
+    from runtime import launch
 
     world, ops = launch.join("cpu"), torch.ops._c10d_functional
 
@@ -253,7 +253,7 @@ def answer_on_ranks(name, threads):
 if __name__ == "__main__":
     name, threads = sys.argv[1], int(sys.argv[2])
     if "@" in name:
-        import launch
+        from runtime import launch
 
         launch.run(lambda: answer_on_ranks(name, threads))
     else:

@@ -34,13 +34,12 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
-import launch
 import quantize
-import writing
 from benchmarks.lines import command
+from formats import checkpoint
 from measure import report
 from model import Config, InputError, Transformer
+from runtime import launch, writing
 from training.data import train_tokenizer
 
 ROOT = Path(__file__).parent.parent

@@ -12,13 +12,12 @@ import statistics
 import torch
 import torch.nn.functional as F
 
-import launch
-import writing
 from benchmarks.lines import command
 from kernels import cpu, int_linear
 from measure import report
 from measure.results import markdown
 from measure.timing import in_turns, timed
+from runtime import launch, writing
 
 SHAPES = [(8192, 2048), (2048, 8192), (128256, 2048)]  # of W
 ROWS = [1, 2, 4, 8, 16, 24, 32, 64, 96, 128]

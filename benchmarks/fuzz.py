@@ -29,21 +29,19 @@ from pathlib import Path
 import torch
 
 import adapt
-import checkpoint
 import convert_hf_checkpoint
 import eval as evaluation
 import generate
-import launch
 import quantize
-import terminal
 import tp
-import writing
 from benchmarks import lines
+from formats import checkpoint
 from formats.huggingface import FAMILIES, ROPE_KINDS, config_from_hf
 from formats.sources import Llama2cWeights, PickledWeights
+from formats.tokenizer import load_tokenizer, read_tokenizer
 from measure import advise, plot, report, results
 from model import Config, InputError, Transformer, rope_frequencies
-from tokenizer import load_tokenizer, read_tokenizer
+from runtime import launch, terminal, writing
 from training import runs
 
 ROOT = Path(__file__).parent.parent

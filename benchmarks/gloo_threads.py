@@ -17,14 +17,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import launch
-import writing
 from benchmarks.lines import command
-from launch import count
 from measure.report import git_commit
 from measure.results import markdown
 from measure.timing import in_turns
 from model import InputError
+from runtime import launch, writing
+from runtime.launch import count
 
 POLICIES = {"other (the default)": os.SCHED_OTHER, "batch": os.SCHED_BATCH, "fifo (real-time)": os.SCHED_FIFO}
 EACH = 50  # all-reduces in a turn

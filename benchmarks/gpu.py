@@ -24,16 +24,15 @@ from pathlib import Path
 
 import torch
 
-import launch
-import writing
 from benchmarks import overlap
 from benchmarks.lines import written_by
-from launch import number
 from measure.link import LINKS
 from measure.report import environment, free_bytes
 from measure.results import markdown
 from measure.timing import timed
 from model import InputError
+from runtime import launch, writing
+from runtime.launch import number
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -35,13 +35,12 @@ from tqdm import tqdm
 
 import adapt
 import convert_hf_checkpoint
-import launch
 import quantize
-import writing
 from benchmarks.lines import command
 from measure import report, sweep
 from measure.results import markdown
 from model import InputError
+from runtime import launch, writing
 
 ROOT = Path(__file__).parent.parent
 DEMO = str(ROOT / "demo")

@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from checkpoint import read_text
+from formats.checkpoint import read_text
 from model import InputError
 
 

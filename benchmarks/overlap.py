@@ -18,19 +18,17 @@ from pathlib import Path
 
 import torch
 
-import launch
-import watch
-import writing
 from benchmarks.lines import command, written_by
-from checkpoint import DTYPES, SIZES, RandomWeights
+from formats.checkpoint import DTYPES, SIZES, RandomWeights
 from generate import Runner, make_cache, pad
-from launch import count, number
 from measure import exposed, link
 from measure.clock import variants
 from measure.report import environment, prepare_trace
 from measure.results import explained
 from measure.timing import overlapping
 from model import WIRINGS, Config, InputError
+from runtime import launch, watch, writing
+from runtime.launch import count, number
 from tp import TensorParallel, load_shard
 
 # On two ranks 26 MB in either sublayer: some 2 ms for a core that reads 12 GB/s

@@ -18,8 +18,7 @@ import dataclasses
 
 import torch
 
-import launch
-from checkpoint import SIZES
+from formats.checkpoint import SIZES
 from measure.advise import (
     GPUS,
     attention_share,
@@ -32,6 +31,7 @@ from measure.advise import (
 from measure.clock import count_all_reduces, run_layers
 from measure.link import LINKS
 from measure.results import markdown, published
+from runtime import launch
 
 STANDS_FOR = {"NVLink": "nvlink", "no P2P": "pcie"}  # the paper's link: one of the table's
 WIRINGS = "standard", "parallel", "ladder", "parallel-ladder", "spd", "upper-bound"

@@ -15,14 +15,13 @@ from pathlib import Path
 
 import torch
 
-import launch
-import writing
 from benchmarks.lines import written_by
-from checkpoint import SIZES
+from formats.checkpoint import SIZES
 from measure.advise import attention_share, decode_work
 from measure.clock import run_layers, variants
 from measure.results import markdown, published
 from model import InputError
+from runtime import launch, writing
 
 PAPER_LINKS = {"nvlink": "NVLink", "pcie": "no P2P"}  # what they stand for
 KEPT = ["model", "tp", "simulated", "batch", "dtype", "device", "threads", "link", "torch", "commit"]

@@ -8,11 +8,9 @@ before it loaded anything. On a CPU each has the shared memory of all ranks; mem
 """
 
 import generate
-import launch
-import terminal
-import writing
 from benchmarks.lines import command
 from measure import preflight, report
+from runtime import launch, terminal, writing
 
 
 def main(argv=None):

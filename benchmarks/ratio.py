@@ -11,8 +11,6 @@ import dataclasses
 import itertools
 import sys
 
-import launch
-import writing
 from benchmarks import overlap
 from benchmarks.lines import command, written_by
 from benchmarks.paper import published_rates, reckoned
@@ -22,6 +20,7 @@ from measure.plot import labelled, look, panels, save
 from measure.report import environment
 from measure.results import markdown
 from model import InputError
+from runtime import launch, writing
 
 WIRINGS = "standard,ladder,parallel,parallel-ladder,upper-bound"
 KEYS = [*overlap.KEYS, "paper"]

@@ -5,11 +5,11 @@ cd benchmarks/results && python -m benchmarks.reliability_tables faults.jsonl ki
 
 import statistics
 
-import launch
 from benchmarks.adapt_tables import grouped
 from benchmarks.faults import PHASES, of_script
 from benchmarks.lines import written_by
 from measure.results import markdown
+from runtime import launch
 
 PLACES = {  # (phase, step) of faults.py, in words
     ("join", 1): "joining", ("load", 3): "loading", ("compile", 1): "compiling", ("prefill", 1): "prefill",

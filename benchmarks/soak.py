@@ -17,15 +17,13 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
 import generate
-import launch
-import terminal
-import writing
 from benchmarks.lines import command
-from launch import count, number
+from formats import checkpoint
 from measure import report
 from model import Config, InputError
+from runtime import launch, terminal, writing
+from runtime.launch import count, number
 
 BATCHES = 1, 2, 3, 4
 LONGEST = 32  # tokens of a prompt, and of an answer

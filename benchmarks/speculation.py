@@ -21,19 +21,17 @@ from unittest import mock
 import torch
 
 import generate
-import launch
-import speculative
-import watch
-import writing
 from benchmarks.lines import command
 from benchmarks.overlap import links
-from checkpoint import DTYPES, SIZES
-from launch import count, number
+from decoding import speculative
+from decoding.sampling import Sampler
+from formats.checkpoint import DTYPES, SIZES
 from measure import link
 from measure.report import environment
 from measure.timing import in_turns, quartiles, timed
 from model import InputError
-from sampling import Sampler
+from runtime import launch, watch, writing
+from runtime.launch import count, number
 
 DRAFTS = ["wiring:upper-bound", "wiring:spd", "wiring:delayed", "wiring:ladder", "wiring:hybrid:8"]
 

@@ -6,7 +6,6 @@ cd benchmarks/results && python -m benchmarks.speculation_tables speculation-acc
 
 import statistics
 
-import launch
 from benchmarks.adapt_tables import grouped
 from benchmarks.lines import written_by
 from benchmarks.speculation import seconds_per_token
@@ -14,6 +13,7 @@ from measure import plot
 from measure.report import mean_accepted
 from measure.results import markdown
 from model import WIRINGS
+from runtime import launch
 
 RATES = 0.6, 0.7, 0.8, 0.9, 0.95
 DRAWN = "stories260K", "standard-1.7M"  # whose acceptance the figure takes

@@ -16,10 +16,9 @@ import time
 
 import torch
 
-import checkpoint
 import generate
-import launch
-import terminal
+from formats import checkpoint
+from runtime import launch, terminal
 
 FOR_EVER, BUSY = 3600, 2  # seconds
 

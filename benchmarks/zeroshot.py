@@ -15,15 +15,14 @@ import tempfile
 import time
 from pathlib import Path
 
-import checkpoint
 import generate
-import launch
-import writing
 from benchmarks.lines import command, written_by
-from launch import count
+from formats import checkpoint
+from formats.tokenizer import load_tokenizer
 from measure import report, score
 from model import WIRINGS, InputError
-from tokenizer import load_tokenizer
+from runtime import launch, writing
+from runtime.launch import count
 from training.data import Windows, tokenize
 
 WINDOW = 256  # tokens, as in benchmarks/adapt.py

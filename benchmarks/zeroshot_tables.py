@@ -7,13 +7,13 @@ python -m benchmarks.zeroshot_tables results/zeroshot.jsonl --speeds overlap.jso
 
 import argparse
 
-import launch
 from benchmarks import overlap
 from benchmarks.lines import written_by
 from benchmarks.zeroshot import HALF
 from measure import plot
 from measure.results import markdown, wiring_order
 from model import WIRINGS, InputError
+from runtime import launch
 
 KEYS = "model", "tp", "wiring", "layers", "nats", "wired_layers", "desync_period", "sensitivity", "n_layers"
 SHARES = 0.2, 1.0  # of the tokens at hand: the retrained models of the figure

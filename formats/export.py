@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
-import checkpoint
-from checkpoint import dtype_name
+from formats import checkpoint
+from formats.checkpoint import dtype_name
 from formats.huggingface import PARALLEL_BLOCKS, family_of, hf_names, no_rope_layers, rope_kind, ungroup
+from formats.tokenizer import SentencePieceTokenizer
 from model import WIRINGS, InputError, attention_then_mlp, residual_stream
-from tokenizer import SentencePieceTokenizer
 
 CODE = Path(__file__).with_name("exported")  # the files that such a folder brings along
 OWN_FAMILY = {

@@ -5,8 +5,8 @@ import os
 
 import torch
 
-import checkpoint
-from checkpoint import read_json
+from formats import checkpoint
+from formats.checkpoint import read_json
 from model import (
     LINEAR,
     LLAMA3,

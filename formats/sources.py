@@ -8,8 +8,8 @@ import zipfile
 import numpy as np
 import torch
 
-import checkpoint
-from checkpoint import check_file, first_line
+from formats import checkpoint
+from formats.checkpoint import check_file, first_line
 from model import InputError
 
 # What a pickled state dict may call. weights_only lets more through, some of it able to take all memory.

@@ -16,15 +16,14 @@ import math
 from itertools import pairwise
 from typing import NamedTuple
 
-import checkpoint
-import launch
-import writing
-from checkpoint import DTYPES, SIZES, dtype_name
+from formats import checkpoint
+from formats.checkpoint import DTYPES, SIZES, dtype_name
 from kernels import int_linear
-from launch import count, number
 from measure import link, report, results
 from measure.clock import run_layers, variants
 from model import WIRINGS, InputError
+from runtime import launch, writing
+from runtime.launch import count, number
 from tp import head_rows, shard_plan
 
 LITTLE = 0.15  # a smaller share of a standard step in all-reduces is called little

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-import writing
 from measure import report
 from measure.clock import count_all_reduces, run_clock
 from measure.link import Link
 from measure.timing import in_turns, quartiles, timed
 from model import Config, InputError, SingleDevice
+from runtime import writing
 from tp import TensorParallel
 
 

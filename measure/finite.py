@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from checkpoint import dtype_name
+from formats.checkpoint import dtype_name
 from model import InputError
 
 SUBLAYERS = {1: ("attention and MLP",), 2: ("attention", "MLP")}  # of a block, by their number

@@ -22,7 +22,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_
 from tqdm import tqdm
 
 import generate
-from checkpoint import first_line
+from formats.checkpoint import first_line
 from measure.score import pieces
 from model import InputError
 

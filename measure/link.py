@@ -12,9 +12,9 @@ import time
 import torch
 import torch.distributed as dist
 
-import launch
 from kernels import shared_memory
 from model import InputError
+from runtime import launch
 
 
 @dataclasses.dataclass(frozen=True)

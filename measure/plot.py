@@ -14,11 +14,10 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-import launch
-import writing
-from checkpoint import SIZES, read_text
+from formats.checkpoint import SIZES, read_text
 from measure import results
 from model import WIRINGS, InputError
+from runtime import launch, writing
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 COLORS = [  # of wirings, in the order of model.WIRINGS; told apart by those who see no red or no green too

@@ -13,10 +13,9 @@ import statistics
 import torch
 import torch.distributed as dist
 
-import launch
-import writing
 from measure import report
 from measure.timing import timed
+from runtime import launch, writing
 
 MESSAGES = [2**n for n in range(10, 27, 2)]  # bytes: 1 KB to 64 MB
 

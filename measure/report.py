@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-import writing
-from checkpoint import dtype_name
+from formats.checkpoint import dtype_name
 from kernels import cpu
 from measure.link import Link
 from measure.timing import hidden_share, timed, within_noise
 from model import InputError
+from runtime import writing
 
 LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and say nothing of its memory
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from operator import itemgetter
 from pathlib import Path
 
-from checkpoint import fits, parse_json, read_text
+from formats.checkpoint import fits, parse_json, read_text
 from measure.report import bandwidth_share, mean_accepted
 from measure.timing import hidden_share, overlapping, quartiles
 from model import WIRINGS, InputError

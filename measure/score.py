@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import generate
-import launch
-import watch
 from model import WIRINGS, InputError
+from runtime import launch, watch
 
 PIECE = 2**22  # logits in float32 at a time: those of a whole window, in a large vocabulary, are a gigabyte
 

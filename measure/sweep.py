@@ -23,13 +23,12 @@ from pathlib import Path
 
 import torch
 
-import checkpoint
-import launch
-import writing
-from checkpoint import SIZES
+from formats import checkpoint
+from formats.checkpoint import SIZES
 from measure import plot, results
 from measure.link import LINKS
 from model import WIRINGS, InputError
+from runtime import launch, writing
 
 NO_MEMORY = re.compile(
     r"out ?of ?memory|can('t|not) allocate memory|MemoryError|bad_alloc|ALLOC_FAILED|Signal 9 ", re.IGNORECASE

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from helpers import BASE, random_model, stop_ranks
 
-import checkpoint
-import launch
+from formats import checkpoint
 from kernels import shared_memory
+from runtime import launch
 from training.data import train_tokenizer
 
 

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 import generate
-import launch
 import tp
 from kernels import cpu, gloo, shared_memory
 from model import WIRINGS, Config, Transformer
+from runtime import launch
 
 ROOT = Path(__file__).parent.parent
 HANGS = 300  # seconds until a process is thought to hang: the ranks' own time limits are half an hour

@@ -20,12 +20,12 @@ from safetensors import SafetensorError
 from test_training import trainee_like
 
 import adapt
-import checkpoint
-import launch
 import quantize
 import tp
+from formats import checkpoint
+from formats.tokenizer import load_tokenizer
 from model import InputError
-from tokenizer import load_tokenizer
+from runtime import launch
 from training import data, sharding
 
 STORIES = ["Once upon a time there was a little dog.", "The dog ran to the park.", "A cat sat on the mat and slept."]

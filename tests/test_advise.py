@@ -9,10 +9,10 @@ import pytest
 import torch
 from helpers import BASE, ROOT, random_model
 
-import checkpoint
 from benchmarks import advise as beside
 from benchmarks import paper
-from checkpoint import SIZES, RandomWeights
+from formats import checkpoint
+from formats.checkpoint import SIZES, RandomWeights
 from measure import advise, report
 from measure.advise import Machine, ProbedLink, Times
 from measure.clock import variants

@@ -14,7 +14,7 @@ import pytest
 from helpers import HANGS, ROOT
 
 import model
-from checkpoint import SIZES
+from formats.checkpoint import SIZES
 from measure import plot, results, sweep
 from model import InputError
 

@@ -15,9 +15,7 @@ import pytest
 import torch
 from helpers import BASE, RANKS, ROOT, main_on_ranks, random_model, run_ranks
 
-import checkpoint
 import generate
-import launch
 import model
 from adapt import Trainee, losses
 from benchmarks import (
@@ -39,14 +37,16 @@ from benchmarks import (
     zeroshot,
     zeroshot_tables,
 )
-from checkpoint import SIZES
+from decoding.speculative import expected
+from formats import checkpoint
+from formats.checkpoint import SIZES
+from formats.tokenizer import load_tokenizer
 from kernels import cpu, int_linear
 from measure import report
 from measure import results as of_sweeps
 from measure.clock import run_clock
 from model import WIRINGS, Config, InputError
-from speculative import expected
-from tokenizer import load_tokenizer
+from runtime import launch
 from training import data
 
 TINY = Config(2, 8, 8, 8, 64, 128, 256, 512)

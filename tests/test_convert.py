@@ -13,12 +13,11 @@ import transformers
 from helpers import ROOT, last_logits, script, shared_data
 from safetensors.torch import load_file, save_file
 
-import checkpoint
 import convert_hf_checkpoint
 import tp
-from formats import huggingface
+from formats import checkpoint, huggingface
+from formats.tokenizer import load_tokenizer
 from model import InputError
-from tokenizer import load_tokenizer
 
 SMALL = {
     "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 131,

@@ -15,8 +15,8 @@ import torch
 from helpers import BASE, ROOT, last_logits, main_on_ranks, random_model, script, unequal_rows
 from reference import Reference
 
-import checkpoint
 import generate
+from formats import checkpoint
 from kernels import cpu
 from model import Attention, InputError
 
@@ -290,7 +290,7 @@ def test_loading_takes_little_more_memory_than_the_shard(tp_size, tmp_path):
         net = random_model(config)
         checkpoint.write_model(folder, config, net.state_dict(), torch.bfloat16)
         source = f"""
-import checkpoint, tp, torch
+import tp, torch; from formats import checkpoint
 from measure import report
 weights = checkpoint.Weights({str(folder)!r})
 net = tp.load_shard(checkpoint.read_config({str(folder)!r}), weights, torch.bfloat16, "cpu", 0, {tp_size})

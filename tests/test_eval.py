@@ -11,15 +11,15 @@ import torch
 from helpers import BASE, ROOT, main_on_ranks, random_model, run_ranks, script, unequal_rows, wired_id
 from reference import Reference
 
-import checkpoint
 import convert_hf_checkpoint
 import eval as evaluate
 import generate
-import launch
 import quantize
+from formats import checkpoint
+from formats.tokenizer import load_tokenizer
 from measure import score
 from model import InputError
-from tokenizer import load_tokenizer
+from runtime import launch
 
 TEXT = "Once upon a time there was a little girl. She went out to play. Her dog ran to the park. " * 6
 

@@ -13,15 +13,15 @@ from helpers import ANY_TP, BASE, ROOT, YARN, random_model, shared_data, wired_i
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-import checkpoint
 import convert_hf_checkpoint
 import tp
-import writing
+from formats import checkpoint
 from formats.export import config_to_hf
 from formats.exported.configuration_ladder import LadderConfig
 from formats.exported.modeling_ladder import LadderForCausalLM
 from formats.huggingface import config_from_hf
 from model import WIRINGS, InputError, Wiring
+from runtime import writing
 
 LLAMA3_ROPE = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16.0,

@@ -7,11 +7,10 @@ import pytest
 import torch
 from helpers import ROOT, random_model
 
-import checkpoint
-import launch
 import quantize
-import writing
+from formats import checkpoint
 from model import Config, InputError
+from runtime import launch, writing
 
 # script: (the flags that all have, {more flags: the line}). A "{}" is a folder that holds empty, short and long texts.
 SCRIPTS = {

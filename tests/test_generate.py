@@ -26,11 +26,11 @@ from helpers import (
     unequal_rows,
 )  # fmt: skip
 
-import checkpoint
 import generate
-import launch
+from formats import checkpoint
+from formats.tokenizer import load_tokenizer
 from model import InputError
-from tokenizer import load_tokenizer
+from runtime import launch
 
 KEYS = (
     "model, n_layers, wiring, ladder_layers, desync_period, made_for_tp, dtype, quant, link, tp, simulated, device, "
@@ -252,7 +252,7 @@ def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(tiny):
     """The third decode step of the first answer finds the signal: it is the last."""
     source = """
 import os, signal
-import generate, launch
+import generate; from runtime import launch
 calls, decode = [], generate.Runner.decode
 def interrupted(self, *args):
     calls.append(1)

@@ -14,15 +14,15 @@ import torch.nn.functional as F
 from helpers import WIRED, random_model, unequal_rows, wired_id
 from reference import Reference
 
-from checkpoint import RandomWeights
+from formats.checkpoint import RandomWeights
 from generate import Runner, make_cache
 from kernels import int_linear
-from launch import World
 from measure import link
 from measure.clock import count_all_reduces
 from measure.exposed import replays
 from measure.timing import timed
 from model import Config
+from runtime.launch import World
 from tp import TensorParallel, load_shard
 
 ON_CPU = os.environ.get("LADDER_TEST_GPU") == "cpu"

@@ -16,19 +16,17 @@ import torch
 from helpers import BASE, ROOT, random_model, script, shared_data
 from safetensors.torch import save_file
 
-import checkpoint
 import convert_hf_checkpoint
 import generate
-import launch
-import terminal
-import tokenizer
 from benchmarks import fuzz
 from benchmarks.fuzz import THEIRS, llama2c
+from formats import checkpoint, tokenizer
 from formats.huggingface import config_from_hf
 from formats.sources import Llama2cWeights, PickledWeights
+from formats.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
 from measure import results
 from model import InputError
-from tokenizer import Tokenizer, load_tokenizer, read_tokenizer
+from runtime import launch, terminal
 
 
 @pytest.fixture(autouse=True)
@@ -504,7 +502,7 @@ def test_a_hostile_folder_ends_a_script_with_one_line(tmp_path):
 def test_rendering_leaves_no_process_behind():
     """However the process that asked for it ends."""
     source = """
-import os, tokenizer
+import os; from formats import tokenizer
 tokenizer._render('a')
 print(tokenizer._renderer().pid, flush=True)
 os.kill(os.getpid(), 9)

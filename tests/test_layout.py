@@ -14,15 +14,15 @@ model
 kernels.int_linear kernels.gloo
 kernels.cpu
 kernels.shared_memory
-writing watch
-checkpoint
-chat_template tokenizer launch tp formats.huggingface formats.sources
+runtime.writing runtime.watch
+formats.checkpoint
+formats.chat_template formats.tokenizer runtime.launch tp formats.huggingface formats.sources
 formats.export training.data training.sharding training.curves
-terminal measure.timing measure.clock measure.link
+runtime.terminal measure.timing measure.clock measure.link
 measure.report
 measure.exposed measure.finite measure.preflight measure.results
 measure.advise
-sampling speculative
+decoding.sampling decoding.speculative
 generate measure.plot measure.probe
 measure.score measure.sweep
 training.runs
@@ -32,7 +32,7 @@ eval
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
-    for room in (".", "kernels", "formats", "measure", "benchmarks", "training")
+    for room in (".", "runtime", "decoding", "kernels", "formats", "measure", "benchmarks", "training")
     for path in (ROOT / room).glob("*.py")
     if path.name != "__init__.py"
 }

@@ -32,14 +32,14 @@ from helpers import (
 )  # fmt: skip
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import checkpoint
 import generate
-import launch
 import tp
+from formats import checkpoint
 from kernels import gloo
 from measure import clock as clocks
 from measure import exposed, link, report, timing
 from model import WIRINGS, InputError
+from runtime import launch
 
 CPU = torch.device("cpu")
 
@@ -273,7 +273,9 @@ def test_the_interface_is_the_one_on_the_way_to_the_other_nodes(monkeypatch):
 
 @pytest.mark.parametrize("launched", [True, False], ids=["torchrun", "by hand"])
 def test_a_rank_says_that_it_waits_and_gives_up(launched):
-    source = "import launch; launch.PATIENCE, launch.DEADLINE = 0.05, 2; launch.run(lambda: launch.join('cpu'))"
+    source = (
+        "from runtime import launch; launch.PATIENCE, launch.DEADLINE = 0.05, 2; launch.run(lambda: launch.join('cpu'))"
+    )
     environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if launched:  # torchrun holds the store itself
         agent = dist.TCPStore("127.0.0.1", is_master=True, wait_for_workers=False, port=0)

@@ -9,8 +9,8 @@ import torch
 from helpers import ANY_TP, BASE, YARN, last_logits, random_model, unequal_rows, wired_id
 from reference import Reference
 
-import checkpoint
-from checkpoint import SIZES
+from formats import checkpoint
+from formats.checkpoint import SIZES
 from model import InputError, Transformer, rope_frequencies
 
 

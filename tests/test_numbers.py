@@ -7,9 +7,9 @@ import torch
 from helpers import BASE, random_model, run_ranks, shard, unequal_rows
 
 import adapt
-import checkpoint
 import eval
 import generate
+from formats import checkpoint
 from measure import finite
 from model import InputError
 

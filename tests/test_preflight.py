@@ -10,14 +10,14 @@ import pytest
 import torch
 from helpers import BASE, ROOT, YARN, run_ranks, script
 
-import checkpoint
 import eval
 import generate
-import launch
+from formats import checkpoint
 from measure import preflight, report
 from measure.preflight import Request, memory, weight_bytes
 from measure.sweep import NO_MEMORY
 from model import InputError
+from runtime import launch
 from tp import load_shard
 
 CPU = torch.device("cpu")

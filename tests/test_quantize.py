@@ -26,15 +26,15 @@ from helpers import (
 from reference import Reference
 from safetensors.torch import load_file, save_file
 
-import checkpoint
 import convert_hf_checkpoint
 import eval as evaluate
 import generate
-import launch
 import quantize
 import tp
+from formats import checkpoint
 from kernels import cpu, int_linear
 from model import WIRINGS, InputError
+from runtime import launch
 
 # groups of 32 make few parts of the MLP, so that ranks get unequal ones
 CONFIG = dataclasses.replace(BASE, n_heads=8, n_kv_heads=4, head_dim=16, dim=64, intermediate_size=160)

@@ -279,7 +279,7 @@ def test_without_a_compiler_gloo_does_it_and_one_line_says_so(tmp_path):
 
 
 def test_ranks_of_several_nodes_take_gloo_and_say_nothing():
-    source = "import launch; w = launch.join('cpu'); print(w.group.group_name, len(w.threads) > 0)"
+    source = "from runtime import launch; w = launch.join('cpu'); print(w.group.group_name, len(w.threads) > 0)"
     done = [rank.communicate(timeout=HANGS) for rank in ranks(2, source, LOCAL_WORLD_SIZE="1")]
     assert [(out.strip(), err) for out, err in done] == [("0 True", "")] * 2
 
@@ -297,7 +297,7 @@ def ranks(tp_size, source, **environment):
 
 
 DYING = """
-import os, signal, sys, time, torch, launch
+import os, signal, sys, time, torch; from runtime import launch
 from kernels import cpu
 from measure import link
 

@@ -11,8 +11,8 @@ from helpers import BASE, random_model, run_ranks, script, shard
 from torch._dynamo.utils import counters
 
 import generate
-import launch
 from benchmarks import soak
+from runtime import launch
 
 SHAPES = dataclasses.replace(BASE, n_layers=2, max_seq_len=2 * soak.LONGEST, wiring="ladder")
 

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from test_generate import edit_config, greedy_tokens, run, run_json
 from test_quantize import INT4, INT8, dequantized_state, quantized_state
 
-import checkpoint
 import generate
-import speculative
 import tp
+from decoding import speculative
+from formats import checkpoint
 from kernels import cpu
 from measure import finite, preflight, report
 from model import InputError

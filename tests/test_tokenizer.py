@@ -7,7 +7,7 @@ import random
 import pytest
 from helpers import shared_data
 
-import tokenizer
+from formats import tokenizer
 from model import InputError
 
 TEXTS = ["Once upon a time", " two  spaces, and\nlines\n", "naïve 🙂 日本", "1234 <s> </s>", "x"]

@@ -9,11 +9,11 @@ import torch
 from helpers import BASE, WIRED, YARN, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows, wired
 from reference import Reference
 
-import launch
 import tp
 from kernels import cpu
 from measure import link
 from model import WIRINGS, InputError
+from runtime import launch
 
 SHAPES = {  # every kind of split at tp 2, 3, 4: even, uneven, replicated KV heads, odd sizes
     "6/2 heads": {},

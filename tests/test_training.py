@@ -10,10 +10,10 @@ import torch
 from helpers import BASE, StateWeights, random_model, run_ranks
 
 import adapt
-import checkpoint
-import launch
+from formats import checkpoint
+from formats.tokenizer import Tokenizer, load_tokenizer
 from model import InputError, Transformer
-from tokenizer import Tokenizer, load_tokenizer
+from runtime import launch
 from training import data, sharding
 from training.data import TOKEN, Windows
 

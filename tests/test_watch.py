@@ -12,9 +12,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-import launch
-import watch
-from launch import InputError
+from runtime import launch, watch
+from runtime.launch import InputError
 
 
 class Ended(Exception):
@@ -209,7 +208,7 @@ def test_how_a_process_ended():
 
 def test_signals_end_a_script_by_way_of_what_cleans_up():
     source = """
-import os, signal, sys, launch
+import os, signal, sys; from runtime import launch
 for number in signal.SIGTERM, signal.SIGHUP:  # which under nohup is ignored
     signal.signal(number, signal.SIG_DFL)
 def main():
@@ -227,7 +226,7 @@ launch.run(main)
 
 
 def test_a_script_without_standard_streams_and_one_whose_output_is_full():
-    source = "import launch\ndef main():\n    print('x' * 100, flush={})\nlaunch.run(main)\n"
+    source = "from runtime import launch\ndef main():\n    print('x' * 100, flush={})\nlaunch.run(main)\n"
     shell = "sh", "-c", '"$1" -c "$0" '
     words = [*shell[:2], shell[2] + "<&- >&- 2>&-", source.format(True), sys.executable]
     done = subprocess.run(words, timeout=60)
@@ -249,7 +248,7 @@ def test_one_signal_behind_another_is_not_heard(monkeypatch):
 
 def test_a_signal_in_a_destructor_comes_again():
     source = """
-import os, signal, sys, time, launch
+import os, signal, sys, time; from runtime import launch
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 class Slow:
     def __del__(self):
@@ -300,7 +299,7 @@ def test_what_ranks_are_compared_by():
 def test_the_contents_of_a_checkpoint(tiny, tmp_path):
     import shutil
 
-    from checkpoint import digest
+    from formats.checkpoint import digest
 
     copy = tmp_path / "copy"
     shutil.copytree(tiny, copy)

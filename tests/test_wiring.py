@@ -10,15 +10,14 @@ import torch
 from helpers import BASE, WIRED, outline, random_model, run_ranks, shard, unequal_rows, wired, wired_id
 from reference import Reference, rms_norm
 
-import checkpoint
 import convert_hf_checkpoint
 import generate
-import launch
 import model
-from formats import huggingface
+from formats import checkpoint, huggingface
 from kernels import cpu
 from measure.clock import count_all_reduces, run_clock
 from model import WIRINGS, Wiring
+from runtime import launch
 
 STANDARD_ALONE = [c for c in WIRED if WIRINGS[c["wiring"]].standard_alone]
 ONE_EACH = [*{changes["wiring"]: changes for changes in WIRED}.values()]  # hybrid (1,) has a seam on either side

@@ -16,11 +16,10 @@ from helpers import HANGS, ROOT
 
 import adapt
 import convert_hf_checkpoint
-import launch
 import quantize
-import writing
 from measure import exposed, plot, sweep
 from model import InputError
+from runtime import launch, writing
 from training import runs
 
 SWEEP = {"TPS": "1", "BATCHES": "1", "REPEATS": "1", "DEVICE": "cpu", "EXPOSED": "0"}
@@ -92,7 +91,7 @@ def test_killed_at_many_moments(tmp_path):
     "number, code", [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
 )
 def test_asked_to_end_it_leaves_nothing(number, code, tiny, tmp_path):
-    slow = "import checkpoint, launch, quantize, time\ndef save_file(*args, **kwargs):\n    print(flush=True)\n"
+    slow = "import quantize, time; from formats import checkpoint; from runtime import launch\ndef save_file(*args, **kwargs):\n    print(flush=True)\n"
     slow += "    time.sleep(600)\ncheckpoint.save_file = save_file\nlaunch.run(quantize.main)"
     words = ["--checkpoint", tiny, "--mode", "int8", "--out", tmp_path / "out"]
     process = subprocess.Popen([sys.executable, "-c", slow, *words], cwd=ROOT, stdout=subprocess.PIPE)

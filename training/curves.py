@@ -1,6 +1,6 @@
 """Learning curves of runs, from the lines of their logs."""
 
-import writing
+from runtime import writing
 
 
 def draw(runs, path):

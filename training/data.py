@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-import writing
-from checkpoint import first_line
+from formats.checkpoint import first_line
 from model import InputError
+from runtime import writing
 
 SEPARATOR = "<|endoftext|>"
 # A token as it lies on the disk: the document that it is of, and whether its prediction counts in the loss.

@@ -7,13 +7,12 @@ import json
 import shutil
 import signal
 
-import checkpoint
-import launch
-import writing
-from checkpoint import read_json
+from formats import checkpoint
+from formats.checkpoint import read_json
+from formats.tokenizer import load_tokenizer
 from measure import score
 from model import WIRINGS, Config, InputError
-from tokenizer import load_tokenizer
+from runtime import launch, writing
 from training.data import Windows, documents, tokenize, train_tokenizer
 
 SAMPLE = "Once upon a time there were 12 (twelve) little dogs.\n\tZwölf? 十二! def f(x): return x**2"  # to compare with

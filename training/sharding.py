@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import checkpoint
-import writing
+from formats import checkpoint
 from model import InputError, rope_frequencies
+from runtime import writing
 
 CHUNK = 1024  # tokens whose logits are there at a time
 

@@ -12,7 +12,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from checkpoint import MOST_JSON, check_file, first_line, read_json, read_text
+from formats.checkpoint import MOST_JSON, check_file, first_line, read_json, read_text
 from model import InputError
 
 MOST_BYTES = 2**27  # of a tokenizer's file; the largest known have 35 MB

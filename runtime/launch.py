@@ -25,11 +25,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import watch
-import writing
-from checkpoint import first_line
+from formats.checkpoint import first_line
 from kernels import gloo, shared_memory
 from model import WIRINGS, InputError
+from runtime import watch, writing
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Flags
@@ -361,12 +360,12 @@ def join(device=None, flags=None):
 
 # of each rank alone: where its files lie (their contents are compared), and what only rank 0 writes
 OWN = {"device", "checkpoint", "draft", "compare", "distill", "prompts_file", "text", "valid", "json", "profile"}
-ROOMS = ".", "kernels", "formats", "training", "measure"
+ROOMS = ".", "runtime", "formats", "decoding", "kernels", "training", "measure"
 
 
 def _start(flags, device):
     """What all ranks are to be started with alike, by name."""
-    code, root = hashlib.sha256(), Path(__file__).parent
+    code, root = hashlib.sha256(), Path(__file__).parents[1]
     for path in sorted(p for room in ROOMS for kind in ("*.py", "*.cpp") for p in (root / room).glob(kind)):
         code.update(path.read_bytes())
     start = {"the script": os.path.basename(sys.argv[0]), "the code": code.hexdigest()[:8]}

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-import checkpoint
-import launch
+from formats import checkpoint
+from formats.tokenizer import load_tokenizer
 from measure.timing import between, mark
 from model import WIRINGS, Config, InputError
-from tokenizer import load_tokenizer
+from runtime import launch
 
 COUNTS = 0, 1, 2, 3, 7  # that Auto chooses from; each is a graph to compile
 USUAL = 3  # without --speculate

@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-import watch
 from kernels import int_linear
 from model import LLAMA3, Config, Index, InputError
+from runtime import watch
 
 TOKENIZER_FILES = (
     "tokenizer.json",
