@@ -22,8 +22,8 @@ from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from measure import score
 from model import InputError, Transformer
-from runtime import launch, watch, writing
-from runtime.launch import count, number
+from runtime import cli, launch, watch, writing
+from runtime.cli import count, number
 from training import curves, runs, sharding
 from training.data import SEPARATOR, Windows
 
@@ -254,13 +254,13 @@ SHAPE = {  # of a model from scratch
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     p.add_argument("--checkpoint", metavar="DIR", help="the folder to go on from; without it a new small model")
     files = f"plain text with {SEPARATOR} between documents, or .jsonl with text or chat messages"
     p.add_argument("--text", nargs="+", required=True, metavar="FILE", help=f"to train on: {files}")
     p.add_argument("--valid", required=True, metavar="FILE", help="to validate on, in the same form")
     p.add_argument("--out", required=True, metavar="DIR", help="the folder to write; until then all lies in DIR.run")
-    launch.add_wiring_flags(p, otherwise="the checkpoint's own, or standard")
+    cli.add_wiring_flags(p, otherwise="the checkpoint's own, or standard")
     positive, from_0 = number(float, 0, above=True), number(float, 0)
     g = p.add_argument_group("retraining", "--ladder-layers auto:N takes the N layers that mind it least")
     g.add_argument("--distill", nargs="?", const="", metavar="DIR", help="learn from this teacher, or the original")
@@ -286,7 +286,7 @@ def parse(argv):
     g.add_argument("--recompute", action="store_true", help="the backward pass computes sublayers again: less memory")
     g.add_argument("--compile", action="store_true", help="torch.compile the sublayers")
     g.add_argument("--save-every", type=count, metavar="N", default=200, help="steps between states to go on from")
-    launch.add_rank_flags(g)
+    cli.add_rank_flags(g)
     g = p.add_argument_group("a model from scratch")
     for flag, (value, about) in SHAPE.items():
         most = checkpoint.AT_MOST[flag[2:].replace("-", "_")]
@@ -319,7 +319,7 @@ def least_sensitive(model, own, valid, run, args, world):
         if world.rank == 0:
             print("auto:", ", ".join(f"layer {i} {found[i]:.4f}" for i in range(own.n_layers)), f"nats: {[*layers]}")
         world.first(writing.write_text, path, json.dumps(layers))
-    return launch.rewired(own, "hybrid", ladder_layers=json.loads(path.read_text()))
+    return cli.rewired(own, "hybrid", ladder_layers=json.loads(path.read_text()))
 
 
 def main(argv=None):

@@ -20,7 +20,7 @@ from formats.huggingface import LAYER_NAMES, NAMES, LlamaWeights, config_from_hf
 from formats.sources import Llama2cWeights, PickledWeights
 from formats.tokenizer import load_tokenizer, read_tokenizer
 from model import WIRINGS, InputError
-from runtime import launch, writing
+from runtime import cli, launch, writing
 
 
 def open_source(source, revision=None):
@@ -94,7 +94,7 @@ def convert(source, config, folder, dtype, shard_bytes):
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     p.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, a hub id, or a llama2.c .bin file")
     p.add_argument("--out", metavar="DIR", help="the checkpoint folder to write, e.g. checkpoints/1b")
     p.add_argument(
@@ -107,7 +107,7 @@ def parse(argv):
     )
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the source's own")
     p.add_argument("--revision", help="of a hub model, e.g. main")
-    size = launch.number(float, 0, above=True)
+    size = cli.number(float, 0, above=True)
     p.add_argument(
         "--shard-gb",
         type=size,
@@ -115,10 +115,10 @@ def parse(argv):
         metavar="N",
         help="largest file to write, in GB, and about the memory that this takes, e.g. 2",
     )
-    launch.add_wiring_flags(p)
+    cli.add_wiring_flags(p)
     p.add_argument(
         "--made-for-tp",
-        type=launch.count,
+        type=cli.count,
         metavar="N",
         help="where the wiring is bound to a number of ranks: the one that these weights are meant for, e.g. 4",
     )
@@ -142,7 +142,7 @@ def main(argv=None):
     else:
         weights, config, folder = open_source(args.source, args.revision)
         some_tensor = hf_names("layers.0.attention_norm.weight")[0]
-    config = launch.with_wiring(config, args)
+    config = cli.with_wiring(config, args)
     if WIRINGS[config.wiring].tp_bound and args.out:
         if args.made_for_tp is None:
             raise InputError(

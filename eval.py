@@ -26,13 +26,13 @@ from measure import preflight, report
 from measure.finite import computed_in
 from measure.score import alone, divergence, sensitivity, total_nats, windows
 from model import WIRINGS, InputError
-from runtime import launch, writing
-from runtime.launch import count, number
+from runtime import cli, launch, writing
+from runtime.cli import count, number
 from training.data import SEPARATOR
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     p.add_argument(
         "--checkpoint",
         required=True,
@@ -41,9 +41,9 @@ def parse(argv):
     )
     p.add_argument("--batch", type=count, metavar="B", help="rows at a time, e.g. 4; without it 256 MB of logits")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the checkpoint's own")
-    launch.add_rank_flags(p)
-    launch.add_preflight_flag(p)
-    launch.add_json_flag(p, "the line")
+    cli.add_rank_flags(p)
+    cli.add_preflight_flag(p)
+    cli.add_json_flag(p, "the line")
     g = p.add_argument_group("of a text")
     g.add_argument("--text", metavar="FILE", help="UTF-8 text, scored as one sequence of tokens, e.g. valid.txt")
     g.add_argument(
@@ -68,7 +68,7 @@ def parse(argv):
     g.add_argument("--limit", type=count, metavar="N", help="only the first N documents of each task, e.g. 200")
     g.add_argument("--task-folder", metavar="DIR", help="more tasks: a folder of yaml files, e.g. my-tasks")
     g.add_argument("--num-fewshot", type=number(int, 0), metavar="N", help="examples in a prompt, e.g. 5")
-    launch.add_wiring_flags(p)
+    cli.add_wiring_flags(p)
     args = p.parse_args(argv)
     if bool(args.text) == bool(args.tasks):
         raise InputError("give either --text FILE or --tasks NAME,...")
@@ -182,7 +182,7 @@ def score_text(args, world, model, other, documents, n_bytes, plan):
         words += f"KL divergence from it, in nats per token: mean {kl.mean():.3g}, 99 % of them below {p99:.3g}, "
         words += f"at most {kl.max():.3g}; the likeliest token is the same in {same:.2%}"
     if args.sensitivity:
-        wiring = launch.asked_wiring(args) or "ladder"
+        wiring = cli.asked_wiring(args) or "ladder"
         layers = sensitivity(
             model, lambda m: finite(total_nats(m, documents, *plan) / n, args.checkpoint, m), wiring, show
         )
@@ -221,13 +221,13 @@ def main(argv=None):
     with world.together():
         own = checkpoint.read_config(args.checkpoint)
         if args.sensitivity:
-            wiring = launch.asked_wiring(args) or "ladder"
+            wiring = cli.asked_wiring(args) or "ladder"
             alone(own, wiring, 0)  # or an InputError
             if world.tp_size == 1 and WIRINGS[wiring].standard_alone:
                 raise InputError(f"--sensitivity: {wiring} is standard on one device: start two ranks with torchrun")
-        config = own if args.sensitivity else launch.with_wiring(own, args)
+        config = own if args.sensitivity else cli.with_wiring(own, args)
         if world.rank == 0:
-            launch.warn_of_wiring(own, config, world.tp_size)
+            cli.warn_of_wiring(own, config, world.tp_size)
         tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
         if tokenizer is None:
             raise InputError(f"{args.checkpoint} has no tokenizer")

@@ -24,8 +24,9 @@ from kernels import cpu, int_linear
 from measure import finite, link, preflight, report
 from measure.timing import timed
 from model import InputError, Transformer
-from runtime import launch, terminal, watch, writing
-from runtime.launch import World, count, number
+from runtime import cli, launch, terminal, watch, writing
+from runtime.cli import count, number
+from runtime.launch import World
 from tp import TensorParallel, load_shard
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -38,7 +39,7 @@ def load(folder, device=None, dtype=None, wiring=None, **parameter):
     device: "cpu", "cuda", ... or None. dtype: a name of DTYPES or None. wiring: another than the checkpoint's, with its
     parameter, as wiring="hybrid", ladder_layers=16. Raises InputError.
     """
-    config = launch.rewired(checkpoint.read_config(folder), wiring, **parameter)
+    config = cli.rewired(checkpoint.read_config(folder), wiring, **parameter)
     if dtype not in (None, *DTYPES):
         raise InputError(f"dtype is {dtype!r} but must be one of {', '.join(DTYPES)}")
     model = load_model(config, folder, dtype, World(0, 1, launch.choose_device(device)))
@@ -348,13 +349,13 @@ def complete(
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     g = p.add_argument_group("model")
     g.add_argument("--checkpoint", metavar="DIR", help="a folder of weights (docs/formats.md), e.g. demo")
     g.add_argument("--compile", action="store_true", help="torch.compile the decode step; needs a C++ compiler")
-    launch.add_rank_flags(g)
+    cli.add_rank_flags(g)
     g.add_argument("--dtype", choices=DTYPES, help="of the weights; without it the checkpoint's")
-    launch.add_wiring_flags(p)
+    cli.add_wiring_flags(p)
     terminal.add_prompt_flags(p)
     g = p.add_argument_group("generation")
     g.add_argument(
@@ -378,8 +379,8 @@ def parse(argv):
     g.add_argument("--ignore-eos", action="store_true", help="go on to --max-new-tokens")
     g.add_argument("--compile-prefill", action="store_true", help="torch.compile the prefill, too")
     g.add_argument("--prefill-chunk", type=count, default=CHUNK, metavar="N", help="tokens of all rows in one pass")
-    launch.add_preflight_flag(g)
-    launch.add_json_flag(g)
+    cli.add_preflight_flag(g)
+    cli.add_json_flag(g)
     link.add_flags(p)
     args = p.parse_args(argv)
     if bool(args.checkpoint) == bool(args.model):
@@ -404,12 +405,12 @@ def describe(args, world):
                 flag = f"--{name.replace('_', '-')}"
                 raise InputError(f"{flag} goes with --model: a checkpoint is as it is (quantize.py makes another)")
         own = checkpoint.read_config(args.checkpoint)
-        config = launch.with_wiring(own, args)
+        config = cli.with_wiring(own, args)
         if world.rank == 0:
-            launch.warn_of_wiring(own, config, world.tp_size)
+            cli.warn_of_wiring(own, config, world.tp_size)
         return config, load_tokenizer(args.checkpoint, config.vocab_size)
     config = checkpoint.named_size(args.model, args.n_layers, args.quant, args.group_size)
-    return launch.with_wiring(config, args), None
+    return cli.with_wiring(config, args), None
 
 
 def load_draft_model(source, model, args, world):

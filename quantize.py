@@ -11,7 +11,7 @@ import torch
 from formats import checkpoint
 from kernels import int_linear
 from model import InputError
-from runtime import launch, writing
+from runtime import cli, launch, writing
 
 PIECE = 2**18  # numbers that are quantized at a time: they fit the cache, and little memory is needed
 FILE = 2**26  # bytes that a file holds at least, and so the memory while it is made
@@ -122,7 +122,7 @@ def quantize(args):
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     p.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="a folder that convert_hf_checkpoint.py wrote, e.g. demo"
     )
@@ -136,7 +136,7 @@ def parse(argv):
         metavar="NAME,...",
         help="matrices to leave as they are, e.g. lm_head,tok_embeddings",
     )
-    rounds = launch.number(int, 0)
+    rounds = cli.number(int, 0)
     p.add_argument(
         "--iterations", type=rounds, metavar="N", help="int4: of the fit of scales, 20 (default); 0 rounds to nearest"
     )

@@ -20,8 +20,8 @@ from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from measure import report
 from model import InputError
-from runtime import launch, writing
-from runtime.launch import count, number
+from runtime import cli, launch, writing
+from runtime.cli import count, number
 from training.data import SEPARATOR
 
 BEGIN, QUOTED = 16, 72  # tokens
@@ -52,7 +52,7 @@ def accepted(args, model, draft, prompts, temperature):
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the model that verifies")
     p.add_argument("--valid", required=True, metavar="FILE", help="a text of stories")
     p.add_argument("--drafts", required=True, nargs="+", metavar="DRAFT", help="as generate.py --draft has them")
@@ -62,9 +62,9 @@ def parse(argv):
     p.add_argument("--stories", type=count, default=30, metavar="N")
     p.add_argument("--max-new-tokens", type=count, default=150, metavar="N")
     p.add_argument("--batch", type=count, default=30, metavar="B", help="stories at a time")
-    launch.add_wiring_flags(p)
-    launch.add_rank_flags(p)
-    p.add_argument("--json", type=launch.appendable, required=True, metavar="FILE", help="append a line for each run")
+    cli.add_wiring_flags(p)
+    cli.add_rank_flags(p)
+    p.add_argument("--json", type=cli.appendable, required=True, metavar="FILE", help="append a line for each run")
     args = p.parse_args(argv)
     if args.stories % args.batch:
         raise InputError(f"--stories {args.stories} is no multiple of --batch {args.batch}")
@@ -75,7 +75,7 @@ def main(argv=None):
     args = parse(argv)
     world, sources = launch.join(args.device, vars(args)), []
     with world.together():
-        config = launch.with_wiring(checkpoint.read_config(args.checkpoint), args)
+        config = cli.with_wiring(checkpoint.read_config(args.checkpoint), args)
         tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
         if tokenizer is None:
             raise InputError(f"--checkpoint {args.checkpoint} has no tokenizer")

@@ -28,7 +28,7 @@ from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from measure import report
 from model import InputError
-from runtime import launch, writing
+from runtime import cli, launch, writing
 from training.data import tokenize
 
 SHARES = 0.01, 0.05, 0.2  # of the tokens at hand
@@ -123,14 +123,14 @@ def from_scratch():
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     p.add_argument("--plan", choices=("rates", "retrain", "long", "scratch"), required=True, help="which runs")
     p.add_argument("--checkpoint", metavar="DIR", help="the standard model to retrain")
     p.add_argument("--text", nargs="+", required=True, metavar="FILE", help="to train on")
     p.add_argument("--valid", required=True, metavar="FILE", help="to validate on")
     rates = written_by("the plan rates", "layers", "method", "share", "lr", "nats")
     p.add_argument("--rates", type=rates, metavar="FILE", help="the lines of the plan rates, to choose from")
-    p.add_argument("--json", type=launch.appendable, required=True, metavar="FILE", help="append a line for each run")
+    p.add_argument("--json", type=cli.appendable, required=True, metavar="FILE", help="append a line for each run")
     return p.parse_args(argv)
 
 

@@ -5,7 +5,7 @@ python -m benchmarks.adapt_tables results/adapt.jsonl results/scratch.jsonl --fi
 
 from benchmarks.lines import written_by
 from measure.results import markdown
-from runtime import launch
+from runtime import cli, launch
 
 METHODS = {"plain": ":", "distilled": "--", "blended and distilled": "-"}
 
@@ -75,7 +75,7 @@ def draw(lines, share, path):
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     keys = "layers", "method", "share", "nats", "before", "curve"
     p.add_argument("retrained", type=written_by("the plan retrain", *keys), help="lines of the plans retrain and long")
     p.add_argument("scratch", type=written_by("the plan scratch", "model", "nats"), help="lines of the plan scratch")

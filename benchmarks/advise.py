@@ -20,7 +20,7 @@ from measure.advise import Machine, bytes_of_step, decode_work, step_seconds, ti
 from measure.link import Link
 from measure.results import markdown
 from model import InputError
-from runtime import launch
+from runtime import cli, launch
 
 SETTING = ["model", "n_layers", "dtype", "device", "threads", "tp", "simulated", "batch", "tokens", "compiled"]
 CLOSE = 0.05  # of a measured step: what a prediction should be within
@@ -115,10 +115,10 @@ def tables(lines, bandwidth=None):
 
 
 def main(argv=None):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     known = written_by("benchmarks/overlap.py", *overlap.KEYS, "silent_ms")
     p.add_argument("files", type=known, metavar="FILE", nargs="+", help="lines of overlap.py")
-    rate = launch.number(float, 0, 1e9, above=True)
+    rate = cli.number(float, 0, 1e9, above=True)
     p.add_argument("--bandwidth-gbs", type=rate, metavar="X", help="what a rank read per second, e.g. 12.5")
     args = p.parse_args(argv)
     lines = [*itertools.chain(*args.files)]

@@ -33,8 +33,8 @@ from measure.report import git_commit, processor, read_bandwidth
 from measure.results import markdown
 from measure.timing import in_turns, quartiles
 from model import InputError
-from runtime import launch, writing
-from runtime.launch import count, number
+from runtime import cli, launch, writing
+from runtime.cli import count, number
 
 WORKER = Path(__file__).with_name("engines.py")
 QUANTS = {  # of an engine, behind a colon: (bytes of a weight, scales included, and ours of as many bits)
@@ -64,7 +64,7 @@ def cases(text):
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     p.add_argument("--threads", type=count, default=1, metavar="N", help="of each engine")
     p.add_argument(
         "--engines", metavar="A,B,...", help=f"of {', '.join(ENGINES)}; without it all there are in bfloat16"
@@ -75,10 +75,10 @@ def parse(argv):
         "--cases", type=cases, default=CASES, metavar="KIND:N,...", help="batch of a decode, tokens of a prefill"
     )
     p.add_argument("--rounds", type=number(int, 3), default=9, metavar="N", help="turns of each engine in each case")
-    launch.add_json_flag(p, "a line for each engine and case")
+    cli.add_json_flag(p, "a line for each engine and case")
     show = written_by("this script", *KEYS)
     p.add_argument("--show", type=show, metavar="FILE", nargs="+", help="print the tables of such files, and no more")
-    p.add_argument("--log", type=launch.appendable, metavar="FILE", default=os.devnull, help="what the engines print")
+    p.add_argument("--log", type=cli.appendable, metavar="FILE", default=os.devnull, help="what the engines print")
     args = p.parse_args(argv)
     if args.gpt_fast and not (Path(args.gpt_fast) / "model.py").is_file():
         raise InputError(f"--gpt-fast {args.gpt_fast} is no checkout of gpt-fast: it has no model.py")

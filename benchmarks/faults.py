@@ -39,7 +39,7 @@ from benchmarks.lines import command
 from formats import checkpoint
 from measure import report
 from model import Config, InputError, Transformer
-from runtime import launch, writing
+from runtime import cli, launch, writing
 from training.data import train_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -470,11 +470,11 @@ def cases(sizes):
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     p.add_argument("--only", default="", metavar="WORD,...", help="cases whose name has all of these, e.g. decode,hang")
     p.add_argument("--ranks", default="2,3", metavar="N,...", help="numbers of ranks, e.g. 2")
     p.add_argument("--list", action="store_true", help="only print the names of the cases")
-    launch.add_json_flag(p, "a line for each case")
+    cli.add_json_flag(p, "a line for each case")
     args = p.parse_args(argv)
     try:
         sizes = [int(size) for size in args.ranks.split(",")]

@@ -17,7 +17,7 @@ from kernels import cpu, int_linear
 from measure import report
 from measure.results import markdown
 from measure.timing import in_turns, timed
-from runtime import launch, writing
+from runtime import cli, launch, writing
 
 SHAPES = [(8192, 2048), (2048, 8192), (128256, 2048)]  # of W
 ROWS = [1, 2, 4, 8, 16, 24, 32, 64, 96, 128]
@@ -53,8 +53,8 @@ def rates(weights, ints, rows):
 
 
 def main(argv=None):
-    p = launch.Parser(__doc__)
-    launch.add_json_flag(p, "a line for each shape and number of rows")
+    p = cli.Parser(__doc__)
+    cli.add_json_flag(p, "a line for each shape and number of rows")
     args = p.parse_args(argv)
     cpu.build()
     cpu.keep_freed_memory()

@@ -41,7 +41,7 @@ from formats.sources import Llama2cWeights, PickledWeights
 from formats.tokenizer import load_tokenizer, read_tokenizer
 from measure import advise, plot, report, results
 from model import Config, InputError, Transformer, rope_frequencies
-from runtime import launch, terminal, writing
+from runtime import cli, launch, terminal, writing
 from training import runs
 
 ROOT = Path(__file__).parent.parent
@@ -409,14 +409,14 @@ def use_command(folder):
     elif script == "convert":
         args = convert_hf_checkpoint.parse(argv)
         if args.to_hf:
-            launch.with_wiring(checkpoint.read_config(args.source), args)
+            cli.with_wiring(checkpoint.read_config(args.source), args)
         else:
             convert_hf_checkpoint.open_source(args.source)
     elif script == "quantize":
         checkpoint.read_config(quantize.parse(argv).checkpoint)
     elif script == "eval":
         args = evaluation.parse(argv)
-        launch.with_wiring(checkpoint.read_config(args.checkpoint), args)
+        cli.with_wiring(checkpoint.read_config(args.checkpoint), args)
     elif script == "advise":
         advise.parse(argv)
     else:
@@ -569,12 +569,12 @@ def fuzz(target, cases, seed, folder):
 
 
 def main(argv=None):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     p.add_argument("--target", metavar="NAME", help="one of them, e.g. templates; without it all")
-    p.add_argument("--cases", type=launch.count, default=10_000, metavar="N", help="of each target")
-    p.add_argument("--seed", type=launch.number(int, 0), default=0, metavar="S", help="other cases, e.g. 1")
+    p.add_argument("--cases", type=cli.count, default=10_000, metavar="N", help="of each target")
+    p.add_argument("--seed", type=cli.number(int, 0), default=0, metavar="S", help="other cases, e.g. 1")
     p.add_argument("--folder", metavar="DIR", help="for the files of the cases, e.g. /tmp/fuzz")
-    launch.add_json_flag(p, "a line for each target")
+    cli.add_json_flag(p, "a line for each target")
     args = p.parse_args(argv)
     faulthandler.enable()
     with tempfile.TemporaryDirectory() as temporary:

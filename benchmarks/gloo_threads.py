@@ -22,8 +22,8 @@ from measure.report import git_commit
 from measure.results import markdown
 from measure.timing import in_turns
 from model import InputError
-from runtime import launch, writing
-from runtime.launch import count
+from runtime import cli, launch, writing
+from runtime.cli import count
 
 POLICIES = {"other (the default)": os.SCHED_OTHER, "batch": os.SCHED_BATCH, "fifo (real-time)": os.SCHED_FIFO}
 EACH = 50  # all-reduces in a turn
@@ -69,9 +69,9 @@ def allowed(world):
 
 
 def main(argv=None):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     p.add_argument("--rounds", type=count, default=10, metavar="N", help=f"turns of each policy, of {EACH} all-reduces")
-    launch.add_json_flag(p, "a line for each policy")
+    cli.add_json_flag(p, "a line for each policy")
     args = p.parse_args(argv)
     world = launch.join("cpu")
     if world.tp_size == 1:

@@ -31,8 +31,8 @@ from measure.report import environment, free_bytes
 from measure.results import markdown
 from measure.timing import timed
 from model import InputError
-from runtime import launch, writing
-from runtime.launch import number
+from runtime import cli, launch, writing
+from runtime.cli import number
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -172,12 +172,12 @@ def tables(lines):
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
-    launch.add_rank_flags(p)
+    p = cli.Parser(__doc__)
+    cli.add_rank_flags(p)
     p.add_argument("--tiny", action="store_true", help="small shapes, eager, one link: to try the script, not the GPU")
     p.add_argument("--seconds", type=number(float, 0), default=540, metavar="S", help="skip what is left after so many")
     out = str(RESULTS / "gpu.jsonl")
-    p.add_argument("--json", type=launch.appendable, default=out, metavar="FILE", help="append the lines to this file")
+    p.add_argument("--json", type=cli.appendable, default=out, metavar="FILE", help="append the lines to this file")
     p.add_argument("--traces", default=str(RESULTS / "gpu-traces"), metavar="DIR", help="traces of simulated steps")
     show = written_by("this script", "case")
     p.add_argument("--show", type=show, metavar="FILE", nargs="+", help="print the tables of such files, and no more")

@@ -40,7 +40,7 @@ from benchmarks.lines import command
 from measure import report, sweep
 from measure.results import markdown
 from model import InputError
-from runtime import launch, writing
+from runtime import cli, launch, writing
 
 ROOT = Path(__file__).parent.parent
 DEMO = str(ROOT / "demo")
@@ -221,10 +221,10 @@ def killed(writer, number, moments, work):
 
 
 def main(argv=None):
-    p = launch.Parser(__doc__)
-    p.add_argument("--moments", type=launch.count, metavar="N", default=240, help="of each writer, of SIGKILL")
+    p = cli.Parser(__doc__)
+    p.add_argument("--moments", type=cli.count, metavar="N", default=240, help="of each writer, of SIGKILL")
     p.add_argument("--writers", metavar="NAME,...", help="only these, e.g. adapt,sweep")
-    launch.add_json_flag(p, "a line for each writer and signal")
+    cli.add_json_flag(p, "a line for each writer and signal")
     args = p.parse_args(argv)
     tqdm.monitor_interval = 0  # this process forks: no thread beside it
     for name in "matplotlib.pyplot", "sentencepiece", "torch._dynamo":  # which writers import when they need them

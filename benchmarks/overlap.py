@@ -27,8 +27,8 @@ from measure.report import environment, prepare_trace
 from measure.results import explained
 from measure.timing import overlapping
 from model import WIRINGS, Config, InputError
-from runtime import launch, watch, writing
-from runtime.launch import count, number
+from runtime import cli, launch, watch, writing
+from runtime.cli import count, number
 from tp import TensorParallel, load_shard
 
 # On two ranks 26 MB in either sublayer: some 2 ms for a core that reads 12 GB/s
@@ -67,11 +67,11 @@ def links(text):
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     p.add_argument("--model", default="small", help=f"small (8 layers of dim 2560), {', '.join(SIZES)}")
     p.add_argument("--n-layers", type=number(int, 2), metavar="N", help="take only so many layers of it")
     p.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    launch.add_rank_flags(p)
+    cli.add_rank_flags(p)
     p.add_argument("--batch", type=count, default=1, metavar="B")
     p.add_argument("--prompt-length", type=count, default=64, metavar="S", help="filled slots, or the prompt's tokens")
     p.add_argument("--prefill", action="store_true", help="time the prefill, not a decode step")
@@ -87,7 +87,7 @@ def parse(argv):
     p.add_argument("--label", help="what to call the real link that --links free measures")
     p.add_argument("--command", help="what to record as the command, where a script runs this one")
     p.add_argument("--profile", metavar="DIR", help="write a trace of a step of each wiring into DIR/LINK-WIRING")
-    launch.add_json_flag(p, "a line for each wiring and link")
+    cli.add_json_flag(p, "a line for each wiring and link")
     show = written_by("this script", *KEYS)
     p.add_argument("--show", type=show, metavar="FILE", nargs="+", help="print the tables of such files, and no more")
     args = p.parse_args(argv)

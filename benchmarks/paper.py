@@ -31,7 +31,7 @@ from measure.advise import (
 from measure.clock import count_all_reduces, run_layers
 from measure.link import LINKS
 from measure.results import markdown, published
-from runtime import launch
+from runtime import cli, launch
 
 STANDS_FOR = {"NVLink": "nvlink", "no P2P": "pcie"}  # the paper's link: one of the table's
 WIRINGS = "standard", "parallel", "ladder", "parallel-ladder", "spd", "upper-bound"
@@ -78,7 +78,7 @@ def reached(batch, rate):
 
 
 def main(argv=None):
-    launch.Parser(__doc__).parse_args(argv)
+    cli.Parser(__doc__).parse_args(argv)
     rates = published_rates()
     cases = dict.fromkeys((link, batch) for link, batch, _ in rates)
     head = "link, batch, wiring, one all-reduce (us), advisor's, measured (tok/s), limit: alike, by bytes, advisor"

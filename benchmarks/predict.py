@@ -21,7 +21,7 @@ from measure.advise import attention_share, decode_work
 from measure.clock import run_layers, variants
 from measure.results import markdown, published
 from model import InputError
-from runtime import launch, writing
+from runtime import cli, launch, writing
 
 PAPER_LINKS = {"nvlink": "NVLink", "pcie": "no P2P"}  # what they stand for
 KEPT = ["model", "tp", "simulated", "batch", "dtype", "device", "threads", "link", "torch", "commit"]
@@ -114,10 +114,10 @@ def tables(found):
 
 
 def main(argv=None):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     layers = written_by("benchmarks/overlap.py", *KEYS)
     p.add_argument("files", type=layers, metavar="FILE", nargs="+", help="lines of overlap.py --simulate-tp")
-    p.add_argument("--json", type=launch.appendable, metavar="FILE", help="write the lines of whole models")
+    p.add_argument("--json", type=cli.appendable, metavar="FILE", help="write the lines of whole models")
     args = p.parse_args(argv)
     found = predictions([*itertools.chain(*args.files)])
     if args.json:

@@ -10,12 +10,12 @@ before it loaded anything. On a CPU each has the shared memory of all ranks; mem
 import generate
 from benchmarks.lines import command
 from measure import preflight, report
-from runtime import launch, terminal, writing
+from runtime import cli, launch, terminal, writing
 
 
 def main(argv=None):
-    p = launch.Parser(__doc__)
-    launch.add_json_flag(p, "the line")
+    p = cli.Parser(__doc__)
+    cli.add_json_flag(p, "the line")
     p.add_argument("flags", nargs="+", metavar="FLAG", help="of generate.py")
     own = p.parse_args(argv)
     args = generate.parse(own.flags)

@@ -20,7 +20,7 @@ from measure.plot import labelled, look, panels, save
 from measure.report import environment
 from measure.results import markdown
 from model import InputError
-from runtime import launch, writing
+from runtime import cli, launch, writing
 
 WIRINGS = "standard,ladder,parallel,parallel-ladder,upper-bound"
 KEYS = [*overlap.KEYS, "paper"]
@@ -36,14 +36,14 @@ def ratios():
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
-    p.add_argument("--rounds", type=launch.number(int, 3), default=20, help="steps of each wiring over each link")
-    p.add_argument("--seconds", type=launch.number(float, 0, above=True), default=400, help="... or fewer")
+    p = cli.Parser(__doc__)
+    p.add_argument("--rounds", type=cli.number(int, 3), default=20, help="steps of each wiring over each link")
+    p.add_argument("--seconds", type=cli.number(float, 0, above=True), default=400, help="... or fewer")
     p.add_argument("--wirings", default=WIRINGS, metavar="A,B,...", help="standard and upper-bound among them")
     p.add_argument("--model", default="small", help="as benchmarks/overlap.py knows it")
-    p.add_argument("--n-layers", type=launch.count, metavar="N", help="take only so many layers of it")
+    p.add_argument("--n-layers", type=cli.count, metavar="N", help="take only so many layers of it")
     p.add_argument("--eager", action="store_true", help="do not compile")
-    launch.add_json_flag(p, "a line for each wiring and link")
+    cli.add_json_flag(p, "a line for each wiring and link")
     show = written_by("this script", *KEYS)
     p.add_argument("--show", type=show, metavar="FILE", nargs="+", help="print the table of such files, and no more")
     p.add_argument("--figure", metavar="PNG", help="draw the lines of --show, too")

@@ -9,7 +9,7 @@ from benchmarks.adapt_tables import grouped
 from benchmarks.faults import PHASES, of_script
 from benchmarks.lines import written_by
 from measure.results import markdown
-from runtime import launch
+from runtime import cli, launch
 
 PLACES = {  # (phase, step) of faults.py, in words
     ("join", 1): "joining", ("load", 3): "loading", ("compile", 1): "compiling", ("prefill", 1): "prefill",
@@ -99,7 +99,7 @@ KEYS = {  # of the lines of each
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     for name, keys in KEYS.items():
         script = f"benchmarks/{name}.py"
         p.add_argument(name, type=written_by(script, *keys), help=f"lines of {script}")

@@ -22,8 +22,8 @@ from benchmarks.lines import command
 from formats import checkpoint
 from measure import report
 from model import Config, InputError
-from runtime import launch, terminal, writing
-from runtime.launch import count, number
+from runtime import cli, launch, terminal, writing
+from runtime.cli import count, number
 
 BATCHES = 1, 2, 3, 4
 LONGEST = 32  # tokens of a prompt, and of an answer
@@ -138,7 +138,7 @@ def shapes(seed):
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     p.add_argument("--checkpoint", metavar="DIR", help="a folder of weights; without it a model of random shapes")
     p.add_argument("--chat", action="store_true", help="a chat, whose user's lines come through standard input")
     p.add_argument("--count", type=count, default=1000, metavar="N", help="requests")
@@ -146,8 +146,8 @@ def parse(argv):
     p.add_argument("--seed", type=number(int, 0), default=0, metavar="S", help="of the shapes and the requests")
     p.add_argument("--eager", action="store_true", help="without compilation")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the weights; without it bfloat16")
-    launch.add_rank_flags(p)
-    launch.add_json_flag(p, "the lines")
+    cli.add_rank_flags(p)
+    cli.add_json_flag(p, "the lines")
     args = p.parse_args(argv)
     if args.chat and not args.checkpoint:
         raise InputError("--chat needs --checkpoint, for its tokenizer")

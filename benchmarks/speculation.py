@@ -30,8 +30,8 @@ from measure import link
 from measure.report import environment
 from measure.timing import in_turns, quartiles, timed
 from model import InputError
-from runtime import launch, watch, writing
-from runtime.launch import count, number
+from runtime import cli, launch, watch, writing
+from runtime.cli import count, number
 
 DRAFTS = ["wiring:upper-bound", "wiring:spd", "wiring:delayed", "wiring:ladder", "wiring:hybrid:8"]
 
@@ -132,11 +132,11 @@ def several(kind):
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     p.add_argument("--model", choices=SIZES, default="1b")
     p.add_argument("--n-layers", type=number(int, 2), metavar="N", help="take only so many layers of it")
     p.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    launch.add_rank_flags(p)
+    cli.add_rank_flags(p)
     p.add_argument("--drafts", nargs="+", metavar="DRAFT", default=DRAFTS, help=f"default: {' '.join(DRAFTS)}")
     p.add_argument("--counts", type=several(count), default=[4, 1, 2, 8], metavar="K,...", help="of proposals")
     p.add_argument("--links", type=links, default="0", metavar="A,B,...", help="microseconds, or names")
@@ -148,7 +148,7 @@ def parse(argv):
     p.add_argument("--generate", type=number(int, 2), metavar="N", help="then time generations of so many tokens")
     p.add_argument("--rates", type=several(number(float, 0, 1)), default=[0.8], metavar="A,...", help="... accepted so")
     p.add_argument("--repeats", type=count, default=2, help="... so often")
-    launch.add_json_flag(p, "a line for each part and link, and for each generation")
+    cli.add_json_flag(p, "a line for each part and link, and for each generation")
     args = p.parse_args(argv)
     args.config = SIZES[args.model]
     if (args.n_layers or 2) > args.config.n_layers:

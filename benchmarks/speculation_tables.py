@@ -13,7 +13,7 @@ from measure import plot
 from measure.report import mean_accepted
 from measure.results import markdown
 from model import WIRINGS
-from runtime import launch
+from runtime import cli, launch
 
 RATES = 0.6, 0.7, 0.8, 0.9, 0.95
 DRAWN = "stories260K", "standard-1.7M"  # whose acceptance the figure takes
@@ -208,7 +208,7 @@ def draw(lines, links, path):
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     keys = "model", "wiring", "layers", "draft", "accepted", "temperature", "quote", "passes", "longest_rows", "tp"
     p.add_argument("acceptance", type=written_by("benchmarks/acceptance.py", *keys), help="lines of acceptance.py")
     keys = "link", "draft", "speculate", "part"

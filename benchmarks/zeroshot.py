@@ -21,8 +21,8 @@ from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from measure import report, score
 from model import WIRINGS, InputError
-from runtime import launch, writing
-from runtime.launch import count
+from runtime import cli, launch, writing
+from runtime.cli import count
 from training.data import Windows, tokenize
 
 WINDOW = 256  # tokens, as in benchmarks/adapt.py
@@ -60,15 +60,15 @@ def nats_per_token(model, documents, batch):
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="a standard model")
     p.add_argument("--valid", required=True, metavar="FILE", help="the text that is reported")
     p.add_argument("--select", required=True, metavar="FILE", help="the text that the layers are chosen on")
     p.add_argument("--valid-tokens", type=count, default=40000, metavar="N", help="use so many of the one")
     p.add_argument("--select-tokens", type=count, default=10000, metavar="N", help="and so many of the other")
     p.add_argument("--batch", type=count, default=32, metavar="B", help="rows at a time")
-    launch.add_rank_flags(p)
-    p.add_argument("--json", type=launch.appendable, required=True, metavar="FILE", help="append a line for each run")
+    cli.add_rank_flags(p)
+    p.add_argument("--json", type=cli.appendable, required=True, metavar="FILE", help="append a line for each run")
     args = p.parse_args(argv)
     try:
         started = os.path.exists(args.json) and os.path.getsize(args.json)
@@ -104,7 +104,7 @@ def main(argv=None):
         if layers == HALF:
             found = score.sensitivity(model, lambda m: nats_per_token(m, select, args.batch), wiring)
             half = score.least_sensitive(world.gather(found)[0], own.n_layers // 2)  # the same on all ranks
-        model.config = launch.rewired(own, wiring, ladder_layers=half)
+        model.config = cli.rewired(own, wiring, ladder_layers=half)
         line = {
             **environment, **key, "nats": nats_per_token(model, valid, args.batch),
             "tokens": sum(len(ids) - 1 for ids in valid), "wired_layers": model.config.wired_layers,

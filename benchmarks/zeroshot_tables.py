@@ -13,7 +13,7 @@ from benchmarks.zeroshot import HALF
 from measure import plot
 from measure.results import markdown, wiring_order
 from model import WIRINGS, InputError
-from runtime import launch
+from runtime import cli, launch
 
 KEYS = "model", "tp", "wiring", "layers", "nats", "wired_layers", "desync_period", "sensitivity", "n_layers"
 SHARES = 0.2, 1.0  # of the tokens at hand: the retrained models of the figure
@@ -131,7 +131,7 @@ def draw(found, timed, model, path):
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     p.add_argument("lines", type=written_by("benchmarks/zeroshot.py", *KEYS), help="lines of benchmarks/zeroshot.py")
     p.add_argument("--figure", metavar="PNG", help="draw loss over speed into this file")
     p.add_argument("--speeds", type=speeds, metavar="FILE", help="of it: lines of benchmarks/overlap.py")

@@ -20,7 +20,7 @@ from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from measure.timing import between, mark
 from model import WIRINGS, Config, InputError
-from runtime import launch
+from runtime import cli
 
 COUNTS = 0, 1, 2, 3, 7  # that Auto chooses from; each is a graph to compile
 USUAL = 3  # without --speculate
@@ -230,7 +230,7 @@ def add_flags(parser):
 def number_of_proposals(text):
     """An argparse type."""
     try:
-        return text if text == "auto" else launch.count(text)
+        return text if text == "auto" else cli.count(text)
     except argparse.ArgumentTypeError as e:
         raise argparse.ArgumentTypeError(f"{e}, nor auto") from None
 
@@ -302,7 +302,7 @@ def _rewired(config, text):
     if (colon or not wiring.optional) and known and not re.fullmatch(PARAMETERS[known], parameter):
         raise InputError(f"{flag} takes its {known} as a number: wiring:{name}:2")
     try:
-        draft = launch.rewired(config, name, **({known: launch.read_layers(parameter)} if colon else {}))
+        draft = cli.rewired(config, name, **({known: cli.read_layers(parameter)} if colon else {}))
     except InputError as e:
         raise InputError(f"{flag}: {e}") from None
     wirings = [(draft.wiring_of(i), config.wiring_of(i)) for i in range(config.n_layers)]

@@ -22,8 +22,8 @@ from kernels import int_linear
 from measure import link, report, results
 from measure.clock import run_layers, variants
 from model import WIRINGS, InputError
-from runtime import launch, writing
-from runtime.launch import count, number
+from runtime import cli, launch, writing
+from runtime.cli import count, number
 from tp import head_rows, shard_plan
 
 LITTLE = 0.15  # a smaller share of a standard step in all-reduces is called little
@@ -72,7 +72,7 @@ def decode_work(config, dtype, tp_size, batch, context):
     context: filled slots of the cache. The embedding table is not read, but for the rows of the step's tokens.
     Raises InputError where tp_size does not suit the config.
     """
-    one = dataclasses.replace(launch.rewired(config, "standard"), n_layers=1, nope_layers=())
+    one = dataclasses.replace(cli.rewired(config, "standard"), n_layers=1, nope_layers=())
     model = int_linear.skeleton(one)
     ranks = [rank_work(config, model, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
     return {place: max(work[place] for work in ranks) for place in ranks[0]}
@@ -229,7 +229,7 @@ def retraining(own, config, tp_size):
 
 def candidates(own, layers=None):
     """The Configs to compare, each function once: variants, those that can take the given layers also in these, own."""
-    base, found, unique = launch.rewired(own, "standard"), [], {}
+    base, found, unique = cli.rewired(own, "standard"), [], {}
     for changes in variants(own.n_layers).values():
         known = WIRINGS[changes["wiring"]]
         takes = layers is not None and known.parameter == "ladder_layers"
@@ -244,7 +244,7 @@ def candidates(own, layers=None):
 
 def predictions(configs, own, times, tp_size):
     """A dict for each Config, the fastest first: the keys of a line of --json in docs/choosing.md."""
-    standard, *_ = step_seconds(launch.rewired(own, "standard"), times)
+    standard, *_ = step_seconds(cli.rewired(own, "standard"), times)
     found = []
     for config in configs:
         seconds, n, hidden = step_seconds(config, times)
@@ -307,7 +307,7 @@ def verdict(lines, all_reduce):
 
 
 def parse(argv):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     g = p.add_argument_group("model")
     g.add_argument("--model", choices=SIZES, metavar="NAME", help=f"a named size: {', '.join(SIZES)}")
     g.add_argument("--checkpoint", metavar="DIR", help="... or a folder of weights, of which none is loaded")
@@ -335,7 +335,7 @@ def parse(argv):
     g.add_argument(
         "--probe", type=read_probe, metavar="FILE", help="your own ranks, measured: lines of measure/probe.py"
     )
-    launch.add_json_flag(p, "a line for each link")
+    cli.add_json_flag(p, "a line for each link")
     args = p.parse_args(argv)
     if bool(args.checkpoint) == bool(args.model):
         raise InputError("give either --checkpoint DIR or --model NAME")
@@ -386,7 +386,7 @@ def choose_machine(args, dtype, found):
 def main(argv=None):
     args = parse(argv)
     own, dtype, name = describe(args)
-    layers = None if args.layers is None else launch.read_layers(args.layers)
+    layers = None if args.layers is None else cli.read_layers(args.layers)
     configs = candidates(own, layers)
     shard_plan(own, 0, args.tp)  # raises InputError before anything is measured
     args.context = args.context or min(1024, own.max_seq_len)

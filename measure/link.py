@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from kernels import shared_memory
 from model import InputError
-from runtime import launch
+from runtime import cli, launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +73,13 @@ def add_flags(parser):
     )
     g.add_argument("--link", metavar="NAME", help=f"emulate a link between the ranks: {', '.join(LINKS)}")
     add_number_flags(g)
-    two = launch.number(int, 2)
+    two = cli.number(int, 2)
     g.add_argument("--simulate-tp", type=two, metavar="N", help="run rank 0 of N alone, over an emulated link, e.g. 8")
 
 
 def add_number_flags(group):
     """The flags of a link without a name, as choose() takes them."""
-    latency, rate = launch.number(float, 0, 1e7), launch.number(float, 1e-3, 1e6)
+    latency, rate = cli.number(float, 0, 1e7), cli.number(float, 1e-3, 1e6)
     group.add_argument(
         "--link-latency-us", type=latency, metavar="A", help="... that takes A microseconds per all-reduce, e.g. 100"
     )

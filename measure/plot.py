@@ -17,7 +17,7 @@ from pathlib import Path
 from formats.checkpoint import SIZES, read_text
 from measure import results
 from model import WIRINGS, InputError
-from runtime import launch, writing
+from runtime import cli, launch, writing
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 COLORS = [  # of wirings, in the order of model.WIRINGS; told apart by those who see no red or no green too
@@ -389,7 +389,7 @@ def save(path, figure):
 
 
 def main(argv=None):
-    p = launch.Parser(__doc__)
+    p = cli.Parser(__doc__)
     p.add_argument("files", metavar="FILE", nargs="*", help="lines of bench.sh")
     p.add_argument("--out", metavar="DIR", help="write tables.md and the figures into this folder")
     p.add_argument("--compare", metavar=("BEFORE", "AFTER"), nargs=2, help="print the ratios between two files")

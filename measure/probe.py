@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from measure import report
 from measure.timing import timed
-from runtime import launch, writing
+from runtime import cli, launch, writing
 
 MESSAGES = [2**n for n in range(10, 27, 2)]  # bytes: 1 KB to 64 MB
 
@@ -57,9 +57,9 @@ def probe(world):
 
 
 def main():
-    p = launch.Parser(__doc__)
-    launch.add_rank_flags(p)
-    launch.add_json_flag(p)
+    p = cli.Parser(__doc__)
+    cli.add_rank_flags(p)
+    cli.add_json_flag(p)
     args = p.parse_args()
     world = launch.join(args.device, vars(args))
     with torch.inference_mode():

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 import generate
 from model import WIRINGS, InputError
-from runtime import launch, watch
+from runtime import cli, watch
 
 PIECE = 2**22  # logits in float32 at a time: those of a whole window, in a large vocabulary, are a gigabyte
 
@@ -89,7 +89,7 @@ def alone(config, wiring, layer):
     takes = [name for name, known in WIRINGS.items() if known.parameter == "ladder_layers"]
     if wiring in WIRINGS and wiring not in ("ladder", *takes):
         raise InputError(f"wiring {wiring} takes no layers: take one of {', '.join(['ladder', *takes])}")
-    return launch.rewired(config, wiring, ladder_layers=(layer,))
+    return cli.rewired(config, wiring, ladder_layers=(layer,))
 
 
 def sensitivity(model, score, wiring="ladder", show=False):

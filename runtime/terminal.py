@@ -15,7 +15,7 @@ from formats import checkpoint
 from formats.tokenizer import TextStream
 from model import InputError
 from runtime import watch
-from runtime.launch import count, number
+from runtime.cli import count, number
 
 MOST_PROMPTS, MOST_ROWS, MOST_TOKENS = 2**24, 2**16, 2**25  # bytes of a file; prompts; tokens of synthetic ones
 TOKENS_BETWEEN_CHECKS = 8  # of several ranks, for a Ctrl-C: each check is a broadcast

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+# ruff: noqa: E501
 
 ORDER, NAIVE = "test_wiring.py -k order_of_the_plain_loop", "test_wiring.py -k naive_float64"
 DECODE = "test_model.py -k 'prefill_and_decode and not compiled'"
@@ -52,12 +53,12 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("model.py", "block.ffn_norm(x + y)", "block.ffn_norm(x)", NAIVE),
     ("model.py", "return y + block.feed_forward", "return block.feed_forward", NAIVE),
     ("model.py", "if layer in self.wired_layers else", "if True else", NAIVE),
-    ("runtime/launch.py", "known.optional and wiring != config.wiring", "known.optional", LAYERS),
-    ("runtime/launch.py", "if wiring != config.wiring:\n        changes", "if False:\n        changes", LAYERS),
-    ("runtime/launch.py", "config.made_for_tp not in (None, tp_size)", "False", SAID),
-    ("runtime/launch.py", 'own.wiring == "standard" and wiring.runs_standard', "wiring.runs_standard", SAID),
-    ("runtime/launch.py", "own.function == config.function", "own == config", SAID),
-    ("runtime/launch.py", "wiring.standard_alone and tp_size == 1", "wiring.runs_standard and tp_size == 1", SAID),
+    ("runtime/cli.py", "known.optional and wiring != config.wiring", "known.optional", LAYERS),
+    ("runtime/cli.py", "if wiring != config.wiring:\n        changes", "if False:\n        changes", LAYERS),
+    ("runtime/cli.py", "config.made_for_tp not in (None, tp_size)", "False", SAID),
+    ("runtime/cli.py", 'own.wiring == "standard" and wiring.runs_standard', "wiring.runs_standard", SAID),
+    ("runtime/cli.py", "own.function == config.function", "own == config", SAID),
+    ("runtime/cli.py", "wiring.standard_alone and tp_size == 1", "wiring.runs_standard and tp_size == 1", SAID),
     ("model.py", "tuple(sorted(self.wired_layers))", "self.wired_layers", FUNCTION),
     ("model.py", 'self.wiring == "hybrid" and len(self.wired_layers)', 'False and len(self.wired_layers)', FUNCTION),
     ("model.py", "if self.desync_period == 1 else", "if False else", FUNCTION),
@@ -146,7 +147,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     ),
     ("runtime/terminal.py", "        ids = ids + row\n", "", "test_generate.py -k 'interactive_goes_on and 1'"),
     ("kernels/gloo.py", 'if address.startswith("127."):', "if False:", LINK + "the_interface_is"),
-    ("runtime/launch.py", 'wiring = "hybrid"  # its name', "pass", LAYERS),
+    ("runtime/cli.py", 'wiring = "hybrid"  # its name', "pass", LAYERS),
     ("runtime/writing.py", "tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent).close()", 'open(path, "a").close()',
      "test_flags.py -k file_to_append"),
     ("runtime/writing.py", "os.O_APPEND | os.O_NONBLOCK", "os.O_APPEND | os.O_CREAT", WRITERS + "no_trace"),
@@ -501,7 +502,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("measure/results.py", "abs(value) <= 1e30", "True", HOSTILE + "results_that"),
     ("measure/results.py", '(line["prefill_s"] is None) == (line["decode_s"] is None)', "True",
      HOSTILE + "results_that"),
-    ("runtime/launch.py", 'if arg_strings == ["--"] and action.option_strings:', "if False:", HOSTILE + "command_lines"),
+    ("runtime/cli.py", 'if arg_strings == ["--"] and action.option_strings:', "if False:", HOSTILE + "command_lines"),
     ("adapt.py", "type=number(int, 1, most)", "type=count", HOSTILE + "absurd_shapes"),
     ("benchmarks/fuzz.py", "if not said.isprintable() or len(said) > 500:", "if False:", "test_fuzz.py -k what_is_not"),
     ("benchmarks/fuzz.py", "if not all(line.isprintable()", "if False and not all(line.isprintable()",

@@ -46,7 +46,7 @@ from measure import report
 from measure import results as of_sweeps
 from measure.clock import run_clock
 from model import WIRINGS, Config, InputError
-from runtime import launch
+from runtime import cli, launch
 from training import data
 
 TINY = Config(2, 8, 8, 8, 64, 128, 256, 512)
@@ -528,7 +528,7 @@ def test_zeroshot_has_adapt_s_losses_and_those_of_each_wiring_alone(monkeypatch,
     (shown, _), (nothing, _) = main_on_ranks(2, _small_zeroshot, *flags)
     assert shown.count("\n") == 8 and nothing == ""
     one, two = read(out)[:7], read(out)[7:]
-    wired = [launch.rewired(config, x["wiring"], ladder_layers=half(x)) for x in one + two]
+    wired = [cli.rewired(config, x["wiring"], ladder_layers=half(x)) for x in one + two]
 
     trainee = Trainee(config).eval()
     trainee.load_state_dict(net.state_dict())
@@ -543,7 +543,7 @@ def test_zeroshot_has_adapt_s_losses_and_those_of_each_wiring_alone(monkeypatch,
             return losses(trainee, batch)[1].item() / batch.counts.sum().item()
 
     assert [x["nats"] for x in one] == pytest.approx([packed_loss("valid", 200, c) for c in wired[:7]], rel=1e-5)
-    ladder_alone = [packed_loss("select", 100, launch.rewired(config, "ladder", ladder_layers=(i,))) for i in range(4)]
+    ladder_alone = [packed_loss("select", 100, cli.rewired(config, "ladder", ladder_layers=(i,))) for i in range(4)]
     assert one[2]["sensitivity"] == pytest.approx(ladder_alone, rel=1e-5)
     assert one[0]["select_nats"] == pytest.approx(packed_loss("select", 100, config), rel=1e-5)
     alone, _ = run_ranks(2, _loaded_so, folder, tmp_path / "valid", wired[7:])

@@ -19,7 +19,7 @@ from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from measure import score
 from model import InputError
-from runtime import launch
+from runtime import cli, launch
 
 TEXT = "Once upon a time there was a little girl. She went out to play. Her dog ran to the park. " * 6
 
@@ -174,7 +174,7 @@ def test_sensitivity_against_the_reference(wiring):
     assert net.config is BASE and len(found) == BASE.n_layers
     for i, nats in enumerate(found):
         alone = random_model(BASE)  # with the norms of a standard model
-        alone.config = launch.rewired(BASE, wiring, ladder_layers=(i,))
+        alone.config = cli.rewired(BASE, wiring, ladder_layers=(i,))
         assert math.isclose(nats, -picked(*naive(alone, ids, 40, 20)).sum(), rel_tol=1e-5)
     with pytest.raises(ZeroDivisionError):
         score.sensitivity(net, lambda m: 1 / 0)

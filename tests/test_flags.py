@@ -10,7 +10,7 @@ from helpers import ROOT, random_model
 import quantize
 from formats import checkpoint
 from model import Config, InputError
-from runtime import launch, writing
+from runtime import cli, launch, writing
 
 # script: (the flags that all have, {more flags: the line}). A "{}" is a folder that holds empty, short and long texts.
 SCRIPTS = {
@@ -278,14 +278,14 @@ def test_several_ranks_are_refused(monkeypatch):
 
 @pytest.mark.parametrize("text", ["1", "7", "2147483647"])
 def test_a_count_is_taken(text):
-    assert launch.count(text) == int(text)
+    assert cli.count(text) == int(text)
 
 
 def test_a_file_to_append_to_is_tried_and_left_as_it_was(tmp_path):
     path = tmp_path / "x.jsonl"
-    assert launch.appendable(str(path)) == str(path) and not path.exists()
+    assert cli.appendable(str(path)) == str(path) and not path.exists()
     writing.append_line(path, {"a": 1})
-    assert launch.appendable(str(path)) == str(path)
+    assert cli.appendable(str(path)) == str(path)
     writing.append_line(path, {"a": [2]})
     assert path.read_text() == '{"a": 1}\n{"a": [2]}\n'
 

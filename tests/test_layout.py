@@ -15,7 +15,7 @@ kernels.int_linear kernels.gloo
 kernels.cpu
 kernels.shared_memory
 runtime.writing runtime.watch
-formats.checkpoint
+formats.checkpoint runtime.cli
 formats.chat_template formats.tokenizer runtime.launch tp formats.huggingface formats.sources
 formats.export training.data training.sharding training.curves
 runtime.terminal measure.timing measure.clock measure.link

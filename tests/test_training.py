@@ -13,7 +13,7 @@ import adapt
 from formats import checkpoint
 from formats.tokenizer import Tokenizer, load_tokenizer
 from model import InputError, Transformer
-from runtime import launch
+from runtime import cli, launch
 from training import data, sharding
 from training.data import TOKEN, Windows
 
@@ -161,7 +161,7 @@ def test_packed_documents_give_the_losses_of_each_alone(tmp_path, tiny):
     tokenizer = load_tokenizer(tiny)
     n = data.tokenize([tmp_path / "a.txt"], tokenizer, 2, tmp_path / "x.tokens")
     config = checkpoint.read_config(tiny)
-    model = random_model(launch.rewired(config, "ladder")).double()
+    model = random_model(cli.rewired(config, "ladder")).double()
     batch = Windows(tmp_path / "x.tokens", n - 1).batch([0])
     trainee = trainee_like(model)
     nats = adapt.losses(trainee, batch)[1].item()

@@ -17,7 +17,7 @@ from formats import checkpoint, huggingface
 from kernels import cpu
 from measure.clock import count_all_reduces, run_clock
 from model import WIRINGS, Wiring
-from runtime import launch
+from runtime import cli
 
 STANDARD_ALONE = [c for c in WIRED if WIRINGS[c["wiring"]].standard_alone]
 ONE_EACH = [*{changes["wiring"]: changes for changes in WIRED}.values()]  # hybrid (1,) has a seam on either side
@@ -284,7 +284,7 @@ def test_every_ranks_compiled_code_keeps_it(changes, rank, tp_size, fake_world):
 
 
 def wired_by_flags(config, flags):
-    config = launch.with_wiring(config, generate.parse(["--checkpoint", "x", *flags.split()]))
+    config = cli.with_wiring(config, generate.parse(["--checkpoint", "x", *flags.split()]))
     return config.wiring, config.ladder_layers, config.made_for_tp
 
 
@@ -362,7 +362,7 @@ def test_other_layers_are_standard(name):
     ],
 )
 def test_weights_of_another_wiring_are_said_to_be_that(own, changes, tp_size, words, capsys):
-    launch.warn_of_wiring(own, dataclasses.replace(own, **changes), tp_size)
+    cli.warn_of_wiring(own, dataclasses.replace(own, **changes), tp_size)
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == bool(words)
 
@@ -409,7 +409,7 @@ def test_a_new_line_is_in_the_flags_and_the_files(new_wiring, tmp_path, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "own-wiring: both" in shown.replace("- ", "-")  # lines may break there
     args = generate.parse(["--checkpoint", "x", "--wiring", "own-wiring"])
-    assert launch.with_wiring(BASE, args) == new_wiring
+    assert cli.with_wiring(BASE, args) == new_wiring
     checkpoint.write_config(tmp_path, new_wiring)
     assert checkpoint.read_config(tmp_path) == new_wiring
 

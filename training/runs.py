@@ -12,7 +12,7 @@ from formats.checkpoint import read_json
 from formats.tokenizer import load_tokenizer
 from measure import score
 from model import WIRINGS, Config, InputError
-from runtime import launch, writing
+from runtime import cli, writing
 from training.data import Windows, documents, tokenize, train_tokenizer
 
 SAMPLE = "Once upon a time there were 12 (twelve) little dogs.\n\tZwölf? 十二! def f(x): return x**2"  # to compare with
@@ -58,7 +58,7 @@ def describe(args):
         if own is None:
             raise InputError("--ladder-layers auto:N needs --checkpoint, the model to retrain")
         score.alone(own, "ladder", 0)  # or an InputError
-    config = launch.with_wiring(config, argparse.Namespace(**vars(args) | {"ladder_layers": layers}))
+    config = cli.with_wiring(config, argparse.Namespace(**vars(args) | {"ladder_layers": layers}))
     _check_trainable(config.wiring)
     if not config.stale_layers and (args.blend_steps or args.match_streams):
         raise InputError(f"--blend-steps and --match-streams are for ladder layers, and {config.wiring} has none")
