@@ -91,7 +91,8 @@ def test_killed_at_many_moments(tmp_path):
     "number, code", [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
 )
 def test_asked_to_end_it_leaves_nothing(number, code, tiny, tmp_path):
-    slow = "import quantize, time; from formats import checkpoint; from runtime import launch\ndef save_file(*args, **kwargs):\n    print(flush=True)\n"
+    slow = "import quantize, time\nfrom formats import checkpoint\nfrom runtime import launch\n"
+    slow += "def save_file(*args, **kwargs):\n    print(flush=True)\n"
     slow += "    time.sleep(600)\ncheckpoint.save_file = save_file\nlaunch.run(quantize.main)"
     words = ["--checkpoint", tiny, "--mode", "int8", "--out", tmp_path / "out"]
     process = subprocess.Popen([sys.executable, "-c", slow, *words], cwd=ROOT, stdout=subprocess.PIPE)
