@@ -21,7 +21,7 @@ from tqdm import tqdm
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from measure import score
-from model import InputError, Transformer
+from model import InputError, Transformer, rewired, wiring_name
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
 from training import curves, runs, sharding
@@ -45,7 +45,7 @@ def blended_stream(x, sublayers, alpha):
 
 def last_streams(streams, config):
     """The stream behind each layer, of those behind its sublayers: the wiring says how many these are."""
-    ends = itertools.accumulate(config.wiring_of(layer).sublayers for layer in range(config.n_layers))
+    ends = itertools.accumulate(wiring.n_sublayers for wiring in config.wirings)
     return [streams[end - 1] for end in ends]
 
 
@@ -319,7 +319,7 @@ def least_sensitive(model, own, valid, run, args, world):
         if world.rank == 0:
             print("auto:", ", ".join(f"layer {i} {found[i]:.4f}" for i in range(own.n_layers)), f"nats: {[*layers]}")
         world.first(writing.write_text, path, json.dumps(layers))
-    return cli.rewired(own, "hybrid", ladder_layers=json.loads(path.read_text()))
+    return rewired(own, wiring_name("ladder", json.loads(path.read_text())))
 
 
 def main(argv=None):

@@ -22,7 +22,7 @@ Settings, of the environment or behind the name of the script. Defaults of a CPU
   N_LAYERS     all of them       take only so many layers of MODEL               N_LAYERS=4
   QUANT        none              of MODEL: none, int8, int4, or several          QUANT="none int4"
   CHECKPOINT   none              a folder of weights, in place of those three    CHECKPOINT=demo
-  WIRINGS      standard ladder parallel upper-bound; N: of the last N layers     WIRINGS="standard spd hybrid:8 desync:4"
+  WIRINGS      standard ladder parallel upper-bound; N: of the last N layers     WIRINGS="standard spd ladder:8 desync:4"
   SPECULATE    none              none or DRAFT@K, of generate.py's --draft       SPECULATE="none ngram@4 wiring:spd@auto"
   BATCHES      1 4 16 64         batch sizes                                     BATCHES="1 8"
   TPS          1 2 4 8           ranks, of all nodes; as many as the machine has TPS="1 2"

@@ -74,8 +74,8 @@ def parse(argv):
         raise InputError("give either --text FILE or --tasks NAME,...")
     if args.compare and args.sensitivity:
         raise InputError("give either --compare or --sensitivity")
-    if args.sensitivity and (args.ladder_layers or args.desync_period):
-        raise InputError("--sensitivity takes each layer alone: it does not go with --layers or --desync-period")
+    if args.sensitivity and ":" in (cli.asked_wiring(args) or ""):
+        raise InputError("--sensitivity takes each layer alone: give --wiring NAME without layers")
     others = "compare sensitivity window stride max_tokens" if args.tasks else "limit task_folder num_fewshot"
     for name in others.split():
         if getattr(args, name) is not None and getattr(args, name) is not False:  # 0 is a number of examples
@@ -223,7 +223,7 @@ def main(argv=None):
         if args.sensitivity:
             wiring = cli.asked_wiring(args) or "ladder"
             alone(own, wiring, 0)  # or an InputError
-            if world.tp_size == 1 and WIRINGS[wiring].standard_alone:
+            if world.tp_size == 1 and WIRINGS[wiring].runs_standard:
                 raise InputError(f"--sensitivity: {wiring} is standard on one device: start two ranks with torchrun")
         config = own if args.sensitivity else cli.with_wiring(own, args)
         if world.rank == 0:
@@ -255,8 +255,7 @@ def main(argv=None):
     if world.rank > 0:
         return
     line = {
-        "model": checkpoint.name(args.checkpoint), "wiring": config.wiring, "ladder_layers": config.ladder_layers,
-        "desync_period": config.desync_period, "tp": world.tp_size, "quant": config.quant,
+        "model": checkpoint.name(args.checkpoint), "wiring": config.wiring, "tp": world.tp_size, "quant": config.quant,
         "group_size": config.group_size, "dtype": dtype_name(model.norm.weight.dtype), **found,
         "seconds": time.perf_counter() - start, "torch": torch.__version__, "commit": report.git_commit(),
     }  # fmt: skip

@@ -23,7 +23,7 @@ from formats.tokenizer import load_tokenizer
 from kernels import cpu, int_linear
 from measure import finite, link, preflight, report
 from measure.timing import timed
-from model import InputError, Transformer
+from model import InputError, Transformer, rewired
 from runtime import cli, launch, terminal, watch, writing
 from runtime.cli import count, number
 from runtime.launch import World
@@ -33,13 +33,13 @@ from tp import TensorParallel, load_shard
 # The model
 
 
-def load(folder, device=None, dtype=None, wiring=None, **parameter):
+def load(folder, device=None, dtype=None, wiring=None):
     """(model, tokenizer or None) of a checkpoint folder, on one device, for complete().
 
-    device: "cpu", "cuda", ... or None. dtype: a name of DTYPES or None. wiring: another than the checkpoint's, with its
-    parameter, as wiring="hybrid", ladder_layers=16. Raises InputError.
+    device: "cpu", "cuda", ... or None. dtype: a name of DTYPES or None. wiring: another than the checkpoint's,
+    e.g. "ladder:16". Raises InputError.
     """
-    config = cli.rewired(checkpoint.read_config(folder), wiring, **parameter)
+    config = rewired(checkpoint.read_config(folder), wiring)
     if dtype not in (None, *DTYPES):
         raise InputError(f"dtype is {dtype!r} but must be one of {', '.join(DTYPES)}")
     model = load_model(config, folder, dtype, World(0, 1, launch.choose_device(device)))

@@ -16,9 +16,10 @@ KV head, H head_dim, V vocabulary.
 """
 
 import dataclasses
+import functools
 import math
+import re
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Literal, NewType
 
 import torch
@@ -27,11 +28,7 @@ import torch.nn.functional as F
 
 
 class InputError(ValueError):
-    """Something the user gave is wrong; the message is one line that names it and says what would be right."""
-
-    def __str__(self):  # what it quotes may come from a stranger's file: no line breaks, no terminal's escape codes
-        text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
-        return text if len(text) <= 500 else f"{text[:300]} ... {text[-190:]}"
+    """Bad input: the message is one line that names it and says what would be right."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -39,24 +36,24 @@ class InputError(ValueError):
 
 
 class SingleDevice:
-    """Of one device, where every partial is already the sum; tp.py has those of several ranks."""
+    """Collectives of a single device: no-ops, since its partial already is the sum. tp.py has the real ones."""
 
     tp_size = 1
 
     def start(self, partial):
-        """Put the all-reduce, the sum of all ranks' partials, in flight; returns what wait takes."""
+        """Put the all-reduce in flight, the sum of all ranks' partials; returns the argument of wait."""
         return partial
 
     def wait(self, pending):
-        """The sum."""
+        """Return the sum."""
         return pending
 
     def settle(self, x, pending, after=None):
-        """x + wait(pending), or x if nothing is pending."""
+        """Return x + wait(pending), or x if nothing is pending."""
         return x if pending is None else x + pending
 
     def gather(self, logits):
-        """All of the logits from each rank's part of the vocabulary."""
+        """Return all logits, given each rank's part of the vocabulary."""
         return logits
 
 
@@ -68,13 +65,18 @@ def residual_stream(x, sublayers, comm, config):
     """standard x_i = x_{i-1} + AllReduce(h_i(x_{i-1})), ladder x_i = x_{i-1} + AllReduce(h_i(x_{i-2})), and both mixed.
 
     sublayers: list of (h, stale); a stale (ladder) sublayer reads x without the sum that is still in flight.
+
+    A stream of your own overlaps under torch.compile only if every wait between two sublayers is a settle with `after`,
+    also the first one, where nothing is pending yet, and the one before the last sublayer: otherwise the compiler is
+    free to move the wait. `--exposed` shows what was hidden, docs/code.md how to read the compiled order.
     """
     pending = None
-    for (h, stale), (_, next_stale) in pairwise([*sublayers, (None, False)]):
+    for i, (h, stale) in enumerate(sublayers):
+        next_is_stale = i + 1 < len(sublayers) and sublayers[i + 1][1]
         if not stale:  # standard: wait, then compute
             x, pending = comm.settle(x, pending), None
         started = comm.start(h(x))
-        if stale or next_stale:  # ladder: the sum of the sublayer before is waited for only after h(x)
+        if stale or next_is_stale:  # ladder: the sum of the sublayer before is waited for only after h(x)
             x = comm.settle(x, pending, after=started)  # `after` is for the compiler: see tp.py
         pending = started
     return comm.settle(x, pending)
@@ -96,15 +98,13 @@ def delayed_stream(x, sublayers, comm, config):
 
 
 def desynced_stream(x, sublayers, comm, config):
-    """Keep every n-th all-reduce (n = desync_period) and the last; between them each rank's stream drifts on its own.
+    """Keep every n-th all-reduce (n = config.period) and the last; between them each rank's stream drifts on its own.
 
     At a kept one x = AllReduce(x / tp_size + h(x)): the mean of the streams plus the sum of the partials.
     """
     for i, (h, _) in enumerate(sublayers, start=1):
-        if i % config.desync_period and i < len(sublayers):
-            x = x + h(x)
-        else:
-            x = comm.wait(comm.start(x / comm.tp_size + h(x)))
+        kept = i % config.period == 0 or i == len(sublayers)
+        x = comm.wait(comm.start(x / comm.tp_size + h(x))) if kept else x + h(x)
     return x
 
 
@@ -142,49 +142,69 @@ def attention_into_mlp(block, metadata, cache):
 
 @dataclasses.dataclass(frozen=True)
 class Wiring:
-    """The complete description of a wiring. Flags, sweeps, plots, the clock and the tests take it from here.
+    """The complete description of a wiring: flags, sweeps, plots, the clock and the tests read this table."""
 
-    about: its line of --help. split: from a block to its sublayers. stream: how these feed the residual stream. stale:
-    whether they read it one sublayer stale. norms: of a block. parameter: the field of Config that it takes, if any;
-    optional: whether that field may be None (then all layers are wired so, and not just the ladder_layers). tp_bound:
-    whether it is another function of the same weights on another number of ranks. standard_alone: whether that on one
-    is the standard model. runs_standard: whether also on several standard weights run in it without retraining, at less
-    of a loss than in a ladder (benchmarks/zeroshot.md).
-    """
-
-    about: str
-    split: Callable = attention_then_mlp
-    stream: Callable = residual_stream
-    stale: bool = False
-    norms: tuple[str, ...] = ("attention_norm", "ffn_norm")
-    parameter: str | None = "ladder_layers"
-    optional: bool = True
-    tp_bound: bool = False
-    standard_alone: bool = False
-    runs_standard: bool = False
-
-    @property
-    def sublayers(self):
-        """The number of sublayers that a block has."""
-        return len(self.split(None, None, None))
+    about: str  # its line of --help
+    split: Callable = attention_then_mlp  # from a block to its sublayers, each a function of the residual stream
+    n_sublayers: int = 2  # that many of them
+    stream: Callable = residual_stream  # how the sublayers feed the residual stream
+    stale: bool = False  # whether they read it one sublayer stale
+    norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # of a block
+    parameter: str | None = "layers"  # what NAME:N chooses: "layers", the "period" of all-reduces, or nothing
+    tp_bound: bool = False  # whether the same weights are another function on another number of ranks
+    runs_standard: str = ""  # standard weights run in it without retraining on "one rank", where it is the standard
+    # model, or on "any" number of them, there at less of a loss than in a ladder (benchmarks/zeroshot.md); "": on none
 
 
 WIRINGS = {
     "standard": Wiring("the pre-norm Llama block", parameter=None),
-    "ladder": Wiring("every sublayer reads the stream one sublayer stale", stale=True, parameter=None),
-    "hybrid": Wiring("ladder in the --layers alone", stale=True, optional=False),
-    "parallel": Wiring("attention + MLP of one input, one all-reduce", attention_plus_mlp, norms=("attention_norm",)),
-    "parallel-ladder": Wiring("parallel, one block stale", attention_plus_mlp, stale=True, norms=("attention_norm",)),
-    "spd": Wiring("the MLP reads this rank's own attention, one all-reduce", attention_into_mlp,
-                  tp_bound=True, standard_alone=True, runs_standard=True),
-    "spd-ladder": Wiring("spd, one block stale", attention_into_mlp, stale=True, tp_bound=True),
+    "ladder": Wiring("every sublayer reads the stream one sublayer stale", stale=True),
+    "parallel": Wiring("attention + MLP of one input, one all-reduce", attention_plus_mlp, 1,
+                       norms=("attention_norm",)),
+    "parallel-ladder": Wiring("parallel, one block stale", attention_plus_mlp, 1, stale=True,
+                              norms=("attention_norm",)),
+    "spd": Wiring("the MLP reads this rank's own attention, one all-reduce", attention_into_mlp, 1, tp_bound=True,
+                  runs_standard="any"),
+    "spd-ladder": Wiring("spd, one block stale", attention_into_mlp, 1, stale=True, tp_bound=True),
     "delayed": Wiring("a ladder that misses only the other ranks' partials", stream=delayed_stream, stale=True,
-                      tp_bound=True, standard_alone=True, runs_standard=True),
-    "desync": Wiring("only every --desync-period-th all-reduce", stream=desynced_stream,
-                     parameter="desync_period", optional=False, tp_bound=True, standard_alone=True),
+                      tp_bound=True, runs_standard="any"),
+    "desync": Wiring("only every N-th all-reduce (default: 2)", stream=desynced_stream, parameter="period",
+                     tp_bound=True, runs_standard="one rank"),
     "upper-bound": Wiring("no all-reduce: a bound on speed, not a usable model", stream=unreduced_stream,
-                          parameter=None, tp_bound=True, standard_alone=True),
+                          parameter=None, tp_bound=True, runs_standard="one rank"),
 }  # fmt: skip
+
+
+def parse_wiring(text):
+    """(name, parameter) of NAME, NAME:N or NAME:I,J,...: the parameter is None, N or the tuple (I, J, ...).
+
+    N is the number of last layers that are wired so, the others being standard; I, J, ... name such layers, from 0 (one
+    alone is written "3,"). desync:N keeps every N-th all-reduce. Raises InputError.
+    """
+    name, colon, parameter = text.partition(":")
+    if name not in WIRINGS:
+        raise InputError(f"unknown wiring {name!r}; known: {', '.join(WIRINGS)}")
+    takes = WIRINGS[name].parameter
+    listed = "," in parameter and takes == "layers"
+    numbers = parameter.removesuffix(",").split(",") if listed else [parameter] * bool(colon)
+    if (colon and takes is None) or not all(re.fullmatch("[0-9]{1,9}", n) for n in numbers):
+        forms = {None: name, "period": f"{name} or {name}:2", "layers": f"{name}, {name}:2 or {name}:2,3"}[takes]
+        raise InputError(f"no such wiring: {text!r}; write {forms}")
+    return name, tuple(map(int, numbers)) if listed else int(parameter) if colon else None
+
+
+def wiring_name(name, parameter=None):
+    """The text that parse_wiring reads so."""
+    if isinstance(parameter, tuple | list):
+        return f"{name}:{','.join(map(str, parameter))}" + "," * (len(parameter) == 1)
+    return name if parameter is None else f"{name}:{parameter}"
+
+
+def rewired(config, wiring):
+    """The config in another wiring, or the same one where that is None. Raises InputError."""
+    if wiring in (None, config.wiring):
+        return config
+    return dataclasses.replace(config, wiring=wiring, made_for_tp=None)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -198,13 +218,8 @@ LINEAR = Literal["factor"]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a checkpoint is; its config.json holds these fields, of these types (checkpoint.py checks them). Never
-    mutated: dataclasses.replace makes another.
+    """What a checkpoint is: its config.json holds these fields. Never mutated: dataclasses.replace makes another.
 
-    ladder_layers: the layers that are wired so, where others are standard: an int n means the last n, a tuple names
-    them. made_for_tp: the number of ranks that the weights are meant for, where the wiring is bound to one.
-    rope_scaling: None, Llama 3's, YaRN's or linear. nope_layers: layers without rotary embeddings. quant: "int8",
-    "int4" (with a group_size, in columns) or None; kept: names of matrices that it leaves as they were.
     Raises InputError, naming the field, when the values do not fit together.
     """
 
@@ -224,70 +239,72 @@ class Config:
     wo_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    nope_layers: tuple[Index, ...] = ()
+    nope_layers: tuple[Index, ...] = ()  # layers without rotary embeddings
     bos_id: Index | None = None
     eos_ids: tuple[Index, ...] = ()
-    wiring: str = "standard"
-    ladder_layers: int | tuple[Index, ...] | None = None
-    desync_period: int = 2
-    made_for_tp: int | None = None
-    quant: str | None = None
-    group_size: int | None = None
-    kept: tuple[str, ...] = ()
+    wiring: str = "standard"  # as parse_wiring reads it
+    made_for_tp: int | None = None  # the ranks that the weights are meant for, where the wiring is bound to a number
+    quant: str | None = None  # "int8", "int4" or None
+    group_size: int | None = None  # of int4, in columns
+    kept: tuple[str, ...] = ()  # names of matrices that the quantization leaves as they were
 
     def __post_init__(self):
         if self.n_heads % self.n_kv_heads:
             raise InputError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
         if self.head_dim % 2:
             raise InputError(f"head_dim {self.head_dim} is odd, but rotary embeddings turn pairs of dimensions")
-        if not set(self.nope_layers) <= set(range(self.n_layers)):
+        layers = range(self.n_layers)
+        if not set(self.nope_layers) <= set(layers):
             raise InputError(f"nope_layers {self.nope_layers!r} are not layers from 0 to {self.n_layers - 1}")
-        if self.wiring not in WIRINGS:
-            raise InputError(f"unknown wiring {self.wiring!r}; known: {', '.join(WIRINGS)}")
-        wiring, layers = WIRINGS[self.wiring], self.wired_layers
-        takes = wiring.parameter == "ladder_layers"
-        if self.ladder_layers is None and takes and not wiring.optional:
-            raise InputError(f"wiring {self.wiring} needs ladder_layers")
-        if self.ladder_layers is not None and not takes:
-            raise InputError(f"wiring {self.wiring} takes no ladder_layers")
-        if not layers or len(set(layers)) < len(layers) or not set(layers) <= set(range(self.n_layers)):
+        wired = self.wired_layers
+        if not wired or len(set(wired)) < len(wired) or not set(wired) <= set(layers) or self.period < 1:
             raise InputError(
-                f"ladder_layers {self.ladder_layers!r} does not fit: give a number of last layers from 1 to "
-                f"{self.n_layers}, or distinct layers from 0 to {self.n_layers - 1}"
+                f"wiring {self.wiring} does not fit {self.n_layers} layers: NAME:N takes 1 to {self.n_layers}, "
+                f"NAME:I,J distinct layers from 0 to {self.n_layers - 1}"
             )
-        if self.made_for_tp is not None and not wiring.tp_bound:
+        if self.made_for_tp is not None and not self.kind.tp_bound:
             raise InputError(f"wiring {self.wiring} is the same on any number of ranks: it takes no made_for_tp")
+
+    @functools.cached_property
+    def kind(self):
+        """The Wiring that is named."""
+        return WIRINGS[parse_wiring(self.wiring)[0]]
+
+    @functools.cached_property
+    def period(self):
+        """Of so many all-reduces desync keeps one."""
+        parameter = parse_wiring(self.wiring)[1]
+        return 2 if self.kind.parameter != "period" or parameter is None else parameter
 
     @property
     def wired_layers(self):
         """The layers that are of this wiring, as a tuple of indices; the others are standard."""
-        if isinstance(self.ladder_layers, tuple):
-            return self.ladder_layers
-        last = self.n_layers if self.ladder_layers is None else self.ladder_layers
-        return tuple(range(max(-1, self.n_layers - last), self.n_layers))  # -1: they are too many
+        parameter = parse_wiring(self.wiring)[1]
+        if isinstance(parameter, tuple):
+            return parameter
+        last = self.n_layers if parameter is None or self.kind.parameter != "layers" else parameter
+        return tuple(range(max(-1, self.n_layers - last), self.n_layers))  # from -1: too many, which is refused
 
     @property
     def stale_layers(self):
         """The layers whose sublayers read the residual stream one sublayer stale, as a tuple of indices."""
-        return self.wired_layers if WIRINGS[self.wiring].stale else ()
+        return self.wired_layers if self.kind.stale else ()
+
+    @functools.cached_property
+    def wirings(self):
+        """The Wiring of each layer."""
+        return tuple(self.kind if i in self.wired_layers else WIRINGS["standard"] for i in range(self.n_layers))
 
     @property
-    def function(self):
-        """What the wiring does, as (its name, the layers of it in order, the desync_period or None).
-
-        Equal for the several ways to write one wiring: of 8 layers the last 4, or 4, 5, 6 and 7, or 7, 6, 5 and 4; a
-        hybrid of all layers is a ladder, and to keep every all-reduce is standard.
-        """
-        every = tuple(range(self.n_layers))
-        if self.wiring == "hybrid" and len(self.wired_layers) == self.n_layers:
-            return "ladder", every, None
-        if WIRINGS[self.wiring].parameter == "desync_period":
-            return ("standard", every, None) if self.desync_period == 1 else (self.wiring, every, self.desync_period)
-        return self.wiring, tuple(sorted(self.wired_layers)), None
-
-    def wiring_of(self, layer):
-        """The Wiring of a layer."""
-        return WIRINGS[self.wiring if layer in self.wired_layers else "standard"]
+    def canonical_wiring(self):
+        """The one name of what the wiring computes: of 8 layers, ladder:7,6 is ladder:2, and ladder:8 is ladder."""
+        name, _ = parse_wiring(self.wiring)
+        if self.kind.parameter == "period":
+            return "standard" if self.period == 1 else wiring_name(name, self.period)
+        layers, n = tuple(sorted(self.wired_layers)), len(self.wired_layers)
+        if n == self.n_layers:
+            return name
+        return wiring_name(name, n if layers[0] == self.n_layers - n else layers)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -403,7 +420,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention = Attention(config)
         self.feed_forward = FeedForward(config)
-        for name in config.wiring_of(layer).norms:
+        for name in config.wirings[layer].norms:
             setattr(self, name, nn.RMSNorm(config.dim, config.norm_eps))
 
 
@@ -438,7 +455,7 @@ class Transformer(nn.Module):
         else:
             positions = torch.arange(S, device=tokens.device).expand(B, S)
         metadata = self.metadata(positions, mask)
-        stream = WIRINGS[self.config.wiring].stream
+        stream = self.config.kind.stream
         x = self.norm(stream(self.tok_embeddings(tokens), self.sublayers(metadata, cache), self.comm, self.config))
         if select is not None:
             x = x[metadata.rows, select[:, None]]
@@ -458,7 +475,7 @@ class Transformer(nn.Module):
             metadata, cos=torch.ones_like(metadata.cos), sin=torch.zeros_like(metadata.sin)
         )
         for i, block in enumerate(self.layers):
-            wiring, used = self.config.wiring_of(i), plain if i in nope_layers else metadata
+            wiring, used = self.config.wirings[i], plain if i in nope_layers else metadata
             out += [(h, wiring.stale) for h in wiring.split(block, used, cache and cache[i])]
         return out
 

@@ -9,7 +9,6 @@ Shape letters: B batch, V vocabulary.
 import argparse
 import copy
 import os.path
-import re
 import sys
 from collections import Counter
 from typing import NamedTuple
@@ -19,12 +18,11 @@ import torch
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from measure.timing import between, mark
-from model import WIRINGS, Config, InputError
+from model import Config, InputError, rewired
 from runtime import cli
 
 COUNTS = 0, 1, 2, 3, 7  # that Auto chooses from; each is a graph to compile
 USUAL = 3  # without --speculate
-PARAMETERS = {"ladder_layers": "[0-9]{1,9}(,[0-9]{1,9})*,?", "desync_period": "[1-9][0-9]{0,8}"}  # behind wiring:NAME:
 NGRAM = 3, 2  # tokens that Ngrams looks for, the longer first
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -221,7 +219,7 @@ def add_flags(parser):
         "--draft",
         metavar="DIR|ngram|wiring:NAME",
         help="what proposes tokens: a smaller checkpoint, the text so far, or these weights in another wiring, e.g. "
-        "wiring:spd, wiring:hybrid:8, wiring:hybrid:3,5,7, wiring:desync:4",
+        "wiring:spd, wiring:ladder:8, wiring:desync:4",
     )
     usual = f"tokens at a time (default: {USUAL})"
     g.add_argument("--speculate", type=number_of_proposals, metavar="K|auto", help=usual)
@@ -265,7 +263,7 @@ def read(args, config, tokenizer, tp_size):
     kind, colon, wiring = text.partition(":")
     if kind == "wiring" and colon:
         draft = _rewired(config, wiring)
-        if tp_size == 1 and all(c.wiring == "standard" or WIRINGS[c.wiring].standard_alone for c in (config, draft)):
+        if tp_size == 1 and all(c.wiring == "standard" or c.kind.runs_standard for c in (config, draft)):
             print(f"on one rank {draft.wiring} is {config.wiring} itself: this draft only takes time", file=sys.stderr)
         return Source(text, draft)
     if not os.path.isdir(text):
@@ -292,24 +290,16 @@ def check_vocabulary(draft, config, name):
 
 def _rewired(config, text):
     """The config in the wiring that --draft wiring:TEXT names."""
-    name, colon, parameter = text.partition(":")
-    flag, wiring = f"--draft wiring:{text}", WIRINGS.get(name)
-    if wiring is None:
-        raise InputError(f"{flag} is of no known wiring; known: {', '.join(WIRINGS)}")
-    known = wiring.parameter
-    if known is None and colon:
-        raise InputError(f"{flag}: {name} takes no number" + f", but hybrid:{parameter} does" * (name == "ladder"))
-    if (colon or not wiring.optional) and known and not re.fullmatch(PARAMETERS[known], parameter):
-        raise InputError(f"{flag} takes its {known} as a number: wiring:{name}:2")
+    flag = f"--draft wiring:{text}"
     try:
-        draft = cli.rewired(config, name, **({known: cli.read_layers(parameter)} if colon else {}))
+        draft = rewired(config, text)
     except InputError as e:
         raise InputError(f"{flag}: {e}") from None
-    wirings = [(draft.wiring_of(i), config.wiring_of(i)) for i in range(config.n_layers)]
-    missing = {norm for draws, own in wirings for norm in draws.norms if norm not in own.norms}
+    pairs = zip(draft.wirings, config.wirings, strict=True)
+    missing = {norm for drafts, own in pairs for norm in drafts.norms if norm not in own.norms}
     if missing:
         raise InputError(f"{flag} needs {min(missing)}, which {config.wiring} has not")
-    if draft.function == config.function:
+    if draft.canonical_wiring == config.canonical_wiring:
         raise InputError(f"{flag} is the wiring that the model runs in: name another")
     return draft
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from kernels import int_linear
-from model import LLAMA3, Config, Index, InputError
+from model import LLAMA3, Config, Index, InputError, wiring_name
 from runtime import watch
 
 TOKENIZER_FILES = (
@@ -148,6 +148,10 @@ def meant(kind):
 def make_config(values, source):
     """The Config of a dict that comes from a file; InputError names the source and the first field that is wrong."""
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # JSON has no tuples
+    if {"ladder_layers", "desync_period"} & values.keys():  # as config.json was written before wirings were one word
+        name = "ladder" if values["wiring"] == "hybrid" else values["wiring"]
+        layers, period = values.pop("ladder_layers", None), values.pop("desync_period", None)
+        values["wiring"] = wiring_name(name, period if name == "desync" else layers)
     for name, field in FIELDS.items():
         if name not in values and field.default is dataclasses.MISSING:
             raise InputError(f"{source}: no {name!r}")

@@ -10,7 +10,7 @@ from formats import checkpoint
 from formats.checkpoint import dtype_name
 from formats.huggingface import PARALLEL_BLOCKS, family_of, hf_names, no_rope_layers, rope_kind, ungroup
 from formats.tokenizer import SentencePieceTokenizer
-from model import WIRINGS, InputError, attention_then_mlp, residual_stream
+from model import InputError, attention_then_mlp, parse_wiring, residual_stream
 
 CODE = Path(__file__).with_name("exported")  # the files that such a folder brings along
 OWN_FAMILY = {
@@ -28,7 +28,7 @@ def family_to_hf(config):
 
     A wiring other than standard gets a model_type that transformers does not know: without that code it must not load.
     """
-    wiring = WIRINGS[config.wiring]
+    wiring = config.kind
     if wiring.tp_bound or wiring.stream is not residual_stream or wiring.split not in PARALLEL_BLOCKS:
         raise InputError(
             f"wiring {config.wiring} has no Hugging Face form, because it is no function of one device: --wiring "
@@ -42,7 +42,7 @@ def family_to_hf(config):
         return family
     return {
         **OWN_FAMILY, "parallel_blocks": parallel,
-        "ladder_layers": stale if stale in (0, config.n_layers) else config.ladder_layers,
+        "ladder_layers": stale if stale in (0, config.n_layers) else parse_wiring(config.wiring)[1],
         "attention_bias": config.qkv_bias, "attention_out_bias": config.wo_bias, "mlp_bias": config.mlp_bias,
         "qk_norm": config.qk_norm, "no_rope_layers": no_rope_layers(config), "attention_dropout": 0.0,
         "pad_token_id": None,

@@ -10,12 +10,11 @@ from formats.checkpoint import read_json
 from model import (
     LINEAR,
     LLAMA3,
-    WIRINGS,
     YARN,
     InputError,
     attention_plus_mlp,
     attention_then_mlp,
-    residual_stream,
+    wiring_name,
 )
 
 NAMES = {  # ours: Hugging Face's; wqkv is made of three
@@ -113,13 +112,11 @@ def ungroup(wqkv, config):
 
 
 def wiring_from_hf(ladder_layers, parallel_blocks, n_layers):
-    """The name of the wiring whose ladder layers are those (the last n, or a list), or None where there is none."""
+    """The wiring whose ladder layers are those (the last n, or a list), or None where there is none."""
     every = ladder_layers in (n_layers, list(range(n_layers)))
-    parameter = "ladder_layers" if ladder_layers and not every else None
-    for name, w in WIRINGS.items():
-        described = w.stream is residual_stream and PARALLEL_BLOCKS.get(w.split) is parallel_blocks
-        if described and (w.stale, None if w.optional else w.parameter) == (bool(ladder_layers), parameter):
-            return name
+    if parallel_blocks:
+        return "parallel-ladder" if every else None if ladder_layers else "parallel"
+    return "ladder" if every else wiring_name("ladder", ladder_layers) if ladder_layers else "standard"
 
 
 class HuggingFaceConfig:
@@ -204,7 +201,7 @@ def config_from_hf(path):
         "qk_norm": hf.family == "qwen3" or setting("qk_norm", bool, False),
         "nope_layers": nope_layers_from_hf(hf, n_layers),
         "bos_id": hf.values["bos_token_id"], "eos_ids": hf.eos,
-        "wiring": wiring, "ladder_layers": None if WIRINGS[wiring].optional else ladder,
+        "wiring": wiring,
     }  # fmt: skip
     return checkpoint.make_config(values, path)
 

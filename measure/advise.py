@@ -21,7 +21,7 @@ from formats.checkpoint import DTYPES, SIZES, dtype_name
 from kernels import int_linear
 from measure import link, report, results
 from measure.clock import run_layers, variants
-from model import WIRINGS, InputError
+from model import WIRINGS, InputError, rewired
 from runtime import cli, launch, writing
 from runtime.cli import count, number
 from tp import head_rows, shard_plan
@@ -72,7 +72,7 @@ def decode_work(config, dtype, tp_size, batch, context):
     context: filled slots of the cache. The embedding table is not read, but for the rows of the step's tokens.
     Raises InputError where tp_size does not suit the config.
     """
-    one = dataclasses.replace(cli.rewired(config, "standard"), n_layers=1, nope_layers=())
+    one = dataclasses.replace(rewired(config, "standard"), n_layers=1, nope_layers=())
     model = int_linear.skeleton(one)
     ranks = [rank_work(config, model, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
     return {place: max(work[place] for work in ranks) for place in ranks[0]}
@@ -219,37 +219,32 @@ def step_seconds(config, times):
 
 def retraining(own, config, tp_size):
     """Whether a model whose weights are of the Config `own` must be trained for the wiring of another."""
-    if config.function == own.function:
+    if config.canonical_wiring == own.canonical_wiring:
         return "no" if own.made_for_tp in (None, tp_size) else "no, but a loss"
-    wiring = WIRINGS[config.wiring]
-    if own.wiring == "standard" and wiring.runs_standard:
+    if own.wiring == "standard" and config.kind.runs_standard == "any":
         return "no, but a loss"
-    return f"yes, for {tp_size} ranks" if wiring.tp_bound else "yes"
+    return f"yes, for {tp_size} ranks" if config.kind.tp_bound else "yes"
 
 
 def candidates(own, layers=None):
-    """The Configs to compare, each function once: variants, those that can take the given layers also in these, own."""
-    base, found, unique = cli.rewired(own, "standard"), [], {}
-    for changes in variants(own.n_layers).values():
-        known = WIRINGS[changes["wiring"]]
-        takes = layers is not None and known.parameter == "ladder_layers"
-        if not takes or known.optional:
-            found.append(dataclasses.replace(base, **changes))
-        if takes:
-            found.append(dataclasses.replace(base, **{**changes, "ladder_layers": layers}))
-    for config in [*found, dataclasses.replace(own, made_for_tp=None)]:
-        unique.setdefault(config.function, config)
+    """The Configs to compare, each function once: variants, those that take layers also in the given ones, own."""
+    names, unique = variants(own.n_layers), {}
+    if layers:
+        names = [n for n in names if not n.startswith("ladder:")]
+        names += [f"{name}:{layers}" for name, wiring in WIRINGS.items() if wiring.parameter == "layers"]
+    for config in [*(rewired(own, name) for name in names), dataclasses.replace(own, made_for_tp=None)]:
+        unique.setdefault(config.canonical_wiring, config)
     return [*unique.values()]
 
 
 def predictions(configs, own, times, tp_size):
     """A dict for each Config, the fastest first: the keys of a line of --json in docs/choosing.md."""
-    standard, *_ = step_seconds(cli.rewired(own, "standard"), times)
+    standard, *_ = step_seconds(rewired(own, "standard"), times)
     found = []
     for config in configs:
         seconds, n, hidden = step_seconds(config, times)
         found.append({
-            "wiring": results.wired(dataclasses.asdict(config)), "step_ms": 1e3 * seconds,
+            "wiring": config.wiring, "step_ms": 1e3 * seconds,
             "times_standard": standard / seconds, "all_reduces": n, "hidden": hidden,
             "retraining": retraining(own, config, tp_size) if n else None,  # a bound is no model
         })  # fmt: skip
@@ -320,7 +315,7 @@ def parse(argv):
     g.add_argument("--group-size", type=int, metavar="N", help="of --quant int4, in columns: 32, 64 (default) or 128")
     g.add_argument(
         "--layers", metavar="N|I,J,...", help="wire the last N layers so, or layers I, J (from 0), where a wiring can; "
-        "without it half of the layers are the hybrid's"
+        "without it half of the layers are a ladder's"
     )  # fmt: skip
     g = p.add_argument_group("machine", "without --gpu and --bandwidth-gbs the probe's, or else this one, measured now")
     g.add_argument("--gpu", choices=GPUS, metavar="NAME", help=f"a published bandwidth and rate: {', '.join(GPUS)}")
@@ -386,8 +381,7 @@ def choose_machine(args, dtype, found):
 def main(argv=None):
     args = parse(argv)
     own, dtype, name = describe(args)
-    layers = None if args.layers is None else cli.read_layers(args.layers)
-    configs = candidates(own, layers)
+    configs = candidates(own, args.layers)
     shard_plan(own, 0, args.tp)  # raises InputError before anything is measured
     args.context = args.context or min(1024, own.max_seq_len)
     if args.context > own.max_seq_len:

@@ -8,19 +8,14 @@ from types import SimpleNamespace
 
 from model import WIRINGS
 
-PERIODS = 2, 4  # of a wiring that keeps every n-th all-reduce
-
 
 def variants(n_layers):
-    """{name: changes of a Config}: each wiring of model.py, with its parameter half of the layers or one of PERIODS."""
-    found = {}
-    for wiring, known in WIRINGS.items():
-        if known.parameter == "desync_period":
-            found |= {f"{wiring}-{n}": {"wiring": wiring, "desync_period": n} for n in PERIODS}
-        elif not known.optional:
-            found[wiring] = {"wiring": wiring, "ladder_layers": max(1, n_layers // 2)}  # the last ones
-        else:
-            found[wiring] = {"wiring": wiring}
+    """The wirings to compare: each of model.py in all layers, a ladder of half of them, and two periods of desync."""
+    found = []
+    for name, wiring in WIRINGS.items():
+        found += [f"{name}:2", f"{name}:4"] if wiring.parameter == "period" else [name]
+        if name == "ladder":
+            found.append(f"{name}:{max(1, n_layers // 2)}")
     return found
 
 
@@ -71,9 +66,9 @@ def timed_block(clock, attention=0.0, feed_forward=0.0):
 
 def _run(config, clock, block):
     """The clock after one step of the config's wiring: the very loop of model.py, and its splits of such a block."""
-    wirings = map(config.wiring_of, range(config.n_layers))
+    wirings = config.wirings
     sublayers = [(h, wiring.stale) for wiring in wirings for h in wiring.split(block, None, None)]
-    WIRINGS[config.wiring].stream(0.0, sublayers, clock, config)
+    config.kind.stream(0.0, sublayers, clock, config)
     return clock
 
 

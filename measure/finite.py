@@ -44,7 +44,7 @@ class Probe:
             (self._watched(i, h), stale) for i, (h, stale) in enumerate(model.sublayers(*args))
         ]
         config = model.config
-        counts = [config.wiring_of(layer).sublayers for layer in range(config.n_layers)]
+        counts = [wiring.n_sublayers for wiring in config.wirings]
         self.names = [f"layer {layer}'s {name}" for layer, n in enumerate(counts) for name in SUBLAYERS[n]]
         self.names.append("the output head")
 

@@ -45,7 +45,7 @@ class Request(NamedTuple):
 
 def weight_bytes(config, dtype, rank=0, tp_size=1):
     """Bytes of the shard of a rank, from those of one standard layer. Raises InputError as shard_plan does."""
-    changes = {"wiring": "standard", "ladder_layers": None, "made_for_tp": None, "nope_layers": ()}
+    changes = {"wiring": "standard", "made_for_tp": None, "nope_layers": ()}
     one = int_linear.skeleton(dataclasses.replace(config, n_layers=1, **changes))
     plan, total = shard_plan(config, rank, tp_size), 0
     for path, module in one.named_modules():

@@ -184,8 +184,7 @@ def result(name, model, link, world, found):
     """All that a run is and found, as the JSON line of generate.py; link: None for the machine's own."""
     c = model.config
     return {
-        "model": name, "n_layers": c.n_layers, "wiring": c.wiring, "ladder_layers": c.ladder_layers,
-        "desync_period": c.desync_period, "made_for_tp": c.made_for_tp,
+        "model": name, "n_layers": c.n_layers, "wiring": c.wiring, "made_for_tp": c.made_for_tp,
         "dtype": dtype_name(model.norm.weight.dtype), "quant": c.quant,
         "link": link and dataclasses.asdict(link), **environment(world), **found,
     }  # fmt: skip
@@ -225,8 +224,7 @@ def drafted_line(r):
 def summary(r):
     """The result in a few lines for people."""
     head = "PREDICTED times of one rank alone: " if r["simulated"] else ""
-    layers = f" (ladder_layers {r['ladder_layers']})" if r.get("ladder_layers") else ""
-    head += f"{r['model']}, {r['n_layers']} layers, {r['wiring']}{layers}, tp {r['tp']}"
+    head += f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}"
     head += f", link {Link(**r['link'])}" if r["link"] else ""
     head += f", batch {r['batch']}, {r['quant'] or r['dtype']}, {r['device']}"
     times = f"load {r['load_s']:.2f} s, compile {r['compile_s']:.2f} s, first token {r['ttft_ms']:.1f} ms"

@@ -14,7 +14,7 @@ from pathlib import Path
 from formats.checkpoint import fits, parse_json, read_text
 from measure.report import bandwidth_share, mean_accepted
 from measure.timing import hidden_share, overlapping, quartiles
-from model import WIRINGS, InputError
+from model import WIRINGS, InputError, wiring_name
 
 PAPER = Path(__file__).parent.parent / "benchmarks" / "results" / "paper.csv"
 SETTING = ["model", "n_layers", "quant", "dtype", "device", "hardware", "prompt_tokens", "new_tokens", "simulated"]
@@ -83,7 +83,7 @@ KINDS = {  # what the values that are read of a line must be, where it has them
     **dict.fromkeys(("batch", "tp", "new_tokens"), one(int)),
     **dict.fromkeys(("tok_s", "tok_s_user", "tpot_ms"), maybe(one(float))),
     **dict.fromkeys(("ttft_ms", "prefill_s", "decode_s", "mbu"), maybe(is_from_0)),
-    "simulated": is_bool, "n_layers": maybe(one(int)), "desync_period": maybe(one(int), is_word),
+    "simulated": is_bool, "n_layers": maybe(one(int)),
     "draft": maybe(is_word), "speculate": maybe(one(int), is_word), "accepted": maybe(each(is_from_0)),
     "ladder_layers": maybe(one(int), is_word, each(is_from_0)), "link": maybe(has({"name": is_word})),
     "settings": has({}), "probe": has({"bandwidth": each(is_from_0), "all_reduce": each(has(ALL_REDUCE))}),
@@ -153,15 +153,10 @@ def case(line):
 
 
 def wired(line):
-    """The wiring with its parameter, as bench.sh takes it: hybrid:8."""
-    wiring = line["wiring"]
-    known = WIRINGS.get(wiring)
-    value = None
-    if known and known.parameter:
-        value = line.get(known.parameter) if known.optional else line[known.parameter]
-    if value is None:
-        return wiring
-    return f"{wiring}:{','.join(map(str, value)) if isinstance(value, list | tuple) else value}"
+    """The wiring as parse_wiring reads it, also of lines from before a wiring was one word: ladder:8 of a hybrid."""
+    name = line["wiring"].replace("hybrid", "ladder")
+    value = line.get("desync_period") if name == "desync" else line.get("ladder_layers")
+    return name if ":" in name else wiring_name(name, value)
 
 
 def link(line):

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import generate
-from model import WIRINGS, InputError
-from runtime import cli, watch
+from model import InputError, rewired, wiring_name
+from runtime import watch
 
 PIECE = 2**22  # logits in float32 at a time: those of a whole window, in a large vocabulary, are a gigabyte
 
@@ -86,10 +86,7 @@ def alone(config, wiring, layer):
     """The Config of a standard model with only this layer in a wiring; raises InputError where there is none."""
     if config.wiring != "standard":
         raise InputError(f"layers become {wiring} one by one in a standard model, but this one is {config.wiring}")
-    takes = [name for name, known in WIRINGS.items() if known.parameter == "ladder_layers"]
-    if wiring in WIRINGS and wiring not in ("ladder", *takes):
-        raise InputError(f"wiring {wiring} takes no layers: take one of {', '.join(['ladder', *takes])}")
-    return cli.rewired(config, wiring, ladder_layers=(layer,))
+    return rewired(config, wiring_name(wiring, (layer,)))
 
 
 def sensitivity(model, score, wiring="ladder", show=False):

@@ -27,7 +27,7 @@ from formats import checkpoint
 from formats.checkpoint import SIZES
 from measure import plot, results
 from measure.link import LINKS
-from model import WIRINGS, InputError
+from model import WIRINGS, InputError, parse_wiring, wiring_name
 from runtime import launch, writing
 
 NO_MEMORY = re.compile(
@@ -44,7 +44,7 @@ ROOT = os.environ.get("BENCH_ROOT", ".")  # the folder of generate.py, spelled a
 class Settings:
     """What bench.sh is told, read.
 
-    A link is a name; a wiring is (name, its parameter or None); a draft is (generate.py's --draft, its --speculate), or
+    Links and wirings are names; a draft is (generate.py's --draft, its --speculate), or
     None for none. prompt: a number of tokens, or a file.
     """
 
@@ -54,7 +54,7 @@ class Settings:
     model: str
     n_layers: int | None
     quant: tuple[str, ...]
-    wirings: tuple[tuple[str, int | None], ...]
+    wirings: tuple[str, ...]
     speculate: tuple[tuple[str, str] | None, ...]
     batches: tuple[int, ...]
     tps: tuple[int, ...]
@@ -182,19 +182,11 @@ def check(texts, given, gpus, cores):
                 raise InputError(f"{name} names {word}; known: {' '.join(known)}")
         return found
 
-    def wiring(word, where=None, lists=False):
-        name, colon, text = word.partition(":")
-        where = where or f"WIRINGS names {word}"
-        known = WIRINGS.get(name)
-        if known is None or (colon and known.parameter is None):
-            hint = f"; a ladder of some layers is hybrid:{text}" * (name == "ladder")
-            raise InputError(f"{where}; known: {' '.join(WIRINGS)}{hint}")
-        takes_number = bool(colon) or not (known.optional or known.parameter is None)
-        if lists and known.parameter == "ladder_layers" and re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})+", text):
-            return name, text
-        if takes_number and not re.fullmatch("[1-9][0-9]{0,8}", text):
-            raise InputError(f"{where} without a number: {name}:4 is {known.parameter} 4")
-        return name, int(text) if takes_number else None
+    def wiring(word, where="WIRINGS"):
+        try:
+            return wiring_name(*parse_wiring(word))
+        except InputError as e:
+            raise InputError(f"{where}: {e}") from None
 
     def draft(word):
         if word == "none":
@@ -206,7 +198,7 @@ def check(texts, given, gpus, cores):
             raise InputError(f"SPECULATE names {word}, but K must be a whole number from 1 on, or auto: {name}@4")
         kind, colon, other = name.partition(":")
         if kind == "wiring" and colon:
-            wiring(other, f"SPECULATE names {word}", lists=True)
+            wiring(other, f"SPECULATE names {word}")
         elif name != "ngram" and not os.path.isdir(name):
             raise InputError(f"SPECULATE names {word}, but {name} is neither ngram nor wiring:NAME, and no folder")
         return name, count
@@ -307,7 +299,6 @@ class Case:
     quant: str = "none"
     batch: int = 1
     wiring: str | None = None
-    parameter: int | None = None
     draft: tuple[str, str] | None = None
     exposed: bool = False
 
@@ -323,14 +314,14 @@ def plan(s):
 
     def runs(repeat, exposed):
         return [
-            Case(repeat, tp, link, quant, batch, name, parameter, draft, exposed)
+            Case(repeat, tp, link, quant, batch, name, draft, exposed)
             for quant in s.quant
             for tp, link in places
             for batch in s.batches
-            for name, parameter in (s.wirings if tp > 1 else [("standard", None)])
+            for name in (s.wirings if tp > 1 else ["standard"])
             for draft in s.speculate
             if not exposed or (tp > 1 and name != "upper-bound" and draft is None)
-            if draft is None or proposes(draft, tp, name, parameter)
+            if draft is None or proposes(draft, tp, name)
         ]
 
     for repeat in range(1, s.repeats + 1):
@@ -340,7 +331,7 @@ def plan(s):
     return list(dict.fromkeys(cases))  # a batch size, say, may have been named twice
 
 
-def proposes(draft, tp, wiring, parameter):
+def proposes(draft, tp, wiring):
     """Whether a draft proposes for a wiring on so many ranks.
 
     Another wiring of the same weights does it only where it can be cheaper, on several ranks, is not that very wiring,
@@ -349,8 +340,8 @@ def proposes(draft, tp, wiring, parameter):
     kind, _, other = draft[0].partition(":")
     if wiring == "upper-bound" or kind != "wiring":
         return wiring != "upper-bound"
-    same = other == (wiring if parameter is None else f"{wiring}:{parameter}")
-    return tp > 1 and not same and {*WIRINGS[results.base(other)].norms} <= {*WIRINGS[wiring].norms}
+    norms = [{*WIRINGS[parse_wiring(w)[0]].norms} for w in (other, wiring)]
+    return tp > 1 and other != wiring and norms[0] <= norms[1]
 
 
 def command(case, s):
@@ -382,8 +373,6 @@ def generate_flags(case, s):
     flags += ["--wiring", case.wiring, "--batch", str(case.batch)]
     flags += ["--prompt-length", str(s.prompt)] if isinstance(s.prompt, int) else ["--prompts-file", s.prompt]
     flags += ["--max-new-tokens", str(s.new_tokens), "--ignore-eos", "--temperature", "0", "--compile"]
-    if case.parameter is not None:
-        flags += [f"--{WIRINGS[case.wiring].parameter.replace('_', '-')}", str(case.parameter)]
     flags += ["--draft", case.draft[0], "--speculate", case.draft[1]] if case.draft else []
     flags += ["--link", case.link] if case.link not in REAL else []
     flags += ["--simulate-tp", str(case.tp)] if s.simulate else []
@@ -403,8 +392,6 @@ def out_of_memory(case, s):
         name, count = case.draft
         line["draft"] = checkpoint.name(name) if os.path.isdir(name) else name
         line["speculate"] = count if count == "auto" else int(count)
-    if case.parameter is not None:
-        line[WIRINGS[case.wiring].parameter] = case.parameter
     if s.checkpoint:
         return line | {"model": checkpoint.name(s.checkpoint)}
     layers = {"n_layers": s.n_layers} if s.n_layers else {}

@@ -196,8 +196,7 @@ def _start(flags, device):
         code.update(path.read_bytes())
     start = {"the script": os.path.basename(sys.argv[0]), "the code": code.hexdigest()[:8]}
     start |= {"torch": torch.__version__, "device": device.type}
-    spelled = {"ladder_layers": "--layers"}
-    flags = {spelled.get(name, f"--{name.replace('_', '-')}"): v for name, v in flags.items() if name not in OWN}
+    flags = {f"--{name.replace('_', '-')}": v for name, v in flags.items() if name not in OWN}
     return start | {name: v for name, v in flags.items() if v is not None and v is not False}
 
 

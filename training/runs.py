@@ -22,7 +22,7 @@ MACHINE = ["out", "device", "micro_batch", "recompute", "compile", "save_every",
 
 
 def is_auto(args):
-    return (args.ladder_layers or "").startswith("auto:")
+    return (args.wiring or "").startswith("ladder:auto")
 
 
 def teacher(args):
@@ -50,15 +50,13 @@ def describe(args):
         raise InputError(f"--seq-len {args.seq_len} is longer than the context of {config.max_seq_len}")
     if args.valid_tokens is not None and args.valid_tokens < args.seq_len:
         raise InputError(f"--valid-tokens {args.valid_tokens} is less than a window of --seq-len {args.seq_len}")
-    layers = args.ladder_layers
+    wiring = args.wiring
     if is_auto(args):
-        layers = layers.removeprefix("auto:")
-        if not layers.isdecimal():
-            raise InputError(f"--ladder-layers {args.ladder_layers}: auto: takes a number of layers")
+        wiring = wiring.replace("auto", "", 1)
         if own is None:
-            raise InputError("--ladder-layers auto:N needs --checkpoint, the model to retrain")
+            raise InputError(f"--wiring {args.wiring} needs --checkpoint, the model to retrain")
         score.alone(own, "ladder", 0)  # or an InputError
-    config = cli.with_wiring(config, argparse.Namespace(**vars(args) | {"ladder_layers": layers}))
+    config = cli.with_wiring(config, argparse.Namespace(**vars(args) | {"wiring": wiring}))
     _check_trainable(config.wiring)
     if not config.stale_layers and (args.blend_steps or args.match_streams):
         raise InputError(f"--blend-steps and --match-streams are for ladder layers, and {config.wiring} has none")
