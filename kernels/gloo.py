@@ -44,7 +44,7 @@ def let_preempt(ids):
 
     Its event loop polls while another of its threads holds a connection's lock. Between ordinary threads the one that
     polls may keep the one with the lock from running until the scheduler's next tick, milliseconds later
-    (benchmarks/gloo_threads.py shows it). Real-time threads preempt the computation, but not one another; to have them
+    (benchmarks/overlap.md has the times). Real-time threads preempt the computation, but not one another; to have them
     takes root or CAP_SYS_NICE. Batch threads, for anyone, at least do not preempt one another.
     """
     for thread in ids:

@@ -249,7 +249,7 @@ class Sweep:
         return max(map(len, self.runs.values()), default=0)
 
     def ran(self):
-        """Whether commands measured it; benchmarks/predict.py works out its lines."""
+        """Whether commands measured it."""
         return any(line["command"] for runs in self.runs.values() for line in runs.values())
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from helpers import BASE, ROOT, random_model
 
-from benchmarks import advise as beside
 from benchmarks import paper
 from formats import checkpoint
 from formats.checkpoint import SIZES, RandomWeights
@@ -278,40 +277,6 @@ def test_a_line_of_json_for_each_link(tmp_path, capsys):
 # Beside what was measured
 
 
-def test_one_line_predicts_the_others_that_were_measured_alone(capsys):
-    beside.main([str(ROOT / "benchmarks" / "results" / "overlap-alone.jsonl"), "--bandwidth-gbs", "16"])
-    shown = capsys.readouterr().out
-    assert "Bandwidth from one silent step (16.34 GB/s): 49 of 49 are within 5 %" in shown
-    assert "Bandwidth from the memory as read (16.00 GB/s): 49 of 49 are within 5 %" in shown
-
-
-def test_the_benchmark_finds_what_the_advisor_predicts():
-    """Lines that are exact are found so; real ranks' all-reduces are those that they took."""
-    lines, machine = [], Machine("", 2e9)
-    for name, changes in variants(4).items():
-        line = {
-            "model": "8b", "n_layers": 4, "dtype": "bfloat16", "device": "cpu", "threads": 1, "tp": 3, "batch": 2,
-            "simulated": False, "tokens": 64, "compiled": True, "wiring": name, "all_reduce_ms": 7.0,
-            "link": {"name": "veth"},
-        }  # fmt: skip
-        config = beside.shape_of(line)
-        times = advise.times_of(config, torch.bfloat16, 3, 2, 64, machine, beside.MeasuredLink(7e-3, None))
-        assert times.all_reduce == times.gather == 7e-3
-        seconds, *_ = advise.step_seconds(dataclasses.replace(config, **changes), times)
-        silent, *_ = advise.step_seconds(config, times._replace(all_reduce=0.0))
-        lines.append({**line, "step_ms": 1e3 * seconds, "silent_ms": 1e3 * silent})
-    found = beside.compare(lines, 1e9)
-    assert len(found) == len(lines)
-    for _, _, measured, predicted in found:
-        own_step, one_line, read = predicted.values()
-        assert own_step == pytest.approx(measured) and one_line == pytest.approx(measured) and read > 1.1 * measured
-    assert [*predicted][1:] == ["one silent step (2.00 GB/s)", "the memory as read (1.00 GB/s)"]
-    [*others, bound] = beside.compare([*lines[:-1], {**lines[-1], "silent_ms": 2 * lines[-1]["silent_ms"]}])
-    assert bound[1] == "upper-bound"
-    for _, _, measured, (own_step, one_line) in [(*x[:3], x[3].values()) for x in others]:
-        assert own_step == pytest.approx(measured) and one_line > 1.1 * measured
-
-
 def test_the_paper_s_rows_have_the_advisor_s(capsys):
     paper.main([])
     found = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in capsys.readouterr().out.splitlines()]
@@ -375,17 +340,3 @@ def test_bad_input_is_one_clear_line(flags, message, tmp_path, monkeypatch):
     with pytest.raises(InputError) as e:
         advise.main([word.format(**files) for word in shlex.split(flags)])
     assert str(e.value).startswith(message.format(**files)) and "\n" not in str(e.value)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"model": "x"}, "unknown model 'x'; known: small, 1b"),
-        ({"wiring": "x"}, "unknown wiring 'x'; known: standard,"),
-        ({"kind": "prefill"}, "there is no decode step in these files"),
-    ],
-)
-def test_lines_that_the_benchmark_refuses(changes, message, tmp_path):
-    line = json.loads((ROOT / "benchmarks" / "results" / "overlap-alone.jsonl").read_text().splitlines()[0])
-    with pytest.raises(InputError, match=message):
-        beside.main([str(write(tmp_path / "lines", {**line, **changes}))])

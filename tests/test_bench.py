@@ -14,7 +14,6 @@ import pytest
 from helpers import HANGS, ROOT
 
 import model
-from formats.checkpoint import SIZES
 from measure import plot, results, sweep
 from model import InputError
 
@@ -944,48 +943,3 @@ def test_plot_says_when_it_cannot_write(written):
     file = written([result("standard", 1)])
     with pytest.raises(InputError, match="cannot be written"):
         plot.main([str(file), "--out", str(file)])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# predict.py
-
-
-def test_a_whole_step_is_some_of_its_layers_and_more_of_the_same(written):
-    import torch
-
-    from benchmarks import predict
-
-    line = {
-        "model": "8b", "tp": 8, "simulated": True, "batch": 4, "dtype": "bfloat16", "device": "cpu", "threads": 2,
-        "torch": "2", "commit": "c", "tokens": 1024, "kind": "decode",
-    }  # fmt: skip
-    lines = [
-        {**line, "wiring": w, "link": {"name": n, "latency_us": us}, "n_layers": layers, "all_reduce_ms": ms,
-         "silent_ms": 5.0 + 3.0 * layers}
-        for w in ("standard", "ladder", "upper-bound") for n, us, ms in (("pcie", 57.0, 0.1), ("ib", 46.0, 4.0))
-        for layers in (8, 2)
-    ]  # fmt: skip
-    found = predict.predictions(lines)
-
-    def step(link, wiring):
-        return found["8b", 4, link, wiring]["tpot_ms"]
-
-    # 32 layers of 3 ms and 5 of the rest; 64 all-reduces, all of them waited for, or of the fast ones the last
-    assert step("pcie", "upper-bound") == pytest.approx(101) and step("pcie", "standard") == pytest.approx(101 + 6.4)
-    assert step("pcie", "ladder") == pytest.approx(101 + 0.1)
-    # the slow ones are longer than any sublayer: the first one's computing, 64 of them, and the rest
-    work = predict.decode_work(SIZES["8b"], torch.bfloat16, 8, 4, 1024)
-    attention = 3 * predict.attention_share(work)
-    assert step("ib", "ladder") == pytest.approx(attention + 64 * 4 + 5)
-    # 4096 x 6144 and 4096 x 4096 of weights and 4 x 1024 x 2 x 8 x 128 of the cache, beside 3 x 4096 x 14336
-    assert attention == pytest.approx(3 * (41943040 + 8388608) / (41943040 + 8388608 + 176160768))
-    assert "| 8b | 8 | ladder | 1.06 (1.40) | 1.36 |" in predict.tables(found)
-    for some, message in (
-        ([x for x in lines if x["n_layers"] == 2], "8b, batch 4 has not two numbers of layers"),
-        ([x for x in lines if x["wiring"] != "standard"], "8b, 4, pcie, ladder has no standard wiring"),
-        ([{**x, "kind": "prefill"} for x in lines], "8b, prefill, is no decode step of a named size"),
-    ):
-        with pytest.raises(InputError, match=message):
-            predict.predictions(some)
-    [sweep] = results.sweeps(results.read(written(found.values())))
-    assert "PREDICTED" in results.tables(sweep)

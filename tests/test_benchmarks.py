@@ -25,11 +25,9 @@ from benchmarks import (
     decode,
     engines,
     few_rows,
-    gloo_threads,
     gpu,
     overlap,
     paper,
-    predict,
     ratio,
     reliability_tables,
     speculation,
@@ -43,8 +41,6 @@ from formats.checkpoint import SIZES
 from formats.tokenizer import load_tokenizer
 from kernels import cpu, int_linear
 from measure import report
-from measure import results as of_sweeps
-from measure.clock import run_clock
 from model import WIRINGS, Config, InputError
 from runtime import cli, launch
 from training import data
@@ -168,13 +164,12 @@ def test_overlap_takes_the_last_layers_of_a_wiring():
             overlap.chosen([bad], 8)
 
 
-def test_a_new_wiring_is_measured_and_predicted(own_wiring, tiny, printed, tmp_path):
+def test_a_new_wiring_is_measured(own_wiring, tiny, printed, tmp_path):
     out = tmp_path / "out.jsonl"
     flags = ["--simulate-tp", 2, "--batch", 4, "--links", "1000", "--eager", "--rounds", 3, "--json", out]
     for n_layers in (2, 4):
         wirings = ["--wirings", "standard,own-wiring"]
         assert "| own-wiring |" in printed(overlap, "--model", "8b", "--n-layers", n_layers, *wirings, *flags)
-    assert "| 8b | 2 | own-wiring | " in printed(predict, out)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -210,55 +205,7 @@ def _small_ratio(argv):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# predict.py, predict.sh and paper.py
-
-
-MEASURED = {
-    "model": "8b", "tp": 8, "simulated": True, "batch": 4, "dtype": "bfloat16", "device": "cpu", "threads": 2,
-    "torch": "2", "commit": "c", "tokens": 1024, "kind": "decode",
-}  # fmt: skip
-LAYERS = [
-    {**MEASURED, "wiring": w, "link": {"name": n, "latency_us": us}, "n_layers": layers, "all_reduce_ms": ms,
-     "silent_ms": 5.0 + 3.0 * layers}
-    for w in ("standard", "ladder", "parallel", "desync-2", "hybrid", "upper-bound")
-    for n, us, ms in (("pcie", 57.0, 0.1), ("ib", 46.0, 4.0)) for layers in (8, 2)
-]  # fmt: skip
-
-
-def test_a_whole_step_is_some_of_its_layers_and_more_of_the_same(printed, tmp_path):
-    found = predict.predictions(LAYERS)
-
-    def step(link, wiring):
-        return found["8b", 4, link, wiring]["tpot_ms"]
-
-    # 32 layers of 3 ms and 5 of the rest; 64 all-reduces, all of them waited for, or of the fast ones the last
-    assert step("pcie", "upper-bound") == pytest.approx(101) and step("pcie", "standard") == pytest.approx(101 + 6.4)
-    assert step("pcie", "ladder") == pytest.approx(101 + 0.1)
-    # one all-reduce for two sublayers; of a hybrid those of 16 layers, and the last one
-    assert step("pcie", "parallel") == pytest.approx(101 + 3.2)
-    assert step("pcie", "desync-2") == pytest.approx(101 + 3.2)
-    assert step("pcie", "hybrid") == pytest.approx(101 + 3.2 + 0.1, abs=0.11)
-    # the slow ones are longer than any sublayer: the first one's computing, 64 of them, and the rest
-    work = predict.decode_work(SIZES["8b"], torch.bfloat16, 8, 4, 1024)
-    attention = 3 * predict.attention_share(work)
-    assert step("ib", "ladder") == pytest.approx(attention + 64 * 4 + 5)
-    # 4096 x 6144 and 4096 x 4096 of weights and 4 x 1024 x 2 x 8 x 128 of the cache, beside 3 x 4096 x 14336
-    assert attention == pytest.approx(3 * (41943040 + 8388608) / (41943040 + 8388608 + 176160768))
-    out = tmp_path / "whole.jsonl"
-    for _ in range(2):  # the second time anew
-        shown = printed(predict, write(tmp_path / "layers.jsonl", LAYERS), "--json", out)
-    assert "| 8b | 8 | ladder | 1.06 (1.40) | 1.36 |" in shown
-    [sweep] = of_sweeps.sweeps(of_sweeps.read(out))
-    assert len(read(out)) == 12 and "PREDICTED" in of_sweeps.tables(sweep)
-    assert {case[2] for case in sweep.cases} >= {"desync:2", "hybrid:16"}
-
-
-@pytest.mark.parametrize("wiring", ["standard", "ladder", "parallel", "upper-bound"])
-def test_predict_s_step_is_the_clock_s(wiring):
-    config = dataclasses.replace(SIZES["8b"], wiring=wiring)
-    compute = {"parallel": [3.0], "upper-bound": []}.get(wiring, [1.0, 2.0]) * config.n_layers
-    silent = 0 if compute else 3.0 * config.n_layers
-    assert predict.step_ms(config, 3.0, 1.0, 0.5) == pytest.approx(run_clock(config, compute, 0.5).now + silent)
+# paper.py
 
 
 def test_the_paper_s_own_figures(printed):
@@ -357,7 +304,7 @@ def test_decode_knows_the_bytes_of_a_step():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# few_rows.py and gloo_threads.py
+# few_rows.py
 
 
 def test_few_rows(monkeypatch, printed, tmp_path):
@@ -369,14 +316,6 @@ def test_few_rows(monkeypatch, printed, tmp_path):
     shown = printed(few_rows, "--json", out)
     assert [x["rows"] for x in read(out)] == [1, 8] and all(rate > 0 for rate in read(out)[0]["gb_s"].values())
     assert "| W | rows of x | few_rows | oneDNN | sum | int8 | int8 as floats | int4 | int4 as floats |" in shown
-
-
-def test_gloo_threads(tmp_path):
-    out = tmp_path / "out.jsonl"
-    (shown, _), *others = main_on_ranks(RANKS, gloo_threads.main, "--rounds", 1, "--json", out)
-    assert {x["policy"] for x in read(out)} <= {*gloo_threads.POLICIES} and not any(text for text, _ in others)
-    assert all(x["n"] == gloo_threads.EACH and x["commit"] != "" for x in read(out))
-    assert "| gloo's threads are | median, ms |" in shown and "| other (the default) | " in shown
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -792,13 +731,8 @@ README, DEMO = (shlex.quote(str(ROOT / name)) for name in ("README.md", "demo"))
         (decode, "--show /nosuch.jsonl", "--show: /nosuch.jsonl: No such file"),
         (decode, f"--show {README}", f"--show: {README} has lines that this script did not write"),
         (decode, "--log /nosuch/x", "--log: /nosuch/x cannot be written"),
-        (predict, "/nosuch.jsonl", "FILE: /nosuch.jsonl: No such file"),
-        (predict, README, f"FILE: {README} has lines that benchmarks/overlap.py did not write"),
-        (predict, "", "the following arguments are required: FILE"),
         (paper, "x", "unrecognized arguments: x"),
         (few_rows, "--json /nosuch/x", "--json: /nosuch/x cannot be written"),
-        (gloo_threads, "--rounds 0", "--rounds: '0' is not a whole number from 1"),
-        (gloo_threads, "", "one rank has no all-reduce: start two or more with torchrun"),
         (adapt, "--plan rates --text x --valid x --json y", "--plan rates needs --checkpoint"),
         (adapt, "--plan long --checkpoint c --text x --valid x --json y", "--plan long needs --checkpoint, --rates"),
         (adapt, "--plan scratch --text x --valid x --json /nosuch/x", "--json: /nosuch/x cannot be written"),
@@ -834,20 +768,6 @@ def test_bad_flags(script, flags, message):
         script.main(shlex.split(flags))
     message = message.replace(README, shlex.split(README)[0]).replace(DEMO, shlex.split(DEMO)[0])
     assert str(e.value).startswith(message) and "\n" not in str(e.value)
-
-
-@pytest.mark.parametrize(
-    "some, message",
-    [
-        ({"n_layers": 2}, "8b, batch 4 has not two numbers of layers, but"),
-        ({"wiring": "ladder"}, "8b, 4, pcie, ladder has no standard wiring"),
-        ({"kind": "prefill"}, "8b, prefill, is no decode step of a named size"),
-        ({"wiring": "x"}, "unknown wiring 'x'; known: standard,"),
-    ],
-)
-def test_lines_that_are_not_enough(some, message):
-    with pytest.raises(InputError, match=message):
-        predict.predictions([{**x, **some} for x in LAYERS])
 
 
 def test_a_script_runs_as_a_module():
@@ -888,22 +808,6 @@ def test_netns_runs_a_rank_in_each_namespace(tmp_path):
     flags = "-m benchmarks.overlap --device cpu --links free --label veth 20mbit"
     for i in (0, 1):
         assert f"{i} of 2 at veth{i}: {flags} --command benchmarks/netns.sh '20mbit' --rounds 3" in done.stdout
-
-
-def test_predict_sh_asks_for_every_case(tmp_path):
-    rank = tmp_path / "python"
-    rank.write_text('#!/bin/sh\necho "$*"\n')
-    rank.chmod(0o755)
-    done = shell("predict.sh", tmp_path / "out", PYTHON=str(rank))
-    commands = done.stdout.splitlines()
-    assert done.returncode == 0 and len(commands) == 20
-    for command in commands:
-        overlap.parse(command.split()[2:])
-    for args in ([], ["a", "b"]):
-        done = shell("predict.sh", *args)
-        assert (done.returncode, done.stderr) == (2, "predict.sh: give the file for the results\n")
-    done = shell("predict.sh", "x", PYTHON="/nosuch")
-    assert (done.returncode, done.stderr.startswith("predict.sh: no /nosuch: run make")) == (2, True)
 
 
 def test_the_pages_raw_lines_are_there_and_shown_as_they_are(printed):

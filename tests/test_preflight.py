@@ -1,14 +1,11 @@
 """What a run takes of the memory, said before it starts: the sum, against real runs, and what would fit."""
 
 import dataclasses
-import json
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
-from helpers import BASE, ROOT, YARN, run_ranks, script
+from helpers import BASE, YARN, run_ranks, script
 
 import eval
 import generate
@@ -47,45 +44,6 @@ def test_weights_and_cache_are_what_a_rank_will_hold(name, rank, tp_size):
     assert weight_bytes(config, dtype, rank, tp_size) == held(parameters)
     need = memory(Request(config, dtype, rows=3, prompt=20, new=5), rank, tp_size)
     assert need["cache"] == sum(t.nbytes for layer in generate.make_cache(model, 3, 25) for t in layer)
-
-
-def taken(folder, *flags, ranks=1):
-    """The line of benchmarks/preflight.py about a run of generate.py."""
-    path = folder / "line.jsonl"
-    words = ["--json", path, "--", "--random-weights", "--max-new-tokens", 3, *flags]
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m"] if ranks > 1 else []
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher, "benchmarks.preflight", *map(str, words)],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return json.loads(path.read_text())
-
-
-LARGER = {  # flags and ranks
-    "a chunk": (("--model", "1b", "--n-layers", 2, "--prompt-length", 1024), 1),
-    "many rows, sampled": (("--model", "1b", "--n-layers", 1, "--prompt-length", 8, "--batch", 512), 1),
-    "one long pass": (("--model", "1b", "--n-layers", 1, "--prompt-length", 6000, "--prefill-chunk", 6000), 1),
-    "a long prompt": (("--model", "1b", "--n-layers", 1, "--prompt-length", 16000), 1),
-    "float32": (("--model", "1b", "--n-layers", 1, "--prompt-length", 1024, "--dtype", "float32"), 1),
-    "int8": (("--model", "1b", "--n-layers", 4, "--prompt-length", 1024, "--quant", "int8"), 1),
-    "compiled": (("--model", "1b", "--n-layers", 2, "--prompt-length", 64, "--compile"), 1),
-    "two ranks": (("--model", "1b", "--n-layers", 2, "--prompt-length", 1024), 2),
-    "two ranks, rows": (("--model", "1b", "--n-layers", 1, "--prompt-length", 8, "--batch", 256), 2),
-    "a large cache": (("--model", "1b", "--n-layers", 2, "--prompt-length", 256, "--batch", 256), 1),
-}
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) for case in LARGER])
-def test_the_sum_is_within_15_percent_of_what_a_run_takes(case, tmp_path):
-    flags, ranks = LARGER[case]
-    assert all(0.85 < share < 1.15 for share in taken(tmp_path, *flags, ranks=ranks)["said_over_taken"])
-
-
-def test_the_sum_is_what_a_small_run_takes(tmp_path):
-    flags = "--model", "1b", "--n-layers", 1, "--quant", "int8", "--prompt-length", 4, "--batch", 4
-    [share] = taken(tmp_path, *flags, "--temperature", 0)["said_over_taken"]
-    assert 0.85 < share < 1.15
 
 
 @pytest.fixture
