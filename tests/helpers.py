@@ -24,7 +24,7 @@ import torch.distributed as dist
 import generate
 import tp
 from kernels import cpu, gloo, shared_memory
-from model import WIRINGS, Config, Transformer
+from model import WIRINGS, Config, Transformer, parse_wiring
 from runtime import launch
 
 ROOT = Path(__file__).parent.parent
@@ -33,25 +33,26 @@ RANKS = 4  # of the pool
 YARN = {"factor": 4.0, "beta_fast": 8.0, "beta_slow": 0.5, "attention_factor": 1.2}
 YARN["original_max_position_embeddings"] = 40
 BASE = Config(3, 6, 2, 8, 48, 100, 131, 64, norm_eps=1e-5, bos_id=1, eos_ids=(2,))
-VALUES = {"ladder_layers": [2, (0, 1), (1,)], "desync_period": [2, 4]}  # of a wiring's parameter
+
+
+def kind(changes):
+    """The Wiring of config changes."""
+    return WIRINGS[parse_wiring(changes["wiring"])[0]]
 
 
 def wired(name):
-    """The config changes to test a wiring with."""
-    wiring = WIRINGS[name]
-    if wiring.parameter is None:
-        return [{"wiring": name}]
-    some = [{"wiring": name, wiring.parameter: value} for value in VALUES[wiring.parameter]]
-    return [{"wiring": name}, some[-1]] if wiring.optional else some
+    """The config changes to test a wiring with; one layer alone has a seam on either side."""
+    some = {"layers": [f"{name}:1,"], "period": [f"{name}:4"], None: []}[WIRINGS[name].parameter]
+    return [{"wiring": text} for text in [name, *["ladder:2", "ladder:0,1"] * (name == "ladder"), *some]]
 
 
 WIRED = [changes for name in WIRINGS for changes in wired(name)]
-ANY_TP = [changes for changes in WIRED if not WIRINGS[changes["wiring"]].tp_bound]
+ANY_TP = [changes for changes in WIRED if not kind(changes).tp_bound]
 
 
 def outline(config):
     """[(number of sublayers, whether they read the stream stale)] of each layer."""
-    return [(wiring.sublayers, wiring.stale) for wiring in map(config.wiring_of, range(config.n_layers))]
+    return [(wiring.n_sublayers, wiring.stale) for wiring in config.wirings]
 
 
 def wired_id(changes):

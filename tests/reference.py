@@ -99,14 +99,14 @@ class Reference:
         """[(partial(x, shard), stale)]: attention, MLP, attention, MLP, ..., or both of a block at once."""
         c, out = self.c, []
         for layer in range(c.n_layers):
-            chosen = c.ladder_layers  # by which a layer has the config's wiring; the others are standard
-            if chosen is None:
+            name, _, chosen = c.wiring.partition(":")  # by which a layer has that wiring; the others are standard
+            if not chosen or name == "desync":
                 wired = True
-            elif isinstance(chosen, int):
-                wired = layer >= c.n_layers - chosen
+            elif "," not in chosen:
+                wired = layer >= c.n_layers - int(chosen)
             else:
-                wired = layer in chosen
-            wiring = WIRINGS[c.wiring] if wired else WIRINGS["standard"]
+                wired = str(layer) in chosen.split(",")
+            wiring = WIRINGS[name] if wired else WIRINGS["standard"]
             split = wiring.split
             if split is model.attention_then_mlp:
                 parts = [
@@ -128,7 +128,8 @@ class Reference:
 
     def stream(self, x0):
         """The final residual stream, of each rank."""
-        stream, sublayers = WIRINGS[self.c.wiring].stream, self.sublayers()
+        (name, _, n), sublayers = self.c.wiring.partition(":"), self.sublayers()
+        stream = WIRINGS[name].stream
         if stream is model.residual_stream:
             x = [x0]
             for i, (h, stale) in enumerate(sublayers, start=1):
@@ -147,7 +148,7 @@ class Reference:
         x = [x0] * len(self.shards)
         for i, (h, _) in enumerate(sublayers, start=1):
             partials = [h(x_r, shard) for x_r, shard in zip(x, self.shards, strict=True)]
-            kept = i % self.c.desync_period == 0 or i == len(sublayers)
+            kept = i % int(n or 2) == 0 or i == len(sublayers)
             if stream is model.desynced_stream and kept:
                 x = [sum(x) / len(x) + sum(partials)] * len(x)
             else:

@@ -109,39 +109,22 @@ def test_named_sizes_have_the_published_parameter_counts():
 
 CONFIGS = [  # changes and the line
     ({"wiring": "laddr"}, "unknown wiring 'laddr'; known: standard, ladder"),
-    ({"wiring": {}}, "wiring is {} but must be a string"),
-    ({"wiring": "hybrid"}, "needs ladder_layers"),
-    ({"wiring": "ladder", "ladder_layers": 2}, "wiring ladder takes no ladder_layers"),
-    ({"wiring": "hybrid", "ladder_layers": 4}, "from 1 to 3"),
-    ({"wiring": "hybrid", "ladder_layers": 0}, "ladder_layers is 0 but must be a positive integer or a list"),
-    ({"wiring": "hybrid", "ladder_layers": [0, 3]}, "from 0 to 2"),
-    ({"wiring": "hybrid", "ladder_layers": [1, 1]}, "distinct layers"),
-    ({"wiring": "hybrid", "ladder_layers": ["1"]}, "or a list, each an integer from 0 on"),
-    ({"wiring": "hybrid", "ladder_layers": 1.5}, "ladder_layers is 1.5 but must be a positive integer or a list"),
-    ({"wiring": "hybrid", "ladder_layers": True}, "ladder_layers is True but must be a positive integer or"),
-    ({"wiring": "spd", "ladder_layers": (7,)}, "distinct layers from 0 to 2"),
-    ({"wiring": "desync", "ladder_layers": 2}, "wiring desync takes no ladder_layers"),
-    ({"wiring": "spd", "made_for_tp": 0}, "made_for_tp is 0 but must be a positive integer"),
+    ({"wiring": "ladder:4"}, "NAME:N takes 1 to 3"),
+    ({"wiring": "ladder:0"}, "wiring ladder:0 does not fit 3 layers"),
+    ({"wiring": "ladder:0,3"}, "NAME:I,J distinct layers from 0 to 2"),
+    ({"wiring": "ladder:1,1"}, "distinct layers"),
+    ({"wiring": "ladder:x"}, "no such wiring: 'ladder:x'; write ladder, ladder:2 or ladder:2,3"),
+    ({"wiring": "desync:2,3"}, "no such wiring: 'desync:2,3'; write desync or desync:2"),
+    ({"wiring": "standard:3"}, "no such wiring: 'standard:3'; write standard"),
+    ({"wiring": "desync:0"}, "wiring desync:0 does not fit"),
+    ({"wiring": "hybrid", "ladder_layers": 4, "desync_period": 2}, "wiring ladder:4 does not fit 3 layers"),
     ({"wiring": "ladder", "made_for_tp": 2}, "wiring ladder is the same on any number of ranks: it takes no made_for"),
     ({"n_kv_heads": 4}, "n_heads 6 is not a multiple of n_kv_heads 4"),
-    ({"n_layers": 0}, "n_layers is 0 but must be a positive integer"),
     ({"n_layers": "3"}, "n_layers is '3'"),
-    ({"dim": 48.0}, "dim is 48.0"),
-    ({"norm_eps": "1e-5"}, "norm_eps is '1e-5' but must be a positive number"),
-    ({"norm_eps": float("inf")}, "norm_eps is inf"),
-    ({"tie_embeddings": "no"}, "tie_embeddings is 'no' but must be true or false"),
+    ({"tie_embeddings": "no"}, "tie_embeddings is 'no'"),
     ({"head_dim": 7}, "odd"),
-    ({"desync_period": 0}, "desync_period is 0"),
-    ({"eos_ids": 2}, "eos_ids is 2 but must be a list, each an integer from 0 on"),
-    ({"eos_ids": ["</s>"]}, "a list, each an integer from 0 on"),
-    ({"bos_id": "1"}, "bos_id is '1' but must be an integer from 0 on or null"),
-    ({"rope_scaling": {}}, "rope_scaling is {} but must be an object of factor, low"),
-    ({"rope_scaling": "x"}, "rope_scaling is 'x'"),
-    ({"rope_scaling": {"factor": 0}}, "rope_scaling is {'factor': 0}"),
-    ({"rope_scaling": {**YARN, "beta_fast": None}}, "or an object of factor, beta_fast"),
     ({"nope_layers": [3]}, "nope_layers (3,) are not layers from 0 to 2"),
-    ({"mlp_bias": 1}, "mlp_bias is 1 but must be true or false"),
-    ({"experts": 8}, "unknown key 'experts'"),
+    ({"experts": 8}, "experts"),
 ]
 
 
@@ -154,6 +137,20 @@ def test_a_config_that_makes_no_model_is_one_clear_line(changes, message):
 
 
 def test_a_good_config_is_taken():
-    first = {"wiring": "hybrid", "ladder_layers": (0,)}  # ids and layers count from 0
-    for config in (BASE, dataclasses.replace(BASE, bos_id=0, eos_ids=(0, 2), **first)):
+    for config in (BASE, dataclasses.replace(BASE, bos_id=0, eos_ids=(0, 2), wiring="ladder:0,")):
         assert checkpoint.make_config(json.loads(json.dumps(dataclasses.asdict(config))), "config.json") == config
+
+
+@pytest.mark.parametrize(
+    "old, wiring",
+    [
+        ({"wiring": "ladder", "ladder_layers": None, "desync_period": 2}, "ladder"),
+        ({"wiring": "hybrid", "ladder_layers": 2, "desync_period": 2}, "ladder:2"),
+        ({"wiring": "spd", "ladder_layers": [1]}, "spd:1,"),
+        ({"wiring": "desync", "ladder_layers": None, "desync_period": 4}, "desync:4"),
+    ],
+    ids=str,
+)
+def test_configs_from_before_wirings_were_one_word_are_read(old, wiring):
+    values = {**dataclasses.asdict(BASE), **old}
+    assert checkpoint.make_config(values, "config.json") == dataclasses.replace(BASE, wiring=wiring)

@@ -58,7 +58,7 @@ class Floats(StateWeights):
 
 def quantized_state(config, iterations=2):
     """The state dict of random_model, quantized; that of a standard model, for any wiring."""
-    return _quantized_state(dataclasses.replace(config, wiring="standard", ladder_layers=None), iterations)
+    return _quantized_state(dataclasses.replace(config, wiring="standard"), iterations)
 
 
 @functools.cache

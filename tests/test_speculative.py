@@ -89,7 +89,7 @@ def until(row, ends):
 # Greedy: the tokens of decoding without a draft
 
 REWIRED = [
-    {"wiring": "hybrid", "ladder_layers": (1,)}, {"wiring": "desync", "desync_period": 2}, {"wiring": "spd"},
+    {"wiring": "ladder:1,"}, {"wiring": "desync:2"}, {"wiring": "spd"},
     {"wiring": "upper-bound"}, {"wiring": "parallel-ladder"},
 ]  # fmt: skip
 
@@ -98,7 +98,7 @@ def rewirings(net):
     """{name: the model in another wiring} of those above that its norms suffice for."""
     config, found = net.config, {}
     for changes in REWIRED:
-        other = dataclasses.replace(config, **{"ladder_layers": None, **changes})
+        other = dataclasses.replace(config, **changes)
         norms = [set(c.wiring_of(i).norms) for c in (other, config) for i in range(config.n_layers)]
         if other.function != config.function and all(map(set.issubset, norms, norms[config.n_layers :])):
             found[wired_id(changes)] = speculative.rewire(net, other)
@@ -202,7 +202,7 @@ def test_a_small_model_goes_on_from_what_it_has_seen(new):
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 0, 0, 0), (0, 0, 0, 2), (1, 5, 0, 2), (0, 1)])
-@pytest.mark.parametrize("changes", [None, {"wiring": "spd"}, {"wiring": "desync", "desync_period": 4}], ids=str)
+@pytest.mark.parametrize("changes", [None, {"wiring": "spd"}, {"wiring": "desync:4"}], ids=str)
 def test_a_draft_that_says_the_same_is_always_right(counts, changes):
     """Also after passes without proposals, which a small model then has to catch up on."""
     net = mild(BASE)
@@ -226,7 +226,7 @@ def test_a_small_model_catches_up_by_pairs(prompt):
     assert widths == [2, 1, 1, 2, 2, 2, 1, 1] and draft.accepted == {3: 2}
 
 
-@pytest.mark.parametrize("name", ["ngram", "near", "hybrid-(1,)", "upper-bound"])
+@pytest.mark.parametrize("name", ["ngram", "near", "ladder:1,", "upper-bound"])
 def test_the_cache_is_that_of_plain_decoding(name):
     """Up to the last token of each row, whatever drafted in it: a chat goes on from there."""
     net, caches = mild(dataclasses.replace(BASE, wiring="ladder")), []
@@ -245,7 +245,7 @@ def test_the_cache_is_that_of_plain_decoding(name):
 def test_no_pass_reads_the_last_slot():
     """make_cache says why. Rows with fewer accepted go on when the longest is done."""
     net = mild(BASE)
-    runner, draft = generate.make_runners(net, rewirings(net)["hybrid-(1,)"], speculative.Fixed(3), 3, 27)
+    runner, draft = generate.make_runners(net, rewirings(net)["ladder:1,"], speculative.Fixed(3), 3, 27)
     for each in {runner, draft.runner}:
         slots, decode = each.cache[0][0].shape[2], each.decode
 
@@ -393,7 +393,7 @@ def test_accepted_or_replaced_each_id_is_distributed_as_the_model_says(settings,
 
 
 @pytest.mark.parametrize("name, settings", [("ngram", (1.0, None, 1.0)), ("near", (0.7, 4, 1.0)),
-                                            ("near", (1.3, None, 1.0)), ("hybrid-(1,)", (1.0, None, 0.8))])  # fmt: skip
+                                            ("near", (1.3, None, 1.0)), ("ladder:1,", (1.0, None, 0.8))])  # fmt: skip
 def test_what_is_generated_with_a_draft_is_distributed_as_the_model_says(name, settings):
     """The first three tokens of 2500 rows of one prompt, together, against all texts that they may make."""
     B, V, prompt = 2500, 5, [1, 2, 3, 1, 2, 4, 1, 2, 0, 3, 1]
@@ -424,7 +424,7 @@ def graphs():
 @pytest.mark.parametrize("name, number", [
     ("ngram", 2),  # one token and four of the model
     ("near", 3),  # and two of the draft, whose graph for one is the model's: they are of one shape
-    ("hybrid-(1,)", 3),  # and one of the draft
+    ("ladder:1,", 3),  # and one of the draft
 ])  # fmt: skip
 def test_compiled_there_is_one_graph_for_each_number_of_tokens(name, number):
     """Of a pass, whatever the lengths; and a warm-up compiles them all."""
@@ -600,8 +600,8 @@ def folders(tiny, tmp_path_factory):
     return root
 
 
-DRAFTS = ["ngram", "near", "int4", "wiring:hybrid:0,2", "wiring:spd", "wiring:desync:2"]
-SLOW = ["other", "int8", "wiring:ladder", "wiring:hybrid:1", "wiring:spd:2", "wiring:delayed", "wiring:upper-bound"]
+DRAFTS = ["ngram", "near", "int4", "wiring:ladder:0,2", "wiring:spd", "wiring:desync:2"]
+SLOW = ["other", "int8", "wiring:ladder", "wiring:ladder:1", "wiring:spd:2", "wiring:delayed", "wiring:upper-bound"]
 DRAFTS += [pytest.param(draft, marks=pytest.mark.slow) for draft in SLOW]
 
 
@@ -696,9 +696,9 @@ def test_a_folder_that_cannot_draft_is_one_clear_line(name, tiny, folders):
 
 
 @pytest.mark.parametrize("own, draft, line", [
-    ("--wiring=ladder", "hybrid:3", "hybrid:3 is the wiring that the model runs in: name another"),
+    ("--wiring=ladder", "ladder:3", "ladder:3 is the wiring that the model runs in: name another"),
     ("--ladder-layers=2,0,1", "ladder", "ladder is the wiring that the model runs in"),
-    ("--ladder-layers=2", "hybrid:2,1", "hybrid:2,1 is the wiring that the model runs in"),
+    ("--ladder-layers=2", "ladder:2,1", "ladder:2,1 is the wiring that the model runs in"),
     ("--wiring=desync", "desync:2", "desync:2 is the wiring that the model runs in"),
     ("--wiring=desync", "desync:1", None),
     ("--wiring=spd", "spd:3", "spd:3 is the wiring that the model runs in"),
@@ -751,7 +751,7 @@ KEEPS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assist
 TEMPLATES = {"text": None, "keeps": KEEPS, "changes": CHANGES}
 CHATS = [
     pytest.param(*case, marks=[pytest.mark.slow] * ((case[1] == "text") != case[2] or case[1] == "keeps"))
-    for case in itertools.product((None, "ngram", "near", "wiring:hybrid:1"), TEMPLATES, (False, True))
+    for case in itertools.product((None, "ngram", "near", "wiring:ladder:1"), TEMPLATES, (False, True))
 ]
 
 

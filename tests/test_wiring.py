@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import BASE, WIRED, outline, random_model, run_ranks, shard, unequal_rows, wired, wired_id
+from helpers import BASE, WIRED, kind, outline, random_model, run_ranks, shard, unequal_rows, wired, wired_id
 from reference import Reference, rms_norm
 
 import convert_hf_checkpoint
@@ -19,8 +19,8 @@ from measure.clock import count_all_reduces, run_clock
 from model import WIRINGS, Wiring
 from runtime import cli
 
-STANDARD_ALONE = [c for c in WIRED if WIRINGS[c["wiring"]].standard_alone]
-ONE_EACH = [*{changes["wiring"]: changes for changes in WIRED}.values()]  # hybrid (1,) has a seam on either side
+STANDARD_ALONE = [c for c in WIRED if kind(c).runs_standard]
+ONE_EACH = [*{id(kind(changes)): changes for changes in WIRED}.values()]  # with seams where there can be some
 
 
 @pytest.mark.parametrize("changes", WIRED, ids=wired_id)
@@ -53,36 +53,35 @@ def logits_of(changes):
 def test_the_wirings_are_different_functions():
     """So that none of the comparisons can pass by accident."""
     seen = {wired_id(changes): logits_of(changes) for changes in WIRED if changes not in STANDARD_ALONE}
-    assert {"standard", "spd-ladder", "parallel-ladder-(1,)"} <= seen.keys()
+    assert {"standard", "spd-ladder", "parallel-ladder:1,"} <= seen.keys()
     for a, b in itertools.combinations(seen, 2):
         assert (seen[a] - seen[b]).abs().max() > 0.1, (a, b)
 
 
 @pytest.mark.parametrize("changes", STANDARD_ALONE, ids=wired_id)
 def test_what_says_so_is_standard_on_one_device(changes):
-    assert WIRINGS[changes["wiring"]].tp_bound
+    assert kind(changes).tp_bound
     assert torch.allclose(logits_of(changes), logits_of({}), atol=1e-5)
 
 
-def test_what_computes_the_same_is_the_same_function_and_nothing_else():
+def test_one_function_has_one_canonical_name():
     """However it is spelled; what is bound to ranks is one thing on one device, so of that only the names count."""
-    some = [3, (0, 1, 2), (2, 0, 1), 2, (1, 2), (2, 1), (0, 2)]
-    spelled = [{"wiring": name} for name in ("standard", "ladder", "parallel")]
-    spelled += [{"wiring": name, "ladder_layers": layers} for name in ("hybrid", "parallel") for layers in some]
-    spelled += [{"wiring": "desync", "desync_period": 1}]
-    seen = [(logits_of(c), dataclasses.replace(BASE, **c).function) for c in spelled]
+    some = ["3", "0,1,2", "2,0,1", "2", "1,2", "2,1", "0,2"]
+    spelled = ["standard", "ladder", "parallel", "desync:1"]
+    spelled += [f"{name}:{layers}" for name in ("ladder", "parallel") for layers in some]
+    configs = [dataclasses.replace(BASE, wiring=name) for name in spelled]
+    seen = [(logits_of({"wiring": c.wiring}), c.canonical_wiring) for c in configs]
     for (x, one), (y, other) in itertools.combinations(seen, 2):
         assert torch.allclose(x, y, atol=1e-4) == (one == other), (one, other)
-    bound = [{"wiring": "spd"}, *({"wiring": "spd", "ladder_layers": layers} for layers in some)]
-    bound += [{"wiring": "desync"}, *({"wiring": "desync", "desync_period": n} for n in (2, 3))]
-    functions = [dataclasses.replace(BASE, **c).function for c in bound]
-    assert [functions.index(f) for f in functions] == [0, 0, 0, 0, 4, 4, 4, 7, 8, 8, 10]
+    assert torch.equal(logits_of({"wiring": "ladder"}), logits_of({"wiring": "ladder:3"}))
+    bound = ["spd", *(f"spd:{layers}" for layers in some), "desync", "desync:2", "desync:3"]
+    names = [dataclasses.replace(BASE, wiring=name).canonical_wiring for name in bound]
+    assert names == ["spd"] * 4 + ["spd:2"] * 3 + ["spd:0,2", "desync:2", "desync:2", "desync:3"]
 
 
-def test_hybrid_with_all_layers_is_ladder_and_desync_with_period_1_is_standard():
-    for layers in (3, (0, 1, 2)):
-        assert torch.equal(logits_of({"wiring": "ladder"}), logits_of({"wiring": "hybrid", "ladder_layers": layers}))
-    assert torch.allclose(logits_of({}), logits_of({"wiring": "desync", "desync_period": 1}), atol=1e-5)
+@pytest.mark.parametrize("text", ["ladder", "ladder:2", "ladder:0,2", "spd:1,", "desync:4", "upper-bound"])
+def test_a_name_is_read_as_it_is_written(text):
+    assert model.wiring_name(*model.parse_wiring(text)) == text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -117,7 +116,7 @@ def eager_order(config):
         return 0.0
 
     sublayers = [(h, stale) for n, stale in outline(config) for _ in range(n)]
-    WIRINGS[config.wiring].stream(0.0, sublayers, comm, config)
+    config.kind.stream(0.0, sublayers, comm, config)
     return comm.events
 
 
@@ -126,18 +125,18 @@ def eager_order(config):
     [
         ({"wiring": "standard"}, "c start1 wait1 c start2 wait2 c start3 wait3 c start4 wait4"),
         ({"wiring": "ladder"}, "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
-        ({"wiring": "hybrid", "ladder_layers": 1}, "c start1 wait1 c start2 c start3 wait2 c start4 wait3 wait4"),
-        ({"wiring": "hybrid", "ladder_layers": (0,)}, "c start1 c start2 wait1 wait2 c start3 wait3 c start4 wait4"),
+        ({"wiring": "ladder:1"}, "c start1 wait1 c start2 c start3 wait2 c start4 wait3 wait4"),
+        ({"wiring": "ladder:0,"}, "c start1 c start2 wait1 wait2 c start3 wait3 c start4 wait4"),
         ({"wiring": "parallel"}, "c start1 wait1 c start2 wait2"),
         ({"wiring": "parallel-ladder"}, "c start1 c start2 wait1 wait2"),
-        ({"wiring": "parallel", "ladder_layers": 1}, "c start1 wait1 c start2 wait2 c start3 wait3"),
+        ({"wiring": "parallel:1"}, "c start1 wait1 c start2 wait2 c start3 wait3"),
         ({"wiring": "spd"}, "c start1 wait1 c start2 wait2"),
-        ({"wiring": "spd", "ladder_layers": (0,)}, "c start1 wait1 c start2 wait2 c start3 wait3"),
+        ({"wiring": "spd:0,"}, "c start1 wait1 c start2 wait2 c start3 wait3"),
         ({"wiring": "spd-ladder"}, "c start1 c start2 wait1 wait2"),
         ({"wiring": "delayed"}, "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
-        ({"wiring": "delayed", "ladder_layers": 1}, "c start1 wait1 c start2 c start3 wait2 c start4 wait3 wait4"),
-        ({"wiring": "desync", "desync_period": 2}, "c c start1 wait1 c c start2 wait2"),
-        ({"wiring": "desync", "desync_period": 3}, "c c c start1 wait1 c start2 wait2"),
+        ({"wiring": "delayed:1"}, "c start1 wait1 c start2 c start3 wait2 c start4 wait3 wait4"),
+        ({"wiring": "desync:2"}, "c c start1 wait1 c c start2 wait2"),
+        ({"wiring": "desync:3"}, "c c c start1 wait1 c start2 wait2"),
         ({"wiring": "upper-bound"}, "c c c c"),
     ],
     ids=str,
@@ -170,13 +169,13 @@ class Dependencies(model.SingleDevice):
         return x if after is None else Known(x | {after})
 
 
-@pytest.mark.parametrize("changes", [c for c in WIRED if WIRINGS[c["wiring"]].stale], ids=wired_id)
+@pytest.mark.parametrize("changes", [c for c in WIRED if kind(c).stale], ids=wired_id)
 def test_a_ladder_sublayer_comes_after_the_start_of_the_all_reduce_before_it(changes):
     """At a seam, too: else the compiler might compute it first."""
     config, seen = dataclasses.replace(BASE, **changes), []
     stale = [flag for n, flag in outline(config) for _ in range(n)]
     sublayers = [(lambda x: seen.append(x) or Partial(), flag) for flag in stale]
-    WIRINGS[config.wiring].stream(Known(), sublayers, Dependencies(), config)
+    config.kind.stream(Known(), sublayers, Dependencies(), config)
     for i, x in enumerate(seen):
         assert i in x or i == 0 or not stale[i]
 
@@ -245,7 +244,7 @@ def squeeze(events):
 
 def check_compiled_order(changes, world, length=1, dtype=torch.float32):
     """Each ladder sum is waited for behind the next sublayer's matmuls and the start of its all-reduce, not before."""
-    n_layers = 3 if "ladder_layers" in changes else 2  # seams on both sides
+    n_layers = 3 if ":" in changes["wiring"] else 2  # seams on both sides
     config = dataclasses.replace(BASE, head_dim=64, n_layers=n_layers, **changes)
     found = calls(generated_code(config, world, 2, length, dtype))
     assert found.count("c") > len(eager_order(config)) / 3
@@ -283,86 +282,59 @@ def test_every_ranks_compiled_code_keeps_it(changes, rank, tp_size, fake_world):
 # The layers that are wired so, and the ranks that a wiring is bound to
 
 
-def wired_by_flags(config, flags):
-    config = cli.with_wiring(config, generate.parse(["--checkpoint", "x", *flags.split()]))
-    return config.wiring, config.ladder_layers, config.made_for_tp
-
-
-SPD = dataclasses.replace(BASE, wiring="spd", ladder_layers=(1,), made_for_tp=2)
-HYBRID = dataclasses.replace(BASE, wiring="hybrid", ladder_layers=2)
+SPD = dataclasses.replace(BASE, wiring="spd:1,", made_for_tp=2)
+SPD_ALL = dataclasses.replace(BASE, wiring="spd", made_for_tp=2)
+LADDER = dataclasses.replace(BASE, wiring="ladder:2")
 
 
 @pytest.mark.parametrize(
     "own, flags, expected",
     [
-        (BASE, "--layers 2", ("hybrid", 2, None)),
-        (BASE, "--ladder-layers 0,2", ("hybrid", (0, 2), None)),
-        (BASE, "--ladder --layers 2", ("hybrid", 2, None)),
-        (BASE, "--wiring ladder --layers 2", ("hybrid", 2, None)),
-        (BASE, "--wiring spd", ("spd", None, None)),
-        (BASE, "--wiring delayed --layers 1,", ("delayed", (1,), None)),
-        (BASE, "--wiring parallel-ladder --layers 1", ("parallel-ladder", 1, None)),
-        (SPD, "", ("spd", (1,), 2)),
-        (SPD, "--layers 2", ("spd", 2, 2)),
-        (SPD, "--wiring delayed", ("delayed", None, None)),
-        (SPD, "--wiring hybrid", ("hybrid", (1,), None)),
-        (SPD, "--ladder", ("ladder", None, None)),
-        (SPD, "--wiring standard", ("standard", None, None)),
+        (BASE, "--ladder", ("ladder", None)),
+        (BASE, "--ladder-layers 2", ("ladder:2", None)),
+        (BASE, "--ladder --ladder-layers 0,2", ("ladder:0,2", None)),
+        (BASE, "--ladder --wiring ladder", ("ladder", None)),
+        (BASE, "--wiring parallel-ladder:1", ("parallel-ladder:1", None)),
+        (SPD, "", ("spd:1,", 2)),
+        (SPD, "--wiring spd:1,", ("spd:1,", 2)),
+        (SPD, "--wiring delayed", ("delayed", None)),
     ],
 )
-def test_layers_are_those_of_the_wiring(own, flags, expected):
-    assert wired_by_flags(own, flags) == expected
+def test_flags_choose_a_wiring(own, flags, expected):
+    config = cli.with_wiring(own, generate.parse(["--checkpoint", "x", *flags.split()]))
+    assert (config.wiring, config.made_for_tp) == expected
 
 
-@pytest.mark.parametrize("name", ["hybrid", "spd", "spd-ladder", "delayed", "parallel-ladder"])
+@pytest.mark.parametrize("name", ["ladder", "spd", "spd-ladder", "delayed", "parallel-ladder"])
 def test_other_layers_are_standard(name):
     """With the same weights the last layer alone is not the first one alone, and neither is all of them, or none."""
-    config = dataclasses.replace(BASE, wiring=name, ladder_layers=(0,))
-    assert [config.wiring_of(i) for i in range(3)] == [WIRINGS[name], *[WIRINGS["standard"]] * 2]
+    config = dataclasses.replace(BASE, wiring=f"{name}:0,")
+    assert config.wirings == (WIRINGS[name], *[WIRINGS["standard"]] * 2)
     norms = {n for n, _ in random_model(config).named_parameters() if n.endswith("ffn_norm.weight")}
     assert len(norms) == 3 - (name == "parallel-ladder")
 
 
 @pytest.mark.parametrize(
-    "own, changes, tp_size, words",
+    "own, wiring, tp_size, words",
     [
-        (BASE, {}, 2, ""),
-        (SPD, {}, 2, ""),
-        (SPD, {}, 4, "these weights were made for spd on 2 ranks, and run on 4: expect a loss"),
-        (BASE, {"wiring": "spd"}, 1, "these weights are standard's, and run as spd, which is the same on one device"),
-        (BASE, {"wiring": "delayed", "ladder_layers": 2}, 4, "as delayed (ladder_layers 2) on 4 ranks: expect a loss"),
-        (
-            BASE,
-            {"wiring": "spd-ladder"},
-            1,
-            "these weights are standard's, and run as spd-ladder, another function than",
-        ),
-        (BASE, {"wiring": "ladder"}, 2, "run as ladder, another function than these weights were trained for: eval.py"),
-        (BASE, {"wiring": "desync"}, 2, "run as desync (desync_period 2), another function than"),
-        (BASE, {"wiring": "desync"}, 1, "run as desync (desync_period 2), which is the same on one device"),
-        (BASE, {"wiring": "upper-bound"}, 1, "which is the same on one device"),
-        (BASE, {"wiring": "desync", "desync_period": 1}, 2, ""),
-        (HYBRID, {"ladder_layers": (1, 2)}, 2, ""),
-        (HYBRID, {"ladder_layers": (0, 2)}, 2, "another function than"),
-        (dataclasses.replace(BASE, wiring="ladder"), {"wiring": "hybrid", "ladder_layers": 3}, 2, ""),
-        (dataclasses.replace(SPD, ladder_layers=None), {"ladder_layers": 3}, 2, ""),
-        (
-            dataclasses.replace(SPD, ladder_layers=None),
-            {"ladder_layers": 3},
-            4,
-            "made for spd on 2 ranks, and run on 4",
-        ),
-        (
-            dataclasses.replace(BASE, wiring="ladder"),
-            {"wiring": "spd"},
-            2,
-            "ladder's, and run as spd, another function",
-        ),
-        (SPD, {"wiring": "standard", "ladder_layers": None, "made_for_tp": None}, 2, "standard, another function than"),
+        (BASE, "standard", 2, ""),
+        (SPD, "spd:1,", 2, ""),
+        (SPD_ALL, "spd:3", 4, "these weights were made for spd:3 on 2 ranks, and run on 4: expect a loss"),
+        (BASE, "spd", 1, "these weights are standard's, and run as spd, which is the same on one device"),
+        (BASE, "delayed:2", 4, "as delayed:2, on 4 ranks: expect a loss"),
+        (BASE, "spd-ladder", 1, "these weights are standard's, and run as spd-ladder, another function than"),
+        (BASE, "ladder", 2, "run as ladder, another function than these weights were trained for: eval.py"),
+        (BASE, "desync", 2, "run as desync, another function than"),
+        (BASE, "desync", 1, "run as desync, which is the same on one device"),
+        (BASE, "desync:1", 2, ""),
+        (LADDER, "ladder:1,2", 2, ""),
+        (LADDER, "ladder:0,2", 2, "another function than"),
+        (SPD, "standard", 2, "spd:1,'s, and run as standard, another function than"),
     ],
 )
-def test_weights_of_another_wiring_are_said_to_be_that(own, changes, tp_size, words, capsys):
-    cli.warn_of_wiring(own, dataclasses.replace(own, **changes), tp_size)
+def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, tp_size, words, capsys):
+    made_for_tp = own.made_for_tp if wiring.startswith("spd") else None
+    cli.warn_of_wiring(own, dataclasses.replace(own, wiring=wiring, made_for_tp=made_for_tp), tp_size)
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == bool(words)
 
@@ -370,7 +342,7 @@ def test_weights_of_another_wiring_are_said_to_be_that(own, changes, tp_size, wo
 # ---------------------------------------------------------------------------------------------------------------------
 # A new wiring is one line of the table
 
-NEW = Wiring("both", stale=True, split=model.attention_plus_mlp, norms=("attention_norm",), parameter=None)
+NEW = Wiring("both", model.attention_plus_mlp, 1, stale=True, norms=("attention_norm",), parameter=None)
 NEW_CONFIG = {"wiring": "own-wiring"}
 
 
