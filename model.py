@@ -176,32 +176,33 @@ WIRINGS = {
 
 
 def parse_wiring(text):
-    """(name, parameter) of NAME, NAME:N or NAME:I,J,...: the parameter is None, N or the tuple (I, J, ...).
+    """Return (name, parameter) of NAME, NAME:N or NAME:I,J,...: the parameter is None, N or the tuple (I, J, ...).
 
-    N is the number of last layers that are wired so, the others being standard; I, J, ... name such layers, from 0 (one
-    alone is written "3,"). desync:N keeps every N-th all-reduce. Raises InputError.
+    N is the number of last layers that are wired so, I, J, ... are such layers, from 0 (one alone is "3,"); the others
+    are standard. desync:N keeps every N-th all-reduce. Raises InputError.
     """
-    name, colon, parameter = text.partition(":")
+    name, _, parameter = text.partition(":")
     if name not in WIRINGS:
         raise InputError(f"unknown wiring {name!r}; known: {', '.join(WIRINGS)}")
+    forms = {None: "", "period": "(:[1-9][0-9]{0,8})?", "layers": "(:[0-9]{1,9}(,[0-9]{1,9})*,?)?"}
     takes = WIRINGS[name].parameter
-    listed = "," in parameter and takes == "layers"
-    numbers = parameter.removesuffix(",").split(",") if listed else [parameter] * bool(colon)
-    if (colon and takes is None) or not all(re.fullmatch("[0-9]{1,9}", n) for n in numbers):
-        forms = {None: name, "period": f"{name} or {name}:2", "layers": f"{name}, {name}:2 or {name}:2,3"}[takes]
-        raise InputError(f"no such wiring: {text!r}; write {forms}")
-    return name, tuple(map(int, numbers)) if listed else int(parameter) if colon else None
+    if not re.fullmatch(forms[takes], text.removeprefix(name)):
+        examples = {None: name, "period": f"{name} or {name}:2", "layers": f"{name}, {name}:2 or {name}:2,3"}
+        raise InputError(f"no such wiring: {text!r}; write {examples[takes]}")
+    if "," in parameter:
+        return name, tuple(map(int, parameter.removesuffix(",").split(",")))
+    return name, int(parameter) if parameter else None
 
 
 def wiring_name(name, parameter=None):
-    """The text that parse_wiring reads so."""
+    """Return the text that parse_wiring reads so."""
     if isinstance(parameter, tuple | list):
         return f"{name}:{','.join(map(str, parameter))}" + "," * (len(parameter) == 1)
     return name if parameter is None else f"{name}:{parameter}"
 
 
 def rewired(config, wiring):
-    """The config in another wiring, or the same one where that is None. Raises InputError."""
+    """Return the config in another wiring, or the same config where that is None. Raises InputError."""
     if wiring in (None, config.wiring):
         return config
     return dataclasses.replace(config, wiring=wiring, made_for_tp=None)
@@ -251,17 +252,7 @@ class Config:
     def __post_init__(self):
         if self.n_heads % self.n_kv_heads:
             raise InputError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
-        if self.head_dim % 2:
-            raise InputError(f"head_dim {self.head_dim} is odd, but rotary embeddings turn pairs of dimensions")
-        layers = range(self.n_layers)
-        if not set(self.nope_layers) <= set(layers):
-            raise InputError(f"nope_layers {self.nope_layers!r} are not layers from 0 to {self.n_layers - 1}")
-        wired = self.wired_layers
-        if not wired or len(set(wired)) < len(wired) or not set(wired) <= set(layers) or self.period < 1:
-            raise InputError(
-                f"wiring {self.wiring} does not fit {self.n_layers} layers: NAME:N takes 1 to {self.n_layers}, "
-                f"NAME:I,J distinct layers from 0 to {self.n_layers - 1}"
-            )
+        _ = self.kind, self.wirings, self.period  # now, once: the compiler does not trace how text is parsed
         if self.made_for_tp is not None and not self.kind.tp_bound:
             raise InputError(f"wiring {self.wiring} is the same on any number of ranks: it takes no made_for_tp")
 
@@ -271,40 +262,39 @@ class Config:
         return WIRINGS[parse_wiring(self.wiring)[0]]
 
     @functools.cached_property
-    def period(self):
-        """Of so many all-reduces desync keeps one."""
-        parameter = parse_wiring(self.wiring)[1]
-        return 2 if self.kind.parameter != "period" or parameter is None else parameter
+    def wirings(self):
+        """The Wiring of each layer, as a tuple."""
+        parameter, layers = parse_wiring(self.wiring)[1], range(self.n_layers)
+        chosen = parameter if isinstance(parameter, tuple) else layers
+        if isinstance(parameter, int) and self.kind.parameter == "layers":
+            chosen = range(self.n_layers - parameter, self.n_layers)
+        if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(layers):
+            raise InputError(
+                f"wiring {self.wiring} does not fit {self.n_layers} layers: NAME:N takes 1 to {self.n_layers}, "
+                f"NAME:I,J distinct layers from 0 to {self.n_layers - 1}"
+            )
+        return tuple(self.kind if i in chosen else WIRINGS["standard"] for i in layers)
 
-    @property
-    def wired_layers(self):
-        """The layers that are of this wiring, as a tuple of indices; the others are standard."""
-        parameter = parse_wiring(self.wiring)[1]
-        if isinstance(parameter, tuple):
-            return parameter
-        last = self.n_layers if parameter is None or self.kind.parameter != "layers" else parameter
-        return tuple(range(max(-1, self.n_layers - last), self.n_layers))  # from -1: too many, which is refused
+    @functools.cached_property
+    def period(self):
+        """Of this many all-reduces desync keeps one."""
+        return parse_wiring(self.wiring)[1] or 2
 
     @property
     def stale_layers(self):
         """The layers whose sublayers read the residual stream one sublayer stale, as a tuple of indices."""
-        return self.wired_layers if self.kind.stale else ()
-
-    @functools.cached_property
-    def wirings(self):
-        """The Wiring of each layer."""
-        return tuple(self.kind if i in self.wired_layers else WIRINGS["standard"] for i in range(self.n_layers))
+        return tuple(i for i, wiring in enumerate(self.wirings) if wiring.stale)
 
     @property
     def canonical_wiring(self):
         """The one name of what the wiring computes: of 8 layers, ladder:7,6 is ladder:2, and ladder:8 is ladder."""
-        name, _ = parse_wiring(self.wiring)
+        name = parse_wiring(self.wiring)[0]
         if self.kind.parameter == "period":
-            return "standard" if self.period == 1 else wiring_name(name, self.period)
-        layers, n = tuple(sorted(self.wired_layers)), len(self.wired_layers)
-        if n == self.n_layers:
+            return wiring_name(name, self.period) if self.period > 1 else "standard"
+        layers = [i for i, wiring in enumerate(self.wirings) if wiring == self.kind]
+        if len(layers) == self.n_layers:
             return name
-        return wiring_name(name, n if layers[0] == self.n_layers - n else layers)
+        return wiring_name(name, len(layers) if layers[0] == self.n_layers - len(layers) else layers)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

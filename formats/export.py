@@ -34,7 +34,7 @@ def family_to_hf(config):
             f"wiring {config.wiring} has no Hugging Face form, because it is no function of one device: --wiring "
             "standard or --ladder writes these weights as that"
         )
-    if wiring.split is not attention_then_mlp and len(config.wired_layers) < config.n_layers:
+    if wiring.split is not attention_then_mlp and len({*config.wirings}) > 1:
         raise InputError(f"wiring {config.wiring} in some layers alone has no Hugging Face form: convert all of them")
     parallel, stale = PARALLEL_BLOCKS[wiring.split], len(config.stale_layers)
     family = family_of(config)
