@@ -182,13 +182,12 @@ def parse_wiring(text):
     are standard. desync:N keeps every N-th all-reduce. Raises InputError.
     """
     name, _, parameter = text.partition(":")
-    if name not in WIRINGS:
-        raise InputError(f"unknown wiring {name!r}; known: {', '.join(WIRINGS)}")
-    forms = {None: "", "period": "(:[1-9][0-9]{0,8})?", "layers": "(:[0-9]{1,9}(,[0-9]{1,9})*,?)?"}
-    takes = WIRINGS[name].parameter
-    if not re.fullmatch(forms[takes], text.removeprefix(name)):
-        examples = {None: name, "period": f"{name} or {name}:2", "layers": f"{name}, {name}:2 or {name}:2,3"}
-        raise InputError(f"no such wiring: {text!r}; write {examples[takes]}")
+    takes = WIRINGS[name].parameter if name in WIRINGS else None
+    form = {None: "", "period": "(:[1-9][0-9]{0,8})?", "layers": "(:[0-9]{1,9}(,[0-9]{1,9})*,?)?"}[takes]
+    if name not in WIRINGS or not re.fullmatch(name + form, text):
+        forms = {None: name, "period": f"{name} or {name}:N", "layers": f"{name}, {name}:N or {name}:I,J,..."}[takes]
+        known = f"write {forms}" if name in WIRINGS else f"known: {', '.join(WIRINGS)}"
+        raise InputError(f"no such wiring: {text!r}; {known}")
     if "," in parameter:
         return name, tuple(map(int, parameter.removesuffix(",").split(",")))
     return name, int(parameter) if parameter else None
@@ -278,23 +277,17 @@ class Config:
     @functools.cached_property
     def period(self):
         """Of this many all-reduces desync keeps one."""
-        return parse_wiring(self.wiring)[1] or 2
+        return parse_wiring(self.wiring)[1] or 2 if self.kind.parameter == "period" else None
+
+    @property
+    def function(self):
+        """What the wiring computes, to be compared: ladder:8 of 8 layers is ladder."""
+        return self.wirings, self.period
 
     @property
     def stale_layers(self):
         """The layers whose sublayers read the residual stream one sublayer stale, as a tuple of indices."""
         return tuple(i for i, wiring in enumerate(self.wirings) if wiring.stale)
-
-    @property
-    def canonical_wiring(self):
-        """The one name of what the wiring computes: of 8 layers, ladder:7,6 is ladder:2, and ladder:8 is ladder."""
-        name = parse_wiring(self.wiring)[0]
-        if self.kind.parameter == "period":
-            return wiring_name(name, self.period) if self.period > 1 else "standard"
-        layers = [i for i, wiring in enumerate(self.wirings) if wiring == self.kind]
-        if len(layers) == self.n_layers:
-            return name
-        return wiring_name(name, len(layers) if layers[0] == self.n_layers - len(layers) else layers)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

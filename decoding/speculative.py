@@ -299,7 +299,7 @@ def _rewired(config, text):
     missing = {norm for drafts, own in pairs for norm in drafts.norms if norm not in own.norms}
     if missing:
         raise InputError(f"{flag} needs {min(missing)}, which {config.wiring} has not")
-    if draft.canonical_wiring == config.canonical_wiring:
+    if draft.function == config.function:
         raise InputError(f"{flag} is the wiring that the model runs in: name another")
     return draft
 

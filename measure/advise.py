@@ -219,7 +219,7 @@ def step_seconds(config, times):
 
 def retraining(own, config, tp_size):
     """Whether a model whose weights are of the Config `own` must be trained for the wiring of another."""
-    if config.canonical_wiring == own.canonical_wiring:
+    if config.function == own.function:
         return "no" if own.made_for_tp in (None, tp_size) else "no, but a loss"
     if own.wiring == "standard" and config.kind.runs_standard == "any":
         return "no, but a loss"
@@ -233,7 +233,7 @@ def candidates(own, layers=None):
         names = [n for n in names if not n.startswith("ladder:")]
         names += [f"{name}:{layers}" for name, wiring in WIRINGS.items() if wiring.parameter == "layers"]
     for config in [*(rewired(own, name) for name in names), dataclasses.replace(own, made_for_tp=None)]:
-        unique.setdefault(config.canonical_wiring, config)
+        unique.setdefault(config.function, config)
     return [*unique.values()]
 
 

@@ -112,7 +112,7 @@ def with_wiring(config, args):
 
 def warn_of_wiring(own, config, tp_size):
     """Say on stderr when a checkpoint runs in another wiring than its own, or on other ranks than it was made for."""
-    if own.canonical_wiring == config.canonical_wiring:
+    if own.function == config.function:
         if config.made_for_tp not in (None, tp_size):
             text = f"these weights were made for {config.wiring} on {config.made_for_tp} ranks, and run on {tp_size}"
             print(f"{text}: expect a loss", file=sys.stderr)

@@ -108,15 +108,15 @@ def test_named_sizes_have_the_published_parameter_counts():
 
 
 CONFIGS = [  # changes and the line
-    ({"wiring": "laddr"}, "unknown wiring 'laddr'; known: standard, ladder"),
+    ({"wiring": "laddr"}, "no such wiring: 'laddr'; known: standard, ladder"),
     ({"wiring": "ladder:4"}, "NAME:N takes 1 to 3"),
     ({"wiring": "ladder:0"}, "wiring ladder:0 does not fit 3 layers"),
     ({"wiring": "ladder:0,3"}, "NAME:I,J distinct layers from 0 to 2"),
     ({"wiring": "ladder:1,1"}, "distinct layers"),
-    ({"wiring": "ladder:x"}, "no such wiring: 'ladder:x'; write ladder, ladder:2 or ladder:2,3"),
-    ({"wiring": "desync:2,3"}, "no such wiring: 'desync:2,3'; write desync or desync:2"),
+    ({"wiring": "ladder:x"}, "no such wiring: 'ladder:x'; write ladder, ladder:N or ladder:I,J,..."),
+    ({"wiring": "desync:2,3"}, "no such wiring: 'desync:2,3'; write desync or desync:N"),
     ({"wiring": "standard:3"}, "no such wiring: 'standard:3'; write standard"),
-    ({"wiring": "desync:0"}, "no such wiring: 'desync:0'; write desync or desync:2"),
+    ({"wiring": "desync:0"}, "no such wiring: 'desync:0'; write desync or desync:N"),
     ({"wiring": "hybrid", "ladder_layers": 4, "desync_period": 2}, "wiring ladder:4 does not fit 3 layers"),
     ({"wiring": "ladder", "made_for_tp": 2}, "wiring ladder is the same on any number of ranks: it takes no made_for"),
     ({"n_kv_heads": 4}, "n_heads 6 is not a multiple of n_kv_heads 4"),
