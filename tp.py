@@ -1,8 +1,13 @@
 """Tensor parallelism: which rank holds what of the weights, and the collectives of a forward pass. Nothing else shards,
 and nothing else communicates while a model computes.
 
+shard_plan says which linears are column-parallel (dimension 0) and which row-parallel (dimension 1), and load_shard
+cuts them. An asynchronous all-reduce starts in TensorParallel.start, and is waited for in its settle.
+
 Shape letters as in model.py.
 """
+
+import math
 
 import torch
 import torch.nn as nn
@@ -74,53 +79,74 @@ def head_rows(vocab_size, tp_size):
     return -(-vocab_size // tp_size)
 
 
-def load_shard(config, weights, dtype, device, rank=0, tp_size=1):
-    """The Transformer with this rank's shard of the weights, on the device, of the dtype; without collectives.
+def held(skeleton, dtype, rank=0, tp_size=1):
+    """Return {name: (shape, dtype, dimension, ranges, each)}: what this rank holds of every tensor of a checkpoint.
 
-    weights: anything with shape(name) and fill(target, name, dim, ranges), such as checkpoint.Weights.
+    That is the ranges [(start, stop), ...] of the dimension, joined; None for all of it, [] for zeros. Ranges count the
+    columns of a matrix, of which one number may cover more than one, `each`: a packed byte, or the scale of a group.
+    skeleton: int_linear's of the config. Raises InputError as shard_plan does.
+    """
+    plan, found = shard_plan(skeleton.config, rank, tp_size), {}
+    for name, whole in skeleton.named_parameters():  # a tied output head is not among them
+        path, _, kind = name.rpartition(".")
+        dim, ranges = plan.get(path.rpartition(".")[2], (0, None))
+        shape, each = list(whole.shape), 1
+        if dim == 1 and kind == "bias":  # added to a partial: whole on one rank, zero on the others
+            dim, ranges = 0, None if rank == 0 else []
+        elif dim == 1 and shape[1] == 1:  # the scale of a row
+            ranges = None
+        elif dim == 1:
+            each = skeleton.get_submodule(path).in_features // shape[1]
+        if ranges:  # a group that is cut becomes smaller ones
+            shape[dim] = sum((stop - start) // math.gcd(each, start, stop) for start, stop in ranges)
+        found[name] = tuple(shape), dtype if whole.is_floating_point() else whole.dtype, dim, ranges, each
+    return found
+
+
+def load_shard(config, weights, dtype, device, rank=0, tp_size=1):
+    """Return the Transformer with this rank's shard of the weights, on the device, of the dtype; without collectives.
+
+    weights: anything with shape(name), dtype(name) and fill(target, name, dim, ranges), such as checkpoint.Weights.
     Raises InputError for tensors that are missing, of another shape than the config says, or not finite.
     """
-    plan = shard_plan(config, rank, tp_size)
     if torch.device(device).type == "cpu":
         cpu.keep_freed_memory()
     model = int_linear.skeleton(config)
-    parameters = list(model.named_parameters())  # a tied output head is not among them
-    columns = {name: m.in_features for name, m in model.named_modules() if hasattr(m, "in_features")}
-    for name, parameter in tqdm(parameters, desc="loading", unit="tensor", delay=1, disable=rank > 0):
+    parts = held(model, dtype, rank, tp_size).items()
+    for name, part in tqdm(parts, desc="loading", unit="tensor", delay=1, disable=rank > 0 or None):
         watch.at("load of", name)
-        check_shape(weights, name, parameter.shape)
-        stored, wanted = weights.dtype(name), dtype if parameter.is_floating_point() else parameter.dtype
-        if stored != wanted and not (stored.is_floating_point and wanted.is_floating_point):
-            raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(wanted)}")
-        path, _, kind = name.rpartition(".")
-        dim, ranges = plan.get(path.rpartition(".")[2], (0, None))
-        summed = dim == 1 and kind == "bias"  # added to a partial: whole on one rank, zero on the others
-        if summed:
-            dim, ranges = 0, None
-        # a packed byte or the scale of a group covers several columns: divide the range by their number
-        each = columns[path] // parameter.shape[1] if dim == 1 else 1
-        parts = ranges and [(start // each, -(-stop // each)) for start, stop in ranges]
-        shape = list(parameter.shape)
-        if parts:
-            shape[dim] = sum(stop - start for start, stop in parts)
-        tensor = cpu.empty(shape, wanted, device)
-        weights.fill(tensor, name, dim, parts)
-        if kind in ("scales", "zeros") and dim == 1 and config.quant == "int4":
-            tensor = int_linear.regroup(tensor, *ranges[0], each)
-        if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
-            other = f": it is stored in {dtype_name(stored)}" if stored != wanted else ""
-            raise InputError(f"tensor {name} holds NaN or infinite values in {dtype_name(dtype)}{other}")
-        if summed and rank > 0:
-            tensor.zero_()
-        _put(model.get_submodule(path), kind, tensor)
+        check_shape(weights, name, model.get_parameter(name).shape)
+        _put(model, name, _read(weights, name, *part, device))
     if config.tie_embeddings:
-        start, stop = plan["output"][1][0]
+        [(start, stop)] = shard_plan(config, rank, tp_size)["output"][1]
         for kind, tensor in model.tok_embeddings.named_parameters():
-            _put(model.output, kind, tensor[start:stop])
+            _put(model, f"output.{kind}", tensor[start:stop])
     return model.to(device)  # moves the rope frequencies, which stay float32
 
 
-def _put(module, kind, tensor):
+def _read(weights, name, shape, dtype, dim, ranges, each, device):
+    stored = weights.dtype(name)
+    if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
+        raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(dtype)}")
+    if ranges == []:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    parts = ranges and [(start // each, -(-stop // each)) for start, stop in ranges]
+    stored_shape = list(shape)
+    if parts:
+        stored_shape[dim] = sum(stop - start for start, stop in parts)
+    tensor = cpu.empty(stored_shape, dtype, device)
+    weights.fill(tensor, name, dim, parts)
+    if tensor.shape != shape:
+        tensor = int_linear.regroup(tensor, *ranges[0], each)
+    if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
+        why = f"in {dtype_name(dtype)}; it is stored in {dtype_name(stored)}"
+        raise InputError(f"tensor {name} holds NaN or infinite values {why}")
+    return tensor
+
+
+def _put(model, name, tensor):
+    path, _, kind = name.rpartition(".")
+    module = model.get_submodule(path)
     setattr(module, kind, nn.Parameter(tensor, requires_grad=False))
     if isinstance(module, nn.Linear) and kind == "weight":
         module.out_features, module.in_features = tensor.shape

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
+    ANY_TP,
     BASE,
     ROOT,
-    WIRED,
     StateWeights,
     last_logits,
     main_on_ranks,
@@ -33,7 +33,7 @@ import quantize
 import tp
 from formats import checkpoint
 from kernels import cpu, int_linear
-from model import WIRINGS, InputError
+from model import InputError
 from runtime import launch
 
 # groups of 32 make few parts of the MLP, so that ranks get unequal ones
@@ -493,7 +493,7 @@ def check_ranks(tp_size, cases, compile=False):
 
 @pytest.mark.parametrize("tp_size", [2, 3, 4])
 def test_any_tp_computes_what_one_device_does(tp_size):
-    wirings = [changes for changes in WIRED if not WIRINGS[changes["wiring"]].tp_bound]
+    wirings = ANY_TP
     cases = [dataclasses.replace(CASES[name], **changes) for name in CASES for changes in wirings[:2]]
     cases += [dataclasses.replace(INT4, **changes) for changes in wirings[2:]]
     check_ranks(tp_size, [(c, torch.float32) for c in cases] + [(c, torch.bfloat16) for c in (INT8, INT4)])

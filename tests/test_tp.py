@@ -12,7 +12,7 @@ from reference import Reference
 import tp
 from kernels import cpu
 from measure import link
-from model import WIRINGS, InputError
+from model import InputError
 from runtime import launch
 
 SHAPES = {  # every kind of split at tp 2, 3, 4: even, uneven, replicated KV heads, odd sizes
@@ -145,7 +145,7 @@ def check_ranks(tp_size, cases, **compile):
             assert torch.equal(other[case], logits), f"{config}: the ranks disagree"
         error = (logits - expected_logits(config, tp_size)).abs().max()
         assert error < 1e-4, f"{config}: {error}"
-        if not WIRINGS[config.wiring].tp_bound:
+        if not config.kind.tp_bound:
             alone = last_logits(random_model(config), *unequal_rows(config))
             assert torch.allclose(logits, alone, atol=1e-4), config
 
@@ -186,7 +186,7 @@ def test_the_numbers_of_ranks_matter_where_the_table_says_so():
     for changes in WIRED:
         config = dataclasses.replace(BASE, **changes)
         two, three = expected_logits(config, 2), expected_logits(config, 3)
-        assert torch.allclose(two, three, atol=1e-9) != WIRINGS[config.wiring].tp_bound, changes
+        assert torch.allclose(two, three, atol=1e-9) != config.kind.tp_bound, changes
 
 
 def test_an_error_of_one_rank_ends_all():
