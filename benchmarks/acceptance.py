@@ -1,8 +1,9 @@
-"""How many of a draft's proposals stand on real text: a line of JSON for each draft and temperature.
+"""How many of a draft's proposals are accepted on real text: a line of JSON for each draft and temperature.
 
 torchrun --standalone --nproc_per_node=2 -m benchmarks.acceptance --checkpoint DIR --valid FILE \
     --drafts wiring:spd wiring:delayed:2,3 --json acceptance.jsonl
 python -m benchmarks.acceptance --checkpoint DIR --valid FILE --drafts ngram --batch 1 --quote --json acceptance.jsonl
+python -m benchmarks.acceptance --show acceptance.jsonl
 
 A prompt is the first 16 tokens of a story. --quote: its first 72, and then those 16 again, so that there is something
 to look up. A draft's acceptance does not depend on the link, nor on how fast anything is.
@@ -14,17 +15,19 @@ import time
 from collections import Counter
 
 import generate
-from benchmarks.lines import command
+from benchmarks.lines import about, add_show_flag, grouped
 from decoding import speculative
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
-from measure import report
-from model import InputError
+from measure.report import mean_accepted
+from measure.results import markdown
+from model import WIRINGS, InputError
 from runtime import cli, launch, writing
 from runtime.cli import count, number
 from training.data import SEPARATOR
 
 BEGIN, QUOTED = 16, 72  # tokens
+KEYS = "model", "wiring", "layers", "draft", "accepted", "temperature", "quote", "passes", "longest_rows", "tp"
 
 
 def beginnings(path, tokenizer, stories, quote):
@@ -38,17 +41,54 @@ def beginnings(path, tokenizer, stories, quote):
 
 
 def accepted(args, model, draft, prompts, temperature):
-    """What came of the draft in generations from all prompts, so many at a time: the numbers of the result's line."""
+    """What became of the draft's proposals in generations from all prompts: the numbers of the result's line."""
     length = max(map(len, prompts)) + args.max_new_tokens
     runner, draft = generate.make_runners(model, draft, speculative.Fixed(args.speculate), args.batch, length)
-    stood, passes, tokens = Counter(), 0, 0
+    counts, passes, tokens = Counter(), 0, 0
     for first in range(0, len(prompts), args.batch):
         rows = prompts[first : first + args.batch]
         sample = generate.Sampler(temperature, seed=first, device=runner.device)
         done = generate.generate(runner, rows, args.max_new_tokens, sample, model.config.eos_ids, draft=draft)
-        stood.update(draft.accepted)
+        counts.update(draft.accepted)
         passes, tokens = passes + done.passes, tokens + done.steps - 1
-    return {"accepted": [stood[n] for n in range(args.speculate + 1)], "passes": passes, "longest_rows": tokens}
+    return {"accepted": [counts[n] for n in range(args.speculate + 1)], "passes": passes, "longest_rows": tokens}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def rate(counts):
+    """The share of the tried proposals that was accepted: none after the first that was not has been tried."""
+    most = len(counts) - 1
+    tried = sum(min(n + 1, most) * count for n, count in enumerate(counts))
+    return sum(n * count for n, count in enumerate(counts)) / tried if tried else 0.0
+
+
+def ranks(line):
+    """On how many ranks this draft of this model is the function that was measured, as a word."""
+    names = [line["wiring"].partition(":")[0], *line["draft"].split(":")[1:2]]
+    return str(line["tp"]) if any(name in WIRINGS and WIRINGS[name].tp_bound for name in names) else "any"
+
+
+def tables(lines):
+    """A row a draft of a model: the rate at each temperature, and what a pass yields in the mean."""
+    rows, temperatures = [], sorted({line["temperature"] for line in lines})
+    for (model, wiring, draft, quote, _), runs in grouped(lines, "model", "wiring", "draft", "quote", "tp").items():
+        cells = dict.fromkeys(temperatures, "")
+        for line in runs:
+            counts = line["accepted"]
+            passes = line["passes"] if draft == "ngram" else sum(counts)  # of a row; ngram proposes in some of them
+            yielded = 1 + sum(n * count for n, count in enumerate(counts)) / passes
+            cells[line["temperature"]] = f"{rate(counts):.2f}, {yielded:.2f}"
+        called = draft.replace("hybrid", "ladder") + ", quoted story" * quote
+        rows.append([model, wiring, called, ranks(runs[0]), *cells.values()])
+    drawn = (f"temperature {t:g}" if t else "greedy" for t in temperatures)
+    return markdown(["model", "wiring", "draft", "ranks", *drawn], rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The command line
 
 
 def parse(argv):
@@ -61,14 +101,12 @@ def parse(argv):
     p.add_argument("--quote", action="store_true", help="prompts that begin a story they have quoted")
     p.add_argument("--stories", type=count, default=30, metavar="N")
     p.add_argument("--max-new-tokens", type=count, default=150, metavar="N")
-    p.add_argument("--batch", type=count, default=30, metavar="B", help="stories at a time")
+    p.add_argument("--batch", type=count, default=30, metavar="B", help="stories at a time, a divisor of --stories")
     cli.add_wiring_flags(p)
     cli.add_rank_flags(p)
     p.add_argument("--json", type=cli.appendable, required=True, metavar="FILE", help="append a line for each run")
-    args = p.parse_args(argv)
-    if args.stories % args.batch:
-        raise InputError(f"--stories {args.stories} is no multiple of --batch {args.batch}")
-    return args
+    add_show_flag(p, tables, *KEYS)
+    return p.parse_args(argv)
 
 
 def main(argv=None):
@@ -85,23 +123,22 @@ def main(argv=None):
         prompts = beginnings(args.valid, tokenizer, args.stories, args.quote)
         if (need := len(prompts[0]) + args.max_new_tokens) > config.max_seq_len:
             raise InputError(f"--max-new-tokens: {need} tokens do not fit in the context of {config.max_seq_len}")
-    args.dtype = "float32"  # of which no proposal falls by rounding
-    model, environment = generate.load_model(config, args.checkpoint, args.dtype, world), report.environment(world)
+    args.dtype = "float32"  # in which no proposal is refused by rounding
+    model, made = generate.load_model(config, args.checkpoint, args.dtype, world), about("acceptance", argv, world)
     for source in sources:
         draft = generate.load_draft_model(source, model, args, world)
         for temperature in args.temperatures:
             start = time.perf_counter()
             line = {
-                **environment, "model": checkpoint.name(args.checkpoint), "wiring": config.wiring,
+                **made, "model": checkpoint.name(args.checkpoint), "wiring": config.wiring,
                 "layers": config.wired_layers, "draft": source.name, "speculate": args.speculate,
                 "temperature": temperature, "quote": args.quote, "stories": args.stories, "batch": args.batch,
                 "prompt_tokens": len(prompts[0]), "max_new_tokens": args.max_new_tokens,
-                **accepted(args, model, draft, prompts, temperature),
+                **accepted(args, model, draft, prompts, temperature), "seconds": time.perf_counter() - start,
             }  # fmt: skip
-            line |= {"command": command("acceptance", argv, world), "seconds": time.perf_counter() - start}
             if world.rank == 0:
                 writing.append_line(args.json, line)
-                mean = report.mean_accepted(line["accepted"])
+                mean = mean_accepted(line["accepted"])
                 print(source.name, temperature, line["accepted"], mean, f"{line['seconds']:.0f} s", flush=True)
 
 

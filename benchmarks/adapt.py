@@ -1,9 +1,10 @@
-r"""What a ladder costs: runs of adapt.py, a line of JSON each, and the tables and figures of benchmarks/adapt.md.
+r"""What a ladder costs: runs of adapt.py, a line of JSON each, and the tables of benchmarks/adapt.md.
 
 python -m benchmarks.adapt --plan rates --checkpoint DIR --text FILE --valid SELECT --json rates.jsonl
 python -m benchmarks.adapt --plan retrain --checkpoint DIR --text FILE --valid FILE --rates rates.jsonl \
     --json adapt.jsonl
 python -m benchmarks.adapt --plan scratch --text FILE --valid FILE --json scratch.jsonl
+python -m benchmarks.adapt --show adapt.jsonl scratch.jsonl
 
 A plan skips the runs whose lines the file has already. Learning rates are chosen on another validation text (SELECT)
 than the one that is reported, for each number of tokens; every second layer and the automatic half take those of the
@@ -23,10 +24,11 @@ from pathlib import Path
 import torch
 
 import adapt
-from benchmarks.lines import written_by
+from benchmarks.lines import add_show_flag, grouped, written_by
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from measure import report
+from measure.results import markdown
 from model import InputError
 from runtime import cli, launch, writing
 from training.data import tokenize
@@ -45,9 +47,9 @@ SHAPE = shlex.split("--dim 96 --n-heads 6 --n-kv-heads 3 --intermediate-size 256
 SCRATCH = {  # a third more layers in the time of a step where ladder is 1.3 times as fast
     "standard, 6 layers": ["--n-layers", "6"],
     "parallel, 6 layers": ["--n-layers", "6", "--wiring", "parallel"],
-    "hybrid, the last 3 of 6 layers": ["--n-layers", "6", "--ladder-layers", "3"],
-    "ladder, 6 layers": ["--n-layers", "6", "--ladder"],
-    "ladder, 8 layers": ["--n-layers", "8", "--ladder"],
+    "ladder:3, 6 layers": ["--n-layers", "6", "--wiring", "ladder:3"],
+    "ladder, 6 layers": ["--n-layers", "6", "--wiring", "ladder"],
+    "ladder, 8 layers": ["--n-layers", "8", "--wiring", "ladder"],
 }
 
 
@@ -55,8 +57,8 @@ def layers_of(n):
     """{which layers become ladder: adapt.py's flags}, of a model of n layers."""
     half, second = n // 2, ",".join(map(str, range(1, n, 2)))
     return {
-        "none": [], "last half": ["--ladder-layers", str(half)], "every second": ["--ladder-layers", f"{second},"],
-        "auto half": ["--ladder-layers", f"auto:{half}"], "all": ["--ladder"],
+        "none": [], "last half": ["--wiring", f"ladder:{half}"], "every second": ["--wiring", f"ladder:{second},"],
+        "auto half": ["--wiring", f"ladder:auto{half}"], "all": ["--wiring", "ladder"],
     }  # fmt: skip
 
 
@@ -72,7 +74,7 @@ def run(flags, files, key):
     curve = [[line["tokens"], line["valid"]] for line in lines if "valid" in line]
     return key | {
         "nats": curve[-1][1], "before": curve[0][1], "curve": curve, "tokens": curve[-1][0], "wiring": config.wiring,
-        "ladder_layers": config.stale_layers, "seconds": time.perf_counter() - start,
+        "seconds": time.perf_counter() - start,
         "command": shlex.join(["python", "adapt.py", *flags, *(Path(f).name if f[0] != "-" else f for f in files)]),
         "threads": torch.get_num_threads(), "processor": report.processor(), "torch": torch.__version__,
         "commit": report.git_commit(),
@@ -122,6 +124,34 @@ def from_scratch():
         yield {"plan": "scratch", "model": name, "seed": seed}, [*SHAPE, *flags, *schedule, "--seed", str(seed)]
 
 
+def spread(values):
+    """A mean, and where there are several values the least and the greatest."""
+    mean = sum(values) / len(values)
+    return f"{mean:.3f}" + (f" ({min(values):.3f}-{max(values):.3f})" if len(values) > 1 else "")
+
+
+def tables(lines):
+    """Losses by share of the tokens, and their excess over the control's; and losses of models from scratch."""
+    retrained, parts = [line for line in lines if line["plan"] in ("retrain", "long")], []
+    groups = grouped(retrained, "layers", "method", "share")
+    shares, rows = sorted({share for _, _, share in groups}), []
+    mean = {key: sum(x["nats"] for x in same) / len(same) for key, same in groups.items()}
+    for layers, method in dict.fromkeys(key[:2] for key in groups):
+        row = [layers, method, f"{groups[layers, method, shares[0]][0]['before']:.3f}"]
+        for share in shares:
+            key = layers, method, share
+            excess = f", {100 * (mean.get(key, 0) / mean['none', 'plain', share] - 1):+.1f}%" * (layers != "none")
+            row.append(spread([x["nats"] for x in groups[key]]) + excess if key in groups else "")
+        rows.append(row)
+    if rows:
+        parts.append(markdown(["ladder layers", "how", "before", *(f"{100 * share:g} %" for share in shares)], rows))
+    scratch = grouped([line for line in lines if line["plan"] == "scratch"], "model")
+    if scratch:
+        rows = [[model, spread([x["nats"] for x in same])] for (model,), same in scratch.items()]
+        parts.append(markdown(["model", "nats per token"], rows))
+    return "\n\n".join(parts)
+
+
 def parse(argv):
     p = cli.Parser(__doc__)
     p.add_argument("--plan", choices=("rates", "retrain", "long", "scratch"), required=True, help="which runs")
@@ -131,6 +161,7 @@ def parse(argv):
     rates = written_by("the plan rates", "layers", "method", "share", "lr", "nats")
     p.add_argument("--rates", type=rates, metavar="FILE", help="the lines of the plan rates, to choose from")
     p.add_argument("--json", type=cli.appendable, required=True, metavar="FILE", help="append a line for each run")
+    add_show_flag(p, tables, "plan", "nats", "before")
     return p.parse_args(argv)
 
 

@@ -10,7 +10,7 @@ Each engine (engines.py) is a process of its own, which is idle while another on
 its repository, llama.cpp a Python that has llama-cpp-python and gguf. The shape is Llama 3.2 1B with an output head of
 its own: 2.47 GB of weights a step. A line of the result is one engine in one case: the median and the quartiles of its
 times, and the bandwidth that the machine showed in the same run; mbu is the part of it that the decode steps reached.
-ours@2 is two ranks that have half of the threads each.
+ours@2 is two ranks with half of the threads each.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.engines import DIM, FILLED, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCABULARY
-from benchmarks.lines import command, written_by
-from measure.report import git_commit, processor, read_bandwidth
+from benchmarks.lines import about, add_show_flag
+from measure.report import read_bandwidth
 from measure.results import markdown
 from measure.timing import in_turns, quartiles
 from model import InputError
@@ -47,7 +47,7 @@ QUANTS = {  # of an engine, behind a colon: (bytes of a weight, scales included,
 ENGINES = ["ours", "transformers", "gpt-fast", "llama.cpp", "ours:int8", "gpt-fast:int8", "llama.cpp:q8_0", "ours:int4"]
 ENGINES += ["llama.cpp:q4_0", "ours@2", "ours@2:int8", "ours@2:int4"]
 CASES = "decode:1,decode:4,decode:16,decode:64,prefill:128,prefill:1024"
-KINDS = {"decode": "decode, batch {}", "prefill": "prefill, {} tokens", "cache": "256 slots filled of {}"}
+KINDS = {"decode": "decode, batch {}", "prefill": "prefill, {} tokens"}
 KEYS = ["threads", "engine", "kind", "n", "ms", "quartiles_ms", "bandwidth"]
 
 
@@ -56,9 +56,8 @@ def cases(text):
     found = []
     for case in text.split(","):
         kind, _, n = case.partition(":")
-        if kind not in KINDS or not n.isdecimal() or int(n) < (258 if kind == "cache" else 1):
-            known = "decode:BATCH, prefill:TOKENS and cache:SLOTS (256 filled of 258 or more)"
-            raise argparse.ArgumentTypeError(f"{case!r} is none of {known}")
+        if kind not in KINDS or not n.isdecimal() or int(n) < 1:
+            raise argparse.ArgumentTypeError(f"{case!r} is neither decode:BATCH nor prefill:TOKENS")
         found.append((kind, int(n)))
     return found
 
@@ -66,22 +65,15 @@ def cases(text):
 def parse(argv):
     p = cli.Parser(__doc__)
     p.add_argument("--threads", type=count, default=1, metavar="N", help="of each engine")
-    p.add_argument(
-        "--engines", metavar="A,B,...", help=f"of {', '.join(ENGINES)}; without it all there are in bfloat16"
-    )
+    p.add_argument("--engines", metavar="A,B,...", help=f"of {', '.join(ENGINES)} (default: all there are in bfloat16)")
     p.add_argument("--gpt-fast", metavar="DIR", help="a checkout of gpt-fast")
     p.add_argument("--llama-python", metavar="FILE", help="a Python that imports llama_cpp and gguf")
-    p.add_argument(
-        "--cases", type=cases, default=CASES, metavar="KIND:N,...", help="batch of a decode, tokens of a prefill"
-    )
+    p.add_argument("--cases", type=cases, default=CASES, metavar="KIND:N,...", help="decode:BATCH or prefill:TOKENS")
     p.add_argument("--rounds", type=number(int, 3), default=9, metavar="N", help="turns of each engine in each case")
     cli.add_json_flag(p, "a line for each engine and case")
-    show = written_by("this script", *KEYS)
-    p.add_argument("--show", type=show, metavar="FILE", nargs="+", help="print the tables of such files, and no more")
+    add_show_flag(p, tables, *KEYS)
     p.add_argument("--log", type=cli.appendable, metavar="FILE", default=os.devnull, help="what the engines print")
     args = p.parse_args(argv)
-    if args.gpt_fast and not (Path(args.gpt_fast) / "model.py").is_file():
-        raise InputError(f"--gpt-fast {args.gpt_fast} is no checkout of gpt-fast: it has no model.py")
     if args.llama_python and not shutil.which(args.llama_python):
         raise InputError(f"--llama-python {args.llama_python} is no program")
     has_transformers = importlib.util.find_spec("transformers") is not None
@@ -92,10 +84,6 @@ def parse(argv):
             raise InputError(f"--engines: unknown {name!r}; known: {', '.join(ENGINES)}")
         if not available[name.partition(":")[0].partition("@")[0]]:
             raise InputError(f"--engines {name} needs --gpt-fast, --llama-python, or pip install transformers")
-        if "@" in name and args.threads % 2:
-            raise InputError(f"--engines {name}: two ranks need an even number of --threads")
-    if any(kind == "cache" for kind, _ in args.cases) and args.engines != ["ours"]:
-        raise InputError("--cases cache:SLOTS is for --engines ours")
     return args
 
 
@@ -134,10 +122,7 @@ def measure(args, argv):
     """Yields the line of each engine in each case."""
     torch.set_num_threads(args.threads)
     workers = {name: start(name, args) for name in args.engines}
-    about = {
-        "threads": args.threads, "torch": torch.__version__, "commit": git_commit(), "command": command("decode", argv),
-        "processor": processor(),
-    }  # fmt: skip
+    made = about("decode", argv)
     for kind, n in args.cases:
         for name, worker in workers.items():
             ask(name, worker, kind, n, 1)  # prepares the case
@@ -152,7 +137,7 @@ def measure(args, argv):
             if kind == "decode":  # round by round, since the bandwidth of a shared machine varies
                 rates = (step_bytes(n, name) / statistics.median(s) for s in seconds)
                 line["mbu"] = statistics.median(rate / b for rate, b in zip(rates, bandwidth, strict=True))
-            yield {**about, **line}
+            yield {**made, **line}
 
 
 def step_bytes(batch, engine):
@@ -177,7 +162,7 @@ def tables(lines):
             found = {line["engine"]: line for line in mine if (line["kind"], line["n"]) == (kind, n)}
             bandwidth = next(iter(found.values()))["bandwidth"]
             cells = [cell(found[e], found) if e in found else "" for e in engines]
-            rows.append([KINDS[kind].format(n), f"{bandwidth / 1e9:.1f}", *cells])
+            rows.append([KINDS.get(kind, f"{kind} {{}}").format(n), f"{bandwidth / 1e9:.1f}", *cells])
         parts.append(markdown([f"threads: {threads}", "GB/s", *engines], rows))
     return "\n\n".join(parts)
 
@@ -188,14 +173,12 @@ def cell(line, found):
     low, high = line["quartiles_ms"]
     text = f"{line['ms']:.1f} ({low:.1f}-{high:.1f}"
     if line is ours or ours is None:
-        return text + (f"; {100 * line['mbu']:.0f} %)" if line["n"] == 1 and "mbu" in line else ")")
+        return text + (f"; {100 * line['mbu']:.0f}%)" if line["n"] == 1 and "mbu" in line else ")")
     return text + f"; {line['ms'] / ours['ms']:.2f}x)"
 
 
 def main(argv=None):
     args = parse(argv)
-    if args.show:
-        return print(tables([*itertools.chain(*args.show)]))
     lines = []
     for line in measure(args, argv):
         print(json.dumps(line), file=sys.stderr)

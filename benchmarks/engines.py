@@ -5,7 +5,6 @@ of that case, as a JSON list. ours@2 is started with torchrun, on two ranks. At 
 Python: that of llama.cpp may have no torch.
 """
 
-import functools
 import json
 import os
 import sys
@@ -39,10 +38,9 @@ def ours(quant, world=None):
     model = load_model(config, None, "bfloat16", world or World(0, 1, torch.device("cpu")))
 
     def step(kind, n):
-        batch, length = (n, FILLED) if kind == "decode" else (1, 1) if kind == "cache" else (1, n)
-        runner = Runner(model, make_cache(model, batch, n if kind == "cache" else length + 2), compile=True)
-        steps = replays(runner, *pad([[1] * length] * batch, runner.device))
-        run = functools.partial(steps["decode"], 256) if kind == "cache" else steps[kind]
+        batch, length = (n, FILLED) if kind == "decode" else (1, n)
+        runner = Runner(model, make_cache(model, batch, length + 2), compile=True)
+        run = replays(runner, *pad([[1] * length] * batch, runner.device))[kind]
         torch.compiler.set_stance("default")
         run()  # compiles
         torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)  # as generate.py does

@@ -12,9 +12,8 @@ import statistics
 import torch
 import torch.nn.functional as F
 
-from benchmarks.lines import command
+from benchmarks.lines import about
 from kernels import cpu, int_linear
-from measure import report
 from measure.results import markdown
 from measure.timing import in_turns, timed
 from runtime import cli, launch, writing
@@ -58,21 +57,17 @@ def main(argv=None):
     args = p.parse_args(argv)
     cpu.build()
     cpu.keep_freed_memory()
-    about = {
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "commit": report.git_commit(),
-        "processor": report.processor(), "command": command("few_rows", argv),
-    }  # fmt: skip
-    rows = []
+    made, rows = about("few_rows", argv), []
     for N, K in SHAPES:
         copies = max(1, WEIGHTS // (N * K))
         weights = [cpu.empty((N, K), torch.bfloat16).normal_(0, 0.02) for _ in range(copies)]
         ints = {quant: [integers(N, K, quant) for _ in range(copies)] for quant in ("int8", "int4")}
         for n in ROWS:
-            line = {**about, "shape": [N, K], "rows": n, "gb_s": rates(weights, ints, n)}
+            line = {**made, "shape": [N, K], "rows": n, "gb_s": rates(weights, ints, n)}
             if args.json:
                 writing.append_line(args.json, line)
             rows.append([f"{N} x {K}", str(n), *(f"{rate:.1f}" for rate in line["gb_s"].values())])
-    print(f"{about['threads']} threads, GB/s:\n\n" + markdown(["W", "rows of x", *line["gb_s"]], rows))
+    print(f"{torch.get_num_threads()} threads, GB/s:\n\n" + markdown(["W", "rows of x", *line["gb_s"]], rows))
 
 
 if __name__ == "__main__":

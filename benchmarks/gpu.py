@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import overlap
-from benchmarks.lines import written_by
+from benchmarks.lines import add_show_flag
 from measure.link import LINKS
 from measure.report import environment, free_bytes
 from measure.results import markdown
@@ -179,15 +179,12 @@ def parse(argv):
     out = str(RESULTS / "gpu.jsonl")
     p.add_argument("--json", type=cli.appendable, default=out, metavar="FILE", help="append the lines to this file")
     p.add_argument("--traces", default=str(RESULTS / "gpu-traces"), metavar="DIR", help="traces of simulated steps")
-    show = written_by("this script", "case")
-    p.add_argument("--show", type=show, metavar="FILE", nargs="+", help="print the tables of such files, and no more")
+    add_show_flag(p, tables, "case")
     return p.parse_args(argv)
 
 
 def main(argv=None):
     args = parse(argv)
-    if args.show:
-        return print(tables([*itertools.chain(*args.show)]))
     world = launch.join(args.device, vars(args))
     if world.device.type != "cuda" and not args.tiny:
         raise InputError("there is no GPU: on a CPU this takes --tiny")

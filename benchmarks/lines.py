@@ -1,6 +1,7 @@
 """The lines of JSON that these scripts write: what each of them records, and how it is read again."""
 
 import argparse
+import itertools
 import json
 import shlex
 import sys
@@ -8,11 +9,25 @@ import sys
 import torch
 
 from formats.checkpoint import read_text
-from model import InputError
+from measure.report import environment
+from model import InputError, wiring_name
+from runtime.launch import World
+
+
+def wiring_name_of(line):
+    """The name of a line's wiring, also of lines from before a wiring was one word."""
+    name = line["wiring"].replace("desync-", "desync:")
+    if name == "hybrid":
+        return wiring_name("ladder", line.get("ladder_layers") or line.get("layers") or line["n_layers"] // 2)
+    value = line.get("desync_period") if name == "desync" else line.get("ladder_layers")
+    return name if name == "ladder" or ":" in name else wiring_name(name, value or None)
 
 
 def written_by(writer, *keys):
-    """An argparse type: a file that such a script appended to, as its lines, which all have these keys."""
+    """An argparse type: a file that such a script appended to, as its lines, which all have these keys.
+
+    Its wirings get the names of today.
+    """
 
     def parse(path):
         try:
@@ -23,16 +38,42 @@ def written_by(writer, *keys):
             lines = []
         if not lines or not all(isinstance(line, dict) and line.keys() >= {*keys} for line in lines):
             raise argparse.ArgumentTypeError(f"{path} has lines that {writer} did not write")
-        return lines
+        return [line | {"wiring": wiring_name_of(line)} if "wiring" in line else line for line in lines]
 
     return parse
 
 
-def command(script, argv=None, world=None):
-    """The command line of a script of this folder. argv: its flags, or None for this process's; world: its ranks."""
-    threads = f"OMP_NUM_THREADS={torch.get_num_threads()}"
-    alone = world is None or world.alone
-    launcher = "python" if alone else f"torchrun --standalone --nproc_per_node={world.tp_size}"
-    return shlex.join(
-        [threads, *launcher.split(), "-m", f"benchmarks.{script}", *(sys.argv[1:] if argv is None else argv)]
-    )
+class _Show(argparse.Action):
+    """Prints tables of the files' lines and ends, as --help does: no other flag is needed then."""
+
+    def __init__(self, *args, tables, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.tables = tables
+
+    def __call__(self, parser, args, files, option=None):
+        print(self.tables([*itertools.chain(*files)]))
+        parser.exit()
+
+
+def add_show_flag(parser, tables, *keys):
+    show, about = written_by("this script", *keys), "print the tables of such files, and end"
+    parser.add_argument("--show", action=_Show, tables=tables, type=show, nargs="+", metavar="FILE", help=about)
+
+
+def grouped(lines, *keys):
+    """{the values of the keys: the lines that share them}, in the order of the lines."""
+    groups = {}
+    for line in lines:
+        groups.setdefault(tuple(line[key] for key in keys), []).append(line)
+    return groups
+
+
+def about(script, argv=None, world=None):
+    """How a line was made: machine, version of torch, commit, and the command line of a script of this folder.
+
+    argv: its flags, or None for this process's; world: its ranks, or None for this process alone.
+    """
+    world = world or World(0, 1, torch.device("cpu"))
+    launcher = "python" if world.alone else f"torchrun --standalone --nproc_per_node={world.tp_size}"
+    words = [f"OMP_NUM_THREADS={torch.get_num_threads()}", *launcher.split(), "-m", f"benchmarks.{script}"]
+    return {**environment(world), "command": shlex.join([*words, *(sys.argv[1:] if argv is None else argv)])}

@@ -2,7 +2,7 @@
 # Two ranks on one machine with a real slow link between them: two network namespaces joined by a veth pair, shaped by
 # tc's token bucket filter. One core a rank. Removes the namespaces when it ends, however it ends.
 #
-#   benchmarks/netns.sh "20mbit 5mbit" --wirings standard,ladder --json overlap-netns.jsonl
+#   benchmarks/netns.sh "20mbit 5mbit" --wirings standard ladder --json overlap-netns.jsonl
 #
 # The first argument lists rates; the rest goes to overlap.py, which runs in the repository's root.
 set -euo pipefail
@@ -29,7 +29,6 @@ python=${PYTHON:-.venv/bin/python}
 
 name=ladder$$
 pids=()
-command="benchmarks/netns.sh '${rates[*]}' ${*:2}"
 shift
 cleanup() {
     ((${#pids[@]})) && kill "${pids[@]}" 2> /dev/null || true
@@ -60,8 +59,7 @@ for rate in "${rates[@]}"; do
         # the ranks find each other as torchrun would tell those of two nodes
         ip netns exec "$name-$rank" env RANK=$rank WORLD_SIZE=2 MASTER_ADDR=10.231.0.1 MASTER_PORT=29500 \
             LOCAL_WORLD_SIZE=1 GLOO_SOCKET_IFNAME="veth$rank" OMP_NUM_THREADS=1 TORCH_CPP_LOG_LEVEL=ERROR \
-            taskset -c $rank "$python" -m benchmarks.overlap --device cpu --links free --label "veth $rate" \
-            --command "$command" "$@" &
+            taskset -c $rank "$python" -m benchmarks.overlap --device cpu --links free --label "veth $rate" "$@" &
         pids+=($!)
     done
     for pid in "${pids[@]}"; do

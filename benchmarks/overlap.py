@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc_per_node=2 -m benchmarks.overlap --links 0,1000,3000 --json overlap.jsonl
 python -m benchmarks.overlap --simulate-tp 8 --model 8b --links nvlink,pcie --json overlap.jsonl
-python -m benchmarks.overlap --show overlap.jsonl
+python -m benchmarks.overlap --wirings standard ladder upper-bound --show overlap.jsonl
 
 Each line of the result is one wiring over one link: the median step, its quartiles, the same model's step without
 all-reduces, one all-reduce on its own, and the limit (measure/exposed.py). All wirings share one set of random weights.
@@ -18,15 +18,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.lines import command, written_by
-from formats.checkpoint import DTYPES, SIZES, RandomWeights
+from benchmarks.lines import about, written_by
+from formats.checkpoint import SIZES, RandomWeights
 from generate import Runner, make_cache, pad
 from measure import exposed, link
 from measure.clock import variants
-from measure.report import environment, prepare_trace
+from measure.report import prepare_trace
 from measure.results import explained
 from measure.timing import overlapping
-from model import WIRINGS, Config, InputError
+from model import Config, InputError, rewired
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
 from tp import TensorParallel, load_shard
@@ -35,22 +35,6 @@ from tp import TensorParallel, load_shard
 SMALL = Config(8, 40, 40, 64, 2560, 3456, 4096, 4096)
 KEYS = ["model", "n_layers", "dtype", "device", "threads", "tp", "simulated", "batch", "tokens", "kind", "compiled"]
 KEYS += ["link", "wiring", "step_ms", "quartiles_ms", "all_reduce_ms", "limit_ms"]
-
-
-def chosen(names, n_layers):
-    """{name: changes of a Config} of some variants, and of NAME:N, the wiring NAME in the last N layers."""
-    known, found = variants(n_layers), {}
-    takes = [name for name, wiring in WIRINGS.items() if wiring.parameter == "ladder_layers"]
-    for name in names:
-        wiring, _, last = name.partition(":")
-        if name in known:
-            found[name] = known[name]
-        elif wiring in takes and last in map(str, range(1, n_layers + 1)):
-            found[name] = {"wiring": wiring, "ladder_layers": int(last)}
-        else:
-            others = f"{', '.join(f'{w}:N' for w in takes)} with N last layers from 1 to {n_layers}"
-            raise InputError(f"unknown wiring {name!r}; known: {', '.join(known)}, and {others}")
-    return found
 
 
 def links(text):
@@ -70,14 +54,13 @@ def parse(argv):
     p = cli.Parser(__doc__)
     p.add_argument("--model", default="small", help=f"small (8 layers of dim 2560), {', '.join(SIZES)}")
     p.add_argument("--n-layers", type=number(int, 2), metavar="N", help="take only so many layers of it")
-    p.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     cli.add_rank_flags(p)
     p.add_argument("--batch", type=count, default=1, metavar="B")
     p.add_argument("--prompt-length", type=count, default=64, metavar="S", help="filled slots, or the prompt's tokens")
     p.add_argument("--prefill", action="store_true", help="time the prefill, not a decode step")
     p.add_argument("--eager", action="store_true", help="do not compile")
-    names = f"{', '.join(variants(SMALL.n_layers))}; without it these; also hybrid:N, spd:N, ... for the last N layers"
-    p.add_argument("--wirings", metavar="A,B,...", help=f"of {names}")
+    names = " ".join(variants(SMALL.n_layers))
+    p.add_argument("--wirings", metavar="NAME[:N|:I,J,...]", nargs="+", help=f"default: of 8 layers {names}")
     known = ", ".join(link.LINKS)
     p.add_argument("--links", type=links, default="0", metavar="A,B,...", help=f"microseconds, or of {known}")
     p.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="one rank of so many, alone")
@@ -85,11 +68,12 @@ def parse(argv):
     seconds = number(float, 0, 1e6, above=True)
     p.add_argument("--seconds", type=seconds, default=300, help="... or fewer, to end in about this time")
     p.add_argument("--label", help="what to call the real link that --links free measures")
-    p.add_argument("--command", help="what to record as the command, where a script runs this one")
     p.add_argument("--profile", metavar="DIR", help="write a trace of a step of each wiring into DIR/LINK-WIRING")
     cli.add_json_flag(p, "a line for each wiring and link")
     show = written_by("this script", *KEYS)
-    p.add_argument("--show", type=show, metavar="FILE", nargs="+", help="print the tables of such files, and no more")
+    p.add_argument(
+        "--show", type=show, metavar="FILE", nargs="+", help="print the tables of such files, of all or of --wirings"
+    )
     args = p.parse_args(argv)
     if args.show:
         return args
@@ -102,7 +86,10 @@ def parse(argv):
         raise InputError(f"--prompt-length is {args.prompt_length} but must be below {args.config.max_seq_len}")
     n_layers = args.n_layers or args.config.n_layers
     args.config = dataclasses.replace(args.config, n_layers=n_layers, max_seq_len=args.prompt_length + 1)
-    args.variants = chosen(args.wirings.split(","), n_layers) if args.wirings else variants(n_layers)
+    try:
+        args.configs = {name: rewired(args.config, name) for name in args.wirings or variants(n_layers)}
+    except InputError as e:
+        raise InputError(f"--wirings: {e}") from None
     if args.label and [*args.links] != ["free"]:
         raise InputError("--label (or netns.sh) says that there is a real link: it goes with --links free")
     return args
@@ -115,7 +102,7 @@ def parse(argv):
 def measure(args, world, links):
     """{(name of a link, name of a wiring): report, as exposed.measure() gives them}, all of them in turns."""
     weights = RandomWeights(args.config, world.device)
-    base = load_shard(args.config, weights, DTYPES[args.dtype], world.device, world.rank, world.tp_size)
+    base = load_shard(args.config, weights, torch.bfloat16, world.device, world.rank, world.tp_size)
     watch.at("measurement", timed=False)
     cache = make_cache(base, args.batch, args.prompt_length + 2)  # a step never reads the last slot
     prompts = pad([[1 + row] * args.prompt_length for row in range(args.batch)], world.device)
@@ -123,16 +110,16 @@ def measure(args, world, links):
     partial = base.norm.weight.new_zeros(args.batch, width, args.config.dim)
     torch._dynamo.config.recompile_limit = 1000  # every wiring is a graph of its own, with and without its all-reduces
     if world.rank == 0:
-        print(f"links {', '.join(links)}: {len(args.variants)} wirings ...", file=sys.stderr)
+        print(f"links {', '.join(links)}: {len(args.configs)} wirings ...", file=sys.stderr)
     models = {}
-    for name, changes in args.variants.items():
+    for name, config in args.configs.items():
         model = copy.copy(base)
-        model.config = dataclasses.replace(args.config, **changes)
+        model.config = config
         model.comm = TensorParallel(model.config, world.tp_size, world.group)
         runners = (Runner(m, cache, not args.eager, not args.eager) for m in (model, exposed.silenced(model, world)))
         models[name] = model.config, *(exposed.replays(runner, *prompts)[kind] for runner in runners)
     cases = {
-        (n, name): exposed.Case(*models[name], partial, links[n]) for n, name in itertools.product(links, args.variants)
+        (n, name): exposed.Case(*models[name], partial, links[n]) for n, name in itertools.product(links, args.configs)
     }
     reports = exposed.measure(world, cases, args.rounds, args.seconds * len(links) / len(args.links))
     for key, case in cases.items() if args.profile is not None else ():
@@ -148,10 +135,11 @@ def trace_folder(args, link_name, wiring):
 def main(argv=None):
     args = parse(argv)
     if args.show:
-        return print(tables([*itertools.chain(*args.show)]))
+        lines = itertools.chain(*args.show)
+        return print(tables([line for line in lines if line["wiring"] in (args.wirings or [line["wiring"]])]))
     joined = launch.join(args.device, vars(args))
     with joined.together():
-        for key in itertools.product(args.links, args.variants) if args.profile is not None else ():
+        for key in itertools.product(args.links, args.configs) if args.profile is not None else ():
             prepare_trace(trace_folder(args, *key), joined.rank)
     # a CUDA graph keeps the link that it was captured with
     shared = joined.device.type == "cpu" or args.eager
@@ -163,9 +151,9 @@ def main(argv=None):
             emulated = {} if args.label else dataclasses.asdict(links[n])
             lines.append({
                 "model": args.model, "n_layers": args.config.n_layers, "kind": "prefill" if args.prefill else "decode",
-                "compiled": not args.eager, "batch": args.batch, "tokens": args.prompt_length, "dtype": args.dtype,
-                **environment(world), "command": args.command or command("overlap", argv, world),
-                "link": {**emulated, "name": args.label or n}, "wiring": name, **report,
+                "compiled": not args.eager, "batch": args.batch, "tokens": args.prompt_length, "dtype": "bfloat16",
+                **about("overlap", argv, world), "link": {**emulated, "name": args.label or n}, "wiring": name,
+                **report,
             })  # fmt: skip
             if args.json:
                 writing.append_line(args.json, lines[-1])
@@ -208,7 +196,7 @@ def cell(line, row):
     row: the lines {wiring: line} over the same link.
     """
     above, standard, bound = line["step_ms"] / line["limit_ms"] - 1, row.get("standard"), row.get("upper-bound")
-    text = f"{line['step_ms']:.1f} ({100 * above:+.0f} %"
+    text = f"{line['step_ms']:.1f} ({100 * above:+.0f}%"
     if standard in (None, line):
         return f"{text})"
     alike = overlapping(line["quartiles_ms"], standard["quartiles_ms"])

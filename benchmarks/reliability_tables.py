@@ -5,9 +5,8 @@ cd benchmarks/results && python -m benchmarks.reliability_tables faults.jsonl ki
 
 import statistics
 
-from benchmarks.adapt_tables import grouped
 from benchmarks.faults import PHASES, of_script
-from benchmarks.lines import written_by
+from benchmarks.lines import grouped, written_by
 from measure.results import markdown
 from runtime import cli, launch
 

@@ -6,7 +6,6 @@ import io
 import itertools
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -16,12 +15,10 @@ import torch
 from helpers import BASE, RANKS, ROOT, main_on_ranks, random_model, run_ranks
 
 import generate
-import model
 from adapt import Trainee, losses
 from benchmarks import (
     acceptance,
     adapt,
-    adapt_tables,
     decode,
     engines,
     few_rows,
@@ -29,11 +26,8 @@ from benchmarks import (
     overlap,
     paper,
     ratio,
-    reliability_tables,
     speculation,
-    speculation_tables,
     zeroshot,
-    zeroshot_tables,
 )
 from decoding.speculative import expected
 from formats import checkpoint
@@ -41,8 +35,8 @@ from formats.checkpoint import SIZES
 from formats.tokenizer import load_tokenizer
 from kernels import cpu, int_linear
 from measure import report
-from model import WIRINGS, Config, InputError
-from runtime import cli, launch
+from model import WIRINGS, Config, InputError, rewired, wiring_name
+from runtime import launch
 from training import data
 
 TINY = Config(2, 8, 8, 8, 64, 128, 256, 512)
@@ -67,7 +61,8 @@ def printed(capsys):
 
     def run(script, *flags):
         capsys.readouterr()
-        script.main([*map(str, flags)])
+        with contextlib.suppress(SystemExit):  # in which --show ends, as --help does
+            script.main([*map(str, flags)])
         return capsys.readouterr().out
 
     return run
@@ -88,30 +83,32 @@ def write(path, lines):
 
 def test_overlap_writes_a_line_for_each_wiring_and_link_and_a_trace(tiny, printed, tmp_path):
     out = tmp_path / "out.jsonl"
-    flags = ["--model", "1b", "--simulate-tp", "2", "--links", "0,5000", "--wirings", "standard,ladder,hybrid"]
+    flags = ["--model", "1b", "--simulate-tp", "2", "--links", "0,5000", "--wirings", "standard", "ladder", "ladder:1,"]
     flags += ["--rounds", "3", "--eager", "--json", out, "--profile", tmp_path / "traces"]
     shown = printed(overlap, *flags)
     lines = read(out)
-    cases = [*itertools.product(["0", "5000"], ["standard", "ladder", "hybrid"])]
+    cases = [*itertools.product(["0", "5000"], ["standard", "ladder", "ladder:1,"])]
     assert [(line["link"]["name"], line["wiring"]) for line in lines] == cases
     assert lines[3]["step_ms"] >= 4 * 5  # over the slow link
     assert lines[0]["command"].endswith(f"python -m benchmarks.overlap {' '.join(map(str, flags))}")
+    assert lines[0].keys() >= {"torch", "commit", "hardware", "threads"}
     assert {f"{link}-{wiring}" for link, wiring in cases} == {path.name for path in (tmp_path / "traces").iterdir()}
     assert json.loads((tmp_path / "traces" / "5000-ladder" / "rank0.json").read_text())["traceEvents"]
     assert printed(overlap, "--show", out) == shown
     write(out, [*lines[1:], {**lines[0], "batch": 2}])
     tables = printed(overlap, "--show", out).split("\n\n")
-    assert tables[1].splitlines()[0] == "| link | one all-reduce, ms | ladder | hybrid | standard |"
+    assert tables[1].splitlines()[0] == "| link | one all-reduce, ms | ladder | ladder:1, | standard |"
     assert tables[1].splitlines()[2].endswith("|  |")  # the line that is in a table of its own now
     assert "batch 2" in "".join(tables[2:])
+    assert "| link | one all-reduce, ms | ladder |" in printed(overlap, "--wirings", "ladder", "--show", out)
 
 
 def test_overlap_on_real_ranks_names_their_link(tiny, tmp_path):
     out = tmp_path / "out.jsonl"
-    flags = ["--wirings", "standard", "--links", "free", "--label", "veth", "--command", "netns.sh x"]
+    flags = ["--wirings", "standard", "--links", "free", "--label", "veth"]
     shown, *others = main_on_ranks(RANKS, _small_overlap, "--rounds", 3, "--eager", "--json", out, *flags)
     [line] = read(out)
-    assert (line["link"], line["command"], line["tp"]) == ({"name": "veth"}, "netns.sh x", RANKS)
+    assert (line["link"], line["tp"]) == ({"name": "veth"}, RANKS)
     assert "| veth | " in shown[0] and not any(text for text, _ in others)
 
 
@@ -131,45 +128,21 @@ def line(wiring, step_ms, quartiles_ms, **changes):
 def test_overlap_s_cells_say_what_is_noise():
     lines = [
         line("standard", 20.0, [19.0, 21.0]), line("ladder", 10.0, [9.5, 10.5]), line("parallel", 19.0, [18.0, 19.5]),
-        line("desync-2", 8.0, [7.0, 9.0]), line("upper-bound", 9.0, [8.9, 9.1]),
+        line("desync:2", 8.0, [7.0, 9.0]), line("upper-bound", 9.0, [8.9, 9.1]),
     ]  # fmt: skip
     row, legend = overlap.tables(lines).split("\n")[4], overlap.tables(lines).split("\n")[-1]
-    assert row == "| 0 | 0.50 | 20.0 (+100 %) | 10.0 (+0 %, 2.00x) | 19.0 (+90 %, ~1.05x) | 8.0 (-20 %, 2.50x^) | " + (
-        "9.0 (-10 %, 2.22x) |"
+    assert row == "| 0 | 0.50 | 20.0 (+100%) | 10.0 (+0%, 2.00x) | 19.0 (+90%, ~1.05x) | 8.0 (-20%, 2.50x^) | " + (
+        "9.0 (-10%, 2.22x) |"
     )
     assert "within noise" in legend and "above the upper bound" in legend
     assert "noise" not in overlap.tables(lines[:2])
 
 
-def test_overlap_s_wirings_are_those_of_the_model(own_wiring):
-    found = overlap.variants(8)
-    assert {changes["wiring"] for changes in found.values()} == {*WIRINGS}
-    assert found["hybrid"] == {"wiring": "hybrid", "ladder_layers": 4}
-    assert found["desync-4"] == {"wiring": "desync", "desync_period": 4}
-    assert found["own-wiring"] == {"wiring": "own-wiring"}
-    for n_layers in (2, 3):
-        for changes in overlap.variants(n_layers).values():
-            dataclasses.replace(TINY, n_layers=n_layers, **changes)  # is a Config
-
-
-def test_overlap_takes_the_last_layers_of_a_wiring():
-    found = overlap.chosen(["standard", "spd:1", "delayed:4", "hybrid:8"], 8)
-    assert found == {
-        "standard": {"wiring": "standard"}, "spd:1": {"wiring": "spd", "ladder_layers": 1},
-        "delayed:4": {"wiring": "delayed", "ladder_layers": 4}, "hybrid:8": {"wiring": "hybrid", "ladder_layers": 8},
-    }  # fmt: skip
-    assert dataclasses.replace(SIZES["1b"], n_layers=8, **found["delayed:4"]).wired_layers == (4, 5, 6, 7)
-    for bad in ("spd:0", "spd:9", "spd:", "spd:+1", "ladder:2", "standard:2", "desync:2", "x:2", ""):
-        with pytest.raises(InputError, match=f"unknown wiring '{re.escape(bad)}'; known: .* from 1 to 8"):
-            overlap.chosen([bad], 8)
-
-
-def test_a_new_wiring_is_measured(own_wiring, tiny, printed, tmp_path):
-    out = tmp_path / "out.jsonl"
-    flags = ["--simulate-tp", 2, "--batch", 4, "--links", "1000", "--eager", "--rounds", 3, "--json", out]
-    for n_layers in (2, 4):
-        wirings = ["--wirings", "standard,own-wiring"]
-        assert "| own-wiring |" in printed(overlap, "--model", "8b", "--n-layers", n_layers, *wirings, *flags)
+def test_a_new_wiring_is_measured(own_wiring, tiny, printed):
+    assert "own-wiring" in overlap.parse(["--model", "8b"]).configs  # without being named
+    flags = ["--model", "8b", "--n-layers", 2, "--simulate-tp", 2, "--batch", 4, "--links", "1000", "--eager"]
+    shown = printed(overlap, *flags, "--rounds", 3, "--wirings", "standard", "own-wiring", "own-wiring:1")
+    assert "| standard | own-wiring | own-wiring:1 |" in shown
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,19 +157,16 @@ def test_the_papers_ratios_and_what_it_recovered():
 
 
 def test_links_of_the_papers_ratios(tiny, printed, tmp_path):
-    out, png = tmp_path / "out.jsonl", tmp_path / "out.png"
+    out = tmp_path / "out.jsonl"
     shown, *_ = main_on_ranks(RANKS, _small_ratio, "--rounds", 3, "--n-layers", 2, "--eager", "--json", out)
     lines = read(out)
     assert len(lines) == 8 * 5
     latencies = {(x["paper"]["link"], x["paper"]["batch"]): x["link"]["latency_us"] for x in lines}
     sublayers = {latencies[key] / x for key, x in ratio.ratios().items()}  # the same one of this machine
     assert max(sublayers) == pytest.approx(min(sublayers))
-    assert printed(ratio, "--show", out, "--figure", png) == shown[0] and png.read_bytes().startswith(b"\x89PNG")
+    assert printed(ratio, "--show", out) == shown[0]
     [row] = [x for x in shown[0].splitlines() if x.startswith("| no P2P | 16 | ") and "| ladder |" in x]
     assert "(1.03)" in row and "(1.35)" in row and "(34%)" in row
-    for flags, line in (["--wirings", "ladder"], "standard and upper-bound"), (["--figure", png], "--figure draws"):
-        with pytest.raises(InputError, match=line):
-            ratio.main([*map(str, flags)])
 
 
 def _small_ratio(argv):
@@ -254,7 +224,7 @@ def make_small(monkeypatch):
         monkeypatch.setattr(engines, name, value)
 
 
-@pytest.mark.parametrize("kind, n", [("decode", 2), ("prefill", 4), ("cache", 300)])
+@pytest.mark.parametrize("kind, n", [("decode", 2), ("prefill", 4)])
 def test_our_engine(kind, n, monkeypatch, capsys):
     make_small(monkeypatch)
     engines.answer(engines.engine("ours:int8", 1), [f"{kind} {n} 1\n", f"{kind} {n} 3\n"])
@@ -347,8 +317,9 @@ def test_gpu_takes_all_its_cases(tiny, monkeypatch, printed, tmp_path):
     lines = read(out)
     assert [*dict.fromkeys(x["case"] for x in lines)] == ["copy", *gpu.cases("cpu", True, "")]
     assert not [x for x in lines if "error" in x]
-    assert {x["wiring"] for x in lines if "limit_ms" in x} == {*overlap.variants(2)}
-    assert len([*(tmp_path / "traces" / "1b").glob("pcie-*/rank0.json")]) == len(overlap.variants(2))
+    wirings = {x["wiring"] for x in lines if "limit_ms" in x}
+    assert wirings == {*overlap.variants(2)}
+    assert {p.parent.name for p in (tmp_path / "traces").glob("1b/*/rank0.json")} == {f"pcie-{w}" for w in wirings}
     assert "| 1b | 1 | int4 | 16 |" in shown and "| pcie | " in shown and "Without" not in shown
     assert shown.endswith(printed(gpu, "--show", out))
 
@@ -357,7 +328,7 @@ def test_gpu_measures_full_sizes_over_every_link():
     found = gpu.cases("cuda:0", False, "traces")
     text = [" ".join(command) for command in found.values()]
     assert sum("--compile" in command and "--model 8b" in command for command in text) == 8
-    assert sum(f"--simulate-tp {gpu.RANKS}" in command for command in text) == 2 * (len(gpu.LINKS) - 1)
+    assert sum(f"--simulate-tp {gpu.RANKS}" in command for command in text) == 2 * len({*gpu.LINKS} - {"free"})
     assert [*found][:2] == ["decode, batch 1", "8b, 8 ranks, pcie"]
     for command in found.values():  # are flags that the scripts know
         if command[0] == "generate.py":
@@ -406,30 +377,28 @@ def test_a_plan_skips_what_its_file_has_and_the_tables_show_it(printed, tmp_path
     text = "\n<|endoftext|>\n".join(["Once upon a time there was a little dog. It ran to the park."] * 20)
     (tmp_path / "t.txt").write_text(text)
     monkeypatch.setattr(adapt, "WINDOW", ["--seq-len", "16", "--batch", "4", "--dtype", "float32"])
-    monkeypatch.setattr(adapt, "SHARES", (0.2,))
-    monkeypatch.setattr(adapt, "RATES", (1e-3,))
-    monkeypatch.setattr(adapt, "SEEDS", (0, 1))
-    monkeypatch.setattr(adapt, "STEP", 64)
-    monkeypatch.setattr(adapt, "layers_of", lambda n: {"none": [], "all": ["--ladder"]})
+    for name, value in (("SHARES", (0.2,)), ("RATES", (1e-3,)), ("SEEDS", (0, 1)), ("STEP", 64)):
+        monkeypatch.setattr(adapt, name, value)
+    kinds = adapt.layers_of(4)
+    monkeypatch.setattr(adapt, "layers_of", lambda n: {name: kinds[name] for name in ("none", "auto half")})
     folder = tmp_path / "model"
     folder.mkdir()
     data.train_tokenizer([text], 300, folder / "tokenizer.model")
     config = dataclasses.replace(BASE, n_layers=4, vocab_size=300)
     checkpoint.write_model(folder, config, random_model(config).state_dict(), torch.float32)
     files = ["--checkpoint", folder, "--text", tmp_path / "t.txt", "--valid", tmp_path / "t.txt"]
-    assert printed(adapt, "--plan", "rates", *files, "--json", tmp_path / "rates").count("\n") == 3
-    assert printed(adapt, "--plan", "rates", *files, "--json", tmp_path / "rates") == ""
-    more = ["--rates", tmp_path / "rates", "--json", tmp_path / "out"]
+    rates = [run_of(layers=layers, method=m) for layers in ("none", "last half") for m in ("plain", "distilled")]
+    more = ["--rates", write(tmp_path / "rates", rates), "--json", tmp_path / "out"]
     assert printed(adapt, "--plan", "retrain", *files, *more).count("\n") == 8  # of four kinds, two seeds
-    lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    assert {line["wiring"] for line in lines if line["layers"] == "all"} == {"ladder"}
-    (tmp_path / "scratch").write_text(json.dumps({"model": "m", "nats": 1.25}) + "\n")
-    tables = printed(adapt_tables, tmp_path / "out", tmp_path / "scratch", "--figure", tmp_path / "f.png")
-    nats = [line["nats"] for line in lines if (line["layers"], line["method"]) == ("all", "plain")]
+    assert printed(adapt, "--plan", "retrain", *files, *more) == ""
+    lines = read(tmp_path / "out")
+    assert {line["wiring"].partition(":")[0] for line in lines if line["layers"] == "auto half"} == {"ladder"}
+    scratch = write(tmp_path / "scratch", [{"plan": "scratch", "model": "m", "nats": 1.25, "before": 5.0}])
+    tables = printed(adapt, "--show", tmp_path / "out", scratch)
+    nats = [line["nats"] for line in lines if (line["layers"], line["method"]) == ("auto half", "plain")]
     control = [line["nats"] for line in lines if line["layers"] == "none"]
     mean = f"{sum(nats) / 2:.3f} ({min(nats):.3f}-{max(nats):.3f})"
-    assert f"{mean}, {100 * (sum(nats) / sum(control) - 1):+.1f} %" in tables and "| m | 1.250 |" in tables
-    assert (tmp_path / "f.png").stat().st_size > 10_000
+    assert f"{mean}, {100 * (sum(nats) / sum(control) - 1):+.1f}%" in tables and "| m | 1.250 |" in tables
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -438,11 +407,10 @@ def test_a_plan_skips_what_its_file_has_and_the_tables_show_it(printed, tmp_path
 
 def test_each_wiring_runs_on_the_ranks_that_it_is_a_function_of(own_wiring):
     one, several = [*zeroshot.cases(1)], [*zeroshot.cases(2)]
-    both = ["all", zeroshot.HALF]
-    whole = ["ladder", "parallel", "parallel-ladder", "own-wiring"]
-    assert one == [("standard", "all"), *itertools.product(whole, both)]
-    bound = [*itertools.product(["spd", "spd-ladder", "delayed"], both)]
-    assert several == [("standard", "all"), *bound, ("desync", "all")]
+    assert one[0] == several[0] == ("standard", "all") and ("desync:2", "all") in several
+    for name, wiring in WIRINGS.items():
+        layers = [which for case, which in (several if wiring.tp_bound else one) if case == name]
+        assert layers == (["all", zeroshot.HALF] if wiring.parameter == "layers" else ["all"] * (name == "standard"))
 
 
 def test_zeroshot_has_adapt_s_losses_and_those_of_each_wiring_alone(monkeypatch, printed, tmp_path):
@@ -460,14 +428,15 @@ def test_zeroshot_has_adapt_s_losses_and_those_of_each_wiring_alone(monkeypatch,
     flags = ["--checkpoint", folder, "--valid", tmp_path / "valid", "--select", tmp_path / "select", "--batch", "3"]
     flags += ["--valid-tokens", "200", "--select-tokens", "100", "--json", out]
     monkeypatch.setattr(zeroshot, "WINDOW", 16)
-    assert printed(zeroshot, *flags).count("\n") == 7
+    alone = [*zeroshot.cases(1)]
+    assert printed(zeroshot, *flags).count("\n") == len(alone)
     assert printed(zeroshot, *flags) == ""  # all are there
     with pytest.raises(InputError, match="^--select /nosuch: No such file"):
         printed(zeroshot, *flags, "--select", "/nosuch")
     (shown, _), (nothing, _) = main_on_ranks(2, _small_zeroshot, *flags)
-    assert shown.count("\n") == 8 and nothing == ""
-    one, two = read(out)[:7], read(out)[7:]
-    wired = [cli.rewired(config, x["wiring"], ladder_layers=half(x)) for x in one + two]
+    assert shown.count("\n") == len([*zeroshot.cases(2)]) and nothing == ""
+    one, two = read(out)[: len(alone)], read(out)[len(alone) :]
+    wired = [rewired(config, wiring_name(x["wiring"], half(x))) for x in one + two]
 
     trainee = Trainee(config).eval()
     trainee.load_state_dict(net.state_dict())
@@ -481,18 +450,25 @@ def test_zeroshot_has_adapt_s_losses_and_those_of_each_wiring_alone(monkeypatch,
         with torch.no_grad():
             return losses(trainee, batch)[1].item() / batch.counts.sum().item()
 
-    assert [x["nats"] for x in one] == pytest.approx([packed_loss("valid", 200, c) for c in wired[:7]], rel=1e-5)
-    ladder_alone = [packed_loss("select", 100, cli.rewired(config, "ladder", ladder_layers=(i,))) for i in range(4)]
+    assert [x["nats"] for x in one] == pytest.approx(
+        [packed_loss("valid", 200, c) for c in wired[: len(one)]], rel=1e-5
+    )
+    assert one[2]["wiring"] == "ladder" and one[0]["wiring"] == "standard"
+    ladder_alone = [packed_loss("select", 100, rewired(config, f"ladder:{i},")) for i in range(4)]
     assert one[2]["sensitivity"] == pytest.approx(ladder_alone, rel=1e-5)
     assert one[0]["select_nats"] == pytest.approx(packed_loss("select", 100, config), rel=1e-5)
-    alone, _ = run_ranks(2, _loaded_so, folder, tmp_path / "valid", wired[7:])
-    assert [x["nats"] for x in two] == pytest.approx(alone, rel=1e-6)
+    loaded, _ = run_ranks(2, _loaded_so, folder, tmp_path / "valid", wired[len(one) :])
+    assert [x["nats"] for x in two] == pytest.approx(loaded, rel=1e-6)
     assert two[0]["nats"] == pytest.approx(one[0]["nats"], rel=1e-5)
     for line in one + two:
         chosen = half(line) or ()
         left = [line["sensitivity"][i] for i in range(4) if i not in chosen] if chosen else []
         assert len(chosen) == 2 * bool(line["sensitivity"])
         assert not chosen or max(line["sensitivity"][i] for i in chosen) <= min(left)
+    shown = printed(zeroshot, "--show", out)
+    spd = next(x for x in two if half(x) and x["wiring"] == "spd")
+    excess = f"{100 * (spd['nats'] / two[0]['nats'] - 1):+.1f}%"
+    assert f"| spd | {zeroshot.HALF} |  | {spd['nats']:.3f}, {excess} ({', '.join(map(str, half(spd)))}) |" in shown
 
 
 def half(line):
@@ -512,70 +488,11 @@ def _loaded_so(world, folder, text, configs):
     return [zeroshot.nats_per_token(net, documents, 4) for net in nets]
 
 
-def zero(wiring, nats, layers="all", tp=1, **changes):
-    return {
-        "model": "m", "tp": tp, "wiring": wiring, "layers": layers, "nats": nats, "wired_layers": [0, 1, 2, 3],
-        "desync_period": 2, "sensitivity": None, "n_layers": 4, **changes,
-    }  # fmt: skip
-
-
-ALONE = {"wired_layers": [0, 3], "sensitivity": [1.25, 1.5, 1.625, 1.125]}
-ZEROSHOT = [
-    zero("standard", 1.0, select_nats=1.125), zero("ladder", 2.5), zero("ladder", 1.5, zeroshot.HALF, **ALONE),
-    zero("standard", 1.0, tp=2, select_nats=1.0), zero("spd", 1.75, tp=2), zero("spd", 1.2, zeroshot.HALF, 2, **ALONE),
-    zero("desync", 3.0, tp=2), zero("standard", 1.0, tp=4), zero("spd", 2.0, tp=4),
-]  # fmt: skip
-
-
-def test_the_tables_and_the_points_of_zeroshot(printed, tmp_path):
-    shown = printed(zeroshot_tables, write(tmp_path / "lines", ZEROSHOT)).splitlines()
-    assert shown[:5] == [
-        "m", "", "| wiring | layers | any number of ranks | 2 ranks | 4 ranks |", "| --- | --- | --- | --- | --- |",
-        "| standard | all | 1.000 | 1.000 | 1.000 |",
-    ]  # fmt: skip
-    assert "| ladder | all | 2.500, +150.0 % |  |  |" in shown
-    assert "| ladder | least sensitive half | 1.500, +50.0 % (0, 3) |  |  |" in shown
-    assert "| spd | all |  | 1.750, +75.0 % | 2.000, +100.0 % |" in shown
-    assert "| desync:2 | all |  | 3.000, +200.0 % |  |" in shown
-    assert "| ladder | any | +0.125 | +0.375 | +0.500 | +0.000 |" in shown
-    assert "| spd | 2 | +0.250 | +0.500 | +0.625 | +0.125 |" in shown
-    retrained = [run_of(method="distilled", nats=nats, seed=i) for i, nats in enumerate((1.5, 2.0))]
-    retrained += [run_of(nats=9.0), run_of(method="distilled", layers="last half", share=1.0, nats=1.25)]
-    found = zeroshot_tables.points(ZEROSHOT, retrained)
-    assert found == {
-        "standard": {0: 1.0}, "ladder": {0: 2.5, 0.2: 1.75}, "ladder, half": {0: 1.5, 1.0: 1.25}, "spd": {0: 1.75},
-        "spd, half": {0: 1.2}, "desync:2": {0: 3.0},
-    }  # fmt: skip
-    lines = [
-        line(wiring, ms, [ms, ms], link={"name": name, "latency_us": us})
-        for name, us in (("1000", 1000.0), ("0", 0.0)) for wiring, ms in
-        (("standard", 20.0), ("ladder", 10.0), ("hybrid", 16.0), ("spd:4", 8.0), ("desync-2", 5.0))
-    ]  # fmt: skip
-    timed = zeroshot_tables.speeds(write(tmp_path / "speeds", lines))
-    assert [name for _, name, _ in timed] == ["0", "1000"]
-    ratios = {name: ratio for name, (ratio, _, _) in timed[0.0, "0", 0.5].items()}
-    assert ratios == {"standard": 1.0, "ladder": 2.0, "ladder, half": 1.25, "spd, half": 2.5, "desync:2": 4.0}
-    more = ["--speeds", tmp_path / "speeds", "--retrained", write(tmp_path / "retrained", retrained), "--model", "m"]
-    printed(zeroshot_tables, tmp_path / "lines", *more, "--figure", tmp_path / "f.png")
-    assert (tmp_path / "f.png").stat().st_size > 10_000
-    real, other = line("standard", 1.0, [1, 1]), {**lines[0], "n_layers": 4}
-    for bad, message in (
-        (lines[1:], "has no standard wiring over the link 1000"), ([real], "compiled decode steps of one model"),
-        ([*lines, other], "has not compiled decode steps of one model"),
-    ):  # fmt: skip
-        with pytest.raises(InputError, match=f"--speeds: .* {message}"):
-            printed(zeroshot_tables, write(tmp_path / "lines", ZEROSHOT), "--speeds", write(tmp_path / "speeds", bad))
-    for bad in (["--figure", "x"], more):
-        with pytest.raises(InputError, match="--figure goes with --speeds and --model"):
-            write(tmp_path / "speeds", lines)
-            printed(zeroshot_tables, tmp_path / "lines", *bad)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# acceptance.py, speculation.py and their tables
+# acceptance.py and speculation.py
 
 
-def test_acceptance_counts_what_stood(printed, tmp_path):
+def test_acceptance_counts_what_was_accepted(printed, tmp_path):
     """Of the demo, on the beginnings of stories and on what quotes them."""
     story = "Once upon a time, there was a little girl named Lily. She liked to play in the park with her mom. "
     text, out = tmp_path / "text", tmp_path / "out.jsonl"
@@ -603,13 +520,32 @@ def test_acceptance_counts_what_stood(printed, tmp_path):
     quoted, _ = acceptance.beginnings(text, tokenizer, 2, True)
     assert quoted[:16] == one and quoted[72:] == one[1:]
     for more, message in (
-        (["--stories", 3, "--batch", 3], "has 2 stories of more than 72 tokens, fewer than 3"),
-        (["--stories", 3, "--batch", 2], "--stories 3 is no multiple of --batch 2"),
+        (["--stories", 3], "has 2 stories of more than 72 tokens, fewer than 3"),
         (["--max-new-tokens", 241], "--max-new-tokens: 257 tokens do not fit in the context of 256"),
         (["--valid", "/nosuch"], "--valid /nosuch: No such file"),
     ):
         with pytest.raises(InputError, match=message):
             acceptance.main([*map(str, [*flags, *drafts, "--json", out, *more])])
+
+
+def of_draft(draft, accepted, temperature=0.0, **changes):
+    return {
+        "model": "m", "wiring": "standard", "layers": [0, 1, 2, 3], "draft": draft, "accepted": accepted, "tp": 2,
+        "temperature": temperature, "quote": False, "passes": 20, "longest_rows": 30, **changes,
+    }  # fmt: skip
+
+
+def test_the_table_of_acceptance(printed, tmp_path):
+    assert acceptance.rate([1, 1, 2]) == pytest.approx((1 + 2 * 2) / (1 + 2 + 2 * 2))
+    lines = [of_draft(name, [2, 2, 4], t) for name in ("wiring:spd", "wiring:ladder") for t in (0.0, 0.8)]
+    lines += [of_draft("wiring:hybrid:2", [0, 0, 5], 0.8), of_draft("ngram", [6, 2, 2], quote=True)]
+    lines += [of_draft("wiring:upper-bound", [4, 4, 2], wiring="hybrid", layers=[1, 3])]
+    shown = printed(acceptance, "--show", write(tmp_path / "a", lines)).splitlines()
+    assert "| m | standard | wiring:spd | 2 | 0.71, 2.25 | 0.71, 2.25 |" in shown
+    assert "| m | standard | wiring:ladder | any | 0.71, 2.25 | 0.71, 2.25 |" in shown
+    assert "| m | standard | wiring:ladder:2 | any |  | 1.00, 3.00 |" in shown
+    assert "| m | standard | ngram, quoted story | any | 0.43, 1.30 |  |" in shown
+    assert "| m | ladder:1,3 | wiring:upper-bound | 2 | 0.50, 1.80 |  |" in shown
 
 
 def _small_speculation(argv):
@@ -618,28 +554,22 @@ def _small_speculation(argv):
         speculation.main(argv)
 
 
-def test_speculation_times_its_parts_and_imposes_what_stands(tmp_path):
+def test_speculation_times_its_parts(tmp_path):
     out = tmp_path / "out.jsonl"
-    flags = ["--drafts", "wiring:spd", "wiring:hybrid:1", "--counts", "3,1", "--links", "2000,0", "--eager"]
-    flags += ["--rounds", 3, "--generate", 11, "--rates", "0,1", "--repeats", 1, "--json", out]
-    (shown, _), *others = main_on_ranks(RANKS, _small_speculation, *flags)
+    flags = ["--drafts", "wiring:spd", "wiring:ladder:1", "--counts", "3,1", "--links", "2000,0", "--eager"]
+    (shown, _), *others = main_on_ranks(RANKS, _small_speculation, *flags, "--rounds", 3, "--json", out)
     assert len(shown.splitlines()) == len(lines := read(out)) and not any(text for text, _ in others)
     timed = [("step", None, 0), ("verification", None, 3), ("verification", None, 1)]
-    for name in "wiring:spd", "wiring:hybrid:1":
+    for name in "wiring:spd", "wiring:ladder:1":
         timed += [("draft step", name, 1), ("pass", name, 3)]
-    parts = [x for x in lines if x["part"] != "generation"]
-    found = [(x["link"]["name"], x["part"], x["draft"], x["speculate"]) for x in parts]
+    found = [(x["link"]["name"], x["part"], x["draft"], x["speculate"]) for x in lines]
     assert found == [(name, *part) for name in ("2000", "0") for part in timed]
-    links = speculation_tables.by_link(lines)
+    links = speculation.by_link(lines)
     assert [*links] == ["0", "2000"]
     # over the slow link: 4 all-reduces and a gathering, of the drafts 2 and 4 of them, and all of 3 steps and a pass
     slow = links["2000"]
     assert slow.step >= 10 and slow.verification[1] >= 10 and slow.verification[3] >= 10
     assert slow.draft["wiring:spd"] >= 6 and slow.whole["wiring:spd", 3] >= 3 * 6 + 10
-    whole = [x for x in lines if x["part"] == "generation"]
-    ways = [(None, None, 10), ("wiring:spd", 0, 10), ("wiring:spd", 1, 3), ("wiring:hybrid:1", 0, 10)]
-    assert [(x["draft"], x["rate"], x["passes"]) for x in whole] == 2 * [*ways, ("wiring:hybrid:1", 1, 3)]
-    assert {x["tokens"] for x in whole} == {11} and whole[0]["ms_per_token"] >= 10
 
 
 def part(link_us, part, ms, draft=None, speculate=0):
@@ -647,51 +577,27 @@ def part(link_us, part, ms, draft=None, speculate=0):
     return {"link": link, "part": part, "draft": draft, "speculate": speculate, "ms": ms}
 
 
-def of_draft(draft, accepted, temperature=0.0, model="stories260K", **changes):
-    return {
-        "model": model, "wiring": "standard", "layers": [0, 1, 2, 3], "draft": draft, "accepted": accepted, "tp": 2,
-        "temperature": temperature, "quote": False, "passes": 20, "longest_rows": 30, **changes,
-    }  # fmt: skip
-
-
-def test_the_tables_and_the_figure_of_speculation(printed, tmp_path):
+def test_the_tables_of_speculation(printed, tmp_path):
     assert speculation.seconds_per_token(2.0, 6.0, 0.5, 2) == pytest.approx((2 * 2 + 6) / (1 + 0.5 + 0.25))
-    assert speculation_tables.rate([1, 1, 2]) == pytest.approx((1 + 2 * 2) / (1 + 2 + 2 * 2))
-    lines = [of_draft(name, [2, 2, 4], t) for name in ("wiring:spd", "wiring:ladder") for t in (0.0, 0.8)]
-    lines += [of_draft("wiring:hybrid:2", [0, 0, 5], 0.8), of_draft("ngram", [6, 2, 2], quote=True)]
-    lines += [of_draft("wiring:upper-bound", [4, 4, 2], wiring="hybrid", layers=[1, 3])]
-    speeds = [
+    lines = [
         part(us, *rest) for us, ar in ((1000, 1.0), (0, 0.0)) for rest in (
             ("step", 10 + 10 * ar), ("verification", 14 + 10 * ar, None, 2), ("verification", 12 + 10 * ar, None, 1),
-            *(("draft step", 10 + n * ar, name, 1) for name, n in (("wiring:spd", 5), ("wiring:ladder", 1))),
-            ("draft step", 10 + 5 * ar, "wiring:hybrid:8", 1), ("pass", 37.0 + 20 * ar, "wiring:spd", 2),
+            *(("draft step", 10 + n * ar, name, 1) for name, n in (("wiring:spd", 5), ("wiring:hybrid:8", 1))),
+            ("pass", 37.0 + 20 * ar, "wiring:spd", 2),
         )
     ]  # fmt: skip
-    one = part(1000, "generation", None) | {"tokens": 11, "passes": 10, "ms_per_token": 21.0, "rate": None}
-    two = one | {"draft": "wiring:spd", "speculate": 2, "passes": 5, "ms_per_token": 14.0, "rate": 0.5}
-    files = write(tmp_path / "a", lines), write(tmp_path / "s", [*speeds, one, two])
-    shown = printed(speculation_tables, *files, "--figure", tmp_path / "f.png").splitlines()
-    assert {"stories260K, standard", "stories260K, layers 1, 3 as ladder"} <= {*shown}
-    both = "1.25 | 0.71 | 25 / 25 / 50"
-    assert f"| wiring:spd | 2 | {both} | {both} |" in shown and f"| wiring:ladder | any | {both} | {both} |" in shown
-    assert "| wiring:hybrid:2 | any |  |  |  | 2.00 | 1.00 | 0 / 0 / 100 |" in shown
-    assert "| stories260K | begin a story that they have quoted | greedy | 50 % | 0.60 | 0.43 | 1.50 |" in shown
-    assert "| 0 | 10.0 | 10.0 | 10.0 | 10.0 | 12.0 | 14.0 |" in shown
-    assert "| 1000 | 20.0 | 15.0 | 11.0 | 15.0 | 22.0 | 24.0 |" in shown
-    assert "| 0 | 37.0 (+8.8 %) |" in shown and "| 1000 | 57.0 (+5.6 %) |" in shown
-    # 2 of 15 and 24 ms for 1.75 tokens, against 20 ms for one
-    assert "| 1000 | wiring:spd | 2 | 0.5 | 2.00 | 14.0 | 30.9 | 1.50 | 0.65 |" in shown
+    shown = printed(speculation, "--show", write(tmp_path / "s", lines)).splitlines()
+    assert (
+        "| 0 | 10.0 | 10.0 | 10.0 | 12.0 | 14.0 |" in shown and "| 1000 | 20.0 | 15.0 | 11.0 | 22.0 | 24.0 |" in shown
+    )
+    assert "Whole passes are +5.6 to +8.8 % from K d + v." in shown
     # of 11 and 22 ms 1.9 tokens, of 2 x 11 and 24 ms 2.71
-    assert [row for row in shown if row.startswith("| 1000 | wiring:ladder | 11.0 |") and " 1.18 (2) |" in row]
-    assert [row for row in shown if row.startswith("| 1000 | one that takes no time | 0 |") and " 2.26 (2) |" in row]
-    rates = [
-        speculation_tables.measured(lines, "stories260K", f"wiring:{name}") for name in ("spd", "hybrid:8", "delayed")
-    ]
-    assert rates == [pytest.approx(5 / 7), 1.0, None] and (tmp_path / "f.png").stat().st_size > 10_000
+    assert [row for row in shown if row.startswith("| 1000 | wiring:ladder:8 |") and row.endswith(" | 1.18 (2) |")]
+    assert [row for row in shown if row.startswith("| 1000 | one that takes no time |") and row.endswith(" 2.26 (2) |")]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Bad input
+# Bad input, and the pages
 
 
 README, DEMO = (shlex.quote(str(ROOT / name)) for name in ("README.md", "demo"))
@@ -701,66 +607,29 @@ README, DEMO = (shlex.quote(str(ROOT / name)) for name in ("README.md", "demo"))
     "script, flags, message",
     [
         (overlap, "--show missing", "--show: missing: No such file or directory"),
-        (overlap, f"--show {README}", f"--show: {README} has lines that this script did not write"),
-        (overlap, "--n-layers 1", "--n-layers: '1' is not a whole number from 2"),
         (overlap, "--n-layers 9", "--n-layers is 9 but small has 8"),
-        (overlap, "--seconds nan", "--seconds: 'nan' is not a number above 0 to 1e+06"),
-        (overlap, "--rounds 2", "--rounds: '2' is not a whole number from 3"),
         (overlap, "--prompt-length 4096", "--prompt-length is 4096 but must be below 4096"),
         (overlap, "--json /proc/x/y", "--json: /proc/x/y cannot be written: "),
         (overlap, "--label x", "--label (or netns.sh) says that there is a real link: it goes with --links free"),
         (overlap, "--links 0,x", "--links: 'x' is neither a number of microseconds nor one of free, nvlink,"),
-        (
-            overlap,
-            "--wirings x",
-            "unknown wiring 'x'; known: standard, ladder, hybrid, parallel,",
-        ),
+        (overlap, "--wirings x", "--wirings: unknown wiring 'x'; known: standard, ladder, parallel,"),
+        (overlap, "--wirings spd:9", "--wirings: "),
         (overlap, "--model x", "unknown --model 'x'; known: small, 1b"),
         (overlap, "", "one rank has no link"),
         (overlap, "--simulate-tp 2 --profile /proc/x", "--profile /proc/x/0-standard cannot be made: "),
+        (ratio, "", "one rank has no link"),
         (decode, "--rounds 2", "--rounds: '2' is not a whole number from 3"),
-        (decode, "--threads 0", "--threads: '0' is not a whole number from 1"),
         (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, transformers, gpt-fast, llama.cpp,"),
         (decode, "--engines llama.cpp", "--engines llama.cpp needs --gpt-fast, --llama-python, or"),
-        (decode, "--threads 3 --engines ours@2", "--engines ours@2: two ranks need an even number of --threads"),
-        (decode, "--cases decode", "--cases: 'decode' is none of decode:BATCH"),
-        (decode, "--cases cache:257", "--cases: 'cache:257' is none of"),
-        (decode, "--cases cache:300 --engines transformers", "--cases cache:SLOTS is for --engines ours"),
-        (decode, "--gpt-fast /nosuch", "--gpt-fast /nosuch is no checkout of gpt-fast"),
+        (decode, "--cases decode", "--cases: 'decode' is neither decode:BATCH nor prefill:TOKENS"),
         (decode, "--llama-python /nosuch", "--llama-python /nosuch is no program"),
-        (decode, "--show /nosuch.jsonl", "--show: /nosuch.jsonl: No such file"),
         (decode, f"--show {README}", f"--show: {README} has lines that this script did not write"),
-        (decode, "--log /nosuch/x", "--log: /nosuch/x cannot be written"),
-        (paper, "x", "unrecognized arguments: x"),
-        (few_rows, "--json /nosuch/x", "--json: /nosuch/x cannot be written"),
         (adapt, "--plan rates --text x --valid x --json y", "--plan rates needs --checkpoint"),
         (adapt, "--plan long --checkpoint c --text x --valid x --json y", "--plan long needs --checkpoint, --rates"),
-        (adapt, "--plan scratch --text x --valid x --json /nosuch/x", "--json: /nosuch/x cannot be written"),
-        (
-            adapt_tables,
-            f"{README} x",
-            f"retrained: {README} has lines that the plan retrain did not write",
-        ),
         (zeroshot, "--checkpoint x --valid x --select x", "the following arguments are required: --json"),
         (zeroshot, f"--checkpoint {DEMO} --valid x --select x --json y", f"--checkpoint {DEMO} is ladder, but must be"),
-        (
-            zeroshot,
-            f"--checkpoint x --valid x --select x --json {README}",
-            f"--json: {README} has lines that this script",
-        ),
-        (zeroshot, "--checkpoint /nosuch --valid x --select x --json y", "/nosuch is not a checkpoint folder"),
-        (zeroshot_tables, README, f"lines: {README} has lines that benchmarks/zeroshot.py did not write"),
-        (speculation, "--model x", "--model: invalid choice: 'x'"),
-        (speculation, "--n-layers 17", "--n-layers is 17 but 1b has 16"),
-        (speculation, "--rates 2", "--rates: '2' is not a number from 0 to 1"),
-        (speculation, "--drafts ngram", "--drafts ngram is not of the model's own weights: give wiring:NAME"),
-        (speculation, "--drafts wiring:standard", "--draft wiring:standard is the wiring that the model runs in"),
-        (speculation, "", "one rank has no link"),
-        (acceptance, "--checkpoint x --valid x --drafts ngram", "the following arguments are required: --json"),
-        (speculation_tables, f"{README} x", f"acceptance: {README} has lines that benchmarks/acceptance.py did not"),
+        (speculation, "--drafts ngram", "--drafts ngram does not have the model's own weights: give wiring:NAME"),
         (gpu, "--device cpu", "there is no GPU: on a CPU this takes --tiny"),
-        (gpu, "--seconds x", "--seconds: 'x' is not a number from 0"),
-        (gpu, f"--show {README}", f"--show: {README} has lines that this script did not write"),
     ],
 )
 def test_bad_flags(script, flags, message):
@@ -778,21 +647,15 @@ def test_a_script_runs_as_a_module():
     assert done.stderr.count("\n") == 1
 
 
-def shell(name, *args, **environment):
-    command = ["bash", ROOT / "benchmarks" / name, *args]
+def netns(*args, **environment):
+    command = ["bash", ROOT / "benchmarks" / "netns.sh", *args]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
 
 
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        ([], "give the rates first"), (["--batch", "4"], "give the rates first"), ([" "], "no rate given"),
-        (["20mbit 5"], "5 is no rate such as 20mbit"), (["x"], "x is no rate such as 20mbit"),
-    ],
-)  # fmt: skip
-def test_netns_refuses(args, message):
-    done = shell("netns.sh", *args)
-    assert done.returncode == 2 and done.stderr.startswith(f"netns.sh: {message}") and done.stderr.count("\n") == 1
+@pytest.mark.parametrize("args", [[], ["--batch", "4"], ["20mbit 5"]])
+def test_netns_refuses(args):
+    done = netns(*args)
+    assert done.returncode == 2 and done.stderr.startswith("netns.sh: ") and done.stderr.count("\n") == 1
 
 
 def test_netns_runs_a_rank_in_each_namespace(tmp_path):
@@ -800,43 +663,41 @@ def test_netns_runs_a_rank_in_each_namespace(tmp_path):
     rank = tmp_path / "python"
     rank.write_text('#!/bin/sh\necho "$RANK of $WORLD_SIZE at $GLOO_SOCKET_IFNAME: $*"\n')
     rank.chmod(0o755)
-    done = shell("netns.sh", "20mbit", "--rounds", "3", PYTHON=str(rank))
-    if done.returncode == 2:
-        pytest.skip(done.stderr.strip())
+    done = netns("20mbit", "--rounds", "3", PYTHON=str(rank))
     if done.returncode:
         pytest.skip(f"network namespaces do not work here: {done.stderr.strip()}")
-    flags = "-m benchmarks.overlap --device cpu --links free --label veth 20mbit"
+    flags = "-m benchmarks.overlap --device cpu --links free --label veth 20mbit --rounds 3"
     for i in (0, 1):
-        assert f"{i} of 2 at veth{i}: {flags} --command benchmarks/netns.sh '20mbit' --rounds 3" in done.stdout
+        assert f"{i} of 2 at veth{i}: {flags}" in done.stdout
 
 
-def test_the_pages_raw_lines_are_there_and_shown_as_they_are(printed):
-    """Every table that --show prints is on its page, and every file of raw lines is read by one."""
-    folder, text = ROOT / "benchmarks" / "results", ""
-    for page in (*(ROOT / "benchmarks").glob("*.md"), *(ROOT / "docs").glob("*.md")):
-        text += page.read_text()
-    for path in folder.glob("*.jsonl"):
-        assert path.name in text, path.name
-    page = (ROOT / "benchmarks" / "overlap.md").read_text()
-    for name in ("cpu", "alone", "netns", "tp8"):
-        for part in printed(overlap, "--show", folder / f"overlap-{name}.jsonl").strip().split("\n\n"):
-            assert not part.startswith("|") or part in page
-    page = (ROOT / "docs" / "reliability.md").read_text()
-    files = [folder / f"{name}.jsonl" for name in ("faults", "kills", "fuzz", "soak")]
-    tables = [part.strip() for part in printed(reliability_tables, *files).split("\n\n") if part.strip()[:1] == "|"]
-    assert len(tables) == 6 and not [table for table in tables if table not in page]
-    page = (ROOT / "benchmarks" / "zeroshot.md").read_text()
-    tables = printed(zeroshot_tables, folder / "zeroshot.jsonl").strip().split("\n\n")
-    assert len(tables) == 6 and not [table for table in tables if table not in page]
-    page = (ROOT / "docs" / "speculation.md").read_text()
-    files = [folder / f"speculation-{name}.jsonl" for name in ("acceptance", "speed")]
-    tables = [part.strip() for part in printed(speculation_tables, *files).split("\n\n") if part.strip()[:1] == "|"]
-    assert len(tables) == 10 and not [table for table in tables if table not in page]
-    for x in read(files[0]):  # "within 3 %"
-        formula = expected(speculation_tables.rate(x["accepted"]), x["speculate"])
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
+SHOWN = [  # (page, script, flags before --show, files)
+    ("benchmarks/adapt.md", adapt, "", "adapt.jsonl adapt-scratch.jsonl"),
+]
+
+
+def test_every_file_of_raw_lines_is_named_on_a_page():
+    text = "".join(page.read_text() for page in PAGES)
+    assert not [path.name for path in RESULTS.glob("*.jsonl") if path.name not in text]
+
+
+@pytest.mark.parametrize("page, script, flags, files", SHOWN, ids=[entry[3].split()[0] for entry in SHOWN])
+def test_the_rows_on_the_pages_are_those_that_their_command_prints(page, script, flags, files, printed):
+    """A page may leave rows out."""
+    on_page = [block.splitlines() for block in (ROOT / page).read_text().split("\n\n") if block.startswith("|")]
+    checked = 0
+    for block in printed(script, *flags.split(), "--show", *(RESULTS / name for name in files.split())).split("\n\n"):
+        rows = block.strip().splitlines()
+        mine = next((shown for shown in on_page if {*shown[:3]} <= {*rows}), [])
+        checked += len(mine)
+        assert {*mine} <= {*rows}
+    assert checked > 3
+
+
+def test_the_formula_of_speculation_holds_on_the_raw_lines():
+    """To 3 %: 1 + a + ... + a^K tokens of a pass, with the rate a of its run."""
+    for x in read(RESULTS / "speculation-acceptance.jsonl"):
+        formula = expected(acceptance.rate(x["accepted"]), x["speculate"])
         assert x["draft"] == "ngram" or abs((1 + report.mean_accepted(x["accepted"])) / formula - 1) < 0.03
-
-
-def test_model_is_the_project_s():
-    """The module that benchmarks import, whatever a worker's is."""
-    assert model.__file__ == str(ROOT / "model.py")

@@ -1,20 +1,20 @@
 """Many requests to the same ranks: nothing grows, nothing compiles again, and nothing is answered otherwise."""
 
 import dataclasses
-import itertools
 import json
 import os
+import random
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import BASE, random_model, run_ranks, script, shard
+from helpers import BASE, random_model, run_ranks, shard
 from torch._dynamo.utils import counters
 
 import generate
-from benchmarks import soak
-from runtime import launch
 
-SHAPES = dataclasses.replace(BASE, n_layers=2, max_seq_len=2 * soak.LONGEST, wiring="ladder")
+BATCHES, LONGEST = (1, 2, 3, 4), 32  # rows; tokens of a prompt, and of an answer
+SHAPES = dataclasses.replace(BASE, n_layers=2, max_seq_len=2 * LONGEST, wiring="ladder")
 
 
 class Plain:
@@ -27,63 +27,56 @@ class Plain:
         return str(row)
 
 
+def requests(number):
+    """So many requests, as (prompts, new tokens)."""
+    draw = random.Random(0)
+    for _ in range(number):
+        lengths = [draw.randint(1, LONGEST) for _ in range(draw.choice(BATCHES))]
+        yield [[draw.randrange(3, SHAPES.vocab_size) for _ in range(n)] for n in lengths], draw.randint(1, LONGEST)
+
+
+def usage():
+    """What this process has by now, where only growth means something."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    files, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
+    return {"resident": resident, "graphs": counters["stats"]["unique_graphs"], "files": files, "threads": threads}
+
+
 def serve(world, number, compile):
-    """(the new ids of some requests, the lines of the Record) on a rank."""
+    """(the new ids of some requests, the usage after each half of them) on a rank: a Runner for each batch size."""
     torch._dynamo.reset()
     counters.clear()
-    net = shard(SHAPES, world)
-    record = soak.Record(world, number // 4, {})
+    net, runners, rows, found = shard(SHAPES, world), {}, [], []
     with torch.inference_mode():
-        return soak.serve(net, number, 0, record, compile), record.lines
-
-
-def grown(lines, name):
-    """How much each rank has more of something in the last line than in the one before the middle."""
-    first, last = lines[len(lines) // 2 - 1]["ranks"], lines[-1]["ranks"]
-    return [b[name] - a[name] for a, b in zip(first, last, strict=True)]
+        for prompts, new in requests(number):
+            batch = len(prompts)
+            if batch not in runners:
+                runners[batch] = generate.Runner(net, generate.make_cache(net, batch, 2 * LONGEST), compile)
+                if compile:
+                    generate.warm_up(runners[batch], prompts, new)
+            rows.append(generate.generate(runners[batch], prompts, new, generate.Sampler(0))[0])
+            if len(rows) % (number // 2) == 0:
+                found.append(usage())
+    return rows, found
 
 
 def alone(number):
-    """The new ids of some requests on one device."""
+    """The new ids of some requests on one device, each by a Runner of its own."""
     net, rows = random_model(SHAPES), []
-    for prompts, new in soak.requests(number, SHAPES.vocab_size, 0):
-        runner = generate.Runner(net, net.new_cache(len(prompts), 2 * soak.LONGEST))
+    for prompts, new in requests(number):
+        runner = generate.Runner(net, net.new_cache(len(prompts), 2 * LONGEST))
         rows.append(generate.generate(runner, prompts, new, generate.Sampler(0))[0])
     return rows
 
 
 @pytest.mark.parametrize("number, compile", [(24, False), pytest.param(200, True, marks=pytest.mark.slow)])
 def test_many_requests_take_no_more_of_anything(number, compile):
-    for rows, lines in run_ranks(2, serve, number, compile):
-        assert [line["done"] for line in lines] == [number // 4 * i for i in (1, 2, 3, 4)]
-        assert grown(lines, "files") == grown(lines, "threads") == [0, 0]
+    for rows, (half, all_of_them) in run_ranks(2, serve, number, compile):
+        assert rows == alone(number)
+        assert (half["files"], half["threads"]) == (all_of_them["files"], all_of_them["threads"])
         if compile:
-            assert {rank["graphs"] for line in lines[1:] for rank in line["ranks"]} == {len(soak.BATCHES)}
-            assert max(grown(lines, "resident")) < 2**25
-        assert rows[:4] == alone(4)
-
-
-def test_an_answer_that_is_not_what_it_was_is_noticed(monkeypatch, tmp_path):
-    answers = itertools.count()
-    monkeypatch.setattr(generate, "generate", lambda *args: ([[next(answers) // 2]], 1, 0.0, 0.0))
-    monkeypatch.setattr(soak, "resident", lambda process="self": 0)
-    record = soak.Record(launch.World(0, 1, torch.device("cpu")), 1, {"kind": "requests"}, tmp_path / "out.jsonl")
-    with pytest.raises(RuntimeError, match="after 2 requests the first has another answer"):
-        soak.serve(random_model(SHAPES), 4, 0, record, compile=False)
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [(line["kind"], line["done"]) for line in lines] == [("requests", 1), ("requests", 2)]
-
-
-@pytest.mark.slow
-def test_a_chat_of_many_turns_takes_no_more_of_anything(tmp_path):
-    out = tmp_path / "out.jsonl"
-    flags = ["--chat", "--checkpoint", "demo", "--every", "30", "--json", out]
-    done = script("benchmarks/soak.py", *flags, ranks=2, stdin="One day\n" * 240, PYTHONPATH=os.getcwd())
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    # a line that starts the context anew is not answered
-    assert len(lines) >= 6 and [line["done"] for line in lines] == [30 * (i + 1) for i in range(len(lines))]
-    assert grown(lines, "files") == grown(lines, "threads") == grown(lines, "graphs") == [0, 0]
+            assert half["graphs"] == all_of_them["graphs"] == len(BATCHES)
+            assert all_of_them["resident"] - half["resident"] < 2**25
 
 
 @pytest.mark.slow
