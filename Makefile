@@ -2,7 +2,7 @@
 PYTHON ?= python3
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-all gpu lint clean
+.PHONY: demo test test-all gpu size lint clean
 
 demo: .venv/installed
 	.venv/bin/torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt "Once upon a time" \
@@ -22,6 +22,10 @@ gpu:
 	LADDER_TEST_GPU=1 timeout 200 $(PYTHON) -m pytest -q tests/test_gpu.py; failed=$$?; \
 	$(PYTHON) -m benchmarks.gpu --seconds $$((530 - SECONDS)) --json $(GPU_RESULTS)/gpu.jsonl \
 		--traces $(GPU_RESULTS)/gpu-traces && exit $$failed
+
+# lines, words and flags, as a table
+size: .venv/installed
+	.venv/bin/python -m benchmarks.size
 
 lint: .venv/installed-dev
 	.venv/bin/ruff check .

@@ -1,0 +1,43 @@
+"""How large the project is, as a table: make size."""
+
+import contextlib
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import generate
+
+ROOT = Path(__file__).parents[1]
+
+
+def lines(paths):
+    return sum(len(Path(ROOT, path).read_text().splitlines()) for path in paths)
+
+
+def main():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    code = [name for name in listed if name.endswith((".py", ".cpp", ".sh"))]
+    tests = [name for name in code if name.startswith("tests/")]
+    pages = [name for name in listed if name.endswith(".md") and "results/" not in name]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        generate.main(["--checkpoint", str(ROOT / "demo"), "--prompt", "Once", "--max-new-tokens", "2"])
+        shown = io.StringIO()
+        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(shown):
+            generate.parse(["--help"])
+    flags = sum(line.startswith("  --") for line in shown.getvalue().splitlines())
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    imported = [f for f in files if f.startswith(f"{ROOT}/") and "/.venv/" not in f and f != __file__]
+    rooms = [f for f in imported if f.endswith("__init__.py")]
+    print(f"model.py + tp.py + generate.py   {lines(['model.py', 'tp.py', 'generate.py']):6,} lines")
+    print(f"what a plain prompt imports      {lines(imported):6,} lines in {len(imported) - len(rooms)} files")
+    print(f"all that is no test              {lines({*code} - {*tests}):6,} lines")
+    print(f"tests                            {lines(tests):6,} lines")
+    print(f"pages                            {sum(len((ROOT / p).read_text().split()) for p in pages):6,} words")
+    print(f"README.md                        {lines(['README.md']):6,} lines")
+    print(f"Python files at the top level    {sum('/' not in name for name in code if name.endswith('.py')):6}")
+    print(f"flags of generate.py             {flags:6}")
+
+
+if __name__ == "__main__":
+    main()
