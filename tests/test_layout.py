@@ -8,6 +8,8 @@ import sys
 import pytest
 from helpers import ROOT
 
+import model
+
 # each may import those above it; what stands in one line may not import one another
 ORDER = """
 model
@@ -26,7 +28,7 @@ decoding.sampling decoding.speculative
 generate measure.plot measure.probe
 measure.score measure.sweep
 training.runs
-measure.harness quantize convert_hf_checkpoint adapt example
+measure.harness quantize convert_hf_checkpoint adapt
 eval
 """.strip().splitlines()
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
@@ -65,8 +67,8 @@ def test_nothing_edits_the_module_path(name):
 
 
 def test_importing_everything_does_nothing():
-    # one is there to be run, the other takes a library that few have
-    names = ", ".join(sorted(FILES.keys() - {"example", "measure.harness"}))
+    # all but one, which takes a library that few have
+    names = ", ".join(sorted(FILES.keys() - {"measure.harness"}))
     source = f"""
 import os, sys, torch
 before = dict(os.environ), list(sys.path), torch.get_default_dtype(), torch.get_num_threads()
@@ -79,18 +81,28 @@ assert not ({{"matplotlib", "transformers", "pytest", "lm_eval"}} & sys.modules.
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-def test_the_readme_shows_the_code_that_is_there():
-    readme, model = (ROOT / "README.md").read_text(), (ROOT / "model.py").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    loop, _, example = blocks
-    indented = "".join(f"    {line}\n" for line in loop.splitlines())
-    assert indented in model
-    assert example.strip() in (ROOT / "example.py").read_text()
-    for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", readme):
-        assert (ROOT / target).exists(), target
+def readme_blocks():
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-def test_the_example_runs():
-    done = subprocess.run([sys.executable, "example.py"], cwd=ROOT, capture_output=True, text=True)
+def test_the_readme_shows_the_loop_that_is_there():
+    loop, *_ = readme_blocks()
+    assert "".join(f"    {line}\n" for line in loop.splitlines()) in (ROOT / "model.py").read_text()
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))])
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", (ROOT / page).read_text()):
+        assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_readmes_example_runs():
+    done = subprocess.run([sys.executable, "-c", readme_blocks()[-1]], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Once upon a time") and "\n\nThe dog ran to" in done.stdout
+
+
+def test_the_readmes_wiring_is_one(monkeypatch):
+    monkeypatch.setattr(model, "WIRINGS", dict(model.WIRINGS))
+    exec(readme_blocks()[1], vars(model).copy())
+    assert "parallel-delayed" in model.WIRINGS
