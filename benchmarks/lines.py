@@ -68,12 +68,15 @@ def grouped(lines, *keys):
     return groups
 
 
-def about(script, argv=None, world=None):
-    """How a line was made: machine, version of torch, commit, and the command line of a script of this folder.
-
-    argv: its flags, or None for this process's; world: its ranks, or None for this process alone.
-    """
-    world = world or World(0, 1, torch.device("cpu"))
-    launcher = "python" if world.alone else f"torchrun --standalone --nproc_per_node={world.tp_size}"
+def command(script, argv=None, world=None):
+    """The command line of a script of this folder. argv: its flags, or None for this process's; world: its ranks."""
+    alone = world is None or world.alone
+    launcher = "python" if alone else f"torchrun --standalone --nproc_per_node={world.tp_size}"
     words = [f"OMP_NUM_THREADS={torch.get_num_threads()}", *launcher.split(), "-m", f"benchmarks.{script}"]
-    return {**environment(world), "command": shlex.join([*words, *(sys.argv[1:] if argv is None else argv)])}
+    return shlex.join([*words, *(sys.argv[1:] if argv is None else argv)])
+
+
+def about(script, argv=None, world=None):
+    """How a line was made: machine, version of torch, commit and command. world: None for this process alone."""
+    made = environment(world or World(0, 1, torch.device("cpu")))
+    return {**made, "command": command(script, argv, world)}
