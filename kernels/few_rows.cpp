@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <omp.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -369,40 +370,43 @@ template <bool kFourBits>
 void dequantize(const Integers& W, uint16_t* y, int64_t from, int64_t to) {
   const int64_t n = (to - from) * kRows;
   constexpr int kParts = kFourBits ? 2 : 1, kBits = kFourBits ? 4 : 8;
-  at::parallel_for(from, to, std::max<int64_t>(1, 2048 / W.K), [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; p++) {
-      const uint8_t* w = W.w + p * W.G * W.vectors * 64;
-      Sums scale, zero;
-      for (int64_t v = 0, k = 0; k < W.K; v++, w += 64) {
-        if (v % W.vectors == 0) {
-          scale = load_floats(reinterpret_cast<const uint16_t*>(w), 16);
-          zero = kFourBits ? load_floats(reinterpret_cast<const uint16_t*>(w + 32), 16) : scale * -128;
-          continue;
-        }
-        const Ints four = load<Ints>(w);
-        for (int part = 0; part < kParts; part++) {
-          for (int c = 0; c < 4 && k < W.K; c++, k++) {
-            const Ints q = four >> (8 * c + 4 * part) & ((1 << kBits) - 1);
-            store(__builtin_convertvector(q, Sums) * scale + zero, y + k * n + (p - from) * kRows);
-          }
+  for (int64_t p = from; p < to; p++) {
+    const uint8_t* w = W.w + p * W.G * W.vectors * 64;
+    Sums scale, zero;
+    for (int64_t v = 0, k = 0; k < W.K; v++, w += 64) {
+      if (v % W.vectors == 0) {
+        scale = load_floats(reinterpret_cast<const uint16_t*>(w), 16);
+        zero = kFourBits ? load_floats(reinterpret_cast<const uint16_t*>(w + 32), 16) : scale * -128;
+        continue;
+      }
+      const Ints four = load<Ints>(w);
+      for (int part = 0; part < kParts; part++) {
+        for (int c = 0; c < 4 && k < W.K; c++, k++) {
+          const Ints q = four >> (8 * c + 4 * part) & ((1 << kBits) - 1);
+          store(__builtin_convertvector(q, Sums) * scale + zero, y + k * n + (p - from) * kRows);
         }
       }
     }
-  });
+  }
 }
 
-// x (..., K) of many rows: W becomes floats, by pieces that are still in the cache when they are multiplied.
+// x (..., K) of many rows: W becomes floats, by pieces that are still in the cache when they are multiplied. Each thread
+// has pieces of its own: with a piece shared, all threads would wait for one another several times for each.
 at::Tensor many_rows_int(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
   const Integers W = integers(input, weight, N, K, bits);
   const at::Tensor rows = input.reshape({-1, W.K});
-  const int64_t step = std::max<int64_t>(1, (1 << 19) / (kRows * W.K));
+  const int64_t threads = at::get_num_threads(), most = std::max<int64_t>(1, (1 << 19) / (kRows * W.K)) * threads;
+  const int64_t pieces = (W.P + most - 1) / most * threads, step = (W.P + pieces - 1) / std::max<int64_t>(1, pieces);
   at::Tensor result = at::empty({rows.size(0), N}, input.options());
-  for (int64_t p = 0; p < W.P; p += step) {
-    const int64_t to = std::min(p + step, W.P), n = p * kRows, count = std::min(to * kRows, N) - n;
-    at::Tensor piece = at::empty({W.K, (to - p) * kRows}, input.options());
-    (W.four_bits ? dequantize<true> : dequantize<false>)(W, static_cast<uint16_t*>(piece.data_ptr()), p, to);
-    result.narrow(1, n, count).copy_(at::mm(rows, piece).narrow(1, 0, count));
-  }
+  at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
+    if (omp_in_parallel()) omp_set_num_threads(1);  // of this thread, until the region ends: oneDNN plans for so many
+    for (int64_t p = begin * step; p < std::min(end * step, W.P); p += step) {
+      const int64_t to = std::min(p + step, W.P), n = p * kRows, count = std::min(to * kRows, N) - n;
+      at::Tensor piece = at::empty({W.K, (to - p) * kRows}, input.options());
+      (W.four_bits ? dequantize<true> : dequantize<false>)(W, static_cast<uint16_t*>(piece.data_ptr()), p, to);
+      result.narrow(1, n, count).copy_(at::mm(rows, piece).narrow(1, 0, count));
+    }
+  });
   auto shape = input.sizes().vec();
   shape.back() = N;
   return result.view(shape);

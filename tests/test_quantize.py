@@ -180,15 +180,7 @@ def in_float64(weight, scales, zeros):
 
 
 SHAPES = [(1, 1, None), (7, 5, None), (33, 2731, None), (131, 640, None), (40, 4100, None), (64, 129, None)]
-SHAPES += [
-    (1, 8, 8),
-    (40, 72, 8),
-    (40, 80, 16),
-    (67, 96, 32),
-    (131, 2048, 64),
-    (33, 192, 64),
-    (50, 4096, 128),
-]
+SHAPES += [(1, 8, 8), (40, 72, 8), (40, 80, 16), (67, 96, 32), (131, 2048, 64), (33, 192, 64), (50, 4096, 128)]
 
 
 def check_few_rows_int(rows=(*range(1, 9), 15, 17)):
@@ -320,8 +312,8 @@ def test_packed_rows_are_the_rows(N, K, size, monkeypatch):
     assert torch.equal(table(index), int_linear.dequantize(*parts)[index])
 
 
-@pytest.mark.parametrize("N, K, size", SHAPES)
-def test_many_rows_meet_weights_that_were_rounded_once(N, K, size):
+@pytest.mark.parametrize("N, K, size", [*SHAPES, (300, 2048, 64)])  # the last in two pieces even for one thread
+def test_many_rows_meet_weights_that_were_rounded_once(N, K, size, threads):
     cpu.build()
     weight, scales, zeros = integers(N, K, size)
     exact = int_linear.dequantize(weight, scales.float(), None if zeros is None else zeros.float())
@@ -329,6 +321,7 @@ def test_many_rows_meet_weights_that_were_rounded_once(N, K, size):
         torch.eye(K).bfloat16(), cpu.pack(weight, scales, zeros), N, K, 8 if zeros is None else 4
     ).T
     assert w.dtype == torch.bfloat16 and ((w.float() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all()
+    assert torch.get_num_threads() == threads
 
 
 def linear(quant, N=24, K=256, bias=True):
