@@ -1,15 +1,6 @@
 """A Llama-type transformer whose residual wiring is a choice.
 
-Single-device mathematics: tp.py shards the weights and supplies the collectives, nothing here knows of it. With those,
-the known block, and a ladder's:
-
-    standard   x = x + wait(start(attention(attention_norm(x))))
-               x = x + wait(start(feed_forward(ffn_norm(x))))
-
-    ladder     a = start(attention(attention_norm(x)))    # computes while m, the MLP of the block before, is summed
-               x = x + wait(m)
-               m = start(feed_forward(ffn_norm(x)))       # computes while a is summed
-               x = x + wait(a)
+Single-device mathematics: tp.py shards the weights and supplies the collectives, and nothing here knows of it.
 
 Shape letters: B batch, S sequence, T cache length, D dim, N heads, K KV heads, G = N / K query heads that share a
 KV head, H head_dim, V vocabulary.
@@ -67,8 +58,7 @@ def residual_stream(x, sublayers, comm, config):
     sublayers: list of (h, stale); a stale (ladder) sublayer reads x without the sum that is still in flight.
 
     A stream of your own overlaps under torch.compile only if every wait between two sublayers is a settle with `after`,
-    also the first one, where nothing is pending yet, and the one before the last sublayer: otherwise the compiler is
-    free to move the wait. `--exposed` shows what was hidden, docs/code.md how to read the compiled order.
+    also where nothing is pending yet, and before the last sublayer. See tests/test_wiring.py -k compiled_code.
     """
     pending = None
     for i, (h, stale) in enumerate(sublayers):
@@ -182,12 +172,12 @@ def parse_wiring(text):
     are standard. desync:N keeps every N-th all-reduce. Raises InputError.
     """
     name, _, parameter = text.partition(":")
-    takes = WIRINGS[name].parameter if name in WIRINGS else None
-    form = {None: "", "period": "(:[1-9][0-9]{0,8})?", "layers": "(:[0-9]{1,9}(,[0-9]{1,9})*,?)?"}[takes]
-    if name not in WIRINGS or not re.fullmatch(name + form, text):
-        forms = {None: name, "period": f"{name} or {name}:N", "layers": f"{name}, {name}:N or {name}:I,J,..."}[takes]
-        known = f"write {forms}" if name in WIRINGS else f"known: {', '.join(WIRINGS)}"
-        raise InputError(f"no such wiring: {text!r}; {known}")
+    if name not in WIRINGS:
+        raise InputError(f"unknown wiring {name!r}; known: {', '.join(WIRINGS)}")
+    forms = {None: "", "period": "(:[1-9][0-9]{0,8})?", "layers": "(:[0-9]{1,9}(,[0-9]{1,9})*,?)?"}
+    if not re.fullmatch(name + forms[WIRINGS[name].parameter], text):
+        written = {None: "", "period": f" or {name}:N", "layers": f", {name}:N or {name}:I,J,..."}
+        raise InputError(f"no such wiring: {text!r}; write {name}{written[WIRINGS[name].parameter]}")
     if "," in parameter:
         return name, tuple(map(int, parameter.removesuffix(",").split(",")))
     return name, int(parameter) if parameter else None

@@ -108,7 +108,7 @@ def test_named_sizes_have_the_published_parameter_counts():
 
 
 CONFIGS = [  # changes and the line
-    ({"wiring": "laddr"}, "no such wiring: 'laddr'; known: standard, ladder"),
+    ({"wiring": "laddr"}, "unknown wiring 'laddr'; known: standard, ladder"),
     ({"wiring": "ladder:4"}, "NAME:N takes 1 to 3"),
     ({"wiring": "ladder:0"}, "wiring ladder:0 does not fit 3 layers"),
     ({"wiring": "ladder:0,3"}, "NAME:I,J distinct layers from 0 to 2"),
