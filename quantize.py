@@ -1,4 +1,4 @@
-"""Write a checkpoint's matrices as integers of 8 or 4 bits (kernels/int_linear.py says how they are stored).
+"""Write a checkpoint's matrices as integers of 8 or 4 bits; kernels/int_linear.py says how these are stored.
 
 python quantize.py --checkpoint DIR --mode int8 --out DIR2
 python quantize.py --checkpoint DIR --mode int4 --group-size 64 --keep lm_head --out DIR2
@@ -13,24 +13,24 @@ from kernels import int_linear
 from model import InputError
 from runtime import cli, launch, writing
 
-PIECE = 2**18  # numbers that are quantized at a time: they fit the cache, and little memory is needed
-FILE = 2**26  # bytes that a file holds at least, and so the memory while it is made
+PIECE = 2**18  # numbers that are quantized at a time: few enough for the cache
+FILE = 2**26  # bytes of a file, at least: all of them are in memory while it is made
 
 
 def to_int8(w):
-    """Integers (N, K) int8 and scales (N, 1) bfloat16 for the numbers w (N, K) float32; zero stays zero."""
+    """Returns integers (N, K) int8 and scales (N, 1) bfloat16 for w (N, K) float32; zero stays zero."""
     scales = (w.abs().amax(dim=1, keepdim=True) / 127).bfloat16()
     q = (w / _nonzero(scales.float())).round().clamp(-127, 127)
     return q.to(torch.int8), scales
 
 
 def to_int4(w, group_size, iterations=20):
-    """Integers (N, K / 2) uint8, scales and zeros (N, K / group_size) bfloat16 for the numbers w (N, K) float32.
+    """Returns integers (N, K / 2) uint8, scales and zeros (N, K / group_size) bfloat16 for w (N, K) float32.
 
     It starts with the range of each group in 16 even steps, rounded to nearest. Each iteration then takes the scale and
     the zero with the least squared error for these integers, and the nearest integers for those (Lloyd's algorithm, on
-    an even grid); each group keeps the best that it has had. Scales and zeros are rounded to bfloat16 before the
-    integers are chosen, so that these make up for it.
+    an even grid); each group keeps its best. Scales and zeros are rounded to bfloat16 before the integers are chosen,
+    which make up for that.
     """
     w = w.unflatten(1, (-1, group_size))  # (N, G, K / G)
     low, high = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True)
@@ -52,21 +52,21 @@ def to_int4(w, group_size, iterations=20):
 
 
 def _round_int4(w, scales, zeros):
-    """The integers nearest to w, as floats, the scales and zeros that they are for, and each group's squared error."""
+    """Returns the integers nearest to w, as floats, their scales and zeros, and each group's squared error."""
     q = ((w - zeros) / _nonzero(scales)).round_().clamp_(0, 15)
     return q, scales, zeros, (torch.addcmul(zeros, q, scales) - w).square_().sum(-1, keepdim=True)
 
 
 def _nonzero(x):
-    """1 in place of 0, to divide by."""
+    """Returns x with 1 in place of 0, to divide by."""
     return torch.where(x == 0, 1.0, x)
 
 
 def quantized(weights, config, iterations):
-    """A function from the name of a tensor of the quantized checkpoint to that tensor; weights are the original's."""
+    """Returns a function from a tensor's name to the quantized tensor; weights: the original's."""
 
     stored = dict(int_linear.skeleton(config).named_parameters())
-    current = {}  # the matrix of which weight, scales and zeros are asked for, one after the other
+    current = {}  # weight, scales and zeros of the matrix that was asked for last
 
     def read(name):
         path, _, kind = name.rpartition(".")
@@ -104,8 +104,7 @@ def quantize(args):
     new = dataclasses.replace(config, quant=args.mode, group_size=group_size, kept=kept)
     int_linear.check(new)
     for name, shape in checkpoint.shapes(config).items():
-        if weights.shape(name) != shape:
-            raise InputError(f"tensor {name} is {weights.shape(name)}, but the config says {shape}")
+        checkpoint.check_shape(weights, name, shape)
     sizes, before = {}, {name: weights.read(name).nbytes for name in weights.names()}
     for name, parameter in int_linear.skeleton(new).named_parameters():
         new_form = name.endswith(("scales", "zeros")) or not parameter.is_floating_point()
@@ -123,31 +122,16 @@ def quantize(args):
 
 def parse(argv):
     p = cli.Parser(__doc__)
-    p.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="a folder that convert_hf_checkpoint.py wrote, e.g. demo"
-    )
+    p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to quantize, e.g. demo")
     p.add_argument("--mode", required=True, choices=("int8", "int4"), help="bits of an integer")
     p.add_argument(
-        "--group-size", type=int, metavar="N", help="int4: columns that share a scale, 32, 64 (default) or 128"
+        "--group-size", type=int, metavar="N", help="int4: columns that share a scale: 32, 64 (default), 128"
     )
-    p.add_argument(
-        "--keep",
-        default="",
-        metavar="NAME,...",
-        help="matrices to leave as they are, e.g. lm_head,tok_embeddings",
-    )
-    rounds = cli.number(int, 0)
-    p.add_argument(
-        "--iterations", type=rounds, metavar="N", help="int4: of the fit of scales, 20 (default); 0 rounds to nearest"
-    )
-    p.add_argument(
-        "--out", required=True, metavar="DIR", help="the checkpoint folder to write, e.g. checkpoints/demo-int4"
-    )
-    args = p.parse_args(argv)
-    if args.iterations is not None and args.mode != "int4":
-        raise InputError("--iterations is for --mode int4")
-    args.iterations = 20 if args.iterations is None else args.iterations
-    return args
+    p.add_argument("--keep", default="", metavar="NAME,...", help="matrices to leave, e.g. lm_head,tok_embeddings")
+    rounds = "int4: rounds of the fit of scales; 0 rounds to nearest"
+    p.add_argument("--iterations", type=cli.number(int, 0), default=20, metavar="N", help=rounds)
+    p.add_argument("--out", required=True, metavar="DIR", help="the folder to write, e.g. checkpoints/demo-int4")
+    return p.parse_args(argv)
 
 
 def main(argv=None):
