@@ -23,59 +23,38 @@ from formats import checkpoint
 from formats.checkpoint import dtype_name
 from formats.tokenizer import load_tokenizer
 from measure import preflight, report
-from measure.finite import computed_in
 from measure.score import alone, divergence, sensitivity, total_nats, windows
-from model import WIRINGS, InputError
+from model import InputError
 from runtime import cli, launch, writing
 from runtime.cli import count, number
 from training.data import SEPARATOR
 
 
 def parse(argv):
-    p = cli.Parser(__doc__)
-    p.add_argument(
-        "--checkpoint",
-        required=True,
-        metavar="DIR",
-        help="a folder of convert_hf_checkpoint.py or quantize.py, e.g. demo",
-    )
-    p.add_argument("--batch", type=count, metavar="B", help="rows at a time, e.g. 4; without it 256 MB of logits")
-    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the checkpoint's own")
+    p, two = cli.Parser(__doc__), number(int, 2)
+    p.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder of weights, e.g. demo")
+    p.add_argument("--batch", type=count, metavar="B", help="rows at a time, e.g. 4; default: 256 MB of logits")
+    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's own")
     cli.add_rank_flags(p)
     cli.add_preflight_flag(p)
     cli.add_json_flag(p, "the line")
-    g = p.add_argument_group("of a text")
-    g.add_argument("--text", metavar="FILE", help="UTF-8 text, scored as one sequence of tokens, e.g. valid.txt")
-    g.add_argument(
-        "--compare", metavar="DIR", help="another checkpoint, as it is: the reference that this one is held against"
-    )
-    g.add_argument(
-        "--sensitivity", action="store_true", help="put each layer alone into --wiring (or ladder), least loss first"
-    )
-    two = number(int, 2)
-    g.add_argument(
-        "--window", type=two, metavar="N", help="tokens of a window, e.g. 1024; without it 2048 or the model's context"
-    )
-    g.add_argument(
-        "--stride",
-        type=count,
-        metavar="N",
-        help="tokens from one window to the next, e.g. 256; without it half a window",
-    )
+    what = p.add_mutually_exclusive_group(required=True)
+    what.add_argument("--text", metavar="FILE", help="UTF-8 text to score, e.g. valid.txt")
+    what.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness, e.g. hellaswag,arc_easy")
+    g = p.add_argument_group("with --text")
+    either = g.add_mutually_exclusive_group()
+    either.add_argument("--compare", metavar="DIR", help="another checkpoint, in its own wiring, as the reference")
+    help = "put each layer alone into --wiring (default: ladder), least loss first"
+    either.add_argument("--sensitivity", action="store_true", help=help)
+    g.add_argument("--window", type=two, metavar="N", help="tokens of a window; default: the context, up to 2048")
+    g.add_argument("--stride", type=count, metavar="N", help="tokens between windows; default: half a window")
     g.add_argument("--max-tokens", type=two, metavar="N", help="score only so many tokens of the text, e.g. 100000")
-    g = p.add_argument_group("of lm-evaluation-harness")
-    g.add_argument("--tasks", metavar="NAME,...", help="tasks or groups of them, e.g. hellaswag,arc_easy")
+    g = p.add_argument_group("with --tasks")
     g.add_argument("--limit", type=count, metavar="N", help="only the first N documents of each task, e.g. 200")
     g.add_argument("--task-folder", metavar="DIR", help="more tasks: a folder of yaml files, e.g. my-tasks")
     g.add_argument("--num-fewshot", type=number(int, 0), metavar="N", help="examples in a prompt, e.g. 5")
     cli.add_wiring_flags(p)
     args = p.parse_args(argv)
-    if bool(args.text) == bool(args.tasks):
-        raise InputError("give either --text FILE or --tasks NAME,...")
-    if args.compare and args.sensitivity:
-        raise InputError("give either --compare or --sensitivity")
-    if args.sensitivity and ":" in (cli.asked_wiring(args) or ""):
-        raise InputError("--sensitivity takes each layer alone: give --wiring NAME without layers")
     others = "compare sensitivity window stride max_tokens" if args.tasks else "limit task_folder num_fewshot"
     for name in others.split():
         if getattr(args, name) is not None and getattr(args, name) is not False:  # 0 is a number of examples
@@ -86,13 +65,13 @@ def parse(argv):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Of a text
+# A text
 
 
 def read_documents(args, tokenizer):
-    """(the token ids of each document of the text, the bytes of what is scored: all ids but the first of each).
+    """Returns (the token ids of each document, the bytes that are scored: those of all ids but each document's first).
 
-    SEPARATOR stands between documents. BOS comes first where the tokenizer has one.
+    BOS comes first where the tokenizer has one.
     """
     text = checkpoint.read_text(args.text, flag="--text ")
     parts = [part.strip() for part in text.split(SEPARATOR) if part.strip()] if SEPARATOR in text else [text]
@@ -115,7 +94,7 @@ def read_documents(args, tokenizer):
 
 
 def plan_windows(args, *configs):
-    """(window, stride, batch) that the flags ask for, of one or two models."""
+    """Returns the (window, stride, batch) that the flags ask for, of one or two models."""
     context, vocab_size = min(c.max_seq_len for c in configs), configs[0].vocab_size
     size = args.window or min(2048, context)
     if size > context:
@@ -127,7 +106,7 @@ def plan_windows(args, *configs):
 
 
 def check_other(args, config, tokenizer):
-    """The Config of the checkpoint to compare with; InputError when its tokens are not the same."""
+    """Returns the Config of the checkpoint to compare with; raises InputError when its tokens are not the same."""
     other = checkpoint.read_config(args.compare)
     if other.vocab_size != config.vocab_size:
         sizes = f"{config.vocab_size} tokens, that of --compare {args.compare} {other.vocab_size}"
@@ -138,66 +117,73 @@ def check_other(args, config, tokenizer):
     return other
 
 
-def finite(nats, folder, model):
+def check_memory(args, config, world, rows=1, tokens=1, other=None):
+    """Compare the memory of a pass of so many rows and tokens with what is free on the device."""
+    dtype = generate.chosen_dtype(args.dtype, args.checkpoint)
+    names = {"rows": "--batch {}", "prompt": "--window {}", "quant": "the same weights in {} (quantize.py)"}
+    if not args.skip_preflight:
+        preflight.check(world, preflight.Request(config, dtype, rows, tokens, new=None, second=other), names)
+
+
+def checked(nats, folder, model):
+    """Returns nats, or raises InputError where they are not finite."""
     if not math.isfinite(nats):
-        raise InputError(f"{folder} gives a loss of {nats} nats per token, {computed_in(model)}")
+        dtype = dtype_name(model.norm.weight.dtype)
+        raise InputError(f"{folder} gives a loss of {nats} nats per token in {dtype}: try another --dtype")
     return nats
 
 
-def check_memory(args, config, world, rows=1, tokens=1, other=None):
-    """Raise InputError unless a pass of so many rows and tokens fits into the memory of the device."""
-    dtype = generate.chosen_dtype(args.dtype, args.checkpoint)
-    request = preflight.Request(config, dtype, rows, tokens, new=None, second=other)
-    names = {"rows": "--batch {}", "prompt": "--window {}", "quant": "the same weights in {} (quantize.py)"}
-    if not args.skip_preflight:
-        preflight.check(world, request, names)
-
-
 def score_text(args, world, model, other, documents, n_bytes, plan):
-    """(what there is to report, the same in words); other: the Config of --compare, or None."""
-    n, show, kl = sum(len(ids) - 1 for ids in documents), world.rank == 0, None
+    """Returns (what there is to report, the same in words); other: the Config of --compare, or None."""
+    n, show = sum(len(ids) - 1 for ids in documents), world.rank == 0
     if other is None:
-        nats = total_nats(model, documents, *plan, show) / n
+        nats, compared, words = total_nats(model, documents, *plan, show) / n, {}, ""
     else:
-        reference = generate.load_model(other, args.compare, args.dtype, world)
-        kl, agree, ours, theirs = divergence(model, reference, documents, *plan, show)
-        nats = ours.mean().item()
-    bits = finite(nats, args.checkpoint, model) * n / math.log(2) / n_bytes if n_bytes else None
+        nats, compared, words = compare(args, world, model, other, documents, plan)
+    bits = checked(nats, args.checkpoint, model) * n / math.log(2) / n_bytes if n_bytes else None
     found = {
         "text": Path(args.text).name, "documents": len(documents), "tokens": n, "nats_per_token": nats,
         "perplexity": math.exp(nats) if nats < 700 else None, "bytes": n_bytes, "bits_per_byte": bits,
-        "window": plan[0], "stride": plan[1],
+        "window": plan[0], "stride": plan[1], **compared,
     }  # fmt: skip
-    bound = f" ({model.config.wiring} on {world.tp_size} ranks)" * WIRINGS[model.config.wiring].tp_bound
-    words = f"{nats:.4f} nats per token{bound}" + (f", {bits:.4f} bits per byte" if n_bytes else "")
-    if kl is not None:
-        p99 = kl.kthvalue(math.ceil(0.99 * n)).values.item()
-        base, same = finite(theirs.mean().item(), args.compare, reference), agree.double().mean().item()
-        found |= {
-            "reference": checkpoint.name(args.compare), "reference_wiring": other.wiring,
-            "reference_quant": other.quant, "reference_nats_per_token": base, "nats_difference": nats - base,
-            "kl_mean": kl.mean().item(), "kl_p99": p99, "kl_max": kl.max().item(), "top1_agreement": same,
-        }  # fmt: skip
-        words += f", {nats - base:+.4f} against {args.compare} ({other.wiring})\n"
-        words += f"KL divergence from it, in nats per token: mean {kl.mean():.3g}, 99 % of them below {p99:.3g}, "
-        words += f"at most {kl.max():.3g}; the likeliest token is the same in {same:.2%}"
     if args.sensitivity:
         wiring = cli.asked_wiring(args) or "ladder"
         layers = sensitivity(
-            model, lambda m: finite(total_nats(m, documents, *plan) / n, args.checkpoint, m), wiring, show
+            model, lambda m: checked(total_nats(m, documents, *plan) / n, args.checkpoint, m), wiring, show
         )
-        found |= {"sensitivity_wiring": wiring, "sensitivity": layers}
+        head = (
+            f"{wiring} layer, {world.tp_size} ranks"
+            if alone(model.config, wiring, 0).kind.tp_bound
+            else f"{wiring} layer"
+        )
         order = sorted(range(len(layers)), key=layers.__getitem__)
-        head = f"{wiring} layer" + f", {world.tp_size} ranks" * WIRINGS[wiring].tp_bound
-        words = "\n".join(
-            [f"{head}  nats per token", f"{'none':>{len(head)}}  {nats:14.4f}"]
-            + [f"{i:{len(head)}}  {layers[i]:14.4f}  {layers[i] - nats:+.4f}" for i in order]
-        )
-    return found, words
+        rows = [f"{head}  nats per token", f"{'none':>{len(head)}}  {nats:14.4f}"]
+        rows += [f"{i:{len(head)}}  {layers[i]:14.4f}  {layers[i] - nats:+.4f}" for i in order]
+        return found | {"sensitivity_wiring": wiring, "sensitivity": layers}, "\n".join(rows)
+    bound = f" ({model.config.wiring} on {world.tp_size} ranks)" if model.config.kind.tp_bound else ""
+    return found, f"{nats:.4f} nats per token{bound}" + (f", {bits:.4f} bits per byte" if n_bytes else "") + words
+
+
+def compare(args, world, model, other, documents, plan):
+    """Returns (nats per token, what there is to report of a comparison, the same in words)."""
+    reference = generate.load_model(other, args.compare, args.dtype, world)
+    kl, agree, ours, theirs = divergence(model, reference, documents, *plan, world.rank == 0)
+    nats, base = ours.mean().item(), checked(theirs.mean().item(), args.compare, reference)
+    p99, same = kl.kthvalue(math.ceil(0.99 * len(kl))).values.item(), agree.double().mean().item()
+    words = (
+        f", {nats - base:+.4f} against {args.compare} ({other.wiring})\n"
+        f"KL divergence from it, in nats per token: mean {kl.mean():.3g}, 99 % of them below {p99:.3g}, "
+        f"at most {kl.max():.3g}; the likeliest token is the same in {same:.2%}"
+    )
+    return nats, {
+        "reference": checkpoint.name(args.compare), "reference_wiring": other.wiring, "reference_quant": other.quant,
+        "reference_nats_per_token": base, "nats_difference": nats - base,
+        "kl_mean": kl.mean().item(), "kl_p99": p99, "kl_max": kl.max().item(), "top1_agreement": same,
+    }, words  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Of lm-evaluation-harness
+# The run
 
 
 def import_harness():
@@ -208,23 +194,13 @@ def import_harness():
     return harness
 
 
-def score_tasks(args, world, model, tokenizer, tasks):
-    """(what there is to report, the same in words)."""
-    harness, first = import_harness(), world.rank == 0
-    with harness.one_voice(first):
-        return harness.run(harness.Model(model, tokenizer, args.batch, first), tasks, args.limit)
-
-
 def main(argv=None):
     args = parse(argv)
     world = launch.join(args.device, vars(args))
     with world.together():
         own = checkpoint.read_config(args.checkpoint)
         if args.sensitivity:
-            wiring = cli.asked_wiring(args) or "ladder"
-            alone(own, wiring, 0)  # or an InputError
-            if world.tp_size == 1 and WIRINGS[wiring].runs_standard:
-                raise InputError(f"--sensitivity: {wiring} is standard on one device: start two ranks with torchrun")
+            alone(own, cli.asked_wiring(args) or "ladder", 0)  # or an InputError
         config = own if args.sensitivity else cli.with_wiring(own, args)
         if world.rank == 0:
             cli.warn_of_wiring(own, config, world.tp_size)
@@ -249,7 +225,8 @@ def main(argv=None):
     model = generate.load_model(config, args.checkpoint, args.dtype, world)
     start = time.perf_counter()
     if args.tasks:
-        found, words = score_tasks(args, world, model, tokenizer, tasks)
+        with harness.one_voice(world.rank == 0):
+            found, words = harness.run(harness.Model(model, tokenizer, args.batch), tasks, args.limit)
     else:
         found, words = score_text(args, world, model, other, *text)
     if world.rank > 0:

@@ -1,7 +1,7 @@
 """Tasks of lm-evaluation-harness on this project's model, in any wiring, quantized or not, with any number of ranks.
 
-Needs lm_eval, which no other file imports. What text a task asks about, how a pair is cut into context and
-continuation, and what a metric is, is lm-eval's own code; here is what computes the answers.
+Needs lm_eval, which no other file imports. lm-eval's own code chooses the texts, cuts a pair into context and
+continuation, and computes the metrics; this file computes the answers.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import sys
 
 import lm_eval
 import numpy as np
@@ -27,11 +28,11 @@ from measure.score import pieces
 from model import InputError
 
 LOGITS = 2**28  # bytes of a batch's logits, where no batch size is given
-CACHE = 2**30  # and of its KV cache
+CACHE = 2**30  # bytes of its KV cache
 
 
 def by_length(items, rows, width):
-    """Batches of (length, item), the longest first: of `rows` items, or where that is None of about `width` tokens."""
+    """Yield batches of items of (length, item), longest first, of `rows` items or, if that is None, `width` tokens."""
     items = sorted(items, key=lambda pair: pair[0], reverse=True)
     while items:
         n = rows or max(1, width // items[0][0])
@@ -45,9 +46,9 @@ class Model(TemplateLM):
     batch: rows at a time, or None for as many as LOGITS and CACHE allow.
     """
 
-    def __init__(self, model, tokenizer, batch=None, show=False):
+    def __init__(self, model, tokenizer, batch=None):
         super().__init__()
-        self.model, self.text, self.rows, self.show = model, tokenizer, batch, show
+        self.model, self.text, self.rows = model, tokenizer, batch
         self._device, self.max_length = model.norm.weight.device, model.config.max_seq_len
 
     @property
@@ -58,26 +59,26 @@ class Model(TemplateLM):
     def prefix_token_id(self):
         found = self.eot_token_id if self.text.bos_id is None else self.text.bos_id
         if found is None:
-            raise InputError("a task scores a text behind nothing, but this model has no BOS and no end-of-sequence")
+            raise InputError("a task scores a text after nothing, but this model has no BOS and no end-of-sequence")
         return found
 
     def tok_encode(self, string, add_special_tokens=None, **_):
-        """The ids of a text; as in transformers, special tokens may stand in it by name, BOS at its start too."""
+        """Returns the ids of a text; as in transformers, it may hold special tokens by name, BOS at its start too."""
         ids = self.text.encode_markup(string)
         if add_special_tokens is False or self.text.bos_id is None or ids[:1] == [self.text.bos_id]:
             return ids
         return [self.text.bos_id, *ids]
 
     def loglikelihood(self, requests, disable_tqdm=False):
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or not self.show)
+        return super().loglikelihood(requests, disable_tqdm or not sys.stderr.isatty())
 
     @torch.inference_mode()
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
-        """[(log p(continuation | context), whether it is what greedy decoding gives)] of (_, context, continuation).
+        """Returns [(log p(continuation | context), whether greedy decoding gives it)] for (_, context, continuation).
 
         What does not fit the model's context is cut from the left.
         """
-        asked = {}  # the tokens that the model reads: whose they are. Choices of one token each need one row for all.
+        asked = {}  # tokens that the model reads: [(request, continuation)]. Choices of one token each share a row.
         for i, (_, context, continuation) in enumerate(requests):
             if len(continuation) > self.max_length:
                 n = len(continuation)
@@ -86,7 +87,7 @@ class Model(TemplateLM):
             asked.setdefault(tuple(tokens[:-1]), []).append((i, continuation))
         answers = [None] * len(requests)
         width = LOGITS // (4 * self.model.config.vocab_size)
-        with tqdm(total=len(asked), desc="likelihoods", delay=1, disable=disable_tqdm or not self.show) as bar:
+        with tqdm(total=len(asked), desc="likelihoods", delay=1, disable=disable_tqdm or None) as bar:
             for batch in by_length([(len(tokens), tokens) for tokens in asked], self.rows, width):
                 logits = self.model(generate.pad(batch, self.device)[0])  # (B, S, V)
                 for row, tokens in zip(logits, batch, strict=True):
@@ -97,7 +98,7 @@ class Model(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """[log p(text)] in windows of the whole context that do not overlap, but for the last."""
+        """Returns [log p(text)], in windows of the whole context that do not overlap, except the last."""
         parts, owners = [], []
         for i, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
@@ -110,7 +111,7 @@ class Model(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm=False):
-        """[the new text, up to the first of its stop strings] of (text, settings), those of equal settings together."""
+        """Returns [the new text, up to the first stop string] for (text, settings); equal settings share batches."""
         kinds, texts = {}, [None] * len(requests)
         for i, request in enumerate(requests):
             prompt, settings = request.args
@@ -118,7 +119,7 @@ class Model(TemplateLM):
             kinds.setdefault(json.dumps(settings, sort_keys=True), []).append((i, ids))
         c, itemsize = self.model.config, self.model.norm.weight.dtype.itemsize
         width = CACHE // (2 * c.n_layers * c.n_kv_heads * c.head_dim * itemsize)
-        with tqdm(total=len(requests), desc="generating", delay=1, disable=disable_tqdm or not self.show) as bar:
+        with tqdm(total=len(requests), desc="generating", delay=1, disable=disable_tqdm or None) as bar:
             for kind, prompts in kinds.items():
                 stops, new, sample = self.settings(json.loads(kind))
                 prompts = [(i, ids[-(self.max_length - new) :]) for i, ids in prompts]
@@ -130,7 +131,7 @@ class Model(TemplateLM):
         return texts
 
     def settings(self, settings):
-        """(stop strings, new tokens, sampler) of a task's generation settings; InputError for one that is not known."""
+        """Returns (stop strings, new tokens, sampler); raises InputError for a setting that is not implemented."""
         given = dict(normalize_gen_kwargs(settings))
         stops, new = [stop for stop in given.pop("until") if stop], given.pop("max_gen_toks")
         if new >= self.max_length:
@@ -142,7 +143,7 @@ class Model(TemplateLM):
         return stops, new, generate.Sampler(temperature if sampled else 0, *top, device=self.device)
 
     def continued(self, prompts, new, stops, sample):
-        """The texts that follow some prompts, each without what comes from its first stop string on."""
+        """Returns the texts that follow some prompts, each up to its first stop string."""
         tails, ended = [[] for _ in prompts], [False] * len(prompts)
         most = 4 + max((len(stop.encode()) for stop in stops), default=0)  # a token is at least a byte
 
@@ -163,7 +164,7 @@ class Model(TemplateLM):
 
 
 def likelihood(logits, wanted):
-    """(the sum of log p of the tokens wanted (n,), whether each is the likeliest) by logits (n, V)."""
+    """Returns (the sum of log p of the tokens wanted (n,), whether each is the likeliest) by logits (n, V)."""
     total, greedy = 0.0, True
     for part, tokens in pieces(logits, wanted):
         total -= F.cross_entropy(part, tokens, reduction="none").double().sum().item()
@@ -174,23 +175,19 @@ def likelihood(logits, wanted):
 
 
 def load_tasks(names, folder=None, shots=None):
-    """What lm-eval calls a task dict, of names of tasks and groups, its own or those of yaml files in a folder.
+    """Returns lm-eval's task dict of names of tasks and groups, its own or those of yaml files in a folder.
 
-    shots: examples in a prompt, but where a task insists on none; None for what each says. Raises InputError.
+    shots: examples in a prompt, except where a task insists on none; None: as each task says. Raises InputError.
     """
     random.seed(0)  # as lm-eval does: all ranks must ask the same
     np.random.seed(1234)
     try:
         manager = folder and TaskManager(include_path=folder, include_defaults=False)
         if not (manager and set(names) <= set(manager.all_subtasks)):
-            manager = TaskManager(include_path=folder)  # with lm-eval's own, which it takes seconds to read
-        unknown = set(names) - set(manager.all_tasks)
-        tasks = None if unknown else manager.load(names)
-    except Exception as e:  # a data set that is nowhere, a yaml file that is wrong: each library has its own errors
+            manager = TaskManager(include_path=folder)  # with lm-eval's own, which takes seconds to read
+        tasks = manager.load(names)
+    except Exception as e:  # an unknown name, data that is nowhere, a wrong yaml file: each library has its own errors
         raise InputError(f"--tasks {','.join(names)}: {first_line(e)}") from None
-    if unknown:
-        where = f", nor has {folder}" if folder else ": give a folder of task files with --task-folder"
-        raise InputError(f"--tasks {min(unknown)}: lm-eval has no task, group or tag of that name{where}")
     for task in tasks["tasks"].values():
         own = task.get_config("num_fewshot")
         if own is None or (shots is not None and own != 0):
@@ -201,17 +198,17 @@ def load_tasks(names, folder=None, shots=None):
 
 @contextlib.contextmanager
 def one_voice(first):
-    """Let only the first rank write to stderr: lm-eval and its libraries show each rank's bars and warnings."""
-    with contextlib.ExitStack() as stack:
-        if not first:
-            stack.enter_context(contextlib.redirect_stderr(stack.enter_context(open(os.devnull, "w"))))
-        yield
+    """Let only the first rank write, to stderr: on each rank lm-eval and its libraries print bars and warnings."""
+    with open(os.devnull, "w") as nothing:
+        to = sys.stderr if first else nothing
+        with contextlib.redirect_stdout(to), contextlib.redirect_stderr(to):
+            yield
 
 
 def run(lm, tasks, limit=None):
-    """(lm-eval's scores {task: {"metric,filter": value}} and settings, its table), of the first `limit` documents."""
-    # the other ranks need no standard errors, which may take a while
-    found = evaluate(lm, tasks, limit=limit, bootstrap_iters=100000 if lm.show else 0, log_samples=False)
+    """Returns (lm-eval's scores {task: {"metric,filter": value}} and settings, its table) of `limit` documents each."""
+    os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval's pool would inherit signal handlers; 1,000 draws need none
+    found = evaluate(lm, tasks, limit=limit, bootstrap_iters=1000, log_samples=False)
     scores = {task: {k: v for k, v in row.items() if "," in k and v != "N/A"} for task, row in found["results"].items()}
     about = {"num_fewshot": found["n-shot"], "limit": limit, "lm_eval": lm_eval.__version__}
     return {"tasks": scores, **about}, make_table(found).rstrip()
