@@ -1,12 +1,11 @@
 """Make a ladder of a standard checkpoint by light retraining, or train a small model from scratch, in any wiring.
 
-torchrun adapt.py --checkpoint DIR --ladder-layers 16 --distill --text train.txt --valid valid.txt --out DIR2
+torchrun adapt.py --checkpoint DIR --wiring ladder:16 --distill --text train.txt --valid valid.txt --out DIR2
 python adapt.py --ladder --text train.txt --valid valid.txt --out DIR2
 """
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -21,41 +20,36 @@ from tqdm import tqdm
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from measure import score
-from model import InputError, Transformer, rewired, wiring_name
+from model import InputError, Transformer, parse_wiring, rewired, wiring_name
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
-from training import curves, runs, sharding
-from training.data import SEPARATOR, Windows
+from training import runs, sharding
+from training.data import SEPARATOR
+
+CHUNK = 1024  # tokens whose logits are in memory at a time
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The model in training, and its loss
 
 
 def blended_stream(x, sublayers, alpha):
-    """The residual streams x_i behind each sublayer; a stale one reads x_{i-2} + alpha (x_{i-1} - x_{i-2}).
+    """Between two wirings: a stale sublayer reads x_{i-2} + alpha (x_{i-1} - x_{i-2}).
 
     x_{i-1} - x_{i-2} is what would be in flight: at alpha = 1 this is exactly the standard model, at 0 the ladder.
     """
-    streams, before = [], x
+    before = x
     for h, stale in sublayers:
         before, x = x, x + h(torch.lerp(before, x, alpha) if stale else x)
-        streams.append(x)
-    return streams
-
-
-def last_streams(streams, config):
-    """The stream behind each layer, of those behind its sublayers: the wiring says how many these are."""
-    ends = itertools.accumulate(wiring.n_sublayers for wiring in config.wirings)
-    return [streams[end - 1] for end in ends]
+    return x
 
 
 class Trainee(Transformer):
-    """The Transformer on packed windows, in any wiring that is a function of one device."""
+    """The Transformer on packed windows, in any wiring that is the same function on any number of ranks."""
 
-    dropout, recompute = 0.0, False  # of sublayers' outputs; whether the backward pass has but their inputs
+    dropout, recompute = 0.0, False  # of sublayers' outputs; whether the backward pass computes sublayers again
 
     def forward(self, batch, alpha=0.0):
-        """The normed stream, of which self.output makes logits, and the streams behind each sublayer: (B, S, D)."""
+        """Returns the normed stream (B, S, D), of which self.output makes logits; at alpha 0 it is the wiring's own."""
 
         def in_training(h):
             again = (lambda x: recomputed(h, x, use_reentrant=False)) if self.recompute else h
@@ -64,12 +58,14 @@ class Trainee(Transformer):
         sublayers = self.sublayers(self.metadata(batch.positions, batch.mask))
         if self.training:
             sublayers = [(in_training(h), stale) for h, stale in sublayers]
-        streams = blended_stream(self.tok_embeddings(batch.tokens), sublayers, alpha)
-        return self.norm(streams[-1]), streams
+        x = self.tok_embeddings(batch.tokens)
+        if alpha:
+            return self.norm(blended_stream(x, sublayers, alpha))
+        return self.norm(self.config.kind.stream(x, sublayers, self.comm, self.config))
 
 
 def build(config, weights, world, dtype, args=None):
-    """A sharded Trainee that computes in dtype or, without args, a teacher, which needs no float32 masters."""
+    """Returns a sharded Trainee that computes in dtype or, without args, a teacher, which needs no float32 masters."""
     with torch.device("meta"):
         model = Trainee(config)
     if args is None:
@@ -79,7 +75,10 @@ def build(config, weights, world, dtype, args=None):
         for module in (m for block in model.layers for m in (block.attention, block.feed_forward) if args.compile):
             module.compile()
     sharding.shard(model, world, dtype)
-    sharding.fill(model, weights or sharding.FreshWeights(model, args.seed), world)
+    if weights:
+        sharding.fill(model, weights, world)
+    else:
+        sharding.fill_afresh(model, args.seed, world)
     return model
 
 
@@ -92,45 +91,33 @@ def token_losses(head, x, targets, taught_head=None, taught=None):
     return divergence, F.nll_loss(told, targets, reduction="sum")
 
 
-def losses(model, batch, alpha=0.0, teacher=None, match=0.0):
-    """Sums over the tokens of a batch that count: (what is to be minimised, the cross-entropy), in nats.
+def losses(model, batch, alpha=0.0, teacher=None):
+    """Returns sums over the tokens of a batch that count: (what is to be minimised, the cross-entropy), in nats.
 
-    Minimised is the cross-entropy or, with a teacher, KL + 0.1 cross-entropy and, times `match`, the squared error of
-    the streams behind stale layers relative to the teacher's.
+    Minimised is the cross-entropy or, with a teacher, KL + 0.1 cross-entropy.
     """
-    if teacher is not None:
-        with torch.no_grad():
-            taught, taught_streams = teacher(batch)
-            taught_streams = taught_streams if match else None  # which take as much memory as the student's
-    x, streams = model(batch, alpha)
-    counts = batch.counts.nonzero(as_tuple=True)
+    with torch.no_grad():
+        taught = teacher and teacher(batch)
+    x = model(batch, alpha)
     divergence, nats = 0 * x.float().sum(), torch.zeros((), device=x.device)
-    for i in zip(*(indices.split(sharding.CHUNK) for indices in counts), strict=True):  # so few logits at a time
+    for i in zip(*(indices.split(CHUNK) for indices in batch.counts.nonzero(as_tuple=True)), strict=True):
         given = [model.output, x[i], batch.targets[i]] + ([] if teacher is None else [teacher.output, taught[i]])
         kl, ce = recomputed(token_losses, *given, use_reentrant=False)
         divergence, nats = divergence + kl, nats + ce
-    loss = divergence + (nats if teacher is None else 0.1 * nats)
-    if match:
-        behind = last_streams(streams, model.config), last_streams(taught_streams, teacher.config)
-        for layer in model.config.stale_layers:
-            ours, theirs = (streams[layer][counts].float() for streams in behind)
-            loss = loss + match * ((ours - theirs).square().sum(-1) / theirs.square().sum(-1)).sum()
-    return loss, nats.detach()
+    return divergence + (nats if teacher is None else 0.1 * nats), nats.detach()
 
 
 @torch.no_grad()
-def validation_loss(model, windows, rows, world, alpha=0.0):
-    """Nats per token over all windows, `rows` at a time on each rank; at alpha 0 of the model as it will be used."""
+def validation_loss(model, windows, rows, world):
+    """Returns nats per token over all windows, `rows` at a time on each rank."""
     was, total = model.training, [0.0, 0]
     model.eval()
     for first in range(world.rank * rows, windows.n + world.rank * rows, rows * world.tp_size):
         batch = windows.batch([i if i < windows.n else None for i in range(first, first + rows)]).to(world.device)
-        total = [total[0] + losses(model, batch, alpha)[1].item(), total[1] + batch.counts.sum().item()]
+        total = [total[0] + losses(model, batch)[1].item(), total[1] + batch.counts.sum().item()]
     model.train(was)
     model.reshard()  # FSDP2 leaves some weights whole, for a backward pass
     nats, tokens = sharding.summed(total, world)
-    if not tokens:
-        raise InputError("in no window of --valid a token counts: give longer answers, or more of them")
     if not math.isfinite(nats):
         raise InputError(f"the loss on --valid is {nats / tokens:g} nats per token")
     return nats / tokens
@@ -162,7 +149,7 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
     tokens, stop = sharding.summed([sum(part.counts.sum().item() for part in parts), len(asked)], world)
     nats = whole = 0.0
     for part in parts:
-        loss, ce = losses(model, part.to(world.device), alpha, teacher, args.match_streams)
+        loss, ce = losses(model, part.to(world.device), alpha, teacher)
         (loss * world.tp_size / max(tokens, 1)).backward()  # FSDP2 takes the mean over the ranks
         nats, whole = nats + ce.item(), whole + loss.item()
         watch.beat()
@@ -184,37 +171,43 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
 
 
 def train(model, teacher, windows, valid, run, args, world, original):
-    """Train until args.steps, from the newest state of the run on; returns the log's lines and the best.
+    """Train until args.steps, from the newest state of the run on; returns the best, {"step", "nats"} of its weights.
 
     run/best-STEP holds the weights of the lowest validation loss, from step 0 on. A first Ctrl-C saves before it ends.
-    original: whether the model was a standard one, whose own loss the log then begins with.
+    original: the Config of the standard model that it was, with whose loss the log then begins, or None.
     """
     matrices, vectors = ([p for p in model.parameters() if (p.dim() == 2) == two] for two in (True, False))
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
-    step, best = sharding.restore(run, model, optimizer, world) or (None, {"nats": math.inf, "step": None})
-    saved = best["step"]
-    log = runs.Log(run / "log.jsonl", step, writes=world.rank == 0)
-    bar = tqdm(total=args.steps, initial=step or 0, desc="training", unit="step", disable=world.rank > 0)
+    step, log, best = sharding.restore(run, model, optimizer, world), run / "log.jsonl", runs.best(run)
+    quiet = True if world.rank else None  # None: where stderr is no terminal
+    bar = tqdm(total=args.steps, initial=step or 0, desc="training", unit="step", disable=quiet)
 
     def validated(line):
         nonlocal best
         watch.at("validation", timed=False)
-        nats = validation_loss(model, valid, args.micro_batch, world)
-        if nats < best["nats"]:
-            best = {"nats": nats, "step": line["step"]}
-            sharding.write(run, best["step"], saved, model, checkpoint.DTYPES[args.dtype], world)
-        line = line | {"valid": nats}
+        line["valid"] = validation_loss(model, valid, args.micro_batch, world)
+        if line["valid"] < best["nats"]:
+            best = {"step": line["step"], "nats": line["valid"]}
+            sharding.write(run, best, model, checkpoint.DTYPES[args.dtype], world)
         if world.rank == 0:
             said = ", ".join(f"{k} {line[k]:.4f}" for k in ("original", "train", "valid") if k in line)
             bar.write(f"step {line['step']}: {said} nats per token")
-        return line
 
+    def logged(line):
+        if world.rank == 0:
+            writing.append_line(log, line)
+
+    if world.rank == 0:
+        runs.cut_log(log, -1 if step is None else step)
     if step is None:
         step, line = 0, {"step": 0, "tokens": 0}
-        if original:  # which alpha 1 is
-            line["original"] = validation_loss(model, valid, args.micro_batch, world, alpha=1.0)
-        log.append(validated(line))
+        if original:
+            wired, model.config = model.config, original
+            line["original"] = validation_loss(model, valid, args.micro_batch, world)
+            model.config = wired
+        validated(line)
+        logged(line)
     elif world.rank == 0:
         bar.write(f"going on from step {step} of {args.steps}")
     with runs.interruption() as asked:
@@ -226,21 +219,20 @@ def train(model, teacher, windows, valid, run, args, world, original):
                 line, stop = optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
             except InputError as e:
                 kept = f"{run}/best-{best['step']} holds the best weights so far ({best['nats']:.4f} nats per token)"
-                raise InputError(f"{e}: try a smaller --lr than {args.lr:g} with another --out; {kept}") from None
+                raise InputError(f"{e}: try a smaller --lr than {args.lr:g} and another --out; {kept}") from None
             if step % args.eval_every == 0 or step == args.steps:
-                line = validated(line)
-            log.append(line)
+                validated(line)
+            logged(line)
             bar.update()
             bar.set_postfix_str(f"{line['train']:.4f} nats, {line['tokens_per_s']:,.0f} tokens/s")
             if step % args.save_every == 0 or stop:
                 watch.at("saving", timed=False)
-                sharding.save(run, step, best, model, optimizer, world)
-                saved = best["step"]
+                sharding.save(run, step, model, optimizer, world)
             if stop:
-                raise KeyboardInterrupt(f"step {step} is saved in {run}: the same command goes on from there")
+                raise KeyboardInterrupt(f"step {step} is saved in {run}: the same command resumes it")
     watch.at("saving", timed=False)
     bar.close()
-    return log.lines, best
+    return best
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,16 +247,15 @@ SHAPE = {  # of a model from scratch
 
 def parse(argv):
     p = cli.Parser(__doc__)
-    p.add_argument("--checkpoint", metavar="DIR", help="the folder to go on from; without it a new small model")
+    p.add_argument("--checkpoint", metavar="DIR", help="the folder to retrain; default: a new small model")
     files = f"plain text with {SEPARATOR} between documents, or .jsonl with text or chat messages"
     p.add_argument("--text", nargs="+", required=True, metavar="FILE", help=f"to train on: {files}")
     p.add_argument("--valid", required=True, metavar="FILE", help="to validate on, in the same form")
     p.add_argument("--out", required=True, metavar="DIR", help="the folder to write; until then all lies in DIR.run")
-    cli.add_wiring_flags(p, otherwise="the checkpoint's own, or standard")
+    cli.add_wiring_flags(p, default="the checkpoint's own, or standard")
     positive, from_0 = number(float, 0, above=True), number(float, 0)
-    g = p.add_argument_group("retraining", "--ladder-layers auto:N takes the N layers that mind it least")
+    g = p.add_argument_group("retraining", "--wiring ladder:autoN takes the N layers that alone raise the loss least")
     g.add_argument("--distill", nargs="?", const="", metavar="DIR", help="learn from this teacher, or the original")
-    g.add_argument("--match-streams", type=from_0, default=0.0, metavar="X", help="and from its streams, X times")
     g.add_argument("--blend-steps", type=number(int, 0), default=0, metavar="N", help="from standard to ladder, softly")
     g = p.add_argument_group("training")
     g.add_argument("--seq-len", type=count, metavar="N", help="tokens of a window (default: the context, up to 2048)")
@@ -285,41 +276,38 @@ def parse(argv):
     g.add_argument("--micro-batch", type=count, metavar="N", help="windows at once on a rank (default: all its share)")
     g.add_argument("--recompute", action="store_true", help="the backward pass computes sublayers again: less memory")
     g.add_argument("--compile", action="store_true", help="torch.compile the sublayers")
-    g.add_argument("--save-every", type=count, metavar="N", default=200, help="steps between states to go on from")
+    g.add_argument("--save-every", type=count, metavar="N", default=200, help="steps between states to resume from")
     cli.add_rank_flags(g)
     g = p.add_argument_group("a model from scratch")
     for flag, (value, about) in SHAPE.items():
-        most = checkpoint.AT_MOST[flag[2:].replace("-", "_")]
-        g.add_argument(flag, type=number(int, 1, most), metavar="N", help=f"{about} (default: {value})")
+        g.add_argument(flag, type=count, metavar="N", help=f"{about} (default: {value})")
     args = p.parse_args(argv)
     for flag, (value, _) in SHAPE.items():
         given = getattr(args, name := flag[2:].replace("-", "_"))
         if given and args.checkpoint:
-            raise InputError(f"{flag} is of a model from scratch: it does not go with --checkpoint")
+            raise InputError(f"{flag} is for a model from scratch: it does not go with --checkpoint")
         setattr(args, name, given or value)
     if not args.checkpoint and (args.distill is not None or args.blend_steps):
         raise InputError("--distill and --blend-steps need --checkpoint, the model to retrain")
-    if args.match_streams and args.distill is None:
-        raise InputError("--match-streams needs --distill")
-    args.lr = args.lr or (3e-3 if not args.checkpoint else 5e-6 if args.distill is None else 5e-5)
+    args.distill = args.checkpoint if args.distill == "" else args.distill
+    args.lr = args.lr or (3e-3 if not args.checkpoint else 5e-5 if args.distill else 5e-6)
     args.warmup = args.warmup or max(1, min(200, args.steps // 10))
-    if args.warmup > args.steps:
-        raise InputError(f"--warmup {args.warmup} is longer than --steps {args.steps}")
     args.dropout = args.dropout if args.dropout is not None else 0.0 if args.checkpoint else 0.1
     return args
 
 
 def least_sensitive(model, own, valid, run, args, world):
-    """The Config in which those layers are ladder that alone raise the validation loss least; found once in a run."""
-    path = run / "layers.json"
+    """Returns the Config with those layers wired that alone raise the validation loss least; found once in a run."""
+    path, wired = run / "layers.json", model.config
     if not path.exists():
-        model.config, n = own, len(model.config.stale_layers)
-        found = score.sensitivity(model, lambda m: validation_loss(m, valid, args.micro_batch, world))
-        layers = score.least_sensitive(found, n)
+        name, _ = parse_wiring(wired.wiring)
+        model.config = own
+        found = score.sensitivity(model, lambda m: validation_loss(m, valid, args.micro_batch, world), name)
+        layers = score.least_sensitive(found, wired.wirings.count(wired.kind))
         if world.rank == 0:
-            print("auto:", ", ".join(f"layer {i} {found[i]:.4f}" for i in range(own.n_layers)), f"nats: {[*layers]}")
-        world.first(writing.write_text, path, json.dumps(layers))
-    return rewired(own, wiring_name("ladder", json.loads(path.read_text())))
+            print("auto:", ", ".join(f"layer {i} {nats:.4f}" for i, nats in enumerate(found)), f"nats: {[*layers]}")
+        world.first(writing.write_text, path, json.dumps(wiring_name(name, layers)))
+    return rewired(own, json.loads(path.read_text()))
 
 
 def main(argv=None):
@@ -329,10 +317,10 @@ def main(argv=None):
     run = out.parent / f"{out.name}.run"
     with world.together():
         config, own, taught = runs.describe(args)
-        weights, teachers = (f and checkpoint.Weights(f) for f in (args.checkpoint, taught and runs.teacher(args)))
+        weights, teachers = (folder and checkpoint.Weights(folder) for folder in (args.checkpoint, args.distill))
     if not world.alone:
-        read = {"--checkpoint": args.checkpoint, "the teacher": taught and runs.teacher(args)}
-        world.agree({f"contents of {name}": folder and checkpoint.digest(folder) for name, folder in read.items()})
+        read = {f"contents of --{name}": getattr(args, name) for name in ("checkpoint", "distill")}
+        world.agree({name: folder and checkpoint.digest(folder) for name, folder in read.items()})
     share = -(-args.batch // world.tp_size)
     args.micro_batch = min(args.micro_batch or share, share)
     args.compute_dtype = args.compute_dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
@@ -344,22 +332,18 @@ def main(argv=None):
         with world.together():
             if own is None:
                 config = dataclasses.replace(config, vocab_size=load_tokenizer(run).vocab_size)
-            windows = Windows(run / "train.tokens", args.seq_len, "--text", args.seed)
-            valid = Windows(run / "valid.tokens", args.seq_len, "--valid", at_most=args.valid_tokens)
-            rows = args.micro_batch, args.seq_len
-            need = sharding.memory(config, world.tp_size, *rows, dtype, args.recompute, taught)
+            windows, valid = runs.windows(run, args)
             if world.rank == 0:
-                print(f"{windows.n * args.seq_len:,} tokens to train on, {valid.n * args.seq_len:,} to validate on")
-                print(f"memory on each rank: {sharding.in_words(need)}", flush=True)
+                n, m = windows.n * args.seq_len, valid.n * args.seq_len
+                print(f"{n:,} tokens to train on, {m:,} to validate on", flush=True)
             model = build(config, weights, world, dtype, args)
             teacher = taught and build(taught, teachers, world, dtype)
         if runs.is_auto(args):
             model.config = least_sensitive(model, own, valid, run, args, world)
-        original = own and own.wiring == "standard" and model.config.stale_layers
-        lines, best = train(model, teacher, windows, valid, run, args, world, original)
+        original = own if own and own.wiring == "standard" != config.wiring and runs.keeps_norms(config) else None
+        best = train(model, teacher, windows, valid, run, args, world, original)
         if world.rank == 0:
-            curves.draw({out.name: lines}, run / "loss.png")
-            runs.finish(run, best["step"], out)
+            runs.finish(run, out)
     if world.rank == 0:
         what = f"wiring {model.config.wiring}, {args.dtype}, {best['nats']:.4f} nats per token at step {best['step']}"
         print(f"wrote {out}: {what}{'' if best['step'] else ', which training has not lowered'}")

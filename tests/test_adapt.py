@@ -1,12 +1,10 @@
 """Training: what is minimised, that ranks and interruptions change nothing, that the best weights are written."""
 
 import dataclasses
-import functools
 import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import time
@@ -20,6 +18,9 @@ from safetensors import SafetensorError
 from test_training import trainee_like
 
 import adapt
+import convert_hf_checkpoint
+import eval as evaluate
+import model
 import quantize
 import tp
 from formats import checkpoint
@@ -42,25 +43,19 @@ def flags(tmp_path):
 
 
 @pytest.fixture
-def no_figure(monkeypatch):
-    """matplotlib takes longer than such a training."""
-    monkeypatch.setattr(adapt.curves, "draw", lambda *args: None)
-
-
-@pytest.fixture
 def scratch(flags):
     return [*flags, *SMALL.split(), "--steps", "40", "--eval-every", "20", "--lr", "3e-3", "--dropout", "0.1"]
 
 
 @pytest.fixture
-def retrain(flags, tiny, no_figure):
+def retrain(flags, tiny):
     """Distilled and blended: all that a retraining has."""
-    how = "--seq-len 16 --steps 6 --eval-every 3 --lr 1e-3 --ladder-layers 1,2 --distill --blend-steps 4"
-    return [*flags, "--checkpoint", str(tiny), *how.split(), "--match-streams", "0.5", "--dtype", "float32"]
+    how = "--seq-len 16 --steps 6 --eval-every 3 --lr 1e-3 --wiring ladder:1,2 --distill --blend-steps 4"
+    return [*flags, "--checkpoint", str(tiny), *how.split(), "--dtype", "float32"]
 
 
 def losses_of(out):
-    """The log of a run, without what depends on the machine."""
+    """Returns the log of a run, without what depends on the machine."""
     lines = [json.loads(line) for line in (out.parent / f"{out.name}.run" / "log.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
 
@@ -71,65 +66,55 @@ def losses_of(out):
 @pytest.mark.parametrize("changes", ANY_TP, ids=wired_id)
 def test_at_alpha_0_the_blend_is_the_wiring_and_at_1_the_standard_model(changes):
     net = random_model(dataclasses.replace(BASE, **changes)).double()
-    tokens = torch.arange(14).view(2, 7)
-    place = torch.arange(7).expand(2, 7)
+    tokens, place = torch.arange(14).view(2, 7), torch.arange(7).expand(2, 7)
+
+    def logits(alpha):
+        stream = adapt.blended_stream(net.tok_embeddings(tokens), net.sublayers(net.metadata(place)), alpha)
+        return net.output(net.norm(stream))
+
     with torch.no_grad():
-        streams = functools.partial(
-            adapt.blended_stream, net.tok_embeddings(tokens), net.sublayers(net.metadata(place))
-        )
-        assert torch.equal(net.output(net.norm(streams(0.0)[-1])), net(tokens))
+        assert torch.equal(logits(0.0), net(tokens))
         if net.state_dict().keys() == random_model(BASE).state_dict().keys():
             standard = random_model(BASE).double()
-            assert torch.equal(net.output(net.norm(streams(1.0)[-1])), standard(tokens))
+            assert torch.equal(logits(1.0), standard(tokens))
             if net.config.stale_layers:
-                half = net.output(net.norm(streams(0.5)[-1]))
-                assert (half - net(tokens)).abs().max() > 0.01 < (half - standard(tokens)).abs().max()
+                assert (logits(0.5) - net(tokens)).abs().max() > 0.01 < (logits(0.5) - standard(tokens)).abs().max()
 
 
-def test_the_blend_between_is_the_naive_one():
-    config = dataclasses.replace(BASE, wiring="hybrid", ladder_layers=(1, 2))
-    net, tokens, alpha = random_model(config).double(), torch.arange(3, 10)[None], 0.3
-    naive = Reference(config, net.state_dict())
-    x = [naive.w["tok_embeddings.weight"][tokens[0]]]
+def naive_stream(net, tokens, alpha):
+    """Returns the stream after the last sublayer (S, D) of one row of tokens, in float64."""
+    naive = Reference(net.config, net.state_dict())
+    x = [naive.w["tok_embeddings.weight"][tokens]]
     for i, (h, stale) in enumerate(naive.sublayers(), start=1):
         seen = (1 - alpha) * x[max(i - 2, 0)] + alpha * x[i - 1] if stale else x[i - 1]
         x.append(x[i - 1] + h(seen, naive.shards[0]))
-    with torch.no_grad():
-        sublayers = net.sublayers(net.metadata(torch.arange(7)[None]))
-        streams = adapt.blended_stream(net.tok_embeddings(tokens), sublayers, alpha)
-    assert len(streams) == 6
-    for ours, expected in zip(streams, x[1:], strict=True):
-        assert np.abs(ours[0].numpy() - expected).max() < 1e-6
+    return x[-1]
 
 
 @pytest.mark.parametrize("chunk", [4, 1024])
-@pytest.mark.parametrize("match", [0.0, 0.7])
-def test_the_loss_is_the_naive_one(match, chunk, monkeypatch):
-    monkeypatch.setattr(sharding, "CHUNK", chunk)
-    config = dataclasses.replace(BASE, wiring="hybrid", ladder_layers=2)
-    student, teacher = random_model(config, 1).double(), random_model(BASE, 2).double()
+@pytest.mark.parametrize("alpha", [0.0, 0.25])
+def test_the_loss_is_the_naive_one(alpha, chunk, monkeypatch):
+    monkeypatch.setattr(adapt, "CHUNK", chunk)
+    student = random_model(dataclasses.replace(BASE, wiring="ladder:2"), 1).double()
+    teacher = random_model(BASE, 2).double()
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(0, 131, (2, 2, 9), generator=generator)
     counts = torch.rand(2, 9, generator=generator) < 0.6
-    place = torch.arange(9).expand(2, 9)
-    batch = data.Batch(tokens, targets, counts, place, None)
-    loss, nats = adapt.losses(trainee_like(student), batch, 0.25, trainee_like(teacher), match)
-    plain, _ = adapt.losses(trainee_like(student), batch, 0.25)
+    batch = data.Batch(tokens, targets, counts, torch.arange(9).expand(2, 9), None)
+    loss, nats = adapt.losses(trainee_like(student), batch, alpha, trainee_like(teacher))
+    plain, _ = adapt.losses(trainee_like(student), batch, alpha)
 
-    def streams(net, alpha):
-        x = adapt.blended_stream(net.tok_embeddings(tokens), net.sublayers(net.metadata(place)), alpha)
-        return x, net.output(net.norm(x[-1])).log_softmax(-1)
+    def told(net, alpha):
+        with torch.no_grad():
+            x = torch.stack([torch.from_numpy(naive_stream(net, row, alpha)) for row in tokens])
+            return net.output(net.norm(x)).log_softmax(-1)
 
-    with torch.no_grad():
-        (x, told), (y, wanted) = streams(student, 0.25), streams(teacher, 0.0)
+    ours, theirs = told(student, alpha), told(teacher, 0.0)
     expected = cross = 0.0
     for b, s in counts.nonzero().tolist():
-        ce = -told[b, s, targets[b, s]].item()
-        kl = (wanted[b, s].exp() * (wanted[b, s] - told[b, s])).sum().item()
+        ce = -ours[b, s, targets[b, s]].item()
+        kl = (theirs[b, s].exp() * (theirs[b, s] - ours[b, s])).sum().item()
         expected, cross = expected + kl + 0.1 * ce, cross + ce
-        for layer in (1, 2):
-            ours, theirs = x[2 * layer + 1][b, s], y[2 * layer + 1][b, s]
-            expected += match * ((ours - theirs).norm() / theirs.norm()).item() ** 2
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     assert nats.item() == pytest.approx(cross, rel=1e-5) and plain.item() == pytest.approx(cross, rel=1e-5)
 
@@ -144,6 +129,38 @@ def test_a_batch_in_which_nothing_counts_has_gradients_of_zero():
     assert all(p.grad is None or p.grad.abs().max() == 0 for p in trainee.parameters())
 
 
+def halved_stream(x, sublayers, comm, config):
+    """A newcomer's wiring: every sum counts half, and is waited for two sublayers later."""
+    pending = []
+    for h, _ in sublayers:
+        pending.append(comm.start(h(x)))
+        if len(pending) > 2:
+            x = x + 0.5 * comm.wait(pending.pop(0))
+    return x + 0.5 * sum(map(comm.wait, pending))
+
+
+def test_a_new_wiring_is_trained_as_it_is_evaluated(flags, tiny, tmp_path, monkeypatch, capfd):
+    monkeypatch.setitem(model.WIRINGS, "halved", model.Wiring("half of a sum", stream=halved_stream, stale=True))
+    (tmp_path / "valid.txt").write_text(STORIES[0])
+    one_window = len(load_tokenizer(tiny).encode(STORIES[0])) - 1
+    how = ["--checkpoint", str(tiny), "--wiring", "halved", "--seq-len", str(one_window), "--dtype", "float32"]
+    adapt.main([*flags, *how, "--steps", "4", "--lr", "1e-3"])
+    trained = [line["valid"] for line in losses_of(tmp_path / "out") if "valid" in line]
+    assert checkpoint.read_config(tmp_path / "out").wiring == "halved" and trained[-1] < trained[0]
+    found = []
+    for more in [], ["--ladder"]:
+        capfd.readouterr()
+        evaluate.main(["--checkpoint", str(tmp_path / "out"), "--text", str(tmp_path / "valid.txt"), *more])
+        found.append(json.loads(capfd.readouterr().out)["nats_per_token"])
+    assert found[0] == pytest.approx(trained[-1], rel=1e-5) and abs(found[1] - trained[-1]) > 1e-2
+    with pytest.raises(
+        InputError, match="--blend-steps goes from standard to ladder layers, not from standard to halv"
+    ):
+        adapt.main([*flags, *how, "--blend-steps", "2"])
+    with pytest.raises(InputError, match="wiring halved has no Hugging Face form"):
+        convert_hf_checkpoint.main([str(tmp_path / "out"), "--to-hf", str(tmp_path / "hf")])
+
+
 # From scratch
 
 
@@ -153,8 +170,7 @@ def test_a_ladder_is_trained_and_written(scratch, tmp_path, capfd):
     config = checkpoint.read_config(out)
     assert config.wiring == "ladder" and "wiring ladder" in printed
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out.run", "train.txt", "valid.txt"]
-    kept = ["log.jsonl", "loss.png", "settings.json", "tokenizer.model"]
-    assert sorted(p.name for p in (tmp_path / "out.run").iterdir()) == kept
+    assert sorted(p.name for p in (tmp_path / "out.run").iterdir()) == ["log.jsonl", "settings.json", "tokenizer.model"]
     tokenizer = load_tokenizer(out, config.vocab_size)
     ids = [i for story in STORIES * 2 for i in [*tokenizer.encode(story), 2]]  # BOS text EOS, of each story
     net = tp.load_shard(config, checkpoint.Weights(out), torch.float32, "cpu")
@@ -177,7 +193,6 @@ def test_a_ladder_is_trained_and_written(scratch, tmp_path, capfd):
     assert f"{min(valid.values()):.4f} nats per token" in printed
 
 
-@pytest.mark.usefixtures("no_figure")
 def test_the_weights_of_the_lowest_validation_loss_are_written(scratch, tmp_path, monkeypatch, capfd):
     seen = []
 
@@ -192,7 +207,6 @@ def test_the_weights_of_the_lowest_validation_loss_are_written(scratch, tmp_path
     assert "1.0000 nats per token at step 2\n" in capfd.readouterr().out
 
 
-@pytest.mark.usefixtures("no_figure")
 @pytest.mark.parametrize("dropout, different", [("0", 1), ("0.5", 3)])
 def test_each_step_drops_other_outputs(dropout, different, scratch, tmp_path):
     """Three steps on the only window, at a rate that changes nothing."""
@@ -202,57 +216,45 @@ def test_each_step_drops_other_outputs(dropout, different, scratch, tmp_path):
 
 
 def test_the_rate_warms_up_and_falls_to_a_tenth():
-    args = adapt.parse(shlex.split("--text x --valid x --out x --steps 100 --warmup 10 --lr 0.5"))
+    given = ["--text", "x", "--valid", "x", "--out", "x"]
+    args = adapt.parse([*given, *shlex.split("--steps 100 --warmup 10 --lr 0.5")])
     rates = [adapt.learning_rate(step, args) for step in range(101)]
     assert rates[5] == pytest.approx(0.25, rel=0.02) and rates[100] == pytest.approx(0.05)
     assert max(rates) <= 0.5 and rates[10:] == sorted(rates[10:], reverse=True)
+    for more, rate in ([], 3e-3), (["--checkpoint", "c"], 5e-6), (["--checkpoint", "c", "--distill"], 5e-5):
+        assert adapt.parse([*given, *more]).lr == rate
 
 
 # Retraining
 
 
-def test_the_defaults_are_the_recipes(tiny):
-    given = ["--text", "x", "--valid", "x", "--out", "x"]
-    assert adapt.parse(given).lr == 3e-3
-    assert adapt.parse([*given, "--checkpoint", str(tiny)]).lr == 5e-6
-    assert adapt.parse([*given, "--checkpoint", str(tiny), "--distill"]).lr == 5e-5
-
-
-@pytest.mark.slow
 def test_what_comes_out_has_the_wiring_the_tokenizer_and_a_lower_loss(retrain, tmp_path, tiny):
     adapt.main([*retrain, "--steps", "30", "--eval-every", "10"])
-    config = checkpoint.read_config(tmp_path / "out")
-    assert (config.wiring, config.ladder_layers) == ("hybrid", (1, 2))
+    assert checkpoint.read_config(tmp_path / "out").wiring == "ladder:1,2"
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (tiny / "tokenizer.model").read_bytes()
     lines = losses_of(tmp_path / "out")
     assert lines[-1]["valid"] < lines[0]["valid"] - 0.1
-    adapt.main(
-        [*retrain[: retrain.index("--ladder-layers")], "--seq-len", "16", "--steps", "2", "--out", f"{tmp_path}/same"]
-    )
+    adapt.main([*retrain[: retrain.index("--wiring")], "--seq-len", "16", "--steps", "2", "--out", f"{tmp_path}/same"])
     assert losses_of(tmp_path / "same")[0]["valid"] == pytest.approx(lines[0]["original"], rel=1e-6)
     assert [line["alpha"] for line in lines[1:7]] == [1, 0.75, 0.5, 0.25, 0, 0]
 
 
 @pytest.mark.slow
 def test_auto_takes_the_layers_that_alone_raise_the_loss_least(flags, tiny, tmp_path, capfd):
-    how = ["--checkpoint", str(tiny), "--seq-len", "16", "--steps", "2", "--ladder-layers", "auto:2"]
+    how = ["--checkpoint", str(tiny), "--seq-len", "16", "--steps", "2", "--wiring", "ladder:auto2"]
     adapt.main([*flags, *how])
-    config = checkpoint.read_config(tmp_path / "out")
     alone = []
     for layer in range(3):
-        adapt.main([*flags, *how[:-1], f"{layer},", "--out", str(tmp_path / f"only{layer}")])
+        adapt.main([*flags, *how[:-1], f"ladder:{layer},", "--out", str(tmp_path / f"only{layer}")])
         alone.append(losses_of(tmp_path / f"only{layer}")[0]["valid"])
-    assert config.ladder_layers == tuple(sorted(np.argsort(alone)[:2]))
+    i, j = sorted(np.argsort(alone)[:2])
+    assert checkpoint.read_config(tmp_path / "out").wiring == f"ladder:{i},{j}"
 
 
 @pytest.mark.slow
-def test_a_teacher_of_its_own_is_used(retrain, tiny, tmp_path):
-    other = tmp_path / "teacher"
-    other.mkdir()
-    config = checkpoint.read_config(tiny)
-    checkpoint.write_model(other, config, random_model(config, seed=9).state_dict(), torch.float32)
+def test_another_teacher_is_used(retrain, tiny, tmp_path):
     adapt.main(retrain)
-    adapt.main([*retrain, "--distill", str(other), "--out", str(tmp_path / "out2")])
+    adapt.main([*retrain, "--distill", copy_of(tiny, tmp_path / "teacher", seed=9), "--out", str(tmp_path / "out2")])
     assert losses_of(tmp_path / "out")[3]["train"] != losses_of(tmp_path / "out2")[3]["train"]
 
 
@@ -275,89 +277,77 @@ def test_ranks_give_the_losses_of_one(ranks, retrain, tmp_path):
 
 
 def _train(world, argv):
-    """adapt.main as one of the pool's ranks, which tell one another by a collective."""
+    """Run adapt.main as one of the pool's ranks, which tell one another by a collective."""
 
     world.tell = lambda value: world.gather(value)[0]
     with pytest.MonkeyPatch.context() as m:
         m.setattr(launch, "join", lambda device, flags: world)
-        m.setattr(adapt.curves, "draw", lambda *args: None)
         adapt.main(argv)
     return torch.initial_seed()
 
 
 @pytest.mark.slow
-def test_two_ranks_under_torchrun(retrain, tmp_path):
+@pytest.mark.parametrize(
+    "more, rel, ranks",
+    [
+        ([], 1e-5, 2),  # under torchrun
+        (["--recompute", "--micro-batch", "3"], 1e-6, 1),
+        (["--compile"], 1e-4, 1),
+        (["--compute-dtype", "bfloat16"], 0.02, 1),
+    ],
+    ids=str,
+)
+def test_how_it_is_computed_changes_no_loss(more, rel, ranks, retrain, tmp_path):
     adapt.main(retrain)
-    done = script("adapt.py", *retrain, "--out", tmp_path / "out2", ranks=2)
-    assert done.returncode == 0, done.stderr
-    for a, b in zip(losses_of(tmp_path / "out"), losses_of(tmp_path / "out2"), strict=True):
-        assert a == pytest.approx(b, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_computing_again_and_several_windows_at_a_time_change_nothing(retrain, tmp_path):
-    adapt.main(retrain)
-    adapt.main([*retrain, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "3"])
-    for a, b in zip(losses_of(tmp_path / "out"), losses_of(tmp_path / "out2"), strict=True):
-        assert a == pytest.approx(b, rel=1e-6)
-
-
-@pytest.mark.slow
-def test_bfloat16_is_near(retrain, tmp_path):
-    adapt.main(retrain)
-    adapt.main([*retrain, "--out", str(tmp_path / "out2"), "--compute-dtype", "bfloat16"])
+    argv = [*retrain, "--out", str(tmp_path / "out2"), *more]
+    if ranks == 1:
+        adapt.main(argv)
+    else:
+        done = script("adapt.py", *argv, ranks=2)
+        assert done.returncode == 0 and "training:" not in done.stderr, done.stderr  # no bar where nobody looks
     one, two = ([line["train"] for line in losses_of(tmp_path / name)[1:]] for name in ("out", "out2"))
-    assert one == pytest.approx(two, rel=0.02) and one != two
-
-
-@pytest.mark.slow
-def test_compiled_losses_are_the_same(retrain, tmp_path):
-    adapt.main(retrain)
-    adapt.main([*retrain, "--out", str(tmp_path / "out2"), "--compile"])
-    for a, b in zip(losses_of(tmp_path / "out"), losses_of(tmp_path / "out2"), strict=True):
-        assert a == pytest.approx(b, rel=1e-4)
+    assert one == pytest.approx(two, rel=rel) and (one == two) <= (rel < 0.02)
 
 
 # Runs that do not end at once
 
 
-@pytest.mark.usefixtures("no_figure")
-def test_killed_at_any_step_it_goes_on_with_the_same_losses(scratch, tmp_path, monkeypatch):
+def test_killed_at_any_step_it_resumes_with_the_same_losses(scratch, tmp_path, monkeypatch):
     scratch += ["--steps", "12", "--eval-every", "4", "--save-every", "3"]
     adapt.main([*scratch, "--out", str(tmp_path / "whole")])
     step, save = adapt.optimizer_step, sharding.save
     for at, where in (2, "step"), (5, "step"), (9, "save"), (9, "save"), (11, "step"):
 
-        def killed(number, *args, at=at, where=where):
-            if number == at and where == "step":
+        def killed(n, *args, at=at, where=where):
+            if n == at and where == "step":
                 raise KeyboardInterrupt
-            return step(number, *args)
+            return step(n, *args)
 
-        def killed_saving(run, number, *args, at=at):
-            if number == at:
+        def killed_saving(run, n, *args, at=at):
+            if n == at:
                 (run / "state.tmp").mkdir(exist_ok=True)
                 raise KeyboardInterrupt
-            save(run, number, *args)
+            save(run, n, *args)
 
         with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
             m.setattr(adapt, "optimizer_step", killed)
             m.setattr(sharding, "save", killed_saving if where == "save" else save)
             adapt.main(scratch)
+    assert sorted(p.name for p in (tmp_path / "out.run").glob("[bs]*-*")) == ["best-8", "state-9"]
     adapt.main(scratch)
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
     names = [tmp_path / name / "model.safetensors" for name in ("out", "whole")]
     assert names[0].read_bytes() == names[1].read_bytes()
 
 
-@pytest.mark.usefixtures("no_figure")
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_asked_to_stop_it_saves_first(number, scratch, tmp_path, monkeypatch):
+@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_asked_to_stop_it_saves_first(sent, scratch, tmp_path, monkeypatch):
     scratch += ["--steps", "12"]
     step = adapt.optimizer_step
 
     def asked(at, *args):
         if at == 7:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), sent)
         return step(at, *args)
 
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt, match="step 7 is saved in .*out.run"):
@@ -385,13 +375,13 @@ def test_another_configuration_is_refused_and_nothing_is_lost(scratch, tmp_path,
             adapt.main([*scratch, *more.split()])
     with open(tmp_path / "train.txt", "a") as f:
         f.write("more")
-    with pytest.raises(InputError, match="other contents of --text or --valid"):
+    with pytest.raises(InputError, match="holds a run with contents of --text and --valid"):
         adapt.main(scratch)
     assert before == {p: p.read_bytes() for p in (tmp_path / "out.run").rglob("*") if p.is_file()}
 
 
 def test_a_loss_that_is_not_finite_ends_it_and_the_best_weights_stay(scratch, tmp_path):
-    with pytest.raises(InputError, match="smaller --lr than 1e\\+09 with another --out; .*/best-0 holds") as error:
+    with pytest.raises(InputError, match="smaller --lr than 1e\\+09 and another --out; .*/best-0 holds") as error:
         adapt.main([*scratch, "--lr", "1e9"])
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
     folder = re.search(r"\S+/best-0", str(error.value))[0]
@@ -415,27 +405,35 @@ def test_killed_for_good_and_started_again(scratch, tmp_path):
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
 
 
-@pytest.mark.slow
-def test_a_full_disk_is_one_clear_line(retrain, tmp_path, monkeypatch):
+FULL = {
+    "state": (sharding.dcp, "save", OSError(28, "No space left on device")),
+    "best": (checkpoint, "save_file", SafetensorError("Error while serializing: I/O error: No space left on device")),
+}
+
+
+@pytest.mark.parametrize("what", FULL)
+def test_a_full_disk_is_one_clear_line(what, retrain, tmp_path, monkeypatch):
+    where, name, error = FULL[what]
+
     def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
+        raise error
 
     with monkeypatch.context() as m:
-        m.setattr(sharding.dcp, "save", full)
-        with pytest.raises(InputError, match="cannot write .*state-3: .*No space left"):
+        m.setattr(where, name, full)
+        with pytest.raises(InputError, match=f"cannot write .*{what}-[03].*: .*No space left"):
             adapt.main([*retrain, "--save-every", "3"])
     adapt.main([*retrain, "--save-every", "3"])
     assert len(losses_of(tmp_path / "out")) == 7
 
 
-# Teachers
+# Teachers, and what a run finds
 
 
-def copy_of(folder, out, **changes):
-    """A folder with other fields in its config.json, and the tokenizer."""
+def copy_of(folder, out, seed=0, **changes):
+    """Returns a folder with other fields in its config.json, random weights, and the tokenizer of `folder`."""
     out.mkdir()
     config = dataclasses.replace(checkpoint.read_config(folder), **changes)
-    checkpoint.write_model(out, config, random_model(config).state_dict(), torch.float32)
+    checkpoint.write_model(out, config, random_model(config, seed).state_dict(), torch.float32)
     checkpoint.copy_tokenizer(folder, out)
     return str(out)
 
@@ -445,10 +443,10 @@ def copy_of(folder, out, **changes):
     [
         ({"wiring": "desync"}, "desync is another function on another number of ranks"),
         ({"max_seq_len": 8}, "has a context of 8, less than --seq-len"),
-        ({"n_layers": 2}, "--match-streams needs a teacher of 3 layers of width 48"),
+        ({"vocab_size": 301}, "has 301 tokens, the model 300"),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_bad_teachers_are_one_clear_line(changes, message, retrain, tiny, tmp_path):
     with pytest.raises(InputError, match=message):
         adapt.main([*retrain, "--distill", copy_of(tiny, tmp_path / "teacher", **changes)])
@@ -469,89 +467,25 @@ def test_quantized_models_and_other_tokenizers_do_not_teach(retrain, tiny, tmp_p
 
 def test_a_ladder_does_not_teach_itself_nor_become_one_softly(flags, tiny, tmp_path):
     ladder = copy_of(tiny, tmp_path / "ladder", wiring="ladder")
-    with pytest.raises(InputError, match="is ladder already and would be its own teacher: --distill DIR"):
-        adapt.main([*flags, "--checkpoint", ladder, "--distill", "--seq-len", "16"])
-    with pytest.raises(InputError, match="--blend-steps goes from a standard model, but .*ladder is ladder"):
-        adapt.main([*flags, "--checkpoint", ladder, "--blend-steps", "3", "--seq-len", "16"])
-
-
-@pytest.mark.parametrize("layers", [(0,), (1,), (0, 2)])
-@pytest.mark.parametrize("taught", [{}, {"wiring": "parallel", "ladder_layers": (0,)}], ids=wired_id)
-def test_streams_behind_layers_of_unequal_numbers_of_sublayers(taught, layers):
-    config = dataclasses.replace(BASE, wiring="parallel-ladder", ladder_layers=layers)
-    student, teacher = random_model(config, 1), random_model(dataclasses.replace(BASE, **taught), 2)
-    generator = torch.Generator().manual_seed(0)
-    tokens, targets = torch.randint(0, 131, (2, 2, 7), generator=generator)
-    place = torch.arange(7).expand(2, 7)
-    batch = data.Batch(tokens, targets, torch.ones(2, 7, dtype=torch.bool), place, None)
-    plain, _ = adapt.losses(trainee_like(student), batch, 0.0, trainee_like(teacher), 0.0)
-    matched, _ = adapt.losses(trainee_like(student), batch, 0.0, trainee_like(teacher), 1.0)
-
-    def behind_layers(net, one_sublayer):
-        with torch.no_grad():
-            found = adapt.blended_stream(net.tok_embeddings(tokens), net.sublayers(net.metadata(place)), 0.0)
-        streams = []
-        for layer in range(3):
-            streams.append(found.pop(0) if layer in one_sublayer else [found.pop(0), found.pop(0)][1])
-        assert not found
-        return streams
-
-    ours, theirs = behind_layers(student, layers), behind_layers(teacher, taught.get("ladder_layers", ()))
-    expected = sum(((ours[i] - theirs[i]).square().sum(-1) / theirs[i].square().sum(-1)).sum().item() for i in layers)
-    assert (matched - plain).item() == pytest.approx(expected, rel=1e-4)
-
-
-def test_streams_of_a_teacher_with_other_sublayers():
-    student, teacher = (random_model(dataclasses.replace(BASE, wiring=w)) for w in ("ladder", "parallel"))
-    place = torch.arange(7).expand(2, 7)
-    batch = data.Batch(*torch.ones(2, 2, 7, dtype=torch.long), torch.ones(2, 7, dtype=torch.bool), place, None)
-    plain, _ = adapt.losses(trainee_like(student), batch, 0.0, trainee_like(teacher), 0.0)
-    matched, _ = adapt.losses(trainee_like(student), batch, 0.0, trainee_like(teacher), 1.0)
-    with torch.no_grad():
-        x, y = (
-            adapt.blended_stream(m.tok_embeddings(batch.tokens), m.sublayers(m.metadata(place)), 0.0)
-            for m in (student, teacher)
-        )
-    expected = sum(((x[2 * i + 1] - y[i]).square().sum(-1) / y[i].square().sum(-1)).sum() for i in range(3))
-    assert (matched - plain).item() == pytest.approx(expected.item(), rel=1e-4)
-
-
-# What a run leaves and finds
-
-
-@pytest.mark.slow
-def test_an_output_with_a_slash_and_best_weights_that_a_state_names(scratch, tmp_path, monkeypatch):
-    scratch[scratch.index("--out") + 1] = f"{tmp_path}/out/"
-    scratch += ["--steps", "8", "--eval-every", "2", "--save-every", "3"]
-    step, loss = adapt.optimizer_step, adapt.validation_loss
-
-    def killed(number, *args):
-        if number == 6:
-            raise KeyboardInterrupt
-        return step(number, *args)
-
-    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-        m.setattr(adapt, "optimizer_step", killed)
-        adapt.main(scratch)
-    assert sorted(p.name for p in (tmp_path / "out.run").glob("[bs]*-*")) == ["best-2", "best-4", "state-3"]
-    monkeypatch.setattr(adapt, "validation_loss", lambda *args: loss(*args) + 1)  # say, on other machines
-    adapt.main(scratch)
-    assert checkpoint.read_config(tmp_path / "out").n_layers == 2
-    assert not list((tmp_path / "out.run").glob("best-*"))
+    for more, message in {
+        "--distill": "is ladder already: name its original, --distill DIR",
+        "--blend-steps 3": "--blend-steps goes from standard to ladder layers, not from ladder to ladder",
+        "--wiring ladder:auto2": "--wiring ladder:auto2 needs a standard --checkpoint",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            adapt.main([*flags, "--checkpoint", ladder, "--seq-len", "16", *more.split()])
 
 
 def test_a_validation_in_which_nothing_counts_is_refused(flags, tiny, tmp_path):
-    for name in "tokenizer.model", "config.json", "model.safetensors":
-        shutil.copy(tiny / name, tmp_path / name)
-    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
-    (tmp_path / "valid.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a dog"}] * 40}) + "\n")
-    how = ["--checkpoint", str(tmp_path), "--seq-len", "16", "--valid", str(tmp_path / "valid.jsonl")]
-    with pytest.raises(InputError, match="valid.jsonl: no text"):
-        adapt.main([*flags, *how])
-    answered = [{"role": "user", "content": "a dog " * 40}, {"role": "assistant", "content": "ran"}]
-    (tmp_path / "valid.jsonl").write_text(json.dumps({"messages": answered}) + "\n")
-    with pytest.raises(InputError, match="--valid: in none of its windows a token counts|--valid has no token that"):
-        adapt.main([*flags, *how, "--valid-tokens", "20"])
+    folder = copy_of(tiny, tmp_path / "chats")
+    (tmp_path / "chats" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    how = ["--checkpoint", folder, "--seq-len", "16", "--valid", str(tmp_path / "valid.jsonl")]
+    asked, answered = {"role": "user", "content": "a dog " * 40}, {"role": "assistant", "content": "ran"}
+    for messages, message in ([asked], "valid.jsonl: no text"), ([asked, answered], "--valid has no token that counts"):
+        (tmp_path / "valid.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+        with pytest.raises(InputError, match=message):
+            adapt.main([*flags, *how, "--valid-tokens", "20"])
+        assert not (tmp_path / "out.run").exists()
 
 
 def test_a_vocabulary_that_was_killed_in_the_making_is_made_again(scratch, tmp_path, monkeypatch):
@@ -561,14 +495,5 @@ def test_a_vocabulary_that_was_killed_in_the_making_is_made_again(scratch, tmp_p
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
         m.setattr("sentencepiece.SentencePieceTrainer.train", killed)
         adapt.main(scratch)
-    adapt.main(scratch)
+    adapt.main([*scratch, "--steps", "2"])
     assert checkpoint.read_config(tmp_path / "out").vocab_size == 300
-
-
-def test_best_weights_on_a_full_disk_are_one_clear_line(retrain, monkeypatch):
-    def full(*args, **kwargs):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device")
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(InputError, match="cannot write .*No space left"):
-        adapt.main(retrain)

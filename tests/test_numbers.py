@@ -97,9 +97,9 @@ def test_an_overflow_of_float16_is_named(large, capsys):
 
 def test_eval_names_it_too(large):
     model = generate.load_model(checkpoint.read_config(large), large, "float16", generate.World(0, 1, "cpu"))
-    with pytest.raises(InputError, match="a loss of nan nats per token, computed in float16, .* run with --dtype bfl"):
-        eval.finite(NAN, large, model)
-    assert eval.finite(1.5, large, model) == 1.5
+    with pytest.raises(InputError, match="a loss of nan nats per token in float16: try another --dtype"):
+        eval.checked(NAN, large, model)
+    assert eval.checked(1.5, large, model) == 1.5
 
 
 def test_a_validation_that_is_not_finite_ends_a_training(tiny, tmp_path, monkeypatch):

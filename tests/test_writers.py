@@ -138,10 +138,10 @@ def test_killed_in_its_last_moment_a_run_keeps_what_it_needs_or_nothing(tmp_path
         (run / part).mkdir(parents=True)
     for part in "train.tokens", "log.jsonl", "settings.json":
         (run / part).write_text("")
-    (run / "end").write_text("best-3")
+    (run / "best.json").write_text('{"step": 3}')
+    before = names(run)
     with runs.reserved(out, run):  # killed before the rename
-        assert names(run) == ["best-2", "best-3", "log.jsonl", "settings.json", "state-3", "train.tokens"]
-    (run / "end").write_text("best-3")
+        assert names(run) == before
     (run / "best-3").rename(out)
     (out / "config.json").write_text("")
     with pytest.raises(InputError, match="already exists"), runs.reserved(out, run):

@@ -17,7 +17,7 @@ from model import InputError
 from runtime import writing
 
 SEPARATOR = "<|endoftext|>"
-# A token as it lies on the disk: the document that it is of, and whether its prediction counts in the loss.
+# A token on the disk: its id, the number of its document, and whether its prediction counts in the loss.
 TOKEN = np.dtype([("id", "<u4"), ("document", "<u4"), ("counts", "?")])
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -25,18 +25,18 @@ TOKEN = np.dtype([("id", "<u4"), ("document", "<u4"), ("counts", "?")])
 
 
 def documents(path):
-    """The documents of a file, one at a time, with where they stand: (text or chat messages, "FILE" or "FILE line 7").
+    """Yield the documents of a file, each as (text or chat messages, "FILE" or "FILE line 7").
 
-    Plain text holds SEPARATOR between two; of a .jsonl each line is an object with "text" or "messages".
+    Plain text has SEPARATOR between two documents; each line of a .jsonl is an object with "text" or "messages".
     Raises InputError for a file that cannot be read as that.
     """
     path = str(path)
     try:
         with open(path, encoding="utf-8") as f:
             if path.endswith(".jsonl"):
-                for number, line in enumerate(f, start=1):
+                for n, line in enumerate(f, start=1):
                     if line.strip():
-                        yield _record(line, f"{path} line {number}"), f"{path} line {number}"
+                        yield _record(line, f"{path} line {n}"), f"{path} line {n}"
                 return
             text = ""
             for line in chain(f, [SEPARATOR]):
@@ -44,8 +44,6 @@ def documents(path):
                 if SEPARATOR in line:
                     *complete, text = text.split(SEPARATOR)
                     yield from ((d.strip(), path) for d in complete if d.strip())
-    except OSError as e:
-        raise InputError(f"{path}: {e.strerror}") from None
     except UnicodeDecodeError:
         raise InputError(f"{path} is not valid UTF-8") from None
 
@@ -53,28 +51,25 @@ def documents(path):
 def _record(line, where):
     try:
         record = json.loads(line)
+        json.dumps(record, ensure_ascii=False).encode()  # half of a surrogate pair is no character
     except (ValueError, RecursionError) as e:
-        raise InputError(f"{where} is not valid JSON ({getattr(e, 'msg', first_line(e))})") from None
-    try:
-        json.dumps(record, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{where} has half of a surrogate pair, which is no character") from None
-    if isinstance(record, dict) and isinstance(record.get("text"), str):
-        return record["text"]
-    messages = record.get("messages") if isinstance(record, dict) else None
-    if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):
-        raise InputError(f'{where} has neither a "text" nor "messages", each with a "role" and a "content"')
-    return messages
+        raise InputError(f"{where} is not valid JSON: {first_line(e)}") from None
+    match record:
+        case {"text": str(text)}:
+            return text
+        case {"messages": [_, *_] as messages} if all(map(_is_message, messages)):
+            return messages
+    raise InputError(f'{where} has neither a "text" nor "messages", each with a "role" and a "content"')
 
 
 def _is_message(m):
     return isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
 
 
-def encode(tokenizer, document, end, where):
-    """(ids, whether each counts) of a document: all of BOS text end, or of a chat the assistant's answers alone.
+def encode(tokenizer, document, end):
+    """Returns (ids, whether each counts) of a document: all of BOS text end, or only the assistant's answers of a chat.
 
-    end: the id that ends a text, or None. where: what an InputError calls the document.
+    end: the id that ends a text, or None.
     """
     if isinstance(document, str):
         ids = tokenizer.encode(document) + ([] if end is None else [end])
@@ -84,14 +79,11 @@ def encode(tokenizer, document, end, where):
         if message["role"] != "assistant":
             continue
         for messages, answer in (document[:i], False), (document[: i + 1], True):
-            try:
-                text = tokenizer.render(messages, not answer) if messages else ""
-            except InputError as e:
-                raise InputError(f"{where}: {e}") from None
+            text = tokenizer.render(messages, not answer) if messages else ""
             if not text.startswith(seen):
-                raise InputError(f"{where}: the chat template rewrites earlier messages when later ones come")
+                raise InputError("the chat template rewrites earlier messages when later ones come")
             longer = tokenizer.encode_markup(text)
-            if longer[: len(ids)] != ids:  # a token would reach across the border: answers are written behind it
+            if longer[: len(ids)] != ids:  # a token would reach across the border, but an answer starts a new one
                 longer = ids + tokenizer.encode_markup(text[len(seen) :])
             counts += [answer] * (len(longer) - len(ids))
             ids, seen = longer, text
@@ -99,26 +91,30 @@ def encode(tokenizer, document, end, where):
 
 
 def tokenize(paths, tokenizer, end, target, show=True):
-    """Write the tokens of all documents of the files, in their order, to the file target; returns how many.
+    """Write the tokens of all documents of the files, in their order, to the file target; returns their number.
 
-    The file appears when it is complete. Raises InputError where the files hold no document.
+    Raises InputError where the files hold no text.
     """
-    total, number = 0, 0
+    total = 0
     with writing.new_file(target) as unfinished, open(unfinished, "wb") as f:
         found = chain.from_iterable(map(documents, paths))
-        for document, where in tqdm(found, desc="tokenizing", unit=" documents", delay=1, disable=not show):
-            ids, counts = encode(tokenizer, document, end, where)
+        bar = tqdm(found, desc="tokenizing", unit=" documents", delay=1, disable=None if show else True)
+        for n, (document, where) in enumerate(bar):
+            try:
+                ids, counts = encode(tokenizer, document, end)
+            except InputError as e:
+                raise InputError(f"{where}: {e}") from None
             tokens = np.empty(len(ids), TOKEN)
-            tokens["id"], tokens["document"], tokens["counts"] = ids, number, counts
+            tokens["id"], tokens["document"], tokens["counts"] = ids, n, counts
             tokens.tofile(f)
-            total, number = total + len(ids), number + 1
+            total += len(ids)
         if total == 0:
             raise InputError(f"{', '.join(map(str, paths))}: no text")
     return total
 
 
 def train_tokenizer(texts, vocab_size, path):
-    """A SentencePiece BPE vocabulary in Llama 2's style: BOS 1, EOS 2, unknown characters as bytes."""
+    """Write a SentencePiece BPE vocabulary in Llama 2's style: BOS 1, EOS 2, unknown characters as bytes."""
     from sentencepiece import SentencePieceTrainer
 
     if not texts:
@@ -140,10 +136,10 @@ def train_tokenizer(texts, vocab_size, path):
 
 @dataclasses.dataclass
 class Batch:
-    """Windows that are packed with documents, none of which attends to another.
+    """Windows packed with documents, none of which attends to another.
 
-    tokens, targets, positions (in their document, as far as it lies in the window): (B, S). counts: (B, S) bool, which
-    targets are in the loss. mask: (B, S, S) bool, or None where each window holds one document.
+    tokens, targets, positions (within the part of the document that lies in the window): (B, S). counts: (B, S) bool,
+    which targets are in the loss. mask: (B, S, S) bool, or None where each window holds one document.
     """
 
     tokens: torch.Tensor
@@ -153,49 +149,43 @@ class Batch:
     mask: torch.Tensor | None
 
     def to(self, device):
-        moved = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return Batch(**{name: tensor if tensor is None else tensor.to(device) for name, tensor in moved.items()})
+        return Batch(*(None if t is None else t.to(device) for t in vars(self).values()))
 
 
 class Windows:
-    """The windows of a file of tokens, each of S of them and their successors, in an order that depends on the seed.
+    """The windows of a file of tokens, each of S tokens and their successors, in an order that depends on the seed.
 
-    called: what an InputError calls the file, which has not one window, or none in which a token counts.
+    called: the file's name in an InputError, for too few tokens or none that counts. at_most: tokens to use.
     """
 
     def __init__(self, path, seq_len, called="the file", seed=0, at_most=None):
-        try:
-            self.tokens = np.memmap(path, TOKEN, mode="r")[: None if at_most is None else at_most + 1]
-        except OSError as e:
-            raise InputError(f"{path}: {e.strerror}: do all nodes share this folder?") from None
+        self.tokens = np.memmap(path, TOKEN, mode="r")[: None if at_most is None else at_most + 1]
         self.seq_len, self.seed = seq_len, seed
         self.n = (len(self.tokens) - 1) // seq_len
         if self.n < 1:
             raise InputError(f"{called} holds {len(self.tokens)} tokens, fewer than --seq-len {seq_len} and one")
-        if not self.tokens["counts"].any():
-            raise InputError(f"{called} has no token that counts: of chats only what the assistant says does")
-        self.orders = {}
+        if not self.tokens["counts"][1 : self.n * seq_len + 1].any():
+            raise InputError(f"{called} has no token that counts: in chats only the assistant's answers do")
 
-    def order(self, epoch):
-        """The windows in the order in which an epoch takes them."""
-        if epoch not in self.orders:
+    def indices(self, first, n):
+        """Returns the windows of n draws from draw `first` on: epoch after epoch, each in an order of its own."""
+
+        def order(epoch):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            self.orders = {epoch: torch.randperm(self.n, generator=generator).tolist()}
-        return self.orders[epoch]
+            return torch.randperm(self.n, generator=generator)
 
-    def indices(self, first, count):
-        """The windows that `count` draws from draw number `first` on give: epoch after epoch, each in its order."""
-        return [self.order(i // self.n)[i % self.n] for i in range(first, first + count)]
+        draws = range(first, first + n)
+        orders = {epoch: order(epoch) for epoch in {i // self.n for i in draws}}
+        return [orders[i // self.n][i % self.n].item() for i in draws]
 
     def batch(self, indices):
-        """The Batch of some windows; None among the indices is a row in which nothing counts."""
+        """Returns the Batch of some windows; None among the indices is a row in which nothing counts."""
         S = self.seq_len
         rows = np.stack([self.tokens[(i or 0) * S : (i or 0) * S + S + 1] for i in indices])
         ids, document = (torch.from_numpy(rows[name].astype(np.int64)) for name in ("id", "document"))
         same = document[:, 1:] == document[:, :-1]
-        counts = (
-            torch.from_numpy(rows["counts"][:, 1:]) & same & torch.tensor([i is not None for i in indices])[:, None]
-        )
+        wanted = torch.tensor([i is not None for i in indices])[:, None]
+        counts = torch.from_numpy(rows["counts"][:, 1:]) & same & wanted
         document, place = document[:, :-1], torch.arange(S)
         begins = F.pad(~same[:, :-1], (1, 0), value=True)
         positions = place - torch.where(begins, place, 0).cummax(-1).values

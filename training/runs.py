@@ -4,34 +4,27 @@ import argparse
 import contextlib
 import hashlib
 import json
+import math
 import shutil
 import signal
 
 from formats import checkpoint
-from formats.checkpoint import read_json
 from formats.tokenizer import load_tokenizer
-from measure import score
 from model import WIRINGS, Config, InputError
 from runtime import cli, writing
 from training.data import Windows, documents, tokenize, train_tokenizer
 
 SAMPLE = "Once upon a time there were 12 (twelve) little dogs.\n\tZwölf? 十二! def f(x): return x**2"  # to compare with
-NEEDED = ["state-*", "best-*", "*.tmp", "*.tokens", "end"]  # by a run that has not ended; the mark of its end goes last
-# flags that may change when a run goes on
+NEEDED = ["state-*", "best-*", "*.tmp", "*.tokens", "best.json"]  # by a run that has not ended; best.json goes last
+# flags that may change when a run resumes
 MACHINE = ["out", "device", "micro_batch", "recompute", "compile", "save_every", "timeout"]
 
-
-def is_auto(args):
-    return (args.wiring or "").startswith("ladder:auto")
-
-
-def teacher(args):
-    """The folder of the teacher."""
-    return args.distill or args.checkpoint
+# ---------------------------------------------------------------------------------------------------------------------
+# What is trained
 
 
 def describe(args):
-    """(the Config to train, that of the checkpoint or None, that of the teacher or None); auto:N is the last N here.
+    """Returns (the Config to train, the checkpoint's or None, the teacher's or None); autoN is the last N layers here.
 
     Completes args.seq_len. Raises InputError for what does not go together.
     """
@@ -39,8 +32,8 @@ def describe(args):
     if args.checkpoint:
         config = own = _unquantized(args.checkpoint)
     else:
-        if args.dim % args.n_heads:
-            raise InputError(f"--dim {args.dim} is not a multiple of --n-heads {args.n_heads}")
+        if args.dim % (2 * args.n_heads):
+            raise InputError(f"--dim {args.dim} is not an even multiple of --n-heads {args.n_heads}")
         config = Config(
             args.n_layers, args.n_heads, args.n_kv_heads, args.dim // args.n_heads, args.dim, args.intermediate_size,
             args.vocab_size, args.seq_len or 256, tie_embeddings=True, bos_id=1, eos_ids=(2,),
@@ -48,26 +41,33 @@ def describe(args):
     args.seq_len = args.seq_len or min(2048, config.max_seq_len)
     if args.seq_len > config.max_seq_len:
         raise InputError(f"--seq-len {args.seq_len} is longer than the context of {config.max_seq_len}")
-    if args.valid_tokens is not None and args.valid_tokens < args.seq_len:
-        raise InputError(f"--valid-tokens {args.valid_tokens} is less than a window of --seq-len {args.seq_len}")
-    wiring = args.wiring
-    if is_auto(args):
-        wiring = wiring.replace("auto", "", 1)
-        if own is None:
-            raise InputError(f"--wiring {args.wiring} needs --checkpoint, the model to retrain")
-        score.alone(own, "ladder", 0)  # or an InputError
+    wiring = args.wiring.replace(":auto", ":") if is_auto(args) else args.wiring
     config = cli.with_wiring(config, argparse.Namespace(**vars(args) | {"wiring": wiring}))
-    _check_trainable(config.wiring)
-    if not config.stale_layers and (args.blend_steps or args.match_streams):
-        raise InputError(f"--blend-steps and --match-streams are for ladder layers, and {config.wiring} has none")
-    if args.blend_steps > args.steps:
-        raise InputError(f"--blend-steps {args.blend_steps} is more than --steps {args.steps}: it would end half way")
-    if args.blend_steps and own.stale_layers:
-        raise InputError(f"--blend-steps goes from a standard model, but {args.checkpoint} is {own.wiring}")
-    if args.distill is not None:
-        taught = _unquantized(teacher(args))
+    _check_trainable(config)
+    if is_auto(args) and (own is None or own.wiring != "standard" or not keeps_norms(config)):
+        raise InputError(f"--wiring {args.wiring} needs a standard --checkpoint, whose layers it tries one by one")
+    if args.blend_steps:
+        kind, standard = config.kind, WIRINGS["standard"]
+        ladder = kind.stale and kind.split is standard.split and kind.stream is standard.stream
+        if own.stale_layers or not ladder:
+            raise InputError(
+                f"--blend-steps goes from standard to ladder layers, not from {own.wiring} to {config.wiring}"
+            )
+        if args.blend_steps > args.steps:
+            raise InputError(f"--blend-steps {args.blend_steps} is more than --steps {args.steps}: it would not end")
+    if args.distill:
+        taught = _unquantized(args.distill)
         _check_teacher(args, config, own, taught)
     return config, own, taught
+
+
+def is_auto(args):
+    return ":auto" in (args.wiring or "")
+
+
+def keeps_norms(config):
+    """Returns whether a model in this wiring has all the weights to run as a standard one, too."""
+    return config.kind.norms == WIRINGS["standard"].norms
 
 
 def _unquantized(folder):
@@ -77,52 +77,57 @@ def _unquantized(folder):
     return config
 
 
-def _check_trainable(wiring):
-    if WIRINGS[wiring].tp_bound:
+def _check_trainable(config):
+    if config.kind.tp_bound:
         known = ", ".join(name for name in WIRINGS if not WIRINGS[name].tp_bound)
-        raise InputError(f"{wiring} is another function on another number of ranks: take one of {known}")
+        raise InputError(f"{config.wiring} is another function on another number of ranks: take one of {known}")
 
 
 def _check_teacher(args, config, own, taught):
-    _check_trainable(taught.wiring)
-    if not args.distill and own.stale_layers and own.stale_layers == config.stale_layers:
-        raise InputError(
-            f"{args.checkpoint} is {own.wiring} already and would be its own teacher: --distill DIR names its original"
-        )
+    _check_trainable(taught)
+    if args.distill == args.checkpoint and own.function == config.function:
+        raise InputError(f"{args.checkpoint} is {own.wiring} already: name its original, --distill DIR")
     if taught.vocab_size != config.vocab_size:
         raise InputError(f"--distill {args.distill} has {taught.vocab_size} tokens, the model {config.vocab_size}")
     if taught.max_seq_len < args.seq_len:
         raise InputError(f"--distill {args.distill} has a context of {taught.max_seq_len}, less than --seq-len")
-    if args.match_streams and (taught.n_layers, taught.dim) != (config.n_layers, config.dim):
-        raise InputError(f"--match-streams needs a teacher of {config.n_layers} layers of width {config.dim}")
-    theirs, ours = (load_tokenizer(folder, config.vocab_size) for folder in (teacher(args), args.checkpoint))
+    theirs, ours = (load_tokenizer(folder, config.vocab_size) for folder in (args.distill, args.checkpoint))
     if theirs and ours and theirs.encode_plain(SAMPLE) != ours.encode_plain(SAMPLE):
         raise InputError(f"the tokenizers of {args.checkpoint} and --distill {args.distill} cut text differently")
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# The folder
+
+
 @contextlib.contextmanager
 def reserved(out, run):
-    """Have an output, which must not be there yet, and its run for this process alone; what a killed one left goes."""
+    """Lock an output, which must not exist yet, and its run."""
     with writing.reserved(out):
-        end = run / "end"
-        has_ended = end.exists() and not (run / end.read_text()).exists()
-        _remove(run, NEEDED if has_ended else ["*.tmp", "end"])
+        step = best(run)["step"]
+        if step is not None and not (run / f"best-{step}").exists():
+            _remove_needed(run)  # it was killed after finish() had published its best weights
         writing.check_absent(out)
         yield
 
 
 def prepare(run, args):
-    """Make the folder, or check that what it holds is this very run; then its tokenizer and its tokens lie in it.
+    """Make the folder with its tokenizer and tokens, or check that its run has these settings.
 
-    Raises InputError, naming the first flag that is another, and for files that cannot be used; then no new folder
-    stays.
+    Raises InputError for another flag, which it names, and for files that cannot be used; then no new folder stays.
     """
-    new = not run.exists()
-    settings = {name: value for name, value in vars(args).items() if name not in MACHINE}
+    settings = {f"--{name.replace('_', '-')}": v for name, v in vars(args).items() if name not in MACHINE}
+    path, new = run / "settings.json", not run.exists()
     try:
-        settings["files"] = [_digest(path) for path in (*args.text, args.valid)]
+        settings["contents of --text and --valid"] = [_digest(file) for file in (*args.text, args.valid)]
+        if path.exists():
+            before = json.loads(path.read_text())
+            for name, now in settings.items():
+                if before.get(name) != now:
+                    was = f"{run} holds a run with {name} {before.get(name)}, not {now}"
+                    raise InputError(f"{was}: give that to resume it, or another --out")
+            return
         run.mkdir(parents=True, exist_ok=True)
-        _compare(run, settings)
         if args.checkpoint:
             checkpoint.copy_tokenizer(args.checkpoint, run)
             config = checkpoint.read_config(args.checkpoint)
@@ -130,88 +135,63 @@ def prepare(run, args):
             if tokenizer is None:
                 raise InputError(f"{args.checkpoint} has no tokenizer: convert it with --tokenizer FILE")
         else:
-            if not (run / "tokenizer.model").exists():
-                texts = [d for path in args.text for d, _ in documents(path) if isinstance(d, str)]
-                train_tokenizer(texts, args.vocab_size, run / "tokenizer.model")
+            texts = [d for path in args.text for d, _ in documents(path) if isinstance(d, str)]
+            train_tokenizer(texts, args.vocab_size, run / "tokenizer.model")
             tokenizer = load_tokenizer(run)
             ends = (tokenizer.special["</s>"],)
-        for name, paths in ("train", args.text), ("valid", [args.valid]):
-            if not (run / f"{name}.tokens").exists():
-                tokenize(paths, tokenizer, ends[0] if ends else None, run / f"{name}.tokens")
-            Windows(run / f"{name}.tokens", args.seq_len, "--text" if name == "train" else "--valid")
-        new = False
+        for name, files in ("train", args.text), ("valid", [args.valid]):
+            tokenize(files, tokenizer, ends[0] if ends else None, run / f"{name}.tokens")
+        windows(run, args)
+        writing.write_text(path, json.dumps(settings, indent=2) + "\n")
     except OSError as e:
         raise InputError(f"{e.filename2 or e.filename}: {e.strerror}") from None
     finally:
-        if new:
-            _remove(run, ["[!s]*", "*"])  # settings.json later than what was made by those settings
+        if new and not path.exists():
             shutil.rmtree(run, ignore_errors=True)
 
 
 def _digest(path):
     with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+        return hashlib.file_digest(f, "sha256").hexdigest()[:16]
 
 
-def _compare(run, settings):
-    path = run / "settings.json"
-    if not path.exists():
-        writing.write_text(path, json.dumps(settings, indent=2) + "\n")
-    before = read_json(path)
-    for name, now in json.loads(json.dumps(settings)).items():
-        if before.get(name) == now:
-            continue
-        if name == "files":
-            raise InputError(f"{run} holds a run on other contents of --text or --valid: give another --out")
-        flag = f"--{name.replace('_', '-')}"
-        raise InputError(
-            f"{run} holds a run with {flag} {before.get(name)}, not {now}: give that to go on with it, or another --out"
-        )
+def windows(run, args):
+    """Returns the Windows to train on and those to validate on."""
+    train = Windows(run / "train.tokens", args.seq_len, "--text", args.seed)
+    return train, Windows(run / "valid.tokens", args.seq_len, "--valid", at_most=args.valid_tokens)
 
 
-def finish(run, step, out):
-    """The best weights, those of a step, become the output; log and figure stay, what only a run needs goes."""
-    best = run / f"best-{step}"
-    writing.write_text(run / "end", best.name)  # once this is not there any more, the rest can go, now or later
-    writing.publish(best, out)
-    _remove(run, NEEDED)
+def finish(run, out):
+    """Make the best weights the output; the log stays, what only a run needs goes."""
+    writing.publish(run / f"best-{best(run)['step']}", out)
+    _remove_needed(run)
 
 
-def _remove(run, patterns):
-    for pattern in patterns:
-        for path in run.glob(pattern):
-            writing.remove(path)
+def best(run):
+    """Returns {"step", "nats"} of the best weights so far, which lie in run/best-STEP."""
+    path = run / "best.json"
+    return json.loads(path.read_text()) if path.exists() else {"step": None, "nats": math.inf}
 
 
-class Log:
-    """The lines of log.jsonl, one a step, in memory too; a run that goes on from a step forgets later ones."""
-
-    def __init__(self, path, step, writes):
-        self.path, self.writes, self.lines = path, writes, []
-        if step is not None and path.exists():
-            self.lines = [line for line in map(json.loads, _complete_lines(path)) if line["step"] <= step]
-        if writes:
-            writing.write_text(path, "".join(json.dumps(line) + "\n" for line in self.lines))
-
-    def append(self, line):
-        self.lines.append(line)
-        if self.writes:
-            writing.append_line(self.path, line)
+def _remove_needed(run):
+    for path in (path for pattern in NEEDED for path in run.glob(pattern)):
+        writing.remove(path)
 
 
-def _complete_lines(path):
-    return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+def cut_log(path, step):
+    """Remove from a log what comes after a step: the lines that a run will write again."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    writing.write_text(path, "".join(x for x in lines if x.endswith("\n") and json.loads(x)["step"] <= step))
 
 
 @contextlib.contextmanager
 def interruption():
-    """A list that is empty until a first Ctrl-C or SIGTERM, which the block may then heed; a second one ends it."""
+    """Yield a list that is empty until a first Ctrl-C or SIGTERM, which the block may heed; a second one ends it."""
     asked, before = [], {}
 
     def restore():
-        for number, handler in before.items():
-            if signal.getsignal(number) == ask:
-                signal.signal(number, handler)
+        while before:
+            signal.signal(*before.popitem())
 
     def ask(number, frame):
         asked.append(number)
