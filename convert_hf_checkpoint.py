@@ -18,7 +18,7 @@ from formats.checkpoint import dtype_name, first_line
 from formats.export import convert_to_hf, name_tokenizer
 from formats.huggingface import LAYER_NAMES, NAMES, LlamaWeights, config_from_hf, group, hf_names
 from formats.sources import Llama2cWeights, PickledWeights
-from formats.tokenizer import load_tokenizer, read_tokenizer
+from formats.tokenizer import load_tokenizer
 from model import WIRINGS, InputError
 from runtime import cli, launch, writing
 
@@ -155,11 +155,8 @@ def main(argv=None):
     if some_tensor not in weights.names():
         raise InputError(f"{args.source} has no tensor {some_tensor}")
     dtype = checkpoint.DTYPES[args.dtype] if args.dtype else checkpoint.own_dtype(weights, some_tensor)
-    tokenizer = None  # one that does not fit is refused before the work
-    if args.tokenizer:
-        tokenizer = read_tokenizer(args.tokenizer, config.vocab_size)
-    elif folder is not None:
-        tokenizer = load_tokenizer(folder, config.vocab_size)
+    source = args.tokenizer or folder  # a tokenizer that does not fit is refused before the work
+    tokenizer = load_tokenizer(source, config.vocab_size) if source else None
     with writing.new_folder(args.to_hf or args.out) as out:
         if args.tokenizer:
             kind = "json" if args.tokenizer.endswith(".json") else "model"

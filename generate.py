@@ -387,13 +387,11 @@ def parse(argv):
         raise InputError("give either --checkpoint DIR or --model NAME --random-weights")
     if args.model and not args.random_weights:
         raise InputError(f"--model {args.model} has no trained weights: add --random-weights, or give --checkpoint")
-    alone = "prompt prompts_file prompt_ids prompt_length batch chat json simulate_tp exposed profile check"
+    alone = "prompt prompt_ids prompt_length batch chat json simulate_tp exposed profile check"
     wrong = [name for name in alone.split() if args.interactive and getattr(args, name)]
     if wrong:
         raise InputError(f"--interactive does not go with --{wrong[0].replace('_', '-')}")
     speculative.check_flags(args)
-    if args.context and not args.interactive:
-        raise InputError("--context is for --interactive: otherwise the cache is sized to the request")
     return args
 
 
@@ -502,7 +500,7 @@ def main(argv=None):
         new = terminal.fit(args.max_new_tokens, prompts, config.max_seq_len) if prompts else args.max_new_tokens
         if new < args.max_new_tokens and world.rank == 0:
             print(f"the context of {config.max_seq_len} leaves room for {new} new tokens", file=sys.stderr)
-        context = min(args.context or 4096, config.max_seq_len)  # of a chat
+        context = min(args.interactive or 0, config.max_seq_len)  # of a chat
         dtype = chosen_dtype(args.dtype, args.checkpoint)
         source = speculative.read(args, config, tokenizer, world.tp_size)
         if not args.skip_preflight:

@@ -127,7 +127,7 @@ UNLIKE = {  # name: (what only the last rank has: flags, environment or script; 
     "number of prompts": (["--prompt", "Once upon a time", "--prompt", "The dog"], "prompt"),
     "--prompt-ids": (["--prompt-ids", "1,5,6"], "prompt"),
     "--prompt-length": (["--prompt-length", "5"], "prompt"),
-    "--prompts-file": (["--prompts-file", "{files}/other.txt"], "prompt"),
+    "--prompt @": (["--prompt", "@{files}/other.txt"], "prompt"),
     "--batch": (["--batch", "2"], "--batch"),
     "--max-new-tokens": (["--max-new-tokens", "9"], "--max-new-tokens"),
     "--seed": (["--seed", "2"], "--seed 2.*--seed 1"),
@@ -161,8 +161,8 @@ def alike(name):
     prompted = [*own, "--prompt", "Once upon a time"]
     if name == ALL_UNLIKE:
         return [([*prompted, "--seed", str(seed)], {}, "generate.py") for seed in (1, 2, 3)]
-    if name == "--prompts-file":
-        own = prompted = [*own, "--prompts-file", "{files}/same.txt"]
+    if name == "--prompt @":
+        own = prompted = [*own, "--prompt", "@{files}/same.txt"]
     change, _ = UNLIKE[name]
     first = prompted, {}, "generate.py"
     if isinstance(change, dict):

@@ -192,4 +192,4 @@ def generation(args, config, dtype, prompts, new, proposals=0, draft=None):
     names = {"quant": "--quant {}" if args.model else "the same weights in {} (quantize.py)"}
     if prompts:
         return request, names | {"rows": "--batch {}", "new": "--max-new-tokens {}", "prompt": "prompts of {} tokens"}
-    return request, names | {"new": "--context {}"}
+    return request, names | {"new": "--interactive {}"}

@@ -371,7 +371,7 @@ def generate_flags(case, s):
         flags += ["--n-layers", str(s.n_layers)] if s.n_layers else []
         flags += ["--quant", case.quant] if case.quant != "none" else []
     flags += ["--wiring", case.wiring, "--batch", str(case.batch)]
-    flags += ["--prompt-length", str(s.prompt)] if isinstance(s.prompt, int) else ["--prompts-file", s.prompt]
+    flags += ["--prompt-length", str(s.prompt)] if isinstance(s.prompt, int) else ["--prompt", f"@{s.prompt}"]
     flags += ["--max-new-tokens", str(s.new_tokens), "--ignore-eos", "--temperature", "0", "--compile"]
     flags += ["--draft", case.draft[0], "--speculate", case.draft[1]] if case.draft else []
     flags += ["--link", case.link] if case.link not in REAL else []

@@ -185,7 +185,7 @@ def join(device=None, flags=None):
 
 
 # of each rank alone: where its files lie (their contents are compared), and what only rank 0 writes
-OWN = {"device", "checkpoint", "draft", "compare", "distill", "prompts_file", "text", "valid", "json", "profile"}
+OWN = {"device", "checkpoint", "draft", "compare", "distill", "text", "valid", "json", "profile"}
 ROOMS = ".", "runtime", "formats", "decoding", "kernels", "training", "measure"
 
 

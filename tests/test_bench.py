@@ -181,7 +181,7 @@ def test_drafts_are_run_where_they_can_propose(bench, drafting):
         (True, "parallel"): [plain, ngram, small, exposed],  # which has not all of the other's norms
         (True, "upper-bound"): [plain],
     }
-    assert all(flag(c, "--prompts-file") == "prompt.txt" and "--prompt-length" not in c for c in commands)
+    assert all(flag(c, "--prompt") == "@prompt.txt" and "--prompt-length" not in c for c in commands)
 
 
 def test_the_layers_of_a_draft_may_be_listed(bench, drafting):

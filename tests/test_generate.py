@@ -6,10 +6,12 @@ import io
 import itertools
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 
 import pytest
 import torch
@@ -184,7 +186,7 @@ def test_a_single_prompt_streams_its_text(tiny, out):
 def test_prompts_from_a_file_and_repeated_to_a_batch(tiny, tmp_path, greedy, out):
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n\n")
     flags = ["--temperature", "0", "--max-new-tokens", "12", "--ignore-eos", "--batch", "6"]
-    result, *_ = run_json(tiny, "--prompts-file", tmp_path / "prompts.txt", *flags, out=out)
+    result, *_ = run_json(tiny, "--prompt", f"@{tmp_path}/prompts.txt", *flags, out=out)
     assert result["tokens"] == greedy("standard") * 2
 
 
@@ -248,27 +250,38 @@ def answers(folder, turns):
     return texts
 
 
-def test_ctrl_c_stops_an_answer_and_the_conversation_goes_on(tiny):
-    """The third decode step of the first answer finds the signal: it is the last."""
-    source = """
-import os, signal
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_chat(ranks, tiny, tmp_path):
+    """It is typed at the third decode step of the first answer, and at the third prompt."""
+    keyboard, terminal = pty.openpty()
+    before = termios.tcgetattr(terminal)
+    signal.signal(signal.SIGUSR1, lambda *_: os.write(keyboard, b"\3"))
+    (tmp_path / "chatting.py").write_text(f"""
+import os, select, signal, sys
+sys.path.insert(0, {str(ROOT)!r})
 import generate; from runtime import launch
 calls, decode = [], generate.Runner.decode
-def interrupted(self, *args):
+def typing(self, *args):
     calls.append(1)
-    if len(calls) == 3:
-        os.kill(os.getpid(), signal.SIGINT)
+    if len(calls) == 3 and os.environ.get("RANK", "0") == "0":
+        os.kill({os.getpid()}, signal.SIGUSR1)
+        select.select([0], [], [])
     return decode(self, *args)
-generate.Runner.decode = interrupted
+generate.Runner.decode = typing
 launch.run(generate.main)
-"""
-    flags = ["--checkpoint", str(tiny), "--interactive", "--temperature", "0", "--max-new-tokens", "9", "--ignore-eos"]
-    done = subprocess.run(
-        [sys.executable, "-c", source, *flags], input="Once upon a time\nThe dog\n", capture_output=True, text=True,
-        cwd=ROOT, timeout=HANGS,
+""")
+    flags = ["--checkpoint", tiny, "--interactive", "--temperature", "0", "--max-new-tokens", "19", "--ignore-eos"]
+    process = subprocess.Popen(
+        command(tmp_path / "chatting.py", *flags, ranks=ranks), stdin=terminal, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.replace("> ", "").split("\n")[:2] == answers(tiny, [("Once upon a time", 4), ("The dog", 9)])
+    expected = answers(tiny, [("Once upon a time", 4 if ranks == 1 else 8), ("The dog", 19)])
+    for line, text in zip([b"Once upon a time\n", b"The dog\n", b"\3"], [*expected, ""], strict=True):
+        os.write(keyboard, line)
+        assert process.stdout.read(len(f"> {text}\n".encode())).decode() == f"> {text}\n"
+    _, errors = process.communicate(timeout=HANGS)
+    assert process.returncode == 0 and b"Traceback" not in errors, errors.decode()
+    assert termios.tcgetattr(terminal) == before
 
 
 @pytest.mark.parametrize("flags", [[], pytest.param(["--compile-prefill"], marks=pytest.mark.slow)])
@@ -276,11 +289,13 @@ def test_interactive_with_a_chat_template_and_a_full_context(copy, flags):
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
     (copy / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     flags = ["--checkpoint", copy, "--temperature", "0", "--max-new-tokens", "2", *flags]
-    stdin = "a\nb\n\udcff\n" + "dog " * 50 + "\na\n"
-    printed, said = run(*flags, "--interactive", "--context", "60", stdin=stdin)
-    assert "do not fit the context of 60: starting anew" in said
-    texts = printed.replace("> ", "").split("\n")
-    assert texts[0] == texts[2] != "" and len(texts) == 4  # the last turn starts from nothing, as the first did
+    printed, said = run(*flags, "--interactive", "60", stdin="a\nb\na\na\n")
+    texts = printed.split("\n")
+    assert "do not fit the context of 60: starting anew with this message" in said
+    assert texts[0] in texts[2:4] and texts[0] != texts[1] and "" not in texts[:4]
+    again, said = run(*flags, "--interactive", "60", stdin="a\n" + "dog " * 50 + "\nb\na\na\n")
+    assert "tokens leaves no room in the context of 60: shorten it" in said
+    assert again == printed  # a message that is refused leaves the conversation as it was
     assert run(*flags, "--chat", "--prompt", "a")[0] == texts[0] + "\n"
 
 

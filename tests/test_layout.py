@@ -18,7 +18,7 @@ kernels.cpu
 kernels.shared_memory
 runtime.writing runtime.watch
 formats.checkpoint runtime.cli
-formats.chat_template formats.tokenizer runtime.launch tp formats.huggingface formats.sources
+formats.tokenizer runtime.launch tp formats.huggingface formats.sources
 formats.export training.data training.sharding
 runtime.terminal measure.timing measure.clock measure.link
 measure.report

@@ -138,8 +138,8 @@ def test_a_chat_names_its_context(free, tiny, monkeypatch):
         generate.parse(["--checkpoint", str(tiny), "--interactive"]), config, torch.float32, [], config.max_seq_len
     )
     free(sum(memory(request).values()) - 1)
-    said = rf"the same weights in int8 \(quantize.py\), or 2 ranks|--context {config.max_seq_len - 1}"
-    assert names["new"] == "--context {}"
+    said = rf"the same weights in int8 \(quantize.py\), or 2 ranks|--interactive {config.max_seq_len - 1}"
+    assert names["new"] == "--interactive {}"
     with pytest.raises(InputError, match=said):
         generate.main(["--checkpoint", str(tiny), "--interactive"])
 

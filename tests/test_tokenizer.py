@@ -203,7 +203,7 @@ def test_the_two_files_of_older_folders_are_read(json_folder, tmp_path):
     assert ours.decode(ids) == "a dog<think>x"
     assert size + 1 not in tokenizer.load_tokenizer(tmp_path, size + 1).chat(messages)  # the model has no row for it
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<think>": size + 5}))
-    with pytest.raises(InputError, match=f"'<think>' is {size + 5}, but behind tokenizer.json's tokens it is {size}"):
+    with pytest.raises(InputError, match=f"'<think>' is {size + 5}, but after tokenizer.json's tokens it is {size}"):
         tokenizer.load_tokenizer(tmp_path)
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_start|>": "x"}))
     with pytest.raises(InputError, match="added_tokens.json: the added tokens are not"):
