@@ -289,8 +289,7 @@ def parse(argv):
     cli.add_rank_flags(g)
     g = p.add_argument_group("a model from scratch")
     for flag, (value, about) in SHAPE.items():
-        most = checkpoint.AT_MOST[flag[2:].replace("-", "_")]
-        g.add_argument(flag, type=number(int, 1, most), metavar="N", help=f"{about} (default: {value})")
+        g.add_argument(flag, type=count, metavar="N", help=f"{about} (default: {value})")
     args = p.parse_args(argv)
     for flag, (value, _) in SHAPE.items():
         given = getattr(args, name := flag[2:].replace("-", "_"))

@@ -12,10 +12,8 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from formats.checkpoint import MOST_JSON, check_file, first_line, read_json, read_text
+from formats.checkpoint import first_line, read_json, read_text
 from model import InputError
-
-MOST_BYTES = 2**27  # of a tokenizer's file; the largest known have 35 MB
 
 # Llama 3's pre-tokenizer pattern and special tokens: its rank file holds neither.
 LLAMA3_PATTERN = (
@@ -256,7 +254,6 @@ def read_tokenizer(path, vocab_size=None):
     is taken for padding of the embedding: DeepSeek 7B has 102400 rows for 100015 tokens).
     """
     path = Path(path)
-    check_file(path, MOST_BYTES)
     if path.suffix == ".json":
         kind = JsonTokenizer
     else:
@@ -294,7 +291,7 @@ def _read_settings(tokenizer, folder, vocab_size):
         named = [t for t in template if isinstance(t, dict) and t.get("name") == "default"]
         template = named[-1].get("template") if named else None
     if os.path.lexists(folder / "chat_template.jinja"):
-        template = read_text(folder / "chat_template.jinja", at_most=MOST_JSON)
+        template = read_text(folder / "chat_template.jinja")
     if not isinstance(template, str | None):
         raise InputError(f"{folder / 'tokenizer_config.json'}: its chat_template is no text")
     tokenizer.template = template

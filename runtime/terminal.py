@@ -17,7 +17,7 @@ from model import InputError
 from runtime import watch
 from runtime.cli import count, number
 
-MOST_PROMPTS, MOST_ROWS, MOST_TOKENS = 2**24, 2**16, 2**25  # bytes of a file; prompts; tokens of synthetic ones
+MOST_ROWS, MOST_TOKENS = 2**16, 2**25  # prompts; tokens of synthetic ones
 TOKENS_BETWEEN_CHECKS = 8  # of several ranks, for a Ctrl-C: each check is a broadcast
 
 
@@ -56,7 +56,7 @@ def read_prompts(args, config, tokenizer):
     """The prompts that the flags give, as lists of token ids."""
     texts = list(args.prompt or [])
     if args.prompts_file:
-        lines = checkpoint.read_text(args.prompts_file, "--prompts-file ", MOST_PROMPTS).splitlines()
+        lines = checkpoint.read_text(args.prompts_file, "--prompts-file ").splitlines()
         texts += [line for line in lines if line.strip()]
         if not texts:
             raise InputError(f"--prompts-file {args.prompts_file} is empty: it takes one prompt a line")
