@@ -6,12 +6,11 @@ python convert_hf_checkpoint.py checkpoints/1b --to-hf hf/1b
 """
 
 import dataclasses
+import math
 import os
 import re
 import shutil
 from pathlib import Path
-
-import numpy as np
 
 from formats import checkpoint
 from formats.checkpoint import dtype_name, first_line
@@ -19,12 +18,12 @@ from formats.export import convert_to_hf, name_tokenizer
 from formats.huggingface import LAYER_NAMES, NAMES, LlamaWeights, config_from_hf, group, hf_names
 from formats.sources import Llama2cWeights, PickledWeights
 from formats.tokenizer import load_tokenizer
-from model import WIRINGS, InputError
+from model import InputError
 from runtime import cli, launch, writing
 
 
 def open_source(source, revision=None):
-    """(weights, Config, folder of the tokenizer files or None) of a folder, a hub id or a llama2.c file."""
+    """Return (weights, Config, folder of tokenizer files or None) of a folder, a hub id or a llama2.c file."""
     path = Path(source)
     if os.path.isfile(path):
         weights = Llama2cWeights(path)
@@ -42,15 +41,13 @@ def open_source(source, revision=None):
 
 
 def download(repository, revision=None):
-    """The local snapshot of a hub model: its safetensors, or its pytorch_model.bin where it has no others."""
+    """Return the local snapshot of a hub model: its safetensors, or, if it has none, its pytorch_model.bin."""
     import huggingface_hub
 
     try:
         names = huggingface_hub.list_repo_files(repository, revision=revision)
-        weights = (
-            "model*.safetensors" if any(re.match(r"model.*\.safetensors$", n) for n in names) else "pytorch_model*.bin"
-        )
-        patterns = [weights, "*.json", *checkpoint.TOKENIZER_FILES]
+        safe = any(re.fullmatch(r"model.*\.safetensors", name) for name in names)
+        patterns = ["model*.safetensors" if safe else "pytorch_model*.bin", "*.json", *checkpoint.TOKENIZER_FILES]
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except Exception as e:  # its own errors, its HTTP library's, the operating system's
         raise InputError(f"{repository} is not a local folder, and could not be downloaded: {first_line(e)}") from None
@@ -59,19 +56,17 @@ def download(repository, revision=None):
 def convert(source, config, folder, dtype, shard_bytes):
     """Write our config.json and safetensors from a source's tensors, one shard in memory at a time."""
     available = set(source.names())
-    if config.tie_embeddings and NAMES["tok_embeddings.weight"] not in available:
-        aliases = {NAMES["tok_embeddings.weight"]: NAMES["output.weight"]}  # some folders hold the tied tensor so
-    else:
-        aliases = {}
     shapes = checkpoint.shapes(config)
-    parts = {name: [aliases.get(n, n) for n in hf_names(name)] for name in shapes}
+    parts = {name: hf_names(name) for name in shapes}
+    if config.tie_embeddings and NAMES["tok_embeddings.weight"] not in available:
+        parts["tok_embeddings.weight"] = [NAMES["output.weight"]]  # some folders hold the tied tensor so
     needed = {n for names in parts.values() for n in names}
     missing = sorted(needed - available)
     if missing:
         raise InputError(f"the source has no tensor {missing[0]}")
     unneeded = {NAMES["output.weight"]} if config.tie_embeddings else set()
     unneeded |= {n for n in available if n.endswith("rotary_emb.inv_freq")}
-    if "ffn_norm" not in WIRINGS[config.wiring].norms:
+    if "ffn_norm" not in config.kind.norms:  # the one norm of a parallel block is attention_norm
         unneeded |= {n for n in available if n.endswith(LAYER_NAMES["ffn_norm.weight"])}
     extra = sorted(available - needed - unneeded)
     if extra:
@@ -88,7 +83,7 @@ def convert(source, config, folder, dtype, shard_bytes):
             raise InputError(f"{', '.join(parts[name])}: shape {found} does not make the {shapes[name]} of the config")
         return tensor.to(dtype)
 
-    sizes = {name: int(np.prod(shape)) * dtype.itemsize for name, shape in shapes.items()}
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
     checkpoint.write_weights(folder, sizes, read, shard_bytes)
     checkpoint.write_config(folder, config)
 
@@ -96,65 +91,42 @@ def convert(source, config, folder, dtype, shard_bytes):
 def parse(argv):
     p = cli.Parser(__doc__)
     p.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, a hub id, or a llama2.c .bin file")
-    p.add_argument("--out", metavar="DIR", help="the checkpoint folder to write, e.g. checkpoints/1b")
-    p.add_argument(
-        "--to-hf", metavar="DIR", help="the other way: SOURCE is our checkpoint, DIR the folder to write, e.g. hf/1b"
-    )
-    p.add_argument(
-        "--tokenizer",
-        metavar="FILE",
-        help="a tokenizer.model or tokenizer.json, where SOURCE holds none, e.g. tok512.model",
-    )
-    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="without it the source's own")
+    g = p.add_mutually_exclusive_group(required=True)
+    g.add_argument("--out", metavar="DIR", help="the checkpoint folder to write, e.g. checkpoints/1b")
+    g.add_argument("--to-hf", metavar="DIR", help="the other way: SOURCE is our checkpoint, DIR the folder to write")
+    p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.model or tokenizer.json; default: SOURCE's")
+    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: SOURCE's")
     p.add_argument("--revision", help="of a hub model, e.g. main")
     size = cli.number(float, 0, above=True)
     p.add_argument(
-        "--shard-gb",
-        type=size,
-        default=5.0,
-        metavar="N",
-        help="largest file to write, in GB, and about the memory that this takes, e.g. 2",
+        "--shard-gb", type=size, default=5.0, metavar="N", help="largest file to write, about the memory that it takes"
     )
     cli.add_wiring_flags(p)
-    p.add_argument(
-        "--made-for-tp",
-        type=cli.count,
-        metavar="N",
-        help="where the wiring is bound to a number of ranks: the one that these weights are meant for, e.g. 4",
-    )
-    args = p.parse_args(argv)
-    if bool(args.out) == bool(args.to_hf):
-        raise InputError("give either --out DIR or --to-hf DIR")
-    if args.to_hf and args.made_for_tp:
-        raise InputError("--made-for-tp goes with --out: a Hugging Face folder does not say for how many ranks it is")
-    return args
+    ranks = "the number of ranks that these weights are meant for, if the wiring is bound to one, e.g. 4"
+    p.add_argument("--made-for-tp", type=cli.count, metavar="N", help=ranks)
+    return p.parse_args(argv)
 
 
 def main(argv=None):
     args = parse(argv)
     if args.tokenizer and not os.path.isfile(args.tokenizer):
         raise InputError(f"--tokenizer {args.tokenizer}: no such file")
+    norm = "layers.0.attention_norm.weight"
     if args.to_hf:
         config, weights, folder = checkpoint.read_config(args.source), checkpoint.Weights(args.source), args.source
-        some_tensor = "layers.0.attention_norm.weight"
         if config.quant is not None:
             raise InputError(f"{args.source} is quantized ({config.quant}): give the original")
     else:
         weights, config, folder = open_source(args.source, args.revision)
-        some_tensor = hf_names("layers.0.attention_norm.weight")[0]
+        [norm] = hf_names(norm)
     config = cli.with_wiring(config, args)
-    if WIRINGS[config.wiring].tp_bound and args.out:
-        if args.made_for_tp is None:
-            raise InputError(
-                f"wiring {config.wiring} is another function on another number of ranks: say with --made-for-tp for "
-                "how many these weights are meant"
-            )
+    if args.made_for_tp:
         config = dataclasses.replace(config, made_for_tp=args.made_for_tp)
-    elif args.made_for_tp is not None:
-        raise InputError(f"--made-for-tp does not go with wiring {config.wiring}, the same on any number of ranks")
-    if some_tensor not in weights.names():
-        raise InputError(f"{args.source} has no tensor {some_tensor}")
-    dtype = checkpoint.DTYPES[args.dtype] if args.dtype else checkpoint.own_dtype(weights, some_tensor)
+    elif config.kind.tp_bound and args.out:
+        raise InputError(f"wiring {config.wiring} is another function on other numbers of ranks: give --made-for-tp")
+    if norm not in weights.names():
+        raise InputError(f"{args.source} has no tensor {norm}")
+    dtype = checkpoint.DTYPES[args.dtype] if args.dtype else checkpoint.own_dtype(weights, norm)
     source = args.tokenizer or folder  # a tokenizer that does not fit is refused before the work
     tokenizer = load_tokenizer(source, config.vocab_size) if source else None
     with writing.new_folder(args.to_hf or args.out) as out:

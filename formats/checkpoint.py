@@ -2,11 +2,11 @@
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import os
 import re
 import shutil
-import stat
 import types
 from pathlib import Path
 from typing import Union, get_args, get_origin
@@ -29,6 +29,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+MOST_LAYERS = 1000  # checked before so many are built
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,33 +38,15 @@ def dtype_name(dtype):
 
 
 def first_line(error):
-    """The first line of a library's error message, or its name where it has none."""
+    """Return the first line of a library's error message, or the error's name if it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-# Files come from strangers. Whatever is in one, to read it executes nothing, allocates no more than some times its
-# size, and ends within seconds: sizes are looked at before anything is read or built.
-
-MOST_TEXT, MOST_JSON, MOST_HEADER = 2**30, 2**24, 2**24  # bytes; the largest index known, of 163 shards, has 9 MB
-DEEPEST = 100  # of lists in lists in JSON
-
-
-def check_file(path, at_most=None, flag=""):
-    """Raise InputError, led by the flag, unless path is a regular file, or a link to one, of at most so many bytes."""
+def read_text(path, flag=""):
+    """Return the text of a UTF-8 file; the flag that named it, if given, leads the message of an InputError."""
     try:
-        found = os.stat(path)
-    except (OSError, ValueError) as e:  # a ValueError for a NUL in the name
-        raise InputError(f"{flag}{path}: {getattr(e, 'strerror', None) or e}") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise InputError(f"{flag}{path}: it is {'a folder' if stat.S_ISDIR(found.st_mode) else 'no regular file'}")
-    if at_most is not None and found.st_size > at_most:
-        raise InputError(f"{flag}{path} has {found.st_size / 1e6:,.0f} MB: at most {at_most / 1e6:,.0f} are read")
-
-
-def read_text(path, flag="", at_most=MOST_TEXT):
-    """The text of a UTF-8 file; the flag that named it, if given, leads the message of an InputError."""
-    check_file(path, at_most, flag)
-    try:
+        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+            raise InputError(f"{flag}{path} is no regular file")
         return Path(path).read_text(encoding="utf-8")
     except OSError as e:
         raise InputError(f"{flag}{path}: {e.strerror}") from None
@@ -71,113 +54,63 @@ def read_text(path, flag="", at_most=MOST_TEXT):
         raise InputError(f"{flag}{path} is not valid UTF-8") from None
 
 
-def parse_json(text):
-    """The value in JSON text; a ValueError for any text that has none, or one nested too deeply to be worked on."""
+def read_json(path):
+    """Return the object in a JSON file, or raise InputError."""
+    text = read_text(path)
     try:
         value = json.loads(text)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    level = [value]
-    for _ in range(DEEPEST):
-        level = [v for v in level if isinstance(v, dict | list)]
-        level = [child for v in level for child in (v.values() if isinstance(v, dict) else v)]
-    if level:
-        raise ValueError("nested too deeply")
-    return value
-
-
-def read_json(path):
-    """The object in a JSON file; InputError when there is no such file or it holds something else."""
-    text = read_text(path, at_most=MOST_JSON)
-    try:
-        value = parse_json(text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise InputError(f"{path} is not valid JSON ({e})") from None
     if not isinstance(value, dict):
         raise InputError(f"{path} holds {type(value).__name__}, not a JSON object")
     return value
 
 
-FIELDS = {f.name: f for f in dataclasses.fields(Config)}
-MEANT = {int: "a positive integer", float: "a positive number", bool: "true or false", str: "a string"}
-MEANT |= {Index: "an integer from 0 on", types.NoneType: "null"}
-AT_MOST = {  # of a field, with much room above every known model; refused before anything is built
-    "n_layers": 1000, "n_heads": 2**14, "n_kv_heads": 2**14, "head_dim": 2**14, "dim": 2**18,
-    "intermediate_size": 2**20, "vocab_size": 2**24, "max_seq_len": 2**30, "norm_eps": 1.0, "rope_theta": 1e15,
-}  # fmt: skip
-LARGEST, LONGEST = 2**31 - 1, 2**16  # of the other integers; entries of a list
-FLOATS = 1e-30, 1e15  # the smallest and the largest
-
-
-def check_size(name, value, source, called=None):
-    """Raise InputError when the number of a Config field, which the source may call otherwise, is absurdly large."""
-    most = AT_MOST.get(name, LARGEST)
-    if isinstance(value, int | float) and value > most:
-        raise InputError(f"{source}: {called or name} is {value!r} but must be at most {most:,}")
-
-
-def fits(value, kind):
-    """Whether a value out of JSON is of the type of a Config field: numbers are positive, an Index may be 0."""
+def has_type(value, kind):
+    """Return whether a value from JSON is of the type of a Config field: numbers are above 0, an Index may be 0."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return any(fits(value, part) for part in parts)
+        return any(has_type(value, part) for part in parts)
     if origin is tuple:
-        return isinstance(value, tuple) and len(value) <= LONGEST and all(fits(v, parts[0]) for v in value)
+        return type(value) is tuple and all(has_type(v, parts[0]) for v in value)
     if origin is dict:
-        keys = set(get_args(parts[0]))
-        return isinstance(value, dict) and value.keys() == keys and all(fits(v, parts[1]) for v in value.values())
-    if kind is Index:
-        return type(value) is int and 0 <= value <= LARGEST
+        same = type(value) is dict and value.keys() == set(get_args(parts[0]))
+        return same and all(has_type(v, parts[1]) for v in value.values())
     if kind is float:
-        return type(value) in (int, float) and FLOATS[0] <= value <= FLOATS[1]
-    return type(value) is kind and (kind is not int or value > 0)
-
-
-def meant(kind):
-    """What fits, in words."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return " or ".join(map(meant, parts))
-    if origin is tuple:
-        return f"a list, each {meant(parts[0])}"
-    if origin is dict:
-        return f"an object of {', '.join(get_args(parts[0]))}, each {meant(parts[1])}"
-    return MEANT[kind]
+        return type(value) in (int, float) and 0 < value < float("inf")
+    if kind in (int, Index):
+        return type(value) is int and (value > 0 or kind is Index and value == 0)
+    return type(value) is kind
 
 
 def make_config(values, source):
-    """The Config of a dict that comes from a file; InputError names the source and the first field that is wrong."""
+    """Return the Config of a dict from a file; InputError names the source and what is wrong."""
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # JSON has no tuples
     if {"ladder_layers", "desync_period"} & values.keys():  # as config.json was written before wirings were one word
-        name = "ladder" if values["wiring"] == "hybrid" else values["wiring"]
+        name = "ladder" if values.get("wiring") == "hybrid" else values.get("wiring")
         layers, period = values.pop("ladder_layers", None), values.pop("desync_period", None)
         values["wiring"] = wiring_name(name, period if name == "desync" else layers)
-    for name, field in FIELDS.items():
-        if name not in values and field.default is dataclasses.MISSING:
-            raise InputError(f"{source}: no {name!r}")
-    for name, value in values.items():
-        if name not in FIELDS:
-            raise InputError(f"{source}: unknown key {name!r}")
-        if not fits(value, FIELDS[name].type):
-            raise InputError(f"{source}: {name} is {value!r} but must be {meant(FIELDS[name].type)}")
-        check_size(name, value, source)
+    for field in dataclasses.fields(Config):
+        if field.name in values and not has_type(value := values[field.name], field.type):
+            kind = inspect.formatannotation(field.type).replace("model.", "")
+            raise InputError(f"{source}: {field.name} is {value!r} but must be {kind}, numbers above 0")
+    if values.get("n_layers", 0) > MOST_LAYERS:
+        raise InputError(f"{source}: n_layers is {values['n_layers']} but must be at most {MOST_LAYERS}")
     try:
         config = Config(**values)
         int_linear.check(config)
-        if config.rope_theta <= 1:
-            raise InputError(f"rope_theta is {config.rope_theta!r} but must be above 1")
         return config
-    except InputError as e:
-        raise InputError(f"{source}: {e}") from None
+    except (InputError, TypeError) as e:  # a TypeError names the keys that are missing or unknown
+        raise InputError(f"{source}: {str(e).removeprefix('Config.__init__() ')}") from None
 
 
 def name(folder):
-    """What a folder is called."""
+    """Return the name of a folder."""
     return Path(folder).resolve().name
 
 
 def read_config(folder):
-    """The Config of a checkpoint folder."""
+    """Return the Config of a checkpoint folder."""
     path = Path(folder) / "config.json"
     if os.path.isfile(folder):  # false, where Path's raises an error, for what can be no name of a file
         raise InputError(f"{folder} is a file: run convert_hf_checkpoint.py {folder} --out DIR first")
@@ -192,11 +125,10 @@ def read_config(folder):
 
 
 def digest(folder, samples=64):
-    """A short hash of what a checkpoint folder holds; of large files, of the size and of samples spread evenly."""
-    found = hashlib.sha256()
-    kept = ("config.json", *TOKENIZER_FILES)
-    for path in sorted(p for p in Path(folder).iterdir() if p.suffix == ".safetensors" or p.name in kept):
-        if not path.is_file():
+    """Return a short hash of a checkpoint folder's files: of large ones, of the size and samples spread evenly."""
+    found, kept = hashlib.sha256(), ("config.json", *TOKENIZER_FILES)
+    for path in sorted(Path(folder).iterdir()):
+        if not path.is_file() or (path.suffix != ".safetensors" and path.name not in kept):
             continue
         size = path.stat().st_size
         found.update(f"{path.name} {size}\n".encode())
@@ -209,85 +141,56 @@ def digest(folder, samples=64):
 
 
 def shapes(config):
-    """{name: shape} of every tensor of a checkpoint; a tied output head is not one."""
+    """Return {name: shape} of every tensor of a checkpoint; a tied output head is not one."""
     return {name: tuple(w.shape) for name, w in int_linear.skeleton(config).named_parameters()}
 
 
-def read_weight_map(index):
-    """{tensor name: file name} of an index of shards, which may name files of its own folder alone."""
+def shards(index):
+    """Return the paths of the shards in an index, which may name plain files of its own folder only."""
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(f, str) for f in weight_map.values()):
+    if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index} has no weight_map of tensor names to file names")
-    for file in set(weight_map.values()):
-        if not re.fullmatch(r"[\w-][\w.-]{0,200}", file, re.ASCII):
-            raise InputError(f"{index} names {file!r}, which is no plain name of a file beside it")
-    return weight_map
-
-
-def check_header(path):
-    """Raise InputError unless a safetensors file has a header of a size to be read."""
-    check_file(path)
-    with open(path, "rb") as f:
-        size = int.from_bytes(f.read(8), "little")
-    if size > MOST_HEADER:
-        raise InputError(f"{path} is no safetensors file: its header would have {size:,} bytes")
+    names = sorted(set(map(str, weight_map.values())))
+    for name in names:
+        if not re.fullmatch(r"[\w-][\w.-]*", name, re.ASCII):
+            raise InputError(f"{index} names {name!r}, which is no plain name of a file beside it")
+        if not os.path.isfile(index.parent / name):
+            raise InputError(f"{index.parent / name} is missing, but {index.name} names it: download or convert again")
+    return [index.parent / name for name in names]
 
 
 class Weights:
     """The tensors of a folder's safetensors files, memory-mapped; only what is read is loaded.
 
-    Raises InputError when a file that the index names is absent, or one is truncated, or a tensor is asked for whose
-    numbers are of a type that this project does not compute with.
+    Raises InputError for a file that is missing or truncated and for a tensor that is not there.
     """
 
-    TYPES = {"F64", "F32", "F16", "BF16", "I8", "U8"}
-
     def __init__(self, folder):
-        folder = Path(folder)
-        single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-        if single.is_file():
-            paths = [single]
-        elif index.is_file():
-            weight_map = read_weight_map(index)
-            paths = [folder / name for name in sorted(set(weight_map.values()))]
-        else:
+        single, index = (Path(folder) / f"model.safetensors{ending}" for ending in ("", ".index.json"))
+        if not single.is_file() and not index.is_file():
             raise InputError(f"{folder} has no {single.name} and no {index.name}")
         self.files = {}  # tensor name: the file that holds it
-        for path in paths:
-            if not path.is_file():
-                raise InputError(f"{path} is missing, but {index.name} names it: download or convert it again")
-            check_header(path)
+        for path in [single] if single.is_file() else shards(index):
             try:
                 self.files.update(dict.fromkeys(safe_open(path, framework="pt").keys(), path))
             except SafetensorError as e:
-                raise InputError(f"{path} is truncated or no safetensors file: {e}") from None
-        if paths[0] != single:
-            lost = sorted(set(weight_map) - set(self.files))
-            if lost:
-                raise InputError(f"{index} names {lost[0]}, but no file holds it")
+                raise InputError(f"{path} is truncated or no safetensors file: {first_line(e)}") from None
 
     def names(self):
         return list(self.files)
 
-    def _open(self, name):
-        if name not in self.files:
-            raise InputError(f"the checkpoint has no tensor {name}")
-        # Opened anew each time: what was read stays mapped as long as its tensor lives, and no longer.
-        file = safe_open(self.files[name], framework="pt")
-        found = file.get_slice(name).get_dtype()
-        if found not in self.TYPES:
-            raise InputError(f"tensor {name} is of dtype {found}: only {', '.join(sorted(self.TYPES))} are read")
-        return file
-
     def shape(self, name):
-        return tuple(self._open(name).get_slice(name).get_shape())
+        return tuple(self.read(name).shape)
 
     def dtype(self, name):
         return self.read(name).dtype
 
     def read(self, name):
-        """The tensor, mapped into memory."""
-        return self._open(name).get_tensor(name)
+        """Return the tensor, mapped into memory."""
+        if name not in self.files:
+            raise InputError(f"the checkpoint has no tensor {name}")
+        # Opened anew each time: what was read stays mapped as long as its tensor lives, and no longer.
+        return safe_open(self.files[name], framework="pt").get_tensor(name)
 
     def fill(self, target, name, dim=0, ranges=None):
         """Copy the tensor, or the given ranges (start, stop) along dimension 0 or 1 of it, joined, into target.
@@ -306,7 +209,7 @@ class Weights:
 
 
 def own_dtype(weights, name):
-    """The dtype of a checkpoint, as a tensor says that is never stored as integers; weights: with read(name)."""
+    """Return the dtype of a checkpoint's tensor that is never quantized; weights: anything with read(name)."""
     dtype = weights.read(name).dtype
     if dtype not in DTYPES.values():
         raise InputError(f"tensor {name} holds {dtype_name(dtype)}: give --dtype, one of {', '.join(DTYPES)}")
@@ -314,7 +217,7 @@ def own_dtype(weights, name):
 
 
 def check_shape(weights, name, shape):
-    """Raise InputError unless the tensor has the shape that the config says. weights: as tp.load_shard takes them."""
+    """Raise InputError unless the tensor has the config's shape. weights: as tp.load_shard takes them."""
     if weights.shape(name) != shape:
         raise InputError(f"tensor {name} is {weights.shape(name)}, but the config says {tuple(shape)}")
 
@@ -340,7 +243,7 @@ SIZES = {  # shapes for benchmarks with random weights
 
 
 def named_size(name, n_layers=None, quant=None, group_size=None):
-    """The Config of one of SIZES, as the flags --n-layers, --quant and --group-size change it."""
+    """Return the Config of one of SIZES, changed by the flags --n-layers, --quant and --group-size."""
     config = SIZES[name]
     if (n_layers or 0) > config.n_layers:
         raise InputError(f"--n-layers is {n_layers} but {name} has {config.n_layers}")
@@ -351,7 +254,7 @@ def named_size(name, n_layers=None, quant=None, group_size=None):
 
 
 class RandomWeights:
-    """The same interface without a file: matrices from N(0, 0.02), norms 1, biases 0; integers of the same spread."""
+    """Weights without a file: matrices from N(0, 0.02), norms 1, biases 0; integers of the same spread."""
 
     def __init__(self, config, device, seed=0):
         self.parameters = dict(int_linear.skeleton(config).named_parameters())
@@ -384,26 +287,21 @@ def write_config(folder, config):
 def write_weights(folder, sizes, read, shard_bytes=5_000_000_000):
     """Write tensors into model.safetensors, or into numbered shards of at most shard_bytes and their index.
 
-    sizes: {name: bytes}, in the order to write. read(name) makes the tensor, one shard's worth in memory at a time.
+    sizes: {name: bytes}, in the order to write. read(name) returns a tensor; one shard at a time is in memory.
     """
-    total = sum(sizes.values())
-    free = shutil.disk_usage(folder).free
-    if total > free:
-        raise InputError(f"cannot write {folder.parent}: {total / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free")
-    shards = [[]]
-    room = shard_bytes
+    total, shards, room = sum(sizes.values()), [], 0
     for name, size in sizes.items():
-        if size > room and shards[-1]:
+        if size > room:
             shards.append([])
             room = shard_bytes
         shards[-1].append(name)
         room -= size
-    files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    if len(shards) == 1:
-        files = ["model.safetensors"]
+    weight_map = {}
     os.umask(mask := os.umask(0))
-    with tqdm(total=total, unit="B", unit_scale=True, desc="writing", delay=1) as bar:
-        for file, names in zip(files, shards, strict=True):
+    with tqdm(total=total, unit="B", unit_scale=True, desc="writing", delay=1, disable=None) as bar:
+        for i, names in enumerate(shards, start=1):
+            number = f"-{i:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+            weight_map |= dict.fromkeys(names, file := f"model{number}.safetensors")
             tensors = {}
             for name in names:
                 tensors[name] = read(name).contiguous()
@@ -411,20 +309,19 @@ def write_weights(folder, sizes, read, shard_bytes=5_000_000_000):
             save_file(tensors, folder / file, metadata={"format": "pt"})
             (folder / file).chmod(0o666 & ~mask)  # safetensors makes files that only their owner may read
     if len(shards) > 1:
-        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def copy_tokenizer(source, folder):
-    """Copy whatever tokenizer files the folder source holds."""
+    """Copy the tokenizer files of the folder source."""
     for name in TOKENIZER_FILES:
         if (Path(source) / name).is_file():
             shutil.copyfile(Path(source) / name, folder / name)
 
 
 def write_model(folder, config, state, dtype):
-    """Write a whole model that is in memory (its state dict) as config.json and safetensors of the given dtype."""
+    """Write config.json and safetensors of the given dtype from a model's state dict."""
     if config.tie_embeddings:
         state = {k: v for k, v in state.items() if k != "output.weight"}
     sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in state.items()}

@@ -1,10 +1,9 @@
 """Our checkpoint as a Hugging Face folder."""
 
 import json
+import math
 import shutil
 from pathlib import Path
-
-import numpy as np
 
 from formats import checkpoint
 from formats.checkpoint import dtype_name
@@ -24,18 +23,22 @@ OWN_FAMILY = {
 
 
 def family_to_hf(config):
-    """What says which of transformers' models it is, as a dict: one of its own, or the one whose code goes along.
+    """Return the keys of a config.json that name transformers' model, one of its own or the one in exported/.
 
     A wiring other than standard gets a model_type that transformers does not know: without that code it must not load.
     """
-    wiring = config.kind
-    if wiring.tp_bound or wiring.stream is not residual_stream or wiring.split not in PARALLEL_BLOCKS:
-        raise InputError(
-            f"wiring {config.wiring} has no Hugging Face form, because it is no function of one device: --wiring "
-            "standard or --ladder writes these weights as that"
-        )
-    if wiring.split is not attention_then_mlp and len({*config.wirings}) > 1:
-        raise InputError(f"wiring {config.wiring} in some layers alone has no Hugging Face form: convert all of them")
+    wiring, reason = config.kind, None
+    other = "--wiring standard or --ladder writes these weights as that"
+    if wiring.tp_bound:
+        reason = f"it is another function on another number of ranks; {other}"
+    elif wiring.stream is not residual_stream:
+        reason = f"its stream has no form in transformers; {other}"
+    elif wiring.split not in PARALLEL_BLOCKS:
+        reason = "its blocks have no form in transformers"
+    elif wiring.split is not attention_then_mlp and len({*config.wirings}) > 1:
+        reason = "its blocks are of two kinds"
+    if reason:
+        raise InputError(f"wiring {config.wiring} has no Hugging Face form: {reason}")
     parallel, stale = PARALLEL_BLOCKS[wiring.split], len(config.stale_layers)
     family = family_of(config)
     if family and not parallel and not stale:
@@ -50,7 +53,7 @@ def family_to_hf(config):
 
 
 def config_to_hf(config, dtype):
-    """A Hugging Face config.json, as a dict."""
+    """Return a Hugging Face config.json as a dict."""
     hf = {
         **family_to_hf(config), "hidden_act": "silu",
         "num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads,
@@ -69,23 +72,19 @@ def config_to_hf(config, dtype):
 def convert_to_hf(source, config, folder, dtype, shard_bytes):
     """Write a Hugging Face folder from our checkpoint, one shard in memory at a time."""
     hf = config_to_hf(config, dtype)
-    ours = {}  # Hugging Face's name: (our name, which of its parts)
-    for name in checkpoint.shapes(config):
-        ours.update({n: (name, i) for i, n in enumerate(hf_names(name))})
+    ours, sizes = {}, {}  # by Hugging Face's name: (our name, which part of ours), bytes
+    for name, shape in checkpoint.shapes(config).items():
+        heads = [config.n_heads, config.n_kv_heads, config.n_kv_heads] if ".wqkv." in name else [1]
+        for i, hf_name in enumerate(hf_names(name)):
+            ours[hf_name] = name, i
+            sizes[hf_name] = math.prod(shape) * heads[i] // sum(heads) * dtype.itemsize
 
     def read(hf_name):
         name, part = ours[hf_name]
         tensor = source.read(name).to(dtype)
         return ungroup(tensor, config)[part] if ".wqkv." in name else tensor
 
-    def size(name, part):
-        numel = int(np.prod(source.shape(name)))
-        if ".wqkv." in name:
-            rows = config.head_dim * (config.n_heads if part == 0 else config.n_kv_heads)
-            numel = numel // source.shape(name)[0] * rows
-        return numel * dtype.itemsize
-
-    checkpoint.write_weights(folder, {n: size(*o) for n, o in ours.items()}, read, shard_bytes)
+    checkpoint.write_weights(folder, sizes, read, shard_bytes)
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
     if "auto_map" in hf:
         for path in CODE.glob("*.py"):

@@ -1,21 +1,13 @@
 """Hugging Face's names and configs, as ours."""
 
 import math
-import os
+from typing import get_args
 
 import torch
 
 from formats import checkpoint
 from formats.checkpoint import read_json
-from model import (
-    LINEAR,
-    LLAMA3,
-    YARN,
-    InputError,
-    attention_plus_mlp,
-    attention_then_mlp,
-    wiring_name,
-)
+from model import LINEAR, LLAMA3, YARN, InputError, attention_plus_mlp, attention_then_mlp, wiring_name
 
 NAMES = {  # ours: Hugging Face's; wqkv is made of three
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -81,15 +73,11 @@ FAMILIES = {  # model_type: what transformers 5.23 takes for a key that is absen
         "attention_bias": True, "attention_out_bias": False, "bos_token_id": 0,
     },
 }  # fmt: skip
-SIZES = {  # ours of Hugging Face's, as far as checkpoint.AT_MOST knows how large they may be
-    "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads", "num_key_value_heads": "n_kv_heads",
-    "hidden_size": "dim", "max_position_embeddings": "max_seq_len",
-}  # fmt: skip
 ROPE_KINDS = {"default": None, "linear": LINEAR, "llama3": LLAMA3, "yarn": YARN}
 
 
 def hf_names(name):
-    """The Hugging Face tensors that our tensor is made of: one, or those of q, k and v for wqkv."""
+    """Return the Hugging Face tensors that our tensor is made of: one, or those of q, k and v for wqkv."""
     if name in NAMES:
         return [NAMES[name]]
     _, layer, rest = name.split(".", 2)
@@ -100,7 +88,7 @@ def hf_names(name):
 
 
 def group(q, k, v, config):
-    """Weights or biases of q, k and v, one below the other, as wqkv: KV head by KV head its queries, key and value."""
+    """Return weights or biases of q, k and v as wqkv: KV head by KV head its queries, its key, its value."""
     return torch.cat([t.unflatten(0, (config.n_kv_heads, -1)) for t in (q, k, v)], dim=1).flatten(0, 1)
 
 
@@ -112,168 +100,152 @@ def ungroup(wqkv, config):
 
 
 def wiring_from_hf(ladder_layers, parallel_blocks, n_layers):
-    """The wiring whose ladder layers are those (the last n, or a list), or None where there is none."""
+    """Return the wiring in which those layers (the last n, or a list) are ladders, or None if there is none."""
     every = ladder_layers in (n_layers, list(range(n_layers)))
     if parallel_blocks:
         return "parallel-ladder" if every else None if ladder_layers else "parallel"
     return "ladder" if every else wiring_name("ladder", ladder_layers) if ladder_layers else "standard"
 
 
-class HuggingFaceConfig:
-    """A config.json: what transformers takes for its settings, absent ones included. path: of the file.
+def read_hf(path):
+    """Return a config.json as transformers takes it: with keys that are absent, without those of other families.
 
-    Raises InputError for a model_type that is none of FAMILIES.
+    Raises InputError for families, and features of them, that model.py does not compute.
     """
-
-    def __init__(self, path):
-        self.path, values = path, read_json(path)
-        self.family = values.get("model_type")
-        if "n_layers" in values and self.family is None:
-            raise InputError(f"{path.parent} is a checkpoint of this project already (--to-hf DIR converts it back)")
-        if not isinstance(self.family, str) or self.family not in FAMILIES:
-            raise InputError(f"{path}: model_type {self.family!r} is not supported; {', '.join(FAMILIES)} are")
-        self.values = {**FAMILIES[self.family], **values}
-        generation = path.with_name("generation_config.json")
-        others = read_json(generation).get("eos_token_id") if os.path.lexists(generation) else None
-        if others is not None and "eos_token_id" not in values:
-            self.values["eos_token_id"] = None
-        self.eos = []
-        for ids in (self.values["eos_token_id"], others):
-            self.eos += [i for i in (ids if isinstance(ids, list) else [ids]) if i is not None and i not in self.eos]
-
-    def get(self, key, kind, *default, among=None):
-        """The value of a key (of another dict, if given), or the default where it is null; numbers must be positive."""
-        value = (self.values if among is None else among).get(key)
-        if value is None and default:
-            return default[0]
-        if type(value) not in ((int, float) if kind is float else (kind,)) or (kind in (int, float) and not value > 0):
-            wanted = {int: "a positive integer", float: "a positive number", bool: "true or false", list: "a list"}
-            raise InputError(f"{self.path}: {key} is {value!r} but must be {wanted.get(kind, 'an object')}")
-        checkpoint.check_size(SIZES.get(key, key), value, self.path, key)
-        return value
-
-    def setting(self, key, kind, absent):
-        """The value of a key, and `absent` where it is null or in a family that does not have it."""
-        return self.get(key, kind, absent) if key in FAMILIES[self.family] else absent
-
-
-def config_from_hf(path):
-    """The Config that a Hugging Face config.json (and the generation_config.json beside it) describes.
-
-    Raises InputError for architectures, and settings of them, that model.py does not compute.
-    """
-    hf = HuggingFaceConfig(path)
-    get, setting, known = hf.get, hf.setting, FAMILIES[hf.family]
-    rope = get("rope_scaling", dict, None) or get("rope_parameters", dict, {})  # before transformers 5, and since
+    values = read_json(path)
+    family = values.get("model_type")
+    if "n_layers" in values and family is None:
+        raise InputError(f"{path.parent} is a checkpoint of this project already (--to-hf DIR converts it back)")
+    if not isinstance(family, str) or family not in FAMILIES:
+        raise InputError(f"{path}: model_type {family!r} is not supported; {', '.join(FAMILIES)} are")
+    if family == "llamaLadder" and "ladder_layers" not in values:
+        raise InputError(f"{path}: model_type is llamaLadder, but ladder_layers does not say which layers")
+    known = FAMILIES[family]
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}  # before transformers 5, and since
     supported = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
     supported |= dict.fromkeys({"attention_bias", "attention_out_bias", "mlp_bias"} - known.keys(), False)
     for key, value in supported.items():
-        for found in (hf.values.get(key), rope.get(key)):
+        for found in (values.get(key), rope.get(key) if isinstance(rope, dict) else None):
             if found not in (value, None):
                 raise InputError(f"{path}: {key} {found!r} is not supported, only {value!r} is")
+    foreign = {key for family in FAMILIES.values() for key in family} - known.keys()
+    return {**known, **{k: v for k, v in values.items() if k not in foreign}, "rope_scaling": rope}
 
-    n_heads, dim, context = (get(key, int) for key in ("num_attention_heads", "hidden_size", "max_position_embeddings"))
-    scaling = rope_scaling_from_hf(hf, rope, context)
-    window = setting("sliding_window", int, None) if get("use_sliding_window", bool, True) else None
-    if "sliding_attention" not in setting("layer_types", list, ["sliding_attention"]):
-        window = None
-    if window is not None and window < context:
-        print(f"sliding window attention is full attention up to {window} tokens: the context is cut to that")
-        context = window
 
-    ladder = hf.values.get("ladder_layers")
-    n_layers = get("num_hidden_layers", int)
-    if hf.family == "llamaLadder" and "ladder_layers" not in hf.values:
-        raise InputError(f"{path}: model_type is llamaLadder, but ladder_layers does not say which layers")
-    wiring = wiring_from_hf(ladder, setting("parallel_blocks", bool, False), n_layers)
-    if wiring is None:
-        raise InputError(f"{path}: ladder_layers {ladder!r} with parallel_blocks is no wiring that this project has")
-    attention_bias = setting("attention_bias", bool, False)
-    values = {
-        "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": context,
-        "n_kv_heads": get("num_key_value_heads", int, n_heads), "intermediate_size": get("intermediate_size", int),
-        "head_dim": get("head_dim", int, dim // n_heads),
-        "vocab_size": get("vocab_size", int), "norm_eps": get("rms_norm_eps", float),
-        "rope_theta": rope.get("rope_theta", hf.values["rope_theta"]), "rope_scaling": scaling,
-        "tie_embeddings": get("tie_word_embeddings", bool),
-        "qkv_bias": hf.family == "qwen2" or attention_bias,
-        "wo_bias": setting("attention_out_bias", bool, attention_bias), "mlp_bias": setting("mlp_bias", bool, False),
-        "qk_norm": hf.family == "qwen3" or setting("qk_norm", bool, False),
-        "nope_layers": nope_layers_from_hf(hf, n_layers),
-        "bos_id": hf.values["bos_token_id"], "eos_ids": hf.eos,
-        "wiring": wiring,
-    }  # fmt: skip
+def eos_ids(path, hf):
+    """Return the ids that end a text: those of config.json and of a generation_config.json beside it."""
+    generation = path.with_name("generation_config.json")
+    others = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    own = hf["eos_token_id"] if others is None or "eos_token_id" in read_json(path) else None
+    found = [i for ids in (own, others) for i in (ids if isinstance(ids, list) else [ids])]
+    return tuple(dict.fromkeys(i for i in found if i is not None))
+
+
+def config_from_hf(path):
+    """Return the Config that a Hugging Face config.json (and the generation_config.json beside it) describes."""
+    hf = read_hf(path)
+    try:
+        values = our_values(hf) | {"eos_ids": eos_ids(path, hf)}
+    except (InputError, AttributeError, ArithmeticError, KeyError, TypeError) as e:  # an absent key, text as a number
+        raise InputError(f"{path}: {e if isinstance(e, InputError) else repr(e)}") from None
     return checkpoint.make_config(values, path)
 
 
-def rope_scaling_from_hf(hf, rope, context):
-    """Config.rope_scaling of what a config.json says of its rotary embeddings (the dict rope), or None.
+def our_values(hf):
+    """Return the values of Config, but for eos_ids, that settings as of read_hf mean."""
+    family, rope, ladder = hf["model_type"], hf["rope_scaling"], hf.get("ladder_layers")
+    n_layers, n_heads, dim = hf["num_hidden_layers"], hf["num_attention_heads"], hf["hidden_size"]
+    if n_layers > checkpoint.MOST_LAYERS:
+        raise InputError(f"num_hidden_layers is {n_layers} but must be at most {checkpoint.MOST_LAYERS}")
+    context, window = hf["max_position_embeddings"], hf.get("sliding_window")
+    windowed = "sliding_attention" in (hf.get("layer_types") or ["sliding_attention"])
+    if hf.get("use_sliding_window", True) and windowed and window is not None and window < context:
+        print(f"sliding window attention is full attention up to {window} tokens: the context is cut to that")
+        context = window
+    wiring = wiring_from_hf(ladder, hf.get("parallel_blocks"), n_layers)
+    if wiring is None:
+        raise InputError(f"ladder_layers {ladder!r} with parallel_blocks is no wiring that this project has")
+    attention_bias = hf.get("attention_bias", False)
+    return {
+        "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": context,
+        "n_kv_heads": hf["num_key_value_heads"] or n_heads, "intermediate_size": hf["intermediate_size"],
+        "head_dim": hf["head_dim"] or dim // n_heads,
+        "vocab_size": hf["vocab_size"], "norm_eps": hf["rms_norm_eps"],
+        "rope_theta": rope.get("rope_theta", hf["rope_theta"]), "rope_scaling": rope_scaling_from_hf(hf),
+        "tie_embeddings": hf["tie_word_embeddings"],
+        "qkv_bias": family == "qwen2" or attention_bias,
+        "wo_bias": hf.get("attention_out_bias", attention_bias), "mlp_bias": hf.get("mlp_bias", False),
+        "qk_norm": family == "qwen3" or hf.get("qk_norm", False),
+        "nope_layers": nope_layers_from_hf(hf), "bos_id": hf["bos_token_id"], "wiring": wiring,
+    }  # fmt: skip
 
-    context: max_position_embeddings. What YaRN leaves out is computed as transformers 5.23 does.
-    """
+
+def rope_scaling_from_hf(hf):
+    """Return the Config.rope_scaling of settings as of read_hf. Absent keys of YaRN are computed as by transformers."""
+    rope, context = hf["rope_scaling"], hf["max_position_embeddings"]
     kind = rope.get("rope_type", rope.get("type", "default"))
-    kinds = ["default"] if hf.family == "phi3" else list(ROPE_KINDS)  # Phi-3 takes every other for longrope
+    kinds = ["default"] if hf["model_type"] == "phi3" else list(ROPE_KINDS)  # Phi-3 takes every other for longrope
     if kind not in kinds:
-        raise InputError(f"{hf.path}: rope type {kind!r} is not supported, only {', '.join(kinds)} are")
+        raise InputError(f"rope type {kind!r} is not supported, only {', '.join(kinds)} are")
     if kind == "default":
         return None
-    original = rope.get("original_max_position_embeddings", context)
-    scaling = {**rope, "original_max_position_embeddings": hf.values.get("original_max_position_embeddings", original)}
+    original = hf.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", context))
+    scaling = {**rope, "original_max_position_embeddings": original}
     if kind == "yarn":
         if rope.get("truncate") is False:
-            raise InputError(f"{hf.path}: YaRN with truncate false is not supported")
-        original = hf.get("original_max_position_embeddings", int, among=scaling)
-        factor = hf.get("factor", float, context / original, among=rope)
-        mscale, mscale_all_dim = (hf.get(key, float, 0, among=rope) for key in ("mscale", "mscale_all_dim"))
-        above, below = (mscale, mscale_all_dim) if mscale and mscale_all_dim else (1, 0)
+            raise InputError("YaRN with truncate false is not supported")
+        factor = rope.get("factor") or context / original
+        above, below = rope.get("mscale"), rope.get("mscale_all_dim")
+        above, below = (above, below) if above and below else (1, 0)
         log = 0.1 * math.log(max(factor, 1))
         scaling |= {
             "factor": factor, "beta_fast": rope.get("beta_fast") or 32.0, "beta_slow": rope.get("beta_slow") or 1.0,
-            "attention_factor": hf.get("attention_factor", float, (above * log + 1) / (below * log + 1), among=rope),
+            "attention_factor": rope.get("attention_factor") or (above * log + 1) / (below * log + 1),
         }  # fmt: skip
-    return {key: scaling.get(key) for key in ROPE_KINDS[kind].__args__}
+    return {key: scaling.get(key) for key in get_args(ROPE_KINDS[kind])}
 
 
-def nope_layers_from_hf(hf, n_layers):
-    """The layers without rotary embeddings: SmolLM3 marks them with a 0 in a list, or has one in so many."""
-    interval = hf.setting("no_rope_layer_interval", int, n_layers + 1)
-    turned = hf.setting("no_rope_layers", list, [i % interval for i in range(1, n_layers + 1)])
+def nope_layers_from_hf(hf):
+    """Return the layers without rotary embeddings: SmolLM3 marks them with a 0 in a list, or has one in so many."""
+    n_layers = hf["num_hidden_layers"]
+    interval = hf.get("no_rope_layer_interval", n_layers + 1)
+    turned = hf.get("no_rope_layers") or [i % interval for i in range(1, n_layers + 1)]
     if len(turned) < n_layers:
-        raise InputError(f"{hf.path}: no_rope_layers has {len(turned)} entries for {n_layers} layers")
+        raise InputError(f"no_rope_layers has {len(turned)} entries for {n_layers} layers")
     return tuple(i for i in range(n_layers) if not turned[i])
 
 
 def no_rope_layers(config):
-    """The inverse: a 0 for each such layer and 1 for the others, or None where there is none."""
+    """Return the inverse: a 0 for each such layer and 1 for the others, or None if there is no such layer."""
     return [int(i not in config.nope_layers) for i in range(config.n_layers)] if config.nope_layers else None
 
 
 def family_of(config):
-    """The keys of a config.json that name the family of transformers with a standard model's biases and norms, or None.
+    """Return the keys of a config.json that name transformers' family with a standard model's biases and norms.
 
-    The inverse of config_from_hf for what is not a number: its shape and its rotary embeddings are the same in all.
+    The inverse of config_from_hf where it is not numbers, which all families share. None if there is no such family.
     """
-    qkv, wo, mlp, turned = config.qkv_bias, config.wo_bias, config.mlp_bias, not config.nope_layers
+    qkv, wo, mlp = config.qkv_bias, config.wo_bias, config.mlp_bias
+    biases = {"attention_bias": qkv, "mlp_bias": mlp}
     if config.qk_norm:
-        fits, family, name, keys = qkv == wo and not mlp and turned, "qwen3", "Qwen3", {"attention_bias": qkv}
-    elif not turned:
-        keys = {
-            "attention_bias": qkv, "mlp_bias": mlp, "no_rope_layers": no_rope_layers(config), "pad_token_id": None,
-        }  # fmt: skip
-        fits, family, name = qkv == wo, "smollm3", "SmolLM3"
+        fits, name, keys = not (mlp or config.nope_layers) and qkv == wo, "Qwen3", {"attention_bias": qkv}
+    elif config.nope_layers:
+        fits, name = qkv == wo, "SmolLM3"
+        keys = {**biases, "no_rope_layers": no_rope_layers(config), "pad_token_id": None}
     elif qkv == wo:
-        fits, family, name, keys = True, "llama", "Llama", {"attention_bias": qkv, "mlp_bias": mlp}
+        fits, name, keys = True, "Llama", biases
     elif qkv and not mlp:
-        fits, family, name, keys = True, "qwen2", "Qwen2", {}
+        fits, name, keys = True, "Qwen2", {}
     else:
+        fits, name = True, "SeedOss"
         keys = {"attention_bias": qkv, "attention_out_bias": wo, "mlp_bias": mlp, "pad_token_id": None}
-        fits, family, name = True, "seed_oss", "SeedOss"
+    family = "seed_oss" if name == "SeedOss" else name.lower()
     return {"model_type": family, "architectures": [f"{name}ForCausalLM"], **keys} if fits else None
 
 
 def rope_kind(scaling):
-    """transformers' name of a Config.rope_scaling."""
-    return next(kind for kind, keys in ROPE_KINDS.items() if keys and set(keys.__args__) == scaling.keys())
+    """Return transformers' name of a Config.rope_scaling."""
+    return next(kind for kind, keys in ROPE_KINDS.items() if set(get_args(keys)) == scaling.keys())
 
 
 class LlamaWeights:
@@ -285,12 +257,11 @@ class LlamaWeights:
     """
 
     def __init__(self, source, path, config):
-        hf, H = HuggingFaceConfig(path), config.head_dim
+        hf, H = read_hf(path), config.head_dim
         residual, embedding, logits = (
-            hf.setting(key, float, 1.0) for key in ("residual_multiplier", "embedding_multiplier", "logits_scaling")
+            hf.get(key, 1.0) for key in ("residual_multiplier", "embedding_multiplier", "logits_scaling")
         )
-        scores = hf.setting("attention_multiplier", float, None)
-        queries = 1.0 if scores is None else scores * H**0.5  # the scores are divided by that
+        queries = hf["attention_multiplier"] * H**0.5 if "attention_multiplier" in hf else 1.0  # the scores over H**0.5
         head = embedding if config.tie_embeddings else 1.0
         self.factors = {
             "embed_tokens": embedding, "q_proj": queries, "o_proj": residual, "down_proj": residual,
@@ -303,7 +274,7 @@ class LlamaWeights:
         self.source, self.parts = source, {}  # name: (the source's, rows of each of its parts or None, which part)
         for name in source.names():
             path, module, kind = [""] * (2 - name.count(".")) + name.rsplit(".", 2)
-            parts = fused.get(module, {}) if hf.family == "phi3" else {}
+            parts = fused.get(module, {}) if hf["model_type"] == "phi3" else {}
             self.parts |= {f"{path}.{part}.{kind}": (name, list(parts.values()), i) for i, part in enumerate(parts)}
             if not parts:
                 self.parts[name] = name, None, 0

@@ -1,71 +1,27 @@
 """Files that are no safetensors: names() and read(name), under Hugging Face's names; what is not read is not loaded."""
 
 import math
-import pickletools
-import re
 import zipfile
 
 import numpy as np
 import torch
 
 from formats import checkpoint
-from formats.checkpoint import check_file, first_line
+from formats.checkpoint import first_line
 from model import InputError
-
-# What a pickled state dict may call. weights_only lets more through, some of it able to take all memory.
-CALLS = r"collections OrderedDict|torch._utils (_rebuild_tensor_v2|_rebuild_parameter)|torch \w+Storage"
-MOST_PICKLED = 2**24  # bytes
-
-
-def check_calls(file):
-    """Raise ValueError when the pickle in an open file calls anything but CALLS."""
-    for code, argument, _ in pickletools.genops(file):
-        if code.name in ("GLOBAL", "STACK_GLOBAL", "INST") and not re.fullmatch(CALLS, argument or code.name):
-            raise ValueError(f"it calls {argument or code.name!r}, which is no part of a state dict")
-
-
-def load_pickle(path):
-    """{name: tensor} of a file of torch.save, memory-mapped; a ValueError, and errors of libraries, for others.
-
-    The calls are looked at first, then run by PyTorch's own reader of weights alone.
-    """
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-            pickles = [entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")]
-            if packed or len(pickles) != 1 or pickles[0].file_size > MOST_PICKLED:
-                raise ValueError("it is not as torch.save packs a state dict")
-            with archive.open(pickles[0]) as f:
-                check_calls(f)
-        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    else:  # as PyTorch wrote files before 1.6, without a zip archive: read whole
-        with open(path, "rb") as f:
-            for _ in range(5):  # a number, a version, the system, the state dict, the names of its storages
-                check_calls(f)
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(found, dict):
-        raise ValueError("it holds no state dict")
-    for name, tensor in found.items():
-        plain = isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.layout == torch.strided
-        if not plain or not isinstance(name, str) or tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise ValueError(f"its {name!r} is no tensor with a number of its own for each place")
-    return found
 
 
 class PickledWeights:
-    """pytorch_model.bin, one file or an index of shards."""
+    """pytorch_model.bin, one file or an index of shards; memory-mapped, but for the format before PyTorch 1.6."""
 
     def __init__(self, folder):
         single, index = folder / "pytorch_model.bin", folder / "pytorch_model.bin.index.json"
-        names = [single.name] if single.is_file() else sorted(set(checkpoint.read_weight_map(index).values()))
         self.tensors = {}
-        for name in names:
-            if not (folder / name).is_file():
-                raise InputError(f"{folder / name} is missing, but {index.name} names it: download it again")
+        for path in [single] if single.is_file() else checkpoint.shards(index):
             try:
-                self.tensors.update(load_pickle(folder / name))
+                self.tensors |= torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
             except Exception as e:  # the readers of pickles and archives raise whatever the bytes lead them to
-                raise InputError(f"{folder / name} is truncated or no PyTorch file: {first_line(e)}") from None
+                raise InputError(f"{path} is truncated or no PyTorch state dict: {first_line(e)}") from None
 
     def names(self):
         return list(self.tensors)
@@ -81,13 +37,10 @@ class Llama2cWeights:
     """
 
     def __init__(self, path):
-        check_file(path)
-        header = np.fromfile(path, np.int32, 7)
-        if len(header) < 7:
-            raise InputError(f"{path} is no llama2.c checkpoint: it is shorter than its header")
-        D, hidden, L, N, K, V, context = (int(i) for i in header)
-        if min(D, hidden, L, N, K, context) < 1 or V == 0 or D % N or N % K:
-            raise InputError(f"{path} is no llama2.c checkpoint: its header reads {header.tolist()}")
+        header = np.fromfile(path, np.int32, 7).tolist()
+        if len(header) < 7 or min(header[:5] + header[6:]) < 1 or header[5] == 0:
+            raise InputError(f"{path} is no llama2.c checkpoint: its header reads {header}")
+        D, hidden, L, N, K, V, context = header
         H = D // N
         values = {
             "n_layers": L, "n_heads": N, "n_kv_heads": K, "head_dim": H, "dim": D, "intermediate_size": hidden,
@@ -109,11 +62,9 @@ class Llama2cWeights:
             ("model.norm.weight", (D,)),
             ("rope cosines and sines", (2, context, H // 2)),  # recomputed, not read
         ] + [("lm_head.weight", (-V, D))] * (V < 0)
-        expected = 28 + 4 * sum(math.prod(shape) for _, shape in layout)
-        if path.stat().st_size != expected:
-            raise InputError(
-                f"{path} is {path.stat().st_size} bytes, but its header asks for {expected}: copy it again"
-            )
+        size, expected = path.stat().st_size, 28 + 4 * sum(math.prod(shape) for _, shape in layout)
+        if size != expected:
+            raise InputError(f"{path} is {size} bytes, but its header asks for {expected}: copy it again")
         data, self.tensors, at = np.memmap(path, np.float32, "r", offset=28), {}, 0
         for name, shape in layout:
             array = data[at : at + math.prod(shape)].reshape(shape)
@@ -121,7 +72,7 @@ class Llama2cWeights:
             if name.startswith(("model.", "lm_head.")):
                 self.tensors[name] = array
             elif not name.startswith("rope"):
-                self.tensors.update({f"model.layers.{i}.{name}": array[i] for i in range(L)})
+                self.tensors |= {f"model.layers.{i}.{name}": array[i] for i in range(L)}
 
     def names(self):
         return list(self.tensors)

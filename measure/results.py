@@ -5,13 +5,14 @@ next to one another in time. What may be noise is marked as that, see LEGEND.
 """
 
 import csv
+import json
 import re
 import statistics
 from collections import defaultdict
 from operator import itemgetter
 from pathlib import Path
 
-from formats.checkpoint import fits, parse_json, read_text
+from formats.checkpoint import has_type, read_text
 from measure.report import bandwidth_share, mean_accepted
 from measure.timing import hidden_share, overlapping, quartiles
 from model import WIRINGS, InputError, wiring_name
@@ -54,8 +55,8 @@ def is_bool(value):
 
 
 def one(kind):
-    """A check of what checkpoint.fits takes: whole and other numbers are positive."""
-    return lambda value: fits(value, kind)
+    """A check of what checkpoint.has_type takes: whole and other numbers are positive."""
+    return lambda value: has_type(value, kind)
 
 
 def each(check, count=None):
@@ -113,7 +114,7 @@ def read(path):
     """The lines of a file of bench.sh, as dicts that know their file. Raises InputError for other files."""
     text, lines = read_text(path), []
     try:
-        for line in map(parse_json, text.splitlines()):
+        for line in map(json.loads, text.splitlines()):
             if not is_complete(line):
                 raise ValueError
             lines.append({"repeat": 1, "command": "", **line, "file": str(path)})

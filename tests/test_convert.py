@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 import subprocess
 import sys
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import ROOT, last_logits, script, shared_data
+from helpers import BASE, ROOT, last_logits, script, shared_data
 from safetensors.torch import load_file, save_file
 
 import convert_hf_checkpoint
@@ -18,6 +17,7 @@ import tp
 from formats import checkpoint, huggingface
 from formats.tokenizer import load_tokenizer
 from model import InputError
+from training.data import train_tokenizer
 
 SMALL = {
     "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 131,
@@ -119,33 +119,24 @@ def as_on_the_hub(folder):
     path.write_text(json.dumps(hf))
 
 
-def there_and_back(family, rewrite, tmp_path):
-    """(ours, theirs, theirs out of ours again) of a family, once the first two are alike."""
+@pytest.mark.parametrize("family", [*FAMILIES, *FOLDED])
+def test_parity_with_transformers_there_and_back(family, tmp_path):
     theirs = hf_model(family)
     theirs.save_pretrained(tmp_path / "hf")
-    rewrite(tmp_path / "hf")
     ours = convert(tmp_path / "hf", tmp_path / "ours")
     check_parity(ours, theirs)
     convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
-    return ours, theirs, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
-
-
-@pytest.mark.parametrize("rewrite", [as_on_the_hub, lambda folder: None], ids=["hub", "transformers 5"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_parity_with_transformers_there_and_back(family, rewrite, tmp_path):
-    _, theirs, back = there_and_back(family, rewrite, tmp_path)
-    for name, weight in theirs.state_dict().items():
-        assert torch.equal(back.state_dict()[name], weight), name
-    with torch.no_grad():
-        assert torch.equal(back(TOKENS).logits, theirs(TOKENS).logits)
-
-
-@pytest.mark.parametrize("rewrite", [as_on_the_hub, lambda folder: None], ids=["hub", "transformers 5"])
-@pytest.mark.parametrize("family", FOLDED)
-def test_parity_where_the_conversion_changes_tensors(family, rewrite, tmp_path):
-    ours, _, back = there_and_back(family, rewrite, tmp_path)
-    assert back.config.model_type == "llama"
-    check_parity(ours, back)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    if family in FOLDED:
+        assert back.config.model_type == "llama"
+        check_parity(ours, back)
+    else:
+        for name, weight in theirs.state_dict().items():
+            assert torch.equal(back.state_dict()[name], weight), name
+        with torch.no_grad():
+            assert torch.equal(back(TOKENS).logits, theirs(TOKENS).logits)
+    as_on_the_hub(tmp_path / "hf")
+    assert huggingface.config_from_hf(tmp_path / "hf" / "config.json") == ours.config
 
 
 def test_multipliers_are_rounded_once(tmp_path):
@@ -165,13 +156,8 @@ def test_multipliers_are_rounded_once(tmp_path):
 
 @pytest.mark.parametrize("family", sorted(huggingface.FAMILIES.keys() - {"llamaLadder"}))
 def test_absent_keys_are_what_transformers_takes_them_for(family, tmp_path):
-    shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    values = {
-        "model_type": family,
-        "num_attention_heads": 32,
-        "pad_token_id": 0,
-        **{key: 64 for key in shape if "heads" not in key},
-    }
+    shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+    values = {"model_type": family, "num_attention_heads": 32, "pad_token_id": 0, **dict.fromkeys(shape, 64)}
     values |= {"head_dim": 2} if family == "ministral" else {}  # which transformers cannot do without
     (tmp_path / "config.json").write_text(json.dumps(values))
     ours = huggingface.config_from_hf(tmp_path / "config.json")
@@ -188,17 +174,14 @@ def test_absent_keys_are_what_transformers_takes_them_for(family, tmp_path):
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 2)
     assert ours.norm_eps == theirs.rms_norm_eps and ours.rope_theta == theirs.rope_parameters["rope_theta"]
     assert ours.tie_embeddings == theirs.tie_word_embeddings
-    assert (ours.bos_id, ours.eos_ids) == (
-        theirs.bos_token_id,
-        tuple(i for i in [theirs.eos_token_id] if i is not None),
-    )
+    ends = () if theirs.eos_token_id is None else (theirs.eos_token_id,)
+    assert (ours.bos_id, ours.eos_ids) == (theirs.bos_token_id, ends)
     with torch.device("meta"):
         theirs = their_model(theirs)
     biases = {name.rpartition("_proj")[0][-1] for name in theirs.state_dict() if name.endswith("bias")}
     assert ours.qkv_bias == ("q" in biases) and ours.wo_bias == ("o" in biases) and ours.mlp_bias == ("n" in biases)
-    assert ours.nope_layers == tuple(
-        i for i, turned in enumerate(getattr(theirs.config, "no_rope_layers", None) or ()) if not turned
-    )
+    turned = getattr(theirs.config, "no_rope_layers", None) or ()
+    assert ours.nope_layers == tuple(i for i, t in enumerate(turned) if not t)
     values["num_key_value_heads"] = None  # written, and null: not the same as absent
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert huggingface.config_from_hf(tmp_path / "config.json").n_kv_heads == 32
@@ -230,41 +213,36 @@ def test_the_ends_of_a_generation_config_stand_in_for_absent_ones(tmp_path):
     assert huggingface.config_from_hf(path).eos_ids == (7, 8)
 
 
-def bin_shards(folder):
-    """Rewrite a folder's safetensors as two pytorch_model-*.bin and their index."""
+def take_state(folder):
     state = load_file(folder / "model.safetensors")
-    names = sorted(state)
-    weight_map = {}
-    for i, part in enumerate((names[::2], names[1::2])):
-        file = f"pytorch_model-{i + 1:05d}-of-00002.bin"
-        torch.save({n: state[n] for n in part}, folder / file)
-        weight_map.update(dict.fromkeys(part, file))
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (folder / "model.safetensors").unlink()
+    return state
+
+
+def shards(folder, name, save):
+    """Rewrite a folder's safetensors as three shards and their index; q, k and v end up in different ones."""
+    state = take_state(folder)
+    weight_map = {n: f"{name[0]}-{i % 3 + 1:05d}-of-00003.{name[1]}" for i, n in enumerate(sorted(state))}
+    for file in set(weight_map.values()):
+        save({n: state[n] for n, f in weight_map.items() if f == file}, folder / file)
+    (folder / f"{name[0]}.{name[1]}.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def bin_shards(folder):
+    shards(folder, ("pytorch_model", "bin"), torch.save)
+
+
+def safetensors_shards(folder):
+    shards(folder, ("model", "safetensors"), save_file)
 
 
 def old_bin(folder):
     """As PyTorch wrote files before 1.6."""
-    state = load_file(folder / "model.safetensors")
-    torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    (folder / "model.safetensors").unlink()
+    torch.save(take_state(folder), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
 
 
 def one_bin(folder):
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-
-
-def safetensors_shards(folder):
-    state = load_file(folder / "model.safetensors")
-    weight_map = {}
-    for i, name in enumerate(sorted(state)):  # q, k and v end up in different files
-        file = f"model-{i % 3 + 1:05d}-of-00003.safetensors"
-        weight_map[name] = file
-    for file in set(weight_map.values()):
-        save_file({n: state[n] for n, f in weight_map.items() if f == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (folder / "model.safetensors").unlink()
+    torch.save(take_state(folder), folder / "pytorch_model.bin")
 
 
 @pytest.mark.parametrize("rewrite", [bin_shards, one_bin, old_bin, safetensors_shards])
@@ -278,7 +256,7 @@ def test_sources_of_every_form(rewrite, tmp_path):
 def test_a_tied_folder_that_holds_only_the_head(tmp_path):
     theirs = hf_model("llama3.2-tied")
     theirs.save_pretrained(tmp_path / "hf")
-    state = load_file(tmp_path / "hf" / "model.safetensors")
+    state = take_state(tmp_path / "hf")
     state["lm_head.weight"] = state.pop("model.embed_tokens.weight")
     save_file(state, tmp_path / "hf" / "model.safetensors")
     check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
@@ -298,22 +276,28 @@ def test_output_is_sharded_and_indexed(tmp_path):
     check_parity(ours, back)
 
 
-@pytest.mark.parametrize("ladder", [2, [0, 2], 3, [0, 1, 2], 0, [], None])
-def test_ladder_layers_of_a_config_are_honoured_and_written_back(ladder, tmp_path):
-    theirs = hf_model("llama3.1")
-    theirs.save_pretrained(tmp_path / "hf")
-    path = tmp_path / "hf" / "config.json"
-    hf = {**json.loads(path.read_text()), "model_type": "llamaLadder", "ladder_layers": ladder}
-    path.write_text(json.dumps(hf))
-    convert(tmp_path / "hf", tmp_path / "ours")
-    layers = {2: (1, 2), 3: (0, 1, 2), 0: ()}[ladder] if isinstance(ladder, int) else tuple(ladder or ())
-    ours = checkpoint.read_config(tmp_path / "ours")
-    assert ours.stale_layers == layers
-    assert ours.wiring == ("ladder" if len(layers) == 3 else "hybrid" if layers else "standard")
+LADDERS = [(2, "ladder:2"), ([0, 2], "ladder:0,2"), ([1], "ladder:1,"), (3, "ladder"), ([0, 1, 2], "ladder")]
+LADDERS += [(0, "standard"), ([], "standard"), (None, "standard")]
+
+
+@pytest.mark.parametrize("ladder, wiring", LADDERS)
+def test_ladder_layers_of_a_config_are_honoured_and_written_back(ladder, wiring, hf_folder, tmp_path):
+    edit(hf_folder, model_type="llamaLadder", ladder_layers=ladder)
+    assert convert(hf_folder, tmp_path / "ours").config.wiring == wiring
     convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
     back = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert back["model_type"] == ("ladder_residual" if layers else "llama")
-    assert back.get("ladder_layers") == (3 if len(layers) == 3 else ladder or None)
+    assert back["model_type"] == ("llama" if wiring == "standard" else "ladder_residual")
+    assert back.get("ladder_layers") == (3 if wiring == "ladder" else ladder or None)
+
+
+@pytest.mark.parametrize("old, wiring", [
+    ({"wiring": "hybrid", "ladder_layers": 2}, "ladder:2"), ({"wiring": "hybrid", "ladder_layers": [1]}, "ladder:1,"),
+    ({"wiring": "ladder", "desync_period": 2}, "ladder"), ({"wiring": "desync", "desync_period": 4}, "desync:4"),
+    ({"wiring": "spd", "ladder_layers": [0, 2], "desync_period": 2}, "spd:0,2"),
+])  # fmt: skip
+def test_a_config_of_the_old_grammar_is_read(old, wiring):
+    values = {k: v for k, v in dataclasses.asdict(BASE).items() if k != "wiring"}
+    assert checkpoint.make_config(values | old, "it") == dataclasses.replace(BASE, wiring=wiring)
 
 
 @pytest.mark.parametrize("flags, layers", [(["--ladder-layers", "1"], (2,)), (["--ladder"], (0, 1, 2))])
@@ -324,12 +308,8 @@ def test_a_standard_model_becomes_a_ladder(flags, layers, tmp_path):
 
 
 def test_a_wiring_bound_to_ranks_says_to_how_many(hf_folder, tmp_path):
-    ours = convert(hf_folder, tmp_path / "ours", "--wiring", "spd", "--layers", "1", "--made-for-tp", "4")
-    assert (ours.config.wiring, ours.config.ladder_layers, ours.config.made_for_tp) == ("spd", 1, 4)
-    for way in ["--wiring", "standard"], []:
-        flags = [str(tmp_path / "ours"), "--to-hf", str(tmp_path / "hf"), "--made-for-tp", "4", *way]
-        with pytest.raises(InputError, match="--made-for-tp goes with --out: "):
-            convert_hf_checkpoint.main(flags)
+    ours = convert(hf_folder, tmp_path / "ours", "--wiring", "spd:1", "--made-for-tp", "4")
+    assert (ours.config.wiring, ours.config.made_for_tp) == ("spd:1", 4)
     for flags, line in (["--wiring", "spd"], "--made-for-tp"), (["--ladder", "--made-for-tp", "4"], "wiring ladder"):
         with pytest.raises(InputError, match=line):
             convert(hf_folder, tmp_path / "other", *flags)
@@ -467,40 +447,25 @@ def edit(folder, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def drop_tensor(folder, name):
-    state = load_file(folder / "model.safetensors")
-    del state[name]
-    save_file(state, folder / "model.safetensors")
+def change_tensors(folder, **changes):
+    """Add zeros, or with None drop a tensor; its name with / for the dots."""
+    state = take_state(folder) | {name.replace("/", "."): value for name, value in changes.items()}
+    save_file({name: value for name, value in state.items() if value is not None}, folder / "model.safetensors")
 
 
-def add_tensor(folder, name):
-    state = load_file(folder / "model.safetensors")
-    save_file({**state, name: torch.zeros(48)}, folder / "model.safetensors")
+def lose(folder, rewrite, name):
+    rewrite(folder)
+    (folder / name).unlink()
 
 
-def lose_shard(folder):
-    safetensors_shards(folder)
-    (folder / "model-00002-of-00003.safetensors").unlink()
+def truncate(folder, rewrite, name):
+    rewrite(folder)
+    (folder / name).write_bytes((folder / name).read_bytes()[:-1000])
 
 
-def truncate(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
-def lose_bin(folder):
-    bin_shards(folder)
-    (folder / "pytorch_model-00001-of-00002.bin").unlink()
-
-
-def truncate_bin(folder):
-    one_bin(folder)
-    path = folder / "pytorch_model.bin"
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
+UP, BIAS = "model/layers/1/mlp/up_proj/weight", "model/layers/0/self_attn/q_proj/bias"
 BAD = {
-    "an unsupported architecture": (lambda f: edit(f, model_type="gpt2"), "model_type 'gpt2' is not supported"),
+    "an unsupported architecture": (lambda f: edit(f, model_type="mixtral"), "model_type 'mixtral' is not supported"),
     "an unsupported rope": (lambda f: edit(f, rope_parameters={"rope_type": "longrope"}), "rope type 'longrope'"),
     "a rope that turns a part": (lambda f: edit(f, partial_rotary_factor=0.5), "partial_rotary_factor 0.5 is not"),
     "one of transformers 5": (lambda f: edit(f, rope_parameters={"partial_rotary_factor": 0.5}), "0.5 is not supp"),
@@ -508,40 +473,35 @@ BAD = {
         lambda f: edit(f, model_type="phi3", rope_parameters={"rope_type": "yarn"}), "rope type 'yarn' is not supported"
     ),
     "an untruncated yarn": (lambda f: edit(f, rope_parameters={"rope_type": "yarn", "truncate": False}), "truncate"),
-    "a string in a yarn": (
-        lambda f: edit(f, rope_parameters={"rope_type": "yarn", "factor": "4"}), "factor is '4' but must be a positive"
-    ),
-    "a linear rope of nothing": (lambda f: edit(f, rope_parameters={"rope_type": "linear"}), "rope_scaling is"),
+    "half a rope": (lambda f: edit(f, rope_parameters={"rope_type": "llama3"}), "rope_scaling is .*low_freq_factor"),
     "an unsupported activation": (lambda f: edit(f, hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     "an unsupported bias": (
         lambda f: edit(f, model_type="mistral", attention_bias=True), "attention_bias True is not supported"
     ),
-    "a string for a bias": (lambda f: edit(f, mlp_bias="no"), "mlp_bias is 'no' but must be true or false"),
+    "a string for a bias": (lambda f: edit(f, mlp_bias="no"), "config.json: mlp_bias is 'no' but must be bool"),
     "a bias that is not there": (lambda f: edit(f, attention_bias=True), "no tensor .*k_proj.bias"),
     "too few marks": (lambda f: edit(f, model_type="smollm3", no_rope_layers=[1]), "has 1 entries for 3 layers"),
-    "a negative multiplier": (
-        lambda f: edit(f, model_type="granite", logits_scaling=-1), "logits_scaling is -1 but must be a positive number"
-    ),
-    "a window of text": (lambda f: edit(f, model_type="mistral", sliding_window="4k"), "sliding_window is '4k'"),
-    "a missing key": (lambda f: edit(f, num_hidden_layers=None), "num_hidden_layers is None"),
-    "a string for a number": (lambda f: edit(f, num_hidden_layers="3"), "num_hidden_layers is '3'"),
-    "no heads": (lambda f: edit(f, num_attention_heads=0), "num_attention_heads is 0 but must be a positive integer"),
-    "a string for the rope": (lambda f: edit(f, rope_parameters="x"), "rope_parameters is 'x' but must be an object"),
-    "a string in the rope": (lambda f: edit(f, rope_parameters={**LLAMA3_ROPE, "factor": "8"}), "rope_scaling is"),
-    "half a rope": (lambda f: edit(f, rope_parameters={"rope_type": "llama3"}), "low_freq_factor"),
+    "a string for a number": (lambda f: edit(f, num_hidden_layers="3"), "config.json: TypeError"),
+    "no heads": (lambda f: edit(f, num_attention_heads=0), "config.json: n_heads is 0 but must be int"),
+    "too many layers": (lambda f: edit(f, num_hidden_layers=2**31), "is 2147483648 but must be at most 1000"),
+    "a string for the rope": (lambda f: edit(f, rope_parameters="x"), "config.json: AttributeError"),
     "a string for an id": (lambda f: edit(f, eos_token_id="2"), "eos_ids is"),
-    "half a ladder layer": (lambda f: edit(f, ladder_layers=1.5), "ladder_layers is 1.5"),
+    "half a ladder layer": (lambda f: edit(f, ladder_layers=1.5), "no such wiring: 'ladder:1.5'"),
     "ladder layers out of range": (lambda f: edit(f, ladder_layers=[3]), "from 0 to 2"),
     "a config that is no JSON": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
+    "a truncated config": (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "num_hidden_layers"),
     "our own config": (lambda f: edit(f, model_type=None, n_layers=3), "is a checkpoint of this project already"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
-    "a lost shard": (lose_shard, "model-00002-of-00003.safetensors is missing, but model.safetensors.index.json"),
-    "a truncated file": (truncate, "truncated"),
-    "a lost bin": (lose_bin, "pytorch_model-00001-of-00002.bin is missing"),
-    "a truncated bin": (truncate_bin, "truncated"),
-    "a missing tensor": (lambda f: drop_tensor(f, "model.layers.1.mlp.up_proj.weight"), "no tensor model.layers.1.mlp"),
-    "an extra tensor": (lambda f: add_tensor(f, "model.layers.0.self_attn.q_proj.bias"), "q_proj.bias that is no part"),
+    "no weights": (take_state, "has no model.safetensors"),
+    "a lost shard": (
+        lambda f: lose(f, safetensors_shards, "model-00002-of-00003.safetensors"),
+        "model-00002-of-00003.safetensors is missing, but model.safetensors.index.json",
+    ),
+    "a truncated file": (lambda f: truncate(f, bool, "model.safetensors"), "truncated"),
+    "a lost bin": (lambda f: lose(f, bin_shards, "pytorch_model-00001-of-00003.bin"), "00001-of-00003.bin is missing"),
+    "a truncated bin": (lambda f: truncate(f, one_bin, "pytorch_model.bin"), "truncated"),
+    "a missing tensor": (lambda f: change_tensors(f, **{UP: None}), "no tensor model.layers.1.mlp"),
+    "an extra tensor": (lambda f: change_tensors(f, **{BIAS: torch.zeros(48)}), "q_proj.bias that is no part"),
     "a wrong shape": (lambda f: edit(f, intermediate_size=99), r"does not make the \(99, 48\)"),
     "wrong heads": (lambda f: edit(f, num_key_value_heads=3), "does not make"),
 }  # fmt: skip
@@ -557,9 +517,7 @@ def test_bad_sources_are_one_clear_line_and_leave_nothing(case, hf_folder, tmp_p
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
 
 
-@pytest.mark.parametrize(
-    "cut, message", [(20, "shorter than its header"), (1000, "its header asks for"), (None, "its header reads")]
-)
+@pytest.mark.parametrize("cut, message", [(20, "its header reads"), (1000, "its header asks for"), (None, "m.bin")])
 def test_bad_llama2c_files(cut, message, tmp_path):
     write_llama2c(tmp_path / "m.bin", tied=True)
     data = (tmp_path / "m.bin").read_bytes()
@@ -574,11 +532,6 @@ def test_existing_output_and_full_disk_and_unknown_sources(hf_folder, tmp_path, 
     (out / "precious").write_text("")
     with pytest.raises(InputError, match="already exists"):
         convert_hf_checkpoint.main([str(hf_folder), "--out", str(out)])
-    usage = shutil.disk_usage(tmp_path)
-    with monkeypatch.context() as m:
-        m.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-        with pytest.raises(InputError, match="MB needed"):
-            convert_hf_checkpoint.main([str(hf_folder), "--out", str(tmp_path / "new")])
     with monkeypatch.context() as m:
 
         def no_space(*args, **kwargs):
@@ -612,31 +565,19 @@ def test_hub_models_are_downloaded_by_pattern(hf_folder, tmp_path, monkeypatch):
         convert_hf_checkpoint.main(["someone/model", "--out", str(tmp_path / "other")])
 
 
-def test_a_sentencepiece_tokenizer_goes_to_hugging_face(hf_folder, tmp_path):
-    from training.data import train_tokenizer
-
-    theirs = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**SMALL, "vocab_size": 300}))
-    theirs.save_pretrained(hf_folder)
-    train_tokenizer(["Once upon a time there was a little dog. "] * 30, 300, tmp_path / "tokenizer.model")
-    convert(hf_folder, tmp_path / "ours", "--tokenizer", tmp_path / "tokenizer.model")
-    convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
-    assert theirs("Once upon a dog")["input_ids"] == load_tokenizer(tmp_path / "ours").encode("Once upon a dog")
-
-
-def test_a_given_tokenizer_replaces_the_sources_and_must_fit(hf_folder, tmp_path):
-    from training.data import train_tokenizer
-
+def test_a_given_tokenizer_replaces_the_sources_must_fit_and_goes_to_hugging_face(hf_folder, tmp_path):
     (hf_folder / "tokenizer.json").write_text("not one")
-    text = ["Once upon a time there was a little dog. "] * 30
-    train_tokenizer(text, 300, tmp_path / "large.model")
+    text, file = ["Once upon a time there was a little dog. "] * 30, tmp_path / "large.model"
+    train_tokenizer(text, 300, file)
     with pytest.raises(InputError, match="has 300 tokens, but the model's vocab_size is 131"):
-        convert(hf_folder, tmp_path / "ours", "--tokenizer", tmp_path / "large.model")
+        convert(hf_folder, tmp_path / "ours", "--tokenizer", file)
     assert not (tmp_path / "ours").exists()
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**{**SMALL, "vocab_size": 300}))
     theirs.save_pretrained(hf_folder)
-    convert(hf_folder, tmp_path / "ours", "--tokenizer", tmp_path / "large.model")
-    assert load_tokenizer(tmp_path / "ours").vocab_size == 300
+    convert(hf_folder, tmp_path / "ours", "--tokenizer", file)
+    ids = load_tokenizer(tmp_path / "ours").encode("Once upon a dog")
+    convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "back")("Once upon a dog")["input_ids"] == ids
 
 
 @pytest.mark.slow
@@ -674,11 +615,3 @@ def test_from_the_command_line(hf_folder, tmp_path):
     assert done.stdout.startswith(f"wrote {tmp_path / 'ours'}: 3 layers, wiring standard, float32")
     with pytest.raises(InputError, match="ours already exists: remove it or give another folder"):
         convert(hf_folder, tmp_path / "ours")
-
-
-def test_config_survives_the_round_trip(hf_folder, tmp_path):
-    ours = convert(hf_folder, tmp_path / "ours").config
-    (tmp_path / "again").mkdir()
-    checkpoint.write_config(tmp_path / "again", dataclasses.replace(ours, wiring="hybrid", ladder_layers=(0, 2)))
-    again = checkpoint.read_config(tmp_path / "again")
-    assert again == dataclasses.replace(ours, wiring="hybrid", ladder_layers=(0, 2))
