@@ -1,8 +1,8 @@
 # make demo and make test go from an empty machine (Python 3.11, a C++ compiler) to the result, in a local .venv.
 PYTHON ?= python3
 export OMP_NUM_THREADS ?= 1
-# a thread that waits leaves its core: one that spins there delays the others by whole time slices on a busy machine
-export OMP_WAIT_POLICY ?= PASSIVE
+# a thread that waits spins for microseconds, then sleeps: spinning on, it holds up the others on a busy machine
+export GOMP_SPINCOUNT ?= 1000
 
 .PHONY: demo test test-all gpu size lint clean
 

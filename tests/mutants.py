@@ -33,7 +33,7 @@ BENCHMARKS, WATCH = "test_benchmarks.py -k ", "test_watch.py -k "
 BENCH = "test_bench.py -k "
 FAULTS, SOAK = "test_faults.py -k ", "test_soak.py -k "
 SHARED, SUMS = "kernels/shared_memory.cpp", "test_shared_memory.py -k 'test_sums and 3'"
-MESSAGES, IN_FLIGHT = "test_shared_memory.py -k 'random_messages and not long'", "test_shared_memory.py -k in_flight"
+MESSAGES, IN_FLIGHT = "test_shared_memory.py -k 'random_messages and 400'", "test_shared_memory.py -k in_flight"
 LEFT, WITHOUT = "test_shared_memory.py -k nothing_behind", "test_shared_memory.py -k do_without"
 SHARED_PY = "kernels/shared_memory.py"
 EXPORTED, MODELING = (f"formats/exported/{name}_ladder.py" for name in ("configuration", "modeling"))
@@ -255,7 +255,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("kernels/int_linear.py", "(weight & 15, weight >> 4)", "(weight >> 4, weight & 15)", QUANT + "definition"),
     ("kernels/int_linear.py", "addcmul(zeros[", "addcmul(-zeros[", QUANT + "definition"),
     ("kernels/int_linear.py", "first = start % size // smaller", "first = 0", QUANT + "straddle"),
-    ("kernels/cpu.py", " or module.w1.bias is not None:", ":", QUANT + "'numbers_say and biased and not every'"),
+    ("kernels/cpu.py", " or module.w1.bias is not None:", ":", QUANT + "'numbers_say and biased and False'"),
     ("kernels/cpu.py", "q = low | high << 4", "q = high | low << 4", QUANT + "packed_rows"),
     ("kernels/cpu.py", "start = -every.data_ptr() % HUGE", "start = 64", "test_cpu.py -k huge_pages"),
     (

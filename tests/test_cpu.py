@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import BASE, ROOT, last_logits, main_on_ranks, random_model, script, unequal_rows
+from helpers import BASE, ROOT, last_logits, main_on_ranks, random_model, unequal_rows
 from reference import Reference
 
 import generate
@@ -27,6 +27,10 @@ def numbers(*shape):
 
 @pytest.mark.parametrize("N, K", [(1, 1), (7, 5), (33, 2731), (100, 64), (40, 4100), (301, 2048)])
 def test_few_rows_are_exact_up_to_the_last_rounding(N, K, threads):
+    check_few_rows(N, K)
+
+
+def check_few_rows(N, K):
     """bfloat16 has 8 bits: half a unit in the last place is at most 2^-8 of the result; float32 sums add far less."""
     cpu.build()
     for M in [*range(1, 18), 24]:
@@ -92,11 +96,7 @@ def test_attention_of_large_scores_and_of_wrong_shapes():
         y = torch.ops.ladder.decode_attention(q, keys, values, position)
         assert y[:, 1].isnan().all() and y[:, 0].isfinite().all()
         spoilt[..., 7] = 1
-    for bad in (
-        (q, keys[:, :, ::2], values),
-        (q, keys, values.float()),
-        (q[..., :32], keys[..., :32], values[..., :32]),
-    ):
+    for bad in ((q, keys[:, :, ::2], values), (q, keys, values.float())):
         with pytest.raises(RuntimeError, match="decode_attention takes q"):
             torch.ops.ladder.decode_attention(*bad, position)
 
@@ -172,10 +172,7 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     "environment, message",
     [
-        (
-            {"CXX": "g++ -O1"},
-            "--compile needs a C++ compiler: install g++, or name one in $CXX, no options: 'g++ -O1'",
-        ),
+        ({"CXX": "g++ -O1"}, "--compile needs a C++ compiler: install g++, or name one in $CXX, no options: 'g++ -O1'"),
         ({"CXX": "false"}, "false cannot compile few_rows.cpp: it ends with code 1"),
         ({"XDG_CACHE_HOME": "/dev/null"}, "cannot use /dev/null/ladder-fast: Not a directory"),
     ],
@@ -192,27 +189,16 @@ def test_what_cannot_be_built_is_one_clear_line(environment, message, folder, tm
 
 
 @pytest.mark.slow
-def test_what_cannot_be_built_on_two_ranks_is_one_line(folder, tmp_path):
-    environment = {"XDG_CACHE_HOME": str(tmp_path), "CXX": "false"}
-    done = script("generate.py", "--checkpoint", folder, "--prompt-ids", "1", "--compile", ranks=2, **environment)
-    assert done.returncode == 1  # torchrun's own
-    line = "generate.py: false cannot compile few_rows.cpp: "
-    assert sum(said.startswith(line) for said in done.stderr.splitlines()) == 1
-
-
-@pytest.mark.slow
 def test_two_build_at_once_and_again_what_is_damaged(tmp_path):
     cpu.build()
     [built] = [path for path in torch.ops.loaded_libraries if "few_rows" in str(path)]
     compiler = tmp_path / "compiler"  # takes the time and leaves the file of a real one
-    compiler.write_text(
-        f'#!/bin/sh\nfor last in "$@"; do true; done\nsleep 1; cp {built} $last; echo >> {tmp_path}/calls\n'
-    )
+    lines = "#!/bin/sh", 'for last in "$@"; do true; done', f"sleep 1; cp {built} $last; echo >> {tmp_path}/calls"
+    compiler.write_text("\n".join(lines))
     compiler.chmod(0o755)
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": str(compiler)}
+    command = [sys.executable, "-c", "from kernels import cpu; cpu.build(); import torch; torch.ops.ladder.few_rows"]
     for times in (1, 2):
-        source = "from kernels import cpu; cpu.build(); import torch; torch.ops.ladder.few_rows"
-        command = [sys.executable, "-c", source]
         processes = [subprocess.Popen(command, cwd=ROOT, env=environment) for _ in range(2)]
         assert [p.wait() for p in processes] == [0, 0]
         [library] = tmp_path.rglob("few_rows-*.so")
@@ -239,22 +225,13 @@ def test_processors_without_bfloat16_instructions(tmp_path):
     compiler.write_text('#!/bin/sh\nexec g++ "$@" -U__AVX512BF16__ -U__AVX512VNNI__ -U__AVX512F__\n')
     compiler.chmod(0o755)
     source = """
-import torch
-from kernels import cpu
-cpu.build()
-torch.manual_seed(0)
-for M, N, K in ((1, 7, 5), (3, 33, 2731), (4, 40, 64), (8, 21, 4100), (17, 20, 96)):
-    x, w = torch.randn(M, K).bfloat16(), torch.randn(N, K).bfloat16()
-    exact = x.double() @ w.double().T
-    size = x.double().abs() @ w.double().abs().T
-    assert ((torch.ops.ladder.few_rows(x, w) - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * size).all(), (M, N, K)
-
 import sys
 sys.path.insert(0, "tests")
-import test_quantize
-test_quantize.check_few_rows_int((1, 5))
-import test_cpu
+import test_cpu, test_quantize
+for N, K in ((7, 5), (33, 2731), (21, 4100)):
+    test_cpu.check_few_rows(N, K)
 test_cpu.check_attention(3, 64)
+test_quantize.check_few_rows_int((1, 5))
 """
     environment = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}
     subprocess.run([sys.executable, "-c", source], check=True, cwd=ROOT, env=environment)
@@ -274,33 +251,6 @@ def test_filling_joins_ranges_in_parts(dim, ranges, tmp_path):
     target = torch.full(expected.shape, torch.nan)
     checkpoint.Weights(tmp_path).fill(target, "w", dim, ranges)
     assert values.nbytes > 2**24 and torch.equal(target, expected.float())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_loading_takes_little_more_memory_than_the_shard(tp_size, tmp_path):
-    """A rank of more than 130 MB of model: the peak is compared with that of loading next to nothing."""
-
-    def peak(name, n_layers):
-        shape = {"dim": 512, "n_heads": 8, "n_kv_heads": 8, "head_dim": 64, "intermediate_size": 2048}
-        vocab_size = 60000 if n_layers > 1 else 10
-        config = dataclasses.replace(BASE, n_layers=n_layers, vocab_size=vocab_size, **shape)
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        net = random_model(config)
-        checkpoint.write_model(folder, config, net.state_dict(), torch.bfloat16)
-        source = f"""
-import tp, torch; from formats import checkpoint
-from measure import report
-weights = checkpoint.Weights({str(folder)!r})
-net = tp.load_shard(checkpoint.read_config({str(folder)!r}), weights, torch.bfloat16, "cpu", 0, {tp_size})
-print(sum(p.numel() for p in net.parameters()) * 2, report.peak_bytes(torch.device("cpu")))"""
-        done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, cwd=ROOT)
-        return map(int, done.stdout.split())
-
-    (size, large), (nothing, small) = peak("large", 12), peak("small", 1)
-    assert size - nothing > 1.3e8
-    assert large - small < 1.2 * (size - nothing)
 
 
 @pytest.mark.slow
