@@ -406,42 +406,28 @@ def copy_of(folder, out, seed=0, **changes):
     return str(out)
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"wiring": "desync"}, "desync is another function on another number of ranks"),
-        ({"max_seq_len": 8}, "has a context of 8, less than --seq-len"),
-        ({"vocab_size": 301}, "has 301 tokens, the model 300"),
-    ],
-    ids=str,
-)
-def test_bad_teachers_are_one_clear_line(changes, message, retrain, tiny, tmp_path):
-    with pytest.raises(InputError, match=message):
-        adapt.main([*retrain, "--distill", copy_of(tiny, tmp_path / "teacher", **changes)])
-    assert not (tmp_path / "out.run").exists()
-
-
-def test_quantized_models_and_other_tokenizers_do_not_teach(retrain, tiny, tmp_path, monkeypatch):
+def test_what_cannot_be_trained_or_teach_is_one_clear_line(retrain, tiny, tmp_path):
     quantize.main(["--checkpoint", str(tiny), "--mode", "int8", "--out", str(tmp_path / "int8")])
-    for flag in "--distill", "--checkpoint":
-        with pytest.raises(InputError, match=r"int8 is quantized \(int8\): give the original"):
-            adapt.main([*retrain, flag, str(tmp_path / "int8")])
-    other = copy_of(tiny, tmp_path / "other")
+    others = {"desync": {"wiring": "desync"}, "short": {"max_seq_len": 8}, "wide": {"vocab_size": 301}, "same": {}}
+    for name, changes in (others | {"stale": {"wiring": "ladder"}}).items():
+        copy_of(tiny, tmp_path / name, **changes)
     texts = ["tick tock says the clock on the wall of the old house by the sea"] * 40 + list(STORIES)
-    data.train_tokenizer(texts, 300, tmp_path / "other" / "tokenizer.model")
-    with pytest.raises(InputError, match="the tokenizers of .* and --distill .*other cut text differently"):
-        adapt.main([*retrain, "--distill", other])
-
-
-def test_a_ladder_does_not_teach_itself_nor_become_one_softly(flags, tiny, tmp_path):
-    ladder = copy_of(tiny, tmp_path / "ladder", wiring="ladder")
+    data.train_tokenizer(texts, 300, tmp_path / "same" / "tokenizer.model")
     for more, message in {
-        "--distill": "is ladder already: name its original, --distill DIR",
-        "--blend-steps 3": "--blend-steps goes from standard to ladder layers, not from ladder to ladder",
-        "--wiring ladder:auto2": "--wiring ladder:auto2 needs a standard --checkpoint",
+        "--distill int8": r"int8 is quantized \(int8\): give the original",
+        "--checkpoint int8": r"int8 is quantized \(int8\): give the original",
+        "--distill desync": "desync is another function on another number of ranks",
+        "--distill short": "short has a context of 8, less than --seq-len",
+        "--distill wide": "wide has 301 tokens, the model 300",
+        "--distill same": "the tokenizers of .* and --distill .*same cut text differently",
+        "--checkpoint stale --wiring ladder --blend-steps 0 --distill": "is ladder already",
+        "--checkpoint stale": "--blend-steps goes from standard to ladder layers, not from ladder to ladder:1,2",
+        "--checkpoint stale --wiring ladder:auto2": "--wiring ladder:auto2 needs a standard --checkpoint",
     }.items():
+        words = [str(tmp_path / w) if (tmp_path / w).is_dir() else w for w in more.split()]
         with pytest.raises(InputError, match=message):
-            adapt.main([*flags, "--checkpoint", ladder, "--seq-len", "16", *more.split()])
+            adapt.main([*retrain, *words])
+    assert not (tmp_path / "out.run").exists()
 
 
 def test_a_validation_in_which_nothing_counts_is_refused(flags, tiny, tmp_path):

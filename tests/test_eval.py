@@ -218,6 +218,7 @@ def test_what_cannot_be_compared_is_refused(tiny, text, tmp_path):
 # ---------------------------------------------------------------------------------------------------------------------
 # lm-evaluation-harness
 
+
 @pytest.fixture(scope="module")
 def harness():
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: requirements-peers.txt has it")
@@ -333,7 +334,9 @@ def test_the_answers_are_those_of_lm_evals_own_model(wiring, tasks, harness, tmp
     assert {greedy for _, greedy in asked["loglikelihood"][1]} == {False, True}
     questions = [(kind, [r.args for r in requests]) for kind, (requests, _) in asked.items()]
     for ranks, batch in (1, None), (2, 3), (3, 1):
-        for (kind, asks), found in zip(questions, answers_of(ranks, ROOT / "demo", wiring, batch, questions), strict=True):
+        for (kind, asks), found in zip(
+            questions, answers_of(ranks, ROOT / "demo", wiring, batch, questions), strict=True
+        ):
             wanted = asked[kind][1]
             assert len(found) == len(asks) >= 24
             if kind == "generate_until":
