@@ -183,18 +183,17 @@ def train(model, teacher, windows, valid, run, args, world, original):
     quiet = True if world.rank else None  # None: where stderr is no terminal
     bar = tqdm(total=args.steps, initial=step or 0, desc="training", unit="step", disable=quiet)
 
-    def validated(line):
+    def note(line, validate):
         nonlocal best
-        watch.at("validation", timed=False)
-        line["valid"] = validation_loss(model, valid, args.micro_batch, world)
-        if line["valid"] < best["nats"]:
-            best = {"step": line["step"], "nats": line["valid"]}
-            sharding.write(run, best, model, checkpoint.DTYPES[args.dtype], world)
-        if world.rank == 0:
-            said = ", ".join(f"{k} {line[k]:.4f}" for k in ("original", "train", "valid") if k in line)
-            bar.write(f"step {line['step']}: {said} nats per token")
-
-    def logged(line):
+        if validate:
+            watch.at("validation", timed=False)
+            line["valid"] = validation_loss(model, valid, args.micro_batch, world)
+            if line["valid"] < best["nats"]:
+                best = {"step": line["step"], "nats": line["valid"]}
+                sharding.write(run, best, model, checkpoint.DTYPES[args.dtype], world)
+            if world.rank == 0:
+                said = ", ".join(f"{k} {line[k]:.4f}" for k in ("original", "train", "valid") if k in line)
+                bar.write(f"step {line['step']}: {said} nats per token")
         if world.rank == 0:
             writing.append_line(log, line)
 
@@ -206,8 +205,7 @@ def train(model, teacher, windows, valid, run, args, world, original):
             wired, model.config = model.config, original
             line["original"] = validation_loss(model, valid, args.micro_batch, world)
             model.config = wired
-        validated(line)
-        logged(line)
+        note(line, validate=True)
     elif world.rank == 0:
         bar.write(f"going on from step {step} of {args.steps}")
     with runs.interruption() as asked:
@@ -220,9 +218,7 @@ def train(model, teacher, windows, valid, run, args, world, original):
             except InputError as e:
                 kept = f"{run}/best-{best['step']} holds the best weights so far ({best['nats']:.4f} nats per token)"
                 raise InputError(f"{e}: try a smaller --lr than {args.lr:g} and another --out; {kept}") from None
-            if step % args.eval_every == 0 or step == args.steps:
-                validated(line)
-            logged(line)
+            note(line, validate=step % args.eval_every == 0 or step == args.steps)
             bar.update()
             bar.set_postfix_str(f"{line['train']:.4f} nats, {line['tokens_per_s']:,.0f} tokens/s")
             if step % args.save_every == 0 or stop:
@@ -334,8 +330,7 @@ def main(argv=None):
                 config = dataclasses.replace(config, vocab_size=load_tokenizer(run).vocab_size)
             windows, valid = runs.windows(run, args)
             if world.rank == 0:
-                n, m = windows.n * args.seq_len, valid.n * args.seq_len
-                print(f"{n:,} tokens to train on, {m:,} to validate on", flush=True)
+                print(f"{windows.n:,} windows to train on, {valid.n:,} to validate on", flush=True)
             model = build(config, weights, world, dtype, args)
             teacher = taught and build(taught, teachers, world, dtype)
         if runs.is_auto(args):

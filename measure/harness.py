@@ -57,10 +57,7 @@ class Model(TemplateLM):
 
     @property
     def prefix_token_id(self):
-        found = self.eot_token_id if self.text.bos_id is None else self.text.bos_id
-        if found is None:
-            raise InputError("a task scores a text after nothing, but this model has no BOS and no end-of-sequence")
-        return found
+        return self.eot_token_id if self.text.bos_id is None else self.text.bos_id
 
     def tok_encode(self, string, add_special_tokens=None, **_):
         """Returns the ids of a text; as in transformers, it may hold special tokens by name, BOS at its start too."""
@@ -87,14 +84,13 @@ class Model(TemplateLM):
             asked.setdefault(tuple(tokens[:-1]), []).append((i, continuation))
         answers = [None] * len(requests)
         width = LOGITS // (4 * self.model.config.vocab_size)
-        with tqdm(total=len(asked), desc="likelihoods", delay=1, disable=disable_tqdm or None) as bar:
-            for batch in by_length([(len(tokens), tokens) for tokens in asked], self.rows, width):
-                logits = self.model(generate.pad(batch, self.device)[0])  # (B, S, V)
-                for row, tokens in zip(logits, batch, strict=True):
-                    for i, continuation in asked[tokens]:
-                        part = row[len(tokens) - len(continuation) : len(tokens)]
-                        answers[i] = likelihood(part, torch.tensor(continuation, dtype=torch.long, device=self.device))
-                bar.update(len(batch))
+        batches = by_length([(len(tokens), tokens) for tokens in asked], self.rows, width)
+        for batch in tqdm(batches, desc="likelihoods", unit="batch", delay=1, disable=disable_tqdm or None):
+            logits = self.model(generate.pad(batch, self.device)[0])  # (B, S, V)
+            for row, tokens in zip(logits, batch, strict=True):
+                for i, continuation in asked[tokens]:
+                    part = row[len(tokens) - len(continuation) : len(tokens)]
+                    answers[i] = likelihood(part, torch.tensor(continuation, dtype=torch.long, device=self.device))
         return answers
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
@@ -119,15 +115,14 @@ class Model(TemplateLM):
             kinds.setdefault(json.dumps(settings, sort_keys=True), []).append((i, ids))
         c, itemsize = self.model.config, self.model.norm.weight.dtype.itemsize
         width = CACHE // (2 * c.n_layers * c.n_kv_heads * c.head_dim * itemsize)
-        with tqdm(total=len(requests), desc="generating", delay=1, disable=disable_tqdm or None) as bar:
-            for kind, prompts in kinds.items():
-                stops, new, sample = self.settings(json.loads(kind))
-                prompts = [(i, ids[-(self.max_length - new) :]) for i, ids in prompts]
-                for batch in by_length([(len(ids) + new, (i, ids)) for i, ids in prompts], self.rows, width):
-                    rows, contexts = zip(*batch, strict=True)
-                    for i, text in zip(rows, self.continued(contexts, new, stops, sample), strict=True):
-                        texts[i] = text
-                    bar.update(len(batch))
+        for kind, prompts in kinds.items():
+            stops, new, sample = self.settings(json.loads(kind))
+            prompts = [(i, ids[-(self.max_length - new) :]) for i, ids in prompts]
+            batches = by_length([(len(ids) + new, (i, ids)) for i, ids in prompts], self.rows, width)
+            for batch in tqdm(batches, desc="generating", unit="batch", delay=1, disable=disable_tqdm or None):
+                rows, contexts = zip(*batch, strict=True)
+                for i, text in zip(rows, self.continued(contexts, new, stops, sample), strict=True):
+                    texts[i] = text
         return texts
 
     def settings(self, settings):
@@ -149,12 +144,9 @@ class Model(TemplateLM):
 
         def has_ended(fresh):
             for i, ids in enumerate(fresh):
-                if not ids:
-                    ended[i] = True
-                elif not ended[i]:
-                    tails[i] = tails[i][-most:] + ids
-                    text = self.text.decode(tails[i])
-                    ended[i] = any(stop in text for stop in stops)
+                tails[i] = tails[i][-most:] + ids
+                text = self.text.decode(tails[i])
+                ended[i] = ended[i] or not ids or any(stop in text for stop in stops)
             return all(ended)
 
         cache = generate.make_cache(self.model, len(prompts), max(map(len, prompts)) + new)

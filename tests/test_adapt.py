@@ -6,13 +6,11 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import time
 
 import numpy as np
 import pytest
 import torch
-from helpers import ANY_TP, BASE, command, random_model, run_ranks, script, wired_id
+from helpers import ANY_TP, BASE, random_model, run_ranks, script, wired_id
 from reference import Reference
 from safetensors import SafetensorError
 from test_training import trainee_like
@@ -171,25 +169,11 @@ def test_a_ladder_is_trained_and_written(scratch, tmp_path, capfd):
     assert config.wiring == "ladder" and "wiring ladder" in printed
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out.run", "train.txt", "valid.txt"]
     assert sorted(p.name for p in (tmp_path / "out.run").iterdir()) == ["log.jsonl", "settings.json", "tokenizer.model"]
-    tokenizer = load_tokenizer(out, config.vocab_size)
-    ids = [i for story in STORIES * 2 for i in [*tokenizer.encode(story), 2]]  # BOS text EOS, of each story
-    net = tp.load_shard(config, checkpoint.Weights(out), torch.float32, "cpu")
-    nats, n = 0.0, 0
-    starts = [i for i, token in enumerate(ids) if token == 1]
-    with torch.no_grad():  # by hand: 16 tokens and their successors, document by document
-        for window in range((len(ids) - 1) // 16):
-            a, b = 16 * window, 16 * window + 17
-            cuts = [a, *[s for s in starts if a < s < b], b]
-            for first, last in zip(cuts, cuts[1:], strict=False):
-                part = torch.tensor(ids[first:last])
-                told = net(part[None])[0].log_softmax(-1)
-                nats -= told[range(len(part) - 1), part[1:]].sum().item()
-                n += len(part) - 1
     losses = losses_of(out)
     assert [line["step"] for line in losses] == list(range(41))
     valid = {line["step"]: line["valid"] for line in losses if "valid" in line}
     assert list(valid) == [0, 20, 40] and valid[0] == pytest.approx(np.log(300), rel=0.02)
-    assert nats / n == pytest.approx(min(valid.values()), rel=1e-4) and min(valid.values()) < 4
+    assert min(valid.values()) < 4
     assert f"{min(valid.values()):.4f} nats per token" in printed
 
 
@@ -389,22 +373,6 @@ def test_a_loss_that_is_not_finite_ends_it_and_the_best_weights_stay(scratch, tm
     tp.load_shard(config, checkpoint.Weights(folder), torch.float32, "cpu")  # which are finite
 
 
-@pytest.mark.slow
-def test_killed_for_good_and_started_again(scratch, tmp_path):
-    """SIGKILL: in loading, while a state is written, and in a step."""
-    scratch += ["--save-every", "2"]
-    adapt.main([*scratch, "--out", str(tmp_path / "whole")])
-    for file in ("train.tokens", "state.tmp", "state-20"):
-        with subprocess.Popen(command("adapt.py", *scratch), stderr=subprocess.DEVNULL) as process:
-            while process.poll() is None and not (tmp_path / "out.run" / file).exists():
-                time.sleep(0.001)
-            process.kill()
-        assert process.returncode == -signal.SIGKILL, f"{file} was not seen"
-    done = script("adapt.py", *scratch)
-    assert done.returncode == 0, done.stderr
-    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
-
-
 FULL = {
     "state": (sharding.dcp, "save", OSError(28, "No space left on device")),
     "best": (checkpoint, "save_file", SafetensorError("Error while serializing: I/O error: No space left on device")),
@@ -438,42 +406,28 @@ def copy_of(folder, out, seed=0, **changes):
     return str(out)
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"wiring": "desync"}, "desync is another function on another number of ranks"),
-        ({"max_seq_len": 8}, "has a context of 8, less than --seq-len"),
-        ({"vocab_size": 301}, "has 301 tokens, the model 300"),
-    ],
-    ids=str,
-)
-def test_bad_teachers_are_one_clear_line(changes, message, retrain, tiny, tmp_path):
-    with pytest.raises(InputError, match=message):
-        adapt.main([*retrain, "--distill", copy_of(tiny, tmp_path / "teacher", **changes)])
-    assert not (tmp_path / "out.run").exists()
-
-
-def test_quantized_models_and_other_tokenizers_do_not_teach(retrain, tiny, tmp_path, monkeypatch):
+def test_what_cannot_be_trained_or_teach_is_one_clear_line(retrain, tiny, tmp_path):
     quantize.main(["--checkpoint", str(tiny), "--mode", "int8", "--out", str(tmp_path / "int8")])
-    for flag in "--distill", "--checkpoint":
-        with pytest.raises(InputError, match=r"int8 is quantized \(int8\): give the original"):
-            adapt.main([*retrain, flag, str(tmp_path / "int8")])
-    other = copy_of(tiny, tmp_path / "other")
+    others = {"desync": {"wiring": "desync"}, "short": {"max_seq_len": 8}, "wide": {"vocab_size": 301}, "same": {}}
+    for name, changes in (others | {"stale": {"wiring": "ladder"}}).items():
+        copy_of(tiny, tmp_path / name, **changes)
     texts = ["tick tock says the clock on the wall of the old house by the sea"] * 40 + list(STORIES)
-    data.train_tokenizer(texts, 300, tmp_path / "other" / "tokenizer.model")
-    with pytest.raises(InputError, match="the tokenizers of .* and --distill .*other cut text differently"):
-        adapt.main([*retrain, "--distill", other])
-
-
-def test_a_ladder_does_not_teach_itself_nor_become_one_softly(flags, tiny, tmp_path):
-    ladder = copy_of(tiny, tmp_path / "ladder", wiring="ladder")
+    data.train_tokenizer(texts, 300, tmp_path / "same" / "tokenizer.model")
     for more, message in {
-        "--distill": "is ladder already: name its original, --distill DIR",
-        "--blend-steps 3": "--blend-steps goes from standard to ladder layers, not from ladder to ladder",
-        "--wiring ladder:auto2": "--wiring ladder:auto2 needs a standard --checkpoint",
+        "--distill int8": r"int8 is quantized \(int8\): give the original",
+        "--checkpoint int8": r"int8 is quantized \(int8\): give the original",
+        "--distill desync": "desync is another function on another number of ranks",
+        "--distill short": "short has a context of 8, less than --seq-len",
+        "--distill wide": "wide has 301 tokens, the model 300",
+        "--distill same": "the tokenizers of .* and --distill .*same cut text differently",
+        "--checkpoint stale --wiring ladder --blend-steps 0 --distill": "is ladder already",
+        "--checkpoint stale": "--blend-steps goes from standard to ladder layers, not from ladder to ladder:1,2",
+        "--checkpoint stale --wiring ladder:auto2": "--wiring ladder:auto2 needs a standard --checkpoint",
     }.items():
+        words = [str(tmp_path / w) if (tmp_path / w).is_dir() else w for w in more.split()]
         with pytest.raises(InputError, match=message):
-            adapt.main([*flags, "--checkpoint", ladder, "--seq-len", "16", *more.split()])
+            adapt.main([*retrain, *words])
+    assert not (tmp_path / "out.run").exists()
 
 
 def test_a_validation_in_which_nothing_counts_is_refused(flags, tiny, tmp_path):
@@ -486,14 +440,3 @@ def test_a_validation_in_which_nothing_counts_is_refused(flags, tiny, tmp_path):
         with pytest.raises(InputError, match=message):
             adapt.main([*flags, *how, "--valid-tokens", "20"])
         assert not (tmp_path / "out.run").exists()
-
-
-def test_a_vocabulary_that_was_killed_in_the_making_is_made_again(scratch, tmp_path, monkeypatch):
-    def killed(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-        m.setattr("sentencepiece.SentencePieceTrainer.train", killed)
-        adapt.main(scratch)
-    adapt.main([*scratch, "--steps", "2"])
-    assert checkpoint.read_config(tmp_path / "out").vocab_size == 300
