@@ -4,10 +4,12 @@ import base64
 import dataclasses
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
 import time
+import zipfile
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from safetensors.torch import save_file
 import convert_hf_checkpoint
 import generate
 from benchmarks import fuzz
-from benchmarks.fuzz import llama2c
+from benchmarks.fuzz import THEIRS, llama2c
 from formats import checkpoint, tokenizer
 from formats.huggingface import config_from_hf
 from formats.sources import Llama2cWeights, PickledWeights
@@ -57,27 +59,61 @@ DEEP = "[" * 100_000
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"n_layers": 2**31}, "n_layers is 2147483648 but must be at most 1000"),
-        ({"wiring": "ladder:999999999"}, "does not fit 3 layers"), ({"norm_eps": float("nan")}, "norm_eps is nan"),
-        ({"wiring": "\x1b[31m"}, "unknown wiring '\\x1b[31m'"), ({"a": 1}, "got an unexpected keyword argument 'a'"),
+        ({"n_layers": 2**31}, "n_layers is 2147483648 but must be at most 1,000"),
+        ({"max_seq_len": 10**30}, "max_seq_len is 1" + "0" * 30 + " but must be at most"),
+        ({"dim": 2**60}, "dim is"), ({"head_dim": 2**40}, "head_dim is"), ({"vocab_size": 2**40}, "vocab_size is"),
+        ({"made_for_tp": 2**40, "wiring": "spd"}, "made_for_tp is"),
+        ({"wiring": "hybrid", "ladder_layers": 2**31 - 1}, "ladder_layers 2147483647 does not fit"),
+        ({"wiring": "hybrid", "ladder_layers": list(range(10**5))}, "ladder_layers is"),
+        ({"eos_ids": [2**40]}, "eos_ids is"), ({"bos_id": 10**30}, "bos_id is"),
+        ({"rope_theta": 1.0}, "rope_theta is 1.0 but must be above 1"), ({"rope_theta": 1e300}, "rope_theta is 1e+300"),
+        ({"norm_eps": float("nan")}, "norm_eps is nan"), ({"norm_eps": 1e-300}, "norm_eps is 1e-300"),
+        ({"wiring": "\x1b[31m"}, "unknown wiring '\\x1b[31m'"), ({"a\nb": 1}, "unknown key 'a\\nb'"),
     ],
 )  # fmt: skip
 def test_our_config_refuses(changes, message, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(BASE) | changes))
+    values = {k: v for k, v in dataclasses.asdict(BASE).items() if v is not None} | changes
+    (tmp_path / "config.json").write_text(json.dumps(values))
     refused(message, checkpoint.read_config, tmp_path)
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
-        (DEEP, "is not valid JSON"), ('{"n_layers": ' + "9" * 5000 + "}", "is not valid JSON"),
-        ("\udcff", "not valid UTF-8"), ("[]", "holds list"),
+        (DEEP, "nested too deeply"), ('{"a":' * 10**5, "nested too deeply"),
+        ('{"a": ' + "[" * 200 + "]" * 200 + "}", "nested too"),
+        ('{"n_layers": ' + "9" * 5000 + "}", "is not valid JSON"), ("\udcff", "not valid UTF-8"), ("[]", "holds list"),
+        (" " * (2**24 + 1), "has 17 MB: at most 17 are read"),
     ],
-    ids=["lists", "digits", "UTF-8", "list"],
+    ids=["lists", "objects", "200 lists", "digits", "UTF-8", "list", "size"],
 )  # fmt: skip
 def test_json_that_is_refused(text, message, tmp_path):
     (tmp_path / "config.json").write_text(text, errors="surrogateescape")
     refused(message, checkpoint.read_config, tmp_path)
+    refused(message, config_from_hf, tmp_path / "config.json")
+
+
+def test_the_bounds_admit_every_named_size():
+    for config in checkpoint.SIZES.values():
+        values = dataclasses.asdict(config)
+        assert checkpoint.make_config(values, "it") == config
+        assert all(10 * values[name] <= most for name, most in checkpoint.AT_MOST.items() if name != "n_layers")
+    checkpoint.make_config(dataclasses.asdict(BASE) | {"n_layers": 500, "max_seq_len": 10**7}, "it")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648 but must be at most 1,000"),
+        ({"hidden_size": 10**30}, "hidden_size is"), ({"model_type": []}, "model_type []"),
+        ({"model_type": {}}, "model_type {}"),
+        ({"rope_scaling": THEIRS["rope_scaling"] | {"rope_type": "yarn"}, "rope_theta": 1}, "rope_theta is 1 but"),
+        ({"rope_scaling": THEIRS["rope_scaling"] | {"rope_type": "linear", "factor": 2**64}}, "rope_scaling is"),
+        ({"ladder_layers": list(range(10**5))}, "ladder_layers"),
+    ],
+)  # fmt: skip
+def test_their_config_refuses(changes, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(THEIRS | changes))
     refused(message, config_from_hf, tmp_path / "config.json")
 
 
@@ -87,7 +123,7 @@ def test_json_that_is_refused(text, message, tmp_path):
 
 @pytest.mark.parametrize(
     "file",
-    ["../secret", "/etc/passwd", "/proc/self/mem", "a/b", "..", ".", "", "\0", "\ud800", "a\nb", ".hidden"],
+    ["../secret", "/etc/passwd", "/proc/self/mem", "a/b", "..", ".", "", "a" * 5000, "\0", "\ud800", "a\nb", ".hidden"],
 )  # fmt: skip
 def test_an_index_names_plain_files_alone(file, tmp_path):
     (tmp_path / "secret").write_bytes(b"x")
@@ -116,6 +152,17 @@ def test_shards_may_be_links_to_files_elsewhere(tmp_path):
     assert set(checkpoint.Weights(tmp_path).names()) == set(state)
 
 
+@pytest.mark.parametrize(
+    "dtype, size", [("U16", 2), ("I64", 8), ("F8_E4M3", 1), ("F8_E8M0", 1), ("BOOL", 1), ("C64", 8)]
+)
+def test_numbers_that_are_not_computed_with(dtype, size, tmp_path):
+    header = json.dumps({"a": {"dtype": dtype, "shape": [4], "data_offsets": [0, 4 * size]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4 * size))
+    weights = checkpoint.Weights(tmp_path)
+    for read in weights.shape, weights.dtype, weights.read:
+        refused(f"tensor a is of dtype {dtype}: only BF16, F16, F32, F64, I8, U8 are read", read, "a")
+
+
 def test_weights_that_are_no_floats(tmp_path):
     state = {name: torch.zeros_like(w, dtype=torch.int8) for name, w in random_model(BASE).state_dict().items()}
     checkpoint.write_config(tmp_path, BASE)
@@ -124,9 +171,10 @@ def test_weights_that_are_no_floats(tmp_path):
     refused("holds int8, but the config says bfloat16", generate.load, tmp_path, dtype="bfloat16")
 
 
-def test_a_header_that_would_take_all_memory(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes((2**60).to_bytes(8, "little") + b"{}")
-    refused("is truncated or no safetensors file", checkpoint.Weights, tmp_path)
+@pytest.mark.parametrize("length", [2**60, 2**64 - 1, 10**8])
+def test_a_header_that_would_take_all_memory(length, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + b"{}")
+    refused("is no safetensors file: its header would have", checkpoint.Weights, tmp_path)
 
 
 @pytest.mark.parametrize("at", range(7))
@@ -147,11 +195,18 @@ class Called:
         return self.call
 
 
+def _expanded():
+    return torch.zeros(1).expand(2**20, 2**20)
+
+
 @pytest.mark.parametrize(
     "value, message",
     [
-        (Called(os.mkdir, "ran"), "it calls posix.mkdir"), ([1], "no PyTorch state dict"),
-        (Called(eval, "1 / 0"), "it calls eval"),
+        (Called(os.mkdir, "ran"), "calls 'posix mkdir'"), (Called(bytearray, 2**34), "calls '__builtin__ bytearray'"),
+        ({"a": _expanded()}, "its 'a' is no tensor with a number of its own for each place"),
+        ([1], "it holds no state dict"),
+        ({"a": 1}, "its 'a' is no tensor"), ({1: torch.zeros(1)}, "its 1 is no tensor"),
+        ({"a": torch.zeros(2, device="meta")}, "it calls"), ({"a": torch.zeros(2).to_sparse()}, "it calls"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("zipped", [True, False])
@@ -160,6 +215,15 @@ def test_pickles_that_are_no_state_dict(value, message, zipped, tmp_path, monkey
     torch.save(value, "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
     refused(message, PickledWeights, tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_that_unpacks_to_more_than_it_is(tmp_path):
+    path = tmp_path / "pytorch_model.bin"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", pickle.dumps(b"\0" * 2**24, protocol=2))
+        archive.writestr("archive/version", "3\n")
+    assert path.stat().st_size < 2**17
+    refused("it is not as torch.save packs a state dict", PickledWeights, tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
