@@ -99,7 +99,7 @@ def parse(argv):
     p.add_argument("--revision", help="of a hub model, e.g. main")
     size = cli.number(float, 0, above=True)
     p.add_argument(
-        "--shard-gb", type=size, default=5.0, metavar="N", help="largest file to write, about the memory that it takes"
+        "--shard-gb", type=size, default=5.0, metavar="N", help="GB of the largest file, about the memory needed"
     )
     cli.add_wiring_flags(p)
     ranks = "the number of ranks that these weights are meant for, if the wiring is bound to one, e.g. 4"

@@ -256,7 +256,7 @@ class Config:
         parameter, layers = parse_wiring(self.wiring)[1], range(self.n_layers)
         chosen = parameter if isinstance(parameter, tuple) else layers
         if isinstance(parameter, int) and self.kind.parameter == "layers":
-            chosen = range(self.n_layers - parameter, self.n_layers)
+            chosen = range(max(-1, self.n_layers - parameter), self.n_layers)  # -1: too many, refused below
         if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(layers):
             raise InputError(
                 f"wiring {self.wiring} does not fit {self.n_layers} layers: NAME:N takes 1 to {self.n_layers}, "

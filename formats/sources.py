@@ -1,6 +1,7 @@
 """Files that are no safetensors: names() and read(name), under Hugging Face's names; what is not read is not loaded."""
 
 import math
+import re
 import zipfile
 
 import numpy as np
@@ -21,7 +22,9 @@ class PickledWeights:
             try:
                 self.tensors |= torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
             except Exception as e:  # the readers of pickles and archives raise whatever the bytes lead them to
-                raise InputError(f"{path} is truncated or no PyTorch state dict: {first_line(e)}") from None
+                called = re.search(r"GLOBAL (\S+)", str(e))  # PyTorch's message advises to load it unsafely
+                reason = f"it calls {called[1]}" if called else first_line(e)
+                raise InputError(f"{path} is truncated or no PyTorch state dict: {reason}") from None
 
     def names(self):
         return list(self.tensors)

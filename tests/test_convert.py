@@ -1,6 +1,5 @@
 """Conversion: parity with transformers through the converter, sources of every form, and back."""
 
-import dataclasses
 import json
 import subprocess
 import sys
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import BASE, ROOT, last_logits, script, shared_data
+from helpers import ROOT, last_logits, script, shared_data
 from safetensors.torch import load_file, save_file
 
 import convert_hf_checkpoint
@@ -72,11 +71,16 @@ FOLDED = {  # families whose tensors are not ours one by one: they go back as Ll
         "GraniteConfig", {**MULTIPLIERS, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
     ),
 }  # fmt: skip
+LLAMA2C = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+OTHERS = {
+    "llama2c": ("LlamaConfig", LLAMA2C),
+    "llama2c, tied": ("LlamaConfig", LLAMA2C | {"tie_word_embeddings": True}),
+}
 
 
 def hf_model(family, seed=0):
-    """A tiny transformers model with random weights, norms and biases included."""
-    class_name, changes = {**FAMILIES, **FOLDED}[family]
+    """Return a tiny transformers model with random weights, norms and biases included."""
+    class_name, changes = {**FAMILIES, **FOLDED, **OTHERS}[family]
     config = getattr(transformers, class_name)(**{**SMALL, **changes})
     torch.manual_seed(seed)
     net = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -290,16 +294,6 @@ def test_ladder_layers_of_a_config_are_honoured_and_written_back(ladder, wiring,
     assert back.get("ladder_layers") == (3 if wiring == "ladder" else ladder or None)
 
 
-@pytest.mark.parametrize("old, wiring", [
-    ({"wiring": "hybrid", "ladder_layers": 2}, "ladder:2"), ({"wiring": "hybrid", "ladder_layers": [1]}, "ladder:1,"),
-    ({"wiring": "ladder", "desync_period": 2}, "ladder"), ({"wiring": "desync", "desync_period": 4}, "desync:4"),
-    ({"wiring": "spd", "ladder_layers": [0, 2], "desync_period": 2}, "spd:0,2"),
-])  # fmt: skip
-def test_a_config_of_the_old_grammar_is_read(old, wiring):
-    values = {k: v for k, v in dataclasses.asdict(BASE).items() if k != "wiring"}
-    assert checkpoint.make_config(values | old, "it") == dataclasses.replace(BASE, wiring=wiring)
-
-
 @pytest.mark.parametrize("flags, layers", [(["--ladder-layers", "1"], (2,)), (["--ladder"], (0, 1, 2))])
 def test_a_standard_model_becomes_a_ladder(flags, layers, tmp_path):
     hf_model("llama2").save_pretrained(tmp_path / "hf")
@@ -331,60 +325,32 @@ def test_dtype_and_context(tmp_path, capsys):
 # llama2.c files
 
 
-def write_llama2c(path, tied, seed=0):
-    """A random llama2.c legacy file and the logits of TOKENS that its own, interleaved, rotary embedding gives."""
-    D, hidden, L, N, K, V, S = 24, 40, 2, 4, 2, 131, 32
-    rng = np.random.default_rng(seed)
-    H = D // N
-    w = {
-        "emb": (V, D), "norm1": (L, D), "q": (L, D, D), "k": (L, K * H, D), "v": (L, K * H, D), "o": (L, D, D),
-        "norm2": (L, D), "w1": (L, hidden, D), "w2": (L, D, hidden), "w3": (L, hidden, D), "norm": (D,),
-        "rope": (2, S, H // 2), "head": (V, D),
-    }  # fmt: skip
-    w = {name: rng.normal(size=shape, scale=0.3).astype(np.float32) for name, shape in w.items()}
-    with open(path, "wb") as f:
-        f.write(np.array([D, hidden, L, N, K, V if tied else -V, S], np.int32).tobytes())
-        for name, array in w.items():
-            if name != "head" or not tied:
-                f.write(array.tobytes())
-    w = {name: array.astype(np.float64) for name, array in w.items()}
+def write_llama2c(path, tied):
+    """Write a llama2.c legacy file, whose rotary embeddings turn neighbours; returns transformers' model of it."""
+    theirs = hf_model("llama2c, tied" if tied else "llama2c")
+    state, c = theirs.state_dict(), theirs.config
 
-    def norm(x, weight):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * weight
+    def rows(tensor):  # (i, i + H/2) as neighbours
+        return tensor.unflatten(0, (-1, 2, c.head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
-    def rope(x):  # (S, heads, H), pairs of neighbours as complex numbers
-        z = x[..., ::2] + 1j * x[..., 1::2]
-        turn = np.exp(1j * np.outer(np.arange(len(x)), 10000.0 ** (-np.arange(0, H, 2) / H)))
-        z = z * turn[:, None]
-        return np.stack([z.real, z.imag], -1).reshape(x.shape)
+    def stacked(name):
+        layers = [state[f"model.layers.{i}.{name}.weight"] for i in range(c.num_hidden_layers)]
+        return torch.stack([rows(w) if name.endswith(("q_proj", "k_proj")) else w for w in layers])
 
-    logits = []
-    for tokens in TOKENS.numpy():
-        x = w["emb"][tokens]
-        for i in range(L):
-            y = norm(x, w["norm1"][i])
-            q, k, v = (
-                (y @ w[n][i].T).reshape(len(x), -1, H).repeat(1 if n == "q" else N // K, axis=1)
-                for n in ("q", "k", "v")
-            )
-            scores = np.einsum("snh,tnh->nst", rope(q), rope(k)) / np.sqrt(H)
-            scores += np.triu(np.full(scores.shape[1:], -np.inf), 1)
-            p = np.exp(scores - scores.max(-1, keepdims=True))
-            p /= p.sum(-1, keepdims=True)
-            x = x + np.einsum("nst,tnh->snh", p, v).reshape(len(x), -1) @ w["o"][i].T
-            y = norm(x, w["norm2"][i])
-            gate = y @ w["w1"][i].T
-            x = x + gate / (1 + np.exp(-gate)) * (y @ w["w3"][i].T) @ w["w2"][i].T
-        logits.append(norm(x, w["norm"]) @ w["emb" if tied else "head"].T)
-    return torch.from_numpy(np.stack(logits))
+    parts = [state["model.embed_tokens.weight"], stacked("input_layernorm")]
+    parts += [stacked(f"self_attn.{letter}_proj") for letter in "qkvo"] + [stacked("post_attention_layernorm")]
+    parts += [stacked(f"mlp.{name}_proj") for name in ("gate", "down", "up")] + [state["model.norm.weight"]]
+    parts += [torch.zeros(2, c.max_position_embeddings, c.head_dim // 2)] + [state["lm_head.weight"]] * (not tied)
+    header = [c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads]
+    header += [c.vocab_size if tied else -c.vocab_size, c.max_position_embeddings]
+    path.write_bytes(b"".join([np.array(header, np.int32).tobytes(), *(t.numpy().tobytes() for t in parts)]))
+    return theirs
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_llama2c_file_matches_its_own_interleaved_rope(tied, tmp_path):
-    expected = write_llama2c(tmp_path / "m.bin", tied)
-    with torch.no_grad():
-        logits = convert(tmp_path / "m.bin", tmp_path / "ours")(TOKENS)
-    assert (logits - expected).abs().max() < 1e-4
+def test_llama2c_files(tied, tmp_path):
+    theirs = write_llama2c(tmp_path / "m.bin", tied)
+    check_parity(convert(tmp_path / "m.bin", tmp_path / "ours"), theirs)
 
 
 def test_stories260k_greedy_ids_and_loss(tmp_path):
