@@ -115,6 +115,8 @@ class TiktokenTokenizer(Tokenizer):
 
         lines = [line.split() for line in path.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+        if len({*ranks.values()}) < len(lines):  # a file cut within a number; the library would panic
+            raise ValueError("two tokens have the same rank")
         reserved = count()
         names = [LLAMA3_SPECIAL.get(i) or f"<|reserved_special_token_{next(reserved)}|>" for i in range(256)]
         self.special = {name: len(ranks) + i for i, name in enumerate(names)}

@@ -206,7 +206,7 @@ def test_the_two_files_of_older_folders_are_read(json_folder, tmp_path):
     with pytest.raises(InputError, match=f"'<think>' is {size + 5}, but after tokenizer.json's tokens it is {size}"):
         tokenizer.load_tokenizer(tmp_path)
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_start|>": "x"}))
-    with pytest.raises(InputError, match="added_tokens.json: the added tokens are not"):
+    with pytest.raises(InputError, match="'<.im_start.>' is x"):
         tokenizer.load_tokenizer(tmp_path)
 
 
