@@ -121,12 +121,13 @@ def _report(case, runs):
     }  # fmt: skip
 
 
+@torch.inference_mode()  # as generate() has its tensors: else another graph
 def replays(runner, tokens, lengths):
     """Return functions that run the prefill, in one pass, and a decode step at the end of the cache, repeatedly.
 
     runner: a generate.Runner. tokens, lengths: of its prompts, as generate.pad makes them.
     """
-    token, slots = tokens[:, :1].clone(), runner.cache[0][0].shape[2]  # as generate() has it: else another graph
+    token, slots = tokens[:, :1].clone(), runner.cache[0][0].shape[2]
 
     @torch.inference_mode()
     def decode_step(longest=slots - 1):
