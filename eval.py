@@ -23,7 +23,7 @@ from formats import checkpoint
 from formats.checkpoint import dtype_name
 from formats.tokenizer import load_tokenizer
 from measure import preflight, report
-from measure.score import alone, divergence, sensitivity, total_nats, windows
+from measure.score import alone, divergence, sensitivity, total_nats
 from model import InputError
 from runtime import cli, launch, writing
 from runtime.cli import count, number
@@ -36,7 +36,6 @@ def parse(argv):
     p.add_argument("--batch", type=count, metavar="B", help="rows at a time, e.g. 4; default: 256 MB of logits")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's own")
     cli.add_rank_flags(p)
-    cli.add_preflight_flag(p)
     cli.add_json_flag(p, "the line")
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--text", metavar="FILE", help="UTF-8 text to score, e.g. valid.txt")
@@ -115,14 +114,6 @@ def check_other(args, config, tokenizer):
     if theirs is not None and theirs.encode_plain(sample) != tokenizer.encode_plain(sample):
         raise InputError(f"the tokenizers of {args.checkpoint} and --compare {args.compare} cut the text differently")
     return other
-
-
-def check_memory(args, config, world, rows=1, tokens=1, other=None):
-    """Compare the memory of a pass of so many rows and tokens with what is free on the device."""
-    dtype = generate.chosen_dtype(args.dtype, args.checkpoint)
-    names = {"rows": "--batch {}", "prompt": "--window {}", "quant": "the same weights in {} (quantize.py)"}
-    if not args.skip_preflight:
-        preflight.check(world, preflight.Request(config, dtype, rows, tokens, new=None, second=other), names)
 
 
 def checked(nats, folder, model):
@@ -209,15 +200,15 @@ def main(argv=None):
             raise InputError(f"{args.checkpoint} has no tokenizer")
         if args.tasks:
             harness = import_harness()
-            check_memory(args, config, world)
             with harness.one_voice(world.rank == 0):
                 tasks = harness.load_tasks(args.tasks.split(","), args.task_folder, args.num_fewshot)
         else:
             other = check_other(args, config, tokenizer) if args.compare else None
             text = *read_documents(args, tokenizer), plan_windows(args, config, other or config)
-            size, stride, batch = text[2]
-            parts = [stop - start - 1 for ids in text[0] for start, stop, _ in windows(len(ids), size, stride)]
-            check_memory(args, config, world, min(batch, len(parts)), max(parts), other)
+        models = [(config, generate.chosen_dtype(args.dtype, args.checkpoint), world.tp_size)]
+        if args.compare:
+            models.append((other, generate.chosen_dtype(args.dtype, args.compare), world.tp_size))
+        preflight.warn(world, 0, 0, *models)  # no cache
     if not world.alone:
         read = {f"contents of --{name}": getattr(args, name) for name in ("checkpoint", "compare")}
         read = {name: folder and checkpoint.digest(folder) for name, folder in read.items()}

@@ -18,10 +18,10 @@ import torch
 from decoding import speculative
 from decoding.sampling import Sampler
 from formats import checkpoint
-from formats.checkpoint import DTYPES, SIZES
+from formats.checkpoint import DTYPES, SIZES, dtype_name
 from formats.tokenizer import load_tokenizer
 from kernels import cpu, int_linear
-from measure import finite, link, preflight, report
+from measure import link, preflight, report
 from measure.timing import timed
 from model import InputError, Transformer, rewired
 from runtime import cli, launch, terminal, watch, writing
@@ -52,7 +52,6 @@ def load_model(config, folder, dtype, world):
         weights = checkpoint.Weights(folder) if folder else checkpoint.RandomWeights(config, world.device)
         dtype = chosen_dtype(dtype, folder, weights)
         model = load_shard(config, weights, dtype, world.device, world.rank, world.tp_size)
-        model.stored_dtype = weights.dtype("norm.weight") if folder else model.norm.weight.dtype
     watch.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
     int_linear.use_kernels(model)
     if world.group is not None:
@@ -210,7 +209,7 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
     runner: whose cache has at least longest prompt + max_new_tokens slots, for a draft one more and its proposals.
     prompts: non-empty lists of token ids, of any lengths. sample: a Sampler; without a draft any function as that.
     on_tokens([new ids of each row, none of one that is done]) is called after each pass; True from it ends the
-    generation. chunk, known: see Runner.prefill. draft: of speculative.py. Raises NotFinite for logits that are not.
+    generation. chunk, known: see Runner.prefill. draft: of speculative.py. Raises InputError for logits not finite.
     """
     texts, done, passes, shown = [list(prompt) for prompt in prompts], [False] * len(prompts), 0, 0.0
 
@@ -231,7 +230,10 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
             for i in ids:
                 if not done[row]:
                     if i == -1:
-                        raise finite.NotFinite(runner.model, rows(), len(texts[row]) - len(prompts[row]), row)
+                        n = len(texts[row]) - len(prompts[row])
+                        where = f"step {n} ({'decode' if n else 'prefill'}), row {row} of {len(texts)}"
+                        dtype = dtype_name(runner.model.norm.weight.dtype)
+                        raise InputError(f"the logits are NaN or infinite in {where}, computed in {dtype}")
                     texts[row].append(i)
                     fresh[row] += [i] * (i not in eos_ids)
                     done[row] = i in eos_ids or len(texts[row]) >= len(prompts[row]) + max_new_tokens
@@ -310,13 +312,6 @@ def make_runners(model, draft_model, control, rows, length, *compiles):
     )
 
 
-def check(runner, prompts, rows, steps, chunk, world):
-    """What an eager rerun of so many steps, to the same rows, says about its numbers, as a phrase; on every rank."""
-    probe = finite.Probe(runner.model, rows)
-    generate(Runner(probe.model, runner.cache), prompts, steps, probe.sample, chunk=chunk)
-    return probe.words(world)
-
-
 def complete(
     model, tokenizer, prompts, max_new_tokens=200, temperature=0.8, top_k=None, top_p=1.0, seed=0, compile=False,
     draft=None, speculate=speculative.USUAL,
@@ -375,11 +370,9 @@ def parse(argv):
     g.add_argument("--n-layers", type=count, metavar="N", help="of --model, take only so many layers, e.g. 4")
     g.add_argument("--quant", choices=("int8", "int4"), help="of --model, the weights as integers")
     g.add_argument("--group-size", type=int, metavar="N", help="of --quant int4, in columns: 32, 64 (default) or 128")
-    g.add_argument("--check", action="store_true", help="then see, eagerly, whether all sublayers' numbers are finite")
     g.add_argument("--ignore-eos", action="store_true", help="go on to --max-new-tokens")
     g.add_argument("--compile-prefill", action="store_true", help="torch.compile the prefill, too")
     g.add_argument("--prefill-chunk", type=count, default=CHUNK, metavar="N", help="tokens of all rows in one pass")
-    cli.add_preflight_flag(g)
     cli.add_json_flag(g)
     link.add_flags(p)
     args = p.parse_args(argv)
@@ -387,7 +380,7 @@ def parse(argv):
         raise InputError("give either --checkpoint DIR or --model NAME --random-weights")
     if args.model and not args.random_weights:
         raise InputError(f"--model {args.model} has no trained weights: add --random-weights, or give --checkpoint")
-    alone = "prompt prompt_ids prompt_length batch chat json simulate_tp exposed profile check"
+    alone = "prompt prompt_ids prompt_length batch chat json simulate_tp exposed profile"
     wrong = [name for name in alone.split() if args.interactive and getattr(args, name)]
     if wrong:
         raise InputError(f"--interactive does not go with --{wrong[0].replace('_', '-')}")
@@ -448,29 +441,17 @@ def run_batch(args, model, draft_model, tokenizer, prompts, new, world):
     printer = None
     if world.rank == 0 and not world.simulated:
         printer = terminal.Printer(prompts, tokenizer, new, show_prompt=not args.chat)
-    try:
-        with without_guards(runner):
-            done = generate(runner, prompts, new, sample, eos_ids, printer and printer.push, args.prefill_chunk, draft)
-    except finite.NotFinite as e:
-        if not args.check:
-            raise
-        raise InputError(f"{e}; {check(runner, prompts, e.rows, e.step + 1, args.prefill_chunk, world)}") from None
+    with without_guards(runner):
+        done = generate(runner, prompts, new, sample, eos_ids, printer and printer.push, args.prefill_chunk, draft)
     if draft and len({*world.gather(zlib.crc32(str(done.rows).encode()))}) > 1:
         raise InputError("--draft: the ranks came to different texts, so their drafts did not compute the same bits")
     peaks = world.gather(report.peak_bytes(world.device))
     texts = printer and printer.finish(done.rows)
-    if args.check and (words := check(runner, prompts, *done[:2], args.prefill_chunk, world)) and world.rank == 0:
-        print(f"--check: {words}", file=sys.stderr)
     reports = None
     if args.exposed or args.profile is not None:
         from measure import exposed  # a room that a plain run does not enter
 
-        if args.exposed:
-            silent = Runner(exposed.silenced(model, world), runner.cache, args.compile, args.compile_prefill)
-            reports = exposed.measure_runner(runner, silent, *pad(prompts, world.device), world)
-        if args.profile is not None:
-            with world.together():
-                exposed.profile(args.profile, world, exposed.replays(runner, *pad(prompts, world.device)))
+        reports = exposed.report_exposed(args, runner, *pad(prompts, world.device), world)
     found = report.generation(runner, draft, world, prompts, done)
     return {"exposed": reports, "compile_s": compile_s, "peak_bytes": peaks, "texts": texts, **found}
 
@@ -501,19 +482,15 @@ def main(argv=None):
         if new < args.max_new_tokens and world.rank == 0:
             print(f"the context of {config.max_seq_len} leaves room for {new} new tokens", file=sys.stderr)
         context = min(args.interactive or 0, config.max_seq_len)  # of a chat
-        dtype = chosen_dtype(args.dtype, args.checkpoint)
         source = speculative.read(args, config, tokenizer, world.tp_size)
-        if not args.skip_preflight:
-            other = source and source.folder and (source.config, chosen_dtype(args.dtype, source.folder))
-            proposals = max(speculative.control_of(args.speculate).counts) if source else 0
-            slots = context if args.interactive else new
-            preflight.check(world, *preflight.generation(args, config, dtype, prompts, slots, proposals, other))
         need = context if args.interactive else max(map(len, prompts)) + new
+        models = [(config, chosen_dtype(args.dtype, args.checkpoint), world.tp_size)]
+        if source and source.folder:
+            models.append((source.config, chosen_dtype(args.dtype, source.folder), 1))
+        preflight.warn(world, max(1, len(prompts)), need, *models)
         if source and source.folder and need > source.config.max_seq_len and world.rank == 0:
             short = f"--draft {source.name} has a context of {source.config.max_seq_len}"
             print(f"{short}: behind it, up to {need}, its proposals may not stand", file=sys.stderr)
-        if args.profile is not None:
-            report.prepare_trace(args.profile, world.rank)
     if not world.alone:
         world.agree(what_was_read(args, prompts, source, world.device))
     if world.simulated:

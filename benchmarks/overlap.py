@@ -23,7 +23,6 @@ from formats.checkpoint import SIZES, RandomWeights
 from generate import Runner, make_cache, pad
 from measure import exposed, link
 from measure.clock import variants
-from measure.report import prepare_trace
 from measure.results import explained
 from measure.timing import overlapping
 from model import Config, InputError, rewired
@@ -42,7 +41,7 @@ def links(text):
     found = {}
     for name in text.split(","):
         try:
-            found[name] = link.LINKS[name] if name in link.LINKS else link.choose(latency_us=number(float, 0)(name))
+            found[name] = link.LINKS[name] if name in link.LINKS else link.custom(number(float, 0)(name))
         except argparse.ArgumentTypeError:
             known = ", ".join(link.LINKS)
             message = f"{name!r} is neither a number of microseconds nor one of {known}"
@@ -117,7 +116,7 @@ def measure(args, world, links):
         model.config = config
         model.comm = TensorParallel(model.config, world.tp_size, world.group)
         runners = (Runner(m, cache, not args.eager, not args.eager) for m in (model, exposed.silenced(model, world)))
-        models[name] = model.config, *(exposed.replays(runner, *prompts)[kind] for runner in runners)
+        models[name] = model.config, *(exposed.replays(runner, *prompts)[kind] for runner in runners), model.comm
     cases = {
         (n, name): exposed.Case(*models[name], partial, links[n]) for n, name in itertools.product(links, args.configs)
     }
@@ -138,9 +137,6 @@ def main(argv=None):
         lines = itertools.chain(*args.show)
         return print(tables([line for line in lines if line["wiring"] in (args.wirings or [line["wiring"]])]))
     joined = launch.join(args.device, vars(args))
-    with joined.together():
-        for key in itertools.product(args.links, args.configs) if args.profile is not None else ():
-            prepare_trace(trace_folder(args, *key), joined.rank)
     # a CUDA graph keeps the link that it was captured with
     shared = joined.device.type == "cpu" or args.eager
     lines = []

@@ -21,8 +21,7 @@ import torch
 from formats.checkpoint import SIZES
 from measure.advise import (
     GPUS,
-    attention_share,
-    bytes_of_step,
+    bytes_of_layer,
     decode_work,
     published_machine,
     step_seconds,
@@ -55,7 +54,8 @@ def rows_of(link, batch, rates):
     layer, all_reduce = reckoned(link, batch, rates)
     case = SIZES["70b"], torch.bfloat16, 8, batch, CONTEXT
     times = times_of(*case, published_machine("h100"), LINKS[STANDS_FOR[link]])
-    share = attention_share(decode_work(*case))
+    work = decode_work(*case)
+    share = work["attention"].n_bytes / bytes_of_layer(work)
     found = {}
     for wiring in WIRINGS:
         config = dataclasses.replace(SIZES["70b"], wiring=wiring)
@@ -74,7 +74,8 @@ def rows_of(link, batch, rates):
 def reached(batch, rate):
     """The share of an H100's published bandwidth with which the paper's upper bound read its weights and its cache."""
     work = decode_work(SIZES["70b"], torch.bfloat16, 8, batch, CONTEXT)
-    return bytes_of_step(SIZES["70b"], work) * rate / batch / GPUS["h100"][0]
+    n_bytes = SIZES["70b"].n_layers * bytes_of_layer(work) + work["rest"].n_bytes
+    return n_bytes * rate / batch / GPUS["h100"][0]
 
 
 def main(argv=None):

@@ -54,7 +54,7 @@ def measure(args, argv):
     how, first = run(["standard", "upper-bound"], {"free": link.FREE}, 30, 40)
     sublayer_us = max(world.gather(1e3 * first["free", "upper-bound"]["step_ms"] / count_all_reduces(how.config)))
     cases = {f"{name}, batch {batch}": (name, batch, ratio) for (name, batch), ratio in ratios().items()}
-    links = {n: link.choose(latency_us=sublayer_us * ratio) for n, (*_, ratio) in cases.items()}
+    links = {n: link.custom(sublayer_us * ratio) for n, (*_, ratio) in cases.items()}
     how, reports = run(WIRINGS, links, args.rounds, args.seconds)
     lines = []
     for (n, wiring), report in reports.items() if world.rank == 0 else ():

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from measure import report
 from measure.clock import count_all_reduces, run_clock
 from measure.link import Link
 from measure.timing import in_turns, quartiles, timed
@@ -29,14 +28,14 @@ class Silent(TensorParallel):
 
 
 def silenced(model, world):
-    """The same model, of the same weights, without its all-reduces."""
+    """Return the same model, of the same weights, without its all-reduces."""
     model = copy.copy(model)
     model.comm = Silent(model.config, world.tp_size, world.group)
     return model
 
 
 def compute_times(start, log, end):
-    """(seconds computed before each all-reduce of a step, seconds after the last), from a log of LinkedGroup's."""
+    """Return (seconds computed before each all-reduce of a step, seconds after the last), from LinkedGroup's log."""
     before, compute = start, []
     pauses = sorted((t, done) for _, t, done in log)  # from when a result was asked for to when it was there
     for started in sorted(s for s, _, _ in log):
@@ -48,36 +47,24 @@ def compute_times(start, log, end):
 
 
 class Case(NamedTuple):
-    """Something to measure: functions that run one step of a model, and of the same model without its all-reduces.
+    """A model to measure: one step of it, the same without its all-reduces, and its collectives.
 
-    partial: a tensor such as each all-reduce sums. link: of world.group, exchanged before each step.
+    partial: a tensor such as comm sums. link: of world.group, exchanged before each step.
     """
 
     config: Config
     step: Callable
     silent_step: Callable
+    comm: TensorParallel
     partial: torch.Tensor
     link: Link
 
 
-class Run(NamedTuple):
-    """Seconds of one round of a case. From the CPU's clock, or None: waited, computed (before each start, and after the
-    last), and taken by the threads that communicate."""
-
-    alone: float
-    step: float
-    silent: float
-    blocked: float | None = None
-    compute: list | None = None
-    tail: float | None = None
-    transport: float | None = None
-
-
 @torch.inference_mode()
 def measure(world, cases, rounds=20, seconds=10):
-    """Time the steps of {name: Case}, with and without all-reduces, in turns; returns {name: report}, as _report says.
+    """Time the steps of {name: Case}, with and without all-reduces, in turns; return {name: report}, as _report says.
 
-    rounds: of all cases; fewer, but at least 3, when they would take longer than so many seconds.
+    rounds: of all cases; fewer, but at least 3, if they would take longer than so many seconds.
     """
     for case in cases.values():  # may compile
         _run(world, case)
@@ -90,74 +77,57 @@ def measure(world, cases, rounds=20, seconds=10):
 
 
 def _run(world, case):
-    group, ops = world.group, torch.ops._c10d_functional
+    """Return the seconds of one round of a case, by name. What the log of the all-reduces says is known on a CPU."""
+    group, all_reduce = world.group, lambda: case.comm.wait(case.comm.start(case.partial))
     group.link = case.link
-
-    def all_reduce(x):
-        ops.wait_tensor(ops.all_reduce_(x, "sum", group.group_name))
-
-    timed(world.device, lambda: all_reduce(case.partial.flatten()[:1]))  # so that all ranks are here
-    alone = timed(world.device, lambda: all_reduce(case.partial))
-    silent = timed(world.device, case.silent_step)
+    timed(world.device, all_reduce)  # so that all ranks are here
+    found = {"all_reduce": timed(world.device, all_reduce), "silent": timed(world.device, case.silent_step)}
     if world.device.type != "cpu":
-        return Run(alone, timed(world.device, case.step), silent)
-    group.log, start, transport = [], time.perf_counter(), _cpu_seconds(world.threads)
-    step = timed(world.device, case.step)
-    transport = _cpu_seconds(world.threads) - transport
+        return found | {"step": timed(world.device, case.step)}
+    group.log, start = [], time.perf_counter()
+    found["step"] = timed(world.device, case.step)
     log, group.log = group.log, None
-    compute, tail = compute_times(start, log, start + step)
-    return Run(alone, step, silent, sum(done - asked for _, asked, done in log), compute, tail, transport)
-
-
-def _cpu_seconds(threads):
-    """The CPU time that threads of this process have had; on Linux, the only system whose threads tp.py knows."""
-    return sum(1e-9 * int(Path(f"/proc/self/task/{i}/schedstat").read_text().split()[0]) for i in threads)
+    found["blocked"] = sum(done - asked for _, asked, done in log)
+    found["compute"], found["tail"] = compute_times(start, log, start + found["step"])
+    return found
 
 
 def _report(case, runs):
-    """What the runs of a case say, medians in milliseconds.
+    """Return what the runs of a case say, medians in milliseconds.
 
-    step_ms with its quartiles, silent_ms: with and without all-reduces. exposed_ms: their difference. all_reduces: of a
-    step. all_reduce_ms: one on its own. hidden: the share of all of them that exposed_ms is not.
-    limit_ms: the least that the wiring's order allows, see Clock. It takes the compute times from the step itself,
-    scaled to add up to the silent step, since communication takes some of the CPU too; on a GPU they are all alike.
-    From the CPU's clock, else null: blocked_ms, waited in a step; transport_ms, CPU time of the threads that
-    communicate, on a core that could have computed.
+    step_ms and its quartiles, silent_ms: with and without all-reduces. exposed_ms: their difference. all_reduces: those
+    of a step that ran, or on a GPU, where none is seen, those of the wiring. all_reduce_ms: one of the model's own.
+    hidden: the share of all of them that exposed_ms is not. blocked_ms: waited in a step, on a CPU, else null.
+    limit_ms: the least that the wiring's order allows, see Clock, or null if other all-reduces ran than the wiring's.
+    It takes the compute times from the step itself, scaled to add up to the silent step, since communication takes some
+    of the CPU too; on a GPU they are all alike.
     """
-
-    def median(key):
-        values = [getattr(run, key) for run in runs]
-        return None if values[0] is None else statistics.median(values)
-
-    alone, step, silent, blocked, transport, tail = (
-        median(key) for key in ("alone", "step", "silent", "blocked", "transport", "tail")
-    )
-    count = count_all_reduces(case.config)
-    compute, tail = [1.0] * count, tail or 0.0
-    if runs[0].compute:
-        compute = [statistics.median(times) for times in zip(*(run.compute for run in runs), strict=True)]
-    scale = max(0.0, silent - tail) / sum(compute) if count else 0.0
-    limit = run_clock(case.config, [scale * c for c in compute], alone).now + tail if count else silent
-    low, _, high = quartiles([run.step for run in runs])
-
-    def ms(seconds):
-        return None if seconds is None else 1e3 * seconds
-
+    ms = {key: 1e3 * statistics.median(run[key] for run in runs) for key in runs[0] if key != "compute"}
+    wanted = count_all_reduces(case.config)
+    compute = [1.0] * wanted
+    if "compute" in runs[0]:
+        compute = [statistics.median(times) for times in zip(*(run["compute"] for run in runs), strict=True)]
+    n, tail, limit = len(compute), ms.get("tail", 0.0), None
+    if n == wanted:
+        scale = max(0.0, ms["silent"] - tail) / sum(compute) if n else 0.0
+        limit = run_clock(case.config, [scale * c for c in compute], ms["all_reduce"]).now + tail
+    low, _, high = quartiles([1e3 * run["step"] for run in runs])
+    exposed = ms["step"] - ms["silent"]
     return {
-        "step_ms": ms(step), "quartiles_ms": [ms(low), ms(high)], "silent_ms": ms(silent),
-        "exposed_ms": ms(step - silent), "all_reduces": count, "all_reduce_bytes": case.partial.nbytes,
-        "all_reduce_ms": ms(alone), "hidden": 1 - (step - silent) / (count * alone) if count else None,
-        "limit_ms": ms(limit), "blocked_ms": ms(blocked), "transport_ms": ms(transport), "rounds": len(runs),
+        "step_ms": ms["step"], "quartiles_ms": [low, high], "silent_ms": ms["silent"], "exposed_ms": exposed,
+        "all_reduces": n, "all_reduce_bytes": case.partial.nbytes, "all_reduce_ms": ms["all_reduce"],
+        "hidden": 1 - exposed / (n * ms["all_reduce"]) if n else None, "limit_ms": limit if n else ms["silent"],
+        "blocked_ms": ms.get("blocked"), "rounds": len(runs),
     }  # fmt: skip
 
 
-@torch.inference_mode()
+@torch.inference_mode()  # as generate() has its tensors: else another graph
 def replays(runner, tokens, lengths):
-    """Functions that run the prefill, in one pass, and a decode step at the end of the cache, any number of times.
+    """Return functions that run the prefill, in one pass, and a decode step at the end of the cache, repeatedly.
 
     runner: a generate.Runner. tokens, lengths: of its prompts, as generate.pad makes them.
     """
-    token, slots = tokens[:, :1].clone(), runner.cache[0][0].shape[2]  # as generate() has it: else another graph
+    token, slots = tokens[:, :1].clone(), runner.cache[0][0].shape[2]
 
     @torch.inference_mode()
     def decode_step(longest=slots - 1):
@@ -166,16 +136,28 @@ def replays(runner, tokens, lengths):
     return {"prefill": lambda: runner.prefill(tokens, lengths), "decode": decode_step}
 
 
-def measure_runner(runner, silent, tokens, lengths, world):
-    """The reports on the prefill, in one pass, and on a decode step; silent: the runner of the silenced model."""
-    if world.rank == 0:
-        print("measuring what communication costs ...", file=sys.stderr)
-    model, reports, silent_steps = runner.model, {}, replays(silent, tokens, lengths)
-    for kind, step in replays(runner, tokens, lengths).items():
-        partial = model.norm.weight.new_zeros(len(tokens), 1 if kind == "decode" else tokens.shape[1], model.config.dim)
-        case = Case(model.config, step, silent_steps[kind], partial, world.group.link)
-        reports |= measure(world, {kind: case})
-    return reports
+@torch.inference_mode()
+def report_exposed(args, runner, tokens, lengths, world):
+    """Do what --exposed and --profile ask for; return {"prefill": report, "decode": report}, or None without --exposed.
+
+    args: the flags of generate.py. runner, tokens, lengths: as replays takes them, of the generation that just ran.
+    """
+    steps, reports = replays(runner, tokens, lengths), {}
+    if args.exposed:
+        if world.rank == 0:
+            print("measuring what communication costs ...", file=sys.stderr)
+        model = runner.model
+        silent = type(runner)(silenced(model, world), runner.cache, args.compile, args.compile_prefill)
+        silent_steps = replays(silent, tokens, lengths)
+        for kind, step in steps.items():
+            width = 1 if kind == "decode" else tokens.shape[1]
+            partial = model.norm.weight.new_zeros(len(tokens), width, model.config.dim)
+            case = Case(model.config, step, silent_steps[kind], model.comm, partial, world.group.link)
+            reports |= measure(world, {kind: case})
+    if args.profile is not None:
+        with world.together():
+            profile(args.profile, world, steps)
+    return reports or None
 
 
 @torch.inference_mode()
@@ -190,7 +172,11 @@ def profile(folder, world, steps):
         for name, step in steps.items():
             with torch.profiler.record_function(name):
                 timed(world.device, step)
-    path = report.trace_file(folder, world.rank)
+    path = Path(folder) / f"rank{world.rank}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise InputError(f"--profile {folder} cannot be made: {e.strerror}") from None
     with writing.new_file(path) as unfinished:
         trace.export_chrome_trace(str(unfinished))
         if not unfinished.exists():  # the profiler says on stderr that it failed, and no more

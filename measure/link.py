@@ -1,12 +1,13 @@
 """An emulated link between the ranks: each collective takes at least as long as it would over that link.
 
 The model does not change: its collectives go to a process group that hands them on to the real one (gloo, NCCL), or to
-nobody when a rank is simulated alone, and that holds the result back until the link would have delivered it, counted
+nobody if a rank is simulated alone, and that holds the result back until the link would have delivered it, counted
 from this rank's own start. (A peer that starts later delays a real link by as much; this one only if it is shorter.)
 """
 
 import dataclasses
 import itertools
+import re
 import time
 
 import torch
@@ -26,11 +27,13 @@ class Link:
     gbps: float | None
 
     def seconds(self, n_bytes, tp_size, passes=2):
-        """What a ring takes for a tensor of n_bytes: two passes for an all-reduce, one for an all-gather."""
+        """Return how long a ring takes for a tensor of n_bytes: two passes for an all-reduce, one for an all-gather."""
         wire = 8 * n_bytes / (1e9 * self.gbps) if self.gbps else 0.0
         return 1e-6 * self.latency_us + passes * (tp_size - 1) / tp_size * wire
 
     def __str__(self):
+        if self.name not in LINKS:
+            return self.name
         rate = f" + bytes at {self.gbps:g} Gbit/s" if self.gbps else ""
         return f"{self.name} ({self.latency_us:g} us{rate})"
 
@@ -64,52 +67,45 @@ LINKS = {
 }
 
 
+FORMS = f"{', '.join(LINKS)}, or its numbers, e.g. 100us, 50gbps or 100us+50gbps"
+
+
+def custom(latency_us=0.0, gbps=None):
+    """Return the Link of these numbers, which are its name."""
+    latency, rate = f"{latency_us:g}us", f"{gbps:g}gbps" if gbps else ""
+    return Link("+".join(filter(None, (latency if latency_us or not rate else "", rate))), latency_us, gbps)
+
+
+def parse(text):
+    """Return the Link of a name, or of numbers, of which one alone means that the other costs nothing."""
+    if text in LINKS:
+        return LINKS[text]
+    found = re.fullmatch(r"(?:([0-9]*\.?[0-9]+)us)?\+?(?:([0-9]*\.?[0-9]+)gbps)?", text)
+    latency_us, gbps = (found[1], found[2]) if found else (None, None)
+    if not (latency_us or gbps) or float(latency_us or 0) > 1e7 or not 1e-3 <= float(gbps or 1) <= 1e6:
+        raise InputError(f"--link {text!r} is none of {FORMS}")
+    return custom(float(latency_us or 0), gbps and float(gbps))
+
+
 def add_flags(parser):
-    """The flags that measure communication, and those that emulate a link, which from_flags() reads."""
+    """Add the flags that measure communication, and those that emulate a link, which from_flags() reads."""
     g = parser.add_argument_group("communication", "what it costs, and what it would cost elsewhere: docs/measuring.md")
     g.add_argument("--exposed", action="store_true", help="report how much of it was not hidden")
-    g.add_argument(
-        "--profile", metavar="DIR", help="write a trace of a prefill and a decode step per rank, e.g. traces"
-    )
-    g.add_argument("--link", metavar="NAME", help=f"emulate a link between the ranks: {', '.join(LINKS)}")
-    add_number_flags(g)
+    g.add_argument("--profile", metavar="DIR", help="write a trace of a prefill and a decode step for each rank")
+    g.add_argument("--link", metavar="LINK", help=f"emulate a link between the ranks: {FORMS}")
     two = cli.number(int, 2)
     g.add_argument("--simulate-tp", type=two, metavar="N", help="run rank 0 of N alone, over an emulated link, e.g. 8")
 
 
-def add_number_flags(group):
-    """The flags of a link without a name, as choose() takes them."""
-    latency, rate = cli.number(float, 0, 1e7), cli.number(float, 1e-3, 1e6)
-    group.add_argument(
-        "--link-latency-us", type=latency, metavar="A", help="... that takes A microseconds per all-reduce, e.g. 100"
-    )
-    group.add_argument("--link-gbps", type=rate, metavar="B", help="... and moves B gigabits per second, e.g. 50")
-
-
 def from_flags(args):
-    """The Link that the flags describe, or None without any of them."""
-    link = choose(args.link, args.link_latency_us, args.link_gbps)
-    if args.simulate_tp and link is None:
-        raise InputError("--simulate-tp needs a link to predict: --link NAME, or --link-latency-us and --link-gbps")
-    return link
-
-
-def choose(name=None, latency_us=None, gbps=None):
-    """The Link of a name and numbers, which replace those of the name; without a name the other one costs nothing."""
-    if name is None and latency_us is None and gbps is None:
-        return None
-    if name is not None and name not in LINKS:
-        raise InputError(f"unknown --link {name!r}; known: {', '.join(LINKS)}")
-    link = LINKS[name or "free"]
-    if latency_us is not None:
-        link = dataclasses.replace(link, name="custom", latency_us=latency_us)
-    if gbps is not None:
-        link = dataclasses.replace(link, name="custom", gbps=gbps)
-    return link
+    """Return the Link that the flags describe, or None."""
+    if args.simulate_tp and not args.link:
+        raise InputError("--simulate-tp needs a link to predict: --link NAME, or its numbers, e.g. --link 100us+50gbps")
+    return None if args.link is None else parse(args.link)
 
 
 def emulate(world, link, simulate_tp=None):
-    """The World whose collectives take as long as over the link; the same one where link is None.
+    """Return the World whose collectives take as long as over the link, or the same one if link is None.
 
     simulate_tp: rank 0 of so many, alone.
     """
@@ -124,8 +120,8 @@ def emulate(world, link, simulate_tp=None):
         group = LinkedMemory(world.group, link)
     else:
         group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
-    alone = simulate_tp is not None
-    return launch.World(world.rank, tp_size, world.device, group, world.threads, alone, world.dist_group)
+    simulated = simulate_tp is not None
+    return launch.World(world.rank, tp_size, world.device, group, simulated=simulated, dist_group=world.dist_group)
 
 
 _numbers = itertools.count()
@@ -153,9 +149,7 @@ class LinkedGroup(dist.ProcessGroup):
         # The functional collectives know groups by name. No public call gives a group of Python's one.
         torch._C._distributed_c10d._register_process_group(self.name, self)
 
-    @property
-    def group_name(self):
-        return self.name
+    group_name = property(lambda self: self.name)
 
     def getBackendName(self):
         return self.name

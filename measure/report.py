@@ -14,23 +14,21 @@ from formats.checkpoint import dtype_name
 from kernels import cpu
 from measure.link import Link
 from measure.timing import hidden_share, timed, within_noise
-from model import InputError
-from runtime import writing
 
 LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and say nothing of its memory
 
 
 def bandwidth_share(result):
-    """The share of the memory's bandwidth that a decode step reached, or None where it reads too little to say."""
+    """Return the share of the memory's bandwidth that a decode step reached, or None if it reads too little to say."""
     return result["mbu"] if result.get("step_bytes", LARGE) >= LARGE else None
 
 
 def read_bandwidth(device, world=None, size=2**30, repeats=9):
-    """Bytes per second that this process reads from the device's memory: the median of some passes over `size` bytes.
+    """Return the bytes per second that this process reads from the device's memory: the median of some passes.
 
-    A pass sums a tensor, which should be far larger than the caches; where memory is short it is smaller. On a GPU it
-    takes up to 8 GiB, or starting the sum would take a part of the time. The ranks of the world, if given, measure at
-    the same time: those of one machine share its memory.
+    A pass sums a tensor of `size` bytes, which should be far larger than the caches; less where memory is short. On a
+    GPU it takes up to 8 GiB, or starting the sum would take a part of the time. The ranks of the world, if given,
+    measure at the same time: those of one machine share its memory.
     """
     on_gpu, free = device.type == "cuda", free_bytes(device)
     size = min(2**33, free // 4) if on_gpu else min(size, free // 32)
@@ -45,8 +43,11 @@ def read_bandwidth(device, world=None, size=2**30, repeats=9):
 
 
 def free_bytes(device):
-    """Memory of the device that nobody uses. Of a CPU: what the system can give without swapping, and no more than the
-    control groups of this process leave; the pages of files are free."""
+    """Return the memory of the device that nobody uses.
+
+    On a CPU: what the system can give without swapping, and no more than the control groups of this process leave; the
+    pages of files are free.
+    """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     info = Path("/proc/meminfo")
@@ -56,35 +57,27 @@ def free_bytes(device):
     return max(0, min([available, *group_bytes()]))
 
 
-CGROUP_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")
-CGROUP_2 = "memory.max", "memory.current", ("inactive_file", "active_file")
-
-
 def group_bytes(member="/proc/self/cgroup", root="/sys/fs/cgroup"):
-    """What each control group that this process is in, of version 1 or 2, leaves of its limit on memory.
+    """Return what each control group (version 2) that this process is in leaves of its limit on memory.
 
-    member: the file that says the groups. A container may see only its own, at the root.
+    member: the file that names the group. A container may see only its own, at the root.
     """
-    found = []
-    for line in Path(member).read_text().splitlines() if Path(member).is_file() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+    text, found = Path(member).read_text() if Path(member).is_file() else "", []
+    path = text.partition("0::/")[2].partition("\n")[0]
+    for folder in {Path(root, *path.split("/")[:n]) for n in range(path.count("/") + 2)}:
+        try:
+            limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+            pages = dict(pair.split() for pair in (folder / "memory.stat").read_text().splitlines())
+        except OSError:  # the root has no limit, and another container's group no folder
             continue
-        top, names = (Path(root, "memory"), CGROUP_1) if controllers else (Path(root), CGROUP_2)
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents[: len(group.parts) - len(top.parts)]):
-            try:
-                limit, used = ((folder / name).read_text().strip() for name in names[:2])
-                pages = dict(pair.split() for pair in (folder / "memory.stat").read_text().splitlines())
-            except OSError:  # the root has no limit, and another container's group no folder
-                continue
-            if limit != "max":
-                found.append(int(limit) - int(used) + sum(int(pages[name]) for name in names[2]))
+        if limit != "max":
+            found.append(int(limit) - int(used) + int(pages["inactive_file"]) + int(pages["active_file"]))
     return found
 
 
 def step_bytes(model, cache, filled):
-    """Bytes that a decode step of this rank reads: all weights but the embedding table, `filled` slots of the cache."""
+    """Return the bytes that a decode step of this rank reads: all weights but the embedding table, and `filled` slots
+    of the cache."""
     weights = sum(
         p.numel() * p.element_size()
         for n, p in model.named_parameters(remove_duplicate=False)
@@ -94,7 +87,7 @@ def step_bytes(model, cache, filled):
 
 
 def peak_bytes(device):
-    """Peak memory of this process: allocated on the GPU, or resident on the CPU."""
+    """Return the peak memory of this process: allocated on the GPU, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
@@ -105,7 +98,7 @@ def peak_bytes(device):
 
 
 def processor():
-    """What this machine's CPU calls itself, and its number of cores."""
+    """Return this machine's number of cores, and the name that its CPU gives itself."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.is_file() else ""
     names = [line.partition(": ")[2] for line in text.splitlines() if line.startswith("model name")]
@@ -114,22 +107,22 @@ def processor():
 
 
 def hardware(device):
-    """What a device calls itself."""
+    """Return the name of the GPU, or of the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
 
 
 def environment(world):
-    """What a result depends on and no flag says. settings: the environment's variables for NCCL and gloo."""
+    """Return what a result depends on and no flag says. settings: the environment's variables for NCCL and gloo."""
     return {
         "tp": world.tp_size, "simulated": world.simulated, "device": world.device.type,
-        "hardware": hardware(world.device),
-        "threads": torch.get_num_threads(), "torch": torch.__version__, "commit": git_commit(),
+        "hardware": hardware(world.device), "threads": torch.get_num_threads(), "load_average": os.getloadavg()[0],
+        "torch": torch.__version__, "commit": git_commit(),
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "GLOO_"))},
     }  # fmt: skip
 
 
 def topology():
-    """How nvidia-smi says that the GPUs are joined, or None where there is none."""
+    """Return nvidia-smi's table of how the GPUs are joined, or None if there is none."""
     try:
         return subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -137,7 +130,7 @@ def topology():
 
 
 def git_commit():
-    """The commit of this code, with "+" if it was edited since, or None outside a git checkout."""
+    """Return the commit of this code, with "+" if it was edited since, or None outside a git checkout."""
 
     def git(*command):
         return subprocess.run(
@@ -152,7 +145,7 @@ def git_commit():
 
 
 def generation(runner, draft, world, prompts, done):
-    """What a generation took: what generate.generate returned, rates, and the share of the bandwidth.
+    """Return what a generation took: what generate.generate returned, rates, and the share of the bandwidth.
 
     On every rank: all of them measure the bandwidth at once. draft: what proposed tokens, or None.
     """
@@ -164,24 +157,24 @@ def generation(runner, draft, world, prompts, done):
     bandwidth = read_bandwidth(world.device, world, min(max(int(read), 2**28), 2**30))
     tpot = done.decode_s / (done.steps - 1) if done.steps > 1 else None
     later = sum(max(len(row) - 1, 0) for row in done.rows)  # tokens after each row's first; ended rows give no more
-    stood = draft and [draft.accepted[n] for n in range(max(draft.accepted, default=0) + 1)]
+    accepted = draft and [draft.accepted[n] for n in range(max(draft.accepted, default=0) + 1)]
     return {
         "batch": len(prompts), "prompt_tokens": longest, "new_tokens": done.steps, "prefill_s": done.prefill_s,
         "decode_s": done.decode_s, "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot,
         "tok_s": tpot and later / done.decode_s, "tok_s_user": tpot and 1 / tpot, "step_bytes": int(read),
         "bandwidth": bandwidth, "mbu": tpot and read * passes / done.decode_s / bandwidth, "passes": passes,
-        "drafted": draft and draft.drafted, "accepted": stood, "draft_s": draft and draft.seconds,
+        "drafted": draft and draft.drafted, "accepted": accepted, "draft_s": draft and draft.seconds,
         "tokens": None if world.simulated else done.rows,
     }  # fmt: skip
 
 
 def mean_accepted(counts):
-    """The mean number of proposals that stood, of "accepted" in a result, or None where there were none."""
+    """Return the mean number of accepted proposals, of "accepted" in a result, or None if there were none."""
     return sum(n * count for n, count in enumerate(counts)) / sum(counts) if sum(counts) else None
 
 
 def result(name, model, link, world, found):
-    """All that a run is and found, as the JSON line of generate.py; link: None for the machine's own."""
+    """Return the JSON line of generate.py: all that a run is and found. link: None for the machine's own."""
     c = model.config
     return {
         "model": name, "n_layers": c.n_layers, "wiring": c.wiring, "made_for_tp": c.made_for_tp,
@@ -191,29 +184,31 @@ def result(name, model, link, world, found):
 
 
 def exposed_lines(kind, r):
-    """The report in two lines for people."""
+    """Return the report of exposed.py in two lines for people."""
     if not r["all_reduces"]:
         return f"{kind}: {r['step_ms']:.2f} ms a step, without any all-reduce"
-    travel, above = r["all_reduces"] * r["all_reduce_ms"], 100 * (r["step_ms"] / r["limit_ms"] - 1)
-    transport = f"; communicating took {r['transport_ms']:.2f} ms of the CPU" if r["transport_ms"] else ""
-    if within_noise(r):
-        share = "what it hid is within noise"
-    else:
-        share = f"{hidden_share(r)} hidden; {above:+.1f} % from this wiring's limit of {r['limit_ms']:.2f} ms"
+    share = "what it hid is within noise" if within_noise(r) else f"{hidden_share(r)} hidden"
+    if r["limit_ms"] is None:
+        share += "; no limit is known: other all-reduces ran than this wiring's"
+    elif not within_noise(r):
+        above = 100 * (r["step_ms"] / r["limit_ms"] - 1)
+        share += f"; {above:+.1f} % from this wiring's limit of {r['limit_ms']:.2f} ms"
     return (
         f"{kind}: {r['step_ms']:.2f} ms a step, {r['silent_ms']:.2f} without its {r['all_reduces']} all-reduces of "
-        f"{r['all_reduce_bytes']:,} bytes, which take {travel:.2f} ms on their own ({r['all_reduce_ms']:.3f} each)\n"
-        f"  exposed: {r['exposed_ms']:.2f} ms; {share}{transport}"
+        f"{r['all_reduce_bytes']:,} bytes, which take {r['all_reduces'] * r['all_reduce_ms']:.2f} ms on their own "
+        f"({r['all_reduce_ms']:.3f} each)\n  exposed: {r['exposed_ms']:.2f} ms; {share}"
     )
 
 
 def drafted_line(r):
-    """What a draft did, in a line for people."""
+    """Return what a draft did, in a line for people."""
     how = "auto" if r["speculate"] == "auto" else f"{r['speculate']} at a time"
     line = f"draft {r['draft']}, {how}: {r['passes']} passes"
     if (mean := mean_accepted(r["accepted"])) is not None:
         shares = ", ".join(f"{n}: {100 * count / sum(r['accepted']):.0f} %" for n, count in enumerate(r["accepted"]))
-        line += f", {sum(r['accepted'])} times with proposals for a row, {mean:.2f} of them stood on average ({shares})"
+        line += (
+            f", {sum(r['accepted'])} times with proposals for a row, {mean:.2f} of them accepted on average ({shares})"
+        )
     elif r["passes"]:
         line += (
             ", none with proposals: " + "nothing was found, or " * (r["draft"] == "ngram") + "plain steps are faster"
@@ -222,7 +217,7 @@ def drafted_line(r):
 
 
 def summary(r):
-    """The result in a few lines for people."""
+    """Return the result in a few lines for people."""
     head = "PREDICTED times of one rank alone: " if r["simulated"] else ""
     head += f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}"
     head += f", link {Link(**r['link'])}" if r["link"] else ""
@@ -239,16 +234,3 @@ def summary(r):
     memory += f", peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"
     reports = "".join("\n" + exposed_lines(*item) for item in (r["exposed"] or {}).items())
     return f"{head}\n{times}\n{memory}{reports}"
-
-
-def trace_file(folder, rank):
-    return Path(folder) / f"rank{rank}.json"
-
-
-def prepare_trace(folder, rank):
-    """Make the folder of --profile; raise InputError, before anything is measured, when no trace can be written."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise InputError(f"--profile {folder} cannot be made: {e.strerror}") from None
-    writing.check_appendable(trace_file(folder, rank), "--profile: ")

@@ -72,10 +72,6 @@ def add_rank_flags(parser):
     )
 
 
-def add_preflight_flag(parser):
-    parser.add_argument("--skip-preflight", action="store_true", help="start even if the memory seems too small")
-
-
 def add_json_flag(parser, what="the results as one line of JSON"):
     parser.add_argument("--json", type=appendable, metavar="FILE", help=f"append {what}, e.g. results.jsonl")
 

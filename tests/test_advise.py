@@ -24,7 +24,7 @@ FORM = dataclasses.replace(BASE, n_layers=LAYERS)
 
 
 def alternating(n, attention, feed_forward, all_reduce, head=0.0):
-    """n ladder layers behind `head` seconds: each sublayer is as long as what travels meanwhile, but for the first."""
+    """n ladder layers after `head` seconds: each but the first sublayer hides an all-reduce."""
     pairs = max(feed_forward, all_reduce) * n + max(attention, all_reduce) * (n - 1)
     return head + attention + pairs + all_reduce
 
@@ -37,17 +37,16 @@ def by_hand(a, m, c):
         "standard": n * (both + 2 * c), "ladder": alternating(n, a, m, c), "delayed": alternating(n, a, m, c),
         "parallel": n * (both + c), "spd": n * (both + c), "upper-bound": n * both,
         "parallel-ladder": both + (n - 1) * max(both, c) + c, "spd-ladder": both + (n - 1) * max(both, c) + c,
-        "desync-2": n * both + 5 * c, "desync-4": n * both + 3 * c,  # of ten: the fourth, eighth and last
-        "hybrid": seam + max(a, c) + 2 * max(m, c) + max(a, c) + c,
+        "desync:2": n * both + 5 * c, "desync:4": n * both + 3 * c,  # of ten: the fourth, eighth and last
+        "ladder:2": seam + max(a, c) + 2 * max(m, c) + max(a, c) + c,
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("all_reduce", [0.5, 2.0, 3.5, 9.0])
 def test_a_step_is_the_sum_made_by_hand(all_reduce):
     times, sums = Times(1.0, 3.0, 0.25, all_reduce, 0.125), by_hand(1.0, 3.0, all_reduce)
-    for name, changes in variants(LAYERS).items():
-        config = dataclasses.replace(FORM, **changes)
-        seconds, n, hidden = advise.step_seconds(config, times)
+    for name in variants(LAYERS):
+        seconds, n, hidden = advise.step_seconds(dataclasses.replace(FORM, wiring=name), times)
         assert seconds == pytest.approx(sums[name] + 0.375), name
         exposed = sums[name] - sums["upper-bound"]
         assert hidden == (pytest.approx(1 - exposed / (n * all_reduce)) if n else None), name
@@ -56,7 +55,7 @@ def test_a_step_is_the_sum_made_by_hand(all_reduce):
 
 @pytest.mark.parametrize("name", ["spd-ladder", "parallel", "parallel-ladder"])
 def test_only_some_layers_are_wired_so(name):
-    config = dataclasses.replace(FORM, wiring=name, ladder_layers=(4,))
+    config = dataclasses.replace(FORM, wiring=f"{name}:4,")
     seconds, n, _ = advise.step_seconds(config, Times(1.0, 3.0, 0.0, 2.0, 0.0))
     # four standard layers, and of a stale last one the sum before it is hidden
     assert n == 9 and seconds == pytest.approx(4 * 8 + 4 + 2 - 2 * WIRINGS[name].stale)
@@ -113,8 +112,7 @@ def test_times_are_bytes_or_operations_over_their_rate():
 
 
 def test_a_published_machine_is_a_share_of_its_data_sheet():
-    assert advise.published_machine("h100", 0.5) == ("50 % of what an H100 has on paper", 1.675e12, 494.5e12)
-    assert advise.published_machine("h200").bandwidth == pytest.approx(0.7 * 4.8e12)
+    assert advise.published_machine("h200")[1:] == pytest.approx((0.7 * 4.8e12, 0.7 * 989e12))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -148,8 +146,7 @@ def test_a_probed_link_is_a_line_between_its_points():
 def test_a_probe_gives_the_machine_and_its_links(tmp_path):
     slow = {"NCCL_P2P_DISABLE": "1"}
     lines = [probe_line(3), {"wiring": "standard"}, probe_line(settings=slow), probe_line(tp=1), probe_line()]
-    path, found = advise.read_probe(write(tmp_path / "p", *lines))
-    machine, links = advise.probed(path, found, 2)
+    machine, links = advise.read_probe(write(tmp_path / "p", *lines), 2)
     assert machine == ("2 cores (cpu), probed", 2e9, math.inf)  # of the slowest rank
     assert [link.name for link in links] == ["no-p2p", "real"]
     assert links[0].table == tuple((n, pytest.approx(s)) for n, s in SECONDS.items())
@@ -161,23 +158,25 @@ def advised(capsys, *flags):
     return capsys.readouterr().out
 
 
+def attention_us(shown):
+    return float(shown.partition("in us: attention ")[2].partition(",")[0])
+
+
 def test_the_probe_s_bandwidth_is_used_unless_another_is_given(tmp_path, capsys, tiny):
-    out = tmp_path / "out"
     flags = ["--checkpoint", tiny, "--tp", 2, "--context", 9, "--probe", write(tmp_path / "p", probe_line())]
-    assert "2 cores (cpu), probed: 2.0 GB/s a rank" in advised(capsys, *flags, "--json", out)
-    advised(capsys, *flags, "--bandwidth-gbs", 4, "--json", out)
-    advised(capsys, *flags, "--bandwidth-gbs", 4, "--tflops", 1e-6, "--json", out)
-    probed, given, slow = (json.loads(line) for line in out.read_text().splitlines())
-    assert probed["us"]["attention"] == pytest.approx(2 * given["us"]["attention"])
-    assert slow["flops"] == 1e6 and slow["us"]["attention"] > 100 * probed["us"]["attention"]
-    assert probed["us"]["all_reduce"] == pytest.approx(1000) and probed["dtype"] == "float32"
-    assert probed["link"]["name"] == "real" and probed["flops"] is None
+    probed = advised(capsys, *flags)
+    assert "2 cores (cpu), probed: 2.0 GB/s a rank\n\nreal (probed); in us: " in probed
+    assert "float32" in probed and "all-reduce 1000.0, gather 1000." in probed
+    assert attention_us(advised(capsys, *flags, "--bandwidth-gbs", 1)) == pytest.approx(
+        2 * attention_us(probed), abs=0.2
+    )
+    assert attention_us(advised(capsys, *flags, "--tflops", 1e-6)) > 100 * attention_us(probed)
 
 
 def test_without_any_machine_this_one_is_measured(monkeypatch, capsys, tiny):
     monkeypatch.setattr(report, "read_bandwidth", lambda device, size: 5e9 if size <= 2**28 else None)
-    shown = advised(capsys, "--checkpoint", tiny, "--tp", 2, "--context", 9, "--link-latency-us", 5)
-    assert "this machine (cpu), one process: 5.0 GB/s a rank" in shown and "custom (5 us)" in shown
+    shown = advised(capsys, "--checkpoint", tiny, "--tp", 2, "--context", 9, "--link", "5us")
+    assert "this machine (cpu), one process: 5.0 GB/s a rank" in shown and "\n5us; in us: " in shown
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -194,14 +193,15 @@ H100 = ["--model", "8b", "--tp", 8, "--gpu", "h100"]
 
 
 def test_the_table_is_that_of_the_wirings(monkeypatch, capsys):
-    monkeypatch.setitem(WIRINGS, "own", dataclasses.replace(WIRINGS["parallel"], stale=True))
-    monkeypatch.setitem(WIRINGS, "lossy", dataclasses.replace(WIRINGS["spd"], runs_standard=True))
+    monkeypatch.setitem(WIRINGS, "own", dataclasses.replace(WIRINGS["parallel-ladder"], about="my own"))
+    monkeypatch.setitem(WIRINGS, "lossy", dataclasses.replace(WIRINGS["spd"], about="another"))
     found = rows(advised(capsys, *H100, "--link", "pcie"))
     wanted = {"standard": "no", "own": "yes", "lossy": "no, but a loss", "(bound: upper-bound)": "no model"}
-    wanted |= {"hybrid:16": "yes", "desync:2": "yes, for 8 ranks", "desync:4": "yes, for 8 ranks"}
+    wanted |= {"ladder:16": "yes", "desync:2": "yes, for 8 ranks", "desync:4": "yes, for 8 ranks"}
     for name, wiring in WIRINGS.items():
-        if name not in ("hybrid", "desync", "upper-bound", *wanted):
-            wanted[name] = "no, but a loss" if wiring.runs_standard else "yes" + ", for 8 ranks" * wiring.tp_bound
+        if name not in ("desync", "upper-bound", *wanted):
+            lossy = wiring.runs_standard == "any"
+            wanted[name] = "no, but a loss" if lossy else "yes" + ", for 8 ranks" * wiring.tp_bound
     assert {name: cells[-1] for name, cells in found.items()} == wanted
     assert [*found][-1] == "(bound: upper-bound)"  # apart
     steps = [float(cells[0]) for cells in found.values()]
@@ -210,43 +210,39 @@ def test_the_table_is_that_of_the_wirings(monkeypatch, capsys):
     assert found["standard"][1:4] == ["1.00", "64", "0 %"] and found["parallel"][2] == "32"
 
 
-def test_layers_are_those_of_every_wiring_that_takes_some(capsys):
-    found = rows(advised(capsys, *H100, "--link", "pcie", "--layers", "3,5"))
-    assert {"hybrid:3,5", "parallel", "parallel:3,5", "spd", "spd:3,5", "ladder"} <= {*found}
-    assert "hybrid:16" not in found and found["parallel:3,5"][2] == "62"
+def test_only_the_wirings_that_are_asked_for(capsys):
+    found = rows(advised(capsys, *H100, "--link", "pcie", "--wirings", "parallel:3,5 ladder:32 desync:4"))
+    assert {*found} == {"standard", "parallel:3,5", "ladder:32", "desync:4"} and found["parallel:3,5"][2] == "62"
 
 
 def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
-    config = dataclasses.replace(BASE, wiring="hybrid", ladder_layers=(0, 2))
+    config = dataclasses.replace(BASE, wiring="ladder:0,2")
     (tmp_path / "m").mkdir()
     checkpoint.write_model(tmp_path / "m", config, random_model(config).state_dict(), torch.bfloat16)
     flags = ["--checkpoint", tmp_path / "m", "--tp", 2, "--context", 9, "--bandwidth-gbs", 1, "--link", "pcie"]
     found = rows(advised(capsys, *flags))
-    assert {name for name, cells in found.items() if cells[-1] == "no"} == {"hybrid:0,2"}
-    assert found["standard"][-1] == found["hybrid:1"][-1] == "yes" and found["spd"][-1] == "yes, for 2 ranks"
-    halves = [dataclasses.replace(FORM, wiring="hybrid", ladder_layers=layers) for layers in (2, (3, 4), (4, 3))]
+    assert {name for name, cells in found.items() if cells[-1] == "no"} == {"ladder:0,2"}
+    assert found["standard"][-1] == found["ladder:1"][-1] == "yes" and found["spd"][-1] == "yes, for 2 ranks"
+    halves = [dataclasses.replace(FORM, wiring=f"ladder:{layers}") for layers in ("2", "3,4", "4,3")]
     assert [advise.retraining(halves[0], other, 2) for other in halves] == ["no"] * 3
-    assert {sum(c.wiring == "hybrid" for c in advise.candidates(own)) for own in halves} == {1}
-    of_all = advise.candidates(halves[0], LAYERS)
-    assert [c.ladder_layers for c in of_all if c.wiring == "hybrid"] == [2]  # of all layers it is the ladder
-    bound = dataclasses.replace(config, wiring="spd", ladder_layers=None, made_for_tp=2)
-    assert advise.retraining(bound, dataclasses.replace(bound, ladder_layers=3), 3) == "no, but a loss"
+    assert {len(advise.candidates(own, ["ladder:2"])) for own in halves} == {2}
+    bound = dataclasses.replace(config, wiring="spd", made_for_tp=2)
+    assert advise.retraining(bound, dataclasses.replace(bound, wiring="spd:3"), 3) == "no, but a loss"
     assert advise.retraining(bound, dataclasses.replace(bound, made_for_tp=None), 2) == "no"
     assert advise.retraining(bound, bound, 3) == "no, but a loss"
-    assert sum(config.wiring == "spd" for config in advise.candidates(bound)) == 1
 
 
 def test_what_to_take(capsys):
     slow = advised(capsys, *H100, "--link", "ethernet-10g").splitlines()[-3:]
     assert slow[0].startswith("The all-reduces are 9") and "little" not in slow[0]
-    assert slow[1].startswith("Without retraining: spd; ") and "at a loss of its own that grows with tp" in slow[1]
+    assert slow[1].startswith("Without retraining: spd; ") and slow[1].endswith(
+        "at a loss that grows with tp: eval.py measures it."
+    )
     assert slow[2].startswith("With retraining: parallel-ladder; ") and "loss" not in slow[2]
-    shown = advised(capsys, *H100, "--link-latency-us", 0.5)
+    shown = advised(capsys, *H100, "--link", "0.5us")
     fast = shown.splitlines()[-4:]
     share = 64 * 0.5e-3 / float(rows(shown)["standard"][0])
-    assert fast[0].startswith(
-        f"The all-reduces are {100 * share:.0f} % of the standard step: none can be more than 1.0"
-    )
+    assert fast[0].startswith(f"The all-reduces are {100 * share:.0f} % of the standard step: at most 1.0")
     assert fast[1].startswith("That is little: ") and fast[2].startswith("Without") and fast[3].startswith("With ")
     nothing = advised(capsys, *H100, "--link", "free").splitlines()[-2:]
     assert nothing == [
@@ -254,23 +250,13 @@ def test_what_to_take(capsys):
     ]
 
 
-def test_an_eighth_of_the_step_is_called_little(capsys):
-    shown = advised(capsys, "--model", "70b", "--tp", 8, "--gpu", "h100", "--link", "nvlink-oneshot").splitlines()
-    assert shown[-4].startswith("The all-reduces are 12 % of the standard step: ")
-    assert shown[-3].startswith("That is little: ") and shown[-2].startswith("Without retraining: delayed; ")
-
-
-def test_a_line_of_json_for_each_link(tmp_path, capsys):
-    out = tmp_path / "out"
-    shown = advised(capsys, *H100, "--batch", 2, "--link", "all", "--quant", "int8", "--n-layers", 4, "--json", out)
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [line["link"]["name"] for line in lines] == [name for name in LINKS if name != "free"]
-    assert shown.count("| standard |") == len(lines) and shown.startswith(
-        "PREDICTED: 8b, 4 layers, int8, tp 8, batch 2"
+def test_a_table_for_each_link(capsys):
+    shown = advised(capsys, *H100, "--batch", 2, "--link", "all", "--quant", "int8", "--n-layers", 4)
+    assert shown.count("| standard |") == len(LINKS) - 1
+    assert shown.startswith(
+        "PREDICTED: 8b, 4 layers, int8, tp 8, batch 2, 1024 filled slots\n70 % of an H100 on paper: 2,345"
     )
-    of_wirings = {x["wiring"]: x for x in lines[0]["wirings"]}
-    assert of_wirings["standard"]["times_standard"] == 1 and of_wirings["hybrid:2"]["all_reduces"] == 8
-    assert of_wirings["upper-bound"]["retraining"] is None and lines[0]["bandwidth"] == 0.7 * 3.35e12
+    assert rows(shown)["ladder:2"][2] == "8" and [line for line in shown.splitlines() if line.startswith("pcie (57 us")]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -296,47 +282,27 @@ def test_the_paper_s_rows_have_the_advisor_s(capsys):
     "flags, message",
     [
         ("--model 8b", "the following arguments are required: --tp"),
-        ("--tp 8", "give either --checkpoint DIR or --model NAME"),
-        ("--model 9b --tp 8", "--model: invalid choice: '9b' (choose from"),
-        ("--model 8b --tp 1", "--tp: '1' is not a whole number from 2"),
+        ("--tp 8", "one of the arguments --model --checkpoint is required"),
         ("--model 8b --tp 33 --link pcie", "tp 33 cannot shard n_heads 32: use 1 to 32 ranks"),
-        ("--model 8b --tp 8 --gpu b200", "--gpu: invalid choice: 'b200' (choose from"),
-        ("--model 8b --tp 8 --gpu h100 --share 1.1", "--share: '1.1' is not a number above 0 to 1"),
-        ("--model 8b --tp 8 --share 0.5", "--share is of what is published: it goes with --gpu"),
-        ("--model 8b --tp 8 --gpu h100 --bandwidth-gbs 3", "give either --gpu NAME or --bandwidth-gbs X"),
+        ("--model 8b --tp 8 --gpu h100 --bandwidth-gbs 3", "--bandwidth-gbs: not allowed with argument --gpu"),
         ("--model 8b --tp 8 --bandwidth-gbs 0", "--bandwidth-gbs: '0' is not a number above 0"),
-        ("--model 8b --tp 8 --link carrier", "unknown --link 'carrier'; known: free, nvlink,"),
-        ("--model 8b --tp 8 --link nvlink,", "unknown --link ''; known: free, nvlink,"),
-        ("--model 8b --tp 8", "no link: give --link NAME, --link-latency-us"),
-        ("--model 8b --tp 8 --link-gbps 0", "--link-gbps: '0' is not a number from 0.001"),
-        ("--model 8b --tp 8 --layers x", "--layers 'x' is neither a number nor a list"),
-        ("--model 8b --tp 8 --layers 33", "ladder_layers 33 does not fit: give a number of last layers from 1 to 32"),
-        ("--model 8b --tp 8 --layers 1,32", "ladder_layers (1, 32) does not fit"),
-        ("--model 8b --tp 8 --n-layers 33", "--n-layers is 33 but 8b has 32"),
-        ("--model 8b --tp 8 --context 131073", "--context 131073 is more than the 131072 that 8b allows"),
-        ("--model 8b --tp 8 --quant int4 --group-size 48", "group size 48 is none of 32, 64, 128"),
-        ("--checkpoint /nowhere --tp 2", "/nowhere is not a checkpoint folder"),
-        ("--checkpoint x --tp 2 --quant int8", "--quant goes with --model: a checkpoint is as it is"),
-        ("--model 8b --tp 8 --probe /nowhere", "--probe: /nowhere: No such file or directory"),
-        ("--model 8b --tp 8 --probe {readme}", "--probe: {readme} has no lines that measure/probe.py wrote"),
-        ("--model 8b --tp 8 --probe {broken}", "--probe: {broken} has no lines that measure/probe.py wrote, or broken"),
-        ("--model 8b --tp 8 --probe {two}", "--probe {two} was measured with tp 1, 2, not with --tp 8"),
-        ("--model 8b --tp 2 --probe {mixed}", "--probe {mixed} has lines of several machines: 2 cores (cpu); B (cuda)"),
-        (
-            "--model 8b --tp 2 --gpu h100 --probe {two}",
-            "--probe {two} was measured on 2 cores (cpu), not on --gpu h100",
-        ),
-        ("--model 8b --tp 8 --link pcie --json /nowhere/x", "--json: /nowhere/x cannot be written"),
+        ("--model 8b --tp 8 --link carrier", "--link 'carrier' is none of free, nvlink,"),
+        ("--model 8b --tp 8 --link 0gbps", "--link '0gbps' is none of free, nvlink,"),
+        ("--model 8b --tp 8", "no link: give --link or --probe"),
+        ("--model 8b --tp 8 --link pcie --wirings ladder:33", "wiring ladder:33 does not fit"),
+        ("--model 8b --tp 8 --link pcie --wirings ladders", "unknown wiring 'ladders'; known: standard,"),
+        ("--model 8b --tp 8 --link pcie --n-layers 33", "--n-layers is 33 but 8b has 32"),
+        ("--model 8b --tp 8 --link pcie --context 131073", "--context 131073 is more than the 131072 that 8b allows"),
+        ("--checkpoint /nowhere --tp 2 --link pcie", "/nowhere"),
+        ("--checkpoint x --tp 2 --quant int8", "--n-layers and --quant go with --model: a checkpoint is as it is"),
+        ("--model 8b --tp 8 --probe /nowhere", "--probe /nowhere: No such file or directory"),
+        ("--model 8b --tp 8 --probe {readme}", "--probe {readme} has a line that is not JSON"),
+        ("--model 8b --tp 8 --probe {two}", "--probe {two} has no line of measure/probe.py on 8 ranks"),
     ],
 )
 def test_bad_input_is_one_clear_line(flags, message, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "read_bandwidth", lambda *args, **kwargs: pytest.fail("measured for nothing"))
-    files = {
-        "two": write(tmp_path / "two", probe_line(tp=1), probe_line()),
-        "mixed": write(tmp_path / "mixed", probe_line(), probe_line(hardware="B", device="cuda")),
-        "broken": write(tmp_path / "broken", probe_line(probe={"bandwidth": [0], "all_reduce": []})),
-        "readme": ROOT / "README.md",
-    }
+    files = {"two": write(tmp_path / "two", probe_line(tp=1), probe_line()), "readme": ROOT / "README.md"}
     with pytest.raises(InputError) as e:
         advise.main([word.format(**files) for word in shlex.split(flags)])
     assert str(e.value).startswith(message.format(**files)) and "\n" not in str(e.value)

@@ -22,7 +22,7 @@ formats.tokenizer runtime.launch tp formats.huggingface formats.sources
 formats.export training.data training.sharding
 runtime.terminal measure.timing measure.clock measure.link
 measure.report
-measure.exposed measure.finite measure.preflight measure.results
+measure.exposed measure.preflight measure.results
 measure.advise
 decoding.sampling decoding.speculative
 generate measure.plot measure.probe

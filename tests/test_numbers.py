@@ -10,7 +10,6 @@ import adapt
 import eval
 import generate
 from formats import checkpoint
-from measure import finite
 from model import InputError
 
 NAN, INF = torch.nan, torch.inf
@@ -47,10 +46,9 @@ def poisoned(world, compile):
         return logits.index_fill(0, torch.tensor([1]), NAN) if len(steps) >= 2 else logits
 
     runner.decode = spoiled
-    with pytest.raises(finite.NotFinite) as error:
+    with pytest.raises(InputError) as error:
         generate.generate(runner, [[3, 4, 5], [6]], 8, generate.Sampler(0), on_tokens=shown.append)
-    assert error.value.step == len(steps) == len(shown) == 2
-    assert [len(row) for row in error.value.rows] == [3, 2]
+    assert len(steps) == len(shown) == 2
     return str(error.value)
 
 
@@ -75,24 +73,11 @@ def large(tmp_path_factory):
     return str(folder)
 
 
-def ending(*args):
-    with pytest.raises(InputError) as error:
-        generate.main([*args, "--prompt-ids", "3,4,5", "--prompt-ids", "6,7", "--temperature", "0"])
-    return str(error.value)
-
-
-OVERFLOW = "step 0 (prefill), row 0 of 2, computed in float16, which ends at 65504: these weights are bfloat16, "
-OVERFLOW += "run with --dtype bfloat16"
-WHERE = "run eagerly, the first numbers that are not finite are, in step 0, what layer 1's MLP returns on rank 0"
-
-
-def test_an_overflow_of_float16_is_named(large, capsys):
-    assert ending("--checkpoint", large, "--dtype", "float16").endswith(OVERFLOW)
-    assert ending("--checkpoint", large, "--dtype", "float16", "--check").endswith(f"{OVERFLOW}; {WHERE}")
-    generate.main(["--checkpoint", large, "--prompt-ids", "3", "--max-new-tokens", "3", "--check"])
-    said = capsys.readouterr().err
-    assert "--check: all numbers of 6 sublayers in 3 steps, run eagerly, are finite: the largest is" in said
-    assert 65504 < float(said.partition("the largest is ")[2].partition(",")[0]) < 1e9
+def test_an_overflow_of_float16_is_named(large):
+    flags = ["--prompt-ids", "3,4,5", "--prompt-ids", "6,7", "--temperature", "0", "--dtype", "float16"]
+    wanted = r"in step 0 \(prefill\), row 0 of 2, computed in float16$"
+    with pytest.raises(InputError, match=wanted):
+        generate.main(["--checkpoint", large, *flags])
 
 
 def test_eval_names_it_too(large):
@@ -109,60 +94,6 @@ def test_a_validation_that_is_not_finite_ends_a_training(tiny, tmp_path, monkeyp
     flags = "--checkpoint", tiny, "--text", tmp_path / "text", "--valid", tmp_path / "valid", "--steps", 1
     with pytest.raises(InputError, match="the loss on --valid is nan nats per token"):
         adapt.main([str(flag) for flag in (*flags, "--seq-len", 16, "--batch", 2, "--out", tmp_path / "out")])
-
-
-def watched(world, wiring, spoil):
-    """What a Watch says of a model that was spoiled, on each rank."""
-    config = dataclasses.replace(BASE, wiring=wiring)
-    net = shard(config, world)
-    spoil(net, world.rank)
-    probe = finite.Probe(net, [[5, 6], [7]])
-    runner = generate.Runner(probe.model, net.new_cache(2, 12))
-    generate.generate(runner, [[3, 4, 5], [6]], 2, probe.sample)
-    return probe.words(world)
-
-
-def nan_on_rank_1(net, rank):
-    if rank == 1:
-        net.layers[2].attention.wo.weight[0, 0] = NAN
-
-
-def nan_of_token_5(net, rank):
-    net.tok_embeddings.weight[5, 0] = INF
-
-
-def nan_in_the_head(net, rank):
-    net.output.weight[0, 0] = NAN
-
-
-PLACES = {
-    nan_on_rank_1: ("step 0", "what {} returns on rank 1"),
-    nan_of_token_5: ("step 0", "the stream that layer 0's {first} reads: a sum or the embedding"),
-    nan_in_the_head: ("step 0", "the logits of the output head"),
-}
-
-
-@pytest.mark.parametrize("spoil", PLACES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize(
-    ("wiring", "name"), [("standard", "attention"), ("ladder", "attention"), ("parallel-ladder", "attention and MLP")]
-)
-def test_the_first_sublayer_is_found(wiring, name, spoil):
-    step, what = PLACES[spoil]
-    what = what.format(f"layer 2's {name}", first=name)
-    said = run_ranks(2, watched, wiring, spoil)
-    assert said == [f"run eagerly, the first numbers that are not finite are, in {step}, {what}"] * 2
-
-
-def test_a_sum_that_overflows_is_found():
-    config = dataclasses.replace(BASE, wo_bias=True)
-    net = random_model(config).half()
-    with torch.no_grad():
-        net.tok_embeddings.weight.fill_(6e4)
-        net.layers[0].attention.wo.bias.fill_(6e4)
-    probe = finite.Probe(net, [[5]])
-    runner = generate.Runner(probe.model, net.new_cache(1, 4))
-    generate.generate(runner, [[3]], 1, probe.sample)
-    assert "the stream that layer 0's MLP reads" in probe.words(generate.World(0, 1, "cpu"))
 
 
 def twice(world, dtype, compile):
