@@ -39,7 +39,7 @@ from formats import checkpoint
 from formats.huggingface import FAMILIES, ROPE_KINDS, config_from_hf
 from formats.sources import Llama2cWeights, PickledWeights
 from formats.tokenizer import load_tokenizer, read_tokenizer
-from measure import advise, plot, report, results
+from measure import advise, plot, report
 from model import Config, InputError, Transformer, rope_frequencies
 from runtime import cli, launch, terminal, writing
 from training import runs
@@ -378,17 +378,6 @@ def use_settings(folder):
         tokenizer.chat([{"role": "user", "content": TEXT}])
 
 
-def use_results(folder):
-    found = results.read(folder / "bench.jsonl")
-    sweeps = results.sweeps(found)
-    for sweep in sweeps:
-        plot.breakdown(sweep)
-        plot.scaling(sweep)
-        plot.caption(sweep)
-    plot.of_ours(sweeps)
-    return results.report(found)
-
-
 def use_prompts(folder):
     args = generate.parse(["--checkpoint", str(DEMO), "--prompts-file", str(folder / "prompts.txt")])
     config = checkpoint.read_config(DEMO)
@@ -446,8 +435,6 @@ def targets(folder):
         "added_tokens_decoder": {"1": {"content": "<s>", "special": True}, "1000": {"content": "<|eot|>"}},
         "chat_template": template,
     }  # fmt: skip
-    bench = b"".join((RESULTS / "bench-demo.jsonl").read_bytes().splitlines(keepends=True)[:12])
-    probe = (RESULTS / "probe-memory.jsonl").read_bytes()
     model, tensors, pickles = "tokenizer.model", "model.safetensors", "pytorch_model.bin"
     beside = {model: (DEMO / model).read_bytes()}
     found = [
@@ -463,7 +450,6 @@ def targets(folder):
         Target("tiktoken ranks", {model: ranks}, changed_lines(changed_bytes), use_tokenizer(model)),
         Target("tokenizer settings", {"tokenizer_config.json": as_json(settings)} | beside, changed_json, use_settings),
         Target("templates", {"chat_template.jinja": template.encode()} | beside, changed_template, use_settings),
-        Target("results", {"bench.jsonl": bench + probe}, changed_lines(changed_json), use_results),
         Target("prompts", {"prompts.txt": (DEMO / "story.txt").read_bytes()}, changed_bytes, use_prompts),
         Target("command lines", {"command": as_json(["plot"])}, changed_command, use_command),
     ]

@@ -8,7 +8,7 @@ from benchmarks import fuzz
 
 TARGETS = [
     "our config", "Hugging Face config", "index", "safetensors", "pickle", "old pickle", "llama2.c", "SentencePiece",
-    "tokenizer.json", "tiktoken ranks", "tokenizer settings", "templates", "results", "prompts", "command lines",
+    "tokenizer.json", "tiktoken ranks", "tokenizer settings", "templates", "prompts", "command lines",
 ]  # fmt: skip
 
 

@@ -24,7 +24,6 @@ from formats import checkpoint, tokenizer
 from formats.huggingface import config_from_hf
 from formats.sources import Llama2cWeights, PickledWeights
 from formats.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
-from measure import results
 from model import InputError
 from runtime import launch, terminal
 
@@ -415,36 +414,6 @@ def test_synthetic_prompts_of_absurd_sizes():
 def _synthetic(argv):
     args = generate.parse(argv)
     terminal.read_prompts(args, checkpoint.SIZES["1b"], None)
-
-
-@pytest.fixture
-def line():
-    lines = (ROOT / "benchmarks" / "results" / "bench-demo.jsonl").read_text().splitlines()
-    return next(line for line in map(json.loads, lines) if line.get("exposed"))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"batch": "1"}, {"batch": 0}, {"tp": None}, {"tok_s": "fast"}, {"tok_s": -1}, {"tok_s": 1e300},
-        {"ttft_ms": 1e300}, {"tok_s_user": None},
-        {"tpot_ms": float("nan")},
-        {"wiring": ["a"]}, {"wiring": "\x1b[31m"}, {"model": "a\nb"}, {"model": None}, {"hardware": {}},
-        {"exposed": [1]},
-        {"exposed": {"decode": {}}}, {"exposed": {"decode": None}}, {"link": {"name": 1}}, {"link": {"name": "pcie"}},
-        {"repeat": "x"}, {"simulated": 1}, {"decode_s": None}, {"settings": []}, {"n_layers": "two"},
-        {"ladder_layers": {}},
-        {"error": 1}, {"probe": 1}, {"new_tokens": [1]},
-    ],
-)  # fmt: skip
-def test_results_that_are_refused(changes, line, tmp_path):
-    (tmp_path / "bench.jsonl").write_text(json.dumps(line) + "\n" + json.dumps(line | {"repeat": 2} | changes))
-    refused("line 2 was not written by bench.sh", results.read, tmp_path / "bench.jsonl")
-
-
-def test_results_nested_too_deeply(tmp_path):
-    (tmp_path / "bench.jsonl").write_text(DEEP)
-    refused("line 1 was not written by bench.sh", results.read, tmp_path / "bench.jsonl")
 
 
 MODEL = ["--model", "1b", "--random-weights", "--prompt-ids", "1"]
