@@ -14,7 +14,7 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from formats.checkpoint import SIZES, read_text
+from formats.checkpoint import read_text
 from measure import results
 from model import WIRINGS, InputError
 from runtime import cli, launch, writing
@@ -29,7 +29,7 @@ RATIO = "decode, tok/s over standard's"
 
 
 def look(wiring, others=()):
-    """Colour, marker, dashes and layer of a wiring, everywhere the same; the dashes tell hybrid:2 from hybrid:8, and
+    """Colour, marker, dashes and layer of a wiring, everywhere the same; the dashes tell ladder:2 from ladder:8, and
     drafts apart.
 
     others: the wirings beside it.
@@ -63,19 +63,8 @@ def panels(count, width, height, title, columns=4, **options):
         axis.set_visible(False)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(wrapped(title, 15 * size[0]), fontsize=9)
+    figure.suptitle(title, fontsize=9, wrap=True)
     return figure, axes[:count]
-
-
-def wrapped(text, width):
-    """The text in lines of about so many characters, broken at spaces."""
-    lines = [""]
-    for word in text.split(" "):
-        if lines[-1] and len(lines[-1]) + len(word) >= width:
-            lines.append(word)
-        else:
-            lines[-1] = f"{lines[-1]} {word}".lstrip()
-    return "\n".join(lines)
 
 
 def labelled(figure, axes, inches=1.3):
@@ -219,79 +208,9 @@ def draw_breakdown(found, title):
 
 
 def caption(sweep):
-    """The title of a sweep's figures: what, on what, and what the bars are."""
-    repeats = sweep.repeats()
+    """The title of a sweep's figures."""
+    repeats = sweep.repeats
     return results.title(sweep.setting) + (f"; median and range of {repeats} repeats" if repeats > 1 else "")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Beside the paper
-
-
-def of_paper():
-    """The speed-ups it published: ({wiring: {link: {batch: its 70b}}}, {link: {model: ladder at batch 4}})."""
-    by_batch, by_size, rates = defaultdict(lambda: defaultdict(dict)), defaultdict(dict), {}
-    for r in results.published():
-        if r["speedup"]:
-            by_size[f"link {r['link']}"][r["model"]] = middle([r["speedup"]])
-        else:
-            rates[r["link"], r["wiring"], r["batch"]] = r["tok_s"]
-    for (link, wiring, batch), rate in rates.items():
-        by_batch[wiring][f"link {link}"][batch] = middle([rate / rates[link, "standard", batch]])
-    return by_batch, by_size
-
-
-def of_ours(found):
-    """({label: {batch: (ratio, low, high)}}, {label: {model: ...}}) of ladder, where a sweep is like the paper's.
-
-    Whole models without quantization; whole requests, as the paper counts, or decode where no prefill was measured.
-    """
-    by_batch, by_size = defaultdict(dict), defaultdict(dict)
-    for sweep in found:
-        s = sweep.setting
-        if s["model"] not in SIZES or s.get("n_layers") != SIZES[s["model"]].n_layers or s.get("quant") is not None:
-            continue
-        for c in (c for c in sweep.cases if c[2] == "ladder" and c[0] > 1):
-            ratios = sweep.speedups(c, results.request_tok_s) or sweep.speedups(c, results.tok_s)
-            ranks = 16 if s["model"] == "405b" else 8
-            if ratios and c[3] == 4 and c[0] == ranks:
-                by_size[f"link {c[1]}"][s["model"]] = middle(ratios)
-            if ratios and (s["model"] == "70b" or c[0] != ranks):
-                by_batch[f"{s['model']}, {c[0]} ranks, link {c[1]}"][c[3]] = middle(ratios)
-    return by_batch, by_size
-
-
-def beside_paper(found):
-    """Ladder's tok/s over standard's by batch and by model: left the paper's, right ours, each with its own axis.
-
-    None without ours. The machines are unlike, so only the shapes compare.
-    """
-    ours_by_batch, ours_by_size = of_ours(found)
-    paper_by_batch, paper_by_size = of_paper()
-    same = "batch 4, 8 ranks (405b: 16)"
-    how = "predicted by one rank alone on" if all(s.setting["simulated"] for s in found) else "measured on"
-    how += " " + ", ".join(sorted({results.machine_name(s.setting) for s in found}))
-    rows = [
-        (paper_by_batch["ladder"], "paper, measured on H100s: 70b, 8 ranks", ours_by_batch, f"ours, {how}", "batch"),
-        (paper_by_size, f"paper, measured on H100s: {same}", ours_by_size, f"ours, {how}: {same}", "model"),
-    ]
-    both = [(series, name, x) for a, a_name, b, b_name, x in rows if b for series, name in ((a, a_name), (b, b_name))]
-    if not both:
-        return None
-    whole = any(sweep.values(c, results.request_tok_s) for sweep in found for c in sweep.runs)
-    counted = "whole requests" if whole else "the paper's of whole requests, ours of decode alone"
-    title = f"Ladder's tok/s over standard's ({counted}). Unlike machines: each panel has its own axis."
-    figure, axes = panels(len(both), 4.4, 3, title, columns=2)
-    for axis, (series, name, x_label) in zip(axes, both, strict=True):
-        xs = {x for points in series.values() for x in points}
-        ticks = sorted(xs, key=list(SIZES).index if x_label == "model" else None)
-        for i, (label, points) in enumerate(series.items()):
-            style = {**look("ladder"), "marker": "osv^DPX*"[i % 8], "linestyle": DASHES[i % 4]}
-            curve(axis, points, ticks, label=label, **style)
-        axis.set_title(wrapped(name, 66))
-        axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
-        axis.set(xlabel=x_label, ylabel="ladder / standard")
-    return figure
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -299,58 +218,52 @@ def beside_paper(found):
 
 
 def by_link(path, **about):
-    """{wiring: {(us and name of the link, ms of an all-reduce): (standard's step / its step, by its quartiles)}}.
+    """{wiring: {(ms of an all-reduce, link): (standard's step / its step, by its quartiles)}}.
 
     path: lines of benchmarks/overlap.py; about: what a line must say of itself to count.
     """
     found, rows = defaultdict(dict), defaultdict(dict)
     for line in map(json.loads, read_text(path).splitlines()):
         if about.items() <= line.items():
-            rows[line["link"]["name"]][re.sub(r"-(\d+)$", r":\1", line["wiring"])] = line
-    for name, row in rows.items():
-        standard = row["standard"]
+            rows[results.link(line)][results.wired(line)] = line
+    for link, row in rows.items():
         all_reduce = statistics.median(line["all_reduce_ms"] for line in row.values())
         for wiring, line in row.items():
             low, high = line["quartiles_ms"]
-            ratios = [standard["step_ms"] / ms for ms in (line["step_ms"], high, low)]
-            found[wiring][standard["link"]["latency_us"], name, all_reduce] = tuple(ratios)
+            ratios = [row["standard"]["step_ms"] / ms for ms in (line["step_ms"], high, low)]
+            found[wiring][all_reduce, link] = tuple(ratios)
     return found
 
 
 def front_page():
-    """Speed-up by link: what CPU ranks measured over emulated links, and, on an axis of its own, the paper's H100s."""
+    """Speed-up by link: of CPU ranks, measured over emulated links, and, on its own axis, the paper's of H100s."""
     decode = {"kind": "decode", "compiled": True}
     ranks = by_link(RESULTS / "overlap-memory.jsonl", **decode)
-    shown = "standard", "ladder", "hybrid", "parallel", "parallel-ladder", "spd", "upper-bound"
+    shown = "standard", "ladder", "ladder:4", "parallel", "parallel-ladder", "spd", "upper-bound"
     ranks = {wiring: points for wiring, points in ranks.items() if wiring in shown}
     alone = by_link(RESULTS / "overlap-tp8.jsonl", model="8b", **decode)
     title = "Speed-up over standard by link, of decode steps and (right) whole requests. Unlike machines and models."
     figure, axes = panels(3, 4, 3.4, title)
-    for axis, series, name, name_tick in (
-        (
-            axes[0],
-            ranks,
-            "measured: 2 ranks on 2 cores of an AMD EPYC,\n8 layers of dim 2560 (hybrid: 4 of them), batch 1",
-            "{2:.2g}",
-        ),
-        (axes[1], alone, "measured: 1 rank of 8, alone, on 2 such cores,\n8b, batch 1", "{1}\n{2:.2g}"),
-    ):
+    two = "measured: 2 ranks on 2 cores of an AMD EPYC,\n8 layers of dim 2560, batch 1"
+    one = "measured: 1 rank of 8, alone, on 2 such cores,\n8b, batch 1"
+    for axis, series, name, name_tick in ((axes[0], ranks, two, "{:.2g}"), (axes[1], alone, one, "{1}\n{0:.2g}")):
         curves(axis, series, series, lambda x, text=name_tick: text.format(*x))
         axis.set(title=name, xlabel="one all-reduce over the emulated link, ms")
     axes[0].set_yscale("log")
     axes[0].set_yticks([1, 1.5, 2, 3, 5], ["1", "1.5", "2", "3", "5"])
     axes[0].minorticks_off()
-    axes[1].tick_params(axis="x", labelsize=7, rotation=35)
     axes[0].set_ylabel("standard's step / step (bars: quartiles)")
-    published, _ = of_paper()
-    wirings = [w for w in sorted(published, key=results.wiring_order) if w != "standard"]
+    axes[1].tick_params(axis="x", labelsize=7, rotation=35)
+    rates = {(r["wiring"], r["link"]): r["tok_s"] for r in results.published() if r["tok_s"] and r["batch"] == 4}
+    links = [link for wiring, link in rates if wiring == "standard"]
+    wirings = sorted({wiring for wiring, _ in rates} - {"standard"}, key=results.wiring_order)
     for i, wiring in enumerate(wirings):
-        heights = [points[4][0] for points in published[wiring].values()]
-        places = [place + (i - (len(wirings) - 1) / 2) * 0.26 for place in range(len(heights))]
+        places = [place + (i - (len(wirings) - 1) / 2) * 0.26 for place in range(len(links))]
+        heights = [rates[wiring, link] / rates["standard", link] for link in links]
         bars = axes[2].bar(places, heights, 0.24, label=wiring, color=look(wiring)["color"])
         axes[2].bar_label(bars, fmt="%.2f", fontsize=8)
     axes[2].axhline(1, color="black", linewidth=1)
-    axes[2].set_xticks(range(len(published["standard"])), published["standard"])
+    axes[2].set_xticks(range(len(links)), [f"link {link}" for link in links])
     axes[2].set_title("published (arXiv 2501.06589): 8 H100s,\n70b, batch 4, whole requests")
     axes[2].set_ylabel("tok/s over standard's")
     labelled(figure, axes[:2])
@@ -370,15 +283,14 @@ def figures(found):
         name = re.sub(r"[^\w.-]", "_", name)
         names[name] += 1
         name += f"-{names[name]}" * (names[name] > 1)
-        batches = speedups(sweep, lambda c: f"{c[0]} ranks, link {c[1]}", lambda c: c[3])
+        batches = speedups(sweep, lambda c: f"{c.ranks} ranks, link {c.link}", lambda c: c.batch)
         yield f"{name}-by-batch", draw(batches, title, "batch", RATIO)
         yield f"{name}-by-ranks", draw(scaling(sweep), title, "ranks", "tok/s over standard's on the fewest ranks")
-        delays = {key: round(us) for key, us in sweep.latencies.items()}
-        links = speedups(sweep, lambda c: f"{c[0]} ranks, batch {c[3]}", lambda c, d=delays: d.get(c[:2]))
-        called = {us: f"{key[1]}\n{us}" for key, us in delays.items()}
-        yield f"{name}-by-link", draw(links, title, "link, and its small all-reduce in us", RATIO, called.get)
-        yield f"{name}-breakdown", draw_breakdown(breakdown(sweep) if sweep.ran() else {}, title)
-    yield "beside-paper", beside_paper(found)
+        delays = {key: (us, key[1]) for key, us in sweep.latencies.items()}
+        links = speedups(sweep, lambda c: f"{c.ranks} ranks, batch {c.batch}", lambda c, d=delays: d.get(c[:2]))
+        label = "link, and its small all-reduce in us"
+        yield f"{name}-by-link", draw(links, title, label, RATIO, lambda x: f"{x[1]}\n{x[0]:.0f}")
+        yield f"{name}-breakdown", draw_breakdown(breakdown(sweep), title)
 
 
 def save(path, figure):
@@ -395,32 +307,24 @@ def main(argv=None):
     p.add_argument("--compare", metavar=("BEFORE", "AFTER"), nargs=2, help="print the ratios between two files")
     p.add_argument("--front-page", metavar="PNG", help="draw the README's figure, of benchmarks/results")
     args = p.parse_args(argv)
-    if sum(map(bool, (args.files, args.compare, args.front_page))) != 1:
-        raise InputError("give files of bench.sh, --compare BEFORE AFTER or --front-page PNG")
-    if args.out and not args.files:
-        raise InputError(
-            f"--{'compare prints one table' if args.compare else 'front-page is one file'}: it does not go with --out"
-        )
+    if sum(map(bool, (args.files, args.compare, args.front_page))) != 1 or (args.out and not args.files):
+        raise InputError("give files of bench.sh (and --out), --compare BEFORE AFTER or --front-page PNG")
     if args.compare:
         return print(results.comparison(*map(results.read, args.compare)))
     if args.front_page:
         return save(args.front_page, front_page())
     lines = [line for file in args.files for line in results.read(file)]
-    text = results.report(lines)
+    if not lines:
+        raise InputError(f"{' '.join(args.files)}: no lines of bench.sh")
+    print(text := results.report(lines))
     if args.out is None:
-        return print(text)
-    folder, drawn = Path(args.out), False
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise InputError(f"--out {folder} cannot be written: {e.strerror}") from None
-    print(text)
+        return
+    folder = Path(args.out)
     writing.write_text(folder / "tables.md", text + "\n")
     for name, figure in figures(results.sweeps(lines)):
         if figure is not None:
             save(folder / f"{name}.png", figure)
-            drawn = True
-    print(f"\ntables{' and figures' * drawn} in {folder}")
+    print(f"\ntables and figures in {folder}")
 
 
 if __name__ == "__main__":

@@ -1,25 +1,28 @@
-"""What bench.sh measured, as tables: its lines read, grouped into settings and cases, and written in markdown.
+"""Tables of bench.sh's results: its lines read, grouped into settings and cases, and written in markdown.
 
 A cell is the median of the repeats. Speed-ups are medians too, of the ratios that each repeat shows: its runs were
-next to one another in time. What may be noise is marked as that, see LEGEND.
+next to one another in time. Noise is marked, see LEGEND.
 """
 
 import csv
+import itertools
 import json
 import re
 import statistics
+import sys
 from collections import defaultdict
 from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
-from formats.checkpoint import has_type, read_text
+from formats.checkpoint import read_text
 from measure.report import bandwidth_share, mean_accepted
 from measure.timing import hidden_share, overlapping, quartiles
 from model import WIRINGS, InputError, wiring_name
 
 PAPER = Path(__file__).parent.parent / "benchmarks" / "results" / "paper.csv"
 SETTING = ["model", "n_layers", "quant", "dtype", "device", "hardware", "prompt_tokens", "new_tokens", "simulated"]
-MEASURED = ["tok_s", "tok_s_user", "tpot_ms", "ttft_ms", "prefill_s", "decode_s", "mbu", "exposed"]
+NEEDED = {*SETTING, "wiring", "tp", "batch", "tok_s", "tok_s_user", "tpot_ms", "ttft_ms", "prefill_s", "exposed"}
 LEGEND = {
     "~": "`~`: within noise, the quartiles of its repeats and of standard's overlap",
     "^": "`^`: above the upper bound, which no wiring can be: noise",
@@ -34,94 +37,27 @@ LEGEND = {
 # Lines into cases
 
 
-def is_word(value):
-    return isinstance(value, str) and value.isprintable() and len(value) <= 1000
-
-
-def is_text(value):
-    return isinstance(value, str) and all(map(is_word, value.splitlines()))
-
-
-def is_finite(value):
-    return type(value) in (int, float) and abs(value) <= 1e30
-
-
-def is_from_0(value):
-    return is_finite(value) and value >= 0
-
-
-def is_bool(value):
-    return isinstance(value, bool)
-
-
-def one(kind):
-    """A check of what checkpoint.has_type takes: whole and other numbers are positive."""
-    return lambda value: has_type(value, kind)
-
-
-def each(check, count=None):
-    return lambda value: isinstance(value, list) and all(map(check, value)) and count in (None, len(value))
-
-
-def has(checks):
-    return lambda value: isinstance(value, dict) and all(key in value and checks[key](value[key]) for key in checks)
-
-
-def maybe(*checks):
-    return lambda value: value is None or any(check(value) for check in checks)
-
-
-REPORTED = {  # by --exposed, of a kind of step
-    **dict.fromkeys(("step_ms", "silent_ms", "all_reduces", "all_reduce_ms"), is_from_0),
-    "quartiles_ms": each(is_from_0, 2), "exposed_ms": is_finite, "hidden": maybe(is_finite), "limit_ms": is_finite,
-}  # fmt: skip
-ALL_REDUCE = {"bytes": one(int), "us": is_from_0, "gbps": is_from_0}
-KINDS = {  # what the values that are read of a line must be, where it has them
-    "command": maybe(is_text), "topology": maybe(lambda value: isinstance(value, str)),  # printable() is for that
-    **dict.fromkeys(("error", "wiring", "torch", "model"), is_word),
-    **dict.fromkeys(("commit", "quant", "dtype", "device", "hardware"), maybe(is_word)),
-    **dict.fromkeys(("repeat", "prompt_tokens", "step_bytes"), is_from_0),
-    **dict.fromkeys(("batch", "tp", "new_tokens"), one(int)),
-    **dict.fromkeys(("tok_s", "tok_s_user", "tpot_ms"), maybe(one(float))),
-    **dict.fromkeys(("ttft_ms", "prefill_s", "decode_s", "mbu"), maybe(is_from_0)),
-    "simulated": is_bool, "n_layers": maybe(one(int)),
-    "draft": maybe(is_word), "speculate": maybe(one(int), is_word), "accepted": maybe(each(is_from_0)),
-    "ladder_layers": maybe(one(int), is_word, each(is_from_0)), "link": maybe(has({"name": is_word})),
-    "settings": has({}), "probe": has({"bandwidth": each(is_from_0), "all_reduce": each(has(ALL_REDUCE))}),
-    "exposed": lambda value: value is None or (has({})(value) and all(map(has(REPORTED), value.values()))),
-}  # fmt: skip
-
-
-def is_complete(line):
-    """Whether a line has what bench.sh writes."""
-    if not has({key: KINDS[key] for key in KINDS.keys() & line.keys()})(line):
-        return False
-    if "probe" in line:
-        return line.keys() >= {"hardware", "tp", "settings", "torch", "commit"}
-    if "wiring" not in line:  # another node's
-        return line.keys() == {"repeat", "command"}
-    if "error" in line:
-        return bool(case(line)) and line.keys() >= {"model", "new_tokens", "simulated"}
-    if not line.keys() >= {*SETTING, *MEASURED} or (line.get("draft") and line["accepted"] is None):
-        return False
-    together = [line[key] is None for key in ("tok_s", "tok_s_user", "tpot_ms")]
-    times = len({*together}) == 1 and (line["prefill_s"] is None) == (line["decode_s"] is None)
-    emulated = not line.get("link") or is_from_0(line["link"].get("latency_us"))
-    return bool(case(line)) and times and emulated
+class Case(NamedTuple):
+    ranks: int
+    link: str
+    wiring: str  # and the draft, if any: ladder + ngram@4
+    batch: int
 
 
 def read(path):
-    """The lines of a file of bench.sh, as dicts that know their file. Raises InputError for other files."""
-    text, lines = read_text(path), []
-    try:
-        for line in map(json.loads, text.splitlines()):
-            if not is_complete(line):
-                raise ValueError
-            lines.append({"repeat": 1, "command": "", **line, "file": str(path)})
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise InputError(f"{path} line {len(lines) + 1} was not written by bench.sh") from None
-    if not lines:
-        raise InputError(f"{path} is empty: it takes lines of bench.sh")
+    """The lines of a file of bench.sh, as dicts that know their file. A last one that was cut off is left out."""
+    lines, texts = [], read_text(path).splitlines()
+    for n, text in enumerate(texts, 1):
+        try:
+            line = {"repeat": 1, "command": "", **json.loads(text), "file": str(path)}
+        except (ValueError, TypeError):  # not JSON, or no object
+            if n < len(texts) or not text.startswith("{"):
+                raise InputError(f"{path} line {n} was not written by bench.sh") from None
+            print(f"{path}: the last line was cut off, and is left out", file=sys.stderr)
+            break
+        if "wiring" in line and "error" not in line and not line.keys() >= NEEDED:
+            raise InputError(f"{path} line {n} has no {min(NEEDED - line.keys())}: it is no result of bench.sh")
+        lines.append(line)
     return lines
 
 
@@ -131,38 +67,39 @@ def setting(line):
 
 
 def machine_name(setting):
-    """What it ran on, as far as its lines say."""
-    hardware = setting.get("hardware")
-    if hardware in (None, "hardware not recorded"):
-        return {"cpu": "a CPU", "cuda": "a GPU"}.get(setting.get("device"), "a machine")
-    return hardware
+    """The hardware, as far as its lines say."""
+    return setting.get("hardware") or {"cpu": "a CPU", "cuda": "a GPU"}.get(setting.get("device"), "a machine")
 
 
 def title(setting):
-    kind = setting.get("quant") or setting.get("dtype") or ""
     how = "PREDICTED by one rank alone: " if setting["simulated"] else ""
     new = setting["new_tokens"]
     tokens = f"prompt {setting.get('prompt_tokens', 'of a file')}, {new} new token{'s' * (new > 1)}"
+    kind = setting.get("quant") or setting.get("dtype") or ""
     words = [setting["model"], f"{setting.get('n_layers', 'all')} layers", kind, tokens, machine_name(setting)]
     return how + ", ".join(word for word in words if word)
 
 
 def case(line):
-    """(ranks, link, wiring, batch); the wiring as wired says, and behind it the draft, if any: ladder + ngram@4."""
     draft = f" + {line['draft']}@{line['speculate']}" if line.get("draft") else ""
-    return line["tp"], link(line), wired(line) + draft, line["batch"]
+    return Case(line["tp"], link(line), wired(line) + draft, line["batch"])
 
 
 def wired(line):
-    """The wiring as parse_wiring reads it, also of lines from before a wiring was one word: ladder:8 of a hybrid."""
-    name = line["wiring"].replace("hybrid", "ladder")
-    value = line.get("desync_period") if name == "desync" else line.get("ladder_layers")
+    """The wiring of a line as parse_wiring reads it; in older lines it is hybrid or desync-2, its layers in a key."""
+    name = re.sub(r"^desync-(\d+)$", r"desync:\1", line["wiring"])
+    value = line.get("desync_period") if name == "desync" else line.get("ladder_layers") or line.get("layers")
+    if name == "hybrid" and value is None:  # in benchmarks/overlap.py half of them
+        value = line["n_layers"] // 2
+    name = name.replace("hybrid", "ladder")
     return name if ":" in name else wiring_name(name, value)
 
 
 def link(line):
-    if line.get("link"):
-        return line["link"]["name"]
+    """The link of a line: of an emulated one its name, or its numbers where it has none; else none, real or no-p2p."""
+    if emulated := line.get("link"):
+        rate = f"+{emulated['gbps']:g}Gbit/s" if emulated.get("gbps") else ""
+        return f"{emulated['latency_us']:g}us{rate}" if emulated["name"] == "custom" else emulated["name"]
     if line["tp"] == 1:
         return "none"
     return "no-p2p" if line.get("settings", {}).get("NCCL_P2P_DISABLE") == "1" else "real"
@@ -178,18 +115,6 @@ def draft_of(wiring):
     return wiring.partition(" + ")[2]
 
 
-def columns(cases):
-    """(the heading of (ranks, link, wiring), a function from a case to its cells); drafts have one where any is."""
-    if not any(draft_of(c[2]) for c in cases):
-        return ["ranks", "link", "wiring"], lambda c: [str(c[0]), *c[1:3]]
-    return ["ranks", "link", "wiring", "draft"], lambda c: [
-        str(c[0]),
-        c[1],
-        c[2].partition(" + ")[0],
-        draft_of(c[2]) or "none",
-    ]
-
-
 def wiring_order(wiring):
     """Where a wiring stands in tables and figures: as in model.WIRINGS, then by its parameter."""
     names = list(WIRINGS)
@@ -197,37 +122,37 @@ def wiring_order(wiring):
 
 
 class Sweep:
-    """The results of one setting. runs {case: {(file, repeat): line}}, exposed {case: line}, errors {case: what}.
+    """The results of one setting. runs {Case: {(file, repeat): line}}, exposed {Case: line}, errors {Case: text}.
 
     latencies {(ranks, link): microseconds of a small all-reduce}, of real links as measure/probe.py found it.
     """
 
     def __init__(self, setting, lines, probes=()):
         self.setting, self.runs, self.exposed, self.errors = setting, defaultdict(dict), {}, {}
-        for line in lines:
-            key = line["file"], line["repeat"]
-            if "error" in line:
-                self.errors[case(line)] = line["error"]
-            elif line["exposed"]:
-                self.exposed[case(line)] = line
-            elif key in self.runs[case(line)]:
-                raise InputError(
-                    f"{line['file']} has two results of {', '.join(map(str, case(line)))} in repeat {line['repeat']}: "
-                    "give each file once; a sweep with other FLAGS needs an OUT of its own"
-                )
-            else:
-                self.runs[case(line)][key] = line
-        cases = {*self.runs, *self.exposed, *self.errors}
-        self.cases = sorted(cases, key=lambda c: (c[0], c[1], wiring_order(c[2]), c[3]))
         self.latencies = {
             (line["tp"], link(line)): line["probe"]["all_reduce"][0]["us"]
             for line in probes
             if line["hardware"] == setting.get("hardware") and line["probe"]["all_reduce"]
         }
-        for c, runs in self.runs.items():
-            emulated = next(iter(runs.values())).get("link")
-            if emulated:
-                self.latencies[c[:2]] = emulated["latency_us"]
+        for line in lines:
+            c, key = case(line), (line["file"], line["repeat"])
+            if "error" in line:
+                self.errors[c] = line["error"]
+            elif line["exposed"]:
+                self.exposed[c] = line
+            elif key in self.runs[c]:
+                raise InputError(
+                    f"{line['file']} has two results of {', '.join(map(str, c))} in repeat {line['repeat']}: "
+                    "give each file once; a sweep with other FLAGS needs an OUT of its own"
+                )
+            else:
+                self.runs[c][key] = line
+            if line.get("link") and "error" not in line:
+                self.latencies[c[:2]] = line["link"]["latency_us"]
+        cases = {*self.runs, *self.exposed, *self.errors}
+        self.cases = sorted(cases, key=lambda c: (c.ranks, c.link, wiring_order(c.wiring), c.batch))
+        self.batches = sorted({c.batch for c in cases})
+        self.repeats = max(map(len, self.runs.values()), default=0)
 
     def values(self, case, measure):
         """{(file, repeat): measure(line)} of a case."""
@@ -240,38 +165,22 @@ class Sweep:
 
     def speedups(self, case, measure):
         """The ratios over the standard wiring without a draft, all else alike."""
-        return self.ratios(case, (*case[:2], "standard", case[3]), measure)
-
-    def batches(self):
-        return sorted({batch for *_, batch in self.cases})
-
-    def repeats(self):
-        """The largest number of runs of a case."""
-        return max(map(len, self.runs.values()), default=0)
-
-    def ran(self):
-        """Whether commands measured it."""
-        return any(line["command"] for runs in self.runs.values() for line in runs.values())
+        return self.ratios(case, case._replace(wiring="standard"), measure)
 
 
 def sweeps(lines):
     """A Sweep for each setting of the lines. An error belongs to every setting that it does not contradict, or to one
     of its own."""
-    results, probes = [line for line in lines if "wiring" in line], [line for line in lines if "probe" in line]
+    found, probes = [line for line in lines if "wiring" in line], [line for line in lines if "probe" in line]
     settings = []
-    for line in sorted(results, key=lambda line: "error" in line):
+    for line in sorted(found, key=lambda line: "error" in line):
         own = setting(line)
         if own not in settings and not ("error" in line and any(own.items() <= s.items() for s in settings)):
             settings.append(own)
-    return [Sweep(s, [r for r in results if setting(r).items() <= s.items()], probes) for s in settings]
+    return [Sweep(s, [line for line in found if setting(line).items() <= s.items()], probes) for s in settings]
 
 
-def tok_s(line):
-    return line["tok_s"]
-
-
-def ttft(line):
-    return line["ttft_ms"]
+tok_s, ttft = itemgetter("tok_s"), itemgetter("ttft_ms")
 
 
 def prefill_rate(line):
@@ -315,19 +224,28 @@ def hidden(report, wiring):
 def speedup(sweep, case, rate):
     """A case's speed over standard's as text, marked as LEGEND says; "" where there is none."""
     ratios = sweep.speedups(case, rate)
-    if case[2] == "standard" or not ratios:
+    if case.wiring == "standard" or not ratios:
         return ""
     mine, standard, bound = (
-        [*sweep.values((*case[:2], wiring, case[3]), rate).values()] for wiring in (case[2], "standard", "upper-bound")
+        [*sweep.values(case._replace(wiring=wiring), rate).values()]
+        for wiring in (case.wiring, "standard", "upper-bound")
     )
     text = f"{statistics.median(ratios):.2f}x"
-    bounded = case[2] != "upper-bound" and not draft_of(case[2])
-    above = bounded and bool(bound) and statistics.median(mine) > statistics.median(bound)
+    bounded = case.wiring != "upper-bound" and not draft_of(case.wiring)
+    above = "^" if bounded and bound and statistics.median(mine) > statistics.median(bound) else ""
     if len(ratios) == 1:
-        return f"{text}{'^' * above} (one run)"
+        return f"{text}{above} (one run)"
     if alike(mine, standard):
-        return f"~{text}{'^' * above}"
+        return f"~{text}{above}"
     return f"{text}^" if above else f"**{text}**"
+
+
+def load(lines):
+    """A line that tells of other work on the machine while it measured, or ""."""
+    busy = [line["load"] for line in lines if line.get("load", 0) > 1.25 * line.get("cores", 0)]
+    if not busy:
+        return ""
+    return f"Expect noise: at the start of {len(busy)} of {len(lines)} commands the load average was up to {max(busy)}."
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -340,29 +258,38 @@ def markdown(head, rows):
 
 
 def explained(table, marks):
-    """The table, and under it a line that says what those of the marks mean that it has."""
+    """The table, and under it a line on the meaning of those marks that it has."""
     found = [LEGEND[mark] for mark in marks if any(mark in cell for row in table[1] for cell in row)]
     return markdown(*table) + f"\n\n{'; '.join(found)}." * bool(found)
 
 
-def number(x):
+def three_digits(x):
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def spread(values):
     """The median, and from lowest to highest where there are several."""
-    text = number(statistics.median(values))
-    return text + f" ({number(min(values))}-{number(max(values))})" * (len(values) > 1)
+    text = three_digits(statistics.median(values))
+    return text + f" ({three_digits(min(values))}-{three_digits(max(values))})" * (len(values) > 1)
+
+
+def columns(cases):
+    """(the heading of (ranks, link, wiring), a function from a case to its cells); drafts have one where any is."""
+    drafts = any(draft_of(c[2]) for c in cases)
+
+    def cells(c):
+        wiring, _, draft = c[2].partition(" + ")
+        return [str(c[0]), c[1], wiring] + [draft or "none"] * drafts
+
+    return ["ranks", "link", "wiring"] + ["draft"] * drafts, cells
 
 
 def by_batch(sweep, cell, cases=None):
     """A table with a row for each (ranks, link, wiring) of some cases, or of all, and a column for each batch size."""
     rows = dict.fromkeys(c[:3] for c in cases or sweep.cases)
     head, names = columns(rows)
-    head += [f"batch {batch}" for batch in sweep.batches()]
-    cells = [[*names(row), *(cell((*row, batch)) for batch in sweep.batches())] for row in rows]
-    if sweep.repeats() < 2:  # said once, in the heading
-        cells = [[cell.replace(" (one run)", "") for cell in row] for row in cells]
+    head += [f"batch {batch}" for batch in sweep.batches]
+    cells = [[*names(row), *(cell(Case(*row, batch)) for batch in sweep.batches)] for row in rows]
     return explained((head, cells), ("~", "^", "(one run)"))
 
 
@@ -371,50 +298,41 @@ def tables(sweep):
 
     def measured(measure, rate):
         def cell(case):
-            values = sweep.values(case, measure).values()
-            if not values:
+            if not (values := sweep.values(case, measure).values()):
                 return sweep.errors.get(case, "")
             return f"{spread(values)} {speedup(sweep, case, rate)}".rstrip()
 
-        return cell
+        return by_batch(sweep, cell)
 
     def each(case):
         measures = itemgetter("tpot_ms"), itemgetter("tok_s_user"), bandwidth_share
         times, users, shares = (sweep.values(case, measure).values() for measure in measures)
         if not times:
             return ""
-        text = f"{number(statistics.median(times))} ms, {number(statistics.median(users))} tok/s"
+        text = f"{three_digits(statistics.median(times))} ms, {three_digits(statistics.median(users))} tok/s"
         return text + (f", {100 * statistics.median(shares):.0f} %" if shares else "")
 
     def accepted(case):
         values = sweep.values(case, lambda line: mean_accepted(line["accepted"]) or 0.0).values()
         return spread(values) if values else ""
 
-    several = sweep.repeats() > 1
-    how = " (lowest-highest of the repeats)" if several else ""
+    how = " (lowest-highest of the repeats)" if sweep.repeats > 1 else ""
     parts = {
-        f"Decode, tok/s of all rows{how} **times standard**": by_batch(sweep, measured(tok_s, tok_s)),
+        f"Decode, tok/s of all rows{how} **times standard**": measured(tok_s, tok_s),
         "Decode: time per token, tok/s of each user, model bandwidth utilisation": by_batch(sweep, each),
     }
     if any(sweep.values(c, ttft) for c in sweep.runs):
-        parts |= {
-            "Prefill, ms to the first token **times as fast as standard**": by_batch(
-                sweep, measured(ttft, prefill_rate)
-            ),
-            "Whole requests, tok/s with the prefill **times standard**": by_batch(
-                sweep, measured(request_tok_s, request_tok_s)
-            ),
-        }
-    if drafted := [c for c in sweep.runs if draft_of(c[2])]:
-        parts["Proposals that stood, of a row in a pass with any (mean)"] = by_batch(sweep, accepted, drafted)
+        parts["Prefill, ms to the first token **times as fast as standard**"] = measured(ttft, prefill_rate)
+        parts["Whole requests, tok/s with the prefill **times standard**"] = measured(request_tok_s, request_tok_s)
+    if drafted := [c for c in sweep.runs if draft_of(c.wiring)]:
+        parts["Accepted proposals, of a row in a pass with any (mean)"] = by_batch(sweep, accepted, drafted)
     if sweep.exposed:
         parts["Communication of a prefill in one pass, and of a decode step (ms)"] = communication(sweep)
-    once = "" if several or not sweep.ran() else "Each number is of one run: it may be noise.\n\n"
-    return f"## {title(sweep.setting)}\n\n{once}" + "\n\n".join(f"{name}:\n\n{table}" for name, table in parts.items())
+    return f"## {title(sweep.setting)}\n\n" + "\n\n".join(f"{name}:\n\n{table}" for name, table in parts.items())
 
 
 def communication(sweep):
-    """What the runs with --exposed report: a line for each case and kind of step."""
+    """The reports of the runs with --exposed: a line for each case and kind of step."""
     head = "ranks, link, wiring, batch, , step, without all-reduces, all-reduces, each, exposed, hidden, limit"
     rows = []
     for c in (c for c in sweep.cases if c in sweep.exposed):
@@ -422,20 +340,14 @@ def communication(sweep):
             low, high = r["quartiles_ms"]
             step = f"{r['step_ms']:.2f} ({low:.2f}-{high:.2f})"
             times = [step, f"{r['silent_ms']:.2f}", str(r["all_reduces"]), f"{r['all_reduce_ms']:.3f}"]
-            hides = hidden(r, c[2])
+            hides = hidden(r, c.wiring)
             rows.append([*map(str, c), kind, *times, f"{r['exposed_ms']:.2f}", hides, f"{r['limit_ms']:.2f}"])
     found = [LEGEND[mark] for mark in ("within noise", "none", "-") if any(row[-2] == mark for row in rows)]
     return markdown(head.split(", "), rows) + f"\n\n{'; '.join(['step: the median (its quartiles)', *found])}."
 
 
-def printable(text):
-    """A text of several lines without what would steer a terminal: nvidia-smi underlines."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text).expandtabs()
-    return "".join(c for c in text if c == "\n" or c.isprintable())
-
-
 def machine(probes):
-    """What measure/probe.py found."""
+    """The results of measure/probe.py."""
     parts = []
     for line in probes:
         rates = ", ".join(f"{rate / 1e9:.1f}" for rate in line["probe"]["bandwidth"])
@@ -446,53 +358,39 @@ def machine(probes):
             rows = [[f"{r['bytes']:,}", f"{r['us']:,.1f}", f"{r['gbps']:.2f}"] for r in line["probe"]["all_reduce"]]
             text += "\n\n" + markdown(["all-reduce of (bytes)", "us", "Gbit/s"], rows)
         parts.append(text)
-    topologies = {line["topology"] for line in probes if line.get("topology")}
-    return "## The machine\n\n" + "\n\n".join(parts + [f"```\n{printable(t).strip()}\n```" for t in topologies])
+    topologies = {re.sub(r"\x1b\[[0-9;]*m", "", line.get("topology") or "") for line in probes}  # nvidia-smi underlines
+    return "## The machine\n\n" + "\n\n".join(parts + [f"```\n{t.strip()}\n```" for t in topologies if t])
 
 
 def report(lines):
     """All tables of the lines, as one text."""
     probes = [line for line in lines if "probe" in line]
-    return "\n\n".join([machine(probes)] * bool(probes) + [tables(sweep) for sweep in sweeps(lines)])
+    parts = [load(lines), machine(probes) if probes else "", *map(tables, sweeps(lines))]
+    return "\n\n".join(part for part in parts if part)
 
 
 def comparison(before, after):
-    """One table: what the same cases took in two files. Machines, commits and versions may differ."""
-    pairs = []
-    for found in map(sweeps, (before, after)):
-        pairs.append({})
-        for s in found:
-            about = [s.setting.get(k) for k in SETTING if k not in ("hardware", "device")]
-            for c in (c for c in s.cases if c in s.runs or c in s.errors):
-                if pairs[-1].setdefault((*about, c), (s, c)) != (s, c):
-                    raise InputError("--compare: one of the files has results of several machines")
-    common = [key for key in pairs[0] if key in pairs[1]]
-    if not common:
+    """Tables of the cases that two files have in common: tok/s after, times before. Machines and commits may differ."""
+    kept = [key for key in SETTING if key not in ("hardware", "device")]
+    parts = []
+    for old, new in itertools.product(sweeps(before), sweeps(after)):
+        common = [c for c in new.cases if c in old.runs and c in new.runs]
+        if not common or any(old.setting[key] != new.setting[key] for key in kept):
+            continue
+
+        def cell(c, old=old, new=new):
+            a, b = ([*sweep.values(c, tok_s).values()] for sweep in (old, new))
+            if not (a and b):
+                return ""
+            text = f"{statistics.median(b) / statistics.median(a):.2f}x"
+            if len(a) == len(b) == 1:
+                return f"{spread(b)} {text} (one run)"
+            return f"{spread(b)} {'~' * alike(a, b)}{text}"
+
+        table = by_batch(new, cell, common).replace("standard's", "those before")
+        parts.append(
+            f"## {title(new.setting)}\n\nDecode, tok/s **times before**, on {machine_name(old.setting)}:\n\n{table}"
+        )
+    if not parts:
         raise InputError("--compare: the two files have no case in common (model, tokens, ranks, link, wiring, batch)")
-    names, cells_of = columns(key[-1] for key in common)
-    rows = []
-    for key in common:
-        cells = []
-        for measure in (tok_s, ttft):
-            a, b = ([*s.values(c, measure).values()] for s, c in (pairs[0][key], pairs[1][key]))
-            cells += [spread(x) if x else s.errors.get(c, "") for x, (s, c) in ((a, pairs[0][key]), (b, pairs[1][key]))]
-            cells.append(change(a, b, measure is tok_s))
-        about = {k: v for k, v in pairs[0][key][0].setting.items() if k not in ("hardware", "device")}
-        rows.append([title(about).removesuffix(", a machine"), *cells_of(key[-1]), str(key[-1][3]), *cells])
-    head = f"setting, {', '.join(names)}, batch, tok/s before, after, times, prefill (ms) before, after, times as fast"
-    machines = [", ".join(sorted({machine_name(s.setting) for s, _ in pair.values()})) for pair in pairs]
-    marks = {"~": "`~`: within noise, the quartiles of the repeats before and after overlap", **LEGEND}
-    found = [marks[m] for m in ("~", "(one run)") if any(m in cell for row in rows for cell in row)]
-    text = f"before: {machines[0]}; after: {machines[1]}\n\n" + markdown(head.split(", "), rows)
-    return text + f"\n\n{'; '.join(found)}." * bool(found)
-
-
-def change(before, after, more_is_better):
-    """How many times as good the median became, as text; "" where one is missing."""
-    if not (before and after):
-        return ""
-    ratio = statistics.median(after) / statistics.median(before)
-    text = f"{ratio if more_is_better else 1 / ratio:.2f}x"
-    if len(before) == len(after) == 1:
-        return f"{text} (one run)"
-    return f"~{text}" if alike(before, after) else text
+    return "\n\n".join(parts)

@@ -11,7 +11,7 @@ REPORT = {
 
 
 def result(words, environment):
-    """The line that a command's words append; words: of the command, behind its environment."""
+    """The line that a command's words append; words: of the command, after its environment."""
 
     def value(flag, default=None):
         return words[words.index(flag) + 1] if flag in words else default
@@ -29,7 +29,6 @@ def result(words, environment):
     count = value("--speculate")
     return line | {
         "model": value("--model", "demo"), "n_layers": 2, "wiring": value("--wiring"), "link": None,
-        "ladder_layers": value("--ladder-layers"), "desync_period": value("--desync-period"),
         "dtype": "bfloat16", "quant": value("--quant"), "batch": batch, "new_tokens": new,
         "prompt_tokens": int(value("--prompt-length", 7)), "draft": draft and draft.split("/")[-1],
         "speculate": int(count) if count and count.isdecimal() else count, "accepted": [1, 3] if draft else None,

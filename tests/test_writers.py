@@ -17,7 +17,7 @@ from helpers import HANGS, ROOT
 import adapt
 import convert_hf_checkpoint
 import quantize
-from measure import exposed, plot, sweep
+from measure import exposed, sweep
 from model import InputError
 from runtime import launch, writing
 from training import runs
@@ -359,13 +359,3 @@ def test_a_killed_sweep_s_command_ends_and_the_next_sweep_cleans_up(sweeping, tm
     with writing.reserved(tmp_path / "out"):
         pass
     assert names(tmp_path) == ["pid", "python", "text"]
-
-
-def test_a_sweep_goes_on_behind_a_line_that_was_cut_off(writers, tmp_path, monkeypatch):
-    line = {"repeat": 0, "command": "c"}
-    (tmp_path / "out").write_text(json.dumps(line) + '\n{"repeat": 1, "comm')
-    monkeypatch.setattr(sweep, "run", lambda *args: (0, "", None))
-    monkeypatch.setattr(plot, "main", lambda argv: None)
-    with pytest.raises(SystemExit):
-        writers["sweep"](tmp_path / "out")
-    assert json.loads((tmp_path / "out").read_text()) == line
