@@ -51,13 +51,13 @@ def cases(device, tiny, traces):
     tiny: small shapes, nothing compiled and one link.
     """
     how = [] if tiny else ["--compile"]
-    size = ["1b", "--n-layers", "1"] if tiny else ["8b"]
+    size = "1b:1" if tiny else "8b"
     new = ["--prompt-length", "16", "--max-new-tokens", "4"] if tiny else ["--prompt-length", "128"]
     new += [] if tiny else ["--max-new-tokens", "129"]
 
     def decode(batch, *quant):
         flags = ["--batch", str(batch), *new, "--ignore-eos", "--temperature", "0", "--device", device, *quant]
-        return ["generate.py", "--model", *size, "--random-weights", *how, *flags]
+        return ["generate.py", "--model", size, *how, *flags]
 
     def predict(model, link):
         n_layers = {"8b": "8", "70b": "4", "1b": "2"}[model]

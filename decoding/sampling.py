@@ -1,33 +1,46 @@
-"""From logits to tokens: what is drawn, and which proposals of a draft stand.
+"""From logits to tokens: sampling, the step of plain decoding, and which proposals of a draft are accepted.
 
-Shape letters: B batch, K proposals of a row, V vocabulary.
+Shape letters: B batch, P proposals of a row, V vocabulary.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
+
+from model import InputError
 
 
 class Sampler:
     """A function from logits (..., V) to token ids (...), -1 where the logits are not all finite.
 
-    temperature: 0 is greedy. Equal seeds draw equal tokens, so every rank samples alike.
+    temperature: 0 is greedy. Equal seeds draw equal tokens, so every rank samples alike. Raises InputError.
     """
 
     def __init__(self, temperature, top_k=None, top_p=1.0, seed=0, device="cpu"):
+        least = 1e-6  # float32 still tells it from 0
+        if not (temperature == 0 or least <= temperature < math.inf):
+            raise InputError(f"temperature is {temperature} but must be 0 (greedy) or a number from {least} on")
+        if top_k is not None and top_k < 1:
+            raise InputError(f"top_k is {top_k} but must be a whole number from 1 on")
+        if not least <= top_p <= 1:
+            raise InputError(f"top_p is {top_p} but must be a number from {least} to 1")
+        if not 0 <= seed < 2**63:
+            raise InputError(f"seed is {seed} but must be a whole number from 0 to 2^63 - 1")
         self.temperature, self.top_k, self.top_p, self.device = temperature, top_k, top_p, device
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, logits):
         if self.temperature == 0:
             top, token = logits.max(-1)
-            return token.where(finite(logits, top), -1)
+            return token.where(all_finite(logits, top), -1)
         p, good = self.probabilities(logits)
         return self.draw(p).where(good, -1)
 
     def probabilities(self, logits):
-        """(What is drawn from above temperature 0, (..., V) in float32; whether the logits are all finite, (...))."""
+        """Return the distribution above temperature 0, (..., V) float32, and whether the logits are finite, (...)."""
         top = logits.amax(-1)
-        good = finite(logits, top)
+        good = all_finite(logits, top)
         logits = ((logits - top[..., None]).float() / self.temperature).masked_fill_(~good[..., None], 0)
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             logits = logits.masked_fill(logits < logits.topk(self.top_k).values[..., -1:], -torch.inf)
@@ -38,46 +51,77 @@ class Sampler:
         return logits.softmax(-1), good
 
     def draw(self, p):
-        """Token ids (B,), each with its probability in p (B, V), whose rows need not add up to 1."""
+        """Draw token ids (B,), each with its probability in p (B, V), whose rows need not add up to 1."""
         return torch.multinomial(p, 1, generator=self.generator)[:, 0]
 
     def propose(self, logits):
-        """(Token ids (B,), what they were drawn from (B, V), or None if greedy) by a draft's logits (B, V)."""
+        """Draw token ids (B,) by a draft's logits (B, V); return them and their distribution (B, V), None if greedy."""
         if self.temperature == 0:
             return logits.argmax(-1), None
         p, _ = self.probabilities(logits)
         return self.draw(p), p
 
     def accept(self, logits, proposed, q):
-        """What a pass yields: ids (B, K + 1), -1 where the logits are not finite, and how many (B,) of each row's
-        proposals stand. So many of its ids count, and one more.
+        """Return what a pass yields: ids (B, P + 1), -1 where the logits are not finite, and how many (B,) of each
+        row's proposals are accepted. So many of its ids count, and one more.
 
-        logits (B, K + 1, V): the model's, after the last token and after each proposal. proposed (B, K): drawn from q
-        (B, K, V), or certain where that is None.
+        logits (B, P + 1, V): the model's, after the last token and after each proposal. proposed (B, P): drawn from q
+        (B, P, V), or certain where that is None.
 
-        Greedy: a proposal stands if it is the model's own, and those before it stand. Else a proposal d stands with
-        probability min(1, p(d) / q(d)). The first that does not is replaced by a draw from max(0, p - q), and behind
-        the last comes a draw from p: so each id is distributed as p (arXiv 2211.17192).
+        Greedy: a proposal is accepted if it is the model's own, and those before it are. Else a proposal d is accepted
+        with probability min(1, p(d) / q(d)). The first one that is not is replaced by a draw from max(0, p - q), and
+        after the last comes a draw from p: so each id is distributed as p (arXiv 2211.17192).
         """
         if self.temperature == 0:
             ids = self(logits)
             return ids, (ids[:, :-1] == proposed).long().cumprod(-1).sum(-1)
         p, good = self.probabilities(logits)
-        (B, K), d, rows = proposed.shape, proposed[..., None], torch.arange(len(p), device=p.device)
+        (B, P), d, rows = proposed.shape, proposed[..., None], torch.arange(len(p), device=p.device)
         offered = 1.0 if q is None else q.gather(-1, d)[..., 0]
-        drawn = torch.rand(B, K, device=p.device, generator=self.generator)
-        stand = (drawn * offered < p[:, :K].gather(-1, d)[..., 0]).long().cumprod(-1).sum(-1)  # (B,)
-        rest, first, all_stand = p[rows, stand], stand.clamp(max=K - 1), (stand == K)[:, None]
+        drawn = torch.rand(B, P, device=p.device, generator=self.generator)
+        accepted = (drawn * offered < p[:, :P].gather(-1, d)[..., 0]).long().cumprod(-1).sum(-1)  # (B,)
+        rest, first, whole = p[rows, accepted], accepted.clamp(max=P - 1), (accepted == P)[:, None]
         if q is None:
             left = rest.scatter(-1, proposed[rows, first][:, None], 0.0)
         else:
             left = (rest - q[rows, first]).clamp_(min=0)
         none_left = left.sum(-1, keepdim=True) == 0  # p was q, but for rounding
         ids = F.pad(proposed, (0, 1))
-        ids[rows, stand] = self.draw(torch.where(all_stand | none_left, rest, left))
-        return ids.where(good, -1), stand
+        ids[rows, accepted] = self.draw(torch.where(whole | none_left, rest, left))
+        return ids.where(good, -1), accepted
 
 
-def finite(logits, top):
+def all_finite(logits, top):
     """Whether logits (..., V), whose largest are top (...), are all finite, (...): of NaN and others, both are NaN."""
     return top.isfinite() & logits.amin(-1).isfinite()
+
+
+def last_tokens(texts, device):
+    """Return the arguments of Runner.decode for texts of which all but the last token is in the cache."""
+    tokens = torch.tensor([text[-1:] for text in texts], device=device)
+    positions = torch.tensor([len(text) - 1 for text in texts], device=device)
+    return tokens, positions, max(map(len, texts))
+
+
+class Plain:
+    """Plain decoding: a draft that proposes nothing. decoding/speculative.py has drafts that do.
+
+    counts: the numbers of proposals that a pass may verify.
+    """
+
+    counts = (0,)
+
+    def begin(self, tokens, lengths, chunk, known=0):
+        """Prepare for a generation; the arguments are those of Runner.prefill."""
+
+    @torch.inference_mode()
+    def step(self, runner, texts, done, sample):
+        """Run one pass of the model; returns [the new ids of each row].
+
+        texts: the tokens of each row so far. done: which rows need no more. sample: a Sampler.
+        """
+        return sample(runner.decode(*last_tokens(texts, runner.device))[:, 0])[:, None].tolist()
+
+    def warm_up(self, runner, texts, count):
+        """Run a pass that verifies so many proposals, as step() would."""
+        self.step(runner, texts, [False] * len(texts), lambda logits: logits.argmax(-1))

@@ -1,12 +1,11 @@
 """Speculative decoding: a draft proposes the next few tokens of each row, and one pass of the model verifies them all.
 
-That pass costs one set of all-reduces, however many of the proposals stand; sampling.py says which do. A draft is a
-smaller model, the model's own weights in another wiring, or the text itself.
+That pass costs one set of all-reduces, however many of the proposals Sampler.accept takes. A draft is a smaller model,
+the model's own weights in another wiring, or the text itself.
 
 Shape letters: B batch, V vocabulary.
 """
 
-import argparse
 import copy
 import os.path
 import sys
@@ -15,63 +14,96 @@ from typing import NamedTuple
 
 import torch
 
+from decoding.sampling import Plain, Sampler, last_tokens
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
-from measure.timing import between, mark
-from model import Config, InputError, rewired
-from runtime import cli
+from measure.timing import between, mark, timed
+from model import Config, InputError, Transformer, rewired
 
 COUNTS = 0, 1, 2, 3, 7  # that Auto chooses from; each is a graph to compile
-USUAL = 3  # without --speculate
+USUAL = 3  # of --draft without @
 NGRAM = 3, 2  # tokens that Ngrams looks for, the longer first
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Drafts
 
 
-class Draft:
-    """What proposes tokens, and what came of them in this generation.
+class Draft(Plain):
+    """The source of proposals, and how many of them were accepted in this generation.
 
-    control: Fixed or Auto. runner: a Runner of generate.py, of the model that proposes, or None. drafted: proposals of
-    a row. accepted: {number of them that stood: how often}, in each pass and row with any. seconds: of proposing.
+    control: Fixed or Auto. runner: a Runner of generate.py, of the model that proposes, or None. drafted: the
+    proposals made for a row. accepted: {number accepted: how often}, per pass and row with any. seconds: of proposing.
     """
 
     def __init__(self, control, runner=None):
         self.control, self.runner = control, runner
+        self.counts = tuple({0: None} | dict.fromkeys(control.counts))  # 0: where there is nothing to propose
 
     def begin(self, tokens, lengths, chunk, known=0):
-        """A generation begins; the arguments are Runner.prefill's."""
         self.drafted, self.accepted, self.seconds = 0, Counter(), 0.0
 
     def propose(self, count, texts, done, sample):
-        """(ids (B, count), what they were drawn from (B, count, V) or None; [whether a row has any]), or None.
+        """Return (ids (B, count), their distributions (B, count, V) or None, [whether a row has any]), or None.
 
-        texts: the tokens of each row so far. done: which rows need no more. sample: a Sampler.
+        The other arguments are those of step().
         """
         raise NotImplementedError
 
     @torch.inference_mode()
     def step(self, runner, texts, done, sample):
-        """[new ids of each row] of one pass of the model, with proposals where there are any."""
         count, start = self.control.choose(), mark(runner.device)
-        found = self.propose(count, texts, done, sample) if count else None
+        proposed = self.propose(count, texts, done, sample) if count else None
         end = mark(runner.device)
-        new, stand = runner.step(texts, sample, found and found[:2])
-        self.seconds += between(start, end)  # the device is beyond both
-        if found:
-            tried = [n for n, d, has in zip(stand, done, found[2], strict=True) if has and not d]
+        if proposed is None:
+            new = super().step(runner, texts, done, sample)
+        else:
+            ids, q, has = proposed
+            new, accepted = verify(runner, texts, ids, q, sample)
+            tried = [n for n, d, h in zip(accepted, done, has, strict=True) if h and not d]
             self.control.note(count, tried)
             self.drafted += count
             self.accepted.update(tried)
+        self.seconds += between(start, end)  # the device is beyond both by now
         return new
+
+    @torch.inference_mode()
+    def warm_up(self, runner, texts, count):
+        sample, zeros = Sampler(0, device=runner.device), torch.zeros(len(texts), count, dtype=torch.long)
+        found = self.propose(count, texts, [False] * len(texts), sample) if count else None
+        ids, q, _ = found or (zeros.to(runner.device), None, None)
+        verify(runner, texts, ids, q, sample)
+
+    @torch.inference_mode()
+    def time_passes(self, runner, prompts, world):
+        """Measure for Auto what a pass with each number of proposals takes, on the slowest rank."""
+        texts = [[0] * (max(map(len, prompts)) + 1) for _ in prompts]
+        seconds = {
+            count: min(timed(runner.device, lambda n=count: self.warm_up(runner, texts, n)) for _ in range(3))
+            for count in self.counts
+        }
+        found = world.gather(seconds)
+        self.control.seconds = {count: max(each[count] for each in found) for count in seconds}
+
+
+def verify(runner, texts, ids, q, sample):
+    """Run one pass over proposals; returns [the new ids of each row], [how many of its proposals are accepted].
+
+    ids, q: as Sampler.accept takes them; without any id the pass is a plain one.
+    """
+    tokens, positions, longest = last_tokens(texts, runner.device)
+    logits = runner.decode(torch.cat((tokens, ids), 1), positions, longest + ids.shape[1])
+    if not ids.shape[1]:
+        return sample(logits[:, 0])[:, None].tolist(), [0] * len(texts)
+    ids, accepted = (found.tolist() for found in sample.accept(logits, ids, q))
+    return [row[: n + 1] for row, n in zip(ids, accepted, strict=True)], accepted
 
 
 class Ngrams(Draft):
-    """Prompt lookup: what followed the last few tokens when they stood in the text before."""
+    """Prompt lookup: what followed the last few tokens where they occurred in the text before."""
 
     def begin(self, tokens, lengths, chunk, known=0):
         super().begin(tokens, lengths, chunk, known)
-        self.index = [{} for _ in lengths]  # of each row: where the text went on behind some tokens, the last time
+        self.index = [{} for _ in lengths]  # of each row: where the text went on after some tokens, the last time
         self.indexed = [0] * len(lengths)
 
     def propose(self, count, texts, done, sample):
@@ -107,19 +139,19 @@ class ModelDraft(Draft):
         return torch.stack(ids, 1), None if q[0] is None else torch.stack(q, 1), [True] * len(texts)
 
     def read(self, texts, device):
-        """Logits (B, S, V) whose last ones come after the texts."""
+        """Return logits (B, S, V) the last of which come after the texts."""
         raise NotImplementedError
 
 
 class Rewired(ModelDraft):
-    """The model's own weights in another wiring.
+    """The model's own weights in another wiring, on the model's own cache.
 
-    Of the model's own cache, too. The keys and values that it finds there are the model's, not those that its own
-    wiring would have made, but for those of its last proposals, which the verification overwrites.
+    The keys and values that it finds there are the model's, not those that its own wiring would have made, except for
+    those of its last proposals, which the verification overwrites.
     """
 
     def read(self, texts, device):
-        return self.runner.read(texts)
+        return self.runner.decode(*last_tokens(texts, device))
 
 
 class SmallModel(ModelDraft):
@@ -137,14 +169,14 @@ class SmallModel(ModelDraft):
         if self.prompts:  # only now: a request may end before anything is proposed
             self.runner.prefill(*self.prompts)
             self.held, self.prompts = self.prompts[1].tolist(), None
-        for row, text in enumerate(texts):  # some of the last ones stood
+        for row, text in enumerate(texts):  # some of the last ones were accepted
             self.held[row] += len(os.path.commonprefix([self.last[row], text[self.held[row] :]]))
         found = super().propose(count, texts, done, sample)
         self.last = found[0][:, : count - 1].tolist()  # nobody read the very last one
         return found
 
     def read(self, texts, device):
-        """Two tokens at a time, because as many are new where all proposals stood: so one graph does."""
+        """Read two tokens at a time, because two are new where all proposals were accepted: so one graph does."""
         while True:
             starts = [min(held, len(text) - 2) for held, text in zip(self.held, texts, strict=True)]
             pairs = [text[i : i + 2] for i, text in zip(starts, texts, strict=True)]
@@ -160,13 +192,13 @@ class SmallModel(ModelDraft):
 
 
 def expected(rate, count):
-    """The mean number of ids that a pass yields in a row, if each of so many proposals stands with probability `rate`
-    where those before it do."""
+    """Return the mean number of ids that a pass yields in a row, if each of `count` proposals is accepted with
+    probability `rate` where those before it are."""
     return sum(rate**i for i in range(count + 1))
 
 
 class Fixed:
-    """As many proposals in each pass."""
+    """The same number of proposals in each pass."""
 
     def __init__(self, count):
         self.counts = (count,)
@@ -174,111 +206,82 @@ class Fixed:
     def choose(self):
         return self.counts[0]
 
-    def note(self, count, stood):
+    def note(self, count, accepted):
         pass
 
 
 class Auto:
-    """As many as yield most ids a second, by what stood lately, and by what passes take.
+    """The number of proposals that yields most ids a second, by the rate accepted lately and what passes take.
 
     What it saw fades with each pass, until it hopes again: the text may have changed. seconds: {count: those of a
-    pass}, as warm_up of generate.py measures them, alike on all ranks.
+    pass}, as Draft.time_passes measures them, alike on all ranks.
     """
 
-    counts, seconds = COUNTS, None
+    counts, seconds = COUNTS, dict.fromkeys(COUNTS, 1.0)
     HOPE = 0.9  # the rate that it begins with, as if it had seen one proposal
-    MEMORY = 0.98  # of what it saw, what is left a pass later
+    MEMORY = 0.98  # of what it saw, the share that is left a pass later
 
     def __init__(self):
-        self.stood = self.tried = 0.0
+        self.accepted = self.tried = 0.0
 
     def choose(self):
-        self.stood, self.tried = self.MEMORY * self.stood, self.MEMORY * self.tried
-        rate = (self.stood + self.HOPE) / (self.tried + 1)
+        self.accepted, self.tried = self.MEMORY * self.accepted, self.MEMORY * self.tried
+        rate = (self.accepted + self.HOPE) / (self.tried + 1)
         return max(self.seconds, key=lambda count: expected(rate, count) / self.seconds[count])
 
-    def note(self, count, stood):
-        """stood: of `count` proposals, in each row. Those behind the first that did not stand were not tried."""
-        if stood:
-            self.stood += sum(stood) / len(stood)
-            self.tried += sum(min(n + 1, count) for n in stood) / len(stood)
-
-
-def control_of(count):
-    """Of a number, or of "auto"."""
-    return Auto() if count == "auto" else Fixed(count)
+    def note(self, count, accepted):
+        """accepted: of `count` proposals, in each row. Those after the first that was not were not tried."""
+        if accepted:
+            self.accepted += sum(accepted) / len(accepted)
+            self.tried += sum(min(n + 1, count) for n in accepted) / len(accepted)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The flags
-
-
-def add_flags(parser):
-    g = parser.add_argument_group("speculation", "several tokens for one set of all-reduces: docs/speculation.md")
-    g.add_argument(
-        "--draft",
-        metavar="DIR|ngram|wiring:NAME",
-        help="what proposes tokens: a smaller checkpoint, the text so far, or these weights in another wiring, e.g. "
-        "wiring:spd, wiring:ladder:8, wiring:desync:4",
-    )
-    usual = f"tokens at a time (default: {USUAL})"
-    g.add_argument("--speculate", type=number_of_proposals, metavar="K|auto", help=usual)
-
-
-def number_of_proposals(text):
-    """An argparse type."""
-    try:
-        return text if text == "auto" else cli.count(text)
-    except argparse.ArgumentTypeError as e:
-        raise argparse.ArgumentTypeError(f"{e}, nor auto") from None
-
-
-def check_flags(args):
-    """Raise InputError where flags do not go together; sets --speculate."""
-    if args.draft is None and args.speculate is not None:
-        raise InputError(f"--speculate {args.speculate} needs a --draft: DIR, ngram or wiring:NAME")
-    wrong = [name for name in ("simulate_tp", "exposed", "profile") if args.draft is not None and getattr(args, name)]
-    if wrong:
-        raise InputError(f"--{wrong[0].replace('_', '-')} is of plain decode steps: it does not go with --draft")
-    args.speculate = args.speculate or USUAL
+# What --draft names
 
 
 class Source(NamedTuple):
-    """What --draft names. config: None for n-grams. folder: None for the model's own weights."""
+    """What --draft names. count: proposals of a pass, or "auto". config: None for n-grams. folder: None for the model's
+    own weights."""
 
     name: str
+    count: int | str = USUAL
     config: Config | None = None
     folder: str | None = None
 
+    @property
+    def most(self):
+        """The most proposals of a pass."""
+        return max(COUNTS) if self.count == "auto" else self.count
 
-def read(args, config, tokenizer, tp_size):
-    """The Source of --draft for a model of this config, or None without the flag. Raises InputError."""
-    text = args.draft
-    if text is None:
-        return None
-    if args.speculate != "auto" and args.speculate >= config.max_seq_len:
-        raise InputError(f"--speculate {args.speculate} goes beyond the context of {config.max_seq_len}")
-    if text == "ngram":
-        return Source(text)
-    kind, colon, wiring = text.partition(":")
-    if kind == "wiring" and colon:
-        draft = _rewired(config, wiring)
+
+def read_draft(text, config, folder, tp_size):
+    """Return the Source of --draft for a model of this config. folder: the model's, or None. Raises InputError."""
+    name, at, count = text.rpartition("@")
+    if not at or not (count == "auto" or count.isdecimal()):
+        name, count = text, str(USUAL)
+    count = count if count == "auto" else int(count)
+    if count != "auto" and not 1 <= count < config.max_seq_len:
+        raise InputError(f"--draft {text}: @{count} must be from 1 to the context of {config.max_seq_len}, or @auto")
+    if name == "ngram":
+        return Source(name, count)
+    if name.startswith("wiring:"):
+        draft = _rewired(config, name)
         if tp_size == 1 and all(c.wiring == "standard" or c.kind.runs_standard for c in (config, draft)):
             print(f"on one rank {draft.wiring} is {config.wiring} itself: this draft only takes time", file=sys.stderr)
-        return Source(text, draft)
-    if not os.path.isdir(text):
+        return Source(name, count, draft)
+    if not os.path.isdir(name):
         raise InputError(f"--draft {text!r} is no folder, nor is it ngram or wiring:NAME")
-    draft = checkpoint.read_config(text)
-    same = args.checkpoint and draft == checkpoint.read_config(args.checkpoint)  # else no need to read the weights
-    if same and checkpoint.digest(text) == checkpoint.digest(args.checkpoint):
-        raise InputError(f"--draft {text} is the checkpoint itself: give a smaller one, or wiring:NAME")
-    check_vocabulary(draft, config, f"--draft {text}")
-    theirs = load_tokenizer(text, draft.vocab_size)
-    for i in range(0, draft.vocab_size, 1 + draft.vocab_size // 1000) if theirs and tokenizer else ():
-        if theirs.decode([i]) != tokenizer.decode([i]):
-            words = f"token {i} is {theirs.decode([i])!r}, and the model's {tokenizer.decode([i])!r}"
-            raise InputError(f"--draft {text} has another vocabulary: {words}")
-    return Source(checkpoint.name(text), draft, text)
+    draft = checkpoint.read_config(name)
+    if folder and os.path.samefile(name, folder):
+        raise InputError(f"--draft {name} is the checkpoint itself: give a smaller one, or wiring:NAME")
+    check_vocabulary(draft, config, f"--draft {name}")
+    ours, theirs = (load_tokenizer(path, config.vocab_size) if path else None for path in (folder, name))
+    for i in range(0, draft.vocab_size, 1 + draft.vocab_size // 1000) if ours and theirs else ():
+        if theirs.decode([i]) != ours.decode([i]):
+            words = f"token {i} is {theirs.decode([i])!r}, and the model's {ours.decode([i])!r}"
+            raise InputError(f"--draft {name} has another vocabulary: {words}")
+    return Source(checkpoint.name(name), count, draft, name)
 
 
 def check_vocabulary(draft, config, name):
@@ -288,24 +291,49 @@ def check_vocabulary(draft, config, name):
         raise InputError(f"{name} has another vocabulary, of {sizes}: give one of the same, or ngram")
 
 
-def _rewired(config, text):
-    """The config in the wiring that --draft wiring:TEXT names."""
-    flag = f"--draft wiring:{text}"
+def _rewired(config, name):
+    """Return the config in the wiring that --draft names."""
     try:
-        draft = rewired(config, text)
+        draft = rewired(config, name.removeprefix("wiring:"))
     except InputError as e:
-        raise InputError(f"{flag}: {e}") from None
+        raise InputError(f"--draft {name}: {e}") from None
     pairs = zip(draft.wirings, config.wirings, strict=True)
     missing = {norm for drafts, own in pairs for norm in drafts.norms if norm not in own.norms}
     if missing:
-        raise InputError(f"{flag} needs {min(missing)}, which {config.wiring} has not")
+        raise InputError(f"--draft {name} needs {min(missing)}, which {config.wiring} has not")
     if draft.function == config.function:
-        raise InputError(f"{flag} is the wiring that the model runs in: name another")
+        raise InputError(f"--draft {name} is the wiring that the model runs in: name another")
     return draft
 
 
 def rewire(model, config):
-    """The model of the same weights in the wiring of another config."""
+    """Return the model of the same weights in the wiring of another config."""
     model = copy.copy(model)
     model.config = config
     return model
+
+
+def build(source, runner, new_runner, load):
+    """Return the Draft of a Source for the model of a runner.
+
+    new_runner(model, cache=None): a Runner with that cache, or one of its own. load(config, folder): a whole model.
+    """
+    control = Auto() if source.count == "auto" else Fixed(source.count)
+    if source.config is None:
+        return Ngrams(control)
+    if source.folder is None:
+        return Rewired(control, new_runner(rewire(runner.model, source.config), runner.cache))
+    return SmallModel(control, new_runner(load(source.config, source.folder)))
+
+
+def of_model(draft, count, runner, new_runner):
+    """Return the Draft of complete(): draft is "ngram" or a model; the other arguments are those of build()."""
+    config = runner.model.config
+    if draft != "ngram" and not isinstance(draft, Transformer):
+        raise InputError(f'draft is {draft!r} but must be None, "ngram" or a model')
+    if type(count) is not int or not 1 <= count < config.max_seq_len:
+        raise InputError(f"proposals is {count!r} but must be a whole number from 1 to the context")
+    if draft == "ngram":
+        return Ngrams(Fixed(count))
+    check_vocabulary(draft.config, config, "draft")
+    return SmallModel(Fixed(count), new_runner(draft))

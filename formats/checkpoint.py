@@ -242,13 +242,19 @@ SIZES = {  # shapes for benchmarks with random weights
 }
 
 
-def named_size(name, n_layers=None, quant=None, group_size=None):
-    """Return the Config of one of SIZES, changed by the flags --n-layers, --quant and --group-size."""
-    config = SIZES[name]
-    if (n_layers or 0) > config.n_layers:
-        raise InputError(f"--n-layers is {n_layers} but {name} has {config.n_layers}")
-    size = 64 if quant == "int4" and group_size is None else group_size
-    config = dataclasses.replace(config, n_layers=n_layers or config.n_layers, quant=quant, group_size=size)
+def named_size(model, quant=None):
+    """Return the Config of --model NAME or NAME:N, N layers of one of SIZES, with --quant int8, int4 or int4:N."""
+    found = re.fullmatch(r"(\w+)(?::([1-9]\d*))?", model)
+    config = SIZES.get(found and found[1])
+    if config is None or int(found[2] or 1) > config.n_layers:
+        raise InputError(f"--model {model} is no named size, or has fewer layers: give one of {', '.join(SIZES)}")
+    kind = re.fullmatch(r"(int8|int4)(?::(\d+))?", quant or "int8")
+    if kind is None:
+        raise InputError(f"--quant {quant} is none of int8, int4, int4:32, int4:64, int4:128")
+    size = int(kind[2]) if kind[2] else 64 if quant == "int4" else None
+    config = dataclasses.replace(
+        config, n_layers=int(found[2] or config.n_layers), quant=quant and kind[1], group_size=size
+    )
     int_linear.check(config)
     return config
 

@@ -250,13 +250,12 @@ def parse(argv):
     p = cli.Parser(__doc__)
     g = p.add_argument_group("model")
     one = g.add_mutually_exclusive_group(required=True)
-    one.add_argument("--model", choices=SIZES, metavar="NAME", help=f"a named size: {', '.join(SIZES)}")
+    one.add_argument("--model", metavar="NAME[:N]", help=f"a named size, or N layers of it: {', '.join(SIZES)}")
     one.add_argument("--checkpoint", metavar="DIR", help="... or a folder of weights, of which none is loaded")
     g.add_argument("--tp", type=number(int, 2), required=True, metavar="N", help="ranks, e.g. 8")
     g.add_argument("--batch", type=count, default=1, metavar="B", help="rows, e.g. 16")
     g.add_argument("--context", type=count, metavar="T", help="filled slots of the cache (default: 1024 at most)")
-    g.add_argument("--n-layers", type=count, metavar="N", help="of --model, take only so many layers, e.g. 4")
-    g.add_argument("--quant", choices=("int8", "int4"), help="of --model, the weights as integers")
+    g.add_argument("--quant", metavar="int8|int4[:N]", help="of --model: integers, int4 in groups of N columns (64)")
     g.add_argument("--wirings", metavar="NAMES", help='default: all; e.g. "ladder:16 spd:3,5"')
     g = p.add_argument_group("machine", "default: the probe's, or else this one, measured now")
     one = g.add_mutually_exclusive_group()
@@ -268,8 +267,8 @@ def parse(argv):
     g.add_argument("--link", default="", metavar="LINK,...", help=f"all, or some of {link.FORMS}")
     g.add_argument("--probe", metavar="FILE", help="your own ranks, measured: lines of measure/probe.py")
     args = p.parse_args(argv)
-    if args.checkpoint and (args.n_layers or args.quant):
-        raise InputError("--n-layers and --quant go with --model: a checkpoint is as it is")
+    if args.checkpoint and args.quant:
+        raise InputError("--quant goes with --model: a checkpoint is as it is")
     if not args.link and not args.probe:
         raise InputError("no link: give --link or --probe")
     return args
@@ -278,7 +277,7 @@ def parse(argv):
 def describe(args):
     """Return (the Config of the weights, their dtype, their name)."""
     if args.model:
-        return checkpoint.named_size(args.model, args.n_layers, args.quant), torch.bfloat16, args.model
+        return checkpoint.named_size(args.model, args.quant), torch.bfloat16, args.model
     dtype = checkpoint.Weights(args.checkpoint).dtype("norm.weight")
     return checkpoint.read_config(args.checkpoint), dtype, checkpoint.name(args.checkpoint)
 

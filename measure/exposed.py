@@ -147,7 +147,7 @@ def report_exposed(args, runner, tokens, lengths, world):
         if world.rank == 0:
             print("measuring what communication costs ...", file=sys.stderr)
         model = runner.model
-        silent = type(runner)(silenced(model, world), runner.cache, args.compile, args.compile_prefill)
+        silent = type(runner)(silenced(model, world), runner.cache, *runner.compiles)
         silent_steps = replays(silent, tokens, lengths)
         for kind, step in steps.items():
             width = 1 if kind == "decode" else tokens.shape[1]

@@ -149,6 +149,7 @@ def generation(runner, draft, world, prompts, done):
 
     On every rank: all of them measure the bandwidth at once. draft: what proposed tokens, or None.
     """
+    peaks = world.gather(peak_bytes(world.device))  # before the bandwidth is measured, which takes memory
     longest, passes = max(map(len, prompts)), done.passes
     filled = longest + done.steps / 2  # slots of the mean pass
     read = step_bytes(runner.model, runner.cache, filled)
@@ -164,7 +165,7 @@ def generation(runner, draft, world, prompts, done):
         "tok_s": tpot and later / done.decode_s, "tok_s_user": tpot and 1 / tpot, "step_bytes": int(read),
         "bandwidth": bandwidth, "mbu": tpot and read * passes / done.decode_s / bandwidth, "passes": passes,
         "drafted": draft and draft.drafted, "accepted": accepted, "draft_s": draft and draft.seconds,
-        "tokens": None if world.simulated else done.rows,
+        "tokens": None if world.simulated else done.rows, "peak_bytes": peaks,
     }  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def wiring(text):
 
 
 def draft(text):
-    """(--draft, --speculate) of DRAFT@K, or None of "none"."""
+    """(DRAFT, K) of --draft DRAFT@K, or None of "none"."""
     found = re.fullmatch("(.+)@(auto|[1-9][0-9]*)", text)
     if not found and text != "none":
         raise InputError(f"{text!r} is neither none nor DRAFT@K, such as ngram@4 or ngram@auto")
@@ -234,13 +234,12 @@ def command_line(c, s):
 
 def generate_flags(c, s):
     flags = ["--checkpoint", s.checkpoint] if s.checkpoint else []
-    flags += ["--model", s.model, "--random-weights"] if s.model else []
-    flags += ["--n-layers", str(s.n_layers)] if s.n_layers else []
+    flags += ["--model", s.model + (f":{s.n_layers}" if s.n_layers else "")] if s.model else []
     flags += ["--quant", c.quant] if c.quant != "none" else []
     flags += ["--wiring", c.wiring, "--batch", str(c.batch)]
-    flags += ["--prompt-length", str(s.prompt)] if isinstance(s.prompt, int) else ["--prompts-file", s.prompt]
+    flags += ["--prompt-length", str(s.prompt)] if isinstance(s.prompt, int) else ["--prompt", f"@{s.prompt}"]
     flags += ["--max-new-tokens", str(s.new_tokens), "--ignore-eos", "--temperature", "0", "--compile"]
-    flags += ["--draft", c.draft[0], "--speculate", c.draft[1]] if c.draft else []
+    flags += ["--draft", "@".join(c.draft)] if c.draft else []
     flags += ["--link", c.link] if c.link not in REAL else []
     flags += ["--simulate-tp", str(c.tp)] if s.simulate else []
     return [*flags, *(s.flags or []), *(["--exposed"] if c.exposed else [])]

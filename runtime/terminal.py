@@ -38,6 +38,10 @@ def add_prompt_flags(parser):
 def read_prompts(args, config, tokenizer):
     """Return the prompts that the flags give, as lists of token ids."""
     texts, prompts = [], []
+    if args.interactive:
+        if args.prompt or args.prompt_ids or args.prompt_length or args.batch or tokenizer is None:
+            raise InputError("--interactive takes no prompts and no --batch, and needs a checkpoint with a tokenizer")
+        return [[0]]
     for text in args.prompt or []:
         lines = checkpoint.read_text(text[1:], "--prompt @").splitlines() if text.startswith("@") else [text]
         if not any(line.strip() for line in lines):
@@ -172,9 +176,9 @@ class Keyboard:
 def chat(answer, tokenizer, world, context, max_new_tokens):
     """Read a line, answer, repeat. With a chat template the lines are user messages, else the text just goes on.
 
-    answer(ids, max_new_tokens, on_tokens) -> new ids; on_tokens as in generate.generate.
+    answer(ids, max_new_tokens, on_tokens, known) -> new ids: the arguments of generate.generate.
     """
-    messages, ids = [], []
+    messages, ids, held = [], [], []  # held: the tokens that are in the cache
 
     def say(text):
         if world.rank == 0:
@@ -214,8 +218,9 @@ def chat(answer, tokenizer, world, context, max_new_tokens):
                     printer.push(fresh)
                 return keyboard.stops()
 
-            row = answer(ids, new, on_tokens)
+            row = answer(ids, new, on_tokens, len(os.path.commonprefix([held, ids[:-1]])))
             if printer is not None:
                 printer.finish([row])
             ids = ids + row
+            held = ids[:-1]
             messages.append({"role": "assistant", "content": tokenizer.decode(row)})

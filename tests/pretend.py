@@ -26,9 +26,9 @@ def result(words, environment):
         rates = [{"bytes": 1024, "us": 20.0, "gbps": 0.4}] if ranks > 1 else []
         return line | {"probe": {"bandwidth": [1e10] * ranks, "all_reduce": rates}, "topology": None}
     new, batch, draft = int(value("--max-new-tokens")), int(value("--batch")), value("--draft")
-    count = value("--speculate")
+    draft, _, count = draft.rpartition("@") if draft else (None, "", None)
     return line | {
-        "model": value("--model", "demo"), "n_layers": 2, "wiring": value("--wiring"), "link": None,
+        "model": value("--model", "demo").partition(":")[0], "n_layers": 2, "wiring": value("--wiring"), "link": None,
         "dtype": "bfloat16", "quant": value("--quant"), "batch": batch, "new_tokens": new,
         "prompt_tokens": int(value("--prompt-length", 7)), "draft": draft and draft.split("/")[-1],
         "speculate": int(count) if count and count.isdecimal() else count, "accepted": [1, 3] if draft else None,

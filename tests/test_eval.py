@@ -14,6 +14,7 @@ import convert_hf_checkpoint
 import eval as evaluate
 import generate
 import quantize
+from complete import load
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from measure import score
@@ -145,7 +146,7 @@ def test_compare_two_wirings_with_any_tp(tiny, text, capsys):
     for name in ("nats_per_token", "reference_nats_per_token", "kl_mean", "kl_p99", "kl_max", "top1_agreement"):
         assert math.isclose(one[name], three[name], rel_tol=1e-4), name
     ids = load_tokenizer(tiny).encode(TEXT)
-    nets = [generate.load(tiny, "cpu", wiring=wiring)[0] for wiring in ("ladder", None)]
+    nets = [load(tiny, "cpu", wiring=wiring)[0] for wiring in ("ladder", None)]
     (q, tokens), (p, _) = (naive(net, ids, 32, 16) for net in nets)
     kl, nats = (np.exp(p) * (p - q)).sum(-1), [-picked(x, tokens).mean() for x in (q, p)]
     assert math.isclose(one["kl_mean"], kl.mean(), rel_tol=1e-4) and math.isclose(one["kl_max"], kl.max(), rel_tol=1e-4)
@@ -322,7 +323,7 @@ def test_the_answers_are_those_of_lm_evals_own_model(wiring, tasks, harness, tmp
     for kind in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
         answer = getattr(theirs, kind)
         setattr(theirs, kind, lambda r, k=kind, a=answer: asked.setdefault(k, (r, a(r)))[1])
-    model, tokenizer = generate.load(ROOT / "demo", "cpu", "float32", wiring)
+    model, tokenizer = load(ROOT / "demo", "cpu", "float32", wiring)
     one, other = (
         harness.run(lm, harness.load_tasks(names, str(folder)))[0]["tasks"]
         for lm in (theirs, harness.Model(model, tokenizer, batch=5))

@@ -29,6 +29,7 @@ from helpers import (
 )  # fmt: skip
 
 import generate
+from complete import complete, load
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from model import InputError
@@ -101,7 +102,7 @@ def greedy(tiny):
 
     def tokens(wiring):
         if wiring not in known:
-            net, tokenizer = generate.load(tiny, wiring=wiring)
+            net, tokenizer = load(tiny, wiring=wiring)
             known[wiring] = [greedy_tokens(net, tokenizer.encode(prompt), 12) for prompt in PROMPTS]
         return known[wiring]
 
@@ -146,20 +147,20 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, how, out
 def test_the_functions_of_a_notebook(tiny, out, monkeypatch):
     """load() and complete(): the text of generate.py, no process group, no end of the process."""
     monkeypatch.setattr(launch, "join", lambda *_: pytest.fail("a notebook joins nobody"))
-    model, tokenizer = generate.load(str(tiny), dtype="float32")
-    texts = generate.complete(model, tokenizer, PROMPTS, max_new_tokens=9, temperature=0)
+    model, tokenizer = load(str(tiny), dtype="float32")
+    texts = complete(model, tokenizer, PROMPTS, max_new_tokens=9, temperature=0)
     assert not torch.distributed.is_initialized()
     monkeypatch.undo()
     prompts = [arg for prompt in PROMPTS for arg in ("--prompt", prompt)]
     result, *_ = run_json(tiny, *prompts, "--temperature", "0", "--max-new-tokens", "9", out=out)
     assert texts == result["texts"]
-    drawn = [generate.complete(model, tokenizer, ["a"], 30, temperature=2.0, seed=seed) for seed in (0, 0, 1)]
+    drawn = [complete(model, tokenizer, ["a"], 30, temperature=2.0, seed=seed) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
-    assert generate.load(tiny, wiring="ladder")[0].config.stale_layers == (0, 1, 2)
-    assert generate.load(tiny, dtype="bfloat16")[0].norm.weight.dtype == torch.bfloat16
+    assert load(tiny, wiring="ladder")[0].config.stale_layers == (0, 1, 2)
+    assert load(tiny, dtype="bfloat16")[0].norm.weight.dtype == torch.bfloat16
     for wrong in (
-        lambda: generate.load("/nowhere"), lambda: generate.load(tiny, wiring="x"),
-        lambda: generate.complete(model, tokenizer, ["dog " * 90]), lambda: generate.load(tiny, device="tpu"),
+        lambda: load("/nowhere"), lambda: load(tiny, wiring="x"),
+        lambda: complete(model, tokenizer, ["dog " * 90]), lambda: load(tiny, device="tpu"),
     ):  # fmt: skip
         with pytest.raises(InputError):
             wrong()
@@ -240,7 +241,7 @@ def test_interactive_goes_on_with_the_text(tiny, ranks):
 
 def answers(folder, turns):
     """What comes after each line of turns [(line, number of tokens)] of a conversation."""
-    net, tokenizer = generate.load(folder)
+    net, tokenizer = load(folder)
     ids, texts = [], []
     for line, count in turns:
         ids += tokenizer.encode_plain(line) if ids else tokenizer.encode(line)

@@ -28,7 +28,7 @@ decoding.sampling decoding.speculative
 generate measure.plot measure.probe
 measure.score measure.sweep
 training.runs
-measure.harness quantize convert_hf_checkpoint adapt
+measure.harness quantize convert_hf_checkpoint adapt complete
 eval
 """.strip().splitlines()
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}

@@ -12,6 +12,7 @@ from helpers import BASE, random_model, run_ranks, shard
 from torch._dynamo.utils import counters
 
 import generate
+from complete import complete
 
 BATCHES, LONGEST = (1, 2, 3, 4), 32  # rows; tokens of a prompt, and of an answer
 SHAPES = dataclasses.replace(BASE, n_layers=2, max_seq_len=2 * LONGEST, wiring="ladder")
@@ -89,9 +90,7 @@ def test_a_server_may_ask_for_completions_of_more_shapes_than_the_compiler_keeps
     for rows in range(1, 10):
         for new in (3, 20):
             prompts = ["abcdefg"[: 1 + i % 7] for i in range(rows)]
-            eager, compiled = (
-                generate.complete(net, Plain(), prompts, new, temperature=0, compile=c) for c in (False, True)
-            )
+            eager, compiled = (complete(net, Plain(), prompts, new, temperature=0, compile=c) for c in (False, True))
             assert compiled == eager
     assert counters["stats"]["unique_graphs"] == 9
 

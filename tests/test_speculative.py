@@ -20,6 +20,7 @@ from test_quantize import INT4, INT8, dequantized_state, quantized_state
 
 import generate
 import tp
+from complete import complete, load
 from decoding import speculative
 from formats import checkpoint
 from kernels import cpu
@@ -73,10 +74,27 @@ def auto():
     return control
 
 
+def make_runners(net, draft, control, rows, length, compile=False):
+    """(Runner, Draft or None) of a draft: None, "ngram", or a model, which may have the weights of the net."""
+
+    def runner_of(net, cache=None):
+        return generate.Runner(net, cache or generate.make_cache(net, rows, length), compile)
+
+    if draft is None:
+        return runner_of(net), None
+    length += 1 + max(control.counts)
+    runner = runner_of(net)
+    if draft == "ngram":
+        return runner, speculative.Ngrams(control)
+    if draft.layers is net.layers:
+        return runner, speculative.Rewired(control, runner_of(draft, runner.cache))
+    return runner, speculative.SmallModel(control, runner_of(draft))
+
+
 def generated(net, draft=None, control=None, prompts=PROMPTS, new=14, sample=GREEDY, eos_ids=(), compile=False):
     """(Generation, what drafted) of a fresh cache of just the length that is needed."""
     length = max(map(len, prompts)) + new
-    runner, draft = generate.make_runners(net, draft, control, len(prompts), length, compile)
+    runner, draft = make_runners(net, draft, control, len(prompts), length, compile)
     return generate.generate(runner, prompts, new, sample, eos_ids, draft=draft), draft
 
 
@@ -190,7 +208,7 @@ def test_what_a_small_model_proposes_is_what_it_would_say(counts):
 def test_a_small_model_goes_on_from_what_it_has_seen(new):
     """In a second turn its cache is as if it had read all: where the first ended, it had not seen the last tokens."""
     net, draft, ids = mild(BASE), noisy(mild(BASE), 0.05), PROMPTS[0]
-    runner, used = generate.make_runners(net, draft, speculative.Fixed(3), 1, 30)
+    runner, used = make_runners(net, draft, speculative.Fixed(3), 1, 30)
     ids = ids + generate.generate(runner, [ids], new, GREEDY, draft=used).rows[0]
     later = [*ids, 20, 21, 22]
     generate.generate(runner, [later], 2, GREEDY, draft=used, known=len(ids) - 1)
@@ -219,7 +237,7 @@ def test_a_draft_that_says_the_same_is_always_right(counts, changes):
 def test_a_small_model_catches_up_by_pairs(prompt):
     """After a pass of three that all stood, the first two of which it has seen, and four plain ones: six tokens."""
     net, widths = mild(BASE), []
-    runner, draft = generate.make_runners(net, copy.deepcopy(net), Scripted(3, 0, 0, 0, 0), 1, len(prompt) + 15)
+    runner, draft = make_runners(net, copy.deepcopy(net), Scripted(3, 0, 0, 0, 0), 1, len(prompt) + 15)
     decode = draft.runner.decode
     draft.runner.decode = lambda tokens, *args: widths.append(tokens.shape[1]) or decode(tokens, *args)
     generate.generate(runner, [prompt], 15, GREEDY, draft=draft)
@@ -232,7 +250,7 @@ def test_the_cache_is_that_of_plain_decoding(name):
     net, caches = mild(dataclasses.replace(BASE, wiring="ladder")), []
     drafts = {"ngram": "ngram", "near": noisy(net, 0.05), **rewirings(net)}
     for draft in (None, drafts[name]):
-        runner, draft = generate.make_runners(net, draft, speculative.Fixed(3), 3, 30)
+        runner, draft = make_runners(net, draft, speculative.Fixed(3), 3, 30)
         rows = generate.generate(runner, PROMPTS, 20, GREEDY, draft=draft).rows
         caches.append(runner.cache)
     for before, after in zip(*caches, strict=True):
@@ -245,7 +263,7 @@ def test_the_cache_is_that_of_plain_decoding(name):
 def test_no_pass_reads_the_last_slot():
     """make_cache says why. Rows with fewer accepted go on when the longest is done."""
     net = mild(BASE)
-    runner, draft = generate.make_runners(net, rewirings(net)["ladder:1,"], speculative.Fixed(3), 3, 27)
+    runner, draft = make_runners(net, rewirings(net)["ladder:1,"], speculative.Fixed(3), 3, 27)
     for each in {runner, draft.runner}:
         slots, decode = each.cache[0][0].shape[2], each.decode
 
@@ -433,10 +451,9 @@ def test_compiled_there_is_one_graph_for_each_number_of_tokens(name, number):
     expected = generated(net, new=30)[0].rows
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    runner, draft = generate.make_runners(net, draft, Scripted(3, 3, 0), 3, 38, True)
-    draft.control.counts = (3,)  # for the warm-up
-    seconds, _ = generate.warm_up(runner, PROMPTS, 30, draft=draft)
-    assert graphs() == number and set(seconds) == {0, 3}
+    runner, draft = make_runners(net, draft, Scripted(3, 3, 0), 3, 38, True)
+    generate.warm_up(runner, PROMPTS, 30, draft=draft)
+    assert draft.counts == (0, 3) and graphs() == number
     done = generate.generate(runner, PROMPTS, 30, GREEDY, draft=draft)
     assert done.rows == expected and sum(n * count for n, count in draft.accepted.items()) > 0
     later = generate.generate(runner, PROMPTS[::-1], 25, GREEDY, draft=draft).rows
@@ -498,10 +515,10 @@ def spoiled(runner, row, step, which=lambda tokens: True):
 def test_logits_that_are_not_finite_are_named_by_step_and_row(temperature):
     """They come in the third pass, of five tokens, after the second of them."""
     net, shown = mild(BASE), []
-    runner, draft = generate.make_runners(net, copy.deepcopy(net), speculative.Fixed(4), 3, 40)
+    runner, draft = make_runners(net, copy.deepcopy(net), speculative.Fixed(4), 3, 40)
     spoiled(runner, 1, 3)
     sample = generate.Sampler(temperature)
-    with pytest.raises(InputError, match=r"in step 12 \(decode\), row 1 of 3"):
+    with pytest.raises(InputError, match="row 1 in step 12 are NaN or infinite"):
         generate.generate(runner, PROMPTS, 30, sample, on_tokens=lambda f: shown.append([*map(len, f)]), draft=draft)
     assert shown == [[1] * 3, [5] * 3, [5] * 3]  # the draft is the model: all are accepted
 
@@ -509,7 +526,7 @@ def test_logits_that_are_not_finite_are_named_by_step_and_row(temperature):
 @pytest.mark.parametrize("settings", [(0,), (0.8, 3, 0.9)], ids=str)
 def test_a_draft_whose_logits_are_not_finite_does_no_harm(settings):
     net = mild(BASE)
-    runner, draft = generate.make_runners(net, noisy(net, 0.05), speculative.Fixed(3), 3, 27)
+    runner, draft = make_runners(net, noisy(net, 0.05), speculative.Fixed(3), 3, 27)
     spoiled(draft.runner, 1, 2)
     done = generate.generate(runner, PROMPTS, 20, generate.Sampler(*settings), draft=draft)
     assert settings[0] or done.rows == generated(net, new=20)[0].rows
@@ -520,7 +537,7 @@ def test_what_a_row_does_not_need_may_be_anything():
     """Logits behind the end of a row are no error of it."""
     net = mild(BASE)
     plain = generated(net)[0].rows
-    runner, draft = generate.make_runners(net, copy.deepcopy(net), speculative.Fixed(4), 1, 40)
+    runner, draft = make_runners(net, copy.deepcopy(net), speculative.Fixed(4), 1, 40)
     spoiled(runner, 0, 1)
     assert generate.generate(runner, PROMPTS[:1], 2, GREEDY, draft=draft).rows == [plain[0][:2]]
 
@@ -576,7 +593,7 @@ def folders(tiny, tmp_path_factory):
     root, config = tmp_path_factory.mktemp("drafts"), checkpoint.read_config(tiny)
 
     other, large = (dataclasses.replace(OTHER, vocab_size=size) for size in (300, 1024))
-    made = {"near": (config, noisy(generate.load(tiny)[0], 0.02).state_dict())}
+    made = {"near": (config, noisy(load(tiny)[0], 0.02).state_dict())}
     made |= {"other": (other, random_model(other).state_dict()), "larger": (large, random_model(large).state_dict())}
     integers = [dataclasses.replace(c, vocab_size=300) for c in (INT8, INT4)]
     made |= {c.quant: (c, quantized_state(c)) for c in integers}
@@ -586,7 +603,6 @@ def folders(tiny, tmp_path_factory):
         save_file(state, root / name / "model.safetensors")
         if c.vocab_size == 300:
             shutil.copy(tiny / "tokenizer.model", root / name)
-    shutil.copytree(tiny, root / "copy")
     shutil.copytree(root / "other", root / "other words")
     train_tokenizer(
         ["A cat sat under the old tree and slept all day. "] * 60, 300, root / "other words" / "tokenizer.model"
@@ -618,7 +634,7 @@ def plain(tiny, tmp_path_factory):
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_the_flag_leaves_the_text_as_it_is(draft, tiny, plain, folders, tmp_path):
     assert not any(plain[key] for key in ("draft", "speculate", "drafted", "accepted", "draft_s"))
-    flags = [*FLAGS, "--draft", named(draft, folders), "--speculate", 3]
+    flags = [*FLAGS, "--draft", f"{named(draft, folders)}@3"]
     result, _, said = run_json(tiny, *flags, out=tmp_path / "drafted")
     assert result["tokens"] == plain["tokens"] and result["texts"] == plain["texts"]
     assert result["new_tokens"] == plain["new_tokens"] and plain["passes"] == plain["new_tokens"] - 1
@@ -637,7 +653,7 @@ def test_bytes_of_a_pass_are_the_models_and_those_of_each_proposal(tiny, folders
     flags = ["--prompt-ids", "1,5,6", "--max-new-tokens", "7", "--ignore-eos", "--temperature", "0"]
     plain, *_ = run_json(tiny, *flags, out=tmp_path / "plain")
     draft, *_ = run_json(folders / "other", *flags, out=tmp_path / "draft")
-    both, *_ = run_json(tiny, *flags, "--draft", folders / "other", "--speculate", 3, out=tmp_path / "both")
+    both, *_ = run_json(tiny, *flags, "--draft", f"{folders / 'other'}@3", out=tmp_path / "both")
     assert both["step_bytes"] == pytest.approx(plain["step_bytes"] + 3 * draft["step_bytes"], abs=5)
 
 
@@ -664,22 +680,21 @@ def test_the_line_for_people():
 
 def test_auto_on_two_ranks(tiny, plain, folders, tmp_path):
     """It times the passes first, and all ranks go by the same times."""
-    flags = [*FLAGS, "--draft", folders / "near", "--speculate", "auto"]
+    flags = [*FLAGS, "--draft", f"{folders / 'near'}@auto"]
     result, _, said = run_json(tiny, *flags, out=tmp_path / "drafted", ranks=2)
     assert result["tokens"] == plain["tokens"] and result["speculate"] == "auto" and result["compile_s"] == 0
     assert "draft near, auto: " in said
 
 
 def test_complete_takes_a_draft(tiny, folders):
-    (model, tokenizer), (near, _) = generate.load(tiny), generate.load(folders / "near")
+    (model, tokenizer), (near, _) = load(tiny), load(folders / "near")
     texts = ["Once upon a time", "The dog ran", "a"]
-    plain = generate.complete(model, tokenizer, texts, 9, temperature=0)
+    plain = complete(model, tokenizer, texts, 9, temperature=0)
     for draft in ("ngram", near, model):
-        assert generate.complete(model, tokenizer, texts, 9, temperature=0, draft=draft, speculate=3) == plain
+        assert complete(model, tokenizer, texts, 9, temperature=0, draft=draft, proposals=3) == plain
 
 
 WRONG = {  # --draft, a folder or not: the line
-    "copy": "copy is the checkpoint itself: give a smaller one, or wiring:NAME",
     "larger": "has another vocabulary, of 1,024 tokens, and the model's 300: give one of the same, or ngram",
     "other words": "other words has another vocabulary: token ",
     "without a tensor": "layers.1.feed_forward.w2.scales",
@@ -748,7 +763,7 @@ def test_a_chat_computes_only_what_is_new(draft, template, interrupt, tiny, fold
         (tmp_path / "chat" / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATES[template]}))
     turns, computed, real, prefill = [], [], generate.generate, generate.Runner.prefill
 
-    def spy(runner, prompts, new, sample, eos_ids, on_tokens, *args):
+    def spy(runner, prompts, new, sample, eos_ids, on_tokens, **args):
         calls = []
 
         def see(fresh):
@@ -757,7 +772,7 @@ def test_a_chat_computes_only_what_is_new(draft, template, interrupt, tiny, fold
                 os.kill(os.getpid(), signal.SIGINT)
             return on_tokens(fresh)
 
-        done = real(runner, prompts, new, sample, eos_ids, see, *args)
+        done = real(runner, prompts, new, sample, eos_ids, see, **args)
         turns.append((prompts[0], done.rows[0]))
         return done
 
@@ -770,7 +785,7 @@ def test_a_chat_computes_only_what_is_new(draft, template, interrupt, tiny, fold
     flags = ["--checkpoint", tmp_path / "chat", "--interactive", "--temperature", "0", "--max-new-tokens", "9"]
     flags += ["--draft", named(draft, folders)] if draft else []
     printed, _ = run(*flags, stdin="\n".join(LINES) + "\n")
-    net, tokenizer = generate.load(tmp_path / "chat")
+    net, tokenizer = load(tmp_path / "chat")
     each, held, texts = 1 + (draft == "near"), [], []
     assert len(turns) == len(LINES) and len(computed) == each * len(turns)
     for turn, (ids, row) in enumerate(turns):
