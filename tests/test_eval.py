@@ -308,9 +308,10 @@ def tasks(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wiring", ["standard", "ladder"])
-def test_the_answers_are_those_of_lm_evals_own_model(wiring, tasks, harness, tmp_path):
+def test_the_answers_are_those_of_lm_evals_own_model(wiring, tasks, harness, tmp_path, monkeypatch):
     from lm_eval.models.huggingface import HFLM
 
+    monkeypatch.setattr(score, "PIECE", 3000)  # two rows at a time, on one rank
     folder, names = tasks
     convert_hf_checkpoint.main(
         [str(ROOT / "demo"), "--wiring", wiring, "--dtype", "float32", "--to-hf", str(tmp_path / "hf")]
