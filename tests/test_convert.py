@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import ROOT, last_logits, script, shared_data
+from helpers import ROOT, last_logits, shared_data
 from safetensors.torch import load_file, save_file
 
 import convert_hf_checkpoint
@@ -38,10 +38,8 @@ FAMILIES = {  # name: (transformers' config class, changes to SMALL)
     "llama3.1": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "eos_token_id": [2, 3]}),
     "llama3.2-tied": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "head_dim": 16}),
     "smollm2": ("LlamaConfig", {"num_attention_heads": 15, "num_key_value_heads": 5, "hidden_size": 120}),
-    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 8}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
-    "llama with biases": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
     "llama, yarn": ("LlamaConfig", {"rope_parameters": YARN, "head_dim": 32}),
     "mistral, linear rope": ("MistralConfig", {"sliding_window": None, "rope_parameters": LINEAR}),
     "ministral": (
@@ -59,7 +57,6 @@ FAMILIES = {  # name: (transformers' config class, changes to SMALL)
         {"no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True,
          "rope_parameters": {**YARN, "attention_factor": 0.7}},
     ),
-    "seed-oss": ("SeedOssConfig", {"head_dim": 16, "attention_dropout": 0.0}),
     "seed-oss with every bias": (
         "SeedOssConfig", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True, "attention_bias": False},
     ),
@@ -191,30 +188,28 @@ def test_absent_keys_are_what_transformers_takes_them_for(family, tmp_path):
     assert huggingface.config_from_hf(tmp_path / "config.json").n_kv_heads == 32
 
 
-def test_sliding_windows_cut_the_context_only_where_there_are_any(tmp_path):
-    def context(**values):
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps({**SMALL, "max_position_embeddings": 64, **values}))
-        return huggingface.config_from_hf(path).max_seq_len
+WINDOWS = [  # a config of a context of 64, and what is left of it
+    ({"model_type": "mistral", "sliding_window": 40}, 40), ({"model_type": "mistral", "sliding_window": None}, 64),
+    ({"model_type": "llama", "sliding_window": 40}, 64),  # which transformers' Llama does not know
+    ({"model_type": "qwen2", "sliding_window": 40}, 64),
+    ({"model_type": "qwen2", "sliding_window": 40, "use_sliding_window": True}, 40),
+    ({"model_type": "ministral", "sliding_window": 40}, 40),
+    ({"model_type": "ministral", "sliding_window": 40, "layer_types": ["full_attention"] * 3}, 64),
+]  # fmt: skip
 
-    assert context(model_type="mistral", sliding_window=40) == 40
-    assert context(model_type="mistral", sliding_window=None) == 64
-    assert context(model_type="llama", sliding_window=40) == 64  # which transformers' Llama does not know
-    assert context(model_type="qwen2", sliding_window=40) == 64
-    assert context(model_type="qwen2", sliding_window=40, use_sliding_window=True) == 40
-    assert context(model_type="ministral", sliding_window=40) == 40
-    assert context(model_type="ministral", sliding_window=40, layer_types=["full_attention"] * 3) == 64
+
+@pytest.mark.parametrize("values, context", WINDOWS)
+def test_sliding_windows_cut_the_context_only_where_there_are_any(values, context, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | values))
+    assert huggingface.config_from_hf(tmp_path / "config.json").max_seq_len == context
 
 
 def test_the_ends_of_a_generation_config_stand_in_for_absent_ones(tmp_path):
-    path = tmp_path / "config.json"
-    values = {**SMALL, "model_type": "llama"}
+    path, values = tmp_path / "config.json", {**SMALL, "model_type": "llama"}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
-    path.write_text(json.dumps(values))
-    assert huggingface.config_from_hf(path).eos_ids == (2, 7, 8)
-    del values["eos_token_id"]
-    path.write_text(json.dumps(values))
-    assert huggingface.config_from_hf(path).eos_ids == (7, 8)
+    for present, ends in (values, (2, 7, 8)), ({k: v for k, v in values.items() if k != "eos_token_id"}, (7, 8)):
+        path.write_text(json.dumps(present))
+        assert huggingface.config_from_hf(path).eos_ids == ends
 
 
 def take_state(folder):
@@ -249,20 +244,18 @@ def one_bin(folder):
     torch.save(take_state(folder), folder / "pytorch_model.bin")
 
 
-@pytest.mark.parametrize("rewrite", [bin_shards, one_bin, old_bin, safetensors_shards])
+def only_the_head(folder):
+    """As some folders of tied models are."""
+    state = take_state(folder)
+    state["lm_head.weight"] = state.pop("model.embed_tokens.weight")
+    save_file(state, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("rewrite", [bin_shards, one_bin, old_bin, safetensors_shards, only_the_head])
 def test_sources_of_every_form(rewrite, tmp_path):
-    theirs = hf_model("llama3.1")
-    theirs.save_pretrained(tmp_path / "hf")
-    rewrite(tmp_path / "hf")
-    check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
-
-
-def test_a_tied_folder_that_holds_only_the_head(tmp_path):
     theirs = hf_model("llama3.2-tied")
     theirs.save_pretrained(tmp_path / "hf")
-    state = take_state(tmp_path / "hf")
-    state["lm_head.weight"] = state.pop("model.embed_tokens.weight")
-    save_file(state, tmp_path / "hf" / "model.safetensors")
+    rewrite(tmp_path / "hf")
     check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
 
 
@@ -272,12 +265,10 @@ def test_output_is_sharded_and_indexed(tmp_path):
     ours = convert(tmp_path / "hf", tmp_path / "ours", "--shard-gb", 1e-4)
     check_parity(ours, theirs)
     files = sorted((tmp_path / "ours").glob("model-*.safetensors"))
-    assert len(files) > 2
-    assert all(f.stat().st_size < 1e5 + 5000 for f in files)
+    assert len(files) > 2 and all(f.stat().st_size < 1e5 + 5000 for f in files)
     convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back"), "--shard-gb", "1e-4"])
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 2
-    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
-    check_parity(ours, back)
+    check_parity(ours, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval())
 
 
 LADDERS = [(2, "ladder:2"), ([0, 2], "ladder:0,2"), ([1], "ladder:1,"), (3, "ladder"), ([0, 1, 2], "ladder")]
@@ -294,32 +285,14 @@ def test_ladder_layers_of_a_config_are_honoured_and_written_back(ladder, wiring,
     assert back.get("ladder_layers") == (3 if wiring == "ladder" else ladder or None)
 
 
-@pytest.mark.parametrize("flags, layers", [(["--ladder-layers", "1"], (2,)), (["--ladder"], (0, 1, 2))])
-def test_a_standard_model_becomes_a_ladder(flags, layers, tmp_path):
-    hf_model("llama2").save_pretrained(tmp_path / "hf")
-    ours = convert(tmp_path / "hf", tmp_path / "ours", *flags)
-    assert ours.config.stale_layers == layers
-
-
-def test_a_wiring_bound_to_ranks_says_to_how_many(hf_folder, tmp_path):
+def test_flags_choose_the_wiring(hf_folder, tmp_path):
+    assert convert(hf_folder, tmp_path / "ladder", "--ladder-layers", "1").config.wiring == "ladder:1"
     ours = convert(hf_folder, tmp_path / "ours", "--wiring", "spd:1", "--made-for-tp", "4")
     assert (ours.config.wiring, ours.config.made_for_tp) == ("spd:1", 4)
     for flags, line in (["--wiring", "spd"], "--made-for-tp"), (["--ladder", "--made-for-tp", "4"], "wiring ladder"):
         with pytest.raises(InputError, match=line):
             convert(hf_folder, tmp_path / "other", *flags)
         assert not (tmp_path / "other").exists()
-
-
-def test_dtype_and_context(tmp_path, capsys):
-    theirs = hf_model("mistral").bfloat16()
-    theirs.config.sliding_window = 40
-    theirs.save_pretrained(tmp_path / "hf")
-    ours = convert(tmp_path / "hf", tmp_path / "ours")
-    assert ours.config.max_seq_len == 40
-    assert "40" in capsys.readouterr().out
-    assert checkpoint.Weights(tmp_path / "ours").read("norm.weight").dtype == torch.bfloat16
-    convert(tmp_path / "hf", tmp_path / "ours32", "--dtype", "float32")
-    assert checkpoint.Weights(tmp_path / "ours32").read("norm.weight").dtype == torch.float32
 
 
 # llama2.c files
@@ -353,9 +326,7 @@ def test_llama2c_files(tied, tmp_path):
     check_parity(convert(tmp_path / "m.bin", tmp_path / "ours"), theirs)
 
 
-def test_stories260k_greedy_ids_and_loss(tmp_path):
-    import torch.nn.functional as F
-
+def test_stories260k_greedy_ids(tmp_path):
     args = [shared_data("stories260K.bin"), tmp_path / "ours", "--tokenizer", shared_data("tok512.model")]
     net = convert(*args)
     ids = [1]
@@ -363,14 +334,6 @@ def test_stories260k_greedy_ids_and_loss(tmp_path):
         while len(ids) < 12:
             ids.append(int(net(torch.tensor([ids]))[0, -1].argmax()))
         assert ids == [1, 403, 407, 261, 378, 432, 383, 286, 261, 376, 298, 315]
-        encoder = load_tokenizer(tmp_path / "ours", net.config.vocab_size)
-        stories = shared_data("tinystories-10k-lines.txt").read_text(encoding="utf-8").split("<|endoftext|>")[:200]
-        nats, count = 0.0, 0
-        for story in stories:
-            tokens = torch.tensor([encoder.encode(story.strip())[:512]])
-            nats += F.cross_entropy(net(tokens)[0, :-1], tokens[0, 1:], reduction="sum").item()
-            count += tokens.shape[1] - 1
-    assert abs(nats / count - 1.3097) < 0.001
 
 
 # Real configs
@@ -385,18 +348,13 @@ def test_real_configs_are_read():
         "smollm2_360m": (32, 15, 5, 64, True), "tinyllama_1b_chat_v1.0": (22, 32, 4, 64, False),
     }  # fmt: skip
     assert expected.keys() <= {path.stem for path in folder.glob("*.json")}
-    thetas = {"llama3_1_8b": 5e5, "smollm2_360m": 1e5, "qwen3_0.6b": 1e6, "llama2_7b": 1e4, "mistral_7b_v03": 1e6}
     for path in sorted(folder.glob("*.json")):
         config = huggingface.config_from_hf(path)
         c = (config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, config.tie_embeddings)
         assert c == expected.get(path.stem, c), path
         assert config.qkv_bias == ("qwen2" in path.stem) and config.qk_norm == ("qwen3" in path.stem)
-        assert config.rope_theta == thetas.get(path.stem, config.rope_theta)
-        factors = {"llama3_2_1b": 32, "llama3_1_70b": 8, "llama2_7b": None}
-        factor = config.rope_scaling and config.rope_scaling["factor"]
-        assert factor == factors.get(path.stem, factor)
         if "ladder" in path.stem:
-            assert config.stale_layers == tuple(range(16, 32))
+            assert config.wiring == "ladder:16"
 
 
 # Bad input
@@ -429,33 +387,40 @@ def truncate(folder, rewrite, name):
     (folder / name).write_bytes((folder / name).read_bytes()[:-1000])
 
 
+BAD_CONFIGS = [
+    ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported"),
+    ({"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
+    ({"model_type": "phi3", "rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
+    ({"rope_parameters": {"rope_type": "yarn", "truncate": False}}, "truncate"),
+    ({"rope_parameters": {"rope_type": "llama3"}}, "rope_scaling is .*low_freq_factor"),
+    ({"rope_parameters": "x"}, "AttributeError"),
+    ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    ({"model_type": "mistral", "attention_bias": True}, "attention_bias True is not supported"),
+    ({"mlp_bias": "no"}, "mlp_bias is 'no' but must be bool"),
+    ({"model_type": "smollm3", "no_rope_layers": [1]}, "has 1 entries for 3 layers"),
+    ({"num_hidden_layers": "3"}, "TypeError"),
+    ({"num_hidden_layers": 2**31}, "is 2147483648 but must be at most 1000"),
+    ({"num_attention_heads": 0}, "ZeroDivisionError"),
+    ({"num_key_value_heads": -1}, "n_kv_heads is -1 but must be int"),
+    ({"ladder_layers": 1.5}, "no such wiring: 'ladder:1.5'"),
+    ({"ladder_layers": [3]}, "from 0 to 2"),
+    ({"ladder_layers": 2, "model_type": "ladder_residual", "parallel_blocks": True}, "is no wiring"),
+]
+
+
+@pytest.mark.parametrize("changes, message", BAD_CONFIGS, ids=str)
+def test_configs_that_are_not_supported_are_one_clear_line(changes, message, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SMALL, "model_type": "llama", "hidden_act": "silu", **changes}))
+    with pytest.raises(InputError, match=f"config.json: .*{message}") as error:
+        huggingface.config_from_hf(path)
+    assert "\n" not in str(error.value)
+
+
 UP, BIAS = "model/layers/1/mlp/up_proj/weight", "model/layers/0/self_attn/q_proj/bias"
 BAD = {
-    "an unsupported architecture": (lambda f: edit(f, model_type="mixtral"), "model_type 'mixtral' is not supported"),
-    "an unsupported rope": (lambda f: edit(f, rope_parameters={"rope_type": "longrope"}), "rope type 'longrope'"),
-    "a rope that turns a part": (lambda f: edit(f, partial_rotary_factor=0.5), "partial_rotary_factor 0.5 is not"),
-    "one of transformers 5": (lambda f: edit(f, rope_parameters={"partial_rotary_factor": 0.5}), "0.5 is not supp"),
-    "a scaled rope of Phi-3": (
-        lambda f: edit(f, model_type="phi3", rope_parameters={"rope_type": "yarn"}), "rope type 'yarn' is not supported"
-    ),
-    "an untruncated yarn": (lambda f: edit(f, rope_parameters={"rope_type": "yarn", "truncate": False}), "truncate"),
-    "half a rope": (lambda f: edit(f, rope_parameters={"rope_type": "llama3"}), "rope_scaling is .*low_freq_factor"),
-    "an unsupported activation": (lambda f: edit(f, hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
-    "an unsupported bias": (
-        lambda f: edit(f, model_type="mistral", attention_bias=True), "attention_bias True is not supported"
-    ),
-    "a string for a bias": (lambda f: edit(f, mlp_bias="no"), "config.json: mlp_bias is 'no' but must be bool"),
-    "a bias that is not there": (lambda f: edit(f, attention_bias=True), "no tensor .*k_proj.bias"),
-    "too few marks": (lambda f: edit(f, model_type="smollm3", no_rope_layers=[1]), "has 1 entries for 3 layers"),
-    "a string for a number": (lambda f: edit(f, num_hidden_layers="3"), "config.json: TypeError"),
-    "no heads": (lambda f: edit(f, num_attention_heads=0), "config.json: n_heads is 0 but must be int"),
-    "too many layers": (lambda f: edit(f, num_hidden_layers=2**31), "is 2147483648 but must be at most 1000"),
-    "a string for the rope": (lambda f: edit(f, rope_parameters="x"), "config.json: AttributeError"),
-    "a string for an id": (lambda f: edit(f, eos_token_id="2"), "eos_ids is"),
-    "half a ladder layer": (lambda f: edit(f, ladder_layers=1.5), "no such wiring: 'ladder:1.5'"),
-    "ladder layers out of range": (lambda f: edit(f, ladder_layers=[3]), "from 0 to 2"),
     "a config that is no JSON": (lambda f: (f / "config.json").write_text("{"), "not valid JSON"),
-    "a truncated config": (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "num_hidden_layers"),
     "our own config": (lambda f: edit(f, model_type=None, n_layers=3), "is a checkpoint of this project already"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "no weights": (take_state, "has no model.safetensors"),
@@ -467,6 +432,7 @@ BAD = {
     "a lost bin": (lambda f: lose(f, bin_shards, "pytorch_model-00001-of-00003.bin"), "00001-of-00003.bin is missing"),
     "a truncated bin": (lambda f: truncate(f, one_bin, "pytorch_model.bin"), "truncated"),
     "a missing tensor": (lambda f: change_tensors(f, **{UP: None}), "no tensor model.layers.1.mlp"),
+    "a missing bias": (lambda f: edit(f, attention_bias=True), "no tensor .*k_proj.bias"),
     "an extra tensor": (lambda f: change_tensors(f, **{BIAS: torch.zeros(48)}), "q_proj.bias that is no part"),
     "a wrong shape": (lambda f: edit(f, intermediate_size=99), r"does not make the \(99, 48\)"),
     "wrong heads": (lambda f: edit(f, num_key_value_heads=3), "does not make"),
@@ -493,19 +459,17 @@ def test_bad_llama2c_files(cut, message, tmp_path):
 
 
 def test_existing_output_and_full_disk_and_unknown_sources(hf_folder, tmp_path, monkeypatch):
-    out = tmp_path / "ours"
-    out.mkdir()
-    (out / "precious").write_text("")
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours" / "precious").write_text("")
     with pytest.raises(InputError, match="already exists"):
-        convert_hf_checkpoint.main([str(hf_folder), "--out", str(out)])
-    with monkeypatch.context() as m:
+        convert_hf_checkpoint.main([str(hf_folder), "--out", str(tmp_path / "ours")])
 
-        def no_space(*args, **kwargs):
-            raise OSError(28, "No space left on device")
+    def no_space(*args, **kwargs):
+        raise OSError(28, "No space left on device")
 
-        m.setattr(checkpoint, "save_file", no_space)
-        with pytest.raises(InputError, match="cannot write .*new: .*No space left"):
-            convert_hf_checkpoint.main([str(hf_folder), "--out", str(tmp_path / "new")])
+    monkeypatch.setattr(checkpoint, "save_file", no_space)
+    with pytest.raises(InputError, match="cannot write .*new: .*No space left"):
+        convert_hf_checkpoint.main([str(hf_folder), "--out", str(tmp_path / "new")])
     with pytest.raises(InputError, match="no folder, no file and no hub id"):
         convert_hf_checkpoint.main([str(tmp_path / "nowhere"), "--out", str(tmp_path / "new")])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "ours"]
@@ -566,18 +530,3 @@ def test_memory_stays_near_one_shard(tmp_path):
     size = sum(f.stat().st_size for f in (tmp_path / "large-out").glob("*.safetensors"))
     assert size > 150e6
     assert large - small < 40e6
-
-
-def test_fused_projections_of_another_shape(tmp_path):
-    hf_model("phi3").save_pretrained(tmp_path / "hf")
-    edit(tmp_path / "hf", num_key_value_heads=1)
-    with pytest.raises(InputError, match="layers.0.self_attn.qkv_proj.weight has 80 rows, but the config says 64"):
-        convert_hf_checkpoint.main([str(tmp_path / "hf"), "--out", str(tmp_path / "ours")])
-
-
-def test_from_the_command_line(hf_folder, tmp_path):
-    done = script("convert_hf_checkpoint.py", hf_folder, "--out", tmp_path / "ours")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"wrote {tmp_path / 'ours'}: 3 layers, wiring standard, float32")
-    with pytest.raises(InputError, match="ours already exists: remove it or give another folder"):
-        convert(hf_folder, tmp_path / "ours")
