@@ -21,20 +21,12 @@ def test_no_target_is_left_out(known):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_cases_work_or_are_refused(name, known, tmp_path):
-    ends = fuzz.fuzz(name, known[name], 60, 0, tmp_path)
+    ends = fuzz.fuzz(name, *known[name], 80, 0, tmp_path)
     assert set(ends) <= {fuzz.WORKS, fuzz.REFUSED, fuzz.RAISED}
     assert ends.count(fuzz.WORKS) > 1 and ends.count(fuzz.REFUSED) > 1 and ends.count(fuzz.RAISED) < 20
 
 
-@pytest.mark.parametrize(
-    "run, end",
-    [
-        (lambda folder: [None for _ in iter(int, 1)], "takes longer than 0.2 s"), (lambda folder: 1 / 0, fuzz.RAISED),
-        (lambda folder: bytearray(2**30), "takes more than 524,288,000 bytes"),
-    ],
-    ids=["a loop", "an error", "memory"],
-)  # fmt: skip
-def test_ends_are_told_apart(run, end, tmp_path, monkeypatch):
+def test_a_loop_without_end_is_unclean(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzz, "SECONDS", 0.2)
-    with fuzz.limited():
-        assert fuzz.outcome(run, tmp_path) == end
+    assert fuzz.outcome(lambda folder: all(iter(lambda: True, False)), tmp_path) == "takes longer than 0.2 s"
+    assert fuzz.outcome(lambda folder: 1 / 0, tmp_path) == fuzz.RAISED

@@ -127,19 +127,23 @@ def test_a_stream_gives_up_bytes_that_never_become_a_character(tiktoken_folder):
     assert stream.flush() == "a\ufffd"
 
 
-def test_chat_matches_transformers(json_folder):
+TRAINED = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}\n{% generation %}\n{% set x = m['content'] %}\n"
+    "{{ x }}</s>{%- endgeneration -%}{% else %}{{ m['content'] }}{% endif %}{% endfor %}[{{ x }}]{{ messages|tojson }}"
+)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, TRAINED])
+def test_chat_matches_transformers(template, json_folder):
     from transformers import PreTrainedTokenizerFast
 
-    theirs = PreTrainedTokenizerFast(
-        tokenizer_file=str(json_folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
-    )
+    file = str(json_folder / "tokenizer.json")
+    theirs = PreTrainedTokenizerFast(tokenizer_file=file, bos_token="<s>", eos_token="</s>", chat_template=template)
     messages = [{"role": "user", "content": "a dog"}, {"role": "assistant", "content": "yes"}]
     messages.append({"role": "user", "content": "upon\n a time "})
     ours = tokenizer.load_tokenizer(json_folder)
-    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert ours.chat(messages) == expected
-    with pytest.raises(InputError, match="unknown role"):
-        ours.chat([{"role": "robot", "content": ""}])
+    ours.template = template
+    assert ours.chat(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
 def test_chat_with_sentencepiece_and_named_or_filed_templates(sentencepiece_folder, tmp_path):
@@ -155,20 +159,6 @@ def test_chat_with_sentencepiece_and_named_or_filed_templates(sentencepiece_fold
     ours = tokenizer.load_tokenizer(tmp_path)
     assert ours.chat([]) == [*ours.encode_plain("B"), 320]
     assert ours.decode([*ours.encode_plain("B"), 320]) == "B"
-
-
-def test_text_that_training_learns_is_text_as_any_other(json_folder):
-    template = (
-        "{% for m in messages %}{% if m['role'] == 'assistant' %}\n{% generation %}\n{% set x = m['content'] %}\n"
-        "{{ x }}</s>{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}[{{ x }}]"
-    )
-    from transformers import PreTrainedTokenizerFast
-
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(json_folder / "tokenizer.json"), chat_template=template)
-    ours = tokenizer.load_tokenizer(json_folder)
-    ours.template = template
-    messages = [{"role": "user", "content": "a dog"}, {"role": "assistant", "content": "yes"}]
-    assert ours.chat(messages) == theirs.apply_chat_template(messages, return_dict=False)
 
 
 CHAT = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['content'] }}<think>x{{ eos_token }}{% endfor %}"
@@ -299,13 +289,8 @@ def test_llama3(tmp_path):
     ours = real("llama3-tokenizer.model", tmp_path)
     assert ours.encode("Hello world") == [128000, 9906, 1917]
     assert ours.vocab_size == 128256
-    special = {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|start_header_id|>": 128006}
-    special |= {"<|end_header_id|>": 128007, "<|eot_id|>": 128009, "<|reserved_special_token_0|>": 128002}
-    special |= {
-        "<|python_tag|>": 128010,
-        "<|reserved_special_token_3|>": 128011,
-        "<|reserved_special_token_247|>": 128255,
-    }
+    special = {"<|begin_of_text|>": 128000, "<|reserved_special_token_0|>": 128002, "<|eot_id|>": 128009}
+    special |= {"<|python_tag|>": 128010, "<|reserved_special_token_247|>": 128255}
     assert {name: ours.special[name] for name in special} == special
     assert ours.encode_markup("<|start_header_id|>user<|end_header_id|>\n\nHello") == [128006, 882, 128007, 271, 9906]
     for text in TEXTS:
