@@ -103,7 +103,7 @@ adapt --ladder --text a.txt --valid b.txt --out /no/x --n-layers 2 --dim 32 --n-
 convert_hf_checkpoint {DEMO} --to-hf /no/x --dtype float32 --wiring ladder
 quantize --checkpoint {DEMO} --mode int4 --group-size 64 --out /no/x
 eval --checkpoint {DEMO} --text a.txt --window 16 --stride 4 --max-tokens 50 --batch 2 --wiring ladder:2
-measure.advise --model 8b --tp 2 --gpu h100 --link pcie --batch 4 --context 100 --share 0.5
+measure.advise --model 8b --tp 2 --gpu h100 --link pcie --batch 4 --context 100
 """.strip().splitlines()
 WORDS = "-1 0 1e400 1e-400 nan inf 2147483648 1,2,3 , 1,,2 é ٣ 1_000 0x10 None auto:3 {} %s . /etc -- /dev/null"
 WORDS = [*WORDS.split(), "9" * 5000, "1," * 1000, "a" * 5000, "", " 1 ", "\x1b[31m", "\udcff", "\n"]
