@@ -21,7 +21,6 @@ import torch
 from formats.checkpoint import SIZES
 from measure.advise import (
     GPUS,
-    bytes_of_layer,
     decode_work,
     published_machine,
     step_seconds,
@@ -55,7 +54,7 @@ def rows_of(link, batch, rates):
     case = SIZES["70b"], torch.bfloat16, 8, batch, CONTEXT
     times = times_of(*case, published_machine("h100"), LINKS[STANDS_FOR[link]])
     work = decode_work(*case)
-    share = work["attention"].n_bytes / bytes_of_layer(work)
+    share = work["attention"].n_bytes / (work["attention"].n_bytes + work["feed_forward"].n_bytes)
     found = {}
     for wiring in WIRINGS:
         config = dataclasses.replace(SIZES["70b"], wiring=wiring)
@@ -74,7 +73,8 @@ def rows_of(link, batch, rates):
 def reached(batch, rate):
     """The share of an H100's published bandwidth with which the paper's upper bound read its weights and its cache."""
     work = decode_work(SIZES["70b"], torch.bfloat16, 8, batch, CONTEXT)
-    n_bytes = SIZES["70b"].n_layers * bytes_of_layer(work) + work["rest"].n_bytes
+    layer = work["attention"].n_bytes + work["feed_forward"].n_bytes
+    n_bytes = SIZES["70b"].n_layers * layer + work["rest"].n_bytes
     return n_bytes * rate / batch / GPUS["h100"][0]
 
 

@@ -1,18 +1,16 @@
 """Which wiring for my link? A decode step of every wiring, predicted in no time: no model runs.
 
 python -m measure.advise --model 70b --tp 8 --gpu h100 --link nvlink,pcie
-python -m measure.advise --checkpoint demo --tp 2 --probe probe.jsonl     # of measure/probe.py, on your own ranks
+python -m measure.advise --checkpoint demo --tp 2 --bandwidth-gbs 12.5 --link 150us+10gbps  # as measure/probe.py says
 
 A sublayer takes the longer of two times: to read its weights and its part of the cache from memory, or to multiply
-them; where shards are uneven, the largest counts. An all-reduce takes the time that the link or the probe says. The
+them; where shards are uneven, the largest counts. An all-reduce takes the time that the link says. The
 loop of model.py, run on the clock of measure/clock.py, makes a step of these. Real steps are longer: norms, launches,
 and the processor time that communication takes are left out.
 """
 
 import dataclasses
-import json
 import math
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -73,11 +71,6 @@ def decode_work(config, dtype, tp_size, batch, context):
     return {place: max(work[place] for work in ranks) for place in ranks[0]}
 
 
-def bytes_of_layer(work):
-    """Return the bytes that a layer reads. work: decode_work's."""
-    return work["attention"].n_bytes + work["feed_forward"].n_bytes
-
-
 class Machine(NamedTuple):
     """bandwidth: bytes per second that a rank reads from memory. flops: operations per second, infinite if unknown."""
 
@@ -105,52 +98,6 @@ def published_machine(name):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Links
-
-
-@dataclasses.dataclass(frozen=True)
-class ProbedLink:
-    """A link as measure/probe.py found it. table: ((bytes, seconds of an all-reduce), ...), by their bytes."""
-
-    name: str
-    table: tuple
-
-    def seconds(self, n_bytes, tp_size, passes=2):
-        """As Link.seconds: between two sizes of the table on a straight line, beyond the last one at its rate."""
-        n_bytes = n_bytes * passes / 2  # a gather passes half as much
-        (smallest, shortest), (largest, longest) = self.table[0], self.table[-1]
-        if n_bytes <= smallest:
-            return shortest
-        for (a, start), (b, stop) in pairwise(self.table):
-            if n_bytes <= b:
-                return start + (stop - start) * (n_bytes - a) / (b - a)
-        return longest * n_bytes / largest
-
-    def __str__(self):
-        return f"{self.name} (probed)"
-
-
-def read_probe(path, tp_size):
-    """Return (Machine, [ProbedLink]) of the lines that measure/probe.py wrote on so many ranks.
-
-    The last line of each link counts, and the slowest rank of the last line. Raises InputError.
-    """
-    try:
-        lines = [json.loads(line) for line in checkpoint.read_text(path, "--probe ").splitlines()]
-    except json.JSONDecodeError as e:
-        raise InputError(f"--probe {path} has a line that is not JSON: {e}") from None
-    lines = [line for line in lines if line.get("probe", {}).get("all_reduce") and line["tp"] == tp_size]
-    if not lines:
-        raise InputError(f"--probe {path} has no line of measure/probe.py on {tp_size} ranks")
-    links = {}
-    for line in lines:
-        table = sorted((point["bytes"], 1e-6 * point["us"]) for point in line["probe"]["all_reduce"])
-        links[results.link(line)] = ProbedLink(results.link(line), tuple(table))
-    name = f"{line['hardware']} ({line['device']}), probed"
-    return Machine(name, min(line["probe"]["bandwidth"])), [*links.values()]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Predictions
 
 
@@ -165,7 +112,7 @@ class Times(NamedTuple):
 
 
 def times_of(config, dtype, tp_size, batch, context, machine, link):
-    """The Times of a decode step. link: a Link or a ProbedLink."""
+    """Return the Times of a decode step over a Link."""
     work = decode_work(config, dtype, tp_size, batch, context)
     logits = batch * tp_size * head_rows(config.vocab_size, tp_size) * dtype.itemsize
     all_reduce = link.seconds(batch * config.dim * dtype.itemsize, tp_size)
@@ -173,7 +120,7 @@ def times_of(config, dtype, tp_size, batch, context, machine, link):
 
 
 def step_seconds(config, times):
-    """(seconds of a step in the config's wiring, its all-reduces, the share of their time that it hides or None)."""
+    """Return (seconds of a step in the config's wiring, its all-reduces, the share of their time that it hides)."""
     clock = run_layers(config, *times[:2], times.all_reduce)
     silent = run_layers(config, *times[:2], 0.0).now
     travel = clock.started * times.all_reduce
@@ -182,7 +129,7 @@ def step_seconds(config, times):
 
 
 def retraining(own, config, tp_size):
-    """Whether a model whose weights are of the Config `own` must be trained for the wiring of another."""
+    """Return whether a model with weights of the Config `own` must be trained for the wiring of another, in words."""
     if config.function == own.function:
         return "no" if own.made_for_tp in (None, tp_size) else "no, but a loss"
     if own.wiring == "standard" and config.kind.runs_standard == "any":
@@ -256,42 +203,28 @@ def parse(argv):
     g.add_argument("--batch", type=count, default=1, metavar="B", help="rows, e.g. 16")
     g.add_argument("--context", type=count, metavar="T", help="filled slots of the cache (default: 1024 at most)")
     g.add_argument("--quant", metavar="int8|int4[:N]", help="of --model: integers, int4 in groups of N columns (64)")
-    g.add_argument("--wirings", metavar="NAMES", help='default: all; e.g. "ladder:16 spd:3,5"')
-    g = p.add_argument_group("machine", "default: the probe's, or else this one, measured now")
+    g.add_argument("--wirings", nargs="+", metavar="NAME", help="default: all; e.g. ladder:16 spd:3,5")
+    g = p.add_argument_group("machine", "default: this one, measured now")
     one = g.add_mutually_exclusive_group()
     one.add_argument("--gpu", choices=GPUS, metavar="NAME", help=f"a published bandwidth and rate: {', '.join(GPUS)}")
     positive = number(float, 0, 1e9, above=True)
     one.add_argument("--bandwidth-gbs", type=positive, metavar="X", help="gigabytes per second a rank reads, e.g. 12.5")
     g.add_argument("--tflops", type=positive, metavar="X", help="10^12 operations per second a rank computes, e.g. 300")
-    g = p.add_argument_group("link")
-    g.add_argument("--link", default="", metavar="LINK,...", help=f"all, or some of {link.FORMS}")
-    g.add_argument("--probe", metavar="FILE", help="your own ranks, measured: lines of measure/probe.py")
+    p.add_argument("--link", required=True, metavar="LINK,...", help=f"all, or some of {link.FORMS}")
     args = p.parse_args(argv)
     if args.checkpoint and args.quant:
         raise InputError("--quant goes with --model: a checkpoint is as it is")
-    if not args.link and not args.probe:
-        raise InputError("no link: give --link or --probe")
     return args
 
 
-def describe(args):
-    """Return (the Config of the weights, their dtype, their name)."""
-    if args.model:
-        return checkpoint.named_size(args.model, args.quant), torch.bfloat16, args.model
-    dtype = checkpoint.Weights(args.checkpoint).dtype("norm.weight")
-    return checkpoint.read_config(args.checkpoint), dtype, checkpoint.name(args.checkpoint)
-
-
-def choose_machine(args, dtype, probed):
-    """Return the Machine that the flags describe, for weights of a dtype. probed: that of --probe, or None."""
+def choose_machine(args, dtype):
+    """Return the Machine that the flags describe, for weights of a dtype."""
     if args.gpu:
         machine = published_machine(args.gpu)
         if dtype.itemsize > 2:  # the published rate is of 16-bit numbers
             machine = machine._replace(flops=math.inf)
     elif args.bandwidth_gbs:
         machine = Machine("as given", 1e9 * args.bandwidth_gbs)
-    elif probed:
-        machine = probed
     else:
         device = launch.choose_device(None)
         machine = Machine(f"this machine ({device.type}), one process", report.read_bandwidth(device, size=2**28))
@@ -300,21 +233,23 @@ def choose_machine(args, dtype, probed):
 
 def main(argv=None):
     args = parse(argv)
-    own, dtype, name = describe(args)
-    configs = candidates(own, args.wirings.split() if args.wirings else variants(own.n_layers))
+    if args.model:
+        own, dtype, name = checkpoint.named_size(args.model, args.quant), torch.bfloat16, args.model
+    else:
+        own, name = checkpoint.read_config(args.checkpoint), checkpoint.name(args.checkpoint)
+        dtype = checkpoint.Weights(args.checkpoint).dtype("norm.weight")
+    configs = candidates(own, args.wirings or variants(own.n_layers))
     shard_plan(own, 0, args.tp)  # raises InputError before anything is measured
-    args.context = args.context or min(1024, own.max_seq_len)
-    if args.context > own.max_seq_len:
-        raise InputError(f"--context {args.context} is more than the {own.max_seq_len} that {name} allows")
-    found, links = read_probe(args.probe, args.tp) if args.probe else (None, [])
-    named = ",".join(name for name in link.LINKS if name != "free") if args.link == "all" else args.link
-    links += [link.parse(text) for text in named.split(",") if text]
-    machine = choose_machine(args, dtype, found)
-    kind = own.quant or dtype_name(dtype)
-    work = f"tp {args.tp}, batch {args.batch}, {args.context} filled slots"
-    print(f"PREDICTED: {name}, {own.n_layers} layers, {kind}, {work}\n{machine}")
+    context = args.context or min(1024, own.max_seq_len)
+    if context > own.max_seq_len:
+        raise InputError(f"--context {context} is more than the {own.max_seq_len} that {name} allows")
+    names = [name for name in link.LINKS if name != "free"] if args.link == "all" else args.link.split(",")
+    links = [link.parse(name) for name in names]
+    work = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
+    machine = choose_machine(args, dtype)
+    print(f"PREDICTED: {name}, {own.n_layers} layers, {work}\n{machine}")
     for one in links:
-        times = times_of(own, dtype, args.tp, args.batch, args.context, machine, one)
+        times = times_of(own, dtype, args.tp, args.batch, context, machine, one)
         lines = predictions(configs, own, times, args.tp)
         parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times._asdict().items())
         print(f"\n{one}; in us: {parts}\n\n{table(lines)}\n\n{verdict(lines, times.all_reduce)}")

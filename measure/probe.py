@@ -13,7 +13,7 @@ import statistics
 import torch
 import torch.distributed as dist
 
-from measure import report
+from measure import link, report
 from measure.timing import timed
 from runtime import cli, launch, writing
 
@@ -21,7 +21,7 @@ MESSAGES = [2**n for n in range(10, 27, 2)]  # bytes: 1 KB to 64 MB
 
 
 def all_reduce_seconds(world, group, n_bytes, seconds=0.5):
-    """Seconds of an all-reduce of so many bytes: the median of 9 runs, which take about `seconds` together."""
+    """Return the seconds of an all-reduce of so many bytes: the median of 9 runs, together about `seconds`."""
     group, ops = group.group_name, torch.ops._c10d_functional
     x = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=world.device)
 
@@ -36,7 +36,7 @@ def all_reduce_seconds(world, group, n_bytes, seconds=0.5):
 
 
 def all_reduces(world, group):
-    """[{bytes, us, gbps}] of a process group, as the link carried them."""
+    """Return [{bytes, us, gbps}] of a process group, as the link carried them."""
     lines = []
     for n_bytes in MESSAGES:
         seconds = all_reduce_seconds(world, group, n_bytes)
@@ -46,8 +46,9 @@ def all_reduces(world, group):
 
 
 def probe(world):
-    """bandwidth: bytes per second that each rank reads. all_reduce: see all_reduces(); gloo: the same, over gloo, where
-    the model's go through shared memory.
+    """Return {"bandwidth": bytes per second that each rank reads, "all_reduce": as all_reduces()}.
+
+    If the model's all-reduces go through shared memory, "gloo" has those over gloo.
     """
     bandwidth = world.gather(report.read_bandwidth(world.device, world))
     found = {"bandwidth": bandwidth, "all_reduce": all_reduces(world, world.group) if world.group is not None else []}
@@ -73,6 +74,10 @@ def main():
     for name, lines in (("all-reduce", found["all_reduce"]), ("by gloo", found.get("gloo", []))):
         for line in lines:
             print(f"{name} of {line['bytes']:>10,} bytes: {line['us']:>10,.1f} us, {line['gbps']:>8.2f} Gbit/s")
+    if lines := found["all_reduce"]:
+        measured = link.custom(round(lines[0]["us"], 1), round(lines[-1]["gbps"], 3))
+        rate = min(found["bandwidth"]) / 1e9
+        print(f"for measure.advise: --tp {world.tp_size} --bandwidth-gbs {rate:.1f} --link {measured}")
     if args.json:
         writing.append_line(args.json, {**environment, "probe": found, "topology": report.topology()})
 
