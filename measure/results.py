@@ -231,11 +231,12 @@ def speedup(sweep, case, rate):
 
 
 def load(lines):
-    """A line that tells of other work on the machine while it measured, or ""."""
+    """A line that tells of other programs on the machine, or "". The sweep itself is a load of about one per core."""
     busy = [line["load"] for line in lines if line.get("load", 0) > 1.25 * line.get("cores", 0)]
     if not busy:
         return ""
-    return f"Expect noise: at the start of {len(busy)} of {len(lines)} commands the load average was up to {max(busy)}."
+    when = f"when {len(busy)} of {len(lines)} commands began (load average up to {max(busy)})"
+    return f"Expect noise: other programs used the cores {when}."
 
 
 # ---------------------------------------------------------------------------------------------------------------------

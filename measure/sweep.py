@@ -153,6 +153,7 @@ def read_settings(given, gpus, cores):
         raise InputError(f"TPS: {uneven[0]} is no multiple of NNODES {s.nnodes}")
     if s.nnodes > 1 and not (s.master_addr and s.node_rank < s.nnodes):
         raise InputError(f"NNODES is {s.nnodes}: give MASTER_ADDR, and a NODE_RANK from 0 to {s.nnodes - 1}")
+    s.node_rank = s.node_rank if s.nnodes > 1 else 0  # a cluster may set it for a single node
     return s
 
 

@@ -97,17 +97,9 @@ def flag(command, name):
     return words[words.index(name) + 1] if name in words else None
 
 
-def is_probe(command):
-    return "measure.probe" in shlex.split(command)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The plan
-
-
 def test_the_default_of_two_gpus(bench):
     commands = dry_run(bench)
-    probes, runs = [c for c in commands if is_probe(c)], [c for c in commands if flag(c, "--wiring")]
+    probes, runs = [c for c in commands if "measure.probe" in c], [c for c in commands if flag(c, "--wiring")]
     assert len(probes) == 3 and len(runs) == 3 * (4 + 4 * 2 * 4) + 4 * 2 * 3 == len(commands) - 3
     assert all("--model 8b" in c and "--prompt-length 1024 --max-new-tokens 512" in c for c in runs)
     two = [c for c in runs if "--nproc_per_node=2" in c]
@@ -137,7 +129,7 @@ def test_repeats_are_far_apart_and_wirings_next_to_one_another(bench):
 def test_wirings_with_a_number_emulated_links_and_one_rank_alone(bench):
     settings = {"BATCHES": "1", "REPEATS": "1", "EXPOSED": "0", "QUANT": "none int8", "MODEL": "8b", "N_LAYERS": "4"}
     probe, *commands = dry_run(bench, WIRINGS="ladder:2 desync:4", LINKS="pcie", TPS="8", SIMULATE="1", **settings)
-    assert is_probe(probe)  # a prediction is read beside the machine's bandwidth, too
+    assert "measure.probe" in probe  # a prediction is read beside the machine's bandwidth, too
     assert len(commands) == 4 and all(c.endswith("--link pcie --simulate-tp 8") for c in commands)
     assert [flag(c, "--wiring") for c in commands] == ["ladder:2", "desync:4"] * 2 and "--n-layers 4" in commands[0]
     assert ["--quant int8" in c for c in commands] == [False, False, True, True]
@@ -196,10 +188,6 @@ def test_a_new_wiring_is_planned_ordered_and_coloured(bench, monkeypatch):
     assert [c.wiring for c in results.sweeps(lines)[0].cases] == ["standard", "mine:3"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is run, kept and told
-
-
 def test_each_node_runs_the_same_commands_and_the_first_has_the_results(bench):
     command = dry_run(bench, **TWO_NODES)[-1]
     assert "--nproc_per_node=2 --node_rank=$NODE_RANK --master_port=$MASTER_PORT --nnodes=2" in command
@@ -233,7 +221,7 @@ def test_a_sweep_writes_each_run_its_tables_and_its_figures(bench, monkeypatch):
     assert {"tables.md", "1b-2-bfloat16-cuda-by-batch.png", "1b-2-bfloat16-cuda-breakdown.png"} <= made
     assert not any(name.endswith(".tmp") for name in made)
     done = bench(**{**SMALL, "WIRINGS": "standard ladder:2 upper-bound"}, OUT="busy.jsonl")
-    said = "Expect noise: at the start of 22 of 22 commands the load average was up to 7.25."
+    said = "Expect noise: other programs used the cores when 22 of 22 commands began (load average up to 7.25)."
     assert done.stdout.startswith(said) and done.stdout.count("xpect noise") == 1
 
 
@@ -310,10 +298,6 @@ def test_a_sweep_whose_first_run_fails_ends_with_its_line(bench):
     assert done.stdout.count("- out of memory") == 10
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is refused
-
-
 @pytest.mark.parametrize(
     "settings, message",
     {
@@ -350,10 +334,6 @@ def test_arguments_are_settings_and_go_before_the_environment(bench):
     for word in "WIRING=ladder", "model=3b", "--dry-run", "3b", "OUT":
         done = bench([word], DRY_RUN="1")
         assert done.returncode == 2 and done.stderr.startswith(f"bench.sh: {word} is no argument: give NAME=VALUE")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# bench.sh itself
 
 
 def shell(folder, *words, **settings):
