@@ -63,20 +63,14 @@ def read(path):
 
 def setting(line):
     """What is the same in a table: everything but the wiring, the draft, the batch, the ranks and the link."""
-    return {key: line[key] for key in SETTING if key in line}
-
-
-def machine_name(setting):
-    """The hardware, as far as its lines say."""
-    return setting.get("hardware") or {"cpu": "a CPU", "cuda": "a GPU"}.get(setting.get("device"), "a machine")
+    return {key: line[key] for key in SETTING}
 
 
 def title(setting):
     how = "PREDICTED by one rank alone: " if setting["simulated"] else ""
     new = setting["new_tokens"]
-    tokens = f"prompt {setting.get('prompt_tokens', 'of a file')}, {new} new token{'s' * (new > 1)}"
-    kind = setting.get("quant") or setting.get("dtype") or ""
-    words = [setting["model"], f"{setting.get('n_layers', 'all')} layers", kind, tokens, machine_name(setting)]
+    words = [setting["model"], f"{setting['n_layers']} layers", setting["quant"] or setting["dtype"]]
+    words += [f"prompt {setting['prompt_tokens']}, {new} new token{'s' * (new > 1)}", setting["hardware"]]
     return how + ", ".join(word for word in words if word)
 
 
@@ -122,23 +116,23 @@ def wiring_order(wiring):
 
 
 class Sweep:
-    """The results of one setting. runs {Case: {(file, repeat): line}}, exposed {Case: line}, errors {Case: text}.
+    """The results of one setting. runs {Case: {(file, repeat): line}}, exposed {Case: line}.
 
     latencies {(ranks, link): microseconds of a small all-reduce}, of real links as measure/probe.py found it.
     """
 
     def __init__(self, setting, lines, probes=()):
-        self.setting, self.runs, self.exposed, self.errors = setting, defaultdict(dict), {}, {}
+        self.setting, self.runs, self.exposed = setting, defaultdict(dict), {}
         self.latencies = {
             (line["tp"], link(line)): line["probe"]["all_reduce"][0]["us"]
             for line in probes
-            if line["hardware"] == setting.get("hardware") and line["probe"]["all_reduce"]
+            if line["hardware"] == setting["hardware"] and line["probe"]["all_reduce"]
         }
         for line in lines:
             c, key = case(line), (line["file"], line["repeat"])
-            if "error" in line:
-                self.errors[c] = line["error"]
-            elif line["exposed"]:
+            if line["link"]:
+                self.latencies[c[:2]] = line["link"]["latency_us"]
+            if line["exposed"]:
                 self.exposed[c] = line
             elif key in self.runs[c]:
                 raise InputError(
@@ -147,9 +141,7 @@ class Sweep:
                 )
             else:
                 self.runs[c][key] = line
-            if line.get("link") and "error" not in line:
-                self.latencies[c[:2]] = line["link"]["latency_us"]
-        cases = {*self.runs, *self.exposed, *self.errors}
+        cases = {*self.runs, *self.exposed}
         self.cases = sorted(cases, key=lambda c: (c.ranks, c.link, wiring_order(c.wiring), c.batch))
         self.batches = sorted({c.batch for c in cases})
         self.repeats = max(map(len, self.runs.values()), default=0)
@@ -169,15 +161,13 @@ class Sweep:
 
 
 def sweeps(lines):
-    """A Sweep for each setting of the lines. An error belongs to every setting that it does not contradict, or to one
-    of its own."""
-    found, probes = [line for line in lines if "wiring" in line], [line for line in lines if "probe" in line]
-    settings = []
-    for line in sorted(found, key=lambda line: "error" in line):
-        own = setting(line)
-        if own not in settings and not ("error" in line and any(own.items() <= s.items() for s in settings)):
-            settings.append(own)
-    return [Sweep(s, [line for line in found if setting(line).items() <= s.items()], probes) for s in settings]
+    """A Sweep for each setting of the lines."""
+    settings, probes = [], [line for line in lines if "probe" in line]
+    found = [line for line in lines if "wiring" in line and "error" not in line]
+    for line in found:
+        if setting(line) not in settings:
+            settings.append(setting(line))
+    return [Sweep(s, [line for line in found if setting(line) == s], probes) for s in settings]
 
 
 tok_s, ttft = itemgetter("tok_s"), itemgetter("ttft_ms")
@@ -241,11 +231,12 @@ def speedup(sweep, case, rate):
 
 
 def load(lines):
-    """A line that tells of other work on the machine while it measured, or ""."""
+    """A line that tells of other programs on the machine, or "". The sweep itself is a load of about one per core."""
     busy = [line["load"] for line in lines if line.get("load", 0) > 1.25 * line.get("cores", 0)]
     if not busy:
         return ""
-    return f"Expect noise: at the start of {len(busy)} of {len(lines)} commands the load average was up to {max(busy)}."
+    when = f"when {len(busy)} of {len(lines)} commands began (load average up to {max(busy)})"
+    return f"Expect noise: other programs used the cores {when}."
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -273,23 +264,17 @@ def spread(values):
     return text + f" ({three_digits(min(values))}-{three_digits(max(values))})" * (len(values) > 1)
 
 
-def columns(cases):
-    """(the heading of (ranks, link, wiring), a function from a case to its cells); drafts have one where any is."""
-    drafts = any(draft_of(c[2]) for c in cases)
-
-    def cells(c):
-        wiring, _, draft = c[2].partition(" + ")
-        return [str(c[0]), c[1], wiring] + [draft or "none"] * drafts
-
-    return ["ranks", "link", "wiring"] + ["draft"] * drafts, cells
-
-
 def by_batch(sweep, cell, cases=None):
-    """A table with a row for each (ranks, link, wiring) of some cases, or of all, and a column for each batch size."""
-    rows = dict.fromkeys(c[:3] for c in cases or sweep.cases)
-    head, names = columns(rows)
-    head += [f"batch {batch}" for batch in sweep.batches]
-    cells = [[*names(row), *(cell(Case(*row, batch)) for batch in sweep.batches)] for row in rows]
+    """A table with a row for each (ranks, link, wiring) of some cases, or of all, and a column for each batch size.
+
+    Drafts have a column where there are any.
+    """
+    rows, cells = dict.fromkeys(c[:3] for c in cases or sweep.cases), []
+    drafts = any(draft_of(wiring) for *_, wiring in rows)
+    head = ["ranks", "link", "wiring"] + ["draft"] * drafts + [f"batch {batch}" for batch in sweep.batches]
+    for ranks, link, wiring in rows:
+        names = [str(ranks), link, wiring.partition(" + ")[0]] + [draft_of(wiring) or "none"] * drafts
+        cells.append(names + [cell(Case(ranks, link, wiring, batch)) for batch in sweep.batches])
     return explained((head, cells), ("~", "^", "(one run)"))
 
 
@@ -298,9 +283,8 @@ def tables(sweep):
 
     def measured(measure, rate):
         def cell(case):
-            if not (values := sweep.values(case, measure).values()):
-                return sweep.errors.get(case, "")
-            return f"{spread(values)} {speedup(sweep, case, rate)}".rstrip()
+            values = sweep.values(case, measure).values()
+            return f"{spread(values)} {speedup(sweep, case, rate)}".rstrip() if values else ""
 
         return by_batch(sweep, cell)
 
@@ -365,7 +349,8 @@ def machine(probes):
 def report(lines):
     """All tables of the lines, as one text."""
     probes = [line for line in lines if "probe" in line]
-    parts = [load(lines), machine(probes) if probes else "", *map(tables, sweeps(lines))]
+    failed = dict.fromkeys(f"- {line['error']}: `{line['command']}`" for line in lines if "error" in line)
+    parts = [load(lines), machine(probes) if probes else "", *map(tables, sweeps(lines)), "\n".join(failed)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -389,7 +374,7 @@ def comparison(before, after):
 
         table = by_batch(new, cell, common).replace("standard's", "those before")
         parts.append(
-            f"## {title(new.setting)}\n\nDecode, tok/s **times before**, on {machine_name(old.setting)}:\n\n{table}"
+            f"## {title(new.setting)}\n\nDecode, tok/s **times before**, on {old.setting['hardware']}:\n\n{table}"
         )
     if not parts:
         raise InputError("--compare: the two files have no case in common (model, tokens, ranks, link, wiring, batch)")

@@ -8,9 +8,9 @@ them in turns; then tables and figures. Started again with the same settings, it
 """
 
 # A command's result becomes a line of OUT, with the command, the repeat and the machine's load. A command that ran out
-# of memory gets a line that says so; one that failed otherwise gets none. Neither is repeated, the output of both goes
-# to OUT.log, and the rest goes on, unless the very first run fails: then a setting is wrong. Of several nodes each has
-# a file of its own: node 0 the results, the others a line of what they ran.
+# of memory gets a line that says so, one that failed otherwise none. Neither is repeated, the output of both goes to
+# OUT.log, and the rest goes on, unless the very first run fails: then a setting is wrong. Each of several nodes has a
+# file of its own: node 0 the results, the others only the commands.
 
 import argparse
 import ctypes
@@ -29,7 +29,6 @@ from pathlib import Path
 
 import torch
 
-from formats import checkpoint
 from formats.checkpoint import SIZES
 from measure import plot, results
 from measure.link import LINKS
@@ -154,6 +153,7 @@ def read_settings(given, gpus, cores):
         raise InputError(f"TPS: {uneven[0]} is no multiple of NNODES {s.nnodes}")
     if s.nnodes > 1 and not (s.master_addr and s.node_rank < s.nnodes):
         raise InputError(f"NNODES is {s.nnodes}: give MASTER_ADDR, and a NODE_RANK from 0 to {s.nnodes - 1}")
+    s.node_rank = s.node_rank if s.nnodes > 1 else 0  # a cluster may set it for a single node
     return s
 
 
@@ -245,25 +245,6 @@ def generate_flags(c, s):
     return [*flags, *(s.flags or []), *(["--exposed"] if c.exposed else [])]
 
 
-def out_of_memory(c, s):
-    """The result of a Command that needs more memory than there is: what generate.py would have said of itself."""
-    line = {
-        "error": "out of memory", "model": s.model or checkpoint.name(s.checkpoint), "wiring": c.wiring,
-        "batch": c.batch, "new_tokens": s.new_tokens, "device": s.device, "tp": c.tp, "simulated": s.simulate,
-        "link": None if c.link in REAL else {"name": c.link},
-        "settings": {"NCCL_P2P_DISABLE": "1"} if c.link == "no-p2p" else {},
-    }  # fmt: skip
-    if c.draft:
-        name, count = c.draft
-        line["draft"] = checkpoint.name(name) if os.path.isdir(name) else name
-        line["speculate"] = count if count == "auto" else int(count)
-    if isinstance(s.prompt, int):  # only a run says how many tokens a file has
-        line["prompt_tokens"] = s.prompt
-    if s.model:
-        line["quant"] = None if c.quant == "none" else c.quant
-    return line | ({"n_layers": s.n_layers} if s.n_layers else {})
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Running them
 
@@ -338,7 +319,7 @@ def sweep(s, place):
                 failed += 1
                 print(f"failed: {reason(code, log)} (more in {s.out}.log)", file=sys.stderr)
                 continue
-            line |= out_of_memory(c, s)
+            line["error"] = "out of memory"
             print("out of memory", file=sys.stderr)
         any_ran |= c.wiring is not None
         writing.append_line(s.out, line)
@@ -362,7 +343,7 @@ def main(words=None):
         failed = sweep(s, place)
     if failed:
         print(f"{failed} of the commands failed; the next sweep tries them again", file=sys.stderr)
-    if s.node_rank == 0 and os.path.exists(s.out) and any("wiring" in line for line in results.read(s.out)):
+    if s.node_rank == 0 and os.path.exists(s.out):
         plot.main([s.out, "--out", s.figures])
     if failed:
         sys.exit(1)
