@@ -65,20 +65,25 @@ def cases(text):
 def parse(argv):
     p = cli.Parser(__doc__)
     p.add_argument("--threads", type=count, default=1, metavar="N", help="of each engine")
-    p.add_argument("--engines", metavar="A,B,...", help=f"of {', '.join(ENGINES)} (default: all there are in bfloat16)")
+    p.add_argument(
+        "--engines",
+        type=lambda text: text.split(","),
+        metavar="A,B,...",
+        help=f"of {', '.join(ENGINES)} (default: all there are in bfloat16)",
+    )
     p.add_argument("--gpt-fast", metavar="DIR", help="a checkout of gpt-fast")
     p.add_argument("--llama-python", metavar="FILE", help="a Python that imports llama_cpp and gguf")
     p.add_argument("--cases", type=cases, default=CASES, metavar="KIND:N,...", help="decode:BATCH or prefill:TOKENS")
     p.add_argument("--rounds", type=number(int, 3), default=9, metavar="N", help="turns of each engine in each case")
     cli.add_json_flag(p, "a line for each engine and case")
-    add_show_flag(p, tables, *KEYS)
+    add_show_flag(p, tables, *KEYS, only="engine")
     p.add_argument("--log", type=cli.appendable, metavar="FILE", default=os.devnull, help="what the engines print")
     args = p.parse_args(argv)
     if args.llama_python and not shutil.which(args.llama_python):
         raise InputError(f"--llama-python {args.llama_python} is no program")
     has_transformers = importlib.util.find_spec("transformers") is not None
     available = {"ours": 1, "transformers": has_transformers, "gpt-fast": args.gpt_fast, "llama.cpp": args.llama_python}
-    args.engines = args.engines.split(",") if args.engines else [name for name, there in available.items() if there]
+    args.engines = args.engines or [name for name, there in available.items() if there]
     for name in args.engines:
         if name not in ENGINES:
             raise InputError(f"--engines: unknown {name!r}; known: {', '.join(ENGINES)}")

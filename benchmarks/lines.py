@@ -46,18 +46,21 @@ def written_by(writer, *keys):
 class _Show(argparse.Action):
     """Prints tables of the files' lines and ends, as --help does: no other flag is needed then."""
 
-    def __init__(self, *args, tables, **kwargs):
+    def __init__(self, *args, tables, only, **kwargs):
         super().__init__(*args, **kwargs)
-        self.tables = tables
+        self.tables, self.only = tables, only
 
     def __call__(self, parser, args, files, option=None):
-        print(self.tables([*itertools.chain(*files)]))
+        some = getattr(args, f"{self.only}s", None)
+        print(self.tables([x for x in itertools.chain(*files) if not some or x[self.only] in some]))
         parser.exit()
 
 
-def add_show_flag(parser, tables, *keys):
+def add_show_flag(parser, tables, *keys, only=""):
+    """only: a key of the lines, such as wiring: where --wirings stands before --show, it names those to show."""
     show, about = written_by("this script", *keys), "print the tables of such files, and end"
-    parser.add_argument("--show", action=_Show, tables=tables, type=show, nargs="+", metavar="FILE", help=about)
+    flags = {"action": _Show, "tables": tables, "only": only, "type": show, "nargs": "+", "metavar": "FILE"}
+    parser.add_argument("--show", **flags, help=about + f" (of what --{only}s before it names)" * bool(only))
 
 
 def grouped(lines, *keys):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.lines import about, written_by
+from benchmarks.lines import about, add_show_flag
 from formats.checkpoint import SIZES, RandomWeights
 from generate import Runner, make_cache, pad
 from measure import exposed, link
@@ -69,13 +69,8 @@ def parse(argv):
     p.add_argument("--label", help="what to call the real link that --links free measures")
     p.add_argument("--profile", metavar="DIR", help="write a trace of a step of each wiring into DIR/LINK-WIRING")
     cli.add_json_flag(p, "a line for each wiring and link")
-    show = written_by("this script", *KEYS)
-    p.add_argument(
-        "--show", type=show, metavar="FILE", nargs="+", help="print the tables of such files, of all or of --wirings"
-    )
+    add_show_flag(p, tables, *KEYS, only="wiring")
     args = p.parse_args(argv)
-    if args.show:
-        return args
     if args.model not in ("small", *SIZES):
         raise InputError(f"unknown --model {args.model!r}; known: small, {', '.join(SIZES)}")
     args.config = SMALL if args.model == "small" else SIZES[args.model]
@@ -133,9 +128,6 @@ def trace_folder(args, link_name, wiring):
 
 def main(argv=None):
     args = parse(argv)
-    if args.show:
-        lines = itertools.chain(*args.show)
-        return print(tables([line for line in lines if line["wiring"] in (args.wirings or [line["wiring"]])]))
     joined = launch.join(args.device, vars(args))
     # a CUDA graph keeps the link that it was captured with
     shared = joined.device.type == "cpu" or args.eager
