@@ -10,17 +10,9 @@ import torch
 
 from formats.checkpoint import read_text
 from measure.report import environment
-from model import InputError, wiring_name
+from measure.results import wired
+from model import InputError
 from runtime.launch import World
-
-
-def wiring_name_of(line):
-    """The name of a line's wiring, also of lines from before a wiring was one word."""
-    name = line["wiring"].replace("desync-", "desync:")
-    if name == "hybrid":
-        return wiring_name("ladder", line.get("ladder_layers") or line.get("layers") or line["n_layers"] // 2)
-    value = line.get("desync_period") if name == "desync" else line.get("ladder_layers")
-    return name if name == "ladder" or ":" in name else wiring_name(name, value or None)
 
 
 def written_by(writer, *keys):
@@ -38,7 +30,7 @@ def written_by(writer, *keys):
             lines = []
         if not lines or not all(isinstance(line, dict) and line.keys() >= {*keys} for line in lines):
             raise argparse.ArgumentTypeError(f"{path} has lines that {writer} did not write")
-        return [line | {"wiring": wiring_name_of(line)} if "wiring" in line else line for line in lines]
+        return [line | {"wiring": wired(line)} if "wiring" in line else line for line in lines]
 
     return parse
 

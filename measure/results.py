@@ -82,11 +82,10 @@ def case(line):
 def wired(line):
     """The wiring of a line as parse_wiring reads it; in older lines it is hybrid or desync-2, its layers in a key."""
     name = re.sub(r"^desync-(\d+)$", r"desync:\1", line["wiring"])
-    value = line.get("desync_period") if name == "desync" else line.get("ladder_layers") or line.get("layers")
-    if name == "hybrid" and value is None:  # in benchmarks/overlap.py half of them
-        value = line["n_layers"] // 2
-    name = name.replace("hybrid", "ladder")
-    return name if ":" in name else wiring_name(name, value)
+    if name == "hybrid":  # in benchmarks/overlap.py half of them
+        return wiring_name("ladder", line.get("ladder_layers") or line.get("layers") or line["n_layers"] // 2)
+    value = line.get("desync_period") if name == "desync" else line.get("ladder_layers")
+    return name if name == "ladder" or ":" in name else wiring_name(name, value or None)
 
 
 def link(line):

@@ -409,9 +409,9 @@ MUTANTS = [  # (file, old text, new text, tests)
      BENCHMARKS + "zeroshot_has"),
     ("benchmarks/acceptance.py", "ids[1:BEGIN] * quote", "ids[:BEGIN] * quote", BENCHMARKS + "acceptance_counts"),
     ("benchmarks/acceptance.py", "counts.update(draft.accepted)", "pass", BENCHMARKS + "acceptance_counts"),
-    ("benchmarks/acceptance.py", "min(n + 1, most)", "(n + 1)", BENCHMARKS + "table_of_acceptance"),
+    ("benchmarks/acceptance.py", "min(n + 1, most)", "(n + 1)", BENCHMARKS + "rows_on"),
     ("benchmarks/speculation.py", "(n * draft + verification)", "(draft + verification)",
-     BENCHMARKS + "tables_of_speculation"),
+     BENCHMARKS + "rows_on"),
     # what strangers' files may do
     ("formats/checkpoint.py", "if not stat.S_ISREG(found.st_mode):", "if False:", HOSTILE + "'prompts_that and folder'"),
     ("formats/checkpoint.py", "isinstance(value, int | float) and value > most", "False",

@@ -175,16 +175,6 @@ def _small_ratio(argv):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# paper.py
-
-
-def test_the_paper_s_own_figures(printed):
-    rows = printed(paper).splitlines()
-    [row] = [row for row in rows if row.startswith("| no P2P | 1 | ladder | 64.5 | ")]
-    assert " | 82.6 | 96.4 | " in row and " | 1.60 | 1.87 | " in row
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # decode.py and its engines
 
 
@@ -222,15 +212,6 @@ def make_small(monkeypatch):
     names = ["DIM", "LAYERS", "HEADS", "KV_HEADS", "HIDDEN", "VOCABULARY"]
     for name, value in zip(names, [64, 2, 8, 8, 128, 256], strict=True):
         monkeypatch.setattr(engines, name, value)
-
-
-@pytest.mark.parametrize("kind, n", [("decode", 2), ("prefill", 4)])
-def test_our_engine(kind, n, monkeypatch, capsys):
-    make_small(monkeypatch)
-    engines.answer(engines.engine("ours:int8", 1), [f"{kind} {n} 1\n", f"{kind} {n} 3\n"])
-    first, second = capsys.readouterr().out.splitlines()
-    assert len(json.loads(first.removeprefix("times"))) == 1 and len(json.loads(second.removeprefix("times"))) == 3
-    torch.compiler.set_stance("default")
 
 
 def answer_on_two_ranks(world):
@@ -372,35 +353,6 @@ def test_each_kind_of_run_has_the_best_rate_of_its_own():
         adapt.chosen_rate(lines, {"layers": "all", "method": "distilled", "share": 0.2})
 
 
-@pytest.mark.slow
-def test_a_plan_skips_what_its_file_has_and_the_tables_show_it(printed, tmp_path, monkeypatch):
-    text = "\n<|endoftext|>\n".join(["Once upon a time there was a little dog. It ran to the park."] * 20)
-    (tmp_path / "t.txt").write_text(text)
-    monkeypatch.setattr(adapt, "WINDOW", ["--seq-len", "16", "--batch", "4", "--dtype", "float32"])
-    for name, value in (("SHARES", (0.2,)), ("RATES", (1e-3,)), ("SEEDS", (0, 1)), ("STEP", 64)):
-        monkeypatch.setattr(adapt, name, value)
-    kinds = adapt.layers_of(4)
-    monkeypatch.setattr(adapt, "layers_of", lambda n: {name: kinds[name] for name in ("none", "auto half")})
-    folder = tmp_path / "model"
-    folder.mkdir()
-    data.train_tokenizer([text], 300, folder / "tokenizer.model")
-    config = dataclasses.replace(BASE, n_layers=4, vocab_size=300)
-    checkpoint.write_model(folder, config, random_model(config).state_dict(), torch.float32)
-    files = ["--checkpoint", folder, "--text", tmp_path / "t.txt", "--valid", tmp_path / "t.txt"]
-    rates = [run_of(layers=layers, method=m) for layers in ("none", "last half") for m in ("plain", "distilled")]
-    more = ["--rates", write(tmp_path / "rates", rates), "--json", tmp_path / "out"]
-    assert printed(adapt, "--plan", "retrain", *files, *more).count("\n") == 8  # of four kinds, two seeds
-    assert printed(adapt, "--plan", "retrain", *files, *more) == ""
-    lines = read(tmp_path / "out")
-    assert {line["wiring"].partition(":")[0] for line in lines if line["layers"] == "auto half"} == {"ladder"}
-    scratch = write(tmp_path / "scratch", [{"plan": "scratch", "model": "m", "nats": 1.25, "before": 5.0}])
-    tables = printed(adapt, "--show", tmp_path / "out", scratch)
-    nats = [line["nats"] for line in lines if (line["layers"], line["method"]) == ("auto half", "plain")]
-    control = [line["nats"] for line in lines if line["layers"] == "none"]
-    mean = f"{sum(nats) / 2:.3f} ({min(nats):.3f}-{max(nats):.3f})"
-    assert f"{mean}, {100 * (sum(nats) / sum(control) - 1):+.1f}%" in tables and "| m | 1.250 |" in tables
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # zeroshot.py: what other wirings cost without retraining
 
@@ -528,26 +480,6 @@ def test_acceptance_counts_what_was_accepted(printed, tmp_path):
             acceptance.main([*map(str, [*flags, *drafts, "--json", out, *more])])
 
 
-def of_draft(draft, accepted, temperature=0.0, **changes):
-    return {
-        "model": "m", "wiring": "standard", "layers": [0, 1, 2, 3], "draft": draft, "accepted": accepted, "tp": 2,
-        "temperature": temperature, "quote": False, "passes": 20, "longest_rows": 30, **changes,
-    }  # fmt: skip
-
-
-def test_the_table_of_acceptance(printed, tmp_path):
-    assert acceptance.rate([1, 1, 2]) == pytest.approx((1 + 2 * 2) / (1 + 2 + 2 * 2))
-    lines = [of_draft(name, [2, 2, 4], t) for name in ("wiring:spd", "wiring:ladder") for t in (0.0, 0.8)]
-    lines += [of_draft("wiring:hybrid:2", [0, 0, 5], 0.8), of_draft("ngram", [6, 2, 2], quote=True)]
-    lines += [of_draft("wiring:upper-bound", [4, 4, 2], wiring="hybrid", layers=[1, 3])]
-    shown = printed(acceptance, "--show", write(tmp_path / "a", lines)).splitlines()
-    assert "| m | standard | wiring:spd | 2 | 0.71, 2.25 | 0.71, 2.25 |" in shown
-    assert "| m | standard | wiring:ladder | any | 0.71, 2.25 | 0.71, 2.25 |" in shown
-    assert "| m | standard | wiring:ladder:2 | any |  | 1.00, 3.00 |" in shown
-    assert "| m | standard | ngram, quoted story | any | 0.43, 1.30 |  |" in shown
-    assert "| m | ladder:1,3 | wiring:upper-bound | 2 | 0.50, 1.80 |  |" in shown
-
-
 def _small_speculation(argv):
     with pytest.MonkeyPatch.context() as m:
         m.setitem(SIZES, "1b", dataclasses.replace(TINY, n_layers=2))
@@ -572,30 +504,6 @@ def test_speculation_times_its_parts(tmp_path):
     assert slow.draft["wiring:spd"] >= 6 and slow.whole["wiring:spd", 3] >= 3 * 6 + 10
 
 
-def part(link_us, part, ms, draft=None, speculate=0):
-    link = {"name": f"{link_us}", "latency_us": link_us}
-    return {"link": link, "part": part, "draft": draft, "speculate": speculate, "ms": ms}
-
-
-def test_the_tables_of_speculation(printed, tmp_path):
-    assert speculation.seconds_per_token(2.0, 6.0, 0.5, 2) == pytest.approx((2 * 2 + 6) / (1 + 0.5 + 0.25))
-    lines = [
-        part(us, *rest) for us, ar in ((1000, 1.0), (0, 0.0)) for rest in (
-            ("step", 10 + 10 * ar), ("verification", 14 + 10 * ar, None, 2), ("verification", 12 + 10 * ar, None, 1),
-            *(("draft step", 10 + n * ar, name, 1) for name, n in (("wiring:spd", 5), ("wiring:hybrid:8", 1))),
-            ("pass", 37.0 + 20 * ar, "wiring:spd", 2),
-        )
-    ]  # fmt: skip
-    shown = printed(speculation, "--show", write(tmp_path / "s", lines)).splitlines()
-    assert (
-        "| 0 | 10.0 | 10.0 | 10.0 | 12.0 | 14.0 |" in shown and "| 1000 | 20.0 | 15.0 | 11.0 | 22.0 | 24.0 |" in shown
-    )
-    assert "Whole passes are +5.6 to +8.8 % from K d + v." in shown
-    # of 11 and 22 ms 1.9 tokens, of 2 x 11 and 24 ms 2.71
-    assert [row for row in shown if row.startswith("| 1000 | wiring:ladder:8 |") and row.endswith(" | 1.18 (2) |")]
-    assert [row for row in shown if row.startswith("| 1000 | one that takes no time |") and row.endswith(" 2.26 (2) |")]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Bad input, and the pages
 
@@ -606,11 +514,6 @@ README, DEMO = (shlex.quote(str(ROOT / name)) for name in ("README.md", "demo"))
 @pytest.mark.parametrize(
     "script, flags, message",
     [
-        (overlap, "--show missing", "--show: missing: No such file or directory"),
-        (overlap, "--n-layers 9", "--n-layers is 9 but small has 8"),
-        (overlap, "--prompt-length 4096", "--prompt-length is 4096 but must be below 4096"),
-        (overlap, "--json /proc/x/y", "--json: /proc/x/y cannot be written: "),
-        (overlap, "--label x", "--label (or netns.sh) says that there is a real link: it goes with --links free"),
         (overlap, "--links 0,x", "--links: 'x' is neither a number of microseconds nor one of free, nvlink,"),
         (overlap, "--wirings x", "--wirings: unknown wiring 'x'; known: standard, ladder, parallel,"),
         (overlap, "--wirings spd:9", "--wirings: "),
@@ -618,15 +521,11 @@ README, DEMO = (shlex.quote(str(ROOT / name)) for name in ("README.md", "demo"))
         (overlap, "", "one rank has no link"),
         (overlap, "--simulate-tp 2 --profile /proc/x", "--profile /proc/x/0-standard cannot be made: "),
         (ratio, "", "one rank has no link"),
-        (decode, "--rounds 2", "--rounds: '2' is not a whole number from 3"),
         (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, transformers, gpt-fast, llama.cpp,"),
-        (decode, "--engines llama.cpp", "--engines llama.cpp needs --gpt-fast, --llama-python, or"),
         (decode, "--cases decode", "--cases: 'decode' is neither decode:BATCH nor prefill:TOKENS"),
         (decode, "--llama-python /nosuch", "--llama-python /nosuch is no program"),
         (decode, f"--show {README}", f"--show: {README} has lines that this script did not write"),
-        (adapt, "--plan rates --text x --valid x --json y", "--plan rates needs --checkpoint"),
         (adapt, "--plan long --checkpoint c --text x --valid x --json y", "--plan long needs --checkpoint, --rates"),
-        (zeroshot, "--checkpoint x --valid x --select x", "the following arguments are required: --json"),
         (zeroshot, f"--checkpoint {DEMO} --valid x --select x --json y", f"--checkpoint {DEMO} is ladder, but must be"),
         (speculation, "--drafts ngram", "--drafts ngram does not have the model's own weights: give wiring:NAME"),
         (gpu, "--device cpu", "there is no GPU: on a CPU this takes --tiny"),
@@ -658,23 +557,24 @@ def test_netns_refuses(args):
     assert done.returncode == 2 and done.stderr.startswith("netns.sh: ") and done.stderr.count("\n") == 1
 
 
-def test_netns_runs_a_rank_in_each_namespace(tmp_path):
-    """With a Python that only says what it was asked."""
-    rank = tmp_path / "python"
-    rank.write_text('#!/bin/sh\necho "$RANK of $WORLD_SIZE at $GLOO_SOCKET_IFNAME: $*"\n')
-    rank.chmod(0o755)
-    done = netns("20mbit", "--rounds", "3", PYTHON=str(rank))
-    if done.returncode:
-        pytest.skip(f"network namespaces do not work here: {done.stderr.strip()}")
-    flags = "-m benchmarks.overlap --device cpu --links free --label veth 20mbit --rounds 3"
-    for i in (0, 1):
-        assert f"{i} of 2 at veth{i}: {flags}" in done.stdout
-
-
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
-SHOWN = [  # (page, script, flags before --show, files)
-    ("benchmarks/adapt.md", adapt, "", "adapt.jsonl adapt-scratch.jsonl"),
+SHOWN = [  # (page, script, flags before --show, files, tables on the page)
+    ("overlap.md", overlap, "standard ladder parallel parallel-ladder spd upper-bound", "overlap-memory.jsonl", 1),
+    ("overlap.md", overlap, "standard ladder parallel desync:4 upper-bound", "overlap-cpu.jsonl", 1),
+    ("overlap.md", overlap, "standard ladder parallel upper-bound", "overlap-netns.jsonl", 1),
+    ("overlap.md", overlap, "", "overlap-tp8.jsonl", 1),
+    ("overlap.md", ratio, "", "ratio.jsonl", 1),
+    ("bench.md", paper, "", "", 1),
+    ("decode.md", decode, "", "decode.jsonl", 2),
+    ("decode.md", decode, "", "decode-calls.jsonl", 1),
+    ("decode.md", decode, "", "decode-panels.jsonl", 1),
+    ("decode.md", decode, "", "decode-memory.jsonl", 1),
+    ("decode.md", decode, "ours,transformers,gpt-fast,llama.cpp", "decode-amx.jsonl", 1),
+    ("zeroshot.md", zeroshot, "", "zeroshot.jsonl", 2),
+    ("adapt.md", adapt, "", "adapt.jsonl adapt-scratch.jsonl", 2),
+    ("../docs/speculation.md", acceptance, "", "speculation-acceptance.jsonl", 1),
+    ("../docs/speculation.md", speculation, "", "speculation-speed.jsonl", 2),
 ]
 
 
@@ -683,17 +583,14 @@ def test_every_file_of_raw_lines_is_named_on_a_page():
     assert not [path.name for path in RESULTS.glob("*.jsonl") if path.name not in text]
 
 
-@pytest.mark.parametrize("page, script, flags, files", SHOWN, ids=[entry[3].split()[0] for entry in SHOWN])
-def test_the_rows_on_the_pages_are_those_that_their_command_prints(page, script, flags, files, printed):
+@pytest.mark.parametrize("page, script, some, files, tables", SHOWN, ids=[f"{row[0]} {row[3]}" for row in SHOWN])
+def test_the_rows_on_the_pages_are_those_that_their_command_prints(page, script, some, files, tables, printed):
     """A page may leave rows out."""
-    on_page = [block.splitlines() for block in (ROOT / page).read_text().split("\n\n") if block.startswith("|")]
-    checked = 0
-    for block in printed(script, *flags.split(), "--show", *(RESULTS / name for name in files.split())).split("\n\n"):
-        rows = block.strip().splitlines()
-        mine = next((shown for shown in on_page if {*shown[:3]} <= {*rows}), [])
-        checked += len(mine)
-        assert {*mine} <= {*rows}
-    assert checked > 3
+    on_page = [{*block.strip().split("\n")} for block in (RESULTS.parent / page).read_text().split("\n\n")]
+    flags = ["--engines" if script is decode else "--wirings", *some.split()] if some else []
+    shown = printed(script, *flags, *(["--show", *(RESULTS / name for name in files.split())] if files else []))
+    blocks = [{*block.strip().split("\n")} for block in shown.split("\n\n") if block.startswith("|")]
+    assert sum(any(len(mine) > 2 and mine <= block for block in blocks) for mine in on_page) == tables
 
 
 def test_the_formula_of_speculation_holds_on_the_raw_lines():
