@@ -1,31 +1,29 @@
 """Injects faults into runs of several ranks, one a run, and records how each of them ended.
 
-python -m benchmarks.faults --json results/faults.jsonl                           # all of them
-python -m benchmarks.faults --only decode,SIGKILL --ranks 2 --json FILE           # those whose name has all the words
+python -m benchmarks.faults --json results/faults.jsonl             # all of them, in some 20 minutes
+python -m benchmarks.faults --only decode,SIGKILL --json FILE       # those whose name has all the words
 python -m benchmarks.faults --list
+python -m benchmarks.faults --show results/faults.jsonl             # the table of docs/reliability.md
 
-The faults: a rank harms itself (benchmarks/victim.py) in each phase of a run; the launcher dies, or the terminal sends
-a signal; the ranks are not started alike. Each runs in a temporary folder, with its name in the environment of all its
-processes, by which they are found again.
+In each phase of a run one rank harms itself, or its launcher; or one rank is started otherwise than the others. Each
+run is one of torchrun's, whose processes are found again by a mark in their environment. It ends well, `wrong` is
+empty, if
 
-A run is well ended, `wrong` is empty, if
-- all its processes are gone within 10 s of the fault, or of --timeout where a rank only stalls, with an exit code that
-  is not 0; and no process, port, shared memory or temporary file is left;
-- of a rank that died or stalled exactly one line speaks, with the rank, the cause, the phase and the step; an exception
-  prints one traceback before it, and nothing else any, but Python for Ctrl-C while it imports. At SIGTERM and Ctrl-C
-  adapt.py saves first, and says that instead;
-- of ranks that were not started alike a line names each difference, they end with exit code 2, and print no text.
+- all its processes are gone within 5 s of the fault, within --timeout + 10 s of a stall, and torchrun fails;
+- one line says why: with the phase, the step and the cause, and in shared memory the rank, too. Only an exception has a
+  traceback. A signal to all, or a dead torchrun, may be told by a rank that names itself. adapt.py saves at a signal;
+- of ranks that were not started alike a line names the difference, they leave with code 2, and print no text.
 """
 
 import contextlib
+import functools
+import importlib
 import io
-import itertools
 import json
 import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,188 +33,157 @@ from pathlib import Path
 import torch
 
 import quantize
-from benchmarks.lines import command
+from benchmarks.lines import command, written_by
 from formats import checkpoint
 from measure import report
+from measure.results import markdown
 from model import Config, InputError, Transformer
-from runtime import cli, launch, writing
+from runtime import cli, launch, terminal, writing
 from training.data import train_tokenizer
 
 ROOT = Path(__file__).parent.parent
-SOON = 10  # seconds in which a run should end after a fault, or after the time limit of a stall
+SOON, SLOW = 5, 10  # seconds in which a run should end after a fault, and after the --timeout of a stall
 TIMEOUT = 4  # --timeout of the runs that stall, in seconds
-HANGS = 45  # seconds after a fault until a run counts as hanging
-STARTS = 150  # seconds until the fault should have happened
-MOST = 20  # lines kept of a run
-KEPT = 8000  # characters of stderr kept of one that did not end well
-TORCHS = r"\[[EWF]\d{4} |[EWI]\d{4} |frame #\d|Exception raised from |<omitting "  # warnings, and frames behind them
-PROGRESS = re.compile(r"^(loading|decoding|scoring|training): .*?(?=\w+\.py: |Traceback \(|$)", re.MULTILINE)
-CHAINED = re.compile("During handling of the above|The above exception was the direct cause")
+HANGS, STARTS = 45, 150  # seconds after a fault until a run counts as hanging; until the fault should have happened
 MARK = "LADDER_FAULT_RUN"
 
-DEATHS = "SIGKILL", "SIGTERM", "SIGABRT", "SIGSEGV"
-ERRORS = "exception", "no memory"
-STALLS = "SIGSTOP", "hang"  # the whole process, or its main thread alone
-OUTSIDE = "terminal SIGINT", "terminal SIGHUP", "launcher SIGKILL", "launcher SIGTERM"
-
-GENERATE = (
-    "generate",
-    "--checkpoint",
-    "{a}",
-    "--prompt",
-    "Once upon a time",
-    "--max-new-tokens",
-    "40",
-    "--temperature=0",
-)
-CHAT = "generate", "--checkpoint", "{a}", "--interactive", "--max-new-tokens", "4"
+GENERATE = "generate --checkpoint {a} --max-new-tokens 40 --temperature 0 --prompt Once"
+CHAT = "generate --checkpoint {a} --max-new-tokens 4 --interactive"
 ADAPT = (
-    "adapt", "--text", "{text}", "--valid", "{text}", "--out", "{out}", "--dim", "32", "--n-layers", "2", "--n-heads",
-    "4", "--n-kv-heads", "2", "--intermediate-size", "64", "--vocab-size", "300", "--seq-len", "32", "--steps", "30",
-    "--batch", "6",
-)  # fmt: skip
-EVAL = "eval", "--checkpoint", "{a}", "--text", "{text}", "--window", "32", "--batch", "1"
-PHASES = {  # (phase of victim.py, step): (the command, what a line should say of the phase)
-    ("join", 1): (GENERATE, r"\bjoin|\bstart|\bmeet"),
-    ("load", 3): (GENERATE, r"\bload|\bpreparation"),
-    ("compile", 1): ((*GENERATE, "--compile"), r"\bcompil"),
-    ("prefill", 1): (GENERATE, r"\bprefill"),
-    ("decode", 7): (GENERATE, r"\bdecode step 7\b"),
-    ("decode", 8): ((*GENERATE, "--compile"), r"\bdecode step 7\b"),  # compiling took the first call
-    ("chat", 1): (CHAT, r"\buser|\bchat"),
-    ("chat", 2): (CHAT, r"\buser|\bchat"),  # between two turns
-    ("window", 3): (EVAL, r"\bscoring of batch 2\b"),
-    ("step", 3): (ADAPT, r"\bstep 3\b"),
+    "adapt --text {text} --valid {text} --out {out} --dim 32 --n-layers 2 --n-heads 4 --n-kv-heads 2 "
+    "--intermediate-size 64 --vocab-size 300 --seq-len 32 --steps 30 --batch 6"
+)
+PHASES = {  # name: (command, module and name of a function, the call of it that meets the fault, the phase in words)
+    "join": (GENERATE, "runtime.launch", "join", 1, r"start|join"),
+    "load": (GENERATE, "formats.checkpoint", "Weights.fill", 3, r"load of"),
+    "prefill": (GENERATE, "generate", "Runner.prefill", 1, r"prefill"),
+    "decode": (GENERATE, "generate", "Runner.decode", 7, r"decode step 7\b"),
+    "chat": (CHAT, "runtime.launch", "World.tell", 2, r"the wait for the user|start"),
+    "training": (ADAPT, "adapt", "optimizer_step", 3, r"training step 3\b"),
 }
-NOBODY_KNOWS = (
-    "join",
-    "compile",
-)  # of a main thread that hangs: it may import or compile; nor of rank 0's user, who thinks
-CAUSES = {
-    **{name: rf"\bsignal {int(signal.Signals[name])}\b|{name}" for name in DEATHS},
+CAUSES = {  # kind of fault: what the line says
+    "SIGKILL": r"signal 9\b",
+    "SIGTERM": r"SIGTERM|signal 15\b",
     "exception": r"RuntimeError: something broke",
-    "no memory": r"memory|allocate",
-    **dict.fromkeys(STALLS, r"--timeout"),
+    "SIGSTOP": r"--timeout",
+    "hang": r"--timeout",  # of the main thread alone
+    "launcher SIGKILL": r"torchrun|SIGTERM",
+    "launcher SIGTERM": r"SIGTERM",
+    "terminal SIGINT": r"interrupted|saved",
+}
+STALLS = "SIGSTOP", "hang"
+UNLIKE = {  # name: (flags, or the script, of the last rank alone; what the line says)
+    "--seed": ("--seed 2", r"--seed 2.*--seed 1"),
+    "--wiring": ("--wiring standard", r"--wiring standard"),
+    "--prompt": ("--prompt The", r"--prompt"),
+    "--compile": ("--compile", r"--compile"),
+    "other weights": ("--checkpoint {b}", r"contents of --checkpoint"),
+    "other shapes": ("--checkpoint {wide}", r"contents of --checkpoint"),
+    "other quantization": ("--checkpoint {int8}", r"contents of --checkpoint"),
+    "another script": ("{root}/eval.py", r"the script eval\.py"),
+    "another version of the code": ("{code}/generate.py", r"the code"),
 }
 
 
-def faults(sizes):
-    """[{a fault}] on so many ranks: of rank 0 and the last in turn; beyond the first size only the commonest kinds."""
-    found = []
-    for size in sizes:
-        kinds = DEATHS + ERRORS + STALLS + OUTSIDE if size == sizes[0] else ("SIGKILL", "exception", "SIGSTOP")
-        for (i, (phase, step)), (j, kind) in itertools.product(enumerate(PHASES), enumerate(kinds)):
-            first = kind in OUTSIDE or (i + j) % 2
-            if kind != "hang" or (phase not in NOBODY_KNOWS and not (phase == "chat" and first)):
-                rank = 0 if first else size - 1
-                found.append({"phase": phase, "step": step, "kind": kind, "rank": rank, "ranks": size})
-    return found
+def cases():
+    """Return {name: a case}: faults in each phase of two ranks, in decode of three, and through gloo."""
+    few = "SIGKILL", "exception", "launcher SIGKILL", "terminal SIGINT"
+    found = [(phase, kind, 2, "") for phase in ("load", "prefill", "decode") for kind in CAUSES]
+    found += [(phase, kind, 2, "") for phase in ("join", "chat", "training") for kind in few]
+    most = "SIGKILL", "exception", "SIGSTOP", "hang", "launcher SIGKILL"
+    found += [("decode", kind, ranks, through) for ranks, through in ((3, ""), (2, "gloo")) for kind in most]
+    named = {}
+    for i, (phase, kind, ranks, through) in enumerate(found):
+        rank = 0 if " " in kind or (i % 2 and ranks == 2) else ranks - 1
+        name = f"{phase}, {kind}, rank {rank} of {ranks}" + f", {through}" * bool(through)
+        named[name] = {"phase": phase, "kind": kind, "rank": rank, "ranks": ranks, "through": through or "memory"}
+    return named | {f"unlike {name}": {"unlike": name, "rank": 1, "ranks": 2} for name in UNLIKE}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Ranks that are not started alike
-
-FILES = {"same.txt": "Once upon a time\n", "other.txt": "The dog ran to\n"}
-UNLIKE = {  # name: (what only the last rank has: flags, environment or script; what the lines should say)
-    "other weights": (["--checkpoint", "{b}"], "checkpoint"),
-    "other shapes": (["--checkpoint", "{wide}"], "checkpoint|config"),
-    "another tokenizer": (["--checkpoint", "{spoken}"], "tokenizer|checkpoint"),
-    "--wiring": (["--wiring", "standard"], "wiring"),
-    "--layers": (["--wiring", "ladder", "--layers", "1"], "layers"),
-    "--prompt": (["--prompt", "The dog"], "prompt"),
-    "number of prompts": (["--prompt", "Once upon a time", "--prompt", "The dog"], "prompt"),
-    "--prompt-ids": (["--prompt-ids", "1,5,6"], "prompt"),
-    "--prompt-length": (["--prompt-length", "5"], "prompt"),
-    "--prompt @": (["--prompt", "@{files}/other.txt"], "prompt"),
-    "--batch": (["--batch", "2"], "--batch"),
-    "--max-new-tokens": (["--max-new-tokens", "9"], "--max-new-tokens"),
-    "--seed": (["--seed", "2"], "--seed 2.*--seed 1"),
-    "--temperature": (["--temperature", "0.5"], r"--temperature 0\.5.*--temperature 1"),
-    "--top-k": (["--top-k", "3"], "--top-k"),
-    "--top-p": (["--top-p", "0.5"], "--top-p"),
-    "--ignore-eos": (["--ignore-eos"], "--ignore-eos"),
-    "--dtype": (["--dtype", "bfloat16"], "dtype"),
-    "--compile": (["--compile"], "--compile"),
-    "--compile-prefill": (["--compile-prefill"], "--compile-prefill"),
-    "--prefill-chunk": (["--prefill-chunk", "3"], "--prefill-chunk"),
-    "--quant": (["--checkpoint", "{int8}"], "quant|checkpoint"),
-    "--device": (["--device", "cuda"], "device"),
-    "--interactive": (["--interactive"], "--interactive|prompt"),
-    "--chat": (["--chat"], "--chat|chat template"),
-    "--link": (["--link", "pcie"], "--link"),
-    "--exposed": (["--exposed"], "--exposed"),
-    "--timeout": (["--timeout", "9"], "--timeout"),
-    "WORLD_SIZE": ({"WORLD_SIZE": "3"}, r"WORLD_SIZE|ranks"),
-    "RANK": ({"RANK": "1"}, "RANK"),  # of three ranks
-    "another script": ("eval.py", "eval.py"),
-    "another version of the code": ("{code}/generate.py", "code|version"),
-    "another version of torch": ({"PYTHONPATH": "{torch}"}, "torch"),
-}
-ALL_UNLIKE = "each rank another --seed"
+# In the ranks
 
 
-def alike(name):
-    """[(flags, environment, script) of each rank] of a case of UNLIKE; {names} stand for the files of write_files."""
-    own = ["--checkpoint", "{a}", "--max-new-tokens", "8", "--temperature", "1", "--seed", "1"]
-    prompted = [*own, "--prompt", "Once upon a time"]
-    if name == ALL_UNLIKE:
-        return [([*prompted, "--seed", str(seed)], {}, "generate.py") for seed in (1, 2, 3)]
-    if name == "--prompt @":
-        own = prompted = [*own, "--prompt", "@{files}/same.txt"]
-    change, _ = UNLIKE[name]
-    first = prompted, {}, "generate.py"
-    if isinstance(change, dict):
-        return [first] * (1 + (name == "RANK")) + [(prompted, change, "generate.py")]
-    if isinstance(change, str):
-        flags = ["--checkpoint", "{a}", "--text", "{text}"] if change == "eval.py" else prompted
-        return [first, (flags, {}, change)]
-    base = own if any("prompt" in flag or flag == "--interactive" for flag in change) else prompted
-    return [first, ([*base, *change], {}, "generate.py")]
+def harm(kind):
+    """Do to this process, or to its launcher, what the kind says; in the latter case wait while that takes effect."""
+    launcher = os.getppid()
+    if kind == "exception":
+        raise RuntimeError("something broke")
+    if kind.startswith("launcher "):
+        os.kill(launcher, signal.Signals[kind.removeprefix("launcher ")])
+    elif kind.startswith("terminal "):  # which reaches the launcher's process group
+        os.killpg(os.getpgid(launcher), signal.Signals[kind.removeprefix("terminal ")])
+    elif kind != "hang":
+        os.kill(os.getpid(), signal.Signals[kind])
+    time.sleep(3600)
 
 
-NAMES = "a", "b", "wide", "spoken", "int8", "text", "out", "files", "code", "torch"
+def prepare(case, note):
+    """Let the fault happen in this process, at the call of the function that the phase names."""
+    _, module, names, number, _ = PHASES[case["phase"]]
+    *owners, name = names.split(".")
+    owner = functools.reduce(getattr, owners, importlib.import_module(module))
+    inner, calls = getattr(owner, name), 0
+
+    @functools.wraps(inner)
+    def wrapped(*args, **kwargs):
+        nonlocal calls
+        calls += terminal.chat.__code__ is sys._getframe(1).f_code or case["phase"] != "chat"
+        if calls == number:
+            time.sleep(2 * (case["phase"] == "join"))  # until the others have imported, too
+            Path(note).write_text(str(time.time()))
+            harm(case["kind"])
+        return inner(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
 
 
-def write_files(folder):
-    """What the runs take, in a folder; {name: path}."""
-    paths = {name: folder / name for name in NAMES}
-    text = "Once upon a time there was a little dog. The dog ran to the park. "
-    paths["text"].write_text(text * 40)
-    for name in "a", "b", "wide", "spoken":
-        paths[name].mkdir()
-        width = 64 if name == "wide" else 32
-        config = Config(2, 4, 2, width // 4, width, 64, 300, 512, bos_id=1, eos_ids=(2,), wiring="ladder")
-        generator = torch.Generator().manual_seed(int(name == "b"))
-        state = {
-            key: torch.rand(t.shape, generator=generator) - 0.5 for key, t in Transformer(config).state_dict().items()
-        }
-        checkpoint.write_model(paths[name], config, state, torch.float32)
-        train_tokenizer([text + "Zebra! " * (name == "spoken")] * 30, 300, paths[name] / "tokenizer.model")
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        quantize.main(["--checkpoint", str(paths["a"]), "--mode", "int8", "--out", str(paths["int8"])])
-    paths["files"].mkdir()
-    for name, lines in FILES.items():
-        (paths["files"] / name).write_text(lines)
-    shutil.copytree(ROOT, paths["code"], ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "tests"))
-    changed = paths["code"] / "tp.py"
-    changed.write_text(changed.read_text() + "# a line more\n")
-    paths["torch"].mkdir()
-    (paths["torch"] / "sitecustomize.py").write_text(OTHER_TORCH)
-    return paths
-
-
-OTHER_TORCH = """
-import importlib.metadata, torch
-torch.__version__ = torch.version.__version__ = "2.0.1"
-"""
+def victim():
+    """Run a script of the project, as one rank of a run that meets a fault."""
+    case, note, change = json.loads(os.environ["FAULT"])
+    harmed = int(os.environ["RANK"]) == case["rank"]
+    if harmed and change[:1] and change[0].endswith(".py"):
+        flags = sys.argv[2:] if change[0].endswith("generate.py") else change[1:]
+        os.environ["PYTHONPATH"] = ""
+        os.execv(sys.executable, [sys.executable, change[0], *flags])
+    _, name, *flags = sys.argv
+    sys.argv = [f"{name}.py", *flags, *(change if harmed else [])]
+    script = importlib.import_module(name)
+    if case.get("through") == "gloo":  # as ranks of several nodes
+        os.environ.update(LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo")
+    if harmed and "kind" in case:
+        prepare(case, note)
+    launch.run(script.main)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Running one
 
 
+def write_files(folder):
+    """Write what the runs take into a folder; returns {name: path}."""
+    paths = {name: folder / name for name in ("a", "b", "wide", "int8", "text", "out", "code")} | {"root": ROOT}
+    text = "Once upon a time there was a little dog. The dog ran to the park. "
+    paths["text"].write_text(text * 40)
+    for name in "a", "b", "wide":
+        paths[name].mkdir()
+        width = 64 if name == "wide" else 32
+        config = Config(2, 4, 2, width // 4, width, 64, 300, 512, bos_id=1, eos_ids=(2,), wiring="ladder")
+        generator = torch.Generator().manual_seed(int(name == "b"))
+        shapes = {key: tensor.shape for key, tensor in Transformer(config).state_dict().items()}
+        state = {key: torch.rand(shape, generator=generator) - 0.5 for key, shape in shapes.items()}
+        checkpoint.write_model(paths[name], config, state, torch.float32)
+        train_tokenizer([text] * 30, 300, paths[name] / "tokenizer.model")
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        quantize.main(["--checkpoint", str(paths["a"]), "--mode", "int8", "--out", str(paths["int8"])])
+    shutil.copytree(ROOT, paths["code"], ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "tests"))
+    with open(paths["code"] / "tp.py", "a") as f:
+        f.write("# a line more\n")
+    return paths
+
+
 def of_run(mark):
-    """{pid: name} of the processes that live and have the mark in their environment."""
+    """Return {pid: name} of the processes that live and have the mark in their environment."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -225,285 +192,123 @@ def of_run(mark):
     return found
 
 
-def has_listener(port):
-    """Whether a local port is taken."""
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind(("127.0.0.1", port))
-        except OSError:
-            return True
-    return False
-
-
-def wait_for_end(mark, since, limit):
-    """Seconds until no process of a run was left, or None when that took longer than the limit."""
-    while of_run(mark):
-        if time.time() - since > limit:
-            return None
-        time.sleep(0.05)
-    return time.time() - since
-
-
-def end_all(mark):
-    """Kill what is left of a run; {pid: name}."""
-    left = of_run(mark)
-    for pid in left:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-    return left
-
-
-@contextlib.contextmanager
-def surroundings(mark):
-    """(an environment, a folder) for a run; yields also a list, to be filled with what the run leaves behind."""
-    before = set(os.listdir("/dev/shm"))
+def run(case, paths):
+    """Run a case; returns its line."""
+    mark, unlike = f"{os.getpid()}-{time.monotonic_ns()}", "unlike" in case
+    words = f"{GENERATE} --seed 1" if unlike else PHASES[case["phase"]][0]
+    words += f" --timeout {TIMEOUT if case.get('kind') in STALLS else 60}"
+    change = UNLIKE[case["unlike"]][0].format(**paths).split() if unlike else []
+    change += f"--checkpoint {paths['a']} --text {paths['text']}".split() * (change[:1] == [f"{ROOT}/eval.py"])
     with tempfile.TemporaryDirectory(prefix="ladder-faults-") as folder:
-        folder = Path(folder)
-        (folder / "tmp").mkdir()
-        cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
-        environment = {
-            **os.environ, MARK: mark, "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-            "TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONPATH": str(ROOT),
+        note, logs = Path(folder) / "note", Path(folder) / "logs"
+        environment = os.environ | {
+            MARK: mark, "FAULT": json.dumps([case, str(note), change]), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "", "TMPDIR": folder,
         }  # fmt: skip
-        left = []
-        yield environment, folder, left
-        new = sorted(set(os.listdir("/dev/shm")) - before)
-        left += [f"/dev/shm/{name}" for name in new if not name.startswith("sem.mp-")]  # which Python unlinks at once
-        names = sorted(path.name for path in (folder / "tmp").iterdir())
-        # the compiler's cache, and what g++ leaves where it is killed
-        left += [name for name in names if not re.match(r"torchinductor_|cc\w{6}\.", name)]
-
-
-def placeless(text):
-    """A text without the paths of this machine."""
-    return text.replace(str(ROOT), ".").replace(sys.base_prefix, "python")
-
-
-def spoken(errors):
-    """(lines of ours, [the exception of each traceback]) of what ranks printed on stderr.
-
-    Without progress, torch's warnings and their frames. Of chained tracebacks the last counts.
-    """
-    lines, raised, inside = [], [], False
-    for line in PROGRESS.sub("", errors.replace("\r", "\n")).splitlines():
-        line = re.sub(r"^\[rank\d+\]: ?", "", line)  # torch's hook for exceptions
-        if line.startswith("Traceback (most recent call last):"):
-            inside = True
-        elif CHAINED.match(line):
-            raised.pop()
-        elif inside and line[:1] in (" ", ""):  # its frames
-            pass
-        elif inside:  # the exception itself
-            inside = False
-            raised.append(line[:200])
-        elif line.strip() and not re.match(TORCHS, line):
-            lines.append(line)
-    return lines[:MOST], raised
-
-
-def inject(fault, paths, mark):
-    """Run with the fault; returns the line of what happened."""
-    (script, *flags), _ = PHASES[fault["phase"], fault["step"]]
-    flags = [flag.format(**paths) for flag in flags]
-    flags += ["--timeout", str(TIMEOUT if fault["kind"] in STALLS else 60)]
-    with surroundings(mark) as (environment, folder, left):
-        note = folder / "note"
-        environment["FAULT"] = json.dumps({**fault, "note": str(note)})
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={fault['ranks']}"]
-        words += ["--redirects=3", f"--log-dir={folder / 'logs'}", "-m", "benchmarks.victim", script, *flags]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case['ranks']}"]
+        launcher += ["--redirects=3", f"--log-dir={logs}", "-m", "benchmarks.faults", *words.format(**paths).split()]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": open(f"{folder}/report", "w")}  # noqa: SIM115
         start = time.time()
-        launcher = subprocess.Popen(
-            words, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, start_new_session=True, text=True,
-        )  # fmt: skip
-        for _ in range(fault["step"] - 1):
-            with contextlib.suppress(BrokenPipeError):
-                launcher.stdin.write("Once\n")
-                launcher.stdin.flush()
-        while not note.exists() and launcher.poll() is None and time.time() - start < STARTS:
-            time.sleep(0.02)
-        time.sleep(0.1)
-        happened = json.loads(note.read_text()) if note.exists() else {"time": start, "port": 0}
-        if fault["phase"] == "chat" and fault["kind"] == "hang":  # nobody needs that rank before the user has spoken
-            launcher.stdin.write("Once\n")
-            launcher.stdin.flush()
-        seconds = wait_for_end(mark, happened["time"], HANGS) if note.exists() else None
-        orphans = end_all(mark)
-        launcher.stdin = None
-        code = launcher.wait()
-        logs = {p: p.read_text(errors="replace") for p in sorted((folder / "logs").rglob("std*.log"))}
-        errors = placeless("".join(text for path, text in logs.items() if path.name == "stderr.log"))
-        lines, raised = spoken(errors)
-        found = {
-            **fault, "script": f"{script}.py", "errors": errors[-KEPT:], "happened": note.exists(), "seconds": seconds,
-            "code": code, "lines": lines, "raised": raised, "orphans": sorted(orphans.values()),
-            "port_taken": bool(happened["port"]) and has_listener(happened["port"]),
-        }  # fmt: skip
-    # a launcher that was killed cannot remove its own
-    found["left"] = [name for name in left if not name.startswith("torchelastic_")]
-    out = paths["out"]
-    for path in out.parent.glob(f"{out.name}*"):  # what an interrupted adapt.py goes on from
-        shutil.rmtree(path)
-    return found
-
-
-def start_unlike(name, paths, mark):
-    """Run ranks that are not started alike; returns the line of what happened."""
-    ranks = alike(name)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    with surroundings(mark) as (environment, folder, left):
-        start, processes = time.time(), []
-        for rank, (flags, own, script) in enumerate(ranks):
-            words = [sys.executable, str(ROOT / script.format(**paths)), *(flag.format(**paths) for flag in flags)]
-            if "--timeout" not in flags:
-                words += ["--timeout", str(TIMEOUT)]
-            of_rank = {
-                **environment, "PYTHONPATH": "", "RANK": str(rank), "WORLD_SIZE": str(len(ranks)),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                **{key: value.format(**paths) for key, value in own.items()},
-            }  # fmt: skip
-            with open(folder / f"{rank}.out", "w") as out, open(folder / f"{rank}.err", "w") as err:
-                processes.append(subprocess.Popen(words, env=of_rank, stdin=subprocess.DEVNULL, stdout=out, stderr=err))
-        seconds = wait_for_end(mark, start, HANGS)
-        orphans = end_all(mark)
-        codes = [process.wait() for process in processes]
-        printed, errors = (
-            placeless("".join(path.read_text(errors="replace") for path in sorted(folder.glob(kind))))
-            for kind in ("*.out", "*.err")
-        )
-        lines, raised = spoken(errors)
-        found = {
-            "unlike": name, "errors": errors[-KEPT:], "ranks": len(ranks), "seconds": seconds, "codes": codes,
-            "lines": lines, "raised": raised, "printed": printed[:200], "orphans": sorted(orphans.values()),
-            "port_taken": has_listener(port),
-        }  # fmt: skip
-    return {**found, "left": left}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Judging it
+        process = subprocess.Popen(launcher, cwd=ROOT, env=environment, start_new_session=True, **pipes)
+        try:
+            process.stdin.write(b"Once\n" * 2)
+            process.stdin.flush()
+            while not unlike and not note.exists() and process.poll() is None and time.time() - start < STARTS:
+                time.sleep(0.02)
+            time.sleep(0.1)
+            since = start if unlike else float(note.read_text()) if note.exists() else None
+            while since and of_run(mark) and time.time() - since < HANGS:
+                time.sleep(0.05)
+            seconds = time.time() - since if since and not of_run(mark) else None
+        finally:
+            for pid in of_run(mark):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+        process.stdin.close()
+        code, said = process.wait(), {}
+        for kind in "stdout", "stderr":
+            said[kind] = "".join(path.read_text(errors="replace") for path in sorted(logs.rglob(f"{kind}.log")))
+        codes = re.findall(r"exitcode *: (-?\d+)", Path(folder, "report").read_text())
+        for path in paths["out"].parent.glob("out*"):  # what an interrupted adapt.py goes on from
+            shutil.rmtree(path)
+    lines = re.findall(r"(?:(?:generate|eval|adapt)\.py: |interrupted|step \d+ is saved).*", said["stderr"])
+    line = {
+        **case, "happened": since is not None, "seconds": seconds, "code": code, "codes": sorted(set(map(int, codes))),
+        "lines": [text.replace(str(paths["out"].parent), "DIR") for text in lines],
+        "tracebacks": len(re.findall(r"^(?:\[rank\d+\]: )?Traceback \(", said["stderr"], re.MULTILINE)),
+        "printed": said["stdout"][:200],
+    }  # fmt: skip
+    return line | {"wrong": wrong(line)}
 
 
 def wrong(line):
-    """What is not as it should be with the end of a run, as this file's head says: a list of words."""
-    found = []
-    if line["orphans"]:
-        found.append(f"{len(line['orphans'])} processes lived on")
-    if line["port_taken"] or line["left"]:
-        found.append("something was left behind")
-    return found + (wrong_start(line) if "unlike" in line else wrong_end(line))
-
-
-def wrong_end(line):
-    kind, seconds, said = line["kind"], line["seconds"], of_script(line)
-    if not line["happened"]:
-        return ["the fault did not happen"]
-    found = []
-    limit = SOON + TIMEOUT * (kind in STALLS)
-    if seconds is None or seconds > limit:
-        found.append(f"not gone in {limit} s")
-    if line["code"] == 0:
-        found.append("exit code 0")
-    raised = [e for e in line["raised"] if line["phase"] != "join" or not e.startswith("KeyboardInterrupt")]
-    if len(raised) != (kind == "exception"):
-        found.append(f"{len(raised)} tracebacks")
-    if kind in OUTSIDE or (line["script"], kind) == ("adapt.py", "SIGTERM"):
-        return found + ["more than one line"] * (len(said) > 1)
-    if len(said) != 1:
-        return [*found, f"{len(said)} lines"]
-    _, phase = PHASES[line["phase"], line["step"]]
-    rank = rf"\brank {line['rank']} of {line['ranks']}\b"
-    if (line["script"], kind) == ("adapt.py", "hang"):  # gloo does not say for whom it waits
-        rank += rf"|\ball {line['ranks']} ranks\b"
-    wanted = {"the rank": rank, "the cause": CAUSES[kind], "the phase": phase}
-    return found + [f"the line does not name {what}" for what, words in wanted.items() if not re.search(words, said[0])]
-
-
-def wrong_start(line):
-    found, said = [], "\n".join(of_script(line))
-    if line["seconds"] is None:
-        return ["they hang"]
-    if any(code != 2 for code in line["codes"]):
-        found.append(f"exit codes {line['codes']}")
-    if line["printed"]:
-        found.append("a text was printed")
-    if line["raised"]:
-        found.append(f"{len(line['raised'])} tracebacks")
-    wanted = ["--seed 1", "--seed 2", "--seed 3"] if line["unlike"] == ALL_UNLIKE else [UNLIKE[line["unlike"]][1]]
-    return found + ["the difference is not named"] * (not all(re.search(words, said) for words in wanted))
-
-
-def of_script(line):
-    """The lines that say why a run ended."""
-    return [text for text in line["lines"] if re.match(r"(generate|eval|adapt)\.py: ", text)]
+    """Return what is not as it should be with the end of a run, as this file's head says: a list of words."""
+    kind, text, traced, sent = line.get("kind", ""), "\n".join(line["lines"]), line["tracebacks"], "unlike" in line
+    checks = {"the fault did not happen": line["happened"], "exit code 0": line["code"] != 0}
+    if sent:
+        checks |= {"never gone": line["seconds"] is not None, f"codes {line['codes']}": line["codes"] == [2]}
+        checks |= {"a text was printed": not line["printed"], "tracebacks": not traced}
+        checks["the difference is not named"] = re.search(UNLIKE[line["unlike"]][1], text)
+    else:
+        limit = TIMEOUT + SLOW if kind in STALLS else SOON
+        checks[f"not gone in {limit} s"] = line["seconds"] is not None and line["seconds"] <= limit
+        checks[f"{traced} tracebacks"] = traced == (kind == "exception") or (line["phase"], " " in kind) == ("join", 1)
+        checks["the cause is not named"] = re.search(CAUSES[kind], text)
+        if kind != "terminal SIGINT" and not (line["phase"] == "training" and "SIGTERM" in kind):
+            checks["the phase is not named"] = re.search(PHASES[line["phase"]][4], text)
+        if " " not in kind and line["through"] == "memory":
+            checks["the rank is not named"] = re.search(rf"\brank {line['rank']} of {line['ranks']}\b|saved", text)
+    checks[f"{len(line['lines'])} lines"] = len(line["lines"]) == 1
+    return [words for words, good in checks.items() if not good]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The command line
 
 
-def name_of(case):
-    """A case in words, for --only and --list."""
-    if "unlike" in case:
-        return f"unlike: {case['unlike']}"
-    return f"{case['phase']} {case['step']}, {case['kind']}, rank {case['rank']} of {case['ranks']}"
-
-
-def run(case, paths):
-    """Run a case; returns its line."""
-    mark = f"{os.getpid()}-{time.monotonic_ns()}"
-    try:
-        found = start_unlike(case["unlike"], paths, mark) if "unlike" in case else inject(case, paths, mark)
-    finally:
-        end_all(mark)
-    found["wrong"] = wrong(found)
-    if not found["wrong"]:
-        del found["errors"]
-    return found
-
-
-def cases(sizes):
-    return faults(sizes) + [{"unlike": name} for name in [*UNLIKE, ALL_UNLIKE]]
-
-
-def parse(argv):
-    p = cli.Parser(__doc__)
-    p.add_argument("--only", default="", metavar="WORD,...", help="cases whose name has all of these, e.g. decode,hang")
-    p.add_argument("--ranks", default="2,3", metavar="N,...", help="numbers of ranks, e.g. 2")
-    p.add_argument("--list", action="store_true", help="only print the names of the cases")
-    cli.add_json_flag(p, "a line for each case")
-    args = p.parse_args(argv)
-    try:
-        sizes = [int(size) for size in args.ranks.split(",")]
-    except ValueError:
-        raise InputError(f"--ranks {args.ranks!r} is not a list of numbers such as 2,3") from None
-    words = [word for word in args.only.split(",") if word]
-    args.cases = [case for case in cases(sizes) if all(word in name_of(case) for word in words)]
-    if not args.cases:
-        raise InputError(f"--only {args.only}: no case has all of these words; --list has their names")
-    return args
+def table(lines):
+    """Return a table in Markdown with a row for each kind of fault: how many runs, how they ended, in which time."""
+    rows = {}
+    for line in lines:
+        rows.setdefault(line.get("kind", "ranks not started alike"), []).append(line)
+    for kind, same in rows.items():
+        known = [line["seconds"] for line in same if line["seconds"] is not None and "kind" in line]
+        times = f"{min(known):.1f} to {max(known):.1f}" if known else ""
+        rows[kind] = [kind, str(len(same)), str(sum(not line["wrong"] for line in same)), times]
+    return markdown(["fault", "runs", "ended well", "seconds until all processes were gone"], list(rows.values()))
 
 
 def main(argv=None):
-    args = parse(argv)
+    p = cli.Parser(__doc__)
+    p.add_argument("--only", default="", metavar="WORD,...", help="cases whose name has all of these, e.g. decode,hang")
+    p.add_argument("--list", action="store_true", help="only print the names of the cases")
+    p.add_argument("--show", type=written_by("benchmarks/faults.py", "wrong", "seconds"), metavar="FILE")
+    cli.add_json_flag(p, "a line for each case")
+    args = p.parse_args(argv)
+    if args.show:
+        return print(table(args.show))
+    chosen = {name: case for name, case in cases().items() if all(word in name for word in args.only.split(","))}
+    if not chosen:
+        raise InputError(f"--only {args.only}: no case has all of these words; --list has their names")
     if args.list:
-        return print(*map(name_of, args.cases), sep="\n")
+        return print(*chosen, sep="\n")
     world = launch.World(0, 1, torch.device("cpu"))
-    about = {"command": command("faults", argv), **report.environment(world)}
+    about, lines = {"command": command("faults", argv), **report.environment(world)}, []
     with tempfile.TemporaryDirectory() as folder:
         paths = write_files(Path(folder))
-        for case in args.cases:
-            line = run(case, paths)
-            took = f"{line['seconds']:.1f} s" if line["seconds"] is not None else "never"
-            print(f"{name_of(case)}: {took}; {'; '.join(line['wrong']) or 'ok'}", flush=True)
-            for said in of_script(line):
-                print(f"    {said}", flush=True)
+        for name, case in chosen.items():
+            lines.append(run(case, paths))
+            took = f"{lines[-1]['seconds']:.1f} s" if lines[-1]["seconds"] is not None else "never"
+            print(
+                f"{name}: {took}; {'; '.join(lines[-1]['wrong']) or 'ok'}",
+                *lines[-1]["lines"],
+                sep="\n    ",
+                flush=True,
+            )
             if args.json:
-                writing.append_line(args.json, {**line, **about, "ranks": line["ranks"]})
+                writing.append_line(args.json, about | lines[-1])
+    print(table(lines))
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    victim() if "FAULT" in os.environ else launch.run(main)

@@ -146,13 +146,6 @@ def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=Fa
 # Ranks: one pool of processes for all tests of this process, because to start one takes longer than most tests
 
 
-class Ranks(launch.World):
-    """A rank of the pool among the first tp_size, which have process groups of their own."""
-
-    def tell(self, value):
-        return self.gather(value)[0]
-
-
 class Pool:
     """RANKS processes with one thread each. A rank takes (tp_size, function, args) and gives (error, value)."""
 
@@ -233,9 +226,9 @@ def _serve(rank, port, pipe):
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
         world = launch.join("cpu")
-        worlds, before = {RANKS: Ranks(rank, RANKS, world.device, world.group)}, gloo.threads()
+        worlds, before = {RANKS: world}, gloo.threads()
         for size in range(2, RANKS):
-            worlds[size] = Ranks(rank, size, world.device, dist_group=dist.new_group(range(size)))
+            worlds[size] = launch.World(rank, size, world.device, dist_group=dist.new_group(range(size)))
         gloo.let_preempt(gloo.threads() - before)  # as join() does with those of its group
         for size in range(max(2, rank + 1), RANKS):
             worlds[size].group = shared_memory.connect(worlds[size])
