@@ -9,7 +9,6 @@ A prompt is the first 16 tokens of a story. --quote: its first 72, and then thos
 to look up. A draft's acceptance does not depend on the link, nor on how fast anything is.
 """
 
-import argparse
 import itertools
 import time
 from collections import Counter
@@ -27,7 +26,7 @@ from runtime.cli import count, number
 from training.data import SEPARATOR
 
 BEGIN, QUOTED = 16, 72  # tokens
-KEYS = "model", "wiring", "layers", "draft", "accepted", "temperature", "quote", "passes", "longest_rows", "tp"
+KEYS = "model", "wiring", "draft", "accepted", "temperature", "quote", "passes", "longest_rows", "tp"
 
 
 def beginnings(path, tokenizer, stories, quote):
@@ -40,10 +39,18 @@ def beginnings(path, tokenizer, stories, quote):
     return [ids[: QUOTED if quote else BEGIN] + ids[1:BEGIN] * quote for ids in rows]
 
 
-def accepted(args, model, draft, prompts, temperature):
+def accepted(args, model, source, prompts, temperature, world):
     """What became of the draft's proposals in generations from all prompts: the numbers of the result's line."""
-    length = max(map(len, prompts)) + args.max_new_tokens
-    runner, draft = generate.make_runners(model, draft, speculative.Fixed(args.speculate), args.batch, length)
+    length = max(map(len, prompts)) + args.max_new_tokens + 1 + source.most
+
+    def new_runner(model, cache=None):
+        return generate.Runner(model, cache or generate.make_cache(model, args.batch, length))
+
+    def load(config, folder):
+        return generate.load_model(config, folder, args.dtype, launch.World(0, 1, world.device))
+
+    runner = new_runner(model)
+    draft = speculative.build(source, runner, new_runner, load)
     counts, passes, tokens = Counter(), 0, 0
     for first in range(0, len(prompts), args.batch):
         rows = prompts[first : first + args.batch]
@@ -118,23 +125,22 @@ def main(argv=None):
         if tokenizer is None:
             raise InputError(f"--checkpoint {args.checkpoint} has no tokenizer")
         for name in args.drafts:
-            flags = argparse.Namespace(draft=name, speculate=args.speculate, checkpoint=args.checkpoint)
-            sources.append(speculative.read(flags, config, tokenizer, world.tp_size))
+            name = f"{name}@{args.speculate}"
+            sources.append(speculative.read_draft(name, config, args.checkpoint, world.tp_size))
         prompts = beginnings(args.valid, tokenizer, args.stories, args.quote)
         if (need := len(prompts[0]) + args.max_new_tokens) > config.max_seq_len:
             raise InputError(f"--max-new-tokens: {need} tokens do not fit in the context of {config.max_seq_len}")
     args.dtype = "float32"  # in which no proposal is refused by rounding
     model, made = generate.load_model(config, args.checkpoint, args.dtype, world), about("acceptance", argv, world)
     for source in sources:
-        draft = generate.load_draft_model(source, model, args, world)
         for temperature in args.temperatures:
             start = time.perf_counter()
             line = {
                 **made, "model": checkpoint.name(args.checkpoint), "wiring": config.wiring,
-                "layers": config.wired_layers, "draft": source.name, "speculate": args.speculate,
+                "draft": source.name, "speculate": args.speculate,
                 "temperature": temperature, "quote": args.quote, "stories": args.stories, "batch": args.batch,
                 "prompt_tokens": len(prompts[0]), "max_new_tokens": args.max_new_tokens,
-                **accepted(args, model, draft, prompts, temperature), "seconds": time.perf_counter() - start,
+                **accepted(args, model, source, prompts, temperature, world), "seconds": time.perf_counter() - start,
             }  # fmt: skip
             if world.rank == 0:
                 writing.append_line(args.json, line)

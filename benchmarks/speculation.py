@@ -57,10 +57,10 @@ class Bench:
     def parts(self):
         """{(part, draft or None, number of proposals): what runs it once}."""
         texts, first = [self.prompt], self.args.counts[0]
-        found = {("step", None, 0): functools.partial(self.runner.step, texts, self.sample)}
+        found = {("step", None, 0): functools.partial(self.verify, texts, torch.zeros(1, 0, dtype=torch.long))}
         for n in self.args.counts:
             ids = torch.zeros(1, n, dtype=torch.long, device=self.world.device)
-            found["verification", None, n] = functools.partial(found["step", None, 0], proposed=(ids, None))
+            found["verification", None, n] = functools.partial(self.verify, texts, ids)
         for name, draft in self.drafts.items():
             found["draft step", name, 1] = functools.partial(draft.propose, 1, texts, [False], self.sample)
             found["pass", name, first] = functools.partial(self.run_pass, draft, texts, first)
@@ -68,7 +68,11 @@ class Bench:
 
     def run_pass(self, draft, texts, n):
         ids, q, _ = draft.propose(n, texts, [False], self.sample)
-        self.runner.step(texts, self.sample, (ids, q))
+        self.verify(texts, ids, q)
+
+    @torch.inference_mode()
+    def verify(self, texts, ids, q=None):
+        speculative.verify(self.runner, texts, ids.to(self.world.device), q, self.sample)
 
     def timed_over(self, name, run):
         """Seconds of run() over a link; all ranks begin it together."""

@@ -117,7 +117,7 @@ def main(argv=None):
         model.config = rewired(own, wiring_name(wiring, half) if half else wiring)
         line = {
             **made, **key, "nats": nats_per_token(model, valid, args.batch),
-            "tokens": sum(len(ids) - 1 for ids in valid), "wired_layers": model.config.wired_layers,
+            "tokens": sum(len(ids) - 1 for ids in valid), "wired_layers": half or [*range(own.n_layers)],
             "sensitivity": found, "n_layers": own.n_layers,
         }  # fmt: skip
         if wiring == "standard":

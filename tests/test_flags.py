@@ -18,9 +18,9 @@ SCRIPTS = {
         "--checkpoint {tiny}",
         {
             "": "no prompt: give --prompt",
-            "--prompt=": "--prompt  is empty",
+            "--prompt=": "--prompt is empty ('')",
             "--prompt=@/nowhere": "--prompt @/nowhere: No such file",
-            "--prompt=@{}/empty": "empty is empty: give some text",
+            "--prompt=@{}/empty": "--prompt is empty ('@",
             "--prompt=a\udcff": "is not valid UTF-8",
             "--prompt-ids=": "a prompt has no tokens",
             "--prompt-ids=1,x": "--prompt-ids '1,x' is not a list of numbers",
@@ -94,7 +94,7 @@ SCRIPTS = {
             "--limit 3": "--limit goes with --tasks",
             "--task-folder {}": "--task-folder goes with --tasks",
             "--num-fewshot 0": "--num-fewshot goes with --tasks",
-            "--sensitivity --wiring desync": "no such wiring: 'desync:0,'; write desync or desync:2",
+            "--sensitivity --wiring desync": "no such wiring: 'desync:0,'; write desync or desync:N",
             "--sensitivity --wiring standard": "no such wiring: 'standard:0,'",
             "--sensitivity --wiring laddr": "unknown wiring 'laddr'; known: standard, ladder",
             "--sensitivity --wiring spd:2": "is put into a wiring NAME, not of standard into spd:2",
@@ -129,8 +129,8 @@ SCRIPTS = {
     "convert_hf_checkpoint": (
         "{}",
         {
-            "": "give either --out DIR or --to-hf DIR",
-            "--out {}/out --to-hf {}/out": "give either --out DIR or --to-hf DIR",
+            "": "one of the arguments --out --to-hf is required",
+            "--out {}/out --to-hf {}/out": "--to-hf: not allowed with argument --out",
             "--out {}/out": "has no config.json: it is no Hugging Face folder",
             "--out {}/out --tokenizer /nowhere": "--tokenizer /nowhere: no such file",
             "--out {}/out --shard-gb 0": "--shard-gb: '0' is not a number above 0",

@@ -21,10 +21,10 @@ formats.checkpoint runtime.cli
 formats.tokenizer runtime.launch tp formats.huggingface formats.sources
 formats.export training.data training.sharding
 runtime.terminal measure.timing measure.clock measure.link
-measure.report
+measure.report decoding.sampling
 measure.exposed measure.preflight measure.results
 measure.advise
-decoding.sampling decoding.speculative
+decoding.speculative
 generate measure.plot measure.probe
 measure.score measure.sweep
 training.runs

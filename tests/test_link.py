@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -17,7 +15,6 @@ import torch
 import torch.distributed as dist
 from helpers import (
     BASE,
-    ROOT,
     WIRED,
     last_logits,
     main_on_ranks,
