@@ -26,7 +26,7 @@ class Letters(Tokenizer):
         "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
     )
 
-    def encode_plain(self, text):
+    def encode_plain(self, text, first=True):
         return [ord(c) for c in text]
 
 
@@ -88,7 +88,7 @@ def test_of_chats_that_begin_with_an_answer_or_a_line_break():
             "{% if add_generation_prompt %}assistant\n{% endif %}"
         )
 
-        def encode_plain(self, text):
+        def encode_plain(self, text, first=True):
             return [ord(c) for c in text.replace("\n\n", "N")]
 
     ids, counts = data.encode(Pairs(), chat("hi", "\nho"), end=2)
