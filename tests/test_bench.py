@@ -170,7 +170,7 @@ def test_drafts_are_run_where_they_can_propose(bench, drafting):
         (True, "parallel"): [plain, ngram, small, exposed],  # which has not all of the other's norms
         (True, "upper-bound"): [plain],
     }
-    assert all(flag(c, "--prompts-file") == "prompt.txt" and "--prompt-length" not in c for c in commands)
+    assert all(flag(c, "--prompt") == "@prompt.txt" and "--prompt-length" not in c for c in commands)
     commands = dry_run(bench, **{**drafting, "TPS": "2", "EXPOSED": "0", "SPECULATE": "wiring:spd:0,2@auto"})[1:]
     assert [flag(c, "--wiring") for c in commands] == ["standard", "ladder:2"]
     assert {flag(c, "--draft") for c in commands} == {"wiring:spd:0,2"}

@@ -303,3 +303,11 @@ def test_llama2(tmp_path):
     assert ours.encode("Hello world") == [1, 15043, 3186]
     for text in TEXTS:
         assert ours.decode(ours.encode(text)) == text
+
+
+def test_a_stream_keeps_several_spaces(tmp_path):
+    """Some SentencePiece models drop all spaces at the beginning of what they decode."""
+    ours = real("tok512.model", tmp_path)
+    space = ours.model.piece_to_id("▁")
+    ids, stream = [*ours.encode("a"), space, space, space, *ours.encode_plain("b")], tokenizer.TextStream(ours)
+    assert "".join(stream.push([i]) for i in ids) + stream.flush() == ours.decode(ids) == "a    b"
