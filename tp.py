@@ -14,7 +14,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from formats.checkpoint import check_shape, dtype_name
+from formats.checkpoint import check_shape, read_part
 from kernels import cpu, int_linear
 from model import InputError
 from runtime import watch
@@ -116,32 +116,12 @@ def load_shard(config, weights, dtype, device, rank=0, tp_size=1):
     for name, part in tqdm(parts, desc="loading", unit="tensor", delay=1, disable=rank > 0 or None):
         watch.at("load of", name)
         check_shape(weights, name, model.get_parameter(name).shape)
-        _put(model, name, _read(weights, name, *part, device))
+        _put(model, name, read_part(weights, name, *part, device))
     if config.tie_embeddings:
         [(start, stop)] = shard_plan(config, rank, tp_size)["output"][1]
         for kind, tensor in model.tok_embeddings.named_parameters():
             _put(model, f"output.{kind}", tensor[start:stop])
     return model.to(device)  # moves the rope frequencies, which stay float32
-
-
-def _read(weights, name, shape, dtype, dim, ranges, each, device):
-    stored = weights.dtype(name)
-    if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
-        raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(dtype)}")
-    if ranges == []:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    parts = ranges and [(start // each, -(-stop // each)) for start, stop in ranges]
-    stored_shape = list(shape)
-    if parts:
-        stored_shape[dim] = sum(stop - start for start, stop in parts)
-    tensor = cpu.empty(stored_shape, dtype, device)
-    weights.fill(tensor, name, dim, parts)
-    if tensor.shape != shape:
-        tensor = int_linear.regroup(tensor, *ranges[0], each)
-    if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
-        why = f"in {dtype_name(dtype)}; it is stored in {dtype_name(stored)}"
-        raise InputError(f"tensor {name} holds NaN or infinite values {why}")
-    return tensor
 
 
 def _put(model, name, tensor):

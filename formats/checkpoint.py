@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from kernels import int_linear
+from kernels import cpu, int_linear
 from model import LLAMA3, Config, Index, InputError, wiring_name
 from runtime import watch
 
@@ -220,6 +220,28 @@ def check_shape(weights, name, shape):
     """Raise InputError unless the tensor has the config's shape. weights: as tp.load_shard takes them."""
     if weights.shape(name) != shape:
         raise InputError(f"tensor {name} is {weights.shape(name)}, but the config says {tuple(shape)}")
+
+
+def read_part(weights, name, shape, dtype, dim, ranges, each, device):
+    """Return what a rank holds of a tensor, as tp.held says. Raises InputError for integers where floats should be, or
+    integers of another type, and for numbers that are not finite."""
+    stored = weights.dtype(name)
+    if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
+        raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(dtype)}")
+    if ranges == []:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    parts = ranges and [(start // each, -(-stop // each)) for start, stop in ranges]
+    stored_shape = list(shape)
+    if parts:
+        stored_shape[dim] = sum(stop - start for start, stop in parts)
+    tensor = cpu.empty(stored_shape, dtype, device)
+    weights.fill(tensor, name, dim, parts)
+    if tensor.shape != shape:
+        tensor = int_linear.regroup(tensor, *ranges[0], each)
+    if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
+        why = f"in {dtype_name(dtype)}; it is stored in {dtype_name(stored)}"
+        raise InputError(f"tensor {name} holds NaN or infinite values {why}")
+    return tensor
 
 
 def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie_embeddings=False):

@@ -98,7 +98,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("tp.py", "F.pad(logits, (0, part - logits.shape[-1]))", "F.pad(logits, (part - logits.shape[-1], 0))", RANKS),
     ("tp.py", '{kind}", tensor[start:stop])', '{kind}", tensor[: stop - start])', RANKS),
     (
-        "tp.py",
+        "formats/checkpoint.py",
         "tensor = int_linear.regroup(tensor, *ranges[0], each)",
         "pass",
         "test_quantize.py -k 'test_any_tp_computes_what_one_device_does and 3'",
