@@ -287,6 +287,7 @@ def reason(code, log):
 def sweep(s, place):
     """Run those of the plan that have no line in the file OUT; returns how many failed. place: as run takes it."""
     environment = {k: v for k, v in os.environ.items() if k != "NCCL_P2P_DISABLE"}  # or the real link were another
+    environment.setdefault("GOMP_SPINCOUNT", "1000")  # as in the Makefile: threads that spin on hold up the others
     planned = [(c, command_line(c, s)) for c in plan(s)]
     lines = results.read(s.out) if os.path.exists(s.out) else []
     done = {(line["repeat"], line["command"]) for line in lines}

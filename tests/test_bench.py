@@ -25,13 +25,14 @@ def bench(tmp_path, monkeypatch, capsys):
     before they fail or as an exit code; gpus. It returns what a finished process has."""
     calls = []
     monkeypatch.chdir(tmp_path)
-    for name in (*sweep.NAMES, "NCCL_P2P_DISABLE"):
+    for name in (*sweep.NAMES, "NCCL_P2P_DISABLE", "GOMP_SPINCOUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sweep, "ROOT", ".")
 
     def run(words=(), when=None, trouble="", gpus=2, **settings):
         def pretended(command, environment, place):
             calls.append(command)
+            assert environment["GOMP_SPINCOUNT"] == "1000"
             if when and when in command:
                 return (int(trouble), "", None) if trouble.isdecimal() else (1, trouble, None)
             words, around = shlex.split(command.replace("$NODE_RANK", environment["NODE_RANK"])), dict(environment)
