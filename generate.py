@@ -15,13 +15,13 @@ import torch
 
 from decoding.sampling import Plain, Sampler
 from formats import checkpoint
-from formats.checkpoint import DTYPES, SIZES
+from formats.checkpoint import DTYPES
 from formats.tokenizer import load_tokenizer
 from kernels import cpu, int_linear
-from measure import link, preflight, report
+from measure import preflight, report
 from model import InputError
 from runtime import cli, launch, terminal, watch, writing
-from runtime.cli import count
+from runtime.cli import count, number
 from runtime.launch import World
 from tp import TensorParallel, load_shard
 
@@ -32,7 +32,7 @@ from tp import TensorParallel, load_shard
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
     with world.together():
-        weights = checkpoint.Weights(folder) if folder else checkpoint.RandomWeights(config, world.device)
+        weights = checkpoint.Weights(folder) if folder else sizes().RandomWeights(config, world.device)
         dtype = chosen_dtype(dtype, folder, weights)
         model = load_shard(config, weights, dtype, world.device, world.rank, world.tp_size)
     watch.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
@@ -40,6 +40,12 @@ def load_model(config, folder, dtype, world):
     if world.group is not None:
         model.comm = TensorParallel(config, world.tp_size, world.group)
     return model
+
+
+def sizes():
+    from formats import sizes  # a room that only --model enters
+
+    return sizes
 
 
 def chosen_dtype(name, folder, weights=None):
@@ -237,7 +243,7 @@ def parse(argv):
     g = p.add_argument_group("model")
     which = g.add_mutually_exclusive_group(required=True)
     which.add_argument("--checkpoint", metavar="DIR", help="a folder of weights (docs/formats.md), e.g. demo")
-    words = f"random weights of a named size, e.g. 1b, or N layers of it, e.g. 8b:4; known: {', '.join(SIZES)}"
+    words = "random weights of a named size, such as 1b, 8b or 70b, or N layers of it, e.g. 8b:4"
     which.add_argument("--model", metavar="NAME[:N]", help=words)
     g.add_argument("--quant", metavar="int8|int4[:N]", help="of --model: integers, int4 in groups of N columns (64)")
     g.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's, or bfloat16)")
@@ -258,8 +264,14 @@ def parse(argv):
     )
     words += "or of these weights in another wiring, e.g. wiring:spd@2"
     g.add_argument("--draft", metavar="DIR|ngram|wiring:NAME[@K|@auto]", help=words)
-    link.add_flags(p)
-    cli.add_json_flag(p)
+    g = p.add_argument_group("communication", "what it costs, and what it would cost elsewhere: docs/measuring.md")
+    g.add_argument("--exposed", action="store_true", help="report how much of it was not hidden")
+    g.add_argument("--profile", metavar="DIR", help="write a trace of a prefill and a decode step for each rank")
+    words = "emulate a link between the ranks: a name such as pcie, or its numbers, e.g. 100us+50gbps"
+    g.add_argument("--link", metavar="LINK", help=words)
+    words = "run rank 0 of N alone, over an emulated link, e.g. 8"
+    g.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help=words)
+    cli.add_json_flag(g)
     args = p.parse_args(argv)
     if args.quant and args.checkpoint:
         raise InputError("--quant goes with --model: a checkpoint is as it is (quantize.py makes another)")
@@ -272,7 +284,7 @@ def parse(argv):
 def describe(args, world):
     """Return the Config of what is to be loaded, wired as the flags say, and the tokenizer, None without one."""
     if args.model:
-        return cli.with_wiring(checkpoint.named_size(args.model, args.quant), args), None
+        return cli.with_wiring(sizes().named_size(args.model, args.quant), args), None
     own = checkpoint.read_config(args.checkpoint)
     config = cli.with_wiring(own, args)
     if world.rank == 0:
@@ -293,9 +305,11 @@ def contents(args, prompts, source, device):
 
 def main(argv=None):
     args = parse(argv)
-    emulated = link.from_flags(args) or (link.FREE if args.exposed else None)
-    world = link.emulate(launch.join(args.device, vars(args)), emulated, args.simulate_tp)
-    source = speculative = None
+    world, over, source = launch.join(args.device, vars(args)), None, None
+    if args.link or args.simulate_tp or args.exposed:
+        from measure import link  # like the other rooms below: a plain run does not enter them
+
+        world, over = link.emulated(world, args)
     with world.together():
         sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
         config, tokenizer = describe(args, world)
@@ -304,7 +318,7 @@ def main(argv=None):
         slots = min(args.interactive, config.max_seq_len) if args.interactive else max(map(len, prompts)) + new
         models = [(config, chosen_dtype(args.dtype, args.checkpoint), world.tp_size)]
         if args.draft:
-            from decoding import speculative  # a room that a plain run does not enter
+            from decoding import speculative
 
             source = speculative.read_draft(args.draft, config, args.checkpoint, world.tp_size)
             slots += 1 + source.most  # a row that is done stays at its last token, which is read again
@@ -337,7 +351,9 @@ def main(argv=None):
         def answer(ids, new, on_tokens, known):
             return generate(runner, [ids], new, sample, eos_ids, on_tokens, draft=draft, known=known).rows[0]
 
-        return terminal.chat(answer, tokenizer, world, min(args.interactive, config.max_seq_len), args.max_new_tokens)
+        from runtime.chat import chat
+
+        return chat(answer, tokenizer, world, min(args.interactive, config.max_seq_len), args.max_new_tokens)
     printer = None
     if world.rank == 0 and not world.simulated:
         printer = terminal.Printer(prompts, tokenizer, new, show_prompt=not args.chat)
@@ -352,8 +368,12 @@ def main(argv=None):
     if world.rank == 0:
         found |= {"draft": source and source.name, "speculate": source and source.count}
         name = args.model.partition(":")[0] if args.model else checkpoint.name(args.checkpoint)
-        result = report.result(name, model, link.from_flags(args), world, found)
+        result = report.result(name, model, over, world, found)
         print(report.summary(result), file=sys.stderr)
+        if source:
+            print(speculative.line_of(result), file=sys.stderr)
+        for kind, measured in (found["exposed"] or {}).items():
+            print(exposed.lines(kind, measured), file=sys.stderr)
         if args.json:
             writing.append_line(args.json, result)
 

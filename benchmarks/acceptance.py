@@ -16,9 +16,9 @@ from collections import Counter
 import generate
 from benchmarks.lines import about, add_show_flag, grouped
 from decoding import speculative
+from decoding.speculative import mean_accepted
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
-from measure.report import mean_accepted
 from measure.results import markdown
 from model import WIRINGS, InputError
 from runtime import cli, launch, writing

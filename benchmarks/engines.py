@@ -25,7 +25,7 @@ def ours(quant, world=None):
 
     import torch
 
-    from formats.checkpoint import SIZES
+    from formats.sizes import SIZES
     from generate import Runner, load_model, make_cache, pad
     from measure.exposed import replays
     from runtime.launch import World

@@ -38,7 +38,7 @@ from formats import checkpoint
 from measure import report
 from measure.results import markdown
 from model import Config, InputError, Transformer
-from runtime import cli, launch, terminal, writing
+from runtime import chat, cli, launch, writing
 from training.data import train_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -128,7 +128,7 @@ def prepare(case, note):
     @functools.wraps(inner)
     def wrapped(*args, **kwargs):
         nonlocal calls
-        calls += terminal.chat.__code__ is sys._getframe(1).f_code or case["phase"] != "chat"
+        calls += chat.chat.__code__ is sys._getframe(1).f_code or case["phase"] != "chat"
         if calls == number:
             time.sleep(2 * (case["phase"] == "join"))  # until the others have imported, too
             Path(note).write_text(str(time.time()))

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.lines import about, add_show_flag
-from formats.checkpoint import SIZES, RandomWeights
+from formats.sizes import SIZES, RandomWeights
 from generate import Runner, make_cache, pad
 from measure import exposed, link
 from measure.clock import variants

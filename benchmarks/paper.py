@@ -18,7 +18,7 @@ import dataclasses
 
 import torch
 
-from formats.checkpoint import SIZES
+from formats.sizes import SIZES
 from measure.advise import (
     GPUS,
     decode_work,

@@ -21,7 +21,7 @@ from benchmarks.lines import about, add_show_flag, grouped
 from benchmarks.overlap import links
 from decoding import speculative
 from decoding.sampling import Sampler
-from formats.checkpoint import SIZES
+from formats.sizes import SIZES
 from measure import link
 from measure.results import markdown
 from measure.timing import in_turns, quartiles, timed

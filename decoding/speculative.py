@@ -337,3 +337,28 @@ def of_model(draft, count, runner, new_runner):
         return Ngrams(Fixed(count))
     check_vocabulary(draft.config, config, "draft")
     return SmallModel(Fixed(count), new_runner(draft))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The report
+
+
+def mean_accepted(counts):
+    """Return the mean number of accepted proposals, of "accepted" in a result, or None if there were none."""
+    return sum(n * count for n, count in enumerate(counts)) / sum(counts) if sum(counts) else None
+
+
+def line_of(r):
+    """Return what a draft did, in a line for people."""
+    how = "auto" if r["speculate"] == "auto" else f"{r['speculate']} at a time"
+    line = f"draft {r['draft']}, {how}: {r['passes']} passes"
+    if (mean := mean_accepted(r["accepted"])) is not None:
+        shares = ", ".join(f"{n}: {100 * count / sum(r['accepted']):.0f} %" for n, count in enumerate(r["accepted"]))
+        line += (
+            f", {sum(r['accepted'])} times with proposals for a row, {mean:.2f} of them accepted on average ({shares})"
+        )
+    elif r["passes"]:
+        line += (
+            ", none with proposals: " + "nothing was found, or " * (r["draft"] == "ngram") + "plain steps are faster"
+        )
+    return f"{line}; drafting {r['draft_s']:.2f} s, the rest {r['decode_s'] - r['draft_s']:.2f} s"

@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from formats import checkpoint
-from formats.checkpoint import SIZES, dtype_name
+from formats import checkpoint, sizes
+from formats.checkpoint import dtype_name
+from formats.sizes import SIZES
 from kernels import int_linear
 from measure import link, report, results
 from measure.clock import run_layers, variants
@@ -234,7 +235,7 @@ def choose_machine(args, dtype):
 def main(argv=None):
     args = parse(argv)
     if args.model:
-        own, dtype, name = checkpoint.named_size(args.model, args.quant), torch.bfloat16, args.model
+        own, dtype, name = sizes.named_size(args.model, args.quant), torch.bfloat16, args.model
     else:
         own, name = checkpoint.read_config(args.checkpoint), checkpoint.name(args.checkpoint)
         dtype = checkpoint.Weights(args.checkpoint).dtype("norm.weight")

@@ -15,7 +15,7 @@ import torch
 
 from measure.clock import count_all_reduces, run_clock
 from measure.link import Link
-from measure.timing import in_turns, quartiles, timed
+from measure.timing import hidden_share, in_turns, quartiles, timed, within_noise
 from model import Config, InputError, SingleDevice
 from runtime import writing
 from tp import TensorParallel
@@ -183,3 +183,20 @@ def profile(folder, world, steps):
             raise InputError(f"cannot write {path}: the profiler failed to; is the disk full?")
     if world.rank == 0:
         print(f"trace in {path}", file=sys.stderr)
+
+
+def lines(kind, r):
+    """Return a report in two lines for people."""
+    if not r["all_reduces"]:
+        return f"{kind}: {r['step_ms']:.2f} ms a step, without any all-reduce"
+    share = "what it hid is within noise" if within_noise(r) else f"{hidden_share(r)} hidden"
+    if r["limit_ms"] is None:
+        share += "; no limit is known: other all-reduces ran than this wiring's"
+    elif not within_noise(r):
+        above = 100 * (r["step_ms"] / r["limit_ms"] - 1)
+        share += f"; {above:+.1f} % from this wiring's limit of {r['limit_ms']:.2f} ms"
+    return (
+        f"{kind}: {r['step_ms']:.2f} ms a step, {r['silent_ms']:.2f} without its {r['all_reduces']} all-reduces of "
+        f"{r['all_reduce_bytes']:,} bytes, which take {r['all_reduces'] * r['all_reduce_ms']:.2f} ms on their own "
+        f"({r['all_reduce_ms']:.3f} each)\n  exposed: {r['exposed_ms']:.2f} ms; {share}"
+    )

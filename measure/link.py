@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from kernels import shared_memory
 from model import InputError
-from runtime import cli, launch
+from runtime import launch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,21 +87,12 @@ def parse(text):
     return custom(float(latency_us or 0), gbps and float(gbps))
 
 
-def add_flags(parser):
-    """Add the flags that measure communication, and those that emulate a link, which from_flags() reads."""
-    g = parser.add_argument_group("communication", "what it costs, and what it would cost elsewhere: docs/measuring.md")
-    g.add_argument("--exposed", action="store_true", help="report how much of it was not hidden")
-    g.add_argument("--profile", metavar="DIR", help="write a trace of a prefill and a decode step for each rank")
-    g.add_argument("--link", metavar="LINK", help=f"emulate a link between the ranks: {FORMS}")
-    two = cli.number(int, 2)
-    g.add_argument("--simulate-tp", type=two, metavar="N", help="run rank 0 of N alone, over an emulated link, e.g. 8")
-
-
-def from_flags(args):
-    """Return the Link that the flags describe, or None."""
+def emulated(world, args):
+    """Return the World that --link, --simulate-tp and --exposed of generate.py ask for, and the Link or None."""
     if args.simulate_tp and not args.link:
         raise InputError("--simulate-tp needs a link to predict: --link NAME, or its numbers, e.g. --link 100us+50gbps")
-    return None if args.link is None else parse(args.link)
+    link = None if args.link is None else parse(args.link)
+    return emulate(world, link or FREE, args.simulate_tp), link
 
 
 def emulate(world, link, simulate_tp=None):

@@ -12,8 +12,7 @@ import torch
 
 from formats.checkpoint import dtype_name
 from kernels import cpu
-from measure.link import Link
-from measure.timing import hidden_share, timed, within_noise
+from measure.timing import timed
 
 LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and say nothing of its memory
 
@@ -169,11 +168,6 @@ def generation(runner, draft, world, prompts, done):
     }  # fmt: skip
 
 
-def mean_accepted(counts):
-    """Return the mean number of accepted proposals, of "accepted" in a result, or None if there were none."""
-    return sum(n * count for n, count in enumerate(counts)) / sum(counts) if sum(counts) else None
-
-
 def result(name, model, link, world, found):
     """Return the JSON line of generate.py: all that a run is and found. link: None for the machine's own."""
     c = model.config
@@ -184,54 +178,18 @@ def result(name, model, link, world, found):
     }  # fmt: skip
 
 
-def exposed_lines(kind, r):
-    """Return the report of exposed.py in two lines for people."""
-    if not r["all_reduces"]:
-        return f"{kind}: {r['step_ms']:.2f} ms a step, without any all-reduce"
-    share = "what it hid is within noise" if within_noise(r) else f"{hidden_share(r)} hidden"
-    if r["limit_ms"] is None:
-        share += "; no limit is known: other all-reduces ran than this wiring's"
-    elif not within_noise(r):
-        above = 100 * (r["step_ms"] / r["limit_ms"] - 1)
-        share += f"; {above:+.1f} % from this wiring's limit of {r['limit_ms']:.2f} ms"
-    return (
-        f"{kind}: {r['step_ms']:.2f} ms a step, {r['silent_ms']:.2f} without its {r['all_reduces']} all-reduces of "
-        f"{r['all_reduce_bytes']:,} bytes, which take {r['all_reduces'] * r['all_reduce_ms']:.2f} ms on their own "
-        f"({r['all_reduce_ms']:.3f} each)\n  exposed: {r['exposed_ms']:.2f} ms; {share}"
-    )
-
-
-def drafted_line(r):
-    """Return what a draft did, in a line for people."""
-    how = "auto" if r["speculate"] == "auto" else f"{r['speculate']} at a time"
-    line = f"draft {r['draft']}, {how}: {r['passes']} passes"
-    if (mean := mean_accepted(r["accepted"])) is not None:
-        shares = ", ".join(f"{n}: {100 * count / sum(r['accepted']):.0f} %" for n, count in enumerate(r["accepted"]))
-        line += (
-            f", {sum(r['accepted'])} times with proposals for a row, {mean:.2f} of them accepted on average ({shares})"
-        )
-    elif r["passes"]:
-        line += (
-            ", none with proposals: " + "nothing was found, or " * (r["draft"] == "ngram") + "plain steps are faster"
-        )
-    return f"{line}; drafting {r['draft_s']:.2f} s, the rest {r['decode_s'] - r['draft_s']:.2f} s"
-
-
 def summary(r):
     """Return the result in a few lines for people."""
     head = "PREDICTED times of one rank alone: " if r["simulated"] else ""
     head += f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}"
-    head += f", link {Link(**r['link'])}" if r["link"] else ""
+    head += f", link {r['link']['name']}" if r["link"] else ""
     head += f", batch {r['batch']}, {r['quant'] or r['dtype']}, {r['device']}"
     times = f"load {r['load_s']:.2f} s, compile {r['compile_s']:.2f} s, first token {r['ttft_ms']:.1f} ms"
     if r["tpot_ms"]:
         times += f", then {r['tpot_ms']:.2f} ms per token: {r['tok_s']:.1f} tok/s"
         times += f" ({r['tok_s_user']:.1f} for each of {r['batch']} users)" * (r["batch"] > 1)
-    if r.get("draft"):
-        times += "\n" + drafted_line(r)
     memory = f"{r['step_bytes'] / 1e6:.1f} MB read per {'pass' if r.get('draft') else 'step'}"
     if bandwidth_share(r):
         memory += f", {100 * r['mbu']:.0f} % of what {r['bandwidth'] / 1e9:.1f} GB/s allow"
     memory += f", peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"
-    reports = "".join("\n" + exposed_lines(*item) for item in (r["exposed"] or {}).items())
-    return f"{head}\n{times}\n{memory}{reports}"
+    return f"{head}\n{times}\n{memory}"

@@ -15,8 +15,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
+from decoding.speculative import mean_accepted
 from formats.checkpoint import read_text
-from measure.report import bandwidth_share, mean_accepted
+from measure.report import bandwidth_share
 from measure.timing import hidden_share, overlapping, quartiles
 from model import WIRINGS, InputError, wiring_name
 

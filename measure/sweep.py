@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from formats.checkpoint import SIZES
+from formats.sizes import SIZES
 from measure import plot, results
 from measure.link import LINKS
 from model import WIRINGS, InputError, parse_wiring, wiring_name

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from formats.checkpoint import first_line
-from kernels import gloo, shared_memory
 from model import InputError
 from runtime import watch
 
@@ -114,6 +113,8 @@ def join(device=None, flags=None):
     flags = flags or {}
     if tp_size == 1:
         return World(rank, tp_size, choose_device(device, rank, tp_size))
+    from kernels import gloo, shared_memory  # a single process does without them
+
     store, node = _store(), os.environ.get("GROUP_RANK", f"of rank {rank}")  # torchrun's number of the node
     device = choose_device(device, rank, tp_size)
     world = World(rank, tp_size, device)
@@ -200,7 +201,7 @@ def run(main):
     except BaseException as e:
         error = e
     # a Watch knows better than a collective that has lost a peer, or a signal that followed from that
-    lost = isinstance(error, dist.DistError) or "gloo" in str(error) or shared_memory.lost_peer()
+    lost = isinstance(error, dist.DistError) or "gloo" in str(error) or (_watch and _watch.memory.lost_peer())
     if _watch and (isinstance(error, watch.Terminated) or (lost and isinstance(error, Exception))):
         _watch.known.wait(watch.GRACE if lost else 0.5)
         error = _watch.found or error

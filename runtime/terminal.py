@@ -1,24 +1,12 @@
 """The terminal: prompts in, text out, a chat."""
 
-import contextlib
-import io
-import os
-import select
-import sys
-import termios
-
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
 from formats import checkpoint
 from formats.tokenizer import TextStream
 from model import InputError
-from runtime import watch
 from runtime.cli import count
-
-CTRL_C = b"\3"
-PASSES_BETWEEN_CHECKS = 8  # of several ranks, for a Ctrl-C: each check is a broadcast
 
 
 def add_prompt_flags(parser):
@@ -121,106 +109,3 @@ class Printer:
             for prompt, text in zip(self.prompts, texts, strict=True):
                 print(f"--- {self.tokenizer.decode(prompt)}{text}")
         return texts
-
-
-class Keyboard:
-    """The user's lines, on rank 0; at a terminal Ctrl-C ends a line: at its signal torchrun would end all ranks."""
-
-    def __init__(self, world):
-        self.world, self.passes, self.stopped = world, 0, False
-        self.is_terminal = world.rank == 0 and sys.stdin.isatty()
-        self.early = []  # lines typed during an answer
-
-    def __enter__(self):
-        if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")
-        if self.is_terminal:
-            self.settings, changed = termios.tcgetattr(0), termios.tcgetattr(0)
-            changed[6][termios.VINTR], changed[6][termios.VEOL] = b"\0", CTRL_C
-            termios.tcsetattr(0, termios.TCSANOW, changed)
-        return self
-
-    def __exit__(self, *_):
-        if self.is_terminal:
-            termios.tcsetattr(0, termios.TCSANOW, self.settings)
-
-    def line(self):
-        """Return the next line, or None at the end or a Ctrl-C."""
-        if not self.is_terminal:
-            with contextlib.suppress(EOFError):
-                return input()
-            return None
-        if self.stopped:
-            self.early.clear()
-        self.stopped = False
-        print("> ", end="", flush=True)
-        typed = self.early.pop(0) if self.early else os.read(0, 2**16)
-        if typed and not typed.endswith(CTRL_C):
-            return typed.decode(errors="replace").rstrip("\n")
-        print()
-        return None
-
-    def stops(self):
-        """Return, after each pass of an answer and on all ranks alike, whether the user typed Ctrl-C meanwhile."""
-        while self.is_terminal and not self.stopped and select.select([0], [], [], 0)[0]:
-            self.early.append(os.read(0, 2**16))
-            self.stopped = not self.early[-1] or self.early[-1].endswith(CTRL_C)
-        self.passes += 1
-        if self.world.alone or self.passes % PASSES_BETWEEN_CHECKS:
-            return self.world.alone and self.stopped
-        stopped = torch.tensor(self.stopped, dtype=torch.int32, device=self.world.device)
-        dist.broadcast(stopped, 0)
-        return bool(stopped)
-
-
-def chat(answer, tokenizer, world, context, max_new_tokens):
-    """Read a line, answer, repeat. With a chat template the lines are user messages, else the text just goes on.
-
-    answer(ids, max_new_tokens, on_tokens, known) -> new ids: the arguments of generate.generate.
-    """
-    messages, ids, held = [], [], []  # held: the tokens that are in the cache
-
-    def say(text):
-        if world.rank == 0:
-            print(text, file=sys.stderr)
-
-    def extended(messages, ids, line):
-        """Return a conversation and its ids with one more line of the user."""
-        messages = [*messages, {"role": "user", "content": line}]
-        if tokenizer.template is not None:
-            return messages, tokenizer.chat(messages)
-        return messages, ids + tokenizer.encode_plain(line) if ids else tokenizer.encode(line)
-
-    with Keyboard(world) as keyboard:
-        if keyboard.is_terminal:
-            how = "the text just goes on" if tokenizer.template is None else "in the checkpoint's chat template"
-            say(f"{how}; Ctrl-C stops an answer, Ctrl-D ends")
-        while True:
-            watch.at("the wait for the user", timed=world.rank > 0)  # of the others only until rank 0 goes on
-            line = world.tell(keyboard.line() if world.rank == 0 else None)
-            if line is None:
-                return
-            if not line.strip():
-                continue
-            anew = extended([], [], line)
-            if len(anew[1]) >= context:
-                say(f"a message of {len(anew[1])} tokens leaves no room in the context of {context}: shorten it")
-                continue
-            messages, ids = extended(messages, ids, line)
-            if len(ids) >= context:
-                say(f"{len(ids)} tokens do not fit the context of {context}: starting anew with this message")
-                messages, ids = anew
-            new = fit(max_new_tokens, [ids], context)
-            printer = Printer([ids], tokenizer, new, show_prompt=False) if world.rank == 0 else None
-
-            def on_tokens(fresh, printer=printer):
-                if printer is not None:
-                    printer.push(fresh)
-                return keyboard.stops()
-
-            row = answer(ids, new, on_tokens, len(os.path.commonprefix([held, ids[:-1]])))
-            if printer is not None:
-                printer.finish([row])
-            ids = ids + row
-            held = ids[:-1]
-            messages.append({"role": "assistant", "content": tokenizer.decode(row)})

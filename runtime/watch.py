@@ -16,8 +16,6 @@ from multiprocessing import connection
 
 import torch
 
-from kernels import shared_memory
-
 TICK = 1  # seconds
 GRACE = 3  # seconds for the main thread to end by itself
 BUSY = 0.2  # of a tick: a process that had that much of a core computes, and does not hang
@@ -110,7 +108,10 @@ class Watch(threading.Thread):
     """
 
     def __init__(self, store, rank, tp_size, processes, timeout, leave):
+        from kernels import shared_memory  # a single process does without it
+
         super().__init__(daemon=True, name="watch")
+        self.memory = shared_memory
         self.store, self.rank, self.tp_size, self.processes = store.clone(), rank, tp_size, processes
         self.timeout, self.leave = timeout and max(timeout, 2 * TICK), leave
         self.found, self.known = None, threading.Event()  # why the run ends, and that it does
@@ -149,7 +150,7 @@ class Watch(threading.Thread):
         self.ticks += 1
         if self.launcher not in (None, os.getppid()):
             self._end(Verdict(f"torchrun has died; rank {self.rank} of {self.tp_size} was in {here}"))
-        pieces, awaited = shared_memory.progress()
+        pieces, awaited = self.memory.progress()
         place = dataclasses.replace(here, beats=here.beats + pieces, awaited=awaited, ticks=self.ticks)
         self.store.set(f"place {self.rank}", json.dumps(dataclasses.asdict(place)))
         if code := ended(self.store):
@@ -189,7 +190,7 @@ class Watch(threading.Thread):
         """End this process by way of its main thread, or else from here."""
         self.found = why
         self.known.set()
-        shared_memory.abandon()
+        self.memory.abandon()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(GRACE)
         self.leave(why)

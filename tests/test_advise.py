@@ -9,7 +9,7 @@ from helpers import BASE, random_model
 
 from benchmarks import paper
 from formats import checkpoint
-from formats.checkpoint import SIZES, RandomWeights
+from formats.sizes import SIZES, RandomWeights
 from measure import advise, report
 from measure.advise import Machine, Times
 from measure.clock import variants

@@ -29,9 +29,9 @@ from benchmarks import (
     speculation,
     zeroshot,
 )
-from decoding.speculative import expected
+from decoding.speculative import expected, mean_accepted
 from formats import checkpoint
-from formats.checkpoint import SIZES
+from formats.sizes import SIZES
 from formats.tokenizer import load_tokenizer
 from kernels import cpu, int_linear
 from measure import report
@@ -597,4 +597,4 @@ def test_the_formula_of_speculation_holds_on_the_raw_lines():
     """To 3 %: 1 + a + ... + a^K tokens of a pass, with the rate a of its run."""
     for x in read(RESULTS / "speculation-acceptance.jsonl"):
         formula = expected(acceptance.rate(x["accepted"]), x["speculate"])
-        assert x["draft"] == "ngram" or abs((1 + report.mean_accepted(x["accepted"])) / formula - 1) < 0.03
+        assert x["draft"] == "ngram" or abs((1 + mean_accepted(x["accepted"])) / formula - 1) < 0.03

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from helpers import WIRED, random_model, unequal_rows, wired_id
 from reference import Reference
 
-from formats.checkpoint import RandomWeights
+from formats.sizes import RandomWeights
 from generate import Runner, make_cache
 from kernels import int_linear
 from measure import link

@@ -19,12 +19,12 @@ kernels.shared_memory
 runtime.writing runtime.watch
 formats.checkpoint runtime.cli
 formats.tokenizer runtime.launch tp formats.huggingface formats.sources
-formats.export training.data training.sharding
+formats.export formats.sizes training.data training.sharding
 runtime.terminal measure.timing measure.clock measure.link
 measure.report decoding.sampling
+decoding.speculative runtime.chat
 measure.exposed measure.preflight measure.results
 measure.advise
-decoding.speculative
 generate measure.plot measure.probe
 measure.score measure.sweep
 training.runs

@@ -29,7 +29,7 @@ from helpers import (
 
 import generate
 import tp
-from formats import checkpoint
+from formats import checkpoint, sizes
 from kernels import gloo
 from measure import clock as clocks
 from measure import exposed, link, report, timing
@@ -300,13 +300,13 @@ def test_the_report(wiring, compute, limit):
     assert r["all_reduces"] == len(compute) and r["all_reduce_bytes"] == 2 * 48 * 4 and r["rounds"] == 3
     assert r["hidden"] == pytest.approx(1 - 70 / (15 * len(compute)))
     assert (r["all_reduce_ms"], r["blocked_ms"]) == pytest.approx((15, 60))
-    assert "exposed: 70.00 ms" in report.exposed_lines("decode", r)
+    assert "exposed: 70.00 ms" in exposed.lines("decode", r)
 
 
 def test_the_report_without_all_reduces_and_without_the_cpus_clock():
     r = a_report("upper-bound", all_reduce=0.015, step=0.05, silent=0.05, blocked=0, compute=[], tail=0.05)
     assert r["limit_ms"] == pytest.approx(50) and r["all_reduces"] == 0 and r["hidden"] is None
-    assert "without any all-reduce" in report.exposed_lines("decode", r)
+    assert "without any all-reduce" in exposed.lines("decode", r)
     gpu = a_report("ladder", all_reduce=0.015, step=0.12, silent=0.04)
     assert gpu["limit_ms"] == pytest.approx(10 + 3 * 15 + 15) and gpu["blocked_ms"] is None
 
@@ -315,7 +315,7 @@ def test_all_reduces_are_counted_as_they_ran():
     """Half as many as the wiring's, of a model whose sublayers somebody replaced: no limit is known."""
     r = a_report("ladder", all_reduce=0.015, step=0.08, silent=0.05, blocked=0.01, compute=[0.02] * 2, tail=0.01)
     assert r["all_reduces"] == 2 and r["hidden"] == pytest.approx(1 - 30 / 30) and r["limit_ms"] is None
-    assert "no limit is known: other all-reduces ran than this wiring's" in report.exposed_lines("decode", r)
+    assert "no limit is known: other all-reduces ran than this wiring's" in exposed.lines("decode", r)
 
 
 def hideable(config):
@@ -374,8 +374,8 @@ def test_the_models_own_collective_is_timed(clock):
 @pytest.fixture
 def small(monkeypatch):
     """A named size with little to compute."""
-    config = dataclasses.replace(checkpoint.SIZES["1b"], n_layers=2, dim=128, intermediate_size=256, vocab_size=512)
-    monkeypatch.setitem(checkpoint.SIZES, "1b", config)
+    config = dataclasses.replace(sizes.SIZES["1b"], n_layers=2, dim=128, intermediate_size=256, vocab_size=512)
+    monkeypatch.setitem(sizes.SIZES, "1b", config)
     return config
 
 

@@ -10,7 +10,7 @@ from helpers import ANY_TP, BASE, YARN, last_logits, random_model, unequal_rows,
 from reference import Reference
 
 from formats import checkpoint
-from formats.checkpoint import SIZES
+from formats.sizes import SIZES
 from model import InputError, Transformer, rope_frequencies
 
 

@@ -9,7 +9,7 @@ from helpers import BASE, YARN
 
 import eval
 import generate
-from formats import checkpoint
+from formats import sizes
 from measure import preflight, report
 from measure.preflight import cache_bytes, weight_bytes
 from runtime import launch
@@ -31,7 +31,7 @@ CONFIGS = {
 @pytest.mark.parametrize(("rank", "tp_size"), [(0, 1), (1, 2), (2, 4), (5, 7)])
 def test_weights_and_cache_are_what_a_rank_will_hold(name, rank, tp_size):
     config, dtype = CONFIGS[name]
-    model = load_shard(config, checkpoint.RandomWeights(config, CPU), dtype, CPU, rank, tp_size)
+    model = load_shard(config, sizes.RandomWeights(config, CPU), dtype, CPU, rank, tp_size)
     parameters = {n: p for n, p in model.named_parameters() if not (config.tie_embeddings and n.startswith("output."))}
     assert weight_bytes(config, dtype, rank, tp_size) == sum(p.nbytes for p in parameters.values())
     cache = generate.make_cache(model, 3, 25)

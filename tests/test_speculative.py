@@ -24,7 +24,6 @@ from complete import complete, load
 from decoding import speculative
 from formats import checkpoint
 from kernels import cpu
-from measure import report
 from model import InputError
 from training.data import train_tokenizer
 
@@ -644,7 +643,7 @@ def test_the_flag_leaves_the_text_as_it_is(draft, tiny, plain, folders, tmp_path
     assert f"draft {draft}, 3 at a time: {result['passes']} passes" in said
     if draft in ("near", "wiring:spd", "wiring:delayed", "wiring:upper-bound"):
         assert result["accepted"][3] and result["passes"] < plain["passes"]
-        assert f"{report.mean_accepted(result['accepted']):.2f} of them accepted on average (0: " in said
+        assert f"{speculative.mean_accepted(result['accepted']):.2f} of them accepted on average (0: " in said
     if draft != "ngram":
         assert result["step_bytes"] > plain["step_bytes"]
 
@@ -670,12 +669,12 @@ def test_the_line_for_people():
         "draft ngram, auto: 40 passes, 20 times with proposals for a row, 0.50 of them accepted on average (0: 60 %, "
         "1: 30 %, 2: 10 %); drafting 0.25 s, "
     )
-    assert report.drafted_line(result) == line + "the rest 1.75 s"
+    assert speculative.line_of(result) == line + "the rest 1.75 s"
     result |= {"speculate": 4, "accepted": []}
     line = "draft ngram, 4 at a time: 40 passes, none with proposals: nothing was found, or plain steps are faster; "
     line += "drafting 0.25 s, the rest 1.75 s"
-    assert report.drafted_line(result) == line
-    assert (report.mean_accepted([]), report.mean_accepted([3, 1]), report.mean_accepted([0, 0, 2])) == (None, 0.25, 2)
+    assert speculative.line_of(result) == line
+    assert [*map(speculative.mean_accepted, ([], [3, 1], [0, 0, 2]))] == [None, 0.25, 2]
 
 
 def test_auto_on_two_ranks(tiny, plain, folders, tmp_path):

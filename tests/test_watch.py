@@ -20,6 +20,7 @@ import torch.distributed as dist
 from helpers import HANGS, ROOT, command
 
 from formats.checkpoint import digest
+from kernels import shared_memory
 from model import InputError
 from runtime import launch, watch
 
@@ -121,7 +122,7 @@ def test_a_rank_whose_main_thread_cannot_end_it_is_ended_by_its_watch(monkeypatc
     w, seen = Alone(), []
     w.leave = seen.append
     monkeypatch.setattr(watch, "GRACE", 0)
-    monkeypatch.setattr(watch.shared_memory, "abandon", lambda: seen.append("abandon"))
+    monkeypatch.setattr(shared_memory, "abandon", lambda: seen.append("abandon"))
     monkeypatch.setattr(watch.os, "kill", lambda process, number: seen.append((process == os.getpid(), number)))
     why = watch.Verdict("rank 1 hangs")
     watch.Watch._end(w, why)

@@ -1,0 +1,73 @@
+"""Named sizes with random weights, for benchmarks: generate.py --model."""
+
+import dataclasses
+import re
+from typing import get_args
+
+import torch
+
+from kernels import int_linear
+from model import LLAMA3, Config, InputError
+
+
+def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie_embeddings=False):
+    rope = dict(zip(get_args(LLAMA3), (factor, 1.0, 4.0, 8192), strict=True))
+    return Config(
+        n_layers, n_heads, 8, head_dim, dim, intermediate_size, 128256, 131072, 1e-5, 500000.0, rope, tie_embeddings,
+        bos_id=128000, eos_ids=(128001, 128008, 128009),
+    )  # fmt: skip
+
+
+SIZES = {  # shapes for benchmarks with random weights
+    "1b": _llama3(16, 32, 64, 2048, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 1B
+    "3b": _llama3(28, 24, 128, 3072, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 3B
+    "8b": _llama3(32, 32, 128, 4096, 14336),  # Llama 3.1 8B
+    "34b": Config(48, 64, 8, 128, 8192, 22016, 32000, 16384, rope_theta=1e6, bos_id=1, eos_ids=(2,)),  # CodeLlama 34B
+    "70b": _llama3(80, 64, 128, 8192, 28672),  # Llama 3.1 70B
+    # BLOOM 176B as the Ladder Residual paper times it: a Llama block of BLOOM's width with a gated MLP of 3.5 D
+    "176b": Config(70, 112, 112, 128, 14336, 50176, 250880, 8192, rope_theta=500000.0, bos_id=1, eos_ids=(2,)),
+    "405b": _llama3(126, 128, 128, 16384, 53248),  # Llama 3.1 405B
+}
+
+
+def named_size(model, quant=None):
+    """Return the Config of --model NAME or NAME:N, N layers of one of SIZES, with --quant int8, int4 or int4:N."""
+    found = re.fullmatch(r"(\w+)(?::([1-9]\d*))?", model)
+    config = SIZES.get(found and found[1])
+    if config is None or int(found[2] or 1) > config.n_layers:
+        raise InputError(f"--model {model} is no named size, or has fewer layers: give one of {', '.join(SIZES)}")
+    kind = re.fullmatch(r"(int8|int4)(?::(\d+))?", quant or "int8")
+    if kind is None:
+        raise InputError(f"--quant {quant} is none of int8, int4, int4:32, int4:64, int4:128")
+    size = int(kind[2]) if kind[2] else 64 if quant == "int4" else None
+    config = dataclasses.replace(
+        config, n_layers=int(found[2] or config.n_layers), quant=quant and kind[1], group_size=size
+    )
+    int_linear.check(config)
+    return config
+
+
+class RandomWeights:
+    """Weights without a file: matrices from N(0, 0.02), norms 1, biases 0; integers of the same spread."""
+
+    def __init__(self, config, device, seed=0):
+        self.parameters = dict(int_linear.skeleton(config).named_parameters())
+        self.scale = 0.02 * 12**0.5 / (15 if config.quant == "int4" else 254)  # of evenly distributed integers
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def shape(self, name):
+        return tuple(self.parameters[name].shape)
+
+    def dtype(self, name):
+        return self.parameters[name].dtype
+
+    def fill(self, target, name, dim=0, ranges=None):
+        if target.dim() == 1:
+            target.fill_(float(not name.endswith("bias")))
+        elif name.endswith(("scales", "zeros")):
+            target.fill_(self.scale if name.endswith("scales") else -7.5 * self.scale)
+        elif not target.is_floating_point():
+            low, high = (0, 256) if target.dtype == torch.uint8 else (-127, 128)
+            target.random_(low, high, generator=self.generator)
+        else:
+            target.normal_(0, 0.02, generator=self.generator)
