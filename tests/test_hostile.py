@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 import complete
 import convert_hf_checkpoint
+import generate
 from benchmarks.fuzz import TINY
 from formats import checkpoint
 from formats.huggingface import config_from_hf
