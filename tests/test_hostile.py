@@ -8,6 +8,7 @@ import torch
 from helpers import BASE, ROOT, random_model, script
 from safetensors.torch import save_file
 
+import complete
 import convert_hf_checkpoint
 import generate
 from benchmarks.fuzz import TINY
@@ -54,9 +55,9 @@ def test_their_config_refuses(text, tmp_path):
 
 
 def test_wrong_paths(tmp_path):
-    refused("there is no such folder", generate.load, "nowhere")
-    refused("it has no config.json", generate.load, tmp_path)
-    refused("is a file", generate.load, DEMO / "config.json")
+    refused("there is no such folder", complete.load, "nowhere")
+    refused("it has no config.json", complete.load, tmp_path)
+    refused("is a file", complete.load, DEMO / "config.json")
     refused("is no folder, no file", convert_hf_checkpoint.main, ["nowhere", "--out", "x"])
     refused("no such file", convert_hf_checkpoint.main, ["demo", "--out", "x", "--tokenizer", "nowhere"])
 
@@ -100,8 +101,8 @@ def test_weights_that_are_no_floats(tmp_path):
     state = {name: torch.zeros_like(w, dtype=torch.int8) for name, w in random_model(BASE).state_dict().items()}
     checkpoint.write_config(tmp_path, BASE)
     save_file(state, tmp_path / "model.safetensors")
-    refused("tensor norm.weight holds int8: give --dtype, one of float32, bfloat16, float16", generate.load, tmp_path)
-    refused("holds int8, but the config says bfloat16", generate.load, tmp_path, dtype="bfloat16")
+    refused("tensor norm.weight holds int8: give --dtype, one of float32, bfloat16, float16", complete.load, tmp_path)
+    refused("holds int8, but the config says bfloat16", complete.load, tmp_path, dtype="bfloat16")
 
 
 def test_a_truncated_llama2c_file(tmp_path):
