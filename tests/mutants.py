@@ -397,7 +397,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("decoding/sampling.py", " & logits.amin(-1).isfinite()", "", NUMBERS + "sampler_marks"),
     ("decoding/sampling.py", ".masked_fill_(~good[..., None], 0)", "", NUMBERS + "sampler_marks"),
     ("generate.py", "if i == -1:", "if False:", NUMBERS + "step_and_the_row"),
-    ("generate.py", "n = len(texts[row]) - len(prompts[row])", "n = passes", "test_speculative.py -k by_step_and_row"),
+    ("generate.py", "step = len(texts[row]) - len(prompts[row])", "step = passes", "test_speculative.py -k by_step_and_row"),
     ("eval.py", "if not math.isfinite(nats):", "if False:", NUMBERS + "eval_names"),
     ("adapt.py", "if not math.isfinite(nats):", "if False:", NUMBERS + "ends_a_training"),
     # benchmarks/

@@ -209,10 +209,10 @@ def test_what_to_take(capsys):
 
 
 def test_a_table_for_each_link(capsys):
-    shown = advised(capsys, *H100, "--batch", 2, "--link", "all", "--quant", "int8", "--n-layers", 4)
+    shown = advised(capsys, "--model", "8b:4", *H100[2:], "--batch", 2, "--link", "all", "--quant", "int8")
     assert shown.count("| standard |") == len(LINKS) - 1
     assert shown.startswith(
-        "PREDICTED: 8b, 4 layers, int8, tp 8, batch 2, 1024 filled slots\n70 % of an H100 on paper: 2,345"
+        "PREDICTED: 8b:4, 4 layers, int8, tp 8, batch 2, 1024 filled slots\n70 % of an H100 on paper: 2,345"
     )
     assert rows(shown)["ladder:2"][2] == "8" and [line for line in shown.splitlines() if line.startswith("pcie (57 us")]
 
@@ -252,12 +252,12 @@ def test_the_paper_s_rows_have_the_advisor_s(capsys):
         ("--model 8b --tp 8", "the following arguments are required: --link"),
         ("--model 8b --tp 8 --link pcie --wirings ladder:33", "wiring ladder:33 does not fit"),
         ("--model 8b --tp 8 --link pcie --wirings ladders", "unknown wiring 'ladders'; known: standard,"),
-        ("--model 8b --tp 8 --link pcie --n-layers 33", "--n-layers is 33 but 8b has 32"),
+        ("--model 8b:33 --tp 8 --link pcie", "--model 8b:33 is no named size, or has fewer layers"),
         ("--model 8b --tp 8 --link pcie --context 131073", "--context 131073 is more than the 131072 that 8b allows"),
         ("--checkpoint /nowhere --tp 2 --link pcie", "/nowhere"),
         (
             "--checkpoint x --tp 2 --link pcie --quant int8",
-            "--n-layers and --quant go with --model: a checkpoint is as it is",
+            "--quant goes with --model: a checkpoint is as it is",
         ),
     ],
 )

@@ -73,9 +73,9 @@ def test_scripts_warn_before_they_load_and_go_on(monkeypatch, capsys, tiny, tmp_
     (tmp_path / "text").write_text("Once upon a time there was a little dog. " * 30)
     start = time.process_time()
     for main, flags, wanted in (
-        (generate.main, "--model 405b --random-weights --prompt-length 10", "about 811."),
-        (generate.main, "--model 1b --random-weights --prompt-length 100 --batch 4096 --max-new-tokens 100", "29.3"),
-        (generate.main, f"--checkpoint {tiny} --interactive", "needed per rank"),
+        (generate.main, "--model 405b --prompt-length 10", "about 811."),
+        (generate.main, "--model 1b --prompt-length 100 --batch 4096 --max-new-tokens 100", "29.3"),
+        (generate.main, f"--checkpoint {tiny} --interactive 60", "needed per rank"),
         (eval.main, f"--checkpoint {tiny} --text {tmp_path / 'text'} --compare {tiny}", "needed per rank"),
     ):
         with pytest.raises(Loading):
