@@ -253,10 +253,11 @@ def wrong(line):
         limit = TIMEOUT + SLOW if kind in STALLS else SOON
         checks[f"not gone in {limit} s"] = line["seconds"] is not None and line["seconds"] <= limit
         checks[f"{traced} tracebacks"] = traced == (kind == "exception") or (line["phase"], " " in kind) == ("join", 1)
-        checks["the cause is not named"] = re.search(CAUSES[kind], text)
+        met = (line["phase"], kind) != ("join", "SIGKILL")  # before ranks know one another torchrun names the dead one
+        checks["the cause is not named"] = re.search(CAUSES[kind], text) or not met
         if kind != "terminal SIGINT" and not (line["phase"] == "training" and "SIGTERM" in kind):
             checks["the phase is not named"] = re.search(PHASES[line["phase"]][4], text)
-        if " " not in kind and line["through"] == "memory":
+        if " " not in kind and line["through"] == "memory" and met:
             checks["the rank is not named"] = re.search(rf"\brank {line['rank']} of {line['ranks']}\b|saved", text)
     checks[f"{len(line['lines'])} lines"] = len(line["lines"]) == 1
     return [words for words, good in checks.items() if not good]

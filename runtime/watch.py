@@ -5,11 +5,13 @@ and looks at them: at once when a process of its node ends, each second whether 
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from multiprocessing import connection
@@ -87,6 +89,8 @@ def heed_signals():
             signal.signal(number, terminate)
             # a library's pool ends its workers with SIGTERM
             os.register_at_fork(after_in_child=functools.partial(signal.signal, number, signal.SIG_DFL))
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: torchrun's death
 
 
 class Verdict(Exception):

@@ -70,8 +70,9 @@ def write_text(path, text):
 
 def check_absent(path):
     """Raise InputError unless a folder can be given this name: there is nothing, or an empty folder to replace."""
-    empty = os.path.isdir(path) and not os.listdir(path) and not os.path.ismount(path)
-    if os.path.lexists(path) and not (empty and not os.path.samefile(path, ".")):
+    real = os.path.realpath(path)
+    empty = os.path.isdir(real) and not os.listdir(real) and not os.path.ismount(real) and real != os.getcwd()
+    if os.path.lexists(real) and not empty:
         raise InputError(f"{path} already exists: remove it or give another folder")
 
 
