@@ -16,6 +16,7 @@ from collections import Counter
 import generate
 from benchmarks.lines import about, add_show_flag, grouped
 from decoding import speculative
+from decoding.sampling import Sampler
 from decoding.speculative import mean_accepted
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
@@ -26,7 +27,8 @@ from runtime.cli import count, number
 from training.data import SEPARATOR
 
 BEGIN, QUOTED = 16, 72  # tokens
-KEYS = "model", "wiring", "draft", "accepted", "temperature", "quote", "passes", "longest_rows", "tp"
+DTYPE = "float32"  # in which no proposal is refused by rounding
+KEYS = "model", "wiring", "layers", "draft", "accepted", "temperature", "quote", "passes", "longest_rows", "tp"
 
 
 def beginnings(path, tokenizer, stories, quote):
@@ -39,22 +41,22 @@ def beginnings(path, tokenizer, stories, quote):
     return [ids[: QUOTED if quote else BEGIN] + ids[1:BEGIN] * quote for ids in rows]
 
 
-def accepted(args, model, source, prompts, temperature, world):
+def accepted(args, model, source, prompts, temperature):
     """What became of the draft's proposals in generations from all prompts: the numbers of the result's line."""
-    length = max(map(len, prompts)) + args.max_new_tokens + 1 + source.most
+    length = max(map(len, prompts)) + args.max_new_tokens + 1 + args.speculate
 
     def new_runner(model, cache=None):
         return generate.Runner(model, cache or generate.make_cache(model, args.batch, length))
 
-    def load(config, folder):
-        return generate.load_model(config, folder, args.dtype, launch.World(0, 1, world.device))
+    def whole(config, folder):
+        return generate.load_model(config, folder, DTYPE, launch.World(0, 1, model.norm.weight.device))
 
     runner = new_runner(model)
-    draft = speculative.build(source, runner, new_runner, load)
+    draft = speculative.build(source, runner, new_runner, whole)
     counts, passes, tokens = Counter(), 0, 0
     for first in range(0, len(prompts), args.batch):
         rows = prompts[first : first + args.batch]
-        sample = generate.Sampler(temperature, seed=first, device=runner.device)
+        sample = Sampler(temperature, seed=first, device=runner.device)
         done = generate.generate(runner, rows, args.max_new_tokens, sample, model.config.eos_ids, draft=draft)
         counts.update(draft.accepted)
         passes, tokens = passes + done.passes, tokens + done.steps - 1
@@ -125,22 +127,21 @@ def main(argv=None):
         if tokenizer is None:
             raise InputError(f"--checkpoint {args.checkpoint} has no tokenizer")
         for name in args.drafts:
-            name = f"{name}@{args.speculate}"
-            sources.append(speculative.read_draft(name, config, args.checkpoint, world.tp_size))
+            draft = f"{name}@{args.speculate}"
+            sources.append(speculative.read_draft(draft, config, args.checkpoint, world.tp_size))
         prompts = beginnings(args.valid, tokenizer, args.stories, args.quote)
         if (need := len(prompts[0]) + args.max_new_tokens) > config.max_seq_len:
             raise InputError(f"--max-new-tokens: {need} tokens do not fit in the context of {config.max_seq_len}")
-    args.dtype = "float32"  # in which no proposal is refused by rounding
-    model, made = generate.load_model(config, args.checkpoint, args.dtype, world), about("acceptance", argv, world)
+    model, made = generate.load_model(config, args.checkpoint, DTYPE, world), about("acceptance", argv, world)
     for source in sources:
         for temperature in args.temperatures:
             start = time.perf_counter()
             line = {
                 **made, "model": checkpoint.name(args.checkpoint), "wiring": config.wiring,
-                "draft": source.name, "speculate": args.speculate,
+                "layers": config.wired_layers, "draft": source.name, "speculate": args.speculate,
                 "temperature": temperature, "quote": args.quote, "stories": args.stories, "batch": args.batch,
                 "prompt_tokens": len(prompts[0]), "max_new_tokens": args.max_new_tokens,
-                **accepted(args, model, source, prompts, temperature, world), "seconds": time.perf_counter() - start,
+                **accepted(args, model, source, prompts, temperature), "seconds": time.perf_counter() - start,
             }  # fmt: skip
             if world.rank == 0:
                 writing.append_line(args.json, line)

@@ -20,7 +20,7 @@ import generate
 from benchmarks.lines import about, add_show_flag, grouped
 from benchmarks.overlap import links
 from decoding import speculative
-from decoding.sampling import Sampler
+from decoding.sampling import Plain, Sampler
 from formats.sizes import SIZES
 from measure import link
 from measure.results import markdown
@@ -57,10 +57,11 @@ class Bench:
     def parts(self):
         """{(part, draft or None, number of proposals): what runs it once}."""
         texts, first = [self.prompt], self.args.counts[0]
-        found = {("step", None, 0): functools.partial(self.verify, texts, torch.zeros(1, 0, dtype=torch.long))}
+        found = {("step", None, 0): functools.partial(Plain().step, self.runner, texts, [False], self.sample)}
         for n in self.args.counts:
             ids = torch.zeros(1, n, dtype=torch.long, device=self.world.device)
-            found["verification", None, n] = functools.partial(self.verify, texts, ids)
+            verification = functools.partial(speculative.verify, self.runner, texts, ids, None, self.sample)
+            found["verification", None, n] = verification
         for name, draft in self.drafts.items():
             found["draft step", name, 1] = functools.partial(draft.propose, 1, texts, [False], self.sample)
             found["pass", name, first] = functools.partial(self.run_pass, draft, texts, first)
@@ -68,11 +69,7 @@ class Bench:
 
     def run_pass(self, draft, texts, n):
         ids, q, _ = draft.propose(n, texts, [False], self.sample)
-        self.verify(texts, ids, q)
-
-    @torch.inference_mode()
-    def verify(self, texts, ids, q=None):
-        speculative.verify(self.runner, texts, ids.to(self.world.device), q, self.sample)
+        speculative.verify(self.runner, texts, ids, q, self.sample)
 
     def timed_over(self, name, run):
         """Seconds of run() over a link; all ranks begin it together."""
