@@ -6,10 +6,14 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt 
 
 import contextlib
 import functools
+import os
 import sys
 import time
 import zlib
 from typing import NamedTuple
+
+if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads stall a busy machine
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
 
@@ -32,7 +36,7 @@ from tp import TensorParallel, load_shard
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
     with world.together():
-        weights = checkpoint.Weights(folder) if folder else sizes().RandomWeights(config, world.device)
+        weights = checkpoint.open_weights(folder, config, world.device)
         dtype = chosen_dtype(dtype, folder, weights)
         model = load_shard(config, weights, dtype, world.device, world.rank, world.tp_size)
     watch.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
@@ -40,12 +44,6 @@ def load_model(config, folder, dtype, world):
     if world.group is not None:
         model.comm = TensorParallel(config, world.tp_size, world.group)
     return model
-
-
-def sizes():
-    from formats import sizes  # a room that only --model enters
-
-    return sizes
 
 
 def chosen_dtype(name, folder, weights=None):
@@ -259,10 +257,8 @@ def parse(argv):
     g.add_argument("--top-p", type=float, default=1.0, metavar="P", help="... among the likeliest of mass P, e.g. 0.95")
     g.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and of synthetic prompts")
     g.add_argument("--ignore-eos", action="store_true", help="go on to --max-new-tokens")
-    words = (
-        "speculative decoding with K (3) proposals at a time of a smaller checkpoint, of n-grams of the text so far, "
-    )
-    words += "or of these weights in another wiring, e.g. wiring:spd@2"
+    words = "speculative decoding: K (3) proposals at a time of a smaller checkpoint, of the text's own n-grams, or of "
+    words += "these weights in another wiring, e.g. wiring:spd@2"
     g.add_argument("--draft", metavar="DIR|ngram|wiring:NAME[@K|@auto]", help=words)
     g = p.add_argument_group("communication", "what it costs, and what it would cost elsewhere: docs/measuring.md")
     g.add_argument("--exposed", action="store_true", help="report how much of it was not hidden")
@@ -284,23 +280,14 @@ def parse(argv):
 def describe(args, world):
     """Return the Config of what is to be loaded, wired as the flags say, and the tokenizer, None without one."""
     if args.model:
-        return cli.with_wiring(sizes().named_size(args.model, args.quant), args), None
+        from formats.sizes import named_size
+
+        return cli.with_wiring(named_size(args.model, args.quant), args), None
     own = checkpoint.read_config(args.checkpoint)
     config = cli.with_wiring(own, args)
     if world.rank == 0:
         cli.warn_of_wiring(own, config, world.tp_size)
     return config, load_tokenizer(args.checkpoint, config.vocab_size)
-
-
-def contents(args, prompts, source, device):
-    """Return what must be alike on all ranks besides the flags, as {name: digest}."""
-    found = {"tokens of the prompts": zlib.crc32(str(prompts).encode())}
-    if args.checkpoint:
-        found["contents of --checkpoint"] = checkpoint.digest(args.checkpoint)
-    if source and source.folder:  # each rank runs all of it, and must come to the same bits
-        found["contents of --draft"] = checkpoint.digest(source.folder)
-        found["hardware"] = f"{report.hardware(device)}, {torch.get_num_threads()} threads"
-    return found
 
 
 def main(argv=None):
@@ -315,17 +302,18 @@ def main(argv=None):
         config, tokenizer = describe(args, world)
         prompts = terminal.read_prompts(args, config, tokenizer)
         new = terminal.fit(args.max_new_tokens, prompts, config.max_seq_len)
-        slots = min(args.interactive, config.max_seq_len) if args.interactive else max(map(len, prompts)) + new
-        models = [(config, chosen_dtype(args.dtype, args.checkpoint), world.tp_size)]
+        slots = context = min(args.interactive or max(map(len, prompts)) + new, config.max_seq_len)
         if args.draft:
             from decoding import speculative
 
             source = speculative.read_draft(args.draft, config, args.checkpoint, world.tp_size)
             slots += 1 + source.most  # a row that is done stays at its last token, which is read again
-            if source.folder:
-                models.append((source.config, chosen_dtype(args.dtype, source.folder), 1))
-        preflight.warn(world, len(prompts), slots, *models)
-    world.agree(contents(args, prompts, source, world.device))
+        dtype = chosen_dtype(args.dtype, args.checkpoint)
+        preflight.warn(world, len(prompts), slots, (config, dtype, world.tp_size))
+    contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
+    if args.checkpoint:
+        contents["contents of --checkpoint"] = checkpoint.digest(args.checkpoint)
+    world.agree(contents)
     start = time.perf_counter()
     model = load_model(config, args.checkpoint, args.dtype, world)
 
@@ -353,12 +341,12 @@ def main(argv=None):
 
         from runtime.chat import chat
 
-        return chat(answer, tokenizer, world, min(args.interactive, config.max_seq_len), args.max_new_tokens)
+        return chat(answer, tokenizer, world, context, args.max_new_tokens)
     printer = None
     if world.rank == 0 and not world.simulated:
         printer = terminal.Printer(prompts, tokenizer, new, show_prompt=not args.chat)
     with without_guards(runner):
-        done = generate(runner, prompts, new, sample, eos_ids, printer and printer.push, draft=draft)
+        done = generate(runner, prompts, args.max_new_tokens, sample, eos_ids, printer and printer.push, draft=draft)
     found = report.generation(runner, draft, world, prompts, done) | {"load_s": load_s, "compile_s": compile_s}
     found |= {"exposed": None, "texts": printer and printer.finish(done.rows)}
     if args.exposed or args.profile:

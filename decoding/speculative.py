@@ -17,6 +17,7 @@ import torch
 from decoding.sampling import Plain, Sampler, last_tokens
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
+from measure import report
 from measure.timing import between, mark, timed
 from model import Config, InputError, Transformer, rewired
 
@@ -253,6 +254,13 @@ class Source(NamedTuple):
     def most(self):
         """The most proposals of a pass."""
         return max(COUNTS) if self.count == "auto" else self.count
+
+    def contents(self):
+        """Return what must be alike on all ranks, as {name: digest}: each runs a whole draft, to the same bits."""
+        if self.folder is None:
+            return {"--draft": self.name}
+        machine = f"{report.processor()}, {torch.get_num_threads()} threads"
+        return {"contents of --draft": checkpoint.digest(self.folder), "hardware": machine}
 
 
 def read_draft(text, config, folder, tp_size):

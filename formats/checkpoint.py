@@ -208,6 +208,15 @@ class Weights:
                 watch.beat()
 
 
+def open_weights(folder, config, device):
+    """Return the Weights of a folder, or random ones where it is None."""
+    if folder:
+        return Weights(folder)
+    from formats.sizes import RandomWeights
+
+    return RandomWeights(config, device)
+
+
 def own_dtype(weights, name):
     """Return the dtype of a checkpoint's tensor that is never quantized; weights: anything with read(name)."""
     dtype = weights.read(name).dtype
