@@ -17,6 +17,7 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 
 import torch
 
+from decoding import sampling
 from decoding.sampling import Plain, Sampler
 from formats import checkpoint
 from formats.checkpoint import DTYPES
@@ -25,12 +26,11 @@ from kernels import cpu, int_linear
 from measure import preflight, report
 from model import InputError
 from runtime import cli, launch, terminal, watch, writing
-from runtime.cli import count, number
+from runtime.cli import count
 from runtime.launch import World
 from tp import TensorParallel, load_shard
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The model
+# ---- The model -------------------------------------------------------------------------------------------------------
 
 
 def load_model(config, folder, dtype, world):
@@ -53,9 +53,7 @@ def chosen_dtype(name, folder, weights=None):
     return checkpoint.own_dtype(weights or checkpoint.Weights(folder), "norm.weight")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Prefill and decode
-
+# ---- Prefill and decode ----------------------------------------------------------------------------------------------
 
 CHUNK = 1024  # tokens of all rows in one pass of the prefill
 BUCKET = 256  # a GPU's decode steps read multiples of so many cache slots
@@ -145,8 +143,7 @@ def pad(prompts, device):
     return tokens.to(device), torch.tensor([len(p) for p in prompts], device=device)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Generation
+# ---- Generation ------------------------------------------------------------------------------------------------------
 
 
 class Generation(NamedTuple):
@@ -232,8 +229,7 @@ def without_guards(runner):
     return contextlib.nullcontext()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line
+# ---- The command line ------------------------------------------------------------------------------------------------
 
 
 def parse(argv):
@@ -252,21 +248,12 @@ def parse(argv):
     terminal.add_prompt_flags(p)
     g = p.add_argument_group("generation")
     g.add_argument("--max-new-tokens", type=count, default=200, metavar="N", help="each row stops at its own end")
-    g.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy, 1 the model's own")
-    g.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
-    g.add_argument("--top-p", type=float, default=1.0, metavar="P", help="... among the likeliest of mass P, e.g. 0.95")
-    g.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and of synthetic prompts")
+    sampling.add_flags(g)
     g.add_argument("--ignore-eos", action="store_true", help="go on to --max-new-tokens")
     words = "speculative decoding: K (3) proposals at a time of a smaller checkpoint, of the text's own n-grams, or of "
     words += "these weights in another wiring, e.g. wiring:spd@2"
     g.add_argument("--draft", metavar="DIR|ngram|wiring:NAME[@K|@auto]", help=words)
-    g = p.add_argument_group("communication", "what it costs, and what it would cost elsewhere: docs/measuring.md")
-    g.add_argument("--exposed", action="store_true", help="report how much of it was not hidden")
-    g.add_argument("--profile", metavar="DIR", help="write a trace of a prefill and a decode step for each rank")
-    words = "emulate a link between the ranks: a name such as pcie, or its numbers, e.g. 100us+50gbps"
-    g.add_argument("--link", metavar="LINK", help=words)
-    words = "run rank 0 of N alone, over an emulated link, e.g. 8"
-    g.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help=words)
+    cli.add_communication_flags(p)
     cli.add_json_flag(g)
     args = p.parse_args(argv)
     if args.quant and args.checkpoint:

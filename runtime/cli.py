@@ -90,6 +90,17 @@ def add_wiring_flags(parser, default="the checkpoint's own"):
     g.add_argument("--ladder-layers", metavar="N|I,J,...", help="the same as --wiring ladder:N or ladder:I,J,...")
 
 
+def add_communication_flags(parser):
+    """Add the flags that measure/link.py and exposed.py read."""
+    g = parser.add_argument_group("communication", "what it costs, and what it would cost elsewhere: docs/measuring.md")
+    g.add_argument("--exposed", action="store_true", help="report how much of it was not hidden")
+    g.add_argument("--profile", metavar="DIR", help="write a trace of a prefill and a decode step for each rank")
+    words = "emulate a link between the ranks: a name such as pcie, or its numbers, e.g. 100us+50gbps"
+    g.add_argument("--link", metavar="LINK", help=words)
+    words = "run rank 0 of N alone, over an emulated link, e.g. 8"
+    g.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help=words)
+
+
 def asked_wiring(args):
     """The wiring that the flags ask for, or None."""
     ladder = f"ladder:{args.ladder_layers}" if args.ladder_layers else "ladder" if args.ladder else None
