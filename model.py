@@ -11,7 +11,6 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from typing import Literal, NewType
 
 import torch
 import torch.nn as nn
@@ -194,11 +193,6 @@ def rewired(config, wiring):
 
 # ---- The configuration -----------------------------------------------------------------------------------------------
 
-Index = NewType("Index", int)  # of a token or a layer: unlike an int of Config it may be 0
-LLAMA3 = Literal["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-YARN = Literal["factor", "beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"]
-LINEAR = Literal["factor"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -214,20 +208,20 @@ class Config:
     max_seq_len: int
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: dict[LLAMA3, float] | dict[YARN, float] | dict[LINEAR, float] | None = None
+    rope_scaling: dict | None = None  # as rope_frequencies reads it
     tie_embeddings: bool = False
     qkv_bias: bool = False
     wo_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    nope_layers: tuple[Index, ...] = ()  # layers without rotary embeddings
-    bos_id: Index | None = None
-    eos_ids: tuple[Index, ...] = ()
+    nope_layers: tuple = ()  # layers without rotary embeddings
+    bos_id: int | None = None
+    eos_ids: tuple = ()
     wiring: str = "standard"  # as parse_wiring reads it
     made_for_tp: int | None = None  # the ranks that the weights are meant for, where the wiring is bound to a number
     quant: str | None = None  # "int8", "int4" or None
     group_size: int | None = None  # of int4, in columns
-    kept: tuple[str, ...] = ()  # names of matrices that the quantization leaves as they were
+    kept: tuple = ()  # names of matrices that the quantization leaves as they were
 
     def __post_init__(self):
         if self.n_heads % self.n_kv_heads:
