@@ -230,10 +230,6 @@ def old_bin(folder):
     torch.save(take_state(folder), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
 
 
-def one_bin(folder):
-    torch.save(take_state(folder), folder / "pytorch_model.bin")
-
-
 def only_the_head(folder):
     """As some folders of tied models are."""
     state = take_state(folder)
@@ -241,7 +237,7 @@ def only_the_head(folder):
     save_file(state, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("rewrite", [bin_shards, one_bin, old_bin, safetensors_shards, only_the_head])
+@pytest.mark.parametrize("rewrite", [bin_shards, old_bin, safetensors_shards, only_the_head])
 def test_sources_of_every_form(rewrite, tmp_path):
     theirs = hf_model("llama3.2-tied")
     theirs.save_pretrained(tmp_path / "hf")
@@ -329,21 +325,16 @@ def test_stories260k_greedy_ids(tmp_path):
 
 
 def test_real_configs_are_read():
-    folder = shared_data("../configs/llama3_1_8b.json").parent
     expected = {  # family: n_layers, n_heads, n_kv_heads, head_dim, tied
         "llama2_7b": (32, 32, 32, 128, False), "llama3_2_1b": (16, 32, 8, 64, True),
-        "llama3_1_70b": (80, 64, 8, 128, False), "mistral_7b_v03": (32, 32, 8, 128, False),
-        "qwen2_0_5b": (24, 14, 2, 64, True), "qwen3_0.6b": (28, 16, 8, 128, True),
-        "smollm2_360m": (32, 15, 5, 64, True), "tinyllama_1b_chat_v1.0": (22, 32, 4, 64, False),
+        "mistral_7b_v03": (32, 32, 8, 128, False), "qwen3_0.6b": (28, 16, 8, 128, True),
     }  # fmt: skip
-    assert expected.keys() <= {path.stem for path in folder.glob("*.json")}
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(shared_data("../configs/llama3_1_8b.json").parent.glob("*.json")):
         config = huggingface.config_from_hf(path)
         c = (config.n_layers, config.n_heads, config.n_kv_heads, config.head_dim, config.tie_embeddings)
         assert c == expected.get(path.stem, c), path
         assert config.qkv_bias == ("qwen2" in path.stem) and config.qk_norm == ("qwen3" in path.stem)
-        if "ladder" in path.stem:
-            assert config.wiring == "ladder:16"
+        assert config.wiring == ("ladder:16" if "ladder" in path.stem else "standard")
 
 
 # Bad input
