@@ -63,10 +63,6 @@ def parse(argv):
     return args
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A text
-
-
 def read_documents(args, tokenizer):
     """Returns (the token ids of each document, the bytes that are scored: those of all ids but each document's first).
 
@@ -171,10 +167,6 @@ def compare(args, world, model, other, documents, plan):
         "reference_nats_per_token": base, "nats_difference": nats - base,
         "kl_mean": kl.mean().item(), "kl_p99": p99, "kl_max": kl.max().item(), "top1_agreement": same,
     }, words  # fmt: skip
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The run
 
 
 def import_harness():

@@ -19,9 +19,6 @@ NEEDED = ["state-*", "best-*", "*.tmp", "*.tokens", "best.json"]  # by a run tha
 # flags that may change when a run resumes
 MACHINE = ["out", "device", "micro_batch", "recompute", "compile", "save_every", "timeout"]
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is trained
-
 
 def describe(args):
     """Returns (the Config to train, the checkpoint's or None, the teacher's or None); autoN is the last N layers here.
@@ -50,11 +47,8 @@ def describe(args):
         kind, standard = config.kind, WIRINGS["standard"]
         ladder = kind.stale and kind.split is standard.split and kind.stream is standard.stream
         if own.stale_layers or not ladder:
-            raise InputError(
-                f"--blend-steps goes from standard to ladder layers, not from {own.wiring} to {config.wiring}"
-            )
-        if args.blend_steps > args.steps:
-            raise InputError(f"--blend-steps {args.blend_steps} is more than --steps {args.steps}: it would not end")
+            ways = f"not from {own.wiring} to {config.wiring}"
+            raise InputError(f"--blend-steps goes from standard to ladder layers, {ways}")
     if args.distill:
         taught = _unquantized(args.distill)
         _check_teacher(args, config, own, taught)
@@ -96,10 +90,6 @@ def _check_teacher(args, config, own, taught):
         raise InputError(f"the tokenizers of {args.checkpoint} and --distill {args.distill} cut text differently")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The folder
-
-
 @contextlib.contextmanager
 def reserved(out, run):
     """Lock an output, which must not exist yet, and its run."""
@@ -114,7 +104,7 @@ def reserved(out, run):
 def prepare(run, args):
     """Make the folder with its tokenizer and tokens, or check that its run has these settings.
 
-    Raises InputError for another flag, which it names, and for files that cannot be used; then no new folder stays.
+    Where files cannot be used, no new folder stays.
     """
     settings = {f"--{name.replace('_', '-')}": v for name, v in vars(args).items() if name not in MACHINE}
     path, new = run / "settings.json", not run.exists()
@@ -137,8 +127,7 @@ def prepare(run, args):
         else:
             texts = [d for path in args.text for d, _ in documents(path) if isinstance(d, str)]
             train_tokenizer(texts, args.vocab_size, run / "tokenizer.model")
-            tokenizer = load_tokenizer(run)
-            ends = (tokenizer.special["</s>"],)
+            tokenizer, ends = load_tokenizer(run), (2,)  # </s>
         for name, files in ("train", args.text), ("valid", [args.valid]):
             tokenize(files, tokenizer, ends[0] if ends else None, run / f"{name}.tokens")
         windows(run, args)
@@ -187,17 +176,15 @@ def cut_log(path, step):
 @contextlib.contextmanager
 def interruption():
     """Yield a list that is empty until a first Ctrl-C or SIGTERM, which the block may heed; a second one ends it."""
-    asked, before = [], {}
+    asked, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def restore():
-        while before:
-            signal.signal(*before.popitem())
+    def restore(*heard):
+        asked.extend(heard)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
-    def ask(number, frame):
-        asked.append(number)
-        restore()
-
-    before |= {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, restore)
     try:
         yield asked
     finally:
