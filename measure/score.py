@@ -1,7 +1,4 @@
-"""How well a model predicts a text, how far it is from another model, and what each layer alone costs in a wiring.
-
-Shape letters: V vocabulary.
-"""
+"""How well a model predicts a text, how far it is from another model, and what each layer alone costs in a wiring."""
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +25,7 @@ def windows(n, size, stride):
 
 
 def pieces(logits, wanted):
-    """Yield parts (logits float32, wanted) of logits (n, V) in any dtype and the tokens (n,) to predict."""
+    """Yield parts (logits float32, wanted) of logits (n, V vocabulary) and the tokens (n,) to predict."""
     step = max(1, PIECE // logits.shape[-1])
     for i in range(0, len(wanted), step):
         yield logits[i : i + step].float(), wanted[i : i + step]
@@ -81,8 +78,7 @@ def divergence(model, reference, documents, size, stride, batch, show=False):
 def alone(config, wiring, layer):
     """Returns the Config of a standard model with only this layer in a wiring NAME. Raises InputError."""
     if config.wiring != "standard" or ":" in wiring:
-        what = f"each layer alone of a standard model is put into a wiring NAME, not of {config.wiring} into {wiring}"
-        raise InputError(what)
+        raise InputError(f"only layers of a standard model go alone into a NAME, not of {config.wiring} into {wiring}")
     return rewired(config, wiring_name(wiring, (layer,)))
 
 

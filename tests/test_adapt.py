@@ -359,7 +359,7 @@ def test_another_configuration_is_refused_and_nothing_is_lost(scratch, tmp_path,
             adapt.main([*scratch, *more.split()])
     with open(tmp_path / "train.txt", "a") as f:
         f.write("more")
-    with pytest.raises(InputError, match="holds a run with contents of --text and --valid"):
+    with pytest.raises(InputError, match="holds a run with bytes of --text and --valid"):
         adapt.main(scratch)
     assert before == {p: p.read_bytes() for p in (tmp_path / "out.run").rglob("*") if p.is_file()}
 

@@ -293,8 +293,8 @@ def test_when_a_rank_dies_those_that_wait_for_it_end_with_one_line(words):
     found = ranks(3, DYING.replace("WORDS", repr(words)))
     output = [rank.communicate(timeout=90) for rank in found]
     assert sorted(rank.returncode for rank in found) == [-signal.SIGKILL, 1, 1]
-    print(output)
-    [line] = [line for _, errors in output for line in errors.splitlines() if line]
+    # torch's store may warn, too: rank 0, which holds it, may leave first
+    [line] = [line for _, errors in output for line in errors.splitlines() if line.startswith("-c: ")]
     assert "rank 1 of 3 was killed (signal 9" in line or "rank 1 of 3 has died" in line  # its parent may have asked
 
 

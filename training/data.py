@@ -1,7 +1,4 @@
-"""Text as training data: documents become tokens in a memory-mapped file, and those become packed windows.
-
-Shape letters: B batch, S sequence.
-"""
+"""Text as training data: documents become tokens in a memory-mapped file, and those become packed windows."""
 
 import dataclasses
 import json
@@ -102,6 +99,8 @@ def train_tokenizer(texts, vocab_size, path):
     """Write a SentencePiece BPE vocabulary in Llama 2's style: BOS 1, EOS 2, unknown characters as bytes."""
     from sentencepiece import SentencePieceTrainer
 
+    if not texts:
+        raise InputError("--text: no text to make a vocabulary of")
     try:
         with writing.new_file(path) as unfinished, open(unfinished, "wb") as f:
             SentencePieceTrainer.train(
