@@ -135,20 +135,16 @@ def score_text(args, world, model, other, documents, n_bytes, plan):
     }  # fmt: skip
     if args.sensitivity:
         wiring = cli.asked_wiring(args) or "ladder"
-        layers = sensitivity(
-            model, lambda m: checked(total_nats(m, documents, *plan) / n, args.checkpoint, m), wiring, show
-        )
-        head = (
-            f"{wiring} layer, {world.tp_size} ranks"
-            if alone(model.config, wiring, 0).kind.tp_bound
-            else f"{wiring} layer"
-        )
+
+        def loss(model):
+            return checked(total_nats(model, documents, *plan) / n, args.checkpoint, model)
+
+        layers, head = sensitivity(model, loss, wiring, show), f"{wiring} layer"
         order = sorted(range(len(layers)), key=layers.__getitem__)
         rows = [f"{head}  nats per token", f"{'none':>{len(head)}}  {nats:14.4f}"]
         rows += [f"{i:{len(head)}}  {layers[i]:14.4f}  {layers[i] - nats:+.4f}" for i in order]
         return found | {"sensitivity_wiring": wiring, "sensitivity": layers}, "\n".join(rows)
-    bound = f" ({model.config.wiring} on {world.tp_size} ranks)" if model.config.kind.tp_bound else ""
-    return found, f"{nats:.4f} nats per token{bound}" + (f", {bits:.4f} bits per byte" if n_bytes else "") + words
+    return found, f"{nats:.4f} nats per token" + (f", {bits:.4f} bits per byte" if n_bytes else "") + words
 
 
 def compare(args, world, model, other, documents, plan):

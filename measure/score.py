@@ -78,7 +78,8 @@ def divergence(model, reference, documents, size, stride, batch, show=False):
 def alone(config, wiring, layer):
     """Returns the Config of a standard model with only this layer in a wiring NAME. Raises InputError."""
     if config.wiring != "standard" or ":" in wiring:
-        raise InputError(f"only layers of a standard model go alone into a NAME, not of {config.wiring} into {wiring}")
+        pair = f"not of {config.wiring} into {wiring}"
+        raise InputError(f"each layer alone of a standard model is put into a wiring NAME, {pair}")
     return rewired(config, wiring_name(wiring, (layer,)))
 
 

@@ -28,12 +28,6 @@ def die(world):
     return total(world, 0)
 
 
-@pytest.mark.parametrize("tp_size", [2, 3, 4])
-def test_so_many_ranks_have_a_group_of_their_own(tp_size):
-    expected = sum(range(tp_size)) + 10 * tp_size, list(range(tp_size))
-    assert run_ranks(tp_size, total, 10) == [expected] * tp_size
-
-
 @pytest.mark.parametrize("function, message", [(fail, "ValueError: rank 1 fails"), (die, "died|reset|closed")])
 def test_a_rank_that_fails_fails_the_test_and_the_next_has_new_ranks(function, message):
     before = run_ranks(2, pid)

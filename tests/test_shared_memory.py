@@ -191,10 +191,6 @@ def test_groups_leave_nothing_behind():
         assert counts[-1] == counts[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Where it does not work
-
-
 def unavailable(world, rank, name):
     """What connect() says, on every rank, when a function of the module fails on one."""
 
@@ -310,10 +306,6 @@ def lives(world):
 
 def test_a_peer_that_takes_its_time_has_not_died():
     run_ranks(2, lives)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# An emulated link
 
 
 def linked(world):
