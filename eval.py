@@ -2,8 +2,7 @@
 
 python eval.py --checkpoint DIR --text FILE                          # nats per token, perplexity, bits per byte
 python eval.py --checkpoint DIR --text FILE --compare OTHER          # KL divergence and top-1 agreement per token
-python eval.py --checkpoint DIR --text FILE --sensitivity            # the loss when each layer alone is a ladder
-python eval.py --checkpoint DIR --text FILE --sensitivity --wiring spd                      # ... or in that wiring
+python eval.py --checkpoint DIR --text FILE --sensitivity            # the loss when each layer alone is in a wiring
 python eval.py --checkpoint DIR --tasks hellaswag,arc_easy --limit 200
 
 Each works in any wiring and with any number of ranks: torchrun --standalone --nproc_per_node=2 eval.py ...
@@ -165,14 +164,6 @@ def compare(args, world, model, other, documents, plan):
     }, words  # fmt: skip
 
 
-def import_harness():
-    try:
-        from measure import harness
-    except ImportError as e:
-        raise InputError(f"--tasks needs lm-eval ({e}): pip install lm_eval==0.4.13") from None
-    return harness
-
-
 def main(argv=None):
     args = parse(argv)
     world = launch.join(args.device, vars(args))
@@ -187,7 +178,10 @@ def main(argv=None):
         if tokenizer is None:
             raise InputError(f"{args.checkpoint} has no tokenizer")
         if args.tasks:
-            harness = import_harness()
+            try:
+                from measure import harness
+            except ImportError as e:
+                raise InputError(f"--tasks needs lm-eval ({e}): pip install lm_eval==0.4.13") from None
             with harness.one_voice(world.rank == 0):
                 tasks = harness.load_tasks(args.tasks.split(","), args.task_folder, args.num_fewshot)
         else:

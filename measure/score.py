@@ -88,16 +88,13 @@ def sensitivity(model, score, wiring="ladder", show=False):
 
     score: a function from a model to its nats per token, on any text. Raises InputError as alone() does.
     """
-    own = model.config
+    own, scores = model.config, []
     configs = [alone(own, wiring, i) for i in range(own.n_layers)]
-    try:
-        scores = []
-        for config in tqdm(configs, desc="sensitivity", unit="layer", delay=1, disable=None if show else True):
-            model.config = config
-            scores.append(score(model))
-        return scores
-    finally:
-        model.config = own
+    for config in tqdm(configs, desc="sensitivity", unit="layer", delay=1, disable=None if show else True):
+        model.config = config
+        scores.append(score(model))
+    model.config = own
+    return scores
 
 
 def least_sensitive(scores, count):

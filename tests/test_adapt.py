@@ -139,12 +139,9 @@ def test_a_new_wiring_is_trained_as_it_is_evaluated(flags, tiny, tmp_path, monke
     adapt.main([*flags, *how, "--steps", "4", "--lr", "1e-3"])
     trained = [line["valid"] for line in losses_of(tmp_path / "out") if "valid" in line]
     assert checkpoint.read_config(tmp_path / "out").wiring == "halved" and trained[-1] < trained[0]
-    found = []
-    for more in [], ["--ladder"]:
-        capfd.readouterr()
-        evaluate.main(["--checkpoint", str(tmp_path / "out"), "--text", str(tmp_path / "valid.txt"), *more])
-        found.append(json.loads(capfd.readouterr().out)["nats_per_token"])
-    assert found[0] == pytest.approx(trained[-1], rel=1e-5) and abs(found[1] - trained[-1]) > 1e-2
+    capfd.readouterr()
+    evaluate.main(["--checkpoint", str(tmp_path / "out"), "--text", str(tmp_path / "valid.txt")])
+    assert json.loads(capfd.readouterr().out)["nats_per_token"] == pytest.approx(trained[-1], rel=1e-5)
 
 
 def test_a_ladder_is_trained_and_written(scratch, tmp_path, capfd):
