@@ -144,7 +144,7 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
         (loss * world.tp_size / max(tokens, 1)).backward()  # FSDP2 takes the mean over the ranks
         nats, whole = nats + ce.item(), whole + loss.item()
         watch.beat()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip).full_tensor().item()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
     nats, whole = (total / max(tokens, 1) for total in sharding.summed([nats, whole], world))
     if not math.isfinite(whole + norm):
         kept = f"{args.out}.run/best-* holds the best weights so far"
@@ -227,7 +227,6 @@ def parse(argv):
     p.add_argument("--valid", required=True, metavar="FILE", help="to validate on, in the same form")
     p.add_argument("--out", required=True, metavar="DIR", help="the folder to write; until then all lies in DIR.run")
     cli.add_wiring_flags(p, default="the checkpoint's own, or standard")
-    positive, from_0 = number(float, 0, above=True), number(float, 0)
     g = p.add_argument_group("retraining", "--wiring ladder:autoN takes the N layers that alone raise the loss least")
     g.add_argument("--distill", nargs="?", const="", metavar="DIR", help="learn from this teacher, or the original")
     g.add_argument("--blend-steps", type=number(int, 0), default=0, metavar="N", help="from standard to ladder, softly")
@@ -236,10 +235,9 @@ def parse(argv):
     g.add_argument("--steps", type=count, metavar="N", default=3000, help="optimizer steps")
     g.add_argument("--batch", type=count, metavar="N", default=16, help="windows a step, on all ranks together")
     usual = "default: 3e-3 from scratch, 5e-5 with --distill, else 5e-6"
-    g.add_argument("--lr", type=positive, metavar="X", help=f"peak learning rate ({usual})")
+    g.add_argument("--lr", type=number(float, 0, above=True), metavar="X", help=f"peak learning rate ({usual})")
     g.add_argument("--warmup", type=count, metavar="N", help="steps to it (default: a tenth of all, up to 200)")
-    g.add_argument("--weight-decay", type=from_0, metavar="X", default=0.1, help="of matrices")
-    g.add_argument("--clip", type=positive, metavar="X", default=1.0, help="the gradient to this norm")
+    g.add_argument("--weight-decay", type=number(float, 0), metavar="X", default=0.1, help="of matrices")
     g.add_argument("--dropout", type=number(float, 0, 0.99), metavar="P", help="default: 0.1 from scratch, else 0")
     g.add_argument("--eval-every", type=count, metavar="N", default=200, help="steps between validations")
     g.add_argument("--valid-tokens", type=count, metavar="N", help="validate on so many (default: all)")
@@ -319,9 +317,10 @@ def main(argv=None):
         best = train(model, teacher, windows, valid, run, args, world, original)
         if world.rank == 0:
             runs.finish(run, out)
-    if world.rank == 0:
-        what = f"wiring {model.config.wiring}, {args.dtype}, {best['nats']:.4f} nats per token at step {best['step']}"
-        print(f"wrote {out}: {what}")
+            what = (
+                f"wiring {model.config.wiring}, {args.dtype}, {best['nats']:.4f} nats per token at step {best['step']}"
+            )
+            print(f"wrote {out}: {what}")
 
 
 if __name__ == "__main__":
