@@ -5,7 +5,6 @@ python adapt.py --ladder --text train.txt --valid valid.txt --out DIR2
 """
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
@@ -18,7 +17,6 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
 from formats import checkpoint
-from formats.tokenizer import load_tokenizer
 from measure import score
 from model import InputError, Transformer, parse_wiring, rewired, wiring_name
 from runtime import cli, launch, watch, writing
@@ -27,9 +25,6 @@ from training import runs, sharding
 from training.data import SEPARATOR
 
 CHUNK = 1024  # tokens whose logits are in memory at a time
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The model in training, and its loss
 
 
 def blended_stream(x, sublayers, alpha):
@@ -123,10 +118,6 @@ def validation_loss(model, windows, rows, world):
     return nats / tokens
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The loop
-
-
 def learning_rate(step, args):
     """Linear warm-up, then a cosine down to a tenth."""
     if step < args.warmup:
@@ -153,10 +144,12 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
         (loss * world.tp_size / max(tokens, 1)).backward()  # FSDP2 takes the mean over the ranks
         nats, whole = nats + ce.item(), whole + loss.item()
         watch.beat()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip).full_tensor().item()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
     nats, whole = (total / max(tokens, 1) for total in sharding.summed([nats, whole], world))
     if not math.isfinite(whole + norm):
-        raise InputError(f"at step {step} the loss is {whole:g} and the norm of its gradient {norm:g}")
+        kept = f"{args.out}.run/best-* holds the best weights so far"
+        what = f"at step {step} the loss is {whole:g} and the norm of its gradient {norm:g}"
+        raise InputError(f"{what}: try a smaller --lr than {args.lr:g} and another --out; {kept}")
     rate = learning_rate(step, args)
     for group in optimizer.param_groups:
         group["lr"] = rate
@@ -180,8 +173,7 @@ def train(model, teacher, windows, valid, run, args, world, original):
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
     step, log, best = sharding.restore(run, model, optimizer, world), run / "log.jsonl", runs.best(run)
-    quiet = True if world.rank else None  # None: where stderr is no terminal
-    bar = tqdm(total=args.steps, initial=step or 0, desc="training", unit="step", disable=quiet)
+    bar = tqdm(total=args.steps, initial=step or 0, desc="training", unit="step", disable=True if world.rank else None)
 
     def note(line, validate):
         nonlocal best
@@ -213,11 +205,7 @@ def train(model, teacher, windows, valid, run, args, world, original):
         while step < args.steps:
             step += 1
             watch.at("training step", step, timed=step > first)
-            try:
-                line, stop = optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
-            except InputError as e:
-                kept = f"{run}/best-{best['step']} holds the best weights so far ({best['nats']:.4f} nats per token)"
-                raise InputError(f"{e}: try a smaller --lr than {args.lr:g} and another --out; {kept}") from None
+            line, stop = optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
             note(line, validate=step % args.eval_every == 0 or step == args.steps)
             bar.update()
             bar.set_postfix_str(f"{line['train']:.4f} nats, {line['tokens_per_s']:,.0f} tokens/s")
@@ -231,16 +219,6 @@ def train(model, teacher, windows, valid, run, args, world, original):
     return best
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line
-
-SHAPE = {  # of a model from scratch
-    "--vocab-size": (1024, "pieces of the SentencePiece vocabulary"), "--dim": (128, "width of the residual stream"),
-    "--n-layers": (8, "layers"), "--n-heads": (8, "attention heads, each of dim / n-heads"),
-    "--n-kv-heads": (4, "key and value heads"), "--intermediate-size": (384, "width of the MLP"),
-}  # fmt: skip
-
-
 def parse(argv):
     p = cli.Parser(__doc__)
     p.add_argument("--checkpoint", metavar="DIR", help="the folder to retrain; default: a new small model")
@@ -249,7 +227,6 @@ def parse(argv):
     p.add_argument("--valid", required=True, metavar="FILE", help="to validate on, in the same form")
     p.add_argument("--out", required=True, metavar="DIR", help="the folder to write; until then all lies in DIR.run")
     cli.add_wiring_flags(p, default="the checkpoint's own, or standard")
-    positive, from_0 = number(float, 0, above=True), number(float, 0)
     g = p.add_argument_group("retraining", "--wiring ladder:autoN takes the N layers that alone raise the loss least")
     g.add_argument("--distill", nargs="?", const="", metavar="DIR", help="learn from this teacher, or the original")
     g.add_argument("--blend-steps", type=number(int, 0), default=0, metavar="N", help="from standard to ladder, softly")
@@ -258,10 +235,9 @@ def parse(argv):
     g.add_argument("--steps", type=count, metavar="N", default=3000, help="optimizer steps")
     g.add_argument("--batch", type=count, metavar="N", default=16, help="windows a step, on all ranks together")
     usual = "default: 3e-3 from scratch, 5e-5 with --distill, else 5e-6"
-    g.add_argument("--lr", type=positive, metavar="X", help=f"peak learning rate ({usual})")
+    g.add_argument("--lr", type=number(float, 0, above=True), metavar="X", help=f"peak learning rate ({usual})")
     g.add_argument("--warmup", type=count, metavar="N", help="steps to it (default: a tenth of all, up to 200)")
-    g.add_argument("--weight-decay", type=from_0, metavar="X", default=0.1, help="of matrices")
-    g.add_argument("--clip", type=positive, metavar="X", default=1.0, help="the gradient to this norm")
+    g.add_argument("--weight-decay", type=number(float, 0), metavar="X", default=0.1, help="of matrices")
     g.add_argument("--dropout", type=number(float, 0, 0.99), metavar="P", help="default: 0.1 from scratch, else 0")
     g.add_argument("--eval-every", type=count, metavar="N", default=200, help="steps between validations")
     g.add_argument("--valid-tokens", type=count, metavar="N", help="validate on so many (default: all)")
@@ -275,14 +251,18 @@ def parse(argv):
     g.add_argument("--save-every", type=count, metavar="N", default=200, help="steps between states to resume from")
     cli.add_rank_flags(g)
     g = p.add_argument_group("a model from scratch")
-    for flag, (value, about) in SHAPE.items():
-        g.add_argument(flag, type=count, metavar="N", help=f"{about} (default: {value})")
+    shape = [
+        g.add_argument("--vocab-size", type=count, default=1024, metavar="N", help="pieces of the vocabulary"),
+        g.add_argument("--dim", type=count, default=128, metavar="N", help="width of the residual stream"),
+        g.add_argument("--n-layers", type=count, default=8, metavar="N", help="layers"),
+        g.add_argument("--n-heads", type=count, default=8, metavar="N", help="attention heads, each of dim / n-heads"),
+        g.add_argument("--n-kv-heads", type=count, default=4, metavar="N", help="key and value heads"),
+        g.add_argument("--intermediate-size", type=count, default=384, metavar="N", help="width of the MLP"),
+    ]
     args = p.parse_args(argv)
-    for flag, (value, _) in SHAPE.items():
-        given = getattr(args, name := flag[2:].replace("-", "_"))
-        if given and args.checkpoint:
-            raise InputError(f"{flag} is for a model from scratch: it does not go with --checkpoint")
-        setattr(args, name, given or value)
+    for flag in shape:
+        if args.checkpoint and getattr(args, flag.dest) != flag.default:
+            raise InputError(f"{flag.option_strings[0]} is for a model from scratch: it does not go with --checkpoint")
     if not args.checkpoint and (args.distill is not None or args.blend_steps):
         raise InputError("--distill and --blend-steps need --checkpoint, the model to retrain")
     args.distill = args.checkpoint if args.distill == "" else args.distill
@@ -326,8 +306,6 @@ def main(argv=None):
         world.first(runs.prepare, run, args)
         held.enter_context(sharding.process_group(world))
         with world.together():
-            if own is None:
-                config = dataclasses.replace(config, vocab_size=load_tokenizer(run).vocab_size)
             windows, valid = runs.windows(run, args)
             if world.rank == 0:
                 print(f"{windows.n:,} windows to train on, {valid.n:,} to validate on", flush=True)
@@ -339,9 +317,10 @@ def main(argv=None):
         best = train(model, teacher, windows, valid, run, args, world, original)
         if world.rank == 0:
             runs.finish(run, out)
-    if world.rank == 0:
-        what = f"wiring {model.config.wiring}, {args.dtype}, {best['nats']:.4f} nats per token at step {best['step']}"
-        print(f"wrote {out}: {what}{'' if best['step'] else ', which training has not lowered'}")
+            what = (
+                f"wiring {model.config.wiring}, {args.dtype}, {best['nats']:.4f} nats per token at step {best['step']}"
+            )
+            print(f"wrote {out}: {what}")
 
 
 if __name__ == "__main__":

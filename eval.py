@@ -2,8 +2,7 @@
 
 python eval.py --checkpoint DIR --text FILE                          # nats per token, perplexity, bits per byte
 python eval.py --checkpoint DIR --text FILE --compare OTHER          # KL divergence and top-1 agreement per token
-python eval.py --checkpoint DIR --text FILE --sensitivity            # the loss when each layer alone is a ladder
-python eval.py --checkpoint DIR --text FILE --sensitivity --wiring spd                      # ... or in that wiring
+python eval.py --checkpoint DIR --text FILE --sensitivity            # the loss when each layer alone is in a wiring
 python eval.py --checkpoint DIR --tasks hellaswag,arc_easy --limit 200
 
 Each works in any wiring and with any number of ranks: torchrun --standalone --nproc_per_node=2 eval.py ...
@@ -61,10 +60,6 @@ def parse(argv):
     if args.task_folder and not Path(args.task_folder).is_dir():
         raise InputError(f"--task-folder {args.task_folder}: no such folder")
     return args
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A text
 
 
 def read_documents(args, tokenizer):
@@ -139,20 +134,16 @@ def score_text(args, world, model, other, documents, n_bytes, plan):
     }  # fmt: skip
     if args.sensitivity:
         wiring = cli.asked_wiring(args) or "ladder"
-        layers = sensitivity(
-            model, lambda m: checked(total_nats(m, documents, *plan) / n, args.checkpoint, m), wiring, show
-        )
-        head = (
-            f"{wiring} layer, {world.tp_size} ranks"
-            if alone(model.config, wiring, 0).kind.tp_bound
-            else f"{wiring} layer"
-        )
+
+        def loss(model):
+            return checked(total_nats(model, documents, *plan) / n, args.checkpoint, model)
+
+        layers, head = sensitivity(model, loss, wiring, show), f"{wiring} layer"
         order = sorted(range(len(layers)), key=layers.__getitem__)
         rows = [f"{head}  nats per token", f"{'none':>{len(head)}}  {nats:14.4f}"]
         rows += [f"{i:{len(head)}}  {layers[i]:14.4f}  {layers[i] - nats:+.4f}" for i in order]
         return found | {"sensitivity_wiring": wiring, "sensitivity": layers}, "\n".join(rows)
-    bound = f" ({model.config.wiring} on {world.tp_size} ranks)" if model.config.kind.tp_bound else ""
-    return found, f"{nats:.4f} nats per token{bound}" + (f", {bits:.4f} bits per byte" if n_bytes else "") + words
+    return found, f"{nats:.4f} nats per token" + (f", {bits:.4f} bits per byte" if n_bytes else "") + words
 
 
 def compare(args, world, model, other, documents, plan):
@@ -173,18 +164,6 @@ def compare(args, world, model, other, documents, plan):
     }, words  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The run
-
-
-def import_harness():
-    try:
-        from measure import harness
-    except ImportError as e:
-        raise InputError(f"--tasks needs lm-eval ({e}): pip install lm_eval==0.4.13") from None
-    return harness
-
-
 def main(argv=None):
     args = parse(argv)
     world = launch.join(args.device, vars(args))
@@ -199,7 +178,10 @@ def main(argv=None):
         if tokenizer is None:
             raise InputError(f"{args.checkpoint} has no tokenizer")
         if args.tasks:
-            harness = import_harness()
+            try:
+                from measure import harness
+            except ImportError as e:
+                raise InputError(f"--tasks needs lm-eval ({e}): pip install lm_eval==0.4.13") from None
             with harness.one_voice(world.rank == 0):
                 tasks = harness.load_tasks(args.tasks.split(","), args.task_folder, args.num_fewshot)
         else:

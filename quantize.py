@@ -64,7 +64,6 @@ def _nonzero(x):
 
 def quantized(weights, config, iterations):
     """Returns a function from a tensor's name to the quantized tensor; weights: the original's."""
-
     stored = dict(int_linear.skeleton(config).named_parameters())
     current = {}  # weight, scales and zeros of the matrix that was asked for last
 
@@ -99,8 +98,7 @@ def quantize(args):
     if config.quant is not None:
         raise InputError(f"{args.checkpoint} is quantized already ({config.quant}): give the original")
     group_size = 64 if args.mode == "int4" and args.group_size is None else args.group_size
-    names = [name.strip() for name in args.keep.split(",") if name.strip()]
-    kept = tuple("output" if name == "lm_head" else name for name in names)
+    kept = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
     new = dataclasses.replace(config, quant=args.mode, group_size=group_size, kept=kept)
     int_linear.check(new)
     for name, shape in checkpoint.shapes(config).items():
@@ -124,9 +122,7 @@ def parse(argv):
     p = cli.Parser(__doc__)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to quantize, e.g. demo")
     p.add_argument("--mode", required=True, choices=("int8", "int4"), help="bits of an integer")
-    p.add_argument(
-        "--group-size", type=int, metavar="N", help="int4: columns that share a scale: 32, 64 (default), 128"
-    )
+    p.add_argument("--group-size", type=int, metavar="N", help="int4: columns of a scale: 32, 64 (default), 128")
     p.add_argument("--keep", default="", metavar="NAME,...", help="matrices to leave, e.g. lm_head,tok_embeddings")
     rounds = "int4: rounds of the fit of scales; 0 rounds to nearest"
     p.add_argument("--iterations", type=cli.number(int, 0), default=20, metavar="N", help=rounds)

@@ -102,8 +102,7 @@ def load_operators(source, what, *options):
             torch.ops.load_library(library)
         except OSError:  # not there yet, or damaged
             compiler(what)
-            if what != "--compile":  # which says so itself
-                print(f"compiling kernels/{source.name}, once ...", file=sys.stderr, flush=True)
+            print(f"compiling kernels/{source.name}, once ...", file=sys.stderr, flush=True)
             # others may be at it too; who is done last replaces an equal file
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
                 made = Path(temporary) / library.name
@@ -111,8 +110,7 @@ def load_operators(source, what, *options):
                 os.replace(made, library)
             torch.ops.load_library(library)
     except subprocess.CalledProcessError as e:
-        lines = [line for line in e.stderr.splitlines() if "error" in line or "cannot find" in line]
-        reason = lines[0] if lines else f"it ends with code {e.returncode}"
+        reason = next((line for line in e.stderr.splitlines() if "error" in line), f"it ends with code {e.returncode}")
         raise InputError(f"{command[0]} cannot compile {source.name}: {reason}") from None
     except OSError as e:
         reason = e.strerror or str(e).splitlines()[0]
@@ -258,8 +256,6 @@ def use_few_rows(model):
                 table.hold(packed, shape, bits)
         module.__class__ = FewRowsIntLinear
         module.hold(packed, shape, bits)
-    for module in model.modules():
-        if type(module) is not FeedForward or module.w1.bias is not None:
-            continue
+    for module in [m for m in model.modules() if type(m) is FeedForward and m.w1.bias is None]:
         if {type(m) for m in module.children()} == {FewRowsIntLinear}:
             module.__class__ = FewRowsFeedForward

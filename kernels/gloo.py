@@ -42,10 +42,9 @@ def threads():
 def let_preempt(ids):
     """Let gloo's threads run as soon as they have something to do, as far as the system allows it.
 
-    Its event loop polls while another of its threads holds a connection's lock. Between ordinary threads the one that
-    polls may keep the one with the lock from running until the scheduler's next tick, milliseconds later
-    (benchmarks/overlap.md has the times). Real-time threads preempt the computation, but not one another; to have them
-    takes root or CAP_SYS_NICE. Batch threads, for anyone, at least do not preempt one another.
+    Its event loop polls while another of its threads holds a connection's lock, and ordinary threads may keep that one
+    from running for milliseconds (benchmarks/overlap.md). Real-time threads, for root or CAP_SYS_NICE, preempt the
+    computation, but not one another. Batch threads, for anyone, at least do not preempt one another.
     """
     for thread in ids:
         for policy, priority in (os.SCHED_FIFO, 1), (os.SCHED_BATCH, 0):

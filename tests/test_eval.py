@@ -20,6 +20,7 @@ from formats.tokenizer import load_tokenizer
 from measure import score
 from model import InputError, rewired
 from runtime import launch
+from training.data import train_tokenizer
 
 TEXT = "Once upon a time there was a little girl. She went out to play. Her dog ran to the park. " * 6
 
@@ -99,15 +100,10 @@ def test_documents_are_scored_each_alone(tiny, tmp_path, capsys):
         (tmp_path / f"{i}.txt").write_text(text)
         lines.append(evaluated(capsys, "--checkpoint", tiny, "--text", tmp_path / f"{i}.txt")[0])
     together = evaluated(capsys, "--checkpoint", tiny, "--text", tmp_path / "all.txt", "--batch", "3")[0]
-    assert together["documents"] == 3 and [line["documents"] for line in lines] == [1, 1, 1]
-    assert together["tokens"] == sum(line["tokens"] for line in lines)
+    assert together["documents"] == 3 and together["tokens"] == sum(line["tokens"] for line in lines)
     assert together["bytes"] == sum(line["bytes"] for line in lines) == sum(map(len, texts))
     nats = sum(line["tokens"] * line["nats_per_token"] for line in lines)
     assert together["nats_per_token"] * together["tokens"] == pytest.approx(nats, rel=1e-5)
-    part = evaluated(
-        capsys, "--checkpoint", tiny, "--text", tmp_path / "all.txt", "--max-tokens", lines[0]["tokens"] + 4
-    )[0]
-    assert part["documents"] == 2 and part["tokens"] == lines[0]["tokens"] + 2  # two more ids, after a BOS
 
 
 @pytest.fixture
@@ -169,16 +165,8 @@ def test_sensitivity_against_the_reference(wiring):
         alone = random_model(BASE)  # with the norms of a standard model
         alone.config = rewired(BASE, f"{wiring}:{i},")
         assert math.isclose(nats, -picked(*naive(alone, ids, 40, 20)).sum(), rel_tol=1e-5)
-    with pytest.raises(ZeroDivisionError):
-        score.sensitivity(net, lambda m: 1 / 0)
-    assert net.config is BASE
-    for config, wiring, message in (
-        (dataclasses.replace(BASE, wiring="parallel"), "ladder", "of a standard model .* not of parallel into ladder"),
-        (BASE, "ladder:2", "not of standard into ladder:2"),
-        (BASE, "desync", "no such wiring: 'desync:0,'"),
-    ):
-        with pytest.raises(InputError, match=message):
-            score.alone(config, wiring, 0)
+    with pytest.raises(InputError, match="of a standard model .* not of parallel into ladder"):
+        score.alone(dataclasses.replace(BASE, wiring="parallel"), "ladder", 0)
 
 
 @pytest.mark.parametrize("ranks, wiring", [(1, "ladder"), (2, "parallel-ladder"), (2, "delayed"), (3, "spd")])
@@ -192,9 +180,6 @@ def test_the_table_of_layers_is_that_of_the_ranks_it_runs_on(ranks, wiring, tiny
         alone = [evaluated(capsys, *flags, "--wiring", f"{wiring}:{i},", ranks=ranks)[0] for i in range(BASE.n_layers)]
         assert layers == pytest.approx([one["nats_per_token"] for one in alone], rel=1e-6)
     assert min(abs(one - nats) for one in layers) > 1e-4
-    said = said[said.index(f"{wiring} layer") :]  # after a progress bar, if it took long
-    head = f"{wiring} layer, {ranks} ranks" if wiring in ("delayed", "spd") else f"{wiring} layer"
-    assert said.startswith(f"{head}  nats per token\n")
     rows = [row.split() for row in said.splitlines() if row.split()[0] in ("none", *map(str, range(len(layers))))]
     assert rows[0] == ["none", f"{nats:.4f}"]
     assert [int(row[0]) for row in rows[1:]] == sorted(range(BASE.n_layers), key=lambda i: layers[i])
@@ -209,15 +194,9 @@ def test_what_cannot_be_compared_is_refused(tiny, text, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     checkpoint.write_config(other, checkpoint.read_config(tiny))
-    from training.data import train_tokenizer
-
     train_tokenizer(["The cat sat on the mat, and a mouse ran over it. "] * 30, 300, other / "tokenizer.model")
     with pytest.raises(InputError, match=r"the tokenizers of \S+ and --compare \S+ cut the text differently"):
         evaluate.main(["--checkpoint", str(other), *flags])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# lm-evaluation-harness
 
 
 @pytest.fixture(scope="module")
@@ -248,21 +227,9 @@ def answers_of(ranks, *args):
 
 
 @pytest.mark.slow
-def test_generation_ends_when_all_rows_have_met_a_stop_string(tiny, harness, monkeypatch):
-    steps, decode = [], generate.Runner.decode
-    monkeypatch.setattr(generate.Runner, "decode", lambda *a: steps.append(None) or decode(*a))
-    [[text]] = answers_of(1, tiny, "standard", None, [("generate_until", [("The dog", {"max_gen_toks": 40})])])
-    assert len(steps) == 39
-    stop, steps[:] = text[5:7], []
-    answers_of(1, tiny, "standard", None, [("generate_until", [("The dog", {"max_gen_toks": 40, "until": stop})])])
-    assert 0 < len(steps) < 15
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, question, line",
     [
-        ("generate_until", ("a", {"max_gen_toks": 64}), "max_gen_toks 64 leaves no room in the model's context of 64"),
         ("generate_until", ("a", {"max_gen_toks": 8, "num_beams": 3}), "a task asks for num_beams in generating"),
         ("loglikelihood", ("a", " dog" * 65), "a task's continuation has 65 tokens, but the model's context 64"),
     ],
@@ -309,6 +276,7 @@ def tasks(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("wiring", ["standard", "ladder"])
 def test_the_answers_are_those_of_lm_evals_own_model(wiring, tasks, harness, tmp_path, monkeypatch):
+    from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
     monkeypatch.setattr(score, "PIECE", 3000)  # two rows at a time, on one rank
@@ -333,6 +301,11 @@ def test_the_answers_are_those_of_lm_evals_own_model(wiring, tasks, harness, tmp
     for name, metrics in one.items():
         assert metrics == pytest.approx(other[name], rel=1e-5), name
     assert len(set(asked["generate_until"][1])) > 3
+    written = [(request.args[0], text) for request, text in zip(*asked["generate_until"], strict=True) if text]
+    written = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(written)]
+    more, (requests, found) = HFLM.loglikelihood(theirs, written), asked["loglikelihood"]
+    assert any(greedy for _, greedy in more)  # what greedy decoding wrote
+    asked["loglikelihood"] = [*requests, *written], [*found, *more]
     questions = [(kind, [r.args for r in requests]) for kind, (requests, _) in asked.items()]
     for ranks, batch in (1, None), (2, 3), (3, 1):
         for (kind, asks), found in zip(
@@ -366,16 +339,9 @@ def test_tasks_from_the_command_line_with_any_tp(tasks, harness, tmp_path, capsy
 
 
 @pytest.mark.slow
-def test_unknown_tasks_and_data_that_is_not_there_are_one_line(tiny, tasks, harness, tmp_path, monkeypatch):
+def test_an_unknown_task_is_one_line(tiny, harness, tmp_path, monkeypatch):
     manager = harness.TaskManager  # lm-eval's own tasks take a minute to read
     monkeypatch.setattr(harness, "TaskManager", lambda **how: manager(**how | {"include_defaults": False}))
     flags = ["--checkpoint", str(tiny), "--task-folder", str(tmp_path), "--tasks"]
     with pytest.raises(InputError, match="--tasks choises: .*'choises' is not a registered task/group/tag name"):
         evaluate.main([*flags, "choises"])
-    lines = (tasks[0] / "choices.yaml").read_text().replace("documents.jsonl", "nowhere.jsonl")
-    (tmp_path / "choices.yaml").write_text(lines)
-    with pytest.raises(InputError, match="--tasks choices: .*nowhere.jsonl") as error:
-        evaluate.main([*flags, "choices"])
-    assert "\n" not in str(error.value)
-    done = script("eval.py", *flags, "choices", ranks=2)
-    assert done.returncode == 1 and done.stderr.count("eval.py: --tasks choices: ") == 1

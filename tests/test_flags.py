@@ -158,7 +158,6 @@ SCRIPTS = {
             "--wiring ladder:auto2": "--wiring ladder:auto2 needs a standard --checkpoint",
             "--checkpoint {}": "--vocab-size is for a model from scratch: it does not go with --checkpoint",
             "--out {}": "already exists: remove it or give another folder",
-            "--clip 0": "--clip: '0' is not a number above 0",
         },
     ),
     "adapt on a checkpoint": (

@@ -191,10 +191,6 @@ def test_groups_leave_nothing_behind():
         assert counts[-1] == counts[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Where it does not work
-
-
 def unavailable(world, rank, name):
     """What connect() says, on every rank, when a function of the module fails on one."""
 
@@ -258,22 +254,15 @@ def ranks(tp_size, source, **environment):
 
 
 DYING = """
-import os, signal, sys, time, torch; from runtime import launch
-from kernels import cpu
-from measure import link
+import os, signal, time, torch; from runtime import launch
 
 def main():
     world = launch.join("cpu")
-    if "linked" in sys.argv[1:]:
-        world = link.emulate(world, link.LINKS["pcie"])
     x, ops, name = torch.ones(100), torch.ops._c10d_functional, world.group.group_name
 
     def step(x):
         return ops.wait_tensor(ops.all_reduce(x + 1, "sum", name))
 
-    if "compiled" in sys.argv[1:]:
-        cpu.prepare_compile()
-        step = torch.compile(step, fullgraph=True, options={"cpp_wrapper": True})
     for i in range(20):
         if i == 10 and world.rank == 1:
             print("dies", time.monotonic(), flush=True)
@@ -281,19 +270,16 @@ def main():
         with torch.inference_mode():
             step(x)
 
-sys.argv[1:] = WORDS
 launch.run(main)
 """
 
 
-@pytest.mark.parametrize(
-    "words", [[], *(pytest.param([word], marks=pytest.mark.slow) for word in ("linked", "compiled"))], ids=str
-)
-def test_when_a_rank_dies_those_that_wait_for_it_end_with_one_line(words):
-    found = ranks(3, DYING.replace("WORDS", repr(words)))
+def test_when_a_rank_dies_those_that_wait_for_it_end_with_one_line():
+    found = ranks(3, DYING)
     output = [rank.communicate(timeout=90) for rank in found]
     assert sorted(rank.returncode for rank in found) == [-signal.SIGKILL, 1, 1]
-    [line] = [line for _, errors in output for line in errors.splitlines() if line]
+    # torch's store may warn, too: rank 0, which holds it, may leave first
+    [line] = [line for _, errors in output for line in errors.splitlines() if line.startswith("-c: ")]
     assert "rank 1 of 3 was killed (signal 9" in line or "rank 1 of 3 has died" in line  # its parent may have asked
 
 
@@ -309,10 +295,6 @@ def lives(world):
 
 def test_a_peer_that_takes_its_time_has_not_died():
     run_ranks(2, lives)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# An emulated link
 
 
 def linked(world):

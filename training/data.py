@@ -1,7 +1,4 @@
-"""Text as training data: documents become tokens in a memory-mapped file, and those become packed windows.
-
-Shape letters: B batch, S sequence.
-"""
+"""Text as training data: documents become tokens in a memory-mapped file, and those become packed windows."""
 
 import dataclasses
 import json
@@ -12,16 +9,13 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from formats.checkpoint import first_line
+from formats.checkpoint import first_line, read_text
 from model import InputError
 from runtime import writing
 
 SEPARATOR = "<|endoftext|>"
 # A token on the disk: its id, the number of its document, and whether its prediction counts in the loss.
 TOKEN = np.dtype([("id", "<u4"), ("document", "<u4"), ("counts", "?")])
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Documents
 
 
 def documents(path):
@@ -30,22 +24,13 @@ def documents(path):
     Plain text has SEPARATOR between two documents; each line of a .jsonl is an object with "text" or "messages".
     Raises InputError for a file that cannot be read as that.
     """
-    path = str(path)
-    try:
-        with open(path, encoding="utf-8") as f:
-            if path.endswith(".jsonl"):
-                for n, line in enumerate(f, start=1):
-                    if line.strip():
-                        yield _record(line, f"{path} line {n}"), f"{path} line {n}"
-                return
-            text = ""
-            for line in chain(f, [SEPARATOR]):
-                text += line
-                if SEPARATOR in line:
-                    *complete, text = text.split(SEPARATOR)
-                    yield from ((d.strip(), path) for d in complete if d.strip())
-    except UnicodeDecodeError:
-        raise InputError(f"{path} is not valid UTF-8") from None
+    text = read_text(path)
+    if not str(path).endswith(".jsonl"):
+        yield from ((part.strip(), str(path)) for part in text.split(SEPARATOR) if part.strip())
+        return
+    for n, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            yield _record(line, f"{path} line {n}"), f"{path} line {n}"
 
 
 def _record(line, where):
@@ -91,10 +76,7 @@ def encode(tokenizer, document, end):
 
 
 def tokenize(paths, tokenizer, end, target, show=True):
-    """Write the tokens of all documents of the files, in their order, to the file target; returns their number.
-
-    Raises InputError where the files hold no text.
-    """
+    """Write the tokens of all documents of the files, in their order, to the file target; returns their number."""
     total = 0
     with writing.new_file(target) as unfinished, open(unfinished, "wb") as f:
         found = chain.from_iterable(map(documents, paths))
@@ -128,10 +110,6 @@ def train_tokenizer(texts, vocab_size, path):
             )  # fmt: skip
     except RuntimeError as e:  # too little text for so many pieces, or too few pieces for its characters
         raise InputError(f"--vocab-size {vocab_size} does not suit the text: {str(e).rpartition('] ')[2]}") from None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Windows
 
 
 @dataclasses.dataclass

@@ -2,9 +2,9 @@
 
 import argparse
 import contextlib
-import hashlib
 import json
 import math
+import os
 import shutil
 import signal
 
@@ -16,17 +16,13 @@ from training.data import Windows, documents, tokenize, train_tokenizer
 
 SAMPLE = "Once upon a time there were 12 (twelve) little dogs.\n\tZwölf? 十二! def f(x): return x**2"  # to compare with
 NEEDED = ["state-*", "best-*", "*.tmp", "*.tokens", "best.json"]  # by a run that has not ended; best.json goes last
-# flags that may change when a run resumes
-MACHINE = ["out", "device", "micro_batch", "recompute", "compile", "save_every", "timeout"]
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What is trained
+MACHINE = ["out", "device", "micro_batch", "recompute", "compile", "save_every", "timeout"]  # may change
 
 
 def describe(args):
     """Returns (the Config to train, the checkpoint's or None, the teacher's or None); autoN is the last N layers here.
 
-    Completes args.seq_len. Raises InputError for what does not go together.
+    Completes args.seq_len.
     """
     own = taught = None
     if args.checkpoint:
@@ -50,14 +46,20 @@ def describe(args):
         kind, standard = config.kind, WIRINGS["standard"]
         ladder = kind.stale and kind.split is standard.split and kind.stream is standard.stream
         if own.stale_layers or not ladder:
-            raise InputError(
-                f"--blend-steps goes from standard to ladder layers, not from {own.wiring} to {config.wiring}"
-            )
-        if args.blend_steps > args.steps:
-            raise InputError(f"--blend-steps {args.blend_steps} is more than --steps {args.steps}: it would not end")
+            ways = f"not from {own.wiring} to {config.wiring}"
+            raise InputError(f"--blend-steps goes from standard to ladder layers, {ways}")
     if args.distill:
         taught = _unquantized(args.distill)
-        _check_teacher(args, config, own, taught)
+        _check_trainable(taught)
+        if args.distill == args.checkpoint and own.function == config.function:
+            raise InputError(f"{args.checkpoint} is {own.wiring} already: name its original, --distill DIR")
+        if taught.vocab_size != config.vocab_size:
+            raise InputError(f"--distill {args.distill} has {taught.vocab_size} tokens, the model {config.vocab_size}")
+        if taught.max_seq_len < args.seq_len:
+            raise InputError(f"--distill {args.distill} has a context of {taught.max_seq_len}, less than --seq-len")
+        theirs, ours = (load_tokenizer(folder, config.vocab_size) for folder in (args.distill, args.checkpoint))
+        if theirs and ours and theirs.encode_plain(SAMPLE) != ours.encode_plain(SAMPLE):
+            raise InputError(f"the tokenizers of {args.checkpoint} and --distill {args.distill} cut text differently")
     return config, own, taught
 
 
@@ -83,23 +85,6 @@ def _check_trainable(config):
         raise InputError(f"{config.wiring} is another function on another number of ranks: take one of {known}")
 
 
-def _check_teacher(args, config, own, taught):
-    _check_trainable(taught)
-    if args.distill == args.checkpoint and own.function == config.function:
-        raise InputError(f"{args.checkpoint} is {own.wiring} already: name its original, --distill DIR")
-    if taught.vocab_size != config.vocab_size:
-        raise InputError(f"--distill {args.distill} has {taught.vocab_size} tokens, the model {config.vocab_size}")
-    if taught.max_seq_len < args.seq_len:
-        raise InputError(f"--distill {args.distill} has a context of {taught.max_seq_len}, less than --seq-len")
-    theirs, ours = (load_tokenizer(folder, config.vocab_size) for folder in (args.distill, args.checkpoint))
-    if theirs and ours and theirs.encode_plain(SAMPLE) != ours.encode_plain(SAMPLE):
-        raise InputError(f"the tokenizers of {args.checkpoint} and --distill {args.distill} cut text differently")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The folder
-
-
 @contextlib.contextmanager
 def reserved(out, run):
     """Lock an output, which must not exist yet, and its run."""
@@ -114,13 +99,13 @@ def reserved(out, run):
 def prepare(run, args):
     """Make the folder with its tokenizer and tokens, or check that its run has these settings.
 
-    Raises InputError for another flag, which it names, and for files that cannot be used; then no new folder stays.
+    Where files cannot be used, no new folder stays.
     """
     settings = {f"--{name.replace('_', '-')}": v for name, v in vars(args).items() if name not in MACHINE}
     path, new = run / "settings.json", not run.exists()
     try:
-        settings["contents of --text and --valid"] = [_digest(file) for file in (*args.text, args.valid)]
-        if path.exists():
+        settings["bytes of --text and --valid"] = [os.path.getsize(file) for file in (*args.text, args.valid)]
+        if path.exists() and (run / "valid.tokens").exists():  # else its output was complete, and is gone
             before = json.loads(path.read_text())
             for name, now in settings.items():
                 if before.get(name) != now:
@@ -137,8 +122,7 @@ def prepare(run, args):
         else:
             texts = [d for path in args.text for d, _ in documents(path) if isinstance(d, str)]
             train_tokenizer(texts, args.vocab_size, run / "tokenizer.model")
-            tokenizer = load_tokenizer(run)
-            ends = (tokenizer.special["</s>"],)
+            tokenizer, ends = load_tokenizer(run), (2,)  # </s>
         for name, files in ("train", args.text), ("valid", [args.valid]):
             tokenize(files, tokenizer, ends[0] if ends else None, run / f"{name}.tokens")
         windows(run, args)
@@ -148,11 +132,6 @@ def prepare(run, args):
     finally:
         if new and not path.exists():
             shutil.rmtree(run, ignore_errors=True)
-
-
-def _digest(path):
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()[:16]
 
 
 def windows(run, args):
@@ -187,17 +166,15 @@ def cut_log(path, step):
 @contextlib.contextmanager
 def interruption():
     """Yield a list that is empty until a first Ctrl-C or SIGTERM, which the block may heed; a second one ends it."""
-    asked, before = [], {}
+    asked, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def restore():
-        while before:
-            signal.signal(*before.popitem())
+    def restore(*heard):
+        asked.extend(heard[:1])
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
-    def ask(number, frame):
-        asked.append(number)
-        restore()
-
-    before |= {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, restore)
     try:
         yield asked
     finally:

@@ -108,10 +108,6 @@ def write(run, best, model, dtype, world):
             shutil.rmtree(old, ignore_errors=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The states from which a run resumes
-
-
 def save(run, step, model, optimizer, world):
     """Save all that step + 1 depends on, in shards, as run/state-STEP, and remove the states before it.
 
