@@ -319,6 +319,7 @@ def main(argv=None):
             print("compiling ...", file=sys.stderr)
         compile_s = warm_up(runner, prompts, new, draft=draft)
     if source and source.count == "auto":
+        draft.begin(*pad(prompts, world.device), CHUNK)
         draft.time_passes(runner, prompts, world)
     eos_ids = () if args.ignore_eos or world.simulated else config.eos_ids
     if args.interactive:
