@@ -147,7 +147,7 @@ WIRINGS = {
     "standard": Wiring("the pre-norm Llama block", parameter=None),
     "ladder": Wiring("every sublayer reads the stream one sublayer stale", stale=True),
     "parallel": Wiring("attention + MLP of one input", attention_plus_mlp, 1, norms=("attention_norm",)),
-    "parallel-ladder": Wiring("parallel, one block stale", attention_plus_mlp, 1, stale=True, norms=("attention_norm",)),
+    "parallel-ladder": Wiring("parallel, a block stale", attention_plus_mlp, 1, stale=True, norms=("attention_norm",)),
     "spd": Wiring("the MLP reads its rank's attention", attention_into_mlp, 1, tp_bound=True, runs_standard="any"),
     "spd-ladder": Wiring("spd, one block stale", attention_into_mlp, 1, stale=True, tp_bound=True),
     "delayed": Wiring("a ladder that misses only the other ranks' partials", stream=delayed_stream, stale=True,

@@ -62,7 +62,7 @@ PHASES = {  # name: (command, module and name of a function, the call of it that
     "training": (ADAPT, "adapt", "optimizer_step", 3, r"training step 3\b"),
 }
 CAUSES = {  # kind of fault: what the line says
-    "SIGKILL": r"signal 9\b",
+    "SIGKILL": r"has died",
     "SIGTERM": r"SIGTERM|signal 15\b",
     "exception": r"RuntimeError: something broke",
     "SIGSTOP": r"--timeout",

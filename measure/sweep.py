@@ -316,7 +316,8 @@ def sweep(s, place):
             print(*[x for x in log.splitlines() if "per token" in x][:1], sep="\n", file=sys.stderr)
         else:
             ended.add(text)
-            writing.append(f"{s.out}.log", f"$ {text}\n{log}\n".encode())
+            with open(f"{s.out}.log", "a") as f:
+                f.write(f"$ {text}\n{log}\n")
             if c.wiring is None or not (code == 137 or NO_MEMORY.search(log)):
                 if c.wiring and not any_ran:
                     raise InputError(f"the first run failed: {reason(code, log)} (more in {s.out}.log)")

@@ -2,11 +2,11 @@
 
 import argparse
 import math
+import os
 import sys
 import textwrap
 
 from model import WIRINGS, InputError, rewired
-from runtime import writing
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -52,11 +52,10 @@ count = number(int, 1)
 
 
 def appendable(path):
-    """An argparse type: a file that writing.check_appendable finds good."""
-    try:
-        writing.check_appendable(path)
-    except InputError as e:
-        raise argparse.ArgumentTypeError(e) from None
+    """An argparse type: a file that lines can be appended to, or the name of one that can be made."""
+    existing = path if os.path.exists(path) else os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.access(existing, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {path}")
     return path
 
 

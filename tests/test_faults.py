@@ -35,7 +35,7 @@ def test_a_fault_ends_all_soon_with_one_line_that_names_it(name, files):
 
 GOOD = CASES["decode, SIGKILL, rank 1 of 2"] | {
     "happened": True, "seconds": 1.0, "code": 1, "codes": [-9], "tracebacks": 0, "printed": "Once",
-    "lines": ["generate.py: rank 1 of 2 was killed (signal 9) in decode step 7"],
+    "lines": ["generate.py: rank 1 of 2 has died in decode step 7"],
 }  # fmt: skip
 ALIKE = CASES["unlike --seed"] | {
     "happened": True, "seconds": 4.0, "code": 1, "codes": [2], "tracebacks": 0, "printed": "",
@@ -50,7 +50,7 @@ SPOILED = [
     (GOOD, {"lines": 2 * GOOD["lines"]}, ["2 lines"]),
     (GOOD, {"rank": 0}, ["the rank is not named"]),
     (GOOD, {"kind": "SIGTERM"}, ["the cause is not named"]),
-    (GOOD, {"lines": ["generate.py: rank 1 of 2: signal 9 in decode step 71"]}, ["the phase is not named"]),
+    (GOOD, {"lines": ["generate.py: rank 1 of 2 has died in decode step 71"]}, ["the phase is not named"]),
     (GOOD, {"lines": []}, ["the cause is not named", "the phase is not named", "the rank is not named", "0 lines"]),
     (ALIKE, {"seconds": None}, ["never gone"]),
     (ALIKE, {"codes": [1, 2]}, ["codes [1, 2]"]),

@@ -53,7 +53,7 @@ def run(*args, stdin=""):
     """(stdout, stderr) of generate.py in this process."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        m.setattr(sys, "stdin", io.StringIO(stdin))
+        m.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         generate.main([str(arg) for arg in args])
     return out.getvalue(), err.getvalue()
 

@@ -280,7 +280,7 @@ def test_a_line_that_does_not_fit_is_not_written(tmp_path):
     before, limit = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limit[1]))
     try:
-        with pytest.raises(InputError, match="x.jsonl cannot be written: No space left"):
+        with pytest.raises(InputError, match="cannot write .*x.jsonl: No space left"):
             writing.append_line(path, {"a": "x" * 9000})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -306,20 +306,6 @@ def test_many_append_at_the_same_time(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 120
     assert all([x["line"] for x in lines if x["from"] == i] == [*range(30)] for i in range(4))
-
-
-def test_to_try_a_file_leaves_no_trace_and_waits_for_nobody(tmp_path, monkeypatch):
-    def unlink(*args, **kwargs):
-        raise AssertionError("another process may have appended to it by now")
-
-    monkeypatch.setattr(os, "unlink", unlink)
-    writing.check_appendable(tmp_path / "new.jsonl")
-    assert names(tmp_path) == []
-    os.mkfifo(tmp_path / "pipe")
-    for name in "pipe", "x" * 256, "":
-        with pytest.raises(InputError, match="cannot be written: "):
-            writing.check_appendable(tmp_path / name)
-    writing.append_line(os.devnull, {"a": 1})
 
 
 # The sweep's commands
