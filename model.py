@@ -186,9 +186,8 @@ def wiring_name(name, parameter=None):
 
 def rewired(config, wiring):
     """Return the config in another wiring, or the same config where that is None. Raises InputError."""
-    if wiring in (None, config.wiring):
-        return config
-    return dataclasses.replace(config, wiring=wiring, made_for_tp=None)
+    same = wiring in (None, config.wiring)
+    return config if same else dataclasses.replace(config, wiring=wiring, made_for_tp=None)
 
 
 # ---- The configuration -----------------------------------------------------------------------------------------------
