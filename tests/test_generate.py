@@ -13,20 +13,11 @@ import subprocess
 import sys
 import termios
 
+import helpers
 import pytest
 import torch
-from helpers import (
-    BASE,
-    HANGS,
-    ROOT,
-    command,
-    free_port,
-    main_on_ranks,
-    random_model,
-    script,
-    shared_data,
-    unequal_rows,
-)  # fmt: skip
+from helpers import BASE, HANGS, ROOT, command, free_port, random_model, script, shared_data, unequal_rows
+from safetensors.torch import load_file, save_file
 
 import generate
 from complete import complete, load
@@ -71,7 +62,7 @@ def run_json(folder, *args, out, ranks=1, how=None):
     if how is not None:
         printed, said = how(*args, ranks=ranks)
     else:
-        printed, said = run(*args) if ranks == 1 else main_on_ranks(ranks, generate.main, *args)[0]
+        printed, said = run(*args) if ranks == 1 else helpers.main_on_ranks(ranks, generate.main, *args)[0]
     return json.loads(out.read_text().splitlines()[-1]), printed, said
 
 
@@ -175,11 +166,8 @@ def test_step_bytes_are_the_weights_and_the_cache(tiny, out):
 
 
 def test_a_single_prompt_streams_its_text(tiny, out):
-    result, printed, said = run_json(
-        tiny, "--prompt", PROMPTS[0], "--temperature", "0", "--max-new-tokens", "9", out=out
-    )
-    assert printed == PROMPTS[0] + result["texts"][0] + "\n"
-    assert "tok/s" in said
+    result, printed, said = run_json(tiny, "--prompt", PROMPTS[0], "--max-new-tokens", "9", out=out)
+    assert printed == PROMPTS[0] + result["texts"][0] + "\n" and "tok/s" in said
 
 
 def test_prompts_from_a_file_and_repeated_to_a_batch(tiny, tmp_path, greedy, out):
@@ -322,11 +310,6 @@ def test_stories260k_on_two_ranks(tmp_path):
 
 
 # Sampling and stopping
-
-
-def test_greedy_takes_the_largest():
-    logits = torch.randn(5, 40)
-    assert generate.Sampler(0)(logits).tolist() == logits.argmax(-1).tolist()
 
 
 def frequencies(logits, **settings):
@@ -500,16 +483,18 @@ def test_whoever_sees_the_tokens_can_stop_and_their_time_does_not_count(monkeypa
 # Bad input
 
 
-def spoil_weights(folder, name, change):
-    from safetensors.torch import load_file, save_file
+WO = "layers.1.attention.wo.weight"
 
+
+def spoil_weights(folder, name, change):
     state = load_file(folder / "model.safetensors")
     change(state, name)
     save_file(state, folder / "model.safetensors")
 
 
-def nan_in_the_last_column(state, name):
-    state[name][0, -1] = torch.nan
+def nan_in_the_last_column(folder):
+    """Only the last rank reads it."""
+    spoil_weights(folder, WO, lambda state, name: state[name][0, -1].fill_(torch.nan))
 
 
 def edit_config(folder, **changes):
@@ -519,8 +504,7 @@ def edit_config(folder, **changes):
 
 
 def truncate(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
+    os.truncate(folder / "model.safetensors", 1000)
 
 
 def lose_a_shard(folder):
@@ -536,17 +520,11 @@ CHECKPOINTS = {  # what happened to the folder, and the line
     "a truncated file": (truncate, "model.safetensors is truncated"),
     "a lost shard": (lose_a_shard, "model-00001-of-00002.safetensors is missing"),
     "too large for float16": (
-        lambda f: spoil_weights(f, "norm.weight", lambda state, name: state.update({name: state[name] * 1e5})),
+        lambda f: spoil_weights(f, "norm.weight", lambda state, name: state[name].mul_(1e5)),
         "tensor norm.weight holds NaN or infinite values in float16",
     ),
-    "NaN": (
-        lambda f: spoil_weights(f, "layers.1.attention.wo.weight", nan_in_the_last_column),
-        "tensor layers.1.attention.wo.weight holds NaN",
-    ),
-    "a missing tensor": (
-        lambda f: spoil_weights(f, "layers.2.ffn_norm.weight", lambda state, name: state.pop(name)),
-        "no tensor layers.2.ffn_norm.weight",
-    ),
+    "NaN": (nan_in_the_last_column, f"tensor {WO} holds NaN"),
+    "a missing tensor": (lambda f: spoil_weights(f, WO, lambda state, name: state.pop(name)), f"no tensor {WO}"),
     "a wrong shape": (lambda f: edit_config(f, intermediate_size=99), r"the config says (99, 48)"),
     "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), "copy has no tokenizer: use --prompt-ids"),
     "a broken tokenizer": (lambda f: (f / "tokenizer.model").write_text("x"), "tokenizer.model cannot be read"),
@@ -578,8 +556,7 @@ def test_bad_input_of_one_node_ends_the_other(tiny):
         environment = {**os.environ, **environment, "CUDA_VISIBLE_DEVICES": ""}
         nodes.append(subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True))
     errors = "".join(node.communicate(timeout=HANGS)[1] for node in nodes)
-    lines = [line for line in errors.splitlines() if " is waiting " not in line]  # as a slow machine may say
-    assert lines == ["generate.py: no such device: cuda:1; this machine has cpu"]
+    assert errors == "generate.py: no such device: cuda:1; this machine has cpu\n"
     assert [node.returncode for node in nodes] == [2, 2]
 
 
@@ -595,9 +572,9 @@ def test_a_closed_pipe_is_no_traceback_of_ours(tiny):
 @pytest.mark.parametrize("flags", [[], pytest.param(["--batch", "0"], marks=pytest.mark.slow)])
 def test_many_ranks_end_together_with_one_line(flags, copy):
     """torchrun adds a report of its own and ends with 1; the ranks end with 2, and one of them says why."""
-    spoil_weights(copy, "layers.1.attention.wo.weight", nan_in_the_last_column)  # only the last rank reads it
+    nan_in_the_last_column(copy)
     done = script("generate.py", "--checkpoint", copy, "--prompt", "a", *flags, ranks=2)
     [line] = [line for line in done.stderr.splitlines() if line.startswith("generate.py: ")]
-    assert ("--batch" if flags else "tensor layers.1.attention.wo.weight holds NaN") in line
+    assert ("--batch" if flags else f"tensor {WO} holds NaN") in line
     assert done.returncode != 0 and "exitcode  : 2" in done.stderr
     assert 'generate.py", line' not in done.stderr  # no traceback of ours
