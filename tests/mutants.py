@@ -43,7 +43,7 @@ HOSTILE = "test_hostile.py -k "
 FEW_INT = "test_quantize.py -k 'exact_up_to_rounding or three_products'"
 
 MUTANTS = [     # runtime
-    ("runtime/launch.py", "start.get(name)) for start in starts}) > 1", "start.get(name)) for start in starts}) > 2", WATCH + "each_difference"),
+    ("runtime/launch.py", "one.get(name)) for one in found}) > 1", "one.get(name)) for one in found}) > 2", WATCH + "each_difference"),
     ("runtime/launch.py", "if value is not None and value is not False}", "if value}", WATCH + "compared_by"),
     ("runtime/launch.py", "speaks = first == rank", "speaks = True", WATCH + "one_rank_says"),
     ("runtime/launch.py", "if c.isprintable() else", "if True else", WATCH + "exit_code"),
