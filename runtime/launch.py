@@ -215,7 +215,8 @@ def printable(text):
 def _leave(error):
     """End this process with the exit code of the first rank that leaves, which also says why."""
     for undo in watch.at_end:
-        undo()
+        with contextlib.suppress(Exception):  # the terminal may have gone
+            undo()
     script, (rank, tp_size) = os.path.basename(sys.argv[0]), rank_and_size()
     who = f"{script}: rank {rank} of {tp_size}" if tp_size > 1 else f"{script}:"
     where = f" in {watch.here}" if tp_size > 1 or watch.here.phase != "start" else ""

@@ -1,7 +1,6 @@
 """Ranks that die, stall, or were not started alike: how the run ends; and that benchmarks/faults.py sees when it should
 not have ended so."""
 
-import json
 import subprocess
 import sys
 import time
@@ -75,14 +74,3 @@ def test_the_processes_of_a_run_are_found_by_its_mark():
         process.kill()
         process.communicate()
     assert not faults.of_run("a mark")
-
-
-def test_a_line_is_written_for_each_case_and_a_table_counts_what_ended_well(tmp_path, monkeypatch, capsys):
-    out, wrong = tmp_path / "out.jsonl", iter([[], ["hm"]])
-    monkeypatch.setattr(faults, "run", lambda case, files: {**GOOD, **case, "wrong": next(wrong)})
-    monkeypatch.setattr(faults, "write_files", lambda folder: {})
-    faults.main(["--only", "decode,exception,of 2", "--json", str(out)])
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [(line["kind"], line["through"]) for line in lines] == [("exception", "memory"), ("exception", "gloo")]
-    assert all(line["command"] and line["commit"] and line["torch"] for line in lines)
-    assert "| exception | 2 | 1 | 1.0 to 1.0 |" in capsys.readouterr().out

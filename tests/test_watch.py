@@ -10,6 +10,7 @@ import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -177,9 +178,10 @@ def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys):
     assert end.value.code == 2
 
 
-def run_source(source, *words, stdout=subprocess.PIPE):
+def run_source(source, *words, stdin=None, stdout=subprocess.PIPE):
     words = [sys.executable, "-c", f"import os, signal, sys, time; from runtime import launch\n{source}", *words]
-    return subprocess.run(words, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=HANGS)
+    pipes = {"stdin": stdin, "stdout": stdout, "stderr": subprocess.PIPE}
+    return subprocess.run(words, cwd=ROOT, text=True, timeout=HANGS, **pipes)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
@@ -204,6 +206,18 @@ launch.run(main)
 """
     done = run_source(source, name)
     assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned up\n", f"-c: was stopped by {name}\n")
+
+
+def test_the_terminal_of_a_chat_is_restored_even_if_its_main_thread_is_stuck():
+    _, terminal = pty.openpty()
+    before = termios.tcgetattr(terminal)
+    source = """
+import termios; from runtime.chat import Keyboard
+Keyboard(launch.World(0, 1, None)).__enter__()
+print(termios.tcgetattr(0)[6][termios.VINTR])
+launch._leave(None)
+"""
+    assert run_source(source, stdin=terminal).stdout == "b'\\x00'\n" and termios.tcgetattr(terminal) == before
 
 
 @pytest.mark.parametrize("flush", [True, False])

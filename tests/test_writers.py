@@ -125,10 +125,7 @@ def test_killed_at_any_moment_an_output_is_complete_or_absent_and_the_next_run_w
     assert False in states  # or nothing was killed while it wrote
 
 
-@pytest.mark.parametrize(
-    "number, code", [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
-)
-def test_asked_to_end_it_leaves_nothing(number, code, tiny, tmp_path):
+def test_asked_to_end_it_leaves_nothing(tiny, tmp_path):
     slow = "import quantize, time\nfrom formats import checkpoint\nfrom runtime import launch\n"
     slow += "def save_file(*args, **kwargs):\n    print(flush=True)\n"
     slow += "    time.sleep(600)\ncheckpoint.save_file = save_file\nlaunch.run(quantize.main)"
@@ -136,8 +133,8 @@ def test_asked_to_end_it_leaves_nothing(number, code, tiny, tmp_path):
     process = subprocess.Popen([sys.executable, "-c", slow, *words], cwd=ROOT, stdout=subprocess.PIPE)
     try:
         assert process.stdout.readline() == b"\n" and names(tmp_path) == ["out.tmp"]
-        process.send_signal(number)
-        assert process.wait(HANGS) == code and names(tmp_path) == []
+        process.terminate()
+        assert process.wait(HANGS) == 143 and names(tmp_path) == []
     finally:
         process.kill()
         process.communicate()
@@ -211,14 +208,6 @@ def test_names_that_cannot_be_had(name, tmp_path, monkeypatch):
     with refused as error, writing.new_folder(path):
         pytest.fail("it began")
     assert "\n" not in str(error.value) and names(tmp_path) == ["file", "loop", "work"]
-
-
-def test_an_empty_folder_and_one_behind_a_link_are_replaced(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "link").symlink_to("empty")
-    with writing.new_folder(tmp_path / "link") as folder:
-        (folder / "a").write_text("a")
-    assert names(tmp_path) == ["empty", "link"] and names(tmp_path / "empty") == ["a"]
 
 
 # Disks
