@@ -506,7 +506,7 @@ def test_the_flag_leaves_the_text_as_it_is(draft, tiny, plain, folders, tmp_path
     assert result["tokens"] == plain["tokens"] and result["texts"] == plain["texts"]
     assert (result["draft"], result["speculate"]) == (draft, 3) and 0 < result["draft_s"] < result["decode_s"]
     assert result["drafted"] <= 3 * result["passes"] and (draft == "ngram" or result["drafted"] == 3 * result["passes"])
-    assert f"draft {draft}, 3 at a time: {result['passes']} passes" in said
+    assert f"draft {draft}@3: {result['passes']} passes" in said
     if draft in ("near", "wiring:spd", "wiring:delayed", "wiring:upper-bound"):
         assert result["accepted"][3] and result["passes"] < plain["passes"]
         assert f"{speculative.mean_accepted(result['accepted']):.2f} of them accepted on average (0: " in said
@@ -523,10 +523,10 @@ def test_bytes_of_a_pass_are_the_models_and_those_of_each_proposal(tiny, folders
 def test_the_line_for_people():
     found = {"draft": "ngram", "speculate": 2, "passes": 40, "accepted": [12, 6, 2], "draft_s": 0.25, "decode_s": 2}
     assert speculative.line_of(found) == (
-        "draft ngram, 2 at a time: 40 passes, 20 times with proposals for a row, 0.50 of them accepted on average "
+        "draft ngram@2: 40 passes, 20 times with proposals for a row, 0.50 of them accepted on average "
         "(0: 60 %, 1: 30 %, 2: 10 %); drafting 0.25 s, the rest 1.75 s"
     )
-    assert "none with proposals: nothing was found" in speculative.line_of(found | {"accepted": []})
+    assert speculative.line_of(found | {"accepted": []}) == "draft ngram@2: 40 passes; drafting 0.25 s, the rest 1.75 s"
 
 
 def test_auto_on_two_ranks(tiny, plain, folders, tmp_path):
@@ -534,7 +534,7 @@ def test_auto_on_two_ranks(tiny, plain, folders, tmp_path):
     flags = [*FLAGS, "--draft", f"{folders / 'near'}@auto"]
     result, _, said = run_json(tiny, *flags, out=tmp_path / "drafted", ranks=2)
     assert result["tokens"] == plain["tokens"] and result["speculate"] == "auto" and result["compile_s"] == 0
-    assert "draft near, auto: " in said
+    assert "draft near@auto: " in said
 
 
 def test_complete_takes_a_draft(tiny, folders):
