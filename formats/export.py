@@ -7,7 +7,7 @@ from pathlib import Path
 
 from formats import checkpoint
 from formats.checkpoint import dtype_name
-from formats.huggingface import family_of, hf_names, no_rope_layers, rope_kind, ungroup
+from formats.huggingface import ROPE_KINDS, family_of, hf_names, no_rope_layers, ungroup
 from formats.tokenizer import SentencePieceTokenizer
 from model import InputError, attention_plus_mlp, attention_then_mlp, parse_wiring, residual_stream
 
@@ -58,7 +58,8 @@ def config_to_hf(config, dtype):
         "torch_dtype": dtype_name(dtype),
     }  # fmt: skip
     if config.rope_scaling:
-        hf["rope_scaling"] = {"rope_type": rope_kind(config.rope_scaling), **config.rope_scaling}
+        [kind] = [kind for kind, keys in ROPE_KINDS.items() if set(keys) == config.rope_scaling.keys()]
+        hf["rope_scaling"] = {"rope_type": kind, **config.rope_scaling}
     return hf
 
 
@@ -86,9 +87,8 @@ def convert_to_hf(source, config, folder, dtype, shard_bytes):
 
 def name_tokenizer(folder, tokenizer):
     """Say that a SentencePiece model without further settings is a Llama one: transformers asks."""
-    if (folder / "tokenizer_config.json").exists():
-        return
-    if isinstance(tokenizer, SentencePieceTokenizer) and len(tokenizer.special) == 2:
+    path = folder / "tokenizer_config.json"
+    if isinstance(tokenizer, SentencePieceTokenizer) and len(tokenizer.special) == 2 and not path.exists():
         bos, eos = tokenizer.special
         settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": bos, "eos_token": eos, "add_bos_token": True}
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        path.write_text(json.dumps(settings, indent=2) + "\n")

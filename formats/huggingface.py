@@ -223,11 +223,6 @@ def family_of(config):
     return {"model_type": name.lower(), "architectures": [f"{name}ForCausalLM"], **keys}
 
 
-def rope_kind(scaling):
-    """Return transformers' name of a Config.rope_scaling."""
-    return next(kind for kind, keys in ROPE_KINDS.items() if set(keys) == scaling.keys())
-
-
 class LlamaWeights:
     """The tensors of a Hugging Face folder under Llama's names: names() and read(name), as of their source.
 
@@ -238,6 +233,7 @@ class LlamaWeights:
 
     def __init__(self, source, path, config):
         hf, H = read_hf(path), config.head_dim
+        query, key, hidden = config.n_heads * H, config.n_kv_heads * H, config.intermediate_size
         residual, embedding, logits = (
             hf.get(key, 1.0) for key in ("residual_multiplier", "embedding_multiplier", "logits_scaling")
         )
@@ -247,17 +243,15 @@ class LlamaWeights:
             "embed_tokens": embedding, "q_proj": queries, "o_proj": residual, "down_proj": residual,
             "norm": 1 / (head * logits), "lm_head": head,
         }  # fmt: skip
-        fused = {
-            "qkv_proj": {f"{n}_proj": (config.n_heads if n == "q" else config.n_kv_heads) * H for n in "qkv"},
-            "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size),
+        fused = {  # their rows
+            "qkv_proj": {"q_proj": query, "k_proj": key, "v_proj": key},
+            "gate_up_proj": {"gate_proj": hidden, "up_proj": hidden},
         }
-        self.source, self.parts = source, {}  # name: (the source's, rows of each of its parts or None, which part)
+        self.source, self.parts = source, {}  # name: (the source's, rows of each of its parts, which part)
         for name in source.names():
-            path, module, kind = [""] * (2 - name.count(".")) + name.rsplit(".", 2)
-            parts = fused.get(module, {}) if hf["model_type"] == "phi3" else {}
-            self.parts |= {f"{path}.{part}.{kind}": (name, list(parts.values()), i) for i, part in enumerate(parts)}
-            if not parts:
-                self.parts[name] = name, None, 0
+            module = f".{name}".split(".")[-2]
+            parts = fused.get(module, {module: None})
+            self.parts |= {name.replace(module, part): (name, [*parts.values()], i) for i, part in enumerate(parts)}
 
     def names(self):
         return list(self.parts)
@@ -265,7 +259,7 @@ class LlamaWeights:
     def read(self, name):
         fused, rows, i = self.parts[name]
         tensor = self.source.read(fused)
-        if rows is not None:
+        if rows != [None]:
             tensor = tensor.split(rows)[i]
         factor = self.factors.get(name.rsplit(".", 2)[-2], 1.0)
         return tensor if factor == 1.0 else tensor.float() * factor

@@ -36,6 +36,7 @@ SHAPES = {
 OURS = [
     c["wiring"] for c in ANY_TP if c["wiring"].startswith("ladder") or c["wiring"] in ("parallel", "parallel-ladder")
 ]
+OURS += ["parallel:3", "parallel-ladder:2,0,1"]  # all layers, by their numbers
 CASES = [(wiring, "all") for wiring in OURS] + [("ladder:0,1", shape) for shape in SHAPES if shape != "all"]
 
 
@@ -172,13 +173,6 @@ def test_a_standard_model_is_one_of_transformers_own_where_it_has_one(shape, tmp
     assert own == ("auto_map" not in hf) == (not list(folder.glob("*.py"))) == ("ladder_layers" not in hf)
     theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=not own)
     check_logits(theirs, ours)
-    check_back(folder, tmp_path / "back")
-
-
-@pytest.mark.parametrize("wiring", ["parallel:3", "parallel-ladder:2,0,1"])
-def test_all_layers_by_number_are_all_layers(wiring, tmp_path):
-    ours, folder = write(tmp_path, wiring=wiring)
-    check_logits(load(folder), ours)
     check_back(folder, tmp_path / "back")
 
 

@@ -16,10 +16,10 @@ model
 kernels.int_linear kernels.gloo
 kernels.cpu
 kernels.shared_memory
-runtime.writing runtime.watch
+runtime.writing runtime.watch formats.sizes
 formats.checkpoint runtime.cli
 formats.tokenizer runtime.launch tp formats.huggingface formats.sources
-formats.export formats.sizes training.data training.sharding
+formats.export training.data training.sharding
 runtime.terminal measure.timing measure.clock measure.link
 measure.report decoding.sampling
 decoding.speculative runtime.chat

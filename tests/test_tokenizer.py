@@ -245,16 +245,12 @@ def test_llama3(tmp_path):
     special |= {"<|python_tag|>": 128010, "<|reserved_special_token_247|>": 128255}
     assert {name: ours.special[name] for name in special} == special
     assert ours.encode_markup("<|start_header_id|>user<|end_header_id|>\n\nHello") == [128006, 882, 128007, 271, 9906]
-    for text in TEXTS:
-        assert ours.decode(ours.encode(text)) == text
 
 
 def test_llama2(tmp_path):
     ours = real("llama2-tokenizer.model", tmp_path)
     assert (ours.vocab_size, ours.bos_id) == (32000, 1)
     assert ours.encode("Hello world") == [1, 15043, 3186]
-    for text in TEXTS:
-        assert ours.decode(ours.encode(text)) == text
 
 
 def test_a_stream_keeps_several_spaces(tmp_path):
