@@ -6,13 +6,18 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt 
 
 import contextlib
 import functools
+import os
 import sys
 import time
 import zlib
 from typing import NamedTuple
 
+if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads stall a busy machine
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 import torch
 
+from decoding import sampling
 from decoding.sampling import Plain, Sampler
 from formats import checkpoint
 from formats.checkpoint import DTYPES
@@ -21,18 +26,17 @@ from kernels import cpu, int_linear
 from measure import preflight, report
 from model import InputError
 from runtime import cli, launch, terminal, watch, writing
-from runtime.cli import count, number
+from runtime.cli import count
 from runtime.launch import World
 from tp import TensorParallel, load_shard
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The model
+# ---- The model -------------------------------------------------------------------------------------------------------
 
 
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
     with world.together():
-        weights = checkpoint.Weights(folder) if folder else sizes().RandomWeights(config, world.device)
+        weights = checkpoint.open_weights(folder, config, world.device)
         dtype = chosen_dtype(dtype, folder, weights)
         model = load_shard(config, weights, dtype, world.device, world.rank, world.tp_size)
     watch.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
@@ -42,12 +46,6 @@ def load_model(config, folder, dtype, world):
     return model
 
 
-def sizes():
-    from formats import sizes  # a room that only --model enters
-
-    return sizes
-
-
 def chosen_dtype(name, folder, weights=None):
     """Return the dtype of that name (default: that of the folder's weights, of random ones bfloat16)."""
     if name or not folder:
@@ -55,9 +53,7 @@ def chosen_dtype(name, folder, weights=None):
     return checkpoint.own_dtype(weights or checkpoint.Weights(folder), "norm.weight")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Prefill and decode
-
+# ---- Prefill and decode ----------------------------------------------------------------------------------------------
 
 CHUNK = 1024  # tokens of all rows in one pass of the prefill
 BUCKET = 256  # a GPU's decode steps read multiples of so many cache slots
@@ -147,21 +143,16 @@ def pad(prompts, device):
     return tokens.to(device), torch.tensor([len(p) for p in prompts], device=device)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Generation
+# ---- Generation ------------------------------------------------------------------------------------------------------
 
 
 class Generation(NamedTuple):
-    """What generate() did.
+    """What generate() did."""
 
-    rows: new ids per row, without end-of-sequence. steps: tokens of the longest row, with it. prefill_s: seconds to the
-    first token; decode_s: of the passes after it, without those in on_tokens. passes: the number of these.
-    """
-
-    rows: list
-    steps: int
-    prefill_s: float
-    decode_s: float
+    rows: list  # new ids of each row, without end-of-sequence
+    steps: int  # tokens of the longest row, with it
+    prefill_s: float  # seconds to the first token
+    decode_s: float  # of the passes after it, without those in on_tokens
     passes: int
 
 
@@ -187,15 +178,15 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
         now = time.perf_counter()
         fresh = [[] for _ in texts]
         for row, ids in enumerate(new):
-            for i in ids if not done[row] else ():
+            for i in ids:
+                if done[row]:
+                    break
                 if i == -1:
                     step = len(texts[row]) - len(prompts[row])
                     raise InputError(f"the logits of row {row} in step {step} are NaN or infinite: see --dtype")
                 texts[row].append(i)
                 fresh[row] += [i] * (i not in eos_ids)
                 done[row] = i in eos_ids or len(texts[row]) >= ends[row]
-                if done[row]:
-                    break
         watch.at("output", timed=False)  # its reader may take a break
         stop = on_tokens is not None and on_tokens(fresh)
         if stop or all(done):
@@ -225,17 +216,13 @@ def warm_up(runner, prompts, max_new_tokens, chunk=CHUNK, draft=None):
 
 
 def without_guards(runner):
-    """A context after a warm-up of the same prompts and chunks: all else that varies, cache_length, is dynamic.
-
-    On a CPU, where checking at each step what the graphs assume takes 0.5 ms for 16 layers.
-    """
+    """Return a context for after a warm-up of the same shapes: on CPUs, guards take 0.5 ms a step of 16 layers."""
     if any(runner.compiles) and runner.device.type == "cpu":
         return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
     return contextlib.nullcontext()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line
+# ---- The command line ------------------------------------------------------------------------------------------------
 
 
 def parse(argv):
@@ -254,23 +241,12 @@ def parse(argv):
     terminal.add_prompt_flags(p)
     g = p.add_argument_group("generation")
     g.add_argument("--max-new-tokens", type=count, default=200, metavar="N", help="each row stops at its own end")
-    g.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy, 1 the model's own")
-    g.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
-    g.add_argument("--top-p", type=float, default=1.0, metavar="P", help="... among the likeliest of mass P, e.g. 0.95")
-    g.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and of synthetic prompts")
+    sampling.add_flags(g)
     g.add_argument("--ignore-eos", action="store_true", help="go on to --max-new-tokens")
-    words = (
-        "speculative decoding with K (3) proposals at a time of a smaller checkpoint, of n-grams of the text so far, "
-    )
-    words += "or of these weights in another wiring, e.g. wiring:spd@2"
+    words = "speculative decoding: K (3) proposals at a time of a smaller checkpoint, of the text's own n-grams, or of "
+    words += "these weights in another wiring, e.g. wiring:spd@2"
     g.add_argument("--draft", metavar="DIR|ngram|wiring:NAME[@K|@auto]", help=words)
-    g = p.add_argument_group("communication", "what it costs, and what it would cost elsewhere: docs/measuring.md")
-    g.add_argument("--exposed", action="store_true", help="report how much of it was not hidden")
-    g.add_argument("--profile", metavar="DIR", help="write a trace of a prefill and a decode step for each rank")
-    words = "emulate a link between the ranks: a name such as pcie, or its numbers, e.g. 100us+50gbps"
-    g.add_argument("--link", metavar="LINK", help=words)
-    words = "run rank 0 of N alone, over an emulated link, e.g. 8"
-    g.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help=words)
+    cli.add_communication_flags(p)
     cli.add_json_flag(g)
     args = p.parse_args(argv)
     if args.quant and args.checkpoint:
@@ -284,23 +260,14 @@ def parse(argv):
 def describe(args, world):
     """Return the Config of what is to be loaded, wired as the flags say, and the tokenizer, None without one."""
     if args.model:
-        return cli.with_wiring(sizes().named_size(args.model, args.quant), args), None
+        from formats.sizes import named_size
+
+        return cli.with_wiring(named_size(args.model, args.quant), args), None
     own = checkpoint.read_config(args.checkpoint)
     config = cli.with_wiring(own, args)
     if world.rank == 0:
         cli.warn_of_wiring(own, config, world.tp_size)
     return config, load_tokenizer(args.checkpoint, config.vocab_size)
-
-
-def contents(args, prompts, source, device):
-    """Return what must be alike on all ranks besides the flags, as {name: digest}."""
-    found = {"tokens of the prompts": zlib.crc32(str(prompts).encode())}
-    if args.checkpoint:
-        found["contents of --checkpoint"] = checkpoint.digest(args.checkpoint)
-    if source and source.folder:  # each rank runs all of it, and must come to the same bits
-        found["contents of --draft"] = checkpoint.digest(source.folder)
-        found["hardware"] = f"{report.hardware(device)}, {torch.get_num_threads()} threads"
-    return found
 
 
 def main(argv=None):
@@ -315,17 +282,18 @@ def main(argv=None):
         config, tokenizer = describe(args, world)
         prompts = terminal.read_prompts(args, config, tokenizer)
         new = terminal.fit(args.max_new_tokens, prompts, config.max_seq_len)
-        slots = min(args.interactive, config.max_seq_len) if args.interactive else max(map(len, prompts)) + new
-        models = [(config, chosen_dtype(args.dtype, args.checkpoint), world.tp_size)]
+        slots = context = min(args.interactive or max(map(len, prompts)) + new, config.max_seq_len)
         if args.draft:
             from decoding import speculative
 
             source = speculative.read_draft(args.draft, config, args.checkpoint, world.tp_size)
             slots += 1 + source.most  # a row that is done stays at its last token, which is read again
-            if source.folder:
-                models.append((source.config, chosen_dtype(args.dtype, source.folder), 1))
-        preflight.warn(world, len(prompts), slots, *models)
-    world.agree(contents(args, prompts, source, world.device))
+        dtype = chosen_dtype(args.dtype, args.checkpoint)
+        preflight.warn(world, len(prompts), slots, (config, dtype, world.tp_size))
+    contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
+    if args.checkpoint:
+        contents["contents of --checkpoint"] = checkpoint.digest(args.checkpoint)
+    world.agree(contents)
     start = time.perf_counter()
     model = load_model(config, args.checkpoint, args.dtype, world)
 
@@ -344,6 +312,7 @@ def main(argv=None):
             print("compiling ...", file=sys.stderr)
         compile_s = warm_up(runner, prompts, new, draft=draft)
     if source and source.count == "auto":
+        draft.begin(*pad(prompts, world.device), CHUNK)
         draft.time_passes(runner, prompts, world)
     eos_ids = () if args.ignore_eos or world.simulated else config.eos_ids
     if args.interactive:
@@ -353,12 +322,12 @@ def main(argv=None):
 
         from runtime.chat import chat
 
-        return chat(answer, tokenizer, world, min(args.interactive, config.max_seq_len), args.max_new_tokens)
+        return chat(answer, tokenizer, world, context, args.max_new_tokens)
     printer = None
     if world.rank == 0 and not world.simulated:
         printer = terminal.Printer(prompts, tokenizer, new, show_prompt=not args.chat)
     with without_guards(runner):
-        done = generate(runner, prompts, new, sample, eos_ids, printer and printer.push, draft=draft)
+        done = generate(runner, prompts, args.max_new_tokens, sample, eos_ids, printer and printer.push, draft=draft)
     found = report.generation(runner, draft, world, prompts, done) | {"load_s": load_s, "compile_s": compile_s}
     found |= {"exposed": None, "texts": printer and printer.finish(done.rows)}
     if args.exposed or args.profile:

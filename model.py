@@ -11,7 +11,6 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from typing import Literal, NewType
 
 import torch
 import torch.nn as nn
@@ -22,8 +21,7 @@ class InputError(ValueError):
     """Bad input: the message is one line that names it and says what would be right."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The collectives, as a wiring asks for them
+# ---- The collectives, as a wiring asks for them ----------------------------------------------------------------------
 
 
 class SingleDevice:
@@ -48,8 +46,7 @@ class SingleDevice:
         return logits
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The wirings: a sublayer h maps the residual stream x (B, S, D) to this rank's partial of its output
+# ---- The wirings: a sublayer h maps the residual stream x (B, S, D) to this rank's partial of its output -------------
 
 
 def residual_stream(x, sublayers, comm, config):
@@ -149,12 +146,9 @@ class Wiring:
 WIRINGS = {
     "standard": Wiring("the pre-norm Llama block", parameter=None),
     "ladder": Wiring("every sublayer reads the stream one sublayer stale", stale=True),
-    "parallel": Wiring("attention + MLP of one input, one all-reduce", attention_plus_mlp, 1,
-                       norms=("attention_norm",)),
-    "parallel-ladder": Wiring("parallel, one block stale", attention_plus_mlp, 1, stale=True,
-                              norms=("attention_norm",)),
-    "spd": Wiring("the MLP reads this rank's own attention, one all-reduce", attention_into_mlp, 1, tp_bound=True,
-                  runs_standard="any"),
+    "parallel": Wiring("attention + MLP of one input", attention_plus_mlp, 1, norms=("attention_norm",)),
+    "parallel-ladder": Wiring("parallel, a block stale", attention_plus_mlp, 1, stale=True, norms=("attention_norm",)),
+    "spd": Wiring("the MLP reads its rank's attention", attention_into_mlp, 1, tp_bound=True, runs_standard="any"),
     "spd-ladder": Wiring("spd, one block stale", attention_into_mlp, 1, stale=True, tp_bound=True),
     "delayed": Wiring("a ladder that misses only the other ranks' partials", stream=delayed_stream, stale=True,
                       tp_bound=True, runs_standard="any"),
@@ -192,26 +186,16 @@ def wiring_name(name, parameter=None):
 
 def rewired(config, wiring):
     """Return the config in another wiring, or the same config where that is None. Raises InputError."""
-    if wiring in (None, config.wiring):
-        return config
-    return dataclasses.replace(config, wiring=wiring, made_for_tp=None)
+    same = wiring in (None, config.wiring)
+    return config if same else dataclasses.replace(config, wiring=wiring, made_for_tp=None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The configuration
-
-Index = NewType("Index", int)  # of a token or a layer: unlike an int of Config it may be 0
-LLAMA3 = Literal["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-YARN = Literal["factor", "beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"]
-LINEAR = Literal["factor"]
+# ---- The configuration -----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a checkpoint is: its config.json holds these fields. Never mutated: dataclasses.replace makes another.
-
-    Raises InputError, naming the field, when the values do not fit together.
-    """
+    """What a checkpoint is: its config.json holds these fields. Never mutated. Raises InputError."""
 
     n_layers: int
     n_heads: int
@@ -223,27 +207,25 @@ class Config:
     max_seq_len: int
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: dict[LLAMA3, float] | dict[YARN, float] | dict[LINEAR, float] | None = None
+    rope_scaling: dict | None = None  # as rope_frequencies reads it
     tie_embeddings: bool = False
     qkv_bias: bool = False
     wo_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    nope_layers: tuple[Index, ...] = ()  # layers without rotary embeddings
-    bos_id: Index | None = None
-    eos_ids: tuple[Index, ...] = ()
+    nope_layers: tuple = ()  # layers without rotary embeddings
+    bos_id: int | None = None
+    eos_ids: tuple = ()
     wiring: str = "standard"  # as parse_wiring reads it
     made_for_tp: int | None = None  # the ranks that the weights are meant for, where the wiring is bound to a number
     quant: str | None = None  # "int8", "int4" or None
     group_size: int | None = None  # of int4, in columns
-    kept: tuple[str, ...] = ()  # names of matrices that the quantization leaves as they were
+    kept: tuple = ()  # names of matrices that the quantization leaves as they were
 
     def __post_init__(self):
         if self.n_heads % self.n_kv_heads:
             raise InputError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
         _ = self.kind, self.wirings, self.period  # now, once: the compiler does not trace how text is parsed
-        if self.made_for_tp is not None and not self.kind.tp_bound:
-            raise InputError(f"wiring {self.wiring} is the same on any number of ranks: it takes no made_for_tp")
 
     @functools.cached_property
     def kind(self):
@@ -258,10 +240,8 @@ class Config:
         if isinstance(parameter, int) and self.kind.parameter == "layers":
             chosen = range(max(-1, self.n_layers - parameter), self.n_layers)  # -1: too many, refused below
         if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(layers):
-            raise InputError(
-                f"wiring {self.wiring} does not fit {self.n_layers} layers: NAME:N takes 1 to {self.n_layers}, "
-                f"NAME:I,J distinct layers from 0 to {self.n_layers - 1}"
-            )
+            fit = f"NAME:N takes 1 to {self.n_layers}, NAME:I,J distinct layers from 0 to {self.n_layers - 1}"
+            raise InputError(f"wiring {self.wiring} does not fit {self.n_layers} layers: {fit}")
         return tuple(self.kind if i in chosen else WIRINGS["standard"] for i in layers)
 
     @functools.cached_property
@@ -280,8 +260,7 @@ class Config:
         return tuple(i for i, wiring in enumerate(self.wirings) if wiring.stale)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The layers
+# ---- The layers ------------------------------------------------------------------------------------------------------
 
 
 def rope_frequencies(config):

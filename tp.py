@@ -19,8 +19,7 @@ from kernels import cpu, int_linear
 from model import InputError
 from runtime import watch
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The sharding plan
+# ---- The sharding plan -----------------------------------------------------------------------------------------------
 
 
 def share(n, rank, ranks):
@@ -65,13 +64,9 @@ def shard_plan(config, rank, tp_size):
     part = head_rows(config.vocab_size, tp_size)
     vocabulary = [(min(rank * part, config.vocab_size), min((rank + 1) * part, config.vocab_size))]
     return {
-        "wqkv": (0, qkv),
-        "wo": (1, [(heads[0] * H, heads[1] * H)]),
-        "w1": (0, hidden),
-        "w3": (0, hidden),
-        "w2": (1, hidden),
-        "output": (0, vocabulary),
-    }
+        "wqkv": (0, qkv), "wo": (1, [(heads[0] * H, heads[1] * H)]), "output": (0, vocabulary),
+        "w1": (0, hidden), "w3": (0, hidden), "w2": (1, hidden),
+    }  # fmt: skip
 
 
 def head_rows(vocab_size, tp_size):
@@ -132,9 +127,7 @@ def _put(model, name, tensor):
         module.out_features, module.in_features = tensor.shape
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The collectives
-
+# ---- The collectives -------------------------------------------------------------------------------------------------
 
 torch.library.define("ladder::settle", "(Tensor x, Tensor? pending, Tensor? after) -> Tensor")
 

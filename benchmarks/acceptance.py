@@ -28,7 +28,7 @@ from training.data import SEPARATOR
 
 BEGIN, QUOTED = 16, 72  # tokens
 DTYPE = "float32"  # in which no proposal is refused by rounding
-KEYS = "model", "wiring", "layers", "draft", "accepted", "temperature", "quote", "passes", "longest_rows", "tp"
+KEYS = "model", "wiring", "draft", "accepted", "temperature", "quote", "passes", "longest_rows", "tp"
 
 
 def beginnings(path, tokenizer, stories, quote):
@@ -138,7 +138,7 @@ def main(argv=None):
             start = time.perf_counter()
             line = {
                 **made, "model": checkpoint.name(args.checkpoint), "wiring": config.wiring,
-                "layers": config.wired_layers, "draft": source.name, "speculate": args.speculate,
+                "draft": source.name, "speculate": args.speculate,
                 "temperature": temperature, "quote": args.quote, "stories": args.stories, "batch": args.batch,
                 "prompt_tokens": len(prompts[0]), "max_new_tokens": args.max_new_tokens,
                 **accepted(args, model, source, prompts, temperature), "seconds": time.perf_counter() - start,

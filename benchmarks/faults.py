@@ -62,7 +62,7 @@ PHASES = {  # name: (command, module and name of a function, the call of it that
     "training": (ADAPT, "adapt", "optimizer_step", 3, r"training step 3\b"),
 }
 CAUSES = {  # kind of fault: what the line says
-    "SIGKILL": r"signal 9\b",
+    "SIGKILL": r"has died",
     "SIGTERM": r"SIGTERM|signal 15\b",
     "exception": r"RuntimeError: something broke",
     "SIGSTOP": r"--timeout",
@@ -115,7 +115,7 @@ def harm(kind):
         os.killpg(os.getpgid(launcher), signal.Signals[kind.removeprefix("terminal ")])
     elif kind != "hang":
         os.kill(os.getpid(), signal.Signals[kind])
-    time.sleep(3600)
+    time.sleep(2 if kind in ("launcher SIGTERM", "terminal SIGINT") else 3600)  # adapt.py ends its step first
 
 
 def prepare(case, note):

@@ -11,6 +11,16 @@ import torch.nn.functional as F
 from model import InputError
 
 
+def add_flags(group):
+    """Add the flags of a Sampler, which checks them."""
+    group.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy, 1 the model's own")
+    group.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
+    group.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="... among the likeliest of mass P, e.g. 0.95"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and synthetic prompts")
+
+
 class Sampler:
     """A function from logits (..., V) to token ids (...), -1 where the logits are not all finite.
 

@@ -17,8 +17,9 @@ import torch
 from decoding.sampling import Plain, Sampler, last_tokens
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
+from measure import report
 from measure.timing import between, mark, timed
-from model import Config, InputError, Transformer, rewired
+from model import Config, InputError, rewired
 
 COUNTS = 0, 1, 2, 3, 7  # that Auto chooses from; each is a graph to compile
 USUAL = 3  # of --draft without @
@@ -254,6 +255,13 @@ class Source(NamedTuple):
         """The most proposals of a pass."""
         return max(COUNTS) if self.count == "auto" else self.count
 
+    def contents(self):
+        """Return what must be alike on all ranks, as {name: digest}: each runs a whole draft, to the same bits."""
+        if self.folder is None:
+            return {"--draft": self.name}
+        machine = f"{report.processor()}, {torch.get_num_threads()} threads"
+        return {"contents of --draft": checkpoint.digest(self.folder), "hardware": machine}
+
 
 def read_draft(text, config, folder, tp_size):
     """Return the Source of --draft for a model of this config. folder: the model's, or None. Raises InputError."""
@@ -328,14 +336,9 @@ def build(source, runner, new_runner, load):
 
 def of_model(draft, count, runner, new_runner):
     """Return the Draft of complete(): draft is "ngram" or a model; the other arguments are those of build()."""
-    config = runner.model.config
-    if draft != "ngram" and not isinstance(draft, Transformer):
-        raise InputError(f'draft is {draft!r} but must be None, "ngram" or a model')
-    if type(count) is not int or not 1 <= count < config.max_seq_len:
-        raise InputError(f"proposals is {count!r} but must be a whole number from 1 to the context")
     if draft == "ngram":
         return Ngrams(Fixed(count))
-    check_vocabulary(draft.config, config, "draft")
+    check_vocabulary(draft.config, runner.model.config, "draft")
     return SmallModel(Fixed(count), new_runner(draft))
 
 
@@ -350,15 +353,9 @@ def mean_accepted(counts):
 
 def line_of(r):
     """Return what a draft did, in a line for people."""
-    how = "auto" if r["speculate"] == "auto" else f"{r['speculate']} at a time"
-    line = f"draft {r['draft']}, {how}: {r['passes']} passes"
-    if (mean := mean_accepted(r["accepted"])) is not None:
-        shares = ", ".join(f"{n}: {100 * count / sum(r['accepted']):.0f} %" for n, count in enumerate(r["accepted"]))
-        line += (
-            f", {sum(r['accepted'])} times with proposals for a row, {mean:.2f} of them accepted on average ({shares})"
-        )
-    elif r["passes"]:
-        line += (
-            ", none with proposals: " + "nothing was found, or " * (r["draft"] == "ngram") + "plain steps are faster"
-        )
+    line, total = f"draft {r['draft']}@{r['speculate']}: {r['passes']} passes", sum(r["accepted"])
+    if total:
+        shares = ", ".join(f"{n}: {100 * count / total:.0f} %" for n, count in enumerate(r["accepted"]))
+        mean = mean_accepted(r["accepted"])
+        line += f", {total} times with proposals for a row, {mean:.2f} of them accepted on average ({shares})"
     return f"{line}; drafting {r['draft_s']:.2f} s, the rest {r['decode_s'] - r['draft_s']:.2f} s"

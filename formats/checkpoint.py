@@ -2,14 +2,11 @@
 
 import dataclasses
 import hashlib
-import inspect
 import json
 import os
 import re
 import shutil
-import types
 from pathlib import Path
-from typing import Union, get_args, get_origin
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,7 +14,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from kernels import cpu, int_linear
-from model import Config, Index, InputError, wiring_name
+from model import Config, InputError, rope_frequencies, wiring_name
 from runtime import watch
 
 TOKENIZER_FILES = (
@@ -45,8 +42,6 @@ def first_line(error):
 def read_text(path, flag=""):
     """Return the text of a UTF-8 file; the flag that named it, if given, leads the message of an InputError."""
     try:
-        if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
-            raise InputError(f"{flag}{path} is no regular file")
         return Path(path).read_text(encoding="utf-8")
     except OSError as e:
         raise InputError(f"{flag}{path}: {e.strerror}") from None
@@ -66,23 +61,6 @@ def read_json(path):
     return value
 
 
-def has_type(value, kind):
-    """Return whether a value from JSON is of the type of a Config field: numbers are above 0, an Index may be 0."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        return any(has_type(value, part) for part in parts)
-    if origin is tuple:
-        return type(value) is tuple and all(has_type(v, parts[0]) for v in value)
-    if origin is dict:
-        same = type(value) is dict and value.keys() == set(get_args(parts[0]))
-        return same and all(has_type(v, parts[1]) for v in value.values())
-    if kind is float:
-        return type(value) in (int, float) and 0 < value < float("inf")
-    if kind in (int, Index):
-        return type(value) is int and (value > 0 or kind is Index and value == 0)
-    return type(value) is kind
-
-
 def make_config(values, source):
     """Return the Config of a dict from a file; InputError names the source and what is wrong."""
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # JSON has no tuples
@@ -91,17 +69,22 @@ def make_config(values, source):
         layers, period = values.pop("ladder_layers", None), values.pop("desync_period", None)
         values["wiring"] = wiring_name(name, period if name == "desync" else layers)
     for field in dataclasses.fields(Config):
-        if field.name in values and not has_type(value := values[field.name], field.type):
-            kind = inspect.formatannotation(field.type).replace("model.", "")
-            raise InputError(f"{source}: {field.name} is {value!r} but must be {kind}, numbers above 0")
+        value, kind, positive = values.get(field.name), field.type, field.type in (int, float)
+        right = isinstance(value, float | int if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+        if field.name in values and not (right and (not positive or value > 0)):
+            kind = f"{kind.__name__} above 0" if positive else getattr(kind, "__name__", kind)
+            raise InputError(f"{source}: {field.name} is {value!r} but must be {kind}")
     if values.get("n_layers", 0) > MOST_LAYERS:
         raise InputError(f"{source}: n_layers is {values['n_layers']} but must be at most {MOST_LAYERS}")
     try:
         config = Config(**values)
         int_linear.check(config)
+        rope_frequencies(config)
         return config
-    except (InputError, TypeError) as e:  # a TypeError names the keys that are missing or unknown
-        raise InputError(f"{source}: {str(e).removeprefix('Config.__init__() ')}") from None
+    except InputError as e:
+        raise InputError(f"{source}: {e}") from None
+    except (ArithmeticError, KeyError, TypeError, ValueError) as e:  # names what is missing, of rope_scaling too
+        raise InputError(f"{source}: {e!r}") from None
 
 
 def name(folder):
@@ -112,12 +95,10 @@ def name(folder):
 def read_config(folder):
     """Return the Config of a checkpoint folder."""
     path = Path(folder) / "config.json"
-    if os.path.isfile(folder):  # false, where Path's raises an error, for what can be no name of a file
+    if os.path.isfile(folder):
         raise InputError(f"{folder} is a file: run convert_hf_checkpoint.py {folder} --out DIR first")
-    if not os.path.isdir(folder):
-        raise InputError(f"{folder} is not a checkpoint folder: there is no such folder")
     if not os.path.isfile(path):
-        raise InputError(f"{folder} is not a checkpoint folder: it has no config.json")
+        raise InputError(f"{folder} is not a checkpoint folder: it has no config.json, or does not exist")
     values = read_json(path)
     if "model_type" in values or "architectures" in values:
         raise InputError(f"{folder} is a Hugging Face folder: run convert_hf_checkpoint.py {folder} --out DIR first")
@@ -206,6 +187,15 @@ class Weights:
                 source = self.read(name).narrow(dim, a, b - a)
                 part[i : i + step].copy_(source[i : i + step])
                 watch.beat()
+
+
+def open_weights(folder, config, device):
+    """Return the Weights of a folder, or random ones where it is None."""
+    if folder:
+        return Weights(folder)
+    from formats.sizes import RandomWeights
+
+    return RandomWeights(config, device)
 
 
 def own_dtype(weights, name):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from formats import checkpoint
 from formats.checkpoint import dtype_name
-from formats.huggingface import PARALLEL_BLOCKS, family_of, hf_names, no_rope_layers, rope_kind, ungroup
+from formats.huggingface import family_of, hf_names, no_rope_layers, rope_kind, ungroup
 from formats.tokenizer import SentencePieceTokenizer
-from model import InputError, attention_then_mlp, parse_wiring, residual_stream
+from model import InputError, attention_plus_mlp, attention_then_mlp, parse_wiring, residual_stream
 
 CODE = Path(__file__).with_name("exported")  # the files that such a folder brings along
 OWN_FAMILY = {
@@ -27,19 +27,12 @@ def family_to_hf(config):
 
     A wiring other than standard gets a model_type that transformers does not know: without that code it must not load.
     """
-    wiring, reason = config.kind, None
-    other = "--wiring standard or --ladder writes these weights as that"
-    if wiring.tp_bound:
-        reason = f"it is another function on another number of ranks; {other}"
-    elif wiring.stream is not residual_stream:
-        reason = f"its stream has no form in transformers; {other}"
-    elif wiring.split not in PARALLEL_BLOCKS:
-        reason = "its blocks have no form in transformers"
-    elif wiring.split is not attention_then_mlp and len({*config.wirings}) > 1:
-        reason = "its blocks are of two kinds"
-    if reason:
-        raise InputError(f"wiring {config.wiring} has no Hugging Face form: {reason}")
-    parallel, stale = PARALLEL_BLOCKS[wiring.split], len(config.stale_layers)
+    wiring, [split, *others] = config.kind, {each.split for each in config.wirings}
+    known = wiring.stream is residual_stream and split in (attention_then_mlp, attention_plus_mlp) and not others
+    if wiring.tp_bound or not known:
+        forms = "standard, ladder and, in all layers, parallel and parallel-ladder"
+        raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {forms} have one (--wiring, --ladder)")
+    parallel, stale = split is attention_plus_mlp, len(config.stale_layers)
     family = family_of(config)
     if family and not parallel and not stale:
         return family

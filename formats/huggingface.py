@@ -1,13 +1,12 @@
 """Hugging Face's names and configs, as ours."""
 
 import math
-from typing import get_args
 
 import torch
 
 from formats import checkpoint
 from formats.checkpoint import read_json
-from model import LINEAR, LLAMA3, YARN, InputError, attention_plus_mlp, attention_then_mlp, wiring_name
+from model import InputError, wiring_name
 
 NAMES = {  # ours: Hugging Face's; wqkv is made of three
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -29,8 +28,6 @@ LAYER_NAMES = {
     "feed_forward.w2.bias": "mlp.down_proj.bias",
 }
 
-PARALLEL_BLOCKS = {attention_then_mlp: False, attention_plus_mlp: True}  # by the split of a wiring
-
 COMMON = {
     "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
@@ -38,42 +35,37 @@ COMMON = {
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
 WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "layer_types": None}
 BIASES = {"attention_bias": False, "mlp_bias": False}
-FAMILIES = {  # model_type: what transformers 5.23 takes for a key that is absent; a family has the settings named here
-    "llama": {**COMMON, "max_position_embeddings": 2048, **BIASES},
-    "llamaLadder": {**COMMON, "max_position_embeddings": 2048, **BIASES},
+# model_type: what transformers 5.23 takes for keys that are absent; a family has the settings named here. The shape
+# stands in every config.json, but for what the first Llamas do without: a wrong one would not fit the weights.
+FAMILIES = {
+    "llama": {**COMMON, **BIASES},
+    "llamaLadder": {**COMMON, **BIASES},
     "ladder_residual": {  # of formats/exported: a child of seed_oss
-        **COMMON, "max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, **BIASES,
-        "attention_out_bias": False, "bos_token_id": 0, "no_rope_layers": None, "qk_norm": False,
+        **COMMON, **BIASES, "attention_out_bias": False, "bos_token_id": 0, "no_rope_layers": None, "qk_norm": False,
         "parallel_blocks": False,
     },
-    "mistral": {**COMMON, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
-    "ministral": {
-        **COMMON, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096,
-        "layer_types": None,
-    },
-    "qwen2": {**COMMON, **NO_ENDS, "max_position_embeddings": 32768, "num_key_value_heads": 32, **WINDOW},
-    "qwen3": {
-        **COMMON, **NO_ENDS, "max_position_embeddings": 32768, "num_key_value_heads": 32, **WINDOW, "head_dim": 128,
-        "attention_bias": False,
-    },
-    "phi3": {
-        **COMMON, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "sliding_window": None, "eos_token_id": 32000,
-    },
+    "mistral": {**COMMON, "sliding_window": 4096},
+    "ministral": {**COMMON, "sliding_window": 4096, "layer_types": None},
+    "qwen2": {**COMMON, **NO_ENDS, **WINDOW},
+    "qwen3": {**COMMON, **NO_ENDS, **WINDOW, "attention_bias": False},
+    "phi3": {**COMMON, "rms_norm_eps": 1e-5, "sliding_window": None, "eos_token_id": 32000},
     "granite": {
-        **COMMON, "max_position_embeddings": 2048, **BIASES, "embedding_multiplier": 1.0, "logits_scaling": 1.0,
-        "residual_multiplier": 1.0, "attention_multiplier": 1.0,
+        **COMMON, **BIASES, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
+        "attention_multiplier": 1.0,
     },
     "smollm3": {
-        **COMMON, "max_position_embeddings": 32768, "num_key_value_heads": 4, **BIASES, "tie_word_embeddings": True,
-        "rope_theta": 2000000.0, "no_rope_layers": None, "no_rope_layer_interval": 4, **WINDOW, "sliding_window": None,
-        "bos_token_id": 128000, "eos_token_id": 128001,
+        **COMMON, **BIASES, "tie_word_embeddings": True, "rope_theta": 2000000.0, "no_rope_layers": None,
+        "no_rope_layer_interval": 4, **WINDOW, "sliding_window": None, "bos_token_id": 128000, "eos_token_id": 128001,
     },
-    "seed_oss": {
-        **COMMON, "max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, **BIASES,
-        "attention_bias": True, "attention_out_bias": False, "bos_token_id": 0,
-    },
+    "seed_oss": {**COMMON, **BIASES, "attention_bias": True, "attention_out_bias": False, "bos_token_id": 0},
 }  # fmt: skip
-ROPE_KINDS = {"default": None, "linear": LINEAR, "llama3": LLAMA3, "yarn": YARN}
+ORIGINAL = "original_max_position_embeddings"
+ROPE_KINDS = {  # the keys of Config.rope_scaling
+    "default": [],
+    "linear": ["factor"],
+    "llama3": ["factor", "low_freq_factor", "high_freq_factor", ORIGINAL],
+    "yarn": ["factor", "beta_fast", "beta_slow", "attention_factor", ORIGINAL],
+}
 
 
 def hf_names(name):
@@ -100,11 +92,11 @@ def ungroup(wqkv, config):
 
 
 def wiring_from_hf(ladder_layers, parallel_blocks, n_layers):
-    """Return the wiring in which those layers (the last n, or a list) are ladders, or None if there is none."""
-    every = ladder_layers in (n_layers, list(range(n_layers)))
-    if parallel_blocks:
-        return "parallel-ladder" if every else None if ladder_layers else "parallel"
-    return "ladder" if every else wiring_name("ladder", ladder_layers) if ladder_layers else "standard"
+    """Return the wiring in which those layers (the last n, or a list) are ladders."""
+    if not ladder_layers:
+        return "parallel" if parallel_blocks else "standard"
+    name = "parallel-ladder" if parallel_blocks else "ladder"
+    return name if ladder_layers in (n_layers, list(range(n_layers))) else wiring_name(name, ladder_layers)
 
 
 def read_hf(path):
@@ -122,7 +114,7 @@ def read_hf(path):
         raise InputError(f"{path}: model_type is llamaLadder, but ladder_layers does not say which layers")
     known = FAMILIES[family]
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}  # before transformers 5, and since
-    supported = {"hidden_act": "silu", "partial_rotary_factor": 1.0}
+    supported = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "truncate": True, "mscale": None}
     supported |= dict.fromkeys({"attention_bias", "attention_out_bias", "mlp_bias"} - known.keys(), False)
     for key, value in supported.items():
         for found in (values.get(key), rope.get(key) if isinstance(rope, dict) else None):
@@ -153,7 +145,7 @@ def config_from_hf(path):
 
 def our_values(hf):
     """Return the values of Config, but for eos_ids, that settings as of read_hf mean."""
-    family, rope, ladder = hf["model_type"], hf["rope_scaling"], hf.get("ladder_layers")
+    family, rope = hf["model_type"], hf["rope_scaling"]
     n_layers, n_heads, dim = hf["num_hidden_layers"], hf["num_attention_heads"], hf["hidden_size"]
     if n_layers > checkpoint.MOST_LAYERS:
         raise InputError(f"num_hidden_layers is {n_layers} but must be at most {checkpoint.MOST_LAYERS}")
@@ -162,9 +154,6 @@ def our_values(hf):
     if hf.get("use_sliding_window", True) and windowed and window is not None and window < context:
         print(f"sliding window attention is full attention up to {window} tokens: the context is cut to that")
         context = window
-    wiring = wiring_from_hf(ladder, hf.get("parallel_blocks"), n_layers)
-    if wiring is None:
-        raise InputError(f"ladder_layers {ladder!r} with parallel_blocks is no wiring that this project has")
     attention_bias = hf.get("attention_bias", False)
     return {
         "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": context,
@@ -176,7 +165,8 @@ def our_values(hf):
         "qkv_bias": family == "qwen2" or attention_bias,
         "wo_bias": hf.get("attention_out_bias", attention_bias), "mlp_bias": hf.get("mlp_bias", False),
         "qk_norm": family == "qwen3" or hf.get("qk_norm", False),
-        "nope_layers": nope_layers_from_hf(hf), "bos_id": hf["bos_token_id"], "wiring": wiring,
+        "nope_layers": nope_layers_from_hf(hf), "bos_id": hf["bos_token_id"],
+        "wiring": wiring_from_hf(hf.get("ladder_layers"), hf.get("parallel_blocks"), n_layers),
     }  # fmt: skip
 
 
@@ -189,20 +179,15 @@ def rope_scaling_from_hf(hf):
         raise InputError(f"rope type {kind!r} is not supported, only {', '.join(kinds)} are")
     if kind == "default":
         return None
-    original = hf.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", context))
-    scaling = {**rope, "original_max_position_embeddings": original}
+    original = hf.get(ORIGINAL, rope.get(ORIGINAL, context))
+    scaling = {**rope, ORIGINAL: original}
     if kind == "yarn":
-        if rope.get("truncate") is False:
-            raise InputError("YaRN with truncate false is not supported")
         factor = rope.get("factor") or context / original
-        above, below = rope.get("mscale"), rope.get("mscale_all_dim")
-        above, below = (above, below) if above and below else (1, 0)
-        log = 0.1 * math.log(max(factor, 1))
         scaling |= {
             "factor": factor, "beta_fast": rope.get("beta_fast") or 32.0, "beta_slow": rope.get("beta_slow") or 1.0,
-            "attention_factor": rope.get("attention_factor") or (above * log + 1) / (below * log + 1),
+            "attention_factor": rope.get("attention_factor") or 0.1 * math.log(max(factor, 1)) + 1,
         }  # fmt: skip
-    return {key: scaling.get(key) for key in get_args(ROPE_KINDS[kind])}
+    return {key: scaling[key] for key in ROPE_KINDS[kind]}
 
 
 def nope_layers_from_hf(hf):
@@ -225,27 +210,22 @@ def family_of(config):
 
     The inverse of config_from_hf where it is not numbers, which all families share. None if there is no such family.
     """
-    qkv, wo, mlp = config.qkv_bias, config.wo_bias, config.mlp_bias
-    biases = {"attention_bias": qkv, "mlp_bias": mlp}
-    if config.qk_norm:
-        fits, name, keys = not (mlp or config.nope_layers) and qkv == wo, "Qwen3", {"attention_bias": qkv}
-    elif config.nope_layers:
-        fits, name = qkv == wo, "SmolLM3"
-        keys = {**biases, "no_rope_layers": no_rope_layers(config), "pad_token_id": None}
-    elif qkv == wo:
-        fits, name, keys = True, "Llama", biases
-    elif qkv and not mlp:
-        fits, name, keys = True, "Qwen2", {}
-    else:
-        fits, name = True, "SeedOss"
-        keys = {"attention_bias": qkv, "attention_out_bias": wo, "mlp_bias": mlp, "pad_token_id": None}
-    family = "seed_oss" if name == "SeedOss" else name.lower()
-    return {"model_type": family, "architectures": [f"{name}ForCausalLM"], **keys} if fits else None
+    qkv, wo, mlp, nope = config.qkv_bias, config.wo_bias, config.mlp_bias, config.nope_layers
+    name, keys = "Llama", {"attention_bias": qkv, "mlp_bias": mlp}
+    if qkv and not (wo or mlp or nope or config.qk_norm):
+        name, keys = "Qwen2", {}
+    elif qkv != wo or config.qk_norm and (mlp or nope):
+        return None
+    elif config.qk_norm:
+        name, keys = "Qwen3", {"attention_bias": qkv}
+    elif nope:
+        name, keys = "SmolLM3", {**keys, "no_rope_layers": no_rope_layers(config), "pad_token_id": None}
+    return {"model_type": name.lower(), "architectures": [f"{name}ForCausalLM"], **keys}
 
 
 def rope_kind(scaling):
     """Return transformers' name of a Config.rope_scaling."""
-    return next(kind for kind, keys in ROPE_KINDS.items() if set(get_args(keys)) == scaling.keys())
+    return next(kind for kind, keys in ROPE_KINDS.items() if set(keys) == scaling.keys())
 
 
 class LlamaWeights:
@@ -286,8 +266,6 @@ class LlamaWeights:
         fused, rows, i = self.parts[name]
         tensor = self.source.read(fused)
         if rows is not None:
-            if len(tensor) != sum(rows):
-                raise InputError(f"{fused} has {len(tensor)} rows, but the config says {sum(rows)}")
             tensor = tensor.split(rows)[i]
         factor = self.factors.get(name.rsplit(".", 2)[-2], 1.0)
         return tensor if factor == 1.0 else tensor.float() * factor

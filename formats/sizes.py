@@ -2,19 +2,18 @@
 
 import dataclasses
 import re
-from typing import get_args
 
 import torch
 
 from kernels import int_linear
-from model import LLAMA3, Config, InputError
+from model import Config, InputError
 
 
 def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie_embeddings=False):
-    rope = dict(zip(get_args(LLAMA3), (factor, 1.0, 4.0, 8192), strict=True))
+    rope = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     return Config(
-        n_layers, n_heads, 8, head_dim, dim, intermediate_size, 128256, 131072, 1e-5, 500000.0, rope, tie_embeddings,
-        bos_id=128000, eos_ids=(128001, 128008, 128009),
+        n_layers, n_heads, 8, head_dim, dim, intermediate_size, 128256, 131072, 1e-5, 500000.0,
+        {"factor": factor, **rope}, tie_embeddings, bos_id=128000, eos_ids=(128001, 128008, 128009),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from decoding.speculative import mean_accepted
 from formats.checkpoint import read_text
+from measure.link import custom
 from measure.report import bandwidth_share
 from measure.timing import hidden_share, overlapping, quartiles
 from model import WIRINGS, InputError, wiring_name
@@ -46,16 +47,16 @@ class Case(NamedTuple):
 
 
 def read(path):
-    """The lines of a file of bench.sh, as dicts that know their file. A last one that was cut off is left out."""
-    lines, texts = [], read_text(path).splitlines()
-    for n, text in enumerate(texts, 1):
+    """The lines of a file of bench.sh, as dicts that know their file. One that was cut off is left out, with a word."""
+    lines = []
+    for n, text in enumerate(read_text(path).splitlines(), 1):
         try:
             line = {"repeat": 1, "command": "", **json.loads(text), "file": str(path)}
         except (ValueError, TypeError):  # not JSON, or no object
-            if n < len(texts) or not text.startswith("{"):
+            if not text.startswith("{"):
                 raise InputError(f"{path} line {n} was not written by bench.sh") from None
-            print(f"{path}: the last line was cut off, and is left out", file=sys.stderr)
-            break
+            print(f"{path} line {n} was cut off, and is left out", file=sys.stderr)
+            continue
         if "wiring" in line and "error" not in line and not line.keys() >= NEEDED:
             raise InputError(f"{path} line {n} has no {min(NEEDED - line.keys())}: it is no result of bench.sh")
         lines.append(line)
@@ -82,7 +83,7 @@ def case(line):
 
 def wired(line):
     """The wiring of a line as parse_wiring reads it; in older lines it is hybrid or desync-2, its layers in a key."""
-    name = re.sub(r"^desync-(\d+)$", r"desync:\1", line["wiring"])
+    name = re.sub(r"^desync-(\d+)$", r"desync:\1", line["wiring"]).replace("hybrid:", "ladder:")
     if name == "hybrid":  # in benchmarks/overlap.py half of them
         return wiring_name("ladder", line.get("ladder_layers") or line.get("layers") or line["n_layers"] // 2)
     value = line.get("desync_period") if name == "desync" else line.get("ladder_layers")
@@ -90,10 +91,10 @@ def wired(line):
 
 
 def link(line):
-    """The link of a line: of an emulated one its name, or its numbers where it has none; else none, real or no-p2p."""
+    """The name of the link of a line: of an emulated one, or none, real or no-p2p. Older lines call several custom."""
     if emulated := line.get("link"):
-        rate = f"+{emulated['gbps']:g}Gbit/s" if emulated.get("gbps") else ""
-        return f"{emulated['latency_us']:g}us{rate}" if emulated["name"] == "custom" else emulated["name"]
+        known = emulated["name"] != "custom"
+        return emulated["name"] if known else custom(emulated["latency_us"], emulated["gbps"]).name
     if line["tp"] == 1:
         return "none"
     return "no-p2p" if line.get("settings", {}).get("NCCL_P2P_DISABLE") == "1" else "real"

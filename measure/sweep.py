@@ -31,7 +31,7 @@ import torch
 
 from formats.sizes import SIZES
 from measure import plot, results
-from measure.link import LINKS
+from measure.link import parse as parse_link
 from model import WIRINGS, InputError, parse_wiring, wiring_name
 from runtime import cli, launch, writing
 
@@ -71,12 +71,15 @@ def wiring(text):
     return wiring_name(*parse_wiring(text))
 
 
+def link(text):
+    return text if text in REAL else parse_link(text).name
+
+
 def draft(text):
-    """(DRAFT, K) of --draft DRAFT@K, or None of "none"."""
-    found = re.fullmatch("(.+)@(auto|[1-9][0-9]*)", text)
-    if not found and text != "none":
+    """DRAFT@K, or None of "none"."""
+    if text != "none" and not re.fullmatch(".+@(auto|[1-9][0-9]*)", text):
         raise InputError(f"{text!r} is neither none nor DRAFT@K, such as ngram@4 or ngram@auto")
-    return found and found.groups()
+    return None if text == "none" else text
 
 
 def prompt(text):
@@ -100,7 +103,7 @@ def table(given, gpus, cores):
         "SPECULATE": ("none", several(draft), 'none or DRAFT@K, such as "none ngram@4 wiring:spd@auto"'),
         "BATCHES": ("1 4 16 64", several(cli.count), "batch sizes"),
         "TPS": (" ".join(str(tp * nodes) for tp in tps), several(cli.count), "ranks, of all nodes"),
-        "LINKS": (links, several(one_of(*REAL, *LINKS)), "real ones, or names of measure/link.py"),
+        "LINKS": (links, several(link), "real ones, or as --link takes them"),
         "SIMULATE": ("0", flag, "1: one rank alone predicts TPS over LINKS"),
         "PROMPT": ("64" if on_cpu else "1024", prompt, "random tokens in each row, or a file with a prompt a line"),
         "NEW_TOKENS": ("32" if on_cpu else "512", cli.number(int, 2), "to generate; the first is the prefill's"),
@@ -174,7 +177,7 @@ class Command:
     quant: str = "none"
     batch: int = 1
     wiring: str | None = None
-    draft: tuple[str, str] | None = None
+    draft: str | None = None
     exposed: bool = False
 
 
@@ -210,7 +213,7 @@ def proposes(draft, tp, wiring):
     Another wiring of the same weights does so only where it can be cheaper, on several ranks, is not that very wiring,
     and finds all its norms there. No guess at the upper bound's text means anything.
     """
-    kind, _, other = draft[0].partition(":")
+    kind, _, other = draft.rpartition("@")[0].partition(":")
     if wiring == "upper-bound" or kind != "wiring":
         return wiring != "upper-bound"
     norms = [{*WIRINGS[parse_wiring(w)[0]].norms} for w in (other, wiring)]
@@ -239,7 +242,7 @@ def generate_flags(c, s):
     flags += ["--wiring", c.wiring, "--batch", str(c.batch)]
     flags += ["--prompt-length", str(s.prompt)] if isinstance(s.prompt, int) else ["--prompt", f"@{s.prompt}"]
     flags += ["--max-new-tokens", str(s.new_tokens), "--ignore-eos", "--temperature", "0", "--compile"]
-    flags += ["--draft", "@".join(c.draft)] if c.draft else []
+    flags += ["--draft", c.draft] if c.draft else []
     flags += ["--link", c.link] if c.link not in REAL else []
     flags += ["--simulate-tp", str(c.tp)] if s.simulate else []
     return [*flags, *(s.flags or []), *(["--exposed"] if c.exposed else [])]
@@ -313,7 +316,8 @@ def sweep(s, place):
             print(*[x for x in log.splitlines() if "per token" in x][:1], sep="\n", file=sys.stderr)
         else:
             ended.add(text)
-            writing.append(f"{s.out}.log", f"$ {text}\n{log}\n".encode())
+            with open(f"{s.out}.log", "a") as f:
+                f.write(f"$ {text}\n{log}\n")
             if c.wiring is None or not (code == 137 or NO_MEMORY.search(log)):
                 if c.wiring and not any_ran:
                     raise InputError(f"the first run failed: {reason(code, log)} (more in {s.out}.log)")

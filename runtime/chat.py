@@ -1,7 +1,6 @@
 """A chat on the terminal: generate.py --interactive."""
 
-import contextlib
-import io
+import functools
 import os
 import select
 import sys
@@ -26,31 +25,29 @@ class Keyboard:
         self.early = []  # lines typed during an answer
 
     def __enter__(self):
-        if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(errors="replace")
         if self.is_terminal:
-            self.settings, changed = termios.tcgetattr(0), termios.tcgetattr(0)
+            changed = termios.tcgetattr(0)
+            watch.at_end.append(functools.partial(termios.tcsetattr, 0, termios.TCSANOW, termios.tcgetattr(0)))
             changed[6][termios.VINTR], changed[6][termios.VEOL] = b"\0", CTRL_C
             termios.tcsetattr(0, termios.TCSANOW, changed)
         return self
 
     def __exit__(self, *_):
         if self.is_terminal:
-            termios.tcsetattr(0, termios.TCSANOW, self.settings)
+            watch.at_end.pop()()
 
     def line(self):
         """Return the next line, or None at the end or a Ctrl-C."""
         if not self.is_terminal:
-            with contextlib.suppress(EOFError):
-                return input()
-            return None
+            typed = sys.stdin.buffer.readline()
+            return typed.decode(errors="replace") if typed else None
         if self.stopped:
             self.early.clear()
         self.stopped = False
         print("> ", end="", flush=True)
         typed = self.early.pop(0) if self.early else os.read(0, 2**16)
         if typed and not typed.endswith(CTRL_C):
-            return typed.decode(errors="replace").rstrip("\n")
+            return typed.decode(errors="replace")
         print()
         return None
 
@@ -94,6 +91,7 @@ def chat(answer, tokenizer, world, context, max_new_tokens):
             line = world.tell(keyboard.line() if world.rank == 0 else None)
             if line is None:
                 return
+            line = line.rstrip("\r\n")
             if not line.strip():
                 continue
             anew = extended([], [], line)

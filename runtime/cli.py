@@ -2,11 +2,11 @@
 
 import argparse
 import math
+import os
 import sys
 import textwrap
 
 from model import WIRINGS, InputError, rewired
-from runtime import writing
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -52,11 +52,10 @@ count = number(int, 1)
 
 
 def appendable(path):
-    """An argparse type: a file that writing.check_appendable finds good."""
-    try:
-        writing.check_appendable(path)
-    except InputError as e:
-        raise argparse.ArgumentTypeError(e) from None
+    """An argparse type: a file that lines can be appended to, or the name of one that can be made."""
+    existing = path if os.path.exists(path) else os.path.dirname(path) or "."
+    if os.path.isdir(path) or not os.access(existing, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {path}")
     return path
 
 
@@ -88,6 +87,17 @@ def add_wiring_flags(parser, default="the checkpoint's own"):
     )
     g.add_argument("--ladder", action="store_true", help="the same as --wiring ladder")
     g.add_argument("--ladder-layers", metavar="N|I,J,...", help="the same as --wiring ladder:N or ladder:I,J,...")
+
+
+def add_communication_flags(parser):
+    """Add the flags that measure/link.py and exposed.py read."""
+    g = parser.add_argument_group("communication", "what it costs, and what it would cost elsewhere: docs/measuring.md")
+    g.add_argument("--exposed", action="store_true", help="report how much of it was not hidden")
+    g.add_argument("--profile", metavar="DIR", help="write a trace of a prefill and a decode step for each rank")
+    words = "emulate a link between the ranks: a name such as pcie, or its numbers, e.g. 100us+50gbps"
+    g.add_argument("--link", metavar="LINK", help=words)
+    words = "run rank 0 of N alone, over an emulated link, e.g. 8"
+    g.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help=words)
 
 
 def asked_wiring(args):

@@ -84,8 +84,13 @@ class World:
                 work(*args)
 
     def agree(self, read):
-        """Raise InputError, on all ranks, unless {name of what each has read: digest} is alike on all."""
-        compare(self.gather(read))
+        """Raise InputError on all ranks, which names each difference, unless all have read an equal dict."""
+        found = self.gather(read)
+        unlike = [name for name in collections.ChainMap(*found) if len({str(one.get(name)) for one in found}) > 1]
+        texts = [", ".join(f"{name} {str(one.get(name, 'not given'))[:60]}" for name in unlike) for one in found]
+        others = [f"rank {rank} with {text}" for rank, text in enumerate(texts) if text != texts[0]]
+        if others:
+            raise InputError(f"the ranks were not started alike: {'; '.join(others)}; rank 0 with {texts[0]}")
 
     @contextlib.contextmanager
     def together(self):
@@ -118,9 +123,9 @@ def join(device=None, flags=None):
     store, node = _store(), os.environ.get("GROUP_RANK", f"of rank {rank}")  # torchrun's number of the node
     device = choose_device(device, rank, tp_size)
     world = World(rank, tp_size, device)
-    starts, nodes, processes = zip(*world.gather((_start(flags, device), node, os.getpid())), strict=True)
-    compare(starts)
-    neighbours = {r: process for r, process in enumerate(processes) if nodes[r] == node}
+    world.agree(_start(flags, device))
+    found = world.gather((node, os.getpid()))
+    neighbours = {r: process for r, (place, process) in enumerate(found) if place == node}
     _watch = watch.Watch(store, rank, tp_size, neighbours, flags.get("timeout", 0), _leave)
     _watch.start()
     several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", tp_size)) < tp_size
@@ -155,15 +160,6 @@ def _start(flags, device):
     start |= {"torch": torch.__version__, "device": device.type}
     flags = {f"--{name.replace('_', '-')}": value for name, value in flags.items() if name not in OWN}
     return start | {name: value for name, value in flags.items() if value is not None and value is not False}
-
-
-def compare(starts):
-    """Raise InputError, which names each difference, unless all ranks' dicts are equal."""
-    unlike = [name for name in collections.ChainMap(*starts) if len({str(start.get(name)) for start in starts}) > 1]
-    if unlike:
-        texts = [", ".join(f"{name} {str(start.get(name, 'not given'))[:60]}" for name in unlike) for start in starts]
-        others = [f"rank {rank} with {text}" for rank, text in enumerate(texts) if text != texts[0]]
-        raise InputError(f"the ranks were not started alike: {'; '.join(others)}; rank 0 with {texts[0]}")
 
 
 def choose_device(device, rank=0, tp_size=1):
@@ -218,6 +214,9 @@ def printable(text):
 
 def _leave(error):
     """End this process with the exit code of the first rank that leaves, which also says why."""
+    for undo in watch.at_end:
+        with contextlib.suppress(Exception):  # the terminal may have gone
+            undo()
     script, (rank, tp_size) = os.path.basename(sys.argv[0]), rank_and_size()
     who = f"{script}: rank {rank} of {tp_size}" if tp_size > 1 else f"{script}:"
     where = f" in {watch.here}" if tp_size > 1 or watch.here.phase != "start" else ""

@@ -59,9 +59,7 @@ def read_prompts(args, config, tokenizer):
         if not prompt:
             raise InputError("a prompt has no tokens: give some text")
         if wrong := [i for i in prompt if not 0 <= i < config.vocab_size]:
-            raise InputError(
-                f"token id {wrong[0]} is outside the vocabulary of {config.vocab_size} (0 to {config.vocab_size - 1})"
-            )
+            raise InputError(f"token id {wrong[0]} is outside the vocabulary of {config.vocab_size}")
     return prompts * ((args.batch or len(prompts)) // len(prompts))
 
 
@@ -81,24 +79,21 @@ class Printer:
         if tokenizer is not None and len(prompts) == 1:
             self.stream = TextStream(tokenizer)
             text = self.stream.push(prompts[0])
-            self.write(text if show_prompt else "")
+            print(text if show_prompt else "", end="", flush=True)
         else:
             self.bar = tqdm(total=max_new_tokens, desc="decoding", unit="token", delay=1, disable=None)
-
-    def write(self, text):
-        print(text, end="", flush=True)
 
     def push(self, new):
         """Show the ids of a pass, new: a list for each row."""
         if self.stream:
-            self.write(self.stream.push(new[0]))
+            print(self.stream.push(new[0]), end="", flush=True)
         else:
             self.bar.update(max(map(len, new)))
 
     def finish(self, rows):
         """Print the rest; return the new text of each row, or None without a tokenizer."""
         if self.stream:
-            self.write(self.stream.flush() + "\n")
+            print(self.stream.flush(), flush=True)
         else:
             self.bar.close()
         if self.tokenizer is None:

@@ -40,6 +40,7 @@ class Place:
 
 
 here = Place()
+at_end = []  # what to call before this process ends, even if its main thread is stuck
 _held = False
 
 
@@ -141,14 +142,9 @@ class Watch(threading.Thread):
             self._end(Verdict(f"rank {self.rank} of {self.tp_size} has lost torchrun's store in {here}: {e}"))
 
     def _judge_dead(self, rank):
-        _, status = look_up(self.processes[rank])  # before its parent asks, after which nobody can
-        code, how = ended(self.store), "has died"
-        if status is not None:
-            found = os.waitstatus_to_exitcode(status)
-            memory = ", which the system also sends when memory runs out" * (found == -signal.SIGKILL)
-            how = f"was killed (signal {-found}{memory})" if found < 0 else f"has left (exit code {found})"
-        if code != 0:
-            self._end(SystemExit(code) if code else Verdict(f"rank {rank} of {self.tp_size} {how} in {here}"))
+        code = ended(self.store)
+        if code != 0:  # torchrun says how it died
+            self._end(SystemExit(code) if code else Verdict(f"rank {rank} of {self.tp_size} has died in {here}"))
 
     def _tick(self):
         self.ticks += 1
@@ -167,7 +163,7 @@ class Watch(threading.Thread):
         and each should."""
         self.still += 1
         for rank, (old, new) in enumerate(zip(self.places, places, strict=True)):
-            before, self.cpu[rank] = self.cpu[rank], look_up(self.processes.get(rank))[0]
+            before, self.cpu[rank] = self.cpu[rank], cpu_seconds(self.processes.get(rank))
             computes = self.cpu[rank] - before > BUSY * TICK  # perhaps in a library that lets no other thread run
             self.silent[rank] = 0 if computes or new.ticks != old.ticks else self.silent[rank] + 1
             computes &= not torch.cuda.is_initialized()  # else a thread that only waits may be busy
@@ -200,11 +196,11 @@ class Watch(threading.Thread):
         self.leave(why)
 
 
-def look_up(process):
-    """Return (seconds of CPU time, exit status if it has ended) of a process of this machine, or (0, None)."""
+def cpu_seconds(process):
+    """Return how long a process of this machine has computed, or 0."""
     try:
         with open(f"/proc/{process}/stat") as f:
             found = f.read().rpartition(")")[2].split()  # from its state on, see proc(5)
     except OSError:
-        return 0.0, None
-    return sum(map(int, found[11:13])) / os.sysconf("SC_CLK_TCK"), int(found[-1])
+        return 0.0
+    return sum(map(int, found[11:13])) / os.sysconf("SC_CLK_TCK")

@@ -147,13 +147,6 @@ def test_without_its_code_an_exported_folder_does_not_load(tmp_path):
     ours, folder = write(tmp_path, wiring="ladder:2")
     done = load_elsewhere(folder)
     assert done.returncode == 1 and "contains custom code" in done.stderr and "trust_remote_code=True" in done.stderr
-    for path in folder.glob("*.py"):
-        path.unlink()
-    hf = json.loads((folder / "config.json").read_text())
-    del hf["auto_map"]
-    (folder / "config.json").write_text(json.dumps(hf))
-    done = load_elsewhere(folder)
-    assert done.returncode == 1 and "ladder_residual" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -189,25 +182,14 @@ def test_all_layers_by_number_are_all_layers(wiring, tmp_path):
     check_back(folder, tmp_path / "back")
 
 
-REFUSED = {
-    "desync": "another number of ranks", "upper-bound": "another number of ranks", "spd": "another number of ranks",
-    "spd:2": "another number of ranks", "bound": "another number of ranks", "stream": "its stream has no form",
-    "split": "its blocks have no form", "parallel:1,": "of two kinds", "parallel-ladder:2": "of two kinds",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("wiring", REFUSED)
-def test_what_has_no_form_is_refused_for_its_reason(wiring, tmp_path, monkeypatch):
+@pytest.mark.parametrize("wiring", ["spd", "bound", "stream", "split", "parallel:1,"])
+def test_what_has_no_form_is_refused(wiring, tmp_path, monkeypatch):
     monkeypatch.setitem(WIRINGS, "bound", Wiring("", stale=True, tp_bound=True))
     monkeypatch.setitem(WIRINGS, "stream", Wiring("", stream=lambda x, sublayers, comm, config: x))
     monkeypatch.setitem(WIRINGS, "split", Wiring("", split=lambda block, metadata, cache: []))
-    with pytest.raises(InputError, match=f"wiring {wiring} has no Hugging Face form: .*{REFUSED[wiring]}") as error:
+    with pytest.raises(InputError, match=f"wiring {wiring} has no Hugging Face form"):
         write(tmp_path, wiring=wiring)
-    assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
-    if "or --ladder" in str(error.value):
-        convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "hf"), "--ladder"])
-        assert load(tmp_path / "hf").config.ladder_layers == 3
 
 
 def test_the_published_config_goes_out_as_a_ladder(tmp_path):

@@ -48,7 +48,7 @@ SCRIPTS = {
             "--prompt=a --device=tpu": "no such device: tpu; this machine has cpu",
             "--prompt=a --model=8b": "--model: not allowed with argument --checkpoint",
             "--prompt=a --chat": "no chat template",
-            "--prompt=a --json=/nowhere/x": "--json: /nowhere/x cannot be written: No such file",
+            "--prompt=a --json=/nowhere/x": "--json: cannot write /nowhere/x",
             "--prompt=a --dtype=int3": "--dtype: invalid choice: 'int3'",
             "--prompt=a --no-such-flag": "unrecognized arguments: --no-such-flag",
             "--checkpoint=/nowhere": "/nowhere is not a checkpoint folder",
@@ -86,8 +86,8 @@ SCRIPTS = {
             "--stride 0": "--stride: '0' is not a whole number from 1",
             "--text /nowhere": "--text /nowhere: No such file or directory",
             "--max-tokens 2 --text {}/empty": "has no text: scoring takes two tokens or more",
-            "--json /nowhere/x": "--json: /nowhere/x cannot be written",
-            "--max-tokens 2 --json /dev/full": "/dev/full cannot be written: No space left on device",
+            "--json /nowhere/x": "--json: cannot write /nowhere/x",
+            "--max-tokens 2 --json /dev/full": "cannot write /dev/full: No space left on device",
             "--tasks hellaswag": "--tasks: not allowed with argument --text",
             "--compare {tiny} --sensitivity": "--sensitivity: not allowed with argument --compare",
             "--compare /nowhere": "/nowhere is not a checkpoint folder",
@@ -177,7 +177,7 @@ SCRIPTS = {
     "measure.probe": (
         "",
         {
-            "--json /nowhere/x": "--json: /nowhere/x cannot be written",
+            "--json /nowhere/x": "--json: cannot write /nowhere/x",
             "--device tpu": "no such device: tpu; this machine has cpu",
         },
     ),

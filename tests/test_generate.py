@@ -13,33 +13,24 @@ import subprocess
 import sys
 import termios
 
+import helpers
 import pytest
 import torch
-from helpers import (
-    BASE,
-    HANGS,
-    ROOT,
-    command,
-    free_port,
-    main_on_ranks,
-    random_model,
-    script,
-    shared_data,
-    unequal_rows,
-)  # fmt: skip
+from helpers import BASE, HANGS, ROOT, command, free_port, random_model, script, shared_data, unequal_rows
+from safetensors.torch import load_file, save_file
 
 import generate
 from complete import complete, load
-from formats import checkpoint
+from formats import checkpoint, sizes
 from formats.tokenizer import load_tokenizer
 from model import InputError
 from runtime import launch
 
 KEYS = (
-    "model, n_layers, wiring, made_for_tp, dtype, quant, link, tp, simulated, device, "
-    "hardware, threads, torch, commit, settings, load_s, batch, prompt_tokens, new_tokens, exposed, compile_s, "
-    "prefill_s, decode_s, ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, bandwidth, mbu, peak_bytes, tokens, texts, "
-    "draft, speculate, passes, drafted, accepted, draft_s"
+    "model, n_layers, wiring, made_for_tp, dtype, quant, link, tp, simulated, device, hardware, threads, load_average, "
+    "torch, commit, settings, load_s, batch, prompt_tokens, new_tokens, exposed, compile_s, prefill_s, decode_s, "
+    "ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, bandwidth, mbu, peak_bytes, tokens, texts, draft, speculate, "
+    "passes, drafted, accepted, draft_s"
 )
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
@@ -53,7 +44,7 @@ def run(*args, stdin=""):
     """(stdout, stderr) of generate.py in this process."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        m.setattr(sys, "stdin", io.StringIO(stdin))
+        m.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         generate.main([str(arg) for arg in args])
     return out.getvalue(), err.getvalue()
 
@@ -71,7 +62,7 @@ def run_json(folder, *args, out, ranks=1, how=None):
     if how is not None:
         printed, said = how(*args, ranks=ranks)
     else:
-        printed, said = run(*args) if ranks == 1 else main_on_ranks(ranks, generate.main, *args)[0]
+        printed, said = run(*args) if ranks == 1 else helpers.main_on_ranks(ranks, generate.main, *args)[0]
     return json.loads(out.read_text().splitlines()[-1]), printed, said
 
 
@@ -112,8 +103,8 @@ def greedy(tiny):
 MAIN = [(1, "standard", [], None), (1, "ladder", ["--compile"], None)]
 MAIN += [(ranks, wiring, [], None) for ranks in (2, 3, 4) for wiring in ("standard", "ladder")]
 MAIN += [(3, "ladder", [], launched)]
-SLOW = [(1, "ladder", ["--compile", "--compile-prefill", "--prefill-chunk", "7"], None)]
-SLOW += [(2, "standard", [], launched), (2, "ladder", ["--compile"], launched), (4, "ladder", [], launched)]
+SLOW = [(1, "ladder", ["--compile", "all"], None), (2, "standard", [], launched)]
+SLOW += [(2, "ladder", ["--compile"], launched), (4, "ladder", [], launched)]
 MAIN += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
@@ -144,20 +135,18 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, how, out
     assert result["decode_s"] == pytest.approx(11e-3 * result["tpot_ms"])
 
 
-def test_the_functions_of_a_notebook(tiny, out, monkeypatch):
+def test_the_functions_of_a_notebook(tiny, greedy, monkeypatch):
     """load() and complete(): the text of generate.py, no process group, no end of the process."""
     monkeypatch.setattr(launch, "join", lambda *_: pytest.fail("a notebook joins nobody"))
     model, tokenizer = load(str(tiny), dtype="float32")
-    texts = complete(model, tokenizer, PROMPTS, max_new_tokens=9, temperature=0)
-    assert not torch.distributed.is_initialized()
-    monkeypatch.undo()
-    prompts = [arg for prompt in PROMPTS for arg in ("--prompt", prompt)]
-    result, *_ = run_json(tiny, *prompts, "--temperature", "0", "--max-new-tokens", "9", out=out)
-    assert texts == result["texts"]
+    ids = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    rows = [row[: (row + [2]).index(2)] for row in greedy("standard")]
+    texts = [tokenizer.continuation(*pair) for pair in zip(ids, rows, strict=True)]
+    assert complete(model, tokenizer, PROMPTS, max_new_tokens=12, temperature=0) == texts
     drawn = [complete(model, tokenizer, ["a"], 30, temperature=2.0, seed=seed) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
-    assert load(tiny, wiring="ladder")[0].config.stale_layers == (0, 1, 2)
-    assert load(tiny, dtype="bfloat16")[0].norm.weight.dtype == torch.bfloat16
+    ladder, _ = load(tiny, dtype="bfloat16", wiring="ladder")
+    assert ladder.config.stale_layers == (0, 1, 2) and ladder.norm.weight.dtype == torch.bfloat16
     for wrong in (
         lambda: load("/nowhere"), lambda: load(tiny, wiring="x"),
         lambda: complete(model, tokenizer, ["dog " * 90]), lambda: load(tiny, device="tpu"),
@@ -177,11 +166,8 @@ def test_step_bytes_are_the_weights_and_the_cache(tiny, out):
 
 
 def test_a_single_prompt_streams_its_text(tiny, out):
-    result, printed, said = run_json(
-        tiny, "--prompt", PROMPTS[0], "--temperature", "0", "--max-new-tokens", "9", out=out
-    )
-    assert printed == PROMPTS[0] + result["texts"][0] + "\n"
-    assert "tok/s" in said
+    result, printed, said = run_json(tiny, "--prompt", PROMPTS[0], "--max-new-tokens", "9", out=out)
+    assert printed == PROMPTS[0] + result["texts"][0] + "\n" and "tok/s" in said
 
 
 def test_prompts_from_a_file_and_repeated_to_a_batch(tiny, tmp_path, greedy, out):
@@ -197,46 +183,18 @@ def test_synthetic_prompts_and_a_full_context(tiny, out):
     assert (result["batch"], result["prompt_tokens"]) == (3, 7)
     assert len({tuple(row) for row in result["tokens"]}) == 3
     context = checkpoint.read_config(tiny).max_seq_len
-    result, _, said = run_json(tiny, "--prompt-length", context - 3, "--ignore-eos", out=out)
-    assert result["new_tokens"] == 3 and "leaves room for 3 new tokens" in said
+    result, *_ = run_json(tiny, "--prompt-length", context - 3, "--ignore-eos", out=out)
+    assert result["new_tokens"] == 3
 
 
-def test_a_named_size_with_random_weights(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(generate.SIZES, "tiny", BASE)
-    args = ["--model", "tiny", "--random-weights", "--ladder", "--prompt-length", "5", "--max-new-tokens", "4"]
-    generate.main([*args, "--json", str(tmp_path / "o.jsonl")])
-    result = json.loads((tmp_path / "o.jsonl").read_text())
+def test_a_named_size_has_random_weights(monkeypatch, out):
+    monkeypatch.setitem(sizes.SIZES, "tiny", BASE)
+    args = ["--model", "tiny:2", "--ladder", "--prompt-length", "5", "--max-new-tokens", "4", "--json", out]
+    printed, said = run(*args)
+    result = json.loads(out.read_text())
     assert (result["model"], result["wiring"], result["dtype"], result["texts"]) == ("tiny", "ladder", "bfloat16", None)
-    printed = capsys.readouterr()
-    assert "tiny, 3 layers, ladder" in printed.err
-    assert printed.out == "--- " + " ".join(map(str, result["tokens"][0])) + "\n"
-
-
-def test_prefill_chunk_reaches_the_warm_up_and_the_run(monkeypatch):
-    monkeypatch.setitem(generate.SIZES, "tiny", BASE)
-    chunks, real = [], generate.Runner.prefill
-    monkeypatch.setattr(generate.Runner, "prefill", lambda self, *args: chunks.append(args[2]) or real(self, *args))
-    monkeypatch.setattr(torch, "compile", lambda model, **how: model)
-    args = ["--model", "tiny", "--random-weights", "--prompt-length", "5", "--max-new-tokens", "2"]
-    args += ["--compile", "--dtype", "float32"]
-    generate.main([*args, "--prefill-chunk", "3"])
-    assert chunks == [3, 3]
-    generate.main(args)
-    assert chunks[2:] == [generate.CHUNK] * 2
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_interactive_goes_on_with_the_text(tiny, ranks):
-    flags = ["--checkpoint", tiny, "--interactive", "--temperature", "0", "--max-new-tokens", "6"]
-    stdin = "Once upon a time\n\nThe dog\n"
-    if ranks == 1:
-        printed, _ = run(*flags, stdin=stdin)
-    else:
-        done = script("generate.py", *flags, ranks=ranks, stdin=stdin)
-        assert done.returncode == 0, done.stderr
-        printed = done.stdout
-    texts = answers(tiny, [("Once upon a time", 6), ("The dog", 6)])
-    assert printed.replace("> ", "").split("\n")[:2] == texts
+    assert "tiny, 2 layers, ladder" in said
+    assert printed == "--- " + " ".join(map(str, result["tokens"][0])) + "\n"
 
 
 def answers(folder, turns):
@@ -285,7 +243,7 @@ launch.run(generate.main)
     assert termios.tcgetattr(terminal) == before
 
 
-@pytest.mark.parametrize("flags", [[], pytest.param(["--compile-prefill"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flags", [[], pytest.param(["--compile", "all"], marks=pytest.mark.slow)])
 def test_interactive_with_a_chat_template_and_a_full_context(copy, flags):
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
     (copy / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
@@ -308,35 +266,26 @@ def test_the_demo_is_a_ladder_and_tells_the_same_story_on_two_ranks(out):
     assert both["texts"] == result["texts"]
 
 
-@pytest.mark.parametrize("bad", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_two_nodes(bad, tiny, greedy, out):
+def test_two_nodes(tiny, greedy, out):
     """Two launchers with one rank each, as on two machines."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
     launcher += ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
     flags = ["--checkpoint", tiny, "--ladder", "--temperature", "0", "--max-new-tokens", "12", "--ignore-eos"]
-    prompts = ["--prompt", PROMPTS[0], *(["--prompt", PROMPTS[1], "--prompt", PROMPTS[2]] if bad else [])]
-    words = [ROOT / "generate.py", *flags, *prompts, "--json", out, "--batch", "4" if bad else "1"]
-    nodes = [
-        subprocess.Popen([*launcher, f"--node_rank={r}", *map(str, words)], stderr=subprocess.PIPE, text=True)
-        for r in (1, 0)
-    ]
+    words = [str(word) for word in (ROOT / "generate.py", *flags, "--prompt", PROMPTS[0], "--json", out)]
+    nodes = [subprocess.Popen([*launcher, f"--node_rank={r}", *words], stderr=subprocess.PIPE) for r in (1, 0)]
     errors = [node.communicate(timeout=HANGS)[1] for node in nodes]
-    assert [node.returncode for node in nodes] == [bad, bad], errors
-    for terminal in errors:  # each node's
-        assert terminal.count("generate.py: --batch 4 is not a multiple of the 3 prompts") == bad
-        assert 'launch.py", line' not in terminal
-    assert bad or json.loads(out.read_text())["tokens"] == [greedy("ladder")[0]]
+    assert [node.returncode for node in nodes] == [0, 0], errors
+    assert json.loads(out.read_text())["tokens"] == [greedy("ladder")[0]]
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_from_a_clone_of_any_name_that_nobody_may_write_to(compile, tmp_path):
+def test_from_a_clone_of_any_name_that_nobody_may_write_to(tmp_path):
     clone = tmp_path / "a 'b \"c standard ladder"
     shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "docs", "tests"))
     for path in [*clone.rglob("*"), clone]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     environment = {k: v for k, v in os.environ.items() if k != "HOME"} | {"PYTHONDONTWRITEBYTECODE": "1"}
     before = sorted(clone.rglob("*"))
-    flags = ["--checkpoint", "demo", "--prompt", "Once upon", "--max-new-tokens", "3", *["--compile"] * compile]
+    flags = ["--checkpoint", "demo", "--prompt", "Once upon", "--max-new-tokens", "3"]
     done = subprocess.run(
         [sys.executable, "generate.py", *flags], cwd=clone, env=environment, capture_output=True, text=True,
         timeout=HANGS,
@@ -363,37 +312,26 @@ def test_stories260k_on_two_ranks(tmp_path):
 # Sampling and stopping
 
 
-def test_greedy_takes_the_largest():
-    logits = torch.randn(5, 40)
-    assert generate.Sampler(0)(logits).tolist() == logits.argmax(-1).tolist()
-
-
 def frequencies(logits, **settings):
     sample = generate.Sampler(**settings)
     return torch.bincount(sample(logits.expand(40000, -1)), minlength=len(logits)) / 40000
 
 
-def test_sampling_follows_the_softmax_at_a_temperature():
-    logits = torch.tensor([1.0, 0.0, -1.0, 2.0])
-    for temperature in (0.5, 1.0, 2.0):
-        expected = (logits / temperature).softmax(-1)
-        assert (frequencies(logits, temperature=temperature) - expected).abs().max() < 0.015
+@pytest.mark.parametrize("temperature", [1e-6, 0.5, 1.0, 2.0, 1e30])
+def test_sampling_follows_the_softmax_at_a_temperature(temperature):
+    logits = torch.tensor([100.0, 99.0, 98.0, 101.0])
+    expected = (logits.double() / temperature).softmax(-1)
+    assert (frequencies(logits, temperature=temperature) - expected).abs().max() < 0.015
 
 
-def test_top_k_and_top_p_keep_the_likeliest():
-    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
-    assert (frequencies(logits, temperature=1, top_k=2) - torch.tensor([0, 4 / 7, 0, 3 / 7])).abs().max() < 0.015
-    assert (frequencies(logits, temperature=1, top_p=0.65) - torch.tensor([0, 4 / 7, 0, 3 / 7])).abs().max() < 0.015
-    assert (frequencies(logits, temperature=1, top_p=0.75) - torch.tensor([0, 4, 2, 3]) / 9).abs().max() < 0.015
-    assert frequencies(logits, temperature=1, top_p=0.01)[1] == 1
-    assert frequencies(logits, temperature=1, top_k=1)[1] == 1
-    assert (frequencies(logits, temperature=1, top_k=99) - logits.exp()).abs().max() < 0.015
-
-
-def test_extreme_temperatures_are_greedy_or_uniform():
-    logits = torch.tensor([100.0, 300.0, -200.0, 299.0])
-    assert frequencies(logits, temperature=1e-40)[1] == 1
-    assert (frequencies(logits, temperature=1e30) - 0.25).abs().max() < 0.015
+@pytest.mark.parametrize("settings, expected", [
+    ({"top_k": 1}, [0, 1, 0, 0]), ({"top_k": 2}, [0, 4 / 7, 0, 3 / 7]), ({"top_k": 99}, [0.1, 0.4, 0.2, 0.3]),
+    ({"top_p": 0.01}, [0, 1, 0, 0]), ({"top_p": 0.65}, [0, 4 / 7, 0, 3 / 7]),
+    ({"top_p": 0.75}, [0, 4 / 9, 2 / 9, 3 / 9]),
+])  # fmt: skip
+def test_top_k_and_top_p_keep_the_likeliest(settings, expected):
+    found = frequencies(torch.tensor([0.1, 0.4, 0.2, 0.3]).log(), temperature=1, **settings)
+    assert (found - torch.tensor(expected)).abs().max() < 0.015
 
 
 def test_equal_seeds_draw_equal_tokens():
@@ -454,11 +392,9 @@ def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
 def test_a_gpu_reads_the_cache_in_buckets_all_of_which_the_warm_up_has_seen(prompt, new, monkeypatch):
     """A model that only writes down what it is asked to read, and a runner that says it is on a GPU."""
     pad, seen = generate.pad, []
-    monkeypatch.setattr(generate, "Sampler", lambda *args, **kwargs: lambda logits: logits.argmax(-1))
     monkeypatch.setattr(generate, "pad", lambda prompts, device: pad(prompts, "cpu"))
     tensor = torch.tensor
     monkeypatch.setattr(torch, "tensor", lambda data, device=None, **kwargs: tensor(data, **kwargs))
-    monkeypatch.setattr(generate, "timed", lambda device, step: step() or 0.0)
     slots = -(-(prompt + new) // generate.BUCKET) * generate.BUCKET + 1
 
     def model(tokens, positions=None, cache=None, cache_length=None, select=None):
@@ -467,7 +403,7 @@ def test_a_gpu_reads_the_cache_in_buckets_all_of_which_the_warm_up_has_seen(prom
             seen.append(cache_length)
         return torch.zeros(1, 1, 4)
 
-    model.norm = torch.nn.RMSNorm(4)
+    model.norm, model.config = torch.nn.RMSNorm(4), dataclasses.replace(BASE, max_seq_len=1000)
     runner = generate.Runner(model, None)
     runner.device = torch.device("cuda")
     generate.warm_up(runner, [[1] * prompt], new, chunk=10**6)
@@ -494,9 +430,8 @@ def test_a_gpus_cache_has_whole_buckets_and_one_slot_that_nobody_reads(length, m
 class Scripted(generate.Runner):
     """A runner of a model that always emits what a function of the step says."""
 
-    device = torch.device("cpu")
-
     def __init__(self, logits):
+        self.model, self.device = random_model(BASE), torch.device("cpu")
         self.logits, self.prefilled, self.seen = logits, [], []
 
     def prefill(self, tokens, lengths, chunk, known):
@@ -527,11 +462,6 @@ def test_each_row_stops_at_its_own_end():
     assert runner.seen[4][1:] == ([6, 2, 6], 7)  # rows that are done stay where they are
 
 
-def test_max_new_tokens_and_no_end():
-    rows, n, *_ = generate.generate(Scripted(lambda _: torch.ones(1, 4)), [[1]], 4, generate.Sampler(0))
-    assert rows == [[0, 0, 0, 0]] and n == 4
-
-
 def test_whoever_sees_the_tokens_can_stop_and_their_time_does_not_count(monkeypatch):
     now = itertools.count()
     clock = type("", (), {"perf_counter": staticmethod(lambda: next(now))})
@@ -553,16 +483,18 @@ def test_whoever_sees_the_tokens_can_stop_and_their_time_does_not_count(monkeypa
 # Bad input
 
 
-def spoil_weights(folder, name, change):
-    from safetensors.torch import load_file, save_file
+WO = "layers.1.attention.wo.weight"
 
+
+def spoil_weights(folder, name, change):
     state = load_file(folder / "model.safetensors")
     change(state, name)
     save_file(state, folder / "model.safetensors")
 
 
-def nan_in_the_last_column(state, name):
-    state[name][0, -1] = torch.nan
+def nan_in_the_last_column(folder):
+    """Only the last rank reads it."""
+    spoil_weights(folder, WO, lambda state, name: state[name][0, -1].fill_(torch.nan))
 
 
 def edit_config(folder, **changes):
@@ -572,8 +504,7 @@ def edit_config(folder, **changes):
 
 
 def truncate(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
+    os.truncate(folder / "model.safetensors", 1000)
 
 
 def lose_a_shard(folder):
@@ -582,36 +513,18 @@ def lose_a_shard(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def name_too_much(folder):
-    (folder / "model.safetensors").rename(folder / "all.safetensors")
-    index = {"weight_map": {"norm.weight": "all.safetensors", "nowhere.weight": "all.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 CHECKPOINTS = {  # what happened to the folder, and the line
     "a Hugging Face config": (lambda f: edit_config(f, model_type="gpt2"), "run convert_hf_checkpoint.py"),
-    "an unknown key": (lambda f: edit_config(f, n_experts=8), "unknown key 'n_experts'"),
-    "a missing key": (lambda f: edit_config(f, dim=None), "no 'dim'"),
-    "a bad value": (lambda f: edit_config(f, dim=-1), "config.json: dim is -1"),
+    "an unknown key": (lambda f: edit_config(f, n_experts=8), "unexpected keyword argument 'n_experts'"),
     "no config": (lambda f: (f / "config.json").unlink(), "is not a checkpoint folder: it has no config.json"),
     "a truncated file": (truncate, "model.safetensors is truncated"),
-    "an index that names too much": (
-        name_too_much,
-        "model.safetensors.index.json names nowhere.weight, but no file holds it",
-    ),
     "a lost shard": (lose_a_shard, "model-00001-of-00002.safetensors is missing"),
     "too large for float16": (
-        lambda f: spoil_weights(f, "norm.weight", lambda state, name: state.update({name: state[name] * 1e5})),
+        lambda f: spoil_weights(f, "norm.weight", lambda state, name: state[name].mul_(1e5)),
         "tensor norm.weight holds NaN or infinite values in float16",
     ),
-    "NaN": (
-        lambda f: spoil_weights(f, "layers.1.attention.wo.weight", nan_in_the_last_column),
-        "tensor layers.1.attention.wo.weight holds NaN",
-    ),
-    "a missing tensor": (
-        lambda f: spoil_weights(f, "layers.2.ffn_norm.weight", lambda state, name: state.pop(name)),
-        "no tensor layers.2.ffn_norm.weight",
-    ),
+    "NaN": (nan_in_the_last_column, f"tensor {WO} holds NaN"),
+    "a missing tensor": (lambda f: spoil_weights(f, WO, lambda state, name: state.pop(name)), f"no tensor {WO}"),
     "a wrong shape": (lambda f: edit_config(f, intermediate_size=99), r"the config says (99, 48)"),
     "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), "copy has no tokenizer: use --prompt-ids"),
     "a broken tokenizer": (lambda f: (f / "tokenizer.model").write_text("x"), "tokenizer.model cannot be read"),
@@ -631,7 +544,7 @@ def test_bad_checkpoints_are_one_clear_line(case, copy):
 def test_the_process_ends_with_one_line_and_code_2(tiny):
     done = script("generate.py", "--checkpoint", tiny, "--prompt", "a", "--wiring", "laddr")
     assert done.returncode == 2
-    assert done.stderr.startswith("generate.py: unknown --wiring 'laddr'") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("generate.py: --wiring: unknown wiring 'laddr'") and done.stderr.count("\n") == 1
 
 
 def test_bad_input_of_one_node_ends_the_other(tiny):
@@ -643,92 +556,25 @@ def test_bad_input_of_one_node_ends_the_other(tiny):
         environment = {**os.environ, **environment, "CUDA_VISIBLE_DEVICES": ""}
         nodes.append(subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True))
     errors = "".join(node.communicate(timeout=HANGS)[1] for node in nodes)
-    lines = [line for line in errors.splitlines() if " is waiting " not in line]  # as a slow machine may say
-    assert lines == ["generate.py: no such device: cuda:1; this machine has cpu"]
+    assert errors == "generate.py: no such device: cuda:1; this machine has cpu\n"
     assert [node.returncode for node in nodes] == [2, 2]
 
 
-def our_lines(done):
-    return [line for line in done.stderr.splitlines() if line.startswith("generate.py: ")]
-
-
-@pytest.mark.slow
-def test_a_late_rank_0_still_says_why(tiny, tmp_path):
-    """Rank 1 is ready to leave long before rank 0 has even started."""
-    (tmp_path / "sitecustomize.py").write_text("import os, time\ntime.sleep(4 * (os.environ.get('RANK') == '0'))\n")
-    done = script("generate.py", "--checkpoint", tiny, "--batch", "0", ranks=2, PYTHONPATH=str(tmp_path))
-    assert len(our_lines(done)) == 1
-
-
-def started(tiny, *flags, ranks=2):
-    """A running generation, and its output as it comes."""
-    words = command("generate.py", "--checkpoint", tiny, *flags, ranks=ranks)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(words, **pipes, text=True, start_new_session=True)
-
-
-def ends(process):
-    """What a process that is to end now still says: no traceback of ours, and no rank that torchrun had to kill."""
-    _, errors = process.communicate(timeout=HANGS)
-    assert 'launch.py", line' not in errors and "forcefully" not in errors
-    return errors
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_closed_pipe_is_no_traceback_of_ours(tiny, ranks):
-    process = started(tiny, "--prompt", "a", ranks=ranks)
+def test_a_closed_pipe_is_no_traceback_of_ours(tiny):
+    words = command("generate.py", "--checkpoint", tiny, "--prompt", "a")
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     process.stdout = None
-    ends(process)
-    assert process.returncode == 1
+    _, errors = process.communicate(timeout=HANGS)
+    assert process.returncode == 1 and "Traceback" not in errors
 
 
-@pytest.mark.parametrize("to", ["the launcher", pytest.param("all", marks=pytest.mark.slow)])
-def test_ctrl_c_ends_a_chat_at_once(tiny, to):
-    process = started(tiny, "--interactive", "--max-new-tokens", "2")
-    process.stdin.write("Once\n")
-    process.stdin.flush()
-    assert process.stdout.readline()  # it has answered: both ranks wait for the next line
-    (os.kill if to == "the launcher" else os.killpg)(process.pid, signal.SIGINT)
-    assert ends(process).count("interrupted") <= 1
-
-
-def test_a_killed_rank_takes_the_others_with_it(tiny):
-    process = started(tiny, "--interactive", "--max-new-tokens", "2")
-    process.stdin.write("Once\n")
-    process.stdin.flush()
-    assert process.stdout.readline()
-    children = subprocess.run(["ps", "--ppid", str(process.pid), "-o", "pid="], capture_output=True, text=True)
-    os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
-    ends(process)
-    assert process.returncode == 1
-
-
-ENDS = ["last rank", *(pytest.param(case, marks=pytest.mark.slow) for case in ("every rank", "flags"))]
-
-
-@pytest.mark.parametrize("case", ENDS)
-def test_many_ranks_end_together_with_one_line(case, copy):
+@pytest.mark.parametrize("flags", [[], pytest.param(["--batch", "0"], marks=pytest.mark.slow)])
+def test_many_ranks_end_together_with_one_line(flags, copy):
     """torchrun adds a report of its own and ends with 1; the ranks end with 2, and one of them says why."""
-    flags, message = [], {
-        "every rank": "model.safetensors is truncated", "flags": "--batch: '0' is not a whole number from 1",
-        "last rank": "tensor layers.1.attention.wo.weight holds NaN",
-    }[case]  # fmt: skip
-    if case == "every rank":
-        truncate(copy)
-    if case == "flags":
-        flags = ["--batch", "0"]
-    if case == "last rank":
-        spoil_weights(copy, "layers.1.attention.wo.weight", nan_in_the_last_column)
+    nan_in_the_last_column(copy)
     done = script("generate.py", "--checkpoint", copy, "--prompt", "a", *flags, ranks=2)
-    (line,) = our_lines(done)
-    assert message in line
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("generate.py: ")]
+    assert ("--batch" if flags else f"tensor {WO} holds NaN") in line
     assert done.returncode != 0 and "exitcode  : 2" in done.stderr
     assert 'generate.py", line' not in done.stderr  # no traceback of ours
-
-
-def test_more_ranks_than_heads_are_refused(tiny, monkeypatch):
-    many = launch.World(0, 16, torch.device("cpu"), simulated=True)
-    monkeypatch.setattr(launch, "join", lambda device, flags: many)
-    with pytest.raises(InputError, match="cannot shard n_heads 15: use 1 to 15 ranks"):
-        generate.main(["--checkpoint", str(tiny), "--prompt", "a"])

@@ -118,7 +118,6 @@ CONFIGS = [  # changes and the line
     ({"wiring": "standard:3"}, "no such wiring: 'standard:3'; write standard"),
     ({"wiring": "desync:0"}, "no such wiring: 'desync:0'; write desync or desync:N"),
     ({"wiring": "hybrid", "ladder_layers": 4, "desync_period": 2}, "wiring ladder:4 does not fit 3 layers"),
-    ({"wiring": "ladder", "made_for_tp": 2}, "wiring ladder is the same on any number of ranks: it takes no made_for"),
     ({"n_kv_heads": 4}, "n_heads 6 is not a multiple of n_kv_heads 4"),
     ({"n_layers": "3"}, "n_layers is '3'"),
     ({"tie_embeddings": "no"}, "tie_embeddings is 'no'"),

@@ -1,5 +1,6 @@
 """Speculative decoding: greedy tokens as without a draft, else their distribution; drafts, flags, chats."""
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -7,14 +8,13 @@ import json
 import math
 import os
 import shutil
-import signal
 from collections import Counter
 
 import pytest
 import torch
 from helpers import BASE, RANKS, WIRED, StateWeights, random_model, run_ranks, wired_id
 from reference import Reference
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from test_generate import edit_config, greedy_tokens, run, run_json
 from test_quantize import INT4, INT8, dequantized_state, quantized_state
 
@@ -29,6 +29,7 @@ from training.data import train_tokenizer
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [7], [7, 8, 20]]
 OTHER = dataclasses.replace(BASE, n_layers=2, n_heads=4, head_dim=6, dim=20, intermediate_size=30, wiring="ladder")
+UNQUANTIZED = dataclasses.replace(INT8, quant=None)
 GREEDY = generate.Sampler(0)
 
 
@@ -51,26 +52,14 @@ def noisy(net, noise):
     return net
 
 
-class Scripted:
+class Scripted(speculative.Fixed):
     """The numbers of proposals to ask for, over and over."""
-
-    seconds = {}
 
     def __init__(self, *counts):
         self.counts, self.next = counts, itertools.cycle(counts)
 
     def choose(self):
         return next(self.next)
-
-    def note(self, count, accepted):
-        pass
-
-
-def auto():
-    """As it is after a warm-up."""
-    control = speculative.Auto()
-    control.seconds = dict(zip(speculative.COUNTS, (1.0, 1.1, 1.25, 1.5, 2.2), strict=True))
-    return control
 
 
 def make_runners(net, draft, control, rows, length, compile=False):
@@ -92,54 +81,42 @@ def make_runners(net, draft, control, rows, length, compile=False):
 
 def generated(net, draft=None, control=None, prompts=PROMPTS, new=14, sample=GREEDY, eos_ids=(), compile=False):
     """(Generation, what drafted) of a fresh cache of just the length that is needed."""
-    length = max(map(len, prompts)) + new
-    runner, draft = make_runners(net, draft, control, len(prompts), length, compile)
-    return generate.generate(runner, prompts, new, sample, eos_ids, draft=draft), draft
-
-
-def until(row, ends):
-    """The row up to the first of the ends."""
-    return list(itertools.takewhile(lambda i: i not in ends, row))
+    shown, slots = [], max(map(len, prompts)) + new
+    runner, draft = make_runners(net, draft, control, len(prompts), slots, compile)
+    done = generate.generate(runner, prompts, new, sample, eos_ids, shown.append, draft=draft)
+    assert done.rows == [sum(ids, []) for ids in zip(*shown, strict=True)]
+    return done, draft
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Greedy: the tokens of decoding without a draft
 
-REWIRED = [
-    {"wiring": "ladder:1,"}, {"wiring": "desync:2"}, {"wiring": "spd"},
-    {"wiring": "upper-bound"}, {"wiring": "parallel-ladder"},
-]  # fmt: skip
-
 
 def rewirings(net):
-    """{name: the model in another wiring} of those above that its norms suffice for."""
-    config, found = net.config, {}
-    for changes in REWIRED:
-        other = dataclasses.replace(config, **changes)
-        norms = [set(wiring.norms) for c in (other, config) for wiring in c.wirings]
-        if other.function != config.function and all(map(set.issubset, norms, norms[config.n_layers :])):
-            found[wired_id(changes)] = speculative.rewire(net, other)
+    """{name: the model in another wiring} of those that its norms suffice for."""
+    found = {}
+    for name in "ladder:1,", "desync:2", "spd", "upper-bound", "parallel-ladder":
+        with contextlib.suppress(InputError):
+            found[name] = speculative.rewire(net, speculative.read_draft(f"wiring:{name}", net.config, None, 2).config)
     return found
 
 
-def sharded(whole, world):
-    net = tp.load_shard(whole.config, StateWeights(whole.state_dict()), torch.float32, "cpu", world.rank, world.tp_size)
-    net.comm = tp.TensorParallel(whole.config, world.tp_size, world.group)
-    return net
-
-
-def kind(n, count):
-    return "none" if n == 0 else "all" if n == count else "some"
+def drafts_of(net, noise=0.05):
+    return {"ngram": "ngram", "near": noisy(net, noise), **rewirings(net)}
 
 
 def twins(world, changes, controls):
-    """{name of a draft: how many of its proposals stood, in words}, after its tokens were those of decoding without it.
+    """{name of a draft: how many of its proposals were accepted, in words}, given the tokens of decoding without it.
 
     controls: numbers of proposals, or "auto". Generations end in turns where rows have their own ends, and after some
     number of tokens.
     """
     whole = mild(dataclasses.replace(BASE, **changes))
-    net = whole if world is None else sharded(whole, world)
+    net = whole
+    if world is not None:
+        state, ranks = StateWeights(whole.state_dict()), (world.rank, world.tp_size)
+        net = tp.load_shard(whole.config, state, torch.float32, "cpu", *ranks)
+        net.comm = tp.TensorParallel(whole.config, world.tp_size, world.group)
     plain = generated(net)[0].rows
     ends = plain[0][3], plain[2][9]
     drafts = {"near": noisy(whole, 0.05), "ngram": "ngram", "other": random_model(OTHER), **rewirings(net)}
@@ -147,14 +124,15 @@ def twins(world, changes, controls):
     for name, draft in drafts.items():
         kinds[name] = set()
         for number, (eos_ids, new) in zip(controls, ways, strict=False):
-            control = auto() if number == "auto" else speculative.Fixed(number)
+            control = speculative.Auto() if number == "auto" else speculative.Fixed(number)
+            control.seconds = dict(zip(speculative.COUNTS, (1.0, 1.1, 1.25, 1.5, 2.2), strict=True))
             done, used = generated(net, draft, control, new=new, eos_ids=eos_ids)
-            assert done.rows == [until(row[:new], eos_ids) for row in plain], (name, number, eos_ids, new)
-            assert done.steps == max(min(len(row) + 1, new) for row in done.rows)
-            assert done.passes <= done.steps - 1
+            wanted = [[*itertools.takewhile(lambda i, ends=eos_ids: i not in ends, row[:new])] for row in plain]
+            assert done.rows == wanted, (name, number, eos_ids, new)
+            assert done.passes < done.steps == max(min(len(row) + 1, new) for row in done.rows)
             if number != "auto":
                 assert name == "ngram" or used.drafted == number * done.passes
-                kinds[name] |= {kind(n, number) for n in used.accepted}
+                kinds[name] |= {"none" if n == 0 else "all" if n == number else "some" for n in used.accepted}
     sampled, _ = generated(net, drafts["near"], speculative.Fixed(2), sample=generate.Sampler(1.0, seed=3))
     return kinds, sampled.rows
 
@@ -166,14 +144,14 @@ def test_greedy_tokens_do_not_know_of_a_draft(changes):
     assert kinds["near"] == {"none", "some", "all"} if every else kinds["near"] > {"some"}
 
 
-FAST = "2-spd", "3-standard", "4-ladder"
-ON_RANKS = {f"{n}-{wired_id(changes)}": (n, changes) for n in range(2, RANKS + 1) for changes in WIRED}
-MARKED = [
-    pytest.param(*case, marks=[pytest.mark.slow] * (name not in FAST), id=name) for name, case in ON_RANKS.items()
+FAST = (2, "spd"), (3, "standard"), (4, "ladder")
+ON_RANKS = [
+    pytest.param(n, changes, marks=[pytest.mark.slow] * ((n, wired_id(changes)) not in FAST))
+    for n, changes in itertools.product(range(2, RANKS + 1), WIRED)
 ]
 
 
-@pytest.mark.parametrize("ranks, changes", MARKED)
+@pytest.mark.parametrize("ranks, changes", ON_RANKS, ids=str)
 def test_nor_on_any_number_of_ranks(ranks, changes):
     """Ranks accept alike, also where they sample."""
     found = run_ranks(ranks, twins, changes, (3, "auto"))
@@ -181,7 +159,7 @@ def test_nor_on_any_number_of_ranks(ranks, changes):
 
 
 def naive_tally(draft, net, counts, new):
-    """How many proposals stand in each pass, a row and a pass at a time, everything computed anew."""
+    """How many proposals are accepted in each pass, a row and a pass at a time, everything computed anew."""
     tally = Counter()
     for prompt in PROMPTS:
         plain, have, control = greedy_tokens(net, prompt, new + max(counts)), 1, Scripted(*counts)
@@ -194,18 +172,18 @@ def naive_tally(draft, net, counts, new):
     return tally
 
 
-@pytest.mark.parametrize("counts", [(1,), (3,), (5,), (4, 0, 0, 0), (5, 2, 0)])
+@pytest.mark.parametrize("counts", [(1,), (3,), (4, 0, 0, 0), (5, 2, 0)])
 def test_what_a_small_model_proposes_is_what_it_would_say(counts):
-    """Its cache holds what it should, however many of its proposals stood in each row before."""
+    """Its cache holds what it should, however many of its proposals were accepted in each row before."""
     net = mild(BASE)
     for draft in (noisy(net, 0.05), noisy(net, 0.2)):
         _, used = generated(net, draft, Scripted(*counts))
         assert used.accepted == naive_tally(draft, net, counts, 14)
 
 
-@pytest.mark.parametrize("new", range(2, 12))
+@pytest.mark.parametrize("new", range(2, 10))
 def test_a_small_model_goes_on_from_what_it_has_seen(new):
-    """In a second turn its cache is as if it had read all: where the first ended, it had not seen the last tokens."""
+    """In a second turn its cache is as if it had read all: at the end of the first, it had not the last tokens."""
     net, draft, ids = mild(BASE), noisy(mild(BASE), 0.05), PROMPTS[0]
     runner, used = make_runners(net, draft, speculative.Fixed(3), 1, 30)
     ids = ids + generate.generate(runner, [ids], new, GREEDY, draft=used).rows[0]
@@ -232,46 +210,14 @@ def test_a_draft_that_says_the_same_is_always_right(counts, changes):
     assert used.drafted == sum(count for count, _ in noted) and sum(used.accepted.values()) >= len(noted)
 
 
-@pytest.mark.parametrize("prompt", [[7], [7, 8, 20]])
-def test_a_small_model_catches_up_by_pairs(prompt):
-    """After a pass of three that all stood, the first two of which it has seen, and four plain ones: six tokens."""
-    net, widths = mild(BASE), []
-    runner, draft = make_runners(net, copy.deepcopy(net), Scripted(3, 0, 0, 0, 0), 1, len(prompt) + 15)
-    decode = draft.runner.decode
-    draft.runner.decode = lambda tokens, *args: widths.append(tokens.shape[1]) or decode(tokens, *args)
-    generate.generate(runner, [prompt], 15, GREEDY, draft=draft)
-    assert widths == [2, 1, 1, 2, 2, 2, 1, 1] and draft.accepted == {3: 2}
-
-
-@pytest.mark.parametrize("name", ["ngram", "near", "ladder:1,", "upper-bound"])
-def test_the_cache_is_that_of_plain_decoding(name):
-    """Up to the last token of each row, whatever drafted in it: a chat goes on from there."""
-    net, caches = mild(dataclasses.replace(BASE, wiring="ladder")), []
-    drafts = {"ngram": "ngram", "near": noisy(net, 0.05), **rewirings(net)}
-    for draft in (None, drafts[name]):
-        runner, draft = make_runners(net, draft, speculative.Fixed(3), 3, 30)
-        rows = generate.generate(runner, PROMPTS, 20, GREEDY, draft=draft).rows
-        caches.append(runner.cache)
-    for before, after in zip(*caches, strict=True):
-        for a, b in zip(before, after, strict=True):
-            for i, (prompt, row) in enumerate(zip(PROMPTS, rows, strict=True)):
-                held = len(prompt) + len(row) - 1
-                assert torch.allclose(a[i, :, :held], b[i, :, :held], atol=1e-5)
-
-
-def test_no_pass_reads_the_last_slot():
-    """make_cache says why. Rows with fewer accepted go on when the longest is done."""
-    net = mild(BASE)
-    runner, draft = make_runners(net, rewirings(net)["ladder:1,"], speculative.Fixed(3), 3, 27)
-    for each in {runner, draft.runner}:
-        slots, decode = each.cache[0][0].shape[2], each.decode
-
-        def watched(tokens, positions, longest, slots=slots, decode=decode):
-            assert longest < slots
-            return decode(tokens, positions, longest)
-
-        each.decode = watched
-    generate.generate(runner, PROMPTS, 20, GREEDY, draft=draft)
+@pytest.mark.parametrize("name", [None, "ngram", "near", "ladder:1,"])
+def test_a_row_goes_on_to_its_own_context(name):
+    """A longer row does not take the room of a shorter one; what is proposed beyond the context is not shown."""
+    net = mild(dataclasses.replace(BASE, max_seq_len=20))
+    draft = drafts_of(net).get(name)
+    prompts = [[5, 6, 7] * 6, [7], [7, 8, 20]]
+    done, _ = generated(net, draft, speculative.Fixed(4), prompts, new=18)
+    assert done.rows == [greedy_tokens(net, prompt, n) for prompt, n in zip(prompts, (2, 18, 17), strict=True)]
 
 
 def naive_lookup(text, count):
@@ -289,52 +235,14 @@ def test_ngrams_are_what_followed_the_last_time():
     texts, found = [[1], [1, 2], torch.randint(3, (30,), generator=generator).tolist()], Counter()
     draft.begin(None, torch.tensor([1, 2, 30]), None)
     for _ in range(40):
-        proposed, expected = draft.propose(4, texts, [False] * 3, GREEDY), [naive_lookup(text, 4) for text in texts]
-        found[sum(ids is not None for ids in expected)] += 1
-        if not any(expected):
-            assert proposed is None
-        else:
-            assert proposed[0].tolist() == [ids or [0] * 4 for ids in expected] and proposed[1] is None
-            assert proposed[2] == [ids is not None for ids in expected]
+        expected = [naive_lookup(text, 4) for text in texts]
+        ids, q, has = draft.propose(4, texts, [False] * 3, GREEDY) or (None, None, [False] * 3)
+        assert has == [row is not None for row in expected] and q is None
+        assert not any(has) or ids.tolist() == [row or [0] * 4 for row in expected]
+        found[sum(has)] += 1
         for text in texts:
             text += torch.randint(3, (int(torch.randint(1, 4, (), generator=generator)),), generator=generator).tolist()
-    assert {1, 3} <= found.keys()
-    assert draft.propose(4, texts, [True] * 3, GREEDY) is None
-
-
-def test_a_repeating_text_is_accepted_and_shown_as_it_comes():
-    """Each row emits 10, 11, ... 10 + its period; whoever sees the tokens gets each once, and can end it."""
-    periods, shown = (3, 4), [[], []]
-
-    class Counting(generate.Runner):
-        """A runner of a model that counts."""
-
-        device, passes = torch.device("cpu"), 0
-
-        def __init__(self):
-            pass
-
-        def prefill(self, tokens, lengths, chunk, known):
-            return self.logits(tokens.gather(1, lengths[:, None] - 1))[:, 0]
-
-        def decode(self, tokens, positions, longest):
-            self.passes += 1
-            return self.logits(tokens)
-
-        def logits(self, tokens):
-            later = [[10 + (i - 9) % n for i in row] for row, n in zip(tokens.tolist(), periods, strict=True)]
-            return torch.nn.functional.one_hot(torch.tensor(later), 20).float()
-
-    def see(fresh):
-        for row, ids in zip(shown, fresh, strict=True):
-            row += ids
-        return len(shown[0]) >= 20
-
-    runner, draft = Counting(), speculative.Ngrams(speculative.Fixed(4))
-    prompts = [[10, 11, 12, 10, 11, 12], [10, 11]]
-    done = generate.generate(runner, prompts, 40, GREEDY, (), see, draft=draft)
-    assert done.rows == shown and shown[0][:5] == [10, 11, 12, 10, 11] and shown[1][:5] == [12, 13, 10, 11, 12]
-    assert set(draft.accepted) == {4} and done.passes == runner.passes < 10 and len(shown[0]) == 21
+    assert {1, 3} <= found.keys() and draft.propose(4, texts, [True] * 3, GREEDY) is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -356,33 +264,24 @@ def naive(logits, temperature, top_k, top_p):
     return [kept.get(i, 0.0) / sum(kept.values()) for i in range(len(logits))]
 
 
-class ChiSquare:
-    """Adds up how far counts are from what was expected; rare cells of a draw count as one."""
-
-    def __init__(self):
-        self.distance, self.freedom = 0.0, 0
-
-    def add(self, counts, p):
-        assert len(counts) == len(p) and not any(n for n, share in zip(counts, p, strict=True) if share == 0)
-        total, rest, cells = sum(counts), [0, 0.0], []
-        for n, share in zip(counts, p, strict=True):
-            if share * total >= 8:
-                cells.append((n, share * total))
-            else:
-                rest = [rest[0] + n, rest[1] + share * total]
-        cells += [rest] if rest[1] >= 8 else []
-        self.distance += sum((n - expected) ** 2 / expected for n, expected in cells)
-        self.freedom += max(len(cells) - 1, 0)
-
-    def p_value(self):
-        half = torch.tensor([self.freedom, self.distance], dtype=torch.float64) / 2
-        return torch.special.gammaincc(*half).item()
+def p_value(draws, least=0):
+    """Of the chi-square test of [(counts, distribution), ...]; rare cells of a draw count as one."""
+    distance = freedom = 0
+    for counts, p in draws:
+        assert not any(n for n, share in zip(counts, p, strict=True) if share == 0)
+        cells = [(n, share * sum(counts)) for n, share in zip(counts, p, strict=True)]
+        rare = [sum(column) for column in zip((0, 0.0), *(cell for cell in cells if cell[1] < 8), strict=True)]
+        cells = [cell for cell in (*cells, rare) if cell[1] >= 8]
+        distance += sum((n - mean) ** 2 / mean for n, mean in cells)
+        freedom += max(len(cells) - 1, 0)
+    assert freedom > least
+    return torch.special.gammaincc(*(torch.tensor([freedom, distance], dtype=torch.float64) / 2)).item()
 
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "certain"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_accepted_or_replaced_each_id_is_distributed_as_the_model_says(settings, drawn):
-    """Of 20,000 rows, each position given the token before it, where that stood."""
+    """Of 20,000 rows, each position given the token before it, where that was accepted."""
     B, V, generator = 20000, 6, torch.Generator().manual_seed(5)
     sample = generate.Sampler(*settings, seed=1)
     model, draft = (1.5 * torch.randn(3, V, V, generator=generator) for _ in range(2))  # (position, token before, V)
@@ -398,15 +297,15 @@ def test_accepted_or_replaced_each_id_is_distributed_as_the_model_says(settings,
     proposed, logits = torch.stack(proposed, 1), torch.stack(logits, 1)
     ids, count = sample.accept(logits, proposed, torch.stack(q, 1) if drawn else None)
     assert ids.shape == (B, 3) and min(torch.bincount(count, minlength=3)) > 500
-    stood = torch.arange(2) < count[:, None]
-    assert torch.equal(ids[:, :2][stood], proposed[stood])
-    for position in range(3):  # the two proposals' and the one behind them
-        chi = ChiSquare()
+    accepted = torch.arange(2) < count[:, None]
+    assert torch.equal(ids[:, :2][accepted], proposed[accepted])
+    for position in range(3):  # the two proposals' and the one after them
+        draws = []
         for token in range(V):
             here = (count >= position) & ((proposed[:, position - 1] == token) if position else token == 0)
             counts = torch.bincount(ids[here, position], minlength=V).tolist()
-            chi.add(counts, naive(model[position, token].double(), *settings))
-        assert chi.freedom > 0 and chi.p_value() > 1e-4, position
+            draws.append((counts, naive(model[position, token].double(), *settings)))
+        assert p_value(draws) > 1e-4, position
 
 
 @pytest.mark.parametrize("name, settings", [("ngram", (1.0, None, 1.0)), ("near", (0.7, 4, 1.0)),
@@ -415,7 +314,7 @@ def test_what_is_generated_with_a_draft_is_distributed_as_the_model_says(name, s
     """The first three tokens of 2500 rows of one prompt, together, against all texts that they may make."""
     B, V, prompt = 2500, 5, [1, 2, 3, 1, 2, 4, 1, 2, 0, 3, 1]
     net = mild(dataclasses.replace(BASE, n_layers=2, vocab_size=V, eos_ids=()))
-    draft = {"ngram": "ngram", "near": noisy(net, 0.4), **rewirings(net)}[name]
+    draft = drafts_of(net, 0.4)[name]
     sample = generate.Sampler(*settings, seed=2)
     done, draft = generated(net, draft, speculative.Fixed(2), [prompt] * B, 3, sample)
     exact, shares = copy.deepcopy(net).double(), {(): 1.0}
@@ -424,17 +323,13 @@ def test_what_is_generated_with_a_draft_is_distributed_as_the_model_says(name, s
             logits = exact(torch.tensor([[*prompt, *text] for text in shares]))[:, -1]
         ways = [(text, share, naive(row, *settings)) for (text, share), row in zip(shares.items(), logits, strict=True)]
         shares = {(*text, i): share * p for text, share, row in ways for i, p in enumerate(row)}
-    counts, chi = Counter(map(tuple, done.rows)), ChiSquare()
-    chi.add([counts[text] for text in shares], list(shares.values()))
-    assert min(draft.accepted[n] for n in range(3)) > 100 and chi.freedom > 10 and chi.p_value() > 1e-4
+    counts = Counter(map(tuple, done.rows))
+    assert p_value([([counts[text] for text in shares], shares.values())], 10) > 1e-4
+    assert min(draft.accepted[n] for n in range(3)) > 100
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Compiled, quantized, and numbers that are not finite
-
-
-def graphs():
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.slow
@@ -446,17 +341,18 @@ def graphs():
 def test_compiled_there_is_one_graph_for_each_number_of_tokens(name, number):
     """Of a pass, whatever the lengths; and a warm-up compiles them all."""
     net = mild(dataclasses.replace(BASE, n_layers=2))
-    draft = {"ngram": "ngram", "near": noisy(net, 0.05), **rewirings(net)}[name]
+    draft = drafts_of(net)[name]
     expected = generated(net, new=30)[0].rows
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    stats = torch._dynamo.utils.counters["stats"]
     runner, draft = make_runners(net, draft, Scripted(3, 3, 0), 3, 38, True)
     generate.warm_up(runner, PROMPTS, 30, draft=draft)
-    assert draft.counts == (0, 3) and graphs() == number
+    assert draft.counts == (0, 3) and stats["unique_graphs"] == number
     done = generate.generate(runner, PROMPTS, 30, GREEDY, draft=draft)
     assert done.rows == expected and sum(n * count for n, count in draft.accepted.items()) > 0
     later = generate.generate(runner, PROMPTS[::-1], 25, GREEDY, draft=draft).rows
-    assert later == [row[:25] for row in expected[::-1]] and graphs() == number
+    assert later == [row[:25] for row in expected[::-1]] and stats["unique_graphs"] == number
 
 
 @pytest.mark.slow
@@ -466,16 +362,14 @@ def test_compiled_in_bfloat16_each_token_is_about_the_likeliest(quant):
     config = dataclasses.replace({"int8": INT8, "int4": INT4, None: BASE}[quant], head_dim=64)
     plain = dataclasses.replace(config, quant=None, group_size=None)
     state = quantized_state(config) if quant else mild(config).state_dict()
-    net = tp.load_shard(config, StateWeights(state), torch.bfloat16, "cpu", 0, 1)
-    same = tp.load_shard(config, StateWeights(state), torch.bfloat16, "cpu", 0, 1)
+    net, same = (tp.load_shard(config, StateWeights(state), torch.bfloat16, "cpu") for _ in range(2))
     exact = dequantized_state(config, state) if quant else {name: w.bfloat16() for name, w in state.items()}
-    reference = Reference(plain, exact)
     torch._dynamo.reset()
     done, draft = generated(net, same, speculative.Fixed(4), new=20, compile=True)
     assert any(isinstance(m, cpu.DecodeAttention) for m in net.modules())
     assert draft.accepted[4] > 5
     for prompt, row in zip(PROMPTS, done.rows, strict=True):
-        logits = reference.logits(torch.tensor(prompt + row))
+        logits = Reference(plain, exact).logits(torch.tensor(prompt + row))
         for position, token in enumerate(row, len(prompt) - 1):
             assert logits[position, token] > logits[position].max() - 0.05 * abs(logits[position]).max()
 
@@ -483,12 +377,9 @@ def test_compiled_in_bfloat16_each_token_is_about_the_likeliest(quant):
 @pytest.mark.parametrize("model", [INT8, INT4], ids=["int8", "int4"])
 @pytest.mark.parametrize("quant", [None, INT8, INT4], ids=["float", "int8", "int4"])
 def test_integers_may_draft_and_be_drafted_for(model, quant):
-    made = [
-        tp.load_shard(
-            c, StateWeights(quantized_state(c) if c.quant else random_model(c).state_dict()), torch.float32, "cpu", 0, 1
-        )
-        for c in (model, quant or dataclasses.replace(INT8, quant=None))
-    ]
+    states = [(c, StateWeights(quantized_state(c))) for c in (model, quant) if c]
+    states += [] if quant else [(UNQUANTIZED, StateWeights(random_model(UNQUANTIZED).state_dict()))]
+    made = [tp.load_shard(config, state, torch.float32, "cpu") for config, state in states]
     expected = generated(made[0])[0].rows
     done, draft = generated(*made, speculative.Fixed(3))
     assert done.rows == expected and draft.accepted.keys() >= ({3} if model is quant else {0})
@@ -496,14 +387,13 @@ def test_integers_may_draft_and_be_drafted_for(model, quant):
         assert generated(made[0], other, speculative.Fixed(3))[0].rows == expected
 
 
-def spoiled(runner, row, step, which=lambda tokens: True):
-    """From a runner's decode step on, a row's logits are NaN after the token of that index in the pass."""
-    decode, seen = runner.decode, []
+def spoiled(runner, row, step):
+    """From a runner's decode step on, a row's logits are NaN after the second token of a pass, or the only one."""
+    decode, steps = runner.decode, itertools.count(1)
 
     def wrong(tokens, *args):
         logits = decode(tokens, *args).clone()
-        seen.append(1)
-        if len(seen) >= step:
+        if next(steps) >= step:
             logits[row, min(1, tokens.shape[1] - 1)] = torch.nan
         return logits
 
@@ -527,48 +417,35 @@ def test_a_draft_whose_logits_are_not_finite_does_no_harm(settings):
     net = mild(BASE)
     runner, draft = make_runners(net, noisy(net, 0.05), speculative.Fixed(3), 3, 27)
     spoiled(draft.runner, 1, 2)
-    done = generate.generate(runner, PROMPTS, 20, generate.Sampler(*settings), draft=draft)
-    assert settings[0] or done.rows == generated(net, new=20)[0].rows
-    assert [len(row) for row in done.rows] == [20] * 3 and all(0 <= i < BASE.vocab_size for i in sum(done.rows, []))
-
-
-def test_what_a_row_does_not_need_may_be_anything():
-    """Logits behind the end of a row are no error of it."""
-    net = mild(BASE)
-    plain = generated(net)[0].rows
-    runner, draft = make_runners(net, copy.deepcopy(net), speculative.Fixed(4), 1, 40)
-    spoiled(runner, 0, 1)
-    assert generate.generate(runner, PROMPTS[:1], 2, GREEDY, draft=draft).rows == [plain[0][:2]]
+    rows = generate.generate(runner, PROMPTS, 20, generate.Sampler(*settings), draft=draft).rows
+    assert settings[0] or rows == generated(net, new=20)[0].rows
+    assert [len(row) for row in rows] == [20] * 3 and all(0 <= i < BASE.vocab_size for i in sum(rows, []))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The number of proposals
 
 
-def asked(control, passes, stands):
-    """What auto asks for in so many passes; stands(pass, count): of so many proposals, or None where there are none."""
+def asked(control, passes, accepted):
+    """What auto asks for in so many passes; accepted(pass, count): of the proposals, None where there are none."""
     found = []
     for i in range(passes):
         found.append(control.choose())
-        if found[-1] and (stood := stands(i, found[-1])) is not None:
-            control.note(found[-1], [stood] * 2)
+        if found[-1] and (n := accepted(i, found[-1])) is not None:
+            control.note(found[-1], [n] * 2)
     return found
 
 
-@pytest.mark.parametrize(
-    "seconds, stands, chosen",
-    [
-        ((1.0, 1.0, 1.0, 1.0), lambda i, count: count, {7}),  # passes cost the same
-        ((1.0, 2.0, 4.0, 8.0), lambda i, count: count, {0}),  # they cost what their tokens do
-        ((1.0, 1.05, 3.0, 9.0), lambda i, count: min(count, 1), {1}),
-        ((1.0, 1.3, 1.7, 4.0), lambda i, count: None if i % 5 else count, {3}),  # there are none in most passes
-        ((1.0, 1.3, 1.7, 2.9), lambda i, count: count * (i % 10 > 0), {7}),
-    ],
-)
-def test_auto_asks_for_what_pays(seconds, stands, chosen):
+@pytest.mark.parametrize("seconds, accepted, chosen", [
+    ((1.0, 1.0, 1.0, 1.0), lambda i, count: count, {7}),  # passes cost the same
+    ((1.0, 2.0, 4.0, 8.0), lambda i, count: count, {0}),  # they cost what their tokens do
+    ((1.0, 1.05, 3.0, 9.0), lambda i, count: min(count, 1), {1}),
+    ((1.0, 1.3, 1.7, 4.0), lambda i, count: None if i % 5 else count, {3}),  # there are none in most passes
+])  # fmt: skip
+def test_auto_asks_for_what_pays(seconds, accepted, chosen):
     control = speculative.Auto()
     control.seconds = dict(zip((0, 1, 3, 7), seconds, strict=True))
-    assert set(asked(control, 500, stands)[50:]) == chosen
+    assert set(asked(control, 500, accepted)[50:]) == chosen
 
 
 def test_auto_hopes_again():
@@ -577,8 +454,6 @@ def test_auto_hopes_again():
     control.seconds = {0: 1.0, 1: 1.3, 3: 1.7, 7: 2.9}
     vain = asked(control, 1000, lambda i, count: 0)
     assert 0 < sum(count > 0 for count in vain[100:]) < 60
-    assert asked(control, 1000, lambda i, count: None)[-500:] == [3] * 500  # there is nothing to lose
-    assert asked(control, 300, lambda i, count: 0)[-1] == 0
     assert asked(control, 300, lambda i, count: count)[-100:] == [7] * 100
 
 
@@ -590,7 +465,6 @@ def test_auto_hopes_again():
 def folders(tiny, tmp_path_factory):
     """Folders of drafts for tiny, by name."""
     root, config = tmp_path_factory.mktemp("drafts"), checkpoint.read_config(tiny)
-
     other, large = (dataclasses.replace(OTHER, vocab_size=size) for size in (300, 1024))
     made = {"near": (config, noisy(load(tiny)[0], 0.02).state_dict())}
     made |= {"other": (other, random_model(other).state_dict()), "larger": (large, random_model(large).state_dict())}
@@ -603,13 +477,8 @@ def folders(tiny, tmp_path_factory):
         if c.vocab_size == 300:
             shutil.copy(tiny / "tokenizer.model", root / name)
     shutil.copytree(root / "other", root / "other words")
-    train_tokenizer(
-        ["A cat sat under the old tree and slept all day. "] * 60, 300, root / "other words" / "tokenizer.model"
-    )
-    shutil.copytree(root / "int8", root / "without a tensor")
-    state = load_file(root / "without a tensor" / "model.safetensors")
-    del state["layers.1.feed_forward.w2.scales"]
-    save_file(state, root / "without a tensor" / "model.safetensors")
+    cats = ["A cat sat under the old tree and slept all day. "] * 60
+    train_tokenizer(cats, 300, root / "other words" / "tokenizer.model")
     return root
 
 
@@ -632,20 +501,15 @@ def plain(tiny, tmp_path_factory):
 
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_the_flag_leaves_the_text_as_it_is(draft, tiny, plain, folders, tmp_path):
-    assert not any(plain[key] for key in ("draft", "speculate", "drafted", "accepted", "draft_s"))
     flags = [*FLAGS, "--draft", f"{named(draft, folders)}@3"]
     result, _, said = run_json(tiny, *flags, out=tmp_path / "drafted")
     assert result["tokens"] == plain["tokens"] and result["texts"] == plain["texts"]
-    assert result["new_tokens"] == plain["new_tokens"] and plain["passes"] == plain["new_tokens"] - 1
     assert (result["draft"], result["speculate"]) == (draft, 3) and 0 < result["draft_s"] < result["decode_s"]
-    assert len(result["accepted"]) <= 4 and sum(result["accepted"]) <= 3 * result["passes"]
     assert result["drafted"] <= 3 * result["passes"] and (draft == "ngram" or result["drafted"] == 3 * result["passes"])
-    assert f"draft {draft}, 3 at a time: {result['passes']} passes" in said
+    assert f"draft {draft}@3: {result['passes']} passes" in said
     if draft in ("near", "wiring:spd", "wiring:delayed", "wiring:upper-bound"):
         assert result["accepted"][3] and result["passes"] < plain["passes"]
         assert f"{speculative.mean_accepted(result['accepted']):.2f} of them accepted on average (0: " in said
-    if draft != "ngram":
-        assert result["step_bytes"] > plain["step_bytes"]
 
 
 def test_bytes_of_a_pass_are_the_models_and_those_of_each_proposal(tiny, folders, tmp_path):
@@ -657,24 +521,12 @@ def test_bytes_of_a_pass_are_the_models_and_those_of_each_proposal(tiny, folders
 
 
 def test_the_line_for_people():
-    result = {
-        "draft": "ngram",
-        "speculate": "auto",
-        "passes": 40,
-        "accepted": [12, 6, 2],
-        "draft_s": 0.25,
-        "decode_s": 2,
-    }
-    line = (
-        "draft ngram, auto: 40 passes, 20 times with proposals for a row, 0.50 of them accepted on average (0: 60 %, "
-        "1: 30 %, 2: 10 %); drafting 0.25 s, "
+    found = {"draft": "ngram", "speculate": 2, "passes": 40, "accepted": [12, 6, 2], "draft_s": 0.25, "decode_s": 2}
+    assert speculative.line_of(found) == (
+        "draft ngram@2: 40 passes, 20 times with proposals for a row, 0.50 of them accepted on average "
+        "(0: 60 %, 1: 30 %, 2: 10 %); drafting 0.25 s, the rest 1.75 s"
     )
-    assert speculative.line_of(result) == line + "the rest 1.75 s"
-    result |= {"speculate": 4, "accepted": []}
-    line = "draft ngram, 4 at a time: 40 passes, none with proposals: nothing was found, or plain steps are faster; "
-    line += "drafting 0.25 s, the rest 1.75 s"
-    assert speculative.line_of(result) == line
-    assert [*map(speculative.mean_accepted, ([], [3, 1], [0, 0, 2]))] == [None, 0.25, 2]
+    assert speculative.line_of(found | {"accepted": []}) == "draft ngram@2: 40 passes; drafting 0.25 s, the rest 1.75 s"
 
 
 def test_auto_on_two_ranks(tiny, plain, folders, tmp_path):
@@ -682,7 +534,7 @@ def test_auto_on_two_ranks(tiny, plain, folders, tmp_path):
     flags = [*FLAGS, "--draft", f"{folders / 'near'}@auto"]
     result, _, said = run_json(tiny, *flags, out=tmp_path / "drafted", ranks=2)
     assert result["tokens"] == plain["tokens"] and result["speculate"] == "auto" and result["compile_s"] == 0
-    assert "draft near, auto: " in said
+    assert "draft near@auto: " in said
 
 
 def test_complete_takes_a_draft(tiny, folders):
@@ -693,60 +545,31 @@ def test_complete_takes_a_draft(tiny, folders):
         assert complete(model, tokenizer, texts, 9, temperature=0, draft=draft, proposals=3) == plain
 
 
-WRONG = {  # --draft, a folder or not: the line
-    "larger": "has another vocabulary, of 1,024 tokens, and the model's 300: give one of the same, or ngram",
-    "other words": "other words has another vocabulary: token ",
-    "without a tensor": "layers.1.feed_forward.w2.scales",
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_folder_that_cannot_draft_is_one_clear_line(name, tiny, folders):
-    with pytest.raises(InputError) as error:
-        generate.main(["--checkpoint", str(tiny), "--prompt", "a", "--draft", str(folders / name)])
-    assert WRONG[name] in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("own, draft, line", [
-    ("--wiring=ladder", "ladder:3", "ladder:3 is the wiring that the model runs in: name another"),
-    ("--ladder-layers=2,0,1", "ladder", "ladder is the wiring that the model runs in"),
-    ("--ladder-layers=2", "ladder:2,1", "ladder:2,1 is the wiring that the model runs in"),
-    ("--wiring=desync", "desync:2", "desync:2 is the wiring that the model runs in"),
-    ("--wiring=spd", "spd:3", "spd:3 is the wiring that the model runs in"),
-    ("--wiring=parallel", "standard", "--draft wiring:standard needs ffn_norm, which parallel has not"),
-    ("--wiring=parallel", "parallel-ladder:2", "wiring:parallel-ladder:2 needs ffn_norm, which parallel has not"),
-    ("--wiring=parallel", "parallel-ladder", None),
+@pytest.mark.parametrize("draft, own, line", [
+    ("larger", "", "has another vocabulary, of 1,024 tokens, and the model's 300: give one of the same, or ngram"),
+    ("other words", "", "other words has another vocabulary: token "),
+    ("nowhere", "", "is no folder, nor is it ngram or wiring:NAME"),
+    ("ngram@0", "", "@0 must be from 1 to the context"),
+    ("wiring:ladder", "--ladder-layers=2,0,1", "ladder is the wiring that the model runs in: name another"),
+    ("wiring:desync:2", "--wiring=desync", "desync:2 is the wiring that the model runs in"),
+    ("wiring:parallel-ladder:2", "--wiring=parallel", "parallel-ladder:2 needs ffn_norm, which parallel has not"),
 ])  # fmt: skip
-def test_a_wiring_to_draft_in_is_another_of_the_same_norms(own, draft, line, tiny):
-    args = ["--checkpoint", str(tiny), "--prompt", "a", "--max-new-tokens", "3", own, "--draft", f"wiring:{draft}"]
-    if line is None:
-        assert "draft wiring:" in run(*args)[1]
-        return
+def test_a_draft_that_cannot_be_is_one_clear_line(draft, own, line, tiny, folders):
+    flags = ["--checkpoint", str(tiny), "--prompt", "a", "--draft", str(named(draft, folders))]
     with pytest.raises(InputError) as error:
-        generate.main(args)
-    assert line in str(error.value)
-
-
-def test_the_memory_of_a_draft_is_counted_before_it_is_loaded(tiny, folders, monkeypatch):
-    wanted = []
-    monkeypatch.setattr(generate, "load_model", lambda *_: pytest.fail("it has begun"))
-    monkeypatch.setattr(generate.preflight, "warn", lambda world, rows, slots, *models: wanted.append(models))
-    for draft in "near", "ngram":
-        with pytest.raises(pytest.fail.Exception):
-            generate.main(["--checkpoint", str(tiny), "--prompt", "a", "--draft", str(named(draft, folders))])
-    with_model, without = wanted
-    assert without == with_model[:1] and with_model[1][0].n_layers > 0 and with_model[1][2] == 1  # whole on each rank
+        generate.main(flags + own.split())
+    assert line in str(error.value) and "\n" not in str(error.value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A chat keeps its cache from turn to turn
 
 LINES = ["Once upon a time", "The dog", "the park and the dog ran", "a"]
-CHANGES = "{% for m in messages %}[{{ m.role if loop.last else 'x' }}]{{ m.content }}{% endfor %}[a]"
-KEEPS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-
-
-TEMPLATES = {"text": None, "keeps": KEEPS, "changes": CHANGES}
+TEMPLATES = {  # which keep what was said as it is, or change it
+    "text": None,
+    "keeps": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]",
+    "changes": "{% for m in messages %}[{{ m.role if loop.last else 'x' }}]{{ m.content }}{% endfor %}[a]",
+}
 CHATS = [
     pytest.param(*case, marks=[pytest.mark.slow] * ((case[1] == "text") != case[2] or case[1] == "keeps"))
     for case in itertools.product((None, "ngram", "near", "wiring:ladder:1"), TEMPLATES, (False, True))
@@ -763,13 +586,10 @@ def test_a_chat_computes_only_what_is_new(draft, template, interrupt, tiny, fold
     turns, computed, real, prefill = [], [], generate.generate, generate.Runner.prefill
 
     def spy(runner, prompts, new, sample, eos_ids, on_tokens, **args):
-        calls = []
+        passes = itertools.count()
 
         def see(fresh):
-            calls.append(1)
-            if interrupt and len(turns) == 1 and len(calls) == 2:
-                os.kill(os.getpid(), signal.SIGINT)
-            return on_tokens(fresh)
+            return on_tokens(fresh) or (next(passes) == 1 and interrupt and len(turns) == 1)
 
         done = real(runner, prompts, new, sample, eos_ids, see, **args)
         turns.append((prompts[0], done.rows[0]))
@@ -790,10 +610,9 @@ def test_a_chat_computes_only_what_is_new(draft, template, interrupt, tiny, fold
     for turn, (ids, row) in enumerate(turns):
         assert row == greedy_tokens(net, ids, len(row), end=2) and (len(row) == 9) != (interrupt and turn == 1)
         known = len(os.path.commonprefix([held, ids[:-1]]))
-        (all_of_it, mine), *others = computed[each * turn : each * (turn + 1)]
-        assert (all_of_it, mine) == (len(ids), known) and (turn == 0 or 0 < known < len(ids))
-        for all_of_it, small in others:  # which may not have seen the end
-            assert all_of_it == len(ids) and known - 4 <= small <= known
+        mine, *others = computed[each * turn : each * (turn + 1)]
+        assert mine == (len(ids), known) and (turn == 0 or 0 < known < len(ids))
+        assert all(n == len(ids) and known - 4 <= small <= known for n, small in others)  # it may lack the end
         if turn and template != "keeps":  # which may have other tokens for the same text
             assert (known == len(held)) == (template == "text")
         held = (ids + row)[:-1]

@@ -94,10 +94,10 @@ def test_plain_text_never_becomes_special_tokens_but_markup_does(any_tokenizer):
     assert any_tokenizer.decode(ids).replace(" ", "") == "ab"
 
 
-def test_special_tokens_are_not_printed(any_tokenizer):
-    ids = any_tokenizer.encode_plain("time")
-    for special in any_tokenizer.special.values():
-        assert any_tokenizer.decode([special, *ids, special]) == "time"
+def test_special_tokens_and_those_of_a_padded_embedding_are_not_printed(any_tokenizer):
+    ids, size = any_tokenizer.encode_plain("time"), any_tokenizer.vocab_size
+    for hidden in [*any_tokenizer.special.values(), size]:
+        assert any_tokenizer.decode([hidden, *ids, hidden]) == "time"
 
 
 def test_a_stream_is_the_text_in_pieces(any_tokenizer):
@@ -119,12 +119,6 @@ def test_a_stream_of_single_bytes_never_starts_anew_within_a_character(step, fal
     ids, stream = ours.encode(text), tokenizer.TextStream(ours)
     assert len(ids) > 200
     assert "".join(stream.push(ids[i : i + step]) for i in range(0, len(ids), step)) + stream.flush() == text
-
-
-def test_a_stream_gives_up_bytes_that_never_become_a_character(tiktoken_folder):
-    stream = tokenizer.TextStream(tokenizer.load_tokenizer(tiktoken_folder))
-    assert stream.push([ord("a"), 0xF0]) == ""
-    assert stream.flush() == "a\ufffd"
 
 
 TRAINED = (
@@ -162,29 +156,17 @@ def test_chat_with_sentencepiece_and_named_or_filed_templates(sentencepiece_fold
 
 
 CHAT = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['content'] }}<think>x{{ eos_token }}{% endfor %}"
-OLD_FILES = {  # as transformers wrote them before added_tokens_decoder
-    "tokenizer_config.json": {"chat_template": CHAT},
-    "special_tokens_map.json": {
-        "bos_token": "<s>", "eos_token": {"content": "</s>"}, "additional_special_tokens": ["<|im_start|>"],
-    },
-}  # fmt: skip
 
 
-def copied(folder, to, files):
-    for path in folder.iterdir():
-        if path.name in ("tokenizer.json", "tokenizer.model"):
-            (to / path.name).write_bytes(path.read_bytes())
-    for name, content in files.items():
-        (to / name).write_text(json.dumps(content))
-    return to
-
-
-def test_the_two_files_of_older_folders_are_read(json_folder, tmp_path):
+def test_the_files_of_older_folders_are_read(json_folder, tmp_path):
     from transformers import AutoTokenizer
 
     size = tokenizer.load_tokenizer(json_folder).vocab_size
-    added = {"<think>": size + 1, "<|im_start|>": size}
-    copied(json_folder, tmp_path, {**OLD_FILES, "added_tokens.json": added})
+    (tmp_path / "tokenizer.json").write_bytes((json_folder / "tokenizer.json").read_bytes())
+    named = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "additional_special_tokens": ["<|im_start|>"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<think>": size + 1, "<|im_start|>": size}))
     messages = [{"role": "user", "content": "a dog"}]
     ours, theirs = tokenizer.load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     ids = ours.chat(messages)
@@ -192,37 +174,25 @@ def test_the_two_files_of_older_folders_are_read(json_folder, tmp_path):
     assert (ids[:2], ids[-1]) == ([0, size], 1)
     assert ours.decode(ids) == "a dog<think>x"
     assert size + 1 not in tokenizer.load_tokenizer(tmp_path, size + 1).chat(messages)  # the model has no row for it
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<think>": size + 5}))
-    with pytest.raises(InputError, match=f"'<think>' is {size + 5}, but after tokenizer.json's tokens it is {size}"):
-        tokenizer.load_tokenizer(tmp_path)
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_start|>": "x"}))
-    with pytest.raises(InputError, match="'<.im_start.>' is x"):
-        tokenizer.load_tokenizer(tmp_path)
 
 
-def test_the_two_files_of_older_folders_are_read_beside_sentencepiece(sentencepiece_folder, tmp_path):
-    copied(sentencepiece_folder, tmp_path, {**OLD_FILES, "added_tokens.json": {"<|im_start|>": 320, "<think>": 321}})
-    ours = tokenizer.load_tokenizer(tmp_path)
-    words = [ours.encode_plain(word) for word in ("dog", "x")]
-    assert ours.chat([{"role": "user", "content": "dog"}]) == [1, 320, *words[0], 321, *words[1], 2]
-
-
-@pytest.mark.parametrize("legacy", [None, True, False])
+@pytest.mark.parametrize("legacy", [None, False])
 def test_legacy_says_whether_text_behind_a_special_token_gets_a_space(legacy, sentencepiece_folder, tmp_path):
     from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
     from transformers import LlamaTokenizer
 
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     settings |= {} if legacy is None else {"legacy": legacy}
-    ours = tokenizer.load_tokenizer(copied(sentencepiece_folder, tmp_path, {"tokenizer_config.json": settings}))
-    proto = sentencepiece_model_pb2.ModelProto.FromString((tmp_path / "tokenizer.model").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    model = (sentencepiece_folder / "tokenizer.model").read_bytes()
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    ours = tokenizer.load_tokenizer(tmp_path)
+    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
     proto.normalizer_spec.add_dummy_prefix = False
     bare = SentencePieceProcessor(model_proto=proto.SerializeToString()).encode
     behind = bare if legacy is False else ours.encode_plain
     for text in ("dog", " a  dog", "\n\nthe park", "🙂 日本", "▁x "):
-        assert ours.encode_markup(f"Once</s>{text}<s>{text}") == [
-            *ours.encode_plain("Once"), 2, *behind(text), 1, *behind(text)
-        ]  # fmt: skip
+        assert ours.encode_markup(f"Once</s>{text}") == [*ours.encode_plain("Once"), 2, *behind(text)]
         assert ours.encode_markup(f"<s>{text}") == [1, *behind(text)]
     if legacy is False:  # transformers 5.23 takes that for the default, and merges two spaces in another order
         theirs = LlamaTokenizer.from_pretrained(tmp_path)
@@ -230,9 +200,7 @@ def test_legacy_says_whether_text_behind_a_special_token_gets_a_space(legacy, se
         assert ours.encode_markup(text) == theirs.encode(text, add_special_tokens=False)
 
 
-@pytest.mark.parametrize(
-    "around, bos", [("$A </s>", None), ("$A", None), ("<s> $A </s>", 0), ("<s> $A", 0), ("</s> $A </s>", 1)]
-)
+@pytest.mark.parametrize("around, bos", [("$A </s>", None), ("<s> $A", 0), ("</s> $A </s>", 1)])
 def test_only_what_stands_before_the_text_is_bos(around, bos, json_folder, tmp_path):
     from tokenizers import Tokenizer, processors
 
@@ -242,26 +210,11 @@ def test_only_what_stands_before_the_text_is_bos(around, bos, json_folder, tmp_p
     ours = tokenizer.load_tokenizer(tmp_path)
     assert ours.bos_id == bos
     assert ours.encode("dog") == [i for i in [bos] if i is not None] + ours.encode_plain("dog")
-
-
-def test_bos_can_be_switched_off(json_folder, tmp_path):
-    for file in json_folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
-    ours = tokenizer.load_tokenizer(tmp_path)
-    assert ours.encode("dog") == ours.encode_plain("dog")
+    assert tokenizer.load_tokenizer(tmp_path).bos_id is None
 
 
-def test_ids_of_a_padded_embedding_have_no_text(any_tokenizer):
-    ids = any_tokenizer.encode("dog")
-    assert any_tokenizer.decode([*ids, any_tokenizer.vocab_size, any_tokenizer.vocab_size + 1]) == "dog"
-
-
-def test_no_tokenizer_is_none(tmp_path):
-    assert tokenizer.load_tokenizer(tmp_path) is None
-
-
-@pytest.mark.parametrize("vocab_size", [319, 340, 32000])
+@pytest.mark.parametrize("vocab_size", [319, 340])
 def test_another_vocabulary_is_refused(sentencepiece_folder, vocab_size):
     with pytest.raises(InputError, match=f"has 320 tokens, but the model's vocab_size is {vocab_size}"):
         tokenizer.load_tokenizer(sentencepiece_folder, vocab_size)
@@ -269,12 +222,11 @@ def test_another_vocabulary_is_refused(sentencepiece_folder, vocab_size):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
-@pytest.mark.parametrize("content", [b"", b"nonsense\n", b"aGVsbG8= 0\nnonsense\n"])
+@pytest.mark.parametrize("content", [b"", b"aGVsbG8= 1\nb24= 1"], ids=["empty", "cut within a number"])
 def test_a_broken_file_is_one_clear_line(name, content, tmp_path):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=f"{name} cannot be read") as error:
+    with pytest.raises(InputError, match=f"{name} cannot be read"):
         tokenizer.load_tokenizer(tmp_path)
-    assert "\n" not in str(error.value)
 
 
 # The real ones

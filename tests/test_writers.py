@@ -125,10 +125,7 @@ def test_killed_at_any_moment_an_output_is_complete_or_absent_and_the_next_run_w
     assert False in states  # or nothing was killed while it wrote
 
 
-@pytest.mark.parametrize(
-    "number, code", [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
-)
-def test_asked_to_end_it_leaves_nothing(number, code, tiny, tmp_path):
+def test_asked_to_end_it_leaves_nothing(tiny, tmp_path):
     slow = "import quantize, time\nfrom formats import checkpoint\nfrom runtime import launch\n"
     slow += "def save_file(*args, **kwargs):\n    print(flush=True)\n"
     slow += "    time.sleep(600)\ncheckpoint.save_file = save_file\nlaunch.run(quantize.main)"
@@ -136,8 +133,8 @@ def test_asked_to_end_it_leaves_nothing(number, code, tiny, tmp_path):
     process = subprocess.Popen([sys.executable, "-c", slow, *words], cwd=ROOT, stdout=subprocess.PIPE)
     try:
         assert process.stdout.readline() == b"\n" and names(tmp_path) == ["out.tmp"]
-        process.send_signal(number)
-        assert process.wait(HANGS) == code and names(tmp_path) == []
+        process.terminate()
+        assert process.wait(HANGS) == 143 and names(tmp_path) == []
     finally:
         process.kill()
         process.communicate()
@@ -213,14 +210,6 @@ def test_names_that_cannot_be_had(name, tmp_path, monkeypatch):
     assert "\n" not in str(error.value) and names(tmp_path) == ["file", "loop", "work"]
 
 
-def test_an_empty_folder_and_one_behind_a_link_are_replaced(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "link").symlink_to("empty")
-    with writing.new_folder(tmp_path / "link") as folder:
-        (folder / "a").write_text("a")
-    assert names(tmp_path) == ["empty", "link"] and names(tmp_path / "empty") == ["a"]
-
-
 # Disks
 
 
@@ -280,7 +269,7 @@ def test_a_line_that_does_not_fit_is_not_written(tmp_path):
     before, limit = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limit[1]))
     try:
-        with pytest.raises(InputError, match="x.jsonl cannot be written: No space left"):
+        with pytest.raises(InputError, match="cannot write .*x.jsonl: No space left"):
             writing.append_line(path, {"a": "x" * 9000})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -306,20 +295,6 @@ def test_many_append_at_the_same_time(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 120
     assert all([x["line"] for x in lines if x["from"] == i] == [*range(30)] for i in range(4))
-
-
-def test_to_try_a_file_leaves_no_trace_and_waits_for_nobody(tmp_path, monkeypatch):
-    def unlink(*args, **kwargs):
-        raise AssertionError("another process may have appended to it by now")
-
-    monkeypatch.setattr(os, "unlink", unlink)
-    writing.check_appendable(tmp_path / "new.jsonl")
-    assert names(tmp_path) == []
-    os.mkfifo(tmp_path / "pipe")
-    for name in "pipe", "x" * 256, "":
-        with pytest.raises(InputError, match="cannot be written: "):
-            writing.check_appendable(tmp_path / name)
-    writing.append_line(os.devnull, {"a": 1})
 
 
 # The sweep's commands

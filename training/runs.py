@@ -154,7 +154,7 @@ def best(run):
 
 def _remove_needed(run):
     for path in (path for pattern in NEEDED for path in run.glob(pattern)):
-        writing.remove(path)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def cut_log(path, step):
