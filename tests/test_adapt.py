@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 import signal
 
 import numpy as np
@@ -280,6 +281,9 @@ def test_killed_at_any_step_it_resumes_with_the_same_losses(scratch, tmp_path, m
     adapt.main(scratch)
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
     names = [tmp_path / name / "model.safetensors" for name in ("out", "whole")]
+    assert names[0].read_bytes() == names[1].read_bytes()
+    shutil.rmtree(tmp_path / "out")  # a finished run whose output is gone starts anew
+    adapt.main(scratch)
     assert names[0].read_bytes() == names[1].read_bytes()
 
 
