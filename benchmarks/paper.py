@@ -19,13 +19,7 @@ import dataclasses
 import torch
 
 from formats.sizes import SIZES
-from measure.advise import (
-    GPUS,
-    decode_work,
-    published_machine,
-    step_seconds,
-    times_of,
-)
+from measure.advise import GPUS, decode_work, published_machine, step_seconds, times_of
 from measure.clock import count_all_reduces, run_layers
 from measure.link import LINKS
 from measure.results import markdown, published

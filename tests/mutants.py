@@ -165,8 +165,6 @@ MUTANTS = [     # runtime
     ("runtime/launch.py", "for message in self.gather(error):", "for message in [error]:", "test_tp.py -k error_of_one_rank"),
     # watch.py
     ("training/runs.py", ', "timeout"]', "]", ADAPT + "flags_of_the_machine"),
-    ("measure/results.py", 're.sub(r"\\x1b\\[[0-9;]*m", "", line.get("topology") or "")', 'line.get("topology", "")',
-     BENCH + "communication_and_machine"),
     # writing.py, and who uses it
     ("training/runs.py", "NEEDED if has_ended else", "NEEDED if end.exists() else", WRITERS + "last_moment"),
     ("training/runs.py", '["*.tmp", "end"]', '["end"]', WRITERS + "last_moment"),
@@ -295,10 +293,10 @@ MUTANTS = [     # runtime
     ("measure/results.py", 'line["n_layers"] // 2', "1", BENCH + "older_lines"),
     ("measure/plot.py", "[all_reduce, link] = tuple", "[link, all_reduce] = tuple", BENCH + "first_page"),
     ("measure/results.py", 'bounded = case.wiring != "upper-bound" and not draft_of(case.wiring)',
-     'bounded = case.wiring != "upper-bound"', BENCH + "have_a_column"),
+     'bounded = case.wiring != "upper-bound"', BENCH + "have_rows"),
     ("measure/results.py", 'mean_accepted(line["accepted"]) or 0.0', 'mean_accepted(line["accepted"])',
-     BENCH + "have_a_column"),
-    ("measure/results.py", """@{line['speculate']}\"""", '"', BENCH + "test_compare"),
+     BENCH + "have_rows"),
+    ("measure/results.py", """@{line['speculate']}\"""", '"', BENCH + "have_rows"),
     ("measure/plot.py", "max(1.3, 0.085 * max(map(len, wirings)))", "1.3", BENCH + "name_the_drafts"),
     ("measure/plot.py", "if c[0] == 1 or results.draft_of(c[2]) or", "if c[0] == 1 or", BENCH + "name_the_drafts"),
     ("measure/plot.py", 'wiring if results.draft_of(wiring) else "standard", batch', '"standard", batch',

@@ -21,7 +21,6 @@ from benchmarks import (
     adapt,
     decode,
     engines,
-    few_rows,
     gpu,
     overlap,
     paper,
@@ -33,7 +32,7 @@ from decoding.speculative import expected, mean_accepted
 from formats import checkpoint
 from formats.sizes import SIZES
 from formats.tokenizer import load_tokenizer
-from kernels import cpu, int_linear
+from kernels import int_linear
 from measure import report
 from model import WIRINGS, Config, InputError, rewired, wiring_name
 from runtime import launch
@@ -252,21 +251,6 @@ def test_decode_knows_the_bytes_of_a_step():
         scales = [p.nbytes for n, p in net.named_parameters() if n.endswith("scales") and "embeddings" not in n]
         uncounted = sum(scales) if quant == "int8" else 0  # two bytes a row
         assert decode.step_bytes(4, f"ours:{quant}" if quant else "ours") == expected - uncounted
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# few_rows.py
-
-
-def test_few_rows(monkeypatch, printed, tmp_path):
-    monkeypatch.setattr(few_rows, "SHAPES", [(128, 64)])
-    monkeypatch.setattr(few_rows, "ROWS", [1, 8])
-    monkeypatch.setattr(few_rows, "WEIGHTS", 3 * 128 * 64)
-    monkeypatch.setattr(cpu, "keep_freed_memory", lambda: None)  # of this process
-    out = tmp_path / "out.jsonl"
-    shown = printed(few_rows, "--json", out)
-    assert [x["rows"] for x in read(out)] == [1, 8] and all(rate > 0 for rate in read(out)[0]["gb_s"].values())
-    assert "| W | rows of x | few_rows | oneDNN | sum | int8 | int8 as floats | int4 | int4 as floats |" in shown
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -514,10 +498,8 @@ README, DEMO = (shlex.quote(str(ROOT / name)) for name in ("README.md", "demo"))
 @pytest.mark.parametrize(
     "script, flags, message",
     [
-        (overlap, "--links 0,x", "--links: 'x' is neither a number of microseconds nor one of free, nvlink,"),
-        (overlap, "--wirings x", "--wirings: unknown wiring 'x'; known: standard, ladder, parallel,"),
-        (overlap, "--wirings spd:9", "--wirings: "),
-        (overlap, "--model x", "unknown --model 'x'; known: small, 1b"),
+        (overlap, "--links 0,x", "--links: 'x' is not a number"),
+        (overlap, "--wirings x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
         (overlap, "", "one rank has no link"),
         (overlap, "--simulate-tp 2 --profile /proc/x", "--profile /proc/x/0-standard cannot be made: "),
         (ratio, "", "one rank has no link"),
@@ -540,9 +522,9 @@ def test_bad_flags(script, flags, message):
 
 def test_a_script_runs_as_a_module():
     """And says in one line what is wrong."""
-    command = [sys.executable, "-m", "benchmarks.overlap", "--model", "x"]
+    command = [sys.executable, "-m", "benchmarks.overlap", "--wirings", "x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("overlap.py: unknown --model 'x'")
+    assert done.returncode == 2 and done.stderr.startswith("overlap.py: unknown wiring 'x'")
     assert done.stderr.count("\n") == 1
 
 
