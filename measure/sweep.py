@@ -268,9 +268,8 @@ def run(command, environment, place):
         part, log = Path(folder) / "result", Path(folder) / "log"
         full = ["bash", "-c", f"{command} --json {shlex.quote(str(part))}"]
         with open(log, "wb") as f:
-            process = subprocess.Popen(
-                full, env=environment, stdin=subprocess.DEVNULL, stdout=f, stderr=f, preexec_fn=tied
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": f, "stderr": f}
+            process = subprocess.Popen(full, env=environment, preexec_fn=tied, **streams)
             try:
                 code = process.wait()
             except BaseException:

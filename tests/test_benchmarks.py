@@ -16,18 +16,7 @@ from helpers import BASE, RANKS, ROOT, main_on_ranks, random_model, run_ranks
 
 import generate
 from adapt import Trainee, losses
-from benchmarks import (
-    acceptance,
-    adapt,
-    decode,
-    engines,
-    gpu,
-    overlap,
-    paper,
-    ratio,
-    speculation,
-    zeroshot,
-)
+from benchmarks import acceptance, adapt, decode, engines, gpu, overlap, paper, ratio, speculation, zeroshot
 from decoding.speculative import expected, mean_accepted
 from formats import checkpoint
 from formats.sizes import SIZES
@@ -179,12 +168,8 @@ def _small_ratio(argv):
 
 def test_decode_asks_its_engines_in_turns(monkeypatch, printed, tmp_path):
     worker = tmp_path / "worker.py"
-    worker.write_text(
-        "import sys\n"
-        "for line in sys.stdin:\n"
-        "    print('something else')\n"
-        "    print('times', [0.25] * int(line.split()[2]), flush=True)\n"
-    )
+    answers = "print('something else'), print('times', [0.25] * int(line.split()[2]), flush=True)"
+    worker.write_text(f"import sys\nfor line in sys.stdin: {answers}\n")
     monkeypatch.setattr(decode, "WORKER", worker)
     monkeypatch.setattr(decode, "read_bandwidth", lambda *args, **kwargs: 1e10)
     out = tmp_path / "out.jsonl"
@@ -305,9 +290,7 @@ def test_gpu_measures_full_sizes_over_every_link():
 def test_gpu_s_cases_end_with_the_time_and_leave_a_word(monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "free_bytes", lambda device: 2**28)
     log = str(tmp_path / "log")
-    code = (
-        "import sys; open(sys.argv[2], 'w').write('{\"a\": 1}\\n'); sys.stdout.write('hello\\n'); sys.stdout.flush(); "
-    )
+    code = "import sys; open(sys.argv[2], 'w').write('{\"a\": 1}\\n'); print('hello', flush=True); "
     assert gpu.run(["-c", code], log, 20) == ([{"a": 1}], None)
     assert gpu.run(["-c", code + "import time; time.sleep(60)"], log, 1) == ([{"a": 1}], "no time left")
     trouble = "raise RuntimeError('CUDA out of memory. Tried'); "
@@ -501,7 +484,6 @@ README, DEMO = (shlex.quote(str(ROOT / name)) for name in ("README.md", "demo"))
         (overlap, "--links 0,x", "--links: 'x' is not a number"),
         (overlap, "--wirings x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
         (overlap, "", "one rank has no link"),
-        (overlap, "--simulate-tp 2 --profile /proc/x", "--profile /proc/x/0-standard cannot be made: "),
         (ratio, "", "one rank has no link"),
         (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, transformers, gpt-fast, llama.cpp,"),
         (decode, "--cases decode", "--cases: 'decode' is neither decode:BATCH nor prefill:TOKENS"),
