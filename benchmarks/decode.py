@@ -65,12 +65,8 @@ def cases(text):
 def parse(argv):
     p = cli.Parser(__doc__)
     p.add_argument("--threads", type=count, default=1, metavar="N", help="of each engine")
-    p.add_argument(
-        "--engines",
-        type=lambda text: text.split(","),
-        metavar="A,B,...",
-        help=f"of {', '.join(ENGINES)} (default: all there are in bfloat16)",
-    )
+    about_engines = f"of {', '.join(ENGINES)} (default: all there are in bfloat16)"
+    p.add_argument("--engines", type=lambda text: text.split(","), metavar="A,B,...", help=about_engines)
     p.add_argument("--gpt-fast", metavar="DIR", help="a checkout of gpt-fast")
     p.add_argument("--llama-python", metavar="FILE", help="a Python that imports llama_cpp and gguf")
     p.add_argument("--cases", type=cases, default=CASES, metavar="KIND:N,...", help="decode:BATCH or prefill:TOKENS")

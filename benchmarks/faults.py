@@ -300,12 +300,8 @@ def main(argv=None):
         for name, case in chosen.items():
             lines.append(run(case, paths))
             took = f"{lines[-1]['seconds']:.1f} s" if lines[-1]["seconds"] is not None else "never"
-            print(
-                f"{name}: {took}; {'; '.join(lines[-1]['wrong']) or 'ok'}",
-                *lines[-1]["lines"],
-                sep="\n    ",
-                flush=True,
-            )
+            how = f"{name}: {took}; {'; '.join(lines[-1]['wrong']) or 'ok'}"
+            print(how, *lines[-1]["lines"], sep="\n    ", flush=True)
             if args.json:
                 writing.append_line(args.json, about | lines[-1])
     print(table(lines))

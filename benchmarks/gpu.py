@@ -165,8 +165,7 @@ def tables(lines):
     simulated = [line for line in lines if line.keys() >= {*overlap.KEYS}]
     if simulated:
         parts.append(overlap.tables(simulated))
-    missing = [[line["case"], line["error"]] for line in lines if "error" in line]
-    if missing:
+    if missing := [[line["case"], line["error"]] for line in lines if "error" in line]:
         parts.append("Without a result, or with a part of it:\n\n" + markdown(["case", "why"], missing))
     return "\n\n".join(parts)
 

@@ -19,13 +19,7 @@ import dataclasses
 import torch
 
 from formats.sizes import SIZES
-from measure.advise import (
-    GPUS,
-    decode_work,
-    published_machine,
-    step_seconds,
-    times_of,
-)
+from measure.advise import GPUS, decode_work, published_machine, step_seconds, times_of
 from measure.clock import count_all_reduces, run_layers
 from measure.link import LINKS
 from measure.results import markdown, published
@@ -38,7 +32,7 @@ CONTEXT = 1024 + 512 // 2  # filled slots of the cache, in the mean step
 
 def published_rates():
     """The paper's tokens per second {(link, batch, wiring)} of the 70B."""
-    return {(r["link"], r["batch"], r["wiring"]): r["tok_s"] for r in published() if r["tok_s"]}
+    return {(r["link"], r["batch"], r["wiring"]): r["tok_s"] for r in published()}
 
 
 def reckoned(link, batch, rates):

@@ -11,7 +11,6 @@ verification of each number of proposals, and a whole pass of each draft with th
 import dataclasses
 import functools
 import itertools
-import sys
 import time
 
 import torch
@@ -81,11 +80,9 @@ class Bench:
     def times(self):
         """{(name of a link, *part): [seconds of each round]}, all of them in turns."""
         parts = self.parts()
-        for part, run in parts.items():  # compiles
-            seconds = timed(self.world.device, run)
+        for run in parts.values():  # compiles
             run()
-            if self.world.rank == 0:
-                print(*part, f"{seconds:.1f} s at first", file=sys.stderr, flush=True)
+            run()
         ways = {
             (name, *part): functools.partial(self.timed_over, name, run)
             for name, (part, run) in itertools.product(self.args.links, parts.items())

@@ -173,10 +173,6 @@ def profile(folder, world, steps):
             with torch.profiler.record_function(name):
                 timed(world.device, step)
     path = Path(folder) / f"rank{world.rank}.json"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as e:
-        raise InputError(f"--profile {folder} cannot be made: {e.strerror}") from None
     with writing.new_file(path) as unfinished:
         trace.export_chrome_trace(str(unfinished))
         if not unfinished.exists():  # the profiler says on stderr that it failed, and no more

@@ -96,12 +96,10 @@ def emulated(world, args):
 
 
 def emulate(world, link, simulate_tp=None):
-    """Return the World whose collectives take as long as over the link, or the same one if link is None.
+    """Return the World whose collectives take as long as over the link.
 
     simulate_tp: rank 0 of so many, alone.
     """
-    if link is None:
-        return world
     if simulate_tp is not None and world.tp_size > 1:
         raise InputError("--simulate-tp is one rank alone: start it with python, not with torchrun")
     tp_size = simulate_tp or world.tp_size

@@ -1,7 +1,6 @@
 """Tables and figures of what bench.sh measured.
 
 python -m measure.plot bench.jsonl --out figures              # tables on the terminal and in figures/tables.md; figures
-python -m measure.plot --compare before.jsonl after.jsonl     # one table of ratios
 python -m measure.plot --front-page docs/speedup-by-link.png  # the first page's figure
 
 measure/results.py says what a cell of a table is. A figure shows the same medians, with bars from the lowest to the
@@ -80,16 +79,8 @@ def curve(axis, points, ticks, shift=0.0, **style):
     ys = [points[x][0] for x in xs]
     errors = [[points[x][0] - points[x][1] for x in xs], [points[x][2] - points[x][0] for x in xs]]
     bars = errors if any(map(any, errors)) else None
-    axis.errorbar(
-        [ticks.index(x) + shift for x in xs],
-        ys,
-        yerr=bars,
-        capsize=2,
-        markersize=4,
-        linewidth=1.2,
-        elinewidth=0.8,
-        **style,
-    )
+    widths = {"capsize": 2, "markersize": 4, "linewidth": 1.2, "elinewidth": 0.8}
+    axis.errorbar([ticks.index(x) + shift for x in xs], ys, yerr=bars, **widths, **style)
     axis.set_xticks(range(len(ticks)), ticks)
     axis.grid(axis="y", color="0.92")
     axis.set_axisbelow(True)
@@ -254,7 +245,7 @@ def front_page():
     axes[0].minorticks_off()
     axes[0].set_ylabel("standard's step / step (bars: quartiles)")
     axes[1].tick_params(axis="x", labelsize=7, rotation=35)
-    rates = {(r["wiring"], r["link"]): r["tok_s"] for r in results.published() if r["tok_s"] and r["batch"] == 4}
+    rates = {(r["wiring"], r["link"]): r["tok_s"] for r in results.published() if r["batch"] == 4}
     links = [link for wiring, link in rates if wiring == "standard"]
     wirings = sorted({wiring for wiring, _ in rates} - {"standard"}, key=results.wiring_order)
     for i, wiring in enumerate(wirings):
@@ -304,13 +295,10 @@ def main(argv=None):
     p = cli.Parser(__doc__)
     p.add_argument("files", metavar="FILE", nargs="*", help="lines of bench.sh")
     p.add_argument("--out", metavar="DIR", help="write tables.md and the figures into this folder")
-    p.add_argument("--compare", metavar=("BEFORE", "AFTER"), nargs=2, help="print the ratios between two files")
     p.add_argument("--front-page", metavar="PNG", help="draw the README's figure, of benchmarks/results")
     args = p.parse_args(argv)
-    if sum(map(bool, (args.files, args.compare, args.front_page))) != 1 or (args.out and not args.files):
-        raise InputError("give files of bench.sh (and --out), --compare BEFORE AFTER or --front-page PNG")
-    if args.compare:
-        return print(results.comparison(*map(results.read, args.compare)))
+    if bool(args.files) == bool(args.front_page) or (args.out and not args.files):
+        raise InputError("give files of bench.sh (and --out), or --front-page PNG")
     if args.front_page:
         return save(args.front_page, front_page())
     lines = [line for file in args.files for line in results.read(file)]

@@ -79,7 +79,7 @@ def main():
         rate = min(found["bandwidth"]) / 1e9
         print(f"for measure.advise: --tp {world.tp_size} --bandwidth-gbs {rate:.1f} --link {measured}")
     if args.json:
-        writing.append_line(args.json, {**environment, "probe": found, "topology": report.topology()})
+        writing.append_line(args.json, {**environment, "probe": found})
 
 
 if __name__ == "__main__":

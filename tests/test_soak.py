@@ -1,7 +1,6 @@
 """Many requests to the same ranks: nothing grows, nothing compiles again, and nothing is answered otherwise."""
 
 import dataclasses
-import json
 import os
 import random
 from pathlib import Path
@@ -93,16 +92,3 @@ def test_a_server_may_ask_for_completions_of_more_shapes_than_the_compiler_keeps
             eager, compiled = (complete(net, Plain(), prompts, new, temperature=0, compile=c) for c in (False, True))
             assert compiled == eager
     assert counters["stats"]["unique_graphs"] == 9
-
-
-@pytest.mark.slow
-def test_compiled_runs_of_several_shapes_in_one_process_give_what_eager_ones_do(tiny, tmp_path):
-    """Each ends before the next begins, so that no guard is skipped (generate.run_batch) that tells them apart."""
-    out = tmp_path / "out.jsonl"
-    torch._dynamo.reset()
-    for flags in ["--batch=1"], ["--batch=3"], ["--batch=1"], ["--prompt=The little dog ran"], ["--batch=3"]:
-        for compiled in [], ["--compile"]:
-            words = ["--checkpoint", str(tiny), "--prompt=Once upon", "--temperature=0", "--max-new-tokens=9"]
-            generate.main([*words, *flags, *compiled, "--json", str(out)])
-    found = [json.loads(line)["tokens"] for line in out.read_text().splitlines()]
-    assert found[::2] == found[1::2]
