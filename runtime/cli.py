@@ -61,13 +61,13 @@ def appendable(path):
 
 def add_rank_flags(parser):
     """The flags that join() takes."""
-    parser.add_argument("--device", help="cpu, cuda or cuda:1; without it cuda where each rank finds a GPU, else cpu")
+    parser.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda if each rank finds a GPU, else cpu")
     parser.add_argument(
         "--timeout",
         type=number(float, 0),
         default=60,
         metavar="S",
-        help="end the run when a rank comes no further for S seconds longer than it took so far; 0 to wait for ever",
+        help="end the run when a rank makes no progress for S seconds; 0 to wait for ever",
     )
 
 
