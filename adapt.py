@@ -11,6 +11,9 @@ import os
 import time
 from pathlib import Path
 
+if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads stall a busy machine
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed

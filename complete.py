@@ -32,6 +32,8 @@ def complete(
     draft: None, "ngram", or a smaller model of the same vocabulary, which proposes `proposals` tokens at a time. A row
     ends at max_new_tokens, or where the model's context does. Raises InputError.
     """
+    if tokenizer is None:
+        raise InputError("tokenizer is None: the checkpoint has none, so there is no text to complete")
     if proposals < 1:
         raise InputError(f"proposals is {proposals} but must be a whole number from 1 on")
     if isinstance(prompts, str) or not prompts or not all(prompts):

@@ -76,7 +76,7 @@ def make_cache(model, batch, length):
 class Runner:
     """A model with its cache, and its prefill and decode, each compiled if asked for.
 
-    Raises InputError when the compiler that this takes is missing.
+    Raises InputError if compiling needs a C++ compiler and there is none.
     """
 
     def __init__(self, model, cache, compile=False, compile_prefill=False):
@@ -150,7 +150,7 @@ class Generation(NamedTuple):
     """What generate() did."""
 
     rows: list  # new ids of each row, without end-of-sequence
-    steps: int  # tokens of the longest row, with it
+    steps: int  # tokens of the longest row, end-of-sequence included
     prefill_s: float  # seconds to the first token
     decode_s: float  # of the passes after it, without those in on_tokens
     passes: int
@@ -289,7 +289,8 @@ def main(argv=None):
             source = speculative.read_draft(args.draft, config, args.checkpoint, world.tp_size)
             slots += 1 + source.most  # a row that is done stays at its last token, which is read again
         dtype = chosen_dtype(args.dtype, args.checkpoint)
-        preflight.warn(world, len(prompts), slots, (config, dtype, world.tp_size))
+        drafts = [(source.config, dtype, 1)] if source and source.folder else []
+        preflight.warn(world, len(prompts), slots, (config, dtype, world.tp_size), *drafts)
     contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
     if args.checkpoint:
         contents["contents of --checkpoint"] = checkpoint.digest(args.checkpoint)
@@ -323,9 +324,8 @@ def main(argv=None):
         from runtime.chat import chat
 
         return chat(answer, tokenizer, world, context, args.max_new_tokens)
-    printer = None
-    if world.rank == 0 and not world.simulated:
-        printer = terminal.Printer(prompts, tokenizer, new, show_prompt=not args.chat)
+    talks = world.rank == 0 and not world.simulated
+    printer = terminal.Printer(prompts, tokenizer, new, show_prompt=not args.chat) if talks else None
     with without_guards(runner):
         done = generate(runner, prompts, args.max_new_tokens, sample, eos_ids, printer and printer.push, draft=draft)
     found = report.generation(runner, draft, world, prompts, done) | {"load_s": load_s, "compile_s": compile_s}

@@ -50,7 +50,7 @@ class SingleDevice:
 
 
 def residual_stream(x, sublayers, comm, config):
-    """standard x_i = x_{i-1} + AllReduce(h_i(x_{i-1})), ladder x_i = x_{i-1} + AllReduce(h_i(x_{i-2})), and both mixed.
+    """Run standard x_i = x_{i-1} + AllReduce(h_i(x_{i-1})), ladder x_i = x_{i-1} + AllReduce(h_i(x_{i-2})), or both.
 
     sublayers: list of (h, stale); a stale (ladder) sublayer reads x without the sum that is still in flight.
 
@@ -70,7 +70,7 @@ def residual_stream(x, sublayers, comm, config):
 
 
 def delayed_stream(x, sublayers, comm, config):
-    """x_i = x_{i-1} + AllReduce(h_i(x_{i-2} + p)): a ladder, but p, this rank's own partial of h_{i-1}, is there."""
+    """Run x_i = x_{i-1} + AllReduce(h_i(x_{i-2} + p)): a ladder that also reads p, its rank's partial of h_{i-1}."""
     p = 0.0
 
     def with_own(h, stale):
@@ -96,7 +96,7 @@ def desynced_stream(x, sublayers, comm, config):
 
 
 def unreduced_stream(x, sublayers, comm, config):
-    """No all-reduce: not a model (unless on one device), but the speed that hiding every all-reduce would reach."""
+    """Leave out every all-reduce: no model on several ranks, but the speed of hiding them all."""
     for h, _ in sublayers:
         x = x + h(x)
     return x
@@ -133,10 +133,10 @@ class Wiring:
 
     about: str  # its line of --help
     split: Callable = attention_then_mlp  # from a block to its sublayers, each a function of the residual stream
-    n_sublayers: int = 2  # that many of them
+    n_sublayers: int = 2  # how many these are
     stream: Callable = residual_stream  # how the sublayers feed the residual stream
     stale: bool = False  # whether they read it one sublayer stale
-    norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # of a block
+    norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # that a block has
     parameter: str | None = "layers"  # what NAME:N chooses: "layers", the "period" of all-reduces, or nothing
     tp_bound: bool = False  # whether the same weights are another function on another number of ranks
     runs_standard: str = ""  # standard weights run in it without retraining on "one rank", where it is the standard
@@ -178,7 +178,7 @@ def parse_wiring(text):
 
 
 def wiring_name(name, parameter=None):
-    """Return the text that parse_wiring reads so."""
+    """Return a wiring's text: the inverse of parse_wiring."""
     if isinstance(parameter, tuple | list):
         return f"{name}:{','.join(map(str, parameter))}" + "," * (len(parameter) == 1)
     return name if parameter is None else f"{name}:{parameter}"
@@ -186,8 +186,7 @@ def wiring_name(name, parameter=None):
 
 def rewired(config, wiring):
     """Return the config in another wiring, or the same config where that is None. Raises InputError."""
-    same = wiring in (None, config.wiring)
-    return config if same else dataclasses.replace(config, wiring=wiring, made_for_tp=None)
+    return config if wiring in (None, config.wiring) else dataclasses.replace(config, wiring=wiring, made_for_tp=None)
 
 
 # ---- The configuration -----------------------------------------------------------------------------------------------
@@ -195,7 +194,7 @@ def rewired(config, wiring):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What a checkpoint is: its config.json holds these fields. Never mutated. Raises InputError."""
+    """The shape and settings of a checkpoint, as in its config.json. Never mutated. Raises InputError."""
 
     n_layers: int
     n_heads: int
@@ -229,12 +228,12 @@ class Config:
 
     @functools.cached_property
     def kind(self):
-        """The Wiring that is named."""
+        """Return the named Wiring."""
         return WIRINGS[parse_wiring(self.wiring)[0]]
 
     @functools.cached_property
     def wirings(self):
-        """The Wiring of each layer, as a tuple."""
+        """Return the Wiring of each layer, as a tuple."""
         parameter, layers = parse_wiring(self.wiring)[1], range(self.n_layers)
         chosen = parameter if isinstance(parameter, tuple) else layers
         if isinstance(parameter, int) and self.kind.parameter == "layers":
@@ -246,25 +245,20 @@ class Config:
 
     @functools.cached_property
     def period(self):
-        """Of this many all-reduces desync keeps one."""
+        """Return n if desync keeps every n-th all-reduce, else None."""
         return parse_wiring(self.wiring)[1] or 2 if self.kind.parameter == "period" else None
 
     @property
     def function(self):
-        """What the wiring computes, to be compared: ladder:8 of 8 layers is ladder."""
+        """Return what decides whether two wirings compute the same: ladder:8 of 8 layers is ladder."""
         return self.wirings, self.period
-
-    @property
-    def stale_layers(self):
-        """The layers whose sublayers read the residual stream one sublayer stale, as a tuple of indices."""
-        return tuple(i for i, wiring in enumerate(self.wirings) if wiring.stale)
 
 
 # ---- The layers ------------------------------------------------------------------------------------------------------
 
 
 def rope_frequencies(config):
-    """Radians per position of each pair of dimensions, (H/2,) float32; scaled where configured.
+    """Return the radians per position of each pair of dimensions, (H/2,) float32; scaled where configured.
 
     Linear scaling stretches every wavelength by `factor`. Llama 3.1 leaves those alone that are short against the
     original context and blends a band in between; so does YaRN (arXiv 2309.00071), over whole pairs of dimensions.
@@ -392,7 +386,7 @@ class Transformer(nn.Module):
         self.register_buffer("rope_frequencies", rope_frequencies(config), persistent=False)
 
     def forward(self, tokens, positions=None, cache=None, cache_length=None, select=None):
-        """Logits (B, S, V), or (B, 1, V) at the sequence index select (B,) of each row.
+        """Return logits (B, S, V), or (B, 1, V) at the sequence index select (B,) of each row.
 
         tokens (B, S) int64. Without positions every row starts at position 0 (training, scoring, prefill); rows
         shorter than S are padded on the right, which causality hides from them. With positions (B, S) each row
@@ -400,12 +394,10 @@ class Transformer(nn.Module):
         cache: as new_cache makes it, written in place, or None.
         """
         B, S = tokens.shape
-        mask = None
-        if positions is not None:
-            slots = torch.arange(cache_length, device=tokens.device)
-            mask = slots <= positions[..., None]  # (B, S, T')
+        if positions is None:
+            positions, mask = torch.arange(S, device=tokens.device).expand(B, S), None
         else:
-            positions = torch.arange(S, device=tokens.device).expand(B, S)
+            mask = torch.arange(cache_length, device=tokens.device) <= positions[..., None]  # (B, S, T')
         metadata = self.metadata(positions, mask)
         stream = self.config.kind.stream
         x = self.norm(stream(self.tok_embeddings(tokens), self.sublayers(metadata, cache), self.comm, self.config))
@@ -414,27 +406,23 @@ class Transformer(nn.Module):
         return self.comm.gather(self.output(x))
 
     def metadata(self, positions, mask=None):
-        """The AttentionMetadata of tokens at these positions (B, S)."""
+        """Return the AttentionMetadata of tokens at these positions (B, S)."""
         angles = (positions[..., None] * self.rope_frequencies)[:, None, None]  # (B, 1, 1, S, H/2)
         rows = torch.arange(len(positions), device=positions.device)[:, None]
         scale = (self.config.rope_scaling or {}).get("attention_factor", 1.0)  # YaRN's, of queries and of keys
         return AttentionMetadata(angles.cos() * scale, angles.sin() * scale, rows, positions, mask)
 
     def sublayers(self, metadata, cache=None):
-        """What the wiring makes of the blocks, in their order: [(h, stale)], as a stream function takes it."""
+        """Return the blocks' sublayers in order, [(h, stale)], as a stream function takes them."""
         nope_layers, out = self.config.nope_layers, []
-        plain = nope_layers and dataclasses.replace(
-            metadata, cos=torch.ones_like(metadata.cos), sin=torch.zeros_like(metadata.sin)
-        )
+        cos, sin = torch.ones_like(metadata.cos), torch.zeros_like(metadata.sin)
+        plain = nope_layers and dataclasses.replace(metadata, cos=cos, sin=sin)
         for i, block in enumerate(self.layers):
             wiring, used = self.config.wirings[i], plain if i in nope_layers else metadata
             out += [(h, wiring.stale) for h in wiring.split(block, used, cache and cache[i])]
         return out
 
     def new_cache(self, batch, length):
-        """A static KV cache of `length` slots: one (k, v) a layer, each (B, K, T, H), zeroed."""
-        weight = self.norm.weight
-        return [
-            tuple(weight.new_zeros(batch, a.n_kv_heads, length, a.head_dim) for _ in "kv")
-            for a in (block.attention for block in self.layers)
-        ]
+        """Return a static KV cache of `length` slots: one (k, v) a layer, each (B, K, T, H), zeroed."""
+        shapes = [(batch, b.attention.n_kv_heads, length, b.attention.head_dim) for b in self.layers]
+        return [tuple(self.norm.weight.new_zeros(shape) for _ in "kv") for shape in shapes]

@@ -25,7 +25,7 @@ from runtime import watch
 def share(n, rank, ranks):
     """The range (start, stop) of n things that a rank gets; the sizes differ by at most one.
 
-    The first share is never a smaller one: a rank that is simulated alone stands for the slowest.
+    The first share is never a smaller one: a rank that is simulated alone has the slowest rank's work.
     """
     return -(-n * rank // ranks), -(-n * (rank + 1) // ranks)
 
@@ -70,7 +70,7 @@ def shard_plan(config, rank, tp_size):
 
 
 def head_rows(vocab_size, tp_size):
-    """Rows of the output head on every rank but the last ones, which may hold fewer: so gather pads only the end."""
+    """Return the rows of the output head on each rank; the last ranks may hold fewer, so gather pads only the end."""
     return -(-vocab_size // tp_size)
 
 

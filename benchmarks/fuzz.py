@@ -101,7 +101,7 @@ adapt --ladder --text a.txt --valid b.txt --out /no/x --n-layers 2 --dim 32 --n-
 convert_hf_checkpoint {DEMO} --to-hf /no/x --dtype float32 --wiring ladder
 quantize --checkpoint {DEMO} --mode int4 --group-size 64 --out /no/x
 eval --checkpoint {DEMO} --text a.txt --window 16 --stride 4 --max-tokens 50 --batch 2 --wiring ladder:2
-measure.advise --model 8b --tp 2 --gpu h100 --link pcie --batch 4 --context 100 --share 0.5
+measure.advise --model 8b --tp 2 --gpu h100 --link pcie --batch 4 --context 100
 """.strip().splitlines()
 ARGUMENTS = {script: argv for script, *argv in map(str.split, COMMANDS)}
 

@@ -128,7 +128,7 @@ class Plain:
     def step(self, runner, texts, done, sample):
         """Run one pass of the model; returns [the new ids of each row].
 
-        texts: the tokens of each row so far. done: which rows need no more. sample: a Sampler.
+        texts: the tokens of each row so far. done: which rows have ended. sample: a Sampler.
         """
         return sample(runner.decode(*last_tokens(texts, runner.device))[:, 0])[:, None].tolist()
 

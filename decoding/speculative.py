@@ -21,8 +21,8 @@ from measure import report
 from measure.timing import between, mark, timed
 from model import Config, InputError, rewired
 
-COUNTS = 0, 1, 2, 3, 7  # that Auto chooses from; each is a graph to compile
-USUAL = 3  # of --draft without @
+COUNTS = 0, 1, 2, 3, 7  # numbers of proposals for Auto; each is a graph to compile
+USUAL = 3  # proposals of a --draft without @
 NGRAM = 3, 2  # tokens that Ngrams looks for, the longer first
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ class Draft(Plain):
             self.control.note(count, tried)
             self.drafted += count
             self.accepted.update(tried)
-        self.seconds += between(start, end)  # the device is beyond both by now
+        self.seconds += between(start, end)  # the device has passed both marks
         return new
 
     @torch.inference_mode()
@@ -231,7 +231,7 @@ class Auto:
         return max(self.seconds, key=lambda count: expected(rate, count) / self.seconds[count])
 
     def note(self, count, accepted):
-        """accepted: of `count` proposals, in each row. Those after the first that was not were not tried."""
+        """Take in how many of `count` proposals each row accepted; those after a refused one were not tried."""
         if accepted:
             self.accepted += sum(accepted) / len(accepted)
             self.tried += sum(min(n + 1, count) for n in accepted) / len(accepted)
@@ -257,10 +257,11 @@ class Source(NamedTuple):
 
     def contents(self):
         """Return what must be alike on all ranks, as {name: digest}: each runs a whole draft, to the same bits."""
-        if self.folder is None:
-            return {"--draft": self.name}
-        machine = f"{report.processor()}, {torch.get_num_threads()} threads"
-        return {"contents of --draft": checkpoint.digest(self.folder), "hardware": machine}
+        found = {"--draft": f"{self.name}@{self.count}"}
+        if self.folder:
+            found["contents of --draft"] = checkpoint.digest(self.folder)
+            found["hardware"] = f"{report.processor()}, {torch.get_num_threads()} threads"
+        return found
 
 
 def read_draft(text, config, folder, tp_size):

@@ -32,7 +32,7 @@ def family_to_hf(config):
     if wiring.tp_bound or not known:
         forms = "standard, ladder and, in all layers, parallel and parallel-ladder"
         raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {forms} have one (--wiring, --ladder)")
-    parallel, stale = split is attention_plus_mlp, len(config.stale_layers)
+    parallel, stale = split is attention_plus_mlp, sum(wiring.stale for wiring in config.wirings)
     family = family_of(config)
     if family and not parallel and not stale:
         return family

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <c10/core/InferenceMode.h>
 #include <omp.h>
 #include <torch/library.h>
 
@@ -398,7 +399,9 @@ at::Tensor many_rows_int(const at::Tensor& input, const at::Tensor& weight, int6
   const int64_t threads = at::get_num_threads(), most = std::max<int64_t>(1, (1 << 19) / (kRows * W.K)) * threads;
   const int64_t pieces = (W.P + most - 1) / most * threads, step = (W.P + pieces - 1) / std::max<int64_t>(1, pieces);
   at::Tensor result = at::empty({rows.size(0), N}, input.options());
+  const bool inference = c10::InferenceMode::is_enabled();  // which other threads do not inherit
   at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
+    const c10::InferenceMode guard(inference);
     if (omp_in_parallel()) omp_set_num_threads(1);  // of this thread, until the region ends: oneDNN plans for so many
     for (int64_t p = begin * step; p < std::min(end * step, W.P); p += step) {
       const int64_t to = std::min(p + step, W.P), n = p * kRows, count = std::min(to * kRows, N) - n;

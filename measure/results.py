@@ -281,7 +281,16 @@ def communication(sweep):
             step = f"{r['step_ms']:.2f} ({low:.2f}-{high:.2f})"
             times = [step, f"{r['silent_ms']:.2f}", str(r["all_reduces"]), f"{r['all_reduce_ms']:.3f}"]
             hides = hidden_share(r) if r["all_reduces"] else ""
-            rows.append([*map(str, c), kind, *times, f"{r['exposed_ms']:.2f}", hides, f"{r['limit_ms']:.2f}"])
+            rows.append(
+                [
+                    *map(str, c),
+                    kind,
+                    *times,
+                    f"{r['exposed_ms']:.2f}",
+                    hides,
+                    "" if r["limit_ms"] is None else f"{r['limit_ms']:.2f}",
+                ]
+            )
     return markdown(head.split(", "), rows) + "\n\nstep: the median (its quartiles); docs/measuring.md has the rest."
 
 

@@ -148,7 +148,7 @@ def join(device=None, flags=None):
 
 
 # of each rank alone: where its files lie (their contents are compared), and what only rank 0 writes
-OWN = {"device", "checkpoint", "draft", "compare", "distill", "text", "valid", "json", "profile"}
+OWN = {"device", "checkpoint", "draft", "compare", "distill", "text", "valid", "json"}
 
 
 def _start(flags, device):

@@ -146,7 +146,7 @@ def test_the_functions_of_a_notebook(tiny, greedy, monkeypatch):
     drawn = [complete(model, tokenizer, ["a"], 30, temperature=2.0, seed=seed) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     ladder, _ = load(tiny, dtype="bfloat16", wiring="ladder")
-    assert ladder.config.stale_layers == (0, 1, 2) and ladder.norm.weight.dtype == torch.bfloat16
+    assert ladder.config.wiring == "ladder" and ladder.norm.weight.dtype == torch.bfloat16
     for wrong in (
         lambda: load("/nowhere"), lambda: load(tiny, wiring="x"),
         lambda: complete(model, tokenizer, ["dog " * 90]), lambda: load(tiny, device="tpu"),

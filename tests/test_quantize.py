@@ -265,7 +265,8 @@ def test_many_rows_meet_weights_that_were_rounded_once(N, K, size, threads):
     weight, scales, zeros = integers(N, K, size)
     exact = int_linear.dequantize(weight, scales.float(), None if zeros is None else zeros.float())
     packed, one = cpu.pack(weight, scales, zeros), torch.eye(K).bfloat16()
-    w = torch.ops.ladder.many_rows_int(one, packed, N, K, 8 if zeros is None else 4).T
+    with torch.inference_mode():  # which the other threads do not inherit
+        w = torch.ops.ladder.many_rows_int(one, packed, N, K, 8 if zeros is None else 4).T
     assert w.dtype == torch.bfloat16 and ((w.float() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all()
     assert torch.get_num_threads() == threads
 

@@ -45,7 +45,7 @@ def describe(args):
     if args.blend_steps:
         kind, standard = config.kind, WIRINGS["standard"]
         ladder = kind.stale and kind.split is standard.split and kind.stream is standard.stream
-        if own.stale_layers or not ladder:
+        if any(wiring.stale for wiring in own.wirings) or not ladder:
             ways = f"not from {own.wiring} to {config.wiring}"
             raise InputError(f"--blend-steps goes from standard to ladder layers, {ways}")
     if args.distill:
