@@ -383,6 +383,7 @@ def test_a_signal_ends_the_sweep_without_a_line_of_what_it_stopped(tmp_path, sto
     assert not (tmp_path / "work" / "bench.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_real_sweep_of_the_demo(tmp_path):
     settings = {
         "CHECKPOINT": ROOT / "demo", "TPS": "2", "BATCHES": "2", "WIRINGS": "ladder", "REPEATS": "1", "PROMPT": "5",
