@@ -1,8 +1,8 @@
 """Tensor parallelism: which rank holds what of the weights, and the collectives of a forward pass. Nothing else shards,
 and nothing else communicates while a model computes.
 
-shard_plan says which linears are column-parallel (dimension 0) and which row-parallel (dimension 1), and load_shard cuts
-them. An asynchronous all-reduce starts in TensorParallel.start and is waited for in settle. Shape letters: see model.py.
+shard_plan says which linears are column-parallel (dimension 0) and which row-parallel (dimension 1), load_shard cuts
+them. An asynchronous all-reduce starts in TensorParallel.start and is waited for in settle. Shape letters: model.py.
 """
 
 import math
