@@ -291,10 +291,11 @@ def main(argv=None):
         dtype = chosen_dtype(args.dtype, args.checkpoint)
         drafts = [(source.config, dtype, 1)] if source and source.folder else []
         preflight.warn(world, len(prompts), slots, (config, dtype, world.tp_size), *drafts)
-    contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
-    if args.checkpoint:
-        contents["contents of --checkpoint"] = checkpoint.digest(args.checkpoint)
-    world.agree(contents)
+    if not world.alone:  # else there is nobody to agree with, and no reason to read the files
+        contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
+        if args.checkpoint:
+            contents["contents of --checkpoint"] = checkpoint.digest(args.checkpoint)
+        world.agree(contents)
     start = time.perf_counter()
     model = load_model(config, args.checkpoint, args.dtype, world)
 
