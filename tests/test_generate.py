@@ -8,10 +8,10 @@ import json
 import os
 import pty
 import shutil
-import signal
 import subprocess
 import sys
 import termios
+import threading
 
 import helpers
 import pytest
@@ -214,16 +214,18 @@ def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_chat(ranks, tiny, tmp_path
     """It is typed at the third decode step of the first answer, and at the third prompt."""
     keyboard, terminal = pty.openpty()
     before = termios.tcgetattr(terminal)
-    signal.signal(signal.SIGUSR1, lambda *_: os.write(keyboard, b"\3"))
+    os.mkfifo(now := tmp_path / "now")
+    # the rank opens and closes `now`; a signal may come between two reads of the other thread, and be lost on it
+    threading.Thread(target=lambda: (now.read_bytes(), os.write(keyboard, b"\3")), daemon=True).start()
     (tmp_path / "chatting.py").write_text(f"""
-import os, select, signal, sys
+import os, select, sys
 sys.path.insert(0, {str(ROOT)!r})
 import generate; from runtime import launch
 calls, decode = [], generate.Runner.decode
 def typing(self, *args):
     calls.append(1)
     if len(calls) == 3 and os.environ.get("RANK", "0") == "0":
-        os.kill({os.getpid()}, signal.SIGUSR1)
+        open({str(now)!r}, "w").close()
         select.select([0], [], [])
     return decode(self, *args)
 generate.Runner.decode = typing
