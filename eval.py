@@ -191,9 +191,9 @@ def main(argv=None):
         else:
             other = check_other(args, config, tokenizer) if args.compare else None
             text = *read_documents(args, tokenizer), plan_windows(args, config, other or config)
-        models = [(config, generate.chosen_dtype(args.dtype, args.checkpoint), world.tp_size)]
+        models = [(config, checkpoint.chosen_dtype(args.dtype, args.checkpoint), world.tp_size)]
         if args.compare:
-            models.append((other, generate.chosen_dtype(args.dtype, args.compare), world.tp_size))
+            models.append((other, checkpoint.chosen_dtype(args.dtype, args.compare), world.tp_size))
         preflight.warn(world, 0, 0, *models)  # no cache
     if not world.alone:
         read = {f"contents of --{name}": getattr(args, name) for name in ("checkpoint", "compare")}

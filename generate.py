@@ -20,12 +20,11 @@ import torch
 from decoding import sampling
 from decoding.sampling import Plain, Sampler
 from formats import checkpoint
-from formats.checkpoint import DTYPES
 from formats.tokenizer import load_tokenizer
 from kernels import cpu, int_linear
 from measure import preflight, report
 from model import InputError
-from runtime import cli, launch, terminal, watch, writing
+from runtime import cli, launch, terminal, watch
 from runtime.cli import count
 from runtime.launch import World
 from tp import TensorParallel, load_shard
@@ -37,20 +36,13 @@ def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
     with world.together():
         weights = checkpoint.open_weights(folder, config, world.device)
-        dtype = chosen_dtype(dtype, folder, weights)
+        dtype = checkpoint.chosen_dtype(dtype, folder, weights)
         model = load_shard(config, weights, dtype, world.device, world.rank, world.tp_size)
     watch.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
     int_linear.use_kernels(model)
     if world.group is not None:
         model.comm = TensorParallel(config, world.tp_size, world.group)
     return model
-
-
-def chosen_dtype(name, folder, weights=None):
-    """Return the dtype of that name (default: that of the folder's weights, of random ones bfloat16)."""
-    if name or not folder:
-        return DTYPES.get(name, torch.bfloat16)
-    return checkpoint.own_dtype(weights or checkpoint.Weights(folder), "norm.weight")
 
 
 # ---- Prefill and decode ----------------------------------------------------------------------------------------------
@@ -86,7 +78,9 @@ class Runner:
             cpu.prepare_compile()
         self._decode, self._prefill = model, torch.compile(model, fullgraph=True) if compile_prefill else model
         if compile:
-            cpu.use_few_rows(model)
+            from kernels import few_rows  # like the other rooms below: a plain run does not enter them
+
+            few_rows.use(model)
             # One graph for any cache_length, the argument of Transformer.forward; all else is fixed. So each shape of a
             # cache has its own, and a process that serves many must not run out of them. Both are global.
             torch.compiler.config.dynamic_sources = "L['cache_length']"
@@ -233,7 +227,7 @@ def parse(argv):
     words = "random weights of a named size, such as 1b, 8b or 70b, or N layers of it, e.g. 8b:4"
     which.add_argument("--model", metavar="NAME[:N]", help=words)
     g.add_argument("--quant", metavar="int8|int4[:N]", help="of --model: integers, int4 in groups of N columns (64)")
-    g.add_argument("--dtype", choices=DTYPES, help="of the weights (default: the checkpoint's, or bfloat16)")
+    g.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the weights (default: the checkpoint's, or bfloat16)")
     words = 'torch.compile the decode step, with "all" the prefill too; needs a C++ compiler'
     g.add_argument("--compile", nargs="?", const="decode", choices=("decode", "all"), help=words)
     cli.add_rank_flags(g)
@@ -274,7 +268,7 @@ def main(argv=None):
     args = parse(argv)
     world, over, source = launch.join(args.device, vars(args)), None, None
     if args.link or args.simulate_tp or args.exposed:
-        from measure import link  # like the other rooms below: a plain run does not enter them
+        from measure import link
 
         world, over = link.emulated(world, args)
     with world.together():
@@ -288,7 +282,7 @@ def main(argv=None):
 
             source = speculative.read_draft(args.draft, config, args.checkpoint, world.tp_size)
             slots += 1 + source.most  # a row that is done stays at its last token, which is read again
-        dtype = chosen_dtype(args.dtype, args.checkpoint)
+        dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
         drafts = [(source.config, dtype, 1)] if source and source.folder else []
         preflight.warn(world, len(prompts), slots, (config, dtype, world.tp_size), *drafts)
     if not world.alone:  # else there is nobody to agree with, and no reason to read the files
@@ -345,6 +339,8 @@ def main(argv=None):
         for kind, measured in (found["exposed"] or {}).items():
             print(exposed.lines(kind, measured), file=sys.stderr)
         if args.json:
+            from runtime import writing
+
             writing.append_line(args.json, result)
 
 

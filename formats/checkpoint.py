@@ -206,6 +206,13 @@ def own_dtype(weights, name):
     return dtype
 
 
+def chosen_dtype(name, folder, weights=None):
+    """Return the dtype of that name (default: that of the folder's weights, of random ones bfloat16)."""
+    if name or not folder:
+        return DTYPES.get(name, torch.bfloat16)
+    return own_dtype(weights or Weights(folder), "norm.weight")
+
+
 def check_shape(weights, name, shape):
     """Raise InputError unless the tensor has the config's shape. weights: as tp.load_shard takes them."""
     if weights.shape(name) != shape:

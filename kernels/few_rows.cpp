@@ -2,7 +2,7 @@
 // memory. With them the feed-forward of a layer as one call, because memory rests between calls. And the attention of one
 // new position, which reads its keys and values once for four queries of a head.
 //
-// cpu.py compiles and loads this. Shape letters: M rows of x, N rows of W, K columns of both, G groups of columns; for
+// few_rows.py compiles and loads this. Shape letters: M rows of x, N rows of W, K columns of both, G groups of columns; for
 // attention those of model.py.
 
 #include <ATen/Parallel.h>
@@ -149,7 +149,7 @@ at::Tensor few_rows(const at::Tensor& input, const at::Tensor& weight) {
 // ---------------------------------------------------------------------------------------------------------------------
 // W in integers: 8 bits and a scale per row, or 4 bits with a scale and a zero per group of columns (int_linear.py)
 //
-// W comes in panels of 16 rows, as cpu.py packs them: a vector has one lane for each row, with four columns of it; in 4
+// W comes in panels of 16 rows, as few_rows.py packs them: a vector has one lane for each row, with four columns of it; in 4
 // bits eight, the later four in the upper halves. A group begins with a vector of the rows' 16 scales and 16 zeros. So no
 // sum goes across lanes, and W is read from its begin to its end.
 //
@@ -274,7 +274,7 @@ Integers integers(const at::Tensor& input, const at::Tensor& weight, int64_t N, 
       input.scalar_type() == at::kBFloat16 && K > 0 && input.dim() > 0 && input.size(-1) == K &&
           weight.scalar_type() == at::kByte && weight.is_contiguous() && weight.dim() == 4 &&
           weight.size(0) == (N + kRows - 1) / kRows && weight.size(1) > 0 && weight.size(3) == 64,
-      "x (..., K) must be in bfloat16, and of a W (N, K) what cpu.pack returns");
+      "x (..., K) must be in bfloat16, and of a W (N, K) what few_rows.pack returns");
   const int64_t P = weight.size(0), G = weight.size(1), vectors = weight.size(2), size = K / G;
   TORCH_CHECK(
       bits == 8 ? G == 1 && vectors == 1 + (K + 7) / 8 * 2

@@ -68,7 +68,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("kernels/few_rows.cpp", "(bits + 0x7fff + (bits >> 16 & 1)) >> 16", "bits >> 16", FEW_INT),
     ("kernels/few_rows.cpp", "sums[m * W.G + k / size]", "sums[k / size]", FEW_INT),
     ("kernels/few_rows.cpp", "(position + 1, 1, T)", "(position, 1, T)", "cpu -k few_positions"),
-    ("kernels/cpu.py", "q = low | high << 4", "q = high | low << 4", "quantize -k packed_rows"),
+    ("kernels/few_rows.py", "q = low | high << 4", "q = high | low << 4", "quantize -k packed_rows"),
     ("kernels/int_linear.py", "(weight & 15, weight >> 4)", "(weight >> 4, weight & 15)", "quantize -k definition"),
     ("kernels/int_linear.py", "addcmul(zeros[", "addcmul(-zeros[", "quantize -k definition"),
     ("kernels/int_linear.py", "first = start % size // smaller", "first = 0", "quantize -k straddle"),

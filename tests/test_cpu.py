@@ -17,7 +17,7 @@ from reference import Reference
 
 import generate
 from formats import checkpoint
-from kernels import cpu
+from kernels import cpu, few_rows
 from model import Attention, InputError
 
 
@@ -32,7 +32,7 @@ def test_few_rows_are_exact_up_to_the_last_rounding(N, K, threads):
 
 def check_few_rows(N, K):
     """bfloat16 has 8 bits: half a unit in the last place is at most 2^-8 of the result; float32 sums add far less."""
-    cpu.build()
+    few_rows.build()
     for M in [*range(1, 18), 24]:
         x, weight = numbers(M, K), numbers(N, K)
         y = torch.ops.ladder.few_rows(x, weight)
@@ -43,7 +43,7 @@ def check_few_rows(N, K):
 
 
 def test_few_rows_of_any_shape_and_stride():
-    cpu.build()
+    few_rows.build()
     weight = numbers(12, 40)
     x = numbers(40, 3, 2).permute(1, 2, 0)  # (3, 2, 40), not contiguous
     y = torch.ops.ladder.few_rows(x, weight)
@@ -65,7 +65,7 @@ def attention(q, keys, values, positions):
 
 
 def check_attention(G, H):
-    cpu.build()
+    few_rows.build()
     for T, S, last in ((1, 1, [0]), (70, 1, [69, 0, 33, 2]), (40, 3, [3, 4, 15, 16]), (30, 5, [29, 4])):
         B, positions = len(last), torch.tensor(last)[:, None] + torch.arange(1 - S, 1)
         q, keys, values = 3 * numbers(B, G, S, 2, H).permute(0, 3, 2, 1, 4), numbers(B, 2, T, H), numbers(T, B, 2, H)
@@ -84,7 +84,7 @@ def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
 
 
 def test_attention_of_large_scores_and_of_wrong_shapes():
-    cpu.build()
+    few_rows.build()
     q, keys, values = (scale * numbers(1, 2, 5, 64) for scale in (100, 100, 1))
     q, position = q[:, :, None], torch.tensor([[4]])
     y = torch.ops.ladder.decode_attention(q, keys, values, position)  # of scores up to 1e5, one weight is all
@@ -100,14 +100,14 @@ def test_attention_of_large_scores_and_of_wrong_shapes():
 
 
 def test_a_linear_takes_few_rows_or_many(monkeypatch):
-    cpu.build()
+    few_rows.build()
     linear = torch.nn.Linear(40, 12).bfloat16()
-    linear.__class__ = cpu.FewRowsLinear
+    linear.__class__ = few_rows.FewRowsLinear
     called = []
     real = torch.ops.ladder.few_rows
     monkeypatch.setattr(torch.ops.ladder, "few_rows", lambda *args: called.append(1) or real(*args))
     with torch.no_grad():
-        for rows, few in ((1, True), (cpu.FEW, True), (cpu.FEW + 1, False)):
+        for rows, few in ((1, True), (few_rows.FEW, True), (few_rows.FEW + 1, False)):
             x = numbers(rows, 1, 40)
             expected = x.double() @ linear.weight.double().T + linear.bias.double()
             assert (linear(x) - expected).abs().max() < 0.02
@@ -127,8 +127,8 @@ def test_a_compiled_model_with_few_rows(changes):
     tokens, lengths = unequal_rows(config)
     eager = last_logits(net, tokens, lengths)
     logits = last_logits(net, tokens, lengths, compile=True)
-    assert all(type(m) is cpu.FewRowsLinear for m in net.modules() if isinstance(m, torch.nn.Linear))
-    decodes = [isinstance(m, cpu.DecodeAttention) for m in net.modules() if isinstance(m, Attention)]
+    assert all(type(m) is few_rows.FewRowsLinear for m in net.modules() if isinstance(m, torch.nn.Linear))
+    decodes = [isinstance(m, few_rows.DecodeAttention) for m in net.modules() if isinstance(m, Attention)]
     assert decodes == [config.head_dim == 64] * config.n_layers
     for row, length in enumerate(lengths):
         expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
@@ -138,8 +138,8 @@ def test_a_compiled_model_with_few_rows(changes):
 
 def test_other_dtypes_keep_their_linears():
     net = random_model(dataclasses.replace(BASE, head_dim=64))
-    cpu.use_few_rows(net)
-    assert not any(isinstance(m, cpu.FewRowsLinear | cpu.DecodeAttention) for m in net.modules())
+    few_rows.use(net)
+    assert not any(isinstance(m, few_rows.FewRowsLinear | few_rows.DecodeAttention) for m in net.modules())
 
 
 @pytest.mark.skipif(
@@ -188,14 +188,14 @@ def test_what_cannot_be_built_is_one_clear_line(environment, message, folder, tm
 
 @pytest.mark.slow
 def test_two_build_at_once_and_again_what_is_damaged(tmp_path):
-    cpu.build()
+    few_rows.build()
     [built] = [path for path in torch.ops.loaded_libraries if "few_rows" in str(path)]
     compiler = tmp_path / "compiler"  # takes the time and leaves the file of a real one
     lines = "#!/bin/sh", 'for last in "$@"; do true; done', f"sleep 1; cp {built} $last; echo >> {tmp_path}/calls"
     compiler.write_text("\n".join(lines))
     compiler.chmod(0o755)
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": str(compiler)}
-    command = [sys.executable, "-c", "from kernels import cpu; cpu.build(); import torch; torch.ops.ladder.few_rows"]
+    command = [sys.executable, "-c", "from kernels import few_rows as f; f.build(); f.torch.ops.ladder.few_rows"]
     for times in (1, 2):
         processes = [subprocess.Popen(command, cwd=ROOT, env=environment) for _ in range(2)]
         assert [p.wait() for p in processes] == [0, 0]

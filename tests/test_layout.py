@@ -13,9 +13,8 @@ import model
 # each may import those above it; what stands in one line may not import one another
 ORDER = """
 model
-kernels.int_linear kernels.gloo
-kernels.cpu
-kernels.shared_memory
+kernels.int_linear kernels.gloo kernels.cpu
+kernels.few_rows kernels.shared_memory
 runtime.writing runtime.watch formats.sizes
 formats.checkpoint runtime.cli
 formats.tokenizer runtime.launch tp formats.huggingface formats.sources

@@ -28,7 +28,7 @@ import generate
 import quantize
 import tp
 from formats import checkpoint
-from kernels import cpu, int_linear
+from kernels import few_rows, int_linear
 from model import InputError
 from runtime import launch
 
@@ -169,7 +169,7 @@ SHAPES += [(1, 8, 8), (40, 72, 8), (40, 80, 16), (67, 96, 32), (131, 2048, 64), 
 
 def check_few_rows_int(rows=(*range(1, 9), 15, 17)):
     """Against float64: bfloat16's last rounding, float32 sums, and x as 16 bits of its block's largest."""
-    cpu.build()
+    few_rows.build()
     for N, K, size in SHAPES:
         weight, scales, zeros = integers(N, K, size)
         w = in_float64(weight, scales, zeros)
@@ -180,7 +180,7 @@ def check_few_rows_int(rows=(*range(1, 9), 15, 17)):
                 x[1] = 0
             if M > 2:
                 x[2] = 1  # the largest integers of x, times those of W
-            y = torch.ops.ladder.few_rows_int(x, cpu.pack(weight, scales, zeros), N, K, 8 if zeros is None else 4)
+            y = torch.ops.ladder.few_rows_int(x, few_rows.pack(weight, scales, zeros), N, K, 8 if zeros is None else 4)
             exact, size_of = x.double() @ w.T, x.double().abs() @ w.abs().T
             # the integers, not W, meet the rounded x: with a zero of the other sign they are the larger
             q = (w - (0 if zeros is None else zeros.double().repeat_interleave(size, 1))).abs()
@@ -195,9 +195,9 @@ def test_few_rows_of_integers_are_exact_up_to_rounding(threads):
 
 
 def test_few_rows_of_integers_of_any_shape():
-    cpu.build()
+    few_rows.build()
     for size, bits in ((None, 8), (32, 4)):
-        parts = cpu.pack(*integers(12, 64, size)), 12, 64, bits
+        parts = few_rows.pack(*integers(12, 64, size)), 12, 64, bits
         x = numbers(64, 3, 2).bfloat16().permute(1, 2, 0)
         y = torch.ops.ladder.few_rows_int(x, *parts)
         assert torch.equal(y, torch.ops.ladder.few_rows_int(x.contiguous().view(6, 64), *parts).view(3, 2, 12))
@@ -208,8 +208,8 @@ def test_few_rows_of_integers_of_any_shape():
             bad[1, 0, 5] = value
             y = torch.ops.ladder.few_rows_int(bad, *parts)
             assert not y[1, 0].isfinite().any() and y[0].isfinite().all()
-    packed = cpu.pack(*integers(12, 64, 32))
-    with pytest.raises(RuntimeError, match="of a W .N, K. what cpu.pack returns"):
+    packed = few_rows.pack(*integers(12, 64, 32))
+    with pytest.raises(RuntimeError, match="of a W .N, K. what few_rows.pack returns"):
         torch.ops.ladder.few_rows_int(x, packed, 17, 64, 4)
     with pytest.raises(RuntimeError, match="W has other columns than x"):
         torch.ops.ladder.few_rows_int(x, packed, 12, 64, 8)
@@ -218,10 +218,10 @@ def test_few_rows_of_integers_of_any_shape():
 @pytest.mark.parametrize("N, K, size", [(7, 5, None), (160, 72, 8), (312, 192, 64), (1024, 2048, 128)])
 def test_feed_forward_is_its_three_products(N, K, size, threads):
     """In float64, gates from -90 to 90; each product is rounded to bfloat16."""
-    cpu.build()
+    few_rows.build()
     made = [integers(N, K, size, seed=1), integers(N, K, size, seed=2), integers(K, N, size and 8, seed=3)]
     w1, w3, w2 = (in_float64(*parts) for parts in made)
-    packed, bits = [cpu.pack(*parts) for parts in made], 8 if size is None else 4
+    packed, bits = [few_rows.pack(*parts) for parts in made], 8 if size is None else 4
     for M in (1, 3, 8, 17):
         x = numbers(M, K, seed=M).double()
         gates = x @ w1.T
@@ -240,31 +240,31 @@ def test_feed_forward_is_its_three_products(N, K, size, threads):
 @pytest.mark.parametrize("config", [INT8, INT4], ids=["int8", "int4"])
 def test_a_feed_forward_of_few_and_of_many_rows(config):
     net = int_shard(config, torch.bfloat16)
-    feed_forward, row_counts = net.layers[0].feed_forward, (1, cpu.FEW_INT, cpu.FEW_INT + 1)
+    feed_forward, row_counts = net.layers[0].feed_forward, (1, few_rows.FEW_INT, few_rows.FEW_INT + 1)
     inputs = [numbers(rows, 1, config.dim, seed=rows).bfloat16() for rows in row_counts]
     expected = [feed_forward(x) for x in inputs]
-    cpu.use_few_rows(net)
-    assert type(feed_forward) is cpu.FewRowsFeedForward
+    few_rows.use(net)
+    assert type(feed_forward) is few_rows.FewRowsFeedForward
     for x, y in zip(inputs, expected, strict=True):
         assert (feed_forward(x) - y).norm() <= 0.02 * y.norm()
 
 
 @pytest.mark.parametrize("N, K, size", SHAPES)
 def test_packed_rows_are_the_rows(N, K, size, monkeypatch):
-    monkeypatch.setattr(cpu, "PANELS", 2)
+    monkeypatch.setattr(few_rows, "PANELS", 2)
     parts = integers(N, K, size)
-    table = cpu.PackedEmbedding(1, 64, "int8", None)
-    table.hold(torch.nn.Parameter(cpu.pack(*parts), requires_grad=False), (N, K), 8 if size is None else 4)
+    table = few_rows.PackedEmbedding(1, 64, "int8", None)
+    table.hold(torch.nn.Parameter(few_rows.pack(*parts), requires_grad=False), (N, K), 8 if size is None else 4)
     index = torch.randint(N, (3, 2), generator=torch.Generator().manual_seed(0))
     assert torch.equal(table(index), int_linear.dequantize(*parts)[index])
 
 
 @pytest.mark.parametrize("N, K, size", [*SHAPES, (300, 2048, 64)])  # the last in two pieces even for one thread
 def test_many_rows_meet_weights_that_were_rounded_once(N, K, size, threads):
-    cpu.build()
+    few_rows.build()
     weight, scales, zeros = integers(N, K, size)
     exact = int_linear.dequantize(weight, scales.float(), None if zeros is None else zeros.float())
-    packed, one = cpu.pack(weight, scales, zeros), torch.eye(K).bfloat16()
+    packed, one = few_rows.pack(weight, scales, zeros), torch.eye(K).bfloat16()
     with torch.inference_mode():  # which the other threads do not inherit
         w = torch.ops.ladder.many_rows_int(one, packed, N, K, 8 if zeros is None else 4).T
     assert w.dtype == torch.bfloat16 and ((w.float() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all()
@@ -282,9 +282,9 @@ def linear(quant, N=24, K=256, bias=True):
 
 
 @pytest.mark.parametrize("quant", ["int8", "int4"])
-@pytest.mark.parametrize("rows", [1, cpu.FEW_INT, cpu.FEW_INT + 1])
+@pytest.mark.parametrize("rows", [1, few_rows.FEW_INT, few_rows.FEW_INT + 1])
 def test_kernels_against_plain_pytorch(quant, rows, monkeypatch):
-    cpu.build()
+    few_rows.build()
     monkeypatch.setattr(int_linear, "PIECE", 700)  # several pieces of W
     x = numbers(rows, 1, 256).bfloat16()
     plain = linear(quant)
@@ -292,9 +292,9 @@ def test_kernels_against_plain_pytorch(quant, rows, monkeypatch):
     exact = x.double() @ w.T + plain.bias.double()
     model = torch.nn.Sequential(plain)
     model.norm = torch.nn.RMSNorm(8).bfloat16()
-    for kind in [int_linear.IntLinear] + [int_linear.Int8Linear] * (quant == "int8") + [cpu.FewRowsIntLinear]:
-        if kind is cpu.FewRowsIntLinear:
-            cpu.use_few_rows(model)
+    for kind in [int_linear.IntLinear] + [int_linear.Int8Linear] * (quant == "int8") + [few_rows.FewRowsIntLinear]:
+        if kind is few_rows.FewRowsIntLinear:
+            few_rows.use(model)
         plain.__class__ = kind
         y = plain(x)
         assert y.shape == (rows, 1, 24)
@@ -307,15 +307,15 @@ def test_kernels_are_taken_where_they_can_be():
         model = torch.nn.Sequential(made)
         model.norm = torch.nn.RMSNorm(8).to(made.scales.dtype)
         out = []
-        for use in (int_linear.use_kernels, cpu.use_few_rows):
+        for use in (int_linear.use_kernels, few_rows.use):
             use(model)
             out.append(type(made))
         return out
 
-    assert kinds(linear("int8")) == [int_linear.Int8Linear, cpu.FewRowsIntLinear]
+    assert kinds(linear("int8")) == [int_linear.Int8Linear, few_rows.FewRowsIntLinear]
     assert kinds(linear("int8").float()) == [int_linear.IntLinear, int_linear.IntLinear]
-    assert kinds(linear("int4")) == [int_linear.IntLinear, cpu.FewRowsIntLinear]
-    assert kinds(linear("int8", K=54)) == [int_linear.IntLinear, cpu.FewRowsIntLinear]  # PyTorch's wants 16 K
+    assert kinds(linear("int4")) == [int_linear.IntLinear, few_rows.FewRowsIntLinear]
+    assert kinds(linear("int8", K=54)) == [int_linear.IntLinear, few_rows.FewRowsIntLinear]  # PyTorch's wants 16 K
     small = linear("int4")
     for name in ("scales", "zeros"):  # groups of 4, which few_rows.cpp does not know
         setattr(small, name, torch.nn.Parameter(getattr(small, name).repeat_interleave(16, 1), requires_grad=False))
@@ -327,7 +327,7 @@ def test_a_rank_without_rows_of_the_output_head(config):
     config = dataclasses.replace(config, vocab_size=9)
     net = int_shard(config, torch.bfloat16, launch.World(3, 4, torch.device("cpu")))
     x = numbers(2, 1, 64).bfloat16()
-    for use in (int_linear.use_kernels, cpu.use_few_rows):
+    for use in (int_linear.use_kernels, few_rows.use):
         use(net)
         assert net.output(x).shape == (2, 1, 0)
         assert net.output(x.expand(2, 40, 64)).shape == (2, 40, 0)
@@ -379,19 +379,19 @@ def test_a_quantized_model_computes_what_its_numbers_say(name, compile):
         net = int_shard(config, dtype)
         int_linear.use_kernels(net)
         if i == 3:
-            cpu.use_few_rows(net)
+            few_rows.use(net)
         logits = last_logits(net, tokens, lengths, compile=compile and i == 3)
         for row, length in enumerate(lengths):
             expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
             assert (logits[row] - expected).abs().max() < tolerance * expected.abs().max()
     kinds = {type(m) for m in net.modules() if hasattr(m, "in_features")}
-    assert cpu.FewRowsIntLinear in kinds and (cpu.FewRowsLinear in kinds) == bool(config.kept)
-    packed_table = type(net.tok_embeddings) is cpu.PackedEmbedding
+    assert few_rows.FewRowsIntLinear in kinds and (few_rows.FewRowsLinear in kinds) == bool(config.kept)
+    packed_table = type(net.tok_embeddings) is few_rows.PackedEmbedding
     assert packed_table == (config.tie_embeddings and not config.kept)
     assert not packed_table or net.tok_embeddings.weight is net.output.weight
-    gated = [type(block.feed_forward) is cpu.FewRowsFeedForward for block in net.layers]
+    gated = [type(block.feed_forward) is few_rows.FewRowsFeedForward for block in net.layers]
     assert set(gated) == {not config.mlp_bias and "w2" not in config.kept}
-    packed = {m.weight.data_ptr(): m.weight.nbytes for m in net.modules() if type(m) is cpu.FewRowsIntLinear}
+    packed = {m.weight.data_ptr(): m.weight.nbytes for m in net.modules() if type(m) is few_rows.FewRowsIntLinear}
     assert max(packed) - min(packed) + packed[max(packed)] == sum(packed.values())  # side by side
 
 

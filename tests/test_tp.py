@@ -9,7 +9,7 @@ from helpers import BASE, WIRED, YARN, StateWeights, last_logits, random_model, 
 from reference import Reference
 
 import tp
-from kernels import cpu
+from kernels import few_rows
 from measure import link
 from model import InputError
 from runtime import launch
@@ -93,7 +93,7 @@ def logits_of(world, cases, **compile):
 def halves(world, config, compile):
     """Logits in bfloat16 on this rank: plain, and with few_rows.cpp, which --compile takes."""
     nets = [shard(config, world, torch.bfloat16) for _ in range(2)]
-    cpu.use_few_rows(nets[1])
+    few_rows.use(nets[1])
     return [last_logits(net, *unequal_rows(config), compile=c) for net, c in zip(nets, (False, compile), strict=True)]
 
 

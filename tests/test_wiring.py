@@ -14,7 +14,7 @@ import convert_hf_checkpoint
 import generate
 import model
 from formats import checkpoint, huggingface
-from kernels import cpu
+from kernels import few_rows
 from measure.clock import count_all_reduces, run_clock
 from model import WIRINGS, Wiring
 from runtime import cli
@@ -187,7 +187,7 @@ def generated_code(config, world, batch, length, dtype):
 
     torch._dynamo.reset()
     net = shard(config, world, dtype)
-    cpu.use_few_rows(net)
+    few_rows.use(net)
     tokens = torch.randint(config.vocab_size, (batch, length))
     kwargs, how = {"cache": net.new_cache(batch, 16)}, {}
     if length == 1:
