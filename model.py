@@ -118,7 +118,7 @@ def attention_plus_mlp(block, metadata, cache):
 
 
 def attention_into_mlp(block, metadata, cache):
-    """The MLP reads this rank's own partial y of the attention: the all-reduce between them is dropped."""
+    """Let the MLP read this rank's own partial y of the attention: the all-reduce between them is dropped."""
 
     def both(x):
         y = block.attention(block.attention_norm(x), metadata, cache)
@@ -324,7 +324,7 @@ class Attention(nn.Module):
         return (self.wqkv.out_features - self.wo.in_features) // (2 * self.head_dim)
 
     def forward(self, x, metadata, cache):
-        """x (B, S, D) -> this rank's partial (B, S, D). cache: None or (k, v), each (B, K, T, H), written in place."""
+        """Return this rank's partial (B, S, D) of x (B, S, D). cache: None or (k, v), both (B, K, T, H), written to."""
         B, S, _ = x.shape
         qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, G + 2, S, H)
         q = rotate(self.q_norm(qkv[:, :, :-2]), metadata.cos, metadata.sin)  # (B, K, G, S, H)
@@ -340,7 +340,7 @@ class Attention(nn.Module):
         return self.wo(y.reshape(B, -1, S, self.head_dim).transpose(1, 2).reshape(B, S, -1))
 
     def attend(self, q, k, v, metadata):
-        """Attention of q (B, K, G, S, H) to keys and values (B, K, T, H), by their mask -> (B, K, G * S, H)."""
+        """Return the attention (B, K, G * S, H) of q (B, K, G, S, H) to keys and values (B, K, T, H), by their mask."""
         # The G query heads of a KV head become G more queries of one head: no key is ever copied.
         B, _, G, S, _ = q.shape
         T = metadata.mask.shape[-1]

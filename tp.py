@@ -21,7 +21,7 @@ from runtime import watch
 
 
 def share(n, rank, ranks):
-    """The range (start, stop) of n things that a rank gets; the sizes differ by at most one.
+    """Return the range (start, stop) of n things that a rank gets; the sizes differ by at most one.
 
     The first share is never a smaller one: a rank that is simulated alone has the slowest rank's work.
     """
@@ -29,7 +29,7 @@ def share(n, rank, ranks):
 
 
 def shard_plan(config, rank, tp_size):
-    """What this rank holds of each sharded linear: {name in its module: (dimension, [(start, stop), ...])}.
+    """Return {name in its module: (dimension, [(start, stop), ...])}: what this rank holds of each sharded linear.
 
     Column-wise (rows of the weight, dimension 0): wqkv by KV-head groups, w1, w3, and the output head by the
     vocabulary. Row-wise (columns of the weight, dimension 1): wo and w2. With more ranks than KV heads, the ranks
@@ -132,7 +132,7 @@ torch.library.define("ladder::settle", "(Tensor x, Tensor? pending, Tensor? afte
 
 @torch.library.impl("ladder::settle", "default")
 def _settle(x, pending, after):
-    """x + wait(pending), or a copy of x. Opaque to the compiler, and `after`, a collective started later, is an input.
+    """Return x + wait(pending), or a copy of x. Opaque to the compiler; `after`, a later collective, is an input.
 
     `after` is only a dependency: the wait cannot move before that start, nor past the next sublayer, which reads x.
     With plain operators Inductor fuses the residual additions of neighbouring sublayers and waits for both at once.
@@ -153,7 +153,7 @@ torch.library.define("ladder::gather", "(Tensor part, int tp_size, str group) ->
 
 @torch.library.impl("ladder::gather", "default")
 def _gather(part, tp_size, group):
-    """The parts (B, ...) of all ranks as (tp_size, B, ...).
+    """Return the parts (B, ...) of all ranks as (tp_size, B, ...).
 
     One operator, since a group written in Python can take only the coalesced form, and the compiler's wrapper in C++
     (torch 2.13) all but that.
@@ -188,7 +188,7 @@ class TensorParallel:
         return x if pending is None else x + self.wait(pending)  # nothing to hold back: fuse this with the next norm
 
     def gather(self, logits):
-        """This rank's part of the vocabulary (B, S, v) -> the logits of all of it (B, S, V), on every rank."""
+        """Return the logits (B, S, V) of the whole vocabulary, on every rank, from this rank's part (B, S, v)."""
         part = head_rows(self.vocab_size, self.tp_size)
         logits = F.pad(logits, (0, part - logits.shape[-1]))
         parts = torch.ops.ladder.gather(logits, self.tp_size, self.group)  # (tp, B, S, part)

@@ -102,7 +102,7 @@ class Sampler:
 
 
 def all_finite(logits, top):
-    """Whether logits (..., V), whose largest are top (...), are all finite, (...): of NaN and others, both are NaN."""
+    """Return whether logits (..., V), whose largest are top (...), are all finite (...): of NaN, both are NaN."""
     return top.isfinite() & logits.amin(-1).isfinite()
 
 

@@ -252,7 +252,7 @@ class Source(NamedTuple):
 
     @property
     def most(self):
-        """The most proposals of a pass."""
+        """Return the most proposals of a pass."""
         return max(COUNTS) if self.count == "auto" else self.count
 
     def contents(self):

@@ -85,7 +85,7 @@ def group(q, k, v, config):
 
 
 def ungroup(wqkv, config):
-    """The inverse of group: (q, k, v)."""
+    """Return (q, k, v): the inverse of group."""
     queries = config.n_heads // config.n_kv_heads * config.head_dim
     parts = wqkv.unflatten(0, (config.n_kv_heads, -1)).split([queries, config.head_dim, config.head_dim], dim=1)
     return [t.flatten(0, 1) for t in parts]

@@ -21,9 +21,9 @@ HUGE = 2**21  # bytes of a huge page
 
 
 def empty(shape, dtype, device="cpu"):
-    """An uninitialised tensor; on a CPU in huge pages, where the system has them: small ones take time to translate.
+    """Return an uninitialised tensor, on a CPU in huge pages if the system has them: small ones take time to translate.
 
-    It begins where a huge page does. What does not fill one at its end is in small ones.
+    It begins where a huge page does. A rest at its end that does not fill one lies in small pages.
     """
     size = dtype.itemsize * torch.Size(shape).numel()
     if torch.device(device).type != "cpu" or size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -45,7 +45,7 @@ def keep_freed_memory():
 
 
 def compiler(what="--compile"):
-    """The C++ compiler that torch.compile takes too. Raises InputError, for `what` needs it, if there is none."""
+    """Return the C++ compiler that torch.compile takes, too. Raises InputError, which says that `what` needs one."""
     name = os.environ.get("CXX", "g++")
     if shutil.which(name) is None:
         raise InputError(f"{what} needs a C++ compiler: install g++, or name one in $CXX, no options: {name!r}")
@@ -96,7 +96,7 @@ def load_operators(source, what, *options):
 
 
 def _processor():
-    """What this processor can do, for which -march=native compiles."""
+    """Return the features of this processor, for which -march=native compiles."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

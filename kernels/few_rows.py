@@ -40,14 +40,14 @@ class FewRowsLinear(nn.Linear):
 
 
 def packed_shape(weight, scales, zeros):
-    """(P, G, 1 + V, 64) of what pack() returns."""
+    """Return the shape (P, G, 1 + V, 64) of pack()'s result."""
     (N, columns), G = weight.shape, scales.shape[1]
     return -(-N // 16), G, 1 + (-(-columns // 8) * 2 if zeros is None else columns // G // 4), 64
 
 
 @torch.no_grad()
 def pack(weight, scales, zeros, room=None):
-    """The integers of int_linear.py as few_rows.cpp takes them: (P, G, 1 + V, 64) uint8, the last panel padded.
+    """Return int_linear.py's integers in few_rows.cpp's layout: (P, G, 1 + V, 64) uint8, the last panel padded.
 
     Of a panel of 16 rows, each group is a vector with their scales and zeros (bfloat16), and V vectors with four bytes
     of every row: the next four columns, q + 128 (int8, whose columns are padded to a multiple of 8), or eight, the

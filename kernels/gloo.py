@@ -27,7 +27,7 @@ def choose_interface(store, rank, tp_size):
 
 
 def _address_towards(host):
-    """This machine's own IPv4 address on the way to a host, or "" where there is none."""
+    """Return this machine's own IPv4 address on the way to a host, or "" if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
         s.connect((host, 1))  # of a datagram socket, this sends nothing
         return s.getsockname()[0]
@@ -35,7 +35,7 @@ def _address_towards(host):
 
 
 def threads():
-    """The thread ids of this process; none where the system is not Linux."""
+    """Return the thread ids of this process; none if the system is not Linux."""
     return {int(i) for i in os.listdir("/proc/self/task")} if os.path.isdir("/proc/self/task") else set()
 
 

@@ -44,17 +44,17 @@ def check(config):
 
 
 def dequantize(weight, scales, zeros=None):
-    """The numbers (N, K) that integers stand for, in the dtype of the scales."""
+    """Return the numbers (N, K) that integers stand for, in the dtype of the scales."""
     return scaled(weight if zeros is None else unpack(weight), scales, zeros)
 
 
 def unpack(weight):
-    """int4 (N, K / 2) as bytes (N, K)."""
+    """Return int4 (N, K / 2) as bytes (N, K)."""
     return torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2)
 
 
 def scaled(q, scales, zeros):
-    """scales q + zeros (N, K) of the integers q (N, K)."""
+    """Return scales q + zeros (N, K) of the integers q (N, K)."""
     if zeros is None:
         return q.to(scales.dtype) * scales
     q = q.unflatten(-1, (scales.shape[-1], -1)).to(scales.dtype)  # (N, G, K / G)
@@ -62,9 +62,9 @@ def scaled(q, scales, zeros):
 
 
 def regroup(numbers, start, stop, size):
-    """int4 scales or zeros of the columns start to stop, given those (N, G) of all groups of `size` that they touch.
+    """Return int4 scales or zeros of the columns start to stop, given those (N, G) of all groups that they touch.
 
-    When the ends lie within groups, the groups become smaller and more, of the largest size with which they do not.
+    size: of these groups. If an end lies within a group, all become smaller: of the largest size that fits both ends.
     """
     if start % size == stop % size == 0:
         return numbers
@@ -75,7 +75,7 @@ def regroup(numbers, start, stop, size):
 
 
 class Integers(nn.Module):
-    """What stands for a matrix (N, K): weight (N, K) int8 or (N, K / 2) uint8, scales and zeros (N, G)."""
+    """A matrix (N, K) in integers: weight (N, K) int8 or (N, K / 2) uint8, scales and zeros (N, G)."""
 
     def __init__(self, N, K, quant, group_size):
         super().__init__()
@@ -90,7 +90,7 @@ class Integers(nn.Module):
     in_features = property(lambda self: self.weight.shape[1] * (1 if self.zeros is None else 2))
 
     def rows(self, index):
-        """Rows of the matrix, as floats."""
+        """Return rows of the matrix, as floats."""
         zeros = None if self.zeros is None else self.zeros[index]
         return dequantize(self.weight[index], self.scales[index], zeros)
 
@@ -171,7 +171,7 @@ class IntEmbedding(Integers):
 
 
 def skeleton(config):
-    """The Transformer of a config, quantized as it says, without memory for the weights (on the device "meta")."""
+    """Return the Transformer of a config, quantized as it says, without memory for the weights: on "meta"."""
     with torch.device("meta"):
         model = Transformer(config)
         for path, module in list(model.named_modules()) if config.quant else []:

@@ -26,7 +26,7 @@ class Unavailable(Exception):
 
 
 def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
-    """The process group of the world's ranks through shared memory. Raises Unavailable, on all ranks alike.
+    """Return a process group of the world's ranks through shared memory. Raises Unavailable, on all ranks alike.
 
     world: a launch.World. slot_bytes: a multiple of 8.
     """
@@ -60,17 +60,17 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
 
 
 def shares(group):
-    """Whether a process group, or None, is one of connect()."""
+    """Return whether a process group, or None, is one of connect()."""
     return getattr(group, "group_name", "").startswith(GROUP)
 
 
 def lost_peer():
-    """Whether a rank that this process waited for has died."""
+    """Return whether a rank that this process waited for has died."""
     return hasattr(torch.ops.ladder, "memory_lost_peer") and torch.ops.ladder.memory_lost_peer()
 
 
 def progress():
-    """(pieces of collectives that this process has completed, the rank that it waits for or None)."""
+    """Return (completed pieces of this process's collectives, the rank that it waits for or None)."""
     if not hasattr(torch.ops.ladder, "memory_progress"):
         return 0, None
     pieces, awaited = torch.ops.ladder.memory_progress()
@@ -84,7 +84,7 @@ def abandon():
 
 
 def build():
-    """Have the operators of shared_memory.cpp. Raises InputError as cpu.load_operators does."""
+    """Load the operators of shared_memory.cpp. Raises InputError as cpu.load_operators does."""
     if not hasattr(torch.ops.ladder, "join_memory"):
         include = os.path.join(os.path.dirname(torch.__file__), "include/torch/csrc/api/include")
         flags = "-DUSE_DISTRIBUTED", "-DUSE_C10D", f"-I{include}"
@@ -101,14 +101,14 @@ def _explained():
 
 
 def _create():
-    """(what the others need to find it, the file descriptor)."""
+    """Return (the arguments of _open on the other ranks, the file descriptor)."""
     fd, token = os.memfd_create(NAME), secrets.token_hex(16)
     os.write(fd, token.encode())
     return {"pid": os.getpid(), "fd": fd, "token": token}, fd
 
 
 def _open(pid, fd, token):
-    """A descriptor of rank 0's file. Raises Unavailable where that is another machine's or container's."""
+    """Return a descriptor of rank 0's file. Raises Unavailable if that is another machine's or container's."""
     path = f"/proc/{pid}/fd/{fd}"
     try:
         if os.readlink(path).startswith(f"/memfd:{NAME}"):  # other files may not like to be opened

@@ -52,7 +52,7 @@ count = number(int, 1)
 
 
 def appendable(path):
-    """An argparse type: a file that lines can be appended to, or the name of one that can be made."""
+    """Return a path that lines can be appended to (an argparse type)."""
     existing = path if os.path.exists(path) else os.path.dirname(path) or "."
     if os.path.isdir(path) or not os.access(existing, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {path}")
@@ -60,7 +60,7 @@ def appendable(path):
 
 
 def add_rank_flags(parser):
-    """The flags that join() takes."""
+    """Add the flags that launch.join takes."""
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda if each rank finds a GPU, else cpu")
     parser.add_argument(
         "--timeout",
@@ -101,7 +101,7 @@ def add_communication_flags(parser):
 
 
 def asked_wiring(args):
-    """The wiring that the flags ask for, or None."""
+    """Return the wiring that the flags ask for, or None."""
     ladder = f"ladder:{args.ladder_layers}" if args.ladder_layers else "ladder" if args.ladder else None
     if ladder and args.wiring not in (None, ladder):
         raise InputError(f"--wiring {args.wiring} contradicts --ladder, which means --wiring {ladder}")
@@ -109,7 +109,7 @@ def asked_wiring(args):
 
 
 def with_wiring(config, args):
-    """The config with the wiring that the flags ask for."""
+    """Return the config with the wiring that the flags ask for."""
     try:
         return rewired(config, asked_wiring(args))
     except InputError as e:

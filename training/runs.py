@@ -20,7 +20,7 @@ MACHINE = ["out", "device", "micro_batch", "recompute", "compile", "save_every",
 
 
 def describe(args):
-    """Returns (the Config to train, the checkpoint's or None, the teacher's or None); autoN is the last N layers here.
+    """Return (the Config to train, the checkpoint's or None, the teacher's or None); autoN is the last N layers here.
 
     Completes args.seq_len.
     """
@@ -68,7 +68,7 @@ def is_auto(args):
 
 
 def keeps_norms(config):
-    """Returns whether a model in this wiring has all the weights to run as a standard one, too."""
+    """Return whether a model in this wiring has all the weights to run as a standard one, too."""
     return config.kind.norms == WIRINGS["standard"].norms
 
 
@@ -135,7 +135,7 @@ def prepare(run, args):
 
 
 def windows(run, args):
-    """Returns the Windows to train on and those to validate on."""
+    """Return the Windows to train on and those to validate on."""
     train = Windows(run / "train.tokens", args.seq_len, "--text", args.seed)
     return train, Windows(run / "valid.tokens", args.seq_len, "--valid", at_most=args.valid_tokens)
 
@@ -147,7 +147,7 @@ def finish(run, out):
 
 
 def best(run):
-    """Returns {"step", "nats"} of the best weights so far, which lie in run/best-STEP."""
+    """Return {"step", "nats"} of the best weights so far, which lie in run/best-STEP."""
     path = run / "best.json"
     return json.loads(path.read_text()) if path.exists() else {"step": None, "nats": math.inf}
 

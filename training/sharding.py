@@ -70,7 +70,7 @@ def fill_afresh(model, seed, world):
 
 
 def _rows(parameter, world):
-    """The range of rows that this rank holds."""
+    """Return the range of rows that this rank holds."""
     most = -(-len(parameter) // world.tp_size)
     return tuple(min(rank * most, len(parameter)) for rank in (world.rank, world.rank + 1))
 

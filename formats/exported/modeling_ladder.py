@@ -45,7 +45,7 @@ class LadderDecoderLayer(LlamaDecoderLayer):
             del self.post_attention_layernorm
 
     def sublayers(self, **kwargs):
-        """The functions of x (B, S, D) that the layer adds to the stream."""
+        """Return the functions of x (B, S, D) that the layer adds to the stream."""
 
         def attention(x):
             return self.self_attn(x, **kwargs)[0]
