@@ -2,7 +2,6 @@
 
 python -m benchmarks.faults --json results/faults.jsonl             # all of them, in some 20 minutes
 python -m benchmarks.faults --only decode,SIGKILL --json FILE       # those whose name has all the words
-python -m benchmarks.faults --list
 python -m benchmarks.faults --show results/faults.jsonl             # the table of docs/reliability.md
 
 In each phase of a run one rank harms itself, or its launcher; or one rank is started otherwise than the others. Each
@@ -33,9 +32,8 @@ from pathlib import Path
 import torch
 
 import quantize
-from benchmarks.lines import command, written_by
+from benchmarks.lines import about, add_show_flag
 from formats import checkpoint
-from measure import report
 from measure.results import markdown
 from model import Config, InputError, Transformer
 from runtime import chat, cli, launch, writing
@@ -80,7 +78,6 @@ UNLIKE = {  # name: (flags, or the script, of the last rank alone; what the line
     "other weights": ("--checkpoint {b}", r"contents of --checkpoint"),
     "other shapes": ("--checkpoint {wide}", r"contents of --checkpoint"),
     "other quantization": ("--checkpoint {int8}", r"contents of --checkpoint"),
-    "another script": ("{root}/eval.py", r"the script eval\.py"),
     "another version of the code": ("{code}/generate.py", r"the code"),
 }
 
@@ -143,9 +140,8 @@ def victim():
     case, note, change = json.loads(os.environ["FAULT"])
     harmed = int(os.environ["RANK"]) == case["rank"]
     if harmed and change[:1] and change[0].endswith(".py"):
-        flags = sys.argv[2:] if change[0].endswith("generate.py") else change[1:]
         os.environ["PYTHONPATH"] = ""
-        os.execv(sys.executable, [sys.executable, change[0], *flags])
+        os.execv(sys.executable, [sys.executable, change[0], *sys.argv[2:]])
     _, name, *flags = sys.argv
     sys.argv = [f"{name}.py", *flags, *(change if harmed else [])]
     script = importlib.import_module(name)
@@ -162,7 +158,7 @@ def victim():
 
 def write_files(folder):
     """Write what the runs take into a folder; returns {name: path}."""
-    paths = {name: folder / name for name in ("a", "b", "wide", "int8", "text", "out", "code")} | {"root": ROOT}
+    paths = {name: folder / name for name in ("a", "b", "wide", "int8", "text", "out", "code")}
     text = "Once upon a time there was a little dog. The dog ran to the park. "
     paths["text"].write_text(text * 40)
     for name in "a", "b", "wide":
@@ -198,7 +194,6 @@ def run(case, paths):
     words = f"{GENERATE} --seed 1" if unlike else PHASES[case["phase"]][0]
     words += f" --timeout {TIMEOUT if case.get('kind') in STALLS else 60}"
     change = UNLIKE[case["unlike"]][0].format(**paths).split() if unlike else []
-    change += f"--checkpoint {paths['a']} --text {paths['text']}".split() * (change[:1] == [f"{ROOT}/eval.py"])
     with tempfile.TemporaryDirectory(prefix="ladder-faults-") as folder:
         note, logs = Path(folder) / "note", Path(folder) / "logs"
         environment = os.environ | {
@@ -231,7 +226,7 @@ def run(case, paths):
         codes = re.findall(r"exitcode *: (-?\d+)", Path(folder, "report").read_text())
         for path in paths["out"].parent.glob("out*"):  # what an interrupted adapt.py goes on from
             shutil.rmtree(path)
-    lines = re.findall(r"(?:(?:generate|eval|adapt)\.py: |interrupted|step \d+ is saved).*", said["stderr"])
+    lines = re.findall(r"(?:(?:generate|adapt)\.py: |interrupted|step \d+ is saved).*", said["stderr"])
     line = {
         **case, "happened": since is not None, "seconds": seconds, "code": code, "codes": sorted(set(map(int, codes))),
         "lines": [text.replace(str(paths["out"].parent), "DIR") for text in lines],
@@ -282,19 +277,13 @@ def table(lines):
 def main(argv=None):
     p = cli.Parser(__doc__)
     p.add_argument("--only", default="", metavar="WORD,...", help="cases whose name has all of these, e.g. decode,hang")
-    p.add_argument("--list", action="store_true", help="only print the names of the cases")
-    p.add_argument("--show", type=written_by("benchmarks/faults.py", "wrong", "seconds"), metavar="FILE")
     cli.add_json_flag(p, "a line for each case")
+    add_show_flag(p, table, "wrong", "seconds")
     args = p.parse_args(argv)
-    if args.show:
-        return print(table(args.show))
     chosen = {name: case for name, case in cases().items() if all(word in name for word in args.only.split(","))}
     if not chosen:
-        raise InputError(f"--only {args.only}: no case has all of these words; --list has their names")
-    if args.list:
-        return print(*chosen, sep="\n")
-    world = launch.World(0, 1, torch.device("cpu"))
-    about, lines = {"command": command("faults", argv), **report.environment(world)}, []
+        raise InputError(f"--only {args.only}: no case has all of these words; one is '{next(iter(cases()))}'")
+    made, lines = about("faults", argv), []
     with tempfile.TemporaryDirectory() as folder:
         paths = write_files(Path(folder))
         for name, case in chosen.items():
@@ -303,7 +292,7 @@ def main(argv=None):
             how = f"{name}: {took}; {'; '.join(lines[-1]['wrong']) or 'ok'}"
             print(how, *lines[-1]["lines"], sep="\n    ", flush=True)
             if args.json:
-                writing.append_line(args.json, about | lines[-1])
+                writing.append_line(args.json, made | lines[-1])
     print(table(lines))
 
 

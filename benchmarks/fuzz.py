@@ -1,9 +1,9 @@
-"""Good files and command lines with changes drawn by chance: each is to work, or to end in one line that says why not.
+"""Good files with changes drawn by chance: each is to work, or to end in one line that says why not.
 
 python -m benchmarks.fuzz --json benchmarks/results/fuzz.jsonl          # 10,000 cases of each target
 python -m benchmarks.fuzz --target pickle --cases 500 --seed 7
 
-A target is a good file (or command lines) and the function that reads it. A case is that file with changes drawn by the
+A target is a good file and the function that reads it. A case is that file with changes drawn by the
 seed and the case's number. It ends clean if the function works, refuses it in an InputError, or raises a library's
 error; unclean if it takes longer than SECONDS, or ends the process, after which its files still lie in --folder.
 """
@@ -11,7 +11,6 @@ error; unclean if it takes longer than SECONDS, or ends the process, after which
 import base64
 import contextlib
 import faulthandler
-import importlib
 import io
 import json
 import random
@@ -25,12 +24,12 @@ import torch
 
 import generate
 import tp
-from benchmarks import lines
+from benchmarks.lines import about
 from formats import checkpoint
 from formats.huggingface import config_from_hf
 from formats.sources import Llama2cWeights, PickledWeights
 from formats.tokenizer import load_tokenizer
-from measure import report, results
+from measure import results
 from model import Config, InputError, Transformer, rope_frequencies
 from runtime import cli, launch, terminal, writing
 
@@ -39,7 +38,6 @@ DEMO, RESULTS = ROOT / "demo", ROOT / "benchmarks" / "results"
 SECONDS = 20
 TEXT = "Once upon a time\n\tthere were 12 (twelve) little dogs. Zwölf? 十二! \x00 \ufffd <|eot|>"
 TINY = Config(2, 4, 2, 8, 32, 48, 60, 64, bos_id=1, eos_ids=(2,))
-CPU = torch.device("cpu")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Changes: of JSON its values, of every other file its bytes
@@ -95,19 +93,8 @@ def as_json(value):
 # Targets
 
 
-COMMANDS = f"""
-generate --checkpoint {DEMO} --prompt Once --max-new-tokens 5 --temperature 0 --top-k 3 --top-p 0.9 --wiring ladder:2
-adapt --ladder --text a.txt --valid b.txt --out /no/x --n-layers 2 --dim 32 --n-heads 4 --vocab-size 300 --lr 1e-3
-convert_hf_checkpoint {DEMO} --to-hf /no/x --dtype float32 --wiring ladder
-quantize --checkpoint {DEMO} --mode int4 --group-size 64 --out /no/x
-eval --checkpoint {DEMO} --text a.txt --window 16 --stride 4 --max-tokens 50 --batch 2 --wiring ladder:2
-measure.advise --model 8b --tp 2 --gpu h100 --link pcie --batch 4 --context 100
-""".strip().splitlines()
-ARGUMENTS = {script: argv for script, *argv in map(str.split, COMMANDS)}
-
-
 def load(folder):
-    tp.load_shard(TINY, checkpoint.Weights(folder), torch.float32, CPU, 0, 1)
+    tp.load_shard(TINY, checkpoint.Weights(folder), torch.float32, "cpu", 0, 1)
 
 
 def use_pickle(folder):
@@ -126,12 +113,6 @@ def use_tokenizer(folder):
 def use_prompts(folder):
     args = generate.parse(["--checkpoint", str(DEMO), "--prompt", f"@{folder / 'prompts.txt'}"])
     terminal.read_prompts(args, checkpoint.read_config(DEMO), load_tokenizer(DEMO))
-
-
-def use_commands(folder):
-    for script, argv in checkpoint.read_json(folder / "commands.json").items():
-        if isinstance(argv, list) and argv != ARGUMENTS.get(script, argv):
-            importlib.import_module(script).parse([str(word) for word in argv])
 
 
 def targets(folder):
@@ -173,7 +154,6 @@ def targets(folder):
         "tokenizer settings": (use_tokenizer, {"tokenizer_config.json": as_json(settings)} | pieces),
         "results": (lambda at: results.report(results.read(at / "bench.jsonl")), {"bench.jsonl": bench}),
         "prompts": (use_prompts, {"prompts.txt": (DEMO / "story.txt").read_bytes()}),
-        "command lines": (use_commands, {"commands.json": as_json(ARGUMENTS)}),
     }
 
 
@@ -249,9 +229,8 @@ def main(argv=None):
             found |= {"unclean": len(unclean), "examples": unclean[:20], "seconds": time.perf_counter() - start}
             print(f"{name}: {found}", flush=True)
             if args.json:
-                about = {"target": name, "cases": args.cases, "seed": args.seed}
-                alone = report.environment(launch.World(0, 1, CPU))
-                writing.append_line(args.json, {"command": lines.command("fuzz", argv), **about, **found, **alone})
+                case = {"target": name, "cases": args.cases, "seed": args.seed}
+                writing.append_line(args.json, case | found | about("fuzz", argv))
 
 
 if __name__ == "__main__":

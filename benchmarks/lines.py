@@ -15,11 +15,8 @@ from model import InputError
 from runtime.launch import World
 
 
-def written_by(writer, *keys):
-    """An argparse type: a file that such a script appended to, as its lines, which all have these keys.
-
-    Its wirings get the names of today.
-    """
+def _lines_with(*keys):
+    """An argparse type: a file as its lines, which all have these keys; their wirings get the names of today."""
 
     def parse(path):
         try:
@@ -29,7 +26,7 @@ def written_by(writer, *keys):
         except ValueError:
             lines = []
         if not lines or not all(isinstance(line, dict) and line.keys() >= {*keys} for line in lines):
-            raise argparse.ArgumentTypeError(f"{path} has lines that {writer} did not write")
+            raise argparse.ArgumentTypeError(f"{path} has lines that this script did not write")
         return [line | {"wiring": wired(line)} if "wiring" in line else line for line in lines]
 
     return parse
@@ -50,28 +47,17 @@ class _Show(argparse.Action):
 
 def add_show_flag(parser, tables, *keys, only=""):
     """only: a key of the lines, such as wiring: where --wirings stands before --show, it names those to show."""
-    show, about = written_by("this script", *keys), "print the tables of such files, and end"
-    flags = {"action": _Show, "tables": tables, "only": only, "type": show, "nargs": "+", "metavar": "FILE"}
-    parser.add_argument("--show", **flags, help=about + f" (of what --{only}s before it names)" * bool(only))
-
-
-def grouped(lines, *keys):
-    """{the values of the keys: the lines that share them}, in the order of the lines."""
-    groups = {}
-    for line in lines:
-        groups.setdefault(tuple(line[key] for key in keys), []).append(line)
-    return groups
-
-
-def command(script, argv=None, world=None):
-    """The command line of a script of this folder. argv: its flags, or None for this process's; world: its ranks."""
-    alone = world is None or world.alone
-    launcher = "python" if alone else f"torchrun --standalone --nproc_per_node={world.tp_size}"
-    words = [f"OMP_NUM_THREADS={torch.get_num_threads()}", *launcher.split(), "-m", f"benchmarks.{script}"]
-    return shlex.join([*words, *(sys.argv[1:] if argv is None else argv)])
+    flags = {"action": _Show, "tables": tables, "only": only, "type": _lines_with(*keys), "nargs": "+"}
+    about = "print the tables of such files, and end" + f" (of what --{only}s before it names)" * bool(only)
+    parser.add_argument("--show", **flags, metavar="FILE", help=about)
 
 
 def about(script, argv=None, world=None):
-    """How a line was made: machine, version of torch, commit and command. world: None for this process alone."""
-    made = environment(world or World(0, 1, torch.device("cpu")))
-    return {**made, "command": command(script, argv, world)}
+    """How a line of a script of this folder was made: machine, version of torch, commit and command.
+
+    argv: its flags, or None for this process's; world: None for this process alone.
+    """
+    world = world or World(0, 1, torch.device("cpu"))
+    launcher = "python" if world.alone else f"torchrun --standalone --nproc_per_node={world.tp_size}"
+    words = [f"OMP_NUM_THREADS={torch.get_num_threads()}", *launcher.split(), "-m", f"benchmarks.{script}"]
+    return {**environment(world), "command": shlex.join([*words, *(sys.argv[1:] if argv is None else argv)])}

@@ -72,7 +72,7 @@ def parse(argv):
     args.config = dataclasses.replace(args.config, n_layers=n_layers, max_seq_len=args.prompt_length + 1)
     args.configs = {name: rewired(args.config, name) for name in args.wirings or variants(n_layers)}
     if args.label and [*args.links] != ["free"]:
-        raise InputError("--label (or netns.sh) says that there is a real link: it goes with --links free")
+        raise InputError("--label says that there is a real link: it goes with --links free")
     return args
 
 

@@ -90,7 +90,7 @@ class Machine(NamedTuple):
 # bytes per second, and dense bfloat16 operations per second: NVIDIA's data sheets of the SXM modules
 GPUS = {"h100": (3.35e12, 989e12), "h200": (4.8e12, 989e12)}
 # The share of the published bandwidth that a decode step reaches: gpt-fast's README has 1397 of an A100's 2039 GB/s for
-# the 7b in bfloat16 on one GPU. The upper bound that the paper measured is lower: benchmarks/paper.py prints both.
+# the 7b in bfloat16 on one GPU. The upper bound that the paper measured is lower: see benchmarks/bench.md.
 SHARE = 0.7
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers import BASE, random_model
 
-from benchmarks import paper
 from formats import checkpoint
 from formats.sizes import SIZES, RandomWeights
 from measure import advise, report
@@ -207,21 +206,6 @@ def test_a_table_for_each_link(capsys):
     assert shown.count("| standard |") == len(LINKS) - 1
     assert shown.startswith("PREDICTED: 8b:4, 4 layers, int8, tp 8, batch 2, 1024 filled slots\n70 % of an H100")
     assert rows(shown)["ladder:2"][2] == "8" and [line for line in shown.splitlines() if line.startswith("pcie (57 us")]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Beside what was measured
-
-
-def test_the_paper_s_rows_have_the_advisor_s(capsys):
-    paper.main([])
-    found = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in capsys.readouterr().out.splitlines()]
-    by_case = {tuple(cells[:3]): cells for cells in found}
-    advised = advise.times_of(SIZES["70b"], torch.bfloat16, 8, 4, 1280, advise.published_machine("h100"), LINKS["pcie"])
-    seconds, *_ = advise.step_seconds(dataclasses.replace(SIZES["70b"], wiring="ladder"), advised)
-    assert by_case["no P2P", "4", "ladder"][8] == f"{4 / seconds:.1f}"
-    assert by_case["no P2P", "4", "ladder"][5:8] == ["271.8", "337.1", "265.4"]
-    assert by_case["NVLink", "1", "spd"][5].strip() == "" and by_case["NVLink", "1", "spd"][6] == "91.1"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

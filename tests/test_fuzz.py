@@ -1,4 +1,4 @@
-"""Files and command lines with changes drawn by chance; benchmarks/fuzz.py says which, and has more of them."""
+"""Files with changes drawn by chance; benchmarks/fuzz.py says which, and has more of them."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from benchmarks import fuzz
 
 TARGETS = [
     "our config", "Hugging Face config", "index", "safetensors", "pickle", "llama2.c", "SentencePiece",
-    "tokenizer.json", "tiktoken ranks", "tokenizer settings", "results", "prompts", "command lines",
+    "tokenizer.json", "tiktoken ranks", "tokenizer settings", "results", "prompts",
 ]  # fmt: skip
 
 
