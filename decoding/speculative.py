@@ -25,8 +25,7 @@ COUNTS = 0, 1, 2, 3, 7  # numbers of proposals for Auto; each is a graph to comp
 USUAL = 3  # proposals of a --draft without @
 NGRAM = 3, 2  # tokens that Ngrams looks for, the longer first
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Drafts
+# ---- Drafts ----------------------------------------------------------------------------------------------------------
 
 
 class Draft(Plain):
@@ -188,8 +187,7 @@ class SmallModel(ModelDraft):
                 return logits
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The number of proposals
+# ---- The number of proposals -----------------------------------------------------------------------------------------
 
 
 def expected(rate, count):
@@ -237,8 +235,7 @@ class Auto:
             self.tried += sum(min(n + 1, count) for n in accepted) / len(accepted)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What --draft names
+# ---- What --draft names ----------------------------------------------------------------------------------------------
 
 
 class Source(NamedTuple):
@@ -343,8 +340,7 @@ def of_model(draft, count, runner, new_runner):
     return SmallModel(Fixed(count), new_runner(draft))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
+# ---- The report ------------------------------------------------------------------------------------------------------
 
 
 def mean_accepted(counts):

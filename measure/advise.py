@@ -29,8 +29,7 @@ from tp import head_rows, held, shard_plan
 LITTLE = 0.15  # a smaller share of a standard step in all-reduces is called little
 ALIKE = 0.01  # a wiring is named next to the fastest if its step is longer by at most this share of it
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What there is to do in a decode step, and how fast a machine does it
+# ---- What there is to do in a decode step, and how fast a machine does it --------------------------------------------
 
 
 class Work(NamedTuple):
@@ -98,8 +97,7 @@ def published_machine(name):
     return Machine(f"{100 * SHARE:.0f} % of an {name.upper()} on paper", *(SHARE * x for x in GPUS[name]))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Predictions
+# ---- Predictions -----------------------------------------------------------------------------------------------------
 
 
 class Times(NamedTuple):
@@ -190,8 +188,7 @@ def verdict(lines, all_reduce):
     return "\n".join(text)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line
+# ---- The command line ------------------------------------------------------------------------------------------------
 
 
 def parse(argv):
