@@ -159,7 +159,7 @@ class LinkedGroup(dist.ProcessGroup):
         return Delivery(work, delivered, start)
 
     def _send(self, seconds):
-        """Give the link something that takes it so long; returns a function that waits until it is delivered."""
+        """Give the link something that takes it so long; return a function that waits until it is delivered."""
         if seconds == 0:
             return lambda: None
         if self.device.type == "cuda":
@@ -194,7 +194,7 @@ class LinkedMemory:
 
     @property
     def log(self):
-        """Of the all-reduces since it was set; it is read once."""
+        """Return the rows of a LinkedGroup's log for the all-reduces since it was set, and forget them."""
         return [tuple(row) for row in torch.ops.ladder.log_memory(self.group_name, True).tolist()]
 
     @log.setter
@@ -227,7 +227,7 @@ def sleep_until(deadline):
 
 
 def _cycles_per_second(cycles=50_000_000):
-    """The rate of the clock that torch.cuda._sleep counts; the highest seen, so that a link is never too short."""
+    """Return the rate of the clock that torch.cuda._sleep counts, the highest seen, so that no link is too short."""
     rates = []
     for _ in range(10):  # an idle GPU takes a while to reach its rate
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
