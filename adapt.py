@@ -47,7 +47,7 @@ class Trainee(Transformer):
     dropout, recompute = 0.0, False  # of sublayers' outputs; whether the backward pass computes sublayers again
 
     def forward(self, batch, alpha=0.0):
-        """Returns the normed stream (B, S, D), of which self.output makes logits; at alpha 0 it is the wiring's own."""
+        """Return the normed stream (B, S, D), of which self.output makes logits; at alpha 0 it is the wiring's own."""
 
         def in_training(h):
             again = (lambda x: recomputed(h, x, use_reentrant=False)) if self.recompute else h
@@ -63,7 +63,7 @@ class Trainee(Transformer):
 
 
 def build(config, weights, world, dtype, args=None):
-    """Returns a sharded Trainee that computes in dtype or, without args, a teacher, which needs no float32 masters."""
+    """Return a sharded Trainee that computes in dtype or, without args, a teacher, which needs no float32 masters."""
     with torch.device("meta"):
         model = Trainee(config)
     if args is None:
@@ -90,7 +90,7 @@ def token_losses(head, x, targets, taught_head=None, taught=None):
 
 
 def losses(model, batch, alpha=0.0, teacher=None):
-    """Returns sums over the tokens of a batch that count: (what is to be minimised, the cross-entropy), in nats.
+    """Return sums over the tokens of a batch that count: (what is to be minimised, the cross-entropy), in nats.
 
     Minimised is the cross-entropy or, with a teacher, KL + 0.1 cross-entropy.
     """
@@ -107,7 +107,7 @@ def losses(model, batch, alpha=0.0, teacher=None):
 
 @torch.no_grad()
 def validation_loss(model, windows, rows, world):
-    """Returns nats per token over all windows, `rows` at a time on each rank."""
+    """Return nats per token over all windows, `rows` at a time on each rank."""
     was, total = model.training, [0.0, 0]
     model.eval()
     for first in range(world.rank * rows, windows.n + world.rank * rows, rows * world.tp_size):
@@ -129,7 +129,7 @@ def learning_rate(step, args):
 
 
 def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked):
-    """One step of the optimizer; returns its line of the log, and whether a rank was asked to stop.
+    """One step of the optimizer; return its line of the log, and whether a rank was asked to stop.
 
     Raises InputError, before anything changes, where the loss or its gradient is not finite.
     """
@@ -167,7 +167,7 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
 
 
 def train(model, teacher, windows, valid, run, args, world, original):
-    """Train until args.steps, from the newest state of the run on; returns the best, {"step", "nats"} of its weights.
+    """Train until args.steps, from the newest state of the run on; return the best, {"step", "nats"} of its weights.
 
     run/best-STEP holds the weights of the lowest validation loss, from step 0 on. A first Ctrl-C saves before it ends.
     original: the Config of the standard model that it was, with whose loss the log then begins, or None.
@@ -276,7 +276,7 @@ def parse(argv):
 
 
 def least_sensitive(model, own, valid, run, args, world):
-    """Returns the Config with those layers wired that alone raise the validation loss least; found once in a run."""
+    """Return the Config with those layers wired that alone raise the validation loss least; found once in a run."""
     path, wired = run / "layers.json", model.config
     if not path.exists():
         name, _ = parse_wiring(wired.wiring)

@@ -113,9 +113,7 @@ def main(argv=None):
         raise InputError(f"--tokenizer {args.tokenizer}: no such file")
     norm = "layers.0.attention_norm.weight"
     if args.to_hf:
-        config, weights, folder = checkpoint.read_config(args.source), checkpoint.Weights(args.source), args.source
-        if config.quant is not None:
-            raise InputError(f"{args.source} is quantized ({config.quant}): give the original")
+        config, weights, folder = checkpoint.read_original(args.source), checkpoint.Weights(args.source), args.source
     else:
         weights, config, folder = open_source(args.source, args.revision)
         [norm] = hf_names(norm)

@@ -18,14 +18,14 @@ FILE = 2**26  # bytes of a file, at least: all of them are in memory while it is
 
 
 def to_int8(w):
-    """Returns integers (N, K) int8 and scales (N, 1) bfloat16 for w (N, K) float32; zero stays zero."""
+    """Return integers (N, K) int8 and scales (N, 1) bfloat16 for w (N, K) float32; zero stays zero."""
     scales = (w.abs().amax(dim=1, keepdim=True) / 127).bfloat16()
     q = (w / _nonzero(scales.float())).round().clamp(-127, 127)
     return q.to(torch.int8), scales
 
 
 def to_int4(w, group_size, iterations=20):
-    """Returns integers (N, K / 2) uint8, scales and zeros (N, K / group_size) bfloat16 for w (N, K) float32.
+    """Return integers (N, K / 2) uint8, scales and zeros (N, K / group_size) bfloat16 for w (N, K) float32.
 
     It starts with the range of each group in 16 even steps, rounded to nearest. Each iteration then takes the scale and
     the zero with the least squared error for these integers, and the nearest integers for those (Lloyd's algorithm, on
@@ -52,18 +52,18 @@ def to_int4(w, group_size, iterations=20):
 
 
 def _round_int4(w, scales, zeros):
-    """Returns the integers nearest to w, as floats, their scales and zeros, and each group's squared error."""
+    """Return the integers nearest to w, as floats, their scales and zeros, and each group's squared error."""
     q = ((w - zeros) / _nonzero(scales)).round_().clamp_(0, 15)
     return q, scales, zeros, (torch.addcmul(zeros, q, scales) - w).square_().sum(-1, keepdim=True)
 
 
 def _nonzero(x):
-    """Returns x with 1 in place of 0, to divide by."""
+    """Return x with 1 in place of 0, to divide by."""
     return torch.where(x == 0, 1.0, x)
 
 
 def quantized(weights, config, iterations):
-    """Returns a function from a tensor's name to the quantized tensor; weights: the original's."""
+    """Return a function from a tensor's name to the quantized tensor; weights: the original's."""
     stored = dict(int_linear.skeleton(config).named_parameters())
     current = {}  # weight, scales and zeros of the matrix that was asked for last
 
@@ -93,10 +93,8 @@ def quantized(weights, config, iterations):
 
 
 def quantize(args):
-    """Write the folder; returns the bytes of the tensors before and after."""
-    config, weights = checkpoint.read_config(args.checkpoint), checkpoint.Weights(args.checkpoint)
-    if config.quant is not None:
-        raise InputError(f"{args.checkpoint} is quantized already ({config.quant}): give the original")
+    """Write the folder; return the bytes of the tensors before and after."""
+    config, weights = checkpoint.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
     group_size = 64 if args.mode == "int4" and args.group_size is None else args.group_size
     kept = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
     new = dataclasses.replace(config, quant=args.mode, group_size=group_size, kept=kept)

@@ -352,7 +352,7 @@ def copy_of(folder, out, seed=0, **changes):
 
 def test_what_cannot_be_trained_or_teach_is_one_clear_line(retrain, tiny, tmp_path):
     quantize.main(["--checkpoint", str(tiny), "--mode", "int8", "--out", str(tmp_path / "int8")])
-    others = {"desync": {"wiring": "desync"}, "short": {"max_seq_len": 8}, "wide": {"vocab_size": 301}, "same": {}}
+    others = {"desync": {"wiring": "desync"}, "wide": {"vocab_size": 301}, "same": {}}
     for name, changes in (others | {"stale": {"wiring": "ladder"}}).items():
         copy_of(tiny, tmp_path / name, **changes)
     texts = ["tick tock says the clock on the wall of the old house by the sea"] * 40 + list(STORIES)
@@ -360,9 +360,8 @@ def test_what_cannot_be_trained_or_teach_is_one_clear_line(retrain, tiny, tmp_pa
     for more, message in {
         "--distill int8": r"int8 is quantized \(int8\): give the original",
         "--distill desync": "desync is another function on another number of ranks",
-        "--distill short": "short has a context of 8, less than --seq-len",
-        "--distill wide": "wide has 301 tokens, the model 300",
-        "--distill same": "the tokenizers of .* and --distill .*same cut text differently",
+        "--distill wide": "wide has another vocabulary, of 301 tokens, and the model's 300",
+        "--distill same": "same has another vocabulary: token",
         "--checkpoint stale --wiring ladder --blend-steps 0 --distill": "is ladder already",
         "--checkpoint stale": "--blend-steps goes from standard to ladder layers, not from ladder to ladder:1,2",
         "--checkpoint stale --wiring ladder:auto2": "--wiring ladder:auto2 needs a standard --checkpoint",

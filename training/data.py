@@ -52,7 +52,7 @@ def _is_message(m):
 
 
 def encode(tokenizer, document, end):
-    """Returns (ids, whether each counts) of a document: all of BOS text end, or only the assistant's answers of a chat.
+    """Return (ids, whether each counts) of a document: all of BOS text end, or only the assistant's answers of a chat.
 
     end: the id that ends a text, or None.
     """
@@ -76,7 +76,7 @@ def encode(tokenizer, document, end):
 
 
 def tokenize(paths, tokenizer, end, target, show=True):
-    """Write the tokens of all documents of the files, in their order, to the file target; returns their number."""
+    """Write the tokens of all documents of the files, in their order, to the file target; return their number."""
     total = 0
     with writing.new_file(target) as unfinished, open(unfinished, "wb") as f:
         found = chain.from_iterable(map(documents, paths))
@@ -146,7 +146,7 @@ class Windows:
             raise InputError(f"{called} has no token that counts: in chats only the assistant's answers do")
 
     def indices(self, first, n):
-        """Returns the windows of n draws from draw `first` on: epoch after epoch, each in an order of its own."""
+        """Return the windows of n draws from draw `first` on: epoch after epoch, each in an order of its own."""
 
         def order(epoch):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
@@ -157,7 +157,7 @@ class Windows:
         return [orders[i // self.n][i % self.n].item() for i in draws]
 
     def batch(self, indices):
-        """Returns the Batch of some windows; None among the indices is a row in which nothing counts."""
+        """Return the Batch of some windows; None among the indices is a row in which nothing counts."""
         S = self.seq_len
         rows = np.stack([self.tokens[(i or 0) * S : (i or 0) * S + S + 1] for i in indices])
         ids, document = (torch.from_numpy(rows[name].astype(np.int64)) for name in ("id", "document"))

@@ -9,24 +9,23 @@ import shutil
 import signal
 
 from formats import checkpoint
-from formats.tokenizer import load_tokenizer
+from formats.tokenizer import check_vocabulary, load_tokenizer
 from model import WIRINGS, Config, InputError
 from runtime import cli, writing
 from training.data import Windows, documents, tokenize, train_tokenizer
 
-SAMPLE = "Once upon a time there were 12 (twelve) little dogs.\n\tZwölf? 十二! def f(x): return x**2"  # to compare with
 NEEDED = ["state-*", "best-*", "*.tmp", "*.tokens", "best.json"]  # by a run that has not ended; best.json goes last
 MACHINE = ["out", "device", "micro_batch", "recompute", "compile", "save_every", "timeout"]  # may change
 
 
 def describe(args):
-    """Returns (the Config to train, the checkpoint's or None, the teacher's or None); autoN is the last N layers here.
+    """Return (the Config to train, the checkpoint's or None, the teacher's or None); autoN is the last N layers here.
 
     Completes args.seq_len.
     """
     own = taught = None
     if args.checkpoint:
-        config = own = _unquantized(args.checkpoint)
+        config = own = checkpoint.read_original(args.checkpoint)
     else:
         if args.dim % (2 * args.n_heads):
             raise InputError(f"--dim {args.dim} is not an even multiple of --n-heads {args.n_heads}")
@@ -49,17 +48,11 @@ def describe(args):
             ways = f"not from {own.wiring} to {config.wiring}"
             raise InputError(f"--blend-steps goes from standard to ladder layers, {ways}")
     if args.distill:
-        taught = _unquantized(args.distill)
+        taught = checkpoint.read_original(args.distill)
         _check_trainable(taught)
         if args.distill == args.checkpoint and own.function == config.function:
             raise InputError(f"{args.checkpoint} is {own.wiring} already: name its original, --distill DIR")
-        if taught.vocab_size != config.vocab_size:
-            raise InputError(f"--distill {args.distill} has {taught.vocab_size} tokens, the model {config.vocab_size}")
-        if taught.max_seq_len < args.seq_len:
-            raise InputError(f"--distill {args.distill} has a context of {taught.max_seq_len}, less than --seq-len")
-        theirs, ours = (load_tokenizer(folder, config.vocab_size) for folder in (args.distill, args.checkpoint))
-        if theirs and ours and theirs.encode_plain(SAMPLE) != ours.encode_plain(SAMPLE):
-            raise InputError(f"the tokenizers of {args.checkpoint} and --distill {args.distill} cut text differently")
+        check_vocabulary(config, args.checkpoint, taught, args.distill, f"--distill {args.distill}")
     return config, own, taught
 
 
@@ -68,15 +61,8 @@ def is_auto(args):
 
 
 def keeps_norms(config):
-    """Returns whether a model in this wiring has all the weights to run as a standard one, too."""
+    """Return whether a model in this wiring has all the weights to run as a standard one, too."""
     return config.kind.norms == WIRINGS["standard"].norms
-
-
-def _unquantized(folder):
-    config = checkpoint.read_config(folder)
-    if config.quant:
-        raise InputError(f"{folder} is quantized ({config.quant}): give the original")
-    return config
 
 
 def _check_trainable(config):
@@ -135,7 +121,7 @@ def prepare(run, args):
 
 
 def windows(run, args):
-    """Returns the Windows to train on and those to validate on."""
+    """Return the Windows to train on and those to validate on."""
     train = Windows(run / "train.tokens", args.seq_len, "--text", args.seed)
     return train, Windows(run / "valid.tokens", args.seq_len, "--valid", at_most=args.valid_tokens)
 
@@ -147,7 +133,7 @@ def finish(run, out):
 
 
 def best(run):
-    """Returns {"step", "nats"} of the best weights so far, which lie in run/best-STEP."""
+    """Return {"step", "nats"} of the best weights so far, which lie in run/best-STEP."""
     path = run / "best.json"
     return json.loads(path.read_text()) if path.exists() else {"step": None, "nats": math.inf}
 

@@ -70,13 +70,13 @@ def fill_afresh(model, seed, world):
 
 
 def _rows(parameter, world):
-    """The range of rows that this rank holds."""
+    """Return the range of rows that this rank holds."""
     most = -(-len(parameter) // world.tp_size)
     return tuple(min(rank * most, len(parameter)) for rank in (world.rank, world.rank + 1))
 
 
 def summed(values, world):
-    """Sum a list of numbers over the ranks; returns a list."""
+    """Sum a list of numbers over the ranks; return a list."""
     total = torch.tensor(values, dtype=torch.float64, device=world.device)
     dist.all_reduce(total, group=world.dist_group)
     return total.tolist()
@@ -130,7 +130,7 @@ def save(run, step, model, optimizer, world):
 
 
 def restore(run, model, optimizer, world):
-    """Load the newest state of a run; returns its step, or None where there is none."""
+    """Load the newest state of a run; return its step, or None where there is none."""
     if not (states := _states(run)):
         return None
     step, path = states[-1]
