@@ -26,7 +26,6 @@ from runtime import cli, launch
 from runtime.cli import count, number
 from tp import head_rows, held, shard_plan
 
-LITTLE = 0.15  # a smaller share of a standard step in all-reduces is called little
 ALIKE = 0.01  # a wiring is named next to the fastest if its step is longer by at most this share of it
 
 # ---- What there is to do in a decode step, and how fast a machine does it --------------------------------------------
@@ -173,8 +172,6 @@ def verdict(lines, all_reduce):
     share = 1e3 * standard["all_reduces"] * all_reduce / standard["step_ms"]
     most = max((line["times_standard"] for line in lines if not line["all_reduces"]), default=1 / (1 - share))
     text = [f"The all-reduces are {100 * share:.0f} % of the standard step: at most {most:.2f} times as fast."]
-    if share < LITTLE:
-        text.append("That is little: a standard model as it is loses no more than that to them.")
     for kind, answers in ("Without retraining", ("no", "no, but a loss")), ("With retraining", ("yes",)):
         those = [x for x in lines if x["retraining"] in answers]
         best = [x for x in those if x["step_ms"] <= (1 + ALIKE) * those[0]["step_ms"]]
@@ -239,8 +236,6 @@ def main(argv=None):
     configs = candidates(own, args.wirings or variants(own.n_layers))
     shard_plan(own, 0, args.tp)  # raises InputError before anything is measured
     context = args.context or min(1024, own.max_seq_len)
-    if context > own.max_seq_len:
-        raise InputError(f"--context {context} is more than the {own.max_seq_len} that {name} allows")
     names = [name for name in link.LINKS if name != "free"] if args.link == "all" else args.link.split(",")
     links = [link.parse(name) for name in names]
     work = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"

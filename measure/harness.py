@@ -77,9 +77,6 @@ class Model(TemplateLM):
         """
         asked = {}  # tokens that the model reads: [(request, continuation)]. Choices of one token each share a row.
         for i, (_, context, continuation) in enumerate(requests):
-            if len(continuation) > self.max_length:
-                n = len(continuation)
-                raise InputError(f"a task's continuation has {n} tokens, but the model's context {self.max_length}")
             tokens = (context + continuation)[-self.max_length - 1 :]
             asked.setdefault(tuple(tokens[:-1]), []).append((i, continuation))
         answers = [None] * len(requests)

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from decoding.speculative import mean_accepted
 from formats.checkpoint import read_text
-from measure.link import custom
 from measure.report import bandwidth_share
 from measure.timing import hidden_share, overlapping, quartiles
 from model import WIRINGS, InputError, wiring_name
@@ -71,19 +70,18 @@ def case(line):
 
 
 def wired(line):
-    """Return the wiring of a line for parse_wiring; older lines have hybrid or desync-2, its layers in a key."""
-    name = re.sub(r"^desync-(\d+)$", r"desync:\1", line["wiring"]).replace("hybrid:", "ladder:")
-    if name == "hybrid":  # in benchmarks/overlap.py half of them
+    """Return the wiring of a line as parse_wiring reads it; older lines have hybrid, desync and desync-2."""
+    if line["wiring"] == "hybrid":  # in benchmarks/overlap.py half of the layers
         return wiring_name("ladder", line.get("ladder_layers") or line.get("layers") or line["n_layers"] // 2)
-    value = line.get("desync_period") if name == "desync" else line.get("ladder_layers")
-    return name if name == "ladder" or ":" in name else wiring_name(name, value or None)
+    if line["wiring"] == "desync":
+        return wiring_name("desync", line.get("desync_period"))
+    return re.sub(r"^desync-(\d+)$", r"desync:\1", line["wiring"])
 
 
 def link(line):
-    """Return the name of a line's link, emulated or none, real or no-p2p. In older lines several are called custom."""
-    if emulated := line.get("link"):
-        known = emulated["name"] != "custom"
-        return emulated["name"] if known else custom(emulated["latency_us"], emulated["gbps"]).name
+    """Return the name of a line's link: of an emulated one, or none, real or no-p2p."""
+    if line.get("link"):
+        return line["link"]["name"]
     if line["tp"] == 1:
         return "none"
     return "no-p2p" if line.get("settings", {}).get("NCCL_P2P_DISABLE") == "1" else "real"

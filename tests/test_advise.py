@@ -188,14 +188,14 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
 
 def test_what_to_take(capsys):
     slow = advised(capsys, *H100, "--link", "ethernet-10g").splitlines()[-3:]
-    assert slow[0].startswith("The all-reduces are 9") and "little" not in slow[0]
+    assert slow[0].startswith("The all-reduces are 9")
     assert slow[1].startswith("Without retraining: spd; ") and slow[1].endswith("eval.py measures it.")
     assert slow[2].startswith("With retraining: parallel-ladder; ") and "loss" not in slow[2]
     shown = advised(capsys, *H100, "--link", "0.5us")
-    fast = shown.splitlines()[-4:]
+    fast = shown.splitlines()[-3:]
     share = 64 * 0.5e-3 / float(rows(shown)["standard"][0])
     assert fast[0].startswith(f"The all-reduces are {100 * share:.0f} % of the standard step: at most 1.0")
-    assert fast[1].startswith("That is little: ") and fast[2].startswith("Without") and fast[3].startswith("With ")
+    assert fast[1].startswith("Without") and fast[2].startswith("With ")
     nothing = advised(capsys, *H100, "--link", "free").splitlines()[-2:]
     assert nothing == [
         f"{kind} retraining: nothing is more than 1 % faster than standard." for kind in ("Without", "With")
@@ -236,7 +236,6 @@ def test_the_paper_s_rows_have_the_advisor_s(capsys):
         ("--model 8b --tp 8 --bandwidth-gbs 0", "--bandwidth-gbs: '0' is not a number above 0"),
         ("--model 8b --tp 8 --link carrier", "--link 'carrier' is none of free, nvlink,"),
         ("--model 8b --tp 8 --link pcie --wirings ladder:33", "wiring ladder:33 does not fit"),
-        ("--model 8b --tp 8 --link pcie --context 131073", "--context 131073 is more than the 131072 that 8b allows"),
         ("--checkpoint /nowhere --tp 2 --link pcie", "/nowhere"),
         ("--checkpoint x --tp 2 --link pcie --quant int8", "--quant goes with --model: a checkpoint is as it is"),
     ],

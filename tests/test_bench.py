@@ -459,8 +459,8 @@ def test_cells_are_medians_and_speedups_are_paired_by_repeat(sweeps):
 def test_settings_and_links_are_told_apart(sweeps):
     lines = [result("standard", 10), result("standard", 5, settings={"NCCL_P2P_DISABLE": "1"})]
     lines += [result(w, rate, link="pcie") for w, rate in (("standard", 4), ("ladder", 6))]
-    for rate, gbps in (3, 50.0), (2, None):  # as older lines name links that are given by numbers
-        lines.append(result("standard", rate, link={"name": "custom", "latency_us": 100.0, "gbps": gbps}))
+    for rate, name in (3, "100us+50gbps"), (2, "100us"):
+        lines.append(result("standard", rate, link={"name": name, "latency_us": 100.0}))
     lines.append(result("standard", 40, quant="int8"))
     lines.append({"repeat": 1, "command": "c", "error": "out of memory"})
     first, second = sweeps(lines)
@@ -476,10 +476,9 @@ def test_settings_and_links_are_told_apart(sweeps):
     "name, line",
     [
         ("ladder:3,", {"wiring": "ladder:3,"}), ("ladder:4", {"wiring": "hybrid", "n_layers": 8}),
-        ("ladder:8", {"wiring": "hybrid", "ladder_layers": 8}), ("ladder:2", {"wiring": "hybrid:2"}),
-        ("ladder:3,4", {"wiring": "hybrid", "ladder_layers": [3, 4]}), ("desync:2", {"wiring": "desync-2"}),
-        ("spd:2", {"wiring": "spd", "ladder_layers": 2, "desync_period": None}),
-        ("desync:4", {"wiring": "desync", "ladder_layers": None, "desync_period": 4}),
+        ("ladder:8", {"wiring": "hybrid", "ladder_layers": 8}), ("desync:2", {"wiring": "desync-2"}),
+        ("ladder:3,4", {"wiring": "hybrid", "ladder_layers": [3, 4]}),
+        ("desync:4", {"wiring": "desync", "desync_period": 4}),
     ],
 )  # fmt: skip
 def test_wirings_of_older_lines(name, line):

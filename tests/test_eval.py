@@ -231,7 +231,6 @@ def answers_of(ranks, *args):
     "kind, question, line",
     [
         ("generate_until", ("a", {"max_gen_toks": 8, "num_beams": 3}), "a task asks for num_beams in generating"),
-        ("loglikelihood", ("a", " dog" * 65), "a task's continuation has 65 tokens, but the model's context 64"),
     ],
 )
 def test_what_a_task_cannot_have_is_one_line(kind, question, line, tiny, harness):
