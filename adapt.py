@@ -30,24 +30,13 @@ from training.data import SEPARATOR
 CHUNK = 1024  # tokens whose logits are in memory at a time
 
 
-def blended_stream(x, sublayers, alpha):
-    """Between two wirings: a stale sublayer reads x_{i-2} + alpha (x_{i-1} - x_{i-2}).
-
-    x_{i-1} - x_{i-2} is what would be in flight: at alpha = 1 this is exactly the standard model, at 0 the ladder.
-    """
-    before = x
-    for h, stale in sublayers:
-        before, x = x, x + h(torch.lerp(before, x, alpha) if stale else x)
-    return x
-
-
 class Trainee(Transformer):
     """The Transformer on packed windows, in any wiring that is the same function on any number of ranks."""
 
     dropout, recompute = 0.0, False  # of sublayers' outputs; whether the backward pass computes sublayers again
 
-    def forward(self, batch, alpha=0.0):
-        """Return the normed stream (B, S, D), of which self.output makes logits; at alpha 0 it is the wiring's own."""
+    def forward(self, batch):
+        """Return the normed stream (B, S, D), of which self.output makes logits."""
 
         def in_training(h):
             again = (lambda x: recomputed(h, x, use_reentrant=False)) if self.recompute else h
@@ -57,8 +46,6 @@ class Trainee(Transformer):
         if self.training:
             sublayers = [(in_training(h), stale) for h, stale in sublayers]
         x = self.tok_embeddings(batch.tokens)
-        if alpha:
-            return self.norm(blended_stream(x, sublayers, alpha))
         return self.norm(self.config.kind.stream(x, sublayers, self.comm, self.config))
 
 
@@ -89,14 +76,14 @@ def token_losses(head, x, targets, taught_head=None, taught=None):
     return divergence, F.nll_loss(told, targets, reduction="sum")
 
 
-def losses(model, batch, alpha=0.0, teacher=None):
+def losses(model, batch, teacher=None):
     """Return sums over the tokens of a batch that count: (what is to be minimised, the cross-entropy), in nats.
 
     Minimised is the cross-entropy or, with a teacher, KL + 0.1 cross-entropy.
     """
     with torch.no_grad():
         taught = teacher and teacher(batch)
-    x = model(batch, alpha)
+    x = model(batch)
     divergence, nats = 0 * x.float().sum(), torch.zeros((), device=x.device)
     for i in zip(*(indices.split(CHUNK) for indices in batch.counts.nonzero(as_tuple=True)), strict=True):
         given = [model.output, x[i], batch.targets[i]] + ([] if teacher is None else [teacher.output, taught[i]])
@@ -135,7 +122,6 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
     """
     start = time.perf_counter()
     torch.manual_seed(args.seed * 1_000_003 + step * world.tp_size + world.rank)  # of dropout
-    alpha = max(0.0, 1 - (step - 1) / args.blend_steps) if args.blend_steps else 0.0
     rows = -(-args.batch // world.tp_size)  # on each rank
     drawn = windows.indices((step - 1) * args.batch, args.batch) + [None] * (rows * world.tp_size - args.batch)
     mine = drawn[world.rank * rows : (world.rank + 1) * rows]
@@ -143,7 +129,7 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
     tokens, stop = sharding.summed([sum(part.counts.sum().item() for part in parts), len(asked)], world)
     nats = whole = 0.0
     for part in parts:
-        loss, ce = losses(model, part.to(world.device), alpha, teacher)
+        loss, ce = losses(model, part.to(world.device), teacher)
         (loss * world.tp_size / max(tokens, 1)).backward()  # FSDP2 takes the mean over the ranks
         nats, whole = nats + ce.item(), whole + loss.item()
         watch.beat()
@@ -160,7 +146,7 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
     optimizer.zero_grad(set_to_none=True)
     trained = args.batch * args.seq_len
     line = {
-        "step": step, "tokens": step * trained, "train": nats, "loss": whole, "alpha": alpha, "lr": rate,
+        "step": step, "tokens": step * trained, "train": nats, "loss": whole, "lr": rate,
         "gradient_norm": norm, "tokens_per_s": trained / (time.perf_counter() - start),
     }  # fmt: skip
     return line, stop > 0
@@ -232,7 +218,6 @@ def parse(argv):
     cli.add_wiring_flags(p, default="the checkpoint's own, or standard")
     g = p.add_argument_group("retraining", "--wiring ladder:autoN takes the N layers that alone raise the loss least")
     g.add_argument("--distill", nargs="?", const="", metavar="DIR", help="learn from this teacher, or the original")
-    g.add_argument("--blend-steps", type=number(int, 0), default=0, metavar="N", help="from standard to ladder, softly")
     g = p.add_argument_group("training")
     g.add_argument("--seq-len", type=count, metavar="N", help="tokens of a window (default: the context, up to 2048)")
     g.add_argument("--steps", type=count, metavar="N", default=3000, help="optimizer steps")
@@ -266,8 +251,8 @@ def parse(argv):
     for flag in shape:
         if args.checkpoint and getattr(args, flag.dest) != flag.default:
             raise InputError(f"{flag.option_strings[0]} is for a model from scratch: it does not go with --checkpoint")
-    if not args.checkpoint and (args.distill is not None or args.blend_steps):
-        raise InputError("--distill and --blend-steps need --checkpoint, the model to retrain")
+    if not args.checkpoint and args.distill is not None:
+        raise InputError("--distill needs --checkpoint, the model to retrain")
     args.distill = args.checkpoint if args.distill == "" else args.distill
     args.lr = args.lr or (3e-3 if not args.checkpoint else 5e-5 if args.distill else 5e-6)
     args.warmup = args.warmup or max(1, min(200, args.steps // 10))

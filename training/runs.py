@@ -41,12 +41,6 @@ def describe(args):
     _check_trainable(config)
     if is_auto(args) and (own is None or own.wiring != "standard" or not keeps_norms(config)):
         raise InputError(f"--wiring {args.wiring} needs a standard --checkpoint, whose layers it tries one by one")
-    if args.blend_steps:
-        kind, standard = config.kind, WIRINGS["standard"]
-        ladder = kind.stale and kind.split is standard.split and kind.stream is standard.stream
-        if any(wiring.stale for wiring in own.wirings) or not ladder:
-            ways = f"not from {own.wiring} to {config.wiring}"
-            raise InputError(f"--blend-steps goes from standard to ladder layers, {ways}")
     if args.distill:
         taught = checkpoint.read_original(args.distill)
         _check_trainable(taught)
