@@ -68,7 +68,7 @@ def build(config, weights, world, dtype, args=None):
 
 
 def token_losses(head, x, targets, taught_head=None, taught=None):
-    """Sums over tokens, of x (n, D): the KL divergence from the teacher's distribution, or 0, and the cross-entropy."""
+    """Return sums over tokens, of x (n, D): the KL divergence from the teacher, or 0, and the cross-entropy."""
     told, divergence = F.log_softmax(head(x).float(), -1), x.new_zeros(())
     if taught is not None:
         wanted = F.log_softmax(taught_head(taught).float(), -1)
@@ -77,9 +77,9 @@ def token_losses(head, x, targets, taught_head=None, taught=None):
 
 
 def losses(model, batch, teacher=None):
-    """Return sums over the tokens of a batch that count: (what is to be minimised, the cross-entropy), in nats.
+    """Return sums over the tokens of a batch that count: (the quantity to minimise, the cross-entropy), in nats.
 
-    Minimised is the cross-entropy or, with a teacher, KL + 0.1 cross-entropy.
+    The first is the cross-entropy or, with a teacher, KL + 0.1 cross-entropy.
     """
     with torch.no_grad():
         taught = teacher and teacher(batch)
@@ -109,14 +109,14 @@ def validation_loss(model, windows, rows, world):
 
 
 def learning_rate(step, args):
-    """Linear warm-up, then a cosine down to a tenth."""
+    """Return the learning rate of a step: a linear warm-up, then a cosine down to a tenth."""
     if step < args.warmup:
         return args.lr * step / args.warmup
     return args.lr * (0.55 + 0.45 * math.cos(math.pi * (step - args.warmup) / max(1, args.steps - args.warmup)))
 
 
 def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked):
-    """One step of the optimizer; return its line of the log, and whether a rank was asked to stop.
+    """Take a step of the optimizer; return its line of the log, and whether a rank was asked to stop.
 
     Raises InputError, before anything changes, where the loss or its gradient is not finite.
     """
@@ -305,10 +305,8 @@ def main(argv=None):
         best = train(model, teacher, windows, valid, run, args, world, original)
         if world.rank == 0:
             runs.finish(run, out)
-            what = (
-                f"wiring {model.config.wiring}, {args.dtype}, {best['nats']:.4f} nats per token at step {best['step']}"
-            )
-            print(f"wrote {out}: {what}")
+            reached = f"{best['nats']:.4f} nats per token at step {best['step']}"
+            print(f"wrote {out}: wiring {model.config.wiring}, {args.dtype}, {reached}")
 
 
 if __name__ == "__main__":

@@ -97,10 +97,8 @@ def parse(argv):
     p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.model or tokenizer.json; default: SOURCE's")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: SOURCE's")
     p.add_argument("--revision", help="of a hub model, e.g. main")
-    size = cli.number(float, 0, above=True)
-    p.add_argument(
-        "--shard-gb", type=size, default=5.0, metavar="N", help="GB of the largest file, about the memory needed"
-    )
+    size, memory = cli.number(float, 0, above=True), "GB of the largest file, about the memory needed"
+    p.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help=memory)
     cli.add_wiring_flags(p)
     ranks = "the number of ranks that these weights are meant for, if the wiring is bound to one, e.g. 4"
     p.add_argument("--made-for-tp", type=cli.count, metavar="N", help=ranks)

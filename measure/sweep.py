@@ -27,7 +27,6 @@ from pathlib import Path
 
 import torch
 
-from formats import sizes
 from measure import plot, results
 from measure.link import parse as parse_link
 from model import WIRINGS, InputError, parse_wiring, wiring_name
@@ -49,11 +48,6 @@ def several(parse):
 
 def flag(text):
     return text != "0"
-
-
-def model(text):
-    sizes.named_size(text, None)
-    return text
 
 
 def wiring(text):
@@ -82,7 +76,7 @@ def table(given, gpus, cores):
     nodes = int(nodes) if nodes.isdecimal() else 1
     wirings, links = "standard ladder parallel upper-bound", "real" if on_cpu or gpus == 1 else "real no-p2p"
     return {
-        "MODEL": (size, model, "a named size, or layers of it: 8b:4, with random weights"),
+        "MODEL": (size, str, "a named size, or layers of it: 8b:4, with random weights"),
         "QUANT": ("none", several(str), "of MODEL: none, int8, int4, or several"),
         "CHECKPOINT": ("", str, "a folder of weights, in place of those two"),
         "WIRINGS": (wirings, several(wiring), 'such as "standard spd ladder:8 desync:4"'),
@@ -212,7 +206,7 @@ def command_line(c, s):
         words += [*nodes, shlex.quote(f"--master_addr={s.master_addr}")] if s.nnodes > 1 else ["--standalone"]
     words += [shlex.quote(os.path.join(ROOT, "generate.py"))] if c.wiring else ["-m", "measure.probe"]
     flags = generate_flags(c, s) if c.wiring else []
-    return " ".join([*before, *words, "--device", s.device, *map(shlex.quote, flags)])
+    return " ".join([*before, *words, *map(shlex.quote, ["--device", s.device, *flags])])
 
 
 def generate_flags(c, s):

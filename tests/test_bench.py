@@ -302,7 +302,6 @@ def test_a_sweep_whose_first_run_fails_ends_with_its_line(bench):
         "NEW_TOKENS=1": "NEW_TOKENS: '1' is not a whole number from 2",
         "WIRINGS=ladders": "WIRINGS: unknown wiring 'ladders'; known: standard, ladder",
         "LINKS=nvlink9": "LINKS: --link 'nvlink9' is none of free, nvlink",
-        "MODEL=7b": "MODEL: --model 7b is no named size, or has fewer layers: give one of 1b",
         "SPECULATE=ngram@4": "SPECULATE needs CHECKPOINT and PROMPT=FILE",
         "NNODES=2": "NNODES is 2: give MASTER_ADDR, and a NODE_RANK from 0 to 1",
         "OUT=/dev/null/x.jsonl": "/dev/null/x.jsonl",

@@ -51,6 +51,7 @@ def describe(args):
 
 
 def is_auto(args):
+    """Return whether --wiring asks for the least sensitive layers."""
     return ":auto" in (args.wiring or "")
 
 
