@@ -212,12 +212,10 @@ def parse(argv):
     return args
 
 
-def choose_machine(args, dtype):
-    """Return the Machine that the flags describe, for weights of a dtype."""
+def choose_machine(args):
+    """Return the Machine that the flags describe."""
     if args.gpu:
         machine = published_machine(args.gpu)
-        if dtype.itemsize > 2:  # the published rate is of 16-bit numbers
-            machine = machine._replace(flops=math.inf)
     elif args.bandwidth_gbs:
         machine = Machine("as given", 1e9 * args.bandwidth_gbs)
     else:
@@ -239,13 +237,13 @@ def main(argv=None):
     names = [name for name in link.LINKS if name != "free"] if args.link == "all" else args.link.split(",")
     links = [link.parse(name) for name in names]
     work = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
-    machine = choose_machine(args, dtype)
+    machine = choose_machine(args)
     print(f"PREDICTED: {name}, {own.n_layers} layers, {work}\n{machine}")
     for one in links:
         times = times_of(own, dtype, args.tp, args.batch, context, machine, one)
         lines = predictions(configs, own, times, args.tp)
         parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times._asdict().items())
-        print(f"\n{one}; in us: {parts}\n\n{table(lines)}\n\n{verdict(lines, times.all_reduce)}")
+        print(f"\n{one.name}; in us: {parts}\n\n{table(lines)}\n\n{verdict(lines, times.all_reduce)}")
 
 
 if __name__ == "__main__":

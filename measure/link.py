@@ -31,12 +31,6 @@ class Link:
         wire = 8 * n_bytes / (1e9 * self.gbps) if self.gbps else 0.0
         return 1e-6 * self.latency_us + passes * (tp_size - 1) / tp_size * wire
 
-    def __str__(self):
-        if self.name not in LINKS:
-            return self.name
-        rate = f" + bytes at {self.gbps:g} Gbit/s" if self.gbps else ""
-        return f"{self.name} ({self.latency_us:g} us{rate})"
-
 
 FREE = Link("free", 0.0, None)
 # The latency is that of an all-reduce of about 8 KB between 8 ranks, whatever tp is; the bandwidth is the "busbw" of

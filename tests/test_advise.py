@@ -206,7 +206,7 @@ def test_a_table_for_each_link(capsys):
     shown = advised(capsys, "--model", "8b:4", *H100[2:], "--batch", 2, "--link", "all", "--quant", "int8")
     assert shown.count("| standard |") == len(LINKS) - 1
     assert shown.startswith("PREDICTED: 8b:4, 4 layers, int8, tp 8, batch 2, 1024 filled slots\n70 % of an H100")
-    assert rows(shown)["ladder:2"][2] == "8" and [line for line in shown.splitlines() if line.startswith("pcie (57 us")]
+    assert rows(shown)["ladder:2"][2] == "8" and [line for line in shown.splitlines() if line.startswith("pcie; in us")]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
