@@ -30,24 +30,13 @@ from training.data import SEPARATOR
 CHUNK = 1024  # tokens whose logits are in memory at a time
 
 
-def blended_stream(x, sublayers, alpha):
-    """Between two wirings: a stale sublayer reads x_{i-2} + alpha (x_{i-1} - x_{i-2}).
-
-    x_{i-1} - x_{i-2} is what would be in flight: at alpha = 1 this is exactly the standard model, at 0 the ladder.
-    """
-    before = x
-    for h, stale in sublayers:
-        before, x = x, x + h(torch.lerp(before, x, alpha) if stale else x)
-    return x
-
-
 class Trainee(Transformer):
     """The Transformer on packed windows, in any wiring that is the same function on any number of ranks."""
 
     dropout, recompute = 0.0, False  # of sublayers' outputs; whether the backward pass computes sublayers again
 
-    def forward(self, batch, alpha=0.0):
-        """Returns the normed stream (B, S, D), of which self.output makes logits; at alpha 0 it is the wiring's own."""
+    def forward(self, batch):
+        """Return the normed stream (B, S, D), of which self.output makes logits."""
 
         def in_training(h):
             again = (lambda x: recomputed(h, x, use_reentrant=False)) if self.recompute else h
@@ -57,13 +46,11 @@ class Trainee(Transformer):
         if self.training:
             sublayers = [(in_training(h), stale) for h, stale in sublayers]
         x = self.tok_embeddings(batch.tokens)
-        if alpha:
-            return self.norm(blended_stream(x, sublayers, alpha))
         return self.norm(self.config.kind.stream(x, sublayers, self.comm, self.config))
 
 
 def build(config, weights, world, dtype, args=None):
-    """Returns a sharded Trainee that computes in dtype or, without args, a teacher, which needs no float32 masters."""
+    """Return a sharded Trainee that computes in dtype or, without args, a teacher, which needs no float32 masters."""
     with torch.device("meta"):
         model = Trainee(config)
     if args is None:
@@ -81,7 +68,7 @@ def build(config, weights, world, dtype, args=None):
 
 
 def token_losses(head, x, targets, taught_head=None, taught=None):
-    """Sums over tokens, of x (n, D): the KL divergence from the teacher's distribution, or 0, and the cross-entropy."""
+    """Return sums over tokens, of x (n, D): the KL divergence from the teacher, or 0, and the cross-entropy."""
     told, divergence = F.log_softmax(head(x).float(), -1), x.new_zeros(())
     if taught is not None:
         wanted = F.log_softmax(taught_head(taught).float(), -1)
@@ -89,14 +76,14 @@ def token_losses(head, x, targets, taught_head=None, taught=None):
     return divergence, F.nll_loss(told, targets, reduction="sum")
 
 
-def losses(model, batch, alpha=0.0, teacher=None):
-    """Returns sums over the tokens of a batch that count: (what is to be minimised, the cross-entropy), in nats.
+def losses(model, batch, teacher=None):
+    """Return sums over the tokens of a batch that count: (the quantity to minimise, the cross-entropy), in nats.
 
-    Minimised is the cross-entropy or, with a teacher, KL + 0.1 cross-entropy.
+    The first is the cross-entropy or, with a teacher, KL + 0.1 cross-entropy.
     """
     with torch.no_grad():
         taught = teacher and teacher(batch)
-    x = model(batch, alpha)
+    x = model(batch)
     divergence, nats = 0 * x.float().sum(), torch.zeros((), device=x.device)
     for i in zip(*(indices.split(CHUNK) for indices in batch.counts.nonzero(as_tuple=True)), strict=True):
         given = [model.output, x[i], batch.targets[i]] + ([] if teacher is None else [teacher.output, taught[i]])
@@ -107,7 +94,7 @@ def losses(model, batch, alpha=0.0, teacher=None):
 
 @torch.no_grad()
 def validation_loss(model, windows, rows, world):
-    """Returns nats per token over all windows, `rows` at a time on each rank."""
+    """Return nats per token over all windows, `rows` at a time on each rank."""
     was, total = model.training, [0.0, 0]
     model.eval()
     for first in range(world.rank * rows, windows.n + world.rank * rows, rows * world.tp_size):
@@ -122,20 +109,19 @@ def validation_loss(model, windows, rows, world):
 
 
 def learning_rate(step, args):
-    """Linear warm-up, then a cosine down to a tenth."""
+    """Return the learning rate of a step: a linear warm-up, then a cosine down to a tenth."""
     if step < args.warmup:
         return args.lr * step / args.warmup
     return args.lr * (0.55 + 0.45 * math.cos(math.pi * (step - args.warmup) / max(1, args.steps - args.warmup)))
 
 
 def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked):
-    """One step of the optimizer; returns its line of the log, and whether a rank was asked to stop.
+    """Take a step of the optimizer; return its line of the log, and whether a rank was asked to stop.
 
     Raises InputError, before anything changes, where the loss or its gradient is not finite.
     """
     start = time.perf_counter()
     torch.manual_seed(args.seed * 1_000_003 + step * world.tp_size + world.rank)  # of dropout
-    alpha = max(0.0, 1 - (step - 1) / args.blend_steps) if args.blend_steps else 0.0
     rows = -(-args.batch // world.tp_size)  # on each rank
     drawn = windows.indices((step - 1) * args.batch, args.batch) + [None] * (rows * world.tp_size - args.batch)
     mine = drawn[world.rank * rows : (world.rank + 1) * rows]
@@ -143,7 +129,7 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
     tokens, stop = sharding.summed([sum(part.counts.sum().item() for part in parts), len(asked)], world)
     nats = whole = 0.0
     for part in parts:
-        loss, ce = losses(model, part.to(world.device), alpha, teacher)
+        loss, ce = losses(model, part.to(world.device), teacher)
         (loss * world.tp_size / max(tokens, 1)).backward()  # FSDP2 takes the mean over the ranks
         nats, whole = nats + ce.item(), whole + loss.item()
         watch.beat()
@@ -160,14 +146,14 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
     optimizer.zero_grad(set_to_none=True)
     trained = args.batch * args.seq_len
     line = {
-        "step": step, "tokens": step * trained, "train": nats, "loss": whole, "alpha": alpha, "lr": rate,
+        "step": step, "tokens": step * trained, "train": nats, "loss": whole, "lr": rate,
         "gradient_norm": norm, "tokens_per_s": trained / (time.perf_counter() - start),
     }  # fmt: skip
     return line, stop > 0
 
 
 def train(model, teacher, windows, valid, run, args, world, original):
-    """Train until args.steps, from the newest state of the run on; returns the best, {"step", "nats"} of its weights.
+    """Train until args.steps, from the newest state of the run on; return the best, {"step", "nats"} of its weights.
 
     run/best-STEP holds the weights of the lowest validation loss, from step 0 on. A first Ctrl-C saves before it ends.
     original: the Config of the standard model that it was, with whose loss the log then begins, or None.
@@ -232,7 +218,6 @@ def parse(argv):
     cli.add_wiring_flags(p, default="the checkpoint's own, or standard")
     g = p.add_argument_group("retraining", "--wiring ladder:autoN takes the N layers that alone raise the loss least")
     g.add_argument("--distill", nargs="?", const="", metavar="DIR", help="learn from this teacher, or the original")
-    g.add_argument("--blend-steps", type=number(int, 0), default=0, metavar="N", help="from standard to ladder, softly")
     g = p.add_argument_group("training")
     g.add_argument("--seq-len", type=count, metavar="N", help="tokens of a window (default: the context, up to 2048)")
     g.add_argument("--steps", type=count, metavar="N", default=3000, help="optimizer steps")
@@ -266,8 +251,8 @@ def parse(argv):
     for flag in shape:
         if args.checkpoint and getattr(args, flag.dest) != flag.default:
             raise InputError(f"{flag.option_strings[0]} is for a model from scratch: it does not go with --checkpoint")
-    if not args.checkpoint and (args.distill is not None or args.blend_steps):
-        raise InputError("--distill and --blend-steps need --checkpoint, the model to retrain")
+    if not args.checkpoint and args.distill is not None:
+        raise InputError("--distill needs --checkpoint, the model to retrain")
     args.distill = args.checkpoint if args.distill == "" else args.distill
     args.lr = args.lr or (3e-3 if not args.checkpoint else 5e-5 if args.distill else 5e-6)
     args.warmup = args.warmup or max(1, min(200, args.steps // 10))
@@ -276,7 +261,7 @@ def parse(argv):
 
 
 def least_sensitive(model, own, valid, run, args, world):
-    """Returns the Config with those layers wired that alone raise the validation loss least; found once in a run."""
+    """Return the Config with those layers wired that alone raise the validation loss least; found once in a run."""
     path, wired = run / "layers.json", model.config
     if not path.exists():
         name, _ = parse_wiring(wired.wiring)
@@ -320,10 +305,8 @@ def main(argv=None):
         best = train(model, teacher, windows, valid, run, args, world, original)
         if world.rank == 0:
             runs.finish(run, out)
-            what = (
-                f"wiring {model.config.wiring}, {args.dtype}, {best['nats']:.4f} nats per token at step {best['step']}"
-            )
-            print(f"wrote {out}: {what}")
+            reached = f"{best['nats']:.4f} nats per token at step {best['step']}"
+            print(f"wrote {out}: wiring {model.config.wiring}, {args.dtype}, {reached}")
 
 
 if __name__ == "__main__":

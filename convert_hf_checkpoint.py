@@ -97,10 +97,8 @@ def parse(argv):
     p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.model or tokenizer.json; default: SOURCE's")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: SOURCE's")
     p.add_argument("--revision", help="of a hub model, e.g. main")
-    size = cli.number(float, 0, above=True)
-    p.add_argument(
-        "--shard-gb", type=size, default=5.0, metavar="N", help="GB of the largest file, about the memory needed"
-    )
+    size, memory = cli.number(float, 0, above=True), "GB of the largest file, about the memory needed"
+    p.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help=memory)
     cli.add_wiring_flags(p)
     ranks = "the number of ranks that these weights are meant for, if the wiring is bound to one, e.g. 4"
     p.add_argument("--made-for-tp", type=cli.count, metavar="N", help=ranks)
@@ -113,9 +111,7 @@ def main(argv=None):
         raise InputError(f"--tokenizer {args.tokenizer}: no such file")
     norm = "layers.0.attention_norm.weight"
     if args.to_hf:
-        config, weights, folder = checkpoint.read_config(args.source), checkpoint.Weights(args.source), args.source
-        if config.quant is not None:
-            raise InputError(f"{args.source} is quantized ({config.quant}): give the original")
+        config, weights, folder = checkpoint.read_original(args.source), checkpoint.Weights(args.source), args.source
     else:
         weights, config, folder = open_source(args.source, args.revision)
         [norm] = hf_names(norm)

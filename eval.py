@@ -24,7 +24,7 @@ import torch
 import generate
 from formats import checkpoint
 from formats.checkpoint import dtype_name
-from formats.tokenizer import load_tokenizer
+from formats.tokenizer import check_vocabulary, load_tokenizer
 from measure import preflight, report
 from measure.score import alone, divergence, sensitivity, total_nats
 from model import InputError
@@ -61,13 +61,11 @@ def parse(argv):
     for name in others.split():
         if getattr(args, name) is not None and getattr(args, name) is not False:  # 0 is a number of examples
             raise InputError(f"--{name.replace('_', '-')} goes with {'--text' if args.tasks else '--tasks'}")
-    if args.task_folder and not Path(args.task_folder).is_dir():
-        raise InputError(f"--task-folder {args.task_folder}: no such folder")
     return args
 
 
 def read_documents(args, tokenizer):
-    """Returns (the token ids of each document, the bytes that are scored: those of all ids but each document's first).
+    """Return (the token ids of each document, the bytes that are scored: those of all ids but each document's first).
 
     BOS comes first where the tokenizer has one.
     """
@@ -92,7 +90,7 @@ def read_documents(args, tokenizer):
 
 
 def plan_windows(args, *configs):
-    """Returns the (window, stride, batch) that the flags ask for, of one or two models."""
+    """Return the (window, stride, batch) that the flags ask for, of one or two models."""
     context, vocab_size = min(c.max_seq_len for c in configs), configs[0].vocab_size
     size = args.window or min(2048, context)
     if size > context:
@@ -103,20 +101,8 @@ def plan_windows(args, *configs):
     return size, stride, args.batch or max(1, 2**28 // (4 * size * vocab_size))
 
 
-def check_other(args, config, tokenizer):
-    """Returns the Config of the checkpoint to compare with; raises InputError when its tokens are not the same."""
-    other = checkpoint.read_config(args.compare)
-    if other.vocab_size != config.vocab_size:
-        sizes = f"{config.vocab_size} tokens, that of --compare {args.compare} {other.vocab_size}"
-        raise InputError(f"the vocabulary of {args.checkpoint} has {sizes}: their predictions cannot be compared")
-    theirs, sample = load_tokenizer(args.compare, other.vocab_size), checkpoint.read_text(args.text)[:10000]
-    if theirs is not None and theirs.encode_plain(sample) != tokenizer.encode_plain(sample):
-        raise InputError(f"the tokenizers of {args.checkpoint} and --compare {args.compare} cut the text differently")
-    return other
-
-
 def checked(nats, folder, model):
-    """Returns nats, or raises InputError where they are not finite."""
+    """Return nats, or raises InputError where they are not finite."""
     if not math.isfinite(nats):
         dtype = dtype_name(model.norm.weight.dtype)
         raise InputError(f"{folder} gives a loss of {nats} nats per token in {dtype}: try another --dtype")
@@ -124,7 +110,7 @@ def checked(nats, folder, model):
 
 
 def score_text(args, world, model, other, documents, n_bytes, plan):
-    """Returns (what there is to report, the same in words); other: the Config of --compare, or None."""
+    """Return (what there is to report, the same in words); other: the Config of --compare, or None."""
     n, show = sum(len(ids) - 1 for ids in documents), world.rank == 0
     if other is None:
         nats, compared, words = total_nats(model, documents, *plan, show) / n, {}, ""
@@ -151,7 +137,7 @@ def score_text(args, world, model, other, documents, n_bytes, plan):
 
 
 def compare(args, world, model, other, documents, plan):
-    """Returns (nats per token, what there is to report of a comparison, the same in words)."""
+    """Return (nats per token, what there is to report of a comparison, the same in words)."""
     reference = generate.load_model(other, args.compare, args.dtype, world)
     kl, agree, ours, theirs = divergence(model, reference, documents, *plan, world.rank == 0)
     nats, base = ours.mean().item(), checked(theirs.mean().item(), args.compare, reference)
@@ -189,7 +175,9 @@ def main(argv=None):
             with harness.one_voice(world.rank == 0):
                 tasks = harness.load_tasks(args.tasks.split(","), args.task_folder, args.num_fewshot)
         else:
-            other = check_other(args, config, tokenizer) if args.compare else None
+            other = checkpoint.read_config(args.compare) if args.compare else None
+            if other:
+                check_vocabulary(config, args.checkpoint, other, args.compare, f"--compare {args.compare}")
             text = *read_documents(args, tokenizer), plan_windows(args, config, other or config)
         models = [(config, checkpoint.chosen_dtype(args.dtype, args.checkpoint), world.tp_size)]
         if args.compare:

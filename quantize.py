@@ -93,10 +93,8 @@ def quantized(weights, config, iterations):
 
 
 def quantize(args):
-    """Write the folder; returns the bytes of the tensors before and after."""
-    config, weights = checkpoint.read_config(args.checkpoint), checkpoint.Weights(args.checkpoint)
-    if config.quant is not None:
-        raise InputError(f"{args.checkpoint} is quantized already ({config.quant}): give the original")
+    """Write the folder; return the bytes of the tensors before and after."""
+    config, weights = checkpoint.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
     group_size = 64 if args.mode == "int4" and args.group_size is None else args.group_size
     kept = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
     new = dataclasses.replace(config, quant=args.mode, group_size=group_size, kept=kept)

@@ -16,7 +16,7 @@ import torch
 
 from decoding.sampling import Plain, Sampler, last_tokens
 from formats import checkpoint
-from formats.tokenizer import load_tokenizer
+from formats.tokenizer import check_vocabulary
 from measure import report
 from measure.timing import between, mark, timed
 from model import Config, InputError, rewired
@@ -25,8 +25,7 @@ COUNTS = 0, 1, 2, 3, 7  # numbers of proposals for Auto; each is a graph to comp
 USUAL = 3  # proposals of a --draft without @
 NGRAM = 3, 2  # tokens that Ngrams looks for, the longer first
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Drafts
+# ---- Drafts ----------------------------------------------------------------------------------------------------------
 
 
 class Draft(Plain):
@@ -188,8 +187,7 @@ class SmallModel(ModelDraft):
                 return logits
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The number of proposals
+# ---- The number of proposals -----------------------------------------------------------------------------------------
 
 
 def expected(rate, count):
@@ -237,8 +235,7 @@ class Auto:
             self.tried += sum(min(n + 1, count) for n in accepted) / len(accepted)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What --draft names
+# ---- What --draft names ----------------------------------------------------------------------------------------------
 
 
 class Source(NamedTuple):
@@ -284,20 +281,8 @@ def read_draft(text, config, folder, tp_size):
     draft = checkpoint.read_config(name)
     if folder and os.path.samefile(name, folder):
         raise InputError(f"--draft {name} is the checkpoint itself: give a smaller one, or wiring:NAME")
-    check_vocabulary(draft, config, f"--draft {name}")
-    ours, theirs = (load_tokenizer(path, config.vocab_size) if path else None for path in (folder, name))
-    for i in range(0, draft.vocab_size, 1 + draft.vocab_size // 1000) if ours and theirs else ():
-        if theirs.decode([i]) != ours.decode([i]):
-            words = f"token {i} is {theirs.decode([i])!r}, and the model's {ours.decode([i])!r}"
-            raise InputError(f"--draft {name} has another vocabulary: {words}")
+    check_vocabulary(config, folder, draft, name, f"--draft {name}")
     return Source(checkpoint.name(name), count, draft, name)
-
-
-def check_vocabulary(draft, config, name):
-    """Raise InputError where two Configs have vocabularies of different sizes. name: what the draft is called."""
-    if draft.vocab_size != config.vocab_size:
-        sizes = f"{draft.vocab_size:,} tokens, and the model's {config.vocab_size:,}"
-        raise InputError(f"{name} has another vocabulary, of {sizes}: give one of the same, or ngram")
 
 
 def _rewired(config, name):
@@ -339,12 +324,11 @@ def of_model(draft, count, runner, new_runner):
     """Return the Draft of complete(): draft is "ngram" or a model; the other arguments are those of build()."""
     if draft == "ngram":
         return Ngrams(Fixed(count))
-    check_vocabulary(draft.config, runner.model.config, "draft")
+    check_vocabulary(runner.model.config, None, draft.config, None, "draft")
     return SmallModel(Fixed(count), new_runner(draft))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The report
+# ---- The report ------------------------------------------------------------------------------------------------------
 
 
 def mean_accepted(counts):

@@ -105,6 +105,14 @@ def read_config(folder):
     return make_config(values, path)
 
 
+def read_original(folder):
+    """Return the Config of a checkpoint folder; raise InputError if it is quantized."""
+    config = read_config(folder)
+    if config.quant:
+        raise InputError(f"{folder} is quantized ({config.quant}): give the original")
+    return config
+
+
 def digest(folder, samples=64):
     """Return a short hash of a checkpoint folder's files: of large ones, of the size and samples spread evenly."""
     found, kept = hashlib.sha256(), ("config.json", *TOKENIZER_FILES)

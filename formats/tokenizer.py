@@ -195,6 +195,20 @@ def load_tokenizer(source, vocab_size=None):
     return tokenizer
 
 
+def check_vocabulary(config, folder, other, other_folder, called):
+    """Raise InputError unless two models read the same tokens: by their number and, of two tokenizers, by a thousand.
+
+    folder, other_folder: that of a model with a tokenizer, or None. called: the other model, in the message.
+    """
+    found = f"{called} has another vocabulary"
+    if other.vocab_size != config.vocab_size:
+        raise InputError(f"{found}, of {other.vocab_size:,} tokens, and the model's {config.vocab_size:,}")
+    ours, theirs = (path and load_tokenizer(path, config.vocab_size) for path in (folder, other_folder))
+    for i in range(0, config.vocab_size, 1 + config.vocab_size // 1000) if ours and theirs else ():
+        if theirs.decode([i]) != ours.decode([i]):
+            raise InputError(f"{found}: token {i} is {theirs.decode([i])!r}, and the model's {ours.decode([i])!r}")
+
+
 def _read_settings(tokenizer, folder, vocab_size):
     """Take the chat template, the special tokens it names and the BOS policy from the files beside the tokenizer's."""
 

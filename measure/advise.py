@@ -26,11 +26,9 @@ from runtime import cli, launch
 from runtime.cli import count, number
 from tp import head_rows, held, shard_plan
 
-LITTLE = 0.15  # a smaller share of a standard step in all-reduces is called little
 ALIKE = 0.01  # a wiring is named next to the fastest if its step is longer by at most this share of it
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What there is to do in a decode step, and how fast a machine does it
+# ---- What there is to do in a decode step, and how fast a machine does it --------------------------------------------
 
 
 class Work(NamedTuple):
@@ -98,8 +96,7 @@ def published_machine(name):
     return Machine(f"{100 * SHARE:.0f} % of an {name.upper()} on paper", *(SHARE * x for x in GPUS[name]))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Predictions
+# ---- Predictions -----------------------------------------------------------------------------------------------------
 
 
 class Times(NamedTuple):
@@ -175,8 +172,6 @@ def verdict(lines, all_reduce):
     share = 1e3 * standard["all_reduces"] * all_reduce / standard["step_ms"]
     most = max((line["times_standard"] for line in lines if not line["all_reduces"]), default=1 / (1 - share))
     text = [f"The all-reduces are {100 * share:.0f} % of the standard step: at most {most:.2f} times as fast."]
-    if share < LITTLE:
-        text.append("That is little: a standard model as it is loses no more than that to them.")
     for kind, answers in ("Without retraining", ("no", "no, but a loss")), ("With retraining", ("yes",)):
         those = [x for x in lines if x["retraining"] in answers]
         best = [x for x in those if x["step_ms"] <= (1 + ALIKE) * those[0]["step_ms"]]
@@ -190,8 +185,7 @@ def verdict(lines, all_reduce):
     return "\n".join(text)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line
+# ---- The command line ------------------------------------------------------------------------------------------------
 
 
 def parse(argv):
@@ -218,12 +212,10 @@ def parse(argv):
     return args
 
 
-def choose_machine(args, dtype):
-    """Return the Machine that the flags describe, for weights of a dtype."""
+def choose_machine(args):
+    """Return the Machine that the flags describe."""
     if args.gpu:
         machine = published_machine(args.gpu)
-        if dtype.itemsize > 2:  # the published rate is of 16-bit numbers
-            machine = machine._replace(flops=math.inf)
     elif args.bandwidth_gbs:
         machine = Machine("as given", 1e9 * args.bandwidth_gbs)
     else:
@@ -242,18 +234,16 @@ def main(argv=None):
     configs = candidates(own, args.wirings or variants(own.n_layers))
     shard_plan(own, 0, args.tp)  # raises InputError before anything is measured
     context = args.context or min(1024, own.max_seq_len)
-    if context > own.max_seq_len:
-        raise InputError(f"--context {context} is more than the {own.max_seq_len} that {name} allows")
     names = [name for name in link.LINKS if name != "free"] if args.link == "all" else args.link.split(",")
     links = [link.parse(name) for name in names]
     work = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
-    machine = choose_machine(args, dtype)
+    machine = choose_machine(args)
     print(f"PREDICTED: {name}, {own.n_layers} layers, {work}\n{machine}")
     for one in links:
         times = times_of(own, dtype, args.tp, args.batch, context, machine, one)
         lines = predictions(configs, own, times, args.tp)
         parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times._asdict().items())
-        print(f"\n{one}; in us: {parts}\n\n{table(lines)}\n\n{verdict(lines, times.all_reduce)}")
+        print(f"\n{one.name}; in us: {parts}\n\n{table(lines)}\n\n{verdict(lines, times.all_reduce)}")
 
 
 if __name__ == "__main__":

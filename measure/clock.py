@@ -10,7 +10,7 @@ from model import WIRINGS
 
 
 def variants(n_layers):
-    """The wirings to compare: each of model.py in all layers, a ladder of half of them, and two periods of desync."""
+    """Return the wirings to compare: each of model.py in all layers, a ladder of half of them, desync of 2 and 4."""
     found = []
     for name, wiring in WIRINGS.items():
         found += [f"{name}:2", f"{name}:4"] if wiring.parameter == "period" else [name]
@@ -51,7 +51,7 @@ class Clock:
 
 
 def timed_block(clock, attention=0.0, feed_forward=0.0):
-    """What a split of model.py takes for a block: its attention and its MLP compute so many seconds, its norms none."""
+    """Return a block for a split of model.py: its attention and its MLP compute so many seconds, its norms none."""
 
     def computing(seconds):
         def h(x, *_):
@@ -65,7 +65,7 @@ def timed_block(clock, attention=0.0, feed_forward=0.0):
 
 
 def _run(config, clock, block):
-    """The clock after one step of the config's wiring: the very loop of model.py, and its splits of such a block."""
+    """Return the clock after one step of the config's wiring: the very loop of model.py, and its splits."""
     wirings = config.wirings
     sublayers = [(h, wiring.stale) for wiring in wirings for h in wiring.split(block, None, None)]
     config.kind.stream(0.0, sublayers, clock, config)
@@ -73,17 +73,17 @@ def _run(config, clock, block):
 
 
 def run_clock(config, compute, all_reduce):
-    """The Clock after a step whose computing was measured, on a model of this wiring; compute: as Clock takes it."""
+    """Return the Clock after a step whose compute times were measured in this wiring; compute: as Clock takes it."""
     clock = Clock(all_reduce, compute)
     return _run(config, clock, timed_block(clock))
 
 
 def run_layers(config, attention, feed_forward, all_reduce):
-    """The Clock after a step where attention and MLP take so many seconds of each layer, whatever its wiring."""
+    """Return the Clock after a step in which attention and MLP take so many seconds of each layer, however wired."""
     clock = Clock(all_reduce)
     return _run(config, clock, timed_block(clock, attention, feed_forward))
 
 
 def count_all_reduces(config):
-    """All-reduces of one step."""
+    """Return the number of all-reduces in one step."""
     return run_layers(config, 0.0, 0.0, 0.0).started

@@ -16,7 +16,7 @@ import torch
 from measure.clock import count_all_reduces, run_clock
 from measure.link import Link
 from measure.timing import hidden_share, in_turns, quartiles, timed, within_noise
-from model import Config, InputError, SingleDevice
+from model import Config, SingleDevice
 from runtime import writing
 from tp import TensorParallel
 
@@ -175,8 +175,6 @@ def profile(folder, world, steps):
     path = Path(folder) / f"rank{world.rank}.json"
     with writing.new_file(path) as unfinished:
         trace.export_chrome_trace(str(unfinished))
-        if not unfinished.exists():  # the profiler says on stderr that it failed, and no more
-            raise InputError(f"cannot write {path}: the profiler failed to; is the disk full?")
     if world.rank == 0:
         print(f"trace in {path}", file=sys.stderr)
 

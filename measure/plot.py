@@ -28,10 +28,9 @@ RATIO = "decode, tok/s over standard's"
 
 
 def look(wiring, others=()):
-    """Colour, marker, dashes and layer of a wiring, everywhere the same; the dashes tell ladder:2 from ladder:8, and
-    drafts apart.
+    """Return the colour, marker, dashes and layer of a wiring, the same everywhere.
 
-    others: the wirings beside it.
+    The dashes tell ladder:2 from ladder:8, and drafts apart. others: the wirings beside it.
     """
     name = results.base(wiring)
     colored = [w for w in WIRINGS if w not in GREYS]
@@ -43,12 +42,11 @@ def look(wiring, others=()):
     return {"color": color, "marker": marker, "linestyle": DASHES[kin.index(wiring) % len(DASHES)], "zorder": above}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Parts of figures
+# ---- Parts of figures ------------------------------------------------------------------------------------------------
 
 
 def panels(count, width, height, title, columns=4, **options):
-    """(a figure of so many panels of that size in inches, some columns of them under a title; its axes)."""
+    """Return (a figure with so many panels of that size in inches, at most so many columns of them; its axes)."""
     import matplotlib
     from matplotlib.figure import Figure  # not pyplot: it has state, and may look for a screen
 
@@ -67,40 +65,39 @@ def panels(count, width, height, title, columns=4, **options):
 
 
 def labelled(figure, axes, inches=1.3):
-    """One legend, for all panels, below them; a label takes so many inches."""
+    """Draw one legend for all panels, below them; a label takes so many inches."""
     found = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     columns = max(1, min(len(found), int(figure.get_figwidth() / inches)))
     figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns, frameon=False)
 
 
-def curve(axis, points, ticks, shift=0.0, **style):
-    """A line through {x: (y, low, high)}; the ticks are at even distances. shift: so that bars stand side by side."""
-    xs = [x for x in ticks if x in points]
-    ys = [points[x][0] for x in xs]
-    errors = [[points[x][0] - points[x][1] for x in xs], [points[x][2] - points[x][0] for x in xs]]
-    bars = errors if any(map(any, errors)) else None
+def curves(axis, series, others, name_tick, apart=0.0):
+    """Draw a line for each wiring of {wiring: {x: (y, low, high)}}, with ticks at even distances.
+
+    others: the wirings of the whole figure. apart: the distance between lines, so that their bars stand side by side.
+    """
+    ticks = sorted({x for points in series.values() for x in points})
     widths = {"capsize": 2, "markersize": 4, "linewidth": 1.2, "elinewidth": 0.8}
-    axis.errorbar([ticks.index(x) + shift for x in xs], ys, yerr=bars, **widths, **style)
-    axis.set_xticks(range(len(ticks)), ticks)
+    for i, wiring in enumerate(sorted(series, key=results.wiring_order)):
+        points, shift = series[wiring], apart * (i - (len(series) - 1) / 2)
+        xs = [x for x in ticks if x in points]
+        ys = [points[x][0] for x in xs]
+        errors = [[points[x][0] - points[x][1] for x in xs], [points[x][2] - points[x][0] for x in xs]]
+        bars = errors if any(map(any, errors)) else None
+        places = [ticks.index(x) + shift for x in xs]
+        axis.errorbar(places, ys, yerr=bars, label=wiring, **widths, **look(wiring, others))
+    axis.set_xticks(range(len(ticks)), map(name_tick, ticks))
     axis.grid(axis="y", color="0.92")
     axis.set_axisbelow(True)
 
 
-def curves(axis, series, others, name_tick, apart=0.0):
-    """A line for each wiring of {wiring: {x: (y, low, high)}}; others: the wirings of the whole figure."""
-    ticks = sorted({x for points in series.values() for x in points})
-    for i, wiring in enumerate(sorted(series, key=results.wiring_order)):
-        curve(axis, series[wiring], ticks, apart * (i - (len(series) - 1) / 2), label=wiring, **look(wiring, others))
-    axis.set_xticks(range(len(ticks)), map(name_tick, ticks))
-
-
 def middle(values):
-    """(median, lowest, highest)"""
+    """Return (median, lowest, highest)."""
     return statistics.median(values), min(values), max(values)
 
 
 def draw(found, title, x_label, y_label, name_tick=str):
-    """A figure of lines: found {panel: {wiring: {x: (y, low, high)}}}; None where no line has two points."""
+    """Return a figure of lines, found {panel: {wiring: {x: (y, low, high)}}}, or None where no line has two points."""
     found = {name: {w: points for w, points in series.items() if len(points) > 1} for name, series in found.items()}
     found = {name: series for name, series in found.items() if series}
     if not found:
@@ -120,12 +117,11 @@ def draw(found, title, x_label, y_label, name_tick=str):
     return figure
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What there is to draw of a sweep
+# ---- What there is to draw of a sweep --------------------------------------------------------------------------------
 
 
 def speedups(sweep, panel, x):
-    """{panel(case): {wiring: {x(case): tok/s over standard's}}}, of several ranks; an x of None is left out."""
+    """Return {panel(case): {wiring: {x(case): tok/s over standard's}}} of several ranks; an x of None is left out."""
     found = defaultdict(lambda: defaultdict(dict))
     for c in sweep.cases:
         ratios = sweep.speedups(c, results.tok_s)
@@ -135,7 +131,7 @@ def speedups(sweep, panel, x):
 
 
 def scaling(sweep):
-    """{panel: {wiring: {ranks: tok/s over those of the fewest ranks' standard wiring over the same link}}}.
+    """Return {panel: {wiring: {ranks: tok/s over those of the fewest ranks' standard wiring over the same link}}}.
 
     Without a draft all wirings cost one rank about the same: there their lines begin together.
     """
@@ -152,64 +148,17 @@ def scaling(sweep):
     return found
 
 
-def breakdown(sweep):
-    """{panel: {wiring: (computing, hidden, exposed, (low, high) of the step)}}, ms of a decode step of the timed runs.
-
-    The upper bound's step is what all of them compute, so there is a panel only where it was timed. What a step takes
-    beyond it is exposed; what standard exposes and a stale wiring does not, beyond noise, that one hides behind its
-    computing.
-    """
-    found = defaultdict(dict)
-    for c in sweep.cases:
-        steps, standard, bound = (
-            [*sweep.values((*c[:2], w, c[3]), lambda line: line["tpot_ms"]).values()]
-            for w in (c[2], "standard", "upper-bound")
-        )
-        if c[0] == 1 or results.draft_of(c[2]) or not (steps and standard and bound):
-            continue
-        step, low, high = middle(steps)
-        computing = min(step, statistics.median(bound))
-        exposed = step - computing
-        name, hides = results.base(c[2]), 0.0
-        if name in WIRINGS and WIRINGS[name].stale and not results.alike(steps, standard):
-            hides = min(computing, max(0.0, statistics.median(standard) - computing - exposed))
-        found[f"{c[0]} ranks, link {c[1]}, batch {c[3]}"][c[2]] = computing - hides, hides, exposed, (low, high)
-    return found
-
-
-def draw_breakdown(found, title):
-    if not found:
-        return None
-    figure, axes = panels(len(found), 3, 0.7 + 0.25 * max(map(len, found.values())), title)
-    for axis, (name, bars) in zip(axes, found.items(), strict=True):
-        for wiring in sorted(bars, key=results.wiring_order, reverse=True):
-            computing, hides, exposed, (low, high) = bars[wiring]
-            axis.barh(wiring, computing, label="computing", color="0.75")
-            style = {"color": "0.9", "hatch": "///", "edgecolor": "0.5", "linewidth": 0}
-            if hides:
-                axis.barh(wiring, hides, left=computing, label="computing, communication hidden behind it", **style)
-            axis.barh(wiring, exposed, left=computing + hides, color=look(wiring)["color"])
-            step = computing + hides + exposed
-            if high > low:
-                axis.errorbar(step, wiring, xerr=[[step - low], [high - step]], color="0.25", capsize=2, linewidth=0.8)
-        axis.barh(wiring, 0, label="exposed communication (the wiring's colour)", color="black")
-        axis.set(title=name, xlabel="ms of a decode step")
-    labelled(figure, axes, inches=2.9)
-    return figure
-
-
 def caption(sweep):
-    """The title of a sweep's figures."""
+    """Return the title of a sweep's figures."""
     repeats = sweep.repeats
     return results.title(sweep.setting) + (f"; median and range of {repeats} repeats" if repeats > 1 else "")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The first page's figure
+# ---- The first page's figure -----------------------------------------------------------------------------------------
 
 
 def by_link(path, **about):
-    """{wiring: {(ms of an all-reduce, link): (standard's step / its step, by its quartiles)}}.
+    """Return {wiring: {(ms of an all-reduce, link): (standard's step / its step, by its quartiles)}}.
 
     path: lines of benchmarks/overlap.py; about: what a line must say of itself to count.
     """
@@ -227,7 +176,7 @@ def by_link(path, **about):
 
 
 def front_page():
-    """Speed-up by link: of CPU ranks, measured over emulated links, and, on its own axis, the paper's of H100s."""
+    """Return a figure of the speed-up by link: of CPU ranks over emulated links and, apart, of the paper's H100s."""
     decode = {"kind": "decode", "compiled": True}
     ranks = by_link(RESULTS / "overlap-memory.jsonl", **decode)
     shown = "standard", "ladder", "ladder:4", "parallel", "parallel-ladder", "spd", "upper-bound"
@@ -261,16 +210,15 @@ def front_page():
     return figure
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# ---- The command line ------------------------------------------------------------------------------------------------
 
 
 def figures(found):
-    """(name, figure or None) of all that there is to draw."""
+    """Yield (name, figure or None) of all that there is to draw."""
     names = defaultdict(int)
     for sweep in found:
         s, title = sweep.setting, caption(sweep)
-        kind = s.get("quant") or s.get("dtype")
-        name = f"{s['model']}-{s.get('n_layers')}-{kind}-{s['device']}" + "-predicted" * s["simulated"]
+        name = f"{s['model']}-{s['n_layers']}-{s['quant'] or s['dtype']}-{s['device']}" + "-predicted" * s["simulated"]
         name = re.sub(r"[^\w.-]", "_", name)
         names[name] += 1
         name += f"-{names[name]}" * (names[name] > 1)
@@ -281,7 +229,6 @@ def figures(found):
         links = speedups(sweep, lambda c: f"{c.ranks} ranks, batch {c.batch}", lambda c, d=delays: d.get(c[:2]))
         label = "link, and its small all-reduce in us"
         yield f"{name}-by-link", draw(links, title, label, RATIO, lambda x: f"{x[1]}\n{x[0]:.0f}")
-        yield f"{name}-breakdown", draw_breakdown(breakdown(sweep), title)
 
 
 def save(path, figure):
@@ -297,13 +244,11 @@ def main(argv=None):
     p.add_argument("--out", metavar="DIR", help="write tables.md and the figures into this folder")
     p.add_argument("--front-page", metavar="PNG", help="draw the README's figure, of benchmarks/results")
     args = p.parse_args(argv)
-    if bool(args.files) == bool(args.front_page) or (args.out and not args.files):
+    if bool(args.files) == bool(args.front_page):
         raise InputError("give files of bench.sh (and --out), or --front-page PNG")
     if args.front_page:
         return save(args.front_page, front_page())
     lines = [line for file in args.files for line in results.read(file)]
-    if not lines:
-        raise InputError(f"{' '.join(args.files)}: no lines of bench.sh")
     print(text := results.report(lines))
     if args.out is None:
         return

@@ -77,7 +77,7 @@ def main():
     if lines := found["all_reduce"]:
         measured = link.custom(round(lines[0]["us"], 1), round(lines[-1]["gbps"], 3))
         rate = min(found["bandwidth"]) / 1e9
-        print(f"for measure.advise: --tp {world.tp_size} --bandwidth-gbs {rate:.1f} --link {measured}")
+        print(f"for measure.advise: --tp {world.tp_size} --bandwidth-gbs {rate:.1f} --link {measured.name}")
     if args.json:
         writing.append_line(args.json, {**environment, "probe": found})
 

@@ -42,36 +42,13 @@ def read_bandwidth(device, world=None, size=2**30, repeats=9):
 
 
 def free_bytes(device):
-    """Return the memory of the device that nobody uses.
-
-    On a CPU: what the system can give without swapping, and no more than the control groups of this process leave; the
-    pages of files are free.
-    """
+    """Return the free memory of the device; on a CPU, the memory that the system can give without swapping."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     info = Path("/proc/meminfo")
     if not info.is_file():  # not Linux: what the machine has
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    available = 1024 * int(info.read_text().partition("MemAvailable:")[2].split()[0])
-    return max(0, min([available, *group_bytes()]))
-
-
-def group_bytes(member="/proc/self/cgroup", root="/sys/fs/cgroup"):
-    """Return what each control group (version 2) that this process is in leaves of its limit on memory.
-
-    member: the file that names the group. A container may see only its own, at the root.
-    """
-    text, found = Path(member).read_text() if Path(member).is_file() else "", []
-    path = text.partition("0::/")[2].partition("\n")[0]
-    for folder in {Path(root, *path.split("/")[:n]) for n in range(path.count("/") + 2)}:
-        try:
-            limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
-            pages = dict(pair.split() for pair in (folder / "memory.stat").read_text().splitlines())
-        except OSError:  # the root has no limit, and another container's group no folder
-            continue
-        if limit != "max":
-            found.append(int(limit) - int(used) + int(pages["inactive_file"]) + int(pages["active_file"]))
-    return found
+    return 1024 * int(info.read_text().partition("MemAvailable:")[2].split()[0])
 
 
 def step_bytes(model, cache, filled):
@@ -119,15 +96,10 @@ def environment(world):
 
 def git_commit():
     """Return the commit of this code, with "+" if it was edited since, or None outside a git checkout."""
-
-    def git(*command):
-        return subprocess.run(
-            ["git", *command], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True
-        ).stdout
-
+    here = {"cwd": Path(__file__).parent.parent, "stderr": subprocess.DEVNULL, "text": True}
     try:
-        edited = git("status", "--porcelain", "-uno", "*.py", "*.cpp", "*.sh")
-        return git("rev-parse", "--short", "HEAD").strip() + "+" * bool(edited)
+        edited = subprocess.check_output(["git", "status", "--porcelain", "-uno", "*.py", "*.cpp", "*.sh"], **here)
+        return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], **here).strip() + "+" * bool(edited)
     except (OSError, subprocess.CalledProcessError):
         return None
 

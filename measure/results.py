@@ -16,14 +16,12 @@ from typing import NamedTuple
 
 from decoding.speculative import mean_accepted
 from formats.checkpoint import read_text
-from measure.link import custom
 from measure.report import bandwidth_share
 from measure.timing import hidden_share, overlapping, quartiles
 from model import WIRINGS, InputError, wiring_name
 
 PAPER = Path(__file__).parent.parent / "benchmarks" / "results" / "paper.csv"
 SETTING = ["model", "n_layers", "quant", "dtype", "device", "hardware", "prompt_tokens", "new_tokens", "simulated"]
-NEEDED = {*SETTING, "wiring", "tp", "batch", "tok_s", "tok_s_user", "tpot_ms", "ttft_ms", "prefill_s", "exposed"}
 LEGEND = {
     "~": "`~`: within noise, the quartiles of its repeats and of standard's overlap",
     "^": "`^`: above the upper bound, which no wiring can be: noise",
@@ -31,8 +29,7 @@ LEGEND = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Lines into cases
+# ---- Lines into cases ------------------------------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
@@ -43,23 +40,22 @@ class Case(NamedTuple):
 
 
 def read(path):
-    """The lines of a file of bench.sh, as dicts that know their file. One that was cut off is left out, with a word."""
+    """Return the lines of a file of bench.sh, as dicts that know their file. One that was cut off is left out."""
     lines = []
     for n, text in enumerate(read_text(path).splitlines(), 1):
+        if not text.startswith("{"):
+            raise InputError(f"{path} line {n} was not written by bench.sh")
         try:
-            line = {"repeat": 1, "command": "", **json.loads(text), "file": str(path)}
-        except (ValueError, TypeError):  # not JSON, or no object
-            if not text.startswith("{"):
-                raise InputError(f"{path} line {n} was not written by bench.sh") from None
+            lines.append({"repeat": 1, "command": "", **json.loads(text), "file": str(path)})
+        except ValueError:
             print(f"{path} line {n} was cut off, and is left out", file=sys.stderr)
-            continue
-        if "wiring" in line and "error" not in line and not line.keys() >= NEEDED:
-            raise InputError(f"{path} line {n} has no {min(NEEDED - line.keys())}: it is no result of bench.sh")
-        lines.append(line)
+    if any("wiring" in line and "exposed" not in line for line in lines):  # of another benchmark
+        raise InputError(f"{path} was not written by bench.sh")
     return lines
 
 
 def title(setting):
+    """Return what a setting is, in words."""
     how = "PREDICTED by one rank alone: " if setting["simulated"] else ""
     new = setting["new_tokens"]
     words = [setting["model"], f"{setting['n_layers']} layers", setting["quant"] or setting["dtype"]]
@@ -68,41 +64,41 @@ def title(setting):
 
 
 def case(line):
+    """Return the Case of a line."""
     draft = f" + {line['draft']}@{line['speculate']}" if line.get("draft") else ""
     return Case(line["tp"], link(line), wired(line) + draft, line["batch"])
 
 
 def wired(line):
-    """The wiring of a line as parse_wiring reads it; in older lines it is hybrid or desync-2, its layers in a key."""
-    name = re.sub(r"^desync-(\d+)$", r"desync:\1", line["wiring"]).replace("hybrid:", "ladder:")
-    if name == "hybrid":  # in benchmarks/overlap.py half of them
+    """Return the wiring of a line as parse_wiring reads it; older lines have hybrid, desync and desync-2."""
+    if line["wiring"] == "hybrid":  # in benchmarks/overlap.py half of the layers
         return wiring_name("ladder", line.get("ladder_layers") or line.get("layers") or line["n_layers"] // 2)
-    value = line.get("desync_period") if name == "desync" else line.get("ladder_layers")
-    return name if name == "ladder" or ":" in name else wiring_name(name, value or None)
+    if line["wiring"] == "desync":
+        return wiring_name("desync", line.get("desync_period"))
+    return re.sub(r"^desync-(\d+)$", r"desync:\1", line["wiring"])
 
 
 def link(line):
-    """The name of the link of a line: of an emulated one, or none, real or no-p2p. Older lines call several custom."""
-    if emulated := line.get("link"):
-        known = emulated["name"] != "custom"
-        return emulated["name"] if known else custom(emulated["latency_us"], emulated["gbps"]).name
+    """Return the name of a line's link: of an emulated one, or none, real or no-p2p."""
+    if line.get("link"):
+        return line["link"]["name"]
     if line["tp"] == 1:
         return "none"
     return "no-p2p" if line.get("settings", {}).get("NCCL_P2P_DISABLE") == "1" else "real"
 
 
 def base(wiring):
-    """The name of a wiring without its parameter and draft."""
+    """Return the name of a wiring without its parameter and draft."""
     return wiring.partition(" + ")[0].partition(":")[0]
 
 
 def draft_of(wiring):
-    """The draft that a case's wiring ends with, or ""."""
+    """Return the draft that a case's wiring ends with, or ""."""
     return wiring.partition(" + ")[2]
 
 
 def wiring_order(wiring):
-    """Where a wiring stands in tables and figures: as in model.WIRINGS, then by its parameter."""
+    """Return the key that sorts wirings in tables and figures: as in model.WIRINGS, then by the parameter."""
     names = list(WIRINGS)
     return (names.index(base(wiring)) if base(wiring) in names else len(names)), len(wiring), wiring
 
@@ -122,10 +118,8 @@ class Sweep:
             if line["exposed"]:
                 self.exposed[c] = line
             elif key in self.runs[c]:
-                raise InputError(
-                    f"{line['file']} has two results of {', '.join(map(str, c))} in repeat {line['repeat']}: "
-                    "give each file once; a sweep with other FLAGS needs an OUT of its own"
-                )
+                which = f"{line['file']} has two results of {', '.join(map(str, c))} in repeat {line['repeat']}"
+                raise InputError(f"{which}: give each file once; a sweep with other FLAGS needs an OUT of its own")
             else:
                 self.runs[c][key] = line
         cases = {*self.runs, *self.exposed}
@@ -134,24 +128,24 @@ class Sweep:
         self.repeats = max(map(len, self.runs.values()), default=0)
 
     def values(self, case, measure):
-        """{(file, repeat): measure(line)} of a case."""
+        """Return {(file, repeat): measure(line)} of a case."""
         return {key: v for key, line in self.runs.get(case, {}).items() if (v := measure(line)) is not None}
 
     def ratios(self, case, over, measure):
-        """measure(case) / measure(over) of the repeats that have both."""
+        """Return [measure(case) / measure(over)] of the repeats that have both."""
         mine, other = self.values(case, measure), self.values(over, measure)
         return [mine[repeat] / other[repeat] for repeat in mine.keys() & other.keys()]
 
     def speedups(self, case, measure):
-        """The ratios over the standard wiring without a draft, all else alike."""
+        """Return the ratios over the standard wiring without a draft, all else alike."""
         return self.ratios(case, case._replace(wiring="standard"), measure)
 
 
 def sweeps(lines):
-    """A Sweep for each setting of the lines."""
+    """Return a Sweep for each setting of the lines."""
     found = defaultdict(list)
     for line in lines:
-        if "wiring" in line and "error" not in line:
+        if "wiring" in line:
             found[tuple(line[key] for key in SETTING)].append(line)
     return [Sweep(dict(zip(SETTING, values, strict=True)), same) for values, same in found.items()]
 
@@ -160,27 +154,21 @@ tok_s = itemgetter("tok_s")
 
 
 def prefill_rate(line):
-    """Prefills per second."""
+    """Return prefills per second."""
     return 1e3 / line["ttft_ms"]
 
 
 def published():
-    """The paper's rates, those rows of paper.csv that have one, as dicts."""
+    """Return the rows of paper.csv that have a rate, as dicts."""
     rows = csv.DictReader(line for line in PAPER.read_text().splitlines() if not line.startswith("#"))
     return [row | {"batch": int(row["batch"]), "tok_s": float(row["tok_s"])} for row in rows if row["tok_s"]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tables
-
-
-def alike(some, others):
-    """Whether the quartiles of two lists of numbers overlap: then their difference is within noise."""
-    return overlapping(quartiles(some)[::2], quartiles(others)[::2])
+# ---- Tables ----------------------------------------------------------------------------------------------------------
 
 
 def speedup(sweep, case, rate):
-    """A case's speed over standard's as text, marked as LEGEND says; "" where there is none."""
+    """Return a case's speed over standard's as text, marked as LEGEND says; "" where there is none."""
     ratios = sweep.speedups(case, rate)
     if case.wiring == "standard" or not ratios:
         return ""
@@ -193,43 +181,35 @@ def speedup(sweep, case, rate):
     above = "^" if bounded and bound and statistics.median(mine) > statistics.median(bound) else ""
     if len(ratios) == 1:
         return f"{text}{above} (one run)"
-    if alike(mine, standard):
+    if overlapping(quartiles(mine)[::2], quartiles(standard)[::2]):
         return f"~{text}{above}"
     return f"{text}^" if above else f"**{text}**"
 
 
-def load(lines):
-    """A line that tells of other programs on the machine, or "". The sweep itself is a load of about one per core."""
-    busy = [line["load"] for line in lines if line.get("load", 0) > 1.25 * line.get("cores", 0)]
-    if not busy:
-        return ""
-    when = f"when {len(busy)} of {len(lines)} commands began (load average up to {max(busy)})"
-    return f"Expect noise: other programs used the cores {when}."
-
-
 def markdown(head, rows):
-    """A table: head a list of cells, rows lists of as many. All tables of the project are written by this."""
+    """Return a table: head a list of cells, rows lists of as many. All tables of the project are written by this."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
 
 
 def explained(table, marks):
-    """The table, and under it a line on the meaning of those marks that it has."""
+    """Return the table, and below it a line on the meaning of the marks that it has."""
     found = [LEGEND[mark] for mark in marks if any(mark in cell for row in table[1] for cell in row)]
     return markdown(*table) + f"\n\n{'; '.join(found)}." * bool(found)
 
 
 def three_digits(x):
+    """Return a number as text with three digits, or all of them before the point."""
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def spread(values):
-    """The median, and from lowest to highest where there are several."""
+    """Return the median, and the range where there are several, as text."""
     text = three_digits(statistics.median(values))
     return text + f" ({three_digits(min(values))}-{three_digits(max(values))})" * (len(values) > 1)
 
 
 def by_batch(sweep, cell, cases=None):
-    """A table with a row for each (ranks, link, wiring) of some cases, or of all, and a column for each batch size."""
+    """Return a table with a row for each (ranks, link, wiring) of some cases, or all, and a column for each batch."""
     places = dict.fromkeys(c[:3] for c in cases or sweep.cases)
     head = ["ranks", "link", "wiring", *(f"batch {batch}" for batch in sweep.batches)]
     rows = [[str(place[0]), *place[1:], *(cell(Case(*place, batch)) for batch in sweep.batches)] for place in places]
@@ -237,7 +217,7 @@ def by_batch(sweep, cell, cases=None):
 
 
 def tables(sweep):
-    """The tables of a sweep, as one text."""
+    """Return the tables of a sweep, as one text."""
 
     def measured(measure, rate):
         def cell(case):
@@ -272,30 +252,22 @@ def tables(sweep):
 
 
 def communication(sweep):
-    """The reports of the runs with --exposed: a line for each case and kind of step."""
+    """Return the table of the runs with --exposed: a row for each case and kind of step."""
     head = "ranks, link, wiring, batch, , step, without all-reduces, all-reduces, each, exposed, hidden, limit"
     rows = []
     for c in (c for c in sweep.cases if c in sweep.exposed):
         for kind, r in sweep.exposed[c]["exposed"].items():
             low, high = r["quartiles_ms"]
             step = f"{r['step_ms']:.2f} ({low:.2f}-{high:.2f})"
-            times = [step, f"{r['silent_ms']:.2f}", str(r["all_reduces"]), f"{r['all_reduce_ms']:.3f}"]
+            alone = [f"{r['silent_ms']:.2f}", str(r["all_reduces"]), f"{r['all_reduce_ms']:.3f}"]
             hides = hidden_share(r) if r["all_reduces"] else ""
-            rows.append(
-                [
-                    *map(str, c),
-                    kind,
-                    *times,
-                    f"{r['exposed_ms']:.2f}",
-                    hides,
-                    "" if r["limit_ms"] is None else f"{r['limit_ms']:.2f}",
-                ]
-            )
+            limit = "" if r["limit_ms"] is None else f"{r['limit_ms']:.2f}"
+            rows.append([*map(str, c), kind, step, *alone, f"{r['exposed_ms']:.2f}", hides, limit])
     return markdown(head.split(", "), rows) + "\n\nstep: the median (its quartiles); docs/measuring.md has the rest."
 
 
 def machine(probes):
-    """The results of measure/probe.py."""
+    """Return the results of measure/probe.py, as text."""
     parts = []
     for line in probes:
         rates = ", ".join(f"{rate / 1e9:.1f}" for rate in line["probe"]["bandwidth"])
@@ -310,8 +282,8 @@ def machine(probes):
 
 
 def report(lines):
-    """All tables of the lines, as one text."""
+    """Return all tables of the lines, as one text."""
     probes = [line for line in lines if "probe" in line]
     failed = dict.fromkeys(f"- {line['error']}: `{line['command']}`" for line in lines if "error" in line)
-    parts = [load(lines), machine(probes) if probes else "", *map(tables, sweeps(lines)), "\n".join(failed)]
+    parts = [machine(probes) if probes else "", *map(tables, sweeps(lines)), "\n".join(failed)]
     return "\n\n".join(part for part in parts if part)

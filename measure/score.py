@@ -12,7 +12,7 @@ PIECE = 2**22  # logits in float32 at a time: a window's, in a large vocabulary,
 
 
 def windows(n, size, stride):
-    """Returns windows over n tokens as (start, stop, first): it scores `first` to `stop`, each token but 0 once.
+    """Return windows over n tokens as (start, stop, first): it scores `first` to `stop`, each token but 0 once.
 
     They advance by stride < size: after the first window, a token has at least size - stride tokens before it.
     """
@@ -48,7 +48,7 @@ def predictions(models, documents, size, stride, batch, show=False):
 
 @torch.inference_mode()
 def total_nats(model, documents, size, stride, batch, show=False):
-    """Returns the sum of -log p(token | those before it in its window) over all tokens but each document's first."""
+    """Return the sum of -log p(token | those before it in its window) over all tokens but each document's first."""
     total = 0.0
     for (logits,), tokens in predictions([model], documents, size, stride, batch, show):
         for part, wanted in pieces(logits, tokens):
@@ -58,7 +58,7 @@ def total_nats(model, documents, size, stride, batch, show=False):
 
 @torch.inference_mode()
 def divergence(model, reference, documents, size, stride, batch, show=False):
-    """Returns (kl, agree, nats, reference's nats) of the tokens that total_nats sums, each (tokens,), on the CPU.
+    """Return (kl, agree, nats, reference's nats) of the tokens that total_nats sums, each (tokens,), on the CPU.
 
     kl: sum over the vocabulary of p_reference log(p_reference / p_model). agree: whether both find the same token the
     likeliest (bool). nats: -log p(token). In float64: the divergence of close models is a small difference of large
@@ -76,7 +76,7 @@ def divergence(model, reference, documents, size, stride, batch, show=False):
 
 
 def alone(config, wiring, layer):
-    """Returns the Config of a standard model with only this layer in a wiring NAME. Raises InputError."""
+    """Return the Config of a standard model with only this layer in a wiring NAME. Raises InputError."""
     if config.wiring != "standard" or ":" in wiring:
         pair = f"not of {config.wiring} into {wiring}"
         raise InputError(f"each layer alone of a standard model is put into a wiring NAME, {pair}")
@@ -84,7 +84,7 @@ def alone(config, wiring, layer):
 
 
 def sensitivity(model, score, wiring="ladder", show=False):
-    """Returns [score(model) with only layer i in a wiring, for each i] of a standard model.
+    """Return [score(model) with only layer i in a wiring, for each i] of a standard model.
 
     score: a function from a model to its nats per token, on any text. Raises InputError as alone() does.
     """
@@ -98,5 +98,5 @@ def sensitivity(model, score, wiring="ladder", show=False):
 
 
 def least_sensitive(scores, count):
-    """Returns the `count` layers of the lowest scores, in order; scores: from sensitivity()."""
+    """Return the `count` layers of the lowest scores, in order; scores: from sensitivity()."""
     return tuple(sorted(sorted(range(len(scores)), key=scores.__getitem__)[:count]))

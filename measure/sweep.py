@@ -7,19 +7,17 @@ them in turns; then tables and figures. Started again with the same settings, it
   DRY_RUN=1 ./bench.sh                                            only print the commands
 """
 
-# A command's result becomes a line of OUT, with the command, the repeat and the machine's load. A command that ran out
-# of memory gets a line that says so, one that failed otherwise none. Neither is repeated, the output of both goes to
-# OUT.log, and the rest goes on, unless the very first run fails: then a setting is wrong. Each of several nodes has a
-# file of its own: node 0 the results, the others only the commands.
+# A command's result becomes a line of OUT, with command and repeat. A command that ran out of memory gets a line that
+# says so, one that failed otherwise none. Neither is repeated, the output of both goes to OUT.log, and the rest goes
+# on, unless the very first run fails: then a setting is wrong. Each of several nodes has a file of its own: node 0 the
+# results, the others only the commands.
 
 import argparse
-import ctypes
 import dataclasses
 import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +27,6 @@ from pathlib import Path
 
 import torch
 
-from formats import sizes
 from measure import plot, results
 from measure.link import parse as parse_link
 from model import WIRINGS, InputError, parse_wiring, wiring_name
@@ -41,35 +38,16 @@ NO_MEMORY = re.compile(
 REAL = ("real", "no-p2p")  # the machine's own links, all others are emulated
 ROOT = os.environ.get("BENCH_ROOT", ".")  # the folder of generate.py, spelled as bench.sh was called
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The settings. Only what no command would refuse, or not in time, is refused here.
-
-
-def one_of(*known):
-    def parse(text):
-        if text not in known:
-            raise InputError(f"{text!r} is none of: {' '.join(known)}")
-        return text
-
-    return parse
+# ---- The settings. Only what no command would refuse, or not in time, is refused here --------------------------------
 
 
 def several(parse):
-    def parse_all(text):
-        if not (words := shlex.split(text)):
-            raise InputError("it is empty")
-        return [parse(word) for word in words]
-
-    return parse_all
+    """Return a parser of words that are quoted as in a shell."""
+    return lambda text: [parse(word) for word in shlex.split(text)]
 
 
 def flag(text):
-    return one_of("0", "1")(text) == "1"
-
-
-def model(text):
-    sizes.named_size(text, None)
-    return text
+    return text != "0"
 
 
 def wiring(text):
@@ -81,9 +59,7 @@ def link(text):
 
 
 def draft(text):
-    """DRAFT@K, or None of "none"."""
-    if text != "none" and not re.fullmatch(".+@(auto|[1-9][0-9]*)", text):
-        raise InputError(f"{text!r} is neither none nor DRAFT@K, such as ngram@4 or ngram@auto")
+    """Return what --draft takes, or None for "none"."""
     return None if text == "none" else text
 
 
@@ -92,7 +68,7 @@ def prompt(text):
 
 
 def table(given, gpus, cores):
-    """{NAME: (default, its parser, help)} of all settings, for a machine of so many GPUs and cores."""
+    """Return {NAME: (default, its parser, help)} of all settings, for a machine with so many GPUs and cores."""
     device, nodes = given.get("DEVICE"), given.get("NNODES", "1")
     on_cpu = device == "cpu" or not (device or gpus)
     tps = [tp for tp in (1, 2, 4, 8) if tp <= (cores if on_cpu else gpus)]
@@ -100,8 +76,8 @@ def table(given, gpus, cores):
     nodes = int(nodes) if nodes.isdecimal() else 1
     wirings, links = "standard ladder parallel upper-bound", "real" if on_cpu or gpus == 1 else "real no-p2p"
     return {
-        "MODEL": (size, model, "a named size, or layers of it: 8b:4, with random weights"),
-        "QUANT": ("none", several(one_of("none", "int8", "int4")), "of MODEL: none, int8, int4, or several"),
+        "MODEL": (size, str, "a named size, or layers of it: 8b:4, with random weights"),
+        "QUANT": ("none", several(str), "of MODEL: none, int8, int4, or several"),
         "CHECKPOINT": ("", str, "a folder of weights, in place of those two"),
         "WIRINGS": (wirings, several(wiring), 'such as "standard spd ladder:8 desync:4"'),
         "SPECULATE": ("none", several(draft), 'none or DRAFT@K, such as "none ngram@4 wiring:spd@auto"'),
@@ -115,7 +91,7 @@ def table(given, gpus, cores):
         "EXPOSED": ("1", flag, "1: also a run of each with --exposed"),
         "FLAGS": ("", shlex.split, 'more flags of generate.py, such as "--seed 1"'),
         "OUT": ("bench.jsonl", str, "the results, a line each; a log, tables and figures beside it"),
-        "DEVICE": ("cpu" if on_cpu else "cuda", one_of("cpu", "cuda"), "what to measure on"),
+        "DEVICE": ("cpu" if on_cpu else "cuda", str, "what to measure on"),
         "PYTHON": (sys.executable, str, "one that has torch"),
         "DRY_RUN": ("0", flag, "1: only print the commands"),
         "NNODES": ("1", cli.count, "nodes; each runs this, with its NODE_RANK"),
@@ -129,7 +105,7 @@ NAMES = [*table({}, 0, 1)]
 
 
 def gather(words, environ):
-    """{NAME: text} of the words NAME=VALUE, and of the environment where no word says otherwise."""
+    """Return {NAME: text} of the words NAME=VALUE, and of the environment where no word says otherwise."""
     found = {name: environ[name] for name in NAMES if name in environ}
     for word in words:
         name, equals, text = word.partition("=")
@@ -143,7 +119,7 @@ def gather(words, environ):
 
 
 def read_settings(given, gpus, cores):
-    """The settings, as attributes in lower case, of {NAME: text}. Raises InputError that names a wrong one."""
+    """Return the settings of {NAME: text}, as attributes in lower case. Raises InputError that names a wrong one."""
     s = types.SimpleNamespace(cores=cores)
     for name, (default, parse, _) in table(given, gpus, cores).items():
         text = given.get(name, default)
@@ -153,16 +129,13 @@ def read_settings(given, gpus, cores):
             raise InputError(f"{name}: {e}") from None
     if any(s.speculate) and not (s.checkpoint and isinstance(s.prompt, str)):
         raise InputError("SPECULATE needs CHECKPOINT and PROMPT=FILE: a draft's guesses at random text mean nothing")
-    if uneven := [tp for tp in s.tps if tp % s.nnodes]:
-        raise InputError(f"TPS: {uneven[0]} is no multiple of NNODES {s.nnodes}")
     if s.nnodes > 1 and not (s.master_addr and s.node_rank < s.nnodes):
         raise InputError(f"NNODES is {s.nnodes}: give MASTER_ADDR, and a NODE_RANK from 0 to {s.nnodes - 1}")
     s.node_rank = s.node_rank if s.nnodes > 1 else 0  # a cluster may set it for a single node
     return s
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The commands
+# ---- The commands ----------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +156,7 @@ class Command:
 
 
 def plan(s):
-    """The Commands of the settings, in their order: wirings and drafts next to one another, repeats far apart.
+    """Return the Commands of the settings, in their order: wirings and drafts side by side, repeats far apart.
 
     One rank has no link, and all wirings cost it about the same: there only standard is run.
     """
@@ -209,12 +182,12 @@ def plan(s):
 
 
 def proposes(draft, tp, wiring):
-    """Whether a draft proposes for a wiring on so many ranks.
+    """Return whether a draft proposes for a wiring on so many ranks.
 
     Another wiring of the same weights does so only where it can be cheaper, on several ranks, is not that very wiring,
     and finds all its norms there. No guess at the upper bound's text means anything.
     """
-    kind, _, other = draft.rpartition("@")[0].partition(":")
+    kind, _, other = draft.partition("@")[0].partition(":")
     if wiring == "upper-bound" or kind != "wiring":
         return wiring != "upper-bound"
     norms = [{*WIRINGS[parse_wiring(w)[0]].norms} for w in (other, wiring)]
@@ -222,7 +195,7 @@ def proposes(draft, tp, wiring):
 
 
 def command_line(c, s):
-    """A Command as a line for bash. $NODE_RANK and $MASTER_PORT are filled in later: so it is the same on all nodes."""
+    """Return a Command as a line for bash, the same on all nodes: $NODE_RANK and $MASTER_PORT are filled in later."""
     local_ranks = 1 if s.simulate else max(1, c.tp // s.nnodes)
     before = [f"OMP_NUM_THREADS={max(1, s.cores // local_ranks)}"] if s.device == "cpu" else []
     before += ["NCCL_P2P_DISABLE=1"] if c.link == "no-p2p" else []
@@ -233,10 +206,11 @@ def command_line(c, s):
         words += [*nodes, shlex.quote(f"--master_addr={s.master_addr}")] if s.nnodes > 1 else ["--standalone"]
     words += [shlex.quote(os.path.join(ROOT, "generate.py"))] if c.wiring else ["-m", "measure.probe"]
     flags = generate_flags(c, s) if c.wiring else []
-    return " ".join([*before, *words, "--device", s.device, *map(shlex.quote, flags)])
+    return " ".join([*before, *words, *map(shlex.quote, ["--device", s.device, *flags])])
 
 
 def generate_flags(c, s):
+    """Return the flags of generate.py for a Command, but --device."""
     flags = ["--checkpoint", s.checkpoint] if s.checkpoint else []
     flags += ["--model", s.model] if s.model else []
     flags += ["--quant", c.quant] if c.quant != "none" else []
@@ -249,27 +223,16 @@ def generate_flags(c, s):
     return [*flags, *(s.flags or []), *(["--exposed"] if c.exposed else [])]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Running them
+# ---- Running them ----------------------------------------------------------------------------------------------------
 
 
-def run(command, environment, place):
-    """(exit code, what it printed, its result or None) of a command, which ends when this process does.
-
-    place: the folder where it may write.
-    """
-    system = ctypes.CDLL(None)
-
-    def tied():
-        if hasattr(system, "prctl"):  # Linux
-            system.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when this process is gone, torchrun is asked to end
-
-    with tempfile.TemporaryDirectory(dir=place) as folder:
+def run(command, environment):
+    """Return (exit code, what it printed, its result or None) of a command."""
+    with tempfile.TemporaryDirectory() as folder:
         part, log = Path(folder) / "result", Path(folder) / "log"
         full = ["bash", "-c", f"{command} --json {shlex.quote(str(part))}"]
         with open(log, "wb") as f:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": f, "stderr": f}
-            process = subprocess.Popen(full, env=environment, preexec_fn=tied, **streams)
+            process = subprocess.Popen(full, env=environment, stdin=subprocess.DEVNULL, stdout=f, stderr=f)
             try:
                 code = process.wait()
             except BaseException:
@@ -281,14 +244,14 @@ def run(command, environment, place):
 
 
 def reason(code, log):
-    """The line of a failed command's output that says why."""
+    """Return the line of a failed command's output that says why."""
     lines = [line for line in log.splitlines() if line.strip()]
     ours, others = ([line for line in lines if re.search(how, line)] for how in (r"^[a-z_]+\.py: ", "Error: "))
     return (ours + others + lines[-1:] + [f"it ended with code {code}"])[0]
 
 
-def sweep(s, place):
-    """Run those of the plan that have no line in the file OUT; returns how many failed. place: as run takes it."""
+def sweep(s):
+    """Run the commands of the plan that have no line in the file OUT; return how many failed."""
     environment = {k: v for k, v in os.environ.items() if k != "NCCL_P2P_DISABLE"}  # or the real link were another
     environment.setdefault("GOMP_SPINCOUNT", "1000")  # as in the Makefile: threads that spin on hold up the others
     planned = [(c, command_line(c, s)) for c in plan(s)]
@@ -305,10 +268,10 @@ def sweep(s, place):
             continue
         left = f", about {(time.monotonic() - start) / n * (len(todo) - n) / 60:.0f} min left" if n else ""
         print(f"[{n + 1}/{len(todo)}{left}] {text}", file=sys.stderr, flush=True)
-        line = {"repeat": c.repeat, "command": text, "load": round(os.getloadavg()[0], 2), "cores": s.cores}
+        line = {"repeat": c.repeat, "command": text}
         # a port for each command, so that nodes which are not at the same one do not meet
         node = {"NODE_RANK": str(s.node_rank), "MASTER_PORT": str(s.master_port + i)}
-        code, log, result = run(text, environment | node, place)
+        code, log, result = run(text, environment | node)
         if code == 130:
             raise KeyboardInterrupt
         if code == 0 and (result or s.node_rank > 0):
@@ -332,7 +295,7 @@ def sweep(s, place):
 
 
 def machine():
-    """(GPUs, cores) that this process may use."""
+    """Return (GPUs, cores) that this process may use."""
     return torch.cuda.device_count(), len(os.sched_getaffinity(0))
 
 
@@ -344,8 +307,8 @@ def main(words=None):
     s = read_settings(gather(words, os.environ), *found)
     if s.dry_run:
         return print(*(command_line(c, s) for c in plan(s)), sep="\n")
-    with writing.reserved(s.out) as place:
-        failed = sweep(s, place)
+    with writing.reserved(s.out):
+        failed = sweep(s)
     if s.node_rank == 0 and os.path.exists(s.out):
         plot.main([s.out, "--out", f"{s.out.removesuffix('.jsonl')}-figures"])
     if failed:

@@ -1,4 +1,4 @@
-"""Timing in turns, so that what else the machine does disturbs all alike; and what of it is noise."""
+"""Timing in turns, so that other programs on the machine disturb all alike; and whether a difference is noise."""
 
 import statistics
 import time
@@ -7,7 +7,7 @@ import torch
 
 
 def timed(device, step):
-    """Seconds that step() takes on the device."""
+    """Return the seconds that step() takes on the device."""
     start = time.perf_counter()
     step()
     if torch.device(device).type == "cuda":
@@ -16,7 +16,7 @@ def timed(device, step):
 
 
 def mark(device):
-    """A moment of what the device does, for between()."""
+    """Return a moment of the device's work, for between()."""
     if torch.device(device).type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -25,12 +25,12 @@ def mark(device):
 
 
 def between(start, end):
-    """Seconds between two marks; on a GPU both must be over."""
+    """Return the seconds between two marks; on a GPU both must be over."""
     return end - start if isinstance(start, float) else 1e-3 * start.elapsed_time(end)
 
 
 def in_turns(ways, rounds):
-    """{name: what way() returned in each round}, all of {name: way} once in each round."""
+    """Return {name: [the result of way() in each round]}, with all of {name: way} called once in each round."""
     found = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
@@ -39,19 +39,19 @@ def in_turns(ways, rounds):
 
 
 def quartiles(values):
-    """(lower quartile, median, upper quartile); of a single value that value, three times."""
+    """Return (lower quartile, median, upper quartile); of a single value that value, three times."""
     return tuple(statistics.quantiles(values, n=4)) if len(values) > 1 else (values[0],) * 3
 
 
 def overlapping(some, others):
-    """Whether two ranges (low, high) have a point in common."""
+    """Return whether two ranges (low, high) have a point in common."""
     return some[0] <= others[1] and others[0] <= some[1]
 
 
 def within_noise(report):
-    """Whether the quartiles of a step lie further apart than what it hid of its all-reduces, or than all of them take.
+    """Return whether a step's quartiles lie further apart than the all-reduce time that it hid, or than all of it.
 
-    report: of exposed.py. What a step exposes may well be within its quartiles: that is what hiding all of it means.
+    report: of exposed.py. The exposed time may well be within the quartiles: that is what hiding all of it means.
     """
     low, high = report["quartiles_ms"]
     communication = report["all_reduces"] * report["all_reduce_ms"]
@@ -59,7 +59,7 @@ def within_noise(report):
 
 
 def hidden_share(report):
-    """The share of its communication that a step hid, in words; "none" where an all-reduce costs more inside of it."""
+    """Return the share of its communication that a step hid, in words; "none" if an all-reduce costs more inside it."""
     if within_noise(report):
         return "within noise"
     return "none" if report["hidden"] < 0 else f"{100 * min(1.0, report['hidden']):.0f} %"

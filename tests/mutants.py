@@ -24,7 +24,7 @@ SUMS, MESSAGES = "shared_memory -k 'test_sums and 3'", "shared_memory -k 'random
 FEW_INT = "quantize -k 'exact_up_to_rounding or three_products'"
 CHUNKS, ENDS, SAMPLING = "generate -k in_chunks", "generate -k own_end", "generate -k 'top_k or equal_seeds'"
 MARKED, ACCEPTED = "numbers -k sampler_marks", "speculative -k accepted_or_replaced"
-DCP, LOSS, BLEND = "adapt -k killed_at", "adapt -k loss_is_the_naive", "adapt -k blend"
+DCP, LOSS = "adapt -k killed_at", "adapt -k loss_is_the_naive"
 RANKS_TRAIN = "adapt -k 'ranks_give and 2'"
 NATS, BY_HAND, SHARD = "eval -k nats_and", "advise -k made_by_hand", "advise -k largest_shard"
 
@@ -159,7 +159,6 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("measure/harness.py", "return all(ended)", "return any(ended)", "eval -k generation_ends"),
     ("measure/preflight.py", "(heads - queries)", "heads", "preflight -k will_hold"),
     ("eval.py", "args.checkpoint, model) * n / math.log(2)", "args.checkpoint, model) * n", "eval -k a_text_with"),
-    ("adapt.py", "torch.lerp(before, x, alpha) if stale", "torch.lerp(before, x, 1 - alpha) if stale", BLEND),
     ("adapt.py", "0.1 * nats", "nats", LOSS),
     ("adapt.py", "(loss * world.tp_size / max", "(loss / max", RANKS_TRAIN),
     ("adapt.py", "range(world.rank * rows, windows.n + world.rank * rows,", "range(0, windows.n,", RANKS_TRAIN),

@@ -187,14 +187,14 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
 
 def test_what_to_take(capsys):
     slow = advised(capsys, *H100, "--link", "ethernet-10g").splitlines()[-3:]
-    assert slow[0].startswith("The all-reduces are 9") and "little" not in slow[0]
+    assert slow[0].startswith("The all-reduces are 9")
     assert slow[1].startswith("Without retraining: spd; ") and slow[1].endswith("eval.py measures it.")
     assert slow[2].startswith("With retraining: parallel-ladder; ") and "loss" not in slow[2]
     shown = advised(capsys, *H100, "--link", "0.5us")
-    fast = shown.splitlines()[-4:]
+    fast = shown.splitlines()[-3:]
     share = 64 * 0.5e-3 / float(rows(shown)["standard"][0])
     assert fast[0].startswith(f"The all-reduces are {100 * share:.0f} % of the standard step: at most 1.0")
-    assert fast[1].startswith("That is little: ") and fast[2].startswith("Without") and fast[3].startswith("With ")
+    assert fast[1].startswith("Without") and fast[2].startswith("With ")
     nothing = advised(capsys, *H100, "--link", "free").splitlines()[-2:]
     assert nothing == [
         f"{kind} retraining: nothing is more than 1 % faster than standard." for kind in ("Without", "With")
@@ -205,7 +205,7 @@ def test_a_table_for_each_link(capsys):
     shown = advised(capsys, "--model", "8b:4", *H100[2:], "--batch", 2, "--link", "all", "--quant", "int8")
     assert shown.count("| standard |") == len(LINKS) - 1
     assert shown.startswith("PREDICTED: 8b:4, 4 layers, int8, tp 8, batch 2, 1024 filled slots\n70 % of an H100")
-    assert rows(shown)["ladder:2"][2] == "8" and [line for line in shown.splitlines() if line.startswith("pcie (57 us")]
+    assert rows(shown)["ladder:2"][2] == "8" and [line for line in shown.splitlines() if line.startswith("pcie; in us")]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -220,7 +220,6 @@ def test_a_table_for_each_link(capsys):
         ("--model 8b --tp 8 --bandwidth-gbs 0", "--bandwidth-gbs: '0' is not a number above 0"),
         ("--model 8b --tp 8 --link carrier", "--link 'carrier' is none of free, nvlink,"),
         ("--model 8b --tp 8 --link pcie --wirings ladder:33", "wiring ladder:33 does not fit"),
-        ("--model 8b --tp 8 --link pcie --context 131073", "--context 131073 is more than the 131072 that 8b allows"),
         ("--checkpoint /nowhere --tp 2 --link pcie", "/nowhere"),
         ("--checkpoint x --tp 2 --link pcie --quant int8", "--quant goes with --model: a checkpoint is as it is"),
     ],

@@ -50,11 +50,11 @@ def test_seconds_are_latency_and_ring_traffic():
 
 
 def test_named_links_and_numbers():
-    assert link.parse("pcie") is link.LINKS["pcie"] and str(link.parse("pcie")) == "pcie (57 us + bytes at 224 Gbit/s)"
+    assert link.parse("pcie") is link.LINKS["pcie"]
     assert link.parse("8gbps").seconds(1_000_000, 2) == pytest.approx(1e-3)
     for text, *numbers in ("100us", 100, None), ("0.5us", 0.5, None), ("100us+2.5gbps", 100, 2.5), ("8gbps", 0, 8):
         found = link.parse(text)
-        assert (found.name, str(found), found.latency_us, found.gbps) == (text, text, *numbers)  # no two are alike
+        assert (found.name, found.latency_us, found.gbps) == (text, *numbers)  # no two are alike
     assert link.custom(0.0) == link.Link("0us", 0.0, None)
     for text in ("carrier-pigeon", "", "us", "-1us", "99999999us", "0gbps", "5"):
         with pytest.raises(InputError, match=r"--link .* is none of free, .*, e.g. 100us, 50gbps or 100us\+50gbps"):

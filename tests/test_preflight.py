@@ -84,34 +84,5 @@ def test_scripts_warn_before_they_load_and_go_on(monkeypatch, capsys, tiny, tmp_
     assert time.process_time() - start < 10  # seconds, of four runs
 
 
-def written(root, name, limit, used, stat):
-    folder = root / name
-    folder.mkdir(parents=True, exist_ok=True)
-    for file, text in {"memory.max": limit, "memory.current": used, "memory.stat": stat}.items():
-        (folder / file).write_text(f"{text}\n")
-
-
-STAT = "inactive_file 30\nactive_file 70"
-
-
-@pytest.mark.parametrize(
-    "member, groups, left",
-    [
-        ("0::/a/b", {"a/b": ("1000", "400", STAT)}, [700]),
-        ("0::/", {"": ("900", "400", STAT)}, [600]),  # in a container
-        ("0::/a/b", {"a/b": ("max", "1", STAT), "a": ("500", "9", STAT)}, [591]),  # the parent's limit
-        ("4:cpu:/x", {}, []),
-    ],
-)
-def test_a_control_group_limits_the_memory(member, groups, left, tmp_path):
-    (tmp_path / "cgroup").write_text(f"{member}\n")
-    for name, group in groups.items():
-        written(tmp_path / "sys", name, *group)
-    assert report.group_bytes(tmp_path / "cgroup", tmp_path / "sys") == left
-
-
-def test_the_smallest_of_machine_and_groups_is_free(monkeypatch):
-    whole = report.free_bytes(CPU)
-    assert 2**26 < whole < 2**50
-    monkeypatch.setattr(report, "group_bytes", lambda: [2**40, 12345])
-    assert report.free_bytes(CPU) == 12345
+def test_the_machine_has_free_memory():
+    assert 2**26 < report.free_bytes(CPU) < 2**50

@@ -498,7 +498,7 @@ def test_bad_checkpoints_are_one_clear_line(folder, tmp_path):
     with pytest.raises(InputError, match="^group size 32 does not divide the 172 columns of w2: keep w2$"):
         run(odd, "--group-size", "32")
     run(odd, "--group-size", "32", "--keep", "w2")
-    with pytest.raises(InputError, match="again is quantized already .int4.: give the original"):
+    with pytest.raises(InputError, match="again is quantized .int4.: give the original"):
         run(tmp_path / "again")
     config, state = checkpoint.read_config(tmp_path / "again"), load_file(tmp_path / "again" / "model.safetensors")
     name = "layers.1.feed_forward.w1.scales"

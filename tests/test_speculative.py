@@ -546,7 +546,7 @@ def test_complete_takes_a_draft(tiny, folders):
 
 
 @pytest.mark.parametrize("draft, own, line", [
-    ("larger", "", "has another vocabulary, of 1,024 tokens, and the model's 300: give one of the same, or ngram"),
+    ("larger", "", "has another vocabulary, of 1,024 tokens, and the model's 300"),
     ("other words", "", "other words has another vocabulary: token "),
     ("nowhere", "", "is no folder, nor is it ngram or wiring:NAME"),
     ("ngram@0", "", "@0 must be from 1 to the context"),

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -255,7 +254,7 @@ def test_a_full_disk_is_one_clear_line(name, disk, writers, monkeypatch):
 def test_a_trace_that_does_not_fit_is_not_written(disk):
     folder = disk("size=64k")
     steps = {"adding": lambda: [torch.ones(3) + 1 for _ in range(2000)]}
-    with pytest.raises(InputError, match="cannot write .*rank0.json: the profiler failed to"):
+    with pytest.raises(InputError, match="cannot write .*rank0.json: "):
         exposed.profile(folder, launch.World(0, 1, torch.device("cpu")), steps)
     assert names(folder) == []
 
@@ -295,29 +294,3 @@ def test_many_append_at_the_same_time(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 120
     assert all([x["line"] for x in lines if x["from"] == i] == [*range(30)] for i in range(4))
-
-
-# The sweep's commands
-
-
-def test_a_killed_sweep_s_command_ends_and_the_next_sweep_cleans_up(tmp_path):
-    (tmp_path / "python").write_text("#!/bin/sh\necho $$ > pid.tmp; mv pid.tmp pid; exec sleep 600\n")
-    (tmp_path / "python").chmod(0o755)
-    words = [f"{name}={value}" for name, value in (SWEEP | {"PYTHON": tmp_path / "python", "OUT": "out"}).items()]
-    environment = {k: v for k, v in os.environ.items() if k not in sweep.NAMES} | {"PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-m", "measure.sweep", *words]
-    with subprocess.Popen(words, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL) as sweeping:
-        deadline = time.monotonic() + HANGS
-        while not (tmp_path / "pid").exists() and sweeping.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        sweeping.kill()
-    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 20
-    while os.path.exists(f"/proc/{pid}"):
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
-            pytest.fail("it lives on")
-        time.sleep(0.01)
-    assert "out.tmp" in names(tmp_path)
-    with writing.reserved(tmp_path / "out"):
-        pass
-    assert names(tmp_path) == ["pid", "python"]

@@ -76,7 +76,7 @@ def encode(tokenizer, document, end):
 
 
 def tokenize(paths, tokenizer, end, target, show=True):
-    """Write the tokens of all documents of the files, in their order, to the file target; returns their number."""
+    """Write the tokens of all documents of the files, in their order, to the file target; return their number."""
     total = 0
     with writing.new_file(target) as unfinished, open(unfinished, "wb") as f:
         found = chain.from_iterable(map(documents, paths))

@@ -9,12 +9,11 @@ import shutil
 import signal
 
 from formats import checkpoint
-from formats.tokenizer import load_tokenizer
+from formats.tokenizer import check_vocabulary, load_tokenizer
 from model import WIRINGS, Config, InputError
 from runtime import cli, writing
 from training.data import Windows, documents, tokenize, train_tokenizer
 
-SAMPLE = "Once upon a time there were 12 (twelve) little dogs.\n\tZwölf? 十二! def f(x): return x**2"  # to compare with
 NEEDED = ["state-*", "best-*", "*.tmp", "*.tokens", "best.json"]  # by a run that has not ended; best.json goes last
 MACHINE = ["out", "device", "micro_batch", "recompute", "compile", "save_every", "timeout"]  # may change
 
@@ -26,7 +25,7 @@ def describe(args):
     """
     own = taught = None
     if args.checkpoint:
-        config = own = _unquantized(args.checkpoint)
+        config = own = checkpoint.read_original(args.checkpoint)
     else:
         if args.dim % (2 * args.n_heads):
             raise InputError(f"--dim {args.dim} is not an even multiple of --n-heads {args.n_heads}")
@@ -42,41 +41,23 @@ def describe(args):
     _check_trainable(config)
     if is_auto(args) and (own is None or own.wiring != "standard" or not keeps_norms(config)):
         raise InputError(f"--wiring {args.wiring} needs a standard --checkpoint, whose layers it tries one by one")
-    if args.blend_steps:
-        kind, standard = config.kind, WIRINGS["standard"]
-        ladder = kind.stale and kind.split is standard.split and kind.stream is standard.stream
-        if any(wiring.stale for wiring in own.wirings) or not ladder:
-            ways = f"not from {own.wiring} to {config.wiring}"
-            raise InputError(f"--blend-steps goes from standard to ladder layers, {ways}")
     if args.distill:
-        taught = _unquantized(args.distill)
+        taught = checkpoint.read_original(args.distill)
         _check_trainable(taught)
         if args.distill == args.checkpoint and own.function == config.function:
             raise InputError(f"{args.checkpoint} is {own.wiring} already: name its original, --distill DIR")
-        if taught.vocab_size != config.vocab_size:
-            raise InputError(f"--distill {args.distill} has {taught.vocab_size} tokens, the model {config.vocab_size}")
-        if taught.max_seq_len < args.seq_len:
-            raise InputError(f"--distill {args.distill} has a context of {taught.max_seq_len}, less than --seq-len")
-        theirs, ours = (load_tokenizer(folder, config.vocab_size) for folder in (args.distill, args.checkpoint))
-        if theirs and ours and theirs.encode_plain(SAMPLE) != ours.encode_plain(SAMPLE):
-            raise InputError(f"the tokenizers of {args.checkpoint} and --distill {args.distill} cut text differently")
+        check_vocabulary(config, args.checkpoint, taught, args.distill, f"--distill {args.distill}")
     return config, own, taught
 
 
 def is_auto(args):
+    """Return whether --wiring asks for the least sensitive layers."""
     return ":auto" in (args.wiring or "")
 
 
 def keeps_norms(config):
     """Return whether a model in this wiring has all the weights to run as a standard one, too."""
     return config.kind.norms == WIRINGS["standard"].norms
-
-
-def _unquantized(folder):
-    config = checkpoint.read_config(folder)
-    if config.quant:
-        raise InputError(f"{folder} is quantized ({config.quant}): give the original")
-    return config
 
 
 def _check_trainable(config):

@@ -76,7 +76,7 @@ def _rows(parameter, world):
 
 
 def summed(values, world):
-    """Sum a list of numbers over the ranks; returns a list."""
+    """Sum a list of numbers over the ranks; return a list."""
     total = torch.tensor(values, dtype=torch.float64, device=world.device)
     dist.all_reduce(total, group=world.dist_group)
     return total.tolist()
@@ -130,7 +130,7 @@ def save(run, step, model, optimizer, world):
 
 
 def restore(run, model, optimizer, world):
-    """Load the newest state of a run; returns its step, or None where there is none."""
+    """Load the newest state of a run; return its step, or None where there is none."""
     if not (states := _states(run)):
         return None
     step, path = states[-1]
