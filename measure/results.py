@@ -186,6 +186,15 @@ def speedup(sweep, case, rate):
     return f"{text}^" if above else f"**{text}**"
 
 
+def load(lines):
+    """Return a sentence on other programs of the machine, or "". The sweep itself is a load of about one per core."""
+    busy = [line["load"] for line in lines if line.get("load", 0) > 1.25 * line.get("cores", 0)]
+    if not busy:
+        return ""
+    when = f"when {len(busy)} of {len(lines)} commands began (load average up to {max(busy)})"
+    return f"Expect noise: other programs used the cores {when}."
+
+
 def markdown(head, rows):
     """Return a table: head a list of cells, rows lists of as many. All tables of the project are written by this."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
@@ -285,5 +294,5 @@ def report(lines):
     """Return all tables of the lines, as one text."""
     probes = [line for line in lines if "probe" in line]
     failed = dict.fromkeys(f"- {line['error']}: `{line['command']}`" for line in lines if "error" in line)
-    parts = [machine(probes) if probes else "", *map(tables, sweeps(lines)), "\n".join(failed)]
+    parts = [load(lines), machine(probes) if probes else "", *map(tables, sweeps(lines)), "\n".join(failed)]
     return "\n\n".join(part for part in parts if part)

@@ -7,10 +7,10 @@ them in turns; then tables and figures. Started again with the same settings, it
   DRY_RUN=1 ./bench.sh                                            only print the commands
 """
 
-# A command's result becomes a line of OUT, with command and repeat. A command that ran out of memory gets a line that
-# says so, one that failed otherwise none. Neither is repeated, the output of both goes to OUT.log, and the rest goes
-# on, unless the very first run fails: then a setting is wrong. Each of several nodes has a file of its own: node 0 the
-# results, the others only the commands.
+# A command's result becomes a line of OUT, with command, repeat and the machine's load. A command that ran out of
+# memory gets a line that says so, one that failed otherwise none. Neither is repeated, the output of both goes to
+# OUT.log, and the rest goes on, unless the very first run fails: then a setting is wrong. Each of several nodes has a
+# file of its own: node 0 the results, the others only the commands.
 
 import argparse
 import dataclasses
@@ -129,6 +129,8 @@ def read_settings(given, gpus, cores):
             raise InputError(f"{name}: {e}") from None
     if any(s.speculate) and not (s.checkpoint and isinstance(s.prompt, str)):
         raise InputError("SPECULATE needs CHECKPOINT and PROMPT=FILE: a draft's guesses at random text mean nothing")
+    if uneven := [tp for tp in s.tps if tp % s.nnodes]:
+        raise InputError(f"TPS: {uneven[0]} is no multiple of NNODES {s.nnodes}")
     if s.nnodes > 1 and not (s.master_addr and s.node_rank < s.nnodes):
         raise InputError(f"NNODES is {s.nnodes}: give MASTER_ADDR, and a NODE_RANK from 0 to {s.nnodes - 1}")
     s.node_rank = s.node_rank if s.nnodes > 1 else 0  # a cluster may set it for a single node
@@ -268,7 +270,7 @@ def sweep(s):
             continue
         left = f", about {(time.monotonic() - start) / n * (len(todo) - n) / 60:.0f} min left" if n else ""
         print(f"[{n + 1}/{len(todo)}{left}] {text}", file=sys.stderr, flush=True)
-        line = {"repeat": c.repeat, "command": text}
+        line = {"repeat": c.repeat, "command": text, "load": round(os.getloadavg()[0], 2), "cores": s.cores}
         # a port for each command, so that nodes which are not at the same one do not meet
         node = {"NODE_RANK": str(s.node_rank), "MASTER_PORT": str(s.master_port + i)}
         code, log, result = run(text, environment | node)

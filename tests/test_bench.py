@@ -201,25 +201,31 @@ def test_each_node_runs_the_same_commands_and_the_first_has_the_results(bench):
         assert len(calls_of(bench)) == 2
     first, second = lines_of(bench, "0.jsonl"), lines_of(bench, "1.jsonl")
     assert [line["command"] for line in first] == [line["command"] for line in second]  # so a copy of it resumes there
-    assert first[1]["tp"] == 4 and all(line.keys() == {"repeat", "command"} for line in second)
+    assert first[1]["tp"] == 4 and all(line.keys() == {"repeat", "command", "load", "cores"} for line in second)
     assert "| 4 | real | standard | 511 |" in done.stdout
     assert bench(**TWO_NODES, NODE_RANK="1", OUT="1.jsonl").returncode == 0 and not calls_of(bench)
 
 
 def test_a_sweep_writes_each_run_its_tables_and_its_figures(bench, monkeypatch):
     monkeypatch.setattr(plot, "figures", bench.draw)
+    loads = iter([2.5] * 22 + [7.25] * 22)  # of 2 cores
+    monkeypatch.setattr(os, "getloadavg", lambda: (next(loads), 0, 0))
     done = bench(**{**SMALL, "WIRINGS": "standard ladder:2 upper-bound"})
     assert done.returncode == 0, done.stderr
     lines = lines_of(bench)
     assert len(lines) == 2 + 2 * (2 + 6) + 4 == len(calls_of(bench))
     assert not any({"tokens", "ladder_layers", "desync_period"} & line.keys() for line in lines)
     assert [line["repeat"] for line in lines] == [0] * 2 + [1] * 8 + [2] * 8 + [0] * 4
+    assert {(line["load"], line["cores"]) for line in lines} == {(2.5, 2)} and "Expect noise" not in done.stdout
     assert "[22/22, about 0 min left]" in done.stderr
     assert "| 2 | real | ladder:2 | 31 (31-31) ~1.00x | 124 (124-124) ~1.00x |" in done.stdout
     assert "`~`: within noise" in done.stdout
     made = {path.name for path in (bench.folder / "bench-figures").iterdir()}
     assert {"tables.md", "1b-2-bfloat16-cuda-by-batch.png", "1b-2-bfloat16-cuda-by-ranks.png"} <= made
     assert not any(name.endswith(".tmp") for name in made)
+    done = bench(**{**SMALL, "WIRINGS": "standard ladder:2 upper-bound"}, OUT="busy.jsonl")
+    said = "Expect noise: other programs used the cores when 22 of 22 commands began (load average up to 7.25)."
+    assert done.stdout.startswith(said) and done.stdout.count("xpect noise") == 1
 
 
 def test_an_interrupted_sweep_goes_on_where_it_stopped(bench):
@@ -304,6 +310,7 @@ def test_a_sweep_whose_first_run_fails_ends_with_its_line(bench):
         "LINKS=nvlink9": "LINKS: --link 'nvlink9' is none of free, nvlink",
         "SPECULATE=ngram@4": "SPECULATE needs CHECKPOINT and PROMPT=FILE",
         "NNODES=2": "NNODES is 2: give MASTER_ADDR, and a NODE_RANK from 0 to 1",
+        "NNODES=2;TPS=3": "TPS: 3 is no multiple of NNODES 2",
         "OUT=/dev/null/x.jsonl": "/dev/null/x.jsonl",
         "OUT=text": "text line 1 was not written by bench.sh",
         "WIRING=ladder": "WIRING is not a setting: did you mean WIRINGS?",
