@@ -441,6 +441,7 @@ def asked(control, passes, accepted):
     ((1.0, 2.0, 4.0, 8.0), lambda i, count: count, {0}),  # they cost what their tokens do
     ((1.0, 1.05, 3.0, 9.0), lambda i, count: min(count, 1), {1}),
     ((1.0, 1.3, 1.7, 4.0), lambda i, count: None if i % 5 else count, {3}),  # there are none in most passes
+    ((1.0, 1.2, 1.5, 1.9), lambda i, count: min(count, (7, 1, 2)[i % 3]), {7}),  # those after a refused one say nothing
 ])  # fmt: skip
 def test_auto_asks_for_what_pays(seconds, accepted, chosen):
     control = speculative.Auto()
