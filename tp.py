@@ -155,8 +155,8 @@ torch.library.define("ladder::gather", "(Tensor part, int tp_size, str group) ->
 def _gather(part, tp_size, group):
     """Return the parts (B, ...) of all ranks as (tp_size, B, ...).
 
-    One operator, since a group written in Python can take only the coalesced form, and the compiler's wrapper in C++
-    (torch 2.13) all but that.
+    Like any collective but all_reduce it is wrapped in one opaque operator: in the compiler's C++ wrapper (torch 2.13)
+    neither form of all-gather works, and a process group written in Python has only the coalesced one.
     """
     ops = torch.ops._c10d_functional
     [parts] = ops.all_gather_into_tensor_coalesced([part.contiguous()], tp_size, group)

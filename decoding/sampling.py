@@ -30,9 +30,9 @@ class Sampler:
     def __init__(self, temperature, top_k=None, top_p=1.0, seed=0, device="cpu"):
         least = 1e-6  # float32 still tells it from 0
         if not (temperature == 0 or least <= temperature < math.inf):
-            raise InputError(f"temperature is {temperature} but must be 0 (greedy) or a number from {least} on")
+            raise InputError(f"temperature is {temperature} but must be 0 (greedy) or at least {least}")
         if top_k is not None and top_k < 1:
-            raise InputError(f"top_k is {top_k} but must be a whole number from 1 on")
+            raise InputError(f"top_k is {top_k} but must be a whole number, at least 1")
         if not least <= top_p <= 1:
             raise InputError(f"top_p is {top_p} but must be a number from {least} to 1")
         if not 0 <= seed < 2**63:

@@ -182,7 +182,7 @@ def profile(folder, world, steps):
 def lines(kind, r):
     """Return a report in two lines for people."""
     if not r["all_reduces"]:
-        return f"{kind}: {r['step_ms']:.2f} ms a step, without any all-reduce"
+        return f"{kind}: {r['step_ms']:.2f} ms a step, in which no all-reduce ran: nothing to hide is known"
     share = "what it hid is within noise" if within_noise(r) else f"{hidden_share(r)} hidden"
     if r["limit_ms"] is None:
         share += "; no limit is known: other all-reduces ran than this wiring's"

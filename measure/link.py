@@ -98,7 +98,7 @@ def emulate(world, link, simulate_tp=None):
         raise InputError("--simulate-tp is one rank alone: start it with python, not with torchrun")
     tp_size = simulate_tp or world.tp_size
     if tp_size == 1:
-        raise InputError("one rank has no link (--link, --exposed): start two or more with torchrun, or --simulate-tp")
+        raise InputError("--link and --exposed need two or more ranks, started with torchrun, or --simulate-tp")
     if shared_memory.shares(world.group):
         group = LinkedMemory(world.group, link)
     else:

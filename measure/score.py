@@ -78,8 +78,7 @@ def divergence(model, reference, documents, size, stride, batch, show=False):
 def alone(config, wiring, layer):
     """Return the Config of a standard model with only this layer in a wiring NAME. Raises InputError."""
     if config.wiring != "standard" or ":" in wiring:
-        pair = f"not of {config.wiring} into {wiring}"
-        raise InputError(f"each layer alone of a standard model is put into a wiring NAME, {pair}")
+        raise InputError(f"--sensitivity takes a standard model and a wiring NAME, not {config.wiring} and {wiring}")
     return rewired(config, wiring_name(wiring, (layer,)))
 
 

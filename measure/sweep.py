@@ -110,7 +110,7 @@ def gather(words, environ):
     for word in words:
         name, equals, text = word.partition("=")
         if name not in NAMES or not equals:
-            raise InputError(f"{word} is no argument: give NAME=VALUE, of {' '.join(NAMES)}")
+            raise InputError(f"{word} is not a setting: give NAME=VALUE, of {' '.join(NAMES)}")
         found[name] = text
     for name in environ.keys() - NAMES:  # a singular or a plural, which would cost hours
         if meant := {f"{name}S", f"{name}ES", name.removesuffix("S")} & {*NAMES}:
@@ -127,6 +127,8 @@ def read_settings(given, gpus, cores):
             setattr(s, name.lower(), parse(text) if text or default else None)
         except (ValueError, argparse.ArgumentTypeError) as e:  # an InputError is a ValueError
             raise InputError(f"{name}: {e}") from None
+    if s.checkpoint and not os.path.isdir(s.checkpoint):  # now, before minutes of probing
+        raise InputError(f"CHECKPOINT: {s.checkpoint} is no folder")
     if any(s.speculate) and not (s.checkpoint and isinstance(s.prompt, str)):
         raise InputError("SPECULATE needs CHECKPOINT and PROMPT=FILE: a draft's guesses at random text mean nothing")
     if uneven := [tp for tp in s.tps if tp % s.nnodes]:
@@ -305,7 +307,7 @@ def main(words=None):
     words, found = sys.argv[1:] if words is None else words, machine()
     if {"-h", "--help"} & {*words}:
         print(__doc__, "Settings, of the environment or after the script's name, and their defaults:", sep="\n")
-        return print(*(f"  {name:12}{row[0]:39}{row[2]}" for name, row in table({}, *found).items()), sep="\n")
+        return print(*(f"  {name:12}{row[0]:39} {row[2]}" for name, row in table({}, *found).items()), sep="\n")
     s = read_settings(gather(words, os.environ), *found)
     if s.dry_run:
         return print(*(command_line(c, s) for c in plan(s)), sep="\n")

@@ -82,8 +82,8 @@ def add_wiring_flags(parser, default="the checkpoint's own"):
     g.add_argument(
         "--wiring",
         metavar="NAME[:N|:I,J,...]",
-        help=f"{known}\nNAME:N wires the last N layers so, NAME:I,J,... layers I, J (from 0), the others standard; "
-        "desync:N\nkeeps every N-th all-reduce",
+        help=f"{known}\nNAME:N wires the last N layers that way, NAME:I,J,... layers I, J (from 0), the rest standard;\n"
+        "desync:N keeps every N-th all-reduce",
     )
     g.add_argument("--ladder", action="store_true", help="the same as --wiring ladder")
     g.add_argument("--ladder-layers", metavar="N|I,J,...", help="the same as --wiring ladder:N or ladder:I,J,...")
@@ -113,7 +113,7 @@ def with_wiring(config, args):
     try:
         return rewired(config, asked_wiring(args))
     except InputError as e:
-        raise InputError(f"--wiring: {e}") from None
+        raise InputError(f"--{'ladder-layers' if args.ladder_layers else 'wiring'}: {e}") from None
 
 
 def warn_of_wiring(own, config, tp_size):

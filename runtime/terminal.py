@@ -66,7 +66,7 @@ def read_prompts(args, config, tokenizer):
 def fit(max_new_tokens, prompts, context):
     """Return max_new_tokens, cut to the room that the context leaves after the longest prompt."""
     if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens is {max_new_tokens} but must be a whole number from 1 on")
+        raise InputError(f"max_new_tokens is {max_new_tokens} but must be a whole number, at least 1")
     longest = max(map(len, prompts))
     if longest >= context:
         raise InputError(f"a prompt of {longest} tokens leaves no room in the context of {context}: shorten it")

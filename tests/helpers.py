@@ -24,7 +24,16 @@ import torch.distributed as dist
 import generate
 import tp
 from kernels import cpu, gloo, shared_memory
-from model import WIRINGS, Config, Transformer, parse_wiring
+from model import (
+    WIRINGS,
+    Config,
+    Transformer,
+    delayed_stream,
+    desynced_stream,
+    parse_wiring,
+    residual_stream,
+    unreduced_stream,
+)
 from runtime import launch
 
 ROOT = Path(__file__).parent.parent
@@ -48,6 +57,10 @@ def wired(name):
 
 WIRED = [changes for name in WIRINGS for changes in wired(name)]
 ANY_TP = [changes for changes in WIRED if not kind(changes).tp_bound]
+
+
+STREAMS = residual_stream, delayed_stream, desynced_stream, unreduced_stream
+BY_HAND = [c for c in WIRED if kind(c).stream in STREAMS]  # nobody has reckoned by hand what another stream does
 
 
 def outline(config):

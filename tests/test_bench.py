@@ -308,6 +308,7 @@ def test_a_sweep_whose_first_run_fails_ends_with_its_line(bench):
         "NEW_TOKENS=1": "NEW_TOKENS: '1' is not a whole number from 2",
         "WIRINGS=ladders": "WIRINGS: unknown wiring 'ladders'; known: standard, ladder",
         "LINKS=nvlink9": "LINKS: --link 'nvlink9' is none of free, nvlink",
+        "CHECKPOINT=demoo": "CHECKPOINT: demoo is no folder",
         "SPECULATE=ngram@4": "SPECULATE needs CHECKPOINT and PROMPT=FILE",
         "NNODES=2": "NNODES is 2: give MASTER_ADDR, and a NODE_RANK from 0 to 1",
         "NNODES=2;TPS=3": "TPS: 3 is no multiple of NNODES 2",
@@ -331,7 +332,7 @@ def test_arguments_are_settings_and_go_before_the_environment(bench):
     assert found == [("3b", "1"), ("3b", "8")]
     for word in "WIRING=ladder", "model=3b", "--dry-run", "3b", "OUT":
         done = bench([word], DRY_RUN="1")
-        assert done.returncode == 2 and done.stderr.startswith(f"bench.sh: {word} is no argument: give NAME=VALUE")
+        assert done.returncode == 2 and done.stderr.startswith(f"bench.sh: {word} is not a setting: give NAME=VALUE")
 
 
 def shell(folder, *words, **settings):

@@ -29,9 +29,7 @@ ON_CPU = os.environ.get("LADDER_TEST_GPU") == "cpu"
 DEVICE = torch.device("cpu" if ON_CPU else "cuda")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(
-        not (ON_CPU or torch.cuda.is_available()), reason="needs a GPU: LADDER_TEST_GPU=1 lets the tests see it"
-    ),
+    pytest.mark.skipif(not (ON_CPU or torch.cuda.is_available()), reason="needs a GPU, and LADDER_TEST_GPU=1"),
 ]
 needs_cuda = pytest.mark.skipif(ON_CPU, reason="needs a GPU: a CPU has no CUDA graphs")
 COMPILED = pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import BASE, WIRED, kind, outline, random_model, run_ranks, shard, unequal_rows, wired, wired_id
+from helpers import BASE, BY_HAND, WIRED, kind, outline, random_model, run_ranks, shard, unequal_rows, wired, wired_id
 from reference import Reference, rms_norm
 
 import convert_hf_checkpoint
@@ -169,7 +169,7 @@ class Dependencies(model.SingleDevice):
         return x if after is None else Known(x | {after})
 
 
-@pytest.mark.parametrize("changes", [c for c in WIRED if kind(c).stale], ids=wired_id)
+@pytest.mark.parametrize("changes", [c for c in BY_HAND if kind(c).stale], ids=wired_id)
 def test_a_ladder_sublayer_comes_after_the_start_of_the_all_reduce_before_it(changes):
     """At a seam, too: else the compiler might compute it first."""
     config, seen = dataclasses.replace(BASE, **changes), []

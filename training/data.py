@@ -141,7 +141,7 @@ class Windows:
         self.seq_len, self.seed = seq_len, seed
         self.n = (len(self.tokens) - 1) // seq_len
         if self.n < 1:
-            raise InputError(f"{called} holds {len(self.tokens)} tokens, fewer than --seq-len {seq_len} and one")
+            raise InputError(f"{called} holds {len(self.tokens)} tokens; a window takes {seq_len + 1}: see --seq-len")
         if not self.tokens["counts"][1 : self.n * seq_len + 1].any():
             raise InputError(f"{called} has no token that counts: in chats only the assistant's answers do")
 
