@@ -82,7 +82,7 @@ def add_wiring_flags(parser, default="the checkpoint's own"):
     g.add_argument(
         "--wiring",
         metavar="NAME[:N|:I,J,...]",
-        help=f"{known}\nNAME:N wires the last N layers that way, NAME:I,J,... layers I, J (from 0), the rest standard;\n"
+        help=f"{known}\nNAME:N wires the last N layers that way, NAME:I,J,... layers I, J (from 0), others standard;\n"
         "desync:N keeps every N-th all-reduce",
     )
     g.add_argument("--ladder", action="store_true", help="the same as --wiring ladder")
