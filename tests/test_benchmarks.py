@@ -280,7 +280,7 @@ README = shlex.quote(str(ROOT / "README.md"))
     [
         (overlap, "--links 0,x", "--links: 'x' is not a number"),
         (overlap, "--wirings x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
-        (overlap, "", "need two or more ranks"),
+        (overlap, "", "--link and --exposed need two or more ranks"),
         (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, transformers, gpt-fast, llama.cpp,"),
         (decode, "--cases decode", "--cases: 'decode' is neither decode:BATCH nor prefill:TOKENS"),
         (decode, "--llama-python /nosuch", "--llama-python /nosuch is no program"),
