@@ -52,7 +52,7 @@ KEYS = ["threads", "engine", "kind", "n", "ms", "quartiles_ms", "bandwidth"]
 
 
 def cases(text):
-    """An argparse type: [(kind, n)] of decode:4,prefill:128."""
+    """Return [(kind, n)] of decode:4,prefill:128 (an argparse type)."""
     found = []
     for case in text.split(","):
         kind, _, n = case.partition(":")
@@ -93,7 +93,7 @@ def parse(argv):
 
 
 def start(name, args):
-    """The process of an engine. gpt-fast's modules have the names of ours: each finds only its own."""
+    """Start the process of an engine. gpt-fast's modules have the names of ours: each finds only its own."""
     python = args.llama_python if name.startswith("llama.cpp") else sys.executable
     modules = args.gpt_fast if name.startswith("gpt-fast") else str(WORKER.parent.parent)
     launcher, threads = [], str(args.threads)
@@ -107,7 +107,7 @@ def start(name, args):
 
 
 def ask(name, worker, kind, n, times):
-    """Seconds of so many runs of a case."""
+    """Return the seconds of so many runs of a case."""
     try:
         worker.stdin.write(f"{kind} {n} {times}\n")
         worker.stdin.flush()
@@ -120,7 +120,7 @@ def ask(name, worker, kind, n, times):
 
 
 def measure(args, argv):
-    """Yields the line of each engine in each case."""
+    """Yield the line of each engine in each case."""
     torch.set_num_threads(args.threads)
     workers = {name: start(name, args) for name in args.engines}
     made = about("decode", argv)
@@ -142,7 +142,7 @@ def measure(args, argv):
 
 
 def step_bytes(batch, engine):
-    """Bytes that a decode step of an engine has to read: the matrices and norms, and the filled slots of the cache."""
+    """Return the bytes that a decode step of an engine has to read: matrices, norms, filled slots of the cache."""
     head = DIM // HEADS
     layer = DIM * (DIM + 2 * KV_HEADS * head) + DIM * DIM + 3 * DIM * HIDDEN
     matrices = (LAYERS * layer + DIM * VOCABULARY) * QUANTS[engine.partition(":")[2]][0]

@@ -200,7 +200,7 @@ def llama_cpp(threads, quant):
 
 
 def engine(name, threads, world=None):
-    """The step function of an engine and what its weights are, such as llama.cpp:q8_0."""
+    """Return the step function of an engine with such weights, e.g. llama.cpp:q8_0."""
     name, _, quant = name.partition(":")
     engines = {
         "ours": lambda: ours(quant, world),

@@ -116,7 +116,7 @@ def use_prompts(folder):
 
 
 def targets(folder):
-    """{name: (function of the folder that reads its files, {name: bytes} of files, of which the first is changed)}."""
+    """Return {name: (a reader of a folder of files, {name: bytes} of these files, of which the first is changed)}."""
     torch.manual_seed(0)
     state = {name: torch.rand(weight.shape) for name, weight in Transformer(TINY).state_dict().items()}
     checkpoint.write_model(folder, TINY, state, torch.float32)
@@ -193,7 +193,7 @@ def outcome(read, folder):
 
 
 def fuzz(name, read, files, cases, seed, folder):
-    """[how each of so many cases ended], of cases whose files are written into a folder."""
+    """Return [how each of so many cases ended]; their files are written into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for file, data in files.items():
         (folder / file).write_bytes(data)

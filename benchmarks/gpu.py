@@ -45,7 +45,7 @@ SHORTEST = 20  # seconds: what is left at the end is not enough for a case
 
 
 def cases(device, tiny, traces):
-    """{name: command} of all cases, the most telling ones first.
+    """Return {name: command} of all cases, the most telling ones first.
 
     Of the simulated models only some layers, because every wiring is compiled twice, with and without its all-reduces.
     tiny: small shapes, nothing compiled and one link.
@@ -84,7 +84,7 @@ def cases(device, tiny, traces):
 
 
 def copy_rate(device, size=2**32):
-    """Bytes per second that the device's memory reads and writes as it copies `size` bytes: the median of 9 copies."""
+    """Return the bytes per second that a copy of `size` bytes reads and writes: the median of 9 copies."""
     size = min(size, free_bytes(device) // 16)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -93,7 +93,7 @@ def copy_rate(device, size=2**32):
 
 
 def run(command, log, seconds):
-    """(lines that the command wrote to --json, why it failed or None), stopped after so many seconds."""
+    """Return (a command's lines of --json, why it failed or None); it is stopped after so many seconds."""
     with tempfile.TemporaryDirectory() as folder, open(log, "ab") as output:
         part = Path(folder) / "lines"
         output.write(f"$ {shlex.join(command)}\n".encode())
@@ -116,13 +116,13 @@ def run(command, log, seconds):
 
 
 def reason(output):
-    """The line of what a failed command printed that says why."""
+    """Return the line of a failed command's output that says why."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return next((line for line in lines if "out of memory" in line.lower()), (lines or ["no word"])[-1])[:300]
 
 
 def measure(world, args):
-    """Yields the lines of all cases, and what ends without one, until the time is over."""
+    """Yield the lines of all cases, and of those that end without one, until the time is over."""
     end = time.monotonic() + args.seconds
     yield {"case": "copy", "copy": copy_rate(world.device), **environment(world)}
     if world.device.type == "cuda":

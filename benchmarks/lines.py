@@ -16,7 +16,7 @@ from runtime.launch import World
 
 
 def _lines_with(*keys):
-    """An argparse type: a file as its lines, which all have these keys; their wirings get the names of today."""
+    """Return a file's lines, which all have these keys (an argparse type); their wirings get the names of today."""
 
     def parse(path):
         try:
@@ -53,7 +53,7 @@ def add_show_flag(parser, tables, *keys, only=""):
 
 
 def about(script, argv=None, world=None):
-    """How a line of a script of this folder was made: machine, version of torch, commit and command.
+    """Return how a line of a script of this folder was made: machine, version of torch, commit and command.
 
     argv: its flags, or None for this process's; world: None for this process alone.
     """

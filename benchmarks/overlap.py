@@ -36,7 +36,7 @@ KEYS += ["link", "wiring", "step_ms", "quartiles_ms", "all_reduce_ms", "limit_ms
 
 
 def links(text):
-    """An argparse type: {name: Link} of names and of microseconds, a comma between."""
+    """Return {name: Link} of names and of microseconds, with commas between (an argparse type)."""
     names = text.split(",")
     return {name: link.LINKS[name] if name in link.LINKS else link.custom(number(float, 0)(name)) for name in names}
 
@@ -81,7 +81,7 @@ def parse(argv):
 
 
 def measure(args, world, links):
-    """{(name of a link, name of a wiring): report, as exposed.measure() gives them}, all of them in turns."""
+    """Return {(name of a link, name of a wiring): report of exposed.measure}, all measured in turns."""
     weights = RandomWeights(args.config, world.device)
     base = load_shard(args.config, weights, torch.bfloat16, world.device, world.rank, world.tp_size)
     watch.at("measurement", timed=False)

@@ -65,7 +65,7 @@ class LadderDecoderLayer(LlamaDecoderLayer):
         return super().__call__(x, pending, **kwargs)
 
     def forward(self, x, pending, **kwargs):
-        """x (B, S, D): the residual stream; pending: the output of the sublayer before, not yet added to it."""
+        """Run the layer. x (B, S, D): the residual stream; pending: the last sublayer's output, not yet added to it."""
         for h in self.sublayers(**kwargs):
             if self.stale:  # ladder: h reads x without it
                 x, pending = x + pending, h(x)
