@@ -120,8 +120,8 @@ class Runner:
     def decode(self, tokens, positions, longest):
         """Return logits (B, S, V) after each of a few more tokens (B, S) of each row, the first at its position (B,).
 
-        longest: the tokens of the longest row then. So many slots of the cache are read on a CPU, on a GPU a multiple
-        of BUCKET: each is a CUDA graph of its own.
+        longest: the longest row's tokens after this pass. So many slots of the cache are read on a CPU, on a GPU a
+        multiple of BUCKET: each is a CUDA graph of its own.
         """
         filled = longest if self.device.type == "cpu" else -(-longest // BUCKET) * BUCKET
         positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
@@ -247,7 +247,7 @@ def parse(argv):
         raise InputError("--quant goes with --model: a checkpoint is as it is (quantize.py makes another)")
     wrong = [flag for flag in ("exposed", "profile", "simulate_tp") if getattr(args, flag)]
     if wrong and (args.draft or args.interactive):
-        raise InputError(f"--{wrong[0].replace('_', '-')} is of plain decode steps: it goes with no --draft, no chat")
+        raise InputError(f"--{wrong[0].replace('_', '-')} measures plain decode steps: without --draft or a chat")
     return args
 
 
@@ -275,8 +275,9 @@ def main(argv=None):
         sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
         config, tokenizer = describe(args, world)
         prompts = terminal.read_prompts(args, config, tokenizer)
-        new = terminal.fit(args.max_new_tokens, prompts, config.max_seq_len)
-        slots = context = min(args.interactive or max(map(len, prompts)) + new, config.max_seq_len)
+        context = min(args.interactive or config.max_seq_len, config.max_seq_len)
+        new = terminal.fit(args.max_new_tokens, prompts, context)
+        slots = context if args.interactive else max(map(len, prompts)) + new
         if args.draft:
             from decoding import speculative
 

@@ -55,8 +55,8 @@ def residual_stream(x, sublayers, comm, config):
     sublayers: list of (h, stale); a stale (ladder) sublayer reads x without the sum that is still in flight.
 
     A stream of your own overlaps under torch.compile only if every wait between two sublayers is a settle with `after`,
-    also where nothing is pending yet, and before the last sublayer. See tests/test_wiring.py -k compiled_code. It only
-    adds to x, which the clock makes a number, and calls each h once; anything not linear waits for a partial's sum.
+    also where nothing is pending yet, and before the last sublayer. See tests/test_wiring.py -k compiled_code. It
+    may only add to x (measure/clock.py passes plain numbers) and calls each h once; what is not linear takes a sum.
     """
     pending = None
     for i, (h, stale) in enumerate(sublayers):

@@ -34,7 +34,7 @@ def named_size(model, quant=None):
     found = re.fullmatch(r"(\w+)(?::([1-9]\d*))?", model)
     config = SIZES.get(found and found[1])
     if config is None or int(found[2] or 1) > config.n_layers:
-        raise InputError(f"--model {model} is no named size, or has fewer layers: give one of {', '.join(SIZES)}")
+        raise InputError(f"--model {model} is no size, or asks for too many layers: give one of {', '.join(SIZES)}")
     kind = re.fullmatch(r"(int8|int4)(?::(\d+))?", quant or "int8")
     if kind is None:
         raise InputError(f"--quant {quant} is none of int8, int4, int4:32, int4:64, int4:128")

@@ -1,9 +1,9 @@
 // y = x W^T for few rows x in bfloat16 on a CPU, W in bfloat16, 8 or 4 bits: each weight is read once, at the speed of
-// memory. With them the feed-forward of a layer as one call, because memory rests between calls. And the attention of one
-// new position, which reads its keys and values once for four queries of a head.
+// memory. With them the feed-forward of a layer as one call, because memory rests between calls. And the attention of a few
+// new positions, which reads its keys and values once for four queries of a head.
 //
-// few_rows.py compiles and loads this. Shape letters: M rows of x, N rows of W, K columns of both, G groups of columns; for
-// attention those of model.py.
+// few_rows.py compiles and loads this. Shape letters: M rows of x, N rows of W, K columns of both, G groups of columns;
+// for attention those of model.py.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-"""The terminal: prompts in, text out, a chat."""
+"""The terminal: prompts in, text out."""
 
 import torch
 from tqdm import tqdm

@@ -165,7 +165,7 @@ def test_sensitivity_against_the_reference(wiring):
         alone = random_model(BASE)  # with the norms of a standard model
         alone.config = rewired(BASE, f"{wiring}:{i},")
         assert math.isclose(nats, -picked(*naive(alone, ids, 40, 20)).sum(), rel_tol=1e-5)
-    with pytest.raises(InputError, match="of a standard model .* not of parallel into ladder"):
+    with pytest.raises(InputError, match="takes a standard model and a wiring NAME, not parallel and ladder"):
         score.alone(dataclasses.replace(BASE, wiring="parallel"), "ladder", 0)
 
 
