@@ -102,7 +102,7 @@ def plan_windows(args, *configs):
 
 
 def checked(nats, folder, model):
-    """Return nats, or raises InputError where they are not finite."""
+    """Return nats, or raise InputError where they are not finite."""
     if not math.isfinite(nats):
         dtype = dtype_name(model.norm.weight.dtype)
         raise InputError(f"{folder} gives a loss of {nats} nats per token in {dtype}: try another --dtype")

@@ -134,7 +134,7 @@ class Wiring:
 
     about: str  # its line of --help
     split: Callable = attention_then_mlp  # from a block to its sublayers, each a function of the residual stream
-    n_sublayers: int = 2  # how many these are
+    n_sublayers: int = 2  # the number of these
     stream: Callable = residual_stream  # how the sublayers feed the residual stream
     stale: bool = False  # whether they read it one sublayer stale
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # that a block has
@@ -217,7 +217,9 @@ class Config:
     bos_id: int | None = None
     eos_ids: tuple = ()
     wiring: str = "standard"  # as parse_wiring reads it
-    made_for_tp: int | None = None  # the ranks that the weights are meant for, where the wiring is bound to a number
+    made_for_tp: int | None = (
+        None  # the ranks that the weights are meant for, where the wiring is bound to their number
+    )
     quant: str | None = None  # "int8", "int4" or None
     group_size: int | None = None  # of int4, in columns
     kept: tuple = ()  # names of matrices that the quantization leaves as they were

@@ -76,8 +76,8 @@ def held(skeleton, dtype, rank=0, tp_size=1):
     """Return {name: (shape, dtype, dimension, ranges, each)}: what this rank holds of every tensor of a checkpoint.
 
     That is the ranges [(start, stop), ...] of the dimension, joined; None for all of it, [] for zeros. Ranges count the
-    columns of a matrix, of which one number may cover more than one, `each`: a packed byte, or the scale of a group.
-    skeleton: int_linear's of the config. Raises InputError as shard_plan does.
+    columns of a matrix; one stored number covers `each` of them: a packed byte 2, the scale of a group all of its own.
+    skeleton: int_linear.skeleton(config). Raises InputError as shard_plan does.
     """
     plan, found = shard_plan(skeleton.config, rank, tp_size), {}
     for name, whole in skeleton.named_parameters():  # a tied output head is not among them
