@@ -217,9 +217,7 @@ class Config:
     bos_id: int | None = None
     eos_ids: tuple = ()
     wiring: str = "standard"  # as parse_wiring reads it
-    made_for_tp: int | None = (
-        None  # the ranks that the weights are meant for, where the wiring is bound to their number
-    )
+    made_for_tp: int | None = None  # the ranks that the weights are meant for, if the wiring is bound to their number
     quant: str | None = None  # "int8", "int4" or None
     group_size: int | None = None  # of int4, in columns
     kept: tuple = ()  # names of matrices that the quantization leaves as they were

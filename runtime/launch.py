@@ -48,9 +48,9 @@ _gathers = collections.Counter()  # of each number of ranks: the Worlds of a pro
 class World:
     """The ranks of a run: join() makes one.
 
-    group: the process group of the model's collectives, or None for a single device. dist_group: the
-    group of torch.distributed's own collectives, or None for the default one. A simulated rank (measure/link.py) has a tp_size and a group, but no
-    peers: it is alone.
+    group: the process group of the model's collectives, or None for a single device. dist_group: the group of
+    torch.distributed's own collectives, or None for the default one. A simulated rank (measure/link.py) has a tp_size
+    and a group, but no peers: it is alone.
     """
 
     def __init__(self, rank, tp_size, device, group=None, simulated=False, dist_group=None):
