@@ -89,7 +89,9 @@ class Runner:
 
     def _how(self):
         if self.device.type == "cuda":
-            return {"mode": "reduce-overhead"}
+            # what "reduce-overhead" means, and fewer kernels, of the best shape; each bucket is a graph
+            options = dict.fromkeys(("triton.cudagraphs", "combo_kernels", "coordinate_descent_tuning"), True)
+            return {"options": {**options, "triton.cudagraph_dynamic_shape_warn_limit": None}}
         # The weights of each step evict everything else from the caches, so little should run between the products; a
         # second thread is for large kernels.
         return {"options": {"cpp_wrapper": True, "size_asserts": False, "cpp.min_chunk_size": 16384}}

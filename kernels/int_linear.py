@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from model import InputError, Transformer
 
 PIECE = 2**19  # numbers of W that are turned into floats at a time, to be multiplied while they are in the cache
-FEW = 16  # rows of x up to which PyTorch's kernel for int8 is meant to be the faster one; not measured on a GPU
+FEW = 16  # rows of x up to which PyTorch's kernel for int8 is meant to be the faster one
 
 
 def check(config):
@@ -104,16 +104,17 @@ class IntLinear(Integers):
 
     def forward(self, x):
         N, K = max(1, self.out_features), self.in_features  # a rank may have no rows of the output head
-        step = N if torch.compiler.is_compiling() else max(1, PIECE // K)  # the compiler makes one loop of it all
+        # the compiler makes one loop of it all, and to a GPU each piece is two more launches
+        step = N if torch.compiler.is_compiling() or x.is_cuda else max(1, PIECE // K)
         parts = [F.linear(x, self.rows(slice(i, i + step))) for i in range(0, N, step)]
         y = torch.cat(parts, dim=-1)
         return y if self.bias is None else y + self.bias
 
 
 class Int8Linear(IntLinear):
-    """An IntLinear that multiplies few rows with PyTorch's kernel for int8, on a CPU or a GPU.
+    """An IntLinear that multiplies few rows with PyTorch's kernel for int8, on a CPU.
 
-    On a CPU (torch 2.13) the kernel reads beyond its rows unless K is a multiple of 16.
+    The kernel (torch 2.13) reads beyond its rows unless K is a multiple of 16.
     """
 
     def forward(self, x):
@@ -122,6 +123,17 @@ class Int8Linear(IntLinear):
             return super().forward(x)
         y = torch._weight_int8pack_mm(x.reshape(-1, K), self.weight, self.scales[:, 0])
         y = y.view(*x.shape[:-1], -1).type_as(x)
+        return y if self.bias is None else y + self.bias
+
+
+class Int8CudaLinear(IntLinear):
+    """An IntLinear that leaves it to the compiler to read the integers while it multiplies.
+
+    PyTorch's own kernel on a GPU (torch 2.13) computes each output in one thread, byte by byte.
+    """
+
+    def forward(self, x):
+        y = F.linear(x, self.weight.to(x.dtype)) * self.scales[:, 0]
         return y if self.bias is None else y + self.bias
 
 
@@ -156,8 +168,8 @@ def use_kernels(model):
         kernel = "aten::_weight_int8pack_mm" if linear.zeros is None else "aten::_weight_int4pack_mm"
         if N == 0 or not torch._C._dispatch_has_kernel_for_dispatch_key(kernel, device.upper()):
             continue
-        if linear.zeros is None and K % 16 == 0:
-            linear.__class__ = Int8Linear
+        if linear.zeros is None and (device == "cuda" or K % 16 == 0):
+            linear.__class__ = Int8CudaLinear if device == "cuda" else Int8Linear
         if linear.zeros is not None and device == "cuda" and K % 128 == 0 and N % 8 == 0 and K // G in (32, 64, 128):
             linear.__class__ = Int4CudaLinear
             linear.pack()

@@ -131,7 +131,10 @@ def join(device=None, flags=None):
     several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", tp_size)) < tp_size
     if device.type == "cpu" and several_nodes:
         gloo.choose_interface(store, rank, tp_size)
-    backend, on_gpu = ("nccl", {"device_id": device}) if device.type == "cuda" else ("gloo", {})
+    backend, on_gpu = "gloo", {}
+    if device.type == "cuda":  # its kernels first: the sum of a sublayer is waited for before the computing beside it
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        backend, on_gpu = "nccl", {"device_id": device, "pg_options": options}
     before, last_resort = gloo.threads(), timedelta(minutes=30)  # hangs are reported sooner
     dist.init_process_group(backend, store=store, rank=rank, world_size=tp_size, timeout=last_resort, **on_gpu)
     if backend == "gloo":

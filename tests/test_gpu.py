@@ -93,7 +93,7 @@ def quantized(quant, **changes):
 @pytest.mark.parametrize("quant", ["int8", "int4"])
 def test_the_kernels_for_integers_multiply_what_they_stand_for(quant, rows):
     net, state = quantized(quant)
-    kernels = {"int8": int_linear.Int8Linear, "int4": int_linear.Int4CudaLinear}
+    kernels = {"int8": int_linear.Int8CudaLinear, "int4": int_linear.Int4CudaLinear}
     for name in ("layers.0.attention.wqkv", "layers.1.feed_forward.w2", "output"):
         linear = net.get_submodule(name)
         assert ON_CPU or type(linear) is kernels[quant]
