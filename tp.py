@@ -128,6 +128,7 @@ def _put(model, name, tensor):
 # ---- The collectives -------------------------------------------------------------------------------------------------
 
 torch.library.define("ladder::settle", "(Tensor x, Tensor? pending, Tensor? after) -> Tensor")
+torch.library.register_fake("ladder::settle", lambda x, pending, after: torch.empty_like(x))
 
 
 @torch.library.impl("ladder::settle", "default")
@@ -138,17 +139,21 @@ def _settle(x, pending, after):
     With plain operators Inductor fuses the residual additions of neighbouring sublayers and waits for both at once.
     Where ranks share memory, shared_memory.cpp has the same for CPUs.
     """
-    if pending is None:
-        return x.clone()
-    return x + torch.ops._c10d_functional.wait_tensor(pending)
+    return x.clone() if pending is None else x + torch.ops._c10d_functional.wait_tensor(pending)
 
 
-@torch.library.register_fake("ladder::settle")
-def _(x, pending, after):
-    return torch.empty_like(x)
+torch.library.define("ladder::arrive", "(Tensor(a!) pending, Tensor after) -> ()")
+torch.library.register_fake("ladder::arrive", lambda pending, after: None)
+
+
+@torch.library.impl("ladder::arrive", "default")
+def _arrive(pending, after):
+    """Wait like settle, without its addition: on a GPU the compiler puts that into the kernel of the next norm."""
+    torch.ops._c10d_functional.wait_tensor(pending)
 
 
 torch.library.define("ladder::gather", "(Tensor part, int tp_size, str group) -> Tensor")
+torch.library.register_fake("ladder::gather", lambda part, tp_size, group: part.new_empty(tp_size, *part.shape))
 
 
 @torch.library.impl("ladder::gather", "default")
@@ -163,18 +168,11 @@ def _gather(part, tp_size, group):
     return ops.wait_tensor(parts).unflatten(0, (tp_size, -1))
 
 
-@torch.library.register_fake("ladder::gather")
-def _(part, tp_size, group):
-    return part.new_empty(tp_size, *part.shape)
-
-
 class TensorParallel:
     """The collectives of a process group; see SingleDevice in model.py for their meaning."""
 
     def __init__(self, config, tp_size, group):
-        self.tp_size = tp_size
-        self.vocab_size = config.vocab_size
-        self.group = group.group_name
+        self.tp_size, self.vocab_size, self.group = tp_size, config.vocab_size, group.group_name
 
     def start(self, partial):
         return torch.ops._c10d_functional.all_reduce(partial, "sum", self.group)
@@ -183,13 +181,15 @@ class TensorParallel:
         return torch.ops._c10d_functional.wait_tensor(pending)
 
     def settle(self, x, pending, after=None):
-        if after is not None:
+        if after is None:  # nothing to hold back: fuse this with the next norm
+            return x if pending is None else x + self.wait(pending)
+        if pending is None or not x.is_cuda:
             return torch.ops.ladder.settle(x, pending, after)
-        return x if pending is None else x + self.wait(pending)  # nothing to hold back: fuse this with the next norm
+        torch.ops.ladder.arrive(pending, after)
+        return x + pending
 
     def gather(self, logits):
         """Return the logits (B, S, V) of the whole vocabulary, on every rank, from this rank's part (B, S, v)."""
         part = head_rows(self.vocab_size, self.tp_size)
-        logits = F.pad(logits, (0, part - logits.shape[-1]))
-        parts = torch.ops.ladder.gather(logits, self.tp_size, self.group)  # (tp, B, S, part)
-        return parts.permute(1, 2, 0, 3).flatten(2)[..., : self.vocab_size]
+        parts = torch.ops.ladder.gather(F.pad(logits, (0, part - logits.shape[-1])), self.tp_size, self.group)
+        return parts.permute(1, 2, 0, 3).flatten(2)[..., : self.vocab_size]  # of (tp, B, S, part)

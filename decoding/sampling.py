@@ -116,22 +116,41 @@ def last_tokens(texts, device):
 class Plain:
     """Plain decoding: a draft that proposes nothing. decoding/speculative.py has drafts that do.
 
-    counts: the numbers of proposals that a pass may verify.
+    counts: the numbers of proposals that a pass may verify. ahead: on a GPU, the (ids, positions) of a pass in flight.
     """
 
     counts = (0,)
+    ahead = None
 
     def begin(self, tokens, lengths, chunk, known=0):
         """Prepare for a generation; the arguments are those of Runner.prefill."""
+        self.ahead = None
 
     @torch.inference_mode()
     def step(self, runner, texts, done, sample):
         """Run one pass of the model; returns [the new ids of each row].
 
         texts: the tokens of each row so far. done: which rows have ended. sample: a Sampler.
+        A GPU is given the next pass before the ids of this one are read, so it does not wait for the host; the very
+        last of these passes nobody reads.
         """
-        return sample(runner.decode(*last_tokens(texts, runner.device))[:, 0])[:, None].tolist()
+        if self.ahead is None:
+            ids, positions = _pass(runner, sample, *last_tokens(texts, runner.device))
+            if runner.device.type == "cpu":
+                return ids[:, None].tolist()
+        else:
+            ids, positions = self.ahead
+        read, here = ids.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()
+        token = ids.clamp(min=0)[:, None]  # -1, not finite, ends the generation as soon as it is read
+        self.ahead = _pass(runner, sample, token, positions + 1, max(map(len, texts)) + 1)
+        here.synchronize()
+        return read[:, None].tolist()
 
     def warm_up(self, runner, texts, count):
         """Run a pass that verifies so many proposals, as step() would."""
-        self.step(runner, texts, [False] * len(texts), lambda logits: logits.argmax(-1))
+        _pass(runner, lambda logits: logits.argmax(-1), *last_tokens(texts, runner.device))
+
+
+def _pass(runner, sample, tokens, positions, longest):
+    """Return the ids (B,) after the tokens (B, 1) at these positions (B,), and the positions."""
+    return sample(runner.decode(tokens, positions, longest)[:, 0]), positions

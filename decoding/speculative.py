@@ -54,8 +54,9 @@ class Draft(Plain):
         count, start = self.control.choose(), mark(runner.device)
         proposed = self.propose(count, texts, done, sample) if count else None
         end = mark(runner.device)
-        if proposed is None:
-            new = super().step(runner, texts, done, sample)
+        if proposed is None:  # a plain pass
+            none = torch.empty(len(texts), 0, dtype=torch.long, device=runner.device)
+            new, _ = verify(runner, texts, none, None, sample)
         else:
             ids, q, has = proposed
             new, accepted = verify(runner, texts, ids, q, sample)

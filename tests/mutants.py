@@ -95,6 +95,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("decoding/sampling.py", "whole | none_left, rest, left", "none_left, rest, left", ACCEPTED),
     ("decoding/sampling.py", "== proposed).long().cumprod(-1)", "== proposed).long()",
      "speculative -k 'know_of_a_draft and standard'"),
+    ("decoding/sampling.py", "token, positions + 1,", "token, positions,", "cuda_dry"),
     ("decoding/speculative.py", "NGRAM = 3, 2", "NGRAM = 2, 3", "speculative -k ngrams_are"),
     ("decoding/speculative.py", "self.held[row] += len(os.path.commonprefix([self.last[row], text[self.held[row] :]]))",
      "self.held[row] += len(self.last[row])", "speculative -k it_would_say"),
