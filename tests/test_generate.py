@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import threading
+import unittest.mock
 
 import helpers
 import pytest
@@ -397,6 +398,7 @@ def test_a_gpu_reads_the_cache_in_buckets_all_of_which_the_warm_up_has_seen(prom
     monkeypatch.setattr(generate, "pad", lambda prompts, device: pad(prompts, "cpu"))
     tensor = torch.tensor
     monkeypatch.setattr(torch, "tensor", lambda data, device=None, **kwargs: tensor(data, **kwargs))
+    monkeypatch.setattr(torch.cuda, "current_stream", unittest.mock.Mock())
     slots = -(-(prompt + new) // generate.BUCKET) * generate.BUCKET + 1
 
     def model(tokens, positions=None, cache=None, cache_length=None, select=None):
