@@ -59,26 +59,22 @@ def cases(device, tiny, traces):
         flags = ["--batch", str(batch), *new, "--ignore-eos", "--temperature", "0", "--device", device, *quant]
         return ["generate.py", "--model", size, *how, *flags]
 
-    def predict(model, link):
-        n_layers = {"8b": "8", "70b": "4", "1b": "2"}[model]
-        flags = ["--model", model, "--n-layers", n_layers, "--simulate-tp", str(RANKS), "--links", link]
-        flags += ["--prompt-length", "128", "--rounds", "3" if tiny else "30", "--seconds", "1" if tiny else "20"]
+    def predict(model, n_layers, links):
+        flags = ["--model", model, "--n-layers", n_layers, "--simulate-tp", str(RANKS), "--links", ",".join(links)]
+        flags += ["--prompt-length", "128", "--rounds", "3" if tiny else "30", "--seconds", "1" if tiny else "40"]
         flags += ["--wirings", "standard", "ladder", "parallel-ladder", "upper-bound"]
         flags += ["--eager"] if tiny else []
         return ["-m", "benchmarks.overlap", *flags, "--device", device, "--profile", str(Path(traces) / model)]
 
-    models, links = ["8b", "70b"], ["pcie", "nvlink", *(n for n in LINKS if n not in ("free", "pcie", "nvlink"))]
-    if tiny:
-        models, links = ["1b"], links[:1]
+    sizes, links = ({"1b": "2"}, ["pcie"]) if tiny else ({"8b": "8", "70b": "4"}, [n for n in LINKS if n != "free"])
     decodes = {}
     for batch, quant in [*itertools.product((1, 16), (None, "int8", "int4")), (4, None), (64, None)]:
         flags = ["--quant", quant] if quant else []
         decodes[", ".join(filter(None, ("decode", quant, f"batch {batch}")))] = decode(batch, *flags)
-    predictions = {f"{model}, {RANKS} ranks, {link}": predict(model, link) for link in links for model in models}
-    found = dict([*decodes.items()][:3])
-    for pair in itertools.zip_longest(predictions.items(), [*decodes.items()][3:]):  # some of either, for want of time
-        found |= dict(filter(None, pair))
-    return found
+    first, others = [*decodes.items()][:3], [*decodes.items()][3:]
+    return dict(
+        [*first, *((f"{model}, {RANKS} ranks", predict(model, n, links)) for model, n in sizes.items()), *others]
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def parse(argv):
 # Measuring
 
 
-def measure(args, world, links):
+def measure(args, world):
     """Return {(name of a link, name of a wiring): report of exposed.measure}, all measured in turns."""
     weights = RandomWeights(args.config, world.device)
     base = load_shard(args.config, weights, torch.bfloat16, world.device, world.rank, world.tp_size)
@@ -91,7 +91,7 @@ def measure(args, world, links):
     partial = base.norm.weight.new_zeros(args.batch, width, args.config.dim)
     torch._dynamo.config.recompile_limit = 1000  # every wiring is a graph of its own, with and without its all-reduces
     if world.rank == 0:
-        print(f"links {', '.join(links)}: {len(args.configs)} wirings ...", file=sys.stderr)
+        print(f"links {', '.join(args.links)}: {len(args.configs)} wirings ...", file=sys.stderr)
     models = {}
     for name, config in args.configs.items():
         model = copy.copy(base)
@@ -99,10 +99,9 @@ def measure(args, world, links):
         model.comm = TensorParallel(model.config, world.tp_size, world.group)
         runners = (Runner(m, cache, not args.eager, not args.eager) for m in (model, exposed.silenced(model, world)))
         models[name] = model.config, *(exposed.replays(runner, *prompts)[kind] for runner in runners), model.comm
-    cases = {
-        (n, name): exposed.Case(*models[name], partial, links[n]) for n, name in itertools.product(links, args.configs)
-    }
-    reports = exposed.measure(world, cases, args.rounds, args.seconds * len(links) / len(args.links))
+    pairs = itertools.product(args.links, args.configs)
+    cases = {(n, name): exposed.Case(*models[name], partial, args.links[n]) for n, name in pairs}
+    reports = exposed.measure(world, cases, args.rounds, args.seconds)
     for key, case in cases.items() if args.profile is not None else ():
         world.group.link = case.link
         exposed.profile(Path(args.profile) / "-".join(key), world, {kind: case.step})
@@ -111,23 +110,20 @@ def measure(args, world, links):
 
 def main(argv=None):
     args = parse(argv)
-    joined = launch.join(args.device, vars(args))
-    # a CUDA graph keeps the link that it was captured with
-    shared = joined.device.type == "cpu" or args.eager
-    lines = []
-    for links in [args.links] if shared else [{n: one} for n, one in args.links.items()]:
-        world = link.emulate(joined, next(iter(links.values())), args.simulate_tp)
-        reports = measure(args, world, links)
-        for (n, name), report in reports.items() if world.rank == 0 else ():
-            emulated = {} if args.label else dataclasses.asdict(links[n])
-            lines.append({
-                "model": args.model, "n_layers": args.config.n_layers, "kind": "prefill" if args.prefill else "decode",
-                "compiled": not args.eager, "batch": args.batch, "tokens": args.prompt_length, "dtype": "bfloat16",
-                **about("overlap", argv, world), "link": {**emulated, "name": args.label or n}, "wiring": name,
-                **report,
-            })  # fmt: skip
-            if args.json:
-                writing.append_line(args.json, lines[-1])
+    joined, lines = launch.join(args.device, vars(args)), []
+    first = max(args.links.values(), key=lambda link: link.seconds(1, 2))  # a free one if there is no other
+    world = link.emulate(joined, first, args.simulate_tp)
+    reports = measure(args, world)
+    for (n, name), report in reports.items() if world.rank == 0 else ():
+        emulated = {} if args.label else dataclasses.asdict(args.links[n])
+        lines.append({
+            "model": args.model, "n_layers": args.config.n_layers, "kind": "prefill" if args.prefill else "decode",
+            "compiled": not args.eager, "batch": args.batch, "tokens": args.prompt_length, "dtype": "bfloat16",
+            **about("overlap", argv, world), "link": {**emulated, "name": args.label or n}, "wiring": name,
+            **report,
+        })  # fmt: skip
+        if args.json:
+            writing.append_line(args.json, lines[-1])
     if lines:
         print(tables(lines))
 

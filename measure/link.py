@@ -28,8 +28,12 @@ class Link:
 
     def seconds(self, n_bytes, tp_size, passes=2):
         """Return how long a ring takes for a tensor of n_bytes: two passes for an all-reduce, one for an all-gather."""
-        wire = 8 * n_bytes / (1e9 * self.gbps) if self.gbps else 0.0
-        return 1e-6 * self.latency_us + passes * (tp_size - 1) / tp_size * wire
+        return 1e-6 * self.latency_us + passes * (tp_size - 1) / tp_size * n_bytes * self.per_byte
+
+    @property
+    def per_byte(self):
+        """Return the seconds of a byte that a rank sends."""
+        return 8e-9 / self.gbps if self.gbps else 0.0
 
 
 FREE = Link("free", 0.0, None)
@@ -114,8 +118,8 @@ class LinkedGroup(dist.ProcessGroup):
     """A process group over an emulated link, which carries one collective at a time, as a stream of NCCL's does.
 
     inner: the group that does the work, or None to simulate this rank alone: then a sum is this rank's partial, and
-    every part of a gathered tensor this rank's own. `link` may be exchanged between steps, but a CUDA graph keeps the
-    one that it was captured with.
+    every part of a gathered tensor this rank's own. `link` may be exchanged between steps, on a GPU unless the first is
+    free: that one costs nothing, not even a kernel.
     log: None, or a list that gets (start, wait, end) of every all-reduce on the CPU in seconds: when it started, when
     its result was asked for and when it was there.
     """
@@ -123,12 +127,13 @@ class LinkedGroup(dist.ProcessGroup):
     def __init__(self, inner, link, rank, tp_size, device):
         super().__init__(rank, tp_size)
         self.name = f"linked-{next(_numbers)}"
-        self.inner, self.link, self.tp_size, self.device = inner, link, tp_size, device
-        self.log = None
+        self.inner, self.tp_size, self.device = inner, tp_size, device
+        self.log = self.stream = None
         self.free_at = 0.0  # when the link has delivered all it was given
-        if device.type == "cuda":
+        if device.type == "cuda" and link != FREE:
             self.stream = torch.cuda.Stream(device, priority=-1)  # the link: its work is done in order
-            self.cycles_per_second = _cycles_per_second()
+            self.costs = torch.zeros(2, dtype=torch.float64, device=device)
+        self.link = link
         # The functional collectives know groups by name. No public call gives a group of Python's one.
         torch._C._distributed_c10d._register_process_group(self.name, self)
 
@@ -137,35 +142,48 @@ class LinkedGroup(dist.ProcessGroup):
     def getBackendName(self):
         return self.name
 
+    @property
+    def link(self):
+        return self._link
+
+    @link.setter
+    def link(self, link):
+        self._link = link
+        if self.stream is not None:  # a CUDA graph reads them in each replay
+            self.costs.copy_(torch.tensor([1e3 * link.latency_us, 1e9 * link.per_byte]))
+
     def allreduce(self, tensors, opts=None):
         start = time.perf_counter()
-        delivered = self._send(self.link.seconds(sum(t.nbytes for t in tensors), self.tp_size))
+        delivered = self._send(sum(t.nbytes for t in tensors))
         work = self.inner.allreduce(tensors, opts) if self.inner else None
         return Delivery(work, delivered, start, self.log)
 
     def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
         start = time.perf_counter()
-        delivered = self._send(self.link.seconds(sum(t.nbytes for t in outputs), self.tp_size, passes=1))
+        delivered = self._send(sum(t.nbytes for t in outputs), passes=1)
         work = self.inner.allgather_into_tensor_coalesced(outputs, inputs) if self.inner else None
         if work is None:
             for whole, part in zip(outputs, inputs, strict=True):
                 whole.view(self.tp_size, *part.shape).copy_(part)
         return Delivery(work, delivered, start)
 
-    def _send(self, seconds):
-        """Give the link something that takes it so long; return a function that waits until it is delivered."""
-        if seconds == 0:
-            return lambda: None
-        if self.device.type == "cuda":
+    def _send(self, n_bytes, passes=2):
+        """Give the link a tensor; return a function that waits until it is delivered."""
+        if self.stream is not None:
             # A kernel that spins on a stream of its own, forked and joined by events, as CUDA graphs can capture it.
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                torch.cuda._sleep(int(seconds * self.cycles_per_second))
+                self._spin(passes * (self.tp_size - 1) * n_bytes // self.tp_size)
                 delivered = self.stream.record_event()
             return lambda: torch.cuda.current_stream().wait_event(delivered)
-        self.free_at = max(time.perf_counter(), self.free_at) + seconds
-        deadline = self.free_at
+        seconds = self.link.seconds(n_bytes, self.tp_size, passes)
+        self.free_at = deadline = max(time.perf_counter(), self.free_at) + seconds
         return lambda: sleep_until(deadline)
+
+    def _spin(self, n_bytes):
+        from measure.spin import spin_kernel  # of Triton, which a CPU's torch does not have
+
+        spin_kernel[(1,)](self.costs, n_bytes)
 
 
 class LinkedMemory:
@@ -183,8 +201,7 @@ class LinkedMemory:
     @link.setter
     def link(self, link):
         self._link = link
-        per_byte = 8e-9 / link.gbps if link.gbps else 0.0
-        torch.ops.ladder.link_memory(self.group_name, 1e-6 * link.latency_us, per_byte)
+        torch.ops.ladder.link_memory(self.group_name, 1e-6 * link.latency_us, link.per_byte)
 
     @property
     def log(self):
@@ -218,16 +235,3 @@ def sleep_until(deadline):
     while (left := deadline - time.perf_counter()) > 0:
         if left > 2e-4:
             time.sleep(left - 1e-4)
-
-
-def _cycles_per_second(cycles=50_000_000):
-    """Return the rate of the clock that torch.cuda._sleep counts, the highest seen, so that no link is too short."""
-    rates = []
-    for _ in range(10):  # an idle GPU takes a while to reach its rate
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        torch.cuda._sleep(cycles)
-        end.record()
-        end.synchronize()
-        rates.append(cycles / (1e-3 * begin.elapsed_time(end)))
-    return max(rates)

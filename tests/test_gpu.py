@@ -19,7 +19,7 @@ from generate import Runner, make_cache
 from kernels import int_linear
 from measure import link
 from measure.clock import count_all_reduces
-from measure.exposed import replays
+from measure.exposed import Case, _all_reduce, replays
 from measure.timing import timed
 from model import Config
 from runtime.launch import World
@@ -140,6 +140,15 @@ def test_an_all_reduce_takes_what_its_link_takes(slow):
     assert torch.equal(wait(start(slow, x)), x)  # a rank alone sums its own part
 
 
+def test_an_all_reduce_without_python_takes_what_the_link_of_the_moment_takes(slow):
+    """Captured once in a CUDA graph, on a GPU."""
+    comm, x = TensorParallel(CONFIG, slow.tp_size, slow.group), torch.ones(500_000, device=DEVICE)
+    step = _all_reduce(slow, Case(CONFIG, None, None, comm, x, slow.group.link))
+    for other, least, most in (("20000us", 0.019, 0.03), ("1gbps", 0.0155, 0.03), ("1000us+1gbps", 0.0165, 0.03)):
+        slow.group.link = link.parse(other)
+        assert least < timed(DEVICE, step) < most
+
+
 def test_the_link_carries_one_at_a_time(slow):
     x = torch.ones(1024, device=DEVICE)
     assert timed(DEVICE, lambda: [wait(p) for p in [start(slow, x), start(slow, x), start(slow, x)]]) > 0.057
@@ -147,15 +156,18 @@ def test_the_link_carries_one_at_a_time(slow):
 
 @needs_cuda
 def test_what_is_computed_meanwhile_hides_the_link(slow):
-    x, cycles = torch.ones(1024, device=DEVICE), int(0.02 * slow.group.cycles_per_second)
+    from measure.spin import spin_kernel
+
+    x, work = torch.ones(1024, device=DEVICE), torch.zeros(2, dtype=torch.float64, device=DEVICE)
+    work[0] = 20e6  # nanoseconds
 
     def waiting():
         wait(start(slow, x))
-        torch.cuda._sleep(cycles)
+        spin_kernel[(1,)](work, 0)
 
     def hiding():
         pending = start(slow, x)
-        torch.cuda._sleep(cycles)
+        spin_kernel[(1,)](work, 0)
         wait(pending)
 
     for step in (waiting, hiding):
@@ -180,7 +192,7 @@ def test_collectives_stay_inside_the_cuda_graph(changes, slow, monkeypatch):
     plain._decode = net
     step, eager = (replays(r, tokens, lengths.to(DEVICE))["decode"] for r in (runner, plain))
     before, sent, send = eager().clone(), [], slow.group._send
-    monkeypatch.setattr(slow.group, "_send", lambda seconds: sent.append(seconds) or send(seconds))
+    monkeypatch.setattr(slow.group, "_send", lambda *args: sent.append(args) or send(*args))
     for _ in range(3):  # to warm up, to capture, to replay
         step()
     sent.clear()
