@@ -89,9 +89,9 @@ class Runner:
 
     def _how(self):
         if self.device.type == "cuda":
-            # what "reduce-overhead" means, and fewer kernels, of the best shape; each bucket is a graph
-            options = dict.fromkeys(("triton.cudagraphs", "combo_kernels", "coordinate_descent_tuning"), True)
-            return {"options": {**options, "triton.cudagraph_dynamic_shape_warn_limit": None}}
+            # "reduce-overhead" of fewer kernels, in one part: on the way into more SplitAttention's length gets lost
+            wanted = dict.fromkeys(("triton.cudagraphs", "combo_kernels", "coordinate_descent_tuning"), True)
+            return {"options": {"graph_partition": False, "triton.cudagraph_dynamic_shape_warn_limit": None, **wanted}}
         # The weights of each step evict everything else from the caches, so little should run between the products; a
         # second thread is for large kernels.
         return {"options": {"cpp_wrapper": True, "size_asserts": False, "cpp.min_chunk_size": 16384}}

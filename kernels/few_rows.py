@@ -1,10 +1,14 @@
-"""The modules of a model that use few_rows.cpp: products of few rows, and the attention of a decode step, on a CPU."""
+"""The modules of a model that use few_rows.cpp: products of few rows, and the attention of a decode step, on a CPU.
+
+And of one on a GPU, where only the attention is not the compiler's choice.
+"""
 
 import math
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
 from kernels import cpu
 from kernels.int_linear import Int8Linear, Integers, IntEmbedding, IntLinear, scaled, unpack
@@ -128,12 +132,32 @@ class DecodeAttention(Attention):
         return y.transpose(2, 3).flatten(2, 3)
 
 
-def use(model):
-    """Let a model on a CPU, in bfloat16, decode and multiply few rows with few_rows.cpp; another stays as it is.
+class SplitAttention(Attention):
+    """An Attention that, compiled for a GPU, cuts a head's keys between multiprocessors in a decode step.
 
-    Raises InputError when that cannot be compiled.
+    PyTorch's own kernels that take a mask give them all to one: of an H200's 132, 8 would work for a row of the 8b.
+    """
+
+    def attend(self, q, k, v, metadata):
+        S, T, positions = q.shape[3], metadata.mask.shape[-1], metadata.positions
+        if S > FEW_POSITIONS:
+            return super().attend(q, k, v, metadata)
+
+        def seen(score, row, head, query, key):
+            return torch.where(key <= positions[row, query % S], score, -torch.inf)
+
+        return flex_attention(q.flatten(2, 3), k[:, :, :T], v[:, :, :T], seen)
+
+
+def use(model):
+    """Let a model on a CPU, in bfloat16, decode and multiply few rows with few_rows.cpp, and one on a GPU split keys.
+
+    Raises InputError when few_rows.cpp cannot be compiled.
     """
     weight = model.norm.weight
+    for module in model.modules() if weight.is_cuda else ():
+        if type(module) is Attention and module.head_dim % 16 == 0:
+            module.__class__ = SplitAttention
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return
     build()

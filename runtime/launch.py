@@ -176,6 +176,7 @@ def choose_device(device, rank=0, tp_size=1):
         raise InputError(f"no such device: {device}; this machine has {', '.join(known)}")
     if device != "cpu":
         torch.cuda.set_device(torch.device(device))
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its attention makes a plan for each new length of a prompt
     return torch.device(device)
 
 

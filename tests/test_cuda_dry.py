@@ -1,5 +1,7 @@
-"""The order in which a GPU is given its work, on a machine without one."""
+"""What a GPU is given, and in which order, on a machine without one."""
 
+import copy
+import dataclasses
 import types
 
 import pytest
@@ -9,6 +11,7 @@ from helpers import BASE, random_model
 from decoding import sampling
 from decoding.sampling import Plain, Sampler
 from generate import Runner, make_cache, pad
+from kernels.few_rows import SplitAttention
 
 
 def generated(runner, prompts, sample, steps):
@@ -44,3 +47,19 @@ def test_a_gpu_has_its_next_pass_before_the_ids_of_this_one_are_read(temperature
     monkeypatch.setattr(sampling, "last_tokens", lambda texts, device: last_tokens(texts, "cpu"))
     assert generated(runner, prompts, Sampler(temperature), steps) == expected
     assert events == ["pass", *["pass", "read"] * steps]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_attention_with_split_keys_is_attention(count):
+    """In rows of different lengths, each of one or several positions."""
+    config = dataclasses.replace(BASE, n_heads=4, n_kv_heads=2, head_dim=16)
+    net, cache_length = random_model(config), 12
+    split, start = copy.deepcopy(net), torch.tensor([[5], [0], [9]])
+    for layer in split.layers:
+        layer.attention.__class__ = SplitAttention
+    tokens, positions = torch.arange(3 * count).view(3, -1), start + torch.arange(count)
+    generator = torch.Generator().manual_seed(0)
+    cache = [tuple(torch.randn(3, 2, 13, 16, generator=generator) for _ in "kv") for _ in net.layers]
+    with torch.inference_mode():
+        plain, found = (m(tokens, positions, copy.deepcopy(cache), cache_length) for m in (net, split))
+    assert torch.allclose(plain, found, atol=1e-5)
