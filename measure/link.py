@@ -160,12 +160,16 @@ class LinkedGroup(dist.ProcessGroup):
             # A kernel that spins on a stream of its own, forked and joined by events, as CUDA graphs can capture it.
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                torch.cuda._sleep(int(seconds * self.cycles_per_second))
+                self._spin(seconds)
                 delivered = self.stream.record_event()
             return lambda: torch.cuda.current_stream().wait_event(delivered)
         self.free_at = max(time.perf_counter(), self.free_at) + seconds
         deadline = self.free_at
         return lambda: sleep_until(deadline)
+
+    def _spin(self, seconds):
+        """Queue a kernel that takes so long, and does nothing."""
+        torch.cuda._sleep(int(seconds * self.cycles_per_second))
 
 
 class LinkedMemory:
