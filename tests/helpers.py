@@ -144,7 +144,8 @@ def unequal_rows(config, batch=3, length=9, seed=1):
 def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=False):
     """Logits (B, steps + 1, V) at the last positions of each row: one prefill without the last `steps` tokens, then
     decode, one token of every row at a time, the rows at different positions."""
-    torch._dynamo.reset()
+    if compile or compile_prefill:  # else the compiler need not be imported
+        torch._dynamo.reset()
     runner = generate.Runner(net, net.new_cache(len(tokens), tokens.shape[1] + 2), compile, compile_prefill)
     positions = lengths - steps
     out = [runner.prefill(tokens[:, : int(positions.max())], positions)]

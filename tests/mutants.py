@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 ORDER, NAIVE = "wiring -k order_of_the_plain_loop", "wiring -k naive_float64"
 SEAM, SAID, FUNCTION = "wiring -k comes_after_the_start", "wiring -k said_to_be", "wiring -k one_function"
 DECODE, ROPE = "model -k 'prefill_and_decode and not compiled'", "model -k 'rope_frequencies or some_families'"
+FORKS = "cuda_dry -k forks"
 RANKS, PLAN = "tp -k 'test_all_ranks_compute_what_one_device_does and 2'", "tp -k plan_gives"
 SUMS, MESSAGES = "shared_memory -k 'test_sums and 3'", "shared_memory -k 'random_messages and 400'"
 FEW_INT = "quantize -k 'exact_up_to_rounding or three_products'"
@@ -52,6 +53,12 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("tp.py", "return torch.ops.ladder.settle(x, pending, after)",
      "return x if pending is None else x + self.wait(pending)",
      "wiring -k 'test_compiled_code_keeps_the_order_of_the_loop and ladder'"),
+    ("tp.py", "\n    torch.ops._c10d_functional.wait_tensor(pending)",
+     "\n    torch.ops._c10d_functional.wait_tensor(after)", FORKS),
+    ("tp.py", "\n    torch.ops._c10d_functional.wait_tensor(pending)",
+     "\n    [torch.ops._c10d_functional.wait_tensor(p) for p in (pending, after)]", FORKS),
+    ("tp.py", "        return x + pending\n", "        return x\n", FORKS),
+    ("kernels/few_rows.py", "query % S", "query // S", "cuda_dry -k split_keys"),
     ("kernels/shared_memory.cpp",
      "if (piece >= static_cast<uint64_t>(slots_)) await(&Progress::read, piece - slots_ + 1);", "", MESSAGES),
     ("kernels/shared_memory.cpp", "await(&Progress::written, completed_ + 1);",
@@ -138,7 +145,10 @@ MUTANTS = [  # (file, old text, new text, tests)
      "export -k gradients"),
     ("formats/exported/modeling_ladder.py", "self.mlp(self.post_attention_layernorm", "self.mlp(self.input_layernorm",
      "export -k our_logits"),
-    ("measure/link.py", "passes * (tp_size - 1) / tp_size * wire", "passes * wire", "link -k ring_traffic"),
+    ("measure/link.py", "passes * (tp_size - 1) / tp_size * n_bytes * self", "passes * n_bytes * self", "link -k ring_traffic"),
+    ("measure/link.py", "self.stream.wait_stream(torch.cuda.current_stream())", "pass", FORKS),
+    ("measure/link.py", "with torch.cuda.stream(self.stream):", "if True:", FORKS),
+    ("measure/link.py", "torch.cuda.current_stream().wait_event(delivered)", "None", FORKS),
     ("measure/link.py", "max(time.perf_counter(), self.free_at)", "time.perf_counter()", "link -k one_at_a_time"),
     ("measure/exposed.py", "before = max(before, pauses.pop(0)[1])", "pauses.pop(0)",
      "link -k between_waits_and_starts"),
