@@ -55,14 +55,11 @@ def make_cache(model, batch, length):
     """Return a cache of at least `length` slots, one of which no decode step reads.
 
     (A slice of the whole cache is contiguous, and the compiler would make a second graph for it.) For a GPU they are
-    whole buckets and one, and CUDA graphs are told that its tensors never move.
+    whole buckets and one.
     """
-    if model.norm.weight.device.type == "cpu":
-        return model.new_cache(batch, length)
-    cache = model.new_cache(batch, -(-length // BUCKET) * BUCKET + 1)
-    for tensor in (t for layer in cache for t in layer):
-        torch._dynamo.mark_static_address(tensor)
-    return cache
+    if model.norm.weight.device.type != "cpu":
+        length = -(-length // BUCKET) * BUCKET + 1
+    return model.new_cache(batch, length)
 
 
 class Runner:
@@ -85,16 +82,15 @@ class Runner:
             # cache has its own, and a process that serves many must not run out of them. Both are global.
             torch.compiler.config.dynamic_sources = "L['cache_length']"
             torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
-            self._decode = torch.compile(model, fullgraph=True, dynamic=False, **self._how())
+            # The weights of each step evict everything else from a CPU's caches, so little should run between the
+            # products; a second thread is for large kernels. On a GPU few kernels, each of the best shape.
+            on_cpu = {"cpp_wrapper": True, "size_asserts": False, "cpp.min_chunk_size": 16384}
+            on_gpu, gpu = {"combo_kernels": True, "coordinate_descent_tuning": True}, self.device.type == "cuda"
+            self._decode = torch.compile(model, fullgraph=True, dynamic=False, options=on_gpu if gpu else on_cpu)
+            if gpu:
+                from kernels.cuda_graphs import Graphs
 
-    def _how(self):
-        if self.device.type == "cuda":
-            # "reduce-overhead" of fewer kernels, in one part: on the way into more SplitAttention's length gets lost
-            wanted = dict.fromkeys(("triton.cudagraphs", "combo_kernels", "coordinate_descent_tuning"), True)
-            return {"options": {"graph_partition": False, "triton.cudagraph_dynamic_shape_warn_limit": None, **wanted}}
-        # The weights of each step evict everything else from the caches, so little should run between the products; a
-        # second thread is for large kernels.
-        return {"options": {"cpp_wrapper": True, "size_asserts": False, "cpp.min_chunk_size": 16384}}
+                self._decode = Graphs(self._decode)
 
     @torch.inference_mode()
     def prefill(self, tokens, lengths, chunk=None, known=0):
@@ -206,8 +202,7 @@ def warm_up(runner, prompts, max_new_tokens, chunk=CHUNK, draft=None):
         for proposals in draft.counts:
             for length in range(first, last + 1) if gpu else [first]:
                 if length in (first, last) or length % BUCKET == 1:
-                    for _ in range(3 if gpu else 1):  # a GPU warms up, captures, and replays
-                        draft.warm_up(runner, [[0] * length for _ in prompts], proposals)
+                    draft.warm_up(runner, [[0] * length for _ in prompts], proposals)
     return time.perf_counter() - start
 
 
