@@ -46,6 +46,7 @@ def parse(argv):
     p.add_argument("--model", choices=["small", *SIZES], default="small", help="small: 8 layers of dim 2560")
     p.add_argument("--n-layers", type=number(int, 2), metavar="N", help="take only so many layers of it")
     cli.add_rank_flags(p)
+    cli.add_comm_flag(p)
     p.add_argument("--batch", type=count, default=1, metavar="B")
     p.add_argument("--prompt-length", type=count, default=64, metavar="S", help="filled slots, or the prompt's tokens")
     p.add_argument("--prefill", action="store_true", help="time the prefill, not a decode step")
@@ -112,6 +113,10 @@ def measure(args, world, links):
 def main(argv=None):
     args = parse(argv)
     joined = launch.join(args.device, vars(args))
+    if args.comm == "one-shot":
+        from kernels import one_shot
+
+        joined.group = one_shot.connect(joined)
     # a CUDA graph keeps the link that it was captured with
     shared = joined.device.type == "cpu" or args.eager
     lines = []
