@@ -6,12 +6,13 @@ LADDER_TEST_GPU=cpu python -m pytest tests/test_gpu.py  # the same on a CPU, to 
 
 import copy
 import dataclasses
+import json
 import os
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import WIRED, random_model, unequal_rows, wired_id
+from helpers import WIRED, random_model, script, unequal_rows, wired_id
 from reference import Reference
 
 from formats.sizes import RandomWeights
@@ -190,3 +191,20 @@ def test_collectives_stay_inside_the_cuda_graph(changes, slow, monkeypatch):
     assert seconds > 0.95 * 0.02 * collectives
     assert torch.allclose(step(), before, rtol=1e-3, atol=1e-3)
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two GPUs
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("wiring", ["standard", "ladder"])
+def test_one_shot_sums_are_nccls(wiring, tmp_path):
+    """Of two numbers there is one rounded sum, so the texts are equal; the prompt's sums are two-shot ones."""
+    flags = f"--model 1b:2 --dtype float32 --compile --wiring {wiring} --prompt-length 200 --max-new-tokens 30 --json"
+    for comm in ("auto", "one-shot"):
+        args = *flags.split(), tmp_path / "out.jsonl", "--comm", comm
+        done = script("generate.py", *args, ranks=2, CUDA_VISIBLE_DEVICES="0,1")
+        assert done.returncode == 0, done.stderr
+    nccl, own = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert nccl["tokens"] == own["tokens"] and own["comm"] == "one-shot"
