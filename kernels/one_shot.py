@@ -35,9 +35,9 @@ def connect(world):
 class OneShotGroup(dist.ProcessGroup):
     """A process group whose sums are PyTorch's symmetric-memory kernels, on a stream of their own.
 
-    inner: NCCL's group of the same ranks, which gathers. The kernels wait for their peers when they begin and when they
-    end: what has been copied into the buffer by then is read by all, and has been read by all. So sums in flight share
-    one buffer, as long as every rank runs them in the same order; hence one stream.
+    inner: NCCL's group of the same ranks, which gathers. A kernel waits for its peers twice: when it begins, until all
+    have copied their partials into the buffers, and when it ends, until all have read them. So sums in flight share one
+    buffer, as long as every rank runs them in the same order: hence the one stream.
     """
 
     def __init__(self, inner, rank, tp_size, device):
@@ -62,8 +62,7 @@ class OneShotGroup(dist.ProcessGroup):
         whole, shared = tensor.view(-1), self.buffer[: tensor.nbytes].view(tensor.dtype)
         self.stream.wait_stream(torch.cuda.current_stream())  # forked and joined by events, as CUDA graphs capture it
         with torch.cuda.stream(self.stream):
-            # a kernel of its own: one_shot_all_reduce_copy (torch 2.13) tells the peers that the copy is done when the
-            # first warp of a block has finished its part
+            # by itself: one_shot_all_reduce_copy (torch 2.13) waits for no warp but the one that tells the peers of it
             shared.copy_(whole)
             if tensor.nbytes <= ONE_SHOT:
                 ops.one_shot_all_reduce_out(shared, "sum", group, whole)

@@ -90,7 +90,7 @@ def environment(world):
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "threads": torch.get_num_threads(), "load_average": os.getloadavg()[0],
         "torch": torch.__version__, "commit": git_commit(),
-        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "GLOO_"))},
+        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "GLOO_", "ENABLE_INTRA_"))},
     }  # fmt: skip
 
 
