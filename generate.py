@@ -264,6 +264,10 @@ def describe(args, world):
 def main(argv=None):
     args = parse(argv)
     world, over, source = launch.join(args.device, vars(args)), None, None
+    if args.comm == "one-shot":
+        from kernels import one_shot
+
+        world.group = one_shot.connect(world)
     if args.link or args.simulate_tp or args.exposed:
         from measure import link
 
@@ -328,7 +332,7 @@ def main(argv=None):
 
         found["exposed"] = exposed.report_exposed(args, runner, *pad(prompts, world.device), world)
     if world.rank == 0:
-        found |= {"draft": source and source.name, "speculate": source and source.count}
+        found |= {"comm": args.comm, "draft": source and source.name, "speculate": source and source.count}
         name = args.model.partition(":")[0] if args.model else checkpoint.name(args.checkpoint)
         result = report.result(name, model, over, world, found)
         print(report.summary(result), file=sys.stderr)

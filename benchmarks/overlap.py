@@ -46,6 +46,7 @@ def parse(argv):
     p.add_argument("--model", choices=["small", *SIZES], default="small", help="small: 8 layers of dim 2560")
     p.add_argument("--n-layers", type=number(int, 2), metavar="N", help="take only so many layers of it")
     cli.add_rank_flags(p)
+    p.add_argument("--comm", choices=("auto", "one-shot"), default="auto", help="as for generate.py")
     p.add_argument("--batch", type=count, default=1, metavar="B")
     p.add_argument("--prompt-length", type=count, default=64, metavar="S", help="filled slots, or the prompt's tokens")
     p.add_argument("--prefill", action="store_true", help="time the prefill, not a decode step")
@@ -111,6 +112,10 @@ def measure(args, world):
 def main(argv=None):
     args = parse(argv)
     joined, lines = launch.join(args.device, vars(args)), []
+    if args.comm == "one-shot":
+        from kernels import one_shot
+
+        joined.group = one_shot.connect(joined)
     first = max(args.links.values(), key=lambda link: link.seconds(1, 2))  # a free one if there is no other
     world = link.emulate(joined, first, args.simulate_tp)
     reports = measure(args, world)

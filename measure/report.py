@@ -14,6 +14,7 @@ from formats.checkpoint import dtype_name
 from kernels import cpu
 from measure.timing import timed
 
+SETTINGS = "NCCL_", "TORCH_NCCL_", "GLOO_", "ENABLE_"  # of the environment, that change collectives
 LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and say nothing of its memory
 
 
@@ -90,7 +91,7 @@ def environment(world):
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "threads": torch.get_num_threads(), "load_average": os.getloadavg()[0],
         "torch": torch.__version__, "commit": git_commit(),
-        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "GLOO_"))},
+        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)},
     }  # fmt: skip
 
 

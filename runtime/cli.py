@@ -90,8 +90,10 @@ def add_wiring_flags(parser, default="the checkpoint's own"):
 
 
 def add_communication_flags(parser):
-    """Add the flags that measure/link.py and exposed.py read."""
+    """Add the flags that measure/link.py, exposed.py and kernels/one_shot.py read."""
     g = parser.add_argument_group("communication", "what it costs, and what it would cost elsewhere: docs/measuring.md")
+    words = "how GPUs sum: by NCCL, or by kernels that read the peers' memory, which no GPU has run: docs/gpu.md"
+    g.add_argument("--comm", choices=("auto", "one-shot"), default="auto", help=words)
     g.add_argument("--exposed", action="store_true", help="report how much of it was not hidden")
     g.add_argument("--profile", metavar="DIR", help="write a trace of a prefill and a decode step for each rank")
     words = "emulate a link between the ranks: a name such as pcie, or its numbers, e.g. 100us+50gbps"

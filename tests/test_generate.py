@@ -29,7 +29,7 @@ from runtime import launch
 
 KEYS = (
     "model, n_layers, wiring, made_for_tp, dtype, quant, link, tp, simulated, device, hardware, threads, load_average, "
-    "torch, commit, settings, load_s, batch, prompt_tokens, new_tokens, exposed, compile_s, prefill_s, decode_s, "
+    "torch, comm, commit, settings, load_s, batch, prompt_tokens, new_tokens, exposed, compile_s, prefill_s, decode_s, "
     "ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, bandwidth, mbu, peak_bytes, tokens, texts, draft, speculate, "
     "passes, drafted, accepted, draft_s"
 )

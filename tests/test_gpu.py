@@ -6,12 +6,13 @@ LADDER_TEST_GPU=cpu python -m pytest tests/test_gpu.py  # the same on a CPU, to 
 
 import copy
 import dataclasses
+import json
 import os
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import WIRED, random_model, unequal_rows, wired_id
+from helpers import WIRED, random_model, script, unequal_rows, wired_id
 from reference import Reference
 
 from formats.sizes import RandomWeights
@@ -189,7 +190,7 @@ def test_collectives_stay_inside_the_cuda_graph(changes, slow, monkeypatch):
     plain._decode = net
     step, eager = (replays(r, tokens, lengths.to(DEVICE))["decode"] for r in (runner, plain))
     before, sent, send = eager().clone(), [], slow.group._send
-    monkeypatch.setattr(slow.group, "_send", lambda *args: sent.append(args) or send(*args))
+    monkeypatch.setattr(slow.group, "_send", lambda *args, **passes: sent.append(args) or send(*args, **passes))
     step()  # to capture
     sent.clear()
     seconds = timed(DEVICE, step)
@@ -197,3 +198,20 @@ def test_collectives_stay_inside_the_cuda_graph(changes, slow, monkeypatch):
     assert len(sent) == (collectives if ON_CPU else 0)
     assert seconds > 0.95 * 0.02 * collectives
     assert torch.allclose(step(), before, rtol=1e-3, atol=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two GPUs
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("wiring", ["standard", "ladder"])
+def test_one_shot_sums_are_nccls(wiring, tmp_path):
+    """Of two numbers there is one rounded sum, so the texts are equal; the prompt's sums are two-shot ones."""
+    flags = f"--model 1b:2 --dtype float32 --compile --wiring {wiring} --prompt-length 200 --max-new-tokens 30 --json"
+    for comm in ("auto", "one-shot"):
+        args = *flags.split(), tmp_path / "out.jsonl", "--comm", comm
+        done = script("generate.py", *args, ranks=2, CUDA_VISIBLE_DEVICES="0,1")
+        assert done.returncode == 0, done.stderr
+    nccl, own = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert nccl["tokens"] == own["tokens"] and own["comm"] == "one-shot"

@@ -14,7 +14,7 @@ import model
 ORDER = """
 model
 kernels.int_linear kernels.gloo kernels.cpu
-kernels.few_rows kernels.shared_memory
+kernels.few_rows kernels.shared_memory kernels.one_shot
 runtime.writing runtime.watch formats.sizes
 formats.checkpoint runtime.cli
 formats.tokenizer runtime.launch tp formats.huggingface formats.sources
