@@ -33,16 +33,18 @@ def shard_plan(config, rank, tp_size):
 
     Column-wise (rows of the weight, dimension 0): wqkv by KV-head groups, w1, w3, and the output head by the
     vocabulary. Row-wise (columns of the weight, dimension 1): wo and w2. With more ranks than KV heads, the ranks
-    that share a KV head each hold a copy of it and a part of its query heads. The MLP is cut between the groups of w2,
-    or, where there are too few, between halves of them and so on.
+    that share a KV head each hold a copy of it and a part of its query heads. The MLP is cut between the groups of w2
+    (every 128 columns, if shares stay about even and do not decide the function), or, if too few, halves and so on.
     Raises InputError when a rank would be left without a head or without a part of the MLP.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
-    G = N // K
+    G, width = N // K, config.intermediate_size
     size = 1 if config.group_size is None or "w2" in config.kept else config.group_size
-    while size > 8 and config.intermediate_size // size < tp_size:  # few_rows.cpp takes groups of 8 and more
+    if size > 1 and width % 128 == 0 and width >= 8 * 128 * tp_size and not config.kind.tp_bound:
+        size = 128  # as PyTorch's kernel for int4 on a GPU wants it; no share is more than an eighth above the even one
+    while size > 8 and width // size < tp_size:  # few_rows.cpp takes groups of 8 and more
         size //= 2
-    parts = config.intermediate_size // size
+    parts = width // size
     limit = min(N, parts)
     if not 1 <= tp_size <= limit:
         name = "n_heads" if limit == N else "intermediate_size" + (f" / {size}" if size > 1 else "")

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from model import InputError, Transformer
 
 PIECE = 2**19  # numbers of W that are turned into floats at a time, to be multiplied while they are in the cache
-FEW = 16  # rows of x up to which PyTorch's kernel for int8 is meant to be the faster one
+FEW = 16  # rows of x up to which the kernels for int8, PyTorch's on a CPU and Triton's, are meant to be the faster ones
 
 
 def check(config):
@@ -127,13 +127,20 @@ class Int8Linear(IntLinear):
 
 
 class Int8CudaLinear(IntLinear):
-    """An IntLinear that leaves it to the compiler to read the integers while it multiplies.
+    """An IntLinear that reads integers while it multiplies, if compiled: one row by the compiler's kernel, few by ours.
 
-    PyTorch's own kernel on a GPU (torch 2.13) computes each output in one thread, byte by byte.
+    PyTorch's own on a GPU (torch 2.13) computes each output in one thread, byte by byte. Not compiled, ours takes
+    four times as long to launch as what multiplies floats.
     """
 
     def forward(self, x):
-        y = F.linear(x, self.weight.to(x.dtype)) * self.scales[:, 0]
+        scales = self.scales[:, 0]
+        if torch.compiler.is_compiling() and 1 < x.numel() // self.in_features <= FEW:
+            from kernels import int8_rows  # PyTorch for CPUs has no Triton
+
+            y = int8_rows.multiply(x, self.weight, scales)
+        else:  # in this order: the compiler takes F.linear(...) * scales for PyTorch's kernel
+            y = scales * F.linear(x, self.weight.to(x.dtype))
         return y if self.bias is None else y + self.bias
 
 

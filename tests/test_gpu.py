@@ -87,19 +87,23 @@ def quantized(quant, **changes):
     return net, state
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16, 17])
-@pytest.mark.parametrize("quant", ["int8", "int4"])
-def test_the_kernels_for_integers_multiply_what_they_stand_for(quant, rows):
+EAGER = [(quant, rows, False) for quant in ("int8", "int4") for rows in (1, 3, 16, 17)]
+
+
+@pytest.mark.parametrize("quant, rows, compile", EAGER + [("int8", rows, True) for rows in (2, 5, 16)])
+def test_the_kernels_for_integers_multiply_what_they_stand_for(quant, rows, compile):
+    """Compiled, few rows go through the Triton kernel."""
     net, state = quantized(quant)
     kernels = {"int8": int_linear.Int8CudaLinear, "int4": int_linear.Int4CudaLinear}
     for name in ("layers.0.attention.wqkv", "layers.1.feed_forward.w2", "output"):
         linear = net.get_submodule(name)
         assert ON_CPU or type(linear) is kernels[quant]
+        multiply = torch.compile(linear, dynamic=False) if compile else linear
         x = torch.randn(rows, linear.in_features, generator=torch.Generator().manual_seed(rows)).bfloat16().to(DEVICE)
         weight = state[f"{name}.weight"]
         size = F.linear(x.double().abs(), weight.abs())  # of what is added up: each product may be off by a rounding
         with torch.inference_mode():
-            assert ((linear(x) - F.linear(x.double(), weight)).abs() <= 2**-7 * size).all()
+            assert ((multiply(x) - F.linear(x.double(), weight)).abs() <= 2**-7 * size).all()
 
 
 @COMPILED

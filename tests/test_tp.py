@@ -60,6 +60,26 @@ def test_the_plan_gives_every_head_row_and_column_to_one_rank(n_heads, n_kv_head
             assert len(covered(plan[name][1])) <= len(covered(plans[0][name][1]))
 
 
+@pytest.mark.parametrize("tp_size", range(2, 17))
+@pytest.mark.parametrize("columns", [384, 8192, 22016, 22016 + 64])
+def test_int4_is_cut_as_its_kernel_on_a_gpu_wants_it_where_shares_stay_about_even(columns, tp_size):
+    def widths(**changes):
+        config = dataclasses.replace(BASE, n_heads=16, intermediate_size=columns, **changes)
+        cuts = [tp.shard_plan(config, rank, tp_size)["w2"][1] for rank in range(tp_size)]
+        assert covered(r for ranges in cuts for r in ranges) == list(range(columns))
+        return [len(covered(ranges)) for ranges in cuts]
+
+    int4 = {"quant": "int4", "group_size": 32}
+    floats, ladder, spd = widths(wiring="ladder"), widths(wiring="ladder", **int4), widths(wiring="spd", **int4)
+    if columns % 128 == 0 and columns >= 8 * 128 * tp_size:
+        assert not any(width % 128 for width in ladder)
+        assert max(ladder) <= 9 / 8 * columns / tp_size
+    else:
+        assert ladder == spd
+    assert max(spd) - min(spd) <= 32  # there, which column is whose is a part of the function
+    assert max(floats) - min(floats) <= 1
+
+
 @pytest.mark.parametrize("tp_size", [7, 100])
 def test_more_ranks_than_heads_is_refused(tp_size):
     with pytest.raises(InputError, match=f"tp {tp_size} cannot shard n_heads 6: use 1 to 6 ranks"):
