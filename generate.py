@@ -54,8 +54,7 @@ BUCKET = 256  # a GPU's decode steps read multiples of so many cache slots
 def make_cache(model, batch, length):
     """Return a cache of at least `length` slots, one of which no decode step reads.
 
-    (A slice of the whole cache is contiguous, and the compiler would make a second graph for it.) For a GPU they are
-    whole buckets and one.
+    (A slice of the whole cache is contiguous: to the compiler another graph.) For a GPU they are whole buckets and one.
     """
     if model.norm.weight.device.type != "cpu":
         length = -(-length // BUCKET) * BUCKET + 1
