@@ -10,7 +10,6 @@ so. What the processes print goes to FILE.log. The most telling cases come first
 """
 
 import contextlib
-import itertools
 import json
 import os
 import shlex
@@ -47,34 +46,34 @@ SHORTEST = 20  # seconds: what is left at the end is not enough for a case
 def cases(device, tiny, traces):
     """Return {name: command} of all cases, the most telling ones first.
 
-    Of the simulated models some layers and wirings, each compiled twice, with and without its all-reduces.
-    tiny: small shapes, nothing compiled and one link.
+    Compiling takes most of the time, so only the first is a whole model. Of the simulated ones each wiring is compiled
+    twice, with and without its all-reduces. tiny: small shapes, nothing compiled and one link.
     """
-    how = [] if tiny else ["--compile"]
-    size = "1b:1" if tiny else "8b"
-    new = ["--prompt-length", "16", "--max-new-tokens", "4"] if tiny else ["--prompt-length", "128"]
-    new += [] if tiny else ["--max-new-tokens", "129"]
+    short = ["--prompt-length", "16", "--max-new-tokens", "4"]
+    how = short if tiny else ["--prompt-length", "128", "--max-new-tokens", "129", "--compile"]
 
-    def decode(batch, *quant):
-        flags = ["--batch", str(batch), *new, "--ignore-eos", "--temperature", "0", "--device", device, *quant]
-        return ["generate.py", "--model", size, *how, *flags]
+    def decode(model, batch, quant=None):
+        flags = ["--model", model, "--batch", str(batch), "--ignore-eos", "--temperature", "0", "--device", device]
+        flags += ["--quant", quant] if quant else []
+        return ", ".join(filter(None, (f"decode {model}", quant, f"batch {batch}"))), ["generate.py", *flags, *how]
 
     def predict(model, n_layers, links):
         flags = ["--model", model, "--n-layers", n_layers, "--simulate-tp", str(RANKS), "--links", ",".join(links)]
         flags += ["--prompt-length", "128", "--rounds", "3" if tiny else "30", "--seconds", "1" if tiny else "40"]
         flags += ["--wirings", "standard", "ladder", "parallel-ladder", "upper-bound"]
         flags += ["--eager"] if tiny else []
-        return ["-m", "benchmarks.overlap", *flags, "--device", device, "--profile", str(Path(traces) / model)]
+        flags += ["--device", device, "--profile", str(Path(traces) / model)]
+        return f"{model}, {RANKS} ranks", ["-m", "benchmarks.overlap", *flags]
 
-    sizes, links = ({"1b": "2"}, ["pcie"]) if tiny else ({"8b": "8", "70b": "4"}, [n for n in LINKS if n != "free"])
-    decodes = {}
-    for batch, quant in [*itertools.product((1, 16), (None, "int8", "int4")), (4, None), (64, None)]:
-        flags = ["--quant", quant] if quant else []
-        decodes[", ".join(filter(None, ("decode", quant, f"batch {batch}")))] = decode(batch, *flags)
-    first, others = [*decodes.items()][:3], [*decodes.items()][3:]
-    return dict(
-        [*first, *((f"{model}, {RANKS} ranks", predict(model, n, links)) for model, n in sizes.items()), *others]
-    )
+    whole, some, links = "8b", "8b:8", [link for link in LINKS if link != "free"]
+    predictions = [predict("8b", "8", links), predict("70b", "4", links)]
+    if tiny:
+        whole = some = "1b:1"
+        predictions = [predict("1b", "2", ["pcie"])]
+    quants = None, "int8", "int4"
+    first = [decode(whole, 1), *(decode(some, 1, quant) for quant in quants)]
+    others = [*(decode(some, 16, quant) for quant in quants), decode(some, 4), decode(some, 64)]
+    return dict([*first, *predictions, *others])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import tempfile
 
 if not os.environ.get("LADDER_TEST_GPU"):  # but for test_gpu.py the tests are of the CPU path
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-# Inductor's pool of compiling processes takes longer to start than such small kernels take to compile.
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # Inductor's pool of compiling processes takes longer to start than such small kernels take to compile.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # Where transformers copies the code that comes with a folder, and imports it from; it looks once, when it is imported.
 os.environ["HF_MODULES_CACHE"] = os.path.join(tempfile.gettempdir(), f"ladder-fast-tests-{os.getpid()}")
 

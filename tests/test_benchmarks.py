@@ -243,10 +243,11 @@ def test_gpu_takes_all_its_cases(tiny, monkeypatch, printed, tmp_path):
 def test_gpu_measures_full_sizes_over_every_link():
     found = gpu.cases("cuda:0", False, "traces")
     text = [" ".join(command) for command in found.values()]
-    assert sum("--compile" in command and "--model 8b" in command for command in text) == 8
+    assert sum("--compile" in command and "--model 8b" in command for command in text) == 9
     links = ",".join(link for link in gpu.LINKS if link != "free")
     assert sum(f"--simulate-tp {gpu.RANKS} --links {links}" in command for command in text) == 2
-    assert [*found][:4] == [*(f"decode, {q}batch 1" for q in ("", "int8, ", "int4, ")), "8b, 8 ranks"]
+    integers = [f"decode 8b:8, {quant}batch 1" for quant in ("", "int8, ", "int4, ")]
+    assert [*found][:5] == ["decode 8b, batch 1", *integers, "8b, 8 ranks"]
     for command in found.values():  # are flags that the scripts know
         if command[0] == "generate.py":
             generate.parse(command[1:])
@@ -266,7 +267,7 @@ def test_gpu_s_cases_end_with_the_time_and_leave_a_word(monkeypatch, tmp_path):
     args = gpu.parse(["--tiny", "--seconds", "0", "--json", str(tmp_path / "out")])
     first, *rest = gpu.measure(launch.World(0, 1, torch.device("cpu")), args)
     assert first["copy"] > 0 and {x["error"] for x in rest} == {"no time left"}
-    assert "| decode, batch 1 | no time left |" in gpu.tables([first, *rest])
+    assert "| decode 1b:1, batch 1 | no time left |" in gpu.tables([first, *rest])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
