@@ -66,7 +66,7 @@ def cases(device, tiny, traces):
         return f"{model}, {RANKS} ranks", ["-m", "benchmarks.overlap", *flags]
 
     whole, some, links = "8b", "8b:8", [link for link in LINKS if link != "free"]
-    predictions = [predict("8b", "8", links), predict("70b", "4", links)]
+    predictions = [predict("8b", "4", links), predict("70b", "4", links)]
     if tiny:
         whole = some = "1b:1"
         predictions = [predict("1b", "2", ["pcie"])]
