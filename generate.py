@@ -77,19 +77,19 @@ class Runner:
             from kernels import few_rows  # like the other rooms below: a plain run does not enter them
 
             few_rows.use(model)
-            # One graph for any cache_length, the argument of Transformer.forward; all else is fixed. So each shape of a
-            # cache has its own, and a process that serves many must not run out of them. Both are global.
+            # One graph for any cache_length, an argument of Transformer.forward; all else is fixed. So each shape of a
+            # cache has its own, and who serves many must not run out of them. Both are global.
             torch.compiler.config.dynamic_sources = "L['cache_length']"
             torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
-            # The weights of each step evict everything else from a CPU's caches, so little should run between the
-            # products; a second thread is for large kernels. On a GPU few kernels, each of the best shape.
-            on_cpu = {"cpp_wrapper": True, "size_asserts": False, "cpp.min_chunk_size": 16384}
-            on_gpu, gpu = {"combo_kernels": True, "coordinate_descent_tuning": True}, self.device.type == "cuda"
-            self._decode = torch.compile(model, fullgraph=True, dynamic=False, options=on_gpu if gpu else on_cpu)
-            if gpu:
+            if self.device.type == "cuda":
                 from kernels.cuda_graphs import Graphs
 
-                self._decode = Graphs(self._decode)
+                self._decode = Graphs(model)
+            else:
+                # A step's weights evict all else from the caches, so little should run between the products; a second
+                # thread is for large kernels.
+                options = {"cpp_wrapper": True, "size_asserts": False, "cpp.min_chunk_size": 16384}
+                self._decode = torch.compile(model, fullgraph=True, dynamic=False, options=options)
 
     @torch.inference_mode()
     def prefill(self, tokens, lengths, chunk=None, known=0):
@@ -207,7 +207,7 @@ def warm_up(runner, prompts, max_new_tokens, chunk=CHUNK, draft=None):
 
 def without_guards(runner):
     """Return a context for after a warm-up of the same shapes: else guards take 0.5 ms a step of 16 layers."""
-    if any(runner.compiles):
+    if any(runner.compiles) and runner.device.type == "cpu":
         return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
     return contextlib.nullcontext()
 

@@ -33,8 +33,8 @@ def shard_plan(config, rank, tp_size):
 
     Column-wise (rows of the weight, dimension 0): wqkv by KV-head groups, w1, w3, and the output head by the
     vocabulary. Row-wise (columns of the weight, dimension 1): wo and w2. With more ranks than KV heads, the ranks
-    that share a KV head each hold a copy of it and a part of its query heads. The MLP is cut between the groups of w2
-    (every 128 columns, if shares stay about even and do not decide the function), or, if too few, halves and so on.
+    that share a KV head each hold a copy of it and a part of its query heads. The MLP is cut between the groups of w2,
+    in int4 every 128 columns if it can be; where groups are too few, between halves of them and so on.
     Raises InputError when a rank would be left without a head or without a part of the MLP.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim

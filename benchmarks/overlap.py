@@ -116,7 +116,7 @@ def main(argv=None):
         from kernels import one_shot
 
         joined.group = one_shot.connect(joined)
-    first = max(args.links.values(), key=lambda link: link.seconds(1, 2))  # a free one if there is no other
+    first = max(args.links.values(), key=lambda one: one.seconds(1, 2))  # a free one if there is no other
     world = link.emulate(joined, first, args.simulate_tp)
     reports = measure(args, world)
     for (n, name), report in reports.items() if world.rank == 0 else ():
@@ -125,7 +125,7 @@ def main(argv=None):
             "model": args.model, "n_layers": args.config.n_layers, "kind": "prefill" if args.prefill else "decode",
             "compiled": not args.eager, "batch": args.batch, "tokens": args.prompt_length, "dtype": "bfloat16",
             **about("overlap", argv, world), "link": {**emulated, "name": args.label or n}, "wiring": name,
-            **report,
+            **report, "comm": args.comm,
         })  # fmt: skip
         if args.json:
             writing.append_line(args.json, lines[-1])

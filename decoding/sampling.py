@@ -135,22 +135,20 @@ class Plain:
         last of these passes nobody reads.
         """
         if self.ahead is None:
-            ids, positions = _pass(runner, sample, *last_tokens(texts, runner.device))
+            tokens, positions, longest = last_tokens(texts, runner.device)
+            ids = sample(runner.decode(tokens, positions, longest)[:, 0])
             if runner.device.type == "cpu":
                 return ids[:, None].tolist()
         else:
             ids, positions = self.ahead
-        read, here = ids.to("cpu", non_blocking=True), torch.cuda.current_stream().record_event()
+        read, here = ids.to("cpu", non_blocking=True), torch.cuda.current_stream(runner.device).record_event()
+        context = runner.model.config.max_seq_len  # at its end rows stay that are done
+        positions, longest = (positions + 1).clamp(max=context - 1), min(max(map(len, texts)) + 1, context)
         token = ids.clamp(min=0)[:, None]  # -1, not finite, ends the generation as soon as it is read
-        self.ahead = _pass(runner, sample, token, positions + 1, max(map(len, texts)) + 1)
+        self.ahead = sample(runner.decode(token, positions, longest)[:, 0]), positions
         here.synchronize()
         return read[:, None].tolist()
 
     def warm_up(self, runner, texts, count):
         """Run a pass that verifies so many proposals, as step() would."""
-        _pass(runner, lambda logits: logits.argmax(-1), *last_tokens(texts, runner.device))
-
-
-def _pass(runner, sample, tokens, positions, longest):
-    """Return the ids (B,) after the tokens (B, 1) at these positions (B,), and the positions."""
-    return sample(runner.decode(tokens, positions, longest)[:, 0]), positions
+        runner.decode(*last_tokens(texts, runner.device))[:, 0].argmax(-1).tolist()  # waits for the device

@@ -1,6 +1,6 @@
 """The modules of a model that use few_rows.cpp: products of few rows, and the attention of a decode step, on a CPU.
 
-And of one on a GPU, where only the attention is not the compiler's choice.
+Of a model on a GPU, only the attention.
 """
 
 import math
@@ -140,7 +140,7 @@ class SplitAttention(Attention):
 
     def attend(self, q, k, v, metadata):
         S, T, positions = q.shape[3], metadata.mask.shape[-1], metadata.positions
-        if S > FEW_POSITIONS:
+        if S > FEW_POSITIONS or not torch.compiler.is_compiling():
             return super().attend(q, k, v, metadata)
 
         def seen(score, row, head, query, key):

@@ -168,16 +168,13 @@ class Int4CudaLinear(IntLinear):
 
 
 def use_kernels(model):
-    """Let a model in bfloat16 multiply with PyTorch's kernels for integers, where there are any for its device."""
+    """Let a model in bfloat16 multiply with kernels for integers, where there are any for its device and shapes."""
     for linear in [m for m in model.modules() if type(m) is IntLinear and m.scales.dtype == torch.bfloat16]:
-        N, K, G = linear.out_features, linear.in_features, linear.scales.shape[1]
-        device = linear.weight.device.type
-        kernel = "aten::_weight_int8pack_mm" if linear.zeros is None else "aten::_weight_int4pack_mm"
-        if N == 0 or not torch._C._dispatch_has_kernel_for_dispatch_key(kernel, device.upper()):
-            continue
-        if linear.zeros is None and (device == "cuda" or K % 16 == 0):
-            linear.__class__ = Int8CudaLinear if device == "cuda" else Int8Linear
-        if linear.zeros is not None and device == "cuda" and K % 128 == 0 and N % 8 == 0 and K // G in (32, 64, 128):
+        N, K, on_gpu = linear.out_features, linear.in_features, linear.weight.is_cuda
+        fits = K % 128 == N % 8 == 0 and K // linear.scales.shape[1] in (32, 64, 128)
+        if N and linear.zeros is None and (on_gpu or K % 16 == 0):
+            linear.__class__ = Int8CudaLinear if on_gpu else Int8Linear
+        elif N and linear.zeros is not None and on_gpu and fits:
             linear.__class__ = Int4CudaLinear
             linear.pack()
 

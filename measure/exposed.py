@@ -67,7 +67,7 @@ def measure(world, cases, rounds=20, seconds=10):
 
     rounds: of all cases; fewer, but at least 3, if they would take longer than so many seconds.
     """
-    ways = {name: functools.partial(_run, world, case, _all_reduce(world, case)) for name, case in cases.items()}
+    ways = {name: functools.partial(_run, world, case, own_all_reduce(world, case)) for name, case in cases.items()}
     for way in ways.values():  # may compile
         way()
     start = time.perf_counter()
@@ -77,7 +77,7 @@ def measure(world, cases, rounds=20, seconds=10):
     return {name: _report(case, first[name] + runs[name]) for name, case in cases.items()}
 
 
-def _all_reduce(world, case):
+def own_all_reduce(world, case):
     """Return a function that sums a case's partial: on a GPU without Python, as the steps do it."""
 
     def all_reduce():
@@ -181,11 +181,13 @@ def profile(folder, world, steps):
     if world.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     for step in steps.values():
-        timed(world.device, step)  # may compile
+        step()  # may compile
     with torch.profiler.profile(activities=activities) as trace:
         for name, step in steps.items():
             with torch.profiler.record_function(name):
-                timed(world.device, step)
+                step()
+                if world.device.type == "cuda":
+                    torch.cuda.synchronize(world.device)
     path = Path(folder) / f"rank{world.rank}.json"
     with writing.new_file(path) as unfinished:
         trace.export_chrome_trace(str(unfinished))

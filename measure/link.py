@@ -130,7 +130,7 @@ class LinkedGroup(dist.ProcessGroup):
         self.inner, self.tp_size, self.device = inner, tp_size, device
         self.log = self.stream = None
         self.free_at = 0.0  # when the link has delivered all it was given
-        if device.type == "cuda" and link != FREE:
+        if device.type == "cuda" and link.seconds(1, 2) > 0:
             self.stream = torch.cuda.Stream(device, priority=-1)  # the link: its work is done in order
             self.costs = torch.zeros(2, dtype=torch.float64, device=device)
         self.link = link

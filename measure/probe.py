@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from measure import link, report
-from measure.timing import timed
+from measure.timing import QUEUED, timed
 from runtime import cli, launch, writing
 
 MESSAGES = [2**n for n in range(10, 27, 2)]  # bytes: 1 KB to 64 MB
@@ -31,7 +31,8 @@ def all_reduce_seconds(world, group, n_bytes, seconds=0.5):
 
     timed(world.device, lambda: run(3))
     once = max(world.gather(timed(world.device, lambda: run(3)) / 3))  # the slowest rank's, so that all count alike
-    count = max(1, min(200, int(seconds / 9 / once)))
+    calls = 9 * (QUEUED + 1) if world.device.type == "cuda" else 9
+    count = max(1, min(200, int(seconds / calls / once)))
     return statistics.median(timed(world.device, lambda: run(count)) / count for _ in range(9))
 
 

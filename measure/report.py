@@ -14,7 +14,7 @@ from formats.checkpoint import dtype_name
 from kernels import cpu
 from measure.timing import timed
 
-SETTINGS = "NCCL_", "TORCH_NCCL_", "GLOO_", "ENABLE_"  # of the environment, that change collectives
+SETTINGS = "NCCL_", "TORCH_NCCL_", "GLOO_", "ENABLE_INTRA_NODE_COMM"  # of the environment
 LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and say nothing of its memory
 
 
@@ -27,7 +27,7 @@ def read_bandwidth(device, world=None, size=2**30, repeats=9):
     """Return the bytes per second that this process reads from the device's memory: the median of some passes.
 
     A pass sums a tensor of `size` bytes, which should be far larger than the caches; less where memory is short. On a
-    GPU it takes up to 8 GiB, or starting the sum would take a part of the time. The ranks of the world, if given,
+    GPU it takes up to 8 GiB, far more than its caches hold. The ranks of the world, if given,
     measure at the same time: those of one machine share its memory.
     """
     on_gpu, free = device.type == "cuda", free_bytes(device)

@@ -9,12 +9,14 @@ import pytest
 import torch
 from helpers import BASE, BY_HAND, last_logits, outline, random_model, unequal_rows, wired_id
 
+import generate as generate_module
 from decoding import sampling
 from decoding.sampling import Plain, Sampler
-from generate import Runner, make_cache, pad
+from generate import Runner, generate, make_cache, pad
+from kernels import cuda_graphs
 from kernels.few_rows import SplitAttention
 from measure import link
-from model import desynced_stream, unreduced_stream
+from model import SingleDevice, desynced_stream, unreduced_stream
 from tp import TensorParallel
 
 
@@ -31,30 +33,71 @@ def generated(runner, prompts, sample, steps):
     return found
 
 
+def pretended(net, cache, monkeypatch):
+    """(a runner that says it is on a GPU, the list of its passes and of what is read from it)."""
+    events, runner = [], Runner(net, cache)
+    runner.device, last_tokens, pad = torch.device("cuda"), sampling.last_tokens, generate_module.pad
+
+    def decode(tokens, positions, longest):
+        events.append("pass")
+        with torch.inference_mode():
+            return net(tokens, positions[:, None], cache, longest)
+
+    runner.decode = decode
+    event = types.SimpleNamespace(synchronize=lambda: events.append("read"))
+    stream = types.SimpleNamespace(record_event=lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(sampling, "last_tokens", lambda texts, device: last_tokens(texts, "cpu"))
+    monkeypatch.setattr(generate_module, "pad", lambda prompts, device: pad(prompts, "cpu"))
+    return runner, events
+
+
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_a_gpu_has_its_next_pass_before_the_ids_of_this_one_are_read(temperature, monkeypatch):
     """And generates the same, in rows of different lengths."""
     net, prompts, steps = random_model(BASE), [[3, 1, 4, 1, 5], [9, 2], [6]], 6
     expected = generated(Runner(net, make_cache(net, 3, 12)), prompts, Sampler(temperature), steps)
-    events, runner = [], Runner(net, make_cache(net, 3, 12))
-    runner.device, last_tokens = torch.device("cuda"), sampling.last_tokens
-    runner.decode = lambda *args: events.append("pass") or decode(*args)
-
-    def decode(tokens, positions, longest):
-        positions = positions[:, None]
-        with torch.inference_mode():
-            return net(tokens, positions, runner.cache, longest)
-
-    event = types.SimpleNamespace(synchronize=lambda: events.append("read"))
-    stream = types.SimpleNamespace(record_event=lambda: event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    monkeypatch.setattr(sampling, "last_tokens", lambda texts, device: last_tokens(texts, "cpu"))
+    runner, events = pretended(net, make_cache(net, 3, 12), monkeypatch)
     assert generated(runner, prompts, Sampler(temperature), steps) == expected
     assert events == ["pass", *["pass", "read"] * steps]
 
 
+def test_a_pass_ahead_stays_within_the_context(monkeypatch):
+    """A row at its end waits there for a shorter one."""
+    net = random_model(dataclasses.replace(BASE, max_seq_len=12))
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [2]]
+    expected = generate(Runner(net, make_cache(net, 2, 12)), prompts, 8, Sampler(0)).rows
+    assert [len(row) for row in expected] == [3, 8]
+    runner = pretended(net, make_cache(net, 2, 12), monkeypatch)[0]
+    assert generate(runner, prompts, 8, Sampler(0)).rows == expected
+
+
+def test_a_captured_step_is_found_again_by_its_shapes_and_gets_its_inputs(monkeypatch):
+    """Of several positions and lengths; what a replay writes is where the one before wrote."""
+    captures = []
+
+    def captured(step, pool):
+        result = step()
+        captures.append(pool)
+        return lambda: result.copy_(step()), result
+
+    def step(tokens, positions, cache, cache_length):
+        return 100 * tokens + 10 * positions + cache_length
+
+    monkeypatch.setattr(cuda_graphs, "captured", captured)
+    monkeypatch.setattr(torch, "compile", lambda model, **options: step)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    graphs, seen = cuda_graphs.Graphs(types.SimpleNamespace(comm=SingleDevice())), {}
+    for value, S, length in ((1, 1, 256), (2, 1, 256), (3, 2, 256), (4, 1, 512), (5, 2, 256), (6, 1, 256)):
+        inputs = torch.full((3, S), value), torch.arange(3)[:, None].expand(3, S)
+        logits = graphs(*inputs, None, length)
+        assert torch.equal(logits, step(*inputs, None, length))
+        assert seen.setdefault((S, length), logits) is logits
+    assert captures == ["pool"] * 3
+
+
 @pytest.mark.parametrize("count", [1, 3])
-def test_attention_with_split_keys_is_attention(count):
+def test_attention_with_split_keys_is_attention(count, monkeypatch):
     """In rows of different lengths, each of one or several positions."""
     config = dataclasses.replace(BASE, n_heads=4, n_kv_heads=2, head_dim=16)
     net, cache_length = random_model(config), 12
@@ -64,6 +107,7 @@ def test_attention_with_split_keys_is_attention(count):
     tokens, positions = torch.arange(3 * count).view(3, -1), start + torch.arange(count)
     generator = torch.Generator().manual_seed(0)
     cache = [tuple(torch.randn(3, 2, 13, 16, generator=generator) for _ in "kv") for _ in net.layers]
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with torch.inference_mode():
         plain, found = (m(tokens, positions, copy.deepcopy(cache), cache_length) for m in (net, split))
     assert torch.allclose(plain, found, atol=1e-5)

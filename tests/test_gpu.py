@@ -20,7 +20,7 @@ from generate import Runner, make_cache
 from kernels import int_linear
 from measure import link
 from measure.clock import count_all_reduces
-from measure.exposed import Case, _all_reduce, replays
+from measure.exposed import Case, own_all_reduce, replays
 from measure.timing import timed
 from model import Config
 from runtime.launch import World
@@ -145,7 +145,7 @@ def test_an_all_reduce_takes_what_its_link_takes(slow):
 def test_an_all_reduce_without_python_takes_what_the_link_of_the_moment_takes(slow):
     """Captured once in a CUDA graph, on a GPU."""
     comm, x = TensorParallel(CONFIG, slow.tp_size, slow.group), torch.ones(500_000, device=DEVICE)
-    step = _all_reduce(slow, Case(CONFIG, None, None, comm, x, slow.group.link))
+    step = own_all_reduce(slow, Case(CONFIG, None, None, comm, x, slow.group.link))
     for other, least, most in (("20000us", 0.019, 0.03), ("1gbps", 0.0155, 0.03), ("1000us+1gbps", 0.0165, 0.03)):
         slow.group.link = link.parse(other)
         assert least < timed(DEVICE, step) < most

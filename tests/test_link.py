@@ -336,7 +336,7 @@ def test_the_models_own_collective_is_timed(clock):
     for comm, wanted in (tp.TensorParallel, 0.004), (Quarter, 0.002):
         steps = lambda: None, lambda: None  # noqa: E731
         case = exposed.Case(config, *steps, comm(config, 2, group), torch.zeros(2_000_000), group.link)
-        run = exposed._run(world, case, exposed._all_reduce(world, case))
+        run = exposed._run(world, case, exposed.own_all_reduce(world, case))
         assert run["all_reduce"] == pytest.approx(wanted, abs=2e-6)
 
 
