@@ -14,7 +14,6 @@ import convert_hf_checkpoint
 import generate
 import model
 from formats import checkpoint, huggingface
-from kernels import few_rows
 from measure.clock import count_all_reduces, run_clock
 from model import WIRINGS, Wiring
 from runtime import cli
@@ -187,15 +186,15 @@ def generated_code(config, world, batch, length, dtype):
 
     torch._dynamo.reset()
     net = shard(config, world, dtype)
-    few_rows.use(net)
-    tokens = torch.randint(config.vocab_size, (batch, length))
-    kwargs, how = {"cache": net.new_cache(batch, 16)}, {}
+    runner = generate.Runner(net, None, compile=True, compile_prefill=True)
+    tokens, step = torch.randint(config.vocab_size, (batch, length)), runner._prefill
+    kwargs = {"cache": net.new_cache(batch, 16)}
     if length == 1:
         kwargs.update(positions=torch.zeros(batch, 1, dtype=torch.long), cache_length=16)
-        how = generate.Runner(net, None)._how()
+        step = runner._decode
     uncached = torch._inductor.config.patch(force_disable_caches=True)  # what is cached is not generated
     with torch.no_grad(), uncached:
-        return "\n".join(get_code(torch.compile(net, fullgraph=True, **how), tokens, **kwargs))
+        return "\n".join(get_code(step, tokens, **kwargs))
 
 
 def calls(source):
