@@ -183,7 +183,7 @@ def main(argv=None):
     args = parse(argv)
     world = launch.join(args.device, vars(args))
     if world.device.type != "cuda" and not args.tiny:
-        raise InputError("there is no GPU: on a CPU this takes --tiny")
+        raise InputError("there is no GPU: --device cpu takes --tiny")
     lines = []
     for line in measure(world, args):
         lines.append(line)

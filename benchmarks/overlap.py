@@ -82,7 +82,7 @@ def parse(argv):
 
 
 def measure(args, world):
-    """Return {(name of a link, name of a wiring): report of exposed.measure}, all measured in turns."""
+    """Return {(name of a link, name of a wiring): (exposed.Case, its report)}, all measured in turns."""
     weights = RandomWeights(args.config, world.device)
     base = load_shard(args.config, weights, torch.bfloat16, world.device, world.rank, world.tp_size)
     watch.at("measurement", timed=False)
@@ -103,10 +103,7 @@ def measure(args, world):
     pairs = itertools.product(args.links, args.configs)
     cases = {(n, name): exposed.Case(*models[name], partial, args.links[n]) for n, name in pairs}
     reports = exposed.measure(world, cases, args.rounds, args.seconds)
-    for key, case in cases.items() if args.profile is not None else ():
-        world.group.link = case.link
-        exposed.profile(Path(args.profile) / "-".join(key), world, {kind: case.step})
-    return reports
+    return {key: (case, reports[key]) for key, case in cases.items()}
 
 
 def main(argv=None):
@@ -118,8 +115,8 @@ def main(argv=None):
         joined.group = one_shot.connect(joined)
     first = max(args.links.values(), key=lambda one: one.seconds(1, 2))  # a free one if there is no other
     world = link.emulate(joined, first, args.simulate_tp)
-    reports = measure(args, world)
-    for (n, name), report in reports.items() if world.rank == 0 else ():
+    measured = measure(args, world)
+    for (n, name), (_, report) in measured.items() if world.rank == 0 else ():
         emulated = {} if args.label else dataclasses.asdict(args.links[n])
         lines.append({
             "model": args.model, "n_layers": args.config.n_layers, "kind": "prefill" if args.prefill else "decode",
@@ -130,7 +127,10 @@ def main(argv=None):
         if args.json:
             writing.append_line(args.json, lines[-1])
     if lines:
-        print(tables(lines))
+        print(tables(lines), flush=True)
+    for key, (case, _) in measured.items() if args.profile is not None else ():
+        world.group.link = case.link
+        exposed.profile(Path(args.profile) / "-".join(key), world, {"prefill" if args.prefill else "decode": case.step})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -142,6 +142,7 @@ def tables(lines):
     settings = {}
     for line in lines:
         how = "compiled" if line["compiled"] else "eager"
+        how = "one-shot sums, " + how if line.get("comm") == "one-shot" else how
         size = f"tp {line['tp']}{', one rank alone' if line['simulated'] else ''}, batch {line['batch']}"
         model = f"{line['model']}, {line['n_layers']} layers, {line['dtype']}, {line['device']}"
         ranks = f"{line['threads']} threads a rank"
@@ -155,11 +156,16 @@ def table(lines):
     for line in lines:
         rows.setdefault(line["link"]["name"], {})[line["wiring"]] = line
     cells = [
-        [n, f"{statistics.median(line['all_reduce_ms'] for line in row.values()):.2f}"]
+        [n, milliseconds(statistics.median(line["all_reduce_ms"] for line in row.values()), 2, lines[0]["device"])]
         + [cell(row[name], row) if name in row else "" for name in names]
         for n, row in rows.items()
     ]
     return explained((["link", "one all-reduce, ms", *names], cells), ("~", "^"))
+
+
+def milliseconds(ms, digits, device):
+    """Return them with so many digits behind the point, on a GPU with three."""
+    return f"{ms:.{digits if device == 'cpu' else 3}f}"
 
 
 def cell(line, row):
@@ -168,7 +174,7 @@ def cell(line, row):
     row: the lines {wiring: line} over the same link.
     """
     above, standard, bound = line["step_ms"] / line["limit_ms"] - 1, row.get("standard"), row.get("upper-bound")
-    text = f"{line['step_ms']:.1f} ({100 * above:+.0f}%"
+    text = f"{milliseconds(line['step_ms'], 1, line['device'])} ({100 * above:+.0f}%"
     if standard in (None, line):
         return f"{text})"
     alike = overlapping(line["quartiles_ms"], standard["quartiles_ms"])

@@ -119,6 +119,10 @@ def test_overlap_s_cells_say_what_is_noise():
     )
     assert "within noise" in legend and "above the upper bound" in legend
     assert "noise" not in overlap.tables(lines[:2])
+    other = [*lines, line("standard", 12.0, [11.0, 13.0], comm="one-shot")]
+    assert row in overlap.tables(other) and "one-shot sums" in overlap.tables(other)
+    on_gpu = overlap.tables([line("standard", 0.1234, [0.1, 0.2], limit_ms=0.1234, device="cuda")])
+    assert "| 0 | 0.500 | 0.123 (+0%) |" in on_gpu
 
 
 def test_a_new_wiring_is_measured(own_wiring, tiny, printed):
@@ -287,7 +291,7 @@ README = shlex.quote(str(ROOT / "README.md"))
         (decode, "--cases decode", "--cases: 'decode' is neither decode:BATCH nor prefill:TOKENS"),
         (decode, "--llama-python /nosuch", "--llama-python /nosuch is no program"),
         (decode, f"--show {README}", f"--show: {README} has lines that this script did not write"),
-        (gpu, "--device cpu", "there is no GPU: on a CPU this takes --tiny"),
+        (gpu, "--device cpu", "there is no GPU: --device cpu takes --tiny"),
     ],
 )
 def test_bad_flags(script, flags, message):

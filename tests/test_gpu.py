@@ -216,6 +216,8 @@ def test_one_shot_sums_are_nccls(wiring, tmp_path):
     for comm in ("auto", "one-shot"):
         args = *flags.split(), tmp_path / "out.jsonl", "--comm", comm
         done = script("generate.py", *args, ranks=2, CUDA_VISIBLE_DEVICES="0,1")
+        if "reach one another's memory" in done.stderr:
+            pytest.skip("these GPUs do not reach one another's memory")
         assert done.returncode == 0, done.stderr
     nccl, own = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
     assert nccl["tokens"] == own["tokens"] and own["comm"] == "one-shot"
