@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from formats import checkpoint
 from measure import score
-from model import InputError, Transformer, parse_wiring, rewired, wiring_name
+from model import InputError, Transformer, parse_wiring, rewired, take_turns, wiring_name
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
 from training import runs, sharding
@@ -46,7 +46,8 @@ class Trainee(Transformer):
         if self.training:
             sublayers = [(in_training(h), stale) for h, stale in sublayers]
         x = self.tok_embeddings(batch.tokens)
-        return self.norm(self.config.kind.stream(x, sublayers, self.comm, self.config))
+        [x] = take_turns([self.config.kind.stream(x, sublayers, self.comm, self.config)])
+        return self.norm(x)
 
 
 def build(config, weights, world, dtype, args=None):

@@ -21,7 +21,7 @@ from decoding import sampling
 from decoding.sampling import Plain, Sampler
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
-from kernels import cpu, int_linear
+from kernels import int_linear
 from measure import preflight, report
 from model import InputError
 from runtime import cli, launch, terminal, watch
@@ -48,6 +48,7 @@ def load_model(config, folder, dtype, world):
 # ---- Prefill and decode ----------------------------------------------------------------------------------------------
 
 CHUNK = 1024  # tokens of all rows in one pass of the prefill
+CUT = 512  # tokens of a pass from which on two parts took no more of a CPU's time than one; with 256 it was 4 % more
 BUCKET = 256  # a GPU's decode steps read multiples of so many cache slots
 
 
@@ -64,17 +65,20 @@ def make_cache(model, batch, length):
 class Runner:
     """A model with its cache, and its prefill and decode, each compiled if asked for.
 
-    Raises InputError if compiling needs a C++ compiler and there is none.
+    parts: of each pass of the prefill: one computes while another's partials are summed. None: see parts_of. Raises
+    InputError if compiling needs a C++ compiler and there is none.
     """
 
-    def __init__(self, model, cache, compile=False, compile_prefill=False):
-        self.model, self.cache, self.device = model, cache, model.norm.weight.device
+    def __init__(self, model, cache, compile=False, compile_prefill=False, parts=None):
+        self.model, self.cache, self.device, self.parts = model, cache, model.norm.weight.device, parts
         self.compiles = compile, compile_prefill
         if self.device.type == "cpu" and any(self.compiles):
-            cpu.prepare_compile()
+            from kernels import cxx  # like the other rooms below: a plain run does not enter them
+
+            cxx.prepare_compile()
         self._decode, self._prefill = model, torch.compile(model, fullgraph=True) if compile_prefill else model
         if compile:
-            from kernels import few_rows  # like the other rooms below: a plain run does not enter them
+            from kernels import few_rows
 
             few_rows.use(model)
             # One graph for any cache_length, an argument of Transformer.forward; all else is fixed. So each shape of a
@@ -90,6 +94,12 @@ class Runner:
                 # thread is for large kernels.
                 options = {"cpp_wrapper": True, "size_asserts": False, "cpp.min_chunk_size": 16384}
                 self._decode = torch.compile(model, fullgraph=True, dynamic=False, options=options)
+
+    def parts_of(self, n):
+        """Return the parts of a prefill's pass of n tokens. The compiler would wait for both at once; on a GPU each
+        part launches all kernels, and nobody has measured it."""
+        worth_it = n >= CUT and self.device.type == "cpu" and not self.compiles[1]
+        return self.parts or 1 + (worth_it and self.model.comm.tp_size > 1)
 
     @torch.inference_mode()
     def prefill(self, tokens, lengths, chunk=None, known=0):
@@ -108,8 +118,8 @@ class Runner:
             stop, positions, filled = start + part.shape[1], None, None
             if start:
                 positions, filled = torch.arange(start, stop, device=tokens.device).expand(B, -1), stop
-            select = (last - start).clamp(0, part.shape[1] - 1)
-            later = self._prefill(part, positions, self.cache, filled, select)[:, 0]
+            select, parts = (last - start).clamp(0, part.shape[1] - 1), self.parts_of(part.numel())
+            later = self._prefill(part, positions, self.cache, filled, select, parts)[:, 0]
             logits = later if logits is None else torch.where((last >= start)[:, None], later, logits)
         return logits
 
@@ -296,7 +306,7 @@ def main(argv=None):
 
     def new_runner(model, cache=None):
         compiles = args.compile is not None, args.compile == "all"
-        return Runner(model, cache or make_cache(model, len(prompts), slots), *compiles)
+        return Runner(model, cache or make_cache(model, len(prompts), slots), *compiles, args.prefill_parts)
 
     with world.together():
         runner, draft = new_runner(model), None

@@ -49,14 +49,21 @@ class SingleDevice:
 # ---- The wirings: a sublayer h maps the residual stream x (B, S, D) to this rank's partial of its output -------------
 
 
+def take_turns(streams):
+    """Run the streams of a pass's parts in turns: one computes while another's partials are summed. Returns each x."""
+    *_, xs = zip(*streams, strict=True)
+    return xs
+
+
 def residual_stream(x, sublayers, comm, config):
     """Run standard x_i = x_{i-1} + AllReduce(h_i(x_{i-1})), ladder x_i = x_{i-1} + AllReduce(h_i(x_{i-2})), or both.
 
     sublayers: list of (h, stale); a stale (ladder) sublayer reads x without the sum that is still in flight.
 
-    A stream of your own overlaps under torch.compile only if every wait between two sublayers is a settle with `after`,
-    also where nothing is pending yet, and before the last sublayer. See tests/test_wiring.py -k compiled_code. It
-    may only add to x (measure/clock.py passes plain numbers) and calls each h once; what is not linear takes a sum.
+    A stream of your own yields after each start, and its x at the end. It may only add to x (measure/clock.py passes
+    plain numbers) and calls each h once; what is not linear takes a sum. It overlaps under torch.compile only if every
+    wait between two sublayers is a settle with `after`, also where nothing is pending yet, and before the last
+    sublayer: see tests/test_wiring.py -k compiled_code.
     """
     pending = None
     for i, (h, stale) in enumerate(sublayers):
@@ -64,10 +71,11 @@ def residual_stream(x, sublayers, comm, config):
         if not stale:  # standard: wait, then compute
             x, pending = comm.settle(x, pending), None
         started = comm.start(h(x))
+        yield  # to other parts of the prompt: take_turns
         if stale or next_is_stale:  # ladder: the sum of the sublayer before is waited for only after h(x)
             x = comm.settle(x, pending, after=started)  # `after` is for the compiler: see tp.py
         pending = started
-    return comm.settle(x, pending)
+    yield comm.settle(x, pending)
 
 
 def delayed_stream(x, sublayers, comm, config):
@@ -92,15 +100,18 @@ def desynced_stream(x, sublayers, comm, config):
     """
     for i, (h, _) in enumerate(sublayers, start=1):
         kept = i % config.period == 0 or i == len(sublayers)
-        x = comm.wait(comm.start(x / comm.tp_size + h(x))) if kept else x + h(x)
-    return x
+        if kept:
+            started = comm.start(x / comm.tp_size + h(x))
+            yield
+        x = comm.wait(started) if kept else x + h(x)
+    yield x
 
 
 def unreduced_stream(x, sublayers, comm, config):
     """Leave out every all-reduce: no model on several ranks, but the speed of hiding them all."""
     for h, _ in sublayers:
         x = x + h(x)
-    return x
+    yield x
 
 
 def attention_then_mlp(block, metadata, cache):
@@ -386,22 +397,24 @@ class Transformer(nn.Module):
             self.output.weight = self.tok_embeddings.weight
         self.register_buffer("rope_frequencies", rope_frequencies(config), persistent=False)
 
-    def forward(self, tokens, positions=None, cache=None, cache_length=None, select=None):
+    def forward(self, tokens, positions=None, cache=None, cache_length=None, select=None, parts=1):
         """Return logits (B, S, V), or (B, 1, V) at the sequence index select (B,) of each row.
 
         tokens (B, S) int64. Without positions every row starts at position 0 (training, scoring, prefill); rows
         shorter than S are padded on the right, which causality hides from them. With positions (B, S) each row
         continues its cached sequence there (decode), reading the first cache_length slots of the cache.
-        cache: as new_cache makes it, written in place, or None.
+        cache: as new_cache makes it, written in place, or None. parts: of the sequence, that take turns; with a cache.
         """
         B, S = tokens.shape
-        if positions is None:
-            positions, mask = torch.arange(S, device=tokens.device).expand(B, S), None
-        else:
-            mask = torch.arange(cache_length, device=tokens.device) <= positions[..., None]  # (B, S, T')
-        metadata = self.metadata(positions, mask)
-        stream = self.config.kind.stream
-        x = self.norm(stream(self.tok_embeddings(tokens), self.sublayers(metadata, cache), self.comm, self.config))
+        causal, width, streams = positions is None, -(-S // parts), []
+        if causal:
+            positions, cache_length = torch.arange(S, device=tokens.device).expand(B, S), S
+        slots = torch.arange(cache_length, device=tokens.device)
+        for part, at in zip(tokens.split(width, dim=1), positions.split(width, dim=1), strict=True):
+            metadata = self.metadata(at, None if causal else slots <= at[..., None])  # mask: (B, S, T')
+            sublayers, causal = self.sublayers(metadata, cache), False
+            streams.append(self.config.kind.stream(self.tok_embeddings(part), sublayers, self.comm, self.config))
+        x = self.norm(torch.cat(take_turns(streams), dim=1))
         if select is not None:
             x = x[metadata.rows, select[:, None]]
         return self.comm.gather(self.output(x))

@@ -49,7 +49,8 @@ def parse(argv):
     p.add_argument("--comm", choices=("auto", "one-shot"), default="auto", help="as for generate.py")
     p.add_argument("--batch", type=count, default=1, metavar="B")
     p.add_argument("--prompt-length", type=count, default=64, metavar="S", help="filled slots, or the prompt's tokens")
-    p.add_argument("--prefill", action="store_true", help="time the prefill, not a decode step")
+    words = "time the prefill, in so many parts (1), not a decode step; with --eager, or they do not overlap"
+    p.add_argument("--prefill", nargs="?", type=count, const=1, metavar="PARTS", help=words)
     p.add_argument("--eager", action="store_true", help="do not compile")
     names = " ".join(variants(SMALL.n_layers))
     p.add_argument("--wirings", metavar="NAME[:N|:I,J,...]", nargs="+", help=f"default: of 8 layers {names}")
@@ -88,7 +89,8 @@ def measure(args, world):
     watch.at("measurement", timed=False)
     cache = make_cache(base, args.batch, args.prompt_length + 2)  # a step never reads the last slot
     prompts = pad([[1 + row] * args.prompt_length for row in range(args.batch)], world.device)
-    kind, width = ("prefill", args.prompt_length) if args.prefill else ("decode", 1)
+    kind, parts = "prefill" if args.prefill else "decode", args.prefill or 1
+    width = -(-args.prompt_length // parts) if args.prefill else 1
     partial = base.norm.weight.new_zeros(args.batch, width, args.config.dim)
     torch._dynamo.config.recompile_limit = 1000  # every wiring is a graph of its own, with and without its all-reduces
     if world.rank == 0:
@@ -98,10 +100,11 @@ def measure(args, world):
         model = copy.copy(base)
         model.config = config
         model.comm = TensorParallel(model.config, world.tp_size, world.group)
-        runners = (Runner(m, cache, not args.eager, not args.eager) for m in (model, exposed.silenced(model, world)))
+        how = not args.eager, not args.eager, parts
+        runners = (Runner(m, cache, *how) for m in (model, exposed.silenced(model, world)))
         models[name] = model.config, *(exposed.replays(runner, *prompts)[kind] for runner in runners), model.comm
     pairs = itertools.product(args.links, args.configs)
-    cases = {(n, name): exposed.Case(*models[name], partial, args.links[n]) for n, name in pairs}
+    cases = {(n, name): exposed.Case(*models[name], partial, args.links[n], parts) for n, name in pairs}
     reports = exposed.measure(world, cases, args.rounds, args.seconds)
     return {key: (case, reports[key]) for key, case in cases.items()}
 
@@ -121,6 +124,7 @@ def main(argv=None):
         lines.append({
             "model": args.model, "n_layers": args.config.n_layers, "kind": "prefill" if args.prefill else "decode",
             "compiled": not args.eager, "batch": args.batch, "tokens": args.prompt_length, "dtype": "bfloat16",
+            "prefill_parts": args.prefill,
             **about("overlap", argv, world), "link": {**emulated, "name": args.label or n}, "wiring": name,
             **report, "comm": args.comm,
         })  # fmt: skip

@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from kernels import cpu
+from kernels import cpu, cxx
 from kernels.int_linear import Int8Linear, Integers, IntEmbedding, IntLinear, scaled, unpack
 from model import Attention, FeedForward
 
@@ -22,10 +22,10 @@ PANELS = 64  # of 16 rows, packed at a time: the temporaries are some MB
 
 
 def build():
-    """Load the operators of few_rows.cpp. Raises InputError as cpu.load_operators does."""
+    """Load the operators of few_rows.cpp. Raises InputError as cxx.load_operators does."""
     if hasattr(torch.ops.ladder, "few_rows"):
         return
-    cpu.load_operators("few_rows.cpp", "--compile", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math")
+    cxx.load_operators("few_rows.cpp", "--compile", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math")
     torch.library.register_fake("ladder::few_rows", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
     for name in ("ladder::few_rows_int", "ladder::many_rows_int"):
         torch.library.register_fake(name, lambda x, weight, N, *_: x.new_empty(*x.shape[:-1], N))

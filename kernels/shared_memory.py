@@ -11,7 +11,7 @@ import secrets
 
 import torch
 
-from kernels import cpu
+from kernels import cxx
 from model import InputError
 
 SLOTS, SLOT_BYTES = 8, 2**23  # of each rank; memory is taken only for what a message has filled
@@ -84,11 +84,11 @@ def abandon():
 
 
 def build():
-    """Load the operators of shared_memory.cpp. Raises InputError as cpu.load_operators does."""
+    """Load the operators of shared_memory.cpp. Raises InputError as cxx.load_operators does."""
     if not hasattr(torch.ops.ladder, "join_memory"):
         include = os.path.join(os.path.dirname(torch.__file__), "include/torch/csrc/api/include")
         flags = "-DUSE_DISTRIBUTED", "-DUSE_C10D", f"-I{include}"
-        cpu.load_operators("shared_memory.cpp", "memory shared by ranks", *flags)
+        cxx.load_operators("shared_memory.cpp", "memory shared by ranks", *flags)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ It needs neither weights nor ranks, so it says in no time what a wiring could ga
 import itertools
 from types import SimpleNamespace
 
-from model import WIRINGS
+from model import WIRINGS, take_turns
 
 
 def variants(n_layers):
@@ -64,26 +64,32 @@ def timed_block(clock, attention=0.0, feed_forward=0.0):
     return SimpleNamespace(attention=computing(attention), feed_forward=computing(feed_forward), **norms)
 
 
-def _run(config, clock, block):
-    """Return the clock after one step of the config's wiring: the very loop of model.py, and its splits."""
+def _run(config, clock, block, parts):
+    """Return the clock after one step of the config's wiring: the very loop of model.py, its splits, and its turns."""
     wirings = config.wirings
     sublayers = [(h, wiring.stale) for wiring in wirings for h in wiring.split(block, None, None)]
-    config.kind.stream(0.0, sublayers, clock, config)
+    take_turns([config.kind.stream(0.0, sublayers, clock, config) for _ in range(parts)])
     return clock
 
 
-def run_clock(config, compute, all_reduce):
-    """Return the Clock after a step whose compute times were measured in this wiring; compute: as Clock takes it."""
+def run_clock(config, compute, all_reduce, parts=1):
+    """Return the Clock after a step whose compute times were measured in this wiring; compute: as Clock takes it.
+
+    parts: of a prefill, each with all-reduces of its own.
+    """
     clock = Clock(all_reduce, compute)
-    return _run(config, clock, timed_block(clock))
+    return _run(config, clock, timed_block(clock), parts)
 
 
-def run_layers(config, attention, feed_forward, all_reduce):
-    """Return the Clock after a step in which attention and MLP take so many seconds of each layer, however wired."""
+def run_layers(config, attention, feed_forward, all_reduce, parts=1):
+    """Return the Clock after a step in which attention and MLP take so many seconds of each layer, however wired.
+
+    parts: of a prefill, each of which takes all these times.
+    """
     clock = Clock(all_reduce)
-    return _run(config, clock, timed_block(clock, attention, feed_forward))
+    return _run(config, clock, timed_block(clock, attention, feed_forward), parts)
 
 
-def count_all_reduces(config):
+def count_all_reduces(config, parts=1):
     """Return the number of all-reduces in one step."""
-    return run_layers(config, 0.0, 0.0, 0.0).started
+    return run_layers(config, 0.0, 0.0, 0.0, parts).started

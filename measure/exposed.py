@@ -50,7 +50,7 @@ def compute_times(start, log, end):
 class Case(NamedTuple):
     """A model to measure: one step of it, the same without its all-reduces, and its collectives.
 
-    partial: a tensor such as comm sums. link: of world.group, exchanged before each step.
+    partial: a tensor such as comm sums. link: of world.group, exchanged before each step. parts: of a prefill.
     """
 
     config: Config
@@ -59,6 +59,7 @@ class Case(NamedTuple):
     comm: TensorParallel
     partial: torch.Tensor
     link: Link
+    parts: int = 1
 
 
 @torch.inference_mode()
@@ -117,14 +118,14 @@ def _report(case, runs):
     of the CPU too; on a GPU they are all alike.
     """
     ms = {key: 1e3 * statistics.median(run[key] for run in runs) for key in runs[0] if key != "compute"}
-    wanted = count_all_reduces(case.config)
+    wanted = count_all_reduces(case.config, case.parts)
     compute = [1.0] * wanted
     if "compute" in runs[0]:
         compute = [statistics.median(times) for times in zip(*(run["compute"] for run in runs), strict=True)]
     n, tail, limit = len(compute), ms.get("tail", 0.0), None
     if n == wanted:
         scale = max(0.0, ms["silent"] - tail) / sum(compute) if n else 0.0
-        limit = run_clock(case.config, [scale * c for c in compute], ms["all_reduce"]).now + tail
+        limit = run_clock(case.config, [scale * c for c in compute], ms["all_reduce"], case.parts).now + tail
     low, _, high = quartiles([1e3 * run["step"] for run in runs])
     exposed = ms["step"] - ms["silent"]
     return {
@@ -161,12 +162,13 @@ def report_exposed(args, runner, tokens, lengths, world):
         if world.rank == 0:
             print("measuring what communication costs ...", file=sys.stderr)
         model = runner.model
-        silent = type(runner)(silenced(model, world), runner.cache, *runner.compiles)
+        silent = type(runner)(silenced(model, world), runner.cache, *runner.compiles, runner.parts)
         silent_steps = replays(silent, tokens, lengths)
         for kind, step in steps.items():
-            width = 1 if kind == "decode" else tokens.shape[1]
+            parts = 1 if kind == "decode" else runner.parts_of(tokens.numel())
+            width = 1 if kind == "decode" else -(-tokens.shape[1] // parts)
             partial = model.norm.weight.new_zeros(len(tokens), width, model.config.dim)
-            case = Case(model.config, step, silent_steps[kind], model.comm, partial, world.group.link)
+            case = Case(model.config, step, silent_steps[kind], model.comm, partial, world.group.link, parts)
             reports |= measure(world, {kind: case})
     if args.profile is not None:
         with world.together():

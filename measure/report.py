@@ -127,6 +127,7 @@ def generation(runner, draft, world, prompts, done):
         "bandwidth": bandwidth, "mbu": tpot and read * passes / done.decode_s / bandwidth, "passes": passes,
         "drafted": draft and draft.drafted, "accepted": accepted, "draft_s": draft and draft.seconds,
         "tokens": None if world.simulated else done.rows, "peak_bytes": peaks,
+        "prefill_parts": runner.parts_of(len(prompts) * longest),
     }  # fmt: skip
 
 
@@ -146,6 +147,7 @@ def summary(r):
     head += f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}"
     head += f", link {r['link']['name']}" if r["link"] else ""
     head += f", batch {r['batch']}, {r['quant'] or r['dtype']}, {r['device']}"
+    head += f", prefill in {r['prefill_parts']} parts" * (r["prefill_parts"] > 1)
     times = f"load {r['load_s']:.2f} s, compile {r['compile_s']:.2f} s, first token {r['ttft_ms']:.1f} ms"
     if r["tpot_ms"]:
         times += f", then {r['tpot_ms']:.2f} ms per token: {r['tok_s']:.1f} tok/s"

@@ -51,6 +51,11 @@ def number(kind, low, high=None, above=False):
 count = number(int, 1)
 
 
+def count_or_auto(text):
+    """Return the number, or None (an argparse type)."""
+    return None if text == "auto" else count(text)
+
+
 def appendable(path):
     """Return a path that lines can be appended to (an argparse type)."""
     existing = path if os.path.exists(path) else os.path.dirname(path) or "."
@@ -94,6 +99,8 @@ def add_communication_flags(parser):
     g = parser.add_argument_group("communication", "what it costs, and what it would cost elsewhere: docs/measuring.md")
     words = "how GPUs sum: by NCCL, or by kernels that read the peers' memory, which no GPU has run: docs/gpu.md"
     g.add_argument("--comm", choices=("auto", "one-shot"), default="auto", help=words)
+    words = "cut each pass of the prefill in N parts, of which one computes while another's partials are summed"
+    g.add_argument("--prefill-parts", type=count_or_auto, default="auto", metavar="N|auto", help=words)
     g.add_argument("--exposed", action="store_true", help="report how much of it was not hidden")
     g.add_argument("--profile", metavar="DIR", help="write a trace of a prefill and a decode step for each rank")
     words = "emulate a link between the ranks: a name such as pcie, or its numbers, e.g. 100us+50gbps"

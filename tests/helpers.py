@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import generate
 import tp
-from kernels import cpu, gloo, shared_memory
+from kernels import cxx, gloo, shared_memory
 from model import (
     WIRINGS,
     Config,
@@ -72,15 +72,15 @@ def wired_id(changes):
     return "-".join(str(v).replace(" ", "") for v in changes.values())
 
 
-def _load_once(*args, load=cpu.load_operators):
+def _load_once(*args, load=cxx.load_operators):
     """What processes of the tests would compile at the same time, the first of them compiles while the others wait."""
     with open(Path(tempfile.gettempdir()) / f"ladder-fast-tests-{os.getuid()}.lock", "a") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         load(*args)
 
 
-cpu.load_operators = _load_once
-cpu.prepare_compile()  # before anything is compiled: Inductor tries once, and remembers, what it can do from here
+cxx.load_operators = _load_once
+cxx.prepare_compile()  # before anything is compiled: Inductor tries once, and remembers, what it can do from here
 
 
 def shared_data(name):
@@ -141,12 +141,12 @@ def unequal_rows(config, batch=3, length=9, seed=1):
     return tokens, torch.arange(length, length - batch, -1)
 
 
-def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=False):
+def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=False, parts=None):
     """Logits (B, steps + 1, V) at the last positions of each row: one prefill without the last `steps` tokens, then
     decode, one token of every row at a time, the rows at different positions."""
     if compile or compile_prefill:  # else the compiler need not be imported
         torch._dynamo.reset()
-    runner = generate.Runner(net, net.new_cache(len(tokens), tokens.shape[1] + 2), compile, compile_prefill)
+    runner = generate.Runner(net, net.new_cache(len(tokens), tokens.shape[1] + 2), compile, compile_prefill, parts)
     positions = lengths - steps
     out = [runner.prefill(tokens[:, : int(positions.max())], positions)]
     for _ in range(steps):

@@ -109,7 +109,7 @@ def halved_stream(x, sublayers, comm, config):
         pending.append(comm.start(h(x)))
         if len(pending) > 2:
             x = x + 0.5 * comm.wait(pending.pop(0))
-    return x + 0.5 * sum(map(comm.wait, pending))
+    yield x + 0.5 * sum(map(comm.wait, pending))
 
 
 def test_a_new_wiring_is_trained_as_it_is_evaluated(flags, tiny, tmp_path, monkeypatch, capfd):

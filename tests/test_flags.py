@@ -48,6 +48,8 @@ SCRIPTS = {
             "--prompt=a --dtype=int3": "--dtype: invalid choice: 'int3'",
             "--prompt=a --no-such-flag": "unrecognized arguments: --no-such-flag",
             "--checkpoint=/nowhere": "/nowhere is not a checkpoint folder",
+            "--prompt=a --prefill-parts=0": "--prefill-parts: '0' is not a whole number from 1",
+            "--prompt=a --prefill-parts=half": "--prefill-parts: 'half' is not a whole number from 1",
             "--prompt=a --link=pcie": "--link and --exposed need two or more ranks, started with torchrun, or ",
             "--prompt=a --link=carrier-pigeon": "--link 'carrier-pigeon' is none of",
             "--prompt=a --simulate-tp=8": "--simulate-tp needs a link to predict",

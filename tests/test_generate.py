@@ -30,8 +30,8 @@ from runtime import launch
 KEYS = (
     "model, n_layers, wiring, made_for_tp, dtype, quant, link, tp, simulated, device, hardware, threads, load_average, "
     "torch, comm, commit, settings, load_s, batch, prompt_tokens, new_tokens, exposed, compile_s, prefill_s, decode_s, "
-    "ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, bandwidth, mbu, peak_bytes, tokens, texts, draft, speculate, "
-    "passes, drafted, accepted, draft_s"
+    "ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, bandwidth, mbu, peak_bytes, prefill_parts, tokens, texts, draft, "
+    "speculate, passes, drafted, accepted, draft_s"
 )
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
@@ -343,11 +343,12 @@ def test_equal_seeds_draw_equal_tokens():
     assert draws[0] == draws[1] != draws[2]
 
 
+@pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("chunk", [1, 3, 6, 12, 26, 27, None])
-def test_a_prefill_in_chunks_equals_one_pass(chunk):
+def test_a_prefill_in_chunks_and_parts_equals_one_pass(chunk, parts):
     net = random_model(BASE)
     tokens, lengths = unequal_rows(BASE)
-    runner, widths = generate.Runner(net, net.new_cache(3, 12)), []
+    runner, widths = generate.Runner(net, net.new_cache(3, 12), parts=parts), []
 
     def prefill(part, *args, **kwargs):
         widths.append(part.shape[1])
@@ -363,6 +364,28 @@ def test_a_prefill_in_chunks_equals_one_pass(chunk):
     assert torch.allclose(logits, expected, atol=1e-5)
     for (k, v), (k1, v1) in zip(runner.cache, one, strict=True):
         assert torch.allclose(k, k1, atol=1e-5) and torch.allclose(v, v1, atol=1e-5)
+
+
+def test_a_prefill_in_parts_is_said_and_gives_the_same_tokens(tiny, tmp_path):
+    out, runs = tmp_path / "out.jsonl", []
+    for parts in (1, 2):
+        flags = "--prompt-length", 24, "--max-new-tokens", 3, "--prefill-parts", parts, "--exposed"
+        [(_, said), _] = helpers.main_on_ranks(2, generate.main, "--checkpoint", tiny, *flags, "--json", out)
+        result = json.loads(out.read_text().splitlines()[-1])
+        assert result["prefill_parts"] == parts and ("prefill in 2 parts" in said) == (parts == 2)
+        prefill = result["exposed"]["prefill"]
+        assert prefill["limit_ms"] and prefill["all_reduces"] == parts * result["exposed"]["decode"]["all_reduces"]
+        runs.append((result["tokens"], prefill["all_reduce_bytes"] * parts))
+    assert runs[0] == runs[1]
+
+
+def test_parts_are_for_many_tokens_of_several_ranks_in_eager_code():
+    net = random_model(dataclasses.replace(BASE, n_layers=1))
+    assert generate.Runner(net, None).parts_of(10**6) == 1
+    net.comm.tp_size = 2
+    assert [generate.Runner(net, None).parts_of(n) for n in (generate.CUT - 1, generate.CUT)] == [1, 2]
+    assert generate.Runner(net, None, compile_prefill=True).parts_of(10**6) == 1
+    assert generate.Runner(net, None, parts=3).parts_of(2) == 3
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])

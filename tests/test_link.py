@@ -33,7 +33,7 @@ from formats import checkpoint, sizes
 from kernels import gloo
 from measure import clock as clocks
 from measure import exposed, link, report, timing
-from model import InputError
+from model import InputError, take_turns
 from runtime import launch
 
 CPU = torch.device("cpu")
@@ -291,6 +291,18 @@ def test_all_reduces_are_counted_as_they_ran():
     assert "no limit is known: other all-reduces ran than this wiring's" in exposed.lines("decode", r)
 
 
+def test_on_the_clock_parts_hide_one_another():
+    """Two of half the work: all but the first computing and the last sum; a ladder has nothing left to hide."""
+    standard, ladder = (dataclasses.replace(BASE, n_layers=2, wiring=wiring) for wiring in ("standard", "ladder"))
+    assert clocks.count_all_reduces(standard, 2) == 8
+    assert clocks.run_layers(standard, 4, 4, 4).now == 4 * (4 + 4)
+    assert clocks.run_layers(standard, 2, 2, 2, parts=2).now == 2 + 7 * 2 + 2
+    assert clocks.run_layers(standard, 2, 2, 3, parts=2).now == 2 + 8 * 3
+    assert clocks.run_clock(standard, [2] * 8, 1, parts=2).now == 8 * 2 + 1
+    assert clocks.run_layers(ladder, 4, 4, 4).now == 4 + 3 * 4 + 4
+    assert clocks.run_layers(ladder, 2, 2, 2, parts=2).now == 2 + 7 * 2 + 2
+
+
 def hideable(config):
     """Sublayers that can compute during the all-reduce of one before."""
     stale = [flag for n, flag in outline(config) for _ in range(n)]
@@ -304,10 +316,9 @@ def test_measuring_sublayers_that_only_sleep(clock, changes):
     nap, latency = 0.004, 0.01
     group = link.LinkedGroup(None, link.Link("x", 1e6 * latency, None), 0, 8, CPU)
     world = launch.World(0, 8, CPU, group, simulated=True)
-    stream = config.kind.stream
     sleeps = [(lambda x: clock.sleep(nap) or torch.zeros(2), stale) for n, stale in outline(config) for _ in range(n)]
     comm, silent, x = tp.TensorParallel(config, 8, group), exposed.Silent(config, 8, group), torch.zeros(2)
-    steps = [lambda: stream(x, sleeps, comm, config), lambda: stream(x, sleeps, silent, config)]
+    steps = [lambda c=c: take_turns([config.kind.stream(x, sleeps, c, config)]) for c in (comm, silent)]
     logs = []
     for step in steps:
         group.log = []

@@ -174,6 +174,23 @@ def test_all_ranks_compute_what_one_device_does(tp_size):
     check_ranks(tp_size, CASES)
 
 
+@pytest.mark.parametrize("tp_size", [2, 3, 4])
+def test_a_prefill_in_parts_and_what_follows_equal_those_in_one(tp_size):
+    """Rows of five lengths, whose last tokens are in different parts."""
+    cases = [dataclasses.replace(BASE, **changes, **UNEVEN) for changes in WIRED]
+    ranks = run_ranks(tp_size, logits_in_parts, cases)
+    for i, config in enumerate(cases):
+        expected = ranks[0][i][0]
+        for logits in (logits for rank in ranks for logits in rank[i]):
+            assert torch.allclose(logits, expected, atol=1e-5), config
+
+
+def logits_in_parts(world, cases):
+    """The logits of every case on this rank, prefilled in one, two and three parts."""
+    nets, rows = [shard(config, world) for config in cases], unequal_rows(cases[0], batch=5)
+    return [[last_logits(net, *rows, parts=parts) for parts in (1, 2, 3)] for net in nets]
+
+
 def test_compiled_ranks_compute_what_one_device_does():
     check_ranks(2, [{**LADDER, **UNEVEN}], compile=True)
 

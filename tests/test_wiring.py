@@ -106,8 +106,8 @@ class Recorder(model.SingleDevice):
         return x if pending is None else self.wait(pending)
 
 
-def eager_order(config):
-    """The order in which the wiring computes (c), starts and waits, as a list."""
+def eager_order(config, parts=1):
+    """The order in which the wiring computes (c), starts and waits, as a list; the parts' all-reduces count on."""
     comm = Recorder()
 
     def h(x):
@@ -115,7 +115,7 @@ def eager_order(config):
         return 0.0
 
     sublayers = [(h, stale) for n, stale in outline(config) for _ in range(n)]
-    config.kind.stream(0.0, sublayers, comm, config)
+    model.take_turns([config.kind.stream(0.0, sublayers, comm, config) for _ in range(parts)])
     return comm.events
 
 
@@ -142,6 +142,23 @@ def eager_order(config):
 )
 def test_order_of_the_plain_loop(changes, order):
     assert eager_order(dataclasses.replace(BASE, n_layers=2, **changes)) == order.split()
+
+
+@pytest.mark.parametrize(
+    "wiring, parts, order",
+    [
+        ("standard", 2, "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
+        ("standard", 3, "c start1 c start2 c start3 wait1 c start4 wait2 c start5 wait3 c start6 wait4 wait5 wait6"),
+        ("ladder", 2, "c start1 c start2 c start3 c start4 wait1 wait3 wait2 wait4"),
+        ("delayed", 2, "c start1 c start2 c start3 c start4 wait1 wait3 wait2 wait4"),
+        ("desync:2", 2, "c c start1 c c start2 wait1 wait2"),
+        ("desync:1", 2, "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
+        ("upper-bound", 2, "c c c c"),
+    ],
+)
+def test_other_parts_compute_between_a_parts_start_and_its_wait(wiring, parts, order):
+    """So a standard model in two parts has a ladder's order."""
+    assert eager_order(dataclasses.replace(BASE, n_layers=1, wiring=wiring), parts) == order.split()
 
 
 class Known(frozenset):
@@ -174,12 +191,12 @@ def test_a_ladder_sublayer_comes_after_the_start_of_the_all_reduce_before_it(cha
     config, seen = dataclasses.replace(BASE, **changes), []
     stale = [flag for n, flag in outline(config) for _ in range(n)]
     sublayers = [(lambda x: seen.append(x) or Partial(), flag) for flag in stale]
-    config.kind.stream(Known(), sublayers, Dependencies(), config)
+    model.take_turns([config.kind.stream(Known(), sublayers, Dependencies(), config)])
     for i, x in enumerate(seen):
         assert i in x or i == 0 or not stale[i]
 
 
-def generated_code(config, world, batch, length, dtype):
+def generated_code(config, world, batch, length, dtype, parts):
     """Inductor's code for decode (its wrapper is C++) or prefill (Python's), which is neither compiled nor run."""
     import torch._inductor.config
     from torch._inductor.utils import get_code
@@ -188,7 +205,7 @@ def generated_code(config, world, batch, length, dtype):
     net = shard(config, world, dtype)
     runner = generate.Runner(net, None, compile=True, compile_prefill=True)
     tokens, step = torch.randint(config.vocab_size, (batch, length)), runner._prefill
-    kwargs = {"cache": net.new_cache(batch, 16)}
+    kwargs = {"cache": net.new_cache(batch, 16), "parts": parts}
     if length == 1:
         kwargs.update(positions=torch.zeros(batch, 1, dtype=torch.long), cache_length=16)
         step = runner._decode
@@ -241,13 +258,13 @@ def squeeze(events):
     return " ".join(e for e, before in zip(events, ["", *events], strict=False) if e != "c" or before != "c")
 
 
-def check_compiled_order(changes, world, length=1, dtype=torch.float32):
+def check_compiled_order(changes, world, length=1, dtype=torch.float32, parts=1):
     """Each ladder sum is waited for behind the next sublayer's matmuls and the start of its all-reduce, not before."""
     n_layers = 3 if ":" in changes["wiring"] else 2  # seams on both sides
     config = dataclasses.replace(BASE, head_dim=64, n_layers=n_layers, **changes)
-    found = calls(generated_code(config, world, 2, length, dtype))
-    assert found.count("c") > len(eager_order(config)) / 3
-    assert squeeze(found) == squeeze([*eager_order(config), "c"])  # and the output head
+    found, order = calls(generated_code(config, world, 2, length, dtype, parts)), eager_order(config, parts)
+    assert found.count("c") > len(order) / 3
+    assert squeeze(found) == squeeze([*order, "c"])  # and the output head
 
 
 @pytest.mark.parametrize("changes", ONE_EACH, ids=wired_id)
