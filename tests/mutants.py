@@ -24,6 +24,7 @@ RANKS, PLAN = "tp -k 'test_all_ranks_compute_what_one_device_does and 2'", "tp -
 SUMS, MESSAGES = "shared_memory -k 'test_sums and 3'", "shared_memory -k 'random_messages and 400'"
 ONE_SHOT = "one_shot -k own_from_start_to_wait"
 FEW_INT = "quantize -k 'exact_up_to_rounding or three_products'"
+TURNS, PARTS = "wiring -k other_parts_compute", "tp -k 'prefill_in_parts and 2'"
 CHUNKS, ENDS, SAMPLING = "generate -k in_chunks", "generate -k own_end", "generate -k 'top_k or equal_seeds'"
 MARKED, ACCEPTED = "numbers -k sampler_marks", "speculative -k accepted_or_replaced"
 DCP, LOSS = "adapt -k killed_at", "adapt -k loss_is_the_naive"
@@ -33,6 +34,13 @@ NATS, BY_HAND, SHARD = "eval -k nats_and", "advise -k made_by_hand", "advise -k 
 MUTANTS = [  # (file, old text, new text, tests)
     ("model.py", "if not stale:  # standard", "if True:  # standard", ORDER),
     ("model.py", "if stale or next_is_stale:", "if stale:", SEAM),
+    ("model.py", "*_, xs = zip(*streams, strict=True)", "xs = [[*stream][-1] for stream in streams]", TURNS),
+    ("model.py", "        yield  # to other parts of the prompt: take_turns\n", "", TURNS),
+    ("model.py", "            yield\n", "", TURNS),
+    ("model.py", "sublayers, causal = self.sublayers(metadata, cache), False",
+     "sublayers = self.sublayers(metadata, cache)", PARTS),
+    ("model.py", "take_turns(streams), dim=1", "take_turns(streams)[::-1], dim=1", PARTS),
+    ("measure/clock.py", "clock, config) for _ in range(parts)", "clock, config)", "link -k on_the_clock_parts"),
     ("model.py", "h(x + p if stale else x)", "h(x + p)", RANKS),
     ("model.py", "block.ffn_norm(x + y)", "block.ffn_norm(x)", NAIVE),
     ("model.py", "range(max(-1, self.n_layers - parameter), self.n_layers)", "range(parameter)", ORDER),
