@@ -9,7 +9,6 @@ import torch
 
 from model import BLOCK, InputError, SingleDevice
 
-LIKELY = 64  # logits that a rank sends for top_k and top_p, or one more than top_k
 SINGLE = SingleDevice()
 
 
@@ -55,7 +54,9 @@ class Sampler:
             weights, level = (numbers - top[..., None]).div_(self.temperature).exp_(), level / self.temperature
             if self.top_k is not None or self.top_p < 1:
                 mass = (level + weights.sum(-1).log()).where(good, torch.nan)
-                return self.draw_likely(logits, numbers, first, mass, comm)
+                from decoding import likely  # a room that a plain run does not enter
+
+                return likely.draw(self, logits, numbers, first, mass, comm)
             lead, token = self.race(weights, first, vocab_size)
             level += lead.log()
         levels, ids = comm.exchange(torch.stack((level.where(good, torch.nan), token + first), -1)).unbind(-1)
@@ -75,38 +76,6 @@ class Sampler:
         lead, block = (of_blocks.sum(-1).double() / e[:, own.clamp(max=blocks - 1)]).max(-1)
         inside = of_blocks[torch.arange(len(weights)), block] / e[:, blocks:]
         return lead, block * BLOCK + inside.argmax(-1)
-
-    def draw_likely(self, logits, numbers, first, mass, comm):
-        """Draw ids (B,) among those that top_k and top_p keep.
-
-        logits: (B, v); numbers: the same as float32, padded; mass (B,): the log of the sum of their weights. Each rank
-        sends its largest logits. Where these may not be all that is kept, or the answer to this is on a GPU, which
-        would have to be waited for, all logits are gathered.
-        """
-        n = min(max(LIKELY, (self.top_k or 0) + 1), numbers.shape[-1])
-        values, ids = numbers.topk(n)
-        sent = torch.stack((values, ids + first), -1).double()
-        parts = comm.exchange(torch.cat((sent, mass[:, None, None].expand(-1, 1, 2)), 1))  # (tp, B, n + 1, 2)
-        mass, least = parts[:, :, n, 0].logsumexp(0), parts[:, :, n - 1, 0].amax(0)[:, None]
-        values, ids = parts[:, :, :n].transpose(0, 1).flatten(1, 2).unbind(-1)
-        ids, order = ids.sort()
-        values, order = values.gather(-1, order).sort(descending=True, stable=True)  # of equal ones the first id's
-        ids, weights = ids.gather(-1, order), self.kept(values, mass)
-        if logits.is_cuda or (n < numbers.shape[-1] and ((weights > 0) & (values <= least)).any()):
-            values, ids = comm.gather(logits).sort(descending=True, stable=True)
-            weights = self.kept(values.double(), mass)
-        reached = weights.cumsum(-1)
-        drawn = torch.rand(len(ids), 1, device=ids.device, generator=self.generator) * reached[:, -1:]
-        return ids.gather(-1, (reached <= drawn).sum(-1, keepdim=True))[:, 0].long().where(mass.isfinite(), -1)
-
-    def kept(self, values, mass):
-        """Return weights of the largest logits (B, n), which descend: 0 where top_k and top_p leave them out."""
-        weights = ((values - values[:, :1]) / self.temperature).exp()
-        whole = (mass - values[:, 0] / self.temperature).exp()[:, None]
-        if self.top_k is not None and self.top_k < values.shape[-1]:
-            weights = weights.masked_fill(values < values[:, self.top_k - 1 : self.top_k], 0)
-            whole = weights.sum(-1, keepdim=True)
-        return weights.masked_fill(weights.cumsum(-1) - weights >= self.top_p * whole, 0)
 
 
 def all_finite(logits, top):
