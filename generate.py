@@ -103,7 +103,7 @@ class Runner:
 
     @torch.inference_mode()
     def prefill(self, tokens, lengths, chunk=None, known=0):
-        """Return logits (B, V) after the last token of each row, from passes of at most `chunk` tokens of all rows.
+        """Return logits (B, v) after the last token of each row, from passes of at most `chunk` tokens of all rows.
 
         tokens (B, S), lengths (B,): as pad makes them. chunk: None for one pass. known: so many of each row, but not
         all, are in the cache. The memory for activations grows with the chunk, not with the prompt; only the mask grows
@@ -125,7 +125,7 @@ class Runner:
 
     @torch.inference_mode()
     def decode(self, tokens, positions, longest):
-        """Return logits (B, S, V) after each of a few more tokens (B, S) of each row, the first at its position (B,).
+        """Return logits (B, S, v) after each of a few more tokens (B, S) of each row, the first at its position (B,).
 
         longest: the longest row's tokens after this pass. So many slots of the cache are read on a CPU, on a GPU a
         multiple of BUCKET: each is a CUDA graph of its own.
@@ -163,7 +163,7 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
 
     Returns a Generation. runner: its cache has slots for the longest prompt and max_new_tokens, for a draft one more
     and its proposals. prompts: non-empty lists of token ids, of any lengths. sample: a Sampler; without a draft any
-    function from logits (B, V) to ids (B,). on_tokens([new ids of each row, none of one that is done]) is called after
+    function such as its __call__. on_tokens([new ids of each row, none of one that is done]) is called after
     each pass; True from it ends the generation. chunk, known: see Runner.prefill. Raises InputError.
     """
     draft, context = draft or Plain(), runner.model.config.max_seq_len
@@ -173,7 +173,8 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
     start = time.perf_counter()
     tokens, lengths = pad(prompts, runner.device)
     draft.begin(tokens, lengths, chunk, known)
-    new = sample(runner.prefill(tokens, lengths, chunk, known))[:, None].tolist()  # waits for the device
+    logits = runner.prefill(tokens, lengths, chunk, known)
+    new = sample(logits, runner.model.comm)[:, None].tolist()  # waits for the device
     first = time.perf_counter() - start
     while True:
         now = time.perf_counter()

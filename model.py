@@ -3,7 +3,7 @@
 Single-device mathematics: tp.py shards the weights and supplies the collectives, and nothing here knows of it.
 
 Shape letters: B batch, S sequence, T cache length, D dim, N heads, K KV heads, G = N / K query heads that share a
-KV head, H head_dim, V vocabulary.
+KV head, H head_dim, V vocabulary, v this rank's part of it.
 """
 
 import dataclasses
@@ -24,6 +24,15 @@ class InputError(ValueError):
 # ---- The collectives, as a wiring asks for them ----------------------------------------------------------------------
 
 
+BLOCK = 16  # ids that lie on one rank: no rank's part of the vocabulary begins within such a block
+
+
+def padded(logits, width):
+    """Return logits (..., width) of (..., v), the further ones the least number there is, which nothing chooses."""
+    more = width - logits.shape[-1]
+    return F.pad(logits, (0, more), value=torch.finfo(logits.dtype).min) if more else logits
+
+
 class SingleDevice:
     """Collectives of a single device: no-ops, since its partial already is the sum. tp.py has the real ones."""
 
@@ -41,8 +50,17 @@ class SingleDevice:
         """Return x + wait(pending), or x if nothing is pending."""
         return x if pending is None else x + pending
 
+    def part(self, logits):
+        """Return this rank's logits (..., v), padded to whole blocks and alike on all ranks, their first id, and V."""
+        V = logits.shape[-1]
+        return padded(logits, -(-V // BLOCK) * BLOCK), 0, V
+
+    def exchange(self, x):
+        """Return every rank's x, (tp_size, *x.shape)."""
+        return x[None]
+
     def gather(self, logits):
-        """Return all logits, given each rank's part of the vocabulary."""
+        """Return the logits of the whole vocabulary (..., V), on every rank, from this rank's (..., v)."""
         return logits
 
 
@@ -398,7 +416,7 @@ class Transformer(nn.Module):
         self.register_buffer("rope_frequencies", rope_frequencies(config), persistent=False)
 
     def forward(self, tokens, positions=None, cache=None, cache_length=None, select=None, parts=1):
-        """Return logits (B, S, V), or (B, 1, V) at the sequence index select (B,) of each row.
+        """Return logits (B, S, v), or (B, 1, v) at the sequence index select (B,) of each row; see gather.
 
         tokens (B, S) int64. Without positions every row starts at position 0 (training, scoring, prefill); rows
         shorter than S are padded on the right, which causality hides from them. With positions (B, S) each row
@@ -417,7 +435,7 @@ class Transformer(nn.Module):
         x = self.norm(torch.cat(take_turns(streams), dim=1))
         if select is not None:
             x = x[metadata.rows, select[:, None]]
-        return self.comm.gather(self.output(x))
+        return self.output(x)
 
     def metadata(self, positions, mask=None):
         """Return the AttentionMetadata of tokens at these positions (B, S)."""

@@ -9,12 +9,11 @@ import math
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from tqdm import tqdm
 
 from formats.checkpoint import check_shape, read_part
 from kernels import cpu, int_linear
-from model import InputError
+from model import BLOCK, InputError, padded
 from runtime import watch
 
 # ---- The sharding plan -----------------------------------------------------------------------------------------------
@@ -70,8 +69,8 @@ def shard_plan(config, rank, tp_size):
 
 
 def head_rows(vocab_size, tp_size):
-    """Return the rows of the output head on each rank; the last ranks may hold fewer, so gather pads only the end."""
-    return -(-vocab_size // tp_size)
+    """Return the rows of the output head on each rank, whole blocks; the last ranks may hold fewer."""
+    return -(-vocab_size // (BLOCK * tp_size)) * BLOCK
 
 
 def held(skeleton, dtype, rank=0, tp_size=1):
@@ -175,6 +174,7 @@ class TensorParallel:
 
     def __init__(self, config, tp_size, group):
         self.tp_size, self.vocab_size, self.group = tp_size, config.vocab_size, group.group_name
+        self.first = group.rank() * head_rows(config.vocab_size, tp_size)
 
     def start(self, partial):
         return torch.ops._c10d_functional.all_reduce(partial, "sum", self.group)
@@ -190,8 +190,11 @@ class TensorParallel:
         torch.ops.ladder.arrive(pending, after)
         return x + pending
 
+    def part(self, logits):
+        return padded(logits, head_rows(self.vocab_size, self.tp_size)), self.first, self.vocab_size
+
+    def exchange(self, x):
+        return torch.ops.ladder.gather(x, self.tp_size, self.group)
+
     def gather(self, logits):
-        """Return the logits (B, S, V) of the whole vocabulary, on every rank, from this rank's part (B, S, v)."""
-        part = head_rows(self.vocab_size, self.tp_size)
-        parts = torch.ops.ladder.gather(F.pad(logits, (0, part - logits.shape[-1])), self.tp_size, self.group)
-        return parts.permute(1, 2, 0, 3).flatten(2)[..., : self.vocab_size]  # of (tp, B, S, part)
+        return self.exchange(self.part(logits)[0]).movedim(0, -2).flatten(-2)[..., : self.vocab_size]

@@ -1,14 +1,15 @@
-"""From logits to tokens: sampling, the step of plain decoding, and which proposals of a draft are accepted.
+"""From logits to tokens: sampling, and the step of plain decoding.
 
-Shape letters: B batch, P proposals of a row, V vocabulary.
+Shape letters: B batch, V vocabulary, v this rank's part of it.
 """
 
 import math
 
 import torch
-import torch.nn.functional as F
 
-from model import InputError
+from model import BLOCK, InputError, SingleDevice
+
+SINGLE = SingleDevice()
 
 
 def add_flags(group):
@@ -22,9 +23,9 @@ def add_flags(group):
 
 
 class Sampler:
-    """A function from logits (..., V) to token ids (...), -1 where the logits are not all finite.
+    """A function from this rank's logits and the model's collectives to token ids, alike on all ranks.
 
-    temperature: 0 is greedy. Equal seeds draw equal tokens, so every rank samples alike. Raises InputError.
+    temperature: 0 is greedy. Equal seeds draw equal tokens. Raises InputError.
     """
 
     def __init__(self, temperature, top_k=None, top_p=1.0, seed=0, device="cpu"):
@@ -40,65 +41,41 @@ class Sampler:
         self.temperature, self.top_k, self.top_p, self.device = temperature, top_k, top_p, device
         self.generator = torch.Generator(device).manual_seed(seed)
 
-    def __call__(self, logits):
-        if self.temperature == 0:
-            top, token = logits.max(-1)
-            return token.where(all_finite(logits, top), -1)
-        p, good = self.probabilities(logits)
-        return self.draw(p).where(good, -1)
+    def __call__(self, logits, comm=SINGLE):
+        """Return token ids (...), -1 where the logits are not all finite, from this rank's logits (..., v).
 
-    def probabilities(self, logits):
-        """Return the distribution above temperature 0, (..., V) float32, and whether the logits are finite, (...)."""
-        top = logits.amax(-1)
-        good = all_finite(logits, top)
-        logits = ((logits - top[..., None]).float() / self.temperature).masked_fill_(~good[..., None], 0)
-        if self.top_k is not None and self.top_k < logits.shape[-1]:
-            logits = logits.masked_fill(logits < logits.topk(self.top_k).values[..., -1:], -torch.inf)
-        if self.top_p < 1:
-            ordered, order = logits.softmax(-1).sort(descending=True)
-            beyond = ordered.cumsum(-1) - ordered >= self.top_p  # the mass before this token suffices already
-            logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
-        return logits.softmax(-1), good
-
-    def draw(self, p):
-        """Draw token ids (B,), each with its probability in p (B, V), whose rows need not add up to 1."""
-        return torch.multinomial(p, 1, generator=self.generator)[:, 0]
-
-    def propose(self, logits):
-        """Draw token ids (B,) by a draft's logits (B, V); return them and their distribution (B, V), None if greedy."""
-        if self.temperature == 0:
-            return logits.argmax(-1), None
-        p, _ = self.probabilities(logits)
-        return self.draw(p), p
-
-    def accept(self, logits, proposed, q):
-        """Return what a pass yields: ids (B, P + 1), -1 where the logits are not finite, and how many (B,) of each
-        row's proposals are accepted. So many of its ids count, and one more.
-
-        logits (B, P + 1, V): the model's, after the last token and after each proposal. proposed (B, P): drawn from q
-        (B, P, V), or certain where that is None.
-
-        Greedy: a proposal is accepted if it is the model's own, and those before it are. Else a proposal d is accepted
-        with probability min(1, p(d) / q(d)). The first one that is not is replaced by a draw from max(0, p - q), and
-        after the last comes a draw from p: so each id is distributed as p (arXiv 2211.17192).
+        Only what may be chosen is exchanged: no wiring hides a gathering of all logits.
         """
-        if self.temperature == 0:
-            ids = self(logits)
-            return ids, (ids[:, :-1] == proposed).long().cumprod(-1).sum(-1)
-        p, good = self.probabilities(logits)
-        (B, P), d, rows = proposed.shape, proposed[..., None], torch.arange(len(p), device=p.device)
-        offered = 1.0 if q is None else q.gather(-1, d)[..., 0]
-        drawn = torch.rand(B, P, device=p.device, generator=self.generator)
-        accepted = (drawn * offered < p[:, :P].gather(-1, d)[..., 0]).long().cumprod(-1).sum(-1)  # (B,)
-        rest, first, whole = p[rows, accepted], accepted.clamp(max=P - 1), (accepted == P)[:, None]
-        if q is None:
-            left = rest.scatter(-1, proposed[rows, first][:, None], 0.0)
-        else:
-            left = (rest - q[rows, first]).clamp_(min=0)
-        none_left = left.sum(-1, keepdim=True) == 0  # p was q, but for rounding
-        ids = F.pad(proposed, (0, 1))
-        ids[rows, accepted] = self.draw(torch.where(whole | none_left, rest, left))
-        return ids.where(good, -1), accepted
+        greedy = self.temperature == 0
+        numbers, first, vocab_size = comm.part(logits if greedy else logits.float())
+        top, token = numbers.max(-1)
+        good, level = all_finite(numbers, top), top.double()
+        if not greedy:
+            weights, level = (numbers - top[..., None]).div_(self.temperature).exp_(), level / self.temperature
+            if self.top_k is not None or self.top_p < 1:
+                mass = (level + weights.sum(-1).log()).where(good, torch.nan)
+                from decoding import likely  # a room that a plain run does not enter
+
+                return likely.draw(self, logits, numbers, first, mass, comm)
+            lead, token = self.race(weights, first, vocab_size)
+            level += lead.log()
+        levels, ids = comm.exchange(torch.stack((level.where(good, torch.nan), token + first), -1)).unbind(-1)
+        found = ids.gather(0, levels.argmax(0, keepdim=True))[0].long()  # of equal levels the first rank's
+        return found.where(levels.isfinite().all(0), -1)
+
+    def race(self, weights, first, vocab_size):
+        """Draw ids (B,), each with its share of this rank's weights (B, v); return their leads, and them less `first`.
+
+        A block of weight w leads by w / e, e drawn from Exp(1): that of the largest lead, among all ranks' too, is
+        drawn with probability w / sum(w), and then an id in it likewise. The e are alike on all ranks: so the number
+        of ranks does not matter.
+        """
+        blocks, of_blocks = -(-vocab_size // BLOCK), weights.unflatten(-1, (-1, BLOCK))
+        e = torch.empty(len(weights), blocks + BLOCK, device=weights.device).exponential_(generator=self.generator)
+        own = torch.arange(of_blocks.shape[1], device=weights.device) + first // BLOCK  # the last: of padding
+        lead, block = (of_blocks.sum(-1).double() / e[:, own.clamp(max=blocks - 1)]).max(-1)
+        inside = of_blocks[torch.arange(len(weights)), block] / e[:, blocks:]
+        return lead, block * BLOCK + inside.argmax(-1)
 
 
 def all_finite(logits, top):
@@ -136,7 +113,7 @@ class Plain:
         """
         if self.ahead is None:
             tokens, positions, longest = last_tokens(texts, runner.device)
-            ids = sample(runner.decode(tokens, positions, longest)[:, 0])
+            ids = sample(runner.decode(tokens, positions, longest)[:, 0], runner.model.comm)
             if runner.device.type == "cpu":
                 return ids[:, None].tolist()
         else:
@@ -145,10 +122,11 @@ class Plain:
         context = runner.model.config.max_seq_len  # at its end rows stay that are done
         positions, longest = (positions + 1).clamp(max=context - 1), min(max(map(len, texts)) + 1, context)
         token = ids.clamp(min=0)[:, None]  # -1, not finite, ends the generation as soon as it is read
-        self.ahead = sample(runner.decode(token, positions, longest)[:, 0]), positions
+        self.ahead = sample(runner.decode(token, positions, longest)[:, 0], runner.model.comm), positions
         here.synchronize()
         return read[:, None].tolist()
 
     def warm_up(self, runner, texts, count):
         """Run a pass that verifies so many proposals, as step() would."""
-        runner.decode(*last_tokens(texts, runner.device))[:, 0].argmax(-1).tolist()  # waits for the device
+        logits = runner.decode(*last_tokens(texts, runner.device))[:, 0]
+        Sampler(0)(logits, runner.model.comm).tolist()  # waits for the device

@@ -1,9 +1,9 @@
 """Speculative decoding: a draft proposes the next few tokens of each row, and one pass of the model verifies them all.
 
-That pass costs one set of all-reduces, however many of the proposals Sampler.accept takes. A draft is a smaller model,
+That pass costs one set of all-reduces, however many of the proposals accept() takes. A draft is a smaller model,
 the model's own weights in another wiring, or the text itself.
 
-Shape letters: B batch, V vocabulary.
+Shape letters: B batch, P proposals of a row, V vocabulary, v this rank's part of it.
 """
 
 import copy
@@ -13,8 +13,9 @@ from collections import Counter
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from decoding.sampling import Plain, Sampler, last_tokens
+from decoding.sampling import Plain, Sampler, all_finite, last_tokens
 from formats import checkpoint
 from formats.tokenizer import check_vocabulary
 from measure import report
@@ -89,13 +90,13 @@ class Draft(Plain):
 def verify(runner, texts, ids, q, sample):
     """Run one pass over proposals; returns [the new ids of each row], [how many of its proposals are accepted].
 
-    ids, q: as Sampler.accept takes them; without any id the pass is a plain one.
+    ids, q: as accept takes them; without any id the pass is a plain one.
     """
-    tokens, positions, longest = last_tokens(texts, runner.device)
+    (tokens, positions, longest), comm = last_tokens(texts, runner.device), runner.model.comm
     logits = runner.decode(torch.cat((tokens, ids), 1), positions, longest + ids.shape[1])
     if not ids.shape[1]:
-        return sample(logits[:, 0])[:, None].tolist(), [0] * len(texts)
-    ids, accepted = (found.tolist() for found in sample.accept(logits, ids, q))
+        return sample(logits[:, 0], comm)[:, None].tolist(), [0] * len(texts)
+    ids, accepted = (found.tolist() for found in accept(sample, logits, ids, q, comm))
     return [row[: n + 1] for row, n in zip(ids, accepted, strict=True)], accepted
 
 
@@ -134,13 +135,13 @@ class ModelDraft(Draft):
         for i in range(count):
             if i:
                 logits = self.runner.decode(ids[-1][:, None], positions + i, longest + i)
-            token, p = sample.propose(logits[:, -1])
+            token, p = propose(sample, logits[:, -1], self.runner.model.comm)
             ids.append(token)
             q.append(p)
         return torch.stack(ids, 1), None if q[0] is None else torch.stack(q, 1), [True] * len(texts)
 
     def read(self, texts, device):
-        """Return logits (B, S, V) the last of which come after the texts."""
+        """Return logits (B, S, v) the last of which come after the texts."""
         raise NotImplementedError
 
 
@@ -186,6 +187,65 @@ class SmallModel(ModelDraft):
             self.held = [i + 2 for i in starts]
             if all(held == len(text) for held, text in zip(self.held, texts, strict=True)):
                 return logits
+
+
+# ---- Which proposals are accepted ------------------------------------------------------------------------------------
+
+
+def probabilities(sample, logits):
+    """Return a Sampler's distribution above temperature 0, (..., V) float32, and whether the logits (..., V) are
+    finite, (...)."""
+    top = logits.amax(-1)
+    good = all_finite(logits, top)
+    logits = ((logits - top[..., None]).float() / sample.temperature).masked_fill_(~good[..., None], 0)
+    if sample.top_k is not None and sample.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(sample.top_k).values[..., -1:], -torch.inf)
+    if sample.top_p < 1:
+        ordered, order = logits.softmax(-1).sort(descending=True)
+        beyond = ordered.cumsum(-1) - ordered >= sample.top_p  # the mass before this token suffices already
+        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
+    return logits.softmax(-1), good
+
+
+def draw(sample, p):
+    """Draw token ids (B,), each with its probability in p (B, V), whose rows need not add up to 1."""
+    return torch.multinomial(p, 1, generator=sample.generator)[:, 0]
+
+
+def propose(sample, logits, comm):
+    """Draw token ids (B,) by a draft's logits (B, v); return them and their distribution (B, V), None if greedy."""
+    if sample.temperature == 0:
+        return sample(logits, comm).clamp(min=0), None
+    p, _ = probabilities(sample, comm.gather(logits))
+    return draw(sample, p), p
+
+
+def accept(sample, logits, proposed, q, comm):
+    """Return what a pass yields: ids (B, P + 1), -1 where the logits are not finite, and how many (B,) of each row's
+    proposals are accepted. So many of its ids count, and one more.
+
+    logits (B, P + 1, v): the model's, after the last token and after each proposal. proposed (B, P): drawn from q
+    (B, P, V), or certain where that is None.
+
+    Greedy: a proposal is accepted if it is the model's own, and those before it are. Else a proposal d is accepted with
+    probability min(1, p(d) / q(d)). The first one that is not is replaced by a draw from max(0, p - q), and after the
+    last comes a draw from p: so each id is distributed as p (arXiv 2211.17192).
+    """
+    if sample.temperature == 0:
+        ids = sample(logits, comm)
+        return ids, (ids[:, :-1] == proposed).long().cumprod(-1).sum(-1)
+    p, good = probabilities(sample, comm.gather(logits))
+    (B, P), d, rows = proposed.shape, proposed[..., None], torch.arange(len(p), device=p.device)
+    offered = 1.0 if q is None else q.gather(-1, d)[..., 0]
+    drawn = torch.rand(B, P, device=p.device, generator=sample.generator)
+    accepted = (drawn * offered < p[:, :P].gather(-1, d)[..., 0]).long().cumprod(-1).sum(-1)  # (B,)
+    rest, first, whole = p[rows, accepted], accepted.clamp(max=P - 1), (accepted == P)[:, None]
+    certain = q is None
+    left = rest.scatter(-1, proposed[rows, first][:, None], 0.0) if certain else (rest - q[rows, first]).clamp_(min=0)
+    none_left = left.sum(-1, keepdim=True) == 0  # p was q, but for rounding
+    ids = F.pad(proposed, (0, 1))
+    ids[rows, accepted] = draw(sample, torch.where(whole | none_left, rest, left))
+    return ids.where(good, -1), accepted
 
 
 # ---- The number of proposals -----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from measure.clock import run_layers, variants
 from model import InputError, rewired
 from runtime import cli, launch
 from runtime.cli import count, number
-from tp import head_rows, held, shard_plan
+from tp import held, shard_plan
 
 ALIKE = 0.01  # a wiring is named next to the fastest if its step is longer by at most this share of it
 
@@ -100,7 +100,7 @@ def published_machine(name):
 
 
 class Times(NamedTuple):
-    """Seconds: of a layer's attention and MLP, of the rest of a step, of an all-reduce, of gathering the logits."""
+    """Seconds: of a layer's attention and MLP, of the rest of a step, of an all-reduce, of agreeing on the token."""
 
     attention: float
     feed_forward: float
@@ -112,9 +112,9 @@ class Times(NamedTuple):
 def times_of(config, dtype, tp_size, batch, context, machine, link):
     """Return the Times of a decode step over a Link."""
     work = decode_work(config, dtype, tp_size, batch, context)
-    logits = batch * tp_size * head_rows(config.vocab_size, tp_size) * dtype.itemsize
+    found = 16 * batch * tp_size  # bytes of each rank's best logit and its id
     all_reduce = link.seconds(batch * config.dim * dtype.itemsize, tp_size)
-    return Times(*map(machine.seconds, work.values()), all_reduce, link.seconds(logits, tp_size, passes=1))
+    return Times(*map(machine.seconds, work.values()), all_reduce, link.seconds(found, tp_size, passes=1))
 
 
 def step_seconds(config, times):

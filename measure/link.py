@@ -192,7 +192,7 @@ class LinkedMemory:
     """
 
     def __init__(self, inner, link):
-        self.inner, self.group_name, self.link = inner, inner.group_name, link
+        self.inner, self.group_name, self.rank, self.link = inner, inner.group_name, inner.rank, link
 
     @property
     def link(self):

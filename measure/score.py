@@ -1,7 +1,6 @@
 """How well a model predicts a text, how far it is from another model, and what each layer alone costs in a wiring."""
 
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
 import generate
@@ -25,14 +24,20 @@ def windows(n, size, stride):
 
 
 def pieces(logits, wanted):
-    """Yield parts (logits float32, wanted) of logits (n, V vocabulary) and the tokens (n,) to predict."""
+    """Yield parts (logits float32, wanted) of logits (n, V vocabulary) and the tokens (n,) to predict.
+
+    Of this rank's part of the vocabulary as well.
+    """
     step = max(1, PIECE // logits.shape[-1])
     for i in range(0, len(wanted), step):
         yield logits[i : i + step].float(), wanted[i : i + step]
 
 
 def predictions(models, documents, size, stride, batch, show=False):
-    """Yield ([logits (n, V) of each model], tokens (n,)) of each window of the documents, which are lists of ids."""
+    """Yield ([logits (n, v) of each model], tokens (n,)) of each window of the documents, which are lists of ids.
+
+    v: this rank's part of the vocabulary.
+    """
     plan = [(ids, *window) for ids in documents for window in windows(len(ids), size, stride)]
     device = models[0].norm.weight.device
     for i in tqdm(range(0, len(plan), batch), desc="scoring", unit="batch", delay=1, disable=None if show else True):
@@ -46,13 +51,23 @@ def predictions(models, documents, size, stride, batch, show=False):
     watch.at("scoring", timed=False)
 
 
+def nats_of(logits, wanted, comm):
+    """Return -log p (n,) of tokens (n,), given this rank's logits (n, v): the ranks exchange two numbers a token."""
+    logits, first, _ = comm.part(logits)
+    own = wanted - first
+    here = (own >= 0) & (own < logits.shape[-1])
+    target = logits.gather(-1, own.where(here, 0)[:, None])[:, 0].where(here, -torch.inf)
+    sums, targets = comm.exchange(torch.stack((logits.logsumexp(-1), target), -1)).unbind(-1)
+    return sums.logsumexp(0) - targets.amax(0)
+
+
 @torch.inference_mode()
 def total_nats(model, documents, size, stride, batch, show=False):
     """Return the sum of -log p(token | those before it in its window) over all tokens but each document's first."""
     total = 0.0
     for (logits,), tokens in predictions([model], documents, size, stride, batch, show):
         for part, wanted in pieces(logits, tokens):
-            total += F.cross_entropy(part, wanted, reduction="none").double().sum().item()
+            total += nats_of(part, wanted, model.comm).double().sum().item()
     return total
 
 
@@ -65,7 +80,8 @@ def divergence(model, reference, documents, size, stride, batch, show=False):
     sums.
     """
     found = []
-    for (ours, theirs), tokens in predictions([model, reference], documents, size, stride, batch, show):
+    for parts, tokens in predictions([model, reference], documents, size, stride, batch, show):
+        ours, theirs = (model.comm.gather(part) for part in parts)
         for (part, wanted), (other, _) in zip(pieces(ours, tokens), pieces(theirs, tokens), strict=True):
             q, p = part.double().log_softmax(-1), other.double().log_softmax(-1)
             kl = (p.exp() * (p - q)).sum(-1)

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import fcntl
 import io
+import math
 import multiprocessing
 import os
 import pickle
@@ -148,12 +149,39 @@ def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=Fa
         torch._dynamo.reset()
     runner = generate.Runner(net, net.new_cache(len(tokens), tokens.shape[1] + 2), compile, compile_prefill, parts)
     positions = lengths - steps
-    out = [runner.prefill(tokens[:, : int(positions.max())], positions)]
+    out = [net.comm.gather(runner.prefill(tokens[:, : int(positions.max())], positions))]
     for _ in range(steps):
         token = tokens.gather(1, positions[:, None])
-        out.append(runner.decode(token, positions, int(positions.max()) + 1)[:, 0])
+        out.append(net.comm.gather(runner.decode(token, positions, int(positions.max()) + 1)[:, 0]))
         positions = positions + 1
     return torch.stack(out, dim=1)
+
+
+def naive(logits, temperature, top_k, top_p):
+    """What is sampled from, in float64, a token at a time."""
+    order = sorted(range(len(logits)), key=lambda i: -logits[i])[:top_k]
+    weights = {i: math.exp((float(logits[i]) - float(logits[order[0]])) / temperature) for i in order}
+    total, mass, kept = sum(weights.values()), 0.0, {}
+    for i in order:
+        if mass >= top_p:
+            break
+        kept[i] = weights[i]
+        mass += weights[i] / total
+    return [kept.get(i, 0.0) / sum(kept.values()) for i in range(len(logits))]
+
+
+def p_value(draws, least=0):
+    """Of the chi-square test of [(counts, distribution), ...]; rare cells of a draw count as one."""
+    distance = freedom = 0
+    for counts, p in draws:
+        assert not any(n for n, share in zip(counts, p, strict=True) if share == 0)
+        cells = [(n, share * sum(counts)) for n, share in zip(counts, p, strict=True)]
+        rare = [sum(column) for column in zip((0, 0.0), *(cell for cell in cells if cell[1] < 8), strict=True)]
+        cells = [cell for cell in (*cells, rare) if cell[1] >= 8]
+        distance += sum((n - mean) ** 2 / mean for n, mean in cells)
+        freedom += max(len(cells) - 1, 0)
+    assert freedom > least
+    return torch.special.gammaincc(*(torch.tensor([freedom, distance], dtype=torch.float64) / 2)).item()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

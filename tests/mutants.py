@@ -26,6 +26,7 @@ ONE_SHOT = "one_shot -k own_from_start_to_wait"
 FEW_INT = "quantize -k 'exact_up_to_rounding or three_products'"
 TURNS, PARTS = "wiring -k other_parts_compute", "tp -k 'prefill_in_parts and 2'"
 CHUNKS, ENDS, SAMPLING = "generate -k in_chunks", "generate -k own_end", "generate -k 'top_k or equal_seeds'"
+ALIKE = "generate -k 'chooses_alike and (131 or 17-4)'"
 MARKED, ACCEPTED = "numbers -k sampler_marks", "speculative -k accepted_or_replaced"
 DCP, LOSS = "adapt -k killed_at", "adapt -k loss_is_the_naive"
 RANKS_TRAIN = "adapt -k 'ranks_give and 2'"
@@ -102,19 +103,28 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("generate.py", "min(len(prompt) + max_new_tokens, context)", "len(prompt) + max_new_tokens",
      "speculative -k own_context"),
     ("generate.py", "if i == -1:", "if False:", "numbers -k step_and_the_row"),
-    ("decoding/sampling.py", "logits < logits.topk(self.top_k)", "logits <= logits.topk(self.top_k)", SAMPLING),
-    ("decoding/sampling.py", "ordered.cumsum(-1) - ordered >= self.top_p", "ordered.cumsum(-1) >= self.top_p",
-     SAMPLING),
+    ("decoding/likely.py", "values < values[:, sample.top_k", "values <= values[:, sample.top_k", SAMPLING),
+    ("decoding/likely.py", "weights.cumsum(-1) - weights >= sample", "weights.cumsum(-1) >= sample", SAMPLING),
+    ("decoding/likely.py", "(values <= least)", "(values < -torch.inf)", ALIKE),
+    ("decoding/likely.py", "ids, order = ids.sort()", "order = ids.argsort(descending=True)", ALIKE),
+    ("decoding/sampling.py", "e[:, blocks:]", "e[:, :BLOCK]", "generate -k many_ids"),
+    ("decoding/sampling.py", "+ first // BLOCK", "+ 0", ALIKE),
+    ("decoding/sampling.py", "token + first), -1)", "token), -1)", ALIKE),
+    ("decoding/sampling.py", "where(levels.isfinite().all(0), -1)", "where(levels[0].isfinite(), -1)", ALIKE),
+    ("tp.py", "(BLOCK * tp_size)) * BLOCK", "tp_size)", ALIKE),
+    ("decoding/speculative.py", "logits < logits.topk(sample.top_k)", "logits <= logits.topk(sample.top_k)", ACCEPTED),
+    ("decoding/speculative.py", "ordered.cumsum(-1) - ordered >= sample", "ordered.cumsum(-1) >= sample", ACCEPTED),
     ("decoding/sampling.py", "torch.Generator(device).manual_seed(seed)", "torch.Generator(device).manual_seed(0)",
      SAMPLING),
     ("decoding/sampling.py", "return top.isfinite() &", "return", MARKED),
-    ("decoding/sampling.py", ".masked_fill_(~good[..., None], 0)", "", MARKED),
+    ("decoding/sampling.py", "level.where(good, torch.nan)", "level", MARKED),
+    ("decoding/speculative.py", ".masked_fill_(~good[..., None], 0)", "", "speculative -k not_finite"),
     ("decoding/sampling.py", "[len(text) - 1 for text in texts], device=device", "[0] * len(texts)", ENDS),
-    ("decoding/sampling.py", "drawn * offered <", "drawn <", "speculative -k 'accepted_or_replaced and drawn'"),
-    ("decoding/sampling.py", "left = (rest - q[rows, first])", "left = rest", ACCEPTED),
-    ("decoding/sampling.py", "left = rest.scatter(-1, proposed[rows, first][:, None], 0.0)", "left = rest", ACCEPTED),
-    ("decoding/sampling.py", "whole | none_left, rest, left", "none_left, rest, left", ACCEPTED),
-    ("decoding/sampling.py", "== proposed).long().cumprod(-1)", "== proposed).long()",
+    ("decoding/speculative.py", "drawn * offered <", "drawn <", "speculative -k 'accepted_or_replaced and drawn'"),
+    ("decoding/speculative.py", "(rest - q[rows, first])", "rest", ACCEPTED),
+    ("decoding/speculative.py", "rest.scatter(-1, proposed[rows, first][:, None], 0.0)", "rest", ACCEPTED),
+    ("decoding/speculative.py", "whole | none_left, rest, left", "none_left, rest, left", ACCEPTED),
+    ("decoding/speculative.py", "== proposed).long().cumprod(-1)", "== proposed).long()",
      "speculative -k 'know_of_a_draft and standard'"),
     ("decoding/sampling.py", "(positions + 1)", "positions", "cuda_dry -k ids_of_this"),
     ("decoding/sampling.py", ".clamp(max=context - 1)", "", "cuda_dry -k within"),

@@ -17,14 +17,28 @@ import unittest.mock
 import helpers
 import pytest
 import torch
-from helpers import BASE, HANGS, ROOT, command, free_port, random_model, script, shared_data, unequal_rows
+from helpers import (
+    BASE,
+    HANGS,
+    ROOT,
+    command,
+    free_port,
+    naive,
+    p_value,
+    random_model,
+    run_ranks,
+    script,
+    shared_data,
+    unequal_rows,
+)
 from safetensors.torch import load_file, save_file
 
 import generate
+import tp
 from complete import complete, load
 from formats import checkpoint, sizes
 from formats.tokenizer import load_tokenizer
-from model import InputError
+from model import InputError, SingleDevice
 from runtime import launch
 
 KEYS = (
@@ -343,6 +357,55 @@ def test_equal_seeds_draw_equal_tokens():
     assert draws[0] == draws[1] != draws[2]
 
 
+WAYS = [(t, None, 1.0) for t in (0, 0.8, 1e-6, 1e30)]
+WAYS += [(1.0, 5, 1.0), (0.7, 100, 1.0), (3.0, 9999, 1.0), (1.0, None, 0.905), (2.0, 90, 0.605)]
+
+
+def hard_to_choose(vocab_size):
+    """Logits whose largest ones are equal, few, many, and all of them alike."""
+    generator = torch.Generator().manual_seed(0)
+    few = 9 * torch.rand(2, vocab_size, generator=generator) ** 9
+    equal = torch.randint(3, (2, vocab_size), generator=generator).float()
+    return torch.cat((few, equal, few.roll(5) / 50, torch.zeros(2, vocab_size)))
+
+
+@pytest.mark.parametrize("settings", [WAYS[1], *WAYS[3:]], ids=str)
+def test_many_ids_are_drawn_as_often_as_they_are_likely(settings):
+    """Where more ids are kept than a rank sends, and where fewer are."""
+    temperature, top_k, top_p = settings
+    for logits in hard_to_choose(300)[:: 4 if top_k else 2]:  # of those that equal the k-th, top_k keeps all
+        found = frequencies(logits, temperature=temperature, top_k=top_k, top_p=top_p)
+        assert p_value([((40000 * found).round().tolist(), naive(logits.double(), *settings))]) > 1e-4
+
+
+def chosen(world, logits, gathers):
+    """What each way of WAYS chooses, given this rank's part of the logits."""
+    comm = tp.TensorParallel(dataclasses.replace(BASE, vocab_size=logits.shape[1]), world.tp_size, world.group)
+    part = logits[:, comm.first : comm.first + tp.head_rows(logits.shape[1], world.tp_size)]
+    assert torch.equal(comm.gather(part), logits) or logits.isnan().any()
+    if not gathers:
+        comm.gather = None
+    return [generate.Sampler(*settings, seed=3)(part, comm).tolist() for settings in WAYS]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("vocab_size", [17, 131, 700])  # of 17, two of four ranks hold none
+def test_every_number_of_ranks_chooses_alike(vocab_size, ranks):
+    logits = hard_to_choose(vocab_size)
+    alone = [generate.Sampler(*settings, seed=3)(logits).tolist() for settings in WAYS]
+    assert alone[0] == [row.index(max(row)) for row in logits.tolist()]  # the first of equal ones
+    assert run_ranks(ranks, chosen, logits, True) == [alone] * ranks
+    logits[1, -1], logits[4, 0], logits[6, 3] = torch.nan, -torch.inf, torch.inf
+    for ids in sum(run_ranks(ranks, chosen, logits, True), []):
+        assert [i == -1 for i in ids] == [row in (1, 4, 6) for row in range(8)]
+
+
+def test_what_is_likely_enough_is_chosen_without_gathering_logits():
+    logits = hard_to_choose(700)[:2] * 3
+    alone = [generate.Sampler(*settings, seed=3)(logits).tolist() for settings in WAYS]
+    assert run_ranks(2, chosen, logits, False) == [alone] * 2
+
+
 @pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("chunk", [1, 3, 6, 12, 26, 27, None])
 def test_a_prefill_in_chunks_and_parts_equals_one_pass(chunk, parts):
@@ -399,7 +462,7 @@ def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
         tensor[:, :, 9:] = torch.nan
     seen = []
 
-    def sample(logits):
+    def sample(logits, comm):
         assert logits.isfinite().all()
         for tensor in (t for layer in runner.cache for t in layer):
             assert tensor[:, :, 9 + len(seen) :].isnan().all()
@@ -431,12 +494,13 @@ def test_a_gpu_reads_the_cache_in_buckets_all_of_which_the_warm_up_has_seen(prom
         return torch.zeros(1, 1, 4)
 
     model.norm, model.config = torch.nn.RMSNorm(4), dataclasses.replace(BASE, max_seq_len=1000)
+    model.comm = SingleDevice()
     runner = generate.Runner(model, None)
     runner.device = torch.device("cuda")
     generate.warm_up(runner, [[1] * prompt], new, chunk=10**6)
     warmed = set(seen)
     seen.clear()
-    generate.generate(runner, [[1] * prompt], new, lambda x: x.argmax(-1), chunk=10**6)
+    generate.generate(runner, [[1] * prompt], new, generate.Sampler(0), chunk=10**6)
     assert warmed >= set(seen) and max(warmed, default=0) <= max(
         [*seen, generate.BUCKET * -(-(prompt + 1) // generate.BUCKET)]
     )

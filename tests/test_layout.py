@@ -19,7 +19,7 @@ runtime.writing runtime.watch formats.sizes
 formats.checkpoint runtime.cli
 formats.tokenizer runtime.launch tp formats.huggingface formats.sources
 formats.export training.data training.sharding
-runtime.terminal measure.timing measure.clock measure.link
+runtime.terminal measure.timing measure.clock measure.link decoding.likely
 measure.report decoding.sampling
 decoding.speculative runtime.chat
 measure.exposed measure.preflight measure.results

@@ -385,7 +385,7 @@ def test_one_rank_alone_predicts_times_and_prints_no_text(tmp_path, small, capfd
     assert result["link"] == {"name": "4000us", "latency_us": 4000.0, "gbps": None}
     assert result["load_average"] >= 0 and result["tokens"] is result["texts"] is None and printed.out == ""
     assert "PREDICTED times of one rank alone" in printed.err
-    assert result["tpot_ms"] >= 4 * 4 + 4  # four all-reduces and the gathered logits
+    assert result["tpot_ms"] >= 4 * 4 + 4  # four all-reduces and the choice of the token
     for kind, r in result["exposed"].items():
         assert r["all_reduces"] == 4
         assert r["all_reduce_bytes"] == 2 * 128 * 2 * (5 if kind == "prefill" else 1)
@@ -465,6 +465,6 @@ def test_exposed_on_real_ranks(compile, tmp_path, tiny):
     assert result["tp"] == 2 and not result["simulated"] and len(result["tokens"][0]) == 3
     for kind, r in result["exposed"].items():
         assert r["all_reduces"] == 6
-        assert r["step_ms"] >= 7 * 2 and r["blocked_ms"] > 0  # six all-reduces and the gathered logits
+        assert r["step_ms"] >= 6 * 2 and r["blocked_ms"] > 0
         assert r["limit_ms"] >= r["silent_ms"]
         assert f"{kind}: {r['step_ms']:.2f} ms a step" in done.stderr

@@ -109,9 +109,9 @@ def twice(world, dtype, compile):
         runner = generate.Runner(net, net.new_cache(3, 24), compile)
         greedy, seen = generate.Sampler(0), []
 
-        def sample(logits, greedy=greedy, seen=seen):
-            seen.append(logits.clone())
-            return greedy(logits)
+        def sample(logits, comm, greedy=greedy, seen=seen):
+            seen.append(comm.gather(logits).clone())
+            return greedy(logits, comm)
 
         rows, *_ = generate.generate(runner, prompts, 12, sample, chunk=12)
         runs.append((rows, torch.stack(seen)))

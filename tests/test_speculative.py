@@ -5,14 +5,13 @@ import copy
 import dataclasses
 import itertools
 import json
-import math
 import os
 import shutil
 from collections import Counter
 
 import pytest
 import torch
-from helpers import BASE, RANKS, WIRED, StateWeights, random_model, run_ranks, wired_id
+from helpers import BASE, RANKS, WIRED, StateWeights, naive, p_value, random_model, run_ranks, wired_id
 from reference import Reference
 from safetensors.torch import save_file
 from test_generate import edit_config, greedy_tokens, run, run_json
@@ -24,7 +23,7 @@ from complete import complete, load
 from decoding import speculative
 from formats import checkpoint
 from kernels import few_rows
-from model import InputError
+from model import InputError, SingleDevice
 from training.data import train_tokenizer
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [7], [7, 8, 20]]
@@ -251,33 +250,6 @@ def test_ngrams_are_what_followed_the_last_time():
 SETTINGS = [(0.7, None, 1.0), (1.0, None, 1.0), (1.0, 3, 1.0), (0.7, None, 0.8), (1.3, 4, 0.7)]  # temperature, k, p
 
 
-def naive(logits, temperature, top_k, top_p):
-    """What is sampled from, in float64, a token at a time."""
-    order = sorted(range(len(logits)), key=lambda i: -logits[i])[:top_k]
-    weights = {i: math.exp((float(logits[i]) - float(logits[order[0]])) / temperature) for i in order}
-    total, mass, kept = sum(weights.values()), 0.0, {}
-    for i in order:
-        if mass >= top_p:
-            break
-        kept[i] = weights[i]
-        mass += weights[i] / total
-    return [kept.get(i, 0.0) / sum(kept.values()) for i in range(len(logits))]
-
-
-def p_value(draws, least=0):
-    """Of the chi-square test of [(counts, distribution), ...]; rare cells of a draw count as one."""
-    distance = freedom = 0
-    for counts, p in draws:
-        assert not any(n for n, share in zip(counts, p, strict=True) if share == 0)
-        cells = [(n, share * sum(counts)) for n, share in zip(counts, p, strict=True)]
-        rare = [sum(column) for column in zip((0, 0.0), *(cell for cell in cells if cell[1] < 8), strict=True)]
-        cells = [cell for cell in (*cells, rare) if cell[1] >= 8]
-        distance += sum((n - mean) ** 2 / mean for n, mean in cells)
-        freedom += max(len(cells) - 1, 0)
-    assert freedom > least
-    return torch.special.gammaincc(*(torch.tensor([freedom, distance], dtype=torch.float64) / 2)).item()
-
-
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "certain"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_accepted_or_replaced_each_id_is_distributed_as_the_model_says(settings, drawn):
@@ -289,13 +261,14 @@ def test_accepted_or_replaced_each_id_is_distributed_as_the_model_says(settings,
     for position in range(3):
         logits.append(model[position, before])
         if position < 2:
-            q.append(sample.probabilities((model + draft)[position, before])[0])
+            q.append(speculative.probabilities(sample, (model + draft)[position, before])[0])
             likely = torch.rand(B, generator=generator) < 0.7  # certain ones may be any
             most = torch.where(likely, model[position, before].argmax(-1), torch.arange(B) // 7**position % V)
             proposed.append(torch.multinomial(q[-1], 1, generator=generator)[:, 0] if drawn else most)
             before = proposed[-1]
     proposed, logits = torch.stack(proposed, 1), torch.stack(logits, 1)
-    ids, count = sample.accept(logits, proposed, torch.stack(q, 1) if drawn else None)
+    q = torch.stack(q, 1) if drawn else None
+    ids, count = speculative.accept(sample, logits, proposed, q, SingleDevice())
     assert ids.shape == (B, 3) and min(torch.bincount(count, minlength=3)) > 500
     accepted = torch.arange(2) < count[:, None]
     assert torch.equal(ids[:, :2][accepted], proposed[accepted])
