@@ -95,11 +95,13 @@ class Runner:
                 options = {"cpp_wrapper": True, "size_asserts": False, "cpp.min_chunk_size": 16384}
                 self._decode = torch.compile(model, fullgraph=True, dynamic=False, options=options)
 
-    def parts_of(self, n):
-        """Return the parts of a prefill's pass of n tokens. The compiler would wait for both at once; on a GPU each
-        part launches all kernels, and nobody has measured it."""
-        worth_it = n >= CUT and self.device.type == "cpu" and not self.compiles[1]
-        return self.parts or 1 + (worth_it and self.model.comm.tp_size > 1)
+    def parts_of(self, B, S):
+        """Return the parts of a prefill's pass of S tokens of B rows.
+
+        The compiler would wait for both at once; on a GPU each launches all kernels, and nobody has measured it.
+        """
+        worth_it = B * S >= CUT and self.device.type == "cpu" and not self.compiles[1]
+        return min(S, self.parts or 1 + (worth_it and self.model.comm.tp_size > 1))
 
     @torch.inference_mode()
     def prefill(self, tokens, lengths, chunk=None, known=0):
@@ -118,7 +120,7 @@ class Runner:
             stop, positions, filled = start + part.shape[1], None, None
             if start:
                 positions, filled = torch.arange(start, stop, device=tokens.device).expand(B, -1), stop
-            select, parts = (last - start).clamp(0, part.shape[1] - 1), self.parts_of(part.numel())
+            select, parts = (last - start).clamp(0, part.shape[1] - 1), self.parts_of(*part.shape)
             later = self._prefill(part, positions, self.cache, filled, select, parts)[:, 0]
             logits = later if logits is None else torch.where((last >= start)[:, None], later, logits)
         return logits
@@ -287,6 +289,8 @@ def main(argv=None):
         config, tokenizer = describe(args, world)
         prompts = terminal.read_prompts(args, config, tokenizer)
         context = min(args.interactive or config.max_seq_len, config.max_seq_len)
+        if (args.prefill_parts or 1) > max(map(len, prompts), default=1):
+            raise InputError(f"--prefill-parts is {args.prefill_parts}: more than the longest prompt has tokens")
         new = terminal.fit(args.max_new_tokens, prompts, context)
         slots = context if args.interactive else max(map(len, prompts)) + new
         if args.draft:
@@ -321,7 +325,7 @@ def main(argv=None):
         compile_s = warm_up(runner, prompts, new, draft=draft)
     if source and source.count == "auto":
         draft.begin(*pad(prompts, world.device), CHUNK)
-        draft.time_passes(runner, prompts, world)
+        draft.time_passes(runner, prompts, world, sample)
     eos_ids = () if args.ignore_eos or world.simulated else config.eos_ids
     if args.interactive:
 

@@ -421,15 +421,17 @@ class Transformer(nn.Module):
         tokens (B, S) int64. Without positions every row starts at position 0 (training, scoring, prefill); rows
         shorter than S are padded on the right, which causality hides from them. With positions (B, S) each row
         continues its cached sequence there (decode), reading the first cache_length slots of the cache.
-        cache: as new_cache makes it, written in place, or None. parts: of the sequence, that take turns; with a cache.
+        cache: as new_cache makes it, written in place, or None. parts: S or fewer, that take turns; with a cache.
         """
         B, S = tokens.shape
-        causal, width, streams = positions is None, -(-S // parts), []
+        causal, streams = positions is None, []
         if causal:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(B, S), S
-        slots = torch.arange(cache_length, device=tokens.device)
-        for part, at in zip(tokens.split(width, dim=1), positions.split(width, dim=1), strict=True):
-            metadata = self.metadata(at, None if causal else slots <= at[..., None])  # mask: (B, S, T')
+        filled = cache_length - S
+        for part, at in zip(tokens.tensor_split(parts, dim=1), positions.tensor_split(parts, dim=1), strict=True):
+            filled += part.shape[1]
+            mask = None if causal else torch.arange(filled, device=tokens.device) <= at[..., None]  # (B, S, T')
+            metadata = self.metadata(at, mask)
             sublayers, causal = self.sublayers(metadata, cache), False
             streams.append(self.config.kind.stream(self.tok_embeddings(part), sublayers, self.comm, self.config))
         x = self.norm(torch.cat(take_turns(streams), dim=1))

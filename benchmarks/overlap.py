@@ -150,7 +150,8 @@ def tables(lines):
         size = f"tp {line['tp']}{', one rank alone' if line['simulated'] else ''}, batch {line['batch']}"
         model = f"{line['model']}, {line['n_layers']} layers, {line['dtype']}, {line['device']}"
         ranks = f"{line['threads']} threads a rank"
-        setting = f"{model}, {how} {line['kind']}, {line['tokens']} tokens, {size}, {ranks}; ms:"
+        parts = f" in {line['prefill_parts']} parts" if (line.get("prefill_parts") or 1) > 1 else ""
+        setting = f"{model}, {how} {line['kind']}{parts}, {line['tokens']} tokens, {size}, {ranks}; ms:"
         settings.setdefault(setting, []).append(line)
     return "\n\n".join(f"{setting}\n\n{table(lines)}" for setting, lines in settings.items())
 

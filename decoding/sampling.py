@@ -3,8 +3,6 @@
 Shape letters: B batch, V vocabulary, v this rank's part of it.
 """
 
-import math
-
 import torch
 
 from model import BLOCK, InputError, SingleDevice
@@ -29,9 +27,9 @@ class Sampler:
     """
 
     def __init__(self, temperature, top_k=None, top_p=1.0, seed=0, device="cpu"):
-        least = 1e-6  # float32 still tells it from 0
-        if not (temperature == 0 or least <= temperature < math.inf):
-            raise InputError(f"temperature is {temperature} but must be 0 (greedy) or at least {least}")
+        least, most = 1e-6, 1e30  # float32 still tells the one from 0 and the other from infinity
+        if not (temperature == 0 or least <= temperature <= most):
+            raise InputError(f"temperature is {temperature} but must be 0 (greedy) or from {least} to {most}")
         if top_k is not None and top_k < 1:
             raise InputError(f"top_k is {top_k} but must be a whole number, at least 1")
         if not least <= top_p <= 1:
@@ -74,7 +72,7 @@ class Sampler:
         e = torch.empty(len(weights), blocks + BLOCK, device=weights.device).exponential_(generator=self.generator)
         own = torch.arange(of_blocks.shape[1], device=weights.device) + first // BLOCK  # the last: of padding
         lead, block = (of_blocks.sum(-1).double() / e[:, own.clamp(max=blocks - 1)]).max(-1)
-        inside = of_blocks[torch.arange(len(weights)), block] / e[:, blocks:]
+        inside = of_blocks.gather(1, block[:, None, None].expand(-1, 1, BLOCK))[:, 0] / e[:, blocks:]
         return lead, block * BLOCK + inside.argmax(-1)
 
 

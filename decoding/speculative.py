@@ -69,18 +69,19 @@ class Draft(Plain):
         return new
 
     @torch.inference_mode()
-    def warm_up(self, runner, texts, count):
-        sample, zeros = Sampler(0, device=runner.device), torch.zeros(len(texts), count, dtype=torch.long)
+    def warm_up(self, runner, texts, count, sample=None):
+        sample, zeros = sample or Sampler(0, device=runner.device), torch.zeros(len(texts), count, dtype=torch.long)
         found = self.propose(count, texts, [False] * len(texts), sample) if count else None
         ids, q, _ = found or (zeros.to(runner.device), None, None)
         verify(runner, texts, ids, q, sample)
 
     @torch.inference_mode()
-    def time_passes(self, runner, prompts, world):
+    def time_passes(self, runner, prompts, world, sample):
         """Measure for Auto what a pass with each number of proposals takes, on the slowest rank."""
+        like = Sampler(sample.temperature, sample.top_k, sample.top_p, device=runner.device)
         texts = [[0] * (max(map(len, prompts)) + 1) for _ in prompts]
         seconds = {
-            count: min(timed(runner.device, lambda n=count: self.warm_up(runner, texts, n)) for _ in range(3))
+            count: min(timed(runner.device, lambda n=count: self.warm_up(runner, texts, n, like)) for _ in range(3))
             for count in self.counts
         }
         found = world.gather(seconds)

@@ -165,7 +165,7 @@ def report_exposed(args, runner, tokens, lengths, world):
         silent = type(runner)(silenced(model, world), runner.cache, *runner.compiles, runner.parts)
         silent_steps = replays(silent, tokens, lengths)
         for kind, step in steps.items():
-            parts = 1 if kind == "decode" else runner.parts_of(tokens.numel())
+            parts = 1 if kind == "decode" else runner.parts_of(*tokens.shape)
             width = 1 if kind == "decode" else -(-tokens.shape[1] // parts)
             partial = model.norm.weight.new_zeros(len(tokens), width, model.config.dim)
             case = Case(model.config, step, silent_steps[kind], model.comm, partial, world.group.link, parts)

@@ -127,7 +127,7 @@ def generation(runner, draft, world, prompts, done):
         "bandwidth": bandwidth, "mbu": tpot and read * passes / done.decode_s / bandwidth, "passes": passes,
         "drafted": draft and draft.drafted, "accepted": accepted, "draft_s": draft and draft.seconds,
         "tokens": None if world.simulated else done.rows, "peak_bytes": peaks,
-        "prefill_parts": runner.parts_of(len(prompts) * longest),
+        "prefill_parts": runner.parts_of(len(prompts), longest),
     }  # fmt: skip
 
 

@@ -51,9 +51,11 @@ def predictions(models, documents, size, stride, batch, show=False):
     watch.at("scoring", timed=False)
 
 
-def nats_of(logits, wanted, comm):
-    """Return -log p (n,) of tokens (n,), given this rank's logits (n, v): the ranks exchange two numbers a token."""
-    logits, first, _ = comm.part(logits)
+def nats_of(logits, wanted, first, comm):
+    """Return -log p (n,) of tokens (n,), given this rank's padded logits (n, v), of the tokens from `first` on.
+
+    The ranks exchange two numbers a token.
+    """
     own = wanted - first
     here = (own >= 0) & (own < logits.shape[-1])
     target = logits.gather(-1, own.where(here, 0)[:, None])[:, 0].where(here, -torch.inf)
@@ -66,8 +68,9 @@ def total_nats(model, documents, size, stride, batch, show=False):
     """Return the sum of -log p(token | those before it in its window) over all tokens but each document's first."""
     total = 0.0
     for (logits,), tokens in predictions([model], documents, size, stride, batch, show):
+        logits, first, _ = model.comm.part(logits)  # padded: all ranks have the same pieces
         for part, wanted in pieces(logits, tokens):
-            total += nats_of(part, wanted, model.comm).double().sum().item()
+            total += nats_of(part, wanted, first, model.comm).double().sum().item()
     return total
 
 

@@ -444,11 +444,11 @@ def test_a_prefill_in_parts_is_said_and_gives_the_same_tokens(tiny, tmp_path):
 
 def test_parts_are_for_many_tokens_of_several_ranks_in_eager_code():
     net = random_model(dataclasses.replace(BASE, n_layers=1))
-    assert generate.Runner(net, None).parts_of(10**6) == 1
+    assert generate.Runner(net, None).parts_of(1, 10**6) == 1
     net.comm.tp_size = 2
-    assert [generate.Runner(net, None).parts_of(n) for n in (generate.CUT - 1, generate.CUT)] == [1, 2]
-    assert generate.Runner(net, None, compile_prefill=True).parts_of(10**6) == 1
-    assert generate.Runner(net, None, parts=3).parts_of(2) == 3
+    assert [generate.Runner(net, None).parts_of(1, n) for n in (generate.CUT - 1, generate.CUT)] == [1, 2]
+    assert generate.Runner(net, None, compile_prefill=True).parts_of(1, 10**6) == 1
+    assert generate.Runner(net, None, parts=3).parts_of(9, 2) == 2
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
