@@ -487,7 +487,7 @@ def test_a_gpu_reads_the_cache_in_buckets_all_of_which_the_warm_up_has_seen(prom
     monkeypatch.setattr(torch.cuda, "current_stream", unittest.mock.Mock())
     slots = -(-(prompt + new) // generate.BUCKET) * generate.BUCKET + 1
 
-    def model(tokens, positions=None, cache=None, cache_length=None, select=None):
+    def model(tokens, positions=None, cache=None, cache_length=None, select=None, parts=1):
         if positions is not None:
             assert positions.max() < cache_length < slots and cache_length % generate.BUCKET == 0
             seen.append(cache_length)
