@@ -440,6 +440,7 @@ def new_wiring_logits(world):
     try:
         config = dataclasses.replace(BASE, **NEW_CONFIG)
         with torch.inference_mode():
-            return shard(config, world)(unequal_rows(BASE)[0]).clone()
+            net = shard(config, world)
+            return net.comm.gather(net(unequal_rows(BASE)[0]))
     finally:
         del WIRINGS["own-wiring"]
