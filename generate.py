@@ -276,10 +276,6 @@ def describe(args, world):
 def main(argv=None):
     args = parse(argv)
     world, over, source = launch.join(args.device, vars(args)), None, None
-    if args.comm == "one-shot":
-        from kernels import one_shot
-
-        world.group = one_shot.connect(world)
     if args.link or args.simulate_tp or args.exposed:
         from measure import link
 

@@ -112,10 +112,6 @@ def measure(args, world):
 def main(argv=None):
     args = parse(argv)
     joined, lines = launch.join(args.device, vars(args)), []
-    if args.comm == "one-shot":
-        from kernels import one_shot
-
-        joined.group = one_shot.connect(joined)
     first = max(args.links.values(), key=lambda one: one.seconds(1, 2))  # a free one if there is no other
     world = link.emulate(joined, first, args.simulate_tp)
     measured = measure(args, world)

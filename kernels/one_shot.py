@@ -21,9 +21,9 @@ _numbers = itertools.count()
 
 def connect(world):
     """Return the OneShotGroup of a launch.World's ranks. Raises InputError, on all ranks alike, where none can be."""
-    on_one_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.tp_size)) == world.tp_size > 1
+    on_one_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.tp_size)) == world.tp_size
     if world.device.type != "cuda" or not on_one_node:
-        raise InputError("--comm one-shot is for two or more ranks of one node, each with a GPU")
+        raise InputError("--comm one-shot is for ranks of one node, each with a GPU")
     with world.together():
         try:
             return OneShotGroup(world.group, world.rank, world.tp_size, world.device)

@@ -108,15 +108,18 @@ class World:
 def join(device=None, flags=None):
     """Join the ranks that torchrun started with this one, if any; returns the World.
 
-    The model's collectives go through shared memory between the CPU ranks of one node, else through gloo or NCCL.
-    device: "cpu", "cuda", "cuda:1", or None for CUDA if every local rank finds a GPU. Under torchrun each rank takes
-    the GPU of its LOCAL_RANK. flags: {name: value} of the command line, alike on all ranks. Raises InputError for a
-    device that is not there, and for ranks that were not started alike.
+    The model's collectives go through shared memory between the CPU ranks of one node, else through gloo or NCCL,
+    unless --comm says otherwise. device: "cpu", "cuda", "cuda:1", or None for CUDA if every local rank finds a GPU.
+    Under torchrun each rank takes the GPU of its LOCAL_RANK. flags: {name: value} of the command line, alike on all
+    ranks. Raises InputError for a device that is not there, and for ranks that were not started alike.
     """
     global _watch
     rank, tp_size = rank_and_size()
     flags = flags or {}
+    comm = flags.get("comm", "auto")
     if tp_size == 1:
+        if comm != "auto":
+            raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun")
         return World(rank, tp_size, choose_device(device, rank, tp_size))
     from kernels import gloo, shared_memory  # a single process does without them
 
@@ -141,7 +144,11 @@ def join(device=None, flags=None):
         gloo.let_preempt(gloo.threads() - before)
     dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
     world.group = dist.group.WORLD
-    if device.type == "cpu" and not several_nodes:
+    if comm == "one-shot":
+        from kernels import one_shot
+
+        world.group = one_shot.connect(world)
+    elif device.type == "cpu" and not several_nodes:
         try:
             world.group = shared_memory.connect(world)
         except shared_memory.Unavailable as e:

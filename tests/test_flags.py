@@ -55,7 +55,7 @@ SCRIPTS = {
             "--prompt=a --link=carrier-pigeon": "--link 'carrier-pigeon' is none of",
             "--prompt=a --simulate-tp=8": "--simulate-tp needs a link to predict",
             "--prompt=a --simulate-tp=16 --link=pcie": "tp 16 cannot shard n_heads 15: use 1 to 15 ranks",
-            "--prompt=a --comm=one-shot": "--comm one-shot is for two or more ranks of one node, each with a GPU",
+            "--prompt=a --comm=one-shot": "--comm one-shot is how ranks sum: start two or more, with torchrun",
             "--prompt=a --comm=gloo": "--comm: invalid choice: 'gloo'",
             "--prompt=a --draft=ngram@0": "@0 must be from 1 to the context of 64, or @auto",
             "--prompt=a --draft=ngram --exposed": "--exposed measures plain decode steps: without --draft",

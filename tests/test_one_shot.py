@@ -95,10 +95,9 @@ def test_one_shot_says_what_it_needs(pretended, monkeypatch):
     group, _ = pretended
     with pytest.raises(InputError, match="^--comm one-shot sums bfloat16 and float32: give --dtype$"):
         torch.ops._c10d_functional.all_reduce(torch.ones(4, dtype=torch.float16), "sum", group.group_name)
-    gpu, needs = torch.device("cuda:0"), "^--comm one-shot is for two or more ranks of one node, each with a GPU$"
-    for world in (World(0, 2, torch.device("cpu")), World(0, 1, gpu)):
-        with pytest.raises(InputError, match=needs):
-            one_shot.connect(world)
+    gpu, needs = torch.device("cuda:0"), "^--comm one-shot is for ranks of one node, each with a GPU$"
+    with pytest.raises(InputError, match=needs):
+        one_shot.connect(World(0, 2, torch.device("cpu")))
     monkeypatch.setattr(World, "gather", lambda self, value: [value] * self.tp_size)
 
     def rendezvous(buffer, group):
