@@ -39,6 +39,7 @@ def parse(argv):
     p.add_argument("--batch", type=count, metavar="B", help="rows at a time, e.g. 4; default: 256 MB of logits")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's own")
     cli.add_rank_flags(p)
+    cli.add_comm_flag(p)
     cli.add_json_flag(p, "the line")
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--text", metavar="FILE", help="UTF-8 text to score, e.g. valid.txt")
@@ -197,8 +198,8 @@ def main(argv=None):
     if world.rank > 0:
         return
     line = {
-        "model": checkpoint.name(args.checkpoint), "wiring": config.wiring, "tp": world.tp_size, "quant": config.quant,
-        "group_size": config.group_size, "dtype": dtype_name(model.norm.weight.dtype), **found,
+        "model": checkpoint.name(args.checkpoint), "wiring": config.wiring, "tp": world.tp_size, "comm": args.comm,
+        "quant": config.quant, "group_size": config.group_size, "dtype": dtype_name(model.norm.weight.dtype), **found,
         "seconds": time.perf_counter() - start, "torch": torch.__version__, "commit": report.git_commit(),
     }  # fmt: skip
     print(json.dumps(line))

@@ -4,19 +4,16 @@ The kernels are PyTorch's. For small sums such kernels take a third of NCCL's ti
 measure/link.py), so what hiding the sums gains should be measured over a standard model with these.
 """
 
-import itertools
 import os
 
 import torch
-import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
+from kernels.group import Group, Sum
 from model import InputError
 
 ONE_SHOT = 2**18  # bytes up to which each rank sums all of them; of more it sums its share, for all
 BUFFER = 2**24  # bytes of the memory that the ranks see of one another; larger sums go through NCCL
-
-_numbers = itertools.count()
 
 
 def connect(world):
@@ -32,7 +29,7 @@ def connect(world):
             raise InputError(f"--comm one-shot needs GPUs that reach one another's memory: {reason}") from None
 
 
-class OneShotGroup(dist.ProcessGroup):
+class OneShotGroup(Group):
     """A process group whose sums are PyTorch's symmetric-memory kernels, on a stream of their own.
 
     inner: NCCL's group of the same ranks, which gathers. A kernel waits for its peers twice: when it begins, until all
@@ -41,17 +38,10 @@ class OneShotGroup(dist.ProcessGroup):
     """
 
     def __init__(self, inner, rank, tp_size, device):
-        super().__init__(rank, tp_size)
-        self.name, self.inner = f"one-shot-{next(_numbers)}", inner
+        super().__init__("one-shot", inner, rank, tp_size)
         self.stream = torch.cuda.Stream(device, priority=-1)  # before the computing beside it, like NCCL's
         self.buffer = symmetric.empty(BUFFER, dtype=torch.uint8, device=device)
         symmetric.rendezvous(self.buffer, inner.group_name)
-        torch._C._distributed_c10d._register_process_group(self.name, self)
-
-    group_name = property(lambda self: self.name)
-
-    def getBackendName(self):
-        return self.name
 
     def allreduce(self, tensors, opts=None):
         [tensor], ops, group = tensors, torch.ops.symm_mem, self.inner.group_name
@@ -68,20 +58,4 @@ class OneShotGroup(dist.ProcessGroup):
                 ops.one_shot_all_reduce_out(shared, "sum", group, whole)
             else:
                 whole.copy_(ops.two_shot_all_reduce_(shared, "sum", group))
-            return Sum(tensors, self.stream.record_event())
-
-    def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
-        return self.inner.allgather_into_tensor_coalesced(outputs, inputs)
-
-
-class Sum(dist.Work):
-    """A sum under way. It keeps the tensors: freed before the wait, their memory would go to computing meanwhile."""
-
-    def __init__(self, tensors, done):
-        super().__init__()
-        self.tensors, self.done = tensors, done
-
-    def wait(self, timeout=None):
-        torch.cuda.current_stream().wait_event(self.done)
-        self.tensors = None
-        return True
+            return Sum(tensors, self.stream)

@@ -6,7 +6,6 @@ from this rank's own start. (A peer that starts later delays a real link by as m
 """
 
 import dataclasses
-import itertools
 import re
 import time
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from kernels import shared_memory
+from kernels.group import Group
 from model import InputError
 from runtime import launch
 
@@ -111,10 +111,7 @@ def emulate(world, link, simulate_tp=None):
     return launch.World(world.rank, tp_size, world.device, group, simulated=simulated, dist_group=world.dist_group)
 
 
-_numbers = itertools.count()
-
-
-class LinkedGroup(dist.ProcessGroup):
+class LinkedGroup(Group):
     """A process group over an emulated link, which carries one collective at a time, as a stream of NCCL's does.
 
     inner: the group that does the work, or None to simulate this rank alone: then a sum is this rank's partial, and
@@ -125,22 +122,14 @@ class LinkedGroup(dist.ProcessGroup):
     """
 
     def __init__(self, inner, link, rank, tp_size, device):
-        super().__init__(rank, tp_size)
-        self.name = f"linked-{next(_numbers)}"
-        self.inner, self.tp_size, self.device = inner, tp_size, device
+        super().__init__("linked", inner, rank, tp_size)
+        self.tp_size, self.device = tp_size, device
         self.log = self.stream = None
         self.free_at = 0.0  # when the link has delivered all it was given
         if device.type == "cuda" and link.seconds(1, 2) > 0:
             self.stream = torch.cuda.Stream(device, priority=-1)  # the link: its work is done in order
             self.costs = torch.zeros(2, dtype=torch.float64, device=device)
         self.link = link
-        # The functional collectives know groups by name. No public call gives a group of Python's one.
-        torch._C._distributed_c10d._register_process_group(self.name, self)
-
-    group_name = property(lambda self: self.name)
-
-    def getBackendName(self):
-        return self.name
 
     @property
     def link(self):
@@ -154,7 +143,7 @@ class LinkedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors, opts=None):
         start = time.perf_counter()
-        delivered = self._send(sum(t.nbytes for t in tensors))
+        delivered = self._send(sum(map(self.wire_bytes, tensors)))
         work = self.inner.allreduce(tensors, opts) if self.inner else None
         return Delivery(work, delivered, start, self.log)
 

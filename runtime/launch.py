@@ -144,16 +144,20 @@ def join(device=None, flags=None):
         gloo.let_preempt(gloo.threads() - before)
     dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
     world.group = dist.group.WORLD
-    if comm == "one-shot":
-        from kernels import one_shot
-
-        world.group = one_shot.connect(world)
-    elif device.type == "cpu" and not several_nodes:
+    if device.type == "cpu" and not several_nodes:
         try:
             world.group = shared_memory.connect(world)
         except shared_memory.Unavailable as e:
             if rank == 0:
                 print(f"gloo carries the all-reduces: {e}", file=sys.stderr, flush=True)
+    if comm == "one-shot":
+        from kernels import one_shot
+
+        world.group = one_shot.connect(world)
+    elif comm == "int8":
+        from kernels.int8_sums import Int8Group
+
+        world.group = Int8Group(world.group, rank, tp_size, device)
     return world
 
 

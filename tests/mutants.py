@@ -22,6 +22,7 @@ DECODE, ROPE = "model -k 'prefill_and_decode and not compiled'", "model -k 'rope
 FORKS = "cuda_dry -k forks"
 RANKS, PLAN = "tp -k 'test_all_ranks_compute_what_one_device_does and 2'", "tp -k plan_gives"
 SUMS, MESSAGES = "shared_memory -k 'test_sums and 3'", "shared_memory -k 'random_messages and 400'"
+INT8_SUMS = "int8_sums -k of_the_integers"
 ONE_SHOT = "one_shot -k own_from_start_to_wait"
 FEW_INT = "quantize -k 'exact_up_to_rounding or three_products'"
 TURNS, PARTS = "wiring -k other_parts_compute", "tp -k 'prefill_in_parts and 2'"
@@ -83,9 +84,12 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("kernels/shared_memory.py", "world.gather(reason) if found]", "[reason] if found]", "shared_memory -k do_without"),
     ("kernels/one_shot.py", "self.stream.wait_stream(", "(", ONE_SHOT),
     ("kernels/one_shot.py", "with torch.cuda.stream(self.stream):", "if True:", ONE_SHOT),
-    ("kernels/one_shot.py", ".wait_event(self.done)", "", ONE_SHOT),
+    ("kernels/group.py", ".wait_event(self.done)", "", ONE_SHOT),
     ("kernels/one_shot.py", "nbytes <= ONE_SHOT", "nbytes < ONE_SHOT", "one_shot -k larger_sums"),
-    ("kernels/one_shot.py", "self.tensors, self.done = tensors, done", "self.done = done", "one_shot -k keeps"),
+    ("kernels/group.py", "self.tensors, self.done = tensors, ", "self.done = ", "one_shot -k keeps"),
+    ("kernels/int8_sums.py", "/ 127).bfloat16()", "/ 128).bfloat16()", INT8_SUMS),
+    ("kernels/int8_sums.py", "[:, self.rank()]", "[:, 0]", INT8_SUMS),
+    ("kernels/int8_sums.py", "numel() * (SIZE + 2) // SIZE", "nbytes", "int8_sums -k fewer_bytes"),
     ("kernels/few_rows.cpp", "return x * (x < 0 ? e :", "return x * (x > 0 ? e :", FEW_INT),
     ("kernels/few_rows.cpp", "(bits + 0x7fff + (bits >> 16 & 1)) >> 16", "bits >> 16", FEW_INT),
     ("kernels/few_rows.cpp", "sums[m * W.G + k / size]", "sums[k / size]", FEW_INT),

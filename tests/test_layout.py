@@ -12,9 +12,10 @@ import model
 
 # each may import those above it; what stands in one line may not import one another
 ORDER = """
-model kernels.int8_rows kernels.cuda_graphs measure.spin
+model kernels.int8_rows kernels.cuda_graphs kernels.group measure.spin
 kernels.int_linear kernels.gloo kernels.cpu kernels.cxx
 kernels.few_rows kernels.shared_memory kernels.one_shot
+kernels.int8_sums
 runtime.writing runtime.watch formats.sizes
 formats.checkpoint runtime.cli
 formats.tokenizer runtime.launch tp formats.huggingface formats.sources

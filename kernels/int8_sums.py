@@ -1,0 +1,100 @@
+"""All-reduces of integers: half the bytes of bfloat16, and a little of the numbers. --comm int8.
+
+A partial travels as groups of 64 integers of 8 bits and a scale. All ranks add the same integers in the same order, so
+that their sums are bitwise alike.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from kernels import shared_memory
+from kernels.group import Group, Sum
+
+SIZE = 64  # numbers of a group
+SMALL = 2**14  # bytes up to which a partial travels as it is: quantizing would take longer than it saves
+
+
+def quantized(x):
+    """Return the message, int8 (..., n + n / 32), of numbers (..., n): integers, then the scales as bfloat16."""
+    groups = x.float().unflatten(-1, (-1, SIZE))
+    scales = (groups.abs().amax(-1) / 127).bfloat16()  # of what is not finite, neither is the scale
+    integers = (groups / scales.float().clamp(min=1e-30)[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat((integers.flatten(-2), scales.view(torch.int8)), -1)
+
+
+def numbers(message):
+    """Return the numbers (..., n), float32, of a message."""
+    n = message.shape[-1] * SIZE // (SIZE + 2)
+    scales = message[..., n:].view(torch.bfloat16).float()
+    return (message[..., :n].unflatten(-1, (-1, SIZE)) * scales[..., None]).flatten(-2)
+
+
+class Int8Group(Group):
+    """A process group whose sums travel as integers, by collectives of the group `inner`.
+
+    Of two ranks each sends all of a partial to the other; more of them send each the slice that it sums, and then the
+    sums, which are quantized once more.
+    """
+
+    def __init__(self, inner, rank, tp_size, device):
+        super().__init__("int8", inner, rank, tp_size)
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    def wire_bytes(self, tensor):
+        return tensor.nbytes if tensor.nbytes <= SMALL else tensor.numel() * (SIZE + 2) // SIZE
+
+    def allreduce(self, tensors, opts=None):
+        if tensors[0].nbytes <= SMALL:
+            return self.inner.allreduce(tensors, opts or dist.AllreduceOptions())
+        if self.stream is None:
+            return Unfinished(self._start(*tensors))
+        self.stream.wait_stream(torch.cuda.current_stream())  # forked and joined by events, as CUDA graphs capture it
+        with torch.cuda.stream(self.stream):
+            self._start(*tensors)()
+            return Sum(tensors, self.stream)
+
+    def _start(self, tensor):
+        """Send a tensor; return what finishes its sum, in place."""
+        whole, ranks = tensor.view(-1), self.size()
+        padded = F.pad(whole, (0, -len(whole) % (SIZE * ranks)))
+        if ranks > 2:
+            parts, work = self._scatter(quantized(padded.view(ranks, -1)))
+        else:
+            parts, work = self._gather(quantized(padded))
+
+        def finish():
+            work.wait()
+            total = numbers(parts).sum(0)
+            if ranks > 2:
+                all_slices, gathering = self._gather(quantized(total))
+                gathering.wait()
+                total = numbers(all_slices).flatten()
+            whole.copy_(total[: len(whole)])
+
+        return finish
+
+    def _scatter(self, messages):
+        """Return what all ranks have for this one (tp_size, m) of their messages (tp_size, m), and the work."""
+        if shared_memory.shares(self.inner):  # it only gathers, and nothing travels
+            parts, work = self._gather(messages.view(-1))
+            return parts.unflatten(1, messages.shape)[:, self.rank()], work
+        parts = torch.empty_like(messages)
+        return parts, self.inner.alltoall_base(parts, messages, [], [])
+
+    def _gather(self, message):
+        """Return the messages of all ranks (tp_size, m), and the work that brings them."""
+        parts = message.new_empty(self.size(), len(message))
+        return parts, self.inner.allgather_into_tensor_coalesced([parts], [message])
+
+
+class Unfinished(dist.Work):
+    """A sum under way on the CPU."""
+
+    def __init__(self, finish):
+        super().__init__()
+        self.finish = finish
+
+    def wait(self, timeout=None):
+        self.finish()
+        return True
