@@ -36,9 +36,9 @@ KEYS += ["link", "wiring", "step_ms", "quartiles_ms", "all_reduce_ms", "limit_ms
 
 
 def links(text):
-    """Return {name: Link} of names and of microseconds, with commas between (an argparse type)."""
-    names = text.split(",")
-    return {name: link.LINKS[name] if name in link.LINKS else link.custom(number(float, 0)(name)) for name in names}
+    """Return {name: Link} of microseconds and of what --link takes, with commas between."""
+    known = [(name, f"{name}us" if name.replace(".", "").isdigit() else name) for name in text.split(",")]
+    return {name: link.custom() if one == "0us" else link.parse(one) for name, one in known}
 
 
 def parse(argv):
@@ -54,8 +54,7 @@ def parse(argv):
     p.add_argument("--eager", action="store_true", help="do not compile")
     names = " ".join(variants(SMALL.n_layers))
     p.add_argument("--wirings", metavar="NAME[:N|:I,J,...]", nargs="+", help=f"default: of 8 layers {names}")
-    known = ", ".join(link.LINKS)
-    p.add_argument("--links", type=links, default="0", metavar="A,B,...", help=f"microseconds, or of {known}")
+    p.add_argument("--links", default="0", metavar="A,B,...", help=f"microseconds, or of {link.FORMS}")
     p.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="one rank of so many, alone")
     p.add_argument("--rounds", type=number(int, 3), default=30, help="steps of each wiring over each link")
     seconds = number(float, 0, 1e6, above=True)
@@ -65,6 +64,7 @@ def parse(argv):
     cli.add_json_flag(p, "a line for each wiring and link")
     add_show_flag(p, tables, *KEYS, only="wiring")
     args = p.parse_args(argv)
+    args.links = links(args.links)
     args.config = SMALL if args.model == "small" else SIZES[args.model]
     if (args.n_layers or 2) > args.config.n_layers:
         raise InputError(f"--n-layers is {args.n_layers} but {args.model} has {args.config.n_layers}")

@@ -139,10 +139,12 @@ class SharedMemory : public c10d::Backend {
     return start(outputs, inputs, true);
   }
 
-  // An emulated link, as measure/link.py describes it: seconds of any collective, and of each byte on the wire.
-  void set_link(double latency, double per_byte) {
+  // An emulated link, as measure/link.py describes it: seconds of any collective, of each byte on the wire, and those of
+  // a collective during which the next may travel.
+  void set_link(double latency, double per_byte, double flight) {
     latency_ = latency;
     per_byte_ = per_byte;
+    flight_ = flight;
   }
 
   // (start, wait, end) of each all-reduce since the last call, in seconds of Clock; from now on they are kept, or not.
@@ -236,10 +238,11 @@ class SharedMemory : public c10d::Backend {
     // a ring: an all-reduce passes its bytes around twice, a gather the n times as many of its result once
     const double passes = gather ? size_ : 2;
     const double seconds = latency_ + passes * (size_ - 1) / size_ * static_cast<double>(sent) * per_byte_;
-    if (seconds > 0) free_at_ = std::max(begin, free_at_) + seconds;  // the link carries one at a time
+    const double delivered = seconds > 0 ? std::max(begin, free_at_) + seconds : 0;
+    if (seconds > 0) free_at_ = delivered - flight_;
     auto self = c10::intrusive_ptr<SharedMemory>::reclaim_copy(this);
     const uint64_t count = completed_ + queue_.size();
-    return c10::make_intrusive<Pending>(std::move(self), count, gather, begin, seconds > 0 ? free_at_ : 0);
+    return c10::make_intrusive<Pending>(std::move(self), count, gather, begin, delivered);
   }
 
   // Completes the oldest piece.
@@ -310,7 +313,7 @@ class SharedMemory : public c10d::Backend {
   std::mutex mutex_;
   std::deque<Piece> queue_;  // started and not completed, in their order
   uint64_t completed_ = 0;   // pieces
-  double latency_ = 0, per_byte_ = 0, free_at_ = 0;  // of an emulated link
+  double latency_ = 0, per_byte_ = 0, flight_ = 0, free_at_ = 0;  // of an emulated link
   bool logs_ = false;
   std::vector<double> log_;
 };
@@ -341,7 +344,9 @@ SharedMemory& memory_of(const std::string& name) {
   return dynamic_cast<SharedMemory&>(*groups().at(name)->getBackend(c10::DeviceType::CPU));
 }
 
-void link_memory(std::string name, double latency, double per_byte) { memory_of(name).set_link(latency, per_byte); }
+void link_memory(std::string name, double latency, double per_byte, double flight) {
+  memory_of(name).set_link(latency, per_byte, flight);
+}
 
 at::Tensor log_memory(std::string name, bool keep) { return memory_of(name).log(keep); }
 
@@ -366,7 +371,7 @@ at::Tensor settle(
 TORCH_LIBRARY_FRAGMENT(ladder, library) {
   library.def("join_memory(int fd, int rank, int size, int slots, int slot_bytes, str name) -> ()", join_memory);
   library.def("leave_memory(str name) -> ()", leave_memory);
-  library.def("link_memory(str name, float latency, float per_byte) -> ()", link_memory);
+  library.def("link_memory(str name, float latency, float per_byte, float flight) -> ()", link_memory);
   library.def("log_memory(str name, bool keep) -> Tensor", log_memory);
   library.def("memory_lost_peer() -> bool", memory_lost_peer);
   library.def("memory_progress() -> int[]", memory_progress);

@@ -100,13 +100,15 @@ def published_machine(name):
 
 
 class Times(NamedTuple):
-    """Seconds: of a layer's attention and MLP, of the rest of a step, of an all-reduce, of agreeing on the token."""
+    """Seconds: of a layer's attention and MLP, of the rest of a step, of an all-reduce, of agreeing on the token, and
+    those of an all-reduce during which the link may carry the next."""
 
     attention: float
     feed_forward: float
     rest: float
     all_reduce: float
     gather: float
+    flight: float = 0.0
 
 
 def times_of(config, dtype, tp_size, batch, context, machine, link):
@@ -114,12 +116,13 @@ def times_of(config, dtype, tp_size, batch, context, machine, link):
     work = decode_work(config, dtype, tp_size, batch, context)
     found = 16 * batch * tp_size  # bytes of each rank's best logit and its id
     all_reduce = link.seconds(batch * config.dim * dtype.itemsize, tp_size)
-    return Times(*map(machine.seconds, work.values()), all_reduce, link.seconds(found, tp_size, passes=1))
+    token = link.seconds(found, tp_size, passes=1)
+    return Times(*map(machine.seconds, work.values()), all_reduce, token, link.flight)
 
 
 def step_seconds(config, times):
     """Return (seconds of a step in the config's wiring, its all-reduces, the share of their time that it hides)."""
-    clock = run_layers(config, *times[:2], times.all_reduce)
+    clock = run_layers(config, *times[:2], times.all_reduce, flight=times.flight)
     silent = run_layers(config, *times[:2], 0.0).now
     travel = clock.started * times.all_reduce
     hidden = max(0.0, 1 - (clock.now - silent) / travel) if travel else None  # not -0

@@ -22,25 +22,26 @@ def variants(n_layers):
 class Clock:
     """Simulated collectives: sublayers and all-reduces take time, and nothing else does.
 
-    all_reduce: seconds of one; the link carries one at a time. compute: seconds computed before each start, in order,
-    since the start or the wait before it; None where the sublayers themselves take time. Standard sublayers take the
-    sum of all of both. Ladder takes the first compute, then max(compute, all-reduce) for each further sublayer, then
-    the last all-reduce, which nothing can hide.
+    all_reduce: seconds of one; flight: those of them during which the link may carry the next. compute: seconds
+    computed before each start, in order, since the start or the wait before it; None where the sublayers themselves
+    take time. Standard sublayers take the sum of all of both. Without flight, ladder takes the first compute, then
+    max(compute, all-reduce) for each further sublayer, then the last all-reduce, which nothing can hide.
     """
 
     tp_size = 1
 
-    def __init__(self, all_reduce, compute=None):
-        self.all_reduce = all_reduce
+    def __init__(self, all_reduce, compute=None, flight=0.0):
+        self.all_reduce, self.flight = all_reduce, flight
         self.compute = itertools.repeat(0.0) if compute is None else iter(compute)
-        self.now = self.delivered = 0.0
+        self.now = self.free_at = 0.0
         self.started = 0
 
     def start(self, partial):
         self.now += next(self.compute)
         self.started += 1
-        self.delivered = max(self.now, self.delivered) + self.all_reduce
-        return self.delivered
+        delivered = max(self.now, self.free_at) + self.all_reduce
+        self.free_at = delivered - self.flight
+        return delivered
 
     def wait(self, pending):
         self.now = max(self.now, pending)
@@ -72,21 +73,21 @@ def _run(config, clock, block, parts):
     return clock
 
 
-def run_clock(config, compute, all_reduce, parts=1):
-    """Return the Clock after a step whose compute times were measured in this wiring; compute: as Clock takes it.
+def run_clock(config, compute, all_reduce, parts=1, flight=0.0):
+    """Return the Clock after a step whose compute times were measured in this wiring.
 
-    parts: of a prefill, each with all-reduces of its own.
+    compute, flight: as Clock takes them. parts: of a prefill, each with all-reduces of its own.
     """
-    clock = Clock(all_reduce, compute)
+    clock = Clock(all_reduce, compute, flight)
     return _run(config, clock, timed_block(clock), parts)
 
 
-def run_layers(config, attention, feed_forward, all_reduce, parts=1):
+def run_layers(config, attention, feed_forward, all_reduce, parts=1, flight=0.0):
     """Return the Clock after a step in which attention and MLP take so many seconds of each layer, however wired.
 
     parts: of a prefill, each of which takes all these times.
     """
-    clock = Clock(all_reduce)
+    clock = Clock(all_reduce, flight=flight)
     return _run(config, clock, timed_block(clock, attention, feed_forward), parts)
 
 

@@ -125,7 +125,8 @@ def _report(case, runs):
     n, tail, limit = len(compute), ms.get("tail", 0.0), None
     if n == wanted:
         scale = max(0.0, ms["silent"] - tail) / sum(compute) if n else 0.0
-        limit = run_clock(case.config, [scale * c for c in compute], ms["all_reduce"], case.parts).now + tail
+        flight = 1e3 * case.link.flight if "compute" in runs[0] else 0.0
+        limit = run_clock(case.config, [scale * c for c in compute], ms["all_reduce"], case.parts, flight).now + tail
     low, _, high = quartiles([1e3 * run["step"] for run in runs])
     exposed = ms["step"] - ms["silent"]
     return {

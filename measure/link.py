@@ -20,15 +20,24 @@ from runtime import launch
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """latency_us: microseconds of a small collective as a whole. gbps: gigabits per second each way, None: no limit."""
+    """latency_us: microseconds of a small collective as a whole. gbps: gigabits per second each way, None: no limit.
+
+    A collective in flight delays the next one until it is there, as on NCCL's stream, or, by tcp, for its bytes alone.
+    """
 
     name: str
     latency_us: float
     gbps: float | None
+    tcp: bool = False
 
     def seconds(self, n_bytes, tp_size, passes=2):
         """Return how long a ring takes for a tensor of n_bytes: two passes for an all-reduce, one for an all-gather."""
         return 1e-6 * self.latency_us + passes * (tp_size - 1) / tp_size * n_bytes * self.per_byte
+
+    @property
+    def flight(self):
+        """Return the seconds of a collective during which the link may carry the next one."""
+        return 1e-6 * self.latency_us * self.tcp
 
     @property
     def per_byte(self):
@@ -65,7 +74,7 @@ LINKS = {
 }
 
 
-FORMS = f"{', '.join(LINKS)}, or its numbers, e.g. 100us, 50gbps or 100us+50gbps"
+FORMS = f"{', '.join(LINKS)}, or its numbers, e.g. 100us, 50gbps or 100us+50gbps, or tcp+ and one of these"
 
 
 def custom(latency_us=0.0, gbps=None):
@@ -76,6 +85,8 @@ def custom(latency_us=0.0, gbps=None):
 
 def parse(text):
     """Return the Link of a name, or of numbers, of which one alone means that the other costs nothing."""
+    if text.startswith("tcp+"):
+        return dataclasses.replace(parse(text[4:]), name=text, tcp=True)
     if text in LINKS:
         return LINKS[text]
     found = re.fullmatch(r"(?:([0-9]*\.?[0-9]+)us)?\+?(?:([0-9]*\.?[0-9]+)gbps)?", text)
@@ -112,7 +123,7 @@ def emulate(world, link, simulate_tp=None):
 
 
 class LinkedGroup(Group):
-    """A process group over an emulated link, which carries one collective at a time, as a stream of NCCL's does.
+    """A process group over an emulated link; on a GPU it carries one collective at a time, whatever the link's `tcp`.
 
     inner: the group that does the work, or None to simulate this rank alone: then a sum is this rank's partial, and
     every part of a gathered tensor this rank's own. `link` may be exchanged between steps, on a GPU unless the first is
@@ -166,7 +177,8 @@ class LinkedGroup(Group):
                 delivered = self.stream.record_event()
             return lambda: torch.cuda.current_stream().wait_event(delivered)
         seconds = self.link.seconds(n_bytes, self.tp_size, passes)
-        self.free_at = deadline = max(time.perf_counter(), self.free_at) + seconds
+        deadline = max(time.perf_counter(), self.free_at) + seconds
+        self.free_at = deadline - self.link.flight
         return lambda: sleep_until(deadline)
 
     def _spin(self, n_bytes):
@@ -190,7 +202,7 @@ class LinkedMemory:
     @link.setter
     def link(self, link):
         self._link = link
-        torch.ops.ladder.link_memory(self.group_name, 1e-6 * link.latency_us, link.per_byte)
+        torch.ops.ladder.link_memory(self.group_name, 1e-6 * link.latency_us, link.per_byte, link.flight)
 
     @property
     def log(self):

@@ -50,6 +50,12 @@ def test_a_step_is_the_sum_made_by_hand(all_reduce):
     assert {*variants(LAYERS)} == {*sums}
 
 
+def test_by_tcp_latencies_run_at_once():
+    ladder, times = dataclasses.replace(FORM, wiring="ladder"), Times(1.0, 1.0, 0.0, 3.0, 0.0)
+    # two sublayers an all-reduce and a sublayer, where otherwise each takes an all-reduce
+    assert [advise.step_seconds(ladder, times._replace(flight=f))[0] for f in (0.0, 3.0)] == [31.0, 5 * (3 + 1) + 1]
+
+
 @pytest.mark.parametrize("name", ["spd-ladder", "parallel", "parallel-ladder"])
 def test_only_some_layers_are_wired_so(name):
     config = dataclasses.replace(FORM, wiring=f"{name}:4,")

@@ -284,7 +284,7 @@ README = shlex.quote(str(ROOT / "README.md"))
 @pytest.mark.parametrize(
     "script, flags, message",
     [
-        (overlap, "--links 0,x", "--links: 'x' is not a number"),
+        (overlap, "--links 0,x", "--link 'x' is none of free,"),
         (overlap, "--wirings x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
         (overlap, "", "--link and --exposed need two or more ranks"),
         (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, transformers, gpt-fast, llama.cpp,"),

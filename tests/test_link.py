@@ -136,6 +136,16 @@ def test_the_link_carries_one_at_a_time_while_the_cpu_computes(clock):
         wait(pending)
 
     assert time_of(overlapped, clock) == pytest.approx(0.02, abs=2e-6)
+    tcp, large = link.parse("tcp+20000us+0.0112gbps"), torch.ones(3000)  # whose bytes take 15 ms
+    group = link.LinkedGroup(None, tcp, 0, 8, CPU)
+    both = time_of(lambda: [wait(p) for p in [all_reduce(group, large), all_reduce(group, x[:1])]], clock)
+    assert both == pytest.approx(0.035, abs=2e-5)
+    assert (tcp.name, tcp.latency_us, tcp.gbps) == ("tcp+20000us+0.0112gbps", 20_000, 0.0112)
+
+
+def test_on_the_clock_latencies_run_at_once_by_tcp():
+    ladder = dataclasses.replace(BASE, n_layers=2, wiring="ladder")
+    assert [clocks.run_layers(ladder, 1.0, 1.0, 3.0, flight=flight).now for flight in (0.0, 3.0)] == [13.0, 9.0]
 
 
 def on_and_off(world, compile, cases):
@@ -382,7 +392,7 @@ def test_one_rank_alone_predicts_times_and_prints_no_text(tmp_path, small, capfd
     printed = capfd.readouterr()
     result = json.loads(out.read_text())
     assert result["tp"] == 8 and result["simulated"] and result["n_layers"] == 2
-    assert result["link"] == {"name": "4000us", "latency_us": 4000.0, "gbps": None}
+    assert result["link"] == {"name": "4000us", "latency_us": 4000.0, "gbps": None, "tcp": False}
     assert result["load_average"] >= 0 and result["tokens"] is result["texts"] is None and printed.out == ""
     assert "PREDICTED times of one rank alone" in printed.err
     assert result["tpot_ms"] >= 4 * 4 + 4  # four all-reduces and the choice of the token

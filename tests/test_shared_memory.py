@@ -316,11 +316,16 @@ def linked(world):
         assert torch.equal(whole, torch.tensor([[0.0], [1.0]]).expand(2, 1000))
         latency = time.perf_counter()
         OPS.wait_tensor(OPS.all_reduce(part, "sum", linked.group_name))
-        return times, gathered, time.perf_counter() - latency, linked.log
+        reduced, log = time.perf_counter() - latency, linked.log
+        linked.link, linked.log = link.Link("x", 50_000.0, None, tcp=True), []
+        for pending in [OPS.all_reduce(part, "sum", linked.group_name) for _ in range(2)]:
+            OPS.wait_tensor(pending)
+        [[_, _, first], [start, _, second]] = linked.log
+        return times, gathered, reduced, log, second - start, second - first
 
 
 def test_an_emulated_link_holds_back_what_shared_memory_has():
-    for times, gathered, reduced, log in run_ranks(2, linked):
+    for times, gathered, reduced, log, one, between in run_ranks(2, linked):
         starts, asked, ends = times[::3], times[1::3], times[2::3]
         assert len(starts) == 4 and starts[0] > 0 and starts == sorted(starts)
         assert all(a < b < c for a, b, c in zip(starts, asked, ends, strict=True))
@@ -329,3 +334,4 @@ def test_an_emulated_link_holds_back_what_shared_memory_has():
         assert all(end >= at - 1e-9 for end, at in zip(ends, least, strict=True))
         # of 4000 bytes: a ring of two passes on half of the result, or twice half of the tensor
         assert gathered >= 0.004 and reduced >= 0.004 and len(log) == 1
+        assert one >= 0.05 and between < 0.045  # by tcp the second one does not wait for the first
