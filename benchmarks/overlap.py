@@ -4,8 +4,9 @@ torchrun --standalone --nproc_per_node=2 -m benchmarks.overlap --links 0,1000,30
 python -m benchmarks.overlap --simulate-tp 8 --model 8b --links nvlink,pcie --json overlap.jsonl
 python -m benchmarks.overlap --wirings standard ladder upper-bound --show overlap.jsonl
 
-Each line of the result is one wiring over one link: the median step, its quartiles, the same model's step without
-all-reduces, one all-reduce on its own, and the limit (measure/exposed.py). All wirings share one set of random weights.
+Each line of the result is one wiring over one link, of a prefill in so many parts: the median step, its quartiles, the
+same model's step without all-reduces, one all-reduce on its own, and the limit (measure/exposed.py). All wirings share
+one set of random weights.
 """
 
 import copy
@@ -50,7 +51,7 @@ def parse(argv):
     p.add_argument("--batch", type=count, default=1, metavar="B")
     p.add_argument("--prompt-length", type=count, default=64, metavar="S", help="filled slots, or the prompt's tokens")
     words = "time the prefill, in so many parts (1), not a decode step; with --eager, or they do not overlap"
-    p.add_argument("--prefill", nargs="?", type=count, const=1, metavar="PARTS", help=words)
+    p.add_argument("--prefill", nargs="*", type=count, metavar="PARTS", help=words)
     p.add_argument("--eager", action="store_true", help="do not compile")
     names = " ".join(variants(SMALL.n_layers))
     p.add_argument("--wirings", metavar="NAME[:N|:I,J,...]", nargs="+", help=f"default: of 8 layers {names}")
@@ -70,9 +71,14 @@ def parse(argv):
         raise InputError(f"--n-layers is {args.n_layers} but {args.model} has {args.config.n_layers}")
     if args.prompt_length >= args.config.max_seq_len:
         raise InputError(f"--prompt-length is {args.prompt_length} but must be below {args.config.max_seq_len}")
+    args.kind = "decode" if args.prefill is None else "prefill"
     n_layers = args.n_layers or args.config.n_layers
     args.config = dataclasses.replace(args.config, n_layers=n_layers, max_seq_len=args.prompt_length + 1)
-    args.configs = {name: rewired(args.config, name) for name in args.wirings or variants(n_layers)}
+    args.ways = {  # what to compare: {name: (its Config, parts of the prefill)}
+        name + f" in {parts} parts" * (parts > 1): (rewired(args.config, name), parts)
+        for name in args.wirings or variants(n_layers)
+        for parts in args.prefill or [1]
+    }
     if args.label and [*args.links] != ["free"]:
         raise InputError("--label says that there is a real link: it goes with --links free")
     return args
@@ -83,28 +89,28 @@ def parse(argv):
 
 
 def measure(args, world):
-    """Return {(name of a link, name of a wiring): (exposed.Case, its report)}, all measured in turns."""
+    """Return {(name of a link, name of a way): (exposed.Case, its report)}, all measured in turns."""
     weights = RandomWeights(args.config, world.device)
     base = load_shard(args.config, weights, torch.bfloat16, world.device, world.rank, world.tp_size)
     watch.at("measurement", timed=False)
     cache = make_cache(base, args.batch, args.prompt_length + 2)  # a step never reads the last slot
     prompts = pad([[1 + row] * args.prompt_length for row in range(args.batch)], world.device)
-    kind, parts = "prefill" if args.prefill else "decode", args.prefill or 1
-    width = -(-args.prompt_length // parts) if args.prefill else 1
-    partial = base.norm.weight.new_zeros(args.batch, width, args.config.dim)
+    tokens = args.prompt_length if args.kind == "prefill" else 1
     torch._dynamo.config.recompile_limit = 1000  # every wiring is a graph of its own, with and without its all-reduces
     if world.rank == 0:
-        print(f"links {', '.join(args.links)}: {len(args.configs)} wirings ...", file=sys.stderr)
-    models = {}
-    for name, config in args.configs.items():
+        print(f"links {', '.join(args.links)}: {', '.join(args.ways)} ...", file=sys.stderr)
+    found = {}
+    for name, (config, parts) in args.ways.items():
         model = copy.copy(base)
         model.config = config
         model.comm = TensorParallel(model.config, world.tp_size, world.group)
         how = not args.eager, not args.eager, parts
         runners = (Runner(m, cache, *how) for m in (model, exposed.silenced(model, world)))
-        models[name] = model.config, *(exposed.replays(runner, *prompts)[kind] for runner in runners), model.comm
-    pairs = itertools.product(args.links, args.configs)
-    cases = {(n, name): exposed.Case(*models[name], partial, args.links[n], parts) for n, name in pairs}
+        partial = base.norm.weight.new_zeros(args.batch, -(-tokens // parts), config.dim)
+        steps = [exposed.replays(runner, *prompts)[args.kind] for runner in runners]
+        found[name] = exposed.Case(config, *steps, model.comm, partial, link.FREE, parts)
+    over = itertools.product(args.links.items(), found.items())
+    cases = {(n, name): case._replace(link=one) for (n, one), (name, case) in over}
     reports = exposed.measure(world, cases, args.rounds, args.seconds)
     return {key: (case, reports[key]) for key, case in cases.items()}
 
@@ -118,9 +124,8 @@ def main(argv=None):
     for (n, name), (_, report) in measured.items() if world.rank == 0 else ():
         emulated = {} if args.label else dataclasses.asdict(args.links[n])
         lines.append({
-            "model": args.model, "n_layers": args.config.n_layers, "kind": "prefill" if args.prefill else "decode",
+            "model": args.model, "n_layers": args.config.n_layers, "kind": args.kind,
             "compiled": not args.eager, "batch": args.batch, "tokens": args.prompt_length, "dtype": "bfloat16",
-            "prefill_parts": args.prefill,
             **about("overlap", argv, world), "link": {**emulated, "name": args.label or n}, "wiring": name,
             **report, "comm": args.comm,
         })  # fmt: skip
@@ -130,7 +135,7 @@ def main(argv=None):
         print(tables(lines), flush=True)
     for key, (case, _) in measured.items() if args.profile is not None else ():
         world.group.link = case.link
-        exposed.profile(Path(args.profile) / "-".join(key), world, {"prefill" if args.prefill else "decode": case.step})
+        exposed.profile(Path(args.profile) / "-".join(key), world, {args.kind: case.step})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -146,8 +151,7 @@ def tables(lines):
         size = f"tp {line['tp']}{', one rank alone' if line['simulated'] else ''}, batch {line['batch']}"
         model = f"{line['model']}, {line['n_layers']} layers, {line['dtype']}, {line['device']}"
         ranks = f"{line['threads']} threads a rank"
-        parts = f" in {line['prefill_parts']} parts" if (line.get("prefill_parts") or 1) > 1 else ""
-        setting = f"{model}, {how} {line['kind']}{parts}, {line['tokens']} tokens, {size}, {ranks}; ms:"
+        setting = f"{model}, {how} {line['kind']}, {line['tokens']} tokens, {size}, {ranks}; ms:"
         settings.setdefault(setting, []).append(line)
     return "\n\n".join(f"{setting}\n\n{table(lines)}" for setting, lines in settings.items())
 
@@ -156,8 +160,9 @@ def table(lines):
     names, rows = list(dict.fromkeys(line["wiring"] for line in lines)), {}
     for line in lines:
         rows.setdefault(line["link"]["name"], {})[line["wiring"]] = line
+    whole = [name for name in names if not name.endswith(" parts")] or names
     cells = [
-        [n, milliseconds(statistics.median(line["all_reduce_ms"] for line in row.values()), 2, lines[0]["device"])]
+        [n, milliseconds(statistics.median(row[w]["all_reduce_ms"] for w in whole if w in row), 2, lines[0]["device"])]
         + [cell(row[name], row) if name in row else "" for name in names]
         for n, row in rows.items()
     ]

@@ -86,6 +86,17 @@ def test_overlap_writes_a_line_for_each_wiring_and_link_and_a_trace(tiny, printe
     assert "| link | one all-reduce, ms | ladder |" in printed(overlap, "--wirings", "ladder", "--show", out)
 
 
+def test_overlap_compares_a_prefill_in_parts(tiny, printed, tmp_path):
+    out = tmp_path / "out.jsonl"
+    flags = ["--model", "1b", "--simulate-tp", "2", "--prompt-length", "7", "--eager", "--rounds", "3", "--json", out]
+    shown = printed(overlap, *flags, "--wirings", "standard", "ladder", "--links", "0,tcp+2000us", "--prefill", 1, 2)
+    lines = read(out)
+    names = ["standard", "standard in 2 parts", "ladder", "ladder in 2 parts"]
+    assert [line["wiring"] for line in lines] == 2 * names and {line["kind"] for line in lines} == {"prefill"}
+    assert [(line["all_reduces"], line["all_reduce_bytes"]) for line in lines[:2]] == [(4, 7 * 128), (8, 4 * 128)]
+    assert lines[4]["link"]["tcp"] and f"| {' | '.join(names)} |" in shown
+
+
 def test_overlap_on_real_ranks_names_their_link(tiny, tmp_path):
     out = tmp_path / "out.jsonl"
     flags = ["--wirings", "standard", "--links", "free", "--label", "veth"]
@@ -126,7 +137,7 @@ def test_overlap_s_cells_say_what_is_noise():
 
 
 def test_a_new_wiring_is_measured(own_wiring, tiny, printed):
-    assert "own-wiring" in overlap.parse(["--model", "8b"]).configs  # without being named
+    assert "own-wiring" in overlap.parse(["--model", "8b"]).ways  # without being named
     flags = ["--model", "8b", "--n-layers", 2, "--simulate-tp", 2, "--batch", 4, "--links", "1000", "--eager"]
     shown = printed(overlap, *flags, "--rounds", 3, "--wirings", "standard", "own-wiring", "own-wiring:1")
     assert "| standard | own-wiring | own-wiring:1 |" in shown
