@@ -45,7 +45,7 @@ def said(monkeypatch, capsys):
     def warned(free, rank=0, ranks=4, local=4, **changes):
         monkeypatch.setattr(report, "free_bytes", lambda device: free)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-        preflight.warn(launch.World(rank, ranks, CPU, **changes), 2, 16, (SMALL, torch.float32, ranks))
+        preflight.warn(launch.World(rank, ranks, CPU, **changes), 2, 16, (SMALL, torch.float32, rank, ranks))
         return capsys.readouterr().err
 
     return warned
@@ -57,7 +57,7 @@ def test_a_run_that_does_not_fit_is_said_in_a_line_of_rank_0(said):
         sharers = 1 if flags else local  # the ranks of a machine share its memory; a simulated one has it alone
         assert said(sharers * need, local=local, **flags) == ""
         line = said(sharers * (need - 1), local=local, **flags)
-        assert line.count("\n") == 1 and "needed per rank" in line and "out of memory" not in line
+        assert line.count("\n") == 1 and "needed on rank 0" in line and "out of memory" not in line
     assert said(1, rank=1) == ""
 
 
@@ -75,8 +75,8 @@ def test_scripts_warn_before_they_load_and_go_on(monkeypatch, capsys, tiny, tmp_
     for main, flags, wanted in (
         (generate.main, "--model 405b --prompt-length 10", "about 811."),
         (generate.main, "--model 1b --prompt-length 100 --batch 4096 --max-new-tokens 100", "29.3"),
-        (generate.main, f"--checkpoint {tiny} --interactive 60", "needed per rank"),
-        (eval.main, f"--checkpoint {tiny} --text {tmp_path / 'text'} --compare {tiny}", "needed per rank"),
+        (generate.main, f"--checkpoint {tiny} --interactive 60", "needed on rank 0"),
+        (eval.main, f"--checkpoint {tiny} --text {tmp_path / 'text'} --compare {tiny}", "needed on rank 0"),
     ):
         with pytest.raises(Loading):
             main(flags.split())
