@@ -119,7 +119,7 @@ def join(device=None, flags=None):
     flags = flags or {}
     shares, ranks = flags.get("shares"), flags.get("simulate_tp") or tp_size
     if shares and len(shares) != ranks:
-        raise InputError(f"--shares {','.join(map(str, shares))} is of {len(shares)} ranks: here are {ranks}")
+        raise InputError(f"--shares has {len(shares)} numbers: give {ranks}, one for each rank")
     if tp_size == 1:
         return World(rank, tp_size, choose_device(device, rank, tp_size), shares=shares)
     from kernels import gloo, shared_memory  # a single process does without them

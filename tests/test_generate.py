@@ -45,7 +45,7 @@ KEYS = (
     "model, n_layers, wiring, made_for_tp, dtype, quant, link, tp, simulated, device, hardware, threads, load_average, "
     "torch, comm, commit, settings, load_s, batch, prompt_tokens, new_tokens, exposed, compile_s, prefill_s, decode_s, "
     "ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, bandwidth, mbu, peak_bytes, prefill_parts, tokens, texts, draft, "
-    "speculate, passes, drafted, accepted, draft_s"
+    "speculate, passes, drafted, accepted, draft_s, shares"
 )
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
@@ -148,6 +148,27 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, how, out
     assert result["tok_s_user"] == pytest.approx(1e3 / result["tpot_ms"])
     assert result["ttft_ms"] == pytest.approx(1e3 * result["prefill_s"])
     assert result["decode_s"] == pytest.approx(11e-3 * result["tpot_ms"])
+
+
+def test_unlike_ranks_say_the_same(tiny, greedy, out):
+    flags = ["--temperature", "0", "--max-new-tokens", "12", "--ignore-eos", "--prompt", PROMPTS[0], "--shares", "4,1"]
+    result, *_ = run_json(tiny, *flags, out=out, ranks=2, how=launched)
+    assert result["tokens"] == greedy("standard")[:1] and (result["tp"], result["shares"]) == (2, [4, 1])
+
+
+@pytest.mark.parametrize("shares, words", [((9, 1), "1 of 10"), ((4, 1, 1), "1 of 6")])
+def test_shares_that_leave_a_rank_without_a_head_end_all_before_they_load(shares, words, tiny):
+    found = run_ranks(shares, refused, "--checkpoint", str(tiny), "--prompt", "a")
+    assert found == [f"--shares: {words} is none of 5 KV heads: each needs 1 in 5"] * len(shares)
+
+
+def refused(world, *args):
+    """What main() says on this rank."""
+    with pytest.MonkeyPatch.context() as m, pytest.raises(InputError) as error:
+        m.setattr(launch, "join", lambda *_: world)
+        m.setattr(generate, "load_model", None)
+        generate.main(args)
+    return str(error.value)
 
 
 def test_the_functions_of_a_notebook(tiny, greedy, monkeypatch):
