@@ -144,7 +144,7 @@ def test_a_rank_reads_only_its_slice():
             read.append((name, target.numel()))
 
     state = random_model(config).state_dict()
-    tp.load_shard(config, Counting(state), torch.float32, "cpu", rank=1, tp_size=4)
+    tp.load_shard(config, Counting(state), torch.float32, "cpu", rank=1, shares=4)
     assert len(read) == len(state)
     for name, count in read:
         whole = "embeddings" in name or "norm" in name
