@@ -38,7 +38,7 @@ def parse(argv):
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder of weights, e.g. demo")
     p.add_argument("--batch", type=count, metavar="B", help="rows at a time, e.g. 4; default: 256 MB of logits")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's own")
-    cli.add_rank_flags(p)
+    cli.add_rank_flags(p, sharded=True)
     cli.add_comm_flag(p)
     cli.add_json_flag(p, "the line")
     what = p.add_mutually_exclusive_group(required=True)
@@ -164,7 +164,7 @@ def main(argv=None):
             alone(own, cli.asked_wiring(args) or "ladder", 0)  # or an InputError
         config = own if args.sensitivity else cli.with_wiring(own, args)
         if world.rank == 0:
-            cli.warn_of_wiring(own, config, world.tp_size)
+            cli.warn_of_wiring(own, config, world.shares)
         tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
         if tokenizer is None:
             raise InputError(f"{args.checkpoint} has no tokenizer")
@@ -180,9 +180,10 @@ def main(argv=None):
             if other:
                 check_vocabulary(config, args.checkpoint, other, args.compare, f"--compare {args.compare}")
             text = *read_documents(args, tokenizer), plan_windows(args, config, other or config)
-        models = [(config, checkpoint.chosen_dtype(args.dtype, args.checkpoint), world.tp_size)]
+        place = world.rank, world.shares
+        models = [(config, checkpoint.chosen_dtype(args.dtype, args.checkpoint), *place)]
         if args.compare:
-            models.append((other, checkpoint.chosen_dtype(args.dtype, args.compare), world.tp_size))
+            models.append((other, checkpoint.chosen_dtype(args.dtype, args.compare), *place))
         preflight.warn(world, 0, 0, *models)  # no cache
     if not world.alone:
         read = {f"contents of --{name}": getattr(args, name) for name in ("checkpoint", "compare")}
@@ -198,8 +199,9 @@ def main(argv=None):
     if world.rank > 0:
         return
     line = {
-        "model": checkpoint.name(args.checkpoint), "wiring": config.wiring, "tp": world.tp_size, "comm": args.comm,
-        "quant": config.quant, "group_size": config.group_size, "dtype": dtype_name(model.norm.weight.dtype), **found,
+        "model": checkpoint.name(args.checkpoint), "wiring": config.wiring, "tp": world.tp_size, "shares": world.shares,
+        "comm": args.comm, "quant": config.quant, "group_size": config.group_size,
+        "dtype": dtype_name(model.norm.weight.dtype), **found,
         "seconds": time.perf_counter() - start, "torch": torch.__version__, "commit": report.git_commit(),
     }  # fmt: skip
     print(json.dumps(line))

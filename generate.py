@@ -37,11 +37,11 @@ def load_model(config, folder, dtype, world):
     with world.together():
         weights = checkpoint.open_weights(folder, config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder, weights)
-        model = load_shard(config, weights, dtype, world.device, world.rank, world.tp_size)
+        model = load_shard(config, weights, dtype, world.device, world.rank, world.shares)
     watch.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
     int_linear.use_kernels(model)
     if world.group is not None:
-        model.comm = TensorParallel(config, world.tp_size, world.group)
+        model.comm = TensorParallel(config, world.shares, world.group)
     return model
 
 
@@ -239,7 +239,7 @@ def parse(argv):
     g.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the weights (default: the checkpoint's, or bfloat16)")
     words = 'torch.compile the decode step, with "all" the prefill too; needs a C++ compiler'
     g.add_argument("--compile", nargs="?", const="decode", choices=("decode", "all"), help=words)
-    cli.add_rank_flags(g)
+    cli.add_rank_flags(g, sharded=True)
     cli.add_wiring_flags(p)
     terminal.add_prompt_flags(p)
     g = p.add_argument_group("generation")
@@ -269,7 +269,7 @@ def describe(args, world):
     own = checkpoint.read_config(args.checkpoint)
     config = cli.with_wiring(own, args)
     if world.rank == 0:
-        cli.warn_of_wiring(own, config, world.tp_size)
+        cli.warn_of_wiring(own, config, world.shares)
     return config, load_tokenizer(args.checkpoint, config.vocab_size)
 
 
@@ -295,8 +295,8 @@ def main(argv=None):
             source = speculative.read_draft(args.draft, config, args.checkpoint, world.tp_size)
             slots += 1 + source.most  # a row that is done stays at its last token, which is read again
         dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
-        drafts = [(source.config, dtype, 1)] if source and source.folder else []
-        preflight.warn(world, len(prompts), slots, (config, dtype, world.tp_size), *drafts)
+        drafts = [(source.config, dtype, 0, 1)] if source and source.folder else []
+        preflight.warn(world, len(prompts), slots, (config, dtype, world.rank, world.shares), *drafts)
     if not world.alone:  # else there is nobody to agree with, and no reason to read the files
         contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
         if args.checkpoint:

@@ -23,7 +23,6 @@ class InputError(ValueError):
 
 # ---- The collectives, as a wiring asks for them ----------------------------------------------------------------------
 
-
 BLOCK = 16  # ids that lie on one rank: no rank's part of the vocabulary begins within such a block
 
 

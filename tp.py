@@ -19,68 +19,70 @@ from runtime import watch
 # ---- The sharding plan -----------------------------------------------------------------------------------------------
 
 
-def share(n, rank, ranks):
-    """Return the range (start, stop) of n things that a rank gets; the sizes differ by at most one.
+def share(n, rank, shares, things=None):
+    """Return the range (start, stop) of n things that a rank gets; where they have a name, an empty one is refused.
 
-    The first share is never a smaller one: a rank that is simulated alone has the slowest rank's work.
+    The first of equal shares is never a smaller one: a rank that is simulated alone has the slowest rank's work.
     """
-    return -(-n * rank // ranks), -(-n * (rank + 1) // ranks)
+    start, stop = (-(-n * sum(shares[:r]) // sum(shares)) for r in (rank, rank + 1))
+    if things and start == stop:
+        raise InputError(f"--shares: {shares[rank]} of {sum(shares)} is none of {n} {things}: each needs 1 in {n}")
+    return start, stop
 
 
-def shard_plan(config, rank, tp_size):
+def shard_plan(config, rank, shares):
     """Return {name in its module: (dimension, [(start, stop), ...])}: what this rank holds of each sharded linear.
 
     Column-wise (rows of the weight, dimension 0): wqkv by KV-head groups, w1, w3, and the output head by the
     vocabulary. Row-wise (columns of the weight, dimension 1): wo and w2. With more ranks than KV heads, the ranks
     that share a KV head each hold a copy of it and a part of its query heads. The MLP is cut between the groups of w2,
     in int4 every 128 columns if it can be; where groups are too few, between halves of them and so on.
-    Raises InputError when a rank would be left without a head or without a part of the MLP.
+    shares: a World's, or a number of ranks alike. Raises InputError when one would have no head or part of the MLP.
     """
+    shares = (1,) * shares if isinstance(shares, int) else shares
+    tp_size, alike = len(shares), sum(shares) / min(shares)  # so many ranks if each had the least share
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, width = N // K, config.intermediate_size
     size = 1 if config.group_size is None or "w2" in config.kept else config.group_size
-    if size > 1 and width % 128 == 0 and width >= 8 * 128 * tp_size and not config.kind.tp_bound:
-        size = 128  # as PyTorch's kernel for int4 on a GPU wants it; no share is more than an eighth above the even one
-    while size > 8 and width // size < tp_size:  # few_rows.cpp takes groups of 8 and more
+    if size > 1 and width % 128 == 0 and width >= 8 * 128 * alike and not config.kind.tp_bound:
+        size = 128  # as PyTorch's kernel for int4 on a GPU wants it; no share is more than an eighth above its due
+    while size > 8 and width // size < alike:  # few_rows.cpp takes groups of 8 and more
         size //= 2
-    parts = width // size
-    limit = min(N, parts)
-    if not 1 <= tp_size <= limit:
+    parts, limit = width // size, min(N, width // size)
+    if tp_size > limit:
         name = "n_heads" if limit == N else "intermediate_size" + (f" / {size}" if size > 1 else "")
         raise InputError(f"tp {tp_size} cannot shard {name} {limit}: use 1 to {limit} ranks")
     if tp_size <= K:
-        first, last = share(K, rank, tp_size)
+        first, last = share(K, rank, shares, "KV heads")
         qkv = [(first * (G + 2) * H, last * (G + 2) * H)]
         heads = first * G, last * G
     else:
         group = rank * K // tp_size
         sharers = [r for r in range(tp_size) if r * K // tp_size == group]
-        a, b = share(G, sharers.index(rank), len(sharers))
+        a, b = share(G, sharers.index(rank), [shares[r] for r in sharers], "query heads of a KV head")
         start = group * (G + 2) * H
         qkv = [(start + a * H, start + b * H), (start + G * H, start + (G + 2) * H)]
         heads = group * G + a, group * G + b
-    hidden = [tuple(i * size for i in share(parts, rank, tp_size))]
-    part = head_rows(config.vocab_size, tp_size)
-    vocabulary = [(min(rank * part, config.vocab_size), min((rank + 1) * part, config.vocab_size))]
+    hidden = [tuple(i * size for i in share(parts, rank, shares, "parts of the MLP"))]
     return {
-        "wqkv": (0, qkv), "wo": (1, [(heads[0] * H, heads[1] * H)]), "output": (0, vocabulary),
-        "w1": (0, hidden), "w3": (0, hidden), "w2": (1, hidden),
+        "wqkv": (0, qkv), "wo": (1, [(heads[0] * H, heads[1] * H)]), "w1": (0, hidden), "w3": (0, hidden),
+        "w2": (1, hidden), "output": (0, [head_rows(config.vocab_size, rank, shares)]),
     }  # fmt: skip
 
 
-def head_rows(vocab_size, tp_size):
-    """Return the rows of the output head on each rank, whole blocks; the last ranks may hold fewer."""
-    return -(-vocab_size // (BLOCK * tp_size)) * BLOCK
+def head_rows(vocab_size, rank, shares):
+    """Return the range of the rows of the output head on a rank: whole blocks, but for the vocabulary's end."""
+    return tuple(min(i * BLOCK, vocab_size) for i in share(-(-vocab_size // BLOCK), rank, shares))
 
 
-def held(skeleton, dtype, rank=0, tp_size=1):
+def held(skeleton, dtype, rank=0, shares=1):
     """Return {name: (shape, dtype, dimension, ranges, each)}: what this rank holds of every tensor of a checkpoint.
 
     That is the ranges [(start, stop), ...] of the dimension, joined; None for all of it, [] for zeros. Ranges count the
     columns of a matrix; one stored number covers `each` of them: a packed byte 2, the scale of a group all of its own.
     skeleton: int_linear.skeleton(config). Raises InputError as shard_plan does.
     """
-    plan, found = shard_plan(skeleton.config, rank, tp_size), {}
+    plan, found = shard_plan(skeleton.config, rank, shares), {}
     for name, whole in skeleton.named_parameters():  # a tied output head is not among them
         path, _, kind = name.rpartition(".")
         dim, ranges = plan.get(path.rpartition(".")[2], (0, None))
@@ -97,7 +99,7 @@ def held(skeleton, dtype, rank=0, tp_size=1):
     return found
 
 
-def load_shard(config, weights, dtype, device, rank=0, tp_size=1):
+def load_shard(config, weights, dtype, device, rank=0, shares=1):
     """Return the Transformer with this rank's shard of the weights, on the device, of the dtype; without collectives.
 
     weights: anything with shape(name), dtype(name) and fill(target, name, dim, ranges), such as checkpoint.Weights.
@@ -106,13 +108,13 @@ def load_shard(config, weights, dtype, device, rank=0, tp_size=1):
     if torch.device(device).type == "cpu":
         cpu.keep_freed_memory()
     model = int_linear.skeleton(config)
-    parts = held(model, dtype, rank, tp_size).items()
+    parts = held(model, dtype, rank, shares).items()
     for name, part in tqdm(parts, desc="loading", unit="tensor", delay=1, disable=rank > 0 or None):
         watch.at("load of", name)
         check_shape(weights, name, model.get_parameter(name).shape)
         _put(model, name, read_part(weights, name, *part, device))
     if config.tie_embeddings:
-        [(start, stop)] = shard_plan(config, rank, tp_size)["output"][1]
+        [(start, stop)] = shard_plan(config, rank, shares)["output"][1]
         for kind, tensor in model.tok_embeddings.named_parameters():
             _put(model, f"output.{kind}", tensor[start:stop])
     return model.to(device)  # moves the rope frequencies, which stay float32
@@ -172,9 +174,11 @@ def _gather(part, tp_size, group):
 class TensorParallel:
     """The collectives of a process group; see SingleDevice in model.py for their meaning."""
 
-    def __init__(self, config, tp_size, group):
-        self.tp_size, self.vocab_size, self.group = tp_size, config.vocab_size, group.group_name
-        self.first = group.rank() * head_rows(config.vocab_size, tp_size)
+    def __init__(self, config, shares, group):
+        shares = (1,) * shares if isinstance(shares, int) else shares
+        self.tp_size, self.vocab_size, self.group = len(shares), config.vocab_size, group.group_name
+        parts = [head_rows(config.vocab_size, rank, shares) for rank in range(self.tp_size)]
+        self.first, self.sizes = parts[group.rank()][0], [stop - start for start, stop in parts]
 
     def start(self, partial):
         return torch.ops._c10d_functional.all_reduce(partial, "sum", self.group)
@@ -191,10 +195,10 @@ class TensorParallel:
         return x + pending
 
     def part(self, logits):
-        return padded(logits, head_rows(self.vocab_size, self.tp_size)), self.first, self.vocab_size
+        return padded(logits, -(-max(self.sizes) // BLOCK) * BLOCK), self.first, self.vocab_size
 
     def exchange(self, x):
         return torch.ops.ladder.gather(x, self.tp_size, self.group)
 
     def gather(self, logits):
-        return self.exchange(self.part(logits)[0]).movedim(0, -2).flatten(-2)[..., : self.vocab_size]
+        return torch.cat([x[..., :n] for x, n in zip(self.exchange(self.part(logits)[0]), self.sizes, strict=True)], -1)

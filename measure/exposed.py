@@ -31,7 +31,7 @@ class Silent(TensorParallel):
 def silenced(model, world):
     """Return the same model, of the same weights, without its all-reduces."""
     model = copy.copy(model)
-    model.comm = Silent(model.config, world.tp_size, world.group)
+    model.comm = Silent(model.config, world.shares, world.group)
     return model
 
 

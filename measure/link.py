@@ -119,7 +119,8 @@ def emulate(world, link, simulate_tp=None):
     else:
         group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
     simulated = simulate_tp is not None
-    return launch.World(world.rank, tp_size, world.device, group, simulated=simulated, dist_group=world.dist_group)
+    shares = world.shares if len(world.shares) == tp_size else None
+    return launch.World(world.rank, tp_size, world.device, group, simulated, world.dist_group, shares)
 
 
 class LinkedGroup(Group):

@@ -9,35 +9,34 @@ from measure import report
 from tp import held, shard_plan
 
 
-def weight_bytes(config, dtype, rank=0, tp_size=1):
+def weight_bytes(config, dtype, rank=0, shares=1):
     """Return the bytes of a rank's weights. Raises InputError as shard_plan does."""
-    parts = held(int_linear.skeleton(config), dtype, rank, tp_size).values()
+    parts = held(int_linear.skeleton(config), dtype, rank, shares).values()
     return sum(math.prod(shape) * stored.itemsize for shape, stored, *_ in parts)
 
 
-def cache_bytes(config, dtype, rows, slots, rank=0, tp_size=1):
+def cache_bytes(config, dtype, rows, slots, rank=0, shares=1):
     """Return the bytes of a rank's KV cache: the rows of wqkv that are no queries, for each slot."""
-    plan = shard_plan(config, rank, tp_size)
+    plan = shard_plan(config, rank, shares)
     heads, queries = (sum(stop - start for start, stop in plan[name][1]) for name in ("wqkv", "wo"))
     return config.n_layers * rows * slots * (heads - queries) * dtype.itemsize
 
 
 def warn(world, rows, slots, *models):
-    """Print a line on stderr if the models [(Config, dtype, tp_size)] and their caches are larger than the free memory.
+    """Print a line on stderr if models [(Config, dtype, rank, shares)] and their caches exceed the free memory.
 
-    Rank 0 has the largest shard, and says it for all. Activations come on top.
+    Of equal shares rank 0 has the largest, and says it for all. Activations come on top. Raises InputError.
     """
-    if world.rank > 0:
+    if world.rank > 0 and len(set(world.shares)) == 1:
         return
     needed = sum(
-        weight_bytes(config, dtype, 0, tp_size) + cache_bytes(config, dtype, rows, slots, 0, tp_size)
-        for config, dtype, tp_size in models
+        weight_bytes(config, dtype, *place) + cache_bytes(config, dtype, rows, slots, *place)
+        for config, dtype, *place in models
     )
     # the CPU ranks of a machine share its memory
     sharers = 1 if world.alone or world.device.type != "cpu" else int(os.environ.get("LOCAL_WORLD_SIZE", world.tp_size))
-    free = report.free_bytes(world.device) / sharers
+    here = world.shares[world.rank // sharers * sharers :][:sharers]
+    free = report.free_bytes(world.device) * world.shares[world.rank] / sum(here)
     if needed > free:
-        print(
-            f"weights and cache may not fit: about {needed / 1e9:,.2f} GB needed per rank, {free / 1e9:,.2f} free",
-            file=sys.stderr,
-        )
+        text = f"about {needed / 1e9:,.2f} GB needed on rank {world.rank}, {free / 1e9:,.2f} free"
+        print(f"weights and cache may not fit: {text}", file=sys.stderr)

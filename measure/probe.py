@@ -58,6 +58,16 @@ def probe(world):
     return found
 
 
+def fitting_shares(rates):
+    """Return the least whole numbers up to 8 that let ranks of such bandwidths read a model soonest, as a tuple.
+
+    None where the bandwidths differ by a quarter at most, or no numbers are better than equal ones.
+    """
+    found = [tuple(max(1, round(most * rate / max(rates))) for rate in rates) for most in range(1, 9)]
+    best = min(found, key=lambda shares: max(x / sum(shares) / rate for x, rate in zip(shares, rates, strict=True)))
+    return best if max(rates) > 1.25 * min(rates) and len(set(best)) > 1 else None
+
+
 def main():
     p = cli.Parser(__doc__)
     cli.add_rank_flags(p)
@@ -79,6 +89,8 @@ def main():
         measured = link.custom(round(lines[0]["us"], 1), round(lines[-1]["gbps"], 3))
         rate = min(found["bandwidth"]) / 1e9
         print(f"for measure.advise: --tp {world.tp_size} --bandwidth-gbs {rate:.1f} --link {measured.name}")
+    if shares := fitting_shares(found["bandwidth"]):
+        print(f"for ranks so unlike: --shares {','.join(map(str, shares))}")
     if args.json:
         writing.append_line(args.json, {**environment, "probe": found})
 

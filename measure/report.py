@@ -87,7 +87,7 @@ def environment(world):
     """Return what a result depends on and no flag says. settings: the environment's variables for NCCL and gloo."""
     device = world.device
     return {
-        "tp": world.tp_size, "simulated": world.simulated, "device": device.type,
+        "tp": world.tp_size, "shares": world.shares, "simulated": world.simulated, "device": device.type,
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "threads": torch.get_num_threads(), "load_average": os.getloadavg()[0],
         "torch": torch.__version__, "commit": git_commit(),

@@ -64,8 +64,11 @@ def appendable(path):
     return path
 
 
-def add_rank_flags(parser):
-    """Add the flags that launch.join takes."""
+def add_rank_flags(parser, sharded=False):
+    """Add the flags that launch.join takes. sharded: the ranks share a model out."""
+    if sharded:
+        words, numbers = "what each rank gets of the heads, MLP and vocabulary, in proportion: e.g. 3,1", "N,N,..."
+        parser.add_argument("--shares", type=lambda text: (*map(count, text.split(",")),), metavar=numbers, help=words)
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda if each rank finds a GPU, else cpu")
     parser.add_argument(
         "--timeout",
@@ -133,16 +136,17 @@ def with_wiring(config, args):
         raise InputError(f"--{'ladder-layers' if args.ladder_layers else 'wiring'}: {e}") from None
 
 
-def warn_of_wiring(own, config, tp_size):
+def warn_of_wiring(own, config, shares):
     """Say on stderr when a checkpoint runs in another wiring than its own, or on other ranks than it was made for."""
+    ranks = len(shares) if len(set(shares)) == 1 else f"{len(shares)} unlike"
     if own.function == config.function:
-        if config.made_for_tp not in (None, tp_size):
-            text = f"these weights were made for {config.wiring} on {config.made_for_tp} ranks, and run on {tp_size}"
+        if config.made_for_tp not in (None, ranks):
+            text = f"these weights were made for {config.wiring} on {config.made_for_tp} ranks, and run on {ranks}"
             print(f"{text}: expect a loss", file=sys.stderr)
         return
     loss = "another function than these weights were trained for: eval.py measures the loss"
-    if own.wiring == "standard" and config.kind.runs_standard and tp_size == 1:
+    if own.wiring == "standard" and config.kind.runs_standard and ranks == 1:
         loss = "which is the same on one device"
     elif own.wiring == "standard" and config.kind.runs_standard == "any":
-        loss = f"on {tp_size} ranks: expect a loss (eval.py measures it)"
+        loss = f"on {ranks} ranks: expect a loss (eval.py measures it)"
     print(f"these weights are {own.wiring}'s, and run as {config.wiring}, {loss}", file=sys.stderr)

@@ -50,11 +50,12 @@ class World:
 
     group: the process group of the model's collectives, or None for a single device. dist_group: the group of
     torch.distributed's own collectives, or None for the default one. A simulated rank (measure/link.py) has a tp_size
-    and a group, but no peers: it is alone.
+    and a group, but no peers: it is alone. shares: what each rank is to hold of a model in proportion to the others.
     """
 
-    def __init__(self, rank, tp_size, device, group=None, simulated=False, dist_group=None):
+    def __init__(self, rank, tp_size, device, group=None, simulated=False, dist_group=None, shares=None):
         self.rank, self.tp_size, self.device, self.group = rank, tp_size, device, group
+        self.shares = shares or (1,) * tp_size
         self.simulated, self.dist_group, self.alone = simulated, dist_group, simulated or tp_size == 1
 
     def gather(self, value):
@@ -116,16 +117,19 @@ def join(device=None, flags=None):
     global _watch
     rank, tp_size = rank_and_size()
     flags = flags or {}
-    comm = flags.get("comm", "auto")
+    comm, shares = flags.get("comm", "auto"), flags.get("shares")
+    ranks = flags.get("simulate_tp") or tp_size
+    if shares and len(shares) != ranks:
+        raise InputError(f"--shares has {len(shares)} numbers: give {ranks}, one for each rank")
     if tp_size == 1:
         if comm != "auto":
             raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun")
-        return World(rank, tp_size, choose_device(device, rank, tp_size))
+        return World(rank, tp_size, choose_device(device, rank, tp_size), shares=shares)
     from kernels import gloo, shared_memory  # a single process does without them
 
     store, node = _store(), os.environ.get("GROUP_RANK", f"of rank {rank}")  # torchrun's number of the node
     device = choose_device(device, rank, tp_size)
-    world = World(rank, tp_size, device)
+    world = World(rank, tp_size, device, shares=shares)
     world.agree(_start(flags, device))
     found = world.gather((node, os.getpid()))
     neighbours = {r: process for r, (place, process) in enumerate(found) if place == node}

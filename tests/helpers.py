@@ -130,8 +130,8 @@ class StateWeights:
 def shard(config, world, dtype=torch.float32):
     """This rank's part of random_model, with the collectives of the world's group."""
     weights = StateWeights(random_model(config).state_dict())
-    net = tp.load_shard(config, weights, dtype, "cpu", world.rank, world.tp_size)
-    net.comm = tp.TensorParallel(config, world.tp_size, world.group)
+    net = tp.load_shard(config, weights, dtype, "cpu", world.rank, world.shares)
+    net.comm = tp.TensorParallel(config, world.shares, world.group)
     return net
 
 
@@ -189,7 +189,7 @@ def p_value(draws, least=0):
 
 
 class Pool:
-    """RANKS processes with one thread each. A rank takes (tp_size, function, args) and gives (error, value)."""
+    """RANKS processes with one thread each. A rank takes (shares, function, args) and gives (error, value)."""
 
     def __init__(self):
         port = free_port()
@@ -204,10 +204,10 @@ class Pool:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def run(self, tp_size, function, args, timeout):
+    def run(self, shares, function, args, timeout):
         """(errors, values), each by rank. Of errors the first, because other ranks may wait for that one forever."""
-        work = pickle.dumps((tp_size, function, args))  # tensors by value
-        pipes, values = dict(zip(self.pipes[:tp_size], range(tp_size), strict=True)), {}
+        work = pickle.dumps((shares, function, args))  # tensors by value
+        pipes, values = {pipe: rank for rank, pipe in enumerate(self.pipes[: len(shares)])}, {}
         for pipe in pipes:
             pipe.send_bytes(work)
         deadline = time.monotonic() + timeout
@@ -236,23 +236,23 @@ class Pool:
 _pool = None
 
 
-def run_ranks(tp_size, function, *args, timeout=HANGS):
-    """[function(world, *args) of each rank], each rank a process of a World of tp_size, at most 4.
+def run_ranks(ranks, function, *args, timeout=HANGS):
+    """[function(world, *args) of each rank], each rank a process of a World. ranks: their number, at most 4, or shares.
 
     A rank that fails or hangs fails the test, and the next test gets new ranks.
     """
     global _pool
     _pool = _pool or Pool()
-    done = False
+    done, shares = False, (1,) * ranks if isinstance(ranks, int) else ranks
     try:
-        errors, values = _pool.run(tp_size, function, args, timeout)
+        errors, values = _pool.run(shares, function, args, timeout)
         done = not errors
     finally:
         if not done:
             stop_ranks()
     if errors:
         pytest.fail("\n".join(f"rank {rank}: {error}" for rank, error in errors.items()), pytrace=False)
-    return [values[rank] for rank in range(tp_size)]
+    return [values[rank] for rank in range(len(shares))]
 
 
 @atexit.register
@@ -280,20 +280,22 @@ def _serve(rank, port, pipe):
         return
     while True:
         try:
-            tp_size, function, args = pickle.loads(pipe.recv_bytes())
+            shares, function, args = pickle.loads(pipe.recv_bytes())
         except EOFError:  # the tests are over
             return
         try:
-            value = function(copy.copy(worlds[tp_size]), *args)
+            world = copy.copy(worlds[len(shares)])
+            world.shares = shares
+            value = function(world, *args)
             answer = pickle.dumps((None, value))
         except BaseException:
             answer = pickle.dumps((traceback.format_exc(), None))
         pipe.send_bytes(answer)
 
 
-def main_on_ranks(tp_size, main, *args):
+def main_on_ranks(ranks, main, *args):
     """[(what it printed, what it said on stderr)] of main(args) of a script on each rank of the pool."""
-    return run_ranks(tp_size, _main, main, [str(arg) for arg in args])
+    return run_ranks(ranks, _main, main, [str(arg) for arg in args])
 
 
 def _main(world, main, args):

@@ -27,6 +27,7 @@ ONE_SHOT = "one_shot -k own_from_start_to_wait"
 FEW_INT = "quantize -k 'exact_up_to_rounding or three_products'"
 TURNS, PARTS = "wiring -k other_parts_compute", "tp -k 'prefill_in_parts and 2'"
 CHUNKS, ENDS, SAMPLING = "generate -k in_chunks", "generate -k own_end", "generate -k 'top_k or equal_seeds'"
+UNLIKE = "generate -k 'chooses_alike and 131-ranks'"
 ALIKE = "generate -k 'chooses_alike and (131 or 17-4)'"
 MARKED, ACCEPTED = "numbers -k sampler_marks", "speculative -k accepted_or_replaced"
 DCP, LOSS = "adapt -k killed_at", "adapt -k loss_is_the_naive"
@@ -55,11 +56,14 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("model.py", "<= positions[..., None]", "< positions[..., None]", DECODE),
     ("model.py", "cache[1][metadata.rows, :, metadata.positions]", "cache[1][:, :, metadata.positions[0]]", DECODE),
     ("model.py", "[:, None, None].expand(B, 1, G, S, T)", "[:, None, :, None].expand(B, 1, S, G, T)", CHUNKS),
-    ("tp.py", "return -(-n * rank // ranks), -(-n * (rank + 1) // ranks)",
-     "return n * rank // ranks, n * (rank + 1) // ranks", PLAN),
-    ("tp.py", "share(G, sharers.index(rank), len(sharers))", "share(G, 0, len(sharers))", PLAN),
+    ("tp.py", "(-(-n * sum(shares[:r]) // sum(shares))", "(n * sum(shares[:r]) // sum(shares)", PLAN),
+    ("tp.py", "share(G, sharers.index(rank), [", "share(G, 0, [", PLAN),
+    ("tp.py", "[shares[r] for r in sharers]", "[1 for r in sharers]", "tp -k shares_say"),
+    ("tp.py", "sum(shares) / min(shares)", "len(shares)", "tp -k cut_finer"),
+    ("tp.py", "= parts[group.rank()][0],", "= parts[0][1] * group.rank(),", UNLIKE),
+    ("tp.py", "x[..., :n]", "x", UNLIKE),
+    ("tp.py", "-(-max(self.sizes) // BLOCK) * BLOCK", "logits.shape[-1]", UNLIKE),
     ("tp.py", "None if rank == 0 else []", "None", RANKS),
-    ("tp.py", "parts.permute(1, 2, 0, 3)", "parts.flip(0).permute(1, 2, 0, 3)", RANKS),
     ("tp.py", '{kind}", tensor[start:stop])', '{kind}", tensor[: stop - start])', RANKS),
     ("tp.py", "return torch.ops.ladder.settle(x, pending, after)",
      "return x if pending is None else x + self.wait(pending)",
@@ -115,7 +119,9 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("decoding/sampling.py", "+ first // BLOCK", "+ 0", ALIKE),
     ("decoding/sampling.py", "token + first), -1)", "token), -1)", ALIKE),
     ("decoding/sampling.py", "where(levels.isfinite().all(0), -1)", "where(levels[0].isfinite(), -1)", ALIKE),
-    ("tp.py", "(BLOCK * tp_size)) * BLOCK", "tp_size)", ALIKE),
+    ("tp.py", "min(i * BLOCK, vocab_size)", "i * BLOCK", "tp -k shares_say"),
+    ("measure/probe.py", "max(rates) > 1.25 * min(rates) and ", "", "bench -k probe_proposes"),
+    ("measure/preflight.py", "[world.rank // sharers * sharers :]", "", "preflight -k unlike"),
     ("decoding/speculative.py", "logits < logits.topk(sample.top_k)", "logits <= logits.topk(sample.top_k)", ACCEPTED),
     ("decoding/speculative.py", "ordered.cumsum(-1) - ordered >= sample", "ordered.cumsum(-1) >= sample", ACCEPTED),
     ("decoding/sampling.py", "torch.Generator(device).manual_seed(seed)", "torch.Generator(device).manual_seed(0)",

@@ -15,6 +15,7 @@ from helpers import HANGS, ROOT
 
 import model
 from measure import plot, results, sweep, timing
+from measure.probe import fitting_shares
 from model import InputError
 
 
@@ -462,6 +463,17 @@ def test_cells_are_medians_and_speedups_are_paired_by_repeat(sweeps):
     each = table(text, "Decode: time per token")
     assert each["2", "real", "standard"] == ["90.9 ms, 11 tok/s, 50 %", "133 ms, 7.5 tok/s, 50 %"]
     assert table(text, "Prefill")["2", "real", "ladder"][0] == "1,000 (1,000-1,000) ~1.00x"
+
+
+@pytest.mark.parametrize(
+    "rates, shares",
+    [
+        ([3e9, 1e9], (3, 1)), ([1e9, 3.1e9], (1, 3)), ([1.2e9, 1e9], None), ([4e9, 4e9, 2e9], (2, 2, 1)), ([1e9], None),
+        ([50e9, 1e9], (8, 1)), ([1e9] * 2, None), ([1.34e9, 1e9], (4, 3)),
+    ],
+)  # fmt: skip
+def test_the_shares_that_a_probe_proposes(rates, shares):
+    assert fitting_shares(rates) == shares
 
 
 def test_settings_and_links_are_told_apart(sweeps):

@@ -39,6 +39,9 @@ SCRIPTS = {
             "--prompt=a --ladder-layers=4": "NAME:N takes 1 to 3",
             "--prompt=a --wiring=spd:x": "no such wiring: 'spd:x'; write spd, spd:N or spd:I,J,...",
             "--prompt=a --quant=int8": "--quant goes with --model",
+            "--prompt=a --shares=3,1": "--shares has 2 numbers: give 1, one for each rank",
+            "--prompt=a --shares=3,0": "--shares: '0' is not a whole number from 1",
+            "--prompt=a --shares=3,1 --simulate-tp=3 --link=pcie": "--shares has 2 numbers: give 3, one for each rank",
             "--prompt=a --interactive": "--interactive takes no prompts",
             "--interactive --exposed": "--exposed measures plain decode steps: without --draft or a chat",
             "--prompt=a --device=tpu": "no such device: tpu; this machine has cpu",
@@ -79,6 +82,7 @@ SCRIPTS = {
     "eval": (
         "--checkpoint {tiny} --text {}/long",
         {
+            "--shares 3,1,": "--shares: '' is not a whole number from 1",
             "--window 65": "--window 65 is longer than the context of 64",
             "--window 8 --stride 8": "--stride is 8 but must be smaller than the window of 8 tokens",
             "--window 1": "--window: '1' is not a whole number from 2",

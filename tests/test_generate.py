@@ -45,7 +45,7 @@ KEYS = (
     "model, n_layers, wiring, made_for_tp, dtype, quant, link, tp, simulated, device, hardware, threads, load_average, "
     "torch, comm, commit, settings, load_s, batch, prompt_tokens, new_tokens, exposed, compile_s, prefill_s, decode_s, "
     "ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, bandwidth, mbu, peak_bytes, prefill_parts, tokens, texts, draft, "
-    "speculate, passes, drafted, accepted, draft_s"
+    "speculate, passes, drafted, accepted, draft_s, shares"
 )
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
@@ -148,6 +148,27 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, how, out
     assert result["tok_s_user"] == pytest.approx(1e3 / result["tpot_ms"])
     assert result["ttft_ms"] == pytest.approx(1e3 * result["prefill_s"])
     assert result["decode_s"] == pytest.approx(11e-3 * result["tpot_ms"])
+
+
+def test_unlike_ranks_say_the_same(tiny, greedy, out):
+    flags = ["--temperature", "0", "--max-new-tokens", "12", "--ignore-eos", "--prompt", PROMPTS[0], "--shares", "4,1"]
+    result, *_ = run_json(tiny, *flags, out=out, ranks=2, how=launched)
+    assert result["tokens"] == greedy("standard")[:1] and (result["tp"], result["shares"]) == (2, [4, 1])
+
+
+@pytest.mark.parametrize("shares, words", [((9, 1), "1 of 10"), ((4, 1, 1), "1 of 6")])
+def test_shares_that_leave_a_rank_without_a_head_end_all_before_they_load(shares, words, tiny):
+    found = run_ranks(shares, refused, "--checkpoint", str(tiny), "--prompt", "a")
+    assert found == [f"--shares: {words} is none of 5 KV heads: each needs 1 in 5"] * len(shares)
+
+
+def refused(world, *args):
+    """What main() says on this rank."""
+    with pytest.MonkeyPatch.context() as m, pytest.raises(InputError) as error:
+        m.setattr(launch, "join", lambda *_: world)
+        m.setattr(generate, "load_model", None)
+        generate.main(args)
+    return str(error.value)
 
 
 def test_the_functions_of_a_notebook(tiny, greedy, monkeypatch):
@@ -380,21 +401,21 @@ def test_many_ids_are_drawn_as_often_as_they_are_likely(settings):
 
 def chosen(world, logits, gathers):
     """What each way of WAYS chooses, given this rank's part of the logits."""
-    comm = tp.TensorParallel(dataclasses.replace(BASE, vocab_size=logits.shape[1]), world.tp_size, world.group)
-    part = logits[:, comm.first : comm.first + tp.head_rows(logits.shape[1], world.tp_size)]
+    comm = tp.TensorParallel(dataclasses.replace(BASE, vocab_size=logits.shape[1]), world.shares, world.group)
+    part = logits[:, slice(*tp.head_rows(logits.shape[1], world.rank, world.shares))]
     assert torch.equal(comm.gather(part), logits) or logits.isnan().any()
     if not gathers:
         comm.gather = None
     return [generate.Sampler(*settings, seed=3)(part, comm).tolist() for settings in WAYS]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4, (3, 1), (1, 9), (5, 2, 1), (1, 4, 2, 2)])
 @pytest.mark.parametrize("vocab_size", [17, 131, 700])  # of 17, two of four ranks hold none
 def test_every_number_of_ranks_chooses_alike(vocab_size, ranks):
     logits = hard_to_choose(vocab_size)
     alone = [generate.Sampler(*settings, seed=3)(logits).tolist() for settings in WAYS]
     assert alone[0] == [row.index(max(row)) for row in logits.tolist()]  # the first of equal ones
-    assert run_ranks(ranks, chosen, logits, True) == [alone] * ranks
+    assert all(found == alone for found in run_ranks(ranks, chosen, logits, True))
     logits[1, -1], logits[4, 0], logits[6, 3] = torch.nan, -torch.inf, torch.inf
     for ids in sum(run_ranks(ranks, chosen, logits, True), []):
         assert [i == -1 for i in ids] == [row in (1, 4, 6) for row in range(8)]

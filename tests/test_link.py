@@ -70,6 +70,12 @@ def test_a_world_over_a_link():
     real = launch.World(1, 2, CPU, dist.group)
     two = link.emulate(real, link.FREE)
     assert (two.rank, two.tp_size, two.simulated) == (1, 2, False) and two.group.inner is dist.group
+    for world, ranks in (
+        (launch.World(0, 1, CPU, shares=(3, 1)), 2),
+        (launch.World(1, 2, CPU, dist.group, shares=(3, 1)), None),
+    ):
+        assert link.emulate(world, link.FREE, ranks).shares == (3, 1)
+    assert (eight.shares, two.shares) == ((1,) * 8, (1, 1))
     with pytest.raises(InputError, match="need two or more ranks"):
         link.emulate(alone, link.FREE)
     with pytest.raises(InputError, match="--simulate-tp is one rank alone: start it with python, not with torchrun"):

@@ -28,7 +28,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize(("rank", "tp_size"), [(0, 1), (1, 2), (2, 4), (5, 7)])
+@pytest.mark.parametrize(("rank", "tp_size"), [(0, 1), (1, 2), (2, 4), (5, 7), (0, (3, 1)), (1, (3, 1))])
 def test_weights_and_cache_are_what_a_rank_will_hold(name, rank, tp_size):
     config, dtype = CONFIGS[name]
     model = load_shard(config, sizes.RandomWeights(config, CPU), dtype, CPU, rank, tp_size)
@@ -42,10 +42,15 @@ def test_weights_and_cache_are_what_a_rank_will_hold(name, rank, tp_size):
 def said(monkeypatch, capsys):
     """A function that returns what warn() prints for such ranks and free memory."""
 
-    def warned(free, rank=0, ranks=4, local=4, **changes):
+    def warned(free, rank=0, ranks=4, local=4, shares=None, **changes):
         monkeypatch.setattr(report, "free_bytes", lambda device: free)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-        preflight.warn(launch.World(rank, ranks, CPU, **changes), 2, 16, (SMALL, torch.float32, ranks))
+        preflight.warn(
+            launch.World(rank, ranks, CPU, shares=shares, **changes),
+            2,
+            16,
+            (SMALL, torch.float32, rank, shares or ranks),
+        )
         return capsys.readouterr().err
 
     return warned
@@ -57,8 +62,18 @@ def test_a_run_that_does_not_fit_is_said_in_a_line_of_rank_0(said):
         sharers = 1 if flags else local  # the ranks of a machine share its memory; a simulated one has it alone
         assert said(sharers * need, local=local, **flags) == ""
         line = said(sharers * (need - 1), local=local, **flags)
-        assert line.count("\n") == 1 and "needed per rank" in line and "out of memory" not in line
+        assert line.count("\n") == 1 and "needed on rank 0" in line and "out of memory" not in line
     assert said(1, rank=1) == ""
+
+
+def test_each_of_unlike_ranks_says_what_it_needs(said):
+    """Three machines, and one: there each rank has its part of what is free."""
+    shares = 3, 1, 1
+    for rank, part in enumerate(shares):
+        need = weight_bytes(SMALL, torch.float32, rank, shares) + cache_bytes(SMALL, torch.float32, 2, 16, rank, shares)
+        for local, free in (1, need), (3, need * 5 / part):
+            assert said(free + 1, rank, 3, local, shares) == ""
+            assert f"needed on rank {rank}, " in said(free - 9, rank, 3, local, shares)
 
 
 def test_scripts_warn_before_they_load_and_go_on(monkeypatch, capsys, tiny, tmp_path):
@@ -75,8 +90,8 @@ def test_scripts_warn_before_they_load_and_go_on(monkeypatch, capsys, tiny, tmp_
     for main, flags, wanted in (
         (generate.main, "--model 405b --prompt-length 10", "about 811."),
         (generate.main, "--model 1b --prompt-length 100 --batch 4096 --max-new-tokens 100", "29.3"),
-        (generate.main, f"--checkpoint {tiny} --interactive 60", "needed per rank"),
-        (eval.main, f"--checkpoint {tiny} --text {tmp_path / 'text'} --compare {tiny}", "needed per rank"),
+        (generate.main, f"--checkpoint {tiny} --interactive 60", "needed on rank 0"),
+        (eval.main, f"--checkpoint {tiny} --text {tmp_path / 'text'} --compare {tiny}", "needed on rank 0"),
     ):
         with pytest.raises(Loading):
             main(flags.split())

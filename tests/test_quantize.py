@@ -356,9 +356,9 @@ ALONE = launch.World(0, 1, torch.device("cpu"))
 
 def int_shard(config, dtype, world=ALONE):
     weights = StateWeights(quantized_state(config))
-    net = tp.load_shard(config, weights, dtype, "cpu", world.rank, world.tp_size)
+    net = tp.load_shard(config, weights, dtype, "cpu", world.rank, world.shares)
     if world.group is not None:
-        net.comm = tp.TensorParallel(config, world.tp_size, world.group)
+        net.comm = tp.TensorParallel(config, world.shares, world.group)
     return net
 
 
@@ -420,6 +420,14 @@ def test_any_tp_computes_what_one_device_does(tp_size):
     cases = [dataclasses.replace(CASES[name], **changes) for name in CASES for changes in wirings[:2]]
     cases += [dataclasses.replace(INT4, **changes) for changes in wirings[2:]]
     check_ranks(tp_size, [(c, torch.float32) for c in cases] + [(c, torch.bfloat16) for c in (INT8, INT4)])
+
+
+@pytest.mark.parametrize("shares", [(3, 1), (5, 2, 1), (1, 4, 2, 2)], ids=str)
+def test_unlike_ranks_of_integers_compute_what_one_device_does(shares):
+    heads = {"n_heads": 8, "n_kv_heads": 8}, {"n_heads": 8, "n_kv_heads": 1}
+    cases = [dataclasses.replace(CASES[name], **h) for name in ("int8", "int4", "biased", "tied") for h in heads]
+    cases[::2] = [dataclasses.replace(c, wiring="ladder") for c in cases[::2]]
+    check_ranks(shares, [(c, torch.float32) for c in cases] + [(c, torch.bfloat16) for c in cases[:4]])
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from reference import Reference
 import tp
 from kernels import few_rows
 from measure import link
-from model import InputError
+from model import BLOCK, InputError
 from runtime import launch
 
 SHAPES = {  # every kind of split at tp 2, 3, 4: even, uneven, replicated KV heads, odd sizes
@@ -31,6 +32,9 @@ CASES += [{**changes, **UNEVEN} for changes in WIRED] + [{**changes, **BIASED} f
 COMPILED = {2: WIRED, 3: [WIRED[1], *wired("parallel")], 4: [WIRED[1], wired("desync")[0]]}
 HALVED = {**UNEVEN, "head_dim": 64}  # which few_rows.cpp knows the attention of
 LADDER = {"wiring": "ladder", "n_layers": 2}
+UNLIKE = [(3, 1), (5, 2, 1), (1, 4, 2, 2)]
+MANY = {"n_heads": 16, "n_kv_heads": 8, "intermediate_size": 101, "vocab_size": 130}
+ONE = {**BIASED, "n_heads": 8, "n_kv_heads": 1, "vocab_size": 130}  # fewer than there are ranks
 
 
 def covered(ranges):
@@ -80,6 +84,48 @@ def test_int4_is_cut_as_its_kernel_on_a_gpu_wants_it_where_shares_stay_about_eve
     assert max(floats) - min(floats) <= 1
 
 
+@pytest.mark.parametrize("shares", UNLIKE, ids=str)
+@pytest.mark.parametrize("changes", [MANY, ONE, {**MANY, "intermediate_size": 4096}], ids=str)
+def test_unlike_ranks_hold_what_their_shares_say(changes, shares):
+    config = dataclasses.replace(BASE, **changes)
+    plans = [tp.shard_plan(config, rank, shares) for rank in range(len(shares))]
+    N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
+    heads = N * H, (H if len(shares) > K else N // K * H)
+    for name, (whole, unit) in {"wo": heads, "w2": (config.intermediate_size, 1), "output": (130, BLOCK)}.items():
+        widths = [len(covered(plan[name][1])) for plan in plans]
+        assert covered(r for plan in plans for r in plan[name][1]) == list(range(whole))
+        assert all(abs(n - whole * s / sum(shares)) < unit for n, s in zip(widths, shares, strict=True)), name
+
+
+def test_equal_shares_are_a_number_of_ranks():
+    config = dataclasses.replace(BASE, **MANY)
+    for ranks in (1, 2, 3, 5):
+        assert all(tp.shard_plan(config, r, ranks) == tp.shard_plan(config, r, (7,) * ranks) for r in range(ranks))
+
+
+def test_int4_is_cut_finer_where_the_least_share_would_be_coarse():
+    config = dataclasses.replace(BASE, n_kv_heads=6, intermediate_size=8192, quant="int4", group_size=64)
+    for shares, size in ((3, 1), 128), ((5, 1), 128), ((9, 1, 9), 64):
+        cuts = [stop for rank in range(len(shares)) for _, stop in tp.shard_plan(config, rank, shares)["w2"][1]]
+        assert cuts[-1] == 8192 and functools.reduce(math.gcd, cuts) % size == 0
+        assert size == 128 or any(cut % 128 for cut in cuts)
+
+
+@pytest.mark.parametrize(
+    "shares, changes, words",
+    [
+        ((10, 1), MANY, "1 of 11 is none of 8 KV heads: each needs 1 in 8"),
+        ((9, 1, 1), {**MANY, "n_kv_heads": 2}, "1 of 10 is none of 8 query heads of a KV head: each needs 1 in 8"),
+        ((7, 1), {**MANY, "intermediate_size": 4}, "1 of 8 is none of 4 parts of the MLP: each needs 1 in 4"),
+    ],
+)
+def test_shares_that_leave_a_rank_with_nothing_are_refused(shares, changes, words):
+    config = dataclasses.replace(BASE, **changes)
+    with pytest.raises(InputError, match=f"--shares: {words}"):
+        for rank in range(len(shares)):
+            tp.shard_plan(config, rank, shares)
+
+
 @pytest.mark.parametrize("tp_size", [7, 100])
 def test_more_ranks_than_heads_is_refused(tp_size):
     with pytest.raises(InputError, match=f"tp {tp_size} cannot shard n_heads 6: use 1 to 6 ranks"):
@@ -98,7 +144,7 @@ def test_a_rank_reads_only_its_slice():
             read.append((name, target.numel()))
 
     state = random_model(config).state_dict()
-    tp.load_shard(config, Counting(state), torch.float32, "cpu", rank=1, tp_size=4)
+    tp.load_shard(config, Counting(state), torch.float32, "cpu", rank=1, shares=4)
     assert len(read) == len(state)
     for name, count in read:
         whole = "embeddings" in name or "norm" in name
@@ -138,11 +184,11 @@ def test_compiled_few_rows_on_ranks_compute_what_one_device_does(tp_size, wiring
     check_few_rows(tp_size, {"wiring": wiring}, compile=True)
 
 
-def expected_logits(config, tp_size):
+def expected_logits(config, ranks):
     """(B, steps + 1, V) from the float64 reference, with the heads and columns of each rank's shard."""
     net = random_model(config)
     tokens, lengths = unequal_rows(config)
-    plans = [tp.shard_plan(config, rank, tp_size) for rank in range(tp_size)]
+    plans = [tp.shard_plan(config, r, ranks) for r in range(ranks if isinstance(ranks, int) else len(ranks))]
     shards = [(tuple(i // config.head_dim for i in p["wo"][1][0]), p["w2"][1][0]) for p in plans]
     reference = Reference(config, net.state_dict(), shards)
     rows = []
@@ -155,14 +201,14 @@ def expected_logits(config, tp_size):
     return torch.stack(rows)
 
 
-def check_ranks(tp_size, cases, **compile):
+def check_ranks(shares, cases, **compile):
     cases = [dataclasses.replace(BASE, **changes) for changes in cases]
-    ranks = run_ranks(tp_size, functools.partial(logits_of, cases=cases, **compile))
+    ranks = run_ranks(shares, functools.partial(logits_of, cases=cases, **compile))
     for case, config in enumerate(cases):
         logits = ranks[0][case]
         for other in ranks[1:]:
             assert torch.equal(other[case], logits), f"{config}: the ranks disagree"
-        error = (logits - expected_logits(config, tp_size)).abs().max()
+        error = (logits - expected_logits(config, shares)).abs().max()
         assert error < 1e-4, f"{config}: {error}"
         if not config.kind.tp_bound:
             alone = last_logits(random_model(config), *unequal_rows(config))
@@ -172,6 +218,13 @@ def check_ranks(tp_size, cases, **compile):
 @pytest.mark.parametrize("tp_size", [2, 3, 4])
 def test_all_ranks_compute_what_one_device_does(tp_size):
     check_ranks(tp_size, CASES)
+
+
+@pytest.mark.parametrize("shares", UNLIKE, ids=str)
+def test_unlike_ranks_compute_what_one_device_does(shares):
+    """Those wirings too that are another function on other ranks: of what each rank holds."""
+    wirings = "standard", "ladder", "parallel", "spd", "desync"
+    check_ranks(shares, [{"wiring": wiring, **shape} for shape in (MANY, ONE) for wiring in wirings])
 
 
 @pytest.mark.parametrize("tp_size", [2, 3, 4])

@@ -331,7 +331,7 @@ def test_other_layers_are_standard(name):
 
 
 @pytest.mark.parametrize(
-    "own, wiring, tp_size, words",
+    "own, wiring, ranks, words",
     [
         (BASE, "standard", 2, ""),
         (SPD, "spd:1,", 2, ""),
@@ -345,11 +345,13 @@ def test_other_layers_are_standard(name):
         (LADDER, "ladder:1,2", 2, ""),
         (LADDER, "ladder:0,2", 2, "another function than"),
         (SPD, "standard", 2, "spd:1,'s, and run as standard, another function than"),
+        (SPD, "spd:1,", (3, 1), "made for spd:1, on 2 ranks, and run on 2 unlike: expect a loss"),
     ],
 )
-def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, tp_size, words, capsys):
+def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, ranks, words, capsys):
+    shares = ranks if isinstance(ranks, tuple) else (1,) * ranks
     made_for_tp = own.made_for_tp if wiring.startswith("spd") else None
-    cli.warn_of_wiring(own, dataclasses.replace(own, wiring=wiring, made_for_tp=made_for_tp), tp_size)
+    cli.warn_of_wiring(own, dataclasses.replace(own, wiring=wiring, made_for_tp=made_for_tp), shares)
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == bool(words)
 
