@@ -46,7 +46,7 @@ def parse(argv):
     p.add_argument("--model", choices=["small", *SIZES], default="small", help="small: 8 layers of dim 2560")
     p.add_argument("--n-layers", type=number(int, 2), metavar="N", help="take only so many layers of it")
     cli.add_rank_flags(p)
-    p.add_argument("--comm", choices=("auto", "one-shot"), default="auto", help="as for generate.py")
+    cli.add_comm_flag(p)
     p.add_argument("--batch", type=count, default=1, metavar="B")
     p.add_argument("--prompt-length", type=count, default=64, metavar="S", help="filled slots, or the prompt's tokens")
     words = "time the prefill, in so many parts (1), not a decode step; with --eager, or they do not overlap"
@@ -142,7 +142,7 @@ def tables(lines):
     settings = {}
     for line in lines:
         how = "compiled" if line["compiled"] else "eager"
-        how = "one-shot sums, " + how if line.get("comm") == "one-shot" else how
+        how = how if line.get("comm", "auto") == "auto" else f"{line['comm']} sums, {how}"
         size = f"tp {line['tp']}{', one rank alone' if line['simulated'] else ''}, batch {line['batch']}"
         model = f"{line['model']}, {line['n_layers']} layers, {line['dtype']}, {line['device']}"
         ranks = f"{line['threads']} threads a rank"

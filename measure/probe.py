@@ -61,6 +61,7 @@ def probe(world):
 def main():
     p = cli.Parser(__doc__)
     cli.add_rank_flags(p)
+    cli.add_comm_flag(p)
     cli.add_json_flag(p)
     args = p.parse_args()
     world = launch.join(args.device, vars(args))

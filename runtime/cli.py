@@ -94,11 +94,16 @@ def add_wiring_flags(parser, default="the checkpoint's own"):
     g.add_argument("--ladder-layers", metavar="N|I,J,...", help="the same as --wiring ladder:N or ladder:I,J,...")
 
 
+def add_comm_flag(parser):
+    words = "how ranks sum. auto: CPUs in memory that they share, and between machines in one hop; GPUs by NCCL\n"
+    words += "library: by gloo or NCCL\none-shot: by kernels that read the peer GPUs' memory, which no GPU has run"
+    parser.add_argument("--comm", choices=("auto", "library", "one-shot"), default="auto", help=words)
+
+
 def add_communication_flags(parser):
     """Add the flags that measure/link.py, exposed.py and kernels/one_shot.py read."""
     g = parser.add_argument_group("communication", "what it costs, and what it would cost elsewhere: docs/measuring.md")
-    words = "how GPUs sum: by NCCL, or by kernels that read the peers' memory, which no GPU has run: docs/gpu.md"
-    g.add_argument("--comm", choices=("auto", "one-shot"), default="auto", help=words)
+    add_comm_flag(g)
     words = "cut each pass of the prefill in N parts, of which one computes while another's partials are summed"
     g.add_argument("--prefill-parts", type=count_or_auto, default="auto", metavar="N|auto", help=words)
     g.add_argument("--exposed", action="store_true", help="report how much of it was not hidden")

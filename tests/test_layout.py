@@ -15,7 +15,7 @@ ORDER = """
 model kernels.int8_rows kernels.cuda_graphs measure.spin
 kernels.int_linear kernels.gloo kernels.cpu kernels.cxx
 kernels.few_rows kernels.shared_memory kernels.one_shot
-runtime.writing runtime.watch formats.sizes
+runtime.writing runtime.watch formats.sizes kernels.one_hop
 formats.checkpoint runtime.cli
 formats.tokenizer runtime.launch tp formats.huggingface formats.sources
 formats.export training.data training.sharding
