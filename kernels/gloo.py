@@ -8,22 +8,29 @@ import struct
 
 
 def choose_interface(store, rank, tp_size):
-    """Let gloo listen where the other nodes can reach it, unless GLOO_SOCKET_IFNAME says where.
+    """Let gloo listen where the other nodes can reach it, unless GLOO_SOCKET_IFNAME says where; return that address.
 
     By itself it listens at the address that this host's name resolves to, which on many systems is a loopback address.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
-        return
+        return _address_of(os.environ["GLOO_SOCKET_IFNAME"].split(",")[0])
     address = _address_towards(os.environ["MASTER_ADDR"])
     if rank == tp_size - 1:
         store.set("last rank's address", address)
     if address.startswith("127."):  # node 0's own name may resolve so there: ask for the way to another node
         address = _address_towards(store.get("last rank's address").decode())
     for _, name in socket.if_nameindex():
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
-            found = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-            if socket.inet_ntoa(found[20:24]) == address:
-                os.environ["GLOO_SOCKET_IFNAME"] = name
+        if address and _address_of(name) == address:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+    return address
+
+
+def _address_of(name):
+    """Return the IPv4 address of an interface, or ""."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
+        found = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+        return socket.inet_ntoa(found[20:24])
+    return ""
 
 
 def _address_towards(host):

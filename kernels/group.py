@@ -29,18 +29,27 @@ class Group(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
         return self.inner.allgather_into_tensor_coalesced(outputs, inputs)
 
+    def alltoall_base(self, output, input, output_splits, input_splits, opts=None):
+        return self.inner.alltoall_base(output, input, output_splits, input_splits)
 
-class Sum(dist.Work):
-    """A sum under way on a stream of a GPU, recorded there now.
+
+class Pending(dist.Work):
+    """A collective under way: finish() waits for it."""
+
+    def __init__(self, finish):
+        super().__init__()
+        self.finish = finish
+
+    def wait(self, timeout=None):
+        self.finish()
+        self.finish = None  # and what it has kept
+        return True
+
+
+def pending_on(stream, tensors):
+    """Return the Pending of what a stream of a GPU has been given so far.
 
     It keeps the tensors: freed before the wait, their memory would go to computing meanwhile.
     """
-
-    def __init__(self, tensors, stream):
-        super().__init__()
-        self.tensors, self.done = tensors, stream.record_event()
-
-    def wait(self, timeout=None):
-        torch.cuda.current_stream().wait_event(self.done)
-        self.tensors = None
-        return True
+    done = stream.record_event()
+    return Pending(lambda kept=tensors: torch.cuda.current_stream().wait_event(done))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from kernels import shared_memory
-from kernels.group import Group, Sum
+from kernels.group import Group, Pending, pending_on
 
 SIZE = 64  # numbers of a group
 SMALL = 2**14  # bytes up to which a partial travels as it is: quantizing would take longer than it saves
@@ -48,11 +48,11 @@ class Int8Group(Group):
         if tensors[0].nbytes <= SMALL:
             return self.inner.allreduce(tensors, opts or dist.AllreduceOptions())
         if self.stream is None:
-            return Unfinished(self._start(*tensors))
+            return Pending(self._start(*tensors))
         self.stream.wait_stream(torch.cuda.current_stream())  # forked and joined by events, as CUDA graphs capture it
         with torch.cuda.stream(self.stream):
             self._start(*tensors)()
-            return Sum(tensors, self.stream)
+            return pending_on(self.stream, tensors)
 
     def _start(self, tensor):
         """Send a tensor; return what finishes its sum, in place."""
@@ -86,15 +86,3 @@ class Int8Group(Group):
         """Return the messages of all ranks (tp_size, m), and the work that brings them."""
         parts = message.new_empty(self.size(), len(message))
         return parts, self.inner.allgather_into_tensor_coalesced([parts], [message])
-
-
-class Unfinished(dist.Work):
-    """A sum under way on the CPU."""
-
-    def __init__(self, finish):
-        super().__init__()
-        self.finish = finish
-
-    def wait(self, timeout=None):
-        self.finish()
-        return True

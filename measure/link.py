@@ -10,10 +10,9 @@ import re
 import time
 
 import torch
-import torch.distributed as dist
 
 from kernels import shared_memory
-from kernels.group import Group
+from kernels.group import Group, Pending
 from model import InputError
 from runtime import launch
 
@@ -157,16 +156,28 @@ class LinkedGroup(Group):
         start = time.perf_counter()
         delivered = self._send(sum(map(self.wire_bytes, tensors)))
         work = self.inner.allreduce(tensors, opts) if self.inner else None
-        return Delivery(work, delivered, start, self.log)
+        return self._pending(work, delivered, start, self.log)
 
     def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
-        start = time.perf_counter()
         delivered = self._send(sum(t.nbytes for t in outputs), passes=1)
         work = self.inner.allgather_into_tensor_coalesced(outputs, inputs) if self.inner else None
         if work is None:
             for whole, part in zip(outputs, inputs, strict=True):
                 whole.view(self.tp_size, *part.shape).copy_(part)
-        return Delivery(work, delivered, start)
+        return self._pending(work, delivered)
+
+    def _pending(self, work, delivered, start=None, log=None):
+        """Return what is done when the real collective is and the link has delivered it."""
+
+        def finish():
+            asked = time.perf_counter()
+            if work is not None:
+                work.wait()
+            delivered()
+            if log is not None:
+                log.append((start, asked, time.perf_counter()))
+
+        return Pending(finish)
 
     def _send(self, n_bytes, passes=2):
         """Give the link a tensor; return a function that waits until it is delivered."""
@@ -213,23 +224,6 @@ class LinkedMemory:
     @log.setter
     def log(self, log):
         torch.ops.ladder.log_memory(self.group_name, log is not None)
-
-
-class Delivery(dist.Work):
-    """A collective under way: done when the real one is and the link has delivered it."""
-
-    def __init__(self, work, delivered, start, log=None):
-        super().__init__()
-        self.work, self.delivered, self.start, self.log = work, delivered, start, log
-
-    def wait(self, timeout=None):
-        asked = time.perf_counter()
-        if self.work is not None:
-            self.work.wait()
-        self.delivered()
-        if self.log is not None:
-            self.log.append((self.start, asked, time.perf_counter()))
-        return True
 
 
 def sleep_until(deadline):

@@ -71,6 +71,7 @@ def fitting_shares(rates):
 def main():
     p = cli.Parser(__doc__)
     cli.add_rank_flags(p)
+    cli.add_comm_flag(p)
     cli.add_json_flag(p)
     args = p.parse_args()
     world = launch.join(args.device, vars(args))

@@ -99,11 +99,11 @@ def add_wiring_flags(parser, default="the checkpoint's own"):
 
 def add_comm_flag(parser):
     """Add the flag that launch.join takes besides those of add_rank_flags."""
-    words = (
-        "how ranks sum: int8 for integers, with a small loss (docs/exact.md); one-shot for a GPU's kernels that read"
-    )
-    words += " the peers' memory (docs/gpu.md)"
-    parser.add_argument("--comm", choices=("auto", "int8", "one-shot"), default="auto", help=words)
+    words = "how ranks sum. auto: CPUs in memory that they share, and between machines in one hop; GPUs by NCCL\n"
+    words += "library: by gloo or NCCL\nint8: as integers, half the bytes for a small loss (docs/exact.md)\n"
+    words += "one-shot: by kernels that read the peer GPUs' memory, which no GPU has run"
+    choices = "auto", "library", "int8", "one-shot"
+    parser.add_argument("--comm", choices=choices, default="auto", help=words)
 
 
 def add_communication_flags(parser):

@@ -11,6 +11,7 @@ import hashlib
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -109,10 +110,11 @@ class World:
 def join(device=None, flags=None):
     """Join the ranks that torchrun started with this one, if any; returns the World.
 
-    The model's collectives go through shared memory between the CPU ranks of one node, else through gloo or NCCL,
-    unless --comm says otherwise. device: "cpu", "cuda", "cuda:1", or None for CUDA if every local rank finds a GPU.
-    Under torchrun each rank takes the GPU of its LOCAL_RANK. flags: {name: value} of the command line, alike on all
-    ranks. Raises InputError for a device that is not there, and for ranks that were not started alike.
+    The model's collectives go through memory that the CPU ranks of one node share, between those of several in one hop
+    (kernels/one_hop.py), else through NCCL, unless --comm says otherwise. device: "cpu", "cuda", "cuda:1", or None for
+    CUDA if every local rank finds a GPU. Under torchrun each rank takes the GPU of its LOCAL_RANK. flags: {name: value}
+    of the command line, alike on all ranks. Raises InputError for a device that is not there, and for ranks that were
+    not started alike.
     """
     global _watch
     rank, tp_size = rank_and_size()
@@ -137,7 +139,7 @@ def join(device=None, flags=None):
     _watch.start()
     several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", tp_size)) < tp_size
     if device.type == "cpu" and several_nodes:
-        gloo.choose_interface(store, rank, tp_size)
+        address = gloo.choose_interface(store, rank, tp_size) or socket.gethostname()
     backend, on_gpu = "gloo", {}
     if device.type == "cuda":  # its kernels first: the sum of a sublayer is waited for before the computing beside it
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -148,7 +150,11 @@ def join(device=None, flags=None):
         gloo.let_preempt(gloo.threads() - before)
     dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
     world.group = dist.group.WORLD
-    if device.type == "cpu" and not several_nodes:
+    if device.type == "cpu" and comm != "library" and several_nodes:
+        from kernels import one_hop
+
+        world.group = one_hop.connect(world, address, [place for place, _ in found])
+    elif device.type == "cpu" and comm != "library":
         try:
             world.group = shared_memory.connect(world)
         except shared_memory.Unavailable as e:

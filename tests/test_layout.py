@@ -15,7 +15,7 @@ ORDER = """
 model kernels.int8_rows kernels.cuda_graphs kernels.group measure.spin
 kernels.int_linear kernels.gloo kernels.cpu kernels.cxx
 kernels.few_rows kernels.shared_memory kernels.one_shot
-kernels.int8_sums
+kernels.int8_sums kernels.one_hop
 runtime.writing runtime.watch formats.sizes
 formats.checkpoint runtime.cli
 formats.tokenizer runtime.launch tp formats.huggingface formats.sources
