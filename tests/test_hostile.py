@@ -5,12 +5,12 @@ import os
 
 import pytest
 import torch
+from fuzz import TINY
 from helpers import BASE, ROOT, random_model
 from safetensors.torch import save_file
 
 import complete
 import convert_hf_checkpoint
-from benchmarks.fuzz import TINY
 from formats import checkpoint
 from formats.sources import Llama2cWeights, PickledWeights
 from formats.tokenizer import Tokenizer, load_tokenizer

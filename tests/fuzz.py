@@ -1,39 +1,30 @@
 """Good files with changes drawn by chance: each is to work, or to end in one line that says why not.
 
-python -m benchmarks.fuzz --json benchmarks/results/fuzz.jsonl          # 10,000 cases of each target
-python -m benchmarks.fuzz --target pickle --cases 500 --seed 7
-
 A target is a good file and the function that reads it. A case is that file with changes drawn by the
 seed and the case's number. It ends clean if the function works, refuses it in an InputError, or raises a library's
-error; unclean if it takes longer than SECONDS, or ends the process, after which its files still lie in --folder.
+error; unclean if it takes longer than SECONDS, or ends the process, after which its files still lie in the folder.
 """
 
 import base64
 import contextlib
-import faulthandler
 import io
 import json
 import random
 import signal
-import tempfile
-import time
-from collections import Counter
-from pathlib import Path
 
 import torch
+from helpers import ROOT
 
 import generate
 import tp
-from benchmarks.lines import about
 from formats import checkpoint
 from formats.huggingface import config_from_hf
 from formats.sources import Llama2cWeights, PickledWeights
 from formats.tokenizer import load_tokenizer
 from measure import results
 from model import Config, InputError, Transformer, rope_frequencies
-from runtime import cli, launch, terminal, writing
+from runtime import terminal
 
-ROOT = Path(__file__).parent.parent
 DEMO, RESULTS = ROOT / "demo", ROOT / "benchmarks" / "results"
 SECONDS = 20
 TEXT = "Once upon a time\n\tthere were 12 (twelve) little dogs. Zwölf? 十二! \x00 \ufffd <|eot|>"
@@ -205,33 +196,3 @@ def fuzz(name, read, files, cases, seed, folder):
         (folder / file).write_bytes(changed(random.Random(f"{name} {seed} {case}"), file, good))
         ends.append(outcome(read, folder))
     return ends
-
-
-def main(argv=None):
-    p = cli.Parser(__doc__)
-    p.add_argument("--target", metavar="NAME", help="one of them, e.g. pickle; default: all")
-    p.add_argument("--cases", type=cli.count, default=10_000, metavar="N", help="of each target")
-    p.add_argument("--seed", type=cli.number(int, 0), default=0, metavar="S", help="other cases, e.g. 1")
-    p.add_argument("--folder", metavar="DIR", help="for the files of the cases, e.g. /tmp/fuzz")
-    cli.add_json_flag(p, "a line for each target")
-    args = p.parse_args(argv)
-    faulthandler.enable()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(args.folder or temporary)
-        (folder / "good").mkdir(parents=True, exist_ok=True)
-        known = targets(folder / "good")
-        for name in [name for name in known if args.target in (None, name)]:
-            start = time.perf_counter()
-            ends = fuzz(name, *known[name], args.cases, args.seed, folder / name)
-            counts = Counter(ends)
-            unclean = [(case, end) for case, end in enumerate(ends) if end not in (WORKS, REFUSED, RAISED)]
-            found = {"works": counts[WORKS], "refused": counts[REFUSED], "raised": counts[RAISED]}
-            found |= {"unclean": len(unclean), "examples": unclean[:20], "seconds": time.perf_counter() - start}
-            print(f"{name}: {found}", flush=True)
-            if args.json:
-                case = {"target": name, "cases": args.cases, "seed": args.seed}
-                writing.append_line(args.json, case | found | about("fuzz", argv))
-
-
-if __name__ == "__main__":
-    launch.run(main)
