@@ -150,13 +150,14 @@ def join(device=None, flags=None):
         from kernels import one_shot
 
         world.group = one_shot.connect(world)
-    elif device.type == "cpu" and comm == "auto" and several_nodes:
-        from kernels import one_hop
-
-        world.group = one_hop.connect(world, address, [place for place, _ in found])
     elif device.type == "cpu" and comm == "auto":
         try:
-            world.group = shared_memory.connect(world)
+            if several_nodes:
+                from kernels import one_hop
+
+                world.group = one_hop.connect(world, address, [place for place, _ in found])
+            else:
+                world.group = shared_memory.connect(world)
         except shared_memory.Unavailable as e:
             if rank == 0:
                 print(f"gloo carries the all-reduces: {e}", file=sys.stderr, flush=True)
