@@ -29,9 +29,6 @@ class Group(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
         return self.inner.allgather_into_tensor_coalesced(outputs, inputs)
 
-    def alltoall_base(self, output, input, output_splits, input_splits, opts=None):
-        return self.inner.alltoall_base(output, input, output_splits, input_splits)
-
 
 class Pending(dist.Work):
     """A collective under way: finish() waits for it."""

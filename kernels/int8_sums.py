@@ -31,14 +31,15 @@ def numbers(message):
 
 
 class Int8Group(Group):
-    """A process group whose sums travel as integers, by collectives of the group `inner`.
+    """A process group whose sums travel as integers, by collectives of the group `inner`, or of gloo's or NCCL's own.
 
     Of two ranks each sends all of a partial to the other; more of them send each the slice that it sums, and then the
     sums, which are quantized once more.
     """
 
-    def __init__(self, inner, rank, tp_size, device):
+    def __init__(self, inner, rank, tp_size, device, own=dist.group.WORLD):
         super().__init__("int8", inner, rank, tp_size)
+        self.own = own
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def wire_bytes(self, tensor):
@@ -80,9 +81,10 @@ class Int8Group(Group):
             parts, work = self._gather(messages.view(-1))
             return parts.unflatten(1, messages.shape)[:, self.rank()], work
         parts = torch.empty_like(messages)
-        return parts, self.inner.alltoall_base(parts, messages, [], [])
+        return parts, self.own.alltoall_base(parts, messages, [], [])
 
     def _gather(self, message):
         """Return the messages of all ranks (tp_size, m), and the work that brings them."""
-        parts = message.new_empty(self.size(), len(message))
-        return parts, self.inner.allgather_into_tensor_coalesced([parts], [message])
+        parts = message.new_empty(self.size() * len(message))
+        work = self.inner.allgather_into_tensor_coalesced([parts], [message])
+        return parts.view(self.size(), -1), work

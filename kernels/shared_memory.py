@@ -33,7 +33,7 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
     name, fd, reason, offer = f"{GROUP}-{next(_numbers)}", None, None, None
     try:
         if world.rank == 0:
-            with _explained():
+            with explained():
                 build()
                 offer, fd = _create()
     except Unavailable as e:
@@ -42,7 +42,7 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
     try:
         if isinstance(offer, str):
             raise Unavailable(offer)
-        with _explained():
+        with explained():
             fd = _open(**offer) if fd is None else fd
             build()
             taken, fd = fd, None
@@ -83,16 +83,16 @@ def abandon():
         torch.ops.ladder.memory_abandon()
 
 
-def build():
-    """Load the operators of shared_memory.cpp. Raises InputError as cxx.load_operators does."""
-    if not hasattr(torch.ops.ladder, "join_memory"):
+def build(source="shared_memory.cpp", operator="join_memory", what="memory shared by ranks"):
+    """Load the operators of a process group's C++, one of which is named. Raises InputError as load_operators does."""
+    if not hasattr(torch.ops.ladder, operator):
         include = os.path.join(os.path.dirname(torch.__file__), "include/torch/csrc/api/include")
         flags = "-DUSE_DISTRIBUTED", "-DUSE_C10D", f"-I{include}"
-        cxx.load_operators("shared_memory.cpp", "memory shared by ranks", *flags)
+        cxx.load_operators(source, what, *flags)
 
 
 @contextlib.contextmanager
-def _explained():
+def explained():
     """Whatever fails in this block makes shared memory unavailable."""
     try:
         yield

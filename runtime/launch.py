@@ -150,13 +150,14 @@ def join(device=None, flags=None):
         gloo.let_preempt(gloo.threads() - before)
     dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
     world.group = dist.group.WORLD
-    if device.type == "cpu" and comm != "library" and several_nodes:
-        from kernels import one_hop
-
-        world.group = one_hop.connect(world, address, [place for place, _ in found])
-    elif device.type == "cpu" and comm != "library":
+    if device.type == "cpu" and comm != "library":
         try:
-            world.group = shared_memory.connect(world)
+            if several_nodes:
+                from kernels import one_hop
+
+                world.group = one_hop.connect(world, address, [place for place, _ in found])
+            else:
+                world.group = shared_memory.connect(world)
         except shared_memory.Unavailable as e:
             if rank == 0:
                 print(f"gloo carries the all-reduces: {e}", file=sys.stderr, flush=True)
@@ -167,7 +168,7 @@ def join(device=None, flags=None):
     elif comm == "int8":
         from kernels.int8_sums import Int8Group
 
-        world.group = Int8Group(world.group, rank, tp_size, device)
+        world.group = Int8Group(world.group, rank, tp_size, device, dist.group.WORLD)
     return world
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import BASE, last_logits, run_ranks, shard, unequal_rows
 
 import tp
@@ -21,9 +22,10 @@ def partial(rank, shape, dtype):
     return x.to(dtype)
 
 
-def sums(world, dtype):
+def sums(world, dtype, shared):
     """Of each shape in turn: all in flight at a time, waited for in another order; and of one that is not finite."""
-    group = Int8Group(world.group, world.rank, world.tp_size, world.device)
+    gloo = world.dist_group or dist.group.WORLD
+    group = Int8Group(world.group if shared else gloo, world.rank, world.tp_size, world.device, gloo)
     pending = [OPS.all_reduce(partial(world.rank, shape, dtype), "sum", group.group_name) for shape in SHAPES]
     found = [OPS.wait_tensor(one) for one in (pending[1], pending[0], pending[2])]
     x = torch.ones(200, 100, dtype=dtype)
@@ -40,10 +42,11 @@ def by_hand(x):
     return torch.cat(out)
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["memory", "gloo"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_sums_are_those_of_the_integers(ranks, dtype):
-    answers = run_ranks(ranks, sums, dtype)
+def test_sums_are_those_of_the_integers(ranks, dtype, shared):
+    answers = run_ranks(ranks, sums, dtype, shared)
     for i, shape in enumerate(SHAPES):
         parts, got = [partial(rank, shape, dtype).flatten() for rank in range(ranks)], answers[0][i]
         assert all(torch.equal(got, answer[i]) for answer in answers) and got.dtype == dtype
