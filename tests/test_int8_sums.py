@@ -56,11 +56,13 @@ def test_sums_are_those_of_the_integers(ranks, dtype, shared):
         if ranks > 2 and got.nbytes > int8_sums.SMALL:  # each rank's slice, whole groups, is quantized again
             width = -(-wanted.numel() // (64 * ranks)) * 64
             wanted = torch.cat([by_hand(part) for part in wanted.split(width)])
-        near = torch.isclose(got.flatten().double(), wanted, rtol=1e-5 if dtype == torch.float32 else 2**-6, atol=1e-4)
+        if got.nbytes <= int8_sums.SMALL and not shared:
+            continue  # gloo's own sum, which rounds each addition
+        near = torch.isclose(got.flatten().double(), wanted, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-4)
         # where a number lies between two integers, rounding before may take it to the other one
         assert near.all() if ranks == 2 else near.float().mean() > 0.98
         step = wanted.abs().max() / 127 * (ranks > 2)
-        assert ((got.flatten() - wanted).abs() <= 2**-6 * wanted.abs() + 1e-4 + step).all()
+        assert ((got.flatten() - wanted).abs() <= 2**-7 * wanted.abs() + 1e-4 + step).all()
         assert not torch.equal(got, sum(partial(r, shape, dtype).float() for r in range(ranks)).to(dtype)) or i == 2
     assert all(not (answer[3][3, 3].isfinite() or answer[3][7, 7].isfinite()) for answer in answers)
     assert all((answer[3][100:] - ranks).abs().max() < 0.01 * ranks for answer in answers)
