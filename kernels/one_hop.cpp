@@ -92,10 +92,7 @@ class OneHop : public c10d::Backend {
     uint64_t count;  // of the messages up to this one
   };
 
-  void gather(const at::Tensor& whole, const at::Tensor& part) {
-    Tensors outputs = {whole}, inputs = {part};
-    memory_->allgather_into_tensor_coalesced(outputs, inputs)->wait();
-  }
+  void gather(at::Tensor whole, at::Tensor part) { memory_->_allgather_base(whole, part)->wait(); }
 
   // Sends this node's part; the Work reads those of the others into their rows of `parts`, and calls then().
   Works start(const at::Tensor& own, const at::Tensor& parts, std::function<void()> then) {

@@ -1,11 +1,10 @@
 """The collectives of CPU ranks on several machines through one_hop.cpp: how the machines are connected.
 
 gloo's all-reduce is a ring: 2 (p - 1) messages one after another, so 2, 6, 14 latencies for 2, 4, 8 machines, and more
-for receivers to say that they are ready. Here a message goes to all other machines at once: one latency.
+because receivers first say that they are ready. Here a message goes to all other machines at once: one latency.
 """
 
 import contextlib
-import functools
 import itertools
 import socket
 
@@ -32,22 +31,17 @@ class Node:
 
 
 def connect(world, address, places):
-    """Return a process group of the world's ranks, whose own one carries large messages.
+    """Return a process group of the world's ranks, whose group so far carries large messages.
 
-    Raises shared_memory.Unavailable, on all ranks alike, where one_hop.cpp cannot be compiled. world: a launch.World.
-    address: this machine's, for the others. places: the name of each rank's node. Where all nodes have as many ranks,
-    those of a node share memory, and rank i of a node has a connection to rank i of each other; else every two ranks.
+    world: a launch.World. address: this machine's, for the others. places: the name of each rank's node. Where all
+    nodes have as many ranks, those of a node share memory, and rank i of a node has a connection to rank i of each
+    other; else every two ranks have one. Raises InputError, on all ranks alike, without a C++ compiler.
     """
-    reason, build = None, functools.partial(shared_memory.build, "one_hop.cpp", "join_hops", "one hop between machines")
-    if places.index(places[world.rank]) == world.rank:  # one for each node, which may have a folder of its own
-        try:
-            with shared_memory.explained():
-                build()
-        except shared_memory.Unavailable as e:
-            reason = str(e)
-    if reasons := [found for found in world.gather(reason) if found]:
-        raise shared_memory.Unavailable(reasons[0])
-    build()
+    first = places.index(places[world.rank]) == world.rank
+    for turn in (True, False):  # on each node one rank compiles, then the others load
+        with world.together():
+            if first == turn:
+                shared_memory.build("one_hop.cpp", "join_hops", "one hop between machines")
     size = places.count(places[0])
     alike = places == [place for place in dict.fromkeys(places) for _ in range(size)]
     node, memory = Node(world, size if alike else 1), None

@@ -33,7 +33,7 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
     name, fd, reason, offer = f"{GROUP}-{next(_numbers)}", None, None, None
     try:
         if world.rank == 0:
-            with explained():
+            with _explained():
                 build()
                 offer, fd = _create()
     except Unavailable as e:
@@ -42,7 +42,7 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
     try:
         if isinstance(offer, str):
             raise Unavailable(offer)
-        with explained():
+        with _explained():
             fd = _open(**offer) if fd is None else fd
             build()
             taken, fd = fd, None
@@ -92,7 +92,7 @@ def build(source="shared_memory.cpp", operator="join_memory", what="memory share
 
 
 @contextlib.contextmanager
-def explained():
+def _explained():
     """Whatever fails in this block makes shared memory unavailable."""
     try:
         yield

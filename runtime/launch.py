@@ -158,7 +158,7 @@ def join(device=None, flags=None):
                 world.group = one_hop.connect(world, address, [place for place, _ in found])
             else:
                 world.group = shared_memory.connect(world)
-        except shared_memory.Unavailable as e:
+        except (InputError, shared_memory.Unavailable) as e:
             if rank == 0:
                 print(f"gloo carries the all-reduces: {e}", file=sys.stderr, flush=True)
     if comm == "one-shot":
