@@ -26,7 +26,7 @@ using Works = c10::intrusive_ptr<c10d::Work>;
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 using Tensors = std::vector<at::Tensor>;
 
-constexpr int64_t kLargest = 1 << 16;   // bytes: of larger messages gloo's ring sends fewer in all, in its own thread
+constexpr int64_t kLargest = 1 << 16;   // bytes to all peers together: of more the ring sends fewer, in its own thread
 constexpr int64_t kInFlight = 1 << 17;  // bytes that were sent, and whose answers are not yet read
 
 class OneHop : public c10d::Backend {
@@ -42,7 +42,7 @@ class OneHop : public c10d::Backend {
 
   // The ranks of a node first add, then rank i of each exchanges the i-th part, and then those of a node gather them.
   Works allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    if (static_cast<int64_t>(tensors[0].nbytes()) > kLargest) return inner_->allreduce(tensors, options);
+    if (is_large(tensors[0].nbytes())) return inner_->allreduce(tensors, options);
     const at::Tensor whole = tensors[0].view(-1);
     at::Tensor part = whole;
     if (memory_) {
@@ -63,7 +63,7 @@ class OneHop : public c10d::Backend {
 
   Works allgather_into_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    if (static_cast<int64_t>(outputs[0].nbytes()) > kLargest * nodes_) {
+    if (is_large(outputs[0].nbytes() / nodes_)) {
       return inner_->allgather_into_tensor_coalesced(outputs, inputs, options);
     }
     const at::Tensor parts = outputs[0].view({nodes_, -1}), own = parts[node_];
@@ -91,6 +91,8 @@ class OneHop : public c10d::Backend {
     OneHop* owner;   // lives as long as the process
     uint64_t count;  // of the messages up to this one
   };
+
+  bool is_large(int64_t bytes) const { return bytes * (nodes_ - 1) > kLargest; }
 
   void gather(at::Tensor whole, at::Tensor part) { memory_->_allgather_base(whole, part)->wait(); }
 
