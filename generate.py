@@ -285,7 +285,7 @@ def main(argv=None):
         config, tokenizer = describe(args, world)
         prompts = terminal.read_prompts(args, config, tokenizer)
         context = min(args.interactive or config.max_seq_len, config.max_seq_len)
-        if (args.prefill_parts or 1) > max(map(len, prompts), default=1):
+        if not args.interactive and (args.prefill_parts or 1) > max(map(len, prompts), default=1):
             raise InputError(f"--prefill-parts is {args.prefill_parts}: more than the longest prompt has tokens")
         new = terminal.fit(args.max_new_tokens, prompts, context)
         slots = context if args.interactive else max(map(len, prompts)) + new
@@ -335,8 +335,9 @@ def main(argv=None):
     printer = terminal.Printer(prompts, tokenizer, new, show_prompt=not args.chat) if talks else None
     with without_guards(runner):
         done = generate(runner, prompts, args.max_new_tokens, sample, eos_ids, printer and printer.push, draft=draft)
-    found = report.generation(runner, draft, world, prompts, done) | {"load_s": load_s, "compile_s": compile_s}
-    found |= {"exposed": None, "texts": printer and printer.finish(done.rows)}
+    found = report.generation(runner, draft, world, prompts, done, CHUNK)
+    found |= {"load_s": load_s, "compile_s": compile_s, "exposed": None}
+    found["texts"] = printer and printer.finish(done.rows)
     if args.exposed or args.profile:
         from measure import exposed
 

@@ -20,14 +20,14 @@ from runtime import watch
 
 
 def share(n, rank, shares, things=None):
-    """Return the range (start, stop) of n things that a rank gets; where they have a name, an empty one is refused.
+    """Return the range (start, stop) of n things that a rank gets; where they have a name, no rank may get none.
 
     The first of equal shares is never a smaller one: a rank that is simulated alone has the slowest rank's work.
     """
-    start, stop = (-(-n * sum(shares[:r]) // sum(shares)) for r in (rank, rank + 1))
-    if things and start == stop:
-        raise InputError(f"--shares: {shares[rank]} of {sum(shares)} is none of {n} {things}: each needs 1 in {n}")
-    return start, stop
+    bounds = [-(-n * sum(shares[:r]) // sum(shares)) for r in range(len(shares) + 1)]
+    if things and len({*bounds}) <= len(shares):
+        raise InputError(f"--shares: {min(shares)} of {sum(shares)} is none of {n} {things}: each needs 1 in {n}")
+    return bounds[rank], bounds[rank + 1]
 
 
 def shard_plan(config, rank, shares):

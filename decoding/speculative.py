@@ -202,7 +202,7 @@ def probabilities(sample, logits):
     if sample.top_k is not None and sample.top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(sample.top_k).values[..., -1:], -torch.inf)
     if sample.top_p < 1:
-        ordered, order = logits.softmax(-1).sort(descending=True)
+        ordered, order = logits.softmax(-1).sort(descending=True, stable=True)  # as likely.py
         beyond = ordered.cumsum(-1) - ordered >= sample.top_p  # the mass before this token suffices already
         logits = logits.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
     return logits.softmax(-1), good

@@ -11,6 +11,8 @@ _numbers = itertools.count()
 class Group(dist.ProcessGroup):
     """A process group in Python around another one, `inner`, of the same ranks."""
 
+    at_once = True  # whether all of a sum travels from its start on
+
     def __init__(self, kind, inner, rank, tp_size):
         super().__init__(rank, tp_size)
         self.name, self.inner = f"{kind}-{next(_numbers)}", inner

@@ -31,16 +31,19 @@ def numbers(message):
 
 
 class Int8Group(Group):
-    """A process group whose sums travel as integers, by collectives of the group `inner`, or of gloo's or NCCL's own.
+    """A process group whose sums travel as integers, by collectives of the group `inner`.
+
+    own: gloo's or NCCL's group, for what that does not do.
 
     Of two ranks each sends all of a partial to the other; more of them send each the slice that it sums, and then the
-    sums, which are quantized once more.
+    sums, which are quantized once more: on CPUs only as it is waited for, so half of the time is not hidden.
     """
 
-    def __init__(self, inner, rank, tp_size, device, own=dist.group.WORLD):
+    def __init__(self, inner, own, rank, tp_size, device):
         super().__init__("int8", inner, rank, tp_size)
         self.own = own
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self.at_once = tp_size == 2 or self.stream is not None
 
     def wire_bytes(self, tensor):
         return tensor.nbytes if tensor.nbytes <= SMALL else tensor.numel() * (SIZE + 2) // SIZE
@@ -58,7 +61,8 @@ class Int8Group(Group):
     def _start(self, tensor):
         """Send a tensor; return what finishes its sum, in place."""
         whole, ranks = tensor.view(-1), self.size()
-        padded = F.pad(whole, (0, -len(whole) % (SIZE * ranks)))
+        rest = -len(whole) % (SIZE * ranks)
+        padded = F.pad(whole, (0, rest)) if rest else whole
         if ranks > 2:
             parts, work = self._scatter(quantized(padded.view(ranks, -1)))
         else:

@@ -5,6 +5,7 @@
 // those that would make more than kInFlight: so a peer has twice that to read at most, which the buffers take, and no
 // start waits for ever.
 
+#include <ATen/OpMathType.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
@@ -54,7 +55,7 @@ class OneHop : public c10d::Backend {
     return start(part, parts, [this, whole, part, parts] {
       Tensors rows = parts.unbind();
       rows[node_] = part;
-      at::Tensor sum = nodes_ > 2 ? rows[0].to(at::kFloat) : rows[0];  // rounded once
+      at::Tensor sum = nodes_ > 2 ? rows[0].to(at::toOpMathType(rows[0].scalar_type())) : rows[0];  // rounded once
       for (int64_t i = 1; i < nodes_; i++) sum = at::add(sum, rows[i]);
       part.copy_(sum);
       if (part.numel() < whole.numel()) gather(whole, part.clone());

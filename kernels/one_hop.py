@@ -11,10 +11,22 @@ import socket
 import torch
 
 from kernels import shared_memory
+from model import InputError
 
 BUFFER = 2**18  # bytes that a connection takes while its peer computes; one_hop.cpp counts on them
+PATIENCE = 30  # seconds
 
 _numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def reachable(world):
+    """Turn what connections of one rank meet in this block into an InputError of all ranks."""
+    with world.together():
+        try:
+            yield
+        except OSError as e:
+            raise InputError(f"the machines do not reach one another: {e}") from None
 
 
 class Node:
@@ -35,12 +47,14 @@ def connect(world, address, places):
 
     world: a launch.World. address: this machine's, for the others. places: the name of each rank's node. Where all
     nodes have as many ranks, those of a node share memory, and rank i of a node has a connection to rank i of each
-    other; else every two ranks have one. Raises InputError, on all ranks alike, without a C++ compiler.
+    other; else every two ranks have one. Raises InputError, on all ranks alike, without a C++ compiler, and where the
+    machines do not reach one another.
     """
     first = places.index(places[world.rank]) == world.rank
     for turn in (True, False):  # on each node one rank compiles, then the others load
         with world.together():
             if first == turn:
+                shared_memory.build()  # for its settle
                 shared_memory.build("one_hop.cpp", "join_hops", "one hop between machines")
     size = places.count(places[0])
     alike = places == [place for place in dict.fromkeys(places) for _ in range(size)]
@@ -50,15 +64,22 @@ def connect(world, address, places):
             memory = shared_memory.connect(node)
         if None in world.gather(memory and memory.group_name):
             node, memory = Node(world, 1), None
-    with socket.create_server((address, 0)) as listener:
+    with reachable(world):
+        if not address:
+            raise OSError("no IPv4 address leads from one to another")
+        listener = socket.create_server((address, 0))
+    with listener:
+        listener.settimeout(PATIENCE)
         names = world.gather(listener.getsockname())[node.rank :: node.tp_size]  # of rank i on each node
-        peers = {number: socket.create_connection(names[number]) for number in range(node.number)}
-        for peer in peers.values():
-            peer.sendall(node.number.to_bytes(4))
-        for _ in range(node.number + 1, len(names)):
-            peer = listener.accept()[0]
-            peers[int.from_bytes(peer.recv(4, socket.MSG_WAITALL))] = peer
+        with reachable(world):
+            peers = {number: socket.create_connection(names[number], PATIENCE) for number in range(node.number)}
+            for peer in peers.values():
+                peer.sendall(node.number.to_bytes(4))
+            for _ in range(node.number + 1, len(names)):
+                peer = listener.accept()[0]
+                peers[int.from_bytes(peer.recv(4, socket.MSG_WAITALL))] = peer
     for peer in peers.values():
+        peer.settimeout(None)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
     sockets = [peers[number].detach() if number in peers else -1 for number in range(len(names))]

@@ -113,6 +113,8 @@ def emulate(world, link, simulate_tp=None):
     tp_size = simulate_tp or world.tp_size
     if tp_size == 1:
         raise InputError("--link and --exposed need two or more ranks, started with torchrun, or --simulate-tp")
+    if not getattr(world.group, "at_once", True):
+        raise InputError("--comm int8 of CPUs over an emulated link takes two ranks: of more it would hide too much")
     if shared_memory.shares(world.group):
         group = LinkedMemory(world.group, link)
     else:

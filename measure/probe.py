@@ -5,7 +5,8 @@ torchrun --standalone --nproc_per_node=2 -m measure.probe --json bench.jsonl
 
 All ranks read their memory at the same time, since those of one machine share it. An all-reduce is timed in runs of
 many, each of which waits for the one before, as those of a standard model do. Each is called from Python: on a GPU
-small ones take longer than in the CUDA graph of a compiled decode step. Where ranks share memory, gloo is timed too.
+small ones take longer than in the CUDA graph of a compiled decode step. Where gloo or NCCL does not carry the model's,
+its are timed too.
 """
 
 import statistics
@@ -49,12 +50,12 @@ def all_reduces(world, group):
 def probe(world):
     """Return {"bandwidth": bytes per second that each rank reads, "all_reduce": as all_reduces()}.
 
-    If the model's all-reduces go through shared memory, "gloo" has those over gloo.
+    If the model's all-reduces do not go through gloo or NCCL, "library" has those that do.
     """
     bandwidth = world.gather(report.read_bandwidth(world.device, world))
     found = {"bandwidth": bandwidth, "all_reduce": all_reduces(world, world.group) if world.group is not None else []}
     if world.group not in (None, dist.group.WORLD):
-        found["gloo"] = all_reduces(world, dist.group.WORLD)
+        found["library"] = all_reduces(world, dist.group.WORLD)
     return found
 
 
@@ -83,7 +84,7 @@ def main():
     print(f"{environment['hardware']}; {world.device.type}, {environment['threads']} threads a rank")
     for rank, rate in enumerate(found["bandwidth"]):
         print(f"rank {rank}: {rate / 1e9:.1f} GB/s read from memory")
-    for name, lines in (("all-reduce", found["all_reduce"]), ("by gloo", found.get("gloo", []))):
+    for name, lines in (("all-reduce", found["all_reduce"]), ("by the library", found.get("library", []))):
         for line in lines:
             print(f"{name} of {line['bytes']:>10,} bytes: {line['us']:>10,.1f} us, {line['gbps']:>8.2f} Gbit/s")
     if lines := found["all_reduce"]:

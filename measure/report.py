@@ -105,10 +105,11 @@ def git_commit():
         return None
 
 
-def generation(runner, draft, world, prompts, done):
+def generation(runner, draft, world, prompts, done, chunk):
     """Return what a generation took: what generate.generate returned, rates, and the share of the bandwidth.
 
-    On every rank: all of them measure the bandwidth at once. draft: what proposed tokens, or None.
+    On every rank: all of them measure the bandwidth at once. draft: what proposed tokens, or None. chunk:
+    see generate.
     """
     peaks = world.gather(peak_bytes(world.device))  # before the bandwidth is measured, which takes memory
     longest, passes = max(map(len, prompts)), done.passes
@@ -127,7 +128,7 @@ def generation(runner, draft, world, prompts, done):
         "bandwidth": bandwidth, "mbu": tpot and read * passes / done.decode_s / bandwidth, "passes": passes,
         "drafted": draft and draft.drafted, "accepted": accepted, "draft_s": draft and draft.seconds,
         "tokens": None if world.simulated else done.rows, "peak_bytes": peaks,
-        "prefill_parts": runner.parts_of(len(prompts), longest),
+        "prefill_parts": runner.parts_of(len(prompts), min(longest, max(1, chunk // len(prompts)))),
     }  # fmt: skip
 
 

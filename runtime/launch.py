@@ -11,7 +11,6 @@ import hashlib
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -139,7 +138,7 @@ def join(device=None, flags=None):
     _watch.start()
     several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", tp_size)) < tp_size
     if device.type == "cpu" and several_nodes:
-        address = gloo.choose_interface(store, rank, tp_size) or socket.gethostname()
+        address = gloo.choose_interface(store, rank, tp_size)
     backend, on_gpu = "gloo", {}
     if device.type == "cuda":  # its kernels first: the sum of a sublayer is waited for before the computing beside it
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -168,7 +167,7 @@ def join(device=None, flags=None):
     elif comm == "int8":
         from kernels.int8_sums import Int8Group
 
-        world.group = Int8Group(world.group, rank, tp_size, device, dist.group.WORLD)
+        world.group = Int8Group(world.group, dist.group.WORLD, rank, tp_size, device)
     return world
 
 

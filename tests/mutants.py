@@ -86,7 +86,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("kernels/shared_memory.cpp", "return at::add(x, wait.call(*pending));", "return at::add(x, *pending);", RANKS),
     ("kernels/shared_memory.cpp", "&& lock.l_type == F_UNLCK;", "&& false;", "shared_memory -k when_a_rank_dies"),
     ("kernels/shared_memory.py", "world.gather(reason) if found]", "[reason] if found]", "shared_memory -k do_without"),
-    ("kernels/one_hop.cpp", "nodes_ > 2 ? rows[0].to(at::kFloat) : rows[0]", "rows[0]",
+    ("kernels/one_hop.cpp", "nodes_ > 2 ?", "false ?",
      "one_hop -k 'rounded_once and abc'"),
     ("kernels/one_hop.cpp", "owner->completed_ < count", "owner->completed_ < 1", "one_hop -k 'any_order and ab'"),
     ("kernels/one_hop.cpp", "if (part.numel() < whole.numel())", "if (false)", "one_hop -k 'rounded_once and aabb'"),

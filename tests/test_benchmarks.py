@@ -296,6 +296,8 @@ README = shlex.quote(str(ROOT / "README.md"))
     "script, flags, message",
     [
         (overlap, "--links 0,x", "--link 'x' is none of free,"),
+        (overlap, "--prefill 1 99 --prompt-length 8 --eager", "--prefill is 99: parts need --eager, and a token each"),
+        (overlap, "--prefill 2", "--prefill is 2: parts need --eager"),
         (overlap, "--wirings x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
         (overlap, "", "--link and --exposed need two or more ranks"),
         (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, transformers, gpt-fast, llama.cpp,"),

@@ -42,6 +42,7 @@ SCRIPTS = {
             "--prompt=a --shares=3,1": "--shares has 2 numbers: give 1, one for each rank",
             "--prompt=a --shares=3,0": "--shares: '0' is not a whole number from 1",
             "--prompt=a --shares=3,1 --simulate-tp=3 --link=pcie": "--shares has 2 numbers: give 3, one for each rank",
+            "--prompt=a --shares=1000,1 --simulate-tp=2 --link=pcie": "--shares: 1 of 1001 is none of",
             "--prompt=a --interactive": "--interactive takes no prompts",
             "--interactive --exposed": "--exposed measures plain decode steps: without --draft or a chat",
             "--prompt=a --device=tpu": "no such device: tpu; this machine has cpu",

@@ -290,7 +290,8 @@ def test_interactive_with_a_chat_template_and_a_full_context(copy, flags):
     texts = printed.split("\n")
     assert "do not fit the context of 60: starting anew with this message" in said
     assert texts[0] in texts[2:4] and texts[0] != texts[1] and "" not in texts[:4]
-    again, said = run(*flags, "--interactive", "60", stdin="a\n" + "dog " * 50 + "\nb\na\na\n")
+    parts = ["--prefill-parts", "2"]
+    again, said = run(*flags, *parts, "--interactive", "60", stdin="a\n" + "dog " * 50 + "\nb\na\na\n")
     assert "tokens leaves no room in the context of 60: shorten it" in said
     assert again == printed  # a message that is refused leaves the conversation as it was
     assert run(*flags, "--chat", "--prompt", "a")[0] == texts[0] + "\n"

@@ -11,6 +11,8 @@ import tp
 from kernels import int8_sums
 from kernels.int8_sums import Int8Group
 from measure import link
+from model import InputError
+from runtime.launch import World
 
 SHAPES = [(3, 7, 640), (5, 9, 301), (1, 2, 48)]  # the last one is small: it travels as it is
 OPS = torch.ops._c10d_functional
@@ -25,7 +27,7 @@ def partial(rank, shape, dtype):
 def sums(world, dtype, shared):
     """Of each shape in turn: all in flight at a time, waited for in another order; and of one that is not finite."""
     gloo = world.dist_group or dist.group.WORLD
-    group = Int8Group(world.group if shared else gloo, world.rank, world.tp_size, world.device, gloo)
+    group = Int8Group(world.group if shared else gloo, gloo, world.rank, world.tp_size, world.device)
     pending = [OPS.all_reduce(partial(world.rank, shape, dtype), "sum", group.group_name) for shape in SHAPES]
     found = [OPS.wait_tensor(one) for one in (pending[1], pending[0], pending[2])]
     x = torch.ones(200, 100, dtype=dtype)
@@ -74,7 +76,7 @@ def logits(world, wirings, compile):
         config = dataclasses.replace(BASE, wiring=wiring, n_heads=12, n_kv_heads=4, intermediate_size=208)
         net = shard(config, world)
         exact = last_logits(net, *unequal_rows(config), compile=compile)
-        group = Int8Group(world.group, world.rank, world.tp_size, world.device)
+        group = Int8Group(world.group, None, world.rank, world.tp_size, world.device)
         net.comm = tp.TensorParallel(config, world.tp_size, group)
         found.append((wiring, exact, last_logits(net, *unequal_rows(config), compile=compile)))
     return found
@@ -103,7 +105,9 @@ def small_too(world, *args):
 
 
 def test_a_link_carries_fewer_bytes():
-    inner = Int8Group(None, 0, 2, torch.device("cpu"))
+    inner, three = (Int8Group(None, None, 0, ranks, torch.device("cpu")) for ranks in (2, 3))
     group = link.LinkedGroup(inner, link.FREE, 0, 2, torch.device("cpu"))
+    with pytest.raises(InputError, match="--comm int8 of CPUs over an emulated link takes two ranks"):
+        link.emulate(World(0, 3, torch.device("cpu"), three), link.FREE)
     assert group.wire_bytes(torch.ones(12800, dtype=torch.bfloat16)) == 13200
     assert group.wire_bytes(torch.ones(64, dtype=torch.bfloat16)) == 128

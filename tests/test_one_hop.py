@@ -11,6 +11,7 @@ from test_shared_memory import OPS, numbers
 
 from kernels import one_hop, shared_memory
 from measure import link
+from model import InputError
 
 PAIRS = ["a", "a", "b", "b"]
 PLACES = ["a", "b"], ["a", "b", "c"], ["a", "a", "b"], ["a", "b", "c", "d"], PAIRS
@@ -25,10 +26,11 @@ def connect(world, places):
 
 
 def total(places, *args):
-    """The sum of numbers(rank, *args) in float32, rounded for each node that shares memory, and at the end."""
+    """The sum of numbers(rank, *args), not in 16 bits, rounded for each node that shares memory, and at the end."""
 
     def add(parts):
-        return functools.reduce(torch.add, parts[1:], parts[0].float()).to(parts[0].dtype)
+        first = parts[0].float() if parts[0].dtype == torch.bfloat16 else parts[0]
+        return functools.reduce(torch.add, parts[1:], first).to(parts[0].dtype)
 
     parts = [numbers(rank, *args) for rank in range(len(places))]
     return add([add(parts[:2]), add(parts[2:])] if places == PAIRS else parts)
@@ -36,7 +38,7 @@ def total(places, *args):
 
 def sums(world, places):
     group = connect(world, places)
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
         for size in (1, 2, 31, 4096, 1 + LARGEST // 4, 4 + LARGEST // 2):  # none, or one, to the ring
             x = numbers(world.rank, size, dtype)
             found = OPS.wait_tensor(OPS.all_reduce(x, "sum", group.group_name))
@@ -50,6 +52,17 @@ def sums(world, places):
 @nodes
 def test_sums_are_those_in_the_order_of_the_ranks_and_rounded_once(places):
     run_ranks(len(places), sums, places)
+
+
+def out_of_reach(world):
+    for address, reason in ("", "no IPv4 address"), ("192.0.2.1", "Cannot assign"):
+        mine = address if world.rank == 1 else "127.0.0.1"
+        with pytest.raises(InputError, match=f"^the machines do not reach one another: .*{reason}"):
+            one_hop.connect(world, mine, ["a", "b"])
+
+
+def test_ranks_that_do_not_reach_one_another_say_so_alike():
+    run_ranks(2, out_of_reach)
 
 
 def in_flight(world, places, order):
