@@ -70,7 +70,7 @@ def parse(argv):
     if (args.n_layers or 2) > args.config.n_layers:
         raise InputError(f"--n-layers is {args.n_layers} but {args.model} has {args.config.n_layers}")
     if max(args.prefill or [1]) > (1 if args.prefill and not args.eager else args.prompt_length):
-        raise InputError(f"--prefill is {max(args.prefill)}: parts need --eager, and a token each")
+        raise InputError(f"--prefill is {max(args.prefill)}: parts need --eager, and a token each of --prompt-length")
     if args.prompt_length >= args.config.max_seq_len:
         raise InputError(f"--prompt-length is {args.prompt_length} but must be below {args.config.max_seq_len}")
     args.kind = "decode" if args.prefill is None else "prefill"

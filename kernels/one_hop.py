@@ -54,8 +54,8 @@ def connect(world, address, places):
     for turn in (True, False):  # on each node one rank compiles, then the others load
         with world.together():
             if first == turn:
-                shared_memory.build()  # for its settle
                 shared_memory.build("one_hop.cpp", "join_hops", "one hop between machines")
+                shared_memory.build()  # for its settle
     size = places.count(places[0])
     alike = places == [place for place in dict.fromkeys(places) for _ in range(size)]
     node, memory = Node(world, size if alike else 1), None

@@ -92,7 +92,7 @@ def main():
         rate = min(found["bandwidth"]) / 1e9
         print(f"for measure.advise: --tp {world.tp_size} --bandwidth-gbs {rate:.1f} --link {measured.name}")
     if shares := fitting_shares(found["bandwidth"]):
-        print(f"for ranks so unlike: --shares {','.join(map(str, shares))}")
+        print(f"for ranks so unlike, if this machine is idle: --shares {','.join(map(str, shares))}")
     if args.json:
         writing.append_line(args.json, {**environment, "probe": found})
 

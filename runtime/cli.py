@@ -114,7 +114,8 @@ def add_communication_flags(parser):
     g.add_argument("--prefill-parts", type=count_or_auto, default="auto", metavar="N|auto", help=words)
     g.add_argument("--exposed", action="store_true", help="report how much of it was not hidden")
     g.add_argument("--profile", metavar="DIR", help="write a trace of a prefill and a decode step for each rank")
-    words = "emulate a link between the ranks: a name such as pcie, or its numbers, e.g. 100us+50gbps"
+    words = "emulate a link between the ranks: a name such as pcie, or its numbers, e.g. 100us+50gbps; tcp+ before it"
+    words += " lets several latencies run at once"
     g.add_argument("--link", metavar="LINK", help=words)
     words = "run rank 0 of N alone, over an emulated link, e.g. 8"
     g.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help=words)

@@ -124,7 +124,7 @@ def join(device=None, flags=None):
         raise InputError(f"--shares has {len(shares)} numbers: give {ranks}, one for each rank")
     if tp_size == 1:
         if comm != "auto":
-            raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun")
+            raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun; --simulate-tp is one")
         return World(rank, tp_size, choose_device(device, rank, tp_size), shares=shares)
     from kernels import gloo, shared_memory  # a single process does without them
 

@@ -417,7 +417,7 @@ def test_one_rank_alone_predicts_times_and_prints_no_text(tmp_path, small, capfd
 def test_the_share_of_the_bandwidth_is_not_said_of_what_fits_a_cache(bytes, shown):
     r = dict.fromkeys(("load_s", "compile_s", "ttft_ms"), 1.0) | {"tpot_ms": 2.0, "tok_s": 500.0, "tok_s_user": 500.0}
     r |= dict.fromkeys(("simulated", "link", "quant", "exposed")) | {"batch": 1, "model": "x", "n_layers": 1, "tp": 1}
-    r |= {"prefill_parts": 1, "comm": "auto"}
+    r |= {"prefill_parts": 1, "comm": "auto", "shares": (1,)}
     r |= {"wiring": "ladder", "dtype": "float32", "device": "cpu", "step_bytes": bytes, "mbu": 0.5, "bandwidth": 2e10}
     text = report.summary({**r, "peak_bytes": [10**9]})
     assert ("50 % of what 20.0 GB/s allow" in text) == shown and ("%" in text) == shown
