@@ -56,7 +56,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("model.py", "<= positions[..., None]", "< positions[..., None]", DECODE),
     ("model.py", "cache[1][metadata.rows, :, metadata.positions]", "cache[1][:, :, metadata.positions[0]]", DECODE),
     ("model.py", "[:, None, None].expand(B, 1, G, S, T)", "[:, None, :, None].expand(B, 1, S, G, T)", CHUNKS),
-    ("tp.py", "(-(-n * sum(shares[:r]) // sum(shares))", "(n * sum(shares[:r]) // sum(shares)", PLAN),
+    ("tp.py", "[-(-n * sum(shares[:r]) // sum(shares))", "[n * sum(shares[:r]) // sum(shares)", PLAN),
     ("tp.py", "share(G, sharers.index(rank), [", "share(G, 0, [", PLAN),
     ("tp.py", "[shares[r] for r in sharers]", "[1 for r in sharers]", "tp -k shares_say"),
     ("tp.py", "sum(shares) / min(shares)", "len(shares)", "tp -k cut_finer"),
