@@ -38,8 +38,8 @@ KEYS += ["link", "wiring", "step_ms", "quartiles_ms", "all_reduce_ms", "limit_ms
 
 def links(text):
     """Return {name: Link} of microseconds and of what --link takes, with commas between."""
-    known = [(name, f"{name}us" if name.replace(".", "").isdigit() else name) for name in text.split(",")]
-    return {name: link.custom() if one == "0us" else link.parse(one) for name, one in known}
+    names = text.split(",")
+    return {name: link.parse(f"{name}us" if name.replace(".", "").isdigit() else name) for name in names}
 
 
 def parse(argv):
@@ -69,8 +69,9 @@ def parse(argv):
     args.config = SMALL if args.model == "small" else SIZES[args.model]
     if (args.n_layers or 2) > args.config.n_layers:
         raise InputError(f"--n-layers is {args.n_layers} but {args.model} has {args.config.n_layers}")
-    if max(args.prefill or [1]) > (1 if args.prefill and not args.eager else args.prompt_length):
-        raise InputError(f"--prefill is {max(args.prefill)}: parts need --eager, and a token each of --prompt-length")
+    parts = max(args.prefill or [1])
+    if (parts > 1 and not args.eager) or parts > args.prompt_length:
+        raise InputError(f"--prefill is {parts}: parts need --eager, and a token each of --prompt-length")
     if args.prompt_length >= args.config.max_seq_len:
         raise InputError(f"--prompt-length is {args.prompt_length} but must be below {args.config.max_seq_len}")
     args.kind = "decode" if args.prefill is None else "prefill"

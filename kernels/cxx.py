@@ -66,6 +66,13 @@ def load_operators(source, what, *options):
         raise InputError(f"cannot use {folder}: {reason}; name another folder in $XDG_CACHE_HOME") from None
 
 
+def load_group(source, operator, what):
+    """Load the operators of a process group's C++, one of which is named. Raises InputError as load_operators does."""
+    if not hasattr(torch.ops.ladder, operator):
+        include = Path(torch.__file__).parent / "include/torch/csrc/api/include"
+        load_operators(source, what, "-DUSE_DISTRIBUTED", "-DUSE_C10D", f"-I{include}")
+
+
 def _processor():
     """Return the features of this processor, for which -march=native compiles."""
     info = Path("/proc/cpuinfo")

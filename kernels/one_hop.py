@@ -10,7 +10,7 @@ import socket
 
 import torch
 
-from kernels import shared_memory
+from kernels import cxx, shared_memory
 from model import InputError
 
 BUFFER = 2**18  # bytes that a connection takes while its peer computes; one_hop.cpp counts on them
@@ -54,7 +54,7 @@ def connect(world, address, places):
     for turn in (True, False):  # on each node one rank compiles, then the others load
         with world.together():
             if first == turn:
-                shared_memory.build("one_hop.cpp", "join_hops", "one hop between machines")
+                cxx.load_group("one_hop.cpp", "join_hops", "one hop between machines")
                 shared_memory.build()  # for its settle
     size = places.count(places[0])
     alike = places == [place for place in dict.fromkeys(places) for _ in range(size)]

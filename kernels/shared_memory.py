@@ -83,12 +83,9 @@ def abandon():
         torch.ops.ladder.memory_abandon()
 
 
-def build(source="shared_memory.cpp", operator="join_memory", what="memory shared by ranks"):
-    """Load the operators of a process group's C++, one of which is named. Raises InputError as load_operators does."""
-    if not hasattr(torch.ops.ladder, operator):
-        include = os.path.join(os.path.dirname(torch.__file__), "include/torch/csrc/api/include")
-        flags = "-DUSE_DISTRIBUTED", "-DUSE_C10D", f"-I{include}"
-        cxx.load_operators(source, what, *flags)
+def build():
+    """Load the operators of shared_memory.cpp. Raises InputError as cxx.load_operators does."""
+    cxx.load_group("shared_memory.cpp", "join_memory", "memory shared by ranks")
 
 
 @contextlib.contextmanager

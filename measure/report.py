@@ -108,8 +108,8 @@ def git_commit():
 def generation(runner, draft, world, prompts, done, chunk):
     """Return what a generation took: what generate.generate returned, rates, and the share of the bandwidth.
 
-    On every rank: all of them measure the bandwidth at once. draft: what proposed tokens, or None. chunk:
-    see generate.
+    On every rank: all of them measure the bandwidth at once. draft: what proposed tokens, or None.
+    chunk: as for generate.generate.
     """
     peaks = world.gather(peak_bytes(world.device))  # before the bandwidth is measured, which takes memory
     longest, passes = max(map(len, prompts)), done.passes
