@@ -114,7 +114,10 @@ CONFIGS = [  # changes and the line
     ({"wiring": "ladder:0"}, "wiring ladder:0 does not fit 3 layers"),
     ({"wiring": "ladder:0,3"}, "NAME:I,J distinct layers from 0 to 2"),
     ({"wiring": "ladder:1,1"}, "distinct layers"),
-    ({"wiring": "ladder:x"}, "no such wiring: 'ladder:x'; write ladder, ladder:N, ladder:I,J,..., ladder:I-J or ladder-K"),
+    (
+        {"wiring": "ladder:x"},
+        "no such wiring: 'ladder:x'; write ladder, ladder:N, ladder:I,J,..., ladder:I-J or ladder-K",
+    ),
     ({"wiring": "desync:2,3"}, "no such wiring: 'desync:2,3'; write desync or desync:N"),
     ({"wiring": "standard:3"}, "no such wiring: 'standard:3'; write standard"),
     ({"wiring": "desync:0"}, "no such wiring: 'desync:0'; write desync or desync:N"),
