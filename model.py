@@ -242,6 +242,8 @@ class Config:
     mlp_bias: bool = False
     qk_norm: bool = False
     nope_layers: tuple = ()  # layers without rotary embeddings
+    sliding_window: int | None = None  # the tokens that a position sees, itself included
+    window_layers: tuple = ()  # in these layers
     bos_id: int | None = None
     eos_ids: tuple = ()
     wiring: str = "standard"  # as parse_wiring reads it
@@ -253,6 +255,8 @@ class Config:
     def __post_init__(self):
         if self.n_heads % self.n_kv_heads:
             raise InputError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
+        if not {*self.window_layers} <= {*range(self.n_layers if (self.sliding_window or 0) > 0 else 0)}:
+            raise InputError(f"window_layers takes 0 to {self.n_layers - 1}, with a sliding_window of 1 or more tokens")
         _ = self.kind, self.wirings, self.period  # now, once: the compiler does not trace how text is parsed
 
     @functools.cached_property
@@ -330,6 +334,7 @@ class AttentionMetadata:
     rows: torch.Tensor
     positions: torch.Tensor
     mask: torch.Tensor | None
+    window: int | None = None  # that of the mask, for kernels that read positions instead
 
 
 class Attention(nn.Module):
@@ -447,11 +452,18 @@ class Transformer(nn.Module):
 
     def sublayers(self, metadata, cache=None):
         """Return the blocks' sublayers in order, [(h, stale)], as a stream function takes them."""
-        nope_layers, out = self.config.nope_layers, []
+        config, window, windowed, out = self.config, self.config.sliding_window, metadata, []
         cos, sin = torch.ones_like(metadata.cos), torch.zeros_like(metadata.sin)
-        plain = nope_layers and dataclasses.replace(metadata, cos=cos, sin=sin)
+        mask, positions = metadata.mask, metadata.positions
+        if config.window_layers and (mask is not None or positions.shape[1] > window):
+            mask = positions[:, None] <= positions[..., None] if mask is None else mask
+            keys = positions[:, None] if cache is None else torch.arange(mask.shape[-1], device=mask.device)
+            near = keys > positions[..., None] - window  # (B, S, T')
+            windowed = dataclasses.replace(metadata, mask=mask & near, window=window)
         for i, block in enumerate(self.layers):
-            wiring, used = self.config.wirings[i], plain if i in nope_layers else metadata
+            wiring, used = config.wirings[i], windowed if i in config.window_layers else metadata
+            if i in config.nope_layers:
+                used = dataclasses.replace(used, cos=cos, sin=sin)
             out += [(h, wiring.stale) for h in wiring.split(block, used, cache and cache[i])]
         return out
 
