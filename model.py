@@ -321,7 +321,7 @@ class Block(nn.Module):
 def rms_norm(config, of_lanes=True):
     """Return a norm of the stream; of_lanes: whether it is one of those that each lane may have of its own."""
     norm = nn.RMSNorm(config.dim, config.norm_eps)
-    if config.lane_norms and of_lanes:
+    if config.lane_norms and of_lanes and config.lanes:
         norm.weight = nn.Parameter(torch.empty(config.lanes * config.dim))  # which tp.py cuts
     return norm
 
