@@ -45,7 +45,7 @@ OTHERS = [  # that no published key names: their text stands in the config
 ]  # fmt: skip
 CASES = [(wiring, "all") for wiring in [*OURS, *OTHERS]]
 CASES += [("ladder:0,1", shape) for shape in SHAPES if shape != "all"]
-CASES += [("delayed/3", "qwen2"), ("desync:1/6", "qwen3"), ("pair", "even"), ("pair-ladder", "even")]
+CASES += [("delayed/3", "qwen2"), ("delayed/6", "qwen3"), ("pair", "even"), ("pair-ladder", "even")]
 
 
 def write(folder, **changes):

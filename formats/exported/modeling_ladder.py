@@ -69,10 +69,9 @@ class LadderAttention(Qwen3Attention):
         self.rope = config.no_rope_layers is None or bool(config.no_rope_layers[layer_idx])
         if lanes := config.parsed[-1]:
             H, G, heads = self.head_dim, self.num_key_value_groups, list(enumerate(lane_heads(config)))
-            if lanes > config.num_key_value_heads:  # a KV head differs from lane to lane: one for each query head
-                self.num_key_value_groups = 1
+            # lanes that share a KV head differ in it: then each query head has one of its own, also in the cache
+            self.num_key_value_groups = each = G if lanes <= config.num_key_value_heads else 1
             q = [(lane, start * H, stop * H) for lane, (start, stop) in heads]
-            each = self.num_key_value_groups
             kv = [(lane, i // G * H, (i // G + 1) * H) for lane, (a, b) in heads for i in range(a, b, each)]
             self.q_proj, self.o_proj = Rows(self.q_proj, q), Columns(self.o_proj, q)
             self.k_proj, self.v_proj = Rows(self.k_proj, kv), Rows(self.v_proj, kv)
@@ -136,7 +135,7 @@ class LadderDecoderLayer(LlamaDecoderLayer):
         for i, hs in enumerate(zip(*(block.sublayers(**kwargs) for block in self.blocks), strict=True)):
             while len(pending) > self.stale:  # standard: all of them, ladder: not the last ones
                 x, pending = x + self.total(pending[0]), pending[1:]
-            seen = x + sum(pending) if self.name == "delayed" else x  # of those a lane knows its own partials
+            seen = x + sum(pending) if self.name == "delayed" else x  # with this lane's own partials
             partial = sum(h(seen) for h in hs)
             if not self.period:
                 pending = *pending, partial
