@@ -11,6 +11,7 @@ import re
 import shutil
 from pathlib import Path
 
+import tp
 from formats import checkpoint
 from formats.checkpoint import dtype_name, first_line
 from formats.config import InputError
@@ -113,9 +114,10 @@ def main(argv=None):
         weights, config, folder = open_source(args.source, args.revision)
         [norm] = hf_names(norm)
     config = cli.with_wiring(config, args)
-    if config.kind.laned and config.lanes is None and args.out:
+    if config.kind.laned and config.lanes is None:
         name = config.wiring
         raise InputError(f"--wiring {name} is another function in other numbers of lanes: name them, e.g. {name}/8")
+    tp.shard_plan(config, 0, config.lanes or 1)  # more lanes than heads are refused
     if norm not in weights.names():
         raise InputError(f"{args.source} has no tensor {norm}")
     dtype = checkpoint.DTYPES[args.dtype] if args.dtype else checkpoint.own_dtype(weights, norm)

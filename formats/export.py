@@ -10,9 +10,11 @@ from formats.checkpoint import dtype_name
 from formats.config import InputError, parse_wiring
 from formats.huggingface import ROPE_KINDS, family_of, hf_names, no_rope_layers, ungroup
 from formats.tokenizer import SentencePieceTokenizer
-from model import attention_plus_mlp, attention_then_mlp, residual_stream
 
-CODE = Path(__file__).with_name("exported")  # the files that such a folder brings along
+CODE = Path(__file__).with_name("exported")  # the files that such a folder brings along, and what they compute:
+KNOWN = [
+    "standard", "ladder", "parallel", "parallel-ladder", "pair", "pair-ladder", "spd", "spd-ladder", "delayed", "desync"
+]  # fmt: skip
 OWN_FAMILY = {
     "model_type": "ladder_residual", "architectures": ["LadderForCausalLM"],
     "auto_map": {
@@ -28,21 +30,21 @@ def family_to_hf(config):
 
     A wiring other than standard gets a model_type that transformers does not know: without that code it must not load.
     """
-    wiring, [split, *others] = config.kind, {each.split for each in config.wirings}
-    known = wiring.stream is residual_stream and split in (attention_then_mlp, attention_plus_mlp) and not others
-    if wiring.laned or not known:
-        forms = "standard, ladder and, in all layers, parallel and parallel-ladder"
-        raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {forms} have one (--wiring, --ladder)")
-    parallel, stale = split is attention_plus_mlp, sum(wiring.stale for wiring in config.wirings)
+    name, layers, *_ = parse_wiring(config.wiring)
+    if name not in KNOWN:
+        raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {', '.join(KNOWN)} have one")
     family = family_of(config)
-    if family and not parallel and not stale:
+    if family and name == "standard":
         return family
     if config.window_layers:
         forms = "a standard model with the biases and norms of Mistral, Qwen2, Qwen3 or SmolLM3"
         raise InputError(f"sliding_window {config.sliding_window} has no Hugging Face form here: only {forms} has one")
+    stale, alike, parallel = config.kind.stale, len(set(config.wirings)) == 1, name.startswith("parallel")
+    keys = {"wiring": config.wiring}
+    if stale <= 1 and (name in ("standard", "ladder") or parallel and alike):  # the keys of published configs
+        keys = {"parallel_blocks": parallel, "ladder_layers": stale and (config.n_layers if alike else layers)}
     return {
-        **OWN_FAMILY, "parallel_blocks": parallel,
-        "ladder_layers": stale if stale in (0, config.n_layers) else parse_wiring(config.wiring)[1],
+        **OWN_FAMILY, **keys,
         "attention_bias": config.qkv_bias, "attention_out_bias": config.wo_bias, "mlp_bias": config.mlp_bias,
         "qk_norm": config.qk_norm, "no_rope_layers": no_rope_layers(config), "attention_dropout": 0.0,
         "pad_token_id": None,

@@ -42,7 +42,7 @@ FAMILIES = {
     "llamaLadder": {**COMMON, **BIASES},
     "ladder_residual": {  # of formats/exported: a child of seed_oss
         **COMMON, **BIASES, "attention_out_bias": False, "bos_token_id": 0, "no_rope_layers": None, "qk_norm": False,
-        "parallel_blocks": False,
+        "parallel_blocks": False, "wiring": None,
     },
     "mistral": {**COMMON, "sliding_window": 4096},
     "ministral": {**COMMON, "sliding_window": 4096, "layer_types": None},
@@ -162,7 +162,7 @@ def our_values(hf):
         "qk_norm": family == "qwen3" or hf.get("qk_norm", False),
         "nope_layers": nope_layers_from_hf(hf), "bos_id": hf["bos_token_id"],
         "sliding_window": hf["sliding_window"] if windowed else None, "window_layers": windowed,
-        "wiring": wiring_from_hf(hf.get("ladder_layers"), hf.get("parallel_blocks"), n_layers),
+        "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), hf.get("parallel_blocks"), n_layers),
     }  # fmt: skip
 
 

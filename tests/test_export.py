@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from helpers import ANY_TP, BASE, ROOT, YARN, random_model, shared_data
+from helpers import ANY_TP, BASE, ROOT, YARN, StateWeights, random_model, shared_data
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -29,6 +29,7 @@ SHAPES = {
     "llama3": {"rope_theta": 5000.0, "rope_scaling": LLAMA3_ROPE, "head_dim": 16, "eos_ids": (2, 5)},
     "qwen2": {"qkv_bias": True, "tie_embeddings": True, "n_heads": 5, "n_kv_heads": 5, "norm_eps": 1e-3},
     "qwen3": {"qk_norm": True, "head_dim": 16, "bos_id": None, "eos_ids": ()},
+    "even": {"n_layers": 4, "wo_bias": True},
     "all": {
         "qkv_bias": True, "wo_bias": True, "mlp_bias": True, "qk_norm": True, "tie_embeddings": True,
         "nope_layers": (1,), "rope_scaling": YARN,
@@ -41,19 +42,27 @@ WINDOWED = {
     "qwen3": {"sliding_window": 4, "window_layers": (0, 1, 2), "qk_norm": True, "qkv_bias": True, "wo_bias": True},
     "smollm3": {"sliding_window": 4, "window_layers": (1,), "nope_layers": (0, 1), "mlp_bias": True},
 }
-OURS = [
+OURS = [  # besides ladder-3, whose text stands in the config, what published keys name
     c["wiring"] for c in ANY_TP if c["wiring"].startswith("ladder") or c["wiring"] in ("parallel", "parallel-ladder")
 ]
 OURS += ["parallel:3", "parallel-ladder:2,0,1"]  # all layers, by their numbers
-CASES = [(wiring, "all") for wiring in OURS] + [("ladder:0,1", shape) for shape in SHAPES if shape != "all"]
+OTHERS = [  # that no published key names: their text stands in the config
+    "spd/2", "spd:1,/4", "spd-ladder/2", "spd-ladder-2:1-2/3", "delayed/4", "delayed-2/3", "delayed-3:1-2/2",
+    "desync/2", "desync:4/3", "pair", "pair:0,1", "pair-ladder", "ladder-2:1-2", "parallel:1,", "parallel-ladder-2",
+]  # fmt: skip
+CASES = [(wiring, "all") for wiring in [*OURS, *OTHERS]]
+CASES += [("ladder:0,1", shape) for shape in SHAPES if shape != "all"]
+CASES += [("delayed/3", "qwen2"), ("delayed/6", "qwen3"), ("pair", "even"), ("pair-ladder", "even")]
 
 
 def write(folder, **changes):
     """A random checkpoint of ours at folder / "ours" and what --to-hf makes of it; returns (our model, the folder)."""
     config = dataclasses.replace(BASE, **changes)
     net = random_model(config)
+    if config.lanes:
+        net = tp.load_shard(config, StateWeights(net.state_dict()), torch.float32, "cpu")
     with writing.new_folder(folder / "ours") as out:
-        checkpoint.write_model(out, config, net.state_dict(), torch.float32)
+        checkpoint.write_model(out, config, random_model(config).state_dict(), torch.float32)
     convert_hf_checkpoint.main([str(folder / "ours"), "--to-hf", str(folder / "hf")])
     return net, folder / "hf"
 
@@ -68,6 +77,8 @@ def check_back(folder, back):
     ours = back.parent / "ours"
     ours_config, back_config = checkpoint.read_config(ours), checkpoint.read_config(back)
     assert back_config.function == ours_config.function
+    written = json.loads((folder / "config.json").read_text()).get("wiring")
+    assert written is None or written == back_config.wiring == ours_config.wiring
     assert dataclasses.replace(back_config, wiring=ours_config.wiring) == ours_config
     before, after = (load_file(f / "model.safetensors") for f in (ours, back))
     assert before.keys() == after.keys()
@@ -120,7 +131,7 @@ def test_an_exported_folder_computes_our_logits_and_comes_back(wiring, shape, tm
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("wiring", ["ladder", "ladder:1"])
+@pytest.mark.parametrize("wiring", ["ladder", "ladder:1", "pair"])
 def test_gradients_are_ours_with_checkpointing_too(wiring, reentrant, tmp_path):
     ours, folder = write(tmp_path, qk_norm=True, wiring=wiring)
     theirs = load(folder).train()
@@ -176,7 +187,8 @@ def test_what_transformers_saves_has_the_code_and_comes_back(changes, tmp_path):
 def test_a_standard_model_is_one_of_transformers_own_where_it_has_one(shape, tmp_path):
     ours, folder = write(tmp_path, **SHAPES[shape])
     hf = json.loads((folder / "config.json").read_text())
-    assert hf["model_type"] == {"llama3": "llama", "all": "ladder_residual"}.get(shape, shape)
+    families = {"llama3": "llama", "all": "ladder_residual", "even": "ladder_residual"}
+    assert hf["model_type"] == families.get(shape, shape)
     own = hf["model_type"] != "ladder_residual"
     assert own == ("auto_map" not in hf) == (not list(folder.glob("*.py"))) == ("ladder_layers" not in hf)
     theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=not own)
@@ -184,13 +196,22 @@ def test_a_standard_model_is_one_of_transformers_own_where_it_has_one(shape, tmp
     check_back(folder, tmp_path / "back")
 
 
-@pytest.mark.parametrize("wiring", ["spd", "bound", "stream", "split", "parallel:1,"])
-def test_what_has_no_form_is_refused(wiring, tmp_path, monkeypatch):
-    monkeypatch.setitem(WIRINGS, "bound", Wiring("", stale=True, tp_bound=True))
-    monkeypatch.setitem(WIRINGS, "stream", Wiring("", stream=lambda x, sublayers, comm, config: x))
-    monkeypatch.setitem(WIRINGS, "split", Wiring("", split=lambda block, metadata, cache: []))
-    with pytest.raises(InputError, match=f"wiring {wiring} has no Hugging Face form"):
-        write(tmp_path, wiring=wiring)
+@pytest.mark.parametrize(
+    "wiring, words",
+    [
+        ("upper-bound/2", "wiring upper-bound/2 has no Hugging Face form: only standard, ladder, "),
+        ("own", "wiring own has no Hugging Face form"),
+        ("spd", "--wiring spd is another function in other numbers of lanes: name them, e.g. spd/8"),
+        ("delayed/7", "wiring delayed/7 cannot shard n_heads 6: use 1 to 6 lanes"),
+    ],
+)
+def test_what_has_no_form_is_refused(wiring, words, tmp_path, monkeypatch):
+    monkeypatch.setitem(WIRINGS, "own", Wiring("", stale=1))
+    (tmp_path / "ours").mkdir()
+    config = dataclasses.replace(BASE, wiring=wiring)
+    checkpoint.write_model(tmp_path / "ours", config, random_model(config).state_dict(), torch.float32)
+    with pytest.raises(InputError, match=words):
+        convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "hf")])
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
