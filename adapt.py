@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
 from formats import checkpoint
+from formats.config import InputError, parse_wiring, rewired, wiring_name
 from measure import score
-from model import InputError, Transformer, parse_wiring, rewired, take_turns, wiring_name
+from model import Transformer, take_turns
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
 from training import runs, sharding

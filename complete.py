@@ -3,9 +3,9 @@
 from decoding.sampling import Sampler
 from formats import checkpoint
 from formats.checkpoint import DTYPES
+from formats.config import InputError, rewired
 from formats.tokenizer import load_tokenizer
 from generate import BUCKET, Runner, generate, load_model, make_cache
-from model import InputError, rewired
 from runtime import launch, terminal
 from runtime.launch import World
 

@@ -5,7 +5,6 @@ python convert_hf_checkpoint.py stories260K.bin --tokenizer tok512.model --out c
 python convert_hf_checkpoint.py checkpoints/1b --to-hf hf/1b
 """
 
-import dataclasses
 import math
 import os
 import re
@@ -14,11 +13,11 @@ from pathlib import Path
 
 from formats import checkpoint
 from formats.checkpoint import dtype_name, first_line
+from formats.config import InputError
 from formats.export import convert_to_hf, name_tokenizer
 from formats.huggingface import LAYER_NAMES, NAMES, LlamaWeights, config_from_hf, group, hf_names
 from formats.sources import Llama2cWeights, PickledWeights
 from formats.tokenizer import load_tokenizer
-from model import InputError
 from runtime import cli, launch, writing
 
 
@@ -101,8 +100,6 @@ def parse(argv):
     size, memory = cli.number(float, 0, above=True), "GB of the largest file, about the memory needed"
     p.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help=memory)
     cli.add_wiring_flags(p)
-    ranks = "the number of ranks that these weights are meant for, if the wiring is bound to one, e.g. 4"
-    p.add_argument("--made-for-tp", type=cli.count, metavar="N", help=ranks)
     words = "run a text through transformers and through the result; write nothing if they differ"
     p.add_argument("--verify", action="store_true", help=words)
     words = "with --verify: run the code that SOURCE brings along, a stranger's program"
@@ -125,10 +122,9 @@ def main(argv=None):
         raise InputError("--verify compares a folder of transformers' with what is made of it: give it with --out")
     if args.verify and own.function != config.function:
         raise InputError(f"--verify: transformers runs SOURCE as {own.wiring} only: leave out --wiring {config.wiring}")
-    if args.made_for_tp:
-        config = dataclasses.replace(config, made_for_tp=args.made_for_tp)
-    elif config.kind.tp_bound and args.out:
-        raise InputError(f"wiring {config.wiring} is another function on other numbers of ranks: give --made-for-tp")
+    if config.kind.laned and config.lanes is None and args.out:
+        name = config.wiring
+        raise InputError(f"--wiring {name} is another function in other numbers of lanes: name them, e.g. {name}/8")
     if norm not in weights.names():
         raise InputError(f"{args.source} has no tensor {norm}")
     dtype = checkpoint.DTYPES[args.dtype] if args.dtype else checkpoint.own_dtype(weights, norm)

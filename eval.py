@@ -24,10 +24,10 @@ import torch
 import generate
 from formats import checkpoint
 from formats.checkpoint import dtype_name
+from formats.config import InputError
 from formats.tokenizer import check_vocabulary, load_tokenizer
 from measure import preflight, report
 from measure.score import alone, divergence, sensitivity, total_nats
-from model import InputError
 from runtime import cli, launch, writing
 from runtime.cli import count, number
 from training.data import SEPARATOR

@@ -20,10 +20,10 @@ import torch
 from decoding import sampling
 from decoding.sampling import Plain, Sampler
 from formats import checkpoint
+from formats.config import InputError
 from formats.tokenizer import load_tokenizer
 from kernels import int_linear
 from measure import preflight, report
-from model import InputError
 from runtime import cli, launch, terminal, watch
 from runtime.cli import count
 from runtime.launch import World

@@ -8,18 +8,12 @@ KV head, H head_dim, V vocabulary, v this rank's part of it.
 
 import dataclasses
 import functools
-import math
-import re
+import operator
 from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-
-class InputError(ValueError):
-    """Bad input: the message is one line that names it and says what would be right."""
-
 
 # ---- The collectives, as a wiring asks for them ----------------------------------------------------------------------
 
@@ -63,71 +57,109 @@ class SingleDevice:
         return logits
 
 
-# ---- The wirings: a sublayer h maps the residual stream x (B, S, D) to this rank's partial of its output -------------
+class Lanes:
+    """The collectives of several lanes on one device, which run in turns: the last start puts their sum in flight."""
+
+    def __init__(self, comm, held, lanes):
+        self.comm, self.held, self.tp_size, self.partials, self.sums = comm, held, lanes, [], []
+
+    def start(self, partial):
+        self.partials.append(partial)
+        if len(self.partials) % self.held == 0:
+            self.sums.append(self.comm.start(functools.reduce(operator.add, self.partials[-self.held :])))
+        return (len(self.partials) - 1) // self.held  # its place in sums
+
+    def wait(self, pending):
+        return self.comm.wait(self.sums[pending])
+
+    def settle(self, x, pending, after=None):
+        later = self.sums[after] if isinstance(after, int) else after
+        return self.comm.settle(x, None if pending is None else self.sums[pending], later)
 
 
 def take_turns(streams):
-    """Run the streams of a pass's parts in turns: one computes while another's partials are summed. Returns each x."""
+    """Run streams in turns, those of lanes and of parts of a prompt: one computes while another's partials are summed.
+
+    Returns each x.
+    """
     *_, xs = zip(*streams, strict=True)
     return xs
+
+
+# ---- The wirings: a sublayer h maps the residual stream x (B, S, D) to a partial of its output -----------------------
 
 
 def residual_stream(x, sublayers, comm, config):
     """Run standard x_i = x_{i-1} + AllReduce(h_i(x_{i-1})), ladder x_i = x_{i-1} + AllReduce(h_i(x_{i-2})), or both.
 
-    sublayers: list of (h, stale); a stale (ladder) sublayer reads x without the sum that is still in flight.
-
-    A stream of your own yields after each start, and its x at the end. It may only add to x (measure/clock.py passes
-    plain numbers) and calls each h once; what is not linear takes a sum. It overlaps under torch.compile only if every
-    wait between two sublayers is a settle with `after`, also where nothing is pending yet, and before the last
-    sublayer: see tests/test_wiring.py -k compiled_code.
+    sublayers: list of (h, stale); h reads x without the last `stale` sums, which are still in flight. A stream of your
+    own yields after each start, and its x at the end. It may only add to x (measure/clock.py passes plain numbers) and
+    calls each h once. It overlaps under torch.compile only if every wait between two sublayers is a settle with
+    `after`, also where nothing is pending yet, and before the last one: see tests/test_wiring.py -k compiled_code.
     """
-    pending = None
+    pending = []
     for i, (h, stale) in enumerate(sublayers):
-        next_is_stale = i + 1 < len(sublayers) and sublayers[i + 1][1]
-        if not stale:  # standard: wait, then compute
-            x, pending = comm.settle(x, pending), None
+        next_stale = sublayers[i + 1][1] if i + 1 < len(sublayers) else 0
+        while len(pending) > stale:  # standard: wait, then compute
+            x = comm.settle(x, pending.pop(0))
         started = comm.start(h(x))
-        yield  # to other parts of the prompt: take_turns
-        if stale or next_is_stale:  # ladder: the sum of the sublayer before is waited for only after h(x)
-            x = comm.settle(x, pending, after=started)  # `after` is for the compiler: see tp.py
-        pending = started
-    yield comm.settle(x, pending)
-
-
-def delayed_stream(x, sublayers, comm, config):
-    """Run x_i = x_{i-1} + AllReduce(h_i(x_{i-2} + p)): a ladder that also reads p, its rank's partial of h_{i-1}."""
-    p = 0.0
-
-    def with_own(h, stale):
-        def read(x):
-            nonlocal p
-            p = h(x + p if stale else x)
-            return p
-
-        return read
-
-    return residual_stream(x, [(with_own(h, stale), stale) for h, stale in sublayers], comm, config)
-
-
-def desynced_stream(x, sublayers, comm, config):
-    """Keep every n-th all-reduce (n = config.period) and the last; between them each rank's stream drifts on its own.
-
-    At a kept one x = AllReduce(x / tp_size + h(x)): the mean of the streams plus the sum of the partials.
-    """
-    for i, (h, _) in enumerate(sublayers, start=1):
-        kept = i % config.period == 0 or i == len(sublayers)
-        if kept:
-            started = comm.start(x / comm.tp_size + h(x))
-            yield
-        x = comm.wait(started) if kept else x + h(x)
+        yield  # to other lanes, and to other parts of the prompt: take_turns
+        if stale or next_stale:  # ladder: the oldest sum is waited for only after h(x)
+            oldest = pending.pop(0) if pending and len(pending) >= next_stale else None
+            x = comm.settle(x, oldest, after=started)  # `after` is for the compiler: see tp.py
+        pending.append(started)
+    for oldest in pending:
+        x = comm.settle(x, oldest)
     yield x
 
 
-def unreduced_stream(x, sublayers, comm, config):
-    """Leave out every all-reduce: no model on several ranks, but the speed of hiding them all."""
-    for h, _ in sublayers:
-        x = x + h(x)
+def delayed_stream(x, sublayers, comm, config):
+    """Run a ladder whose sublayers also read this lane's own partials of the sums that are still in flight."""
+    own = []
+
+    def with_own(h, stale, x):
+        del own[: max(0, len(own) - stale)]
+        own.append(h(functools.reduce(operator.add, own, x)))
+        return own[-1]
+
+    reading = [(functools.partial(with_own, h, stale), stale) for h, stale in sublayers]
+    return residual_stream(x, reading, comm, config)
+
+
+def laneformer_stream(x, sublayers, comm, config):
+    """Run x_i = x_{i-1} + p_i + the other lanes' p_{i-d}, where p_i is this lane's partial h_i(x_{i-1}).
+
+    The first d sublayers wait for the sum of all p_i, or, without early_comm, add sqrt(lanes) p_i; so do later ones of
+    a kind, attention or MLP, that has no sums. The last d sums would come too late.
+    """
+    own, sums, has_sums = [], [], (config.attention_comm, config.mlp_comm)
+    for i, (h, d) in enumerate(sublayers):
+        own.append(h(x))
+        now, later = i < d and config.early_comm, has_sums[i % 2] and i + d < len(sublayers)
+        sums.append(comm.start(own[i]) if now or later else own[i])
+        yield
+        if now:
+            x = comm.settle(x, sums[i])
+        elif i < d or not has_sums[i % 2]:
+            x = comm.settle(x + comm.tp_size**0.5 * own[i], None, after=sums[i])
+        else:
+            x = comm.settle(x + (own[i] - own[i - d]), sums[i - d], after=sums[i])
+    yield x
+
+
+def desynced_stream(x, sublayers, comm, config):
+    """Keep every n-th all-reduce (n = config.period) and the last; between them each lane's stream drifts on its own.
+
+    At a kept one x = AllReduce(x / lanes + h(x)): the mean of the streams plus the sum of the partials. Without n none
+    is kept: no model in several lanes, but the speed of hiding them all.
+    """
+    for i, (h, _) in enumerate(sublayers, start=1):
+        if config.period and (i % config.period == 0 or i == len(sublayers)):
+            started = comm.start(x / comm.tp_size + h(x))
+            yield
+            x = comm.wait(started)
+        else:
+            x = x + h(x)
     yield x
 
 
@@ -147,7 +179,7 @@ def attention_plus_mlp(block, metadata, cache):
 
 
 def attention_into_mlp(block, metadata, cache):
-    """Let the MLP read this rank's own partial y of the attention: the all-reduce between them is dropped."""
+    """Let the MLP read this lane's own partial y of the attention: the all-reduce between them is dropped."""
 
     def both(x):
         y = block.attention(block.attention_norm(x), metadata, cache)
@@ -162,151 +194,37 @@ class Wiring:
 
     about: str  # its line of --help
     split: Callable = attention_then_mlp  # from a block to its sublayers, each a function of the residual stream
-    n_sublayers: int = 2  # the number of these
+    blocks: int = 1  # neighbours whose sublayers read one input and are added up
     stream: Callable = residual_stream  # how the sublayers feed the residual stream
-    stale: bool = False  # whether they read it one sublayer stale
+    stale: int = 0  # by how many sublayers they read it stale; NAME-K says another number
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # that a block has
     parameter: str | None = "layers"  # what NAME:N chooses: "layers", the "period" of all-reduces, or nothing
-    tp_bound: bool = False  # whether the same weights are another function on another number of ranks
-    runs_standard: str = ""  # standard weights run in it without retraining on "one rank", where it is the standard
-    # model, or on "any" number of them, there at less of a loss than in a ladder (benchmarks/zeroshot.md); "": on none
+    laned: bool = False  # whether the same weights are another function in another number of lanes
+    small_loss: bool = False  # whether standard weights lose little in it, in a few layers (benchmarks/zeroshot.md)
+
+    @property
+    def standard_alone(self):
+        """Return whether it is the standard model where there is one lane."""
+        return self.laned and (self.stream is not residual_stream or not self.stale)
 
 
 WIRINGS = {
     "standard": Wiring("the pre-norm Llama block", parameter=None),
-    "ladder": Wiring("every sublayer reads the stream one sublayer stale", stale=True),
-    "parallel": Wiring("attention + MLP of one input", attention_plus_mlp, 1, norms=("attention_norm",)),
-    "parallel-ladder": Wiring("parallel, a block stale", attention_plus_mlp, 1, stale=True, norms=("attention_norm",)),
-    "spd": Wiring("the MLP reads its rank's attention", attention_into_mlp, 1, tp_bound=True, runs_standard="any"),
-    "spd-ladder": Wiring("spd, one block stale", attention_into_mlp, 1, stale=True, tp_bound=True),
-    "delayed": Wiring("a ladder that misses only the other ranks' partials", stream=delayed_stream, stale=True,
-                      tp_bound=True, runs_standard="any"),
-    "desync": Wiring("only every N-th all-reduce (default: 2)", stream=desynced_stream, parameter="period",
-                     tp_bound=True, runs_standard="one rank"),
-    "upper-bound": Wiring("no all-reduce: a bound on speed, not a usable model", stream=unreduced_stream,
-                          parameter=None, tp_bound=True, runs_standard="one rank"),
+    "ladder": Wiring("every sublayer reads the stream one sublayer stale", stale=1),
+    "parallel": Wiring("attention + MLP of one input", attention_plus_mlp, norms=("attention_norm",)),
+    "parallel-ladder": Wiring("parallel, a block stale", attention_plus_mlp, stale=1, norms=("attention_norm",)),
+    "pair": Wiring("two neighbouring blocks of one input", blocks=2, small_loss=True),
+    "pair-ladder": Wiring("pair, one sublayer stale", blocks=2, stale=1),
+    "spd": Wiring("the MLP reads its lane's attention", attention_into_mlp, laned=True, small_loss=True),
+    "spd-ladder": Wiring("spd, one block stale", attention_into_mlp, stale=1, laned=True),
+    "delayed": Wiring("a ladder that misses only other lanes' partials", stream=delayed_stream, stale=1, laned=True),
+    "laneformer": Wiring("Kog's Laneformer", stream=laneformer_stream, stale=4, parameter=None, laned=True),
+    "desync": Wiring("only every N-th all-reduce (2)", stream=desynced_stream, parameter="period", laned=True),
+    "upper-bound": Wiring("no all-reduce: a bound on speed", stream=desynced_stream, parameter=None, laned=True),
 }  # fmt: skip
 
 
-def parse_wiring(text):
-    """Return (name, parameter) of NAME, NAME:N or NAME:I,J,...: the parameter is None, N or the tuple (I, J, ...).
-
-    N is the number of last layers that are wired so, I, J, ... are such layers, from 0 (one alone is "3,"); the others
-    are standard. desync:N keeps every N-th all-reduce. Raises InputError.
-    """
-    name, _, parameter = text.partition(":")
-    if name not in WIRINGS:
-        raise InputError(f"unknown wiring {name!r}; known: {', '.join(WIRINGS)}")
-    forms = {None: "", "period": "(:[1-9][0-9]{0,8})?", "layers": "(:[0-9]{1,9}(,[0-9]{1,9})*,?)?"}
-    if not re.fullmatch(name + forms[WIRINGS[name].parameter], text):
-        written = {None: "", "period": f" or {name}:N", "layers": f", {name}:N or {name}:I,J,..."}
-        raise InputError(f"no such wiring: {text!r}; write {name}{written[WIRINGS[name].parameter]}")
-    if "," in parameter:
-        return name, tuple(map(int, parameter.removesuffix(",").split(",")))
-    return name, int(parameter) if parameter else None
-
-
-def wiring_name(name, parameter=None):
-    """Return a wiring's text: the inverse of parse_wiring."""
-    if isinstance(parameter, tuple | list):
-        return f"{name}:{','.join(map(str, parameter))}" + "," * (len(parameter) == 1)
-    return name if parameter is None else f"{name}:{parameter}"
-
-
-def rewired(config, wiring):
-    """Return the config in another wiring, or the same config where that is None. Raises InputError."""
-    return config if wiring in (None, config.wiring) else dataclasses.replace(config, wiring=wiring, made_for_tp=None)
-
-
-# ---- The configuration -----------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The shape and settings of a checkpoint, as in its config.json. Never mutated. Raises InputError."""
-
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    dim: int
-    intermediate_size: int
-    vocab_size: int
-    max_seq_len: int
-    norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # as rope_frequencies reads it
-    tie_embeddings: bool = False
-    qkv_bias: bool = False
-    wo_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    nope_layers: tuple = ()  # layers without rotary embeddings
-    bos_id: int | None = None
-    eos_ids: tuple = ()
-    wiring: str = "standard"  # as parse_wiring reads it
-    made_for_tp: int | None = None  # the ranks that the weights are meant for, if the wiring is bound to their number
-    quant: str | None = None  # "int8", "int4" or None
-    group_size: int | None = None  # of int4, in columns
-    kept: tuple = ()  # names of matrices that the quantization leaves as they were
-
-    def __post_init__(self):
-        if self.n_heads % self.n_kv_heads:
-            raise InputError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
-        _ = self.kind, self.wirings, self.period  # now, once: the compiler does not trace how text is parsed
-
-    @functools.cached_property
-    def kind(self):
-        """Return the named Wiring."""
-        return WIRINGS[parse_wiring(self.wiring)[0]]
-
-    @functools.cached_property
-    def wirings(self):
-        """Return the Wiring of each layer, as a tuple."""
-        parameter, layers = parse_wiring(self.wiring)[1], range(self.n_layers)
-        chosen = parameter if isinstance(parameter, tuple) else layers
-        if isinstance(parameter, int) and self.kind.parameter == "layers":
-            chosen = range(max(-1, self.n_layers - parameter), self.n_layers)  # -1: too many, refused below
-        if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(layers):
-            fit = f"NAME:N takes 1 to {self.n_layers}, NAME:I,J distinct layers from 0 to {self.n_layers - 1}"
-            raise InputError(f"wiring {self.wiring} does not fit {self.n_layers} layers: {fit}")
-        return tuple(self.kind if i in chosen else WIRINGS["standard"] for i in layers)
-
-    @functools.cached_property
-    def period(self):
-        """Return n if desync keeps every n-th all-reduce, else None."""
-        return parse_wiring(self.wiring)[1] or 2 if self.kind.parameter == "period" else None
-
-    @property
-    def function(self):
-        """Return what decides whether two wirings compute the same: ladder:8 of 8 layers is ladder."""
-        return self.wirings, self.period
-
-
 # ---- The layers ------------------------------------------------------------------------------------------------------
-
-
-def rope_frequencies(config):
-    """Return the radians per position of each pair of dimensions, (H/2,) float32; scaled where configured.
-
-    Linear scaling stretches every wavelength by `factor`. Llama 3.1 leaves those alone that are short against the
-    original context and blends a band in between; so does YaRN (arXiv 2309.00071), over whole pairs of dimensions.
-    """
-    pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
-    frequencies = 1.0 / config.rope_theta ** (pairs / config.head_dim)
-    if config.rope_scaling is None:
-        return frequencies
-    s, H, keep = config.rope_scaling, config.head_dim, torch.zeros(1, device="cpu")
-    if "low_freq_factor" in s:
-        turns = s["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # within the original context
-        keep = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
-    elif "beta_fast" in s:
-        turns = s["original_max_position_embeddings"] / (2 * math.pi)  # of the first pair
-        first, last = (math.log(turns / s[beta], config.rope_theta) for beta in ("beta_fast", "beta_slow"))
-        first, last = max(math.floor(first * H / 2), 0), min(math.ceil(last * H / 2), H - 1)
-        keep = 1 - (pairs / 2 - first) / ((last - first) or 0.001)
-    keep = keep.clamp(0, 1)
-    return frequencies * (keep + (1 - keep) / s["factor"])
 
 
 def rotate(x, cos, sin):
@@ -396,23 +314,43 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.feed_forward = FeedForward(config)
         for name in config.wirings[layer].norms:
-            setattr(self, name, nn.RMSNorm(config.dim, config.norm_eps))
+            setattr(self, name, rms_norm(config))
+
+
+def rms_norm(config, of_lanes=True):
+    """Return a norm of the stream; of_lanes: whether it is one of those that each lane may have of its own."""
+    norm = nn.RMSNorm(config.dim, config.norm_eps)
+    if config.lane_norms and of_lanes:
+        norm.weight = nn.Parameter(torch.empty(config.lanes * config.dim))  # which tp.py cuts
+    return norm
 
 
 class Transformer(nn.Module):
-    def __init__(self, config):
+    """held: the lanes of it that this device has, if it has its own for each; else it is whole, or a rank's shard."""
+
+    def __init__(self, config, held=1):
         super().__init__()
         self.config = config
         self.comm = SingleDevice()
         # without nn.Embedding's initial values: to draw them on the device "meta" imports the compiler, for seconds
         table = torch.empty(config.vocab_size, config.dim)
         self.tok_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
-        self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
-        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+
+        def lane():
+            layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
+            return {"layers": layers, "norm": rms_norm(config, config.lane_head != "sum")}
+
+        for name, module in lane().items():
+            self.add_module(name, module)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.other_lanes = nn.ModuleList(nn.ModuleDict(lane()) for _ in range(1, held))
         if config.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        self.register_buffer("rope_frequencies", rope_frequencies(config), persistent=False)
+        self.register_buffer("rope_frequencies", config.rope_frequencies(), persistent=False)
+
+    @property
+    def lanes(self):
+        return [self, *self.other_lanes]
 
     def forward(self, tokens, positions=None, cache=None, cache_length=None, select=None, parts=1):
         """Return logits (B, S, v), or (B, 1, v) at the sequence index select (B,) of each row; see gather.
@@ -422,7 +360,7 @@ class Transformer(nn.Module):
         continues its cached sequence there (decode), reading the first cache_length slots of the cache.
         cache: as new_cache makes it, written in place, or None. parts: S or fewer, that take turns; with a cache.
         """
-        B, S = tokens.shape
+        (B, S), held = tokens.shape, len(self.lanes)
         causal, streams = positions is None, []
         if causal:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(B, S), S
@@ -430,13 +368,33 @@ class Transformer(nn.Module):
         for part, at in zip(tokens.tensor_split(parts, dim=1), positions.tensor_split(parts, dim=1), strict=True):
             filled += part.shape[1]
             mask = None if causal else torch.arange(filled, device=tokens.device) <= at[..., None]  # (B, S, T')
-            metadata = self.metadata(at, mask)
-            sublayers, causal = self.sublayers(metadata, cache), False
-            streams.append(self.config.kind.stream(self.tok_embeddings(part), sublayers, self.comm, self.config))
-        x = self.norm(torch.cat(take_turns(streams), dim=1))
+            causal = False
+            streams += self.streams(self.tok_embeddings(part), self.metadata(at, mask), cache)
+        xs = take_turns(streams)
+        xs = [torch.cat(xs[lane::held], dim=1) for lane in range(held)]
         if select is not None:
-            x = x[metadata.rows, select[:, None]]
-        return self.output(x)
+            rows = torch.arange(B, device=tokens.device)[:, None]
+            xs = [x[rows, select[:, None]] for x in xs]
+        return self.head(xs)
+
+    def streams(self, x, metadata, cache=None):
+        """Return the running streams of the lanes that are held, from the embeddings x (B, S, D) on."""
+        held, config = len(self.lanes), self.config
+        comm = self.comm if held == 1 else Lanes(self.comm, held, config.lanes)
+        sublayers = [self.sublayers(metadata, cache, lane) for lane in range(held)]
+        return [config.kind.stream(x, each, comm, config) for each in sublayers]
+
+    def head(self, xs):
+        """Return the logits that the ends (B, S, D) of the lanes' streams give: all are one but for a Laneformer's."""
+        config, normed = self.config, [lane.norm(x) for lane, x in zip(self.lanes, xs, strict=True)]
+        if config.kind.stream is not laneformer_stream:
+            return self.output(normed[0])
+        if config.lane_head == "vocab_parallel":
+            parts = self.output(torch.stack(normed)).chunk(len(xs), dim=-1)
+            return torch.cat([part[lane] for lane, part in enumerate(parts)], dim=-1)
+        ends = functools.reduce(operator.add, xs if config.lane_head == "sum" else normed)
+        x = self.comm.wait(self.comm.start(ends))
+        return self.output(self.norm(x) if config.lane_head == "sum" else x / (config.lanes or self.comm.tp_size))
 
     def metadata(self, positions, mask=None):
         """Return the AttentionMetadata of tokens at these positions (B, S)."""
@@ -445,17 +403,20 @@ class Transformer(nn.Module):
         scale = (self.config.rope_scaling or {}).get("attention_factor", 1.0)  # YaRN's, of queries and of keys
         return AttentionMetadata(angles.cos() * scale, angles.sin() * scale, rows, positions, mask)
 
-    def sublayers(self, metadata, cache=None):
-        """Return the blocks' sublayers in order, [(h, stale)], as a stream function takes them."""
-        nope_layers, out = self.config.nope_layers, []
+    def sublayers(self, metadata, cache=None, lane=0):
+        """Return the sublayers of a lane in order, [(h, stale)], as a stream function takes them."""
+        layers, n_layers, nope_layers = self.lanes[lane].layers, self.config.n_layers, self.config.nope_layers
         cos, sin = torch.ones_like(metadata.cos), torch.zeros_like(metadata.sin)
         plain = nope_layers and dataclasses.replace(metadata, cos=cos, sin=sin)
-        for i, block in enumerate(self.layers):
-            wiring, used = self.config.wirings[i], plain if i in nope_layers else metadata
-            out += [(h, wiring.stale) for h in wiring.split(block, used, cache and cache[i])]
-        return out
+
+        def split(wiring, i):
+            used = plain if i in nope_layers else metadata
+            return wiring.split(layers[i], used, cache and cache[lane * n_layers + i])
+
+        return self.config.sublayers(split)
 
     def new_cache(self, batch, length):
-        """Return a static KV cache of `length` slots: one (k, v) a layer, each (B, K, T, H), zeroed."""
-        shapes = [(batch, b.attention.n_kv_heads, length, b.attention.head_dim) for b in self.layers]
+        """Return a static KV cache of `length` slots: a (k, v) for each layer of each lane, (B, K, T, H), zeroed."""
+        attentions = [block.attention for lane in self.lanes for block in lane.layers]
+        shapes = [(batch, a.n_kv_heads, length, a.head_dim) for a in attentions]
         return [tuple(self.norm.weight.new_zeros(shape) for _ in "kv") for shape in shapes]

@@ -9,8 +9,8 @@ import dataclasses
 import torch
 
 from formats import checkpoint
+from formats.config import InputError
 from kernels import int_linear
-from model import InputError
 from runtime import cli, launch, writing
 
 PIECE = 2**18  # numbers that are quantized at a time: few enough for the cache

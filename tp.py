@@ -6,14 +6,16 @@ them. An asynchronous all-reduce starts in TensorParallel.start and is waited fo
 """
 
 import math
+import re
 
 import torch
 import torch.nn as nn
 from tqdm import tqdm
 
 from formats.checkpoint import check_shape, read_part
+from formats.config import InputError
 from kernels import cpu, int_linear
-from model import BLOCK, InputError, padded
+from model import BLOCK, padded
 from runtime import watch
 
 # ---- The sharding plan -----------------------------------------------------------------------------------------------
@@ -30,6 +32,20 @@ def share(n, rank, shares, things=None):
     return bounds[rank], bounds[rank + 1]
 
 
+def lanes_of(config, rank, shares):
+    """Return [(lane, lanes)] that a rank holds, each to be cut like a rank of so many; without lanes [(rank, shares)].
+
+    Raises InputError if a lane would have to be cut.
+    """
+    shares, L = (1,) * shares if isinstance(shares, int) else shares, config.lanes
+    if L is None:
+        return [(rank, shares)]
+    if any(L * part % sum(shares) for part in shares):
+        fit = ", ".join(str(n) for n in range(1, L + 1) if L % n == 0)
+        raise InputError(f"the {L} lanes of wiring {config.wiring} do not fit {len(shares)} ranks: use {fit}, alike")
+    return [(lane, (1,) * L) for lane in range(*share(L, rank, shares))]
+
+
 def shard_plan(config, rank, shares):
     """Return {name in its module: (dimension, [(start, stop), ...])}: what this rank holds of each sharded linear.
 
@@ -44,14 +60,15 @@ def shard_plan(config, rank, shares):
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, width = N // K, config.intermediate_size
     size = 1 if config.group_size is None or "w2" in config.kept else config.group_size
-    if size > 1 and width % 128 == 0 and width >= 8 * 128 * alike and not config.kind.tp_bound:
+    if size > 1 and width % 128 == 0 and width >= 8 * 128 * alike and not config.kind.laned:
         size = 128  # as PyTorch's kernel for int4 on a GPU wants it; no share is more than an eighth above its due
     while size > 8 and width // size < alike:  # few_rows.cpp takes groups of 8 and more
         size //= 2
     parts, limit = width // size, min(N, width // size)
     if tp_size > limit:
         name = "n_heads" if limit == N else "intermediate_size" + (f" / {size}" if size > 1 else "")
-        raise InputError(f"tp {tp_size} cannot shard {name} {limit}: use 1 to {limit} ranks")
+        who, things = ("ranks", f"tp {tp_size}") if config.lanes is None else ("lanes", f"wiring {config.wiring}")
+        raise InputError(f"{things} cannot shard {name} {limit}: use 1 to {limit} {who}")
     if tp_size <= K:
         first, last = share(K, rank, shares, "KV heads")
         qkv = [(first * (G + 2) * H, last * (G + 2) * H)]
@@ -72,30 +89,43 @@ def shard_plan(config, rank, shares):
 
 def head_rows(vocab_size, rank, shares):
     """Return the range of the rows of the output head on a rank: whole blocks, but for the vocabulary's end."""
+    shares = (1,) * shares if isinstance(shares, int) else shares
     return tuple(min(i * BLOCK, vocab_size) for i in share(-(-vocab_size // BLOCK), rank, shares))
 
 
-def held(skeleton, dtype, rank=0, shares=1):
-    """Return {name: (shape, dtype, dimension, ranges, each)}: what this rank holds of every tensor of a checkpoint.
+def held(config, dtype, rank=0, shares=1):
+    """Return {name in load_shard's model: (name, shape, dtype, dimension, ranges, each)}: what a rank holds of a
+    checkpoint's tensor of that name.
 
     That is the ranges [(start, stop), ...] of the dimension, joined; None for all of it, [] for zeros. Ranges count the
     columns of a matrix; one stored number covers `each` of them: a packed byte 2, the scale of a group all of its own.
-    skeleton: int_linear.skeleton(config). Raises InputError as shard_plan does.
+    Raises InputError as shard_plan and lanes_of do.
     """
-    plan, found = shard_plan(skeleton.config, rank, shares), {}
-    for name, whole in skeleton.named_parameters():  # a tied output head is not among them
+    lanes, found = lanes_of(config, rank, shares), {}
+    skeleton, plans = int_linear.skeleton(config, len(lanes)), [shard_plan(config, *lane) for lane in lanes]
+    head = head_rows(config.vocab_size, rank, shares)
+    for place, whole in skeleton.named_parameters():  # a tied output head is not among them
+        other = re.match(r"other_lanes\.(\d+)\.", place)
+        i = int(other[1]) + 1 if other else 0
+        name = place[other.end() :] if other else place
         path, _, kind = name.rpartition(".")
-        dim, ranges = plan.get(path.rpartition(".")[2], (0, None))
-        shape, each = list(whole.shape), 1
-        if dim == 1 and kind == "bias":  # added to a partial: whole on one rank, zero on the others
-            dim, ranges = 0, None if rank == 0 else []
+        module = path.rpartition(".")[2]
+        dim, ranges = plans[i].get(module, (0, None))
+        shape, each, D = list(whole.shape), 1, config.dim
+        if module == "output":
+            ranges = [head]
+        elif module.endswith("norm") and shape[0] > D:  # of lanes
+            ranges = [(lanes[i][0] * D, (lanes[i][0] + 1) * D)]
+        elif dim == 1 and kind == "bias":  # added to a partial: whole in one, zero in the others
+            dim, ranges = 0, None if lanes[i][0] == 0 else []
         elif dim == 1 and shape[1] == 1:  # the scale of a row
             ranges = None
         elif dim == 1:
             each = skeleton.get_submodule(path).in_features // shape[1]
         if ranges:  # a group that is cut becomes smaller ones
             shape[dim] = sum((stop - start) // math.gcd(each, start, stop) for start, stop in ranges)
-        found[name] = tuple(shape), dtype if whole.is_floating_point() else whole.dtype, dim, ranges, each
+        dtype_of = dtype if whole.is_floating_point() else whole.dtype
+        found[place] = name, tuple(shape), dtype_of, dim, ranges, each
     return found
 
 
@@ -107,14 +137,14 @@ def load_shard(config, weights, dtype, device, rank=0, shares=1):
     """
     if torch.device(device).type == "cpu":
         cpu.keep_freed_memory()
-    model = int_linear.skeleton(config)
-    parts = held(model, dtype, rank, shares).items()
-    for name, part in tqdm(parts, desc="loading", unit="tensor", delay=1, disable=rank > 0 or None):
+    parts = held(config, dtype, rank, shares)
+    model = int_linear.skeleton(config, len(lanes_of(config, rank, shares)))
+    for place, (name, *part) in tqdm(parts.items(), desc="loading", unit="tensor", delay=1, disable=rank > 0 or None):
         watch.at("load of", name)
-        check_shape(weights, name, model.get_parameter(name).shape)
-        _put(model, name, read_part(weights, name, *part, device))
+        check_shape(weights, name, model.get_parameter(place).shape)
+        _put(model, place, read_part(weights, name, *part, device))
     if config.tie_embeddings:
-        [(start, stop)] = shard_plan(config, rank, shares)["output"][1]
+        start, stop = head_rows(config.vocab_size, rank, shares)
         for kind, tensor in model.tok_embeddings.named_parameters():
             _put(model, f"output.{kind}", tensor[start:stop])
     return model.to(device)  # moves the rope frequencies, which stay float32

@@ -29,10 +29,10 @@ import torch
 
 from benchmarks.engines import DIM, FILLED, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCABULARY
 from benchmarks.lines import about, add_show_flag
+from formats.config import InputError
 from measure.report import read_bandwidth
 from measure.results import markdown
 from measure.timing import in_turns, quartiles
-from model import InputError
 from runtime import cli, launch, writing
 from runtime.cli import count, number
 

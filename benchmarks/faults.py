@@ -34,8 +34,9 @@ import torch
 import quantize
 from benchmarks.lines import about, add_show_flag
 from formats import checkpoint
+from formats.config import Config, InputError
 from measure.results import markdown
-from model import Config, InputError, Transformer
+from model import Transformer
 from runtime import chat, cli, launch, writing
 from training.data import train_tokenizer
 

@@ -25,11 +25,11 @@ import torch
 
 from benchmarks import overlap
 from benchmarks.lines import add_show_flag
+from formats.config import InputError
 from measure.link import LINKS
 from measure.report import environment, free_bytes
 from measure.results import markdown
 from measure.timing import timed
-from model import InputError
 from runtime import cli, launch, writing
 from runtime.cli import number
 

@@ -9,9 +9,9 @@ import sys
 import torch
 
 from formats.checkpoint import read_text
+from formats.config import InputError
 from measure.report import environment
 from measure.results import wired
-from model import InputError
 from runtime.launch import World
 
 

@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.lines import about, add_show_flag
+from formats.config import Config, InputError, rewired
 from formats.sizes import SIZES, RandomWeights
 from generate import Runner, make_cache, pad
 from measure import exposed, link
 from measure.clock import variants
 from measure.results import explained
 from measure.timing import overlapping
-from model import Config, InputError, rewired
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
 from tp import TensorParallel, load_shard

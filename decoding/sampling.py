@@ -5,7 +5,8 @@ Shape letters: B batch, V vocabulary, v this rank's part of it.
 
 import torch
 
-from model import BLOCK, InputError, SingleDevice
+from formats.config import InputError
+from model import BLOCK, SingleDevice
 
 SINGLE = SingleDevice()
 

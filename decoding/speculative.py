@@ -17,10 +17,10 @@ import torch.nn.functional as F
 
 from decoding.sampling import Plain, Sampler, all_finite, last_tokens
 from formats import checkpoint
+from formats.config import Config, InputError, rewired
 from formats.tokenizer import check_vocabulary
 from measure import report
 from measure.timing import between, mark, timed
-from model import Config, InputError, rewired
 
 COUNTS = 0, 1, 2, 3, 7  # numbers of proposals for Auto; each is a graph to compile
 USUAL = 3  # proposals of a --draft without @
@@ -335,7 +335,7 @@ def read_draft(text, config, folder, tp_size):
         return Source(name, count)
     if name.startswith("wiring:"):
         draft = _rewired(config, name)
-        if tp_size == 1 and all(c.wiring == "standard" or c.kind.runs_standard for c in (config, draft)):
+        if tp_size == 1 and all(c.wiring == "standard" or c.kind.standard_alone for c in (config, draft)):
             print(f"on one rank {draft.wiring} is {config.wiring} itself: this draft only takes time", file=sys.stderr)
         return Source(name, count, draft)
     if not os.path.isdir(name):

@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from formats.config import Config, InputError, wiring_name
 from kernels import cpu, int_linear
-from model import Config, InputError, rope_frequencies, wiring_name
 from runtime import watch
 
 TOKENIZER_FILES = (
@@ -68,6 +68,8 @@ def make_config(values, source):
         name = "ladder" if values.get("wiring") == "hybrid" else values.get("wiring")
         layers, period = values.pop("ladder_layers", None), values.pop("desync_period", None)
         values["wiring"] = wiring_name(name, period if name == "desync" else layers)
+    if ranks := values.pop("made_for_tp", None):  # as it was before there were lanes
+        values["wiring"] = f"{values['wiring']}/{ranks}"
     for field in dataclasses.fields(Config):
         value, kind, positive = values.get(field.name), field.type, field.type in (int, float)
         right = isinstance(value, float | int if kind is float else kind) and isinstance(value, bool) == (kind is bool)
@@ -79,7 +81,7 @@ def make_config(values, source):
     try:
         config = Config(**values)
         int_linear.check(config)
-        rope_frequencies(config)
+        config.rope_frequencies()
         return config
     except InputError as e:
         raise InputError(f"{source}: {e}") from None

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from formats import checkpoint
 from formats.checkpoint import dtype_name
+from formats.config import InputError, parse_wiring
 from formats.huggingface import ROPE_KINDS, family_of, hf_names, no_rope_layers, ungroup
 from formats.tokenizer import SentencePieceTokenizer
-from model import InputError, attention_plus_mlp, attention_then_mlp, parse_wiring, residual_stream
+from model import attention_plus_mlp, attention_then_mlp, residual_stream
 
 CODE = Path(__file__).with_name("exported")  # the files that such a folder brings along
 OWN_FAMILY = {
@@ -29,7 +30,7 @@ def family_to_hf(config):
     """
     wiring, [split, *others] = config.kind, {each.split for each in config.wirings}
     known = wiring.stream is residual_stream and split in (attention_then_mlp, attention_plus_mlp) and not others
-    if wiring.tp_bound or not known:
+    if wiring.laned or not known:
         forms = "standard, ladder and, in all layers, parallel and parallel-ladder"
         raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {forms} have one (--wiring, --ladder)")
     parallel, stale = split is attention_plus_mlp, sum(wiring.stale for wiring in config.wirings)

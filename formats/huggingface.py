@@ -6,7 +6,7 @@ import torch
 
 from formats import checkpoint
 from formats.checkpoint import read_json
-from model import InputError, wiring_name
+from formats.config import InputError, wiring_name
 
 NAMES = {  # ours: Hugging Face's; wqkv is made of three
     "tok_embeddings.weight": "model.embed_tokens.weight",

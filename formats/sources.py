@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from formats import checkpoint
-from model import InputError
+from formats.config import InputError
 
 
 class PickledWeights:

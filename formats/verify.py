@@ -4,7 +4,7 @@ import torch
 
 from formats import checkpoint
 from formats.checkpoint import dtype_name, first_line
-from model import InputError
+from formats.config import InputError
 from tp import load_shard
 
 TEXT = "Once upon a time there was a little dog who counted up to 10, and then ran to the park. "

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from model import InputError
+from formats.config import InputError
 
 
 def compiler(what="--compile"):

@@ -14,7 +14,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import InputError, Transformer
+from formats.config import InputError
+from model import Transformer
 
 PIECE = 2**19  # numbers of W that are turned into floats at a time, to be multiplied while they are in the cache
 FEW = 16  # rows of x up to which the kernels for int8, PyTorch's on a CPU and Triton's, are meant to be the faster ones
@@ -186,10 +187,10 @@ class IntEmbedding(Integers):
         return self.rows(tokens)
 
 
-def skeleton(config):
+def skeleton(config, held=1):
     """Return the Transformer of a config, quantized as it says, without memory for the weights: on "meta"."""
     with torch.device("meta"):
-        model = Transformer(config)
+        model = Transformer(config, held)
         for path, module in list(model.named_modules()) if config.quant else []:
             parent, _, name = path.rpartition(".")
             tied = config.tie_embeddings and path == "output"

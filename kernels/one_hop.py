@@ -10,8 +10,8 @@ import socket
 
 import torch
 
+from formats.config import InputError
 from kernels import cxx, shared_memory
-from model import InputError
 
 BUFFER = 2**18  # bytes that a connection takes while its peer computes; one_hop.cpp counts on them
 PATIENCE = 30  # seconds

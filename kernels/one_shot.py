@@ -9,8 +9,8 @@ import os
 import torch
 import torch.distributed._symmetric_memory as symmetric
 
+from formats.config import InputError
 from kernels.group import Group, pending_on
-from model import InputError
 
 ONE_SHOT = 2**18  # bytes up to which each rank sums all of them; of more it sums its share, for all
 BUFFER = 2**24  # bytes of the memory that the ranks see of one another; larger sums go through NCCL

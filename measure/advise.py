@@ -17,11 +17,10 @@ import torch
 
 from formats import checkpoint, sizes
 from formats.checkpoint import dtype_name
+from formats.config import InputError, rewired
 from formats.sizes import SIZES
-from kernels import int_linear
 from measure import link, report, results
 from measure.clock import run_layers, variants
-from model import InputError, rewired
 from runtime import cli, launch
 from runtime.cli import count, number
 from tp import held, shard_plan
@@ -38,11 +37,11 @@ class Work(NamedTuple):
     flops: float
 
 
-def rank_work(model, dtype, rank, tp_size, batch, context):
-    """Return decode_work's answer for one rank. model: the skeleton of one layer."""
-    config, plan = model.config, shard_plan(model.config, rank, tp_size)
+def rank_work(config, dtype, rank, tp_size, batch, context):
+    """Return decode_work's answer for one rank. config: of one layer."""
+    plan = shard_plan(config, rank, tp_size)
     n_bytes, flops = ({"attention": 0.0, "feed_forward": 0.0, "rest": 0.0} for _ in range(2))
-    for name, (shape, stored, *_) in held(model, dtype, rank, tp_size).items():
+    for name, shape, stored, *_ in held(config, dtype, rank, tp_size).values():
         *_, place, module, tensor = "rest", *name.split(".")
         if module == "tok_embeddings" and config.tie_embeddings:
             [(start, stop)] = plan["output"][1]
@@ -65,8 +64,8 @@ def decode_work(config, dtype, tp_size, batch, context):
     It is that of the rank with the most to do, since the others wait for it. context: filled slots of the cache. Of the
     embedding table only the rows of the step's tokens are read. Raises InputError if tp_size does not suit the config.
     """
-    model = int_linear.skeleton(dataclasses.replace(rewired(config, "standard"), n_layers=1, nope_layers=()))
-    ranks = [rank_work(model, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
+    one = dataclasses.replace(rewired(config, "standard"), n_layers=1, nope_layers=())
+    ranks = [rank_work(one, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
     return {place: max(work[place] for work in ranks) for place in ranks[0]}
 
 
@@ -132,15 +131,15 @@ def step_seconds(config, times):
 def retraining(own, config, tp_size):
     """Return whether a model with weights of the Config `own` must be trained for the wiring of another, in words."""
     if config.function == own.function:
-        return "no" if own.made_for_tp in (None, tp_size) else "no, but a loss"
-    if own.wiring == "standard" and config.kind.runs_standard == "any":
+        return "no"
+    if own.wiring == "standard" and config.kind.small_loss:
         return "no, but a loss"
-    return f"yes, for {tp_size} ranks" if config.kind.tp_bound else "yes"
+    return f"yes, in {config.lanes or tp_size} lanes" if config.kind.laned else "yes"
 
 
 def candidates(own, names):
     """Return the Configs to compare, each function once: those of the names, the standard one, and the weights' own."""
-    configs = [*(rewired(own, name) for name in ("standard", *names)), dataclasses.replace(own, made_for_tp=None)]
+    configs = [*(rewired(own, name) for name in ("standard", *names)), own]
     return [*{config.function: config for config in configs}.values()]
 
 
@@ -184,7 +183,7 @@ def verdict(lines, all_reduce):
         names = ", ".join(x["wiring"] for x in best)
         text.append(f"{kind}: {names}; {best[0]['step_ms']:.3f} ms, {best[0]['times_standard']:.2f} times as fast.")
         if any(x["retraining"] == "no, but a loss" for x in best):
-            text[-1] = f"{text[-1][:-1]}, at a loss that grows with tp: eval.py measures it."
+            text[-1] = f"{text[-1][:-1]}, at a loss: least in a few middle layers (eval.py measures it)."
     return "\n".join(text)
 
 

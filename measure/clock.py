@@ -10,13 +10,14 @@ from model import WIRINGS, take_turns
 
 
 def variants(n_layers):
-    """Return the wirings to compare: each of model.py in all layers, a ladder of half of them, desync of 2 and 4."""
-    found = []
-    for name, wiring in WIRINGS.items():
-        found += [f"{name}:2", f"{name}:4"] if wiring.parameter == "period" else [name]
-        if name == "ladder":
-            found.append(f"{name}:{max(1, n_layers // 2)}")
-    return found
+    """Return the wirings to compare: each of model.py in all layers, and of those with a parameter some more."""
+    middle, half = n_layers // 4, max(1, n_layers // 2)
+    more = {
+        "ladder": ["ladder", f"ladder:{half}"], "desync": ["desync:2", "desync:4"], "laneformer": [],
+        "pair": ["pair", f"pair:{middle}-{middle + half // 2 * 2 - 1}"] if n_layers > 3 else ["pair"][: n_layers - 1],
+        "delayed": ["delayed", "delayed-4"][:n_layers],
+    }  # fmt: skip
+    return [text for name in WIRINGS for text in more.get(name, [name])]
 
 
 class Clock:
@@ -67,8 +68,7 @@ def timed_block(clock, attention=0.0, feed_forward=0.0):
 
 def _run(config, clock, block, parts):
     """Return the clock after one step of the config's wiring: the very loop of model.py, its splits, and its turns."""
-    wirings = config.wirings
-    sublayers = [(h, wiring.stale) for wiring in wirings for h in wiring.split(block, None, None)]
+    sublayers = config.sublayers(lambda wiring, i: wiring.split(block, None, None))
     take_turns([config.kind.stream(0.0, sublayers, clock, config) for _ in range(parts)])
     return clock
 

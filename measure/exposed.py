@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import torch
 
+from formats.config import Config
 from measure.clock import count_all_reduces, run_clock
 from measure.link import Link
 from measure.timing import hidden_share, in_turns, quartiles, timed, within_noise
-from model import Config, SingleDevice
+from model import SingleDevice
 from runtime import writing
 from tp import TensorParallel
 

@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 import generate
 from formats.checkpoint import first_line
+from formats.config import InputError
 from measure.score import pieces
-from model import InputError
 
 LOGITS = 2**28  # bytes of a batch's logits, where no batch size is given
 CACHE = 2**30  # bytes of its KV cache

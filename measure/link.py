@@ -11,9 +11,9 @@ import time
 
 import torch
 
+from formats.config import InputError
 from kernels import shared_memory
 from kernels.group import Group, Pending
-from model import InputError
 from runtime import launch
 
 

@@ -14,8 +14,9 @@ from collections import defaultdict
 from pathlib import Path
 
 from formats.checkpoint import read_text
+from formats.config import InputError
 from measure import results
-from model import WIRINGS, InputError
+from model import WIRINGS
 from runtime import cli, launch, writing
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"

@@ -4,21 +4,20 @@ import math
 import os
 import sys
 
-from kernels import int_linear
 from measure import report
-from tp import held, shard_plan
+from tp import held, lanes_of, shard_plan
 
 
 def weight_bytes(config, dtype, rank=0, shares=1):
     """Return the bytes of a rank's weights. Raises InputError as shard_plan does."""
-    parts = held(int_linear.skeleton(config), dtype, rank, shares).values()
-    return sum(math.prod(shape) * stored.itemsize for shape, stored, *_ in parts)
+    parts = held(config, dtype, rank, shares).values()
+    return sum(math.prod(shape) * stored.itemsize for _, shape, stored, *_ in parts)
 
 
 def cache_bytes(config, dtype, rows, slots, rank=0, shares=1):
     """Return the bytes of a rank's KV cache: the rows of wqkv that are no queries, for each slot."""
-    plan = shard_plan(config, rank, shares)
-    heads, queries = (sum(stop - start for start, stop in plan[name][1]) for name in ("wqkv", "wo"))
+    plans = [shard_plan(config, *lane) for lane in lanes_of(config, rank, shares)]
+    heads, queries = (sum(b - a for plan in plans for a, b in plan[name][1]) for name in ("wqkv", "wo"))
     return config.n_layers * rows * slots * (heads - queries) * dtype.itemsize
 
 

@@ -136,7 +136,7 @@ def result(name, model, link, world, found):
     """Return the JSON line of generate.py: all that a run is and found. link: None for the machine's own."""
     c = model.config
     return {
-        "model": name, "n_layers": c.n_layers, "wiring": c.wiring, "made_for_tp": c.made_for_tp,
+        "model": name, "n_layers": c.n_layers, "wiring": c.wiring,
         "dtype": dtype_name(model.norm.weight.dtype), "quant": c.quant,
         "link": link and dataclasses.asdict(link), **environment(world), **found,
     }  # fmt: skip

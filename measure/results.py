@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 from decoding.speculative import mean_accepted
 from formats.checkpoint import read_text
+from formats.config import InputError, wiring_name
 from measure.report import bandwidth_share
 from measure.timing import hidden_share, overlapping, quartiles
-from model import WIRINGS, InputError, wiring_name
+from model import WIRINGS
 
 PAPER = Path(__file__).parent.parent / "benchmarks" / "results" / "paper.csv"
 SETTING = ["model", "n_layers", "quant", "dtype", "device", "hardware", "prompt_tokens", "new_tokens", "simulated"]

@@ -4,7 +4,7 @@ import torch
 from tqdm import tqdm
 
 import generate
-from model import InputError, rewired, wiring_name
+from formats.config import InputError, rewired, wiring_name
 from runtime import watch
 
 PIECE = 2**22  # logits in float32 at a time: a window's, in a large vocabulary, take a gigabyte

@@ -27,9 +27,10 @@ from pathlib import Path
 
 import torch
 
+from formats.config import InputError, parse_wiring, wiring_name
 from measure import plot, results
 from measure.link import parse as parse_link
-from model import WIRINGS, InputError, parse_wiring, wiring_name
+from model import WIRINGS
 from runtime import cli, launch, writing
 
 NO_MEMORY = re.compile(
@@ -194,7 +195,7 @@ def proposes(draft, tp, wiring):
     kind, _, other = draft.partition("@")[0].partition(":")
     if wiring == "upper-bound" or kind != "wiring":
         return wiring != "upper-bound"
-    norms = [{*WIRINGS[parse_wiring(w)[0]].norms} for w in (other, wiring)]
+    norms = [{*WIRINGS[parse_wiring(w).name].norms} for w in (other, wiring)]
     return tp > 1 and other != wiring and norms[0] <= norms[1]
 
 

@@ -6,7 +6,8 @@ import os
 import sys
 import textwrap
 
-from model import WIRINGS, InputError, rewired
+from formats.config import InputError, rewired
+from model import WIRINGS
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -89,9 +90,10 @@ def add_wiring_flags(parser, default="the checkpoint's own"):
     g = parser.add_argument_group("wiring", f"how sublayers feed the residual stream; default: {default}")
     g.add_argument(
         "--wiring",
-        metavar="NAME[:N|:I,J,...]",
-        help=f"{known}\nNAME:N wires the last N layers that way, NAME:I,J,... layers I, J (from 0), others standard;\n"
-        "desync:N keeps every N-th all-reduce",
+        metavar="NAME[-K][:N|:I,J,...|:I-J][/L]",
+        help=f"{known}\nNAME:N wires the last N layers that way, NAME:I,J,... layers I, J (from 0), NAME:I-J I to J;\n"
+        "others are standard; desync:N keeps every N-th all-reduce; NAME-K reads the stream K sublayers stale, if\n"
+        "NAME does at all; NAME/L has L lanes (default: as many as ranks), if their number matters",
     )
     g.add_argument("--ladder", action="store_true", help="the same as --wiring ladder")
     g.add_argument("--ladder-layers", metavar="N|I,J,...", help="the same as --wiring ladder:N or ladder:I,J,...")
@@ -138,16 +140,10 @@ def with_wiring(config, args):
 
 
 def warn_of_wiring(own, config, shares):
-    """Say on stderr when a checkpoint runs in another wiring than its own, or on other ranks than it was made for."""
-    ranks = len(shares) if len(set(shares)) == 1 else f"{len(shares)} unlike"
+    """Say on stderr when a checkpoint runs in another wiring than its own."""
     if own.function == config.function:
-        if config.made_for_tp not in (None, ranks):
-            text = f"these weights were made for {config.wiring} on {config.made_for_tp} ranks, and run on {ranks}"
-            print(f"{text}: expect a loss", file=sys.stderr)
         return
     loss = "another function than these weights were trained for: eval.py measures the loss"
-    if own.wiring == "standard" and config.kind.runs_standard and ranks == 1:
-        loss = "which is the same on one device"
-    elif own.wiring == "standard" and config.kind.runs_standard == "any":
-        loss = f"on {ranks} ranks: expect a loss (eval.py measures it)"
+    if own.wiring == "standard" and config.kind.standard_alone and (config.lanes or len(shares)) == 1:
+        loss = "which is the same in one lane"
     print(f"these weights are {own.wiring}'s, and run as {config.wiring}, {loss}", file=sys.stderr)

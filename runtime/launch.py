@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from formats.checkpoint import first_line
-from model import InputError
+from formats.config import InputError
 from runtime import watch
 
 

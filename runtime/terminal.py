@@ -4,8 +4,8 @@ import torch
 from tqdm import tqdm
 
 from formats import checkpoint
+from formats.config import InputError
 from formats.tokenizer import TextStream
-from model import InputError
 from runtime.cli import count
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from model import InputError
+from formats.config import InputError
 
 
 @contextlib.contextmanager

@@ -18,11 +18,12 @@ from helpers import ROOT
 import generate
 import tp
 from formats import checkpoint
+from formats.config import Config, InputError
 from formats.huggingface import config_from_hf
 from formats.sources import Llama2cWeights, PickledWeights
 from formats.tokenizer import load_tokenizer
 from measure import results
-from model import Config, InputError, Transformer, rope_frequencies
+from model import Transformer
 from runtime import terminal
 
 DEMO, RESULTS = ROOT / "demo", ROOT / "benchmarks" / "results"
@@ -133,7 +134,7 @@ def targets(folder):
     bench = b"\n".join((RESULTS / "bench-demo.jsonl").read_bytes().splitlines()[:12])
 
     return {
-        "our config": (lambda at: rope_frequencies(checkpoint.read_config(at)), {"config.json": config}),
+        "our config": (lambda at: checkpoint.read_config(at).rope_frequencies(), {"config.json": config}),
         "Hugging Face config": (lambda at: config_from_hf(at / "config.json"), {"config.json": as_json(theirs)}),
         "index": (load, {"model.safetensors.index.json": as_json(index), part: ours}),
         "safetensors": (load, {"model.safetensors": ours}),

@@ -24,17 +24,9 @@ import torch.distributed as dist
 
 import generate
 import tp
+from formats.config import Config, parse_wiring
 from kernels import cxx, gloo, shared_memory
-from model import (
-    WIRINGS,
-    Config,
-    Transformer,
-    delayed_stream,
-    desynced_stream,
-    parse_wiring,
-    residual_stream,
-    unreduced_stream,
-)
+from model import WIRINGS, Transformer, delayed_stream, desynced_stream, residual_stream
 from runtime import launch
 
 ROOT = Path(__file__).parent.parent
@@ -47,26 +39,28 @@ BASE = Config(3, 6, 2, 8, 48, 100, 131, 64, norm_eps=1e-5, bos_id=1, eos_ids=(2,
 
 def kind(changes):
     """The Wiring of config changes."""
-    return WIRINGS[parse_wiring(changes["wiring"])[0]]
+    return WIRINGS[parse_wiring(changes["wiring"]).name]
 
 
 def wired(name):
     """The config changes to test a wiring with; one layer alone has a seam on either side."""
-    some = {"layers": [f"{name}:1,"], "period": [f"{name}:4"], None: []}[WIRINGS[name].parameter]
-    return [{"wiring": text} for text in [name, *["ladder:2", "ladder:0,1"] * (name == "ladder"), *some]]
+    layers = "1," if WIRINGS[name].blocks == 1 else "0,1"
+    some = {"layers": [f"{name}:{layers}"], "period": [f"{name}:4"], None: []}[WIRINGS[name].parameter]
+    more = {"ladder": ["ladder:2", "ladder:0,1", "ladder-3"], "delayed": ["delayed-2", "delayed-3:1-2"]}.get(name, [])
+    return [{"wiring": text} for text in [name, *more, *some]]
 
 
-WIRED = [changes for name in WIRINGS for changes in wired(name)]
-ANY_TP = [changes for changes in WIRED if not kind(changes).tp_bound]
+WIRED = [changes for name in WIRINGS if name != "laneformer" for changes in wired(name)]
+ANY_TP = [changes for changes in WIRED if not kind(changes).laned]
 
 
-STREAMS = residual_stream, delayed_stream, desynced_stream, unreduced_stream
+STREAMS = residual_stream, delayed_stream, desynced_stream
 BY_HAND = [c for c in WIRED if kind(c).stream in STREAMS]  # nobody has reckoned by hand what another stream does
 
 
-def outline(config):
-    """[(number of sublayers, whether they read the stream stale)] of each layer."""
-    return [(wiring.n_sublayers, wiring.stale) for wiring in config.wirings]
+def staleness(config):
+    """Of each sublayer, by how many it reads the stream stale."""
+    return [stale for _, stale in config.sublayers(lambda wiring, i: wiring.split(None, None, None))]
 
 
 def wired_id(changes):

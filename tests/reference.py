@@ -4,6 +4,8 @@ Of model.py it takes only the names of what a wiring is made of. Weights are tak
 holds, KV head by KV head, the G query heads, the key and the value.
 """
 
+import re
+
 import numpy as np
 
 import model
@@ -95,61 +97,69 @@ class Reference:
         y = self.attention(layer, x, shard[0])
         return y + self.mlp(layer, x + y, shard[1])
 
+    def wiring(self):
+        """(the Wiring, its layers, the n of desync, by how much it is stale) that the config's text names."""
+        c, found = self.c, re.fullmatch(r"(.*?)(-\d+)?(?::([^/]*))?(?:/\d+)?", self.c.wiring)
+        name, stale, chosen = found.groups()
+        wiring, layers = WIRINGS[name], [*range(c.n_layers % WIRINGS[name].blocks, c.n_layers)]
+        if chosen and name != "desync":
+            layers = (
+                [*range(c.n_layers - int(chosen), c.n_layers)]
+                if chosen.isdecimal()
+                else [i for i in range(c.n_layers) if str(i) in chosen.split(",")]
+            )
+            if "-" in chosen:
+                layers = [*range(int(chosen.split("-")[0]), int(chosen.split("-")[1]) + 1)]
+        return wiring, layers, chosen, int((stale or "-0")[1:]) or int(wiring.stale)
+
+    def parts(self, layer, split):
+        """What a layer adds to the stream, each a partial(x, shard)."""
+        if split is model.attention_then_mlp:
+            return [
+                lambda x, shard: self.attention(layer, x, shard[0]),
+                lambda x, shard: self.mlp(layer, x, shard[1]),
+            ]
+        if split is model.attention_plus_mlp:
+            return [
+                lambda x, shard: (
+                    self.attention(layer, x, shard[0]) + self.mlp(layer, x, shard[1], norm="attention_norm")
+                )
+            ]
+        if split is model.attention_into_mlp:
+            return [lambda x, shard: self.attention_into_mlp(layer, x, shard)]
+        raise NotImplementedError(f"write {split.__name__} here, too")
+
     def sublayers(self):
-        """[(partial(x, shard), stale)]: attention, MLP, attention, MLP, ..., or both of a block at once."""
-        c, out = self.c, []
-        for layer in range(c.n_layers):
-            name, _, chosen = c.wiring.partition(":")  # by which a layer has that wiring; the others are standard
-            if not chosen or name == "desync":
-                wired = True
-            elif "," not in chosen:
-                wired = layer >= c.n_layers - int(chosen)
-            else:
-                wired = str(layer) in chosen.split(",")
-            wiring = WIRINGS[name] if wired else WIRINGS["standard"]
-            split = wiring.split
-            if split is model.attention_then_mlp:
-                parts = [
-                    lambda x, shard, i=layer: self.attention(i, x, shard[0]),
-                    lambda x, shard, i=layer: self.mlp(i, x, shard[1]),
-                ]
-            elif split is model.attention_plus_mlp:
-                parts = [
-                    lambda x, shard, i=layer: (
-                        self.attention(i, x, shard[0]) + self.mlp(i, x, shard[1], norm="attention_norm")
-                    )
-                ]
-            elif split is model.attention_into_mlp:
-                parts = [lambda x, shard, i=layer: self.attention_into_mlp(i, x, shard)]
-            else:
-                raise NotImplementedError(f"write {split.__name__} here, too")
-            out += [(h, wiring.stale) for h in parts]
+        """[(partial(x, shard), by how much it is stale)]: attention, MLP, ..., or both of a block at once."""
+        (wiring, layers, _, stale), out, layer = self.wiring(), [], 0
+        while layer < self.c.n_layers:
+            parts = self.parts(layer, wiring.split if layer in layers else WIRINGS["standard"].split)
+            if layer in layers and wiring.blocks == 2:
+                others = self.parts(layer := layer + 1, wiring.split)
+                parts = [lambda x, s, a=a, b=b: a(x, s) + b(x, s) for a, b in zip(parts, others, strict=True)]
+            out += [(h, stale if layer in layers else 0) for h in parts]
+            layer += 1
         return out
 
     def stream(self, x0):
         """The final residual stream, of each rank."""
-        (name, _, n), sublayers = self.c.wiring.partition(":"), self.sublayers()
-        stream = WIRINGS[name].stream
-        if stream is model.residual_stream:
-            x = [x0]
-            for i, (h, stale) in enumerate(sublayers, start=1):
-                seen = x[max(i - 2, 0)] if stale else x[i - 1]
-                x.append(x[i - 1] + sum(h(seen, shard) for shard in self.shards))
+        (wiring, _, n, _), sublayers = self.wiring(), self.sublayers()
+        if wiring.stream in (model.residual_stream, model.delayed_stream):
+            x, partials, seen = [x0], [], 0  # x[i]: with the sums of the first i sublayers; seen: how many of them
+            for i, (h, stale) in enumerate(sublayers):
+                seen = max(seen, i - stale)
+                missed = partials[seen:] if wiring.stream is model.delayed_stream else []
+                own = [sum((p[r] for p in missed), start=np.zeros_like(x0)) for r in range(len(self.shards))]
+                partials.append([h(x[seen] + y, shard) for y, shard in zip(own, self.shards, strict=True)])
+                x.append(x[-1] + sum(partials[-1]))
             return [x[-1]] * len(self.shards)
-        if stream is model.delayed_stream:
-            x, partials = [x0], [[np.zeros_like(x0)] * len(self.shards)]
-            for i, (h, stale) in enumerate(sublayers, start=1):
-                seen = [x[max(i - 2, 0)] + own if stale else x[i - 1] for own in partials[i - 1]]
-                partials.append([h(x_r, shard) for x_r, shard in zip(seen, self.shards, strict=True)])
-                x.append(x[i - 1] + sum(partials[i]))
-            return [x[-1]] * len(self.shards)
-        if stream not in (model.desynced_stream, model.unreduced_stream):
-            raise NotImplementedError(f"write {stream.__name__} here, too")
+        if wiring.stream is not model.desynced_stream:
+            raise NotImplementedError(f"write {wiring.stream.__name__} here, too")
         x = [x0] * len(self.shards)
         for i, (h, _) in enumerate(sublayers, start=1):
             partials = [h(x_r, shard) for x_r, shard in zip(x, self.shards, strict=True)]
             kept = i % int(n or 2) == 0 or i == len(sublayers)
-            if stream is model.desynced_stream and kept:
+            if kept and wiring.parameter == "period":
                 x = [sum(x) / len(x) + sum(partials)] * len(x)
             else:
                 x = [x_r + partial for x_r, partial in zip(x, partials, strict=True)]

@@ -20,8 +20,8 @@ import model
 import quantize
 import tp
 from formats import checkpoint
+from formats.config import InputError
 from formats.tokenizer import load_tokenizer
-from model import InputError
 from runtime import launch
 from training import data, sharding
 

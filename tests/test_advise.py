@@ -8,12 +8,13 @@ import torch
 from helpers import BASE, random_model
 
 from formats import checkpoint
+from formats.config import InputError
 from formats.sizes import SIZES, RandomWeights
 from measure import advise, report
 from measure.advise import Machine, Times
 from measure.clock import variants
 from measure.link import LINKS
-from model import WIRINGS, InputError
+from model import WIRINGS
 from tp import load_shard
 
 LAYERS = 5

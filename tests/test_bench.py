@@ -14,9 +14,9 @@ import pytest
 from helpers import HANGS, ROOT
 
 import model
+from formats.config import InputError
 from measure import plot, results, sweep, timing
 from measure.probe import fitting_shares
-from model import InputError
 
 
 @pytest.fixture

@@ -16,10 +16,11 @@ from helpers import RANKS, ROOT, main_on_ranks, run_ranks
 
 import generate
 from benchmarks import decode, engines, gpu, overlap
+from formats.config import Config, InputError
 from formats.sizes import SIZES
 from kernels import int_linear
 from measure import report
-from model import WIRINGS, Config, InputError
+from model import WIRINGS
 from runtime import launch
 
 TINY = Config(2, 8, 8, 8, 64, 128, 256, 512)

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 import convert_hf_checkpoint
 import tp
 from formats import checkpoint, huggingface, verify
+from formats.config import InputError
 from formats.tokenizer import load_tokenizer
-from model import InputError
 from training.data import train_tokenizer
 
 SMALL = {

@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from helpers import BASE, BY_HAND, last_logits, outline, random_model, unequal_rows, wired_id
+from helpers import BASE, BY_HAND, last_logits, random_model, staleness, unequal_rows, wired_id
 
 import generate as generate_module
 from decoding import sampling
@@ -180,7 +180,7 @@ def queued_beside(config):
     If the next sublayer is stale these are its products and its all-reduce, else nothing.
     """
     attention, mlp, sublayers = ["wqkv", "wo"], ["w1", "w3", "w2"], []
-    for n, stale in outline(config):
+    for n, stale in staleness(config):
         sublayers += [(products, stale) for products in ([attention, mlp] if n == 2 else [attention + mlp])]
     beside = [[*products, "link"] if stale else [] for products, stale in [*sublayers[1:], ([], False)]]
     if config.kind.stream is desynced_stream:

@@ -16,9 +16,9 @@ import generate
 import quantize
 from complete import load
 from formats import checkpoint
+from formats.config import InputError, rewired
 from formats.tokenizer import load_tokenizer
 from measure import score
-from model import InputError, rewired
 from runtime import launch
 from training.data import train_tokenizer
 

@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 import convert_hf_checkpoint
 import tp
 from formats import checkpoint
+from formats.config import InputError
 from formats.export import config_to_hf
 from formats.huggingface import config_from_hf
-from model import WIRINGS, InputError, Wiring
+from model import WIRINGS, Wiring
 from runtime import writing
 
 LLAMA3_ROPE = {

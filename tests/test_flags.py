@@ -9,7 +9,7 @@ from helpers import ROOT, random_model
 
 import quantize
 from formats import checkpoint
-from model import Config, InputError
+from formats.config import Config, InputError
 from runtime import cli, launch, writing
 
 # script: (the flags that all have, {more flags: the line}). A "{}" is a folder that holds empty, short and long texts.

@@ -37,8 +37,9 @@ import generate
 import tp
 from complete import complete, load
 from formats import checkpoint, sizes
+from formats.config import InputError
 from formats.tokenizer import load_tokenizer
-from model import InputError, SingleDevice
+from model import SingleDevice
 from runtime import launch
 
 KEYS = (

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from helpers import WIRED, random_model, script, unequal_rows, wired_id
 from reference import Reference
 
+from formats.config import Config
 from formats.sizes import RandomWeights
 from generate import Runner, make_cache
 from kernels import int_linear
@@ -22,7 +23,6 @@ from measure import link
 from measure.clock import count_all_reduces
 from measure.exposed import Case, own_all_reduce, replays
 from measure.timing import timed
-from model import Config
 from runtime.launch import World
 from tp import TensorParallel, load_shard
 

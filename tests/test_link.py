@@ -18,11 +18,11 @@ from helpers import (
     WIRED,
     last_logits,
     main_on_ranks,
-    outline,
     random_model,
     run_ranks,
     script,
     shard,
+    staleness,
     unequal_rows,
     wired_id,
 )  # fmt: skip
@@ -30,10 +30,11 @@ from helpers import (
 import generate
 import tp
 from formats import checkpoint, sizes
+from formats.config import InputError
 from kernels import gloo
 from measure import clock as clocks
 from measure import exposed, link, report, timing
-from model import InputError, take_turns
+from model import take_turns
 from runtime import launch
 
 CPU = torch.device("cpu")
@@ -321,7 +322,7 @@ def test_on_the_clock_parts_hide_one_another():
 
 def hideable(config):
     """Sublayers that can compute during the all-reduce of one before."""
-    stale = [flag for n, flag in outline(config) for _ in range(n)]
+    stale = staleness(config)
     return sum(stale[1:])
 
 
@@ -332,7 +333,7 @@ def test_measuring_sublayers_that_only_sleep(clock, changes):
     nap, latency = 0.004, 0.01
     group = link.LinkedGroup(None, link.Link("x", 1e6 * latency, None), 0, 8, CPU)
     world = launch.World(0, 8, CPU, group, simulated=True)
-    sleeps = [(lambda x: clock.sleep(nap) or torch.zeros(2), stale) for n, stale in outline(config) for _ in range(n)]
+    sleeps = [(lambda x: clock.sleep(nap) or torch.zeros(2), stale) for stale in staleness(config)]
     comm, silent, x = tp.TensorParallel(config, 8, group), exposed.Silent(config, 8, group), torch.zeros(2)
     steps = [lambda c=c: take_turns([config.kind.stream(x, sleeps, c, config)]) for c in (comm, silent)]
     logs = []

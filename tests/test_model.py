@@ -10,8 +10,9 @@ from helpers import ANY_TP, BASE, YARN, last_logits, random_model, unequal_rows,
 from reference import Reference
 
 from formats import checkpoint
+from formats.config import InputError
 from formats.sizes import SIZES
-from model import InputError, Transformer, rope_frequencies
+from model import Transformer
 
 
 @pytest.mark.parametrize("changes", ANY_TP, ids=wired_id)
@@ -82,7 +83,7 @@ def test_rope_frequencies_match_transformers(kind, scaling):
     hf = LlamaConfig(hidden_size=128, num_attention_heads=1, max_position_embeddings=131072)
     hf.rope_parameters = {"rope_theta": 500000.0, "rope_type": kind, **(scaling or {})}
     expected = LlamaRotaryEmbedding(hf).inv_freq
-    assert torch.allclose(rope_frequencies(config), expected, rtol=1e-6, atol=0)
+    assert torch.allclose(config.rope_frequencies(), expected, rtol=1e-6, atol=0)
 
 
 def test_half_precision_stays_near_float32():
@@ -113,7 +114,7 @@ CONFIGS = [  # changes and the line
     ({"wiring": "ladder:0"}, "wiring ladder:0 does not fit 3 layers"),
     ({"wiring": "ladder:0,3"}, "NAME:I,J distinct layers from 0 to 2"),
     ({"wiring": "ladder:1,1"}, "distinct layers"),
-    ({"wiring": "ladder:x"}, "no such wiring: 'ladder:x'; write ladder, ladder:N or ladder:I,J,..."),
+    ({"wiring": "ladder:x"}, "no such wiring: 'ladder:x'; write ladder, ladder:N, ladder:I,J,..., ladder:I-J or ladder-K"),
     ({"wiring": "desync:2,3"}, "no such wiring: 'desync:2,3'; write desync or desync:N"),
     ({"wiring": "standard:3"}, "no such wiring: 'standard:3'; write standard"),
     ({"wiring": "desync:0"}, "no such wiring: 'desync:0'; write desync or desync:N"),

@@ -28,8 +28,8 @@ import generate
 import quantize
 import tp
 from formats import checkpoint
+from formats.config import InputError
 from kernels import few_rows, int_linear
-from model import InputError
 from runtime import launch
 
 # groups of 32 make few parts of the MLP, so that ranks get unequal ones

@@ -22,8 +22,9 @@ import tp
 from complete import complete, load
 from decoding import speculative
 from formats import checkpoint
+from formats.config import InputError
 from kernels import few_rows
-from model import InputError, SingleDevice
+from model import SingleDevice
 from training.data import train_tokenizer
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [7], [7, 8, 20]]

@@ -8,7 +8,7 @@ import pytest
 from helpers import shared_data
 
 from formats import tokenizer
-from model import InputError
+from formats.config import InputError
 
 TEXTS = ["Once upon a time", " two  spaces, and\nlines\n", "naïve 🙂 日本", "1234 <s> </s>", "x"]
 TEMPLATE = (

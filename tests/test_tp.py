@@ -6,13 +6,26 @@ import math
 
 import pytest
 import torch
-from helpers import BASE, WIRED, YARN, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows, wired
+from helpers import (
+    BASE,
+    WIRED,
+    YARN,
+    StateWeights,
+    kind,
+    last_logits,
+    random_model,
+    run_ranks,
+    shard,
+    unequal_rows,
+    wired,
+)
 from reference import Reference
 
 import tp
+from formats.config import InputError
 from kernels import few_rows, one_hop
 from measure import link
-from model import BLOCK, InputError
+from model import BLOCK
 from runtime import launch
 
 SHAPES = {  # every kind of split at tp 2, 3, 4: even, uneven, replicated KV heads, odd sizes
@@ -210,7 +223,7 @@ def check_ranks(shares, cases, **compile):
             assert torch.equal(other[case], logits), f"{config}: the ranks disagree"
         error = (logits - expected_logits(config, shares)).abs().max()
         assert error < 1e-4, f"{config}: {error}"
-        if not config.kind.tp_bound:
+        if not config.kind.laned:
             alone = last_logits(random_model(config), *unequal_rows(config))
             assert torch.allclose(logits, alone, atol=1e-4), config
 
@@ -271,11 +284,39 @@ def logits_over_all(world, config):
     return found
 
 
+LANED = [c for c in WIRED if kind(c).laned and c["wiring"] != "upper-bound"]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_lanes_compute_the_same_on_any_number_of_ranks(tp_size):
+    """Four lanes, two KV heads; with biases, which one lane adds."""
+    cases = [dataclasses.replace(BASE, wiring=f"{c['wiring']}/4", **BIASED) for c in LANED]
+    if tp_size == 1:
+        found = [[last_logits(whole(config), *unequal_rows(config)) for config in cases]]
+    else:
+        found = run_ranks(tp_size, functools.partial(logits_of, cases=cases))
+    for case, config in enumerate(cases):
+        expected = expected_logits(config, 4)
+        for rank in found:
+            assert (rank[case] - expected).abs().max() < 1e-4, config
+
+
+def whole(config):
+    """The model on one device, which holds all its lanes."""
+    return tp.load_shard(config, StateWeights(random_model(config).state_dict()), torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("lanes, ranks", [(4, 3), (8, 3), (4, (1, 2)), (2, 4), (7, 1)])
+def test_lanes_that_ranks_cannot_share_are_refused(lanes, ranks):
+    with pytest.raises(InputError, match="lanes"):
+        tp.held(dataclasses.replace(BASE, wiring=f"spd/{lanes}"), torch.float32, 0, ranks)
+
+
 def test_the_numbers_of_ranks_matter_where_the_table_says_so():
     for changes in WIRED:
         config = dataclasses.replace(BASE, **changes)
         two, three = expected_logits(config, 2), expected_logits(config, 3)
-        assert torch.allclose(two, three, atol=1e-9) != config.kind.tp_bound, changes
+        assert torch.allclose(two, three, atol=1e-9) != config.kind.laned, changes
 
 
 def test_an_error_of_one_rank_ends_all():

@@ -11,8 +11,8 @@ from helpers import BASE, StateWeights, random_model, run_ranks
 
 import adapt
 from formats import checkpoint
+from formats.config import InputError, rewired
 from formats.tokenizer import Tokenizer, load_tokenizer
-from model import InputError, rewired
 from runtime import launch
 from training import data, runs, sharding
 from training.data import TOKEN, Windows

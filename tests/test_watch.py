@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from helpers import HANGS, ROOT, command
 
+from formats.config import InputError
 from kernels import shared_memory
-from model import InputError
 from runtime import launch, watch
 
 

@@ -7,18 +7,19 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import BASE, BY_HAND, WIRED, kind, outline, random_model, run_ranks, shard, unequal_rows, wired, wired_id
+from helpers import BASE, BY_HAND, WIRED, kind, random_model, run_ranks, shard, staleness, unequal_rows, wired, wired_id
 from reference import Reference, rms_norm
 
 import convert_hf_checkpoint
 import generate
 import model
 from formats import checkpoint, huggingface
+from formats.config import parse_wiring, wiring_name
 from measure.clock import count_all_reduces, run_clock
 from model import WIRINGS, Wiring
 from runtime import cli
 
-STANDARD_ALONE = [c for c in WIRED if kind(c).runs_standard]
+STANDARD_ALONE = [c for c in WIRED if kind(c).standard_alone]
 ONE_EACH = [*{id(kind(changes)): changes for changes in WIRED}.values()]  # with seams where there can be some
 
 
@@ -59,7 +60,7 @@ def test_the_wirings_are_different_functions():
 
 @pytest.mark.parametrize("changes", STANDARD_ALONE, ids=wired_id)
 def test_what_says_so_is_standard_on_one_device(changes):
-    assert kind(changes).tp_bound
+    assert kind(changes).laned
     assert torch.allclose(logits_of(changes), logits_of({}), atol=1e-5)
 
 
@@ -78,9 +79,11 @@ def test_one_function_is_one_however_it_is_spelled():
     assert [functions.index(f) for f in functions] == [0, 0, 0, 0, 4, 4, 4, 7, 8, 8, 10]
 
 
-@pytest.mark.parametrize("text", ["ladder", "ladder:2", "ladder:0,2", "spd:1,", "desync:4", "upper-bound"])
+@pytest.mark.parametrize(
+    "text", ["ladder", "ladder:2", "ladder-3:0,2", "spd:1,/4", "desync:4", "desync:4/2", "delayed-4/8"]
+)
 def test_a_name_is_read_as_it_is_written(text):
-    assert model.wiring_name(*model.parse_wiring(text)) == text
+    assert wiring_name(*parse_wiring(text)) == text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,7 +117,7 @@ def eager_order(config, parts=1):
         comm.events.append("c")
         return 0.0
 
-    sublayers = [(h, stale) for n, stale in outline(config) for _ in range(n)]
+    sublayers = [(h, stale) for stale in staleness(config)]
     model.take_turns([config.kind.stream(0.0, sublayers, comm, config) for _ in range(parts)])
     return comm.events
 
@@ -137,6 +140,13 @@ def eager_order(config, parts=1):
         ({"wiring": "desync:2"}, "c c start1 wait1 c c start2 wait2"),
         ({"wiring": "desync:3"}, "c c c start1 wait1 c start2 wait2"),
         ({"wiring": "upper-bound"}, "c c c c"),
+        ({"wiring": "pair"}, "c start1 wait1 c start2 wait2"),
+        ({"wiring": "pair-ladder"}, "c start1 c start2 wait1 wait2"),
+        ({"wiring": "ladder-2"}, "c start1 c start2 c start3 wait1 c start4 wait2 wait3 wait4"),
+        ({"wiring": "delayed-3"}, "c start1 c start2 c start3 c start4 wait1 wait2 wait3 wait4"),
+        ({"wiring": "ladder-3:1"}, "c start1 wait1 c start2 c start3 c start4 wait2 wait3 wait4"),
+        ({"wiring": "ladder-3:0,"}, "c start1 c start2 wait1 wait2 c start3 wait3 c start4 wait4"),
+        ({"wiring": "laneformer-2/8"}, "c start1 wait1 c start2 wait2 c wait1 c wait2"),
     ],
     ids=str,
 )
@@ -189,7 +199,7 @@ class Dependencies(model.SingleDevice):
 def test_a_ladder_sublayer_comes_after_the_start_of_the_all_reduce_before_it(changes):
     """At a seam, too: else the compiler might compute it first."""
     config, seen = dataclasses.replace(BASE, **changes), []
-    stale = [flag for n, flag in outline(config) for _ in range(n)]
+    stale = staleness(config)
     sublayers = [(lambda x: seen.append(x) or Partial(), flag) for flag in stale]
     model.take_turns([config.kind.stream(Known(), sublayers, Dependencies(), config)])
     for i, x in enumerate(seen):
@@ -295,30 +305,29 @@ def test_every_ranks_compiled_code_keeps_it(changes, rank, tp_size, fake_world):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The layers that are wired so, and the ranks that a wiring is bound to
+# The layers that are wired so, and lanes
 
 
-SPD = dataclasses.replace(BASE, wiring="spd:1,", made_for_tp=2)
-SPD_ALL = dataclasses.replace(BASE, wiring="spd", made_for_tp=2)
+SPD = dataclasses.replace(BASE, wiring="spd:1,/2")
+SPD_ALL = dataclasses.replace(BASE, wiring="spd/2")
 LADDER = dataclasses.replace(BASE, wiring="ladder:2")
 
 
 @pytest.mark.parametrize(
     "own, flags, expected",
     [
-        (BASE, "--ladder", ("ladder", None)),
-        (BASE, "--ladder-layers 2", ("ladder:2", None)),
-        (BASE, "--ladder --ladder-layers 0,2", ("ladder:0,2", None)),
-        (BASE, "--ladder --wiring ladder", ("ladder", None)),
-        (BASE, "--wiring parallel-ladder:1", ("parallel-ladder:1", None)),
-        (SPD, "", ("spd:1,", 2)),
-        (SPD, "--wiring spd:1,", ("spd:1,", 2)),
-        (SPD, "--wiring delayed", ("delayed", None)),
+        (BASE, "--ladder", "ladder"),
+        (BASE, "--ladder-layers 2", "ladder:2"),
+        (BASE, "--ladder --ladder-layers 0,2", "ladder:0,2"),
+        (BASE, "--ladder --wiring ladder", "ladder"),
+        (BASE, "--wiring parallel-ladder:1", "parallel-ladder:1"),
+        (SPD, "", "spd:1,/2"),
+        (SPD, "--wiring spd:1,", "spd:1,"),
+        (SPD, "--wiring delayed-2/4", "delayed-2/4"),
     ],
 )
 def test_flags_choose_a_wiring(own, flags, expected):
-    config = cli.with_wiring(own, generate.parse(["--checkpoint", "x", *flags.split()]))
-    assert (config.wiring, config.made_for_tp) == expected
+    assert cli.with_wiring(own, generate.parse(["--checkpoint", "x", *flags.split()])).wiring == expected
 
 
 @pytest.mark.parametrize("name", ["ladder", "spd", "spd-ladder", "delayed", "parallel-ladder"])
@@ -334,24 +343,27 @@ def test_other_layers_are_standard(name):
     "own, wiring, ranks, words",
     [
         (BASE, "standard", 2, ""),
-        (SPD, "spd:1,", 2, ""),
-        (SPD_ALL, "spd:3", 4, "these weights were made for spd:3 on 2 ranks, and run on 4: expect a loss"),
-        (BASE, "spd", 1, "these weights are standard's, and run as spd, which is the same on one device"),
-        (BASE, "delayed:2", 4, "as delayed:2, on 4 ranks: expect a loss"),
+        (SPD, "spd:1,/2", 2, ""),
+        (SPD_ALL, "spd:3/2", 4, ""),
+        (SPD_ALL, "spd:3/4", 4, "spd/2's, and run as spd:3/4, another function than"),
+        (SPD_ALL, "spd", 2, "spd/2's, and run as spd, another function than"),
+        (BASE, "spd", 1, "these weights are standard's, and run as spd, which is the same in one lane"),
+        (BASE, "delayed:2", 4, "run as delayed:2, another function than"),
+        (BASE, "delayed-4/1", 1, "run as delayed-4/1, which is the same in one lane"),
+        (BASE, "delayed-4/2", 1, "run as delayed-4/2, another function than"),
         (BASE, "spd-ladder", 1, "these weights are standard's, and run as spd-ladder, another function than"),
         (BASE, "ladder", 2, "run as ladder, another function than these weights were trained for: eval.py"),
         (BASE, "desync", 2, "run as desync, another function than"),
-        (BASE, "desync", 1, "run as desync, which is the same on one device"),
+        (BASE, "desync", 1, "run as desync, which is the same in one lane"),
         (LADDER, "ladder:1,2", 2, ""),
+        (LADDER, "ladder:1-2", 2, ""),
         (LADDER, "ladder:0,2", 2, "another function than"),
-        (SPD, "standard", 2, "spd:1,'s, and run as standard, another function than"),
-        (SPD, "spd:1,", (3, 1), "made for spd:1, on 2 ranks, and run on 2 unlike: expect a loss"),
+        (LADDER, "ladder-2:2", 2, "another function than"),
+        (SPD, "standard", 2, "spd:1,/2's, and run as standard, another function than"),
     ],
 )
 def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, ranks, words, capsys):
-    shares = ranks if isinstance(ranks, tuple) else (1,) * ranks
-    made_for_tp = own.made_for_tp if wiring.startswith("spd") else None
-    cli.warn_of_wiring(own, dataclasses.replace(own, wiring=wiring, made_for_tp=made_for_tp), shares)
+    cli.warn_of_wiring(own, dataclasses.replace(own, wiring=wiring), (1,) * ranks)
     said = capsys.readouterr().err
     assert words in said and said.count("\n") == bool(words)
 
@@ -359,7 +371,7 @@ def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, ranks, words
 # ---------------------------------------------------------------------------------------------------------------------
 # A new wiring is one line of the table
 
-NEW = Wiring("both", model.attention_plus_mlp, 1, stale=True, norms=("attention_norm",), parameter=None)
+NEW = Wiring("both", model.attention_plus_mlp, stale=True, norms=("attention_norm",), parameter=None)
 NEW_CONFIG = {"wiring": "own-wiring"}
 
 

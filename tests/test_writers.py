@@ -18,8 +18,8 @@ from tqdm import tqdm
 import adapt
 import convert_hf_checkpoint
 import quantize
+from formats.config import InputError
 from measure import exposed, sweep
-from model import InputError
 from runtime import launch, writing
 from training import runs
 

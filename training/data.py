@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from formats.checkpoint import first_line, read_text
-from model import InputError
+from formats.config import InputError
 from runtime import writing
 
 SEPARATOR = "<|endoftext|>"

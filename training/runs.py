@@ -9,8 +9,9 @@ import shutil
 import signal
 
 from formats import checkpoint
+from formats.config import Config, InputError
 from formats.tokenizer import check_vocabulary, load_tokenizer
-from model import WIRINGS, Config, InputError
+from model import WIRINGS
 from runtime import cli, writing
 from training.data import Windows, documents, tokenize, train_tokenizer
 
