@@ -25,29 +25,34 @@ from measure import score
 from model import Transformer, take_turns
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
-from training import runs, sharding
+from training import lanes, runs, sharding
 from training.data import SEPARATOR
 
 CHUNK = 1024  # tokens whose logits are in memory at a time
 
 
 class Trainee(Transformer):
-    """The Transformer on packed windows, in any wiring that is the same function on any number of ranks."""
+    """The Transformer on packed windows."""
 
     dropout, recompute = 0.0, False  # of sublayers' outputs; whether the backward pass computes sublayers again
+    parts = None  # the lanes of its whole weights
 
-    def forward(self, batch):
-        """Return the normed stream (B, S, D), of which self.output makes logits."""
+    @property
+    def lanes(self):
+        return self.parts or [self]
 
+    def sublayers(self, metadata, cache=None, lane=0):
         def in_training(h):
             again = (lambda x: recomputed(h, x, use_reentrant=False)) if self.recompute else h
             return lambda x: F.dropout(again(x), self.dropout)
 
-        sublayers = self.sublayers(self.metadata(batch.positions, batch.mask))
-        if self.training:
-            sublayers = [(in_training(h), stale) for h, stale in sublayers]
-        x = self.tok_embeddings(batch.tokens)
-        [x] = take_turns([self.config.kind.stream(x, sublayers, self.comm, self.config)])
+        found = super().sublayers(metadata, cache, lane)
+        return [(in_training(h), stale) for h, stale in found] if self.training else found
+
+    def forward(self, batch):
+        """Return the normed stream (B, S, D), of which self.output makes logits."""
+        metadata = self.metadata(batch.positions, batch.mask)
+        x, *_ = take_turns(self.streams(self.tok_embeddings(batch.tokens), metadata))  # in all lanes the same
         return self.norm(x)
 
 
@@ -55,6 +60,8 @@ def build(config, weights, world, dtype, args=None):
     """Return a sharded Trainee that computes in dtype or, without args, a teacher, which needs no float32 masters."""
     with torch.device("meta"):
         model = Trainee(config)
+        if config.lanes:
+            model.parts = lanes.split(model)
     if args is None:
         model = model.to(dtype).requires_grad_(False).eval()
     else:
@@ -266,13 +273,13 @@ def least_sensitive(model, own, valid, run, args, world):
     """Return the Config with those layers wired that alone raise the validation loss least; found once in a run."""
     path, wired = run / "layers.json", model.config
     if not path.exists():
-        name, _ = parse_wiring(wired.wiring)
-        model.config = own
+        named = parse_wiring(wired.wiring)
+        model.config, name = own, wiring_name(*named._replace(parameter=None))
         found = score.sensitivity(model, lambda m: validation_loss(m, valid, args.micro_batch, world), name)
-        layers = score.least_sensitive(found, wired.wirings.count(wired.kind))
+        layers = score.least_sensitive(found, wired.wirings.count(wired.kind), wired.kind.blocks)
         if world.rank == 0:
             print("auto:", ", ".join(f"layer {i} {nats:.4f}" for i, nats in enumerate(found)), f"nats: {[*layers]}")
-        world.first(writing.write_text, path, json.dumps(wiring_name(name, layers)))
+        world.first(writing.write_text, path, json.dumps(wiring_name(*named._replace(parameter=layers))))
     return rewired(own, json.loads(path.read_text()))
 
 

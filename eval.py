@@ -161,7 +161,7 @@ def main(argv=None):
     with world.together():
         own = checkpoint.read_config(args.checkpoint)
         if args.sensitivity:
-            alone(own, cli.asked_wiring(args) or "ladder", 0)  # or an InputError
+            laned = alone(own, cli.asked_wiring(args) or "ladder", 0)  # or an InputError
         config = own if args.sensitivity else cli.with_wiring(own, args)
         if world.rank == 0:
             cli.warn_of_wiring(own, config, world.shares)
@@ -189,7 +189,9 @@ def main(argv=None):
         read = {f"contents of --{name}": getattr(args, name) for name in ("checkpoint", "compare")}
         read = {name: folder and checkpoint.digest(folder) for name, folder in read.items()}
         world.agree(read | ({} if args.tasks else {"contents of --text": zlib.crc32(str(text[0]).encode())}))
-    model = generate.load_model(config, args.checkpoint, args.dtype, world)
+    in_lanes = laned if args.sensitivity and laned.lanes else config
+    model = generate.load_model(in_lanes, args.checkpoint, args.dtype, world)
+    model.config = config
     start = time.perf_counter()
     if args.tasks:
         with harness.one_voice(world.rank == 0):

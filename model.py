@@ -248,6 +248,7 @@ class AttentionMetadata:
     rows: torch.Tensor
     positions: torch.Tensor
     mask: torch.Tensor | None
+    window: int | None = None  # that of the mask, for kernels that read positions instead
 
 
 class Attention(nn.Module):
@@ -405,15 +406,22 @@ class Transformer(nn.Module):
 
     def sublayers(self, metadata, cache=None, lane=0):
         """Return the sublayers of a lane in order, [(h, stale)], as a stream function takes them."""
-        layers, n_layers, nope_layers = self.lanes[lane].layers, self.config.n_layers, self.config.nope_layers
+        config, layers, window, windowed = self.config, self.lanes[lane].layers, self.config.sliding_window, metadata
         cos, sin = torch.ones_like(metadata.cos), torch.zeros_like(metadata.sin)
-        plain = nope_layers and dataclasses.replace(metadata, cos=cos, sin=sin)
+        mask, positions = metadata.mask, metadata.positions
+        if config.window_layers and (mask is not None or positions.shape[1] > window):
+            mask = positions[:, None] <= positions[..., None] if mask is None else mask
+            keys = positions[:, None] if cache is None else torch.arange(mask.shape[-1], device=mask.device)
+            near = keys > positions[..., None] - window  # (B, S, T')
+            windowed = dataclasses.replace(metadata, mask=mask & near, window=window)
 
         def split(wiring, i):
-            used = plain if i in nope_layers else metadata
-            return wiring.split(layers[i], used, cache and cache[lane * n_layers + i])
+            used = windowed if i in config.window_layers else metadata
+            if i in config.nope_layers:
+                used = dataclasses.replace(used, cos=cos, sin=sin)
+            return wiring.split(layers[i], used, cache and cache[lane * config.n_layers + i])
 
-        return self.config.sublayers(split)
+        return config.sublayers(split)
 
     def new_cache(self, batch, length):
         """Return a static KV cache of `length` slots: a (k, v) for each layer of each lane, (B, K, T, H), zeroed."""

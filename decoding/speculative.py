@@ -17,10 +17,11 @@ import torch.nn.functional as F
 
 from decoding.sampling import Plain, Sampler, all_finite, last_tokens
 from formats import checkpoint
-from formats.config import Config, InputError, rewired
+from formats.config import Config, InputError, parse_wiring, rewired, wiring_name
 from formats.tokenizer import check_vocabulary
 from measure import report
 from measure.timing import between, mark, timed
+from model import WIRINGS
 
 COUNTS = 0, 1, 2, 3, 7  # numbers of proposals for Auto; each is a graph to compile
 USUAL = 3  # proposals of a --draft without @
@@ -334,7 +335,7 @@ def read_draft(text, config, folder, tp_size):
     if name == "ngram":
         return Source(name, count)
     if name.startswith("wiring:"):
-        draft = _rewired(config, name)
+        draft = _rewired(config, name, tp_size)
         if tp_size == 1 and all(c.wiring == "standard" or c.kind.standard_alone for c in (config, draft)):
             print(f"on one rank {draft.wiring} is {config.wiring} itself: this draft only takes time", file=sys.stderr)
         return Source(name, count, draft)
@@ -347,12 +348,17 @@ def read_draft(text, config, folder, tp_size):
     return Source(checkpoint.name(name), count, draft, name)
 
 
-def _rewired(config, name):
-    """Return the config in the wiring that --draft names."""
+def _rewired(config, name, tp_size):
+    """Return the config in the wiring that --draft names, in the lanes of the weights, which it shares."""
     try:
-        draft = rewired(config, name.removeprefix("wiring:"))
+        named, held = parse_wiring(name.removeprefix("wiring:")), config.lanes or tp_size
+        if named.lanes is None and WIRINGS[named.name].laned:
+            named = named._replace(lanes=config.lanes)
+        draft = rewired(config, wiring_name(*named))
     except InputError as e:
         raise InputError(f"--draft {name}: {e}") from None
+    if (draft.lanes or held) != held:
+        raise InputError(f"--draft {name} needs the weights in {draft.lanes} lanes, but here they are in {held}")
     pairs = zip(draft.wirings, config.wirings, strict=True)
     missing = {norm for drafts, own in pairs for norm in drafts.norms if norm not in own.norms}
     if missing:

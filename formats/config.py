@@ -90,6 +90,8 @@ class Config:
     mlp_bias: bool = False
     qk_norm: bool = False
     nope_layers: tuple = ()  # layers without rotary embeddings
+    sliding_window: int | None = None  # the tokens that a position sees, itself included
+    window_layers: tuple = ()  # in these layers
     bos_id: int | None = None
     eos_ids: tuple = ()
     wiring: str = "standard"  # as parse_wiring reads it
@@ -106,6 +108,8 @@ class Config:
     def __post_init__(self):
         if self.n_heads % self.n_kv_heads:
             raise InputError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
+        if not {*self.window_layers} <= {*range(self.n_layers if (self.sliding_window or 0) > 0 else 0)}:
+            raise InputError(f"window_layers takes 0 to {self.n_layers - 1}, with a sliding_window of 1 or more tokens")
         lanes, heads = parse_wiring(self.wiring).lanes, ("replicate", "sum", "vocab_parallel")
         if self.lane_head not in heads:
             raise InputError(f"lane_head {self.lane_head!r} is none of {', '.join(heads)}")

@@ -37,6 +37,9 @@ def family_to_hf(config):
     family = family_of(config)
     if family and not parallel and not stale:
         return family
+    if config.window_layers:
+        forms = "a standard model with the biases and norms of Mistral, Qwen2, Qwen3 or SmolLM3"
+        raise InputError(f"sliding_window {config.sliding_window} has no Hugging Face form here: only {forms} has one")
     return {
         **OWN_FAMILY, "parallel_blocks": parallel,
         "ladder_layers": stale if stale in (0, config.n_layers) else parse_wiring(config.wiring)[1],

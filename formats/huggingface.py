@@ -46,8 +46,8 @@ FAMILIES = {
     },
     "mistral": {**COMMON, "sliding_window": 4096},
     "ministral": {**COMMON, "sliding_window": 4096, "layer_types": None},
-    "qwen2": {**COMMON, **NO_ENDS, **WINDOW},
-    "qwen3": {**COMMON, **NO_ENDS, **WINDOW, "attention_bias": False},
+    "qwen2": {**COMMON, **NO_ENDS, **WINDOW, "max_window_layers": 28},
+    "qwen3": {**COMMON, **NO_ENDS, **WINDOW, "max_window_layers": 28, "attention_bias": False},
     "phi3": {**COMMON, "rms_norm_eps": 1e-5, "sliding_window": None, "eos_token_id": 32000},
     "granite": {
         **COMMON, **BIASES, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
@@ -154,14 +154,9 @@ def our_values(hf):
     n_layers, n_heads, dim = hf["num_hidden_layers"], hf["num_attention_heads"], hf["hidden_size"]
     if n_layers > checkpoint.MOST_LAYERS:
         raise InputError(f"num_hidden_layers is {n_layers} but must be at most {checkpoint.MOST_LAYERS}")
-    context, window = hf["max_position_embeddings"], hf.get("sliding_window")
-    windowed = "sliding_attention" in (hf.get("layer_types") or ["sliding_attention"])
-    if hf.get("use_sliding_window", True) and windowed and window is not None and window < context:
-        print(f"sliding window attention is full attention up to {window} tokens: the context is cut to that")
-        context = window
-    attention_bias = hf.get("attention_bias", False)
+    attention_bias, windowed = hf.get("attention_bias", False), window_layers_from_hf(hf)
     return {
-        "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": context,
+        "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": hf["max_position_embeddings"],
         "n_kv_heads": hf["num_key_value_heads"] or n_heads, "intermediate_size": hf["intermediate_size"],
         "head_dim": hf["head_dim"] or dim // n_heads,
         "vocab_size": hf["vocab_size"], "norm_eps": hf["rms_norm_eps"],
@@ -171,6 +166,7 @@ def our_values(hf):
         "wo_bias": hf.get("attention_out_bias", attention_bias), "mlp_bias": hf.get("mlp_bias", False),
         "qk_norm": family == "qwen3" or hf.get("qk_norm", False),
         "nope_layers": nope_layers_from_hf(hf), "bos_id": hf["bos_token_id"],
+        "sliding_window": hf["sliding_window"] if windowed else None, "window_layers": windowed,
         "wiring": wiring_from_hf(hf.get("ladder_layers"), hf.get("parallel_blocks"), n_layers),
         **hf.get("laneformer", {}),
     }  # fmt: skip
@@ -206,6 +202,19 @@ def nope_layers_from_hf(hf):
     return tuple(i for i in range(n_layers) if not turned[i])
 
 
+def window_layers_from_hf(hf):
+    """Return the layers with a sliding window: those that layer_types names, else all that the family gives one."""
+    n_layers, window, types = hf["num_hidden_layers"], hf.get("sliding_window"), hf.get("layer_types")
+    if window is None or window >= hf["max_position_embeddings"] or not hf.get("use_sliding_window", True):
+        return ()
+    if types is None:
+        first = hf.get("max_window_layers", 0)
+        return nope_layers_from_hf(hf) if hf["model_type"] == "smollm3" else tuple(range(first, n_layers))
+    if len(types) != n_layers or not {*types} <= {"full_attention", "sliding_attention"}:
+        raise InputError(f"layer_types must name full_attention or sliding_attention for each of {n_layers} layers")
+    return tuple(i for i in range(n_layers) if types[i] == "sliding_attention")
+
+
 def no_rope_layers(config):
     """Return the inverse: a 0 for each such layer and 1 for the others, or None if there is no such layer."""
     return [int(i not in config.nope_layers) for i in range(config.n_layers)] if config.nope_layers else None
@@ -226,6 +235,15 @@ def family_of(config):
         name, keys = "Qwen3", {"attention_bias": qkv}
     elif nope:
         name, keys = "SmolLM3", {**keys, "no_rope_layers": no_rope_layers(config), "pad_token_id": None}
+    if config.window_layers:
+        types = ["sliding_attention" if i in config.window_layers else "full_attention" for i in range(config.n_layers)]
+        if name == "Llama" and (qkv or mlp):
+            return None
+        if name == "Llama":
+            name, keys = "Ministral" if "full_attention" in types else "Mistral", {}
+        keys["sliding_window"] = config.sliding_window
+        if name != "Mistral":
+            keys |= {"use_sliding_window": True, "layer_types": types}
     return {"model_type": name.lower(), "architectures": [f"{name}ForCausalLM"], **keys}
 
 

@@ -497,9 +497,10 @@ void attend(const BF16* q, const BF16* keys, const BF16* values, BF16* y, float*
   }
 }
 
-// q (B, K, S, G, H) at positions (B, S) over the cached keys and values (B, K, T, H), each up to its own position.
+// q (B, K, S, G, H) at positions (B, S) over the cached keys and values (B, K, T, H): each over the last `window` of them
+// up to its own position.
 at::Tensor decode_attention(
-    const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& positions) {
+    const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& positions, int64_t window) {
   auto is_cache = [&](const at::Tensor& t) {
     return t.scalar_type() == at::kBFloat16 && t.is_contiguous() && t.sizes() == keys.sizes();
   };
@@ -524,11 +525,12 @@ at::Tensor decode_attention(
       const BF16 *k = k_data + i * T * H, *v = v_data + i * T * H;
       for (int64_t s = 0; s < S; s++) {  // from the second one on, the keys and values are in the caches
         const int64_t position = p_data[i / K * S + s];
-        const int64_t length = std::clamp<int64_t>(position + 1, 1, T);  // so that no memory but the cache is read
+        const int64_t stop = std::clamp<int64_t>(position + 1, 1, T);  // so that no memory but the cache is read
+        const int64_t start = std::max<int64_t>(stop - window, 0), length = stop - start;
         for (int64_t g = 0; g < G;) {
           const int which = G - g >= 4 ? 2 : G - g >= 2 ? 1 : 0;
           const int64_t first = ((i * S + s) * G + g) * H;
-          kernels[which](q_data + first, k, v, y_data + first, scores.data(), length, H);
+          kernels[which](q_data + first, k + start * H, v + start * H, y_data + first, scores.data(), length, H);
           g += 1 << which;
         }
       }
@@ -540,7 +542,7 @@ at::Tensor decode_attention(
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(ladder, library) {
-  library.def("decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions) -> Tensor");
+  library.def("decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, int window) -> Tensor");
   library.def("feed_forward_int(Tensor x, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits) -> Tensor");
   library.def("few_rows(Tensor x, Tensor weight) -> Tensor");
   library.def("many_rows_int(Tensor x, Tensor weight, int N, int K, int bits) -> Tensor");

@@ -128,7 +128,8 @@ class DecodeAttention(Attention):
     def attend(self, q, k, v, metadata):
         if q.shape[3] > FEW_POSITIONS:
             return super().attend(q, k, v, metadata)
-        y = torch.ops.ladder.decode_attention(q.transpose(2, 3), k, v, metadata.positions)  # (B, K, S, G, H)
+        window = metadata.window or k.shape[2]
+        y = torch.ops.ladder.decode_attention(q.transpose(2, 3), k, v, metadata.positions, window)  # (B, K, S, G, H)
         return y.transpose(2, 3).flatten(2, 3)
 
 
@@ -139,12 +140,14 @@ class SplitAttention(Attention):
     """
 
     def attend(self, q, k, v, metadata):
-        S, T, positions = q.shape[3], metadata.mask.shape[-1], metadata.positions
+        S, T, positions, window = q.shape[3], metadata.mask.shape[-1], metadata.positions, metadata.window
         if S > FEW_POSITIONS or not torch.compiler.is_compiling():
             return super().attend(q, k, v, metadata)
 
         def seen(score, row, head, query, key):
-            return torch.where(key <= positions[row, query % S], score, -torch.inf)
+            position = positions[row, query % S]
+            near = key <= position if window is None else (key <= position) & (key > position - window)
+            return torch.where(near, score, -torch.inf)
 
         return flex_attention(q.flatten(2, 3), k[:, :, :T], v[:, :, :T], seen)
 

@@ -64,7 +64,7 @@ def decode_work(config, dtype, tp_size, batch, context):
     It is that of the rank with the most to do, since the others wait for it. context: filled slots of the cache. Of the
     embedding table only the rows of the step's tokens are read. Raises InputError if tp_size does not suit the config.
     """
-    one = dataclasses.replace(rewired(config, "standard"), n_layers=1, nope_layers=())
+    one = dataclasses.replace(rewired(config, "standard"), n_layers=1, nope_layers=(), window_layers=())
     ranks = [rank_work(one, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
     return {place: max(work[place] for work in ranks) for place in ranks[0]}
 

@@ -4,7 +4,8 @@ import torch
 from tqdm import tqdm
 
 import generate
-from formats.config import InputError, rewired, wiring_name
+from formats.config import InputError, parse_wiring, rewired, wiring_name
+from model import WIRINGS
 from runtime import watch
 
 PIECE = 2**22  # logits in float32 at a time: a window's, in a large vocabulary, take a gigabyte
@@ -95,19 +96,24 @@ def divergence(model, reference, documents, size, stride, batch, show=False):
 
 
 def alone(config, wiring, layer):
-    """Return the Config of a standard model with only this layer in a wiring NAME. Raises InputError."""
-    if config.wiring != "standard" or ":" in wiring:
+    """Return the Config of a standard model with only this layer (of a pair: and the next) in a wiring.
+
+    Raises InputError.
+    """
+    named = parse_wiring(wiring)
+    if config.wiring != "standard" or named.parameter is not None:
         raise InputError(f"--sensitivity takes a standard model and a wiring NAME, not {config.wiring} and {wiring}")
-    return rewired(config, wiring_name(wiring, (layer,)))
+    layers = tuple(range(layer, layer + WIRINGS[named.name].blocks))
+    return rewired(config, wiring_name(*named._replace(parameter=layers)))
 
 
 def sensitivity(model, score, wiring="ladder", show=False):
-    """Return [score(model) with only layer i in a wiring, for each i] of a standard model.
+    """Return [score(model) with only layer i in a wiring, for each i] of a standard model; of a pair: i and i + 1.
 
     score: a function from a model to its nats per token, on any text. Raises InputError as alone() does.
     """
     own, scores = model.config, []
-    configs = [alone(own, wiring, i) for i in range(own.n_layers)]
+    configs = [alone(own, wiring, i) for i in range(own.n_layers + 1 - alone(own, wiring, 0).kind.blocks)]
     for config in tqdm(configs, desc="sensitivity", unit="layer", delay=1, disable=None if show else True):
         model.config = config
         scores.append(score(model))
@@ -115,6 +121,11 @@ def sensitivity(model, score, wiring="ladder", show=False):
     return scores
 
 
-def least_sensitive(scores, count):
-    """Return the `count` layers of the lowest scores, in order; scores: from sensitivity()."""
-    return tuple(sorted(sorted(range(len(scores)), key=scores.__getitem__)[:count]))
+def least_sensitive(scores, count, blocks=1):
+    """Return the `count` layers of the lowest scores, in order; scores: from sensitivity(), of so many layers each."""
+    found = []
+    for i in sorted(range(len(scores)), key=scores.__getitem__):
+        layers = range(i, i + blocks)
+        if len(found) < count and not {*layers} & {*found}:
+            found += layers
+    return tuple(sorted(found))

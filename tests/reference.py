@@ -79,6 +79,8 @@ class Reference:
                 q, k = (x * (c.rope_scaling or {}).get("attention_factor", 1) for x in (q, k))
             scores = q @ k.T / np.sqrt(H)
             scores[np.triu_indices(len(x), 1)] = -np.inf
+            if layer in c.window_layers:
+                scores[np.tril_indices(len(x), -c.sliding_window)] = -np.inf
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             y = weights / weights.sum(-1, keepdims=True) @ v
             out = out + y @ w[p + "attention.wo.weight"][:, head * H : (head + 1) * H].T

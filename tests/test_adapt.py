@@ -338,7 +338,7 @@ def test_what_cannot_be_trained_or_teach_is_one_clear_line(retrain, tiny, tmp_pa
     data.train_tokenizer(texts, 300, tmp_path / "same" / "tokenizer.model")
     for more, message in {
         "--distill int8": r"int8 is quantized \(int8\): give the original",
-        "--distill desync": "desync is another function on another number of ranks",
+        "--distill desync": "desync is another function in another number of lanes: name them, e.g. desync/8",
         "--distill wide": "wide has another vocabulary, of 301 tokens, and the model's 300",
         "--distill same": "same has another vocabulary: token",
         "--checkpoint stale --wiring ladder --distill": "is ladder already",

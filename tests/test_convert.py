@@ -38,13 +38,16 @@ FAMILIES = {  # name: (transformers' config class, changes to SMALL)
     "llama2": ("LlamaConfig", {"num_key_value_heads": 6}),
     "llama3.1": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "eos_token_id": [2, 3]}),
     "llama3.2-tied": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True, "head_dim": 16}),
-    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 7,
+                              "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7,
+                              "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
     "llama, yarn": ("LlamaConfig", {"rope_parameters": YARN, "head_dim": 32}),
     "mistral, linear rope": ("MistralConfig", {"sliding_window": None, "rope_parameters": LINEAR}),
+    "mistral": ("MistralConfig", {"sliding_window": 1}),
     "ministral": (
         "MinistralConfig",
-        {"sliding_window": 64, "head_dim": 8, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+        {"sliding_window": 7, "head_dim": 8, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
     ),
     "qwen3 with biases, yarn": (
         "Qwen3Config",
@@ -54,13 +57,15 @@ FAMILIES = {  # name: (transformers' config class, changes to SMALL)
     "smollm3": ("SmolLM3Config", {"no_rope_layer_interval": 2, "tie_word_embeddings": False}),
     "smollm3, tied, biased, yarn": (
         "SmolLM3Config",
-        {"no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True,
+        {"no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True, "use_sliding_window": True,
+         "sliding_window": 11,
          "rope_parameters": {**YARN, "attention_factor": 0.7}},
     ),
     "seed-oss": ("SeedOssConfig", {"head_dim": 16}),
 }  # fmt: skip
 FOLDED = {  # families whose tensors are not ours one by one: they go back as Llamas
     "phi3": ("Phi3Config", {}),
+    "phi3, windowed": ("Phi3Config", {"sliding_window": 12}),
     "granite": ("GraniteConfig", MULTIPLIERS),
     "granite, tied, biased": (
         "GraniteConfig", {**MULTIPLIERS, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
@@ -127,7 +132,7 @@ def test_parity_with_transformers_there_and_back(family, tmp_path):
     convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     if family in FOLDED:
-        assert back.config.model_type == "llama"
+        assert back.config.model_type == ("mistral" if "windowed" in family else "llama")
         check_parity(ours, back)
     else:
         for name, weight in theirs.state_dict().items():
@@ -176,20 +181,23 @@ def test_absent_keys_are_what_transformers_takes_them_for(family, tmp_path):
     assert ours.nope_layers == tuple(i for i, t in enumerate(turned) if not t)
 
 
-WINDOWS = [  # a config of a context of 64, and what is left of it
-    ({"model_type": "mistral", "sliding_window": 40}, 40),
-    ({"model_type": "llama", "sliding_window": 40}, 64),  # which transformers' Llama does not know
-    ({"model_type": "qwen2", "sliding_window": 40}, 64),
-    ({"model_type": "qwen2", "sliding_window": 40, "use_sliding_window": True}, 40),
-    ({"model_type": "ministral", "sliding_window": 40}, 40),
-    ({"model_type": "ministral", "sliding_window": 40, "layer_types": ["full_attention"] * 3}, 64),
-]  # fmt: skip
+WINDOWS = [  # a config of three layers and a context of 64, and the layers with a window of 40
+    ({"model_type": "mistral"}, (0, 1, 2)),
+    ({"model_type": "mistral", "sliding_window": 64}, ()),
+    ({"model_type": "llama"}, ()),  # which transformers' Llama does not know
+    ({"model_type": "qwen2", "max_window_layers": 1}, ()),
+    ({"model_type": "qwen2", "max_window_layers": 1, "use_sliding_window": True}, (1, 2)),
+    ({"model_type": "qwen3", "use_sliding_window": True}, ()),  # which begins with layer 28
+    ({"model_type": "ministral"}, (0, 1, 2)),
+    ({"model_type": "ministral", "layer_types": ["full_attention"] * 3}, ()),
+]
 
 
-@pytest.mark.parametrize("values, context", WINDOWS)
-def test_sliding_windows_cut_the_context_only_where_there_are_any(values, context, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(SMALL | values))
-    assert huggingface.config_from_hf(tmp_path / "config.json").max_seq_len == context
+@pytest.mark.parametrize("values, layers", WINDOWS)
+def test_sliding_windows_are_where_transformers_has_them(values, layers, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SMALL | {"sliding_window": 40} | values))
+    config = huggingface.config_from_hf(tmp_path / "config.json")
+    assert (config.max_seq_len, config.window_layers, config.sliding_window) == (64, layers, 40 if layers else None)
 
 
 def test_the_ends_of_a_generation_config_stand_in_for_absent_ones(tmp_path):
@@ -270,9 +278,8 @@ def test_ladder_layers_of_a_config_are_honoured_and_written_back(ladder, wiring,
 
 def test_flags_choose_the_wiring(hf_folder, tmp_path):
     assert convert(hf_folder, tmp_path / "ladder", "--ladder-layers", "1").config.wiring == "ladder:1"
-    ours = convert(hf_folder, tmp_path / "ours", "--wiring", "spd:1", "--made-for-tp", "4")
-    assert (ours.config.wiring, ours.config.made_for_tp) == ("spd:1", 4)
-    with pytest.raises(InputError, match="--made-for-tp"):
+    assert convert(hf_folder, tmp_path / "ours", "--wiring", "spd:1/2").config.wiring == "spd:1/2"
+    with pytest.raises(InputError, match="name them, e.g. spd/8"):
         convert(hf_folder, tmp_path / "other", "--wiring", "spd")
     assert not (tmp_path / "other").exists()
 
@@ -429,6 +436,8 @@ BAD_CONFIGS = [
     ({"model_type": "mistral", "attention_bias": True}, "attention_bias True is not supported"),
     ({"mlp_bias": "no"}, "mlp_bias is 'no' but must be bool"),
     ({"model_type": "smollm3", "no_rope_layers": [1]}, "has 1 entries for 3 layers"),
+    ({"model_type": "ministral", "sliding_window": 9, "layer_types": ["full_attention"]}, "for each of 3 layers"),
+    ({"model_type": "mistral", "sliding_window": 0}, "a sliding_window of 1 or more tokens"),
     ({"num_hidden_layers": 2**31}, "is 2147483648 but must be at most 1000"),
     ({"num_attention_heads": 0}, "ZeroDivisionError"),
     ({"num_key_value_heads": -1}, "n_kv_heads is -1 but must be int above 0"),

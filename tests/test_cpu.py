@@ -55,26 +55,29 @@ def test_few_rows_of_any_shape_and_stride():
         torch.ops.ladder.few_rows(x, weight.float())
 
 
-def attention(q, keys, values, positions):
+def attention(q, keys, values, positions, window):
     """In float64, row by row, head by head and position by position."""
     out = torch.empty_like(q, dtype=torch.float64)
     for b, k, s in itertools.product(*map(range, q.shape[:3])):
-        n = int(positions[b, s]) + 1
-        scores = q[b, k, s].double() @ keys[b, k, :n].double().T / q.shape[-1] ** 0.5
-        out[b, k, s] = torch.softmax(scores, -1) @ values[b, k, :n].double()
+        seen = slice(max(int(positions[b, s]) + 1 - window, 0), int(positions[b, s]) + 1)
+        scores = q[b, k, s].double() @ keys[b, k, seen].double().T / q.shape[-1] ** 0.5
+        out[b, k, s] = torch.softmax(scores, -1) @ values[b, k, seen].double()
     return out
 
 
 def check_attention(G, H):
     few_rows.build()
-    for T, S, last in ((1, 1, [0]), (70, 1, [69, 0, 33, 2]), (40, 3, [3, 4, 15, 16]), (30, 5, [29, 4])):
+    cases = (1, 1, [0]), (70, 1, [69, 0, 33, 2]), (40, 3, [3, 4, 15, 16]), (30, 5, [29, 4])
+    for (T, S, last), window in itertools.product(cases, (100, 7, 1)):
         B, positions = len(last), torch.tensor(last)[:, None] + torch.arange(1 - S, 1)
         q, keys, values = 3 * numbers(B, G, S, 2, H).permute(0, 3, 2, 1, 4), numbers(B, 2, T, H), numbers(T, B, 2, H)
         values = values.permute(1, 2, 0, 3).contiguous()
         for row, position in enumerate(last):  # nobody reads what lies behind
             keys[row, :, position + 1 :] = values[row, :, position + 1 :] = torch.nan
-        y = torch.ops.ladder.decode_attention(q, keys, values, positions)
-        exact = attention(q, keys, values, positions)
+            before = max(position + 2 - S - window, 0)
+            keys[row, :, :before] = values[row, :, :before] = torch.nan
+        y = torch.ops.ladder.decode_attention(q, keys, values, positions, window)
+        exact = attention(q, keys, values, positions, window)
         assert y.shape == q.shape and y.dtype == torch.bfloat16
         assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
 
@@ -88,16 +91,16 @@ def test_attention_of_large_scores_and_of_wrong_shapes():
     few_rows.build()
     q, keys, values = (scale * numbers(1, 2, 5, 64) for scale in (100, 100, 1))
     q, position = q[:, :, None], torch.tensor([[4]])
-    y = torch.ops.ladder.decode_attention(q, keys, values, position)  # of scores up to 1e5, one weight is all
-    assert (y - attention(q, keys, values, position)).abs().max() <= 2**-7
-    torch.library.opcheck(torch.ops.ladder.decode_attention.default, (q, keys, values, position))
+    y = torch.ops.ladder.decode_attention(q, keys, values, position, 5)  # of scores up to 1e5, one weight is all
+    assert (y - attention(q, keys, values, position, 5)).abs().max() <= 2**-7
+    torch.library.opcheck(torch.ops.ladder.decode_attention.default, (q, keys, values, position, 5))
     for spoilt in (q[:, 1], keys[:, 1, 3]):  # not a number stays that, for its own head
         spoilt[..., 7] = torch.nan
-        y = torch.ops.ladder.decode_attention(q, keys, values, position)
+        y = torch.ops.ladder.decode_attention(q, keys, values, position, 5)
         assert y[:, 1].isnan().all() and y[:, 0].isfinite().all()
         spoilt[..., 7] = 1
     with pytest.raises(RuntimeError, match="decode_attention takes q"):
-        torch.ops.ladder.decode_attention(q, keys, values.float(), position)
+        torch.ops.ladder.decode_attention(q, keys, values.float(), position, 5)
 
 
 def test_a_linear_takes_few_rows_or_many(monkeypatch):
@@ -117,7 +120,12 @@ def test_a_linear_takes_few_rows_or_many(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"head_dim": 64}, pytest.param({"qkv_bias": True, "qk_norm": True}, marks=pytest.mark.slow)], ids=str
+    "changes",
+    [
+        {"head_dim": 64, "sliding_window": 3, "window_layers": (1,)},
+        pytest.param({"qkv_bias": True, "qk_norm": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_a_compiled_model_with_few_rows(changes):
     config = dataclasses.replace(BASE, wiring="ladder", n_layers=2, **changes)

@@ -99,7 +99,7 @@ def test_a_captured_step_is_found_again_by_its_shapes_and_gets_its_inputs(monkey
 @pytest.mark.parametrize("count", [1, 3])
 def test_attention_with_split_keys_is_attention(count, monkeypatch):
     """In rows of different lengths, each of one or several positions."""
-    config = dataclasses.replace(BASE, n_heads=4, n_kv_heads=2, head_dim=16)
+    config = dataclasses.replace(BASE, n_heads=4, n_kv_heads=2, head_dim=16, sliding_window=4, window_layers=(1,))
     net, cache_length = random_model(config), 12
     split, start = copy.deepcopy(net), torch.tensor([[5], [0], [9]])
     for layer in split.layers:

@@ -34,6 +34,13 @@ SHAPES = {
         "nope_layers": (1,), "rope_scaling": YARN,
     },
 }  # fmt: skip
+WINDOWED = {
+    "mistral": {"sliding_window": 4, "window_layers": (0, 1, 2), "head_dim": 16},
+    "ministral": {"sliding_window": 4, "window_layers": (0, 2)},
+    "qwen2": {"sliding_window": 4, "window_layers": (1,), "qkv_bias": True},
+    "qwen3": {"sliding_window": 4, "window_layers": (0, 1, 2), "qk_norm": True, "qkv_bias": True, "wo_bias": True},
+    "smollm3": {"sliding_window": 4, "window_layers": (1,), "nope_layers": (0, 1), "mlp_bias": True},
+}
 OURS = [
     c["wiring"] for c in ANY_TP if c["wiring"].startswith("ladder") or c["wiring"] in ("parallel", "parallel-ladder")
 ]
@@ -185,6 +192,21 @@ def test_what_has_no_form_is_refused(wiring, tmp_path, monkeypatch):
     with pytest.raises(InputError, match=f"wiring {wiring} has no Hugging Face form"):
         write(tmp_path, wiring=wiring)
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+@pytest.mark.parametrize("shape", WINDOWED)
+def test_a_window_is_that_of_a_family_of_transformers(shape, tmp_path):
+    ours, folder = write(tmp_path, **WINDOWED[shape])
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert theirs.config.model_type == shape
+    check_logits(theirs, ours)
+    check_back(folder, tmp_path / "back")
+
+
+@pytest.mark.parametrize("changes", [{"wiring": "ladder"}, {"mlp_bias": True}, {"qk_norm": True, "mlp_bias": True}])
+def test_a_window_without_such_a_family_is_refused(changes, tmp_path):
+    with pytest.raises(InputError, match="sliding_window 4 has no Hugging Face form here"):
+        write(tmp_path, **WINDOWED["mistral"], **changes)
 
 
 def test_the_published_config_goes_out_as_a_ladder(tmp_path):

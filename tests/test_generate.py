@@ -43,7 +43,7 @@ from model import SingleDevice
 from runtime import launch
 
 KEYS = (
-    "model, n_layers, wiring, made_for_tp, dtype, quant, link, tp, simulated, device, hardware, threads, load_average, "
+    "model, n_layers, wiring, dtype, quant, link, tp, simulated, device, hardware, threads, load_average, "
     "torch, comm, commit, settings, load_s, batch, prompt_tokens, new_tokens, exposed, compile_s, prefill_s, decode_s, "
     "ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, bandwidth, mbu, peak_bytes, prefill_parts, tokens, texts, draft, "
     "speculate, passes, drafted, accepted, draft_s, shares"
@@ -431,8 +431,9 @@ def test_what_is_likely_enough_is_chosen_without_gathering_logits():
 
 @pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("chunk", [1, 3, 6, 12, 26, 27, None])
-def test_a_prefill_in_chunks_and_parts_equals_one_pass(chunk, parts):
-    net = random_model(BASE)
+@pytest.mark.parametrize("windowed", [{}, {"sliding_window": 3, "window_layers": (0, 2)}], ids=["", "windowed"])
+def test_a_prefill_in_chunks_and_parts_equals_one_pass(chunk, parts, windowed):
+    net = random_model(dataclasses.replace(BASE, **windowed))
     tokens, lengths = unequal_rows(BASE)
     runner, widths = generate.Runner(net, net.new_cache(3, 12), parts=parts), []
 
@@ -477,7 +478,7 @@ def test_parts_are_for_many_tokens_of_several_ranks_in_eager_code():
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
     """What is beyond them holds NaN, which a mask would not keep out of a sum."""
-    net = random_model(dataclasses.replace(BASE, n_layers=1))
+    net = random_model(dataclasses.replace(BASE, n_layers=2, sliding_window=11, window_layers=(1,)))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     runner = generate.Runner(net, net.new_cache(2, 40), compile)

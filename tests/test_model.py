@@ -29,6 +29,9 @@ def test_prefill_and_decode_equal_the_whole_sequence(changes):
         {"rope_scaling": {"factor": 2.5}},
         {"nope_layers": (0, 2)},
         {"nope_layers": (1,), "rope_scaling": YARN, "qk_norm": True, "wiring": "ladder"},
+        {"sliding_window": 1, "window_layers": (0, 2)},
+        {"sliding_window": 6, "window_layers": (0, 1, 2)},  # of the prefill, all
+        {"sliding_window": 4, "window_layers": (1, 2), "nope_layers": (0, 1), "wiring": "ladder"},
     ],
     ids=wired_id,
 )
@@ -114,15 +117,22 @@ CONFIGS = [  # changes and the line
     ({"wiring": "ladder:0"}, "wiring ladder:0 does not fit 3 layers"),
     ({"wiring": "ladder:0,3"}, "NAME:I,J distinct layers from 0 to 2"),
     ({"wiring": "ladder:1,1"}, "distinct layers"),
-    ({"wiring": "ladder:x"}, "no such wiring: 'ladder:x'; write ladder, ladder:N, ladder:I,J,..., ladder:I-J or ladder-K"),
-    ({"wiring": "desync:2,3"}, "no such wiring: 'desync:2,3'; write desync or desync:N"),
+    (
+        {"wiring": "ladder:x"},
+        "no such wiring: 'ladder:x'; write ladder, ladder:N, ladder:I,J,..., ladder:I-J or ladder-K",
+    ),
+    ({"wiring": "desync:2,3"}, "no such wiring: 'desync:2,3'; write desync, desync:N or desync/LANES"),
     ({"wiring": "standard:3"}, "no such wiring: 'standard:3'; write standard"),
-    ({"wiring": "desync:0"}, "no such wiring: 'desync:0'; write desync or desync:N"),
+    ({"wiring": "desync:0"}, "no such wiring: 'desync:0'; write desync, desync:N or desync/LANES"),
     ({"wiring": "hybrid", "ladder_layers": 4, "desync_period": 2}, "wiring ladder:4 does not fit 3 layers"),
     ({"n_kv_heads": 4}, "n_heads 6 is not a multiple of n_kv_heads 4"),
     ({"n_layers": "3"}, "n_layers is '3'"),
     ({"tie_embeddings": "no"}, "tie_embeddings is 'no'"),
     ({"experts": 8}, "experts"),
+    ({"sliding_window": 4, "window_layers": (0, 3)}, "window_layers takes 0 to 2, with a sliding_window of 1 or more"),
+    ({"sliding_window": 0, "window_layers": (0,)}, "a sliding_window of 1 or more tokens"),
+    ({"window_layers": (0,)}, "a sliding_window of 1 or more tokens"),
+    ({"sliding_window": 4.5}, "sliding_window is 4.5 but must be int | None"),
 ]
 
 

@@ -33,7 +33,8 @@ SHAPES = {  # every kind of split at tp 2, 3, 4: even, uneven, replicated KV hea
     "15/5 heads, odd sizes": {"n_heads": 15, "n_kv_heads": 5, "intermediate_size": 101, "vocab_size": 130},
     "tied, biased": {"tie_embeddings": True, "qkv_bias": True},
     "biased everywhere, scaled rope": {
-        "qkv_bias": True, "wo_bias": True, "mlp_bias": True, "nope_layers": (1,), "rope_scaling": YARN
+        "qkv_bias": True, "wo_bias": True, "mlp_bias": True, "nope_layers": (1,), "rope_scaling": YARN,
+        "sliding_window": 4, "window_layers": (1, 2),
     },
     "head_dim of its own, QK norm": {"head_dim": 16, "qk_norm": True, "n_heads": 8, "n_kv_heads": 4},
 }  # fmt: skip
@@ -243,7 +244,8 @@ def test_unlike_ranks_compute_what_one_device_does(shares):
 @pytest.mark.parametrize("tp_size", [2, 3, 4])
 def test_a_prefill_in_parts_and_what_follows_equal_those_in_one(tp_size):
     """Rows of five lengths, whose last tokens are in different parts."""
-    cases = [dataclasses.replace(BASE, **changes, **UNEVEN) for changes in WIRED]
+    windowed = {"sliding_window": 3, "window_layers": (0, 2)}
+    cases = [dataclasses.replace(BASE, **changes, **UNEVEN, **windowed) for changes in WIRED]
     ranks = run_ranks(tp_size, logits_in_parts, cases)
     for i, config in enumerate(cases):
         expected = ranks[0][i][0]

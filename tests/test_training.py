@@ -14,6 +14,7 @@ from formats import checkpoint
 from formats.config import InputError, rewired
 from formats.tokenizer import Tokenizer, load_tokenizer
 from runtime import launch
+from tp import load_shard
 from training import data, runs, sharding
 from training.data import TOKEN, Windows
 
@@ -144,7 +145,8 @@ def test_packed_documents_give_the_losses_of_each_alone(tmp_path, tiny):
     tokenizer = load_tokenizer(tiny)
     n = data.tokenize([tmp_path / "a.txt"], tokenizer, 2, tmp_path / "x.tokens")
     config = checkpoint.read_config(tiny)
-    model = random_model(rewired(config, "ladder")).double()
+    config = dataclasses.replace(rewired(config, "ladder"), sliding_window=4, window_layers=(1,))
+    model = random_model(config).double()
     batch = Windows(tmp_path / "x.tokens", n - 1).batch([0])
     trainee = trainee_like(model)
     nats = adapt.losses(trainee, batch)[1].item()
@@ -191,6 +193,26 @@ def test_ranks_hold_the_rows_of_the_file_and_compute_the_same(tp, changes):
         expected = whole.norm(x).numpy()
     for _, x in found:
         assert np.abs(x - expected).max() < 1e-5
+
+
+LANED = ["spd/4", "spd-ladder:0,2/3", "delayed-3/2", "desync:4/4", "pair", "ladder-2"]
+
+
+def test_lanes_compute_in_training_what_they_do_afterwards():
+    """More of them than KV heads, with norms of queries and biases, which one lane adds."""
+    shape = {"qk_norm": True, "qkv_bias": True, "wo_bias": True, "mlp_bias": True}
+    configs = [dataclasses.replace(BASE, wiring=name, **shape) for name in LANED]
+    for rank in run_ranks(2, _streams, configs):
+        for config, x in zip(configs, rank, strict=True):
+            weights = StateWeights(random_model(config).state_dict())
+            net = load_shard(config, weights, torch.float32, "cpu")
+            net.output = torch.nn.Identity()
+            with torch.no_grad():
+                assert (torch.from_numpy(x) - net(torch.arange(12).view(2, 6))).abs().max() < 1e-5, config
+
+
+def _streams(world, configs):
+    return [_filled(world, config)[1] for config in configs]
 
 
 def test_what_is_written_is_what_was_read(tmp_path):

@@ -9,7 +9,7 @@ import shutil
 import signal
 
 from formats import checkpoint
-from formats.config import Config, InputError
+from formats.config import Config, InputError, parse_wiring
 from formats.tokenizer import check_vocabulary, load_tokenizer
 from model import WIRINGS
 from runtime import cli, writing
@@ -62,9 +62,11 @@ def keeps_norms(config):
 
 
 def _check_trainable(config):
-    if config.kind.tp_bound:
-        known = ", ".join(name for name in WIRINGS if not WIRINGS[name].tp_bound)
-        raise InputError(f"{config.wiring} is another function on another number of ranks: take one of {known}")
+    name = parse_wiring(config.wiring).name
+    if name in ("laneformer", "upper-bound"):
+        raise InputError(f"a model in the wiring {name} cannot be trained")
+    if config.kind.laned and config.lanes is None:
+        raise InputError(f"{name} is another function in another number of lanes: name them, e.g. {config.wiring}/8")
 
 
 @contextlib.contextmanager
