@@ -8,7 +8,7 @@ from formats.config import InputError
 from tp import load_shard
 
 TEXT = "Once upon a time there was a little dog who counted up to 10, and then ran to the park. "
-LENGTH = 600  # tokens, or the whole context: more than most sliding windows
+LENGTH = 600  # tokens, or the whole context: more than a Laneformer's window of 512
 # How far apart the logits of two implementations may be, as a part of the largest: two to four times what rounding made
 # in random models of up to 48 layers (7e-7, 1e-2, 7e-2), and less than most mistakes make.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.15}
