@@ -183,7 +183,7 @@ def verdict(lines, all_reduce):
         names = ", ".join(x["wiring"] for x in best)
         text.append(f"{kind}: {names}; {best[0]['step_ms']:.3f} ms, {best[0]['times_standard']:.2f} times as fast.")
         if any(x["retraining"] == "no, but a loss" for x in best):
-            text[-1] = f"{text[-1][:-1]}, at a loss: least in a few middle layers (eval.py measures it)."
+            text[-1] = f"{text[-1][:-1]}, at a loss, least in a few middle layers: eval.py measures it."
     return "\n".join(text)
 
 

@@ -14,7 +14,8 @@ def variants(n_layers):
     middle, half = n_layers // 4, max(1, n_layers // 2)
     more = {
         "ladder": ["ladder", f"ladder:{half}"], "desync": ["desync:2", "desync:4"], "laneformer": [],
-        "pair": ["pair", f"pair:{middle}-{middle + half // 2 * 2 - 1}"] if n_layers > 3 else ["pair"][: n_layers - 1],
+        "pair": [f"pair:{middle}-{middle + half // 2 * 2 - 1}"] if n_layers > 3 else [],
+        "pair-ladder": ["pair-ladder"] if n_layers > 1 else [],
         "delayed": ["delayed", "delayed-4"][:n_layers],
     }  # fmt: skip
     return [text for name in WIRINGS for text in more.get(name, [name])]

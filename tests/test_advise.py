@@ -37,7 +37,18 @@ def by_hand(a, m, c):
         "parallel-ladder": both + (n - 1) * max(both, c) + c, "spd-ladder": both + (n - 1) * max(both, c) + c,
         "desync:2": n * both + 5 * c, "desync:4": n * both + 3 * c,  # of ten: the fourth, eighth and last
         "ladder:2": seam + max(a, c) + 2 * max(m, c) + max(a, c) + c,
+        "pair:1-2": n * both + 8 * c, "pair-ladder": both + c + 2 * max(2 * a, c) + 2 * max(2 * m, c) + c,
+        "delayed-4": queued([a, m] * n, c, 4),
     }  # fmt: skip
+
+
+def queued(sublayers, c, stale):
+    """Each sublayer waits for the sums of all but the last `stale` ones before it; the link carries one at a time."""
+    now, there = 0.0, [0.0]
+    for i, seconds in enumerate(sublayers):
+        now = max(now, there[max(0, i - stale)]) + seconds
+        there.append(max(there[-1], now) + c)
+    return there[-1]
 
 
 @pytest.mark.parametrize("all_reduce", [0.5, 2.0, 3.5, 9.0])
@@ -157,11 +168,11 @@ def test_the_table_is_that_of_the_wirings(monkeypatch, capsys):
     monkeypatch.setitem(WIRINGS, "lossy", dataclasses.replace(WIRINGS["spd"], about="another"))
     found = rows(advised(capsys, *H100, "--link", "pcie"))
     wanted = {"standard": "no", "own": "yes", "lossy": "no, but a loss", "(bound: upper-bound)": "no model"}
-    wanted |= {"ladder:16": "yes", "desync:2": "yes, for 8 ranks", "desync:4": "yes, for 8 ranks"}
+    wanted |= {"ladder:16": "yes", "pair:8-23": "no, but a loss"}
+    wanted |= dict.fromkeys(["desync:2", "desync:4", "delayed-4"], "yes, in 8 lanes")
     for name, wiring in WIRINGS.items():
-        if name not in ("desync", "upper-bound", *wanted):
-            lossy = wiring.runs_standard == "any"
-            wanted[name] = "no, but a loss" if lossy else "yes" + ", for 8 ranks" * wiring.tp_bound
+        if name not in ("desync", "upper-bound", "laneformer", "pair", *wanted):
+            wanted[name] = "no, but a loss" if wiring.small_loss else "yes" + ", in 8 lanes" * wiring.laned
     assert {name: cells[-1] for name, cells in found.items()} == wanted
     assert [*found][-1] == "(bound: upper-bound)"  # apart
     steps = [float(cells[0]) for cells in found.values()]
@@ -182,21 +193,20 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
     flags = ["--checkpoint", tmp_path / "m", "--tp", 2, "--context", 9, "--bandwidth-gbs", 1, "--link", "pcie"]
     found = rows(advised(capsys, *flags))
     assert {name for name, cells in found.items() if cells[-1] == "no"} == {"ladder:0,2"}
-    assert found["standard"][-1] == found["ladder:1"][-1] == "yes" and found["spd"][-1] == "yes, for 2 ranks"
+    assert found["standard"][-1] == found["ladder:1"][-1] == "yes" and found["spd"][-1] == "yes, in 2 lanes"
     halves = [dataclasses.replace(FORM, wiring=f"ladder:{layers}") for layers in ("2", "3,4", "4,3")]
     assert [advise.retraining(halves[0], other, 2) for other in halves] == ["no"] * 3
     assert {len(advise.candidates(own, ["ladder:2"])) for own in halves} == {2}
-    bound = dataclasses.replace(config, wiring="spd", made_for_tp=2)
-    assert advise.retraining(bound, dataclasses.replace(bound, wiring="spd:3"), 3) == "no, but a loss"
-    assert advise.retraining(bound, dataclasses.replace(bound, made_for_tp=None), 2) == "no"
-    assert advise.retraining(bound, bound, 3) == "no, but a loss"
+    laned = dataclasses.replace(config, wiring="spd/2")
+    others = [dataclasses.replace(laned, wiring=wiring) for wiring in ("spd:3/2", "spd:3/4", "spd")]
+    assert [advise.retraining(laned, other, 3) for other in others] == ["no", "yes, in 4 lanes", "yes, in 3 lanes"]
 
 
 def test_what_to_take(capsys):
     slow = advised(capsys, *H100, "--link", "ethernet-10g").splitlines()[-3:]
     assert slow[0].startswith("The all-reduces are 9")
     assert slow[1].startswith("Without retraining: spd; ") and slow[1].endswith("eval.py measures it.")
-    assert slow[2].startswith("With retraining: parallel-ladder; ") and "loss" not in slow[2]
+    assert slow[2].startswith("With retraining: pair-ladder, parallel-ladder; ") and "loss" not in slow[2]
     shown = advised(capsys, *H100, "--link", "0.5us")
     fast = shown.splitlines()[-3:]
     share = 64 * 0.5e-3 / float(rows(shown)["standard"][0])

@@ -16,7 +16,7 @@ from generate import Runner, generate, make_cache, pad
 from kernels import cuda_graphs
 from kernels.few_rows import SplitAttention
 from measure import link
-from model import SingleDevice, desynced_stream, unreduced_stream
+from model import SingleDevice, attention_then_mlp, desynced_stream
 from tp import TensorParallel
 
 
@@ -177,15 +177,20 @@ class OneRank:
 def queued_beside(config):
     """By hand: what is queued between each all-reduce and the wait for it. [[name]]
 
-    If the next sublayer is stale these are its products and its all-reduce, else nothing.
+    These are the products and the all-reduces of the sublayers that are stale enough not to wait for it.
     """
     attention, mlp, sublayers = ["wqkv", "wo"], ["w1", "w3", "w2"], []
-    for n, stale in staleness(config):
-        sublayers += [(products, stale) for products in ([attention, mlp] if n == 2 else [attention + mlp])]
-    beside = [[*products, "link"] if stale else [] for products, stale in [*sublayers[1:], ([], False)]]
+    for wiring, layers in config.spans:
+        two = wiring.split is attention_then_mlp
+        sublayers += [products * len(layers) for products in ([attention, mlp] if two else [attention + mlp])]
     if config.kind.stream is desynced_stream:
-        beside = [[] for i in range(1, len(beside) + 1) if i % config.period == 0 or i == len(beside)]
-    return [] if config.kind.stream is unreduced_stream else beside
+        kept = [i for i in range(1, len(sublayers) + 1) if config.period and (i % config.period == 0)]
+        return [[] for _ in kept] if not config.period or len(sublayers) in kept else [[] for _ in [*kept, "last"]]
+    beside, stale = [], staleness(config)
+    for i in range(len(sublayers)):
+        waits = [t for t in range(i + 1, len(sublayers)) if t - stale[t] > i] or [len(sublayers)]
+        beside.append([name for products in sublayers[i + 1 : waits[0]] for name in [*products, "link"]])
+    return beside
 
 
 @pytest.mark.parametrize("changes", BY_HAND, ids=wired_id)
