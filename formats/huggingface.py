@@ -121,9 +121,8 @@ def read_hf(path):
         for found in (values.get(key), rope.get(key) if isinstance(rope, dict) else None):
             if found not in (value, None):
                 raise InputError(f"{path}: {key} {found!r} is not supported, only {value!r} is")
-    foreign = {key for family in FAMILIES.values() for key in family} - known.keys()
-    if family in laneformer.FAMILIES:  # which refuse what they do not know
-        foreign = set()
+    others = [] if family in laneformer.FAMILIES else FAMILIES.values()  # those refuse what they do not know
+    foreign = {key for other in others for key in other} - known.keys()
     return {**known, **{k: v for k, v in values.items() if k not in foreign}, "rope_scaling": rope}
 
 

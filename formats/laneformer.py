@@ -23,9 +23,7 @@ KNOWN = {  # keys that mean what they mean in a Llama's config, or nothing to wh
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
     "max_position_embeddings", "hidden_act", "attention_bias", "mlp_bias", "rope_parameters", "pad_token_id",
     "multiple_of", "depth_init", "use_flex_attn", "use_cache", "attention_dropout", "initializer_range",
-    "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "return_dict",
-    "output_attentions", "output_hidden_states", "is_encoder_decoder", "chunk_size_feed_forward", "id2label",
-    "label2id", "problem_type",
+    "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path",
 }  # fmt: skip
 LLAMA = {
     "model.tok_embeddings": "model.embed_tokens",

@@ -40,15 +40,12 @@ def check(theirs, folder, config, ids, dtype, tokenizer):
     """Print how far the logits of a checkpoint are from theirs. Raises InputError where that is more than rounding."""
     ours = load_shard(config, checkpoint.Weights(folder), dtype, "cpu")(ids)[0].float()
     apart, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
-    words = []
-    for logits in (ours, theirs):
-        i = logits[-1].argmax().item()
-        words.append(f"{i} {tokenizer.continuation(ids[0].tolist(), [i])!r}" if tokenizer else str(i))
-    here, there = words
-    where = f"{len(theirs)} tokens in {dtype_name(dtype)}"
-    found = f"logits of {where} by up to {apart:.2g}, where the largest is {largest:.3g}"
+    here, there = (str(logits[-1].argmax().item()) for logits in (ours, theirs))
+    if tokenizer:
+        here, there = (f"{i} {tokenizer.continuation(ids[0].tolist(), [int(i)])!r}" for i in (here, there))
+    found = f"logits of {len(theirs)} tokens in {dtype_name(dtype)} by up to {apart:.2g}; the largest is {largest:.3g}"
     if not apart <= TOLERANCE[dtype] * largest:  # also where that is NaN
-        tokens = f"next token {here}, transformers' {there}"
-        raise InputError(f"--verify: the converted model differs from transformers' in {found}; {tokens}")
+        found += f"; next token {here}, transformers' {there}"
+        raise InputError(f"--verify: the converted model differs from transformers' in {found}")
     print(f"verified: it differs from transformers in {found}")
     print(f"next token: {here}" + (" in both" if here == there else f", transformers' {there}: differs, by rounding"))
