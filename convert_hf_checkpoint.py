@@ -47,7 +47,8 @@ def download(repository, revision=None):
     try:
         names = huggingface_hub.list_repo_files(repository, revision=revision)
         safe = any(re.fullmatch(r"model.*\.safetensors", name) for name in names)
-        patterns = ["model*.safetensors" if safe else "pytorch_model*.bin", "*.json", *checkpoint.TOKENIZER_FILES]
+        weights = "model*.safetensors" if safe else "pytorch_model*.bin"
+        patterns = [weights, "*.json", "*.py", *checkpoint.TOKENIZER_FILES]  # code is for --trust-remote-code alone
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except Exception as e:  # its own errors, its HTTP library's, the operating system's
         raise InputError(f"{repository} is not a local folder, and could not be downloaded: {first_line(e)}") from None
@@ -100,6 +101,10 @@ def parse(argv):
     size, memory = cli.number(float, 0, above=True), "GB of the largest file, about the memory needed"
     p.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help=memory)
     cli.add_wiring_flags(p)
+    words = "run a text through transformers and through the result; write nothing if they differ"
+    p.add_argument("--verify", action="store_true", help=words)
+    words = "with --verify: run the code that SOURCE brings along, a stranger's program"
+    p.add_argument("--trust-remote-code", action="store_true", help=words)
     return p.parse_args(argv)
 
 
@@ -113,7 +118,11 @@ def main(argv=None):
     else:
         weights, config, folder = open_source(args.source, args.revision)
         [norm] = hf_names(norm)
-    config = cli.with_wiring(config, args)
+    own, config = config, cli.with_wiring(config, args)
+    if args.verify and (args.to_hf or folder is None):
+        raise InputError("--verify compares a folder of transformers' with what is made of it: give it with --out")
+    if args.verify and own.function != config.function:
+        raise InputError(f"--verify: transformers runs SOURCE as {own.wiring} only: leave out --wiring {config.wiring}")
     if config.kind.laned and config.lanes is None:
         name = config.wiring
         raise InputError(f"--wiring {name} is another function in other numbers of lanes: name them, e.g. {name}/8")
@@ -123,6 +132,11 @@ def main(argv=None):
     dtype = checkpoint.DTYPES[args.dtype] if args.dtype else checkpoint.own_dtype(weights, norm)
     source = args.tokenizer or folder  # a tokenizer that does not fit is refused before the work
     tokenizer = load_tokenizer(source, config.vocab_size) if source else None
+    if args.verify:  # at first, because this may fail for reasons of its own
+        from formats import verify
+
+        ids = verify.text_ids(tokenizer, config)
+        theirs = verify.expected(folder, ids, dtype, args.trust_remote_code)
     with writing.new_folder(args.to_hf or args.out) as out:
         if args.tokenizer:
             kind = "json" if args.tokenizer.endswith(".json") else "model"
@@ -132,6 +146,8 @@ def main(argv=None):
         if args.to_hf:
             name_tokenizer(out, tokenizer)
         (convert_to_hf if args.to_hf else convert)(weights, config, out, dtype, int(args.shard_gb * 1e9))
+        if args.verify:
+            verify.check(theirs, out, config, ids, dtype, tokenizer)
     size = f"{config.n_layers} layers, wiring {config.wiring}, {dtype_name(dtype)}"
     print(f"wrote {args.to_hf or args.out}: {size}{'' if tokenizer else ', NO TOKENIZER (see --tokenizer)'}")
 

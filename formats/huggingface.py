@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from formats import checkpoint
+from formats import checkpoint, laneformer
 from formats.checkpoint import read_json
 from formats.config import InputError, wiring_name
 
@@ -58,6 +58,7 @@ FAMILIES = {
         "no_rope_layer_interval": 4, **WINDOW, "sliding_window": None, "bos_token_id": 128000, "eos_token_id": 128001,
     },
     "seed_oss": {**COMMON, **BIASES, "attention_bias": True, "attention_out_bias": False, "bos_token_id": 0},
+    **laneformer.FAMILIES,
 }  # fmt: skip
 ORIGINAL = "original_max_position_embeddings"
 ROPE_KINDS = {  # the keys of Config.rope_scaling
@@ -120,7 +121,8 @@ def read_hf(path):
         for found in (values.get(key), rope.get(key) if isinstance(rope, dict) else None):
             if found not in (value, None):
                 raise InputError(f"{path}: {key} {found!r} is not supported, only {value!r} is")
-    foreign = {key for family in FAMILIES.values() for key in family} - known.keys()
+    others = [] if family in laneformer.FAMILIES else FAMILIES.values()  # those refuse what they do not know
+    foreign = {key for other in others for key in other} - known.keys()
     return {**known, **{k: v for k, v in values.items() if k not in foreign}, "rope_scaling": rope}
 
 
@@ -145,6 +147,8 @@ def config_from_hf(path):
 
 def our_values(hf):
     """Return the values of Config, but for eos_ids, that settings as of read_hf mean."""
+    if hf["model_type"] in laneformer.FAMILIES:
+        hf = laneformer.as_llama(hf)
     family, rope = hf["model_type"], hf["rope_scaling"]
     n_layers, n_heads, dim = hf["num_hidden_layers"], hf["num_attention_heads"], hf["hidden_size"]
     if n_layers > checkpoint.MOST_LAYERS:
@@ -163,6 +167,7 @@ def our_values(hf):
         "nope_layers": nope_layers_from_hf(hf), "bos_id": hf["bos_token_id"],
         "sliding_window": hf["sliding_window"] if windowed else None, "window_layers": windowed,
         "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), hf.get("parallel_blocks"), n_layers),
+        **hf.get("laneformer", {}),
     }  # fmt: skip
 
 
@@ -251,6 +256,8 @@ class LlamaWeights:
 
     def __init__(self, source, path, config):
         hf, H = read_hf(path), config.head_dim
+        if hf["model_type"] in laneformer.FAMILIES:
+            source = laneformer.LaneformerWeights(source, H)
         query, key, hidden = config.n_heads * H, config.n_kv_heads * H, config.intermediate_size
         residual, embedding, logits = (
             hf.get(key, 1.0) for key in ("residual_multiplier", "embedding_multiplier", "logits_scaling")

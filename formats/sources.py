@@ -10,6 +10,11 @@ from formats import checkpoint
 from formats.config import InputError
 
 
+def unpaired(weight, head_dim):
+    """Return the rows of q or k for rotary embeddings that turn (i, i + H/2) instead of neighbours (2i, 2i + 1)."""
+    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
 class PickledWeights:
     """pytorch_model.bin, one file or an index of shards; memory-mapped, but for the format before PyTorch 1.6."""
 
@@ -33,7 +38,7 @@ class PickledWeights:
 class Llama2cWeights:
     """A llama2.c legacy file: 7 int32 of config, then float32 tensors, each stacked over the layers, memory-mapped.
 
-    Its rotary embeddings turn neighbours (2i, 2i + 1) where ours turn (i, i + H/2): read() reorders the rows of q, k.
+    Its rotary embeddings turn neighbours: see unpaired.
     """
 
     def __init__(self, path):
@@ -79,6 +84,4 @@ class Llama2cWeights:
 
     def read(self, name):
         tensor = torch.from_numpy(self.tensors[name].copy())
-        if "q_proj" in name or "k_proj" in name:
-            tensor = tensor.unflatten(0, (-1, self.config.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-        return tensor
+        return unpaired(tensor, self.config.head_dim) if "q_proj" in name or "k_proj" in name else tensor

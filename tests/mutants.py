@@ -32,6 +32,7 @@ ALIKE = "generate -k 'chooses_alike and (131 or 17-4)'"
 MARKED, ACCEPTED = "numbers -k sampler_marks", "speculative -k accepted_or_replaced"
 DCP, LOSS = "adapt -k killed_at", "adapt -k loss_is_the_naive"
 RANKS_TRAIN = "adapt -k 'ranks_give and 2'"
+LANEFORMER = "laneformer -k 'number and two'"
 NATS, BY_HAND, SHARD = "eval -k nats_and", "advise -k made_by_hand", "advise -k largest_shard"
 
 MUTANTS = [  # (file, old text, new text, tests)
@@ -190,6 +191,14 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("formats/huggingface.py", "if not turned[i])", "if turned[i])", "convert -k 'parity and smollm3'"),
     ("formats/sources.py", ".transpose(1, 2).flatten(0, 2)", ".flatten(0, 2)", "convert -k llama2c_files"),
     ("formats/sources.py", "weights_only=True", "weights_only=False", "hostile -k pickle"),
+    ("formats/laneformer.py", "dim=1 if ", "dim=0 if ", LANEFORMER),
+    ("formats/laneformer.py", "unpaired(tensor, self.head_dim)", "tensor", LANEFORMER),
+    ("formats/laneformer.py", "i >= n_layers + first", "i >= n_layers - first", "laneformer -k 'number and windows'"),
+    ("formats/laneformer.py", "hf.keys() - KEYS.keys() - KNOWN", "set()", "laneformer -k one_clear_line"),
+    ("formats/verify.py", "if not apart <= TOLERANCE[dtype] * largest:", "if apart > TOLERANCE[dtype] * largest:",
+     "convert -k verify_sees"),
+    ("formats/verify.py", "trust_remote_code=trust_remote_code", "trust_remote_code=True", "convert -k verify_runs"),
+    ("formats/verify.py", "min(LENGTH, config.max_seq_len)", "LENGTH", "convert -k verify_takes"),
     ("formats/exported/modeling_ladder.py", "self.total(pending[0]),", "self.total(pending[0].detach()),",
      "export -k gradients"),
     ("formats/exported/modeling_ladder.py", "mlp(self.post_attention_layernorm(x))]", "mlp(self.input_layernorm(x))]",

@@ -1,6 +1,7 @@
 """Conversion: parity with transformers through the converter, sources of every form, and back."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import convert_hf_checkpoint
 import tp
-from formats import checkpoint, huggingface
+from formats import checkpoint, huggingface, laneformer, verify
 from formats.config import InputError
 from formats.tokenizer import load_tokenizer
 from training.data import train_tokenizer
@@ -126,7 +127,7 @@ def as_on_the_hub(folder):
 def test_parity_with_transformers_there_and_back(family, tmp_path):
     theirs = hf_model(family)
     theirs.save_pretrained(tmp_path / "hf")
-    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    ours = convert(tmp_path / "hf", tmp_path / "ours", "--verify")
     check_parity(ours, theirs)
     convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "back")])
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
@@ -157,7 +158,10 @@ def test_multipliers_are_rounded_once(tmp_path):
     assert (checkpoint.Weights(tmp_path / "ours32").read(name) - exact).abs().max() < 1e-6 * exact.abs().max()
 
 
-@pytest.mark.parametrize("family", sorted(huggingface.FAMILIES.keys() - {"llamaLadder", "ladder_residual"}))
+OWN_CODE = {"llamaLadder", "ladder_residual", *laneformer.FAMILIES}
+
+
+@pytest.mark.parametrize("family", sorted(huggingface.FAMILIES.keys() - OWN_CODE))
 def test_absent_keys_are_what_transformers_takes_them_for(family, tmp_path):
     shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
     values = {"model_type": family, "num_attention_heads": 32, "pad_token_id": 0, **dict.fromkeys(shape, 64)}
@@ -278,6 +282,72 @@ def test_flags_choose_the_wiring(hf_folder, tmp_path):
     with pytest.raises(InputError, match="name them, e.g. spd/8"):
         convert(hf_folder, tmp_path / "other", "--wiring", "spd")
     assert not (tmp_path / "other").exists()
+
+
+# --verify
+
+
+@pytest.mark.parametrize("dtype", checkpoint.DTYPES)
+@pytest.mark.parametrize("family", ["llama3.2-tied", "qwen3 with biases, yarn", "granite"])
+def test_verify_takes_rounding_for_what_it_is(family, dtype, tmp_path, capsys):
+    hf_model(family).save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "ours", "--verify", "--dtype", dtype)
+    found, token, wrote = capsys.readouterr().out.splitlines()
+    assert found.startswith(f"verified: it differs from transformers in logits of 64 tokens in {dtype} by up to ")
+    assert token.startswith("next token: ") and "tests" not in token and wrote.startswith("wrote ")
+
+
+WRONG = {
+    "a rope's base": (huggingface, "our_values", lambda values: {**values, "rope_theta": 400.0}),
+    "the queries of one KV head": (convert_hf_checkpoint, "group", lambda w: torch.cat((-w[:24], w[24:]))),
+    "numbers of another kind": (verify, "expected", lambda logits: logits * torch.nan),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", WRONG)
+def test_verify_sees_a_mistake_and_leaves_nothing(case, dtype, hf_folder, tmp_path, monkeypatch):
+    module, name, change = WRONG[case]
+    right = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: change(right(*args)))
+    with pytest.raises(InputError, match=f"differs from transformers' in logits of 64 tokens in {dtype} by") as error:
+        convert(hf_folder, tmp_path / "ours", "--verify", "--dtype", dtype)
+    assert "\n" not in str(error.value) and [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def test_verify_runs_the_code_of_a_folder_only_if_told_to_and_reads_its_tokenizer(tmp_path, capsys, monkeypatch):
+    convert_hf_checkpoint.main([str(ROOT / "demo"), "--to-hf", str(tmp_path / "hf")])
+    with pytest.raises(InputError, match="transformers cannot run .* --trust-remote-code "):
+        convert(tmp_path / "hf", tmp_path / "ours", "--verify")
+    ours = convert(tmp_path / "hf", tmp_path / "ours", "--verify", "--trust-remote-code", "--dtype", "float32")
+    assert re.search(r"next token: \d+ '.+' in both\n", capsys.readouterr().out)
+    tokenizer = load_tokenizer(tmp_path / "ours")
+    ids = verify.text_ids(tokenizer, ours.config)
+    assert ids.shape == (1, ours.config.max_seq_len) and tokenizer.decode(ids[0].tolist()).startswith(verify.TEXT)
+    with torch.no_grad():
+        logits = ours(ids)[0]
+    best, tokens = logits.topk(2)
+    close = (best[:, 0] - best[:, 1]).argmin()  # where rounding may choose the next token
+    first, second = tokens[close].tolist()
+    monkeypatch.setitem(verify.TOLERANCE, torch.float32, 0.01)
+    logits[close, second] = best[close, 0] + 1e-5
+    verify.check(logits[: close + 1], tmp_path / "ours", ours.config, ids[:, : close + 1], torch.float32, tokenizer)
+    assert re.search(f"next token: {first} .*, transformers' {second} '.*: differs, by", capsys.readouterr().out)
+
+
+def test_verify_says_what_it_needs(hf_folder, tmp_path, monkeypatch):
+    write_llama2c(tmp_path / "m.bin", True)
+    for args, message in (
+        ([tmp_path / "m.bin", "--out"], "compares a folder of transformers'"),
+        ([ROOT / "demo", "--to-hf"], "compares a folder of transformers'"),
+        ([hf_folder, "--ladder", "--out"], "runs SOURCE as standard only: leave out --wiring ladder"),
+        ([hf_folder, "--out"], "pip install transformers"),
+    ):
+        if message.startswith("pip"):
+            monkeypatch.setitem(sys.modules, "transformers", None)
+        with pytest.raises(InputError, match=f"--verify:? .*{message}"):
+            convert_hf_checkpoint.main([*map(str, args), str(tmp_path / "ours"), "--verify"])
+        assert not (tmp_path / "ours").exists()
 
 
 # llama2.c files

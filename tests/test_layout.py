@@ -18,8 +18,10 @@ kernels.few_rows kernels.shared_memory kernels.one_shot
 kernels.int8_sums kernels.one_hop
 runtime.writing runtime.watch formats.sizes
 formats.checkpoint runtime.cli
-formats.tokenizer runtime.launch tp formats.huggingface formats.sources
-formats.export training.data training.sharding
+formats.sources
+formats.laneformer
+formats.tokenizer runtime.launch tp formats.huggingface
+formats.export formats.verify training.data training.sharding
 runtime.terminal measure.timing measure.clock measure.link decoding.likely
 measure.report decoding.sampling
 decoding.speculative runtime.chat

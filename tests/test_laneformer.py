@@ -1,0 +1,214 @@
+"""Laneformers: folders as Kog's, converted and run on any number of ranks, against the function in naive float64."""
+
+import functools
+import importlib
+import json
+import os
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from helpers import last_logits, run_ranks
+from laneformer import Laneformer
+from safetensors.torch import save_file
+
+import convert_hf_checkpoint
+import quantize
+import tp
+from formats import checkpoint, huggingface
+from formats.config import InputError
+from kernels import int_linear
+
+SHAPE = {
+    "model_type": "laneformer_tp", "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "intermediate_size": 96, "max_position_embeddings": 64, "vocab_size": 256,
+    "rope_theta": 500.0, "norm_eps": 0.01, "num_lanes": 4, "broadcast_delay": 2,
+    "architectures": ["LaneformerTPForCausalLM"], "multiple_of": 32, "use_flex_attn": False, "pad_token_id": None,
+}  # fmt: skip
+SCALING = {
+    "scaling_factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32
+}  # fmt: skip
+RELEASED = {"model_type": "laneformer", "lm_head_type": "vocab_parallel", "replicated_rmsn_scale": False}
+CASES = {
+    "two lanes": {"num_lanes": 2, "broadcast_delay": 1},
+    "lanes alone at first, norms of their own": {"use_early_comm": False, "replicated_rmsn_scale": False},
+    "eight lanes, no sums": {"num_lanes": 8, "use_comm": False},
+    "no sums of the attention, a stretched rope": {"use_attention_comm": False, "rope_scaling": SCALING},
+    "no sums of the MLP, tied": {"use_mlp_comm": False, "use_early_comm": False, "tie_word_embeddings": True},
+    "the sum of the lanes": {"pre_norm_lane_agg": True, "replicated_rmsn_scale": False, "num_lanes": 8},
+    "parts of the vocabulary": {**RELEASED, "num_lanes": 8},
+    "windows in the first layers": {"sliding_window": 5, "sliding_window_n_layers": 3, "unclamped_layers": [1]},
+    "windows in the last layers": {"sliding_window": 3, "sliding_window_n_layers": -2, "num_lanes": 2},
+    "windows in some layers": {**RELEASED, "sliding_window": 4, "swa_layers": [0, 2, 3]},
+}
+TOKENS = torch.randint(3, 256, (3, 20), generator=torch.Generator().manual_seed(5))
+LENGTHS = torch.tensor([20, 17, 12])
+
+
+def random_state(hf, seed=0):
+    """Random tensors in the layout of their folders, large enough that every term matters."""
+    L, D, width, V = (hf[key] for key in ("num_lanes", "hidden_size", "intermediate_size", "vocab_size"))
+    kv = D * hf["num_key_value_heads"] // hf["num_attention_heads"]
+    generator = torch.Generator().manual_seed(seed)
+
+    def weight(*shape):
+        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+    def norm(lanes):
+        shape, kind = ((L, D), "scale") if lanes else ((D,), "weight")
+        return kind, torch.rand(shape, generator=generator) + 0.5
+
+    state = {"model.tok_embeddings.weight": weight(V, D) * 3}
+    own = not hf.get("replicated_rmsn_scale", True)
+    rows = {
+        "attention.wq": D,
+        "attention.wk": kv,
+        "attention.wv": kv,
+        "feed_forward.w1": width,
+        "feed_forward.w3": width,
+    }
+    columns = {"attention.wo": D, "feed_forward.w2": width}
+    for i in range(hf["num_hidden_layers"]):
+        state |= {f"model.layers.{i}.{name}.weight": weight(L, n // L, D) for name, n in rows.items()}
+        state |= {f"model.layers.{i}.{name}.weight": weight(L, D, n // L) for name, n in columns.items()}
+        for name in ("attention_norm", "ffn_norm"):
+            kind, scale = norm(own)
+            state[f"model.layers.{i}.{name}.{kind}"] = scale
+    kind, scale = norm(own and not hf.get("pre_norm_lane_agg"))
+    state[f"model.norm.{kind}"] = scale
+    if not hf.get("tie_word_embeddings"):
+        parts = (L, V // L, D) if hf.get("lm_head_type") == "vocab_parallel" else (V, D)
+        state["lm_head.weight"] = weight(*parts)
+    return state
+
+
+def folder(path, **changes):
+    """A random folder of theirs; returns (values of its config.json, tensors)."""
+    hf = {**SHAPE, **changes}
+    state = random_state(hf)
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(hf))
+    save_file(state, path / "model.safetensors")
+    return hf, state
+
+
+def converted(path, **changes):
+    hf, state = folder(path / "hf", **changes)
+    convert_hf_checkpoint.main([str(path / "hf"), "--out", str(path / "ours")])
+    return hf, state
+
+
+def logits_of(world, path):
+    """Logits of the whole sequences, and of a prefill of unequal rows with token-by-token decode."""
+    config = checkpoint.read_config(path)
+    net = tp.load_shard(config, checkpoint.Weights(path), torch.float32, "cpu", world.rank, world.shares)
+    int_linear.use_kernels(net)
+    if world.group is not None:
+        net.comm = tp.TensorParallel(config, world.shares, world.group)
+    with torch.no_grad():
+        return net.comm.gather(net(TOKENS)), last_logits(net, TOKENS, LENGTHS, steps=8)
+
+
+def on_ranks(ranks, path):
+    if ranks > 1:
+        return run_ranks(ranks, logits_of, path)
+    return [logits_of(types.SimpleNamespace(rank=0, shares=(1,), group=None), path)]
+
+
+def check(found, expected, limit=1e-4):
+    """found: logits_of of each rank; expected: (S, V) of each row."""
+    for whole, decoded in found:
+        for row, length in enumerate(LENGTHS):
+            assert np.abs(whole[row].numpy() - expected[row]).max() < limit
+            assert np.abs(decoded[row].numpy() - expected[row][length - 9 : length]).max() < limit
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_converted_folders_compute_the_function_on_any_number_of_ranks(case, tmp_path):
+    hf, state = converted(tmp_path, **CASES[case])
+    expected = [Laneformer(hf, state).logits(row) for row in TOKENS]
+    assert np.std(expected) > 0.3
+    for ranks in (1, 2, 4):
+        if ranks <= hf["num_lanes"]:
+            check(on_ranks(ranks, tmp_path / "ours"), expected)
+    config = checkpoint.read_config(tmp_path / "ours")
+    assert huggingface.config_from_hf(tmp_path / "hf" / "config.json") == config
+    with pytest.raises(InputError, match=f"the {hf['num_lanes']} lanes of .* do not fit 3 ranks: use 1, 2"):
+        tp.held(config, torch.float32, 0, 3)
+
+
+@pytest.mark.parametrize("case", ["two lanes", "parts of the vocabulary"])
+def test_int8_computes_what_its_numbers_mean(case, tmp_path):
+    converted(tmp_path, **CASES[case])
+    quantize.main(["--checkpoint", str(tmp_path / "ours"), "--mode", "int8", "--out", str(tmp_path / "int8")])
+    weights, config = checkpoint.Weights(tmp_path / "int8"), checkpoint.read_config(tmp_path / "ours")
+    twin = {}
+    for name in checkpoint.shapes(config):
+        scales = name.removesuffix("weight") + "scales"
+        twin[name] = weights.read(name) * (weights.read(scales).float() if scales in weights.names() else 1)
+    (tmp_path / "twin").mkdir()
+    checkpoint.write_model(tmp_path / "twin", config, twin, torch.float32)
+    [(expected, _)] = on_ranks(1, tmp_path / "twin")
+    for ranks in (1, 2):
+        check(on_ranks(ranks, tmp_path / "int8"), expected.numpy(), limit=1e-3)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"broadcast_mlp_to_future": [True]}, r"broadcast_mlp_to_future \[True\] is not supported: it is unknown what"),
+        ({"num_experts": 4}, "num_experts 4 is not supported"),
+        ({"residual_multiplier": 0.5}, "residual_multiplier 0.5 is not supported"),
+        ({"lm_head_type": "lane"}, "lm_head_type 'lane' is not supported here, only replicate and vocab_parallel"),
+        ({"lm_head_type": "vocab_parallel", "pre_norm_lane_agg": True}, "'vocab_parallel' is not .*, only replicate$"),
+        ({"attn_mask_type": "block_causal"}, "attn_mask_type 'block_causal' is not supported here, only causal"),
+        ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"stretch": 4.0}}, "low_freq_factor"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads 2 is no multiple of num_lanes 4"),
+        ({"intermediate_size": 90}, "intermediate_size 90 is no multiple of num_lanes 4"),
+        ({"broadcast_delay": 0}, "no such wiring: 'laneformer-0/4'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+    ],
+    ids=str,
+)
+def test_keys_that_may_mean_another_function_are_one_clear_line(changes, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, **changes}))
+    with pytest.raises(InputError, match=f"config.json: .*{message}") as error:
+        huggingface.config_from_hf(tmp_path / "config.json")
+    assert "\n" not in str(error.value)
+
+
+def published():
+    """Kog's modelling code, from before the release, or a skip. It was written for an older transformers."""
+    code = os.environ.get("LANEFORMER_CODE")
+    if not code:
+        pytest.skip("LANEFORMER_CODE names no folder of modeling_laneformer.py and configuration_laneformer.py")
+    package = sys.modules["laneformer_code"] = types.ModuleType("laneformer_code")
+    package.__path__ = [code]
+    return [importlib.import_module(f"laneformer_code.{name}_laneformer") for name in ("configuration", "modeling")]
+
+
+def as_called_before(make_mask, *, input_embeds, cache_position, **kwargs):
+    return make_mask(inputs_embeds=input_embeds, **kwargs)
+
+
+SINCE_THEN = {"use_attention_comm", "use_mlp_comm", "swa_layers", "rope_scaling"}
+
+
+@pytest.mark.parametrize("case", [name for name, changes in CASES.items() if not SINCE_THEN & changes.keys()])
+def test_the_published_code_computes_the_same(case, tmp_path, monkeypatch):
+    configuration, modeling = published()
+    hf, state = converted(tmp_path, **CASES[case])
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        monkeypatch.setattr(modeling, name, functools.partial(as_called_before, getattr(modeling, name)))
+    causal_lm = modeling.LaneformerTPForCausalLM
+    monkeypatch.setattr(causal_lm, "_tied_weights_keys", {"lm_head.weight": "model.tok_embeddings.weight"})
+    theirs = causal_lm(configuration.LaneformerTPConfig(**hf, attn_implementation="eager")).eval()
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert not unexpected and missing == ["lm_head.weight"] * hf.get("tie_word_embeddings", False)
+    with torch.no_grad():
+        expected = theirs(TOKENS).logits.numpy()
+    assert np.abs(expected - [Laneformer(hf, state).logits(row) for row in TOKENS]).max() < 1e-4
+    check(on_ranks(2, tmp_path / "ours"), expected)
