@@ -13,6 +13,7 @@ import model
 # each may import those above it; what stands in one line may not import one another
 ORDER = """
 model kernels.int8_rows kernels.cuda_graphs kernels.group measure.spin
+formats.config
 kernels.int_linear kernels.gloo kernels.cpu kernels.cxx
 kernels.few_rows kernels.shared_memory kernels.one_shot
 kernels.int8_sums kernels.one_hop
@@ -21,7 +22,7 @@ formats.checkpoint runtime.cli
 formats.sources
 formats.laneformer
 formats.tokenizer runtime.launch tp formats.huggingface
-formats.export formats.verify training.data training.sharding
+formats.export formats.verify training.data training.sharding training.lanes
 runtime.terminal measure.timing measure.clock measure.link decoding.likely
 measure.report decoding.sampling
 decoding.speculative runtime.chat
