@@ -148,6 +148,8 @@ def main(argv=None):
         (convert_to_hf if args.to_hf else convert)(weights, config, out, dtype, int(args.shard_gb * 1e9))
         if args.verify:
             verify.check(theirs, out, config, ids, dtype, tokenizer)
+    if own.wiring.startswith("laneformer") and not args.verify and args.out:
+        print("a Laneformer's keys can mean several things: --verify --trust-remote-code holds it against its own code")
     size = f"{config.n_layers} layers, wiring {config.wiring}, {dtype_name(dtype)}"
     print(f"wrote {args.to_hf or args.out}: {size}{'' if tokenizer else ', NO TOKENIZER (see --tokenizer)'}")
 
