@@ -60,7 +60,7 @@ def shard_plan(config, rank, shares):
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, width = N // K, config.intermediate_size
     size = 1 if config.group_size is None or "w2" in config.kept else config.group_size
-    if size > 1 and width % 128 == 0 and width >= 8 * 128 * alike and config.lanes is None:
+    if size > 1 and width % 128 == 0 and width >= 8 * 128 * alike and not config.kind.laned:
         size = 128  # as PyTorch's kernel for int4 on a GPU wants it; no share is more than an eighth above its due
     if config.lanes:
         size = 1  # which int_linear.check knows: lanes have the neurons that they have without integers

@@ -94,9 +94,12 @@ def parse(argv):
 def measure(args, world):
     """Return {(name of a link, name of a way): (exposed.Case, its report)}, all measured in turns."""
     weights = RandomWeights(args.config, world.device)
-    base = load_shard(args.config, weights, torch.bfloat16, world.device, world.rank, world.tp_size)
-    watch.at("measurement", timed=False)
-    cache = make_cache(base, args.batch, args.prompt_length + 2)  # a step never reads the last slot
+    place, bases = (torch.bfloat16, world.device, world.rank, world.tp_size), {}  # by the number of lanes
+    for config, _ in args.ways.values():
+        if config.lanes not in bases:
+            model = load_shard(config if config.lanes else rewired(config, "standard"), weights, *place)
+            bases[config.lanes] = model, make_cache(model, args.batch, args.prompt_length + 2)
+    watch.at("measurement", timed=False)  # a step never reads the last slot of a cache
     prompts = pad([[1 + row] * args.prompt_length for row in range(args.batch)], world.device)
     tokens = args.prompt_length if args.kind == "prefill" else 1
     torch._dynamo.config.recompile_limit = 1000  # every wiring is a graph of its own, with and without its all-reduces
@@ -104,6 +107,7 @@ def measure(args, world):
         print(f"links {', '.join(args.links)}: {', '.join(args.ways)} ...", file=sys.stderr)
     found = {}
     for name, (config, parts) in args.ways.items():
+        base, cache = bases[config.lanes]
         model = copy.copy(base)
         model.config = config
         model.comm = TensorParallel(model.config, world.tp_size, world.group)
