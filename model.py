@@ -97,19 +97,19 @@ def residual_stream(x, sublayers, comm, config):
     calls each h once. It overlaps under torch.compile only if every wait between two sublayers is a settle with
     `after`, also where nothing is pending yet, and before the last one: see tests/test_wiring.py -k compiled_code.
     """
-    pending = []
+    pending = []  # the sums in flight
     for i, (h, stale) in enumerate(sublayers):
-        next_stale = sublayers[i + 1][1] if i + 1 < len(sublayers) else 0
         while len(pending) > stale:  # standard: wait, then compute
-            x = comm.settle(x, pending.pop(0))
+            x = comm.settle(x, pending.pop(0), after=pending[-1] if pending else None)
         started = comm.start(h(x))
         yield  # to other lanes, and to other parts of the prompt: take_turns
+        next_stale = sublayers[i + 1][1] if i + 1 < len(sublayers) else 0
         if stale or next_stale:  # ladder: the oldest sum is waited for only after h(x)
             oldest = pending.pop(0) if pending and len(pending) >= next_stale else None
             x = comm.settle(x, oldest, after=started)  # `after` is for the compiler: see tp.py
         pending.append(started)
-    for oldest in pending:
-        x = comm.settle(x, oldest)
+    while pending:
+        x = comm.settle(x, pending.pop(0), after=pending[-1] if pending else None)
     yield x
 
 

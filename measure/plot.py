@@ -22,6 +22,7 @@ from runtime import cli, launch, writing
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 COLORS = [  # of wirings, in the order of model.WIRINGS; told apart by those who see no red or no green too
     "#D55E00", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#882255", "#999933", "#332288", "#AA4499",
+    "#44AA99",
 ]  # fmt: skip
 GREYS = {"standard": "black", "upper-bound": "darkgrey"}  # what the others are seen against
 DASHES = ["-", "--", ":", "-."]

@@ -89,8 +89,8 @@ def link(line):
 
 
 def base(wiring):
-    """Return the name of a wiring without its parameter and draft."""
-    return wiring.partition(" + ")[0].partition(":")[0]
+    """Return the name of a wiring without its numbers and draft."""
+    return re.sub(r"(-\d+)?([:/].*)?$", "", wiring.partition(" + ")[0])
 
 
 def draft_of(wiring):

@@ -166,7 +166,7 @@ MUTANTS = [  # (file, old text, new text, tests)
      "speculative -k cannot_be"),
     ("decoding/speculative.py", "    if missing:\n", "    if False:\n", "speculative -k cannot_be"),
     ("runtime/chat.py", "held = ids[:-1]", "held = []", "speculative -k computes_only"),
-    ("runtime/cli.py", "config.made_for_tp not in (None, ranks)", "False", SAID),
+    ("runtime/cli.py", "(config.lanes or len(shares)) == 1", "len(shares) == 1", SAID),
     ("runtime/cli.py", "own.function == config.function", "own == config", SAID),
     ("runtime/launch.py", "for message in self.gather(error):", "for message in [error]:", "tp -k error_of_one_rank"),
     ("runtime/launch.py", "            if several_nodes:", "            if False:", "shared_memory -k several_nodes"),

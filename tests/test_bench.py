@@ -14,7 +14,7 @@ import pytest
 from helpers import HANGS, ROOT
 
 import model
-from formats.config import InputError
+from formats.config import InputError, parse_wiring
 from measure import plot, results, sweep, timing
 from measure.probe import fitting_shares
 
@@ -502,7 +502,7 @@ def test_settings_and_links_are_told_apart(sweeps):
     ],
 )  # fmt: skip
 def test_wirings_of_older_lines(name, line):
-    assert results.wired(line) == name and model.parse_wiring(name)
+    assert results.wired(line) == name and parse_wiring(name)
 
 
 def test_repeats_of_several_files_are_repeats_and_pair_within_a_file(sweeps):
