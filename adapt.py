@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
 from formats import checkpoint
-from formats.config import InputError, parse_wiring, rewired, wiring_name
+from formats.config import InputError, rewired, wiring_name
 from measure import score
 from model import Transformer, take_turns
 from runtime import cli, launch, watch, writing
@@ -273,7 +273,7 @@ def least_sensitive(model, own, valid, run, args, world):
     """Return the Config with those layers wired that alone raise the validation loss least; found once in a run."""
     path, wired = run / "layers.json", model.config
     if not path.exists():
-        named = parse_wiring(wired.wiring)
+        named = wired.named
         model.config, name = own, wiring_name(*named._replace(parameter=None))
         found = score.sensitivity(model, lambda m: validation_loss(m, valid, args.micro_batch, world), name)
         layers = score.least_sensitive(found, wired.wirings.count(wired.kind), wired.kind.blocks)

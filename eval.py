@@ -191,7 +191,7 @@ def main(argv=None):
         world.agree(read | ({} if args.tasks else {"contents of --text": zlib.crc32(str(text[0]).encode())}))
     in_lanes = laned if args.sensitivity and laned.lanes else config
     model = generate.load_model(in_lanes, args.checkpoint, args.dtype, world)
-    model.config = config
+    model.config = config  # the table of layers begins with the model's own wiring, in those lanes
     start = time.perf_counter()
     if args.tasks:
         with harness.one_voice(world.rank == 0):

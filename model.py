@@ -61,20 +61,21 @@ class Lanes:
     """The collectives of several lanes on one device, which run in turns: the last start puts their sum in flight."""
 
     def __init__(self, comm, held, lanes):
-        self.comm, self.held, self.tp_size, self.partials, self.sums = comm, held, lanes, [], []
+        self.comm, self.held, self.tp_size, self.partials, self.started = comm, held, lanes, [], []
 
     def start(self, partial):
         self.partials.append(partial)
-        if len(self.partials) % self.held == 0:
-            self.sums.append(self.comm.start(functools.reduce(operator.add, self.partials[-self.held :])))
-        return (len(self.partials) - 1) // self.held  # its place in sums
+        started = self.started  # one list for all lanes, which the last of them fills
+        if len(self.partials) == self.held:
+            started.append(self.comm.start(functools.reduce(operator.add, self.partials)))
+            self.partials, self.started = [], []
+        return started
 
     def wait(self, pending):
-        return self.comm.wait(self.sums[pending])
+        return self.comm.wait(pending[0])
 
     def settle(self, x, pending, after=None):
-        later = self.sums[after] if isinstance(after, int) else after
-        return self.comm.settle(x, None if pending is None else self.sums[pending], later)
+        return self.comm.settle(x, pending and pending[0], after[0] if isinstance(after, list) else after)
 
 
 def take_turns(streams):
@@ -122,44 +123,43 @@ def delayed_stream(x, sublayers, comm, config):
         own.append(h(functools.reduce(operator.add, own, x)))
         return own[-1]
 
-    reading = [(functools.partial(with_own, h, stale), stale) for h, stale in sublayers]
-    return residual_stream(x, reading, comm, config)
+    return residual_stream(x, [(functools.partial(with_own, h, stale), stale) for h, stale in sublayers], comm, config)
 
 
 def laneformer_stream(x, sublayers, comm, config):
     """Run x_i = x_{i-1} + p_i + the other lanes' p_{i-d}, where p_i is this lane's partial h_i(x_{i-1}).
 
-    The first d sublayers wait for the sum of all p_i, or, without early_comm, add sqrt(lanes) p_i; so do later ones of
-    a kind, attention or MLP, that has no sums. The last d sums would come too late.
+    The first d sublayers wait for the sum of all p_i or, without early_comm, add sqrt(lanes) p_i, as do later ones of a
+    kind, attention or MLP, that has no sums. The last d sums would come too late.
     """
-    own, sums, has_sums = [], [], (config.attention_comm, config.mlp_comm)
+    recent, has_sums = [], (config.attention_comm, config.mlp_comm)
     for i, (h, d) in enumerate(sublayers):
-        own.append(h(x))
+        p = h(x)
         now, later = i < d and config.early_comm, has_sums[i % 2] and i + d < len(sublayers)
-        sums.append(comm.start(own[i]) if now or later else own[i])
+        started = comm.start(p) if now or later else p
         yield
+        recent.append((p, started))
+        before, pending = recent.pop(0) if i >= d else (None, None)
         if now:
-            x = comm.settle(x, sums[i])
+            x = comm.settle(x, started)
         elif i < d or not has_sums[i % 2]:
-            x = comm.settle(x + comm.tp_size**0.5 * own[i], None, after=sums[i])
+            x = comm.settle(x + comm.tp_size**0.5 * p, None, after=started)
         else:
-            x = comm.settle(x + (own[i] - own[i - d]), sums[i - d], after=sums[i])
+            x = comm.settle(x + (p - before), pending, after=started)
     yield x
 
 
 def desynced_stream(x, sublayers, comm, config):
     """Keep every n-th all-reduce (n = config.period) and the last; between them each lane's stream drifts on its own.
 
-    At a kept one x = AllReduce(x / lanes + h(x)): the mean of the streams plus the sum of the partials. Without n none
-    is kept: no model in several lanes, but the speed of hiding them all.
+    There x = AllReduce(x / lanes + h(x)). Without n none is kept: no model, but the speed of hiding them all.
     """
     for i, (h, _) in enumerate(sublayers, start=1):
-        if config.period and (i % config.period == 0 or i == len(sublayers)):
+        kept = config.period and (i % config.period == 0 or i == len(sublayers))
+        if kept:
             started = comm.start(x / comm.tp_size + h(x))
             yield
-            x = comm.wait(started)
-        else:
-            x = x + h(x)
+        x = comm.wait(started) if kept else x + h(x)
     yield x
 
 
@@ -201,11 +201,6 @@ class Wiring:
     parameter: str | None = "layers"  # what NAME:N chooses: "layers", the "period" of all-reduces, or nothing
     laned: bool = False  # whether the same weights are another function in another number of lanes
     small_loss: bool = False  # whether standard weights lose little in it, in a few layers (benchmarks/zeroshot.md)
-
-    @property
-    def standard_alone(self):
-        """Return whether it is the standard model where there is one lane."""
-        return self.laned and (self.stream is not residual_stream or not self.stale)
 
 
 WIRINGS = {
@@ -321,7 +316,7 @@ class Block(nn.Module):
 def rms_norm(config, of_lanes=True):
     """Return a norm of the stream; of_lanes: whether it is one of those that each lane may have of its own."""
     norm = nn.RMSNorm(config.dim, config.norm_eps)
-    if config.lane_norms and of_lanes and config.lanes:
+    if config.lane_norms and of_lanes:
         norm.weight = nn.Parameter(torch.empty(config.lanes * config.dim))  # which tp.py cuts
     return norm
 
@@ -387,15 +382,15 @@ class Transformer(nn.Module):
 
     def head(self, xs):
         """Return the logits that the ends (B, S, D) of the lanes' streams give: all are one but for a Laneformer's."""
-        config, normed = self.config, [lane.norm(x) for lane, x in zip(self.lanes, xs, strict=True)]
+        config, kind = self.config, self.config.lane_head
         if config.kind.stream is not laneformer_stream:
-            return self.output(normed[0])
-        if config.lane_head == "vocab_parallel":
-            parts = self.output(torch.stack(normed)).chunk(len(xs), dim=-1)
+            return self.output(self.norm(xs[0]))
+        ends = xs if kind == "sum" else [lane.norm(x) for lane, x in zip(self.lanes, xs, strict=True)]
+        if kind == "vocab_parallel":  # all rows with each lane's stream, and of these its own
+            parts = self.output(torch.stack(ends)).chunk(len(xs), dim=-1)
             return torch.cat([part[lane] for lane, part in enumerate(parts)], dim=-1)
-        ends = functools.reduce(operator.add, xs if config.lane_head == "sum" else normed)
-        x = self.comm.wait(self.comm.start(ends))
-        return self.output(self.norm(x) if config.lane_head == "sum" else x / (config.lanes or self.comm.tp_size))
+        x = self.comm.wait(self.comm.start(functools.reduce(operator.add, ends)))
+        return self.output(self.norm(x) if kind == "sum" else x / (config.lanes or self.comm.tp_size))
 
     def metadata(self, positions, mask=None):
         """Return the AttentionMetadata of tokens at these positions (B, S)."""

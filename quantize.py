@@ -12,6 +12,7 @@ from formats import checkpoint
 from formats.config import InputError
 from kernels import int_linear
 from runtime import cli, launch, writing
+from tp import shard_plan
 
 PIECE = 2**18  # numbers that are quantized at a time: few enough for the cache
 FILE = 2**26  # bytes of a file, at least: all of them are in memory while it is made
@@ -99,6 +100,7 @@ def quantize(args):
     kept = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
     new = dataclasses.replace(config, quant=args.mode, group_size=group_size, kept=kept)
     int_linear.check(new)
+    shard_plan(new, 0, new.lanes or 1)  # refuses lanes that would cut groups
     for name, shape in checkpoint.shapes(config).items():
         checkpoint.check_shape(weights, name, shape)
     sizes, before = {}, {name: weights.read(name).nbytes for name in weights.names()}

@@ -62,15 +62,17 @@ def shard_plan(config, rank, shares):
     size = 1 if config.group_size is None or "w2" in config.kept else config.group_size
     if size > 1 and width % 128 == 0 and width >= 8 * 128 * alike and not config.kind.laned:
         size = 128  # as PyTorch's kernel for int4 on a GPU wants it; no share is more than an eighth above its due
-    if config.lanes:
-        size = 1  # which int_linear.check knows: lanes have the neurons that they have without integers
+    if config.lanes and size > 1:  # the neurons that they have without integers
+        if width % (8 * config.lanes):
+            raise InputError(f"{config.lanes} lanes cut groups of int4 at no multiple of 8 columns of w2: keep w2")
+        size = 8
     while size > 8 and width // size < alike:  # few_rows.cpp takes groups of 8 and more
         size //= 2
     parts, limit = width // size, min(N, width // size)
     if tp_size > limit:
         name = "n_heads" if limit == N else "intermediate_size" + (f" / {size}" if size > 1 else "")
-        who, things = ("ranks", f"tp {tp_size}") if config.lanes is None else ("lanes", f"wiring {config.wiring}")
-        raise InputError(f"{things} cannot shard {name} {limit}: use 1 to {limit} {who}")
+        what, who = (f"tp {tp_size}", "ranks") if config.lanes is None else (f"wiring {config.wiring}", "lanes")
+        raise InputError(f"{what} cannot shard {name} {limit}: use 1 to {limit} {who}")
     if tp_size <= K:
         first, last = share(K, rank, shares, "KV heads")
         qkv = [(first * (G + 2) * H, last * (G + 2) * H)]

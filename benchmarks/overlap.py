@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.lines import about, add_show_flag
 from formats.config import Config, InputError, rewired
-from formats.sizes import SIZES, RandomWeights
+from formats.sizes import SIZES, RandomWeights, named_size
 from generate import Runner, make_cache, pad
 from measure import exposed, link
 from measure.clock import variants
@@ -76,7 +76,8 @@ def parse(argv):
         raise InputError(f"--prompt-length is {args.prompt_length} but must be below {args.config.max_seq_len}")
     args.kind = "decode" if args.prefill is None else "prefill"
     n_layers = args.n_layers or args.config.n_layers
-    args.config = dataclasses.replace(args.config, n_layers=n_layers, max_seq_len=args.prompt_length + 1)
+    config = args.config if args.model == "small" else named_size(f"{args.model}:{n_layers}")
+    args.config = dataclasses.replace(config, n_layers=n_layers, max_seq_len=args.prompt_length + 1)
     args.ways = {  # what to compare: {name: (its Config, parts of the prefill)}
         name + f" in {parts} parts" * (parts > 1): (rewired(args.config, name), parts)
         for name in args.wirings or variants(n_layers)

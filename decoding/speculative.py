@@ -336,7 +336,8 @@ def read_draft(text, config, folder, tp_size):
         return Source(name, count)
     if name.startswith("wiring:"):
         draft = _rewired(config, name, tp_size)
-        if tp_size == 1 and all(c.wiring == "standard" or c.kind.standard_alone for c in (config, draft)):
+        alike = all(c.wiring == "standard" or c.standard_alone for c in (config, draft))
+        if alike and (config.lanes or tp_size) == 1:
             print(f"on one rank {draft.wiring} is {config.wiring} itself: this draft only takes time", file=sys.stderr)
         return Source(name, count, draft)
     if not os.path.isdir(name):

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from formats.config import Config, InputError, wiring_name
 from kernels import cpu, int_linear
+from model import WIRINGS
 from runtime import watch
 
 TOKENIZER_FILES = (
@@ -68,8 +69,9 @@ def make_config(values, source):
         name = "ladder" if values.get("wiring") == "hybrid" else values.get("wiring")
         layers, period = values.pop("ladder_layers", None), values.pop("desync_period", None)
         values["wiring"] = wiring_name(name, period if name == "desync" else layers)
-    if ranks := values.pop("made_for_tp", None):  # as it was before there were lanes
-        values["wiring"] = f"{values['wiring']}/{ranks}"
+    ranks, name = values.pop("made_for_tp", None), str(values.get("wiring"))  # as it was before there were lanes
+    if ranks and (kind := WIRINGS.get(name.partition(":")[0])) and kind.laned:
+        values["wiring"] = f"{name}/{ranks}"
     for field in dataclasses.fields(Config):
         value, kind, positive = values.get(field.name), field.type, field.type in (int, float)
         right = isinstance(value, float | int if kind is float else kind) and isinstance(value, bool) == (kind is bool)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from model import BLOCK, WIRINGS
+from model import BLOCK, WIRINGS, laneformer_stream, residual_stream
 
 
 class InputError(ValueError):
@@ -98,8 +98,9 @@ class Config:
     early_comm: bool = True  # of a Laneformer: see laneformer_stream
     attention_comm: bool = True
     mlp_comm: bool = True
-    lane_head: str = "replicate"  # what it reads: the mean of the normed lanes, the norm of their "sum" or, of a part
-    # of the vocabulary each ("vocab_parallel"), a lane
+    # what the output head reads: the mean of the normed lanes, the norm of their "sum", or, in "vocab_parallel", each
+    # part of it one lane's normed stream
+    lane_head: str = "replicate"
     lane_norms: bool = False  # each lane has norms of its own, stored one after another
     quant: str | None = None  # "int8", "int4" or None
     group_size: int | None = None  # of int4, in columns
@@ -110,28 +111,34 @@ class Config:
             raise InputError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
         if not {*self.window_layers} <= {*range(self.n_layers if (self.sliding_window or 0) > 0 else 0)}:
             raise InputError(f"window_layers takes 0 to {self.n_layers - 1}, with a sliding_window of 1 or more tokens")
-        lanes, heads = parse_wiring(self.wiring).lanes, ("replicate", "sum", "vocab_parallel")
-        if self.lane_head not in heads:
+        if self.lane_head not in (heads := ("replicate", "sum", "vocab_parallel")):
             raise InputError(f"lane_head {self.lane_head!r} is none of {', '.join(heads)}")
-        if self.lane_head == heads[-1] and self.vocab_size % (BLOCK * (lanes or 1)):
-            raise InputError(f"vocab_size {self.vocab_size} is no multiple of {BLOCK} for each of {lanes} lanes")
+        if self.lane_head == "vocab_parallel" and self.vocab_size % (BLOCK * (self.lanes or 1)):
+            raise InputError(f"vocab_size {self.vocab_size} is no multiple of {BLOCK} for each of {self.lanes} lanes")
+        if self.lane_norms and self.lanes is None:
+            raise InputError(f"lane_norms: each lane has norms of its own, but wiring {self.wiring} names no lanes")
         _ = self.kind, self.spans, self.period, self.lanes  # once, now: the compiler does not trace how text is parsed
+
+    @functools.cached_property
+    def named(self):
+        """Return the Parsed wiring."""
+        return parse_wiring(self.wiring)
 
     @functools.cached_property
     def kind(self):
         """Return the named Wiring."""
-        name, _, stale, _ = parse_wiring(self.wiring)
-        return dataclasses.replace(WIRINGS[name], stale=stale) if stale else WIRINGS[name]
+        stale, wiring = self.named.stale, WIRINGS[self.named.name]
+        return dataclasses.replace(wiring, stale=stale) if stale else wiring
 
     @functools.cached_property
     def lanes(self):
         """Return the number of lanes, or None for as many as there are ranks, or for a wiring without any."""
-        return parse_wiring(self.wiring).lanes
+        return self.named.lanes
 
     @functools.cached_property
     def wirings(self):
         """Return the Wiring of each layer, as a tuple."""
-        parameter, n, size = parse_wiring(self.wiring).parameter, self.n_layers, self.kind.blocks
+        parameter, n, size = self.named.parameter, self.n_layers, self.kind.blocks
         chosen = parameter if isinstance(parameter, tuple) else range(n % size, n)
         if isinstance(parameter, int) and self.kind.parameter == "layers":
             chosen = range(max(-1, n - parameter), n)  # -1: too many, refused below
@@ -140,6 +147,8 @@ class Config:
             raise InputError(f"wiring {self.wiring} does not fit {n} layers: {fit}")
         if self.kind.stale > 2 * n:
             raise InputError(f"wiring {self.wiring} is {self.kind.stale} sublayers stale: too many for {n} layers")
+        if self.kind.stream is laneformer_stream and self.kind.stale % 2:
+            raise InputError(f"wiring {self.wiring}: a Laneformer's delay is of whole layers, of two sublayers each")
         return tuple(self.kind if i in chosen else WIRINGS["standard"] for i in range(n))
 
     @functools.cached_property
@@ -157,7 +166,17 @@ class Config:
     @functools.cached_property
     def period(self):
         """Return n if desync keeps every n-th all-reduce, else None."""
-        return parse_wiring(self.wiring).parameter or 2 if self.kind.parameter == "period" else None
+        return self.named.parameter or 2 if self.kind.parameter == "period" else None
+
+    @property
+    def standard_alone(self):
+        """Return whether standard weights are in one lane of this wiring what they are in the standard one."""
+        return self.kind.laned and (self.kind.stream is not residual_stream or not self.kind.stale)
+
+    @property
+    def sums_lanes(self):
+        """Return whether the output head reads a sum over the lanes: one more all-reduce."""
+        return self.kind.stream is laneformer_stream and self.lane_head != "vocab_parallel"
 
     @property
     def function(self):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from formats import checkpoint
 from formats.checkpoint import dtype_name
-from formats.config import InputError, parse_wiring
+from formats.config import InputError
 from formats.huggingface import ROPE_KINDS, family_of, hf_names, no_rope_layers, ungroup
 from formats.tokenizer import SentencePieceTokenizer
 
@@ -30,7 +30,7 @@ def family_to_hf(config):
 
     A wiring other than standard gets a model_type that transformers does not know: without that code it must not load.
     """
-    name, layers, *_ = parse_wiring(config.wiring)
+    name, layers, *_ = config.named
     if name not in KNOWN:
         raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {', '.join(KNOWN)} have one")
     family = family_of(config)

@@ -147,12 +147,12 @@ def config_from_hf(path):
 
 def our_values(hf):
     """Return the values of Config, but for eos_ids, that settings as of read_hf mean."""
-    if hf["model_type"] in laneformer.FAMILIES:
-        hf = laneformer.as_llama(hf)
-    family, rope = hf["model_type"], hf["rope_scaling"]
     n_layers, n_heads, dim = hf["num_hidden_layers"], hf["num_attention_heads"], hf["hidden_size"]
     if n_layers > checkpoint.MOST_LAYERS:
         raise InputError(f"num_hidden_layers is {n_layers} but must be at most {checkpoint.MOST_LAYERS}")
+    if hf["model_type"] in laneformer.FAMILIES:
+        hf = laneformer.as_llama(hf)
+    family, rope = hf["model_type"], hf["rope_scaling"]
     attention_bias, windowed = hf.get("attention_bias", False), window_layers_from_hf(hf)
     return {
         "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": hf["max_position_embeddings"],

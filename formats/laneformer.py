@@ -74,8 +74,10 @@ class LaneformerWeights:
     def __init__(self, source, head_dim):
         self.source, self.head_dim, self.theirs = source, head_dim, {}
         for name in source.names():
-            layer, module = re.fullmatch(r"(model\.layers\.\d+\.)?(.*)\.(?:weight|scale)", name).groups("")
-            self.theirs[f"{layer}{LLAMA.get(module, module)}.weight"] = name
+            found = re.fullmatch(r"(model\.layers\.\d+\.)?(.*)\.(?:weight|scale)", name)
+            layer, module = found.groups("") if found else ("", name)
+            if module != "model.freqs_cis":  # their rotations, which a file need not have
+                self.theirs[f"{layer}{LLAMA.get(module, module)}.weight"] = name
 
     def names(self):
         return list(self.theirs)

@@ -20,21 +20,8 @@ def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie
 SIZES = {  # shapes for benchmarks with random weights
     "1b": _llama3(16, 32, 64, 2048, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 1B
     # Kog's Laneformer 2B; the width is inferred from its 2.3 B parameters and an MLP of 4 D
-    "laneformer-2b": Config(
-        15,
-        32,
-        16,
-        96,
-        3072,
-        12288,
-        32000,
-        4096,
-        sliding_window=512,
-        window_layers=tuple(range(10)),
-        bos_id=1,
-        eos_ids=(2,),
-        wiring="laneformer-4/8",
-    ),
+    "laneformer-2b": Config(15, 32, 16, 96, 3072, 12288, 32000, 4096, bos_id=1, eos_ids=(2,), wiring="laneformer-4/8",
+                            sliding_window=512, window_layers=tuple(range(10))),
     "3b": _llama3(28, 24, 128, 3072, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 3B
     "8b": _llama3(32, 32, 128, 4096, 14336),  # Llama 3.1 8B
     "34b": Config(48, 64, 8, 128, 8192, 22016, 32000, 16384, rope_theta=1e6, bos_id=1, eos_ids=(2,)),  # CodeLlama 34B
@@ -42,7 +29,7 @@ SIZES = {  # shapes for benchmarks with random weights
     # BLOOM 176B as the Ladder Residual paper times it: a Llama block of BLOOM's width with a gated MLP of 3.5 D
     "176b": Config(70, 112, 112, 128, 14336, 50176, 250880, 8192, rope_theta=500000.0, bos_id=1, eos_ids=(2,)),
     "405b": _llama3(126, 128, 128, 16384, 53248),  # Llama 3.1 405B
-}
+}  # fmt: skip
 
 
 def named_size(model, quant=None):

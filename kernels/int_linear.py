@@ -39,8 +39,6 @@ def check(config):
             raise InputError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
         if name == "output" and config.tie_embeddings:
             raise InputError("the output head of this model is its embedding table: keep tok_embeddings instead")
-    if size is not None and config.lanes and "w2" not in config.kept and config.intermediate_size % (8 * config.lanes):
-        raise InputError(f"{config.lanes} lanes cut groups of w2, at no multiple of 8 columns: keep w2")
     for name, count in columns.items():
         if size is not None and name not in config.kept and count % size:
             raise InputError(f"group size {size} does not divide the {count} columns of {name}: keep {name}")

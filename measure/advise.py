@@ -23,7 +23,7 @@ from measure import link, report, results
 from measure.clock import run_layers, variants
 from runtime import cli, launch
 from runtime.cli import count, number
-from tp import held, shard_plan
+from tp import held, lanes_of, shard_plan
 
 ALIKE = 0.01  # a wiring is named next to the fastest if its step is longer by at most this share of it
 
@@ -128,19 +128,26 @@ def step_seconds(config, times):
     return clock.now + times.rest + times.gather, clock.started, hidden
 
 
+def function(config, tp_size):
+    """Return what decides whether two wirings compute the same on so many ranks."""
+    return *config.function[:2], config.lanes or (tp_size if config.kind.laned else None)
+
+
 def retraining(own, config, tp_size):
     """Return whether a model with weights of the Config `own` must be trained for the wiring of another, in words."""
-    if config.function == own.function:
+    if function(config, tp_size) == function(own, tp_size):
         return "no"
     if own.wiring == "standard" and config.kind.small_loss:
         return "no, but a loss"
     return f"yes, in {config.lanes or tp_size} lanes" if config.kind.laned else "yes"
 
 
-def candidates(own, names):
+def candidates(own, names, tp_size):
     """Return the Configs to compare, each function once: those of the names, the standard one, and the weights' own."""
     configs = [*(rewired(own, name) for name in ("standard", *names)), own]
-    return [*{config.function: config for config in configs}.values()]
+    for config in configs:
+        lanes_of(config, 0, tp_size)  # or an InputError
+    return [*{function(config, tp_size): config for config in configs}.values()]
 
 
 def predictions(configs, own, times, tp_size):
@@ -168,13 +175,16 @@ def table(lines):
     return results.markdown(head, rows)
 
 
-def verdict(lines, all_reduce):
+def verdict(lines, all_reduce, tp_size):
     """Return what to take, in a few sentences. all_reduce: seconds of one."""
     standard = next(line for line in lines if line["wiring"] == "standard")
     share = 1e3 * standard["all_reduces"] * all_reduce / standard["step_ms"]
     most = max((line["times_standard"] for line in lines if not line["all_reduces"]), default=1 / (1 - share))
     text = [f"The all-reduces are {100 * share:.0f} % of the standard step: at most {most:.2f} times as fast."]
-    for kind, answers in ("Without retraining", ("no", "no, but a loss")), ("With retraining", ("yes",)):
+    for kind, answers in (
+        ("Without retraining", ("no", "no, but a loss")),
+        ("With retraining", ("yes", f"yes, in {tp_size} lanes")),
+    ):
         those = [x for x in lines if x["retraining"] in answers]
         best = [x for x in those if x["step_ms"] <= (1 + ALIKE) * those[0]["step_ms"]]
         if not best or standard in best or best[0]["times_standard"] <= 1 + ALIKE:
@@ -233,7 +243,7 @@ def main(argv=None):
     else:
         own, name = checkpoint.read_config(args.checkpoint), checkpoint.name(args.checkpoint)
         dtype = checkpoint.Weights(args.checkpoint).dtype("norm.weight")
-    configs = candidates(own, args.wirings or variants(own.n_layers))
+    configs = candidates(own, args.wirings or variants(own.n_layers), args.tp)
     shard_plan(own, 0, args.tp)  # raises InputError before anything is measured
     context = args.context or min(1024, own.max_seq_len)
     names = [name for name in link.LINKS if name != "free"] if args.link == "all" else args.link.split(",")
@@ -245,7 +255,7 @@ def main(argv=None):
         times = times_of(own, dtype, args.tp, args.batch, context, machine, one)
         lines = predictions(configs, own, times, args.tp)
         parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times._asdict().items())
-        print(f"\n{one.name}; in us: {parts}\n\n{table(lines)}\n\n{verdict(lines, times.all_reduce)}")
+        print(f"\n{one.name}; in us: {parts}\n\n{table(lines)}\n\n{verdict(lines, times.all_reduce, args.tp)}")
 
 
 if __name__ == "__main__":

@@ -71,6 +71,8 @@ def _run(config, clock, block, parts):
     """Return the clock after one step of the config's wiring: the very loop of model.py, its splits, and its turns."""
     sublayers = config.sublayers(lambda wiring, i: wiring.split(block, None, None))
     take_turns([config.kind.stream(0.0, sublayers, clock, config) for _ in range(parts)])
+    if config.sums_lanes:
+        clock.wait(clock.start(0.0))
     return clock
 
 

@@ -53,14 +53,17 @@ def free_bytes(device):
 
 
 def step_bytes(model, cache, filled):
-    """Return the bytes that a decode step of this rank reads: all weights but the embedding table, and `filled` slots
-    of the cache."""
+    """Return the bytes that a decode step of this rank reads: all weights but the embedding table, and of the cache
+    `filled` slots, or a window of them."""
+    c = model.config
+    slots = [min(filled, c.sliding_window) if i in c.window_layers else filled for i in range(c.n_layers)]
     weights = sum(
         p.numel() * p.element_size()
         for n, p in model.named_parameters(remove_duplicate=False)
         if not n.startswith("tok_embeddings.")
     )
-    return weights + sum(t[:, :, 0].numel() * t.element_size() * filled for layer in cache for t in layer)
+    layers = zip(cache, slots * len(model.lanes), strict=True)
+    return weights + sum(t[:, :, 0].numel() * t.element_size() * n for layer, n in layers for t in layer)
 
 
 def peak_bytes(device):

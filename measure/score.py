@@ -1,5 +1,8 @@
 """How well a model predicts a text, how far it is from another model, and what each layer alone costs in a wiring."""
 
+import functools
+import math
+
 import torch
 from tqdm import tqdm
 
@@ -123,9 +126,13 @@ def sensitivity(model, score, wiring="ladder", show=False):
 
 def least_sensitive(scores, count, blocks=1):
     """Return the `count` layers of the lowest scores, in order; scores: from sensitivity(), of so many layers each."""
-    found = []
-    for i in sorted(range(len(scores)), key=scores.__getitem__):
-        layers = range(i, i + blocks)
-        if len(found) < count and not {*layers} & {*found}:
-            found += layers
-    return tuple(sorted(found))
+
+    @functools.cache
+    def best(i, left):
+        """Return (the least sum, its layers) of so many neighbours that do not overlap, from layer i on."""
+        if left == 0 or i >= len(scores):
+            return (math.inf if left else 0.0), ()
+        rest, layers = best(i + blocks, left - 1)
+        return min(best(i + 1, left), (scores[i] + rest, (*range(i, i + blocks), *layers)))
+
+    return best(0, count // blocks)[1]

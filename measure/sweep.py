@@ -195,8 +195,10 @@ def proposes(draft, tp, wiring):
     kind, _, other = draft.partition("@")[0].partition(":")
     if wiring == "upper-bound" or kind != "wiring":
         return wiring != "upper-bound"
-    norms = [{*WIRINGS[parse_wiring(w).name].norms} for w in (other, wiring)]
-    return tp > 1 and other != wiring and norms[0] <= norms[1]
+    theirs, own = parse_wiring(other), parse_wiring(wiring)
+    norms = [{*WIRINGS[named.name].norms} for named in (theirs, own)]
+    fits = (theirs.lanes or own.lanes or tp) == (own.lanes or tp)  # a draft has the lanes of the weights
+    return tp > 1 and fits and theirs._replace(lanes=own.lanes) != own and norms[0] <= norms[1]
 
 
 def command_line(c, s):

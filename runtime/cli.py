@@ -144,6 +144,6 @@ def warn_of_wiring(own, config, shares):
     if own.function == config.function:
         return
     loss = "another function than these weights were trained for: eval.py measures the loss"
-    if own.wiring == "standard" and config.kind.standard_alone and (config.lanes or len(shares)) == 1:
+    if own.wiring == "standard" and config.standard_alone and (config.lanes or len(shares)) == 1:
         loss = "which is the same in one lane"
     print(f"these weights are {own.wiring}'s, and run as {config.wiring}, {loss}", file=sys.stderr)

@@ -196,7 +196,10 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
     assert found["standard"][-1] == found["ladder:1"][-1] == "yes" and found["spd"][-1] == "yes, in 2 lanes"
     halves = [dataclasses.replace(FORM, wiring=f"ladder:{layers}") for layers in ("2", "3,4", "4,3")]
     assert [advise.retraining(halves[0], other, 2) for other in halves] == ["no"] * 3
-    assert {len(advise.candidates(own, ["ladder:2"])) for own in halves} == {2}
+    assert {len(advise.candidates(own, ["ladder:2"], 2)) for own in halves} == {2}
+    assert len(advise.candidates(dataclasses.replace(config, wiring="spd/2"), ["spd", "spd/2"], 2)) == 2
+    with pytest.raises(InputError, match="the 3 lanes of wiring spd/3 do not fit 2 ranks"):
+        advise.candidates(config, ["spd/3"], 2)
     laned = dataclasses.replace(config, wiring="spd/2")
     others = [dataclasses.replace(laned, wiring=wiring) for wiring in ("spd:3/2", "spd:3/4", "spd")]
     assert [advise.retraining(laned, other, 3) for other in others] == ["no", "yes, in 4 lanes", "yes, in 3 lanes"]
@@ -206,7 +209,7 @@ def test_what_to_take(capsys):
     slow = advised(capsys, *H100, "--link", "ethernet-10g").splitlines()[-3:]
     assert slow[0].startswith("The all-reduces are 9")
     assert slow[1].startswith("Without retraining: spd; ") and slow[1].endswith("eval.py measures it.")
-    assert slow[2].startswith("With retraining: pair-ladder, parallel-ladder; ") and "loss" not in slow[2]
+    assert slow[2].startswith("With retraining: desync:4; ") and "loss" not in slow[2]
     shown = advised(capsys, *H100, "--link", "0.5us")
     fast = shown.splitlines()[-3:]
     share = 64 * 0.5e-3 / float(rows(shown)["standard"][0])

@@ -192,6 +192,17 @@ def test_a_new_wiring_is_planned_ordered_and_coloured(bench, monkeypatch):
     assert [c.wiring for c in results.sweeps(lines)[0].cases] == ["standard", "mine:3"]
 
 
+@pytest.mark.parametrize(
+    "draft, wiring, fits",
+    [
+        ("wiring:spd@4", "spd/2", False), ("wiring:delayed@4", "spd/4", True), ("wiring:spd/4@4", "standard", False),
+        ("wiring:spd/2@4", "standard", True), ("wiring:spd", "spd", False), ("wiring:standard", "spd/2", True),
+    ],
+)  # fmt: skip
+def test_a_draft_proposes_in_the_lanes_of_the_weights(draft, wiring, fits):
+    assert sweep.proposes(draft, 2, wiring) == fits
+
+
 def test_each_node_runs_the_same_commands_and_the_first_has_the_results(bench):
     command = dry_run(bench, **TWO_NODES)[-1]
     assert "--nproc_per_node=2 --node_rank=$NODE_RANK --master_port=$MASTER_PORT --nnodes=2" in command
@@ -498,7 +509,7 @@ def test_settings_and_links_are_told_apart(sweeps):
         ("ladder:3,", {"wiring": "ladder:3,"}), ("ladder:4", {"wiring": "hybrid", "n_layers": 8}),
         ("ladder:8", {"wiring": "hybrid", "ladder_layers": 8}), ("desync:2", {"wiring": "desync-2"}),
         ("ladder:3,4", {"wiring": "hybrid", "ladder_layers": [3, 4]}),
-        ("desync:4", {"wiring": "desync", "desync_period": 4}),
+        ("desync:4", {"wiring": "desync", "desync_period": 4}), ("delayed-4:1-2/8", {"wiring": "delayed-4:1-2/8"}),
     ],
 )  # fmt: skip
 def test_wirings_of_older_lines(name, line):
@@ -641,3 +652,8 @@ def test_plot_refuses(sweeps, flags, message):
         (sweeps.folder / name).write_text(f"{good}\n{text}\n" if text else f"{good}\n")
     with pytest.raises(InputError, match=message):
         plot.main([str(sweeps.folder / flag) if flag.isupper() else flag for flag in flags])
+
+
+def test_a_wirings_numbers_do_not_hide_its_name():
+    names = ["delayed-4/8", "parallel-ladder-2:3", "spd:1,2/4 + wiring:spd@2", "desync:2", "standard"]
+    assert [results.base(name) for name in names] == ["delayed", "parallel-ladder", "spd", "desync", "standard"]

@@ -16,7 +16,7 @@ import generate
 import quantize
 from complete import load
 from formats import checkpoint
-from formats.config import InputError, rewired
+from formats.config import InputError, parse_wiring, rewired, wiring_name
 from formats.tokenizer import load_tokenizer
 from measure import score
 from runtime import launch
@@ -186,7 +186,9 @@ def test_sensitivity_against_the_reference(wiring):
         score.alone(dataclasses.replace(BASE, wiring="parallel"), "ladder", 0)
 
 
-@pytest.mark.parametrize("ranks, wiring", [(1, "ladder"), (2, "parallel-ladder"), (2, "delayed"), (3, "spd")])
+@pytest.mark.parametrize(
+    "ranks, wiring", [(1, "ladder"), (2, "parallel-ladder"), (2, "delayed"), (3, "spd"), (1, "spd/2")]
+)
 def test_the_table_of_layers_is_that_of_the_ranks_it_runs_on(ranks, wiring, tiny, text, capsys):
     """Layer by layer what a run with this layer alone gives, from unequal heads."""
     flags = ["--checkpoint", tiny, "--text", text, "--window", "32"]
@@ -194,7 +196,8 @@ def test_the_table_of_layers_is_that_of_the_ranks_it_runs_on(ranks, wiring, tiny
     layers, nats = line["sensitivity"], line["nats_per_token"]
     assert (line["wiring"], line["sensitivity_wiring"], line["tp"]) == ("standard", wiring, ranks)
     if wiring != "parallel-ladder":  # whose layer has one norm less
-        alone = [evaluated(capsys, *flags, "--wiring", f"{wiring}:{i},", ranks=ranks)[0] for i in range(BASE.n_layers)]
+        names = [wiring_name(*parse_wiring(wiring)._replace(parameter=(i,))) for i in range(BASE.n_layers)]
+        alone = [evaluated(capsys, *flags, "--wiring", name, ranks=ranks)[0] for name in names]
         assert layers == pytest.approx([one["nats_per_token"] for one in alone], rel=1e-6)
     assert min(abs(one - nats) for one in layers) > 1e-4
     rows = [row.split() for row in said.splitlines() if row.split()[0] in ("none", *map(str, range(len(layers))))]
@@ -362,3 +365,15 @@ def test_an_unknown_task_is_one_line(tiny, harness, tmp_path, monkeypatch):
     flags = ["--checkpoint", str(tiny), "--task-folder", str(tmp_path), "--tasks"]
     with pytest.raises(InputError, match="--tasks choises: .*'choises' is not a registered task/group/tag name"):
         evaluate.main([*flags, "choises"])
+
+
+def test_the_least_sensitive_pairs_do_not_overlap_and_are_as_many_as_asked():
+    assert score.least_sensitive([3.0, 1.0, 3.0], 4, 2) == (0, 1, 2, 3)
+    assert score.least_sensitive([3.0, 1.0, 3.0], 2, 2) == (1, 2)
+    assert score.least_sensitive([5.0, 1.0, 2.0, 0.5], 2) == (1, 3)
+
+
+def test_pairs_are_tried_with_their_neighbour():
+    net = random_model(BASE)
+    found = score.sensitivity(net, lambda m: m.config.wiring, "pair")
+    assert found == ["pair:0,1", "pair:1,2"]

@@ -125,6 +125,18 @@ CONFIGS = [  # changes and the line
     ({"wiring": "standard:3"}, "no such wiring: 'standard:3'; write standard"),
     ({"wiring": "desync:0"}, "no such wiring: 'desync:0'; write desync, desync:N or desync/LANES"),
     ({"wiring": "hybrid", "ladder_layers": 4, "desync_period": 2}, "wiring ladder:4 does not fit 3 layers"),
+    ({"wiring": "pair:0,2"}, "wiring pair:0,2: layer 0 has no neighbour to be a pair with"),
+    ({"wiring": "pair:1"}, "wiring pair:1: layer 2 has no neighbour to be a pair with"),
+    ({"wiring": "pair:2-1"}, "wiring pair:2-1 does not fit 3 layers"),
+    ({"wiring": "delayed-7"}, "wiring delayed-7 is 7 sublayers stale: too many for 3 layers"),
+    ({"wiring": "ladder/2"}, "no such wiring: 'ladder/2'"),
+    (
+        {"wiring": "parallel-2"},
+        "no such wiring: 'parallel-2'; write parallel, parallel:N, parallel:I,J,... or parallel:I-J",
+    ),
+    ({"wiring": "laneformer-3/2"}, "a Laneformer's delay is of whole layers"),
+    ({"lane_norms": True}, "lane_norms: each lane has norms of its own, but wiring standard names no lanes"),
+    ({"lane_head": "lane"}, "lane_head 'lane' is none of replicate, sum, vocab_parallel"),
     ({"n_kv_heads": 4}, "n_heads 6 is not a multiple of n_kv_heads 4"),
     ({"n_layers": "3"}, "n_layers is '3'"),
     ({"tie_embeddings": "no"}, "tie_embeddings is 'no'"),
@@ -162,3 +174,13 @@ def test_a_good_config_is_taken():
 def test_configs_from_before_wirings_were_one_word_are_read(old, wiring):
     values = {**dataclasses.asdict(BASE), **old}
     assert checkpoint.make_config(values, "config.json") == dataclasses.replace(BASE, wiring=wiring)
+
+
+@pytest.mark.parametrize(
+    "wiring, now", [("spd", "spd/4"), ("delayed:2", "delayed:2/4"), ("ladder", "ladder"), (None, "standard")]
+)
+def test_a_number_of_ranks_of_an_older_config_is_one_of_lanes(wiring, now):
+    values = {**dataclasses.asdict(BASE), "made_for_tp": 4, "wiring": wiring}
+    if wiring is None:
+        del values["wiring"]
+    assert checkpoint.make_config(values, "config.json").wiring == now

@@ -144,6 +144,19 @@ def test_greedy_tokens_do_not_know_of_a_draft(changes):
     assert kinds["near"] == {"none", "some", "all"} if every else kinds["near"] > {"some"}
 
 
+def test_a_draft_has_the_lanes_of_the_weights(capsys):
+    laned = dataclasses.replace(BASE, wiring="spd/4")
+    assert speculative.read_draft("wiring:delayed-2@2", laned, None, 1).config.wiring == "delayed-2/4"
+    assert speculative.read_draft("wiring:standard", laned, None, 2).config.wiring == "standard"
+    assert speculative.read_draft("wiring:spd/2", BASE, None, 2).config.lanes == 2
+    assert capsys.readouterr().err == ""
+    for config, ranks in (laned, 2), (BASE, 4):
+        with pytest.raises(
+            InputError, match="--draft wiring:desync/2 needs the weights in 2 lanes, but here they are in 4"
+        ):
+            speculative.read_draft("wiring:desync/2", config, None, ranks)
+
+
 FAST = (2, "spd"), (3, "standard"), (4, "ladder")
 ON_RANKS = [
     pytest.param(n, changes, marks=[pytest.mark.slow] * ((n, wired_id(changes)) not in FAST))

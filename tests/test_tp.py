@@ -303,6 +303,36 @@ def test_lanes_compute_the_same_on_any_number_of_ranks(tp_size):
             assert (rank[case] - expected).abs().max() < 1e-4, config
 
 
+def test_several_lanes_of_a_rank_are_compiled_and_take_parts():
+    """Beside one lane a rank: the same lanes on two ranks and on four."""
+    cases = [dataclasses.replace(BASE, wiring=f"{name}/4") for name in ("spd", "delayed-2")]
+    for how in ({"compile": True}, {"parts": 3}):
+        found = run_ranks(2, functools.partial(logits_of, cases=cases, **how))
+        for rank in found:
+            for config, logits in zip(cases, rank, strict=True):
+                assert (logits - expected_logits(config, 4)).abs().max() < 1e-4, (config, how)
+
+
+def test_unlike_ranks_hold_unlike_numbers_of_lanes():
+    config = dataclasses.replace(BASE, wiring="spd/4")
+    assert [len(tp.lanes_of(config, rank, (3, 1))) for rank in range(2)] == [3, 1]
+    for [logits] in run_ranks((3, 1), functools.partial(logits_of, cases=[config])):
+        assert (logits - expected_logits(config, 4)).abs().max() < 1e-4
+
+
+def test_lanes_have_the_same_neurons_in_int4():
+    plain = dataclasses.replace(BASE, wiring="spd/4", intermediate_size=352, dim=64)
+    int4 = dataclasses.replace(plain, quant="int4", group_size=32, kept=("wo",))
+    for lane in range(4):
+        assert (
+            tp.shard_plan(int4, lane, 4)["w2"]
+            == tp.shard_plan(plain, lane, 4)["w2"]
+            == (1, [(88 * lane, 88 * (lane + 1))])
+        )
+    with pytest.raises(InputError, match="3 lanes cut groups of int4 at no multiple of 8 columns of w2: keep w2"):
+        tp.shard_plan(dataclasses.replace(int4, wiring="spd/3"), 0, 3)
+
+
 def whole(config):
     """The model on one device, which holds all its lanes."""
     return tp.load_shard(config, StateWeights(random_model(config).state_dict()), torch.float32, "cpu")

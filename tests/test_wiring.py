@@ -19,7 +19,7 @@ from measure.clock import count_all_reduces, run_clock
 from model import WIRINGS, Wiring
 from runtime import cli
 
-STANDARD_ALONE = [c for c in WIRED if kind(c).standard_alone]
+STANDARD_ALONE = [c for c in WIRED if dataclasses.replace(BASE, **c).standard_alone]
 ONE_EACH = [*{id(kind(changes)): changes for changes in WIRED}.values()]  # with seams where there can be some
 
 

@@ -9,10 +9,11 @@ import shutil
 import signal
 
 from formats import checkpoint
-from formats.config import Config, InputError, parse_wiring
+from formats.config import Config, InputError
 from formats.tokenizer import check_vocabulary, load_tokenizer
 from model import WIRINGS
 from runtime import cli, writing
+from tp import shard_plan
 from training.data import Windows, documents, tokenize, train_tokenizer
 
 NEEDED = ["state-*", "best-*", "*.tmp", "*.tokens", "best.json"]  # by a run that has not ended; best.json goes last
@@ -40,7 +41,7 @@ def describe(args):
     wiring = args.wiring.replace(":auto", ":") if is_auto(args) else args.wiring
     config = cli.with_wiring(config, argparse.Namespace(**vars(args) | {"wiring": wiring}))
     _check_trainable(config)
-    if is_auto(args) and (own is None or own.wiring != "standard" or not keeps_norms(config)):
+    if is_auto(args) and (not own or own.wiring != "standard" or not keeps_norms(config) or config.period):
         raise InputError(f"--wiring {args.wiring} needs a standard --checkpoint, whose layers it tries one by one")
     if args.distill:
         taught = checkpoint.read_original(args.distill)
@@ -62,11 +63,12 @@ def keeps_norms(config):
 
 
 def _check_trainable(config):
-    name = parse_wiring(config.wiring).name
+    name = config.named.name
     if name in ("laneformer", "upper-bound"):
         raise InputError(f"a model in the wiring {name} cannot be trained")
     if config.kind.laned and config.lanes is None:
         raise InputError(f"{name} is another function in another number of lanes: name them, e.g. {config.wiring}/8")
+    shard_plan(config, 0, config.lanes or 1)  # refuses more lanes than heads
 
 
 @contextlib.contextmanager
