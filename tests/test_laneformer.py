@@ -20,6 +20,7 @@ import tp
 from formats import checkpoint, huggingface
 from formats.config import InputError
 from kernels import int_linear
+from measure.clock import count_all_reduces
 
 SHAPE = {
     "model_type": "laneformer_tp", "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 16,
@@ -100,7 +101,7 @@ def converted(path, **changes):
     return hf, state
 
 
-def logits_of(world, path):
+def logits_of(world, path, compile=False):
     """Logits of the whole sequences, and of a prefill of unequal rows with token-by-token decode."""
     config = checkpoint.read_config(path)
     net = tp.load_shard(config, checkpoint.Weights(path), torch.float32, "cpu", world.rank, world.shares)
@@ -108,7 +109,7 @@ def logits_of(world, path):
     if world.group is not None:
         net.comm = tp.TensorParallel(config, world.shares, world.group)
     with torch.no_grad():
-        return net.comm.gather(net(TOKENS)), last_logits(net, TOKENS, LENGTHS, steps=8)
+        return net.comm.gather(net(TOKENS)), last_logits(net, TOKENS, LENGTHS, steps=8, compile=compile)
 
 
 def on_ranks(ranks, path):
@@ -137,6 +138,24 @@ def test_converted_folders_compute_the_function_on_any_number_of_ranks(case, tmp
     assert huggingface.config_from_hf(tmp_path / "hf" / "config.json") == config
     with pytest.raises(InputError, match=f"the {hf['num_lanes']} lanes of .* do not fit 3 ranks: use 1, 2"):
         tp.held(config, torch.float32, 0, 3)
+
+
+@pytest.mark.parametrize("lanes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_compiled_step_computes_it_with_one_lane_a_rank_and_with_two(lanes, tmp_path):
+    hf, state = converted(tmp_path, num_lanes=lanes)
+    found = run_ranks(2, functools.partial(logits_of, compile=True), tmp_path / "ours")
+    check(found, [Laneformer(hf, state).logits(row) for row in TOKENS])
+
+
+@pytest.mark.parametrize("case", ["two lanes", "parts of the vocabulary", "eight lanes, no sums"])
+def test_the_clock_counts_the_all_reduces_and_that_of_the_head(case, tmp_path):
+    converted(tmp_path, **CASES[case])
+    config = checkpoint.read_config(tmp_path / "ours")
+    net, started = tp.load_shard(config, checkpoint.Weights(tmp_path / "ours"), torch.float32, "cpu"), []
+    net.comm.start = lambda partial: started.append(None) or partial
+    with torch.no_grad():
+        net(TOKENS)
+    assert len(started) == count_all_reduces(config) > 3
 
 
 @pytest.mark.parametrize("case", ["two lanes", "parts of the vocabulary"])
