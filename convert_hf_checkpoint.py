@@ -127,6 +127,7 @@ def main(argv=None):
         name = config.wiring
         raise InputError(f"--wiring {name} is another function in other numbers of lanes: name them, e.g. {name}/8")
     tp.shard_plan(config, 0, config.lanes or 1)  # more lanes than heads are refused
+    cli.warn_of_wiring(own, config, (1,))
     if norm not in weights.names():
         raise InputError(f"{args.source} has no tensor {norm}")
     dtype = checkpoint.DTYPES[args.dtype] if args.dtype else checkpoint.own_dtype(weights, norm)

@@ -359,7 +359,8 @@ def _rewired(config, name, tp_size):
     except InputError as e:
         raise InputError(f"--draft {name}: {e}") from None
     if (draft.lanes or held) != held:
-        raise InputError(f"--draft {name} needs the weights in {draft.lanes} lanes, but here they are in {held}")
+        lanes = f"the weights in {draft.lanes} lanes, that is on so many ranks"
+        raise InputError(f"--draft {name} needs {lanes}; here they are in {held}")
     pairs = zip(draft.wirings, config.wirings, strict=True)
     missing = {norm for drafts, own in pairs for norm in drafts.norms if norm not in own.norms}
     if missing:

@@ -143,10 +143,12 @@ class Config:
         if isinstance(parameter, int) and self.kind.parameter == "layers":
             chosen = range(max(-1, n - parameter), n)  # -1: too many, refused below
         if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(n)):
-            fit = f"NAME:N takes 1 to {n}, NAME:I,J distinct layers from 0 to {n - 1}"
+            fit = f"NAME:N takes 1 to {n}, NAME:I,J and NAME:I-J distinct layers from 0 to {n - 1}"
             raise InputError(f"wiring {self.wiring} does not fit {n} layers: {fit}")
         if self.kind.stale > 2 * n:
-            raise InputError(f"wiring {self.wiring} is {self.kind.stale} sublayers stale: too many for {n} layers")
+            raise InputError(
+                f"wiring {self.wiring} is {self.kind.stale} sublayers stale: {n} layers take up to {2 * n}"
+            )
         if self.kind.stream is laneformer_stream and self.kind.stale % 2:
             raise InputError(f"wiring {self.wiring}: a Laneformer's delay is of whole layers, of two sublayers each")
         return tuple(self.kind if i in chosen else WIRINGS["standard"] for i in range(n))
@@ -160,7 +162,10 @@ class Config:
             found.append((wiring, range(i, i + wiring.blocks)))
             i += wiring.blocks
             if any(other != wiring for other in self.wirings[i - wiring.blocks : i]) or i > self.n_layers:
-                raise InputError(f"wiring {self.wiring}: layer {i - wiring.blocks} has no neighbour to be a pair with")
+                first = i - wiring.blocks
+                raise InputError(
+                    f"wiring {self.wiring}: layer {first} has no neighbour for a pair, as in pair:4 or pair:2-5"
+                )
         return found
 
     @functools.cached_property

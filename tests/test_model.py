@@ -115,7 +115,7 @@ CONFIGS = [  # changes and the line
     ({"wiring": "laddr"}, "unknown wiring 'laddr'; known: standard, ladder"),
     ({"wiring": "ladder:4"}, "NAME:N takes 1 to 3"),
     ({"wiring": "ladder:0"}, "wiring ladder:0 does not fit 3 layers"),
-    ({"wiring": "ladder:0,3"}, "NAME:I,J distinct layers from 0 to 2"),
+    ({"wiring": "ladder:0,3"}, "NAME:I,J and NAME:I-J distinct layers from 0 to 2"),
     ({"wiring": "ladder:1,1"}, "distinct layers"),
     (
         {"wiring": "ladder:x"},
@@ -125,10 +125,10 @@ CONFIGS = [  # changes and the line
     ({"wiring": "standard:3"}, "no such wiring: 'standard:3'; write standard"),
     ({"wiring": "desync:0"}, "no such wiring: 'desync:0'; write desync, desync:N or desync/LANES"),
     ({"wiring": "hybrid", "ladder_layers": 4, "desync_period": 2}, "wiring ladder:4 does not fit 3 layers"),
-    ({"wiring": "pair:0,2"}, "wiring pair:0,2: layer 0 has no neighbour to be a pair with"),
-    ({"wiring": "pair:1"}, "wiring pair:1: layer 2 has no neighbour to be a pair with"),
+    ({"wiring": "pair:0,2"}, "wiring pair:0,2: layer 0 has no neighbour for a pair"),
+    ({"wiring": "pair:1"}, "wiring pair:1: layer 2 has no neighbour for a pair"),
     ({"wiring": "pair:2-1"}, "wiring pair:2-1 does not fit 3 layers"),
-    ({"wiring": "delayed-7"}, "wiring delayed-7 is 7 sublayers stale: too many for 3 layers"),
+    ({"wiring": "delayed-7"}, "wiring delayed-7 is 7 sublayers stale: 3 layers take up to 6"),
     ({"wiring": "ladder/2"}, "no such wiring: 'ladder/2'"),
     (
         {"wiring": "parallel-2"},

@@ -151,9 +151,7 @@ def test_a_draft_has_the_lanes_of_the_weights(capsys):
     assert speculative.read_draft("wiring:spd/2", BASE, None, 2).config.lanes == 2
     assert capsys.readouterr().err == ""
     for config, ranks in (laned, 2), (BASE, 4):
-        with pytest.raises(
-            InputError, match="--draft wiring:desync/2 needs the weights in 2 lanes, but here they are in 4"
-        ):
+        with pytest.raises(InputError, match="needs the weights in 2 lanes, .*; here they are in 4"):
             speculative.read_draft("wiring:desync/2", config, None, ranks)
 
 

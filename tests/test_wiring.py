@@ -361,6 +361,7 @@ def test_other_layers_are_standard(name):
         (LADDER, "ladder:0,2", 2, "another function than"),
         (LADDER, "ladder-2:2", 2, "another function than"),
         (SPD, "standard", 2, "spd:1,/2's, and run as standard, another function than"),
+        (dataclasses.replace(BASE, wiring="spd"), "spd", 2, "these weights name no lanes: spd is another function on"),
     ],
 )
 def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, ranks, words, capsys):
