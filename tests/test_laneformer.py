@@ -140,7 +140,8 @@ def test_converted_folders_compute_the_function_on_any_number_of_ranks(case, tmp
         tp.held(config, torch.float32, 0, 3)
 
 
-@pytest.mark.parametrize("lanes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [2, 4])
 def test_a_compiled_step_computes_it_with_one_lane_a_rank_and_with_two(lanes, tmp_path):
     hf, state = converted(tmp_path, num_lanes=lanes)
     found = run_ranks(2, functools.partial(logits_of, compile=True), tmp_path / "ours")

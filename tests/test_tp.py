@@ -303,14 +303,12 @@ def test_lanes_compute_the_same_on_any_number_of_ranks(tp_size):
             assert (rank[case] - expected).abs().max() < 1e-4, config
 
 
-def test_several_lanes_of_a_rank_are_compiled_and_take_parts():
-    """Beside one lane a rank: the same lanes on two ranks and on four."""
+@pytest.mark.parametrize("how", [{"parts": 3}, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str)
+def test_several_lanes_of_a_rank_take_parts_and_are_compiled(how):
     cases = [dataclasses.replace(BASE, wiring=f"{name}/4") for name in ("spd", "delayed-2")]
-    for how in ({"compile": True}, {"parts": 3}):
-        found = run_ranks(2, functools.partial(logits_of, cases=cases, **how))
-        for rank in found:
-            for config, logits in zip(cases, rank, strict=True):
-                assert (logits - expected_logits(config, 4)).abs().max() < 1e-4, (config, how)
+    for rank in run_ranks(2, functools.partial(logits_of, cases=cases, **how)):
+        for config, logits in zip(cases, rank, strict=True):
+            assert (logits - expected_logits(config, 4)).abs().max() < 1e-4, config
 
 
 def test_unlike_ranks_hold_unlike_numbers_of_lanes():
