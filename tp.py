@@ -32,12 +32,17 @@ def share(n, rank, shares, things=None):
     return bounds[rank], bounds[rank + 1]
 
 
+def as_shares(shares):
+    """Return a World's shares as they are, and a number of ranks as so many alike."""
+    return (1,) * shares if isinstance(shares, int) else shares
+
+
 def lanes_of(config, rank, shares):
     """Return [(lane, lanes)] that a rank holds, each to be cut like a rank of so many; without lanes [(rank, shares)].
 
     Raises InputError if a lane would have to be cut.
     """
-    shares, L = (1,) * shares if isinstance(shares, int) else shares, config.lanes
+    shares, L = as_shares(shares), config.lanes
     if L is None:
         return [(rank, shares)]
     if any(L * part % sum(shares) for part in shares):
@@ -55,7 +60,7 @@ def shard_plan(config, rank, shares):
     in int4 every 128 columns if it can be; where groups are too few, between halves of them and so on.
     shares: a World's, or a number of ranks alike. Raises InputError when one would have no head or part of the MLP.
     """
-    shares = (1,) * shares if isinstance(shares, int) else shares
+    shares = as_shares(shares)
     tp_size, alike = len(shares), sum(shares) / min(shares)  # so many ranks if each had the least share
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, width = N // K, config.intermediate_size
@@ -93,20 +98,19 @@ def shard_plan(config, rank, shares):
 
 def head_rows(vocab_size, rank, shares):
     """Return the range of the rows of the output head on a rank: whole blocks, but for the vocabulary's end."""
-    shares = (1,) * shares if isinstance(shares, int) else shares
-    return tuple(min(i * BLOCK, vocab_size) for i in share(-(-vocab_size // BLOCK), rank, shares))
+    return tuple(min(i * BLOCK, vocab_size) for i in share(-(-vocab_size // BLOCK), rank, as_shares(shares)))
 
 
-def held(config, dtype, rank=0, shares=1):
+def held(config, dtype, rank=0, shares=1, skeleton=None):
     """Return {name in load_shard's model: (name, shape, dtype, dimension, ranges, each)}: what a rank holds of a
     checkpoint's tensor of that name.
 
     That is the ranges [(start, stop), ...] of the dimension, joined; None for all of it, [] for zeros. Ranges count the
     columns of a matrix; one stored number covers `each` of them: a packed byte 2, the scale of a group all of its own.
-    Raises InputError as shard_plan and lanes_of do.
+    skeleton: load_shard's, if there is one already. Raises InputError as shard_plan and lanes_of do.
     """
     lanes, found = lanes_of(config, rank, shares), {}
-    skeleton, plans = int_linear.skeleton(config, len(lanes)), [shard_plan(config, *lane) for lane in lanes]
+    skeleton, plans = skeleton or int_linear.skeleton(config, len(lanes)), [shard_plan(config, *lane) for lane in lanes]
     head = head_rows(config.vocab_size, rank, shares)
     for place, whole in skeleton.named_parameters():  # a tied output head is not among them
         other = re.match(r"other_lanes\.(\d+)\.", place)
@@ -141,8 +145,8 @@ def load_shard(config, weights, dtype, device, rank=0, shares=1):
     """
     if torch.device(device).type == "cpu":
         cpu.keep_freed_memory()
-    parts = held(config, dtype, rank, shares)
     model = int_linear.skeleton(config, len(lanes_of(config, rank, shares)))
+    parts = held(config, dtype, rank, shares, model)
     for place, (name, *part) in tqdm(parts.items(), desc="loading", unit="tensor", delay=1, disable=rank > 0 or None):
         watch.at("load of", name)
         check_shape(weights, name, model.get_parameter(place).shape)
@@ -209,7 +213,7 @@ class TensorParallel:
     """The collectives of a process group; see SingleDevice in model.py for their meaning."""
 
     def __init__(self, config, shares, group):
-        shares = (1,) * shares if isinstance(shares, int) else shares
+        shares = as_shares(shares)
         self.tp_size, self.vocab_size, self.group = len(shares), config.vocab_size, group.group_name
         parts = [head_rows(config.vocab_size, rank, shares) for rank in range(self.tp_size)]
         self.first, self.sizes = parts[group.rank()][0], [stop - start for start, stop in parts]

@@ -158,14 +158,12 @@ class Config:
         """Return [(Wiring, layers)], in order: the neighbouring layers whose sublayers read one input, mostly one."""
         found, i = [], 0
         while i < self.n_layers:
-            wiring = self.wirings[i]
-            found.append((wiring, range(i, i + wiring.blocks)))
-            i += wiring.blocks
-            if any(other != wiring for other in self.wirings[i - wiring.blocks : i]) or i > self.n_layers:
-                first = i - wiring.blocks
-                raise InputError(
-                    f"wiring {self.wiring}: layer {first} has no neighbour for a pair, as in pair:4 or pair:2-5"
-                )
+            wiring, layers = self.wirings[i], range(i, i + self.wirings[i].blocks)
+            if self.wirings[i : layers.stop] != (wiring,) * len(layers):
+                text = f"layer {i} has no neighbour for a pair, as in pair:4 or pair:2-5"
+                raise InputError(f"wiring {self.wiring}: {text}")
+            found.append((wiring, layers))
+            i = layers.stop
         return found
 
     @functools.cached_property

@@ -63,6 +63,15 @@ def staleness(config):
     return [stale for _, stale in config.sublayers(lambda wiring, i: wiring.split(None, None, None))]
 
 
+def queued(sublayers, all_reduce, stale):
+    """Seconds, if each sublayer waits for all sums but of the last so many before it; one at a time is on its way."""
+    now, there = 0.0, [0.0]
+    for i, seconds in enumerate(sublayers):
+        now = max(now, there[max(0, i - stale[i])]) + seconds
+        there.append(max(there[-1], now) + all_reduce)
+    return there[-1]
+
+
 def wired_id(changes):
     return "-".join(str(v).replace(" ", "") for v in changes.values())
 

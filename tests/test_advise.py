@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 import torch
-from helpers import BASE, random_model
+from helpers import BASE, queued, random_model
 
 from formats import checkpoint
 from formats.config import InputError
@@ -38,17 +38,8 @@ def by_hand(a, m, c):
         "desync:2": n * both + 5 * c, "desync:4": n * both + 3 * c,  # of ten: the fourth, eighth and last
         "ladder:2": seam + max(a, c) + 2 * max(m, c) + max(a, c) + c,
         "pair:1-2": n * both + 8 * c, "pair-ladder": both + c + 2 * max(2 * a, c) + 2 * max(2 * m, c) + c,
-        "delayed-4": queued([a, m] * n, c, 4),
+        "delayed-4": queued([a, m] * n, c, [4] * 2 * n),
     }  # fmt: skip
-
-
-def queued(sublayers, c, stale):
-    """Each sublayer waits for the sums of all but the last `stale` ones before it; the link carries one at a time."""
-    now, there = 0.0, [0.0]
-    for i, seconds in enumerate(sublayers):
-        now = max(now, there[max(0, i - stale)]) + seconds
-        there.append(max(there[-1], now) + c)
-    return there[-1]
 
 
 @pytest.mark.parametrize("all_reduce", [0.5, 2.0, 3.5, 9.0])

@@ -18,6 +18,7 @@ from helpers import (
     WIRED,
     last_logits,
     main_on_ranks,
+    queued,
     random_model,
     run_ranks,
     script,
@@ -318,15 +319,6 @@ def test_on_the_clock_parts_hide_one_another():
     assert clocks.run_clock(standard, [2] * 8, 1, parts=2).now == 8 * 2 + 1
     assert clocks.run_layers(ladder, 4, 4, 4).now == 4 + 3 * 4 + 4
     assert clocks.run_layers(ladder, 2, 2, 2, parts=2).now == 2 + 7 * 2 + 2
-
-
-def queued(sublayers, all_reduce, stale):
-    """Seconds, if each sublayer waits for all sums but of the last so many before it; one at a time is on its way."""
-    now, there = 0.0, [0.0]
-    for i, seconds in enumerate(sublayers):
-        now = max(now, there[max(0, i - stale[i])]) + seconds
-        there.append(max(there[-1], now) + all_reduce)
-    return there[-1]
 
 
 @pytest.mark.parametrize("changes", BY_HAND, ids=wired_id)

@@ -422,6 +422,20 @@ def test_any_tp_computes_what_one_device_does(tp_size):
     check_ranks(tp_size, [(c, torch.float32) for c in cases] + [(c, torch.bfloat16) for c in (INT8, INT4)])
 
 
+def test_lanes_of_integers_compute_what_their_numbers_say():
+    """On one device, which holds four, and on two and four ranks."""
+    cases = [dataclasses.replace(c, wiring="spd/4") for c in (INT8, INT4, BIASED)]
+    tokens, lengths = unequal_rows(CONFIG)
+    for config in cases:
+        plain = dataclasses.replace(config, quant=None, group_size=None)
+        twin = StateWeights(dequantized_state(config, quantized_state(config)))
+        expected = last_logits(tp.load_shard(plain, twin, torch.float32, "cpu"), tokens, lengths)
+        found = last_logits(int_shard(config, torch.float32), tokens, lengths)
+        assert (found - expected).abs().max() < 1e-4 * expected.abs().max(), config
+    for ranks in (2, 4):
+        check_ranks(ranks, [(config, torch.float32) for config in cases])
+
+
 @pytest.mark.parametrize("shares", [(3, 1), (5, 2, 1), (1, 4, 2, 2)], ids=str)
 def test_unlike_ranks_of_integers_compute_what_one_device_does(shares):
     heads = {"n_heads": 8, "n_kv_heads": 8}, {"n_heads": 8, "n_kv_heads": 1}

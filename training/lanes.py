@@ -5,27 +5,27 @@ import functools
 from types import SimpleNamespace
 
 import torch
+import torch.nn as nn
 from torch.func import functional_call
 
+import tp
 from model import Attention, FeedForward
-from tp import shard_plan
 
 
 class Part:
-    """What a lane computes of a module: its forward, with a part of its weights. plan: of tp.shard_plan."""
+    """What a lane computes of a module: its forward, with a part of its weights. held: of tp.held, by their names."""
 
-    def __init__(self, module, plan, lane):
-        self.plan, self.lane = plan, lane
+    def __init__(self, module, held):
+        self.held = held
         self.shape = copy.deepcopy(module)  # without weights: head counts are read from it
         for name, linear in self.shape.named_children():
-            if name in plan:
-                linear.out_features, linear.in_features = self.cut(f"{name}.weight", linear.weight).shape
+            if isinstance(linear, nn.Linear):
+                linear.out_features, linear.in_features = held[f"{name}.weight"][1]
 
     def cut(self, name, whole):
-        module, _, kind = name.rpartition(".")
-        dim, ranges = self.plan.get(module, (0, None))
-        if dim == 1 and kind == "bias":  # added to a partial: by one lane
-            return whole if self.lane == 0 else torch.zeros_like(whole)
+        _, _, _, dim, ranges, _ = self.held[name]
+        if ranges == []:
+            return torch.zeros_like(whole)
         return whole if ranges is None else torch.cat([whole.narrow(dim, a, b - a) for a, b in ranges], dim)
 
     def __call__(self, module, args):
@@ -49,15 +49,16 @@ class LanedFeedForward(Laned, FeedForward):
 
 def split(model):
     """Split the attentions and MLPs of a model on the device "meta" in its config's lanes; return the lanes."""
-    config, L = model.config, model.config.lanes
-    plans = [shard_plan(config, lane, L) for lane in range(L)]
-    lanes = [SimpleNamespace(layers=[], norm=model.norm) for _ in plans]
-    for block in model.layers:
-        for module, kind in (block.attention, LanedAttention), (block.feed_forward, LanedFeedForward):
-            module.parts = [Part(module, plan, lane) for lane, plan in enumerate(plans)]
+    lanes = [SimpleNamespace(layers=[], norm=model.norm) for _ in range(model.config.lanes)]
+    held = [tp.held(model.config, torch.float32, lane, len(lanes), model) for lane in range(len(lanes))]
+    for i, block in enumerate(model.layers):
+        for name, kind in ("attention", LanedAttention), ("feed_forward", LanedFeedForward):
+            module, prefix = getattr(block, name), f"layers.{i}.{name}."
+            own = [{n.removeprefix(prefix): part for n, part in of.items() if n.startswith(prefix)} for of in held]
+            module.parts = [Part(module, part) for part in own]
             module.__class__ = kind
         norms = {name: norm for name, norm in block.named_children() if name.endswith("norm")}
-        for i, lane in enumerate(lanes):
-            parts = {name: functools.partial(getattr(block, name), i) for name in ("attention", "feed_forward")}
+        for number, lane in enumerate(lanes):
+            parts = {name: functools.partial(getattr(block, name), number) for name in ("attention", "feed_forward")}
             lane.layers.append(SimpleNamespace(**parts, **norms))
     return lanes
