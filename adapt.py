@@ -22,18 +22,54 @@ from tqdm import tqdm
 from formats import checkpoint
 from formats.config import InputError, rewired, wiring_name
 from measure import score
-from model import Transformer, take_turns
+from model import Attention, FeedForward, Transformer, take_turns
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
 from training import lanes, runs, sharding
 from training.data import SEPARATOR
 
-CHUNK = 1024  # tokens whose logits are in memory at a time
+CHUNK = 1024  # tokens whose logits are made at a time
+KEPT = 1 << 26  # logits that a pass may keep for its backward pass, which else makes each chunk's again
+BAND = 128  # queries whose scores are made at a time
+
+
+class BandedAttention(Attention):
+    """Attention in matrix products, for CPUs: there the backward pass of PyTorch's kernel takes two to three times it.
+
+    Its scores are in the dtype of q.
+    """
+
+    @torch.compiler.disable  # which makes a slower softmax
+    def attend(self, q, k, v, metadata):
+        G, end, ys = q.shape[2], 0, []
+        bias = torch.zeros_like(metadata.mask, dtype=q.dtype).masked_fill(~metadata.mask, -math.inf)[:, None, None]
+        for band in (q * self.head_dim**-0.5).split(BAND, dim=3):
+            start, end = end, end + band.shape[3]  # and no query reads a later key
+            scores = (band.flatten(2, 3) @ k[:, :, :end].mT).unflatten(2, (G, -1)) + bias[..., start:end, :end]
+            ys.append((scores.softmax(-1).flatten(2, 3) @ v[:, :, :end]).unflatten(2, (G, -1)))
+        return torch.cat(ys, dim=3).flatten(2, 3)
+
+
+class Norm(torch.nn.RMSNorm):
+    """An RMSNorm that torch.compile takes: it leaves modules of torch.nn alone unless other code calls them."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+def token_losses(head, x, targets, taught_head=None, taught=None):
+    """Return sums over tokens, of x (n, D): the KL divergence from the teacher, or 0, and the cross-entropy."""
+    told, divergence = F.log_softmax(head(x).float(), -1), x.new_zeros(())
+    if taught is not None:
+        wanted = F.log_softmax(taught_head(taught).float(), -1)
+        divergence = F.kl_div(told, wanted, reduction="sum", log_target=True)
+    return divergence, F.nll_loss(told, targets, reduction="sum")
 
 
 class Trainee(Transformer):
     """The Transformer on packed windows."""
 
+    token_losses = staticmethod(token_losses)
     dropout, recompute = 0.0, False  # of sublayers' outputs; whether the backward pass computes sublayers again
     parts = None  # the lanes of its whole weights
 
@@ -51,38 +87,40 @@ class Trainee(Transformer):
 
     def forward(self, batch):
         """Return the normed stream (B, S, D), of which self.output makes logits."""
-        metadata = self.metadata(batch.positions, batch.mask)
+        mask, positions = batch.mask, batch.positions
+        if mask is None and positions.device.type == "cpu":
+            mask = positions[:, None] <= positions[..., None]  # of BandedAttention
+        metadata = self.metadata(positions, mask)
         x, *_ = take_turns(self.streams(self.tok_embeddings(batch.tokens), metadata))  # in all lanes the same
         return self.norm(x)
 
 
-def build(config, weights, world, dtype, args=None):
+def build(config, weights, world, dtype, args=None, compiled=False):
     """Return a sharded Trainee that computes in dtype or, without args, a teacher, which needs no float32 masters."""
     with torch.device("meta"):
         model = Trainee(config)
+        for module in model.modules():
+            if type(module) is Attention and world.device.type == "cpu":
+                module.__class__ = BandedAttention
+            if type(module) is torch.nn.RMSNorm and compiled:
+                module.__class__ = Norm
         if config.lanes:
             model.parts = lanes.split(model)
     if args is None:
         model = model.to(dtype).requires_grad_(False).eval()
     else:
         model.dropout, model.recompute = args.dropout, args.recompute
-        for module in (m for block in model.layers for m in (block.attention, block.feed_forward) if args.compile):
-            module.compile()
+    if compiled:
+        model.token_losses = torch.compile(token_losses, dynamic=True)
+        for module in model.modules():
+            if isinstance(module, (Attention, FeedForward, Norm)):
+                module.compile()
     sharding.shard(model, world, dtype)
     if weights:
         sharding.fill(model, weights, world)
     else:
         sharding.fill_afresh(model, args.seed, world)
     return model
-
-
-def token_losses(head, x, targets, taught_head=None, taught=None):
-    """Return sums over tokens, of x (n, D): the KL divergence from the teacher, or 0, and the cross-entropy."""
-    told, divergence = F.log_softmax(head(x).float(), -1), x.new_zeros(())
-    if taught is not None:
-        wanted = F.log_softmax(taught_head(taught).float(), -1)
-        divergence = F.kl_div(told, wanted, reduction="sum", log_target=True)
-    return divergence, F.nll_loss(told, targets, reduction="sum")
 
 
 def losses(model, batch, teacher=None):
@@ -92,11 +130,11 @@ def losses(model, batch, teacher=None):
     """
     with torch.no_grad():
         taught = teacher and teacher(batch)
-    x = model(batch)
+    x, again = model(batch), batch.tokens.numel() * model.config.vocab_size > KEPT
     divergence, nats = 0 * x.float().sum(), torch.zeros((), device=x.device)
     for i in zip(*(indices.split(CHUNK) for indices in batch.counts.nonzero(as_tuple=True)), strict=True):
         given = [model.output, x[i], batch.targets[i]] + ([] if teacher is None else [teacher.output, taught[i]])
-        kl, ce = recomputed(token_losses, *given, use_reentrant=False)
+        kl, ce = recomputed(model.token_losses, *given, use_reentrant=False) if again else model.token_losses(*given)
         divergence, nats = divergence + kl, nats + ce
     return divergence + (nats if teacher is None else 0.1 * nats), nats.detach()
 
@@ -169,7 +207,7 @@ def train(model, teacher, windows, valid, run, args, world, original):
     """
     matrices, vectors = ([p for p in model.parameters() if (p.dim() == 2) == two] for two in (True, False))
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     step, log, best = sharding.restore(run, model, optimizer, world), run / "log.jsonl", runs.best(run)
     bar = tqdm(total=args.steps, initial=step or 0, desc="training", unit="step", disable=True if world.rank else None)
 
@@ -306,8 +344,8 @@ def main(argv=None):
             windows, valid = runs.windows(run, args)
             if world.rank == 0:
                 print(f"{windows.n:,} windows to train on, {valid.n:,} to validate on", flush=True)
-            model = build(config, weights, world, dtype, args)
-            teacher = taught and build(taught, teachers, world, dtype)
+            model = build(config, weights, world, dtype, args, args.compile)
+            teacher = taught and build(taught, teachers, world, dtype, compiled=args.compile)
         if runs.is_auto(args):
             model.config = least_sensitive(model, own, valid, run, args, world)
         original = own if own and own.wiring == "standard" != config.wiring and runs.keeps_norms(config) else None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import numpy as np
@@ -14,6 +15,7 @@ from formats.config import InputError
 from runtime import writing
 
 SEPARATOR = "<|endoftext|>"
+CUT = 1 << 18  # characters of a document that SentencePiece learns from at once: it leaves out what is too long
 # A token on the disk: its id, the number of its document, and whether its prediction counts in the loss.
 TOKEN = np.dtype([("id", "<u4"), ("document", "<u4"), ("counts", "?")])
 
@@ -77,15 +79,19 @@ def encode(tokenizer, document, end):
 
 def tokenize(paths, tokenizer, end, target, show=True):
     """Write the tokens of all documents of the files, in their order, to the file target; return their number."""
+
+    def encode_one(found):
+        document, where = found
+        try:
+            return encode(tokenizer, document, end)
+        except InputError as e:
+            raise InputError(f"{where}: {e}") from None
+
     total = 0
-    with writing.new_file(target) as unfinished, open(unfinished, "wb") as f:
-        found = chain.from_iterable(map(documents, paths))
-        bar = tqdm(found, desc="tokenizing", unit=" documents", delay=1, disable=None if show else True)
-        for n, (document, where) in enumerate(bar):
-            try:
-                ids, counts = encode(tokenizer, document, end)
-            except InputError as e:
-                raise InputError(f"{where}: {e}") from None
+    with writing.new_file(target) as unfinished, open(unfinished, "wb") as f, ThreadPoolExecutor() as pool:
+        encoded = pool.map(encode_one, chain.from_iterable(map(documents, paths)))
+        bar = tqdm(encoded, desc="tokenizing", unit=" documents", delay=1, disable=None if show else True)
+        for n, (ids, counts) in enumerate(bar):
             tokens = np.empty(len(ids), TOKEN)
             tokens["id"], tokens["document"], tokens["counts"] = ids, n, counts
             tokens.tofile(f)
@@ -101,15 +107,19 @@ def train_tokenizer(texts, vocab_size, path):
 
     if not texts:
         raise InputError("--text: no text to make a vocabulary of")
+    pieces = (text[i : i + CUT] for text in texts for i in range(0, len(text), CUT))
     try:
         with writing.new_file(path) as unfinished, open(unfinished, "wb") as f:
             SentencePieceTrainer.train(
-                sentence_iterator=iter(texts), model_writer=f, vocab_size=vocab_size, model_type="bpe",
+                sentence_iterator=pieces, model_writer=f, vocab_size=vocab_size, model_type="bpe", num_threads=1,
                 byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity", split_digits=True,
-                remove_extra_whitespaces=False, max_sentence_length=1 << 20, num_threads=1, minloglevel=2,
+                remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, minloglevel=2,
+                max_sentence_length=4 * CUT,
             )  # fmt: skip
     except RuntimeError as e:  # too little text for so many pieces, or too few pieces for its characters
-        raise InputError(f"--vocab-size {vocab_size} does not suit the text: {str(e).rpartition('] ')[2]}") from None
+        raise InputError(
+            f"--vocab-size {vocab_size} does not suit the text: {str(e).rpartition('] ')[2] or e}"
+        ) from None
 
 
 @dataclasses.dataclass

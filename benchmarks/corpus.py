@@ -1,0 +1,59 @@
+"""Write a corpus that every machine has: the Python files of the standard library and of PyTorch, one document each.
+
+python -m benchmarks.corpus --out corpus
+"""
+
+import hashlib
+import json
+import platform
+import sysconfig
+from pathlib import Path
+
+import torch
+
+from formats.config import InputError
+from runtime import cli, launch, writing
+
+
+def documents(root):
+    """Yield (path below root, text) of the Python files there, in the order of their paths, without site-packages."""
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        try:
+            text = path.read_bytes().decode()
+        except UnicodeDecodeError:  # a test of other encodings
+            continue
+        if text.strip() and "site-packages/" not in name:
+            yield name, text
+
+
+def is_held_out(name):
+    """Return whether a document validates: one in twenty, by the hash of its name."""
+    return hashlib.sha256(name.encode()).digest()[0] % 20 == 0
+
+
+def main(argv=None):
+    p = cli.Parser(__doc__)
+    p.add_argument("--out", required=True, metavar="DIR", help="the new folder for train.jsonl and valid.jsonl")
+    p.add_argument("--python", type=Path, default=sysconfig.get_path("stdlib"), metavar="DIR", help="default: its own")
+    p.add_argument("--torch", type=Path, default=Path(torch.__file__).parent, metavar="DIR", help="default: its own")
+    args = p.parse_args(argv)
+    parts = {"train": [], "valid": []}
+    for source in "python", "torch":
+        root = getattr(args, source)
+        found = [(f"{source}/{name}", text) for name, text in documents(root)]
+        if not found:
+            raise InputError(f"--{source} {root}: no Python files there")
+        for name, text in found:
+            parts["valid" if is_held_out(name) else "train"].append(json.dumps({"text": text}) + "\n")
+    with writing.new_folder(args.out) as folder:
+        for part, lines in parts.items():
+            text = "".join(lines)
+            writing.write_text(Path(folder) / f"{part}.jsonl", text)
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            print(f"{part}.jsonl: {len(lines):,} documents, {len(text):,} bytes, sha256 {digest}")
+    print(f"of Python {platform.python_version()} and torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    launch.run(main)
