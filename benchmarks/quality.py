@@ -1,0 +1,261 @@
+"""What each wiring costs in quality: trainings by a plan, a raw line each, and the table and figure of quality.md.
+
+python -m benchmarks.corpus --out corpus
+python -m benchmarks.quality --corpus corpus --runs runs --json quality.jsonl  # goes on where it was killed
+python -m benchmarks.quality --show quality.jsonl --figure quality.png
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from benchmarks.overlap import SMALL
+from formats.checkpoint import read_text
+from formats.config import InputError, rewired
+from measure import plot, results
+from measure.advise import Machine, decode_work, step_seconds, times_of
+from measure.clock import count_all_reduces
+from measure.link import Link
+from measure.report import environment
+from runtime import cli, launch, writing
+from runtime.cli import count
+from runtime.launch import World
+
+# 3.5 M parameters besides the embedding, on one thread each.
+SHAPE = "--vocab-size 4096 --dim 192 --n-heads 4 --n-kv-heads 4 --intermediate-size 512 --dropout 0"
+TRAINING = "--seq-len 256 --batch 8 --valid-tokens 100000 --compute-dtype bfloat16 --dtype float32 --compile"
+BATCH = 8 * 256  # tokens of a step
+SCRATCH = [
+    "standard", "ladder", "parallel-ladder", "parallel", "spd/4", "pair", "delayed/4", "ladder:4", "delayed-4/4",
+    "desync:2/4",
+]  # fmt: skip
+RETRAINED = ["standard", "ladder", "ladder:4", "pair:2-5", "spd:4/4", "spd/4", "delayed/4"]
+SEEDS = 0, 1
+SHARES = 0.05, 0.2  # of the tokens from scratch, to retrain on
+RATES = {"scratch": 4e-3, "retrained": 1e-3}
+LATENCIES = (300, 1000, 3000)  # us of an all-reduce: of the three panels
+SILENT = 25.5e-3  # seconds of a decode step of SMALL on two CPU ranks without all-reduces: results/overlap-memory.jsonl
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A training. kind: from scratch, or that of the standard model in another wiring; or to choose their rates."""
+
+    kind: str  # scratch, retrained, or rate-scratch, rate-retrained
+    wiring: str
+    seed: int
+    lr: float
+    steps: int
+    origin: str | None = None  # the run whose model is retrained
+    n_layers: int = 8
+
+    @property
+    def name(self):
+        wiring = self.wiring.translate(str.maketrans(":/", "._"))
+        return f"{self.kind}-{wiring}-{self.n_layers}x{self.steps}-lr{self.lr:g}-seed{self.seed}"
+
+    def flags(self, runs):
+        """Return the flags of adapt.py; runs: the folder of all models."""
+        flags = [*TRAINING.split(), *f"--wiring {self.wiring} --seed {self.seed} --lr {self.lr:g}".split()]
+        flags += f"--steps {self.steps} --eval-every {max(1, self.steps // 12)} --save-every 250".split()
+        if self.origin is None:
+            return [*SHAPE.split(), "--n-layers", str(self.n_layers), *flags]
+        return ["--checkpoint", str(runs / self.origin), *["--distill"] * (self.wiring != "standard"), *flags]
+
+
+def plan(steps):
+    """Return the Runs in their order: rates, wirings from scratch, and what of the standard model is retrained."""
+    first, rates = Run("scratch", "standard", 0, RATES["scratch"], steps), (0.5, 1, 2)
+    runs = [
+        Run("rate-scratch", wiring, 9, rate * RATES["scratch"], steps // 6) for rate in rates for wiring in SCRATCH[:2]
+    ]
+    scratch = [dataclasses.replace(first, wiring=wiring, seed=seed) for wiring in SCRATCH for seed in SEEDS]
+    runs += scratch[:8]
+    again = Run("retrained", "ladder", 9, RATES["retrained"], round(SHARES[0] * steps), first.name)
+    runs += [dataclasses.replace(again, kind="rate-retrained", lr=rate * again.lr) for rate in rates]
+    for share in SHARES:
+        part = dataclasses.replace(again, steps=round(share * steps))
+        runs += [dataclasses.replace(part, wiring=w, seed=seed) for w in RETRAINED for seed in (10, 11, 12)]
+    runs += [*scratch[8:], *(dataclasses.replace(first, n_layers=4, seed=seed) for seed in SEEDS)]
+    return runs
+
+
+def train(run, args, digests):
+    """Train a run unless its model is there; return its line."""
+    out = args.runs / run.name
+    text = ["--text", str(args.corpus / "train.jsonl"), "--valid", str(args.corpus / "valid.jsonl")]
+    command = [sys.executable, "adapt.py", *run.flags(args.runs), *text, "--out", str(out)]
+    if not out.exists():
+        with open(f"{out}.out", "w") as log:
+            ended = subprocess.run(command, stdout=log, stderr=log, cwd=Path(__file__).parents[1])
+        if ended.returncode:
+            raise InputError(f"{run.name}: {read_text(f'{out}.out').splitlines()[-1]}")
+    log = [json.loads(line) for line in read_text(f"{out}.run/log.jsonl").splitlines()]
+    curve = [(line["tokens"], line["valid"]) for line in log if "valid" in line]
+    rates = [line["tokens_per_s"] for line in log[2:]]
+    return {
+        "run": run.name, **dataclasses.asdict(run), "nats": curve[-1][1], "before": curve[0][1],
+        "tokens": curve[-1][0], "curve": curve, "tokens_per_s": statistics.median(rates), "sha256": digests,
+        **environment(World(0, 1, torch.device("cpu"))), "command": shlex.join(["python", *command[1:]]),
+    }  # fmt: skip
+
+
+def speeds(wiring):
+    """Return how many times as fast as in the standard wiring SMALL decodes on two ranks, at each of LATENCIES.
+
+    That is what the clock says, if its sublayers share SILENT out by what they read.
+    """
+    work = decode_work(SMALL, torch.bfloat16, 2, 1, 64)
+    n_bytes = SMALL.n_layers * (work["attention"].n_bytes + work["feed_forward"].n_bytes) + work["rest"].n_bytes
+    machine, found = Machine("measured", n_bytes / SILENT), []
+    for us in LATENCIES:
+        times = times_of(SMALL, torch.bfloat16, 2, 1, 64, machine, Link("", us, None))
+        standard, own = (step_seconds(rewired(SMALL, name), times)[0] for name in ("standard", wiring))
+        found.append(standard / own)
+    return found
+
+
+def middle(values):
+    """Return (mean, least, greatest) of a value for each seed."""
+    return statistics.mean(values), min(values), max(values)
+
+
+def by_model(lines):
+    """Return {(kind, wiring, layers, steps): the lines of its seeds} and the number of steps from scratch."""
+    found = defaultdict(list)
+    for line in lines:
+        found[line["kind"], line["wiring"], line["n_layers"], line["steps"]].append(line)
+    return found, max((key[3] for key in found if key[0] == "scratch"), default=0)
+
+
+def tables(lines):
+    """Return Markdown: a row for each wiring, and one for each rate that was tried."""
+    found, steps = by_model(lines)
+    parts = [round(share * steps) for share in SHARES]
+    base = statistics.mean(line["nats"] for line in found["scratch", "standard", 8, steps])
+
+    def cell(values, seeds=True):
+        if not values:
+            return ""
+        mean, low, high = middle(values)
+        spread = f" ({low:.3f}-{high:.3f})" if len(values) > 1 else ""
+        return f"{mean:.3f}{spread}, {100 * (mean / base - 1):+.1f} %"
+
+    head = ["wiring", "all-reduces", "from scratch", "standard weights in it"]
+    head += [f"retrained on {100 * share:g} %" for share in SHARES] + [f"speed at {us / 1e3:g} ms" for us in LATENCIES]
+    rows = []
+    for wiring in sorted({key[1] for key in found if key[0] in ("scratch", "retrained")}, key=results.wiring_order):
+        retrained = [found.get(("retrained", wiring, 8, part), []) for part in parts]
+        before = [line["before"] for line in retrained[0][:1]]
+        numbers = [
+            [line["nats"] for line in part] for part in (found.get(("scratch", wiring, 8, steps), []), *retrained)
+        ]
+        row = [wiring, str(count_all_reduces(rewired(SMALL, wiring))), cell(numbers[0]), cell(before)]
+        rows.append(row + [cell(part) for part in numbers[1:]] + [f"{x:.2f}" for x in speeds(wiring)])
+    shallow = [line["nats"] for line in found.get(("scratch", "standard", 4, steps), [])]
+    if shallow:
+        rows.append(["standard, 4 layers", "8", cell(shallow)] + [""] * (len(head) - 3))
+    rates = [
+        [kind, wiring, f"{line['lr']:g}", f"{line['nats']:.3f}"]
+        for (kind, wiring, *_), some in found.items()
+        if kind.startswith("rate")
+        for line in some
+    ]
+    return results.markdown(head, rows) + "\n\n" + results.markdown(["for", "wiring", "rate", "nats"], rates)
+
+
+def figure(lines):
+    """Return the figure: loss over decoding speed, a panel for each of LATENCIES."""
+    found, steps = by_model(lines)
+    last = round(SHARES[-1] * steps)
+    wirings = sorted({key[1] for key in found if key[0] in ("scratch", "retrained")}, key=results.wiring_order)
+    title = "Loss over decoding speed, by the clock from a measured step of 8 layers of dim 2560 on two CPU ranks"
+    drawn, axes = plot.panels(len(LATENCIES), 3.6, 3.4, title, sharey=True)
+    most = max(line["nats"] for (kind, *_), some in found.items() for line in some if kind in ("scratch", "retrained"))
+    for i, (axis, us) in enumerate(zip(axes, LATENCIES, strict=True)):
+        for wiring in wirings:
+            x, style = speeds(wiring)[i], plot.look(wiring, wirings)
+            color, marker = style["color"], style["marker"]
+            for kind, n, face in ("scratch", steps, color), ("retrained", last, "white"):
+                some = found.get((kind, wiring, 8, n), [])
+                if some:
+                    y, low, high = middle([line["nats"] for line in some])
+                    label = wiring if kind == "scratch" else None
+                    axis.errorbar(
+                        x,
+                        y,
+                        yerr=[[y - low], [high - y]],
+                        color=color,
+                        marker=marker,
+                        mfc=face,
+                        ls="",
+                        capsize=2,
+                        markersize=6,
+                        label=label,
+                    )
+        axis.set(title=f"an all-reduce of {us / 1e3:g} ms", xlabel="tokens/s over standard's", ylim=(None, most + 0.02))
+    axes[0].set_ylabel("nats per token (filled: from scratch; open: retrained)")
+    plot.labelled(drawn, axes)
+    return drawn
+
+
+def parse(argv):
+    p = cli.Parser(__doc__)
+    p.add_argument("--corpus", type=Path, metavar="DIR", help="what benchmarks.corpus wrote")
+    p.add_argument("--runs", type=Path, metavar="DIR", help="the folder for the models")
+    p.add_argument("--json", type=cli.appendable, metavar="FILE", help="append a line for each run that has none there")
+    p.add_argument(
+        "--steps", type=count, default=3000, metavar="N", help=f"of a run from scratch, {BATCH:,} tokens each"
+    )
+    p.add_argument("--jobs", type=count, default=2, metavar="N", help="runs at a time, of a thread each")
+    p.add_argument("--seconds", type=count, metavar="S", help="start no run after so many")
+    p.add_argument("--show", metavar="FILE", help="train nothing: print the tables of such lines")
+    p.add_argument("--figure", metavar="PNG", help="... and draw their figure")
+    args = p.parse_args(argv)
+    if not args.show and not (args.corpus and args.runs and args.json):
+        raise InputError("give --corpus, --runs and --json to train, or --show FILE")
+    for name in ("train.jsonl", "valid.jsonl") if not args.show else ():
+        if not (args.corpus / name).is_file():
+            raise InputError(f"--corpus {args.corpus} has no {name}: python -m benchmarks.corpus writes it")
+    return args
+
+
+def main(argv=None):
+    args = parse(argv)
+    path = args.show or args.json
+    lines = [json.loads(line) for line in read_text(path).splitlines()] if os.path.exists(path) else []
+    if args.show:
+        print(tables(lines))
+        if args.figure:
+            plot.save(args.figure, figure(lines))
+        return
+    digests = {
+        name: hashlib.sha256((args.corpus / name).read_bytes()).hexdigest() for name in ("train.jsonl", "valid.jsonl")
+    }
+    done, begin = {line["run"] for line in lines}, time.monotonic()
+    args.runs.mkdir(parents=True, exist_ok=True)
+
+    def one(run):
+        if args.seconds is None or time.monotonic() - begin < args.seconds:
+            line = train(run, args, digests)
+            writing.append_line(args.json, line)
+            print(f"{run.name}: {line['nats']:.4f} nats per token", flush=True)
+
+    # those of an origin come last: it is there by then
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(one, [run for run in plan(args.steps) if run.name not in done]))
+
+
+if __name__ == "__main__":
+    launch.run(main)
