@@ -15,7 +15,7 @@ from measure.results import wired
 from runtime.launch import World
 
 
-def _lines_with(*keys):
+def lines_with(*keys):
     """Return a file's lines, which all have these keys (an argparse type); their wirings get the names of today."""
 
     def parse(path):
@@ -47,7 +47,7 @@ class _Show(argparse.Action):
 
 def add_show_flag(parser, tables, *keys, only=""):
     """only: a key of the lines, such as wiring: where --wirings stands before --show, it names those to show."""
-    flags = {"action": _Show, "tables": tables, "only": only, "type": _lines_with(*keys), "nargs": "+"}
+    flags = {"action": _Show, "tables": tables, "only": only, "type": lines_with(*keys), "nargs": "+"}
     about = "print the tables of such files, and end" + f" (of what --{only}s before it names)" * bool(only)
     parser.add_argument("--show", **flags, metavar="FILE", help=about)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.lines import lines_with
 from benchmarks.overlap import SMALL
 from formats.checkpoint import read_text
 from formats.config import InputError, rewired
@@ -143,14 +144,14 @@ def tables(lines):
     """Return Markdown: a row for each wiring, and one for each rate that was tried."""
     found, steps = by_model(lines)
     parts = [round(share * steps) for share in SHARES]
-    base = statistics.mean(line["nats"] for line in found["scratch", "standard", 8, steps])
+    base = [line["nats"] for line in found.get(("scratch", "standard", 8, steps), [])]
 
-    def cell(values, seeds=True):
+    def cell(values):
         if not values:
             return ""
         mean, low, high = middle(values)
         spread = f" ({low:.3f}-{high:.3f})" if len(values) > 1 else ""
-        return f"{mean:.3f}{spread}, {100 * (mean / base - 1):+.1f} %"
+        return f"{mean:.3f}{spread}" + (f", {100 * (mean / statistics.mean(base) - 1):+.1f} %" if base else "")
 
     head = ["wiring", "all-reduces", "from scratch", "standard weights in it"]
     head += [f"retrained on {100 * share:g} %" for share in SHARES] + [f"speed at {us / 1e3:g} ms" for us in LATENCIES]
@@ -220,7 +221,8 @@ def parse(argv):
     )
     p.add_argument("--jobs", type=count, default=2, metavar="N", help="runs at a time, of a thread each")
     p.add_argument("--seconds", type=count, metavar="S", help="start no run after so many")
-    p.add_argument("--show", metavar="FILE", help="train nothing: print the tables of such lines")
+    words = "train nothing: print the tables of such lines"
+    p.add_argument("--show", type=lines_with("run", "kind", "nats", "before"), metavar="FILE", help=words)
     p.add_argument("--figure", metavar="PNG", help="... and draw their figure")
     args = p.parse_args(argv)
     if not args.show and not (args.corpus and args.runs and args.json):
@@ -233,17 +235,14 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
-    path = args.show or args.json
-    lines = [json.loads(line) for line in read_text(path).splitlines()] if os.path.exists(path) else []
     if args.show:
-        print(tables(lines))
-        if args.figure:
-            plot.save(args.figure, figure(lines))
-        return
+        print(tables(args.show))
+        return args.figure and plot.save(args.figure, figure(args.show))
     digests = {
         name: hashlib.sha256((args.corpus / name).read_bytes()).hexdigest() for name in ("train.jsonl", "valid.jsonl")
     }
-    done, begin = {line["run"] for line in lines}, time.monotonic()
+    written = read_text(args.json).splitlines() if os.path.exists(args.json) else []
+    done, begin = {json.loads(line)["run"] for line in written}, time.monotonic()
     args.runs.mkdir(parents=True, exist_ok=True)
 
     def one(run):

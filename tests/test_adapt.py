@@ -65,9 +65,10 @@ def naive_stream(net, tokens):
     return x[-1]
 
 
-@pytest.mark.parametrize("chunk", [4, 1024])
-def test_the_loss_is_the_naive_one(chunk, monkeypatch):
+@pytest.mark.parametrize("chunk, kept", [(4, 1 << 26), (4, 0), (1024, 0)])
+def test_the_loss_is_the_naive_one(chunk, kept, monkeypatch):
     monkeypatch.setattr(adapt, "CHUNK", chunk)
+    monkeypatch.setattr(adapt, "KEPT", kept)
     student = random_model(dataclasses.replace(BASE, wiring="ladder:2"), 1).double()
     teacher = random_model(BASE, 2).double()
     generator = torch.Generator().manual_seed(0)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import io
 import itertools
 import json
@@ -9,13 +10,16 @@ import os
 import shlex
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import RANKS, ROOT, main_on_ranks, run_ranks
 
+import adapt
 import generate
-from benchmarks import decode, engines, gpu, overlap
+from benchmarks import corpus, decode, engines, gpu, overlap, quality
 from formats.config import Config, InputError
 from formats.sizes import SIZES
 from kernels import int_linear
@@ -287,6 +291,80 @@ def test_gpu_s_cases_end_with_the_time_and_leave_a_word(monkeypatch, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What wirings cost in quality
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Flags of benchmarks.corpus for two folders of Python files, and the texts that it should take."""
+    texts = {}
+    for source in "python", "torch":
+        for i in range(30):
+            path = tmp_path / source / f"{i % 3}" / f"{i}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(texts.setdefault(f"{source}/{i % 3}/{i}.py", f"def {source}{i}(x):\n    return x + {i}\n"))
+    others = {"python/empty.py": b"\n", "python/latin.py": b"# \xe9\n", "python/site-packages/a.py": b"a = 1\n"}
+    (tmp_path / "python/site-packages").mkdir()
+    for name, text in others.items():
+        (tmp_path / name).write_bytes(text)
+    return ["--python", tmp_path / "python", "--torch", tmp_path / "torch"], texts
+
+
+def test_a_corpus_has_each_file_once_and_is_split_by_name(sources, printed, tmp_path):
+    flags, texts = sources
+    said = printed(corpus, *flags, "--out", tmp_path / "a")
+    parts = {part: [line["text"] for line in read(tmp_path / "a" / f"{part}.jsonl")] for part in ("train", "valid")}
+    assert sorted(parts["train"] + parts["valid"]) == sorted(texts.values())
+    assert {text for name, text in texts.items() if corpus.is_held_out(name)} == {*parts["valid"]} != set()
+    digests = [hashlib.sha256((tmp_path / "a" / f"{part}.jsonl").read_bytes()).hexdigest() for part in parts]
+    assert all(digest in said for digest in digests) and f"torch {torch.__version__}" in said
+    (tmp_path / "torch/0/0.py").unlink()
+    printed(corpus, *flags, "--out", tmp_path / "b")
+    assert {line["text"] for line in read(tmp_path / "b/valid.jsonl")} <= {*parts["valid"]}  # others stay
+
+
+def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sources, printed, tmp_path, monkeypatch):
+    printed(corpus, *sources[0], "--out", tmp_path / "corpus")
+    ran = []
+
+    def trained(command, **_):
+        """What adapt.py leaves, with losses that its wiring and seed decide."""
+        args = adapt.parse(command[2:])
+        if len(ran) == 4:
+            raise KeyboardInterrupt
+        ran.append(args)
+        assert args.checkpoint is None or os.path.isdir(args.checkpoint)
+        os.makedirs(args.out)
+        os.makedirs(f"{args.out}.run")
+        nats = [5 + len(args.wiring), 2.5 + len(args.wiring) / 100 + args.seed / 10]
+        steps = {"tokens": 2048, "tokens_per_s": 9}, {"tokens": 4096, "tokens_per_s": 7}
+        log = [{"tokens": 0, "valid": nats[0]}, {"tokens": 0}, *steps, {**steps[1], "valid": nats[1]}]
+        write(Path(f"{args.out}.run/log.jsonl"), log)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(quality, "subprocess", SimpleNamespace(run=trained))
+    monkeypatch.setattr(quality, "ThreadPoolExecutor", lambda _: contextlib.nullcontext(SimpleNamespace(map=map)))
+    how = ["--corpus", tmp_path / "corpus", "--runs", tmp_path / "runs", "--json", tmp_path / "x.jsonl"]
+    with pytest.raises(KeyboardInterrupt):
+        printed(quality, *how, "--steps", "200")
+    assert len(read(tmp_path / "x.jsonl")) == 4 and "rate-scratch" in printed(quality, "--show", tmp_path / "x.jsonl")
+    ran.append(None)
+    printed(quality, *how, "--steps", "200")
+    lines = read(tmp_path / "x.jsonl")
+    assert [line["run"] for line in lines] == [run.name for run in quality.plan(200)] and len(lines) == len(ran) - 1
+    assert {line["steps"] for line in lines if line["kind"] == "retrained"} == {10, 40}
+    assert all(
+        ran[0].seed == 9 and args.distill == args.checkpoint for args in ran if args and args.wiring == "spd:4/4"
+    )
+    rows = [row.split(" | ") for row in printed(quality, "--show", tmp_path / "x.jsonl").splitlines()]
+    ladder, spd = ([row for row in rows if row[0] == f"| {name}"][0] for name in ("ladder", "spd:4/4"))
+    assert ladder[1:3] == ["16", "2.610 (2.560-2.660), -0.8 %"] and ladder[3].startswith("11.000, ")
+    assert spd[2] == "" and spd[4].startswith("3.670 (3.570-3.770)") and float(spd[-2]) > float(spd[-3])
+    printed(quality, "--show", tmp_path / "x.jsonl", "--figure", tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Bad input, and the pages
 
 
@@ -306,6 +384,10 @@ README = shlex.quote(str(ROOT / "README.md"))
         (decode, "--llama-python /nosuch", "--llama-python /nosuch is no program"),
         (decode, f"--show {README}", f"--show: {README} has lines that this script did not write"),
         (gpu, "--device cpu", "there is no GPU: --device cpu takes --tiny"),
+        (corpus, "--out x --torch /nosuch", "--torch /nosuch: no Python files there"),
+        (quality, "--json /tmp/x.jsonl", "give --corpus, --runs and --json to train, or --show FILE"),
+        (quality, "--corpus /nosuch --runs x --json /tmp/x.jsonl", "--corpus /nosuch has no train.jsonl: python -m"),
+        (quality, "--show /nosuch", "--show: /nosuch: No such file"),
     ],
 )
 def test_bad_flags(script, flags, message):

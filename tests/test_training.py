@@ -13,6 +13,7 @@ import adapt
 from formats import checkpoint
 from formats.config import InputError, rewired
 from formats.tokenizer import Tokenizer, load_tokenizer
+from model import Attention
 from runtime import launch
 from tp import load_shard
 from training import data, runs, sharding
@@ -158,6 +159,26 @@ def test_packed_documents_give_the_losses_of_each_alone(tmp_path, tiny):
     assert batch.mask is not None and nats == pytest.approx(expected, rel=1e-7)
 
 
+@pytest.mark.parametrize("dtype, most", [(torch.float64, 1e-12), (torch.bfloat16, 0.03)], ids=str)
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+def test_attention_in_bands_is_the_plain_one(n_kv_heads, dtype, most, monkeypatch):
+    monkeypatch.setattr(adapt, "BAND", 4)
+    net = random_model(dataclasses.replace(BASE, n_heads=4, n_kv_heads=n_kv_heads, n_layers=1)).to(dtype)
+    document = torch.tensor([[0] * 11, [0] * 3 + [1] * 6 + [2] * 2])
+    mask = (document[:, None] == document[..., None]) & torch.ones(11, 11, dtype=torch.bool).tril()
+    metadata = net.metadata(torch.arange(11).expand(2, 11), mask)
+    generator, found = torch.Generator().manual_seed(0), []
+    x = torch.randn(2, 11, BASE.dim, generator=generator, dtype=torch.float64).to(dtype)
+    for kind in Attention, adapt.BandedAttention:
+        attention = net.layers[0].attention
+        attention.__class__ = kind
+        given = x.clone().requires_grad_()
+        y = attention(given, metadata, None)
+        found.append([y.detach(), *torch.autograd.grad((y * x).sum(), [given, *attention.parameters()])])
+    for plain, banded in zip(*found, strict=True):
+        assert (plain - banded).abs().max() <= most * plain.abs().max()
+
+
 def trainee_like(model):
     """Returns an adapt.Trainee, not sharded, with a model's weights."""
     trainee = adapt.Trainee(model.config).to(model.norm.weight.dtype).eval()
@@ -213,6 +234,15 @@ def test_lanes_compute_in_training_what_they_do_afterwards():
 
 def _streams(world, configs):
     return [_filled(world, config)[1] for config in configs]
+
+
+def test_a_vocabulary_is_made_of_documents_of_any_length(tmp_path):
+    """SentencePiece leaves out a text of more than max_sentence_length."""
+    text = "def f(x):\n        return x\n" * 60_000
+    data.train_tokenizer([text], 300, tmp_path / "tokenizer.model")
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode(text[:27])
+    assert len(ids) < 15 and tokenizer.decode(ids) == text[:27]  # eight spaces are one piece
 
 
 def test_what_is_written_is_what_was_read(tmp_path):

@@ -117,9 +117,7 @@ def train_tokenizer(texts, vocab_size, path):
                 max_sentence_length=4 * CUT,
             )  # fmt: skip
     except RuntimeError as e:  # too little text for so many pieces, or too few pieces for its characters
-        raise InputError(
-            f"--vocab-size {vocab_size} does not suit the text: {str(e).rpartition('] ')[2] or e}"
-        ) from None
+        raise InputError(f"--vocab-size {vocab_size} does not suit the text: {str(e).rpartition('] ')[2]}") from None
 
 
 @dataclasses.dataclass
