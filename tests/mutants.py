@@ -30,6 +30,7 @@ CHUNKS, ENDS, SAMPLING = "generate -k in_chunks", "generate -k own_end", "genera
 UNLIKE = "generate -k 'chooses_alike and 131-ranks'"
 ALIKE = "generate -k 'chooses_alike and (131 or 17-4)'"
 MARKED, ACCEPTED = "numbers -k sampler_marks", "speculative -k accepted_or_replaced"
+BANDS = "training -k in_bands"
 DCP, LOSS = "adapt -k killed_at", "adapt -k loss_is_the_naive"
 RANKS_TRAIN = "adapt -k 'ranks_give and 2'"
 LANES = "tp -k 'test_lanes_compute and 2'"
@@ -249,6 +250,12 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("adapt.py", "range(world.rank * rows, windows.n + world.rank * rows,", "range(0, windows.n,", RANKS_TRAIN),
     ("adapt.py", "if not math.isfinite(whole + norm):", "if False:", "adapt -k not_finite"),
     ("adapt.py", 'if line["valid"] < best["nats"]', "if True", "adapt -k lowest"),
+    ("adapt.py", "bias[..., start:end, :end]", "bias[..., : end - start, :end]", BANDS),
+    ("adapt.py", "@ k[:, :, :end].mT", "@ k[:, :, :start].mT", BANDS),
+    ("adapt.py", "q * self.head_dim**-0.5", "q", BANDS),
+    ("training/data.py", "(text[i : i + CUT] for text in texts for i in range(0, len(text), CUT))", "iter(texts)",
+     "training -k any_length"),
+    ("benchmarks/quality.py", "if run.name not in done", "", "benchmarks -k plan_of"),
     ("training/data.py", "~same[:, :-1], (1, 0)", "same[:, :-1], (1, 0)", "training -k windows_hold"),
     ("training/data.py", "self.seed * 1_000_003 + epoch", "self.seed * 1_000_003", "training -k epoch"),
     ("training/data.py", "counts += [answer] *", "counts += [True] *", "training -k answers_count"),
