@@ -44,7 +44,7 @@ SCRATCH = [
 RETRAINED = ["standard", "ladder", "ladder:4", "pair:2-5", "spd:4/4", "spd/4", "delayed/4"]
 SEEDS = 0, 1
 SHARES = 0.05, 0.2  # of the tokens from scratch, to retrain on
-RATES = {"scratch": 4e-3, "retrained": 1e-3}
+RATES = {"scratch": 2e-3, "retrained": 1e-3}
 LATENCIES = (300, 1000, 3000)  # us of an all-reduce: of the three panels
 SILENT = 25.5e-3  # seconds of a decode step of SMALL on two CPU ranks without all-reduces: results/overlap-memory.jsonl
 

@@ -250,6 +250,7 @@ MUTANTS = [  # (file, old text, new text, tests)
     ("adapt.py", "range(world.rank * rows, windows.n + world.rank * rows,", "range(0, windows.n,", RANKS_TRAIN),
     ("adapt.py", "if not math.isfinite(whole + norm):", "if False:", "adapt -k not_finite"),
     ("adapt.py", 'if line["valid"] < best["nats"]', "if True", "adapt -k lowest"),
+    ("training/sharding.py", "0.02 * small", "0.02", "training -k fresh"),
     ("adapt.py", "bias[..., start:end, :end]", "bias[..., : end - start, :end]", BANDS),
     ("adapt.py", "@ k[:, :, :end].mT", "@ k[:, :, :start].mT", BANDS),
     ("adapt.py", "q * self.head_dim**-0.5", "q", BANDS),
