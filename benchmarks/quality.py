@@ -94,21 +94,25 @@ def plan(steps):
 
 def train(run, args, digests):
     """Train a run unless its model is there; return its line."""
+
+    def command(corpus, runs):
+        files = [corpus / "train.jsonl", "--valid", corpus / "valid.jsonl", "--out", runs / run.name]
+        return ["adapt.py", *run.flags(runs), "--text", *map(str, files)]
+
     out = args.runs / run.name
-    text = ["--text", str(args.corpus / "train.jsonl"), "--valid", str(args.corpus / "valid.jsonl")]
-    command = [sys.executable, "adapt.py", *run.flags(args.runs), *text, "--out", str(out)]
     if not out.exists():
         with open(f"{out}.out", "w") as log:
-            ended = subprocess.run(command, stdout=log, stderr=log, cwd=Path(__file__).parents[1])
+            ended = subprocess.run([sys.executable, *command(args.corpus, args.runs)], stdout=log, stderr=log)
         if ended.returncode:
             raise InputError(f"{run.name}: {read_text(f'{out}.out').splitlines()[-1]}")
+    of_any_place = command(Path(args.corpus.name), Path(args.runs.name))
     log = [json.loads(line) for line in read_text(f"{out}.run/log.jsonl").splitlines()]
     curve = [(line["tokens"], line["valid"]) for line in log if "valid" in line]
     rates = [line["tokens_per_s"] for line in log[2:]]
     return {
         "run": run.name, **dataclasses.asdict(run), "nats": curve[-1][1], "before": curve[0][1],
         "tokens": curve[-1][0], "curve": curve, "tokens_per_s": statistics.median(rates), "sha256": digests,
-        **environment(World(0, 1, torch.device("cpu"))), "command": shlex.join(["python", *command[1:]]),
+        **environment(World(0, 1, torch.device("cpu"))), "command": shlex.join(["python", *of_any_place]),
     }  # fmt: skip
 
 
