@@ -1,6 +1,6 @@
 """Write a corpus that every machine has: the Python files of the standard library and of PyTorch, one document each.
 
-python -m benchmarks.corpus --out corpus
+python -m benchmarks.corpus --out corpus  # train.jsonl, retrain.jsonl and valid.jsonl
 """
 
 import hashlib
@@ -13,6 +13,8 @@ import torch
 
 from formats.config import InputError
 from runtime import cli, launch, writing
+
+PARTS = "train", "retrain", "valid"
 
 
 def documents(root):
@@ -27,25 +29,26 @@ def documents(root):
             yield name, text
 
 
-def is_held_out(name):
-    """Return whether a document validates: one in twenty, by the hash of its name."""
-    return hashlib.sha256(name.encode()).digest()[0] % 20 == 0
+def part_of(name):
+    """Return the part of a document, by the hash of its name: valid for one in twenty, retrain for four, or train."""
+    drawn = hashlib.sha256(name.encode()).digest()[0] % 20
+    return "valid" if drawn == 0 else "retrain" if drawn < 5 else "train"
 
 
 def main(argv=None):
     p = cli.Parser(__doc__)
-    p.add_argument("--out", required=True, metavar="DIR", help="the new folder for train.jsonl and valid.jsonl")
+    p.add_argument("--out", required=True, metavar="DIR", help="the new folder for its parts")
     p.add_argument("--python", type=Path, default=sysconfig.get_path("stdlib"), metavar="DIR", help="default: its own")
     p.add_argument("--torch", type=Path, default=Path(torch.__file__).parent, metavar="DIR", help="default: its own")
     args = p.parse_args(argv)
-    parts = {"train": [], "valid": []}
+    parts = {part: [] for part in PARTS}
     for source in "python", "torch":
         root = getattr(args, source)
         found = [(f"{source}/{name}", text) for name, text in documents(root)]
         if not found:
             raise InputError(f"--{source} {root}: no Python files there")
         for name, text in found:
-            parts["valid" if is_held_out(name) else "train"].append(json.dumps({"text": text}) + "\n")
+            parts[part_of(name)].append(json.dumps({"text": text}) + "\n")
     with writing.new_folder(args.out) as folder:
         for part, lines in parts.items():
             text = "".join(lines)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.corpus import PARTS
 from benchmarks.lines import lines_with
 from benchmarks.overlap import SMALL
 from formats.checkpoint import read_text
@@ -33,8 +34,8 @@ from runtime import cli, launch, writing
 from runtime.cli import count
 from runtime.launch import World
 
-# 3.5 M parameters besides the embedding, on one thread each.
-SHAPE = "--vocab-size 4096 --dim 192 --n-heads 4 --n-kv-heads 4 --intermediate-size 512 --dropout 0"
+# 1.7 M parameters besides the embedding, on one thread each.
+SHAPE = "--vocab-size 4096 --dim 128 --n-heads 4 --n-kv-heads 4 --intermediate-size 384 --dropout 0"
 TRAINING = "--seq-len 256 --batch 8 --valid-tokens 100000 --compute-dtype bfloat16 --dtype float32 --compile"
 BATCH = 8 * 256  # tokens of a step
 SCRATCH = [
@@ -43,7 +44,7 @@ SCRATCH = [
 ]  # fmt: skip
 RETRAINED = ["standard", "ladder", "ladder:4", "pair:2-5", "spd:4/4", "spd/4", "delayed/4"]
 SEEDS = 0, 1
-SHARES = 0.05, 0.2  # of the tokens from scratch, to retrain on
+SHARES = 0.01, 0.05, 0.2, 1  # of the tokens from scratch, to retrain on: all wirings on SHARES[1:3]
 RATES = {"scratch": 2e-3, "retrained": 1e-3}
 LATENCIES = (300, 1000, 3000)  # us of an all-reduce: of the three panels
 SILENT = 25.5e-3  # seconds of a decode step of SMALL on two CPU ranks without all-reduces: results/overlap-memory.jsonl
@@ -69,7 +70,8 @@ class Run:
     def flags(self, runs):
         """Return the flags of adapt.py; runs: the folder of all models."""
         flags = [*TRAINING.split(), *f"--wiring {self.wiring} --seed {self.seed} --lr {self.lr:g}".split()]
-        flags += f"--steps {self.steps} --eval-every {max(1, self.steps // 12)} --save-every 250".split()
+        validations = 4 if self.origin else 10
+        flags += f"--steps {self.steps} --eval-every {max(1, self.steps // validations)} --save-every 250".split()
         if self.origin is None:
             return [*SHAPE.split(), "--n-layers", str(self.n_layers), *flags]
         return ["--checkpoint", str(runs / self.origin), *["--distill"] * (self.wiring != "standard"), *flags]
@@ -82,21 +84,25 @@ def plan(steps):
         Run("rate-scratch", wiring, 9, rate * RATES["scratch"], steps // 6) for rate in rates for wiring in SCRATCH[:2]
     ]
     scratch = [dataclasses.replace(first, wiring=wiring, seed=seed) for wiring in SCRATCH for seed in SEEDS]
-    runs += scratch[:8]
-    again = Run("retrained", "ladder", 9, RATES["retrained"], round(SHARES[0] * steps), first.name)
-    runs += [dataclasses.replace(again, kind="rate-retrained", lr=rate * again.lr) for rate in rates]
-    for share in SHARES:
+    again = Run("retrained", "ladder", 10, RATES["retrained"], round(SHARES[1] * steps), first.name)
+    tried = [dataclasses.replace(again, kind="rate-retrained", seed=9, lr=rate * again.lr) for rate in rates]
+
+    def retrained(wirings, share, *seeds):
         part = dataclasses.replace(again, steps=round(share * steps))
-        runs += [dataclasses.replace(part, wiring=w, seed=seed) for w in RETRAINED for seed in (10, 11, 12)]
-    runs += [*scratch[8:], *(dataclasses.replace(first, n_layers=4, seed=seed) for seed in SEEDS)]
-    return runs
+        return [dataclasses.replace(part, wiring=wiring, seed=seed) for wiring in wirings for seed in seeds]
+
+    runs += scratch[:8] + tried + retrained(RETRAINED, SHARES[1], 10, 11, 12) + retrained(RETRAINED, SHARES[2], 10)
+    runs += [run for share in (SHARES[0], SHARES[3]) for run in retrained(RETRAINED[:2], share, 10)] + scratch[8:]
+    runs += [dataclasses.replace(first, n_layers=5, seed=seed) for seed in SEEDS]
+    return runs + retrained(RETRAINED, SHARES[2], 11, 12)
 
 
 def train(run, args, digests):
     """Train a run unless its model is there; return its line."""
 
     def command(corpus, runs):
-        files = [corpus / "train.jsonl", "--valid", corpus / "valid.jsonl", "--out", runs / run.name]
+        text = corpus / ("retrain.jsonl" if run.origin else "train.jsonl")
+        files = [text, "--valid", corpus / "valid.jsonl", "--out", runs / run.name]
         return ["adapt.py", *run.flags(runs), "--text", *map(str, files)]
 
     out = args.runs / run.name
@@ -131,11 +137,6 @@ def speeds(wiring):
     return found
 
 
-def middle(values):
-    """Return (mean, least, greatest) of a value for each seed."""
-    return statistics.mean(values), min(values), max(values)
-
-
 def by_model(lines):
     """Return {(kind, wiring, layers, steps): the lines of its seeds} and the number of steps from scratch."""
     found = defaultdict(list)
@@ -145,70 +146,67 @@ def by_model(lines):
 
 
 def tables(lines):
-    """Return Markdown: a row for each wiring, and one for each rate that was tried."""
-    found, steps = by_model(lines)
-    parts = [round(share * steps) for share in SHARES]
-    base = [line["nats"] for line in found.get(("scratch", "standard", 8, steps), [])]
+    """Return Markdown: a row for each wiring, a row for each share of what is retrained, and one for each rate tried.
 
-    def cell(values):
+    The percentages are above the standard wiring, from scratch or retrained on the same tokens.
+    """
+    found, steps = by_model(lines)
+
+    def cell(kind, wiring, n, key="nats", n_layers=8):
+        values, standard = (
+            [line[key] for line in found.get((kind, name, layers, n), [])]
+            for name, layers in ((wiring, n_layers), ("standard", 8))
+        )
         if not values:
             return ""
-        mean, low, high = middle(values)
-        spread = f" ({low:.3f}-{high:.3f})" if len(values) > 1 else ""
-        return f"{mean:.3f}{spread}" + (f", {100 * (mean / statistics.mean(base) - 1):+.1f} %" if base else "")
+        nats, low, high = plot.middle(values)
+        spread = f" ({low:.3f}-{high:.3f})" if high > low else ""
+        above = f", {100 * (nats / statistics.median(standard) - 1):+.1f} %" if standard and values != standard else ""
+        return f"{nats:.3f}{spread}{above}"
 
+    shares = {share: round(share * steps) for share in SHARES}
     head = ["wiring", "all-reduces", "from scratch", "standard weights in it"]
-    head += [f"retrained on {100 * share:g} %" for share in SHARES] + [f"speed at {us / 1e3:g} ms" for us in LATENCIES]
-    rows = []
-    for wiring in sorted({key[1] for key in found if key[0] in ("scratch", "retrained")}, key=results.wiring_order):
-        retrained = [found.get(("retrained", wiring, 8, part), []) for part in parts]
-        before = [line["before"] for line in retrained[0][:1]]
-        numbers = [
-            [line["nats"] for line in part] for part in (found.get(("scratch", wiring, 8, steps), []), *retrained)
+    head += [f"retrained on {share:.0%}" for share in SHARES[1:3]] + [f"speed at {us / 1e3:g} ms" for us in LATENCIES]
+    wirings = sorted({key[1] for key in found if key[0] in ("scratch", "retrained")}, key=results.wiring_order)
+    rows = [
+        [
+            wiring, str(count_all_reduces(rewired(SMALL, wiring))), cell("scratch", wiring, steps),
+            cell("retrained", wiring, shares[SHARES[1]], "before"),
+            *(cell("retrained", wiring, shares[share]) for share in SHARES[1:3]),
+            *(f"{x:.2f}" for x in speeds(wiring)),
         ]
-        row = [wiring, str(count_all_reduces(rewired(SMALL, wiring))), cell(numbers[0]), cell(before)]
-        rows.append(row + [cell(part) for part in numbers[1:]] + [f"{x:.2f}" for x in speeds(wiring)])
-    shallow = [line["nats"] for line in found.get(("scratch", "standard", 4, steps), [])]
-    if shallow:
-        rows.append(["standard, 4 layers", "8", cell(shallow)] + [""] * (len(head) - 3))
+        for wiring in wirings
+    ]  # fmt: skip
+    shallow = cell("scratch", "standard", steps, n_layers=5)
+    rows += [["standard, 5 layers", "10", shallow, *[""] * (len(head) - 3)]] if shallow else []
+    told = [
+        [f"{share:.0%}", *(cell("retrained", wiring, n) for wiring in RETRAINED[:2])] for share, n in shares.items()
+    ]
     rates = [
         [kind, wiring, f"{line['lr']:g}", f"{line['nats']:.3f}"]
         for (kind, wiring, *_), some in found.items()
         if kind.startswith("rate")
         for line in some
     ]
-    return results.markdown(head, rows) + "\n\n" + results.markdown(["for", "wiring", "rate", "nats"], rates)
+    parts = (head, rows), (["retrained on", *RETRAINED[:2]], told), (["for", "wiring", "rate", "nats"], rates)
+    return "\n\n".join(results.markdown(*part) for part in parts)
 
 
 def figure(lines):
     """Return the figure: loss over decoding speed, a panel for each of LATENCIES."""
     found, steps = by_model(lines)
-    last = round(SHARES[-1] * steps)
+    last = round(SHARES[2] * steps)
     wirings = sorted({key[1] for key in found if key[0] in ("scratch", "retrained")}, key=results.wiring_order)
     title = "Loss over decoding speed, by the clock from a measured step of 8 layers of dim 2560 on two CPU ranks"
     drawn, axes = plot.panels(len(LATENCIES), 3.6, 3.4, title, sharey=True)
     most = max(line["nats"] for (kind, *_), some in found.items() for line in some if kind in ("scratch", "retrained"))
     for i, (axis, us) in enumerate(zip(axes, LATENCIES, strict=True)):
         for wiring in wirings:
-            x, style = speeds(wiring)[i], plot.look(wiring, wirings)
-            color, marker = style["color"], style["marker"]
-            for kind, n, face in ("scratch", steps, color), ("retrained", last, "white"):
-                some = found.get((kind, wiring, 8, n), [])
-                if some:
-                    y, low, high = middle([line["nats"] for line in some])
-                    label = wiring if kind == "scratch" else None
-                    axis.errorbar(
-                        x,
-                        y,
-                        yerr=[[y - low], [high - y]],
-                        color=color,
-                        marker=marker,
-                        mfc=face,
-                        ls="",
-                        capsize=2,
-                        markersize=6,
-                        label=label,
-                    )
+            style = {**plot.look(wiring, wirings), "linestyle": "", "capsize": 2, "label": wiring}
+            for kind, n, face in ("scratch", steps, style["color"]), ("retrained", last, "white"):
+                if some := found.get((kind, wiring, 8, n)):
+                    y, low, high = plot.middle([line["nats"] for line in some])
+                    axis.errorbar(speeds(wiring)[i], y, [[y - low], [high - y]], mfc=face, **style)
         axis.set(title=f"an all-reduce of {us / 1e3:g} ms", xlabel="tokens/s over standard's", ylim=(None, most + 0.02))
     axes[0].set_ylabel("nats per token (filled: from scratch; open: retrained)")
     plot.labelled(drawn, axes)
@@ -221,7 +219,7 @@ def parse(argv):
     p.add_argument("--runs", type=Path, metavar="DIR", help="the folder for the models")
     p.add_argument("--json", type=cli.appendable, metavar="FILE", help="append a line for each run that has none there")
     p.add_argument(
-        "--steps", type=count, default=3000, metavar="N", help=f"of a run from scratch, {BATCH:,} tokens each"
+        "--steps", type=count, default=2000, metavar="N", help=f"of a run from scratch, {BATCH:,} tokens each"
     )
     p.add_argument("--jobs", type=count, default=2, metavar="N", help="runs at a time, of a thread each")
     p.add_argument("--seconds", type=count, metavar="S", help="start no run after so many")
@@ -231,9 +229,9 @@ def parse(argv):
     args = p.parse_args(argv)
     if not args.show and not (args.corpus and args.runs and args.json):
         raise InputError("give --corpus, --runs and --json to train, or --show FILE")
-    for name in ("train.jsonl", "valid.jsonl") if not args.show else ():
-        if not (args.corpus / name).is_file():
-            raise InputError(f"--corpus {args.corpus} has no {name}: python -m benchmarks.corpus writes it")
+    for part in PARTS if not args.show else ():
+        if not (args.corpus / f"{part}.jsonl").is_file():
+            raise InputError(f"--corpus {args.corpus} has no {part}.jsonl: python -m benchmarks.corpus writes it")
     return args
 
 
@@ -242,9 +240,7 @@ def main(argv=None):
     if args.show:
         print(tables(args.show))
         return args.figure and plot.save(args.figure, figure(args.show))
-    digests = {
-        name: hashlib.sha256((args.corpus / name).read_bytes()).hexdigest() for name in ("train.jsonl", "valid.jsonl")
-    }
+    digests = {part: hashlib.sha256((args.corpus / f"{part}.jsonl").read_bytes()).hexdigest() for part in PARTS}
     written = read_text(args.json).splitlines() if os.path.exists(args.json) else []
     done, begin = {json.loads(line)["run"] for line in written}, time.monotonic()
     args.runs.mkdir(parents=True, exist_ok=True)

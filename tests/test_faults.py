@@ -1,13 +1,12 @@
-"""Ranks that die, stall, or were not started alike: how the run ends; and that benchmarks/faults.py sees when it should
-not have ended so."""
+"""Ranks that die, stall, or were not started alike: how the run ends; and that faults.py sees when it should not have
+ended so."""
 
 import subprocess
 import sys
 import time
 
+import faults
 import pytest
-
-from benchmarks import faults
 
 CASES = faults.cases()
 FAST = "decode, SIGKILL, rank 1 of 2", "decode, SIGSTOP, rank 0 of 2", "unlike --seed"
@@ -30,7 +29,7 @@ def test_a_fault_ends_all_soon_with_one_line_that_names_it(name, files):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the benchmark finds wrong
+# What faults.py finds wrong
 
 GOOD = CASES["decode, SIGKILL, rank 1 of 2"] | {
     "happened": True, "seconds": 1.0, "code": 1, "codes": [-9], "tracebacks": 0, "printed": "Once",

@@ -60,16 +60,15 @@ def fill(model, weights, world):
 
 @torch.no_grad()
 def fill_afresh(model, seed, world):
-    """Draw matrices from N(0, 0.02), set norms to 1 and biases to 0: the same weights on any number of ranks.
+    """Draw matrices from N(0, 1 / columns), set norms to 1 and biases to 0: the same on any number of ranks.
 
-    What adds to the stream, wo and w2, begins smaller, as in GPT-2: by 1 / sqrt(sublayers).
+    What adds to the stream, wo and w2, begins at 0: then all wirings begin as the same function.
     """
-    deep = (2 * model.config.n_layers) ** -0.5
     for i, (name, parameter) in enumerate(model.named_parameters()):
-        whole = torch.full(parameter.shape, float(not name.endswith("bias")))
-        if parameter.dim() == 2:
-            small = deep if name.endswith(("wo.weight", "w2.weight")) else 1
-            whole.normal_(0, 0.02 * small, generator=torch.Generator().manual_seed(seed * 1_000_003 + i))
+        whole = torch.full(parameter.shape, float(parameter.dim() == 1 and not name.endswith("bias")))
+        if parameter.dim() == 2 and not name.endswith(("wo.weight", "w2.weight")):
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + i)
+            whole.normal_(0, parameter.shape[1] ** -0.5, generator=generator)
         start, stop = _rows(parameter, world)
         parameter.to_local().copy_(whole[start:stop])
 

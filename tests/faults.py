@@ -1,8 +1,4 @@
-"""Injects faults into runs of several ranks, one a run, and records how each of them ended.
-
-python -m benchmarks.faults --json results/faults.jsonl             # all of them, in some 20 minutes
-python -m benchmarks.faults --only decode,SIGKILL --json FILE       # those whose name has all the words
-python -m benchmarks.faults --show results/faults.jsonl             # the table of docs/reliability.md
+"""Faults in runs of several ranks, one a run, and how each of them ends.
 
 In each phase of a run one rank harms itself, or its launcher; or one rank is started otherwise than the others. Each
 run is one of torchrun's, whose processes are found again by a mark in their environment. It ends well, `wrong` is
@@ -30,17 +26,15 @@ import time
 from pathlib import Path
 
 import torch
+from helpers import ROOT
 
 import quantize
-from benchmarks.lines import about, add_show_flag
 from formats import checkpoint
-from formats.config import Config, InputError
-from measure.results import markdown
+from formats.config import Config
 from model import Transformer
-from runtime import chat, cli, launch, writing
+from runtime import chat, launch
 from training.data import train_tokenizer
 
-ROOT = Path(__file__).parent.parent
 SOON, SLOW = 5, 10  # seconds in which a run should end after a fault, and after the --timeout of a stall
 TIMEOUT = 4  # --timeout of the runs that stall, in seconds
 HANGS, STARTS = 45, 150  # seconds after a fault until a run counts as hanging; until the fault should have happened
@@ -202,7 +196,7 @@ def run(case, paths):
             "CUDA_VISIBLE_DEVICES": "", "TMPDIR": folder,
         }  # fmt: skip
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={case['ranks']}"]
-        launcher += ["--redirects=3", f"--log-dir={logs}", "-m", "benchmarks.faults", *words.format(**paths).split()]
+        launcher += ["--redirects=3", f"--log-dir={logs}", __file__, *words.format(**paths).split()]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": open(f"{folder}/report", "w")}  # noqa: SIM115
         start = time.time()
         process = subprocess.Popen(launcher, cwd=ROOT, env=environment, start_new_session=True, **pipes)
@@ -259,43 +253,5 @@ def wrong(line):
     return [words for words, good in checks.items() if not good]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The command line
-
-
-def table(lines):
-    """Return a table in Markdown with a row for each kind of fault: how many runs, how they ended, in which time."""
-    rows = {}
-    for line in lines:
-        rows.setdefault(line.get("kind", "ranks not started alike"), []).append(line)
-    for kind, same in rows.items():
-        known = [line["seconds"] for line in same if line["seconds"] is not None and "kind" in line]
-        times = f"{min(known):.1f} to {max(known):.1f}" if known else ""
-        rows[kind] = [kind, str(len(same)), str(sum(not line["wrong"] for line in same)), times]
-    return markdown(["fault", "runs", "ended well", "seconds until all processes were gone"], list(rows.values()))
-
-
-def main(argv=None):
-    p = cli.Parser(__doc__)
-    p.add_argument("--only", default="", metavar="WORD,...", help="cases whose name has all of these, e.g. decode,hang")
-    cli.add_json_flag(p, "a line for each case")
-    add_show_flag(p, table, "wrong", "seconds")
-    args = p.parse_args(argv)
-    chosen = {name: case for name, case in cases().items() if all(word in name for word in args.only.split(","))}
-    if not chosen:
-        raise InputError(f"--only {args.only}: no case has all of these words; one is '{next(iter(cases()))}'")
-    made, lines = about("faults", argv), []
-    with tempfile.TemporaryDirectory() as folder:
-        paths = write_files(Path(folder))
-        for name, case in chosen.items():
-            lines.append(run(case, paths))
-            took = f"{lines[-1]['seconds']:.1f} s" if lines[-1]["seconds"] is not None else "never"
-            how = f"{name}: {took}; {'; '.join(lines[-1]['wrong']) or 'ok'}"
-            print(how, *lines[-1]["lines"], sep="\n    ", flush=True)
-            if args.json:
-                writing.append_line(args.json, made | lines[-1])
-    print(table(lines))
-
-
 if __name__ == "__main__":
-    victim() if "FAULT" in os.environ else launch.run(main)
+    victim()
