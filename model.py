@@ -200,7 +200,7 @@ class Wiring:
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # that a block has
     parameter: str | None = "layers"  # what NAME:N chooses: "layers", the "period" of all-reduces, or nothing
     laned: bool = False  # whether the same weights are another function in another number of lanes
-    small_loss: bool = False  # whether standard weights lose little in it, in a few layers (benchmarks/zeroshot.md)
+    small_loss: bool = False  # whether standard weights lose little in it, in a few layers (benchmarks/quality.md)
 
 
 WIRINGS = {

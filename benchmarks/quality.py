@@ -8,6 +8,7 @@ python -m benchmarks.quality --show quality.jsonl --figure quality.png
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import shlex
 import statistics
@@ -179,17 +180,31 @@ def tables(lines):
     ]  # fmt: skip
     shallow = cell("scratch", "standard", steps, n_layers=5)
     rows += [["standard, 5 layers", "10", shallow, *[""] * (len(head) - 3)]] if shallow else []
-    told = [
-        [f"{share:.0%}", *(cell("retrained", wiring, n) for wiring in RETRAINED[:2])] for share, n in shares.items()
-    ]
+    told, gaps = [], {}
+    for share, n in shares.items():
+        both = [found.get(("retrained", wiring, 8, n)) for wiring in RETRAINED[:2]]
+        if all(both):
+            control, ladder = (statistics.median(line["nats"] for line in some) for some in both)
+            gaps[share] = ladder - control
+            cells = [cell("retrained", wiring, n) for wiring in RETRAINED[:2]]
+            told.append([f"{share:.0%}", *cells, f"{gaps[share]:.3f}"])
     rates = [
         [kind, wiring, f"{line['lr']:g}", f"{line['nats']:.3f}"]
         for (kind, wiring, *_), some in found.items()
         if kind.startswith("rate")
         for line in some
     ]
-    parts = (head, rows), (["retrained on", *RETRAINED[:2]], told), (["for", "wiring", "rate", "nats"], rates)
-    return "\n\n".join(results.markdown(*part) for part in parts)
+    parts = (head, rows), (["retrained on", *RETRAINED[:2], "gap"], told), (["for", "wiring", "rate", "nats"], rates)
+    return "\n\n".join([*(results.markdown(*part) for part in parts), *fitted(gaps)])
+
+
+def fitted(gaps):
+    """Return a line that says how {share of the tokens: nats above the control} falls, if some are above it."""
+    points = [(math.log(share), math.log(gap)) for share, gap in gaps.items() if gap > 0]
+    if len(points) < 2:
+        return []
+    slope, at_all = statistics.linear_regression(*zip(*points, strict=True))
+    return [f"The gap is near {math.exp(at_all):.3f} x share^{slope:.2f}."]
 
 
 def figure(lines):

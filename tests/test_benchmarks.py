@@ -364,6 +364,11 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sourc
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
+def test_the_gap_of_retraining_falls_as_a_power_of_the_tokens():
+    assert quality.fitted({0.01: 0.5, 0.04: 0.25, 0.16: 0.125}) == ["The gap is near 0.050 x share^-0.50."]
+    assert quality.fitted({0.01: 0.5, 1: -0.1}) == []
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Bad input, and the pages
 
