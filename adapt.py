@@ -33,21 +33,26 @@ KEPT = 1 << 26  # logits that a pass may keep for its backward pass, which else 
 BAND = 128  # queries whose scores are made at a time
 
 
-class BandedAttention(Attention):
-    """Attention in matrix products, for CPUs: there the backward pass of PyTorch's kernel takes two to three times it.
+def banded_attention(q, k, v, mask):
+    """Return the attention (B, K, G, S, H) of scaled q of that shape to k and v (B, K, S, H), by mask (B, S, S).
 
-    Its scores are in the dtype of q.
+    In matrix products: on CPUs the backward pass of PyTorch's kernel takes two to three times theirs. The scores are in
+    the dtype of q.
     """
+    G, end, ys = q.shape[2], 0, []
+    bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -math.inf)[:, None, None]
+    for band in q.split(BAND, dim=3):
+        start, end = end, end + band.shape[3]  # and no query reads a later key
+        scores = (band.flatten(2, 3) @ k[:, :, :end].mT).unflatten(2, (G, -1)) + bias[..., start:end, :end]
+        ys.append((scores.softmax(-1).flatten(2, 3) @ v[:, :, :end]).unflatten(2, (G, -1)))
+    return torch.cat(ys, dim=3)
 
-    @torch.compiler.disable  # which makes a slower softmax
+
+class BandedAttention(Attention):
+    banded = staticmethod(banded_attention)
+
     def attend(self, q, k, v, metadata):
-        G, end, ys = q.shape[2], 0, []
-        bias = torch.zeros_like(metadata.mask, dtype=q.dtype).masked_fill(~metadata.mask, -math.inf)[:, None, None]
-        for band in (q * self.head_dim**-0.5).split(BAND, dim=3):
-            start, end = end, end + band.shape[3]  # and no query reads a later key
-            scores = (band.flatten(2, 3) @ k[:, :, :end].mT).unflatten(2, (G, -1)) + bias[..., start:end, :end]
-            ys.append((scores.softmax(-1).flatten(2, 3) @ v[:, :, :end]).unflatten(2, (G, -1)))
-        return torch.cat(ys, dim=3).flatten(2, 3)
+        return self.banded(q * self.head_dim**-0.5, k, v, metadata.mask).flatten(2, 3)
 
 
 class Norm(torch.nn.RMSNorm):
@@ -102,6 +107,8 @@ def build(config, weights, world, dtype, args=None, compiled=False):
         for module in model.modules():
             if type(module) is Attention and world.device.type == "cpu":
                 module.__class__ = BandedAttention
+                if compiled:  # which would make a slower softmax
+                    module.banded = torch.compiler.disable(banded_attention)
             if type(module) is torch.nn.RMSNorm and compiled:
                 module.__class__ = Norm
         if config.lanes:
