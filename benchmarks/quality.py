@@ -46,7 +46,8 @@ SCRATCH = [
 RETRAINED = ["standard", "ladder", "ladder:4", "pair:2-5", "spd:4/4", "spd/4", "delayed/4"]
 SEEDS = 0, 1
 SHARES = 0.01, 0.05, 0.2, 1  # of the tokens from scratch, to retrain on: all wirings on SHARES[1:3]
-RATES = {"scratch": 2e-3, "retrained": 1e-3}
+TRIED = {"scratch": (1e-3, 2e-3, 4e-3), "retrained": (5e-4, 1e-3, 2e-3)}  # learning rates
+RATES = {"scratch": 4e-3, "retrained": 1e-3}  # the best of these
 LATENCIES = (300, 1000, 3000)  # us of an all-reduce: of the three panels
 SILENT = 25.5e-3  # seconds of a decode step of SMALL on two CPU ranks without all-reduces: results/overlap-memory.jsonl
 
@@ -80,13 +81,11 @@ class Run:
 
 def plan(steps):
     """Return the Runs in their order: rates, wirings from scratch, and what of the standard model is retrained."""
-    first, rates = Run("scratch", "standard", 0, RATES["scratch"], steps), (0.5, 1, 2)
-    runs = [
-        Run("rate-scratch", wiring, 9, rate * RATES["scratch"], steps // 6) for rate in rates for wiring in SCRATCH[:2]
-    ]
+    first = Run("scratch", "standard", 0, RATES["scratch"], steps)
+    runs = [Run("rate-scratch", wiring, 9, lr, steps // 6) for lr in TRIED["scratch"] for wiring in SCRATCH[:2]]
     scratch = [dataclasses.replace(first, wiring=wiring, seed=seed) for wiring in SCRATCH for seed in SEEDS]
     again = Run("retrained", "ladder", 10, RATES["retrained"], round(SHARES[1] * steps), first.name)
-    tried = [dataclasses.replace(again, kind="rate-retrained", seed=9, lr=rate * again.lr) for rate in rates]
+    tried = [dataclasses.replace(again, kind="rate-retrained", seed=9, lr=lr) for lr in TRIED["retrained"]]
 
     def retrained(wirings, share, *seeds):
         part = dataclasses.replace(again, steps=round(share * steps))
