@@ -29,15 +29,15 @@ from training import lanes, runs, sharding
 from training.data import SEPARATOR
 
 CHUNK = 1024  # tokens whose logits are made at a time
-KEPT = 1 << 26  # logits that a pass may keep for its backward pass, which else makes each chunk's again
+KEPT = 1 << 26  # logits that a pass may keep for its backward pass; beyond that, this makes each chunk's again
 BAND = 128  # queries whose scores are made at a time
 
 
 def banded_attention(q, k, v, mask):
     """Return the attention (B, K, G, S, H) of scaled q of that shape to k and v (B, K, S, H), by mask (B, S, S).
 
-    In matrix products: on CPUs the backward pass of PyTorch's kernel takes two to three times theirs. The scores are in
-    the dtype of q.
+    In matrix products: on CPUs the backward pass of PyTorch's kernel takes two to three times as long. The scores are
+    in the dtype of q.
     """
     G, end, ys = q.shape[2], 0, []
     bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -math.inf)[:, None, None]
@@ -107,7 +107,7 @@ def build(config, weights, world, dtype, args=None, compiled=False):
         for module in model.modules():
             if type(module) is Attention and world.device.type == "cpu":
                 module.__class__ = BandedAttention
-                if compiled:  # which would make a slower softmax
+                if compiled:  # Inductor's softmax is slower
                     module.banded = torch.compiler.disable(banded_attention)
             if type(module) is torch.nn.RMSNorm and compiled:
                 module.__class__ = Norm
@@ -289,7 +289,7 @@ def parse(argv):
     g = p.add_argument_group("machine")
     g.add_argument("--micro-batch", type=count, metavar="N", help="windows at once on a rank (default: all its share)")
     g.add_argument("--recompute", action="store_true", help="the backward pass computes sublayers again: less memory")
-    g.add_argument("--compile", action="store_true", help="torch.compile the sublayers")
+    g.add_argument("--compile", action="store_true", help="torch.compile sublayers, norms and losses")
     g.add_argument("--save-every", type=count, metavar="N", default=200, help="steps between states to resume from")
     cli.add_rank_flags(g)
     g = p.add_argument_group("a model from scratch")

@@ -5,6 +5,7 @@ python -m benchmarks.quality --corpus corpus --runs runs --json quality.jsonl  #
 python -m benchmarks.quality --show quality.jsonl --figure quality.png
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -32,13 +33,12 @@ from measure.clock import count_all_reduces
 from measure.link import Link
 from measure.report import environment
 from runtime import cli, launch, writing
-from runtime.cli import count
+from runtime.cli import count, number
 from runtime.launch import World
 
 # 1.7 M parameters besides the embedding, on one thread each.
 SHAPE = "--vocab-size 4096 --dim 128 --n-heads 4 --n-kv-heads 4 --intermediate-size 384 --dropout 0"
 TRAINING = "--seq-len 256 --batch 8 --valid-tokens 100000 --compute-dtype bfloat16 --dtype float32 --compile"
-BATCH = 8 * 256  # tokens of a step
 SCRATCH = [
     "standard", "ladder", "parallel-ladder", "parallel", "spd/4", "pair", "delayed/4", "ladder:4", "delayed-4/4",
     "desync:2/4",
@@ -46,15 +46,15 @@ SCRATCH = [
 RETRAINED = ["standard", "ladder", "ladder:4", "pair:2-5", "spd:4/4", "spd/4", "delayed/4"]
 SEEDS = 0, 1
 SHARES = 0.01, 0.05, 0.2, 1  # of the tokens from scratch, to retrain on: all wirings on SHARES[1:3]
-TRIED = {"scratch": (1e-3, 2e-3, 4e-3), "retrained": (5e-4, 1e-3, 2e-3)}  # learning rates
-RATES = {"scratch": 4e-3, "retrained": 1e-3}  # the best of these
+TRIED = {"scratch": (1e-3, 2e-3, 4e-3), "control": (1e-4, 3e-4, 1e-3), "distilled": (5e-4, 1e-3, 2e-3)}
+RATES = {"scratch": 4e-3, "control": 3e-4, "distilled": 1e-3}  # learning rates, the best of those tried
 LATENCIES = (300, 1000, 3000)  # us of an all-reduce: of the three panels
 SILENT = 25.5e-3  # seconds of a decode step of SMALL on two CPU ranks without all-reduces: results/overlap-memory.jsonl
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A training. kind: from scratch, or that of the standard model in another wiring; or to choose their rates."""
+    """A training: from scratch, or of a standard model in another wiring; or a short one, to choose a rate of these."""
 
     kind: str  # scratch, retrained, or rate-scratch, rate-retrained
     wiring: str
@@ -67,7 +67,8 @@ class Run:
     @property
     def name(self):
         wiring = self.wiring.translate(str.maketrans(":/", "._"))
-        return f"{self.kind}-{wiring}-{self.n_layers}x{self.steps}-lr{self.lr:g}-seed{self.seed}"
+        name = f"{self.kind}-{wiring}-{self.n_layers}x{self.steps}-lr{self.lr:g}-seed{self.seed}"
+        return name + f"-of-{self.origin}" * bool(self.origin)
 
     def flags(self, runs):
         """Return the flags of adapt.py; runs: the folder of all models."""
@@ -80,25 +81,32 @@ class Run:
 
 
 def plan(steps):
-    """Return the Runs in their order: rates, wirings from scratch, and what of the standard model is retrained."""
+    """Return the Runs in their order: rates, wirings from scratch, and what of a standard model is retrained.
+
+    The control of these is the standard model, trained plainly on the same tokens; the others are distilled.
+    """
     first = Run("scratch", "standard", 0, RATES["scratch"], steps)
     runs = [Run("rate-scratch", wiring, 9, lr, steps // 6) for lr in TRIED["scratch"] for wiring in SCRATCH[:2]]
     scratch = [dataclasses.replace(first, wiring=wiring, seed=seed) for wiring in SCRATCH for seed in SEEDS]
-    again = Run("retrained", "ladder", 10, RATES["retrained"], round(SHARES[1] * steps), first.name)
-    tried = [dataclasses.replace(again, kind="rate-retrained", seed=9, lr=lr) for lr in TRIED["retrained"]]
 
-    def retrained(wirings, share, *seeds):
-        part = dataclasses.replace(again, steps=round(share * steps))
-        return [dataclasses.replace(part, wiring=wiring, seed=seed) for wiring in wirings for seed in seeds]
+    def retrained(wirings, share, *seeds, kind="retrained", rates=None):
+        return [
+            Run(kind, wiring, seed, lr, round(share * steps), first.name)
+            for wiring, how in ((wiring, "control" if wiring == "standard" else "distilled") for wiring in wirings)
+            for lr in (rates or {name: (rate,) for name, rate in RATES.items()})[how]
+            for seed in seeds
+        ]
 
-    runs += scratch[:8] + tried + retrained(RETRAINED, SHARES[1], 10, 11, 12) + retrained(RETRAINED, SHARES[2], 10)
-    runs += [run for share in (SHARES[0], SHARES[3]) for run in retrained(RETRAINED[:2], share, 10)] + scratch[8:]
+    few, most, twice = RETRAINED[:2], RETRAINED, len(SEEDS)
+    runs += scratch[: 2 * twice] + retrained(few, SHARES[1], 9, kind="rate-retrained", rates=TRIED)
+    runs += scratch[2 * twice : 4 * twice] + retrained(most, SHARES[1], 10, 11, 12) + retrained(most, SHARES[2], 10)
+    runs += [*retrained(few, SHARES[0], 10), *retrained(few, SHARES[3], 10), *scratch[4 * twice :]]
     runs += [dataclasses.replace(first, n_layers=5, seed=seed) for seed in SEEDS]
-    return runs + retrained(RETRAINED, SHARES[2], 11, 12)
+    return runs + retrained(most, SHARES[2], 11, 12)
 
 
 def train(run, args, digests):
-    """Train a run unless its model is there; return its line."""
+    """Train a run unless its model is there; return its line, with the loss after the last step."""
 
     def command(corpus, runs):
         text = corpus / ("retrain.jsonl" if run.origin else "train.jsonl")
@@ -108,9 +116,10 @@ def train(run, args, digests):
     out = args.runs / run.name
     if not out.exists():
         with open(f"{out}.out", "w") as log:
-            ended = subprocess.run([sys.executable, *command(args.corpus, args.runs)], stdout=log, stderr=log)
-        if ended.returncode:
-            raise InputError(f"{run.name}: {read_text(f'{out}.out').splitlines()[-1]}")
+            words = [sys.executable, *command(args.corpus, args.runs)]
+            code = subprocess.run(words, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+        if code:
+            raise InputError(f"{run.name} ended with code {code}: {out}.out says why")
     of_any_place = command(Path(args.corpus.name), Path(args.runs.name))
     log = [json.loads(line) for line in read_text(f"{out}.run/log.jsonl").splitlines()]
     curve = [(line["tokens"], line["valid"]) for line in log if "valid" in line]
@@ -118,11 +127,12 @@ def train(run, args, digests):
     return {
         "run": run.name, **dataclasses.asdict(run), "nats": curve[-1][1], "before": curve[0][1],
         "tokens": curve[-1][0], "curve": curve, "tokens_per_s": statistics.median(rates), "sha256": digests,
-        **environment(World(0, 1, torch.device("cpu"))), "command": shlex.join(["python", *of_any_place]),
+        **environment(World(0, 1, torch.device("cpu"))), "threads": 1,
+        "command": shlex.join(["OMP_NUM_THREADS=1", "python", *of_any_place]),
     }  # fmt: skip
 
 
-def speeds(wiring):
+def speeds(wiring, n_layers=8):
     """Return how many times as fast as in the standard wiring SMALL decodes on two ranks, at each of LATENCIES.
 
     That is what the clock says, if its sublayers share SILENT out by what they read.
@@ -132,8 +142,8 @@ def speeds(wiring):
     machine, found = Machine("measured", n_bytes / SILENT), []
     for us in LATENCIES:
         times = times_of(SMALL, torch.bfloat16, 2, 1, 64, machine, Link("", us, None))
-        standard, own = (step_seconds(rewired(SMALL, name), times)[0] for name in ("standard", wiring))
-        found.append(standard / own)
+        config = dataclasses.replace(rewired(SMALL, wiring), n_layers=n_layers)
+        found.append(step_seconds(SMALL, times)[0] / step_seconds(config, times)[0])
     return found
 
 
@@ -148,7 +158,7 @@ def by_model(lines):
 def tables(lines):
     """Return Markdown: a row for each wiring, a row for each share of what is retrained, and one for each rate tried.
 
-    The percentages are above the standard wiring, from scratch or retrained on the same tokens.
+    The percentages say how far a loss is above the standard wiring's, from scratch or retrained on as many tokens.
     """
     found, steps = by_model(lines)
 
@@ -161,7 +171,8 @@ def tables(lines):
             return ""
         nats, low, high = plot.middle(values)
         spread = f" ({low:.3f}-{high:.3f})" if high > low else ""
-        above = f", {100 * (nats / statistics.median(standard) - 1):+.1f} %" if standard and values != standard else ""
+        is_base = (wiring, n_layers) == ("standard", 8)
+        above = f", {100 * (nats / statistics.median(standard) - 1):+.1f} %" if standard and not is_base else ""
         return f"{nats:.3f}{spread}{above}"
 
     shares = {share: round(share * steps) for share in SHARES}
@@ -177,8 +188,9 @@ def tables(lines):
         ]
         for wiring in wirings
     ]  # fmt: skip
-    shallow = cell("scratch", "standard", steps, n_layers=5)
-    rows += [["standard, 5 layers", "10", shallow, *[""] * (len(head) - 3)]] if shallow else []
+    if shallow := cell("scratch", "standard", steps, n_layers=5):
+        empty = [""] * (1 + len(SHARES[1:3]))
+        rows.append(["standard, 5 layers", "10", shallow, *empty, *(f"{x:.2f}" for x in speeds("standard", 5))])
     told, gaps = [], {}
     for share, n in shares.items():
         both = [found.get(("retrained", wiring, 8, n)) for wiring in RETRAINED[:2]]
@@ -202,8 +214,8 @@ def fitted(gaps):
     points = [(math.log(share), math.log(gap)) for share, gap in gaps.items() if gap > 0]
     if len(points) < 2:
         return []
-    slope, at_all = statistics.linear_regression(*zip(*points, strict=True))
-    return [f"The gap is near {math.exp(at_all):.3f} x share^{slope:.2f}."]
+    slope, at_one = statistics.linear_regression(*zip(*points, strict=True))
+    return [f"The gap is near {math.exp(at_one):.3f} x share^{slope:.2f}."]
 
 
 def figure(lines):
@@ -213,7 +225,6 @@ def figure(lines):
     wirings = sorted({key[1] for key in found if key[0] in ("scratch", "retrained")}, key=results.wiring_order)
     title = "Loss over decoding speed, by the clock from a measured step of 8 layers of dim 2560 on two CPU ranks"
     drawn, axes = plot.panels(len(LATENCIES), 3.6, 3.4, title, sharey=True)
-    most = max(line["nats"] for (kind, *_), some in found.items() for line in some if kind in ("scratch", "retrained"))
     for i, (axis, us) in enumerate(zip(axes, LATENCIES, strict=True)):
         for wiring in wirings:
             style = {**plot.look(wiring, wirings), "linestyle": "", "capsize": 2, "label": wiring}
@@ -221,10 +232,21 @@ def figure(lines):
                 if some := found.get((kind, wiring, 8, n)):
                     y, low, high = plot.middle([line["nats"] for line in some])
                     axis.errorbar(speeds(wiring)[i], y, [[y - low], [high - y]], mfc=face, **style)
-        axis.set(title=f"an all-reduce of {us / 1e3:g} ms", xlabel="tokens/s over standard's", ylim=(None, most + 0.02))
+        axis.set(title=f"an all-reduce of {us / 1e3:g} ms", xlabel="tokens/s over standard's")
     axes[0].set_ylabel("nats per token (filled: from scratch; open: retrained)")
     plot.labelled(drawn, axes)
     return drawn
+
+
+def written(path):
+    """Return the lines that a file has so far, without one that was cut off. Raises InputError for other lines."""
+    lines = []
+    for text in read_text(path).splitlines() if os.path.exists(path) else []:
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(text))
+    if not all(isinstance(line, dict) and "run" in line for line in lines):
+        raise InputError(f"--json: {path} has lines that this script did not write")
+    return lines
 
 
 def parse(argv):
@@ -232,17 +254,16 @@ def parse(argv):
     p.add_argument("--corpus", type=Path, metavar="DIR", help="what benchmarks.corpus wrote")
     p.add_argument("--runs", type=Path, metavar="DIR", help="the folder for the models")
     p.add_argument("--json", type=cli.appendable, metavar="FILE", help="append a line for each run that has none there")
-    p.add_argument(
-        "--steps", type=count, default=2000, metavar="N", help=f"of a run from scratch, {BATCH:,} tokens each"
-    )
+    words = "of a run from scratch, 2,048 tokens each"
+    p.add_argument("--steps", type=number(int, 200), default=2000, metavar="N", help=words)
     p.add_argument("--jobs", type=count, default=2, metavar="N", help="runs at a time, of a thread each")
     p.add_argument("--seconds", type=count, metavar="S", help="start no run after so many")
     words = "train nothing: print the tables of such lines"
     p.add_argument("--show", type=lines_with("run", "kind", "nats", "before"), metavar="FILE", help=words)
     p.add_argument("--figure", metavar="PNG", help="... and draw their figure")
     args = p.parse_args(argv)
-    if not args.show and not (args.corpus and args.runs and args.json):
-        raise InputError("give --corpus, --runs and --json to train, or --show FILE")
+    if not args.show and not (args.corpus and args.runs and args.json and not args.figure):
+        raise InputError("give --corpus, --runs and --json to train, or --show FILE, perhaps with --figure PNG")
     for part in PARTS if not args.show else ():
         if not (args.corpus / f"{part}.jsonl").is_file():
             raise InputError(f"--corpus {args.corpus} has no {part}.jsonl: python -m benchmarks.corpus writes it")
@@ -253,21 +274,33 @@ def main(argv=None):
     args = parse(argv)
     if args.show:
         print(tables(args.show))
-        return args.figure and plot.save(args.figure, figure(args.show))
+        if args.figure:
+            plot.save(args.figure, figure(args.show))
+        return
     digests = {part: hashlib.sha256((args.corpus / f"{part}.jsonl").read_bytes()).hexdigest() for part in PARTS}
-    written = read_text(args.json).splitlines() if os.path.exists(args.json) else []
-    done, begin = {json.loads(line)["run"] for line in written}, time.monotonic()
-    args.runs.mkdir(parents=True, exist_ok=True)
+    done, begin = {line["run"] for line in written(args.json)}, time.monotonic()
+    try:
+        args.runs.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise InputError(f"--runs {args.runs}: {e.strerror}") from None
+    left, ended = [run for run in plan(args.steps) if run.name not in done], {}
 
     def one(run):
+        if run.origin in ended:
+            ended[run.origin].result()  # its model
         if args.seconds is None or time.monotonic() - begin < args.seconds:
             line = train(run, args, digests)
             writing.append_line(args.json, line)
             print(f"{run.name}: {line['nats']:.4f} nats per token", flush=True)
 
-    # those of an origin come last: it is there by then
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(one, [run for run in plan(args.steps) if run.name not in done]))
+        for run in left:
+            ended[run.name] = pool.submit(one, run)
+        try:
+            for run in left:
+                ended[run.name].result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 if __name__ == "__main__":

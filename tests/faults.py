@@ -26,7 +26,6 @@ import time
 from pathlib import Path
 
 import torch
-from helpers import ROOT
 
 import quantize
 from formats import checkpoint
@@ -35,6 +34,7 @@ from model import Transformer
 from runtime import chat, launch
 from training.data import train_tokenizer
 
+ROOT = Path(__file__).parent.parent
 SOON, SLOW = 5, 10  # seconds in which a run should end after a fault, and after the --timeout of a stall
 TIMEOUT = 4  # --timeout of the runs that stall, in seconds
 HANGS, STARTS = 45, 150  # seconds after a fault until a run counts as hanging; until the fault should have happened

@@ -10,6 +10,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -327,13 +328,14 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sourc
     printed(corpus, *sources[0], "--out", tmp_path / "corpus")
     ran = []
 
-    def trained(command, **_):
+    def trained(command, env, **_):
         """What adapt.py leaves, with losses that its wiring and seed decide."""
         args = adapt.parse(command[2:])
         if len(ran) == 4:
             raise KeyboardInterrupt
         ran.append(args)
-        assert args.checkpoint is None or os.path.isdir(args.checkpoint)
+        assert env["OMP_NUM_THREADS"] == "1" and (args.checkpoint is None or os.path.isdir(args.checkpoint))
+        time.sleep(0.05 * (args.steps == 200 and args.checkpoint is None))  # with 9 jobs an origin is waited for
         os.makedirs(args.out)
         os.makedirs(f"{args.out}.run")
         nats = [5 + len(args.wiring), 2.5 + len(args.wiring) / 100 + args.seed / 10]
@@ -343,19 +345,22 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sourc
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(quality, "subprocess", SimpleNamespace(run=trained))
-    monkeypatch.setattr(quality, "ThreadPoolExecutor", lambda _: contextlib.nullcontext(SimpleNamespace(map=map)))
     how = ["--corpus", tmp_path / "corpus", "--runs", tmp_path / "runs", "--json", tmp_path / "x.jsonl"]
     with pytest.raises(KeyboardInterrupt):
-        printed(quality, *how, "--steps", "200")
-    assert len(read(tmp_path / "x.jsonl")) == 4 and "rate-scratch" in printed(quality, "--show", tmp_path / "x.jsonl")
+        printed(quality, *how, "--steps", "200", "--jobs", "1")
+    assert len(read(tmp_path / "x.jsonl")) == 4
+    assert "rate-scratch" in printed(quality, "--show", tmp_path / "x.jsonl", "--figure", tmp_path / "y.png")
+    with open(tmp_path / "x.jsonl", "a") as f:
+        f.write('{"run": "cut o')
     ran.append(None)
-    printed(quality, *how, "--steps", "200")
-    lines = read(tmp_path / "x.jsonl")
-    assert [line["run"] for line in lines] == [run.name for run in quality.plan(200)] and len(lines) == len(ran) - 1
+    printed(quality, *how, "--steps", "200", "--jobs", "9")
+    lines = quality.written(tmp_path / "x.jsonl")
+    assert {line["run"] for line in lines} == {run.name for run in quality.plan(200)} and len(lines) == len(ran) - 1
     assert {line["steps"] for line in lines if line["kind"] == "retrained"} == {2, 10, 40, 200}
-    assert all(
-        ran[0].seed == 9 and args.distill == args.checkpoint for args in ran if args and args.wiring == "spd:4/4"
-    )
+    halves = [args for args in ran if args and args.wiring == "spd:4/4"]
+    assert halves and all(args.distill == args.checkpoint for args in halves)
+    assert all(args.distill is None for args in ran if args and args.wiring == "standard")
+    write(tmp_path / "x.jsonl", lines)
     rows = [row.split(" | ") for row in printed(quality, "--show", tmp_path / "x.jsonl").splitlines()]
     ladder, spd = ([row for row in rows if row[0] == f"| {name}"][0] for name in ("ladder", "spd:4/4"))
     assert ladder[1:3] == ["16", "2.610 (2.560-2.660), -0.8 %"] and ladder[3].startswith("11.000, ")
@@ -390,8 +395,10 @@ README = shlex.quote(str(ROOT / "README.md"))
         (decode, f"--show {README}", f"--show: {README} has lines that this script did not write"),
         (gpu, "--device cpu", "there is no GPU: --device cpu takes --tiny"),
         (corpus, "--out x --torch /nosuch", "--torch /nosuch: no Python files there"),
-        (quality, "--json /tmp/x.jsonl", "give --corpus, --runs and --json to train, or --show FILE"),
-        (quality, "--corpus /nosuch --runs x --json /tmp/x.jsonl", "--corpus /nosuch has no train.jsonl: python -m"),
+        (quality, "--json x.jsonl", "give --corpus, --runs and --json to train, or --show FILE"),
+        (quality, "--corpus /nosuch --runs x --json x.jsonl", "--corpus /nosuch has no train.jsonl: python -m"),
+        (quality, "--corpus x --runs x --json x.jsonl --figure x.png", "give --corpus, --runs and --json to train, or"),
+        (quality, "--steps 199", "--steps: '199' is not a whole number from 200"),
         (quality, "--show /nosuch", "--show: /nosuch: No such file"),
     ],
 )

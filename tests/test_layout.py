@@ -81,6 +81,7 @@ assert before == (dict(os.environ), list(sys.path), torch.get_default_dtype(), t
 assert not torch.distributed.is_initialized() and not torch.cuda.is_initialized()
 assert not ({{"matplotlib", "transformers", "pytest", "lm_eval"}} & sys.modules.keys()), "imported for nothing"
 """
+    # torch's compiler puts such a variable there when it is imported, also in the process of other tests
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR")}
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -89,7 +89,7 @@ def tokenize(paths, tokenizer, end, target, show=True):
 
     total = 0
     with writing.new_file(target) as unfinished, open(unfinished, "wb") as f, ThreadPoolExecutor() as pool:
-        encoded = pool.map(encode_one, chain.from_iterable(map(documents, paths)))
+        encoded = chain.from_iterable(pool.map(encode_one, documents(path)) for path in paths)  # map reads a whole file
         bar = tqdm(encoded, desc="tokenizing", unit=" documents", delay=1, disable=None if show else True)
         for n, (ids, counts) in enumerate(bar):
             tokens = np.empty(len(ids), TOKEN)

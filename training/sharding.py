@@ -62,7 +62,7 @@ def fill(model, weights, world):
 def fill_afresh(model, seed, world):
     """Draw matrices from N(0, 1 / columns), set norms to 1 and biases to 0: the same on any number of ranks.
 
-    What adds to the stream, wo and w2, begins at 0: then all wirings begin as the same function.
+    What adds to the stream, wo and w2, begins at 0: in every wiring a model begins as one without layers.
     """
     for i, (name, parameter) in enumerate(model.named_parameters()):
         whole = torch.full(parameter.shape, float(parameter.dim() == 1 and not name.endswith("bias")))
