@@ -47,7 +47,7 @@ RETRAINED = ["standard", "ladder", "ladder:4", "pair:2-5", "spd:4/4", "spd/4", "
 SEEDS = 0, 1
 SHARES = 0.01, 0.05, 0.2, 1  # of the tokens from scratch, to retrain on: all wirings on SHARES[1:3]
 TRIED = {"scratch": (1e-3, 2e-3, 4e-3), "control": (1e-4, 3e-4, 1e-3), "distilled": (5e-4, 1e-3, 2e-3)}
-RATES = {"scratch": 4e-3, "control": 3e-4, "distilled": 1e-3}  # learning rates, the best of those tried
+RATES = {"scratch": 4e-3, "control": 1e-4, "distilled": 1e-3}  # learning rates, the best of those tried
 LATENCIES = (300, 1000, 3000)  # us of an all-reduce: of the three panels
 SILENT = 25.5e-3  # seconds of a decode step of SMALL on two CPU ranks without all-reduces: results/overlap-memory.jsonl
 
