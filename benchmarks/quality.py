@@ -73,8 +73,8 @@ class Run:
     def flags(self, runs):
         """Return the flags of adapt.py; runs: the folder of all models."""
         flags = [*TRAINING.split(), *f"--wiring {self.wiring} --seed {self.seed} --lr {self.lr:g}".split()]
-        validations = 4 if self.origin else 10
-        flags += f"--steps {self.steps} --eval-every {max(1, self.steps // validations)} --save-every 250".split()
+        between = self.steps if self.origin else self.steps // 10
+        flags += f"--steps {self.steps} --eval-every {between} --save-every 250".split()
         if self.origin is None:
             return [*SHAPE.split(), "--n-layers", str(self.n_layers), *flags]
         return ["--checkpoint", str(runs / self.origin), *["--distill"] * (self.wiring != "standard"), *flags]
