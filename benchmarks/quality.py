@@ -15,6 +15,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,7 @@ from measure.report import environment
 from runtime import cli, launch, writing
 from runtime.cli import count, number
 from runtime.launch import World
+from training import affinity
 
 # 1.7 M parameters besides the embedding, on one thread each.
 SHAPE = "--vocab-size 4096 --dim 128 --n-heads 4 --n-kv-heads 4 --intermediate-size 384 --dropout 0"
@@ -44,6 +46,7 @@ SCRATCH = [
     "desync:2/4",
 ]  # fmt: skip
 RETRAINED = ["standard", "ladder", "ladder:4", "pair:2-5", "spd:4/4", "spd/4", "delayed/4"]
+GROUPED = ["spd/4", "delayed/4"]  # with neurons in lanes by affinity, too
 SEEDS = 0, 1
 SHARES = 0.01, 0.05, 0.2, 1  # of the tokens from scratch, to retrain on: all wirings on SHARES[1:3]
 TRIED = {"scratch": (1e-3, 2e-3, 4e-3), "control": (1e-4, 3e-4, 1e-3), "distilled": (5e-4, 1e-3, 2e-3)}
@@ -51,12 +54,14 @@ RATES = {"scratch": 4e-3, "control": 1e-4, "distilled": 1e-3}  # learning rates,
 LATENCIES = (300, 1000, 3000)  # us of an all-reduce: of the three panels
 SILENT = 25.5e-3  # seconds of a decode step of SMALL on two CPU ranks without all-reduces: results/overlap-memory.jsonl
 
+GROUPING = threading.Lock()  # of one job at a time
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """A training: from scratch, or of a standard model in another wiring; or a short one, to choose a rate of these."""
 
-    kind: str  # scratch, retrained, or rate-scratch, rate-retrained
+    kind: str  # scratch, retrained, grouped, or rate-scratch, rate-retrained
     wiring: str
     seed: int
     lr: float
@@ -77,7 +82,8 @@ class Run:
         flags += f"--steps {self.steps} --eval-every {between} --save-every 250".split()
         if self.origin is None:
             return [*SHAPE.split(), "--n-layers", str(self.n_layers), *flags]
-        return ["--checkpoint", str(runs / self.origin), *["--distill"] * (self.wiring != "standard"), *flags]
+        origin = runs / (self.origin + "-grouped" * (self.kind == "grouped"))
+        return ["--checkpoint", str(origin), *["--distill"] * (self.wiring != "standard"), *flags]
 
 
 def plan(steps):
@@ -99,7 +105,8 @@ def plan(steps):
 
     few, most, twice = RETRAINED[:2], RETRAINED, len(SEEDS)
     runs += scratch[: 2 * twice] + retrained(few, SHARES[1], 9, kind="rate-retrained", rates=TRIED)
-    runs += scratch[2 * twice : 4 * twice] + retrained(most, SHARES[1], 10, 11, 12) + retrained(most, SHARES[2], 10)
+    runs += scratch[2 * twice : 4 * twice] + retrained(most, SHARES[1], 10, 11, 12)
+    runs += retrained(GROUPED, SHARES[1], 10, 11, 12, kind="grouped") + retrained(most, SHARES[2], 10)
     runs += [*retrained(few, SHARES[0], 10), *retrained(few, SHARES[3], 10), *scratch[4 * twice :]]
     runs += [dataclasses.replace(first, n_layers=5, seed=seed) for seed in SEEDS]
     return runs + retrained(most, SHARES[2], 11, 12)
@@ -114,6 +121,10 @@ def train(run, args, digests):
         return ["adapt.py", *run.flags(runs), "--text", *map(str, files)]
 
     out = args.runs / run.name
+    with GROUPING:
+        if run.kind == "grouped" and not (origin := args.runs / f"{run.origin}-grouped").exists():
+            how = ["--checkpoint", args.runs / run.origin, "--lanes", "4", "--text", args.corpus / "retrain.jsonl"]
+            affinity.main([*map(str, how), "--out", str(origin)])
     if not out.exists():
         with open(f"{out}.out", "w") as log:
             words = [sys.executable, *command(args.corpus, args.runs)]
@@ -132,6 +143,10 @@ def train(run, args, digests):
     }  # fmt: skip
 
 
+def of_small(wiring, n_layers=8):
+    return dataclasses.replace(rewired(SMALL, wiring), n_layers=n_layers)
+
+
 def speeds(wiring, n_layers=8):
     """Return how many times as fast as in the standard wiring SMALL decodes on two ranks, at each of LATENCIES.
 
@@ -142,8 +157,7 @@ def speeds(wiring, n_layers=8):
     machine, found = Machine("measured", n_bytes / SILENT), []
     for us in LATENCIES:
         times = times_of(SMALL, torch.bfloat16, 2, 1, 64, machine, Link("", us, None))
-        config = dataclasses.replace(rewired(SMALL, wiring), n_layers=n_layers)
-        found.append(step_seconds(SMALL, times)[0] / step_seconds(config, times)[0])
+        found.append(step_seconds(SMALL, times)[0] / step_seconds(of_small(wiring, n_layers), times)[0])
     return found
 
 
@@ -162,42 +176,42 @@ def tables(lines):
     """
     found, steps = by_model(lines)
 
-    def cell(kind, wiring, n, key="nats", n_layers=8):
-        values, standard = (
-            [line[key] for line in found.get((kind, name, layers, n), [])]
-            for name, layers in ((wiring, n_layers), ("standard", 8))
-        )
-        if not values:
+    def cell(kind, wiring, share, key="nats", n_layers=8):
+        def losses(kind, *model):
+            return [line[key] for line in found.get((kind, *model, round(share * steps)), [])]
+
+        if not (values := losses(kind, wiring, n_layers)):
             return ""
         nats, low, high = plot.middle(values)
         spread = f" ({low:.3f}-{high:.3f})" if high > low else ""
+        standard = losses(kind.replace("grouped", "retrained"), "standard", 8)
         is_base = (wiring, n_layers) == ("standard", 8)
         above = f", {100 * (nats / statistics.median(standard) - 1):+.1f} %" if standard and not is_base else ""
         return f"{nats:.3f}{spread}{above}"
 
-    shares = {share: round(share * steps) for share in SHARES}
     head = ["wiring", "all-reduces", "from scratch", "standard weights in it"]
     head += [f"retrained on {share:.0%}" for share in SHARES[1:3]] + [f"speed at {us / 1e3:g} ms" for us in LATENCIES]
-    wirings = sorted({key[1] for key in found if key[0] in ("scratch", "retrained")}, key=results.wiring_order)
-    rows = [
-        [
-            wiring, str(count_all_reduces(rewired(SMALL, wiring))), cell("scratch", wiring, steps),
-            cell("retrained", wiring, shares[SHARES[1]], "before"),
-            *(cell("retrained", wiring, shares[share]) for share in SHARES[1:3]),
-            *(f"{x:.2f}" for x in speeds(wiring)),
-        ]
-        for wiring in wirings
-    ]  # fmt: skip
-    if shallow := cell("scratch", "standard", steps, n_layers=5):
-        empty = [""] * (1 + len(SHARES[1:3]))
-        rows.append(["standard, 5 layers", "10", shallow, *empty, *(f"{x:.2f}" for x in speeds("standard", 5))])
+    rows = []
+
+    def add_row(label, wiring, scratch="scratch", again="retrained", n_layers=8):
+        how = {"n_layers": n_layers}
+        cells = [cell(scratch, wiring, 1, **how), cell(again, wiring, SHARES[1], "before", **how)]
+        cells += [cell(again, wiring, share, **how) for share in SHARES[1:3]]
+        if any(cells):
+            n = count_all_reduces(of_small(wiring, n_layers))
+            rows.append([label, str(n), *cells, *(f"{x:.2f}" for x in speeds(wiring, n_layers))])
+
+    for wiring in sorted({key[1] for key in found}, key=results.wiring_order):
+        add_row(wiring, wiring)
+        add_row(f"{wiring}, grouped", wiring, scratch="", again="grouped")
+    add_row("standard, 5 layers", "standard", n_layers=5)
     told, gaps = [], {}
-    for share, n in shares.items():
-        both = [found.get(("retrained", wiring, 8, n)) for wiring in RETRAINED[:2]]
+    for share in SHARES:
+        both = [found.get(("retrained", wiring, 8, round(share * steps))) for wiring in RETRAINED[:2]]
         if all(both):
             control, ladder = (statistics.median(line["nats"] for line in some) for some in both)
             gaps[share] = ladder - control
-            cells = [cell("retrained", wiring, n) for wiring in RETRAINED[:2]]
+            cells = [cell("retrained", wiring, share) for wiring in RETRAINED[:2]]
             told.append([f"{share:.0%}", *cells, f"{gaps[share]:.3f}"])
     rates = [
         [kind, wiring, f"{line['lr']:g}", f"{line['nats']:.3f}"]

@@ -33,7 +33,7 @@ generate measure.plot measure.probe
 measure.score measure.sweep
 training.runs
 measure.harness quantize convert_hf_checkpoint adapt complete
-eval
+eval training.affinity
 """.strip().splitlines()
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names.split()}
 FILES = {

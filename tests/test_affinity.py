@@ -1,0 +1,138 @@
+"""Neurons in lanes by affinity: the standard model stays the same, and its lanes miss less of one another."""
+
+import dataclasses
+import itertools
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from helpers import BASE, StateWeights, random_model
+
+import tp
+from complete import load
+from formats import checkpoint
+from formats.config import InputError, rewired
+from training import affinity, data
+
+CONFIG = dataclasses.replace(BASE, n_layers=2, vocab_size=300, max_seq_len=512, mlp_bias=True, bos_id=1, eos_ids=(2,))
+
+
+def model_of_two_kinds(config):
+    """A model whose even neurons read what the first half of the heads writes, and its odd ones the second."""
+    model, half = random_model(config).requires_grad_(False), config.n_heads * config.head_dim // 2
+    for block in model.layers:
+        written = block.attention.wo.weight.T.split(half)  # of (half, D)
+        for linear in block.feed_forward.w1, block.feed_forward.w3:
+            for kind in 0, 1:
+                linear.weight[kind::2] = linear.weight[kind::2, :half] @ written[kind] * (config.dim / half) ** 0.5
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    text = "Once upon a time there was a little dog. The dog ran to the park and saw a big tree. "
+    (tmp_path / "text.txt").write_text(text * 40)
+    (tmp_path / "a").mkdir()
+    checkpoint.write_model(tmp_path / "a", CONFIG, model_of_two_kinds(CONFIG).state_dict(), torch.float32)
+    data.train_tokenizer([text] * 30, 300, tmp_path / "a" / "tokenizer.model")
+    return tmp_path
+
+
+def naive_costs(model, config, tokens, lanes):
+    """The cost of each neuron in each lane, layer by layer, in float64, from the whole standard model."""
+    state = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
+    x, found = state["tok_embeddings.weight"][tokens], []
+    metadata = model.metadata(torch.arange(tokens.shape[1]).expand(tokens.shape))
+
+    def norm(x, weight):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * weight
+
+    for i, block in enumerate(model.layers):
+        w = {name.removeprefix(f"layers.{i}."): value for name, value in state.items() if f"layers.{i}." in name}
+        heads = []
+        block.attention.wo.register_forward_pre_hook(lambda _, args, heads=heads: heads.append(args[0]))
+        block.attention(torch.tensor(norm(x, w["attention_norm.weight"])).float(), metadata, None)
+        [concatenated], wo = [h.double().numpy() for h in heads], w["attention.wo.weight"]
+        group = config.n_heads // config.n_kv_heads * config.head_dim  # columns of a KV head; the first lanes have more
+        bounds = [group * math.ceil(config.n_kv_heads * lane / lanes) for lane in range(lanes + 1)]
+        parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
+        ys = [concatenated[..., part] @ wo[:, part].T for part in parts]
+
+        def neurons(x, w=w):
+            n = norm(x, w["ffn_norm.weight"])
+            gate = n @ w["feed_forward.w1.weight"].T + w["feed_forward.w1.bias"]
+            return gate / (1 + np.exp(-gate)) * (n @ w["feed_forward.w3.weight"].T + w["feed_forward.w3.bias"])
+
+        whole, w2 = neurons(x + sum(ys)), w["feed_forward.w2.weight"]
+        cost = np.zeros((config.intermediate_size, lanes))
+        for lane, y in enumerate(ys):
+            for neuron in range(config.intermediate_size):
+                off = (whole - neurons(x + y))[..., neuron, None] * w2[:, neuron]  # of the MLP's output
+                cost[neuron, lane] = (off * off).sum()
+        found.append(cost)
+        x = x + sum(ys)
+        x = x + neurons(x) @ w2.T + w["feed_forward.w2.bias"]
+    return np.stack(found)
+
+
+@pytest.mark.parametrize("lanes", [2, 3, 4])
+def test_costs_are_those_of_the_equations(lanes):
+    config = dataclasses.replace(CONFIG, n_heads=12, n_kv_heads=4, head_dim=4, intermediate_size=25)
+    model, tokens = (
+        random_model(config).requires_grad_(False),
+        torch.randint(300, (3, 7), generator=torch.Generator().manual_seed(1)),
+    )
+    laned = tp.load_shard(rewired(config, f"spd/{lanes}"), StateWeights(model.state_dict()), torch.float32, "cpu")
+    found = affinity.costs(laned, tokens).numpy()
+    assert np.allclose(found, naive_costs(model, config, tokens, lanes), rtol=1e-3)
+
+
+def test_two_lanes_are_shared_out_at_the_lowest_cost():
+    for seed in range(5):
+        cost = torch.rand(7, 2, generator=torch.Generator().manual_seed(seed))
+        sums = [cost[range(7), lanes].sum() for lanes in itertools.product((0, 1), repeat=7) if sum(lanes) == 3]
+        found = affinity.grouped(cost, [4, 3])
+        assert found.tolist().count(1) == 3 and cost[range(7), found].sum() == pytest.approx(min(sums).item())
+
+
+def test_neurons_move_between_lanes_and_the_standard_model_stays(folder, capsys):
+    flags = ["--checkpoint", folder / "a", "--lanes", "2", "--text", folder / "text.txt", "--out", folder / "b"]
+    affinity.main([*map(str, flags), "--tokens", "600"])
+    assert "wrote" in (said := capsys.readouterr().out) and 10 < int(said.split("by ")[1].split("%")[0]) < 95
+    tokens = torch.randint(300, (2, 50), generator=torch.Generator().manual_seed(1))
+
+    def logits(name, wiring):
+        with torch.inference_mode():
+            return load(folder / name, wiring=wiring)[0](tokens)
+
+    for wiring in "standard", "ladder", "pair":
+        assert (logits("a", wiring) - logits("b", wiring)).abs().max() < 1e-4, wiring
+    off = [(logits(name, "spd/2") - logits("a", "standard")).square().mean() for name in "ab"]
+    assert off[1] < 0.9 * off[0]
+    left = {name: (folder / "b" / name).read_bytes() for name in ("config.json", "tokenizer.model")}
+    assert all((folder / "a" / name).read_bytes() == found for name, found in left.items())
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"--lanes": "1"}, "--lanes: '1' is not a whole number from 2"),
+        ({"--lanes": "7"}, "wiring spd/7 cannot shard n_heads 6: use 1 to 6 lanes"),
+        ({"--text": "short.txt"}, "--text holds 3 tokens: 256 are the fewest"),
+        ({"--checkpoint": "laned"}, "laned is spd/2: which neurons a lane has is a part of it"),
+        ({"--checkpoint": "bare"}, "bare has no tokenizer"),
+    ],
+)
+def test_bad_input(changes, message, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    (folder / "short.txt").write_text("a")
+    shutil.copytree("a", "laned")
+    checkpoint.write_config(folder / "laned", rewired(CONFIG, "spd/2"))
+    shutil.copytree("a", "bare")
+    (folder / "bare/tokenizer.model").unlink()
+    flags = {"--checkpoint": "a", "--lanes": "2", "--text": "text.txt", "--out": "b"} | changes
+    with pytest.raises(InputError, match=message):
+        affinity.main(list(itertools.chain(*flags.items())))
+    assert not (folder / "b").exists()
