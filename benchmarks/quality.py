@@ -8,6 +8,7 @@ python -m benchmarks.quality --show quality.jsonl --figure quality.png
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -235,19 +236,25 @@ def fitted(gaps):
 def figure(lines):
     """Return the figure: loss over decoding speed, a panel for each of LATENCIES."""
     found, steps = by_model(lines)
-    last = round(SHARES[2] * steps)
     wirings = sorted({key[1] for key in found if key[0] in ("scratch", "retrained")}, key=results.wiring_order)
     title = "Loss over decoding speed, by the clock from a measured step of 8 layers of dim 2560 on two CPU ranks"
-    drawn, axes = plot.panels(len(LATENCIES), 3.6, 3.4, title, sharey=True)
+    drawn, axes = plot.panels(len(LATENCIES), 3.6, 3.8, title, sharey=True)
+    states = [
+        ("scratch", 1, "nats", {}),
+        ("retrained", SHARES[1], "before", {"marker": "x"}),
+        ("retrained", SHARES[2], "nats", {"mfc": "white"}),
+    ]
     for i, (axis, us) in enumerate(zip(axes, LATENCIES, strict=True)):
-        for wiring in wirings:
-            style = {**plot.look(wiring, wirings), "linestyle": "", "capsize": 2, "label": wiring}
-            for kind, n, face in ("scratch", steps, style["color"]), ("retrained", last, "white"):
-                if some := found.get((kind, wiring, 8, n)):
-                    y, low, high = plot.middle([line["nats"] for line in some])
-                    axis.errorbar(speeds(wiring)[i], y, [[y - low], [high - y]], mfc=face, **style)
+        for wiring, (kind, share, key, marked) in itertools.product(wirings, states):
+            if some := found.get((kind, wiring, 8, round(share * steps))):
+                y, low, high = plot.middle([line[key] for line in some])
+                style = plot.look(wiring, wirings) | {"linestyle": "", "capsize": 2, "label": wiring} | marked
+                size = 4 if ":" in wiring else 7  # a part of the layers
+                axis.errorbar(speeds(wiring)[i], y, [[y - low], [high - y]], markersize=size, **style)
         axis.set(title=f"an all-reduce of {us / 1e3:g} ms", xlabel="tokens/s over standard's")
-    axes[0].set_ylabel("nats per token (filled: from scratch; open: retrained)")
+    axes[0].set_ylabel(
+        "nats per token; full: from scratch;\ncross and open: standard weights in it,\nbefore and after retraining"
+    )
     plot.labelled(drawn, axes)
     return drawn
 
