@@ -46,7 +46,7 @@ SCRATCH = [
     "standard", "ladder", "parallel-ladder", "parallel", "spd/4", "pair", "delayed/4", "ladder:4", "delayed-4/4",
     "desync:2/4",
 ]  # fmt: skip
-RETRAINED = ["standard", "ladder", "ladder:4", "pair:2-5", "spd:4/4", "spd/4", "delayed/4"]
+RETRAINED = ["standard", "ladder", "ladder:4", "pair:2-5", "spd:4/4", "spd/4", "delayed/4", "parallel-ladder"]
 GROUPED = ["spd/4", "delayed/4"]  # with neurons in lanes by affinity, too
 SEEDS = 0, 1
 SHARES = 0.01, 0.05, 0.2, 1  # of the tokens from scratch, to retrain on: all wirings on SHARES[1:3]
