@@ -46,7 +46,7 @@ SCRATCH = [
     "standard", "ladder", "parallel-ladder", "parallel", "spd/4", "pair", "delayed/4", "ladder:4", "delayed-4/4",
     "desync:2/4",
 ]  # fmt: skip
-RETRAINED = ["standard", "ladder", "ladder:4", "pair:2-5", "spd:4/4", "spd/4", "delayed/4", "parallel-ladder"]
+RETRAINED = ["standard", "ladder", "ladder:4", "pair:2-5", "spd:4/4", "spd/4", "parallel-ladder", "delayed/4"]
 GROUPED = ["spd/4", "delayed/4"]  # with neurons in lanes by affinity, too
 SEEDS = 0, 1
 SHARES = 0.01, 0.05, 0.2, 1  # of the tokens from scratch, to retrain on: all wirings on SHARES[1:3]
@@ -106,9 +106,10 @@ def plan(steps):
 
     few, most, twice = RETRAINED[:2], RETRAINED, len(SEEDS)
     runs += scratch[: 2 * twice] + retrained(few, SHARES[1], 9, kind="rate-retrained", rates=TRIED)
-    runs += scratch[2 * twice : 4 * twice] + retrained(most, SHARES[1], 10, 11, 12)
-    runs += retrained(GROUPED, SHARES[1], 10, 11, 12, kind="grouped") + retrained(most, SHARES[2], 10)
-    runs += [*retrained(few, SHARES[0], 10), *retrained(few, SHARES[3], 10), *scratch[4 * twice :]]
+    runs += scratch[2 * twice : 4 * twice] + retrained(few, SHARES[1], 10, 11, 12)
+    runs += retrained(few, SHARES[2], 10) + retrained(few, SHARES[0], 10) + retrained(most[2:], SHARES[1], 10, 11, 12)
+    runs += retrained(GROUPED, SHARES[1], 10, 11, 12, kind="grouped") + retrained(most[2:], SHARES[2], 10)
+    runs += retrained(few, SHARES[3], 10) + scratch[4 * twice :]
     runs += [dataclasses.replace(first, n_layers=5, seed=seed) for seed in SEEDS]
     return runs + retrained(most, SHARES[2], 11, 12)
 
