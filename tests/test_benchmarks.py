@@ -427,6 +427,7 @@ SHOWN = [  # (page, script, flags before --show, file, tables on the page)
     ("overlap.md", overlap, "standard ladder parallel desync:4 upper-bound", "overlap-cpu.jsonl", 1),
     ("overlap.md", overlap, "standard ladder parallel upper-bound", "overlap-netns.jsonl", 1),
     ("overlap.md", overlap, "", "overlap-tp8.jsonl", 1),
+    ("quality.md", quality, "", "quality.jsonl", 2),
     ("decode.md", decode, "", "decode.jsonl", 2),
     ("decode.md", decode, "", "decode-calls.jsonl", 1),
     ("decode.md", decode, "", "decode-panels.jsonl", 1),
