@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from formats import checkpoint
 from formats.config import InputError, rewired, wiring_name
+from kernels import cxx
 from measure import score
 from model import Attention, FeedForward, Transformer, take_turns
 from runtime import cli, launch, watch, writing
@@ -118,6 +119,8 @@ def build(config, weights, world, dtype, args=None, compiled=False):
     else:
         model.dropout, model.recompute = args.dropout, args.recompute
     if compiled:
+        if world.device.type == "cpu":
+            cxx.prepare_compile()
         model.token_losses = torch.compile(token_losses, dynamic=True)
         for module in model.modules():
             if isinstance(module, (Attention, FeedForward, Norm)):

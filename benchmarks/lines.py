@@ -15,18 +15,30 @@ from measure.results import wired
 from runtime.launch import World
 
 
+def read_lines(path, *keys):
+    """Return a file's lines, but for those that were cut off; raise InputError unless all have these keys."""
+    lines = []
+    for text in read_text(path).splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            if not text.startswith("{"):
+                lines.append(None)
+    if not all(isinstance(line, dict) and line.keys() >= {*keys} for line in lines):
+        raise InputError(f"{path} has lines that this script did not write")
+    return lines
+
+
 def lines_with(*keys):
     """Return a file's lines, which all have these keys (an argparse type); their wirings get the names of today."""
 
     def parse(path):
         try:
-            lines = [json.loads(line) for line in read_text(path).splitlines()]
+            lines = read_lines(path, *keys)
         except InputError as e:
             raise argparse.ArgumentTypeError(e) from None
-        except ValueError:
-            lines = []
-        if not lines or not all(isinstance(line, dict) and line.keys() >= {*keys} for line in lines):
-            raise argparse.ArgumentTypeError(f"{path} has lines that this script did not write")
+        if not lines:
+            raise argparse.ArgumentTypeError(f"{path} is empty")
         return [line | {"wiring": wired(line)} if "wiring" in line else line for line in lines]
 
     return parse

@@ -5,7 +5,6 @@ python -m benchmarks.quality --corpus corpus --runs runs --json quality.jsonl  #
 python -m benchmarks.quality --show quality.jsonl --figure quality.png
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -25,7 +24,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.corpus import PARTS
-from benchmarks.lines import lines_with
+from benchmarks.lines import lines_with, read_lines
 from benchmarks.overlap import SMALL
 from formats.checkpoint import read_text
 from formats.config import InputError, rewired
@@ -52,6 +51,7 @@ SEEDS = 0, 1
 SHARES = 0.01, 0.05, 0.2, 1  # of the tokens from scratch, to retrain on: all wirings on SHARES[1:3]
 TRIED = {"scratch": (1e-3, 2e-3, 4e-3), "control": (1e-4, 3e-4, 1e-3), "distilled": (5e-4, 1e-3, 2e-3)}
 RATES = {"scratch": 4e-3, "control": 1e-4, "distilled": 1e-3}  # learning rates, the best of those tried
+KEYS = "run", "kind", "wiring", "n_layers", "steps", "lr", "nats", "before"  # of a line
 LATENCIES = (300, 1000, 3000)  # us of an all-reduce: of the three panels
 MOST = 4  # nats in the figure: parallel wirings of standard weights are far above
 SILENT = 25.5e-3  # seconds of a decode step of SMALL on two CPU ranks without all-reduces: results/overlap-memory.jsonl
@@ -263,17 +263,6 @@ def figure(lines):
     return drawn
 
 
-def written(path):
-    """Return the lines that a file has so far, without one that was cut off. Raises InputError for other lines."""
-    lines = []
-    for text in read_text(path).splitlines() if os.path.exists(path) else []:
-        with contextlib.suppress(ValueError):
-            lines.append(json.loads(text))
-    if not all(isinstance(line, dict) and "run" in line for line in lines):
-        raise InputError(f"--json: {path} has lines that this script did not write")
-    return lines
-
-
 def parse(argv):
     p = cli.Parser(__doc__)
     p.add_argument("--corpus", type=Path, metavar="DIR", help="what benchmarks.corpus wrote")
@@ -284,7 +273,7 @@ def parse(argv):
     p.add_argument("--jobs", type=count, default=2, metavar="N", help="runs at a time, of a thread each")
     p.add_argument("--seconds", type=count, metavar="S", help="start no run after so many")
     words = "train nothing: print the tables of such lines"
-    p.add_argument("--show", type=lines_with("run", "kind", "nats", "before"), metavar="FILE", help=words)
+    p.add_argument("--show", type=lines_with(*KEYS), metavar="FILE", help=words)
     p.add_argument("--figure", metavar="PNG", help="... and draw their figure")
     args = p.parse_args(argv)
     if not args.show and not (args.corpus and args.runs and args.json and not args.figure):
@@ -303,7 +292,8 @@ def main(argv=None):
             plot.save(args.figure, figure(args.show))
         return
     digests = {part: hashlib.sha256((args.corpus / f"{part}.jsonl").read_bytes()).hexdigest() for part in PARTS}
-    done, begin = {line["run"] for line in written(args.json)}, time.monotonic()
+    written = read_lines(args.json, "run") if os.path.exists(args.json) else []
+    done, begin = {line["run"] for line in written}, time.monotonic()
     try:
         args.runs.mkdir(parents=True, exist_ok=True)
     except OSError as e:

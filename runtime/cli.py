@@ -59,8 +59,9 @@ def count_or_auto(text):
 
 def appendable(path):
     """Return a path that lines can be appended to (an argparse type)."""
-    existing = path if os.path.exists(path) else os.path.dirname(path) or "."
-    if os.path.isdir(path) or not os.access(existing, os.W_OK):
+    folder = os.path.dirname(path) or "."
+    existing = path if os.path.exists(path) else folder
+    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(existing, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {path}")
     return path
 

@@ -6,11 +6,13 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
-from helpers import BASE, random_model, run_ranks
+from helpers import BASE, ROOT, random_model, run_ranks
 from reference import Reference
 from test_training import trainee_like
 
@@ -137,6 +139,14 @@ def test_a_ladder_is_trained_and_written(scratch, tmp_path, capfd):
     valid = {line["step"]: line["valid"] for line in losses if "valid" in line}
     assert list(valid) == [0, 20, 40] and valid[0] > np.log(300) and min(valid.values()) < 4
     assert f"{min(valid.values()):.4f} nats per token" in printed
+
+
+@pytest.mark.slow
+def test_a_compiled_training_runs_in_any_folder(flags):
+    """In CI's, which has spaces in its path."""
+    command = [sys.executable, ROOT / "adapt.py", *flags, *SMALL.split(), "--steps", "2", "--compile"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_the_weights_of_the_lowest_validation_loss_are_written(scratch, tmp_path, monkeypatch, capfd):

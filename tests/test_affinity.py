@@ -100,7 +100,7 @@ def test_two_lanes_are_shared_out_at_the_lowest_cost():
 def test_neurons_move_between_lanes_and_the_standard_model_stays(folder, capsys):
     flags = ["--checkpoint", folder / "a", "--lanes", "2", "--text", folder / "text.txt", "--out", folder / "b"]
     affinity.main([*map(str, flags), "--tokens", "600"])
-    assert "wrote" in (said := capsys.readouterr().out) and 10 < int(said.split("by ")[1].split("%")[0]) < 95
+    assert "wrote" in (said := capsys.readouterr().out) and 10 < int(said.split("is ")[1].split("%")[0]) < 95
     tokens = torch.randint(300, (2, 50), generator=torch.Generator().manual_seed(1))
 
     def logits(name, wiring):

@@ -21,6 +21,7 @@ from helpers import RANKS, ROOT, main_on_ranks, run_ranks
 import adapt
 import generate
 from benchmarks import corpus, decode, engines, gpu, overlap, quality
+from benchmarks.lines import read_lines
 from formats.config import Config, InputError
 from formats.sizes import SIZES
 from kernels import int_linear
@@ -355,7 +356,7 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sourc
         f.write('{"run": "cut o')
     ran.append(None)
     printed(quality, *how, "--steps", "200", "--jobs", "9")
-    lines = quality.written(tmp_path / "x.jsonl")
+    lines = read_lines(tmp_path / "x.jsonl")
     assert {line["run"] for line in lines} == {run.name for run in quality.plan(200)} and len(lines) == len(ran) - 1
     assert {line["steps"] for line in lines if line["kind"] == "retrained"} == {2, 10, 40, 200}
     halves = [args for args in ran if args and args.wiring == "spd:4/4"]
@@ -403,6 +404,8 @@ README = shlex.quote(str(ROOT / "README.md"))
         (quality, "--corpus x --runs x --json x.jsonl --figure x.png", "give --corpus, --runs and --json to train, or"),
         (quality, "--steps 199", "--steps: '199' is not a whole number from 200"),
         (quality, "--show /nosuch", "--show: /nosuch: No such file"),
+        (quality, f"--show {README}", f"--show: {README} has lines that this script did not write"),
+        (quality, f"--json {README}/x.jsonl", "--json: cannot write"),
     ],
 )
 def test_bad_flags(script, flags, message):

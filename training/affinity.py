@@ -81,6 +81,8 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
+    if launch.rank_and_size()[1] > 1:
+        raise InputError("grouping runs in one process: start it with python, not with several ranks of torchrun")
     config = checkpoint.read_original(args.checkpoint)
     if config.kind.laned:
         raise InputError(f"{args.checkpoint} is {config.wiring}: which neurons a lane has is a part of it")
@@ -105,7 +107,7 @@ def main(argv=None):
         checkpoint.copy_tokenizer(args.checkpoint, folder)
         checkpoint.write_weights(folder, {name: weights.read(name).nbytes for name in weights.names()}, read)
     was, now = (cost.gather(2, at[..., None]).sum().item() for at in (before, lanes))
-    print(f"wrote {args.out}: in {args.lanes} lanes of spd its MLPs are off by {now / was:.0%} of what they were")
+    print(f"wrote {args.out}: in {args.lanes} lanes of spd the error of its MLPs is {now / was:.0%} of what it was")
 
 
 if __name__ == "__main__":
