@@ -16,13 +16,13 @@ from runtime.launch import World
 
 
 def read_lines(path, *keys):
-    """Return a file's lines, but for those that were cut off; raise InputError unless all have these keys."""
+    """Return a file's lines as dicts, without those that were cut off; raise InputError unless all have these keys."""
     lines = []
     for text in read_text(path).splitlines():
         try:
             lines.append(json.loads(text))
         except ValueError:
-            if not text.startswith("{"):
+            if text.strip() and not text.startswith("{"):
                 lines.append(None)
     if not all(isinstance(line, dict) and line.keys() >= {*keys} for line in lines):
         raise InputError(f"{path} has lines that this script did not write")
@@ -38,7 +38,7 @@ def lines_with(*keys):
         except InputError as e:
             raise argparse.ArgumentTypeError(e) from None
         if not lines:
-            raise argparse.ArgumentTypeError(f"{path} is empty")
+            raise argparse.ArgumentTypeError(f"{path} has no complete line")
         return [line | {"wiring": wired(line)} if "wiring" in line else line for line in lines]
 
     return parse

@@ -105,12 +105,12 @@ def plan(steps):
             for seed in seeds
         ]
 
-    few, most, twice = RETRAINED[:2], RETRAINED, len(SEEDS)
-    runs += scratch[: 2 * twice] + retrained(few, SHARES[1], 9, kind="rate-retrained", rates=TRIED)
-    runs += scratch[2 * twice : 4 * twice] + retrained(few, SHARES[1], 10, 11, 12)
+    few, most, n = RETRAINED[:2], RETRAINED, len(SEEDS)
+    runs += scratch[: 2 * n] + retrained(few, SHARES[1], 9, kind="rate-retrained", rates=TRIED)
+    runs += scratch[2 * n : 4 * n] + retrained(few, SHARES[1], 10, 11, 12)
     runs += retrained(few, SHARES[2], 10) + retrained(few, SHARES[0], 10) + retrained(most[2:], SHARES[1], 10, 11, 12)
     runs += retrained(GROUPED, SHARES[1], 10, 11, 12, kind="grouped") + retrained(most[2:], SHARES[2], 10)
-    runs += retrained(few, SHARES[3], 10) + scratch[4 * twice :]
+    runs += retrained(few, SHARES[3], 10) + scratch[4 * n :]
     runs += [dataclasses.replace(first, n_layers=5, seed=seed) for seed in SEEDS]
     return runs + retrained(most, SHARES[2], 11, 12)
 
@@ -123,26 +123,30 @@ def train(run, args, digests):
         files = [text, "--valid", corpus / "valid.jsonl", "--out", runs / run.name]
         return ["adapt.py", *run.flags(runs), "--text", *map(str, files)]
 
-    out = args.runs / run.name
+    def grouping(corpus, runs):
+        how = ["--checkpoint", runs / run.origin, "--lanes", "4", "--text", corpus / "retrain.jsonl"]
+        return [*map(str, how), "--out", f"{runs / run.origin}-grouped"]
+
+    out, of_any_place = args.runs / run.name, (Path(args.corpus.name), Path(args.runs.name))
     with GROUPING:
-        if run.kind == "grouped" and not (origin := args.runs / f"{run.origin}-grouped").exists():
-            how = ["--checkpoint", args.runs / run.origin, "--lanes", "4", "--text", args.corpus / "retrain.jsonl"]
-            affinity.main([*map(str, how), "--out", str(origin)])
+        if run.kind == "grouped" and not os.path.exists((words := grouping(args.corpus, args.runs))[-1]):
+            affinity.main(words)
     if not out.exists():
         with open(f"{out}.out", "w") as log:
             words = [sys.executable, *command(args.corpus, args.runs)]
             code = subprocess.run(words, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
         if code:
             raise InputError(f"{run.name} ended with code {code}: {out}.out says why")
-    of_any_place = command(Path(args.corpus.name), Path(args.runs.name))
+    said = shlex.join(["OMP_NUM_THREADS=1", "python", *command(*of_any_place)])
+    if run.kind == "grouped":
+        said = f"{shlex.join(['python', '-m', 'training.affinity', *grouping(*of_any_place)])} && {said}"
     log = [json.loads(line) for line in read_text(f"{out}.run/log.jsonl").splitlines()]
     curve = [(line["tokens"], line["valid"]) for line in log if "valid" in line]
     rates = [line["tokens_per_s"] for line in log[2:]]
     return {
         "run": run.name, **dataclasses.asdict(run), "nats": curve[-1][1], "before": curve[0][1],
         "tokens": curve[-1][0], "curve": curve, "tokens_per_s": statistics.median(rates), "sha256": digests,
-        **environment(World(0, 1, torch.device("cpu"))), "threads": 1,
-        "command": shlex.join(["OMP_NUM_THREADS=1", "python", *of_any_place]),
+        **environment(World(0, 1, torch.device("cpu"))), "threads": 1, "command": said,
     }  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def grouped(cost, sizes):
     for row in cost[order].tolist():
         lanes.append(min((lane for lane in range(len(sizes)) if left[lane]), key=row.__getitem__))
         left[lanes[-1]] -= 1
-    return torch.tensor(lanes)[order.argsort().cpu()]
+    return torch.tensor(lanes)[order.argsort()]
 
 
 def windows(args, tokenizer, config):
@@ -63,14 +63,14 @@ def windows(args, tokenizer, config):
         if len(ids) >= args.tokens:
             break
     if len(ids) < S:
-        raise InputError(f"--text holds {len(ids)} tokens: {S} are the fewest")
+        raise InputError(f"--text holds {len(ids)} tokens: at least {S} are needed")
     n = min(len(ids), args.tokens) // S
     return torch.tensor(ids[: n * S]).view(n, S)
 
 
 def parse(argv):
     p = cli.Parser(__doc__)
-    p.add_argument("--checkpoint", required=True, metavar="DIR", help="a standard model, or another without lanes")
+    p.add_argument("--checkpoint", required=True, metavar="DIR", help="a standard model")
     p.add_argument("--lanes", required=True, type=number(int, 2), metavar="N", help="for spd/N and delayed/N")
     p.add_argument("--text", nargs="+", required=True, metavar="FILE", help="such as it is to run on, as for adapt.py")
     p.add_argument("--tokens", type=number(int, S), default=16384, metavar="N", help="of the text to look at")
@@ -84,8 +84,8 @@ def main(argv=None):
     if launch.rank_and_size()[1] > 1:
         raise InputError("grouping runs in one process: start it with python, not with several ranks of torchrun")
     config = checkpoint.read_original(args.checkpoint)
-    if config.kind.laned:
-        raise InputError(f"{args.checkpoint} is {config.wiring}: which neurons a lane has is a part of it")
+    if config.wiring != "standard":
+        raise InputError(f"{args.checkpoint} is {config.wiring}: give a standard model")
     with writing.new_folder(args.out) as folder:
         model, tokenizer = load(args.checkpoint, wiring=f"spd/{args.lanes}")
         if tokenizer is None:
@@ -107,7 +107,9 @@ def main(argv=None):
         checkpoint.copy_tokenizer(args.checkpoint, folder)
         checkpoint.write_weights(folder, {name: weights.read(name).nbytes for name in weights.names()}, read)
     was, now = (cost.gather(2, at[..., None]).sum().item() for at in (before, lanes))
-    print(f"wrote {args.out}: in {args.lanes} lanes of spd the error of its MLPs is {now / was:.0%} of what it was")
+    print(
+        f"wrote {args.out}: in {args.lanes} lanes of spd the squared error of its MLPs fell from {was:.3g} to {now:.3g}"
+    )
 
 
 if __name__ == "__main__":
