@@ -132,8 +132,7 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
-    if launch.rank_and_size()[1] > 1:
-        raise InputError("quantizing runs in one process: start it with python, not with several ranks of torchrun")
+    launch.check_one_process("quantizing")
     before, after = quantize(args)
     print(f"{args.out}: {after / 1e6:,.1f} MB, {before / after:.2f} times smaller than before ({before / 1e6:,.1f} MB)")
 

@@ -77,6 +77,11 @@ class Run:
         name = f"{self.kind}-{wiring}-{self.n_layers}x{self.steps}-lr{self.lr:g}-seed{self.seed}"
         return name + f"-of-{self.origin}" * bool(self.origin)
 
+    @property
+    def source(self):
+        """The name of the folder that is retrained."""
+        return self.origin + "-grouped" * (self.kind == "grouped")
+
     def flags(self, runs):
         """Return the flags of adapt.py; runs: the folder of all models."""
         flags = [*TRAINING.split(), *f"--wiring {self.wiring} --seed {self.seed} --lr {self.lr:g}".split()]
@@ -84,8 +89,7 @@ class Run:
         flags += f"--steps {self.steps} --eval-every {between} --save-every 250".split()
         if self.origin is None:
             return [*SHAPE.split(), "--n-layers", str(self.n_layers), *flags]
-        origin = runs / (self.origin + "-grouped" * (self.kind == "grouped"))
-        return ["--checkpoint", str(origin), *["--distill"] * (self.wiring != "standard"), *flags]
+        return ["--checkpoint", str(runs / self.source), *["--distill"] * (self.wiring != "standard"), *flags]
 
 
 def plan(steps):
@@ -97,16 +101,16 @@ def plan(steps):
     runs = [Run("rate-scratch", wiring, 9, lr, steps // 6) for lr in TRIED["scratch"] for wiring in SCRATCH[:2]]
     scratch = [dataclasses.replace(first, wiring=wiring, seed=seed) for wiring in SCRATCH for seed in SEEDS]
 
-    def retrained(wirings, share, *seeds, kind="retrained", rates=None):
-        return [
-            Run(kind, wiring, seed, lr, round(share * steps), first.name)
-            for wiring, how in ((wiring, "control" if wiring == "standard" else "distilled") for wiring in wirings)
-            for lr in (rates or {name: (rate,) for name, rate in RATES.items()})[how]
-            for seed in seeds
-        ]
+    def retrained(wirings, share, *seeds, kind="retrained"):
+        runs = []
+        for wiring in wirings:
+            how = "control" if wiring == "standard" else "distilled"
+            rates = TRIED[how] if kind == "rate-retrained" else [RATES[how]]
+            runs += [Run(kind, wiring, seed, lr, round(share * steps), first.name) for lr in rates for seed in seeds]
+        return runs
 
     few, most, n = RETRAINED[:2], RETRAINED, len(SEEDS)
-    runs += scratch[: 2 * n] + retrained(few, SHARES[1], 9, kind="rate-retrained", rates=TRIED)
+    runs += scratch[: 2 * n] + retrained(few, SHARES[1], 9, kind="rate-retrained")
     runs += scratch[2 * n : 4 * n] + retrained(few, SHARES[1], 10, 11, 12)
     runs += retrained(few, SHARES[2], 10) + retrained(few, SHARES[0], 10) + retrained(most[2:], SHARES[1], 10, 11, 12)
     runs += retrained(GROUPED, SHARES[1], 10, 11, 12, kind="grouped") + retrained(most[2:], SHARES[2], 10)
@@ -125,12 +129,12 @@ def train(run, args, digests):
 
     def grouping(corpus, runs):
         how = ["--checkpoint", runs / run.origin, "--lanes", "4", "--text", corpus / "retrain.jsonl"]
-        return [*map(str, how), "--out", f"{runs / run.origin}-grouped"]
+        return [*map(str, how), "--out", str(runs / run.source)]
 
     out, of_any_place = args.runs / run.name, (Path(args.corpus.name), Path(args.runs.name))
     with GROUPING:
-        if run.kind == "grouped" and not os.path.exists((words := grouping(args.corpus, args.runs))[-1]):
-            affinity.main(words)
+        if run.kind == "grouped" and not (args.runs / run.source).exists():
+            affinity.main(grouping(args.corpus, args.runs))
     if not out.exists():
         with open(f"{out}.out", "w") as log:
             words = [sys.executable, *command(args.corpus, args.runs)]

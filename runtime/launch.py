@@ -30,6 +30,12 @@ def rank_and_size():
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
+def check_one_process(what):
+    """Raise InputError if torchrun has started several ranks. what: the work that one process does, for the message."""
+    if rank_and_size()[1] > 1:
+        raise InputError(f"{what} runs in one process: start it with python, not with several ranks of torchrun")
+
+
 @functools.cache
 def _store():
     """Return the key-value store that torchrun's environment describes."""

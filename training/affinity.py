@@ -81,8 +81,7 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
-    if launch.rank_and_size()[1] > 1:
-        raise InputError("grouping runs in one process: start it with python, not with several ranks of torchrun")
+    launch.check_one_process("grouping")
     config = checkpoint.read_original(args.checkpoint)
     if config.wiring != "standard":
         raise InputError(f"{args.checkpoint} is {config.wiring}: give a standard model")
