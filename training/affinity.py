@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from complete import load
 from formats import checkpoint
 from formats.config import InputError
+from formats.tokenizer import load_tokenizer
 from runtime import cli, launch, writing
 from runtime.cli import count, number
 from training.data import documents, encode
@@ -85,12 +86,13 @@ def main(argv=None):
     config = checkpoint.read_original(args.checkpoint)
     if config.wiring != "standard":
         raise InputError(f"{args.checkpoint} is {config.wiring}: give a standard model")
+    tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
+    if tokenizer is None:
+        raise InputError(f"{args.checkpoint} has no tokenizer: convert it with --tokenizer FILE")
+    tokens = windows(args, tokenizer, config)
     with writing.new_folder(args.out) as folder:
-        model, tokenizer = load(args.checkpoint, wiring=f"spd/{args.lanes}")
-        if tokenizer is None:
-            raise InputError(f"{args.checkpoint} has no tokenizer: convert it with --tokenizer FILE")
-        parts = windows(args, tokenizer, config).to(model.norm.weight.device).split(args.batch)
-        cost = sum(costs(model, part) for part in parts).cpu()
+        model = load(args.checkpoint, wiring=f"spd/{args.lanes}")[0]
+        cost = sum(costs(model, part) for part in tokens.to(model.norm.weight.device).split(args.batch)).cpu()
         sizes = [lane.layers[0].feed_forward.w2.in_features for lane in model.lanes]
         before = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).expand(cost.shape[:2])
         lanes = torch.stack([grouped(of_layer, sizes) for of_layer in cost])
