@@ -1,6 +1,6 @@
 """Write a corpus that every machine has: the Python files of the standard library and of PyTorch, one document each.
 
-python -m benchmarks.corpus --out corpus  # train.jsonl, retrain.jsonl and valid.jsonl
+python -m benchmarks.corpus --out corpus  # train.jsonl, retrain.jsonl, valid.jsonl and test.txt
 """
 
 import hashlib
@@ -13,8 +13,10 @@ import torch
 
 from formats.config import InputError
 from runtime import cli, launch, writing
+from training.data import SEPARATOR
 
 PARTS = "train", "retrain", "valid"
+FILES = *(f"{part}.jsonl" for part in PARTS), "test.txt"
 
 
 def documents(root):
@@ -48,13 +50,14 @@ def main(argv=None):
         if not found:
             raise InputError(f"--{source} {root}: no Python files there")
         for name, text in found:
-            parts[part_of(name)].append(json.dumps({"text": text}) + "\n")
+            parts[part_of(name)].append((name, text))
+    texts = ["".join(json.dumps({"text": text}) + "\n" for _, text in part) for part in parts.values()]
+    held_out = sorted(parts["valid"], key=lambda document: hashlib.sha256(document[0].encode()).digest())
+    test = [text for name, text in held_out if name.startswith("torch/")]  # validation begins with Python's own
     with writing.new_folder(args.out) as folder:
-        for part, lines in parts.items():
-            text = "".join(lines)
-            writing.write_text(Path(folder) / f"{part}.jsonl", text)
-            digest = hashlib.sha256(text.encode()).hexdigest()
-            print(f"{part}.jsonl: {len(lines):,} documents, {len(text):,} bytes, sha256 {digest}")
+        for name, text in zip(FILES, [*texts, f"\n{SEPARATOR}\n".join(test)], strict=True):
+            writing.write_text(Path(folder) / name, text)
+            print(f"{name}: {len(text):,} characters, sha256 {hashlib.sha256(text.encode()).hexdigest()}")
     print(f"of Python {platform.python_version()} and torch {torch.__version__}")
 
 

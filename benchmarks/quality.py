@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.corpus import PARTS
+from benchmarks.corpus import FILES
 from benchmarks.lines import lines_with, read_lines
 from benchmarks.overlap import SMALL
 from formats.checkpoint import read_text
@@ -36,11 +36,11 @@ from measure.report import environment
 from runtime import cli, launch, writing
 from runtime.cli import count, number
 from runtime.launch import World
-from training import affinity
 
 # 1.7 M parameters besides the embedding, on one thread each.
 SHAPE = "--vocab-size 4096 --dim 128 --n-heads 4 --n-kv-heads 4 --intermediate-size 384 --dropout 0"
 TRAINING = "--seq-len 256 --batch 8 --valid-tokens 100000 --compute-dtype bfloat16 --dtype float32 --compile"
+SCORING = "--max-tokens 100000 --stride 192 --batch 8"
 SCRATCH = [
     "standard", "ladder", "parallel-ladder", "parallel", "spd/4", "pair", "delayed/4", "ladder:4", "delayed-4/4",
     "desync:2/4",
@@ -51,12 +51,16 @@ SEEDS = 0, 1
 SHARES = 0.01, 0.05, 0.2, 1  # of the tokens from scratch, to retrain on: all wirings on SHARES[1:3]
 TRIED = {"scratch": (1e-3, 2e-3, 4e-3), "control": (1e-4, 3e-4, 1e-3), "distilled": (5e-4, 1e-3, 2e-3)}
 RATES = {"scratch": 4e-3, "control": 1e-4, "distilled": 1e-3}  # learning rates, the best of those tried
-KEYS = "run", "kind", "wiring", "n_layers", "steps", "lr", "nats", "before"  # of a line
+KEYS = "run", "kind", "wiring", "n_layers", "steps", "lr", "valid", "nats", "before"  # of a line
 LATENCIES = (300, 1000, 3000)  # us of an all-reduce: of the three panels
 MOST = 4  # nats in the figure: parallel wirings of standard weights are far above
 SILENT = 25.5e-3  # seconds of a decode step of SMALL on two CPU ranks without all-reduces: results/overlap-memory.jsonl
 
-GROUPING = threading.Lock()  # of one job at a time
+SHARED = threading.Lock()  # one job at a time makes what others need, too
+
+
+def file_name(wiring):
+    return wiring.translate(str.maketrans(":/", "._"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +77,7 @@ class Run:
 
     @property
     def name(self):
-        wiring = self.wiring.translate(str.maketrans(":/", "._"))
-        name = f"{self.kind}-{wiring}-{self.n_layers}x{self.steps}-lr{self.lr:g}-seed{self.seed}"
+        name = f"{self.kind}-{file_name(self.wiring)}-{self.n_layers}x{self.steps}-lr{self.lr:g}-seed{self.seed}"
         return name + f"-of-{self.origin}" * bool(self.origin)
 
     @property
@@ -119,38 +122,53 @@ def plan(steps):
     return runs + retrained(most, SHARES[2], 11, 12)
 
 
-def train(run, args, digests):
-    """Train a run unless its model is there; return its line, with the loss after the last step."""
+def commands(run, corpus, runs):
+    """Return {what it writes: a command's words}: what other runs need, too, and what is this run's own.
 
-    def command(corpus, runs):
-        text = corpus / ("retrain.jsonl" if run.origin else "train.jsonl")
-        files = [text, "--valid", corpus / "valid.jsonl", "--out", runs / run.name]
-        return ["adapt.py", *run.flags(runs), "--text", *map(str, files)]
+    corpus, runs: the folders of the text and of all models.
+    """
 
-    def grouping(corpus, runs):
-        how = ["--checkpoint", runs / run.origin, "--lanes", "4", "--text", corpus / "retrain.jsonl"]
-        return [*map(str, how), "--out", str(runs / run.source)]
+    def evaluate(found, *of):
+        return {found: ["eval.py", *of, "--text", corpus / "test.txt", *SCORING.split(), "--json", found]}
 
-    out, of_any_place = args.runs / run.name, (Path(args.corpus.name), Path(args.runs.name))
-    with GROUPING:
-        if run.kind == "grouped" and not (args.runs / run.source).exists():
-            affinity.main(grouping(args.corpus, args.runs))
-    if not out.exists():
-        with open(f"{out}.out", "w") as log:
-            words = [sys.executable, *command(args.corpus, args.runs)]
-            code = subprocess.run(words, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
-        if code:
-            raise InputError(f"{run.name} ended with code {code}: {out}.out says why")
-    said = shlex.join(["OMP_NUM_THREADS=1", "python", *command(*of_any_place)])
+    out, own, shared = runs / run.name, {}, {}
     if run.kind == "grouped":
-        said = f"{shlex.join(['python', '-m', 'training.affinity', *grouping(*of_any_place)])} && {said}"
+        how = ["--checkpoint", runs / run.origin, "--lanes", "4", "--text", corpus / "retrain.jsonl"]
+        shared[runs / run.source] = ["-m", "training.affinity", *how, "--out", runs / run.source]
+    if run.origin:
+        found = runs / f"{run.source}-in-{file_name(run.wiring)}.jsonl"
+        shared |= evaluate(found, "--checkpoint", runs / run.source, "--wiring", run.wiring)
+    files = [corpus / ("retrain.jsonl" if run.origin else "train.jsonl"), "--valid", corpus / "valid.jsonl"]
+    own[out] = ["adapt.py", *run.flags(runs), "--text", *files, "--out", out]
+    return shared, own | evaluate(runs / f"{run.name}.jsonl", "--checkpoint", out)
+
+
+def train(run, args, digests):
+    """Train a run, and score it, unless that is done; return its line."""
+    shared, own = commands(run, args.corpus, args.runs)
+
+    def call(steps):
+        for found, words in steps.items():
+            if not found.exists():
+                with open(f"{found}.out", "w") as log:
+                    how = {"stdout": log, "stderr": log, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+                    code = subprocess.run([sys.executable, *map(str, words)], **how).returncode
+                if code:
+                    raise InputError(f"{run.name} ended with code {code}: {found}.out says why")
+
+    with SHARED:
+        call(shared)
+    call(own)
+    out, *scored = *own, *(found for found in shared if found.suffix == ".jsonl")
+    nats, *before = (read_lines(found, "nats_per_token")[-1]["nats_per_token"] for found in scored)
     log = [json.loads(line) for line in read_text(f"{out}.run/log.jsonl").splitlines()]
     curve = [(line["tokens"], line["valid"]) for line in log if "valid" in line]
-    rates = [line["tokens_per_s"] for line in log[2:]]
+    said = [words for steps in commands(run, Path(args.corpus.name), Path(args.runs.name)) for words in steps.values()]
     return {
-        "run": run.name, **dataclasses.asdict(run), "nats": curve[-1][1], "before": curve[0][1],
-        "tokens": curve[-1][0], "curve": curve, "tokens_per_s": statistics.median(rates), "sha256": digests,
-        **environment(World(0, 1, torch.device("cpu"))), "threads": 1, "command": said,
+        "run": run.name, **dataclasses.asdict(run), "valid": curve[-1][1], "curve": curve,
+        "nats": nats, "before": before[0] if before else None, "tokens": curve[-1][0],
+        "tokens_per_s": statistics.median(x["tokens_per_s"] for x in log[2:]), "sha256": digests, **environment(World(0, 1, torch.device("cpu"))), "threads": 1,
+        "command": " && ".join(shlex.join(["OMP_NUM_THREADS=1", "python", *map(str, words)]) for words in said),
     }  # fmt: skip
 
 
@@ -225,12 +243,12 @@ def tables(lines):
             cells = [cell("retrained", wiring, share) for wiring in RETRAINED[:2]]
             told.append([f"{share:.0%}", *cells, f"{gaps[share]:.3f}"])
     rates = [
-        [kind, wiring, f"{line['lr']:g}", f"{line['nats']:.3f}"]
+        [kind, wiring, f"{line['lr']:g}", f"{line['valid']:.3f}"]
         for (kind, wiring, *_), some in found.items()
         if kind.startswith("rate")
         for line in some
     ]
-    parts = (head, rows), (["retrained on", *RETRAINED[:2], "gap"], told), (["for", "wiring", "rate", "nats"], rates)
+    parts = (head, rows), (["retrained on", *RETRAINED[:2], "gap"], told), (["for", "wiring", "rate", "valid"], rates)
     return "\n\n".join([*(results.markdown(*part) for part in parts), *fitted(gaps)])
 
 
@@ -286,9 +304,9 @@ def parse(argv):
     args = p.parse_args(argv)
     if not args.show and not (args.corpus and args.runs and args.json and not args.figure):
         raise InputError("give --corpus, --runs and --json to train, or --show FILE, perhaps with --figure PNG")
-    for part in PARTS if not args.show else ():
-        if not (args.corpus / f"{part}.jsonl").is_file():
-            raise InputError(f"--corpus {args.corpus} has no {part}.jsonl: python -m benchmarks.corpus writes it")
+    for name in FILES if not args.show else ():
+        if not (args.corpus / name).is_file():
+            raise InputError(f"--corpus {args.corpus} has no {name}: python -m benchmarks.corpus writes it")
     return args
 
 
@@ -299,7 +317,7 @@ def main(argv=None):
         if args.figure:
             plot.save(args.figure, figure(args.show))
         return
-    digests = {part: hashlib.sha256((args.corpus / f"{part}.jsonl").read_bytes()).hexdigest() for part in PARTS}
+    digests = {name: hashlib.sha256((args.corpus / name).read_bytes()).hexdigest() for name in FILES}
     written = read_lines(args.json, "run") if os.path.exists(args.json) else []
     done, begin = {line["run"] for line in written}, time.monotonic()
     try:

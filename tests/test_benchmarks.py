@@ -19,6 +19,7 @@ import torch
 from helpers import RANKS, ROOT, main_on_ranks, run_ranks
 
 import adapt
+import eval as evaluate
 import generate
 from benchmarks import corpus, decode, engines, gpu, overlap, quality
 from benchmarks.lines import read_lines
@@ -28,6 +29,7 @@ from kernels import int_linear
 from measure import report
 from model import WIRINGS
 from runtime import launch
+from training import affinity
 
 TINY = Config(2, 8, 8, 8, 64, 128, 256, 512)
 
@@ -318,7 +320,9 @@ def test_a_corpus_has_each_file_once_and_is_split_by_name(sources, printed, tmp_
     parts = {part: [line["text"] for line in read(tmp_path / "a" / f"{part}.jsonl")] for part in corpus.PARTS}
     assert sorted(sum(parts.values(), [])) == sorted(texts.values()) and all(parts.values())
     assert all(corpus.part_of(name) == part for name, text in texts.items() for part in parts if text in parts[part])
-    digests = [hashlib.sha256((tmp_path / "a" / f"{part}.jsonl").read_bytes()).hexdigest() for part in parts]
+    test = (tmp_path / "a" / "test.txt").read_text().split("\n<|endoftext|>\n")
+    assert sorted(test) == sorted(text for text in parts["valid"] if text.startswith("def torch")) and len(test) > 1
+    digests = [hashlib.sha256((tmp_path / "a" / name).read_bytes()).hexdigest() for name in corpus.FILES]
     assert all(digest in said for digest in digests) and f"torch {torch.__version__}" in said
     (tmp_path / "torch/0/0.py").unlink()
     printed(corpus, *flags, "--out", tmp_path / "b")
@@ -329,29 +333,37 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sourc
     printed(corpus, *sources[0], "--out", tmp_path / "corpus")
     ran = []
 
-    def trained(command, env, **_):
-        """What adapt.py leaves, with losses that its wiring and seed decide."""
-        args = adapt.parse(command[2:])
-        if len(ran) == 4:
-            raise KeyboardInterrupt
-        ran.append(args)
+    def called(command, env, **_):
+        """What adapt.py, affinity and eval.py leave, with losses that wiring and seed decide."""
+        script, flags, done = command[1], command[2:], subprocess.CompletedProcess(command, 0)
+        args = {"adapt.py": adapt, "eval.py": evaluate, "-m": affinity}[script].parse(flags[script == "-m" :])
         assert env["OMP_NUM_THREADS"] == "1" and (args.checkpoint is None or os.path.isdir(args.checkpoint))
-        time.sleep(0.05 * (args.steps == 200 and args.checkpoint is None))  # with 9 jobs an origin is waited for
-        os.makedirs(args.out)
-        os.makedirs(f"{args.out}.run")
-        nats = [5 + len(args.wiring), 2.5 + len(args.wiring) / 100 + args.seed / 10]
-        steps = {"tokens": 2048, "tokens_per_s": 9}, {"tokens": 4096, "tokens_per_s": 7}
-        log = [{"tokens": 0, "valid": nats[0]}, {"tokens": 0}, *steps, {**steps[1], "valid": nats[1]}]
-        write(Path(f"{args.out}.run/log.jsonl"), log)
-        return subprocess.CompletedProcess(command, 0)
+        if script == "-m":
+            os.makedirs(args.out)
+        elif script == "eval.py":
+            assert Path(args.text).is_file()
+            nats = 5 + len(args.wiring) if args.wiring else float((Path(args.checkpoint) / "nats").read_text())
+            write(Path(args.json), [{"nats_per_token": nats}])
+        else:
+            if len(ran) == 4:
+                raise KeyboardInterrupt
+            ran.append(args)
+            time.sleep(0.05 * (args.steps == 200 and args.checkpoint is None))  # with 9 jobs an origin is waited for
+            for folder in args.out, f"{args.out}.run":
+                os.makedirs(folder)
+            (Path(args.out) / "nats").write_text(f"{2.5 + len(args.wiring) / 100 + args.seed / 10}")
+            steps = {"tokens": 2048, "tokens_per_s": 9}, {"tokens": 4096, "tokens_per_s": 7}
+            log = [{"tokens": 0, "valid": 9}, {"tokens": 0}, *steps, {**steps[1], "valid": args.lr}]
+            write(Path(f"{args.out}.run/log.jsonl"), log)
+        return done
 
-    monkeypatch.setattr(quality, "subprocess", SimpleNamespace(run=trained))
-    monkeypatch.setattr(quality, "affinity", SimpleNamespace(main=lambda argv: os.makedirs(argv[-1])))
+    monkeypatch.setattr(quality, "subprocess", SimpleNamespace(run=called))
     how = ["--corpus", tmp_path / "corpus", "--runs", tmp_path / "runs", "--json", tmp_path / "x.jsonl"]
     with pytest.raises(KeyboardInterrupt):
         printed(quality, *how, "--steps", "200", "--jobs", "1")
     assert len(read(tmp_path / "x.jsonl")) == 4
-    assert "rate-scratch" in printed(quality, "--show", tmp_path / "x.jsonl", "--figure", tmp_path / "y.png")
+    said = printed(quality, "--show", tmp_path / "x.jsonl", "--figure", tmp_path / "y.png")
+    assert "| rate-scratch | ladder | 0.002 | 0.002 |" in said
     with open(tmp_path / "x.jsonl", "a") as f:
         f.write('{"run": "cut o')
     ran.append(None)
