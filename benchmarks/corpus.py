@@ -53,7 +53,7 @@ def main(argv=None):
             parts[part_of(name)].append((name, text))
     texts = ["".join(json.dumps({"text": text}) + "\n" for _, text in part) for part in parts.values()]
     held_out = sorted(parts["valid"], key=lambda document: hashlib.sha256(document[0].encode()).digest())
-    test = [text for name, text in held_out if name.startswith("torch/")]  # validation begins with Python's own
+    test = [text for name, text in held_out if name.startswith("torch/")]  # the first of valid.jsonl are Python's own
     with writing.new_folder(args.out) as folder:
         for name, text in zip(FILES, [*texts, f"\n{SEPARATOR}\n".join(test)], strict=True):
             writing.write_text(Path(folder) / name, text)

@@ -60,6 +60,7 @@ SHARED = threading.Lock()  # one job at a time makes what others need, too
 
 
 def file_name(wiring):
+    """Return a wiring's name for the name of a file."""
     return wiring.translate(str.maketrans(":/", "._"))
 
 
@@ -123,52 +124,53 @@ def plan(steps):
 
 
 def commands(run, corpus, runs):
-    """Return {what it writes: a command's words}: what other runs need, too, and what is this run's own.
+    """Return two dicts {output: the words of its command}: what runs share, and what is this run's own.
 
     corpus, runs: the folders of the text and of all models.
     """
 
-    def evaluate(found, *of):
-        return {found: ["eval.py", *of, "--text", corpus / "test.txt", *SCORING.split(), "--json", found]}
+    def score(target, *flags):
+        return {target: ["eval.py", *flags, "--text", corpus / "test.txt", *SCORING.split(), "--json", target]}
 
     out, own, shared = runs / run.name, {}, {}
     if run.kind == "grouped":
-        how = ["--checkpoint", runs / run.origin, "--lanes", "4", "--text", corpus / "retrain.jsonl"]
-        shared[runs / run.source] = ["-m", "training.affinity", *how, "--out", runs / run.source]
+        flags = ["--checkpoint", runs / run.origin, "--lanes", "4", "--text", corpus / "retrain.jsonl"]
+        shared[runs / run.source] = ["-m", "training.affinity", *flags, "--out", runs / run.source]
     if run.origin:
-        found = runs / f"{run.source}-in-{file_name(run.wiring)}.jsonl"
-        shared |= evaluate(found, "--checkpoint", runs / run.source, "--wiring", run.wiring)
+        target = runs / f"{run.source}-in-{file_name(run.wiring)}.jsonl"
+        shared |= score(target, "--checkpoint", runs / run.source, "--wiring", run.wiring)
     files = [corpus / ("retrain.jsonl" if run.origin else "train.jsonl"), "--valid", corpus / "valid.jsonl"]
     own[out] = ["adapt.py", *run.flags(runs), "--text", *files, "--out", out]
-    return shared, own | evaluate(runs / f"{run.name}.jsonl", "--checkpoint", out)
+    return shared, own | score(runs / f"{run.name}.jsonl", "--checkpoint", out)
 
 
 def train(run, args, digests):
-    """Train a run, and score it, unless that is done; return its line."""
+    """Train a run, and score it, unless that is done; return its line: of the weights that are best on validation."""
     shared, own = commands(run, args.corpus, args.runs)
 
-    def call(steps):
-        for found, words in steps.items():
-            if not found.exists():
-                with open(f"{found}.out", "w") as log:
+    def call(planned):
+        for target, words in planned.items():
+            if not (target.exists() and target.stat().st_size):  # eval.py makes its file when it begins
+                with open(f"{target}.out", "w") as log:
                     how = {"stdout": log, "stderr": log, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
                     code = subprocess.run([sys.executable, *map(str, words)], **how).returncode
                 if code:
-                    raise InputError(f"{run.name} ended with code {code}: {found}.out says why")
+                    raise InputError(f"{target} was not made (code {code}): {target}.out says why")
 
     with SHARED:
         call(shared)
     call(own)
-    out, *scored = *own, *(found for found in shared if found.suffix == ".jsonl")
-    nats, *before = (read_lines(found, "nats_per_token")[-1]["nats_per_token"] for found in scored)
+    out, *scored = *own, *(target for target in shared if target.suffix == ".jsonl")
+    nats, before, *_ = *(read_lines(target, "nats_per_token")[-1]["nats_per_token"] for target in scored), None
     log = [json.loads(line) for line in read_text(f"{out}.run/log.jsonl").splitlines()]
     curve = [(line["tokens"], line["valid"]) for line in log if "valid" in line]
-    said = [words for steps in commands(run, Path(args.corpus.name), Path(args.runs.name)) for words in steps.values()]
+    said = commands(run, Path(args.corpus.name), Path(args.runs.name))
+    said = [["OMP_NUM_THREADS=1", "python", *map(str, words)] for planned in said for words in planned.values()]
     return {
-        "run": run.name, **dataclasses.asdict(run), "valid": curve[-1][1], "curve": curve,
-        "nats": nats, "before": before[0] if before else None, "tokens": curve[-1][0],
-        "tokens_per_s": statistics.median(x["tokens_per_s"] for x in log[2:]), "sha256": digests, **environment(World(0, 1, torch.device("cpu"))), "threads": 1,
-        "command": " && ".join(shlex.join(["OMP_NUM_THREADS=1", "python", *map(str, words)]) for words in said),
+        "run": run.name, **dataclasses.asdict(run), "valid": min(nats for _, nats in curve), "curve": curve,
+        "nats": nats, "before": before, "tokens": curve[-1][0],
+        "tokens_per_s": statistics.median(x["tokens_per_s"] for x in log[2:]), "sha256": digests,
+        **environment(World(0, 1, torch.device("cpu"))), "threads": 1, "command": " && ".join(map(shlex.join, said)),
     }  # fmt: skip
 
 
@@ -318,7 +320,7 @@ def main(argv=None):
             plot.save(args.figure, figure(args.show))
         return
     digests = {name: hashlib.sha256((args.corpus / name).read_bytes()).hexdigest() for name in FILES}
-    written = read_lines(args.json, "run") if os.path.exists(args.json) else []
+    written = read_lines(args.json, *KEYS) if os.path.exists(args.json) else []
     done, begin = {line["run"] for line in written}, time.monotonic()
     try:
         args.runs.mkdir(parents=True, exist_ok=True)

@@ -63,7 +63,7 @@ def new_folder(path):
 def write_text(path, text):
     """Write a text file as new_file does."""
     with new_file(path) as unfinished:
-        unfinished.write_text(text)
+        unfinished.write_text(text, encoding="utf-8")
 
 
 def check_absent(path):

@@ -335,7 +335,7 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sourc
 
     def called(command, env, **_):
         """What adapt.py, affinity and eval.py leave, with losses that wiring and seed decide."""
-        script, flags, done = command[1], command[2:], subprocess.CompletedProcess(command, 0)
+        script, flags = command[1], command[2:]
         args = {"adapt.py": adapt, "eval.py": evaluate, "-m": affinity}[script].parse(flags[script == "-m" :])
         assert env["OMP_NUM_THREADS"] == "1" and (args.checkpoint is None or os.path.isdir(args.checkpoint))
         if script == "-m":
@@ -353,9 +353,10 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sourc
                 os.makedirs(folder)
             (Path(args.out) / "nats").write_text(f"{2.5 + len(args.wiring) / 100 + args.seed / 10}")
             steps = {"tokens": 2048, "tokens_per_s": 9}, {"tokens": 4096, "tokens_per_s": 7}
+            Path(f"{args.out}.jsonl").touch()  # as an eval.py does that is killed
             log = [{"tokens": 0, "valid": 9}, {"tokens": 0}, *steps, {**steps[1], "valid": args.lr}]
             write(Path(f"{args.out}.run/log.jsonl"), log)
-        return done
+        return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(quality, "subprocess", SimpleNamespace(run=called))
     how = ["--corpus", tmp_path / "corpus", "--runs", tmp_path / "runs", "--json", tmp_path / "x.jsonl"]
