@@ -274,15 +274,16 @@ def figure(lines):
         ("retrained", SHARES[1], "before", {"marker": "x"}),
         ("retrained", SHARES[1], "nats", {"mfc": "white"}),
     ]
+    models = [*((wiring, 8, wiring) for wiring in wirings), ("standard", 5, "standard, 5 layers")]
     for i, (axis, us) in enumerate(zip(axes, LATENCIES, strict=True)):
-        for wiring, (kind, share, key, marked) in itertools.product(wirings, states):
-            if some := found.get((kind, wiring, 8, round(share * steps))):
+        for (wiring, n_layers, label), (kind, share, key, marked) in itertools.product(models, states):
+            if some := found.get((kind, wiring, n_layers, round(share * steps))):
                 y, low, high = plot.middle([line[key] for line in some])
                 if y > MOST:
                     continue
-                style = plot.look(wiring, wirings) | {"linestyle": "", "capsize": 2, "label": wiring} | marked
-                size = 4 if ":" in wiring else 7  # a part of the layers
-                axis.errorbar(speeds(wiring)[i], y, [[y - low], [high - y]], markersize=size, **style)
+                style = plot.look(wiring, wirings) | {"linestyle": "", "capsize": 2, "label": label} | marked
+                size = 4 if ":" in wiring or n_layers < 8 else 7  # a part of the layers
+                axis.errorbar(speeds(wiring, n_layers)[i], y, [[y - low], [high - y]], markersize=size, **style)
         axis.set(title=f"an all-reduce of {us / 1e3:g} ms", xlabel="tokens/s over standard's")
     axes[0].set_ylabel(
         "nats per token; full: from scratch;\ncross and open: standard weights in it,\nbefore and after retraining"
