@@ -160,15 +160,15 @@ def train(run, args, digests):
     with SHARED:
         call(shared)
     call(own)
-    out, *scored = *own, *(target for target in shared if target.suffix == ".jsonl")
-    nats, before, *_ = *(read_lines(target, "nats_per_token")[-1]["nats_per_token"] for target in scored), None
-    log = [json.loads(line) for line in read_text(f"{out}.run/log.jsonl").splitlines()]
+    scored = [target for target in (*own, *shared) if target.suffix == ".jsonl"]
+    nats = [read_lines(target, "nats_per_token")[-1]["nats_per_token"] for target in scored]
+    log = [json.loads(line) for line in read_text(f"{args.runs / run.name}.run/log.jsonl").splitlines()]
     curve = [(line["tokens"], line["valid"]) for line in log if "valid" in line]
-    said = commands(run, Path(args.corpus.name), Path(args.runs.name))
-    said = [["OMP_NUM_THREADS=1", "python", *map(str, words)] for planned in said for words in planned.values()]
+    of_any_place = commands(run, Path(args.corpus.name), Path(args.runs.name))
+    said = [["OMP_NUM_THREADS=1", "python", *map(str, words)] for some in of_any_place for words in some.values()]
     return {
-        "run": run.name, **dataclasses.asdict(run), "valid": min(nats for _, nats in curve), "curve": curve,
-        "nats": nats, "before": before, "tokens": curve[-1][0],
+        "run": run.name, **dataclasses.asdict(run), "valid": min(loss for _, loss in curve), "curve": curve,
+        "nats": nats[0], "before": nats[1] if run.origin else None, "tokens": curve[-1][0],
         "tokens_per_s": statistics.median(x["tokens_per_s"] for x in log[2:]), "sha256": digests,
         **environment(World(0, 1, torch.device("cpu"))), "threads": 1, "command": " && ".join(map(shlex.join, said)),
     }  # fmt: skip

@@ -341,7 +341,8 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sourc
         if script == "-m":
             os.makedirs(args.out)
         elif script == "eval.py":
-            assert Path(args.text).is_file()
+            name = f"{args.checkpoint}-in-" if args.wiring else f"{args.checkpoint}.jsonl"
+            assert Path(args.text).is_file() and args.json.startswith(name)
             nats = 5 + len(args.wiring) if args.wiring else float((Path(args.checkpoint) / "nats").read_text())
             write(Path(args.json), [{"nats_per_token": nats}])
         else:
