@@ -19,15 +19,16 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
+from evaluation import score
+from extras.training import lanes, runs, sharding
+from extras.training.data import SEPARATOR
 from formats import checkpoint
-from formats.config import InputError, rewired, wiring_name
+from formats.wiring_text import wiring_name
 from kernels import cxx
-from measure import score
-from model import Attention, FeedForward, Transformer, take_turns
+from model import Attention, FeedForward, Transformer, rewired, take_turns
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
-from training import lanes, runs, sharding
-from training.data import SEPARATOR
+from runtime.errors import InputError
 
 CHUNK = 1024  # tokens whose logits are made at a time
 KEPT = 1 << 26  # logits that a pass may keep for its backward pass; beyond that, this makes each chunk's again

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Finds a python for measure/sweep.py, which does everything else: --help lists the settings.
+# Finds a python for extras/measure/sweep.py, which does everything else: --help lists the settings.
 set -euo pipefail
 here=$(dirname "$0")
 for word in "$@"; do
@@ -11,4 +11,4 @@ export PYTHONSAFEPATH=1 # or a model.py where it is started would be taken for o
 export PYTHON=${PYTHON-$venv} PYTHONPATH="$(cd "$here" && pwd)${PYTHONPATH:+:$PYTHONPATH}"
 "$PYTHON" -c 'import sys; from importlib.util import find_spec; sys.exit(not find_spec("torch"))' 2> /dev/null ||
     { echo "bench.sh: $PYTHON cannot import torch: run make .venv/installed first, or set PYTHON" >&2 && exit 2; }
-BENCH_ROOT=$here exec "$PYTHON" -m measure.sweep "$@"
+BENCH_ROOT=$here exec "$PYTHON" -m extras.measure.sweep "$@"

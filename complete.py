@@ -3,10 +3,11 @@
 from decoding.sampling import Sampler
 from formats import checkpoint
 from formats.checkpoint import DTYPES
-from formats.config import InputError, rewired
 from formats.tokenizer import load_tokenizer
 from generate import BUCKET, Runner, generate, load_model, make_cache
+from model import rewired
 from runtime import launch, terminal
+from runtime.errors import InputError
 from runtime.launch import World
 
 

@@ -12,14 +12,14 @@ import shutil
 from pathlib import Path
 
 import tp
+from extras.export.to_hf import convert_to_hf, name_tokenizer
 from formats import checkpoint
 from formats.checkpoint import dtype_name, first_line
-from formats.config import InputError
-from formats.export import convert_to_hf, name_tokenizer
 from formats.huggingface import LAYER_NAMES, NAMES, LlamaWeights, config_from_hf, group, hf_names
 from formats.sources import Llama2cWeights, PickledWeights
 from formats.tokenizer import load_tokenizer
 from runtime import cli, launch, writing
+from runtime.errors import InputError
 
 
 def open_source(source, revision=None):
@@ -134,7 +134,7 @@ def main(argv=None):
     source = args.tokenizer or folder  # a tokenizer that does not fit is refused before the work
     tokenizer = load_tokenizer(source, config.vocab_size) if source else None
     if args.verify:  # at first, because this may fail for reasons of its own
-        from formats import verify
+        from extras.export import verify
 
         ids = verify.text_ids(tokenizer, config)
         theirs = verify.expected(folder, ids, dtype, args.trust_remote_code)

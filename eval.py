@@ -22,15 +22,14 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 import torch
 
 import generate
+from evaluation.score import alone, divergence, sensitivity, total_nats
+from extras.training.data import SEPARATOR
 from formats import checkpoint
 from formats.checkpoint import dtype_name
-from formats.config import InputError
 from formats.tokenizer import check_vocabulary, load_tokenizer
-from measure import preflight, report
-from measure.score import alone, divergence, sensitivity, total_nats
-from runtime import cli, launch, writing
+from runtime import cli, launch, preflight, report, writing
 from runtime.cli import count, number
-from training.data import SEPARATOR
+from runtime.errors import InputError
 
 
 def parse(argv):
@@ -170,7 +169,7 @@ def main(argv=None):
             raise InputError(f"{args.checkpoint} has no tokenizer")
         if args.tasks:
             try:
-                from measure import harness
+                from extras.lm_eval import harness
             except ImportError as e:
                 raise InputError(f"--tasks needs lm-eval ({e}): pip install lm_eval==0.4.13") from None
             with harness.one_voice(world.rank == 0):

@@ -20,12 +20,11 @@ import torch
 from decoding import sampling
 from decoding.sampling import Plain, Sampler
 from formats import checkpoint
-from formats.config import InputError
 from formats.tokenizer import load_tokenizer
 from kernels import int_linear
-from measure import preflight, report
-from runtime import cli, launch, terminal, watch
+from runtime import cli, launch, preflight, report, terminal, watch
 from runtime.cli import count
+from runtime.errors import InputError
 from runtime.launch import World
 from tp import TensorParallel, load_shard
 
@@ -277,7 +276,7 @@ def main(argv=None):
     args = parse(argv)
     world, over, source = launch.join(args.device, vars(args)), None, None
     if args.link or args.simulate_tp or args.exposed:
-        from measure import link
+        from extras.measure import link
 
         world, over = link.emulated(world, args)
     with world.together():
@@ -339,7 +338,7 @@ def main(argv=None):
     found |= {"load_s": load_s, "compile_s": compile_s, "exposed": None}
     found["texts"] = printer and printer.finish(done.rows)
     if args.exposed or args.profile:
-        from measure import exposed
+        from extras.measure import exposed
 
         found["exposed"] = exposed.report_exposed(args, runner, *pad(prompts, world.device), world)
     if world.rank == 0:

@@ -9,9 +9,9 @@ import dataclasses
 import torch
 
 from formats import checkpoint
-from formats.config import InputError
 from kernels import int_linear
 from runtime import cli, launch, writing
+from runtime.errors import InputError
 from tp import shard_plan
 
 PIECE = 2**18  # numbers that are quantized at a time: few enough for the cache

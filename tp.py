@@ -13,10 +13,10 @@ import torch.nn as nn
 from tqdm import tqdm
 
 from formats.checkpoint import check_shape, read_part
-from formats.config import InputError
 from kernels import cpu, int_linear
 from model import BLOCK, padded
 from runtime import watch
+from runtime.errors import InputError
 
 # ---- The sharding plan -----------------------------------------------------------------------------------------------
 

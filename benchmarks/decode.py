@@ -29,12 +29,12 @@ import torch
 
 from benchmarks.engines import DIM, FILLED, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCABULARY
 from benchmarks.lines import about, add_show_flag
-from formats.config import InputError
-from measure.report import read_bandwidth
-from measure.results import markdown
-from measure.timing import in_turns, quartiles
+from extras.measure.results import markdown
 from runtime import cli, launch, writing
 from runtime.cli import count, number
+from runtime.errors import InputError
+from runtime.report import read_bandwidth
+from runtime.timing import in_turns, quartiles
 
 WORKER = Path(__file__).with_name("engines.py")
 QUANTS = {  # of an engine, behind a colon: (bytes of a weight, scales included, and ours of as many bits)

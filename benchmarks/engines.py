@@ -25,9 +25,9 @@ def ours(quant, world=None):
 
     import torch
 
+    from extras.measure.exposed import replays
     from formats.sizes import SIZES
     from generate import Runner, load_model, make_cache, pad
-    from measure.exposed import replays
     from runtime.launch import World
 
     config = dataclasses.replace(

@@ -25,13 +25,13 @@ import torch
 
 from benchmarks import overlap
 from benchmarks.lines import add_show_flag
-from formats.config import InputError
-from measure.link import LINKS
-from measure.report import environment, free_bytes
-from measure.results import markdown
-from measure.timing import timed
+from extras.measure.link import LINKS
+from extras.measure.results import markdown
 from runtime import cli, launch, writing
 from runtime.cli import number
+from runtime.errors import InputError
+from runtime.report import environment, free_bytes
+from runtime.timing import timed
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

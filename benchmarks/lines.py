@@ -8,11 +8,11 @@ import sys
 
 import torch
 
+from extras.measure.results import wired
 from formats.checkpoint import read_text
-from formats.config import InputError
-from measure.report import environment
-from measure.results import wired
+from runtime.errors import InputError
 from runtime.launch import World
+from runtime.report import environment
 
 
 def read_lines(path, *keys):

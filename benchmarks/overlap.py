@@ -5,8 +5,8 @@ python -m benchmarks.overlap --simulate-tp 8 --model 8b --links nvlink,pcie --js
 python -m benchmarks.overlap --wirings standard ladder upper-bound --show overlap.jsonl
 
 Each line of the result is one wiring over one link, of a prefill in so many parts: the median step, its quartiles, the
-same model's step without all-reduces, one all-reduce on its own, and the limit (measure/exposed.py). All wirings share
-one set of random weights.
+same model's step without all-reduces, one all-reduce on its own, and the limit (extras/measure/exposed.py). All wirings
+share one set of random weights.
 """
 
 import copy
@@ -19,15 +19,16 @@ from pathlib import Path
 import torch
 
 from benchmarks.lines import about, add_show_flag
-from formats.config import Config, InputError, rewired
+from extras.measure import exposed, link
+from extras.measure.clock import variants
+from extras.measure.results import explained
 from formats.sizes import SIZES, RandomWeights, named_size
 from generate import Runner, make_cache, pad
-from measure import exposed, link
-from measure.clock import variants
-from measure.results import explained
-from measure.timing import overlapping
+from model import Config, rewired
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
+from runtime.errors import InputError
+from runtime.timing import overlapping
 from tp import TensorParallel, load_shard
 
 # On two ranks 26 MB in either sublayer: some 2 ms for a core that reads 12 GB/s

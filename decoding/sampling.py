@@ -5,8 +5,8 @@ Shape letters: B batch, V vocabulary, v this rank's part of it.
 
 import torch
 
-from formats.config import InputError
 from model import BLOCK, SingleDevice
+from runtime.errors import InputError
 
 SINGLE = SingleDevice()
 

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 
 from decoding.sampling import Plain, Sampler, all_finite, last_tokens
 from formats import checkpoint
-from formats.config import Config, InputError, parse_wiring, rewired, wiring_name
 from formats.tokenizer import check_vocabulary
-from measure import report
-from measure.timing import between, mark, timed
-from model import WIRINGS
+from formats.wiring_text import wiring_name
+from model import WIRINGS, Config, parse_wiring, rewired
+from runtime import report
+from runtime.errors import InputError
+from runtime.timing import between, mark, timed
 
 COUNTS = 0, 1, 2, 3, 7  # numbers of proposals for Auto; each is a graph to compile
 USUAL = 3  # proposals of a --draft without @

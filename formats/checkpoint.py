@@ -13,10 +13,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from formats.config import Config, InputError, wiring_name
+from formats.wiring_text import wiring_name
 from kernels import cpu, int_linear
-from model import WIRINGS
+from model import WIRINGS, Config
 from runtime import watch
+from runtime.errors import InputError
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -4,9 +4,11 @@ import math
 
 import torch
 
-from formats import checkpoint, laneformer
+from extras.lanes import laneformer
+from formats import checkpoint
 from formats.checkpoint import read_json
-from formats.config import InputError, wiring_name
+from formats.wiring_text import wiring_name
+from runtime.errors import InputError
 
 NAMES = {  # ours: Hugging Face's; wqkv is made of three
     "tok_embeddings.weight": "model.embed_tokens.weight",

@@ -5,8 +5,9 @@ import re
 
 import torch
 
-from formats.config import Config, InputError
 from kernels import int_linear
+from model import Config
+from runtime.errors import InputError
 
 
 def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie_embeddings=False):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from formats import checkpoint
-from formats.config import InputError
+from runtime.errors import InputError
 
 
 def unpaired(weight, head_dim):

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 
 from formats.checkpoint import first_line, read_json, read_text
-from formats.config import InputError
+from runtime.errors import InputError
 
 # Llama 3's pre-tokenizer pattern and special tokens: its rank file holds neither.
 LLAMA3_PATTERN = (

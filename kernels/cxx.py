@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from formats.config import InputError
+from runtime.errors import InputError
 
 
 def compiler(what="--compile"):
@@ -38,7 +38,7 @@ def load_operators(source, what, *options):
     The result lies in $XDG_CACHE_HOME/ladder-fast (~/.cache without it). Raises InputError without a C++ compiler, of
     which `what` is in need, or with nowhere to write.
     """
-    source, home = Path(__file__).with_name(source), Path(torch.__file__).parent
+    source, home = Path(__file__).parent / source, Path(torch.__file__).parent
     options = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC", *options]
     paths = [f"-I{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
     command = [os.environ.get("CXX", "g++"), source, *options, *paths]
@@ -51,7 +51,7 @@ def load_operators(source, what, *options):
             torch.ops.load_library(library)
         except OSError:  # not there yet, or damaged
             compiler(what)
-            print(f"compiling kernels/{source.name}, once ...", file=sys.stderr, flush=True)
+            print(f"compiling {source.name}, once ...", file=sys.stderr, flush=True)
             # others may be at it too; who is done last replaces an equal file
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
                 made = Path(temporary) / library.name

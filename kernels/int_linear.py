@@ -14,8 +14,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from formats.config import InputError
 from model import Transformer
+from runtime.errors import InputError
 
 PIECE = 2**19  # numbers of W that are turned into floats at a time, to be multiplied while they are in the cache
 FEW = 16  # rows of x up to which the kernels for int8, PyTorch's on a CPU and Triton's, are meant to be the faster ones

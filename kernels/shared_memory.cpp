@@ -139,7 +139,7 @@ class SharedMemory : public c10d::Backend {
     return start(outputs, inputs, true);
   }
 
-  // An emulated link, as measure/link.py describes it: seconds of any collective, of each byte on the wire, and those of
+  // An emulated link, as extras/measure/link.py describes it: seconds of any collective, of each byte on the wire, and those of
   // a collective during which the next may travel.
   void set_link(double latency, double per_byte, double flight) {
     latency_ = latency;

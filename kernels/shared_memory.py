@@ -11,8 +11,8 @@ import secrets
 
 import torch
 
-from formats.config import InputError
 from kernels import cxx
+from runtime.errors import InputError
 
 SLOTS, SLOT_BYTES = 8, 2**23  # of each rank; memory is taken only for what a message has filled
 NAME = "ladder-fast"

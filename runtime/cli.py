@@ -6,8 +6,8 @@ import os
 import sys
 import textwrap
 
-from formats.config import InputError, rewired
-from model import WIRINGS
+from model import WIRINGS, rewired
+from runtime.errors import InputError
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -110,7 +110,7 @@ def add_comm_flag(parser):
 
 
 def add_communication_flags(parser):
-    """Add the flags that measure/link.py and exposed.py read, and --comm."""
+    """Add the flags that extras/measure/link.py and exposed.py read, and --comm."""
     g = parser.add_argument_group("communication", "what it costs, and what it would cost elsewhere: docs/measuring.md")
     add_comm_flag(g)
     words = "cut each pass of the prefill in N parts, of which one computes while another's partials are summed"

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from formats.checkpoint import first_line
-from formats.config import InputError
 from runtime import watch
+from runtime.errors import InputError
 
 
 def rank_and_size():
@@ -55,7 +55,7 @@ class World:
     """The ranks of a run: join() makes one.
 
     group: the process group of the model's collectives, or None for a single device. dist_group: the group of
-    torch.distributed's own collectives, or None for the default one. A simulated rank (measure/link.py) has a tp_size
+    torch.distributed's own collectives, or None for the default one. A simulated rank (extras/measure) has a tp_size
     and a group, but no peers: it is alone. shares: what each rank is to hold of a model in proportion to the others.
     """
 
@@ -116,7 +116,7 @@ def join(device=None, flags=None):
     """Join the ranks that torchrun started with this one, if any; returns the World.
 
     The model's collectives go through memory that the CPU ranks of one node share, between those of several in one hop
-    (kernels/one_hop.py), else through NCCL, unless --comm says otherwise. device: "cpu", "cuda", "cuda:1", or None for
+    (extras/collectives), else through NCCL, unless --comm says otherwise. device: "cpu", "cuda", "cuda:1", or None for
     CUDA if every local rank finds a GPU. Under torchrun each rank takes the GPU of its LOCAL_RANK. flags: {name: value}
     of the command line, alike on all ranks. Raises InputError for a device that is not there, and for ranks that were
     not started alike.
@@ -158,7 +158,7 @@ def join(device=None, flags=None):
     if device.type == "cpu" and comm != "library":
         try:
             if several_nodes:
-                from kernels import one_hop
+                from extras.collectives import one_hop
 
                 world.group = one_hop.connect(world, address, [place for place, _ in found])
             else:
@@ -167,11 +167,11 @@ def join(device=None, flags=None):
             if rank == 0:
                 print(f"gloo carries the all-reduces: {e}", file=sys.stderr, flush=True)
     if comm == "one-shot":
-        from kernels import one_shot
+        from extras.collectives import one_shot
 
         world.group = one_shot.connect(world)
     elif comm == "int8":
-        from kernels.int8_sums import Int8Group
+        from extras.collectives.int8_sums import Int8Group
 
         world.group = Int8Group(world.group, dist.group.WORLD, rank, tp_size, device)
     return world
@@ -184,7 +184,9 @@ OWN = {"device", "checkpoint", "draft", "compare", "distill", "text", "valid", "
 def _start(flags, device):
     """Return what all ranks are to be started with alike, by name."""
     code, root = hashlib.sha256(), Path(__file__).parents[1]
-    for path in sorted(path for pattern in ("*.py", "*/*.py", "*/*.cpp") for path in root.glob(pattern)):
+    for path in sorted(
+        path for pattern in ("*.py", "*/*.py", "*/*.cpp", "extras/*/*.*") for path in root.glob(pattern)
+    ):
         code.update(path.read_bytes())
     start = {"the script": os.path.basename(sys.argv[0]), "the code": code.hexdigest()[:8]}
     start |= {"torch": torch.__version__, "device": device.type}

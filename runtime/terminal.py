@@ -4,9 +4,9 @@ import torch
 from tqdm import tqdm
 
 from formats import checkpoint
-from formats.config import InputError
 from formats.tokenizer import TextStream
 from runtime.cli import count
+from runtime.errors import InputError
 
 
 def add_prompt_flags(parser):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from formats.config import InputError
+from runtime.errors import InputError
 
 
 @contextlib.contextmanager

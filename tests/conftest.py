@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from helpers import BASE, random_model, stop_ranks
 
+from extras.training.data import train_tokenizer
 from formats import checkpoint
 from kernels import shared_memory
 from runtime import launch
-from training.data import train_tokenizer
 
 
 @pytest.fixture

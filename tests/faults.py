@@ -28,11 +28,10 @@ from pathlib import Path
 import torch
 
 import quantize
+from extras.training.data import train_tokenizer
 from formats import checkpoint
-from formats.config import Config
-from model import Transformer
+from model import Config, Transformer
 from runtime import chat, launch
-from training.data import train_tokenizer
 
 ROOT = Path(__file__).parent.parent
 SOON, SLOW = 5, 10  # seconds in which a run should end after a fault, and after the --timeout of a stall

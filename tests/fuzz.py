@@ -17,14 +17,14 @@ from helpers import ROOT
 
 import generate
 import tp
+from extras.measure import results
 from formats import checkpoint
-from formats.config import Config, InputError
 from formats.huggingface import config_from_hf
 from formats.sources import Llama2cWeights, PickledWeights
 from formats.tokenizer import load_tokenizer
-from measure import results
-from model import Transformer
+from model import Config, Transformer
 from runtime import terminal
+from runtime.errors import InputError
 
 DEMO, RESULTS = ROOT / "demo", ROOT / "benchmarks" / "results"
 SECONDS = 20

@@ -24,9 +24,8 @@ import torch.distributed as dist
 
 import generate
 import tp
-from formats.config import Config, parse_wiring
 from kernels import cxx, gloo, shared_memory
-from model import WIRINGS, Transformer, delayed_stream, desynced_stream, residual_stream
+from model import WIRINGS, Config, Transformer, delayed_stream, desynced_stream, parse_wiring, residual_stream
 from runtime import launch
 
 ROOT = Path(__file__).parent.parent

@@ -18,7 +18,7 @@ def result(words, environment):
         "tp": ranks, "simulated": False, "device": value("--device"), "hardware": "pretended", "torch": "2",
         "commit": "c", "threads": 1, "settings": {k: v for k, v in environment.items() if k.startswith("NCCL_")},
     }  # fmt: skip
-    if "measure.probe" in words:
+    if "extras.measure.probe" in words:
         rates = [{"bytes": 1024, "us": 20.0, "gbps": 0.4}] if ranks > 1 else []
         return line | {"probe": {"bandwidth": [1e10] * ranks, "all_reduce": rates}}
     new, batch, draft = int(value("--max-new-tokens")), int(value("--batch")), value("--draft")

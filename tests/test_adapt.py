@@ -21,11 +21,11 @@ import eval as evaluate
 import model
 import quantize
 import tp
+from extras.training import data, sharding
 from formats import checkpoint
-from formats.config import InputError
 from formats.tokenizer import load_tokenizer
 from runtime import launch
-from training import data, sharding
+from runtime.errors import InputError
 
 STORIES = ["Once upon a time there was a little dog.", "The dog ran to the park.", "A cat sat on the mat and slept."]
 SMALL = "--vocab-size 300 --dim 32 --n-layers 2 --n-heads 4 --n-kv-heads 2 --intermediate-size 48 --seq-len 16"

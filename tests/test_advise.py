@@ -7,14 +7,15 @@ import pytest
 import torch
 from helpers import BASE, queued, random_model
 
+from extras.measure import advise
+from extras.measure.advise import Machine, Times
+from extras.measure.clock import variants
+from extras.measure.link import LINKS
 from formats import checkpoint
-from formats.config import InputError
 from formats.sizes import SIZES, RandomWeights
-from measure import advise, report
-from measure.advise import Machine, Times
-from measure.clock import variants
-from measure.link import LINKS
 from model import WIRINGS
+from runtime import report
+from runtime.errors import InputError
 from tp import load_shard
 
 LAYERS = 5

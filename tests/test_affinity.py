@@ -13,9 +13,10 @@ from helpers import BASE, StateWeights, random_model
 
 import tp
 from complete import load
+from extras.training import affinity, data
 from formats import checkpoint
-from formats.config import InputError, rewired
-from training import affinity, data
+from model import rewired
+from runtime.errors import InputError
 
 CONFIG = dataclasses.replace(BASE, n_layers=2, vocab_size=300, max_seq_len=512, mlp_bias=True, bos_id=1, eos_ids=(2,))
 

@@ -1,4 +1,4 @@
-"""bench.sh and measure/sweep.py with scripts that only pretend to measure; tables and figures of known lines."""
+"""bench.sh and extras/measure/sweep.py with scripts that only pretend to measure; tables and figures of known lines."""
 
 import json
 import os
@@ -14,9 +14,11 @@ import pytest
 from helpers import HANGS, ROOT
 
 import model
-from formats.config import InputError, parse_wiring
-from measure import plot, results, sweep, timing
-from measure.probe import fitting_shares
+from extras.measure import plot, results, sweep
+from extras.measure.probe import fitting_shares
+from model import parse_wiring
+from runtime import timing
+from runtime.errors import InputError
 
 
 @pytest.fixture
@@ -101,7 +103,7 @@ def flag(command, name):
 
 def test_the_default_of_two_gpus(bench):
     commands = dry_run(bench)
-    probes, runs = [c for c in commands if "measure.probe" in c], [c for c in commands if flag(c, "--wiring")]
+    probes, runs = [c for c in commands if "extras.measure.probe" in c], [c for c in commands if flag(c, "--wiring")]
     assert len(probes) == 3 and len(runs) == 3 * (4 + 4 * 2 * 4) + 4 * 2 * 3 == len(commands) - 3
     assert all("--model 8b" in c and "--prompt-length 1024 --max-new-tokens 512" in c for c in runs)
     two = [c for c in runs if "--nproc_per_node=2" in c]
@@ -111,7 +113,7 @@ def test_the_default_of_two_gpus(bench):
 
 def test_a_command_in_full(bench):
     settings = {"WIRINGS": "ladder:8", "TPS": "2", "LINKS": "no-p2p", "FLAGS": "-x 'y z'"}
-    assert dry_run(bench, PYTHON="a b/python", **settings)[0] == "'a b/python' -m measure.probe --device cuda"
+    assert dry_run(bench, PYTHON="a b/python", **settings)[0] == "'a b/python' -m extras.measure.probe --device cuda"
     assert dry_run(bench, PYTHON="py", **settings)[2] == (
         "NCCL_P2P_DISABLE=1 py -m torch.distributed.run --nproc_per_node=2 --standalone ./generate.py --device cuda "
         "--model 8b --wiring ladder:8 --batch 1 --prompt-length 1024 --max-new-tokens 512 "
@@ -131,7 +133,7 @@ def test_repeats_are_far_apart_and_wirings_next_to_one_another(bench):
 def test_wirings_with_a_number_emulated_links_and_one_rank_alone(bench):
     settings = {"BATCHES": "1", "REPEATS": "1", "EXPOSED": "0", "QUANT": "none int8", "MODEL": "8b:4"}
     probe, *commands = dry_run(bench, WIRINGS="ladder:2 desync:4", LINKS="pcie", TPS="8", SIMULATE="1", **settings)
-    assert "measure.probe" in probe  # a prediction is read beside the machine's bandwidth, too
+    assert "extras.measure.probe" in probe  # a prediction is read beside the machine's bandwidth, too
     assert len(commands) == 4 and all("--model 8b:4 " in c for c in commands)
     assert all(c.endswith("--link pcie --simulate-tp 8") for c in commands)
     assert [flag(c, "--wiring") for c in commands] == ["ladder:2", "desync:4"] * 2
@@ -378,7 +380,7 @@ def test_help_and_a_python_without_torch(tmp_path, word, code, said):
 @pytest.mark.parametrize("stop, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_sweep_without_a_line_of_what_it_stopped(tmp_path, stop, code):
     python, pid = tmp_path / "a python", tmp_path / "work" / "pid"
-    real = f'case "$*" in -c*|*measure.sweep*) exec {shlex.quote(sys.executable)} "$@" ;; esac'
+    real = f'case "$*" in -c*|*extras.measure.sweep*) exec {shlex.quote(sys.executable)} "$@" ;; esac'
     python.write_text(f"#!/bin/sh\n{real}\necho $$ > pid.new; mv pid.new pid; exec sleep 600\n")
     python.chmod(0o755)
     process = shell(tmp_path / "work", **{**SMALL, "DEVICE": "cpu", "PYTHON": python})
@@ -417,7 +419,7 @@ def test_a_real_sweep_of_the_demo(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# measure/results.py and measure/plot.py
+# extras/measure/results.py and extras/measure/plot.py
 
 LATENCY = {"pcie": 57.0, "ib": 46.0}
 
@@ -441,7 +443,7 @@ def drafted(wiring, draft, rate, accepted=(1, 1), count=4, **more):
 
 @pytest.fixture
 def sweeps(tmp_path):
-    """A function that writes lines into a file, and reads and groups them as measure/results.py does."""
+    """A function that writes lines into a file, and reads and groups them as extras/measure/results.py does."""
 
     def read(lines, name="bench.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -21,15 +21,15 @@ from helpers import RANKS, ROOT, main_on_ranks, run_ranks
 import adapt
 import eval as evaluate
 import generate
-from benchmarks import corpus, decode, engines, gpu, overlap, quality
+from benchmarks import decode, engines, gpu, overlap
 from benchmarks.lines import read_lines
-from formats.config import Config, InputError
+from extras.research import corpus, quality
+from extras.training import affinity
 from formats.sizes import SIZES
 from kernels import int_linear
-from measure import report
-from model import WIRINGS
-from runtime import launch
-from training import affinity
+from model import WIRINGS, Config
+from runtime import launch, report
+from runtime.errors import InputError
 
 TINY = Config(2, 8, 8, 8, 64, 128, 256, 512)
 
@@ -300,7 +300,7 @@ def test_gpu_s_cases_end_with_the_time_and_leave_a_word(monkeypatch, tmp_path):
 
 @pytest.fixture
 def sources(tmp_path):
-    """Flags of benchmarks.corpus for two folders of Python files, and the texts that it should take."""
+    """Flags of extras.research.corpus for two folders of Python files, and the texts that it should take."""
     texts = {}
     for source in "python", "torch":
         for i in range(30):

@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 
 import convert_hf_checkpoint
 import tp
-from formats import checkpoint, huggingface, laneformer, verify
-from formats.config import InputError
+from extras.export import verify
+from extras.lanes import laneformer
+from extras.training.data import train_tokenizer
+from formats import checkpoint, huggingface
 from formats.tokenizer import load_tokenizer
-from training.data import train_tokenizer
+from runtime.errors import InputError
 
 SMALL = {
     "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 6, "vocab_size": 131,

@@ -17,9 +17,9 @@ from reference import Reference
 
 import generate
 from formats import checkpoint
-from formats.config import InputError
 from kernels import cpu, few_rows
 from model import Attention
+from runtime.errors import InputError
 
 
 def numbers(*shape):

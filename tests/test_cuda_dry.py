@@ -12,10 +12,10 @@ from helpers import BASE, BY_HAND, last_logits, random_model, staleness, unequal
 import generate as generate_module
 from decoding import sampling
 from decoding.sampling import Plain, Sampler
+from extras.measure import link
 from generate import Runner, generate, make_cache, pad
 from kernels import cuda_graphs
 from kernels.few_rows import SplitAttention
-from measure import link
 from model import SingleDevice, attention_then_mlp, desynced_stream
 from tp import TensorParallel
 

@@ -15,12 +15,14 @@ import eval as evaluate
 import generate
 import quantize
 from complete import load
+from evaluation import score
+from extras.training.data import train_tokenizer
 from formats import checkpoint
-from formats.config import InputError, parse_wiring, rewired, wiring_name
 from formats.tokenizer import load_tokenizer
-from measure import score
+from formats.wiring_text import wiring_name
+from model import parse_wiring, rewired
 from runtime import launch
-from training.data import train_tokenizer
+from runtime.errors import InputError
 
 TEXT = "Once upon a time there was a little girl. She went out to play. Her dog ran to the park. " * 6
 
@@ -222,7 +224,7 @@ def test_what_cannot_be_compared_is_refused(tiny, text, tmp_path):
 @pytest.fixture(scope="module")
 def harness():
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: requirements-peers.txt has it")
-    from measure import harness
+    from extras.lm_eval import harness
 
     return harness
 
@@ -231,7 +233,7 @@ def answers(world, folder, wiring, batch, asked):
     """Returns what the adapter answers on this rank: a list for each (kind, questions)."""
     from lm_eval.api.instance import Instance
 
-    from measure import harness
+    from extras.lm_eval import harness
 
     config = rewired(checkpoint.read_config(folder), wiring)
     lm = harness.Model(generate.load_model(config, folder, "float32", world), load_tokenizer(folder), batch)

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 import convert_hf_checkpoint
 import tp
+from extras.export.to_hf import config_to_hf
 from formats import checkpoint
-from formats.config import InputError
-from formats.export import config_to_hf
 from formats.huggingface import config_from_hf
 from model import WIRINGS, Wiring
 from runtime import writing
+from runtime.errors import InputError
 
 LLAMA3_ROPE = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16.0,

@@ -9,8 +9,9 @@ from helpers import ROOT, random_model
 
 import quantize
 from formats import checkpoint
-from formats.config import Config, InputError
+from model import Config
 from runtime import cli, launch, writing
+from runtime.errors import InputError
 
 # script: (the flags that all have, {more flags: the line}). A "{}" is a folder that holds empty, short and long texts.
 SCRIPTS = {
@@ -176,7 +177,7 @@ SCRIPTS = {
             "--checkpoint {even}": "even0 has no tokenizer",
         },
     ),
-    "measure.probe": (
+    "extras.measure.probe": (
         "",
         {
             "--json /nowhere/x": "--json: cannot write /nowhere/x",

@@ -37,10 +37,10 @@ import generate
 import tp
 from complete import complete, load
 from formats import checkpoint, sizes
-from formats.config import InputError
 from formats.tokenizer import load_tokenizer
 from model import SingleDevice
 from runtime import launch
+from runtime.errors import InputError
 
 KEYS = (
     "model, n_layers, wiring, dtype, quant, link, tp, simulated, device, hardware, threads, load_average, "

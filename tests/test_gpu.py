@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from helpers import WIRED, random_model, script, unequal_rows, wired_id
 from reference import Reference
 
-from formats.config import Config
+from extras.measure import link
+from extras.measure.clock import count_all_reduces
+from extras.measure.exposed import Case, own_all_reduce, replays
 from formats.sizes import RandomWeights
 from generate import Runner, make_cache
 from kernels import int_linear
-from measure import link
-from measure.clock import count_all_reduces
-from measure.exposed import Case, own_all_reduce, replays
-from measure.timing import timed
+from model import Config
 from runtime.launch import World
+from runtime.timing import timed
 from tp import TensorParallel, load_shard
 
 ON_CPU = os.environ.get("LADDER_TEST_GPU") == "cpu"
@@ -159,7 +159,7 @@ def test_the_link_carries_one_at_a_time(slow):
 
 @needs_cuda
 def test_what_is_computed_meanwhile_hides_the_link(slow):
-    from measure.spin import spin_kernel
+    from extras.measure.spin import spin_kernel
 
     x, work = torch.ones(1024, device=DEVICE), torch.zeros(2, dtype=torch.float64, device=DEVICE)
     work[0] = 20e6  # nanoseconds

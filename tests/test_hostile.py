@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 
 import complete
 import convert_hf_checkpoint
+from extras.measure import results
 from formats import checkpoint
-from formats.config import InputError
 from formats.sources import Llama2cWeights, PickledWeights
 from formats.tokenizer import Tokenizer, load_tokenizer
-from measure import results
+from runtime.errors import InputError
 
 DEMO, PICKLED = ROOT / "demo", "pytorch_model.bin"
 

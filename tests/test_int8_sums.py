@@ -8,10 +8,10 @@ import torch.distributed as dist
 from helpers import BASE, last_logits, run_ranks, shard, unequal_rows
 
 import tp
-from formats.config import InputError
-from kernels import int8_sums
-from kernels.int8_sums import Int8Group
-from measure import link
+from extras.collectives import int8_sums
+from extras.collectives.int8_sums import Int8Group
+from extras.measure import link
+from runtime.errors import InputError
 from runtime.launch import World
 
 SHAPES = [(3, 7, 640), (5, 9, 301), (1, 2, 48)]  # the last one is small: it travels as it is

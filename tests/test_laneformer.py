@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 import convert_hf_checkpoint
 import quantize
 import tp
+from extras.measure.clock import count_all_reduces
 from formats import checkpoint, huggingface
-from formats.config import InputError
 from kernels import int_linear
-from measure.clock import count_all_reduces
+from runtime.errors import InputError
 
 SHAPE = {
     "model_type": "laneformer_tp", "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 16,

@@ -30,13 +30,13 @@ from helpers import (
 
 import generate
 import tp
+from extras.measure import clock as clocks
+from extras.measure import exposed, link
 from formats import checkpoint, sizes
-from formats.config import InputError
 from kernels import gloo
-from measure import clock as clocks
-from measure import exposed, link, report, timing
 from model import desynced_stream, take_turns
-from runtime import launch
+from runtime import launch, report, timing
+from runtime.errors import InputError
 
 CPU = torch.device("cpu")
 

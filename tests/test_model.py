@@ -10,9 +10,9 @@ from helpers import ANY_TP, BASE, YARN, last_logits, random_model, unequal_rows,
 from reference import Reference
 
 from formats import checkpoint
-from formats.config import InputError
 from formats.sizes import SIZES
 from model import Transformer
+from runtime.errors import InputError
 
 
 @pytest.mark.parametrize("changes", ANY_TP, ids=wired_id)

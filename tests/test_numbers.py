@@ -10,7 +10,7 @@ import adapt
 import eval
 import generate
 from formats import checkpoint
-from formats.config import InputError
+from runtime.errors import InputError
 
 NAN, INF = torch.nan, torch.inf
 

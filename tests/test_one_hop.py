@@ -9,9 +9,10 @@ import torch
 from helpers import BASE, last_logits, random_model, run_ranks, shard, unequal_rows
 from test_shared_memory import OPS, numbers
 
-from formats.config import InputError
-from kernels import one_hop, shared_memory
-from measure import link
+from extras.collectives import one_hop
+from extras.measure import link
+from kernels import shared_memory
+from runtime.errors import InputError
 
 PAIRS = ["a", "a", "b", "b"]
 PLACES = ["a", "b"], ["a", "b", "c"], ["a", "a", "b"], ["a", "b", "c", "d"], PAIRS

@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-from formats.config import InputError
-from kernels import one_shot
+from extras.collectives import one_shot
+from runtime.errors import InputError
 from runtime.launch import World
 
 

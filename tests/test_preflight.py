@@ -10,9 +10,8 @@ from helpers import BASE, YARN
 import eval
 import generate
 from formats import sizes
-from measure import preflight, report
-from measure.preflight import cache_bytes, weight_bytes
-from runtime import launch
+from runtime import launch, preflight, report
+from runtime.preflight import cache_bytes, weight_bytes
 from tp import load_shard
 
 CPU = torch.device("cpu")

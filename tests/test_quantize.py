@@ -28,9 +28,9 @@ import generate
 import quantize
 import tp
 from formats import checkpoint
-from formats.config import InputError
 from kernels import few_rows, int_linear
 from runtime import launch
+from runtime.errors import InputError
 
 # groups of 32 make few parts of the MLP, so that ranks get unequal ones
 CONFIG = dataclasses.replace(BASE, n_heads=8, n_kv_heads=4, head_dim=16, dim=64, intermediate_size=160)

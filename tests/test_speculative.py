@@ -21,11 +21,11 @@ import generate
 import tp
 from complete import complete, load
 from decoding import speculative
+from extras.training.data import train_tokenizer
 from formats import checkpoint
-from formats.config import InputError
 from kernels import few_rows
 from model import SingleDevice
-from training.data import train_tokenizer
+from runtime.errors import InputError
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [7], [7, 8, 20]]
 OTHER = dataclasses.replace(BASE, n_layers=2, n_heads=4, head_dim=6, dim=20, intermediate_size=30, wiring="ladder")

@@ -8,7 +8,7 @@ import pytest
 from helpers import shared_data
 
 from formats import tokenizer
-from formats.config import InputError
+from runtime.errors import InputError
 
 TEXTS = ["Once upon a time", " two  spaces, and\nlines\n", "naïve 🙂 日本", "1234 <s> </s>", "x"]
 TEMPLATE = (
@@ -20,7 +20,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def sentencepiece_folder(tmp_path_factory):
-    from training.data import train_tokenizer
+    from extras.training.data import train_tokenizer
 
     folder = tmp_path_factory.mktemp("sp")
     documents = ["Once upon a time there was a little dog. " * 3, "The dog ran to the park,\nand played all day."] * 20

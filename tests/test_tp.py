@@ -22,11 +22,12 @@ from helpers import (
 from reference import Reference
 
 import tp
-from formats.config import InputError
-from kernels import few_rows, one_hop
-from measure import link
+from extras.collectives import one_hop
+from extras.measure import link
+from kernels import few_rows
 from model import BLOCK
 from runtime import launch
+from runtime.errors import InputError
 
 SHAPES = {  # every kind of split at tp 2, 3, 4: even, uneven, replicated KV heads, odd sizes
     "6/2 heads": {},

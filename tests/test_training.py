@@ -10,14 +10,14 @@ import torch
 from helpers import BASE, StateWeights, random_model, run_ranks
 
 import adapt
+from extras.training import data, runs, sharding
+from extras.training.data import TOKEN, Windows
 from formats import checkpoint
-from formats.config import InputError, rewired
 from formats.tokenizer import Tokenizer, load_tokenizer
-from model import Attention
+from model import Attention, rewired
 from runtime import launch
+from runtime.errors import InputError
 from tp import load_shard
-from training import data, runs, sharding
-from training.data import TOKEN, Windows
 
 
 class Letters(Tokenizer):

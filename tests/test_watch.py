@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from helpers import HANGS, ROOT, command
 
-from formats.config import InputError
 from kernels import shared_memory
 from runtime import launch, watch
+from runtime.errors import InputError
 
 
 class Ended(Exception):

@@ -13,10 +13,10 @@ from reference import Reference, rms_norm
 import convert_hf_checkpoint
 import generate
 import model
+from extras.measure.clock import count_all_reduces, run_clock
 from formats import checkpoint, huggingface
-from formats.config import parse_wiring, wiring_name
-from measure.clock import count_all_reduces, run_clock
-from model import WIRINGS, Wiring
+from formats.wiring_text import wiring_name
+from model import WIRINGS, Wiring, parse_wiring
 from runtime import cli
 
 STANDARD_ALONE = [c for c in WIRED if dataclasses.replace(BASE, **c).standard_alone]

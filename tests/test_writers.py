@@ -18,10 +18,10 @@ from tqdm import tqdm
 import adapt
 import convert_hf_checkpoint
 import quantize
-from formats.config import InputError
-from measure import exposed, sweep
+from extras.measure import exposed, sweep
+from extras.training import runs
 from runtime import launch, writing
-from training import runs
+from runtime.errors import InputError
 
 SWEEP = {"TPS": "1", "BATCHES": "1", "REPEATS": "1", "DEVICE": "cpu", "EXPOSED": "0"}
 SMALL = "--dim 16 --n-layers 1 --n-heads 2 --n-kv-heads 1 --intermediate-size 16 --vocab-size 300 --seq-len 16"

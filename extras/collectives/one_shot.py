@@ -1,0 +1,61 @@
+"""All-reduces that read the peers' memory instead of going through NCCL: --comm one-shot. No GPU has run it.
+
+The kernels are PyTorch's. For small sums such kernels take a third of NCCL's time (nvlink-oneshot and nvlink in
+extras/measure/link.py), so what hiding the sums gains should be measured over a standard model with these.
+"""
+
+import os
+
+import torch
+import torch.distributed._symmetric_memory as symmetric
+
+from kernels.group import Group, pending_on
+from runtime.errors import InputError
+
+ONE_SHOT = 2**18  # bytes up to which each rank sums all of them; of more it sums its share, for all
+BUFFER = 2**24  # bytes of the memory that the ranks see of one another; larger sums go through NCCL
+
+
+def connect(world):
+    """Return the OneShotGroup of a launch.World's ranks. Raises InputError, on all ranks alike, where none can be."""
+    on_one_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.tp_size)) == world.tp_size
+    if world.device.type != "cuda" or not on_one_node:
+        raise InputError("--comm one-shot is for ranks of one node, each with a GPU")
+    with world.together():
+        try:
+            return OneShotGroup(world.group, world.rank, world.tp_size, world.device)
+        except RuntimeError as e:
+            reason = str(e).splitlines()[0]
+            raise InputError(f"--comm one-shot needs GPUs that reach one another's memory: {reason}") from None
+
+
+class OneShotGroup(Group):
+    """A process group whose sums are PyTorch's symmetric-memory kernels, on a stream of their own.
+
+    inner: NCCL's group of the same ranks, which gathers. A kernel waits for its peers twice: when it begins, until all
+    have copied their partials into the buffers, and when it ends, until all have read them. So sums in flight share one
+    buffer, as long as every rank runs them in the same order: hence the one stream.
+    """
+
+    def __init__(self, inner, rank, tp_size, device):
+        super().__init__("one-shot", inner, rank, tp_size)
+        self.stream = torch.cuda.Stream(device, priority=-1)  # before the computing beside it, like NCCL's
+        self.buffer = symmetric.empty(BUFFER, dtype=torch.uint8, device=device)
+        symmetric.rendezvous(self.buffer, inner.group_name)
+
+    def allreduce(self, tensors, opts=None):
+        [tensor], ops, group = tensors, torch.ops.symm_mem, self.inner.group_name
+        if tensor.dtype == torch.float16:
+            raise InputError("--comm one-shot sums bfloat16 and float32: give --dtype")
+        if tensor.nbytes > BUFFER:
+            return self.inner.allreduce(tensors, opts)
+        whole, shared = tensor.view(-1), self.buffer[: tensor.nbytes].view(tensor.dtype)
+        self.stream.wait_stream(torch.cuda.current_stream())  # forked and joined by events, as CUDA graphs capture it
+        with torch.cuda.stream(self.stream):
+            # by itself: one_shot_all_reduce_copy (torch 2.13) waits for no warp but the one that tells the peers of it
+            shared.copy_(whole)
+            if tensor.nbytes <= ONE_SHOT:
+                ops.one_shot_all_reduce_out(shared, "sum", group, whole)
+            else:
+                whole.copy_(ops.two_shot_all_reduce_(shared, "sum", group))
+            return pending_on(self.stream, tensors)

@@ -1,0 +1,263 @@
+"""Which wiring for my link? A decode step of every wiring, predicted in no time: no model runs.
+
+python -m extras.measure.advise --model 70b --tp 8 --gpu h100 --link nvlink,pcie
+python -m extras.measure.advise --checkpoint demo --tp 2 --bandwidth-gbs 12.5 --link 150us+10gbps  # as the probe says
+
+A sublayer takes the longer of two times: to read its weights and its part of the cache from memory, or to multiply
+them; where shards are uneven, the largest counts. An all-reduce takes the time that the link says. The
+loop of model.py, run on the clock of clock.py, makes a step of these. Real steps are longer: norms, launches,
+and the processor time that communication takes are left out.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import torch
+
+from extras.measure import link, results
+from extras.measure.clock import run_layers, variants
+from formats import checkpoint, sizes
+from formats.checkpoint import dtype_name
+from formats.sizes import SIZES
+from model import rewired
+from runtime import cli, launch, report
+from runtime.cli import count, number
+from runtime.errors import InputError
+from tp import held, lanes_of, shard_plan
+
+ALIKE = 0.01  # a wiring is named next to the fastest if its step is longer by at most this share of it
+
+# ---- What there is to do in a decode step, and how fast a machine does it --------------------------------------------
+
+
+class Work(NamedTuple):
+    """Bytes that one rank reads from memory in a decode step, and its floating-point operations."""
+
+    n_bytes: float
+    flops: float
+
+
+def rank_work(config, dtype, rank, tp_size, batch, context):
+    """Return decode_work's answer for one rank. config: of one layer."""
+    plan = shard_plan(config, rank, tp_size)
+    n_bytes, flops = ({"attention": 0.0, "feed_forward": 0.0, "rest": 0.0} for _ in range(2))
+    for name, shape, stored, *_ in held(config, dtype, rank, tp_size).values():
+        *_, place, module, tensor = "rest", *name.split(".")
+        if module == "tok_embeddings" and config.tie_embeddings:
+            [(start, stop)] = plan["output"][1]
+            module, shape = "output", (stop - start, *shape[1:])
+        if module not in plan:
+            continue
+        n_bytes[place] += math.prod(shape) * stored.itemsize
+        if tensor == "weight":
+            flops[place] += 2 * batch * math.prod(shape) * (2 if stored == torch.uint8 else 1)  # two in a byte
+    queries, all_three = (sum(stop - start for start, stop in plan[name][1]) for name in ("wo", "wqkv"))
+    n_bytes["attention"] += batch * context * (all_three - queries) * dtype.itemsize
+    flops["attention"] += 4 * batch * context * queries
+    n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm
+    return {place: Work(n_bytes[place], flops[place]) for place in n_bytes}
+
+
+def decode_work(config, dtype, tp_size, batch, context):
+    """Return {"attention": Work of a layer's, "feed_forward": of its MLP, "rest": outside of the layers}.
+
+    It is that of the rank with the most to do, since the others wait for it. context: filled slots of the cache. Of the
+    embedding table only the rows of the step's tokens are read. Raises InputError if tp_size does not suit the config.
+    """
+    one = dataclasses.replace(rewired(config, "standard"), n_layers=1, nope_layers=(), window_layers=())
+    ranks = [rank_work(one, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
+    return {place: max(work[place] for work in ranks) for place in ranks[0]}
+
+
+class Machine(NamedTuple):
+    """bandwidth: bytes per second that a rank reads from memory. flops: operations per second, infinite if unknown."""
+
+    name: str
+    bandwidth: float
+    flops: float = math.inf
+
+    def seconds(self, work):
+        return max(work.n_bytes / self.bandwidth, work.flops / self.flops)
+
+    def __str__(self):
+        computing = f", {self.flops / 1e12:.0f} TFLOP/s" if self.flops < math.inf else ""
+        return f"{self.name}: {self.bandwidth / 1e9:,.1f} GB/s{computing} a rank"
+
+
+# bytes per second, and dense bfloat16 operations per second: NVIDIA's data sheets of the SXM modules
+GPUS = {"h100": (3.35e12, 989e12), "h200": (4.8e12, 989e12)}
+# The share of the published bandwidth that a decode step reaches: gpt-fast's README has 1397 of an A100's 2039 GB/s for
+# the 7b in bfloat16 on one GPU. The upper bound that the paper measured is lower: see benchmarks/bench.md.
+SHARE = 0.7
+
+
+def published_machine(name):
+    return Machine(f"{100 * SHARE:.0f} % of an {name.upper()} on paper", *(SHARE * x for x in GPUS[name]))
+
+
+# ---- Predictions -----------------------------------------------------------------------------------------------------
+
+
+class Times(NamedTuple):
+    """Seconds: of a layer's attention and MLP, of the rest of a step, of an all-reduce, of agreeing on the token, and
+    those of an all-reduce during which the link may carry the next."""
+
+    attention: float
+    feed_forward: float
+    rest: float
+    all_reduce: float
+    gather: float
+    flight: float = 0.0
+
+
+def times_of(config, dtype, tp_size, batch, context, machine, link):
+    """Return the Times of a decode step over a Link."""
+    work = decode_work(config, dtype, tp_size, batch, context)
+    found = 16 * batch * tp_size  # bytes of each rank's best logit and its id
+    all_reduce = link.seconds(batch * config.dim * dtype.itemsize, tp_size)
+    token = link.seconds(found, tp_size, passes=1)
+    return Times(*map(machine.seconds, work.values()), all_reduce, token, link.flight)
+
+
+def step_seconds(config, times):
+    """Return (seconds of a step in the config's wiring, its all-reduces, the share of their time that it hides)."""
+    clock = run_layers(config, *times[:2], times.all_reduce, flight=times.flight)
+    silent = run_layers(config, *times[:2], 0.0).now
+    travel = clock.started * times.all_reduce
+    hidden = max(0.0, 1 - (clock.now - silent) / travel) if travel else None  # not -0
+    return clock.now + times.rest + times.gather, clock.started, hidden
+
+
+def function(config, tp_size):
+    """Return what decides whether two wirings compute the same on so many ranks."""
+    return *config.function[:2], config.lanes or (tp_size if config.kind.laned else None)
+
+
+def retraining(own, config, tp_size):
+    """Return whether a model with weights of the Config `own` must be trained for the wiring of another, in words."""
+    if function(config, tp_size) == function(own, tp_size):
+        return "no"
+    if own.wiring == "standard" and config.kind.small_loss:
+        return "no, but a loss"
+    return f"yes, in {config.lanes or tp_size} lanes" if config.kind.laned else "yes"
+
+
+def candidates(own, names, tp_size):
+    """Return the Configs to compare, each function once: those of the names, the standard one, and the weights' own."""
+    configs = [*(rewired(own, name) for name in ("standard", *names)), own]
+    for config in configs:
+        lanes_of(config, 0, tp_size)  # or an InputError
+    return [*{function(config, tp_size): config for config in configs}.values()]
+
+
+def predictions(configs, own, times, tp_size):
+    """Return a dict for each Config, the fastest first."""
+    standard, *_ = step_seconds(rewired(own, "standard"), times)
+    found = []
+    for config in configs:
+        seconds, n, hidden = step_seconds(config, times)
+        found.append({
+            "wiring": config.wiring, "step_ms": 1e3 * seconds, "times_standard": standard / seconds,
+            "all_reduces": n, "hidden": hidden, "retraining": retraining(own, config, tp_size) if n else "no model",
+        })  # fmt: skip
+    return sorted(found, key=lambda line: line["step_ms"])
+
+
+def table(lines):
+    """Return Markdown: the wirings, and then, apart, the bounds, which have no all-reduce."""
+    head = ["wiring", "ms a step", "times standard", "all-reduces", "hidden", "needs retraining"]
+    rows = []
+    for line in sorted(lines, key=lambda line: not line["all_reduces"]):
+        wiring = line["wiring"] if line["all_reduces"] else f"(bound: {line['wiring']})"
+        hidden = "" if line["hidden"] is None else f"{100 * line['hidden']:.0f} %"
+        numbers = [f"{line['step_ms']:.3f}", f"{line['times_standard']:.2f}", str(line["all_reduces"])]
+        rows.append([wiring, *numbers, hidden, line["retraining"]])
+    return results.markdown(head, rows)
+
+
+def verdict(lines, all_reduce, tp_size):
+    """Return what to take, in a few sentences. all_reduce: seconds of one."""
+    standard = next(line for line in lines if line["wiring"] == "standard")
+    share = 1e3 * standard["all_reduces"] * all_reduce / standard["step_ms"]
+    most = max((line["times_standard"] for line in lines if not line["all_reduces"]), default=1 / (1 - share))
+    text = [f"The all-reduces are {100 * share:.0f} % of the standard step: at most {most:.2f} times as fast."]
+    for kind, answers in (
+        ("Without retraining", ("no", "no, but a loss")),
+        ("With retraining", ("yes", f"yes, in {tp_size} lanes")),
+    ):
+        those = [x for x in lines if x["retraining"] in answers]
+        best = [x for x in those if x["step_ms"] <= (1 + ALIKE) * those[0]["step_ms"]]
+        if not best or standard in best or best[0]["times_standard"] <= 1 + ALIKE:
+            text.append(f"{kind}: nothing is more than {100 * ALIKE:.0f} % faster than standard.")
+            continue
+        names = ", ".join(x["wiring"] for x in best)
+        text.append(f"{kind}: {names}; {best[0]['step_ms']:.3f} ms, {best[0]['times_standard']:.2f} times as fast.")
+        if any(x["retraining"] == "no, but a loss" for x in best):
+            text[-1] = f"{text[-1][:-1]}, at a loss, least in a few middle layers: eval.py measures it."
+    return "\n".join(text)
+
+
+# ---- The command line ------------------------------------------------------------------------------------------------
+
+
+def parse(argv):
+    p = cli.Parser(__doc__)
+    g = p.add_argument_group("model")
+    one = g.add_mutually_exclusive_group(required=True)
+    one.add_argument("--model", metavar="NAME[:N]", help=f"a named size, or N layers of it: {', '.join(SIZES)}")
+    one.add_argument("--checkpoint", metavar="DIR", help="... or a folder of weights, of which none is loaded")
+    g.add_argument("--tp", type=number(int, 2), required=True, metavar="N", help="ranks, e.g. 8")
+    g.add_argument("--batch", type=count, default=1, metavar="B", help="rows, e.g. 16")
+    g.add_argument("--context", type=count, metavar="T", help="filled slots of the cache (default: 1024 at most)")
+    g.add_argument("--quant", metavar="int8|int4[:N]", help="of --model: integers, int4 in groups of N columns (64)")
+    g.add_argument("--wirings", nargs="+", metavar="NAME", help="default: all; e.g. ladder:16 spd:3,5")
+    g = p.add_argument_group("machine", "default: this one, measured now")
+    one = g.add_mutually_exclusive_group()
+    one.add_argument("--gpu", choices=GPUS, metavar="NAME", help=f"a published bandwidth and rate: {', '.join(GPUS)}")
+    positive = number(float, 0, 1e9, above=True)
+    one.add_argument("--bandwidth-gbs", type=positive, metavar="X", help="gigabytes per second a rank reads, e.g. 12.5")
+    g.add_argument("--tflops", type=positive, metavar="X", help="10^12 operations per second a rank computes, e.g. 300")
+    p.add_argument("--link", required=True, metavar="LINK,...", help=f"all, or some of {link.FORMS}")
+    args = p.parse_args(argv)
+    if args.checkpoint and args.quant:
+        raise InputError("--quant goes with --model: a checkpoint is as it is")
+    return args
+
+
+def choose_machine(args):
+    """Return the Machine that the flags describe."""
+    if args.gpu:
+        machine = published_machine(args.gpu)
+    elif args.bandwidth_gbs:
+        machine = Machine("as given", 1e9 * args.bandwidth_gbs)
+    else:
+        device = launch.choose_device(None)
+        machine = Machine(f"this machine ({device.type}), one process", report.read_bandwidth(device, size=2**28))
+    return machine if args.tflops is None else machine._replace(flops=1e12 * args.tflops)
+
+
+def main(argv=None):
+    args = parse(argv)
+    if args.model:
+        own, dtype, name = sizes.named_size(args.model, args.quant), torch.bfloat16, args.model
+    else:
+        own, name = checkpoint.read_config(args.checkpoint), checkpoint.name(args.checkpoint)
+        dtype = checkpoint.Weights(args.checkpoint).dtype("norm.weight")
+    configs = candidates(own, args.wirings or variants(own.n_layers), args.tp)
+    shard_plan(own, 0, args.tp)  # raises InputError before anything is measured
+    context = args.context or min(1024, own.max_seq_len)
+    names = [name for name in link.LINKS if name != "free"] if args.link == "all" else args.link.split(",")
+    links = [link.parse(name) for name in names]
+    work = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
+    machine = choose_machine(args)
+    print(f"PREDICTED: {name}, {own.n_layers} layers, {work}\n{machine}")
+    for one in links:
+        times = times_of(own, dtype, args.tp, args.batch, context, machine, one)
+        lines = predictions(configs, own, times, args.tp)
+        parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times._asdict().items())
+        print(f"\n{one.name}; in us: {parts}\n\n{table(lines)}\n\n{verdict(lines, times.all_reduce, args.tp)}")
+
+
+if __name__ == "__main__":
+    launch.run(main)

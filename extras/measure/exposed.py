@@ -1,0 +1,215 @@
+"""Exposed communication: how much of the all-reduces' time a step waited for, and a trace of where.
+
+A step is one call of the model, a prefill or one token of decode.
+"""
+
+import copy
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from extras.measure.clock import count_all_reduces, run_clock
+from extras.measure.link import Link
+from model import Config, SingleDevice
+from runtime import writing
+from runtime.timing import hidden_share, in_turns, quartiles, timed, within_noise
+from tp import TensorParallel
+
+
+class Silent(TensorParallel):
+    """No all-reduce: every wiring computes what it always does, on partials, to measure what the all-reduces cost."""
+
+    start, wait, settle = SingleDevice.start, SingleDevice.wait, SingleDevice.settle
+
+
+def silenced(model, world):
+    """Return the same model, of the same weights, without its all-reduces."""
+    model = copy.copy(model)
+    model.comm = Silent(model.config, world.shares, world.group)
+    return model
+
+
+def compute_times(start, log, end):
+    """Return (seconds computed before each all-reduce of a step, seconds after the last), from LinkedGroup's log."""
+    before, compute = start, []
+    pauses = sorted((t, done) for _, t, done in log)  # from when a result was asked for to when it was there
+    for started in sorted(s for s, _, _ in log):
+        while pauses and pauses[0][1] <= started:
+            before = max(before, pauses.pop(0)[1])
+        compute.append(started - before)
+        before = started
+    return compute, end - max([before, *(done for _, done in pauses)])
+
+
+class Case(NamedTuple):
+    """A model to measure: one step of it, the same without its all-reduces, and its collectives.
+
+    partial: a tensor such as comm sums. link: of world.group, exchanged before each step. parts: of a prefill.
+    """
+
+    config: Config
+    step: Callable
+    silent_step: Callable
+    comm: TensorParallel
+    partial: torch.Tensor
+    link: Link
+    parts: int = 1
+
+
+@torch.inference_mode()
+def measure(world, cases, rounds=20, seconds=10):
+    """Time the steps of {name: Case}, with and without all-reduces, in turns; return {name: report}, as _report says.
+
+    rounds: of all cases; fewer, but at least 3, if they would take longer than so many seconds.
+    """
+    ways = {name: functools.partial(_run, world, case, own_all_reduce(world, case)) for name, case in cases.items()}
+    for way in ways.values():  # may compile
+        way()
+    start = time.perf_counter()
+    first = in_turns(ways, 1)
+    fitting = int(seconds / (time.perf_counter() - start))
+    runs = in_turns(ways, min(world.gather(max(3, min(rounds, fitting)))) - 1)
+    return {name: _report(case, first[name] + runs[name]) for name, case in cases.items()}
+
+
+def own_all_reduce(world, case):
+    """Return a function that sums a case's partial: on a GPU without Python, as the steps do it."""
+
+    def all_reduce():
+        case.comm.wait(case.comm.start(case.partial))
+
+    if world.device.type != "cuda":
+        return all_reduce
+    from kernels.cuda_graphs import captured
+
+    return captured(all_reduce)[0]
+
+
+def _run(world, case, all_reduce):
+    """Return the seconds of one round of a case, by name. What the log of the all-reduces says is known on a CPU."""
+    group = world.group
+    group.link = case.link
+    timed(world.device, all_reduce)  # so that all ranks are here
+    found = {"all_reduce": timed(world.device, all_reduce), "silent": timed(world.device, case.silent_step)}
+    if world.device.type != "cpu":
+        return found | {"step": timed(world.device, case.step)}
+    group.log, start = [], time.perf_counter()
+    found["step"] = timed(world.device, case.step)
+    log, group.log = group.log, None
+    found["blocked"] = sum(done - asked for _, asked, done in log)
+    found["compute"], found["tail"] = compute_times(start, log, start + found["step"])
+    return found
+
+
+def _report(case, runs):
+    """Return what the runs of a case say, medians in milliseconds.
+
+    step_ms and its quartiles, silent_ms: with and without all-reduces. exposed_ms: their difference. all_reduces: those
+    of a step that ran, or on a GPU, where none is seen, those of the wiring. all_reduce_ms: one of the model's own.
+    hidden: the share of all of them that exposed_ms is not. blocked_ms: waited in a step, on a CPU, else null.
+    limit_ms: the least that the wiring's order allows, see Clock, or null if other all-reduces ran than the wiring's.
+    It takes the compute times from the step itself, scaled to add up to the silent step, since communication takes some
+    of the CPU too; on a GPU they are all alike.
+    """
+    ms = {key: 1e3 * statistics.median(run[key] for run in runs) for key in runs[0] if key != "compute"}
+    wanted = count_all_reduces(case.config, case.parts)
+    compute = [1.0] * wanted
+    if "compute" in runs[0]:
+        compute = [statistics.median(times) for times in zip(*(run["compute"] for run in runs), strict=True)]
+    n, tail, limit = len(compute), ms.get("tail", 0.0), None
+    if n == wanted:
+        scale = max(0.0, ms["silent"] - tail) / sum(compute) if n else 0.0
+        flight = 1e3 * case.link.flight if "compute" in runs[0] else 0.0
+        limit = run_clock(case.config, [scale * c for c in compute], ms["all_reduce"], case.parts, flight).now + tail
+    low, _, high = quartiles([1e3 * run["step"] for run in runs])
+    exposed = ms["step"] - ms["silent"]
+    return {
+        "step_ms": ms["step"], "quartiles_ms": [low, high], "silent_ms": ms["silent"], "exposed_ms": exposed,
+        "all_reduces": n, "all_reduce_bytes": case.partial.nbytes, "all_reduce_ms": ms["all_reduce"],
+        "hidden": 1 - exposed / (n * ms["all_reduce"]) if n else None, "limit_ms": limit if n else ms["silent"],
+        "blocked_ms": ms.get("blocked"), "rounds": len(runs),
+    }  # fmt: skip
+
+
+@torch.inference_mode()  # as generate() has its tensors: else another graph
+def replays(runner, tokens, lengths):
+    """Return functions that run the prefill, in one pass, and a decode step at the end of the cache, repeatedly.
+
+    runner: a generate.Runner. tokens, lengths: of its prompts, as generate.pad makes them.
+    """
+    token, slots = tokens[:, :1].clone(), runner.cache[0][0].shape[2]
+
+    @torch.inference_mode()
+    def decode_step(longest=slots - 1):
+        return runner.decode(token, torch.full_like(lengths, longest - 1), longest)
+
+    return {"prefill": lambda: runner.prefill(tokens, lengths), "decode": decode_step}
+
+
+@torch.inference_mode()
+def report_exposed(args, runner, tokens, lengths, world):
+    """Do what --exposed and --profile ask for; return {"prefill": report, "decode": report}, or None without --exposed.
+
+    args: the flags of generate.py. runner, tokens, lengths: as replays takes them, of the generation that just ran.
+    """
+    steps, reports = replays(runner, tokens, lengths), {}
+    if args.exposed:
+        if world.rank == 0:
+            print("measuring what communication costs ...", file=sys.stderr)
+        model = runner.model
+        silent = type(runner)(silenced(model, world), runner.cache, *runner.compiles, runner.parts)
+        silent_steps = replays(silent, tokens, lengths)
+        for kind, step in steps.items():
+            parts = 1 if kind == "decode" else runner.parts_of(*tokens.shape)
+            width = 1 if kind == "decode" else -(-tokens.shape[1] // parts)
+            partial = model.norm.weight.new_zeros(len(tokens), width, model.config.dim)
+            case = Case(model.config, step, silent_steps[kind], model.comm, partial, world.group.link, parts)
+            reports |= measure(world, {kind: case})
+    if args.profile is not None:
+        with world.together():
+            profile(args.profile, world, steps)
+    return reports or None
+
+
+@torch.inference_mode()
+def profile(folder, world, steps):
+    """Trace {name: step} into folder/rankN.json, for chrome://tracing or ui.perfetto.dev."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if world.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    for step in steps.values():
+        step()  # may compile
+    with torch.profiler.profile(activities=activities) as trace:
+        for name, step in steps.items():
+            with torch.profiler.record_function(name):
+                step()
+                if world.device.type == "cuda":
+                    torch.cuda.synchronize(world.device)
+    path = Path(folder) / f"rank{world.rank}.json"
+    with writing.new_file(path) as unfinished:
+        trace.export_chrome_trace(str(unfinished))
+    if world.rank == 0:
+        print(f"trace in {path}", file=sys.stderr)
+
+
+def lines(kind, r):
+    """Return a report in two lines for people."""
+    if not r["all_reduces"]:
+        return f"{kind}: {r['step_ms']:.2f} ms a step, in which no all-reduce ran: nothing to hide is known"
+    share = "what it hid is within noise" if within_noise(r) else f"{hidden_share(r)} hidden"
+    if r["limit_ms"] is None:
+        share += "; no limit is known: other all-reduces ran than this wiring's"
+    elif not within_noise(r):
+        above = 100 * (r["step_ms"] / r["limit_ms"] - 1)
+        share += f"; {above:+.1f} % from this wiring's limit of {r['limit_ms']:.2f} ms"
+    return (
+        f"{kind}: {r['step_ms']:.2f} ms a step, {r['silent_ms']:.2f} without its {r['all_reduces']} all-reduces of "
+        f"{r['all_reduce_bytes']:,} bytes, which take {r['all_reduces'] * r['all_reduce_ms']:.2f} ms on their own "
+        f"({r['all_reduce_ms']:.3f} each)\n  exposed: {r['exposed_ms']:.2f} ms; {share}"
+    )

@@ -1,0 +1,235 @@
+"""An emulated link between the ranks: each collective takes at least as long as it would over that link.
+
+The model does not change: its collectives go to a process group that hands them on to the real one (gloo, NCCL), or to
+nobody if a rank is simulated alone, and that holds the result back until the link would have delivered it, counted
+from this rank's own start. (A peer that starts later delays a real link by as much; this one only if it is shorter.)
+"""
+
+import dataclasses
+import re
+import time
+
+import torch
+
+from kernels import shared_memory
+from kernels.group import Group, Pending
+from runtime import launch
+from runtime.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """latency_us: microseconds of a small collective as a whole. gbps: gigabits per second each way, None: no limit.
+
+    A collective in flight delays the next one until it is there, as on NCCL's stream, or, by tcp, for its bytes alone.
+    """
+
+    name: str
+    latency_us: float
+    gbps: float | None
+    tcp: bool = False
+
+    def seconds(self, n_bytes, tp_size, passes=2):
+        """Return how long a ring takes for a tensor of n_bytes: two passes for an all-reduce, one for an all-gather."""
+        return 1e-6 * self.latency_us + passes * (tp_size - 1) / tp_size * n_bytes * self.per_byte
+
+    @property
+    def flight(self):
+        """Return the seconds of a collective during which the link may carry the next one."""
+        return 1e-6 * self.latency_us * self.tcp
+
+    @property
+    def per_byte(self):
+        """Return the seconds of a byte that a rank sends."""
+        return 8e-9 / self.gbps if self.gbps else 0.0
+
+
+FREE = Link("free", 0.0, None)
+# The latency is that of an all-reduce of about 8 KB between 8 ranks, whatever tp is; the bandwidth is the "busbw" of
+# nccl-tests times 8 bits. Sources:
+# nvlink: NCCL in a CUDA graph, 17.2 us: sgl-project/sglang pull 22734 (whose table does not name its GPUs; outside of a
+#   graph 8 H100 took 27.0 us, and reached 479 GB/s at 8 GB: Azure/AI-benchmarking-guide, ND_H100_v5_results.md).
+# nvlink-oneshot: kernels that write into the peers' memory, MSCCL++ in a CUDA graph, 6.0 us, and from there to 1 MB
+#   (14.0 us) 230 GB/s: the same table of sgl-project/sglang pull 22734.
+# pcie: 57 us on 8 A800: vllm-project/vllm issue 50576. 28 GB/s on 8 RTX 5090: NVIDIA/nccl issue 1639.
+# ib: several nodes, a 400 Gbit/s NIC for each rank. 45.8 us: microsoft/mscclpp pull 794. 48 GB/s a NIC:
+#   NVIDIA/nccl-tests issue 290.
+# ethernet-*: nominal bandwidth; for the latency no table of 8 ranks was found.
+#   100g: 118-130 us on two nodes: NVIDIA/nccl issue 1184. 10g: 6 messages of half a round trip of 0.1 ms, as
+#   measured between cloud hosts: gist.github.com/BenTheElder/8ad343913fbe876e219a. 1g: four Raspberry Pi 5, 1.07 ms
+#   for each synchronisation beyond the wire's time: b4rtaz/distributed-llama pull 64.
+LINKS = {
+    link.name: link
+    for link in [
+        FREE,
+        Link("nvlink", 17.2, 3830.0),
+        Link("nvlink-oneshot", 6.0, 1840.0),
+        Link("pcie", 57.0, 224.0),
+        Link("ib", 46.0, 384.0),
+        Link("ethernet-100g", 120.0, 100.0),
+        Link("ethernet-10g", 300.0, 10.0),
+        Link("ethernet-1g", 1000.0, 1.0),
+    ]
+}
+
+
+FORMS = f"{', '.join(LINKS)}, or its numbers, e.g. 100us, 50gbps or 100us+50gbps, or tcp+ and one of these"
+
+
+def custom(latency_us=0.0, gbps=None):
+    """Return the Link of these numbers, which are its name."""
+    latency, rate = f"{latency_us:g}us", f"{gbps:g}gbps" if gbps else ""
+    return Link("+".join(filter(None, (latency if latency_us or not rate else "", rate))), latency_us, gbps)
+
+
+def parse(text):
+    """Return the Link of a name, or of numbers, of which one alone means that the other costs nothing."""
+    if text.startswith("tcp+"):
+        return dataclasses.replace(parse(text[4:]), name=text, tcp=True)
+    if text in LINKS:
+        return LINKS[text]
+    found = re.fullmatch(r"(?:([0-9]*\.?[0-9]+)us)?\+?(?:([0-9]*\.?[0-9]+)gbps)?", text)
+    latency_us, gbps = (found[1], found[2]) if found else (None, None)
+    if not (latency_us or gbps) or float(latency_us or 0) > 1e7 or not 1e-3 <= float(gbps or 1) <= 1e6:
+        raise InputError(f"--link {text!r} is none of {FORMS}")
+    return custom(float(latency_us or 0), gbps and float(gbps))
+
+
+def emulated(world, args):
+    """Return the World that --link, --simulate-tp and --exposed of generate.py ask for, and the Link or None."""
+    if args.simulate_tp and not args.link:
+        raise InputError("--simulate-tp needs a link to predict: --link NAME, or its numbers, e.g. --link 100us+50gbps")
+    link = None if args.link is None else parse(args.link)
+    return emulate(world, link or FREE, args.simulate_tp), link
+
+
+def emulate(world, link, simulate_tp=None):
+    """Return the World whose collectives take as long as over the link.
+
+    simulate_tp: rank 0 of so many, alone.
+    """
+    if simulate_tp is not None and world.tp_size > 1:
+        raise InputError("--simulate-tp is one rank alone: start it with python, not with torchrun")
+    tp_size = simulate_tp or world.tp_size
+    if tp_size == 1:
+        raise InputError("--link and --exposed need two or more ranks, started with torchrun, or --simulate-tp")
+    if not getattr(world.group, "at_once", True):
+        raise InputError("--comm int8 of CPUs over an emulated link takes two ranks: of more it would hide too much")
+    if shared_memory.shares(world.group):
+        group = LinkedMemory(world.group, link)
+    else:
+        group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
+    simulated = simulate_tp is not None
+    shares = world.shares if len(world.shares) == tp_size else None
+    return launch.World(world.rank, tp_size, world.device, group, simulated, world.dist_group, shares)
+
+
+class LinkedGroup(Group):
+    """A process group over an emulated link; on a GPU it carries one collective at a time, whatever the link's `tcp`.
+
+    inner: the group that does the work, or None to simulate this rank alone: then a sum is this rank's partial, and
+    every part of a gathered tensor this rank's own. `link` may be exchanged between steps, on a GPU unless the first is
+    free: that one costs nothing, not even a kernel.
+    log: None, or a list that gets (start, wait, end) of every all-reduce on the CPU in seconds: when it started, when
+    its result was asked for and when it was there.
+    """
+
+    def __init__(self, inner, link, rank, tp_size, device):
+        super().__init__("linked", inner, rank, tp_size)
+        self.tp_size, self.device = tp_size, device
+        self.log = self.stream = None
+        self.free_at = 0.0  # when the link has delivered all it was given
+        if device.type == "cuda" and link.seconds(1, 2) > 0:
+            self.stream = torch.cuda.Stream(device, priority=-1)  # the link: its work is done in order
+            self.costs = torch.zeros(2, dtype=torch.float64, device=device)
+        self.link = link
+
+    @property
+    def link(self):
+        return self._link
+
+    @link.setter
+    def link(self, link):
+        self._link = link
+        if self.stream is not None:  # a CUDA graph reads them in each replay
+            self.costs.copy_(torch.tensor([1e3 * link.latency_us, 1e9 * link.per_byte]))
+
+    def allreduce(self, tensors, opts=None):
+        start = time.perf_counter()
+        delivered = self._send(sum(map(self.wire_bytes, tensors)))
+        work = self.inner.allreduce(tensors, opts) if self.inner else None
+        return self._pending(work, delivered, start, self.log)
+
+    def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
+        delivered = self._send(sum(t.nbytes for t in outputs), passes=1)
+        work = self.inner.allgather_into_tensor_coalesced(outputs, inputs) if self.inner else None
+        if work is None:
+            for whole, part in zip(outputs, inputs, strict=True):
+                whole.view(self.tp_size, *part.shape).copy_(part)
+        return self._pending(work, delivered)
+
+    def _pending(self, work, delivered, start=None, log=None):
+        """Return what is done when the real collective is and the link has delivered it."""
+
+        def finish():
+            asked = time.perf_counter()
+            if work is not None:
+                work.wait()
+            delivered()
+            if log is not None:
+                log.append((start, asked, time.perf_counter()))
+
+        return Pending(finish)
+
+    def _send(self, n_bytes, passes=2):
+        """Give the link a tensor; return a function that waits until it is delivered."""
+        if self.stream is not None:
+            # A kernel that spins on a stream of its own, forked and joined by events, as CUDA graphs can capture it.
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                self._spin(passes * (self.tp_size - 1) * n_bytes // self.tp_size)
+                delivered = self.stream.record_event()
+            return lambda: torch.cuda.current_stream().wait_event(delivered)
+        seconds = self.link.seconds(n_bytes, self.tp_size, passes)
+        deadline = max(time.perf_counter(), self.free_at) + seconds
+        self.free_at = deadline - self.link.flight
+        return lambda: sleep_until(deadline)
+
+    def _spin(self, n_bytes):
+        from extras.measure.spin import spin_kernel  # of Triton, which a CPU's torch does not have
+
+        spin_kernel[(1,)](self.costs, n_bytes)
+
+
+class LinkedMemory:
+    """A LinkedGroup of ranks that share memory, whose C++ holds the results back: Python would take time of the cores
+    that compute. The group is the inner one itself.
+    """
+
+    def __init__(self, inner, link):
+        self.inner, self.group_name, self.rank, self.link = inner, inner.group_name, inner.rank, link
+
+    @property
+    def link(self):
+        return self._link
+
+    @link.setter
+    def link(self, link):
+        self._link = link
+        torch.ops.ladder.link_memory(self.group_name, 1e-6 * link.latency_us, link.per_byte, link.flight)
+
+    @property
+    def log(self):
+        """Return the rows of a LinkedGroup's log for the all-reduces since it was set, and forget them."""
+        return [tuple(row) for row in torch.ops.ladder.log_memory(self.group_name, True).tolist()]
+
+    @log.setter
+    def log(self, log):
+        torch.ops.ladder.log_memory(self.group_name, log is not None)
+
+
+def sleep_until(deadline):
+    """Sleep, so that the core is free to compute; but not for the last 0.1 to 0.2 ms: sleep() may wake so late."""
+    while (left := deadline - time.perf_counter()) > 0:
+        if left > 2e-4:
+            time.sleep(left - 1e-4)
