@@ -16,12 +16,11 @@ from helpers import BASE, ROOT, random_model, run_ranks
 from reference import Reference
 from test_training import trainee_like
 
-import adapt
 import eval as evaluate
 import model
 import quantize
 import tp
-from extras.training import data, sharding
+from extras.training import adapt, data, sharding
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from runtime import launch
@@ -359,3 +358,18 @@ def test_what_cannot_be_trained_or_teach_is_one_clear_line(retrain, tiny, tmp_pa
         with pytest.raises(InputError, match=message):
             adapt.main([*retrain, *words])
     assert not (tmp_path / "out.run").exists()
+
+
+def test_the_least_sensitive_pairs_do_not_overlap_and_are_as_many_as_asked():
+    assert adapt.least_sensitive([3.0, 1.0, 3.0], 4, 2) == (0, 1, 2, 3)
+    assert adapt.least_sensitive([3.0, 1.0, 3.0], 2, 2) == (1, 2)
+    assert adapt.least_sensitive([5.0, 1.0, 2.0, 0.5], 2) == (1, 3)
+
+
+def test_a_validation_that_is_not_finite_ends_a_training(tiny, tmp_path, monkeypatch):
+    for name in ("text", "valid"):
+        (tmp_path / name).write_text("Once upon a time there was a little dog. " * 40)
+    monkeypatch.setattr(adapt, "losses", lambda *_: (torch.tensor(torch.nan), torch.tensor(torch.nan)))
+    flags = "--checkpoint", tiny, "--text", tmp_path / "text", "--valid", tmp_path / "valid", "--steps", 1
+    with pytest.raises(InputError, match="the loss on --valid is nan nats per token"):
+        adapt.main([str(flag) for flag in (*flags, "--seq-len", 16, "--batch", 2, "--out", tmp_path / "out")])

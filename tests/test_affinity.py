@@ -9,11 +9,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import BASE, StateWeights, random_model
+from helpers import BASE, StateWeights, random_model, train_tokenizer
 
 import tp
 from complete import load
-from extras.training import affinity, data
+from extras.training import affinity
 from formats import checkpoint
 from model import rewired
 from runtime.errors import InputError
@@ -38,7 +38,7 @@ def folder(tmp_path):
     (tmp_path / "text.txt").write_text(text * 40)
     (tmp_path / "a").mkdir()
     checkpoint.write_model(tmp_path / "a", CONFIG, model_of_two_kinds(CONFIG).state_dict(), torch.float32)
-    data.train_tokenizer([text] * 30, 300, tmp_path / "a" / "tokenizer.model")
+    train_tokenizer([text] * 30, 300, tmp_path / "a" / "tokenizer.model")
     return tmp_path
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import BASE, RANKS, WIRED, StateWeights, naive, p_value, random_model, run_ranks, wired_id
+from helpers import BASE, RANKS, WIRED, StateWeights, naive, p_value, random_model, run_ranks, train_tokenizer, wired_id
 from reference import Reference
 from safetensors.torch import save_file
 from test_generate import edit_config, greedy_tokens, run, run_json
@@ -21,7 +21,6 @@ import generate
 import tp
 from complete import complete, load
 from decoding import speculative
-from extras.training.data import train_tokenizer
 from formats import checkpoint
 from kernels import few_rows
 from model import SingleDevice

@@ -9,8 +9,7 @@ import pytest
 import torch
 from helpers import BASE, StateWeights, random_model, run_ranks
 
-import adapt
-from extras.training import data, runs, sharding
+from extras.training import adapt, data, runs, sharding
 from extras.training.data import TOKEN, Windows
 from formats import checkpoint
 from formats.tokenizer import Tokenizer, load_tokenizer

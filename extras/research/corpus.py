@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from extras.training.data import SEPARATOR
+from evaluation.score import SEPARATOR
 from runtime import cli, launch, writing
 from runtime.errors import InputError
 

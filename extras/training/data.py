@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from evaluation.score import SEPARATOR
 from formats.checkpoint import first_line, read_text
 from runtime import writing
 from runtime.errors import InputError
 
-SEPARATOR = "<|endoftext|>"
 CUT = 1 << 18  # characters of a document that SentencePiece learns from at once: it leaves out what is too long
 # A token on the disk: its id, the number of its document, and whether its prediction counts in the loss.
 TOKEN = np.dtype([("id", "<u4"), ("document", "<u4"), ("counts", "?")])
