@@ -41,9 +41,9 @@ def test_documents_of_text_and_of_lines_of_json(tmp_path):
     assert [d for d, _ in data.documents(tmp_path / "a.txt")] == ["one\n\ntwo", "three", "four"]
     records = [{"text": "x <|endoftext|> y"}, {"messages": chat("hi", "ho")}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n\n" for r in records))
-    found = list(data.documents(tmp_path / "a.jsonl"))
-    assert [d for d, _ in found] == [records[0]["text"], records[1]["messages"]]
-    assert found[1][1].endswith("a.jsonl line 3")
+    result = list(data.documents(tmp_path / "a.jsonl"))
+    assert [d for d, _ in result] == [records[0]["text"], records[1]["messages"]]
+    assert result[1][1].endswith("a.jsonl line 3")
 
 
 @pytest.mark.parametrize(
@@ -158,23 +158,24 @@ def test_packed_documents_give_the_losses_of_each_alone(tmp_path, tiny):
     assert batch.mask is not None and nats == pytest.approx(expected, rel=1e-7)
 
 
-@pytest.mark.parametrize("dtype, most", [(torch.float64, 1e-12), (torch.bfloat16, 0.03)], ids=str)
-@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    "n_kv_heads, dtype, most", [(1, torch.float64, 1e-12), (2, torch.bfloat16, 0.03), (4, torch.float64, 1e-12)]
+)
 def test_attention_in_bands_is_the_plain_one(n_kv_heads, dtype, most, monkeypatch):
     monkeypatch.setattr(adapt, "BAND", 4)
     net = random_model(dataclasses.replace(BASE, n_heads=4, n_kv_heads=n_kv_heads, n_layers=1)).to(dtype)
     document = torch.tensor([[0] * 11, [0] * 3 + [1] * 6 + [2] * 2])
     mask = (document[:, None] == document[..., None]) & torch.ones(11, 11, dtype=torch.bool).tril()
     metadata = net.metadata(torch.arange(11).expand(2, 11), mask)
-    generator, found = torch.Generator().manual_seed(0), []
+    generator, result = torch.Generator().manual_seed(0), []
     x = torch.randn(2, 11, BASE.dim, generator=generator, dtype=torch.float64).to(dtype)
     for kind in Attention, adapt.BandedAttention:
         attention = net.layers[0].attention
         attention.__class__ = kind
         given = x.clone().requires_grad_()
         y = attention(given, metadata, None)
-        found.append([y.detach(), *torch.autograd.grad((y * x).sum(), [given, *attention.parameters()])])
-    for plain, banded in zip(*found, strict=True):
+        result.append([y.detach(), *torch.autograd.grad((y * x).sum(), [given, *attention.parameters()])])
+    for plain, banded in zip(*result, strict=True):
         assert (plain - banded).abs().max() <= most * plain.abs().max()
 
 
@@ -196,14 +197,13 @@ def _filled(world, config):
     return parts, x
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
-@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True, "qkv_bias": True}], ids=str)
+@pytest.mark.parametrize("tp, changes", [(2, {}), (3, {"tie_embeddings": True, "qkv_bias": True}), (4, {})])
 def test_ranks_hold_the_rows_of_the_file_and_compute_the_same(tp, changes):
     config = dataclasses.replace(BASE, wiring="ladder", **changes)
-    found = run_ranks(tp, functools.partial(_filled, config=config))
+    result = run_ranks(tp, functools.partial(_filled, config=config))
     whole = random_model(config)
     for name, weight in whole.named_parameters():
-        joined = np.concatenate([parts[name] for parts, _ in found])
+        joined = np.concatenate([parts[name] for parts, _ in result])
         assert np.array_equal(joined, weight.detach().numpy()), name
     with torch.no_grad():
         sublayers = whole.sublayers(whole.metadata(torch.arange(6).expand(2, 6)))
@@ -211,7 +211,7 @@ def test_ranks_hold_the_rows_of_the_file_and_compute_the_same(tp, changes):
         for h, _ in sublayers:
             before, x = x, x + h(before)
         expected = whole.norm(x).numpy()
-    for _, x in found:
+    for _, x in result:
         assert np.abs(x - expected).max() < 1e-5
 
 

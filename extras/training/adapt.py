@@ -6,7 +6,6 @@ python adapt.py --ladder --text train.txt --valid valid.txt --out DIR2
 
 import contextlib
 import functools
-import json
 import math
 import os
 import time
@@ -17,107 +16,119 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
-from evaluation import score
+from evaluation.score import SEPARATOR
 from extras.training import lanes, runs, sharding
 from formats import checkpoint
-from formats.wiring_text import wiring_name
 from kernels import cxx
-from model import Attention, FeedForward, Transformer, rewired, take_turns
+from model import Attention, FeedForward, Transformer, take_turns
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
 
-CHUNK = 1024  # tokens whose logits are made at a time
-KEPT = 1 << 26  # logits that a pass may keep for its backward pass; beyond that, this makes each chunk's again
-BAND = 128  # queries whose scores are made at a time
+CHUNK = 1024  # tokens whose logits are computed at a time
+KEPT_LOGITS = 1 << 26  # a pass with more of them computes each chunk again for its backward pass, to save memory
+BAND = 128  # queries whose scores are computed at a time
+SHAPE = {  # flag: (default, words) of a model from scratch
+    "--vocab-size": (1024, "pieces of the vocabulary"),
+    "--dim": (128, "width of the residual stream"),
+    "--n-layers": (8, "layers"),
+    "--n-heads": (8, "attention heads, each of dim / n-heads"),
+    "--n-kv-heads": (4, "key and value heads"),
+    "--intermediate-size": (384, "width of the MLP"),
+}
 
 
 def banded_attention(q, k, v, mask):
     """Return the attention (B, K, G, S, H) of scaled q of that shape to k and v (B, K, S, H), by mask (B, S, S).
 
-    In matrix products: on CPUs the backward pass of PyTorch's kernel takes two to three times as long. The scores are
-    in the dtype of q.
+    The scores are in the dtype of q. On CPUs the backward pass of PyTorch's own kernel takes two to three times as
+    long as that of these matrix products.
     """
     G, end, ys = q.shape[2], 0, []
     bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -math.inf)[:, None, None]
     for band in q.split(BAND, dim=3):
-        start, end = end, end + band.shape[3]  # and no query reads a later key
+        start, end = end, end + band.shape[3]  # causal: these queries read only the keys before `end`
         scores = (band.flatten(2, 3) @ k[:, :, :end].mT).unflatten(2, (G, -1)) + bias[..., start:end, :end]
         ys.append((scores.softmax(-1).flatten(2, 3) @ v[:, :, :end]).unflatten(2, (G, -1)))
     return torch.cat(ys, dim=3)
 
 
 class BandedAttention(Attention):
-    banded = staticmethod(banded_attention)
-
     def attend(self, q, k, v, metadata):
-        return self.banded(q * self.head_dim**-0.5, k, v, metadata.mask).flatten(2, 3)
+        return banded_attention(q * self.head_dim**-0.5, k, v, metadata.mask).flatten(2, 3)
 
 
 class Norm(torch.nn.RMSNorm):
-    """An RMSNorm that torch.compile takes: it leaves modules of torch.nn alone unless other code calls them."""
+    """An RMSNorm that torch.compile compiles: it skips the forward of torch.nn's own modules."""
 
     def forward(self, x):
         return super().forward(x)
 
 
-def token_losses(head, x, targets, taught_head=None, taught=None):
-    """Return sums over tokens, of x (n, D): the KL divergence from the teacher, or 0, and the cross-entropy."""
-    told, divergence = F.log_softmax(head(x).float(), -1), x.new_zeros(())
-    if taught is not None:
-        wanted = F.log_softmax(taught_head(taught).float(), -1)
-        divergence = F.kl_div(told, wanted, reduction="sum", log_target=True)
-    return divergence, F.nll_loss(told, targets, reduction="sum")
+def token_losses(head, x, targets, teacher_head=None, teacher_x=None):
+    """Return sums over the n tokens: the KL divergence from the teacher (or 0), and the cross-entropy.
+
+    x, teacher_x: normed streams (n, D), from which the heads compute logits.
+    """
+    student_logp, divergence = F.log_softmax(head(x).float(), -1), x.new_zeros(())
+    if teacher_x is not None:
+        teacher_logp = F.log_softmax(teacher_head(teacher_x).float(), -1)
+        divergence = F.kl_div(student_logp, teacher_logp, reduction="sum", log_target=True)
+    return divergence, F.nll_loss(student_logp, targets, reduction="sum")
 
 
 class Trainee(Transformer):
-    """The Transformer on packed windows."""
+    """A Transformer that reads packed windows."""
 
     token_losses = staticmethod(token_losses)
     dropout, recompute = 0.0, False  # of sublayers' outputs; whether the backward pass computes sublayers again
-    parts = None  # the lanes of its whole weights
+    split_lanes = None  # the lanes that compute with slices of these weights, or None
 
     @property
     def lanes(self):
-        return self.parts or [self]
+        return self.split_lanes or [self]
 
     def sublayers(self, metadata, cache=None, lane=0):
         def in_training(h):
             again = (lambda x: recomputed(h, x, use_reentrant=False)) if self.recompute else h
             return lambda x: F.dropout(again(x), self.dropout)
 
-        found = super().sublayers(metadata, cache, lane)
-        return [(in_training(h), stale) for h, stale in found] if self.training else found
+        sublayers = super().sublayers(metadata, cache, lane)
+        return [(in_training(h), stale) for h, stale in sublayers] if self.training else sublayers
 
     def forward(self, batch):
-        """Return the normed stream (B, S, D), of which self.output makes logits."""
+        """Return the normed stream (B, S, D), from which self.output computes logits."""
         mask, positions = batch.mask, batch.positions
-        if mask is None and positions.device.type == "cpu":
-            mask = positions[:, None] <= positions[..., None]  # of BandedAttention
+        if mask is None and positions.device.type == "cpu":  # BandedAttention always takes one
+            mask = positions[:, None] <= positions[..., None]
         metadata = self.metadata(positions, mask)
-        x, *_ = take_turns(self.streams(self.tok_embeddings(batch.tokens), metadata))  # in all lanes the same
+        x, *_ = take_turns(self.streams(self.tok_embeddings(batch.tokens), metadata))  # all lanes end with the same
         return self.norm(x)
 
 
 def build(config, weights, world, dtype, args=None, compiled=False):
-    """Return a sharded Trainee that computes in dtype or, without args, a teacher, which needs no float32 masters."""
+    """Return a sharded Trainee that computes in dtype, with float32 masters; without args a teacher, which has none.
+
+    weights: as tp.load_shard takes them, or None for fresh ones.
+    """
+    on_cpu = world.device.type == "cpu"
     with torch.device("meta"):
         model = Trainee(config)
-        for module in model.modules():
-            if type(module) is Attention and world.device.type == "cpu":
-                module.__class__ = BandedAttention
-                if compiled:  # Inductor's softmax is slower
-                    module.banded = torch.compiler.disable(banded_attention)
-            if type(module) is torch.nn.RMSNorm and compiled:
-                module.__class__ = Norm
-        if config.lanes:
-            model.parts = lanes.split(model)
+    for module in model.modules():
+        if type(module) is Attention and on_cpu:
+            module.__class__ = BandedAttention
+            if compiled:  # Inductor's softmax is slower
+                module.attend = torch.compiler.disable(module.attend)
+        if type(module) is torch.nn.RMSNorm and compiled:
+            module.__class__ = Norm
+    if config.lanes:
+        model.split_lanes = lanes.split(model)
     if args is None:
         model = model.to(dtype).requires_grad_(False).eval()
     else:
         model.dropout, model.recompute = args.dropout, args.recompute
     if compiled:
-        if world.device.type == "cpu":
+        if on_cpu:
             cxx.prepare_compile()
         model.token_losses = torch.compile(token_losses, dynamic=True)
         for module in model.modules():
@@ -132,32 +143,33 @@ def build(config, weights, world, dtype, args=None, compiled=False):
 
 
 def losses(model, batch, teacher=None):
-    """Return sums over the tokens of a batch that count: (the quantity to minimise, the cross-entropy), in nats.
+    """Return sums over the tokens of a batch that count, in nats: (the loss to minimize, the cross-entropy).
 
-    The first is the cross-entropy or, with a teacher, KL + 0.1 cross-entropy.
+    The loss is the cross-entropy or, with a teacher, the KL divergence from it + 0.1 cross-entropy.
     """
     with torch.no_grad():
-        taught = teacher and teacher(batch)
-    x, again = model(batch), batch.tokens.numel() * model.config.vocab_size > KEPT
+        teacher_x = teacher and teacher(batch)
+    x, recompute = model(batch), batch.tokens.numel() * model.config.vocab_size > KEPT_LOGITS
     divergence, nats = 0 * x.float().sum(), torch.zeros((), device=x.device)
-    for i in zip(*(indices.split(CHUNK) for indices in batch.counts.nonzero(as_tuple=True)), strict=True):
-        given = [model.output, x[i], batch.targets[i]] + ([] if teacher is None else [teacher.output, taught[i]])
-        kl, ce = recomputed(model.token_losses, *given, use_reentrant=False) if again else model.token_losses(*given)
+    for i in zip(*(index.split(CHUNK) for index in batch.counts.nonzero(as_tuple=True)), strict=True):
+        inputs = [model.output, x[i], batch.targets[i]] + ([teacher.output, teacher_x[i]] if teacher else [])
+        compute = functools.partial(recomputed, model.token_losses, use_reentrant=False)
+        kl, ce = (compute if recompute else model.token_losses)(*inputs)
         divergence, nats = divergence + kl, nats + ce
-    return divergence + (nats if teacher is None else 0.1 * nats), nats.detach()
+    return divergence + (0.1 * nats if teacher else nats), nats.detach()
 
 
 @torch.no_grad()
 def validation_loss(model, windows, rows, world):
     """Return nats per token over all windows, `rows` at a time on each rank."""
-    was, total = model.training, [0.0, 0]
+    was_training, nats, tokens = model.training, 0.0, 0
     model.eval()
-    for first in range(world.rank * rows, windows.n + world.rank * rows, rows * world.tp_size):
+    for first in range(world.rank * rows, windows.n + world.rank * rows, rows * world.tp_size):  # as many on each rank
         batch = windows.batch([i if i < windows.n else None for i in range(first, first + rows)]).to(world.device)
-        total = [total[0] + losses(model, batch)[1].item(), total[1] + batch.counts.sum().item()]
-    model.train(was)
+        nats, tokens = nats + losses(model, batch)[1].item(), tokens + batch.counts.sum().item()
+    model.train(was_training)
     model.reshard()  # FSDP2 leaves some weights whole, for a backward pass
-    nats, tokens = sharding.summed(total, world)
+    nats, tokens = sharding.summed([nats, tokens], world)
     if not math.isfinite(nats):
         raise InputError(f"the loss on --valid is {nats / tokens:g} nats per token")
     return nats / tokens
@@ -170,56 +182,57 @@ def learning_rate(step, args):
     return args.lr * (0.55 + 0.45 * math.cos(math.pi * (step - args.warmup) / max(1, args.steps - args.warmup)))
 
 
-def optimizer_step(step, model, teacher, optimizer, windows, args, world, asked):
-    """Take a step of the optimizer; return its line of the log, and whether a rank was asked to stop.
+def optimizer_step(step, model, teacher, optimizer, windows, args, world, interruptions):
+    """Take a step of the optimizer; return its line of the log, and whether any rank was asked to stop.
 
-    Raises InputError, before anything changes, where the loss or its gradient is not finite.
+    Raises InputError, before anything changes, if the loss or its gradient is not finite.
     """
     start = time.perf_counter()
     torch.manual_seed(args.seed * 1_000_003 + step * world.tp_size + world.rank)  # of dropout
     rows = -(-args.batch // world.tp_size)  # on each rank
-    drawn = windows.indices((step - 1) * args.batch, args.batch) + [None] * (rows * world.tp_size - args.batch)
-    mine = drawn[world.rank * rows : (world.rank + 1) * rows]
-    parts = [windows.batch(mine[i : i + args.micro_batch]) for i in range(0, rows, args.micro_batch)]
-    tokens, stop = sharding.summed([sum(part.counts.sum().item() for part in parts), len(asked)], world)
-    nats = whole = 0.0
-    for part in parts:
-        loss, ce = losses(model, part.to(world.device), teacher)
+    indices = windows.indices((step - 1) * args.batch, args.batch) + [None] * (rows * world.tp_size - args.batch)
+    indices = indices[world.rank * rows : (world.rank + 1) * rows]
+    batches = [windows.batch(indices[i : i + args.micro_batch]) for i in range(0, rows, args.micro_batch)]
+    tokens, stop = sharding.summed([sum(batch.counts.sum().item() for batch in batches), len(interruptions)], world)
+    nats = total_loss = 0.0
+    for batch in batches:
+        loss, ce = losses(model, batch.to(world.device), teacher)
         (loss * world.tp_size / max(tokens, 1)).backward()  # FSDP2 takes the mean over the ranks
-        nats, whole = nats + ce.item(), whole + loss.item()
+        nats, total_loss = nats + ce.item(), total_loss + loss.item()
         watch.beat()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
-    nats, whole = (total / max(tokens, 1) for total in sharding.summed([nats, whole], world))
-    if not math.isfinite(whole + norm):
-        kept = f"{args.out}.run/best-* holds the best weights so far"
-        what = f"at step {step} the loss is {whole:g} and the norm of its gradient {norm:g}"
-        raise InputError(f"{what}: try a smaller --lr than {args.lr:g} and another --out; {kept}")
+    nats, total_loss = (total / max(tokens, 1) for total in sharding.summed([nats, total_loss], world))
+    if not math.isfinite(total_loss + norm):
+        raise InputError(
+            f"at step {step} the loss is {total_loss:g} and the norm of its gradient {norm:g}: try a smaller --lr than "
+            f"{args.lr:g} and another --out; {args.out}.run/best-* holds the best weights so far"
+        )
     rate = learning_rate(step, args)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    trained = args.batch * args.seq_len
+    n_trained = args.batch * args.seq_len
     line = {
-        "step": step, "tokens": step * trained, "train": nats, "loss": whole, "lr": rate,
-        "gradient_norm": norm, "tokens_per_s": trained / (time.perf_counter() - start),
+        "step": step, "tokens": step * n_trained, "train": nats, "loss": total_loss, "lr": rate,
+        "gradient_norm": norm, "tokens_per_s": n_trained / (time.perf_counter() - start),
     }  # fmt: skip
     return line, stop > 0
 
 
-def train(model, teacher, windows, valid, run, args, world, original):
-    """Train until args.steps, from the newest state of the run on; return the best, {"step", "nats"} of its weights.
+def train(model, teacher, windows, valid, run, args, world):
+    """Train to args.steps, from the newest state of the run on; return {"step", "nats"} of the best weights.
 
-    run/best-STEP holds the weights of the lowest validation loss, from step 0 on. A first Ctrl-C saves before it ends.
-    original: the Config of the standard model that it was, with whose loss the log then begins, or None.
+    run/best-STEP holds the weights of the lowest validation loss, from step 0 on. The first Ctrl-C saves a state.
     """
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() == 2) == two] for two in (True, False))
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() == 2) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-    step, log, best = sharding.restore(run, model, optimizer, world), run / "log.jsonl", runs.best(run)
-    bar = tqdm(total=args.steps, initial=step or 0, desc="training", unit="step", disable=True if world.rank else None)
+    resumed, best = sharding.restore(run, model, optimizer, world), runs.best(run)
+    step, show = resumed or 0, world.rank == 0
+    bar = tqdm(total=args.steps, initial=step, desc="training", unit="step", disable=None if show else True)
 
-    def note(line, validate):
+    def log(line, validate):
         nonlocal best
         if validate:
             watch.at("validation", timed=False)
@@ -227,30 +240,25 @@ def train(model, teacher, windows, valid, run, args, world, original):
             if line["valid"] < best["nats"]:
                 best = {"step": line["step"], "nats": line["valid"]}
                 sharding.write(run, best, model, checkpoint.DTYPES[args.dtype], world)
-            if world.rank == 0:
-                said = ", ".join(f"{k} {line[k]:.4f}" for k in ("original", "train", "valid") if k in line)
-                bar.write(f"step {line['step']}: {said} nats per token")
-        if world.rank == 0:
-            writing.append_line(log, line)
+        if show:
+            if validate:
+                nats = ", ".join(f"{name} {line[name]:.4f}" for name in ("train", "valid") if name in line)
+                bar.write(f"step {step}: {nats} nats per token")
+            writing.append_line(run / "log.jsonl", line)
 
-    if world.rank == 0:
-        runs.cut_log(log, -1 if step is None else step)
-    if step is None:
-        step, line = 0, {"step": 0, "tokens": 0}
-        if original:
-            wired, model.config = model.config, original
-            line["original"] = validation_loss(model, valid, args.micro_batch, world)
-            model.config = wired
-        note(line, validate=True)
-    elif world.rank == 0:
+    if show:
+        runs.cut_log(run / "log.jsonl", -1 if resumed is None else step)
+    if resumed is None:
+        log({"step": 0, "tokens": 0}, validate=True)
+    elif show:
         bar.write(f"going on from step {step} of {args.steps}")
-    with runs.interruption() as asked:
-        first = step + 1  # which may compile
+    with runs.interruptions() as interruptions:
+        first = step + 1
         while step < args.steps:
             step += 1
-            watch.at("training step", step, timed=step > first)
-            line, stop = optimizer_step(step, model, teacher, optimizer, windows, args, world, asked)
-            note(line, validate=step % args.eval_every == 0 or step == args.steps)
+            watch.at("training step", step, timed=step > first)  # the first may compile
+            line, stop = optimizer_step(step, model, teacher, optimizer, windows, args, world, interruptions)
+            log(line, validate=step % args.eval_every == 0 or step == args.steps)
             bar.update()
             bar.set_postfix_str(f"{line['train']:.4f} nats, {line['tokens_per_s']:,.0f} tokens/s")
             if step % args.save_every == 0 or stop:
@@ -266,14 +274,13 @@ def train(model, teacher, windows, valid, run, args, world, original):
 def parse(argv):
     p = cli.Parser(__doc__)
     p.add_argument("--checkpoint", metavar="DIR", help="the folder to retrain; default: a new small model")
-    files = f"plain text with {score.SEPARATOR} between documents, or .jsonl with text or chat messages"
+    files = f"plain text with {SEPARATOR} between documents, or .jsonl with text or chat messages"
     p.add_argument("--text", nargs="+", required=True, metavar="FILE", help=f"to train on: {files}")
     p.add_argument("--valid", required=True, metavar="FILE", help="to validate on, in the same form")
     p.add_argument("--out", required=True, metavar="DIR", help="the folder to write; until then all lies in DIR.run")
     cli.add_wiring_flags(p, default="the checkpoint's own, or standard")
-    g = p.add_argument_group("retraining", "--wiring ladder:autoN takes the N layers that alone raise the loss least")
-    g.add_argument("--distill", nargs="?", const="", metavar="DIR", help="learn from this teacher, or the original")
     g = p.add_argument_group("training")
+    g.add_argument("--distill", nargs="?", const="", metavar="DIR", help="learn from this teacher, or the original")
     g.add_argument("--seq-len", type=count, metavar="N", help="tokens of a window (default: the context, up to 2048)")
     g.add_argument("--steps", type=count, metavar="N", default=3000, help="optimizer steps")
     g.add_argument("--batch", type=count, metavar="N", default=16, help="windows a step, on all ranks together")
@@ -294,18 +301,12 @@ def parse(argv):
     g.add_argument("--save-every", type=count, metavar="N", default=200, help="steps between states to resume from")
     cli.add_rank_flags(g)
     g = p.add_argument_group("a model from scratch")
-    shape = [
-        g.add_argument("--vocab-size", type=count, default=1024, metavar="N", help="pieces of the vocabulary"),
-        g.add_argument("--dim", type=count, default=128, metavar="N", help="width of the residual stream"),
-        g.add_argument("--n-layers", type=count, default=8, metavar="N", help="layers"),
-        g.add_argument("--n-heads", type=count, default=8, metavar="N", help="attention heads, each of dim / n-heads"),
-        g.add_argument("--n-kv-heads", type=count, default=4, metavar="N", help="key and value heads"),
-        g.add_argument("--intermediate-size", type=count, default=384, metavar="N", help="width of the MLP"),
-    ]
+    for flag, (default, words) in SHAPE.items():
+        g.add_argument(flag, type=count, default=default, metavar="N", help=words)
     args = p.parse_args(argv)
-    for flag in shape:
-        if args.checkpoint and getattr(args, flag.dest) != flag.default:
-            raise InputError(f"{flag.option_strings[0]} is for a model from scratch: it does not go with --checkpoint")
+    for flag, (default, _) in SHAPE.items():
+        if args.checkpoint and vars(args)[flag[2:].replace("-", "_")] != default:
+            raise InputError(f"{flag} is for a model from scratch: it does not go with --checkpoint")
     if not args.checkpoint and args.distill is not None:
         raise InputError("--distill needs --checkpoint, the model to retrain")
     args.distill = args.checkpoint if args.distill == "" else args.distill
@@ -315,63 +316,32 @@ def parse(argv):
     return args
 
 
-def least_sensitive(losses, count, blocks=1):
-    """Return the `count` layers, in order, of the least sum of losses; losses[i] is that of layers i to i + blocks."""
-
-    @functools.cache
-    def best(i, left):
-        """Return (the least sum, its layers) for so many groups of neighbours, from layer i on."""
-        if left == 0 or i >= len(losses):
-            return (math.inf if left else 0.0), ()
-        rest, layers = best(i + blocks, left - 1)
-        return min(best(i + 1, left), (losses[i] + rest, (*range(i, i + blocks), *layers)))
-
-    return best(0, count // blocks)[1]
-
-
-def choose_layers(model, own, valid, run, args, world):
-    """Return the Config with those layers wired that alone raise the validation loss least; found once in a run."""
-    path, wired = run / "layers.json", model.config
-    if not path.exists():
-        named = wired.named
-        model.config, name = own, wiring_name(*named._replace(parameter=None))
-        found = score.sensitivity(model, lambda m: validation_loss(m, valid, args.micro_batch, world), name)
-        layers = least_sensitive(found, wired.wirings.count(wired.kind), wired.kind.blocks)
-        if world.rank == 0:
-            print("auto:", ", ".join(f"layer {i} {nats:.4f}" for i, nats in enumerate(found)), f"nats: {[*layers]}")
-        world.first(writing.write_text, path, json.dumps(wiring_name(*named._replace(parameter=layers))))
-    return rewired(own, json.loads(path.read_text()))
-
-
 def main(argv=None):
     args = parse(argv)
     world = launch.join(args.device, vars(args))
     out = Path(os.path.realpath(args.out))
     run = out.parent / f"{out.name}.run"
+    folders = {"checkpoint": args.checkpoint, "distill": args.distill}
     with world.together():
-        config, own, taught = runs.describe(args)
-        weights, teachers = (folder and checkpoint.Weights(folder) for folder in (args.checkpoint, args.distill))
+        config, teacher_config = runs.read_configs(args)
+        weights, teacher_weights = (folder and checkpoint.Weights(folder) for folder in folders.values())
     if not world.alone:
-        read = {f"contents of --{name}": getattr(args, name) for name in ("checkpoint", "distill")}
-        world.agree({name: folder and checkpoint.digest(folder) for name, folder in read.items()})
-    share = -(-args.batch // world.tp_size)
-    args.micro_batch = min(args.micro_batch or share, share)
+        world.agree({f"contents of --{flag}": path and checkpoint.digest(path) for flag, path in folders.items()})
+    rows = -(-args.batch // world.tp_size)
+    args.micro_batch = min(args.micro_batch or rows, rows)
     args.compute_dtype = args.compute_dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
     dtype = checkpoint.DTYPES[args.compute_dtype]
-    with contextlib.ExitStack() as held:
-        world.first(lambda: held.enter_context(runs.reserved(out, run)))
+    with contextlib.ExitStack() as stack:
+        world.first(lambda: stack.enter_context(runs.reserved(out, run)))
         world.first(runs.prepare, run, args)
-        held.enter_context(sharding.process_group(world))
+        stack.enter_context(sharding.process_group(world))
         with world.together():
             windows, valid = runs.windows(run, args)
             if world.rank == 0:
                 print(f"{windows.n:,} windows to train on, {valid.n:,} to validate on", flush=True)
             model = build(config, weights, world, dtype, args, args.compile)
-            teacher = taught and build(taught, teachers, world, dtype, compiled=args.compile)
-        if runs.is_auto(args):
-            model.config = choose_layers(model, own, valid, run, args, world)
-        original = own if own and own.wiring == "standard" != config.wiring and runs.keeps_norms(config) else None
-        best = train(model, teacher, windows, valid, run, args, world, original)
+            teacher = args.distill and build(teacher_config, teacher_weights, world, dtype, compiled=args.compile)
+        best = train(model, teacher, windows, valid, run, args, world)
         if world.rank == 0:
             runs.finish(run, out)
             reached = f"{best['nats']:.4f} nats per token at step {best['step']}"
