@@ -43,7 +43,7 @@ def float_chunks(logits, tokens):
 def predictions(models, documents, size, stride, batch, show=False):
     """Yield ([logits (n, v) of each model], tokens (n,)) for each window of the documents, which are lists of ids."""
     plan = [(ids, *window) for ids in documents for window in windows(len(ids), size, stride)]
-    device = models[0].norm.weight.device
+    device = models[0].device
     for i in tqdm(range(0, len(plan), batch), desc="scoring", unit="batch", delay=1, disable=None if show else True):
         watch.at("scoring of batch", i // batch)
         rows = plan[i : i + batch]
@@ -63,7 +63,7 @@ def token_nats(logits, tokens, first, comm):
     column = tokens - first
     is_local = (column >= 0) & (column < logits.shape[-1])
     target = logits.gather(-1, column.where(is_local, 0)[:, None])[:, 0].where(is_local, -torch.inf)
-    sums, targets = comm.exchange(torch.stack((logits.logsumexp(-1), target), -1)).unbind(-1)
+    sums, targets = comm.all_gather(torch.stack((logits.logsumexp(-1), target), -1)).unbind(-1)
     return sums.logsumexp(0) - targets.amax(0)
 
 
@@ -72,7 +72,7 @@ def total_nats(model, documents, size, stride, batch, show=False):
     """Return the sum of -log p(token | those before it in its window) over all tokens but each document's first."""
     total = 0.0
     for (logits,), tokens in predictions([model], documents, size, stride, batch, show):
-        logits, first, _ = model.comm.part(logits)  # padded: on all ranks the same shape
+        logits, first, _ = model.comm.local_logits(logits)  # padded: on all ranks the same shape
         for chunk, targets in float_chunks(logits, tokens):
             total += token_nats(chunk, targets, first, model.comm).double().sum().item()
     return total
@@ -87,7 +87,7 @@ def divergence(model, reference, documents, size, stride, batch, show=False):
     """
     columns = []
     for both, tokens in predictions([model, reference], documents, size, stride, batch, show):
-        chunks = [float_chunks(model.comm.gather(logits), tokens) for logits in both]
+        chunks = [float_chunks(model.comm.gather_logits(logits), tokens) for logits in both]
         for (logits, targets), (reference_logits, _) in zip(*chunks, strict=True):
             q, p = logits.double().log_softmax(-1), reference_logits.double().log_softmax(-1)
             kl, agree = (p.exp() * (p - q)).sum(-1), logits.argmax(-1) == reference_logits.argmax(-1)

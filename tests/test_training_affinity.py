@@ -11,14 +11,14 @@ import pytest
 import torch
 from helpers import BASE, StateWeights, random_model, train_tokenizer
 
-import tp
 from complete import load
+from extras.lanes import load_lanes
 from extras.training import affinity
 from formats import checkpoint
 from model import rewired
 from runtime.errors import InputError
 
-CONFIG = dataclasses.replace(BASE, n_layers=2, vocab_size=300, max_seq_len=512, mlp_bias=True, bos_id=1, eos_ids=(2,))
+CONFIG = dataclasses.replace(BASE, n_layers=2, vocab_size=300, max_seq_len=512, mlp_bias=True)
 
 
 def model_of_two_kinds(config):
@@ -27,8 +27,8 @@ def model_of_two_kinds(config):
     for block in model.layers:
         written = block.attention.wo.weight.T.split(half)  # of (half, D)
         for linear in block.feed_forward.w1, block.feed_forward.w3:
-            for kind in 0, 1:
-                linear.weight[kind::2] = linear.weight[kind::2, :half] @ written[kind] * (config.dim / half) ** 0.5
+            for odd in 0, 1:
+                linear.weight[odd::2] = linear.weight[odd::2, :half] @ written[odd] * (config.dim / half) ** 0.5
     return model
 
 
@@ -45,7 +45,7 @@ def folder(tmp_path):
 def naive_costs(model, config, tokens, lanes):
     """The cost of each neuron in each lane, layer by layer, in float64, from the whole standard model."""
     state = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
-    x, found = state["tok_embeddings.weight"][tokens], []
+    x, result = state["tok_embeddings.weight"][tokens], []
     metadata = model.metadata(torch.arange(tokens.shape[1]).expand(tokens.shape))
 
     def norm(x, weight):
@@ -73,10 +73,10 @@ def naive_costs(model, config, tokens, lanes):
             for neuron in range(config.intermediate_size):
                 off = (whole - neurons(x + y))[..., neuron, None] * w2[:, neuron]  # of the MLP's output
                 cost[neuron, lane] = (off * off).sum()
-        found.append(cost)
+        result.append(cost)
         x = x + sum(ys)
         x = x + neurons(x) @ w2.T + w["feed_forward.w2.bias"]
-    return np.stack(found)
+    return np.stack(result)
 
 
 @pytest.mark.parametrize("lanes", [2, 3, 4])
@@ -86,17 +86,17 @@ def test_costs_are_those_of_the_equations(lanes):
         random_model(config).requires_grad_(False),
         torch.randint(300, (3, 7), generator=torch.Generator().manual_seed(1)),
     )
-    laned = tp.load_shard(rewired(config, f"spd/{lanes}"), StateWeights(model.state_dict()), torch.float32, "cpu")
-    found = affinity.costs(laned, tokens).numpy()
-    assert np.allclose(found, naive_costs(model, config, tokens, lanes), rtol=1e-3)
+    laned = load_lanes(rewired(config, f"spd/{lanes}"), StateWeights(model.state_dict()), torch.float32, "cpu")
+    result = affinity.costs(laned, tokens).numpy()
+    assert np.allclose(result, naive_costs(model, config, tokens, lanes), rtol=1e-3)
 
 
 def test_two_lanes_are_shared_out_at_the_lowest_cost():
     for seed in range(5):
         cost = torch.rand(7, 2, generator=torch.Generator().manual_seed(seed))
         sums = [cost[range(7), lanes].sum() for lanes in itertools.product((0, 1), repeat=7) if sum(lanes) == 3]
-        found = affinity.assign(cost, [4, 3])
-        assert found.tolist().count(1) == 3 and cost[range(7), found].sum() == pytest.approx(min(sums).item())
+        result = affinity.assign(cost, [4, 3])
+        assert result.tolist().count(1) == 3 and cost[range(7), result].sum() == pytest.approx(min(sums).item())
 
 
 def test_neurons_move_between_lanes_and_the_standard_model_stays(folder, capsys):
@@ -115,17 +115,15 @@ def test_neurons_move_between_lanes_and_the_standard_model_stays(folder, capsys)
     off = [(logits(name, "spd/2") - logits("a", "standard")).square().mean() for name in "ab"]
     assert off[1] < 0.9 * off[0]
     left = {name: (folder / "b" / name).read_bytes() for name in ("config.json", "tokenizer.model")}
-    assert all((folder / "a" / name).read_bytes() == found for name, found in left.items())
+    assert all((folder / "a" / name).read_bytes() == data for name, data in left.items())
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"--lanes": "1"}, "--lanes: '1' is not a whole number from 2"),
-        ({"--lanes": "7"}, "wiring spd/7 cannot shard n_heads 6: use 1 to 6 lanes"),
+        ({"--lanes": "7"}, "7 ranks or lanes cannot shard n_heads 6: use 1 to 6"),
         ({"--text": "short.txt"}, "--text holds 3 tokens: at least 256 are needed"),
         ({"--checkpoint": "laned"}, "laned is spd/2: give a standard model"),
-        ({"--checkpoint": "bare"}, "bare has no tokenizer"),
     ],
 )
 def test_bad_input(changes, message, folder, monkeypatch):
@@ -133,16 +131,7 @@ def test_bad_input(changes, message, folder, monkeypatch):
     (folder / "short.txt").write_text("a")
     shutil.copytree("a", "laned")
     checkpoint.write_config(folder / "laned", rewired(CONFIG, "spd/2"))
-    shutil.copytree("a", "bare")
-    (folder / "bare/tokenizer.model").unlink()
     flags = {"--checkpoint": "a", "--lanes": "2", "--text": "text.txt", "--out": "b"} | changes
     with pytest.raises(InputError, match=message):
         affinity.main(list(itertools.chain(*flags.items())))
     assert not (folder / "b").exists()
-
-
-def test_it_runs_in_one_process(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(InputError, match="grouping runs in one process"):
-        affinity.main(["--checkpoint", "a", "--lanes", "2", "--text", "b", "--out", "c"])

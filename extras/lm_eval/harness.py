@@ -62,7 +62,7 @@ class Model(TemplateLM):
     def __init__(self, model, tokenizer, batch=None):
         super().__init__()
         self.model, self.text, self.batch = model, tokenizer, batch
-        self._device, self.max_length = model.norm.weight.device, model.config.max_seq_len
+        self._device, self.max_length = model.device, model.config.max_seq_len
 
     @property
     def eot_token_id(self):
@@ -91,7 +91,7 @@ class Model(TemplateLM):
             questions.setdefault(tuple(tokens[:-1]), []).append((i, continuation))
         answers, max_tokens = [None] * len(requests), MAX_LOGITS_BYTES // (4 * self.model.config.vocab_size)
         for batch in batches([(len(tokens), tokens) for tokens in questions], self.batch, max_tokens):
-            logits = self.model.comm.gather(self.model(generate.pad(batch, self.device)[0]))  # (B, S, V)
+            logits = self.model.comm.gather_logits(self.model(generate.pad(batch, self.device)[0]))  # (B, S, V)
             for row, tokens in zip(logits, batch, strict=True):
                 for i, continuation in questions[tokens]:
                     targets = torch.tensor(continuation, dtype=torch.long, device=self.device)

@@ -20,7 +20,7 @@ from evaluation.score import SEPARATOR
 from extras.training import lanes, runs, sharding
 from formats import checkpoint
 from kernels import cxx
-from model import Attention, FeedForward, Transformer, take_turns
+from model import Attention, FeedForward, Transformer, interleave
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
@@ -82,18 +82,16 @@ class Trainee(Transformer):
 
     token_losses = staticmethod(token_losses)
     dropout, recompute = 0.0, False  # of sublayers' outputs; whether the backward pass computes sublayers again
-    split_lanes = None  # the lanes that compute with slices of these weights, or None
+    lanes = None  # those of lanes.split, which compute with slices of these weights
 
-    @property
-    def lanes(self):
-        return self.split_lanes or [self]
+    def sublayers(self, metadata, cache=None, lane=None):
+        """Return [(h, stale)] of the model, or of one of its lanes."""
 
-    def sublayers(self, metadata, cache=None, lane=0):
         def in_training(h):
             again = (lambda x: recomputed(h, x, use_reentrant=False)) if self.recompute else h
             return lambda x: F.dropout(again(x), self.dropout)
 
-        sublayers = super().sublayers(metadata, cache, lane)
+        sublayers = Transformer.sublayers(lane or self, metadata, cache)
         return [(in_training(h), stale) for h, stale in sublayers] if self.training else sublayers
 
     def forward(self, batch):
@@ -101,9 +99,9 @@ class Trainee(Transformer):
         mask, positions = batch.mask, batch.positions
         if mask is None and positions.device.type == "cpu":  # BandedAttention always takes one
             mask = positions[:, None] <= positions[..., None]
-        metadata = self.metadata(positions, mask)
-        x, *_ = take_turns(self.streams(self.tok_embeddings(batch.tokens), metadata))  # all lanes end with the same
-        return self.norm(x)
+        x, metadata = self.tok_embeddings(batch.tokens), self.metadata(positions, mask)
+        streams = lanes.streams(self, x, metadata) if self.lanes else [self.stream(x, metadata)]
+        return self.norm(interleave(streams)[0])  # all lanes end with the same x
 
 
 def build(config, weights, world, dtype, args=None, compiled=False):
@@ -114,6 +112,8 @@ def build(config, weights, world, dtype, args=None, compiled=False):
     on_cpu = world.device.type == "cpu"
     with torch.device("meta"):
         model = Trainee(config)
+    if config.tie_embeddings:
+        model.output.weight = model.tok_embeddings.weight
     for module in model.modules():
         if type(module) is Attention and on_cpu:
             module.__class__ = BandedAttention
@@ -122,7 +122,7 @@ def build(config, weights, world, dtype, args=None, compiled=False):
         if type(module) is torch.nn.RMSNorm and compiled:
             module.__class__ = Norm
     if config.lanes:
-        model.split_lanes = lanes.split(model)
+        model.lanes = lanes.split(model)
     if args is None:
         model = model.to(dtype).requires_grad_(False).eval()
     else:

@@ -26,10 +26,11 @@ WINDOW = 256  # tokens
 def costs(model, tokens):
     """Return (n_layers, I, L): the squared error of an MLP's output if neuron i reads the attention of lane l alone.
 
-    The squares are summed over the tokens (B, S). model: in spd, with all of its L lanes.
+    The squares are summed over the tokens (B, S). model: a Lanes in spd, with all L lanes.
     """
-    x, result = model.tok_embeddings(tokens), []
-    metadata = model.metadata(torch.arange(tokens.shape[1], device=x.device).expand(tokens.shape))
+    first, result = model.lanes[0], []
+    x = first.tok_embeddings(tokens)
+    metadata = first.metadata(torch.arange(tokens.shape[1], device=x.device).expand(tokens.shape))
     for i in range(model.config.n_layers):
         blocks = [lane.layers[i] for lane in model.lanes]
         ys = [block.attention(block.attention_norm(x), metadata, None) for block in blocks]
@@ -94,7 +95,7 @@ def main(argv=None):
     tokens = read_windows(args, tokenizer, config)
     with writing.new_folder(args.out) as folder:
         model, _ = load(args.checkpoint, wiring=f"spd/{args.lanes}")
-        cost = sum(costs(model, batch) for batch in tokens.to(model.norm.weight.device).split(args.batch)).cpu()
+        cost = sum(costs(model, batch) for batch in tokens.to(model.device).split(args.batch)).cpu()
         sizes = [lane.layers[0].feed_forward.w2.in_features for lane in model.lanes]
         before = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).expand(cost.shape[:2])
         lanes = torch.stack([assign(layer_costs, sizes) for layer_costs in cost])

@@ -46,10 +46,10 @@ def read_configs(args):
 
 
 def _check_trainable(config):
-    name = config.named.name
+    name = config.parsed.name
     if name in ("laneformer", "upper-bound"):
         raise InputError(f"a model in the wiring {name} cannot be trained")
-    if config.kind.laned and config.lanes is None:
+    if config.named_wiring.laned and config.lanes is None:
         raise InputError(f"{name} is another function in another number of lanes: name them, e.g. {config.wiring}/8")
     shard_plan(config, 0, config.lanes or 1)  # refuses more lanes than heads
 
