@@ -52,7 +52,7 @@ SEEDS = 0, 1
 SHARES = 0.01, 0.05, 0.2, 1  # of the tokens from scratch, to retrain on: all wirings on SHARES[1:3]
 TRIED = {"scratch": (1e-3, 2e-3, 4e-3), "control": (1e-4, 3e-4, 1e-3), "distilled": (5e-4, 1e-3, 2e-3)}
 RATES = {"scratch": 4e-3, "control": 1e-4, "distilled": 1e-3}  # learning rates, the best of those tried
-KEYS = "run", "kind", "wiring", "n_layers", "steps", "lr", "valid", "nats", "before"  # of a line
+KEYS = "run", "kind", "wiring", "n_layers", "steps", "nats", "before"  # that a line needs
 LATENCIES = (300, 1000, 3000)  # us of an all-reduce: of the three panels
 MOST = 4  # nats in the figure: parallel wirings of standard weights are far above
 SILENT = 25.5e-3  # seconds of a decode step of SMALL on two CPU ranks without all-reduces: results/overlap-memory.jsonl
@@ -67,7 +67,7 @@ def file_name(wiring):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A training: from scratch, or of a standard model in another wiring; or a short one, to choose a rate of these."""
+    """A training: from scratch, or of a standard model in another wiring. Short ones choose the learning rates."""
 
     kind: str  # scratch, retrained, grouped, or rate-scratch, rate-retrained
     wiring: str
@@ -149,8 +149,8 @@ def train(run, args, digests):
     """Train a run, and score it, unless that is done; return its line: of the weights that are best on validation."""
     shared, own = commands(run, args.corpus, args.runs)
 
-    def call(planned):
-        for target, words in planned.items():
+    def call(commands):
+        for target, words in commands.items():
             if not (target.exists() and target.stat().st_size):  # eval.py makes its file when it begins
                 with open(f"{target}.out", "w") as log:
                     how = {"stdout": log, "stderr": log, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
@@ -166,51 +166,51 @@ def train(run, args, digests):
     log = [json.loads(line) for line in read_text(f"{args.runs / run.name}.run/log.jsonl").splitlines()]
     curve = [(line["tokens"], line["valid"]) for line in log if "valid" in line]
     of_any_place = commands(run, Path(args.corpus.name), Path(args.runs.name))
-    said = [["OMP_NUM_THREADS=1", "python", *map(str, words)] for some in of_any_place for words in some.values()]
+    shown = [["OMP_NUM_THREADS=1", "python", *map(str, words)] for some in of_any_place for words in some.values()]
     return {
         "run": run.name, **dataclasses.asdict(run), "valid": min(loss for _, loss in curve), "curve": curve,
         "nats": nats[0], "before": nats[1] if run.origin else None, "tokens": curve[-1][0],
         "tokens_per_s": statistics.median(x["tokens_per_s"] for x in log[2:]), "sha256": digests,
-        **environment(World(0, 1, torch.device("cpu"))), "threads": 1, "command": " && ".join(map(shlex.join, said)),
+        **environment(World(0, 1, torch.device("cpu"))), "threads": 1, "command": " && ".join(map(shlex.join, shown)),
     }  # fmt: skip
 
 
-def of_small(wiring, n_layers=8):
-    return dataclasses.replace(rewired(SMALL, wiring), n_layers=n_layers)
+def speedups(wiring, n_layers=8):
+    """Return how many times as fast as the standard wiring SMALL decodes on two ranks, at each of LATENCIES.
 
-
-def speeds(wiring, n_layers=8):
-    """Return how many times as fast as in the standard wiring SMALL decodes on two ranks, at each of LATENCIES.
-
-    That is what the clock says, if its sublayers share SILENT out by what they read.
+    The clock computes it, given that the sublayers of a step share SILENT in proportion to the bytes they read.
     """
     work = decode_work(SMALL, torch.bfloat16, 2, 1, 64)
     n_bytes = SMALL.n_layers * (work["attention"].n_bytes + work["feed_forward"].n_bytes) + work["rest"].n_bytes
-    machine, found = Machine("measured", n_bytes / SILENT), []
+    machine, result = Machine("measured", n_bytes / SILENT), []
     for us in LATENCIES:
         times = times_of(SMALL, torch.bfloat16, 2, 1, 64, machine, Link("", us, None))
-        found.append(step_seconds(SMALL, times)[0] / step_seconds(of_small(wiring, n_layers), times)[0])
-    return found
+        result.append(step_seconds(SMALL, times)[0] / step_seconds(small(wiring, n_layers), times)[0])
+    return result
+
+
+def small(wiring, n_layers=8):
+    return dataclasses.replace(rewired(SMALL, wiring), n_layers=n_layers)
 
 
 def by_model(lines):
-    """Return {(kind, wiring, layers, steps): the lines of its seeds} and the number of steps from scratch."""
-    found = defaultdict(list)
+    """Return ({(kind, wiring, layers, steps): lines of all seeds}, the number of steps from scratch)."""
+    groups = defaultdict(list)
     for line in lines:
-        found[line["kind"], line["wiring"], line["n_layers"], line["steps"]].append(line)
-    return found, max((key[3] for key in found if key[0] == "scratch"), default=0)
+        groups[line["kind"], line["wiring"], line["n_layers"], line["steps"]].append(line)
+    return groups, max((key[3] for key in groups if key[0] == "scratch"), default=0)
 
 
 def tables(lines):
-    """Return Markdown: a row for each wiring, a row for each share of what is retrained, and one for each rate tried.
+    """Return Markdown: a row for each wiring, then one for each share of the tokens that is retrained on.
 
-    The percentages say how far a loss is above the standard wiring's, from scratch or retrained on as many tokens.
+    A percentage says how far a loss is above the standard wiring's, from scratch or retrained on as many tokens.
     """
-    found, steps = by_model(lines)
+    groups, steps = by_model(lines)
 
     def cell(kind, wiring, share, key="nats", n_layers=8):
         def losses(kind, *model):
-            return [line[key] for line in found.get((kind, *model, round(share * steps)), [])]
+            return [line[key] for line in groups.get((kind, *model, round(share * steps)), [])]
 
         if not (values := losses(kind, wiring, n_layers)):
             return ""
@@ -218,45 +218,38 @@ def tables(lines):
         spread = f" ({low:.3f}-{high:.3f})" if high > low else ""
         standard = losses(kind.replace("grouped", "retrained"), "standard", 8)
         is_base = (wiring, n_layers) == ("standard", 8)
-        above = f", {100 * (nats / statistics.median(standard) - 1):+.1f} %" if standard and not is_base else ""
+        above = f", {100 * (nats / statistics.median(standard) - 1):+.1f}%" if standard and not is_base else ""
         return f"{nats:.3f}{spread}{above}"
 
     head = ["wiring", "all-reduces", "from scratch", "standard weights in it"]
-    head += [f"retrained on {share:.0%}" for share in SHARES[1:3]] + [f"speed at {us / 1e3:g} ms" for us in LATENCIES]
+    head += [*(f"retrained on {share:.0%}" for share in SHARES[1:3]), f"speed at {LATENCIES[1] / 1e3:g} ms"]
     rows = []
 
     def add_row(label, wiring, scratch="scratch", again="retrained", n_layers=8):
-        how = {"n_layers": n_layers}
-        cells = [cell(scratch, wiring, 1, **how), cell(again, wiring, SHARES[1], "before", **how)]
-        cells += [cell(again, wiring, share, **how) for share in SHARES[1:3]]
+        cells = [cell(scratch, wiring, 1, n_layers=n_layers), cell(again, wiring, SHARES[1], "before", n_layers)]
+        cells += [cell(again, wiring, share, n_layers=n_layers) for share in SHARES[1:3]]
         if any(cells):
-            n = count_all_reduces(of_small(wiring, n_layers))
-            rows.append([label, str(n), *cells, *(f"{x:.2f}" for x in speeds(wiring, n_layers))])
+            n = count_all_reduces(small(wiring, n_layers))
+            rows.append([label, str(n), *cells, f"{speedups(wiring, n_layers)[1]:.2f}"])
 
-    for wiring in sorted({key[1] for key in found}, key=results.wiring_order):
+    for wiring in sorted({key[1] for key in groups}, key=results.wiring_order):
         add_row(wiring, wiring)
         add_row(f"{wiring}, grouped", wiring, scratch="", again="grouped")
     add_row("standard, 5 layers", "standard", n_layers=5)
-    told, gaps = [], {}
+    shares, gaps = [], {}
     for share in SHARES:
-        both = [found.get(("retrained", wiring, 8, round(share * steps))) for wiring in RETRAINED[:2]]
+        both = [groups.get(("retrained", wiring, 8, round(share * steps))) for wiring in RETRAINED[:2]]
         if all(both):
-            control, ladder = (statistics.median(line["nats"] for line in some) for some in both)
+            control, ladder = (statistics.median(line["nats"] for line in seeds) for seeds in both)
             gaps[share] = ladder - control
             cells = [cell("retrained", wiring, share) for wiring in RETRAINED[:2]]
-            told.append([f"{share:.0%}", *cells, f"{gaps[share]:.3f}"])
-    rates = [
-        [kind, wiring, f"{line['lr']:g}", f"{line['valid']:.3f}"]
-        for (kind, wiring, *_), some in found.items()
-        if kind.startswith("rate")
-        for line in some
-    ]
-    parts = (head, rows), (["retrained on", *RETRAINED[:2], "gap"], told), (["for", "wiring", "rate", "valid"], rates)
-    return "\n\n".join([*(results.markdown(*part) for part in parts), *fitted(gaps)])
+            shares.append([f"{share:.0%}", *cells, f"{gaps[share]:.3f}"])
+    both = results.markdown(head, rows), results.markdown(["retrained on", *RETRAINED[:2], "gap"], shares)
+    return "\n\n".join([*both, *fitted(gaps)])
 
 
 def fitted(gaps):
-    """Return a line that says how {share of the tokens: nats above the control} falls, if some are above it."""
+    """Return [a line that says how the gap falls], for {share of the tokens: nats above the control}."""
     points = [(math.log(share), math.log(gap)) for share, gap in gaps.items() if gap > 0]
     if len(points) < 2:
         return []
@@ -266,10 +259,10 @@ def fitted(gaps):
 
 def figure(lines):
     """Return the figure: loss over decoding speed, a panel for each of LATENCIES."""
-    found, steps = by_model(lines)
-    wirings = sorted({key[1] for key in found if key[0] in ("scratch", "retrained")}, key=results.wiring_order)
+    groups, steps = by_model(lines)
+    wirings = sorted({key[1] for key in groups if key[0] in ("scratch", "retrained")}, key=results.wiring_order)
     title = "Loss over decoding speed, by the clock from a measured step of 8 layers of dim 2560 on two CPU ranks"
-    drawn, axes = plot.panels(len(LATENCIES), 3.6, 3.8, title, sharey=True)
+    chart, axes = plot.panels(len(LATENCIES), 3.6, 3.8, title, sharey=True)
     states = [
         ("scratch", 1, "nats", {}),
         ("retrained", SHARES[1], "before", {"marker": "x"}),
@@ -278,19 +271,19 @@ def figure(lines):
     models = [*((wiring, 8, wiring) for wiring in wirings), ("standard", 5, "standard, 5 layers")]
     for i, (axis, us) in enumerate(zip(axes, LATENCIES, strict=True)):
         for (wiring, n_layers, label), (kind, share, key, marked) in itertools.product(models, states):
-            if some := found.get((kind, wiring, n_layers, round(share * steps))):
-                y, low, high = plot.middle([line[key] for line in some])
+            if seeds := groups.get((kind, wiring, n_layers, round(share * steps))):
+                y, low, high = plot.middle([line[key] for line in seeds])
                 if y > MOST:
                     continue
                 style = plot.look(wiring, wirings) | {"linestyle": "", "capsize": 2, "label": label} | marked
                 size = 4 if ":" in wiring or n_layers < 8 else 7  # a part of the layers
-                axis.errorbar(speeds(wiring, n_layers)[i], y, [[y - low], [high - y]], markersize=size, **style)
+                axis.errorbar(speedups(wiring, n_layers)[i], y, [[y - low], [high - y]], markersize=size, **style)
         axis.set(title=f"an all-reduce of {us / 1e3:g} ms", xlabel="tokens/s over standard's")
     axes[0].set_ylabel(
         "nats per token; full: from scratch;\ncross and open: standard weights in it,\nbefore and after retraining"
     )
-    plot.labelled(drawn, axes)
-    return drawn
+    plot.labelled(chart, axes)
+    return chart
 
 
 def parse(argv):
