@@ -56,7 +56,7 @@ def make_cache(model, batch, length):
 
     (A slice of the whole cache is contiguous: to the compiler another graph.) For a GPU they are whole buckets and one.
     """
-    if model.norm.weight.device.type != "cpu":
+    if model.device.type != "cpu":
         length = -(-length // BUCKET) * BUCKET + 1
     return model.new_cache(batch, length)
 
@@ -69,7 +69,7 @@ class Runner:
     """
 
     def __init__(self, model, cache, compile=False, compile_prefill=False, parts=None):
-        self.model, self.cache, self.device, self.parts = model, cache, model.norm.weight.device, parts
+        self.model, self.cache, self.device, self.parts = model, cache, model.device, parts
         self.compiles = compile, compile_prefill
         if self.device.type == "cpu" and any(self.compiles):
             from kernels import cxx  # like the other rooms below: a plain run does not enter them

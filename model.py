@@ -17,6 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from formats import wiring_text
+from kernels import int_linear
 from runtime.errors import InputError
 
 # ---- The collectives, as a wiring asks for them ----------------------------------------------------------------------
@@ -284,6 +285,10 @@ class Config:
             raise InputError(f"vocab_size {self.vocab_size} is no multiple of {BLOCK} for each of {self.lanes} lanes")
         if self.lane_norms and self.lanes is None:
             raise InputError(f"lane_norms: each lane has norms of its own, but wiring {self.wiring} names no lanes")
+        try:
+            int_linear.check(self)
+        except ValueError as e:
+            raise InputError(str(e)) from None
         _ = self.kind, self.spans, self.period, self.lanes  # once, now: the compiler does not trace how text is parsed
 
     @functools.cached_property
@@ -513,6 +518,9 @@ class Transformer(nn.Module):
             self.output.weight = self.tok_embeddings.weight
         self.register_buffer("rope_frequencies", config.rope_frequencies(), persistent=False)
 
+    device = property(lambda self: self.norm.weight.device)
+    dtype = property(lambda self: self.norm.weight.dtype)  # of activations and cache
+
     @property
     def lanes(self):
         return [self, *self.other_lanes]
@@ -591,4 +599,12 @@ class Transformer(nn.Module):
         """Return a static KV cache of `length` slots: a (k, v) for each layer of each lane, (B, K, T, H), zeroed."""
         attentions = [block.attention for lane in self.lanes for block in lane.layers]
         shapes = [(batch, a.n_kv_heads, length, a.head_dim) for a in attentions]
-        return [tuple(self.norm.weight.new_zeros(shape) for _ in "kv") for shape in shapes]
+        return [tuple(torch.zeros(shape, device=self.device, dtype=self.dtype) for _ in "kv") for shape in shapes]
+
+
+def build(config, held=1):
+    """Return the Transformer that a config describes, quantized as it says, with weights on "meta": without memory."""
+    with torch.device("meta"):
+        model = Transformer(config, held)
+        int_linear.replace_matrices(model, config)
+    return model

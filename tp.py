@@ -13,8 +13,8 @@ import torch.nn as nn
 from tqdm import tqdm
 
 from formats.checkpoint import check_shape, read_part
-from kernels import cpu, int_linear
-from model import BLOCK, padded
+from kernels import cpu
+from model import BLOCK, build, padded
 from runtime import watch
 from runtime.errors import InputError
 
@@ -110,7 +110,7 @@ def held(config, dtype, rank=0, shares=1, skeleton=None):
     skeleton: load_shard's, if there is one already. Raises InputError as shard_plan and lanes_of do.
     """
     lanes, found = lanes_of(config, rank, shares), {}
-    skeleton, plans = skeleton or int_linear.skeleton(config, len(lanes)), [shard_plan(config, *lane) for lane in lanes]
+    skeleton, plans = skeleton or build(config, len(lanes)), [shard_plan(config, *lane) for lane in lanes]
     head = head_rows(config.vocab_size, rank, shares)
     for place, whole in skeleton.named_parameters():  # a tied output head is not among them
         other = re.match(r"other_lanes\.(\d+)\.", place)
@@ -145,7 +145,7 @@ def load_shard(config, weights, dtype, device, rank=0, shares=1):
     """
     if torch.device(device).type == "cpu":
         cpu.keep_freed_memory()
-    model = int_linear.skeleton(config, len(lanes_of(config, rank, shares)))
+    model = build(config, len(lanes_of(config, rank, shares)))
     parts = held(config, dtype, rank, shares, model)
     for place, (name, *part) in tqdm(parts.items(), desc="loading", unit="tensor", delay=1, disable=rank > 0 or None):
         watch.at("load of", name)

@@ -44,7 +44,7 @@ def predictions(models, documents, size, stride, batch, show=False):
     v: this rank's part of the vocabulary.
     """
     plan = [(ids, *window) for ids in documents for window in windows(len(ids), size, stride)]
-    device = models[0].norm.weight.device
+    device = models[0].device
     for i in tqdm(range(0, len(plan), batch), desc="scoring", unit="batch", delay=1, disable=None if show else True):
         watch.at("scoring of batch", i // batch)
         part = plan[i : i + batch]

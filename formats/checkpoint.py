@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from formats.wiring_text import wiring_name
 from kernels import cpu, int_linear
-from model import WIRINGS, Config
+from model import WIRINGS, Config, build
 from runtime import watch
 from runtime.errors import InputError
 
@@ -83,7 +83,6 @@ def make_config(values, source):
         raise InputError(f"{source}: n_layers is {values['n_layers']} but must be at most {MOST_LAYERS}")
     try:
         config = Config(**values)
-        int_linear.check(config)
         config.rope_frequencies()
         return config
     except InputError as e:
@@ -136,7 +135,7 @@ def digest(folder, samples=64):
 
 def shapes(config):
     """Return {name: shape} of every tensor of a checkpoint; a tied output head is not one."""
-    return {name: tuple(w.shape) for name, w in int_linear.skeleton(config).named_parameters()}
+    return {name: tuple(w.shape) for name, w in build(config).named_parameters()}
 
 
 def shards(index):

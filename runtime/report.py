@@ -140,7 +140,7 @@ def result(name, model, link, world, found):
     c = model.config
     return {
         "model": name, "n_layers": c.n_layers, "wiring": c.wiring,
-        "dtype": dtype_name(model.norm.weight.dtype), "quant": c.quant,
+        "dtype": dtype_name(model.dtype), "quant": c.quant,
         "link": link and dataclasses.asdict(link), **environment(world), **found,
     }  # fmt: skip
 
