@@ -72,14 +72,14 @@ class Runner:
         self.model, self.cache, self.device, self.parts = model, cache, model.device, parts
         self.compiles = compile, compile_prefill
         if self.device.type == "cpu" and any(self.compiles):
-            from kernels import cxx  # like the other rooms below: a plain run does not enter them
+            from runtime import compiling  # like the other rooms below: a plain run does not enter them
 
-            cxx.prepare_compile()
+            compiling.prepare()
         self._decode, self._prefill = model, torch.compile(model, fullgraph=True) if compile_prefill else model
         if compile:
-            from kernels import few_rows
+            from runtime import compiling
 
-            few_rows.use(model)
+            compiling.use_fast_modules(model)
             # One graph for any cache_length, an argument of Transformer.forward; all else is fixed. So each shape of a
             # cache has its own, and who serves many must not run out of them. Both are global.
             torch.compiler.config.dynamic_sources = "L['cache_length']"

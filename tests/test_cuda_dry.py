@@ -15,8 +15,8 @@ from decoding.sampling import Plain, Sampler
 from extras.measure import link
 from generate import Runner, generate, make_cache, pad
 from kernels import cuda_graphs
-from kernels.few_rows import SplitAttention
 from model import SingleDevice, attention_then_mlp, desynced_stream
+from runtime.compiling import SplitAttention
 from tp import TensorParallel
 
 

@@ -23,8 +23,8 @@ from complete import complete, load
 from decoding import speculative
 from extras.training.data import train_tokenizer
 from formats import checkpoint
-from kernels import few_rows
 from model import SingleDevice
+from runtime import compiling
 from runtime.errors import InputError
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [7], [7, 8, 20]]
@@ -351,7 +351,7 @@ def test_compiled_in_bfloat16_each_token_is_about_the_likeliest(quant):
     exact = dequantized_state(config, state) if quant else {name: w.bfloat16() for name, w in state.items()}
     torch._dynamo.reset()
     done, draft = generated(net, same, speculative.Fixed(4), new=20, compile=True)
-    assert any(isinstance(m, few_rows.DecodeAttention) for m in net.modules())
+    assert any(isinstance(m, compiling.DecodeAttention) for m in net.modules())
     assert draft.accepted[4] > 5
     for prompt, row in zip(PROMPTS, done.rows, strict=True):
         logits = Reference(plain, exact).logits(torch.tensor(prompt + row))
