@@ -87,7 +87,6 @@ def make_config(values, source):
         raise InputError(f"{source}: n_layers is {values['n_layers']} but must be at most {MOST_LAYERS}")
     try:
         config = Config(**values)
-        int_linear.check(config)
         rope_frequencies(config)
         return config
     except InputError as e:
