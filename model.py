@@ -21,10 +21,10 @@ from runtime.errors import InputError
 
 # ---- The collectives, as a wiring asks for them ----------------------------------------------------------------------
 
-BLOCK = 16  # ids that lie on one rank: no rank's part of the vocabulary begins within such a block
+VOCAB_BLOCK = 16  # ids that lie on one rank: no rank's part of the vocabulary begins within such a block
 
 
-def padded(logits, width):
+def pad_logits(logits, width):
     """Return logits (..., width) of (..., v), the further ones the least number there is, which nothing chooses."""
     more = width - logits.shape[-1]
     return F.pad(logits, (0, more), value=torch.finfo(logits.dtype).min) if more else logits
@@ -47,16 +47,16 @@ class SingleDevice:
         """Return x + wait(pending), or x if nothing is pending."""
         return x if pending is None else x + pending
 
-    def part(self, logits):
+    def local_logits(self, logits):
         """Return this rank's logits (..., v), padded to whole blocks and alike on all ranks, their first id, and V."""
         V = logits.shape[-1]
-        return padded(logits, -(-V // BLOCK) * BLOCK), 0, V
+        return pad_logits(logits, -(-V // VOCAB_BLOCK) * VOCAB_BLOCK), 0, V
 
-    def exchange(self, x):
+    def all_gather(self, x):
         """Return every rank's x, (tp_size, *x.shape)."""
         return x[None]
 
-    def gather(self, logits):
+    def gather_logits(self, logits):
         """Return the logits of the whole vocabulary (..., V), on every rank, from this rank's (..., v)."""
         return logits
 
@@ -280,8 +280,10 @@ class Config:
             raise InputError(f"window_layers takes 0 to {self.n_layers - 1}, with a sliding_window of 1 or more tokens")
         if self.lane_head not in (heads := ("replicate", "sum", "vocab_parallel")):
             raise InputError(f"lane_head {self.lane_head!r} is none of {', '.join(heads)}")
-        if self.lane_head == "vocab_parallel" and self.vocab_size % (BLOCK * (self.lanes or 1)):
-            raise InputError(f"vocab_size {self.vocab_size} is no multiple of {BLOCK} for each of {self.lanes} lanes")
+        if self.lane_head == "vocab_parallel" and self.vocab_size % (VOCAB_BLOCK * (self.lanes or 1)):
+            raise InputError(
+                f"vocab_size {self.vocab_size} is no multiple of {VOCAB_BLOCK} for each of {self.lanes} lanes"
+            )
         if self.lane_norms and self.lanes is None:
             raise InputError(f"lane_norms: each lane has norms of its own, but wiring {self.wiring} names no lanes")
         _ = self.kind, self.spans, self.period, self.lanes  # once, now: the compiler does not trace how text is parsed
@@ -518,7 +520,7 @@ class Transformer(nn.Module):
         return [self, *self.other_lanes]
 
     def forward(self, tokens, positions=None, cache=None, cache_length=None, select=None, parts=1):
-        """Return logits (B, S, v), or (B, 1, v) at the sequence index select (B,) of each row; see gather.
+        """Return logits (B, S, v), or (B, 1, v) at the sequence index select (B,) of each row; see gather_logits.
 
         tokens (B, S) int64. Without positions every row starts at position 0 (training, scoring, prefill); rows
         shorter than S are padded on the right, which causality hides from them. With positions (B, S) each row

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from formats.checkpoint import check_shape, read_part
 from kernels import cpu, int_linear
-from model import BLOCK, padded
+from model import VOCAB_BLOCK, pad_logits
 from runtime import watch
 from runtime.errors import InputError
 
@@ -98,7 +98,9 @@ def shard_plan(config, rank, shares):
 
 def head_rows(vocab_size, rank, shares):
     """Return the range of the rows of the output head on a rank: whole blocks, but for the vocabulary's end."""
-    return tuple(min(i * BLOCK, vocab_size) for i in share(-(-vocab_size // BLOCK), rank, as_shares(shares)))
+    return tuple(
+        min(i * VOCAB_BLOCK, vocab_size) for i in share(-(-vocab_size // VOCAB_BLOCK), rank, as_shares(shares))
+    )
 
 
 def held(config, dtype, rank=0, shares=1, skeleton=None):
@@ -232,11 +234,13 @@ class TensorParallel:
         torch.ops.ladder.arrive(pending, after)
         return x + pending
 
-    def part(self, logits):
-        return padded(logits, -(-max(self.sizes) // BLOCK) * BLOCK), self.first, self.vocab_size
+    def local_logits(self, logits):
+        return pad_logits(logits, -(-max(self.sizes) // VOCAB_BLOCK) * VOCAB_BLOCK), self.first, self.vocab_size
 
-    def exchange(self, x):
+    def all_gather(self, x):
         return torch.ops.ladder.gather(x, self.tp_size, self.group)
 
-    def gather(self, logits):
-        return torch.cat([x[..., :n] for x, n in zip(self.exchange(self.part(logits)[0]), self.sizes, strict=True)], -1)
+    def gather_logits(self, logits):
+        return torch.cat(
+            [x[..., :n] for x, n in zip(self.all_gather(self.local_logits(logits)[0]), self.sizes, strict=True)], -1
+        )

@@ -151,10 +151,10 @@ def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=Fa
         torch._dynamo.reset()
     runner = generate.Runner(net, net.new_cache(len(tokens), tokens.shape[1] + 2), compile, compile_prefill, parts)
     positions = lengths - steps
-    out = [net.comm.gather(runner.prefill(tokens[:, : int(positions.max())], positions))]
+    out = [net.comm.gather_logits(runner.prefill(tokens[:, : int(positions.max())], positions))]
     for _ in range(steps):
         token = tokens.gather(1, positions[:, None])
-        out.append(net.comm.gather(runner.decode(token, positions, int(positions.max()) + 1)[:, 0]))
+        out.append(net.comm.gather_logits(runner.decode(token, positions, int(positions.max()) + 1)[:, 0]))
         positions = positions + 1
     return torch.stack(out, dim=1)
 

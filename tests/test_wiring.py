@@ -457,6 +457,6 @@ def new_wiring_logits(world):
         config = dataclasses.replace(BASE, **NEW_CONFIG)
         with torch.inference_mode():
             net = shard(config, world)
-            return net.comm.gather(net(unequal_rows(BASE)[0]))
+            return net.comm.gather_logits(net(unequal_rows(BASE)[0]))
     finally:
         del WIRINGS["own-wiring"]
