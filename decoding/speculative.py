@@ -86,8 +86,8 @@ class Draft(Plain):
             count: min(timed(runner.device, lambda n=count: self.warm_up(runner, texts, n, like)) for _ in range(3))
             for count in self.counts
         }
-        found = world.gather(seconds)
-        self.control.seconds = {count: max(each[count] for each in found) for count in seconds}
+        slowest = map(max, zip(*world.gather([*seconds.values()]), strict=True))
+        self.control.seconds = dict(zip(seconds, slowest, strict=True))
 
 
 def verify(runner, texts, ids, q, sample):
