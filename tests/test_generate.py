@@ -407,7 +407,7 @@ def chosen(world, logits, gathers):
     part = logits[:, slice(*tp.vocab_range(logits.shape[1], world.rank, world.shares))]
     assert torch.equal(comm.gather_logits(part), logits) or logits.isnan().any()
     if not gathers:
-        comm.gather = None
+        comm.gather_logits = None
     return [generate.Sampler(*settings, seed=3)(part, comm).tolist() for settings in WAYS]
 
 
