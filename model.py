@@ -256,11 +256,11 @@ class Config:
     wo_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    nope_layers: tuple = ()  # layers without rotary embeddings
+    nope_layers: tuple[int, ...] = ()  # layers without rotary embeddings
     sliding_window: int | None = None  # the tokens that a position sees, itself included
-    window_layers: tuple = ()  # in these layers
+    window_layers: tuple[int, ...] = ()  # in these layers
     bos_id: int | None = None
-    eos_ids: tuple = ()
+    eos_ids: tuple[int, ...] = ()
     wiring: str = "standard"  # as parse_wiring reads it
     early_comm: bool = True  # of a Laneformer: see laneformer_stream
     attention_comm: bool = True
@@ -271,11 +271,15 @@ class Config:
     lane_norms: bool = False  # each lane has norms of its own, stored one after another
     quant: str | None = None  # "int8", "int4" or None
     group_size: int | None = None  # of int4, in columns
-    kept: tuple = ()  # names of matrices that the quantization leaves as they were
+    kept: tuple[str, ...] = ()  # names of matrices that the quantization leaves as they were
 
     def __post_init__(self):
         if self.n_heads % self.n_kv_heads:
             raise InputError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
+        if self.head_dim % 2:
+            raise InputError(f"head_dim {self.head_dim} is odd: rotary embeddings turn pairs")
+        if not {*self.nope_layers} <= {*range(self.n_layers)}:
+            raise InputError(f"nope_layers {self.nope_layers} takes layers from 0 to {self.n_layers - 1}")
         if not {*self.window_layers} <= {*range(self.n_layers if (self.sliding_window or 0) > 0 else 0)}:
             raise InputError(f"window_layers takes 0 to {self.n_layers - 1}, with a sliding_window of 1 or more tokens")
         if self.lane_head not in (heads := ("replicate", "sum", "vocab_parallel")):

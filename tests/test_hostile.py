@@ -1,5 +1,6 @@
 """Files that are truncated, misplaced or a stranger's: no code in them runs, and each ends in one line."""
 
+import dataclasses
 import json
 import os
 
@@ -43,6 +44,32 @@ def refused(message, call, *args, **more):
 def test_our_config_refuses(text, message, tmp_path):
     (tmp_path / "config.json").write_text(text, errors="surrogateescape")
     refused(message, checkpoint.read_config, tmp_path)
+
+
+WRONG_VALUES = [
+    ({"nope_layers": [99, -1]}, "nope_layers is (99, -1) but must be tuple[int, ...]"),
+    ({"nope_layers": [3]}, "nope_layers (3,) takes layers from 0 to 2"),
+    ({"eos_ids": ["2"]}, "eos_ids is ('2',) but must be tuple[int, ...]"),
+    ({"eos_ids": 2}, "eos_ids is 2 but must be tuple[int, ...]"),
+    ({"window_layers": [True], "sliding_window": 4}, "window_layers is (True,)"),
+    ({"bos_id": -1}, "bos_id is -1 but must be int | None"),
+    ({"wiring": 3}, "wiring is 3 but must be str"),
+    ({"kept": [2], "quant": "int8"}, "kept is (2,) but must be tuple[str, ...]"),
+    ({"dim": 10**30}, "dim is 1000000000000000000000000000000 but must be int above 0"),
+    ({"head_dim": 7}, "head_dim 7 is odd"),
+    ({"norm_eps": float("nan")}, "norm_eps is nan but must be float above 0"),
+    ({"qkv_bias": 1}, "qkv_bias is 1 but must be bool"),
+    ({"rope_scaling": {}}, "rope_scaling has the keys [], not factor; or factor, low_freq_factor"),
+    ({"rope_scaling": {"factor": 2.0, "mscale": 1.0}}, "rope_scaling has the keys ['factor', 'mscale'], not "),
+    ({"rope_scaling": {"factor": "2"}}, "rope_scaling is {'factor': '2'}, but its values are numbers above 0"),
+    ({"desync_period": 2}, "unexpected keyword argument 'desync_period'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, message", WRONG_VALUES, ids=str)
+def test_a_value_of_another_type_or_range_names_its_field(changes, message):
+    values = json.loads(json.dumps(dataclasses.asdict(BASE) | changes))
+    refused(message, checkpoint.make_config, values, "config.json")
 
 
 def test_wrong_paths(tmp_path):
