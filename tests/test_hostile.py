@@ -12,10 +12,11 @@ from safetensors.torch import save_file
 
 import complete
 import convert_hf_checkpoint
+import formats.tokenizer
 from extras.measure import results
 from formats import checkpoint
 from formats.sources import Llama2cWeights, PickledWeights
-from formats.tokenizer import Tokenizer, load_tokenizer
+from formats.tokenizer import Renderer, Tokenizer, load_tokenizer
 from runtime.errors import InputError
 
 DEMO, PICKLED = ROOT / "demo", "pytorch_model.bin"
@@ -154,12 +155,22 @@ def test_settings_that_are_refused(tmp_path):
         ("{{ raise_exception.__globals__['os'] }}", "is unsafe"), ("{% include '/etc/passwd' %}", "loader"),
         ("{{ raise_exception('no') }}", "refuses this conversation: no"), ("{% if %}", "Expected an expression"),
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{{ 'a' * 10**10 }}", "MemoryError"), ("{{ 'a' * 10**7 }}b", "its text has 10,000,001 characters"),
+        ("{% set x = namespace(s='a') %}{% for i in range(60) %}{% set x.s = x.s ~ x.s %}{% endfor %}", "refuses"),
+        ("{{ 10**(10**10) }}", "it takes more than 0.3 s or 512 MB"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 0.3 s"),
+        ("{{ lipsum(n=10**9) }}", "more than 0.3 s"),
     ],
 )  # fmt: skip
-def test_templates_that_are_refused(template, message):
+def test_templates_that_are_refused(template, message, monkeypatch):
+    monkeypatch.setattr(formats.tokenizer, "_renderer", Renderer())
+    monkeypatch.setattr(Renderer, "seconds", 0.3)
     tokenizer = Tokenizer()
-    tokenizer.template = template
-    refused(message, tokenizer.render, [{"role": "user", "content": "hi"}])
+    for tokenizer.template in template, "{{ messages[0]['content'] }}":
+        if tokenizer.template == template:
+            refused(message, tokenizer.render, [{"role": "user", "content": "hi"}])
+        else:  # also after a process was ended
+            assert tokenizer.render([{"role": "user", "content": "hi"}]) == "hi"
 
 
 def test_results_that_are_refused(tmp_path):

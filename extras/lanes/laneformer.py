@@ -8,6 +8,7 @@ import re
 
 import torch
 
+from formats.checkpoint import MOST_LAYERS
 from formats.sources import unpaired
 from runtime.errors import InputError
 
@@ -18,7 +19,6 @@ KEYS = {  # and what their own code takes for absent ones
     "lm_head_type": "replicate", "pre_norm_lane_agg": False, "replicated_rmsn_scale": True, "sliding_window": None,
     "sliding_window_n_layers": 0, "swa_layers": None, "unclamped_layers": None, "attn_mask_type": "causal",
 }  # fmt: skip
-FAMILIES = dict.fromkeys(("laneformer_tp", "laneformer"), KEYS)  # by model_type: before the release, and since
 KNOWN = {  # keys that mean what they mean in a Llama's config, or nothing to what a model computes
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
     "max_position_embeddings", "hidden_act", "attention_bias", "mlp_bias", "rope_parameters", "pad_token_id",
@@ -34,16 +34,18 @@ LLAMA = {
 }  # fmt: skip
 
 
-def as_llama(hf):
-    """Return settings as of huggingface.read_hf in Llama's keys; "laneformer" among them has more values of Config.
+def laneformer_as_ministral(values):
+    """Return a Laneformer's config.json as a Ministral's, with one more key, "laneformer": {field of Config: value}.
 
-    Raises InputError for keys whose meaning is not known here: each may change what the model computes.
+    Raises InputError for unknown keys, because each may change what the model computes.
     """
+    hf = {**KEYS, **values}
     for key in sorted(hf.keys() - KEYS.keys() - KNOWN):
         raise InputError(f"{key} {hf[key]!r} is not supported: it is unknown what a Laneformer computes with it")
-    lanes, n_layers, first, scaling = (
-        hf[key] for key in ("num_lanes", "num_hidden_layers", "sliding_window_n_layers", "rope_scaling")
-    )
+    lanes, n_layers, first = hf["num_lanes"], hf["num_hidden_layers"], hf["sliding_window_n_layers"]
+    scaling = hf["rope_scaling"] or hf.get("rope_parameters")  # before transformers 5, and since
+    if n_layers > MOST_LAYERS:
+        raise InputError(f"num_hidden_layers is {n_layers} but must be at most {MOST_LAYERS}")
     heads = ("replicate",) if hf["pre_norm_lane_agg"] else ("replicate", "vocab_parallel")
     for key, known in (("lm_head_type", heads), ("attn_mask_type", ("causal",))):
         if hf[key] not in known:
@@ -55,17 +57,22 @@ def as_llama(hf):
     if windowed is None:
         windowed = [i for i in range(n_layers) if i < first or i >= n_layers + first]
     windowed = {*windowed} - {*(hf["unclamped_layers"] or ())}
-    if scaling and not {"rope_type", "type"} & scaling.keys():  # in the words of TorchTitan, which trained them
+    if (
+        isinstance(scaling, dict) and not {"rope_type", "type"} & scaling.keys()
+    ):  # in the words of TorchTitan, which trained them
         scaling = {"rope_type": "llama3", "factor": scaling.get("scaling_factor"), **scaling}
-    comm = {f"{kind}_comm": hf[f"use_{kind}_comm"] for kind in ("attention", "mlp")}
-    ours = {
-        "wiring": f"laneformer-{2 * hf['broadcast_delay']}/{lanes}", "early_comm": hf["use_early_comm"],
-        **{key: hf["use_comm"] if on is None else on for key, on in comm.items()},
+    comm = {name: hf[f"use_{name}"] for name in ("attention_comm", "mlp_comm")}
+    fields = {
+        "early_comm": hf["use_early_comm"],
+        **{name: hf["use_comm"] if on is None else on for name, on in comm.items()},
         "lane_head": "sum" if hf["pre_norm_lane_agg"] else hf["lm_head_type"],
         "lane_norms": not hf["replicated_rmsn_scale"],
-    }  # fmt: skip
+    }
     types = ["sliding_attention" if i in windowed else "full_attention" for i in range(n_layers)]
-    return {**hf, "rms_norm_eps": hf["norm_eps"], "rope_scaling": scaling, "layer_types": types, "laneformer": ours}
+    return {
+        **hf, "rms_norm_eps": hf["norm_eps"], "rope_scaling": scaling, "layer_types": types,
+        "laneformer": {"wiring": f"laneformer-{2 * hf['broadcast_delay']}/{lanes}", **fields},
+    }  # fmt: skip
 
 
 class LaneformerWeights:
