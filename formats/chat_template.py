@@ -1,8 +1,8 @@
 """Renders chat templates in a process of its own, with limits: tokenizer.py starts it, and nothing imports it.
 
 A template is a program, perhaps a stranger's. Jinja's sandbox keeps it from the system, but it may still run for ever
-or make a text of any size, in one expression such as 10**(10**10) or 'a' * 10**10. Hence a timer of CPU time, which ends
-this process, and a limit of its memory. A request is a line of JSON, [template, variables]; its answer is another,
+or make a text of any size, in one expression such as 10**(10**10) or 'a' * 10**10. Hence a timer of CPU time, which
+ends this process, and a limit of its memory. A request is a line of JSON, [template, variables]; its answer is another,
 [text, error].
 """
 

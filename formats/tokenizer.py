@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import re
+import reprlib
 import subprocess
 import sys
 import threading
@@ -23,6 +24,19 @@ LLAMA3_SPECIAL = {
     0: "<|begin_of_text|>", 1: "<|end_of_text|>", 4: "<|finetune_right_pad_id|>", 6: "<|start_header_id|>",
     7: "<|end_header_id|>", 8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>",
 }  # fmt: skip
+
+
+@contextlib.contextmanager
+def _library_errors(message):
+    """Turn the errors of libraries in this block into an InputError. A panic of one in Rust is no Exception."""
+    try:
+        yield
+    except InputError:
+        raise
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        raise InputError(f"{message}: {first_line(e)}") from None
 
 
 class Tokenizer:
@@ -112,6 +126,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.special = {self.model.id_to_piece(i): i for i in ids if i >= 0}
         self.bos_id = ids[0] if ids[0] >= 0 else None
 
+    @_library_errors("the tokenizer cannot encode this text")
     def encode_plain(self, text, first=True):
         if first or self.legacy:
             return self.model.encode(text)
@@ -138,9 +153,11 @@ class TiktokenTokenizer(Tokenizer):
         self.n_ranks, self.vocab_size = len(ranks), len(ranks) + len(names)
         self.bos_id = self.special["<|begin_of_text|>"]
 
+    @_library_errors("the tokenizer cannot encode this text")
     def encode_plain(self, text, first=True):
         return self.model.encode_ordinary(text)
 
+    @_library_errors("the tokenizer cannot decode these tokens")
     def decode(self, ids):
         return self.model.decode([i for i in ids if i < self.n_ranks])
 
@@ -165,15 +182,15 @@ class JsonTokenizer(Tokenizer):
     def encode_markup(self, text):
         return self._encode(text, plain=False)
 
+    @_library_errors("the tokenizer cannot encode this text")
     def _encode(self, text, plain):
         self.model.encode_special_tokens = plain  # if set, the names of special tokens are plain text
-        with _library_errors("tokenizer.json cannot encode this text"):
-            return self.model.encode(text, add_special_tokens=False).ids
+        return self.model.encode(text, add_special_tokens=False).ids
 
+    @_library_errors("the tokenizer cannot decode these tokens")
     def decode(self, ids):
-        with _library_errors("tokenizer.json cannot decode these tokens"):
-            # the library's own skip_special_tokens would print those that are "normalized"
-            return self.model.decode([i for i in ids if i not in self.hidden], skip_special_tokens=False)
+        # the library's own skip_special_tokens would print those that are "normalized"
+        return self.model.decode([i for i in ids if i not in self.hidden], skip_special_tokens=False)
 
     def add(self, text, i, hidden):
         from tokenizers import AddedToken
@@ -210,19 +227,6 @@ def load_tokenizer(source, vocab_size=None):
     return tokenizer
 
 
-@contextlib.contextmanager
-def _library_errors(message):
-    """Turn the errors of libraries in this block into an InputError. A panic of one in Rust is no Exception."""
-    try:
-        yield
-    except InputError:
-        raise
-    except BaseException as e:
-        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
-            raise
-        raise InputError(f"{message}: {first_line(e)}") from None
-
-
 def check_vocabulary(config, folder, other, other_folder, called):
     """Raise InputError unless two models have the same number of tokens and, where compared, the same tokens.
 
@@ -252,6 +256,8 @@ def _read_settings(tokenizer, folder, vocab_size):
         named = [value for key, value in settings.items() if "_token" in key]
         special = {_text(token) for each in named for token in (each if isinstance(each, list) else [each])}
         tokens = [(i, text, text in special) for text, i in read("added_tokens.json").items()]
+    if wrong := [text for _, text, _ in tokens if not isinstance(text, str) or not text]:
+        raise InputError(f"{folder}: a special token is {reprlib.repr(wrong[0])}, not a text")
     for i, text, hidden in sorted(tokens):
         if vocab_size is None or i < vocab_size:  # the embedding may have no row for it
             tokenizer.add(text, i, hidden)
