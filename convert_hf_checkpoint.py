@@ -116,7 +116,7 @@ def main(argv=None):
     config = cli.with_wiring(own, args)
     check_lanes(config)
     cli.warn_of_wiring(own, config, (1,))
-    [norm] = hf_names("norm.weight")
+    [norm] = hf_names("layers.0.attention_norm.weight")  # LlamaWeights reads it in the source's own dtype
     if norm not in weights.names():
         raise InputError(f"{args.source} has no tensor {norm}")
     dtype = checkpoint.DTYPES[args.dtype] if args.dtype else checkpoint.own_dtype(weights, norm)
