@@ -65,7 +65,7 @@ def convert(source, config, folder, dtype, shard_bytes):
     unused = {n for n in available if n.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings:
         unused.add(NAMES["output.weight"])
-    if "ffn_norm" not in config.kind.norms:  # a parallel block has one norm, attention_norm
+    if "ffn_norm" not in config.named_wiring.norms:  # a parallel block has one norm, attention_norm
         unused |= {n for n in available if n.endswith(LAYER_NAMES["ffn_norm.weight"])}
     if extra := sorted(available - needed - unused):
         raise InputError(f"the source has a tensor {extra[0]} that is no part of such a model")
@@ -89,7 +89,7 @@ def convert(source, config, folder, dtype, shard_bytes):
 
 def check_lanes(config):
     """Raise InputError for a wiring that needs a number of lanes and has none, or more lanes than heads."""
-    if config.kind.laned and config.lanes is None:
+    if config.named_wiring.laned and config.lanes is None:
         name = config.wiring
         raise InputError(f"--wiring {name} is another function in other numbers of lanes: name them, e.g. {name}/8")
     tp.shard_plan(config, 0, config.lanes or 1)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from kernels import cpu, int_linear
-from model import Config
+from model import Config, build, rope_frequencies
 from runtime import watch
 from runtime.errors import InputError
 
@@ -105,7 +105,7 @@ def make_config(values, source):
     try:
         config = Config(**values)
         int_linear.check(config)
-        config.rope_frequencies()
+        rope_frequencies(config)
         return config
     except (ArithmeticError, TypeError, ValueError) as e:  # TypeError: a field is missing, or unknown
         raise InputError(f"{source}: {e if isinstance(e, InputError) else repr(e)}") from None
@@ -160,7 +160,7 @@ def digest(folder, samples=1024):
 
 def shapes(config):
     """Return {name: shape} of every tensor of a checkpoint; a tied output head is not one."""
-    return {name: tuple(w.shape) for name, w in int_linear.skeleton(config).named_parameters()}
+    return {name: tuple(w.shape) for name, w in build(config).named_parameters()}
 
 
 def shards(index):
@@ -255,22 +255,27 @@ def check_shape(weights, name, shape):
         raise InputError(f"tensor {name} is {weights.shape(name)}, but the config says {tuple(shape)}")
 
 
-def read_part(weights, name, shape, dtype, dim, ranges, each, device):
-    """Return what a rank holds of a tensor, as tp.held says. Raises InputError for integers where floats should be, or
-    integers of another type, and for numbers that are not finite."""
-    stored = weights.dtype(name)
+def read_slice(weights, name, piece, device):
+    """Return what a rank holds of a tensor. piece: a tp.ShardSlice.
+
+    Raises InputError for integers where floats should be, or integers of another type, and for numbers that are not
+    finite.
+    """
+    stored, dtype = weights.dtype(name), piece.dtype
     if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
         raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(dtype)}")
-    if ranges == []:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    parts = ranges and [(start // each, -(-stop // each)) for start, stop in ranges]
-    stored_shape = list(shape)
-    if parts:
-        stored_shape[dim] = sum(stop - start for start, stop in parts)
-    tensor = cpu.empty(stored_shape, dtype, device)
-    weights.fill(tensor, name, dim, parts)
-    if tensor.shape != shape:
-        tensor = int_linear.regroup(tensor, *ranges[0], each)
+    if piece.ranges == []:
+        return torch.zeros(piece.shape, dtype=dtype, device=device)
+    stored_ranges = piece.ranges and [
+        (start // piece.columns, -(-stop // piece.columns)) for start, stop in piece.ranges
+    ]
+    shape = list(piece.shape)
+    if stored_ranges:
+        shape[piece.dim] = sum(stop - start for start, stop in stored_ranges)
+    tensor = cpu.empty(shape, dtype, device)
+    weights.fill(tensor, name, piece.dim, stored_ranges)
+    if tensor.shape != piece.shape:
+        tensor = int_linear.regroup(tensor, *piece.ranges[0], piece.columns)
     if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
         why = f"in {dtype_name(dtype)}; it is stored in {dtype_name(stored)}"
         raise InputError(f"tensor {name} holds NaN or infinite values {why}")

@@ -15,6 +15,7 @@ import generate
 import quantize
 from complete import load
 from evaluation import score
+from extras.export import to_hf
 from extras.training.data import train_tokenizer
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer

@@ -48,7 +48,7 @@ def test_our_config_refuses(text, message, tmp_path):
 
 WRONG_VALUES = [
     ({"nope_layers": [99, -1]}, "nope_layers is (99, -1) but must be tuple[int, ...]"),
-    ({"nope_layers": [3]}, "nope_layers (3,) takes layers from 0 to 2"),
+    ({"nope_layers": [3]}, "nope_layers takes layers from 0 to 2, not (3,)"),
     ({"eos_ids": ["2"]}, "eos_ids is ('2',) but must be tuple[int, ...]"),
     ({"eos_ids": 2}, "eos_ids is 2 but must be tuple[int, ...]"),
     ({"window_layers": [True], "sliding_window": 4}, "window_layers is (True,)"),

@@ -1,5 +1,9 @@
-"""Wirings whose function depends on lanes, and Kog's Laneformers."""
+"""Several lanes on a rank, and Kog's Laneformer, which adds its wiring to the table of the core."""
 
-from extras.lanes.laneformer import LaneformerWeights, laneformer_as_ministral
+from extras.lanes.laneformer import add_wiring
+from extras.lanes.laneformer_folder import LaneformerWeights, laneformer_as_ministral
+from extras.lanes.lanes import load_lanes
 
-__all__ = ["LaneformerWeights", "laneformer_as_ministral"]
+add_wiring()
+
+__all__ = ["LaneformerWeights", "laneformer_as_ministral", "load_lanes"]
