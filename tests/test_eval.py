@@ -39,24 +39,25 @@ def picked(logp, tokens):
     return np.take_along_axis(logp, tokens[:, None], -1)[:, 0]
 
 
-def nats_on_ranks(world, config, documents, piece):
+def nats_on_ranks(world, config, documents, max_logits):
     """total_nats on each of several ranks, a few rows of the logits at a time."""
-    score.MAX_LOGITS = piece
+    score.MAX_LOGITS = max_logits
     return score.total_nats(shard(config, world), documents, 40, 20, 2)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, (3, 4), (2, 9, 1, 2)])
-@pytest.mark.parametrize("vocab_size", [17, 131, 200])  # of 17 some hold nothing
+@pytest.mark.parametrize(
+    "ranks, vocab_size", [(2, 17), (3, 131), (4, 17), ((3, 4), 131), ((2, 9, 1, 2), 200)]
+)  # of 17 some ranks hold nothing
 def test_ranks_score_alike_however_few_logits_they_take_at_a_time(vocab_size, ranks):
     config = dataclasses.replace(BASE, vocab_size=vocab_size)
     documents = [np.random.default_rng(i).integers(vocab_size, size=n).tolist() for i, n in enumerate((90, 7, 33))]
     alone = score.total_nats(random_model(config), documents, 40, 20, 2)
-    for piece in (1, 5 * 64, score.MAX_LOGITS):
-        found = run_ranks(ranks, nats_on_ranks, config, documents, piece)
-        assert all(nats == pytest.approx(alone, rel=1e-5) for nats in found)
+    for max_logits in (1, 5 * 64, score.MAX_LOGITS):
+        nats = run_ranks(ranks, nats_on_ranks, config, documents, max_logits)
+        assert nats == pytest.approx([alone] * len(nats), rel=1e-5)
 
 
-@pytest.mark.parametrize("n, size, stride", [(2, 2, 1), (10, 4, 2), (10, 4, 3), (11, 4, 3), (9, 16, 8), (100, 7, 1)])
+@pytest.mark.parametrize("n, size, stride", [(2, 2, 1), (10, 4, 2), (11, 4, 3), (9, 16, 8), (100, 7, 1)])
 def test_windows_score_each_token_once(n, size, stride):
     plan = score.windows(n, size, stride)
     scored = [i for start, stop, first in plan for i in range(first, stop)]
@@ -66,9 +67,9 @@ def test_windows_score_each_token_once(n, size, stride):
         assert i == 0 or first - start >= min(size - stride, first)
 
 
-@pytest.mark.parametrize("piece", [1, 3 * BASE.vocab_size, score.MAX_LOGITS])
-def test_nats_and_divergence_against_the_reference(piece, monkeypatch):
-    monkeypatch.setattr(score, "MAX_LOGITS", piece)
+@pytest.mark.parametrize("max_logits", [1, 3 * BASE.vocab_size, score.MAX_LOGITS])
+def test_nats_and_divergence_against_the_reference(max_logits, monkeypatch):
+    monkeypatch.setattr(score, "MAX_LOGITS", max_logits)
     net = random_model(BASE)
     other = random_model(dataclasses.replace(BASE, wiring="ladder:2,"))
     ids = unequal_rows(BASE, 1, 40)[0][0].tolist()
@@ -76,12 +77,12 @@ def test_nats_and_divergence_against_the_reference(piece, monkeypatch):
         (q, tokens), (p, _) = naive(net, ids, size, stride), naive(other, ids, size, stride)
         nats, theirs = -picked(q, tokens), -picked(p, tokens)
         assert math.isclose(score.total_nats(net, [ids], size, stride, batch), nats.sum(), rel_tol=1e-5)
-        found = score.divergence(net, other, [ids], size, stride, batch)
-        np.testing.assert_allclose(found[0], (np.exp(p) * (p - q)).sum(-1), rtol=1e-4)
-        np.testing.assert_array_equal(found[1], p.argmax(-1) == q.argmax(-1))
-        np.testing.assert_allclose(found[2], nats, rtol=1e-4)
-        np.testing.assert_allclose(found[3], theirs, rtol=1e-4)
-    assert 0 < found[1].sum() < len(ids) - 1  # some agree, some do not
+        result = score.divergence(net, other, [ids], size, stride, batch)
+        np.testing.assert_allclose(result[0], (np.exp(p) * (p - q)).sum(-1), rtol=1e-4)
+        np.testing.assert_array_equal(result[1], p.argmax(-1) == q.argmax(-1))
+        np.testing.assert_allclose(result[2], nats, rtol=1e-4)
+        np.testing.assert_allclose(result[3], theirs, rtol=1e-4)
+    assert 0 < result[1].sum() < len(ids) - 1  # some agree, some do not
 
 
 def test_bytes_are_those_of_the_tokens_scored(tmp_path):
@@ -172,19 +173,18 @@ def test_compare_two_wirings_with_any_tp(tiny, text, capsys):
 def test_sensitivity_against_the_reference(wiring):
     net = random_model(BASE)
     ids = unequal_rows(BASE, 1, 40)[0][0].tolist()
-    found = score.sensitivity(net, lambda m: score.total_nats(m, [ids], 40, 20, 1), wiring)
-    assert net.config is BASE and len(found) == BASE.n_layers
-    for i, nats in enumerate(found):
+    result = score.sensitivity(net, lambda m: score.total_nats(m, [ids], 40, 20, 1), wiring)
+    assert net.config is BASE and len(result) == BASE.n_layers
+    for i, nats in enumerate(result):
         alone = random_model(BASE)  # with the norms of a standard model
         alone.config = rewired(BASE, f"{wiring}:{i},")
         assert math.isclose(nats, -picked(*naive(alone, ids, 40, 20)).sum(), rel_tol=1e-5)
+    assert score.sensitivity(net, lambda m: m.config.wiring, "pair") == ["pair:0,1", "pair:1,2"]
     with pytest.raises(InputError, match="takes a standard model and a wiring NAME, not parallel and ladder"):
         score.alone(dataclasses.replace(BASE, wiring="parallel"), "ladder", 0)
 
 
-@pytest.mark.parametrize(
-    "ranks, wiring", [(1, "ladder"), (2, "parallel-ladder"), (2, "delayed"), (3, "spd"), (1, "spd/2")]
-)
+@pytest.mark.parametrize("ranks, wiring", [(1, "ladder"), (2, "parallel-ladder"), (3, "delayed"), (1, "spd/2")])
 def test_the_table_of_layers_is_that_of_the_ranks_it_runs_on(ranks, wiring, tiny, text, capsys):
     """Layer by layer what a run with this layer alone gives, from unequal heads."""
     flags = ["--checkpoint", tiny, "--text", text, "--window", "32"]
@@ -213,9 +213,3 @@ def test_what_cannot_be_compared_is_refused(tiny, text, tmp_path):
     train_tokenizer(["The cat sat on the mat, and a mouse ran over it. "] * 30, 300, other / "tokenizer.model")
     with pytest.raises(InputError, match=r"--compare \S+ has another vocabulary: token"):
         evaluate.main(["--checkpoint", str(other), *flags])
-
-
-def test_pairs_are_tried_with_their_neighbour():
-    net = random_model(BASE)
-    found = score.sensitivity(net, lambda m: m.config.wiring, "pair")
-    assert found == ["pair:0,1", "pair:1,2"]

@@ -48,18 +48,6 @@ def answers_of(ranks, *args):
     return first
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind, question, line",
-    [
-        ("generate_until", ("a", {"max_gen_toks": 8, "num_beams": 3}), "a task asks for num_beams in generating"),
-    ],
-)
-def test_what_a_task_cannot_have_is_one_line(kind, question, line, tiny, harness):
-    with pytest.raises(InputError, match=line):
-        answers_of(1, tiny, "standard", None, [(kind, [question])])
-
-
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
     """Returns a folder of task files and their documents, and the names of its tasks."""
@@ -165,3 +153,6 @@ def test_an_unknown_task_is_one_line(tiny, harness, tmp_path, monkeypatch):
     flags = ["--checkpoint", str(tiny), "--task-folder", str(tmp_path), "--tasks"]
     with pytest.raises(InputError, match="--tasks choises: .*'choises' is not a registered task/group/tag name"):
         evaluate.main([*flags, "choises"])
+    with pytest.raises(InputError, match="a task asks for num_beams in generating"):
+        beams = ("generate_until", [("a", {"max_gen_toks": 8, "num_beams": 3})])
+        answers_of(1, tiny, "standard", None, [beams])

@@ -127,11 +127,6 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sourc
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
-def test_the_gap_of_retraining_falls_as_a_power_of_the_tokens():
-    assert quality.fitted({0.01: 0.5, 0.04: 0.25, 0.16: 0.125}) == ["The gap is near 0.050 x share^-0.50."]
-    assert quality.fitted({0.01: 0.5, 1: -0.1}) == []
-
-
 README = shlex.quote(str(ROOT / "README.md"))
 
 
@@ -141,9 +136,6 @@ README = shlex.quote(str(ROOT / "README.md"))
         (corpus, "--out x --torch /nosuch", "--torch /nosuch: no Python files there"),
         (quality, "--json x.jsonl", "give --corpus, --runs and --json to train, or --show FILE"),
         (quality, "--corpus /nosuch --runs x --json x.jsonl", "--corpus /nosuch has no train.jsonl: python -m"),
-        (quality, "--corpus x --runs x --json x.jsonl --figure x.png", "give --corpus, --runs and --json to train, or"),
-        (quality, "--steps 199", "--steps: '199' is not a whole number from 200"),
-        (quality, "--show /nosuch", "--show: /nosuch: No such file"),
         (quality, f"--show {README}", f"--show: {README} has lines that this script did not write"),
         (quality, f"--json {README}/x.jsonl", "--json: cannot write"),
     ],
