@@ -72,10 +72,9 @@ def read_documents(args, tokenizer):
     for part in texts:
         ids = tokenizer.encode(part)
         if len(ids) > left:
-            n = left
-            while n > 2 and tokenizer.decode(ids[max(0, n - 16) : n]).endswith("\ufffd"):
-                n -= 1  # not in the middle of a character: its bytes would be nobody's
-            ids = ids[:n]
+            ids = ids[:left]
+            while len(ids) > 2 and tokenizer.decode(ids[-16:]).endswith("\ufffd"):
+                ids.pop()  # a byte of a character that was cut
             part = tokenizer.decode(ids)
         left -= len(ids)
         if len(ids) > 1:
