@@ -1,5 +1,6 @@
 """Several lanes on a rank: a lane is the shard that one of as many ranks as lanes would hold."""
 
+import copy
 import functools
 import operator
 from itertools import chain
@@ -73,7 +74,8 @@ class Lanes(nn.Module):
         return self.lanes[0].config
 
     @config.setter
-    def config(self, config):  # evaluation/score.py tries other wirings
+    def config(self, config):  # of a copy of this module, whose lanes become copies, too: of the same weights
+        self._modules = {**self._modules, "lanes": nn.ModuleList(map(copy.copy, self.lanes))}
         for lane in self.lanes:
             lane.config = config
 

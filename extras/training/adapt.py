@@ -19,6 +19,7 @@ from tqdm import tqdm
 from evaluation.score import SEPARATOR
 from extras.training import lanes, runs, sharding
 from formats import checkpoint
+from kernels import cxx
 from model import Attention, FeedForward, Transformer, interleave
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
@@ -128,9 +129,10 @@ def build(config, weights, world, dtype, args=None, compiled=False):
         model.dropout, model.recompute = args.dropout, args.recompute
     if compiled:
         if on_cpu:
-            from runtime import compiling  # only now: it imports the compiler, for seconds
-
-            compiling.prepare()
+            try:
+                cxx.prepare_compile()
+            except cxx.CompilerError as e:
+                raise InputError(str(e)) from None
         model.token_losses = torch.compile(token_losses, dynamic=True)
         for module in model.modules():
             if isinstance(module, (Attention, FeedForward, Norm)):
