@@ -1,6 +1,7 @@
 """eval.py: nats and bits of a text, two models compared, layers made a ladder one by one, lm-eval's tasks."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 
@@ -213,3 +214,9 @@ def test_what_cannot_be_compared_is_refused(tiny, text, tmp_path):
     train_tokenizer(["The cat sat on the mat, and a mouse ran over it. "] * 30, 300, other / "tokenizer.model")
     with pytest.raises(InputError, match=r"--compare \S+ has another vocabulary: token"):
         evaluate.main(["--checkpoint", str(other), *flags])
+
+
+def test_tasks_need_their_extra(tiny, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="--tasks needs the folder extras/lm_eval, which this copy does not have"):
+        evaluate.main(["--checkpoint", str(tiny), "--tasks", "hellaswag"])

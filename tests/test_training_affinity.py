@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import BASE, StateWeights, random_model, train_tokenizer
+from reference import Reference, rms_norm
 
 from complete import load
 from extras.lanes import load_lanes
@@ -43,40 +44,32 @@ def folder(tmp_path):
 
 
 def naive_costs(model, config, tokens, lanes):
-    """The cost of each neuron in each lane, layer by layer, in float64, from the whole standard model."""
-    state = {name: tensor.double().numpy() for name, tensor in model.state_dict().items()}
-    x, result = state["tok_embeddings.weight"][tokens], []
-    metadata = model.metadata(torch.arange(tokens.shape[1]).expand(tokens.shape))
+    """The cost (n_layers, I, L) of each neuron in each lane in float64, from the whole standard model."""
+    naive, L = Reference(config, model.state_dict()), config.n_layers
+    G, K = config.n_heads // config.n_kv_heads, config.n_kv_heads
+    bounds = [G * math.ceil(K * lane / lanes) for lane in range(lanes + 1)]  # whole KV heads; the first lanes have more
+    result = np.zeros((L, config.intermediate_size, lanes))
 
-    def norm(x, weight):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * weight
+    def neurons(i, x):
+        n = rms_norm(x, naive.w[f"layers.{i}.ffn_norm.weight"], config.norm_eps)
+        names = "w1.weight", "w1.bias", "w3.weight", "w3.bias"
+        w = {name: naive.w[f"layers.{i}.feed_forward.{name}"] for name in names}
+        gate = n @ w["w1.weight"].T + w["w1.bias"]
+        return gate / (1 + np.exp(-gate)) * (n @ w["w3.weight"].T + w["w3.bias"])
 
-    for i, block in enumerate(model.layers):
-        w = {name.removeprefix(f"layers.{i}."): value for name, value in state.items() if f"layers.{i}." in name}
-        heads = []
-        block.attention.wo.register_forward_pre_hook(lambda _, args, heads=heads: heads.append(args[0]))
-        block.attention(torch.tensor(norm(x, w["attention_norm.weight"])).float(), metadata, None)
-        [concatenated], wo = [h.double().numpy() for h in heads], w["attention.wo.weight"]
-        group = config.n_heads // config.n_kv_heads * config.head_dim  # columns of a KV head; the first lanes have more
-        bounds = [group * math.ceil(config.n_kv_heads * lane / lanes) for lane in range(lanes + 1)]
-        parts = [slice(*pair) for pair in itertools.pairwise(bounds)]
-        ys = [concatenated[..., part] @ wo[:, part].T for part in parts]
-
-        def neurons(x, w=w):
-            n = norm(x, w["ffn_norm.weight"])
-            gate = n @ w["feed_forward.w1.weight"].T + w["feed_forward.w1.bias"]
-            return gate / (1 + np.exp(-gate)) * (n @ w["feed_forward.w3.weight"].T + w["feed_forward.w3.bias"])
-
-        whole, w2 = neurons(x + sum(ys)), w["feed_forward.w2.weight"]
-        cost = np.zeros((config.intermediate_size, lanes))
-        for lane, y in enumerate(ys):
-            for neuron in range(config.intermediate_size):
-                off = (whole - neurons(x + y))[..., neuron, None] * w2[:, neuron]  # of the MLP's output
-                cost[neuron, lane] = (off * off).sum()
-        result.append(cost)
-        x = x + sum(ys)
-        x = x + neurons(x) @ w2.T + w["feed_forward.w2.bias"]
-    return np.stack(result)
+    for row in tokens:
+        x = naive.w["tok_embeddings.weight"][row]
+        for i in range(L):
+            ys = [naive.attention(i, x, heads) for heads in itertools.pairwise(bounds)]
+            whole = neurons(i, x + sum(ys))
+            for lane, y in enumerate(ys):
+                off = (whole - neurons(i, x + y))[..., None] * naive.w[
+                    f"layers.{i}.feed_forward.w2.weight"
+                ].T  # (S, I, D): of the MLP's output
+                result[i, :, lane] += (off * off).sum((0, 2))
+            x = x + sum(ys)
+            x = x + naive.mlp(i, x, (0, config.intermediate_size))
+    return result
 
 
 @pytest.mark.parametrize("lanes", [2, 3, 4])
