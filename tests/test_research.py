@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import subprocess
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -91,7 +90,6 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sourc
             if len(ran) == 4:
                 raise KeyboardInterrupt
             ran.append(args)
-            time.sleep(0.05 * (args.steps == 200 and args.checkpoint is None))  # with 9 jobs an origin is waited for
             for folder in args.out, f"{args.out}.run":
                 os.makedirs(folder)
             (Path(args.out) / "nats").write_text(f"{2.5 + len(args.wiring) / 100 + args.seed / 10}")
@@ -104,12 +102,12 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sourc
     monkeypatch.setattr(quality, "subprocess", SimpleNamespace(run=called))
     how = ["--corpus", tmp_path / "corpus", "--runs", tmp_path / "runs", "--json", tmp_path / "x.jsonl"]
     with pytest.raises(KeyboardInterrupt):
-        printed(quality, *how, "--steps", "200", "--jobs", "1")
+        printed(quality, *how, "--steps", "200")
     assert len(read(tmp_path / "x.jsonl")) == 4
     with open(tmp_path / "x.jsonl", "a") as f:
         f.write('{"run": "cut o')
     ran.append(None)
-    printed(quality, *how, "--steps", "200", "--jobs", "9")
+    printed(quality, *how, "--steps", "200")
     lines = read_lines(tmp_path / "x.jsonl")
     assert {line["run"] for line in lines} == {run.name for run in quality.plan(200)} and len(lines) == len(ran) - 1
     assert {line["steps"] for line in lines if line["kind"] == "retrained"} == {2, 10, 40, 200}
