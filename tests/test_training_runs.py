@@ -264,6 +264,30 @@ def test_a_full_disk_is_one_clear_line(scratch, monkeypatch):
         adapt.main([*scratch, "--save-every", "3"])
 
 
+BAD_FLAGS = {
+    "--steps 0": "--steps: '0' is not a whole number from 1",
+    "--lr 0": "--lr: '0' is not a number above 0",
+    "--dim 30": "--dim 30 is not an even multiple of --n-heads 4",
+    "--vocab-size 100000": "--vocab-size 100000 does not suit the text",
+    "--seq-len 5000": "tokens; a window takes 5001: see --seq-len",
+    "--text /nowhere": "/nowhere: No such file",
+    "--text DIR/empty": "--text: no text to make a vocabulary of",
+    "--text /bin/true": "/bin/true is not valid UTF-8",
+    "--wiring desync": "desync is another function in another number of lanes: name them, e.g. desync/8",
+    "--distill": "--distill needs --checkpoint, the model to retrain",
+    "--out DIR": "already exists: remove it or give another folder",
+    "--checkpoint /nowhere": "--vocab-size is for a model from scratch: it does not go with --checkpoint",
+}
+
+
+@pytest.mark.parametrize("more, message", BAD_FLAGS.items())
+def test_bad_flags_leave_nothing(more, message, scratch, tmp_path):
+    (tmp_path / "empty").write_text("")
+    with pytest.raises(InputError, match=message) as error:
+        adapt.main([*scratch, *more.replace("DIR", str(tmp_path)).split()])
+    assert "\n" not in str(error.value) and not list(tmp_path.glob("out*"))
+
+
 def test_what_cannot_be_trained_or_teach_is_one_clear_line(retrain, tiny, tmp_path):
     quantize.main(["--checkpoint", str(tiny), "--mode", "int8", "--out", str(tmp_path / "int8")])
     for name, changes in {"desync": {"wiring": "desync"}, "same": {}, "stale": {"wiring": "ladder"}}.items():
@@ -279,7 +303,8 @@ def test_what_cannot_be_trained_or_teach_is_one_clear_line(retrain, tiny, tmp_pa
         "--distill same": "same has another vocabulary: token",
         "--checkpoint stale --wiring ladder --distill": "is ladder already",
         "--wiring upper-bound": "a model in the wiring upper-bound cannot be trained",
-        "--dim 64": "--dim is for a model from scratch: it does not go with --checkpoint",
+        "--seq-len 4096": "--seq-len 4096 is longer than the context of 64",
+        "--seq-len 16 --valid-tokens 10": "--valid holds 11 tokens; a window takes 17",
     }.items():
         words = [str(tmp_path / w) if (tmp_path / w).is_dir() else w for w in more.split()]
         with pytest.raises(InputError, match=message):
