@@ -23,7 +23,7 @@ from decoding.step import Plain
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from kernels import int_linear
-from runtime import cli, launch, preflight, report, terminal, watch
+from runtime import cli, extras, launch, preflight, report, terminal, watch
 from runtime.cli import count
 from runtime.errors import InputError
 from runtime.launch import World
@@ -37,7 +37,10 @@ def load_model(config, folder, dtype, world):
     with world.together():
         weights = checkpoint.open_weights(folder, config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder, weights)
-        model = load_shard(config, weights, dtype, world.device, world.rank, world.shares)
+        load = load_shard
+        if config.named_wiring.model or (config.lanes and (1,) * config.lanes != world.shares):
+            load = extras.load("lanes", f"wiring {config.wiring}").load_lanes
+        model = load(config, weights, dtype, world.device, world.rank, world.shares)
     watch.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
     int_linear.use_kernels(model)
     if world.group is not None:

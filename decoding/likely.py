@@ -15,7 +15,7 @@ def candidates(sample, logits, comm):
     top_p drop them, and whether all logits of a row are finite. Each rank sends its largest logits. Where these may not
     be all that is kept, all logits are gathered; also on a GPU, which would have to be waited for to know.
     """
-    numbers, first, _ = comm.part(logits.float())
+    numbers, first, _ = comm.local_logits(logits.float())
     top = numbers.amax(-1)
     weights = ((numbers - top[..., None]) / sample.temperature).exp_()
     mass = top.double() / sample.temperature + weights.sum(-1).log()  # log of the sum of exp(logit / temperature)
@@ -23,14 +23,14 @@ def candidates(sample, logits, comm):
     n = min(max(LIKELY, (sample.top_k or 0) + 1), numbers.shape[-1])
     values, ids = numbers.topk(n)
     sent = torch.stack((values, ids + first), -1).double()
-    received = comm.exchange(torch.cat((sent, mass[:, None, None].expand(-1, 1, 2)), 1))  # (tp, B, n + 1, 2)
+    received = comm.all_gather(torch.cat((sent, mass[:, None, None].expand(-1, 1, 2)), 1))  # (tp, B, n + 1, 2)
     mass, least = received[:, :, n, 0].logsumexp(0), received[:, :, n - 1, 0].amax(0)[:, None]
     values, ids = received[:, :, :n].transpose(0, 1).flatten(1, 2).unbind(-1)
     ids, order = ids.sort()
     values, order = values.gather(-1, order).sort(descending=True, stable=True)  # of equal logits the first id's
     ids, weights = ids.gather(-1, order), kept(sample, values, mass)
     if logits.is_cuda or (n < numbers.shape[-1] and ((weights > 0) & (values <= least)).any()):
-        values, ids = comm.gather(logits).sort(descending=True, stable=True)
+        values, ids = comm.gather_logits(logits).sort(descending=True, stable=True)
         weights = kept(sample, values.double(), mass)
     return ids.long(), weights, mass.isfinite()
 

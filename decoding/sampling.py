@@ -5,7 +5,7 @@ Shape letters: B batch, V vocabulary, v this rank's part of it.
 
 import torch
 
-from model import BLOCK, SingleDevice
+from model import VOCAB_BLOCK, SingleDevice
 from runtime.errors import InputError
 
 SINGLE = SingleDevice()
@@ -51,27 +51,29 @@ class Sampler:
             from decoding import likely  # a room that a plain run does not enter
 
             return likely.draw(self, logits, comm)
-        numbers, first, vocab_size = comm.part(logits if greedy else logits.float())
+        numbers, first, vocab_size = comm.local_logits(logits if greedy else logits.float())
         top, token = numbers.max(-1)
         finite, score = top.isfinite() & numbers.amin(-1).isfinite(), top.double()  # of NaN, both are NaN
         if not greedy:
             weights = (numbers - top[..., None]).div_(self.temperature).exp_()
             lead, token = self.race(weights, first, vocab_size)
             score = score / self.temperature + lead.log()
-        scores, ids = comm.exchange(torch.stack((score.where(finite, torch.nan), token + first), -1)).unbind(-1)
+        scores, ids = comm.all_gather(torch.stack((score.where(finite, torch.nan), token + first), -1)).unbind(-1)
         winner = ids.gather(0, scores.argmax(0, keepdim=True))[0].long()  # of equal scores the first rank's
         return winner.where(scores.isfinite().all(0), -1)
 
     def race(self, weights, first, vocab_size):
         """Draw local ids (B,) with probabilities proportional to this rank's weights (B, v); returns (leads, ids).
 
-        An exponential race among blocks of BLOCK ids: a block of weight w leads by w / e, where e ~ Exp(1), and the
+        An exponential race among blocks of ids: a block of weight w leads by w / e, where e ~ Exp(1), and the
         largest lead wins with probability w / sum(w), also among all ranks. A second race chooses an id in the block.
         All ranks draw the same e, so the result does not depend on their number. first: this rank's first id.
         """
-        n_blocks, by_block = -(-vocab_size // BLOCK), weights.unflatten(-1, (-1, BLOCK))
-        e = torch.empty(len(weights), n_blocks + BLOCK, device=weights.device).exponential_(generator=self.generator)
-        own = torch.arange(by_block.shape[1], device=weights.device) + first // BLOCK  # the last ones: padding
+        n_blocks, by_block = -(-vocab_size // VOCAB_BLOCK), weights.unflatten(-1, (-1, VOCAB_BLOCK))
+        e = torch.empty(len(weights), n_blocks + VOCAB_BLOCK, device=weights.device).exponential_(
+            generator=self.generator
+        )
+        own = torch.arange(by_block.shape[1], device=weights.device) + first // VOCAB_BLOCK  # the last ones: padding
         lead, block = (by_block.sum(-1).double() / e[:, own.clamp(max=n_blocks - 1)]).max(-1)
-        inside = by_block.gather(1, block[:, None, None].expand(-1, 1, BLOCK))[:, 0] / e[:, n_blocks:]
-        return lead, block * BLOCK + inside.argmax(-1)
+        inside = by_block.gather(1, block[:, None, None].expand(-1, 1, VOCAB_BLOCK))[:, 0] / e[:, n_blocks:]
+        return lead, block * VOCAB_BLOCK + inside.argmax(-1)

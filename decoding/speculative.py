@@ -189,10 +189,10 @@ def probabilities(sample, logits, comm):
     if sample.filters:
         ids, weights, finite = likely.candidates(sample, logits, comm)
         weights = (weights / weights.sum(-1, keepdim=True)).nan_to_num().float()
-        V = comm.part(logits)[2]
+        V = comm.local_logits(logits)[2]
         p = torch.zeros(len(ids), V, device=ids.device).scatter_add_(-1, ids.clamp(max=V - 1), weights)  # beyond: 0
     else:
-        logits = comm.gather(logits).float()
+        logits = comm.gather_logits(logits).float()
         finite = logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
         p = (logits / sample.temperature).softmax(-1)
     return p.where(finite[:, None], 1 / p.shape[-1]), finite

@@ -172,6 +172,31 @@ class IntEmbedding(Integers):
         return self.rows(tokens)
 
 
+def column_unit(config, least_ranks):
+    """Return how many columns of w2 must stay on one rank; 1 without int4.
+
+    least_ranks: how many ranks there would be if each had the smallest share. It is a group of int4, or
+    128 columns, which PyTorch's int4 kernel on a GPU wants, if no share then exceeds its due by more than an eighth.
+    Where groups are too few they are halved, down to 8 columns, the least that few_rows.cpp takes. Lanes are cut at
+    multiples of 8: at the neurons where they are cut without int4.
+    """
+    if config.group_size is None or "w2" in config.kept:
+        return 1
+    width, unit = config.intermediate_size, config.group_size
+    if config.lanes:
+        return 8
+    if width % 128 == 0 and width >= 8 * 128 * least_ranks and not config.named_wiring.laned:
+        unit = 128
+    while unit > 8 and width // unit < least_ranks:
+        unit //= 2
+    return unit
+
+
+def stored_columns(ranges, columns):
+    """Return how many stored numbers cover ranges of a matrix's columns, if each covers `columns`; see regroup."""
+    return sum((stop - start) // math.gcd(columns, start, stop) for start, stop in ranges)
+
+
 # ---- Replacing the matrices of a model -------------------------------------------------------------------------------
 
 
@@ -185,11 +210,7 @@ def replace_matrices(model, config):
         shape = *module.weight.shape, config.quant, config.group_size
         return IntEmbedding(*shape) if type(module) is nn.Embedding else IntLinear(*shape, module.bias is not None)
 
-    if config.quant:
-        swap(model, make)
-    if config.quant and config.tie_embeddings:
-        for name, parameter in model.tok_embeddings.named_parameters():
-            setattr(model.output, name, parameter)
+    swap(model, make)
 
 
 def use_kernels(model):

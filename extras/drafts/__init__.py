@@ -63,7 +63,7 @@ def wiring_of(config, name, tp_size):
         raise InputError(f"--draft {name} needs {min(missing)}, which {config.wiring} has not")
     if draft.function == config.function:
         raise InputError(f"--draft {name} is the wiring that the model runs in: name another")
-    if lanes == 1 and all(c.wiring == "standard" or c.standard_alone for c in (config, draft)):
+    if lanes == 1 and all(c.wiring == "standard" or c.standard_in_one_lane for c in (config, draft)):
         print(f"on one rank {draft.wiring} is {config.wiring} itself: this draft only takes time", file=sys.stderr)
     return draft
 

@@ -83,7 +83,7 @@ class Model(TemplateLM):
         width = LOGITS // (4 * self.model.config.vocab_size)
         batches = by_length([(len(tokens), tokens) for tokens in asked], self.rows, width)
         for batch in tqdm(batches, desc="likelihoods", unit="batch", delay=1, disable=disable_tqdm or None):
-            logits = self.model.comm.gather(self.model(generate.pad(batch, self.device)[0]))  # (B, S, V)
+            logits = self.model.comm.gather_logits(self.model(generate.pad(batch, self.device)[0]))  # (B, S, V)
             for row, tokens in zip(logits, batch, strict=True):
                 for i, continuation in asked[tokens]:
                     part = row[len(tokens) - len(continuation) : len(tokens)]
