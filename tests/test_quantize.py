@@ -137,7 +137,7 @@ def test_dequantize_follows_the_definition():
             assert torch.equal(w, exact[f"{path}.weight"])
 
 
-@pytest.mark.parametrize("start, stop", [(0, 64), (32, 96), (16, 80), (8, 40), (0, 16), (48, 160)])
+@pytest.mark.parametrize("start, stop", [(32, 96), (16, 80), (8, 40), (48, 160)])
 def test_groups_that_straddle_an_edge_become_smaller(start, stop):
     scales = numbers(3, 5)  # of 160 columns in groups of 32
     each = scales.repeat_interleave(32, 1)[:, start:stop]
@@ -164,11 +164,11 @@ def in_float64(weight, scales, zeros):
     return int_linear.dequantize(weight, scales.double(), None if zeros is None else zeros.double())
 
 
-SHAPES = [(1, 1, None), (7, 5, None), (33, 2731, None), (131, 640, None), (40, 4100, None), (64, 129, None)]
-SHAPES += [(1, 8, 8), (40, 72, 8), (40, 80, 16), (67, 96, 32), (131, 2048, 64), (33, 192, 64), (50, 4096, 128)]
+SHAPES = [(1, 1, None), (33, 2731, None), (131, 640, None), (64, 129, None)]
+SHAPES += [(1, 8, 8), (40, 72, 8), (40, 80, 16), (67, 96, 32), (131, 2048, 64), (50, 4096, 128)]
 
 
-def check_few_rows_int(rows=(*range(1, 9), 15, 17)):
+def check_few_rows_int(rows=(1, 2, 3, 4, 5, 8, 17)):
     """Against float64: bfloat16's last rounding, float32 sums, and x as 16 bits of its block's largest."""
     few_rows.build()
     for N, K, size in SHAPES:
@@ -216,7 +216,7 @@ def test_few_rows_of_integers_of_any_shape():
         torch.ops.ladder.few_rows_int(x, packed, 12, 64, 8)
 
 
-@pytest.mark.parametrize("N, K, size", [(7, 5, None), (160, 72, 8), (312, 192, 64), (1024, 2048, 128)])
+@pytest.mark.parametrize("N, K, size", [(7, 5, None), (160, 72, 8), (312, 2048, 64)])
 def test_feed_forward_is_its_three_products(N, K, size, threads):
     """In float64, gates from -90 to 90; each product is rounded to bfloat16."""
     few_rows.build()
@@ -353,7 +353,7 @@ def int_shard(config, dtype, world=ALONE):
     return net
 
 
-COMPILED = [("tied", True), *(pytest.param(name, True, marks=pytest.mark.slow) for name in CASES if name != "tied")]
+COMPILED = [("tied", True), *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("int8", "biased", "kept"))]
 
 
 @pytest.mark.parametrize("name, compile", [*((name, False) for name in CASES), *COMPILED])
@@ -366,12 +366,12 @@ def test_a_quantized_model_computes_what_its_numbers_say(name, compile):
     reference = Reference(config, exact)
     tokens, lengths = unequal_rows(config)
     ways = [(torch.float32, 1e-4), (torch.float16, 0.01), (torch.bfloat16, 0.06), (torch.bfloat16, 0.06)]
-    for i, (dtype, tolerance) in enumerate(ways):
+    for i, (dtype, tolerance) in enumerate(ways[3 * compile :], start=3 * compile):
         net = int_shard(config, dtype)
         int_linear.use_kernels(net)
         if i == 3:
             compiling.use_fast_modules(net)
-        logits = last_logits(net, tokens, lengths, compile=compile and i == 3)
+        logits = last_logits(net, tokens, lengths, compile=compile)
         for row, length in enumerate(lengths):
             expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
             assert (logits[row] - expected).abs().max() < tolerance * expected.abs().max()
@@ -436,9 +436,8 @@ def test_unlike_ranks_of_integers_compute_what_one_device_does(shares):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [INT8, INT4], ids=["int8", "int4"])
-def test_compiled_ranks_of_integers_compute_what_one_device_does(config):
-    check_ranks(2, [(dataclasses.replace(config, wiring="ladder"), torch.bfloat16)], compile=True)
+def test_compiled_ranks_of_integers_compute_what_one_device_does():
+    check_ranks(2, [(dataclasses.replace(c, wiring="ladder"), torch.bfloat16) for c in (INT8, INT4)], compile=True)
 
 
 @pytest.mark.parametrize("tp_size, multiple", [(2, 32), (3, 32), (5, 32), (6, 16), (8, 16)])
@@ -459,13 +458,11 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("ranks, compile", [(1, False), (2, False), pytest.param(2, True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "mode, flags, kept",
-    [("int8", [], ()), ("int4", ["--group-size", "128", "--keep", "lm_head,w1"], ("output", "w1"))],
-    ids=["int8", "int4"],
-)
-def test_quantize_and_generate(mode, flags, kept, ranks, compile, folder, tmp_path, capsys):
+@pytest.mark.parametrize("mode, flags, kept, ranks", [
+    ("int8", [], (), 1),
+    ("int4", ["--group-size", "128", "--keep", "lm_head,w1"], ("output", "w1"), 2),
+])  # fmt: skip
+def test_quantize_and_generate(mode, flags, kept, ranks, folder, tmp_path, capsys):
     out = tmp_path / mode
     quantize.main(["--checkpoint", str(folder), "--mode", mode, *flags, "--out", str(out)])
     assert "times smaller than before" in capsys.readouterr().out
@@ -475,7 +472,7 @@ def test_quantize_and_generate(mode, flags, kept, ranks, compile, folder, tmp_pa
     assert {name: tuple(t.shape) for name, t in state.items()} == checkpoint.shapes(config)
     assert all(torch.equal(state[n], plain[n]) for n in plain if "norm" in n or n.split(".")[-2] in kept)
     flags = ["--prompt", "Once upon", "--temperature", "0", "--max-new-tokens", "8", "--ignore-eos"]
-    flags = ["--checkpoint", str(out), *flags, "--json", str(tmp_path / "json"), *["--compile"] * compile]
+    flags = ["--checkpoint", str(out), *flags, "--json", str(tmp_path / "json")]
     if ranks == 1:
         generate.main(flags)
         said = capsys.readouterr().err
@@ -491,8 +488,7 @@ def test_a_file_is_as_large_as_a_layer(folder, tmp_path, monkeypatch):
     """Several files, so that the memory is that of one; the parts of a matrix may be in two."""
     real = checkpoint.write_weights
     monkeypatch.setattr(checkpoint, "write_weights", lambda f, s, r, shard_bytes: real(f, s, r, 50_000))
-    args = quantize.parse(["--checkpoint", str(folder), "--mode", "int4", "--out", str(tmp_path / "out")])
-    quantize.quantize(args)
+    quantize.main(["--checkpoint", str(folder), "--mode", "int4", "--out", str(tmp_path / "out")])
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
     assert len(files) > 3
     config = checkpoint.read_config(tmp_path / "out")
