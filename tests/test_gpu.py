@@ -48,13 +48,13 @@ def logits(net, tokens, lengths, compile):
     """Logits (B, STEPS + 1, V) at the last positions of each row: a prefill, then decode."""
     runner = Runner(net, make_cache(net, len(tokens), tokens.shape[1] + 2), compile)
     tokens, positions = tokens.to(DEVICE), (lengths - STEPS).to(DEVICE)
-    found = [net.comm.gather_logits(runner.prefill(tokens[:, : int(positions.max())], positions))]
+    result = [net.comm.gather_logits(runner.prefill(tokens[:, : int(positions.max())], positions))]
     for _ in range(STEPS):
         token = tokens.gather(1, positions[:, None])
         after = runner.decode(token, positions, int(positions.max()) + 1)[:, 0]
-        found.append(net.comm.gather_logits(after).clone())  # a graph writes again
+        result.append(net.comm.gather_logits(after).clone())  # a graph writes again
         positions = positions + 1
-    return torch.stack(found, dim=1).double().cpu()
+    return torch.stack(result, dim=1).double().cpu()
 
 
 def expected(config, state, tokens, lengths):
@@ -114,9 +114,9 @@ def test_models_of_integers_compute_what_float64_does(quant, changes, compile):
     net, state = quantized(quant, **changes)
     tokens, lengths = unequal_rows(net.config)
     exact = expected(net.config, state, tokens, lengths)
-    found = logits(net, tokens, lengths, compile)
-    assert (found - exact).norm() < 0.03 * exact.norm()  # bfloat16
-    assert (found[0] - exact[1]).norm() > 0.3 * exact.norm() / len(exact) ** 0.5  # so that rows differ by far more
+    result = logits(net, tokens, lengths, compile)
+    assert (result - exact).norm() < 0.03 * exact.norm()  # bfloat16
+    assert (result[0] - exact[1]).norm() > 0.3 * exact.norm() / len(exact) ** 0.5  # so that rows differ by far more
 
 
 # ---------------------------------------------------------------------------------------------------------------------

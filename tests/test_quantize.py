@@ -72,10 +72,10 @@ def dequantized_state(config, state):
     """The same in float64, written independently: number by number of the definition."""
     out = {}
     for name, tensor in state.items():
-        path, _, kind = name.rpartition(".")
-        if kind in ("scales", "zeros"):
+        path, _, last = name.rpartition(".")
+        if last in ("scales", "zeros"):
             continue
-        if kind == "bias" or f"{path}.scales" not in state:
+        if last == "bias" or f"{path}.scales" not in state:
             out[name] = tensor.double()
             continue
         q, scales = tensor.numpy(), state[f"{path}.scales"].double().numpy()
@@ -421,8 +421,8 @@ def test_lanes_of_integers_compute_what_their_numbers_say():
         plain = dataclasses.replace(config, quant=None, group_size=None)
         twin = StateWeights(dequantized_state(config, quantized_state(config)))
         expected = last_logits(tp.load_shard(plain, twin, torch.float32, "cpu"), tokens, lengths)
-        found = last_logits(int_shard(config, torch.float32), tokens, lengths)
-        assert (found - expected).abs().max() < 1e-4 * expected.abs().max(), config
+        logits = last_logits(int_shard(config, torch.float32), tokens, lengths)
+        assert (logits - expected).abs().max() < 1e-4 * expected.abs().max(), config
     for ranks in (2, 4):
         check_ranks(ranks, [(config, torch.float32) for config in cases])
 

@@ -199,24 +199,23 @@ def naive_lookup(text, count):
     for n in (3, 2):
         for start in range(len(text) - n - 1, -1, -1):
             if text[start : start + n] == text[-n:]:
-                found = text[start + n :]
-                return (found * count)[:count]
+                return (text[start + n :] * count)[:count]
     return None
 
 
 def test_ngrams_are_what_followed_the_last_time():
     generator, draft = torch.Generator().manual_seed(0), speculative.Ngrams(speculative.Fixed(4))
-    texts, found = [[1], [1, 2], torch.randint(3, (30,), generator=generator).tolist()], Counter()
+    texts, seen = [[1], [1, 2], torch.randint(3, (30,), generator=generator).tolist()], Counter()
     draft.begin(None, torch.tensor([1, 2, 30]), None)
     for _ in range(40):
         expected = [naive_lookup(text, 4) for text in texts]
         ids, q, has = draft.propose(4, texts, [False] * 3, GREEDY) or (None, None, [False] * 3)
         assert has == [row is not None for row in expected] and q is None
         assert not any(has) or ids.tolist() == [row or [0] * 4 for row in expected]
-        found[sum(has)] += 1
+        seen[sum(has)] += 1
         for text in texts:
             text += torch.randint(3, (int(torch.randint(1, 4, (), generator=generator)),), generator=generator).tolist()
-    assert {1, 3} <= found.keys() and draft.propose(4, texts, [True] * 3, GREEDY) is None
+    assert {1, 3} <= seen.keys() and draft.propose(4, texts, [True] * 3, GREEDY) is None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
