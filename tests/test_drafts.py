@@ -8,7 +8,7 @@ import torch
 from helpers import BASE, StateWeights, run_ranks
 from test_generate import run_json
 from test_quantize import INT4, quantized_state
-from test_speculative import FLAGS, check_flag, check_graphs, generated, make_draft, mild, noisy, twins
+from test_speculative import FLAGS, check_flag, check_graphs, generated, mild, noisy, twins
 
 import generate
 import tp
@@ -17,11 +17,9 @@ from extras.drafts import Auto, Rewired, rewire
 from runtime.errors import InputError
 
 
-def make(draft, control, runner, runner_of):
-    """The Draft of a model, which may have the weights of the runner's."""
-    if draft != "ngram" and draft.layers is runner.model.layers:
-        return Rewired(control, runner_of(draft, runner.cache))
-    return make_draft(draft, control, runner, runner_of)
+def rewired(draft, control, runner, runner_of):
+    """The Draft of a model with the weights of the runner's."""
+    return Rewired(control, runner_of(draft, runner.cache))
 
 
 def rewirings(net):
@@ -41,13 +39,13 @@ def auto():
 
 @pytest.mark.parametrize("wiring", ["standard", "ladder", "parallel", "pair", "delayed-2"])
 def test_greedy_tokens_do_not_know_of_a_draft(wiring):
-    words, _ = twins(None, wiring, (3, auto), rewirings, make)
+    words, _ = twins(None, wiring, (3, auto), rewirings, rewired)
     assert len(words) >= (1 if wiring == "parallel" else 4) and all(words.values())
 
 
 @pytest.mark.parametrize("ranks, wiring", [(2, "standard"), pytest.param(3, "ladder", marks=pytest.mark.slow)])
 def test_nor_on_any_number_of_ranks(ranks, wiring):
-    results = run_ranks(ranks, twins, wiring, (3, auto), rewirings, make)
+    results = run_ranks(ranks, twins, wiring, (3, auto), rewirings, rewired)
     assert results == results[:1] * ranks
 
 
@@ -63,7 +61,7 @@ def test_a_draft_that_says_the_same_is_always_right(wiring):
     """On one rank these wirings are the standard one, so that the cache must be the model's in every pass."""
     net = mild(BASE)
     draft = rewire(net, dataclasses.replace(BASE, wiring=wiring))
-    done, used = generated(net, draft, speculative.Fixed(5), new=30, make=make)
+    done, used = generated(net, draft, speculative.Fixed(5), new=30, make=rewired)
     assert done.rows == generated(net, new=30)[0].rows and used.accepted.keys() == {5}
 
 
@@ -71,13 +69,23 @@ def test_a_model_of_integers_drafts_for_itself():
     net = tp.load_shard(INT4, StateWeights(quantized_state(INT4)), torch.float32, "cpu")
     expected = generated(net)[0].rows
     for draft in rewirings(net).values():
-        assert generated(net, draft, speculative.Fixed(3), make=make)[0].rows == expected
+        assert generated(net, draft, speculative.Fixed(3), make=rewired)[0].rows == expected
+
+
+@pytest.mark.parametrize("draft", ["wiring:standard", "wiring:ladder", "wiring:delayed-2", "wiring:desync"])
+def test_several_lanes_on_a_rank_draft_for_themselves(draft):
+    load_lanes = pytest.importorskip("extras.lanes.lanes").load_lanes
+    config = dataclasses.replace(BASE, wiring="spd/2")
+    net = load_lanes(config, StateWeights(mild(config).state_dict()), torch.float32, "cpu")
+    other = rewire(net, speculative.read_draft(draft, config, None, 1).config)
+    done, used = generated(net, other, speculative.Fixed(3), make=rewired)
+    assert done.rows == generated(net)[0].rows and used.accepted.keys() > {0} and other.config.wiring != "spd/2"
 
 
 @pytest.mark.slow
 def test_compiled_there_is_one_graph_for_each_number_of_tokens():
     """One and four tokens of the model, and one of the draft."""
-    check_graphs(lambda net: rewirings(net)["ladder:1,"], 3, make)
+    check_graphs(lambda net: rewirings(net)["ladder:1,"], 3, rewired)
 
 
 def test_a_draft_has_the_lanes_of_the_weights(capsys):

@@ -345,9 +345,16 @@ def test_the_layout_for_a_gpu(monkeypatch):
 ALONE = launch.World(0, 1, torch.device("cpu"))
 
 
+def loader(config, world=ALONE):
+    """What loads the shard of a rank, or its lanes."""
+    if config.lanes in (None, world.tp_size):
+        return tp.load_shard
+    return pytest.importorskip("extras.lanes.lanes").load_lanes
+
+
 def int_shard(config, dtype, world=ALONE):
-    weights = StateWeights(quantized_state(config))
-    net = tp.load_shard(config, weights, dtype, "cpu", world.rank, world.shares)
+    load, weights = loader(config, world), StateWeights(quantized_state(config))
+    net = load(config, weights, dtype, "cpu", world.rank, world.shares)
     if world.group is not None:
         net.comm = tp.TensorParallel(config, world.shares, world.group)
     return net
@@ -420,7 +427,7 @@ def test_lanes_of_integers_compute_what_their_numbers_say():
     for config in cases:
         plain = dataclasses.replace(config, quant=None, group_size=None)
         twin = StateWeights(dequantized_state(config, quantized_state(config)))
-        expected = last_logits(tp.load_shard(plain, twin, torch.float32, "cpu"), tokens, lengths)
+        expected = last_logits(loader(config)(plain, twin, torch.float32, "cpu"), tokens, lengths)
         logits = last_logits(int_shard(config, torch.float32), tokens, lengths)
         assert (logits - expected).abs().max() < 1e-4 * expected.abs().max(), config
     for ranks in (2, 4):
