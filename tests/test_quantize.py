@@ -127,16 +127,6 @@ def test_int4_is_within_half_a_step_and_fitting_helps(size):
     assert errors[1].sum() < 0.97 * errors[0].sum()
 
 
-def test_dequantize_follows_the_definition():
-    for config in (INT8, INT4):
-        state = quantized_state(config)
-        exact = dequantized_state(config, state)
-        for path in ("layers.1.attention.wo", "tok_embeddings"):
-            parts = [state.get(f"{path}.{kind}") for kind in ("weight", "scales", "zeros")]
-            w = int_linear.dequantize(parts[0], *(p if p is None else p.double() for p in parts[1:]))
-            assert torch.equal(w, exact[f"{path}.weight"])
-
-
 @pytest.mark.parametrize("start, stop", [(32, 96), (16, 80), (8, 40), (48, 160)])
 def test_groups_that_straddle_an_edge_become_smaller(start, stop):
     scales = numbers(3, 5)  # of 160 columns in groups of 32
@@ -414,9 +404,8 @@ def check_ranks(tp_size, cases, compile=False):
 
 @pytest.mark.parametrize("tp_size", [2, 3, 4])
 def test_any_tp_computes_what_one_device_does(tp_size):
-    wirings = ANY_TP
-    cases = [dataclasses.replace(CASES[name], **changes) for name in CASES for changes in wirings[:2]]
-    cases += [dataclasses.replace(INT4, **changes) for changes in wirings[2:]]
+    """Each kind of integers, each in another wiring."""
+    cases = [dataclasses.replace(config, **changes) for config, changes in zip(CASES.values(), ANY_TP, strict=False)]
     check_ranks(tp_size, [(c, torch.float32) for c in cases] + [(c, torch.bfloat16) for c in (INT8, INT4)])
 
 
@@ -436,10 +425,8 @@ def test_lanes_of_integers_compute_what_their_numbers_say():
 
 @pytest.mark.parametrize("shares", [(3, 1), (5, 2, 1), (1, 4, 2, 2)], ids=str)
 def test_unlike_ranks_of_integers_compute_what_one_device_does(shares):
-    heads = {"n_heads": 8, "n_kv_heads": 8}, {"n_heads": 8, "n_kv_heads": 1}
-    cases = [dataclasses.replace(CASES[name], **h) for name in ("int8", "int4", "biased", "tied") for h in heads]
-    cases[::2] = [dataclasses.replace(c, wiring="ladder") for c in cases[::2]]
-    check_ranks(shares, [(c, torch.float32) for c in cases] + [(c, torch.bfloat16) for c in cases[:4]])
+    cases = [dataclasses.replace(CASES[name], n_kv_heads=n) for name, n in (("int8", 1), ("biased", 8), ("tied", 1))]
+    check_ranks(shares, [(c, torch.float32) for c in cases] + [(cases[0], torch.bfloat16)])
 
 
 @pytest.mark.slow
@@ -447,7 +434,7 @@ def test_compiled_ranks_of_integers_compute_what_one_device_does():
     check_ranks(2, [(dataclasses.replace(c, wiring="ladder"), torch.bfloat16) for c in (INT8, INT4)], compile=True)
 
 
-@pytest.mark.parametrize("tp_size, multiple", [(2, 32), (3, 32), (5, 32), (6, 16), (8, 16)])
+@pytest.mark.parametrize("tp_size, multiple", [(3, 32), (5, 32), (8, 16)])
 def test_int4_cuts_the_mlp_between_groups_or_their_halves(tp_size, multiple):
     parts = [tp.shard_plan(INT4, rank, tp_size)["w2"][1][0] for rank in range(tp_size)]
     assert parts[0][0] == 0 and parts[-1][1] == 160 and all(a < b for a, b in parts)
