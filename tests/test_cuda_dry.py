@@ -11,23 +11,20 @@ from helpers import BASE, random_model
 import generate as generate_module
 from decoding import step
 from decoding.sampling import Sampler
-from decoding.step import Plain
 from generate import Runner, generate, make_cache, pad
 from kernels import cuda_graphs
 from model import SingleDevice
 from runtime.compiling import SplitAttention
 
 
-def generated(runner, prompts, sample, steps):
-    """New ids of each row by plain decoding, [ids read after each pass]."""
-    plain, texts, passes = Plain(), [list(prompt) for prompt in prompts], []
-    tokens, lengths = pad(prompts, "cpu")
-    runner.prefill(tokens, lengths)
-    plain.begin(tokens, lengths, None)
+def generated(runner, prompts, sample, steps, decode=step.next_tokens):
+    """[ids read after each pass] of plain decoding."""
+    texts, passes = [list(prompt) for prompt in prompts], []
+    runner.prefill(*pad(prompts, "cpu"))
     for _ in range(steps):
-        passes.append(plain.step(runner, texts, [False] * len(texts), sample))
-        for text, new in zip(texts, passes[-1], strict=True):
-            text += new
+        passes.append(decode(runner, texts, sample).tolist())
+        for text, i in zip(texts, passes[-1], strict=True):
+            text.append(i)
     return passes
 
 
@@ -56,7 +53,7 @@ def test_a_gpu_has_its_next_pass_before_the_ids_of_this_one_are_read(temperature
     net, prompts, steps = random_model(BASE), [[3, 1, 4, 1, 5], [9, 2], [6]], 6
     expected = generated(Runner(net, make_cache(net, 3, 12)), prompts, Sampler(temperature), steps)
     runner, events = pretended(net, make_cache(net, 3, 12), monkeypatch)
-    assert generated(runner, prompts, Sampler(temperature), steps) == expected
+    assert generated(runner, prompts, Sampler(temperature), steps, step.RunAhead()) == expected
     assert events == ["pass", *["pass", "read"] * steps]
 
 

@@ -32,10 +32,6 @@ class Rewired(ModelDraft):
 
 def rewire(model, config):
     """Return the model of the same weights in the wiring of another config."""
-    if hasattr(model, "lanes"):  # of extras/lanes: several shards on this rank
-        lanes = type(model)([rewire(lane, config) for lane in model.lanes])
-        lanes.comm = model.comm
-        return lanes
     model = copy.copy(model)
     model.config = config
     return model
