@@ -197,7 +197,7 @@ def test_what_cannot_be_built_is_one_clear_line(environment, message, folder, tm
     for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError) as error:
-        generate.main(["--checkpoint", str(folder), "--prompt-ids", "1", "--compile"])
+        generate.main(["--checkpoint", str(folder), "--prompt", "ids:1", "--compile"])
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
     assert list(tmp_path.rglob("*.so")) == []
 

@@ -70,7 +70,7 @@ def large(tmp_path_factory):
 
 
 def test_an_overflow_of_float16_is_named(large):
-    flags = ["--prompt-ids", "3,4,5", "--prompt-ids", "6,7", "--temperature", "0", "--dtype", "float16"]
+    flags = ["--prompt", "ids:3,4,5", "--prompt", "ids:6,7", "--temperature", "0", "--dtype", "float16"]
     wanted = "the logits of row 0 in step 0 are NaN or infinite: see --dtype"
     with pytest.raises(InputError, match=wanted):
         generate.main(["--checkpoint", large, *flags])
@@ -109,7 +109,7 @@ def twice(world, dtype, compile):
             seen.append(comm.gather_logits(logits).clone())
             return greedy(logits, comm)
 
-        rows, *_ = generate.generate(runner, prompts, 12, sample, chunk=12)
+        rows, *_ = generate.generate(runner, prompts, 12, sample, pass_tokens=12)
         runs.append((rows, torch.stack(seen)))
     (rows, logits), (again, same) = runs
     assert rows == again and torch.equal(logits, same)

@@ -465,7 +465,7 @@ def test_quantize_and_generate(mode, flags, kept, ranks, folder, tmp_path, capsy
     state, plain = load_file(out / "model.safetensors"), load_file(folder / "model.safetensors")
     assert {name: tuple(t.shape) for name, t in state.items()} == checkpoint.shapes(config)
     assert all(torch.equal(state[n], plain[n]) for n in plain if "norm" in n or n.split(".")[-2] in kept)
-    flags = ["--prompt", "Once upon", "--temperature", "0", "--max-new-tokens", "8", "--ignore-eos"]
+    flags = ["--prompt", "Once upon", "--temperature", "0", "--max-new-tokens", "8"]
     flags = ["--checkpoint", str(out), *flags, "--json", str(tmp_path / "json")]
     if ranks == 1:
         generate.main(flags)
