@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import ROOT, last_logits, shared_data
+from helpers import ROOT, last_logits, shared_data, train_tokenizer
 from safetensors.torch import load_file, save_file
 
 import convert_hf_checkpoint
 import tp
 from extras.export import to_hf
-from extras.training.data import train_tokenizer
 from formats import checkpoint, huggingface
 from formats.tokenizer import load_tokenizer
 from runtime.errors import InputError

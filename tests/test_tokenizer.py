@@ -5,7 +5,7 @@ import json
 import random
 
 import pytest
-from helpers import shared_data
+from helpers import shared_data, train_tokenizer
 
 from formats import tokenizer
 from runtime.errors import InputError
@@ -20,8 +20,6 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def sentencepiece_folder(tmp_path_factory):
-    from extras.training.data import train_tokenizer
-
     folder = tmp_path_factory.mktemp("sp")
     documents = ["Once upon a time there was a little dog. " * 3, "The dog ran to the park,\nand played all day."] * 20
     train_tokenizer(documents, 320, folder / "tokenizer.model")

@@ -15,11 +15,10 @@ import torch
 from helpers import HANGS, ROOT
 from tqdm import tqdm
 
-import adapt
 import convert_hf_checkpoint
 import quantize
 from extras.measure import exposed, sweep
-from extras.training import runs
+from extras.training import adapt, runs
 from runtime import launch, writing
 from runtime.errors import InputError
 

@@ -2,8 +2,8 @@
 
 from extras.lanes.laneformer import add_wiring
 from extras.lanes.laneformer_folder import LaneformerWeights, laneformer_as_ministral
-from extras.lanes.lanes import load_lanes
+from extras.lanes.lanes import LaneSums, load_lanes
 
 add_wiring()
 
-__all__ = ["LaneformerWeights", "laneformer_as_ministral", "load_lanes"]
+__all__ = ["LaneSums", "LaneformerWeights", "laneformer_as_ministral", "load_lanes"]
