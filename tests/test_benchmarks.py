@@ -441,7 +441,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
 SHOWN = [  # (page, script, flags before --show, file, tables on the page)
     ("overlap.md", overlap, "standard ladder parallel parallel-ladder spd upper-bound", "overlap-memory.jsonl", 1),
-    ("overlap.md", overlap, "standard ladder parallel desync:4 upper-bound", "overlap-cpu.jsonl", 1),
     ("overlap.md", overlap, "standard ladder parallel upper-bound", "overlap-netns.jsonl", 1),
     ("overlap.md", overlap, "", "overlap-tp8.jsonl", 1),
     ("quality.md", quality, "", "quality.jsonl", 2),
