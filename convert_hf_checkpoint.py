@@ -67,7 +67,7 @@ def convert(source, config, folder, dtype, shard_bytes):
         raise InputError(f"the source has no tensor {missing[0]}")
     unneeded = {NAMES["output.weight"]} if config.tie_embeddings else set()
     unneeded |= {n for n in available if n.endswith("rotary_emb.inv_freq")}
-    if "ffn_norm" not in config.kind.norms:  # the one norm of a parallel block is attention_norm
+    if "ffn_norm" not in config.named_wiring.norms:  # the one norm of a parallel block is attention_norm
         unneeded |= {n for n in available if n.endswith(LAYER_NAMES["ffn_norm.weight"])}
     extra = sorted(available - needed - unneeded)
     if extra:
@@ -123,7 +123,7 @@ def main(argv=None):
         raise InputError("--verify compares a folder of transformers' with what is made of it: give it with --out")
     if args.verify and own.function != config.function:
         raise InputError(f"--verify: transformers runs SOURCE as {own.wiring} only: leave out --wiring {config.wiring}")
-    if config.kind.laned and config.lanes is None:
+    if config.named_wiring.laned and config.lanes is None:
         name = config.wiring
         raise InputError(f"--wiring {name} is another function in other numbers of lanes: name them, e.g. {name}/8")
     tp.shard_plan(config, 0, config.lanes or 1)  # more lanes than heads are refused

@@ -22,7 +22,7 @@ from decoding.sampling import Plain, Sampler
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from kernels import int_linear
-from runtime import cli, launch, preflight, report, terminal, watch
+from runtime import cli, extras, launch, preflight, report, terminal, watch
 from runtime.cli import count
 from runtime.errors import InputError
 from runtime.launch import World
@@ -36,7 +36,10 @@ def load_model(config, folder, dtype, world):
     with world.together():
         weights = checkpoint.open_weights(folder, config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder, weights)
-        model = load_shard(config, weights, dtype, world.device, world.rank, world.shares)
+        load = load_shard
+        if config.named_wiring.model or (config.lanes and (1,) * config.lanes != world.shares):
+            load = extras.load("lanes", f"wiring {config.wiring}").load_lanes
+        model = load(config, weights, dtype, world.device, world.rank, world.shares)
     watch.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
     int_linear.use_kernels(model)
     if world.group is not None:
@@ -56,7 +59,7 @@ def make_cache(model, batch, length):
 
     (A slice of the whole cache is contiguous: to the compiler another graph.) For a GPU they are whole buckets and one.
     """
-    if model.norm.weight.device.type != "cpu":
+    if model.device.type != "cpu":
         length = -(-length // BUCKET) * BUCKET + 1
     return model.new_cache(batch, length)
 
@@ -69,7 +72,7 @@ class Runner:
     """
 
     def __init__(self, model, cache, compile=False, compile_prefill=False, parts=None):
-        self.model, self.cache, self.device, self.parts = model, cache, model.norm.weight.device, parts
+        self.model, self.cache, self.device, self.parts = model, cache, model.device, parts
         self.compiles = compile, compile_prefill
         if self.device.type == "cpu" and any(self.compiles):
             from kernels import cxx  # like the other rooms below: a plain run does not enter them

@@ -18,14 +18,14 @@ def draw(sample, logits, numbers, first, mass, comm):
     n = min(max(LIKELY, (sample.top_k or 0) + 1), numbers.shape[-1])
     values, ids = numbers.topk(n)
     sent = torch.stack((values, ids + first), -1).double()
-    parts = comm.exchange(torch.cat((sent, mass[:, None, None].expand(-1, 1, 2)), 1))  # (tp, B, n + 1, 2)
+    parts = comm.all_gather(torch.cat((sent, mass[:, None, None].expand(-1, 1, 2)), 1))  # (tp, B, n + 1, 2)
     mass, least = parts[:, :, n, 0].logsumexp(0), parts[:, :, n - 1, 0].amax(0)[:, None]
     values, ids = parts[:, :, :n].transpose(0, 1).flatten(1, 2).unbind(-1)
     ids, order = ids.sort()
     values, order = values.gather(-1, order).sort(descending=True, stable=True)  # of equal ones the first id's
     ids, weights = ids.gather(-1, order), kept(sample, values, mass)
     if logits.is_cuda or (n < numbers.shape[-1] and ((weights > 0) & (values <= least)).any()):
-        values, ids = comm.gather(logits).sort(descending=True, stable=True)
+        values, ids = comm.gather_logits(logits).sort(descending=True, stable=True)
         weights = kept(sample, values.double(), mass)
     reached = weights.cumsum(-1)
     drawn = torch.rand(len(ids), 1, device=ids.device, generator=sample.generator) * reached[:, -1:]

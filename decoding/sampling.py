@@ -5,7 +5,7 @@ Shape letters: B batch, V vocabulary, v this rank's part of it.
 
 import torch
 
-from model import BLOCK, SingleDevice
+from model import VOCAB_BLOCK, SingleDevice
 from runtime.errors import InputError
 
 SINGLE = SingleDevice()
@@ -46,7 +46,7 @@ class Sampler:
         Only what may be chosen is exchanged: no wiring hides a gathering of all logits.
         """
         greedy = self.temperature == 0
-        numbers, first, vocab_size = comm.part(logits if greedy else logits.float())
+        numbers, first, vocab_size = comm.local_logits(logits if greedy else logits.float())
         top, token = numbers.max(-1)
         good, level = all_finite(numbers, top), top.double()
         if not greedy:
@@ -58,7 +58,7 @@ class Sampler:
                 return likely.draw(self, logits, numbers, first, mass, comm)
             lead, token = self.race(weights, first, vocab_size)
             level += lead.log()
-        levels, ids = comm.exchange(torch.stack((level.where(good, torch.nan), token + first), -1)).unbind(-1)
+        levels, ids = comm.all_gather(torch.stack((level.where(good, torch.nan), token + first), -1)).unbind(-1)
         found = ids.gather(0, levels.argmax(0, keepdim=True))[0].long()  # of equal levels the first rank's
         return found.where(levels.isfinite().all(0), -1)
 
@@ -69,12 +69,14 @@ class Sampler:
         drawn with probability w / sum(w), and then an id in it likewise. The e are alike on all ranks: so the number
         of ranks does not matter.
         """
-        blocks, of_blocks = -(-vocab_size // BLOCK), weights.unflatten(-1, (-1, BLOCK))
-        e = torch.empty(len(weights), blocks + BLOCK, device=weights.device).exponential_(generator=self.generator)
-        own = torch.arange(of_blocks.shape[1], device=weights.device) + first // BLOCK  # the last: of padding
+        blocks, of_blocks = -(-vocab_size // VOCAB_BLOCK), weights.unflatten(-1, (-1, VOCAB_BLOCK))
+        e = torch.empty(len(weights), blocks + VOCAB_BLOCK, device=weights.device).exponential_(
+            generator=self.generator
+        )
+        own = torch.arange(of_blocks.shape[1], device=weights.device) + first // VOCAB_BLOCK  # the last: of padding
         lead, block = (of_blocks.sum(-1).double() / e[:, own.clamp(max=blocks - 1)]).max(-1)
-        inside = of_blocks.gather(1, block[:, None, None].expand(-1, 1, BLOCK))[:, 0] / e[:, blocks:]
-        return lead, block * BLOCK + inside.argmax(-1)
+        inside = of_blocks.gather(1, block[:, None, None].expand(-1, 1, VOCAB_BLOCK))[:, 0] / e[:, blocks:]
+        return lead, block * VOCAB_BLOCK + inside.argmax(-1)
 
 
 def all_finite(logits, top):

@@ -219,7 +219,7 @@ def propose(sample, logits, comm):
     """Draw token ids (B,) by a draft's logits (B, v); return them and their distribution (B, V), None if greedy."""
     if sample.temperature == 0:
         return sample(logits, comm).clamp(min=0), None
-    p, _ = probabilities(sample, comm.gather(logits))
+    p, _ = probabilities(sample, comm.gather_logits(logits))
     return draw(sample, p), p
 
 
@@ -237,7 +237,7 @@ def accept(sample, logits, proposed, q, comm):
     if sample.temperature == 0:
         ids = sample(logits, comm)
         return ids, (ids[:, :-1] == proposed).long().cumprod(-1).sum(-1)
-    p, good = probabilities(sample, comm.gather(logits))
+    p, good = probabilities(sample, comm.gather_logits(logits))
     (B, P), d, rows = proposed.shape, proposed[..., None], torch.arange(len(p), device=p.device)
     offered = 1.0 if q is None else q.gather(-1, d)[..., 0]
     drawn = torch.rand(B, P, device=p.device, generator=sample.generator)
@@ -337,7 +337,7 @@ def read_draft(text, config, folder, tp_size):
         return Source(name, count)
     if name.startswith("wiring:"):
         draft = _rewired(config, name, tp_size)
-        alike = all(c.wiring == "standard" or c.standard_alone for c in (config, draft))
+        alike = all(c.wiring == "standard" or c.standard_in_one_lane for c in (config, draft))
         if alike and (config.lanes or tp_size) == 1:
             print(f"on one rank {draft.wiring} is {config.wiring} itself: this draft only takes time", file=sys.stderr)
         return Source(name, count, draft)

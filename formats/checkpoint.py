@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from formats.wiring_text import wiring_name
 from kernels import cpu, int_linear
-from model import WIRINGS, Config
+from model import WIRINGS, Config, build, rope_frequencies
 from runtime import watch
 from runtime.errors import InputError
 
@@ -28,6 +28,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+LANEFORMER_KEYS = "early_comm", "attention_comm", "mlp_comm", "lane_head", "lane_norms"
 MOST_LAYERS = 1000  # checked before so many are built
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -73,6 +74,9 @@ def make_config(values, source):
     ranks, name = values.pop("made_for_tp", None), str(values.get("wiring"))  # as it was before there were lanes
     if ranks and (kind := WIRINGS.get(name.partition(":")[0])) and kind.laned:
         values["wiring"] = f"{name}/{ranks}"
+    old = {key: values.pop(key) for key in LANEFORMER_KEYS if key in values}  # as they were before they had a dict
+    if name.startswith("laneformer") and old:
+        values["laneformer"] = old
     for field in dataclasses.fields(Config):
         value, kind, positive = values.get(field.name), field.type, field.type in (int, float)
         right = isinstance(value, float | int if kind is float else kind) and isinstance(value, bool) == (kind is bool)
@@ -84,7 +88,7 @@ def make_config(values, source):
     try:
         config = Config(**values)
         int_linear.check(config)
-        config.rope_frequencies()
+        rope_frequencies(config)
         return config
     except InputError as e:
         raise InputError(f"{source}: {e}") from None
@@ -136,7 +140,7 @@ def digest(folder, samples=64):
 
 def shapes(config):
     """Return {name: shape} of every tensor of a checkpoint; a tied output head is not one."""
-    return {name: tuple(w.shape) for name, w in int_linear.skeleton(config).named_parameters()}
+    return {name: tuple(w.shape) for name, w in build(config).named_parameters()}
 
 
 def shards(index):
@@ -232,22 +236,27 @@ def check_shape(weights, name, shape):
         raise InputError(f"tensor {name} is {weights.shape(name)}, but the config says {tuple(shape)}")
 
 
-def read_part(weights, name, shape, dtype, dim, ranges, each, device):
-    """Return what a rank holds of a tensor, as tp.held says. Raises InputError for integers where floats should be, or
-    integers of another type, and for numbers that are not finite."""
-    stored = weights.dtype(name)
+def read_slice(weights, name, piece, device):
+    """Return what a rank holds of a tensor. piece: a tp.ShardSlice.
+
+    Raises InputError for integers where floats should be, or integers of another type, and for numbers that are not
+    finite.
+    """
+    stored, dtype = weights.dtype(name), piece.dtype
     if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
         raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(dtype)}")
-    if ranges == []:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    parts = ranges and [(start // each, -(-stop // each)) for start, stop in ranges]
-    stored_shape = list(shape)
-    if parts:
-        stored_shape[dim] = sum(stop - start for start, stop in parts)
-    tensor = cpu.empty(stored_shape, dtype, device)
-    weights.fill(tensor, name, dim, parts)
-    if tensor.shape != shape:
-        tensor = int_linear.regroup(tensor, *ranges[0], each)
+    if piece.ranges == []:
+        return torch.zeros(piece.shape, dtype=dtype, device=device)
+    stored_ranges = piece.ranges and [
+        (start // piece.columns, -(-stop // piece.columns)) for start, stop in piece.ranges
+    ]
+    shape = list(piece.shape)
+    if stored_ranges:
+        shape[piece.dim] = sum(stop - start for start, stop in stored_ranges)
+    tensor = cpu.empty(shape, dtype, device)
+    weights.fill(tensor, name, piece.dim, stored_ranges)
+    if tensor.shape != piece.shape:
+        tensor = int_linear.regroup(tensor, *piece.ranges[0], piece.columns)
     if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
         why = f"in {dtype_name(dtype)}; it is stored in {dtype_name(stored)}"
         raise InputError(f"tensor {name} holds NaN or infinite values {why}")

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from extras.lanes import laneformer
+from extras.lanes import laneformer_folder as laneformer
 from formats import checkpoint
 from formats.checkpoint import read_json
 from formats.wiring_text import wiring_name

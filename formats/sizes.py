@@ -6,7 +6,7 @@ import re
 import torch
 
 from kernels import int_linear
-from model import Config
+from model import Config, build
 from runtime.errors import InputError
 
 
@@ -56,7 +56,7 @@ class RandomWeights:
     """Weights without a file: matrices from N(0, 0.02), norms 1, biases 0; integers of the same spread."""
 
     def __init__(self, config, device, seed=0):
-        self.parameters = dict(int_linear.skeleton(config).named_parameters())
+        self.parameters = dict(build(config).named_parameters())
         self.scale = 0.02 * 12**0.5 / (15 if config.quant == "int4" else 254)  # of evenly distributed integers
         self.generator = torch.Generator(device).manual_seed(seed)
 

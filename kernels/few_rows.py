@@ -157,11 +157,10 @@ def use(model):
 
     Raises InputError when few_rows.cpp cannot be compiled.
     """
-    weight = model.norm.weight
-    for module in model.modules() if weight.is_cuda else ():
+    for module in model.modules() if model.device.type == "cuda" else ():
         if type(module) is Attention and module.head_dim % 16 == 0:
             module.__class__ = SplitAttention
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+    if model.device.type != "cpu" or model.dtype != torch.bfloat16:
         return
     build()
     linears = []

@@ -14,34 +14,31 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import Transformer
-from runtime.errors import InputError
-
 PIECE = 2**19  # numbers of W that are turned into floats at a time, to be multiplied while they are in the cache
 FEW = 16  # rows of x up to which the kernels for int8, PyTorch's on a CPU and Triton's, are meant to be the faster ones
 
 
 def check(config):
-    """Raise InputError, naming the field, when what a Config says of its quantization does not fit its model."""
+    """Raise ValueError, naming the field, when what a Config says of its quantization does not fit its model."""
     size = config.group_size
     if config.quant not in (None, "int8", "int4"):
-        raise InputError(f"unknown quantization {config.quant!r}; known: int8, int4")
+        raise ValueError(f"unknown quantization {config.quant!r}; known: int8, int4")
     if size is not None and config.quant != "int4":
-        raise InputError("a group size is for int4")
+        raise ValueError("a group size is for int4")
     if config.quant == "int4" and size not in (32, 64, 128):
-        raise InputError(f"group size {size} is none of 32, 64, 128")
+        raise ValueError(f"group size {size} is none of 32, 64, 128")
     if config.kept and config.quant is None:
-        raise InputError("without quantization no matrix is kept from it")
+        raise ValueError("without quantization no matrix is kept from it")
     columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), config.dim)
     columns |= {"wo": config.n_heads * config.head_dim, "w2": config.intermediate_size}
     for name in config.kept:
         if name not in columns:
-            raise InputError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
+            raise ValueError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
         if name == "output" and config.tie_embeddings:
-            raise InputError("the output head of this model is its embedding table: keep tok_embeddings instead")
+            raise ValueError("the output head of this model is its embedding table: keep tok_embeddings instead")
     for name, count in columns.items():
         if size is not None and name not in config.kept and count % size:
-            raise InputError(f"group size {size} does not divide the {count} columns of {name}: keep {name}")
+            raise ValueError(f"group size {size} does not divide the {count} columns of {name}: keep {name}")
 
 
 def dequantize(weight, scales, zeros=None):
@@ -187,20 +184,39 @@ class IntEmbedding(Integers):
         return self.rows(tokens)
 
 
-def skeleton(config, held=1):
-    """Return the Transformer of a config, quantized as it says, without memory for the weights: on "meta"."""
-    with torch.device("meta"):
-        model = Transformer(config, held)
-        for path, module in list(model.named_modules()) if config.quant else []:
-            parent, _, name = path.rpartition(".")
-            tied = config.tie_embeddings and path == "output"
-            if ("tok_embeddings" if tied else name) in config.kept or type(module) not in (nn.Linear, nn.Embedding):
-                continue
-            shape = *module.weight.shape, config.quant, config.group_size
-            embeds = isinstance(module, nn.Embedding)
-            quantized = IntEmbedding(*shape) if embeds else IntLinear(*shape, bias=module.bias is not None)
-            setattr(model.get_submodule(parent), name, quantized)
-        if config.tie_embeddings:
-            for name, parameter in model.tok_embeddings.named_parameters():
-                setattr(model.output, name, parameter)
-    return model
+def replace_modules(model, config):
+    """Replace the linears and the embedding of a Transformer by integer ones, but those named in config.kept."""
+    for path, module in list(model.named_modules()):
+        parent, _, name = path.rpartition(".")
+        tied = config.tie_embeddings and path == "output"
+        if ("tok_embeddings" if tied else name) in config.kept or type(module) not in (nn.Linear, nn.Embedding):
+            continue
+        shape = *module.weight.shape, config.quant, config.group_size
+        embeds = isinstance(module, nn.Embedding)
+        quantized = IntEmbedding(*shape) if embeds else IntLinear(*shape, bias=module.bias is not None)
+        setattr(model.get_submodule(parent), name, quantized)
+
+
+def column_unit(config, least_ranks):
+    """Return how many columns of w2 must stay on one rank; 1 without int4.
+
+    least_ranks: how many ranks there would be if each had the smallest share. It is a group of int4, or
+    128 columns, which PyTorch's int4 kernel on a GPU wants, if no share then exceeds its due by more than an eighth.
+    Where groups are too few they are halved, down to 8 columns, the least that few_rows.cpp takes. Lanes are cut at
+    multiples of 8: at the neurons where they are cut without int4.
+    """
+    if config.group_size is None or "w2" in config.kept:
+        return 1
+    width, unit = config.intermediate_size, config.group_size
+    if config.lanes:
+        return 8
+    if width % 128 == 0 and width >= 8 * 128 * least_ranks and not config.named_wiring.laned:
+        unit = 128
+    while unit > 8 and width // unit < least_ranks:
+        unit //= 2
+    return unit
+
+
+def stored_columns(ranges, columns):
+    """Return how many stored numbers cover ranges of a matrix's columns, if each covers `columns`; see regroup."""
+    return sum((stop - start) // math.gcd(columns, start, stop) for start, stop in ranges)

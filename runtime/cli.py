@@ -143,10 +143,10 @@ def with_wiring(config, args):
 def warn_of_wiring(own, config, shares):
     """Say on stderr when a checkpoint runs in another wiring than its own."""
     if own.function == config.function:
-        if own.kind.laned and own.lanes is None:
+        if own.named_wiring.laned and own.lanes is None:
             print(f"these weights name no lanes: {own.wiring} is another function on other ranks", file=sys.stderr)
         return
     loss = "another function than these weights were trained for: eval.py measures the loss"
-    if own.wiring == "standard" and config.standard_alone and (config.lanes or len(shares)) == 1:
+    if own.wiring == "standard" and config.standard_in_one_lane and (config.lanes or len(shares)) == 1:
         loss = "which is the same in one lane"
     print(f"these weights are {own.wiring}'s, and run as {config.wiring}, {loss}", file=sys.stderr)

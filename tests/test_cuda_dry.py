@@ -183,7 +183,7 @@ def queued_beside(config):
     for wiring, layers in config.spans:
         two = wiring.split is attention_then_mlp
         sublayers += [products * len(layers) for products in ([attention, mlp] if two else [attention + mlp])]
-    if config.kind.stream is desynced_stream:
+    if config.named_wiring.stream is desynced_stream:
         kept = [i for i in range(1, len(sublayers) + 1) if config.period and (i % config.period == 0)]
         return [[] for _ in kept] if not config.period or len(sublayers) in kept else [[] for _ in [*kept, "last"]]
     beside, stale = [], staleness(config)

@@ -404,8 +404,8 @@ def test_many_ids_are_drawn_as_often_as_they_are_likely(settings):
 def chosen(world, logits, gathers):
     """What each way of WAYS chooses, given this rank's part of the logits."""
     comm = tp.TensorParallel(dataclasses.replace(BASE, vocab_size=logits.shape[1]), world.shares, world.group)
-    part = logits[:, slice(*tp.head_rows(logits.shape[1], world.rank, world.shares))]
-    assert torch.equal(comm.gather(part), logits) or logits.isnan().any()
+    part = logits[:, slice(*tp.vocab_range(logits.shape[1], world.rank, world.shares))]
+    assert torch.equal(comm.gather_logits(part), logits) or logits.isnan().any()
     if not gathers:
         comm.gather = None
     return [generate.Sampler(*settings, seed=3)(part, comm).tolist() for settings in WAYS]

@@ -30,7 +30,7 @@ def family_to_hf(config):
 
     A wiring other than standard gets a model_type that transformers does not know: without that code it must not load.
     """
-    name, layers, *_ = config.named
+    name, layers, *_ = config.parsed
     if name not in KNOWN:
         raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {', '.join(KNOWN)} have one")
     family = family_of(config)
@@ -39,7 +39,7 @@ def family_to_hf(config):
     if config.window_layers:
         forms = "a standard model with the biases and norms of Mistral, Qwen2, Qwen3 or SmolLM3"
         raise InputError(f"sliding_window {config.sliding_window} has no Hugging Face form here: only {forms} has one")
-    stale, alike, parallel = config.kind.stale, len(set(config.wirings)) == 1, name.startswith("parallel")
+    stale, alike, parallel = config.named_wiring.stale, len(set(config.wirings)) == 1, name.startswith("parallel")
     keys = {"wiring": config.wiring}
     if stale <= 1 and (name in ("standard", "ladder") or parallel and alike):  # the keys of published configs
         keys = {"parallel_blocks": parallel, "ladder_layers": stale and (config.n_layers if alike else layers)}
