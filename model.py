@@ -239,20 +239,26 @@ class Config:
     wo_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    nope_layers: tuple = ()  # layers without rotary embeddings
+    nope_layers: tuple[int, ...] = ()  # layers without rotary embeddings
     sliding_window: int | None = None  # how many positions a token attends to, itself included
-    window_layers: tuple = ()  # in these layers
+    window_layers: tuple[int, ...] = ()  # in these layers
     bos_id: int | None = None
-    eos_ids: tuple = ()
+    eos_ids: tuple[int, ...] = ()
     wiring: str = "standard"  # see formats/wiring_text.py
     laneformer: dict | None = None  # settings of extras/lanes
     quant: str | None = None  # "int8", "int4" or None
     group_size: int | None = None  # of int4, in columns
-    kept: tuple = ()  # names of matrices that are not quantized
+    kept: tuple[str, ...] = ()  # names of matrices that are not quantized
 
     def __post_init__(self):
         if self.n_heads % self.n_kv_heads:
             raise InputError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
+        try:
+            int_linear.check(self)
+        except ValueError as e:
+            raise InputError(str(e)) from None
+        if self.head_dim % 2:
+            raise InputError(f"head_dim {self.head_dim} is odd: rotary embeddings turn pairs")
         if not {*self.window_layers} <= {*range(self.n_layers if (self.sliding_window or 0) > 0 else 0)}:
             raise InputError(f"window_layers takes 0 to {self.n_layers - 1}, with a sliding_window of 1 or more tokens")
         if not {*self.nope_layers} <= {*range(self.n_layers)}:
@@ -524,7 +530,7 @@ def build(config):
     with torch.device("meta"):
         model = (config.named_wiring.model or Transformer)(config)
         if config.quant:
-            int_linear.replace_modules(model, config)
+            int_linear.replace_matrices(model, config)
         if config.tie_embeddings:
             for name, parameter in model.tok_embeddings.named_parameters():
                 setattr(model.output, name, parameter)

@@ -1,25 +1,25 @@
-"""Kog's Laneformers (kogai/laneformer-2b-it): their config and tensors as a Llama's, and what no Llama has.
+"""Reads the Hugging Face folders of Kog's Laneformers (kogai/laneformer-2b-it) for the converter.
 
-Each of their linears is stored lane by lane: (L, out, in) for L lanes, of which wq, wk, wv, w1, w3 and a head by parts
-of the vocabulary have a lane's rows, wo and w2 its columns.
+Each linear is stored lane by lane, (L, out, in) for L lanes: wq, wk, wv, w1, w3 and a head in parts of the vocabulary
+by rows, wo and w2 by columns.
 """
 
 import re
 
 import torch
 
+from formats.checkpoint import MOST_LAYERS
 from formats.sources import unpaired
 from runtime.errors import InputError
 
-KEYS = {  # and what their own code takes for absent ones
+KEYS = {  # with the defaults of their own code
     "num_key_value_heads": None, "head_dim": None, "norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None,
     "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 0, "num_lanes": 1, "broadcast_delay": 1,
     "use_comm": True, "use_attention_comm": None, "use_mlp_comm": None, "use_early_comm": True,
     "lm_head_type": "replicate", "pre_norm_lane_agg": False, "replicated_rmsn_scale": True, "sliding_window": None,
     "sliding_window_n_layers": 0, "swa_layers": None, "unclamped_layers": None, "attn_mask_type": "causal",
 }  # fmt: skip
-FAMILIES = dict.fromkeys(("laneformer_tp", "laneformer"), KEYS)  # by model_type: before the release, and since
-KNOWN = {  # keys that mean what they mean in a Llama's config, or nothing to what a model computes
+KNOWN = {  # keys that mean the same in a Llama's config, or do not change what a model computes
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
     "max_position_embeddings", "hidden_act", "attention_bias", "mlp_bias", "rope_parameters", "pad_token_id",
     "multiple_of", "depth_init", "use_flex_attn", "use_cache", "attention_dropout", "initializer_range",
@@ -34,16 +34,18 @@ LLAMA = {
 }  # fmt: skip
 
 
-def as_llama(hf):
-    """Return settings as of huggingface.read_hf in Llama's keys; "laneformer" among them has more values of Config.
+def laneformer_as_ministral(values):
+    """Return a Laneformer's config.json as a Ministral's, with one more key, "laneformer": {field of Config: value}.
 
-    Raises InputError for keys whose meaning is not known here: each may change what the model computes.
+    Raises InputError for unknown keys, because each may change what the model computes.
     """
+    hf = {**KEYS, **values}
     for key in sorted(hf.keys() - KEYS.keys() - KNOWN):
         raise InputError(f"{key} {hf[key]!r} is not supported: it is unknown what a Laneformer computes with it")
-    lanes, n_layers, first, scaling = (
-        hf[key] for key in ("num_lanes", "num_hidden_layers", "sliding_window_n_layers", "rope_scaling")
-    )
+    lanes, n_layers, first = hf["num_lanes"], hf["num_hidden_layers"], hf["sliding_window_n_layers"]
+    scaling = hf["rope_scaling"] or hf.get("rope_parameters")  # before transformers 5, and since
+    if n_layers > MOST_LAYERS:
+        raise InputError(f"num_hidden_layers is {n_layers} but must be at most {MOST_LAYERS}")
     heads = ("replicate",) if hf["pre_norm_lane_agg"] else ("replicate", "vocab_parallel")
     for key, known in (("lm_head_type", heads), ("attn_mask_type", ("causal",))):
         if hf[key] not in known:
@@ -55,35 +57,31 @@ def as_llama(hf):
     if windowed is None:
         windowed = [i for i in range(n_layers) if i < first or i >= n_layers + first]
     windowed = {*windowed} - {*(hf["unclamped_layers"] or ())}
-    if scaling and not {"rope_type", "type"} & scaling.keys():  # in the words of TorchTitan, which trained them
+    if isinstance(scaling, dict) and not {"rope_type", "type"} & scaling.keys():  # TorchTitan's keys
         scaling = {"rope_type": "llama3", "factor": scaling.get("scaling_factor"), **scaling}
-    comm = {f"{kind}_comm": hf[f"use_{kind}_comm"] for kind in ("attention", "mlp")}
-    wiring = f"laneformer-{2 * hf['broadcast_delay']}/{lanes}"
-    ours = {
+    comm = {name: hf[f"use_{name}"] for name in ("attention_comm", "mlp_comm")}
+    settings = {
         "early_comm": hf["use_early_comm"],
-        **{key: hf["use_comm"] if on is None else on for key, on in comm.items()},
+        **{name: hf["use_comm"] if on is None else on for name, on in comm.items()},
         "lane_head": "sum" if hf["pre_norm_lane_agg"] else hf["lm_head_type"],
         "lane_norms": not hf["replicated_rmsn_scale"],
-    }  # fmt: skip
+    }
     types = ["sliding_attention" if i in windowed else "full_attention" for i in range(n_layers)]
     return {
-        **hf,
-        "rms_norm_eps": hf["norm_eps"],
-        "rope_scaling": scaling,
-        "layer_types": types,
-        "laneformer": {"wiring": wiring, "laneformer": ours},
-    }
+        **hf, "rms_norm_eps": hf["norm_eps"], "rope_scaling": scaling, "layer_types": types,
+        "laneformer": {"wiring": f"laneformer-{2 * hf['broadcast_delay']}/{lanes}", "laneformer": settings},
+    }  # fmt: skip
 
 
 class LaneformerWeights:
-    """The tensors of their folder under Llama's names, whole, with rotary embeddings that turn (i, i + H/2)."""
+    """The tensors of such a folder under Llama's names, joined over the lanes, for rotations of pairs (i, i + H/2)."""
 
     def __init__(self, source, head_dim):
         self.source, self.head_dim, self.theirs = source, head_dim, {}
         for name in source.names():
-            found = re.fullmatch(r"(model\.layers\.\d+\.)?(.*)\.(?:weight|scale)", name)
-            layer, module = found.groups("") if found else ("", name)
-            if module != "model.freqs_cis":  # their rotations, which a file need not have
+            match = re.fullmatch(r"(model\.layers\.\d+\.)?(.*)\.(?:weight|scale)", name)
+            layer, module = match.groups("") if match else ("", name)
+            if module != "model.freqs_cis":  # the rotations, which are computed here
                 self.theirs[f"{layer}{LLAMA.get(module, module)}.weight"] = name
 
     def names(self):
