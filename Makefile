@@ -33,7 +33,8 @@ lint: .venv/requirements-dev.txt
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
-# One call of pip, which so resolves once; --no-compile halves its time: Python compiles what it imports.
+# One call of pip, which so resolves once. --no-compile halves its time: Python compiles what it imports, and keeps it.
+unexport PYTHONDONTWRITEBYTECODE
 .venv/%.txt: %.txt $(wildcard requirements*.txt)
 	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $<
