@@ -21,7 +21,7 @@ test-all: .venv/requirements-peers.txt test
 gpu: SHELL := bash
 gpu: GPU_RESULTS ?= benchmarks/results
 gpu:
-	LADDER_TEST_GPU=1 timeout -s INT -k 10 200 $(PYTHON) -m pytest -q -n 4 tests/test_gpu.py; failed=$$?; \
+	LADDER_TEST_GPU=1 timeout -s INT -k 10 200 $(PYTHON) -m pytest -q -n 4 tests/test_gpu.py tests/test_gpu_link.py; failed=$$?; \
 	$(PYTHON) -m benchmarks.gpu --seconds $$((530 - SECONDS)) --json $(GPU_RESULTS)/gpu.jsonl \
 		--traces $(GPU_RESULTS)/gpu-traces && exit $$failed
 

@@ -119,10 +119,9 @@ def build(config, weights, world, dtype, args=None, compiled=False):
     else:
         model.dropout, model.recompute = args.dropout, args.recompute
     if compiled:
-        if world.device.type == "cpu":
-            from runtime import compiling
+        from runtime import compiling
 
-            compiling.prepare()
+        compiling.prepare(world.device)
         model.token_losses = torch.compile(token_losses, dynamic=True)
         for module in model.modules():
             if isinstance(module, (Attention, FeedForward, Norm)):

@@ -437,7 +437,7 @@ def test_a_script_runs_as_a_module():
 
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("extras/*/README.md")]
+PAGES = [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("extras/*/*.md")]
 SHOWN = [  # (page, script, flags before --show, file, tables on the page)
     ("overlap.md", overlap, "standard ladder parallel parallel-ladder spd upper-bound", "overlap-memory.jsonl", 1),
     ("overlap.md", overlap, "standard ladder parallel upper-bound", "overlap-netns.jsonl", 1),
