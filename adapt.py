@@ -24,7 +24,6 @@ from extras.training import lanes, runs, sharding
 from extras.training.data import SEPARATOR
 from formats import checkpoint
 from formats.wiring_text import wiring_name
-from kernels import cxx
 from model import Attention, FeedForward, Transformer, interleave, rewired
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
@@ -121,7 +120,9 @@ def build(config, weights, world, dtype, args=None, compiled=False):
         model.dropout, model.recompute = args.dropout, args.recompute
     if compiled:
         if world.device.type == "cpu":
-            cxx.prepare_compile()
+            from runtime import compiling
+
+            compiling.prepare()
         model.token_losses = torch.compile(token_losses, dynamic=True)
         for module in model.modules():
             if isinstance(module, (Attention, FeedForward, Norm)):

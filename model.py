@@ -253,6 +253,10 @@ class Config:
     def __post_init__(self):
         if self.n_heads % self.n_kv_heads:
             raise InputError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
+        try:
+            int_linear.check(self)
+        except ValueError as e:
+            raise InputError(str(e)) from None
         if self.head_dim % 2:
             raise InputError(f"head_dim {self.head_dim} is odd: rotary embeddings turn pairs")
         if not {*self.window_layers} <= {*range(self.n_layers if (self.sliding_window or 0) > 0 else 0)}:
@@ -526,7 +530,7 @@ def build(config):
     with torch.device("meta"):
         model = (config.named_wiring.model or Transformer)(config)
         if config.quant:
-            int_linear.replace_modules(model, config)
+            int_linear.replace_matrices(model, config)
         if config.tie_embeddings:
             for name, parameter in model.tok_embeddings.named_parameters():
                 setattr(model.output, name, parameter)

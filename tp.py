@@ -6,6 +6,8 @@ rank's part of them. An asynchronous all-reduce starts in TensorParallel.start a
 shares are arguments, so one process can build the shard of any rank. Shape letters: model.py.
 """
 
+import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -13,9 +15,9 @@ import torch.nn as nn
 from tqdm import tqdm
 
 from formats.checkpoint import check_shape, read_slice
-from kernels import cpu, int_linear
+from kernels import cpu, int_linear, shared_memory
 from model import VOCAB_BLOCK, build, pad_logits
-from runtime import watch
+from runtime import extras, watch
 from runtime.errors import InputError
 
 # ---- The sharding plan -----------------------------------------------------------------------------------------------
@@ -210,6 +212,48 @@ def _gather(part, tp_size, group):
     ops = torch.ops._c10d_functional
     [parts] = ops.all_gather_into_tensor_coalesced([part.contiguous()], tp_size, group)
     return ops.wait_tensor(parts).unflatten(0, (tp_size, -1))
+
+
+class Collective(NamedTuple):
+    """A way to sum over ranks. about: its line of --help. connect(world): returns the process group that does it.
+
+    connect gets a launch.World whose `group` is torch.distributed's own. Raises InputError, on all ranks alike, where
+    the ranks cannot use it.
+    """
+
+    about: str
+    connect: Callable
+
+
+def connect_auto(world):
+    """Return the fastest group: memory that CPU ranks share, or one hop between their nodes; else NCCL or gloo."""
+    if world.device.type != "cpu":
+        return world.group
+    try:
+        if len({*world.nodes}) > 1:
+            return collective("one-hop").connect(world)
+        group = shared_memory.connect(world)
+    except (InputError, shared_memory.Unavailable) as e:
+        if world.rank == 0:
+            print(f"gloo carries the all-reduces: {e}", file=sys.stderr, flush=True)
+        return world.group
+    watch.monitors.add(shared_memory)
+    return group
+
+
+COLLECTIVES = {
+    "auto": Collective("CPUs of one node through shared memory, of several in one hop; GPUs by NCCL", connect_auto),
+    "library": Collective("by gloo or NCCL", lambda world: world.group),
+}
+
+
+def collective(name):
+    """Return the Collective of this name, if need be from extras/collectives. Raises InputError for unknown ones."""
+    if name not in COLLECTIVES:
+        extras.load("collectives", f"--comm {name}")
+    if name not in COLLECTIVES:
+        raise InputError(f"--comm {name} is unknown: use one of {', '.join(sorted(COLLECTIVES))}")
+    return COLLECTIVES[name]
 
 
 class TensorParallel:

@@ -14,6 +14,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from kernels.swap import recast, swap
+
 PIECE = 2**19  # numbers of W that are turned into floats at a time, to be multiplied while they are in the cache
 FEW = 16  # rows of x up to which the kernels for int8, PyTorch's on a CPU and Triton's, are meant to be the faster ones
 
@@ -142,22 +144,20 @@ class Int8CudaLinear(IntLinear):
         return y if self.bias is None else y + self.bias
 
 
-class Int4CudaLinear(IntLinear):
-    """An IntLinear in the layout of PyTorch's kernel for int4 on a GPU, which wants K in multiples of 128, N of 8."""
+class Int4CudaLinear(nn.Module):
+    """An int4 IntLinear in the layout of PyTorch's kernel on a GPU, which takes K in multiples of 128, N of 8."""
 
     @torch.no_grad()
-    def pack(self):
-        self.shape = self.weight.shape[0], 2 * self.weight.shape[1]
-        self.group_size = self.shape[1] // self.scales.shape[1]
+    def __init__(self, linear):
+        super().__init__()
+        self.out_features, self.in_features, self.bias = linear.out_features, linear.in_features, linear.bias
+        weight, scales = linear.weight, linear.scales
+        self.group_size = self.in_features // scales.shape[1]
         # the kernel counts from the middle, W = (q - 8) scale + middle, and has the even column in the upper half
-        pairs = torch.stack((self.scales, self.zeros + 8 * self.scales), dim=-1)  # (N, G, 2)
-        pairs = pairs.transpose(0, 1).contiguous()
-        packed = torch._convert_weight_to_int4pack(self.weight << 4 | self.weight >> 4, 8)
-        self.weight, self.scales = (nn.Parameter(t, requires_grad=False) for t in (packed, pairs))
-        self.zeros = None  # rows() is gone with it
-
-    out_features = property(lambda self: self.shape[0])
-    in_features = property(lambda self: self.shape[1])
+        pairs = torch.stack((scales, linear.zeros + 8 * scales), dim=-1)  # (N, G, 2)
+        self.scales = nn.Parameter(pairs.transpose(0, 1).contiguous(), requires_grad=False)
+        packed = torch._convert_weight_to_int4pack(weight << 4 | weight >> 4, 8)
+        self.weight = nn.Parameter(packed, requires_grad=False)
 
     def forward(self, x):
         y = torch._weight_int4pack_mm(x.reshape(-1, self.in_features), self.weight, self.group_size, self.scales)
@@ -165,36 +165,11 @@ class Int4CudaLinear(IntLinear):
         return y if self.bias is None else y + self.bias
 
 
-def use_kernels(model):
-    """Let a model in bfloat16 multiply with kernels for integers, where there are any for its device and shapes."""
-    for linear in [m for m in model.modules() if type(m) is IntLinear and m.scales.dtype == torch.bfloat16]:
-        N, K, on_gpu = linear.out_features, linear.in_features, linear.weight.is_cuda
-        fits = K % 128 == N % 8 == 0 and K // linear.scales.shape[1] in (32, 64, 128)
-        if N and linear.zeros is None and (on_gpu or K % 16 == 0):
-            linear.__class__ = Int8CudaLinear if on_gpu else Int8Linear
-        elif N and linear.zeros is not None and on_gpu and fits:
-            linear.__class__ = Int4CudaLinear
-            linear.pack()
-
-
 class IntEmbedding(Integers):
     """Token ids -> their rows of W."""
 
     def forward(self, tokens):
         return self.rows(tokens)
-
-
-def replace_modules(model, config):
-    """Replace the linears and the embedding of a Transformer by integer ones, but those named in config.kept."""
-    for path, module in list(model.named_modules()):
-        parent, _, name = path.rpartition(".")
-        tied = config.tie_embeddings and path == "output"
-        if ("tok_embeddings" if tied else name) in config.kept or type(module) not in (nn.Linear, nn.Embedding):
-            continue
-        shape = *module.weight.shape, config.quant, config.group_size
-        embeds = isinstance(module, nn.Embedding)
-        quantized = IntEmbedding(*shape) if embeds else IntLinear(*shape, bias=module.bias is not None)
-        setattr(model.get_submodule(parent), name, quantized)
 
 
 def column_unit(config, least_ranks):
@@ -220,3 +195,34 @@ def column_unit(config, least_ranks):
 def stored_columns(ranges, columns):
     """Return how many stored numbers cover ranges of a matrix's columns, if each covers `columns`; see regroup."""
     return sum((stop - start) // math.gcd(columns, start, stop) for start, stop in ranges)
+
+
+# ---- Replacing the matrices of a model -------------------------------------------------------------------------------
+
+
+def replace_matrices(model, config):
+    """Replace the linears and embeddings of a Transformer by integer ones, except those that the config keeps."""
+
+    def make(name, module):
+        table = "tok_embeddings" if name == "output" and config.tie_embeddings else name
+        if type(module) not in (nn.Linear, nn.Embedding) or table in config.kept:
+            return None
+        shape = *module.weight.shape, config.quant, config.group_size
+        return IntEmbedding(*shape) if type(module) is nn.Embedding else IntLinear(*shape, module.bias is not None)
+
+    swap(model, make)
+
+
+def use_kernels(model):
+    """Replace the IntLinears of a model in bfloat16 by those with kernels, where the device and the shape have one."""
+
+    def make(name, linear):
+        if type(linear) is not IntLinear or linear.scales.dtype != torch.bfloat16 or not linear.out_features:
+            return None
+        N, K, on_gpu = linear.out_features, linear.in_features, linear.weight.is_cuda
+        if linear.zeros is None:
+            return recast(linear, Int8CudaLinear if on_gpu else Int8Linear) if on_gpu or K % 16 == 0 else None
+        fits = K % 128 == N % 8 == 0 and K // linear.scales.shape[1] in (32, 64, 128)
+        return Int4CudaLinear(linear) if on_gpu and fits else None
+
+    swap(model, make)

@@ -130,7 +130,7 @@ def generation(runner, draft, world, prompts, done, chunk):
         "decode_s": done.decode_s, "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot,
         "tok_s": tpot and later / done.decode_s, "tok_s_user": tpot and 1 / tpot, "step_bytes": int(read),
         "bandwidth": bandwidth, "mbu": tpot and read * passes / done.decode_s / bandwidth, "passes": passes,
-        "drafted": draft and draft.drafted, "accepted": accepted, "draft_s": draft and draft.seconds,
+        "drafted": draft and draft.drafted, "accepted": accepted,
         "tokens": None if world.simulated else done.rows, "peak_bytes": peaks,
         "prefill_parts": runner.parts_of(len(prompts), min(longest, max(1, chunk // len(prompts)))),
     }  # fmt: skip

@@ -24,9 +24,8 @@ from reference import Reference
 import tp
 from extras.collectives import one_hop
 from extras.measure import link
-from kernels import few_rows
 from model import VOCAB_BLOCK
-from runtime import launch
+from runtime import compiling, launch
 from runtime.errors import InputError
 
 SHAPES = {  # every kind of split at tp 2, 3, 4: even, uneven, replicated KV heads, odd sizes
@@ -174,7 +173,7 @@ def logits_of(world, cases, **compile):
 def halves(world, config, compile):
     """Logits in bfloat16 on this rank: plain, and with few_rows.cpp, which --compile takes."""
     nets = [shard(config, world, torch.bfloat16) for _ in range(2)]
-    few_rows.use(nets[1])
+    compiling.use_fast_modules(nets[1])
     return [last_logits(net, *unequal_rows(config), compile=c) for net, c in zip(nets, (False, compile), strict=True)]
 
 
