@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 import convert_hf_checkpoint
 import tp
 from extras.export import to_hf, verify
+from extras.lanes import load_lanes
 from formats import checkpoint, huggingface
 from formats.huggingface import config_from_hf
 from formats.tokenizer import load_tokenizer
@@ -57,7 +58,7 @@ def write(folder, **changes):
     config = dataclasses.replace(BASE, **changes)
     net = random_model(config)
     if config.lanes:
-        net = tp.load_shard(config, StateWeights(net.state_dict()), torch.float32, "cpu")
+        net = load_lanes(config, StateWeights(net.state_dict()), torch.float32, "cpu")
     with writing.new_folder(folder / "ours") as out:
         checkpoint.write_model(out, config, random_model(config).state_dict(), torch.float32)
     to_hf.main([str(folder / "ours"), "--out", str(folder / "hf")])
@@ -154,7 +155,7 @@ try:
 except ValueError as e:
     assert "contains custom code" in str(e) and "trust_remote_code=True" in str(e), e
     model = load(sys.argv[1], trust_remote_code=True)
-    print(type(model).__name__, *model(torch.tensor([[5, 90, 7]])).logits[0, -1].tolist())
+    print("\\n", type(model).__name__, *model(torch.tensor([[5, 90, 7]])).logits[0, -1].tolist())
 """
 
 
@@ -190,7 +191,7 @@ def test_a_standard_model_is_one_of_transformers_own_where_it_has_one(shape, tmp
         ("upper-bound/2", "wiring upper-bound/2 has no Hugging Face form: only standard, ladder, "),
         ("own", "wiring own has no Hugging Face form"),
         ("spd", "--wiring spd is another function in other numbers of lanes: name them, e.g. spd/8"),
-        ("delayed/7", "wiring delayed/7 cannot shard n_heads 6: use 1 to 6 lanes"),
+        ("delayed/7", "7 ranks or lanes cannot shard n_heads 6: use 1 to 6"),
     ],
 )
 def test_what_has_no_form_is_refused(wiring, words, tmp_path, monkeypatch):
