@@ -145,8 +145,8 @@ def read_original(folder):
 def digest(folder, samples=1024):
     """Return a short hash of a checkpoint folder: of its small files, and of the headers and samples of its weights.
 
-    Ranks compare it to find that they read different files. A change within a tensor is found for certain if it is
-    longer than a 1024th of its file.
+    Ranks compare it to find that they read different files. A change within a tensor is certain to be seen
+    only if it is longer than a 1024th of its file.
     """
     result = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):

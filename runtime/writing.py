@@ -71,8 +71,8 @@ def check_absent(path):
 
 def publish(unfinished, path):
     """Give a complete file or folder its name, once all of it is on the disk."""
-    for part in (unfinished, *unfinished.rglob("*")):
-        descriptor = os.open(part, os.O_RDONLY)
+    for file in (unfinished, *unfinished.rglob("*")):
+        descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
     os.replace(unfinished, path)
