@@ -5,8 +5,6 @@ Shape letters: B batch.
 
 import torch
 
-from decoding.sampling import Sampler
-
 
 def last_tokens(texts, device):
     """Return the arguments of Runner.decode for texts of which all but the last token is in the cache."""
@@ -41,20 +39,3 @@ class RunAhead:
         self.ahead = sample(runner.decode(token, positions, longest)[:, 0], runner.model.comm), positions
         computed.synchronize()
         return read
-
-
-class Plain:
-    """Plain decoding with the interface of a draft (decoding/speculative.py), of no proposals."""
-
-    counts = (0,)
-
-    def begin(self, tokens, lengths, chunk, known=0):
-        self.run_ahead = RunAhead()
-
-    @torch.inference_mode()
-    def step(self, runner, texts, done, sample):
-        decode = next_tokens if runner.device.type == "cpu" else self.run_ahead
-        return decode(runner, texts, sample)[:, None].tolist()
-
-    def warm_up(self, runner, texts, count):
-        next_tokens(runner, texts, Sampler(0)).tolist()  # waits for the device

@@ -25,12 +25,6 @@ def _one_line():
         raise InputError(str(e)) from None
 
 
-def prepare():
-    """Check and set up what torch.compile needs on a CPU. Raises InputError without a C++ compiler."""
-    with _one_line():
-        cxx.prepare_compile()
-
-
 class DecodeAttention(Attention):
     """An Attention whose decode step few_rows.cpp computes, on a CPU."""
 
@@ -94,3 +88,29 @@ def use_fast_modules(model):
             return recast(module, FewRowsFeedForward) if integers else None
 
     swap(model, make)
+
+
+def compiled(model, decode, prefill):
+    """Return (the model for decode steps, the model for the prefill), each compiled if asked for.
+
+    Raises InputError if that needs a C++ compiler and there is none.
+    """
+    if model.device.type == "cpu":
+        with _one_line():
+            cxx.prepare_compile()
+    prefill_model = torch.compile(model, fullgraph=True) if prefill else model
+    if not decode:
+        return model, prefill_model
+    use_fast_modules(model)
+    # One graph for any cache_length, an argument of Transformer.forward; all else is fixed. So each shape of a cache
+    # has its own, and who serves many must not run out of them. Both settings are global.
+    torch.compiler.config.dynamic_sources = "L['cache_length']"
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
+    if model.device.type == "cuda":
+        from kernels.cuda_graphs import Graphs
+
+        return Graphs(model), prefill_model
+    # A step's weights evict all else from the caches, so little should run between the products; a second thread is for
+    # large kernels.
+    options = {"cpp_wrapper": True, "size_asserts": False, "cpp.min_chunk_size": 16384}
+    return torch.compile(model, fullgraph=True, dynamic=False, options=options), prefill_model
