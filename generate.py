@@ -19,7 +19,7 @@ import torch
 
 from decoding import sampling
 from decoding.sampling import Sampler
-from decoding.step import RunAhead, next_tokens
+from decoding.step import RunAhead, next_tokens, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from kernels import int_linear
@@ -124,15 +124,6 @@ class Runner:
         return self._decode(tokens, positions, self.cache, filled)
 
 
-@torch.inference_mode()  # as everything that runs them: to the compiler, other tensors are another graph
-def pad(prompts, device):
-    """Return (tokens (B, S), lengths (B,)) of prompts of any lengths, padded on the right."""
-    tokens = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt)
-    return tokens.to(device), torch.tensor([len(p) for p in prompts], device=device)
-
-
 # ---- Generation ------------------------------------------------------------------------------------------------------
 
 
@@ -196,34 +187,6 @@ def generate(
             new = draft.step(runner, texts, done, sample)  # for each row the proposals that the model accepts, and one
         else:
             new = step(runner, texts, sample)[:, None].tolist()  # one for each row
-
-
-@torch.inference_mode()
-def warm_up(runner, prompts, max_new_tokens, pass_tokens=PASS_TOKENS, draft=None):
-    """Compile a prefill and the passes that follow it, on a GPU in each bucket of cache slots; returns the seconds."""
-    start, first = time.perf_counter(), max(map(len, prompts)) + 1
-    lengths = {first}
-    if runner.device.type == "cuda":
-        last = first + max_new_tokens - 1
-        lengths |= {last, *(length for length in range(first, last) if length % BUCKET == 1)}
-    with watch.during("compilation"):
-        padded = pad(prompts, runner.device)
-        runner.prefill(*padded, pass_tokens)
-        if draft:
-            draft.begin(*padded, pass_tokens)
-        for texts in [[[0] * length for _ in prompts] for length in sorted(lengths)]:
-            if not draft:
-                next_tokens(runner, texts, Sampler(0)).tolist()  # waits for the device
-            for proposals in draft.counts if draft else ():
-                draft.warm_up(runner, texts, proposals)
-    return time.perf_counter() - start
-
-
-def without_guards(runner):
-    """Return a context for after a warm-up of the same shapes: else guards take 0.5 ms a step of 16 layers."""
-    if any(runner.compiles) and runner.device.type == "cpu":
-        return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
-    return contextlib.nullcontext()
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
@@ -319,9 +282,11 @@ def set_up(args, world):
             draft = speculative.build(source, runner, new_runner, whole)
     load_s, compile_s = time.perf_counter() - start, 0.0
     if args.compile:
+        from runtime import compiling
+
         if world.rank == 0:
             print("compiling ...", file=sys.stderr)
-        compile_s = warm_up(runner, prompts, new, draft=draft)
+        compile_s = compiling.warm_up(runner, prompts, new, BUCKET, draft)
     if source and source.count == "auto":
         draft.begin(*pad(prompts, world.device), PASS_TOKENS)
         draft.control.time_passes(draft, runner, prompts, world, sample)
@@ -334,7 +299,12 @@ def run(setup, world):
     s, printer = setup, None
     if world.rank == 0 and not world.simulated:
         printer = terminal.Printer(s.prompts, s.tokenizer, s.max_new_tokens, show_prompt=not s.args.chat)
-    with without_guards(s.runner):
+    unguarded = contextlib.nullcontext()
+    if s.args.compile:
+        from runtime import compiling
+
+        unguarded = compiling.without_guards(s.runner.device)
+    with unguarded:
         push = printer and printer.push
         done = generate(s.runner, s.prompts, s.max_new_tokens, s.sample, s.eos_ids, push, draft=s.draft)
     return done, printer and printer.finish(done.rows)

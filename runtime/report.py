@@ -155,6 +155,6 @@ def summary(r):
         tried = sum(r["accepted"])
         mean = sum(n * times for n, times in enumerate(r["accepted"])) / tried if tried else 0
         lines.append(
-            f"draft {r['draft']}@{r['speculate']}: {r['passes']} passes, {mean:.2f} proposals accepted of a row"
+            f"draft {r['draft']}@{r['speculate']}: {r['passes']} passes, {mean:.2f} proposals accepted in each"
         )
     return "\n".join(lines)

@@ -13,9 +13,7 @@ CHAT_CONTEXT = 4096  # tokens of a chat's cache, at most
 
 def add_prompt_flags(parser):
     g = parser.add_argument_group("prompts", "each is a row of the batch")
-    words = (
-        'a text, e.g. "One day"; a file with one on each line, e.g. @prompts.txt; or token ids, e.g. ids:1,403,407;\n'
-    )
+    words = 'a text, e.g. "One day"; a file with one on each line, e.g. @prompts.txt; or token ids, e.g. ids:1,403;\n'
     g.add_argument("--prompt", action="append", metavar="TEXT|@FILE|ids:I,J,...", help=words + "may be repeated")
     g.add_argument("--prompt-length", type=count, metavar="N", help="a synthetic prompt of N random tokens, e.g. 1024")
     words = "repeat the prompts to B rows, e.g. 16 (synthetic ones differ)"
