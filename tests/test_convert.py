@@ -261,7 +261,7 @@ def test_ladder_layers_of_a_config_are_honoured_and_written_back(ladder, wiring,
 
 
 def test_flags_choose_the_wiring(hf_folder, tmp_path):
-    assert convert(hf_folder, tmp_path / "ladder", "--ladder-layers", "1").config.wiring == "ladder:1"
+    assert convert(hf_folder, tmp_path / "ladder", "--wiring", "ladder:1").config.wiring == "ladder:1"
     assert convert(hf_folder, tmp_path / "ours", "--wiring", "spd:1/2").config.wiring == "spd:1/2"
     with pytest.raises(InputError, match="name them, e.g. spd/8"):
         convert(hf_folder, tmp_path / "other", "--wiring", "spd")
