@@ -236,9 +236,9 @@ class TensorParallel:
     def settle(self, x, pending, after=None):
         """Return x + wait(pending), or x if pending is None, not before `after`, a later collective, has started.
 
-        To the compiler it is one opaque operator with `after` as an input: so the wait cannot move before that start, nor
-        past the next sublayer, which reads its result. With plain operators Inductor fuses the residual additions of two
-        neighbouring sublayers and waits for both sums at once, which undoes half of the overlap.
+        To the compiler it is one opaque operator with `after` as an input. So the wait cannot move before that start,
+        nor past the next sublayer, which reads its result. With plain operators Inductor fuses the residual additions
+        of two neighbouring sublayers and waits for both sums at once, which undoes half of the overlap.
         """
         if after is None:  # nothing to hold back: the compiler fuses this with the next norm
             return x if pending is None else x + self.wait(pending)
