@@ -110,6 +110,8 @@ def shared_data(name):
 def random_model(config, seed=0):
     """A model whose weights are all random, norms and biases too, and large enough that every term matters."""
     model = Transformer(config).eval()
+    if config.tie_embeddings:
+        model.output.weight = model.tok_embeddings.weight
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():

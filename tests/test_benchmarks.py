@@ -322,10 +322,9 @@ def test_a_script_runs_as_a_module():
 
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
+PAGES = [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("extras/*/*.md")]
 SHOWN = [  # (page, script, flags before --show, file, tables on the page)
     ("overlap.md", overlap, "standard ladder parallel parallel-ladder spd upper-bound", "overlap-memory.jsonl", 1),
-    ("overlap.md", overlap, "standard ladder parallel desync:4 upper-bound", "overlap-cpu.jsonl", 1),
     ("overlap.md", overlap, "standard ladder parallel upper-bound", "overlap-netns.jsonl", 1),
     ("overlap.md", overlap, "", "overlap-tp8.jsonl", 1),
     ("decode.md", decode, "", "decode.jsonl", 2),

@@ -75,7 +75,7 @@ SCRIPTS = {
         "",
         {
             "": "one of the arguments --checkpoint --model is required",
-            "--model 9b": "--model 9b is no size, or asks for too many layers: give one of 1b, laneformer-2b, 3b, 8b",
+            "--model 9b": "--model 9b is no size, or asks for too many layers: give one of 1b, 3b, 8b",
             "--model 8b --prompt a": "--model has no tokenizer: use --prompt-ids",
             "--model 1b --prompt-length 3 --quant int8:64": "a group size is for int4",
             "--model 1b --prompt-length 3 --quant int3": "--quant int3 is none of int8, int4, int4:32",

@@ -310,3 +310,12 @@ def test_what_cannot_be_trained_or_teach_is_one_clear_line(retrain, tiny, tmp_pa
         with pytest.raises(InputError, match=message):
             adapt.main([*retrain, *words])
     assert not (tmp_path / "out.run").exists()
+
+
+def test_a_validation_that_is_not_finite_ends_a_training(tiny, tmp_path, monkeypatch):
+    for name in ("text", "valid"):
+        (tmp_path / name).write_text("Once upon a time there was a little dog. " * 40)
+    monkeypatch.setattr(adapt, "losses", lambda *_: (torch.tensor(torch.nan), torch.tensor(torch.nan)))
+    flags = "--checkpoint", tiny, "--text", tmp_path / "text", "--valid", tmp_path / "valid", "--steps", 1
+    with pytest.raises(InputError, match="the loss on --valid is nan nats per token"):
+        adapt.main([str(flag) for flag in (*flags, "--seq-len", 16, "--batch", 2, "--out", tmp_path / "out")])

@@ -108,9 +108,9 @@ class Auto:
         """Measure a pass with each number of proposals, on the slowest rank. The draft has begun."""
         like = Sampler(sample.temperature, sample.top_k, sample.top_p, device=runner.device)
         texts = [[0] * (max(map(len, prompts)) + 1) for _ in prompts]
-        seconds = {
-            count: min(timed(runner.device, lambda n=count: draft.warm_up(runner, texts, n, like)) for _ in range(3))
+        seconds = [
+            min(timed(runner.device, lambda n=count: draft.warm_up(runner, texts, n, like)) for _ in range(3))
             for count in draft.counts
-        }
-        ranks = world.gather(seconds)
-        self.seconds = {count: max(each[count] for each in ranks) for count in seconds}
+        ]
+        slowest = [max(times) for times in zip(*world.gather(seconds), strict=True)]
+        self.seconds = dict(zip(draft.counts, slowest, strict=True))
