@@ -12,8 +12,8 @@ from test_speculative import FLAGS, check_flag, check_graphs, generated, mild, n
 
 import generate
 import tp
-from decoding import speculative
-from extras.drafts import Auto, Rewired, rewire
+from extras.drafts import speculative
+from extras.drafts.rewired import Auto, Rewired, rewire
 from runtime.errors import InputError
 
 

@@ -18,7 +18,7 @@ from test_quantize import INT4, INT8, quantized_state
 import generate
 import tp
 from complete import complete, load
-from decoding import speculative
+from extras.drafts import speculative
 from formats import checkpoint
 from model import SingleDevice
 from runtime.errors import InputError
