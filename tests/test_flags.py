@@ -139,42 +139,6 @@ SCRIPTS = {
             "--out {}/out --shard-gb 0": "--shard-gb: '0' is not a number above 0",
         },
     ),
-    "adapt": (
-        "--text {}/long --valid {}/long --out {}/out --vocab-size 300 --dim 32 --n-layers 2 --n-heads 4 --n-kv-heads 2 "
-        "--intermediate-size 48 --seq-len 16 --steps 20 --eval-every 20 --warmup 5 --batch 8",
-        {
-            "--steps 0": "--steps: '0' is not a whole number from 1",
-            "--lr 0": "--lr: '0' is not a number above 0",
-            "--dim 30": "--dim 30 is not an even multiple of --n-heads 4",
-            "--dropout 1": "--dropout: '1' is not a number from 0 to 0.99",
-            "--vocab-size 100000": "--vocab-size 100000 does not suit the text",
-            "--seq-len 5000": "tokens; a window takes 5001: see --seq-len",
-            "--n-kv-heads 3": "n_heads 4 is not a multiple of n_kv_heads 3",
-            "--ladder-layers 3": "NAME:N takes 1 to 2",
-            "--text /nowhere": "/nowhere: No such file",
-            "--text {}/empty": "--text: no text to make a vocabulary of",
-            "--text /bin/true": "/bin/true is not valid UTF-8",
-            "--text {}/bad.jsonl": "bad.jsonl line 2 has neither",
-            "--wiring desync": "desync is another function in another number of lanes: name them, e.g. desync/8",
-            "--distill": "--distill needs --checkpoint, the model to retrain",
-            "--wiring ladder:auto2": "--wiring ladder:auto2 needs a standard --checkpoint",
-            "--checkpoint {}": "--vocab-size is for a model from scratch: it does not go with --checkpoint",
-            "--out {}": "already exists: remove it or give another folder",
-        },
-    ),
-    "adapt on a checkpoint": (
-        "--text {}/long --valid {}/long --out {}/out --checkpoint {tiny} --seq-len 16 --steps 20 --batch 8",
-        {
-            "--checkpoint /nowhere": "/nowhere is not a checkpoint folder",
-            "--seq-len 4096": "--seq-len 4096 is longer than the context of 64",
-            "--wiring ladder:auto9": "1 to 3",
-            "--wiring ladder:autox": "no such wiring: 'ladder:x'",
-            "--seq-len 16 --valid-tokens 10": "--valid holds 11 tokens; a window takes 17",
-            "--distill {even}": "even0 has another vocabulary, of 1,024 tokens, and the model's 300",
-            "--dim 3": "--dim is for a model from scratch",
-            "--checkpoint {even}": "even0 has no tokenizer",
-        },
-    ),
     "extras.measure.probe": (
         "",
         {

@@ -2,7 +2,7 @@
 
 from extras.lanes.laneformer import add_wiring
 from extras.lanes.laneformer_folder import LaneformerWeights, laneformer_as_ministral
-from extras.lanes.lanes import load_lanes
+from extras.lanes.lanes import LaneSums, load_lanes
 from formats.sizes import SIZES
 from model import Config
 
@@ -13,4 +13,4 @@ SIZES["laneformer-2b"] = Config(
     sliding_window=512, window_layers=tuple(range(10)),
 )  # fmt: skip
 
-__all__ = ["LaneformerWeights", "laneformer_as_ministral", "load_lanes"]
+__all__ = ["LaneSums", "LaneformerWeights", "laneformer_as_ministral", "load_lanes"]
