@@ -16,9 +16,9 @@ QUICK = ["-k", "not compiled and not ranks and not laneformer", "tests/test_mode
 
 
 def core_tests():
-    """Return the test files that import no extra at their top, nor a file of tests/ that does."""
+    """Return the test files that import, at their top, neither extras nor benchmarks nor a file of tests/ that does."""
     texts = {path.stem: path.read_text() for path in ROOT.glob("tests/*.py") if path.stem != "test_boundary"}
-    users, imports = set(), "extras"
+    users, imports = set(), "extras|benchmarks"
     while new := {n for n, text in texts.items() if re.search(rf"^(from|import) ({imports})\b", text, re.M)} - users:
         users, imports = users | new, "|".join(new)
     return [f"tests/{name}.py" for name in sorted(texts.keys() - users) if name.startswith("test_")]
