@@ -1,20 +1,11 @@
 """Ranks that die, stall, or were not started alike: how the run ends; and that faults.py sees when it should not have
 ended so."""
 
-import subprocess
-import sys
-import time
-
 import faults
 import pytest
 
-CASES = faults.cases()
+CASES = faults.CASES
 FAST = "decode, SIGKILL, rank 1 of 2", "decode, SIGSTOP, rank 0 of 2", "unlike --seed"
-SLOW = [
-    "load, hang, rank 1 of 2", "prefill, exception, rank 1 of 2", "chat, SIGKILL, rank 1 of 2",
-    "training, terminal SIGINT, rank 0 of 2", "join, launcher SIGKILL, rank 0 of 2", "decode, SIGKILL, rank 2 of 3",
-    "decode, SIGSTOP, rank 0 of 2, gloo", "unlike other weights", "unlike another version of the code",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +13,7 @@ def files(tmp_path_factory):
     return faults.write_files(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in CASES])
 def test_a_fault_ends_all_soon_with_one_line_that_names_it(name, files):
     line = faults.run(CASES[name], files)
     assert line["wrong"] == [], line
@@ -60,16 +51,3 @@ SPOILED = [
 @pytest.mark.parametrize("line, change, found", [(GOOD, {}, []), (ALIKE, {}, []), *SPOILED])
 def test_what_is_wrong_with_the_end_of_a_run(line, change, found):
     assert faults.wrong({**line, **change}) == found
-
-
-def test_the_processes_of_a_run_are_found_by_its_mark():
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={faults.MARK: "a mark"})
-    try:
-        deadline = time.monotonic() + 60
-        while process.pid not in faults.of_run("a mark"):  # it has not begun yet
-            assert time.monotonic() < deadline
-        assert not faults.of_run("a")
-    finally:
-        process.kill()
-        process.communicate()
-    assert not faults.of_run("a mark")

@@ -280,7 +280,7 @@ def test_compiled_ranks_of_several_nodes_do_too():
 
 def logits_over_all(world, config):
     found = []
-    for group in (world.group, world.dist_group, one_hop.connect(world, "127.0.0.1", ["0", "1"])):
+    for group in (world.group, world.dist_group, one_hop.connect(world)):
         net = shard(config, world)
         net.comm = tp.TensorParallel(config, world.tp_size, group)
         found.append(last_logits(net, *unequal_rows(config), compile=True))

@@ -17,7 +17,7 @@ from runtime.errors import InputError
 from tp import shard_plan
 
 NEEDED = ["state-*", "best-*", "*.tmp", "*.tokens", "best.json"]  # by a run that has not ended; best.json goes last
-MACHINE = ["out", "device", "micro_batch", "recompute", "compile", "save_every", "timeout"]  # may change
+MACHINE = ["out", "device", "micro_batch", "recompute", "compile", "save_every"]  # may change
 
 
 def describe(args):
