@@ -143,12 +143,13 @@ def join(device=None, flags=None):
         if comm != "auto":
             raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun")
         return world
-    seconds, node = timeout(), os.environ.get("GROUP_RANK", f"of rank {rank}")  # torchrun's number of the node
+    seconds, local = timeout(), int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
+    node = os.environ.get("GROUP_RANK", str(rank // local))  # torchrun's number of the node, or what comes close
     world.nodes, processes = zip(
         *world.gather([node, os.getpid()], seconds + IMPORTS if seconds else math.inf), strict=True
     )
-    neighbours = {r: process for r, process in enumerate(processes) if world.nodes[r] == node}
-    _watch = watch.Watch(_store(), rank, tp_size, neighbours, seconds, _leave)
+    near = {r for r in range(tp_size) if world.nodes[r] == node and "GROUP_RANK" in os.environ}
+    _watch = watch.Watch(_store(), rank, tp_size, {r: processes[r] for r in near}, seconds, _leave)
     _watch.start()
     world.agree(_start(flags, world.device) | {"LADDER_TIMEOUT": seconds})
     _init_process_group(world)
