@@ -115,7 +115,7 @@ def measure(args, world):
         model.comm = TensorParallel(model.config, world.tp_size, world.group)
         how = not args.eager, not args.eager, parts
         runners = (Runner(m, cache, *how) for m in (model, exposed.silenced(model, world)))
-        partial = base.norm.weight.new_zeros(args.batch, -(-tokens // parts), config.dim)
+        partial = torch.zeros(args.batch, -(-tokens // parts), config.dim, device=base.device, dtype=base.dtype)
         steps = [exposed.replays(runner, *prompts)[args.kind] for runner in runners]
         found[name] = exposed.Case(config, *steps, model.comm, partial, link.FREE, parts)
     over = itertools.product(args.links.items(), found.items())

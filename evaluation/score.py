@@ -44,7 +44,7 @@ def predictions(models, documents, size, stride, batch, show=False):
     v: this rank's part of the vocabulary.
     """
     plan = [(ids, *window) for ids in documents for window in windows(len(ids), size, stride)]
-    device = models[0].norm.weight.device
+    device = models[0].device
     for i in tqdm(range(0, len(plan), batch), desc="scoring", unit="batch", delay=1, disable=None if show else True):
         watch.at("scoring of batch", i // batch)
         part = plan[i : i + batch]
@@ -117,7 +117,7 @@ def sensitivity(model, score, wiring="ladder", show=False):
     score: a function from a model to its nats per token, on any text. Raises InputError as alone() does.
     """
     own, scores = model.config, []
-    configs = [alone(own, wiring, i) for i in range(own.n_layers + 1 - alone(own, wiring, 0).kind.blocks)]
+    configs = [alone(own, wiring, i) for i in range(own.n_layers + 1 - alone(own, wiring, 0).named_wiring.blocks)]
     for config in tqdm(configs, desc="sensitivity", unit="layer", delay=1, disable=None if show else True):
         model.config = config
         scores.append(score(model))

@@ -97,8 +97,11 @@ def connect(world):
     for turn in (True, False):  # on each node one rank compiles, then the others load
         with world.together():
             if first == turn:
-                cxx.load_group(Path(__file__).with_name("one_hop.cpp"), "join_hops", "one hop between machines")
-                shared_memory.build()  # for its settle
+                try:
+                    cxx.load_group(Path(__file__).with_name("one_hop.cpp"), "join_hops", "one hop between machines")
+                    shared_memory.build()  # for its settle
+                except cxx.CompilerError as e:
+                    raise InputError(str(e)) from None
     size = places.count(places[0])
     alike = places == [place for place in dict.fromkeys(places) for _ in range(size)]
     node, memory = Node(world, size if alike else 1), None

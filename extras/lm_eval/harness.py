@@ -49,7 +49,7 @@ class Model(TemplateLM):
     def __init__(self, model, tokenizer, batch=None):
         super().__init__()
         self.model, self.text, self.rows = model, tokenizer, batch
-        self._device, self.max_length = model.norm.weight.device, model.config.max_seq_len
+        self._device, self.max_length = model.device, model.config.max_seq_len
 
     @property
     def eot_token_id(self):
@@ -110,7 +110,7 @@ class Model(TemplateLM):
             prompt, settings = request.args
             ids = self.tok_encode(prompt) or [self.prefix_token_id]
             kinds.setdefault(json.dumps(settings, sort_keys=True), []).append((i, ids))
-        c, itemsize = self.model.config, self.model.norm.weight.dtype.itemsize
+        c, itemsize = self.model.config, self.model.dtype.itemsize
         width = CACHE // (2 * c.n_layers * c.n_kv_heads * c.head_dim * itemsize)
         for kind, prompts in kinds.items():
             stops, new, sample = self.settings(json.loads(kind))

@@ -6,7 +6,7 @@ It needs neither weights nor ranks, so it says in no time what a wiring could ga
 import itertools
 from types import SimpleNamespace
 
-from model import WIRINGS, take_turns
+from model import WIRINGS, interleave, list_sublayers
 
 
 def variants(n_layers):
@@ -30,7 +30,7 @@ class Clock:
     max(compute, all-reduce) for each further sublayer, then the last all-reduce, which nothing can hide.
     """
 
-    tp_size = 1
+    tp_size = lanes = 1
 
     def __init__(self, all_reduce, compute=None, flight=0.0):
         self.all_reduce, self.flight = all_reduce, flight
@@ -69,10 +69,8 @@ def timed_block(clock, attention=0.0, feed_forward=0.0):
 
 def _run(config, clock, block, parts):
     """Return the clock after one step of the config's wiring: the very loop of model.py, its splits, and its turns."""
-    sublayers = config.sublayers(lambda wiring, i: wiring.split(block, None, None))
-    take_turns([config.kind.stream(0.0, sublayers, clock, config) for _ in range(parts)])
-    if config.sums_lanes:
-        clock.wait(clock.start(0.0))
+    sublayers = list_sublayers(config, lambda wiring, i: wiring.split(block, None, None))
+    interleave([config.named_wiring.stream(0.0, sublayers, clock, config) for _ in range(parts)])
     return clock
 
 
