@@ -145,9 +145,8 @@ def join(device=None, flags=None):
         return world
     seconds, local = timeout(), int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
     node = os.environ.get("GROUP_RANK", str(rank // local))  # torchrun's number of the node, or what comes close
-    world.nodes, processes = zip(
-        *world.gather([node, os.getpid()], seconds + IMPORTS if seconds else math.inf), strict=True
-    )
+    started = world.gather([node, os.getpid()], seconds + IMPORTS if seconds else math.inf)
+    world.nodes, processes = zip(*started, strict=True)
     near = {r for r in range(tp_size) if world.nodes[r] == node and "GROUP_RANK" in os.environ}
     _watch = watch.Watch(_store(), rank, tp_size, {r: processes[r] for r in near}, seconds, _leave)
     _watch.start()
@@ -178,10 +177,8 @@ def _init_process_group(world):
         backend, on_gpu = "nccl", {"device_id": world.device, "pg_options": options}
     elif len({*world.nodes}) > 1:
         gloo.choose_interface(_store(), world.rank, world.tp_size)
-    before, last_resort = gloo.threads(), timedelta(minutes=30)  # hangs are reported sooner
-    dist.init_process_group(
-        backend, store=_store(), rank=world.rank, world_size=world.tp_size, timeout=last_resort, **on_gpu
-    )
+    before, limit, ranks = gloo.threads(), timedelta(minutes=30), {"rank": world.rank, "world_size": world.tp_size}
+    dist.init_process_group(backend, store=_store(), timeout=limit, **ranks, **on_gpu)  # hangs are reported sooner
     if backend == "gloo":
         gloo.let_preempt(gloo.threads() - before)
     dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
@@ -191,12 +188,13 @@ def _init_process_group(world):
 OWN = {"device", "checkpoint", "draft", "compare", "distill", "text", "valid", "json"}
 
 
+CODE = "*.py", "*/*.py", "*/*.cpp", "extras/*/*.py", "extras/*/*.cpp"
+
+
 def _start(flags, device):
     """Return what all ranks are to be started with alike, by name."""
     code, root = hashlib.sha256(), Path(__file__).parents[1]
-    for path in sorted(
-        path for pattern in ("*.py", "*/*.py", "*/*.cpp", "extras/*/*.*") for path in root.glob(pattern)
-    ):
+    for path in sorted(path for pattern in CODE for path in root.glob(pattern)):
         code.update(path.read_bytes())
     start = {"the script": os.path.basename(sys.argv[0]), "the code": code.hexdigest()[:8]}
     start |= {"torch": torch.__version__, "device": device.type}

@@ -80,45 +80,43 @@ STRANGERS = {
 }  # fmt: skip
 
 
-def among_strangers(world, names, intrude):
-    """A sum; strangers come to rank 0 before rank 1 does."""
-    listen, strangers = socket.create_server, []
+def among_strangers(world, names):
+    """How long connecting takes when strangers come to rank 0 before rank 1 does, and the ranks' sum is right."""
+    listen, tell, listeners, strangers = socket.create_server, world.tell, [], []
+
+    def come(what):
+        strangers.append(socket.create_connection(listeners[0].getsockname()))
+        if what == "reset":
+            strangers[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if isinstance(what, bytes):
+            strangers[-1].sendall(what)
+        else:
+            strangers.pop().close()
 
     def create_server(*args):
-        listener = listen(*args)
-        for name in names if world.rank == 0 else ():
-            strangers.append(socket.create_connection(listener.getsockname()))
-            if name == "reset":
-                strangers[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            if isinstance(STRANGERS[name], bytes):
-                strangers[-1].sendall(STRANGERS[name])
-            else:
-                strangers.pop().close()
-        return listener
+        listeners.append(listen(*args))
+        for name in names:
+            come(STRANGERS[name])
+        return listeners[0]
 
-    tell = world.tell
-    world.tell = lambda value: intruded(value) if world.rank == 0 and intrude else tell(value)
+    def tell_strangers(token):
+        for number in 0, 7:  # they know the token, but nobody expects these numbers
+            come(token.encode() + number.to_bytes(4))
+        return tell(token)
 
-    def intruded(value):  # a rank whose number nobody expects, or is there already
-        token = tell(value)
-        [listener] = [s for s in listeners if s.fileno() >= 0]
-        for number in 0, 7:
-            strangers.append(socket.create_connection(listener.getsockname()))
-            strangers[-1].sendall(token.encode() + number.to_bytes(4))
-        return token
-
-    listeners = []
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(one_hop.socket, "create_server", lambda *args: listeners.append(create_server(*args)) or listeners[0])
-        group, start = connect(world, ["a", "b"]), time.monotonic()
-    x = numbers(world.rank, 64, torch.float32)
+        if world.rank == 0:
+            m.setattr(one_hop.socket, "create_server", create_server)
+            world.tell = tell_strangers
+        start, group = time.monotonic(), connect(world, ["a", "b"])
+    seconds, x = time.monotonic() - start, numbers(world.rank, 64, torch.float32)
     assert torch.equal(OPS.wait_tensor(OPS.all_reduce(x, "sum", group.group_name)), total("ab", 64, torch.float32))
-    return time.monotonic() - start
+    return seconds
 
 
 @pytest.mark.parametrize("names", [*([name] for name in STRANGERS), [*STRANGERS] * 2], ids=",".join)
 def test_strangers_are_dropped_and_delay_nobody(names):
-    assert max(run_ranks(2, among_strangers, names, len(names) > 1)) < one_hop.PATIENCE / 2
+    assert max(run_ranks(2, among_strangers, names)) < one_hop.PATIENCE / 2
 
 
 def in_flight(world, places):
