@@ -26,28 +26,14 @@ GOOD = CASES["decode, SIGKILL, rank 1 of 2"] | {
     "happened": True, "seconds": 1.0, "code": 1, "codes": [-9], "tracebacks": 0, "printed": "Once",
     "lines": ["generate.py: rank 1 of 2 has died in decode step 7"],
 }  # fmt: skip
-ALIKE = CASES["unlike --seed"] | {
-    "happened": True, "seconds": 4.0, "code": 1, "codes": [2], "tracebacks": 0, "printed": "",
-    "lines": ["generate.py: rank 1 with --seed 2; rank 0 with --seed 1"],
-}  # fmt: skip
 SPOILED = [
-    (GOOD, {"seconds": 5.1}, ["not gone in 5 s"]),
-    (GOOD, {"seconds": None}, ["not gone in 5 s"]),
-    (GOOD, {"code": 0}, ["exit code 0"]),
-    (GOOD, {"happened": False}, ["the fault did not happen"]),
-    (GOOD, {"tracebacks": 1}, ["1 tracebacks"]),
-    (GOOD, {"lines": 2 * GOOD["lines"]}, ["2 lines"]),
-    (GOOD, {"rank": 0}, ["the rank is not named"]),
-    (GOOD, {"kind": "SIGTERM"}, ["the cause is not named"]),
-    (GOOD, {"lines": ["generate.py: rank 1 of 2 has died in decode step 71"]}, ["the phase is not named"]),
-    (GOOD, {"lines": []}, ["the cause is not named", "the phase is not named", "the rank is not named", "0 lines"]),
-    (ALIKE, {"seconds": None}, ["never gone"]),
-    (ALIKE, {"codes": [1, 2]}, ["codes [1, 2]"]),
-    (ALIKE, {"printed": "Once"}, ["a text was printed"]),
-    (ALIKE, {"lines": ["generate.py: rank 1 with --seed 2; rank 0 with --seed"]}, ["the difference is not named"]),
+    ({"seconds": 5.1}, ["not gone in 5 s"]), ({"code": 0}, ["exit code 0"]), ({"tracebacks": 1}, ["1 tracebacks"]),
+    ({"happened": False}, ["the fault did not happen"]), ({"lines": 2 * GOOD["lines"]}, ["2 lines"]),
+    ({"rank": 0}, ["the rank is not named"]), ({"kind": "SIGTERM"}, ["the cause is not named"]),
+    ({"lines": ["generate.py: rank 1 of 2 has died in decode step 71"]}, ["the phase is not named"]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("line, change, found", [(GOOD, {}, []), (ALIKE, {}, []), *SPOILED])
-def test_what_is_wrong_with_the_end_of_a_run(line, change, found):
-    assert faults.wrong({**line, **change}) == found
+@pytest.mark.parametrize("change, wrong", [({}, []), *SPOILED])
+def test_what_is_wrong_with_the_end_of_a_run(change, wrong):
+    assert faults.wrong({**GOOD, **change}) == wrong

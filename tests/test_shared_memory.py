@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import HANGS, ROOT, free_port, run_ranks, script
+from helpers import HANGS, ROOT, free_port, run_ranks
 
 from extras.measure import link
 from kernels import shared_memory
@@ -224,15 +224,6 @@ def test_another_processs_file_is_not_taken_for_the_memory():
         os.close(fd)
 
 
-def test_without_a_compiler_gloo_does_it_and_one_line_says_so(tmp_path):
-    flags = ["--prompt", "Once upon", "--max-new-tokens", 8, "--temperature", 0]
-    without = {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
-    done = script("generate.py", "--checkpoint", "demo", *flags, ranks=2, **without)
-    assert done.returncode == 0 and done.stdout.startswith("Once upon a time")
-    line = "gloo carries the all-reduces: memory shared by ranks needs a C++ compiler: install g++, or name one in $CXX"
-    assert done.stderr.count(line) == 1
-
-
 @pytest.mark.parametrize("comm, local, name", [("auto", 1, "one-hop-0"), ("library", 2, "0"), ("int8", 2, "int8-0")])
 def test_ranks_of_several_nodes_take_one_hop_or_gloo_and_say_nothing(comm, local, name):
     source = "from runtime import launch; w = launch.join('cpu', {'comm': '%s'}); print(w.group.group_name)"
@@ -242,20 +233,23 @@ def test_ranks_of_several_nodes_take_one_hop_or_gloo_and_say_nothing(comm, local
     assert [out.strip() for out, _ in done] == [name] * 2 and said == ["", ""]
 
 
+NO_COMPILER = "needs a C++ compiler: install g++, or name one in $CXX"
+NO_EXTRAS = (
+    "import importlib.util as u; find = u.find_spec; u.find_spec = lambda n: None if n[:6] == 'extras' else find(n)"
+)
+
+
 @pytest.mark.parametrize(
-    "missing, why",
+    "local, before, why",
     [
-        ("compiler", "one hop between machines needs a C++ compiler: install g++, or name one in $CXX"),
-        ("extra", "--comm one-hop needs the folder extras/collectives, which this copy does not have"),
+        (2, "", f"memory shared by ranks {NO_COMPILER}"),
+        (1, "", f"one hop between machines {NO_COMPILER}"),
+        (1, NO_EXTRAS, "--comm one-hop needs the folder extras/collectives, which this copy does not have"),
     ],
 )
-def test_without_a_compiler_or_the_extra_ranks_of_several_nodes_take_gloo_too(missing, why, tmp_path):
-    source = "w = launch.join('cpu'); print(w.group.group_name)"
-    absent = (
-        "import importlib.util as u; find = u.find_spec; u.find_spec = lambda n: None if n[:6] == 'extras' else find(n)"
-    )
-    source = f"from runtime import launch\n{absent if missing == 'extra' else ''}\n{source}"
-    without = {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path), "LOCAL_WORLD_SIZE": "1"}
+def test_without_a_compiler_or_the_extra_gloo_does_it_and_one_line_says_so(local, before, why, tmp_path):
+    source = f"from runtime import launch\n{before}\nw = launch.join('cpu'); print(w.group.group_name)"
+    without = {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path), "LOCAL_WORLD_SIZE": str(local)}
     done = [rank.communicate(timeout=HANGS) for rank in ranks(2, source, **without)]
     assert [out for out, _ in done] == ["0\n"] * 2
     assert done[0][1].startswith(f"gloo carries the all-reduces: {why}") and done[1][1] == ""
@@ -307,20 +301,6 @@ def test_when_a_rank_dies_those_that_wait_for_it_end_with_one_line(local):
     seen = ["rank 1 of 3 was killed (signal 9", "rank 1 of 3 has died"]  # its parent may have asked
     assert any(text in line for text in (seen if local == 3 else ["node 1 is lost"]))
     assert not more or local == 1
-
-
-def lives(world):
-    """A peer that only takes its time has not died: its locks are there, whatever files it opens and closes."""
-    with small(world) as group:
-        for _ in range(2):
-            if world.rank == 1:
-                subprocess.run(["true"], check=True)
-                time.sleep(0.3)  # several looks
-            OPS.wait_tensor(OPS.all_reduce(torch.ones(3), "sum", group.group_name))
-
-
-def test_a_peer_that_takes_its_time_has_not_died():
-    run_ranks(2, lives)
 
 
 def linked(world):
