@@ -281,7 +281,7 @@ def _leave(error):
     ]
     code, line = next((code, line) for matches, code, line in endings if matches)
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"  # without a store, which goes with torchrun
-    if tp_size > 1 and _store.cache_info().currsize and getattr(error, "store", True):
+    if tp_size > 1 and _store.cache_info().currsize and not isinstance(error, watch.StoreLost):
         with contextlib.suppress(Exception):
             code, first = map(int, _store().compare_set("ended", "", f"{code} {rank}").split())
             speaks = first == rank
