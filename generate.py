@@ -19,7 +19,7 @@ import torch
 
 from decoding import sampling
 from decoding.sampling import Sampler
-from decoding.step import RunAhead, next_tokens
+from decoding.step import RunAhead, next_tokens, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from kernels import int_linear
@@ -124,15 +124,6 @@ class Runner:
         return self._decode(tokens, positions, self.cache, filled)
 
 
-@torch.inference_mode()  # as everything that runs them: to the compiler, other tensors are another graph
-def pad(prompts, device):
-    """Return (tokens (B, S), lengths (B,)) of prompts of any lengths, padded on the right."""
-    tokens = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt)
-    return tokens.to(device), torch.tensor([len(p) for p in prompts], device=device)
-
-
 # ---- Generation ------------------------------------------------------------------------------------------------------
 
 
@@ -156,8 +147,8 @@ def generate(
     Returns a Generation. runner: its cache has slots for the longest prompt and max_new_tokens, for a draft one more
     and its proposals. prompts: non-empty lists of token ids, of any lengths. sample: a Sampler; without a draft any
     function such as its __call__. on_tokens([new ids of each row, none of one that is done]) is called after each pass;
-    True from it ends the generation. draft: a decoding.speculative.Draft, which lets a pass yield several tokens of a
-    row. pass_tokens, cached_tokens: see Runner.prefill. Raises InputError.
+    True from it ends the generation. draft: one of extras/drafts, with which a pass may yield several tokens of a row.
+    pass_tokens, cached_tokens: see Runner.prefill. Raises InputError.
     """
     texts, done, passes, shown = [list(prompt) for prompt in prompts], [False] * len(prompts), 0, 0.0
     ends = [min(len(prompt) + max_new_tokens, runner.model.config.max_seq_len) for prompt in prompts]
@@ -196,34 +187,6 @@ def generate(
             new = draft.step(runner, texts, done, sample)  # for each row the proposals that the model accepts, and one
         else:
             new = step(runner, texts, sample)[:, None].tolist()  # one for each row
-
-
-@torch.inference_mode()
-def warm_up(runner, prompts, max_new_tokens, pass_tokens=PASS_TOKENS, draft=None):
-    """Compile a prefill and the passes that follow it, on a GPU in each bucket of cache slots; returns the seconds."""
-    start, first = time.perf_counter(), max(map(len, prompts)) + 1
-    lengths = {first}
-    if runner.device.type == "cuda":
-        last = first + max_new_tokens - 1
-        lengths |= {last, *(length for length in range(first, last) if length % BUCKET == 1)}
-    with watch.during("compilation"):
-        padded = pad(prompts, runner.device)
-        runner.prefill(*padded, pass_tokens)
-        if draft:
-            draft.begin(*padded, pass_tokens)
-        for texts in [[[0] * length for _ in prompts] for length in sorted(lengths)]:
-            if not draft:
-                next_tokens(runner, texts, Sampler(0)).tolist()  # waits for the device
-            for proposals in draft.counts if draft else ():
-                draft.warm_up(runner, texts, proposals)
-    return time.perf_counter() - start
-
-
-def without_guards(runner):
-    """Return a context for after a warm-up of the same shapes: else guards take 0.5 ms a step of 16 layers."""
-    if any(runner.compiles) and runner.device.type == "cpu":
-        return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
-    return contextlib.nullcontext()
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
@@ -275,7 +238,7 @@ class Run(NamedTuple):
     max_new_tokens: int  # as the context allows
     runner: Runner
     draft: object  # or None
-    source: object  # the decoding.speculative.Source that --draft names, or None
+    source: object  # the extras.drafts Source that --draft names, or None
     sample: Sampler
     eos_ids: tuple
     load_s: float
@@ -292,13 +255,12 @@ def set_up(args, world):
         new, source = terminal.fit(args.max_new_tokens, prompts, context), None
         slots = context if chats else max(map(len, prompts)) + new
         if args.draft:
-            from decoding import speculative  # not in a plain run
-
-            source = speculative.read_draft(args.draft, config, args.checkpoint, world.tp_size)
+            drafts = extras.load("drafts", f"--draft {args.draft}")
+            source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
             slots += 1 + source.max_count  # a row that is done stays at its last token, which is read again
         dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
-        drafts = [(source.config, dtype, 0, 1)] if source and source.folder else []
-        preflight.warn(world, len(prompts), slots, (config, dtype, world.rank, world.shares), *drafts)
+        small = [(source.config, dtype, 0, 1)] if source and source.folder else []
+        preflight.warn(world, len(prompts), slots, (config, dtype, world.rank, world.shares), *small)
     if not world.alone:  # else there is nobody to agree with, and no reason to read the files
         contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
         if args.checkpoint:
@@ -316,12 +278,14 @@ def set_up(args, world):
         runner, draft = new_runner(model), None
         if source:
             whole = functools.partial(load_model, dtype=args.dtype, world=World(0, 1, world.device))
-            draft = speculative.build(source, runner, new_runner, whole)
+            draft = drafts.build(source, runner, new_runner, whole)
     load_s, compile_s = time.perf_counter() - start, 0.0
     if args.compile:
+        from runtime import compiling
+
         if world.rank == 0:
             print("compiling ...", file=sys.stderr)
-        compile_s = warm_up(runner, prompts, new, draft=draft)
+        compile_s = compiling.warm_up(runner, prompts, new, BUCKET, draft)
     if source and source.count == "auto":
         draft.begin(*pad(prompts, world.device), PASS_TOKENS)
         draft.control.time_passes(draft, runner, prompts, world, sample)
@@ -334,7 +298,12 @@ def run(setup, world):
     s, printer = setup, None
     if world.rank == 0 and not world.simulated:
         printer = terminal.Printer(s.prompts, s.tokenizer, s.max_new_tokens, show_prompt=not s.args.chat)
-    with without_guards(s.runner):
+    unguarded = contextlib.nullcontext()
+    if s.args.compile:
+        from runtime import compiling
+
+        unguarded = compiling.without_guards(s.runner.device)
+    with unguarded:
         push = printer and printer.push
         done = generate(s.runner, s.prompts, s.max_new_tokens, s.sample, s.eos_ids, push, draft=s.draft)
     return done, printer and printer.finish(done.rows)
@@ -347,9 +316,7 @@ def main(argv=None):
     world = launch.join(args.device, vars(args))
     setup = set_up(args, world)
     if terminal.is_chat(args):
-        from runtime import chat
-
-        return chat.run(setup, world, generate)
+        return extras.load("chat", "--chat without a prompt").run(setup, world, generate)
     done, texts = run(setup, world)
     result = report.result(setup, world, done, texts)
     if world.rank == 0:

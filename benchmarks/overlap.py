@@ -112,7 +112,7 @@ def measure(args, world):
         base, cache = bases[config.lanes]
         model = copy.copy(base)
         model.config = config
-        model.comm = TensorParallel(model.config, world.tp_size, world.group)
+        model.comm = TensorParallel(model.config, world.shares, world.group)
         how = not args.eager, not args.eager, parts
         runners = (Runner(m, cache, *how) for m in (model, exposed.silenced(model, world)))
         partial = torch.zeros(args.batch, -(-tokens // parts), config.dim, device=base.device, dtype=base.dtype)

@@ -1,4 +1,4 @@
-"""How large the project is, as a table: make size."""
+"""How large the project is, the core and the extras apart: make size."""
 
 import contextlib
 import io
@@ -29,14 +29,18 @@ def main():
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     imported = [f for f in files if f.startswith(f"{ROOT}/") and "/.venv/" not in f and f != __file__]
     rooms = [f for f in imported if f.endswith("__init__.py")]
+    core = [name for name in code if not name.startswith(("extras/", "benchmarks/", "tests/"))]
+    readme, raw = (ROOT / "README.md").read_text(), [name for name in listed if "results/" in name]
+    print(f"the core, kernels included       {lines(core):6,} lines")
     print(f"model.py + tp.py + generate.py   {lines(['model.py', 'tp.py', 'generate.py']):6,} lines")
     print(f"what a plain prompt imports      {lines(imported):6,} lines in {len(imported) - len(rooms)} files")
+    print(f"extras                           {lines([name for name in code if name.startswith('extras/')]):6,} lines")
     print(f"all that is no test              {lines({*code} - {*tests}):6,} lines")
     print(f"tests                            {lines(tests):6,} lines")
     print(f"pages                            {sum(len((ROOT / p).read_text().split()) for p in pages):6,} words")
-    print(f"README.md                        {lines(['README.md']):6,} lines")
-    print(f"Python files at the top level    {sum('/' not in name for name in code if name.endswith('.py')):6}")
+    print(f"README.md                        {len(readme.splitlines()):6,} lines, {len(readme.split())} words")
     print(f"flags of generate.py             {flags:6}")
+    print(f"raw result files                 {len(raw):6} of {sum((ROOT / p).stat().st_size for p in raw):,} bytes")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,15 @@ Shape letters: B batch.
 import torch
 
 
+@torch.inference_mode()  # as everything that runs them: to the compiler, other tensors are another graph
+def pad(prompts, device):
+    """Return (tokens (B, S), lengths (B,)) of prompts of any lengths, padded on the right."""
+    tokens = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    return tokens.to(device), torch.tensor([len(p) for p in prompts], device=device)
+
+
 def last_tokens(texts, device):
     """Return the arguments of Runner.decode for texts of which all but the last token is in the cache."""
     tokens = torch.tensor([text[-1:] for text in texts], device=device)

@@ -4,15 +4,20 @@ Shape letters: model.py.
 """
 
 import contextlib
+import time
 
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
+from decoding.sampling import Sampler
+from decoding.step import next_tokens, pad
 from kernels import cxx, few_rows
 from kernels.few_rows import FEW_INT, FewRowsIntLinear
 from kernels.swap import recast, swap
 from model import Attention, FeedForward
+from runtime import watch
 from runtime.errors import InputError
+from runtime.report import PASS_TOKENS
 
 FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is faster
 
@@ -23,6 +28,13 @@ def _one_line():
         yield
     except cxx.CompilerError as e:
         raise InputError(str(e)) from None
+
+
+def prepare(device):
+    """Set up torch.compile for a device. Raises InputError if that needs a C++ compiler and there is none."""
+    if device.type == "cpu":
+        with _one_line():
+            cxx.prepare_compile()
 
 
 class DecodeAttention(Attention):
@@ -93,11 +105,9 @@ def use_fast_modules(model):
 def compiled(model, decode, prefill):
     """Return (the model for decode steps, the model for the prefill), each compiled if asked for.
 
-    Raises InputError if that needs a C++ compiler and there is none.
+    Raises InputError as prepare() and use_fast_modules() do.
     """
-    if model.device.type == "cpu":
-        with _one_line():
-            cxx.prepare_compile()
+    prepare(model.device)
     prefill_model = torch.compile(model, fullgraph=True) if prefill else model
     if not decode:
         return model, prefill_model
@@ -114,3 +124,31 @@ def compiled(model, decode, prefill):
     # large kernels.
     options = {"cpp_wrapper": True, "size_asserts": False, "cpp.min_chunk_size": 16384}
     return torch.compile(model, fullgraph=True, dynamic=False, options=options), prefill_model
+
+
+@torch.inference_mode()
+def warm_up(runner, prompts, max_new_tokens, bucket, draft=None):
+    """Compile a prefill and the passes that follow it, on a GPU in each bucket of cache slots; returns the seconds."""
+    start, first = time.perf_counter(), max(map(len, prompts)) + 1
+    lengths = {first}
+    if runner.device.type == "cuda":
+        last = first + max_new_tokens - 1
+        lengths |= {last, *(length for length in range(first, last) if length % bucket == 1)}
+    with watch.during("compilation"):
+        padded = pad(prompts, runner.device)
+        runner.prefill(*padded, PASS_TOKENS)
+        if draft:
+            draft.begin(*padded, PASS_TOKENS)
+        for texts in [[[0] * length for _ in prompts] for length in sorted(lengths)]:
+            if not draft:
+                next_tokens(runner, texts, Sampler(0)).tolist()  # waits for the device
+            for proposals in draft.counts if draft else ():
+                draft.warm_up(runner, texts, proposals)
+    return time.perf_counter() - start
+
+
+def without_guards(device):
+    """Return a context for after a warm-up of the same shapes: else guards take 0.5 ms a step of 16 layers."""
+    if device.type == "cpu":
+        return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+    return contextlib.nullcontext()

@@ -27,10 +27,10 @@ from pathlib import Path
 
 import torch
 
-from extras.training.data import train_tokenizer
+from extras.chat import chat
 from formats import checkpoint
 from model import Config, Transformer
-from runtime import chat, launch
+from runtime import launch
 
 ROOT = Path(__file__).parent.parent
 SOON, SLOW = 5, 10  # seconds in which a run should end after a fault, and after the LADDER_TIMEOUT of a stall
@@ -39,7 +39,7 @@ HANGS, STARTS = 60, 150  # seconds after a fault until a run counts as hanging; 
 MARK = "LADDER_FAULT_RUN"
 
 GENERATE = "generate --checkpoint {a} --max-new-tokens 40 --temperature 0 --prompt Once"
-CHAT = "generate --checkpoint {a} --max-new-tokens 4 --interactive"
+CHAT = "generate --checkpoint {a} --max-new-tokens 4 --chat"
 ADAPT = (
     "adapt --text {text} --valid {text} --out {out} --dim 32 --n-layers 2 --n-heads 4 --n-kv-heads 2 "
     "--intermediate-size 64 --vocab-size 300 --seq-len 32 --steps 30 --batch 6"
@@ -50,7 +50,7 @@ PHASES = {  # name: (command, module and name of a function, the call of it that
     "prefill": (GENERATE, "generate", "Runner.prefill", 1, r"prefill"),
     "decode": (GENERATE, "generate", "Runner.decode", 7, r"decode step 7\b"),
     "chat": (CHAT, "runtime.launch", "World.tell", 2, r"the wait for the user|start"),
-    "training": (ADAPT, "adapt", "optimizer_step", 3, r"training step 3\b"),
+    "training": (ADAPT, "extras.training.adapt", "optimizer_step", 3, r"training step 3\b"),
 }
 CAUSES = {  # kind of fault: what the line says
     "SIGKILL": r"has died",
@@ -113,7 +113,7 @@ def prepare(case, note):
     @functools.wraps(inner)
     def wrapped(*args, **kwargs):
         nonlocal calls
-        calls += chat.chat.__code__ is sys._getframe(1).f_code or case["phase"] != "chat"
+        calls += chat.run.__code__ is sys._getframe(1).f_code or case["phase"] != "chat"
         if calls == number:
             time.sleep(2 * (case["phase"] == "join"))  # until the others have imported, too
             Path(note).write_text(str(time.time()))
@@ -133,7 +133,7 @@ def victim():
     launch.IMPORTS = IMPORTS
     _, name, *flags = sys.argv
     sys.argv = [f"{name}.py", *flags, *(change if harmed else [])]
-    script = importlib.import_module(name)
+    script = importlib.import_module("extras.training.adapt" if name == "adapt" else name)
     if case.get("through") == "gloo":  # as ranks of several nodes
         os.environ.update(LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo")
     if harmed and "kind" in case:
@@ -147,6 +147,8 @@ def victim():
 
 def write_files(folder):
     """Write what the runs take into a folder; returns {name: path}."""
+    from helpers import train_tokenizer  # only here: the ranks need no pytest
+
     paths = {name: folder / name for name in ("a", "b", "text", "out", "code")}
     text = "Once upon a time there was a little dog. The dog ran to the park. "
     paths["text"].write_text(text * 40)

@@ -293,7 +293,7 @@ def test_the_terminal_of_a_chat_is_restored_even_if_its_main_thread_is_stuck():
     _, terminal = pty.openpty()
     before = termios.tcgetattr(terminal)
     source = """
-import termios; from runtime.chat import Keyboard
+import termios; from extras.chat.chat import Keyboard
 Keyboard(launch.World(0, 1, None)).__enter__()
 print(termios.tcgetattr(0)[6][termios.VINTR])
 launch._leave(None)
@@ -340,7 +340,7 @@ def test_what_ranks_are_compared_by():
 
 def test_ctrl_c_at_the_prompt_of_two_ranks_ends_without_a_traceback(tiny):
     """In a terminal, where torchrun would hear it, and print its own."""
-    words = command("generate.py", "--checkpoint", tiny, "--interactive", ranks=2)
+    words = command("generate.py", "--checkpoint", tiny, "--chat", ranks=2)
     child, terminal = pty.fork()
     if not child:
         os.execve(words[0], words, {**os.environ, "OMP_NUM_THREADS": "1"})

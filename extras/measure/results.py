@@ -14,7 +14,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from decoding.speculative import mean_accepted
 from formats.checkpoint import read_text
 from formats.wiring_text import wiring_name
 from model import WIRINGS
@@ -32,6 +31,11 @@ LEGEND = {
 
 
 # ---- Lines into cases ------------------------------------------------------------------------------------------------
+
+
+def mean_accepted(counts):
+    """Return the mean number of accepted proposals; counts[n]: how often n were accepted."""
+    return sum(n * times for n, times in enumerate(counts)) / (sum(counts) or 1)
 
 
 class Case(NamedTuple):
@@ -246,7 +250,7 @@ def tables(sweep):
         return text + (f", {100 * statistics.median(shares):.0f} %" if shares else "")
 
     def accepted(case):
-        values = sweep.values(case, lambda line: mean_accepted(line["accepted"]) or 0.0).values()
+        values = sweep.values(case, lambda line: mean_accepted(line["accepted"])).values()
         return spread(values) if values else ""
 
     how = " (lowest-highest of the repeats)" if sweep.repeats > 1 else ""
