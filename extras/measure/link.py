@@ -114,7 +114,7 @@ def emulate(world, link, simulate_tp=None):
     if tp_size == 1:
         raise InputError("--link and --exposed need two or more ranks, started with torchrun, or --simulate-tp")
     if not getattr(world.group, "at_once", True):
-        raise InputError("--comm int8 of CPUs over an emulated link takes two ranks: of more it would hide too much")
+        raise InputError(f"--link with the sums of {world.group.name} takes two ranks: of more it would hide too much")
     if shared_memory.shares(world.group):
         group = LinkedMemory(world.group, link)
     else:
