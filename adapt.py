@@ -24,8 +24,7 @@ from extras.training import lanes, runs, sharding
 from extras.training.data import SEPARATOR
 from formats import checkpoint
 from formats.wiring_text import wiring_name
-from kernels import cxx
-from model import Attention, FeedForward, Transformer, rewired, take_turns
+from model import Attention, FeedForward, Transformer, interleave, rewired
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
@@ -98,7 +97,7 @@ class Trainee(Transformer):
         if mask is None and positions.device.type == "cpu":
             mask = positions[:, None] <= positions[..., None]  # of BandedAttention
         metadata = self.metadata(positions, mask)
-        x, *_ = take_turns(self.streams(self.tok_embeddings(batch.tokens), metadata))  # in all lanes the same
+        x, *_ = interleave(self.streams(self.tok_embeddings(batch.tokens), metadata))  # in all lanes the same
         return self.norm(x)
 
 
@@ -121,7 +120,9 @@ def build(config, weights, world, dtype, args=None, compiled=False):
         model.dropout, model.recompute = args.dropout, args.recompute
     if compiled:
         if world.device.type == "cpu":
-            cxx.prepare_compile()
+            from runtime import compiling
+
+            compiling.prepare()
         model.token_losses = torch.compile(token_losses, dynamic=True)
         for module in model.modules():
             if isinstance(module, (Attention, FeedForward, Norm)):
@@ -322,10 +323,10 @@ def least_sensitive(model, own, valid, run, args, world):
     """Return the Config with those layers wired that alone raise the validation loss least; found once in a run."""
     path, wired = run / "layers.json", model.config
     if not path.exists():
-        named = wired.named
+        named = wired.parsed
         model.config, name = own, wiring_name(*named._replace(parameter=None))
         found = score.sensitivity(model, lambda m: validation_loss(m, valid, args.micro_batch, world), name)
-        layers = score.least_sensitive(found, wired.wirings.count(wired.kind), wired.kind.blocks)
+        layers = score.least_sensitive(found, wired.wirings.count(wired.named_wiring), wired.named_wiring.blocks)
         if world.rank == 0:
             print("auto:", ", ".join(f"layer {i} {nats:.4f}" for i, nats in enumerate(found)), f"nats: {[*layers]}")
         world.first(writing.write_text, path, json.dumps(wiring_name(*named._replace(parameter=layers))))

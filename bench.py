@@ -126,7 +126,7 @@ def measure(args, world):
         read = report.step_bytes(model, cell.runner.cache, args.prompt_length + args.new_tokens / 2)
         lines.append({
             "model": name, "n_layers": config.n_layers, "quant": config.quant, "wiring": wiring, "batch": batch,
-            "dtype": checkpoint.dtype_name(model.norm.weight.dtype), "comm": args.comm, "compile": args.compile,
+            "dtype": checkpoint.dtype_name(model.dtype), "comm": args.comm, "compile": args.compile,
             "prompt_tokens": args.prompt_length, "new_tokens": args.new_tokens, "compile_s": cell.compile_s,
             "tpot_ms": tpot, "ttft_ms": [1e3 * run.prefill_s for run in runs], "tok_s": 1e3 * batch / ms,
             "times_standard": ratios(standard, runs, "decode_s"),

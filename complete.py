@@ -41,7 +41,7 @@ def complete(
         raise InputError(f"prefill_parts is {prefill_parts} but must be None or a whole number, at least 1")
     if isinstance(prompts, str) or not prompts or not all(prompts):
         raise InputError("prompts is one text, empty, or has an empty text: give a list of texts")
-    device = launch.choose_device(str(model.norm.weight.device))  # CUDA's current one now
+    device = launch.choose_device(str(model.device))  # CUDA's current one now
     sample = Sampler(temperature, top_k, top_p, seed, device)
     rows = [tokenizer.encode(text) for text in prompts]
     slots = max(map(len, rows)) + terminal.fit(max_new_tokens, rows, model.config.max_seq_len) + 1

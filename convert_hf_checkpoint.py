@@ -1,8 +1,7 @@
-"""Convert a Hugging Face folder or hub model, or a llama2.c file, into a checkpoint for generate.py; or back.
+"""Convert a Hugging Face folder or hub model, or a llama2.c file, into a checkpoint for generate.py.
 
 python convert_hf_checkpoint.py meta-llama/Llama-3.2-1B --out checkpoints/1b
 python convert_hf_checkpoint.py stories260K.bin --tokenizer tok512.model --out checkpoints/stories260K
-python convert_hf_checkpoint.py checkpoints/1b --to-hf hf/1b
 """
 
 import math
@@ -12,7 +11,6 @@ import shutil
 from pathlib import Path
 
 import tp
-from extras.export.to_hf import convert_to_hf, name_tokenizer
 from formats import checkpoint
 from formats.checkpoint import dtype_name, first_line
 from formats.huggingface import LAYER_NAMES, NAMES, LlamaWeights, config_from_hf, group, hf_names
@@ -48,7 +46,7 @@ def download(repository, revision=None):
         names = huggingface_hub.list_repo_files(repository, revision=revision)
         safe = any(re.fullmatch(r"model.*\.safetensors", name) for name in names)
         weights = "model*.safetensors" if safe else "pytorch_model*.bin"
-        patterns = [weights, "*.json", "*.py", *checkpoint.TOKENIZER_FILES]  # code is for --trust-remote-code alone
+        patterns = [weights, "*.json", "*.py", *checkpoint.TOKENIZER_FILES]  # only extras.export.verify runs code
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except Exception as e:  # its own errors, its HTTP library's, the operating system's
         raise InputError(f"{repository} is not a local folder, and could not be downloaded: {first_line(e)}") from None
@@ -58,30 +56,30 @@ def convert(source, config, folder, dtype, shard_bytes):
     """Write our config.json and safetensors from a source's tensors, one shard in memory at a time."""
     available = set(source.names())
     shapes = checkpoint.shapes(config)
-    parts = {name: hf_names(name) for name in shapes}
+    sources = {name: hf_names(name) for name in shapes}
     if config.tie_embeddings and NAMES["tok_embeddings.weight"] not in available:
-        parts["tok_embeddings.weight"] = [NAMES["output.weight"]]  # some folders hold the tied tensor so
-    needed = {n for names in parts.values() for n in names}
-    missing = sorted(needed - available)
-    if missing:
+        sources["tok_embeddings.weight"] = [NAMES["output.weight"]]  # where some folders have the tied tensor
+    needed = {n for names in sources.values() for n in names}
+    if missing := sorted(needed - available):
         raise InputError(f"the source has no tensor {missing[0]}")
-    unneeded = {NAMES["output.weight"]} if config.tie_embeddings else set()
-    unneeded |= {n for n in available if n.endswith("rotary_emb.inv_freq")}
-    if "ffn_norm" not in config.kind.norms:  # the one norm of a parallel block is attention_norm
-        unneeded |= {n for n in available if n.endswith(LAYER_NAMES["ffn_norm.weight"])}
-    extra = sorted(available - needed - unneeded)
-    if extra:
+    unused = {n for n in available if n.endswith("rotary_emb.inv_freq")}
+    if config.tie_embeddings:
+        unused.add(NAMES["output.weight"])
+    if "ffn_norm" not in config.named_wiring.norms:  # a parallel block has one norm, attention_norm
+        unused |= {n for n in available if n.endswith(LAYER_NAMES["ffn_norm.weight"])}
+    if extra := sorted(available - needed - unused):
         raise InputError(f"the source has a tensor {extra[0]} that is no part of such a model")
 
     def read(name):
-        tensors = [source.read(n) for n in parts[name]]
+        tensors = [source.read(n) for n in sources[name]]
         try:
             tensor = group(*tensors, config) if len(tensors) == 3 else tensors[0]
         except RuntimeError:
             tensor = None
         if tensor is None or tensor.shape != shapes[name]:
-            found = ", ".join(str(tuple(t.shape)) for t in tensors)
-            raise InputError(f"{', '.join(parts[name])}: shape {found} does not make the {shapes[name]} of the config")
+            stored = ", ".join(str(tuple(t.shape)) for t in tensors)
+            names = ", ".join(sources[name])
+            raise InputError(f"{names}: shape {stored} does not make the {shapes[name]} of the config")
         return tensor.to(dtype)
 
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
@@ -89,22 +87,24 @@ def convert(source, config, folder, dtype, shard_bytes):
     checkpoint.write_config(folder, config)
 
 
+def check_lanes(config):
+    """Raise InputError for a wiring that needs a number of lanes and has none, or more lanes than heads."""
+    if config.named_wiring.laned and config.lanes is None:
+        name = config.wiring
+        raise InputError(f"--wiring {name} is another function in other numbers of lanes: name them, e.g. {name}/8")
+    tp.shard_plan(config, 0, config.lanes or 1)
+
+
 def parse(argv):
     p = cli.Parser(__doc__)
     p.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, a hub id, or a llama2.c .bin file")
-    g = p.add_mutually_exclusive_group(required=True)
-    g.add_argument("--out", metavar="DIR", help="the checkpoint folder to write, e.g. checkpoints/1b")
-    g.add_argument("--to-hf", metavar="DIR", help="the other way: SOURCE is our checkpoint, DIR the folder to write")
+    p.add_argument("--out", metavar="DIR", required=True, help="the checkpoint folder to write, e.g. checkpoints/1b")
     p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.model or tokenizer.json; default: SOURCE's")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: SOURCE's")
     p.add_argument("--revision", help="of a hub model, e.g. main")
     size, memory = cli.number(float, 0, above=True), "GB of the largest file, about the memory needed"
     p.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help=memory)
     cli.add_wiring_flags(p)
-    words = "run a text through transformers and through the result; write nothing if they differ"
-    p.add_argument("--verify", action="store_true", help=words)
-    words = "with --verify: run the code that SOURCE brings along, a stranger's program"
-    p.add_argument("--trust-remote-code", action="store_true", help=words)
     return p.parse_args(argv)
 
 
@@ -112,47 +112,27 @@ def main(argv=None):
     args = parse(argv)
     if args.tokenizer and not os.path.isfile(args.tokenizer):
         raise InputError(f"--tokenizer {args.tokenizer}: no such file")
-    norm = "layers.0.attention_norm.weight"
-    if args.to_hf:
-        config, weights, folder = checkpoint.read_original(args.source), checkpoint.Weights(args.source), args.source
-    else:
-        weights, config, folder = open_source(args.source, args.revision)
-        [norm] = hf_names(norm)
-    own, config = config, cli.with_wiring(config, args)
-    if args.verify and (args.to_hf or folder is None):
-        raise InputError("--verify compares a folder of transformers' with what is made of it: give it with --out")
-    if args.verify and own.function != config.function:
-        raise InputError(f"--verify: transformers runs SOURCE as {own.wiring} only: leave out --wiring {config.wiring}")
-    if config.kind.laned and config.lanes is None:
-        name = config.wiring
-        raise InputError(f"--wiring {name} is another function in other numbers of lanes: name them, e.g. {name}/8")
-    tp.shard_plan(config, 0, config.lanes or 1)  # more lanes than heads are refused
+    weights, own, folder = open_source(args.source, args.revision)
+    config = cli.with_wiring(own, args)
+    check_lanes(config)
     cli.warn_of_wiring(own, config, (1,))
+    [norm] = hf_names("layers.0.attention_norm.weight")  # LlamaWeights reads it in the source's own dtype
     if norm not in weights.names():
         raise InputError(f"{args.source} has no tensor {norm}")
     dtype = checkpoint.DTYPES[args.dtype] if args.dtype else checkpoint.own_dtype(weights, norm)
-    source = args.tokenizer or folder  # a tokenizer that does not fit is refused before the work
-    tokenizer = load_tokenizer(source, config.vocab_size) if source else None
-    if args.verify:  # at first, because this may fail for reasons of its own
-        from extras.export import verify
-
-        ids = verify.text_ids(tokenizer, config)
-        theirs = verify.expected(folder, ids, dtype, args.trust_remote_code)
-    with writing.new_folder(args.to_hf or args.out) as out:
+    source = args.tokenizer or folder
+    tokenizer = load_tokenizer(source, config.vocab_size) if source else None  # refused before the work
+    with writing.new_folder(args.out) as out:
         if args.tokenizer:
-            kind = "json" if args.tokenizer.endswith(".json") else "model"
-            shutil.copyfile(args.tokenizer, out / f"tokenizer.{kind}")
+            name = "tokenizer.json" if args.tokenizer.endswith(".json") else "tokenizer.model"
+            shutil.copyfile(args.tokenizer, out / name)
         elif folder is not None:
             checkpoint.copy_tokenizer(folder, out)
-        if args.to_hf:
-            name_tokenizer(out, tokenizer)
-        (convert_to_hf if args.to_hf else convert)(weights, config, out, dtype, int(args.shard_gb * 1e9))
-        if args.verify:
-            verify.check(theirs, out, config, ids, dtype, tokenizer)
-    if own.wiring.startswith("laneformer") and not args.verify and args.out:
-        print("a Laneformer's keys can mean several things: --verify --trust-remote-code holds it against its own code")
+        convert(weights, config, out, dtype, int(args.shard_gb * 1e9))
+    if own.wiring.startswith("laneformer"):
+        print("a Laneformer's keys can mean several things: python -m extras.export.verify compares with its own code")
     size = f"{config.n_layers} layers, wiring {config.wiring}, {dtype_name(dtype)}"
-    print(f"wrote {args.to_hf or args.out}: {size}{'' if tokenizer else ', NO TOKENIZER (see --tokenizer)'}")
+    print(f"wrote {args.out}: {size}{'' if tokenizer else ', NO TOKENIZER (see --tokenizer)'}")
 
 
 if __name__ == "__main__":

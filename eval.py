@@ -104,7 +104,7 @@ def plan_windows(args, *configs):
 def checked(nats, folder, model):
     """Return nats, or raise InputError where they are not finite."""
     if not math.isfinite(nats):
-        dtype = dtype_name(model.norm.weight.dtype)
+        dtype = dtype_name(model.dtype)
         raise InputError(f"{folder} gives a loss of {nats} nats per token in {dtype}: try another --dtype")
     return nats
 
@@ -202,7 +202,7 @@ def main(argv=None):
     line = {
         "model": checkpoint.name(args.checkpoint), "wiring": config.wiring, "tp": world.tp_size, "shares": world.shares,
         "comm": args.comm, "quant": config.quant, "group_size": config.group_size,
-        "dtype": dtype_name(model.norm.weight.dtype), **found,
+        "dtype": dtype_name(model.dtype), **found,
         "seconds": time.perf_counter() - start, "torch": torch.__version__, "commit": report.git_commit(),
     }  # fmt: skip
     print(json.dumps(line))

@@ -18,11 +18,12 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 import torch
 
 from decoding import sampling
-from decoding.sampling import Plain, Sampler
+from decoding.sampling import Sampler
+from decoding.step import Plain
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from kernels import int_linear
-from runtime import cli, launch, preflight, report, terminal, watch
+from runtime import cli, extras, launch, preflight, report, terminal, watch
 from runtime.cli import count
 from runtime.errors import InputError
 from runtime.launch import World
@@ -36,7 +37,10 @@ def load_model(config, folder, dtype, world):
     with world.together():
         weights = checkpoint.open_weights(folder, config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder, weights)
-        model = load_shard(config, weights, dtype, world.device, world.rank, world.shares)
+        load = load_shard
+        if config.named_wiring.model or (config.lanes and (1,) * config.lanes != world.shares):
+            load = extras.load("lanes", f"wiring {config.wiring}").load_lanes
+        model = load(config, weights, dtype, world.device, world.rank, world.shares)
     watch.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
     int_linear.use_kernels(model)
     if world.group is not None:
@@ -56,7 +60,7 @@ def make_cache(model, batch, length):
 
     (A slice of the whole cache is contiguous: to the compiler another graph.) For a GPU they are whole buckets and one.
     """
-    if model.norm.weight.device.type != "cpu":
+    if model.device.type != "cpu":
         length = -(-length // BUCKET) * BUCKET + 1
     return model.new_cache(batch, length)
 
@@ -69,17 +73,17 @@ class Runner:
     """
 
     def __init__(self, model, cache, compile=False, compile_prefill=False, parts=None):
-        self.model, self.cache, self.device, self.parts = model, cache, model.norm.weight.device, parts
+        self.model, self.cache, self.device, self.parts = model, cache, model.device, parts
         self.compiles = compile, compile_prefill
         if self.device.type == "cpu" and any(self.compiles):
-            from kernels import cxx  # like the other rooms below: a plain run does not enter them
+            from runtime import compiling  # like the other rooms below: a plain run does not enter them
 
-            cxx.prepare_compile()
+            compiling.prepare()
         self._decode, self._prefill = model, torch.compile(model, fullgraph=True) if compile_prefill else model
         if compile:
-            from kernels import few_rows
+            from runtime import compiling
 
-            few_rows.use(model)
+            compiling.use_fast_modules(model)
             # One graph for any cache_length, an argument of Transformer.forward; all else is fixed. So each shape of a
             # cache has its own, and who serves many must not run out of them. Both are global.
             torch.compiler.config.dynamic_sources = "L['cache_length']"
@@ -292,7 +296,7 @@ def main(argv=None):
             from decoding import speculative
 
             source = speculative.read_draft(args.draft, config, args.checkpoint, world.tp_size)
-            slots += 1 + source.most  # a row that is done stays at its last token, which is read again
+            slots += 1 + source.max_count  # a row that is done stays at its last token, which is read again
         dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
         drafts = [(source.config, dtype, 0, 1)] if source and source.folder else []
         preflight.warn(world, len(prompts), slots, (config, dtype, world.rank, world.shares), *drafts)
@@ -320,7 +324,7 @@ def main(argv=None):
         compile_s = warm_up(runner, prompts, new, draft=draft)
     if source and source.count == "auto":
         draft.begin(*pad(prompts, world.device), CHUNK)
-        draft.time_passes(runner, prompts, world, sample)
+        draft.control.time_passes(draft, runner, prompts, world, sample)
     eos_ids = () if args.ignore_eos or world.simulated else config.eos_ids
     if args.interactive:
 

@@ -9,7 +9,7 @@ import dataclasses
 import torch
 
 from formats import checkpoint
-from kernels import int_linear
+from model import build
 from runtime import cli, launch, writing
 from runtime.errors import InputError
 from tp import shard_plan
@@ -65,7 +65,7 @@ def _nonzero(x):
 
 def quantized(weights, config, iterations):
     """Return a function from a tensor's name to the quantized tensor; weights: the original's."""
-    stored = dict(int_linear.skeleton(config).named_parameters())
+    stored = dict(build(config).named_parameters())
     current = {}  # weight, scales and zeros of the matrix that was asked for last
 
     def read(name):
@@ -99,12 +99,11 @@ def quantize(args):
     group_size = 64 if args.mode == "int4" and args.group_size is None else args.group_size
     kept = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
     new = dataclasses.replace(config, quant=args.mode, group_size=group_size, kept=kept)
-    int_linear.check(new)
     shard_plan(new, 0, new.lanes or 1)  # refuses lanes that would cut groups
     for name, shape in checkpoint.shapes(config).items():
         checkpoint.check_shape(weights, name, shape)
     sizes, before = {}, {name: weights.read(name).nbytes for name in weights.names()}
-    for name, parameter in int_linear.skeleton(new).named_parameters():
+    for name, parameter in build(new).named_parameters():
         new_form = name.endswith(("scales", "zeros")) or not parameter.is_floating_point()
         sizes[name] = parameter.nbytes if new_form else before[name]
     if not any(name.endswith("scales") for name in sizes):

@@ -44,7 +44,7 @@ def predictions(models, documents, size, stride, batch, show=False):
     v: this rank's part of the vocabulary.
     """
     plan = [(ids, *window) for ids in documents for window in windows(len(ids), size, stride)]
-    device = models[0].norm.weight.device
+    device = models[0].device
     for i in tqdm(range(0, len(plan), batch), desc="scoring", unit="batch", delay=1, disable=None if show else True):
         watch.at("scoring of batch", i // batch)
         part = plan[i : i + batch]
@@ -64,7 +64,7 @@ def nats_of(logits, wanted, first, comm):
     own = wanted - first
     here = (own >= 0) & (own < logits.shape[-1])
     target = logits.gather(-1, own.where(here, 0)[:, None])[:, 0].where(here, -torch.inf)
-    sums, targets = comm.exchange(torch.stack((logits.logsumexp(-1), target), -1)).unbind(-1)
+    sums, targets = comm.all_gather(torch.stack((logits.logsumexp(-1), target), -1)).unbind(-1)
     return sums.logsumexp(0) - targets.amax(0)
 
 
@@ -73,7 +73,7 @@ def total_nats(model, documents, size, stride, batch, show=False):
     """Return the sum of -log p(token | those before it in its window) over all tokens but each document's first."""
     total = 0.0
     for (logits,), tokens in predictions([model], documents, size, stride, batch, show):
-        logits, first, _ = model.comm.part(logits)  # padded: all ranks have the same pieces
+        logits, first, _ = model.comm.local_logits(logits)  # padded: all ranks have the same pieces
         for part, wanted in pieces(logits, tokens):
             total += nats_of(part, wanted, first, model.comm).double().sum().item()
     return total
@@ -89,7 +89,7 @@ def divergence(model, reference, documents, size, stride, batch, show=False):
     """
     found = []
     for parts, tokens in predictions([model, reference], documents, size, stride, batch, show):
-        ours, theirs = (model.comm.gather(part) for part in parts)
+        ours, theirs = (model.comm.gather_logits(part) for part in parts)
         for (part, wanted), (other, _) in zip(pieces(ours, tokens), pieces(theirs, tokens), strict=True):
             q, p = part.double().log_softmax(-1), other.double().log_softmax(-1)
             kl = (p.exp() * (p - q)).sum(-1)
@@ -117,7 +117,7 @@ def sensitivity(model, score, wiring="ladder", show=False):
     score: a function from a model to its nats per token, on any text. Raises InputError as alone() does.
     """
     own, scores = model.config, []
-    configs = [alone(own, wiring, i) for i in range(own.n_layers + 1 - alone(own, wiring, 0).kind.blocks)]
+    configs = [alone(own, wiring, i) for i in range(own.n_layers + 1 - alone(own, wiring, 0).named_wiring.blocks)]
     for config in tqdm(configs, desc="sensitivity", unit="layer", delay=1, disable=None if show else True):
         model.config = config
         scores.append(score(model))

@@ -1,11 +1,16 @@
 """A checkpoint folder: config.json, safetensors (with an index when there are several), tokenizer files."""
 
 import dataclasses
+import errno
 import hashlib
+import inspect
 import json
 import os
 import re
+import reprlib
 import shutil
+import types
+import typing
 from pathlib import Path
 
 import torch
@@ -13,9 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from formats.wiring_text import wiring_name
 from kernels import cpu, int_linear
-from model import WIRINGS, Config
+from model import Config, build, rope_frequencies
 from runtime import watch
 from runtime.errors import InputError
 
@@ -28,7 +32,14 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+LANEFORMER_KEYS = "early_comm", "attention_comm", "mlp_comm", "lane_head", "lane_norms"
 MOST_LAYERS = 1000  # checked before so many are built
+LARGEST = {int: 2**24, float: 1e30}  # of a number in a config.json
+ROPE_KEYS = {  # those of Config.rope_scaling, by Hugging Face's name
+    "linear": ["factor"],
+    "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
+    "yarn": ["factor", "beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"],
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -42,9 +53,9 @@ def first_line(error):
 
 
 def read_text(path, flag=""):
-    """Return the text of a UTF-8 file; the flag that named it, if given, leads the message of an InputError."""
+    """Return the text of a UTF-8 file, with or without a BOM. Raises InputError, whose message begins with the flag."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")
     except OSError as e:
         raise InputError(f"{flag}{path}: {e.strerror}") from None
     except UnicodeDecodeError:
@@ -63,33 +74,46 @@ def read_json(path):
     return value
 
 
+def _is_a(value, annotation):
+    """Return whether a value of JSON is of a field's type. A bool is no number, and a number is at least 0."""
+    if isinstance(annotation, types.UnionType):
+        return any(_is_a(value, each) for each in typing.get_args(annotation))
+    if typing.get_origin(annotation) is tuple:
+        return isinstance(value, tuple) and all(_is_a(each, typing.get_args(annotation)[0]) for each in value)
+    if annotation in LARGEST:
+        number = isinstance(value, int | annotation) and not isinstance(value, bool)
+        return number and 0 <= value <= LARGEST[annotation]
+    return isinstance(value, annotation)
+
+
 def make_config(values, source):
-    """Return the Config of a dict from a file; InputError names the source and what is wrong."""
+    """Return the Config of a dict from a file. Raises InputError, which names the source, the field and its type."""
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # JSON has no tuples
-    if {"ladder_layers", "desync_period"} & values.keys():  # as config.json was written before wirings were one word
-        name = "ladder" if values.get("wiring") == "hybrid" else values.get("wiring")
-        layers, period = values.pop("ladder_layers", None), values.pop("desync_period", None)
-        values["wiring"] = wiring_name(name, period if name == "desync" else layers)
-    ranks, name = values.pop("made_for_tp", None), str(values.get("wiring"))  # as it was before there were lanes
-    if ranks and (kind := WIRINGS.get(name.partition(":")[0])) and kind.laned:
-        values["wiring"] = f"{name}/{ranks}"
+    laneformer = {
+        key: values.pop(key) for key in LANEFORMER_KEYS if key in values
+    }  # as written before they were a dict
+    if laneformer and str(values.get("wiring")).startswith("laneformer"):
+        values["laneformer"] = laneformer
     for field in dataclasses.fields(Config):
-        value, kind, positive = values.get(field.name), field.type, field.type in (int, float)
-        right = isinstance(value, float | int if kind is float else kind) and isinstance(value, bool) == (kind is bool)
-        if field.name in values and not (right and (not positive or value > 0)):
-            kind = f"{kind.__name__} above 0" if positive else getattr(kind, "__name__", kind)
-            raise InputError(f"{source}: {field.name} is {value!r} but must be {kind}")
+        value = values.get(field.name)
+        above_zero = field.type in LARGEST
+        if field.name in values and not (_is_a(value, field.type) and (value or not above_zero)):
+            words = inspect.formatannotation(field.type) + " above 0" * above_zero
+            raise InputError(f"{source}: {field.name} is {reprlib.repr(value)} but must be {words}")
     if values.get("n_layers", 0) > MOST_LAYERS:
         raise InputError(f"{source}: n_layers is {values['n_layers']} but must be at most {MOST_LAYERS}")
+    if (scaling := values.get("rope_scaling")) is not None:
+        if scaling.keys() not in [set(keys) for keys in ROPE_KEYS.values()]:
+            forms = "; or ".join(", ".join(keys) for keys in ROPE_KEYS.values())
+            raise InputError(f"{source}: rope_scaling has the keys {reprlib.repr([*scaling])}, not {forms}")
+        if not all(_is_a(value, float) and value for value in scaling.values()):
+            raise InputError(f"{source}: rope_scaling is {reprlib.repr(scaling)}, but its values are numbers above 0")
     try:
         config = Config(**values)
-        int_linear.check(config)
-        config.rope_frequencies()
+        rope_frequencies(config)
         return config
-    except InputError as e:
-        raise InputError(f"{source}: {e}") from None
-    except (ArithmeticError, KeyError, TypeError, ValueError) as e:  # names what is missing, of rope_scaling too
-        raise InputError(f"{source}: {e!r}") from None
+    except (ArithmeticError, TypeError, ValueError) as e:  # TypeError: a field is missing, or unknown
+        raise InputError(f"{source}: {e if isinstance(e, InputError) else repr(e)}") from None
 
 
 def name(folder):
@@ -118,25 +142,30 @@ def read_original(folder):
     return config
 
 
-def digest(folder, samples=64):
-    """Return a short hash of a checkpoint folder's files: of large ones, of the size and samples spread evenly."""
-    found, kept = hashlib.sha256(), ("config.json", *TOKENIZER_FILES)
+def digest(folder, samples=1024):
+    """Return a short hash of a checkpoint folder: of its small files, and of the headers and samples of its weights.
+
+    Ranks compare it to find that they read different files. A change within a tensor is found for certain if it is
+    longer than a 1024th of its file.
+    """
+    result = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
-        if not path.is_file() or (path.suffix != ".safetensors" and path.name not in kept):
-            continue
-        size = path.stat().st_size
-        found.update(f"{path.name} {size}\n".encode())
-        step = max(2**16, size // samples)
-        with open(path, "rb") as f:
-            for start in range(0, size, step):
-                f.seek(start)
-                found.update(f.read(2**16))
-    return found.hexdigest()[:8]
+        if path.name in ("config.json", *TOKENIZER_FILES):
+            result.update(f"{path.name}\n".encode() + path.read_bytes())
+        elif path.suffix == ".safetensors":
+            size = path.stat().st_size
+            result.update(f"{path.name} {size}\n".encode())
+            with open(path, "rb") as f:
+                result.update(f.read(min(size, int.from_bytes(f.read(8), "little"))))
+                for start in range(0, size, max(4096, size // samples)):
+                    f.seek(start)
+                    result.update(f.read(4096))
+    return result.hexdigest()[:8]
 
 
 def shapes(config):
     """Return {name: shape} of every tensor of a checkpoint; a tied output head is not one."""
-    return {name: tuple(w.shape) for name, w in int_linear.skeleton(config).named_parameters()}
+    return {name: tuple(w.shape) for name, w in build(config).named_parameters()}
 
 
 def shards(index):
@@ -156,7 +185,7 @@ def shards(index):
 class Weights:
     """The tensors of a folder's safetensors files, memory-mapped; only what is read is loaded.
 
-    Raises InputError for a file that is missing or truncated and for a tensor that is not there.
+    Raises InputError for a missing or truncated file, and for a missing tensor.
     """
 
     def __init__(self, folder):
@@ -183,27 +212,26 @@ class Weights:
         """Return the tensor, mapped into memory."""
         if name not in self.files:
             raise InputError(f"the checkpoint has no tensor {name}")
-        # Opened anew each time: what was read stays mapped as long as its tensor lives, and no longer.
+        # Opened anew each time, so that the mapping lives only as long as the tensor.
         return safe_open(self.files[name], framework="pt").get_tensor(name)
 
     def fill(self, target, name, dim=0, ranges=None):
-        """Copy the tensor, or the given ranges (start, stop) along dimension 0 or 1 of it, joined, into target.
+        """Copy the tensor, or the given ranges (start, stop) of its dimension 0 or 1, joined, into target.
 
-        Nothing else is read, and some 16 MB at a time, so that little more than target takes memory.
+        It reads nothing else, and about 16 MB at a time, so that little memory is needed besides target.
         """
         start, step = 0, max(1, 2**24 // self.read(name)[:1].nbytes)
         for a, b in ranges or [(0, target.shape[dim])]:
-            part = target.narrow(dim, start, b - a)
+            chunk = target.narrow(dim, start, b - a)
             start += b - a
-            for i in range(0, len(part), step):
-                # read anew: the pages behind what was copied go with the tensor
-                source = self.read(name).narrow(dim, a, b - a)
-                part[i : i + step].copy_(source[i : i + step])
+            for i in range(0, len(chunk), step):
+                source = self.read(name).narrow(dim, a, b - a)  # read anew, which frees the pages copied before
+                chunk[i : i + step].copy_(source[i : i + step])
                 watch.beat()
 
 
 def open_weights(folder, config, device):
-    """Return the Weights of a folder, or random ones where it is None."""
+    """Return the Weights of a folder, or RandomWeights if it is None."""
     if folder:
         return Weights(folder)
     from formats.sizes import RandomWeights
@@ -212,7 +240,7 @@ def open_weights(folder, config, device):
 
 
 def own_dtype(weights, name):
-    """Return the dtype of a checkpoint's tensor that is never quantized; weights: anything with read(name)."""
+    """Return the dtype of a tensor that is never quantized, as the checkpoint's; weights: anything with read(name)."""
     dtype = weights.read(name).dtype
     if dtype not in DTYPES.values():
         raise InputError(f"tensor {name} holds {dtype_name(dtype)}: give --dtype, one of {', '.join(DTYPES)}")
@@ -220,7 +248,7 @@ def own_dtype(weights, name):
 
 
 def chosen_dtype(name, folder, weights=None):
-    """Return the dtype of that name (default: that of the folder's weights, of random ones bfloat16)."""
+    """Return the dtype of that name. Without a name: the weights' own, or bfloat16 for random ones."""
     if name or not folder:
         return DTYPES.get(name, torch.bfloat16)
     return own_dtype(weights or Weights(folder), "norm.weight")
@@ -232,22 +260,27 @@ def check_shape(weights, name, shape):
         raise InputError(f"tensor {name} is {weights.shape(name)}, but the config says {tuple(shape)}")
 
 
-def read_part(weights, name, shape, dtype, dim, ranges, each, device):
-    """Return what a rank holds of a tensor, as tp.held says. Raises InputError for integers where floats should be, or
-    integers of another type, and for numbers that are not finite."""
-    stored = weights.dtype(name)
+def read_slice(weights, name, piece, device):
+    """Return what a rank holds of a tensor. piece: a tp.ShardSlice.
+
+    Raises InputError for integers where floats should be, or integers of another type, and for numbers that are not
+    finite.
+    """
+    stored, dtype = weights.dtype(name), piece.dtype
     if stored != dtype and not (stored.is_floating_point and dtype.is_floating_point):
         raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(dtype)}")
-    if ranges == []:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    parts = ranges and [(start // each, -(-stop // each)) for start, stop in ranges]
-    stored_shape = list(shape)
-    if parts:
-        stored_shape[dim] = sum(stop - start for start, stop in parts)
-    tensor = cpu.empty(stored_shape, dtype, device)
-    weights.fill(tensor, name, dim, parts)
-    if tensor.shape != shape:
-        tensor = int_linear.regroup(tensor, *ranges[0], each)
+    if piece.ranges == []:
+        return torch.zeros(piece.shape, dtype=dtype, device=device)
+    stored_ranges = piece.ranges and [
+        (start // piece.columns, -(-stop // piece.columns)) for start, stop in piece.ranges
+    ]
+    shape = list(piece.shape)
+    if stored_ranges:
+        shape[piece.dim] = sum(stop - start for start, stop in stored_ranges)
+    tensor = cpu.empty(shape, dtype, device)
+    weights.fill(tensor, name, piece.dim, stored_ranges)
+    if tensor.shape != piece.shape:
+        tensor = int_linear.regroup(tensor, *piece.ranges[0], piece.columns)
     if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
         why = f"in {dtype_name(dtype)}; it is stored in {dtype_name(stored)}"
         raise InputError(f"tensor {name} holds NaN or infinite values {why}")
@@ -262,7 +295,7 @@ def write_config(folder, config):
 def write_weights(folder, sizes, read, shard_bytes=5_000_000_000):
     """Write tensors into model.safetensors, or into numbered shards of at most shard_bytes and their index.
 
-    sizes: {name: bytes}, in the order to write. read(name) returns a tensor; one shard at a time is in memory.
+    sizes: {name: bytes}, in the order of writing. read(name) returns a tensor. Only one shard is in memory at a time.
     """
     total, shards, room = sum(sizes.values()), [], 0
     for name, size in sizes.items():
@@ -272,7 +305,6 @@ def write_weights(folder, sizes, read, shard_bytes=5_000_000_000):
         shards[-1].append(name)
         room -= size
     weight_map = {}
-    os.umask(mask := os.umask(0))
     with tqdm(total=total, unit="B", unit_scale=True, desc="writing", delay=1, disable=None) as bar:
         for i, names in enumerate(shards, start=1):
             number = f"-{i:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
@@ -281,8 +313,13 @@ def write_weights(folder, sizes, read, shard_bytes=5_000_000_000):
             for name in names:
                 tensors[name] = read(name).contiguous()
                 bar.update(sizes[name])
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-            (folder / file).chmod(0o666 & ~mask)  # safetensors makes files that only their owner may read
+            (folder / file).touch()
+            mode = (folder / file).stat().st_mode  # as the umask has it; save_file lets only the owner read
+            try:
+                save_file(tensors, folder / file, metadata={"format": "pt"})
+            except SafetensorError as e:  # above all a full disk
+                raise OSError(errno.EIO, first_line(e)) from None
+            (folder / file).chmod(mode)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

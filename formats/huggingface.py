@@ -1,16 +1,16 @@
-"""Hugging Face's names and configs, as ours."""
+"""Reads Hugging Face's configs and names of tensors."""
 
 import math
 
 import torch
 
-from extras.lanes import laneformer
 from formats import checkpoint
-from formats.checkpoint import read_json
+from formats.checkpoint import ROPE_KEYS, read_json
 from formats.wiring_text import wiring_name
 from runtime.errors import InputError
+from runtime.extras import load
 
-NAMES = {  # ours: Hugging Face's; wqkv is made of three
+NAMES = {  # our name: Hugging Face's; wqkv is made of three tensors
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
@@ -37,12 +37,12 @@ COMMON = {
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
 WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "layer_types": None}
 BIASES = {"attention_bias": False, "mlp_bias": False}
-# model_type: what transformers 5.23 takes for keys that are absent; a family has the settings named here. The shape
-# stands in every config.json, but for what the first Llamas do without: a wrong one would not fit the weights.
+# model_type: {key: transformers 5.23's default}, for the keys that the family has. Every config.json has
+# the model's shape, except for the keys that the first Llamas lack.
 FAMILIES = {
     "llama": {**COMMON, **BIASES},
     "llamaLadder": {**COMMON, **BIASES},
-    "ladder_residual": {  # of formats/exported: a child of seed_oss
+    "ladder_residual": {  # extras/export/exported: a child of seed_oss
         **COMMON, **BIASES, "attention_out_bias": False, "bos_token_id": 0, "no_rope_layers": None, "qk_norm": False,
         "parallel_blocks": False, "wiring": None,
     },
@@ -60,19 +60,12 @@ FAMILIES = {
         "no_rope_layer_interval": 4, **WINDOW, "sliding_window": None, "bos_token_id": 128000, "eos_token_id": 128001,
     },
     "seed_oss": {**COMMON, **BIASES, "attention_bias": True, "attention_out_bias": False, "bos_token_id": 0},
-    **laneformer.FAMILIES,
 }  # fmt: skip
 ORIGINAL = "original_max_position_embeddings"
-ROPE_KINDS = {  # the keys of Config.rope_scaling
-    "default": [],
-    "linear": ["factor"],
-    "llama3": ["factor", "low_freq_factor", "high_freq_factor", ORIGINAL],
-    "yarn": ["factor", "beta_fast", "beta_slow", "attention_factor", ORIGINAL],
-}
 
 
 def hf_names(name):
-    """Return the Hugging Face tensors that our tensor is made of: one, or those of q, k and v for wqkv."""
+    """Return the names of the Hugging Face tensors that make up ours: one, or three (q, k, v) for wqkv."""
     if name in NAMES:
         return [NAMES[name]]
     _, layer, rest = name.split(".", 2)
@@ -83,15 +76,8 @@ def hf_names(name):
 
 
 def group(q, k, v, config):
-    """Return weights or biases of q, k and v as wqkv: KV head by KV head its queries, its key, its value."""
+    """Return weights or biases of q, k and v as wqkv, which has for each KV head its queries, its key and its value."""
     return torch.cat([t.unflatten(0, (config.n_kv_heads, -1)) for t in (q, k, v)], dim=1).flatten(0, 1)
-
-
-def ungroup(wqkv, config):
-    """Return (q, k, v): the inverse of group."""
-    queries = config.n_heads // config.n_kv_heads * config.head_dim
-    parts = wqkv.unflatten(0, (config.n_kv_heads, -1)).split([queries, config.head_dim, config.head_dim], dim=1)
-    return [t.flatten(0, 1) for t in parts]
 
 
 def wiring_from_hf(ladder_layers, parallel_blocks, n_layers):
@@ -103,29 +89,31 @@ def wiring_from_hf(ladder_layers, parallel_blocks, n_layers):
 
 
 def read_hf(path):
-    """Return a config.json as transformers takes it: with keys that are absent, without those of other families.
+    """Return the keys of a config.json with the defaults of its family, without keys that only other families have.
 
     Raises InputError for families, and features of them, that model.py does not compute.
     """
     values = read_json(path)
-    family = values.get("model_type")
+    family, _ = values.get("model_type"), values.pop("laneformer", None)
     if "n_layers" in values and family is None:
-        raise InputError(f"{path.parent} is a checkpoint of this project already (--to-hf DIR converts it back)")
+        raise InputError("this is a checkpoint of this project already (python -m extras.export converts it back)")
+    if "laneformer" in str(family).lower():  # Kog's, whose lanes are an extra
+        family, values = "ministral", load("lanes", f"model_type {family}").laneformer_as_ministral(values)
     if not isinstance(family, str) or family not in FAMILIES:
-        raise InputError(f"{path}: model_type {family!r} is not supported; {', '.join(FAMILIES)} are")
+        raise InputError(f"model_type {family!r} is not supported; {', '.join(FAMILIES)} and laneformer are")
     if family == "llamaLadder" and "ladder_layers" not in values:
-        raise InputError(f"{path}: model_type is llamaLadder, but ladder_layers does not say which layers")
+        raise InputError("model_type is llamaLadder, but ladder_layers does not say which layers")
     known = FAMILIES[family]
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}  # before transformers 5, and since
     supported = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "truncate": True, "mscale": None}
     supported |= dict.fromkeys({"attention_bias", "attention_out_bias", "mlp_bias"} - known.keys(), False)
-    for key, value in supported.items():
-        for found in (values.get(key), rope.get(key) if isinstance(rope, dict) else None):
-            if found not in (value, None):
-                raise InputError(f"{path}: {key} {found!r} is not supported, only {value!r} is")
-    others = [] if family in laneformer.FAMILIES else FAMILIES.values()  # those refuse what they do not know
-    foreign = {key for other in others for key in other} - known.keys()
-    return {**known, **{k: v for k, v in values.items() if k not in foreign}, "rope_scaling": rope}
+    for key, only in supported.items():
+        for value in (values.get(key), rope.get(key) if isinstance(rope, dict) else None):
+            if value not in (only, None):
+                raise InputError(f"{key} {value!r} is not supported, only {only!r} is")
+    foreign = {key for other in FAMILIES.values() for key in other} - known.keys()
+    own = {k: v for k, v in values.items() if k not in foreign}
+    return {**known, **own, "model_type": family, "rope_scaling": rope}
 
 
 def eos_ids(path, hf):
@@ -133,14 +121,14 @@ def eos_ids(path, hf):
     generation = path.with_name("generation_config.json")
     others = read_json(generation).get("eos_token_id") if generation.is_file() else None
     own = hf["eos_token_id"] if others is None or "eos_token_id" in read_json(path) else None
-    found = [i for ids in (own, others) for i in (ids if isinstance(ids, list) else [ids])]
-    return tuple(dict.fromkeys(i for i in found if i is not None))
+    result = [i for ids in (own, others) for i in (ids if isinstance(ids, list) else [ids])]
+    return tuple(dict.fromkeys(i for i in result if i is not None))
 
 
 def config_from_hf(path):
     """Return the Config that a Hugging Face config.json (and the generation_config.json beside it) describes."""
-    hf = read_hf(path)
     try:
+        hf = read_hf(path)
         values = our_values(hf) | {"eos_ids": eos_ids(path, hf)}
     except (InputError, AttributeError, ArithmeticError, KeyError, TypeError) as e:  # an absent key, text as a number
         raise InputError(f"{path}: {e if isinstance(e, InputError) else repr(e)}") from None
@@ -148,12 +136,10 @@ def config_from_hf(path):
 
 
 def our_values(hf):
-    """Return the values of Config, but for eos_ids, that settings as of read_hf mean."""
+    """Return the values of Config, except eos_ids, from the result of read_hf."""
     n_layers, n_heads, dim = hf["num_hidden_layers"], hf["num_attention_heads"], hf["hidden_size"]
     if n_layers > checkpoint.MOST_LAYERS:
         raise InputError(f"num_hidden_layers is {n_layers} but must be at most {checkpoint.MOST_LAYERS}")
-    if hf["model_type"] in laneformer.FAMILIES:
-        hf = laneformer.as_llama(hf)
     family, rope = hf["model_type"], hf["rope_scaling"]
     attention_bias, windowed = hf.get("attention_bias", False), window_layers_from_hf(hf)
     return {
@@ -174,37 +160,37 @@ def our_values(hf):
 
 
 def rope_scaling_from_hf(hf):
-    """Return the Config.rope_scaling of settings as of read_hf. Absent keys of YaRN are computed as by transformers."""
+    """Return Config.rope_scaling from the result of read_hf. Absent keys of YaRN get transformers' values."""
     rope, context = hf["rope_scaling"], hf["max_position_embeddings"]
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    kinds = ["default"] if hf["model_type"] == "phi3" else list(ROPE_KINDS)  # Phi-3 takes every other for longrope
-    if kind not in kinds:
-        raise InputError(f"rope type {kind!r} is not supported, only {', '.join(kinds)} are")
-    if kind == "default":
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    supported = ["default", *([] if hf["model_type"] == "phi3" else ROPE_KEYS)]  # Phi-3 takes every other for longrope
+    if rope_type not in supported:
+        raise InputError(f"rope type {rope_type!r} is not supported, only {', '.join(supported)} are")
+    if rope_type == "default":
         return None
     original = hf.get(ORIGINAL, rope.get(ORIGINAL, context))
     scaling = {**rope, ORIGINAL: original}
-    if kind == "yarn":
+    if rope_type == "yarn":
         factor = rope.get("factor") or context / original
         scaling |= {
             "factor": factor, "beta_fast": rope.get("beta_fast") or 32.0, "beta_slow": rope.get("beta_slow") or 1.0,
             "attention_factor": rope.get("attention_factor") or 0.1 * math.log(max(factor, 1)) + 1,
         }  # fmt: skip
-    return {key: scaling[key] for key in ROPE_KINDS[kind]}
+    return {key: scaling[key] for key in ROPE_KEYS[rope_type]}
 
 
 def nope_layers_from_hf(hf):
-    """Return the layers without rotary embeddings: SmolLM3 marks them with a 0 in a list, or has one in so many."""
+    """Return the layers without rotary embeddings: those with a 0 in SmolLM3's list, or every interval-th layer."""
     n_layers = hf["num_hidden_layers"]
     interval = hf.get("no_rope_layer_interval", n_layers + 1)
-    turned = hf.get("no_rope_layers") or [i % interval for i in range(1, n_layers + 1)]
-    if len(turned) < n_layers:
-        raise InputError(f"no_rope_layers has {len(turned)} entries for {n_layers} layers")
-    return tuple(i for i in range(n_layers) if not turned[i])
+    has_rope = hf.get("no_rope_layers") or [i % interval for i in range(1, n_layers + 1)]
+    if len(has_rope) < n_layers:
+        raise InputError(f"no_rope_layers has {len(has_rope)} entries for {n_layers} layers")
+    return tuple(i for i in range(n_layers) if not has_rope[i])
 
 
 def window_layers_from_hf(hf):
-    """Return the layers with a sliding window: those that layer_types names, else all that the family gives one."""
+    """Return the layers with a sliding window: those that layer_types names, or else the family's own."""
     n_layers, window, types = hf["num_hidden_layers"], hf.get("sliding_window"), hf.get("layer_types")
     if window is None or window >= hf["max_position_embeddings"] or not hf.get("use_sliding_window", True):
         return ()
@@ -216,50 +202,18 @@ def window_layers_from_hf(hf):
     return tuple(i for i in range(n_layers) if types[i] == "sliding_attention")
 
 
-def no_rope_layers(config):
-    """Return the inverse: a 0 for each such layer and 1 for the others, or None if there is no such layer."""
-    return [int(i not in config.nope_layers) for i in range(config.n_layers)] if config.nope_layers else None
-
-
-def family_of(config):
-    """Return the keys of a config.json that name transformers' family with a standard model's biases and norms.
-
-    The inverse of config_from_hf where it is not numbers, which all families share. None if there is no such family.
-    """
-    qkv, wo, mlp, nope = config.qkv_bias, config.wo_bias, config.mlp_bias, config.nope_layers
-    name, keys = "Llama", {"attention_bias": qkv, "mlp_bias": mlp}
-    if qkv and not (wo or mlp or nope or config.qk_norm):
-        name, keys = "Qwen2", {}
-    elif qkv != wo or config.qk_norm and (mlp or nope):
-        return None
-    elif config.qk_norm:
-        name, keys = "Qwen3", {"attention_bias": qkv}
-    elif nope:
-        name, keys = "SmolLM3", {**keys, "no_rope_layers": no_rope_layers(config), "pad_token_id": None}
-    if config.window_layers:
-        types = ["sliding_attention" if i in config.window_layers else "full_attention" for i in range(config.n_layers)]
-        if name == "Llama" and (qkv or mlp):
-            return None
-        if name == "Llama":
-            name, keys = "Ministral" if "full_attention" in types else "Mistral", {}
-        keys["sliding_window"] = config.sliding_window
-        if name != "Mistral":
-            keys |= {"use_sliding_window": True, "layer_types": types}
-    return {"model_type": name.lower(), "architectures": [f"{name}ForCausalLM"], **keys}
-
-
 class LlamaWeights:
-    """The tensors of a Hugging Face folder under Llama's names: names() and read(name), as of their source.
+    """The tensors of a Hugging Face folder under Llama's names: names() and read(name), like their source.
 
-    Phi-3's fused projections are taken apart. Granite's multipliers go into the weights: that of the residual stream
-    into those that write to it, that of the scores into the queries, that of the embeddings into their table, and that
-    of the logits into the last norm, which also makes up for a table that is the output head too.
+    Phi-3's fused projections are split. Granite's multipliers are folded into the weights: residual_multiplier into wo
+    and w2, attention_multiplier into the queries, embedding_multiplier into the embedding table, logits_scaling into
+    the last norm. If the table is also the output head, the last norm divides by embedding_multiplier.
     """
 
     def __init__(self, source, path, config):
         hf, H = read_hf(path), config.head_dim
-        if hf["model_type"] in laneformer.FAMILIES:
-            source = laneformer.LaneformerWeights(source, H)
+        if "laneformer" in hf:
+            source = load("lanes", "a Laneformer").LaneformerWeights(source, H)
         query, key, hidden = config.n_heads * H, config.n_kv_heads * H, config.intermediate_size
         residual, embedding, logits = (
             hf.get(key, 1.0) for key in ("residual_multiplier", "embedding_multiplier", "logits_scaling")
@@ -274,18 +228,19 @@ class LlamaWeights:
             "qkv_proj": {"q_proj": query, "k_proj": key, "v_proj": key},
             "gate_up_proj": {"gate_proj": hidden, "up_proj": hidden},
         }
-        self.source, self.parts = source, {}  # name: (the source's, rows of each of its parts, which part)
+        self.source, self.places = source, {}  # name: (the source's name, rows of each of its chunks, which chunk)
         for name in source.names():
             module = f".{name}".split(".")[-2]
-            parts = fused.get(module, {module: None})
-            self.parts |= {name.replace(module, part): (name, [*parts.values()], i) for i, part in enumerate(parts)}
+            chunks = fused.get(module, {module: None})
+            for i, chunk in enumerate(chunks):
+                self.places[name.replace(module, chunk)] = name, [*chunks.values()], i
 
     def names(self):
-        return list(self.parts)
+        return list(self.places)
 
     def read(self, name):
-        fused, rows, i = self.parts[name]
-        tensor = self.source.read(fused)
+        source_name, rows, i = self.places[name]
+        tensor = self.source.read(source_name)
         if rows != [None]:
             tensor = tensor.split(rows)[i]
         factor = self.factors.get(name.rsplit(".", 2)[-2], 1.0)

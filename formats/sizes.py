@@ -5,8 +5,7 @@ import re
 
 import torch
 
-from kernels import int_linear
-from model import Config
+from model import Config, build
 from runtime.errors import InputError
 
 
@@ -45,18 +44,16 @@ def named_size(model, quant=None):
     size = int(kind[2]) if kind[2] else 64 if quant == "int4" else None
     n_layers = int(found[2] or config.n_layers)
     windowed = tuple(i for i in config.window_layers if i < n_layers)
-    config = dataclasses.replace(
+    return dataclasses.replace(
         config, n_layers=n_layers, window_layers=windowed, quant=quant and kind[1], group_size=size
     )
-    int_linear.check(config)
-    return config
 
 
 class RandomWeights:
     """Weights without a file: matrices from N(0, 0.02), norms 1, biases 0; integers of the same spread."""
 
     def __init__(self, config, device, seed=0):
-        self.parameters = dict(int_linear.skeleton(config).named_parameters())
+        self.parameters = dict(build(config).named_parameters())
         self.scale = 0.02 * 12**0.5 / (15 if config.quant == "int4" else 254)  # of evenly distributed integers
         self.generator = torch.Generator(device).manual_seed(seed)
 

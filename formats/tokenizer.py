@@ -1,11 +1,14 @@
 """One interface over SentencePiece, tiktoken rank files and tokenizer.json; load_tokenizer() picks by what is there."""
 
 import base64
-import functools
+import contextlib
 import json
 import os
 import re
-import time
+import reprlib
+import subprocess
+import sys
+import threading
 from itertools import count
 from pathlib import Path
 
@@ -23,11 +26,24 @@ LLAMA3_SPECIAL = {
 }  # fmt: skip
 
 
+@contextlib.contextmanager
+def _library_errors(message):
+    """Turn the errors of libraries in this block into an InputError. A panic of one in Rust is no Exception."""
+    try:
+        yield
+    except InputError:
+        raise
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        raise InputError(f"{message}: {first_line(e)}") from None
+
+
 class Tokenizer:
     """encode(text) -> ids; decode(ids) -> text without special tokens; chat(messages) -> ids.
 
     A subclass sets vocab_size, bos_id (or None) and special {text: id}, and has decode(ids) and encode_plain(text,
-    first), where first is False for text that follows a special token.
+    first). first is False for text that follows a special token.
     """
 
     template = None  # the checkpoint's chat template, Jinja source
@@ -45,13 +61,13 @@ class Tokenizer:
         """Return the ids of text that names special tokens, as a chat template writes it; adds no BOS."""
         names = "|".join(re.escape(s) for s in sorted(self.special, key=len, reverse=True)) or "(?!)"
         ids = []
-        for i, part in enumerate(re.split(f"({names})", text)):
-            if part:
-                ids += [self.special[part]] if part in self.special else self.encode_plain(part, first=i == 0)
+        for i, piece in enumerate(re.split(f"({names})", text)):
+            if piece:
+                ids += [self.special[piece]] if piece in self.special else self.encode_plain(piece, first=i == 0)
         return ids
 
     def add(self, text, i, hidden):
-        """Take a special token that the tokenizer's own file does not have; decode leaves a hidden one out."""
+        """Add a special token that the tokenizer's own file does not have; decode leaves out a hidden one."""
         self.special.setdefault(text, i)
 
     def chat(self, messages):
@@ -63,27 +79,39 @@ class Tokenizer:
         if self.template is None:
             raise InputError("no chat template in the checkpoint's tokenizer_config.json, nor a chat_template.jinja")
         variables = {**self.template_variables, "messages": messages, "add_generation_prompt": answer}
-        try:
-            return compiled(self.template).render(tools=None, documents=None, **variables)
-        except Exception as e:  # whatever the template's code raises
-            raise InputError(f"the checkpoint's chat template refuses this conversation: {first_line(e)}") from None
+        text, error = _renderer.render(self.template, variables)
+        if error is not None:
+            raise InputError(f"the checkpoint's chat template refuses this conversation: {first_line(error)}")
+        return text
 
 
-@functools.cache
-def compiled(template):
-    """Return a chat template compiled as in transformers (huggingface.co/docs/transformers/chat_templating_writing)."""
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+class Renderer:
+    """The process of chat_template.py, started when the first template is rendered and again after it was ended."""
 
-    def raise_exception(message):
-        raise InputError(message)
+    seconds, megabytes, characters = 10, 512, 10**7  # what a template may take
 
-    # A template is a program, and may be a stranger's: the sandbox keeps it from the system.
-    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    sandbox.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": time.strftime}
-    # {% generation %} marks the text that training learns from; here it is a scope like any other.
-    return sandbox.from_string(re.sub(r"(\{%[-+]?\s*(?:end)?)generation\b", r"\1with", template))
+    def __init__(self):
+        self.process, self.lock = None, threading.Lock()
+
+    def render(self, template, variables):
+        """Return (text, None), or (None, what went wrong)."""
+        with self.lock:
+            if self.process is None:
+                limits = self.seconds, self.megabytes, self.characters
+                command = [sys.executable, "-P", Path(__file__).with_name("chat_template.py"), *map(str, limits)]
+                pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE) | {"stderr": subprocess.DEVNULL}
+                self.process = subprocess.Popen(command, **pipes, start_new_session=True)  # a Ctrl-C does not reach it
+            try:
+                self.process.stdin.write(json.dumps([template, variables]).encode() + b"\n")
+                self.process.stdin.flush()
+                return json.loads(self.process.stdout.readline())
+            except (BrokenPipeError, ValueError):  # it was ended
+                self.process.communicate()
+                self.process = None
+                return None, f"it takes more than {self.seconds} s or {self.megabytes} MB"
+
+
+_renderer = Renderer()
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -98,6 +126,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.special = {self.model.id_to_piece(i): i for i in ids if i >= 0}
         self.bos_id = ids[0] if ids[0] >= 0 else None
 
+    @_library_errors("the tokenizer cannot encode this text")
     def encode_plain(self, text, first=True):
         if first or self.legacy:
             return self.model.encode(text)
@@ -124,9 +153,11 @@ class TiktokenTokenizer(Tokenizer):
         self.n_ranks, self.vocab_size = len(ranks), len(ranks) + len(names)
         self.bos_id = self.special["<|begin_of_text|>"]
 
+    @_library_errors("the tokenizer cannot encode this text")
     def encode_plain(self, text, first=True):
         return self.model.encode_ordinary(text)
 
+    @_library_errors("the tokenizer cannot decode these tokens")
     def decode(self, ids):
         return self.model.decode([i for i in ids if i < self.n_ranks])
 
@@ -145,13 +176,18 @@ class JsonTokenizer(Tokenizer):
         around = self.model.encode("a", add_special_tokens=True)  # with the tokens that its post-processor adds
         self.bos_id = around.ids[0] if around.special_tokens_mask[:1] == [1] else None
 
-    def encode_plain(self, text, markup=False):
-        self.model.encode_special_tokens = not markup  # if set, it takes their names as plain text
-        return self.model.encode(text, add_special_tokens=False).ids
+    def encode_plain(self, text, first=True):
+        return self._encode(text, plain=True)
 
     def encode_markup(self, text):
-        return self.encode_plain(text, markup=True)
+        return self._encode(text, plain=False)
 
+    @_library_errors("the tokenizer cannot encode this text")
+    def _encode(self, text, plain):
+        self.model.encode_special_tokens = plain  # if set, the names of special tokens are plain text
+        return self.model.encode(text, add_special_tokens=False).ids
+
+    @_library_errors("the tokenizer cannot decode these tokens")
     def decode(self, ids):
         # the library's own skip_special_tokens would print those that are "normalized"
         return self.model.decode([i for i in ids if i not in self.hidden], skip_special_tokens=False)
@@ -179,7 +215,7 @@ def load_tokenizer(source, vocab_size=None):
         path = next((folder / n for n in ("tokenizer.json", "tokenizer.model") if os.path.lexists(folder / n)), None)
         if path is None:
             return None
-    try:
+    with _library_errors(f"{path} cannot be read, or a file of settings beside it"):
         with open(path, "rb") as f:
             line = f.readline(200)
         ranks = TiktokenTokenizer if re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", line) else SentencePieceTokenizer
@@ -188,25 +224,22 @@ def load_tokenizer(source, vocab_size=None):
             raise InputError(f"{path} has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
         if folder.is_dir():
             _read_settings(tokenizer, folder, vocab_size)
-    except InputError:
-        raise
-    except Exception as e:  # each library has errors of its own
-        raise InputError(f"{path} cannot be read, or a file of settings beside it: {first_line(e)}") from None
     return tokenizer
 
 
 def check_vocabulary(config, folder, other, other_folder, called):
-    """Raise InputError unless two models read the same tokens: by their number and, of two tokenizers, by a thousand.
+    """Raise InputError unless two models have the same number of tokens and, where compared, the same tokens.
 
-    folder, other_folder: that of a model with a tokenizer, or None. called: the other model, in the message.
+    folder, other_folder: each model's folder, or None if it has no tokenizer; of two, about 1000 tokens are compared.
+    called: the other model's name in the message.
     """
-    found = f"{called} has another vocabulary"
+    error = f"{called} has another vocabulary"
     if other.vocab_size != config.vocab_size:
-        raise InputError(f"{found}, of {other.vocab_size:,} tokens, and the model's {config.vocab_size:,}")
+        raise InputError(f"{error}, of {other.vocab_size:,} tokens, and the model's {config.vocab_size:,}")
     ours, theirs = (path and load_tokenizer(path, config.vocab_size) for path in (folder, other_folder))
     for i in range(0, config.vocab_size, 1 + config.vocab_size // 1000) if ours and theirs else ():
         if theirs.decode([i]) != ours.decode([i]):
-            raise InputError(f"{found}: token {i} is {theirs.decode([i])!r}, and the model's {ours.decode([i])!r}")
+            raise InputError(f"{error}: token {i} is {theirs.decode([i])!r}, and the model's {ours.decode([i])!r}")
 
 
 def _read_settings(tokenizer, folder, vocab_size):
@@ -223,6 +256,8 @@ def _read_settings(tokenizer, folder, vocab_size):
         named = [value for key, value in settings.items() if "_token" in key]
         special = {_text(token) for each in named for token in (each if isinstance(each, list) else [each])}
         tokens = [(i, text, text in special) for text, i in read("added_tokens.json").items()]
+    if wrong := [text for _, text, _ in tokens if not isinstance(text, str) or not text]:
+        raise InputError(f"{folder}: a special token is {reprlib.repr(wrong[0])}, not a text")
     for i, text, hidden in sorted(tokens):
         if vocab_size is None or i < vocab_size:  # the embedding may have no row for it
             tokenizer.add(text, i, hidden)
@@ -250,8 +285,7 @@ class TextStream:
 
     def __init__(self, tokenizer):
         self.tokenizer, self.ids = tokenizer, []
-        # The ids before shown are out. Those from start on are context, with more than spaces, as decoders drop these
-        # at the beginning.
+        # ids[:shown] are printed. ids[start:shown] are context with more than spaces: decoders drop leading spaces.
         self.start = self.shown = 0
 
     def push(self, ids):

@@ -12,19 +12,21 @@ from pathlib import Path
 
 import torch
 
-from runtime.errors import InputError
+
+class CompilerError(RuntimeError):
+    """There is no working compiler, or nowhere to keep what it compiles: one line says what to do."""
 
 
 def compiler(what="--compile"):
-    """Return the C++ compiler that torch.compile takes, too. Raises InputError, which says that `what` needs one."""
+    """Return the C++ compiler that torch.compile takes, too. Raises CompilerError, which says that `what` needs one."""
     name = os.environ.get("CXX", "g++")
     if shutil.which(name) is None:
-        raise InputError(f"{what} needs a C++ compiler: install g++, or name one in $CXX, no options: {name!r}")
+        raise CompilerError(f"{what} needs a C++ compiler: install g++, or name one in $CXX, no options: {name!r}")
     return name
 
 
 def prepare_compile():
-    """Let torch.compile work in any folder. Raises InputError without a C++ compiler."""
+    """Let torch.compile work in any folder. Raises CompilerError without a C++ compiler."""
     compiler()
     from torch.utils import cpp_extension  # late: with it comes setuptools, which edits the module path
 
@@ -33,44 +35,45 @@ def prepare_compile():
 
 
 def load_operators(source, what, *options):
-    """Compile a C++ file of this folder for this processor, unless that was done before, and load its operators.
+    """Load a C++ file's operators, compiled for this processor unless that was done before.
 
-    The result lies in $XDG_CACHE_HOME/ladder-fast (~/.cache without it). Raises InputError without a C++ compiler, of
-    which `what` is in need, or with nowhere to write.
+    source: its path, from this folder. The result is kept in $XDG_CACHE_HOME/ladder-fast (by default ~/.cache), for all
+    copies of the project. what: who needs a compiler, for the message. Raises CompilerError.
     """
     source, home = Path(__file__).parent / source, Path(torch.__file__).parent
     options = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC", *options]
-    paths = [f"-I{home / 'include'}", f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
-    command = [os.environ.get("CXX", "g++"), source, *options, *paths]
-    made_of = repr((source.read_text(), command, torch.__version__, _processor()))
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ladder-fast"
-    library = folder / f"{source.stem}-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}.so"
+    contents = repr((source.read_text(), os.environ.get("CXX"), options, torch.__version__, _processor()))
+    name = f"{source.stem}-{hashlib.sha256(contents.encode()).hexdigest()[:16]}.so"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ladder-fast"
+    if folder.parts[0] == "~":
+        raise CompilerError(f"{what}: no home folder to keep compiled code in: name a folder in $XDG_CACHE_HOME")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            torch.ops.load_library(library)
+            torch.ops.load_library(folder / name)
         except OSError:  # not there yet, or damaged
-            compiler(what)
+            includes = [home / "include", home / "include/torch/csrc/api/include"]
+            paths = [*(f"-I{path}" for path in includes), f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
+            command = [compiler(what), source, *options, *paths]
             print(f"compiling {source.name}, once ...", file=sys.stderr, flush=True)
-            # others may be at it too; who is done last replaces an equal file
+            # other processes may compile it, too: the last one replaces an equal file
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
-                made = Path(temporary) / library.name
-                subprocess.run([*command, "-o", made], check=True, capture_output=True, text=True)
-                os.replace(made, library)
-            torch.ops.load_library(library)
+                output = Path(temporary) / name
+                subprocess.run([*command, "-o", output], check=True, capture_output=True, text=True)
+                os.replace(output, folder / name)
+            torch.ops.load_library(folder / name)
     except subprocess.CalledProcessError as e:
         reason = next((line for line in e.stderr.splitlines() if "error" in line), f"it ends with code {e.returncode}")
-        raise InputError(f"{command[0]} cannot compile {source.name}: {reason}") from None
+        raise CompilerError(f"{e.cmd[0]} cannot compile {source.name}: {reason}") from None
     except OSError as e:
         reason = e.strerror or str(e).splitlines()[0]
-        raise InputError(f"cannot use {folder}: {reason}; name another folder in $XDG_CACHE_HOME") from None
+        raise CompilerError(f"cannot use {folder}: {reason}; name another folder in $XDG_CACHE_HOME") from None
 
 
 def load_group(source, operator, what):
-    """Load the operators of a process group's C++, one of which is named. Raises InputError as load_operators does."""
+    """Load the operators of a process group in C++, unless the named one is there. Raises CompilerError."""
     if not hasattr(torch.ops.ladder, operator):
-        include = Path(torch.__file__).parent / "include/torch/csrc/api/include"
-        load_operators(source, what, "-DUSE_DISTRIBUTED", "-DUSE_C10D", f"-I{include}")
+        load_operators(source, what, "-DUSE_DISTRIBUTED", "-DUSE_C10D")
 
 
 def _processor():

@@ -8,12 +8,12 @@ import struct
 
 
 def choose_interface(store, rank, tp_size):
-    """Let gloo listen where the other nodes can reach it, unless GLOO_SOCKET_IFNAME says where; return that address.
+    """Let gloo listen where the other nodes can reach it, unless GLOO_SOCKET_IFNAME says where.
 
-    By itself it listens at the address that this host's name resolves to, which on many systems is a loopback address.
+    By default it listens at the address that this host's name resolves to, on many systems a loopback address.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ:
-        return _address_of(os.environ["GLOO_SOCKET_IFNAME"].split(",")[0])
+        return
     address = _address_towards(os.environ["MASTER_ADDR"])
     if rank == tp_size - 1:
         store.set("last rank's address", address)
@@ -22,32 +22,39 @@ def choose_interface(store, rank, tp_size):
     for _, name in socket.if_nameindex():
         if address and _address_of(name) == address:
             os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def own_address():
+    """Return the IPv4 address where gloo listens for other nodes. Raises OSError if there is none."""
+    address = _address_of(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0])
+    if not address:
+        raise OSError("no IPv4 address leads from one to another")
     return address
 
 
-def _address_of(name):
+def _address_of(interface):
     """Return the IPv4 address of an interface, or ""."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
-        found = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-        return socket.inet_ntoa(found[20:24])
+        record = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
+        return socket.inet_ntoa(record[20:24])
     return ""
 
 
 def _address_towards(host):
-    """Return this machine's own IPv4 address on the way to a host, or "" if there is none."""
+    """Return this machine's IPv4 address on the way to a host, or ""."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
-        s.connect((host, 1))  # of a datagram socket, this sends nothing
+        s.connect((host, 1))  # a datagram socket sends nothing here
         return s.getsockname()[0]
     return ""
 
 
 def threads():
-    """Return the thread ids of this process; none if the system is not Linux."""
+    """Return the thread ids of this process, or none if the system is not Linux."""
     return {int(i) for i in os.listdir("/proc/self/task")} if os.path.isdir("/proc/self/task") else set()
 
 
 def let_preempt(ids):
-    """Let gloo's threads run as soon as they have something to do, as far as the system allows it.
+    """Let gloo's threads run as soon as they have work, as far as the system allows it.
 
     Its event loop polls while another of its threads holds a connection's lock, and ordinary threads may keep that one
     from running for milliseconds (benchmarks/overlap.md). Real-time threads, for root or CAP_SYS_NICE, preempt the

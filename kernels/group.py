@@ -1,4 +1,4 @@
-"""What this project's own process groups share: each does some collectives its way, and hands the others on."""
+"""What this project's process groups in Python share: each does some collectives itself, and passes the others on."""
 
 import itertools
 
@@ -11,12 +11,12 @@ _numbers = itertools.count()
 class Group(dist.ProcessGroup):
     """A process group in Python around another one, `inner`, of the same ranks."""
 
-    at_once = True  # whether all of a sum travels from its start on
+    at_once = True  # whether all bytes of an all-reduce travel from its start on
 
-    def __init__(self, kind, inner, rank, tp_size):
+    def __init__(self, name, inner, rank, tp_size):
         super().__init__(rank, tp_size)
-        self.name, self.inner = f"{kind}-{next(_numbers)}", inner
-        # The functional collectives know groups by name. No public call gives a group of Python's one.
+        self.name, self.inner = f"{name}-{next(_numbers)}", inner
+        # The functional collectives find groups by name. No public call gives a name to a group in Python.
         torch._C._distributed_c10d._register_process_group(self.name, self)
 
     group_name = property(lambda self: self.name)
@@ -25,7 +25,7 @@ class Group(dist.ProcessGroup):
         return self.name
 
     def wire_bytes(self, tensor):
-        """Return the bytes of a partial as it travels."""
+        """Return the bytes that travel for a partial."""
         return self.inner.wire_bytes(tensor) if isinstance(self.inner, Group) else tensor.nbytes
 
     def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
@@ -33,7 +33,7 @@ class Group(dist.ProcessGroup):
 
 
 class Pending(dist.Work):
-    """A collective under way: finish() waits for it."""
+    """A collective under way. finish: a function that waits for it."""
 
     def __init__(self, finish):
         super().__init__()
@@ -41,14 +41,14 @@ class Pending(dist.Work):
 
     def wait(self, timeout=None):
         self.finish()
-        self.finish = None  # and what it has kept
+        self.finish = None  # and the tensors that it keeps
         return True
 
 
 def pending_on(stream, tensors):
-    """Return the Pending of what a stream of a GPU has been given so far.
+    """Return the Pending of the work that a GPU's stream has so far.
 
-    It keeps the tensors: freed before the wait, their memory would go to computing meanwhile.
+    It keeps the tensors: freed before the wait, their memory would go to work on another stream.
     """
     done = stream.record_event()
     return Pending(lambda kept=tensors: torch.cuda.current_stream().wait_event(done))

@@ -14,34 +14,33 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import Transformer
-from runtime.errors import InputError
+from kernels.swap import recast, swap
 
 PIECE = 2**19  # numbers of W that are turned into floats at a time, to be multiplied while they are in the cache
 FEW = 16  # rows of x up to which the kernels for int8, PyTorch's on a CPU and Triton's, are meant to be the faster ones
 
 
 def check(config):
-    """Raise InputError, naming the field, when what a Config says of its quantization does not fit its model."""
+    """Raise ValueError, naming the field, when what a Config says of its quantization does not fit its model."""
     size = config.group_size
     if config.quant not in (None, "int8", "int4"):
-        raise InputError(f"unknown quantization {config.quant!r}; known: int8, int4")
+        raise ValueError(f"unknown quantization {config.quant!r}; known: int8, int4")
     if size is not None and config.quant != "int4":
-        raise InputError("a group size is for int4")
+        raise ValueError("a group size is for int4")
     if config.quant == "int4" and size not in (32, 64, 128):
-        raise InputError(f"group size {size} is none of 32, 64, 128")
+        raise ValueError(f"group size {size} is none of 32, 64, 128")
     if config.kept and config.quant is None:
-        raise InputError("without quantization no matrix is kept from it")
+        raise ValueError("without quantization no matrix is kept from it")
     columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), config.dim)
     columns |= {"wo": config.n_heads * config.head_dim, "w2": config.intermediate_size}
     for name in config.kept:
         if name not in columns:
-            raise InputError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
+            raise ValueError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
         if name == "output" and config.tie_embeddings:
-            raise InputError("the output head of this model is its embedding table: keep tok_embeddings instead")
+            raise ValueError("the output head of this model is its embedding table: keep tok_embeddings instead")
     for name, count in columns.items():
         if size is not None and name not in config.kept and count % size:
-            raise InputError(f"group size {size} does not divide the {count} columns of {name}: keep {name}")
+            raise ValueError(f"group size {size} does not divide the {count} columns of {name}: keep {name}")
 
 
 def dequantize(weight, scales, zeros=None):
@@ -145,39 +144,25 @@ class Int8CudaLinear(IntLinear):
         return y if self.bias is None else y + self.bias
 
 
-class Int4CudaLinear(IntLinear):
-    """An IntLinear in the layout of PyTorch's kernel for int4 on a GPU, which wants K in multiples of 128, N of 8."""
+class Int4CudaLinear(nn.Module):
+    """An int4 IntLinear in the layout of PyTorch's kernel on a GPU, which takes K in multiples of 128, N of 8."""
 
     @torch.no_grad()
-    def pack(self):
-        self.shape = self.weight.shape[0], 2 * self.weight.shape[1]
-        self.group_size = self.shape[1] // self.scales.shape[1]
+    def __init__(self, linear):
+        super().__init__()
+        self.out_features, self.in_features, self.bias = linear.out_features, linear.in_features, linear.bias
+        weight, scales = linear.weight, linear.scales
+        self.group_size = self.in_features // scales.shape[1]
         # the kernel counts from the middle, W = (q - 8) scale + middle, and has the even column in the upper half
-        pairs = torch.stack((self.scales, self.zeros + 8 * self.scales), dim=-1)  # (N, G, 2)
-        pairs = pairs.transpose(0, 1).contiguous()
-        packed = torch._convert_weight_to_int4pack(self.weight << 4 | self.weight >> 4, 8)
-        self.weight, self.scales = (nn.Parameter(t, requires_grad=False) for t in (packed, pairs))
-        self.zeros = None  # rows() is gone with it
-
-    out_features = property(lambda self: self.shape[0])
-    in_features = property(lambda self: self.shape[1])
+        pairs = torch.stack((scales, linear.zeros + 8 * scales), dim=-1)  # (N, G, 2)
+        self.scales = nn.Parameter(pairs.transpose(0, 1).contiguous(), requires_grad=False)
+        packed = torch._convert_weight_to_int4pack(weight << 4 | weight >> 4, 8)
+        self.weight = nn.Parameter(packed, requires_grad=False)
 
     def forward(self, x):
         y = torch._weight_int4pack_mm(x.reshape(-1, self.in_features), self.weight, self.group_size, self.scales)
         y = y.view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
-
-
-def use_kernels(model):
-    """Let a model in bfloat16 multiply with kernels for integers, where there are any for its device and shapes."""
-    for linear in [m for m in model.modules() if type(m) is IntLinear and m.scales.dtype == torch.bfloat16]:
-        N, K, on_gpu = linear.out_features, linear.in_features, linear.weight.is_cuda
-        fits = K % 128 == N % 8 == 0 and K // linear.scales.shape[1] in (32, 64, 128)
-        if N and linear.zeros is None and (on_gpu or K % 16 == 0):
-            linear.__class__ = Int8CudaLinear if on_gpu else Int8Linear
-        elif N and linear.zeros is not None and on_gpu and fits:
-            linear.__class__ = Int4CudaLinear
-            linear.pack()
 
 
 class IntEmbedding(Integers):
@@ -187,20 +172,57 @@ class IntEmbedding(Integers):
         return self.rows(tokens)
 
 
-def skeleton(config, held=1):
-    """Return the Transformer of a config, quantized as it says, without memory for the weights: on "meta"."""
-    with torch.device("meta"):
-        model = Transformer(config, held)
-        for path, module in list(model.named_modules()) if config.quant else []:
-            parent, _, name = path.rpartition(".")
-            tied = config.tie_embeddings and path == "output"
-            if ("tok_embeddings" if tied else name) in config.kept or type(module) not in (nn.Linear, nn.Embedding):
-                continue
-            shape = *module.weight.shape, config.quant, config.group_size
-            embeds = isinstance(module, nn.Embedding)
-            quantized = IntEmbedding(*shape) if embeds else IntLinear(*shape, bias=module.bias is not None)
-            setattr(model.get_submodule(parent), name, quantized)
-        if config.tie_embeddings:
-            for name, parameter in model.tok_embeddings.named_parameters():
-                setattr(model.output, name, parameter)
-    return model
+def column_unit(config, least_ranks):
+    """Return how many columns of w2 must stay on one rank; 1 without int4.
+
+    least_ranks: how many ranks there would be if each had the smallest share. It is a group of int4, or
+    128 columns, which PyTorch's int4 kernel on a GPU wants, if no share then exceeds its due by more than an eighth.
+    Where groups are too few they are halved, down to 8 columns, the least that few_rows.cpp takes. Lanes are cut at
+    multiples of 8: at the neurons where they are cut without int4.
+    """
+    if config.group_size is None or "w2" in config.kept:
+        return 1
+    width, unit = config.intermediate_size, config.group_size
+    if config.lanes:
+        return 8
+    if width % 128 == 0 and width >= 8 * 128 * least_ranks and not config.named_wiring.laned:
+        unit = 128
+    while unit > 8 and width // unit < least_ranks:
+        unit //= 2
+    return unit
+
+
+def stored_columns(ranges, columns):
+    """Return how many stored numbers cover ranges of a matrix's columns, if each covers `columns`; see regroup."""
+    return sum((stop - start) // math.gcd(columns, start, stop) for start, stop in ranges)
+
+
+# ---- Replacing the matrices of a model -------------------------------------------------------------------------------
+
+
+def replace_matrices(model, config):
+    """Replace the linears and embeddings of a Transformer by integer ones, except those that the config keeps."""
+
+    def make(name, module):
+        table = "tok_embeddings" if name == "output" and config.tie_embeddings else name
+        if type(module) not in (nn.Linear, nn.Embedding) or table in config.kept:
+            return None
+        shape = *module.weight.shape, config.quant, config.group_size
+        return IntEmbedding(*shape) if type(module) is nn.Embedding else IntLinear(*shape, module.bias is not None)
+
+    swap(model, make)
+
+
+def use_kernels(model):
+    """Replace the IntLinears of a model in bfloat16 by those with kernels, where the device and the shape have one."""
+
+    def make(name, linear):
+        if type(linear) is not IntLinear or linear.scales.dtype != torch.bfloat16 or not linear.out_features:
+            return None
+        N, K, on_gpu = linear.out_features, linear.in_features, linear.weight.is_cuda
+        if linear.zeros is None:
+            return recast(linear, Int8CudaLinear if on_gpu else Int8Linear) if on_gpu or K % 16 == 0 else None
+        fits = K % 128 == N % 8 == 0 and K // linear.scales.shape[1] in (32, 64, 128)
+        return Int4CudaLinear(linear) if on_gpu and fits else None
+
+    swap(model, make)

@@ -1,7 +1,7 @@
-"""The collectives of CPU ranks on one machine through shared_memory.cpp: how the ranks come to share the memory.
+"""Collectives of CPU ranks on one machine through shared_memory.cpp: how the ranks come to share the memory.
 
-It is a file without a name, so that nothing is left behind however a run ends: rank 0 makes it, and the others open it
-as /proc/PID/fd/FD.
+The memory is a file without a name, so that nothing is left behind however a run ends. Rank 0 creates it, and the other
+ranks open it as /proc/PID/fd/FD.
 """
 
 import contextlib
@@ -12,9 +12,8 @@ import secrets
 import torch
 
 from kernels import cxx
-from runtime.errors import InputError
 
-SLOTS, SLOT_BYTES = 8, 2**23  # of each rank; memory is taken only for what a message has filled
+SLOTS, SLOT_BYTES = 8, 2**23  # of each rank; a slot takes memory only where a message has filled it
 NAME = "ladder-fast"
 GROUP = "shared-memory"
 
@@ -38,7 +37,7 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
                 offer, fd = _create()
     except Unavailable as e:
         offer = str(e)
-    offer = world.tell(offer)  # only now do the others look for what rank 0 has built
+    offer = world.tell(offer)  # only now do the other ranks load what rank 0 has compiled
     try:
         if isinstance(offer, str):
             raise Unavailable(offer)
@@ -51,7 +50,7 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
         reason = str(e)
         if fd is not None:
             os.close(fd)
-    reasons = [found for found in world.gather(reason) if found]
+    reasons = [text for text in world.gather(reason) if text]
     if reasons:
         if reason is None:
             torch.ops.ladder.leave_memory(name)
@@ -66,34 +65,31 @@ def shares(group):
 
 def lost_peer():
     """Return whether a rank that this process waited for has died."""
-    return hasattr(torch.ops.ladder, "memory_lost_peer") and torch.ops.ladder.memory_lost_peer()
+    return torch.ops.ladder.memory_lost_peer()
 
 
 def progress():
     """Return (completed pieces of this process's collectives, the rank that it waits for or None)."""
-    if not hasattr(torch.ops.ladder, "memory_progress"):
-        return 0, None
     pieces, awaited = torch.ops.ladder.memory_progress()
     return pieces, None if awaited < 0 else awaited
 
 
 def abandon():
-    """Let whoever waits in a collective wait no longer: it raises, now and from now on."""
-    if hasattr(torch.ops.ladder, "memory_abandon"):
-        torch.ops.ladder.memory_abandon()
+    """Make every collective that waits raise, now and from now on."""
+    torch.ops.ladder.memory_abandon()
 
 
 def build():
-    """Load the operators of shared_memory.cpp. Raises InputError as cxx.load_operators does."""
+    """Load the operators of shared_memory.cpp. Raises what cxx.load_operators does."""
     cxx.load_group("shared_memory.cpp", "join_memory", "memory shared by ranks")
 
 
 @contextlib.contextmanager
 def _explained():
-    """Whatever fails in this block makes shared memory unavailable."""
+    """Turn whatever fails in this block into Unavailable."""
     try:
         yield
-    except (InputError, AttributeError, OSError, RuntimeError) as e:  # memfd_create is Linux's
+    except (AttributeError, OSError, RuntimeError, ValueError) as e:  # memfd_create is Linux's
         raise Unavailable(str(e).splitlines()[0]) from None
 
 
@@ -108,7 +104,7 @@ def _open(pid, fd, token):
     """Return a descriptor of rank 0's file. Raises Unavailable if that is another machine's or container's."""
     path = f"/proc/{pid}/fd/{fd}"
     try:
-        if os.readlink(path).startswith(f"/memfd:{NAME}"):  # other files may not like to be opened
+        if os.readlink(path).startswith(f"/memfd:{NAME}"):  # opening another kind of file may have an effect
             own = os.open(path, os.O_RDWR)
             if os.pread(own, len(token), 0) == token.encode():
                 return own

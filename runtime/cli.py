@@ -8,6 +8,7 @@ import textwrap
 
 from model import WIRINGS, rewired
 from runtime.errors import InputError
+from tp import COLLECTIVES
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -72,13 +73,6 @@ def add_rank_flags(parser, sharded=False):
         words, numbers = "what each rank gets of the heads, MLP and vocabulary, in proportion: e.g. 3,1", "N,N,..."
         parser.add_argument("--shares", type=lambda text: (*map(count, text.split(",")),), metavar=numbers, help=words)
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda if each rank finds a GPU, else cpu")
-    parser.add_argument(
-        "--timeout",
-        type=number(float, 0),
-        default=60,
-        metavar="S",
-        help="end the run when a rank makes no progress for S seconds; 0 to wait for ever",
-    )
 
 
 def add_json_flag(parser, what="the results as one line of JSON"):
@@ -102,11 +96,9 @@ def add_wiring_flags(parser, default="the checkpoint's own"):
 
 def add_comm_flag(parser):
     """Add the flag that launch.join takes besides those of add_rank_flags."""
-    words = "how ranks sum. auto: CPUs in memory that they share, and between machines in one hop; GPUs by NCCL\n"
-    words += "library: by gloo or NCCL\nint8: as integers, half the bytes for a small loss (docs/exact.md)\n"
-    words += "one-shot: by kernels that read the peer GPUs' memory, which no GPU has run"
-    choices = "auto", "library", "int8", "one-shot"
-    parser.add_argument("--comm", choices=choices, default="auto", help=words)
+    known = "\n".join(f"{name}: {collective.about}" for name, collective in COLLECTIVES.items())
+    words = f"how ranks sum\n{known}\nothers: extras/collectives/README.md"
+    parser.add_argument("--comm", default="auto", metavar="NAME", help=words)
 
 
 def add_communication_flags(parser):
@@ -143,10 +135,10 @@ def with_wiring(config, args):
 def warn_of_wiring(own, config, shares):
     """Say on stderr when a checkpoint runs in another wiring than its own."""
     if own.function == config.function:
-        if own.kind.laned and own.lanes is None:
+        if own.named_wiring.laned and own.lanes is None:
             print(f"these weights name no lanes: {own.wiring} is another function on other ranks", file=sys.stderr)
         return
     loss = "another function than these weights were trained for: eval.py measures the loss"
-    if own.wiring == "standard" and config.standard_alone and (config.lanes or len(shares)) == 1:
+    if own.wiring == "standard" and config.standard_in_one_lane and (config.lanes or len(shares)) == 1:
         loss = "which is the same in one lane"
     print(f"these weights are {own.wiring}'s, and run as {config.wiring}, {loss}", file=sys.stderr)

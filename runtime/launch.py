@@ -8,8 +8,9 @@ import contextlib
 import errno
 import functools
 import hashlib
+import json
+import math
 import os
-import pickle
 import signal
 import sys
 import time
@@ -20,7 +21,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import tp
 from formats.checkpoint import first_line
+from kernels import gloo
 from runtime import watch
 from runtime.errors import InputError
 
@@ -48,6 +51,7 @@ def _store():
     return store
 
 
+IMPORTS = 60  # seconds that a rank may start later than another, on top of the timeout
 _gathers = collections.Counter()  # of each number of ranks: the Worlds of a process share the store
 
 
@@ -55,53 +59,61 @@ class World:
     """The ranks of a run: join() makes one.
 
     group: the process group of the model's collectives, or None for a single device. dist_group: the group of
-    torch.distributed's own collectives, or None for the default one. A simulated rank (extras/measure) has a tp_size
-    and a group, but no peers: it is alone. shares: what each rank is to hold of a model in proportion to the others.
+    torch.distributed's own collectives, or None for the default one. nodes: the name of each rank's node. shares: what
+    each rank holds of a model, in proportion to the others. A simulated rank (extras/measure) has a tp_size and a
+    group, but no peers: it is alone.
     """
 
     def __init__(self, rank, tp_size, device, group=None, simulated=False, dist_group=None, shares=None):
         self.rank, self.tp_size, self.device, self.group = rank, tp_size, device, group
-        self.shares = shares or (1,) * tp_size
+        self.shares, self.nodes = shares or (1,) * tp_size, ("",) * tp_size
         self.simulated, self.dist_group, self.alone = simulated, dist_group, simulated or tp_size == 1
 
-    def gather(self, value):
-        """Return all ranks' values, in their order, however long one takes: a collective would not hear Ctrl-C."""
+    def gather(self, value, patience=math.inf):
+        """Return the values of all ranks, in the order of ranks. A value is what JSON holds; tuples become lists.
+
+        Waits for patience seconds, and meanwhile hears Ctrl-C and the end of other ranks, which a collective does not.
+        Raises Verdict if a rank has not come by then. Values are JSON because anyone may write to torchrun's store.
+        """
         if self.alone:
             return [value]
-        store, values = _store(), []
+        store, values, start = _store(), [], time.monotonic()
         _gathers[self.tp_size] += 1
         key = f"gathered {self.tp_size} {_gathers[self.tp_size]}"
-        store.set(f"{key} {self.rank}", pickle.dumps(value))
+        store.set(f"{key} {self.rank}", json.dumps(value))
         for rank in range(self.tp_size):
             while not store.check([f"{key} {rank}"]):
                 if code := watch.ended(store):
                     raise SystemExit(code)  # another rank says why
+                if time.monotonic() - start > patience:
+                    words = f"rank {rank} of {self.tp_size} has not started"
+                    raise watch.Verdict(f"{words} within {patience:g} s (LADDER_TIMEOUT + {IMPORTS})")
                 time.sleep(0.005)
-            values.append(pickle.loads(store.get(f"{key} {rank}")))
+            values.append(json.loads(store.get(f"{key} {rank}")))
         return values
 
     def tell(self, value):
-        """Return rank 0's value on every rank, however long it takes to have one."""
+        """Return rank 0's value, on every rank."""
         return self.gather(value)[0]
 
     def first(self, work, *args):
-        """Let rank 0 do work(*args) while the others wait; its InputError becomes one of all."""
+        """Call work(*args) on rank 0 while the others wait. If it raises InputError, all ranks do."""
         with self.together():
             if self.rank == 0:
                 work(*args)
 
-    def agree(self, read):
-        """Raise InputError on all ranks, which names each difference, unless all have read an equal dict."""
-        found = self.gather(read)
-        unlike = [name for name in collections.ChainMap(*found) if len({str(one.get(name)) for one in found}) > 1]
-        texts = [", ".join(f"{name} {str(one.get(name, 'not given'))[:60]}" for name in unlike) for one in found]
+    def agree(self, values):
+        """Raise InputError on all ranks, which names each difference, unless all ranks give an equal dict."""
+        dicts = self.gather({name: str(value) for name, value in values.items()})
+        unlike = [name for name in collections.ChainMap(*dicts) if len({one.get(name) for one in dicts}) > 1]
+        texts = [", ".join(f"{name} {one.get(name, 'not given')[:60]}" for name in unlike) for one in dicts]
         others = [f"rank {rank} with {text}" for rank, text in enumerate(texts) if text != texts[0]]
         if others:
             raise InputError(f"the ranks were not started alike: {'; '.join(others)}; rank 0 with {texts[0]}")
 
     @contextlib.contextmanager
     def together(self):
-        """Turn an InputError of one rank in this block into one of all, so that none waits for it forever."""
+        """If one rank raises InputError in this block, raise it on all ranks at the end: none waits for ever."""
         error = None
         try:
             yield
@@ -115,66 +127,63 @@ class World:
 def join(device=None, flags=None):
     """Join the ranks that torchrun started with this one, if any; returns the World.
 
-    The model's collectives go through memory that the CPU ranks of one node share, between those of several in one hop
-    (extras/collectives), else through NCCL, unless --comm says otherwise. device: "cpu", "cuda", "cuda:1", or None for
-    CUDA if every local rank finds a GPU. Under torchrun each rank takes the GPU of its LOCAL_RANK. flags: {name: value}
-    of the command line, alike on all ranks. Raises InputError for a device that is not there, and for ranks that were
-    not started alike.
+    device: "cpu", "cuda", "cuda:1", or None for CUDA if every local rank finds a GPU. Under torchrun a rank takes the
+    GPU of its LOCAL_RANK. flags: {name: value} of the command line, equal on all ranks; "comm" names one of
+    tp.COLLECTIVES. Raises InputError for a device that is not there, and for ranks that were not started alike.
     """
     global _watch
     rank, tp_size = rank_and_size()
     flags = flags or {}
-    comm, shares = flags.get("comm", "auto"), flags.get("shares")
-    ranks = flags.get("simulate_tp") or tp_size
+    shares, comm, ranks = flags.get("shares"), flags.get("comm", "auto"), flags.get("simulate_tp") or tp_size
+    connect = tp.collective(comm).connect
     if shares and len(shares) != ranks:
         raise InputError(f"--shares has {len(shares)} numbers: give {ranks}, one for each rank")
+    world = World(rank, tp_size, choose_device(device, rank, tp_size), shares=shares)
     if tp_size == 1:
         if comm != "auto":
-            raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun; --simulate-tp is one")
-        return World(rank, tp_size, choose_device(device, rank, tp_size), shares=shares)
-    from kernels import gloo, shared_memory  # a single process does without them
-
-    store, node = _store(), os.environ.get("GROUP_RANK", f"of rank {rank}")  # torchrun's number of the node
-    device = choose_device(device, rank, tp_size)
-    world = World(rank, tp_size, device, shares=shares)
-    world.agree(_start(flags, device))
-    found = world.gather((node, os.getpid()))
-    neighbours = {r: process for r, (place, process) in enumerate(found) if place == node}
-    _watch = watch.Watch(store, rank, tp_size, neighbours, flags.get("timeout", 0), _leave)
+            raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun")
+        return world
+    seconds, node = timeout(), os.environ.get("GROUP_RANK", f"of rank {rank}")  # torchrun's number of the node
+    world.nodes, processes = zip(
+        *world.gather([node, os.getpid()], seconds + IMPORTS if seconds else math.inf), strict=True
+    )
+    neighbours = {r: process for r, process in enumerate(processes) if world.nodes[r] == node}
+    _watch = watch.Watch(_store(), rank, tp_size, neighbours, seconds, _leave)
     _watch.start()
-    several_nodes = int(os.environ.get("LOCAL_WORLD_SIZE", tp_size)) < tp_size
-    if device.type == "cpu" and several_nodes:
-        address = gloo.choose_interface(store, rank, tp_size)
+    world.agree(_start(flags, world.device) | {"LADDER_TIMEOUT": seconds})
+    _init_process_group(world)
+    world.group = dist.group.WORLD
+    world.group = connect(world)
+    return world
+
+
+def timeout():
+    """Return after how many seconds without progress a run ends, or 0 for never. Raises InputError."""
+    text = os.environ.get("LADDER_TIMEOUT", "60")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1
+    if not 0 <= seconds < math.inf:
+        raise InputError(f"LADDER_TIMEOUT={text!r} is no number of seconds: give one, or 0 to wait for ever")
+    return seconds
+
+
+def _init_process_group(world):
+    """Make torch.distributed's default group: NCCL on GPUs, else gloo."""
     backend, on_gpu = "gloo", {}
-    if device.type == "cuda":  # its kernels first: the sum of a sublayer is waited for before the computing beside it
+    if world.device.type == "cuda":  # its kernels run first: the sum of a sublayer is waited for before other work
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        backend, on_gpu = "nccl", {"device_id": device, "pg_options": options}
+        backend, on_gpu = "nccl", {"device_id": world.device, "pg_options": options}
+    elif len({*world.nodes}) > 1:
+        gloo.choose_interface(_store(), world.rank, world.tp_size)
     before, last_resort = gloo.threads(), timedelta(minutes=30)  # hangs are reported sooner
-    dist.init_process_group(backend, store=store, rank=rank, world_size=tp_size, timeout=last_resort, **on_gpu)
+    dist.init_process_group(
+        backend, store=_store(), rank=world.rank, world_size=world.tp_size, timeout=last_resort, **on_gpu
+    )
     if backend == "gloo":
         gloo.let_preempt(gloo.threads() - before)
     dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
-    world.group = dist.group.WORLD
-    if device.type == "cpu" and comm != "library":
-        try:
-            if several_nodes:
-                from extras.collectives import one_hop
-
-                world.group = one_hop.connect(world, address, [place for place, _ in found])
-            else:
-                world.group = shared_memory.connect(world)
-        except (InputError, shared_memory.Unavailable) as e:
-            if rank == 0:
-                print(f"gloo carries the all-reduces: {e}", file=sys.stderr, flush=True)
-    if comm == "one-shot":
-        from extras.collectives import one_shot
-
-        world.group = one_shot.connect(world)
-    elif comm == "int8":
-        from extras.collectives.int8_sums import Int8Group
-
-        world.group = Int8Group(world.group, dist.group.WORLD, rank, tp_size, device)
-    return world
 
 
 # of each rank alone: where its files lie (their contents are compared), and what only rank 0 writes
@@ -229,11 +238,14 @@ def run(main):
             watch.ignore_signals()
     except BaseException as e:
         error = e
+    if isinstance(error, Exception):  # which a library may have raised for the one of a signal
+        error = watch.signalled or error
     # a Watch knows better than a collective that has lost a peer, or a signal that followed from that
-    lost = isinstance(error, dist.DistError) or "gloo" in str(error) or (_watch and _watch.memory.lost_peer())
+    lost = isinstance(error, dist.DistError) or "gloo" in str(error) or any(m.lost_peer() for m in watch.monitors)
     if _watch and (isinstance(error, watch.Terminated) or (lost and isinstance(error, Exception))):
+        _watch.wake.set()
         _watch.known.wait(watch.GRACE if lost else 0.5)
-        error = _watch.found or error
+        error = _watch.verdict or error
     with contextlib.suppress(OSError):
         sys.stdout.flush()  # what --help printed, or the text so far
     _leave(error)
@@ -270,13 +282,13 @@ def _leave(error):
     ]
     code, line = next((code, line) for matches, code, line in endings if matches)
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"  # without a store, which goes with torchrun
-    if tp_size > 1 and _store.cache_info().currsize:
+    if tp_size > 1 and _store.cache_info().currsize and getattr(error, "store", True):
         with contextlib.suppress(Exception):
             code, first = map(int, _store().compare_set("ended", "", f"{code} {rank}").split())
             speaks = first == rank
     if line and speaks:
         print(line, file=sys.stderr, flush=True)
-    for process in getattr(error, "hung", ()):
+    for process in getattr(error, "stopped", ()):
         with contextlib.suppress(OSError):
             os.kill(process, signal.SIGKILL)  # a stopped one does not hear torchrun's SIGTERM
     if isinstance(error, OSError):  # what is still to be written goes nowhere

@@ -4,20 +4,21 @@ import math
 import os
 import sys
 
+from model import rewired
 from runtime import report
-from tp import held, lanes_of, shard_plan
+from tp import shard_plan, shard_slices
 
 
 def weight_bytes(config, dtype, rank=0, shares=1):
     """Return the bytes of a rank's weights. Raises InputError as shard_plan does."""
-    parts = held(config, dtype, rank, shares).values()
-    return sum(math.prod(shape) * stored.itemsize for _, shape, stored, *_ in parts)
+    slices = shard_slices(rewired(config, "standard"), dtype, rank, shares).values()  # in lanes it is about the same
+    return sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices)
 
 
 def cache_bytes(config, dtype, rows, slots, rank=0, shares=1):
     """Return the bytes of a rank's KV cache: the rows of wqkv that are no queries, for each slot."""
-    plans = [shard_plan(config, *lane) for lane in lanes_of(config, rank, shares)]
-    heads, queries = (sum(b - a for plan in plans for a, b in plan[name][1]) for name in ("wqkv", "wo"))
+    plan = shard_plan(rewired(config, "standard"), rank, shares)
+    heads, queries = (sum(stop - start for start, stop in plan[name][1]) for name in ("wqkv", "wo"))
     return config.n_layers * rows * slots * (heads - queries) * dtype.itemsize
 
 

@@ -1,6 +1,7 @@
 """What a run reports: bytes and bandwidth, memory, the commit, a few lines for people."""
 
 import dataclasses
+import itertools
 import os
 import platform
 import resource
@@ -60,9 +61,9 @@ def step_bytes(model, cache, filled):
     weights = sum(
         p.numel() * p.element_size()
         for n, p in model.named_parameters(remove_duplicate=False)
-        if not n.startswith("tok_embeddings.")
+        if "tok_embeddings." not in n
     )
-    layers = zip(cache, slots * len(model.lanes), strict=True)
+    layers = zip(cache, itertools.cycle(slots))  # noqa: B905, of several lanes one after another
     return weights + sum(t[:, :, 0].numel() * t.element_size() * n for layer, n in layers for t in layer)
 
 
@@ -129,7 +130,7 @@ def generation(runner, draft, world, prompts, done, chunk):
         "decode_s": done.decode_s, "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot,
         "tok_s": tpot and later / done.decode_s, "tok_s_user": tpot and 1 / tpot, "step_bytes": int(read),
         "bandwidth": bandwidth, "mbu": tpot and read * passes / done.decode_s / bandwidth, "passes": passes,
-        "drafted": draft and draft.drafted, "accepted": accepted, "draft_s": draft and draft.seconds,
+        "drafted": draft and draft.drafted, "accepted": accepted,
         "tokens": None if world.simulated else done.rows, "peak_bytes": peaks,
         "prefill_parts": runner.parts_of(len(prompts), min(longest, max(1, chunk // len(prompts)))),
     }  # fmt: skip
@@ -140,7 +141,7 @@ def result(name, model, link, world, found):
     c = model.config
     return {
         "model": name, "n_layers": c.n_layers, "wiring": c.wiring,
-        "dtype": dtype_name(model.norm.weight.dtype), "quant": c.quant,
+        "dtype": dtype_name(model.dtype), "quant": c.quant,
         "link": link and dataclasses.asdict(link), **environment(world), **found,
     }  # fmt: skip
 

@@ -31,7 +31,7 @@ def read_prompts(args, config, tokenizer):
             raise InputError("--interactive takes no prompts and no --batch, and needs a checkpoint with a tokenizer")
         return [[0]]
     for text in args.prompt or []:
-        lines = checkpoint.read_text(text[1:], "--prompt @").splitlines() if text.startswith("@") else [text]
+        lines = checkpoint.read_text(text[1:], "--prompt @").split("\n") if text.startswith("@") else [text]
         if not any(line.strip() for line in lines):
             raise InputError(f"--prompt is empty ({text!r}): give some text, or the ids themselves with --prompt-ids")
         texts += [line for line in lines if line.strip()]

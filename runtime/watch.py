@@ -1,7 +1,7 @@
 """The ranks of a run watch one another: when one dies or hangs, all end, and one of them says which, why and where.
 
-Every rank notes with at() where it is. A thread of each, its Watch, tells the others through the store that they share,
-and looks at them: at once when a process of its node ends, each second whether all are alive and make progress.
+Each rank calls at() to note its place. A thread in each rank, its Watch, publishes that place in torchrun's store and
+reads the places of the others, and whether their processes live, once a second.
 """
 
 import contextlib
@@ -14,25 +14,25 @@ import signal
 import sys
 import threading
 import time
-from multiprocessing import connection
 
 import torch
 
 TICK = 1  # seconds
-GRACE = 3  # seconds for the main thread to end by itself
-BUSY = 0.2  # of a tick: a process that had that much of a core computes, and does not hang
+GRACE = 3  # seconds that the main thread has to end by itself
+BUSY = 0.05  # share of a core above which a process computes, and does not hang; one that waits takes about 0.01
 
 
 @dataclasses.dataclass
 class Place:
-    """Where a rank is."""
+    """Where a rank is. step: the number of a step that all ranks take together, or the name of its own work."""
 
     phase: str = "start"
     step: object = None
-    timed: bool = False  # whether it hangs if it makes no progress within the timeout
-    beats: int = 0  # how many places it came to, which all ranks do alike
+    timed: bool = False  # whether the rank hangs if it makes no progress within the timeout
+    beats: int = 0  # how often at() was called: equal on all ranks that have come equally far
     busy: int = 0  # other signs of progress, of which some ranks have more
-    awaited: int | None = None  # the rank that it waits for, where shared memory tells
+    cpu: float = 0.0  # seconds that the process has computed
+    awaited: int | None = None  # the rank that this one waits for, where its collectives can tell
     ticks: int = 0  # of its Watch
 
     def __str__(self):
@@ -40,8 +40,11 @@ class Place:
 
 
 here = Place()
-at_end = []  # what to call before this process ends, even if its main thread is stuck
-_held = False
+signalled = None  # the Terminated of a signal that came: a library may swallow the exception that it raised
+at_end = []  # functions to call before this process ends, even if its main thread is stuck
+monitors = set()  # collectives that wait in C++: objects with progress(), lost_peer() and abandon()
+_publish = None  # publishes `here`, once there is a Watch
+_fixed = False  # whether the place stays as it is
 
 
 def beat():
@@ -52,20 +55,22 @@ def beat():
 def at(phase, step=None, timed=True):
     """Note where this rank is from now on, as in at("decode step", 57)."""
     here.beats += 1
-    if not _held:
-        here.phase, here.step, here.timed = phase, step, timed
+    if not _fixed:
+        changed, here.phase, here.step, here.timed = phase != here.phase, phase, step, timed
+        if changed and _publish:
+            _publish()
 
 
 @contextlib.contextmanager
 def during(phase):
-    """Stay in a phase that may take any time, whatever is noted in this block."""
-    global _held
+    """Stay in a phase that may take any time, whatever the block notes."""
+    global _fixed
     at(phase, timed=False)
-    before, _held = _held, True
+    before, _fixed = _fixed, True
     try:
         yield
     finally:
-        _held = before
+        _fixed = before
 
 
 class Terminated(KeyboardInterrupt):
@@ -79,8 +84,10 @@ def ignore_signals():
 
 
 def terminate(number, frame):
+    global signalled
     ignore_signals()
-    raise Terminated(signal.Signals(number).name)
+    signalled = Terminated(signal.Signals(number).name)
+    raise signalled
 
 
 def heed_signals():
@@ -95,9 +102,11 @@ def heed_signals():
 
 
 class Verdict(Exception):
-    """Why a Watch ends the run, in words."""
+    """Why a run is ended, in words. stopped: the ids of processes that hear no signal. store: whether it answers."""
 
-    hung = ()  # the ids of processes that hear no signal
+    def __init__(self, words, store=True):
+        super().__init__(words)
+        self.stopped, self.store = (), store
 
 
 def ended(store):
@@ -113,91 +122,109 @@ class Watch(threading.Thread):
     """
 
     def __init__(self, store, rank, tp_size, processes, timeout, leave):
-        from kernels import shared_memory  # a single process does without it
-
         super().__init__(daemon=True, name="watch")
-        self.memory = shared_memory
         self.store, self.rank, self.tp_size, self.processes = store.clone(), rank, tp_size, processes
         self.timeout, self.leave = timeout and max(timeout, 2 * TICK), leave
-        self.found, self.known = None, threading.Event()  # why the run ends, and that it does
+        self.limit = f"{self.timeout:g} s (LADDER_TIMEOUT)"
+        self.verdict, self.known = None, threading.Event()  # why the run ends, and that it does
+        self.wake = threading.Event()  # look now
         self.ticks = self.still = 0  # still: for so many ticks no rank made progress
         self.silent, self.cpu = [0] * tp_size, [0.0] * tp_size  # ticks without a sign of life; seconds
         self.places = [Place()] * tp_size
-        self.descriptors = {}
-        for other, process in processes.items():
-            with contextlib.suppress(OSError, AttributeError):  # not Linux: then torchrun is the one that notices
-                self.descriptors[os.pidfd_open(process)] = other
 
     def run(self):
-        next_tick = time.monotonic()
+        global _publish
+        _publish = self.publish
+        threading.Thread(target=self._watch_store, daemon=True).start()
         try:
             while True:
-                for descriptor in connection.wait([*self.descriptors], max(0, next_tick - time.monotonic())):
-                    self._judge_dead(self.descriptors.pop(descriptor))
-                if time.monotonic() >= next_tick:
-                    next_tick = time.monotonic() + TICK
-                    self._tick()
+                self.wake.clear()
+                self._tick()
+                self.wake.wait(TICK)
         except Exception as e:  # torchrun's death takes it
-            self._end(Verdict(f"rank {self.rank} of {self.tp_size} has lost torchrun's store in {here}: {e}"))
+            words = f"rank {self.rank} of {self.tp_size} has lost torchrun's store in {here}: {e}"
+            self._end(Verdict(words, store=False))
 
-    def _judge_dead(self, rank):
-        code = ended(self.store)
-        if code != 0:  # torchrun says how it died
-            self._end(SystemExit(code) if code else Verdict(f"rank {rank} of {self.tp_size} has died in {here}"))
+    def _watch_store(self):
+        """End the run if the store, whose process may be stopped, does not answer for longer than the timeout."""
+        seen = silent = 0
+        while True:
+            time.sleep(TICK)
+            seen, silent = self.ticks, silent + 1 if self.ticks == seen else 0
+            if silent > self.timeout > 0:
+                self._end(Verdict(f"torchrun's store has not answered for {self.limit}, in {here}", store=False))
+
+    def publish(self):
+        """Let the other ranks see where this one is."""
+        progress = [monitor.progress() for monitor in monitors]
+        beats = here.beats + sum(pieces for pieces, _ in progress)
+        awaited = next((rank for _, rank in progress if rank is not None), None)
+        place = dataclasses.replace(here, beats=beats, cpu=time.process_time(), awaited=awaited, ticks=self.ticks)
+        self.store.set(f"place {self.rank}", json.dumps(dataclasses.asdict(place)))
+
+    def _place(self, rank):
+        """Return where a rank is that may have gone: where this one waits for it, if they take that step together."""
+        key = f"place {rank}"
+        place = Place(**json.loads(self.store.get(key))) if self.store.check([key]) else Place()
+        return here if place.phase == here.phase and isinstance(here.step, int) else place
 
     def _tick(self):
         self.ticks += 1
-        pieces, awaited = self.memory.progress()
-        place = dataclasses.replace(here, beats=here.beats + pieces, awaited=awaited, ticks=self.ticks)
-        self.store.set(f"place {self.rank}", json.dumps(dataclasses.asdict(place)))
-        if code := ended(self.store):
+        self.publish()
+        code = ended(self.store)
+        if code:
             self._end(SystemExit(code))
+        processes = {rank: read_process(process) for rank, process in self.processes.items()}
+        for rank, (alive, _) in processes.items():
+            if not alive and code is None:
+                self._end(Verdict(f"rank {rank} of {self.tp_size} has died in {self._place(rank)}"))
         texts = self.store.multi_get([f"place {rank}" for rank in range(self.tp_size)])
-        self._judge([Place(**json.loads(text)) for text in texts])
+        self._judge([Place(**json.loads(text)) for text in texts], processes)
 
-    def _judge(self, places):
+    def _judge(self, places, processes):
         """End the run if a rank gave no sign of life for longer than the timeout, or no rank made progress for as long
-        and each should."""
+        and each should. processes: what read_process says of those of this node."""
         self.still += 1
         for rank, (old, new) in enumerate(zip(self.places, places, strict=True)):
-            before, self.cpu[rank] = self.cpu[rank], cpu_seconds(self.processes.get(rank))
-            computes = self.cpu[rank] - before > BUSY * TICK  # perhaps in a library that lets no other thread run
+            # a library may let no other thread run, not even the one that publishes
+            before, self.cpu[rank] = self.cpu[rank], max(new.cpu, processes.get(rank, (True, 0))[1])
+            computes = self.cpu[rank] - before > BUSY * TICK
             self.silent[rank] = 0 if computes or new.ticks != old.ticks else self.silent[rank] + 1
             computes &= not torch.cuda.is_initialized()  # else a thread that only waits may be busy
             if computes or (new.beats, new.busy) != (old.beats, old.busy):
                 self.still = 0
         self.places, late = places, [rank for rank, ticks in enumerate(self.silent) if ticks > self.timeout > 0]
         if late:
-            self._end_hung(late, here, "no sign of life", [self.processes[r] for r in late if r in self.processes])
+            self._end_hung(late, "no sign of life")
         if self.still > self.timeout > 0 and all(place.timed for place in places):
-            waiting = {rank for rank, place in enumerate(places) if place.awaited is not None}  # as shared memory tells
+            waiting = {rank for rank, place in enumerate(places) if place.awaited is not None}
             furthest = max(place.beats for place in places)
             late = {places[rank].awaited for rank in waiting} - waiting
             late = late or {rank for rank, place in enumerate(places) if place.beats < furthest} or range(self.tp_size)
-            self._end_hung(sorted(late), places[min(late)], "no progress")
+            self._end_hung(sorted(late), "no progress")
 
-    def _end_hung(self, ranks, place, why, processes=()):
-        words = " and ".join(f"rank {rank}" for rank in ranks)
-        hang = "hangs" if len(ranks) == 1 else "hang"
-        verdict = Verdict(f"{words} of {self.tp_size} {hang} in {place}: {why} for {self.timeout:g} s (--timeout)")
-        verdict.hung = processes
+    def _end_hung(self, ranks, why):
+        words, hang = " and ".join(f"rank {rank}" for rank in ranks), "hangs" if len(ranks) == 1 else "hang"
+        verdict = Verdict(f"{words} of {self.tp_size} {hang} in {self._place(ranks[0])}: {why} for {self.limit}")
+        verdict.stopped = [self.processes[r] for r in ranks if r in self.processes and why == "no sign of life"]
         self._end(verdict)
 
     def _end(self, why):
         """End this process by way of its main thread, or else from here."""
-        self.found = why
+        self.verdict = why
         self.known.set()
-        self.memory.abandon()
+        for monitor in monitors:
+            monitor.abandon()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(GRACE)
         self.leave(why)
 
 
-def cpu_seconds(process):
-    """Return how long a process of this machine has computed, or 0."""
+def read_process(process):
+    """Return (whether a process of this machine lives, the seconds that it has computed), as far as the system says."""
     try:
         with open(f"/proc/{process}/stat") as f:
-            found = f.read().rpartition(")")[2].split()  # from its state on, see proc(5)
+            state, *fields = f.read().rpartition(")")[2].split()  # see proc(5)
     except OSError:
-        return 0.0
-    return sum(map(int, found[11:13])) / os.sysconf("SC_CLK_TCK")
+        return not os.path.isdir("/proc/self"), 0.0
+    return state not in "ZX", sum(map(int, fields[10:12])) / os.sysconf("SC_CLK_TCK")

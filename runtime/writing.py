@@ -1,7 +1,7 @@
-"""Outputs that are complete or absent, whenever their writer is killed, and whoever else would write them.
+"""Outputs that are complete or absent, even if their writer is killed or another process writes the same output.
 
 An unfinished output lies in a folder NAME.tmp beside it, with a file that its writer has locked, and gets its name once
-all of it is on the disk. A lock goes with its process, so the next writer can tell what a killed one has left.
+all of it is on the disk. The lock ends with its process, so the next writer can tell what a killed one has left.
 """
 
 import contextlib
@@ -11,41 +11,38 @@ import os
 import shutil
 from pathlib import Path
 
-from safetensors import SafetensorError
-
 from runtime.errors import InputError
 
 
 @contextlib.contextmanager
 def reserved(path):
-    """Lock an output for this process; yields the empty folder NAME.tmp. Raises InputError if another has it."""
+    """Lock an output and yield the empty folder NAME.tmp. Raises InputError if another process has locked it."""
     folder = Path(f"{os.path.realpath(path)}.tmp")
-    with _errors(path):
+    with _errors(path), contextlib.ExitStack() as stack:
         folder.mkdir(parents=True, exist_ok=True)
         if os.listdir(folder) and not (folder / "lock").exists():
             raise InputError(f"{folder} is needed to write {path}: give it another name")
-        lock = open(folder / "lock", "a")  # noqa: SIM115
-    with lock:
+        lock = stack.enter_context(open(folder / "lock", "a"))
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.fstat(lock.fileno()).st_nlink:  # another has just ended, and removed it
-                raise BlockingIOError
         except BlockingIOError:
             raise InputError(f"{path} is being written by another process") from None
-        try:
-            for left in folder.iterdir():
-                if left.name != "lock":
-                    shutil.rmtree(left) if left.is_dir() else left.unlink()
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        if not os.fstat(lock.fileno()).st_nlink:  # another process has just ended, and removed it
+            raise InputError(f"{path} is being written by another process")
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        for left in folder.iterdir():
+            if left.name != "lock":
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        stack = stack.pop_all()
+    with stack:
+        yield folder
 
 
 @contextlib.contextmanager
 def new_file(path):
     """Yield the name of an unfinished file or folder, which replaces `path` only when the block ends well."""
     path = os.path.realpath(path)
-    with _errors(path), reserved(path) as folder:
+    with reserved(path) as folder, _errors(path, folder):
         unfinished = folder / os.path.basename(path)
         yield unfinished
         publish(unfinished, path)
@@ -82,18 +79,22 @@ def publish(unfinished, path):
 
 
 @contextlib.contextmanager
-def _errors(path):
-    """Turn an error of the system in this block, above all a full disk, into an InputError that names the output."""
+def _errors(path, folder=""):
+    """Turn the system's errors in this block, above all a full disk, into an InputError that names the output.
+
+    An error with the name of a file outside of the folder is not about the output: that InputError names the file.
+    """
     try:
         yield
-    except (OSError, SafetensorError) as e:
-        raise InputError(f"cannot write {path}: {getattr(e, 'strerror', None) or e}") from None
+    except OSError as e:
+        ours = e.filename is None or str(e.filename).startswith(str(folder))
+        raise InputError(f"{f'cannot write {path}' if ours else e.filename}: {e.strerror or e}") from None
 
 
 def append_line(path, line):
-    """Append a line of JSON to a file, in one write, after the lines that others append at the same time.
+    """Append a line of JSON to a file in one write. Other processes may append to it at the same time.
 
-    A killed process may leave part of a line. The next line starts on its own, and readers skip the part.
+    A killed process may leave an incomplete line. The next line starts on its own, and readers skip the incomplete one.
     """
     data = (json.dumps(line) + "\n").encode()
     with _errors(path), open(path, "a+b", buffering=0) as f:

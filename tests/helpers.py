@@ -25,7 +25,16 @@ import torch.distributed as dist
 import generate
 import tp
 from kernels import cxx, gloo, shared_memory
-from model import WIRINGS, Config, Transformer, delayed_stream, desynced_stream, parse_wiring, residual_stream
+from model import (
+    WIRINGS,
+    Config,
+    Transformer,
+    delayed_stream,
+    desynced_stream,
+    list_sublayers,
+    parse_wiring,
+    residual_stream,
+)
 from runtime import launch
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +68,7 @@ BY_HAND = [c for c in WIRED if kind(c).stream in STREAMS]  # nobody has reckoned
 
 def staleness(config):
     """Of each sublayer, by how many it reads the stream stale."""
-    return [stale for _, stale in config.sublayers(lambda wiring, i: wiring.split(None, None, None))]
+    return [stale for _, stale in list_sublayers(config, lambda wiring, i: wiring.split(None, None, None))]
 
 
 def queued(sublayers, all_reduce, stale):
@@ -151,10 +160,10 @@ def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=Fa
         torch._dynamo.reset()
     runner = generate.Runner(net, net.new_cache(len(tokens), tokens.shape[1] + 2), compile, compile_prefill, parts)
     positions = lengths - steps
-    out = [net.comm.gather(runner.prefill(tokens[:, : int(positions.max())], positions))]
+    out = [net.comm.gather_logits(runner.prefill(tokens[:, : int(positions.max())], positions))]
     for _ in range(steps):
         token = tokens.gather(1, positions[:, None])
-        out.append(net.comm.gather(runner.decode(token, positions, int(positions.max()) + 1)[:, 0]))
+        out.append(net.comm.gather_logits(runner.decode(token, positions, int(positions.max()) + 1)[:, 0]))
         positions = positions + 1
     return torch.stack(out, dim=1)
 

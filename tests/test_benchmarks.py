@@ -26,8 +26,7 @@ from benchmarks.lines import read_lines
 from extras.research import corpus, quality
 from extras.training import affinity
 from formats.sizes import SIZES
-from kernels import int_linear
-from model import WIRINGS, Config
+from model import WIRINGS, Config, build
 from runtime import launch, report
 from runtime.errors import InputError
 
@@ -221,7 +220,7 @@ def test_the_engines_of_others_have_a_process_and_modules_of_their_own(tmp_path)
 def test_decode_knows_the_bytes_of_a_step():
     for quant, size in ((None, None), ("int8", None), ("int4", 64)):
         config = dataclasses.replace(SIZES["1b"], tie_embeddings=False, quant=quant, group_size=size)
-        net = int_linear.skeleton(config).bfloat16()
+        net = build(config).bfloat16()
         expected = report.step_bytes(net, net.new_cache(4, 160), engines.FILLED + 1)
         scales = [p.nbytes for n, p in net.named_parameters() if n.endswith("scales") and "embeddings" not in n]
         uncounted = sum(scales) if quant == "int8" else 0  # two bytes a row

@@ -4,10 +4,12 @@ import dataclasses
 import itertools
 import json
 import os
+import pwd
 import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ import generate
 from formats import checkpoint
 from kernels import cpu, few_rows
 from model import Attention
+from runtime import compiling
 from runtime.errors import InputError
 
 
@@ -137,7 +140,7 @@ def test_a_compiled_model_with_few_rows(changes):
     eager = last_logits(net, tokens, lengths)
     logits = last_logits(net, tokens, lengths, compile=True)
     assert all(type(m) is few_rows.FewRowsLinear for m in net.modules() if isinstance(m, torch.nn.Linear))
-    decodes = [isinstance(m, few_rows.DecodeAttention) for m in net.modules() if isinstance(m, Attention)]
+    decodes = [isinstance(m, compiling.DecodeAttention) for m in net.modules() if isinstance(m, Attention)]
     assert decodes == [config.head_dim == 64] * config.n_layers
     for row, length in enumerate(lengths):
         expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
@@ -145,10 +148,22 @@ def test_a_compiled_model_with_few_rows(changes):
         assert (logits[row] - expected).abs().mean() < 1.2 * (eager[row] - expected).abs().mean()
 
 
+def test_attention_in_a_window_without_a_cache():
+    """There v is a view, with strides that the kernel does not take."""
+    net = random_model(dataclasses.replace(BASE, head_dim=64, sliding_window=3, window_layers=(0, 2))).bfloat16()
+    tokens, _ = unequal_rows(BASE)
+    with torch.inference_mode():
+        expected = net(tokens[:, :8])
+        compiling.use_fast_modules(net)
+        logits = net(tokens[:, :8])
+    assert isinstance(net.layers[0].attention, compiling.DecodeAttention)
+    assert (logits - expected).norm() < 0.03 * expected.norm()
+
+
 def test_other_dtypes_keep_their_linears():
     net = random_model(dataclasses.replace(BASE, head_dim=64))
-    few_rows.use(net)
-    assert not any(isinstance(m, few_rows.FewRowsLinear | few_rows.DecodeAttention) for m in net.modules())
+    compiling.use_fast_modules(net)
+    assert not any(isinstance(m, few_rows.FewRowsLinear | compiling.DecodeAttention) for m in net.modules())
 
 
 @pytest.mark.skipif(
@@ -195,23 +210,39 @@ def test_what_cannot_be_built_is_one_clear_line(environment, message, folder, tm
     assert list(tmp_path.rglob("*.so")) == []
 
 
-@pytest.mark.slow
-def test_two_build_at_once_and_again_what_is_damaged(tmp_path):
+def test_without_a_home_folder_it_is_one_clear_line(monkeypatch):
+    monkeypatch.setattr(torch.ops, "ladder", types.SimpleNamespace())
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    with pytest.raises(InputError, match="^--compile: no home folder to keep compiled code in: name a folder in .XDG"):
+        compiling.use_fast_modules(random_model(BASE).bfloat16())
+
+
+def test_two_clones_compile_once_and_what_is_damaged_again(tmp_path):
+    """At the same time, too: then the last one replaces an equal file."""
     few_rows.build()
     [built] = [path for path in torch.ops.loaded_libraries if "few_rows" in str(path)]
-    compiler = tmp_path / "compiler"  # takes the time and leaves the file of a real one
+    compiler = tmp_path / "compiler"  # takes some time and leaves a real one's file
     lines = "#!/bin/sh", 'for last in "$@"; do true; done', f"sleep 1; cp {built} $last; echo >> {tmp_path}/calls"
     compiler.write_text("\n".join(lines))
     compiler.chmod(0o755)
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": str(compiler)}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": str(compiler)}
+    clone = tmp_path / "clone"
+    shutil.copytree(ROOT / "kernels", clone / "kernels")
     command = [sys.executable, "-c", "from kernels import few_rows as f; f.build(); f.torch.ops.ladder.few_rows"]
-    for times in (1, 2):
-        processes = [subprocess.Popen(command, cwd=ROOT, env=environment) for _ in range(2)]
-        assert [p.wait() for p in processes] == [0, 0]
-        [library] = tmp_path.rglob("few_rows-*.so")
-        assert library.read_bytes() == Path(built).read_bytes() and list(tmp_path.rglob("tmp*")) == []
-        assert len((tmp_path / "calls").read_text()) == 2 * times
-        library.write_bytes(b"junk")
+
+    def calls(*folders):
+        processes = [subprocess.Popen(command, cwd=folder, env=environment) for folder in folders]
+        assert [p.wait() for p in processes] == [0] * len(folders)
+        [library] = (tmp_path / "cache").rglob("few_rows-*.so")
+        assert library.read_bytes() == Path(built).read_bytes() and list((tmp_path / "cache").rglob("tmp*")) == []
+        return len((tmp_path / "calls").read_text()), library
+
+    assert calls(ROOT, ROOT)[0] == 2
+    assert calls(clone)[0] == 2
+    calls(clone)[1].write_bytes(b"junk")
+    assert calls(ROOT)[0] == 3
 
 
 @pytest.mark.slow

@@ -10,13 +10,14 @@ import torch
 from helpers import BASE, BY_HAND, last_logits, random_model, staleness, unequal_rows, wired_id
 
 import generate as generate_module
-from decoding import sampling
-from decoding.sampling import Plain, Sampler
+from decoding import step
+from decoding.sampling import Sampler
+from decoding.step import Plain
 from extras.measure import link
 from generate import Runner, generate, make_cache, pad
 from kernels import cuda_graphs
-from kernels.few_rows import SplitAttention
 from model import SingleDevice, attention_then_mlp, desynced_stream
+from runtime.compiling import SplitAttention
 from tp import TensorParallel
 
 
@@ -36,7 +37,7 @@ def generated(runner, prompts, sample, steps):
 def pretended(net, cache, monkeypatch):
     """(a runner that says it is on a GPU, the list of its passes and of what is read from it)."""
     events, runner = [], Runner(net, cache)
-    runner.device, last_tokens, pad = torch.device("cuda"), sampling.last_tokens, generate_module.pad
+    runner.device, last_tokens, pad = torch.device("cuda"), step.last_tokens, generate_module.pad
 
     def decode(tokens, positions, longest):
         events.append("pass")
@@ -47,7 +48,7 @@ def pretended(net, cache, monkeypatch):
     event = types.SimpleNamespace(synchronize=lambda: events.append("read"))
     stream = types.SimpleNamespace(record_event=lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(sampling, "last_tokens", lambda texts, device: last_tokens(texts, "cpu"))
+    monkeypatch.setattr(step, "last_tokens", lambda texts, device: last_tokens(texts, "cpu"))
     monkeypatch.setattr(generate_module, "pad", lambda prompts, device: pad(prompts, "cpu"))
     return runner, events
 
@@ -183,7 +184,7 @@ def queued_beside(config):
     for wiring, layers in config.spans:
         two = wiring.split is attention_then_mlp
         sublayers += [products * len(layers) for products in ([attention, mlp] if two else [attention + mlp])]
-    if config.kind.stream is desynced_stream:
+    if config.named_wiring.stream is desynced_stream:
         kept = [i for i in range(1, len(sublayers) + 1) if config.period and (i % config.period == 0)]
         return [[] for _ in kept] if not config.period or len(sublayers) in kept else [[] for _ in [*kept, "last"]]
     beside, stale = [], staleness(config)

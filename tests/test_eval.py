@@ -10,12 +10,12 @@ import torch
 from helpers import BASE, ROOT, main_on_ranks, random_model, run_ranks, script, shard, unequal_rows
 from reference import Reference
 
-import convert_hf_checkpoint
 import eval as evaluate
 import generate
 import quantize
 from complete import load
 from evaluation import score
+from extras.export import to_hf
 from extras.training.data import train_tokenizer
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
@@ -302,9 +302,7 @@ def test_the_answers_are_those_of_lm_evals_own_model(wiring, tasks, harness, tmp
 
     monkeypatch.setattr(score, "PIECE", 3000)  # two rows at a time, on one rank
     folder, names = tasks
-    convert_hf_checkpoint.main(
-        [str(ROOT / "demo"), "--wiring", wiring, "--dtype", "float32", "--to-hf", str(tmp_path / "hf")]
-    )
+    to_hf.main([str(ROOT / "demo"), "--wiring", wiring, "--dtype", "float32", "--out", str(tmp_path / "hf")])
     theirs = HFLM(
         pretrained=str(tmp_path / "hf"), dtype="float32", device="cpu", batch_size=3,
         trust_remote_code=wiring == "ladder", logits_cache=False,

@@ -8,16 +8,17 @@ import sys
 
 import pytest
 import torch
-from helpers import ANY_TP, BASE, ROOT, YARN, StateWeights, random_model, shared_data
+from helpers import BASE, ROOT, YARN, StateWeights, random_model, shared_data
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import convert_hf_checkpoint
 import tp
-from extras.export.to_hf import config_to_hf
-from formats import checkpoint
+from extras.export import to_hf, verify
+from formats import checkpoint, huggingface
 from formats.huggingface import config_from_hf
-from model import WIRINGS, Wiring
+from formats.tokenizer import load_tokenizer
+from model import WIRINGS, Config, Wiring
 from runtime import writing
 from runtime.errors import InputError
 
@@ -42,28 +43,24 @@ WINDOWED = {
     "qwen3": {"sliding_window": 4, "window_layers": (0, 1, 2), "qk_norm": True, "qkv_bias": True, "wo_bias": True},
     "smollm3": {"sliding_window": 4, "window_layers": (1,), "nope_layers": (0, 1), "mlp_bias": True},
 }
-OURS = [  # besides ladder-3, whose text stands in the config, what published keys name
-    c["wiring"] for c in ANY_TP if c["wiring"].startswith("ladder") or c["wiring"] in ("parallel", "parallel-ladder")
-]
-OURS += ["parallel:3", "parallel-ladder:2,0,1"]  # all layers, by their numbers
+PUBLISHED = ["ladder", "ladder:2", "ladder:0,1", "parallel", "parallel:3", "parallel-ladder:2,0,1"]
 OTHERS = [  # that no published key names: their text stands in the config
-    "spd/2", "spd:1,/4", "spd-ladder/2", "spd-ladder-2:1-2/3", "delayed/4", "delayed-2/3", "delayed-3:1-2/2",
-    "desync/2", "desync:4/3", "pair", "pair:0,1", "pair-ladder", "ladder-2:1-2", "parallel:1,", "parallel-ladder-2",
+    "ladder-3", "spd/2", "spd:1,/4", "spd-ladder-2:1-2/3", "delayed/4", "delayed-3:1-2/2", "desync/2", "desync:4/3",
+    "pair:0,1", "pair-ladder", "ladder-2:1-2", "parallel:1,", "parallel-ladder-2",
 ]  # fmt: skip
-CASES = [(wiring, "all") for wiring in [*OURS, *OTHERS]]
-CASES += [("ladder:0,1", shape) for shape in SHAPES if shape != "all"]
-CASES += [("delayed/3", "qwen2"), ("delayed/6", "qwen3"), ("pair", "even"), ("pair-ladder", "even")]
+CASES = [(wiring, "all") for wiring in [*PUBLISHED, *OTHERS]]
+CASES += [("ladder:0,1", "llama3"), ("ladder", "qwen2"), ("delayed/6", "qwen3"), ("pair", "even")]
 
 
 def write(folder, **changes):
-    """A random checkpoint of ours at folder / "ours" and what --to-hf makes of it; returns (our model, the folder)."""
+    """Write a random checkpoint at folder / "ours" and export it; returns (our model, the exported folder)."""
     config = dataclasses.replace(BASE, **changes)
     net = random_model(config)
     if config.lanes:
         net = tp.load_shard(config, StateWeights(net.state_dict()), torch.float32, "cpu")
     with writing.new_folder(folder / "ours") as out:
         checkpoint.write_model(out, config, random_model(config).state_dict(), torch.float32)
-    convert_hf_checkpoint.main([str(folder / "ours"), "--to-hf", str(folder / "hf")])
+    to_hf.main([str(folder / "ours"), "--out", str(folder / "hf")])
     return net, folder / "hf"
 
 
@@ -151,34 +148,25 @@ def test_gradients_are_ours_with_checkpointing_too(wiring, reentrant, tmp_path):
 
 LOAD = """
 import sys, torch, transformers
-how = {"trust_remote_code": True} if sys.argv[2:] else {}
-model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], **how)
-print(type(model).__name__, *model(torch.tensor([[5, 90, 7]])).logits[0, -1].tolist())
+load = transformers.AutoModelForCausalLM.from_pretrained
+try:
+    load(sys.argv[1])
+except ValueError as e:
+    assert "contains custom code" in str(e) and "trust_remote_code=True" in str(e), e
+    model = load(sys.argv[1], trust_remote_code=True)
+    print(type(model).__name__, *model(torch.tensor([[5, 90, 7]])).logits[0, -1].tolist())
 """
 
 
-def load_elsewhere(folder, *args):
-    """In another process, which has neither this project nor a terminal."""
-    command = [sys.executable, "-c", LOAD, str(folder), *args]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-
-
-def test_without_its_code_an_exported_folder_does_not_load(tmp_path):
-    ours, folder = write(tmp_path, wiring="ladder:2")
-    done = load_elsewhere(folder)
-    assert done.returncode == 1 and "contains custom code" in done.stderr and "trust_remote_code=True" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "changes", [{"wiring": "parallel", "qkv_bias": True}, {"wiring": "ladder", "tie_embeddings": True, "eos_ids": ()}]
-)
-def test_what_transformers_saves_has_the_code_and_comes_back(changes, tmp_path):
-    ours, folder = write(tmp_path, rope_scaling=LLAMA3_ROPE, **changes)
+def test_what_transformers_saves_has_the_code_needs_it_and_comes_back(tmp_path):
+    ours, folder = write(tmp_path, rope_scaling=LLAMA3_ROPE, wiring="ladder", tie_embeddings=True, eos_ids=())
     load(folder).save_pretrained(tmp_path / "saved")
     check_back(tmp_path / "saved", tmp_path / "back")
-    done = load_elsewhere(tmp_path / "saved", "trust")
-    assert done.stdout.startswith("LadderForCausalLM"), done.stderr
-    logits = torch.tensor([float(word) for word in done.stdout.split()[1:]])
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "saved")]  # without this project, and without a terminal
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    name, *logits = done.stdout.splitlines()[-1].split()
+    assert name == "LadderForCausalLM", done.stderr
+    logits = torch.tensor([*map(float, logits)])
     with torch.no_grad():
         assert (logits - ours(torch.tensor([[5, 90, 7]]))[0, -1]).abs().max() < 1e-4
 
@@ -211,8 +199,46 @@ def test_what_has_no_form_is_refused(wiring, words, tmp_path, monkeypatch):
     config = dataclasses.replace(BASE, wiring=wiring)
     checkpoint.write_model(tmp_path / "ours", config, random_model(config).state_dict(), torch.float32)
     with pytest.raises(InputError, match=words):
-        convert_hf_checkpoint.main([str(tmp_path / "ours"), "--to-hf", str(tmp_path / "hf")])
+        to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "hf")])
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_a_field_of_the_config_that_is_unknown_here_is_refused():
+    config = dataclasses.make_dataclass("WithExperts", [("experts", int, 1)], bases=(Config,), frozen=True)
+    values = dataclasses.asdict(BASE)
+    assert to_hf.config_to_hf(config(**values), torch.float32) == to_hf.config_to_hf(BASE, torch.float32)
+    with pytest.raises(InputError, match="experts 8 has no Hugging Face form here, only 1 has one"):
+        to_hf.config_to_hf(config(**values, experts=8), torch.float32)
+
+
+TEXTS = [
+    "Once upon a time",
+    "",
+    " ",
+    " a",
+    "a ",
+    "two  spaces   three",
+    "  a\n\n b \n",
+    "naïve 🙂 日本  é",
+    "▁",
+    "1▁▁",
+    "▁ x▁ ",
+]
+
+
+@pytest.mark.parametrize("name", ["demo", "tok512.model", "llama2-tokenizer.model"])
+def test_transformers_reads_texts_as_the_same_tokens(name, tmp_path):
+    source = ROOT / "demo" / "tokenizer.model" if name == "demo" else shared_data(name)
+    ours = load_tokenizer(source)
+    to_hf.convert_tokenizer(tmp_path, ours)
+    theirs, back = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert theirs(text)["input_ids"] == back.encode(text) == ids
+        assert (
+            theirs.decode(ids, skip_special_tokens=True).strip() == back.decode(ids).strip() == ours.decode(ids).strip()
+        )
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (1, 2)
 
 
 @pytest.mark.parametrize("shape", WINDOWED)
@@ -233,12 +259,74 @@ def test_a_window_without_such_a_family_is_refused(changes, tmp_path):
 def test_the_published_config_goes_out_as_a_ladder(tmp_path):
     path = shared_data("../configs/llama3_1_8b_instruct_ladder_last16.json")
     config = config_from_hf(path)
-    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config, torch.bfloat16)))
+    (tmp_path / "config.json").write_text(json.dumps(to_hf.config_to_hf(config, torch.bfloat16)))
     assert config_from_hf(tmp_path / "config.json") == config
     theirs, published = (json.loads(p.read_text()) for p in (tmp_path / "config.json", path))
     same = published.keys() & theirs.keys() - {"model_type", "architectures", "auto_map"}
     assert {"ladder_layers", "rope_scaling", "rope_theta", "eos_token_id"} <= same
     assert {k: theirs[k] for k in same} == {k: published[k] for k in same}
+
+
+# What a converted checkpoint computes, held against transformers
+
+
+def converted(folder, dtype="float32"):
+    """A random folder of transformers' Llama, and what the converter makes of it."""
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    values = {"hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2, "num_attention_heads": 6}
+    values |= {"num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 64, "initializer_range": 0.15}
+    torch.manual_seed(0)
+    net = AutoModelForCausalLM.from_config(LlamaConfig(**values, rope_parameters=rope))
+    net.save_pretrained(folder / "source")
+    paths = str(folder / "source"), str(folder / "converted")
+    convert_hf_checkpoint.main([paths[0], "--out", paths[1], "--dtype", dtype])
+    return paths
+
+
+@pytest.mark.parametrize("dtype", checkpoint.DTYPES)
+def test_verify_takes_rounding_for_what_it_is(dtype, tmp_path, capsys):
+    verify.main(converted(tmp_path, dtype))
+    _, result, token = capsys.readouterr().out.splitlines()
+    assert result.startswith(f"verified: it differs from transformers in logits of 64 tokens in {dtype} by up to ")
+    assert token.startswith("next token: ")
+
+
+WRONG = {
+    "a rope's base": (huggingface, "our_values", lambda values: {**values, "rope_theta": 400.0}),
+    "the queries of one KV head": (convert_hf_checkpoint, "group", lambda w: torch.cat((-w[:24], w[24:]))),
+    "numbers that are no numbers": (verify, "expected", lambda logits: logits * torch.nan),
+}
+
+
+@pytest.mark.parametrize("case, dtype", [*((case, "float32") for case in WRONG), ("a rope's base", "bfloat16")])
+def test_verify_sees_a_mistake(case, dtype, tmp_path, monkeypatch):
+    module, name, change = WRONG[case]
+    right = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: change(right(*args)))
+    paths = converted(tmp_path, dtype)
+    with pytest.raises(InputError, match=f"differs from transformers' in logits of 64 tokens in {dtype} by") as error:
+        verify.main(paths)
+    assert "\n" not in str(error.value)
+
+
+def test_verify_runs_the_code_of_a_folder_only_if_told_to_and_reads_its_tokenizer(tmp_path, capsys):
+    hf, back = str(tmp_path / "hf"), str(tmp_path / "back")
+    to_hf.main([str(ROOT / "demo"), "--out", hf])
+    convert_hf_checkpoint.main([hf, "--out", back, "--dtype", "float32"])
+    with pytest.raises(InputError, match="transformers cannot run .* --trust-remote-code "):
+        verify.main([hf, back])
+    verify.main([hf, back, "--trust-remote-code"])
+    assert re.search(r"next token: \d+ '.+' in both\n", capsys.readouterr().out)
+    convert_hf_checkpoint.main([hf, "--out", str(tmp_path / "other"), "--wiring", "standard"])
+    with pytest.raises(InputError, match="transformers runs .*/hf as ladder, not as standard"):
+        verify.main([hf, str(tmp_path / "other")])
+
+
+def test_verify_says_what_it_needs(tmp_path, monkeypatch):
+    paths = converted(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match="pip install transformers"):
+        verify.main(paths)
 
 
 # Other people's trainers, and transformers' own tensor parallelism
@@ -248,8 +336,8 @@ def test_the_published_config_goes_out_as_a_ladder(tmp_path):
 def test_the_page_shows_code_that_runs(tmp_path):
     for library in ("accelerate", "datasets", "peft", "trl"):
         pytest.importorskip(library, reason=f"{library} (requirements-peers.txt) is not installed")
-    convert_hf_checkpoint.main([str(ROOT / "demo"), "--to-hf", str(tmp_path / "hf" / "demo")])
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "huggingface.md").read_text(), re.DOTALL)
+    to_hf.main([str(ROOT / "demo"), "--out", str(tmp_path / "hf" / "demo")])
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "extras" / "export" / "README.md").read_text(), re.DOTALL)
     done = subprocess.run([sys.executable, "-c", "".join(blocks)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "Once upon a time" in done.stdout, done.stderr
     convert_hf_checkpoint.main([str(tmp_path / "hf" / "tuned"), "--out", str(tmp_path / "tuned")])

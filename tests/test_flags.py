@@ -133,12 +133,10 @@ SCRIPTS = {
     "convert_hf_checkpoint": (
         "{}",
         {
-            "": "one of the arguments --out --to-hf is required",
-            "--out {}/out --to-hf {}/out": "--to-hf: not allowed with argument --out",
+            "": "the following arguments are required: --out",
             "--out {}/out": "has no config.json: it is no Hugging Face folder",
             "--out {}/out --tokenizer /nowhere": "--tokenizer /nowhere: no such file",
             "--out {}/out --shard-gb 0": "--shard-gb: '0' is not a number above 0",
-            "--to-hf {}/out": "is not a checkpoint folder: it has no config.json",
         },
     ),
     "adapt": (

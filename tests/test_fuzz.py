@@ -1,34 +1,147 @@
-"""Files with changes drawn by chance; fuzz.py says which. FUZZ_CASES=10000 in the environment draws more of them."""
+"""Good files with changes drawn by chance: each works, or ends in an InputError of one line.
 
-import os
+A case is a good file with changes drawn by its number, a fixed seed. Each target takes SECONDS; the slow tests take a
+minute each.
+"""
 
-import fuzz
+import base64
+import contextlib
+import io
+import json
+import random
+import signal
+import time
+
 import pytest
+import torch
+from helpers import ROOT
 
-CASES = int(os.environ.get("FUZZ_CASES", 80))
-TARGETS = [
-    "our config", "Hugging Face config", "index", "safetensors", "pickle", "llama2.c", "SentencePiece",
-    "tokenizer.json", "tiktoken ranks", "tokenizer settings", "results", "prompts",
+import tp
+from formats import checkpoint
+from formats.huggingface import config_from_hf
+from formats.sources import Llama2cWeights
+from formats.tokenizer import load_tokenizer
+from model import Config, Transformer
+from runtime.errors import InputError
+
+SECONDS, LIMIT = 1.2, 20  # of a target, of a case
+DEMO, TEXT = ROOT / "demo", "Once upon a time\n\tthere were 12 (twelve) little dogs. Zwölf? 十二! \x00 \ufffd <|eot|>"
+TINY = Config(2, 4, 2, 8, 32, 48, 60, 64, bos_id=1, eos_ids=(2,), wiring="spd:1/2", nope_layers=(0,), qk_norm=True)
+NUMBERS = [0, -1, 1, 2, 7, 255, 2**31 - 1, 2**31, 2**40, 2**63 - 1, 2**64, 10**30]
+NAMES = ["", "..", "../x", "/etc/passwd", "a" * 5000, "\0", "\x1b[31m", "\ud800", "x\ny", "10**(10**10)"]
+VALUES = [None, True, 0.5, -0.5, 1e300, float("nan"), *NUMBERS, *NAMES, [], {}, [[]], {"": None}, [99, -1], ["2"]]
+
+
+def changed_bytes(draw, data):
+    """Change, remove, insert or double some bytes, mostly early ones."""
+    data = bytearray(data)
+    for _ in range(draw.choice([1, 1, 2, 8])):
+        at, n = draw.randrange(min(len(data), draw.choice([32, 2**10, 2**30])) + 1), draw.choice([1, 2, 8, 100])
+        number = draw.choice(NUMBERS).to_bytes(16, "little", signed=True)[:8]
+        piece = draw.choice([b"", draw.randbytes(n), bytes(n), data[at : at + n] * 2, number])
+        data[at : at + (len(piece) if draw.random() < 0.5 else n)] = piece
+    return bytes(data if draw.random() < 0.9 else data[: draw.randrange(len(data) + 1)])
+
+
+def changed_json(draw, data):
+    """Change, remove, double or rename one value."""
+    value = part = json.loads(data)
+    while True:
+        key = draw.choice(list(part) if isinstance(part, dict) else range(len(part)))
+        if not isinstance(part[key], dict | list) or not part[key] or draw.random() < 0.3:
+            break
+        part = part[key]
+    how = draw.randrange(6)
+    if how == 0:
+        del part[key]
+    elif how == 1 and isinstance(part, dict):
+        part[draw.choice([*NAMES, *part])] = part.pop(key)
+    elif how == 2 and isinstance(part, list):
+        part.insert(key, part[key])
+    else:
+        part[key] = draw.choice(VALUES)
+    return json.dumps(value).encode()
+
+
+def use_tokenizer(folder):
+    tokenizer = load_tokenizer(folder)
+    tokenizer.decode(tokenizer.encode(TEXT) + tokenizer.encode_markup(TEXT))
+    if tokenizer.template is not None:
+        tokenizer.chat([{"role": "user", "content": TEXT}])
+
+
+def target(name, folder):
+    """Return (a reader of a folder, {file: bytes}); the first file is the one to change."""
+    torch.manual_seed(0)
+    state = {name: torch.rand(weight.shape) for name, weight in Transformer(TINY).state_dict().items()}
+    checkpoint.write_model(folder, TINY, state, torch.float32)
+    ours, config = ((folder / name).read_bytes() for name in ("model.safetensors", "config.json"))
+    theirs = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    theirs |= {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 60, "max_position_embeddings": 64}
+    theirs |= {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu", "eos_token_id": [2, 3]}
+    theirs |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "ladder_layers": [0], "bos_token_id": 1}
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_bos_token": True, "legacy": False}
+    settings["added_tokens_decoder"] = {"1": {"content": "<s>"}, "1000": {"content": "<|eot|>", "special": True}}
+    settings["chat_template"] = "{% for m in messages %}{{ m.role }}: {{ m['content'] | trim }}{% endfor %}"
+    characters = {c: i for i, c in enumerate(["<unk>", *map(chr, range(32, 127)), "th"])}
+    bpe = {"version": "1.0", "model": {"type": "BPE", "vocab": characters, "merges": [["t", "h"]]}}
+    bpe["model"]["unk_token"] = "<unk>"
+    D, hidden, L, N, K, V, context = 16, 24, 2, 2, 1, 20, 8
+    numbers = V * D + L * (2 * D + D * D * 2 + D * D // N * 2 * K + 3 * hidden * D) + D + context * D // N
+    llama2c = b"".join(i.to_bytes(4, "little") for i in (D, hidden, L, N, K, V, context)) + bytes(4 * numbers)
+    index = json.dumps({"weight_map": dict.fromkeys(state, "part.safetensors")}).encode()
+    pieces = {"tokenizer.model": (DEMO / "tokenizer.model").read_bytes()}
+
+    def load(folder):
+        tp.load_shard(TINY, checkpoint.Weights(folder), torch.float32, "cpu", 0, 1)
+
+    hf_config = {"config.json": json.dumps(theirs).encode()}
+    return {
+        "our config": (checkpoint.read_config, {"config.json": config}),
+        "Hugging Face config": (lambda at: config_from_hf(at / "config.json"), hf_config),
+        "safetensors": (load, {"model.safetensors": ours}),
+        "index": (load, {"model.safetensors.index.json": index, "part.safetensors": ours}),
+        "llama2.c": (lambda at: Llama2cWeights(at / "model.bin"), {"model.bin": llama2c}),
+        "SentencePiece": (use_tokenizer, pieces),
+        "tokenizer.json": (use_tokenizer, {"tokenizer.json": json.dumps(bpe).encode()}),
+        "tiktoken": (use_tokenizer, {"tokenizer.model": b"".join(
+            base64.b64encode(bytes([i])) + f" {i}\n".encode() for i in range(256))}),
+        "settings and template": (use_tokenizer, {"tokenizer_config.json": json.dumps(settings).encode()} | pieces),
+    }[name]  # fmt: skip
+
+
+NAMES_OF_TARGETS = [
+    "our config", "Hugging Face config", "safetensors", "index", "llama2.c", "SentencePiece", "tokenizer.json",
+    "tiktoken", "settings and template",
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def known(tmp_path_factory):
-    return fuzz.targets(tmp_path_factory.mktemp("good"))
-
-
-def test_no_target_is_left_out(known):
-    assert list(known) == TARGETS
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_cases_work_or_are_refused(name, known, tmp_path):
-    ends = fuzz.fuzz(name, *known[name], CASES, 0, tmp_path)
-    assert set(ends) <= {fuzz.WORKS, fuzz.REFUSED, fuzz.RAISED}
-    assert ends.count(fuzz.WORKS) > 1 and ends.count(fuzz.REFUSED) > 1 and ends.count(fuzz.RAISED) < CASES / 4
-
-
-def test_a_loop_without_end_is_unclean(tmp_path, monkeypatch):
-    monkeypatch.setattr(fuzz, "SECONDS", 0.2)
-    assert fuzz.outcome(lambda folder: all(iter(lambda: True, False)), tmp_path) == "takes longer than 0.2 s"
-    assert fuzz.outcome(lambda folder: 1 / 0, tmp_path) == fuzz.RAISED
+@pytest.mark.parametrize("seconds", [SECONDS, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NAMES_OF_TARGETS)
+def test_changed_files_work_or_are_refused_in_one_line(name, seconds, tmp_path, monkeypatch):
+    (tmp_path / "made").mkdir()
+    (tmp_path / "case").mkdir()
+    read, files = target(name, tmp_path / "made")
+    for file, data in files.items():
+        (tmp_path / "case" / file).write_bytes(data)
+    (file, good), *_ = files.items()
+    read(tmp_path / "case")
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)  # a case that does not end fails the test
+    works = refused = 0
+    end = time.monotonic() + seconds
+    try:
+        while time.monotonic() < end or min(works, refused) == 0:
+            draw = random.Random(works + refused)
+            change = changed_json if file.endswith(".json") and draw.random() < 0.85 else changed_bytes
+            (tmp_path / "case" / file).write_bytes(change(draw, good))
+            signal.alarm(LIMIT)
+            try:
+                with contextlib.redirect_stderr(io.StringIO()):
+                    read(tmp_path / "case")
+                works += 1
+            except InputError as e:
+                assert "\n" not in str(e)
+                refused += 1
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

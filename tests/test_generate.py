@@ -46,7 +46,7 @@ KEYS = (
     "model, n_layers, wiring, dtype, quant, link, tp, simulated, device, hardware, threads, load_average, "
     "torch, comm, commit, settings, load_s, batch, prompt_tokens, new_tokens, exposed, compile_s, prefill_s, decode_s, "
     "ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, bandwidth, mbu, peak_bytes, prefill_parts, tokens, texts, draft, "
-    "speculate, passes, drafted, accepted, draft_s, shares"
+    "speculate, passes, drafted, accepted, shares"
 )
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
@@ -404,10 +404,10 @@ def test_many_ids_are_drawn_as_often_as_they_are_likely(settings):
 def chosen(world, logits, gathers):
     """What each way of WAYS chooses, given this rank's part of the logits."""
     comm = tp.TensorParallel(dataclasses.replace(BASE, vocab_size=logits.shape[1]), world.shares, world.group)
-    part = logits[:, slice(*tp.head_rows(logits.shape[1], world.rank, world.shares))]
-    assert torch.equal(comm.gather(part), logits) or logits.isnan().any()
+    part = logits[:, slice(*tp.vocab_range(logits.shape[1], world.rank, world.shares))]
+    assert torch.equal(comm.gather_logits(part), logits) or logits.isnan().any()
     if not gathers:
-        comm.gather = None
+        comm.gather_logits = None
     return [generate.Sampler(*settings, seed=3)(part, comm).tolist() for settings in WAYS]
 
 

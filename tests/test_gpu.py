@@ -48,11 +48,11 @@ def logits(net, tokens, lengths, compile):
     """Logits (B, STEPS + 1, V) at the last positions of each row: a prefill, then decode."""
     runner = Runner(net, make_cache(net, len(tokens), tokens.shape[1] + 2), compile)
     tokens, positions = tokens.to(DEVICE), (lengths - STEPS).to(DEVICE)
-    found = [net.comm.gather(runner.prefill(tokens[:, : int(positions.max())], positions))]
+    found = [net.comm.gather_logits(runner.prefill(tokens[:, : int(positions.max())], positions))]
     for _ in range(STEPS):
         token = tokens.gather(1, positions[:, None])
         after = runner.decode(token, positions, int(positions.max()) + 1)[:, 0]
-        found.append(net.comm.gather(after).clone())  # a graph writes again
+        found.append(net.comm.gather_logits(after).clone())  # a graph writes again
         positions = positions + 1
     return torch.stack(found, dim=1).double().cpu()
 

@@ -1,20 +1,21 @@
 """Files that are truncated, misplaced or a stranger's: no code in them runs, and each ends in one line."""
 
+import dataclasses
 import json
 import os
 
 import pytest
 import torch
-from fuzz import TINY
 from helpers import BASE, ROOT, random_model
 from safetensors.torch import save_file
 
 import complete
 import convert_hf_checkpoint
+import formats.tokenizer
 from extras.measure import results
 from formats import checkpoint
 from formats.sources import Llama2cWeights, PickledWeights
-from formats.tokenizer import Tokenizer, load_tokenizer
+from formats.tokenizer import Renderer, Tokenizer, load_tokenizer
 from runtime.errors import InputError
 
 DEMO, PICKLED = ROOT / "demo", "pytorch_model.bin"
@@ -45,6 +46,32 @@ def test_our_config_refuses(text, message, tmp_path):
     refused(message, checkpoint.read_config, tmp_path)
 
 
+WRONG_VALUES = [
+    ({"nope_layers": [99, -1]}, "nope_layers is (99, -1) but must be tuple[int, ...]"),
+    ({"nope_layers": [3]}, "nope_layers takes layers from 0 to 2, not (3,)"),
+    ({"eos_ids": ["2"]}, "eos_ids is ('2',) but must be tuple[int, ...]"),
+    ({"eos_ids": 2}, "eos_ids is 2 but must be tuple[int, ...]"),
+    ({"window_layers": [True], "sliding_window": 4}, "window_layers is (True,)"),
+    ({"bos_id": -1}, "bos_id is -1 but must be int | None"),
+    ({"wiring": 3}, "wiring is 3 but must be str"),
+    ({"kept": [2], "quant": "int8"}, "kept is (2,) but must be tuple[str, ...]"),
+    ({"dim": 10**30}, "dim is 1000000000000000000000000000000 but must be int above 0"),
+    ({"head_dim": 7}, "head_dim 7 is odd"),
+    ({"norm_eps": float("nan")}, "norm_eps is nan but must be float above 0"),
+    ({"qkv_bias": 1}, "qkv_bias is 1 but must be bool"),
+    ({"rope_scaling": {}}, "rope_scaling has the keys [], not factor; or factor, low_freq_factor"),
+    ({"rope_scaling": {"factor": 2.0, "mscale": 1.0}}, "rope_scaling has the keys ['factor', 'mscale'], not "),
+    ({"rope_scaling": {"factor": "2"}}, "rope_scaling is {'factor': '2'}, but its values are numbers above 0"),
+    ({"desync_period": 2}, "unexpected keyword argument 'desync_period'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, message", WRONG_VALUES, ids=str)
+def test_a_value_of_another_type_or_range_names_its_field(changes, message):
+    values = json.loads(json.dumps(dataclasses.asdict(BASE) | changes))
+    refused(message, checkpoint.make_config, values, "config.json")
+
+
 def test_wrong_paths(tmp_path):
     refused("it has no config.json", complete.load, tmp_path)
     refused("is a file", complete.load, DEMO / "config.json")
@@ -67,7 +94,7 @@ def test_an_index_names_files_of_its_own_folder_alone(file, tmp_path):
 
 
 def test_truncated_weights(tmp_path):
-    state, (single, pickled) = random_model(TINY).state_dict(), (tmp_path / n for n in ("model.safetensors", PICKLED))
+    state, (single, pickled) = random_model(BASE).state_dict(), (tmp_path / n for n in ("model.safetensors", PICKLED))
     save_file(state, single)
     torch.save(state, pickled)
     for path in single, pickled:
@@ -127,12 +154,22 @@ def test_settings_that_are_refused(tmp_path):
         ("{{ raise_exception.__globals__['os'] }}", "is unsafe"), ("{% include '/etc/passwd' %}", "loader"),
         ("{{ raise_exception('no') }}", "refuses this conversation: no"), ("{% if %}", "Expected an expression"),
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{{ 'a' * 10**10 }}", "MemoryError"), ("{{ 'a' * 10**7 }}b", "its text has 10,000,001 characters"),
+        ("{% set x = namespace(s='a') %}{% for i in range(60) %}{% set x.s = x.s ~ x.s %}{% endfor %}", "refuses"),
+        ("{{ 10**(10**10) }}", "it takes more than 0.3 s or 512 MB"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 0.3 s"),
+        ("{{ lipsum(n=10**9) }}", "more than 0.3 s"),
     ],
 )  # fmt: skip
-def test_templates_that_are_refused(template, message):
+def test_templates_that_are_refused(template, message, monkeypatch):
+    monkeypatch.setattr(formats.tokenizer, "_renderer", Renderer())
+    monkeypatch.setattr(Renderer, "seconds", 0.3)
     tokenizer = Tokenizer()
-    tokenizer.template = template
-    refused(message, tokenizer.render, [{"role": "user", "content": "hi"}])
+    for tokenizer.template in template, "{{ messages[0]['content'] }}":
+        if tokenizer.template == template:
+            refused(message, tokenizer.render, [{"role": "user", "content": "hi"}])
+        else:  # also after a process was ended
+            assert tokenizer.render([{"role": "user", "content": "hi"}]) == "hi"
 
 
 def test_results_that_are_refused(tmp_path):

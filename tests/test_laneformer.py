@@ -109,7 +109,7 @@ def logits_of(world, path, compile=False):
     if world.group is not None:
         net.comm = tp.TensorParallel(config, world.shares, world.group)
     with torch.no_grad():
-        return net.comm.gather(net(TOKENS)), last_logits(net, TOKENS, LENGTHS, steps=8, compile=compile)
+        return net.comm.gather_logits(net(TOKENS)), last_logits(net, TOKENS, LENGTHS, steps=8, compile=compile)
 
 
 def on_ranks(ranks, path):

@@ -34,7 +34,7 @@ from extras.measure import clock as clocks
 from extras.measure import exposed, link
 from formats import checkpoint, sizes
 from kernels import gloo
-from model import desynced_stream, take_turns
+from model import desynced_stream, interleave
 from runtime import launch, report, timing
 from runtime.errors import InputError
 
@@ -330,7 +330,7 @@ def test_measuring_sublayers_that_only_sleep(clock, changes):
     world = launch.World(0, 8, CPU, group, simulated=True)
     sleeps = [(lambda x: clock.sleep(nap) or torch.zeros(2), stale) for stale in staleness(config)]
     comm, silent, x = tp.TensorParallel(config, 8, group), exposed.Silent(config, 8, group), torch.zeros(2)
-    steps = [lambda c=c: take_turns([config.kind.stream(x, sleeps, c, config)]) for c in (comm, silent)]
+    steps = [lambda c=c: interleave([config.named_wiring.stream(x, sleeps, c, config)]) for c in (comm, silent)]
     logs = []
     for step in steps:
         group.log = []
@@ -339,7 +339,7 @@ def test_measuring_sublayers_that_only_sleep(clock, changes):
     assert logs == [clocks.count_all_reduces(config), 0]
     r = exposed.measure(world, {"decode": exposed.Case(config, *steps, comm, x, group.link)}, rounds=3)["decode"]
     compute, waited = nap * len(sleeps), latency * r["all_reduces"]
-    if config.kind.stream is not desynced_stream:
+    if config.named_wiring.stream is not desynced_stream:
         waited = queued([nap] * len(sleeps), latency, staleness(config)) - compute
     expected = {"silent": compute, "step": compute + waited, "limit": compute + waited, "blocked": waited}
     expected["all_reduce"] = latency

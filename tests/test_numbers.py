@@ -110,7 +110,7 @@ def twice(world, dtype, compile):
         greedy, seen = generate.Sampler(0), []
 
         def sample(logits, comm, greedy=greedy, seen=seen):
-            seen.append(comm.gather(logits).clone())
+            seen.append(comm.gather_logits(logits).clone())
             return greedy(logits, comm)
 
         rows, *_ = generate.generate(runner, prompts, 12, sample, chunk=12)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import types
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ import quantize
 import tp
 from formats import checkpoint
 from kernels import few_rows, int_linear
-from runtime import launch
+from runtime import compiling, launch
 from runtime.errors import InputError
 
 # groups of 32 make few parts of the MLP, so that ranks get unequal ones
@@ -243,8 +244,8 @@ def test_a_feed_forward_of_few_and_of_many_rows(config):
     feed_forward, row_counts = net.layers[0].feed_forward, (1, few_rows.FEW_INT, few_rows.FEW_INT + 1)
     inputs = [numbers(rows, 1, config.dim, seed=rows).bfloat16() for rows in row_counts]
     expected = [feed_forward(x) for x in inputs]
-    few_rows.use(net)
-    assert type(feed_forward) is few_rows.FewRowsFeedForward
+    compiling.use_fast_modules(net)
+    assert type(feed_forward) is compiling.FewRowsFeedForward
     for x, y in zip(inputs, expected, strict=True):
         assert (feed_forward(x) - y).norm() <= 0.02 * y.norm()
 
@@ -253,8 +254,8 @@ def test_a_feed_forward_of_few_and_of_many_rows(config):
 def test_packed_rows_are_the_rows(N, K, size, monkeypatch):
     monkeypatch.setattr(few_rows, "PANELS", 2)
     parts = integers(N, K, size)
-    table = few_rows.PackedEmbedding(1, 64, "int8", None)
-    table.hold(torch.nn.Parameter(few_rows.pack(*parts), requires_grad=False), (N, K), 8 if size is None else 4)
+    shape = types.SimpleNamespace(zeros=parts[2], out_features=N, in_features=K)
+    table = few_rows.PackedEmbedding(torch.nn.Parameter(few_rows.pack(*parts), requires_grad=False), shape)
     index = torch.randint(N, (3, 2), generator=torch.Generator().manual_seed(0))
     assert torch.equal(table(index), int_linear.dequantize(*parts)[index])
 
@@ -291,29 +292,20 @@ def test_kernels_against_plain_pytorch(quant, rows, monkeypatch):
     w = in_float64(plain.weight, plain.scales, plain.zeros)
     exact = x.double() @ w.T + plain.bias.double()
     model = torch.nn.Sequential(plain)
-    model.norm = torch.nn.RMSNorm(8).bfloat16()
-    for kind in [int_linear.IntLinear] + [int_linear.Int8Linear] * (quant == "int8") + [few_rows.FewRowsIntLinear]:
-        if kind is few_rows.FewRowsIntLinear:
-            few_rows.use(model)
-        plain.__class__ = kind
-        y = plain(x)
+    for use in (lambda model: None, int_linear.use_kernels, few_rows.replace_matrices):
+        use(model)
+        y = model(x)
         assert y.shape == (rows, 1, 24)
-        assert (y.double() - exact).abs().max() < 0.01 * exact.abs().max(), kind
+        assert (y.double() - exact).abs().max() < 0.01 * exact.abs().max(), type(model[0])
     assert (linear(quant).to(torch.float32)(x.float()) - exact).abs().max() < 1e-5 * exact.abs().max()  # and in float32
 
 
 def test_kernels_are_taken_where_they_can_be():
     def kinds(made):
         model = torch.nn.Sequential(made)
-        model.norm = torch.nn.RMSNorm(8).to(made.scales.dtype)
-        out = []
-        for use in (int_linear.use_kernels, few_rows.use):
-            use(model)
-            out.append(type(made))
-        return out
+        return [use(model) or type(model[0]) for use in (int_linear.use_kernels, few_rows.replace_matrices)]
 
     assert kinds(linear("int8")) == [int_linear.Int8Linear, few_rows.FewRowsIntLinear]
-    assert kinds(linear("int8").float()) == [int_linear.IntLinear, int_linear.IntLinear]
     assert kinds(linear("int4")) == [int_linear.IntLinear, few_rows.FewRowsIntLinear]
     assert kinds(linear("int8", K=54)) == [int_linear.IntLinear, few_rows.FewRowsIntLinear]  # PyTorch's wants 16 K
     small = linear("int4")
@@ -327,7 +319,7 @@ def test_a_rank_without_rows_of_the_output_head(config):
     config = dataclasses.replace(config, vocab_size=9)
     net = int_shard(config, torch.bfloat16, launch.World(3, 4, torch.device("cpu")))
     x = numbers(2, 1, 64).bfloat16()
-    for use in (int_linear.use_kernels, few_rows.use):
+    for use in (int_linear.use_kernels, compiling.use_fast_modules):
         use(net)
         assert net.output(x).shape == (2, 1, 0)
         assert net.output(x.expand(2, 40, 64)).shape == (2, 40, 0)
@@ -345,8 +337,7 @@ def test_the_layout_for_a_gpu(monkeypatch):
     x = numbers(3, 2, 256).bfloat16()
     made = linear("int4", N=64)
     expected = made(x)
-    made.__class__ = int_linear.Int4CudaLinear
-    made.pack()
+    made = int_linear.Int4CudaLinear(made)
     assert (made.out_features, made.in_features) == (64, 256)
     assert (made(x) - expected).abs().max() < 0.02 * expected.abs().max()
 
@@ -379,7 +370,7 @@ def test_a_quantized_model_computes_what_its_numbers_say(name, compile):
         net = int_shard(config, dtype)
         int_linear.use_kernels(net)
         if i == 3:
-            few_rows.use(net)
+            compiling.use_fast_modules(net)
         logits = last_logits(net, tokens, lengths, compile=compile and i == 3)
         for row, length in enumerate(lengths):
             expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
@@ -389,7 +380,7 @@ def test_a_quantized_model_computes_what_its_numbers_say(name, compile):
     packed_table = type(net.tok_embeddings) is few_rows.PackedEmbedding
     assert packed_table == (config.tie_embeddings and not config.kept)
     assert not packed_table or net.tok_embeddings.weight is net.output.weight
-    gated = [type(block.feed_forward) is few_rows.FewRowsFeedForward for block in net.layers]
+    gated = [type(block.feed_forward) is compiling.FewRowsFeedForward for block in net.layers]
     assert set(gated) == {not config.mlp_bias and "w2" not in config.kept}
     packed = {m.weight.data_ptr(): m.weight.nbytes for m in net.modules() if type(m) is few_rows.FewRowsIntLinear}
     assert max(packed) - min(packed) + packed[max(packed)] == sum(packed.values())  # side by side

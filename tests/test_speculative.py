@@ -21,10 +21,11 @@ import generate
 import tp
 from complete import complete, load
 from decoding import speculative
+from extras.drafts import Auto, Rewired, rewire
 from extras.training.data import train_tokenizer
 from formats import checkpoint
-from kernels import few_rows
 from model import SingleDevice
+from runtime import compiling
 from runtime.errors import InputError
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [7], [7, 8, 20]]
@@ -75,7 +76,7 @@ def make_runners(net, draft, control, rows, length, compile=False):
     if draft == "ngram":
         return runner, speculative.Ngrams(control)
     if draft.layers is net.layers:
-        return runner, speculative.Rewired(control, runner_of(draft, runner.cache))
+        return runner, Rewired(control, runner_of(draft, runner.cache))
     return runner, speculative.SmallModel(control, runner_of(draft))
 
 
@@ -97,7 +98,7 @@ def rewirings(net):
     found = {}
     for name in "ladder:1,", "desync:2", "spd", "upper-bound", "parallel-ladder":
         with contextlib.suppress(InputError):
-            found[name] = speculative.rewire(net, speculative.read_draft(f"wiring:{name}", net.config, None, 2).config)
+            found[name] = rewire(net, speculative.read_draft(f"wiring:{name}", net.config, None, 2).config)
     return found
 
 
@@ -124,8 +125,8 @@ def twins(world, changes, controls):
     for name, draft in drafts.items():
         kinds[name] = set()
         for number, (eos_ids, new) in zip(controls, ways, strict=False):
-            control = speculative.Auto() if number == "auto" else speculative.Fixed(number)
-            control.seconds = dict(zip(speculative.COUNTS, (1.0, 1.1, 1.25, 1.5, 2.2), strict=True))
+            control = Auto() if number == "auto" else speculative.Fixed(number)
+            control.seconds = dict(zip(Auto.counts, (1.0, 1.1, 1.25, 1.5, 2.2), strict=True))
             done, used = generated(net, draft, control, new=new, eos_ids=eos_ids)
             wanted = [[*itertools.takewhile(lambda i, ends=eos_ids: i not in ends, row[:new])] for row in plain]
             assert done.rows == wanted, (name, number, eos_ids, new)
@@ -212,7 +213,7 @@ def test_a_small_model_goes_on_from_what_it_has_seen(new):
 def test_a_draft_that_says_the_same_is_always_right(counts, changes):
     """Also after passes without proposals, which a small model then has to catch up on."""
     net = mild(BASE)
-    same = copy.deepcopy(net) if changes is None else speculative.rewire(net, dataclasses.replace(BASE, **changes))
+    same = copy.deepcopy(net) if changes is None else rewire(net, dataclasses.replace(BASE, **changes))
     control, noted = Scripted(*counts), []
     control.note = lambda count, accepted: noted.append((count, set(accepted)))
     done, used = generated(net, same, control, new=30)
@@ -273,7 +274,7 @@ def test_accepted_or_replaced_each_id_is_distributed_as_the_model_says(settings,
     for position in range(3):
         logits.append(model[position, before])
         if position < 2:
-            q.append(speculative.probabilities(sample, (model + draft)[position, before])[0])
+            q.append(speculative.probabilities(sample, (model + draft)[position, before], SingleDevice())[0])
             likely = torch.rand(B, generator=generator) < 0.7  # certain ones may be any
             most = torch.where(likely, model[position, before].argmax(-1), torch.arange(B) // 7**position % V)
             proposed.append(torch.multinomial(q[-1], 1, generator=generator)[:, 0] if drawn else most)
@@ -351,7 +352,7 @@ def test_compiled_in_bfloat16_each_token_is_about_the_likeliest(quant):
     exact = dequantized_state(config, state) if quant else {name: w.bfloat16() for name, w in state.items()}
     torch._dynamo.reset()
     done, draft = generated(net, same, speculative.Fixed(4), new=20, compile=True)
-    assert any(isinstance(m, few_rows.DecodeAttention) for m in net.modules())
+    assert any(isinstance(m, compiling.DecodeAttention) for m in net.modules())
     assert draft.accepted[4] > 5
     for prompt, row in zip(PROMPTS, done.rows, strict=True):
         logits = Reference(plain, exact).logits(torch.tensor(prompt + row))
@@ -429,14 +430,14 @@ def asked(control, passes, accepted):
     ((1.0, 1.2, 1.5, 1.9), lambda i, count: min(count, (7, 1, 2)[i % 3]), {7}),  # those after a refused one say nothing
 ])  # fmt: skip
 def test_auto_asks_for_what_pays(seconds, accepted, chosen):
-    control = speculative.Auto()
+    control = Auto()
     control.seconds = dict(zip((0, 1, 3, 7), seconds, strict=True))
     assert set(asked(control, 500, accepted)[50:]) == chosen
 
 
 def test_auto_hopes_again():
     """In vain it asks seldom; and where the text has changed it finds out."""
-    control = speculative.Auto()
+    control = Auto()
     control.seconds = {0: 1.0, 1: 1.3, 3: 1.7, 7: 2.9}
     vain = asked(control, 1000, lambda i, count: 0)
     assert 0 < sum(count > 0 for count in vain[100:]) < 60

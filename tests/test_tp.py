@@ -24,9 +24,8 @@ from reference import Reference
 import tp
 from extras.collectives import one_hop
 from extras.measure import link
-from kernels import few_rows
-from model import BLOCK
-from runtime import launch
+from model import VOCAB_BLOCK
+from runtime import compiling, launch
 from runtime.errors import InputError
 
 SHAPES = {  # every kind of split at tp 2, 3, 4: even, uneven, replicated KV heads, odd sizes
@@ -106,7 +105,7 @@ def test_unlike_ranks_hold_what_their_shares_say(changes, shares):
     plans = [tp.shard_plan(config, rank, shares) for rank in range(len(shares))]
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     heads = N * H, (H if len(shares) > K else N // K * H)
-    for name, (whole, unit) in {"wo": heads, "w2": (config.intermediate_size, 1), "output": (130, BLOCK)}.items():
+    for name, (whole, unit) in {"wo": heads, "w2": (config.intermediate_size, 1), "output": (130, VOCAB_BLOCK)}.items():
         widths = [len(covered(plan[name][1])) for plan in plans]
         assert covered(r for plan in plans for r in plan[name][1]) == list(range(whole))
         assert all(abs(n - whole * s / sum(shares)) < unit for n, s in zip(widths, shares, strict=True)), name
@@ -174,7 +173,7 @@ def logits_of(world, cases, **compile):
 def halves(world, config, compile):
     """Logits in bfloat16 on this rank: plain, and with few_rows.cpp, which --compile takes."""
     nets = [shard(config, world, torch.bfloat16) for _ in range(2)]
-    few_rows.use(nets[1])
+    compiling.use_fast_modules(nets[1])
     return [last_logits(net, *unequal_rows(config), compile=c) for net, c in zip(nets, (False, compile), strict=True)]
 
 
@@ -225,7 +224,7 @@ def check_ranks(shares, cases, **compile):
             assert torch.equal(other[case], logits), f"{config}: the ranks disagree"
         error = (logits - expected_logits(config, shares)).abs().max()
         assert error < 1e-4, f"{config}: {error}"
-        if not config.kind.laned:
+        if not config.named_wiring.laned:
             alone = last_logits(random_model(config), *unequal_rows(config))
             assert torch.allclose(logits, alone, atol=1e-4), config
 
@@ -347,7 +346,7 @@ def test_the_numbers_of_ranks_matter_where_the_table_says_so():
     for changes in WIRED:
         config = dataclasses.replace(BASE, **changes)
         two, three = expected_logits(config, 2), expected_logits(config, 3)
-        assert torch.allclose(two, three, atol=1e-9) != config.kind.laned, changes
+        assert torch.allclose(two, three, atol=1e-9) != config.named_wiring.laned, changes
 
 
 def test_an_error_of_one_rank_ends_all():

@@ -181,7 +181,7 @@ def test_attention_in_bands_is_the_plain_one(n_kv_heads, dtype, most, monkeypatc
 
 def trainee_like(model):
     """Returns an adapt.Trainee, not sharded, with a model's weights."""
-    trainee = adapt.Trainee(model.config).to(model.norm.weight.dtype).eval()
+    trainee = adapt.Trainee(model.config).to(model.dtype).eval()
     trainee.load_state_dict(model.state_dict())
     return trainee
 

@@ -19,7 +19,7 @@ from formats.wiring_text import wiring_name
 from model import WIRINGS, Wiring, parse_wiring
 from runtime import cli
 
-STANDARD_ALONE = [c for c in WIRED if dataclasses.replace(BASE, **c).standard_alone]
+STANDARD_ALONE = [c for c in WIRED if dataclasses.replace(BASE, **c).standard_in_one_lane]
 ONE_EACH = [*{id(kind(changes)): changes for changes in WIRED}.values()]  # with seams where there can be some
 
 
@@ -118,7 +118,7 @@ def eager_order(config, parts=1):
         return 0.0
 
     sublayers = [(h, stale) for stale in staleness(config)]
-    model.take_turns([config.kind.stream(0.0, sublayers, comm, config) for _ in range(parts)])
+    model.interleave([config.named_wiring.stream(0.0, sublayers, comm, config) for _ in range(parts)])
     return comm.events
 
 
@@ -201,7 +201,7 @@ def test_a_ladder_sublayer_comes_after_the_start_of_the_all_reduce_before_it(cha
     config, seen = dataclasses.replace(BASE, **changes), []
     stale = staleness(config)
     sublayers = [(lambda x: seen.append(x) or Partial(), flag) for flag in stale]
-    model.take_turns([config.kind.stream(Known(), sublayers, Dependencies(), config)])
+    model.interleave([config.named_wiring.stream(Known(), sublayers, Dependencies(), config)])
     for i, x in enumerate(seen):
         assert i in x or i == 0 or not stale[i]
 
@@ -457,6 +457,6 @@ def new_wiring_logits(world):
         config = dataclasses.replace(BASE, **NEW_CONFIG)
         with torch.inference_mode():
             net = shard(config, world)
-            return net.comm.gather(net(unequal_rows(BASE)[0]))
+            return net.comm.gather_logits(net(unequal_rows(BASE)[0]))
     finally:
         del WIRINGS["own-wiring"]

@@ -1,7 +1,7 @@
-"""All-reduces of integers: half the bytes of bfloat16, and a little of the numbers. --comm int8.
+"""All-reduces of int8 integers: half the bytes of bfloat16, for a small loss. --comm int8.
 
-A partial travels as groups of 64 integers of 8 bits and a scale. All ranks add the same integers in the same order, so
-that their sums are bitwise alike.
+A partial travels as groups of 64 int8 integers with a scale. All ranks add the same integers in the same order, so
+that their sums are bitwise equal.
 """
 
 import torch
@@ -10,15 +10,16 @@ import torch.nn.functional as F
 
 from kernels import shared_memory
 from kernels.group import Group, Pending, pending_on
+from tp import COLLECTIVES, Collective
 
-SIZE = 64  # numbers of a group
-SMALL = 2**14  # bytes up to which a partial travels as it is: quantizing would take longer than it saves
+SIZE = 64  # numbers in a group
+SMALL = 2**14  # bytes up to which a partial travels as it is: to quantize it would take longer than it saves
 
 
 def quantized(x):
     """Return the message, int8 (..., n + n / 32), of numbers (..., n): integers, then the scales as bfloat16."""
     groups = x.float().unflatten(-1, (-1, SIZE))
-    scales = (groups.abs().amax(-1) / 127).bfloat16()  # of what is not finite, neither is the scale
+    scales = (groups.abs().amax(-1) / 127).bfloat16()  # not finite if a number is not
     integers = (groups / scales.float().clamp(min=1e-30)[..., None]).round_().clamp_(-127, 127).to(torch.int8)
     return torch.cat((integers.flatten(-2), scales.view(torch.int8)), -1)
 
@@ -31,12 +32,12 @@ def numbers(message):
 
 
 class Int8Group(Group):
-    """A process group whose sums travel as integers, by collectives of the group `inner`.
+    """A process group whose sums travel as integers, through the group `inner`.
 
-    own: gloo's or NCCL's group, for what that does not do.
+    own: gloo's or NCCL's group, for the all-to-all that `inner` may lack.
 
-    Of two ranks each sends all of a partial to the other; more of them send each the slice that it sums, and then the
-    sums, which are quantized once more: on CPUs only as it is waited for, so half of the time is not hidden.
+    Two ranks exchange whole partials. More ranks first send each rank the slice that it sums, and then gather the sums,
+    which are quantized a second time. On CPUs that gather only starts at the wait: half of the time is not hidden.
     """
 
     def __init__(self, inner, own, rank, tp_size, device):
@@ -53,13 +54,13 @@ class Int8Group(Group):
             return self.inner.allreduce(tensors, opts or dist.AllreduceOptions())
         if self.stream is None:
             return Pending(self._start(*tensors))
-        self.stream.wait_stream(torch.cuda.current_stream())  # forked and joined by events, as CUDA graphs capture it
+        self.stream.wait_stream(torch.cuda.current_stream())  # fork and join by events, which CUDA graphs capture
         with torch.cuda.stream(self.stream):
             self._start(*tensors)()
             return pending_on(self.stream, tensors)
 
     def _start(self, tensor):
-        """Send a tensor; return what finishes its sum, in place."""
+        """Send a tensor; return a function that finishes its sum, in place."""
         whole, ranks = tensor.view(-1), self.size()
         rest = -len(whole) % (SIZE * ranks)
         padded = F.pad(whole, (0, rest)) if rest else whole
@@ -92,3 +93,12 @@ class Int8Group(Group):
         parts = message.new_empty(self.size() * len(message))
         work = self.inner.allgather_into_tensor_coalesced([parts], [message])
         return parts.view(self.size(), -1), work
+
+
+def connect(world):
+    """Return the Int8Group of a launch.World's ranks, around the fastest group that they have."""
+    inner = COLLECTIVES["auto"].connect(world)
+    return Int8Group(inner, world.group, world.rank, world.tp_size, world.device)
+
+
+COLLECTIVES["int8"] = Collective("as integers, half the bytes for a small loss (docs/exact.md)", connect)

@@ -17,6 +17,7 @@
 #include <sys/socket.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -105,7 +106,9 @@ class OneHop : public c10d::Backend {
       const char* from = static_cast<const char*>(own.const_data_ptr());
       // a peer that is lost shows where its answer is read
       for (ssize_t left = bytes, n; socket >= 0 && left > 0; left -= n, from += n) {
-        if ((n = ::send(socket, from, left, MSG_NOSIGNAL)) < 0) break;
+        if ((n = ::send(socket, from, left, MSG_NOSIGNAL)) >= 0) continue;
+        if (errno != EINTR) break;
+        n = 0;  // a signal came: send the rest
       }
     }
     in_flight_ += bytes;

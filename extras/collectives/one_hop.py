@@ -1,28 +1,35 @@
-"""The collectives of CPU ranks on several machines through one_hop.cpp: how the machines are connected.
+"""The collectives of CPU ranks on several machines through one_hop.cpp: how the machines are connected. --comm one-hop.
 
 gloo's all-reduce is a ring: 2 (p - 1) messages one after another, so 2, 6, 14 latencies for 2, 4, 8 machines, and more
 because receivers first say that they are ready. Here a message goes to all other machines at once: one latency.
 """
 
 import contextlib
+import hmac
 import itertools
+import secrets
 import socket
+import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import torch
 
-from kernels import cxx, shared_memory
+from kernels import cxx, gloo, shared_memory
+from runtime import watch
 from runtime.errors import InputError
+from tp import COLLECTIVES, Collective
 
 BUFFER = 2**18  # bytes that a connection takes while its peer computes; one_hop.cpp counts on them
-PATIENCE = 30  # seconds
+PATIENCE = 30  # seconds for all nodes to connect
+GREETING = 36  # bytes: a token of 32 and the number of a node
 
 _numbers = itertools.count()
 
 
 @contextlib.contextmanager
 def reachable(world):
-    """Turn what connections of one rank meet in this block into an InputError of all ranks."""
+    """Turn an OSError of one rank in this block into an InputError on all ranks."""
     with world.together():
         try:
             yield
@@ -43,20 +50,58 @@ class Node:
         return self.gather(value)[0]
 
 
-def connect(world, address, places):
+def accept(listener, token, numbers):
+    """Return {number: socket} of the nodes with these numbers, which connect and send the token and their number.
+
+    Anyone may connect: whoever sends something else, or nothing, is dropped. Raises TimeoutError.
+    """
+    deadline, peers, greetings = time.monotonic() + PATIENCE, {}, {}  # greetings: what each connection sent so far
+    while missing := numbers - peers.keys():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"node {min(missing)} has not connected within {PATIENCE} s")
+        for ready in wait([listener, *greetings], 1):
+            if ready is listener:
+                with contextlib.suppress(OSError):
+                    greetings[listener.accept()[0]] = b""
+                continue
+            try:
+                more = ready.recv(GREETING - len(greetings[ready]))
+            except OSError:
+                more = b""
+            greetings[ready] += more
+            if more and len(greetings[ready]) < GREETING:
+                continue
+            greeting = greetings.pop(ready)
+            number = int.from_bytes(greeting[32:])
+            known = len(greeting) == GREETING and hmac.compare_digest(greeting[:32], token)
+            if known and number in numbers - peers.keys():
+                peers[number] = ready
+            else:
+                ready.close()
+    for stranger in greetings:
+        stranger.close()
+    return peers
+
+
+def connect(world):
     """Return a process group of the world's ranks, whose group so far carries large messages.
 
-    world: a launch.World. address: this machine's, for the others. places: the name of each rank's node. Where all
-    nodes have as many ranks, those of a node share memory, and rank i of a node has a connection to rank i of each
-    other; else every two ranks have one. Raises InputError, on all ranks alike, without a C++ compiler, and where the
-    machines do not reach one another.
+    Where all nodes of the world have as many ranks, those of a node share memory, and rank i of a node has a connection
+    to rank i of each other; else every two ranks have one. Raises InputError, on all ranks alike, without a C++
+    compiler, and where the machines do not reach one another.
     """
+    places = [*world.nodes]
+    if world.device.type != "cpu":
+        raise InputError("--comm one-hop is for CPUs")
     first = places.index(places[world.rank]) == world.rank
     for turn in (True, False):  # on each node one rank compiles, then the others load
         with world.together():
             if first == turn:
-                cxx.load_group(Path(__file__).with_name("one_hop.cpp"), "join_hops", "one hop between machines")
-                shared_memory.build()  # for its settle
+                try:
+                    cxx.load_group(Path(__file__).with_name("one_hop.cpp"), "join_hops", "one hop between machines")
+                    shared_memory.build()  # for its settle
+                except cxx.CompilerError as e:
+                    raise InputError(str(e)) from None
     size = places.count(places[0])
     alike = places == [place for place in dict.fromkeys(places) for _ in range(size)]
     node, memory = Node(world, size if alike else 1), None
@@ -65,20 +110,19 @@ def connect(world, address, places):
             memory = shared_memory.connect(node)
         if None in world.gather(memory and memory.group_name):
             node, memory = Node(world, 1), None
+    if memory:
+        watch.monitors.add(shared_memory)
     with reachable(world):
-        if not address:
-            raise OSError("no IPv4 address leads from one to another")
-        listener = socket.create_server((address, 0))
+        listener = socket.create_server((gloo.own_address(), 0))
     with listener:
-        listener.settimeout(PATIENCE)
+        listener.setblocking(False)
         names = world.gather(listener.getsockname())[node.rank :: node.tp_size]  # of rank i on each node
+        token = world.tell(secrets.token_hex(16)).encode()
         with reachable(world):
             peers = {number: socket.create_connection(names[number], PATIENCE) for number in range(node.number)}
             for peer in peers.values():
-                peer.sendall(node.number.to_bytes(4))
-            for _ in range(node.number + 1, len(names)):
-                peer = listener.accept()[0]
-                peers[int.from_bytes(peer.recv(4, socket.MSG_WAITALL))] = peer
+                peer.sendall(token + node.number.to_bytes(4))
+            peers |= accept(listener, token, {*range(node.number + 1, len(names))})
     for peer in peers.values():
         peer.settimeout(None)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -87,3 +131,6 @@ def connect(world, address, places):
     name, shared = f"one-hop-{next(_numbers)}", memory.group_name if memory else ""
     torch.ops.ladder.join_hops(sockets, world.rank, world.tp_size, world.group.group_name, shared, name)
     return torch._C._distributed_c10d._resolve_process_group(name)
+
+
+COLLECTIVES["one-hop"] = Collective("CPUs of several nodes: each message goes to all others at once", connect)

@@ -1,7 +1,7 @@
 """All-reduces that read the peers' memory instead of going through NCCL: --comm one-shot. No GPU has run it.
 
 The kernels are PyTorch's. For small sums such kernels take a third of NCCL's time (nvlink-oneshot and nvlink in
-extras/measure/link.py), so what hiding the sums gains should be measured over a standard model with these.
+extras/measure/link.py), so a ladder should be compared with a standard model that sums by these.
 """
 
 import os
@@ -11,9 +11,10 @@ import torch.distributed._symmetric_memory as symmetric
 
 from kernels.group import Group, pending_on
 from runtime.errors import InputError
+from tp import COLLECTIVES, Collective
 
-ONE_SHOT = 2**18  # bytes up to which each rank sums all of them; of more it sums its share, for all
-BUFFER = 2**24  # bytes of the memory that the ranks see of one another; larger sums go through NCCL
+ONE_SHOT = 2**18  # bytes up to which each rank sums the whole tensor; of a larger one, each sums its share for all
+BUFFER = 2**24  # bytes of memory that the peers can read; larger sums go through NCCL
 
 
 def connect(world):
@@ -32,9 +33,9 @@ def connect(world):
 class OneShotGroup(Group):
     """A process group whose sums are PyTorch's symmetric-memory kernels, on a stream of their own.
 
-    inner: NCCL's group of the same ranks, which gathers. A kernel waits for its peers twice: when it begins, until all
-    have copied their partials into the buffers, and when it ends, until all have read them. So sums in flight share one
-    buffer, as long as every rank runs them in the same order: hence the one stream.
+    inner: NCCL's group of the same ranks, which gathers. A kernel waits for its peers at its begin, until all have
+    copied their partials into the buffers, and at its end, until all have read them. So several sums in flight can
+    share one buffer if every rank runs them in the same order: hence the one stream.
     """
 
     def __init__(self, inner, rank, tp_size, device):
@@ -50,7 +51,7 @@ class OneShotGroup(Group):
         if tensor.nbytes > BUFFER:
             return self.inner.allreduce(tensors, opts)
         whole, shared = tensor.view(-1), self.buffer[: tensor.nbytes].view(tensor.dtype)
-        self.stream.wait_stream(torch.cuda.current_stream())  # forked and joined by events, as CUDA graphs capture it
+        self.stream.wait_stream(torch.cuda.current_stream())  # fork and join by events, which CUDA graphs capture
         with torch.cuda.stream(self.stream):
             # by itself: one_shot_all_reduce_copy (torch 2.13) waits for no warp but the one that tells the peers of it
             shared.copy_(whole)
@@ -59,3 +60,6 @@ class OneShotGroup(Group):
             else:
                 whole.copy_(ops.two_shot_all_reduce_(shared, "sum", group))
             return pending_on(self.stream, tensors)
+
+
+COLLECTIVES["one-shot"] = Collective("by kernels that read the peer GPUs' memory, which no GPU has run", connect)

@@ -1,18 +1,24 @@
-"""Our checkpoint as a Hugging Face folder."""
+"""Write a checkpoint as a Hugging Face folder, for transformers, TRL and PEFT.
 
+python -m extras.export demo --out hf/demo
+"""
+
+import dataclasses
 import json
 import math
 import shutil
 from pathlib import Path
 
+from convert_hf_checkpoint import check_lanes
 from formats import checkpoint
-from formats.checkpoint import dtype_name
-from formats.huggingface import ROPE_KINDS, family_of, hf_names, no_rope_layers, ungroup
-from formats.tokenizer import SentencePieceTokenizer
+from formats.checkpoint import ROPE_KEYS, dtype_name
+from formats.huggingface import hf_names
+from formats.tokenizer import SentencePieceTokenizer, load_tokenizer
+from runtime import cli, writing
 from runtime.errors import InputError
 
-CODE = Path(__file__).with_name("exported")  # the files that such a folder brings along, and what they compute:
-KNOWN = [
+CODE = Path(__file__).with_name("exported")  # copied into a folder whose model transformers does not have
+WIRINGS = [  # that this code computes
     "standard", "ladder", "parallel", "parallel-ladder", "pair", "pair-ladder", "spd", "spd-ladder", "delayed", "desync"
 ]  # fmt: skip
 OWN_FAMILY = {
@@ -23,23 +29,57 @@ OWN_FAMILY = {
         "AutoModelForCausalLM": "modeling_ladder.LadderForCausalLM",
     },
 }  # fmt: skip
+FIELDS = {  # of Config, that are written here
+    "n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "intermediate_size", "vocab_size", "max_seq_len",
+    "norm_eps", "rope_theta", "rope_scaling", "tie_embeddings", "qkv_bias", "wo_bias", "mlp_bias", "qk_norm",
+    "nope_layers", "sliding_window", "window_layers", "bos_id", "eos_ids", "wiring",
+}  # fmt: skip
+
+
+def no_rope_layers(config):
+    """Return 0 for each layer without rotary embeddings and 1 for the others, or None if all have them."""
+    return [int(i not in config.nope_layers) for i in range(config.n_layers)] if config.nope_layers else None
+
+
+def family_of(config):
+    """Return the keys that name transformers' family with a standard model's biases, norms and windows, or None."""
+    qkv, wo, mlp, nope = config.qkv_bias, config.wo_bias, config.mlp_bias, config.nope_layers
+    name, keys = "Llama", {"attention_bias": qkv, "mlp_bias": mlp}
+    if qkv and not (wo or mlp or nope or config.qk_norm):
+        name, keys = "Qwen2", {}
+    elif qkv != wo or config.qk_norm and (mlp or nope):
+        return None
+    elif config.qk_norm:
+        name, keys = "Qwen3", {"attention_bias": qkv}
+    elif nope:
+        name, keys = "SmolLM3", {**keys, "no_rope_layers": no_rope_layers(config), "pad_token_id": None}
+    if config.window_layers:
+        types = ["sliding_attention" if i in config.window_layers else "full_attention" for i in range(config.n_layers)]
+        if name == "Llama" and (qkv or mlp):
+            return None
+        if name == "Llama":
+            name, keys = "Ministral" if "full_attention" in types else "Mistral", {}
+        keys["sliding_window"] = config.sliding_window
+        if name != "Mistral":
+            keys |= {"use_sliding_window": True, "layer_types": types}
+    return {"model_type": name.lower(), "architectures": [f"{name}ForCausalLM"], **keys}
 
 
 def family_to_hf(config):
-    """Return the keys of a config.json that name transformers' model, one of its own or the one in exported/.
+    """Return the keys of a config.json that name the model: one of transformers' own, or the one in exported/.
 
-    A wiring other than standard gets a model_type that transformers does not know: without that code it must not load.
+    The latter has a model_type of its own, so that transformers refuses to load the folder without its code.
     """
-    name, layers, *_ = config.named
-    if name not in KNOWN:
-        raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {', '.join(KNOWN)} have one")
+    name, layers, *_ = config.parsed
+    if name not in WIRINGS:
+        raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {', '.join(WIRINGS)} have one")
     family = family_of(config)
     if family and name == "standard":
         return family
     if config.window_layers:
         forms = "a standard model with the biases and norms of Mistral, Qwen2, Qwen3 or SmolLM3"
         raise InputError(f"sliding_window {config.sliding_window} has no Hugging Face form here: only {forms} has one")
-    stale, alike, parallel = config.kind.stale, len(set(config.wirings)) == 1, name.startswith("parallel")
+    stale, alike, parallel = config.named_wiring.stale, len(set(config.wirings)) == 1, name.startswith("parallel")
     keys = {"wiring": config.wiring}
     if stale <= 1 and (name in ("standard", "ladder") or parallel and alike):  # the keys of published configs
         keys = {"parallel_blocks": parallel, "ladder_layers": stale and (config.n_layers if alike else layers)}
@@ -52,7 +92,11 @@ def family_to_hf(config):
 
 
 def config_to_hf(config, dtype):
-    """Return a Hugging Face config.json as a dict."""
+    """Return a Hugging Face config.json as a dict. Raises InputError for a Config that has no such form."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in FIELDS and value != field.default:
+            raise InputError(f"{field.name} {value!r} has no Hugging Face form here, only {field.default!r} has one")
     hf = {
         **family_to_hf(config), "hidden_act": "silu",
         "num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads,
@@ -64,15 +108,22 @@ def config_to_hf(config, dtype):
         "torch_dtype": dtype_name(dtype),
     }  # fmt: skip
     if config.rope_scaling:
-        [kind] = [kind for kind, keys in ROPE_KINDS.items() if set(keys) == config.rope_scaling.keys()]
-        hf["rope_scaling"] = {"rope_type": kind, **config.rope_scaling}
+        [rope_type] = [name for name, keys in ROPE_KEYS.items() if set(keys) == config.rope_scaling.keys()]
+        hf["rope_scaling"] = {"rope_type": rope_type, **config.rope_scaling}
     return hf
 
 
+def ungroup(wqkv, config):
+    """Return (q, k, v): the inverse of group."""
+    queries = config.n_heads // config.n_kv_heads * config.head_dim
+    chunks = wqkv.unflatten(0, (config.n_kv_heads, -1)).split([queries, config.head_dim, config.head_dim], dim=1)
+    return [t.flatten(0, 1) for t in chunks]
+
+
 def convert_to_hf(source, config, folder, dtype, shard_bytes):
-    """Write a Hugging Face folder from our checkpoint, one shard in memory at a time."""
+    """Write a Hugging Face folder from our checkpoint's weights, one shard in memory at a time."""
     hf = config_to_hf(config, dtype)
-    ours, sizes = {}, {}  # by Hugging Face's name: (our name, which part of ours), bytes
+    ours, sizes = {}, {}  # by Hugging Face's name: (our name, index among q, k and v), bytes
     for name, shape in checkpoint.shapes(config).items():
         heads = [config.n_heads, config.n_kv_heads, config.n_kv_heads] if ".wqkv." in name else [1]
         for i, hf_name in enumerate(hf_names(name)):
@@ -80,9 +131,9 @@ def convert_to_hf(source, config, folder, dtype, shard_bytes):
             sizes[hf_name] = math.prod(shape) * heads[i] // sum(heads) * dtype.itemsize
 
     def read(hf_name):
-        name, part = ours[hf_name]
+        name, i = ours[hf_name]
         tensor = source.read(name).to(dtype)
-        return ungroup(tensor, config)[part] if ".wqkv." in name else tensor
+        return ungroup(tensor, config)[i] if ".wqkv." in name else tensor
 
     checkpoint.write_weights(folder, sizes, read, shard_bytes)
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
@@ -91,10 +142,71 @@ def convert_to_hf(source, config, folder, dtype, shard_bytes):
             shutil.copyfile(path, folder / path.name)
 
 
-def name_tokenizer(folder, tokenizer):
-    """Say that a SentencePiece model without further settings is a Llama one: transformers asks."""
+def write_tokenizer_json(folder, sentencepiece):
+    """Write a SentencePiece BPE model as tokenizer.json, because transformers would read its spaces in another way."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+
+    pieces = [sentencepiece.id_to_piece(i) for i in range(sentencepiece.vocab_size())]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    merges = []  # a pair for each way to put a piece together, those of the highest scores first
+    for i, piece in enumerate(pieces):
+        if not (sentencepiece.is_control(i) or sentencepiece.is_unknown(i) or sentencepiece.is_byte(i)):
+            pairs = [(piece[:k], piece[k:]) for k in range(1, len(piece))]
+            pairs = [(a, b) for a, b in pairs if a in vocabulary and b in vocabulary]
+            merges += [(-sentencepiece.get_score(i), vocabulary[a], vocabulary[b], (a, b)) for a, b in pairs]
+    merges = [pair for *_, pair in sorted(merges)]
+    model = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=pieces[0]))
+    steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    if sentencepiece.normalize("a  b") == "▁a▁b":  # it removes extra spaces
+        steps = [normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""), normalizers.Replace(Regex(" +"), " "), *steps]
+    model.normalizer = normalizers.Sequence(steps)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    model.decoder = decoders.Sequence(steps)
+    bos, eos = sentencepiece.bos_id(), sentencepiece.eos_id()
+    model.add_special_tokens([AddedToken(pieces[i], normalized=False) for i in (bos, eos)])
+    model.post_processor = processors.TemplateProcessing(f"{pieces[bos]} $A", None, [(pieces[bos], bos)])
+    model.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": pieces[bos], "eos_token": pieces[eos]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def convert_tokenizer(folder, tokenizer):
+    """Make transformers read a SentencePiece model that has no settings beside it as this project does."""
     path = folder / "tokenizer_config.json"
-    if isinstance(tokenizer, SentencePieceTokenizer) and len(tokenizer.special) == 2 and not path.exists():
-        bos, eos = tokenizer.special
-        settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": bos, "eos_token": eos, "add_bos_token": True}
-        path.write_text(json.dumps(settings, indent=2) + "\n")
+    if not isinstance(tokenizer, SentencePieceTokenizer) or len(tokenizer.special) != 2 or path.exists():
+        return
+    model = tokenizer.model
+    sample = "ﬁ①é x"
+    plain = model.unk_id() == 0 and model.normalize(sample) == f"▁{sample}".replace(" ", "▁")
+    if plain and model.is_byte(3):
+        return write_tokenizer_json(folder, model)
+    print("transformers may read some texts as other tokens: this tokenizer normalizes them in a way of its own")
+    bos, eos = tokenizer.special
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": bos, "eos_token": eos, "add_bos_token": True}
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def parse(argv):
+    p = cli.Parser(__doc__)
+    p.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of ours, e.g. demo")
+    p.add_argument("--out", metavar="DIR", required=True, help="the Hugging Face folder to write, e.g. hf/demo")
+    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's")
+    size, memory = cli.number(float, 0, above=True), "GB of the largest file, about the memory needed"
+    p.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help=memory)
+    cli.add_wiring_flags(p)
+    return p.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse(argv)
+    own, weights = checkpoint.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
+    config = cli.with_wiring(own, args)
+    check_lanes(config)
+    cli.warn_of_wiring(own, config, (1,))
+    dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint, weights)
+    tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
+    with writing.new_folder(args.out) as out:
+        checkpoint.copy_tokenizer(args.checkpoint, out)
+        convert_tokenizer(out, tokenizer)
+        convert_to_hf(weights, config, out, dtype, int(args.shard_gb * 1e9))
+    print(f"wrote {args.out}: {config.n_layers} layers, wiring {config.wiring}, {dtype_name(dtype)}")

@@ -1,91 +1,99 @@
-"""Kog's Laneformers (kogai/laneformer-2b-it): their config and tensors as a Llama's, and what no Llama has.
-
-Each of their linears is stored lane by lane: (L, out, in) for L lanes, of which wq, wk, wv, w1, w3 and a head by parts
-of the vocabulary have a lane's rows, wo and w2 its columns.
-"""
-
-import re
+"""Kog's Laneformer (kogai/laneformer-2b-it): a wiring whose lanes hear of one another several sublayers late."""
 
 import torch
+import torch.nn as nn
 
-from formats.sources import unpaired
+import model
+from model import VOCAB_BLOCK, Transformer, Wiring
 from runtime.errors import InputError
 
-KEYS = {  # and what their own code takes for absent ones
-    "num_key_value_heads": None, "head_dim": None, "norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None,
-    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 0, "num_lanes": 1, "broadcast_delay": 1,
-    "use_comm": True, "use_attention_comm": None, "use_mlp_comm": None, "use_early_comm": True,
-    "lm_head_type": "replicate", "pre_norm_lane_agg": False, "replicated_rmsn_scale": True, "sliding_window": None,
-    "sliding_window_n_layers": 0, "swa_layers": None, "unclamped_layers": None, "attn_mask_type": "causal",
-}  # fmt: skip
-FAMILIES = dict.fromkeys(("laneformer_tp", "laneformer"), KEYS)  # by model_type: before the release, and since
-KNOWN = {  # keys that mean what they mean in a Llama's config, or nothing to what a model computes
-    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
-    "max_position_embeddings", "hidden_act", "attention_bias", "mlp_bias", "rope_parameters", "pad_token_id",
-    "multiple_of", "depth_init", "use_flex_attn", "use_cache", "attention_dropout", "initializer_range",
-    "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path",
-}  # fmt: skip
-LLAMA = {
-    "model.tok_embeddings": "model.embed_tokens",
-    "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj", "attention_norm": "input_layernorm",
-    "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj", "feed_forward.w2": "mlp.down_proj",
-    "ffn_norm": "post_attention_layernorm",
-}  # fmt: skip
+# What Config.laneformer may hold, and what absent keys mean.
+DEFAULTS = {
+    "early_comm": True,  # whether the first sublayers wait for their own sums
+    "attention_comm": True,  # whether attentions are summed over the lanes at all, and MLPs
+    "mlp_comm": True,
+    # what the output head reads. "replicate": the mean of the normed lanes. "sum": the norm of their sum.
+    # "vocab_parallel": for each lane's part of the vocabulary, that lane's normed stream.
+    "lane_head": "replicate",
+    "lane_norms": False,  # whether each lane has norms of its own, stored one after another
+}
+HEADS = "replicate", "sum", "vocab_parallel"
 
 
-def as_llama(hf):
-    """Return settings as of huggingface.read_hf in Llama's keys; "laneformer" among them has more values of Config.
+def settings(config):
+    """Return the settings of a Config, with defaults. Raises InputError for wrong ones."""
+    given = config.laneformer or {}
+    for key, value in given.items():
+        right = value in HEADS if key == "lane_head" else isinstance(value, bool)
+        if key not in DEFAULTS or not right:
+            raise InputError(f"laneformer: {key} {value!r} is none of {', '.join(DEFAULTS)} with their values")
+    values = {**DEFAULTS, **given}
+    if config.named_wiring.stale % 2:
+        raise InputError(f"wiring {config.wiring}: a Laneformer's delay is of whole layers, of two sublayers each")
+    if values["lane_head"] == "vocab_parallel" and config.vocab_size % (VOCAB_BLOCK * (config.lanes or 1)):
+        raise InputError(f"vocab_size {config.vocab_size} is no multiple of {VOCAB_BLOCK} for each of its lanes")
+    if values["lane_norms"] and config.lanes is None:
+        raise InputError(f"lane_norms: each lane has norms of its own, but wiring {config.wiring} names no lanes")
+    return values
 
-    Raises InputError for keys whose meaning is not known here: each may change what the model computes.
+
+def laneformer_stream(x, sublayers, comm, config, norm=lambda x: x):
+    """Run x_i = x_{i-1} + p_i + the other lanes' p_{i-d}, where p_i is this lane's partial h_i(x_{i-1}).
+
+    The first d sublayers wait for the sum of all p_i or, without early_comm, add sqrt(lanes) p_i, as do later ones of a
+    sort, attention or MLP, that has no sums. The last d sums would come too late. At the end one more all-reduce adds
+    the lanes' streams up, or takes the mean of their norms, but not for the head "vocab_parallel".
     """
-    for key in sorted(hf.keys() - KEYS.keys() - KNOWN):
-        raise InputError(f"{key} {hf[key]!r} is not supported: it is unknown what a Laneformer computes with it")
-    lanes, n_layers, first, scaling = (
-        hf[key] for key in ("num_lanes", "num_hidden_layers", "sliding_window_n_layers", "rope_scaling")
+    own = settings(config)
+    recent, has_sums, last = [], (own["attention_comm"], own["mlp_comm"]), None
+    for i, (h, d) in enumerate(sublayers):
+        p = h(x)
+        now, later = i < d and own["early_comm"], has_sums[i % 2] and i + d < len(sublayers)
+        started = comm.start(p) if now or later else None
+        yield
+        recent.append((p, started))
+        last = last if started is None else started  # what a wait must not be moved before
+        before, pending = recent.pop(0) if i >= d else (None, None)
+        if now:
+            x = comm.settle(x, started)
+        elif i < d or not has_sums[i % 2]:
+            x = comm.settle(x + comm.lanes**0.5 * p, None, after=last)
+        else:
+            x = comm.settle(x + (p - before), pending, after=last)
+    if own["lane_head"] != "vocab_parallel":
+        summed = own["lane_head"] == "sum"
+        started = comm.start(x if summed else norm(x))
+        yield
+        x = comm.wait(started) / (1 if summed else comm.lanes)
+    yield x
+
+
+class Laneformer(Transformer):
+    """A Transformer whose stream ends with its lanes' sum, and whose norms may differ by lane."""
+
+    check = staticmethod(settings)
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.settings = settings(config)
+        if self.settings["lane_norms"]:
+            for name, module in self.named_modules():
+                if isinstance(module, nn.RMSNorm) and (name != "norm" or self.settings["lane_head"] != "sum"):
+                    module.weight = nn.Parameter(torch.empty(config.lanes * config.dim))
+
+    def stream(self, x, metadata, cache=None):
+        return laneformer_stream(x, self.sublayers(metadata, cache), self.comm, self.config, self.norm)
+
+    def head(self, x, select=None):
+        if self.settings["lane_head"] != "replicate":
+            return super().head(x, select)
+        if select is not None:
+            x = x[torch.arange(len(x), device=x.device)[:, None], select[:, None]]
+        return self.output(x)  # normed already, before the lanes' mean
+
+
+def add_wiring():
+    about = "Kog's Laneformer"
+    model.WIRINGS["laneformer"] = Wiring(
+        about, stream=laneformer_stream, stale=4, parameter=None, laned=True, model=Laneformer
     )
-    heads = ("replicate",) if hf["pre_norm_lane_agg"] else ("replicate", "vocab_parallel")
-    for key, known in (("lm_head_type", heads), ("attn_mask_type", ("causal",))):
-        if hf[key] not in known:
-            raise InputError(f"{key} {hf[key]!r} is not supported here, only {' and '.join(known)}")
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if hf[key] is not None and hf[key] % lanes:
-            raise InputError(f"{key} {hf[key]} is no multiple of num_lanes {lanes}")
-    windowed = hf["swa_layers"]
-    if windowed is None:
-        windowed = [i for i in range(n_layers) if i < first or i >= n_layers + first]
-    windowed = {*windowed} - {*(hf["unclamped_layers"] or ())}
-    if scaling and not {"rope_type", "type"} & scaling.keys():  # in the words of TorchTitan, which trained them
-        scaling = {"rope_type": "llama3", "factor": scaling.get("scaling_factor"), **scaling}
-    comm = {f"{kind}_comm": hf[f"use_{kind}_comm"] for kind in ("attention", "mlp")}
-    ours = {
-        "wiring": f"laneformer-{2 * hf['broadcast_delay']}/{lanes}", "early_comm": hf["use_early_comm"],
-        **{key: hf["use_comm"] if on is None else on for key, on in comm.items()},
-        "lane_head": "sum" if hf["pre_norm_lane_agg"] else hf["lm_head_type"],
-        "lane_norms": not hf["replicated_rmsn_scale"],
-    }  # fmt: skip
-    types = ["sliding_attention" if i in windowed else "full_attention" for i in range(n_layers)]
-    return {**hf, "rms_norm_eps": hf["norm_eps"], "rope_scaling": scaling, "layer_types": types, "laneformer": ours}
-
-
-class LaneformerWeights:
-    """The tensors of their folder under Llama's names, whole, with rotary embeddings that turn (i, i + H/2)."""
-
-    def __init__(self, source, head_dim):
-        self.source, self.head_dim, self.theirs = source, head_dim, {}
-        for name in source.names():
-            found = re.fullmatch(r"(model\.layers\.\d+\.)?(.*)\.(?:weight|scale)", name)
-            layer, module = found.groups("") if found else ("", name)
-            if module != "model.freqs_cis":  # their rotations, which a file need not have
-                self.theirs[f"{layer}{LLAMA.get(module, module)}.weight"] = name
-
-    def names(self):
-        return list(self.theirs)
-
-    def read(self, name):
-        tensor = self.source.read(self.theirs[name])
-        if name.endswith("norm.weight"):
-            return tensor.flatten()
-        if tensor.dim() == 3:
-            tensor = torch.cat([*tensor], dim=1 if "o_proj" in name or "down_proj" in name else 0)
-        return unpaired(tensor, self.head_dim) if re.search("[qk]_proj", name) else tensor

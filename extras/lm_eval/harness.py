@@ -49,7 +49,7 @@ class Model(TemplateLM):
     def __init__(self, model, tokenizer, batch=None):
         super().__init__()
         self.model, self.text, self.rows = model, tokenizer, batch
-        self._device, self.max_length = model.norm.weight.device, model.config.max_seq_len
+        self._device, self.max_length = model.device, model.config.max_seq_len
 
     @property
     def eot_token_id(self):
@@ -83,7 +83,7 @@ class Model(TemplateLM):
         width = LOGITS // (4 * self.model.config.vocab_size)
         batches = by_length([(len(tokens), tokens) for tokens in asked], self.rows, width)
         for batch in tqdm(batches, desc="likelihoods", unit="batch", delay=1, disable=disable_tqdm or None):
-            logits = self.model.comm.gather(self.model(generate.pad(batch, self.device)[0]))  # (B, S, V)
+            logits = self.model.comm.gather_logits(self.model(generate.pad(batch, self.device)[0]))  # (B, S, V)
             for row, tokens in zip(logits, batch, strict=True):
                 for i, continuation in asked[tokens]:
                     part = row[len(tokens) - len(continuation) : len(tokens)]
@@ -110,7 +110,7 @@ class Model(TemplateLM):
             prompt, settings = request.args
             ids = self.tok_encode(prompt) or [self.prefix_token_id]
             kinds.setdefault(json.dumps(settings, sort_keys=True), []).append((i, ids))
-        c, itemsize = self.model.config, self.model.norm.weight.dtype.itemsize
+        c, itemsize = self.model.config, self.model.dtype.itemsize
         width = CACHE // (2 * c.n_layers * c.n_kv_heads * c.head_dim * itemsize)
         for kind, prompts in kinds.items():
             stops, new, sample = self.settings(json.loads(kind))

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from extras.lanes.lanes import lanes_of_rank
 from extras.measure import link, results
 from extras.measure.clock import run_layers, variants
 from formats import checkpoint, sizes
@@ -24,7 +25,7 @@ from model import rewired
 from runtime import cli, launch, report
 from runtime.cli import count, number
 from runtime.errors import InputError
-from tp import held, lanes_of, shard_plan
+from tp import shard_plan, shard_slices
 
 ALIKE = 0.01  # a wiring is named next to the fastest if its step is longer by at most this share of it
 
@@ -42,7 +43,7 @@ def rank_work(config, dtype, rank, tp_size, batch, context):
     """Return decode_work's answer for one rank. config: of one layer."""
     plan = shard_plan(config, rank, tp_size)
     n_bytes, flops = ({"attention": 0.0, "feed_forward": 0.0, "rest": 0.0} for _ in range(2))
-    for name, shape, stored, *_ in held(config, dtype, rank, tp_size).values():
+    for name, (shape, stored, *_) in shard_slices(config, dtype, rank, tp_size).items():
         *_, place, module, tensor = "rest", *name.split(".")
         if module == "tok_embeddings" and config.tie_embeddings:
             [(start, stop)] = plan["output"][1]
@@ -131,23 +132,23 @@ def step_seconds(config, times):
 
 def function(config, tp_size):
     """Return what decides whether two wirings compute the same on so many ranks."""
-    return *config.function[:2], config.lanes or (tp_size if config.kind.laned else None)
+    return *config.function[:2], config.lanes or (tp_size if config.named_wiring.laned else None)
 
 
 def retraining(own, config, tp_size):
     """Return whether a model with weights of the Config `own` must be trained for the wiring of another, in words."""
     if function(config, tp_size) == function(own, tp_size):
         return "no"
-    if own.wiring == "standard" and config.kind.small_loss:
+    if own.wiring == "standard" and config.named_wiring.small_loss:
         return "no, but a loss"
-    return f"yes, in {config.lanes or tp_size} lanes" if config.kind.laned else "yes"
+    return f"yes, in {config.lanes or tp_size} lanes" if config.named_wiring.laned else "yes"
 
 
 def candidates(own, names, tp_size):
     """Return the Configs to compare, each function once: those of the names, the standard one, and the weights' own."""
     configs = [*(rewired(own, name) for name in ("standard", *names)), own]
     for config in configs:
-        lanes_of(config, 0, tp_size)  # or an InputError
+        lanes_of_rank(config, 0, tp_size)  # or an InputError
     return [*{function(config, tp_size): config for config in configs}.values()]
 
 

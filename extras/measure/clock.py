@@ -6,7 +6,7 @@ It needs neither weights nor ranks, so it says at once what a wiring could gain 
 import itertools
 from types import SimpleNamespace
 
-from model import WIRINGS, take_turns
+from model import WIRINGS, interleave, list_sublayers
 
 
 def variants(n_layers):
@@ -29,7 +29,7 @@ class Clock:
     spans: (name, start, end) of every sublayer and all-reduce so far.
     """
 
-    tp_size = 1
+    tp_size = lanes = 1
 
     def __init__(self, all_reduce, compute=None, flight=0.0):
         self.all_reduce, self.flight = all_reduce, flight
@@ -76,10 +76,8 @@ def timed_block(clock, attention, feed_forward):
 
 def _run(config, clock, block, parts):
     """Return the clock after one step: the streams, splits and turns of model.py itself."""
-    sublayers = config.sublayers(lambda wiring, i: wiring.split(block, None, None))
-    take_turns([config.kind.stream(0.0, sublayers, clock, config) for _ in range(parts)])
-    if config.sums_lanes:
-        clock.wait(clock.start(0.0))
+    sublayers = list_sublayers(config, lambda wiring, i: wiring.split(block, None, None))
+    interleave([config.named_wiring.stream(0.0, sublayers, clock, config) for _ in range(parts)])
     return clock
 
 

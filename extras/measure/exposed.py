@@ -205,7 +205,7 @@ def measure_run(runner, tokens, lengths, world):
     for kind, step in replays(runner, tokens, lengths).items():
         parts = 1 if kind == "decode" else runner.parts_of(*tokens.shape)
         width = 1 if kind == "decode" else -(-tokens.shape[1] // parts)
-        partial = model.norm.weight.new_zeros(len(tokens), width, model.config.dim)
+        partial = torch.zeros(len(tokens), width, model.config.dim, device=model.device, dtype=model.dtype)
         case = Case(model.config, step, silent_steps[kind], model.comm, partial, world.group.link, parts)
         reports |= measure(world, {kind: case})
     return reports

@@ -97,7 +97,7 @@ def make_cases(args, world):
             exposed.replays(Runner(one, caches[key], *compiles), *prompts)[args.kind]
             for one in (model, exposed.silenced(model, world))
         ]
-        partial = model.norm.weight.new_zeros(batch, width, model.config.dim)
+        partial = torch.zeros(batch, width, model.config.dim, device=model.device, dtype=model.dtype)
         for one in args.link:
             name = wiring + f" in {parts} parts" * (parts > 1)
             cases[one, name, batch] = exposed.Case(model.config, *steps, model.comm, partial, one, parts)

@@ -92,7 +92,7 @@ def main(argv=None):
     tokens = windows(args, tokenizer, config)
     with writing.new_folder(args.out) as folder:
         model = load(args.checkpoint, wiring=f"spd/{args.lanes}")[0]
-        cost = sum(costs(model, part) for part in tokens.to(model.norm.weight.device).split(args.batch)).cpu()
+        cost = sum(costs(model, part) for part in tokens.to(model.device).split(args.batch)).cpu()
         sizes = [lane.layers[0].feed_forward.w2.in_features for lane in model.lanes]
         before = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).expand(cost.shape[:2])
         lanes = torch.stack([grouped(of_layer, sizes) for of_layer in cost])

@@ -59,14 +59,14 @@ def is_auto(args):
 
 def keeps_norms(config):
     """Return whether a model in this wiring has all the weights to run as a standard one, too."""
-    return config.kind.norms == WIRINGS["standard"].norms
+    return config.named_wiring.norms == WIRINGS["standard"].norms
 
 
 def _check_trainable(config):
-    name = config.named.name
+    name = config.parsed.name
     if name in ("laneformer", "upper-bound"):
         raise InputError(f"a model in the wiring {name} cannot be trained")
-    if config.kind.laned and config.lanes is None:
+    if config.named_wiring.laned and config.lanes is None:
         raise InputError(f"{name} is another function in another number of lanes: name them, e.g. {config.wiring}/8")
     shard_plan(config, 0, config.lanes or 1)  # refuses more lanes than heads
 

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from formats import checkpoint
+from model import rope_frequencies
 from runtime import writing
 from runtime.errors import InputError
 
@@ -45,7 +46,7 @@ def shard(model, world, dtype):
     model.to_empty(device=world.device)
     if model.config.tie_embeddings:
         model.output.weight = model.tok_embeddings.weight
-    model.rope_frequencies = model.config.rope_frequencies().to(world.device)
+    model.rope_frequencies = rope_frequencies(model.config).to(world.device)
 
 
 @torch.no_grad()

@@ -1,0 +1,54 @@
+"""Renders chat templates in a process of its own, with limits: tokenizer.py starts it, and nothing imports it.
+
+A template is a program, perhaps a stranger's. Jinja's sandbox keeps it from the system, but it may still run for ever
+or make a text of any size, in one expression such as 10**(10**10) or 'a' * 10**10. Hence a timer of CPU time, which
+ends this process, and a limit of its memory. A request is a line of JSON, [template, variables]; its answer is another,
+[text, error].
+"""
+
+import contextlib
+import functools
+import json
+import re
+import resource
+import signal
+import sys
+import time
+
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+@functools.cache
+def compiled(template):
+    """Return a template compiled as in transformers (huggingface.co/docs/transformers/chat_templating_writing)."""
+
+    def raise_exception(message):
+        raise ValueError(message)
+
+    sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    sandbox.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    sandbox.globals |= {"raise_exception": raise_exception, "strftime_now": time.strftime}
+    # {% generation %} marks the text that training learns from; here it is a scope like any other.
+    return sandbox.from_string(re.sub(r"(\{%[-+]?\s*(?:end)?)generation\b", r"\1with", template))
+
+
+def render(template, variables, characters):
+    try:
+        text = compiled(template).render(tools=None, documents=None, **variables)
+    except Exception as e:  # whatever the template's code raises
+        return None, str(e) or type(e).__name__
+    return (text, None) if len(text) <= characters else (None, f"its text has {len(text):,} characters")
+
+
+def main(seconds, megabytes, characters):
+    with contextlib.suppress(ValueError):  # systems without this limit
+        resource.setrlimit(resource.RLIMIT_AS, (megabytes * 2**20, megabytes * 2**20))
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # of CPU time; its signal ends the process
+        print(json.dumps(render(*json.loads(line), characters)), flush=True)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), *map(int, sys.argv[2:]))
