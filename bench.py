@@ -10,14 +10,16 @@ all of them alike. A speed-up is the median of the ratios to the standard wiring
 standard wiring runs, since all wirings cost about the same there.
 """
 
+import contextlib
 import copy
+import functools
+import itertools
 import json
 import os
 import shlex
 import statistics
 import subprocess
 import sys
-from typing import NamedTuple
 
 if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads stall a busy machine
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -28,6 +30,7 @@ import generate
 from decoding.sampling import Sampler
 from formats import checkpoint
 from formats.sizes import named_size
+from kernels.group import disconnected
 from model import rewired
 from runtime import cli, launch, report, watch, writing
 from runtime.cli import count, number
@@ -35,12 +38,6 @@ from runtime.errors import InputError
 from runtime.timing import in_turns, quartiles
 
 # ---- The cells: a wiring at a batch size -----------------------------------------------------------------------------
-
-
-class Cell(NamedTuple):
-    runner: generate.Runner
-    prompts: list
-    compile_s: float
 
 
 def read_config(args):
@@ -51,46 +48,37 @@ def read_config(args):
 
 
 def load_models(config, wirings, args, world):
-    """Return {wiring: model}. The models share their weights and collectives, per number of lanes."""
-    configs = {wiring: rewired(config, wiring) for wiring in wirings}
-    loaded = {}
-    for one in sorted(configs.values(), key=norms, reverse=True):  # the first has the norms of the others
-        if one.lanes not in loaded:
-            loaded[one.lanes] = generate.load_model(one, args.checkpoint, args.dtype, world)
-    return {wiring: rewire(loaded[one.lanes], one) for wiring, one in configs.items()}
-
-
-def norms(config):
-    """Return how many different norms the layers of a config have."""
-    return len({norm for wiring in config.wirings for norm in wiring.norms})
-
-
-def rewire(model, config):
-    """Return a model that shares all weights with another, in the wiring of its own config."""
-    model = copy.copy(model)
-    model.config = config
-    return model
-
-
-def random_prompts(config, batch, length):
-    """Return `batch` unequal lists of `length` random token ids."""
-    return torch.randint(config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(0)).tolist()
+    """Return {wiring: model}. All share one set of weights, except for those with lanes of their own."""
+    configs, models, base = [rewired(config, wiring) for wiring in wirings], {}, None
+    for one in sorted(configs, key=lambda one: len({norm for w in one.wirings for norm in w.norms}), reverse=True):
+        shared = one.lanes is None and one.named_wiring.model is None
+        if shared and base is not None:  # loaded first, the base has all norms that others need
+            models[one.wiring] = copy.copy(base)
+            models[one.wiring].config = one
+        else:
+            models[one.wiring] = generate.load_model(one, args.checkpoint, args.dtype, world)
+            base = models[one.wiring] if shared else base
+    return {one.wiring: models[one.wiring] for one in configs}
 
 
 def make_cells(models, args, world):
-    """Return {(wiring, batch): Cell}, each compiled and run once. Cells of equal shape share their KV cache."""
+    """Return {(wiring, batch): (runner, prompts)}, compiled. Cells with a cache of the same shape share it."""
     cells, caches, compiles = {}, {}, (args.compile != "none", args.compile == "all")
-    for wiring, model in models.items():
-        for batch in args.batch:
-            key = model.config.lanes, batch
-            if key not in caches:
-                caches[key] = generate.make_cache(model, batch, args.prompt_length + args.new_tokens)
-            runner = generate.Runner(model, caches[key], *compiles)
-            prompts = random_prompts(model.config, batch, args.prompt_length)
-            compile_s = generate.warm_up(runner, prompts, args.new_tokens)
-            cells[wiring, batch] = Cell(runner, prompts, compile_s)
+    random = torch.Generator().manual_seed(0)
+    for (wiring, model), batch in itertools.product(models.items(), args.batch):
+        prompts = torch.randint(model.config.vocab_size, (batch, args.prompt_length), generator=random).tolist()
+        key = model.config.lanes, batch
+        caches[key] = caches.get(key) or generate.make_cache(model, batch, args.prompt_length + args.new_tokens)
+        cells[wiring, batch] = generate.Runner(model, caches[key], *compiles), prompts
+    apart, order = any(compiles) and world.device.type == "cpu" and not world.alone, [*cells]
+    with disconnected(world.group) if apart else contextlib.nullcontext():
+        first = len(order) * world.rank // world.tp_size if apart else 0
+        for n, key in enumerate(order[first:] + order[:first], start=1):
+            seconds = generate.warm_up(*cells[key], args.new_tokens)
             if world.rank == 0:
-                print(f"tp {world.tp_size}, {wiring}, batch {batch}: ready in {compile_s:.1f} s", file=sys.stderr)
+                place = f"{n}/{len(order)} tp {world.tp_size}, {key[0]}, batch {key[1]}"
+                print(f"{place}: ready in {seconds:.1f} s", file=sys.stderr)
+    world.gather(None)
     return cells
 
 
@@ -98,40 +86,38 @@ def make_cells(models, args, world):
 
 
 def measure(args, world):
-    """Measure all cells on these ranks; return their lines, alike on all ranks."""
+    """Measure all cells on these ranks; return a line of results for each."""
     with world.together():
         name, config = read_config(args)
         wirings = list(dict.fromkeys(args.wiring))
         if world.tp_size == 1:
             wirings = ["standard"] if "standard" in wirings else wirings[:1]
-        if args.prompt_length + args.new_tokens > config.max_seq_len:
-            asked = f"--prompt-length {args.prompt_length} and --new-tokens {args.new_tokens}"
-            raise InputError(f"{asked} exceed the context of {config.max_seq_len}")
     bandwidth = world.gather(report.read_bandwidth(world.device, world))
-    models = load_models(config, wirings, args, world)
-    cells, sample = make_cells(models, args, world), Sampler(0, device=world.device)
+    cells = make_cells(load_models(config, wirings, args, world), args, world)
+    sample = Sampler(0, device=world.device)
     watch.at("measurement", timed=False)
 
-    def run(cell):
-        return lambda: generate.generate(cell.runner, cell.prompts, args.new_tokens, sample)
+    def run(runner, prompts):
+        return generate.generate(runner, prompts, args.new_tokens, sample)
 
-    with generate.without_guards(next(iter(cells.values())).runner):
-        rounds = in_turns({key: run(cell) for key, cell in cells.items()}, args.repeats)
-    made = report.environment(world) | {"commit": report.git_commit(), "command": command()}
+    ways = {key: functools.partial(run, *cell) for key, cell in cells.items()}
+    in_turns(ways, 1)  # loads and allocates what else there is
+    with generate.without_guards(next(iter(cells.values()))[0]):
+        rounds = in_turns(ways, args.repeats)
+    made = report.environment(world) | {"commit": report.git_commit(), "command": shlex.join(sys.argv)}
     lines = []
     for (wiring, batch), runs in rounds.items():
-        cell, standard = cells[wiring, batch], rounds.get(("standard", batch))
-        model, tpot = cell.runner.model, [1e3 * run.decode_s / (run.steps - 1) for run in runs]
-        ms = statistics.median(tpot)
-        read = report.step_bytes(model, cell.runner.cache, args.prompt_length + args.new_tokens / 2)
+        runner, standard = cells[wiring, batch][0], rounds.get(("standard", batch))
+        ms = [1e3 * run.decode_s / (run.steps - 1) for run in runs]
+        read = report.step_bytes(runner.model, runner.cache, args.prompt_length + args.new_tokens / 2)
         lines.append({
             "model": name, "n_layers": config.n_layers, "quant": config.quant, "wiring": wiring, "batch": batch,
-            "dtype": checkpoint.dtype_name(model.dtype), "comm": args.comm, "compile": args.compile,
-            "prompt_tokens": args.prompt_length, "new_tokens": args.new_tokens, "compile_s": cell.compile_s,
-            "tpot_ms": tpot, "ttft_ms": [1e3 * run.prefill_s for run in runs], "tok_s": 1e3 * batch / ms,
+            "dtype": checkpoint.dtype_name(runner.model.dtype), "comm": args.comm, "compile": args.compile,
+            "prompt_tokens": args.prompt_length, "new_tokens": args.new_tokens, "tpot_ms": ms,
+            "ttft_ms": [1e3 * run.prefill_s for run in runs], "tok_s": 1e3 * batch / statistics.median(ms),
             "times_standard": ratios(standard, runs, "decode_s"),
-            "prefill_times_standard": ratios(standard, runs, "prefill_s"),
-            "step_bytes": int(read), "bandwidth": bandwidth, "mbu": 1e3 * read / ms / bandwidth[0], **made,
+            "prefill_times_standard": ratios(standard, runs, "prefill_s"), "step_bytes": int(read),
+            "bandwidth": bandwidth, "mbu": 1e3 * read / statistics.median(ms) / bandwidth[0], **made,
         })  # fmt: skip
     return lines
 
@@ -142,10 +128,6 @@ def ratios(standard, runs, seconds):
     return [getattr(a, seconds) / getattr(b, seconds) for a, b in pairs] or None
 
 
-def command():
-    return shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
-
-
 # ---- The table -------------------------------------------------------------------------------------------------------
 
 
@@ -154,48 +136,48 @@ def markdown(head, rows):
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
 
 
-def spread(values, digits):
-    """Return the median as text, with the quartiles of several values."""
-    low, middle, high = (f"{value:.{digits}f}" for value in quartiles(values))
-    return middle + f" ({low}-{high})" * (len(values) > 1)
+def cell(line, ms, times_standard, bound):
+    """Return milliseconds (their quartiles) and the speed-up, marked as the legend says.
 
-
-def speedup(line, key, bounds):
-    """Return ", 1.23x", marked as the legend of tables() says. bounds: the lines of upper-bound by (tp, batch)."""
-    if line["wiring"] == "standard" or not line[key]:
-        return ""
-    (low, middle, high), bound = quartiles(line[key]), bounds.get((line["tp"], line["batch"]))
-    above = bound is not None and middle > statistics.median(bound[key] or [middle])
-    return f", {'~' * (low <= 1 <= high)}{middle:.2f}x{'^' * above}"
+    ms, times_standard: keys of the line. bound: the line of upper-bound for the same batch and ranks, or None.
+    """
+    low, middle, high = (f"{value:.2f}" for value in quartiles(line[ms]))
+    text = f"{middle} ({low}-{high}) ms"
+    if line["wiring"] == "standard" or not line[times_standard]:
+        return text
+    low, middle, high = quartiles(line[times_standard])
+    above = bound is not None and middle > statistics.median(bound[times_standard])
+    return f"{text}, {'~' * (low <= 1 <= high)}{middle:.2f}x{'^' * above}"
 
 
 def tables(lines):
-    """Return two Markdown tables, of decode and of prefill: a row for each (ranks, wiring), a column for each batch."""
-    bounds = {(line["tp"], line["batch"]): line for line in lines if line["wiring"] == "upper-bound"}
+    """Return two Markdown tables, of decode and prefill: a row for each (ranks, wiring), a column for each batch."""
     batches = sorted({line["batch"] for line in lines})
+    by_key = {(line["tp"], line["wiring"], line["batch"]): line for line in lines}
 
-    def decode(line):
-        text = f"{spread(line['tpot_ms'], 2)} ms, {line['tok_s']:.0f} tok/s{speedup(line, 'times_standard', bounds)}"
-        return text + (f", {100 * line['mbu']:.0f} %" if line["step_bytes"] >= report.LARGE else "")
-
-    def prefill(line):
-        return f"{spread(line['ttft_ms'], 1)} ms{speedup(line, 'prefill_times_standard', bounds)}"
-
-    def table(cell):
-        rows = {}
-        for line in lines:
-            rows.setdefault((line["tp"], line["wiring"]), {})[line["batch"]] = cell(line)
-        head = ["ranks", "wiring", *(f"batch {batch}" for batch in batches)]
-        return markdown(head, [[str(tp), w, *(row.get(b, "") for b in batches)] for (tp, w), row in rows.items()])
+    def table(ms, times_standard):
+        rows = []
+        for tp, wiring in dict.fromkeys(key[:2] for key in by_key):
+            cells = [str(tp), wiring]
+            for batch in batches:
+                line, bound = by_key.get((tp, wiring, batch)), by_key.get((tp, "upper-bound", batch))
+                cells.append(cell(line, ms, times_standard, bound) if line else "")
+                if line and ms == "tpot_ms":
+                    cells[-1] += f", {line['tok_s']:.0f} tok/s"
+                    cells[-1] += f", {100 * line['mbu']:.0f} %" * (line["step_bytes"] >= report.LARGE)
+            rows.append(cells)
+        return markdown(["ranks", "wiring", *(f"batch {batch}" for batch in batches)], rows)
 
     one = lines[0]
     how = "eager" if one["compile"] == "none" else "compiled"
-    title = f"{one['model']}, {one['n_layers']} layers, {one['quant'] or one['dtype']}, {how}; {one['hardware']}; "
-    title += f"prompt {one['prompt_tokens']}, {one['new_tokens']} new tokens; torch {one['torch']}, {one['commit']}"
-    legend = "Medians (quartiles) of {} rounds; x: times as fast as standard, the median ratio within a round, "
-    legend += "`~`: its quartiles include 1, `^`: above the upper bound, which only noise can be; %: of the bandwidth."
-    text = f"Decode, time per token:\n\n{table(decode)}\n\nPrefill, time to first token:\n\n{table(prefill)}"
-    return f"{title}\n\n{text}\n\n{legend.format(len(one['tpot_ms']))}"
+    return (
+        f"{one['model']}, {one['n_layers']} layers, {one['quant'] or one['dtype']}, {how}; {one['hardware']}; prompt "
+        f"{one['prompt_tokens']}, {one['new_tokens']} new tokens; torch {one['torch']}, commit {one['commit']}\n\n"
+        f"Decode, time per token:\n\n{table('tpot_ms', 'times_standard')}\n\n"
+        f"Prefill, time to first token:\n\n{table('ttft_ms', 'prefill_times_standard')}\n\n"
+        f"Medians (quartiles) of {len(one['tpot_ms'])} rounds. x: times as fast as standard, the median ratio within a "
+        "round; `~`: its quartiles include 1, `^`: above the upper bound, which is noise; %: of the memory's bandwidth."
+    )
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
@@ -231,6 +213,9 @@ def parse(argv):
     _, config = read_config(args)
     for wiring in args.wiring:
         rewired(config, wiring)  # raises InputError before any rank starts
+    if args.prompt_length + args.new_tokens > config.max_seq_len:
+        asked = f"--prompt-length {args.prompt_length} and --new-tokens {args.new_tokens}"
+        raise InputError(f"{asked} exceed the context of {config.max_seq_len}")
     return args
 
 

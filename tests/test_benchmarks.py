@@ -16,13 +16,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from benchmarks.lines import read_lines
 from helpers import RANKS, ROOT, main_on_ranks, run_ranks
 
 import adapt
 import eval as evaluate
 import generate
 from benchmarks import decode, engines, gpu, overlap
-from benchmarks.lines import read_lines
 from extras.research import corpus, quality
 from extras.training import affinity
 from formats.sizes import SIZES

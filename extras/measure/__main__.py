@@ -4,12 +4,9 @@ torchrun --standalone --nproc_per_node=2 -m extras.measure --checkpoint demo --p
 python -m extras.measure --model 8b:8 --prompt-length 64 --simulate-tp 8 --link pcie --exposed
 """
 
-import sys
-from pathlib import Path
-
 import generate
-from extras.measure import exposed, link
-from runtime import cli, launch
+from extras.measure import link
+from runtime import cli
 from runtime.cli import number
 from runtime.errors import InputError
 

@@ -1,4 +1,4 @@
-"""The least time that a step takes: the loop of model.py, run on a clock where computing and all-reduces take known times.
+"""The least time that a step takes: model.py's loop, on a clock where computing and all-reduces take known times.
 
 It needs neither weights nor ranks, so it says at once what a wiring could gain over a link.
 """

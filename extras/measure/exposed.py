@@ -36,7 +36,7 @@ def silenced(model, world):
 
 
 def compute_times(start, log, end):
-    """Return (seconds of computing before each all-reduce of a step, seconds after the last), from LinkedGroup's log."""
+    """Return (seconds of computing before each all-reduce of a step, seconds after the last). log: LinkedGroup's."""
     before, compute = start, []
     pauses = sorted((t, done) for _, t, done in log)  # from when a result was asked for to when it was there
     for started in sorted(s for s, _, _ in log):

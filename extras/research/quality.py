@@ -23,12 +23,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.lines import lines_with, read_lines
-from benchmarks.overlap import SMALL
 from extras.measure import plot, results
 from extras.measure.advise import Machine, decode_work, step_seconds, times_of
 from extras.measure.clock import count_all_reduces
 from extras.measure.link import Link
+from extras.measure.results import lines_of, read
+from extras.measure.sweep import SMALL
 from extras.research.corpus import FILES
 from formats.checkpoint import read_text
 from model import rewired
@@ -162,7 +162,7 @@ def train(run, args, digests):
         call(shared)
     call(own)
     scored = [target for target in (*own, *shared) if target.suffix == ".jsonl"]
-    nats = [read_lines(target, "nats_per_token")[-1]["nats_per_token"] for target in scored]
+    nats = [read(target, "nats_per_token")[-1]["nats_per_token"] for target in scored]
     log = [json.loads(line) for line in read_text(f"{args.runs / run.name}.run/log.jsonl").splitlines()]
     curve = [(line["tokens"], line["valid"]) for line in log if "valid" in line]
     of_any_place = commands(run, Path(args.corpus.name), Path(args.runs.name))
@@ -303,7 +303,7 @@ def parse(argv):
     p.add_argument("--jobs", type=count, default=2, metavar="N", help="runs at a time, of a thread each")
     p.add_argument("--seconds", type=count, metavar="S", help="start no run after so many")
     words = "train nothing: print the tables of such lines"
-    p.add_argument("--show", type=lines_with(*KEYS), metavar="FILE", help=words)
+    p.add_argument("--show", type=lines_of(*KEYS), metavar="FILE", help=words)
     p.add_argument("--figure", metavar="PNG", help="... and draw their figure")
     args = p.parse_args(argv)
     if not args.show and not (args.corpus and args.runs and args.json and not args.figure):
@@ -322,7 +322,7 @@ def main(argv=None):
             plot.save(args.figure, figure(args.show))
         return
     digests = {name: hashlib.sha256((args.corpus / name).read_bytes()).hexdigest() for name in FILES}
-    written = read_lines(args.json, *KEYS) if os.path.exists(args.json) else []
+    written = read(args.json, *KEYS) if os.path.exists(args.json) else []
     done, begin = {line["run"] for line in written}, time.monotonic()
     try:
         args.runs.mkdir(parents=True, exist_ok=True)
