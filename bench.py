@@ -37,6 +37,8 @@ from runtime.cli import count, number
 from runtime.errors import InputError
 from runtime.timing import in_turns, quartiles
 
+LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and their share of the bandwidth means nothing
+
 # ---- The cells: a wiring at a batch size -----------------------------------------------------------------------------
 
 
@@ -44,7 +46,7 @@ def read_config(args):
     """Return the name of the model that the flags give, and its Config."""
     if args.checkpoint:
         return checkpoint.name(args.checkpoint), checkpoint.read_config(args.checkpoint)
-    return args.model.partition(":")[0], named_size(args.model, args.quant)
+    return args.model.partition(":")[0], named_size(args.model)
 
 
 def load_models(config, wirings, args, world):
@@ -164,7 +166,7 @@ def tables(lines):
                 cells.append(cell(line, ms, times_standard, bound) if line else "")
                 if line and ms == "tpot_ms":
                     cells[-1] += f", {line['tok_s']:.0f} tok/s"
-                    cells[-1] += f", {100 * line['mbu']:.0f} %" * (line["step_bytes"] >= report.LARGE)
+                    cells[-1] += f", {100 * line['mbu']:.0f} %" * (line["step_bytes"] >= LARGE)
             rows.append(cells)
         return markdown(["ranks", "wiring", *(f"batch {batch}" for batch in batches)], rows)
 
@@ -189,8 +191,7 @@ def parse(argv):
     which = p.add_mutually_exclusive_group()
     which.add_argument("--checkpoint", metavar="DIR", help="a folder of weights, e.g. demo")
     size = "8b" if gpus else "1b"
-    which.add_argument("--model", metavar="NAME[:N]", help=f"random weights of a named size (default: {size})")
-    p.add_argument("--quant", metavar="int8|int4[:N]", help="of --model")
+    which.add_argument("--model", metavar="NAME[:N]", help=f"random weights, as generate.py's (default: {size})")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the weights (default: the checkpoint's, or bfloat16)")
     tps = [tp for tp in (1, 2, 4, 8) if tp <= (gpus or cores)]
     p.add_argument("--tp", type=count, nargs="+", default=tps, metavar="N", help="numbers of ranks")
@@ -208,8 +209,6 @@ def parse(argv):
     p.add_argument("--json", type=cli.appendable, default="bench.jsonl", metavar="FILE", help="append a line per cell")
     args = p.parse_args(argv)
     args.model = args.model or (None if args.checkpoint else size)
-    if args.quant and args.checkpoint:
-        raise InputError("--quant goes with --model: a checkpoint is as it is (quantize.py makes another)")
     _, config = read_config(args)
     for wiring in args.wiring:
         rewired(config, wiring)  # raises InputError before any rank starts

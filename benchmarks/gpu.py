@@ -44,7 +44,7 @@ def cases(device, traces):
         traced = ["--profile", str(Path(traces) / model.partition(":")[0])]
         return ["-m", "extras.measure.sweep", *flags, *traced, "--wiring", *names, "--link", *links]
 
-    quants = [decode(some, "--batch", *batches, *quant) for quant in ([], ["--quant", "int8"], ["--quant", "int4"])]
+    quants = [decode(some + quant, "--batch", *batches) for quant in ("", ":int8", ":int4")]
     return [decode(whole, "--batch", "1"), *quants, *map(predict, ["8b:4", "70b:4"] if on_gpu else ["1b:2"])]
 
 

@@ -74,28 +74,28 @@ def timed_block(clock, attention, feed_forward):
     )
 
 
-def _run(config, clock, block, parts):
+def _run(config, clock, block, chunks):
     """Return the clock after one step: the streams, splits and turns of model.py itself."""
     sublayers = list_sublayers(config, lambda wiring, i: wiring.split(block, None, None))
-    interleave([config.named_wiring.stream(0.0, sublayers, clock, config) for _ in range(parts)])
+    interleave([config.named_wiring.stream(0.0, sublayers, clock, config) for _ in range(chunks)])
     return clock
 
 
-def run_clock(config, compute, all_reduce, parts=1, flight=0.0):
+def run_clock(config, compute, all_reduce, chunks=1, flight=0.0):
     """Return the Clock after a step whose compute times between starts were measured in this wiring.
 
-    parts: chunks of the prompt that take turns, each with its own all-reduces.
+    chunks: of the prompt, which take turns, each with its own all-reduces.
     """
     clock = Clock(all_reduce, compute, flight)
-    return _run(config, clock, timed_block(clock, 0.0, 0.0), parts)
+    return _run(config, clock, timed_block(clock, 0.0, 0.0), chunks)
 
 
-def run_layers(config, attention, feed_forward, all_reduce, parts=1, flight=0.0):
+def run_layers(config, attention, feed_forward, all_reduce, chunks=1, flight=0.0):
     """Return the Clock after a step in which each attention and each MLP takes so many seconds, in any wiring."""
     clock = Clock(all_reduce, flight=flight)
-    return _run(config, clock, timed_block(clock, attention, feed_forward), parts)
+    return _run(config, clock, timed_block(clock, attention, feed_forward), chunks)
 
 
-def count_all_reduces(config, parts=1):
+def count_all_reduces(config, chunks=1):
     """Return the number of all-reduces in one step."""
-    return run_layers(config, 0.0, 0.0, 0.0, parts).started
+    return run_layers(config, 0.0, 0.0, 0.0, chunks).started

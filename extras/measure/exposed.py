@@ -63,7 +63,7 @@ class Case(NamedTuple):
     comm: TensorParallel
     partial: torch.Tensor
     link: Link
-    parts: int = 1
+    chunks: int = 1
 
 
 @torch.inference_mode()
@@ -122,7 +122,7 @@ def _report(case, runs):
     takes processor time too; on a GPU they are equal.
     """
     ms = {key: 1e3 * statistics.median(run[key] for run in runs) for key in runs[0] if key != "compute"}
-    expected = count_all_reduces(case.config, case.parts)
+    expected = count_all_reduces(case.config, case.chunks)
     compute = [1.0] * expected
     if "compute" in runs[0]:
         compute = [statistics.median(times) for times in zip(*(run["compute"] for run in runs), strict=True)]
@@ -130,7 +130,7 @@ def _report(case, runs):
     if n == expected:
         scale = max(0.0, ms["silent"] - tail) / sum(compute) if n else 0.0
         flight = 1e3 * case.link.flight if "compute" in runs[0] else 0.0
-        limit = run_clock(case.config, [scale * c for c in compute], ms["all_reduce"], case.parts, flight).now + tail
+        limit = run_clock(case.config, [scale * c for c in compute], ms["all_reduce"], case.chunks, flight).now + tail
     low, _, high = quartiles([1e3 * run["step"] for run in runs])
     exposed = ms["step"] - ms["silent"]
     return {
@@ -200,13 +200,13 @@ def measure_run(runner, tokens, lengths, world):
     if world.rank == 0:
         print("measuring what communication costs ...", file=sys.stderr)
     model, reports = runner.model, {}
-    silent = type(runner)(silenced(model, world), runner.cache, *runner.compiles, runner.parts)
+    silent = type(runner)(silenced(model, world), runner.cache, *runner.compiles, runner.chunks)
     silent_steps = replays(silent, tokens, lengths)
     for kind, step in replays(runner, tokens, lengths).items():
-        parts = 1 if kind == "decode" else runner.parts_of(*tokens.shape)
-        width = 1 if kind == "decode" else -(-tokens.shape[1] // parts)
+        chunks = 1 if kind == "decode" else runner.choose_chunks(*tokens.shape)
+        width = 1 if kind == "decode" else -(-tokens.shape[1] // chunks)
         partial = torch.zeros(len(tokens), width, model.config.dim, device=model.device, dtype=model.dtype)
-        case = Case(model.config, step, silent_steps[kind], model.comm, partial, world.group.link, parts)
+        case = Case(model.config, step, silent_steps[kind], model.comm, partial, world.group.link, chunks)
         reports |= measure(world, {kind: case})
     return reports
 

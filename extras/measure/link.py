@@ -5,6 +5,7 @@ rank is simulated alone. It holds each result back until the link would have del
 start. (A peer that starts later delays a real link by as much, but this one only if the real collective is longer.)
 """
 
+import argparse
 import dataclasses
 import re
 import time
@@ -114,6 +115,14 @@ def emulate(world, link, simulate_tp=None):
     simulated = simulate_tp is not None
     shares = world.shares if len(world.shares) == tp_size else None
     return launch.World(world.rank, tp_size, world.device, group, simulated, world.dist_group, shares)
+
+
+def link_type(text):
+    """Return parse(text), as an argparse type."""
+    try:
+        return parse(text)
+    except InputError as e:
+        raise argparse.ArgumentTypeError(str(e).removeprefix("--link ")) from None
 
 
 class LinkedGroup(Group):

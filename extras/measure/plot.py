@@ -123,10 +123,11 @@ def main(argv=None):
     if args.front_page:
         return save(args.front_page, front_page())
     lines = [line for file in args.files for line in results.read(file, *results.STEP_KEYS)]
-    settings = {sweep.setting(line) for line in lines}
-    if len(settings) != 1:
-        raise InputError(f"a figure takes lines of one setting; these have {len(settings)}")
-    save(args.out, draw(lines, settings.pop()))
+    with results.well_formed(", ".join(args.files)):
+        settings = {sweep.setting(line) for line in lines}
+        if len(settings) != 1:
+            raise InputError(f"a figure takes lines of one setting; these have {len(settings)}")
+        save(args.out, draw(lines, settings.pop()))
 
 
 if __name__ == "__main__":

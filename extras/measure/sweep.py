@@ -43,12 +43,12 @@ def parse(argv):
     cli.add_comm_flag(p)
     p.add_argument("--batch", type=count, nargs="+", default=[1], metavar="B")
     p.add_argument("--prompt-length", type=count, default=64, metavar="S", help="filled slots, or the prompt's tokens")
-    words = "measure the prefill, cut into so many parts (1), not a decode step; with --eager, or they do not overlap"
-    p.add_argument("--prefill", nargs="*", type=count, metavar="PARTS", help=words)
+    words = "measure the prefill, in so many chunks (1), not a decode step; with --eager, or they do not overlap"
+    p.add_argument("--prefill", nargs="*", type=count, metavar="CHUNKS", help=words)
     p.add_argument("--eager", action="store_true", help="do not compile")
     names = " ".join(variants(SMALL.n_layers))
     p.add_argument("--wiring", metavar="NAME", nargs="+", help=f"default: all, of 8 layers {names}")
-    p.add_argument("--link", nargs="+", type=link.parse, default=[link.FREE], metavar="LINK", help=link.FORMS)
+    p.add_argument("--link", nargs="+", type=link.link_type, default=[link.FREE], metavar="LINK", help=link.FORMS)
     p.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="run one rank of N alone")
     p.add_argument("--rounds", type=number(int, 3), default=30, help="steps of each wiring over each link")
     seconds = number(float, 0, 1e6, above=True)
@@ -65,9 +65,9 @@ def parse(argv):
     else:
         args.config = SMALL if args.model == "small" else named_size(args.model)
         args.model = args.model.partition(":")[0]
-    args.kind, args.parts = ("decode", [1]) if args.prefill is None else ("prefill", args.prefill or [1])
-    if max(args.parts) > 1 and not args.eager or max(args.parts) > args.prompt_length:
-        raise InputError(f"--prefill is {max(args.parts)}: parts need --eager, and a token each of --prompt-length")
+    args.kind, args.chunks = ("decode", [1]) if args.prefill is None else ("prefill", args.prefill or [1])
+    if max(args.chunks) > 1 and not args.eager or max(args.chunks) > args.prompt_length:
+        raise InputError(f"--prefill is {max(args.chunks)}: chunks need --eager, and a token each of --prompt-length")
     if args.prompt_length >= args.config.max_seq_len:
         raise InputError(f"--prompt-length is {args.prompt_length} but must be below {args.config.max_seq_len}")
     args.wiring = list(dict.fromkeys(args.wiring or variants(args.config.n_layers)))
@@ -82,25 +82,25 @@ def parse(argv):
 
 
 def make_cases(args, world):
-    """Return {(link, wiring and parts, batch): exposed.Case}, whose models share their weights and caches."""
+    """Return {(link, wiring and chunks, batch): exposed.Case}, whose models share their weights and caches."""
     models = bench.load_models(args.config, args.wiring, args, world)
     watch.at("measurement", timed=False)
     torch._dynamo.config.recompile_limit = 1000  # each wiring is a graph, and another one without its all-reduces
     caches, cases = {}, {}
-    for (wiring, model), batch, parts in itertools.product(models.items(), args.batch, args.parts):
+    for (wiring, model), batch, chunks in itertools.product(models.items(), args.batch, args.chunks):
         key = model.config.lanes, batch
         caches[key] = caches.get(key) or make_cache(model, batch, args.prompt_length + 2)
         prompts = pad([[1 + row] * args.prompt_length for row in range(batch)], world.device)
-        width = -(-args.prompt_length // parts) if args.kind == "prefill" else 1
-        compiles = not args.eager, not args.eager, parts
+        width = -(-args.prompt_length // chunks) if args.kind == "prefill" else 1
+        compiles = not args.eager, not args.eager, chunks
         steps = [
             exposed.replays(Runner(one, caches[key], *compiles), *prompts)[args.kind]
             for one in (model, exposed.silenced(model, world))
         ]
         partial = torch.zeros(batch, width, model.config.dim, device=model.device, dtype=model.dtype)
         for one in args.link:
-            name = wiring + f" in {parts} parts" * (parts > 1)
-            cases[one, name, batch] = exposed.Case(model.config, *steps, model.comm, partial, one, parts)
+            name = wiring + f" in {chunks} chunks" * (chunks > 1)
+            cases[one, name, batch] = exposed.Case(model.config, *steps, model.comm, partial, one, chunks)
     return cases
 
 
@@ -149,7 +149,7 @@ def table(lines):
     names, rows = list(dict.fromkeys(line["wiring"] for line in lines)), {}
     for line in lines:
         rows.setdefault(line["link"]["name"], {})[line["wiring"]] = line
-    whole = [name for name in names if not name.endswith(" parts")] or names
+    whole = [name for name in names if not name.endswith((" chunks", " parts"))] or names
     cells = [
         [n, milliseconds(statistics.median(row[w]["all_reduce_ms"] for w in whole if w in row), 2, lines[0]["device"])]
         + [cell(row[name], row) if name in row else "" for name in names]
