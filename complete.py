@@ -26,19 +26,19 @@ def load(folder, device=None, dtype=None, wiring=None):
 
 def complete(
     model, tokenizer, prompts, max_new_tokens=200, temperature=0.8, top_k=None, top_p=1.0, seed=0, compile=False,
-    draft=None, proposals=3, prefill_parts=None,
+    draft=None, proposals=3, prefill_chunks=None,
 ):  # fmt: skip
     """Continue each of some texts on one device; returns the new texts. The README has an example.
 
     draft: None, "ngram", or a smaller model of the same vocabulary, which proposes `proposals` tokens at a time. A row
-    ends at max_new_tokens, or where the model's context does. prefill_parts: as a Runner takes them. Raises InputError.
+    ends at max_new_tokens, or where the model's context does. prefill_chunks: see Runner. Raises InputError.
     """
     if tokenizer is None:
         raise InputError("tokenizer is None: the checkpoint has none, so there is no text to complete")
     if proposals < 1:
         raise InputError(f"proposals is {proposals} but must be a whole number, at least 1")
-    if prefill_parts is not None and prefill_parts < 1:
-        raise InputError(f"prefill_parts is {prefill_parts} but must be None or a whole number, at least 1")
+    if prefill_chunks is not None and prefill_chunks < 1:
+        raise InputError(f"prefill_chunks is {prefill_chunks} but must be None or a whole number, at least 1")
     if isinstance(prompts, str) or not prompts or not all(prompts):
         raise InputError("prompts is one text, empty, or has an empty text: give a list of texts")
     device = launch.choose_device(str(model.device))  # CUDA's current one now
@@ -49,7 +49,7 @@ def complete(
         slots = -(-slots // BUCKET) * BUCKET
 
     def new_runner(model, cache=None):
-        return Runner(model, cache or make_cache(model, len(rows), slots + proposals), compile, parts=prefill_parts)
+        return Runner(model, cache or make_cache(model, len(rows), slots + proposals), compile, chunks=prefill_chunks)
 
     runner, drafter = new_runner(model), None
     if draft is not None:

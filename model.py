@@ -73,7 +73,7 @@ class SingleDevice:
 
 def interleave(streams):
     """Run generators in turns: while one waits for its all-reduce, the next computes. Returns the last x of each."""
-    *_, xs = zip(*streams, strict=True)
+    *_, xs = zip(*streams, strict=True)  # zip runs each up to its next yield, and so on to their ends
     return xs
 
 
@@ -291,19 +291,8 @@ class Config:
     @functools.cached_property
     def wirings(self):
         """The Wiring of each layer, as a tuple: the named one, or standard where NAME:N leaves a layer out."""
-        wiring, parameter, n = self.named_wiring, self.parsed.parameter, self.n_layers
-        chosen = parameter if isinstance(parameter, tuple) else range(n % wiring.blocks, n)
-        if isinstance(parameter, int) and wiring.parameter == "layers":
-            chosen = range(max(-1, n - parameter), n)  # -1: too many, refused below
-        if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(n)):
-            fit = f"NAME:N takes 1 to {n}, NAME:I,J and NAME:I-J distinct layers from 0 to {n - 1}"
-            raise InputError(f"wiring {self.wiring} does not fit {n} layers: {fit}")
-        if wiring.stale > 2 * n:
-            raise InputError(f"wiring {self.wiring} is {wiring.stale} sublayers late: {n} layers take up to {2 * n}")
-        firsts = sorted(chosen)[:: wiring.blocks]
-        if sorted(chosen) != [i + j for i in firsts for j in range(wiring.blocks)]:
-            raise InputError(f"wiring {self.wiring}: each layer needs a neighbour for a pair, as in pair:4 or pair:2-5")
-        return tuple(wiring if i in chosen else WIRINGS["standard"] for i in range(n))
+        chosen = wiring_text.choose_layers(self.parsed, self.named_wiring, self.n_layers)
+        return tuple(self.named_wiring if i in chosen else WIRINGS["standard"] for i in range(self.n_layers))
 
     @property
     def function(self):

@@ -15,7 +15,7 @@ import torch.nn as nn
 from tqdm import tqdm
 
 from formats.checkpoint import check_shape, read_slice
-from kernels import cpu, int_linear, shared_memory
+from kernels import cpu, int_linear, ordered  # noqa: F401, ordered defines torch.ops.ladder
 from model import VOCAB_BLOCK, build, pad_logits
 from runtime import extras, watch
 from runtime.errors import InputError
@@ -173,46 +173,6 @@ def _set_parameter(model, name, tensor):
 
 # ---- The collectives -------------------------------------------------------------------------------------------------
 
-torch.library.define("ladder::settle", "(Tensor x, Tensor? pending, Tensor? after) -> Tensor")
-torch.library.register_fake("ladder::settle", lambda x, pending, after: torch.empty_like(x))
-
-
-@torch.library.impl("ladder::settle", "default")
-def _settle(x, pending, after):
-    """Return x + wait(pending), or a copy of x. Opaque to the compiler; `after`, a later collective, is an input.
-
-    `after` is only a dependency: the wait cannot move before that start, nor past the next sublayer, which reads x.
-    With plain operators Inductor fuses the residual additions of neighbouring sublayers and waits for both at once.
-    Where ranks share memory, shared_memory.cpp has the same for CPUs.
-    """
-    return x.clone() if pending is None else x + torch.ops._c10d_functional.wait_tensor(pending)
-
-
-torch.library.define("ladder::arrive", "(Tensor(a!) pending, Tensor after) -> ()")
-torch.library.register_fake("ladder::arrive", lambda pending, after: None)
-
-
-@torch.library.impl("ladder::arrive", "default")
-def _arrive(pending, after):
-    """Wait like settle, without its addition: on a GPU the compiler puts that into the kernel of the next norm."""
-    torch.ops._c10d_functional.wait_tensor(pending)
-
-
-torch.library.define("ladder::gather", "(Tensor part, int tp_size, str group) -> Tensor")
-torch.library.register_fake("ladder::gather", lambda part, tp_size, group: part.new_empty(tp_size, *part.shape))
-
-
-@torch.library.impl("ladder::gather", "default")
-def _gather(part, tp_size, group):
-    """Return the parts (B, ...) of all ranks as (tp_size, B, ...).
-
-    Like any collective but all_reduce it is wrapped in one opaque operator: in the compiler's C++ wrapper (torch 2.13)
-    neither form of all-gather works, and a process group written in Python has only the coalesced one.
-    """
-    ops = torch.ops._c10d_functional
-    [parts] = ops.all_gather_into_tensor_coalesced([part.contiguous()], tp_size, group)
-    return ops.wait_tensor(parts).unflatten(0, (tp_size, -1))
-
 
 class Collective(NamedTuple):
     """A way to sum over ranks. about: its line of --help. connect(world): returns the process group that does it.
@@ -227,6 +187,8 @@ class Collective(NamedTuple):
 
 def connect_auto(world):
     """Return the fastest group: memory that CPU ranks share, or one hop between their nodes; else NCCL or gloo."""
+    from kernels import shared_memory  # not for a single process
+
     if world.device.type != "cpu":
         return world.group
     try:
@@ -272,7 +234,13 @@ class TensorParallel:
         return torch.ops._c10d_functional.wait_tensor(pending)
 
     def settle(self, x, pending, after=None):
-        if after is None:  # nothing to hold back: fuse this with the next norm
+        """Return x + wait(pending), or x if pending is None, not before `after`, a later collective, has started.
+
+        To the compiler it is one opaque operator with `after` as an input. So the wait cannot move before that start,
+        nor past the next sublayer, which reads its result. With plain operators Inductor fuses the residual additions
+        of two neighbouring sublayers and waits for both sums at once, which undoes half of the overlap.
+        """
+        if after is None:  # nothing to hold back: the compiler fuses this with the next norm
             return x if pending is None else x + self.wait(pending)
         if pending is None or not x.is_cuda:
             return torch.ops.ladder.settle(x, pending, after)

@@ -38,7 +38,7 @@ class Draft:
         self.control, self.runner = control, runner
         self.counts = tuple({0: None} | dict.fromkeys(control.counts))  # 0: where there is nothing to propose
 
-    def begin(self, tokens, lengths, chunk, known=0):
+    def begin(self, tokens, lengths, pass_tokens, cached_tokens=0):
         """Prepare for a generation. The arguments are those of Runner.prefill."""
         self.drafted, self.accepted = 0, Counter()
 
@@ -92,8 +92,8 @@ class Fixed:
 class Ngrams(Draft):
     """Prompt lookup: proposes what followed the last few tokens where they last occurred in the text."""
 
-    def begin(self, tokens, lengths, chunk, known=0):
-        super().begin(tokens, lengths, chunk, known)
+    def begin(self, tokens, lengths, pass_tokens, cached_tokens=0):
+        super().begin(tokens, lengths, pass_tokens, cached_tokens)
         self.index = [{} for _ in lengths]  # of each row: {n-gram: where it last ended}
         self.indexed = [0] * len(lengths)
 
@@ -139,9 +139,9 @@ class SmallModel(ModelDraft):
 
     cached = ()  # of each row: tokens in the cache; they remain for the next turn of a chat
 
-    def begin(self, tokens, lengths, chunk, known=0):
-        super().begin(tokens, lengths, chunk, known)
-        self.prompts = tokens, lengths, chunk, min([known, *self.cached])
+    def begin(self, tokens, lengths, pass_tokens, cached_tokens=0):
+        super().begin(tokens, lengths, pass_tokens, cached_tokens)
+        self.prompts = tokens, lengths, pass_tokens, min([cached_tokens, *self.cached])
         self.cached = [self.prompts[-1]] * len(lengths)
         self.last = [[] for _ in lengths]  # the proposals that are in the cache
 
@@ -307,17 +307,3 @@ def of_model(draft, count, runner, new_runner):
         return Ngrams(Fixed(count))
     check_vocabulary(runner.model.config, None, draft.config, None, "draft")
     return SmallModel(Fixed(count), new_runner(draft))
-
-
-# ---- The report ------------------------------------------------------------------------------------------------------
-
-
-def mean_accepted(counts):
-    """Return the mean number of accepted proposals, or None without any. counts[n]: how often n were accepted."""
-    return sum(n * count for n, count in enumerate(counts)) / sum(counts) if sum(counts) else None
-
-
-def line_of(r):
-    """Return a line for people about the draft of a result."""
-    line, mean = f"draft {r['draft']}@{r['speculate']}: {r['passes']} passes", mean_accepted(r["accepted"])
-    return line if mean is None else f"{line}, {mean:.2f} proposals accepted on average"

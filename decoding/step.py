@@ -5,7 +5,14 @@ Shape letters: B batch.
 
 import torch
 
-from decoding.sampling import Sampler
+
+@torch.inference_mode()  # as everything that runs them: to the compiler, other tensors are another graph
+def pad(prompts, device):
+    """Return (tokens (B, S), lengths (B,)) of prompts of any lengths, padded on the right."""
+    tokens = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    return tokens.to(device), torch.tensor([len(p) for p in prompts], device=device)
 
 
 def last_tokens(texts, device):
@@ -41,20 +48,3 @@ class RunAhead:
         self.ahead = sample(runner.decode(token, positions, longest)[:, 0], runner.model.comm), positions
         computed.synchronize()
         return read
-
-
-class Plain:
-    """Plain decoding with the interface of a draft (decoding/speculative.py), of no proposals."""
-
-    counts = (0,)
-
-    def begin(self, tokens, lengths, chunk, known=0):
-        self.run_ahead = RunAhead()
-
-    @torch.inference_mode()
-    def step(self, runner, texts, done, sample):
-        decode = next_tokens if runner.device.type == "cpu" else self.run_ahead
-        return decode(runner, texts, sample)[:, None].tolist()
-
-    def warm_up(self, runner, texts, count):
-        next_tokens(runner, texts, Sampler(0)).tolist()  # waits for the device

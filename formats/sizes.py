@@ -32,20 +32,21 @@ SIZES = {  # shapes for benchmarks with random weights
 }  # fmt: skip
 
 
-def named_size(model, quant=None):
-    """Return the Config of --model NAME or NAME:N, N layers of one of SIZES, with --quant int8, int4 or int4:N."""
-    found = re.fullmatch(r"([\w-]+)(?::([1-9]\d*))?", model)
-    config = SIZES.get(found and found[1])
-    if config is None or int(found[2] or 1) > config.n_layers:
-        raise InputError(f"--model {model} is no size, or asks for too many layers: give one of {', '.join(SIZES)}")
-    kind = re.fullmatch(r"(int8|int4)(?::(\d+))?", quant or "int8")
-    if kind is None:
-        raise InputError(f"--quant {quant} is none of int8, int4, int4:32, int4:64, int4:128")
-    size = int(kind[2]) if kind[2] else 64 if quant == "int4" else None
-    n_layers = int(found[2] or config.n_layers)
-    windowed = tuple(i for i in config.window_layers if i < n_layers)
+def named_size(text, quant=None):
+    """Return the Config of NAME[:N][:QUANT]: N layers of one of SIZES; QUANT: int8, int4 or int4:GROUP_SIZE."""
+    match = re.fullmatch(r"([\w-]+?)(?::([1-9]\d*))?(?::(int8|int4(?::\d+)?))?", text)
+    config = SIZES.get(match and match[1])
+    if config is None or int(match[2] or 1) > config.n_layers:
+        words = f"give NAME, NAME:N with N layers, or NAME:N:int8, of {', '.join(SIZES)}"
+        raise InputError(f"--model {text} is no size, or asks for too many layers: {words}")
+    quant, _, size = (match[3] or quant or "").partition(":")
+    n_layers = int(match[2] or config.n_layers)
     return dataclasses.replace(
-        config, n_layers=n_layers, window_layers=windowed, quant=quant and kind[1], group_size=size
+        config,
+        n_layers=n_layers,
+        window_layers=tuple(i for i in config.window_layers if i < n_layers),
+        quant=quant or None,
+        group_size=int(size or 64) if quant == "int4" else None,
     )
 
 

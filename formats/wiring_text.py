@@ -49,3 +49,20 @@ def wiring_name(name, parameter=None, stale=None, lanes=None):
         parameter = ",".join(map(str, parameter)) + "," * (len(parameter) == 1)
     parts = ("-", stale), (":", parameter), ("/", lanes)
     return name + "".join(f"{sign}{value}" for sign, value in parts if value is not None)
+
+
+def choose_layers(parsed, wiring, n):
+    """Return the layers, of n, that a Parsed wires so. wiring: its model.Wiring. Raises InputError."""
+    parameter, text = parsed.parameter, wiring_name(*parsed)
+    chosen = parameter if isinstance(parameter, tuple) else range(n % wiring.blocks, n)
+    if isinstance(parameter, int) and wiring.parameter == "layers":
+        chosen = range(max(-1, n - parameter), n)  # -1: too many, refused below
+    if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(n)):
+        fit = f"NAME:N takes 1 to {n}, NAME:I,J and NAME:I-J distinct layers from 0 to {n - 1}"
+        raise InputError(f"wiring {text} does not fit {n} layers: {fit}")
+    if wiring.stale > 2 * n:
+        raise InputError(f"wiring {text} is {wiring.stale} sublayers late: {n} layers take up to {2 * n}")
+    firsts = sorted(chosen)[:: wiring.blocks]
+    if sorted(chosen) != [i + j for i in firsts for j in range(wiring.blocks)]:
+        raise InputError(f"wiring {text}: each layer needs a neighbour for a pair, as in pair:4 or pair:2-5")
+    return chosen

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from runtime import watch
-from runtime.terminal import Printer, fit
+from runtime.terminal import CHAT_CONTEXT, Printer, fit
 
 CTRL_C = b"\3"
 PASSES_BETWEEN_CHECKS = 8  # of several ranks, for a Ctrl-C: each check is a broadcast
@@ -64,12 +64,13 @@ class Keyboard:
         return bool(stopped)
 
 
-def chat(answer, tokenizer, world, context, max_new_tokens):
+def run(setup, world, generate):
     """Read a line, answer, repeat. With a chat template the lines are user messages, else the text just goes on.
 
-    answer(ids, max_new_tokens, on_tokens, known) -> new ids: the arguments of generate.generate.
+    setup: the generate.Run. generate: the function of generate.py.
     """
-    messages, ids, held = [], [], []  # held: the tokens that are in the cache
+    tokenizer, context = setup.tokenizer, min(CHAT_CONTEXT, setup.config.max_seq_len)
+    messages, ids, cached = [], [], []  # cached: the tokens that are in the cache
 
     def say(text):
         if world.rank == 0:
@@ -102,7 +103,7 @@ def chat(answer, tokenizer, world, context, max_new_tokens):
             if len(ids) >= context:
                 say(f"{len(ids)} tokens do not fit the context of {context}: starting anew with this message")
                 messages, ids = anew
-            new = fit(max_new_tokens, [ids], context)
+            new = fit(setup.args.max_new_tokens, [ids], context)
             printer = Printer([ids], tokenizer, new, show_prompt=False) if world.rank == 0 else None
 
             def on_tokens(fresh, printer=printer):
@@ -110,9 +111,13 @@ def chat(answer, tokenizer, world, context, max_new_tokens):
                     printer.push(fresh)
                 return keyboard.stops()
 
-            row = answer(ids, new, on_tokens, len(os.path.commonprefix([held, ids[:-1]])))
+            n = len(os.path.commonprefix([cached, ids[:-1]]))
+            done = generate(
+                setup.runner, [ids], new, setup.sample, setup.eos_ids, on_tokens, draft=setup.draft, cached_tokens=n
+            )
+            [row] = done.rows
             if printer is not None:
                 printer.finish([row])
             ids = ids + row
-            held = ids[:-1]
+            cached = ids[:-1]
             messages.append({"role": "assistant", "content": tokenizer.decode(row)})

@@ -53,11 +53,6 @@ def number(kind, low, high=None, above=False):
 count = number(int, 1)
 
 
-def count_or_auto(text):
-    """Return the number, or None (an argparse type)."""
-    return None if text == "auto" else count(text)
-
-
 def appendable(path):
     """Return a path that lines can be appended to (an argparse type)."""
     folder = os.path.dirname(path) or "."
@@ -87,11 +82,10 @@ def add_wiring_flags(parser, default="the checkpoint's own"):
         "--wiring",
         metavar="NAME[-K][:N|:I,J,...|:I-J][/L]",
         help=f"{known}\nNAME:N wires the last N layers that way, NAME:I,J,... layers I, J (from 0), NAME:I-J I to J;\n"
-        "others are standard; desync:N keeps every N-th all-reduce; NAME-K reads the stream K sublayers stale, if\n"
+        "others are standard; desync:N keeps every N-th all-reduce; NAME-K reads the stream K sublayers late, if\n"
         "NAME does at all; NAME/L has L lanes (default: as many as ranks), if their number matters",
     )
     g.add_argument("--ladder", action="store_true", help="the same as --wiring ladder")
-    g.add_argument("--ladder-layers", metavar="N|I,J,...", help="the same as --wiring ladder:N or ladder:I,J,...")
 
 
 def add_comm_flag(parser):
@@ -101,27 +95,11 @@ def add_comm_flag(parser):
     parser.add_argument("--comm", default="auto", metavar="NAME", help=words)
 
 
-def add_communication_flags(parser):
-    """Add the flags that extras/measure/link.py and exposed.py read, and --comm."""
-    g = parser.add_argument_group("communication", "what it costs, and what it would cost elsewhere: docs/measuring.md")
-    add_comm_flag(g)
-    words = "cut each pass of the prefill in N parts, of which one computes while another's partials are summed"
-    g.add_argument("--prefill-parts", type=count_or_auto, default="auto", metavar="N|auto", help=words)
-    g.add_argument("--exposed", action="store_true", help="report how much of it was not hidden")
-    g.add_argument("--profile", metavar="DIR", help="write a trace of a prefill and a decode step for each rank")
-    words = "emulate a link between the ranks: a name such as pcie, or its numbers, e.g. 100us+50gbps; tcp+ before it"
-    words += " lets several latencies run at once"
-    g.add_argument("--link", metavar="LINK", help=words)
-    words = "run rank 0 of N alone, over an emulated link, e.g. 8"
-    g.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help=words)
-
-
 def asked_wiring(args):
     """Return the wiring that the flags ask for, or None."""
-    ladder = f"ladder:{args.ladder_layers}" if args.ladder_layers else "ladder" if args.ladder else None
-    if ladder and args.wiring not in (None, ladder):
-        raise InputError(f"--wiring {args.wiring} contradicts --ladder, which means --wiring {ladder}")
-    return args.wiring or ladder
+    if args.ladder and args.wiring not in (None, "ladder"):
+        raise InputError(f"--wiring {args.wiring} contradicts --ladder, which means --wiring ladder")
+    return "ladder" if args.ladder else args.wiring
 
 
 def with_wiring(config, args):
@@ -129,7 +107,7 @@ def with_wiring(config, args):
     try:
         return rewired(config, asked_wiring(args))
     except InputError as e:
-        raise InputError(f"--{'ladder-layers' if args.ladder_layers else 'wiring'}: {e}") from None
+        raise InputError(f"--wiring: {e}") from None
 
 
 def warn_of_wiring(own, config, shares):

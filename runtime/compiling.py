@@ -4,15 +4,20 @@ Shape letters: model.py.
 """
 
 import contextlib
+import time
 
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
+from decoding.sampling import Sampler
+from decoding.step import next_tokens, pad
 from kernels import cxx, few_rows
 from kernels.few_rows import FEW_INT, FewRowsIntLinear
 from kernels.swap import recast, swap
 from model import Attention, FeedForward
+from runtime import watch
 from runtime.errors import InputError
+from runtime.report import PASS_TOKENS
 
 FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is faster
 
@@ -23,12 +28,6 @@ def _one_line():
         yield
     except cxx.CompilerError as e:
         raise InputError(str(e)) from None
-
-
-def prepare():
-    """Check and set up what torch.compile needs on a CPU. Raises InputError without a C++ compiler."""
-    with _one_line():
-        cxx.prepare_compile()
 
 
 class DecodeAttention(Attention):
@@ -94,3 +93,57 @@ def use_fast_modules(model):
             return recast(module, FewRowsFeedForward) if integers else None
 
     swap(model, make)
+
+
+def compiled(model, decode, prefill):
+    """Return (the model for decode steps, the model for the prefill), each compiled if asked for.
+
+    Raises InputError if that needs a C++ compiler and there is none.
+    """
+    if model.device.type == "cpu":
+        with _one_line():
+            cxx.prepare_compile()
+    prefill_model = torch.compile(model, fullgraph=True) if prefill else model
+    if not decode:
+        return model, prefill_model
+    use_fast_modules(model)
+    # One graph for any cache_length, an argument of Transformer.forward; all else is fixed. So each shape of a cache
+    # has its own, and who serves many must not run out of them. Both settings are global.
+    torch.compiler.config.dynamic_sources = "L['cache_length']"
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit
+    if model.device.type == "cuda":
+        from kernels.cuda_graphs import Graphs
+
+        return Graphs(model), prefill_model
+    # A step's weights evict all else from the caches, so little should run between the products; a second thread is for
+    # large kernels.
+    options = {"cpp_wrapper": True, "size_asserts": False, "cpp.min_chunk_size": 16384}
+    return torch.compile(model, fullgraph=True, dynamic=False, options=options), prefill_model
+
+
+@torch.inference_mode()
+def warm_up(runner, prompts, max_new_tokens, bucket, draft=None):
+    """Compile a prefill and the passes that follow it, on a GPU in each bucket of cache slots; returns the seconds."""
+    start, first = time.perf_counter(), max(map(len, prompts)) + 1
+    lengths = {first}
+    if runner.device.type == "cuda":
+        last = first + max_new_tokens - 1
+        lengths |= {last, *(length for length in range(first, last) if length % bucket == 1)}
+    with watch.during("compilation"):
+        padded = pad(prompts, runner.device)
+        runner.prefill(*padded, PASS_TOKENS)
+        if draft:
+            draft.begin(*padded, PASS_TOKENS)
+        for texts in [[[0] * length for _ in prompts] for length in sorted(lengths)]:
+            if not draft:
+                next_tokens(runner, texts, Sampler(0)).tolist()  # waits for the device
+            for proposals in draft.counts if draft else ():
+                draft.warm_up(runner, texts, proposals)
+    return time.perf_counter() - start
+
+
+def without_guards(device):
+    """Return a context for after a warm-up of the same shapes: else guards take 0.5 ms a step of 16 layers."""
+    if device.type == "cpu":
+        return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+    return contextlib.nullcontext()

@@ -1,6 +1,5 @@
 """What a run reports: bytes and bandwidth, memory, the commit, a few lines for people."""
 
-import dataclasses
 import itertools
 import os
 import platform
@@ -15,13 +14,8 @@ from formats.checkpoint import dtype_name
 from kernels import cpu
 from runtime.timing import timed
 
+PASS_TOKENS = 1024  # of all rows, in one pass of a prefill
 SETTINGS = "NCCL_", "TORCH_NCCL_", "GLOO_", "ENABLE_INTRA_NODE_COMM"  # of the environment
-LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and say nothing of its memory
-
-
-def bandwidth_share(result):
-    """Return the share of the memory's bandwidth that a decode step reached, or None if it reads too little to say."""
-    return result["mbu"] if result.get("step_bytes", LARGE) >= LARGE else None
 
 
 def read_bandwidth(device, world=None, size=2**30, repeats=9):
@@ -109,40 +103,35 @@ def git_commit():
         return None
 
 
-def generation(runner, draft, world, prompts, done, chunk):
-    """Return what a generation took: what generate.generate returned, rates, and the share of the bandwidth.
+def result(setup, world, done, texts):
+    """Return what a generation is and took, as a dict; on every rank, since all tell their memory.
 
-    On every rank: all of them measure the bandwidth at once. draft: what proposed tokens, or None.
-    chunk: as for generate.generate.
+    setup: the generate.Run. done: the generate.Generation. texts: of the rows, or None.
     """
-    peaks = world.gather(peak_bytes(world.device))  # before the bandwidth is measured, which takes memory
-    longest, passes = max(map(len, prompts)), done.passes
-    filled = longest + done.steps / 2  # slots of the mean pass
-    read = step_bytes(runner.model, runner.cache, filled)
+    runner, draft, source, config = setup.runner, setup.draft, setup.source, setup.config
+    longest, rows, passes = max(map(len, setup.prompts)), len(setup.prompts), done.passes
+    slots = longest + done.steps / 2  # filled in the mean pass
+    read = step_bytes(runner.model, runner.cache, slots)
     if draft and draft.runner and passes:
-        read += draft.drafted / passes * step_bytes(draft.runner.model, draft.runner.cache, filled)
-    bandwidth = read_bandwidth(world.device, world, min(max(int(read), 2**28), 2**30))
+        read += draft.drafted / passes * step_bytes(draft.runner.model, draft.runner.cache, slots)
     tpot = done.decode_s / (done.steps - 1) if done.steps > 1 else None
     later = sum(max(len(row) - 1, 0) for row in done.rows)  # tokens after each row's first; ended rows give no more
     accepted = draft and [draft.accepted[n] for n in range(max(draft.accepted, default=0) + 1)]
+    args = setup.args
     return {
-        "batch": len(prompts), "prompt_tokens": longest, "new_tokens": done.steps, "prefill_s": done.prefill_s,
-        "decode_s": done.decode_s, "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot,
-        "tok_s": tpot and later / done.decode_s, "tok_s_user": tpot and 1 / tpot, "step_bytes": int(read),
-        "bandwidth": bandwidth, "mbu": tpot and read * passes / done.decode_s / bandwidth, "passes": passes,
+        "model": args.model.partition(":")[0] if args.model else Path(args.checkpoint).resolve().name,
+        "n_layers": config.n_layers, "wiring": config.wiring, "dtype": dtype_name(runner.model.dtype),
+        "quant": config.quant, "tp": world.tp_size, "shares": world.shares, "simulated": world.simulated,
+        "device": world.device.type, "comm": args.comm,
+        "batch": rows, "prompt_tokens": longest, "new_tokens": done.steps, "passes": passes,
+        "load_s": setup.load_s, "compile_s": setup.compile_s, "prefill_s": done.prefill_s, "decode_s": done.decode_s,
+        "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and later / done.decode_s,
+        "tok_s_user": tpot and 1 / tpot, "step_bytes": int(read),
+        "bytes_s": tpot and read * passes / done.decode_s, "peak_bytes": world.gather(peak_bytes(world.device)),
+        "prefill_chunks": runner.choose_chunks(rows, min(longest, max(1, PASS_TOKENS // rows))),
+        "draft": source and source.name, "speculate": source and source.count,
         "drafted": draft and draft.drafted, "accepted": accepted,
-        "tokens": None if world.simulated else done.rows, "peak_bytes": peaks,
-        "prefill_parts": runner.parts_of(len(prompts), min(longest, max(1, chunk // len(prompts)))),
-    }  # fmt: skip
-
-
-def result(name, model, link, world, found):
-    """Return the JSON line of generate.py: all that a run is and found. link: None for the machine's own."""
-    c = model.config
-    return {
-        "model": name, "n_layers": c.n_layers, "wiring": c.wiring,
-        "dtype": dtype_name(model.dtype), "quant": c.quant,
-        "link": link and dataclasses.asdict(link), **environment(world), **found,
+        "tokens": None if world.simulated else done.rows, "texts": texts,
     }  # fmt: skip
 
 
@@ -150,17 +139,22 @@ def summary(r):
     """Return the result in a few lines for people."""
     head = "PREDICTED times of one rank alone: " if r["simulated"] else ""
     head += f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}"
-    head += f", link {r['link']['name']}" if r["link"] else ""
+    head += f", link {r['link']['name']}" if r.get("link") else ""
     head += f", batch {r['batch']}, {r['quant'] or r['dtype']}, {r['device']}"
     head += f", shares {','.join(map(str, r['shares']))}" * (len({*r["shares"]}) > 1)
     head += f", {r['comm']} sums" * (r["comm"] != "auto")
-    head += f", prefill in {r['prefill_parts']} parts" * (r["prefill_parts"] > 1)
+    head += f", prefill in {r['prefill_chunks']} chunks" * (r["prefill_chunks"] > 1)
     times = f"load {r['load_s']:.2f} s, compile {r['compile_s']:.2f} s, first token {r['ttft_ms']:.1f} ms"
     if r["tpot_ms"]:
         times += f", then {r['tpot_ms']:.2f} ms per token: {r['tok_s']:.1f} tok/s"
         times += f" ({r['tok_s_user']:.1f} for each of {r['batch']} users)" * (r["batch"] > 1)
-    memory = f"{r['step_bytes'] / 1e6:.1f} MB read per {'pass' if r.get('draft') else 'step'}"
-    if bandwidth_share(r):
-        memory += f", {100 * r['mbu']:.0f} % of what {r['bandwidth'] / 1e9:.1f} GB/s allow"
-    memory += f", peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"
-    return f"{head}\n{times}\n{memory}"
+    memory = f"{r['step_bytes'] / 1e6:.1f} MB read per {'pass' if r['draft'] else 'step'}"
+    memory += f", {r['bytes_s'] / 1e9:.1f} GB/s" if r["bytes_s"] else ""
+    lines = [head, times, f"{memory}, peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"]
+    if r["draft"]:
+        tried = sum(r["accepted"])
+        mean = sum(n * times for n, times in enumerate(r["accepted"])) / tried if tried else 0
+        lines.append(
+            f"draft {r['draft']}@{r['speculate']}: {r['passes']} passes, {mean:.2f} proposals accepted in each"
+        )
+    return "\n".join(lines)

@@ -8,51 +8,46 @@ from formats.tokenizer import TextStream
 from runtime.cli import count
 from runtime.errors import InputError
 
+CHAT_CONTEXT = 4096  # tokens of a chat's cache, at most
+
 
 def add_prompt_flags(parser):
     g = parser.add_argument_group("prompts", "each is a row of the batch")
-    words = 'a text, e.g. "One day", or a file with one on each line, e.g. @prompts.txt; may be repeated'
-    g.add_argument("--prompt", action="append", metavar="TEXT|@FILE", help=words)
-    words = "token ids, e.g. 1,403,407; may be repeated"
-    g.add_argument("--prompt-ids", action="append", metavar="I,J,...", help=words)
+    words = 'a text, e.g. "One day"; a file with one on each line, e.g. @prompts.txt; or token ids, e.g. ids:1,403;\n'
+    g.add_argument("--prompt", action="append", metavar="TEXT|@FILE|ids:I,J,...", help=words + "may be repeated")
     g.add_argument("--prompt-length", type=count, metavar="N", help="a synthetic prompt of N random tokens, e.g. 1024")
     words = "repeat the prompts to B rows, e.g. 16 (synthetic ones differ)"
     g.add_argument("--batch", type=count, metavar="B", help=words)
-    g.add_argument("--chat", action="store_true", help="put each prompt into the checkpoint's chat template")
-    words = "chat on the terminal in a context of T tokens (default: 4096); Ctrl-C stops an answer, Ctrl-D ends"
-    g.add_argument("--interactive", nargs="?", type=count, const=4096, metavar="T", help=words)
+    words = (
+        "put each prompt into the checkpoint's chat template; without a prompt, chat on the terminal: Ctrl-C stops an"
+    )
+    g.add_argument("--chat", action="store_true", help=f"{words} answer, Ctrl-D ends")
+
+
+def is_chat(args):
+    """Return whether the flags ask for a chat on the terminal."""
+    return args.chat and not args.prompt and args.prompt_length is None
 
 
 def read_prompts(args, config, tokenizer):
     """Return the prompts that the flags give, as lists of token ids."""
-    texts, prompts = [], []
-    if args.interactive:
-        if args.prompt or args.prompt_ids or args.prompt_length or args.batch or tokenizer is None:
-            raise InputError("--interactive takes no prompts and no --batch, and needs a checkpoint with a tokenizer")
+    if is_chat(args):
+        if args.batch or tokenizer is None:
+            raise InputError("--chat without a prompt takes no --batch, and needs a checkpoint with a tokenizer")
         return [[0]]
+    prompts = []
     for text in args.prompt or []:
-        lines = checkpoint.read_text(text[1:], "--prompt @").split("\n") if text.startswith("@") else [text]
+        lines = read_lines(text[1:]) if text.startswith("@") else [text]
         if not any(line.strip() for line in lines):
-            raise InputError(f"--prompt is empty ({text!r}): give some text, or the ids themselves with --prompt-ids")
-        texts += [line for line in lines if line.strip()]
-    if texts and tokenizer is None:
-        raise InputError(f"{args.checkpoint or '--model'} has no tokenizer: use --prompt-ids or --prompt-length")
-    for text in texts:
-        if any("\ud800" <= c <= "\udfff" for c in text):  # Python's substitutes for bytes that are no characters
-            raise InputError(f"--prompt {text!r} is not valid UTF-8")
-        prompts.append(tokenizer.chat([{"role": "user", "content": text}]) if args.chat else tokenizer.encode(text))
-    for ids in args.prompt_ids or []:
-        try:
-            prompts.append([int(i) for i in ids.replace(",", " ").split()])
-        except ValueError:
-            raise InputError(f"--prompt-ids {ids!r} is not a list of numbers such as 1,403,407") from None
+            raise InputError(f"--prompt is empty ({text!r}): give some text, or token ids, such as ids:1")
+        prompts += [encode(line, args, tokenizer) for line in lines if line.strip()]
     if args.prompt_length is not None:
         fit(1, [range(args.prompt_length)], config.max_seq_len)
         generator = torch.Generator().manual_seed(args.seed)
         shape = (args.batch or 1, args.prompt_length)
         prompts += torch.randint(config.vocab_size, shape, generator=generator).tolist()
     if not prompts:
-        raise InputError("no prompt: give --prompt, --prompt-ids, --prompt-length or --interactive")
+        raise InputError("no prompt: give --prompt or --prompt-length, or --chat alone to chat")
     if args.batch and args.batch % len(prompts):
         raise InputError(f"--batch {args.batch} is not a multiple of the {len(prompts)} prompts given")
     for prompt in prompts:
@@ -61,6 +56,25 @@ def read_prompts(args, config, tokenizer):
         if wrong := [i for i in prompt if not 0 <= i < config.vocab_size]:
             raise InputError(f"token id {wrong[0]} is outside the vocabulary of {config.vocab_size}")
     return prompts * ((args.batch or len(prompts)) // len(prompts))
+
+
+def read_lines(path):
+    """Return the lines of a file of prompts; a line ends at a newline only."""
+    return checkpoint.read_text(path, "--prompt @").split("\n")
+
+
+def encode(text, args, tokenizer):
+    """Return the token ids of a --prompt."""
+    if text.startswith("ids:"):
+        try:
+            return [int(i) for i in text[4:].replace(",", " ").split()]
+        except ValueError:
+            raise InputError(f"--prompt {text!r} is not a list of numbers such as ids:1,403,407") from None
+    if tokenizer is None:
+        raise InputError(f"{args.checkpoint or '--model'} has no tokenizer: use --prompt ids:... or --prompt-length")
+    if any("\ud800" <= c <= "\udfff" for c in text):  # Python's substitutes for bytes that are no characters
+        raise InputError(f"--prompt {text!r} is not valid UTF-8")
+    return tokenizer.chat([{"role": "user", "content": text}]) if args.chat else tokenizer.encode(text)
 
 
 def fit(max_new_tokens, prompts, context):

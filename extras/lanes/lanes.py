@@ -1,5 +1,6 @@
 """Several lanes on a rank: a lane is the shard that one of as many ranks as lanes would hold."""
 
+import copy
 import functools
 import operator
 from itertools import chain
@@ -68,7 +69,16 @@ class Lanes(nn.Module):
         self.lanes = nn.ModuleList(models)
         self.comm = SingleDevice()
 
-    config = property(lambda self: self.lanes[0].config)
+    @property
+    def config(self):
+        return self.lanes[0].config
+
+    @config.setter
+    def config(self, config):  # of a copy of this module, whose lanes become copies, too: of the same weights
+        self._modules = {**self._modules, "lanes": nn.ModuleList(map(copy.copy, self.lanes))}
+        for lane in self.lanes:
+            lane.config = config
+
     device = property(lambda self: self.lanes[0].device)
     dtype = property(lambda self: self.lanes[0].dtype)
 
