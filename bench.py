@@ -64,7 +64,7 @@ def load_models(config, wirings, args, world):
 
 
 def make_cells(models, args, world):
-    """Return {(wiring, batch): (runner, prompts)}, compiled. Cells with a cache of the same shape share it."""
+    """Return {(wiring, batch): (runner, prompts)}. Cells with a cache of the same shape share it."""
     cells, caches, compiles = {}, {}, (args.compile != "none", args.compile == "all")
     random = torch.Generator().manual_seed(0)
     for (wiring, model), batch in itertools.product(models.items(), args.batch):
@@ -72,16 +72,27 @@ def make_cells(models, args, world):
         key = model.config.lanes, batch
         caches[key] = caches.get(key) or generate.make_cache(model, batch, args.prompt_length + args.new_tokens)
         cells[wiring, batch] = generate.Runner(model, caches[key], *compiles), prompts
-    apart, order = any(compiles) and world.device.type == "cpu" and not world.alone, [*cells]
+    if any(compiles):
+        compile_cells(cells, args, world)
+    return cells
+
+
+def compile_cells(cells, args, world):
+    """Compile all cells: on a CPU each rank in an order of its own, so that it finds what others have compiled.
+
+    What a rank has compiled, the others load from Inductor's cache, if their shards have the same shapes.
+    """
+    from runtime import compiling
+
+    order, apart = [*cells], world.device.type == "cpu" and not world.alone
     with disconnected(world.group) if apart else contextlib.nullcontext():
         first = len(order) * world.rank // world.tp_size if apart else 0
         for n, key in enumerate(order[first:] + order[:first], start=1):
-            seconds = generate.warm_up(*cells[key], args.new_tokens)
+            seconds = compiling.warm_up(*cells[key], args.new_tokens, generate.BUCKET)
             if world.rank == 0:
-                place = f"{n}/{len(order)} tp {world.tp_size}, {key[0]}, batch {key[1]}"
-                print(f"{place}: ready in {seconds:.1f} s", file=sys.stderr)
+                what = f"compiled {n} of {len(order)}, {key[0]} at batch {key[1]}"
+                print(f"tp {world.tp_size}: {what}, in {seconds:.1f} s", file=sys.stderr)
     world.gather(None)
-    return cells
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------
@@ -103,8 +114,15 @@ def measure(args, world):
         return generate.generate(runner, prompts, args.new_tokens, sample)
 
     ways = {key: functools.partial(run, *cell) for key, cell in cells.items()}
-    in_turns(ways, 1)  # loads and allocates what else there is
-    with generate.without_guards(next(iter(cells.values()))[0]):
+    in_turns(ways, 1)  # to allocate memory
+    if world.rank == 0:
+        print(f"tp {world.tp_size}: {args.repeats} rounds of {', '.join(wirings)} ...", file=sys.stderr)
+    unguarded = contextlib.nullcontext()
+    if args.compile != "none":
+        from runtime import compiling
+
+        unguarded = compiling.without_guards(world.device)
+    with unguarded:
         rounds = in_turns(ways, args.repeats)
     made = report.environment(world) | {"commit": report.git_commit(), "command": shlex.join(sys.argv)}
     lines = []

@@ -102,7 +102,7 @@ def test_ranks_append_a_line_for_each_cell(tiny, tmp_path):
     assert first["times_standard"] == [1.0, 1.0]
     pairs = zip(lines[1]["tpot_ms"], last["tpot_ms"], strict=True)
     assert last["times_standard"] == pytest.approx([standard / ms for standard, ms in pairs])
-    assert "4/4 tp 2" in said and bench.tables(lines) in shown and nothing == ""
+    assert "tp 2: 2 rounds of standard, ladder" in said and bench.tables(lines) in shown and nothing == ""
 
 
 def test_on_one_rank_only_standard_runs(tiny, tmp_path, monkeypatch, capsys):
@@ -165,7 +165,6 @@ def test_speedups_are_paired_by_round_and_told_from_noise():
         ("--new-tokens 1", "--new-tokens: '1' is not a whole number from 2"),
         ("--wiring ladders", "unknown wiring 'ladders'; known: standard, ladder"),
         ("--checkpoint demoo", "demoo"),
-        ("--checkpoint x --quant int8", "--quant goes with --model"),
         ("--model 8b:2 --wiring ladder:3", "wiring ladder:3 does not fit 2 layers"),
         ("--prompt-length 130000 --new-tokens 2000 --model 8b", "--prompt-length 130000 and --new-tokens 2000 exceed"),
         ("--json /dev/null/x.jsonl", "--json: cannot write"),
@@ -222,7 +221,7 @@ def test_a_python_without_torch(tmp_path):
 def test_a_signal_ends_the_ranks_too(stop, code, tmp_path):
     words = ["--checkpoint", ROOT / "demo", "--tp", 2, "--repeats", 10**6, "--compile", "none"]
     process = shell(tmp_path / "work", *words)
-    ready = any("tp 2, standard" in text for text in process.stderr)
+    ready = any("rounds of standard" in text for text in process.stderr)
     if stop == signal.SIGINT:
         os.killpg(process.pid, stop)  # as a terminal does it
     else:

@@ -8,6 +8,7 @@ import dataclasses
 import sys
 
 import generate
+from decoding.step import pad
 from extras.measure import exposed, link
 from runtime import cli, launch, report, terminal, writing
 from runtime.cli import count, number
@@ -43,7 +44,7 @@ def main(argv=None):
     if args.ignore_eos:
         setup = setup._replace(eos_ids=())
     done, texts = generate.run(setup, world)
-    runner, prompts = setup.runner, generate.pad(setup.prompts, world.device)
+    runner, prompts = setup.runner, pad(setup.prompts, world.device)
     result = report.result(setup, world, done, texts) | {"link": args.link and dataclasses.asdict(args.link)}
     result["exposed"] = exposed.measure_run(runner, *prompts, world) if args.exposed else None
     if args.profile is not None:

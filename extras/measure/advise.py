@@ -24,7 +24,6 @@ from formats.sizes import SIZES
 from model import rewired
 from runtime import cli, launch, report
 from runtime.cli import count, number
-from runtime.errors import InputError
 from tp import shard_plan, shard_slices
 
 ALIKE = 0.01  # wirings whose steps are at most this much longer than the fastest are named beside it
@@ -207,12 +206,11 @@ def parse(argv):
     p = cli.Parser(__doc__)
     g = p.add_argument_group("model")
     one = g.add_mutually_exclusive_group(required=True)
-    one.add_argument("--model", metavar="NAME[:N]", help=f"a named size, or N layers of it: {', '.join(SIZES)}")
+    one.add_argument("--model", metavar="NAME[:N][:int8|:int4]", help=f"a named size: {', '.join(SIZES)}")
     one.add_argument("--checkpoint", metavar="DIR", help="... or a folder of weights, of which none is loaded")
     g.add_argument("--tp", type=number(int, 2), required=True, metavar="N", help="ranks, e.g. 8")
     g.add_argument("--batch", type=count, default=1, metavar="B", help="rows, e.g. 16")
     g.add_argument("--context", type=count, metavar="T", help="filled slots of the cache (default: 1024 at most)")
-    g.add_argument("--quant", metavar="int8|int4[:N]", help="of --model: integers, int4 in groups of N columns (64)")
     g.add_argument("--wirings", nargs="+", metavar="NAME", help="default: all; e.g. ladder:16 spd:3,5")
     g = p.add_argument_group("machine", "default: this one, measured now")
     one = g.add_mutually_exclusive_group()
@@ -221,10 +219,7 @@ def parse(argv):
     one.add_argument("--bandwidth-gbs", type=positive, metavar="X", help="gigabytes per second a rank reads, e.g. 12.5")
     g.add_argument("--tflops", type=positive, metavar="X", help="10^12 operations per second a rank computes, e.g. 300")
     p.add_argument("--link", required=True, metavar="LINK,...", help=f"all, or some of {link.FORMS}")
-    args = p.parse_args(argv)
-    if args.checkpoint and args.quant:
-        raise InputError("--quant goes with --model: a checkpoint is as it is")
-    return args
+    return p.parse_args(argv)
 
 
 def choose_machine(args):
@@ -242,7 +237,7 @@ def choose_machine(args):
 def main(argv=None):
     args = parse(argv)
     if args.model:
-        own, dtype, name = sizes.named_size(args.model, args.quant), torch.bfloat16, args.model
+        own, dtype, name = sizes.named_size(args.model), torch.bfloat16, args.model
     else:
         own, name = checkpoint.read_config(args.checkpoint), checkpoint.name(args.checkpoint)
         dtype = checkpoint.Weights(args.checkpoint).dtype("norm.weight")

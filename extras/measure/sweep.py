@@ -17,11 +17,12 @@ from pathlib import Path
 import torch
 
 import bench
+from decoding.step import pad
 from extras.measure import exposed, link, results
 from extras.measure.clock import variants
 from formats import checkpoint
 from formats.sizes import SIZES, named_size
-from generate import Runner, make_cache, pad
+from generate import Runner, make_cache
 from model import Config, rewired
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
