@@ -217,7 +217,9 @@ def test_a_python_without_torch(tmp_path):
     assert process.returncode == 2 and said.startswith("bench.sh: ls cannot import torch: run make .venv/installed")
 
 
-@pytest.mark.parametrize("stop, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    "stop, code", [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
+)
 def test_a_signal_ends_the_ranks_too(stop, code, tmp_path):
     words = ["--checkpoint", ROOT / "demo", "--tp", 2, "--repeats", 10**6, "--compile", "none"]
     process = shell(tmp_path / "work", *words)

@@ -173,6 +173,5 @@ def test_templates_that_are_refused(template, message, monkeypatch):
 
 
 def test_results_that_are_refused(tmp_path):
-    first = (ROOT / "benchmarks" / "results" / "bench-demo.jsonl").read_text().splitlines()[0]
-    (tmp_path / "bench.jsonl").write_text(f"{first}\n[]\n{first}\n")
-    refused("line 2", results.read, tmp_path / "bench.jsonl")
+    (tmp_path / "sweep.jsonl").write_text('{"tp": 1}\n[]\n')
+    refused("has lines that this script did not write", results.read, tmp_path / "sweep.jsonl")

@@ -18,12 +18,11 @@ from tqdm import tqdm
 import adapt
 import convert_hf_checkpoint
 import quantize
-from extras.measure import exposed, sweep
+from extras.measure import exposed
 from extras.training import runs
 from runtime import launch, writing
 from runtime.errors import InputError
 
-SWEEP = {"TPS": "1", "BATCHES": "1", "REPEATS": "1", "DEVICE": "cpu", "EXPOSED": "0"}
 SMALL = "--dim 16 --n-layers 1 --n-heads 2 --n-kv-heads 1 --intermediate-size 16 --vocab-size 300 --seq-len 16"
 TRAINED = "--batch 2 --steps 2 --warmup 1 --eval-every 1 --save-every 1 --valid-tokens 64"
 
@@ -43,20 +42,16 @@ def writers(tiny, tmp_path, monkeypatch):
     """{name: a function that has a script write the output `out`}."""
     (tmp_path / "text").write_text("Once upon a time there was a little dog. " * 40)
     text = ["--text", str(tmp_path / "text"), "--valid", str(tmp_path / "text")]
-    swept = [f"{name}={value}" for name, value in SWEEP.items()]
-    for name in sweep.NAMES:
-        monkeypatch.delenv(name, raising=False)
     return {
         "convert": lambda out: convert_hf_checkpoint.main([str(tiny), "--to-hf", str(out)]),
         "quantize": lambda out: quantize.main(["--checkpoint", str(tiny), "--mode", "int8", "--out", str(out)]),
         "adapt": lambda out: adapt.main([*text, *SMALL.split(), *TRAINED.split(), "--out", str(out)]),
-        "sweep": lambda out: sweep.main([*swept, f"OUT={out}"]),
         "append": append,
         "file": lambda out: writing.write_text(out, "figure"),
     }
 
 
-NAMES = ["convert", "quantize", "adapt", "sweep", "append", "file"]
+NAMES = ["convert", "quantize", "adapt", "append", "file"]
 
 
 # Killed
@@ -173,7 +168,7 @@ def test_killed_in_its_last_moment_a_run_keeps_what_it_needs_or_nothing(tmp_path
 # Two writers, and names
 
 
-@pytest.mark.parametrize("name", ["convert", "quantize", "adapt", "sweep", "file"])
+@pytest.mark.parametrize("name", ["convert", "quantize", "adapt", "file"])
 def test_the_second_of_two_writers_is_told_at_once(name, writers, tmp_path):
     with writing.reserved(tmp_path / "out") as folder:
         (folder / "part").write_text("")
@@ -237,7 +232,7 @@ def test_a_read_only_folder_is_one_clear_line(name, disk, writers):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "sweep"])  # which appends, and measures before
+@pytest.mark.parametrize("name", NAMES)
 def test_a_full_disk_is_one_clear_line(name, disk, writers, monkeypatch):
     usage = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=10**12))

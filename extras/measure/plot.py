@@ -44,7 +44,9 @@ def panels(count, width, height, title=None, **options):
     import matplotlib
     from matplotlib.figure import Figure  # not pyplot, which has global state and may look for a screen
 
-    matplotlib.rcParams.update({"font.size": 9, "axes.titlesize": 9, "svg.hashsalt": "", "text.parse_math": False})
+    matplotlib.rcParams.update(
+        {"font.size": 9, "axes.titlesize": 9, "svg.hashsalt": "", "svg.fonttype": "none", "text.parse_math": False}
+    )
     figure = Figure(layout="constrained", figsize=(0.8 + width * count, 0.6 * bool(title) + height))
     axes = list(figure.subplots(1, count, squeeze=False, **options).flat)
     for axis in axes:
@@ -109,7 +111,7 @@ def front_page():
     lines = results.read(RESULTS / "overlap-memory.jsonl", *results.STEP_KEYS)
     wanted = [x for x in lines if x["kind"] == "decode" and x["compiled"] and x["wiring"] in shown]
     near = [x for x in wanted if x["link"]["latency_us"] <= 5000]
-    return draw(near, "Decode, 2 ranks on 2 cores of an AMD EPYC, 8 layers of dim 2560, batch 1, over emulated links")
+    return draw(near, "Decode on 2 CPU ranks over emulated links, 8 layers of dim 2560, batch 1")
 
 
 def main(argv=None):
