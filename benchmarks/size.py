@@ -41,6 +41,8 @@ def main():
     print(f"pages                            {sum(len(page.read_text().split()) for page in pages):6,} words")
     print(f"README.md                        {len((ROOT / 'README.md').read_text().split()):6,} words")
     print(f"flags of generate.py             {flags:6}")
+    raw = [ROOT / name for name in listed if "results/" in name]
+    print(f"raw result files                 {len(raw):6} of {sum(path.stat().st_size for path in raw):,} bytes")
 
 
 if __name__ == "__main__":

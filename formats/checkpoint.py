@@ -32,6 +32,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+# every config.json had these until they became one dict
 LANEFORMER_KEYS = "early_comm", "attention_comm", "mlp_comm", "lane_head", "lane_norms"
 MOST_LAYERS = 1000  # checked before so many are built
 LARGEST = {int: 2**24, float: 1e30}  # of a number in a config.json
@@ -89,9 +90,7 @@ def _is_a(value, annotation):
 def make_config(values, source):
     """Return the Config of a dict from a file. Raises InputError, which names the source, the field and its type."""
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # JSON has no tuples
-    laneformer = {
-        key: values.pop(key) for key in LANEFORMER_KEYS if key in values
-    }  # as written before they were a dict
+    laneformer = {key: values.pop(key) for key in LANEFORMER_KEYS if key in values}
     if laneformer and str(values.get("wiring")).startswith("laneformer"):
         values["laneformer"] = laneformer
     for field in dataclasses.fields(Config):
@@ -145,8 +144,8 @@ def read_original(folder):
 def digest(folder, samples=1024):
     """Return a short hash of a checkpoint folder: of its small files, and of the headers and samples of its weights.
 
-    Ranks compare it to find that they read different files. A change within a tensor is found for certain if it is
-    longer than a 1024th of its file.
+    Ranks compare it to find that they read different files. A change within a tensor is certain to be seen
+    only if it is longer than a 1024th of its file.
     """
     result = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):

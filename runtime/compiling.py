@@ -30,6 +30,13 @@ def _one_line():
         raise InputError(str(e)) from None
 
 
+def prepare(device):
+    """Set up torch.compile for a device. Raises InputError if that needs a C++ compiler and there is none."""
+    if device.type == "cpu":
+        with _one_line():
+            cxx.prepare_compile()
+
+
 class DecodeAttention(Attention):
     """An Attention whose decode step few_rows.cpp computes, on a CPU."""
 
@@ -98,11 +105,9 @@ def use_fast_modules(model):
 def compiled(model, decode, prefill):
     """Return (the model for decode steps, the model for the prefill), each compiled if asked for.
 
-    Raises InputError if that needs a C++ compiler and there is none.
+    Raises InputError as prepare() and use_fast_modules() do.
     """
-    if model.device.type == "cpu":
-        with _one_line():
-            cxx.prepare_compile()
+    prepare(model.device)
     prefill_model = torch.compile(model, fullgraph=True) if prefill else model
     if not decode:
         return model, prefill_model

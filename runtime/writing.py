@@ -18,24 +18,25 @@ from runtime.errors import InputError
 def reserved(path):
     """Lock an output and yield the empty folder NAME.tmp. Raises InputError if another process has locked it."""
     folder = Path(f"{os.path.realpath(path)}.tmp")
-    with _errors(path), contextlib.ExitStack() as stack:
+    with _errors(path):
         folder.mkdir(parents=True, exist_ok=True)
         if os.listdir(folder) and not (folder / "lock").exists():
             raise InputError(f"{folder} is needed to write {path}: give it another name")
-        lock = stack.enter_context(open(folder / "lock", "a"))
+        lock = open(folder / "lock", "a")  # noqa: SIM115
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(lock.fileno()).st_nlink:  # another process has just ended, and removed it
+                raise BlockingIOError
         except BlockingIOError:
             raise InputError(f"{path} is being written by another process") from None
-        if not os.fstat(lock.fileno()).st_nlink:  # another process has just ended, and removed it
-            raise InputError(f"{path} is being written by another process")
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        for left in folder.iterdir():
-            if left.name != "lock":
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
-        stack = stack.pop_all()
-    with stack:
-        yield folder
+        try:
+            for left in folder.iterdir():
+                if left.name != "lock":
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -71,8 +72,8 @@ def check_absent(path):
 
 def publish(unfinished, path):
     """Give a complete file or folder its name, once all of it is on the disk."""
-    for part in (unfinished, *unfinished.rglob("*")):
-        descriptor = os.open(part, os.O_RDONLY)
+    for file in (unfinished, *unfinished.rglob("*")):
+        descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
     os.replace(unfinished, path)

@@ -15,9 +15,8 @@ os.environ["HF_MODULES_CACHE"] = os.path.join(tempfile.gettempdir(), f"ladder-fa
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import BASE, random_model, stop_ranks
+from helpers import BASE, random_model, stop_ranks, train_tokenizer
 
-from extras.training.data import train_tokenizer
 from formats import checkpoint
 from kernels import shared_memory
 from runtime import launch

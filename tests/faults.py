@@ -28,10 +28,10 @@ from pathlib import Path
 import torch
 
 import quantize
-from extras.training.data import train_tokenizer
+from extras.chat import chat
 from formats import checkpoint
 from model import Config, Transformer
-from runtime import chat, launch
+from runtime import launch
 
 ROOT = Path(__file__).parent.parent
 SOON, SLOW = 5, 10  # seconds in which a run should end after a fault, and after the --timeout of a stall
@@ -51,7 +51,7 @@ PHASES = {  # name: (command, module and name of a function, the call of it that
     "prefill": (GENERATE, "generate", "Runner.prefill", 1, r"prefill"),
     "decode": (GENERATE, "generate", "Runner.decode", 7, r"decode step 7\b"),
     "chat": (CHAT, "runtime.launch", "World.tell", 2, r"the wait for the user|start"),
-    "training": (ADAPT, "adapt", "optimizer_step", 3, r"training step 3\b"),
+    "training": (ADAPT, "extras.training.adapt", "optimizer_step", 3, r"training step 3\b"),
 }
 CAUSES = {  # kind of fault: what the line says
     "SIGKILL": r"has died",
@@ -138,7 +138,7 @@ def victim():
         os.execv(sys.executable, [sys.executable, change[0], *sys.argv[2:]])
     _, name, *flags = sys.argv
     sys.argv = [f"{name}.py", *flags, *(change if harmed else [])]
-    script = importlib.import_module(name)
+    script = importlib.import_module("extras.training.adapt" if name == "adapt" else name)
     if case.get("through") == "gloo":  # as ranks of several nodes
         os.environ.update(LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo")
     if harmed and "kind" in case:
@@ -152,6 +152,8 @@ def victim():
 
 def write_files(folder):
     """Write what the runs take into a folder; returns {name: path}."""
+    from helpers import train_tokenizer  # only here: the ranks need no pytest
+
     paths = {name: folder / name for name in ("a", "b", "wide", "int8", "text", "out", "code")}
     text = "Once upon a time there was a little dog. The dog ran to the park. "
     paths["text"].write_text(text * 40)

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from sentencepiece import SentencePieceTrainer
 
 import generate
 import tp
@@ -109,6 +110,8 @@ def shared_data(name):
 def random_model(config, seed=0):
     """A model whose weights are all random, norms and biases too, and large enough that every term matters."""
     model = Transformer(config).eval()
+    if config.tie_embeddings:
+        model.output.weight = model.tok_embeddings.weight
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
@@ -117,6 +120,16 @@ def random_model(config, seed=0):
             else:
                 weight.uniform_(0.5, 1.5, generator=generator)
     return model
+
+
+def train_tokenizer(texts, vocab_size, path):
+    """Write a SentencePiece vocabulary in Llama 2's style: BOS 1, EOS 2, unknown characters as bytes."""
+    with open(path, "wb") as f:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_writer=f, vocab_size=vocab_size, model_type="bpe", num_threads=1,
+            byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity", split_digits=True,
+            remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, minloglevel=2,
+        )  # fmt: skip
 
 
 class StateWeights:

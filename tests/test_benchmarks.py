@@ -2,29 +2,20 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import io
 import itertools
 import json
-import os
 import shlex
 import subprocess
 import sys
-import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import RANKS, ROOT, main_on_ranks, run_ranks, script
 
-import adapt
 import bench
-import eval as evaluate
 from benchmarks import decode, engines, gpu
 from extras.measure import plot, results, sweep, timeline
-from extras.research import corpus, quality
-from extras.training import affinity
 from formats.sizes import SIZES
 from model import WIRINGS, Config, build, parse_wiring
 from runtime import launch, report
@@ -306,104 +297,6 @@ def test_gpu_s_cases_run_on_a_cpu_in_small(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What wirings cost in quality
-
-
-@pytest.fixture
-def sources(tmp_path):
-    """Flags of extras.research.corpus for two folders of Python files, and the texts that it should take."""
-    texts = {}
-    for source in "python", "torch":
-        for i in range(30):
-            path = tmp_path / source / f"{i % 3}" / f"{i}.py"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(texts.setdefault(f"{source}/{i % 3}/{i}.py", f"def {source}{i}(x):\n    return x + {i}\n"))
-    others = {"python/empty.py": b"\n", "python/latin.py": b"# \xe9\n", "python/site-packages/a.py": b"a = 1\n"}
-    (tmp_path / "python/site-packages").mkdir()
-    for name, text in others.items():
-        (tmp_path / name).write_bytes(text)
-    return ["--python", tmp_path / "python", "--torch", tmp_path / "torch"], texts
-
-
-def test_a_corpus_has_each_file_once_and_is_split_by_name(sources, printed, tmp_path):
-    flags, texts = sources
-    said = printed(corpus, *flags, "--out", tmp_path / "a")
-    parts = {part: [line["text"] for line in read(tmp_path / "a" / f"{part}.jsonl")] for part in corpus.PARTS}
-    assert sorted(sum(parts.values(), [])) == sorted(texts.values()) and all(parts.values())
-    assert all(corpus.part_of(name) == part for name, text in texts.items() for part in parts if text in parts[part])
-    test = (tmp_path / "a" / "test.txt").read_text().split("\n<|endoftext|>\n")
-    assert sorted(test) == sorted(text for text in parts["valid"] if text.startswith("def torch")) and len(test) > 1
-    digests = [hashlib.sha256((tmp_path / "a" / name).read_bytes()).hexdigest() for name in corpus.FILES]
-    assert all(digest in said for digest in digests) and f"torch {torch.__version__}" in said
-    (tmp_path / "torch/0/0.py").unlink()
-    printed(corpus, *flags, "--out", tmp_path / "b")
-    assert {line["text"] for line in read(tmp_path / "b/valid.jsonl")} <= {*parts["valid"]}  # others stay
-
-
-def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sources, printed, tmp_path, monkeypatch):
-    printed(corpus, *sources[0], "--out", tmp_path / "corpus")
-    ran = []
-
-    def called(command, env, **_):
-        """What adapt.py, affinity and eval.py leave, with losses that wiring and seed decide."""
-        script, flags = command[1], command[2:]
-        args = {"adapt.py": adapt, "eval.py": evaluate, "-m": affinity}[script].parse(flags[script == "-m" :])
-        assert env["OMP_NUM_THREADS"] == "1" and (args.checkpoint is None or os.path.isdir(args.checkpoint))
-        if script == "-m":
-            os.makedirs(args.out)
-        elif script == "eval.py":
-            name = f"{args.checkpoint}-in-" if args.wiring else f"{args.checkpoint}.jsonl"
-            assert Path(args.text).is_file() and args.json.startswith(name)
-            nats = 5 + len(args.wiring) if args.wiring else float((Path(args.checkpoint) / "nats").read_text())
-            write(Path(args.json), [{"nats_per_token": nats}])
-        else:
-            if len(ran) == 4:
-                raise KeyboardInterrupt
-            ran.append(args)
-            time.sleep(0.05 * (args.steps == 200 and args.checkpoint is None))  # with 9 jobs an origin is waited for
-            for folder in args.out, f"{args.out}.run":
-                os.makedirs(folder)
-            (Path(args.out) / "nats").write_text(f"{2.5 + len(args.wiring) / 100 + args.seed / 10}")
-            steps = {"tokens": 2048, "tokens_per_s": 9}, {"tokens": 4096, "tokens_per_s": 7}
-            Path(f"{args.out}.jsonl").touch()  # as an eval.py does that is killed
-            log = [{"tokens": 0, "valid": 9}, {"tokens": 0}, *steps, {**steps[1], "valid": args.lr}]
-            write(Path(f"{args.out}.run/log.jsonl"), log)
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(quality, "subprocess", SimpleNamespace(run=called))
-    how = ["--corpus", tmp_path / "corpus", "--runs", tmp_path / "runs", "--json", tmp_path / "x.jsonl"]
-    with pytest.raises(KeyboardInterrupt):
-        printed(quality, *how, "--steps", "200", "--jobs", "1")
-    assert len(read(tmp_path / "x.jsonl")) == 4
-    said = printed(quality, "--show", tmp_path / "x.jsonl", "--figure", tmp_path / "y.png")
-    assert "| rate-scratch | ladder | 0.002 | 0.002 |" in said
-    with open(tmp_path / "x.jsonl", "a") as f:
-        f.write('{"run": "cut o')
-    ran.append(None)
-    printed(quality, *how, "--steps", "200", "--jobs", "9")
-    lines = results.read(tmp_path / "x.jsonl")
-    assert {line["run"] for line in lines} == {run.name for run in quality.plan(200)} and len(lines) == len(ran) - 1
-    assert {line["steps"] for line in lines if line["kind"] == "retrained"} == {2, 10, 40, 200}
-    halves = [args for args in ran if args and args.wiring == "spd:4/4"]
-    assert halves and all(args.distill == args.checkpoint for args in halves)
-    assert all(args.distill is None for args in ran if args and args.wiring == "standard")
-    write(tmp_path / "x.jsonl", lines)
-    rows = [row.split(" | ") for row in printed(quality, "--show", tmp_path / "x.jsonl").splitlines()]
-    ladder, spd = ([row for row in rows if row[0] == f"| {name}"][0] for name in ("ladder", "spd:4/4"))
-    assert ladder[1:3] == ["16", "2.610 (2.560-2.660), -0.8 %"] and ladder[3].startswith("11.000, ")
-    [grouped] = [row for row in rows if row[0] == "| spd/4, grouped"]
-    assert grouped[1:4:2] == ["8", "10.000, -23.1 %"] and grouped[4].startswith("3.650 (3.550-3.750), -0.8 %")
-    assert spd[2] == "" and spd[4].startswith("3.670 (3.570-3.770)") and float(spd[-2]) > float(spd[-3])
-    printed(quality, "--show", tmp_path / "x.jsonl", "--figure", tmp_path / "x.png")
-    assert (tmp_path / "x.png").stat().st_size > 10_000
-
-
-def test_the_gap_of_retraining_falls_as_a_power_of_the_tokens():
-    assert quality.fitted({0.01: 0.5, 0.04: 0.25, 0.16: 0.125}) == ["The gap is near 0.050 x share^-0.50."]
-    assert quality.fitted({0.01: 0.5, 1: -0.1}) == []
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Bad input, and the pages
 
 
@@ -425,14 +318,6 @@ README = shlex.quote(str(ROOT / "README.md"))
         (decode, "--llama-python /nosuch", "--llama-python /nosuch is no program"),
         (decode, f"--show {README}", f"--show: {README} has lines that this script did not write"),
         (gpu, "--json x", "there is no GPU: --device cpu tries the script"),
-        (corpus, "--out x --torch /nosuch", "--torch /nosuch: no Python files there"),
-        (quality, "--json x.jsonl", "give --corpus, --runs and --json to train, or --show FILE"),
-        (quality, "--corpus /nosuch --runs x --json x.jsonl", "--corpus /nosuch has no train.jsonl: python -m"),
-        (quality, "--corpus x --runs x --json x.jsonl --figure x.png", "give --corpus, --runs and --json to train, or"),
-        (quality, "--steps 199", "--steps: '199' is not a whole number from 200"),
-        (quality, "--show /nosuch", "--show: /nosuch: No such file"),
-        (quality, f"--show {README}", f"--show: {README} has lines that this script did not write"),
-        (quality, f"--json {README}/x.jsonl", "--json: cannot write"),
     ],
 )
 def test_bad_flags(script, flags, message):
@@ -451,13 +336,11 @@ def test_a_script_runs_as_a_module():
 
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
+PAGES = [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("extras/*/*.md")]
 SHOWN = [  # (page, script, flags before --show, file, tables on the page)
     ("overlap.md", sweep, "standard ladder parallel parallel-ladder spd upper-bound", "overlap-memory.jsonl", 1),
-    ("overlap.md", sweep, "standard ladder parallel desync:4 upper-bound", "overlap-cpu.jsonl", 1),
     ("overlap.md", sweep, "standard ladder parallel upper-bound", "overlap-netns.jsonl", 1),
     ("overlap.md", sweep, "", "overlap-tp8.jsonl", 1),
-    ("quality.md", quality, "", "quality.jsonl", 2),
     ("decode.md", decode, "", "decode.jsonl", 2),
     ("decode.md", decode, "", "decode-calls.jsonl", 1),
     ("decode.md", decode, "", "decode-panels.jsonl", 1),

@@ -1,7 +1,6 @@
 """Good files with changes drawn by chance: each works, or ends in an InputError of one line.
 
-A case is a good file with changes drawn by its number, a fixed seed. Each target takes SECONDS; the slow tests take a
-minute each.
+A case is a good file with changes drawn by its number, a fixed seed. Each target takes SECONDS; the slow tests take 20.
 """
 
 import base64
@@ -116,7 +115,7 @@ NAMES_OF_TARGETS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("seconds", [SECONDS, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [SECONDS, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES_OF_TARGETS)
 def test_changed_files_work_or_are_refused_in_one_line(name, seconds, tmp_path, monkeypatch):
     (tmp_path / "made").mkdir()

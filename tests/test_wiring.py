@@ -13,7 +13,6 @@ from reference import Reference, rms_norm
 import convert_hf_checkpoint
 import generate
 import model
-from extras.measure.clock import count_all_reduces, run_clock
 from formats import checkpoint, huggingface
 from formats.wiring_text import wiring_name
 from model import WIRINGS, Wiring, parse_wiring
@@ -418,12 +417,12 @@ def test_a_new_line_is_in_the_flags_and_the_files(new_wiring, tmp_path, capsys):
 
 
 def test_a_new_line_has_its_order_and_its_limit(new_wiring):
-    config = dataclasses.replace(new_wiring, n_layers=3)
+    clock, config = pytest.importorskip("extras.measure.clock"), dataclasses.replace(new_wiring, n_layers=3)
     assert eager_order(config) == ["c", "start1", "c", "start2", "wait1", "c", "start3", "wait2", "wait3"]
-    assert count_all_reduces(config) == 3
+    assert clock.count_all_reduces(config) == 3
     # the first compute, the longer one of computing and the all-reduce before, the last all-reduce
-    assert run_clock(config, [4, 4, 4], 3).now == 4 + 4 + 4 + 3
-    assert run_clock(config, [4, 4, 4], 5).now == 4 + 5 + 5 + 5
+    assert clock.run_clock(config, [4, 4, 4], 3).now == 4 + 4 + 4 + 3
+    assert clock.run_clock(config, [4, 4, 4], 5).now == 4 + 5 + 5 + 5
 
 
 def test_a_new_line_is_converted_without_the_norm_that_it_lacks(new_wiring, tmp_path):
