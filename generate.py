@@ -147,8 +147,8 @@ def generate(
     Returns a Generation. runner: its cache has slots for the longest prompt and max_new_tokens, for a draft one more
     and its proposals. prompts: non-empty lists of token ids, of any lengths. sample: a Sampler; without a draft any
     function such as its __call__. on_tokens([new ids of each row, none of one that is done]) is called after each pass;
-    True from it ends the generation. draft: a decoding.speculative.Draft, which lets a pass yield several tokens of a
-    row. pass_tokens, cached_tokens: see Runner.prefill. Raises InputError.
+    True from it ends the generation. draft: one of extras/drafts, with which a pass may yield several tokens of a row.
+    pass_tokens, cached_tokens: see Runner.prefill. Raises InputError.
     """
     texts, done, passes, shown = [list(prompt) for prompt in prompts], [False] * len(prompts), 0, 0.0
     ends = [min(len(prompt) + max_new_tokens, runner.model.config.max_seq_len) for prompt in prompts]
@@ -238,7 +238,7 @@ class Run(NamedTuple):
     max_new_tokens: int  # as the context allows
     runner: Runner
     draft: object  # or None
-    source: object  # the decoding.speculative.Source that --draft names, or None
+    source: object  # the extras.drafts Source that --draft names, or None
     sample: Sampler
     eos_ids: tuple
     load_s: float
@@ -255,13 +255,12 @@ def set_up(args, world):
         new, source = terminal.fit(args.max_new_tokens, prompts, context), None
         slots = context if chats else max(map(len, prompts)) + new
         if args.draft:
-            from decoding import speculative  # not in a plain run
-
-            source = speculative.read_draft(args.draft, config, args.checkpoint, world.tp_size)
+            drafts = extras.load("drafts", f"--draft {args.draft}")
+            source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
             slots += 1 + source.max_count  # a row that is done stays at its last token, which is read again
         dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
-        drafts = [(source.config, dtype, 0, 1)] if source and source.folder else []
-        preflight.warn(world, len(prompts), slots, (config, dtype, world.rank, world.shares), *drafts)
+        small = [(source.config, dtype, 0, 1)] if source and source.folder else []
+        preflight.warn(world, len(prompts), slots, (config, dtype, world.rank, world.shares), *small)
     if not world.alone:  # else there is nobody to agree with, and no reason to read the files
         contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
         if args.checkpoint:
@@ -279,7 +278,7 @@ def set_up(args, world):
         runner, draft = new_runner(model), None
         if source:
             whole = functools.partial(load_model, dtype=args.dtype, world=World(0, 1, world.device))
-            draft = speculative.build(source, runner, new_runner, whole)
+            draft = drafts.build(source, runner, new_runner, whole)
     load_s, compile_s = time.perf_counter() - start, 0.0
     if args.compile:
         from runtime import compiling
@@ -317,9 +316,7 @@ def main(argv=None):
     world = launch.join(args.device, vars(args))
     setup = set_up(args, world)
     if terminal.is_chat(args):
-        from runtime import chat
-
-        return chat.run(setup, world, generate)
+        return extras.load("chat", "--chat without a prompt").run(setup, world, generate)
     done, texts = run(setup, world)
     result = report.result(setup, world, done, texts)
     if world.rank == 0:

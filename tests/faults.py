@@ -28,9 +28,10 @@ from pathlib import Path
 import torch
 
 import quantize
+from extras.chat import chat
 from formats import checkpoint
 from model import Config, Transformer
-from runtime import chat, launch
+from runtime import launch
 
 ROOT = Path(__file__).parent.parent
 SOON, SLOW = 5, 10  # seconds in which a run should end after a fault, and after the --timeout of a stall

@@ -212,7 +212,7 @@ def test_the_terminal_of_a_chat_is_restored_even_if_its_main_thread_is_stuck():
     _, terminal = pty.openpty()
     before = termios.tcgetattr(terminal)
     source = """
-import termios; from runtime.chat import Keyboard
+import termios; from extras.chat.chat import Keyboard
 Keyboard(launch.World(0, 1, None)).__enter__()
 print(termios.tcgetattr(0)[6][termios.VINTR])
 launch._leave(None)
