@@ -25,12 +25,12 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
+import torch.distributed as dist
 
 import generate
 from decoding.sampling import Sampler
 from formats import checkpoint
 from formats.sizes import named_size
-from kernels.group import disconnected
 from model import rewired
 from runtime import benchmarking, cli, launch, report, watch, writing
 from runtime.benchmarking import in_turns, quartiles
@@ -75,6 +75,31 @@ def make_cells(models, args, world):
     if any(compiles):
         compile_cells(cells, args, world)
     return cells
+
+
+class Disconnected(dist.ProcessGroup):
+    """A process group whose collectives do nothing."""
+
+    def allreduce(self, tensors, opts=None):
+        done = torch.futures.Future()
+        done.set_result(None)
+        return dist.distributed_c10d._create_work_from_future(done)
+
+    def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
+        return self.allreduce(inputs)
+
+
+@contextlib.contextmanager
+def disconnected(group):
+    """Let the collectives of a process group do nothing in this block, so that each rank may run another graph."""
+    names, instead = torch._C._distributed_c10d, Disconnected(group.rank(), group.size())
+    names._unregister_process_group(group.group_name)
+    names._register_process_group(group.group_name, instead)
+    try:
+        yield
+    finally:
+        names._unregister_process_group(group.group_name)
+        names._register_process_group(group.group_name, group)
 
 
 def compile_cells(cells, args, world):

@@ -16,7 +16,6 @@ import bench
 import generate
 from decoding.sampling import Sampler
 from formats import checkpoint
-from kernels.group import disconnected
 from model import rewired
 from runtime import launch
 from runtime.errors import InputError
@@ -81,7 +80,7 @@ def connected_again(world):
     def total():
         return ops.wait_tensor(ops.all_reduce(torch.ones(3), "sum", world.group.group_name)).tolist()
 
-    with disconnected(world.group):
+    with bench.disconnected(world.group):
         alone = [total() for _ in range(world.rank)]  # not alike on all ranks
     return alone, total()
 

@@ -10,7 +10,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from helpers import last_logits, run_ranks
+from helpers import last_logits, run_ranks, write_model
 from laneformer import Laneformer
 from safetensors.torch import save_file
 
@@ -169,7 +169,7 @@ def test_int8_computes_what_its_numbers_mean(case, tmp_path):
         scales = name.removesuffix("weight") + "scales"
         twin[name] = weights.read(name) * (weights.read(scales).float() if scales in weights.names() else 1)
     (tmp_path / "twin").mkdir()
-    checkpoint.write_model(tmp_path / "twin", config, twin, torch.float32)
+    write_model(tmp_path / "twin", config, twin, torch.float32)
     [(expected, _)] = on_ranks(1, tmp_path / "twin")
     for ranks in (1, 2):
         check(on_ranks(ranks, tmp_path / "int8"), expected.numpy(), limit=1e-3)

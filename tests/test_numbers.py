@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import BASE, random_model, run_ranks, shard, unequal_rows
+from helpers import BASE, random_model, run_ranks, shard, unequal_rows, write_model
 
 import eval
 import generate
@@ -64,7 +64,7 @@ def large(tmp_path_factory):
     folder = tmp_path_factory.mktemp("large")
     state = random_model(BASE).state_dict()
     state["layers.1.feed_forward.w2.weight"] *= 1e5
-    checkpoint.write_model(folder, BASE, state, torch.bfloat16)
+    write_model(folder, BASE, state, torch.bfloat16)
     return str(folder)
 
 

@@ -21,6 +21,7 @@ from complete import complete, load
 from extras.drafts import speculative
 from formats import checkpoint
 from model import SingleDevice
+from runtime import writing
 from runtime.errors import InputError
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [7], [7, 8, 20]]
@@ -365,7 +366,7 @@ def folders(tiny, tmp_path_factory):
     made |= {"other": (other, random_model(other).state_dict()), "larger": (large, random_model(large).state_dict())}
     for name, (c, state) in made.items():
         (root / name).mkdir()
-        checkpoint.write_config(root / name, c)
+        writing.write_config(root / name, c)
         save_file(state, root / name / "model.safetensors")
         if c.vocab_size == 300:
             shutil.copy(tiny / "tokenizer.model", root / name)

@@ -136,7 +136,7 @@ def test_a_new_phase_is_published_at_once(monkeypatch):
 
 def test_a_store_that_does_not_answer_ends_the_run(monkeypatch):
     w = Alone(timeout=2)
-    monkeypatch.setattr(watch, "TICK", 0.01)
+    monkeypatch.setattr(ranks, "TICK", 0.01)
     with pytest.raises(Ended, match=r"torchrun's store has not answered for 2 s \(LADDER_TIMEOUT\), in decode step 7"):
         w._watch_store()
 

@@ -16,7 +16,7 @@ import model
 from formats import checkpoint, huggingface
 from formats.wiring_text import wiring_name
 from model import WIRINGS, Wiring, parse_wiring
-from runtime import cli
+from runtime import cli, writing
 
 STANDARD_ALONE = [c for c in WIRED if dataclasses.replace(BASE, **c).standard_in_one_lane]
 ONE_EACH = [*{id(kind(changes)): changes for changes in WIRED}.values()]  # with seams where there can be some
@@ -412,7 +412,7 @@ def test_a_new_line_is_in_the_flags_and_the_files(new_wiring, tmp_path, capsys):
     assert "own-wiring: both" in shown.replace("- ", "-")  # lines may break there
     args = generate.parse(["--checkpoint", "x", "--wiring", "own-wiring"])
     assert cli.with_wiring(BASE, args) == new_wiring
-    checkpoint.write_config(tmp_path, new_wiring)
+    writing.write_config(tmp_path, new_wiring)
     assert checkpoint.read_config(tmp_path) == new_wiring
 
 

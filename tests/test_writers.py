@@ -18,7 +18,6 @@ from tqdm import tqdm
 import quantize
 from extras.export import to_hf
 from extras.training import adapt, runs
-from formats import checkpoint
 from runtime import writing
 from runtime.errors import InputError
 
@@ -216,7 +215,7 @@ def test_weights_are_as_readable_as_other_files(tmp_path, monkeypatch):
     mask = os.umask(0o027)
     monkeypatch.setattr(os, "umask", None)  # other threads would write while it is another
     try:
-        checkpoint.write_weights(tmp_path, {"a": 4}, lambda name: torch.ones(1))
+        writing.write_weights(tmp_path, {"a": 4}, lambda name: torch.ones(1))
     finally:
         monkeypatch.undo()
         os.umask(mask)
