@@ -83,7 +83,7 @@ class Disconnected(dist.ProcessGroup):
     def allreduce(self, tensors, opts=None):
         done = torch.futures.Future()
         done.set_result(None)
-        return dist.distributed_c10d._create_work_from_future(done)
+        return torch._C._distributed_c10d._create_work_from_future(done)
 
     def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
         return self.allreduce(inputs)
