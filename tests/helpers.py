@@ -25,7 +25,7 @@ from sentencepiece import SentencePieceTrainer
 
 import generate
 import tp
-from kernels import cxx, gloo, shared_memory
+from kernels import cxx, gloo
 from model import (
     WIRINGS,
     Config,
@@ -290,6 +290,7 @@ def stop_ranks():
 def _serve(rank, port, pipe):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(LADDER_TIMEOUT="0", GLOO_SOCKET_IFNAME="lo")
     try:
         world = launch.join("cpu")
         worlds, before = {RANKS: world}, gloo.threads()
@@ -297,7 +298,8 @@ def _serve(rank, port, pipe):
             worlds[size] = launch.World(rank, size, world.device, dist_group=dist.new_group(range(size)))
         gloo.let_preempt(gloo.threads() - before)  # as join() does with those of its group
         for size in range(max(2, rank + 1), RANKS):
-            worlds[size].group = shared_memory.connect(worlds[size])
+            worlds[size].nodes, worlds[size].group = world.nodes[:size], worlds[size].dist_group
+            worlds[size].group = tp.connect_auto(worlds[size])
     except BaseException:
         pipe.recv_bytes()
         pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))

@@ -11,14 +11,15 @@ from helpers import ROOT
 FOLDERS = sorted(path.parent.name for path in ROOT.glob("extras/*/__init__.py"))
 DEMO = ["generate.py", "--checkpoint", "demo", "--prompt", "Once upon a time", "--max-new-tokens", "8"]
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-# Tests that start no ranks and compile nothing: a minute on one core. All tests of the core are collected.
-QUICK = ["-k", "not compiled and not ranks and not laneformer", "tests/test_model.py", "tests/test_wiring.py"]
+# Tests that start no ranks and compile nothing, half a minute. All tests of the core are collected.
+QUICK = [f"tests/test_{name}.py" for name in ("model", "wiring", "tp", "tokenizer")]
+QUICK += ["-k", "not compiled and not ranks and not laneformer"]
 
 
 def core_tests():
-    """Return the test files that import no extra at their top, nor a file of tests/ that does."""
+    """Return the test files that import, at their top, neither extras nor benchmarks nor a file of tests/ that does."""
     texts = {path.stem: path.read_text() for path in ROOT.glob("tests/*.py") if path.stem != "test_boundary"}
-    users, imports = set(), "extras"
+    users, imports = set(), "extras|benchmarks"
     while new := {n for n, text in texts.items() if re.search(rf"^(from|import) ({imports})\b", text, re.M)} - users:
         users, imports = users | new, "|".join(new)
     return [f"tests/{name}.py" for name in sorted(texts.keys() - users) if name.startswith("test_")]

@@ -80,9 +80,12 @@ def queued_beside(config):
     These are the products and the all-reduces of the sublayers that are stale enough not to wait for it.
     """
     attention, mlp, sublayers = ["wqkv", "wo"], ["w1", "w3", "w2"], []
-    for wiring, layers in config.spans:
+    i = 0
+    while i < config.n_layers:
+        wiring = config.wirings[i]
         two = wiring.split is attention_then_mlp
-        sublayers += [products * len(layers) for products in ([attention, mlp] if two else [attention + mlp])]
+        sublayers += [products * wiring.blocks for products in ([attention, mlp] if two else [attention + mlp])]
+        i += wiring.blocks
     if config.named_wiring.stream is desynced_stream:
         kept = [i for i in range(1, len(sublayers) + 1) if config.period and (i % config.period == 0)]
         return [[] for _ in kept] if not config.period or len(sublayers) in kept else [[] for _ in [*kept, "last"]]

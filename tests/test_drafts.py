@@ -150,7 +150,7 @@ def test_auto_on_two_ranks(tiny, plain, tmp_path):
 
 
 @pytest.mark.parametrize("draft, own, line", [
-    ("wiring:ladder", "--ladder-layers=2,0,1", "ladder is the wiring that the model runs in: name another"),
+    ("wiring:ladder", "--wiring=ladder:0-2", "ladder is the wiring that the model runs in: name another"),
     ("wiring:desync:2", "--wiring=desync", "desync:2 is the wiring that the model runs in"),
     ("wiring:parallel-ladder:2", "--wiring=parallel", "parallel-ladder:2 needs ffn_norm, which parallel has not"),
 ])  # fmt: skip

@@ -246,7 +246,7 @@ def sharded_probabilities(world, settings):
     logits[3, 70] = torch.nan
     config = dataclasses.replace(BASE, vocab_size=131)
     comm = tp.TensorParallel(config, world.shares, world.group)
-    start, stop = tp.head_rows(131, world.rank, world.shares)
+    start, stop = tp.vocab_range(131, world.rank, world.shares)
     return speculative.probabilities(generate.Sampler(*settings), logits[:, start:stop], comm), logits
 
 

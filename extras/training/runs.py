@@ -16,7 +16,7 @@ from runtime.errors import InputError
 from tp import shard_plan
 
 TEMPORARY = "state-*", "best-*", "*.tmp", "*.tokens", "best.json"  # what finish() removes; best.json goes last
-MACHINE_FLAGS = "out", "device", "micro_batch", "recompute", "compile", "save_every", "timeout"  # may change in a run
+MACHINE_FLAGS = "out", "device", "micro_batch", "recompute", "compile", "save_every"  # may change in a run
 
 
 def read_configs(args):
