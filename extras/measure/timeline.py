@@ -1,6 +1,6 @@
 """Draw the README's picture: when sublayers compute and all-reduces travel, in a standard model and in a ladder.
 
-python -m extras.measure.timeline docs/timeline.png
+python -m extras.measure.timeline docs/timeline.svg
 
 The times are those of model.py's own loop, run on the clock of clock.py.
 """
