@@ -48,16 +48,17 @@ def texts_of_cells(world, words):
     return answers
 
 
-@pytest.mark.parametrize("compile", ["none", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compile", ["none", pytest.param("decode", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_cells_generate_what_a_model_of_their_wiring_generates(ranks, compile, tiny):
-    words = flags(tiny, "--batch", 1, 2, "--dtype", "float32", "--compile", compile, "--wiring", *WIRINGS)
+    names = WIRINGS if compile == "none" else WIRINGS[:3]
+    words = flags(tiny, "--batch", 1, 2, "--dtype", "float32", "--compile", compile, "--wiring", *names)
     alone = launch.World(0, 1, torch.device("cpu"))
     lists = run_ranks(ranks, texts_of_cells, words, timeout=5 * HANGS) if ranks > 1 else [texts_of_cells(alone, words)]
-    assert lists[0] == lists[-1] and len(lists[0]) == 2 * 2 * len(WIRINGS)
+    assert lists[0] == lists[-1] and len(lists[0]) == 2 * 2 * len(names)
     for wiring, batch, mine, alone in lists[0]:
         assert mine == alone and len(mine) == batch, (wiring, batch)
-    assert ranks == 1 or len({str(mine) for _, batch, mine, _ in lists[0] if batch == 2}) > 2  # wirings differ
+    assert ranks == 1 or len({str(mine) for _, batch, mine, _ in lists[0] if batch == 2}) > 1  # wirings differ
 
 
 def weights_of(world, words):
