@@ -24,7 +24,7 @@ def main():
         generate.main(["--checkpoint", str(ROOT / "demo"), "--prompt", "Once", "--max-new-tokens", "2"])
         shown = io.StringIO()
         with contextlib.suppress(SystemExit), contextlib.redirect_stdout(shown):
-            generate.parse(["--help"])
+            generate.main(["--help"])
     flags = sum(line.startswith("  --") for line in shown.getvalue().splitlines())
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     imported = [f for f in files if f.startswith(f"{ROOT}/") and "/.venv/" not in f and f != __file__]
