@@ -143,12 +143,12 @@ def join(device=None, flags=None):
         if comm != "auto":
             raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun")
         return world
-    seconds, node = timeout(), os.environ.get("GROUP_RANK", f"of rank {rank}")  # torchrun's number of the node
-    world.nodes, processes = zip(
-        *world.gather([node, os.getpid()], seconds + IMPORTS if seconds else math.inf), strict=True
-    )
-    neighbours = {r: process for r, process in enumerate(processes) if world.nodes[r] == node}
-    _watch = watch.Watch(_store(), rank, tp_size, neighbours, seconds, _leave)
+    seconds, local = timeout(), int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
+    node = os.environ.get("GROUP_RANK", str(rank // local))  # torchrun's number of the node, or what comes close
+    started = world.gather([node, os.getpid()], seconds + IMPORTS if seconds else math.inf)
+    world.nodes, processes = zip(*started, strict=True)
+    near = {r for r in range(tp_size) if world.nodes[r] == node and "GROUP_RANK" in os.environ}
+    _watch = watch.Watch(_store(), rank, tp_size, {r: processes[r] for r in near}, seconds, _leave)
     _watch.start()
     world.agree(_start(flags, world.device) | {"LADDER_TIMEOUT": seconds})
     _init_process_group(world)
@@ -177,10 +177,8 @@ def _init_process_group(world):
         backend, on_gpu = "nccl", {"device_id": world.device, "pg_options": options}
     elif len({*world.nodes}) > 1:
         gloo.choose_interface(_store(), world.rank, world.tp_size)
-    before, last_resort = gloo.threads(), timedelta(minutes=30)  # hangs are reported sooner
-    dist.init_process_group(
-        backend, store=_store(), rank=world.rank, world_size=world.tp_size, timeout=last_resort, **on_gpu
-    )
+    before, limit, ranks = gloo.threads(), timedelta(minutes=30), {"rank": world.rank, "world_size": world.tp_size}
+    dist.init_process_group(backend, store=_store(), timeout=limit, **ranks, **on_gpu)  # hangs are reported sooner
     if backend == "gloo":
         gloo.let_preempt(gloo.threads() - before)
     dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
@@ -190,12 +188,13 @@ def _init_process_group(world):
 OWN = {"device", "checkpoint", "draft", "compare", "distill", "text", "valid", "json"}
 
 
+CODE = "*.py", "*/*.py", "*/*.cpp", "extras/*/*.py", "extras/*/*.cpp"
+
+
 def _start(flags, device):
     """Return what all ranks are to be started with alike, by name."""
     code, root = hashlib.sha256(), Path(__file__).parents[1]
-    for path in sorted(
-        path for pattern in ("*.py", "*/*.py", "*/*.cpp", "extras/*/*.*") for path in root.glob(pattern)
-    ):
+    for path in sorted(path for pattern in CODE for path in root.glob(pattern)):
         code.update(path.read_bytes())
     start = {"the script": os.path.basename(sys.argv[0]), "the code": code.hexdigest()[:8]}
     start |= {"torch": torch.__version__, "device": device.type}
@@ -282,7 +281,7 @@ def _leave(error):
     ]
     code, line = next((code, line) for matches, code, line in endings if matches)
     speaks = os.environ.get("LOCAL_RANK", "0") == "0"  # without a store, which goes with torchrun
-    if tp_size > 1 and _store.cache_info().currsize and getattr(error, "store", True):
+    if tp_size > 1 and _store.cache_info().currsize and not isinstance(error, watch.StoreLost):
         with contextlib.suppress(Exception):
             code, first = map(int, _store().compare_set("ended", "", f"{code} {rank}").split())
             speaks = first == rank

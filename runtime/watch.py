@@ -102,11 +102,13 @@ def heed_signals():
 
 
 class Verdict(Exception):
-    """Why a run is ended, in words. stopped: the ids of processes that hear no signal. store: whether it answers."""
+    """Why a run is ended, in words."""
 
-    def __init__(self, words, store=True):
-        super().__init__(words)
-        self.stopped, self.store = (), store
+    stopped = ()  # the ids of processes that hear no signal
+
+
+class StoreLost(Verdict):
+    """torchrun's store does not answer."""
 
 
 def ended(store):
@@ -126,8 +128,7 @@ class Watch(threading.Thread):
         self.store, self.rank, self.tp_size, self.processes = store.clone(), rank, tp_size, processes
         self.timeout, self.leave = timeout and max(timeout, 2 * TICK), leave
         self.limit = f"{self.timeout:g} s (LADDER_TIMEOUT)"
-        self.verdict, self.known = None, threading.Event()  # why the run ends, and that it does
-        self.wake = threading.Event()  # look now
+        self.verdict, self.known, self.wake = None, threading.Event(), threading.Event()  # known: there is a verdict
         self.ticks = self.still = 0  # still: for so many ticks no rank made progress
         self.silent, self.cpu = [0] * tp_size, [0.0] * tp_size  # ticks without a sign of life; seconds
         self.places = [Place()] * tp_size
@@ -142,8 +143,7 @@ class Watch(threading.Thread):
                 self._tick()
                 self.wake.wait(TICK)
         except Exception as e:  # torchrun's death takes it
-            words = f"rank {self.rank} of {self.tp_size} has lost torchrun's store in {here}: {e}"
-            self._end(Verdict(words, store=False))
+            self._end(StoreLost(f"rank {self.rank} of {self.tp_size} has lost torchrun's store in {here}: {e}"))
 
     def _watch_store(self):
         """End the run if the store, whose process may be stopped, does not answer for longer than the timeout."""
@@ -152,14 +152,14 @@ class Watch(threading.Thread):
             time.sleep(TICK)
             seen, silent = self.ticks, silent + 1 if self.ticks == seen else 0
             if silent > self.timeout > 0:
-                self._end(Verdict(f"torchrun's store has not answered for {self.limit}, in {here}", store=False))
+                self._end(StoreLost(f"torchrun's store has not answered for {self.limit}, in {here}"))
 
     def publish(self):
         """Let the other ranks see where this one is."""
-        progress = [monitor.progress() for monitor in monitors]
-        beats = here.beats + sum(pieces for pieces, _ in progress)
-        awaited = next((rank for _, rank in progress if rank is not None), None)
-        place = dataclasses.replace(here, beats=beats, cpu=time.process_time(), awaited=awaited, ticks=self.ticks)
+        place = dataclasses.replace(here, cpu=time.process_time(), ticks=self.ticks)
+        for monitor in monitors:
+            pieces, awaited = monitor.progress()
+            place.beats, place.awaited = place.beats + pieces, awaited
         self.store.set(f"place {self.rank}", json.dumps(dataclasses.asdict(place)))
 
     def _place(self, rank):
@@ -175,9 +175,8 @@ class Watch(threading.Thread):
         if code:
             self._end(SystemExit(code))
         processes = {rank: read_process(process) for rank, process in self.processes.items()}
-        for rank, (alive, _) in processes.items():
-            if not alive and code is None:
-                self._end(Verdict(f"rank {rank} of {self.tp_size} has died in {self._place(rank)}"))
+        for rank in [rank for rank, (alive, _) in processes.items() if not alive and code is None]:
+            self._end(Verdict(f"rank {rank} of {self.tp_size} has died in {self._place(rank)}"))
         texts = self.store.multi_get([f"place {rank}" for rank in range(self.tp_size)])
         self._judge([Place(**json.loads(text)) for text in texts], processes)
 

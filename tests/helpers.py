@@ -290,6 +290,7 @@ def stop_ranks():
 def _serve(rank, port, pipe):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(LADDER_TIMEOUT="0", GLOO_SOCKET_IFNAME="lo")
     try:
         world = launch.join("cpu")
         worlds, before = {RANKS: world}, gloo.threads()

@@ -214,9 +214,9 @@ def test_what_to_take(capsys):
 
 
 def test_a_table_for_each_link(capsys):
-    shown = advised(capsys, "--model", "8b:4", *H100[2:], "--batch", 2, "--link", "all", "--quant", "int8")
+    shown = advised(capsys, "--model", "8b:4:int8", *H100[2:], "--batch", 2, "--link", "all")
     assert shown.count("| standard |") == len(LINKS) - 1
-    assert shown.startswith("PREDICTED: 8b:4, 4 layers, int8, tp 8, batch 2, 1024 filled slots\n70 % of an H100")
+    assert shown.startswith("PREDICTED: 8b:4:int8, 4 layers, int8, tp 8, batch 2, 1024 filled slots\n70 % of an H100")
     assert rows(shown)["ladder:2"][2] == "8" and [line for line in shown.splitlines() if line.startswith("pcie; in us")]
 
 
@@ -228,12 +228,11 @@ def test_a_table_for_each_link(capsys):
     "flags, message",
     [
         ("--model 8b", "the following arguments are required: --tp, --link"),
-        ("--model 8b --tp 33 --link pcie", "tp 33 cannot shard n_heads 32: use 1 to 32 ranks"),
+        ("--model 8b --tp 33 --link pcie", "33 ranks or lanes cannot shard n_heads 32: use 1 to 32"),
         ("--model 8b --tp 8 --bandwidth-gbs 0", "--bandwidth-gbs: '0' is not a number above 0"),
         ("--model 8b --tp 8 --link carrier", "--link 'carrier' is none of free, nvlink,"),
         ("--model 8b --tp 8 --link pcie --wirings ladder:33", "wiring ladder:33 does not fit"),
         ("--checkpoint /nowhere --tp 2 --link pcie", "/nowhere"),
-        ("--checkpoint x --tp 2 --link pcie --quant int8", "--quant goes with --model: a checkpoint is as it is"),
     ],
 )
 def test_bad_input_is_one_clear_line(flags, message, monkeypatch):

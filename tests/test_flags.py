@@ -61,7 +61,7 @@ SCRIPTS = {
             "--prompt=a --simulate-tp=8": "--simulate-tp needs a link to predict",
             "--prompt=a --simulate-tp=16 --link=pcie": "tp 16 cannot shard n_heads 15: use 1 to 15 ranks",
             "--prompt=a --comm=one-shot": "--comm one-shot is how ranks sum: start two or more, with torchrun",
-            "--prompt=a --comm=gloo": "--comm: invalid choice: 'gloo'",
+            "--prompt=a --comm=gloo": "--comm gloo is unknown: use one of auto, int8, library, one-hop, one-shot",
             "--prompt=a --draft=ngram@0": "@0 must be from 1 to the context of 64, or @auto",
             "--prompt=a --draft=ngram --exposed": "--exposed measures plain decode steps: without --draft",
             "--prompt=a --draft=ngrams": "--draft 'ngrams' is no folder, nor is it ngram or wiring:NAME",

@@ -44,9 +44,15 @@ def by_hand(x):
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["memory", "gloo"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize(
+    "ranks, dtype, shared",
+    [
+        (2, torch.bfloat16, True),
+        (2, torch.float32, False),
+        (3, torch.float32, True),
+        (4, torch.bfloat16, False),
+    ],
+)
 def test_sums_are_those_of_the_integers(ranks, dtype, shared):
     answers = run_ranks(ranks, sums, dtype, shared)
     for i, shape in enumerate(SHAPES):
@@ -86,8 +92,7 @@ def logits(world, wirings, compile):
     "ranks, compile, wirings",
     [
         (2, False, ["standard", "ladder", "parallel-ladder"]),
-        (3, False, ["standard", "ladder"]),
-        (4, False, ["ladder"]),
+        (3, False, ["ladder"]),
         pytest.param(2, True, ["ladder"], marks=pytest.mark.slow),
     ],
 )
@@ -107,7 +112,7 @@ def small_too(world, *args):
 def test_a_link_carries_fewer_bytes():
     inner, three = (Int8Group(None, None, 0, ranks, torch.device("cpu")) for ranks in (2, 3))
     group = link.LinkedGroup(inner, link.FREE, 0, 2, torch.device("cpu"))
-    with pytest.raises(InputError, match="--comm int8 of CPUs over an emulated link takes two ranks"):
+    with pytest.raises(InputError, match=r"^--link with the sums of int8-\d+ takes two ranks"):
         link.emulate(World(0, 3, torch.device("cpu"), three), link.FREE)
     assert group.wire_bytes(torch.ones(12800, dtype=torch.bfloat16)) == 13200
     assert group.wire_bytes(torch.ones(64, dtype=torch.bfloat16)) == 128

@@ -3,6 +3,9 @@
 import dataclasses
 import functools
 import os
+import socket
+import struct
+import time
 
 import pytest
 import torch
@@ -23,7 +26,8 @@ LARGEST = 2**16  # bytes to all peers together, as in one_hop.cpp
 
 
 def connect(world, places):
-    return one_hop.connect(world, "127.0.0.1", places)
+    world.nodes = places
+    return one_hop.connect(world)
 
 
 def total(places, *args):
@@ -56,19 +60,74 @@ def test_sums_are_those_in_the_order_of_the_ranks_and_rounded_once(places):
 
 
 def out_of_reach(world):
-    for address, reason in ("", "no IPv4 address"), ("192.0.2.1", "Cannot assign"):
-        mine = address if world.rank == 1 else "127.0.0.1"
-        with pytest.raises(InputError, match=f"^the machines do not reach one another: .*{reason}"):
-            one_hop.connect(world, mine, ["a", "b"])
+    for interface, reason in ("nowhere", "no IPv4 address"), ("lo", "node 1 has not connected within 0.1 s"):
+        with pytest.MonkeyPatch.context() as m:
+            m.setenv("GLOO_SOCKET_IFNAME", interface if world.rank == 1 else "lo")
+            m.setattr(one_hop, "PATIENCE", 0.1)
+            if world.rank == 1:  # as behind a firewall
+                m.setattr(one_hop.socket, "create_connection", lambda *args: socket.socketpair()[0])
+            with pytest.raises(InputError, match=f"^the machines do not reach one another: .*{reason}"):
+                connect(world, ["a", "b"])
 
 
 def test_ranks_that_do_not_reach_one_another_say_so_alike():
     run_ranks(2, out_of_reach)
 
 
-def in_flight(world, places, order):
-    """Sums and gathers of many sizes under way at once, more bytes than may be, waited for in an order."""
-    group, ranks = connect(world, places), world.tp_size
+STRANGERS = {
+    "a rank": b"\0\0\0\1" + bytes(9999), "silent": b"", "junk": bytes(range(256)) * 64, "closed": None,
+    "reset": "reset", "a wrong token": b"0" * 32 + b"\0\0\0\1",
+}  # fmt: skip
+
+
+def among_strangers(world, names):
+    """How long connecting takes when strangers come to rank 0 before rank 1 does, and the ranks' sum is right."""
+    listen, tell, listeners, strangers = socket.create_server, world.tell, [], []
+
+    def come(what):
+        strangers.append(socket.create_connection(listeners[0].getsockname()))
+        if what == "reset":
+            strangers[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if isinstance(what, bytes):
+            strangers[-1].sendall(what)
+        else:
+            strangers.pop().close()
+
+    def create_server(*args):
+        listeners.append(listen(*args))
+        for name in names:
+            come(STRANGERS[name])
+        return listeners[0]
+
+    def tell_strangers(token):
+        for number in 0, 7:  # they know the token, but nobody expects these numbers
+            come(token.encode() + number.to_bytes(4))
+        return tell(token)
+
+    with pytest.MonkeyPatch.context() as m:
+        if world.rank == 0:
+            m.setattr(one_hop.socket, "create_server", create_server)
+            world.tell = tell_strangers
+        start, group = time.monotonic(), connect(world, ["a", "b"])
+    seconds, x = time.monotonic() - start, numbers(world.rank, 64, torch.float32)
+    assert torch.equal(OPS.wait_tensor(OPS.all_reduce(x, "sum", group.group_name)), total("ab", 64, torch.float32))
+    return seconds
+
+
+@pytest.mark.parametrize("names", [*([name] for name in STRANGERS), [*STRANGERS] * 2], ids=",".join)
+def test_strangers_are_dropped_and_delay_nobody(names):
+    assert max(run_ranks(2, among_strangers, names)) < one_hop.PATIENCE / 2
+
+
+def in_flight(world, places):
+    """Sums and gathers of many sizes under way at once, more bytes than may be, waited for in some order."""
+    group = connect(world, places)
+    for order in range(8), range(7, -1, -1), [3, 0]:
+        waited_for(world, places, group, order)
+
+
+def waited_for(world, places, group, order):
+    ranks = world.tp_size
     sizes = [1, 2048, 7, LARGEST // 4, 640, LARGEST // 4, LARGEST // 4, 10]
     started = [OPS.all_reduce(numbers(world.rank, n, torch.float32, n), "sum", group.group_name) for n in sizes]
     part = numbers(world.rank, 6, torch.float64).view(3, 2)
@@ -86,25 +145,28 @@ def in_flight(world, places, order):
 
 
 @nodes
-@pytest.mark.parametrize("order", [range(8), range(7, -1, -1), [3, 0]], ids=str)
-def test_several_in_flight_waited_for_in_any_order_or_never(places, order):
-    run_ranks(len(places), in_flight, places, [*order], timeout=60)
+def test_several_in_flight_waited_for_in_any_order_or_never(places):
+    run_ranks(len(places), in_flight, places)
 
 
-def logits(world, places, wiring, emulated):
-    world.group = connect(world, places)
-    if emulated:
-        world = link.emulate(world, link.Link("x", 3000.0, None))
-    return last_logits(shard(dataclasses.replace(BASE, wiring=wiring), world), *unequal_rows(BASE))
+WAYS = ("standard", False), ("ladder", False), ("ladder", True)
 
 
-@nodes
-@pytest.mark.parametrize("wiring, emulated", [("standard", False), ("ladder", False), ("ladder", True)])
-def test_ranks_compute_what_one_device_does(places, wiring, emulated):
-    first, *others = run_ranks(len(places), logits, places, wiring, emulated)
-    assert all(torch.equal(first, other) for other in others)
-    alone = last_logits(random_model(dataclasses.replace(BASE, wiring=wiring)), *unequal_rows(BASE))
-    assert torch.allclose(first, alone, atol=1e-4)
+def logits(world, places):
+    world.group, results = connect(world, places), []
+    for wiring, emulated in WAYS:
+        used = link.emulate(world, link.Link("x", 3000.0, None)) if emulated else world
+        results.append(last_logits(shard(dataclasses.replace(BASE, wiring=wiring), used), *unequal_rows(BASE)))
+    return results
+
+
+@pytest.mark.parametrize("places", [["a", "b"], ["a", "b", "c"], PAIRS], ids="".join)
+def test_ranks_compute_what_one_device_does(places):
+    first, *others = run_ranks(len(places), logits, places)
+    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
+    for (wiring, _), result in zip(WAYS, first, strict=True):
+        alone = last_logits(random_model(dataclasses.replace(BASE, wiring=wiring)), *unequal_rows(BASE))
+        assert torch.allclose(result, alone, atol=1e-4)
 
 
 def without_memory(world):

@@ -89,7 +89,7 @@ def test_scripts_warn_before_they_load_and_go_on(monkeypatch, capsys, tiny, tmp_
     for main, flags, wanted in (
         (generate.main, "--model 405b --prompt-length 10", "about 811."),
         (generate.main, "--model 1b --prompt-length 100 --batch 4096 --max-new-tokens 100", "29.3"),
-        (generate.main, f"--checkpoint {tiny} --interactive 60", "needed on rank 0"),
+        (generate.main, f"--checkpoint {tiny} --chat", "needed on rank 0"),
         (eval.main, f"--checkpoint {tiny} --text {tmp_path / 'text'} --compare {tiny}", "needed on rank 0"),
     ):
         with pytest.raises(Loading):

@@ -13,7 +13,7 @@ import torch
 from helpers import ROOT
 
 import eval as evaluate
-from benchmarks.lines import read_lines
+from extras.measure import results
 from extras.research import corpus, quality
 from extras.training import adapt, affinity
 from runtime.errors import InputError
@@ -108,7 +108,7 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sourc
         f.write('{"run": "cut o')
     ran.append(None)
     printed(quality, *how, "--steps", "200")
-    lines = read_lines(tmp_path / "x.jsonl")
+    lines = results.read(tmp_path / "x.jsonl")
     assert {line["run"] for line in lines} == {run.name for run in quality.plan(200)} and len(lines) == len(ran) - 1
     assert {line["steps"] for line in lines if line["kind"] == "retrained"} == {2, 10, 40, 200}
     halves = [args for args in ran if args and args.wiring == "spd:4/4"]

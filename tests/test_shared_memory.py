@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import HANGS, ROOT, free_port, run_ranks, script
+from helpers import HANGS, ROOT, free_port, run_ranks
 
 from extras.measure import link
 from kernels import shared_memory
@@ -84,10 +84,8 @@ def large_sum(world, count):
     check_sum(total.t().flatten(), world.tp_size)
 
 
-@pytest.mark.parametrize("count", [2_200_000, pytest.param(20_000_000, marks=pytest.mark.slow)])
-def test_a_message_larger_than_a_slot_or_than_all_of_them(count):
-    """20 MB and 96 MB, of slots of 8 MB and of 64 MB in all."""
-    run_ranks(2, large_sum, count)
+def test_a_message_larger_than_a_slot():
+    run_ranks(2, large_sum, 2_200_000)
 
 
 def gathered(world):
@@ -106,7 +104,12 @@ def test_parts_are_gathered_in_the_order_of_the_ranks(tp_size):
     run_ranks(tp_size, gathered)
 
 
-def in_flight(world, order):
+def in_flight(world):
+    for order in range(10), range(9, -1, -1), [3, 8, 0], []:
+        waited_for(world, order)
+
+
+def waited_for(world, order):
     """Sums and a gather under way at once, more than there are slots, are waited for in an order or never."""
     with small(world) as group:
         name, size = group.group_name, 150  # two pieces each, of float32
@@ -121,10 +124,9 @@ def in_flight(world, order):
             assert torch.equal(row, numbers(rank, size, torch.float32, 99))
 
 
-@pytest.mark.parametrize("order", [range(10), range(9, -1, -1), [3, 8, 0], []], ids=str)
 @pytest.mark.parametrize("tp_size", [2, 4])
-def test_several_in_flight_waited_for_in_any_order_or_never(tp_size, order):
-    run_ranks(tp_size, in_flight, [*order], timeout=60)
+def test_several_in_flight_waited_for_in_any_order_or_never(tp_size):
+    run_ranks(tp_size, in_flight, timeout=60)
 
 
 def what_it_refuses(world):
@@ -144,15 +146,13 @@ def test_what_it_refuses_and_what_is_complete():
     run_ranks(2, what_it_refuses)
 
 
-def many_rounds(world, rounds, seconds):
-    """Random messages; each rank sleeps and waits when it likes. Returns how many rounds there were."""
+def many_rounds(world, rounds):
+    """Random messages; each rank sleeps and waits when it likes."""
     shared, own = random.Random(7), random.Random(world.rank)  # what is sent is the same on all ranks
-    end, ranks = time.monotonic() + seconds, world.tp_size
+    ranks = world.tp_size
     with small(world) as group:
         name, pending = group.group_name, []
         for i in range(rounds):
-            if i % 100 == 0 and world.gather(time.monotonic() > end)[0]:
-                break
             size, dtype = shared.choice([1, 3, 64, 200, 900]), shared.choice([torch.bfloat16, torch.float32])
             x = numbers(world.rank, size, dtype, i)
             gather = shared.random() < 0.2
@@ -167,12 +167,10 @@ def many_rounds(world, rounds, seconds):
                     assert torch.equal(result, torch.cat([numbers(r, size, dtype, i) for r in range(ranks)])), i
                 else:
                     check_sum(result, ranks, i)
-    return i
 
 
-@pytest.mark.parametrize("tp_size, rounds", [(2, 400), (3, 400), pytest.param(4, 10**7, marks=pytest.mark.slow)])
-def test_random_messages_with_random_delays(tp_size, rounds):
-    run_ranks(tp_size, many_rounds, rounds, 60)
+def test_random_messages_with_random_delays():
+    run_ranks(3, many_rounds, 400)
 
 
 def descriptors_left(world):
@@ -208,7 +206,7 @@ def unavailable(world, rank, name):
     return str(error.value)
 
 
-@pytest.mark.parametrize("rank, name", [(0, "_create"), (1, "_open"), (2, "build"), (0, "build")])
+@pytest.mark.parametrize("rank, name", [(0, "_create"), (1, "_open"), (2, "build")])
 def test_all_ranks_do_without_where_one_cannot(rank, name):
     assert run_ranks(3, unavailable, rank, name) == ["[Errno 28] No space left on device"] * 3
 
@@ -226,16 +224,7 @@ def test_another_processs_file_is_not_taken_for_the_memory():
         os.close(fd)
 
 
-def test_without_a_compiler_gloo_does_it_and_one_line_says_so(tmp_path):
-    flags = ["--prompt", "Once upon", "--max-new-tokens", 8, "--temperature", 0]
-    without = {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
-    done = script("generate.py", "--checkpoint", "demo", *flags, ranks=2, **without)
-    assert done.returncode == 0 and done.stdout.startswith("Once upon a time")
-    line = "gloo carries the all-reduces: memory shared by ranks needs a C++ compiler: install g++, or name one in $CXX"
-    assert done.stderr.count(line) == 1
-
-
-@pytest.mark.parametrize("comm, local, name", [("auto", 1, "one-hop-0"), ("library", 1, "0"), ("library", 2, "0")])
+@pytest.mark.parametrize("comm, local, name", [("auto", 1, "one-hop-0"), ("library", 2, "0"), ("int8", 2, "int8-0")])
 def test_ranks_of_several_nodes_take_one_hop_or_gloo_and_say_nothing(comm, local, name):
     source = "from runtime import launch; w = launch.join('cpu', {'comm': '%s'}); print(w.group.group_name)"
     source += "; launch.dist.destroy_process_group()"  # or, at its end, a process may say that threads still run
@@ -244,11 +233,24 @@ def test_ranks_of_several_nodes_take_one_hop_or_gloo_and_say_nothing(comm, local
     assert [out.strip() for out, _ in done] == [name] * 2 and said == ["", ""]
 
 
-def test_without_a_compiler_ranks_of_several_nodes_take_gloo_too(tmp_path):
-    source = "from runtime import launch; w = launch.join('cpu'); print(w.group.group_name)"
-    without = {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path), "LOCAL_WORLD_SIZE": "1"}
+NO_COMPILER = "needs a C++ compiler: install g++, or name one in $CXX"
+NO_EXTRAS = (
+    "import importlib.util as u; find = u.find_spec; u.find_spec = lambda n: None if n[:6] == 'extras' else find(n)"
+)
+
+
+@pytest.mark.parametrize(
+    "local, before, why",
+    [
+        (2, "", f"memory shared by ranks {NO_COMPILER}"),
+        (1, "", f"one hop between machines {NO_COMPILER}"),
+        (1, NO_EXTRAS, "--comm one-hop needs the folder extras/collectives, which this copy does not have"),
+    ],
+)
+def test_without_a_compiler_or_the_extra_gloo_does_it_and_one_line_says_so(local, before, why, tmp_path):
+    source = f"from runtime import launch\n{before}\nw = launch.join('cpu'); print(w.group.group_name)"
+    without = {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path), "LOCAL_WORLD_SIZE": str(local)}
     done = [rank.communicate(timeout=HANGS) for rank in ranks(2, source, **without)]
-    why = "one hop between machines needs a C++ compiler: install g++, or name one in $CXX"
     assert [out for out, _ in done] == ["0\n"] * 2
     assert done[0][1].startswith(f"gloo carries the all-reduces: {why}") and done[1][1] == ""
 
@@ -299,20 +301,6 @@ def test_when_a_rank_dies_those_that_wait_for_it_end_with_one_line(local):
     seen = ["rank 1 of 3 was killed (signal 9", "rank 1 of 3 has died"]  # its parent may have asked
     assert any(text in line for text in (seen if local == 3 else ["node 1 is lost"]))
     assert not more or local == 1
-
-
-def lives(world):
-    """A peer that only takes its time has not died: its locks are there, whatever files it opens and closes."""
-    with small(world) as group:
-        for _ in range(2):
-            if world.rank == 1:
-                subprocess.run(["true"], check=True)
-                time.sleep(0.3)  # several looks
-            OPS.wait_tensor(OPS.all_reduce(torch.ones(3), "sum", group.group_name))
-
-
-def test_a_peer_that_takes_its_time_has_not_died():
-    run_ranks(2, lives)
 
 
 def linked(world):

@@ -279,7 +279,7 @@ def logits_over_all(world, config):
     from extras.collectives import one_hop
 
     found = []
-    for group in (world.group, world.dist_group, one_hop.connect(world, "127.0.0.1", ["0", "1"])):
+    for group in (world.group, world.dist_group, one_hop.connect(world)):
         net = shard(config, world)
         net.comm = tp.TensorParallel(config, world.tp_size, group)
         found.append(last_logits(net, *unequal_rows(config), compile=True))

@@ -5,20 +5,23 @@ tests/test_faults.py has real deaths and stalls.
 
 import argparse
 import dataclasses
+import itertools
+import json
 import os
+import pickle
 import pty
 import signal
 import subprocess
 import sys
 import termios
 import time
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import HANGS, ROOT, command
 
-from kernels import shared_memory
 from runtime import launch, watch
 from runtime.errors import InputError
 
@@ -35,13 +38,15 @@ class Alone(watch.Watch):
         self.now = [watch.Place("decode step", 7, timed=True) for _ in range(tp_size)]
         self.stopped = set()  # those that give no sign of life
 
-    def ticks_until_the_end(self, ticks=20):
-        """(how many ticks it takes until the run ends, why), or None."""
+    def ticks_until_the_end(self, ticks=20, cpu=()):
+        """(how many ticks it takes until the run ends, why), or None. cpu: the seconds of rank 1 at each tick."""
+        cpu = iter(cpu)
         for i in range(1, ticks + 1):
             for rank, place in enumerate(self.now):
                 place.ticks += rank not in self.stopped
+                self.store.set(f"place {rank}", json.dumps(dataclasses.asdict(place)))
             try:
-                self._judge([dataclasses.replace(place) for place in self.now])
+                self._judge([dataclasses.replace(place) for place in self.now], {1: (True, next(cpu, 0.0))})
             except Ended as e:
                 return i, str(*e.args)
         return None
@@ -59,7 +64,13 @@ def test_a_rank_without_a_sign_of_life_ends_the_run():
     w = Alone(3)
     assert w.ticks_until_the_end(2) is None
     w.stopped, w.now[0].timed = {2}, False  # in compilation, say
-    assert w.ticks_until_the_end() == (4, "rank 2 of 3 hangs in decode step 7: no sign of life for 3 s (--timeout)")
+    assert w.ticks_until_the_end() == (
+        4,
+        "rank 2 of 3 hangs in decode step 7: no sign of life for 3 s (LADDER_TIMEOUT)",
+    )
+    w = Alone(3)
+    w.stopped, w.now[2] = {2}, watch.Place("load of", "layers.1.norm")  # it is there, whatever this rank does
+    assert w.ticks_until_the_end()[1].startswith("rank 2 of 3 hangs in load of layers.1.norm: no sign")
     w = Alone(timeout=0)
     w.stopped = {1}
     assert w.ticks_until_the_end() is None
@@ -73,10 +84,10 @@ def test_ranks_that_make_no_progress_end_the_run_and_the_one_that_others_wait_fo
     if known == "shared memory":
         w.now[0].awaited = w.now[2].awaited = 1
     ticks, line = w.ticks_until_the_end()
-    assert ticks in (4, 5) and line == f"{words} in decode step 7: no progress for 3 s (--timeout)"
+    assert ticks in (4, 5) and line == f"{words} in decode step 7: no progress for 3 s (LADDER_TIMEOUT)"
 
 
-def test_progress_an_untimed_phase_and_computing_keep_a_run_going(monkeypatch):
+def test_progress_an_untimed_phase_and_computing_keep_a_run_going():
     w = Alone()
     for sign in "beats", "busy", "beats":
         assert w.ticks_until_the_end(3) is None
@@ -84,44 +95,68 @@ def test_progress_an_untimed_phase_and_computing_keep_a_run_going(monkeypatch):
     w = Alone()
     w.now[1].timed = False
     assert w.ticks_until_the_end() is None
-    w, seconds = Alone(), iter(range(1000))
-    w.stopped = {1}
-    monkeypatch.setattr(watch, "cpu_seconds", lambda process: next(seconds))
-    assert w.ticks_until_the_end() is None
-    monkeypatch.setattr(watch, "cpu_seconds", lambda process: 1000)
+    w = Alone()
+    w.stopped = {1}  # its library lets no thread run
+    assert w.ticks_until_the_end(cpu=itertools.count(1, 0.1)) is None
+    assert w.ticks_until_the_end(cpu=itertools.repeat(3.0))
+    w = Alone()
+    for _ in range(9):  # on another node
+        assert w.ticks_until_the_end(1) is None
+        w.now[1].cpu += 0.1
+    w.now[1].cpu += 0.01
     assert w.ticks_until_the_end()
 
 
 def test_the_end_of_a_process_is_seen_and_said():
-    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         w = Alone(processes={1: child.pid})
-        watch.connection.wait([*w.descriptors], HANGS)
-        with pytest.raises(Ended, match="rank 1 of 2 has died in decode step 7$"):
-            w._judge_dead(1)
+        for rank, phase in (0, "load of"), (1, "prefill"):
+            w.store.set(f"place {rank}", json.dumps(dataclasses.asdict(watch.Place(phase))))
+        w._tick()
+        child.kill()
+        while watch.read_process(child.pid)[0]:
+            time.sleep(0.01)
+        with pytest.raises(Ended, match="rank 1 of 2 has died in prefill$"):
+            w._tick()
         w.store.set("ended", "0 1")  # it had done all that it should
-        w._judge_dead(1)
+        w._tick()
         w.store.delete_key("ended")
         w.store.set("ended", "2 1")  # it has said why
         with pytest.raises(Ended, match="^2$"):
-            w._judge_dead(1)
+            w._tick()
+
+
+def test_a_new_phase_is_published_at_once(monkeypatch):
+    w = Alone()
+    monkeypatch.setattr(watch, "_publish", w.publish)
+    watch.at("load of", "a")
+    watch.at("load of", "b")
+    assert str(w._place(0)) == "load of a"
+
+
+def test_a_store_that_does_not_answer_ends_the_run(monkeypatch):
+    w = Alone(timeout=2)
+    monkeypatch.setattr(watch, "TICK", 0.01)
+    with pytest.raises(Ended, match=r"torchrun's store has not answered for 2 s \(LADDER_TIMEOUT\), in decode step 7"):
+        w._watch_store()
 
 
 def test_how_long_a_process_has_computed():
-    before, start = watch.cpu_seconds(os.getpid()), time.process_time()
+    before, start = watch.read_process(os.getpid())[1], time.process_time()
     while time.process_time() < start + 0.3:
         pass
-    assert 0.2 < watch.cpu_seconds(os.getpid()) - before < 1 and watch.cpu_seconds(None) == 0
+    assert 0.2 < watch.read_process(os.getpid())[1] - before < 1 and watch.read_process("none") == (False, 0)
 
 
 def test_a_rank_whose_main_thread_cannot_end_it_is_ended_by_its_watch(monkeypatch):
     w, seen = Alone(), []
     w.leave = seen.append
     monkeypatch.setattr(watch, "GRACE", 0)
-    monkeypatch.setattr(shared_memory, "abandon", lambda: seen.append("abandon"))
+    monkeypatch.setattr(watch, "monitors", [types.SimpleNamespace(abandon=lambda: seen.append("abandon"))])
     monkeypatch.setattr(watch.os, "kill", lambda process, number: seen.append((process == os.getpid(), number)))
     why = watch.Verdict("rank 1 hangs")
     watch.Watch._end(w, why)
-    assert seen == ["abandon", (True, signal.SIGTERM), why] and w.known.is_set() and w.found is why
+    assert seen == ["abandon", (True, signal.SIGTERM), why] and w.known.is_set() and w.verdict is why
 
 
 def test_places_in_words_and_blocks_that_hold_them():
@@ -176,6 +211,36 @@ def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         launch.World(0, 3, torch.device("cpu")).gather(1)  # rather than wait for ranks that have left
     assert end.value.code == 2
+    store.delete_key("ended")
+    with pytest.raises(watch.Verdict, match=r"^rank 1 of 3 has not started within 0.1 s \(LADDER_TIMEOUT \+ 60\)$"):
+        launch.World(0, 3, torch.device("cpu")).gather(1, patience=0.1)
+
+
+def test_what_stands_in_the_store_is_read_and_never_run(monkeypatch, tmp_path):
+    class Stranger:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    store = dist.HashStore()
+    monkeypatch.setattr(launch, "_store", lambda: store)
+    monkeypatch.setattr(launch, "_gathers", launch.collections.Counter())
+    store.set("gathered 2 1 1", pickle.dumps(Stranger()))
+    with pytest.raises(ValueError):
+        launch.World(0, 2, torch.device("cpu")).gather((1, "a"))
+    assert not (tmp_path / "ran").exists()
+    store.set("gathered 2 2 1", '[1, "b", null, 0.1, {"c": []}]')
+    values = launch.World(0, 2, torch.device("cpu")).gather((1, "a"))
+    assert values == [[1, "a"], [1, "b", None, 0.1, {"c": []}]]
+
+
+@pytest.mark.parametrize("text, seconds", [("0", 0), ("2.5", 2.5), ("-1", None), ("nan", None), ("soon", None)])
+def test_the_timeout_is_a_number_of_seconds(text, seconds, monkeypatch):
+    monkeypatch.setenv("LADDER_TIMEOUT", text)
+    if seconds is not None:
+        assert launch.timeout() == seconds
+    else:
+        with pytest.raises(InputError, match=f"^LADDER_TIMEOUT='{text}' is no number of seconds"):
+            launch.timeout()
 
 
 def run_source(source, *words, stdin=None, stdout=subprocess.PIPE):
@@ -208,6 +273,22 @@ launch.run(main)
     assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned up\n", f"-c: was stopped by {name}\n")
 
 
+def test_a_signal_is_named_even_if_a_library_raises_something_else():
+    """As safetensors does, which reads with calls into Python."""
+    source = """
+def main():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(100)
+    except BaseException:
+        raise ValueError("the library's") from None
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+launch.run(main)
+"""
+    done = run_source(source)
+    assert (done.returncode, done.stderr) == (143, "-c: was stopped by SIGTERM\n")
+
+
 def test_the_terminal_of_a_chat_is_restored_even_if_its_main_thread_is_stuck():
     _, terminal = pty.openpty()
     before = termios.tcgetattr(terminal)
@@ -234,7 +315,7 @@ def test_output_that_cannot_be_written_is_one_line(flush):
 
 def agree(*starts):
     world = launch.World(0, len(starts), torch.device("cpu"))
-    world.gather = lambda read: [*starts]
+    world.gather = lambda read: [{name: str(value) for name, value in start.items()} for start in starts]
     world.agree(starts[0])
 
 
@@ -259,7 +340,7 @@ def test_what_ranks_are_compared_by():
 
 def test_ctrl_c_at_the_prompt_of_two_ranks_ends_without_a_traceback(tiny):
     """In a terminal, where torchrun would hear it, and print its own."""
-    words = command("generate.py", "--checkpoint", tiny, "--interactive", ranks=2)
+    words = command("generate.py", "--checkpoint", tiny, "--chat", ranks=2)
     child, terminal = pty.fork()
     if not child:
         os.execve(words[0], words, {**os.environ, "OMP_NUM_THREADS": "1"})

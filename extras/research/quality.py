@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.lines import lines_with, read_lines
-from benchmarks.overlap import SMALL
 from extras.measure import plot, results
 from extras.measure.advise import Machine, decode_work, step_seconds, times_of
 from extras.measure.clock import count_all_reduces
 from extras.measure.link import Link
+from extras.measure.results import lines_of, read
+from extras.measure.sweep import SMALL
 from extras.research.corpus import FILES
 from formats.checkpoint import read_text
 from model import rewired
@@ -143,7 +143,7 @@ def train(run, args, digests):
             if code:
                 raise InputError(f"{target} was not made (code {code}): {target}.out says why")
     scored = [target for target in steps if target.suffix == ".jsonl"]
-    nats = [read_lines(target, "nats_per_token")[-1]["nats_per_token"] for target in scored]
+    nats = [read(target, "nats_per_token")[-1]["nats_per_token"] for target in scored]
     log = [json.loads(line) for line in read_text(f"{args.runs / run.name}.run/log.jsonl").splitlines()]
     curve = [(line["tokens"], line["valid"]) for line in log if "valid" in line]
     anywhere = commands(run, Path(args.corpus.name), Path(args.runs.name)).values()
@@ -275,7 +275,7 @@ def parse(argv):
     words = "of a run from scratch, 2,048 tokens each"
     p.add_argument("--steps", type=number(int, 200), default=2000, metavar="N", help=words)
     words = "train nothing: print the tables of such lines"
-    p.add_argument("--show", type=lines_with(*KEYS), metavar="FILE", help=words)
+    p.add_argument("--show", type=lines_of(*KEYS), metavar="FILE", help=words)
     p.add_argument("--figure", metavar="PNG", help="... and draw their figure")
     args = p.parse_args(argv)
     if not args.show and not (args.corpus and args.runs and args.json and not args.figure):
@@ -294,7 +294,7 @@ def main(argv=None):
             plot.save(args.figure, figure(args.show))
         return
     digests = {name: hashlib.sha256((args.corpus / name).read_bytes()).hexdigest() for name in FILES}
-    done = {line["run"] for line in read_lines(args.json, *KEYS)} if os.path.exists(args.json) else ()
+    done = {line["run"] for line in read(args.json, *KEYS)} if os.path.exists(args.json) else ()
     try:
         args.runs.mkdir(parents=True, exist_ok=True)
     except OSError as e:
