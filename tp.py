@@ -186,25 +186,19 @@ class Collective(NamedTuple):
 
 
 def connect_auto(world):
-    """Return the fastest group: memory that CPU ranks share, or one hop between their nodes; else NCCL or gloo."""
-    from kernels import shared_memory  # not for a single process
-
+    """Return NCCL's group, or for CPUs that of extras/collectives which is faster than gloo, where it can be used."""
     if world.device.type != "cpu":
         return world.group
     try:
-        if len({*world.nodes}) > 1:
-            return collective("one-hop").connect(world)
-        group = shared_memory.connect(world)
-    except (InputError, shared_memory.Unavailable) as e:
+        return collective("one-hop" if len({*world.nodes}) > 1 else "shared-memory").connect(world)
+    except InputError as e:
         if world.rank == 0:
             print(f"gloo carries the all-reduces: {e}", file=sys.stderr, flush=True)
         return world.group
-    watch.monitors.add(shared_memory)
-    return group
 
 
 COLLECTIVES = {
-    "auto": Collective("CPUs of one node through shared memory, of several in one hop; GPUs by NCCL", connect_auto),
+    "auto": Collective("GPUs by NCCL, CPUs by shared-memory or one-hop of extras/collectives, or gloo", connect_auto),
     "library": Collective("by gloo or NCCL", lambda world: world.group),
 }
 

@@ -25,7 +25,7 @@ from sentencepiece import SentencePieceTrainer
 
 import generate
 import tp
-from kernels import cxx, gloo, shared_memory
+from kernels import cxx, gloo
 from model import (
     WIRINGS,
     Config,
@@ -298,7 +298,8 @@ def _serve(rank, port, pipe):
             worlds[size] = launch.World(rank, size, world.device, dist_group=dist.new_group(range(size)))
         gloo.let_preempt(gloo.threads() - before)  # as join() does with those of its group
         for size in range(max(2, rank + 1), RANKS):
-            worlds[size].group = shared_memory.connect(worlds[size])
+            worlds[size].nodes, worlds[size].group = world.nodes[:size], worlds[size].dist_group
+            worlds[size].group = tp.connect_auto(worlds[size])
     except BaseException:
         pipe.recv_bytes()
         pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))

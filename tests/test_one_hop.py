@@ -12,9 +12,8 @@ import torch
 from helpers import BASE, last_logits, random_model, run_ranks, shard, unequal_rows
 from test_shared_memory import OPS, numbers
 
-from extras.collectives import one_hop
+from extras.collectives import one_hop, shared_memory
 from extras.measure import link
-from kernels import shared_memory
 from runtime.errors import InputError
 
 PAIRS = ["a", "a", "b", "b"]

@@ -14,8 +14,8 @@ import pytest
 import torch
 from helpers import HANGS, ROOT, free_port, run_ranks
 
+from extras.collectives import shared_memory
 from extras.measure import link
-from kernels import shared_memory
 
 OPS = torch.ops._c10d_functional
 SLOTS, SLOT = 4, 256  # bytes: small ones, so that small messages have many pieces

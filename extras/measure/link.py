@@ -12,7 +12,6 @@ import time
 
 import torch
 
-from kernels import shared_memory
 from kernels.group import Group, Pending
 from runtime import launch
 from runtime.errors import InputError
@@ -108,7 +107,7 @@ def emulate(world, link, simulate_tp=None):
         raise InputError("a link needs two or more ranks, started with torchrun, or --simulate-tp")
     if not getattr(world.group, "at_once", True):
         raise InputError(f"--link with the sums of {world.group.name} takes two ranks: of more it would hide too much")
-    if shared_memory.shares(world.group):
+    if getattr(world.group, "group_name", "").startswith("shared-memory"):
         group = LinkedMemory(world.group, link)
     else:
         group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
