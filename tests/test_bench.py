@@ -215,7 +215,8 @@ def shell(folder, *words, **environment):
 def test_a_python_without_torch(tmp_path):
     process = shell(tmp_path / "work", "--help", PYTHON="ls")
     said = process.communicate(timeout=HANGS)[1]
-    assert process.returncode == 2 and said.startswith("bench.sh: ls cannot import torch: run make .venv/installed")
+    assert process.returncode == 2
+    assert said.startswith("bench.sh: ls cannot import torch: run make .venv/requirements.txt first")
 
 
 @pytest.mark.parametrize(
