@@ -30,7 +30,6 @@ import generate
 from decoding.sampling import Sampler
 from formats import checkpoint
 from formats.sizes import named_size
-from kernels.group import disconnected
 from model import rewired
 from runtime import cli, launch, report, watch, writing
 from runtime.cli import count, number
@@ -78,21 +77,14 @@ def make_cells(models, args, world):
 
 
 def compile_cells(cells, args, world):
-    """Compile all cells: on a CPU each rank in an order of its own, so that it finds what others have compiled.
-
-    What a rank has compiled, the others load from Inductor's cache, if their shards have the same shapes.
-    """
+    """Compile all cells, and say how long each takes."""
     from runtime import compiling
 
-    order, apart = [*cells], world.device.type == "cpu" and not world.alone
-    with disconnected(world.group) if apart else contextlib.nullcontext():
-        first = len(order) * world.rank // world.tp_size if apart else 0
-        for n, key in enumerate(order[first:] + order[:first], start=1):
-            seconds = compiling.warm_up(*cells[key], args.new_tokens, generate.BUCKET)
-            if world.rank == 0:
-                what = f"compiled {n} of {len(order)}, {key[0]} at batch {key[1]}"
-                print(f"tp {world.tp_size}: {what}, in {seconds:.1f} s", file=sys.stderr)
-    world.gather(None)
+    for n, ((wiring, batch), cell) in enumerate(cells.items(), start=1):
+        seconds = compiling.warm_up(*cell, args.new_tokens, generate.BUCKET)
+        if world.rank == 0:
+            what = f"compiled {n} of {len(cells)}, {wiring} at batch {batch}"
+            print(f"tp {world.tp_size}: {what}, in {seconds:.1f} s", file=sys.stderr)
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------

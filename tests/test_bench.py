@@ -16,7 +16,6 @@ import bench
 import generate
 from decoding.sampling import Sampler
 from formats import checkpoint
-from kernels.group import disconnected
 from model import rewired
 from runtime import launch
 from runtime.errors import InputError
@@ -73,22 +72,6 @@ def test_wirings_share_one_set_of_weights(tiny):
     assert [(a, b) for a, b, _ in models] == [(w, w) for w in ("parallel", "standard", "spd/2")]
     pointers = [model.layers[0].attention.wo.weight.data_ptr() for *_, model in models]
     assert pointers[0] == pointers[1] != pointers[2]
-
-
-def connected_again(world):
-    """What a sum is in a block of disconnected(), and after it."""
-    ops = torch.ops._c10d_functional
-
-    def total():
-        return ops.wait_tensor(ops.all_reduce(torch.ones(3), "sum", world.group.group_name)).tolist()
-
-    with disconnected(world.group):
-        alone = [total() for _ in range(world.rank)]  # not alike on all ranks
-    return alone, total()
-
-
-def test_ranks_run_apart_while_they_compile():
-    assert run_ranks(3, connected_again) == [([[1.0] * 3] * rank, [3.0] * 3) for rank in range(3)]
 
 
 def test_ranks_append_a_line_for_each_cell(tiny, tmp_path):
