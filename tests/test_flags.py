@@ -62,7 +62,7 @@ SCRIPTS = {
         "",
         {
             "": "one of the arguments --checkpoint --model is required",
-            "--model 9b": "--model 9b is no size, or asks for too many layers: give NAME, NAME:N with N layers, or NAME:N:int8",
+            "--model 9b": "--model 9b is no size, or asks for too many layers: give NAME, ",
             "--model 8b --prompt a": "--model has no tokenizer: use --prompt ids:",
             "--model 1b:int3 --prompt-length 3": "--model 1b:int3 is no size",
             "--model 1b:int4:48 --prompt-length 3": "group size 48 is none of 32, 64, 128",

@@ -7,7 +7,16 @@ import math
 import pytest
 import torch
 from helpers import (
-    BASE, ONE_EACH, WIRED, YARN, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows,
+    BASE,
+    ONE_EACH,
+    WIRED,
+    YARN,
+    StateWeights,
+    last_logits,
+    random_model,
+    run_ranks,
+    shard,
+    unequal_rows,
 )  # fmt: skip
 from reference import Reference
 
