@@ -31,10 +31,10 @@ from decoding.sampling import Sampler
 from formats import checkpoint
 from formats.sizes import named_size
 from model import rewired
-from runtime import cli, launch, report, watch, writing
+from runtime import benchmarking, cli, launch, report, watch, writing
+from runtime.benchmarking import in_turns, quartiles
 from runtime.cli import count, number
 from runtime.errors import InputError
-from runtime.timing import in_turns, quartiles
 
 LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and their share of the bandwidth means nothing
 
@@ -97,7 +97,7 @@ def measure(args, world):
         wirings = list(dict.fromkeys(args.wiring))
         if world.tp_size == 1:
             wirings = ["standard"] if "standard" in wirings else wirings[:1]
-    bandwidth = world.gather(report.read_bandwidth(world.device, world))
+    bandwidth = world.gather(benchmarking.read_bandwidth(world.device, world))
     cells = make_cells(load_models(config, wirings, args, world), args, world)
     sample = Sampler(0, device=world.device)
     watch.at("measurement", timed=False)
@@ -116,7 +116,7 @@ def measure(args, world):
         unguarded = compiling.without_guards(world.device)
     with unguarded:
         rounds = in_turns(ways, args.repeats)
-    made = report.environment(world) | {"commit": report.git_commit(), "command": shlex.join(sys.argv)}
+    made = benchmarking.environment(world) | {"commit": benchmarking.git_commit(), "command": shlex.join(sys.argv)}
     lines = []
     for (wiring, batch), runs in rounds.items():
         runner, standard = cells[wiring, batch][0], rounds.get(("standard", batch))

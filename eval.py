@@ -25,7 +25,7 @@ import generate
 from evaluation.score import SEPARATOR, alone, divergence, sensitivity, total_nats
 from formats import checkpoint
 from formats.tokenizer import check_vocabulary, load_tokenizer
-from runtime import cli, extras, launch, preflight, report, writing
+from runtime import benchmarking, cli, extras, launch, report, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
 
@@ -175,7 +175,7 @@ def main(argv=None):
             plan = plan_windows(args, config, reference_config or config)
         models = (config, args.checkpoint), (reference_config, args.compare)
         dtypes = [(c, checkpoint.chosen_dtype(args.dtype, folder)) for c, folder in models if folder]
-        preflight.warn(world, 0, 0, *((*model, world.rank, world.shares) for model in dtypes))  # without a cache
+        report.warn_of_memory(world, 0, 0, *((*model, world.rank, world.shares) for model in dtypes))  # without a cache
     if not world.alone:
         folders = {f"contents of --{name}": getattr(args, name) for name in ("checkpoint", "compare")}
         same = {name: folder and checkpoint.digest(folder) for name, folder in folders.items()}
@@ -193,7 +193,7 @@ def main(argv=None):
         "model": checkpoint.name(args.checkpoint), "wiring": config.wiring, "tp": world.tp_size, "shares": world.shares,
         "comm": args.comm, "quant": config.quant, "group_size": config.group_size,
         "dtype": checkpoint.dtype_name(model.dtype), **result,
-        "seconds": time.perf_counter() - start, "torch": torch.__version__, "commit": report.git_commit(),
+        "seconds": time.perf_counter() - start, "torch": torch.__version__, "commit": benchmarking.git_commit(),
     }  # fmt: skip
     print(json.dumps(line))
     if args.json:

@@ -23,7 +23,7 @@ from decoding.step import RunAhead, next_tokens, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from kernels import int_linear
-from runtime import cli, extras, launch, preflight, report, terminal, watch
+from runtime import cli, extras, launch, report, terminal, watch
 from runtime.cli import count
 from runtime.errors import InputError
 from runtime.launch import World
@@ -260,7 +260,7 @@ def set_up(args, world):
             slots += 1 + source.max_count  # a row that is done stays at its last token, which is read again
         dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
         small = [(source.config, dtype, 0, 1)] if source and source.folder else []
-        preflight.warn(world, len(prompts), slots, (config, dtype, world.rank, world.shares), *small)
+        report.warn_of_memory(world, len(prompts), slots, (config, dtype, world.rank, world.shares), *small)
     if not world.alone:  # else there is nobody to agree with, and no reason to read the files
         contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
         if args.checkpoint:
@@ -322,9 +322,9 @@ def main(argv=None):
     if world.rank == 0:
         print(report.summary(result), file=sys.stderr)
         if args.json:
-            from runtime import writing
+            from runtime import benchmarking, writing
 
-            writing.append_line(args.json, report.environment(world) | result)
+            writing.append_line(args.json, benchmarking.environment(world) | result)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,11 @@ import torch
 from extras.chat import chat
 from formats import checkpoint
 from model import Config, Transformer
-from runtime import launch
+from runtime import launch, ranks
 
 ROOT = Path(__file__).parent.parent
 SOON, SLOW = 5, 10  # seconds in which a run should end after a fault, and after the LADDER_TIMEOUT of a stall
-TIMEOUT, IMPORTS = 4, 4  # LADDER_TIMEOUT of the runs that stall, and launch.IMPORTS
+TIMEOUT, IMPORTS = 4, 4  # LADDER_TIMEOUT of the runs that stall, and ranks.IMPORTS
 HANGS, STARTS = 60, 150  # seconds after a fault until a run counts as hanging; until the fault should have happened
 MARK = "LADDER_FAULT_RUN"
 
@@ -130,7 +130,7 @@ def victim():
     if harmed and change[:1] and change[0].endswith(".py"):
         os.environ["PYTHONPATH"] = ""
         os.execv(sys.executable, [sys.executable, change[0], *sys.argv[2:]])
-    launch.IMPORTS = IMPORTS
+    ranks.IMPORTS = IMPORTS
     _, name, *flags = sys.argv
     sys.argv = [f"{name}.py", *flags, *(change if harmed else [])]
     script = importlib.import_module("extras.training.adapt" if name == "adapt" else name)

@@ -14,7 +14,7 @@ from extras.measure.link import LINKS
 from formats import checkpoint
 from formats.sizes import SIZES, RandomWeights
 from model import WIRINGS
-from runtime import report
+from runtime import benchmarking, report
 from runtime.errors import InputError
 from tp import load_shard
 
@@ -137,7 +137,7 @@ def test_the_machine_is_the_one_that_is_given(capsys, tiny):
 
 
 def test_without_any_machine_this_one_is_measured(monkeypatch, capsys, tiny):
-    monkeypatch.setattr(report, "read_bandwidth", lambda device, size: 5e9 if size <= 2**28 else None)
+    monkeypatch.setattr(benchmarking, "read_bandwidth", lambda device, size: 5e9 if size <= 2**28 else None)
     shown = advised(capsys, "--checkpoint", tiny, "--tp", 2, "--context", 9, "--link", "5us")
     assert "this machine (cpu), one process: 5.0 GB/s a rank" in shown and "\n5us; in us: " in shown
 
@@ -236,7 +236,7 @@ def test_a_table_for_each_link(capsys):
     ],
 )
 def test_bad_input_is_one_clear_line(flags, message, monkeypatch):
-    monkeypatch.setattr(report, "read_bandwidth", lambda *args, **kwargs: pytest.fail("measured for nothing"))
+    monkeypatch.setattr(benchmarking, "read_bandwidth", lambda *args, **kwargs: pytest.fail("measured for nothing"))
     with pytest.raises(InputError) as e:
         advise.main(shlex.split(flags))
     assert str(e.value).startswith(message) and "\n" not in str(e.value)

@@ -10,8 +10,8 @@ from helpers import BASE, YARN
 import eval
 import generate
 from formats import sizes
-from runtime import launch, preflight, report
-from runtime.preflight import cache_bytes, weight_bytes
+from runtime import launch, report
+from runtime.report import cache_bytes, weight_bytes
 from tp import load_shard
 
 CPU = torch.device("cpu")
@@ -39,12 +39,12 @@ def test_weights_and_cache_are_what_a_rank_will_hold(name, rank, tp_size):
 
 @pytest.fixture
 def said(monkeypatch, capsys):
-    """A function that returns what warn() prints for such ranks and free memory."""
+    """A function that returns what warn_of_memory() prints for such ranks and free memory."""
 
     def warned(free, rank=0, ranks=4, local=4, shares=None, **changes):
         monkeypatch.setattr(report, "free_bytes", lambda device: free)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
-        preflight.warn(
+        report.warn_of_memory(
             launch.World(rank, ranks, CPU, shares=shares, **changes),
             2,
             16,

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from helpers import HANGS, ROOT, command
 
-from runtime import launch, watch
+from runtime import launch, ranks, watch
 from runtime.errors import InputError
 
 
@@ -30,7 +30,7 @@ class Ended(Exception):
     pass
 
 
-class Alone(watch.Watch):
+class Alone(ranks.Watch):
     """A Watch whose ticks the test makes, and which ends nothing. All ranks are in the same decode step."""
 
     def __init__(self, tp_size=2, timeout=3, processes=None):
@@ -114,7 +114,7 @@ def test_the_end_of_a_process_is_seen_and_said():
             w.store.set(f"place {rank}", json.dumps(dataclasses.asdict(watch.Place(phase))))
         w._tick()
         child.kill()
-        while watch.read_process(child.pid)[0]:
+        while ranks.read_process(child.pid)[0]:
             time.sleep(0.01)
         with pytest.raises(Ended, match="rank 1 of 2 has died in prefill$"):
             w._tick()
@@ -128,7 +128,7 @@ def test_the_end_of_a_process_is_seen_and_said():
 
 def test_a_new_phase_is_published_at_once(monkeypatch):
     w = Alone()
-    monkeypatch.setattr(watch, "_publish", w.publish)
+    monkeypatch.setattr(watch, "on_change", w.publish)
     watch.at("load of", "a")
     watch.at("load of", "b")
     assert str(w._place(0)) == "load of a"
@@ -142,20 +142,20 @@ def test_a_store_that_does_not_answer_ends_the_run(monkeypatch):
 
 
 def test_how_long_a_process_has_computed():
-    before, start = watch.read_process(os.getpid())[1], time.process_time()
+    before, start = ranks.read_process(os.getpid())[1], time.process_time()
     while time.process_time() < start + 0.3:
         pass
-    assert 0.2 < watch.read_process(os.getpid())[1] - before < 1 and watch.read_process("none") == (False, 0)
+    assert 0.2 < ranks.read_process(os.getpid())[1] - before < 1 and ranks.read_process("none") == (False, 0)
 
 
 def test_a_rank_whose_main_thread_cannot_end_it_is_ended_by_its_watch(monkeypatch):
     w, seen = Alone(), []
     w.leave = seen.append
-    monkeypatch.setattr(watch, "GRACE", 0)
+    monkeypatch.setattr(ranks, "GRACE", 0)
     monkeypatch.setattr(watch, "monitors", [types.SimpleNamespace(abandon=lambda: seen.append("abandon"))])
-    monkeypatch.setattr(watch.os, "kill", lambda process, number: seen.append((process == os.getpid(), number)))
+    monkeypatch.setattr(ranks.os, "kill", lambda process, number: seen.append((process == os.getpid(), number)))
     why = watch.Verdict("rank 1 hangs")
-    watch.Watch._end(w, why)
+    ranks.Watch._end(w, why)
     assert seen == ["abandon", (True, signal.SIGTERM), why] and w.known.is_set() and w.verdict is why
 
 
@@ -190,7 +190,6 @@ def test_places_in_words_and_blocks_that_hold_them():
 )
 def test_the_exit_code_and_the_line_of_each_end(error, code, line, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["/some/where/x.py"])
-    monkeypatch.setattr(launch, "_watch", None)
     with pytest.raises(SystemExit) as end:
         launch._leave(error)
     assert (end.value.code, capsys.readouterr().err) == (code, line)
@@ -198,9 +197,9 @@ def test_the_exit_code_and_the_line_of_each_end(error, code, line, monkeypatch, 
 
 def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys):
     store = dist.HashStore()
-    kept = launch.functools.cache(lambda: store)
+    kept = ranks.functools.cache(lambda: store)
     kept()
-    monkeypatch.setattr(launch, "_store", kept)
+    monkeypatch.setattr(ranks, "store", kept)
     monkeypatch.setattr(os, "_exit", sys.exit)
     for rank, error in (1, InputError("wrong")), (0, InputError("wrong")), (2, watch.Terminated("SIGTERM")):
         monkeypatch.setenv("RANK", str(rank))
@@ -222,8 +221,8 @@ def test_what_stands_in_the_store_is_read_and_never_run(monkeypatch, tmp_path):
             return os.mkdir, (str(tmp_path / "ran"),)
 
     store = dist.HashStore()
-    monkeypatch.setattr(launch, "_store", lambda: store)
-    monkeypatch.setattr(launch, "_gathers", launch.collections.Counter())
+    monkeypatch.setattr(ranks, "store", lambda: store)
+    monkeypatch.setattr(ranks, "_gathers", ranks.collections.Counter())
     store.set("gathered 2 1 1", pickle.dumps(Stranger()))
     with pytest.raises(ValueError):
         launch.World(0, 2, torch.device("cpu")).gather((1, "a"))
@@ -237,10 +236,10 @@ def test_what_stands_in_the_store_is_read_and_never_run(monkeypatch, tmp_path):
 def test_the_timeout_is_a_number_of_seconds(text, seconds, monkeypatch):
     monkeypatch.setenv("LADDER_TIMEOUT", text)
     if seconds is not None:
-        assert launch.timeout() == seconds
+        assert ranks.timeout() == seconds
     else:
         with pytest.raises(InputError, match=f"^LADDER_TIMEOUT='{text}' is no number of seconds"):
-            launch.timeout()
+            ranks.timeout()
 
 
 def run_source(source, *words, stdin=None, stdout=subprocess.PIPE):
@@ -333,7 +332,7 @@ def test_each_difference_is_named():
 
 def test_what_ranks_are_compared_by():
     flags = vars(argparse.Namespace(checkpoint="here", seed=0, top_k=3, wiring=None, compile=False, json="x"))
-    start = launch._start(flags, torch.device("cpu"))
+    start = ranks._start(flags, torch.device("cpu"))
     assert start.keys() == {"the script", "the code", "torch", "device", "--seed", "--top-k"}
     assert start["--seed"] == 0 and start["torch"] == torch.__version__
 
