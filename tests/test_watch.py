@@ -124,7 +124,7 @@ def test_the_end_of_a_process_is_seen_and_said():
 
 def test_a_store_that_does_not_answer_ends_the_run(monkeypatch):
     w = Alone(timeout=2)
-    monkeypatch.setattr(watch, "TICK", 0.01)
+    monkeypatch.setattr(ranks, "TICK", 0.01)
     with pytest.raises(Ended, match=r"torchrun's store has not answered for 2 s \(LADDER_TIMEOUT\), in decode step 7"):
         w._watch_store()
 
@@ -277,8 +277,8 @@ def test_what_ranks_are_compared_by(monkeypatch):
     assert start.keys() == {"the script", "the code", "torch", "device", "--seed", "--top-k"}
     assert start["--seed"] == 0 and start["torch"] == torch.__version__
     monkeypatch.setenv("LADDER_TIMEOUT", "2.5")
-    assert launch.timeout() == 2.5
+    assert ranks.timeout() == 2.5
     for text in "-1", "nan", "soon":
         monkeypatch.setenv("LADDER_TIMEOUT", text)
         with pytest.raises(InputError, match=f"LADDER_TIMEOUT='{text}'"):
-            launch.timeout()
+            ranks.timeout()
