@@ -25,7 +25,6 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
-import torch.distributed as dist
 
 import generate
 from decoding.sampling import Sampler
@@ -77,47 +76,15 @@ def make_cells(models, args, world):
     return cells
 
 
-class Disconnected(dist.ProcessGroup):
-    """A process group whose collectives do nothing."""
-
-    def allreduce(self, tensors, opts=None):
-        done = torch.futures.Future()
-        done.set_result(None)
-        return torch._C._distributed_c10d._create_work_from_future(done)
-
-    def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
-        return self.allreduce(inputs)
-
-
-@contextlib.contextmanager
-def disconnected(group):
-    """Let the collectives of a process group do nothing in this block, so that each rank may run another graph."""
-    names, instead = torch._C._distributed_c10d, Disconnected(group.rank(), group.size())
-    names._unregister_process_group(group.group_name)
-    names._register_process_group(group.group_name, instead)
-    try:
-        yield
-    finally:
-        names._unregister_process_group(group.group_name)
-        names._register_process_group(group.group_name, group)
-
-
 def compile_cells(cells, args, world):
-    """Compile all cells: on a CPU each rank in an order of its own, so that it finds what others have compiled.
-
-    What a rank has compiled, the others load from Inductor's cache, if their shards have the same shapes.
-    """
+    """Compile all cells, and say how long each takes."""
     from runtime import compiling
 
-    order, apart = [*cells], world.device.type == "cpu" and not world.alone
-    with disconnected(world.group) if apart else contextlib.nullcontext():
-        first = len(order) * world.rank // world.tp_size if apart else 0
-        for n, key in enumerate(order[first:] + order[:first], start=1):
-            seconds = compiling.warm_up(*cells[key], args.new_tokens, generate.BUCKET)
-            if world.rank == 0:
-                what = f"compiled {n} of {len(order)}, {key[0]} at batch {key[1]}"
-                print(f"tp {world.tp_size}: {what}, in {seconds:.1f} s", file=sys.stderr)
-    world.gather(None)
+    for n, ((wiring, batch), cell) in enumerate(cells.items(), start=1):
+        seconds = compiling.warm_up(*cell, args.new_tokens, generate.BUCKET)
+        if world.rank == 0:
+            what = f"compiled {n} of {len(cells)}, {wiring} at batch {batch}"
+            print(f"tp {world.tp_size}: {what}, in {seconds:.1f} s", file=sys.stderr)
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Named sizes with random weights, for benchmarks: generate.py --model."""
 
+import contextlib
 import dataclasses
 import re
 
@@ -17,7 +18,7 @@ def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie
     )  # fmt: skip
 
 
-SIZES = {  # shapes for benchmarks with random weights
+SIZES = {  # shapes for benchmarks with random weights; extras/lanes adds another
     "1b": _llama3(16, 32, 64, 2048, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 1B
     "3b": _llama3(28, 24, 128, 3072, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 3B
     "8b": _llama3(32, 32, 128, 4096, 14336),  # Llama 3.1 8B
@@ -34,6 +35,9 @@ def named_size(text, quant=None):
     if text.startswith("laneformer"):
         load_extra("lanes", f"--model {text}")  # adds it to SIZES
     match = re.fullmatch(r"([\w-]+?)(?::([1-9]\d*))?(?::(int8|int4(?::\d+)?))?", text)
+    if match and match[1] not in SIZES:
+        with contextlib.suppress(InputError):  # a copy without that folder
+            load_extra("lanes", f"--model {text}")
     config = SIZES.get(match and match[1])
     if config is None or int(match[2] or 1) > config.n_layers:
         words = f"give NAME, NAME:N with N layers, or NAME:N:int8, of {', '.join(SIZES)}"

@@ -13,6 +13,7 @@ import sys
 import termios
 import threading
 import unittest.mock
+from types import SimpleNamespace
 
 import helpers
 import pytest
@@ -36,18 +37,20 @@ from safetensors.torch import load_file, save_file
 import generate
 import tp
 from complete import complete, load
+from decoding import step
 from formats import checkpoint, sizes
 from formats.tokenizer import load_tokenizer
 from model import SingleDevice
-from runtime import launch
+from runtime import compiling, launch
 from runtime.errors import InputError
 
 KEYS = (
-    "model, n_layers, wiring, dtype, quant, link, tp, simulated, device, hardware, threads, load_average, "
-    "torch, comm, commit, settings, load_s, batch, prompt_tokens, new_tokens, exposed, compile_s, prefill_s, decode_s, "
-    "ttft_ms, tpot_ms, tok_s, tok_s_user, step_bytes, bandwidth, mbu, peak_bytes, prefill_parts, tokens, texts, draft, "
-    "speculate, passes, drafted, accepted, shares"
+    "model, n_layers, wiring, dtype, quant, tp, simulated, device, hardware, threads, load_average, torch, comm, "
+    "commit, settings, load_s, batch, prompt_tokens, new_tokens, compile_s, prefill_s, decode_s, ttft_ms, tpot_ms, "
+    "tok_s, tok_s_user, step_bytes, bytes_s, peak_bytes, prefill_chunks, tokens, texts, draft, speculate, passes, "
+    "drafted, accepted, shares"
 )
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
 
@@ -127,7 +130,7 @@ MAIN += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 @pytest.mark.parametrize("ranks, wiring, flags, how", MAIN)
 def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, how, out):
     prompts = [arg for prompt in PROMPTS for arg in ("--prompt", prompt)]
-    flags = [*flags, "--wiring", wiring, "--temperature", "0", "--max-new-tokens", "12", "--ignore-eos"]
+    flags = [*flags, "--wiring", wiring, "--temperature", "0", "--max-new-tokens", "12"]
     result, printed, said = run_json(tiny, *prompts, *flags, out=out, ranks=ranks, how=how)
     assert result["tokens"] == greedy(wiring)
     other = f"these weights are standard's, and run as {wiring}, another function than these weights were trained for: "
@@ -138,7 +141,7 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, how, out
         assert prompt + text in printed
     expected = {
         "wiring": wiring, "model": tiny.name, "tp": ranks, "batch": 3, "new_tokens": 12, "dtype": "float32",
-        "quant": None, "device": "cpu", "link": None, "torch": torch.__version__,
+        "quant": None, "device": "cpu", "torch": torch.__version__,
     }  # fmt: skip
     assert {key: result[key] for key in expected} == expected
     assert sorted(result) == sorted(KEYS.split(", "))
@@ -152,7 +155,7 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, how, out
 
 
 def test_unlike_ranks_say_the_same(tiny, greedy, out):
-    flags = ["--temperature", "0", "--max-new-tokens", "12", "--ignore-eos", "--prompt", PROMPTS[0], "--shares", "4,1"]
+    flags = ["--temperature", "0", "--max-new-tokens", "12", "--prompt", PROMPTS[0], "--shares", "4,1"]
     result, *_ = run_json(tiny, *flags, out=out, ranks=2, how=launched)
     assert result["tokens"] == greedy("standard")[:1] and (result["tp"], result["shares"]) == (2, [4, 1])
 
@@ -193,13 +196,13 @@ def test_the_functions_of_a_notebook(tiny, greedy, monkeypatch):
 
 
 def test_step_bytes_are_the_weights_and_the_cache(tiny, out):
-    result, *_ = run_json(tiny, "--prompt-ids", "1,5,6", "--max-new-tokens", "7", "--ignore-eos", out=out)
+    result, *_ = run_json(tiny, "--prompt", "ids:1,5,6", "--max-new-tokens", "7", out=out)
     c = checkpoint.read_config(tiny)
     layer = c.dim * c.head_dim * (15 + 2 * 5 + 15) + 3 * c.dim * c.intermediate_size + 2 * c.dim
     weights = c.n_layers * layer + c.dim + c.dim * c.vocab_size
     slot = c.n_layers * 2 * 5 * c.head_dim
     assert result["step_bytes"] == 4 * weights + 4 * slot * (3 + 10) / 2  # the mean of 3 to 10 slots
-    assert result["mbu"] == pytest.approx(result["step_bytes"] / result["tpot_ms"] * 1e3 / result["bandwidth"])
+    assert result["bytes_s"] == pytest.approx(result["step_bytes"] / result["tpot_ms"] * 1e3)
 
 
 def test_a_single_prompt_streams_its_text(tiny, out):
@@ -209,18 +212,18 @@ def test_a_single_prompt_streams_its_text(tiny, out):
 
 def test_prompts_from_a_file_and_repeated_to_a_batch(tiny, tmp_path, greedy, out):
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n\n")
-    flags = ["--temperature", "0", "--max-new-tokens", "12", "--ignore-eos", "--batch", "6"]
+    flags = ["--temperature", "0", "--max-new-tokens", "12", "--batch", "6"]
     result, *_ = run_json(tiny, "--prompt", f"@{tmp_path}/prompts.txt", *flags, out=out)
     assert result["tokens"] == greedy("standard") * 2
 
 
 def test_synthetic_prompts_and_a_full_context(tiny, out):
-    flags = ["--prompt-length", "7", "--batch", "3", "--max-new-tokens", "5", "--ignore-eos"]
+    flags = ["--prompt-length", "7", "--batch", "3", "--max-new-tokens", "5"]
     result, *_ = run_json(tiny, *flags, out=out)
     assert (result["batch"], result["prompt_tokens"]) == (3, 7)
     assert len({tuple(row) for row in result["tokens"]}) == 3
     context = checkpoint.read_config(tiny).max_seq_len
-    result, *_ = run_json(tiny, "--prompt-length", context - 3, "--ignore-eos", out=out)
+    result, *_ = run_json(tiny, "--prompt-length", context - 3, out=out)
     assert result["new_tokens"] == 3
 
 
@@ -268,7 +271,7 @@ def typing(self, *args):
 generate.Runner.decode = typing
 launch.run(generate.main)
 """)
-    flags = ["--checkpoint", tiny, "--interactive", "--temperature", "0", "--max-new-tokens", "19", "--ignore-eos"]
+    flags = ["--checkpoint", tiny, "--chat", "--temperature", "0", "--max-new-tokens", "19"]
     process = subprocess.Popen(
         command(tmp_path / "chatting.py", *flags, ranks=ranks), stdin=terminal, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -283,19 +286,18 @@ launch.run(generate.main)
 
 
 @pytest.mark.parametrize("flags", [[], pytest.param(["--compile", "all"], marks=pytest.mark.slow)])
-def test_interactive_with_a_chat_template_and_a_full_context(copy, flags):
+def test_a_chat_with_a_template_and_a_full_context(copy, flags):
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
     (copy / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    flags = ["--checkpoint", copy, "--temperature", "0", "--max-new-tokens", "2", *flags]
-    printed, said = run(*flags, "--interactive", "60", stdin="a\nb\na\na\n")
+    flags = ["--checkpoint", copy, "--temperature", "0", "--max-new-tokens", "2", "--chat", *flags]
+    printed, said = run(*flags, stdin="a\nb\na\na\n")
     texts = printed.split("\n")
-    assert "do not fit the context of 60: starting anew with this message" in said
+    assert "do not fit the context of 64: starting anew with this message" in said
     assert texts[0] in texts[2:4] and texts[0] != texts[1] and "" not in texts[:4]
-    parts = ["--prefill-parts", "2"]
-    again, said = run(*flags, *parts, "--interactive", "60", stdin="a\n" + "dog " * 50 + "\nb\na\na\n")
-    assert "tokens leaves no room in the context of 60: shorten it" in said
+    again, said = run(*flags, stdin="a\n" + "dog " * 60 + "\nb\na\na\n")
+    assert "tokens leaves no room in the context of 64: shorten it" in said
     assert again == printed  # a message that is refused leaves the conversation as it was
-    assert run(*flags, "--chat", "--prompt", "a")[0] == texts[0] + "\n"
+    assert run(*flags, "--prompt", "a")[0] == texts[0] + "\n"
 
 
 def test_the_demo_is_a_ladder_and_tells_the_same_story_on_two_ranks(out):
@@ -310,7 +312,7 @@ def test_two_nodes(tiny, greedy, out):
     """Two launchers with one rank each, as on two machines."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
     launcher += ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    flags = ["--checkpoint", tiny, "--ladder", "--temperature", "0", "--max-new-tokens", "12", "--ignore-eos"]
+    flags = ["--checkpoint", tiny, "--ladder", "--temperature", "0", "--max-new-tokens", "12"]
     words = [str(word) for word in (ROOT / "generate.py", *flags, "--prompt", PROMPTS[0], "--json", out)]
     nodes = [subprocess.Popen([*launcher, f"--node_rank={r}", *words], stderr=subprocess.PIPE) for r in (1, 0)]
     errors = [node.communicate(timeout=HANGS)[1] for node in nodes]
@@ -435,7 +437,7 @@ def test_what_is_likely_enough_is_chosen_without_gathering_logits():
 def test_a_prefill_in_chunks_and_parts_equals_one_pass(chunk, parts, windowed):
     net = random_model(dataclasses.replace(BASE, **windowed))
     tokens, lengths = unequal_rows(BASE)
-    runner, widths = generate.Runner(net, net.new_cache(3, 12), parts=parts), []
+    runner, widths = generate.Runner(net, net.new_cache(3, 12), chunks=parts), []
 
     def prefill(part, *args, **kwargs):
         widths.append(part.shape[1])
@@ -453,26 +455,24 @@ def test_a_prefill_in_chunks_and_parts_equals_one_pass(chunk, parts, windowed):
         assert torch.allclose(k, k1, atol=1e-5) and torch.allclose(v, v1, atol=1e-5)
 
 
-def test_a_prefill_in_parts_is_said_and_gives_the_same_tokens(tiny, tmp_path):
-    out, runs = tmp_path / "out.jsonl", []
-    for parts in (1, 2):
-        flags = "--prompt-length", 24, "--max-new-tokens", 3, "--prefill-parts", parts, "--exposed"
-        [(_, said), _] = helpers.main_on_ranks(2, generate.main, "--checkpoint", tiny, *flags, "--json", out)
-        result = json.loads(out.read_text().splitlines()[-1])
-        assert result["prefill_parts"] == parts and ("prefill in 2 parts" in said) == (parts == 2)
-        prefill = result["exposed"]["prefill"]
-        assert prefill["limit_ms"] and prefill["all_reduces"] == parts * result["exposed"]["decode"]["all_reduces"]
-        runs.append((result["tokens"], prefill["all_reduce_bytes"] * parts))
-    assert runs[0] == runs[1]
+def test_many_tokens_are_prefilled_in_two_chunks_to_the_same_tokens(tiny, out):
+    flags = ["--prompt-length", 60, "--batch", 9, "--max-new-tokens", 3, "--temperature", 0]
+    one, *_ = run_json(tiny, *flags, out=out)
+    two, _, said = run_json(tiny, *flags, out=out, ranks=2)
+    assert (one["prefill_chunks"], two["prefill_chunks"]) == (1, 2) and "prefill in 2 chunks" in said
+    assert one["tokens"] == two["tokens"]
 
 
 def test_parts_are_for_many_tokens_of_several_ranks_in_eager_code():
     net = random_model(dataclasses.replace(BASE, n_layers=1))
-    assert generate.Runner(net, None).parts_of(1, 10**6) == 1
+    assert generate.Runner(net, None).choose_chunks(1, 10**6) == 1
     net.comm.tp_size = 2
-    assert [generate.Runner(net, None).parts_of(1, n) for n in (generate.CUT - 1, generate.CUT)] == [1, 2]
-    assert generate.Runner(net, None, compile_prefill=True).parts_of(1, 10**6) == 1
-    assert generate.Runner(net, None, parts=3).parts_of(9, 2) == 2
+    assert [generate.Runner(net, None).choose_chunks(1, n) for n in (generate.MIN_TOKENS - 1, generate.MIN_TOKENS)] == [
+        1,
+        2,
+    ]
+    assert generate.Runner(net, None, compile_prefill=True).choose_chunks(1, 10**6) == 1
+    assert generate.Runner(net, None, chunks=3).choose_chunks(9, 2) == 2
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
@@ -504,40 +504,35 @@ def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
 @pytest.mark.parametrize("prompt, new", [(1, 1), (100, 200), (256, 1), (300, 500), (255, 3)])
 def test_a_gpu_reads_the_cache_in_buckets_all_of_which_the_warm_up_has_seen(prompt, new, monkeypatch):
     """A model that only writes down what it is asked to read, and a runner that says it is on a GPU."""
-    pad, seen = generate.pad, []
-    monkeypatch.setattr(generate, "pad", lambda prompts, device: pad(prompts, "cpu"))
-    tensor = torch.tensor
+    lengths, tensor = [], torch.tensor
+    for module in generate, compiling:
+        monkeypatch.setattr(module, "pad", lambda prompts, device: step.pad(prompts, "cpu"))
     monkeypatch.setattr(torch, "tensor", lambda data, device=None, **kwargs: tensor(data, **kwargs))
     monkeypatch.setattr(torch.cuda, "current_stream", unittest.mock.Mock())
     slots = -(-(prompt + new) // generate.BUCKET) * generate.BUCKET + 1
 
-    def model(tokens, positions=None, cache=None, cache_length=None, select=None, parts=1):
+    def model(tokens, positions=None, cache=None, cache_length=None, select=None, chunks=1):
         if positions is not None:
             assert positions.max() < cache_length < slots and cache_length % generate.BUCKET == 0
-            seen.append(cache_length)
+            lengths.append(cache_length)
         return torch.zeros(1, 1, 4)
 
-    model.norm, model.config = torch.nn.RMSNorm(4), dataclasses.replace(BASE, max_seq_len=1000)
-    model.comm = SingleDevice()
+    model.device, model.config, model.comm = CUDA, dataclasses.replace(BASE, max_seq_len=1000), SingleDevice()
     runner = generate.Runner(model, None)
-    runner.device = torch.device("cuda")
-    generate.warm_up(runner, [[1] * prompt], new, chunk=10**6)
-    warmed = set(seen)
-    seen.clear()
-    generate.generate(runner, [[1] * prompt], new, generate.Sampler(0), chunk=10**6)
-    assert warmed >= set(seen) and max(warmed, default=0) <= max(
-        [*seen, generate.BUCKET * -(-(prompt + 1) // generate.BUCKET)]
-    )
+    compiling.warm_up(runner, [[1] * prompt], new, generate.BUCKET)
+    warm = {*lengths}
+    lengths.clear()
+    generate.generate(runner, [[1] * prompt], new, generate.Sampler(0), pass_tokens=10**6)
+    least = generate.BUCKET * -(-(prompt + 1) // generate.BUCKET)
+    assert warm >= {*lengths} and max(warm) <= max([*lengths, least])
 
 
-@pytest.mark.parametrize("length", [1, 256, 257])
-def test_a_gpus_cache_has_whole_buckets_and_one_slot_that_nobody_reads(length):
+def test_a_gpus_cache_has_whole_buckets_and_one_slot_that_nobody_reads():
     model = random_model(BASE)
-    assert generate.make_cache(model, 2, length)[0][0].shape == (2, 2, length, 8)  # on a CPU just that
-    on_gpu = type("", (), {"norm": type("", (), {"weight": type("", (), {"device": torch.device("cuda")})})})
-    on_gpu.new_cache = model.new_cache
-    cache = generate.make_cache(on_gpu, 2, length)
-    assert {t.shape[2] for layer in cache for t in layer} == {-(-length // 256) * 256 + 1}
+    on_gpu = SimpleNamespace(device=CUDA, new_cache=model.new_cache)
+    for length, slots in (1, 257), (256, 257), (257, 513):
+        assert generate.make_cache(model, 2, length)[0][0].shape == (2, 2, length, 8)  # on a CPU just that
+        assert {t.shape[2] for layer in generate.make_cache(on_gpu, 2, length) for t in layer} == {slots}
 
 
 class Scripted(generate.Runner):
@@ -547,8 +542,8 @@ class Scripted(generate.Runner):
         self.model, self.device = random_model(BASE), torch.device("cpu")
         self.logits, self.prefilled, self.seen = logits, [], []
 
-    def prefill(self, tokens, lengths, chunk, known):
-        self.prefilled.append((tokens.tolist(), lengths.tolist(), chunk, known))
+    def prefill(self, tokens, lengths, pass_tokens, cached_tokens):
+        self.prefilled.append((tokens.tolist(), lengths.tolist(), pass_tokens, cached_tokens))
         return self.logits(0)
 
     def decode(self, tokens, positions, longest):
@@ -566,7 +561,7 @@ def test_each_row_stops_at_its_own_end():
 
     runner, sample = Scripted(logits), generate.Sampler(0)
     prompts = [[5, 6, 7], [5], [5, 6]]
-    rows, n, first, rest, *_ = generate.generate(runner, prompts, 10, sample, (9,), steps.append, chunk=5)
+    rows, n, first, rest, *_ = generate.generate(runner, prompts, 10, sample, (9,), steps.append, pass_tokens=5)
     assert runner.prefilled == [([[5, 6, 7], [5, 0, 0], [5, 6, 0]], [3, 1, 2], 5, 0)]
     assert rows == [[1, 2, 3], [11], [21, 22, 23, 24, 25]]
     assert n == 6 and len(runner.seen) == 5 and first > 0 and rest > 0
@@ -639,7 +634,7 @@ CHECKPOINTS = {  # what happened to the folder, and the line
     "NaN": (nan_in_the_last_column, f"tensor {WO} holds NaN"),
     "a missing tensor": (lambda f: spoil_weights(f, WO, lambda state, name: state.pop(name)), f"no tensor {WO}"),
     "a wrong shape": (lambda f: edit_config(f, intermediate_size=99), r"the config says (99, 48)"),
-    "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), "copy has no tokenizer: use --prompt-ids"),
+    "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), "copy has no tokenizer: use --prompt ids:"),
     "a broken tokenizer": (lambda f: (f / "tokenizer.model").write_text("x"), "tokenizer.model cannot be read"),
     "another vocabulary": (lambda f: edit_config(f, vocab_size=400), "300 tokens, but the model's vocab_size is 400"),
 }

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import convert_hf_checkpoint
 import quantize
 import tp
+from extras.lanes.lanes import lanes_of_rank, load_lanes
 from extras.measure.clock import count_all_reduces
 from formats import checkpoint, huggingface
 from kernels import int_linear
@@ -104,7 +105,7 @@ def converted(path, **changes):
 def logits_of(world, path, compile=False):
     """Logits of the whole sequences, and of a prefill of unequal rows with token-by-token decode."""
     config = checkpoint.read_config(path)
-    net = tp.load_shard(config, checkpoint.Weights(path), torch.float32, "cpu", world.rank, world.shares)
+    net = load_lanes(config, checkpoint.Weights(path), torch.float32, "cpu", world.rank, world.shares)
     int_linear.use_kernels(net)
     if world.group is not None:
         net.comm = tp.TensorParallel(config, world.shares, world.group)
@@ -137,7 +138,7 @@ def test_converted_folders_compute_the_function_on_any_number_of_ranks(case, tmp
     config = checkpoint.read_config(tmp_path / "ours")
     assert huggingface.config_from_hf(tmp_path / "hf" / "config.json") == config
     with pytest.raises(InputError, match=f"the {hf['num_lanes']} lanes of .* do not fit 3 ranks: use 1, 2"):
-        tp.held(config, torch.float32, 0, 3)
+        lanes_of_rank(config, 0, 3)
 
 
 @pytest.mark.slow
@@ -152,7 +153,7 @@ def test_a_compiled_step_computes_it_with_one_lane_a_rank_and_with_two(lanes, tm
 def test_the_clock_counts_the_all_reduces_and_that_of_the_head(case, tmp_path):
     converted(tmp_path, **CASES[case])
     config = checkpoint.read_config(tmp_path / "ours")
-    net, started = tp.load_shard(config, checkpoint.Weights(tmp_path / "ours"), torch.float32, "cpu"), []
+    net, started = load_lanes(config, checkpoint.Weights(tmp_path / "ours"), torch.float32, "cpu"), []
     net.comm.start = lambda partial: started.append(None) or partial
     with torch.no_grad():
         net(TOKENS)

@@ -12,12 +12,13 @@ import torch
 from helpers import BASE, random_model, run_ranks, write_model
 from reference import Reference
 from test_training import trainee_like
+from test_writers import check_kills, names
 
 import eval as evaluate
 import model
 import quantize
 import tp
-from extras.training import adapt, data, sharding
+from extras.training import adapt, data, runs, sharding
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from runtime import launch, writing
@@ -215,11 +216,35 @@ def test_killed_at_any_step_it_resumes_with_the_same_losses(scratch, tmp_path, m
     assert sorted(p.name for p in (tmp_path / "out.run").glob("[bs]*-*")) == ["best-8", "state-9"]
     adapt.main(scratch)
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
-    names = [tmp_path / name / "model.safetensors" for name in ("out", "whole")]
-    assert names[0].read_bytes() == names[1].read_bytes()
+    out, whole = (tmp_path / name / "model.safetensors" for name in ("out", "whole"))
+    assert out.read_bytes() == whole.read_bytes()
     shutil.rmtree(tmp_path / "out")  # a finished run whose output is gone starts anew
     adapt.main(scratch)
-    assert names[0].read_bytes() == names[1].read_bytes()
+    assert out.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.slow
+def test_killed_before_any_change_it_resumes_and_its_output_is_complete_or_absent(flags, tmp_path):
+    how = f"{SMALL} --batch 2 --steps 2 --warmup 1 --eval-every 1 --save-every 1 --valid-tokens 64".split()
+    (tmp_path / "kills").mkdir()
+    check_kills(lambda out: adapt.main([*flags, *how, "--out", str(out)]), tmp_path / "kills", moments=15)
+
+
+def test_killed_in_its_last_moment_a_run_keeps_what_it_needs_or_nothing(tmp_path):
+    out, run = tmp_path / "out", tmp_path / "out.run"
+    for part in "state-3", "best-3", "best-2", "train.tokens.tmp":
+        (run / part).mkdir(parents=True)
+    for part in "train.tokens", "log.jsonl", "settings.json":
+        (run / part).write_text("")
+    (run / "best.json").write_text('{"step": 3}')
+    before = names(run)
+    with runs.reserved(out, run):  # killed before the rename
+        assert names(run) == before
+    (run / "best-3").rename(out)
+    (out / "config.json").write_text("")
+    with pytest.raises(InputError, match="already exists"), runs.reserved(out, run):
+        pass
+    assert names(run) == ["log.jsonl", "settings.json"]
 
 
 def test_asked_to_stop_it_saves_first(scratch, tmp_path, monkeypatch):

@@ -16,13 +16,8 @@ from helpers import HANGS, ROOT
 from tqdm import tqdm
 
 import quantize
-from extras.export import to_hf
-from extras.training import adapt, runs
 from runtime import writing
 from runtime.errors import InputError
-
-SMALL = "--dim 16 --n-layers 1 --n-heads 2 --n-kv-heads 1 --intermediate-size 16 --vocab-size 300 --seq-len 16"
-TRAINED = "--batch 2 --steps 2 --warmup 1 --eval-every 1 --save-every 1 --valid-tokens 64"
 
 
 def names(folder):
@@ -36,20 +31,13 @@ def append(out):
 
 
 @pytest.fixture
-def writers(tiny, tmp_path):
-    """{name: a function that writes the output `out`, most by a script}."""
-    (tmp_path / "text").write_text("Once upon a time there was a little dog. " * 40)
-    text = ["--text", str(tmp_path / "text"), "--valid", str(tmp_path / "text")]
+def writers(tiny):
+    """{name: a function that writes the output `out`}."""
     return {
-        "export": lambda out: to_hf.main([str(tiny), "--out", str(out)]),
         "quantize": lambda out: quantize.main(["--checkpoint", str(tiny), "--mode", "int8", "--out", str(out)]),
-        "adapt": lambda out: adapt.main([*text, *SMALL.split(), *TRAINED.split(), "--out", str(out)]),
         "append": append,
         "file": lambda out: writing.write_text(out, "figure"),
     }
-
-
-NAMES = ["export", "quantize", "adapt", "append", "file"]
 
 
 # Killed
@@ -84,37 +72,42 @@ def fork(write, out, event=None):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(changes or 0)
 
 
-def contents(folder):
-    """{name: bytes} of all files of a folder, but for those with times in them."""
+def contents(folder, beginning=""):
+    """{name: bytes} of the files whose names begin so, but for those with times in them."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name not in ("log.jsonl", "settings.json")]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return {name: data for name, data in files.items() if f"{name}/".startswith(beginning)}
 
 
-@pytest.mark.parametrize("name, moments", [
-    ("file", 9), ("append", 5), ("quantize", 3),
-    *(pytest.param(name, 15, marks=pytest.mark.slow) for name in ("append", "export", "quantize", "adapt")),
-])  # fmt: skip
-def test_killed_at_any_moment_an_output_is_complete_or_absent_and_the_next_run_works(name, moments, writers, tmp_path):
+def check_kills(write, folder, moments, appends=False):
+    """Kill a writer before so many of its changes: the output is complete or absent, and the next run completes it.
+
+    The output of one that appends is the beginning of the complete one.
+    """
     tqdm.monitor_interval = 0  # no thread beside this one, which forks
-    (whole := tmp_path / "whole").mkdir()
-    code, events = fork(writers[name], whole / "out")
-    expected, states = contents(whole), []
-    assert code == 0 and events > 1 and expected
+    (whole := folder / "whole").mkdir()
+    code, events = fork(write, whole / "out")
+    outputs = []
+    assert code == 0 and events > 1 and contents(whole)
     for event in sorted({i * events // moments for i in range(moments)}):
-        (folder := tmp_path / str(event)).mkdir()
-        assert fork(writers[name], folder / "out", event)[0] == -signal.SIGKILL
-        output = {path: data for path, data in contents(folder).items() if path.split("/")[0] == "out"}
-        if name == "append":
-            assert expected["out"].startswith(output.get("out", b""))
+        (killed := folder / str(event)).mkdir()
+        assert fork(write, killed / "out", event)[0] == -signal.SIGKILL
+        outputs.append(contents(killed, "out/"))
+        if appends:
+            assert (whole / "out").read_bytes().startswith(outputs[-1].get("out", b""))
         else:
-            assert not output or output == {path: expected[path] for path in expected if path.split("/")[0] == "out"}
-        states.append(bool(output))
-        if not output or name in ("append", "file"):
-            assert fork(writers[name], folder / "out")[0] == 0
-        else:  # it says that the output is there
-            fork(writers[name], folder / "out")
-        assert contents(folder) == expected
-    assert False in states  # or nothing was killed while it wrote
+            assert outputs[-1] in ({}, contents(whole, "out/"))
+        fork(write, killed / "out")
+        assert contents(killed) == contents(whole)
+    assert {} in outputs  # or nothing was killed while it wrote
+
+
+KILLS = [("file", 9), ("append", 5), ("quantize", 3), pytest.param("quantize", 15, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("name, moments", KILLS)
+def test_killed_at_any_moment_an_output_is_complete_or_absent_and_the_next_run_works(name, moments, writers, tmp_path):
+    check_kills(writers[name], tmp_path, moments, appends=name == "append")
 
 
 def test_asked_to_end_it_leaves_nothing(tiny, tmp_path):
@@ -146,34 +139,17 @@ def test_what_a_killed_writer_left_goes_and_a_folder_of_somebody_else_stays(tmp_
     assert names(tmp_path) == ["new.tmp", "out"] and names(tmp_path / "new.tmp") == ["precious"]
 
 
-def test_killed_in_its_last_moment_a_run_keeps_what_it_needs_or_nothing(tmp_path):
-    out, run = tmp_path / "out", tmp_path / "out.run"
-    for part in "state-3", "best-3", "best-2", "train.tokens.tmp":
-        (run / part).mkdir(parents=True)
-    for part in "train.tokens", "log.jsonl", "settings.json":
-        (run / part).write_text("")
-    (run / "best.json").write_text('{"step": 3}')
-    before = names(run)
-    with runs.reserved(out, run):  # killed before the rename
-        assert names(run) == before
-    (run / "best-3").rename(out)
-    (out / "config.json").write_text("")
-    with pytest.raises(InputError, match="already exists"), runs.reserved(out, run):
-        pass
-    assert names(run) == ["log.jsonl", "settings.json"]
-
-
 # Two writers, and names
 
 
-@pytest.mark.parametrize("name", ["export", "quantize", "adapt", "file"])
-def test_the_second_of_two_writers_is_told_at_once(name, writers, tmp_path):
+def test_the_second_of_two_writers_is_told_at_once(writers, tmp_path):
     with writing.reserved(tmp_path / "out") as folder:
         (folder / "part").write_text("")
-        with pytest.raises(InputError, match="out is being written by another process$"):
-            writers[name](tmp_path / "out")
+        for name in "quantize", "file":
+            with pytest.raises(InputError, match="out is being written by another process$"):
+                writers[name](tmp_path / "out")
         assert names(folder) == ["lock", "part"]
-    assert names(tmp_path) == ["text"]
+    assert names(tmp_path) == []
 
 
 def test_a_lock_that_went_with_its_writer_is_not_taken(tmp_path, monkeypatch):
@@ -189,7 +165,7 @@ def test_a_lock_that_went_with_its_writer_is_not_taken(tmp_path, monkeypatch):
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["", ".", "/", "loop", "file", "file/out", "/proc", "x" * 256])
+@pytest.mark.parametrize("name", ["", "/", "loop", "file", "file/out", "/proc", "x" * 256])
 def test_names_that_cannot_be_had(name, tmp_path, monkeypatch):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -226,41 +202,35 @@ def test_weights_are_as_readable_as_other_files(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def disk(tmp_path):
-    """A function that mounts a file system of its own, with options, at `disk`."""
-    place = tmp_path / "disk"
-    place.mkdir()
+def mount(tmp_path):
+    """A function that mounts a file system of its own, with options, and returns its folder."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
 
-    def mount(*options):
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", ",".join(options), "none", str(place)], capture_output=True, text=True
-        )
+    def mount(options):
+        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
-        return place
+        return folder
 
     yield mount
-    subprocess.run(["umount", "-l", str(place)], capture_output=True)
+    subprocess.run(["umount", "-l", str(folder)], capture_output=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_read_only_folder_is_one_clear_line(name, disk, writers):
+@pytest.mark.parametrize("name", ["quantize", "append", "file"])
+def test_a_read_only_or_a_full_disk_is_one_clear_line(name, mount, writers, monkeypatch):
+    folder, disk_usage = mount("ro"), shutil.disk_usage
     with pytest.raises(InputError, match="Read-only file system") as error:
-        writers[name](disk("ro") / "out")
+        writers[name](folder / "out")
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_full_disk_is_one_clear_line(name, disk, writers, monkeypatch):
-    usage = shutil.disk_usage
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=10**12))
-    folder = disk("size=64k" if name in ("export", "quantize") else "size=4k")
-    if name not in ("export", "quantize"):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk_usage(path)._replace(free=10**12))
+    mount("size=64k" if name == "quantize" else "size=4k")
+    if name != "quantize":
         (folder / "full").write_bytes(b"x" * 4096)
     with pytest.raises(InputError, match="[Nn]o space left on device") as error:
         writers[name](folder / "out")
-    assert "\n" not in str(error.value)
-    assert {"out", "out.run", "full"} >= {*names(folder)}
+    assert "\n" not in str(error.value) and set(names(folder)) <= {"out", "full"}
     assert not (folder / "out").exists() or not (folder / "out").read_bytes()
 
 
@@ -280,7 +250,7 @@ def test_a_line_that_does_not_fit_is_not_written(tmp_path):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("before", ['{"a": 1}\n{"b": [1, ', '{"a": 1}', '{"a": 1}\n', ""])
+@pytest.mark.parametrize("before", ['{"a": 1}\n{"b": [1, ', '{"a": 1}\n', ""])
 def test_a_line_starts_on_its_own_whatever_was_cut_off(before, tmp_path):
     (path := tmp_path / "x.jsonl").write_text(before)
     writing.append_line(path, {"z": 0})
