@@ -111,9 +111,9 @@ def test_killed_at_any_moment_an_output_is_complete_or_absent_and_the_next_run_w
 
 
 def test_asked_to_end_it_leaves_nothing(tiny, tmp_path):
-    slow = "import quantize, time\nfrom formats import checkpoint\nfrom runtime import launch\n"
+    slow = "import quantize, time\nfrom runtime import launch, writing\n"
     slow += "def save_file(*args, **kwargs):\n    print(flush=True)\n"
-    slow += "    time.sleep(600)\ncheckpoint.save_file = save_file\nlaunch.run(quantize.main)"
+    slow += "    time.sleep(600)\nwriting.save_file = save_file\nlaunch.run(quantize.main)"
     words = ["--checkpoint", tiny, "--mode", "int8", "--out", tmp_path / "out"]
     process = subprocess.Popen([sys.executable, "-c", slow, *words], cwd=ROOT, stdout=subprocess.PIPE)
     try:
