@@ -16,7 +16,7 @@ os.environ["HF_MODULES_CACHE"] = os.path.join(tempfile.gettempdir(), f"ladder-fa
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import BASE, random_model, stop_ranks, train_tokenizer
+from helpers import BASE, random_model, stop_ranks
 
 from formats import checkpoint
 from runtime import extras, launch
@@ -76,9 +76,13 @@ def _ranks():
 def tiny(tmp_path_factory):
     """A random checkpoint with a tokenizer, whose uneven 15/5 heads split unevenly over every tp."""
     folder = tmp_path_factory.mktemp("tiny")
-    train_tokenizer(
-        ["Once upon a time there was a little dog. The dog ran to the park. "] * 30, 300, folder / "tokenizer.model"
-    )
+    text = "Once upon a time there was a little dog. The dog ran to the park. "
+    with open(folder / "tokenizer.model", "wb") as f:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter([text] * 30), model_writer=f, vocab_size=300, model_type="bpe", num_threads=1,
+            byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity", split_digits=True,
+            remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, minloglevel=2,
+        )  # fmt: skip
     config = dataclasses.replace(BASE, n_heads=15, n_kv_heads=5, intermediate_size=101, vocab_size=300, eos_ids=(2,))
     checkpoint.write_model(folder, config, random_model(config).state_dict(), torch.float32)
     return folder
