@@ -25,9 +25,9 @@ import generate
 from evaluation.score import SEPARATOR, alone, divergence, sensitivity, total_nats
 from formats import checkpoint
 from formats.tokenizer import check_vocabulary, load_tokenizer
-from runtime import benchmarking, cli, extras, launch, report, writing
+from runtime import benchmarking, cli, launch, report, writing
 from runtime.cli import count, number
-from runtime.errors import InputError
+from runtime.errors import InputError, load_extra
 
 
 def parse(argv):
@@ -168,7 +168,7 @@ def main(argv=None):
         if args.compare:
             check_vocabulary(config, args.checkpoint, reference_config, args.compare, f"--compare {args.compare}")
         if args.tasks:
-            harness = extras.load("lm_eval", "--tasks").harness
+            harness = load_extra("lm_eval", "--tasks").harness
             tasks = harness.load_tasks(args.tasks.split(","), args.task_folder, args.num_fewshot, world.rank == 0)
         else:
             documents, n_bytes = read_documents(args, tokenizer)

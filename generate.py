@@ -23,9 +23,9 @@ from decoding.step import RunAhead, next_tokens, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from kernels import int_linear
-from runtime import cli, extras, launch, report, terminal, watch
+from runtime import cli, launch, report, terminal, watch
 from runtime.cli import count
-from runtime.errors import InputError
+from runtime.errors import InputError, load_extra
 from runtime.launch import World
 from runtime.report import PASS_TOKENS
 from tp import TensorParallel, load_shard
@@ -37,7 +37,7 @@ def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
     load = load_shard
     if config.named_wiring.model or config.lanes and world.shares != (1,) * config.lanes:  # not one lane for each rank
-        load = extras.load("lanes", f"wiring {config.wiring}").load_lanes
+        load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():
         weights = checkpoint.open_weights(folder, config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder, weights)
@@ -257,7 +257,7 @@ def set_up(args, world):
         new, source = terminal.fit(args.max_new_tokens, prompts, context), None
         slots = context if chats else max(map(len, prompts)) + new
         if args.draft:
-            drafts = extras.load("drafts", f"--draft {args.draft}")
+            drafts = load_extra("drafts", f"--draft {args.draft}")
             source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
             slots += 1 + source.max_count  # a row that is done stays at its last token, which is read again
         dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
@@ -318,7 +318,7 @@ def main(argv=None):
     world = launch.join(args.device, vars(args))
     setup = set_up(args, world)
     if terminal.is_chat(args):
-        return extras.load("chat", "--chat without a prompt").run(setup, world, generate)
+        return load_extra("chat", "--chat without a prompt").run(setup, world, generate)
     done, texts = run(setup, world)
     result = report.result(setup, world, done, texts)
     if world.rank == 0:

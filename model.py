@@ -20,8 +20,7 @@ import torch.nn.functional as F
 
 from formats import wiring_text
 from kernels import int_linear
-from runtime import extras
-from runtime.errors import InputError
+from runtime.errors import InputError, load_extra
 
 # ---- The collectives that a wiring uses ------------------------------------------------------------------------------
 
@@ -200,7 +199,7 @@ def parse_wiring(text):
     """Return the wiring_text.Parsed of a wiring's text; extras/lanes has more names. Raises InputError."""
     if not text.startswith(tuple(WIRINGS)):
         with contextlib.suppress(InputError):  # a copy without that folder
-            extras.load("lanes", text)  # its import adds to WIRINGS
+            load_extra("lanes", text)  # its import adds to WIRINGS
     return wiring_text.parse(text, WIRINGS)
 
 

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from formats.checkpoint import check_shape, read_slice
 from kernels import cpu, int_linear, ordered  # noqa: F401, ordered defines torch.ops.ladder
 from model import VOCAB_BLOCK, build, pad_logits
-from runtime import extras, watch
-from runtime.errors import InputError
+from runtime import watch
+from runtime.errors import InputError, load_extra
 
 # ---- The sharding plan -----------------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ COLLECTIVES = {
 def collective(name):
     """Return the Collective of this name, if need be from extras/collectives. Raises InputError for unknown ones."""
     if name not in COLLECTIVES:
-        extras.load("collectives", f"--comm {name}")
+        load_extra("collectives", f"--comm {name}")
     if name not in COLLECTIVES:
         raise InputError(f"--comm {name} is unknown: use one of {', '.join(sorted(COLLECTIVES))}")
     return COLLECTIVES[name]

@@ -28,7 +28,6 @@ from pathlib import Path
 import torch
 
 from extras.chat import chat
-from formats import checkpoint
 from model import Config, Transformer
 from runtime import launch, ranks
 
@@ -147,7 +146,7 @@ def victim():
 
 def write_files(folder):
     """Write what the runs take into a folder; returns {name: path}."""
-    from helpers import train_tokenizer  # only here: the ranks need no pytest
+    from helpers import train_tokenizer, write_model  # only here: the ranks need no pytest
 
     paths = {name: folder / name for name in ("a", "b", "text", "out", "code")}
     text = "Once upon a time there was a little dog. The dog ran to the park. "
@@ -158,7 +157,7 @@ def write_files(folder):
         generator = torch.Generator().manual_seed(int(name == "b"))
         shapes = {key: tensor.shape for key, tensor in Transformer(config).state_dict().items()}
         state = {key: torch.rand(shape, generator=generator) - 0.5 for key, shape in shapes.items()}
-        checkpoint.write_model(paths[name], config, state, torch.float32)
+        write_model(paths[name], config, state, torch.float32)
         train_tokenizer([text] * 30, 300, paths[name] / "tokenizer.model")
     shutil.copytree(ROOT, paths["code"], ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "tests"))
     with open(paths["code"] / "tp.py", "a") as f:

@@ -28,7 +28,7 @@ import model
 import tp
 from kernels import cxx, gloo
 from model import WIRINGS, Config, Transformer, list_sublayers, parse_wiring
-from runtime import launch
+from runtime import launch, writing
 
 ROOT = Path(__file__).parent.parent
 HANGS = 300  # seconds until a process is thought to hang: the ranks' own time limits are half an hour
@@ -349,3 +349,12 @@ def script(name, *args, ranks=1, timeout=HANGS, stdin="", **environment):
         command(name, *args, ranks=ranks), capture_output=True, text=True, timeout=timeout, env=env, input=stdin,
         errors="surrogateescape",
     )  # fmt: skip
+
+
+def write_model(folder, config, state, dtype):
+    """Write a checkpoint folder's config.json and safetensors of the given dtype from a model's state dict."""
+    if config.tie_embeddings:
+        state = {k: v for k, v in state.items() if k != "output.weight"}
+    sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in state.items()}
+    writing.write_config(folder, config)
+    writing.write_weights(folder, sizes, lambda name: state[name].to(dtype))

@@ -5,13 +5,12 @@ import shlex
 
 import pytest
 import torch
-from helpers import BASE, queued, random_model
+from helpers import BASE, queued, random_model, write_model
 
 from extras.measure import advise
 from extras.measure.advise import Machine, Times
 from extras.measure.clock import variants
 from extras.measure.link import LINKS
-from formats import checkpoint
 from formats.sizes import SIZES, RandomWeights
 from model import WIRINGS
 from runtime import benchmarking, report
@@ -181,7 +180,7 @@ def test_only_the_wirings_that_are_asked_for(capsys):
 def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
     config = dataclasses.replace(BASE, wiring="ladder:0,2")
     (tmp_path / "m").mkdir()
-    checkpoint.write_model(tmp_path / "m", config, random_model(config).state_dict(), torch.bfloat16)
+    write_model(tmp_path / "m", config, random_model(config).state_dict(), torch.bfloat16)
     flags = ["--checkpoint", tmp_path / "m", "--tp", 2, "--context", 9, "--bandwidth-gbs", 1, "--link", "pcie"]
     found = rows(advised(capsys, *flags))
     assert {name for name, cells in found.items() if cells[-1] == "no"} == {"ladder:0,2"}

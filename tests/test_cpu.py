@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import BASE, ROOT, last_logits, random_model, unequal_rows
+from helpers import BASE, ROOT, last_logits, random_model, unequal_rows, write_model
 from reference import Reference
 
 import generate
@@ -179,7 +179,7 @@ def test_large_tensors_ask_for_huge_pages():
 def folder(tmp_path):
     """A checkpoint in bfloat16."""
     (tmp_path / "half").mkdir()
-    checkpoint.write_model(tmp_path / "half", BASE, random_model(BASE).state_dict(), torch.bfloat16)
+    write_model(tmp_path / "half", BASE, random_model(BASE).state_dict(), torch.bfloat16)
     return tmp_path / "half"
 
 

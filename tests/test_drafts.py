@@ -23,7 +23,7 @@ from extras.drafts import speculative
 from extras.drafts.rewired import Auto, Rewired, rewire
 from formats import checkpoint
 from model import SingleDevice
-from runtime import compiling
+from runtime import compiling, writing
 from runtime.errors import InputError
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [7], [7, 8, 20]]
@@ -434,7 +434,7 @@ def folders(tiny, tmp_path_factory):
     models = {"near": noisy(load(tiny)[0], 0.02), "other": random_model(other), "larger": random_model(larger)}
     for (name, model), c in zip(models.items(), (config, other, larger), strict=True):
         (root / name).mkdir()
-        checkpoint.write_config(root / name, c)
+        writing.write_config(root / name, c)
         save_file(model.state_dict(), root / name / "model.safetensors")
         if c.vocab_size == 300:
             shutil.copy(tiny / "tokenizer.model", root / name)

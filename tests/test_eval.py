@@ -17,6 +17,7 @@ from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from formats.wiring_text import wiring_name
 from model import parse_wiring, rewired
+from runtime import writing
 from runtime.errors import InputError
 
 TEXT = "Once upon a time there was a little girl. She went out to play. Her dog ran to the park. " * 6
@@ -210,7 +211,7 @@ def test_what_cannot_be_compared_is_refused(tiny, text, tmp_path):
         evaluate.main(["--checkpoint", str(ROOT / "demo"), *flags])
     other = tmp_path / "other"
     other.mkdir()
-    checkpoint.write_config(other, checkpoint.read_config(tiny))
+    writing.write_config(other, checkpoint.read_config(tiny))
     train_tokenizer(["The cat sat on the mat, and a mouse ran over it. "] * 30, 300, other / "tokenizer.model")
     with pytest.raises(InputError, match=r"--compare \S+ has another vocabulary: token"):
         evaluate.main(["--checkpoint", str(other), *flags])

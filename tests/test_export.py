@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from helpers import BASE, ROOT, YARN, StateWeights, random_model, shared_data
+from helpers import BASE, ROOT, YARN, StateWeights, random_model, shared_data, write_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -53,7 +53,7 @@ def write(folder, **changes):
     if config.lanes:
         net = load_lanes(config, StateWeights(net.state_dict()), torch.float32, "cpu")
     with writing.new_folder(folder / "ours") as out:
-        checkpoint.write_model(out, config, random_model(config).state_dict(), torch.float32)
+        write_model(out, config, random_model(config).state_dict(), torch.float32)
     to_hf.main([str(folder / "ours"), "--out", str(folder / "hf")])
     return net, folder / "hf"
 
@@ -177,7 +177,7 @@ def test_what_has_no_form_is_refused(wiring, words, tmp_path, monkeypatch):
     monkeypatch.setitem(WIRINGS, "own", Wiring("", stale=1))
     (tmp_path / "ours").mkdir()
     config = dataclasses.replace(BASE, wiring=wiring)
-    checkpoint.write_model(tmp_path / "ours", config, random_model(config).state_dict(), torch.float32)
+    write_model(tmp_path / "ours", config, random_model(config).state_dict(), torch.float32)
     with pytest.raises(InputError, match=words):
         to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "hf")])
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]

@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, write_model
 
 import tp
 from formats import checkpoint
@@ -73,7 +73,7 @@ def target(name, folder):
     """Return (a reader of a folder, {file: bytes}); the first file is the one to change."""
     torch.manual_seed(0)
     state = {name: torch.rand(weight.shape) for name, weight in Transformer(TINY).state_dict().items()}
-    checkpoint.write_model(folder, TINY, state, torch.float32)
+    write_model(folder, TINY, state, torch.float32)
     ours, config = ((folder / name).read_bytes() for name in ("model.safetensors", "config.json"))
     theirs = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     theirs |= {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 60, "max_position_embeddings": 64}

@@ -39,7 +39,7 @@ from extras.measure.probe import fitting_shares
 from formats import checkpoint, sizes
 from kernels import gloo
 from model import desynced_stream, interleave
-from runtime import benchmarking, launch
+from runtime import benchmarking, launch, writing
 from runtime.errors import InputError
 
 CPU = torch.device("cpu")
@@ -386,7 +386,7 @@ def small(monkeypatch):
 
 def test_one_rank_alone_holds_the_lanes_of_the_ranks_that_it_stands_for(tmp_path, tiny):
     shutil.copytree(tiny, tmp_path / "spd")
-    checkpoint.write_config(tmp_path / "spd", dataclasses.replace(checkpoint.read_config(tiny), wiring="spd/4"))
+    writing.write_config(tmp_path / "spd", dataclasses.replace(checkpoint.read_config(tiny), wiring="spd/4"))
     flags = ["--checkpoint", str(tmp_path / "spd"), "--prompt", "a", "--max-new-tokens", "1", "--link", "free"]
     measuring.main([*flags, "--simulate-tp", "2"])
     with pytest.raises(InputError, match="the 4 lanes of wiring spd/4 do not fit 8 ranks: use 1, 2, 4, alike"):

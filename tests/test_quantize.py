@@ -20,6 +20,7 @@ from helpers import (
     run_ranks,
     shared_data,
     unequal_rows,
+    write_model,
 )  # fmt: skip
 from reference import Reference
 from safetensors.torch import load_file, save_file
@@ -30,7 +31,7 @@ import quantize
 import tp
 from formats import checkpoint
 from kernels import few_rows, int_linear
-from runtime import compiling, launch
+from runtime import compiling, launch, writing
 from runtime.errors import InputError
 
 # groups of 32 make few parts of the MLP, so that ranks get unequal ones
@@ -447,8 +448,8 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("quantize") / "plain"
     path.mkdir()
     config = dataclasses.replace(CONFIG, dim=128, intermediate_size=256, vocab_size=1024, head_dim=16, wiring="ladder")
-    checkpoint.write_model(path, config, random_model(config).state_dict(), torch.bfloat16)
-    checkpoint.copy_tokenizer(ROOT / "demo", path)
+    write_model(path, config, random_model(config).state_dict(), torch.bfloat16)
+    writing.copy_tokenizer(ROOT / "demo", path)
     return path
 
 
@@ -480,8 +481,8 @@ def test_quantize_and_generate(mode, flags, kept, ranks, folder, tmp_path, capsy
 
 def test_a_file_is_as_large_as_a_layer(folder, tmp_path, monkeypatch):
     """Several files, so that the memory is that of one; the parts of a matrix may be in two."""
-    real = checkpoint.write_weights
-    monkeypatch.setattr(checkpoint, "write_weights", lambda f, s, r, shard_bytes: real(f, s, r, 50_000))
+    real = writing.write_weights
+    monkeypatch.setattr(writing, "write_weights", lambda f, s, r, shard_bytes: real(f, s, r, 50_000))
     quantize.main(["--checkpoint", str(folder), "--mode", "int4", "--out", str(tmp_path / "out")])
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
     assert len(files) > 3
@@ -497,7 +498,7 @@ def test_bad_checkpoints_are_one_clear_line(folder, tmp_path):
     odd = tmp_path / "odd"
     odd.mkdir()
     config = dataclasses.replace(CONFIG, intermediate_size=172)
-    checkpoint.write_model(odd, config, random_model(config).state_dict(), torch.bfloat16)
+    write_model(odd, config, random_model(config).state_dict(), torch.bfloat16)
     with pytest.raises(InputError, match="^group size 32 does not divide the 172 columns of w2: keep w2$"):
         run(odd, "--group-size", "32")
     run(odd, "--group-size", "32", "--keep", "w2")

@@ -9,14 +9,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import BASE, StateWeights, random_model, train_tokenizer
+from helpers import BASE, StateWeights, random_model, train_tokenizer, write_model
 from reference import Reference, rms_norm
 
 from complete import load
 from extras.lanes import load_lanes
 from extras.training import affinity
-from formats import checkpoint
 from model import rewired
+from runtime import writing
 from runtime.errors import InputError
 
 CONFIG = dataclasses.replace(BASE, n_layers=2, vocab_size=300, max_seq_len=512, mlp_bias=True)
@@ -38,7 +38,7 @@ def folder(tmp_path):
     text = "Once upon a time there was a little dog. The dog ran to the park and saw a big tree. "
     (tmp_path / "text.txt").write_text(text * 40)
     (tmp_path / "a").mkdir()
-    checkpoint.write_model(tmp_path / "a", CONFIG, model_of_two_kinds(CONFIG).state_dict(), torch.float32)
+    write_model(tmp_path / "a", CONFIG, model_of_two_kinds(CONFIG).state_dict(), torch.float32)
     train_tokenizer([text] * 30, 300, tmp_path / "a" / "tokenizer.model")
     return tmp_path
 
@@ -123,7 +123,7 @@ def test_bad_input(changes, message, folder, monkeypatch):
     monkeypatch.chdir(folder)
     (folder / "short.txt").write_text("a")
     shutil.copytree("a", "laned")
-    checkpoint.write_config(folder / "laned", rewired(CONFIG, "spd/2"))
+    writing.write_config(folder / "laned", rewired(CONFIG, "spd/2"))
     flags = {"--checkpoint": "a", "--lanes": "2", "--text": "text.txt", "--out": "b"} | changes
     with pytest.raises(InputError, match=message):
         affinity.main(list(itertools.chain(*flags.items())))

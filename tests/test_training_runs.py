@@ -9,7 +9,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from helpers import BASE, random_model, run_ranks
+from helpers import BASE, random_model, run_ranks, write_model
 from reference import Reference
 from test_training import trainee_like
 from test_writers import check_kills, names
@@ -21,7 +21,7 @@ import tp
 from extras.training import adapt, data, runs, sharding
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
-from runtime import launch
+from runtime import launch, writing
 from runtime.errors import InputError
 
 STORIES = ["Once upon a time there was a little dog.", "The dog ran to the park.", "A cat sat on the mat and slept."]
@@ -318,8 +318,8 @@ def test_what_cannot_be_trained_or_teach_is_one_clear_line(retrain, tiny, tmp_pa
     for name, changes in {"desync": {"wiring": "desync"}, "same": {}, "stale": {"wiring": "ladder"}}.items():
         (tmp_path / name).mkdir()
         config = dataclasses.replace(checkpoint.read_config(tiny), **changes)
-        checkpoint.write_model(tmp_path / name, config, random_model(config).state_dict(), torch.float32)
-        checkpoint.copy_tokenizer(tiny, tmp_path / name)
+        write_model(tmp_path / name, config, random_model(config).state_dict(), torch.float32)
+        writing.copy_tokenizer(tiny, tmp_path / name)
     texts = ["tick tock says the clock on the wall of the old house by the sea"] * 40 + list(STORIES)
     data.train_tokenizer(texts, 300, tmp_path / "same" / "tokenizer.model")
     for more, message in {

@@ -16,7 +16,6 @@ from helpers import HANGS, ROOT
 from tqdm import tqdm
 
 import quantize
-from formats import checkpoint
 from runtime import writing
 from runtime.errors import InputError
 
@@ -192,7 +191,7 @@ def test_weights_are_as_readable_as_other_files(tmp_path, monkeypatch):
     mask = os.umask(0o027)
     monkeypatch.setattr(os, "umask", None)  # other threads would write while it is another
     try:
-        checkpoint.write_weights(tmp_path, {"a": 4}, lambda name: torch.ones(1))
+        writing.write_weights(tmp_path, {"a": 4}, lambda name: torch.ones(1))
     finally:
         monkeypatch.undo()
         os.umask(mask)
