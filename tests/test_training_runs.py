@@ -63,7 +63,7 @@ def naive_stream(net, tokens):
     return x[-1]
 
 
-@pytest.mark.parametrize("chunk, kept", [(4, 1 << 26), (4, 0), (1024, 0)])
+@pytest.mark.parametrize("chunk, kept", [(4, 1 << 26), (4, 0)])
 def test_the_loss_is_the_naive_one(chunk, kept, monkeypatch):
     monkeypatch.setattr(adapt, "CHUNK", chunk)
     monkeypatch.setattr(adapt, "KEPT_LOGITS", kept)
@@ -114,23 +114,24 @@ def test_a_new_wiring_is_trained_as_it_is_evaluated(flags, tiny, tmp_path, monke
     assert json.loads(capfd.readouterr().out)["nats_per_token"] == pytest.approx(trained[-1], rel=1e-5)
 
 
-def test_a_ladder_is_trained_and_written(scratch, tmp_path, capfd):
+def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(scratch, tmp_path, monkeypatch, capfd):
+    weights, measure = [], adapt.validation_loss
+
+    def validation_loss(model, *args):
+        weights.append(model.norm.weight.full_tensor().clone())
+        return measure(model, *args) + 9 * (len(weights) == 3)  # so the second one is the lowest
+
+    monkeypatch.setattr(adapt, "validation_loss", validation_loss)
     adapt.main([*scratch, "--ladder", "--dtype", "float32"])
     printed, losses = capfd.readouterr().out, losses_of(tmp_path / "out")
     assert checkpoint.read_config(tmp_path / "out").wiring == "ladder" and "wiring ladder" in printed
     assert sorted(p.name for p in (tmp_path / "out.run").iterdir()) == ["log.jsonl", "settings.json", "tokenizer.model"]
     assert [line["step"] for line in losses] == list(range(41))
     valid = {line["step"]: line["valid"] for line in losses if "valid" in line}
-    assert list(valid) == [0, 20, 40] and valid[0] > np.log(300) and min(valid.values()) < 4
-    assert f"{min(valid.values()):.4f} nats per token" in printed
-
-
-def test_each_step_drops_other_outputs(flags, tiny, tmp_path):
-    """Three steps on the only window, at a rate that changes nothing."""
-    (tmp_path / "one.txt").write_text(STORIES[0])
-    how = ["--checkpoint", str(tiny), "--text", str(tmp_path / "one.txt"), "--seq-len", "16", "--batch", "1"]
-    adapt.main([*flags, *how, "--steps", "3", "--lr", "1e-12", "--dropout", "0.5"])
-    assert len({line["train"] for line in losses_of(tmp_path / "out")[1:]}) == 3
+    assert list(valid) == [0, 20, 40] and valid[0] > np.log(300) and valid[20] < 4.5
+    assert f"{valid[20]:.4f} nats per token at step 20\n" in printed
+    written = checkpoint.Weights(tmp_path / "out").read("norm.weight")
+    assert torch.equal(written, weights[1]) and not torch.equal(written, weights[2])
 
 
 def test_the_rate_warms_up_and_falls_to_a_tenth():
@@ -141,20 +142,6 @@ def test_the_rate_warms_up_and_falls_to_a_tenth():
     assert max(rates) <= 0.5 and rates[10:] == sorted(rates[10:], reverse=True)
     for more, rate in ([], 3e-3), (["--checkpoint", "c"], 5e-6), (["--checkpoint", "c", "--distill"], 5e-5):
         assert adapt.parse([*given, *more]).lr == rate
-
-
-def test_the_weights_of_the_lowest_validation_loss_are_written(scratch, tmp_path, monkeypatch, capfd):
-    seen = []
-
-    def validation_loss(model, *args):
-        seen.append(model.norm.weight.full_tensor().clone())
-        return [3.0, 1.0, 2.0][len(seen) - 1]
-
-    monkeypatch.setattr(adapt, "validation_loss", validation_loss)
-    adapt.main([*scratch, "--steps", "4", "--eval-every", "2", "--dtype", "float32"])
-    written = checkpoint.Weights(tmp_path / "out").read("norm.weight")
-    assert torch.equal(written, seen[1]) and not torch.equal(written, seen[2])
-    assert "1.0000 nats per token at step 2\n" in capfd.readouterr().out
 
 
 def test_ranks_give_the_losses_of_one(retrain, tmp_path):
@@ -183,12 +170,11 @@ def _train(world, argv):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more, rel", [("--recompute --micro-batch 3", 1e-6), ("--compile", 1e-4)])
-def test_how_it_is_computed_changes_no_loss(more, rel, retrain, tmp_path):
+def test_compiled_the_losses_are_the_same(retrain, tmp_path):
     adapt.main(retrain)
-    adapt.main([*retrain, "--out", str(tmp_path / "out2"), *more.split()])
+    adapt.main([*retrain, "--out", str(tmp_path / "out2"), "--compile"])
     one, two = ([line["train"] for line in losses_of(tmp_path / name)[1:]] for name in ("out", "out2"))
-    assert one == pytest.approx(two, rel=rel)
+    assert one == pytest.approx(two, rel=1e-4)
 
 
 def test_killed_at_any_step_it_resumes_with_the_same_losses(scratch, tmp_path, monkeypatch):
@@ -264,28 +250,25 @@ def test_a_full_disk_is_one_clear_line(scratch, monkeypatch):
         adapt.main([*scratch, "--save-every", "3"])
 
 
-BAD_FLAGS = {
-    "--steps 0": "--steps: '0' is not a whole number from 1",
-    "--lr 0": "--lr: '0' is not a number above 0",
-    "--dim 30": "--dim 30 is not an even multiple of --n-heads 4",
-    "--vocab-size 100000": "--vocab-size 100000 does not suit the text",
-    "--seq-len 5000": "tokens; a window takes 5001: see --seq-len",
-    "--text /nowhere": "/nowhere: No such file",
-    "--text DIR/empty": "--text: no text to make a vocabulary of",
-    "--text /bin/true": "/bin/true is not valid UTF-8",
-    "--wiring desync": "desync is another function in another number of lanes: name them, e.g. desync/8",
-    "--distill": "--distill needs --checkpoint, the model to retrain",
-    "--out DIR": "already exists: remove it or give another folder",
-    "--checkpoint /nowhere": "--vocab-size is for a model from scratch: it does not go with --checkpoint",
-}
-
-
-@pytest.mark.parametrize("more, message", BAD_FLAGS.items())
-def test_bad_flags_leave_nothing(more, message, scratch, tmp_path):
+def test_bad_flags_leave_nothing(scratch, tmp_path):
     (tmp_path / "empty").write_text("")
-    with pytest.raises(InputError, match=message) as error:
-        adapt.main([*scratch, *more.replace("DIR", str(tmp_path)).split()])
-    assert "\n" not in str(error.value) and not list(tmp_path.glob("out*"))
+    for more, message in {
+        "--steps 0": "--steps: '0'",
+        "--lr 0": "--lr: '0'",
+        "--dim 30": "--dim 30 .* --n-heads 4",
+        "--vocab-size 100000": "--vocab-size 100000",
+        "--seq-len 5000": "5001: see --seq-len",
+        "--text /nowhere": "/nowhere: No such file",
+        "--text DIR/empty": "--text: no text",
+        "--text /bin/true": "/bin/true is not valid UTF-8",
+        "--wiring desync": "desync .* e.g. desync/8",
+        "--distill": "--distill needs --checkpoint",
+        "--out DIR": "already exists",
+        "--checkpoint /nowhere": "--vocab-size .* --checkpoint",
+    }.items():
+        with pytest.raises(InputError, match=message) as error:
+            adapt.main([*scratch, *more.replace("DIR", str(tmp_path)).split()])
+        assert "\n" not in str(error.value) and not list(tmp_path.glob("out*"))
 
 
 def test_what_cannot_be_trained_or_teach_is_one_clear_line(retrain, tiny, tmp_path):
@@ -298,24 +281,15 @@ def test_what_cannot_be_trained_or_teach_is_one_clear_line(retrain, tiny, tmp_pa
     texts = ["tick tock says the clock on the wall of the old house by the sea"] * 40 + list(STORIES)
     data.train_tokenizer(texts, 300, tmp_path / "same" / "tokenizer.model")
     for more, message in {
-        "--distill int8": r"int8 is quantized \(int8\): give the original",
-        "--distill desync": "desync is another function in another number of lanes: name them, e.g. desync/8",
-        "--distill same": "same has another vocabulary: token",
+        "--distill int8": r"int8 is quantized",
+        "--distill desync": "desync .* e.g. desync/8",
+        "--distill same": "same has another vocabulary",
         "--checkpoint stale --wiring ladder --distill": "is ladder already",
-        "--wiring upper-bound": "a model in the wiring upper-bound cannot be trained",
-        "--seq-len 4096": "--seq-len 4096 is longer than the context of 64",
+        "--wiring upper-bound": "upper-bound cannot be trained",
+        "--seq-len 4096": "--seq-len 4096 .* 64",
         "--seq-len 16 --valid-tokens 10": "--valid holds 11 tokens; a window takes 17",
     }.items():
         words = [str(tmp_path / w) if (tmp_path / w).is_dir() else w for w in more.split()]
         with pytest.raises(InputError, match=message):
             adapt.main([*retrain, *words])
     assert not (tmp_path / "out.run").exists()
-
-
-def test_a_validation_that_is_not_finite_ends_a_training(tiny, tmp_path, monkeypatch):
-    for name in ("text", "valid"):
-        (tmp_path / name).write_text("Once upon a time there was a little dog. " * 40)
-    monkeypatch.setattr(adapt, "losses", lambda *_: (torch.tensor(torch.nan), torch.tensor(torch.nan)))
-    flags = "--checkpoint", tiny, "--text", tmp_path / "text", "--valid", tmp_path / "valid", "--steps", 1
-    with pytest.raises(InputError, match="the loss on --valid is nan nats per token"):
-        adapt.main([str(flag) for flag in (*flags, "--seq-len", 16, "--batch", 2, "--out", tmp_path / "out")])
