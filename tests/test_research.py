@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shlex
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -125,24 +124,15 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sourc
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
-README = shlex.quote(str(ROOT / "README.md"))
-
-
-@pytest.mark.parametrize(
-    "script, flags, message",
-    [
-        (corpus, "--out x --torch /nosuch", "--torch /nosuch: no Python files there"),
-        (quality, "--json x.jsonl", "give --corpus, --runs and --json to train, or --show FILE"),
-        (quality, "--corpus /nosuch --runs x --json x.jsonl", "--corpus /nosuch has no train.jsonl: python -m"),
-        (quality, f"--show {README}", f"--show: {README} has lines that this script did not write"),
-        (quality, f"--json {README}/x.jsonl", "--json: cannot write"),
-    ],
-)
-def test_bad_flags(script, flags, message):
-    with pytest.raises(InputError) as e:
-        script.main(shlex.split(flags))
-    message = message.replace(README, shlex.split(README)[0])
-    assert str(e.value).startswith(message) and "\n" not in str(e.value)
+def test_bad_flags():
+    for script, flags, message in (
+        (corpus, "--out x --torch /nosuch", "--torch /nosuch: no Python files"),
+        (quality, "--json x.jsonl", "--corpus, --runs and --json .* --show"),
+        (quality, "--corpus /nosuch --runs x --json x.jsonl", "--corpus /nosuch has no train.jsonl"),
+        (quality, f"--show {ROOT}/README.md", f"--show: {ROOT}/README.md"),
+    ):
+        with pytest.raises(InputError, match=message):
+            script.main(flags.split())
 
 
 def test_the_rows_of_the_page_are_those_that_its_command_prints(printed):

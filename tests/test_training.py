@@ -217,15 +217,6 @@ def build_and_run_each(world, configs):
     return [build_and_run(world, config)[1] for config in configs]
 
 
-def test_a_vocabulary_is_made_of_documents_of_any_length(tmp_path):
-    """SentencePiece leaves out a text of more than max_sentence_length."""
-    text = "def f(x):\n        return x\n" * 60_000
-    data.train_tokenizer([text], 300, tmp_path / "tokenizer.model")
-    tokenizer = load_tokenizer(tmp_path)
-    ids = tokenizer.encode(text[:27])
-    assert len(ids) < 15 and tokenizer.decode(ids) == text[:27]  # eight spaces are one piece
-
-
 def test_what_is_written_is_what_was_read(tmp_path):
     world, net = launch.World(0, 1, torch.device("cpu")), random_model(BASE)
     (tmp_path / "best-5").mkdir()
@@ -248,7 +239,7 @@ def build_fresh(world, config):
     return {name: p.full_tensor().detach().numpy() for name, p in net.named_parameters()}
 
 
-def testbuild_fresh_weights_do_not_depend_on_the_ranks():
+def test_fresh_weights_do_not_depend_on_the_ranks():
     config, world = dataclasses.replace(BASE, qkv_bias=True), launch.World(0, 1, torch.device("cpu"))
     with sharding.process_group(world):
         one = build_fresh(world, config)

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import shutil
 import signal
 
 import numpy as np
@@ -203,9 +202,6 @@ def test_killed_at_any_step_it_resumes_with_the_same_losses(scratch, tmp_path, m
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
     names = [tmp_path / name / "model.safetensors" for name in ("out", "whole")]
     assert names[0].read_bytes() == names[1].read_bytes()
-    shutil.rmtree(tmp_path / "out")  # a finished run whose output is gone starts anew
-    adapt.main(scratch)
-    assert names[0].read_bytes() == names[1].read_bytes()
 
 
 def test_asked_to_stop_it_saves_first(scratch, tmp_path, monkeypatch):
@@ -221,11 +217,8 @@ def test_asked_to_stop_it_saves_first(scratch, tmp_path, monkeypatch):
         m.setattr(adapt, "optimizer_step", asked)
         adapt.main(scratch)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and not (tmp_path / "out").exists()
-    run = tmp_path / "out.run"
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     with pytest.raises(InputError, match="holds a run with --lr 0.003, not 0.0001"):
         adapt.main([*scratch, "--lr", "1e-4"])
-    assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     adapt.main(scratch)
     assert [line["step"] for line in losses_of(tmp_path / "out")] == list(range(13))
 
@@ -242,54 +235,39 @@ def test_a_loss_that_is_not_finite_ends_it_and_the_best_weights_stay(scratch, tm
 
 
 def test_a_full_disk_is_one_clear_line(scratch, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(sharding.dcp, "save", full)
+    monkeypatch.setattr(sharding.dcp, "save", lambda *_, **__: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
     with pytest.raises(InputError, match="cannot write .*state-3.*: .*No space left"):
         adapt.main([*scratch, "--save-every", "3"])
 
 
-def test_bad_flags_leave_nothing(scratch, tmp_path):
+def test_bad_flags_leave_nothing(scratch, retrain, tiny, tmp_path):
     (tmp_path / "empty").write_text("")
-    for more, message in {
-        "--steps 0": "--steps: '0'",
-        "--lr 0": "--lr: '0'",
-        "--dim 30": "--dim 30 .* --n-heads 4",
-        "--vocab-size 100000": "--vocab-size 100000",
-        "--seq-len 5000": "5001: see --seq-len",
-        "--text /nowhere": "/nowhere: No such file",
-        "--text DIR/empty": "--text: no text",
-        "--text /bin/true": "/bin/true is not valid UTF-8",
-        "--wiring desync": "desync .* e.g. desync/8",
-        "--distill": "--distill needs --checkpoint",
-        "--out DIR": "already exists",
-        "--checkpoint /nowhere": "--vocab-size .* --checkpoint",
-    }.items():
-        with pytest.raises(InputError, match=message) as error:
-            adapt.main([*scratch, *more.replace("DIR", str(tmp_path)).split()])
-        assert "\n" not in str(error.value) and not list(tmp_path.glob("out*"))
-
-
-def test_what_cannot_be_trained_or_teach_is_one_clear_line(retrain, tiny, tmp_path):
     quantize.main(["--checkpoint", str(tiny), "--mode", "int8", "--out", str(tmp_path / "int8")])
     for name, changes in {"desync": {"wiring": "desync"}, "same": {}, "stale": {"wiring": "ladder"}}.items():
         (tmp_path / name).mkdir()
         config = dataclasses.replace(checkpoint.read_config(tiny), **changes)
         checkpoint.write_model(tmp_path / name, config, random_model(config).state_dict(), torch.float32)
         checkpoint.copy_tokenizer(tiny, tmp_path / name)
-    texts = ["tick tock says the clock on the wall of the old house by the sea"] * 40 + list(STORIES)
+    texts = ["tick tock says the clock on the wall of the old house by the sea"] * 40 + STORIES
     data.train_tokenizer(texts, 300, tmp_path / "same" / "tokenizer.model")
-    for more, message in {
-        "--distill int8": r"int8 is quantized",
-        "--distill desync": "desync .* e.g. desync/8",
-        "--distill same": "same has another vocabulary",
-        "--checkpoint stale --wiring ladder --distill": "is ladder already",
-        "--wiring upper-bound": "upper-bound cannot be trained",
-        "--seq-len 4096": "--seq-len 4096 .* 64",
-        "--seq-len 16 --valid-tokens 10": "--valid holds 11 tokens; a window takes 17",
-    }.items():
-        words = [str(tmp_path / w) if (tmp_path / w).is_dir() else w for w in more.split()]
-        with pytest.raises(InputError, match=message):
-            adapt.main([*retrain, *words])
-    assert not (tmp_path / "out.run").exists()
+    for flags, more, message in (
+        (scratch, "--steps 0", "--steps: '0'"),
+        (scratch, "--dim 30", "--dim 30 .* --n-heads 4"),
+        (scratch, "--vocab-size 100000", "--vocab-size 100000"),
+        (scratch, "--seq-len 5000", "5001: see --seq-len"),
+        (scratch, "--text DIR/empty", "--text: no text"),
+        (scratch, "--text /bin/true", "/bin/true is not valid UTF-8"),
+        (scratch, "--distill", "--distill needs --checkpoint"),
+        (scratch, "--out DIR", "already exists"),
+        (scratch, "--checkpoint /nowhere", "--vocab-size .* --checkpoint"),
+        (retrain, "--distill DIR/int8", "int8 is quantized"),
+        (retrain, "--distill DIR/desync", "desync .* e.g. desync/8"),
+        (retrain, "--distill DIR/same", "same has another vocabulary"),
+        (retrain, "--checkpoint DIR/stale --wiring ladder --distill", "is ladder already"),
+        (retrain, "--wiring upper-bound", "upper-bound cannot be trained"),
+        (retrain, "--seq-len 4096", "--seq-len 4096 .* 64"),
+        (retrain, "--seq-len 16 --valid-tokens 10", "--valid holds 11 tokens; a window takes 17"),
+    ):
+        with pytest.raises(InputError, match=message) as error:
+            adapt.main([*flags, *more.replace("DIR", str(tmp_path)).split()])
+        assert "\n" not in str(error.value) and not list(tmp_path.glob("out*"))
