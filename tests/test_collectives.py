@@ -13,7 +13,6 @@ import sys
 import time
 import types
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -158,22 +157,6 @@ def large_sum(world, count):
 
 def test_a_message_larger_than_a_slot_and_what_is_refused():
     run_ranks(2, large_sum, 2_200_000)
-
-
-def use_many_groups(world):
-    counts = []
-    for _ in range(15):
-        with small_slots(world) as group:
-            OPS.wait_tensor(OPS.all_reduce(torch.ones(100), "sum", group.group_name))
-        del group
-        mapped = Path("/proc/self/maps").read_text().count(shared_memory.NAME)
-        counts.append((len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm")), mapped))
-    return counts
-
-
-def test_groups_leave_nothing_behind():
-    for counts in run_ranks(2, use_many_groups):
-        assert counts[-1] == counts[0]
 
 
 def connect_without(world):

@@ -110,16 +110,13 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sourc
     lines = results.read(tmp_path / "x.jsonl")
     assert {line["run"] for line in lines} == {run.name for run in quality.plan(200)} and len(lines) == len(ran) - 1
     assert {line["steps"] for line in lines if line["kind"] == "retrained"} == {2, 10, 40, 200}
-    halves = [args for args in ran if args and args.wiring == "spd:4/4"]
-    assert halves and all(args.distill == args.checkpoint for args in halves)
-    assert all(args.distill is None for args in ran if args and args.wiring == "standard")
+    assert all(args.distill == args.checkpoint for args in ran if args and args.wiring == "spd:4/4")
     write(tmp_path / "x.jsonl", lines)
     rows = [row.split(" | ") for row in printed(quality, "--show", tmp_path / "x.jsonl").splitlines()]
-    ladder, spd = ([row for row in rows if row[0] == f"| {name}"][0] for name in ("ladder", "spd:4/4"))
+    [ladder] = [row for row in rows if row[0] == "| ladder"]
     assert ladder[1:3] == ["16", "2.610 (2.560-2.660), -0.8%"] and ladder[3].startswith("11.000, ")
     [grouped] = [row for row in rows if row[0] == "| spd/4, grouped"]
     assert grouped[1:4:2] == ["8", "10.000, -23.1%"] and grouped[4].startswith("3.650 (3.550-3.750), -0.8%")
-    assert spd[2] == "" and spd[4].startswith("3.670 (3.570-3.770)") and float(spd[-1].rstrip(" |")) > 1
     printed(quality, "--show", tmp_path / "x.jsonl", "--figure", tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000
 

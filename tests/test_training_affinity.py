@@ -2,18 +2,14 @@
 
 import dataclasses
 import itertools
-import math
 import re
 import shutil
 
-import numpy as np
 import pytest
 import torch
-from helpers import BASE, StateWeights, random_model, train_tokenizer
-from reference import Reference, rms_norm
+from helpers import BASE, random_model, train_tokenizer
 
 from complete import load
-from extras.lanes import load_lanes
 from extras.training import affinity
 from formats import checkpoint
 from model import rewired
@@ -41,44 +37,6 @@ def folder(tmp_path):
     checkpoint.write_model(tmp_path / "a", CONFIG, model_of_two_kinds(CONFIG).state_dict(), torch.float32)
     train_tokenizer([text] * 30, 300, tmp_path / "a" / "tokenizer.model")
     return tmp_path
-
-
-def naive_costs(model, config, tokens, lanes):
-    """The cost (n_layers, I, L) of each neuron in each lane in float64, from the whole standard model."""
-    naive, L = Reference(config, model.state_dict()), config.n_layers
-    G, K = config.n_heads // config.n_kv_heads, config.n_kv_heads
-    bounds = [G * math.ceil(K * lane / lanes) for lane in range(lanes + 1)]  # whole KV heads; the first lanes have more
-    result = np.zeros((L, config.intermediate_size, lanes))
-
-    def neurons(i, x):
-        n = rms_norm(x, naive.w[f"layers.{i}.ffn_norm.weight"], config.norm_eps)
-        names = "w1.weight", "w1.bias", "w3.weight", "w3.bias"
-        w = {name: naive.w[f"layers.{i}.feed_forward.{name}"] for name in names}
-        gate = n @ w["w1.weight"].T + w["w1.bias"]
-        return gate / (1 + np.exp(-gate)) * (n @ w["w3.weight"].T + w["w3.bias"])
-
-    for row in tokens:
-        x = naive.w["tok_embeddings.weight"][row]
-        for i in range(L):
-            ys = [naive.attention(i, x, heads) for heads in itertools.pairwise(bounds)]
-            whole = neurons(i, x + sum(ys))
-            for lane, y in enumerate(ys):
-                w2 = naive.w[f"layers.{i}.feed_forward.w2.weight"]
-                off = (whole - neurons(i, x + y))[..., None] * w2.T  # (S, I, D): of the MLP's output
-                result[i, :, lane] += (off * off).sum((0, 2))
-            x = x + sum(ys)
-            x = x + naive.mlp(i, x, (0, config.intermediate_size))
-    return result
-
-
-@pytest.mark.parametrize("lanes", [2, 3])
-def test_costs_are_those_of_the_equations(lanes):
-    config = dataclasses.replace(CONFIG, n_heads=12, n_kv_heads=4, head_dim=4, intermediate_size=25)
-    model = random_model(config).requires_grad_(False)
-    tokens = torch.randint(300, (3, 7), generator=torch.Generator().manual_seed(1))
-    laned = load_lanes(rewired(config, f"spd/{lanes}"), StateWeights(model.state_dict()), torch.float32, "cpu")
-    result = affinity.costs(laned, tokens).numpy()
-    assert np.allclose(result, naive_costs(model, config, tokens, lanes), rtol=1e-3)
 
 
 def test_two_lanes_are_shared_out_at_the_lowest_cost():
