@@ -6,46 +6,38 @@ export GOMP_SPINCOUNT ?= 1000
 
 .PHONY: demo test test-all gpu size lint clean
 
-demo: .venv/installed
+demo: .venv/requirements.txt
 	.venv/bin/torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt "Once upon a time" \
 		--max-new-tokens 240
 
-test: .venv/installed-dev lint
+test: .venv/requirements-dev.txt lint
 	.venv/bin/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 # and what takes longer, or needs other people's libraries
-test-all: .venv/installed-peers test
+test-all: .venv/requirements-peers.txt test
 	.venv/bin/python -m pytest -n 2 --dist worksteal -m slow
 
 # for a machine with a GPU, whose PYTHON has what requirements-dev.txt lists: installs nothing, ends within nine minutes
 gpu: SHELL := bash
 gpu: GPU_RESULTS ?= benchmarks/results
 gpu:
-	LADDER_TEST_GPU=1 timeout -s INT -k 10 200 $(PYTHON) -m pytest -q -n 4 tests/test_gpu.py; failed=$$?; \
+	LADDER_TEST_GPU=1 timeout -s INT -k 10 200 $(PYTHON) -m pytest -q -n 4 tests/test_gpu.py tests/test_gpu_link.py; failed=$$?; \
 	$(PYTHON) -m benchmarks.gpu --seconds $$((530 - SECONDS)) --json $(GPU_RESULTS)/gpu.jsonl \
 		--traces $(GPU_RESULTS)/gpu-traces && exit $$failed
 
 # lines, words and flags, as a table
-size: .venv/installed
+size: .venv/requirements.txt
 	.venv/bin/python -m benchmarks.size
 
-lint: .venv/installed-dev
+lint: .venv/requirements-dev.txt
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
-# torch first and by its exact version, so that nothing else pulls in another build of it
-.venv/installed: requirements.txt
-	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check $$(grep ^torch== requirements.txt)
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	touch $@
-
-.venv/installed-dev: .venv/installed requirements-dev.txt
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	touch $@
-
-.venv/installed-peers: .venv/installed-dev requirements-peers.txt
-	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-peers.txt
+# One call of pip, which so resolves once. --no-compile halves its time: Python compiles what it imports, and keeps it.
+unexport PYTHONDONTWRITEBYTECODE
+.venv/%.txt: %.txt $(wildcard requirements*.txt)
+	test -x .venv/bin/pip || $(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $<
 	touch $@
 
 clean:

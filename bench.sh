@@ -1,14 +1,10 @@
 #!/usr/bin/env bash
-# Finds a python for extras/measure/sweep.py, which does everything else: --help lists the settings.
+# Finds a Python that has torch for bench.py, which does everything else: ./bench.sh --help
 set -euo pipefail
-here=$(dirname "$0")
-for word in "$@"; do
-    [[ $word == PYTHON=* ]] && PYTHON=${word#*=}
-done
-venv=$here/.venv/bin/python
-[[ -x $venv ]] || venv=python3
-export PYTHONSAFEPATH=1 # or a model.py where it is started would be taken for ours
-export PYTHON=${PYTHON-$venv} PYTHONPATH="$(cd "$here" && pwd)${PYTHONPATH:+:$PYTHONPATH}"
-"$PYTHON" -c 'import sys; from importlib.util import find_spec; sys.exit(not find_spec("torch"))' 2> /dev/null ||
-    { echo "bench.sh: $PYTHON cannot import torch: run make .venv/installed first, or set PYTHON" >&2 && exit 2; }
-BENCH_ROOT=$here exec "$PYTHON" -m extras.measure.sweep "$@"
+here=$(cd "$(dirname "$0")" && pwd)
+python=${PYTHON-$here/.venv/bin/python}
+[[ -n ${PYTHON-} || -x $python ]] || python=python3
+export PYTHONSAFEPATH=1 PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}" # or a model.py of the current folder is imported
+"$python" -c 'import sys; from importlib.util import find_spec; sys.exit(not find_spec("torch"))' 2> /dev/null ||
+    { echo "bench.sh: $python cannot import torch: run make .venv/requirements.txt first, or set PYTHON" >&2 && exit 2; }
+exec "$python" "$here/bench.py" "$@"

@@ -1,4 +1,4 @@
-"""Load a checkpoint and complete texts, from Python: on one device, without a process group or an exit."""
+"""Load a checkpoint and complete texts from Python: on one device, without a process group; errors are exceptions."""
 
 from decoding.sampling import Sampler
 from formats import checkpoint
@@ -7,15 +7,15 @@ from formats.tokenizer import load_tokenizer
 from generate import BUCKET, Runner, generate, load_model, make_cache
 from model import rewired
 from runtime import launch, terminal
-from runtime.errors import InputError
+from runtime.errors import InputError, load_extra
 from runtime.launch import World
 
 
 def load(folder, device=None, dtype=None, wiring=None):
-    """Return (model, tokenizer or None) of a checkpoint folder.
+    """Return (model, tokenizer) of a checkpoint folder; the tokenizer is None if the folder has none.
 
-    device: "cpu", "cuda", ... or None. dtype: a name of DTYPES or None. wiring: another than the checkpoint's, e.g.
-    "ladder:16". Raises InputError.
+    device: e.g. "cpu" or "cuda"; default: cuda if there is a GPU. dtype: a name in DTYPES; default: the checkpoint's.
+    wiring: e.g. "ladder:16"; default: the checkpoint's. Raises InputError.
     """
     config = rewired(checkpoint.read_config(folder), wiring)
     if dtype not in (None, *DTYPES):
@@ -28,10 +28,11 @@ def complete(
     model, tokenizer, prompts, max_new_tokens=200, temperature=0.8, top_k=None, top_p=1.0, seed=0, compile=False,
     draft=None, proposals=3, prefill_chunks=None,
 ):  # fmt: skip
-    """Continue each of some texts on one device; returns the new texts. The README has an example.
+    """Return the text that follows each of the prompts, a list of texts. The README has an example.
 
-    draft: None, "ngram", or a smaller model of the same vocabulary, which proposes `proposals` tokens at a time. A row
-    ends at max_new_tokens, or where the model's context does. prefill_chunks: see Runner. Raises InputError.
+    A text ends at an end-of-sequence token, after max_new_tokens, or at the end of the model's context.
+    draft: None, "ngram", or a smaller model with the same vocabulary; it proposes `proposals` tokens at a time.
+    prefill_chunks: see generate.Runner. Raises InputError.
     """
     if tokenizer is None:
         raise InputError("tokenizer is None: the checkpoint has none, so there is no text to complete")
@@ -41,11 +42,11 @@ def complete(
         raise InputError(f"prefill_chunks is {prefill_chunks} but must be None or a whole number, at least 1")
     if isinstance(prompts, str) or not prompts or not all(prompts):
         raise InputError("prompts is one text, empty, or has an empty text: give a list of texts")
-    device = launch.choose_device(str(model.device))  # CUDA's current one now
-    sample = Sampler(temperature, top_k, top_p, seed, device)
+    device = launch.choose_device(str(model.device))  # selects it, if it is a GPU
+    sampler = Sampler(temperature, top_k, top_p, seed, device)
     rows = [tokenizer.encode(text) for text in prompts]
     slots = max(map(len, rows)) + terminal.fit(max_new_tokens, rows, model.config.max_seq_len) + 1
-    if compile:  # in whole buckets, so that calls of about the same length share a graph
+    if compile:  # whole buckets, so that calls of about the same length share a compiled graph
         slots = -(-slots // BUCKET) * BUCKET
 
     def new_runner(model, cache=None):
@@ -53,8 +54,6 @@ def complete(
 
     runner, drafter = new_runner(model), None
     if draft is not None:
-        from decoding import speculative
-
-        drafter = speculative.of_model(draft, proposals, runner, new_runner)
-    added = generate(runner, rows, max_new_tokens, sample, model.config.eos_ids, draft=drafter).rows
-    return [tokenizer.continuation(prompt, row) for prompt, row in zip(rows, added, strict=True)]
+        drafter = load_extra("drafts", "draft").of_model(draft, proposals, runner, new_runner)
+    new_ids = generate(runner, rows, max_new_tokens, sampler, model.config.eos_ids, draft=drafter).rows
+    return [tokenizer.continuation(prompt, ids) for prompt, ids in zip(rows, new_ids, strict=True)]

@@ -1,4 +1,4 @@
-"""How well a model predicts a text, how far it lies from another model, and what it scores in lm-eval's tasks.
+"""How well a model predicts a text, how far it is from another model, and what it scores in lm-eval's tasks.
 
 python eval.py --checkpoint DIR --text FILE                          # nats per token, perplexity, bits per byte
 python eval.py --checkpoint DIR --text FILE --compare OTHER          # KL divergence and top-1 agreement per token
@@ -22,18 +22,16 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 import torch
 
 import generate
-from evaluation.score import alone, divergence, sensitivity, total_nats
-from extras.training.data import SEPARATOR
+from evaluation.score import SEPARATOR, alone, divergence, sensitivity, total_nats
 from formats import checkpoint
-from formats.checkpoint import dtype_name
 from formats.tokenizer import check_vocabulary, load_tokenizer
-from runtime import cli, launch, preflight, report, writing
+from runtime import benchmarking, cli, launch, report, writing
 from runtime.cli import count, number
-from runtime.errors import InputError
+from runtime.errors import InputError, load_extra
 
 
 def parse(argv):
-    p, two = cli.Parser(__doc__), number(int, 2)
+    p, from_two = cli.Parser(__doc__), number(int, 2)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder of weights, e.g. demo")
     p.add_argument("--batch", type=count, metavar="B", help="rows at a time, e.g. 4; default: 256 MB of logits")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's own")
@@ -46,39 +44,37 @@ def parse(argv):
     g = p.add_argument_group("with --text")
     either = g.add_mutually_exclusive_group()
     either.add_argument("--compare", metavar="DIR", help="another checkpoint, in its own wiring, as the reference")
-    help = "put each layer alone into --wiring (default: ladder), least loss first"
-    either.add_argument("--sensitivity", action="store_true", help=help)
-    g.add_argument("--window", type=two, metavar="N", help="tokens of a window; default: the context, up to 2048")
+    words = "put each layer alone into --wiring (default: ladder), least loss first"
+    either.add_argument("--sensitivity", action="store_true", default=None, help=words)
+    g.add_argument("--window", type=from_two, metavar="N", help="tokens of a window; default: the context, up to 2048")
     g.add_argument("--stride", type=count, metavar="N", help="tokens between windows; default: half a window")
-    g.add_argument("--max-tokens", type=two, metavar="N", help="score only so many tokens of the text, e.g. 100000")
+    g.add_argument("--max-tokens", type=from_two, metavar="N", help="score only so many tokens, e.g. 100000")
     g = p.add_argument_group("with --tasks")
     g.add_argument("--limit", type=count, metavar="N", help="only the first N documents of each task, e.g. 200")
     g.add_argument("--task-folder", metavar="DIR", help="more tasks: a folder of yaml files, e.g. my-tasks")
     g.add_argument("--num-fewshot", type=number(int, 0), metavar="N", help="examples in a prompt, e.g. 5")
     cli.add_wiring_flags(p)
     args = p.parse_args(argv)
-    others = "compare sensitivity window stride max_tokens" if args.tasks else "limit task_folder num_fewshot"
-    for name in others.split():
-        if getattr(args, name) is not None and getattr(args, name) is not False:  # 0 is a number of examples
-            raise InputError(f"--{name.replace('_', '-')} goes with {'--text' if args.tasks else '--tasks'}")
+    needed, others = "--tasks", ("limit", "task_folder", "num_fewshot")
+    if args.tasks:
+        needed, others = "--text", ("compare", "sensitivity", "window", "stride", "max_tokens")
+    for name in others:
+        if getattr(args, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')} goes with {needed}")
     return args
 
 
 def read_documents(args, tokenizer):
-    """Return (the token ids of each document, the bytes that are scored: those of all ids but each document's first).
-
-    BOS comes first where the tokenizer has one.
-    """
+    """Return (the token ids of each document, BOS included; the bytes that are scored: all but each first token's)."""
     text = checkpoint.read_text(args.text, flag="--text ")
-    parts = [part.strip() for part in text.split(SEPARATOR) if part.strip()] if SEPARATOR in text else [text]
+    texts = [part.strip() for part in text.split(SEPARATOR) if part.strip()] if SEPARATOR in text else [text]
     documents, n_bytes, left = [], 0, args.max_tokens or math.inf
-    for part in parts:
+    for part in texts:
         ids = tokenizer.encode(part)
         if len(ids) > left:
-            n = left
-            while n > 2 and tokenizer.decode(ids[max(0, n - 16) : n]).endswith("\ufffd"):
-                n -= 1  # not in the middle of a character: its bytes would be nobody's
-            ids = ids[:n]
+            ids = ids[:left]
+            while len(ids) > 2 and tokenizer.decode(ids[-16:]).endswith("\ufffd"):
+                ids.pop()  # a byte of a character that was cut
             part = tokenizer.decode(ids)
         left -= len(ids)
         if len(ids) > 1:
@@ -90,66 +86,66 @@ def read_documents(args, tokenizer):
 
 
 def plan_windows(args, *configs):
-    """Return the (window, stride, batch) that the flags ask for, of one or two models."""
-    context, vocab_size = min(c.max_seq_len for c in configs), configs[0].vocab_size
+    """Return the (window, stride, batch) that the flags ask for, which fit all of these models."""
+    context = min(config.max_seq_len for config in configs)
     size = args.window or min(2048, context)
     if size > context:
         raise InputError(f"--window {size} is longer than the context of {context}")
     stride = args.stride or max(1, size // 2)
     if stride >= size:
         raise InputError(f"--stride is {stride} but must be smaller than the window of {size} tokens")
-    return size, stride, args.batch or max(1, 2**28 // (4 * size * vocab_size))
+    return size, stride, args.batch or max(1, 2**28 // (4 * size * configs[0].vocab_size))
 
 
 def checked(nats, folder, model):
-    """Return nats, or raise InputError where they are not finite."""
+    """Return nats; raise InputError if they are not finite."""
     if not math.isfinite(nats):
-        dtype = dtype_name(model.dtype)
+        dtype = checkpoint.dtype_name(model.dtype)
         raise InputError(f"{folder} gives a loss of {nats} nats per token in {dtype}: try another --dtype")
     return nats
 
 
-def score_text(args, world, model, other, documents, n_bytes, plan):
-    """Return (what there is to report, the same in words); other: the Config of --compare, or None."""
-    n, show = sum(len(ids) - 1 for ids in documents), world.rank == 0
-    if other is None:
-        nats, compared, words = total_nats(model, documents, *plan, show) / n, {}, ""
+def score_text(args, world, model, reference_config, documents, n_bytes, plan):
+    """Return (results as a dict, results in words) of a text. reference_config: of --compare, or None."""
+    n, show, comparison, words = sum(len(ids) - 1 for ids in documents), world.rank == 0, {}, ""
+    if reference_config is None:
+        nats = total_nats(model, documents, *plan, show) / n
     else:
-        nats, compared, words = compare(args, world, model, other, documents, plan)
+        nats, comparison, words = compare(args, world, model, reference_config, documents, plan)
     bits = checked(nats, args.checkpoint, model) * n / math.log(2) / n_bytes if n_bytes else None
-    found = {
+    result = {
         "text": Path(args.text).name, "documents": len(documents), "tokens": n, "nats_per_token": nats,
         "perplexity": math.exp(nats) if nats < 700 else None, "bytes": n_bytes, "bits_per_byte": bits,
-        "window": plan[0], "stride": plan[1], **compared,
+        "window": plan[0], "stride": plan[1], **comparison,
     }  # fmt: skip
-    if args.sensitivity:
-        wiring = cli.asked_wiring(args) or "ladder"
+    if not args.sensitivity:
+        return result, f"{nats:.4f} nats per token" + (f", {bits:.4f} bits per byte" if n_bytes else "") + words
 
-        def loss(model):
-            return checked(total_nats(model, documents, *plan) / n, args.checkpoint, model)
+    def loss(model):
+        return checked(total_nats(model, documents, *plan) / n, args.checkpoint, model)
 
-        layers, head = sensitivity(model, loss, wiring, show), f"{wiring} layer"
-        order = sorted(range(len(layers)), key=layers.__getitem__)
-        rows = [f"{head}  nats per token", f"{'none':>{len(head)}}  {nats:14.4f}"]
-        rows += [f"{i:{len(head)}}  {layers[i]:14.4f}  {layers[i] - nats:+.4f}" for i in order]
-        return found | {"sensitivity_wiring": wiring, "sensitivity": layers}, "\n".join(rows)
-    return found, f"{nats:.4f} nats per token" + (f", {bits:.4f} bits per byte" if n_bytes else "") + words
+    wiring = cli.asked_wiring(args) or "ladder"
+    losses, head = sensitivity(model, loss, wiring, show), f"{wiring} layer"
+    rows = [f"{head}  nats per token", f"{'none':>{len(head)}}  {nats:14.4f}"]
+    for i in sorted(range(len(losses)), key=losses.__getitem__):
+        rows.append(f"{i:{len(head)}}  {losses[i]:14.4f}  {losses[i] - nats:+.4f}")
+    return result | {"sensitivity_wiring": wiring, "sensitivity": losses}, "\n".join(rows)
 
 
-def compare(args, world, model, other, documents, plan):
-    """Return (nats per token, what there is to report of a comparison, the same in words)."""
-    reference = generate.load_model(other, args.compare, args.dtype, world)
-    kl, agree, ours, theirs = divergence(model, reference, documents, *plan, world.rank == 0)
-    nats, base = ours.mean().item(), checked(theirs.mean().item(), args.compare, reference)
+def compare(args, world, model, reference_config, documents, plan):
+    """Return (nats per token, results of the comparison as a dict, results in words)."""
+    reference = generate.load_model(reference_config, args.compare, args.dtype, world)
+    kl, agree, nats, reference_nats = divergence(model, reference, documents, *plan, world.rank == 0)
+    nats, base = nats.mean().item(), checked(reference_nats.mean().item(), args.compare, reference)
     p99, same = kl.kthvalue(math.ceil(0.99 * len(kl))).values.item(), agree.double().mean().item()
     words = (
-        f", {nats - base:+.4f} against {args.compare} ({other.wiring})\n"
+        f", {nats - base:+.4f} against {args.compare} ({reference_config.wiring})\n"
         f"KL divergence from it, in nats per token: mean {kl.mean():.3g}, 99 % of them below {p99:.3g}, "
         f"at most {kl.max():.3g}; the likeliest token is the same in {same:.2%}"
     )
     return nats, {
-        "reference": checkpoint.name(args.compare), "reference_wiring": other.wiring, "reference_quant": other.quant,
-        "reference_nats_per_token": base, "nats_difference": nats - base,
+        "reference": checkpoint.name(args.compare), "reference_wiring": reference_config.wiring,
+        "reference_quant": reference_config.quant, "reference_nats_per_token": base, "nats_difference": nats - base,
         "kl_mean": kl.mean().item(), "kl_p99": p99, "kl_max": kl.max().item(), "top1_agreement": same,
     }, words  # fmt: skip
 
@@ -159,51 +155,45 @@ def main(argv=None):
     world = launch.join(args.device, vars(args))
     with world.together():
         own = checkpoint.read_config(args.checkpoint)
+        config = loaded = own if args.sensitivity else cli.with_wiring(own, args)
         if args.sensitivity:
-            laned = alone(own, cli.asked_wiring(args) or "ladder", 0)  # or an InputError
-        config = own if args.sensitivity else cli.with_wiring(own, args)
+            in_wiring = alone(own, cli.asked_wiring(args) or "ladder", 0)
+            loaded = in_wiring if in_wiring.lanes else own
         if world.rank == 0:
             cli.warn_of_wiring(own, config, world.shares)
         tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
         if tokenizer is None:
             raise InputError(f"{args.checkpoint} has no tokenizer")
-        if args.tasks:
-            try:
-                from extras.lm_eval import harness
-            except ImportError as e:
-                raise InputError(f"--tasks needs lm-eval ({e}): pip install lm_eval==0.4.13") from None
-            with harness.one_voice(world.rank == 0):
-                tasks = harness.load_tasks(args.tasks.split(","), args.task_folder, args.num_fewshot)
-        else:
-            other = checkpoint.read_config(args.compare) if args.compare else None
-            if other:
-                check_vocabulary(config, args.checkpoint, other, args.compare, f"--compare {args.compare}")
-            text = *read_documents(args, tokenizer), plan_windows(args, config, other or config)
-        place = world.rank, world.shares
-        models = [(config, checkpoint.chosen_dtype(args.dtype, args.checkpoint), *place)]
+        reference_config = args.compare and checkpoint.read_config(args.compare)
         if args.compare:
-            models.append((other, checkpoint.chosen_dtype(args.dtype, args.compare), *place))
-        preflight.warn(world, 0, 0, *models)  # no cache
+            check_vocabulary(config, args.checkpoint, reference_config, args.compare, f"--compare {args.compare}")
+        if args.tasks:
+            harness = load_extra("lm_eval", "--tasks").harness
+            tasks = harness.load_tasks(args.tasks.split(","), args.task_folder, args.num_fewshot, world.rank == 0)
+        else:
+            documents, n_bytes = read_documents(args, tokenizer)
+            plan = plan_windows(args, config, reference_config or config)
+        models = (config, args.checkpoint), (reference_config, args.compare)
+        dtypes = [(c, checkpoint.chosen_dtype(args.dtype, folder)) for c, folder in models if folder]
+        report.warn_of_memory(world, 0, 0, *((*model, world.rank, world.shares) for model in dtypes))  # without a cache
     if not world.alone:
-        read = {f"contents of --{name}": getattr(args, name) for name in ("checkpoint", "compare")}
-        read = {name: folder and checkpoint.digest(folder) for name, folder in read.items()}
-        world.agree(read | ({} if args.tasks else {"contents of --text": zlib.crc32(str(text[0]).encode())}))
-    in_lanes = laned if args.sensitivity and laned.lanes else config
-    model = generate.load_model(in_lanes, args.checkpoint, args.dtype, world)
-    model.config = config  # the table of layers begins with the model's own wiring, in those lanes
+        folders = {f"contents of --{name}": getattr(args, name) for name in ("checkpoint", "compare")}
+        same = {name: folder and checkpoint.digest(folder) for name, folder in folders.items()}
+        world.agree(same | ({} if args.tasks else {"contents of --text": zlib.crc32(str(documents).encode())}))
+    model = generate.load_model(loaded, args.checkpoint, args.dtype, world)
+    model.config = config  # --sensitivity starts from the standard wiring, in the lanes of the one that it tries
     start = time.perf_counter()
     if args.tasks:
-        with harness.one_voice(world.rank == 0):
-            found, words = harness.run(harness.Model(model, tokenizer, args.batch), tasks, args.limit)
+        result, words = harness.run(harness.Model(model, tokenizer, args.batch), tasks, args.limit, world.rank == 0)
     else:
-        found, words = score_text(args, world, model, other, *text)
+        result, words = score_text(args, world, model, reference_config, documents, n_bytes, plan)
     if world.rank > 0:
         return
     line = {
         "model": checkpoint.name(args.checkpoint), "wiring": config.wiring, "tp": world.tp_size, "shares": world.shares,
         "comm": args.comm, "quant": config.quant, "group_size": config.group_size,
-        "dtype": dtype_name(model.dtype), **found,
-        "seconds": time.perf_counter() - start, "torch": torch.__version__, "commit": report.git_commit(),
+        "dtype": checkpoint.dtype_name(model.dtype), **result,
+        "seconds": time.perf_counter() - start, "torch": torch.__version__, "commit": benchmarking.git_commit(),
     }  # fmt: skip
     print(json.dumps(line))
     if args.json:

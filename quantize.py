@@ -5,6 +5,7 @@ python quantize.py --checkpoint DIR --mode int4 --group-size 64 --keep lm_head -
 """
 
 import dataclasses
+import functools
 
 import torch
 
@@ -15,7 +16,7 @@ from runtime.errors import InputError
 from tp import shard_plan
 
 PIECE = 2**18  # numbers that are quantized at a time: few enough for the cache
-FILE = 2**26  # bytes of a file, at least: all of them are in memory while it is made
+FILE = 2**26  # bytes of a file, or a layer if that is more: all of a file's tensors are in memory at once
 
 
 def to_int8(w):
@@ -28,10 +29,9 @@ def to_int8(w):
 def to_int4(w, group_size, iterations=20):
     """Return integers (N, K / 2) uint8, scales and zeros (N, K / group_size) bfloat16 for w (N, K) float32.
 
-    It starts with the range of each group in 16 even steps, rounded to nearest. Each iteration then takes the scale and
-    the zero with the least squared error for these integers, and the nearest integers for those (Lloyd's algorithm, on
-    an even grid); each group keeps its best. Scales and zeros are rounded to bfloat16 before the integers are chosen,
-    which make up for that.
+    It starts with 16 even steps over the range of each group. Each iteration takes the scale and the zero with the
+    least squared error for the integers, then the nearest integers for those (Lloyd's algorithm on an even grid); each
+    group keeps its best. Scales and zeros are rounded to bfloat16 before the integers are chosen, which compensates.
     """
     w = w.unflatten(1, (-1, group_size))  # (N, G, K / G)
     low, high = w.amin(-1, keepdim=True), w.amax(-1, keepdim=True)
@@ -53,7 +53,7 @@ def to_int4(w, group_size, iterations=20):
 
 
 def _round_int4(w, scales, zeros):
-    """Return the integers nearest to w, as floats, their scales and zeros, and each group's squared error."""
+    """Return the integers nearest to w, as floats, their scales and zeros, and the squared error of each group."""
     q = ((w - zeros) / _nonzero(scales)).round_().clamp_(0, 15)
     return q, scales, zeros, (torch.addcmul(zeros, q, scales) - w).square_().sum(-1, keepdim=True)
 
@@ -64,31 +64,32 @@ def _nonzero(x):
 
 
 def quantized(weights, config, iterations):
-    """Return a function from a tensor's name to the quantized tensor; weights: the original's."""
+    """Return a function from a tensor's name to the quantized tensor. weights: those of the original."""
     stored = dict(build(config).named_parameters())
-    current = {}  # weight, scales and zeros of the matrix that was asked for last
+
+    @functools.lru_cache(1)  # weight, scales and zeros of a matrix are asked for one after another
+    def integers(path):
+        names = [f"{path}.{name}" for name in ("weight", "scales", "zeros") if f"{path}.{name}" in stored]
+        tensors = {name: torch.empty_like(stored[name], device="cpu") for name in names}
+        w = weights.read(f"{path}.weight")
+        step = max(1, PIECE // w.shape[1])
+        for i in range(0, len(w), step):
+            piece = w[i : i + step].float()
+            results = to_int8(piece) if config.quant == "int8" else to_int4(piece, config.group_size, iterations)
+            if not w.is_floating_point() or not all(tensor.isfinite().all() for tensor in (piece, *results)):
+                raise InputError(f"tensor {path}.weight holds integers, NaN, infinite or too large values")
+            for tensor, result in zip(tensors.values(), results, strict=True):
+                tensor[i : i + step] = result
+        return tensors
 
     def read(name):
-        path, _, kind = name.rpartition(".")
-        if kind == "bias" or f"{path}.scales" not in stored:
-            tensor = weights.read(name)
-            if not tensor.is_floating_point() or not tensor.isfinite().all():
-                raise InputError(f"tensor {name} holds integers, NaN or infinite values")
-            return tensor
-        if name not in current:
-            current.clear()
-            names = [f"{path}.{kind}" for kind in ("weight", "scales", "zeros") if f"{path}.{kind}" in stored]
-            current.update({n: torch.empty_like(stored[n], device="cpu") for n in names})
-            w = weights.read(f"{path}.weight")
-            step = max(1, PIECE // w.shape[1])
-            for i in range(0, len(w), step):
-                piece = w[i : i + step].float()
-                parts = to_int8(piece) if config.quant == "int8" else to_int4(piece, config.group_size, iterations)
-                if not w.is_floating_point() or not all(part.isfinite().all() for part in (piece, *parts)):
-                    raise InputError(f"tensor {path}.weight holds integers, NaN, infinite or too large values")
-                for n, part in zip(names, parts, strict=True):
-                    current[n][i : i + step] = part
-        return current[name]
+        path, _, last = name.rpartition(".")
+        if last != "bias" and f"{path}.scales" in stored:
+            return integers(path)[name]
+        tensor = weights.read(name)
+        if not tensor.is_floating_point() or not tensor.isfinite().all():
+            raise InputError(f"tensor {name} holds integers, NaN or infinite values")
+        return tensor
 
     return read
 
@@ -110,14 +111,14 @@ def quantize(args):
         raise InputError(f"--keep {args.keep} leaves nothing to quantize")
     layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
     with writing.new_folder(args.out) as folder:
-        checkpoint.write_config(folder, new)
-        checkpoint.copy_tokenizer(args.checkpoint, folder)
+        writing.write_config(folder, new)
+        writing.copy_tokenizer(args.checkpoint, folder)
         read = quantized(weights, new, args.iterations)
-        checkpoint.write_weights(folder, sizes, read, shard_bytes=max(layer, FILE))
+        writing.write_weights(folder, sizes, read, shard_bytes=max(layer, FILE))
     return sum(before.values()), sum(sizes.values())
 
 
-def parse(argv):
+def main(argv=None):
     p = cli.Parser(__doc__)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to quantize, e.g. demo")
     p.add_argument("--mode", required=True, choices=("int8", "int4"), help="bits of an integer")
@@ -126,11 +127,7 @@ def parse(argv):
     rounds = "int4: rounds of the fit of scales; 0 rounds to nearest"
     p.add_argument("--iterations", type=cli.number(int, 0), default=20, metavar="N", help=rounds)
     p.add_argument("--out", required=True, metavar="DIR", help="the folder to write, e.g. checkpoints/demo-int4")
-    return p.parse_args(argv)
-
-
-def main(argv=None):
-    args = parse(argv)
+    args = p.parse_args(argv)
     launch.check_one_process("quantizing")
     before, after = quantize(args)
     print(f"{args.out}: {after / 1e6:,.1f} MB, {before / after:.2f} times smaller than before ({before / 1e6:,.1f} MB)")

@@ -27,14 +27,13 @@ from pathlib import Path
 
 import torch
 
+from bench import markdown
 from benchmarks.engines import DIM, FILLED, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCABULARY
-from benchmarks.lines import about, add_show_flag
-from extras.measure.results import markdown
+from extras.measure.results import about, add_show_flag
 from runtime import cli, launch, writing
+from runtime.benchmarking import in_turns, quartiles, read_bandwidth
 from runtime.cli import count, number
 from runtime.errors import InputError
-from runtime.report import read_bandwidth
-from runtime.timing import in_turns, quartiles
 
 WORKER = Path(__file__).with_name("engines.py")
 QUANTS = {  # of an engine, behind a colon: (bytes of a weight, scales included, and ours of as many bits)
@@ -72,9 +71,11 @@ def parse(argv):
     p.add_argument("--cases", type=cases, default=CASES, metavar="KIND:N,...", help="decode:BATCH or prefill:TOKENS")
     p.add_argument("--rounds", type=number(int, 3), default=9, metavar="N", help="turns of each engine in each case")
     cli.add_json_flag(p, "a line for each engine and case")
-    add_show_flag(p, tables, *KEYS, only="engine")
+    add_show_flag(p, *KEYS)
     p.add_argument("--log", type=cli.appendable, metavar="FILE", default=os.devnull, help="what the engines print")
     args = p.parse_args(argv)
+    if args.show:
+        return args
     if args.llama_python and not shutil.which(args.llama_python):
         raise InputError(f"--llama-python {args.llama_python} is no program")
     has_transformers = importlib.util.find_spec("transformers") is not None
@@ -123,7 +124,7 @@ def measure(args, argv):
     """Yield the line of each engine in each case."""
     torch.set_num_threads(args.threads)
     workers = {name: start(name, args) for name in args.engines}
-    made = about("decode", argv)
+    made = about("benchmarks.decode", argv)
     for kind, n in args.cases:
         for name, worker in workers.items():
             ask(name, worker, kind, n, 1)  # prepares the case
@@ -180,6 +181,9 @@ def cell(line, found):
 
 def main(argv=None):
     args = parse(argv)
+    if args.show:
+        lines = [line for lines in args.show for line in lines]
+        return print(tables([line for line in lines if not args.engines or line["engine"] in args.engines]))
     lines = []
     for line in measure(args, argv):
         print(json.dumps(line), file=sys.stderr)

@@ -7,8 +7,7 @@ import re
 import torch
 
 from model import Config, build
-from runtime import extras
-from runtime.errors import InputError
+from runtime.errors import InputError, load_extra
 
 
 def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie_embeddings=False):
@@ -33,10 +32,12 @@ SIZES = {  # shapes for benchmarks with random weights; extras/lanes adds anothe
 
 def named_size(text, quant=None):
     """Return the Config of NAME[:N][:QUANT]: N layers of one of SIZES; QUANT: int8, int4 or int4:GROUP_SIZE."""
+    if text.startswith("laneformer"):
+        load_extra("lanes", f"--model {text}")  # adds it to SIZES
     match = re.fullmatch(r"([\w-]+?)(?::([1-9]\d*))?(?::(int8|int4(?::\d+)?))?", text)
     if match and match[1] not in SIZES:
         with contextlib.suppress(InputError):  # a copy without that folder
-            extras.load("lanes", f"--model {text}")
+            load_extra("lanes", f"--model {text}")
     config = SIZES.get(match and match[1])
     if config is None or int(match[2] or 1) > config.n_layers:
         words = f"give NAME, NAME:N with N layers, or NAME:N:int8, of {', '.join(SIZES)}"

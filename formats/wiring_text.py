@@ -16,23 +16,24 @@ class Parsed(NamedTuple):
 
 
 def parse(text, wirings):
-    """Return the Parsed of NAME, NAME:N, NAME:I,J,... or NAME:I-J, each perhaps with -K after NAME and /L at the end.
+    """Return the Parsed of a text such as ladder, ladder:16, ladder:0,1, ladder:4-7, delayed-2/8 or desync:4.
 
-    N is the number of last layers that are wired so, I, J, ... are such layers, from 0 (one alone is "3,"), I-J all of
-    I to J; the others are standard. desync:N keeps every N-th all-reduce. K: how many sublayers stale it is. L: its
-    lanes, as many as there are ranks where that is left out. wirings: model.WIRINGS. Raises InputError.
+    NAME:N wires the last N layers, NAME:I,J,... those layers, counted from 0 (one alone is "3,"), and NAME:I-J layers I
+    to J; the others are standard. desync:N keeps every N-th all-reduce. NAME-K reads the stream K sublayers stale. /L
+    names the number of lanes, by default that of the ranks. wirings: model.WIRINGS. Raises InputError.
     """
-    found = re.fullmatch(r"([a-z-]*[a-z])(?:-(\d{1,4}))?(?::([\d,-]+))?(?:/(\d{1,4}))?", text, re.ASCII)
-    name, stale, parameter, lanes = found.groups() if found else (re.split("[:/]", text)[0], *3 * [None])
+    match = re.fullmatch(r"([a-z-]*[a-z])(?:-(\d{1,4}))?(?::([\d,-]+))?(?:/(\d{1,4}))?", text, re.ASCII)
+    name, stale, parameter, lanes = match.groups() if match else (re.split("[:/]", text)[0], *3 * [None])
     if name not in wirings:
         raise InputError(f"unknown wiring {name!r}; known: {', '.join(wirings)}")
-    kind, number = wirings[name], "[1-9][0-9]{0,8}"
-    form = {None: "", "period": number, "layers": r"\d{1,9}(,\d{1,9})*,?|\d{1,9}-\d{1,9}"}[kind.parameter]
-    fits = found and (parameter is None or re.fullmatch(form, parameter))
-    if not fits or (stale and not (kind.stale and int(stale))) or (lanes and not (kind.laned and int(lanes))):
-        written = {None: [], "period": [f"{name}:N"], "layers": [f"{name}:N", f"{name}:I,J,...", f"{name}:I-J"]}
-        forms = [name, *written[kind.parameter], *[f"{name}-K"] * bool(kind.stale), *[f"{name}/LANES"] * kind.laned]
-        raise InputError(f"no such wiring: {text!r}; write {' or '.join(', '.join(forms).rsplit(', ', 1))}")
+    wiring, layers = wirings[name], r"\d{1,9}(,\d{1,9})*,?|\d{1,9}-\d{1,9}"
+    form = {None: "", "period": "[1-9][0-9]{0,8}", "layers": layers}[wiring.parameter]
+    fits = match and (parameter is None or re.fullmatch(form, parameter))
+    if not fits or (stale and not (wiring.stale and int(stale))) or (lanes and not (wiring.laned and int(lanes))):
+        forms = {None: [], "period": [":N"], "layers": [":N", ":I,J,...", ":I-J"]}[wiring.parameter]
+        forms = ["", *forms, *["-K"] * bool(wiring.stale), *["/LANES"] * wiring.laned]
+        known = ", ".join(name + form for form in forms)
+        raise InputError(f"no such wiring: {text!r}; write {' or '.join(known.rsplit(', ', 1))}")
     if parameter and "-" in parameter:
         first, last = map(int, parameter.split("-"))
         parameter = tuple(range(first, min(last, first + 10**4) + 1))
@@ -47,8 +48,8 @@ def wiring_name(name, parameter=None, stale=None, lanes=None):
     """Return a wiring's text: the inverse of parse."""
     if isinstance(parameter, tuple | list):
         parameter = ",".join(map(str, parameter)) + "," * (len(parameter) == 1)
-    parts = ("-", stale), (":", parameter), ("/", lanes)
-    return name + "".join(f"{sign}{value}" for sign, value in parts if value is not None)
+    pairs = ("-", stale), (":", parameter), ("/", lanes)
+    return name + "".join(f"{sign}{value}" for sign, value in pairs if value is not None)
 
 
 def choose_layers(parsed, wiring, n):

@@ -1,4 +1,4 @@
-"""What a CPU needs to be fast: huge pages for the weights, and freed memory kept."""
+"""Memory of a CPU: huge pages for the weights, and freed memory that is kept for reuse."""
 
 import contextlib
 import ctypes
@@ -10,9 +10,9 @@ HUGE = 2**21  # bytes of a huge page
 
 
 def empty(shape, dtype, device="cpu"):
-    """Return an uninitialised tensor, on a CPU in huge pages if the system has them: small ones take time to translate.
+    """Return an uninitialised tensor, on a CPU in huge pages if the system has them: address translation takes time.
 
-    It begins where a huge page does. A rest at its end that does not fill one lies in small pages.
+    It begins at a huge page. What does not fill a huge page at its end lies in small pages.
     """
     size = dtype.itemsize * torch.Size(shape).numel()
     if torch.device(device).type != "cpu" or size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -26,8 +26,8 @@ def empty(shape, dtype, device="cpu"):
 
 
 def keep_freed_memory():
-    """Let glibc keep what is freed for the next tensor: a prefill would spend its time on pages new from the system."""
+    """Let glibc reuse freed memory: otherwise a prefill spends its time on page faults."""
     with contextlib.suppress(AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, the most that it takes
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, at its maximum
         mallopt(-1, 2**30)  # M_TRIM_THRESHOLD

@@ -1,32 +1,34 @@
-"""CUDA graphs: a GPU repeats the kernels of a function, and the host gives it only the inputs.
+"""CUDA graphs of a compiled decode step: a replay runs no Python but the copy of its inputs.
 
-torch.compile has graphs of its own ("reduce-overhead"), but calls Python in front of each: for the 8b 0.3 ms a step.
+torch.compile's own graphs ("reduce-overhead") run Python before each replay: 0.3 ms a step for the 8b.
 """
 
 import torch
 
 
 def captured(step, pool=None):
-    """Return (a function that repeats step() on the device, what it writes its result to), after one call of it.
+    """Return (a function that replays step() on the device, the tensor that it writes its result to).
 
-    pool: of memory that it shares with other steps, which never run at the same time.
+    pool: memory shared with other steps, which must not run at the same time.
     """
-    step()  # compiles and loads all that it needs: a capture must not
+    step()  # compiles and loads what it needs, which a capture must not do
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):  # NCCL's own thread may look after its work
+    with torch.cuda.graph(
+        graph, pool, capture_error_mode="thread_local"
+    ):  # NCCL's watchdog thread may query its events
         result = step()
     return graph.replay, result
 
 
 class Graphs:
-    """A model's decode step (tokens (B, S), positions (B, S), cache, cache_length) -> logits, compiled to few kernels,
-    each of the best shape, and captured for each S and length.
+    """A model's compiled decode step, captured once for each shape of tokens and each cache_length.
 
-    A call writes its logits where the one before of the same S and length did. The cache is always the same.
+    Called with (tokens (B, S), positions (B, S), cache, cache_length), it returns logits (B, S, v). The next call with
+    the same shapes overwrites them. All calls must pass the same cache.
     """
 
     def __init__(self, model):
-        # what is tuned differs in its last bits, but each of several ranks is to run a draft alike
+        # autotuning may change the last bits, but all ranks must compute a whole draft model to the same bits
         alike = model.comm.tp_size == 1 and torch.distributed.is_initialized()
         options = {"combo_kernels": True, "coordinate_descent_tuning": True, "deterministic": alike}
         self.step = torch.compile(model, fullgraph=True, dynamic=False, options=options)

@@ -1,9 +1,9 @@
 """Linears and an embedding whose weights are integers of 8 or 4 bits.
 
-The integers q stand for W[n, k] = scales[n, g] q[n, k] + zeros[n, g], g being the group of columns that k is in.
+W[n, k] = scales[n, g] q[n, k] + zeros[n, g], where q are the integers and g is the group of column k.
 
-int8: q from -127 to 127, one group a row, no zeros.
-int4: q from 0 to 15, two in a byte, the even column in its lower half.
+int8: q from -127 to 127, one group per row, no zeros.
+int4: q from 0 to 15, two in a byte, the even column in the lower half.
 
 Shape letters: N rows and K columns of W, G groups in a row.
 """
@@ -14,14 +14,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels.swap import recast, swap
-
-PIECE = 2**19  # numbers of W that are turned into floats at a time, to be multiplied while they are in the cache
-FEW = 16  # rows of x up to which the kernels for int8, PyTorch's on a CPU and Triton's, are meant to be the faster ones
+PIECE = 2**19  # elements of W that become floats at a time, so that they are multiplied while they are in the cache
+FEW = 16  # with so many rows of x or fewer, the int8 kernels are used: PyTorch's on a CPU, Triton's on a GPU
 
 
 def check(config):
-    """Raise ValueError, naming the field, when what a Config says of its quantization does not fit its model."""
+    """Raise ValueError if the fields of a Config about quantization do not fit its model."""
     size = config.group_size
     if config.quant not in (None, "int8", "int4"):
         raise ValueError(f"unknown quantization {config.quant!r}; known: int8, int4")
@@ -44,7 +42,7 @@ def check(config):
 
 
 def dequantize(weight, scales, zeros=None):
-    """Return the numbers (N, K) that integers stand for, in the dtype of the scales."""
+    """Return W (N, K) in the dtype of the scales."""
     return scaled(weight if zeros is None else unpack(weight), scales, zeros)
 
 
@@ -54,7 +52,7 @@ def unpack(weight):
 
 
 def scaled(q, scales, zeros):
-    """Return scales q + zeros (N, K) of the integers q (N, K)."""
+    """Return scales q + zeros (N, K), given integers q (N, K)."""
     if zeros is None:
         return q.to(scales.dtype) * scales
     q = q.unflatten(-1, (scales.shape[-1], -1)).to(scales.dtype)  # (N, G, K / G)
@@ -62,9 +60,10 @@ def scaled(q, scales, zeros):
 
 
 def regroup(numbers, start, stop, size):
-    """Return int4 scales or zeros of the columns start to stop, given those (N, G) of all groups that they touch.
+    """Return int4 scales or zeros for columns start to stop, given those (N, G) of all groups that contain them.
 
-    size: of these groups. If an end lies within a group, all become smaller: of the largest size that fits both ends.
+    size: columns of such a group. If start or stop lies inside a group, all groups become smaller: the largest size
+    that divides both. Example: groups of 64 cut at column 96 become groups of 32.
     """
     if start % size == stop % size == 0:
         return numbers
@@ -75,7 +74,7 @@ def regroup(numbers, start, stop, size):
 
 
 class Integers(nn.Module):
-    """A matrix (N, K) in integers: weight (N, K) int8 or (N, K / 2) uint8, scales and zeros (N, G)."""
+    """A matrix (N, K) stored as integers: weight (N, K) int8 or (N, K / 2) uint8, scales and zeros (N, G)."""
 
     def __init__(self, N, K, quant, group_size):
         super().__init__()
@@ -104,17 +103,16 @@ class IntLinear(Integers):
 
     def forward(self, x):
         N, K = max(1, self.out_features), self.in_features  # a rank may have no rows of the output head
-        # the compiler makes one loop of it all, and to a GPU each piece is two more launches
+        # compiled, it is one loop anyway; on a GPU each piece would be two more launches
         step = N if torch.compiler.is_compiling() or x.is_cuda else max(1, PIECE // K)
-        parts = [F.linear(x, self.rows(slice(i, i + step))) for i in range(0, N, step)]
-        y = torch.cat(parts, dim=-1)
+        y = torch.cat([F.linear(x, self.rows(slice(i, i + step))) for i in range(0, N, step)], dim=-1)
         return y if self.bias is None else y + self.bias
 
 
 class Int8Linear(IntLinear):
-    """An IntLinear that multiplies few rows with PyTorch's kernel for int8, on a CPU.
+    """An IntLinear for a CPU that multiplies few rows with PyTorch's int8 kernel.
 
-    The kernel (torch 2.13) reads beyond its rows unless K is a multiple of 16.
+    K must be a multiple of 16: otherwise the kernel (torch 2.13) reads out of bounds.
     """
 
     def forward(self, x):
@@ -127,25 +125,25 @@ class Int8Linear(IntLinear):
 
 
 class Int8CudaLinear(IntLinear):
-    """An IntLinear that reads integers while it multiplies, if compiled: one row by the compiler's kernel, few by ours.
+    """An IntLinear for a GPU. Compiled, its kernels read int8: the compiler's for one row, int8_rows.py's for a few.
 
-    PyTorch's own on a GPU (torch 2.13) computes each output in one thread, byte by byte. Not compiled, ours takes
-    four times as long to launch as what multiplies floats.
+    PyTorch's own kernel (torch 2.13) computes each output in one thread, byte by byte. Without the compiler, launching
+    int8_rows.py's takes four times as long as multiplying floats.
     """
 
     def forward(self, x):
         scales = self.scales[:, 0]
         if torch.compiler.is_compiling() and 1 < x.numel() // self.in_features <= FEW:
-            from kernels import int8_rows  # PyTorch for CPUs has no Triton
+            from kernels import int8_rows  # late: PyTorch for CPUs has no Triton
 
             y = int8_rows.multiply(x, self.weight, scales)
-        else:  # in this order: the compiler takes F.linear(...) * scales for PyTorch's kernel
+        else:  # in this order, because the compiler replaces F.linear(...) * scales by PyTorch's kernel
             y = scales * F.linear(x, self.weight.to(x.dtype))
         return y if self.bias is None else y + self.bias
 
 
 class Int4CudaLinear(nn.Module):
-    """An int4 IntLinear in the layout of PyTorch's kernel on a GPU, which takes K in multiples of 128, N of 8."""
+    """An int4 IntLinear in the layout of PyTorch's GPU kernel, for which 128 divides K and 8 divides N."""
 
     @torch.no_grad()
     def __init__(self, linear):
@@ -153,7 +151,7 @@ class Int4CudaLinear(nn.Module):
         self.out_features, self.in_features, self.bias = linear.out_features, linear.in_features, linear.bias
         weight, scales = linear.weight, linear.scales
         self.group_size = self.in_features // scales.shape[1]
-        # the kernel counts from the middle, W = (q - 8) scale + middle, and has the even column in the upper half
+        # the kernel computes W = (q - 8) scale + middle, and expects the even column in the upper half of a byte
         pairs = torch.stack((scales, linear.zeros + 8 * scales), dim=-1)  # (N, G, 2)
         self.scales = nn.Parameter(pairs.transpose(0, 1).contiguous(), requires_grad=False)
         packed = torch._convert_weight_to_int4pack(weight << 4 | weight >> 4, 8)
@@ -166,7 +164,7 @@ class Int4CudaLinear(nn.Module):
 
 
 class IntEmbedding(Integers):
-    """Token ids -> their rows of W."""
+    """Token ids (...) -> their rows (..., K) of W."""
 
     def forward(self, tokens):
         return self.rows(tokens)
@@ -198,6 +196,20 @@ def stored_columns(ranges, columns):
 
 
 # ---- Replacing the matrices of a model -------------------------------------------------------------------------------
+
+
+def swap(model, make):
+    """Replace every submodule by make(name, submodule), where name is its last one. None leaves it as it is."""
+    for parent in list(model.modules()):
+        for name, module in list(parent.named_children()):
+            if (new := make(name, module)) is not None:
+                setattr(parent, name, new)
+
+
+def recast(module, subclass):
+    """Make a module one of a subclass that differs only in its methods; returns the module."""
+    module.__class__ = subclass
+    return module
 
 
 def replace_matrices(model, config):

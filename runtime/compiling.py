@@ -13,7 +13,7 @@ from decoding.sampling import Sampler
 from decoding.step import next_tokens, pad
 from kernels import cxx, few_rows
 from kernels.few_rows import FEW_INT, FewRowsIntLinear
-from kernels.swap import recast, swap
+from kernels.int_linear import recast, swap
 from model import Attention, FeedForward
 from runtime import watch
 from runtime.errors import InputError
@@ -28,6 +28,13 @@ def _one_line():
         yield
     except cxx.CompilerError as e:
         raise InputError(str(e)) from None
+
+
+def prepare(device):
+    """Set up torch.compile for a device. Raises InputError if that needs a C++ compiler and there is none."""
+    if device.type == "cpu":
+        with _one_line():
+            cxx.prepare_compile()
 
 
 class DecodeAttention(Attention):
@@ -98,11 +105,9 @@ def use_fast_modules(model):
 def compiled(model, decode, prefill):
     """Return (the model for decode steps, the model for the prefill), each compiled if asked for.
 
-    Raises InputError if that needs a C++ compiler and there is none.
+    Raises InputError as prepare() and use_fast_modules() do.
     """
-    if model.device.type == "cpu":
-        with _one_line():
-            cxx.prepare_compile()
+    prepare(model.device)
     prefill_model = torch.compile(model, fullgraph=True) if prefill else model
     if not decode:
         return model, prefill_model

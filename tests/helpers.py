@@ -21,13 +21,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from sentencepiece import SentencePieceTrainer
 
 import generate
 import model
 import tp
-from kernels import cxx, gloo, shared_memory
+from kernels import cxx, gloo
 from model import WIRINGS, Config, Transformer, list_sublayers, parse_wiring
-from runtime import launch
+from runtime import launch, writing
 
 ROOT = Path(__file__).parent.parent
 HANGS = 300  # seconds until a process is thought to hang: the ranks' own time limits are half an hour
@@ -110,6 +111,16 @@ def random_model(config, seed=0):
             else:
                 weight.uniform_(0.5, 1.5, generator=generator)
     return net
+
+
+def train_tokenizer(texts, vocab_size, path):
+    """Write a SentencePiece vocabulary in Llama 2's style: BOS 1, EOS 2, unknown characters as bytes."""
+    with open(path, "wb") as f:
+        SentencePieceTrainer.train(
+            sentence_iterator=iter(texts), model_writer=f, vocab_size=vocab_size, model_type="bpe", num_threads=1,
+            byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity", split_digits=True,
+            remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, minloglevel=2,
+        )  # fmt: skip
 
 
 class StateWeights:
@@ -270,6 +281,7 @@ def stop_ranks():
 def _serve(rank, port, pipe):
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(LADDER_TIMEOUT="0", GLOO_SOCKET_IFNAME="lo")
     try:
         world = launch.join("cpu")
         worlds, before = {RANKS: world}, gloo.threads()
@@ -277,7 +289,8 @@ def _serve(rank, port, pipe):
             worlds[size] = launch.World(rank, size, world.device, dist_group=dist.new_group(range(size)))
         gloo.let_preempt(gloo.threads() - before)  # as join() does with those of its group
         for size in range(max(2, rank + 1), RANKS):
-            worlds[size].group = shared_memory.connect(worlds[size])
+            worlds[size].nodes, worlds[size].group = world.nodes[:size], worlds[size].dist_group
+            worlds[size].group = tp.connect_auto(worlds[size])
     except BaseException:
         pipe.recv_bytes()
         pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
@@ -336,3 +349,12 @@ def script(name, *args, ranks=1, timeout=HANGS, stdin="", **environment):
         command(name, *args, ranks=ranks), capture_output=True, text=True, timeout=timeout, env=env, input=stdin,
         errors="surrogateescape",
     )  # fmt: skip
+
+
+def write_model(folder, config, state, dtype):
+    """Write a checkpoint folder's config.json and safetensors of the given dtype from a model's state dict."""
+    if config.tie_embeddings:
+        state = {k: v for k, v in state.items() if k != "output.weight"}
+    sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in state.items()}
+    writing.write_config(folder, config)
+    writing.write_weights(folder, sizes, lambda name: state[name].to(dtype))

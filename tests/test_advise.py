@@ -5,16 +5,15 @@ import shlex
 
 import pytest
 import torch
-from helpers import BASE, queued, random_model
+from helpers import BASE, queued, random_model, write_model
 
 from extras.measure import advise
 from extras.measure.advise import Machine, Times
 from extras.measure.clock import variants
 from extras.measure.link import LINKS
-from formats import checkpoint
 from formats.sizes import SIZES, RandomWeights
 from model import WIRINGS
-from runtime import report
+from runtime import benchmarking, report
 from runtime.errors import InputError
 from tp import load_shard
 
@@ -137,7 +136,7 @@ def test_the_machine_is_the_one_that_is_given(capsys, tiny):
 
 
 def test_without_any_machine_this_one_is_measured(monkeypatch, capsys, tiny):
-    monkeypatch.setattr(report, "read_bandwidth", lambda device, size: 5e9 if size <= 2**28 else None)
+    monkeypatch.setattr(benchmarking, "read_bandwidth", lambda device, size: 5e9 if size <= 2**28 else None)
     shown = advised(capsys, "--checkpoint", tiny, "--tp", 2, "--context", 9, "--link", "5us")
     assert "this machine (cpu), one process: 5.0 GB/s a rank" in shown and "\n5us; in us: " in shown
 
@@ -181,7 +180,7 @@ def test_only_the_wirings_that_are_asked_for(capsys):
 def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
     config = dataclasses.replace(BASE, wiring="ladder:0,2")
     (tmp_path / "m").mkdir()
-    checkpoint.write_model(tmp_path / "m", config, random_model(config).state_dict(), torch.bfloat16)
+    write_model(tmp_path / "m", config, random_model(config).state_dict(), torch.bfloat16)
     flags = ["--checkpoint", tmp_path / "m", "--tp", 2, "--context", 9, "--bandwidth-gbs", 1, "--link", "pcie"]
     found = rows(advised(capsys, *flags))
     assert {name for name, cells in found.items() if cells[-1] == "no"} == {"ladder:0,2"}
@@ -214,9 +213,9 @@ def test_what_to_take(capsys):
 
 
 def test_a_table_for_each_link(capsys):
-    shown = advised(capsys, "--model", "8b:4", *H100[2:], "--batch", 2, "--link", "all", "--quant", "int8")
+    shown = advised(capsys, "--model", "8b:4:int8", *H100[2:], "--batch", 2, "--link", "all")
     assert shown.count("| standard |") == len(LINKS) - 1
-    assert shown.startswith("PREDICTED: 8b:4, 4 layers, int8, tp 8, batch 2, 1024 filled slots\n70 % of an H100")
+    assert shown.startswith("PREDICTED: 8b:4:int8, 4 layers, int8, tp 8, batch 2, 1024 filled slots\n70 % of an H100")
     assert rows(shown)["ladder:2"][2] == "8" and [line for line in shown.splitlines() if line.startswith("pcie; in us")]
 
 
@@ -228,16 +227,15 @@ def test_a_table_for_each_link(capsys):
     "flags, message",
     [
         ("--model 8b", "the following arguments are required: --tp, --link"),
-        ("--model 8b --tp 33 --link pcie", "tp 33 cannot shard n_heads 32: use 1 to 32 ranks"),
+        ("--model 8b --tp 33 --link pcie", "33 ranks or lanes cannot shard n_heads 32: use 1 to 32"),
         ("--model 8b --tp 8 --bandwidth-gbs 0", "--bandwidth-gbs: '0' is not a number above 0"),
         ("--model 8b --tp 8 --link carrier", "--link 'carrier' is none of free, nvlink,"),
         ("--model 8b --tp 8 --link pcie --wirings ladder:33", "wiring ladder:33 does not fit"),
         ("--checkpoint /nowhere --tp 2 --link pcie", "/nowhere"),
-        ("--checkpoint x --tp 2 --link pcie --quant int8", "--quant goes with --model: a checkpoint is as it is"),
     ],
 )
 def test_bad_input_is_one_clear_line(flags, message, monkeypatch):
-    monkeypatch.setattr(report, "read_bandwidth", lambda *args, **kwargs: pytest.fail("measured for nothing"))
+    monkeypatch.setattr(benchmarking, "read_bandwidth", lambda *args, **kwargs: pytest.fail("measured for nothing"))
     with pytest.raises(InputError) as e:
         advise.main(shlex.split(flags))
     assert str(e.value).startswith(message) and "\n" not in str(e.value)

@@ -2,31 +2,22 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import io
 import itertools
 import json
-import os
 import shlex
 import subprocess
 import sys
-import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import RANKS, ROOT, main_on_ranks, run_ranks
+from helpers import RANKS, ROOT, main_on_ranks, run_ranks, script
 
-import adapt
-import eval as evaluate
-import generate
-from benchmarks import decode, engines, gpu, overlap
-from benchmarks.lines import read_lines
-from extras.research import corpus, quality
-from extras.training import affinity
+import bench
+from benchmarks import decode, engines, gpu
+from extras.measure import plot, results, sweep, timeline
 from formats.sizes import SIZES
-from model import WIRINGS, Config, build
+from model import WIRINGS, Config, build, parse_wiring
 from runtime import launch, report
 from runtime.errors import InputError
 
@@ -69,54 +60,45 @@ def write(path, lines):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# overlap.py
+# extras/measure/sweep.py, plot.py and timeline.py
 
 
-def test_overlap_writes_a_line_for_each_wiring_and_link_and_a_trace(tiny, printed, tmp_path):
+def test_a_sweep_writes_a_line_for_each_wiring_and_link_and_a_trace(tiny, printed, tmp_path):
     out = tmp_path / "out.jsonl"
-    flags = ["--model", "1b", "--simulate-tp", "2", "--links", "0,5000", "--wirings", "standard", "ladder", "ladder:1,"]
-    flags += ["--rounds", "3", "--eager", "--json", out, "--profile", tmp_path / "traces"]
-    shown = printed(overlap, *flags)
+    flags = ["--model", "1b", "--simulate-tp", 2, "--link", "free", "5000us", "--wiring", "standard", "ladder:1,"]
+    flags += ["--batch", 1, 2, "--rounds", 3, "--eager", "--json", out, "--profile", tmp_path / "traces"]
+    shown = printed(sweep, *flags)
     lines = read(out)
-    cases = [*itertools.product(["0", "5000"], ["standard", "ladder", "ladder:1,"])]
-    assert [(line["link"]["name"], line["wiring"]) for line in lines] == cases
-    assert lines[3]["step_ms"] >= 4 * 5  # over the slow link
-    assert lines[0]["command"].endswith(f"python -m benchmarks.overlap {' '.join(map(str, flags))}")
+    cases = {*itertools.product(["free", "5000us"], ["standard", "ladder:1,"], [1, 2])}
+    assert {(line["link"]["name"], line["wiring"], line["batch"]) for line in lines} == cases and len(lines) == 8
+    assert all(line["step_ms"] >= 4 * 5 for line in lines if line["link"]["name"] == "5000us")
+    assert lines[0]["command"].endswith(f"python -m extras.measure.sweep {' '.join(map(str, flags))}")
     assert lines[0].keys() >= {"torch", "commit", "hardware", "threads"}
-    assert {f"{link}-{wiring}" for link, wiring in cases} == {path.name for path in (tmp_path / "traces").iterdir()}
-    assert json.loads((tmp_path / "traces" / "5000-ladder" / "rank0.json").read_text())["traceEvents"]
-    assert printed(overlap, "--show", out) == shown
-    write(out, [*lines[1:], {**lines[0], "batch": 2}])
-    tables = printed(overlap, "--show", out).split("\n\n")
-    assert tables[1].splitlines()[0] == "| link | one all-reduce, ms | ladder | ladder:1, | standard |"
-    assert tables[1].splitlines()[2].endswith("|  |")  # the line that is in a table of its own now
-    assert "batch 2" in "".join(tables[2:])
-    assert "| link | one all-reduce, ms | ladder |" in printed(overlap, "--wirings", "ladder", "--show", out)
+    assert {"-".join(map(str, case)) for case in cases} == {path.name for path in (tmp_path / "traces").iterdir()}
+    trace = tmp_path / "traces" / "5000us-ladder:1,-2" / "rank0.json"
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert printed(sweep, "--show", out) == shown and shown.count("| link |") == 2
+    assert "| link | one all-reduce, ms | ladder:1, |" in printed(sweep, "--wiring", "ladder:1,", "--show", out)
 
 
-def test_overlap_compares_a_prefill_in_parts(tiny, printed, tmp_path):
+def test_a_sweep_compares_a_prefill_in_chunks(tiny, printed, tmp_path):
     out = tmp_path / "out.jsonl"
     flags = ["--model", "1b", "--simulate-tp", "2", "--prompt-length", "7", "--eager", "--rounds", "3", "--json", out]
-    shown = printed(overlap, *flags, "--wirings", "standard", "ladder", "--links", "0,tcp+2000us", "--prefill", 1, 2)
+    shown = printed(sweep, *flags, "--wiring", "standard", "ladder", "--link", "tcp+2000us", "--prefill", 1, 2)
     lines = read(out)
-    names = ["standard", "standard in 2 parts", "ladder", "ladder in 2 parts"]
-    assert [line["wiring"] for line in lines] == 2 * names and {line["kind"] for line in lines} == {"prefill"}
+    names = ["standard", "standard in 2 chunks", "ladder", "ladder in 2 chunks"]
+    assert [line["wiring"] for line in lines] == names and {line["kind"] for line in lines} == {"prefill"}
     assert [(line["all_reduces"], line["all_reduce_bytes"]) for line in lines[:2]] == [(4, 7 * 128), (8, 4 * 128)]
-    assert lines[4]["link"]["tcp"] and f"| {' | '.join(names)} |" in shown
+    assert lines[0]["link"]["tcp"] and f"| {' | '.join(names)} |" in shown
 
 
-def test_overlap_on_real_ranks_names_their_link(tiny, tmp_path):
+def test_a_sweep_of_a_checkpoint_on_real_ranks_names_their_link(tmp_path):
     out = tmp_path / "out.jsonl"
-    flags = ["--wirings", "standard", "--links", "free", "--label", "veth"]
-    shown, *others = main_on_ranks(RANKS, _small_overlap, "--rounds", 3, "--eager", "--json", out, *flags)
+    flags = ["--checkpoint", ROOT / "demo", "--wiring", "standard", "--link", "free", "--label", "veth"]
+    shown, *others = main_on_ranks(RANKS, sweep.main, "--rounds", 3, "--eager", "--json", out, *flags)
     [line] = read(out)
-    assert (line["link"], line["tp"]) == ({"name": "veth"}, RANKS)
+    assert (line["link"], line["tp"], line["model"]) == ({"name": "veth"}, RANKS, "demo")
     assert "| veth | " in shown[0] and not any(text for text, _ in others)
-
-
-def _small_overlap(argv):
-    overlap.SMALL = TINY
-    overlap.main(argv)
 
 
 def line(wiring, step_ms, quartiles_ms, **changes):
@@ -127,28 +109,77 @@ def line(wiring, step_ms, quartiles_ms, **changes):
     }  # fmt: skip
 
 
-def test_overlap_s_cells_say_what_is_noise():
+def test_cells_of_a_sweep_say_what_is_noise():
     lines = [
         line("standard", 20.0, [19.0, 21.0]), line("ladder", 10.0, [9.5, 10.5]), line("parallel", 19.0, [18.0, 19.5]),
-        line("desync:2", 8.0, [7.0, 9.0]), line("upper-bound", 9.0, [8.9, 9.1]),
+        line("desync:2", 8.0, [7.0, 9.0]), line("upper-bound", 9.0, [8.9, 9.1], limit_ms=None),
     ]  # fmt: skip
-    row, legend = overlap.tables(lines).split("\n")[4], overlap.tables(lines).split("\n")[-1]
+    row, legend = sweep.tables(lines).split("\n")[4], sweep.tables(lines).split("\n")[-1]
     assert row == "| 0 | 0.50 | 20.0 (+100%) | 10.0 (+0%, 2.00x) | 19.0 (+90%, ~1.05x) | 8.0 (-20%, 2.50x^) | " + (
-        "9.0 (-10%, 2.22x) |"
+        "9.0 (no limit, 2.22x) |"
     )
     assert "within noise" in legend and "above the upper bound" in legend
-    assert "noise" not in overlap.tables(lines[:2])
+    assert "noise" not in sweep.tables(lines[:2])
     other = [*lines, line("standard", 12.0, [11.0, 13.0], comm="one-shot")]
-    assert row in overlap.tables(other) and "one-shot sums" in overlap.tables(other)
-    on_gpu = overlap.tables([line("standard", 0.1234, [0.1, 0.2], limit_ms=0.1234, device="cuda")])
+    assert row in sweep.tables(other) and "one-shot sums" in sweep.tables(other)
+    on_gpu = sweep.tables([line("standard", 0.1234, [0.1, 0.2], limit_ms=0.1234, device="cuda")])
     assert "| 0 | 0.500 | 0.123 (+0%) |" in on_gpu
 
 
 def test_a_new_wiring_is_measured(own_wiring, tiny, printed):
-    assert "own-wiring" in overlap.parse(["--model", "8b"]).ways  # without being named
-    flags = ["--model", "8b", "--n-layers", 2, "--simulate-tp", 2, "--batch", 4, "--links", "1000", "--eager"]
-    shown = printed(overlap, *flags, "--rounds", 3, "--wirings", "standard", "own-wiring", "own-wiring:1")
+    assert "own-wiring" in sweep.parse(["--model", "8b"]).wiring  # without being named
+    flags = ["--model", "8b:2", "--simulate-tp", 2, "--batch", 4, "--link", "1000us", "--eager"]
+    shown = printed(sweep, *flags, "--rounds", 3, "--wiring", "standard", "own-wiring", "own-wiring:1")
     assert "| standard | own-wiring | own-wiring:1 |" in shown
+    looks = {name: plot.look(name)["color"] for name in WIRINGS}
+    assert len({*looks.values()}) == len(looks) and plot.look("own-wiring:3")["color"] == looks["own-wiring"]
+    assert sorted(["unheard-of", "own-wiring:2", *WIRINGS], key=results.wiring_order) == [
+        *WIRINGS, "own-wiring:2", "unheard-of"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, line",
+    [
+        ("ladder:4", {"wiring": "hybrid", "n_layers": 8}), ("ladder:8", {"wiring": "hybrid", "ladder_layers": 8}),
+        ("ladder:3,4", {"wiring": "hybrid", "ladder_layers": [3, 4]}), ("desync:2", {"wiring": "desync-2"}),
+        ("desync:4", {"wiring": "desync", "desync_period": 4}), ("delayed-4:1-2/8", {"wiring": "delayed-4:1-2/8"}),
+    ],
+)  # fmt: skip
+def test_wirings_of_older_lines(name, line):
+    assert results.wired(line) == name and parse_wiring(name)
+    assert results.base(name) == name.split(":")[0].split("-")[0]
+
+
+def test_the_figures(tmp_path, printed):
+    lines = [line(w, ms, [ms, ms + 1], link={"name": n}, all_reduce_ms=x) for n, x in (("a", 2.0), ("b", 1.0))
+             for w, ms in (("standard", 20.0), ("ladder", 10.0))]  # fmt: skip
+    assert plot.by_link(lines)["ladder"] == dict.fromkeys((2.0, 1.0), (2.0, 20 / 11, 2.0))
+    out = write(tmp_path / "x.jsonl", lines)
+    printed(plot, out, "--out", tmp_path / "x.png")
+    printed(plot, "--front-page", tmp_path / "front.svg")
+    printed(timeline, tmp_path / "y.svg")
+    assert (tmp_path / "x.png").stat().st_size > 5000
+    front, drawn = (tmp_path / "front.svg").read_text(), timeline.draw()
+    assert front.count("<svg") == 1 and len(plot.front_page().axes) == 1
+    drawn.draw_without_rendering()
+    bars = [(box.get_y(), box.get_x(), box.get_x() + box.get_width()) for box in drawn.axes[0].patches]
+    above, below = ([bar for bar in bars if (bar[0] > 1.5) == up] for up in (True, False))
+    assert len(above) == len(below) == 12 and max(end for *_, end in above) > max(end for *_, end in below)
+    assert not any(
+        a[1] < b[2] - 1e-9 and b[1] < a[2] - 1e-9 for a in above for b in above if a != b
+    )  # nothing overlaps
+
+
+@pytest.mark.parametrize(
+    "change", [{"quartiles_ms": 3}, {"step_ms": "x"}, {"link": []}, {"wiring": 3}, {"all_reduce_ms": None}], ids=str
+)
+def test_lines_of_wrong_values_are_one_error(change, tmp_path):
+    out = write(tmp_path / "x.jsonl", [line("standard", 2.0, [1.0, 3.0]), line("ladder", 2.0, [1.0, 3.0]) | change])
+    for main, flags in (sweep.main, ["--show", out]), (plot.main, [out, "--out", tmp_path / "x.png"]):
+        with pytest.raises(InputError) as e:
+            main([*map(str, flags)])
+        assert "\n" not in str(e.value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -231,164 +262,38 @@ def test_decode_knows_the_bytes_of_a_step():
 # gpu.py
 
 
-def in_process(command, log, seconds):
-    """What gpu.run does, by these very functions, in this process."""
-    out = log + ".part"
-    script, flags = (overlap, command[2:]) if command[:2] == ["-m", "benchmarks.overlap"] else (generate, command[1:])
-    try:
-        script.main([*flags, "--json", out])
-    except InputError as e:
-        return [], str(e)
-    with open(out) as f:
-        lines = [json.loads(line) for line in f]
-    os.unlink(out)
-    return lines, None
+def test_gpu_measures_full_sizes_over_every_link_and_its_flags_are_known():
+    text = [" ".join(command) for command in gpu.cases("cuda:0", "traces")]
+    assert [command.split(" --tp")[0] for command in text[:2]] == ["bench.py --model 8b", "bench.py --model 8b:8"]
+    links = " ".join(link for link in gpu.LINKS if link != "free")
+    assert sum("--simulate-tp 8" in command and command.endswith(f"--link {links}") for command in text) == 2
+    for device in "cuda:0", "cpu":
+        for command in gpu.cases(device, "traces"):
+            (bench if command[0] == "bench.py" else sweep).parse(command[1 + (command[0] == "-m") :])
 
 
-def test_gpu_takes_all_its_cases(tiny, monkeypatch, printed, tmp_path):
-    out = tmp_path / "out.jsonl"
-    monkeypatch.setattr(gpu, "run", in_process)
-    monkeypatch.setattr(report, "free_bytes", lambda device: 2**28)
-    monkeypatch.setattr(gpu, "free_bytes", lambda device: 2**28)
-    monkeypatch.setitem(SIZES, "1b", dataclasses.replace(TINY, n_layers=2))
-    flags = ["--device", "cpu", "--tiny", "--json", out, "--traces", tmp_path / "traces"]
-    shown = printed(gpu, *flags)
-    lines = read(out)
-    assert [*dict.fromkeys(x["case"] for x in lines)] == ["copy", *gpu.cases("cpu", True, "")]
-    assert not [x for x in lines if "error" in x]
-    wirings = {x["wiring"] for x in lines if "limit_ms" in x}
-    assert wirings == {"standard", "ladder", "parallel-ladder", "upper-bound"}
-    assert {p.parent.name for p in (tmp_path / "traces").glob("1b/*/rank0.json")} == {f"pcie-{w}" for w in wirings}
-    assert "| 1b | 1 | int4 | 16 |" in shown and "| pcie | " in shown and "Without" not in shown
-    assert shown.endswith(printed(gpu, "--show", out))
-
-
-def test_gpu_measures_full_sizes_over_every_link():
-    found = gpu.cases("cuda:0", False, "traces")
-    text = [" ".join(command) for command in found.values()]
-    assert sum("--compile" in command and "--model 8b" in command for command in text) == 9
-    links = ",".join(link for link in gpu.LINKS if link != "free")
-    assert sum(f"--simulate-tp {gpu.RANKS} --links {links}" in command for command in text) == 2
-    integers = [f"decode 8b:8, {quant}batch 1" for quant in ("", "int8, ", "int4, ")]
-    assert [*found][:5] == ["decode 8b, batch 1", *integers, "8b, 8 ranks"]
-    for command in found.values():  # are flags that the scripts know
-        if command[0] == "generate.py":
-            generate.parse(command[1:])
-        else:
-            overlap.parse(command[2:])
-
-
-def test_gpu_s_cases_end_with_the_time_and_leave_a_word(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpu, "free_bytes", lambda device: 2**28)
-    log = str(tmp_path / "log")
-    code = "import sys; open(sys.argv[2], 'w').write('{\"a\": 1}\\n'); print('hello', flush=True); "
-    assert gpu.run(["-c", code], log, 20) == ([{"a": 1}], None)
-    assert gpu.run(["-c", code + "import time; time.sleep(60)"], log, 1) == ([{"a": 1}], "no time left")
-    trouble = "raise RuntimeError('CUDA out of memory. Tried'); "
-    assert gpu.run(["-c", trouble], log, 20) == ([], "RuntimeError: CUDA out of memory. Tried")
-    assert "hello" in (tmp_path / "log").read_text()
-    args = gpu.parse(["--tiny", "--seconds", "0", "--json", str(tmp_path / "out")])
-    first, *rest = gpu.measure(launch.World(0, 1, torch.device("cpu")), args)
-    assert first["copy"] > 0 and {x["error"] for x in rest} == {"no time left"}
-    assert "| decode 1b:1, batch 1 | no time left |" in gpu.tables([first, *rest])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What wirings cost in quality
-
-
-@pytest.fixture
-def sources(tmp_path):
-    """Flags of extras.research.corpus for two folders of Python files, and the texts that it should take."""
-    texts = {}
-    for source in "python", "torch":
-        for i in range(30):
-            path = tmp_path / source / f"{i % 3}" / f"{i}.py"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(texts.setdefault(f"{source}/{i % 3}/{i}.py", f"def {source}{i}(x):\n    return x + {i}\n"))
-    others = {"python/empty.py": b"\n", "python/latin.py": b"# \xe9\n", "python/site-packages/a.py": b"a = 1\n"}
-    (tmp_path / "python/site-packages").mkdir()
-    for name, text in others.items():
-        (tmp_path / name).write_bytes(text)
-    return ["--python", tmp_path / "python", "--torch", tmp_path / "torch"], texts
-
-
-def test_a_corpus_has_each_file_once_and_is_split_by_name(sources, printed, tmp_path):
-    flags, texts = sources
-    said = printed(corpus, *flags, "--out", tmp_path / "a")
-    parts = {part: [line["text"] for line in read(tmp_path / "a" / f"{part}.jsonl")] for part in corpus.PARTS}
-    assert sorted(sum(parts.values(), [])) == sorted(texts.values()) and all(parts.values())
-    assert all(corpus.part_of(name) == part for name, text in texts.items() for part in parts if text in parts[part])
-    test = (tmp_path / "a" / "test.txt").read_text().split("\n<|endoftext|>\n")
-    assert sorted(test) == sorted(text for text in parts["valid"] if text.startswith("def torch")) and len(test) > 1
-    digests = [hashlib.sha256((tmp_path / "a" / name).read_bytes()).hexdigest() for name in corpus.FILES]
-    assert all(digest in said for digest in digests) and f"torch {torch.__version__}" in said
-    (tmp_path / "torch/0/0.py").unlink()
-    printed(corpus, *flags, "--out", tmp_path / "b")
-    assert {line["text"] for line in read(tmp_path / "b/valid.jsonl")} <= {*parts["valid"]}  # others stay
-
-
-def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sources, printed, tmp_path, monkeypatch):
-    printed(corpus, *sources[0], "--out", tmp_path / "corpus")
+def test_gpu_s_cases_end_with_the_time_and_leave_a_word(monkeypatch, tmp_path, printed):
+    assert gpu.run(["-c", "pass"], 20) is None and gpu.run(["-c", "raise SystemExit(3)"], 20) == "it ended with code 3"
+    assert gpu.run(["-c", "import time; time.sleep(60)"], 1) == "no time left"
     ran = []
-
-    def called(command, env, **_):
-        """What adapt.py, affinity and eval.py leave, with losses that wiring and seed decide."""
-        script, flags = command[1], command[2:]
-        args = {"adapt.py": adapt, "eval.py": evaluate, "-m": affinity}[script].parse(flags[script == "-m" :])
-        assert env["OMP_NUM_THREADS"] == "1" and (args.checkpoint is None or os.path.isdir(args.checkpoint))
-        if script == "-m":
-            os.makedirs(args.out)
-        elif script == "eval.py":
-            name = f"{args.checkpoint}-in-" if args.wiring else f"{args.checkpoint}.jsonl"
-            assert Path(args.text).is_file() and args.json.startswith(name)
-            nats = 5 + len(args.wiring) if args.wiring else float((Path(args.checkpoint) / "nats").read_text())
-            write(Path(args.json), [{"nats_per_token": nats}])
-        else:
-            if len(ran) == 4:
-                raise KeyboardInterrupt
-            ran.append(args)
-            time.sleep(0.05 * (args.steps == 200 and args.checkpoint is None))  # with 9 jobs an origin is waited for
-            for folder in args.out, f"{args.out}.run":
-                os.makedirs(folder)
-            (Path(args.out) / "nats").write_text(f"{2.5 + len(args.wiring) / 100 + args.seed / 10}")
-            steps = {"tokens": 2048, "tokens_per_s": 9}, {"tokens": 4096, "tokens_per_s": 7}
-            Path(f"{args.out}.jsonl").touch()  # as an eval.py does that is killed
-            log = [{"tokens": 0, "valid": 9}, {"tokens": 0}, *steps, {**steps[1], "valid": args.lr}]
-            write(Path(f"{args.out}.run/log.jsonl"), log)
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(quality, "subprocess", SimpleNamespace(run=called))
-    how = ["--corpus", tmp_path / "corpus", "--runs", tmp_path / "runs", "--json", tmp_path / "x.jsonl"]
-    with pytest.raises(KeyboardInterrupt):
-        printed(quality, *how, "--steps", "200", "--jobs", "1")
-    assert len(read(tmp_path / "x.jsonl")) == 4
-    said = printed(quality, "--show", tmp_path / "x.jsonl", "--figure", tmp_path / "y.png")
-    assert "| rate-scratch | ladder | 0.002 | 0.002 |" in said
-    with open(tmp_path / "x.jsonl", "a") as f:
-        f.write('{"run": "cut o')
-    ran.append(None)
-    printed(quality, *how, "--steps", "200", "--jobs", "9")
-    lines = read_lines(tmp_path / "x.jsonl")
-    assert {line["run"] for line in lines} == {run.name for run in quality.plan(200)} and len(lines) == len(ran) - 1
-    assert {line["steps"] for line in lines if line["kind"] == "retrained"} == {2, 10, 40, 200}
-    halves = [args for args in ran if args and args.wiring == "spd:4/4"]
-    assert halves and all(args.distill == args.checkpoint for args in halves)
-    assert all(args.distill is None for args in ran if args and args.wiring == "standard")
-    write(tmp_path / "x.jsonl", lines)
-    rows = [row.split(" | ") for row in printed(quality, "--show", tmp_path / "x.jsonl").splitlines()]
-    ladder, spd = ([row for row in rows if row[0] == f"| {name}"][0] for name in ("ladder", "spd:4/4"))
-    assert ladder[1:3] == ["16", "2.610 (2.560-2.660), -0.8 %"] and ladder[3].startswith("11.000, ")
-    [grouped] = [row for row in rows if row[0] == "| spd/4, grouped"]
-    assert grouped[1:4:2] == ["8", "10.000, -23.1 %"] and grouped[4].startswith("3.650 (3.550-3.750), -0.8 %")
-    assert spd[2] == "" and spd[4].startswith("3.670 (3.570-3.770)") and float(spd[-2]) > float(spd[-3])
-    printed(quality, "--show", tmp_path / "x.jsonl", "--figure", tmp_path / "x.png")
-    assert (tmp_path / "x.png").stat().st_size > 10_000
+    monkeypatch.setattr(
+        gpu, "run", lambda command, seconds: ran.append(command) or ("broke" if len(ran) == 2 else None)
+    )
+    printed(gpu, "--device", "cpu", "--json", tmp_path / "out")
+    assert [line["error"] for line in read(tmp_path / "out")] == ["broke"] and len(ran) == 5
+    printed(gpu, "--device", "cpu", "--seconds", 0, "--json", tmp_path / "late")
+    assert [line["error"] for line in read(tmp_path / "late")] == ["no time left"] * 5
 
 
-def test_the_gap_of_retraining_falls_as_a_power_of_the_tokens():
-    assert quality.fitted({0.01: 0.5, 0.04: 0.25, 0.16: 0.125}) == ["The gap is near 0.050 x share^-0.50."]
-    assert quality.fitted({0.01: 0.5, 1: -0.1}) == []
+@pytest.mark.slow
+def test_gpu_s_cases_run_on_a_cpu_in_small(tmp_path):
+    script("-m", "benchmarks.gpu", "--device", "cpu", "--json", tmp_path / "out", "--traces", tmp_path / "traces")
+    lines = read(tmp_path / "out")
+    assert not [line for line in lines if "error" in line]
+    assert {line.get("quant") for line in lines if "tpot_ms" in line} == {None, "int8", "int4"}
+    assert {line["wiring"] for line in lines if "limit_ms" in line} == {
+        "standard", "ladder", "parallel-ladder", "upper-bound"
+    }  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -401,24 +306,18 @@ README = shlex.quote(str(ROOT / "README.md"))
 @pytest.mark.parametrize(
     "script, flags, message",
     [
-        (overlap, "--links 0,x", "--link 'x' is none of free,"),
-        (overlap, "--prefill 1 99 --prompt-length 8 --eager", "--prefill is 99: parts need --eager, and a token each"),
-        (overlap, "--prefill 2", "--prefill is 2: parts need --eager"),
-        (overlap, "--wirings x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
-        (overlap, "", "--link and --exposed need two or more ranks"),
+        (sweep, "--link free x", "--link: 'x' is none of free,"),
+        (sweep, "--prefill 1 99 --prompt-length 8 --eager", "--prefill is 99: chunks need --eager, and a token each"),
+        (sweep, "--prefill 2", "--prefill is 2: chunks need --eager"),
+        (sweep, "--wiring x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
+        (sweep, "", "a link needs two or more ranks"),
+        (plot, "", "give files of extras.measure.sweep and --out FILE, or --front-page FILE"),
+        (plot, f"{README} --out x.png", f"{README} has lines that this script did not write"),
         (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, transformers, gpt-fast, llama.cpp,"),
         (decode, "--cases decode", "--cases: 'decode' is neither decode:BATCH nor prefill:TOKENS"),
         (decode, "--llama-python /nosuch", "--llama-python /nosuch is no program"),
         (decode, f"--show {README}", f"--show: {README} has lines that this script did not write"),
-        (gpu, "--device cpu", "there is no GPU: --device cpu takes --tiny"),
-        (corpus, "--out x --torch /nosuch", "--torch /nosuch: no Python files there"),
-        (quality, "--json x.jsonl", "give --corpus, --runs and --json to train, or --show FILE"),
-        (quality, "--corpus /nosuch --runs x --json x.jsonl", "--corpus /nosuch has no train.jsonl: python -m"),
-        (quality, "--corpus x --runs x --json x.jsonl --figure x.png", "give --corpus, --runs and --json to train, or"),
-        (quality, "--steps 199", "--steps: '199' is not a whole number from 200"),
-        (quality, "--show /nosuch", "--show: /nosuch: No such file"),
-        (quality, f"--show {README}", f"--show: {README} has lines that this script did not write"),
-        (quality, f"--json {README}/x.jsonl", "--json: cannot write"),
+        (gpu, "--json x", "there is no GPU: --device cpu tries the script"),
     ],
 )
 def test_bad_flags(script, flags, message):
@@ -430,20 +329,18 @@ def test_bad_flags(script, flags, message):
 
 def test_a_script_runs_as_a_module():
     """And says in one line what is wrong."""
-    command = [sys.executable, "-m", "benchmarks.overlap", "--wirings", "x"]
+    command = [sys.executable, "-m", "extras.measure.sweep", "--wiring", "x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("overlap.py: unknown wiring 'x'")
+    assert done.returncode == 2 and done.stderr.startswith("sweep.py: unknown wiring 'x'")
     assert done.stderr.count("\n") == 1
 
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")]
+PAGES = [*ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("extras/*/*.md")]
 SHOWN = [  # (page, script, flags before --show, file, tables on the page)
-    ("overlap.md", overlap, "standard ladder parallel parallel-ladder spd upper-bound", "overlap-memory.jsonl", 1),
-    ("overlap.md", overlap, "standard ladder parallel desync:4 upper-bound", "overlap-cpu.jsonl", 1),
-    ("overlap.md", overlap, "standard ladder parallel upper-bound", "overlap-netns.jsonl", 1),
-    ("overlap.md", overlap, "", "overlap-tp8.jsonl", 1),
-    ("quality.md", quality, "", "quality.jsonl", 2),
+    ("overlap.md", sweep, "standard ladder parallel parallel-ladder spd upper-bound", "overlap-memory.jsonl", 1),
+    ("overlap.md", sweep, "standard ladder parallel upper-bound", "overlap-netns.jsonl", 1),
+    ("overlap.md", sweep, "", "overlap-tp8.jsonl", 1),
     ("decode.md", decode, "", "decode.jsonl", 2),
     ("decode.md", decode, "", "decode-calls.jsonl", 1),
     ("decode.md", decode, "", "decode-panels.jsonl", 1),
@@ -461,7 +358,7 @@ def test_every_file_of_raw_lines_is_named_on_a_page():
 def test_the_rows_on_the_pages_are_those_that_their_command_prints(page, script, some, file, tables, printed):
     """A page may leave rows out."""
     on_page = [{*block.strip().split("\n")} for block in (RESULTS.parent / page).read_text().split("\n\n")]
-    flags = ["--engines" if script is decode else "--wirings", *some.split()] if some else []
+    flags = ["--engines" if script is decode else "--wiring", *some.split()] if some else []
     shown = printed(script, *flags, "--show", RESULTS / file)
     blocks = [{*block.strip().split("\n")} for block in shown.split("\n\n") if block.startswith("|")]
     assert sum(any(len(mine) > 2 and mine <= block for block in blocks) for mine in on_page) == tables

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from helpers import ROOT, last_logits, shared_data
+from helpers import ROOT, last_logits, shared_data, train_tokenizer
 from safetensors.torch import load_file, save_file
 
 import convert_hf_checkpoint
 import tp
 from extras.export import to_hf
-from extras.training.data import train_tokenizer
 from formats import checkpoint, huggingface
 from formats.tokenizer import load_tokenizer
 from runtime.errors import InputError
@@ -206,21 +205,13 @@ def take_state(folder):
     return state
 
 
-def shards(folder, name, save):
-    """Rewrite a folder's safetensors as three shards and their index; q, k and v end up in different ones."""
-    state = take_state(folder)
-    weight_map = {n: f"{name[0]}-{i % 3 + 1:05d}-of-00003.{name[1]}" for i, n in enumerate(sorted(state))}
-    for file in set(weight_map.values()):
-        save({n: state[n] for n, f in weight_map.items() if f == file}, folder / file)
-    (folder / f"{name[0]}.{name[1]}.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
 def bin_shards(folder):
-    shards(folder, ("pytorch_model", "bin"), torch.save)
-
-
-def safetensors_shards(folder):
-    shards(folder, ("model", "safetensors"), save_file)
+    """As three pickled shards and their index; q, k and v end up in different ones."""
+    state = take_state(folder)
+    weight_map = {n: f"pytorch_model-{i % 3 + 1:05d}-of-00003.bin" for i, n in enumerate(sorted(state))}
+    for file in set(weight_map.values()):
+        torch.save({n: state[n] for n, f in weight_map.items() if f == file}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def old_bin(folder):
@@ -269,7 +260,7 @@ def test_ladder_layers_of_a_config_are_honoured_and_written_back(ladder, wiring,
 
 
 def test_flags_choose_the_wiring(hf_folder, tmp_path):
-    assert convert(hf_folder, tmp_path / "ladder", "--ladder-layers", "1").config.wiring == "ladder:1"
+    assert convert(hf_folder, tmp_path / "ladder", "--wiring", "ladder:1").config.wiring == "ladder:1"
     assert convert(hf_folder, tmp_path / "ours", "--wiring", "spd:1/2").config.wiring == "spd:1/2"
     with pytest.raises(InputError, match="name them, e.g. spd/8"):
         convert(hf_folder, tmp_path / "other", "--wiring", "spd")
@@ -381,12 +372,12 @@ def test_configs_that_are_not_supported_are_one_clear_line(changes, message, tmp
 
 
 UP, BIAS = "model/layers/1/mlp/up_proj/weight", "model/layers/0/self_attn/q_proj/bias"
-LOST = "model-00002-of-00003.safetensors"
+LOST = "pytorch_model-00002-of-00003.bin"
 BAD = {
     "our own config": (lambda f: edit(f, model_type=None, n_layers=3), "is a checkpoint of this project already"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "no weights": (take_state, "has no model.safetensors"),
-    "a lost shard": (lambda f: safetensors_shards(f) or (f / LOST).unlink(), f"{LOST} is missing, but model.saf"),
+    "a lost shard": (lambda f: bin_shards(f) or (f / LOST).unlink(), f"{LOST} is missing"),
     "a missing tensor": (lambda f: change_tensors(f, **{UP: None}), "no tensor model.layers.1.mlp"),
     "an extra tensor": (lambda f: change_tensors(f, **{BIAS: torch.zeros(48)}), "q_proj.bias that is no part"),
     "a wrong shape": (lambda f: edit(f, intermediate_size=99), r"does not make the \(99, 48\)"),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import os
 import pwd
 import re
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import BASE, ROOT, last_logits, main_on_ranks, random_model, unequal_rows
+from helpers import BASE, ROOT, last_logits, random_model, unequal_rows, write_model
 from reference import Reference
 
 import generate
@@ -29,7 +28,7 @@ def numbers(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).bfloat16()
 
 
-@pytest.mark.parametrize("N, K", [(1, 1), (7, 5), (33, 2731), (100, 64), (40, 4100), (301, 2048)])
+@pytest.mark.parametrize("N, K", [(1, 1), (33, 2731), (100, 64), (301, 2048)])
 def test_few_rows_are_exact_up_to_the_last_rounding(N, K, threads):
     check_few_rows(N, K)
 
@@ -37,7 +36,7 @@ def test_few_rows_are_exact_up_to_the_last_rounding(N, K, threads):
 def check_few_rows(N, K):
     """bfloat16 has 8 bits: half a unit in the last place is at most 2^-8 of the result; float32 sums add far less."""
     few_rows.build()
-    for M in [*range(1, 18), 24]:
+    for M in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 24):
         x, weight = numbers(M, K), numbers(N, K)
         y = torch.ops.ladder.few_rows(x, weight)
         exact = x.double() @ weight.double().T
@@ -85,7 +84,7 @@ def check_attention(G, H):
         assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
 
 
-@pytest.mark.parametrize("G, H", [(1, 64), (2, 192), (3, 128), (4, 64), (7, 64)])
+@pytest.mark.parametrize("G, H", [(1, 64), (2, 192), (7, 64)])
 def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
     check_attention(G, H)
 
@@ -122,15 +121,8 @@ def test_a_linear_takes_few_rows_or_many(monkeypatch):
             called.clear()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"head_dim": 64, "sliding_window": 3, "window_layers": (1,)},
-        pytest.param({"qkv_bias": True, "qk_norm": True}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_a_compiled_model_with_few_rows(changes):
+def test_a_compiled_model_with_few_rows():
+    changes = {"head_dim": 64, "sliding_window": 3, "window_layers": (1,), "qkv_bias": True, "qk_norm": True}
     config = dataclasses.replace(BASE, wiring="ladder", n_layers=2, **changes)
     net = random_model(config)
     reference = Reference(config, net.state_dict())
@@ -141,7 +133,7 @@ def test_a_compiled_model_with_few_rows(changes):
     logits = last_logits(net, tokens, lengths, compile=True)
     assert all(type(m) is few_rows.FewRowsLinear for m in net.modules() if isinstance(m, torch.nn.Linear))
     decodes = [isinstance(m, compiling.DecodeAttention) for m in net.modules() if isinstance(m, Attention)]
-    assert decodes == [config.head_dim == 64] * config.n_layers
+    assert decodes == [True] * config.n_layers
     for row, length in enumerate(lengths):
         expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
         assert (logits[row] - expected).abs().max() < 0.05 * expected.abs().max()
@@ -187,7 +179,7 @@ def test_large_tensors_ask_for_huge_pages():
 def folder(tmp_path):
     """A checkpoint in bfloat16."""
     (tmp_path / "half").mkdir()
-    checkpoint.write_model(tmp_path / "half", BASE, random_model(BASE).state_dict(), torch.bfloat16)
+    write_model(tmp_path / "half", BASE, random_model(BASE).state_dict(), torch.bfloat16)
     return tmp_path / "half"
 
 
@@ -205,7 +197,7 @@ def test_what_cannot_be_built_is_one_clear_line(environment, message, folder, tm
     for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError) as error:
-        generate.main(["--checkpoint", str(folder), "--prompt-ids", "1", "--compile"])
+        generate.main(["--checkpoint", str(folder), "--prompt", "ids:1", "--compile"])
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
     assert list(tmp_path.rglob("*.so")) == []
 
@@ -239,21 +231,10 @@ def test_two_clones_compile_once_and_what_is_damaged_again(tmp_path):
         assert library.read_bytes() == Path(built).read_bytes() and list((tmp_path / "cache").rglob("tmp*")) == []
         return len((tmp_path / "calls").read_text()), library
 
-    assert calls(ROOT, ROOT)[0] == 2
-    assert calls(clone)[0] == 2
-    calls(clone)[1].write_bytes(b"junk")
-    assert calls(ROOT)[0] == 3
-
-
-@pytest.mark.slow
-def test_compiled_ranks_generate_one_token_or_more(folder, tmp_path):
-    prompts = ["--prompt-ids", "5,6,7,8,9,10,11", "--prompt-ids", "12,13"]
-    flags = [*prompts, "--temperature", "0", "--ignore-eos", "--max-new-tokens"]
-    tokens, out = [], tmp_path / "out.json"
-    for count, how in ((1, ["--compile"]), (9, ["--compile"]), (1, [])):
-        main_on_ranks(2, generate.main, "--checkpoint", folder, *flags, count, "--json", out, *how)
-        tokens.append(json.loads(out.read_text().splitlines()[-1])["tokens"])
-    assert tokens[0] == [row[:1] for row in tokens[1]] == tokens[2]
+    n, library = calls(ROOT)
+    assert n == 1 and calls(clone)[0] == 1
+    library.write_bytes(b"junk")
+    assert calls(ROOT, clone)[0] == 3
 
 
 @pytest.mark.slow  # builds few_rows.cpp once more

@@ -8,13 +8,14 @@ import sys
 
 import pytest
 import torch
-from helpers import BASE, ROOT, YARN, StateWeights, random_model, shared_data
+from helpers import BASE, ROOT, YARN, StateWeights, random_model, shared_data, write_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import convert_hf_checkpoint
 import tp
 from extras.export import to_hf, verify
+from extras.lanes import load_lanes
 from formats import checkpoint, huggingface
 from formats.huggingface import config_from_hf
 from formats.tokenizer import load_tokenizer
@@ -26,7 +27,6 @@ LLAMA3_ROPE = {
     "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16.0,
 }  # fmt: skip
 SHAPES = {
-    "llama": {},
     "llama3": {"rope_theta": 5000.0, "rope_scaling": LLAMA3_ROPE, "head_dim": 16, "eos_ids": (2, 5)},
     "qwen2": {"qkv_bias": True, "tie_embeddings": True, "n_heads": 5, "n_kv_heads": 5, "norm_eps": 1e-3},
     "qwen3": {"qk_norm": True, "head_dim": 16, "bos_id": None, "eos_ids": ()},
@@ -36,13 +36,6 @@ SHAPES = {
         "nope_layers": (1,), "rope_scaling": YARN,
     },
 }  # fmt: skip
-WINDOWED = {
-    "mistral": {"sliding_window": 4, "window_layers": (0, 1, 2), "head_dim": 16},
-    "ministral": {"sliding_window": 4, "window_layers": (0, 2)},
-    "qwen2": {"sliding_window": 4, "window_layers": (1,), "qkv_bias": True},
-    "qwen3": {"sliding_window": 4, "window_layers": (0, 1, 2), "qk_norm": True, "qkv_bias": True, "wo_bias": True},
-    "smollm3": {"sliding_window": 4, "window_layers": (1,), "nope_layers": (0, 1), "mlp_bias": True},
-}
 PUBLISHED = ["ladder", "ladder:2", "ladder:0,1", "parallel", "parallel:3", "parallel-ladder:2,0,1"]
 OTHERS = [  # that no published key names: their text stands in the config
     "ladder-3", "spd/2", "spd:1,/4", "spd-ladder-2:1-2/3", "delayed/4", "delayed-3:1-2/2", "desync/2", "desync:4/3",
@@ -50,6 +43,7 @@ OTHERS = [  # that no published key names: their text stands in the config
 ]  # fmt: skip
 CASES = [(wiring, "all") for wiring in [*PUBLISHED, *OTHERS]]
 CASES += [("ladder:0,1", "llama3"), ("ladder", "qwen2"), ("delayed/6", "qwen3"), ("pair", "even")]
+CASES += [("standard", "even"), ("standard", "all")]  # transformers' own families go there and back in test_convert
 
 
 def write(folder, **changes):
@@ -57,9 +51,9 @@ def write(folder, **changes):
     config = dataclasses.replace(BASE, **changes)
     net = random_model(config)
     if config.lanes:
-        net = tp.load_shard(config, StateWeights(net.state_dict()), torch.float32, "cpu")
+        net = load_lanes(config, StateWeights(net.state_dict()), torch.float32, "cpu")
     with writing.new_folder(folder / "ours") as out:
-        checkpoint.write_model(out, config, random_model(config).state_dict(), torch.float32)
+        write_model(out, config, random_model(config).state_dict(), torch.float32)
     to_hf.main([str(folder / "ours"), "--out", str(folder / "hf")])
     return net, folder / "hf"
 
@@ -127,8 +121,7 @@ def test_an_exported_folder_computes_our_logits_and_comes_back(wiring, shape, tm
     check_back(folder, tmp_path / "back")
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("wiring", ["ladder", "ladder:1", "pair"])
+@pytest.mark.parametrize("wiring, reentrant", [("ladder:1", False), ("ladder", True), ("pair", True)])
 def test_gradients_are_ours_with_checkpointing_too(wiring, reentrant, tmp_path):
     ours, folder = write(tmp_path, qk_norm=True, wiring=wiring)
     theirs = load(folder).train()
@@ -154,7 +147,7 @@ try:
 except ValueError as e:
     assert "contains custom code" in str(e) and "trust_remote_code=True" in str(e), e
     model = load(sys.argv[1], trust_remote_code=True)
-    print(type(model).__name__, *model(torch.tensor([[5, 90, 7]])).logits[0, -1].tolist())
+    print("\\n", type(model).__name__, *model(torch.tensor([[5, 90, 7]])).logits[0, -1].tolist())
 """
 
 
@@ -171,33 +164,20 @@ def test_what_transformers_saves_has_the_code_needs_it_and_comes_back(tmp_path):
         assert (logits - ours(torch.tensor([[5, 90, 7]]))[0, -1]).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_standard_model_is_one_of_transformers_own_where_it_has_one(shape, tmp_path):
-    ours, folder = write(tmp_path, **SHAPES[shape])
-    hf = json.loads((folder / "config.json").read_text())
-    families = {"llama3": "llama", "all": "ladder_residual", "even": "ladder_residual"}
-    assert hf["model_type"] == families.get(shape, shape)
-    own = hf["model_type"] != "ladder_residual"
-    assert own == ("auto_map" not in hf) == (not list(folder.glob("*.py"))) == ("ladder_layers" not in hf)
-    theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=not own)
-    check_logits(theirs, ours)
-    check_back(folder, tmp_path / "back")
-
-
 @pytest.mark.parametrize(
     "wiring, words",
     [
         ("upper-bound/2", "wiring upper-bound/2 has no Hugging Face form: only standard, ladder, "),
         ("own", "wiring own has no Hugging Face form"),
         ("spd", "--wiring spd is another function in other numbers of lanes: name them, e.g. spd/8"),
-        ("delayed/7", "wiring delayed/7 cannot shard n_heads 6: use 1 to 6 lanes"),
+        ("delayed/7", "7 ranks or lanes cannot shard n_heads 6: use 1 to 6"),
     ],
 )
 def test_what_has_no_form_is_refused(wiring, words, tmp_path, monkeypatch):
     monkeypatch.setitem(WIRINGS, "own", Wiring("", stale=1))
     (tmp_path / "ours").mkdir()
     config = dataclasses.replace(BASE, wiring=wiring)
-    checkpoint.write_model(tmp_path / "ours", config, random_model(config).state_dict(), torch.float32)
+    write_model(tmp_path / "ours", config, random_model(config).state_dict(), torch.float32)
     with pytest.raises(InputError, match=words):
         to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "hf")])
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
@@ -241,19 +221,10 @@ def test_transformers_reads_texts_as_the_same_tokens(name, tmp_path):
     assert (theirs.bos_token_id, theirs.eos_token_id) == (1, 2)
 
 
-@pytest.mark.parametrize("shape", WINDOWED)
-def test_a_window_is_that_of_a_family_of_transformers(shape, tmp_path):
-    ours, folder = write(tmp_path, **WINDOWED[shape])
-    theirs = AutoModelForCausalLM.from_pretrained(folder)
-    assert theirs.config.model_type == shape
-    check_logits(theirs, ours)
-    check_back(folder, tmp_path / "back")
-
-
 @pytest.mark.parametrize("changes", [{"wiring": "ladder"}, {"mlp_bias": True}, {"qk_norm": True, "mlp_bias": True}])
 def test_a_window_without_such_a_family_is_refused(changes, tmp_path):
     with pytest.raises(InputError, match="sliding_window 4 has no Hugging Face form here"):
-        write(tmp_path, **WINDOWED["mistral"], **changes)
+        write(tmp_path, sliding_window=4, window_layers=(0, 1, 2), **changes)
 
 
 def test_the_published_config_goes_out_as_a_ladder(tmp_path):

@@ -1,20 +1,10 @@
-"""Ranks that die, stall, or were not started alike: how the run ends; and that faults.py sees when it should not have
-ended so."""
-
-import subprocess
-import sys
-import time
+"""Ranks that die, stall, or were not started alike: how the run ends; and what faults.py finds wrong with an end."""
 
 import faults
 import pytest
 
-CASES = faults.cases()
+CASES = faults.CASES
 FAST = "decode, SIGKILL, rank 1 of 2", "decode, SIGSTOP, rank 0 of 2", "unlike --seed"
-SLOW = [
-    "load, hang, rank 1 of 2", "prefill, exception, rank 1 of 2", "chat, SIGKILL, rank 1 of 2",
-    "training, terminal SIGINT, rank 0 of 2", "join, launcher SIGKILL, rank 0 of 2", "decode, SIGKILL, rank 2 of 3",
-    "decode, SIGSTOP, rank 0 of 2, gloo", "unlike other weights", "unlike another version of the code",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -22,54 +12,23 @@ def files(tmp_path_factory):
     return faults.write_files(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in CASES])
 def test_a_fault_ends_all_soon_with_one_line_that_names_it(name, files):
     line = faults.run(CASES[name], files)
     assert line["wrong"] == [], line
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What faults.py finds wrong
-
 GOOD = CASES["decode, SIGKILL, rank 1 of 2"] | {
     "happened": True, "seconds": 1.0, "code": 1, "codes": [-9], "tracebacks": 0, "printed": "Once",
     "lines": ["generate.py: rank 1 of 2 has died in decode step 7"],
 }  # fmt: skip
-ALIKE = CASES["unlike --seed"] | {
-    "happened": True, "seconds": 4.0, "code": 1, "codes": [2], "tracebacks": 0, "printed": "",
-    "lines": ["generate.py: rank 1 with --seed 2; rank 0 with --seed 1"],
-}  # fmt: skip
-SPOILED = [
-    (GOOD, {"seconds": 5.1}, ["not gone in 5 s"]),
-    (GOOD, {"seconds": None}, ["not gone in 5 s"]),
-    (GOOD, {"code": 0}, ["exit code 0"]),
-    (GOOD, {"happened": False}, ["the fault did not happen"]),
-    (GOOD, {"tracebacks": 1}, ["1 tracebacks"]),
-    (GOOD, {"lines": 2 * GOOD["lines"]}, ["2 lines"]),
-    (GOOD, {"rank": 0}, ["the rank is not named"]),
-    (GOOD, {"kind": "SIGTERM"}, ["the cause is not named"]),
-    (GOOD, {"lines": ["generate.py: rank 1 of 2 has died in decode step 71"]}, ["the phase is not named"]),
-    (GOOD, {"lines": []}, ["the cause is not named", "the phase is not named", "the rank is not named", "0 lines"]),
-    (ALIKE, {"seconds": None}, ["never gone"]),
-    (ALIKE, {"codes": [1, 2]}, ["codes [1, 2]"]),
-    (ALIKE, {"printed": "Once"}, ["a text was printed"]),
-    (ALIKE, {"lines": ["generate.py: rank 1 with --seed 2; rank 0 with --seed"]}, ["the difference is not named"]),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize("line, change, found", [(GOOD, {}, []), (ALIKE, {}, []), *SPOILED])
-def test_what_is_wrong_with_the_end_of_a_run(line, change, found):
-    assert faults.wrong({**line, **change}) == found
-
-
-def test_the_processes_of_a_run_are_found_by_its_mark():
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={faults.MARK: "a mark"})
-    try:
-        deadline = time.monotonic() + 60
-        while process.pid not in faults.of_run("a mark"):  # it has not begun yet
-            assert time.monotonic() < deadline
-        assert not faults.of_run("a")
-    finally:
-        process.kill()
-        process.communicate()
-    assert not faults.of_run("a mark")
+@pytest.mark.parametrize("change, wrong", [
+    ({}, []), ({"seconds": 5.1}, ["not gone in 5 s"]), ({"code": 0}, ["exit code 0"]),
+    ({"tracebacks": 1}, ["1 tracebacks"]), ({"happened": False}, ["the fault did not happen"]),
+    ({"lines": 2 * GOOD["lines"]}, ["2 lines"]), ({"kind": "SIGTERM"}, ["the cause is not named"]),
+    ({"lines": ["generate.py: rank 1 of 2 has died in decode step 71"]}, ["the phase is not named"]),
+])  # fmt: skip
+def test_what_is_wrong_with_the_end_of_a_run(change, wrong):
+    assert faults.wrong({**GOOD, **change}) == wrong

@@ -5,10 +5,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from helpers import random_model
+from helpers import random_model, write_model
 
 import quantize
-from formats import checkpoint
 from model import Config
 from runtime import cli, launch, writing
 from runtime.errors import InputError
@@ -146,7 +145,7 @@ def even(tmp_path_factory):
     """A checkpoint that every kind of integers suits."""
     folder = tmp_path_factory.mktemp("even")
     config = Config(1, 8, 4, 16, 128, 256, 1024, 64)
-    checkpoint.write_model(folder, config, random_model(config).state_dict(), torch.bfloat16)
+    write_model(folder, config, random_model(config).state_dict(), torch.bfloat16)
     return folder
 
 

@@ -158,7 +158,7 @@ def test_unlike_ranks_say_the_same(tiny, greedy, out):
 
 def test_shares_that_leave_a_rank_without_a_head_end_all_before_they_load(tiny):
     errors = run_ranks((4, 1, 1), refused, "--checkpoint", str(tiny), "--prompt", "a")
-    assert errors == ["--shares: 1 of 6 is none of 5 KV heads: each needs 1 in 5"] * 3
+    assert errors == ["--shares: 1 in 6 gets none of 5 KV heads: give 1 in 5 or more"] * 3
 
 
 def refused(world, *args):

@@ -11,11 +11,10 @@ from safetensors.torch import save_file
 
 import complete
 import convert_hf_checkpoint
-import formats.tokenizer
-from extras.measure import results
-from formats import checkpoint
+from formats import chat_template, checkpoint
 from formats.sources import Llama2cWeights, PickledWeights
-from formats.tokenizer import Renderer, Tokenizer, load_tokenizer
+from formats.tokenizer import Tokenizer, load_tokenizer
+from runtime import terminal, writing
 from runtime.errors import InputError
 
 DEMO, PICKLED = ROOT / "demo", "pytorch_model.bin"
@@ -72,6 +71,30 @@ def test_a_value_of_another_type_or_range_names_its_field(changes, message):
     refused(message, checkpoint.make_config, values, "config.json")
 
 
+def test_a_byte_order_mark_is_no_text_and_prompts_are_split_at_newlines_only(tmp_path):
+    (tmp_path / "config.json").write_text((DEMO / "config.json").read_text(), encoding="utf-8-sig")
+    assert checkpoint.read_config(tmp_path) == checkpoint.read_config(DEMO)
+    (tmp_path / "prompts").write_bytes("\ufeffone\u2028line\x0c\r\n\nanother\n".encode())
+    assert terminal.read_lines(tmp_path / "prompts") == ["one\u2028line\x0c", "", "another", ""]
+
+
+def test_a_digest_sees_headers_small_files_and_changes_of_a_thousandth(tmp_path):
+    weights, size = tmp_path / "model.safetensors", 30 * 2**20
+    save_file({"a": torch.zeros(size, dtype=torch.uint8)}, weights)
+    before, data = checkpoint.digest(tmp_path), weights.read_bytes()
+    for at, new in (
+        (20, b"b"),
+        (size // 3, bytes([1]) * (size // 1000)),
+        (len(data) - size // 1000, b"\1" * (size // 1000)),
+    ):
+        weights.write_bytes(data[:at] + new + data[at + len(new) :])
+        assert checkpoint.digest(tmp_path) != before
+    weights.write_bytes(data)
+    assert checkpoint.digest(tmp_path) == before
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert checkpoint.digest(tmp_path) != before
+
+
 def test_wrong_paths(tmp_path):
     refused("it has no config.json", complete.load, tmp_path)
     refused("is a file", complete.load, DEMO / "config.json")
@@ -105,7 +128,7 @@ def test_truncated_weights(tmp_path):
 
 def test_weights_that_are_no_floats(tmp_path):
     state = {name: torch.zeros_like(w, dtype=torch.int8) for name, w in random_model(BASE).state_dict().items()}
-    checkpoint.write_config(tmp_path, BASE)
+    writing.write_config(tmp_path, BASE)
     save_file(state, tmp_path / "model.safetensors")
     refused("tensor norm.weight holds int8: give --dtype, one of float32, bfloat16, float16", complete.load, tmp_path)
     refused("holds int8, but the config says bfloat16", complete.load, tmp_path, dtype="bfloat16")
@@ -138,7 +161,7 @@ def test_a_pickle_holds_tensors_and_runs_nothing(value, zipped, tmp_path, monkey
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tokenizers, templates and results
+# Tokenizers and templates
 
 
 def test_settings_that_are_refused(tmp_path):
@@ -162,17 +185,11 @@ def test_settings_that_are_refused(tmp_path):
     ],
 )  # fmt: skip
 def test_templates_that_are_refused(template, message, monkeypatch):
-    monkeypatch.setattr(formats.tokenizer, "_renderer", Renderer())
-    monkeypatch.setattr(Renderer, "seconds", 0.3)
+    monkeypatch.setattr(chat_template, "renderer", chat_template.Renderer())
+    monkeypatch.setattr(chat_template.Renderer, "seconds", 0.3)
     tokenizer = Tokenizer()
     for tokenizer.template in template, "{{ messages[0]['content'] }}":
         if tokenizer.template == template:
             refused(message, tokenizer.render, [{"role": "user", "content": "hi"}])
         else:  # also after a process was ended
             assert tokenizer.render([{"role": "user", "content": "hi"}]) == "hi"
-
-
-def test_results_that_are_refused(tmp_path):
-    first = (ROOT / "benchmarks" / "results" / "bench-demo.jsonl").read_text().splitlines()[0]
-    (tmp_path / "bench.jsonl").write_text(f"{first}\n[]\n{first}\n")
-    refused("line 2", results.read, tmp_path / "bench.jsonl")

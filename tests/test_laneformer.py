@@ -11,7 +11,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from helpers import BASE, last_logits, run_ranks
+from helpers import BASE, last_logits, run_ranks, write_model
 from laneformer import Laneformer
 from safetensors.torch import save_file
 from test_wiring import eager_order
@@ -199,7 +199,7 @@ def test_int8_computes_what_its_numbers_mean(case, tmp_path):
         scales = name.removesuffix("weight") + "scales"
         twin[name] = weights.read(name) * (weights.read(scales).float() if scales in weights.names() else 1)
     (tmp_path / "twin").mkdir()
-    checkpoint.write_model(tmp_path / "twin", config, twin, torch.float32)
+    write_model(tmp_path / "twin", config, twin, torch.float32)
     [(expected, _)] = on_ranks((1,), tmp_path / "twin")
     for shares in (1,), (1, 1):
         check(on_ranks(shares, tmp_path / "int8"), expected.numpy(), limit=1e-3)

@@ -55,7 +55,9 @@ def test_lanes_have_the_same_neurons_in_int4():
     for lane in range(4):
         expected = (1, [(88 * lane, 88 * (lane + 1))])
         assert tp.shard_plan(int4, lane, 4)["w2"] == tp.shard_plan(plain, lane, 4)["w2"] == expected
-    with pytest.raises(InputError, match="3 lanes cut groups of int4 at no multiple of 8 columns of w2: keep w2"):
+    with pytest.raises(
+        InputError, match="3 lanes cut groups of int4 at no multiple of 8 columns of w2: keep w2 as it is"
+    ):
         tp.shard_plan(dataclasses.replace(int4, wiring="spd/3"), 0, 3)
 
 

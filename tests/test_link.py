@@ -4,8 +4,10 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import shutil
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -15,13 +17,13 @@ import torch.distributed as dist
 from helpers import (
     BASE,
     BY_HAND,
+    RANKS,
     WIRED,
     last_logits,
     main_on_ranks,
     queued,
     random_model,
     run_ranks,
-    script,
     shard,
     staleness,
     unequal_rows,
@@ -30,12 +32,14 @@ from helpers import (
 
 import generate
 import tp
+from extras.measure import __main__ as measuring
 from extras.measure import clock as clocks
-from extras.measure import exposed, link
+from extras.measure import exposed, link, probe
+from extras.measure.probe import fitting_shares
 from formats import checkpoint, sizes
 from kernels import gloo
 from model import desynced_stream, interleave
-from runtime import launch, report, timing
+from runtime import benchmarking, launch, writing
 from runtime.errors import InputError
 
 CPU = torch.device("cpu")
@@ -78,7 +82,7 @@ def test_a_world_over_a_link():
     ):
         assert link.emulate(world, link.FREE, ranks).shares == (3, 1)
     assert (eight.shares, two.shares) == ((1,) * 8, (1, 1))
-    with pytest.raises(InputError, match="need two or more ranks"):
+    with pytest.raises(InputError, match="a link needs two or more ranks, started with torchrun, or --simulate-tp"):
         link.emulate(alone, link.FREE)
     with pytest.raises(InputError, match="--simulate-tp is one rank alone: start it with python, not with torchrun"):
         link.emulate(real, link.FREE, 4)
@@ -113,7 +117,7 @@ def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(link, "time", clock)
     monkeypatch.setattr(exposed, "time", clock)
-    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(benchmarking, "time", clock)
     return clock
 
 
@@ -164,7 +168,7 @@ def on_and_off(world, compile, cases):
         config = dataclasses.replace(BASE, **changes, n_heads=15, n_kv_heads=5, intermediate_size=101)
         net, logits = shard(config, world), []
         for group in (world.group, linked):
-            net.comm = tp.TensorParallel(config, world.tp_size, group)
+            net.comm = tp.TensorParallel(config, world.shares, group)
             logits.append(last_logits(net, *unequal_rows(config), compile=compile, compile_prefill=compile))
         answers.append((wired_id(changes), *logits))
     return answers
@@ -291,13 +295,13 @@ def test_the_report(wiring, compute, limit):
     assert r["all_reduces"] == len(compute) and r["all_reduce_bytes"] == 2 * 48 * 4 and r["rounds"] == 3
     assert r["hidden"] == pytest.approx(1 - 70 / (15 * len(compute)))
     assert (r["all_reduce_ms"], r["blocked_ms"]) == pytest.approx((15, 60))
-    assert "exposed: 70.00 ms" in exposed.lines("decode", r)
+    assert "exposed: 70.00 ms" in exposed.summary("decode", r)
 
 
 def test_the_report_without_all_reduces_and_without_the_cpus_clock():
     r = a_report("upper-bound", all_reduce=0.015, step=0.05, silent=0.05, blocked=0, compute=[], tail=0.05)
     assert r["limit_ms"] == pytest.approx(50) and r["all_reduces"] == 0 and r["hidden"] is None
-    assert "no all-reduce ran" in exposed.lines("decode", r)
+    assert "no all-reduce ran" in exposed.summary("decode", r)
     gpu = a_report("ladder", all_reduce=0.015, step=0.12, silent=0.04)
     assert gpu["limit_ms"] == pytest.approx(10 + 3 * 15 + 15) and gpu["blocked_ms"] is None
 
@@ -306,19 +310,19 @@ def test_all_reduces_are_counted_as_they_ran():
     """Half as many as the wiring's, of a model whose sublayers somebody replaced: no limit is known."""
     r = a_report("ladder", all_reduce=0.015, step=0.08, silent=0.05, blocked=0.01, compute=[0.02] * 2, tail=0.01)
     assert r["all_reduces"] == 2 and r["hidden"] == pytest.approx(1 - 30 / 30) and r["limit_ms"] is None
-    assert "no limit is known: other all-reduces ran than this wiring's" in exposed.lines("decode", r)
+    assert "no limit is known: other all-reduces ran than this wiring's" in exposed.summary("decode", r)
 
 
-def test_on_the_clock_parts_hide_one_another():
+def test_on_the_clock_chunks_hide_one_another():
     """Two of half the work: all but the first computing and the last sum; a ladder has nothing left to hide."""
     standard, ladder = (dataclasses.replace(BASE, n_layers=2, wiring=wiring) for wiring in ("standard", "ladder"))
     assert clocks.count_all_reduces(standard, 2) == 8
     assert clocks.run_layers(standard, 4, 4, 4).now == 4 * (4 + 4)
-    assert clocks.run_layers(standard, 2, 2, 2, parts=2).now == 2 + 7 * 2 + 2
-    assert clocks.run_layers(standard, 2, 2, 3, parts=2).now == 2 + 8 * 3
-    assert clocks.run_clock(standard, [2] * 8, 1, parts=2).now == 8 * 2 + 1
+    assert clocks.run_layers(standard, 2, 2, 2, chunks=2).now == 2 + 7 * 2 + 2
+    assert clocks.run_layers(standard, 2, 2, 3, chunks=2).now == 2 + 8 * 3
+    assert clocks.run_clock(standard, [2] * 8, 1, chunks=2).now == 8 * 2 + 1
     assert clocks.run_layers(ladder, 4, 4, 4).now == 4 + 3 * 4 + 4
-    assert clocks.run_layers(ladder, 2, 2, 2, parts=2).now == 2 + 7 * 2 + 2
+    assert clocks.run_layers(ladder, 2, 2, 2, chunks=2).now == 2 + 7 * 2 + 2
 
 
 @pytest.mark.parametrize("changes", BY_HAND, ids=wired_id)
@@ -329,7 +333,11 @@ def test_measuring_sublayers_that_only_sleep(clock, changes):
     group = link.LinkedGroup(None, link.Link("x", 1e6 * latency, None), 0, 8, CPU)
     world = launch.World(0, 8, CPU, group, simulated=True)
     sleeps = [(lambda x: clock.sleep(nap) or torch.zeros(2), stale) for stale in staleness(config)]
-    comm, silent, x = tp.TensorParallel(config, 8, group), exposed.Silent(config, 8, group), torch.zeros(2)
+    comm, silent, x = (
+        tp.TensorParallel(config, (1,) * 8, group),
+        exposed.Silent(config, (1,) * 8, group),
+        torch.zeros(2),
+    )
     steps = [lambda c=c: interleave([config.named_wiring.stream(x, sleeps, c, config)]) for c in (comm, silent)]
     logs = []
     for step in steps:
@@ -359,13 +367,13 @@ def test_the_models_own_collective_is_timed(clock):
     world = launch.World(0, 2, CPU, group, simulated=True)
     for comm, wanted in (tp.TensorParallel, 0.004), (Quarter, 0.002):
         steps = lambda: None, lambda: None  # noqa: E731
-        case = exposed.Case(config, *steps, comm(config, 2, group), torch.zeros(2_000_000), group.link)
+        case = exposed.Case(config, *steps, comm(config, (1, 1), group), torch.zeros(2_000_000), group.link)
         run = exposed._run(world, case, exposed.own_all_reduce(world, case))
         assert run["all_reduce"] == pytest.approx(wanted, abs=2e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The flags of generate.py
+# python -m extras.measure
 
 
 @pytest.fixture
@@ -378,18 +386,18 @@ def small(monkeypatch):
 
 def test_one_rank_alone_holds_the_lanes_of_the_ranks_that_it_stands_for(tmp_path, tiny):
     shutil.copytree(tiny, tmp_path / "spd")
-    checkpoint.write_config(tmp_path / "spd", dataclasses.replace(checkpoint.read_config(tiny), wiring="spd/4"))
+    writing.write_config(tmp_path / "spd", dataclasses.replace(checkpoint.read_config(tiny), wiring="spd/4"))
     flags = ["--checkpoint", str(tmp_path / "spd"), "--prompt", "a", "--max-new-tokens", "1", "--link", "free"]
-    generate.main([*flags, "--simulate-tp", "2"])
+    measuring.main([*flags, "--simulate-tp", "2"])
     with pytest.raises(InputError, match="the 4 lanes of wiring spd/4 do not fit 8 ranks: use 1, 2, 4, alike"):
-        generate.main([*flags, "--simulate-tp", "8"])
+        measuring.main([*flags, "--simulate-tp", "8"])
 
 
 def test_one_rank_alone_predicts_times_and_prints_no_text(tmp_path, small, capfd):
     out = tmp_path / "out.jsonl"
     flags = ["--model", "1b", "--prompt-length", "5", "--batch", "2", "--json", str(out)]
     flags += ["--simulate-tp", "8", "--link", "4000us", "--max-new-tokens", "3", "--exposed"]
-    generate.main(flags)
+    measuring.main(flags)
     printed = capfd.readouterr()
     result = json.loads(out.read_text())
     assert result["tp"] == 8 and result["simulated"] and result["n_layers"] == 2
@@ -408,37 +416,27 @@ def test_one_rank_alone_predicts_times_and_prints_no_text(tmp_path, small, capfd
     assert result["step_bytes"] == 2 * (whole + cache) // 8 + 2 * 5 * 128
 
 
-@pytest.mark.parametrize("bytes, shown", [(report.LARGE - 1, False), (report.LARGE, True)])
-def test_the_share_of_the_bandwidth_is_not_said_of_what_fits_a_cache(bytes, shown):
-    r = dict.fromkeys(("load_s", "compile_s", "ttft_ms"), 1.0) | {"tpot_ms": 2.0, "tok_s": 500.0, "tok_s_user": 500.0}
-    r |= dict.fromkeys(("simulated", "link", "quant", "exposed")) | {"batch": 1, "model": "x", "n_layers": 1, "tp": 1}
-    r |= {"prefill_parts": 1, "comm": "auto", "shares": (1,)}
-    r |= {"wiring": "ladder", "dtype": "float32", "device": "cpu", "step_bytes": bytes, "mbu": 0.5, "bandwidth": 2e10}
-    text = report.summary({**r, "peak_bytes": [10**9]})
-    assert ("50 % of what 20.0 GB/s allow" in text) == shown and ("%" in text) == shown
-
-
 def test_the_bandwidth_is_the_median_of_some_passes(monkeypatch):
     seconds = itertools.cycle([1.0, 2.0, 9.0])
-    monkeypatch.setattr(report, "timed", lambda device, step: next(seconds))
-    assert report.read_bandwidth(CPU, size=4000, repeats=9) == 4000 / 2
+    monkeypatch.setattr(benchmarking, "timed", lambda device, step: next(seconds))
+    assert benchmarking.read_bandwidth(CPU, size=4000, repeats=9) == 4000 / 2
 
 
 def test_seconds_in_turns_and_their_quartiles():
     told = []
     ways = {"a": lambda: told.append("a") or len(told), "b": lambda: told.append("b") or len(told)}
-    assert timing.in_turns(ways, 3) == {"a": [1, 3, 5], "b": [2, 4, 6]} and told == ["a", "b"] * 3
-    assert timing.quartiles([4.0]) == (4.0, 4.0, 4.0)
-    assert timing.quartiles([1, 2, 3, 4, 100]) == (1.5, 3, 52)
+    assert benchmarking.in_turns(ways, 3) == {"a": [1, 3, 5], "b": [2, 4, 6]} and told == ["a", "b"] * 3
+    assert benchmarking.quartiles([4.0]) == (4.0, 4.0, 4.0)
+    assert benchmarking.quartiles([1, 2, 3, 4, 100]) == (1.5, 3, 52)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_profile_writes_a_trace_of_each_rank(ranks, tmp_path, tiny):
     flags = ["--checkpoint", tiny, "--prompt-length", "3", "--max-new-tokens", "2", "--profile", tmp_path / "traces"]
     if ranks == 1:
-        generate.main([str(flag) for flag in flags])
+        measuring.main([str(flag) for flag in flags])
     else:
-        main_on_ranks(ranks, generate.main, *flags)
+        main_on_ranks(ranks, measuring.main, *flags)
     files = sorted((tmp_path / "traces").iterdir())
     assert [f.name for f in files] == [f"rank{i}.json" for i in range(ranks)]
     for file in files:
@@ -468,15 +466,67 @@ def test_measuring_runs_what_is_compiled_already(monkeypatch):
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exposed_on_real_ranks(compile, tmp_path, tiny):
     out = tmp_path / "out.jsonl"
-    done = script(
-        "generate.py", "--checkpoint", tiny, "--prompt-length", "4", "--max-new-tokens", "3", "--ignore-eos",
-        "--link", "2000us", "--exposed", "--json", out, *["--compile=all"] * compile, ranks=2,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    flags = ["--checkpoint", tiny, "--prompt-length", 4, "--max-new-tokens", 3, "--ignore-eos", "--prefill-chunks", 2]
+    flags += ["--link", "2000us", "--exposed", "--json", out, *["--compile=decode"] * compile]
+    (_, said), (_, nothing) = main_on_ranks(2, measuring.main, *flags)
     result = json.loads(out.read_text())
     assert result["tp"] == 2 and not result["simulated"] and len(result["tokens"][0]) == 3
-    for kind, r in result["exposed"].items():
-        assert r["all_reduces"] == 6
+    for step, r in result["exposed"].items():
+        assert r["all_reduces"] == (12 if step == "prefill" else 6)  # of two chunks
         assert r["step_ms"] >= 6 * 2 and r["blocked_ms"] > 0
         assert r["limit_ms"] >= r["silent_ms"]
-        assert f"{kind}: {r['step_ms']:.2f} ms a step" in done.stderr
+        assert f"{step}: {r['step_ms']:.2f} ms a step" in said and not nothing
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    {
+        "--draft ngram --prompt a": "extras.measure measures plain decode steps: without --draft or a chat",
+        "--chat": "extras.measure measures plain decode steps: without --draft or a chat",
+        "--prompt a --simulate-tp 2": "--simulate-tp needs a link to predict: --link NAME, or its numbers",
+        "--prompt a --link pcie": "a link needs two or more ranks, started with torchrun, or --simulate-tp",
+        "--prompt a --exposed": "a link needs two or more ranks, started with torchrun, or --simulate-tp",
+    }.items(),
+)
+def test_bad_flags_are_one_line(flags, message, tiny):
+    with pytest.raises(InputError, match=re.escape(message)):
+        measuring.main(["--checkpoint", str(tiny), *flags.split()])
+
+
+def test_what_is_hidden_is_told_from_noise():
+    for exposed_ms, quartiles, words in (
+        (3.0, [9.9, 10.2], "40 %"),
+        (-0.1, [9.9, 10.2], "100 %"),  # a step that waits for nothing
+        (3.0, [8.0, 14.0], "within noise"),  # wider than all of the communication
+        (60.7, [9.9, 10.2], "none"),  # once printed as -1114 %
+    ):
+        r = {"exposed_ms": exposed_ms, "quartiles_ms": quartiles, "all_reduces": 4, "all_reduce_ms": 1.25}
+        assert exposed.hidden_share({**r, "hidden": 1 - exposed_ms / 5}) == words
+
+
+@pytest.mark.parametrize(
+    "rates, shares",
+    [
+        ([3e9, 1e9], (3, 1)), ([1e9, 3.1e9], (1, 3)), ([1.2e9, 1e9], None), ([4e9, 4e9, 2e9], (2, 2, 1)), ([1e9], None),
+        ([50e9, 1e9], (8, 1)), ([1e9] * 2, None), ([1.34e9, 1e9], (4, 3)),
+    ],
+)  # fmt: skip
+def test_the_shares_that_a_probe_proposes(rates, shares):
+    assert fitting_shares(rates) == shares
+
+
+def probed(world, out):
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(probe, "MESSAGES", [1024, 4096])
+        m.setattr(launch, "join", lambda *_: world)
+        m.setattr(benchmarking, "read_bandwidth", lambda *_: 2e9)
+        m.setattr(sys, "argv", ["probe.py", "--json", out])
+        probe.main()
+
+
+def test_the_probe_times_all_reduces(tmp_path):
+    run_ranks(RANKS, probed, str(tmp_path / "out.jsonl"))
+    line = json.loads((tmp_path / "out.jsonl").read_text())
+    assert line["probe"]["bandwidth"] == [2e9] * RANKS and line["tp"] == RANKS
+    for name in "all_reduce", "library":
+        assert [r["bytes"] for r in line["probe"][name]] == [1024, 4096] and line["probe"][name][0]["us"] > 0

@@ -4,18 +4,16 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import BASE, random_model, run_ranks, shard, unequal_rows
+from helpers import BASE, random_model, run_ranks, shard, unequal_rows, write_model
 
-import adapt
 import eval
 import generate
-from formats import checkpoint
 from runtime.errors import InputError
 
 NAN, INF = torch.nan, torch.inf
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", [(0,), (0.8,), (1.0, 5, 0.9)])
 def test_the_sampler_marks_rows_that_are_not_finite(how, dtype):
     logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -34,10 +32,10 @@ def test_the_first_of_equal_logits_is_greedy():
     assert generate.Sampler(0)(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
 
 
-def poisoned(world, compile):
-    """The error of a generation in which row 1 is not finite from its third step on, and the steps that were shown."""
+def generate_poisoned(world):
+    """The error of a generation in which row 1 is not finite from its third step on."""
     model = random_model(BASE) if world is None else shard(BASE, world)
-    runner = generate.Runner(model, model.new_cache(2, 12), compile)
+    runner = generate.Runner(model, model.new_cache(2, 12), False)
     decode, steps, shown = runner.decode, [], []
 
     def spoiled(*args):
@@ -52,52 +50,27 @@ def poisoned(world, compile):
     return str(error.value)
 
 
-LINE = "the logits of row 1 in step 2 are NaN or infinite: see --dtype"
+def test_the_step_and_the_row_are_named_on_all_ranks():
+    for line in generate_poisoned(None), *run_ranks(2, generate_poisoned):
+        assert "row 1 in step 2" in line and "--dtype" in line
 
 
-def test_the_step_and_the_row_are_named():
-    assert poisoned(None, False) == LINE
-
-
-def test_all_ranks_end_alike():
-    assert run_ranks(2, poisoned, False) == [LINE] * 2
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    """A bfloat16 checkpoint whose second MLP, its layer 1's, gives more than float16 holds; with a tokenizer's ids."""
-    folder = tmp_path_factory.mktemp("large")
+def test_an_overflow_of_float16_is_named(tmp_path):
+    """A bfloat16 checkpoint whose second MLP, its layer 1's, gives more than float16 holds."""
     state = random_model(BASE).state_dict()
     state["layers.1.feed_forward.w2.weight"] *= 1e5
-    checkpoint.write_model(folder, BASE, state, torch.bfloat16)
-    return str(folder)
-
-
-def test_an_overflow_of_float16_is_named(large):
-    flags = ["--prompt-ids", "3,4,5", "--prompt-ids", "6,7", "--temperature", "0", "--dtype", "float16"]
-    wanted = "the logits of row 0 in step 0 are NaN or infinite: see --dtype"
-    with pytest.raises(InputError, match=wanted):
-        generate.main(["--checkpoint", large, *flags])
-
-
-def test_eval_names_it_too(large):
-    model = generate.load_model(checkpoint.read_config(large), large, "float16", generate.World(0, 1, "cpu"))
-    with pytest.raises(InputError, match="a loss of nan nats per token in float16: try another --dtype"):
-        eval.checked(NAN, large, model)
-    assert eval.checked(1.5, large, model) == 1.5
-
-
-def test_a_validation_that_is_not_finite_ends_a_training(tiny, tmp_path, monkeypatch):
-    for name in ("text", "valid"):
-        (tmp_path / name).write_text("Once upon a time there was a little dog. " * 40)
-    monkeypatch.setattr(adapt, "losses", lambda *_: (torch.tensor(NAN), torch.tensor(NAN)))
-    flags = "--checkpoint", tiny, "--text", tmp_path / "text", "--valid", tmp_path / "valid", "--steps", 1
-    with pytest.raises(InputError, match="the loss on --valid is nan nats per token"):
-        adapt.main([str(flag) for flag in (*flags, "--seq-len", 16, "--batch", 2, "--out", tmp_path / "out")])
+    write_model(tmp_path, BASE, state, torch.bfloat16)
+    flags = ["--prompt", "ids:3,4,5", "--prompt", "ids:6,7", "--temperature", "0", "--dtype", "float16"]
+    with pytest.raises(InputError, match="row 0 in step 0 .*--dtype"):
+        generate.main(["--checkpoint", str(tmp_path), *flags])
+    model = generate.load_model(BASE, str(tmp_path), "float16", generate.World(0, 1, "cpu"))
+    with pytest.raises(InputError, match="loss of nan .* in float16: .*--dtype"):
+        eval.checked(NAN, str(tmp_path), model)
+    assert eval.checked(1.5, str(tmp_path), model) == 1.5
 
 
 def twice(world, dtype, compile):
-    """Whether a request of unequal rows gives the same bits twice; what it gives."""
+    """What a request of unequal rows gives, which is the same bits twice."""
     tokens, lengths = unequal_rows(BASE)
     prompts = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
     config = dataclasses.replace(BASE, wiring="ladder")
@@ -113,20 +86,18 @@ def twice(world, dtype, compile):
             seen.append(comm.gather_logits(logits).clone())
             return greedy(logits, comm)
 
-        rows, *_ = generate.generate(runner, prompts, 12, sample, chunk=12)
+        rows, *_ = generate.generate(runner, prompts, 12, sample, pass_tokens=12)
         runs.append((rows, torch.stack(seen)))
     (rows, logits), (again, same) = runs
     assert rows == again and torch.equal(logits, same)
     return rows, logits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tp_size", [1, 2, 3])
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
-def test_the_same_request_twice_gives_the_same_bits(compile, tp_size, dtype):
-    if tp_size == 1:
-        twice(None, dtype, compile)
-        return
-    (rows, logits), *others = run_ranks(tp_size, twice, dtype, compile)
-    for other in others:
-        assert other[0] == rows and torch.equal(other[1], logits)
+@pytest.mark.parametrize("ranks, dtype, compile", [
+    (1, torch.bfloat16, False), (3, torch.bfloat16, False),
+    pytest.param(2, torch.bfloat16, True, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_the_same_request_twice_gives_the_same_bits(ranks, dtype, compile):
+    results = run_ranks(ranks, twice, dtype, compile) if ranks > 1 else [twice(None, dtype, compile)]
+    for rows, logits in results:
+        assert rows == results[0][0] and torch.equal(logits, results[0][1])

@@ -20,6 +20,7 @@ from helpers import (
     run_ranks,
     shared_data,
     unequal_rows,
+    write_model,
 )  # fmt: skip
 from reference import Reference
 from safetensors.torch import load_file, save_file
@@ -30,7 +31,7 @@ import quantize
 import tp
 from formats import checkpoint
 from kernels import few_rows, int_linear
-from runtime import compiling, launch
+from runtime import compiling, launch, writing
 from runtime.errors import InputError
 
 # groups of 32 make few parts of the MLP, so that ranks get unequal ones
@@ -72,10 +73,10 @@ def dequantized_state(config, state):
     """The same in float64, written independently: number by number of the definition."""
     out = {}
     for name, tensor in state.items():
-        path, _, kind = name.rpartition(".")
-        if kind in ("scales", "zeros"):
+        path, _, last = name.rpartition(".")
+        if last in ("scales", "zeros"):
             continue
-        if kind == "bias" or f"{path}.scales" not in state:
+        if last == "bias" or f"{path}.scales" not in state:
             out[name] = tensor.double()
             continue
         q, scales = tensor.numpy(), state[f"{path}.scales"].double().numpy()
@@ -127,17 +128,7 @@ def test_int4_is_within_half_a_step_and_fitting_helps(size):
     assert errors[1].sum() < 0.97 * errors[0].sum()
 
 
-def test_dequantize_follows_the_definition():
-    for config in (INT8, INT4):
-        state = quantized_state(config)
-        exact = dequantized_state(config, state)
-        for path in ("layers.1.attention.wo", "tok_embeddings"):
-            parts = [state.get(f"{path}.{kind}") for kind in ("weight", "scales", "zeros")]
-            w = int_linear.dequantize(parts[0], *(p if p is None else p.double() for p in parts[1:]))
-            assert torch.equal(w, exact[f"{path}.weight"])
-
-
-@pytest.mark.parametrize("start, stop", [(0, 64), (32, 96), (16, 80), (8, 40), (0, 16), (48, 160)])
+@pytest.mark.parametrize("start, stop", [(32, 96), (16, 80), (8, 40), (48, 160)])
 def test_groups_that_straddle_an_edge_become_smaller(start, stop):
     scales = numbers(3, 5)  # of 160 columns in groups of 32
     each = scales.repeat_interleave(32, 1)[:, start:stop]
@@ -164,11 +155,11 @@ def in_float64(weight, scales, zeros):
     return int_linear.dequantize(weight, scales.double(), None if zeros is None else zeros.double())
 
 
-SHAPES = [(1, 1, None), (7, 5, None), (33, 2731, None), (131, 640, None), (40, 4100, None), (64, 129, None)]
-SHAPES += [(1, 8, 8), (40, 72, 8), (40, 80, 16), (67, 96, 32), (131, 2048, 64), (33, 192, 64), (50, 4096, 128)]
+SHAPES = [(1, 1, None), (33, 2731, None), (131, 640, None), (64, 129, None)]
+SHAPES += [(1, 8, 8), (40, 72, 8), (40, 80, 16), (67, 96, 32), (131, 2048, 64), (50, 4096, 128)]
 
 
-def check_few_rows_int(rows=(*range(1, 9), 15, 17)):
+def check_few_rows_int(rows=(1, 2, 3, 4, 5, 8, 17)):
     """Against float64: bfloat16's last rounding, float32 sums, and x as 16 bits of its block's largest."""
     few_rows.build()
     for N, K, size in SHAPES:
@@ -216,7 +207,7 @@ def test_few_rows_of_integers_of_any_shape():
         torch.ops.ladder.few_rows_int(x, packed, 12, 64, 8)
 
 
-@pytest.mark.parametrize("N, K, size", [(7, 5, None), (160, 72, 8), (312, 192, 64), (1024, 2048, 128)])
+@pytest.mark.parametrize("N, K, size", [(7, 5, None), (160, 72, 8), (312, 2048, 64)])
 def test_feed_forward_is_its_three_products(N, K, size, threads):
     """In float64, gates from -90 to 90; each product is rounded to bfloat16."""
     few_rows.build()
@@ -345,15 +336,22 @@ def test_the_layout_for_a_gpu(monkeypatch):
 ALONE = launch.World(0, 1, torch.device("cpu"))
 
 
+def loader(config, world=ALONE):
+    """What loads the shard of a rank, or its lanes."""
+    if config.lanes in (None, world.tp_size):
+        return tp.load_shard
+    return pytest.importorskip("extras.lanes.lanes").load_lanes
+
+
 def int_shard(config, dtype, world=ALONE):
-    weights = StateWeights(quantized_state(config))
-    net = tp.load_shard(config, weights, dtype, "cpu", world.rank, world.shares)
+    load, weights = loader(config, world), StateWeights(quantized_state(config))
+    net = load(config, weights, dtype, "cpu", world.rank, world.shares)
     if world.group is not None:
         net.comm = tp.TensorParallel(config, world.shares, world.group)
     return net
 
 
-COMPILED = [("tied", True), *(pytest.param(name, True, marks=pytest.mark.slow) for name in CASES if name != "tied")]
+COMPILED = [("tied", True), *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("int8", "biased", "kept"))]
 
 
 @pytest.mark.parametrize("name, compile", [*((name, False) for name in CASES), *COMPILED])
@@ -366,12 +364,12 @@ def test_a_quantized_model_computes_what_its_numbers_say(name, compile):
     reference = Reference(config, exact)
     tokens, lengths = unequal_rows(config)
     ways = [(torch.float32, 1e-4), (torch.float16, 0.01), (torch.bfloat16, 0.06), (torch.bfloat16, 0.06)]
-    for i, (dtype, tolerance) in enumerate(ways):
+    for i, (dtype, tolerance) in enumerate(ways[3 * compile :], start=3 * compile):
         net = int_shard(config, dtype)
         int_linear.use_kernels(net)
         if i == 3:
             compiling.use_fast_modules(net)
-        logits = last_logits(net, tokens, lengths, compile=compile and i == 3)
+        logits = last_logits(net, tokens, lengths, compile=compile)
         for row, length in enumerate(lengths):
             expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
             assert (logits[row] - expected).abs().max() < tolerance * expected.abs().max()
@@ -407,9 +405,8 @@ def check_ranks(tp_size, cases, compile=False):
 
 @pytest.mark.parametrize("tp_size", [2, 3, 4])
 def test_any_tp_computes_what_one_device_does(tp_size):
-    wirings = ANY_TP
-    cases = [dataclasses.replace(CASES[name], **changes) for name in CASES for changes in wirings[:2]]
-    cases += [dataclasses.replace(INT4, **changes) for changes in wirings[2:]]
+    """Each kind of integers, each in another wiring."""
+    cases = [dataclasses.replace(config, **changes) for config, changes in zip(CASES.values(), ANY_TP, strict=False)]
     check_ranks(tp_size, [(c, torch.float32) for c in cases] + [(c, torch.bfloat16) for c in (INT8, INT4)])
 
 
@@ -420,28 +417,25 @@ def test_lanes_of_integers_compute_what_their_numbers_say():
     for config in cases:
         plain = dataclasses.replace(config, quant=None, group_size=None)
         twin = StateWeights(dequantized_state(config, quantized_state(config)))
-        expected = last_logits(tp.load_shard(plain, twin, torch.float32, "cpu"), tokens, lengths)
-        found = last_logits(int_shard(config, torch.float32), tokens, lengths)
-        assert (found - expected).abs().max() < 1e-4 * expected.abs().max(), config
+        expected = last_logits(loader(config)(plain, twin, torch.float32, "cpu"), tokens, lengths)
+        logits = last_logits(int_shard(config, torch.float32), tokens, lengths)
+        assert (logits - expected).abs().max() < 1e-4 * expected.abs().max(), config
     for ranks in (2, 4):
         check_ranks(ranks, [(config, torch.float32) for config in cases])
 
 
 @pytest.mark.parametrize("shares", [(3, 1), (5, 2, 1), (1, 4, 2, 2)], ids=str)
 def test_unlike_ranks_of_integers_compute_what_one_device_does(shares):
-    heads = {"n_heads": 8, "n_kv_heads": 8}, {"n_heads": 8, "n_kv_heads": 1}
-    cases = [dataclasses.replace(CASES[name], **h) for name in ("int8", "int4", "biased", "tied") for h in heads]
-    cases[::2] = [dataclasses.replace(c, wiring="ladder") for c in cases[::2]]
-    check_ranks(shares, [(c, torch.float32) for c in cases] + [(c, torch.bfloat16) for c in cases[:4]])
+    cases = [dataclasses.replace(CASES[name], n_kv_heads=n) for name, n in (("int8", 1), ("biased", 8), ("tied", 1))]
+    check_ranks(shares, [(c, torch.float32) for c in cases] + [(cases[0], torch.bfloat16)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [INT8, INT4], ids=["int8", "int4"])
-def test_compiled_ranks_of_integers_compute_what_one_device_does(config):
-    check_ranks(2, [(dataclasses.replace(config, wiring="ladder"), torch.bfloat16)], compile=True)
+def test_compiled_ranks_of_integers_compute_what_one_device_does():
+    check_ranks(2, [(dataclasses.replace(c, wiring="ladder"), torch.bfloat16) for c in (INT8, INT4)], compile=True)
 
 
-@pytest.mark.parametrize("tp_size, multiple", [(2, 32), (3, 32), (5, 32), (6, 16), (8, 16)])
+@pytest.mark.parametrize("tp_size, multiple", [(3, 32), (5, 32), (8, 16)])
 def test_int4_cuts_the_mlp_between_groups_or_their_halves(tp_size, multiple):
     parts = [tp.shard_plan(INT4, rank, tp_size)["w2"][1][0] for rank in range(tp_size)]
     assert parts[0][0] == 0 and parts[-1][1] == 160 and all(a < b for a, b in parts)
@@ -454,18 +448,16 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("quantize") / "plain"
     path.mkdir()
     config = dataclasses.replace(CONFIG, dim=128, intermediate_size=256, vocab_size=1024, head_dim=16, wiring="ladder")
-    checkpoint.write_model(path, config, random_model(config).state_dict(), torch.bfloat16)
-    checkpoint.copy_tokenizer(ROOT / "demo", path)
+    write_model(path, config, random_model(config).state_dict(), torch.bfloat16)
+    writing.copy_tokenizer(ROOT / "demo", path)
     return path
 
 
-@pytest.mark.parametrize("ranks, compile", [(1, False), (2, False), pytest.param(2, True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "mode, flags, kept",
-    [("int8", [], ()), ("int4", ["--group-size", "128", "--keep", "lm_head,w1"], ("output", "w1"))],
-    ids=["int8", "int4"],
-)
-def test_quantize_and_generate(mode, flags, kept, ranks, compile, folder, tmp_path, capsys):
+@pytest.mark.parametrize("mode, flags, kept, ranks", [
+    ("int8", [], (), 1),
+    ("int4", ["--group-size", "128", "--keep", "lm_head,w1"], ("output", "w1"), 2),
+])  # fmt: skip
+def test_quantize_and_generate(mode, flags, kept, ranks, folder, tmp_path, capsys):
     out = tmp_path / mode
     quantize.main(["--checkpoint", str(folder), "--mode", mode, *flags, "--out", str(out)])
     assert "times smaller than before" in capsys.readouterr().out
@@ -474,8 +466,8 @@ def test_quantize_and_generate(mode, flags, kept, ranks, compile, folder, tmp_pa
     state, plain = load_file(out / "model.safetensors"), load_file(folder / "model.safetensors")
     assert {name: tuple(t.shape) for name, t in state.items()} == checkpoint.shapes(config)
     assert all(torch.equal(state[n], plain[n]) for n in plain if "norm" in n or n.split(".")[-2] in kept)
-    flags = ["--prompt", "Once upon", "--temperature", "0", "--max-new-tokens", "8", "--ignore-eos"]
-    flags = ["--checkpoint", str(out), *flags, "--json", str(tmp_path / "json"), *["--compile"] * compile]
+    flags = ["--prompt", "Once upon", "--temperature", "0", "--max-new-tokens", "8"]
+    flags = ["--checkpoint", str(out), *flags, "--json", str(tmp_path / "json")]
     if ranks == 1:
         generate.main(flags)
         said = capsys.readouterr().err
@@ -489,10 +481,9 @@ def test_quantize_and_generate(mode, flags, kept, ranks, compile, folder, tmp_pa
 
 def test_a_file_is_as_large_as_a_layer(folder, tmp_path, monkeypatch):
     """Several files, so that the memory is that of one; the parts of a matrix may be in two."""
-    real = checkpoint.write_weights
-    monkeypatch.setattr(checkpoint, "write_weights", lambda f, s, r, shard_bytes: real(f, s, r, 50_000))
-    args = quantize.parse(["--checkpoint", str(folder), "--mode", "int4", "--out", str(tmp_path / "out")])
-    quantize.quantize(args)
+    real = writing.write_weights
+    monkeypatch.setattr(writing, "write_weights", lambda f, s, r, shard_bytes: real(f, s, r, 50_000))
+    quantize.main(["--checkpoint", str(folder), "--mode", "int4", "--out", str(tmp_path / "out")])
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
     assert len(files) > 3
     config = checkpoint.read_config(tmp_path / "out")
@@ -507,7 +498,7 @@ def test_bad_checkpoints_are_one_clear_line(folder, tmp_path):
     odd = tmp_path / "odd"
     odd.mkdir()
     config = dataclasses.replace(CONFIG, intermediate_size=172)
-    checkpoint.write_model(odd, config, random_model(config).state_dict(), torch.bfloat16)
+    write_model(odd, config, random_model(config).state_dict(), torch.bfloat16)
     with pytest.raises(InputError, match="^group size 32 does not divide the 172 columns of w2: keep w2$"):
         run(odd, "--group-size", "32")
     run(odd, "--group-size", "32", "--keep", "w2")

@@ -5,7 +5,7 @@ import json
 import random
 
 import pytest
-from helpers import shared_data
+from helpers import shared_data, train_tokenizer
 
 from formats import tokenizer
 from runtime.errors import InputError
@@ -20,8 +20,6 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def sentencepiece_folder(tmp_path_factory):
-    from extras.training.data import train_tokenizer
-
     folder = tmp_path_factory.mktemp("sp")
     documents = ["Once upon a time there was a little dog. " * 3, "The dog ran to the park,\nand played all day."] * 20
     train_tokenizer(documents, 320, folder / "tokenizer.model")
@@ -219,14 +217,6 @@ def test_another_vocabulary_is_refused(sentencepiece_folder, vocab_size):
     with pytest.raises(InputError, match=f"has 320 tokens, but the model's vocab_size is {vocab_size}"):
         tokenizer.load_tokenizer(sentencepiece_folder, vocab_size)
     assert tokenizer.load_tokenizer(sentencepiece_folder, 330).vocab_size == 320  # a padded embedding
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
-@pytest.mark.parametrize("content", [b"", b"aGVsbG8= 1\nb24= 1"], ids=["empty", "cut within a number"])
-def test_a_broken_file_is_one_clear_line(name, content, tmp_path):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=f"{name} cannot be read"):
-        tokenizer.load_tokenizer(tmp_path)
 
 
 # The real ones

@@ -30,7 +30,7 @@ import model
 from formats import checkpoint, huggingface
 from formats.wiring_text import wiring_name
 from model import WIRINGS, Wiring, parse_wiring
-from runtime import cli
+from runtime import cli, writing
 
 STANDARD_ALONE = [c for c in WIRED if dataclasses.replace(BASE, **c).standard_in_one_lane]
 
@@ -391,7 +391,7 @@ def test_a_new_line_is_in_the_flags_and_the_files(new_wiring, tmp_path, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "own-wiring: both" in shown.replace("- ", "-")  # lines may break there
     assert chosen(BASE, "--wiring own-wiring") == new_wiring
-    checkpoint.write_config(tmp_path, new_wiring)
+    writing.write_config(tmp_path, new_wiring)
     assert checkpoint.read_config(tmp_path) == new_wiring
 
 

@@ -15,17 +15,9 @@ import torch
 from helpers import HANGS, ROOT
 from tqdm import tqdm
 
-import adapt
-import convert_hf_checkpoint
 import quantize
-from extras.measure import exposed, sweep
-from extras.training import runs
-from runtime import launch, writing
+from runtime import writing
 from runtime.errors import InputError
-
-SWEEP = {"TPS": "1", "BATCHES": "1", "REPEATS": "1", "DEVICE": "cpu", "EXPOSED": "0"}
-SMALL = "--dim 16 --n-layers 1 --n-heads 2 --n-kv-heads 1 --intermediate-size 16 --vocab-size 300 --seq-len 16"
-TRAINED = "--batch 2 --steps 2 --warmup 1 --eval-every 1 --save-every 1 --valid-tokens 64"
 
 
 def names(folder):
@@ -33,30 +25,19 @@ def names(folder):
 
 
 def append(out):
-    """Do what scripts with --json do, if they had much to say; goes on with the lines that lack."""
+    """Append 20 lines, some long, as scripts with --json do; lines that are there already are not repeated."""
     for i in range(out.read_bytes().count(b"\n") if out.exists() else 0, 20):
         writing.append_line(out, {"i": i, "text": "x" * (1000 + 15000 * i)})
 
 
 @pytest.fixture
-def writers(tiny, tmp_path, monkeypatch):
-    """{name: a function that has a script write the output `out`}."""
-    (tmp_path / "text").write_text("Once upon a time there was a little dog. " * 40)
-    text = ["--text", str(tmp_path / "text"), "--valid", str(tmp_path / "text")]
-    swept = [f"{name}={value}" for name, value in SWEEP.items()]
-    for name in sweep.NAMES:
-        monkeypatch.delenv(name, raising=False)
+def writers(tiny):
+    """{name: a function that writes the output `out`}."""
     return {
-        "convert": lambda out: convert_hf_checkpoint.main([str(tiny), "--to-hf", str(out)]),
         "quantize": lambda out: quantize.main(["--checkpoint", str(tiny), "--mode", "int8", "--out", str(out)]),
-        "adapt": lambda out: adapt.main([*text, *SMALL.split(), *TRAINED.split(), "--out", str(out)]),
-        "sweep": lambda out: sweep.main([*swept, f"OUT={out}"]),
         "append": append,
         "file": lambda out: writing.write_text(out, "figure"),
     }
-
-
-NAMES = ["convert", "quantize", "adapt", "sweep", "append", "file"]
 
 
 # Killed
@@ -69,12 +50,12 @@ def fork(write, out, event=None):
     """
     receiver, sender = os.pipe()
     if not (child := os.fork()):
-        seen = []
+        changes = []
 
         def hook(name, args):
             if name in ("os.remove", "os.rmdir") or any(str(out.parent) in str(a) for a in args):
-                seen.append(name)
-                if len(seen) - 1 == event:
+                changes.append(name)
+                if len(changes) - 1 == event:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         tqdm.set_lock(threading.RLock())  # its own is shared with forks, of which one may be killed while it holds it
@@ -82,46 +63,51 @@ def fork(write, out, event=None):
         sys.addaudithook(hook)
         try:
             write(out)
-            os.write(sender, str(len(seen)).encode())
+            os.write(sender, str(len(changes)).encode())
         finally:
             os._exit(0)
     os.close(sender)
     with open(receiver) as pipe:
-        told = pipe.read()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(told or 0)
+        changes = pipe.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(changes or 0)
 
 
-def contents(folder):
-    """{name: bytes} of all files of a folder, but for those with times in them."""
+def contents(folder, beginning=""):
+    """{name: bytes} of the files whose names begin so, but for those with times in them."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name not in ("log.jsonl", "settings.json")]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return {name: data for name, data in files.items() if f"{name}/".startswith(beginning)}
 
 
-@pytest.mark.parametrize("name, moments", [
-    ("file", 9), ("append", 5), ("quantize", 3), pytest.param("append", 40, marks=pytest.mark.slow),
-    *(pytest.param(name, 15, marks=pytest.mark.slow) for name in ("convert", "quantize", "adapt")),
-])  # fmt: skip
-def test_killed_at_any_moment_an_output_is_complete_or_absent_and_the_next_run_works(name, moments, writers, tmp_path):
+def check_kills(write, folder, moments, appends=False):
+    """Kill a writer before so many of its changes: the output is complete or absent, and the next run completes it.
+
+    The output of one that appends is the beginning of the complete one.
+    """
     tqdm.monitor_interval = 0  # no thread beside this one, which forks
-    (whole := tmp_path / "whole").mkdir()
-    code, events = fork(writers[name], whole / "out")
-    expected, states = contents(whole), []
-    assert code == 0 and events > 1 and expected
+    (whole := folder / "whole").mkdir()
+    code, events = fork(write, whole / "out")
+    outputs = []
+    assert code == 0 and events > 1 and contents(whole)
     for event in sorted({i * events // moments for i in range(moments)}):
-        (folder := tmp_path / str(event)).mkdir()
-        assert fork(writers[name], folder / "out", event)[0] == -signal.SIGKILL
-        found = {path: data for path, data in contents(folder).items() if path.split("/")[0] == "out"}
-        if name == "append":
-            assert expected["out"].startswith(found.get("out", b""))
+        (killed := folder / str(event)).mkdir()
+        assert fork(write, killed / "out", event)[0] == -signal.SIGKILL
+        outputs.append(contents(killed, "out/"))
+        if appends:
+            assert (whole / "out").read_bytes().startswith(outputs[-1].get("out", b""))
         else:
-            assert not found or found == {path: expected[path] for path in expected if path.split("/")[0] == "out"}
-        states.append(bool(found))
-        if not found or name in ("append", "file"):
-            assert fork(writers[name], folder / "out")[0] == 0
-        else:  # it says that the output is there
-            fork(writers[name], folder / "out")
-        assert contents(folder) == expected
-    assert False in states  # or nothing was killed while it wrote
+            assert outputs[-1] in ({}, contents(whole, "out/"))
+        fork(write, killed / "out")
+        assert contents(killed) == contents(whole)
+    assert {} in outputs  # or nothing was killed while it wrote
+
+
+KILLS = [("file", 9), ("append", 5), ("quantize", 3), pytest.param("quantize", 15, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("name, moments", KILLS)
+def test_killed_at_any_moment_an_output_is_complete_or_absent_and_the_next_run_works(name, moments, writers, tmp_path):
+    check_kills(writers[name], tmp_path, moments, appends=name == "append")
 
 
 def test_asked_to_end_it_leaves_nothing(tiny, tmp_path):
@@ -153,34 +139,17 @@ def test_what_a_killed_writer_left_goes_and_a_folder_of_somebody_else_stays(tmp_
     assert names(tmp_path) == ["new.tmp", "out"] and names(tmp_path / "new.tmp") == ["precious"]
 
 
-def test_killed_in_its_last_moment_a_run_keeps_what_it_needs_or_nothing(tmp_path):
-    out, run = tmp_path / "out", tmp_path / "out.run"
-    for part in "state-3", "best-3", "best-2", "train.tokens.tmp":
-        (run / part).mkdir(parents=True)
-    for part in "train.tokens", "log.jsonl", "settings.json":
-        (run / part).write_text("")
-    (run / "best.json").write_text('{"step": 3}')
-    before = names(run)
-    with runs.reserved(out, run):  # killed before the rename
-        assert names(run) == before
-    (run / "best-3").rename(out)
-    (out / "config.json").write_text("")
-    with pytest.raises(InputError, match="already exists"), runs.reserved(out, run):
-        pass
-    assert names(run) == ["log.jsonl", "settings.json"]
-
-
 # Two writers, and names
 
 
-@pytest.mark.parametrize("name", ["convert", "quantize", "adapt", "sweep", "file"])
-def test_the_second_of_two_writers_is_told_at_once(name, writers, tmp_path):
+def test_the_second_of_two_writers_is_told_at_once(writers, tmp_path):
     with writing.reserved(tmp_path / "out") as folder:
         (folder / "part").write_text("")
-        with pytest.raises(InputError, match="out is being written by another process$"):
-            writers[name](tmp_path / "out")
+        for name in "quantize", "file":
+            with pytest.raises(InputError, match="out is being written by another process$"):
+                writers[name](tmp_path / "out")
         assert names(folder) == ["lock", "part"]
-    assert names(tmp_path) == ["text"]
+    assert names(tmp_path) == []
 
 
 def test_a_lock_that_went_with_its_writer_is_not_taken(tmp_path, monkeypatch):
@@ -196,7 +165,7 @@ def test_a_lock_that_went_with_its_writer_is_not_taken(tmp_path, monkeypatch):
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["", ".", "/", "loop", "file", "file/out", "/proc", "x" * 256])
+@pytest.mark.parametrize("name", ["", "/", "loop", "file", "file/out", "/proc", "x" * 256])
 def test_names_that_cannot_be_had(name, tmp_path, monkeypatch):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -209,54 +178,60 @@ def test_names_that_cannot_be_had(name, tmp_path, monkeypatch):
     assert "\n" not in str(error.value) and names(tmp_path) == ["file", "loop", "work"]
 
 
+def test_a_failed_read_of_the_caller_is_not_called_a_write(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(InputError, match=f"^{tmp_path}/source: No such file or directory$"), writing.new_folder(out):
+        (tmp_path / "source").read_bytes()
+    with pytest.raises(InputError, match=f"^cannot write {out}: No such"), writing.new_folder(out) as folder:
+        (folder / "missing" / "file").write_text("")
+    assert names(tmp_path) == []
+
+
+def test_weights_are_as_readable_as_other_files(tmp_path, monkeypatch):
+    mask = os.umask(0o027)
+    monkeypatch.setattr(os, "umask", None)  # other threads would write while it is another
+    try:
+        writing.write_weights(tmp_path, {"a": 4}, lambda name: torch.ones(1))
+    finally:
+        monkeypatch.undo()
+        os.umask(mask)
+    assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640
+
+
 # Disks
 
 
 @pytest.fixture
-def disk(tmp_path):
-    """A function that mounts a file system of its own, with options, at `disk`."""
-    place = tmp_path / "disk"
-    place.mkdir()
+def mount(tmp_path):
+    """A function that mounts a file system of its own, with options, and returns its folder."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
 
-    def mount(*options):
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", ",".join(options), "none", str(place)], capture_output=True, text=True
-        )
+    def mount(options):
+        command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
-        return place
+        return folder
 
     yield mount
-    subprocess.run(["umount", "-l", str(place)], capture_output=True)
+    subprocess.run(["umount", "-l", str(folder)], capture_output=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_read_only_folder_is_one_clear_line(name, disk, writers):
+@pytest.mark.parametrize("name", ["quantize", "append", "file"])
+def test_a_read_only_or_a_full_disk_is_one_clear_line(name, mount, writers, monkeypatch):
+    folder, disk_usage = mount("ro"), shutil.disk_usage
     with pytest.raises(InputError, match="Read-only file system") as error:
-        writers[name](disk("ro") / "out")
+        writers[name](folder / "out")
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "sweep"])  # which appends, and measures before
-def test_a_full_disk_is_one_clear_line(name, disk, writers, monkeypatch):
-    usage = shutil.disk_usage
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(path)._replace(free=10**12))
-    folder = disk("size=64k" if name in ("convert", "quantize") else "size=4k")
-    if name not in ("convert", "quantize"):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk_usage(path)._replace(free=10**12))
+    mount("size=64k" if name == "quantize" else "size=4k")
+    if name != "quantize":
         (folder / "full").write_bytes(b"x" * 4096)
     with pytest.raises(InputError, match="[Nn]o space left on device") as error:
         writers[name](folder / "out")
-    assert "\n" not in str(error.value)
-    assert {"out", "out.run", "full"} >= {*names(folder)}
+    assert "\n" not in str(error.value) and set(names(folder)) <= {"out", "full"}
     assert not (folder / "out").exists() or not (folder / "out").read_bytes()
-
-
-def test_a_trace_that_does_not_fit_is_not_written(disk):
-    folder = disk("size=64k")
-    steps = {"adding": lambda: [torch.ones(3) + 1 for _ in range(2000)]}
-    with pytest.raises(InputError, match="cannot write .*rank0.json: "):
-        exposed.profile(folder, launch.World(0, 1, torch.device("cpu")), steps)
-    assert names(folder) == []
 
 
 # Lines
@@ -275,7 +250,7 @@ def test_a_line_that_does_not_fit_is_not_written(tmp_path):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("before", ['{"a": 1}\n{"b": [1, ', '{"a": 1}', '{"a": 1}\n', ""])
+@pytest.mark.parametrize("before", ['{"a": 1}\n{"b": [1, ', '{"a": 1}\n', ""])
 def test_a_line_starts_on_its_own_whatever_was_cut_off(before, tmp_path):
     (path := tmp_path / "x.jsonl").write_text(before)
     writing.append_line(path, {"z": 0})

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from kernels import cxx, gloo, shared_memory
+from extras.collectives import shared_memory
+from kernels import cxx, gloo
 from runtime import watch
 from runtime.errors import InputError
 from tp import COLLECTIVES, Collective

@@ -1,12 +1,12 @@
-"""Which wiring for my link? A decode step of every wiring, predicted in no time: no model runs.
+"""Which wiring for my link? Predict a decode step of every wiring; no model runs.
 
 python -m extras.measure.advise --model 70b --tp 8 --gpu h100 --link nvlink,pcie
 python -m extras.measure.advise --checkpoint demo --tp 2 --bandwidth-gbs 12.5 --link 150us+10gbps  # as the probe says
 
-A sublayer takes the longer of two times: to read its weights and its part of the cache from memory, or to multiply
-them; where shards are uneven, the largest counts. An all-reduce takes the time that the link says. The
-loop of model.py, run on the clock of clock.py, makes a step of these. Real steps are longer: norms, launches,
-and the processor time that communication takes are left out.
+A sublayer takes the longer of two times: to read its shard of the weights and of the cache from memory, or to multiply
+them. The largest shard counts. An all-reduce takes the time that the link says. The loop of model.py, run on the clock
+of clock.py, adds these up. Real steps are longer: norms, kernel launches, and the processor time of communication are
+left out.
 """
 
 import dataclasses
@@ -22,25 +22,24 @@ from formats import checkpoint, sizes
 from formats.checkpoint import dtype_name
 from formats.sizes import SIZES
 from model import rewired
-from runtime import cli, launch, report
+from runtime import benchmarking, cli, launch
 from runtime.cli import count, number
-from runtime.errors import InputError
 from tp import shard_plan, shard_slices
 
-ALIKE = 0.01  # a wiring is named next to the fastest if its step is longer by at most this share of it
+ALIKE = 0.01  # wirings whose steps are at most this much longer than the fastest are named beside it
 
-# ---- What there is to do in a decode step, and how fast a machine does it --------------------------------------------
+# ---- The work of a decode step, and how fast a machine does it -------------------------------------------------------
 
 
 class Work(NamedTuple):
-    """Bytes that one rank reads from memory in a decode step, and its floating-point operations."""
+    """Bytes that one rank reads in a decode step, and its floating-point operations."""
 
     n_bytes: float
     flops: float
 
 
 def rank_work(config, dtype, rank, tp_size, batch, context):
-    """Return decode_work's answer for one rank. config: of one layer."""
+    """Return decode_work of one rank. config: of one layer."""
     plan = shard_plan(config, rank, tp_size)
     n_bytes, flops = ({"attention": 0.0, "feed_forward": 0.0, "rest": 0.0} for _ in range(2))
     for name, (shape, stored, *_) in shard_slices(config, dtype, rank, tp_size).items():
@@ -61,10 +60,10 @@ def rank_work(config, dtype, rank, tp_size, batch, context):
 
 
 def decode_work(config, dtype, tp_size, batch, context):
-    """Return {"attention": Work of a layer's, "feed_forward": of its MLP, "rest": outside of the layers}.
+    """Return {"attention": Work, "feed_forward": Work, "rest": Work}: of one layer's sublayers, and outside the layers.
 
-    It is that of the rank with the most to do, since the others wait for it. context: filled slots of the cache. Of the
-    embedding table only the rows of the step's tokens are read. Raises InputError if tp_size does not suit the config.
+    It is the work of the rank with the most, for which the others wait. context: filled slots of the cache. Of the
+    embedding table, a step reads only the rows of its tokens. Raises InputError if tp_size does not suit the config.
     """
     one = dataclasses.replace(rewired(config, "standard"), n_layers=1, nope_layers=(), window_layers=())
     ranks = [rank_work(one, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
@@ -72,7 +71,7 @@ def decode_work(config, dtype, tp_size, batch, context):
 
 
 class Machine(NamedTuple):
-    """bandwidth: bytes per second that a rank reads from memory. flops: operations per second, infinite if unknown."""
+    """bandwidth: bytes per second that a rank reads. flops: operations per second, infinite if unknown."""
 
     name: str
     bandwidth: float
@@ -101,8 +100,10 @@ def published_machine(name):
 
 
 class Times(NamedTuple):
-    """Seconds: of a layer's attention and MLP, of the rest of a step, of an all-reduce, of agreeing on the token, and
-    those of an all-reduce during which the link may carry the next."""
+    """Seconds of a layer's attention and MLP, of a step's rest, of an all-reduce, and of gathering the best tokens.
+
+    flight: for how many seconds of an all-reduce the link can already carry the next one.
+    """
 
     attention: float
     feed_forward: float
@@ -115,14 +116,13 @@ class Times(NamedTuple):
 def times_of(config, dtype, tp_size, batch, context, machine, link):
     """Return the Times of a decode step over a Link."""
     work = decode_work(config, dtype, tp_size, batch, context)
-    found = 16 * batch * tp_size  # bytes of each rank's best logit and its id
     all_reduce = link.seconds(batch * config.dim * dtype.itemsize, tp_size)
-    token = link.seconds(found, tp_size, passes=1)
-    return Times(*map(machine.seconds, work.values()), all_reduce, token, link.flight)
+    gather = link.seconds(16 * batch * tp_size, tp_size, passes=1)  # a logit and an id from each rank
+    return Times(*map(machine.seconds, work.values()), all_reduce, gather, link.flight)
 
 
 def step_seconds(config, times):
-    """Return (seconds of a step in the config's wiring, its all-reduces, the share of their time that it hides)."""
+    """Return (seconds of a step, the number of its all-reduces, the share of their time that computing hides)."""
     clock = run_layers(config, *times[:2], times.all_reduce, flight=times.flight)
     silent = run_layers(config, *times[:2], 0.0).now
     travel = clock.started * times.all_reduce
@@ -131,12 +131,12 @@ def step_seconds(config, times):
 
 
 def function(config, tp_size):
-    """Return what decides whether two wirings compute the same on so many ranks."""
+    """Return a key that is equal for wirings that compute the same on so many ranks."""
     return *config.function[:2], config.lanes or (tp_size if config.named_wiring.laned else None)
 
 
 def retraining(own, config, tp_size):
-    """Return whether a model with weights of the Config `own` must be trained for the wiring of another, in words."""
+    """Return in words whether weights of the Config `own` need training to run in another wiring."""
     if function(config, tp_size) == function(own, tp_size):
         return "no"
     if own.wiring == "standard" and config.named_wiring.small_loss:
@@ -145,7 +145,7 @@ def retraining(own, config, tp_size):
 
 
 def candidates(own, names, tp_size):
-    """Return the Configs to compare, each function once: those of the names, the standard one, and the weights' own."""
+    """Return the Configs of standard, of these wirings and of `own`, without those that compute the same as another."""
     configs = [*(rewired(own, name) for name in ("standard", *names)), own]
     for config in configs:
         lanes_of_rank(config, 0, tp_size)  # or an InputError
@@ -155,18 +155,18 @@ def candidates(own, names, tp_size):
 def predictions(configs, own, times, tp_size):
     """Return a dict for each Config, the fastest first."""
     standard, *_ = step_seconds(rewired(own, "standard"), times)
-    found = []
+    lines = []
     for config in configs:
         seconds, n, hidden = step_seconds(config, times)
-        found.append({
+        lines.append({
             "wiring": config.wiring, "step_ms": 1e3 * seconds, "times_standard": standard / seconds,
             "all_reduces": n, "hidden": hidden, "retraining": retraining(own, config, tp_size) if n else "no model",
         })  # fmt: skip
-    return sorted(found, key=lambda line: line["step_ms"])
+    return sorted(lines, key=lambda line: line["step_ms"])
 
 
 def table(lines):
-    """Return Markdown: the wirings, and then, apart, the bounds, which have no all-reduce."""
+    """Return Markdown: the wirings, and last the bounds, which have no all-reduce."""
     head = ["wiring", "ms a step", "times standard", "all-reduces", "hidden", "needs retraining"]
     rows = []
     for line in sorted(lines, key=lambda line: not line["all_reduces"]):
@@ -178,22 +178,22 @@ def table(lines):
 
 
 def verdict(lines, all_reduce, tp_size):
-    """Return what to take, in a few sentences. all_reduce: seconds of one."""
+    """Return the advice, in a few sentences. all_reduce: seconds of one."""
     standard = next(line for line in lines if line["wiring"] == "standard")
     share = 1e3 * standard["all_reduces"] * all_reduce / standard["step_ms"]
     most = max((line["times_standard"] for line in lines if not line["all_reduces"]), default=1 / (1 - share))
     text = [f"The all-reduces are {100 * share:.0f} % of the standard step: at most {most:.2f} times as fast."]
-    for kind, answers in (
+    for how, answers in (
         ("Without retraining", ("no", "no, but a loss")),
         ("With retraining", ("yes", f"yes, in {tp_size} lanes")),
     ):
-        those = [x for x in lines if x["retraining"] in answers]
-        best = [x for x in those if x["step_ms"] <= (1 + ALIKE) * those[0]["step_ms"]]
+        possible = [x for x in lines if x["retraining"] in answers]
+        best = [x for x in possible if x["step_ms"] <= (1 + ALIKE) * possible[0]["step_ms"]]
         if not best or standard in best or best[0]["times_standard"] <= 1 + ALIKE:
-            text.append(f"{kind}: nothing is more than {100 * ALIKE:.0f} % faster than standard.")
+            text.append(f"{how}: nothing is more than {100 * ALIKE:.0f} % faster than standard.")
             continue
         names = ", ".join(x["wiring"] for x in best)
-        text.append(f"{kind}: {names}; {best[0]['step_ms']:.3f} ms, {best[0]['times_standard']:.2f} times as fast.")
+        text.append(f"{how}: {names}; {best[0]['step_ms']:.3f} ms, {best[0]['times_standard']:.2f} times as fast.")
         if any(x["retraining"] == "no, but a loss" for x in best):
             text[-1] = f"{text[-1][:-1]}, at a loss, least in a few middle layers: eval.py measures it."
     return "\n".join(text)
@@ -206,12 +206,11 @@ def parse(argv):
     p = cli.Parser(__doc__)
     g = p.add_argument_group("model")
     one = g.add_mutually_exclusive_group(required=True)
-    one.add_argument("--model", metavar="NAME[:N]", help=f"a named size, or N layers of it: {', '.join(SIZES)}")
+    one.add_argument("--model", metavar="NAME[:N][:int8|:int4]", help=f"a named size: {', '.join(SIZES)}")
     one.add_argument("--checkpoint", metavar="DIR", help="... or a folder of weights, of which none is loaded")
     g.add_argument("--tp", type=number(int, 2), required=True, metavar="N", help="ranks, e.g. 8")
     g.add_argument("--batch", type=count, default=1, metavar="B", help="rows, e.g. 16")
     g.add_argument("--context", type=count, metavar="T", help="filled slots of the cache (default: 1024 at most)")
-    g.add_argument("--quant", metavar="int8|int4[:N]", help="of --model: integers, int4 in groups of N columns (64)")
     g.add_argument("--wirings", nargs="+", metavar="NAME", help="default: all; e.g. ladder:16 spd:3,5")
     g = p.add_argument_group("machine", "default: this one, measured now")
     one = g.add_mutually_exclusive_group()
@@ -220,10 +219,7 @@ def parse(argv):
     one.add_argument("--bandwidth-gbs", type=positive, metavar="X", help="gigabytes per second a rank reads, e.g. 12.5")
     g.add_argument("--tflops", type=positive, metavar="X", help="10^12 operations per second a rank computes, e.g. 300")
     p.add_argument("--link", required=True, metavar="LINK,...", help=f"all, or some of {link.FORMS}")
-    args = p.parse_args(argv)
-    if args.checkpoint and args.quant:
-        raise InputError("--quant goes with --model: a checkpoint is as it is")
-    return args
+    return p.parse_args(argv)
 
 
 def choose_machine(args):
@@ -234,14 +230,14 @@ def choose_machine(args):
         machine = Machine("as given", 1e9 * args.bandwidth_gbs)
     else:
         device = launch.choose_device(None)
-        machine = Machine(f"this machine ({device.type}), one process", report.read_bandwidth(device, size=2**28))
+        machine = Machine(f"this machine ({device.type}), one process", benchmarking.read_bandwidth(device, size=2**28))
     return machine if args.tflops is None else machine._replace(flops=1e12 * args.tflops)
 
 
 def main(argv=None):
     args = parse(argv)
     if args.model:
-        own, dtype, name = sizes.named_size(args.model, args.quant), torch.bfloat16, args.model
+        own, dtype, name = sizes.named_size(args.model), torch.bfloat16, args.model
     else:
         own, name = checkpoint.read_config(args.checkpoint), checkpoint.name(args.checkpoint)
         dtype = checkpoint.Weights(args.checkpoint).dtype("norm.weight")

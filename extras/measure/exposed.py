@@ -1,6 +1,6 @@
-"""Exposed communication: how much of the all-reduces' time a step waited for, and a trace of where.
+"""Exposed communication: how long a step waits for its all-reduces, and a trace that shows where.
 
-A step is one call of the model, a prefill or one token of decode.
+A step is one call of the model: a prefill, or one token of decode.
 """
 
 import copy
@@ -18,25 +18,25 @@ from extras.measure.clock import count_all_reduces, run_clock
 from extras.measure.link import Link
 from model import Config, SingleDevice
 from runtime import writing
-from runtime.timing import hidden_share, in_turns, quartiles, timed, within_noise
+from runtime.benchmarking import in_turns, quartiles, timed
 from tp import TensorParallel
 
 
 class Silent(TensorParallel):
-    """No all-reduce: every wiring computes what it always does, on partials, to measure what the all-reduces cost."""
+    """Collectives without all-reduces: each wiring computes the same sublayers, on partials."""
 
     start, wait, settle = SingleDevice.start, SingleDevice.wait, SingleDevice.settle
 
 
 def silenced(model, world):
-    """Return the same model, of the same weights, without its all-reduces."""
+    """Return the same model, with the same weights, without its all-reduces."""
     model = copy.copy(model)
     model.comm = Silent(model.config, world.shares, world.group)
     return model
 
 
 def compute_times(start, log, end):
-    """Return (seconds computed before each all-reduce of a step, seconds after the last), from LinkedGroup's log."""
+    """Return (seconds of computing before each all-reduce of a step, seconds after the last). log: LinkedGroup's."""
     before, compute = start, []
     pauses = sorted((t, done) for _, t, done in log)  # from when a result was asked for to when it was there
     for started in sorted(s for s, _, _ in log):
@@ -47,10 +47,14 @@ def compute_times(start, log, end):
     return compute, end - max([before, *(done for _, done in pauses)])
 
 
-class Case(NamedTuple):
-    """A model to measure: one step of it, the same without its all-reduces, and its collectives.
+# ---- Measuring steps in turns ----------------------------------------------------------------------------------------
 
-    partial: a tensor such as comm sums. link: of world.group, exchanged before each step. parts: of a prefill.
+
+class Case(NamedTuple):
+    """What measure() compares: a step, and the same step without its all-reduces.
+
+    comm: the model's collectives. partial: a tensor of the size that they sum. link: what world.group emulates during
+    this case's steps. parts: chunks of a prompt that take turns.
     """
 
     config: Config
@@ -59,27 +63,27 @@ class Case(NamedTuple):
     comm: TensorParallel
     partial: torch.Tensor
     link: Link
-    parts: int = 1
+    chunks: int = 1
 
 
 @torch.inference_mode()
 def measure(world, cases, rounds=20, seconds=10):
-    """Time the steps of {name: Case}, with and without all-reduces, in turns; return {name: report}, as _report says.
+    """Time the steps of {key: Case}, with and without all-reduces, in turns; return {key: report}, as _report says.
 
-    rounds: of all cases; fewer, but at least 3, if they would take longer than so many seconds.
+    There are fewer rounds, but at least 3, if they would take longer than `seconds`.
     """
-    ways = {name: functools.partial(_run, world, case, own_all_reduce(world, case)) for name, case in cases.items()}
+    ways = {key: functools.partial(_run, world, case, own_all_reduce(world, case)) for key, case in cases.items()}
     for way in ways.values():  # may compile
         way()
     start = time.perf_counter()
     first = in_turns(ways, 1)
     fitting = int(seconds / (time.perf_counter() - start))
     runs = in_turns(ways, min(world.gather(max(3, min(rounds, fitting)))) - 1)
-    return {name: _report(case, first[name] + runs[name]) for name, case in cases.items()}
+    return {key: _report(case, first[key] + runs[key]) for key, case in cases.items()}
 
 
 def own_all_reduce(world, case):
-    """Return a function that sums a case's partial: on a GPU without Python, as the steps do it."""
+    """Return a function that sums a case's partial; on a GPU a CUDA graph, as in the steps."""
 
     def all_reduce():
         case.comm.wait(case.comm.start(case.partial))
@@ -92,41 +96,41 @@ def own_all_reduce(world, case):
 
 
 def _run(world, case, all_reduce):
-    """Return the seconds of one round of a case, by name. What the log of the all-reduces says is known on a CPU."""
+    """Return the seconds of one round of a case, by name. Only on a CPU does the group log the all-reduces."""
     group = world.group
     group.link = case.link
-    timed(world.device, all_reduce)  # so that all ranks are here
-    found = {"all_reduce": timed(world.device, all_reduce), "silent": timed(world.device, case.silent_step)}
+    timed(world.device, all_reduce)  # waits until all ranks are here
+    times = {"all_reduce": timed(world.device, all_reduce), "silent": timed(world.device, case.silent_step)}
     if world.device.type != "cpu":
-        return found | {"step": timed(world.device, case.step)}
+        return times | {"step": timed(world.device, case.step)}
     group.log, start = [], time.perf_counter()
-    found["step"] = timed(world.device, case.step)
+    times["step"] = timed(world.device, case.step)
     log, group.log = group.log, None
-    found["blocked"] = sum(done - asked for _, asked, done in log)
-    found["compute"], found["tail"] = compute_times(start, log, start + found["step"])
-    return found
+    times["blocked"] = sum(done - asked for _, asked, done in log)
+    times["compute"], times["tail"] = compute_times(start, log, start + times["step"])
+    return times
 
 
 def _report(case, runs):
-    """Return what the runs of a case say, medians in milliseconds.
+    """Return what the runs of a case say: medians, in milliseconds.
 
-    step_ms and its quartiles, silent_ms: with and without all-reduces. exposed_ms: their difference. all_reduces: those
-    of a step that ran, or on a GPU, where none is seen, those of the wiring. all_reduce_ms: one of the model's own.
-    hidden: the share of all of them that exposed_ms is not. blocked_ms: waited in a step, on a CPU, else null.
-    limit_ms: the least that the wiring's order allows, see Clock, or null if other all-reduces ran than the wiring's.
-    It takes the compute times from the step itself, scaled to add up to the silent step, since communication takes some
-    of the CPU too; on a GPU they are all alike.
+    step_ms and its quartiles; silent_ms: the step without all-reduces; exposed_ms: the difference. all_reduces: how
+    many ran in a step; on a GPU, where none is logged, how many the wiring has. all_reduce_ms: one, alone. hidden: the
+    share of all of them that is not exposed. blocked_ms: how long a step waited, None on a GPU. limit_ms: the least
+    time that the wiring's order of computing and communicating allows (Clock), None if other all-reduces ran than the
+    wiring's. Its compute times are the step's own, scaled so that they add up to the silent step, since communication
+    takes processor time too; on a GPU they are equal.
     """
     ms = {key: 1e3 * statistics.median(run[key] for run in runs) for key in runs[0] if key != "compute"}
-    wanted = count_all_reduces(case.config, case.parts)
-    compute = [1.0] * wanted
+    expected = count_all_reduces(case.config, case.chunks)
+    compute = [1.0] * expected
     if "compute" in runs[0]:
         compute = [statistics.median(times) for times in zip(*(run["compute"] for run in runs), strict=True)]
     n, tail, limit = len(compute), ms.get("tail", 0.0), None
-    if n == wanted:
+    if n == expected:
         scale = max(0.0, ms["silent"] - tail) / sum(compute) if n else 0.0
         flight = 1e3 * case.link.flight if "compute" in runs[0] else 0.0
-        limit = run_clock(case.config, [scale * c for c in compute], ms["all_reduce"], case.parts, flight).now + tail
+        limit = run_clock(case.config, [scale * c for c in compute], ms["all_reduce"], case.chunks, flight).now + tail
     low, _, high = quartiles([1e3 * run["step"] for run in runs])
     exposed = ms["step"] - ms["silent"]
     return {
@@ -137,11 +141,49 @@ def _report(case, runs):
     }  # fmt: skip
 
 
-@torch.inference_mode()  # as generate() has its tensors: else another graph
-def replays(runner, tokens, lengths):
-    """Return functions that run the prefill, in one pass, and a decode step at the end of the cache, repeatedly.
+def within_noise(report):
+    """Return whether a step's quartiles lie further apart than the all-reduce time that it hid, or than all of it.
 
-    runner: a generate.Runner. tokens, lengths: of its prompts, as generate.pad makes them.
+    The exposed time may well be smaller than that distance: then all communication is hidden.
+    """
+    low, high = report["quartiles_ms"]
+    communication = report["all_reduces"] * report["all_reduce_ms"]
+    return min(communication, abs(communication - report["exposed_ms"])) <= high - low
+
+
+def hidden_share(report):
+    """Return in words which share of its communication a step hid: "none" if an all-reduce costs more inside a step."""
+    if within_noise(report):
+        return "within noise"
+    return "none" if report["hidden"] < 0 else f"{100 * min(1.0, report['hidden']):.0f} %"
+
+
+def summary(kind, r):
+    """Return a report in two lines for people."""
+    if not r["all_reduces"]:
+        return f"{kind}: {r['step_ms']:.2f} ms a step, in which no all-reduce ran: nothing to hide is known"
+    share = "what it hid is within noise" if within_noise(r) else f"{hidden_share(r)} hidden"
+    if r["limit_ms"] is None:
+        share += "; no limit is known: other all-reduces ran than this wiring's"
+    elif not within_noise(r):
+        above = 100 * (r["step_ms"] / r["limit_ms"] - 1)
+        share += f"; {above:+.1f} % from this wiring's limit of {r['limit_ms']:.2f} ms"
+    return (
+        f"{kind}: {r['step_ms']:.2f} ms a step, {r['silent_ms']:.2f} without its {r['all_reduces']} all-reduces of "
+        f"{r['all_reduce_bytes']:,} bytes, which take {r['all_reduces'] * r['all_reduce_ms']:.2f} ms on their own "
+        f"({r['all_reduce_ms']:.3f} each)\n  exposed: {r['exposed_ms']:.2f} ms; {share}"
+    )
+
+
+# ---- The steps of a runner -------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()  # as generate() makes its tensors: the compiler would take others for another graph
+def replays(runner, tokens, lengths):
+    """Return {"prefill", "decode": a function that runs that step, any number of times}.
+
+    runner: a generate.Runner. tokens, lengths: its prompts, as generate.pad makes them. The decode step writes and
+    reads up to the last slot but one of the cache.
     """
     token, slots = tokens[:, :1].clone(), runner.cache[0][0].shape[2]
 
@@ -153,28 +195,20 @@ def replays(runner, tokens, lengths):
 
 
 @torch.inference_mode()
-def report_exposed(args, runner, tokens, lengths, world):
-    """Do what --exposed and --profile ask for; return {"prefill": report, "decode": report}, or None without --exposed.
-
-    args: the flags of generate.py. runner, tokens, lengths: as replays takes them, of the generation that just ran.
-    """
-    steps, reports = replays(runner, tokens, lengths), {}
-    if args.exposed:
-        if world.rank == 0:
-            print("measuring what communication costs ...", file=sys.stderr)
-        model = runner.model
-        silent = type(runner)(silenced(model, world), runner.cache, *runner.compiles, runner.parts)
-        silent_steps = replays(silent, tokens, lengths)
-        for kind, step in steps.items():
-            parts = 1 if kind == "decode" else runner.parts_of(*tokens.shape)
-            width = 1 if kind == "decode" else -(-tokens.shape[1] // parts)
-            partial = torch.zeros(len(tokens), width, model.config.dim, device=model.device, dtype=model.dtype)
-            case = Case(model.config, step, silent_steps[kind], model.comm, partial, world.group.link, parts)
-            reports |= measure(world, {kind: case})
-    if args.profile is not None:
-        with world.together():
-            profile(args.profile, world, steps)
-    return reports or None
+def measure_run(runner, tokens, lengths, world):
+    """Return {"prefill": report, "decode": report} of a runner whose generation has just ended."""
+    if world.rank == 0:
+        print("measuring what communication costs ...", file=sys.stderr)
+    model, reports = runner.model, {}
+    silent = type(runner)(silenced(model, world), runner.cache, *runner.compiles, runner.chunks)
+    silent_steps = replays(silent, tokens, lengths)
+    for kind, step in replays(runner, tokens, lengths).items():
+        chunks = 1 if kind == "decode" else runner.choose_chunks(*tokens.shape)
+        width = 1 if kind == "decode" else -(-tokens.shape[1] // chunks)
+        partial = torch.zeros(len(tokens), width, model.config.dim, device=model.device, dtype=model.dtype)
+        case = Case(model.config, step, silent_steps[kind], model.comm, partial, world.group.link, chunks)
+        reports |= measure(world, {kind: case})
+    return reports
 
 
 @torch.inference_mode()
@@ -196,20 +230,3 @@ def profile(folder, world, steps):
         trace.export_chrome_trace(str(unfinished))
     if world.rank == 0:
         print(f"trace in {path}", file=sys.stderr)
-
-
-def lines(kind, r):
-    """Return a report in two lines for people."""
-    if not r["all_reduces"]:
-        return f"{kind}: {r['step_ms']:.2f} ms a step, in which no all-reduce ran: nothing to hide is known"
-    share = "what it hid is within noise" if within_noise(r) else f"{hidden_share(r)} hidden"
-    if r["limit_ms"] is None:
-        share += "; no limit is known: other all-reduces ran than this wiring's"
-    elif not within_noise(r):
-        above = 100 * (r["step_ms"] / r["limit_ms"] - 1)
-        share += f"; {above:+.1f} % from this wiring's limit of {r['limit_ms']:.2f} ms"
-    return (
-        f"{kind}: {r['step_ms']:.2f} ms a step, {r['silent_ms']:.2f} without its {r['all_reduces']} all-reduces of "
-        f"{r['all_reduce_bytes']:,} bytes, which take {r['all_reduces'] * r['all_reduce_ms']:.2f} ms on their own "
-        f"({r['all_reduce_ms']:.3f} each)\n  exposed: {r['exposed_ms']:.2f} ms; {share}"
-    )

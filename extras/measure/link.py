@@ -1,27 +1,27 @@
-"""An emulated link between the ranks: each collective takes at least as long as it would over that link.
+"""An emulated link between the ranks: each collective takes at least as long as it would take over that link.
 
-The model does not change: its collectives go to a process group that hands them on to the real one (gloo, NCCL), or to
-nobody if a rank is simulated alone, and that holds the result back until the link would have delivered it, counted
-from this rank's own start. (A peer that starts later delays a real link by as much; this one only if it is shorter.)
+The model does not change. Its collectives go to a process group that passes them on to the real one, or to none if a
+rank is simulated alone. It holds each result back until the link would have delivered it, counted from this rank's own
+start. (A peer that starts later delays a real link by as much, but this one only if the real collective is longer.)
 """
 
+import argparse
 import dataclasses
 import re
 import time
 
 import torch
 
-from kernels import shared_memory
-from kernels.group import Group, Pending
+from extras.group import Group, Pending
 from runtime import launch
 from runtime.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """latency_us: microseconds of a small collective as a whole. gbps: gigabits per second each way, None: no limit.
+    """latency_us: microseconds of a small collective. gbps: gigabits per second in each direction, None for no limit.
 
-    A collective in flight delays the next one until it is there, as on NCCL's stream, or, by tcp, for its bytes alone.
+    A collective delays the next one until it is delivered, as on NCCL's stream; with tcp only while its bytes are sent.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Link:
     tcp: bool = False
 
     def seconds(self, n_bytes, tp_size, passes=2):
-        """Return how long a ring takes for a tensor of n_bytes: two passes for an all-reduce, one for an all-gather."""
+        """Return the seconds of a ring for n_bytes: an all-reduce takes two passes, an all-gather one."""
         return 1e-6 * self.latency_us + passes * (tp_size - 1) / tp_size * n_bytes * self.per_byte
 
     @property
     def flight(self):
-        """Return the seconds of a collective during which the link may carry the next one."""
+        """Return for how many seconds of a collective the link can already carry the next one."""
         return 1e-6 * self.latency_us * self.tcp
 
     @property
@@ -77,45 +77,37 @@ FORMS = f"{', '.join(LINKS)}, or its numbers, e.g. 100us, 50gbps or 100us+50gbps
 
 
 def custom(latency_us=0.0, gbps=None):
-    """Return the Link of these numbers, which are its name."""
+    """Return a Link whose name is its numbers."""
     latency, rate = f"{latency_us:g}us", f"{gbps:g}gbps" if gbps else ""
     return Link("+".join(filter(None, (latency if latency_us or not rate else "", rate))), latency_us, gbps)
 
 
 def parse(text):
-    """Return the Link of a name, or of numbers, of which one alone means that the other costs nothing."""
+    """Return the Link of a name in LINKS, or of numbers. With one number alone, the other costs nothing."""
     if text.startswith("tcp+"):
         return dataclasses.replace(parse(text[4:]), name=text, tcp=True)
     if text in LINKS:
         return LINKS[text]
-    found = re.fullmatch(r"(?:([0-9]*\.?[0-9]+)us)?\+?(?:([0-9]*\.?[0-9]+)gbps)?", text)
-    latency_us, gbps = (found[1], found[2]) if found else (None, None)
+    numbers = re.fullmatch(r"(?:([0-9]*\.?[0-9]+)us)?\+?(?:([0-9]*\.?[0-9]+)gbps)?", text)
+    latency_us, gbps = numbers.groups() if numbers else (None, None)
     if not (latency_us or gbps) or float(latency_us or 0) > 1e7 or not 1e-3 <= float(gbps or 1) <= 1e6:
         raise InputError(f"--link {text!r} is none of {FORMS}")
     return custom(float(latency_us or 0), gbps and float(gbps))
 
 
-def emulated(world, args):
-    """Return the World that --link, --simulate-tp and --exposed of generate.py ask for, and the Link or None."""
-    if args.simulate_tp and not args.link:
-        raise InputError("--simulate-tp needs a link to predict: --link NAME, or its numbers, e.g. --link 100us+50gbps")
-    link = None if args.link is None else parse(args.link)
-    return emulate(world, link or FREE, args.simulate_tp), link
-
-
 def emulate(world, link, simulate_tp=None):
-    """Return the World whose collectives take as long as over the link.
+    """Return a World like this one, whose collectives take as long as over the link.
 
-    simulate_tp: rank 0 of so many, alone.
+    simulate_tp: the number of ranks of which this process alone stands for rank 0. Raises InputError.
     """
     if simulate_tp is not None and world.tp_size > 1:
         raise InputError("--simulate-tp is one rank alone: start it with python, not with torchrun")
     tp_size = simulate_tp or world.tp_size
     if tp_size == 1:
-        raise InputError("--link and --exposed need two or more ranks, started with torchrun, or --simulate-tp")
+        raise InputError("a link needs two or more ranks, started with torchrun, or --simulate-tp")
     if not getattr(world.group, "at_once", True):
-        raise InputError("--comm int8 of CPUs over an emulated link takes two ranks: of more it would hide too much")
-    if shared_memory.shares(world.group):
+        raise InputError(f"--link with the sums of {world.group.name} takes two ranks: of more it would hide too much")
+    if getattr(world.group, "group_name", "").startswith("shared-memory"):
         group = LinkedMemory(world.group, link)
     else:
         group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
@@ -124,13 +116,21 @@ def emulate(world, link, simulate_tp=None):
     return launch.World(world.rank, tp_size, world.device, group, simulated, world.dist_group, shares)
 
 
-class LinkedGroup(Group):
-    """A process group over an emulated link; on a GPU it carries one collective at a time, whatever the link's `tcp`.
+def link_type(text):
+    """Return parse(text), as an argparse type."""
+    try:
+        return parse(text)
+    except InputError as e:
+        raise argparse.ArgumentTypeError(str(e).removeprefix("--link ")) from None
 
-    inner: the group that does the work, or None to simulate this rank alone: then a sum is this rank's partial, and
-    every part of a gathered tensor this rank's own. `link` may be exchanged between steps, on a GPU unless the first is
-    free: that one costs nothing, not even a kernel.
-    log: None, or a list that gets (start, wait, end) of every all-reduce on the CPU in seconds: when it started, when
+
+class LinkedGroup(Group):
+    """A process group over an emulated link. On a GPU it carries one collective at a time, even with the link's `tcp`.
+
+    inner: the group that does the work, or None to simulate this rank alone: then the sum is this rank's partial, and
+    each rank's share of a gathered tensor is this rank's. `link` may be replaced between steps; on a GPU only if the
+    first one is not free, since a free link launches no kernel.
+    log: None, or a list that collects (start, wait, end) of each all-reduce on a CPU, in seconds: when it started, when
     its result was asked for and when it was there.
     """
 
@@ -138,9 +138,9 @@ class LinkedGroup(Group):
         super().__init__("linked", inner, rank, tp_size)
         self.tp_size, self.device = tp_size, device
         self.log = self.stream = None
-        self.free_at = 0.0  # when the link has delivered all it was given
+        self.free_at = 0.0  # when the link has delivered everything
         if device.type == "cuda" and link.seconds(1, 2) > 0:
-            self.stream = torch.cuda.Stream(device, priority=-1)  # the link: its work is done in order
+            self.stream = torch.cuda.Stream(device, priority=-1)  # the link
             self.costs = torch.zeros(2, dtype=torch.float64, device=device)
         self.link = link
 
@@ -169,7 +169,7 @@ class LinkedGroup(Group):
         return self._pending(work, delivered)
 
     def _pending(self, work, delivered, start=None, log=None):
-        """Return what is done when the real collective is and the link has delivered it."""
+        """Return a Pending that ends when the real collective has ended and the link has delivered it."""
 
         def finish():
             asked = time.perf_counter()
@@ -182,9 +182,9 @@ class LinkedGroup(Group):
         return Pending(finish)
 
     def _send(self, n_bytes, passes=2):
-        """Give the link a tensor; return a function that waits until it is delivered."""
+        """Send so many bytes over the link; return a function that waits until they are delivered."""
         if self.stream is not None:
-            # A kernel that spins on a stream of its own, forked and joined by events, as CUDA graphs can capture it.
+            # A kernel spins on the link's stream; CUDA graphs can capture the events that fork and join it.
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 self._spin(passes * (self.tp_size - 1) * n_bytes // self.tp_size)
@@ -196,14 +196,14 @@ class LinkedGroup(Group):
         return lambda: sleep_until(deadline)
 
     def _spin(self, n_bytes):
-        from extras.measure.spin import spin_kernel  # of Triton, which a CPU's torch does not have
+        from extras.measure.spin import spin_kernel  # needs Triton, which torch for CPUs does not have
 
         spin_kernel[(1,)](self.costs, n_bytes)
 
 
 class LinkedMemory:
-    """A LinkedGroup of ranks that share memory, whose C++ holds the results back: Python would take time of the cores
-    that compute. The group is the inner one itself.
+    """A LinkedGroup for ranks that share memory. The C++ group itself holds the results back, since Python would take
+    time from the cores that compute.
     """
 
     def __init__(self, inner, link):
@@ -220,7 +220,7 @@ class LinkedMemory:
 
     @property
     def log(self):
-        """Return the rows of a LinkedGroup's log for the all-reduces since it was set, and forget them."""
+        """Return and clear the log, as LinkedGroup has it."""
         return [tuple(row) for row in torch.ops.ladder.log_memory(self.group_name, True).tolist()]
 
     @log.setter
@@ -229,7 +229,7 @@ class LinkedMemory:
 
 
 def sleep_until(deadline):
-    """Sleep, so that the core is free to compute; but not for the last 0.1 to 0.2 ms: sleep() may wake so late."""
+    """Sleep, which leaves the core to others, and spin for the last 0.1 to 0.2 ms: sleep() may wake that late."""
     while (left := deadline - time.perf_counter()) > 0:
         if left > 2e-4:
             time.sleep(left - 1e-4)

@@ -1,38 +1,33 @@
-"""Tables and figures of what bench.sh measured.
+"""Draw how many times as fast as standard each wiring is, by the time of an all-reduce.
 
-python -m extras.measure.plot bench.jsonl --out figures              # tables, also on the terminal; figures
-python -m extras.measure.plot --front-page docs/speedup-by-link.png  # the first page's figure
+python -m extras.measure.plot sweep.jsonl --out speedup.png          # lines of extras.measure.sweep
+python -m extras.measure.plot --front-page docs/speedup-by-link.png  # the README's figure, of benchmarks/results
 
-results.py says what a cell of a table is. A figure shows the same medians, with bars from the lowest to the
-highest repeat. Without --out and --front-page nothing imports matplotlib.
+Bars reach to the quartiles of the step.
 """
 
-import json
-import re
 import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from extras.measure import results
-from formats.checkpoint import read_text
+from extras.measure import results, sweep
 from model import WIRINGS
 from runtime import cli, launch, writing
 from runtime.errors import InputError
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-COLORS = [  # of wirings, in the order of model.WIRINGS; told apart by those who see no red or no green too
+COLORS = [  # of wirings, in the order of model.WIRINGS; people who see no red or no green can tell them apart too
     "#D55E00", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#882255", "#999933", "#332288", "#AA4499",
     "#44AA99",
 ]  # fmt: skip
-GREYS = {"standard": "black", "upper-bound": "darkgrey"}  # what the others are seen against
+GREYS = {"standard": "black", "upper-bound": "darkgrey"}  # what the others are compared with
 DASHES = ["-", "--", ":", "-."]
-RATIO = "decode, tok/s over standard's"
 
 
 def look(wiring, others=()):
-    """Return the colour, marker, dashes and layer of a wiring, the same everywhere.
+    """Return the keyword arguments that draw a wiring, the same in every figure.
 
-    The dashes tell ladder:2 from ladder:8, and drafts apart. others: the wirings beside it.
+    Dashes tell ladder:2 from ladder:8. others: all wirings of the figure.
     """
     name = results.base(wiring)
     colored = [w for w in WIRINGS if w not in GREYS]
@@ -40,57 +35,38 @@ def look(wiring, others=()):
     color = GREYS.get(name, COLORS[index % len(COLORS)])
     marker = {"standard": "o", "upper-bound": "D"}.get(name, "s^vPX*<>pd"[index % 10])
     kin = sorted({w for w in (*others, wiring) if results.base(w) == name}, key=results.wiring_order)
-    above = 2 if name in GREYS else 3  # where a wiring reaches the upper bound, it is the wiring that is seen
+    above = 2 if name in GREYS else 3  # a wiring that reaches the upper bound is drawn over it
     return {"color": color, "marker": marker, "linestyle": DASHES[kin.index(wiring) % len(DASHES)], "zorder": above}
 
 
-# ---- Parts of figures ------------------------------------------------------------------------------------------------
-
-
-def panels(count, width, height, title, columns=4, **options):
-    """Return (a figure with so many panels of that size in inches, at most so many columns of them; its axes)."""
+def panels(count, width, height, title=None, **options):
+    """Return (a figure of `count` panels side by side, each of that size in inches; its axes)."""
     import matplotlib
-    from matplotlib.figure import Figure  # not pyplot: it has state, and may look for a screen
+    from matplotlib.figure import Figure  # not pyplot, which has global state and may look for a screen
 
-    matplotlib.rcParams.update({"font.size": 9, "axes.titlesize": 9, "text.parse_math": False})
-    columns = min(columns, count)
-    rows = -(-count // columns)
-    size = max(5.5, 0.8 + width * columns), 1.2 + height * rows
-    figure = Figure(layout="constrained", figsize=size)
-    axes = list(figure.subplots(rows, columns, squeeze=False, **options).flat)
-    for axis in axes[count:]:
-        axis.set_visible(False)
+    matplotlib.rcParams.update(
+        {"font.size": 9, "axes.titlesize": 9, "svg.hashsalt": "", "svg.fonttype": "none", "text.parse_math": False}
+    )
+    figure = Figure(layout="constrained", figsize=(0.8 + width * count, 0.6 * bool(title) + height))
+    axes = list(figure.subplots(1, count, squeeze=False, **options).flat)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize=9, wrap=True)
-    return figure, axes[:count]
+    return figure, axes
 
 
 def labelled(figure, axes, inches=1.3):
-    """Draw one legend for all panels, below them; a label takes so many inches."""
-    found = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    columns = max(1, min(len(found), int(figure.get_figwidth() / inches)))
-    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=columns, frameon=False)
+    """Draw one legend for all panels below them, of labels `inches` wide."""
+    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    columns = max(1, min(len(handles), int(figure.get_figwidth() / inches)))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False)
 
 
-def curves(axis, series, others, name_tick, apart=0.0):
-    """Draw a line for each wiring of {wiring: {x: (y, low, high)}}, with ticks at even distances.
-
-    others: the wirings of the whole figure. apart: the distance between lines, so that their bars stand side by side.
-    """
-    ticks = sorted({x for points in series.values() for x in points})
-    widths = {"capsize": 2, "markersize": 4, "linewidth": 1.2, "elinewidth": 0.8}
-    for i, wiring in enumerate(sorted(series, key=results.wiring_order)):
-        points, shift = series[wiring], apart * (i - (len(series) - 1) / 2)
-        xs = [x for x in ticks if x in points]
-        ys = [points[x][0] for x in xs]
-        errors = [[points[x][0] - points[x][1] for x in xs], [points[x][2] - points[x][0] for x in xs]]
-        bars = errors if any(map(any, errors)) else None
-        places = [ticks.index(x) + shift for x in xs]
-        axis.errorbar(places, ys, yerr=bars, label=wiring, **widths, **look(wiring, others))
-    axis.set_xticks(range(len(ticks)), map(name_tick, ticks))
-    axis.grid(axis="y", color="0.92")
-    axis.set_axisbelow(True)
+def save(path, figure):
+    """Write a figure whole or not at all, as SVG or PNG; equal data give an equal file."""
+    kind = "svg" if str(path).endswith(".svg") else "png"
+    with writing.new_file(path) as unfinished:
+        figure.savefig(unfinished, format=kind, dpi=150, metadata={"Date" if kind == "svg" else "Software": None})
 
 
 def middle(values):
@@ -98,168 +74,62 @@ def middle(values):
     return statistics.median(values), min(values), max(values)
 
 
-def draw(found, title, x_label, y_label, name_tick=str):
-    """Return a figure of lines, found {panel: {wiring: {x: (y, low, high)}}}, or None where no line has two points."""
-    found = {name: {w: points for w, points in series.items() if len(points) > 1} for name, series in found.items()}
-    found = {name: series for name, series in found.items() if series}
-    if not found:
-        return None
-    figure, axes = panels(len(found), 2.9, 2.5, title, sharey=True)
-    wirings = {w for series in found.values() for w in series}
-    for axis, (name, series) in zip(axes, found.items(), strict=True):
-        ranges = any(low < high for points in series.values() for _, low, high in points.values())
-        # of steep lines without ranges, a lower one beside a higher one would look like the higher
-        curves(axis, series, wirings, name_tick, apart=0.04 * ranges)
-        axis.set(title=name, xlabel=x_label)
-        if name_tick is not str:
-            axis.tick_params(axis="x", labelsize=7, rotation=30)
-    for axis in axes[::4]:
-        axis.set_ylabel(y_label)
-    labelled(figure, axes, max(1.3, 0.085 * max(map(len, wirings))))  # a draft's name is long
-    return figure
-
-
-# ---- What there is to draw of a sweep --------------------------------------------------------------------------------
-
-
-def speedups(sweep, panel, x):
-    """Return {panel(case): {wiring: {x(case): tok/s over standard's}}} of several ranks; an x of None is left out."""
-    found = defaultdict(lambda: defaultdict(dict))
-    for c in sweep.cases:
-        ratios = sweep.speedups(c, results.tok_s)
-        if ratios and c[0] > 1 and x(c) is not None:
-            found[panel(c)][c[2]][x(c)] = middle(ratios)
-    return found
-
-
-def scaling(sweep):
-    """Return {panel: {wiring: {ranks: tok/s over those of the fewest ranks' standard wiring over the same link}}}.
-
-    Without a draft all wirings cost one rank about the same: there their lines begin together.
-    """
-    found = defaultdict(lambda: defaultdict(dict))
-    for ranks, over, wiring, batch in (c for c in sweep.cases if c[0] > 1):
-        bases = [c for c in sweep.cases if c[2:] == ("standard", batch) and c[1] in (over, "none") and c in sweep.runs]
-        ratios = sweep.ratios((ranks, over, wiring, batch), bases[0], results.tok_s) if bases else None
-        if ratios:
-            points = found[f"link {over}, batch {batch}"][wiring]
-            points[ranks] = middle(ratios)
-            alone = 1, bases[0][1], wiring if results.draft_of(wiring) else "standard", batch
-            if on_one := sweep.ratios(alone, bases[0], results.tok_s):
-                points[1] = middle(on_one)
-    return found
-
-
-def caption(sweep):
-    """Return the title of a sweep's figures."""
-    repeats = sweep.repeats
-    return results.title(sweep.setting) + (f"; median and range of {repeats} repeats" if repeats > 1 else "")
-
-
-# ---- The first page's figure -----------------------------------------------------------------------------------------
-
-
-def by_link(path, **about):
-    """Return {wiring: {(ms of an all-reduce, link): (standard's step / its step, by its quartiles)}}.
-
-    path: lines of benchmarks/overlap.py; about: what a line must say of itself to count.
-    """
-    found, rows = defaultdict(dict), defaultdict(dict)
-    for line in map(json.loads, read_text(path).splitlines()):
-        if about.items() <= line.items():
-            rows[results.link(line)][results.wired(line)] = line
-    for link, row in rows.items():
+def by_link(lines):
+    """Return {wiring: {ms of an all-reduce: standard's step / its step, of its median and of its quartiles}}."""
+    series, rows = defaultdict(dict), defaultdict(dict)
+    for line in lines:
+        rows[line["link"]["name"]][line["wiring"]] = line
+    for name, row in rows.items():
+        if "standard" not in row:
+            raise InputError(f"there is no line of standard over the link {name}")
         all_reduce = statistics.median(line["all_reduce_ms"] for line in row.values())
         for wiring, line in row.items():
             low, high = line["quartiles_ms"]
-            ratios = [row["standard"]["step_ms"] / ms for ms in (line["step_ms"], high, low)]
-            found[wiring][all_reduce, link] = tuple(ratios)
-    return found
+            series[wiring][all_reduce] = tuple(row["standard"]["step_ms"] / ms for ms in (line["step_ms"], high, low))
+    return series
 
 
-def front_page():
-    """Return a figure of the speed-up by link: of CPU ranks over emulated links and, apart, of the paper's H100s."""
-    decode = {"kind": "decode", "compiled": True}
-    ranks = by_link(RESULTS / "overlap-memory.jsonl", **decode)
-    shown = "standard", "ladder", "ladder:4", "parallel", "parallel-ladder", "spd", "upper-bound"
-    ranks = {wiring: points for wiring, points in ranks.items() if wiring in shown}
-    alone = by_link(RESULTS / "overlap-tp8.jsonl", model="8b", **decode)
-    title = "Speed-up over standard by link, of decode steps and (right) whole requests. Unlike machines and models."
-    figure, axes = panels(3, 4, 3.4, title)
-    two = "measured: 2 ranks on 2 cores of an AMD EPYC,\n8 layers of dim 2560, batch 1"
-    one = "measured: 1 rank of 8, alone, on 2 such cores,\n8b, batch 1"
-    for axis, series, name, name_tick in ((axes[0], ranks, two, "{:.2g}"), (axes[1], alone, one, "{1}\n{0:.2g}")):
-        curves(axis, series, series, lambda x, text=name_tick: text.format(*x))
-        axis.set(title=name, xlabel="one all-reduce over the emulated link, ms")
-    axes[0].set_yscale("log")
-    axes[0].set_yticks([1, 1.5, 2, 3, 5], ["1", "1.5", "2", "3", "5"])
-    axes[0].minorticks_off()
-    axes[0].set_ylabel("standard's step / step (bars: quartiles)")
-    axes[1].tick_params(axis="x", labelsize=7, rotation=35)
-    rates = {(r["wiring"], r["link"]): r["tok_s"] for r in results.published() if r["batch"] == 4}
-    links = [link for wiring, link in rates if wiring == "standard"]
-    wirings = sorted({wiring for wiring, _ in rates} - {"standard"}, key=results.wiring_order)
-    for i, wiring in enumerate(wirings):
-        places = [place + (i - (len(wirings) - 1) / 2) * 0.26 for place in range(len(links))]
-        heights = [rates[wiring, link] / rates["standard", link] for link in links]
-        bars = axes[2].bar(places, heights, 0.24, label=wiring, color=look(wiring)["color"])
-        axes[2].bar_label(bars, fmt="%.2f", fontsize=8)
-    axes[2].axhline(1, color="black", linewidth=1)
-    axes[2].set_xticks(range(len(links)), [f"link {link}" for link in links])
-    axes[2].set_title("published (arXiv 2501.06589): 8 H100s,\n70b, batch 4, whole requests")
-    axes[2].set_ylabel("tok/s over standard's")
-    labelled(figure, axes[:2])
+def draw(lines, title):
+    """Return a figure of the lines of one setting over several links."""
+    figure, (axis,) = panels(1, 5.2, 3.4, title)
+    series = by_link(lines)
+    for wiring in sorted(series, key=results.wiring_order):
+        xs = sorted(series[wiring])
+        ys, lows, highs = zip(*(series[wiring][x] for x in xs), strict=True)
+        errors = [[y - low for y, low in zip(ys, lows, strict=True)], [h - y for y, h in zip(ys, highs, strict=True)]]
+        axis.errorbar(xs, ys, errors, label=wiring, capsize=2, markersize=4, linewidth=1.2, **look(wiring, series))
+    axis.set(xlabel="one all-reduce, ms", ylabel="times as fast as standard")
+    axis.grid(axis="y", color="0.92")
+    axis.set_axisbelow(True)
+    labelled(figure, [axis])
     return figure
 
 
-# ---- The command line ------------------------------------------------------------------------------------------------
-
-
-def figures(found):
-    """Yield (name, figure or None) of all that there is to draw."""
-    names = defaultdict(int)
-    for sweep in found:
-        s, title = sweep.setting, caption(sweep)
-        name = f"{s['model']}-{s['n_layers']}-{s['quant'] or s['dtype']}-{s['device']}" + "-predicted" * s["simulated"]
-        name = re.sub(r"[^\w.-]", "_", name)
-        names[name] += 1
-        name += f"-{names[name]}" * (names[name] > 1)
-        batches = speedups(sweep, lambda c: f"{c.ranks} ranks, link {c.link}", lambda c: c.batch)
-        yield f"{name}-by-batch", draw(batches, title, "batch", RATIO)
-        yield f"{name}-by-ranks", draw(scaling(sweep), title, "ranks", "tok/s over standard's on the fewest ranks")
-        delays = {key: (us, key[1]) for key, us in sweep.latencies.items()}
-        links = speedups(sweep, lambda c: f"{c.ranks} ranks, batch {c.batch}", lambda c, d=delays: d.get(c[:2]))
-        label = "link, and its small all-reduce in us"
-        yield f"{name}-by-link", draw(links, title, label, RATIO, lambda x: f"{x[1]}\n{x[0]:.0f}")
-
-
-def save(path, figure):
-    """Write a figure as PNG, whole."""
-    with writing.new_file(path) as unfinished:
-        # without the version of matplotlib, so that the same lines make the same file
-        figure.savefig(unfinished, format="png", dpi=150, metadata={"Software": None})
+def front_page():
+    """Return the README's figure, of decode steps of two CPU ranks over emulated links."""
+    shown = "standard", "ladder", "parallel-ladder", "upper-bound"
+    lines = results.read(RESULTS / "overlap-memory.jsonl", *results.STEP_KEYS)
+    wanted = [x for x in lines if x["kind"] == "decode" and x["compiled"] and x["wiring"] in shown]
+    near = [x for x in wanted if x["link"]["latency_us"] <= 5000]
+    return draw(near, "Decode on 2 CPU ranks over emulated links, 8 layers of dim 2560, batch 1")
 
 
 def main(argv=None):
     p = cli.Parser(__doc__)
-    p.add_argument("files", metavar="FILE", nargs="*", help="lines of bench.sh")
-    p.add_argument("--out", metavar="DIR", help="write tables.md and the figures into this folder")
-    p.add_argument("--front-page", metavar="PNG", help="draw the README's figure, of benchmarks/results")
+    p.add_argument("files", metavar="FILE", nargs="*", help="lines of extras.measure.sweep, of one setting")
+    p.add_argument("--out", metavar="FILE", help="the figure, .png or .svg")
+    p.add_argument("--front-page", metavar="FILE", help="draw the README's figure")
     args = p.parse_args(argv)
-    if bool(args.files) == bool(args.front_page):
-        raise InputError("give files of bench.sh (and --out), or --front-page PNG")
+    if bool(args.files and args.out) == bool(args.front_page):
+        raise InputError("give files of extras.measure.sweep and --out FILE, or --front-page FILE")
     if args.front_page:
         return save(args.front_page, front_page())
-    lines = [line for file in args.files for line in results.read(file)]
-    print(text := results.report(lines))
-    if args.out is None:
-        return
-    folder = Path(args.out)
-    writing.write_text(folder / "tables.md", text + "\n")
-    for name, figure in figures(results.sweeps(lines)):
-        if figure is not None:
-            save(folder / f"{name}.png", figure)
-    print(f"\ntables and figures in {folder}")
+    lines = [line for file in args.files for line in results.read(file, *results.STEP_KEYS)]
+    with results.well_formed(", ".join(args.files)):
+        settings = {sweep.setting(line) for line in lines}
+        if len(settings) != 1:
+            raise InputError(f"a figure takes lines of one setting; these have {len(settings)}")
+        save(args.out, draw(lines, settings.pop()))
 
 
 if __name__ == "__main__":

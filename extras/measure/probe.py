@@ -1,12 +1,11 @@
-"""What this machine can: bytes per second from memory and, between ranks, the time of an all-reduce by its size.
+"""What this machine reaches: bytes per second from memory and, between ranks, the time of an all-reduce by its size.
 
 python -m extras.measure.probe
 torchrun --standalone --nproc_per_node=2 -m extras.measure.probe --json bench.jsonl
 
-All ranks read their memory at the same time, since those of one machine share it. An all-reduce is timed in runs of
-many, each of which waits for the one before, as those of a standard model do. Each is called from Python: on a GPU
-small ones take longer than in the CUDA graph of a compiled decode step. Where gloo or NCCL does not carry the model's,
-its are timed too.
+All ranks read at the same time, since ranks of one machine share its memory. All-reduces run one after another, as in
+a standard model, and are called from Python: on a GPU small ones take longer than in the CUDA graph of a compiled
+decode step. Where neither gloo nor NCCL carries the model's all-reduces, theirs are timed too.
 """
 
 import statistics
@@ -15,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from extras.measure import link
-from runtime import cli, launch, report, writing
-from runtime.timing import QUEUED, timed
+from runtime import benchmarking, cli, launch, writing
+from runtime.benchmarking import QUEUED, timed
 
 MESSAGES = [2**n for n in range(10, 27, 2)]  # bytes: 1 KB to 64 MB
 
 
 def all_reduce_seconds(world, group, n_bytes, seconds=0.5):
-    """Return the seconds of an all-reduce of so many bytes: the median of 9 runs, together about `seconds`."""
+    """Return the seconds of one all-reduce: the median of 9 runs, which together take about `seconds`."""
     group, ops = group.group_name, torch.ops._c10d_functional
     x = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=world.device)
 
@@ -31,14 +30,14 @@ def all_reduce_seconds(world, group, n_bytes, seconds=0.5):
             ops.wait_tensor(ops.all_reduce_(x, "sum", group))
 
     timed(world.device, lambda: run(3))
-    once = max(world.gather(timed(world.device, lambda: run(3)) / 3))  # the slowest rank's, so that all count alike
+    once = max(world.gather(timed(world.device, lambda: run(3)) / 3))  # of the slowest rank: all count alike
     calls = 9 * (QUEUED + 1) if world.device.type == "cuda" else 9
     count = max(1, min(200, int(seconds / calls / once)))
     return statistics.median(timed(world.device, lambda: run(count)) / count for _ in range(9))
 
 
 def all_reduces(world, group):
-    """Return [{bytes, us, gbps}] of a process group, as the link carried them."""
+    """Return [{bytes, us, gbps}] of a process group; gbps: the rate on the wire."""
     lines = []
     for n_bytes in MESSAGES:
         seconds = all_reduce_seconds(world, group, n_bytes)
@@ -48,24 +47,22 @@ def all_reduces(world, group):
 
 
 def probe(world):
-    """Return {"bandwidth": bytes per second that each rank reads, "all_reduce": as all_reduces()}.
-
-    If the model's all-reduces do not go through gloo or NCCL, "library" has those that do.
-    """
-    bandwidth = world.gather(report.read_bandwidth(world.device, world))
-    found = {"bandwidth": bandwidth, "all_reduce": all_reduces(world, world.group) if world.group is not None else []}
+    """Return {"bandwidth": bytes per second of each rank, "all_reduce": all_reduces(), and perhaps "library": of gloo's
+    or NCCL's group, where the model uses another one}."""
+    bandwidth = world.gather(benchmarking.read_bandwidth(world.device, world))
+    result = {"bandwidth": bandwidth, "all_reduce": all_reduces(world, world.group) if world.group is not None else []}
     if world.group not in (None, dist.group.WORLD):
-        found["library"] = all_reduces(world, dist.group.WORLD)
-    return found
+        result["library"] = all_reduces(world, dist.group.WORLD)
+    return result
 
 
 def fitting_shares(rates):
-    """Return the least whole numbers up to 8 that let ranks of such bandwidths read a model soonest, as a tuple.
+    """Return the --shares, each from 1 to 8, with which ranks of such bandwidths read a model soonest.
 
-    None where the bandwidths differ by a quarter at most, or no numbers are better than equal ones.
+    None where the bandwidths differ by a quarter at most, or no shares are better than equal ones.
     """
-    found = [tuple(max(1, round(most * rate / max(rates))) for rate in rates) for most in range(1, 9)]
-    best = min(found, key=lambda shares: max(x / sum(shares) / rate for x, rate in zip(shares, rates, strict=True)))
+    shares = [tuple(max(1, round(most * rate / max(rates))) for rate in rates) for most in range(1, 9)]
+    best = min(shares, key=lambda shares: max(x / sum(shares) / rate for x, rate in zip(shares, rates, strict=True)))
     return best if max(rates) > 1.25 * min(rates) and len(set(best)) > 1 else None
 
 
@@ -77,24 +74,24 @@ def main():
     args = p.parse_args()
     world = launch.join(args.device, vars(args))
     with torch.inference_mode():
-        found = probe(world)
+        result = probe(world)
     if world.rank > 0:
         return
-    environment = report.environment(world)
+    environment = benchmarking.environment(world)
     print(f"{environment['hardware']}; {world.device.type}, {environment['threads']} threads a rank")
-    for rank, rate in enumerate(found["bandwidth"]):
+    for rank, rate in enumerate(result["bandwidth"]):
         print(f"rank {rank}: {rate / 1e9:.1f} GB/s read from memory")
-    for name, lines in (("all-reduce", found["all_reduce"]), ("by the library", found.get("library", []))):
+    for name, lines in (("all-reduce", result["all_reduce"]), ("by the library", result.get("library", []))):
         for line in lines:
             print(f"{name} of {line['bytes']:>10,} bytes: {line['us']:>10,.1f} us, {line['gbps']:>8.2f} Gbit/s")
-    if lines := found["all_reduce"]:
+    if lines := result["all_reduce"]:
         measured = link.custom(round(lines[0]["us"], 1), round(lines[-1]["gbps"], 3))
-        rate = min(found["bandwidth"]) / 1e9
+        rate = min(result["bandwidth"]) / 1e9
         print(f"for extras.measure.advise: --tp {world.tp_size} --bandwidth-gbs {rate:.1f} --link {measured.name}")
-    if shares := fitting_shares(found["bandwidth"]):
+    if shares := fitting_shares(result["bandwidth"]):
         print(f"for ranks so unlike, if this machine is idle: --shares {','.join(map(str, shares))}")
     if args.json:
-        writing.append_line(args.json, {**environment, "probe": found})
+        writing.append_line(args.json, {**environment, "commit": benchmarking.git_commit(), "probe": result})
 
 
 if __name__ == "__main__":

@@ -1,329 +1,198 @@
-"""./bench.sh [NAME=VALUE ...]: quantizations x ranks x batch sizes x links x wirings x drafts, each generating, all of
-them in turns; then tables and figures. Started again with the same settings, it goes on where it was interrupted.
+"""Measure steps of several wirings over several emulated links, in turns, beside the least time that each can take.
 
-  ./bench.sh                                                      what this machine can do
-  ./bench.sh MODEL=3b BATCHES="1 8" LINKS="real ethernet-10g"     some of it, and an emulated link
-  SIMULATE=1 MODEL=70b TPS=8 LINKS="nvlink pcie" ./bench.sh       one rank alone predicts eight
-  DRY_RUN=1 ./bench.sh                                            only print the commands
+torchrun --standalone --nproc_per_node=2 -m extras.measure.sweep --link 0us 1000us 3000us --json sweep.jsonl
+python -m extras.measure.sweep --simulate-tp 8 --model 8b --link nvlink pcie --json sweep.jsonl
+python -m extras.measure.sweep --wiring standard ladder upper-bound --show sweep.jsonl
+
+A line of the result is one wiring at one batch size over one link: the median step and its quartiles, the same step
+without all-reduces, one all-reduce alone, and the limit (exposed.py). All wirings share one set of weights.
 """
 
-# A command's result becomes a line of OUT, with command, repeat and the machine's load. A command that ran out of
-# memory gets a line that says so, one that failed otherwise none. Neither is repeated, the output of both goes to
-# OUT.log, and the rest goes on, unless the very first run fails: then a setting is wrong. Each of several nodes has a
-# file of its own: node 0 the results, the others only the commands.
-
-import argparse
 import dataclasses
-import json
-import os
-import re
-import shlex
-import subprocess
+import itertools
+import statistics
 import sys
-import tempfile
-import time
-import types
 from pathlib import Path
 
 import torch
 
-from extras.measure import plot, results
-from extras.measure.link import parse as parse_link
-from formats.wiring_text import wiring_name
-from model import WIRINGS, parse_wiring
-from runtime import cli, launch, writing
+import bench
+from decoding.step import pad
+from extras.measure import exposed, link, results
+from extras.measure.clock import variants
+from formats import checkpoint
+from formats.sizes import SIZES, named_size
+from generate import Runner, make_cache
+from model import Config, rewired
+from runtime import cli, launch, watch, writing
+from runtime.cli import count, number
 from runtime.errors import InputError
 
-NO_MEMORY = re.compile(
-    r"out ?of ?memory|can('t|not) allocate memory|MemoryError|bad_alloc|ALLOC_FAILED|Signal 9 ", re.IGNORECASE
-)
-REAL = ("real", "no-p2p")  # the machine's own links, all others are emulated
-ROOT = os.environ.get("BENCH_ROOT", ".")  # the folder of generate.py, spelled as bench.sh was called
-
-# ---- The settings. Only what no command would refuse, or not in time, is refused here --------------------------------
+# On two ranks each sublayer has 26 MB: some 2 ms for a core that reads 12 GB/s
+SMALL = Config(8, 40, 40, 64, 2560, 3456, 4096, 4096)
 
 
-def several(parse):
-    """Return a parser of words that are quoted as in a shell."""
-    return lambda text: [parse(word) for word in shlex.split(text)]
+def parse(argv):
+    p = cli.Parser(__doc__)
+    which = p.add_mutually_exclusive_group()
+    words = f"random weights: small (8 layers of dim 2560), {', '.join(SIZES)}, or N layers of these"
+    which.add_argument("--model", default="small", metavar="NAME[:N]", help=words)
+    which.add_argument("--checkpoint", metavar="DIR", help="a folder of weights")
+    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the weights (default: the checkpoint's, or bfloat16)")
+    cli.add_rank_flags(p)
+    cli.add_comm_flag(p)
+    p.add_argument("--batch", type=count, nargs="+", default=[1], metavar="B")
+    p.add_argument("--prompt-length", type=count, default=64, metavar="S", help="filled slots, or the prompt's tokens")
+    words = "measure the prefill, in so many chunks (1), not a decode step; with --eager, or they do not overlap"
+    p.add_argument("--prefill", nargs="*", type=count, metavar="CHUNKS", help=words)
+    p.add_argument("--eager", action="store_true", help="do not compile")
+    names = " ".join(variants(SMALL.n_layers))
+    p.add_argument("--wiring", metavar="NAME", nargs="+", help=f"default: all, of 8 layers {names}")
+    p.add_argument("--link", nargs="+", type=link.link_type, default=[link.FREE], metavar="LINK", help=link.FORMS)
+    p.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="run one rank of N alone")
+    p.add_argument("--rounds", type=number(int, 3), default=30, help="steps of each wiring over each link")
+    seconds = number(float, 0, 1e6, above=True)
+    p.add_argument("--seconds", type=seconds, default=300, help="... or fewer, to end in about this time")
+    p.add_argument("--label", help="what to call the real link that --link free measures")
+    p.add_argument("--profile", metavar="DIR", help="write a trace of a step of each wiring into DIR/LINK-WIRING")
+    cli.add_json_flag(p, "a line for each wiring, batch size and link")
+    results.add_show_flag(p, *results.STEP_KEYS)
+    args = p.parse_args(argv)
+    if args.show:
+        return args
+    if args.checkpoint:
+        args.model, args.config = checkpoint.name(args.checkpoint), checkpoint.read_config(args.checkpoint)
+    else:
+        args.config = SMALL if args.model == "small" else named_size(args.model)
+        args.model = args.model.partition(":")[0]
+    args.kind, args.chunks = ("decode", [1]) if args.prefill is None else ("prefill", args.prefill or [1])
+    if max(args.chunks) > 1 and not args.eager or max(args.chunks) > args.prompt_length:
+        raise InputError(f"--prefill is {max(args.chunks)}: chunks need --eager, and a token each of --prompt-length")
+    if args.prompt_length >= args.config.max_seq_len:
+        raise InputError(f"--prompt-length is {args.prompt_length} but must be below {args.config.max_seq_len}")
+    args.wiring = list(dict.fromkeys(args.wiring or variants(args.config.n_layers)))
+    for wiring in args.wiring:
+        rewired(args.config, wiring)  # raises InputError
+    if args.label and args.link != [link.FREE]:
+        raise InputError("--label names a real link: it goes with --link free")
+    return args
 
 
-def flag(text):
-    return text != "0"
+# ---- Measuring -------------------------------------------------------------------------------------------------------
 
 
-def wiring(text):
-    return wiring_name(*parse_wiring(text))
+def make_cases(args, world):
+    """Return {(link, wiring and chunks, batch): exposed.Case}, whose models share their weights and caches."""
+    models = bench.load_models(args.config, args.wiring, args, world)
+    watch.at("measurement", timed=False)
+    torch._dynamo.config.recompile_limit = 1000  # each wiring is a graph, and another one without its all-reduces
+    caches, cases = {}, {}
+    for (wiring, model), batch, chunks in itertools.product(models.items(), args.batch, args.chunks):
+        key = model.config.lanes, batch
+        caches[key] = caches.get(key) or make_cache(model, batch, args.prompt_length + 2)
+        prompts = pad([[1 + row] * args.prompt_length for row in range(batch)], world.device)
+        width = -(-args.prompt_length // chunks) if args.kind == "prefill" else 1
+        compiles = not args.eager, not args.eager, chunks
+        steps = [
+            exposed.replays(Runner(one, caches[key], *compiles), *prompts)[args.kind]
+            for one in (model, exposed.silenced(model, world))
+        ]
+        partial = torch.zeros(batch, width, model.config.dim, device=model.device, dtype=model.dtype)
+        for one in args.link:
+            name = wiring + f" in {chunks} chunks" * (chunks > 1)
+            cases[one, name, batch] = exposed.Case(model.config, *steps, model.comm, partial, one, chunks)
+    return cases
 
 
-def link(text):
-    return text if text in REAL else parse_link(text).name
+def measure(args, argv, world):
+    """Return the lines of all cases, which take turns."""
+    if world.rank == 0:
+        print(f"{args.kind} of {', '.join(args.wiring)} ...", file=sys.stderr)
+    cases = make_cases(args, world)
+    reports = exposed.measure(world, cases, args.rounds, args.seconds)
+    made, lines = results.about("extras.measure.sweep", argv, world), []
+    for (one, name, batch), case in cases.items():
+        lines.append({
+            "model": args.model, "n_layers": args.config.n_layers, "kind": args.kind, "compiled": not args.eager,
+            "batch": batch, "tokens": args.prompt_length, "dtype": checkpoint.dtype_name(case.partial.dtype), **made,
+            "link": {"name": args.label} if args.label else dataclasses.asdict(one), "wiring": name,
+            **reports[one, name, batch], "comm": args.comm,
+        })  # fmt: skip
+        if args.profile is not None:
+            world.group.link = one
+            exposed.profile(Path(args.profile) / f"{one.name}-{name}-{batch}", world, {args.kind: case.step})
+    return lines
 
 
-def draft(text):
-    """Return what --draft takes, or None for "none"."""
-    return None if text == "none" else text
+# ---- Tables ----------------------------------------------------------------------------------------------------------
 
 
-def prompt(text):
-    return text if os.path.isfile(text) else cli.count(text)
+def setting(line):
+    """Return in words what the lines of one table have in common."""
+    how = "compiled" if line["compiled"] else "eager"
+    how = f"{line['comm']} sums, {how}" if line.get("comm", "auto") != "auto" else how
+    size = f"tp {line['tp']}{', one rank alone' if line['simulated'] else ''}, batch {line['batch']}"
+    model = f"{line['model']}, {line['n_layers']} layers, {line['dtype']}, {line['device']}"
+    return f"{model}, {how} {line['kind']}, {line['tokens']} tokens, {size}, {line['threads']} threads a rank"
 
 
-def table(given, gpus, cores):
-    """Return {NAME: (default, its parser, help)} of all settings, for a machine with so many GPUs and cores."""
-    device, nodes = given.get("DEVICE"), given.get("NNODES", "1")
-    on_cpu = device == "cpu" or not (device or gpus)
-    tps = [tp for tp in (1, 2, 4, 8) if tp <= (cores if on_cpu else gpus)]
-    size = "" if given.get("CHECKPOINT") else "1b" if on_cpu else "8b"
-    nodes = int(nodes) if nodes.isdecimal() else 1
-    wirings, links = "standard ladder parallel upper-bound", "real" if on_cpu or gpus == 1 else "real no-p2p"
-    return {
-        "MODEL": (size, str, "a named size, or layers of it: 8b:4, with random weights"),
-        "QUANT": ("none", several(str), "of MODEL: none, int8, int4, or several"),
-        "CHECKPOINT": ("", str, "a folder of weights, in place of those two"),
-        "WIRINGS": (wirings, several(wiring), 'such as "standard spd ladder:8 desync:4"'),
-        "SPECULATE": ("none", several(draft), 'none or DRAFT@K, such as "none ngram@4 wiring:spd@auto"'),
-        "BATCHES": ("1 4 16 64", several(cli.count), "batch sizes"),
-        "TPS": (" ".join(str(tp * nodes) for tp in tps), several(cli.count), "ranks, of all nodes"),
-        "LINKS": (links, several(link), "real ones, or as --link takes them"),
-        "SIMULATE": ("0", flag, "1: one rank alone predicts TPS over LINKS"),
-        "PROMPT": ("64" if on_cpu else "1024", prompt, "random tokens in each row, or a file with a prompt a line"),
-        "NEW_TOKENS": ("32" if on_cpu else "512", cli.number(int, 2), "to generate; the first is the prefill's"),
-        "REPEATS": ("3", cli.count, "runs of each case, far apart in time"),
-        "EXPOSED": ("1", flag, "1: also a run of each with --exposed"),
-        "FLAGS": ("", shlex.split, 'more flags of generate.py, such as "--seed 1"'),
-        "OUT": ("bench.jsonl", str, "the results, a line each; a log, tables and figures beside it"),
-        "DEVICE": ("cpu" if on_cpu else "cuda", str, "what to measure on"),
-        "PYTHON": (sys.executable, str, "one that has torch"),
-        "DRY_RUN": ("0", flag, "1: only print the commands"),
-        "NNODES": ("1", cli.count, "nodes; each runs this, with its NODE_RANK"),
-        "NODE_RANK": ("0", cli.number(int, 0), "which of them this is"),
-        "MASTER_ADDR": ("", str, "the address of node 0, of several"),
-        "MASTER_PORT": ("29500", cli.count, "its first port; each command takes the next"),
-    }
+def tables(lines):
+    """Return Markdown, a table for each setting: a row for each link, a column for each wiring, cells as in cell()."""
+    with results.well_formed("--show"):
+        settings = {}
+        for line in lines:
+            settings.setdefault(setting(line), []).append(line)
+        return "\n\n".join(f"{title}; ms:\n\n{table(some)}" for title, some in settings.items())
 
 
-NAMES = [*table({}, 0, 1)]
-
-
-def gather(words, environ):
-    """Return {NAME: text} of the words NAME=VALUE, and of the environment where no word says otherwise."""
-    found = {name: environ[name] for name in NAMES if name in environ}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if name not in NAMES or not equals:
-            raise InputError(f"{word} is not a setting: give NAME=VALUE, of {' '.join(NAMES)}")
-        found[name] = text
-    for name in environ.keys() - NAMES:  # a singular or a plural, which would cost hours
-        if meant := {f"{name}S", f"{name}ES", name.removesuffix("S")} & {*NAMES}:
-            raise InputError(f"{name} is not a setting: did you mean {meant.pop()}?")
-    return found
-
-
-def read_settings(given, gpus, cores):
-    """Return the settings of {NAME: text}, as attributes in lower case. Raises InputError that names a wrong one."""
-    s = types.SimpleNamespace(cores=cores)
-    for name, (default, parse, _) in table(given, gpus, cores).items():
-        text = given.get(name, default)
-        try:
-            setattr(s, name.lower(), parse(text) if text or default else None)
-        except (ValueError, argparse.ArgumentTypeError) as e:  # an InputError is a ValueError
-            raise InputError(f"{name}: {e}") from None
-    if s.checkpoint and not os.path.isdir(s.checkpoint):  # now, before minutes of probing
-        raise InputError(f"CHECKPOINT: {s.checkpoint} is no folder")
-    if any(s.speculate) and not (s.checkpoint and isinstance(s.prompt, str)):
-        raise InputError("SPECULATE needs CHECKPOINT and PROMPT=FILE: a draft's guesses at random text mean nothing")
-    if uneven := [tp for tp in s.tps if tp % s.nnodes]:
-        raise InputError(f"TPS: {uneven[0]} is no multiple of NNODES {s.nnodes}")
-    if s.nnodes > 1 and not (s.master_addr and s.node_rank < s.nnodes):
-        raise InputError(f"NNODES is {s.nnodes}: give MASTER_ADDR, and a NODE_RANK from 0 to {s.nnodes - 1}")
-    s.node_rank = s.node_rank if s.nnodes > 1 else 0  # a cluster may set it for a single node
-    return s
-
-
-# ---- The commands ----------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Command:
-    """extras/measure/probe.py where wiring is None, else a run of generate.py.
-
-    repeat: from 1 on, or 0 for what is run once. tp: ranks of all nodes, or of which one is simulated.
-    """
-
-    repeat: int
-    tp: int
-    link: str
-    quant: str = "none"
-    batch: int = 1
-    wiring: str | None = None
-    draft: str | None = None
-    exposed: bool = False
-
-
-def plan(s):
-    """Return the Commands of the settings, in their order: wirings and drafts side by side, repeats far apart.
-
-    One rank has no link, and all wirings cost it about the same: there only standard is run.
-    """
-    places = [(tp, link) for tp in s.tps for link in (s.links if tp > 1 else ["real"])]
-    here = [] if "real" in s.links else [(s.nnodes, "real")]  # the machine's bandwidth helps to read emulated links too
-    probes = [Command(0, tp, link) for tp, link in here + places if link in REAL]
-    runs = [
-        Command(0, tp, link, quant, batch, name, draft)
-        for quant in s.quant
-        for tp, link in places
-        for batch in s.batches
-        for name in (s.wirings if tp > 1 else ["standard"])
-        for draft in s.speculate
-        if draft is None or proposes(draft, tp, name)
+def table(lines):
+    names, rows = list(dict.fromkeys(line["wiring"] for line in lines)), {}
+    for line in lines:
+        rows.setdefault(line["link"]["name"], {})[line["wiring"]] = line
+    whole = [name for name in names if not name.endswith((" chunks", " parts"))] or names
+    cells = [
+        [n, milliseconds(statistics.median(row[w]["all_reduce_ms"] for w in whole if w in row), 2, lines[0]["device"])]
+        + [cell(row[name], row) if name in row else "" for name in names]
+        for n, row in rows.items()
     ]
-    timed = [dataclasses.replace(run, repeat=i) for i in range(1, s.repeats + 1) for run in runs]
-    exposed = [  # apart from the timed ones: it slows a step, if little
-        dataclasses.replace(run, exposed=True)
-        for run in runs * s.exposed
-        if run.tp > 1 and run.wiring != "upper-bound" and run.draft is None
-    ]
-    return list(dict.fromkeys(probes + timed + exposed))  # a batch size, say, may have been named twice
+    return results.explained((["link", "one all-reduce, ms", *names], cells))
 
 
-def proposes(draft, tp, wiring):
-    """Return whether a draft proposes for a wiring on so many ranks.
+def milliseconds(ms, digits, device):
+    """Return milliseconds as text, with so many digits after the point; on a GPU with three."""
+    return f"{ms:.{digits if device == 'cpu' else 3}f}"
 
-    Another wiring of the same weights does so only where it can be cheaper, on several ranks, is not that very wiring,
-    and finds all its norms there. No guess at the upper bound's text means anything.
+
+def cell(line, row):
+    """Return milliseconds, how far above the limit, and how many times as fast as standard, marked as in LEGEND.
+
+    row: {wiring: line} over the same link.
     """
-    kind, _, other = draft.partition("@")[0].partition(":")
-    if wiring == "upper-bound" or kind != "wiring":
-        return wiring != "upper-bound"
-    theirs, own = parse_wiring(other), parse_wiring(wiring)
-    norms = [{*WIRINGS[named.name].norms} for named in (theirs, own)]
-    fits = (theirs.lanes or own.lanes or tp) == (own.lanes or tp)  # a draft has the lanes of the weights
-    return tp > 1 and fits and theirs._replace(lanes=own.lanes) != own and norms[0] <= norms[1]
+    limit, standard, bound = line["limit_ms"], row.get("standard"), row.get("upper-bound")
+    above = f"{100 * (line['step_ms'] / limit - 1):+.0f}%" if limit else "no limit"
+    text = f"{milliseconds(line['step_ms'], 1, line['device'])} ({above}"
+    if standard in (None, line):
+        return f"{text})"
+    low, high = line["quartiles_ms"]
+    alike = low <= standard["quartiles_ms"][1] and standard["quartiles_ms"][0] <= high
+    faster = bound is not None and line["step_ms"] < bound["step_ms"]
+    return f"{text}, {'~' * alike}{standard['step_ms'] / line['step_ms']:.2f}x{'^' * faster})"
 
 
-def command_line(c, s):
-    """Return a Command as a line for bash, the same on all nodes: $NODE_RANK and $MASTER_PORT are filled in later."""
-    local_ranks = 1 if s.simulate else max(1, c.tp // s.nnodes)
-    before = [f"OMP_NUM_THREADS={max(1, s.cores // local_ranks)}"] if s.device == "cpu" else []
-    before += ["NCCL_P2P_DISABLE=1"] if c.link == "no-p2p" else []
-    words = [shlex.quote(s.python)]
-    if local_ranks * s.nnodes > 1:
-        words += ["-m", "torch.distributed.run", f"--nproc_per_node={local_ranks}"]
-        nodes = ["--node_rank=$NODE_RANK", "--master_port=$MASTER_PORT", f"--nnodes={s.nnodes}"]
-        words += [*nodes, shlex.quote(f"--master_addr={s.master_addr}")] if s.nnodes > 1 else ["--standalone"]
-    words += [shlex.quote(os.path.join(ROOT, "generate.py"))] if c.wiring else ["-m", "extras.measure.probe"]
-    flags = generate_flags(c, s) if c.wiring else []
-    return " ".join([*before, *words, *map(shlex.quote, ["--device", s.device, *flags])])
-
-
-def generate_flags(c, s):
-    """Return the flags of generate.py for a Command, but --device."""
-    flags = ["--checkpoint", s.checkpoint] if s.checkpoint else []
-    flags += ["--model", s.model] if s.model else []
-    flags += ["--quant", c.quant] if c.quant != "none" else []
-    flags += ["--wiring", c.wiring, "--batch", str(c.batch)]
-    flags += ["--prompt-length", str(s.prompt)] if isinstance(s.prompt, int) else ["--prompt", f"@{s.prompt}"]
-    flags += ["--max-new-tokens", str(s.new_tokens), "--ignore-eos", "--temperature", "0", "--compile"]
-    flags += ["--draft", c.draft] if c.draft else []
-    flags += ["--link", c.link] if c.link not in REAL else []
-    flags += ["--simulate-tp", str(c.tp)] if s.simulate else []
-    return [*flags, *(s.flags or []), *(["--exposed"] if c.exposed else [])]
-
-
-# ---- Running them ----------------------------------------------------------------------------------------------------
-
-
-def run(command, environment):
-    """Return (exit code, what it printed, its result or None) of a command."""
-    with tempfile.TemporaryDirectory() as folder:
-        part, log = Path(folder) / "result", Path(folder) / "log"
-        full = ["bash", "-c", f"{command} --json {shlex.quote(str(part))}"]
-        with open(log, "wb") as f:
-            process = subprocess.Popen(full, env=environment, stdin=subprocess.DEVNULL, stdout=f, stderr=f)
-            try:
-                code = process.wait()
-            except BaseException:
-                process.terminate()  # after a Ctrl-C it has begun to end already
-                process.wait()
-                raise
-        result = json.loads(part.read_text()) if part.exists() else None
-        return code, log.read_text(errors="replace"), result
-
-
-def reason(code, log):
-    """Return the line of a failed command's output that says why."""
-    lines = [line for line in log.splitlines() if line.strip()]
-    ours, others = ([line for line in lines if re.search(how, line)] for how in (r"^[a-z_]+\.py: ", "Error: "))
-    return (ours + others + lines[-1:] + [f"it ended with code {code}"])[0]
-
-
-def sweep(s):
-    """Run the commands of the plan that have no line in the file OUT; return how many failed."""
-    environment = {k: v for k, v in os.environ.items() if k != "NCCL_P2P_DISABLE"}  # or the real link were another
-    environment.setdefault("GOMP_SPINCOUNT", "1000")  # as in the Makefile: threads that spin on hold up the others
-    planned = [(c, command_line(c, s)) for c in plan(s)]
-    lines = results.read(s.out) if os.path.exists(s.out) else []
-    done = {(line["repeat"], line["command"]) for line in lines}
-    ended = {line["command"] for line in lines if "error" in line}  # not to be repeated
-    todo = [i for i, (c, text) in enumerate(planned) if (c.repeat, text) not in done and text not in ended]
-    if len(todo) < len(planned):
-        print(f"{len(planned) - len(todo)} of {len(planned)} are in {s.out} already", file=sys.stderr)
-    failed, any_ran, start = 0, any("probe" not in line for line in lines), time.monotonic()
-    for n, i in enumerate(todo):
-        c, text = planned[i]
-        if text in ended:
-            continue
-        left = f", about {(time.monotonic() - start) / n * (len(todo) - n) / 60:.0f} min left" if n else ""
-        print(f"[{n + 1}/{len(todo)}{left}] {text}", file=sys.stderr, flush=True)
-        line = {"repeat": c.repeat, "command": text, "load": round(os.getloadavg()[0], 2), "cores": s.cores}
-        # a port for each command, so that nodes which are not at the same one do not meet
-        node = {"NODE_RANK": str(s.node_rank), "MASTER_PORT": str(s.master_port + i)}
-        code, log, result = run(text, environment | node)
-        if code == 130:
-            raise KeyboardInterrupt
-        if code == 0 and (result or s.node_rank > 0):
-            line |= {k: v for k, v in (result or {}).items() if k not in ("tokens", "texts")}
-            print(*[x for x in log.splitlines() if "per token" in x][:1], sep="\n", file=sys.stderr)
-        else:
-            ended.add(text)
-            with open(f"{s.out}.log", "a") as f:
-                f.write(f"$ {text}\n{log}\n")
-            if c.wiring is None or not (code == 137 or NO_MEMORY.search(log)):
-                if c.wiring and not any_ran:
-                    raise InputError(f"the first run failed: {reason(code, log)} (more in {s.out}.log)")
-                failed += 1
-                print(f"failed: {reason(code, log)} (more in {s.out}.log)", file=sys.stderr)
-                continue
-            line["error"] = "out of memory"
-            print("out of memory", file=sys.stderr)
-        any_ran |= c.wiring is not None
-        writing.append_line(s.out, line)
-    return failed
-
-
-def machine():
-    """Return (GPUs, cores) that this process may use."""
-    return torch.cuda.device_count(), len(os.sched_getaffinity(0))
-
-
-def main(words=None):
-    words, found = sys.argv[1:] if words is None else words, machine()
-    if {"-h", "--help"} & {*words}:
-        print(__doc__, "Settings, of the environment or after the script's name, and their defaults:", sep="\n")
-        return print(*(f"  {name:12}{row[0]:39} {row[2]}" for name, row in table({}, *found).items()), sep="\n")
-    s = read_settings(gather(words, os.environ), *found)
-    if s.dry_run:
-        return print(*(command_line(c, s) for c in plan(s)), sep="\n")
-    with writing.reserved(s.out):
-        failed = sweep(s)
-    if s.node_rank == 0 and os.path.exists(s.out):
-        plot.main([s.out, "--out", f"{s.out.removesuffix('.jsonl')}-figures"])
-    if failed:
-        print(f"{failed} of the commands failed; the next sweep tries them again", file=sys.stderr)
-        sys.exit(1)
+def main(argv=None):
+    args = parse(argv)
+    if args.show:
+        lines = [line for lines in args.show for line in lines]
+        return print(tables([line for line in lines if not args.wiring or line["wiring"] in args.wiring]))
+    joined = launch.join(args.device, vars(args))
+    first = max(args.link, key=lambda one: one.seconds(1, 2))  # a free one if there is no other
+    world = link.emulate(joined, first, args.simulate_tp)
+    lines = measure(args, argv, world)
+    if world.rank == 0:
+        for line in lines if args.json else ():
+            writing.append_line(args.json, line)
+        print(tables(lines), flush=True)
 
 
 if __name__ == "__main__":
-    sys.argv[0] = "bench.sh"  # whose user reads the errors
     launch.run(main)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from extras.training.data import SEPARATOR
+from evaluation.score import SEPARATOR
 from runtime import cli, launch, writing
 from runtime.errors import InputError
 
@@ -32,7 +32,7 @@ def documents(root):
 
 
 def part_of(name):
-    """Return the part of a document, by the hash of its name: valid for one in twenty, retrain for four, or train."""
+    """Return the part that a document belongs to, by the hash of its name: one in 20 is valid, four are retrain."""
     drawn = hashlib.sha256(name.encode()).digest()[0] % 20
     return "valid" if drawn == 0 else "retrain" if drawn < 5 else "train"
 
@@ -46,10 +46,10 @@ def main(argv=None):
     parts = {part: [] for part in PARTS}
     for source in "python", "torch":
         root = getattr(args, source)
-        found = [(f"{source}/{name}", text) for name, text in documents(root)]
-        if not found:
+        files = [(f"{source}/{name}", text) for name, text in documents(root)]
+        if not files:
             raise InputError(f"--{source} {root}: no Python files there")
-        for name, text in found:
+        for name, text in files:
             parts[part_of(name)].append((name, text))
     texts = ["".join(json.dumps({"text": text}) + "\n" for _, text in part) for part in parts.values()]
     held_out = sorted(parts["valid"], key=lambda document: hashlib.sha256(document[0].encode()).digest())

@@ -15,28 +15,25 @@ import shlex
 import statistics
 import subprocess
 import sys
-import threading
-import time
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from benchmarks.lines import lines_with, read_lines
-from benchmarks.overlap import SMALL
 from extras.measure import plot, results
 from extras.measure.advise import Machine, decode_work, step_seconds, times_of
 from extras.measure.clock import count_all_reduces
 from extras.measure.link import Link
+from extras.measure.results import lines_of, read
+from extras.measure.sweep import SMALL
 from extras.research.corpus import FILES
 from formats.checkpoint import read_text
 from model import rewired
 from runtime import cli, launch, writing
-from runtime.cli import count, number
+from runtime.benchmarking import environment
+from runtime.cli import number
 from runtime.errors import InputError
 from runtime.launch import World
-from runtime.report import environment
 
 # 1.7 M parameters besides the embedding, on one thread each.
 SHAPE = "--vocab-size 4096 --dim 128 --n-heads 4 --n-kv-heads 4 --intermediate-size 384 --dropout 0"
@@ -50,14 +47,11 @@ RETRAINED = ["standard", "ladder", "ladder:4", "pair:2-5", "spd:4/4", "spd/4", "
 GROUPED = ["spd/4", "delayed/4"]  # with neurons in lanes by affinity, too
 SEEDS = 0, 1
 SHARES = 0.01, 0.05, 0.2, 1  # of the tokens from scratch, to retrain on: all wirings on SHARES[1:3]
-TRIED = {"scratch": (1e-3, 2e-3, 4e-3), "control": (1e-4, 3e-4, 1e-3), "distilled": (5e-4, 1e-3, 2e-3)}
-RATES = {"scratch": 4e-3, "control": 1e-4, "distilled": 1e-3}  # learning rates, the best of those tried
-KEYS = "run", "kind", "wiring", "n_layers", "steps", "lr", "valid", "nats", "before"  # of a line
+RATES = {"scratch": 4e-3, "control": 1e-4, "distilled": 1e-3}  # learning rates, each the best of three
+KEYS = "run", "kind", "wiring", "n_layers", "steps", "nats", "before"  # that a line needs
 LATENCIES = (300, 1000, 3000)  # us of an all-reduce: of the three panels
 MOST = 4  # nats in the figure: parallel wirings of standard weights are far above
 SILENT = 25.5e-3  # seconds of a decode step of SMALL on two CPU ranks without all-reduces: results/overlap-memory.jsonl
-
-SHARED = threading.Lock()  # one job at a time makes what others need, too
 
 
 def file_name(wiring):
@@ -67,9 +61,9 @@ def file_name(wiring):
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A training: from scratch, or of a standard model in another wiring; or a short one, to choose a rate of these."""
+    """A training: from scratch, or of a standard model in another wiring."""
 
-    kind: str  # scratch, retrained, grouped, or rate-scratch, rate-retrained
+    kind: str  # scratch, retrained, or grouped: retrained with neurons in lanes by affinity
     wiring: str
     seed: int
     lr: float
@@ -98,34 +92,26 @@ class Run:
 
 
 def plan(steps):
-    """Return the Runs in their order: rates, wirings from scratch, and what of a standard model is retrained.
+    """Return the Runs in order: from scratch, then what of a standard model is retrained.
 
-    The control of these is the standard model, trained plainly on the same tokens; the others are distilled.
+    The control is the standard model, trained plainly on the same tokens; the others are distilled.
     """
     first = Run("scratch", "standard", 0, RATES["scratch"], steps)
-    runs = [Run("rate-scratch", wiring, 9, lr, steps // 6) for lr in TRIED["scratch"] for wiring in SCRATCH[:2]]
-    scratch = [dataclasses.replace(first, wiring=wiring, seed=seed) for wiring in SCRATCH for seed in SEEDS]
 
     def retrained(wirings, share, *seeds, kind="retrained"):
-        runs = []
-        for wiring in wirings:
-            how = "control" if wiring == "standard" else "distilled"
-            rates = TRIED[how] if kind == "rate-retrained" else [RATES[how]]
-            runs += [Run(kind, wiring, seed, lr, round(share * steps), first.name) for lr in rates for seed in seeds]
-        return runs
+        rates = {wiring: RATES["control" if wiring == "standard" else "distilled"] for wiring in wirings}
+        n_steps = round(share * steps)
+        return [Run(kind, wiring, seed, rates[wiring], n_steps, first.name) for wiring in wirings for seed in seeds]
 
-    few, most, n = RETRAINED[:2], RETRAINED, len(SEEDS)
-    runs += scratch[: 2 * n] + retrained(few, SHARES[1], 9, kind="rate-retrained")
-    runs += scratch[2 * n : 4 * n] + retrained(few, SHARES[1], 10, 11, 12)
-    runs += retrained(few, SHARES[2], 10) + retrained(few, SHARES[0], 10) + retrained(most[2:], SHARES[1], 10, 11, 12)
-    runs += retrained(GROUPED, SHARES[1], 10, 11, 12, kind="grouped") + retrained(most[2:], SHARES[2], 10)
-    runs += retrained(few, SHARES[3], 10) + scratch[4 * n :]
+    runs = [dataclasses.replace(first, wiring=wiring, seed=seed) for wiring in SCRATCH for seed in SEEDS]
     runs += [dataclasses.replace(first, n_layers=5, seed=seed) for seed in SEEDS]
-    return runs + retrained(most, SHARES[2], 11, 12)
+    runs += retrained(RETRAINED, SHARES[1], 10, 11, 12) + retrained(GROUPED, SHARES[1], 10, 11, 12, kind="grouped")
+    runs += retrained(RETRAINED, SHARES[2], 10, 11, 12)
+    return runs + retrained(RETRAINED[:2], SHARES[0], 10) + retrained(RETRAINED[:2], SHARES[3], 10)
 
 
 def commands(run, corpus, runs):
-    """Return two dicts {output: the words of its command}: what runs share, and what is this run's own.
+    """Return {output: the words of its command}, in order; the first scores are of the trained model.
 
     corpus, runs: the folders of the text and of all models.
     """
@@ -133,84 +119,79 @@ def commands(run, corpus, runs):
     def score(target, *flags):
         return {target: ["eval.py", *flags, "--text", corpus / "test.txt", *SCORING.split(), "--json", target]}
 
-    out, own, shared = runs / run.name, {}, {}
+    out, steps = runs / run.name, {}
     if run.kind == "grouped":
         flags = ["--checkpoint", runs / run.origin, "--lanes", "4", "--text", corpus / "retrain.jsonl"]
-        shared[runs / run.source] = ["-m", "extras.training.affinity", *flags, "--out", runs / run.source]
+        steps[runs / run.source] = ["-m", "extras.training.affinity", *flags, "--out", runs / run.source]
+    files = [corpus / ("retrain.jsonl" if run.origin else "train.jsonl"), "--valid", corpus / "valid.jsonl"]
+    steps[out] = ["adapt.py", *run.flags(runs), "--text", *files, "--out", out]
+    steps |= score(runs / f"{run.name}.jsonl", "--checkpoint", out)
     if run.origin:
         target = runs / f"{run.source}-in-{file_name(run.wiring)}.jsonl"
-        shared |= score(target, "--checkpoint", runs / run.source, "--wiring", run.wiring)
-    files = [corpus / ("retrain.jsonl" if run.origin else "train.jsonl"), "--valid", corpus / "valid.jsonl"]
-    own[out] = ["adapt.py", *run.flags(runs), "--text", *files, "--out", out]
-    return shared, own | score(runs / f"{run.name}.jsonl", "--checkpoint", out)
+        steps |= score(target, "--checkpoint", runs / run.source, "--wiring", run.wiring)
+    return steps
 
 
 def train(run, args, digests):
-    """Train a run, and score it, unless that is done; return its line: of the weights that are best on validation."""
-    shared, own = commands(run, args.corpus, args.runs)
-
-    def call(planned):
-        for target, words in planned.items():
-            if not (target.exists() and target.stat().st_size):  # eval.py makes its file when it begins
-                with open(f"{target}.out", "w") as log:
-                    how = {"stdout": log, "stderr": log, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
-                    code = subprocess.run([sys.executable, *map(str, words)], **how).returncode
-                if code:
-                    raise InputError(f"{target} was not made (code {code}): {target}.out says why")
-
-    with SHARED:
-        call(shared)
-    call(own)
-    scored = [target for target in (*own, *shared) if target.suffix == ".jsonl"]
-    nats = [read_lines(target, "nats_per_token")[-1]["nats_per_token"] for target in scored]
+    """Train and score a run, unless that is done; return its line, of the weights that are best on validation."""
+    steps = commands(run, args.corpus, args.runs)
+    for target, words in steps.items():
+        if not (target.exists() and target.stat().st_size):  # eval.py creates its file at the start
+            with open(f"{target}.out", "w") as log:
+                how = {"stdout": log, "stderr": log, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+                code = subprocess.run([sys.executable, *map(str, words)], **how).returncode
+            if code:
+                raise InputError(f"{target} was not made (code {code}): {target}.out says why")
+    scored = [target for target in steps if target.suffix == ".jsonl"]
+    nats = [read(target, "nats_per_token")[-1]["nats_per_token"] for target in scored]
     log = [json.loads(line) for line in read_text(f"{args.runs / run.name}.run/log.jsonl").splitlines()]
     curve = [(line["tokens"], line["valid"]) for line in log if "valid" in line]
-    of_any_place = commands(run, Path(args.corpus.name), Path(args.runs.name))
-    said = [["OMP_NUM_THREADS=1", "python", *map(str, words)] for some in of_any_place for words in some.values()]
+    anywhere = commands(run, Path(args.corpus.name), Path(args.runs.name)).values()
+    words = [shlex.join(["OMP_NUM_THREADS=1", "python", *map(str, words)]) for words in anywhere]
     return {
         "run": run.name, **dataclasses.asdict(run), "valid": min(loss for _, loss in curve), "curve": curve,
         "nats": nats[0], "before": nats[1] if run.origin else None, "tokens": curve[-1][0],
         "tokens_per_s": statistics.median(x["tokens_per_s"] for x in log[2:]), "sha256": digests,
-        **environment(World(0, 1, torch.device("cpu"))), "threads": 1, "command": " && ".join(map(shlex.join, said)),
+        **environment(World(0, 1, torch.device("cpu"))), "threads": 1, "command": " && ".join(words),
     }  # fmt: skip
 
 
-def of_small(wiring, n_layers=8):
-    return dataclasses.replace(rewired(SMALL, wiring), n_layers=n_layers)
+def speedups(wiring, n_layers=8):
+    """Return how many times as fast as the standard wiring SMALL decodes on two ranks, at each of LATENCIES.
 
-
-def speeds(wiring, n_layers=8):
-    """Return how many times as fast as in the standard wiring SMALL decodes on two ranks, at each of LATENCIES.
-
-    That is what the clock says, if its sublayers share SILENT out by what they read.
+    The clock computes it, given that the sublayers of a step share SILENT in proportion to the bytes they read.
     """
     work = decode_work(SMALL, torch.bfloat16, 2, 1, 64)
     n_bytes = SMALL.n_layers * (work["attention"].n_bytes + work["feed_forward"].n_bytes) + work["rest"].n_bytes
-    machine, found = Machine("measured", n_bytes / SILENT), []
+    machine, result = Machine("measured", n_bytes / SILENT), []
     for us in LATENCIES:
         times = times_of(SMALL, torch.bfloat16, 2, 1, 64, machine, Link("", us, None))
-        found.append(step_seconds(SMALL, times)[0] / step_seconds(of_small(wiring, n_layers), times)[0])
-    return found
+        result.append(step_seconds(SMALL, times)[0] / step_seconds(small(wiring, n_layers), times)[0])
+    return result
+
+
+def small(wiring, n_layers=8):
+    return dataclasses.replace(rewired(SMALL, wiring), n_layers=n_layers)
 
 
 def by_model(lines):
-    """Return {(kind, wiring, layers, steps): the lines of its seeds} and the number of steps from scratch."""
-    found = defaultdict(list)
+    """Return ({(kind, wiring, layers, steps): lines of all seeds}, the number of steps from scratch)."""
+    groups = defaultdict(list)
     for line in lines:
-        found[line["kind"], line["wiring"], line["n_layers"], line["steps"]].append(line)
-    return found, max((key[3] for key in found if key[0] == "scratch"), default=0)
+        groups[line["kind"], line["wiring"], line["n_layers"], line["steps"]].append(line)
+    return groups, max((key[3] for key in groups if key[0] == "scratch"), default=0)
 
 
 def tables(lines):
-    """Return Markdown: a row for each wiring, a row for each share of what is retrained, and one for each rate tried.
+    """Return Markdown: a row for each wiring, then one for each share of the tokens that is retrained on.
 
-    The percentages say how far a loss is above the standard wiring's, from scratch or retrained on as many tokens.
+    A percentage says how far a loss is above the standard wiring's, from scratch or retrained on as many tokens.
     """
-    found, steps = by_model(lines)
+    groups, steps = by_model(lines)
 
     def cell(kind, wiring, share, key="nats", n_layers=8):
         def losses(kind, *model):
-            return [line[key] for line in found.get((kind, *model, round(share * steps)), [])]
+            return [line[key] for line in groups.get((kind, *model, round(share * steps)), [])]
 
         if not (values := losses(kind, wiring, n_layers)):
             return ""
@@ -218,45 +199,38 @@ def tables(lines):
         spread = f" ({low:.3f}-{high:.3f})" if high > low else ""
         standard = losses(kind.replace("grouped", "retrained"), "standard", 8)
         is_base = (wiring, n_layers) == ("standard", 8)
-        above = f", {100 * (nats / statistics.median(standard) - 1):+.1f} %" if standard and not is_base else ""
+        above = f", {100 * (nats / statistics.median(standard) - 1):+.1f}%" if standard and not is_base else ""
         return f"{nats:.3f}{spread}{above}"
 
     head = ["wiring", "all-reduces", "from scratch", "standard weights in it"]
-    head += [f"retrained on {share:.0%}" for share in SHARES[1:3]] + [f"speed at {us / 1e3:g} ms" for us in LATENCIES]
+    head += [*(f"retrained on {share:.0%}" for share in SHARES[1:3]), f"speed at {LATENCIES[1] / 1e3:g} ms"]
     rows = []
 
     def add_row(label, wiring, scratch="scratch", again="retrained", n_layers=8):
-        how = {"n_layers": n_layers}
-        cells = [cell(scratch, wiring, 1, **how), cell(again, wiring, SHARES[1], "before", **how)]
-        cells += [cell(again, wiring, share, **how) for share in SHARES[1:3]]
+        cells = [cell(scratch, wiring, 1, n_layers=n_layers), cell(again, wiring, SHARES[1], "before", n_layers)]
+        cells += [cell(again, wiring, share, n_layers=n_layers) for share in SHARES[1:3]]
         if any(cells):
-            n = count_all_reduces(of_small(wiring, n_layers))
-            rows.append([label, str(n), *cells, *(f"{x:.2f}" for x in speeds(wiring, n_layers))])
+            n = count_all_reduces(small(wiring, n_layers))
+            rows.append([label, str(n), *cells, f"{speedups(wiring, n_layers)[1]:.2f}"])
 
-    for wiring in sorted({key[1] for key in found}, key=results.wiring_order):
+    for wiring in sorted({key[1] for key in groups}, key=results.wiring_order):
         add_row(wiring, wiring)
         add_row(f"{wiring}, grouped", wiring, scratch="", again="grouped")
     add_row("standard, 5 layers", "standard", n_layers=5)
-    told, gaps = [], {}
+    shares, gaps = [], {}
     for share in SHARES:
-        both = [found.get(("retrained", wiring, 8, round(share * steps))) for wiring in RETRAINED[:2]]
+        both = [groups.get(("retrained", wiring, 8, round(share * steps))) for wiring in RETRAINED[:2]]
         if all(both):
-            control, ladder = (statistics.median(line["nats"] for line in some) for some in both)
+            control, ladder = (statistics.median(line["nats"] for line in seeds) for seeds in both)
             gaps[share] = ladder - control
             cells = [cell("retrained", wiring, share) for wiring in RETRAINED[:2]]
-            told.append([f"{share:.0%}", *cells, f"{gaps[share]:.3f}"])
-    rates = [
-        [kind, wiring, f"{line['lr']:g}", f"{line['valid']:.3f}"]
-        for (kind, wiring, *_), some in found.items()
-        if kind.startswith("rate")
-        for line in some
-    ]
-    parts = (head, rows), (["retrained on", *RETRAINED[:2], "gap"], told), (["for", "wiring", "rate", "valid"], rates)
-    return "\n\n".join([*(results.markdown(*part) for part in parts), *fitted(gaps)])
+            shares.append([f"{share:.0%}", *cells, f"{gaps[share]:.3f}"])
+    both = results.markdown(head, rows), results.markdown(["retrained on", *RETRAINED[:2], "gap"], shares)
+    return "\n\n".join([*both, *fitted(gaps)])
 
 
 def fitted(gaps):
-    """Return a line that says how {share of the tokens: nats above the control} falls, if some are above it."""
+    """Return [a line that says how the gap falls], for {share of the tokens: nats above the control}."""
     points = [(math.log(share), math.log(gap)) for share, gap in gaps.items() if gap > 0]
     if len(points) < 2:
         return []
@@ -266,10 +240,10 @@ def fitted(gaps):
 
 def figure(lines):
     """Return the figure: loss over decoding speed, a panel for each of LATENCIES."""
-    found, steps = by_model(lines)
-    wirings = sorted({key[1] for key in found if key[0] in ("scratch", "retrained")}, key=results.wiring_order)
+    groups, steps = by_model(lines)
+    wirings = sorted({key[1] for key in groups if key[0] in ("scratch", "retrained")}, key=results.wiring_order)
     title = "Loss over decoding speed, by the clock from a measured step of 8 layers of dim 2560 on two CPU ranks"
-    drawn, axes = plot.panels(len(LATENCIES), 3.6, 3.8, title, sharey=True)
+    chart, axes = plot.panels(len(LATENCIES), 3.6, 3.8, title, sharey=True)
     states = [
         ("scratch", 1, "nats", {}),
         ("retrained", SHARES[1], "before", {"marker": "x"}),
@@ -278,19 +252,19 @@ def figure(lines):
     models = [*((wiring, 8, wiring) for wiring in wirings), ("standard", 5, "standard, 5 layers")]
     for i, (axis, us) in enumerate(zip(axes, LATENCIES, strict=True)):
         for (wiring, n_layers, label), (kind, share, key, marked) in itertools.product(models, states):
-            if some := found.get((kind, wiring, n_layers, round(share * steps))):
-                y, low, high = plot.middle([line[key] for line in some])
+            if seeds := groups.get((kind, wiring, n_layers, round(share * steps))):
+                y, low, high = plot.middle([line[key] for line in seeds])
                 if y > MOST:
                     continue
                 style = plot.look(wiring, wirings) | {"linestyle": "", "capsize": 2, "label": label} | marked
                 size = 4 if ":" in wiring or n_layers < 8 else 7  # a part of the layers
-                axis.errorbar(speeds(wiring, n_layers)[i], y, [[y - low], [high - y]], markersize=size, **style)
+                axis.errorbar(speedups(wiring, n_layers)[i], y, [[y - low], [high - y]], markersize=size, **style)
         axis.set(title=f"an all-reduce of {us / 1e3:g} ms", xlabel="tokens/s over standard's")
     axes[0].set_ylabel(
         "nats per token; full: from scratch;\ncross and open: standard weights in it,\nbefore and after retraining"
     )
-    plot.labelled(drawn, axes)
-    return drawn
+    plot.labelled(chart, axes)
+    return chart
 
 
 def parse(argv):
@@ -300,10 +274,8 @@ def parse(argv):
     p.add_argument("--json", type=cli.appendable, metavar="FILE", help="append a line for each run that has none there")
     words = "of a run from scratch, 2,048 tokens each"
     p.add_argument("--steps", type=number(int, 200), default=2000, metavar="N", help=words)
-    p.add_argument("--jobs", type=count, default=2, metavar="N", help="runs at a time, of a thread each")
-    p.add_argument("--seconds", type=count, metavar="S", help="start no run after so many")
     words = "train nothing: print the tables of such lines"
-    p.add_argument("--show", type=lines_with(*KEYS), metavar="FILE", help=words)
+    p.add_argument("--show", type=lines_of(*KEYS), metavar="FILE", help=words)
     p.add_argument("--figure", metavar="PNG", help="... and draw their figure")
     args = p.parse_args(argv)
     if not args.show and not (args.corpus and args.runs and args.json and not args.figure):
@@ -322,30 +294,16 @@ def main(argv=None):
             plot.save(args.figure, figure(args.show))
         return
     digests = {name: hashlib.sha256((args.corpus / name).read_bytes()).hexdigest() for name in FILES}
-    written = read_lines(args.json, *KEYS) if os.path.exists(args.json) else []
-    done, begin = {line["run"] for line in written}, time.monotonic()
+    done = {line["run"] for line in read(args.json, *KEYS)} if os.path.exists(args.json) else ()
     try:
         args.runs.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise InputError(f"--runs {args.runs}: {e.strerror}") from None
-    left, ended = [run for run in plan(args.steps) if run.name not in done], {}
-
-    def one(run):
-        if run.origin in ended:
-            ended[run.origin].result()  # its model
-        if args.seconds is None or time.monotonic() - begin < args.seconds:
+    for run in plan(args.steps):
+        if run.name not in done:
             line = train(run, args, digests)
             writing.append_line(args.json, line)
             print(f"{run.name}: {line['nats']:.4f} nats per token", flush=True)
-
-    with ThreadPoolExecutor(args.jobs) as pool:
-        for run in left:
-            ended[run.name] = pool.submit(one, run)
-        try:
-            for run in left:
-                ended[run.name].result()
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 if __name__ == "__main__":

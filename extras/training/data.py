@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from evaluation.score import SEPARATOR
 from formats.checkpoint import first_line, read_text
 from runtime import writing
 from runtime.errors import InputError
 
-SEPARATOR = "<|endoftext|>"
-CUT = 1 << 18  # characters of a document that SentencePiece learns from at once: it leaves out what is too long
-# A token on the disk: its id, the number of its document, and whether its prediction counts in the loss.
+MAX_CHARACTERS = 1 << 18  # of a text that SentencePiece gets: it leaves out longer ones
+# A token on disk: its id, the index of its document, and whether predicting it counts in the loss.
 TOKEN = np.dtype([("id", "<u4"), ("document", "<u4"), ("counts", "?")])
 
 
@@ -38,25 +38,22 @@ def documents(path):
 def _record(line, where):
     try:
         record = json.loads(line)
-        json.dumps(record, ensure_ascii=False).encode()  # half of a surrogate pair is no character
+        json.dumps(record, ensure_ascii=False).encode()  # fails for half of a surrogate pair
     except (ValueError, RecursionError) as e:
         raise InputError(f"{where} is not valid JSON: {first_line(e)}") from None
     match record:
         case {"text": str(text)}:
             return text
-        case {"messages": [_, *_] as messages} if all(map(_is_message, messages)):
-            return messages
+        case {"messages": [_, *_] as messages}:
+            if all(isinstance(m, dict) and {type(m.get("role")), type(m.get("content"))} == {str} for m in messages):
+                return messages
     raise InputError(f'{where} has neither a "text" nor "messages", each with a "role" and a "content"')
 
 
-def _is_message(m):
-    return isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-
-
 def encode(tokenizer, document, end):
-    """Return (ids, whether each counts) of a document: all of BOS text end, or only the assistant's answers of a chat.
+    """Return (ids, whether each counts in the loss). In a text all count; in a chat, the assistant's answers.
 
-    end: the id that ends a text, or None.
+    A text becomes BOS, its tokens, and the id `end` unless that is None.
     """
     if isinstance(document, str):
         ids = tokenizer.encode(document) + ([] if end is None else [end])
@@ -70,7 +67,7 @@ def encode(tokenizer, document, end):
             if not text.startswith(seen):
                 raise InputError("the chat template rewrites earlier messages when later ones come")
             longer = tokenizer.encode_markup(text)
-            if longer[: len(ids)] != ids:  # a token would reach across the border, but an answer starts a new one
+            if longer[: len(ids)] != ids:  # a token joins a prompt's end and an answer's start: split it there
                 longer = ids + tokenizer.encode_markup(text[len(seen) :])
             counts += [answer] * (len(longer) - len(ids))
             ids, seen = longer, text
@@ -78,10 +75,10 @@ def encode(tokenizer, document, end):
 
 
 def tokenize(paths, tokenizer, end, target, show=True):
-    """Write the tokens of all documents of the files, in their order, to the file target; return their number."""
+    """Write the tokens of the files' documents, in their order, to the file target; return how many there are."""
 
-    def encode_one(found):
-        document, where = found
+    def encode_one(record):
+        document, where = record
         try:
             return encode(tokenizer, document, end)
         except InputError as e:
@@ -107,14 +104,14 @@ def train_tokenizer(texts, vocab_size, path):
 
     if not texts:
         raise InputError("--text: no text to make a vocabulary of")
-    pieces = (text[i : i + CUT] for text in texts for i in range(0, len(text), CUT))
+    chunks = (text[i : i + MAX_CHARACTERS] for text in texts for i in range(0, len(text), MAX_CHARACTERS))
     try:
         with writing.new_file(path) as unfinished, open(unfinished, "wb") as f:
             SentencePieceTrainer.train(
-                sentence_iterator=pieces, model_writer=f, vocab_size=vocab_size, model_type="bpe", num_threads=1,
+                sentence_iterator=chunks, model_writer=f, vocab_size=vocab_size, model_type="bpe", num_threads=1,
                 byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity", split_digits=True,
                 remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, minloglevel=2,
-                max_sentence_length=4 * CUT,
+                max_sentence_length=4 * MAX_CHARACTERS,
             )  # fmt: skip
     except RuntimeError as e:  # too little text for so many pieces, or too few pieces for its characters
         raise InputError(f"--vocab-size {vocab_size} does not suit the text: {str(e).rpartition('] ')[2]}") from None
@@ -124,8 +121,8 @@ def train_tokenizer(texts, vocab_size, path):
 class Batch:
     """Windows packed with documents, none of which attends to another.
 
-    tokens, targets, positions (within the part of the document that lies in the window): (B, S). counts: (B, S) bool,
-    which targets are in the loss. mask: (B, S, S) bool, or None where each window holds one document.
+    tokens, targets, positions (in a window, each document starts at 0): (B, S). counts: (B, S) bool, which targets are
+    in the loss. mask: (B, S, S) bool, or None if each window holds one document.
     """
 
     tokens: torch.Tensor
@@ -139,9 +136,9 @@ class Batch:
 
 
 class Windows:
-    """The windows of a file of tokens, each of S tokens and their successors, in an order that depends on the seed.
+    """A file of tokens as windows of seq_len tokens and their successors, drawn in an order that depends on the seed.
 
-    called: the file's name in an InputError, for too few tokens or none that counts. at_most: tokens to use.
+    at_most: tokens to use. Raises InputError, in which the file is `called` so, if too few tokens count.
     """
 
     def __init__(self, path, seq_len, called="the file", seed=0, at_most=None):
@@ -154,7 +151,7 @@ class Windows:
             raise InputError(f"{called} has no token that counts: in chats only the assistant's answers do")
 
     def indices(self, first, n):
-        """Return the windows of n draws from draw `first` on: epoch after epoch, each in an order of its own."""
+        """Return the indices of draws `first` to first + n. Each epoch draws every window once, in its own order."""
 
         def order(epoch):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
@@ -165,17 +162,16 @@ class Windows:
         return [orders[i // self.n][i % self.n].item() for i in draws]
 
     def batch(self, indices):
-        """Return the Batch of some windows; None among the indices is a row in which nothing counts."""
+        """Return a Batch of these windows. A row whose index is None counts in no loss."""
         S = self.seq_len
         rows = np.stack([self.tokens[(i or 0) * S : (i or 0) * S + S + 1] for i in indices])
         ids, document = (torch.from_numpy(rows[name].astype(np.int64)) for name in ("id", "document"))
         same = document[:, 1:] == document[:, :-1]
-        wanted = torch.tensor([i is not None for i in indices])[:, None]
-        counts = torch.from_numpy(rows["counts"][:, 1:]) & same & wanted
-        document, place = document[:, :-1], torch.arange(S)
-        begins = F.pad(~same[:, :-1], (1, 0), value=True)
-        positions = place - torch.where(begins, place, 0).cummax(-1).values
-        mask = None
-        if begins[:, 1:].any():
+        is_drawn = torch.tensor([i is not None for i in indices])[:, None]
+        counts = torch.from_numpy(rows["counts"][:, 1:]) & same & is_drawn
+        document, place, mask = document[:, :-1], torch.arange(S), None
+        starts = F.pad(~same[:, :-1], (1, 0), value=True)
+        positions = place - torch.where(starts, place, 0).cummax(-1).values
+        if starts[:, 1:].any():
             mask = (document[:, :, None] == document[:, None]) & (place[:, None] >= place)
         return Batch(ids[:, :-1], ids[:, 1:], counts, positions, mask)

@@ -1,64 +1,71 @@
-"""The lanes of whole weights, for training: each computes with its part of every matrix, as tp.py cuts it."""
+"""Lanes in training: each computes with its slices of the whole weights, as tp.py cuts them for a rank."""
 
 import copy
 import functools
 from types import SimpleNamespace
 
 import torch
-import torch.nn as nn
 from torch.func import functional_call
 
 import tp
 from model import Attention, FeedForward
+from runtime.errors import load_extra
 
 
-class Part:
-    """What a lane computes of a module: its forward, with a part of its weights. held: of tp.held, by their names."""
-
-    def __init__(self, module, held):
-        self.held = held
-        self.shape = copy.deepcopy(module)  # without weights: head counts are read from it
-        for name, linear in self.shape.named_children():
-            if isinstance(linear, nn.Linear):
-                linear.out_features, linear.in_features = held[f"{name}.weight"][1]
-
-    def cut(self, name, whole):
-        _, _, _, dim, ranges, _ = self.held[name]
-        if ranges == []:
-            return torch.zeros_like(whole)
-        return whole if ranges is None else torch.cat([whole.narrow(dim, a, b - a) for a, b in ranges], dim)
-
-    def __call__(self, module, args):
-        return functional_call(self.shape, {n: self.cut(n, p) for n, p in module.named_parameters()}, args)
+def cut(weight, piece):
+    """Return what a tp.ShardSlice says of a whole weight."""
+    if piece.ranges == []:
+        return torch.zeros_like(weight)
+    if piece.ranges is None:
+        return weight
+    return torch.cat([weight.narrow(piece.dim, start, stop - start) for start, stop in piece.ranges], piece.dim)
 
 
-class Laned:
-    """A module that takes a lane before its other arguments."""
+class InLanes:
+    """A module of whole weights, of which each lane uses slices. Its forward takes a lane before the other arguments.
+
+    shards: for each lane, a module of the shard's shape without weights, and {name of a weight: tp.ShardSlice}.
+    """
 
     def forward(self, lane, *args):
-        return self.parts[lane](self, args)
+        module, slices = self.shards[lane]
+        return functional_call(module, {n: cut(weight, slices[n]) for n, weight in self.named_parameters()}, args)
 
 
-class LanedAttention(Laned, Attention):
+class AttentionInLanes(InLanes, Attention):
     pass
 
 
-class LanedFeedForward(Laned, FeedForward):
+class FeedForwardInLanes(InLanes, FeedForward):
     pass
 
 
 def split(model):
-    """Split the attentions and MLPs of a model on the device "meta" in its config's lanes; return the lanes."""
-    lanes = [SimpleNamespace(layers=[], norm=model.norm) for _ in range(model.config.lanes)]
-    held = [tp.held(model.config, torch.float32, lane, len(lanes), model) for lane in range(len(lanes))]
+    """Let the attentions and MLPs of a model on the device "meta" compute in its config's lanes; return the lanes."""
+    lanes = [SimpleNamespace(config=model.config, layers=[]) for _ in range(model.config.lanes)]
+    plans = [tp.shard_slices(model.config, torch.float32, lane, len(lanes), model) for lane in range(len(lanes))]
     for i, block in enumerate(model.layers):
-        for name, kind in ("attention", LanedAttention), ("feed_forward", LanedFeedForward):
-            module, prefix = getattr(block, name), f"layers.{i}.{name}."
-            own = [{n.removeprefix(prefix): part for n, part in of.items() if n.startswith(prefix)} for of in held]
-            module.parts = [Part(module, part) for part in own]
-            module.__class__ = kind
+        for name, in_lanes in ("attention", AttentionInLanes), ("feed_forward", FeedForwardInLanes):
+            module, shards = getattr(block, name), []
+            for plan in plans:
+                shard, slices = copy.deepcopy(module), {}
+                for weight, _ in module.named_parameters():
+                    slices[weight] = piece = plan[f"layers.{i}.{name}.{weight}"]
+                    if weight.startswith("w") and weight.endswith(".weight"):
+                        linear = shard.get_submodule(weight.removesuffix(".weight"))
+                        linear.out_features, linear.in_features = piece.shape  # head counts are read from them
+                shards.append((shard, slices))
+            module.shards, module.__class__ = shards, in_lanes
         norms = {name: norm for name, norm in block.named_children() if name.endswith("norm")}
-        for number, lane in enumerate(lanes):
-            parts = {name: functools.partial(getattr(block, name), number) for name in ("attention", "feed_forward")}
-            lane.layers.append(SimpleNamespace(**parts, **norms))
+        for lane, layers in enumerate(lanes):
+            attention, feed_forward = (functools.partial(m, lane) for m in (block.attention, block.feed_forward))
+            layers.layers.append(SimpleNamespace(attention=attention, feed_forward=feed_forward, **norms))
     return lanes
+
+
+def streams(model, x, metadata):
+    """Return the running streams of a model's lanes, from the embeddings x (B, S, D) on."""
+    config = model.config
+    comm = load_extra("lanes", f"wiring {config.wiring}").LaneSums(model.comm, config.lanes, config.lanes)
+    sublayers = [model.sublayers(metadata, lane=lane) for lane in model.lanes]
+    return [config.named_wiring.stream(x, each, comm, config) for each in sublayers]

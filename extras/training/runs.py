@@ -1,6 +1,5 @@
 """The folder of a run: settings, tokens, log, states and the best weights so far, until its output is complete."""
 
-import argparse
 import contextlib
 import json
 import math
@@ -11,55 +10,39 @@ import signal
 from extras.training.data import Windows, documents, tokenize, train_tokenizer
 from formats import checkpoint
 from formats.tokenizer import check_vocabulary, load_tokenizer
-from model import WIRINGS, Config
+from model import Config
 from runtime import cli, writing
 from runtime.errors import InputError
 from tp import shard_plan
 
-NEEDED = ["state-*", "best-*", "*.tmp", "*.tokens", "best.json"]  # by a run that has not ended; best.json goes last
-MACHINE = ["out", "device", "micro_batch", "recompute", "compile", "save_every", "timeout"]  # may change
+TEMPORARY = "state-*", "best-*", "*.tmp", "*.tokens", "best.json"  # what finish() removes; best.json goes last
+MACHINE_FLAGS = "out", "device", "micro_batch", "recompute", "compile", "save_every"  # may change in a run
 
 
-def describe(args):
-    """Return (the Config to train, the checkpoint's or None, the teacher's or None); autoN is the last N layers here.
-
-    Completes args.seq_len.
-    """
-    own = taught = None
+def read_configs(args):
+    """Return the Config to train, and the teacher's or None. Complete args.seq_len."""
+    teacher = None
     if args.checkpoint:
-        config = own = checkpoint.read_original(args.checkpoint)
+        own = checkpoint.read_original(args.checkpoint)
     else:
         if args.dim % (2 * args.n_heads):
             raise InputError(f"--dim {args.dim} is not an even multiple of --n-heads {args.n_heads}")
-        config = Config(
+        own = Config(
             args.n_layers, args.n_heads, args.n_kv_heads, args.dim // args.n_heads, args.dim, args.intermediate_size,
             args.vocab_size, args.seq_len or 256, tie_embeddings=True, bos_id=1, eos_ids=(2,),
         )  # fmt: skip
-    args.seq_len = args.seq_len or min(2048, config.max_seq_len)
-    if args.seq_len > config.max_seq_len:
-        raise InputError(f"--seq-len {args.seq_len} is longer than the context of {config.max_seq_len}")
-    wiring = args.wiring.replace(":auto", ":") if is_auto(args) else args.wiring
-    config = cli.with_wiring(config, argparse.Namespace(**vars(args) | {"wiring": wiring}))
+    args.seq_len = args.seq_len or min(2048, own.max_seq_len)
+    if args.seq_len > own.max_seq_len:
+        raise InputError(f"--seq-len {args.seq_len} is longer than the context of {own.max_seq_len}")
+    config = cli.with_wiring(own, args)
     _check_trainable(config)
-    if is_auto(args) and (not own or own.wiring != "standard" or not keeps_norms(config) or config.period):
-        raise InputError(f"--wiring {args.wiring} needs a standard --checkpoint, whose layers it tries one by one")
     if args.distill:
-        taught = checkpoint.read_original(args.distill)
-        _check_trainable(taught)
+        teacher = checkpoint.read_original(args.distill)
+        _check_trainable(teacher)
         if args.distill == args.checkpoint and own.function == config.function:
             raise InputError(f"{args.checkpoint} is {own.wiring} already: name its original, --distill DIR")
-        check_vocabulary(config, args.checkpoint, taught, args.distill, f"--distill {args.distill}")
-    return config, own, taught
-
-
-def is_auto(args):
-    """Return whether --wiring asks for the least sensitive layers."""
-    return ":auto" in (args.wiring or "")
-
-
-def keeps_norms(config):
-    """Return whether a model in this wiring has all the weights to run as a standard one, too."""
-    return config.named_wiring.norms == WIRINGS["standard"].norms
+        check_vocabulary(config, args.checkpoint, teacher, args.distill, f"--distill {args.distill}")
+    return config, teacher
 
 
 def _check_trainable(config):
@@ -77,21 +60,23 @@ def reserved(out, run):
     with writing.reserved(out):
         step = best(run)["step"]
         if step is not None and not (run / f"best-{step}").exists():
-            _remove_needed(run)  # it was killed after finish() had published its best weights
+            _remove_temporary(run)  # it was killed after finish() had published its best weights
         writing.check_absent(out)
         yield
 
 
 def prepare(run, args):
-    """Make the folder with its tokenizer and tokens, or check that its run has these settings.
+    """Make the folder with its tokenizer and tokens, or check that the run in it has these settings.
 
-    Where files cannot be used, no new folder stays.
+    Raises InputError; then no new folder stays.
     """
-    settings = {f"--{name.replace('_', '-')}": v for name, v in vars(args).items() if name not in MACHINE}
-    path, new = run / "settings.json", not run.exists()
+    settings = {f"--{name.replace('_', '-')}": v for name, v in vars(args).items() if name not in MACHINE_FLAGS}
+    path, is_new = run / "settings.json", not run.exists()
     try:
         settings["bytes of --text and --valid"] = [os.path.getsize(file) for file in (*args.text, args.valid)]
-        if path.exists() and (run / "valid.tokens").exists():  # else its output was complete, and is gone
+        if (
+            path.exists() and (run / "valid.tokens").exists()
+        ):  # without tokens the run has ended, and its output is gone
             before = json.loads(path.read_text())
             for name, now in settings.items():
                 if before.get(name) != now:
@@ -100,23 +85,23 @@ def prepare(run, args):
             return
         run.mkdir(parents=True, exist_ok=True)
         if args.checkpoint:
-            checkpoint.copy_tokenizer(args.checkpoint, run)
+            writing.copy_tokenizer(args.checkpoint, run)
             config = checkpoint.read_config(args.checkpoint)
-            tokenizer, ends = load_tokenizer(run, config.vocab_size), config.eos_ids
+            tokenizer, eos_ids = load_tokenizer(run, config.vocab_size), config.eos_ids
             if tokenizer is None:
                 raise InputError(f"{args.checkpoint} has no tokenizer: convert it with --tokenizer FILE")
         else:
-            texts = [d for path in args.text for d, _ in documents(path) if isinstance(d, str)]
+            texts = [document for file in args.text for document, _ in documents(file) if isinstance(document, str)]
             train_tokenizer(texts, args.vocab_size, run / "tokenizer.model")
-            tokenizer, ends = load_tokenizer(run), (2,)  # </s>
+            tokenizer, eos_ids = load_tokenizer(run), (2,)
         for name, files in ("train", args.text), ("valid", [args.valid]):
-            tokenize(files, tokenizer, ends[0] if ends else None, run / f"{name}.tokens")
+            tokenize(files, tokenizer, eos_ids[0] if eos_ids else None, run / f"{name}.tokens")
         windows(run, args)
         writing.write_text(path, json.dumps(settings, indent=2) + "\n")
     except OSError as e:
         raise InputError(f"{e.filename2 or e.filename}: {e.strerror}") from None
     finally:
-        if new and not path.exists():
+        if is_new and not path.exists():
             shutil.rmtree(run, ignore_errors=True)
 
 
@@ -127,9 +112,9 @@ def windows(run, args):
 
 
 def finish(run, out):
-    """Make the best weights the output; the log stays, what only a run needs goes."""
+    """Make the best weights the output, and remove from the run all but its log and settings."""
     writing.publish(run / f"best-{best(run)['step']}", out)
-    _remove_needed(run)
+    _remove_temporary(run)
 
 
 def best(run):
@@ -138,30 +123,30 @@ def best(run):
     return json.loads(path.read_text()) if path.exists() else {"step": None, "nats": math.inf}
 
 
-def _remove_needed(run):
-    for path in (path for pattern in NEEDED for path in run.glob(pattern)):
+def _remove_temporary(run):
+    for path in (path for pattern in TEMPORARY for path in run.glob(pattern)):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def cut_log(path, step):
-    """Remove from a log what comes after a step: the lines that a run will write again."""
+    """Remove the lines after a step, which the run will write again, and a line that was cut off."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     writing.write_text(path, "".join(x for x in lines if x.endswith("\n") and json.loads(x)["step"] <= step))
 
 
 @contextlib.contextmanager
-def interruption():
-    """Yield a list that is empty until a first Ctrl-C or SIGTERM, which the block may heed; a second one ends it."""
-    asked, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+def interruptions():
+    """Yield a list to which the first Ctrl-C or SIGTERM is added; a second one acts as before."""
+    received, before = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def restore(*heard):
-        asked.extend(heard[:1])
+    def restore(*arguments):
+        received.extend(arguments[:1])
         for number, handler in before.items():
             signal.signal(number, handler)
 
     for number in before:
         signal.signal(number, restore)
     try:
-        yield asked
+        yield received
     finally:
         restore()

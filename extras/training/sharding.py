@@ -1,7 +1,7 @@
-"""Training on several devices: weights in shards (FSDP2), saved and loaded as shards.
+"""Training on several devices: FSDP2 shards the weights, which are saved and loaded as shards.
 
-FSDP2 cuts every parameter along its first dimension, one part per rank, and gathers it where it is used. What is
-gathered together is an attention, an MLP, or the rest (embedding, norms, head).
+FSDP2 cuts every parameter along its first dimension, one chunk per rank, and gathers it for use. Each attention and
+each MLP is gathered at once, and so is the rest (embedding, norms, head).
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from runtime.errors import InputError
 
 @contextlib.contextmanager
 def process_group(world):
-    """Keep the group of all ranks, or make a group of one for the block: FSDP2 needs a group."""
+    """Keep the group of all ranks, or make one of this process alone for the block: FSDP2 needs a group."""
     if dist.is_initialized():
         yield
         return
@@ -36,7 +36,7 @@ def process_group(world):
 
 
 def shard(model, world, dtype):
-    """Shard a model made on the device "meta", in place: uninitialised float32 shards, which compute in dtype."""
+    """Shard a model from the device "meta" in place; parameters become uninitialized float32, it computes in dtype."""
     mesh = DeviceMesh.from_group(world.dist_group or dist.group.WORLD, world.device.type)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in model.layers:
@@ -51,7 +51,7 @@ def shard(model, world, dtype):
 
 @torch.no_grad()
 def fill(model, weights, world):
-    """Read this rank's part of each weight. weights: as for tp.load_shard. Raises InputError as that does."""
+    """Read this rank's rows of each weight. weights, InputError: as in tp.load_shard."""
     for name, parameter in model.named_parameters():
         checkpoint.check_shape(weights, name, parameter.shape)
         weights.fill(parameter.to_local(), name, 0, [_rows(parameter, world)])
@@ -61,9 +61,9 @@ def fill(model, weights, world):
 
 @torch.no_grad()
 def fill_afresh(model, seed, world):
-    """Draw matrices from N(0, 1 / columns), set norms to 1 and biases to 0: the same on any number of ranks.
+    """Draw matrices from N(0, 1 / columns), set norms to 1, biases to 0: the same weights on any number of ranks.
 
-    What adds to the stream, wo and w2, begins at 0: in every wiring a model begins as one without layers.
+    wo and w2 start at 0, so that in every wiring a model starts as one without layers.
     """
     for i, (name, parameter) in enumerate(model.named_parameters()):
         whole = torch.full(parameter.shape, float(parameter.dim() == 1 and not name.endswith("bias")))
@@ -75,9 +75,9 @@ def fill_afresh(model, seed, world):
 
 
 def _rows(parameter, world):
-    """Return the range of rows that this rank holds."""
-    most = -(-len(parameter) // world.tp_size)
-    return tuple(min(rank * most, len(parameter)) for rank in (world.rank, world.rank + 1))
+    """Return the range (start, stop) of this rank's rows."""
+    size = -(-len(parameter) // world.tp_size)
+    return tuple(min(rank * size, len(parameter)) for rank in (world.rank, world.rank + 1))
 
 
 def summed(values, world):
@@ -88,9 +88,9 @@ def summed(values, world):
 
 
 def write(run, best, model, dtype, world):
-    """Write the model as the checkpoint folder run/best-STEP, gathered one tensor at a time; best.json then names it.
+    """Write the checkpoint folder run/best-STEP, then best.json, which names it. best: {"step", "nats"}.
 
-    Every rank must call it; rank 0 writes. best: {"step", "nats"}.
+    Every rank must call this, since tensors are gathered one at a time; rank 0 writes.
     """
     parameters = dict(model.named_parameters())
 
@@ -102,11 +102,11 @@ def write(run, best, model, dtype, world):
             read(name)
         return
     target = run / f"best-{best['step']}"
-    shutil.rmtree(target, ignore_errors=True)  # from a run that was killed before best.json named it
+    shutil.rmtree(target, ignore_errors=True)  # it may be there if the run was killed before it wrote best.json
     with writing.new_folder(target) as folder:
-        checkpoint.write_config(folder, model.config)
-        checkpoint.copy_tokenizer(run, folder)
-        checkpoint.write_weights(folder, {name: p.numel() * dtype.itemsize for name, p in parameters.items()}, read)
+        writing.write_config(folder, model.config)
+        writing.copy_tokenizer(run, folder)
+        writing.write_weights(folder, {name: p.numel() * dtype.itemsize for name, p in parameters.items()}, read)
     writing.write_text(run / "best.json", json.dumps(best))
     for old in run.glob("best-*"):
         if old != target:
@@ -114,9 +114,9 @@ def write(run, best, model, dtype, world):
 
 
 def save(run, step, model, optimizer, world):
-    """Save all that step + 1 depends on, in shards, as run/state-STEP, and remove the states before it.
+    """Save the weights and the optimizer's state as run/state-STEP, and remove earlier ones.
 
-    Raises InputError where the disk is full.
+    Raises InputError if the disk is full.
     """
     unfinished, target = run / "state.tmp", run / f"state-{step}"
     weights, moments = get_state_dict(model, optimizer)
@@ -135,7 +135,7 @@ def save(run, step, model, optimizer, world):
 
 
 def restore(run, model, optimizer, world):
-    """Load the newest state of a run; return its step, or None where there is none."""
+    """Load the newest state of a run; return its step, or None if there is no state."""
     if not (states := _states(run)):
         return None
     step, path = states[-1]

@@ -8,10 +8,15 @@ import contextlib
 import itertools
 import os
 import secrets
+import sys
+from pathlib import Path
 
 import torch
 
 from kernels import cxx
+from runtime import watch
+from runtime.errors import InputError
+from tp import COLLECTIVES, Collective
 
 SLOTS, SLOT_BYTES = 8, 2**23  # of each rank; a slot takes memory only where a message has filled it
 NAME = "ladder-fast"
@@ -20,7 +25,7 @@ GROUP = "shared-memory"
 _numbers = itertools.count()
 
 
-class Unavailable(Exception):
+class Unavailable(InputError):
     """The ranks cannot share memory; the message says why."""
 
 
@@ -81,7 +86,7 @@ def abandon():
 
 def build():
     """Load the operators of shared_memory.cpp. Raises what cxx.load_operators does."""
-    cxx.load_group("shared_memory.cpp", "join_memory", "memory shared by ranks")
+    cxx.load_group(Path(__file__).with_name("shared_memory.cpp"), "join_memory", "memory shared by ranks")
 
 
 @contextlib.contextmanager
@@ -112,3 +117,13 @@ def _open(pid, fd, token):
     except OSError as e:
         raise Unavailable(f"rank 0's memory is out of reach: {e.strerror}") from None
     raise Unavailable("rank 0 is on another machine or in another container")
+
+
+def connect_watched(world):
+    """Return the group of connect(), whose progress the Watch sees."""
+    group = connect(world)
+    watch.monitors.add(sys.modules[__name__])
+    return group
+
+
+COLLECTIVES["shared-memory"] = Collective("CPU ranks of one machine through memory that they share", connect_watched)

@@ -1,4 +1,4 @@
-"""What this project's process groups in Python share: each does some collectives itself, and passes the others on."""
+"""What the extras' process groups in Python share: each does some collectives itself, and passes the others on."""
 
 import itertools
 

@@ -1,7 +1,7 @@
 """Speculative decoding: a draft proposes the next tokens of each row, and one pass of the model verifies them all.
 
 That pass costs one set of all-reduces, however many proposals accept() takes. A draft is a smaller model or the text
-itself; extras/drafts adds the model's own weights in another wiring, and @auto.
+itself, or, in rewired.py, the model's own weights in another wiring.
 
 Shape letters: B batch, P proposals of a row, V vocabulary, v this rank's part of it.
 """
@@ -19,7 +19,7 @@ from decoding.step import last_tokens
 from formats import checkpoint
 from formats.tokenizer import check_vocabulary
 from model import Config
-from runtime import extras, report
+from runtime import benchmarking
 from runtime.errors import InputError
 
 DEFAULT = 3  # proposals of a --draft without @K
@@ -29,7 +29,7 @@ NGRAM = 3, 2  # lengths that Ngrams looks up, in this order
 class Draft:
     """A source of proposals.
 
-    control: Fixed, or extras.drafts.Auto. runner: the Runner (generate.py) of the model that proposes, or None.
+    control: Fixed, or rewired.Auto. runner: the Runner (generate.py) of the model that proposes, or None.
     counts: the numbers of proposals that a pass may have. drafted: the proposals for a row so far in this generation.
     accepted: a Counter of how many proposals of a row a pass accepted, over the passes and rows that had proposals.
     """
@@ -260,7 +260,7 @@ class Source(NamedTuple):
         contents = {"--draft": f"{self.name}@{self.count}"}
         if self.folder:
             contents["contents of --draft"] = checkpoint.digest(self.folder)
-            contents["hardware"] = f"{report.processor()}, {torch.get_num_threads()} threads"
+            contents["hardware"] = f"{benchmarking.processor()}, {torch.get_num_threads()} threads"
         return contents
 
 
@@ -269,16 +269,17 @@ def read_draft(text, config, folder, tp_size):
     name, at, count = text.rpartition("@")
     if not at or not (count == "auto" or count.isdecimal()):
         name, count = text, str(DEFAULT)
-    extra = extras.load("drafts", f"--draft {text}") if count == "auto" or name.startswith("wiring:") else None
+    from extras.drafts import rewired  # which imports this file
+
     count = max_count = count if count == "auto" else int(count)
     if count == "auto":
-        max_count = max(extra.Auto.counts)
+        max_count = max(rewired.Auto.counts)
     elif not 1 <= count < config.max_seq_len:
         raise InputError(f"--draft {text}: @{count} must be from 1 to the context of {config.max_seq_len}, or @auto")
     if name == "ngram":
         return Source(name, count, max_count)
     if name.startswith("wiring:"):
-        return Source(name, count, max_count, extra.wiring_of(config, name, tp_size))
+        return Source(name, count, max_count, rewired.wiring_of(config, name, tp_size))
     if not os.path.isdir(name):
         raise InputError(f"--draft {text!r} is no folder, nor is it ngram or wiring:NAME")
     draft = checkpoint.read_config(name)
@@ -293,11 +294,13 @@ def build(source, runner, new_runner, load):
 
     new_runner(model, cache=None): a Runner with that cache, or one of its own. load(config, folder): a whole model.
     """
-    control = extras.load("drafts", "@auto").Auto() if source.count == "auto" else Fixed(source.count)
+    from extras.drafts import rewired
+
+    control = rewired.Auto() if source.count == "auto" else Fixed(source.count)
     if source.config is None:
         return Ngrams(control)
     if source.folder is None:
-        return extras.load("drafts", source.name).rewired_draft(control, runner, new_runner, source.config)
+        return rewired.rewired_draft(control, runner, new_runner, source.config)
     return SmallModel(control, new_runner(load(source.config, source.folder)))
 
 

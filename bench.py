@@ -1,0 +1,274 @@
+"""Compare the speed of wirings at several batch sizes and numbers of ranks.
+
+./bench.sh                                                                  # a comparison that suits this machine
+./bench.sh --checkpoint demo --tp 1 2 --batch 1 4 --wiring standard ladder  # the same as: python bench.py ...
+torchrun --nnodes=2 --nproc_per_node=8 ... bench.py --model 70b             # on each of several nodes
+
+For each number of ranks, the ranks start once, load the weights once and compile each wiring at each batch size once.
+In every round, each of these cells then generates once, one after another, so that other programs on the machine slow
+all of them alike. A speed-up is the median of the ratios to the standard wiring within each round. On one rank only the
+standard wiring runs, since all wirings cost about the same there.
+"""
+
+import contextlib
+import copy
+import functools
+import itertools
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+
+if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads stall a busy machine
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import torch
+
+import generate
+from decoding.sampling import Sampler
+from formats import checkpoint
+from formats.sizes import named_size
+from model import rewired
+from runtime import benchmarking, cli, launch, report, watch, writing
+from runtime.benchmarking import in_turns, quartiles
+from runtime.cli import count, number
+from runtime.errors import InputError
+
+LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and their share of the bandwidth means nothing
+
+# ---- The cells: a wiring at a batch size -----------------------------------------------------------------------------
+
+
+def read_config(args):
+    """Return the name of the model that the flags give, and its Config."""
+    if args.checkpoint:
+        return checkpoint.name(args.checkpoint), checkpoint.read_config(args.checkpoint)
+    return args.model.partition(":")[0], named_size(args.model)
+
+
+def load_models(config, wirings, args, world):
+    """Return {wiring: model}. All share one set of weights, except for those with lanes of their own."""
+    configs, models, base = [rewired(config, wiring) for wiring in wirings], {}, None
+    for one in sorted(configs, key=lambda one: len({norm for w in one.wirings for norm in w.norms}), reverse=True):
+        shared = one.lanes is None and one.named_wiring.model is None
+        if shared and base is not None:  # loaded first, the base has all norms that others need
+            models[one.wiring] = copy.copy(base)
+            models[one.wiring].config = one
+        else:
+            models[one.wiring] = generate.load_model(one, args.checkpoint, args.dtype, world)
+            base = models[one.wiring] if shared else base
+    return {one.wiring: models[one.wiring] for one in configs}
+
+
+def make_cells(models, args, world):
+    """Return {(wiring, batch): (runner, prompts)}. Cells with a cache of the same shape share it."""
+    cells, caches, compiles = {}, {}, (args.compile != "none", args.compile == "all")
+    random = torch.Generator().manual_seed(0)
+    for (wiring, model), batch in itertools.product(models.items(), args.batch):
+        prompts = torch.randint(model.config.vocab_size, (batch, args.prompt_length), generator=random).tolist()
+        key = model.config.lanes, batch
+        caches[key] = caches.get(key) or generate.make_cache(model, batch, args.prompt_length + args.new_tokens)
+        cells[wiring, batch] = generate.Runner(model, caches[key], *compiles), prompts
+    if any(compiles):
+        compile_cells(cells, args, world)
+    return cells
+
+
+def compile_cells(cells, args, world):
+    """Compile all cells, and say how long each takes."""
+    from runtime import compiling
+
+    for n, ((wiring, batch), cell) in enumerate(cells.items(), start=1):
+        seconds = compiling.warm_up(*cell, args.new_tokens, generate.BUCKET)
+        if world.rank == 0:
+            what = f"compiled {n} of {len(cells)}, {wiring} at batch {batch}"
+            print(f"tp {world.tp_size}: {what}, in {seconds:.1f} s", file=sys.stderr)
+
+
+# ---- Measuring -------------------------------------------------------------------------------------------------------
+
+
+def measure(args, world):
+    """Measure all cells on these ranks; return a line of results for each."""
+    with world.together():
+        name, config = read_config(args)
+        wirings = list(dict.fromkeys(args.wiring))
+        if world.tp_size == 1:
+            wirings = ["standard"] if "standard" in wirings else wirings[:1]
+    bandwidth = world.gather(benchmarking.read_bandwidth(world.device, world))
+    cells = make_cells(load_models(config, wirings, args, world), args, world)
+    sample = Sampler(0, device=world.device)
+    watch.at("measurement", timed=False)
+
+    def run(runner, prompts):
+        return generate.generate(runner, prompts, args.new_tokens, sample)
+
+    ways = {key: functools.partial(run, *cell) for key, cell in cells.items()}
+    in_turns(ways, 1)  # to allocate memory
+    if world.rank == 0:
+        print(f"tp {world.tp_size}: {args.repeats} rounds of {', '.join(wirings)} ...", file=sys.stderr)
+    unguarded = contextlib.nullcontext()
+    if args.compile != "none":
+        from runtime import compiling
+
+        unguarded = compiling.without_guards(world.device)
+    with unguarded:
+        rounds = in_turns(ways, args.repeats)
+    made = benchmarking.environment(world) | {"commit": benchmarking.git_commit(), "command": shlex.join(sys.argv)}
+    lines = []
+    for (wiring, batch), runs in rounds.items():
+        runner, standard = cells[wiring, batch][0], rounds.get(("standard", batch))
+        ms = [1e3 * run.decode_s / (run.steps - 1) for run in runs]
+        read = report.step_bytes(runner.model, runner.cache, args.prompt_length + args.new_tokens / 2)
+        lines.append({
+            "model": name, "n_layers": config.n_layers, "quant": config.quant, "wiring": wiring, "batch": batch,
+            "dtype": checkpoint.dtype_name(runner.model.dtype), "comm": args.comm, "compile": args.compile,
+            "prompt_tokens": args.prompt_length, "new_tokens": args.new_tokens, "tpot_ms": ms,
+            "ttft_ms": [1e3 * run.prefill_s for run in runs], "tok_s": 1e3 * batch / statistics.median(ms),
+            "times_standard": ratios(standard, runs, "decode_s"),
+            "prefill_times_standard": ratios(standard, runs, "prefill_s"), "step_bytes": int(read),
+            "bandwidth": bandwidth, "mbu": 1e3 * read / statistics.median(ms) / bandwidth[0], **made,
+        })  # fmt: skip
+    return lines
+
+
+def ratios(standard, runs, seconds):
+    """Return how many times as fast as standard each round was, or None without standard."""
+    pairs = zip(standard, runs, strict=True) if standard else ()
+    return [getattr(a, seconds) / getattr(b, seconds) for a, b in pairs] or None
+
+
+# ---- The table -------------------------------------------------------------------------------------------------------
+
+
+def markdown(head, rows):
+    """Return a table; head: the cells of its first row, rows: a list of as many cells each."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
+
+
+def cell(line, ms, times_standard, bound):
+    """Return milliseconds (their quartiles) and the speed-up, marked as the legend says.
+
+    ms, times_standard: keys of the line. bound: the line of upper-bound for the same batch and ranks, or None.
+    """
+    low, middle, high = (f"{value:.2f}" for value in quartiles(line[ms]))
+    text = f"{middle} ({low}-{high}) ms"
+    if line["wiring"] == "standard" or not line[times_standard]:
+        return text
+    low, middle, high = quartiles(line[times_standard])
+    above = bound is not None and middle > statistics.median(bound[times_standard])
+    return f"{text}, {'~' * (low <= 1 <= high)}{middle:.2f}x{'^' * above}"
+
+
+def tables(lines):
+    """Return two Markdown tables, of decode and prefill: a row for each (ranks, wiring), a column for each batch."""
+    batches = sorted({line["batch"] for line in lines})
+    by_key = {(line["tp"], line["wiring"], line["batch"]): line for line in lines}
+
+    def table(ms, times_standard):
+        rows = []
+        for tp, wiring in dict.fromkeys(key[:2] for key in by_key):
+            cells = [str(tp), wiring]
+            for batch in batches:
+                line, bound = by_key.get((tp, wiring, batch)), by_key.get((tp, "upper-bound", batch))
+                cells.append(cell(line, ms, times_standard, bound) if line else "")
+                if line and ms == "tpot_ms":
+                    cells[-1] += f", {line['tok_s']:.0f} tok/s"
+                    cells[-1] += f", {100 * line['mbu']:.0f} %" * (line["step_bytes"] >= LARGE)
+            rows.append(cells)
+        return markdown(["ranks", "wiring", *(f"batch {batch}" for batch in batches)], rows)
+
+    one = lines[0]
+    how = "eager" if one["compile"] == "none" else "compiled"
+    return (
+        f"{one['model']}, {one['n_layers']} layers, {one['quant'] or one['dtype']}, {how}; {one['hardware']}; prompt "
+        f"{one['prompt_tokens']}, {one['new_tokens']} new tokens; torch {one['torch']}, commit {one['commit']}\n\n"
+        f"Decode, time per token:\n\n{table('tpot_ms', 'times_standard')}\n\n"
+        f"Prefill, time to first token:\n\n{table('ttft_ms', 'prefill_times_standard')}\n\n"
+        f"Medians (quartiles) of {len(one['tpot_ms'])} rounds. x: times as fast as standard, the median ratio within a "
+        "round; `~`: its quartiles include 1, `^`: above the upper bound, which is noise; %: of the memory's bandwidth."
+    )
+
+
+# ---- The command line ------------------------------------------------------------------------------------------------
+
+
+def parse(argv):
+    gpus, cores = torch.cuda.device_count(), available_cores()
+    p = cli.Parser(__doc__)
+    which = p.add_mutually_exclusive_group()
+    which.add_argument("--checkpoint", metavar="DIR", help="a folder of weights, e.g. demo")
+    size = "8b" if gpus else "1b"
+    which.add_argument("--model", metavar="NAME[:N]", help=f"random weights, as generate.py's (default: {size})")
+    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the weights (default: the checkpoint's, or bfloat16)")
+    tps = [tp for tp in (1, 2, 4, 8) if tp <= (gpus or cores)]
+    p.add_argument("--tp", type=count, nargs="+", default=tps, metavar="N", help="numbers of ranks")
+    p.add_argument("--batch", type=count, nargs="+", default=[1, 4, 16], metavar="B", help="batch sizes")
+    names = ["standard", "ladder", "parallel-ladder", "upper-bound"]
+    p.add_argument("--wiring", nargs="+", default=names, metavar="NAME", help="as --wiring of generate.py")
+    length, new = (1024, 512) if gpus else (64, 32)
+    p.add_argument("--prompt-length", type=count, default=length, metavar="N", help="random tokens of each row")
+    p.add_argument("--new-tokens", type=number(int, 2), default=new, metavar="N", help="the first is the prefill's")
+    p.add_argument("--repeats", type=count, default=5, metavar="N", help="rounds, in which each cell generates once")
+    words = "what is compiled: the decode step, the prefill too, or none, which starts at once"
+    p.add_argument("--compile", choices=("decode", "all", "none"), default="decode", help=words)
+    cli.add_rank_flags(p)
+    cli.add_comm_flag(p)
+    p.add_argument("--json", type=cli.appendable, default="bench.jsonl", metavar="FILE", help="append a line per cell")
+    args = p.parse_args(argv)
+    args.model = args.model or (None if args.checkpoint else size)
+    _, config = read_config(args)
+    for wiring in args.wiring:
+        rewired(config, wiring)  # raises InputError before any rank starts
+    if args.prompt_length + args.new_tokens > config.max_seq_len:
+        asked = f"--prompt-length {args.prompt_length} and --new-tokens {args.new_tokens}"
+        raise InputError(f"{asked} exceed the context of {config.max_seq_len}")
+    return args
+
+
+def available_cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def start(tp, args, argv):
+    """Run this script on so many ranks; returns its exit code."""
+    environment = os.environ | {"BENCH_PART": "1"}  # this process prints one table of all
+    if args.device == "cpu" or not torch.cuda.device_count():
+        environment["OMP_NUM_THREADS"] = str(max(1, available_cores() // tp))
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={tp}"] if tp > 1 else []
+    if tp == 1:
+        environment |= {"RANK": "0", "WORLD_SIZE": "1"}  # as torchrun would set them
+    process = subprocess.Popen([sys.executable, *words, __file__, *argv], env=environment)
+    try:
+        return process.wait()
+    except BaseException:  # Ctrl-C, or a signal to end
+        process.terminate()
+        process.wait()
+        raise
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    args = parse(argv)
+    if "RANK" in os.environ:  # one of the ranks
+        alone = {"comm": "auto"} if launch.rank_and_size()[1] == 1 else {}
+        world = launch.join(args.device, vars(args) | alone)
+        lines = measure(args, world)
+        for line in lines if world.rank == 0 else ():
+            writing.append_line(args.json, line)
+        if world.rank == 0 and "BENCH_PART" not in os.environ:
+            print(tables(lines))
+        return
+    before = os.path.getsize(args.json) if os.path.exists(args.json) else 0
+    for tp in args.tp:
+        if code := start(tp, args, argv):
+            sys.exit(code)  # a rank has said why
+    with open(args.json) as f:
+        f.seek(before)
+        print(tables([json.loads(line) for line in f if line.strip()]))
+
+
+if __name__ == "__main__":
+    launch.run(main)

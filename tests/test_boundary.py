@@ -1,0 +1,52 @@
+"""The core without the extras: in copies of the project that lack folders of extras/, it runs and passes its tests."""
+
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+FOLDERS = sorted(path.parent.name for path in ROOT.glob("extras/*/__init__.py"))
+DEMO = ["generate.py", "--checkpoint", "demo", "--prompt", "Once upon a time", "--max-new-tokens", "8"]
+TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+# Tests that start no ranks and compile nothing, half a minute. All tests of the core are collected.
+QUICK = [f"tests/test_{name}.py" for name in ("model", "wiring", "tp", "tokenizer")]
+QUICK += ["-k", "not compiled and not ranks and not laneformer"]
+
+
+def core_tests():
+    """Return the test files that import, at their top, neither extras nor benchmarks nor a file of tests/ that does."""
+    texts = {path.stem: path.read_text() for path in ROOT.glob("tests/*.py") if path.stem != "test_boundary"}
+    users, imports = set(), "extras|benchmarks"
+    while new := {n for n, text in texts.items() if re.search(rf"^(from|import) ({imports})\b", text, re.M)} - users:
+        users, imports = users | new, "|".join(new)
+    return [f"tests/{name}.py" for name in sorted(texts.keys() - users) if name.startswith("test_")]
+
+
+@pytest.mark.parametrize("folder", [None, *(pytest.param(name, marks=pytest.mark.slow) for name in FOLDERS)])
+def test_the_core_runs_without(folder, tmp_path):
+    """Without the folder or, for None, without all of extras/."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    removed = f"extras/{folder}/" if folder else "extras/"
+    for name in names:
+        if (ROOT / name).is_file() and not name.startswith(removed):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tmp_path / name)
+
+    def run(*command):
+        return subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True)
+
+    alone, ranks = run(*DEMO), run(*TWO_RANKS, *DEMO)
+    assert (alone.returncode, ranks.returncode) == (0, 0), alone.stderr + ranks.stderr
+    assert alone.stdout.startswith("Once upon a time,") and ranks.stdout.startswith("Once upon a time,")
+    if folder in (None, "collectives"):
+        refused = run(*TWO_RANKS, *DEMO, "--comm", "int8")
+        assert "--comm int8 needs the folder extras/collectives" in refused.stderr
+    pytest_quietly = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
+    collected = run(*pytest_quietly, "--collect-only", *core_tests())
+    assert collected.returncode == 0, collected.stdout
+    tests = run(*pytest_quietly, *QUICK)
+    assert tests.returncode == 0, tests.stdout
