@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kernels import cpu, int_linear
+from kernels import cpu, int_groups
 from model import Config, build, rope_frequencies
 from runtime import watch
 from runtime.errors import InputError
@@ -28,8 +28,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-# every config.json had these until they became one dict
-LANEFORMER_KEYS = "early_comm", "attention_comm", "mlp_comm", "lane_head", "lane_norms"
 MOST_LAYERS = 1000  # checked before so many are built
 LARGEST = {int: 2**24, float: 1e30}  # of a number in a config.json
 ROPE_KEYS = {  # those of Config.rope_scaling, by Hugging Face's name
@@ -86,9 +84,6 @@ def _is_a(value, annotation):
 def make_config(values, source):
     """Return the Config of a dict from a file. Raises InputError, which names the source, the field and its type."""
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # JSON has no tuples
-    laneformer = {key: values.pop(key) for key in LANEFORMER_KEYS if key in values}
-    if laneformer and str(values.get("wiring")).startswith("laneformer"):
-        values["laneformer"] = laneformer
     for field in dataclasses.fields(Config):
         value = values.get(field.name)
         above_zero = field.type in LARGEST
@@ -275,7 +270,7 @@ def read_slice(weights, name, piece, device):
     tensor = cpu.empty(shape, dtype, device)
     weights.fill(tensor, name, piece.dim, stored_ranges)
     if tensor.shape != piece.shape:
-        tensor = int_linear.regroup(tensor, *piece.ranges[0], piece.columns)
+        tensor = int_groups.regroup(tensor, *piece.ranges[0], piece.columns)
     if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
         why = f"in {dtype_name(dtype)}; it is stored in {dtype_name(stored)}"
         raise InputError(f"tensor {name} holds NaN or infinite values {why}")

@@ -15,7 +15,6 @@ import torch
 from tqdm import tqdm
 
 import quantize
-from formats import checkpoint
 from runtime import watch, writing
 from runtime.errors import InputError
 
@@ -112,7 +111,7 @@ def test_killed_at_any_moment_an_output_is_complete_or_absent_and_the_next_run_w
 
 def test_asked_to_end_it_leaves_nothing(writers, tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "signalled", None)
-    monkeypatch.setattr(checkpoint, "save_file", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(writing, "save_file", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
     signal.signal(signal.SIGTERM, watch.terminate)
     with pytest.raises(watch.Terminated):
         writers["quantize"](tmp_path / "out")
