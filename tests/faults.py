@@ -27,13 +27,12 @@ from pathlib import Path
 
 import torch
 
-from formats import checkpoint
 from model import Config, Transformer
-from runtime import launch
+from runtime import launch, ranks
 
 ROOT = Path(__file__).parent.parent
 SOON, SLOW = 5, 10  # seconds in which a run should end after a fault, and after the LADDER_TIMEOUT of a stall
-TIMEOUT, IMPORTS = 4, 4  # LADDER_TIMEOUT of the runs that stall, and launch.IMPORTS
+TIMEOUT, IMPORTS = 4, 4  # LADDER_TIMEOUT of the runs that stall, and ranks.IMPORTS
 HANGS, STARTS = 60, 150  # seconds after a fault until a run counts as hanging; until the fault should have happened
 STREAMS = "stdout", "stderr"
 MARK = "LADDER_FAULT_RUN"
@@ -137,7 +136,7 @@ def victim():
     if harmed and change[:1] and change[0].endswith(".py"):
         os.environ["PYTHONPATH"] = ""
         os.execv(sys.executable, [sys.executable, change[0], *sys.argv[2:]])
-    launch.IMPORTS = IMPORTS
+    ranks.IMPORTS = IMPORTS
     _, name, *flags = sys.argv
     sys.argv = [f"{name}.py", *flags, *(change if harmed else [])]
     script = importlib.import_module("extras.training.adapt" if name == "adapt" else name)
@@ -152,7 +151,7 @@ def victim():
 
 def write_files(folder):
     """Write what the runs take into a folder; returns {name: path}."""
-    from helpers import train_tokenizer  # only here: the ranks need no pytest
+    from helpers import train_tokenizer, write_model  # only here: the ranks need no pytest
 
     paths = {name: folder / name for name in ("a", "b", "text", "out", "code")}
     text = "Once upon a time there was a little dog. The dog ran to the park. "
@@ -163,7 +162,7 @@ def write_files(folder):
         generator = torch.Generator().manual_seed(int(name == "b"))
         shapes = {key: tensor.shape for key, tensor in Transformer(config).state_dict().items()}
         state = {key: torch.rand(shape, generator=generator) - 0.5 for key, shape in shapes.items()}
-        checkpoint.write_model(paths[name], config, state, torch.float32)
+        write_model(paths[name], config, state, torch.float32)
         train_tokenizer([text] * 30, 300, paths[name] / "tokenizer.model")
     shutil.copytree(ROOT, paths["code"], ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "tests"))
     with open(paths["code"] / "tp.py", "a") as f:

@@ -23,7 +23,7 @@ from extras.drafts import speculative
 from extras.drafts.rewired import Auto, Rewired, rewire
 from formats import checkpoint
 from model import SingleDevice
-from runtime import compiling
+from runtime import compiling, writing
 from runtime.errors import InputError
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [7], [7, 8, 20]]
@@ -395,7 +395,7 @@ def folders(tiny, tmp_path_factory):
     larger = dataclasses.replace(OTHER, vocab_size=1024)
     for name, model in ("near", noisy(load(tiny)[0], 0.02)), ("larger", random_model(larger)):
         shutil.copytree(tiny, root / name)
-        checkpoint.write_config(root / name, config if name == "near" else larger)
+        writing.write_config(root / name, config if name == "near" else larger)
         save_file(model.state_dict(), root / name / "model.safetensors")
     return root
 

@@ -17,6 +17,7 @@ from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from formats.wiring_text import wiring_name
 from model import parse_wiring, rewired
+from runtime import writing
 from runtime.errors import InputError
 
 TEXT = "Once upon a time there was a little girl. She went out to play. Her dog ran to the park. " * 6
@@ -186,7 +187,7 @@ def test_the_table_of_layers_is_that_of_the_ranks_it_runs_on(ranks, wiring, tiny
 
 
 def test_what_cannot_be_compared_is_refused(tiny, text, tmp_path):
-    checkpoint.write_config(tmp_path, checkpoint.read_config(tiny))
+    writing.write_config(tmp_path, checkpoint.read_config(tiny))
     train_tokenizer(["The cat sat on the mat, and a mouse ran over it. "] * 30, 300, tmp_path / "tokenizer.model")
     for model, difference in (ROOT / "demo", "of 300 tokens, and the model's 1,024"), (tmp_path, "token"):
         with pytest.raises(InputError, match=rf"--compare \S+ has another vocabulary.* {difference}"):

@@ -4,11 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import BASE, random_model, run_ranks, shard, unequal_rows
+from helpers import BASE, random_model, run_ranks, shard, unequal_rows, write_model
 
 import eval
 import generate
-from formats import checkpoint
 from runtime.errors import InputError
 
 NAN, INF = torch.nan, torch.inf
@@ -60,7 +59,7 @@ def test_an_overflow_of_float16_is_named(tmp_path):
     """A bfloat16 checkpoint whose second MLP, its layer 1's, gives more than float16 holds."""
     state = random_model(BASE).state_dict()
     state["layers.1.feed_forward.w2.weight"] *= 1e5
-    checkpoint.write_model(tmp_path, BASE, state, torch.bfloat16)
+    write_model(tmp_path, BASE, state, torch.bfloat16)
     flags = ["--prompt", "ids:3,4,5", "--prompt", "ids:6,7", "--temperature", "0", "--dtype", "float16"]
     with pytest.raises(InputError, match="row 0 in step 0 .*--dtype"):
         generate.main(["--checkpoint", str(tmp_path), *flags])

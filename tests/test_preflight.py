@@ -9,8 +9,8 @@ from helpers import BASE, YARN
 import eval
 import generate
 from formats import sizes
-from runtime import launch, preflight, report
-from runtime.preflight import cache_bytes, weight_bytes
+from runtime import launch, report
+from runtime.report import cache_bytes, weight_bytes
 from tp import load_shard
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def warning(monkeypatch, capsys):
         monkeypatch.setattr(report, "free_bytes", lambda device: free)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
         world = launch.World(rank, ranks, CPU, shares=shares, **changes)
-        preflight.warn(world, 2, 16, (SMALL, torch.float32, rank, shares or ranks))
+        report.warn_of_memory(world, 2, 16, (SMALL, torch.float32, rank, shares or ranks))
         return capsys.readouterr().err
 
     return warn

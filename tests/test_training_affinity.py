@@ -7,12 +7,12 @@ import shutil
 
 import pytest
 import torch
-from helpers import BASE, random_model, train_tokenizer
+from helpers import BASE, random_model, train_tokenizer, write_model
 
 from complete import load
 from extras.training import affinity
-from formats import checkpoint
 from model import rewired
+from runtime import writing
 from runtime.errors import InputError
 
 CONFIG = dataclasses.replace(BASE, n_layers=2, vocab_size=300, max_seq_len=512, mlp_bias=True)
@@ -34,7 +34,7 @@ def folder(tmp_path):
     text = "Once upon a time there was a little dog. The dog ran to the park and saw a big tree. "
     (tmp_path / "text.txt").write_text(text * 40)
     (tmp_path / "a").mkdir()
-    checkpoint.write_model(tmp_path / "a", CONFIG, model_of_two_kinds(CONFIG).state_dict(), torch.float32)
+    write_model(tmp_path / "a", CONFIG, model_of_two_kinds(CONFIG).state_dict(), torch.float32)
     train_tokenizer([text] * 30, 300, tmp_path / "a" / "tokenizer.model")
     return tmp_path
 
@@ -69,7 +69,7 @@ def test_neurons_move_between_lanes_and_the_standard_model_stays(folder, capsys)
 def test_bad_input(folder, monkeypatch):
     monkeypatch.chdir(folder)
     shutil.copytree("a", "laned")
-    checkpoint.write_config(folder / "laned", rewired(CONFIG, "spd/2"))
+    writing.write_config(folder / "laned", rewired(CONFIG, "spd/2"))
     flags = ["--checkpoint", "a", "--lanes", "2", "--text", "text.txt", "--out", "b"]
     for more, message in (["--lanes", "7"], "n_heads 6: use 1 to 6"), (["--checkpoint", "laned"], "laned is spd/2"):
         with pytest.raises(InputError, match=message):

@@ -3,21 +3,23 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 
 import numpy as np
 import pytest
 import torch
-from helpers import BASE, random_model, run_ranks
+from helpers import BASE, random_model, run_ranks, write_model
 from reference import Reference
 from test_training import trainee_like
+from test_writers import check_kills, names
 
 import eval as evaluate
 import quantize
 import tp
-from extras.training import adapt, data, sharding
+from extras.training import adapt, data, runs, sharding
 from formats import checkpoint
-from runtime import launch
+from runtime import launch, writing
 from runtime.errors import InputError
 
 STORIES = ["Once upon a time there was a little dog.", "The dog ran to the park.", "A cat sat on the mat and slept."]
@@ -177,8 +179,35 @@ def test_killed_at_any_step_it_resumes_with_the_same_losses(scratch, tmp_path, m
     assert sorted(p.name for p in (tmp_path / "out.run").glob("[bs]*-*")) == ["best-8", "state-9"]
     adapt.main(scratch)
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
-    names = [tmp_path / name / "model.safetensors" for name in ("out", "whole")]
-    assert names[0].read_bytes() == names[1].read_bytes()
+    out, whole = (tmp_path / name / "model.safetensors" for name in ("out", "whole"))
+    assert out.read_bytes() == whole.read_bytes()
+    shutil.rmtree(tmp_path / "out")  # a finished run whose output is gone starts anew
+    adapt.main(scratch)
+    assert out.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.slow
+def test_killed_before_any_change_it_resumes_and_its_output_is_complete_or_absent(flags, tmp_path):
+    how = f"{SMALL} --batch 2 --steps 2 --warmup 1 --eval-every 1 --save-every 1 --valid-tokens 64".split()
+    (tmp_path / "kills").mkdir()
+    check_kills(lambda out: adapt.main([*flags, *how, "--out", str(out)]), tmp_path / "kills", moments=15)
+
+
+def test_killed_in_its_last_moment_a_run_keeps_what_it_needs_or_nothing(tmp_path):
+    out, run = tmp_path / "out", tmp_path / "out.run"
+    for part in "state-3", "best-3", "best-2", "train.tokens.tmp":
+        (run / part).mkdir(parents=True)
+    for part in "train.tokens", "log.jsonl", "settings.json":
+        (run / part).write_text("")
+    (run / "best.json").write_text('{"step": 3}')
+    before = names(run)
+    with runs.reserved(out, run):  # killed before the rename
+        assert names(run) == before
+    (run / "best-3").rename(out)
+    (out / "config.json").write_text("")
+    with pytest.raises(InputError, match="already exists"), runs.reserved(out, run):
+        pass
+    assert names(run) == ["log.jsonl", "settings.json"]
 
 
 def test_asked_to_stop_it_saves_first(scratch, tmp_path, monkeypatch):
@@ -223,9 +252,9 @@ def test_bad_flags_leave_nothing(scratch, retrain, tiny, tmp_path):
     for name, changes in {"desync": {"wiring": "desync"}, "same": {}, "stale": {"wiring": "ladder"}}.items():
         (tmp_path / name).mkdir()
         config = dataclasses.replace(checkpoint.read_config(tiny), **changes)
-        checkpoint.write_model(tmp_path / name, config, random_model(config).state_dict(), torch.float32)
-        checkpoint.copy_tokenizer(tiny, tmp_path / name)
-    texts = ["tick tock says the clock on the wall of the old house by the sea"] * 40 + STORIES
+        write_model(tmp_path / name, config, random_model(config).state_dict(), torch.float32)
+        writing.copy_tokenizer(tiny, tmp_path / name)
+    texts = ["tick tock says the clock on the wall of the old house by the sea"] * 40 + list(STORIES)
     data.train_tokenizer(texts, 300, tmp_path / "same" / "tokenizer.model")
     for flags, more, message in (
         (scratch, "--steps 0", "--steps: '0'"),

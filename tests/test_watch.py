@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from helpers import HANGS, ROOT
 
-from runtime import launch, watch
+from runtime import launch, ranks, watch
 from runtime.errors import InputError
 
 
@@ -28,7 +28,7 @@ class Ended(Exception):
     pass
 
 
-class Alone(watch.Watch):
+class Alone(ranks.Watch):
     """A Watch whose ticks the test makes, and which ends nothing. All ranks are in the same decode step."""
 
     def __init__(self, tp_size=2, timeout=3, processes=None):
@@ -110,7 +110,7 @@ def test_the_end_of_a_process_is_seen_and_said():
             w.store.set(f"place {rank}", json.dumps(dataclasses.asdict(watch.Place(phase))))
         w._tick()
         child.kill()
-        while watch.read_process(child.pid)[0]:
+        while ranks.read_process(child.pid)[0]:
             time.sleep(0.01)
         with pytest.raises(Ended, match="rank 1 of 2 has died in prefill$"):
             w._tick()
@@ -124,7 +124,7 @@ def test_the_end_of_a_process_is_seen_and_said():
 
 def test_a_store_that_does_not_answer_ends_the_run(monkeypatch):
     w = Alone(timeout=2)
-    monkeypatch.setattr(watch, "TICK", 0.01)
+    monkeypatch.setattr(ranks, "TICK", 0.01)
     with pytest.raises(Ended, match=r"torchrun's store has not answered for 2 s \(LADDER_TIMEOUT\), in decode step 7"):
         w._watch_store()
 
@@ -132,11 +132,11 @@ def test_a_store_that_does_not_answer_ends_the_run(monkeypatch):
 def test_a_rank_whose_main_thread_cannot_end_it_is_ended_by_its_watch(monkeypatch):
     w, calls = Alone(), []
     w.leave = calls.append
-    monkeypatch.setattr(watch, "GRACE", 0)
+    monkeypatch.setattr(ranks, "GRACE", 0)
     monkeypatch.setattr(watch, "monitors", [types.SimpleNamespace(abandon=lambda: calls.append("abandon"))])
-    monkeypatch.setattr(watch.os, "kill", lambda process, number: calls.append((process == os.getpid(), number)))
+    monkeypatch.setattr(ranks.os, "kill", lambda process, number: calls.append((process == os.getpid(), number)))
     why = watch.Verdict("rank 1 hangs")
-    watch.Watch._end(w, why)
+    ranks.Watch._end(w, why)
     assert calls == ["abandon", (True, signal.SIGTERM), why] and w.known.is_set() and w.verdict is why
 
 
@@ -169,7 +169,6 @@ def test_the_exit_code_and_the_line_of_each_end(error, code, line, monkeypatch, 
     undone = []
     monkeypatch.setattr(watch, "at_end", [lambda: 1 / 0, lambda: undone.append(1)])  # the first fails
     monkeypatch.setattr(sys, "argv", ["/some/where/x.py"])
-    monkeypatch.setattr(launch, "_watch", None)
     with pytest.raises(SystemExit) as end:
         launch._leave(error)
     assert (end.value.code, capsys.readouterr().err, undone) == (code, line, [1])
@@ -177,9 +176,9 @@ def test_the_exit_code_and_the_line_of_each_end(error, code, line, monkeypatch, 
 
 def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys):
     store = dist.HashStore()
-    kept = launch.functools.cache(lambda: store)
+    kept = ranks.functools.cache(lambda: store)
     kept()
-    monkeypatch.setattr(launch, "_store", kept)
+    monkeypatch.setattr(ranks, "store", kept)
     monkeypatch.setattr(os, "_exit", sys.exit)
     for rank, error in (1, InputError("wrong")), (0, InputError("wrong")), (2, watch.Terminated("SIGTERM")):
         monkeypatch.setenv("RANK", str(rank))
@@ -201,8 +200,8 @@ def test_what_stands_in_the_store_is_read_and_never_run(monkeypatch, tmp_path):
             return os.mkdir, (str(tmp_path / "ran"),)
 
     store = dist.HashStore()
-    monkeypatch.setattr(launch, "_store", lambda: store)
-    monkeypatch.setattr(launch, "_gathers", launch.collections.Counter())
+    monkeypatch.setattr(ranks, "store", lambda: store)
+    monkeypatch.setattr(ranks, "_gathers", ranks.collections.Counter())
     store.set("gathered 2 1 1", pickle.dumps(Stranger()))
     with pytest.raises(ValueError):
         launch.World(0, 2, torch.device("cpu")).gather((1, "a"))
@@ -274,12 +273,12 @@ def test_each_difference_is_named():
 
 def test_what_ranks_are_compared_by(monkeypatch):
     flags = vars(argparse.Namespace(checkpoint="here", seed=0, top_k=3, wiring=None, compile=False, json="x"))
-    start = launch._start(flags, torch.device("cpu"))
+    start = ranks._start(flags, torch.device("cpu"))
     assert start.keys() == {"the script", "the code", "torch", "device", "--seed", "--top-k"}
     assert start["--seed"] == 0 and start["torch"] == torch.__version__
     monkeypatch.setenv("LADDER_TIMEOUT", "2.5")
-    assert launch.timeout() == 2.5
+    assert ranks.timeout() == 2.5
     for text in "-1", "nan", "soon":
         monkeypatch.setenv("LADDER_TIMEOUT", text)
         with pytest.raises(InputError, match=f"LADDER_TIMEOUT='{text}'"):
-            launch.timeout()
+            ranks.timeout()
