@@ -102,8 +102,8 @@ def sum_and_gather(world, nodes, name):
         assert all(other == mine for other in world.gather(mine))
     for size in 1, 40, 700, LARGEST:
         whole = torch.stack([numbers(rank, 2 * size, torch.float32) for rank in range(world.tp_size)])
-        shard = whole[world.rank].view(2, size)
-        result = torch.ops.ladder.gather(shard, world.tp_size, name)
+        own = whole[world.rank].view(2, size)
+        result = torch.ops.ladder.gather(own, world.tp_size, name)
         assert torch.equal(result, whole.view(world.tp_size, 2, size))
 
 
