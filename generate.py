@@ -89,8 +89,9 @@ class Runner:
 
         Compiled code would wait for the sums of all chunks at once. On a GPU nobody has measured whether chunks gain.
         """
-        worth_it = B * S >= MIN_TOKENS and self.device.type == "cpu" and not self.compiles[1]
-        return min(S, self.chunks or 1 + (worth_it and self.model.comm.tp_size > 1))
+        on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1
+        worth_it = on_cpus and B * S >= MIN_TOKENS and not self.compiles[1]
+        return min(S, self.chunks or (2 if worth_it else 1))
 
     @torch.inference_mode()
     def prefill(self, tokens, lengths, pass_tokens=None, cached_tokens=0):
@@ -154,6 +155,7 @@ def generate(
     """
     texts, done, passes, shown = [list(prompt) for prompt in prompts], [False] * len(prompts), 0, 0.0
     ends = [min(len(prompt) + max_new_tokens, runner.model.config.max_seq_len) for prompt in prompts]
+    # A step is decode(), then sample(), for which each rank offers its best token of each row, in 16 bytes
     step = next_tokens if runner.device.type == "cpu" else RunAhead()  # a GPU need not wait for the host
     watch.at("prefill")
     start = time.perf_counter()

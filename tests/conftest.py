@@ -75,9 +75,8 @@ def _ranks():
 def tiny(tmp_path_factory):
     """A random checkpoint with a tokenizer, whose uneven 15/5 heads split unevenly over every tp."""
     folder = tmp_path_factory.mktemp("tiny")
-    train_tokenizer(
-        ["Once upon a time there was a little dog. The dog ran to the park. "] * 30, 300, folder / "tokenizer.model"
-    )
+    text = "Once upon a time there was a little dog. The dog ran to the park. "
+    train_tokenizer([text] * 30, 300, folder / "tokenizer.model")
     config = dataclasses.replace(BASE, n_heads=15, n_kv_heads=5, intermediate_size=101, vocab_size=300, eos_ids=(2,))
     write_model(folder, config, random_model(config).state_dict(), torch.float32)
     return folder

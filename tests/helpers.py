@@ -24,18 +24,10 @@ import torch.distributed as dist
 from sentencepiece import SentencePieceTrainer
 
 import generate
+import model
 import tp
 from kernels import cxx, gloo
-from model import (
-    WIRINGS,
-    Config,
-    Transformer,
-    delayed_stream,
-    desynced_stream,
-    list_sublayers,
-    parse_wiring,
-    residual_stream,
-)
+from model import WIRINGS, Config, Transformer, list_sublayers, parse_wiring
 from runtime import launch, writing
 
 ROOT = Path(__file__).parent.parent
@@ -62,7 +54,7 @@ def variants(name):
 WIRED = [changes for name, wiring in WIRINGS.items() if not wiring.model for changes in variants(name)]
 ANY_TP = [changes for changes in WIRED if not table_entry(changes).laned]
 ONE_EACH = [*{id(table_entry(changes)): changes for changes in WIRED}.values()]  # with seams where there can be some
-STREAMS = residual_stream, delayed_stream, desynced_stream
+STREAMS = model.residual_stream, model.delayed_stream, model.desynced_stream
 BY_HAND = [c for c in WIRED if table_entry(c).stream in STREAMS]  # nobody has reckoned by hand what another stream does
 
 
@@ -108,17 +100,17 @@ def shared_data(name):
 
 def random_model(config, seed=0):
     """A model whose weights are all random, norms and biases too, and large enough that every term matters."""
-    model = Transformer(config).eval()
+    net = Transformer(config).eval()
     if config.tie_embeddings:
-        model.output.weight = model.tok_embeddings.weight
+        net.output.weight = net.tok_embeddings.weight
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in model.parameters():
+        for weight in net.parameters():
             if weight.dim() == 2:
                 weight.normal_(0, weight.shape[1] ** -0.5, generator=generator)
             else:
                 weight.uniform_(0.5, 1.5, generator=generator)
-    return model
+    return net
 
 
 def train_tokenizer(texts, vocab_size, path):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import BASE, ROOT, YARN, StateWeights, random_model, shared_data, write_model
 from safetensors.torch import load_file
+from test_convert import FAMILIES, FOLDED, SMALL, TOKENS, check_parity, convert, hf_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import convert_hf_checkpoint
@@ -38,12 +39,12 @@ SHAPES = {
 }  # fmt: skip
 PUBLISHED = ["ladder", "ladder:2", "ladder:0,1", "parallel", "parallel:3", "parallel-ladder:2,0,1"]
 OTHERS = [  # that no published key names: their text stands in the config
-    "ladder-3", "spd/2", "spd:1,/4", "spd-ladder-2:1-2/3", "delayed/4", "delayed-3:1-2/2", "desync/2", "desync:4/3",
-    "pair:0,1", "pair-ladder", "ladder-2:1-2", "parallel:1,", "parallel-ladder-2",
+    "spd:1,/4", "spd-ladder-2:1-2/3", "delayed/4", "delayed-3:1-2/2", "desync/2", "desync:4/3", "pair:0,1",
+    "pair-ladder", "ladder-2:1-2", "parallel-ladder-2",
 ]  # fmt: skip
 CASES = [(wiring, "all") for wiring in [*PUBLISHED, *OTHERS]]
 CASES += [("ladder:0,1", "llama3"), ("ladder", "qwen2"), ("delayed/6", "qwen3"), ("pair", "even")]
-CASES += [("standard", "even"), ("standard", "all")]  # transformers' own families go there and back in test_convert
+CASES += [("standard", "even"), ("standard", "all")]
 
 
 def write(folder, **changes):
@@ -86,12 +87,6 @@ def padded(prompts):
     return (torch.tensor(part) for part in zip(*rows, strict=True))
 
 
-def check_logits(theirs, ours):
-    tokens = torch.tensor(PROMPTS[:1])
-    with torch.no_grad():
-        assert (theirs(tokens).logits - ours(tokens)).abs().max() < 1e-4
-
-
 @torch.no_grad()
 def greedy(net, ids, steps):
     for _ in range(steps):
@@ -121,7 +116,7 @@ def test_an_exported_folder_computes_our_logits_and_comes_back(wiring, shape, tm
     check_back(folder, tmp_path / "back")
 
 
-@pytest.mark.parametrize("wiring, reentrant", [("ladder:1", False), ("ladder", True), ("pair", True)])
+@pytest.mark.parametrize("wiring, reentrant", [("ladder:1", False), ("pair", True)])
 def test_gradients_are_ours_with_checkpointing_too(wiring, reentrant, tmp_path):
     ours, folder = write(tmp_path, qk_norm=True, wiring=wiring)
     theirs = load(folder).train()
@@ -129,9 +124,11 @@ def test_gradients_are_ours_with_checkpointing_too(wiring, reentrant, tmp_path):
     tokens = torch.tensor(PROMPTS[:1])
     theirs(tokens, labels=tokens).loss.backward()
     torch.nn.functional.cross_entropy(ours(tokens)[0, :-1], tokens[0, 1:]).backward()
-    names = {"model.layers.0.mlp.up_proj": "layers.0.feed_forward.w3", "model.layers.2.self_attn.o_proj":
-             "layers.2.attention.wo", "model.layers.1.self_attn.k_norm": "layers.1.attention.k_norm",
-             "model.embed_tokens": "tok_embeddings"}  # fmt: skip
+    names = {
+        "model.layers.0.mlp.up_proj": "layers.0.feed_forward.w3", "model.embed_tokens": "tok_embeddings",
+        "model.layers.2.self_attn.o_proj": "layers.2.attention.wo",
+        "model.layers.1.self_attn.k_norm": "layers.1.attention.k_norm",
+    }  # fmt: skip
     for theirs_name, our_name in names.items():
         expected = ours.get_parameter(our_name + ".weight").grad
         gradient = theirs.get_parameter(theirs_name + ".weight").grad
@@ -164,19 +161,43 @@ def test_what_transformers_saves_has_the_code_needs_it_and_comes_back(tmp_path):
         assert (logits - ours(torch.tensor([[5, 90, 7]]))[0, -1]).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, *FOLDED])
+def test_transformers_own_families_come_back(family, tmp_path):
+    theirs = hf_model(family)
+    theirs.save_pretrained(tmp_path / "hf")
+    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "back"), "--shard-gb", "1e-4"])
+    assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 2
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    if family in FOLDED:
+        assert back.config.model_type == ("mistral" if "windowed" in family else "llama")
+        check_parity(ours, back)
+    else:
+        for name, weight in theirs.state_dict().items():
+            assert torch.equal(back.state_dict()[name], weight), name
+        with torch.no_grad():
+            assert torch.equal(back(TOKENS).logits, theirs(TOKENS).logits)
+
+
+WINDOW = {"sliding_window": 4, "window_layers": (0, 1, 2)}
+
+
 @pytest.mark.parametrize(
-    "wiring, words",
+    "changes, words",
     [
-        ("upper-bound/2", "wiring upper-bound/2 has no Hugging Face form: only standard, ladder, "),
-        ("own", "wiring own has no Hugging Face form"),
-        ("spd", "--wiring spd is another function in other numbers of lanes: name them, e.g. spd/8"),
-        ("delayed/7", "7 ranks or lanes cannot shard n_heads 6: use 1 to 6"),
+        ({"wiring": "upper-bound/2"}, "wiring upper-bound/2 has no Hugging Face form: only standard, ladder, "),
+        ({"wiring": "own"}, "wiring own has no Hugging Face form"),
+        ({"wiring": "spd"}, "--wiring spd .*: name them, e.g. spd/8"),
+        ({"wiring": "delayed/7"}, "7 ranks or lanes cannot shard n_heads 6: use 1 to 6"),
+        ({"wiring": "ladder", **WINDOW}, "sliding_window 4 has no Hugging Face form here"),
+        ({"mlp_bias": True, **WINDOW}, "sliding_window 4 has no Hugging Face form here"),
     ],
+    ids=str,
 )
-def test_what_has_no_form_is_refused(wiring, words, tmp_path, monkeypatch):
+def test_what_has_no_form_is_refused(changes, words, tmp_path, monkeypatch):
     monkeypatch.setitem(WIRINGS, "own", Wiring("", stale=1))
     (tmp_path / "ours").mkdir()
-    config = dataclasses.replace(BASE, wiring=wiring)
+    config = dataclasses.replace(BASE, **changes)
     write_model(tmp_path / "ours", config, random_model(config).state_dict(), torch.float32)
     with pytest.raises(InputError, match=words):
         to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "hf")])
@@ -194,7 +215,6 @@ def test_a_field_of_the_config_that_is_unknown_here_is_refused():
 TEXTS = [
     "Once upon a time",
     "",
-    " ",
     " a",
     "a ",
     "two  spaces   three",
@@ -215,16 +235,9 @@ def test_transformers_reads_texts_as_the_same_tokens(name, tmp_path):
     for text in TEXTS:
         ids = ours.encode(text)
         assert theirs(text)["input_ids"] == back.encode(text) == ids
-        assert (
-            theirs.decode(ids, skip_special_tokens=True).strip() == back.decode(ids).strip() == ours.decode(ids).strip()
-        )
+        decoded = theirs.decode(ids, skip_special_tokens=True), back.decode(ids), ours.decode(ids)
+        assert len({text.strip() for text in decoded}) == 1
     assert (theirs.bos_token_id, theirs.eos_token_id) == (1, 2)
-
-
-@pytest.mark.parametrize("changes", [{"wiring": "ladder"}, {"mlp_bias": True}, {"qk_norm": True, "mlp_bias": True}])
-def test_a_window_without_such_a_family_is_refused(changes, tmp_path):
-    with pytest.raises(InputError, match="sliding_window 4 has no Hugging Face form here"):
-        write(tmp_path, sliding_window=4, window_layers=(0, 1, 2), **changes)
 
 
 def test_the_published_config_goes_out_as_a_ladder(tmp_path):
@@ -243,15 +256,10 @@ def test_the_published_config_goes_out_as_a_ladder(tmp_path):
 
 def converted(folder, dtype="float32"):
     """A random folder of transformers' Llama, and what the converter makes of it."""
-    rope = {"rope_type": "default", "rope_theta": 500.0}
-    values = {"hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2, "num_attention_heads": 6}
-    values |= {"num_key_value_heads": 2, "vocab_size": 131, "max_position_embeddings": 64, "initializer_range": 0.15}
     torch.manual_seed(0)
-    net = AutoModelForCausalLM.from_config(LlamaConfig(**values, rope_parameters=rope))
-    net.save_pretrained(folder / "source")
-    paths = str(folder / "source"), str(folder / "converted")
-    convert_hf_checkpoint.main([paths[0], "--out", paths[1], "--dtype", dtype])
-    return paths
+    AutoModelForCausalLM.from_config(LlamaConfig(**SMALL)).save_pretrained(folder / "source")
+    convert(folder / "source", folder / "converted", "--dtype", dtype)
+    return str(folder / "source"), str(folder / "converted")
 
 
 @pytest.mark.parametrize("dtype", checkpoint.DTYPES)
@@ -280,7 +288,7 @@ def test_verify_sees_a_mistake(case, dtype, tmp_path, monkeypatch):
     assert "\n" not in str(error.value)
 
 
-def test_verify_runs_the_code_of_a_folder_only_if_told_to_and_reads_its_tokenizer(tmp_path, capsys):
+def test_verify_runs_the_code_of_a_folder_only_if_told_to_and_reads_its_tokenizer(tmp_path, capsys, monkeypatch):
     hf, back = str(tmp_path / "hf"), str(tmp_path / "back")
     to_hf.main([str(ROOT / "demo"), "--out", hf])
     convert_hf_checkpoint.main([hf, "--out", back, "--dtype", "float32"])
@@ -291,13 +299,9 @@ def test_verify_runs_the_code_of_a_folder_only_if_told_to_and_reads_its_tokenize
     convert_hf_checkpoint.main([hf, "--out", str(tmp_path / "other"), "--wiring", "standard"])
     with pytest.raises(InputError, match="transformers runs .*/hf as ladder, not as standard"):
         verify.main([hf, str(tmp_path / "other")])
-
-
-def test_verify_says_what_it_needs(tmp_path, monkeypatch):
-    paths = converted(tmp_path)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(InputError, match="pip install transformers"):
-        verify.main(paths)
+        verify.main([hf, back])
 
 
 # Other people's trainers, and transformers' own tensor parallelism
@@ -317,7 +321,9 @@ def test_the_page_shows_code_that_runs(tmp_path):
     name = "layers.0.attention.wqkv.weight"
     assert not torch.equal(before.read(name).float(), after.read(name).float())
     ours = tp.load_shard(checkpoint.read_config(ROOT / "demo"), after, torch.float32, "cpu")
-    check_logits(load(tmp_path / "hf" / "tuned"), ours)
+    tokens = torch.tensor(PROMPTS[:1])
+    with torch.no_grad():
+        assert (load(tmp_path / "hf" / "tuned")(tokens).logits - ours(tokens)).abs().max() < 1e-4
 
 
 ON_TWO_RANKS = """
@@ -334,9 +340,8 @@ with torch.no_grad():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{"wiring": "ladder", "qk_norm": True}, {"wiring": "parallel", "qkv_bias": True}])
-def test_transformers_own_tensor_parallelism(changes, tmp_path):
-    _, folder = write(tmp_path, **changes)
+def test_transformers_own_tensor_parallelism(tmp_path):
+    _, folder = write(tmp_path, wiring="parallel:0,1", qk_norm=True, qkv_bias=True)
     (tmp_path / "two.py").write_text(ON_TWO_RANKS)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run([*command, str(tmp_path / "two.py"), str(folder)], capture_output=True, text=True)

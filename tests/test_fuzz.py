@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 from helpers import ROOT, write_model
+from test_convert import SMALL, write_llama2c
 
 import tp
 from extras.sources import Llama2cWeights
@@ -75,20 +76,16 @@ def target(name, folder):
     state = {name: torch.rand(weight.shape) for name, weight in Transformer(TINY).state_dict().items()}
     write_model(folder, TINY, state, torch.float32)
     ours, config = ((folder / name).read_bytes() for name in ("model.safetensors", "config.json"))
-    theirs = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    theirs |= {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 60, "max_position_embeddings": 64}
-    theirs |= {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "hidden_act": "silu", "eos_token_id": [2, 3]}
-    theirs |= {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "ladder_layers": [0], "bos_token_id": 1}
+    theirs = {**SMALL, "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu", "ladder_layers": [0]}
+    theirs["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
     settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_bos_token": True, "legacy": False}
     settings["added_tokens_decoder"] = {"1": {"content": "<s>"}, "1000": {"content": "<|eot|>", "special": True}}
     settings["chat_template"] = "{% for m in messages %}{{ m.role }}: {{ m['content'] | trim }}{% endfor %}"
     characters = {c: i for i, c in enumerate(["<unk>", *map(chr, range(32, 127)), "th"])}
     bpe = {"version": "1.0", "model": {"type": "BPE", "vocab": characters, "merges": [["t", "h"]]}}
     bpe["model"]["unk_token"] = "<unk>"
-    D, hidden, L, N, K, V, context = 16, 24, 2, 2, 1, 20, 8
-    numbers = V * D + L * (2 * D + D * D * 2 + D * D // N * 2 * K + 3 * hidden * D) + D + context * D // N
-    llama2c = b"".join(i.to_bytes(4, "little") for i in (D, hidden, L, N, K, V, context)) + bytes(4 * numbers)
     index = json.dumps({"weight_map": dict.fromkeys(state, "part.safetensors")}).encode()
+    write_llama2c(folder / "llama2c.bin", tied=True)
     pieces = {"tokenizer.model": (DEMO / "tokenizer.model").read_bytes()}
 
     def load(folder):
@@ -100,7 +97,7 @@ def target(name, folder):
         "Hugging Face config": (lambda at: config_from_hf(at / "config.json"), hf_config),
         "safetensors": (load, {"model.safetensors": ours}),
         "index": (load, {"model.safetensors.index.json": index, "part.safetensors": ours}),
-        "llama2.c": (lambda at: Llama2cWeights(at / "model.bin"), {"model.bin": llama2c}),
+        "llama2.c": (lambda at: Llama2cWeights(at / "model.bin"), {"model.bin": (folder / "llama2c.bin").read_bytes()}),
         "SentencePiece": (use_tokenizer, pieces),
         "tokenizer.json": (use_tokenizer, {"tokenizer.json": json.dumps(bpe).encode()}),
         "tiktoken": (use_tokenizer, {"tokenizer.model": b"".join(
@@ -109,14 +106,14 @@ def target(name, folder):
     }[name]  # fmt: skip
 
 
-NAMES_OF_TARGETS = [
+TARGETS = [
     "our config", "Hugging Face config", "safetensors", "index", "llama2.c", "SentencePiece", "tokenizer.json",
     "tiktoken", "settings and template",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("seconds", [SECONDS, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", NAMES_OF_TARGETS)
+@pytest.mark.parametrize("name", TARGETS)
 def test_changed_files_work_or_are_refused_in_one_line(name, seconds, tmp_path, monkeypatch):
     (tmp_path / "made").mkdir()
     (tmp_path / "case").mkdir()

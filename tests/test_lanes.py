@@ -6,6 +6,8 @@ import functools
 import pytest
 import torch
 from helpers import BASE, ONE_EACH, StateWeights, last_logits, random_model, run_ranks, unequal_rows
+from test_quantize import BIASED as BIASED_INTEGERS
+from test_quantize import INT4, INT8, dequantized_state, quantized_state
 from test_tp import BIASED, expected_logits, logits_of
 
 import tp
@@ -55,7 +57,9 @@ def test_lanes_have_the_same_neurons_in_int4():
     for lane in range(4):
         expected = (1, [(88 * lane, 88 * (lane + 1))])
         assert tp.shard_plan(int4, lane, 4)["w2"] == tp.shard_plan(plain, lane, 4)["w2"] == expected
-    with pytest.raises(InputError, match="3 lanes cut groups of int4 at no multiple of 8 columns of w2: keep w2"):
+    with pytest.raises(
+        InputError, match="3 lanes cut groups of int4 at no multiple of 8 columns of w2: keep w2 as it is"
+    ):
         tp.shard_plan(dataclasses.replace(int4, wiring="spd/3"), 0, 3)
 
 
@@ -63,3 +67,22 @@ def test_lanes_have_the_same_neurons_in_int4():
 def test_lanes_that_ranks_cannot_share_are_refused(lanes, shares):
     with pytest.raises(InputError, match=f"the {lanes} lanes of wiring spd/{lanes} do not fit"):
         lanes_of_rank(dataclasses.replace(BASE, wiring=f"spd/{lanes}"), 0, shares)
+
+
+def lane_logits(world, config, state):
+    net = load_lanes(config, StateWeights(state), torch.float32, "cpu", world.rank, world.shares)
+    net.comm = tp.TensorParallel(config, world.shares, world.group)
+    return last_logits(net, *unequal_rows(config))
+
+
+@pytest.mark.parametrize("config", [INT8, INT4, BIASED_INTEGERS], ids=["int8", "int4", "biased"])
+def test_lanes_of_integers_compute_what_their_numbers_say(config):
+    """On one device, which holds all four, and on equal and unequal ranks."""
+    config = dataclasses.replace(config, wiring="spd/4")
+    state, tokens = quantized_state(config), unequal_rows(config)
+    plain = dataclasses.replace(config, quant=None, group_size=None)
+    twin = load_lanes(plain, StateWeights(dequantized_state(config, state)), torch.float32, "cpu")
+    expected = last_logits(twin, *tokens)
+    one = last_logits(load_lanes(config, StateWeights(state), torch.float32, "cpu"), *tokens)
+    for logits in (one, *run_ranks(2, lane_logits, config, state), *run_ranks((3, 1), lane_logits, config, state)):
+        assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()

@@ -76,47 +76,31 @@ def any_tokenizer(request):
     return tokenizer.load_tokenizer(request.getfixturevalue(request.param))
 
 
-def test_text_survives_the_round_trip(any_tokenizer):
+def test_text_survives_the_round_trip_and_special_tokens_come_from_markup_alone(any_tokenizer):
     for text in TEXTS:
         ids = any_tokenizer.encode(text)
-        assert ids[0] == any_tokenizer.bos_id
-        assert any_tokenizer.decode(ids) == text
+        assert ids[0] == any_tokenizer.bos_id and any_tokenizer.decode(ids) == text
         assert all(0 <= i < any_tokenizer.vocab_size for i in ids)
-
-
-def test_plain_text_never_becomes_special_tokens_but_markup_does(any_tokenizer):
-    name, special_id = next(iter(any_tokenizer.special.items()))
-    assert special_id not in any_tokenizer.encode_plain(f"a {name} b")
+    name, special = next(iter(any_tokenizer.special.items()))
+    assert special not in any_tokenizer.encode_plain(f"a {name} b")
     ids = any_tokenizer.encode_markup(f"a{name}b{name}")
-    assert ids.count(special_id) == 2
-    assert any_tokenizer.decode(ids).replace(" ", "") == "ab"
-
-
-def test_special_tokens_and_those_of_a_padded_embedding_are_not_printed(any_tokenizer):
-    ids, size = any_tokenizer.encode_plain("time"), any_tokenizer.vocab_size
-    for hidden in [*any_tokenizer.special.values(), size]:
+    assert ids.count(special) == 2 and any_tokenizer.decode(ids).replace(" ", "") == "ab"
+    ids = any_tokenizer.encode_plain("time")
+    for hidden in [*any_tokenizer.special.values(), any_tokenizer.vocab_size]:  # the last of a padded embedding
         assert any_tokenizer.decode([hidden, *ids, hidden]) == "time"
 
 
-def test_a_stream_is_the_text_in_pieces(any_tokenizer):
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_stream_is_the_text_in_pieces(step, any_tokenizer):
     rng = random.Random(0)
     text = " ".join(rng.choice([*TEXTS, "time and time", "🙂🙂"]) for _ in range(120))
-    ids, pieces = any_tokenizer.encode(text), []
-    stream = tokenizer.TextStream(any_tokenizer)
-    for i in ids:
-        pieces.append(stream.push([i]))
-        assert "\ufffd" not in pieces[-1]
-    assert "".join(pieces) + stream.flush() == text
-    assert sum(bool(p) for p in pieces) > len(pieces) / 3  # it really streams
-
-
-@pytest.mark.parametrize("step", [1, 5])
-def test_a_stream_of_single_bytes_never_starts_anew_within_a_character(step, fallback_folder):
-    ours = tokenizer.load_tokenizer(fallback_folder)
-    text = "从前有一个小女孩…饕餮魑魅魍魉囍龘靐齉爩鱻麤龖" * 3
-    ids, stream = ours.encode(text), tokenizer.TextStream(ours)
-    assert len(ids) > 200
-    assert "".join(stream.push(ids[i : i + step]) for i in range(0, len(ids), step)) + stream.flush() == text
+    ids, stream = (
+        any_tokenizer.encode(text + "从前有一个小女孩…饕餮魑魅魍魉囍龘靐齉爩鱻麤龖" * 3),
+        tokenizer.TextStream(any_tokenizer),
+    )
+    pieces = [stream.push(ids[i : i + step]) for i in range(0, len(ids), step)] + [stream.flush()]
+    assert "".join(pieces) == any_tokenizer.decode(ids) and not any("\ufffd" in piece for piece in pieces)
+    assert sum(bool(piece) for piece in pieces) > len(pieces) / 3  # it really streams
 
 
 TRAINED = (
@@ -187,65 +171,56 @@ def test_legacy_says_whether_text_behind_a_special_token_gets_a_space(legacy, se
     ours = tokenizer.load_tokenizer(tmp_path)
     proto = sentencepiece_model_pb2.ModelProto.FromString(model)
     proto.normalizer_spec.add_dummy_prefix = False
-    bare = SentencePieceProcessor(model_proto=proto.SerializeToString()).encode
-    behind = bare if legacy is False else ours.encode_plain
+    behind = (
+        ours.encode_plain if legacy is None else SentencePieceProcessor(model_proto=proto.SerializeToString()).encode
+    )
     for text in ("dog", " a  dog", "\n\nthe park", "🙂 日本", "▁x "):
-        assert ours.encode_markup(f"Once</s>{text}") == [*ours.encode_plain("Once"), 2, *behind(text)]
-        assert ours.encode_markup(f"<s>{text}") == [1, *behind(text)]
+        assert ours.encode_markup(f"<s>{text}</s>{text}") == [1, *behind(text), 2, *behind(text)]
     if legacy is False:  # transformers 5.23 takes that for the default, and merges two spaces in another order
-        theirs = LlamaTokenizer.from_pretrained(tmp_path)
         text = "<s>The dog</s>\nplayed<s>all day"
+        theirs = LlamaTokenizer.from_pretrained(tmp_path)
         assert ours.encode_markup(text) == theirs.encode(text, add_special_tokens=False)
 
 
-@pytest.mark.parametrize("around, bos", [("$A </s>", None), ("<s> $A", 0), ("</s> $A </s>", 1)])
-def test_only_what_stands_before_the_text_is_bos(around, bos, json_folder, tmp_path):
+def test_only_what_stands_before_the_text_is_bos(json_folder, tmp_path):
     from tokenizers import Tokenizer, processors
 
     model = Tokenizer.from_file(str(json_folder / "tokenizer.json"))
-    model.post_processor = processors.TemplateProcessing(single=around, special_tokens=[("<s>", 0), ("</s>", 1)])
-    model.save(str(tmp_path / "tokenizer.json"))
-    ours = tokenizer.load_tokenizer(tmp_path)
-    assert ours.bos_id == bos
-    assert ours.encode("dog") == [i for i in [bos] if i is not None] + ours.encode_plain("dog")
+    for around, bos in ("$A </s>", []), ("</s> $A </s>", [1]):
+        model.post_processor = processors.TemplateProcessing(single=around, special_tokens=[("</s>", 1)])
+        model.save(str(tmp_path / "tokenizer.json"))
+        ours = tokenizer.load_tokenizer(tmp_path)
+        assert ours.encode("dog") == bos + ours.encode_plain("dog")
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
     assert tokenizer.load_tokenizer(tmp_path).bos_id is None
 
 
-@pytest.mark.parametrize("vocab_size", [319, 340])
-def test_another_vocabulary_is_refused(sentencepiece_folder, vocab_size):
-    with pytest.raises(InputError, match=f"has 320 tokens, but the model's vocab_size is {vocab_size}"):
-        tokenizer.load_tokenizer(sentencepiece_folder, vocab_size)
+def test_another_vocabulary_is_refused(sentencepiece_folder):
+    for vocab_size in 319, 340:
+        with pytest.raises(InputError, match=f"has 320 tokens, but the model's vocab_size is {vocab_size}"):
+            tokenizer.load_tokenizer(sentencepiece_folder, vocab_size)
     assert tokenizer.load_tokenizer(sentencepiece_folder, 330).vocab_size == 320  # a padded embedding
 
 
 # The real ones
 
 
-def real(name, tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(shared_data(name).read_bytes())
-    return tokenizer.load_tokenizer(tmp_path)
-
-
-def test_llama3(tmp_path):
-    ours = real("llama3-tokenizer.model", tmp_path)
+def test_llama3_and_llama2():
+    ours = tokenizer.load_tokenizer(shared_data("llama3-tokenizer.model"))
     assert ours.encode("Hello world") == [128000, 9906, 1917]
     assert ours.vocab_size == 128256
     special = {"<|begin_of_text|>": 128000, "<|reserved_special_token_0|>": 128002, "<|eot_id|>": 128009}
     special |= {"<|python_tag|>": 128010, "<|reserved_special_token_247|>": 128255}
     assert {name: ours.special[name] for name in special} == special
     assert ours.encode_markup("<|start_header_id|>user<|end_header_id|>\n\nHello") == [128006, 882, 128007, 271, 9906]
-
-
-def test_llama2(tmp_path):
-    ours = real("llama2-tokenizer.model", tmp_path)
+    ours = tokenizer.load_tokenizer(shared_data("llama2-tokenizer.model"))
     assert (ours.vocab_size, ours.bos_id) == (32000, 1)
     assert ours.encode("Hello world") == [1, 15043, 3186]
 
 
-def test_a_stream_keeps_several_spaces(tmp_path):
+def test_a_stream_keeps_several_spaces():
     """Some SentencePiece models drop all spaces at the beginning of what they decode."""
-    ours = real("tok512.model", tmp_path)
+    ours = tokenizer.load_tokenizer(shared_data("tok512.model"))
     space = ours.model.piece_to_id("▁")
     ids, stream = [*ours.encode("a"), space, space, space, *ours.encode_plain("b")], tokenizer.TextStream(ours)
     assert "".join(stream.push([i]) for i in ids) + stream.flush() == ours.decode(ids) == "a    b"

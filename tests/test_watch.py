@@ -264,11 +264,11 @@ def agree(*starts):
 def test_each_difference_is_named():
     agree({"the code": "a", "--seed": 1}, {"the code": "a", "--seed": 1})
     first = {"the script": "generate.py", "--seed": 1, "--compile": True}
-    with pytest.raises(InputError) as e:
+    with pytest.raises(InputError) as error:
         agree(first, first, {"the script": "generate.py", "--seed": 2, "--prompt": ["x" * 100]})
-    assert "rank 2 with " in str(e.value) and "rank 1" not in str(e.value) and "generate.py" not in str(e.value)
+    assert "rank 2 with " in str(error.value) and "rank 1" not in str(error.value)
     for words in "--seed 2", "--compile not given", f"--prompt ['{'x' * 58}", "--seed 1", "--compile True":
-        assert words in str(e.value)
+        assert words in str(error.value)
 
 
 def test_what_ranks_are_compared_by(monkeypatch):
