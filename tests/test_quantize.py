@@ -373,8 +373,8 @@ def folder(tmp_path_factory):
 ])  # fmt: skip
 def test_quantize_and_generate(mode, flags, kept, ranks, folder, tmp_path, capsys, monkeypatch):
     """Several files, so that the memory is that of one; a matrix may be in two."""
-    write_weights, out = checkpoint.write_weights, tmp_path / mode
-    monkeypatch.setattr(checkpoint, "write_weights", lambda f, s, r, shard_bytes: write_weights(f, s, r, 50_000))
+    write_weights, out = writing.write_weights, tmp_path / mode
+    monkeypatch.setattr(writing, "write_weights", lambda f, s, r, shard_bytes: write_weights(f, s, r, 50_000))
     quantize.main(["--checkpoint", str(folder), "--mode", mode, *flags, "--out", str(out)])
     assert "times smaller than before" in capsys.readouterr().out
     config, files = checkpoint.read_config(out), sorted(out.glob("model-*.safetensors"))
