@@ -18,7 +18,7 @@ from reference import Reference
 from formats import checkpoint
 from kernels import few_rows
 from model import Attention
-from runtime import compiling
+from runtime import compiling, writing
 from runtime.errors import InputError
 
 
@@ -183,7 +183,7 @@ test_quantize.check_few_rows_int((1, 5))
 def test_filling_joins_ranges_in_parts(dim, ranges, tmp_path):
     """The tensor is larger than what is copied at a time."""
     values = numbers(3000, 3000)
-    checkpoint.save_file({"w": values}, tmp_path / "model.safetensors")
+    writing.save_file({"w": values}, tmp_path / "model.safetensors")
     expected = torch.cat([values.narrow(dim, a, b - a) for a, b in ranges or [(0, 3000)]], dim)
     target = torch.full(expected.shape, torch.nan)
     checkpoint.Weights(tmp_path).fill(target, "w", dim, ranges)
