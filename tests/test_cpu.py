@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import os
 import pwd
+import re
 import shutil
 import subprocess
 import sys
@@ -72,17 +73,6 @@ def check_attention(G, H):
 @pytest.mark.parametrize("G, H", [(1, 64), (2, 192), (7, 64)])
 def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
     check_attention(G, H)
-
-
-def test_operators_work_for_the_compiler_and_refuse_other_types():
-    few_rows.build()
-    q, keys, values = numbers(1, 2, 1, 5, 64), numbers(1, 2, 5, 64), numbers(1, 2, 5, 64)
-    rows = numbers(40, 3, 2).permute(1, 2, 0), numbers(12, 40)  # not contiguous
-    for name, args in ("few_rows", rows), ("decode_attention", (q, keys, values, torch.tensor([[4]]), 5)):
-        operator = getattr(torch.ops.ladder, name)
-        torch.library.opcheck(operator.default, args)
-        with pytest.raises(RuntimeError, match=f"{name} takes"):
-            operator(args[0].float(), *args[1:])
 
 
 def test_a_compiled_model_with_few_rows(monkeypatch):
@@ -174,8 +164,7 @@ test_quantize.check_few_rows_int((1, 5))
     subprocess.run([sys.executable, "-c", source], check=True, cwd=ROOT, env=environment)
     [library] = tmp_path.rglob("few_rows-*.so")
     if shutil.which("objdump"):
-        code = subprocess.run(["objdump", "-d", library], capture_output=True, text=True, check=True).stdout
-        assert "vdpbf16ps" not in code and "vpdpbusd" not in code and "mul" in code
+        assert not re.search(rb"vdpbf16ps|vpdpbusd", subprocess.check_output(["objdump", "-d", library]))
 
 
 @pytest.mark.parametrize("ranges", [None, [(5, 17), (2990, 3000)], [(7, 7)]], ids=str)
