@@ -238,7 +238,8 @@ COMPILED = [("tied", True), *(pytest.param(name, True, marks=pytest.mark.slow) f
 @pytest.mark.parametrize("name, compile", [*((name, False) for name in CASES), *COMPILED])
 def test_a_quantized_model_computes_what_its_numbers_say(name, compile, monkeypatch):
     """In float32 and float16, in bfloat16, and there with few_rows.cpp, perhaps compiled."""
-    monkeypatch.setattr(few_rows, "FEW_INT", 8)  # rows: more in prefill, fewer in decode
+    for module, rows in (few_rows, "FEW_INT"), (compiling, "FEW_INT"), (int_linear, "FEW"):
+        monkeypatch.setattr(module, rows, 8)  # more in prefill, fewer in decode
     monkeypatch.setattr(int_linear, "PIECE", 700)  # several pieces of each matrix
     config = dataclasses.replace(CASES[name], n_layers=1 if compile else 3)
     exact = dequantized_state(config, quantized_state(config))

@@ -95,13 +95,11 @@ def test_text_survives_the_round_trip_and_special_tokens_come_from_markup_alone(
 def test_a_stream_is_the_text_in_pieces(step, any_tokenizer):
     rng = random.Random(0)
     text = " ".join(rng.choice([*TEXTS, "time and time", "🙂🙂"]) for _ in range(120))
-    ids, stream = (
-        any_tokenizer.encode(text + "从前有一个小女孩…饕餮魑魅魍魉囍龘靐齉爩鱻麤龖" * 3),
-        tokenizer.TextStream(any_tokenizer),
-    )
+    text += "从前有一个小女孩…饕餮魑魅魍魉囍龘靐齉爩鱻麤龖" * 3  # to some of them single bytes
+    ids, stream = any_tokenizer.encode(text), tokenizer.TextStream(any_tokenizer)
     pieces = [stream.push(ids[i : i + step]) for i in range(0, len(ids), step)] + [stream.flush()]
-    assert "".join(pieces) == any_tokenizer.decode(ids) and not any("\ufffd" in piece for piece in pieces)
-    assert sum(bool(piece) for piece in pieces) > len(pieces) / 3  # it really streams
+    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
+    assert sum(map(bool, pieces)) > len(pieces) / 3  # it really streams
 
 
 TRAINED = (
