@@ -30,12 +30,11 @@ import generate
 from decoding.sampling import Sampler
 from formats import checkpoint
 from formats.sizes import named_size
-from kernels.group import disconnected
 from model import rewired
-from runtime import cli, launch, report, watch, writing
+from runtime import benchmarking, cli, launch, report, watch, writing
+from runtime.benchmarking import in_turns, quartiles
 from runtime.cli import count, number
 from runtime.errors import InputError
-from runtime.timing import in_turns, quartiles
 
 LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and their share of the bandwidth means nothing
 
@@ -78,21 +77,14 @@ def make_cells(models, args, world):
 
 
 def compile_cells(cells, args, world):
-    """Compile all cells: on a CPU each rank in an order of its own, so that it finds what others have compiled.
-
-    What a rank has compiled, the others load from Inductor's cache, if their shards have the same shapes.
-    """
+    """Compile all cells, and say how long each takes."""
     from runtime import compiling
 
-    order, apart = [*cells], world.device.type == "cpu" and not world.alone
-    with disconnected(world.group) if apart else contextlib.nullcontext():
-        first = len(order) * world.rank // world.tp_size if apart else 0
-        for n, key in enumerate(order[first:] + order[:first], start=1):
-            seconds = compiling.warm_up(*cells[key], args.new_tokens, generate.BUCKET)
-            if world.rank == 0:
-                what = f"compiled {n} of {len(order)}, {key[0]} at batch {key[1]}"
-                print(f"tp {world.tp_size}: {what}, in {seconds:.1f} s", file=sys.stderr)
-    world.gather(None)
+    for n, ((wiring, batch), cell) in enumerate(cells.items(), start=1):
+        seconds = compiling.warm_up(*cell, args.new_tokens, generate.BUCKET)
+        if world.rank == 0:
+            what = f"compiled {n} of {len(cells)}, {wiring} at batch {batch}"
+            print(f"tp {world.tp_size}: {what}, in {seconds:.1f} s", file=sys.stderr)
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------
@@ -105,7 +97,7 @@ def measure(args, world):
         wirings = list(dict.fromkeys(args.wiring))
         if world.tp_size == 1:
             wirings = ["standard"] if "standard" in wirings else wirings[:1]
-    bandwidth = world.gather(report.read_bandwidth(world.device, world))
+    bandwidth = world.gather(benchmarking.read_bandwidth(world.device, world))
     cells = make_cells(load_models(config, wirings, args, world), args, world)
     sample = Sampler(0, device=world.device)
     watch.at("measurement", timed=False)
@@ -124,7 +116,7 @@ def measure(args, world):
         unguarded = compiling.without_guards(world.device)
     with unguarded:
         rounds = in_turns(ways, args.repeats)
-    made = report.environment(world) | {"commit": report.git_commit(), "command": shlex.join(sys.argv)}
+    made = benchmarking.environment(world) | {"commit": benchmarking.git_commit(), "command": shlex.join(sys.argv)}
     lines = []
     for (wiring, batch), runs in rounds.items():
         runner, standard = cells[wiring, batch][0], rounds.get(("standard", batch))

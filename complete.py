@@ -6,8 +6,8 @@ from formats.checkpoint import DTYPES
 from formats.tokenizer import load_tokenizer
 from generate import BUCKET, Runner, generate, load_model, make_cache
 from model import rewired
-from runtime import extras, launch, terminal
-from runtime.errors import InputError
+from runtime import launch, terminal
+from runtime.errors import InputError, load_extra
 from runtime.launch import World
 
 
@@ -54,6 +54,6 @@ def complete(
 
     runner, drafter = new_runner(model), None
     if draft is not None:
-        drafter = extras.load("drafts", "draft").of_model(draft, proposals, runner, new_runner)
+        drafter = load_extra("drafts", "draft").of_model(draft, proposals, runner, new_runner)
     new_ids = generate(runner, rows, max_new_tokens, sampler, model.config.eos_ids, draft=drafter).rows
     return [tokenizer.continuation(prompt, ids) for prompt, ids in zip(rows, new_ids, strict=True)]

@@ -83,8 +83,8 @@ def convert(source, config, folder, dtype, shard_bytes):
         return tensor.to(dtype)
 
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    checkpoint.write_weights(folder, sizes, read, shard_bytes)
-    checkpoint.write_config(folder, config)
+    writing.write_weights(folder, sizes, read, shard_bytes)
+    writing.write_config(folder, config)
 
 
 def check_lanes(config):
@@ -127,7 +127,7 @@ def main(argv=None):
             name = "tokenizer.json" if args.tokenizer.endswith(".json") else "tokenizer.model"
             shutil.copyfile(args.tokenizer, out / name)
         elif folder is not None:
-            checkpoint.copy_tokenizer(folder, out)
+            writing.copy_tokenizer(folder, out)
         convert(weights, config, out, dtype, int(args.shard_gb * 1e9))
     if own.wiring.startswith("laneformer"):
         print("a Laneformer's keys can mean several things: python -m extras.export.verify compares with its own code")

@@ -25,9 +25,9 @@ import generate
 from evaluation.score import SEPARATOR, alone, divergence, sensitivity, total_nats
 from formats import checkpoint
 from formats.tokenizer import check_vocabulary, load_tokenizer
-from runtime import cli, extras, launch, preflight, report, writing
+from runtime import benchmarking, cli, launch, report, writing
 from runtime.cli import count, number
-from runtime.errors import InputError
+from runtime.errors import InputError, load_extra
 
 
 def parse(argv):
@@ -168,14 +168,14 @@ def main(argv=None):
         if args.compare:
             check_vocabulary(config, args.checkpoint, reference_config, args.compare, f"--compare {args.compare}")
         if args.tasks:
-            harness = extras.load("lm_eval", "--tasks").harness
+            harness = load_extra("lm_eval", "--tasks").harness
             tasks = harness.load_tasks(args.tasks.split(","), args.task_folder, args.num_fewshot, world.rank == 0)
         else:
             documents, n_bytes = read_documents(args, tokenizer)
             plan = plan_windows(args, config, reference_config or config)
         models = (config, args.checkpoint), (reference_config, args.compare)
         dtypes = [(c, checkpoint.chosen_dtype(args.dtype, folder)) for c, folder in models if folder]
-        preflight.warn(world, 0, 0, *((*model, world.rank, world.shares) for model in dtypes))  # without a cache
+        report.warn_of_memory(world, 0, 0, *((*model, world.rank, world.shares) for model in dtypes))  # without a cache
     if not world.alone:
         folders = {f"contents of --{name}": getattr(args, name) for name in ("checkpoint", "compare")}
         same = {name: folder and checkpoint.digest(folder) for name, folder in folders.items()}
@@ -193,7 +193,7 @@ def main(argv=None):
         "model": checkpoint.name(args.checkpoint), "wiring": config.wiring, "tp": world.tp_size, "shares": world.shares,
         "comm": args.comm, "quant": config.quant, "group_size": config.group_size,
         "dtype": checkpoint.dtype_name(model.dtype), **result,
-        "seconds": time.perf_counter() - start, "torch": torch.__version__, "commit": report.git_commit(),
+        "seconds": time.perf_counter() - start, "torch": torch.__version__, "commit": benchmarking.git_commit(),
     }  # fmt: skip
     print(json.dumps(line))
     if args.json:

@@ -23,9 +23,9 @@ from decoding.step import RunAhead, next_tokens, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from kernels import int_linear
-from runtime import cli, extras, launch, preflight, report, terminal, watch
+from runtime import cli, launch, report, terminal, watch
 from runtime.cli import count
-from runtime.errors import InputError
+from runtime.errors import InputError, load_extra
 from runtime.launch import World
 from runtime.report import PASS_TOKENS
 from tp import TensorParallel, load_shard
@@ -37,7 +37,7 @@ def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
     load = load_shard
     if config.named_wiring.model or config.lanes and world.shares != (1,) * config.lanes:  # not one lane for each rank
-        load = extras.load("lanes", f"wiring {config.wiring}").load_lanes
+        load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():
         weights = checkpoint.open_weights(folder, config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder, weights)
@@ -87,8 +87,9 @@ class Runner:
 
         Compiled code would wait for the sums of all chunks at once. On a GPU nobody has measured whether chunks gain.
         """
-        worth_it = B * S >= MIN_TOKENS and self.device.type == "cpu" and not self.compiles[1]
-        return min(S, self.chunks or 1 + (worth_it and self.model.comm.tp_size > 1))
+        on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1
+        worth_it = on_cpus and B * S >= MIN_TOKENS and not self.compiles[1]
+        return min(S, self.chunks or (2 if worth_it else 1))
 
     @torch.inference_mode()
     def prefill(self, tokens, lengths, pass_tokens=None, cached_tokens=0):
@@ -152,6 +153,7 @@ def generate(
     """
     texts, done, passes, shown = [list(prompt) for prompt in prompts], [False] * len(prompts), 0, 0.0
     ends = [min(len(prompt) + max_new_tokens, runner.model.config.max_seq_len) for prompt in prompts]
+    # A step is decode(), then sample(), for which each rank offers its best token of each row, in 16 bytes
     step = next_tokens if runner.device.type == "cpu" else RunAhead()  # a GPU need not wait for the host
     watch.at("prefill")
     start = time.perf_counter()
@@ -255,12 +257,12 @@ def set_up(args, world):
         new, source = terminal.fit(args.max_new_tokens, prompts, context), None
         slots = context if chats else max(map(len, prompts)) + new
         if args.draft:
-            drafts = extras.load("drafts", f"--draft {args.draft}")
+            drafts = load_extra("drafts", f"--draft {args.draft}")
             source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
             slots += 1 + source.max_count  # a row that is done stays at its last token, which is read again
         dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
         small = [(source.config, dtype, 0, 1)] if source and source.folder else []
-        preflight.warn(world, len(prompts), slots, (config, dtype, world.rank, world.shares), *small)
+        report.warn_of_memory(world, len(prompts), slots, (config, dtype, world.rank, world.shares), *small)
     if not world.alone:  # else there is nobody to agree with, and no reason to read the files
         contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
         if args.checkpoint:
@@ -316,15 +318,15 @@ def main(argv=None):
     world = launch.join(args.device, vars(args))
     setup = set_up(args, world)
     if terminal.is_chat(args):
-        return extras.load("chat", "--chat without a prompt").run(setup, world, generate)
+        return load_extra("chat", "--chat without a prompt").run(setup, world, generate)
     done, texts = run(setup, world)
     result = report.result(setup, world, done, texts)
     if world.rank == 0:
         print(report.summary(result), file=sys.stderr)
         if args.json:
-            from runtime import writing
+            from runtime import benchmarking, writing
 
-            writing.append_line(args.json, report.environment(world) | result)
+            writing.append_line(args.json, benchmarking.environment(world) | result)
 
 
 if __name__ == "__main__":

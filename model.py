@@ -20,8 +20,7 @@ import torch.nn.functional as F
 
 from formats import wiring_text
 from kernels import int_linear
-from runtime import extras
-from runtime.errors import InputError
+from runtime.errors import InputError, load_extra
 
 # ---- The collectives that a wiring uses ------------------------------------------------------------------------------
 
@@ -37,7 +36,8 @@ def pad_logits(logits, width):
 class SingleDevice:
     """The collectives of a single device: no-ops, since its partial already is the sum. tp.py has the real ones.
 
-    lanes: how many partials an all-reduce adds up. tp_size: the number of ranks.
+    tp_size: the number of ranks. lanes: how many partials an all-reduce adds up, one of each rank; extras/lanes runs
+    several on a rank.
     """
 
     tp_size = lanes = 1
@@ -85,22 +85,24 @@ def residual_stream(x, sublayers, comm, config):
 
     sublayers: list of (h, stale). A sublayer reads x without the last `stale` sums, which are still in flight.
 
+    In a ladder the first two sublayers read the embedding x, the third x + s_0, where s_0 is the sum of the first. A
+    standard sublayer before a ladder leaves its sum in flight: the ladder's first sublayer does not read it.
+
     A stream is a generator. It yields after each start, so that interleave can run other streams meanwhile, and finally
-    yields its x. A stream of your own may only add to x, and calls each h once. Its all-reduces overlap under
-    torch.compile only if every wait between two sublayers is a settle with `after`, also where nothing is pending yet,
-    and before the last sublayer: tests/test_wiring.py -k compiled_code shows that.
+    yields its x. A stream of your own may only add to x, and calls each h once. Under torch.compile, after each start
+    but the last, call settle(x, oldest or None, after=the sum just started): else the compiler moves the wait to where
+    nothing overlaps. tests/test_wiring.py -k compiled_code shows the order.
     """
     pending = []  # the sums in flight
     for i, (h, stale) in enumerate(sublayers):
         while len(pending) > stale:  # standard: wait, then compute
             x = comm.settle(x, pending.pop(0), after=pending[-1] if pending else None)
-        started = comm.start(h(x))
+        pending.append(comm.start(h(x)))
         yield  # to the other streams of interleave
         next_stale = sublayers[i + 1][1] if i + 1 < len(sublayers) else 0
-        if stale or next_stale:  # ladder: wait for the oldest sum only now, while the new one travels
-            oldest = pending.pop(0) if pending and len(pending) >= next_stale else None
-            x = comm.settle(x, oldest, after=started)  # without an oldest sum it only pins the order: see tp.py
-        pending.append(started)
+        if stale or next_stale:  # ladder: while this sum travels, wait for the oldest that the next sublayer must read
+            oldest = pending.pop(0) if len(pending) > max(next_stale, 1) else None
+            x = comm.settle(x, oldest, after=pending[-1])  # without an oldest one it only pins the order: see tp.py
     while pending:
         x = comm.settle(x, pending.pop(0), after=pending[-1] if pending else None)
     yield x
@@ -197,7 +199,7 @@ def parse_wiring(text):
     """Return the wiring_text.Parsed of a wiring's text; extras/lanes has more names. Raises InputError."""
     if not text.startswith(tuple(WIRINGS)):
         with contextlib.suppress(InputError):  # a copy without that folder
-            extras.load("lanes", text)
+            load_extra("lanes", text)  # its import adds to WIRINGS
     return wiring_text.parse(text, WIRINGS)
 
 

@@ -111,10 +111,10 @@ def quantize(args):
         raise InputError(f"--keep {args.keep} leaves nothing to quantize")
     layer = sum(size for name, size in sizes.items() if name.startswith("layers.0."))
     with writing.new_folder(args.out) as folder:
-        checkpoint.write_config(folder, new)
-        checkpoint.copy_tokenizer(args.checkpoint, folder)
+        writing.write_config(folder, new)
+        writing.copy_tokenizer(args.checkpoint, folder)
         read = quantized(weights, new, args.iterations)
-        checkpoint.write_weights(folder, sizes, read, shard_bytes=max(layer, FILE))
+        writing.write_weights(folder, sizes, read, shard_bytes=max(layer, FILE))
     return sum(before.values()), sum(sizes.values())
 
 

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from formats.checkpoint import check_shape, read_slice
 from kernels import cpu, int_linear, ordered  # noqa: F401, ordered defines torch.ops.ladder
 from model import VOCAB_BLOCK, build, pad_logits
-from runtime import extras, watch
-from runtime.errors import InputError
+from runtime import watch
+from runtime.errors import InputError, load_extra
 
 # ---- The sharding plan -----------------------------------------------------------------------------------------------
 
@@ -31,7 +31,7 @@ def normalize_shares(shares):
 def split_range(n, rank, shares):
     """Return the range (start, stop) of n things that a rank gets, in proportion to its share.
 
-    Earlier ranks get the remainder, so rank 0 of equal shares is never the smallest.
+    Earlier ranks get the remainder.
     """
     bounds = [-(-n * sum(shares[:r]) // sum(shares)) for r in (rank, rank + 1)]
     return bounds[0], bounds[1]
@@ -40,14 +40,15 @@ def split_range(n, rank, shares):
 def check_shares(n, shares, what):
     """Raise InputError if a rank would get none of n things."""
     if any(start == stop for start, stop in (split_range(n, rank, shares) for rank in range(len(shares)))):
-        raise InputError(f"--shares: {min(shares)} of {sum(shares)} is none of {n} {what}: each needs 1 in {n}")
+        raise InputError(f"--shares: {min(shares)} in {sum(shares)} gets none of {n} {what}: give 1 in {n} or more")
 
 
 def head_ranges(config, rank, shares):
     """Return (ranges of wqkv's rows, ranges of wo's columns) of a rank: whole groups of a KV head and its query heads.
 
     With more ranks than KV heads, the ranks that share a KV head each hold a copy of it and a part of its query heads:
-    of 2 KV heads with 4 query heads each, rank 1 of 4 holds query heads 2 and 3, and a copy of KV head 0.
+    of 2 KV heads with 4 query heads each, rank 1 of 4 holds query heads 2 and 3, and a copy of KV head 0. On 3 ranks,
+    ranks 0 and 1 share KV head 0, and rank 2 has all of KV head 1, so twice their attention.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, tp_size = N // K, len(shares)
@@ -68,7 +69,8 @@ def neuron_range(config, rank, shares, unit):
     """Return the range of a rank's neurons: rows of w1 and w3, columns of w2. unit: neurons that stay together."""
     units = config.intermediate_size // unit
     if config.lanes and unit > 1 and units % config.lanes:
-        raise InputError(f"{config.lanes} lanes cut groups of int4 at no multiple of {unit} columns of w2: keep w2")
+        why = f"{config.lanes} lanes cut groups of int4 at no multiple of {unit} columns of w2"
+        raise InputError(f"{why}: keep w2 as it is (quantize.py --keep w2)")
     check_shares(units, shares, "parts of the MLP")
     start, stop = split_range(units, rank, shares)
     return start * unit, stop * unit
@@ -109,8 +111,8 @@ class ShardSlice(NamedTuple):
     shape: tuple
     dtype: torch.dtype
     dim: int = 0
-    ranges: list | None = None  # [(start, stop), ...] along dim, concatenated; None for all, [] for zeros
-    columns: int = 1  # of the matrix that one stored number covers: 2 for a byte of int4, a whole group for its scale
+    ranges: list | None = None  # [(start, stop), ...] along dim, concatenated; None: all of it; []: zeros, for a bias
+    columns: int = 1  # of the matrix that one stored number covers: 2 for a byte of int4, 64 for the scale of its group
 
 
 def shard_slices(config, dtype, rank=0, shares=1, model=None):
@@ -206,7 +208,7 @@ COLLECTIVES = {
 def collective(name):
     """Return the Collective of this name, if need be from extras/collectives. Raises InputError for unknown ones."""
     if name not in COLLECTIVES:
-        extras.load("collectives", f"--comm {name}")
+        load_extra("collectives", f"--comm {name}")
     if name not in COLLECTIVES:
         raise InputError(f"--comm {name} is unknown: use one of {', '.join(sorted(COLLECTIVES))}")
     return COLLECTIVES[name]
@@ -216,7 +218,7 @@ class TensorParallel:
     """The collectives of a process group; see SingleDevice in model.py for their meaning."""
 
     def __init__(self, config, shares, group):
-        self.tp_size = self.lanes = len(shares)
+        self.tp_size = self.lanes = len(shares)  # one lane a rank; extras/lanes has a `comm` of its own for more
         self.vocab_size, self.group = config.vocab_size, group.group_name
         ranges = [vocab_range(config.vocab_size, rank, shares) for rank in range(self.tp_size)]
         self.first, self.sizes = ranges[group.rank()][0], [stop - start for start, stop in ranges]
@@ -230,9 +232,11 @@ class TensorParallel:
     def settle(self, x, pending, after=None):
         """Return x + wait(pending), or x if pending is None, not before `after`, a later collective, has started.
 
-        To the compiler it is one opaque operator with `after` as an input. So the wait cannot move before that start,
+        To the compiler this is one opaque operator with `after` as an input. So the wait cannot move before that start,
         nor past the next sublayer, which reads its result. With plain operators Inductor fuses the residual additions
-        of two neighbouring sublayers and waits for both sums at once, which undoes half of the overlap.
+        of two neighbouring sublayers and waits for both sums at once, which undoes half of the overlap. On a GPU the
+        operator `arrive` only waits. It counts as writing to `pending`, so that the addition stays behind it, where it
+        fuses with the next norm.
         """
         if after is None:  # nothing to hold back: the compiler fuses this with the next norm
             return x if pending is None else x + self.wait(pending)

@@ -31,10 +31,9 @@ from bench import markdown
 from benchmarks.engines import DIM, FILLED, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCABULARY
 from extras.measure.results import about, add_show_flag
 from runtime import cli, launch, writing
+from runtime.benchmarking import in_turns, quartiles, read_bandwidth
 from runtime.cli import count, number
 from runtime.errors import InputError
-from runtime.report import read_bandwidth
-from runtime.timing import in_turns, quartiles
 
 WORKER = Path(__file__).with_name("engines.py")
 QUANTS = {  # of an engine, behind a colon: (bytes of a weight, scales included, and ours of as many bits)

@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of its own, with limits: tokenizer.py starts it, and nothing imports it.
+"""Renders chat templates in a process of its own, with limits: a Renderer runs this file as that process.
 
 A template is a program, perhaps a stranger's. Jinja's sandbox keeps it from the system, but it may still run for ever
 or make a text of any size, in one expression such as 10**(10**10) or 'a' * 10**10. Hence a timer of CPU time, which
@@ -12,7 +12,9 @@ import json
 import re
 import resource
 import signal
+import subprocess
 import sys
+import threading
 import time
 
 from jinja2.ext import loopcontrols
@@ -48,6 +50,35 @@ def main(seconds, megabytes, characters):
         signal.setitimer(signal.ITIMER_PROF, seconds)  # of CPU time; its signal ends the process
         print(json.dumps(render(*json.loads(line), characters)), flush=True)
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+class Renderer:
+    """The process that renders, started when the first template is rendered and again after it was ended."""
+
+    seconds, megabytes, characters = 10, 512, 10**7  # what a template may take
+
+    def __init__(self):
+        self.process, self.lock = None, threading.Lock()
+
+    def render(self, template, variables):
+        """Return (text, None), or (None, what went wrong)."""
+        with self.lock:
+            if self.process is None:
+                limits = self.seconds, self.megabytes, self.characters
+                command = [sys.executable, "-P", __file__, *map(str, limits)]
+                pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE) | {"stderr": subprocess.DEVNULL}
+                self.process = subprocess.Popen(command, **pipes, start_new_session=True)  # a Ctrl-C does not reach it
+            try:
+                self.process.stdin.write(json.dumps([template, variables]).encode() + b"\n")
+                self.process.stdin.flush()
+                return json.loads(self.process.stdout.readline())
+            except (BrokenPipeError, ValueError):  # it was ended
+                self.process.communicate()
+                self.process = None
+                return None, f"it takes more than {self.seconds} s or {self.megabytes} MB"
+
+
+renderer = Renderer()
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ import torch
 from formats import checkpoint
 from formats.checkpoint import ROPE_KEYS, read_json
 from formats.wiring_text import wiring_name
-from runtime.errors import InputError
-from runtime.extras import load
+from runtime.errors import InputError, load_extra
 
 NAMES = {  # our name: Hugging Face's; wqkv is made of three tensors
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -98,7 +97,7 @@ def read_hf(path):
     if "n_layers" in values and family is None:
         raise InputError("this is a checkpoint of this project already (python -m extras.export converts it back)")
     if "laneformer" in str(family).lower():  # Kog's, whose lanes are an extra
-        family, values = "ministral", load("lanes", f"model_type {family}").laneformer_as_ministral(values)
+        family, values = "ministral", load_extra("lanes", f"model_type {family}").laneformer_as_ministral(values)
     if not isinstance(family, str) or family not in FAMILIES:
         raise InputError(f"model_type {family!r} is not supported; {', '.join(FAMILIES)} and laneformer are")
     if family == "llamaLadder" and "ladder_layers" not in values:
@@ -213,7 +212,7 @@ class LlamaWeights:
     def __init__(self, source, path, config):
         hf, H = read_hf(path), config.head_dim
         if "laneformer" in hf:
-            source = load("lanes", "a Laneformer").LaneformerWeights(source, H)
+            source = load_extra("lanes", "a Laneformer").LaneformerWeights(source, H)
         query, key, hidden = config.n_heads * H, config.n_kv_heads * H, config.intermediate_size
         residual, embedding, logits = (
             hf.get(key, 1.0) for key in ("residual_multiplier", "embedding_multiplier", "logits_scaling")

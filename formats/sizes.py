@@ -1,13 +1,13 @@
 """Named sizes with random weights, for benchmarks: generate.py --model."""
 
+import contextlib
 import dataclasses
 import re
 
 import torch
 
 from model import Config, build
-from runtime import extras
-from runtime.errors import InputError
+from runtime.errors import InputError, load_extra
 
 
 def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie_embeddings=False):
@@ -18,7 +18,7 @@ def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie
     )  # fmt: skip
 
 
-SIZES = {  # shapes for benchmarks with random weights
+SIZES = {  # shapes for benchmarks with random weights; extras/lanes adds another
     "1b": _llama3(16, 32, 64, 2048, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 1B
     "3b": _llama3(28, 24, 128, 3072, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 3B
     "8b": _llama3(32, 32, 128, 4096, 14336),  # Llama 3.1 8B
@@ -33,8 +33,11 @@ SIZES = {  # shapes for benchmarks with random weights
 def named_size(text, quant=None):
     """Return the Config of NAME[:N][:QUANT]: N layers of one of SIZES; QUANT: int8, int4 or int4:GROUP_SIZE."""
     if text.startswith("laneformer"):
-        extras.load("lanes", f"--model {text}")  # adds it to SIZES
+        load_extra("lanes", f"--model {text}")  # adds it to SIZES
     match = re.fullmatch(r"([\w-]+?)(?::([1-9]\d*))?(?::(int8|int4(?::\d+)?))?", text)
+    if match and match[1] not in SIZES:
+        with contextlib.suppress(InputError):  # a copy without that folder
+            load_extra("lanes", f"--model {text}")
     config = SIZES.get(match and match[1])
     if config is None or int(match[2] or 1) > config.n_layers:
         words = f"give NAME, NAME:N with N layers, or NAME:N:int8, of {', '.join(SIZES)}"

@@ -2,13 +2,9 @@
 
 import base64
 import contextlib
-import json
 import os
 import re
 import reprlib
-import subprocess
-import sys
-import threading
 from itertools import count
 from pathlib import Path
 
@@ -76,42 +72,15 @@ class Tokenizer:
 
     def render(self, messages, answer=True):
         """Return a conversation as the chat template writes it, followed by the start of an answer if asked for."""
+        from formats import chat_template  # most prompts need no Jinja
+
         if self.template is None:
             raise InputError("no chat template in the checkpoint's tokenizer_config.json, nor a chat_template.jinja")
         variables = {**self.template_variables, "messages": messages, "add_generation_prompt": answer}
-        text, error = _renderer.render(self.template, variables)
+        text, error = chat_template.renderer.render(self.template, variables)
         if error is not None:
             raise InputError(f"the checkpoint's chat template refuses this conversation: {first_line(error)}")
         return text
-
-
-class Renderer:
-    """The process of chat_template.py, started when the first template is rendered and again after it was ended."""
-
-    seconds, megabytes, characters = 10, 512, 10**7  # what a template may take
-
-    def __init__(self):
-        self.process, self.lock = None, threading.Lock()
-
-    def render(self, template, variables):
-        """Return (text, None), or (None, what went wrong)."""
-        with self.lock:
-            if self.process is None:
-                limits = self.seconds, self.megabytes, self.characters
-                command = [sys.executable, "-P", Path(__file__).with_name("chat_template.py"), *map(str, limits)]
-                pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE) | {"stderr": subprocess.DEVNULL}
-                self.process = subprocess.Popen(command, **pipes, start_new_session=True)  # a Ctrl-C does not reach it
-            try:
-                self.process.stdin.write(json.dumps([template, variables]).encode() + b"\n")
-                self.process.stdin.flush()
-                return json.loads(self.process.stdout.readline())
-            except (BrokenPipeError, ValueError):  # it was ended
-                self.process.communicate()
-                self.process = None
-                return None, f"it takes more than {self.seconds} s or {self.megabytes} MB"
-
-
-_renderer = Renderer()
 
 
 class SentencePieceTokenizer(Tokenizer):

@@ -7,8 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from kernels import cpu, cxx
-from kernels.int_linear import Int8Linear, IntEmbedding, IntLinear, scaled, unpack
-from kernels.swap import recast, swap
+from kernels.int_linear import Int8Linear, IntEmbedding, IntLinear, recast, scaled, swap, unpack
 
 # with so many rows of x or fewer, few_rows.cpp is faster (benchmarks/decode.md)
 FEW = 7 if torch.cpu._is_amx_tile_supported() else 24  # than oneDNN

@@ -14,8 +14,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels.swap import recast, swap
-
 PIECE = 2**19  # elements of W that become floats at a time, so that they are multiplied while they are in the cache
 FEW = 16  # with so many rows of x or fewer, the int8 kernels are used: PyTorch's on a CPU, Triton's on a GPU
 
@@ -198,6 +196,20 @@ def stored_columns(ranges, columns):
 
 
 # ---- Replacing the matrices of a model -------------------------------------------------------------------------------
+
+
+def swap(model, make):
+    """Replace every submodule by make(name, submodule), where name is its last one. None leaves it as it is."""
+    for parent in list(model.modules()):
+        for name, module in list(parent.named_children()):
+            if (new := make(name, module)) is not None:
+                setattr(parent, name, new)
+
+
+def recast(module, subclass):
+    """Make a module one of a subclass that differs only in its methods; returns the module."""
+    module.__class__ = subclass
+    return module
 
 
 def replace_matrices(model, config):

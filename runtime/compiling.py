@@ -13,7 +13,7 @@ from decoding.sampling import Sampler
 from decoding.step import next_tokens, pad
 from kernels import cxx, few_rows
 from kernels.few_rows import FEW_INT, FewRowsIntLinear
-from kernels.swap import recast, swap
+from kernels.int_linear import recast, swap
 from model import Attention, FeedForward
 from runtime import watch
 from runtime.errors import InputError

@@ -6,24 +6,17 @@ main() of every script joins the other ranks with join(), and is run by run().
 import collections
 import contextlib
 import errno
-import functools
-import hashlib
-import json
 import math
 import os
 import signal
 import sys
-import time
 import traceback
-from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import tp
 from formats.checkpoint import first_line
-from kernels import gloo
 from runtime import watch
 from runtime.errors import InputError
 
@@ -33,26 +26,19 @@ def rank_and_size():
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
+def several_ranks():
+    """Return runtime/ranks.py if torchrun has started several ranks, else None: a single process does without."""
+    if rank_and_size()[1] == 1:
+        return None
+    from runtime import ranks
+
+    return ranks
+
+
 def check_one_process(what):
     """Raise InputError if torchrun has started several ranks. what: the work that one process does, for the message."""
     if rank_and_size()[1] > 1:
         raise InputError(f"{what} runs in one process: start it with python, not with several ranks of torchrun")
-
-
-@functools.cache
-def _store():
-    """Return the key-value store that torchrun's environment describes."""
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun holds it already, or has died
-    try:
-        store = next(dist.rendezvous("env://", timeout=timedelta(seconds=10 if agent else 300)))[0]
-    except (dist.DistError, ValueError, OSError) as e:
-        raise InputError(f"WORLD_SIZE is set, but there is no store to meet at: {first_line(e)}") from None
-    store.set_timeout(timedelta(seconds=300))
-    return store
-
-
-IMPORTS = 60  # seconds that a rank may start later than another, on top of the timeout
-_gathers = collections.Counter()  # of each number of ranks: the Worlds of a process share the store
 
 
 class World:
@@ -77,20 +63,9 @@ class World:
         """
         if self.alone:
             return [value]
-        store, values, start = _store(), [], time.monotonic()
-        _gathers[self.tp_size] += 1
-        key = f"gathered {self.tp_size} {_gathers[self.tp_size]}"
-        store.set(f"{key} {self.rank}", json.dumps(value))
-        for rank in range(self.tp_size):
-            while not store.check([f"{key} {rank}"]):
-                if code := watch.ended(store):
-                    raise SystemExit(code)  # another rank says why
-                if time.monotonic() - start > patience:
-                    words = f"rank {rank} of {self.tp_size} has not started"
-                    raise watch.Verdict(f"{words} within {patience:g} s (LADDER_TIMEOUT + {IMPORTS})")
-                time.sleep(0.005)
-            values.append(json.loads(store.get(f"{key} {rank}")))
-        return values
+        from runtime import ranks  # a run of one process needs nothing of it
+
+        return ranks.gather(self, value, patience)
 
     def tell(self, value):
         """Return rank 0's value, on every rank."""
@@ -131,75 +106,22 @@ def join(device=None, flags=None):
     GPU of its LOCAL_RANK. flags: {name: value} of the command line, equal on all ranks; "comm" names one of
     tp.COLLECTIVES. Raises InputError for a device that is not there, and for ranks that were not started alike.
     """
-    global _watch
     rank, tp_size = rank_and_size()
     flags = flags or {}
-    shares, comm, ranks = flags.get("shares"), flags.get("comm", "auto"), flags.get("simulate_tp") or tp_size
+    shares, comm, number = flags.get("shares"), flags.get("comm", "auto"), flags.get("simulate_tp") or tp_size
     connect = tp.collective(comm).connect
-    if shares and len(shares) != ranks:
-        raise InputError(f"--shares has {len(shares)} numbers: give {ranks}, one for each rank")
+    if shares and len(shares) != number:
+        raise InputError(f"--shares has {len(shares)} numbers: give {number}, one for each rank")
     world = World(rank, tp_size, choose_device(device, rank, tp_size), shares=shares)
     if tp_size == 1:
         if comm != "auto":
             raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun")
         return world
-    seconds, local = timeout(), int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
-    node = os.environ.get("GROUP_RANK", str(rank // local))  # torchrun's number of the node, or what comes close
-    started = world.gather([node, os.getpid()], seconds + IMPORTS if seconds else math.inf)
-    world.nodes, processes = zip(*started, strict=True)
-    near = {r for r in range(tp_size) if world.nodes[r] == node and "GROUP_RANK" in os.environ}
-    _watch = watch.Watch(_store(), rank, tp_size, {r: processes[r] for r in near}, seconds, _leave)
-    _watch.start()
-    world.agree(_start(flags, world.device) | {"LADDER_TIMEOUT": seconds})
-    _init_process_group(world)
-    world.group = dist.group.WORLD
+    from runtime import ranks
+
+    ranks.meet(world, flags, _leave)
     world.group = connect(world)
     return world
-
-
-def timeout():
-    """Return after how many seconds without progress a run ends, or 0 for never. Raises InputError."""
-    text = os.environ.get("LADDER_TIMEOUT", "60")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1
-    if not 0 <= seconds < math.inf:
-        raise InputError(f"LADDER_TIMEOUT={text!r} is no number of seconds: give one, or 0 to wait for ever")
-    return seconds
-
-
-def _init_process_group(world):
-    """Make torch.distributed's default group: NCCL on GPUs, else gloo."""
-    backend, on_gpu = "gloo", {}
-    if world.device.type == "cuda":  # its kernels run first: the sum of a sublayer is waited for before other work
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        backend, on_gpu = "nccl", {"device_id": world.device, "pg_options": options}
-    elif len({*world.nodes}) > 1:
-        gloo.choose_interface(_store(), world.rank, world.tp_size)
-    before, limit, ranks = gloo.threads(), timedelta(minutes=30), {"rank": world.rank, "world_size": world.tp_size}
-    dist.init_process_group(backend, store=_store(), timeout=limit, **ranks, **on_gpu)  # hangs are reported sooner
-    if backend == "gloo":
-        gloo.let_preempt(gloo.threads() - before)
-    dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
-
-
-# of each rank alone: where its files lie (their contents are compared), and what only rank 0 writes
-OWN = {"device", "checkpoint", "draft", "compare", "distill", "text", "valid", "json"}
-
-
-CODE = "*.py", "*/*.py", "*/*.cpp", "extras/*/*.py", "extras/*/*.cpp"
-
-
-def _start(flags, device):
-    """Return what all ranks are to be started with alike, by name."""
-    code, root = hashlib.sha256(), Path(__file__).parents[1]
-    for path in sorted(path for pattern in CODE for path in root.glob(pattern)):
-        code.update(path.read_bytes())
-    start = {"the script": os.path.basename(sys.argv[0]), "the code": code.hexdigest()[:8]}
-    start |= {"torch": torch.__version__, "device": device.type}
-    flags = {f"--{name.replace('_', '-')}": value for name, value in flags.items() if name not in OWN}
-    return start | {name: value for name, value in flags.items() if value is not None and value is not False}
 
 
 def choose_device(device, rank=0, tp_size=1):
@@ -217,17 +139,14 @@ def choose_device(device, rank=0, tp_size=1):
     return torch.device(device)
 
 
-_watch = None  # of this process, once it has joined others
-
-
 def run(main):
     """Run a script's main(), and end the process: what ends one rank ends all, and one of them says why in one line."""
     watch.heed_signals()
-    error = None
+    error, ranks = None, several_ranks()
     try:
         try:
-            if rank_and_size()[1] > 1:
-                _store()  # now, so that of several ranks with bad flags one says so
+            if ranks:
+                ranks.store()  # now, so that of several ranks with bad flags one says so
             main()
             sys.stdout.flush()
             watch.at("the end")
@@ -239,12 +158,8 @@ def run(main):
         error = e
     if isinstance(error, Exception):  # which a library may have raised for the one of a signal
         error = watch.signalled or error
-    # a Watch knows better than a collective that has lost a peer, or a signal that followed from that
-    lost = isinstance(error, dist.DistError) or "gloo" in str(error) or any(m.lost_peer() for m in watch.monitors)
-    if _watch and (isinstance(error, watch.Terminated) or (lost and isinstance(error, Exception))):
-        _watch.wake.set()
-        _watch.known.wait(watch.GRACE if lost else 0.5)
-        error = _watch.verdict or error
+    if ranks:
+        error = ranks.explain(error)
     with contextlib.suppress(OSError):
         sys.stdout.flush()  # what --help printed, or the text so far
     _leave(error)
@@ -280,11 +195,9 @@ def _leave(error):
         (True, 1, "".join(traceback.format_exception(error)) + f"{who} failed {what}{where}"),
     ]
     code, line = next((code, line) for matches, code, line in endings if matches)
-    speaks = os.environ.get("LOCAL_RANK", "0") == "0"  # without a store, which goes with torchrun
-    if tp_size > 1 and _store.cache_info().currsize and not isinstance(error, watch.StoreLost):
-        with contextlib.suppress(Exception):
-            code, first = map(int, _store().compare_set("ended", "", f"{code} {rank}").split())
-            speaks = first == rank
+    ranks, speaks = several_ranks(), True
+    if ranks and not isinstance(error, watch.StoreLost):
+        code, speaks = ranks.leave_first(code, rank)
     if line and speaks:
         print(line, file=sys.stderr, flush=True)
     for process in getattr(error, "stopped", ()):

@@ -1,40 +1,19 @@
-"""What a run reports: bytes and bandwidth, memory, the commit, a few lines for people."""
+"""What a run needs, warned of before anything is allocated, and what it took, in a few lines for people."""
 
 import itertools
+import math
 import os
-import platform
 import resource
-import statistics
-import subprocess
+import sys
 from pathlib import Path
 
 import torch
 
 from formats.checkpoint import dtype_name
-from kernels import cpu
-from runtime.timing import timed
+from model import rewired
+from tp import shard_plan, shard_slices
 
 PASS_TOKENS = 1024  # of all rows, in one pass of a prefill
-SETTINGS = "NCCL_", "TORCH_NCCL_", "GLOO_", "ENABLE_INTRA_NODE_COMM"  # of the environment
-
-
-def read_bandwidth(device, world=None, size=2**30, repeats=9):
-    """Return the bytes per second that this process reads from the device's memory: the median of some passes.
-
-    A pass sums a tensor of `size` bytes, which should be far larger than the caches; less where memory is short. On a
-    GPU it takes up to 8 GiB, far more than its caches hold. The ranks of the world, if given,
-    measure at the same time: those of one machine share its memory.
-    """
-    on_gpu, free = device.type == "cuda", free_bytes(device)
-    size = min(2**33, free // 4) if on_gpu else min(size, free // 32)
-    tensor = cpu.empty((size // 4,), torch.float32, device).fill_(1)
-    timed(device, tensor.sum)
-    company = 0
-    if world is not None and not world.alone:
-        world.gather(None)  # all have a tensor
-        company = repeats  # for slower ranks
-    seconds = [timed(device, tensor.sum) for _ in range(repeats + company)]
-    return size / statistics.median(seconds[:repeats])
 
 
 def free_bytes(device):
@@ -45,6 +24,39 @@ def free_bytes(device):
     if not info.is_file():  # not Linux: what the machine has
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return 1024 * int(info.read_text().partition("MemAvailable:")[2].split()[0])
+
+
+def weight_bytes(config, dtype, rank=0, shares=1):
+    """Return the bytes of a rank's weights. Raises InputError as shard_plan does."""
+    slices = shard_slices(rewired(config, "standard"), dtype, rank, shares).values()  # in lanes it is about the same
+    return sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices)
+
+
+def cache_bytes(config, dtype, rows, slots, rank=0, shares=1):
+    """Return the bytes of a rank's KV cache: the rows of wqkv that are no queries, for each slot."""
+    plan = shard_plan(rewired(config, "standard"), rank, shares)
+    heads, queries = (sum(stop - start for start, stop in plan[name][1]) for name in ("wqkv", "wo"))
+    return config.n_layers * rows * slots * (heads - queries) * dtype.itemsize
+
+
+def warn_of_memory(world, rows, slots, *models):
+    """Print a line on stderr if models [(Config, dtype, rank, shares)] and their caches exceed the free memory.
+
+    Of equal shares rank 0 has the largest, and says it for all. Activations come on top. Raises InputError.
+    """
+    if world.rank > 0 and len(set(world.shares)) == 1:
+        return
+    needed = sum(
+        weight_bytes(config, dtype, *place) + cache_bytes(config, dtype, rows, slots, *place)
+        for config, dtype, *place in models
+    )
+    # the CPU ranks of a machine share its memory
+    sharers = 1 if world.alone or world.device.type != "cpu" else int(os.environ.get("LOCAL_WORLD_SIZE", world.tp_size))
+    here = world.shares[world.rank // sharers * sharers :][:sharers]
+    free = free_bytes(world.device) * world.shares[world.rank] / sum(here)
+    if needed > free:
+        text = f"about {needed / 1e9:,.2f} GB needed on rank {world.rank}, {free / 1e9:,.2f} free"
+        print(f"weights and cache may not fit: {text}", file=sys.stderr)
 
 
 def step_bytes(model, cache, filled):
@@ -70,37 +82,6 @@ def peak_bytes(device):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # ru_maxrss would count the parent's memory at the time of the fork
     return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
-
-
-def processor():
-    """Return this machine's number of cores, and the name that its CPU gives itself."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.is_file() else ""
-    names = [line.partition(": ")[2] for line in text.splitlines() if line.startswith("model name")]
-    amx = " with AMX" * (" amx_bf16" in text)
-    return f"{len(names)} cores of {names[0]}{amx}" if names else platform.processor()
-
-
-def environment(world):
-    """Return what a result depends on and no flag says. settings: the environment's variables for NCCL and gloo."""
-    device = world.device
-    return {
-        "tp": world.tp_size, "shares": world.shares, "simulated": world.simulated, "device": device.type,
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
-        "threads": torch.get_num_threads(), "load_average": os.getloadavg()[0],
-        "torch": torch.__version__, "commit": git_commit(),
-        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)},
-    }  # fmt: skip
-
-
-def git_commit():
-    """Return the commit of this code, with "+" if it was edited since, or None outside a git checkout."""
-    here = {"cwd": Path(__file__).parent.parent, "stderr": subprocess.DEVNULL, "text": True}
-    try:
-        edited = subprocess.check_output(["git", "status", "--porcelain", "-uno", "*.py", "*.cpp", "*.sh"], **here)
-        return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], **here).strip() + "+" * bool(edited)
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def result(setup, world, done, texts):

@@ -5,12 +5,19 @@ all of it is on the disk. The lock ends with its process, so the next writer can
 """
 
 import contextlib
+import dataclasses
+import errno
 import fcntl
 import json
 import os
 import shutil
 from pathlib import Path
 
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from formats.checkpoint import TOKENIZER_FILES, first_line
 from runtime.errors import InputError
 
 
@@ -106,3 +113,51 @@ def append_line(path, line):
         if f.write(data) < len(data):
             f.truncate(size)
             raise InputError(f"cannot write {path}: No space left on device")
+
+
+# ---- A checkpoint folder ---------------------------------------------------------------------------------------------
+
+
+def write_config(folder, config):
+    values = {k: v for k, v in dataclasses.asdict(config).items() if v not in (None, ())}
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+def write_weights(folder, sizes, read, shard_bytes=5_000_000_000):
+    """Write tensors into model.safetensors, or into numbered shards of at most shard_bytes and their index.
+
+    sizes: {name: bytes}, in the order of writing. read(name) returns a tensor. Only one shard is in memory at a time.
+    """
+    total, shards, room = sum(sizes.values()), [], 0
+    for name, size in sizes.items():
+        if size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(name)
+        room -= size
+    weight_map = {}
+    with tqdm(total=total, unit="B", unit_scale=True, desc="writing", delay=1, disable=None) as bar:
+        for i, names in enumerate(shards, start=1):
+            number = f"-{i:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+            weight_map |= dict.fromkeys(names, file := f"model{number}.safetensors")
+            tensors = {}
+            for name in names:
+                tensors[name] = read(name).contiguous()
+                bar.update(sizes[name])
+            (folder / file).touch()
+            mode = (folder / file).stat().st_mode  # as the umask has it; save_file lets only the owner read
+            try:
+                save_file(tensors, folder / file, metadata={"format": "pt"})
+            except SafetensorError as e:  # above all a full disk
+                raise OSError(errno.EIO, first_line(e)) from None
+            (folder / file).chmod(mode)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def copy_tokenizer(source, folder):
+    """Copy the tokenizer files of the folder source."""
+    for name in TOKENIZER_FILES:
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, folder / name)

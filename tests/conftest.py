@@ -16,11 +16,10 @@ os.environ["HF_MODULES_CACHE"] = os.path.join(tempfile.gettempdir(), f"ladder-fa
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import BASE, random_model, stop_ranks, train_tokenizer
+from helpers import BASE, random_model, stop_ranks, train_tokenizer, write_model
 
-from formats import checkpoint
-from runtime import extras, launch
-from runtime.errors import InputError
+from runtime import launch
+from runtime.errors import InputError, load_extra
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ def _signals():
 @pytest.fixture(autouse=True, scope="session")
 def _ranks():
     with contextlib.suppress(InputError):  # a copy without extras; else the first script to need it would compile it
-        extras.load("collectives", "the tests").shared_memory.build()
+        load_extra("collectives", "the tests").shared_memory.build()
     yield
     stop_ranks()
     shutil.rmtree(os.environ["HF_MODULES_CACHE"], ignore_errors=True)
@@ -76,9 +75,8 @@ def _ranks():
 def tiny(tmp_path_factory):
     """A random checkpoint with a tokenizer, whose uneven 15/5 heads split unevenly over every tp."""
     folder = tmp_path_factory.mktemp("tiny")
-    train_tokenizer(
-        ["Once upon a time there was a little dog. The dog ran to the park. "] * 30, 300, folder / "tokenizer.model"
-    )
+    text = "Once upon a time there was a little dog. The dog ran to the park. "
+    train_tokenizer([text] * 30, 300, folder / "tokenizer.model")
     config = dataclasses.replace(BASE, n_heads=15, n_kv_heads=5, intermediate_size=101, vocab_size=300, eos_ids=(2,))
-    checkpoint.write_model(folder, config, random_model(config).state_dict(), torch.float32)
+    write_model(folder, config, random_model(config).state_dict(), torch.float32)
     return folder

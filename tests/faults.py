@@ -1,19 +1,19 @@
 """Faults in runs of several ranks, one a run, and how each of them ends.
 
-In each phase of a run one rank harms itself, or its launcher; or one rank is started otherwise than the others. Each
-run is one of torchrun's, whose processes are found again by a mark in their environment. It ends well, `wrong` is
-empty, if
+In each phase of a run one rank harms itself, or its launcher; or one rank is started unlike the others. Each run is one
+of torchrun's, whose processes are found again by a mark in their environment. It ends well, `wrong` is empty, if
 
 - all its processes are gone within 5 s of the fault, within LADDER_TIMEOUT + 10 s of a stall, and torchrun fails (of a
   stopped torchrun: all but that one; a rank that is stopped before it has joined: 30 s later, when torchrun kills it);
-- one line says why: with the phase, the step and the cause, and in shared memory the rank, too. Only an exception has a
-  traceback. A signal to all, or a dead torchrun, may be told by a rank that names itself. adapt.py saves at a signal;
+- one line gives the cause, the phase, the step and, where ranks share memory, the rank. Only an exception has a
+  traceback. After a signal to all, or torchrun's death, the line may name another rank. adapt.py saves at a signal;
 - of ranks that were not started alike a line names the difference, they leave with code 2, and print no text.
 """
 
 import contextlib
 import functools
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -27,15 +27,14 @@ from pathlib import Path
 
 import torch
 
-from extras.chat import chat
-from formats import checkpoint
 from model import Config, Transformer
-from runtime import launch
+from runtime import launch, ranks
 
 ROOT = Path(__file__).parent.parent
 SOON, SLOW = 5, 10  # seconds in which a run should end after a fault, and after the LADDER_TIMEOUT of a stall
-TIMEOUT, IMPORTS = 4, 4  # LADDER_TIMEOUT of the runs that stall, and launch.IMPORTS
+TIMEOUT, IMPORTS = 4, 4  # LADDER_TIMEOUT of the runs that stall, and ranks.IMPORTS
 HANGS, STARTS = 60, 150  # seconds after a fault until a run counts as hanging; until the fault should have happened
+STREAMS = "stdout", "stderr"
 MARK = "LADDER_FAULT_RUN"
 
 GENERATE = "generate --checkpoint {a} --max-new-tokens 40 --temperature 0 --prompt Once"
@@ -49,7 +48,7 @@ PHASES = {  # name: (command, module and name of a function, the call of it that
     "load": (GENERATE, "formats.checkpoint", "Weights.fill", 3, r"load of"),
     "prefill": (GENERATE, "generate", "Runner.prefill", 1, r"prefill"),
     "decode": (GENERATE, "generate", "Runner.decode", 7, r"decode step 7\b"),
-    "chat": (CHAT, "runtime.launch", "World.tell", 2, r"the wait for the user|start"),
+    "chat": (CHAT, "extras.chat.chat", "Keyboard.line", 2, r"the wait for the user|start"),
     "training": (ADAPT, "extras.training.adapt", "optimizer_step", 3, r"training step 3\b"),
 }
 CAUSES = {  # kind of fault: what the line says
@@ -71,17 +70,24 @@ UNLIKE = {  # name: (flags, or the script, of the last rank alone; what the line
 }
 
 
-def fault(phase, kind, rank=1, ranks=2, through="memory"):
-    name = f"{phase}, {kind}, rank {rank} of {ranks}" + f", {through}" * (through != "memory")
-    return name, {"phase": phase, "kind": kind, "rank": rank, "ranks": ranks, "through": through}
+def has_extra(name):
+    """Return whether this copy of the project has the folder extras/NAME."""
+    return all(importlib.util.find_spec(module) for module in ("extras", f"extras.{name}"))
+
+
+def fault(phase, kind, rank=1, ranks=2, comm="auto"):
+    name = f"{phase}, {kind}, rank {rank} of {ranks}" + f", {comm}" * (comm != "auto")
+    return name, {"phase": phase, "kind": kind, "rank": rank, "ranks": ranks, "comm": comm}
 
 
 CASES = dict([
     fault("decode", "SIGKILL"), fault("decode", "SIGSTOP", 0), fault("load", "hang"), fault("load", "SIGTERM", 0),
-    fault("prefill", "exception"), fault("chat", "SIGKILL"), fault("training", "terminal SIGINT", 0),
-    fault("join", "launcher SIGKILL", 0), fault("join", "SIGSTOP"), fault("decode", "launcher SIGTERM", 0),
-    fault("decode", "launcher SIGSTOP", 0), fault("decode", "SIGKILL", 2, 3), fault("decode", "SIGSTOP", 0, 2, "gloo"),
+    fault("prefill", "exception", 2, 3), fault("join", "launcher SIGKILL", 0), fault("join", "SIGSTOP"),
+    fault("decode", "launcher SIGTERM", 0), fault("decode", "launcher SIGSTOP", 0),
+    fault("decode", "SIGSTOP", 0, comm="library"),
     *((f"unlike {name}", {"unlike": name, "rank": 1, "ranks": 2}) for name in UNLIKE),
+    *[fault("chat", "SIGKILL", 0)] * has_extra("chat"),
+    *[fault("training", "terminal SIGINT", 0)] * has_extra("training"),
 ])  # fmt: skip
 
 
@@ -113,7 +119,7 @@ def prepare(case, note):
     @functools.wraps(inner)
     def wrapped(*args, **kwargs):
         nonlocal calls
-        calls += chat.run.__code__ is sys._getframe(1).f_code or case["phase"] != "chat"
+        calls += 1
         if calls == number:
             time.sleep(2 * (case["phase"] == "join"))  # until the others have imported, too
             Path(note).write_text(str(time.time()))
@@ -130,12 +136,10 @@ def victim():
     if harmed and change[:1] and change[0].endswith(".py"):
         os.environ["PYTHONPATH"] = ""
         os.execv(sys.executable, [sys.executable, change[0], *sys.argv[2:]])
-    launch.IMPORTS = IMPORTS
+    ranks.IMPORTS = IMPORTS
     _, name, *flags = sys.argv
     sys.argv = [f"{name}.py", *flags, *(change if harmed else [])]
     script = importlib.import_module("extras.training.adapt" if name == "adapt" else name)
-    if case.get("through") == "gloo":  # as ranks of several nodes
-        os.environ.update(LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="lo")
     if harmed and "kind" in case:
         prepare(case, note)
     launch.run(script.main)
@@ -147,7 +151,7 @@ def victim():
 
 def write_files(folder):
     """Write what the runs take into a folder; returns {name: path}."""
-    from helpers import train_tokenizer  # only here: the ranks need no pytest
+    from helpers import train_tokenizer, write_model  # only here: the ranks need no pytest
 
     paths = {name: folder / name for name in ("a", "b", "text", "out", "code")}
     text = "Once upon a time there was a little dog. The dog ran to the park. "
@@ -158,7 +162,7 @@ def write_files(folder):
         generator = torch.Generator().manual_seed(int(name == "b"))
         shapes = {key: tensor.shape for key, tensor in Transformer(config).state_dict().items()}
         state = {key: torch.rand(shape, generator=generator) - 0.5 for key, shape in shapes.items()}
-        checkpoint.write_model(paths[name], config, state, torch.float32)
+        write_model(paths[name], config, state, torch.float32)
         train_tokenizer([text] * 30, 300, paths[name] / "tokenizer.model")
     shutil.copytree(ROOT, paths["code"], ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "tests"))
     with open(paths["code"] / "tp.py", "a") as f:
@@ -168,18 +172,19 @@ def write_files(folder):
 
 def of_run(mark):
     """Return the ids of the processes that live and have the mark in their environment."""
-    found = set()
+    ids = set()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if f"{MARK}={mark}\0".encode() in (folder / "environ").read_bytes():  # a zombie has none
-                found.add(int(folder.name))
-    return found
+                ids.add(int(folder.name))
+    return ids
 
 
 def run(case, paths):
     """Run a case; returns its line."""
     mark, unlike = f"{os.getpid()}-{time.monotonic_ns()}", "unlike" in case
     words = f"{GENERATE} --seed 1" if unlike else PHASES[case["phase"]][0]
+    words += f" --comm {case['comm']}" * (case.get("comm", "auto") != "auto")
     change = UNLIKE[case["unlike"]][0].format(**paths).split() if unlike else []
     with tempfile.TemporaryDirectory(prefix="ladder-faults-") as folder:
         note, logs = Path(folder) / "note", Path(folder) / "logs"
@@ -209,42 +214,42 @@ def run(case, paths):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
         process.stdin.close()
-        code, said = process.wait(), {}
-        for kind in "stdout", "stderr":
-            said[kind] = "".join(path.read_text(errors="replace") for path in sorted(logs.rglob(f"{kind}.log")))
+        code = process.wait()
+        out, err = (
+            "".join(p.read_text(errors="replace") for p in sorted(logs.rglob(f"{name}.log"))) for name in STREAMS
+        )
         codes = re.findall(r"exitcode *: (-?\d+)", Path(folder, "report").read_text())
         for path in paths["out"].parent.glob("out*"):  # what an interrupted adapt.py goes on from
             shutil.rmtree(path)
-    lines = re.findall(r"(?:(?:generate|adapt)\.py: |interrupted|step \d+ is saved).*", said["stderr"])
+    lines = re.findall(r"(?:(?:generate|adapt)\.py: |interrupted|step \d+ is saved).*", err)
     line = {
         **case, "happened": since is not None, "seconds": seconds, "code": code, "codes": sorted(set(map(int, codes))),
         "lines": [text.replace(str(paths["out"].parent), "DIR") for text in lines],
-        "tracebacks": len(re.findall(r"^(?:\[rank\d+\]: )?Traceback \(", said["stderr"], re.MULTILINE)),
-        "printed": said["stdout"][:200],
+        "tracebacks": len(re.findall(r"^(?:\[rank\d+\]: )?Traceback \(", err, re.MULTILINE)), "printed": out[:200],
     }  # fmt: skip
     return line | {"wrong": wrong(line)}
 
 
 def wrong(line):
     """Return what is not as it should be with the end of a run, as this file's head says: a list of words."""
-    kind, text, traced, sent = line.get("kind", ""), "\n".join(line["lines"]), line["tracebacks"], "unlike" in line
-    checks = {"the fault did not happen": line["happened"], "exit code 0": line["code"] != 0}
-    if sent:
+    text, traced = "\n".join(line["lines"]), line["tracebacks"]
+    checks = {f"{len(line['lines'])} lines": len(line["lines"]) == 1, "exit code 0": line["code"] != 0}
+    if "unlike" in line:
         checks |= {"never gone": line["seconds"] is not None, f"codes {line['codes']}": line["codes"] == [2]}
         checks |= {"a text was printed": not line["printed"], "tracebacks": not traced}
         checks["the difference is not named"] = re.search(UNLIKE[line["unlike"]][1], text)
-    else:
-        limit = TIMEOUT + SLOW if kind in STALLS else SOON
-        limit += (IMPORTS + 30) * ((line["phase"], kind) == ("join", "SIGSTOP"))
-        checks[f"not gone in {limit} s"] = line["seconds"] is not None and line["seconds"] <= limit
-        checks[f"{traced} tracebacks"] = traced == (kind == "exception") or (line["phase"], " " in kind) == ("join", 1)
-        met = line["phase"] != "join" or kind != "SIGKILL"  # before ranks know one another torchrun names the dead one
-        checks["the cause is not named"] = re.search(CAUSES[kind], text) or not met
-        if kind != "terminal SIGINT" and (line["phase"], kind) != ("join", "SIGSTOP"):
-            checks["the phase is not named"] = re.search(PHASES[line["phase"]][4], text)
-        if " " not in kind and line["through"] == "memory" and met:
-            checks["the rank is not named"] = re.search(rf"\brank {line['rank']} of {line['ranks']}\b|saved", text)
-    checks[f"{len(line['lines'])} lines"] = len(line["lines"]) == 1
+        return [words for words, good in checks.items() if not good]
+    phase, kind = line["phase"], line["kind"]
+    to_all, stopped_in_join = " " in kind, (phase, kind) == ("join", "SIGSTOP")
+    limit = (TIMEOUT + SLOW if kind in STALLS else SOON) + (IMPORTS + 30) * stopped_in_join
+    checks["the fault did not happen"] = line["happened"]
+    checks[f"not gone in {limit} s"] = line["seconds"] is not None and line["seconds"] <= limit
+    checks[f"{traced} tracebacks"] = traced == (kind == "exception") or (phase, to_all) == ("join", True)
+    checks["the cause is not named"] = re.search(CAUSES[kind], text)
+    if kind != "terminal SIGINT" and not stopped_in_join:
+        checks["the phase is not named"] = re.search(PHASES[phase][4], text)
+    if not to_all and line["comm"] == "auto" and has_extra("collectives"):  # gloo does not tell who waits for whom
+        checks["the rank is not named"] = re.search(rf"\brank {line['rank']} of {line['ranks']}\b", text)
     return [words for words, good in checks.items() if not good]
 
 

@@ -24,19 +24,11 @@ import torch.distributed as dist
 from sentencepiece import SentencePieceTrainer
 
 import generate
+import model
 import tp
 from kernels import cxx, gloo
-from model import (
-    WIRINGS,
-    Config,
-    Transformer,
-    delayed_stream,
-    desynced_stream,
-    list_sublayers,
-    parse_wiring,
-    residual_stream,
-)
-from runtime import launch
+from model import WIRINGS, Config, Transformer, list_sublayers, parse_wiring
+from runtime import launch, writing
 
 ROOT = Path(__file__).parent.parent
 HANGS = 300  # seconds until a process is thought to hang: the ranks' own time limits are half an hour
@@ -46,25 +38,24 @@ YARN["original_max_position_embeddings"] = 40
 BASE = Config(3, 6, 2, 8, 48, 100, 131, 64, norm_eps=1e-5, bos_id=1, eos_ids=(2,))
 
 
-def kind(changes):
-    """The Wiring of config changes."""
+def table_entry(changes):
+    """Return the Wiring of config changes."""
     return WIRINGS[parse_wiring(changes["wiring"]).name]
 
 
-def wired(name):
-    """The config changes to test a wiring with; one layer alone has a seam on either side."""
+def variants(name):
+    """Return the config changes to test a wiring with; one layer alone has a seam on either side."""
     layers = "1," if WIRINGS[name].blocks == 1 else "0,1"
     some = {"layers": [f"{name}:{layers}"], "period": [f"{name}:4"], None: []}[WIRINGS[name].parameter]
     more = {"ladder": ["ladder:2", "ladder:0,1", "ladder-3"], "delayed": ["delayed-2", "delayed-3:1-2"]}.get(name, [])
     return [{"wiring": text} for text in [name, *more, *some]]
 
 
-WIRED = [changes for name in WIRINGS if name != "laneformer" for changes in wired(name)]
-ANY_TP = [changes for changes in WIRED if not kind(changes).laned]
-
-
-STREAMS = residual_stream, delayed_stream, desynced_stream
-BY_HAND = [c for c in WIRED if kind(c).stream in STREAMS]  # nobody has reckoned by hand what another stream does
+WIRED = [changes for name, wiring in WIRINGS.items() if not wiring.model for changes in variants(name)]
+ANY_TP = [changes for changes in WIRED if not table_entry(changes).laned]
+ONE_EACH = [*{id(table_entry(changes)): changes for changes in WIRED}.values()]  # with seams where there can be some
+STREAMS = model.residual_stream, model.delayed_stream, model.desynced_stream
+BY_HAND = [c for c in WIRED if table_entry(c).stream in STREAMS]  # nobody has reckoned by hand what another stream does
 
 
 def staleness(config):
@@ -109,17 +100,17 @@ def shared_data(name):
 
 def random_model(config, seed=0):
     """A model whose weights are all random, norms and biases too, and large enough that every term matters."""
-    model = Transformer(config).eval()
+    net = Transformer(config).eval()
     if config.tie_embeddings:
-        model.output.weight = model.tok_embeddings.weight
+        net.output.weight = net.tok_embeddings.weight
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in model.parameters():
+        for weight in net.parameters():
             if weight.dim() == 2:
                 weight.normal_(0, weight.shape[1] ** -0.5, generator=generator)
             else:
                 weight.uniform_(0.5, 1.5, generator=generator)
-    return model
+    return net
 
 
 def train_tokenizer(texts, vocab_size, path):
@@ -166,12 +157,12 @@ def unequal_rows(config, batch=3, length=9, seed=1):
     return tokens, torch.arange(length, length - batch, -1)
 
 
-def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=False, parts=None):
+def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=False, chunks=None):
     """Logits (B, steps + 1, V) at the last positions of each row: one prefill without the last `steps` tokens, then
     decode, one token of every row at a time, the rows at different positions."""
     if compile or compile_prefill:  # else the compiler need not be imported
         torch._dynamo.reset()
-    runner = generate.Runner(net, net.new_cache(len(tokens), tokens.shape[1] + 2), compile, compile_prefill, parts)
+    runner = generate.Runner(net, net.new_cache(len(tokens), tokens.shape[1] + 2), compile, compile_prefill, chunks)
     positions = lengths - steps
     out = [net.comm.gather_logits(runner.prefill(tokens[:, : int(positions.max())], positions))]
     for _ in range(steps):
@@ -358,3 +349,12 @@ def script(name, *args, ranks=1, timeout=HANGS, stdin="", **environment):
         command(name, *args, ranks=ranks), capture_output=True, text=True, timeout=timeout, env=env, input=stdin,
         errors="surrogateescape",
     )  # fmt: skip
+
+
+def write_model(folder, config, state, dtype):
+    """Write a checkpoint folder's config.json and safetensors of the given dtype from a model's state dict."""
+    if config.tie_embeddings:
+        state = {k: v for k, v in state.items() if k != "output.weight"}
+    sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in state.items()}
+    writing.write_config(folder, config)
+    writing.write_weights(folder, sizes, lambda name: state[name].to(dtype))

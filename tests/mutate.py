@@ -1,10 +1,8 @@
 """Change a Python file in one place, run the tests that cover it, and repeat: which changes does no test notice?
 
 python tests/mutate.py tp.py tests/test_tp.py -k plan -n 20 --seed 1
-
 Swaps operators and comparisons, changes numbers, negates conditions and deletes statements; the seed chooses where.
-All arguments that are not listed below go to pytest. Works in a temporary copy of the tree. Prints each survivor with
-its lines before and after, and exits with 1 if there is one. A change that makes the tests hang counts as noticed.
+All other arguments go to pytest. Works in a temporary copy, prints the changes that survive, exits with 1 if any do.
 """
 
 import argparse
@@ -21,8 +19,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAIRS = "Add Sub, Mult Div, FloorDiv Mult, Mod FloorDiv, Pow Mult, BitAnd BitOr, And Or, Lt LtE, Gt GtE, Eq NotEq, "
-PAIRS = [pair.split() for pair in (PAIRS + "Is IsNot, In NotIn").split(", ")]
+PAIRS = "Add Sub, Mult Div, FloorDiv Mult, Mod FloorDiv, And Or, Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn"
+PAIRS = [pair.split() for pair in PAIRS.split(", ")]
 SWAPS = {a: getattr(ast, b) for b, a in PAIRS} | {a: getattr(ast, b) for a, b in PAIRS}
 SKIPPED = "annotation", "returns", "decorator_list"  # fields of a node in which nothing is changed
 
@@ -41,7 +39,7 @@ def changed(node):
     else:
         call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
         return "pass" if call or isinstance(node, ast.Assign | ast.AugAssign | ast.Raise | ast.Break) else None
-    return f"({ast.unparse(other)})"
+    return ast.unparse(other) if isinstance(other, ast.Constant) else f"({ast.unparse(other)})"
 
 
 def mutations(source):
@@ -73,8 +71,8 @@ def passes(tree, command, limit):
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("file", help="the file to change, from the root of the project")
-    p.add_argument("-n", type=int, default=20, help="how many changes")
-    p.add_argument("--seed", type=int, default=0)
+    for flag, default, words in ("-n", 20, "how many changes"), ("--seed", 0, "which ones"):
+        p.add_argument(flag, type=int, default=default, help=words)
     args, tests = p.parse_known_args()
     command, survivors = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests], 0
     source = (ROOT / args.file).read_bytes()
@@ -86,18 +84,16 @@ def main():
         start = time.monotonic()
         if not passes(tree, command, None):
             sys.exit("the tests fail without any change")
-        limit = 30 + 4 * (time.monotonic() - start)
+        limit = 30 + 4 * (time.monotonic() - start)  # seconds
         for node, text in sorted(chosen, key=lambda place: place[0].lineno):
             first, last = node.lineno - 1, node.end_lineno - 1
-            before, after = lines[first][: node.col_offset], lines[last][node.end_col_offset :]  # offsets count bytes
-            new = before + text.encode() + after
+            new = lines[first][: node.col_offset] + text.encode() + lines[last][node.end_col_offset :]  # count bytes
             (tree / args.file).write_bytes(b"".join([*lines[:first], new, *lines[last + 1 :]]))
             survivors += (survived := passes(tree, command, limit))
             print(f"{args.file}:{node.lineno}: {'SURVIVED' if survived else 'noticed'}", flush=True)
             if survived:
                 print(f"{b''.join(lines[first : last + 1]).decode()}  now\n{new.decode()}", end="", flush=True)
-    print(f"{survivors} of {len(chosen)} changes survived; {len(places)} are possible")
-    sys.exit(survivors > 0)
+    sys.exit(f"{survivors} of {len(chosen)} changes survived; {len(places)} are possible" if survivors else 0)
 
 
 if __name__ == "__main__":

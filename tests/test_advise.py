@@ -5,16 +5,15 @@ import shlex
 
 import pytest
 import torch
-from helpers import BASE, queued, random_model
+from helpers import BASE, queued, random_model, write_model
 
 from extras.measure import advise
 from extras.measure.advise import Machine, Times
 from extras.measure.clock import variants
 from extras.measure.link import LINKS
-from formats import checkpoint
 from formats.sizes import SIZES, RandomWeights
 from model import WIRINGS
-from runtime import report
+from runtime import benchmarking, report
 from runtime.errors import InputError
 from tp import load_shard
 
@@ -137,7 +136,7 @@ def test_the_machine_is_the_one_that_is_given(capsys, tiny):
 
 
 def test_without_any_machine_this_one_is_measured(monkeypatch, capsys, tiny):
-    monkeypatch.setattr(report, "read_bandwidth", lambda device, size: 5e9 if size <= 2**28 else None)
+    monkeypatch.setattr(benchmarking, "read_bandwidth", lambda device, size: 5e9 if size <= 2**28 else None)
     shown = advised(capsys, "--checkpoint", tiny, "--tp", 2, "--context", 9, "--link", "5us")
     assert "this machine (cpu), one process: 5.0 GB/s a rank" in shown and "\n5us; in us: " in shown
 
@@ -181,7 +180,7 @@ def test_only_the_wirings_that_are_asked_for(capsys):
 def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
     config = dataclasses.replace(BASE, wiring="ladder:0,2")
     (tmp_path / "m").mkdir()
-    checkpoint.write_model(tmp_path / "m", config, random_model(config).state_dict(), torch.bfloat16)
+    write_model(tmp_path / "m", config, random_model(config).state_dict(), torch.bfloat16)
     flags = ["--checkpoint", tmp_path / "m", "--tp", 2, "--context", 9, "--bandwidth-gbs", 1, "--link", "pcie"]
     found = rows(advised(capsys, *flags))
     assert {name for name, cells in found.items() if cells[-1] == "no"} == {"ladder:0,2"}
@@ -236,7 +235,7 @@ def test_a_table_for_each_link(capsys):
     ],
 )
 def test_bad_input_is_one_clear_line(flags, message, monkeypatch):
-    monkeypatch.setattr(report, "read_bandwidth", lambda *args, **kwargs: pytest.fail("measured for nothing"))
+    monkeypatch.setattr(benchmarking, "read_bandwidth", lambda *args, **kwargs: pytest.fail("measured for nothing"))
     with pytest.raises(InputError) as e:
         advise.main(shlex.split(flags))
     assert str(e.value).startswith(message) and "\n" not in str(e.value)

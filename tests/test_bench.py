@@ -16,7 +16,6 @@ import bench
 import generate
 from decoding.sampling import Sampler
 from formats import checkpoint
-from kernels.group import disconnected
 from model import rewired
 from runtime import launch
 from runtime.errors import InputError
@@ -48,16 +47,17 @@ def texts_of_cells(world, words):
     return answers
 
 
-@pytest.mark.parametrize("compile", ["none", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compile", ["none", pytest.param("decode", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_cells_generate_what_a_model_of_their_wiring_generates(ranks, compile, tiny):
-    words = flags(tiny, "--batch", 1, 2, "--dtype", "float32", "--compile", compile, "--wiring", *WIRINGS)
+    names = WIRINGS if compile == "none" else WIRINGS[:3]
+    words = flags(tiny, "--batch", 1, 2, "--dtype", "float32", "--compile", compile, "--wiring", *names)
     alone = launch.World(0, 1, torch.device("cpu"))
     lists = run_ranks(ranks, texts_of_cells, words, timeout=5 * HANGS) if ranks > 1 else [texts_of_cells(alone, words)]
-    assert lists[0] == lists[-1] and len(lists[0]) == 2 * 2 * len(WIRINGS)
+    assert lists[0] == lists[-1] and len(lists[0]) == 2 * 2 * len(names)
     for wiring, batch, mine, alone in lists[0]:
         assert mine == alone and len(mine) == batch, (wiring, batch)
-    assert ranks == 1 or len({str(mine) for _, batch, mine, _ in lists[0] if batch == 2}) > 2  # wirings differ
+    assert ranks == 1 or len({str(mine) for _, batch, mine, _ in lists[0] if batch == 2}) > 1  # wirings differ
 
 
 def weights_of(world, words):
@@ -72,22 +72,6 @@ def test_wirings_share_one_set_of_weights(tiny):
     assert [(a, b) for a, b, _ in models] == [(w, w) for w in ("parallel", "standard", "spd/2")]
     pointers = [model.layers[0].attention.wo.weight.data_ptr() for *_, model in models]
     assert pointers[0] == pointers[1] != pointers[2]
-
-
-def connected_again(world):
-    """What a sum is in a block of disconnected(), and after it."""
-    ops = torch.ops._c10d_functional
-
-    def total():
-        return ops.wait_tensor(ops.all_reduce(torch.ones(3), "sum", world.group.group_name)).tolist()
-
-    with disconnected(world.group):
-        alone = [total() for _ in range(world.rank)]  # not alike on all ranks
-    return alone, total()
-
-
-def test_ranks_run_apart_while_they_compile():
-    assert run_ranks(3, connected_again) == [([[1.0] * 3] * rank, [3.0] * 3) for rank in range(3)]
 
 
 def test_ranks_append_a_line_for_each_cell(tiny, tmp_path):
@@ -214,7 +198,8 @@ def shell(folder, *words, **environment):
 def test_a_python_without_torch(tmp_path):
     process = shell(tmp_path / "work", "--help", PYTHON="ls")
     said = process.communicate(timeout=HANGS)[1]
-    assert process.returncode == 2 and said.startswith("bench.sh: ls cannot import torch: run make .venv/installed")
+    assert process.returncode == 2
+    assert said.startswith("bench.sh: ls cannot import torch: run make .venv/requirements.txt first")
 
 
 @pytest.mark.parametrize(

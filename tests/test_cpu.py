@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers import BASE, ROOT, last_logits, random_model, unequal_rows
 from reference import Reference
+from safetensors.torch import save_file
 
 from formats import checkpoint
 from kernels import few_rows
@@ -172,7 +173,7 @@ test_quantize.check_few_rows_int((1, 5))
 def test_filling_joins_ranges_in_parts(dim, ranges, tmp_path):
     """The tensor is larger than what is copied at a time."""
     values = numbers(3000, 3000)
-    checkpoint.save_file({"w": values}, tmp_path / "model.safetensors")
+    save_file({"w": values}, tmp_path / "model.safetensors")
     expected = torch.cat([values.narrow(dim, a, b - a) for a, b in ranges or [(0, 3000)]], dim)
     target = torch.full(expected.shape, torch.nan)
     checkpoint.Weights(tmp_path).fill(target, "w", dim, ranges)

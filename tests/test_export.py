@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from helpers import BASE, ROOT, YARN, StateWeights, random_model, script, shared_data
+from helpers import BASE, ROOT, YARN, StateWeights, random_model, script, shared_data, write_model
 from safetensors.torch import load_file
 from test_convert import FAMILIES, FOLDED, SMALL, TOKENS, check_parity, convert, hf_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -52,7 +52,7 @@ def write(folder, **changes):
     if config.lanes:
         net = load_lanes(config, StateWeights(net.state_dict()), torch.float32, "cpu")
     with writing.new_folder(folder / "ours") as out:
-        checkpoint.write_model(out, config, random_model(config).state_dict(), torch.float32)
+        write_model(out, config, random_model(config).state_dict(), torch.float32)
     to_hf.main([str(folder / "ours"), "--out", str(folder / "hf")])
     return net, folder / "hf"
 
@@ -165,7 +165,7 @@ def test_what_has_no_form_is_refused(tmp_path, monkeypatch):
     (tmp_path / "ours").mkdir()
     for changes, words in REFUSED:
         config = dataclasses.replace(BASE, **changes)
-        checkpoint.write_model(tmp_path / "ours", config, random_model(config).state_dict(), torch.float32)
+        write_model(tmp_path / "ours", config, random_model(config).state_dict(), torch.float32)
         with pytest.raises(InputError, match=words):
             to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "hf")])
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]

@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, write_model
 from test_convert import SMALL, write_llama2c
 
 import tp
@@ -77,7 +77,7 @@ def encoded(value):
 def target(name, folder):
     """Return (a reader of a folder, {file: bytes}); the first file is the one to change."""
     state = {name: torch.rand(weight.shape) for name, weight in Transformer(TINY).state_dict().items()}
-    checkpoint.write_model(folder, TINY, state, torch.float32)
+    write_model(folder, TINY, state, torch.float32)
     write_llama2c(folder / "llama2c.bin", tied=True)
     config, ours, llama2c = ((folder / n).read_bytes() for n in ("config.json", "model.safetensors", "llama2c.bin"))
     theirs = {**SMALL, "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu", "ladder_layers": [0]}

@@ -13,8 +13,8 @@ from extras.measure.clock import count_all_reduces
 from extras.measure.exposed import Case, own_all_reduce, replays
 from formats.sizes import RandomWeights
 from generate import Runner, make_cache
+from runtime.benchmarking import timed
 from runtime.launch import World
-from runtime.timing import timed
 from tp import TensorParallel, load_shard
 
 needs_cuda = pytest.mark.skipif(ON_CPU, reason="needs a GPU: a CPU has no CUDA graphs")

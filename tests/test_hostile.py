@@ -11,11 +11,10 @@ from safetensors.torch import save_file
 
 import complete
 import convert_hf_checkpoint
-import formats.tokenizer
-from formats import checkpoint
+from formats import chat_template, checkpoint
 from formats.sources import Llama2cWeights, PickledWeights
-from formats.tokenizer import Renderer, Tokenizer, load_tokenizer
-from runtime import terminal
+from formats.tokenizer import Tokenizer, load_tokenizer
+from runtime import terminal, writing
 from runtime.errors import InputError
 
 DEMO, PICKLED = ROOT / "demo", "pytorch_model.bin"
@@ -119,7 +118,7 @@ def test_truncated_weights(tmp_path):
 
 def test_weights_that_are_no_floats(tmp_path):
     state = {name: torch.zeros_like(w, dtype=torch.int8) for name, w in random_model(BASE).state_dict().items()}
-    checkpoint.write_config(tmp_path, BASE)
+    writing.write_config(tmp_path, BASE)
     save_file(state, tmp_path / "model.safetensors")
     refused("tensor norm.weight holds int8: give --dtype, one of float32, bfloat16, float16", complete.load, tmp_path)
     refused("holds int8, but the config says bfloat16", complete.load, tmp_path, dtype="bfloat16")
@@ -170,8 +169,8 @@ TEMPLATES = {
 
 
 def test_templates_that_are_refused(monkeypatch):
-    monkeypatch.setattr(formats.tokenizer, "_renderer", Renderer())
-    monkeypatch.setattr(Renderer, "seconds", 0.3)
+    monkeypatch.setattr(chat_template, "renderer", chat_template.Renderer())
+    monkeypatch.setattr(chat_template.Renderer, "seconds", 0.3)
     tokenizer, messages = Tokenizer(), [{"role": "user", "content": "hi"}]
     for tokenizer.template, message in TEMPLATES.items():
         refused(message, tokenizer.render, messages)

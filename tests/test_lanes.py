@@ -1,14 +1,72 @@
-"""extras/lanes: several lanes of integer weights on a rank."""
+"""Several lanes on a rank: any number of ranks computes what as many ranks as lanes do."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
-from helpers import StateWeights, last_logits, run_ranks, unequal_rows
-from test_quantize import BIASED, INT4, INT8, dequantized_state, quantized_state
+from helpers import BASE, ONE_EACH, StateWeights, last_logits, random_model, run_ranks, unequal_rows
+from test_quantize import BIASED as BIASED_INTEGERS
+from test_quantize import INT4, INT8, dequantized_state, quantized_state
+from test_tp import BIASED, expected_logits, logits_of
 
 import tp
-from extras.lanes import load_lanes
+from extras.lanes.lanes import lanes_of_rank, load_lanes
+from runtime.errors import InputError
+
+LANED = [c["wiring"] for c in ONE_EACH if dataclasses.replace(BASE, **c).named_wiring.laned]
+LANED = [*(f"{wiring}/4" for wiring in LANED if wiring != "upper-bound"), "desync:3/4", "delayed-3/4"]
+
+
+def lanes(config, world=None):
+    """Return this rank's lanes of random_model, with the collectives of the world's group."""
+    weights = StateWeights(random_model(config).state_dict())
+    rank, shares = (world.rank, world.shares) if world else (0, (1,))
+    net = load_lanes(config, weights, torch.float32, "cpu", rank, shares)
+    if world:
+        net.comm = tp.TensorParallel(config, world.shares, world.group)
+    return net
+
+
+def check(shares, cases, **how):
+    if shares == (1,):
+        ranks = [[last_logits(lanes(config), *unequal_rows(config), **how) for config in cases]]
+    else:
+        ranks = run_ranks(shares, functools.partial(logits_of, cases=cases, load=lanes, **how))
+    for case, config in enumerate(cases):
+        expected = expected_logits(config, config.lanes)
+        for rank in ranks:
+            error = (rank[case] - expected).abs().max()
+            assert error < 1e-4, f"{config.wiring}: {error}"
+
+
+@pytest.mark.parametrize("shares", [(1,), (1, 1), (3, 1), (2, 1, 1), (1, 1, 1, 1)], ids=str)
+def test_lanes_compute_the_same_on_any_ranks(shares):
+    """Of four lanes and two KV heads, with biases, which one lane adds. (3, 1): three lanes, and a rank with one."""
+    check(shares, [dataclasses.replace(BASE, wiring=wiring, **BIASED) for wiring in LANED])
+
+
+@pytest.mark.parametrize("how", [{"chunks": 3}, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str)
+def test_lanes_of_a_rank_take_chunks_and_are_compiled(how):
+    check((1, 1), [dataclasses.replace(BASE, wiring=wiring) for wiring in ("spd/4", "delayed-2/4")], **how)
+
+
+def test_lanes_have_the_same_neurons_in_int4():
+    plain = dataclasses.replace(BASE, wiring="spd/4", intermediate_size=352, dim=64)
+    int4 = dataclasses.replace(plain, quant="int4", group_size=32, kept=("wo",))
+    for lane in range(4):
+        expected = (1, [(88 * lane, 88 * (lane + 1))])
+        assert tp.shard_plan(int4, lane, 4)["w2"] == tp.shard_plan(plain, lane, 4)["w2"] == expected
+    with pytest.raises(
+        InputError, match="3 lanes cut groups of int4 at no multiple of 8 columns of w2: keep w2 as it is"
+    ):
+        tp.shard_plan(dataclasses.replace(int4, wiring="spd/3"), 0, 3)
+
+
+@pytest.mark.parametrize("lanes, shares", [(4, 3), (8, 3), (4, (1, 2)), (2, 4)])
+def test_lanes_that_ranks_cannot_share_are_refused(lanes, shares):
+    with pytest.raises(InputError, match=f"the {lanes} lanes of wiring spd/{lanes} do not fit"):
+        lanes_of_rank(dataclasses.replace(BASE, wiring=f"spd/{lanes}"), 0, shares)
 
 
 def lane_logits(world, config, state):
@@ -17,7 +75,7 @@ def lane_logits(world, config, state):
     return last_logits(net, *unequal_rows(config))
 
 
-@pytest.mark.parametrize("config", [INT8, INT4, BIASED], ids=["int8", "int4", "biased"])
+@pytest.mark.parametrize("config", [INT8, INT4, BIASED_INTEGERS], ids=["int8", "int4", "biased"])
 def test_lanes_of_integers_compute_what_their_numbers_say(config):
     """On one device, which holds all four, and on equal and unequal ranks."""
     config = dataclasses.replace(config, wiring="spd/4")

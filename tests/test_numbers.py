@@ -4,11 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import BASE, random_model, run_ranks, shard, unequal_rows
+from helpers import BASE, random_model, run_ranks, shard, unequal_rows, write_model
 
 import eval
 import generate
-from formats import checkpoint
 from runtime.errors import InputError
 
 NAN, INF = torch.nan, torch.inf
@@ -33,10 +32,10 @@ def test_the_first_of_equal_logits_is_greedy():
     assert generate.Sampler(0)(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
 
 
-def poisoned(world, compile):
-    """The error of a generation in which row 1 is not finite from its third step on, and the steps that were shown."""
+def generate_poisoned(world):
+    """The error of a generation in which row 1 is not finite from its third step on."""
     model = random_model(BASE) if world is None else shard(BASE, world)
-    runner = generate.Runner(model, model.new_cache(2, 12), compile)
+    runner = generate.Runner(model, model.new_cache(2, 12), False)
     decode, steps, shown = runner.decode, [], []
 
     def spoiled(*args):
@@ -51,39 +50,27 @@ def poisoned(world, compile):
     return str(error.value)
 
 
-LINE = "the logits of row 1 in step 2 are NaN or infinite: see --dtype"
-
-
 def test_the_step_and_the_row_are_named_on_all_ranks():
-    assert [poisoned(None, False), *run_ranks(2, poisoned, False)] == [LINE] * 3
+    for line in generate_poisoned(None), *run_ranks(2, generate_poisoned):
+        assert "row 1 in step 2" in line and "--dtype" in line
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    """A bfloat16 checkpoint whose second MLP, its layer 1's, gives more than float16 holds; with a tokenizer's ids."""
-    folder = tmp_path_factory.mktemp("large")
+def test_an_overflow_of_float16_is_named(tmp_path):
+    """A bfloat16 checkpoint whose second MLP, its layer 1's, gives more than float16 holds."""
     state = random_model(BASE).state_dict()
     state["layers.1.feed_forward.w2.weight"] *= 1e5
-    checkpoint.write_model(folder, BASE, state, torch.bfloat16)
-    return str(folder)
-
-
-def test_an_overflow_of_float16_is_named(large):
+    write_model(tmp_path, BASE, state, torch.bfloat16)
     flags = ["--prompt", "ids:3,4,5", "--prompt", "ids:6,7", "--temperature", "0", "--dtype", "float16"]
-    wanted = "the logits of row 0 in step 0 are NaN or infinite: see --dtype"
-    with pytest.raises(InputError, match=wanted):
-        generate.main(["--checkpoint", large, *flags])
-
-
-def test_eval_names_it_too(large):
-    model = generate.load_model(checkpoint.read_config(large), large, "float16", generate.World(0, 1, "cpu"))
-    with pytest.raises(InputError, match="a loss of nan nats per token in float16: try another --dtype"):
-        eval.checked(NAN, large, model)
-    assert eval.checked(1.5, large, model) == 1.5
+    with pytest.raises(InputError, match="row 0 in step 0 .*--dtype"):
+        generate.main(["--checkpoint", str(tmp_path), *flags])
+    model = generate.load_model(BASE, str(tmp_path), "float16", generate.World(0, 1, "cpu"))
+    with pytest.raises(InputError, match="loss of nan .* in float16: .*--dtype"):
+        eval.checked(NAN, str(tmp_path), model)
+    assert eval.checked(1.5, str(tmp_path), model) == 1.5
 
 
 def twice(world, dtype, compile):
-    """Whether a request of unequal rows gives the same bits twice; what it gives."""
+    """What a request of unequal rows gives, which is the same bits twice."""
     tokens, lengths = unequal_rows(BASE)
     prompts = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
     config = dataclasses.replace(BASE, wiring="ladder")
@@ -106,14 +93,11 @@ def twice(world, dtype, compile):
     return rows, logits
 
 
-@pytest.mark.parametrize("tp_size, dtype, compile", [
-    (1, torch.bfloat16, False), (2, torch.bfloat16, False), (3, torch.float32, False),
+@pytest.mark.parametrize("ranks, dtype, compile", [
+    (1, torch.bfloat16, False), (3, torch.bfloat16, False),
     pytest.param(2, torch.bfloat16, True, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_the_same_request_twice_gives_the_same_bits(tp_size, dtype, compile):
-    if tp_size == 1:
-        twice(None, dtype, compile)
-        return
-    (rows, logits), *others = run_ranks(tp_size, twice, dtype, compile)
-    for other in others:
-        assert other[0] == rows and torch.equal(other[1], logits)
+def test_the_same_request_twice_gives_the_same_bits(ranks, dtype, compile):
+    results = run_ranks(ranks, twice, dtype, compile) if ranks > 1 else [twice(None, dtype, compile)]
+    for rows, logits in results:
+        assert rows == results[0][0] and torch.equal(logits, results[0][1])

@@ -20,6 +20,7 @@ from helpers import (
     run_ranks,
     shared_data,
     unequal_rows,
+    write_model,
 )
 from reference import Reference
 from safetensors.torch import load_file, save_file
@@ -30,7 +31,7 @@ import quantize
 import tp
 from formats import checkpoint
 from kernels import few_rows, int_linear
-from runtime import compiling
+from runtime import compiling, writing
 from runtime.errors import InputError
 
 # groups of 32 make few parts of the MLP, so that ranks get unequal ones
@@ -311,8 +312,8 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("quantize") / "plain"
     path.mkdir()
     config = dataclasses.replace(CONFIG, dim=128, intermediate_size=256, vocab_size=1024, head_dim=16, wiring="ladder")
-    checkpoint.write_model(path, config, random_model(config).state_dict(), torch.bfloat16)
-    checkpoint.copy_tokenizer(ROOT / "demo", path)
+    write_model(path, config, random_model(config).state_dict(), torch.bfloat16)
+    writing.copy_tokenizer(ROOT / "demo", path)
     return path
 
 
@@ -322,8 +323,8 @@ def folder(tmp_path_factory):
 ])  # fmt: skip
 def test_quantize_and_generate(mode, flags, kept, ranks, folder, tmp_path, capsys, monkeypatch):
     """Several files, so that the memory is that of one; a matrix may be in two."""
-    write_weights, out = checkpoint.write_weights, tmp_path / mode
-    monkeypatch.setattr(checkpoint, "write_weights", lambda f, s, r, shard_bytes: write_weights(f, s, r, 50_000))
+    write_weights, out = writing.write_weights, tmp_path / mode
+    monkeypatch.setattr(writing, "write_weights", lambda f, s, r, shard_bytes: write_weights(f, s, r, 50_000))
     quantize.main(["--checkpoint", str(folder), "--mode", mode, *flags, "--out", str(out)])
     assert "times smaller than before" in capsys.readouterr().out
     config, files = checkpoint.read_config(out), sorted(out.glob("model-*.safetensors"))
@@ -351,7 +352,7 @@ def test_bad_checkpoints_are_one_clear_line(tmp_path):
 
     (odd := tmp_path / "odd").mkdir()
     config = dataclasses.replace(CONFIG, intermediate_size=172)
-    checkpoint.write_model(odd, config, random_model(config).state_dict(), torch.bfloat16)
+    write_model(odd, config, random_model(config).state_dict(), torch.bfloat16)
     with pytest.raises(InputError, match="^group size 32 does not divide the 172 columns of w2: keep w2$"):
         run(odd)
     run(odd, "--keep", "w2")

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import shlex
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,38 +110,26 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sourc
     lines = results.read(tmp_path / "x.jsonl")
     assert {line["run"] for line in lines} == {run.name for run in quality.plan(200)} and len(lines) == len(ran) - 1
     assert {line["steps"] for line in lines if line["kind"] == "retrained"} == {2, 10, 40, 200}
-    halves = [args for args in ran if args and args.wiring == "spd:4/4"]
-    assert halves and all(args.distill == args.checkpoint for args in halves)
-    assert all(args.distill is None for args in ran if args and args.wiring == "standard")
+    assert all(args.distill == args.checkpoint for args in ran if args and args.wiring == "spd:4/4")
     write(tmp_path / "x.jsonl", lines)
     rows = [row.split(" | ") for row in printed(quality, "--show", tmp_path / "x.jsonl").splitlines()]
-    ladder, spd = ([row for row in rows if row[0] == f"| {name}"][0] for name in ("ladder", "spd:4/4"))
+    [ladder] = [row for row in rows if row[0] == "| ladder"]
     assert ladder[1:3] == ["16", "2.610 (2.560-2.660), -0.8%"] and ladder[3].startswith("11.000, ")
     [grouped] = [row for row in rows if row[0] == "| spd/4, grouped"]
     assert grouped[1:4:2] == ["8", "10.000, -23.1%"] and grouped[4].startswith("3.650 (3.550-3.750), -0.8%")
-    assert spd[2] == "" and spd[4].startswith("3.670 (3.570-3.770)") and float(spd[-1].rstrip(" |")) > 1
     printed(quality, "--show", tmp_path / "x.jsonl", "--figure", tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
-README = shlex.quote(str(ROOT / "README.md"))
-
-
-@pytest.mark.parametrize(
-    "script, flags, message",
-    [
-        (corpus, "--out x --torch /nosuch", "--torch /nosuch: no Python files there"),
-        (quality, "--json x.jsonl", "give --corpus, --runs and --json to train, or --show FILE"),
-        (quality, "--corpus /nosuch --runs x --json x.jsonl", "--corpus /nosuch has no train.jsonl: python -m"),
-        (quality, f"--show {README}", f"--show: {README} has lines that this script did not write"),
-        (quality, f"--json {README}/x.jsonl", "--json: cannot write"),
-    ],
-)
-def test_bad_flags(script, flags, message):
-    with pytest.raises(InputError) as e:
-        script.main(shlex.split(flags))
-    message = message.replace(README, shlex.split(README)[0])
-    assert str(e.value).startswith(message) and "\n" not in str(e.value)
+def test_bad_flags():
+    for script, flags, message in (
+        (corpus, "--out x --torch /nosuch", "--torch /nosuch: no Python files"),
+        (quality, "--json x.jsonl", "--corpus, --runs and --json .* --show"),
+        (quality, "--corpus /nosuch --runs x --json x.jsonl", "--corpus /nosuch has no train.jsonl"),
+        (quality, f"--show {ROOT}/README.md", f"--show: {ROOT}/README.md"),
+    ):
+        with pytest.raises(InputError, match=message):
+            script.main(flags.split())
 
 
 def test_the_rows_of_the_page_are_those_that_its_command_prints(printed):

@@ -2,21 +2,17 @@
 
 import dataclasses
 import itertools
-import math
 import re
 import shutil
 
-import numpy as np
 import pytest
 import torch
-from helpers import BASE, StateWeights, random_model, train_tokenizer
-from reference import Reference, rms_norm
+from helpers import BASE, random_model, train_tokenizer, write_model
 
 from complete import load
-from extras.lanes import load_lanes
 from extras.training import affinity
-from formats import checkpoint
 from model import rewired
+from runtime import writing
 from runtime.errors import InputError
 
 CONFIG = dataclasses.replace(BASE, n_layers=2, vocab_size=300, max_seq_len=512, mlp_bias=True)
@@ -38,50 +34,9 @@ def folder(tmp_path):
     text = "Once upon a time there was a little dog. The dog ran to the park and saw a big tree. "
     (tmp_path / "text.txt").write_text(text * 40)
     (tmp_path / "a").mkdir()
-    checkpoint.write_model(tmp_path / "a", CONFIG, model_of_two_kinds(CONFIG).state_dict(), torch.float32)
+    write_model(tmp_path / "a", CONFIG, model_of_two_kinds(CONFIG).state_dict(), torch.float32)
     train_tokenizer([text] * 30, 300, tmp_path / "a" / "tokenizer.model")
     return tmp_path
-
-
-def naive_costs(model, config, tokens, lanes):
-    """The cost (n_layers, I, L) of each neuron in each lane in float64, from the whole standard model."""
-    naive, L = Reference(config, model.state_dict()), config.n_layers
-    G, K = config.n_heads // config.n_kv_heads, config.n_kv_heads
-    bounds = [G * math.ceil(K * lane / lanes) for lane in range(lanes + 1)]  # whole KV heads; the first lanes have more
-    result = np.zeros((L, config.intermediate_size, lanes))
-
-    def neurons(i, x):
-        n = rms_norm(x, naive.w[f"layers.{i}.ffn_norm.weight"], config.norm_eps)
-        names = "w1.weight", "w1.bias", "w3.weight", "w3.bias"
-        w = {name: naive.w[f"layers.{i}.feed_forward.{name}"] for name in names}
-        gate = n @ w["w1.weight"].T + w["w1.bias"]
-        return gate / (1 + np.exp(-gate)) * (n @ w["w3.weight"].T + w["w3.bias"])
-
-    for row in tokens:
-        x = naive.w["tok_embeddings.weight"][row]
-        for i in range(L):
-            ys = [naive.attention(i, x, heads) for heads in itertools.pairwise(bounds)]
-            whole = neurons(i, x + sum(ys))
-            for lane, y in enumerate(ys):
-                off = (whole - neurons(i, x + y))[..., None] * naive.w[
-                    f"layers.{i}.feed_forward.w2.weight"
-                ].T  # (S, I, D): of the MLP's output
-                result[i, :, lane] += (off * off).sum((0, 2))
-            x = x + sum(ys)
-            x = x + naive.mlp(i, x, (0, config.intermediate_size))
-    return result
-
-
-@pytest.mark.parametrize("lanes", [2, 3, 4])
-def test_costs_are_those_of_the_equations(lanes):
-    config = dataclasses.replace(CONFIG, n_heads=12, n_kv_heads=4, head_dim=4, intermediate_size=25)
-    model, tokens = (
-        random_model(config).requires_grad_(False),
-        torch.randint(300, (3, 7), generator=torch.Generator().manual_seed(1)),
-    )
-    laned = load_lanes(rewired(config, f"spd/{lanes}"), StateWeights(model.state_dict()), torch.float32, "cpu")
-    result = affinity.costs(laned, tokens).numpy()
-    assert np.allclose(result, naive_costs(model, config, tokens, lanes), rtol=1e-3)
 
 
 def test_two_lanes_are_shared_out_at_the_lowest_cost():
@@ -111,20 +66,12 @@ def test_neurons_move_between_lanes_and_the_standard_model_stays(folder, capsys)
     assert all((folder / "a" / name).read_bytes() == data for name, data in left.items())
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"--lanes": "7"}, "7 ranks or lanes cannot shard n_heads 6: use 1 to 6"),
-        ({"--text": "short.txt"}, "--text holds 3 tokens: at least 256 are needed"),
-        ({"--checkpoint": "laned"}, "laned is spd/2: give a standard model"),
-    ],
-)
-def test_bad_input(changes, message, folder, monkeypatch):
+def test_bad_input(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    (folder / "short.txt").write_text("a")
     shutil.copytree("a", "laned")
-    checkpoint.write_config(folder / "laned", rewired(CONFIG, "spd/2"))
-    flags = {"--checkpoint": "a", "--lanes": "2", "--text": "text.txt", "--out": "b"} | changes
-    with pytest.raises(InputError, match=message):
-        affinity.main(list(itertools.chain(*flags.items())))
+    writing.write_config(folder / "laned", rewired(CONFIG, "spd/2"))
+    flags = ["--checkpoint", "a", "--lanes", "2", "--text", "text.txt", "--out", "b"]
+    for more, message in (["--lanes", "7"], "n_heads 6: use 1 to 6"), (["--checkpoint", "laned"], "laned is spd/2"):
+        with pytest.raises(InputError, match=message):
+            affinity.main([*flags, *more])
     assert not (folder / "b").exists()

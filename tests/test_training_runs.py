@@ -9,19 +9,17 @@ import signal
 import numpy as np
 import pytest
 import torch
-from helpers import BASE, random_model, run_ranks
+from helpers import BASE, random_model, run_ranks, write_model
 from reference import Reference
 from test_training import trainee_like
 from test_writers import check_kills, names
 
 import eval as evaluate
-import model
 import quantize
 import tp
 from extras.training import adapt, data, runs, sharding
 from formats import checkpoint
-from formats.tokenizer import load_tokenizer
-from runtime import launch
+from runtime import launch, writing
 from runtime.errors import InputError
 
 STORIES = ["Once upon a time there was a little dog.", "The dog ran to the park.", "A cat sat on the mat and slept."]
@@ -64,7 +62,7 @@ def naive_stream(net, tokens):
     return x[-1]
 
 
-@pytest.mark.parametrize("chunk, kept", [(4, 1 << 26), (4, 0), (1024, 0)])
+@pytest.mark.parametrize("chunk, kept", [(4, 1 << 26), (4, 0)])
 def test_the_loss_is_the_naive_one(chunk, kept, monkeypatch):
     monkeypatch.setattr(adapt, "CHUNK", chunk)
     monkeypatch.setattr(adapt, "KEPT_LOGITS", kept)
@@ -92,46 +90,26 @@ def test_the_loss_is_the_naive_one(chunk, kept, monkeypatch):
     assert nats.item() == pytest.approx(cross, rel=1e-5) and plain.item() == pytest.approx(cross, rel=1e-5)
 
 
-def halved_stream(x, sublayers, comm, config):
-    """A newcomer's wiring: every sum counts half, and is waited for two sublayers later."""
-    pending = []
-    for h, _ in sublayers:
-        pending.append(comm.start(h(x)))
-        if len(pending) > 2:
-            x = x + 0.5 * comm.wait(pending.pop(0))
-    yield x + 0.5 * sum(map(comm.wait, pending))
+def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(scratch, tmp_path, monkeypatch, capfd):
+    weights, measure = [], adapt.validation_loss
 
+    def validation_loss(model, *args):
+        weights.append(model.norm.weight.full_tensor().clone())
+        return measure(model, *args) + 9 * (len(weights) == 3)  # so the second one is the lowest
 
-def test_a_new_wiring_is_trained_as_it_is_evaluated(flags, tiny, tmp_path, monkeypatch, capfd):
-    monkeypatch.setitem(model.WIRINGS, "halved", model.Wiring("half of a sum", stream=halved_stream, stale=True))
-    (tmp_path / "valid.txt").write_text(STORIES[0])
-    one_window = len(load_tokenizer(tiny).encode(STORIES[0])) - 1
-    how = ["--checkpoint", str(tiny), "--wiring", "halved", "--seq-len", str(one_window), "--dtype", "float32"]
-    adapt.main([*flags, *how, "--steps", "4", "--lr", "1e-3"])
-    trained = [line["valid"] for line in losses_of(tmp_path / "out") if "valid" in line]
-    assert checkpoint.read_config(tmp_path / "out").wiring == "halved" and trained[-1] < trained[0]
-    capfd.readouterr()
-    evaluate.main(["--checkpoint", str(tmp_path / "out"), "--text", str(tmp_path / "valid.txt")])
-    assert json.loads(capfd.readouterr().out)["nats_per_token"] == pytest.approx(trained[-1], rel=1e-5)
-
-
-def test_a_ladder_is_trained_and_written(scratch, tmp_path, capfd):
+    monkeypatch.setattr(adapt, "validation_loss", validation_loss)
     adapt.main([*scratch, "--ladder", "--dtype", "float32"])
     printed, losses = capfd.readouterr().out, losses_of(tmp_path / "out")
     assert checkpoint.read_config(tmp_path / "out").wiring == "ladder" and "wiring ladder" in printed
     assert sorted(p.name for p in (tmp_path / "out.run").iterdir()) == ["log.jsonl", "settings.json", "tokenizer.model"]
     assert [line["step"] for line in losses] == list(range(41))
     valid = {line["step"]: line["valid"] for line in losses if "valid" in line}
-    assert list(valid) == [0, 20, 40] and valid[0] > np.log(300) and min(valid.values()) < 4
-    assert f"{min(valid.values()):.4f} nats per token" in printed
-
-
-def test_each_step_drops_other_outputs(flags, tiny, tmp_path):
-    """Three steps on the only window, at a rate that changes nothing."""
-    (tmp_path / "one.txt").write_text(STORIES[0])
-    how = ["--checkpoint", str(tiny), "--text", str(tmp_path / "one.txt"), "--seq-len", "16", "--batch", "1"]
-    adapt.main([*flags, *how, "--steps", "3", "--lr", "1e-12", "--dropout", "0.5"])
-    assert len({line["train"] for line in losses_of(tmp_path / "out")[1:]}) == 3
+    assert list(valid) == [0, 20, 40] and valid[0] > np.log(300) and valid[20] < 4.5
+    assert f"{valid[20]:.4f} nats per token at step 20\n" in printed
+    evaluate.main(["--checkpoint", str(tmp_path / "out"), "--text", str(tmp_path / "valid.txt"), "--window", "16"])
+    assert json.loads(capfd.readouterr().out)["nats_per_token"] < 5
+    written = checkpoint.Weights(tmp_path / "out").read("norm.weight")
+    assert torch.equal(written, weights[1]) and not torch.equal(written, weights[2])
 
 
 def test_the_rate_warms_up_and_falls_to_a_tenth():
@@ -142,20 +120,6 @@ def test_the_rate_warms_up_and_falls_to_a_tenth():
     assert max(rates) <= 0.5 and rates[10:] == sorted(rates[10:], reverse=True)
     for more, rate in ([], 3e-3), (["--checkpoint", "c"], 5e-6), (["--checkpoint", "c", "--distill"], 5e-5):
         assert adapt.parse([*given, *more]).lr == rate
-
-
-def test_the_weights_of_the_lowest_validation_loss_are_written(scratch, tmp_path, monkeypatch, capfd):
-    seen = []
-
-    def validation_loss(model, *args):
-        seen.append(model.norm.weight.full_tensor().clone())
-        return [3.0, 1.0, 2.0][len(seen) - 1]
-
-    monkeypatch.setattr(adapt, "validation_loss", validation_loss)
-    adapt.main([*scratch, "--steps", "4", "--eval-every", "2", "--dtype", "float32"])
-    written = checkpoint.Weights(tmp_path / "out").read("norm.weight")
-    assert torch.equal(written, seen[1]) and not torch.equal(written, seen[2])
-    assert "1.0000 nats per token at step 2\n" in capfd.readouterr().out
 
 
 def test_ranks_give_the_losses_of_one(retrain, tmp_path):
@@ -184,12 +148,11 @@ def _train(world, argv):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more, rel", [("--recompute --micro-batch 3", 1e-6), ("--compile", 1e-4)])
-def test_how_it_is_computed_changes_no_loss(more, rel, retrain, tmp_path):
+def test_compiled_the_losses_are_the_same(retrain, tmp_path):
     adapt.main(retrain)
-    adapt.main([*retrain, "--out", str(tmp_path / "out2"), *more.split()])
+    adapt.main([*retrain, "--out", str(tmp_path / "out2"), "--compile"])
     one, two = ([line["train"] for line in losses_of(tmp_path / name)[1:]] for name in ("out", "out2"))
-    assert one == pytest.approx(two, rel=rel)
+    assert one == pytest.approx(two, rel=1e-4)
 
 
 def test_killed_at_any_step_it_resumes_with_the_same_losses(scratch, tmp_path, monkeypatch):
@@ -260,11 +223,8 @@ def test_asked_to_stop_it_saves_first(scratch, tmp_path, monkeypatch):
         m.setattr(adapt, "optimizer_step", asked)
         adapt.main(scratch)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and not (tmp_path / "out").exists()
-    run = tmp_path / "out.run"
-    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     with pytest.raises(InputError, match="holds a run with --lr 0.003, not 0.0001"):
         adapt.main([*scratch, "--lr", "1e-4"])
-    assert before == {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     adapt.main(scratch)
     assert [line["step"] for line in losses_of(tmp_path / "out")] == list(range(13))
 
@@ -281,66 +241,39 @@ def test_a_loss_that_is_not_finite_ends_it_and_the_best_weights_stay(scratch, tm
 
 
 def test_a_full_disk_is_one_clear_line(scratch, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(sharding.dcp, "save", full)
+    monkeypatch.setattr(sharding.dcp, "save", lambda *_, **__: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
     with pytest.raises(InputError, match="cannot write .*state-3.*: .*No space left"):
         adapt.main([*scratch, "--save-every", "3"])
 
 
-BAD_FLAGS = {
-    "--steps 0": "--steps: '0' is not a whole number from 1",
-    "--lr 0": "--lr: '0' is not a number above 0",
-    "--dim 30": "--dim 30 is not an even multiple of --n-heads 4",
-    "--vocab-size 100000": "--vocab-size 100000 does not suit the text",
-    "--seq-len 5000": "tokens; a window takes 5001: see --seq-len",
-    "--text /nowhere": "/nowhere: No such file",
-    "--text DIR/empty": "--text: no text to make a vocabulary of",
-    "--text /bin/true": "/bin/true is not valid UTF-8",
-    "--wiring desync": "desync is another function in another number of lanes: name them, e.g. desync/8",
-    "--distill": "--distill needs --checkpoint, the model to retrain",
-    "--out DIR": "already exists: remove it or give another folder",
-    "--checkpoint /nowhere": "--vocab-size is for a model from scratch: it does not go with --checkpoint",
-}
-
-
-@pytest.mark.parametrize("more, message", BAD_FLAGS.items())
-def test_bad_flags_leave_nothing(more, message, scratch, tmp_path):
+def test_bad_flags_leave_nothing(scratch, retrain, tiny, tmp_path):
     (tmp_path / "empty").write_text("")
-    with pytest.raises(InputError, match=message) as error:
-        adapt.main([*scratch, *more.replace("DIR", str(tmp_path)).split()])
-    assert "\n" not in str(error.value) and not list(tmp_path.glob("out*"))
-
-
-def test_what_cannot_be_trained_or_teach_is_one_clear_line(retrain, tiny, tmp_path):
     quantize.main(["--checkpoint", str(tiny), "--mode", "int8", "--out", str(tmp_path / "int8")])
     for name, changes in {"desync": {"wiring": "desync"}, "same": {}, "stale": {"wiring": "ladder"}}.items():
         (tmp_path / name).mkdir()
         config = dataclasses.replace(checkpoint.read_config(tiny), **changes)
-        checkpoint.write_model(tmp_path / name, config, random_model(config).state_dict(), torch.float32)
-        checkpoint.copy_tokenizer(tiny, tmp_path / name)
+        write_model(tmp_path / name, config, random_model(config).state_dict(), torch.float32)
+        writing.copy_tokenizer(tiny, tmp_path / name)
     texts = ["tick tock says the clock on the wall of the old house by the sea"] * 40 + list(STORIES)
     data.train_tokenizer(texts, 300, tmp_path / "same" / "tokenizer.model")
-    for more, message in {
-        "--distill int8": r"int8 is quantized \(int8\): give the original",
-        "--distill desync": "desync is another function in another number of lanes: name them, e.g. desync/8",
-        "--distill same": "same has another vocabulary: token",
-        "--checkpoint stale --wiring ladder --distill": "is ladder already",
-        "--wiring upper-bound": "a model in the wiring upper-bound cannot be trained",
-        "--seq-len 4096": "--seq-len 4096 is longer than the context of 64",
-        "--seq-len 16 --valid-tokens 10": "--valid holds 11 tokens; a window takes 17",
-    }.items():
-        words = [str(tmp_path / w) if (tmp_path / w).is_dir() else w for w in more.split()]
-        with pytest.raises(InputError, match=message):
-            adapt.main([*retrain, *words])
-    assert not (tmp_path / "out.run").exists()
-
-
-def test_a_validation_that_is_not_finite_ends_a_training(tiny, tmp_path, monkeypatch):
-    for name in ("text", "valid"):
-        (tmp_path / name).write_text("Once upon a time there was a little dog. " * 40)
-    monkeypatch.setattr(adapt, "losses", lambda *_: (torch.tensor(torch.nan), torch.tensor(torch.nan)))
-    flags = "--checkpoint", tiny, "--text", tmp_path / "text", "--valid", tmp_path / "valid", "--steps", 1
-    with pytest.raises(InputError, match="the loss on --valid is nan nats per token"):
-        adapt.main([str(flag) for flag in (*flags, "--seq-len", 16, "--batch", 2, "--out", tmp_path / "out")])
+    for flags, more, message in (
+        (scratch, "--steps 0", "--steps: '0'"),
+        (scratch, "--dim 30", "--dim 30 .* --n-heads 4"),
+        (scratch, "--vocab-size 100000", "--vocab-size 100000"),
+        (scratch, "--seq-len 5000", "5001: see --seq-len"),
+        (scratch, "--text DIR/empty", "--text: no text"),
+        (scratch, "--text /bin/true", "/bin/true is not valid UTF-8"),
+        (scratch, "--distill", "--distill needs --checkpoint"),
+        (scratch, "--out DIR", "already exists"),
+        (scratch, "--checkpoint /nowhere", "--vocab-size .* --checkpoint"),
+        (retrain, "--distill DIR/int8", "int8 is quantized"),
+        (retrain, "--distill DIR/desync", "desync .* e.g. desync/8"),
+        (retrain, "--distill DIR/same", "same has another vocabulary"),
+        (retrain, "--checkpoint DIR/stale --wiring ladder --distill", "is ladder already"),
+        (retrain, "--wiring upper-bound", "upper-bound cannot be trained"),
+        (retrain, "--seq-len 4096", "--seq-len 4096 .* 64"),
+        (retrain, "--seq-len 16 --valid-tokens 10", "--valid holds 11 tokens; a window takes 17"),
+    ):
+        with pytest.raises(InputError, match=message) as error:
+            adapt.main([*flags, *more.replace("DIR", str(tmp_path)).split()])
+        assert "\n" not in str(error.value) and not list(tmp_path.glob("out*"))

@@ -9,20 +9,18 @@ import itertools
 import json
 import os
 import pickle
-import pty
 import signal
 import subprocess
 import sys
-import termios
 import time
 import types
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import HANGS, ROOT, command
+from helpers import HANGS, ROOT
 
-from runtime import launch, watch
+from runtime import launch, ranks, watch
 from runtime.errors import InputError
 
 
@@ -30,7 +28,7 @@ class Ended(Exception):
     pass
 
 
-class Alone(watch.Watch):
+class Alone(ranks.Watch):
     """A Watch whose ticks the test makes, and which ends nothing. All ranks are in the same decode step."""
 
     def __init__(self, tp_size=2, timeout=3, processes=None):
@@ -64,10 +62,8 @@ def test_a_rank_without_a_sign_of_life_ends_the_run():
     w = Alone(3)
     assert w.ticks_until_the_end(2) is None
     w.stopped, w.now[0].timed = {2}, False  # in compilation, say
-    assert w.ticks_until_the_end() == (
-        4,
-        "rank 2 of 3 hangs in decode step 7: no sign of life for 3 s (LADDER_TIMEOUT)",
-    )
+    line = "rank 2 of 3 hangs in decode step 7: no sign of life for 3 s (LADDER_TIMEOUT)"
+    assert w.ticks_until_the_end() == (4, line)
     w = Alone(3)
     w.stopped, w.now[2] = {2}, watch.Place("load of", "layers.1.norm")  # it is there, whatever this rank does
     assert w.ticks_until_the_end()[1].startswith("rank 2 of 3 hangs in load of layers.1.norm: no sign")
@@ -114,7 +110,7 @@ def test_the_end_of_a_process_is_seen_and_said():
             w.store.set(f"place {rank}", json.dumps(dataclasses.asdict(watch.Place(phase))))
         w._tick()
         child.kill()
-        while watch.read_process(child.pid)[0]:
+        while ranks.read_process(child.pid)[0]:
             time.sleep(0.01)
         with pytest.raises(Ended, match="rank 1 of 2 has died in prefill$"):
             w._tick()
@@ -126,37 +122,22 @@ def test_the_end_of_a_process_is_seen_and_said():
             w._tick()
 
 
-def test_a_new_phase_is_published_at_once(monkeypatch):
-    w = Alone()
-    monkeypatch.setattr(watch, "_publish", w.publish)
-    watch.at("load of", "a")
-    watch.at("load of", "b")
-    assert str(w._place(0)) == "load of a"
-
-
 def test_a_store_that_does_not_answer_ends_the_run(monkeypatch):
     w = Alone(timeout=2)
-    monkeypatch.setattr(watch, "TICK", 0.01)
+    monkeypatch.setattr(ranks, "TICK", 0.01)
     with pytest.raises(Ended, match=r"torchrun's store has not answered for 2 s \(LADDER_TIMEOUT\), in decode step 7"):
         w._watch_store()
 
 
-def test_how_long_a_process_has_computed():
-    before, start = watch.read_process(os.getpid())[1], time.process_time()
-    while time.process_time() < start + 0.3:
-        pass
-    assert 0.2 < watch.read_process(os.getpid())[1] - before < 1 and watch.read_process("none") == (False, 0)
-
-
 def test_a_rank_whose_main_thread_cannot_end_it_is_ended_by_its_watch(monkeypatch):
-    w, seen = Alone(), []
-    w.leave = seen.append
-    monkeypatch.setattr(watch, "GRACE", 0)
-    monkeypatch.setattr(watch, "monitors", [types.SimpleNamespace(abandon=lambda: seen.append("abandon"))])
-    monkeypatch.setattr(watch.os, "kill", lambda process, number: seen.append((process == os.getpid(), number)))
+    w, calls = Alone(), []
+    w.leave = calls.append
+    monkeypatch.setattr(ranks, "GRACE", 0)
+    monkeypatch.setattr(watch, "monitors", [types.SimpleNamespace(abandon=lambda: calls.append("abandon"))])
+    monkeypatch.setattr(ranks.os, "kill", lambda process, number: calls.append((process == os.getpid(), number)))
     why = watch.Verdict("rank 1 hangs")
-    watch.Watch._end(w, why)
-    assert seen == ["abandon", (True, signal.SIGTERM), why] and w.known.is_set() and w.verdict is why
+    ranks.Watch._end(w, why)
+    assert calls == ["abandon", (True, signal.SIGTERM), why] and w.known.is_set() and w.verdict is why
 
 
 def test_places_in_words_and_blocks_that_hold_them():
@@ -173,34 +154,31 @@ def test_places_in_words_and_blocks_that_hold_them():
 # Ends
 
 
-@pytest.mark.parametrize(
-    "error, code, line",
-    [
-        (None, 0, ""),
-        (SystemExit(3), 3, ""),
-        (InputError("--x is \x1b[31mwrong\n"), 2, "x.py: --x is \\x1b[31mwrong\\n\n"),
-        (InputError("a" * 600), 2, f"x.py: {'a' * 300} ... {'a' * 190}\n"),
-        (watch.Verdict("rank 1 of 2 has died"), 1, "\nx.py: rank 1 of 2 has died\n"),
-        (watch.Terminated("SIGTERM"), 143, "x.py: was stopped by SIGTERM in decode step 7\n"),
-        (KeyboardInterrupt(), 130, "interrupted\n"),
-        (KeyboardInterrupt("step 3 is saved"), 130, "step 3 is saved\n"),
-        (MemoryError(), 1, "x.py: ran out of memory (MemoryError: MemoryError) in decode step 7\n"),
-        (ValueError("x\ny"), 1, "ValueError: x\ny\nx.py: failed (ValueError: x) in decode step 7\n"),
-    ],
-)
+@pytest.mark.parametrize("error, code, line", [
+    (None, 0, ""),
+    (SystemExit(3), 3, ""),
+    (InputError("--x is \x1b[31mwrong\n"), 2, r"x.py: --x is \x1b[31mwrong\n" + "\n"),
+    (InputError("a" * 600), 2, f"x.py: {'a' * 300} ... {'a' * 190}\n"),
+    (watch.Verdict("rank 1 of 2 has died"), 1, "\nx.py: rank 1 of 2 has died\n"),
+    (watch.Terminated("SIGTERM"), 143, "x.py: was stopped by SIGTERM in decode step 7\n"),
+    (KeyboardInterrupt("step 3 is saved"), 130, "step 3 is saved\n"),
+    (MemoryError(), 1, "x.py: ran out of memory (MemoryError: MemoryError) in decode step 7\n"),
+    (ValueError("x\ny"), 1, "ValueError: x\ny\nx.py: failed (ValueError: x) in decode step 7\n"),
+])  # fmt: skip
 def test_the_exit_code_and_the_line_of_each_end(error, code, line, monkeypatch, capsys):
+    undone = []
+    monkeypatch.setattr(watch, "at_end", [lambda: 1 / 0, lambda: undone.append(1)])  # the first fails
     monkeypatch.setattr(sys, "argv", ["/some/where/x.py"])
-    monkeypatch.setattr(launch, "_watch", None)
     with pytest.raises(SystemExit) as end:
         launch._leave(error)
-    assert (end.value.code, capsys.readouterr().err) == (code, line)
+    assert (end.value.code, capsys.readouterr().err, undone) == (code, line, [1])
 
 
 def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys):
     store = dist.HashStore()
-    kept = launch.functools.cache(lambda: store)
+    kept = ranks.functools.cache(lambda: store)
     kept()
-    monkeypatch.setattr(launch, "_store", kept)
+    monkeypatch.setattr(ranks, "store", kept)
     monkeypatch.setattr(os, "_exit", sys.exit)
     for rank, error in (1, InputError("wrong")), (0, InputError("wrong")), (2, watch.Terminated("SIGTERM")):
         monkeypatch.setenv("RANK", str(rank))
@@ -222,8 +200,8 @@ def test_what_stands_in_the_store_is_read_and_never_run(monkeypatch, tmp_path):
             return os.mkdir, (str(tmp_path / "ran"),)
 
     store = dist.HashStore()
-    monkeypatch.setattr(launch, "_store", lambda: store)
-    monkeypatch.setattr(launch, "_gathers", launch.collections.Counter())
+    monkeypatch.setattr(ranks, "store", lambda: store)
+    monkeypatch.setattr(ranks, "_gathers", ranks.collections.Counter())
     store.set("gathered 2 1 1", pickle.dumps(Stranger()))
     with pytest.raises(ValueError):
         launch.World(0, 2, torch.device("cpu")).gather((1, "a"))
@@ -233,24 +211,15 @@ def test_what_stands_in_the_store_is_read_and_never_run(monkeypatch, tmp_path):
     assert values == [[1, "a"], [1, "b", None, 0.1, {"c": []}]]
 
 
-@pytest.mark.parametrize("text, seconds", [("0", 0), ("2.5", 2.5), ("-1", None), ("nan", None), ("soon", None)])
-def test_the_timeout_is_a_number_of_seconds(text, seconds, monkeypatch):
-    monkeypatch.setenv("LADDER_TIMEOUT", text)
-    if seconds is not None:
-        assert launch.timeout() == seconds
-    else:
-        with pytest.raises(InputError, match=f"^LADDER_TIMEOUT='{text}' is no number of seconds"):
-            launch.timeout()
-
-
-def run_source(source, *words, stdin=None, stdout=subprocess.PIPE):
+def run_source(source, *words, stdout=subprocess.PIPE):
     words = [sys.executable, "-c", f"import os, signal, sys, time; from runtime import launch\n{source}", *words]
-    pipes = {"stdin": stdin, "stdout": stdout, "stderr": subprocess.PIPE}
+    pipes = {"stdout": stdout, "stderr": subprocess.PIPE}
     return subprocess.run(words, cwd=ROOT, text=True, timeout=HANGS, **pipes)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_signals_end_a_script_by_way_of_what_cleans_up_and_a_library_s_workers_at_once(name):
+    """The signal is named, even if a library turns its exception into one of its own, as safetensors does."""
     source = """
 number = getattr(signal, sys.argv[1])
 signal.signal(number, signal.SIG_DFL)  # nohup ignores one
@@ -264,6 +233,8 @@ def main():
     try:
         os.kill(os.getpid(), number)
         time.sleep(100)
+    except BaseException:
+        raise ValueError("the library's") from None
     finally:
         os.kill(os.getpid(), signal.SIGTERM)  # a launcher sends one after another
         print("cleaned up")
@@ -273,40 +244,11 @@ launch.run(main)
     assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned up\n", f"-c: was stopped by {name}\n")
 
 
-def test_a_signal_is_named_even_if_a_library_raises_something_else():
-    """As safetensors does, which reads with calls into Python."""
-    source = """
-def main():
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(100)
-    except BaseException:
-        raise ValueError("the library's") from None
-signal.signal(signal.SIGTERM, signal.SIG_DFL)
-launch.run(main)
-"""
-    done = run_source(source)
-    assert (done.returncode, done.stderr) == (143, "-c: was stopped by SIGTERM\n")
-
-
-def test_the_terminal_of_a_chat_is_restored_even_if_its_main_thread_is_stuck():
-    _, terminal = pty.openpty()
-    before = termios.tcgetattr(terminal)
-    source = """
-import termios; from extras.chat.chat import Keyboard
-Keyboard(launch.World(0, 1, None)).__enter__()
-print(termios.tcgetattr(0)[6][termios.VINTR])
-launch._leave(None)
-"""
-    assert run_source(source, stdin=terminal).stdout == "b'\\x00'\n" and termios.tcgetattr(terminal) == before
-
-
-@pytest.mark.parametrize("flush", [True, False])
-def test_output_that_cannot_be_written_is_one_line(flush):
+def test_output_that_cannot_be_written_is_one_line():
     with open("/dev/full", "w") as full:
-        done = run_source(f"launch.run(lambda: print('x' * 100, flush={flush}))", stdout=full)
+        done = run_source("launch.run(lambda: print('x' * 100))", stdout=full)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "-c: the output cannot be written: (OSError: [Errno 28] No space left on device)" in done.stderr
+    assert "No space left on device" in done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -322,36 +264,21 @@ def agree(*starts):
 def test_each_difference_is_named():
     agree({"the code": "a", "--seed": 1}, {"the code": "a", "--seed": 1})
     first = {"the script": "generate.py", "--seed": 1, "--compile": True}
-    with pytest.raises(InputError) as e:
+    with pytest.raises(InputError) as error:
         agree(first, first, {"the script": "generate.py", "--seed": 2, "--prompt": ["x" * 100]})
-    assert "rank 2 with " in str(e.value) and "rank 1" not in str(e.value) and "generate.py" not in str(e.value)
+    assert "rank 2 with " in str(error.value) and "rank 1" not in str(error.value)
     for words in "--seed 2", "--compile not given", f"--prompt ['{'x' * 58}", "--seed 1", "--compile True":
-        assert words in str(e.value)
-    with pytest.raises(InputError, match="alike: rank 1 with --seed 1; rank 2 with --seed 2; rank 0 with --seed 0$"):
-        agree(*({"--seed": rank} for rank in range(3)))
+        assert words in str(error.value)
 
 
-def test_what_ranks_are_compared_by():
+def test_what_ranks_are_compared_by(monkeypatch):
     flags = vars(argparse.Namespace(checkpoint="here", seed=0, top_k=3, wiring=None, compile=False, json="x"))
-    start = launch._start(flags, torch.device("cpu"))
+    start = ranks._start(flags, torch.device("cpu"))
     assert start.keys() == {"the script", "the code", "torch", "device", "--seed", "--top-k"}
     assert start["--seed"] == 0 and start["torch"] == torch.__version__
-
-
-def test_ctrl_c_at_the_prompt_of_two_ranks_ends_without_a_traceback(tiny):
-    """In a terminal, where torchrun would hear it, and print its own."""
-    words = command("generate.py", "--checkpoint", tiny, "--chat", ranks=2)
-    child, terminal = pty.fork()
-    if not child:
-        os.execve(words[0], words, {**os.environ, "OMP_NUM_THREADS": "1"})
-    said, deadline = b"", time.monotonic() + HANGS
-    try:
-        while not said.endswith(b"> ") and time.monotonic() < deadline:
-            said += os.read(terminal, 4096)
-        os.write(terminal, b"half a line\x03")
-        while time.monotonic() < deadline:
-            said += os.read(terminal, 4096)
-    except OSError:  # it has closed the terminal
-        pass
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, said.decode()
-    assert b"Traceback" not in said
+    monkeypatch.setenv("LADDER_TIMEOUT", "2.5")
+    assert ranks.timeout() == 2.5
+    for text in "-1", "nan", "soon":
+        monkeypatch.setenv("LADDER_TIMEOUT", text)
+        with pytest.raises(InputError, match=f"LADDER_TIMEOUT='{text}'"):
+            ranks.timeout()

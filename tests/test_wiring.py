@@ -3,11 +3,25 @@
 import dataclasses
 import itertools
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import BASE, BY_HAND, WIRED, kind, random_model, run_ranks, shard, staleness, unequal_rows, wired, wired_id
+from helpers import (
+    BASE,
+    BY_HAND,
+    ONE_EACH,
+    WIRED,
+    random_model,
+    run_ranks,
+    shard,
+    staleness,
+    table_entry,
+    unequal_rows,
+    variants,
+    wired_id,
+)  # fmt: skip
 from reference import Reference, rms_norm
 
 import convert_hf_checkpoint
@@ -16,18 +30,15 @@ import model
 from formats import checkpoint, huggingface
 from formats.wiring_text import wiring_name
 from model import WIRINGS, Wiring, parse_wiring
-from runtime import cli
+from runtime import cli, writing
 
 STANDARD_ALONE = [c for c in WIRED if dataclasses.replace(BASE, **c).standard_in_one_lane]
-ONE_EACH = [*{id(kind(changes)): changes for changes in WIRED}.values()]  # with seams where there can be some
 
 
 @pytest.mark.parametrize("changes", WIRED, ids=wired_id)
-@pytest.mark.parametrize(
-    "shape", [{}, {"qkv_bias": True, "tie_embeddings": True}, {"qk_norm": True, "n_kv_heads": 6}], ids=str
-)
-def test_matches_the_naive_float64_reference(changes, shape):
-    check_against_the_reference(dataclasses.replace(BASE, **changes, **shape))
+def test_matches_the_naive_float64_reference(changes):
+    for shape in {"qkv_bias": True, "tie_embeddings": True}, {"qk_norm": True, "n_kv_heads": 6}:
+        check_against_the_reference(dataclasses.replace(BASE, **changes, **shape))
 
 
 def check_against_the_reference(config):
@@ -58,23 +69,20 @@ def test_the_wirings_are_different_functions():
 
 
 @pytest.mark.parametrize("changes", STANDARD_ALONE, ids=wired_id)
-def test_what_says_so_is_standard_on_one_device(changes):
-    assert kind(changes).laned
+def test_a_wiring_that_is_standard_in_one_lane_is_so_on_one_device(changes):
+    assert table_entry(changes).laned
     assert torch.allclose(logits_of(changes), logits_of({}), atol=1e-5)
 
 
 def test_one_function_is_one_however_it_is_spelled():
-    """However it is spelled; what is bound to ranks is one thing on one device, so of that only the names count."""
-    some = ["3", "0,1,2", "2,0,1", "2", "1,2", "2,1", "0,2"]
-    spelled = ["standard", "ladder", "parallel"]
-    spelled += [f"{name}:{layers}" for name in ("ladder", "parallel") for layers in some]
-    configs = [dataclasses.replace(BASE, wiring=name) for name in spelled]
-    seen = [(logits_of({"wiring": c.wiring}), c.function) for c in configs]
-    for (x, one), (y, other) in itertools.combinations(seen, 2):
+    """With lanes it is one only on several ranks, so there only the names count."""
+    layers = ["3", "0,1,2", "2,0,1", "2", "1,2", "2,1", "0,2"]
+    spelled = ["standard", "ladder", *(f"ladder:{some}" for some in layers)]
+    logits = [(logits_of({"wiring": w}), dataclasses.replace(BASE, wiring=w).function) for w in spelled]
+    for (x, one), (y, other) in itertools.combinations(logits, 2):
         assert torch.allclose(x, y, atol=1e-4) == (one == other), (one, other)
-    assert torch.equal(logits_of({"wiring": "ladder"}), logits_of({"wiring": "ladder:3"}))
-    bound = ["spd", *(f"spd:{layers}" for layers in some), "desync", "desync:2", "desync:3"]
-    functions = [dataclasses.replace(BASE, wiring=name).function for name in bound]
+    laned = ["spd", *(f"spd:{some}" for some in layers), "desync", "desync:2", "desync:3"]
+    functions = [dataclasses.replace(BASE, wiring=name).function for name in laned]
     assert [functions.index(f) for f in functions] == [0, 0, 0, 0, 4, 4, 4, 7, 8, 8, 10]
 
 
@@ -108,7 +116,7 @@ class Recorder(model.SingleDevice):
         return x if pending is None else self.wait(pending)
 
 
-def eager_order(config, parts=1):
+def eager_order(config, chunks=1):
     """The order in which the wiring computes (c), starts and waits, as a list; the parts' all-reduces count on."""
     comm = Recorder()
 
@@ -117,73 +125,58 @@ def eager_order(config, parts=1):
         return 0.0
 
     sublayers = [(h, stale) for stale in staleness(config)]
-    model.interleave([config.named_wiring.stream(0.0, sublayers, comm, config) for _ in range(parts)])
+    model.interleave([config.named_wiring.stream(0.0, sublayers, comm, config) for _ in range(chunks)])
     return comm.events
 
 
-@pytest.mark.parametrize(
-    "changes, order",
-    [
-        ({"wiring": "standard"}, "c start1 wait1 c start2 wait2 c start3 wait3 c start4 wait4"),
-        ({"wiring": "ladder"}, "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
-        ({"wiring": "ladder:1"}, "c start1 wait1 c start2 c start3 wait2 c start4 wait3 wait4"),
-        ({"wiring": "ladder:0,"}, "c start1 c start2 wait1 wait2 c start3 wait3 c start4 wait4"),
-        ({"wiring": "parallel"}, "c start1 wait1 c start2 wait2"),
-        ({"wiring": "parallel-ladder"}, "c start1 c start2 wait1 wait2"),
-        ({"wiring": "parallel:1"}, "c start1 wait1 c start2 wait2 c start3 wait3"),
-        ({"wiring": "spd"}, "c start1 wait1 c start2 wait2"),
-        ({"wiring": "spd:0,"}, "c start1 wait1 c start2 wait2 c start3 wait3"),
-        ({"wiring": "spd-ladder"}, "c start1 c start2 wait1 wait2"),
-        ({"wiring": "delayed"}, "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
-        ({"wiring": "delayed:1"}, "c start1 wait1 c start2 c start3 wait2 c start4 wait3 wait4"),
-        ({"wiring": "desync:2"}, "c c start1 wait1 c c start2 wait2"),
-        ({"wiring": "desync:3"}, "c c c start1 wait1 c start2 wait2"),
-        ({"wiring": "upper-bound"}, "c c c c"),
-        ({"wiring": "pair"}, "c start1 wait1 c start2 wait2"),
-        ({"wiring": "pair-ladder"}, "c start1 c start2 wait1 wait2"),
-        ({"wiring": "ladder-2"}, "c start1 c start2 c start3 wait1 c start4 wait2 wait3 wait4"),
-        ({"wiring": "delayed-3"}, "c start1 c start2 c start3 c start4 wait1 wait2 wait3 wait4"),
-        ({"wiring": "ladder-3:1"}, "c start1 wait1 c start2 c start3 c start4 wait2 wait3 wait4"),
-        ({"wiring": "ladder-3:0,"}, "c start1 c start2 wait1 wait2 c start3 wait3 c start4 wait4"),
-        ({"wiring": "laneformer-2/8"}, "c start1 wait1 c start2 wait2 c wait1 c wait2"),
-    ],
-    ids=str,
-)
-def test_order_of_the_plain_loop(changes, order):
-    assert eager_order(dataclasses.replace(BASE, n_layers=2, **changes)) == order.split()
+ORDERS = [  # of two layers
+    ("standard", "c start1 wait1 c start2 wait2 c start3 wait3 c start4 wait4"),
+    ("ladder", "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
+    ("ladder:1", "c start1 wait1 c start2 c start3 wait2 c start4 wait3 wait4"),
+    ("ladder:0,", "c start1 c start2 wait1 wait2 c start3 wait3 c start4 wait4"),
+    ("ladder-2", "c start1 c start2 c start3 wait1 c start4 wait2 wait3 wait4"),
+    ("ladder-3:1", "c start1 wait1 c start2 c start3 c start4 wait2 wait3 wait4"),
+    ("ladder-3:0,", "c start1 c start2 wait1 wait2 c start3 wait3 c start4 wait4"),
+    ("parallel", "c start1 wait1 c start2 wait2"),
+    ("parallel:1", "c start1 wait1 c start2 wait2 c start3 wait3"),
+    ("parallel-ladder", "c start1 c start2 wait1 wait2"),
+    ("pair-ladder", "c start1 c start2 wait1 wait2"),
+    ("spd:0,", "c start1 wait1 c start2 wait2 c start3 wait3"),
+    ("delayed:1", "c start1 wait1 c start2 c start3 wait2 c start4 wait3 wait4"),
+    ("delayed-3", "c start1 c start2 c start3 c start4 wait1 wait2 wait3 wait4"),
+    ("desync:2", "c c start1 wait1 c c start2 wait2"),
+    ("desync:3", "c c c start1 wait1 c start2 wait2"),
+    ("upper-bound", "c c c c"),
+]
+
+
+@pytest.mark.parametrize("wiring, order", ORDERS)
+def test_order_of_the_plain_loop(wiring, order):
+    assert eager_order(dataclasses.replace(BASE, n_layers=2, wiring=wiring)) == order.split()
 
 
 @pytest.mark.parametrize(
-    "wiring, parts, order",
+    "wiring, chunks, order",
     [
         ("standard", 2, "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
         ("standard", 3, "c start1 c start2 c start3 wait1 c start4 wait2 c start5 wait3 c start6 wait4 wait5 wait6"),
         ("ladder", 2, "c start1 c start2 c start3 c start4 wait1 wait3 wait2 wait4"),
-        ("delayed", 2, "c start1 c start2 c start3 c start4 wait1 wait3 wait2 wait4"),
         ("desync:2", 2, "c c start1 c c start2 wait1 wait2"),
-        ("desync:1", 2, "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
-        ("upper-bound", 2, "c c c c"),
     ],
 )
-def test_other_parts_compute_between_a_parts_start_and_its_wait(wiring, parts, order):
+def test_other_chunks_compute_between_a_chunks_start_and_its_wait(wiring, chunks, order):
     """So a standard model in two parts has a ladder's order."""
-    assert eager_order(dataclasses.replace(BASE, n_layers=1, wiring=wiring), parts) == order.split()
+    assert eager_order(dataclasses.replace(BASE, n_layers=1, wiring=wiring), chunks) == order.split()
 
 
-class Known(frozenset):
-    """A stream, by the all-reduces that have started before it can be read; this rank's partial adds none."""
+class Started(frozenset):
+    """Stands for x: the all-reduces that must have started before x can be read. A partial adds none."""
 
     def __add__(self, partial):
         return self
 
 
-class Partial:
-    pass
-
-
 class Dependencies(model.SingleDevice):
-    """Its x is the set of the all-reduces that must have started before x can be read."""
-
     started = 0
 
     def start(self, partial):
@@ -191,21 +184,21 @@ class Dependencies(model.SingleDevice):
         return self.started
 
     def settle(self, x, pending, after=None):
-        return x if after is None else Known(x | {after})
+        return x if after is None else Started(x | {after})
 
 
-@pytest.mark.parametrize("changes", [c for c in BY_HAND if kind(c).stale], ids=wired_id)
+@pytest.mark.parametrize("changes", [c for c in BY_HAND if table_entry(c).stale], ids=wired_id)
 def test_a_ladder_sublayer_comes_after_the_start_of_the_all_reduce_before_it(changes):
     """At a seam, too: else the compiler might compute it first."""
-    config, seen = dataclasses.replace(BASE, **changes), []
+    config, inputs = dataclasses.replace(BASE, **changes), []
     stale = staleness(config)
-    sublayers = [(lambda x: seen.append(x) or Partial(), flag) for flag in stale]
-    model.interleave([config.named_wiring.stream(Known(), sublayers, Dependencies(), config)])
-    for i, x in enumerate(seen):
+    sublayers = [(lambda x: inputs.append(x) or object(), number) for number in stale]
+    model.interleave([config.named_wiring.stream(Started(), sublayers, Dependencies(), config)])
+    for i, x in enumerate(inputs):
         assert i in x or i == 0 or not stale[i]
 
 
-def generated_code(config, world, batch, length, dtype, parts):
+def generated_code(config, world, batch, length, dtype, chunks):
     """Inductor's code for decode (its wrapper is C++) or prefill (Python's), which is neither compiled nor run."""
     import torch._inductor.config
     from torch._inductor.utils import get_code
@@ -214,7 +207,7 @@ def generated_code(config, world, batch, length, dtype, parts):
     net = shard(config, world, dtype)
     runner = generate.Runner(net, None, compile=True, compile_prefill=True)
     tokens, step = torch.randint(config.vocab_size, (batch, length)), runner._prefill
-    kwargs = {"cache": net.new_cache(batch, 16), "parts": parts}
+    kwargs = {"cache": net.new_cache(batch, 16), "chunks": chunks}
     if length == 1:
         kwargs.update(positions=torch.zeros(batch, 1, dtype=torch.long), cache_length=16)
         step = runner._decode
@@ -267,41 +260,37 @@ def squeeze(events):
     return " ".join(e for e, before in zip(events, ["", *events], strict=False) if e != "c" or before != "c")
 
 
-def check_compiled_order(changes, world, length=1, dtype=torch.float32, parts=1):
+def check_compiled_order(changes, world, length=1, dtype=torch.float32, chunks=1):
     """Each ladder sum is waited for behind the next sublayer's matmuls and the start of its all-reduce, not before."""
     n_layers = 3 if ":" in changes["wiring"] else 2  # seams on both sides
     n_layers = 4 if parse_wiring(changes["wiring"]).stale else n_layers  # else no wait could come too early
     config = dataclasses.replace(BASE, head_dim=64, n_layers=n_layers, **changes)
-    found, order = calls(generated_code(config, world, 2, length, dtype, parts)), eager_order(config, parts)
-    assert found.count("c") > len(order) / 3
-    assert squeeze(found) == squeeze([*order, "c"])  # and the output head
+    events, order = calls(generated_code(config, world, 2, length, dtype, chunks)), eager_order(config, chunks)
+    assert events.count("c") > len(order) / 3
+    assert squeeze(events) == squeeze([*order, "c"])  # and the output head
 
 
+PASSES = {"decode": (1, torch.float32), "prefill": (5, torch.float32), "decode with few_rows": (1, torch.bfloat16)}
+FAST = ("decode", "ladder:1,"), ("decode", "delayed:1,"), ("prefill", "ladder"), ("decode with few_rows", "delayed-2")
+
+
+@pytest.mark.parametrize("name, wiring", FAST)
+def test_compiled_code_keeps_the_order_of_the_loop(name, wiring, fake_world):
+    check_compiled_order({"wiring": wiring}, fake_world(0, 2), *PASSES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PASSES)
 @pytest.mark.parametrize("changes", ONE_EACH, ids=wired_id)
-def test_compiled_code_keeps_the_order_of_the_loop(changes, fake_world):
-    check_compiled_order(changes, fake_world(0, 2))
-
-
-KINDS = {"prefill": (5, torch.float32), "decode with few_rows": (1, torch.bfloat16)}
-
-
-@pytest.mark.parametrize("kind, wiring", [*((kind, "ladder") for kind in KINDS), ("decode with few_rows", "delayed-2")])
-def test_a_compiled_prefill_and_few_rows_keep_it_too(kind, wiring, fake_world):
-    check_compiled_order({"wiring": wiring}, fake_world(0, 2), *KINDS[kind])
+def test_compiled_code_keeps_it_in_every_wiring(changes, name, fake_world):
+    check_compiled_order(changes, fake_world(0, 2), *PASSES[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("changes", WIRED, ids=wired_id)
-def test_a_compiled_prefill_and_few_rows_keep_it_in_every_wiring(changes, kind, fake_world):
-    check_compiled_order(changes, fake_world(0, 2), *KINDS[kind])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank, tp_size", [(0, 2), (1, 2), (0, 3), (0, 4)])
-@pytest.mark.parametrize("changes", WIRED, ids=wired_id)
-def test_every_ranks_compiled_code_keeps_it(changes, rank, tp_size, fake_world):
-    check_compiled_order(changes, fake_world(rank, tp_size))
+@pytest.mark.parametrize("rank, tp_size", [(1, 2), (0, 3), (0, 4)])
+@pytest.mark.parametrize("wiring", ["standard", "ladder:1,", "delayed-3:1-2"])
+def test_every_ranks_compiled_code_keeps_it(wiring, rank, tp_size, fake_world):
+    check_compiled_order({"wiring": wiring}, fake_world(rank, tp_size))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -309,25 +298,19 @@ def test_every_ranks_compiled_code_keeps_it(changes, rank, tp_size, fake_world):
 
 
 SPD = dataclasses.replace(BASE, wiring="spd:1,/2")
-SPD_ALL = dataclasses.replace(BASE, wiring="spd/2")
-LADDER = dataclasses.replace(BASE, wiring="ladder:2")
 
 
-@pytest.mark.parametrize(
-    "own, flags, expected",
-    [
-        (BASE, "--ladder", "ladder"),
-        (BASE, "--ladder-layers 2", "ladder:2"),
-        (BASE, "--ladder --ladder-layers 0,2", "ladder:0,2"),
-        (BASE, "--ladder --wiring ladder", "ladder"),
-        (BASE, "--wiring parallel-ladder:1", "parallel-ladder:1"),
-        (SPD, "", "spd:1,/2"),
-        (SPD, "--wiring spd:1,", "spd:1,"),
-        (SPD, "--wiring delayed-2/4", "delayed-2/4"),
-    ],
-)
-def test_flags_choose_a_wiring(own, flags, expected):
-    assert cli.with_wiring(own, generate.parse(["--checkpoint", "x", *flags.split()])).wiring == expected
+def chosen(own, flags):
+    """Return the config that generate.py runs with these flags."""
+    parser = cli.Parser("")
+    generate.add_flags(parser)
+    return cli.with_wiring(own, parser.parse_args(["--checkpoint", "x", *flags.split()]))
+
+
+def test_flags_choose_a_wiring():
+    assert chosen(BASE, "--ladder --wiring ladder").wiring == "ladder"
+    assert chosen(BASE, "--wiring parallel-ladder:1").wiring == "parallel-ladder:1"
+    assert chosen(SPD, "") == SPD and chosen(SPD, "--wiring delayed-2/4").wiring == "delayed-2/4"
 
 
 @pytest.mark.parametrize("name", ["ladder", "spd", "spd-ladder", "delayed", "parallel-ladder"])
@@ -342,31 +325,28 @@ def test_other_layers_are_standard(name):
 @pytest.mark.parametrize(
     "own, wiring, ranks, words",
     [
-        (BASE, "standard", 2, ""),
-        (SPD, "spd:1,/2", 2, ""),
-        (SPD_ALL, "spd:3/2", 4, ""),
-        (SPD_ALL, "spd:3/4", 4, "spd/2's, and run as spd:3/4, another function than"),
-        (SPD_ALL, "spd", 2, "spd/2's, and run as spd, another function than"),
-        (BASE, "spd", 1, "these weights are standard's, and run as spd, which is the same in one lane"),
-        (BASE, "delayed:2", 4, "run as delayed:2, another function than"),
-        (BASE, "delayed-4/1", 1, "run as delayed-4/1, which is the same in one lane"),
-        (BASE, "delayed-4/2", 1, "run as delayed-4/2, another function than"),
-        (BASE, "spd-ladder", 1, "these weights are standard's, and run as spd-ladder, another function than"),
-        (BASE, "ladder", 2, "run as ladder, another function than these weights were trained for: eval.py"),
-        (BASE, "desync", 2, "run as desync, another function than"),
-        (BASE, "desync", 1, "run as desync, which is the same in one lane"),
-        (LADDER, "ladder:1,2", 2, ""),
-        (LADDER, "ladder:1-2", 2, ""),
-        (LADDER, "ladder:0,2", 2, "another function than"),
-        (LADDER, "ladder-2:2", 2, "another function than"),
-        (SPD, "standard", 2, "spd:1,/2's, and run as standard, another function than"),
-        (dataclasses.replace(BASE, wiring="spd"), "spd", 2, "these weights name no lanes: spd is another function on"),
+        ("standard", "standard", 2, ""),
+        ("spd:1,/2", "spd:1,/2", 2, ""),
+        ("spd/2", "spd:3/2", 4, ""),
+        ("spd/2", "spd:3/4", 4, "spd/2's, and run as spd:3/4, another function than"),
+        ("spd/2", "spd", 2, "spd/2's, and run as spd, another function than"),
+        ("standard", "spd", 1, "these weights are standard's, and run as spd, which is the same in one lane"),
+        ("standard", "delayed:2", 4, "run as delayed:2, another function than"),
+        ("standard", "delayed-4/1", 1, "run as delayed-4/1, which is the same in one lane"),
+        ("standard", "delayed-4/2", 1, "run as delayed-4/2, another function than"),
+        ("standard", "spd-ladder", 1, "these weights are standard's, and run as spd-ladder, another function than"),
+        ("standard", "ladder", 2, "ladder, another function than these weights were trained for: eval.py"),
+        ("standard", "desync", 1, "run as desync, which is the same in one lane"),
+        ("ladder:2", "ladder:1-2", 2, ""),
+        ("ladder:2", "ladder-2:2", 2, "another function than"),
+        ("spd", "spd", 2, "these weights name no lanes: spd is another function on"),
     ],
 )
 def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, ranks, words, capsys):
-    cli.warn_of_wiring(own, dataclasses.replace(own, wiring=wiring), (1,) * ranks)
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == bool(words)
+    own, config = (dataclasses.replace(BASE, wiring=text) for text in (own, wiring))
+    cli.warn_of_wiring(own, config, (1,) * ranks)
+    warning = capsys.readouterr().err
+    assert words in warning and warning.count("\n") == bool(words)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -395,7 +375,7 @@ def naive_blocks(net, tokens):
 
 
 def test_a_new_line_is_a_new_model(new_wiring):
-    assert wired("own-wiring") == [NEW_CONFIG]
+    assert variants("own-wiring") == [NEW_CONFIG]
     net = random_model(new_wiring)
     tokens = unequal_rows(BASE)[0]
     with torch.no_grad():
@@ -407,47 +387,37 @@ def test_a_new_line_is_a_new_model(new_wiring):
 
 def test_a_new_line_is_in_the_flags_and_the_files(new_wiring, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        generate.parse(["--help"])
+        chosen(BASE, "--help")
     shown = " ".join(capsys.readouterr().out.split())
     assert "own-wiring: both" in shown.replace("- ", "-")  # lines may break there
-    args = generate.parse(["--checkpoint", "x", "--wiring", "own-wiring"])
-    assert cli.with_wiring(BASE, args) == new_wiring
-    checkpoint.write_config(tmp_path, new_wiring)
+    assert chosen(BASE, "--wiring own-wiring") == new_wiring
+    writing.write_config(tmp_path, new_wiring)
     assert checkpoint.read_config(tmp_path) == new_wiring
 
 
-def test_a_new_line_has_its_order_and_its_limit(new_wiring):
-    clock, config = pytest.importorskip("extras.measure.clock"), dataclasses.replace(new_wiring, n_layers=3)
-    assert eager_order(config) == ["c", "start1", "c", "start2", "wait1", "c", "start3", "wait2", "wait3"]
-    assert clock.count_all_reduces(config) == 3
-    # the first compute, the longer one of computing and the all-reduce before, the last all-reduce
-    assert clock.run_clock(config, [4, 4, 4], 3).now == 4 + 4 + 4 + 3
-    assert clock.run_clock(config, [4, 4, 4], 5).now == 4 + 5 + 5 + 5
+def test_a_new_line_has_its_order(new_wiring):
+    order = "c start1 c start2 wait1 c start3 wait2 wait3"
+    assert eager_order(dataclasses.replace(new_wiring, n_layers=3)) == order.split()
 
 
 def test_a_new_line_is_converted_without_the_norm_that_it_lacks(new_wiring, tmp_path):
-    source = {n: t for name, tensor in random_model(BASE).state_dict().items() for n, t in _hf(name, tensor)}
-
-    class Source:
-        names, read = staticmethod(lambda: list(source)), staticmethod(source.__getitem__)
-
-    convert_hf_checkpoint.convert(Source, new_wiring, tmp_path, torch.float32, 10**9)
+    G, H, source = BASE.n_heads // BASE.n_kv_heads, BASE.head_dim, {}
+    for name, tensor in random_model(BASE).state_dict().items():
+        pieces = [tensor]
+        if "wqkv" in name:  # KV head by KV head: its queries, its key, its value
+            pieces = [t.flatten(0, 1) for t in tensor.unflatten(0, (-1, (G + 2) * H)).split([G * H, H, H], dim=1)]
+        source |= zip(huggingface.hf_names(name), pieces, strict=True)
+    reader = SimpleNamespace(names=lambda: list(source), read=source.__getitem__)
+    convert_hf_checkpoint.convert(reader, new_wiring, tmp_path, torch.float32, 10**9)
     names = checkpoint.Weights(tmp_path).names()
     assert any("attention_norm" in name for name in names) and not any("ffn_norm" in name for name in names)
     assert checkpoint.read_config(tmp_path) == new_wiring
 
 
-def _hf(name, tensor):
-    names = huggingface.hf_names(name)
-    parts = huggingface.ungroup(tensor, BASE) if len(names) == 3 else [tensor]
-    return zip(names, parts, strict=True)
-
-
-def test_a_new_line_runs_on_ranks_and_compiled_code_keeps_its_order(new_wiring, fake_world):
+def test_a_new_line_runs_on_ranks(new_wiring):
     alone = random_model(new_wiring)(unequal_rows(BASE)[0])
     for logits in run_ranks(2, new_wiring_logits):
         assert torch.allclose(logits, alone, atol=1e-4)
-    check_compiled_order(NEW_CONFIG, fake_world(0, 2))
 
 
 def new_wiring_logits(world):

@@ -16,7 +16,6 @@ import torch
 from tqdm import tqdm
 
 import quantize
-from formats import checkpoint
 from runtime import watch, writing
 from runtime.errors import InputError
 
@@ -104,7 +103,7 @@ def test_killed_at_any_moment_an_output_is_complete_or_absent_and_the_next_run_w
 
 def test_asked_to_end_it_leaves_nothing(writers, tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "signalled", None)
-    monkeypatch.setattr(checkpoint, "save_file", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(writing, "save_file", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
     signal.signal(signal.SIGTERM, watch.terminate)
     with pytest.raises(watch.Terminated):
         writers["quantize"](tmp_path / "out")
@@ -165,7 +164,7 @@ def test_a_failed_read_of_the_caller_is_not_called_a_write(tmp_path):
 
 def test_weights_are_as_readable_as_other_files(tmp_path):
     mask = os.umask(0o027)
-    checkpoint.write_weights(tmp_path, {"a": 4}, lambda name: torch.ones(1))
+    writing.write_weights(tmp_path, {"a": 4}, lambda name: torch.ones(1))
     os.umask(mask)
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o640
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from extras.collectives import shared_memory
-from kernels.group import Group, Pending, pending_on
+from extras.group import Group, Pending, pending_on
 from tp import COLLECTIVES, Collective
 
 SIZE = 64  # numbers in a group

@@ -9,7 +9,7 @@ import os
 import torch
 import torch.distributed._symmetric_memory as symmetric
 
-from kernels.group import Group, pending_on
+from extras.group import Group, pending_on
 from runtime.errors import InputError
 from tp import COLLECTIVES, Collective
 

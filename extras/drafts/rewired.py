@@ -13,8 +13,8 @@ from decoding.step import last_tokens
 from extras.drafts.speculative import ModelDraft
 from formats.wiring_text import wiring_name
 from model import WIRINGS, parse_wiring, rewired
+from runtime.benchmarking import timed
 from runtime.errors import InputError
-from runtime.timing import timed
 
 # ---- The model's own weights in another wiring -----------------------------------------------------------------------
 

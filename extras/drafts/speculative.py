@@ -19,7 +19,7 @@ from decoding.step import last_tokens
 from formats import checkpoint
 from formats.tokenizer import check_vocabulary
 from model import Config
-from runtime import report
+from runtime import benchmarking
 from runtime.errors import InputError
 
 DEFAULT = 3  # proposals of a --draft without @K
@@ -260,7 +260,7 @@ class Source(NamedTuple):
         contents = {"--draft": f"{self.name}@{self.count}"}
         if self.folder:
             contents["contents of --draft"] = checkpoint.digest(self.folder)
-            contents["hardware"] = f"{report.processor()}, {torch.get_num_threads()} threads"
+            contents["hardware"] = f"{benchmarking.processor()}, {torch.get_num_threads()} threads"
         return contents
 
 

@@ -135,7 +135,7 @@ def convert_to_hf(source, config, folder, dtype, shard_bytes):
         tensor = source.read(name).to(dtype)
         return ungroup(tensor, config)[i] if ".wqkv." in name else tensor
 
-    checkpoint.write_weights(folder, sizes, read, shard_bytes)
+    writing.write_weights(folder, sizes, read, shard_bytes)
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
     if "auto_map" in hf:
         for path in CODE.glob("*.py"):
@@ -206,7 +206,7 @@ def main(argv=None):
     dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint, weights)
     tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
     with writing.new_folder(args.out) as out:
-        checkpoint.copy_tokenizer(args.checkpoint, out)
+        writing.copy_tokenizer(args.checkpoint, out)
         convert_tokenizer(out, tokenizer)
         convert_to_hf(weights, config, out, dtype, int(args.shard_gb * 1e9))
     print(f"wrote {args.out}: {config.n_layers} layers, wiring {config.wiring}, {dtype_name(dtype)}")

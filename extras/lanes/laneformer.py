@@ -4,7 +4,8 @@ import torch
 import torch.nn as nn
 
 import model
-from model import VOCAB_BLOCK, Transformer, Wiring
+from formats.sizes import SIZES
+from model import VOCAB_BLOCK, Config, Transformer, Wiring
 from runtime.errors import InputError
 
 # What Config.laneformer may hold, and what absent keys mean.
@@ -93,7 +94,12 @@ class Laneformer(Transformer):
 
 
 def add_wiring():
+    """Add the wiring to the core's table, and its published model to the named sizes."""
     about = "Kog's Laneformer"
     model.WIRINGS["laneformer"] = Wiring(
         about, stream=laneformer_stream, stale=4, parameter=None, laned=True, model=Laneformer
     )
+    SIZES["laneformer-2b"] = Config(  # the width is inferred from its 2.3 B parameters and an MLP of 4 D
+        15, 32, 16, 96, 3072, 12288, 32000, 4096, bos_id=1, eos_ids=(2,), wiring="laneformer-4/8",
+        sliding_window=512, window_layers=tuple(range(10)),
+    )  # fmt: skip

@@ -10,7 +10,7 @@ import sys
 import generate
 from decoding.step import pad
 from extras.measure import exposed, link
-from runtime import cli, launch, report, terminal, writing
+from runtime import benchmarking, cli, launch, report, terminal, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
 
@@ -55,7 +55,7 @@ def main(argv=None):
         for step, measured in (result["exposed"] or {}).items():
             print(exposed.summary(step, measured), file=sys.stderr)
         if args.json:
-            writing.append_line(args.json, report.environment(world) | result)
+            writing.append_line(args.json, benchmarking.environment(world) | result)
 
 
 if __name__ == "__main__":

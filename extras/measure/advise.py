@@ -22,7 +22,7 @@ from formats import checkpoint, sizes
 from formats.checkpoint import dtype_name
 from formats.sizes import SIZES
 from model import rewired
-from runtime import cli, launch, report
+from runtime import benchmarking, cli, launch
 from runtime.cli import count, number
 from tp import shard_plan, shard_slices
 
@@ -230,7 +230,7 @@ def choose_machine(args):
         machine = Machine("as given", 1e9 * args.bandwidth_gbs)
     else:
         device = launch.choose_device(None)
-        machine = Machine(f"this machine ({device.type}), one process", report.read_bandwidth(device, size=2**28))
+        machine = Machine(f"this machine ({device.type}), one process", benchmarking.read_bandwidth(device, size=2**28))
     return machine if args.tflops is None else machine._replace(flops=1e12 * args.tflops)
 
 

@@ -18,7 +18,7 @@ from extras.measure.clock import count_all_reduces, run_clock
 from extras.measure.link import Link
 from model import Config, SingleDevice
 from runtime import writing
-from runtime.timing import in_turns, quartiles, timed
+from runtime.benchmarking import in_turns, quartiles, timed
 from tp import TensorParallel
 
 

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from kernels.group import Group, Pending
+from extras.group import Group, Pending
 from runtime import launch
 from runtime.errors import InputError
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from extras.measure import link
-from runtime import cli, launch, report, writing
-from runtime.timing import QUEUED, timed
+from runtime import benchmarking, cli, launch, writing
+from runtime.benchmarking import QUEUED, timed
 
 MESSAGES = [2**n for n in range(10, 27, 2)]  # bytes: 1 KB to 64 MB
 
@@ -49,7 +49,7 @@ def all_reduces(world, group):
 def probe(world):
     """Return {"bandwidth": bytes per second of each rank, "all_reduce": all_reduces(), and perhaps "library": of gloo's
     or NCCL's group, where the model uses another one}."""
-    bandwidth = world.gather(report.read_bandwidth(world.device, world))
+    bandwidth = world.gather(benchmarking.read_bandwidth(world.device, world))
     result = {"bandwidth": bandwidth, "all_reduce": all_reduces(world, world.group) if world.group is not None else []}
     if world.group not in (None, dist.group.WORLD):
         result["library"] = all_reduces(world, dist.group.WORLD)
@@ -77,7 +77,7 @@ def main():
         result = probe(world)
     if world.rank > 0:
         return
-    environment = report.environment(world)
+    environment = benchmarking.environment(world)
     print(f"{environment['hardware']}; {world.device.type}, {environment['threads']} threads a rank")
     for rank, rate in enumerate(result["bandwidth"]):
         print(f"rank {rank}: {rate / 1e9:.1f} GB/s read from memory")
@@ -91,7 +91,7 @@ def main():
     if shares := fitting_shares(result["bandwidth"]):
         print(f"for ranks so unlike, if this machine is idle: --shares {','.join(map(str, shares))}")
     if args.json:
-        writing.append_line(args.json, {**environment, "commit": report.git_commit(), "probe": result})
+        writing.append_line(args.json, {**environment, "commit": benchmarking.git_commit(), "probe": result})
 
 
 if __name__ == "__main__":

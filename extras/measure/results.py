@@ -13,9 +13,9 @@ from bench import markdown
 from formats.checkpoint import read_text
 from formats.wiring_text import wiring_name
 from model import WIRINGS
+from runtime.benchmarking import environment, git_commit
 from runtime.errors import InputError
 from runtime.launch import World
-from runtime.report import environment, git_commit
 
 LEGEND = {
     "~": "`~`: within noise, its quartiles and standard's overlap",

@@ -27,7 +27,6 @@ from model import Config, rewired
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
-from runtime.timing import overlapping
 
 # On two ranks each sublayer has 26 MB: some 2 ms for a core that reads 12 GB/s
 SMALL = Config(8, 40, 40, 64, 2560, 3456, 4096, 4096)
@@ -174,7 +173,8 @@ def cell(line, row):
     text = f"{milliseconds(line['step_ms'], 1, line['device'])} ({above}"
     if standard in (None, line):
         return f"{text})"
-    alike = overlapping(line["quartiles_ms"], standard["quartiles_ms"])
+    low, high = line["quartiles_ms"]
+    alike = low <= standard["quartiles_ms"][1] and standard["quartiles_ms"][0] <= high
     faster = bound is not None and line["step_ms"] < bound["step_ms"]
     return f"{text}, {'~' * alike}{standard['step_ms'] / line['step_ms']:.2f}x{'^' * faster})"
 

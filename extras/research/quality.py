@@ -30,10 +30,10 @@ from extras.research.corpus import FILES
 from formats.checkpoint import read_text
 from model import rewired
 from runtime import cli, launch, writing
+from runtime.benchmarking import environment
 from runtime.cli import number
 from runtime.errors import InputError
 from runtime.launch import World
-from runtime.report import environment
 
 # 1.7 M parameters besides the embedding, on one thread each.
 SHAPE = "--vocab-size 4096 --dim 128 --n-heads 4 --n-kv-heads 4 --intermediate-size 384 --dropout 0"

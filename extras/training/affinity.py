@@ -107,9 +107,9 @@ def main(argv=None):
                 return weights.read(name)
             return weights.read(name).index_select(int(match[2] == "w2.weight"), order[int(match[1])])
 
-        checkpoint.write_config(folder, config)
-        checkpoint.copy_tokenizer(args.checkpoint, folder)
-        checkpoint.write_weights(folder, {name: weights.read(name).nbytes for name in weights.names()}, read)
+        writing.write_config(folder, config)
+        writing.copy_tokenizer(args.checkpoint, folder)
+        writing.write_weights(folder, {name: weights.read(name).nbytes for name in weights.names()}, read)
     was, now = (cost.gather(2, chosen[..., None]).sum().item() for chosen in (before, lanes))
     print(f"wrote {args.out}: in {args.lanes} lanes of spd the squared error of its MLPs: {was:.3g}, now {now:.3g}")
 

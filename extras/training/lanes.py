@@ -9,7 +9,7 @@ from torch.func import functional_call
 
 import tp
 from model import Attention, FeedForward
-from runtime import extras
+from runtime.errors import load_extra
 
 
 def cut(weight, piece):
@@ -66,6 +66,6 @@ def split(model):
 def streams(model, x, metadata):
     """Return the running streams of a model's lanes, from the embeddings x (B, S, D) on."""
     config = model.config
-    comm = extras.load("lanes", f"wiring {config.wiring}").LaneSums(model.comm, config.lanes, config.lanes)
+    comm = load_extra("lanes", f"wiring {config.wiring}").LaneSums(model.comm, config.lanes, config.lanes)
     sublayers = [model.sublayers(metadata, lane=lane) for lane in model.lanes]
     return [config.named_wiring.stream(x, each, comm, config) for each in sublayers]

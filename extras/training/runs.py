@@ -85,7 +85,7 @@ def prepare(run, args):
             return
         run.mkdir(parents=True, exist_ok=True)
         if args.checkpoint:
-            checkpoint.copy_tokenizer(args.checkpoint, run)
+            writing.copy_tokenizer(args.checkpoint, run)
             config = checkpoint.read_config(args.checkpoint)
             tokenizer, eos_ids = load_tokenizer(run, config.vocab_size), config.eos_ids
             if tokenizer is None:

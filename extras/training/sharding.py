@@ -104,9 +104,9 @@ def write(run, best, model, dtype, world):
     target = run / f"best-{best['step']}"
     shutil.rmtree(target, ignore_errors=True)  # it may be there if the run was killed before it wrote best.json
     with writing.new_folder(target) as folder:
-        checkpoint.write_config(folder, model.config)
-        checkpoint.copy_tokenizer(run, folder)
-        checkpoint.write_weights(folder, {name: p.numel() * dtype.itemsize for name, p in parameters.items()}, read)
+        writing.write_config(folder, model.config)
+        writing.copy_tokenizer(run, folder)
+        writing.write_weights(folder, {name: p.numel() * dtype.itemsize for name, p in parameters.items()}, read)
     writing.write_text(run / "best.json", json.dumps(best))
     for old in run.glob("best-*"):
         if old != target:

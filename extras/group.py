@@ -1,6 +1,5 @@
-"""What this project's process groups in Python share: each does some collectives itself, and passes the others on."""
+"""What the extras' process groups in Python share: each does some collectives itself, and passes the others on."""
 
-import contextlib
 import itertools
 
 import torch
@@ -53,27 +52,3 @@ def pending_on(stream, tensors):
     """
     done = stream.record_event()
     return Pending(lambda kept=tensors: torch.cuda.current_stream().wait_event(done))
-
-
-class Disconnected(Group):
-    """A process group whose collectives do nothing."""
-
-    def allreduce(self, tensors, opts=None):
-        return Pending(lambda: None)
-
-    def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
-        return Pending(lambda: None)
-
-
-@contextlib.contextmanager
-def disconnected(group):
-    """Let the collectives of a process group do nothing in this block, so that each rank may run another graph."""
-    names = torch._C._distributed_c10d
-    instead = Disconnected("disconnected", None, group.rank(), group.size())
-    names._unregister_process_group(group.group_name)
-    names._register_process_group(group.group_name, instead)
-    try:
-        yield
-    finally:
-        names._unregister_process_group(group.group_name)
-        names._register_process_group(group.group_name, group)

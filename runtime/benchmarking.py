@@ -1,0 +1,103 @@
+"""What benchmarks share: times taken in turns, the memory's bandwidth, and what a result depends on."""
+
+import os
+import platform
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+from kernels import cpu
+from runtime.report import free_bytes
+
+QUEUED = 8  # calls that a GPU is given at once
+SETTINGS = "NCCL_", "TORCH_NCCL_", "GLOO_", "ENABLE_INTRA_NODE_COMM"  # of the environment
+
+
+def timed(device, step):
+    """Return the seconds that step() takes on the device.
+
+    On a GPU the mean of several calls, which one more precedes: what the host does for a call takes none of its time,
+    unless it takes longer than the device.
+    """
+    if torch.device(device).type != "cuda":
+        start = time.perf_counter()
+        step()
+        return time.perf_counter() - start
+    step()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(QUEUED):
+        step()
+    end.record()
+    end.synchronize()
+    return 1e-3 * start.elapsed_time(end) / QUEUED
+
+
+def in_turns(ways, rounds):
+    """Return {name: [the result of way() in each round]} for {name: way}, all of which are called once in each round.
+
+    So other programs on the machine disturb all alike.
+    """
+    results = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            results[name].append(way())
+    return results
+
+
+def quartiles(values):
+    """Return (lower quartile, median, upper quartile); of a single value that value, three times."""
+    return tuple(statistics.quantiles(values, n=4)) if len(values) > 1 else (values[0],) * 3
+
+
+def read_bandwidth(device, world=None, size=2**30, repeats=9):
+    """Return the bytes per second that this process reads from the device's memory: the median of some passes.
+
+    A pass sums a tensor of `size` bytes, which should be far larger than the caches; less where memory is short. On a
+    GPU it takes up to 8 GiB, far more than its caches hold. The ranks of the world, if given,
+    measure at the same time: those of one machine share its memory.
+    """
+    on_gpu, free = device.type == "cuda", free_bytes(device)
+    size = min(2**33, free // 4) if on_gpu else min(size, free // 32)
+    tensor = cpu.empty((size // 4,), torch.float32, device).fill_(1)
+    timed(device, tensor.sum)
+    company = 0
+    if world is not None and not world.alone:
+        world.gather(None)  # all have a tensor
+        company = repeats  # for slower ranks
+    seconds = [timed(device, tensor.sum) for _ in range(repeats + company)]
+    return size / statistics.median(seconds[:repeats])
+
+
+def processor():
+    """Return this machine's number of cores, and the name that its CPU gives itself."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.is_file() else ""
+    names = [line.partition(": ")[2] for line in text.splitlines() if line.startswith("model name")]
+    amx = " with AMX" * (" amx_bf16" in text)
+    return f"{len(names)} cores of {names[0]}{amx}" if names else platform.processor()
+
+
+def environment(world):
+    """Return what a result depends on and no flag says. settings: the environment's variables for NCCL and gloo."""
+    device = world.device
+    return {
+        "tp": world.tp_size, "shares": world.shares, "simulated": world.simulated, "device": device.type,
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
+        "threads": torch.get_num_threads(), "load_average": os.getloadavg()[0],
+        "torch": torch.__version__, "commit": git_commit(),
+        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)},
+    }  # fmt: skip
+
+
+def git_commit():
+    """Return the commit of this code, with "+" if it was edited since, or None outside a git checkout."""
+    here = {"cwd": Path(__file__).parent.parent, "stderr": subprocess.DEVNULL, "text": True}
+    try:
+        edited = subprocess.check_output(["git", "status", "--porcelain", "-uno", "*.py", "*.cpp", "*.sh"], **here)
+        return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], **here).strip() + "+" * bool(edited)
+    except (OSError, subprocess.CalledProcessError):
+        return None
