@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from reference import Reference
 from safetensors.torch import save_file
 
 from formats import checkpoint
-from kernels import few_rows
+from kernels import cxx, few_rows
 from model import Attention
 from runtime import compiling
 from runtime.errors import InputError
@@ -130,21 +129,26 @@ def test_what_cannot_be_built_is_one_clear_line(environment, message, tmp_path, 
     assert "\n" not in str(error.value) and list(tmp_path.rglob("*.so")) == []
 
 
-def test_clones_compile_once_and_what_is_damaged_again(tmp_path):
-    few_rows.build()
-    [built] = [path for path in torch.ops.loaded_libraries if "few_rows" in str(path)]
-    compiler = tmp_path / "compiler"  # leaves a real one's file
-    compiler.write_text(f'#!/bin/sh\nfor last in "$@"; do true; done\ncp {built} $last; echo >> {tmp_path}/calls')
+def test_clones_compile_once_and_what_is_damaged_again(tmp_path, monkeypatch):
+    def load(path):
+        if not path.exists() or path.read_text() != "library\n":
+            raise OSError("damaged")
+
+    (compiler := tmp_path / "compiler").write_text(
+        f'#!/bin/sh\nfor last in "$@"; do true; done\necho library > $last; echo >> {tmp_path}/calls'
+    )
     compiler.chmod(0o755)
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": str(compiler)}
-    shutil.copytree(ROOT / "kernels", tmp_path / "clone" / "kernels")
-    command = [sys.executable, "-c", "from kernels import few_rows as f; f.build(); f.torch.ops.ladder.few_rows"]
-    for folder, calls in (ROOT, 1), (tmp_path / "clone", 1), (ROOT, 2):
-        subprocess.run(command, cwd=folder, env=environment, check=True)
+    monkeypatch.setattr(torch.ops, "load_library", load)
+    for name, value in {"XDG_CACHE_HOME": tmp_path / "cache", "CXX": compiler}.items():
+        monkeypatch.setenv(name, str(value))
+    shutil.copytree(ROOT / "kernels", tmp_path / "clone")
+    for folder, calls in (ROOT / "kernels", 1), (tmp_path / "clone", 1), (ROOT / "kernels", 2):
+        monkeypatch.setattr(cxx, "__file__", str(folder / "cxx.py"))
+        cxx.load_operators("few_rows.cpp", "--compile")
         [library] = (tmp_path / "cache").rglob("*.*")
-        assert library.read_bytes() == Path(built).read_bytes() and len((tmp_path / "calls").read_text()) == calls
-        if folder != ROOT:
-            library.write_bytes(b"junk")
+        assert library.read_text() == "library\n" and len((tmp_path / "calls").read_text()) == calls
+        if folder != ROOT / "kernels":
+            library.write_text("damaged")
 
 
 @pytest.mark.slow  # builds few_rows.cpp once more
