@@ -28,6 +28,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+# every config.json had these until they became one dict
+LANEFORMER_KEYS = "early_comm", "attention_comm", "mlp_comm", "lane_head", "lane_norms"
 MOST_LAYERS = 1000  # checked before so many are built
 LARGEST = {int: 2**24, float: 1e30}  # of a number in a config.json
 ROPE_KEYS = {  # those of Config.rope_scaling, by Hugging Face's name
@@ -84,6 +86,9 @@ def _is_a(value, annotation):
 def make_config(values, source):
     """Return the Config of a dict from a file. Raises InputError, which names the source, the field and its type."""
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # JSON has no tuples
+    laneformer = {key: values.pop(key) for key in LANEFORMER_KEYS if key in values}
+    if laneformer and str(values.get("wiring")).startswith("laneformer"):
+        values["laneformer"] = laneformer
     for field in dataclasses.fields(Config):
         value = values.get(field.name)
         above_zero = field.type in LARGEST
