@@ -30,7 +30,7 @@ SIZES = {  # shapes for benchmarks with random weights; extras/lanes adds anothe
 }  # fmt: skip
 
 
-def named_size(text, quant=None):
+def named_size(text):
     """Return the Config of NAME[:N][:QUANT]: N layers of one of SIZES; QUANT: int8, int4 or int4:GROUP_SIZE."""
     if text.startswith("laneformer"):
         load_extra("lanes", f"--model {text}")  # adds it to SIZES
@@ -42,7 +42,7 @@ def named_size(text, quant=None):
     if config is None or int(match[2] or 1) > config.n_layers:
         words = f"give NAME, NAME:N with N layers, or NAME:N:int8, of {', '.join(SIZES)}"
         raise InputError(f"--model {text} is no size, or asks for too many layers: {words}")
-    quant, _, size = (match[3] or quant or "").partition(":")
+    quant, _, size = (match[3] or "").partition(":")
     n_layers = int(match[2] or config.n_layers)
     return dataclasses.replace(
         config,

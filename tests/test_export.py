@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from helpers import BASE, ROOT, YARN, StateWeights, random_model, shared_data, write_model
+from helpers import BASE, ROOT, YARN, StateWeights, random_model, script, shared_data, write_model
 from safetensors.torch import load_file
 from test_convert import FAMILIES, FOLDED, SMALL, TOKENS, check_parity, convert, hf_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -24,13 +24,11 @@ from model import WIRINGS, Config, Wiring
 from runtime import writing
 from runtime.errors import InputError
 
-LLAMA3_ROPE = {
-    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16.0,
-}  # fmt: skip
+LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3_ROPE["original_max_position_embeddings"] = 16.0
 SHAPES = {
     "llama3": {"rope_theta": 5000.0, "rope_scaling": LLAMA3_ROPE, "head_dim": 16, "eos_ids": (2, 5)},
-    "qwen2": {"qkv_bias": True, "tie_embeddings": True, "n_heads": 5, "n_kv_heads": 5, "norm_eps": 1e-3},
-    "qwen3": {"qk_norm": True, "head_dim": 16, "bos_id": None, "eos_ids": ()},
+    "qwen": {"qkv_bias": True, "n_heads": 5, "n_kv_heads": 5, "bos_id": None, "eos_ids": ()},
     "even": {"n_layers": 4, "wo_bias": True},
     "all": {
         "qkv_bias": True, "wo_bias": True, "mlp_bias": True, "qk_norm": True, "tie_embeddings": True,
@@ -43,7 +41,7 @@ OTHERS = [  # that no published key names: their text stands in the config
     "pair-ladder", "ladder-2:1-2", "parallel-ladder-2",
 ]  # fmt: skip
 CASES = [(wiring, "all") for wiring in [*PUBLISHED, *OTHERS]]
-CASES += [("ladder:0,1", "llama3"), ("ladder", "qwen2"), ("delayed/6", "qwen3"), ("pair", "even")]
+CASES += [("ladder:0,1", "llama3"), ("ladder", "qwen"), ("pair", "even")]
 CASES += [("standard", "even"), ("standard", "all")]
 
 
@@ -78,6 +76,12 @@ def check_back(folder, back):
 
 
 PROMPTS = [[5, 90, 7, 33, 120, 64, 9], [44, 3, 71], [12]]
+
+
+def check_logits(theirs, ours):
+    tokens = torch.tensor(PROMPTS[:1])
+    with torch.no_grad():
+        assert (theirs(tokens).logits - ours(tokens)).abs().max() < 1e-4
 
 
 def padded(prompts):
@@ -116,49 +120,13 @@ def test_an_exported_folder_computes_our_logits_and_comes_back(wiring, shape, tm
     check_back(folder, tmp_path / "back")
 
 
-@pytest.mark.parametrize("wiring, reentrant", [("ladder:1", False), ("pair", True)])
-def test_gradients_are_ours_with_checkpointing_too(wiring, reentrant, tmp_path):
-    ours, folder = write(tmp_path, qk_norm=True, wiring=wiring)
-    theirs = load(folder).train()
-    theirs.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    tokens = torch.tensor(PROMPTS[:1])
-    theirs(tokens, labels=tokens).loss.backward()
-    torch.nn.functional.cross_entropy(ours(tokens)[0, :-1], tokens[0, 1:]).backward()
-    names = {
-        "model.layers.0.mlp.up_proj": "layers.0.feed_forward.w3", "model.embed_tokens": "tok_embeddings",
-        "model.layers.2.self_attn.o_proj": "layers.2.attention.wo",
-        "model.layers.1.self_attn.k_norm": "layers.1.attention.k_norm",
-    }  # fmt: skip
-    for theirs_name, our_name in names.items():
-        expected = ours.get_parameter(our_name + ".weight").grad
-        gradient = theirs.get_parameter(theirs_name + ".weight").grad
-        assert expected.abs().max() > 1e-3
-        assert (gradient - expected).abs().max() < 1e-4 * expected.abs().max().clamp(min=1)
-
-
-LOAD = """
-import sys, torch, transformers
-load = transformers.AutoModelForCausalLM.from_pretrained
-try:
-    load(sys.argv[1])
-except ValueError as e:
-    assert "contains custom code" in str(e) and "trust_remote_code=True" in str(e), e
-    model = load(sys.argv[1], trust_remote_code=True)
-    print("\\n", type(model).__name__, *model(torch.tensor([[5, 90, 7]])).logits[0, -1].tolist())
-"""
-
-
 def test_what_transformers_saves_has_the_code_needs_it_and_comes_back(tmp_path):
     ours, folder = write(tmp_path, rope_scaling=LLAMA3_ROPE, wiring="ladder", tie_embeddings=True, eos_ids=())
     load(folder).save_pretrained(tmp_path / "saved")
     check_back(tmp_path / "saved", tmp_path / "back")
-    command = [sys.executable, "-c", LOAD, str(tmp_path / "saved")]  # without this project, and without a terminal
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    name, *logits = done.stdout.splitlines()[-1].split()
-    assert name == "LadderForCausalLM", done.stderr
-    logits = torch.tensor([*map(float, logits)])
-    with torch.no_grad():
-        assert (logits - ours(torch.tensor([[5, 90, 7]]))[0, -1]).abs().max() < 1e-4
+    with pytest.raises(ValueError, match="contains custom code"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    check_logits(load(tmp_path / "saved"), ours)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *FOLDED])
@@ -182,25 +150,24 @@ def test_transformers_own_families_come_back(family, tmp_path):
 WINDOW = {"sliding_window": 4, "window_layers": (0, 1, 2)}
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        ({"wiring": "upper-bound/2"}, "wiring upper-bound/2 has no Hugging Face form: only standard, ladder, "),
-        ({"wiring": "own"}, "wiring own has no Hugging Face form"),
-        ({"wiring": "spd"}, "--wiring spd .*: name them, e.g. spd/8"),
-        ({"wiring": "delayed/7"}, "7 ranks or lanes cannot shard n_heads 6: use 1 to 6"),
-        ({"wiring": "ladder", **WINDOW}, "sliding_window 4 has no Hugging Face form here"),
-        ({"mlp_bias": True, **WINDOW}, "sliding_window 4 has no Hugging Face form here"),
-    ],
-    ids=str,
-)
-def test_what_has_no_form_is_refused(changes, words, tmp_path, monkeypatch):
+REFUSED = [
+    ({"wiring": "upper-bound/2"}, "wiring upper-bound/2 has no Hugging Face form: only standard, ladder, "),
+    ({"wiring": "own"}, "wiring own has no Hugging Face form"),
+    ({"wiring": "spd"}, "--wiring spd .*: name them, e.g. spd/8"),
+    ({"wiring": "delayed/7"}, "7 ranks or lanes cannot shard n_heads 6: use 1 to 6"),
+    ({"wiring": "ladder", **WINDOW}, "sliding_window 4 has no Hugging Face form here"),
+    ({"mlp_bias": True, **WINDOW}, "sliding_window 4 has no Hugging Face form here"),
+]
+
+
+def test_what_has_no_form_is_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(WIRINGS, "own", Wiring("", stale=1))
     (tmp_path / "ours").mkdir()
-    config = dataclasses.replace(BASE, **changes)
-    write_model(tmp_path / "ours", config, random_model(config).state_dict(), torch.float32)
-    with pytest.raises(InputError, match=words):
-        to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "hf")])
+    for changes, words in REFUSED:
+        config = dataclasses.replace(BASE, **changes)
+        write_model(tmp_path / "ours", config, random_model(config).state_dict(), torch.float32)
+        with pytest.raises(InputError, match=words):
+            to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "hf")])
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
@@ -215,8 +182,8 @@ def test_a_field_of_the_config_that_is_unknown_here_is_refused():
 TEXTS = [
     "Once upon a time",
     "",
+    " ",
     " a",
-    "a ",
     "two  spaces   three",
     "  a\n\n b \n",
     "naïve 🙂 日本  é",
@@ -263,29 +230,20 @@ def converted(folder, dtype="float32"):
 
 
 @pytest.mark.parametrize("dtype", checkpoint.DTYPES)
-def test_verify_takes_rounding_for_what_it_is(dtype, tmp_path, capsys):
+def test_verify_tells_rounding_from_a_mistake(dtype, tmp_path, capsys, monkeypatch):
     verify.main(converted(tmp_path, dtype))
     _, result, token = capsys.readouterr().out.splitlines()
     assert result.startswith(f"verified: it differs from transformers in logits of 64 tokens in {dtype} by up to ")
     assert token.startswith("next token: ")
-
-
-WRONG = {
-    "a rope's base": (huggingface, "our_values", lambda values: {**values, "rope_theta": 400.0}),
-    "the queries of one KV head": (convert_hf_checkpoint, "group", lambda w: torch.cat((-w[:24], w[24:]))),
-    "numbers that are no numbers": (verify, "expected", lambda logits: logits * torch.nan),
-}
-
-
-@pytest.mark.parametrize("case, dtype", [*((case, "float32") for case in WRONG), ("a rope's base", "bfloat16")])
-def test_verify_sees_a_mistake(case, dtype, tmp_path, monkeypatch):
-    module, name, change = WRONG[case]
-    right = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *args: change(right(*args)))
-    paths = converted(tmp_path, dtype)
-    with pytest.raises(InputError, match=f"differs from transformers' in logits of 64 tokens in {dtype} by") as error:
-        verify.main(paths)
-    assert "\n" not in str(error.value)
+    for i, (module, name, change) in enumerate([
+        (huggingface, "our_values", lambda values: {**values, "rope_theta": 400.0}),
+        (convert_hf_checkpoint, "group", lambda w: torch.cat((-w[:24], w[24:]))),  # the queries of one KV head
+        (verify, "expected", lambda logits: logits * torch.nan),
+    ]):  # fmt: skip
+        right = getattr(module, name)
+        with monkeypatch.context() as m, pytest.raises(InputError, match="^the converted .* differs from [^\n]*$"):
+            m.setattr(module, name, lambda *args, right=right, change=change: change(right(*args)))
+            verify.main(converted(tmp_path / str(i), dtype))
 
 
 def test_verify_runs_the_code_of_a_folder_only_if_told_to_and_reads_its_tokenizer(tmp_path, capsys, monkeypatch):
@@ -321,9 +279,7 @@ def test_the_page_shows_code_that_runs(tmp_path):
     name = "layers.0.attention.wqkv.weight"
     assert not torch.equal(before.read(name).float(), after.read(name).float())
     ours = tp.load_shard(checkpoint.read_config(ROOT / "demo"), after, torch.float32, "cpu")
-    tokens = torch.tensor(PROMPTS[:1])
-    with torch.no_grad():
-        assert (load(tmp_path / "hf" / "tuned")(tokens).logits - ours(tokens)).abs().max() < 1e-4
+    check_logits(load(tmp_path / "hf" / "tuned"), ours)
 
 
 ON_TWO_RANKS = """
@@ -341,8 +297,7 @@ with torch.no_grad():
 
 @pytest.mark.slow
 def test_transformers_own_tensor_parallelism(tmp_path):
-    _, folder = write(tmp_path, wiring="parallel:0,1", qk_norm=True, qkv_bias=True)
+    _, folder = write(tmp_path, wiring="parallel-ladder:0,1", qk_norm=True, qkv_bias=True)
     (tmp_path / "two.py").write_text(ON_TWO_RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = subprocess.run([*command, str(tmp_path / "two.py"), str(folder)], capture_output=True, text=True)
+    done = script(tmp_path / "two.py", folder, ranks=2)
     assert done.returncode == 0, done.stderr

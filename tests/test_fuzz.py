@@ -8,7 +8,6 @@ import contextlib
 import io
 import json
 import random
-import signal
 import time
 
 import pytest
@@ -24,7 +23,7 @@ from formats.tokenizer import load_tokenizer
 from model import Config, Transformer
 from runtime.errors import InputError
 
-SECONDS, LIMIT = 1.2, 20  # of a target, of a case
+SECONDS = 1.2
 DEMO, TEXT = ROOT / "demo", "Once upon a time\n\tthere were 12 (twelve) little dogs. Zwölf? 十二! \x00 \ufffd <|eot|>"
 TINY = Config(2, 4, 2, 8, 32, 48, 60, 64, bos_id=1, eos_ids=(2,), wiring="spd:1/2", nope_layers=(0,), qk_norm=True)
 NUMBERS = [0, -1, 1, 2, 7, 255, 2**31 - 1, 2**31, 2**40, 2**63 - 1, 2**64, 10**30]
@@ -60,7 +59,7 @@ def changed_json(draw, data):
         part.insert(key, part[key])
     else:
         part[key] = draw.choice(VALUES)
-    return json.dumps(value).encode()
+    return encoded(value)
 
 
 def use_tokenizer(folder):
@@ -70,40 +69,41 @@ def use_tokenizer(folder):
         tokenizer.chat([{"role": "user", "content": TEXT}])
 
 
+def encoded(value):
+    return json.dumps(value).encode()
+
+
 def target(name, folder):
     """Return (a reader of a folder, {file: bytes}); the first file is the one to change."""
-    torch.manual_seed(0)
     state = {name: torch.rand(weight.shape) for name, weight in Transformer(TINY).state_dict().items()}
     write_model(folder, TINY, state, torch.float32)
-    ours, config = ((folder / name).read_bytes() for name in ("model.safetensors", "config.json"))
+    write_llama2c(folder / "llama2c.bin", tied=True)
+    config, ours, llama2c = ((folder / n).read_bytes() for n in ("config.json", "model.safetensors", "llama2c.bin"))
     theirs = {**SMALL, "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu", "ladder_layers": [0]}
     theirs["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
     settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "add_bos_token": True, "legacy": False}
     settings["added_tokens_decoder"] = {"1": {"content": "<s>"}, "1000": {"content": "<|eot|>", "special": True}}
     settings["chat_template"] = "{% for m in messages %}{{ m.role }}: {{ m['content'] | trim }}{% endfor %}"
     characters = {c: i for i, c in enumerate(["<unk>", *map(chr, range(32, 127)), "th"])}
-    bpe = {"version": "1.0", "model": {"type": "BPE", "vocab": characters, "merges": [["t", "h"]]}}
-    bpe["model"]["unk_token"] = "<unk>"
-    index = json.dumps({"weight_map": dict.fromkeys(state, "part.safetensors")}).encode()
-    write_llama2c(folder / "llama2c.bin", tied=True)
+    bpe = {"type": "BPE", "vocab": characters, "merges": [["t", "h"]], "unk_token": "<unk>"}
+    tiktoken = [base64.b64encode(bytes([i])) + f" {i}\n".encode() for i in range(256)]
+    index = {"weight_map": dict.fromkeys(state, "part.safetensors")}
     pieces = {"tokenizer.model": (DEMO / "tokenizer.model").read_bytes()}
 
     def load(folder):
         tp.load_shard(TINY, checkpoint.Weights(folder), torch.float32, "cpu", 0, 1)
 
-    hf_config = {"config.json": json.dumps(theirs).encode()}
     return {
         "our config": (checkpoint.read_config, {"config.json": config}),
-        "Hugging Face config": (lambda at: config_from_hf(at / "config.json"), hf_config),
+        "Hugging Face config": (lambda at: config_from_hf(at / "config.json"), {"config.json": encoded(theirs)}),
         "safetensors": (load, {"model.safetensors": ours}),
-        "index": (load, {"model.safetensors.index.json": index, "part.safetensors": ours}),
-        "llama2.c": (lambda at: Llama2cWeights(at / "model.bin"), {"model.bin": (folder / "llama2c.bin").read_bytes()}),
+        "index": (load, {"model.safetensors.index.json": encoded(index), "part.safetensors": ours}),
+        "llama2.c": (lambda at: Llama2cWeights(at / "model.bin"), {"model.bin": llama2c}),
         "SentencePiece": (use_tokenizer, pieces),
-        "tokenizer.json": (use_tokenizer, {"tokenizer.json": json.dumps(bpe).encode()}),
-        "tiktoken": (use_tokenizer, {"tokenizer.model": b"".join(
-            base64.b64encode(bytes([i])) + f" {i}\n".encode() for i in range(256))}),
-        "settings and template": (use_tokenizer, {"tokenizer_config.json": json.dumps(settings).encode()} | pieces),
-    }[name]  # fmt: skip
+        "tokenizer.json": (use_tokenizer, {"tokenizer.json": encoded({"version": "1.0", "model": bpe})}),
+        "tiktoken": (use_tokenizer, {"tokenizer.model": b"".join(tiktoken)}),
+        "settings and template": (use_tokenizer, {"tokenizer_config.json": encoded(settings), **pieces}),
+    }[name]
 
 
 TARGETS = [
@@ -114,30 +114,24 @@ TARGETS = [
 
 @pytest.mark.parametrize("seconds", [SECONDS, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TARGETS)
-def test_changed_files_work_or_are_refused_in_one_line(name, seconds, tmp_path, monkeypatch):
-    (tmp_path / "made").mkdir()
-    (tmp_path / "case").mkdir()
-    read, files = target(name, tmp_path / "made")
+def test_changed_files_work_or_are_refused_in_one_line(name, seconds, tmp_path):
+    (made := tmp_path / "made").mkdir()
+    (case := tmp_path / "case").mkdir()
+    read, files = target(name, made)
     for file, data in files.items():
-        (tmp_path / "case" / file).write_bytes(data)
+        (case / file).write_bytes(data)
     (file, good), *_ = files.items()
-    read(tmp_path / "case")
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)  # a case that does not end fails the test
+    read(case)
     works = refused = 0
     end = time.monotonic() + seconds
-    try:
-        while time.monotonic() < end or min(works, refused) == 0:
-            draw = random.Random(works + refused)
-            change = changed_json if file.endswith(".json") and draw.random() < 0.85 else changed_bytes
-            (tmp_path / "case" / file).write_bytes(change(draw, good))
-            signal.alarm(LIMIT)
-            try:
-                with contextlib.redirect_stderr(io.StringIO()):
-                    read(tmp_path / "case")
-                works += 1
-            except InputError as e:
-                assert "\n" not in str(e)
-                refused += 1
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+    while time.monotonic() < end or min(works, refused) == 0:
+        draw = random.Random(works + refused)
+        change = changed_json if file.endswith(".json") and draw.random() < 0.85 else changed_bytes
+        (case / file).write_bytes(change(draw, good))
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                read(case)
+            works += 1
+        except InputError as e:
+            assert "\n" not in str(e)
+            refused += 1

@@ -3,6 +3,7 @@
 import base64
 import json
 import random
+import shutil
 
 import pytest
 from helpers import shared_data, train_tokenizer
@@ -94,13 +95,11 @@ def test_text_survives_the_round_trip_and_special_tokens_come_from_markup_alone(
 def test_a_stream_is_the_text_in_pieces(step, any_tokenizer):
     rng = random.Random(0)
     text = " ".join(rng.choice([*TEXTS, "time and time", "🙂🙂"]) for _ in range(120))
-    ids, stream = (
-        any_tokenizer.encode(text + "从前有一个小女孩…饕餮魑魅魍魉囍龘靐齉爩鱻麤龖" * 3),
-        tokenizer.TextStream(any_tokenizer),
-    )
+    text += "从前有一个小女孩…饕餮魑魅魍魉囍龘靐齉爩鱻麤龖" * 3  # to some of them single bytes
+    ids, stream = any_tokenizer.encode(text), tokenizer.TextStream(any_tokenizer)
     pieces = [stream.push(ids[i : i + step]) for i in range(0, len(ids), step)] + [stream.flush()]
-    assert "".join(pieces) == any_tokenizer.decode(ids) and not any("\ufffd" in piece for piece in pieces)
-    assert sum(bool(piece) for piece in pieces) > len(pieces) / 3  # it really streams
+    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
+    assert sum(map(bool, pieces)) > len(pieces) / 3  # it really streams
 
 
 TRAINED = (
@@ -123,7 +122,7 @@ def test_chat_matches_transformers(template, json_folder):
 
 
 def test_chat_with_sentencepiece_and_named_or_filed_templates(sentencepiece_folder, tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes((sentencepiece_folder / "tokenizer.model").read_bytes())
+    shutil.copy(sentencepiece_folder / "tokenizer.model", tmp_path)
     with pytest.raises(InputError, match="no chat template"):
         tokenizer.load_tokenizer(tmp_path).chat([])
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ bos_token }}A</s>"}]
@@ -144,7 +143,7 @@ def test_the_files_of_older_folders_are_read(json_folder, tmp_path):
     from transformers import AutoTokenizer
 
     size = tokenizer.load_tokenizer(json_folder).vocab_size
-    (tmp_path / "tokenizer.json").write_bytes((json_folder / "tokenizer.json").read_bytes())
+    shutil.copy(json_folder / "tokenizer.json", tmp_path)
     named = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "additional_special_tokens": ["<|im_start|>"]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
@@ -166,19 +165,16 @@ def test_legacy_says_whether_text_behind_a_special_token_gets_a_space(legacy, se
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     settings |= {} if legacy is None else {"legacy": legacy}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    model = (sentencepiece_folder / "tokenizer.model").read_bytes()
-    (tmp_path / "tokenizer.model").write_bytes(model)
+    shutil.copy(sentencepiece_folder / "tokenizer.model", tmp_path)
     ours = tokenizer.load_tokenizer(tmp_path)
-    proto = sentencepiece_model_pb2.ModelProto.FromString(model)
+    proto = sentencepiece_model_pb2.ModelProto.FromString((tmp_path / "tokenizer.model").read_bytes())
     proto.normalizer_spec.add_dummy_prefix = False
-    behind = (
-        ours.encode_plain if legacy is None else SentencePieceProcessor(model_proto=proto.SerializeToString()).encode
-    )
+    bare = SentencePieceProcessor(model_proto=proto.SerializeToString()).encode
+    behind = ours.encode_plain if legacy is None else bare
     for text in ("dog", " a  dog", "\n\nthe park", "🙂 日本", "▁x "):
         assert ours.encode_markup(f"<s>{text}</s>{text}") == [1, *behind(text), 2, *behind(text)]
     if legacy is False:  # transformers 5.23 takes that for the default, and merges two spaces in another order
-        text = "<s>The dog</s>\nplayed<s>all day"
-        theirs = LlamaTokenizer.from_pretrained(tmp_path)
+        text, theirs = "<s>The dog</s>\nplayed<s>all day", LlamaTokenizer.from_pretrained(tmp_path)
         assert ours.encode_markup(text) == theirs.encode(text, add_special_tokens=False)
 
 
@@ -195,11 +191,11 @@ def test_only_what_stands_before_the_text_is_bos(json_folder, tmp_path):
     assert tokenizer.load_tokenizer(tmp_path).bos_id is None
 
 
-def test_another_vocabulary_is_refused(sentencepiece_folder):
+def test_an_embedding_may_be_padded(sentencepiece_folder):
+    assert tokenizer.load_tokenizer(sentencepiece_folder, 330).vocab_size == 320
     for vocab_size in 319, 340:
         with pytest.raises(InputError, match=f"has 320 tokens, but the model's vocab_size is {vocab_size}"):
             tokenizer.load_tokenizer(sentencepiece_folder, vocab_size)
-    assert tokenizer.load_tokenizer(sentencepiece_folder, 330).vocab_size == 320  # a padded embedding
 
 
 # The real ones

@@ -190,7 +190,7 @@ def test_killed_at_any_step_it_resumes_with_the_same_losses(scratch, tmp_path, m
 def test_killed_before_any_change_it_resumes_and_its_output_is_complete_or_absent(flags, tmp_path):
     how = f"{SMALL} --batch 2 --steps 2 --warmup 1 --eval-every 1 --save-every 1 --valid-tokens 64".split()
     (tmp_path / "kills").mkdir()
-    check_kills(lambda out: adapt.main([*flags, *how, "--out", str(out)]), tmp_path / "kills", moments=15)
+    check_kills(lambda out: adapt.main([*flags, *how, "--out", str(out)]), tmp_path / "kills", step=18)
 
 
 def test_killed_in_its_last_moment_a_run_keeps_what_it_needs_or_nothing(tmp_path):
