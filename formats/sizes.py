@@ -1,6 +1,5 @@
 """Named sizes with random weights, for benchmarks: generate.py --model."""
 
-import contextlib
 import dataclasses
 import re
 
@@ -35,9 +34,6 @@ def named_size(text):
     if text.startswith("laneformer"):
         load_extra("lanes", f"--model {text}")  # adds it to SIZES
     match = re.fullmatch(r"([\w-]+?)(?::([1-9]\d*))?(?::(int8|int4(?::\d+)?))?", text)
-    if match and match[1] not in SIZES:
-        with contextlib.suppress(InputError):  # a copy without that folder
-            load_extra("lanes", f"--model {text}")
     config = SIZES.get(match and match[1])
     if config is None or int(match[2] or 1) > config.n_layers:
         words = f"give NAME, NAME:N with N layers, or NAME:N:int8, of {', '.join(SIZES)}"

@@ -18,10 +18,8 @@ def add_prompt_flags(parser):
     g.add_argument("--prompt-length", type=count, metavar="N", help="a synthetic prompt of N random tokens, e.g. 1024")
     words = "repeat the prompts to B rows, e.g. 16 (synthetic ones differ)"
     g.add_argument("--batch", type=count, metavar="B", help=words)
-    words = (
-        "put each prompt into the checkpoint's chat template; without a prompt, chat on the terminal: Ctrl-C stops an"
-    )
-    g.add_argument("--chat", action="store_true", help=f"{words} answer, Ctrl-D ends")
+    words = "put each prompt into the checkpoint's chat template; without a prompt, chat on the terminal"
+    g.add_argument("--chat", action="store_true", help=f"{words}: Ctrl-C stops an answer, Ctrl-D ends")
 
 
 def is_chat(args):
