@@ -1,4 +1,4 @@
-"""eval.py: nats and bits of a text, two models compared, layers made a ladder one by one."""
+"""eval.py: nats and bits of a text, and two models compared."""
 
 import dataclasses
 import importlib.util
@@ -13,11 +13,8 @@ from reference import Reference
 import eval as evaluate
 from complete import load
 from evaluation import score
-from extras.research import sensitivity
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
-from formats.wiring_text import wiring_name
-from model import parse_wiring, rewired
 from runtime import writing
 from runtime.errors import InputError
 
@@ -155,36 +152,6 @@ def test_compare_two_wirings_with_any_tp(tiny, text, capsys):
     assert f"against {tiny} (standard)" in stderr
     same, _ = evaluated(capsys, *flags)
     assert (same["kl_max"], same["top1_agreement"], same["nats_difference"]) == (0, 1, 0)
-
-
-def test_sensitivity_against_the_reference():
-    net, wiring = random_model(BASE), "parallel-ladder"
-    ids = unequal_rows(BASE, 1, 40)[0][0].tolist()
-    result = sensitivity.sensitivity(net, lambda m: score.total_nats(m, [ids], 40, 20, 1), wiring)
-    assert net.config is BASE and len(result) == BASE.n_layers
-    for i, nats in enumerate(result):
-        alone = random_model(BASE)  # with the norms of a standard model
-        alone.config = rewired(BASE, f"{wiring}:{i},")
-        assert math.isclose(nats, -picked(*naive(alone, ids, 40, 20)).sum(), rel_tol=1e-5)
-    assert sensitivity.sensitivity(net, lambda m: m.config.wiring, "pair") == ["pair:0,1", "pair:1,2"]
-    with pytest.raises(InputError, match="not parallel and ladder"):
-        sensitivity.alone(dataclasses.replace(BASE, wiring="parallel"), "ladder", 0)
-
-
-@pytest.mark.parametrize("ranks, wiring", [(1, "ladder"), (3, "delayed")])
-def test_the_table_of_layers_is_that_of_the_ranks_it_runs_on(ranks, wiring, tiny, text, capsys):
-    """Layer by layer what a run with this layer alone gives, from unequal heads."""
-    flags = ["--checkpoint", tiny, "--text", text, "--window", "32"]
-    line, stderr = evaluated(capsys, *flags, "--sensitivity", "--wiring", wiring, ranks=ranks)
-    layers, nats = line["sensitivity"], line["nats_per_token"]
-    assert (line["wiring"], line["sensitivity_wiring"], line["tp"]) == ("standard", wiring, ranks)
-    names = [wiring_name(*parse_wiring(wiring)._replace(parameter=(i,))) for i in range(BASE.n_layers)]
-    alone = [evaluated(capsys, *flags, "--wiring", name, ranks=ranks)[0]["nats_per_token"] for name in names]
-    assert layers == pytest.approx(alone, rel=1e-6) and min(abs(one - nats) for one in layers) > 1e-4
-    rows = [row.split() for row in stderr.splitlines() if row.split()[0] in ("none", *map(str, range(len(layers))))]
-    order = sorted(range(BASE.n_layers), key=lambda i: layers[i])
-    expected = [[str(i), f"{layers[i]:.4f}", f"{layers[i] - nats:+.4f}"] for i in order]
-    assert rows == [["none", f"{nats:.4f}"], *expected]
 
 
 def test_what_cannot_be_compared_is_refused(tiny, text, tmp_path):

@@ -1,19 +1,25 @@
-"""extras/research: the corpus, the plan of trainings, and the tables of benchmarks/quality.md."""
+"""extras/research: the corpus, the trainings and their tables, and what each layer alone costs in another wiring."""
 
+import dataclasses
 import hashlib
 import json
+import math
 import os
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT
+from helpers import BASE, ROOT, random_model, unequal_rows
+from test_eval import TEXT, evaluated, naive, picked
 
 import eval as evaluate
+from evaluation import score
 from extras.measure import results
-from extras.research import corpus, quality
+from extras.research import corpus, quality, sensitivity
 from extras.training import adapt, affinity
+from formats.wiring_text import wiring_name
+from model import parse_wiring, rewired
 from runtime.errors import InputError
 
 
@@ -134,3 +140,34 @@ def test_the_rows_of_the_page_are_those_that_its_command_prints(printed):
     shown = printed(quality, "--show", benchmarks / "results/quality.jsonl").split("\n\n")
     tables = [{*block.strip().split("\n")} for block in shown if block.startswith("|")]
     assert sum(any(len(mine) > 2 and mine <= table for table in tables) for mine in on_page) == 2
+
+
+def test_sensitivity_against_the_reference():
+    net, wiring = random_model(BASE), "parallel-ladder"
+    ids = unequal_rows(BASE, 1, 40)[0][0].tolist()
+    result = sensitivity.sensitivity(net, lambda m: score.total_nats(m, [ids], 40, 20, 1), wiring)
+    assert net.config is BASE and len(result) == BASE.n_layers
+    for i, nats in enumerate(result):
+        alone = random_model(BASE)  # with the norms of a standard model
+        alone.config = rewired(BASE, f"{wiring}:{i},")
+        assert math.isclose(nats, -picked(*naive(alone, ids, 40, 20)).sum(), rel_tol=1e-5)
+    assert sensitivity.sensitivity(net, lambda m: m.config.wiring, "pair") == ["pair:0,1", "pair:1,2"]
+    with pytest.raises(InputError, match="not parallel and ladder"):
+        sensitivity.alone(dataclasses.replace(BASE, wiring="parallel"), "ladder", 0)
+
+
+@pytest.mark.parametrize("ranks, wiring", [(1, "ladder"), (3, "delayed")])
+def test_the_table_of_layers_is_that_of_the_ranks_it_runs_on(ranks, wiring, tiny, tmp_path, capsys):
+    """Layer by layer what a run with this layer alone gives, from unequal heads."""
+    (tmp_path / "text").write_text(TEXT)
+    flags = ["--checkpoint", tiny, "--text", tmp_path / "text", "--window", "32"]
+    line, stderr = evaluated(capsys, *flags, "--sensitivity", "--wiring", wiring, ranks=ranks)
+    layers, nats = line["sensitivity"], line["nats_per_token"]
+    assert (line["wiring"], line["sensitivity_wiring"], line["tp"]) == ("standard", wiring, ranks)
+    names = [wiring_name(*parse_wiring(wiring)._replace(parameter=(i,))) for i in range(BASE.n_layers)]
+    alone = [evaluated(capsys, *flags, "--wiring", name, ranks=ranks)[0]["nats_per_token"] for name in names]
+    assert layers == pytest.approx(alone, rel=1e-6) and min(abs(one - nats) for one in layers) > 1e-4
+    rows = [row.split() for row in stderr.splitlines() if row.split()[0] in ("none", *map(str, range(len(layers))))]
+    order = sorted(range(BASE.n_layers), key=lambda i: layers[i])
+    expected = [[str(i), f"{layers[i]:.4f}", f"{layers[i] - nats:+.4f}"] for i in order]
+    assert rows == [["none", f"{nats:.4f}"], *expected]
