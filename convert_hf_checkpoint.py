@@ -14,17 +14,16 @@ import tp
 from formats import checkpoint
 from formats.checkpoint import dtype_name, first_line
 from formats.huggingface import LAYER_NAMES, NAMES, LlamaWeights, config_from_hf, group, hf_names
-from formats.sources import Llama2cWeights, PickledWeights
 from formats.tokenizer import load_tokenizer
 from runtime import cli, launch, writing
-from runtime.errors import InputError
+from runtime.errors import InputError, load_extra
 
 
 def open_source(source, revision=None):
     """Return (weights, Config, folder of tokenizer files or None) of a folder, a hub id or a llama2.c file."""
     path = Path(source)
     if os.path.isfile(path):
-        weights = Llama2cWeights(path)
+        weights = load_extra("sources", f"the file {source}").Llama2cWeights(path)
         return weights, weights.config, None
     if not os.path.exists(path) and re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not source.startswith("."):
         path = download(source, revision)
@@ -34,7 +33,7 @@ def open_source(source, revision=None):
         raise InputError(f"{path} has no config.json: it is no Hugging Face folder, or only half downloaded")
     config = config_from_hf(path / "config.json")
     pickled = any(path.glob("pytorch_model.bin*")) and not any(path.glob("model.safetensors*"))
-    weights = PickledWeights(path) if pickled else checkpoint.Weights(path)
+    weights = load_extra("sources", "pytorch_model.bin").PickledWeights(path) if pickled else checkpoint.Weights(path)
     return LlamaWeights(weights, path / "config.json", config), config, path
 
 

@@ -22,7 +22,7 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 import torch
 
 import generate
-from evaluation.score import SEPARATOR, alone, divergence, sensitivity, total_nats
+from evaluation.score import SEPARATOR, divergence, total_nats
 from formats import checkpoint
 from formats.tokenizer import check_vocabulary, load_tokenizer
 from runtime import benchmarking, cli, launch, report, writing
@@ -125,11 +125,8 @@ def score_text(args, world, model, reference_config, documents, n_bytes, plan):
         return checked(total_nats(model, documents, *plan) / n, args.checkpoint, model)
 
     wiring = cli.asked_wiring(args) or "ladder"
-    losses, head = sensitivity(model, loss, wiring, show), f"{wiring} layer"
-    rows = [f"{head}  nats per token", f"{'none':>{len(head)}}  {nats:14.4f}"]
-    for i in sorted(range(len(losses)), key=losses.__getitem__):
-        rows.append(f"{i:{len(head)}}  {losses[i]:14.4f}  {losses[i] - nats:+.4f}")
-    return result | {"sensitivity_wiring": wiring, "sensitivity": losses}, "\n".join(rows)
+    layers, words = load_extra("research", "--sensitivity").sensitivity.table(model, nats, loss, wiring, show)
+    return result | layers, words
 
 
 def compare(args, world, model, reference_config, documents, plan):
@@ -157,6 +154,7 @@ def main(argv=None):
         own = checkpoint.read_config(args.checkpoint)
         config = loaded = own if args.sensitivity else cli.with_wiring(own, args)
         if args.sensitivity:
+            alone = load_extra("research", "--sensitivity").sensitivity.alone
             in_wiring = alone(own, cli.asked_wiring(args) or "ladder", 0)
             loaded = in_wiring if in_wiring.lanes else own
         if world.rank == 0:

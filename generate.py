@@ -22,7 +22,6 @@ from decoding.sampling import Sampler
 from decoding.step import RunAhead, next_tokens, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
-from kernels import int_linear
 from runtime import cli, launch, report, terminal, watch
 from runtime.cli import count
 from runtime.errors import InputError, load_extra
@@ -43,7 +42,10 @@ def load_model(config, folder, dtype, world):
         dtype = checkpoint.chosen_dtype(dtype, folder, weights)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
     watch.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
-    int_linear.use_kernels(model)
+    if config.quant:
+        from kernels import int_linear
+
+        int_linear.use_kernels(model)
     if world.group is not None:
         model.comm = TensorParallel(config, world.shares, world.group)
     return model

@@ -19,7 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from formats import wiring_text
-from kernels import int_linear
+from kernels import int_groups
 from runtime.errors import InputError, load_extra
 
 # ---- The collectives that a wiring uses ------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class Config:
         if self.n_heads % self.n_kv_heads:
             raise InputError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
         try:
-            int_linear.check(self)
+            int_groups.check(self)
         except ValueError as e:
             raise InputError(str(e)) from None
         if self.head_dim % 2:
@@ -521,6 +521,8 @@ def build(config):
     with torch.device("meta"):
         model = (config.named_wiring.model or Transformer)(config)
         if config.quant:
+            from kernels import int_linear
+
             int_linear.replace_matrices(model, config)
         if config.tie_embeddings:
             for name, parameter in model.tok_embeddings.named_parameters():

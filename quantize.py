@@ -128,7 +128,6 @@ def main(argv=None):
     p.add_argument("--iterations", type=cli.number(int, 0), default=20, metavar="N", help=rounds)
     p.add_argument("--out", required=True, metavar="DIR", help="the folder to write, e.g. checkpoints/demo-int4")
     args = p.parse_args(argv)
-    launch.check_one_process("quantizing")
     before, after = quantize(args)
     print(f"{args.out}: {after / 1e6:,.1f} MB, {before / after:.2f} times smaller than before ({before / 1e6:,.1f} MB)")
 

@@ -15,7 +15,7 @@ import torch.nn as nn
 from tqdm import tqdm
 
 from formats.checkpoint import check_shape, read_slice
-from kernels import cpu, int_linear, ordered  # noqa: F401, ordered defines torch.ops.ladder
+from kernels import cpu, int_groups
 from model import VOCAB_BLOCK, build, pad_logits
 from runtime import watch
 from runtime.errors import InputError, load_extra
@@ -91,7 +91,7 @@ def shard_plan(config, rank, shares):
     ranks. Raises InputError if a rank would have no head or no neuron.
     """
     shares = normalize_shares(shares)
-    unit = int_linear.column_unit(config, sum(shares) / min(shares))
+    unit = int_groups.column_unit(config, sum(shares) / min(shares))
     units = f"intermediate_size / {unit}" if unit > 1 else "intermediate_size"
     for n, name in (config.n_heads, "n_heads"), (config.intermediate_size // unit, units):
         if len(shares) > n:
@@ -133,7 +133,7 @@ def shard_slices(config, dtype, rank=0, shares=1, model=None):
         elif dim == 1:
             columns = model.get_submodule(path).in_features // shape[1]
         if ranges:
-            shape[dim] = int_linear.stored_columns(ranges, columns)
+            shape[dim] = int_groups.stored_columns(ranges, columns)
         slices[name] = ShardSlice(
             tuple(shape), dtype if whole.is_floating_point() else whole.dtype, dim, ranges, columns
         )
@@ -218,6 +218,8 @@ class TensorParallel:
     """The collectives of a process group; see SingleDevice in model.py for their meaning."""
 
     def __init__(self, config, shares, group):
+        from kernels import ordered  # noqa: F401, defines torch.ops.ladder
+
         self.tp_size = self.lanes = len(shares)  # one lane a rank; extras/lanes has a `comm` of its own for more
         self.vocab_size, self.group = config.vocab_size, group.group_name
         ranges = [vocab_range(config.vocab_size, rank, shares) for rank in range(self.tp_size)]

@@ -1,4 +1,4 @@
-"""How well a model predicts a text, how far it is from another model, and what each layer alone costs in a wiring.
+"""How well a model predicts a text, and how far it is from another model.
 
 Shape letters: n tokens, B batch, S sequence, V vocabulary, v this rank's part of the vocabulary, padded.
 """
@@ -7,10 +7,7 @@ import torch
 from tqdm import tqdm
 
 import generate
-from formats.wiring_text import wiring_name
-from model import WIRINGS, parse_wiring, rewired
 from runtime import watch
-from runtime.errors import InputError
 
 SEPARATOR = "<|endoftext|>"  # between two documents of a text
 MAX_LOGITS = 2**22  # logits converted to float32 at once: those of a whole window may take a gigabyte
@@ -94,26 +91,3 @@ def divergence(model, reference, documents, size, stride, batch, show=False):
             nats = [-x.gather(-1, targets[:, None])[:, 0] for x in (q, p)]
             columns.append([x.cpu() for x in (kl, agree, *nats)])
     return [torch.cat(column) for column in zip(*columns, strict=True)]
-
-
-def alone(config, wiring, layer):
-    """Return the Config with only this layer (of a pair: and the next) in a wiring; InputError unless standard."""
-    parsed = parse_wiring(wiring)
-    if config.wiring != "standard" or parsed.parameter is not None:
-        raise InputError(f"--sensitivity takes a standard model and a wiring NAME, not {config.wiring} and {wiring}")
-    layers = tuple(range(layer, layer + WIRINGS[parsed.name].blocks))
-    return rewired(config, wiring_name(*parsed._replace(parameter=layers)))
-
-
-def sensitivity(model, loss, wiring="ladder", show=False):
-    """Return [loss(model) with only layer i of a standard model in a wiring, for each i]; of a pair layers i, i + 1.
-
-    Raises InputError as alone() does.
-    """
-    own, losses = model.config, []
-    configs = [alone(own, wiring, i) for i in range(own.n_layers + 1 - WIRINGS[parse_wiring(wiring).name].blocks)]
-    for config in tqdm(configs, desc="sensitivity", unit="layer", delay=1, disable=None if show else True):
-        model.config = config
-        losses.append(loss(model))
-    model.config = own
-    return losses

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kernels import cpu, int_linear
+from kernels import cpu, int_groups
 from model import Config, build, rope_frequencies
 from runtime import watch
 from runtime.errors import InputError
@@ -275,7 +275,7 @@ def read_slice(weights, name, piece, device):
     tensor = cpu.empty(shape, dtype, device)
     weights.fill(tensor, name, piece.dim, stored_ranges)
     if tensor.shape != piece.shape:
-        tensor = int_linear.regroup(tensor, *piece.ranges[0], piece.columns)
+        tensor = int_groups.regroup(tensor, *piece.ranges[0], piece.columns)
     if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
         why = f"in {dtype_name(dtype)}; it is stored in {dtype_name(stored)}"
         raise InputError(f"tensor {name} holds NaN or infinite values {why}")

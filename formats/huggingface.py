@@ -79,6 +79,11 @@ def group(q, k, v, config):
     return torch.cat([t.unflatten(0, (config.n_kv_heads, -1)) for t in (q, k, v)], dim=1).flatten(0, 1)
 
 
+def unpaired(weight, head_dim):
+    """Return the rows of q or k for rotary embeddings that turn (i, i + H/2) instead of neighbours (2i, 2i + 1)."""
+    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
 def wiring_from_hf(ladder_layers, parallel_blocks, n_layers):
     """Return the wiring in which those layers (the last n, or a list) are ladders."""
     if not ladder_layers:

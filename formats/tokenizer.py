@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from formats.checkpoint import first_line, read_json, read_text
-from runtime.errors import InputError
+from runtime.errors import InputError, load_extra
 
 # Llama 3's pre-tokenizer pattern and special tokens: its rank file holds neither.
 LLAMA3_PATTERN = (
@@ -72,12 +72,10 @@ class Tokenizer:
 
     def render(self, messages, answer=True):
         """Return a conversation as the chat template writes it, followed by the start of an answer if asked for."""
-        from formats import chat_template  # most prompts need no Jinja
-
         if self.template is None:
             raise InputError("no chat template in the checkpoint's tokenizer_config.json, nor a chat_template.jinja")
         variables = {**self.template_variables, "messages": messages, "add_generation_prompt": answer}
-        text, error = chat_template.renderer.render(self.template, variables)
+        text, error = load_extra("chat", "a chat template").template.renderer.render(self.template, variables)
         if error is not None:
             raise InputError(f"the checkpoint's chat template refuses this conversation: {first_line(error)}")
         return text

@@ -70,12 +70,6 @@ def load_operators(source, what, *options):
         raise CompilerError(f"cannot use {folder}: {reason}; name another folder in $XDG_CACHE_HOME") from None
 
 
-def load_group(source, operator, what):
-    """Load the operators of a process group in C++, unless the named one is there. Raises CompilerError."""
-    if not hasattr(torch.ops.ladder, operator):
-        load_operators(source, what, "-DUSE_DISTRIBUTED", "-DUSE_C10D")
-
-
 def _processor():
     """Return the features of this processor, for which -march=native compiles."""
     info = Path("/proc/cpuinfo")

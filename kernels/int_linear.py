@@ -8,37 +8,12 @@ int4: q from 0 to 15, two in a byte, the even column in the lower half.
 Shape letters: N rows and K columns of W, G groups in a row.
 """
 
-import math
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 PIECE = 2**19  # elements of W that become floats at a time, so that they are multiplied while they are in the cache
 FEW = 16  # with so many rows of x or fewer, the int8 kernels are used: PyTorch's on a CPU, Triton's on a GPU
-
-
-def check(config):
-    """Raise ValueError if the fields of a Config about quantization do not fit its model."""
-    size = config.group_size
-    if config.quant not in (None, "int8", "int4"):
-        raise ValueError(f"unknown quantization {config.quant!r}; known: int8, int4")
-    if size is not None and config.quant != "int4":
-        raise ValueError("a group size is for int4")
-    if config.quant == "int4" and size not in (32, 64, 128):
-        raise ValueError(f"group size {size} is none of 32, 64, 128")
-    if config.kept and config.quant is None:
-        raise ValueError("without quantization no matrix is kept from it")
-    columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), config.dim)
-    columns |= {"wo": config.n_heads * config.head_dim, "w2": config.intermediate_size}
-    for name in config.kept:
-        if name not in columns:
-            raise ValueError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
-        if name == "output" and config.tie_embeddings:
-            raise ValueError("the output head of this model is its embedding table: keep tok_embeddings instead")
-    for name, count in columns.items():
-        if size is not None and name not in config.kept and count % size:
-            raise ValueError(f"group size {size} does not divide the {count} columns of {name}: keep {name}")
 
 
 def dequantize(weight, scales, zeros=None):
@@ -57,20 +32,6 @@ def scaled(q, scales, zeros):
         return q.to(scales.dtype) * scales
     q = q.unflatten(-1, (scales.shape[-1], -1)).to(scales.dtype)  # (N, G, K / G)
     return torch.addcmul(zeros[..., None], q, scales[..., None]).flatten(-2)
-
-
-def regroup(numbers, start, stop, size):
-    """Return int4 scales or zeros for columns start to stop, given those (N, G) of all groups that contain them.
-
-    size: columns of such a group. If start or stop lies inside a group, all groups become smaller: the largest size
-    that divides both. Example: groups of 64 cut at column 96 become groups of 32.
-    """
-    if start % size == stop % size == 0:
-        return numbers
-    smaller = math.gcd(size, start, stop)
-    first = start % size // smaller
-    numbers = numbers.repeat_interleave(size // smaller, dim=1)
-    return numbers[:, first : first + (stop - start) // smaller].contiguous()
 
 
 class Integers(nn.Module):
@@ -168,31 +129,6 @@ class IntEmbedding(Integers):
 
     def forward(self, tokens):
         return self.rows(tokens)
-
-
-def column_unit(config, least_ranks):
-    """Return how many columns of w2 must stay on one rank; 1 without int4.
-
-    least_ranks: how many ranks there would be if each had the smallest share. It is a group of int4, or
-    128 columns, which PyTorch's int4 kernel on a GPU wants, if no share then exceeds its due by more than an eighth.
-    Where groups are too few they are halved, down to 8 columns, the least that few_rows.cpp takes. Lanes are cut at
-    multiples of 8: at the neurons where they are cut without int4.
-    """
-    if config.group_size is None or "w2" in config.kept:
-        return 1
-    width, unit = config.intermediate_size, config.group_size
-    if config.lanes:
-        return 8
-    if width % 128 == 0 and width >= 8 * 128 * least_ranks and not config.named_wiring.laned:
-        unit = 128
-    while unit > 8 and width // unit < least_ranks:
-        unit //= 2
-    return unit
-
-
-def stored_columns(ranges, columns):
-    """Return how many stored numbers cover ranges of a matrix's columns, if each covers `columns`; see regroup."""
-    return sum((stop - start) // math.gcd(columns, start, stop) for start, stop in ranges)
 
 
 # ---- Replacing the matrices of a model -------------------------------------------------------------------------------

@@ -35,12 +35,6 @@ def several_ranks():
     return ranks
 
 
-def check_one_process(what):
-    """Raise InputError if torchrun has started several ranks. what: the work that one process does, for the message."""
-    if rank_and_size()[1] > 1:
-        raise InputError(f"{what} runs in one process: start it with python, not with several ranks of torchrun")
-
-
 class World:
     """The ranks of a run: join() makes one.
 
@@ -70,12 +64,6 @@ class World:
     def tell(self, value):
         """Return rank 0's value, on every rank."""
         return self.gather(value)[0]
-
-    def first(self, work, *args):
-        """Call work(*args) on rank 0 while the others wait. If it raises InputError, all ranks do."""
-        with self.together():
-            if self.rank == 0:
-                work(*args)
 
     def agree(self, values):
         """Raise InputError on all ranks, which names each difference, unless all ranks give an equal dict."""

@@ -85,7 +85,7 @@ CASES = dict([
     fault("prefill", "exception", 2, 3), fault("join", "launcher SIGKILL", 0), fault("join", "SIGSTOP"),
     fault("decode", "launcher SIGTERM", 0), fault("decode", "launcher SIGSTOP", 0),
     fault("decode", "SIGSTOP", 0, comm="library"),
-    *((f"unlike {name}", {"unlike": name, "rank": 1, "ranks": 2}) for name in UNLIKE),
+    *((f"unlike {name}", {"unlike": name, "rank": 1, "ranks": 2, "comm": "auto"}) for name in UNLIKE),
     *[fault("chat", "SIGKILL", 0)] * has_extra("chat"),
     *[fault("training", "terminal SIGINT", 0)] * has_extra("training"),
 ])  # fmt: skip
@@ -184,7 +184,7 @@ def run(case, paths):
     """Run a case; returns its line."""
     mark, unlike = f"{os.getpid()}-{time.monotonic_ns()}", "unlike" in case
     words = f"{GENERATE} --seed 1" if unlike else PHASES[case["phase"]][0]
-    words += f" --comm {case['comm']}" * (case.get("comm", "auto") != "auto")
+    words += f" --comm {case['comm']}" if case["comm"] != "auto" else ""
     change = UNLIKE[case["unlike"]][0].format(**paths).split() if unlike else []
     with tempfile.TemporaryDirectory(prefix="ladder-faults-") as folder:
         note, logs = Path(folder) / "note", Path(folder) / "logs"

@@ -16,9 +16,9 @@ from helpers import ROOT, write_model
 from test_convert import SMALL, write_llama2c
 
 import tp
+from extras.sources import Llama2cWeights
 from formats import checkpoint
 from formats.huggingface import config_from_hf
-from formats.sources import Llama2cWeights
 from formats.tokenizer import load_tokenizer
 from model import Config, Transformer
 from runtime.errors import InputError

@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 
 import complete
 import convert_hf_checkpoint
-from formats import chat_template, checkpoint
-from formats.sources import Llama2cWeights, PickledWeights
+from extras.chat import template as chat_template
+from extras.sources import Llama2cWeights, PickledWeights
+from formats import checkpoint
 from formats.tokenizer import Tokenizer, load_tokenizer
 from runtime import terminal, writing
 from runtime.errors import InputError

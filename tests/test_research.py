@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from helpers import ROOT
 
 import eval as evaluate
@@ -16,10 +15,6 @@ from extras.measure import results
 from extras.research import corpus, quality
 from extras.training import adapt, affinity
 from runtime.errors import InputError
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write(path, lines):
@@ -56,17 +51,17 @@ def sources(tmp_path):
 
 def test_a_corpus_has_each_file_once_and_is_split_by_name(sources, printed, tmp_path):
     flags, texts = sources
-    said = printed(corpus, *flags, "--out", tmp_path / "a")
-    parts = {part: [line["text"] for line in read(tmp_path / "a" / f"{part}.jsonl")] for part in corpus.PARTS}
+    stdout = printed(corpus, *flags, "--out", tmp_path / "a")
+    parts = {part: [line["text"] for line in results.read(tmp_path / "a" / f"{part}.jsonl")] for part in corpus.PARTS}
     assert sorted(sum(parts.values(), [])) == sorted(texts.values()) and all(parts.values())
     assert all(corpus.part_of(name) == part for name, text in texts.items() for part in parts if text in parts[part])
     test = (tmp_path / "a" / "test.txt").read_text().split("\n<|endoftext|>\n")
     assert sorted(test) == sorted(text for text in parts["valid"] if text.startswith("def torch")) and len(test) > 1
     digests = [hashlib.sha256((tmp_path / "a" / name).read_bytes()).hexdigest() for name in corpus.FILES]
-    assert all(digest in said for digest in digests) and f"torch {torch.__version__}" in said
+    assert all(digest in stdout for digest in digests)
     (tmp_path / "torch/0/0.py").unlink()
     printed(corpus, *flags, "--out", tmp_path / "b")
-    assert {line["text"] for line in read(tmp_path / "b/valid.jsonl")} <= {*parts["valid"]}  # others stay
+    assert {line["text"] for line in results.read(tmp_path / "b/valid.jsonl")} <= {*parts["valid"]}  # others stay
 
 
 def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sources, printed, tmp_path, monkeypatch):
@@ -102,7 +97,7 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sourc
     how = ["--corpus", tmp_path / "corpus", "--runs", tmp_path / "runs", "--json", tmp_path / "x.jsonl"]
     with pytest.raises(KeyboardInterrupt):
         printed(quality, *how, "--steps", "200")
-    assert len(read(tmp_path / "x.jsonl")) == 4
+    assert len(results.read(tmp_path / "x.jsonl")) == 4
     with open(tmp_path / "x.jsonl", "a") as f:
         f.write('{"run": "cut o')
     ran.append(None)

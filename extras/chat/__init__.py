@@ -1,5 +1,6 @@
-"""A chat on the terminal: generate.py --chat without a prompt."""
+"""Chat templates, which generate.py --chat renders, and a chat on the terminal."""
 
+from extras.chat import template
 from extras.chat.chat import run
 
-__all__ = ["run"]
+__all__ = ["run", "template"]

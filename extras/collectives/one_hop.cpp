@@ -31,6 +31,7 @@ using Tensors = std::vector<at::Tensor>;
 constexpr int64_t kLargest = 1 << 16;   // bytes to all peers together: of more the ring sends fewer, in its own thread
 constexpr int64_t kInFlight = 1 << 17;  // bytes that were sent, and whose answers are not yet read
 
+// The ranks of a node that share memory wait for their sums in the same order: a sum ends with a gather among them.
 class OneHop : public c10d::Backend {
  public:
   // sockets: of the peer on each node, -1 on this one. inner: for large messages. memory: of this node's ranks, or null.

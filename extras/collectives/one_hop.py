@@ -7,6 +7,7 @@ because receivers first say that they are ready. Here a message goes to all othe
 import contextlib
 import hmac
 import itertools
+import os
 import secrets
 import socket
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 
 from extras.collectives import shared_memory
+from extras.group import load_group
 from kernels import cxx, gloo
 from runtime import watch
 from runtime.errors import InputError
@@ -36,6 +38,14 @@ def reachable(world):
             yield
         except OSError as e:
             raise InputError(f"the machines do not reach one another: {e}") from None
+
+
+def own_address():
+    """Return the IPv4 address where gloo listens for other nodes. Raises OSError if there is none."""
+    address = gloo.address_of(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0])
+    if not address:
+        raise OSError("no IPv4 address leads from one to another")
+    return address
 
 
 class Node:
@@ -99,7 +109,7 @@ def connect(world):
         with world.together():
             if first == turn:
                 try:
-                    cxx.load_group(Path(__file__).with_name("one_hop.cpp"), "join_hops", "one hop between machines")
+                    load_group(Path(__file__).with_name("one_hop.cpp"), "join_hops", "one hop between machines")
                     shared_memory.build()  # for its settle
                 except cxx.CompilerError as e:
                     raise InputError(str(e)) from None
@@ -114,7 +124,7 @@ def connect(world):
     if memory:
         watch.monitors.add(shared_memory)
     with reachable(world):
-        listener = socket.create_server((gloo.own_address(), 0))
+        listener = socket.create_server((own_address(), 0))
     with listener:
         listener.setblocking(False)
         names = world.gather(listener.getsockname())[node.rank :: node.tp_size]  # of rank i on each node

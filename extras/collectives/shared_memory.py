@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from kernels import cxx
+from extras.group import load_group
+from kernels import ordered  # noqa: F401, defines the operators that shared_memory.cpp implements
 from runtime import watch
 from runtime.errors import InputError
 from tp import COLLECTIVES, Collective
@@ -86,7 +87,7 @@ def abandon():
 
 def build():
     """Load the operators of shared_memory.cpp. Raises what cxx.load_operators does."""
-    cxx.load_group(Path(__file__).with_name("shared_memory.cpp"), "join_memory", "memory shared by ranks")
+    load_group(Path(__file__).with_name("shared_memory.cpp"), "join_memory", "memory shared by ranks")
 
 
 @contextlib.contextmanager

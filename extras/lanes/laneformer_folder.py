@@ -9,7 +9,7 @@ import re
 import torch
 
 from formats.checkpoint import MOST_LAYERS
-from formats.sources import unpaired
+from formats.huggingface import unpaired
 from runtime.errors import InputError
 
 KEYS = {  # with the defaults of their own code

@@ -335,8 +335,10 @@ def main(argv=None):
     args.compute_dtype = args.compute_dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
     dtype = checkpoint.DTYPES[args.compute_dtype]
     with contextlib.ExitStack() as stack:
-        world.first(lambda: stack.enter_context(runs.reserved(out, run)))
-        world.first(runs.prepare, run, args)
+        with world.together():
+            if world.rank == 0:
+                stack.enter_context(runs.reserved(out, run))
+                runs.prepare(run, args)
         stack.enter_context(sharding.process_group(world))
         with world.together():
             windows, valid = runs.windows(run, args)

@@ -85,7 +85,6 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
-    launch.check_one_process("grouping")
     config = checkpoint.read_original(args.checkpoint)
     if config.wiring != "standard":
         raise InputError(f"{args.checkpoint} is {config.wiring}: give a standard model")

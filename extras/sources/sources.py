@@ -7,12 +7,8 @@ import numpy as np
 import torch
 
 from formats import checkpoint
+from formats.huggingface import unpaired
 from runtime.errors import InputError
-
-
-def unpaired(weight, head_dim):
-    """Return the rows of q or k for rotary embeddings that turn (i, i + H/2) instead of neighbours (2i, 2i + 1)."""
-    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
 class PickledWeights:
