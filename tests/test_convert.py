@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import huggingface_hub
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -55,16 +54,11 @@ FOLDED = {  # families whose tensors are not ours one by one: they go back as Ll
         "GraniteConfig", {**MULTIPLIERS, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
     ),
 }  # fmt: skip
-LLAMA2C = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-OTHERS = {
-    "llama2c": ("LlamaConfig", LLAMA2C),
-    "llama2c, tied": ("LlamaConfig", LLAMA2C | {"tie_word_embeddings": True}),
-}
 
 
 def hf_model(family, seed=0):
-    """Return a tiny transformers model with random weights, norms and biases included."""
-    class_name, changes = {**FAMILIES, **FOLDED, **OTHERS}[family]
+    """Return a tiny transformers model with random weights, norms and biases included. family: a name or its values."""
+    class_name, changes = family if isinstance(family, tuple) else {**FAMILIES, **FOLDED}[family]
     config = getattr(transformers, class_name)(**{**SMALL, **changes})
     torch.manual_seed(seed)
     net = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -181,31 +175,16 @@ def take_state(folder):
     return state
 
 
-def bin_shards(folder):
-    """As three pickled shards and their index; q, k and v end up in different ones."""
-    state = take_state(folder)
-    weight_map = {n: f"pytorch_model-{i % 3 + 1:05d}-of-00003.bin" for i, n in enumerate(sorted(state))}
-    for file in set(weight_map.values()):
-        torch.save({n: state[n] for n, f in weight_map.items() if f == file}, folder / file)
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-
-def old_bin(folder):
-    """As PyTorch wrote files before 1.6."""
-    torch.save(take_state(folder), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-
-
 def only_the_head(folder):
     """As some folders of tied models are."""
     state = take_state(folder)
     save_file({n.replace("model.embed_tokens", "lm_head"): w for n, w in state.items()}, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("rewrite", [bin_shards, old_bin, only_the_head])
-def test_sources_of_every_form_into_several_files(rewrite, tmp_path):
+def test_a_folder_with_only_the_head_becomes_several_files(tmp_path):
     theirs = hf_model("llama3.2-tied")
     theirs.save_pretrained(tmp_path / "hf")
-    rewrite(tmp_path / "hf")
+    only_the_head(tmp_path / "hf")
     check_parity(convert(tmp_path / "hf", tmp_path / "ours", "--shard-gb", 1e-4), theirs)
     files = sorted((tmp_path / "ours").glob("model-*.safetensors"))
     assert len(files) > 2 and all(f.stat().st_size < 1e5 + 5000 for f in files)
@@ -219,46 +198,6 @@ def test_the_wiring_is_the_configs_or_the_flags(hf_folder, tmp_path):
     with pytest.raises(InputError, match="name them, e.g. spd/8"):
         convert(hf_folder, tmp_path / "other", "--wiring", "spd")
     assert not (tmp_path / "other").exists()
-
-
-# llama2.c files
-
-
-def write_llama2c(path, tied):
-    """Write a llama2.c legacy file, whose rotary embeddings turn neighbours; returns transformers' model of it."""
-    theirs = hf_model("llama2c, tied" if tied else "llama2c")
-    state, c = theirs.state_dict(), theirs.config
-
-    def rows(tensor):  # (i, i + H/2) as neighbours
-        return tensor.unflatten(0, (-1, 2, c.head_dim // 2)).transpose(1, 2).flatten(0, 2)
-
-    def stacked(name):
-        layers = [state[f"model.layers.{i}.{name}.weight"] for i in range(c.num_hidden_layers)]
-        return torch.stack([rows(w) if name.endswith(("q_proj", "k_proj")) else w for w in layers])
-
-    parts = [state["model.embed_tokens.weight"], stacked("input_layernorm")]
-    parts += [stacked(f"self_attn.{letter}_proj") for letter in "qkvo"] + [stacked("post_attention_layernorm")]
-    parts += [stacked(f"mlp.{name}_proj") for name in ("gate", "down", "up")] + [state["model.norm.weight"]]
-    parts += [torch.zeros(2, c.max_position_embeddings, c.head_dim // 2)] + [state["lm_head.weight"]] * (not tied)
-    header = [c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads]
-    header += [c.vocab_size if tied else -c.vocab_size, c.max_position_embeddings]
-    path.write_bytes(b"".join([np.array(header, np.int32).tobytes(), *(t.numpy().tobytes() for t in parts)]))
-    return theirs
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_llama2c_files(tied, tmp_path):
-    theirs = write_llama2c(tmp_path / "m.bin", tied)
-    check_parity(convert(tmp_path / "m.bin", tmp_path / "ours"), theirs)
-
-
-def test_stories260k_greedy_ids(tmp_path):
-    net = convert(shared_data("stories260K.bin"), tmp_path / "ours", "--tokenizer", shared_data("tok512.model"))
-    ids = [1]
-    with torch.no_grad():
-        while len(ids) < 12:
-            ids.append(int(net(torch.tensor([ids]))[0, -1].argmax()))
-        assert ids == [1, 403, 407, 261, 378, 432, 383, 286, 261, 376, 298, 315]
 
 
 # Real configs
@@ -320,12 +259,18 @@ def test_configs_that_are_not_supported_are_one_clear_line(tmp_path):
 
 
 UP, BIAS = "model/layers/1/mlp/up_proj/weight", "model/layers/0/self_attn/q_proj/bias"
-LOST = "pytorch_model-00002-of-00003.bin"
+
+
+def lose_a_shard(folder):
+    index = {"weight_map": dict.fromkeys(take_state(folder), "model-00001-of-00001.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 BAD = {
     "our own config": (lambda f: edit(f, model_type=None, n_layers=3), "is a checkpoint of this project already"),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
     "no weights": (take_state, "has no model.safetensors"),
-    "a lost shard": (lambda f: bin_shards(f) or (f / LOST).unlink(), f"{LOST} is missing"),
+    "a lost shard": (lose_a_shard, "model-00001-of-00001.safetensors is missing"),
     "a missing tensor": (lambda f: change_tensors(f, **{UP: None}), "no tensor model.layers.1.mlp"),
     "an extra tensor": (lambda f: change_tensors(f, **{BIAS: torch.zeros(48)}), "q_proj.bias that is no part"),
     "a wrong shape": (lambda f: edit(f, intermediate_size=99), r"does not make the \(99, 48\)"),

@@ -11,14 +11,12 @@ from safetensors.torch import save_file
 
 import complete
 import convert_hf_checkpoint
-from extras.chat import template as chat_template
-from extras.sources import Llama2cWeights, PickledWeights
 from formats import checkpoint
-from formats.tokenizer import Tokenizer, load_tokenizer
+from formats.tokenizer import load_tokenizer
 from runtime import terminal, writing
 from runtime.errors import InputError
 
-DEMO, PICKLED = ROOT / "demo", "pytorch_model.bin"
+DEMO = ROOT / "demo"
 
 
 def refused(message, call, *args, **more):
@@ -94,27 +92,21 @@ def test_wrong_paths(tmp_path):
 
 
 def test_an_index_names_files_of_its_own_folder_alone(tmp_path):
-    (tmp_path / "secret").write_bytes(b"x")
-    (folder := tmp_path / "folder").mkdir()
+    check_index(checkpoint.Weights, "model.safetensors.index.json", tmp_path)
+
+
+def check_index(weights, name, folder):
+    (folder / "secret").write_bytes(b"x")
+    (folder / "inner").mkdir()
     for file in "../secret", "/etc/passwd", "..":
-        for name in "model.safetensors.index.json", "pytorch_model.bin.index.json":
-            (folder / name).write_text(json.dumps({"weight_map": {"a": file}}))
-        for weights in checkpoint.Weights, PickledWeights:
-            refused("index.json", weights, folder)
+        (folder / "inner" / name).write_text(json.dumps({"weight_map": {"a": file}}))
+        refused("index.json", weights, folder / "inner")
 
 
 def test_truncated_weights(tmp_path):
-    state, (single, pickled) = random_model(BASE).state_dict(), (tmp_path / n for n in ("model.safetensors", PICKLED))
-    save_file(state, single)
-    torch.save(state, pickled)
-    for path in single, pickled:
-        os.truncate(path, path.stat().st_size - 1000)
+    save_file(random_model(BASE).state_dict(), path := tmp_path / "model.safetensors")
+    os.truncate(path, path.stat().st_size - 1000)
     refused("model.safetensors is truncated", checkpoint.Weights, tmp_path)
-    refused("pytorch_model.bin is truncated", PickledWeights, tmp_path)
-    header = b"".join(i.to_bytes(4, "little") for i in (16, 24, 2, 2, 1, 20, 8))
-    for data, message in (header[:20], "its header reads"), (header + bytes(99), "its header asks for"):
-        (tmp_path / "m.bin").write_bytes(data)
-        refused(message, Llama2cWeights, tmp_path / "m.bin")
 
 
 def test_weights_that_are_no_floats(tmp_path):
@@ -125,55 +117,11 @@ def test_weights_that_are_no_floats(tmp_path):
     refused("holds int8, but the config says bfloat16", complete.load, tmp_path, dtype="bfloat16")
 
 
-class Called:
-    """Calls a function when its pickle is read."""
-
-    def __init__(self, function, *args):
-        self.call = function, args
-
-    def __reduce__(self):
-        return self.call
-
-
-def test_a_pickle_holds_tensors_and_runs_nothing(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for value in Called(os.mkdir, "ran"), {"a": Called(os.mkdir, "ran")}:
-        for zipped in True, False:
-            torch.save(value, PICKLED, _use_new_zipfile_serialization=zipped)
-            refused("pytorch_model.bin", PickledWeights, tmp_path)
-    assert not (tmp_path / "ran").exists()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# Tokenizers and templates
+# Tokenizers
 
 
 def test_settings_that_are_refused(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes((DEMO / "tokenizer.model").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"x": {"content": "a"}}}')
     refused("tokenizer.model cannot be read, or a file of settings beside it", load_tokenizer, tmp_path)
-
-
-TEMPLATES = {
-    "{{ messages.__class__.__mro__ }}": "is unsafe",
-    "{{ messages.append(1) }}": "is unsafe",
-    "{{ raise_exception.__globals__['os'] }}": "is unsafe",
-    "{% include '/etc/passwd' %}": "loader",
-    "{{ raise_exception('no') }}": "refuses this conversation: no",
-    "{% if %}": "Expected an expression",
-    "{% for i in range(10**9) %}{% endfor %}": "Range too big",
-    "{{ 'a' * 10**10 }}": "MemoryError",
-    "{{ 'a' * 10**7 }}b": "its text has 10,000,001 characters",
-    "{{ 10**(10**10) }}": "it takes more than 0.3 s or 512 MB",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "more than 0.3 s",
-}
-
-
-def test_templates_that_are_refused(monkeypatch):
-    monkeypatch.setattr(chat_template, "renderer", chat_template.Renderer())
-    monkeypatch.setattr(chat_template.Renderer, "seconds", 0.3)
-    tokenizer, messages = Tokenizer(), [{"role": "user", "content": "hi"}]
-    for tokenizer.template, message in TEMPLATES.items():
-        refused(message, tokenizer.render, messages)
-        tokenizer.template = "{{ messages[0]['content'] }}"  # also after a process was ended
-        assert tokenizer.render(messages) == "hi"

@@ -30,7 +30,7 @@ import generate
 import quantize
 import tp
 from formats import checkpoint
-from kernels import few_rows, int_groups, int_linear
+from kernels import few_rows, int_linear
 from runtime import compiling, writing
 from runtime.errors import InputError
 
@@ -108,16 +108,6 @@ def test_int4_is_within_half_a_step_and_fitting_helps(size):
         errors.append(error.square().sum(-1))
         assert (errors[-1][3] == 0).all()
     assert (errors[1] <= errors[0] * (1 + 1e-4)).all() and errors[1].sum() < 0.97 * errors[0].sum()
-
-
-@pytest.mark.parametrize("start, stop", [(32, 96), (8, 40), (48, 160)])
-def test_groups_that_straddle_an_edge_become_smaller(start, stop):
-    scales = numbers(3, 5)  # of 160 columns in groups of 32
-    each = scales.repeat_interleave(32, 1)[:, start:stop]
-    some = scales[:, start // 32 : -(-stop // 32)]
-    mine = int_groups.regroup(some, start, stop, 32)
-    assert (stop - start) % mine.shape[1] == 0
-    assert torch.equal(mine.repeat_interleave((stop - start) // mine.shape[1], 1), each)
 
 
 def integers(N, K, size, seed=0):

@@ -139,7 +139,7 @@ def test_chat_with_sentencepiece_and_named_or_filed_templates(sentencepiece_fold
 CHAT = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['content'] }}<think>x{{ eos_token }}{% endfor %}"
 
 
-def test_the_files_of_older_folders_are_read(json_folder, tmp_path):
+def test_a_chat_reads_the_files_of_older_folders(json_folder, tmp_path):
     from transformers import AutoTokenizer
 
     size = tokenizer.load_tokenizer(json_folder).vocab_size

@@ -1,0 +1,30 @@
+"""extras/chat: templates that are refused, or that take too long or too much memory."""
+
+from test_hostile import refused
+
+from extras.chat import template as chat_template
+from formats.tokenizer import Tokenizer
+
+TEMPLATES = {
+    "{{ messages.__class__.__mro__ }}": "is unsafe",
+    "{{ messages.append(1) }}": "is unsafe",
+    "{{ raise_exception.__globals__['os'] }}": "is unsafe",
+    "{% include '/etc/passwd' %}": "loader",
+    "{{ raise_exception('no') }}": "refuses this conversation: no",
+    "{% if %}": "Expected an expression",
+    "{% for i in range(10**9) %}{% endfor %}": "Range too big",
+    "{{ 'a' * 10**10 }}": "MemoryError",
+    "{{ 'a' * 10**7 }}b": "its text has 10,000,001 characters",
+    "{{ 10**(10**10) }}": "it takes more than 0.3 s or 512 MB",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "more than 0.3 s",
+}
+
+
+def test_templates_that_are_refused(monkeypatch):
+    monkeypatch.setattr(chat_template, "renderer", chat_template.Renderer())
+    monkeypatch.setattr(chat_template.Renderer, "seconds", 0.3)
+    tokenizer, messages = Tokenizer(), [{"role": "user", "content": "hi"}]
+    for tokenizer.template, message in TEMPLATES.items():
+        refused(message, tokenizer.render, messages)
+        tokenizer.template = "{{ messages[0]['content'] }}"  # also after a process was ended
+        assert tokenizer.render(messages) == "hi"
