@@ -1,18 +1,16 @@
 """Bad flags of every script: one line that names the flag, exit code 2, nothing written."""
 
 import importlib
-from importlib.util import find_spec
 
 import pytest
 import torch
 from helpers import random_model, write_model
 
-import quantize
 from model import Config
 from runtime import cli, launch, writing
 from runtime.errors import InputError
 
-# script: (the flags that all have, {more flags: the line}). A "{}" is a folder that holds empty, short and long texts.
+# script: (the flags that all have, {more flags: the line}). A "{}" is a folder that holds an empty and a long text.
 SCRIPTS = {
     "generate": (
         "--checkpoint {tiny}",
@@ -104,38 +102,6 @@ SCRIPTS = {
             "--out {}/out --shard-gb 0": "--shard-gb: '0' is not a number above 0",
         },
     ),
-    "adapt": (
-        "--text {}/long --valid {}/long --out {}/out --vocab-size 300 --dim 32 --n-layers 2 --n-heads 4 --n-kv-heads 2 "
-        "--intermediate-size 48 --seq-len 16 --steps 20 --eval-every 20 --warmup 5 --batch 8",
-        {
-            "--lr 0": "--lr: '0' is not a number above 0",
-            "--dim 30": "--dim 30 is not an even multiple of --n-heads 4",
-            "--dropout 1": "--dropout: '1' is not a number from 0 to 0.99",
-            "--vocab-size 100000": "--vocab-size 100000 does not suit the text",
-            "--seq-len 5000": "tokens; a window takes 5001: see --seq-len",
-            "--n-kv-heads 3": "n_heads 4 is not a multiple of n_kv_heads 3",
-            "--wiring ladder:3": "NAME:N takes 1 to 2",
-            "--text {}/empty": "--text: no text to make a vocabulary of",
-            "--text {}/bad.jsonl": "bad.jsonl line 2 has neither",
-            "--wiring desync": "desync is another function in another number of lanes: name them, e.g. desync/8",
-            "--distill": "--distill needs --checkpoint, the model to retrain",
-            "--wiring ladder:auto2": "--wiring ladder:auto2 needs a standard --checkpoint",
-            "--checkpoint {}": "--vocab-size is for a model from scratch: it does not go with --checkpoint",
-            "--out {}": "already exists: remove it or give another folder",
-        },
-    ),
-    "adapt on a checkpoint": (
-        "--text {}/long --valid {}/long --out {}/out --checkpoint {tiny} --seq-len 16 --steps 20 --batch 8",
-        {
-            "--seq-len 4096": "--seq-len 4096 is longer than the context of 64",
-            "--wiring ladder:auto9": "1 to 3",
-            "--wiring ladder:autox": "no such wiring: 'ladder:x'",
-            "--seq-len 16 --valid-tokens 10": "--valid holds 11 tokens; a window takes 17",
-            "--distill {even}": "even0 has another vocabulary, of 1,024 tokens, and the model's 300",
-            "--dim 3": "--dim is for a model from scratch",
-            "--checkpoint {even}": "even0 has no tokenizer",
-        },
-    ),
 }
 CASES = [(name, always, more, lines[more]) for name, (always, lines) in SCRIPTS.items() for more in lines]
 
@@ -152,18 +118,15 @@ def even(tmp_path_factory):
 @pytest.mark.parametrize("name, always, more, line", CASES, ids=lambda v: v if isinstance(v, str) else None)
 def test_bad_flags_are_one_clear_line_and_leave_nothing(name, always, more, line, request, tmp_path, monkeypatch):
     (tmp_path / "empty").write_text("")
-    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": 1}\n')
     (tmp_path / "long").write_text("Once upon a time there was a little dog.\n<|endoftext|>\nIt ran to the park. " * 30)
     folders = {n: request.getfixturevalue(n) for n in ("tiny", "even") if f"{{{n}}}" in always + more}
     argv = [word.replace("{}", str(tmp_path)).format(**folders) for word in f"{always} {more}".split()]
-    if name.startswith("adapt") and find_spec("extras") is None:
-        pytest.skip("training is an extra")
     main = importlib.import_module(name.split()[0]).main
     monkeypatch.setattr("sys.argv", [name, *argv])
     with pytest.raises(InputError) as error:
         main()
     assert line in str(error.value) and "\n" not in str(error.value)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.jsonl", "empty", "long"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "long"]
 
 
 def test_run_prints_the_line_and_ends_with_2(monkeypatch, capsys):
@@ -175,12 +138,6 @@ def test_run_prints_the_line_and_ends_with_2(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         launch.run(main)
     assert end.value.code == 2 and capsys.readouterr().err == "x.py: --x is wrong\n"
-
-
-def test_several_ranks_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="one process"):
-        quantize.main(["--checkpoint", "x", "--out", "y", "--mode", "int8"])
 
 
 def test_a_file_to_append_to_is_tried_and_left_as_it_was(tmp_path):

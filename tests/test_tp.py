@@ -124,9 +124,9 @@ def test_ranks_hold_what_their_shares_say(changes):
 @pytest.mark.parametrize(
     "shares, changes, words",
     [
-        ((10, 1), MANY, "--shares: 1 of 11 is none of 8 KV heads: each needs 1 in 8"),
-        ((9, 1, 1), {**MANY, "n_kv_heads": 2}, "1 of 10 is none of 8 query heads of a KV head: each needs 1 in 8"),
-        ((7, 1), {**MANY, "intermediate_size": 4}, "1 of 8 is none of 4 parts of the MLP: each needs 1 in 4"),
+        ((10, 1), MANY, "--shares: 1 in 11 gets none of 8 KV heads: give 1 in 8 or more"),
+        ((9, 1, 1), {**MANY, "n_kv_heads": 2}, "1 in 10 gets none of 8 query heads of a KV head: give 1 in 8 or more"),
+        ((7, 1), {**MANY, "intermediate_size": 4}, "1 in 8 gets none of 4 parts of the MLP: give 1 in 4 or more"),
         (7, {}, "7 ranks or lanes cannot shard n_heads 6: use 1 to 6"),
         (6, {"intermediate_size": 5}, "cannot shard intermediate_size 5: use 1 to 5"),
     ],
