@@ -1,4 +1,4 @@
-"""A chat on the terminal: generate.py --interactive."""
+"""A chat on the terminal: generate.py --chat."""
 
 import functools
 import os
