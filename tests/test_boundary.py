@@ -48,5 +48,6 @@ def test_the_core_runs_without(folder, tmp_path):
     pytest_quietly = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
     collected = run(*pytest_quietly, "--collect-only", *core_tests())
     assert collected.returncode == 0, collected.stdout
-    tests = run(*pytest_quietly, *QUICK)
-    assert tests.returncode == 0, tests.stdout
+    if folder is None:  # which lacks what each single copy lacks
+        tests = run(*pytest_quietly, *QUICK)
+        assert tests.returncode == 0, tests.stdout
