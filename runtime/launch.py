@@ -183,7 +183,7 @@ def _leave(error):
         (True, 1, "".join(traceback.format_exception(error)) + f"{who} failed {what}{where}"),
     ]
     code, line = next((code, line) for matches, code, line in endings if matches)
-    ranks, speaks = several_ranks(), True
+    ranks, speaks = several_ranks(), os.environ.get("LOCAL_RANK", "0") == "0"  # without a store to agree through
     if ranks and not isinstance(error, watch.StoreLost):
         code, speaks = ranks.leave_first(code, rank)
     if line and speaks:
