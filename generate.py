@@ -53,7 +53,7 @@ def load_model(config, folder, dtype, world):
 
 # ---- Prefill and decode ----------------------------------------------------------------------------------------------
 
-MIN_TOKENS = 512  # of a pass that is worth two chunks: then they take no more of a CPU's time than one
+MIN_TOKENS = 512  # a pass of fewer is not cut: two chunks would take a CPU longer than one
 BUCKET = 256  # a GPU's decode steps read multiples of so many cache slots
 
 
@@ -220,7 +220,7 @@ def add_flags(p):
 
 
 def describe(args, world):
-    """Return the Config of what is to be loaded, wired as the flags say, and the tokenizer, None without one."""
+    """Return (the Config in the wiring that the flags ask for, the tokenizer or None)."""
     if args.model:
         from formats.sizes import named_size
 
@@ -249,8 +249,11 @@ class Run(NamedTuple):
     compile_s: float
 
 
-def set_up(args, world):
-    """Return the Run that the flags describe: the model loaded, and compiled if asked for. Raises InputError."""
+def set_up(args, world, chunks=None):
+    """Return the Run that the flags describe: the model loaded, and compiled if asked for. Raises InputError.
+
+    chunks: of each pass of the prefill, see Runner.
+    """
     with world.together():
         sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
         config, tokenizer = describe(args, world)
@@ -276,7 +279,7 @@ def set_up(args, world):
     def new_runner(model, cache=None):
         compiles = args.compile is not None, args.compile == "all"
         cache = cache or make_cache(model, len(prompts), slots)
-        return Runner(model, cache, *compiles, getattr(args, "prefill_chunks", None))
+        return Runner(model, cache, *compiles, chunks)
 
     with world.together():
         runner, draft = new_runner(model), None

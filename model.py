@@ -1,13 +1,12 @@
 """A Llama-type transformer whose residual wiring is a choice.
 
 This file is single-device mathematics: it has no rank and no process group. tp.py loads a shard of the weights into the
-same Transformer, and sets its `comm` to collectives that sum the partial results of all ranks.
+same Transformer, and generate.load_model sets its `comm` to collectives that sum the partial results of all ranks.
 
 Shape letters: B batch, S sequence, T cache length, D dim, N heads, K KV heads, G = N / K query heads that share a
 KV head, H head_dim, V vocabulary, v the local part of it.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -197,9 +196,8 @@ WIRINGS = {
 
 def parse_wiring(text):
     """Return the wiring_text.Parsed of a wiring's text; extras/lanes has more names. Raises InputError."""
-    if not text.startswith(tuple(WIRINGS)):
-        with contextlib.suppress(InputError):  # a copy without that folder
-            load_extra("lanes", text)  # its import adds to WIRINGS
+    if text.startswith("laneformer"):
+        load_extra("lanes", f"wiring {text}")  # its import adds to WIRINGS
     return wiring_text.parse(text, WIRINGS)
 
 
@@ -298,12 +296,12 @@ class Config:
 
     @property
     def function(self):
-        """What decides whether two wirings compute the same: ladder:8 of 8 layers is ladder."""
+        """A key that two configs share if their wirings compute the same: ladder:8 of 8 layers is ladder."""
         return self.wirings, self.period, self.lanes
 
     @property
     def standard_in_one_lane(self):
-        """Whether standard weights compute in one lane of this wiring what they compute in the standard one."""
+        """Whether this wiring with one lane computes what the standard wiring computes."""
         wiring = self.named_wiring
         return wiring.laned and (wiring.stream is not residual_stream or not wiring.stale)
 

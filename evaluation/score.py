@@ -6,7 +6,7 @@ Shape letters: n tokens, B batch, S sequence, V vocabulary, v this rank's part o
 import torch
 from tqdm import tqdm
 
-import generate
+from decoding.step import pad
 from runtime import watch
 
 SEPARATOR = "<|endoftext|>"  # between two documents of a text
@@ -44,7 +44,7 @@ def predictions(models, documents, size, stride, batch, show=False):
     for i in tqdm(range(0, len(plan), batch), desc="scoring", unit="batch", delay=1, disable=None if show else True):
         watch.at("scoring of batch", i // batch)
         rows = plan[i : i + batch]
-        tokens, _ = generate.pad([ids[start:stop] for ids, start, stop, _ in rows], device)
+        tokens, _ = pad([ids[start:stop] for ids, start, stop, _ in rows], device)
         logits = [model(tokens[:, :-1]) for model in models]
         for row, (_, start, stop, first) in enumerate(rows):
             begin, end = first - start, stop - start

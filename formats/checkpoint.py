@@ -28,8 +28,10 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-# every config.json had these until they became one dict
-LANEFORMER_KEYS = "early_comm", "attention_comm", "mlp_comm", "lane_head", "lane_norms"
+# Every config.json had these keys until those of a Laneformer became its dict `laneformer`.
+OLD_DEFAULTS = {
+    "early_comm": True, "attention_comm": True, "mlp_comm": True, "lane_head": "replicate", "lane_norms": False,
+}  # fmt: skip
 MOST_LAYERS = 1000  # checked before so many are built
 LARGEST = {int: 2**24, float: 1e30}  # of a number in a config.json
 ROPE_KEYS = {  # those of Config.rope_scaling, by Hugging Face's name
@@ -86,9 +88,14 @@ def _is_a(value, annotation):
 def make_config(values, source):
     """Return the Config of a dict from a file. Raises InputError, which names the source, the field and its type."""
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # JSON has no tuples
-    laneformer = {key: values.pop(key) for key in LANEFORMER_KEYS if key in values}
-    if laneformer and str(values.get("wiring")).startswith("laneformer"):
-        values["laneformer"] = laneformer
+    is_laneformer = str(values.get("wiring")).startswith("laneformer")
+    old = {key: values.pop(key) for key in OLD_DEFAULTS if key in values}
+    if is_laneformer and old and "laneformer" not in values:
+        values["laneformer"] = old
+    elif not old.items() <= OLD_DEFAULTS.items() or ("laneformer" in values and not is_laneformer):
+        raise InputError(
+            f"{source}: {', '.join(old) or 'laneformer'} goes with wiring laneformer, as its dict laneformer"
+        )
     for field in dataclasses.fields(Config):
         value = values.get(field.name)
         above_zero = field.type in LARGEST

@@ -164,7 +164,9 @@ def _leave(error):
     for undo in watch.at_end:
         with contextlib.suppress(Exception):  # the terminal may have gone
             undo()
-    script, (rank, tp_size) = os.path.basename(sys.argv[0]), rank_and_size()
+    folder, script = os.path.split(sys.argv[0])
+    script = os.path.basename(folder) if script == "__main__.py" else script  # of python -m extras.NAME
+    rank, tp_size = rank_and_size()
     who = f"{script}: rank {rank} of {tp_size}" if tp_size > 1 else f"{script}:"
     where = f" in {watch.here}" if tp_size > 1 or watch.here.phase != "start" else ""
     what = f"({type(error).__name__}: {printable(first_line(error))})"

@@ -85,7 +85,7 @@ def peak_bytes(device):
 
 
 def result(setup, world, done, texts):
-    """Return what a generation is and took, as a dict; on every rank, since all tell their memory.
+    """Return the settings and times of a generation as a dict. Every rank calls it: it gathers their peak memory.
 
     setup: the generate.Run. done: the generate.Generation. texts: of the rows, or None.
     """

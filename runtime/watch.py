@@ -15,7 +15,7 @@ class Place:
 
     phase: str = "start"
     step: object = None
-    timed: bool = False  # whether the rank hangs if it makes no progress within the timeout
+    timed: bool = False  # whether no progress within the timeout counts as a hang
     beats: int = 0  # how often at() was called: equal on all ranks that have come equally far
     busy: int = 0  # other signs of progress, of which some ranks have more
     cpu: float = 0.0  # seconds that the process has computed

@@ -23,6 +23,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_
 from tqdm import tqdm
 
 import generate
+from decoding.step import pad
 from evaluation.score import float_chunks
 from formats.checkpoint import first_line
 from runtime.errors import InputError
@@ -91,7 +92,7 @@ class Model(TemplateLM):
             questions.setdefault(tuple(tokens[:-1]), []).append((i, continuation))
         answers, max_tokens = [None] * len(requests), MAX_LOGITS_BYTES // (4 * self.model.config.vocab_size)
         for batch in batches([(len(tokens), tokens) for tokens in questions], self.batch, max_tokens):
-            logits = self.model.comm.gather_logits(self.model(generate.pad(batch, self.device)[0]))  # (B, S, V)
+            logits = self.model.comm.gather_logits(self.model(pad(batch, self.device)[0]))  # (B, S, V)
             for row, tokens in zip(logits, batch, strict=True):
                 for i, continuation in questions[tokens]:
                     targets = torch.tensor(continuation, dtype=torch.long, device=self.device)

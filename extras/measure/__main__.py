@@ -40,7 +40,7 @@ def main(argv=None):
     world = launch.join(args.device, vars(args))
     if args.link or args.exposed:
         world = link.emulate(world, args.link or link.FREE, args.simulate_tp)
-    setup = generate.set_up(args, world)
+    setup = generate.set_up(args, world, args.prefill_chunks)
     if args.ignore_eos:
         setup = setup._replace(eos_ids=())
     done, texts = generate.run(setup, world)
