@@ -94,7 +94,7 @@ def make_config(values, source):
         values["laneformer"] = old
     elif not old.items() <= OLD_DEFAULTS.items() or ("laneformer" in values and not is_laneformer):
         raise InputError(
-            f"{source}: {', '.join(old) or 'laneformer'} goes with wiring laneformer, as its dict laneformer"
+            f"{source}: {', '.join(old) or 'laneformer'}: only for wiring laneformer, in its dict laneformer"
         )
     for field in dataclasses.fields(Config):
         value = values.get(field.name)

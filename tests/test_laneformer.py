@@ -153,8 +153,12 @@ def test_a_config_whose_settings_are_at_the_top_level_is_read():
     fields = json.loads(json.dumps(dataclasses.asdict(config)))
     old = fields.pop("laneformer") | fields
     assert checkpoint.make_config(old, "config.json") == config
-    standard = {**old, "wiring": "standard", "early_comm": True, "mlp_comm": True, "lane_norms": False}
+    defaults = {"early_comm": True, "mlp_comm": True, "lane_head": "replicate", "lane_norms": False}
+    standard = {**old, **defaults, "wiring": "standard"}
     assert checkpoint.make_config(standard, "config.json") == BASE  # every checkpoint had them
+    for wrong in ({"lane_head": "sum"}, {"laneformer": {}}):
+        with pytest.raises(InputError, match="only for wiring laneformer"):
+            checkpoint.make_config({**standard, **wrong}, "config.json")
 
 
 @pytest.mark.parametrize(
