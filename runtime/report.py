@@ -133,9 +133,8 @@ def summary(r):
     memory += f", {r['bytes_s'] / 1e9:.1f} GB/s" if r["bytes_s"] else ""
     lines = [head, times, f"{memory}, peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"]
     if r["draft"]:
-        tried = sum(r["accepted"])
-        mean = sum(n * times for n, times in enumerate(r["accepted"])) / tried if tried else 0
-        lines.append(
-            f"draft {r['draft']}@{r['speculate']}: {r['passes']} passes, {mean:.2f} proposals accepted in each"
-        )
+        tried = sum(r["accepted"])  # how often a row had proposals
+        mean = sum(n * times for n, times in enumerate(r["accepted"])) / max(1, tried)
+        line = f"draft {r['draft']}@{r['speculate']}: {r['passes']} passes"
+        lines.append(f"{line}; {tried} times a row had proposals, {mean:.2f} of them accepted on average")
     return "\n".join(lines)

@@ -287,7 +287,8 @@ def test_gpu_s_cases_end_with_the_time_and_leave_a_word(monkeypatch, tmp_path, p
 
 @pytest.mark.slow
 def test_gpu_s_cases_run_on_a_cpu_in_small(tmp_path):
-    script("-m", "benchmarks.gpu", "--device", "cpu", "--json", tmp_path / "out", "--traces", tmp_path / "traces")
+    script("benchmarks/gpu.py", "--device", "cpu", "--json", tmp_path / "out", "--traces", tmp_path / "traces",
+           PYTHONPATH=str(ROOT))  # fmt: skip
     lines = read(tmp_path / "out")
     assert not [line for line in lines if "error" in line]
     assert {line.get("quant") for line in lines if "tpot_ms" in line} == {None, "int8", "int4"}

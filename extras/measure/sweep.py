@@ -48,7 +48,7 @@ def parse(argv):
     p.add_argument("--eager", action="store_true", help="do not compile")
     names = " ".join(variants(SMALL.n_layers))
     p.add_argument("--wiring", metavar="NAME", nargs="+", help=f"default: all, of 8 layers {names}")
-    p.add_argument("--link", nargs="+", type=link.link_type, default=[link.FREE], metavar="LINK", help=link.FORMS)
+    p.add_argument("--link", nargs="+", type=link.link_type, metavar="LINK", help=f"{link.FORMS} (default: free)")
     p.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="run one rank of N alone")
     p.add_argument("--rounds", type=number(int, 3), default=30, help="steps of each wiring over each link")
     seconds = number(float, 0, 1e6, above=True)
@@ -58,6 +58,7 @@ def parse(argv):
     cli.add_json_flag(p, "a line for each wiring, batch size and link")
     results.add_show_flag(p, *results.STEP_KEYS)
     args = p.parse_args(argv)
+    args.link = args.link or [link.FREE]
     if args.show:
         return args
     if args.checkpoint:
