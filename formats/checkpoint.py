@@ -90,9 +90,10 @@ def make_config(values, source):
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # JSON has no tuples
     is_laneformer = str(values.get("wiring")).startswith("laneformer")
     old = {key: values.pop(key) for key in OLD_DEFAULTS if key in values}
-    if is_laneformer and old and "laneformer" not in values:
+    given = values.get("laneformer") is not None
+    if is_laneformer and old and not given:
         values["laneformer"] = old
-    elif not old.items() <= OLD_DEFAULTS.items() or ("laneformer" in values and not is_laneformer):
+    elif not old.items() <= OLD_DEFAULTS.items() or (given and not is_laneformer):
         raise InputError(
             f"{source}: {', '.join(old) or 'laneformer'}: only for wiring laneformer, in its dict laneformer"
         )

@@ -412,7 +412,8 @@ def test_the_flag_leaves_the_text_as_it_is(tiny, folders, tmp_path):
         assert result["tokens"] == plain["tokens"] and result["texts"] == plain["texts"]
         assert f"{result['draft']}@{result['speculate']}" == draft
         mean = sum(n * times for n, times in enumerate(result["accepted"])) / (sum(result["accepted"]) or 1)
-        assert f"draft {draft}: {result['passes']} passes, {mean:.2f} proposals accepted in" in stderr
+        assert f"draft {draft}: {result['passes']} passes; {sum(result['accepted'])} times a row had" in stderr
+        assert f"{mean:.2f} of them accepted on average" in stderr
         if draft.startswith(("near", "wiring:spd")):
             assert result["accepted"][-1] and result["passes"] < plain["passes"]
             assert result["drafted"] == result["speculate"] * result["passes"]

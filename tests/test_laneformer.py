@@ -156,7 +156,7 @@ def test_a_config_whose_settings_are_at_the_top_level_is_read():
     defaults = {"early_comm": True, "mlp_comm": True, "lane_head": "replicate", "lane_norms": False}
     standard = {**old, **defaults, "wiring": "standard"}
     assert checkpoint.make_config(standard, "config.json") == BASE  # every checkpoint had them
-    for wrong in ({"lane_head": "sum"}, {"laneformer": {}}):
+    for wrong in ({"lane_head": "sum"}, {"laneformer": {"lane_norms": True}}):
         with pytest.raises(InputError, match="only for wiring laneformer"):
             checkpoint.make_config({**standard, **wrong}, "config.json")
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,10 +128,10 @@ def test_bad_flags():
         (corpus, "--out x --torch /nosuch", "--torch /nosuch: no Python files"),
         (quality, "--json x.jsonl", "--corpus, --runs and --json .* --show"),
         (quality, "--corpus /nosuch --runs x --json x.jsonl", "--corpus /nosuch has no train.jsonl"),
-        (quality, f"--show {ROOT}/README.md", f"--show: {ROOT}/README.md"),
+        (quality, f"--show {shlex.quote(str(ROOT))}/README.md", f"--show: {ROOT}/README.md"),
     ):
         with pytest.raises(InputError, match=message):
-            script.main(flags.split())
+            script.main(shlex.split(flags))
 
 
 def test_the_rows_of_the_page_are_those_that_its_command_prints(printed):
