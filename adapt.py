@@ -2,18 +2,9 @@
 
 import os
 
-
-def main():
-    from runtime.errors import load_extra
-
-    load_extra("training", "adapt.py")
-    from extras.training.adapt import main
-
-    main()
-
-
 if __name__ == "__main__":
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch loads OpenMP, whose spinning threads stall others
+    from runtime.errors import load_extra
     from runtime.launch import run
 
-    run(main)
+    run(lambda: load_extra("training", "adapt.py").main())

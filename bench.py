@@ -116,7 +116,7 @@ def measure(args, world):
         unguarded = compiling.without_guards(world.device)
     with unguarded:
         rounds = in_turns(ways, args.repeats)
-    made = benchmarking.environment(world) | {"commit": benchmarking.git_commit(), "command": shlex.join(sys.argv)}
+    made = benchmarking.environment(world) | {"command": shlex.join(sys.argv)}
     lines = []
     for (wiring, batch), runs in rounds.items():
         runner, standard = cells[wiring, batch][0], rounds.get(("standard", batch))

@@ -17,8 +17,7 @@ FILES = {
     for path in ROOT.glob(pattern)
     if path.name != "__init__.py" and path.relative_to(ROOT).parts[0] not in ("tests", ".venv")
 }
-# adapt.py only starts extras/training
-CORE = {name for name in FILES if not name.startswith(("extras.", "benchmarks."))} - {"adapt"}
+CORE = {name for name in FILES if not name.startswith(("extras.", "benchmarks."))}
 
 
 def imported(path):

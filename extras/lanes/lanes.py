@@ -27,9 +27,8 @@ def lanes_of_rank(config, rank, shares):
 
 def load_lanes(config, weights, dtype, device, rank=0, shares=1):
     """Return the Lanes of a rank; the arguments and errors are those of tp.load_shard."""
-    models, embeddings = [], None
+    models, embeddings, lanes = [], None, config.lanes or normalize_shares(shares)
     for lane in lanes_of_rank(config, rank, shares):
-        lanes = config.lanes or normalize_shares(shares)
         model = load_shard(config, weights, dtype, device, lane, lanes, embeddings)
         for norm in (module for module in model.modules() if isinstance(module, nn.RMSNorm)):
             if len(norm.weight) > config.dim:  # those of all lanes, one after another

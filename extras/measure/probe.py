@@ -91,7 +91,7 @@ def main():
     if shares := fitting_shares(result["bandwidth"]):
         print(f"for ranks so unlike, if this machine is idle: --shares {','.join(map(str, shares))}")
     if args.json:
-        writing.append_line(args.json, {**environment, "commit": benchmarking.git_commit(), "probe": result})
+        writing.append_line(args.json, {**environment, "probe": result})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from bench import markdown
 from formats.checkpoint import read_text
 from formats.wiring_text import wiring_name
 from model import WIRINGS
-from runtime.benchmarking import environment, git_commit
+from runtime.benchmarking import environment
 from runtime.errors import InputError
 from runtime.launch import World
 
@@ -34,7 +34,7 @@ def about(script, argv=None, world=None):
     world = world or World(0, 1, torch.device("cpu"))
     launcher = "python" if world.alone else f"torchrun --standalone --nproc_per_node={world.tp_size}"
     words = [f"OMP_NUM_THREADS={torch.get_num_threads()}", *launcher.split(), "-m", script]
-    made = environment(world) | {"commit": git_commit()}
+    made = environment(world)
     return made | {"command": shlex.join([*words, *(sys.argv[1:] if argv is None else argv)])}
 
 
