@@ -4,7 +4,7 @@ This file is single-device mathematics: it has no rank and no process group. tp.
 same Transformer, and generate.load_model sets its `comm` to collectives that sum the partial results of all ranks.
 
 Shape letters: B batch, S sequence, T cache length, D dim, N heads, K KV heads, G = N / K query heads that share a
-KV head, H head_dim, V vocabulary, v the local part of it.
+KV head, H head_dim, V vocabulary, v the local part of it, E experts, k experts of a token, I neurons of an expert.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from formats import wiring_text
-from kernels import int_groups
+from kernels import experts, int_groups  # noqa: F401, experts defines ladder::expert_linear
 from runtime.errors import InputError, load_extra
 
 # ---- The collectives that a wiring uses ------------------------------------------------------------------------------
@@ -242,6 +242,13 @@ class Config:
     nope_layers: tuple[int, ...] = ()  # layers without rotary embeddings
     sliding_window: int | None = None  # how many positions a token attends to, itself included
     window_layers: tuple[int, ...] = ()  # in these layers
+    n_experts: int | None = None  # of the MLPs of a mixture of experts
+    experts_per_token: int | None = None
+    expert_size: int | None = None  # neurons of an expert
+    renormalize_experts: bool = True  # whether the weights of a token's experts add up to 1
+    shared_expert_size: int | None = None  # neurons of an expert that every token takes
+    shared_expert_gate: bool = False
+    dense_layers: tuple[int, ...] = ()  # layers of a mixture with an ordinary MLP
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     wiring: str = "standard"  # see formats/wiring_text.py
@@ -263,9 +270,20 @@ class Config:
             raise InputError(f"window_layers takes 0 to {self.n_layers - 1}, with a sliding_window of 1 or more tokens")
         if not {*self.nope_layers} <= {*range(self.n_layers)}:
             raise InputError(f"nope_layers takes layers from 0 to {self.n_layers - 1}, not {self.nope_layers}")
+        if self.n_experts:
+            self._check_experts()
         _ = self.wirings, self.period, self.lanes  # once, now: the compiler cannot trace how text is parsed
         if self.named_wiring.model:
             self.named_wiring.model.check(self)
+
+    def _check_experts(self):
+        if not 1 <= (self.experts_per_token or 0) <= self.n_experts:
+            raise InputError(f"experts_per_token is {self.experts_per_token} but must be from 1 to {self.n_experts}")
+        if not self.expert_size:
+            raise InputError("a model with n_experts needs an expert_size")
+        if self.named_wiring.laned and self.wiring != "upper-bound" or self.named_wiring.model:
+            why = "ranks with streams of their own would choose different experts"
+            raise InputError(f"wiring {self.wiring} is not for mixtures of experts: {why}")
 
     @functools.cached_property
     def parsed(self):
@@ -293,6 +311,13 @@ class Config:
         """The Wiring of each layer, as a tuple: the named one, or standard where NAME:N leaves a layer out."""
         chosen = wiring_text.choose_layers(self.parsed, self.named_wiring, self.n_layers)
         return tuple(self.named_wiring if i in chosen else WIRINGS["standard"] for i in range(self.n_layers))
+
+    @property
+    def mlps(self):
+        """{prefix of their matrices' names: neurons} of the MLPs that layers have."""
+        dense = self.intermediate_size if self.dense_layers or not self.n_experts else 0
+        sizes = {"": dense, "experts.": self.expert_size, "shared_expert.": self.shared_expert_size}
+        return {prefix: neurons for prefix, neurons in sizes.items() if neurons}
 
     @property
     def function(self):
@@ -408,14 +433,65 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
+    """A gated MLP of so many neurons, or E of them. linear(in_features, out_features) makes each of its matrices."""
+
+    def __init__(self, dim, neurons, linear):
+        super().__init__()
+        self.w1 = linear(dim, neurons)  # gate
+        self.w3 = linear(dim, neurons)  # up
+        self.w2 = linear(neurons, dim)  # down
+
+    def forward(self, x, *expert):
+        return self.w2(F.silu(self.w1(x, *expert)) * self.w3(x, *expert), *expert)
+
+
+class ExpertLinear(nn.Module):
+    """E linears of one shape, whose weight is (E, out_features, in_features)."""
+
+    def __init__(self, in_features, out_features, n_experts):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_experts, out_features, in_features))
+
+    out_features = property(lambda self: self.weight.shape[1])
+    in_features = property(lambda self: self.weight.shape[2])
+
+    def forward(self, x, expert):
+        """Return each row of x (n, in_features) times the matrix of its expert (n,), in ascending order."""
+        return torch.ops.ladder.expert_linear(x, self.weight, expert)
+
+
+class MoE(nn.Module):
+    """A mixture of experts: each token takes k of E MLPs, which a router chooses, and a shared one if there is one.
+
+    Each rank holds a part of the neurons of every expert. The router, on every rank, gets the same x and so chooses the
+    same experts, since a collective returns the same bits on all ranks.
+    """
+
     def __init__(self, config):
         super().__init__()
-        self.w1 = nn.Linear(config.dim, config.intermediate_size, bias=config.mlp_bias)  # gate
-        self.w3 = nn.Linear(config.dim, config.intermediate_size, bias=config.mlp_bias)  # up
-        self.w2 = nn.Linear(config.intermediate_size, config.dim, bias=config.mlp_bias)  # down
+        dim, E = config.dim, config.n_experts
+        self.k, self.renormalize = config.experts_per_token, config.renormalize_experts
+        self.router = nn.Linear(dim, E, bias=False)
+        self.experts = FeedForward(dim, config.expert_size, functools.partial(ExpertLinear, n_experts=E))
+        if config.shared_expert_size:
+            linear = functools.partial(nn.Linear, bias=False)
+            self.shared_expert = FeedForward(dim, config.shared_expert_size, linear)
+        if config.shared_expert_gate:
+            self.shared_gate = nn.Linear(dim, 1, bias=False)
 
     def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        """Return this rank's partial (B, S, D) of x (B, S, D)."""
+        tokens = x.flatten(0, -2)
+        weights, chosen = self.router(tokens).float().softmax(-1).topk(self.k)  # (B * S, k)
+        if self.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        expert, order = chosen.flatten().sort(stable=True)  # by expert, so that its weights are read once for all tokens
+        y = self.experts(tokens[order // self.k], expert)[order.argsort()].unflatten(0, chosen.shape)  # (B * S, k, D)
+        y = (y * weights[..., None].type_as(y)).sum(1).view_as(x)
+        if hasattr(self, "shared_expert"):
+            gate = self.shared_gate(x).sigmoid() if hasattr(self, "shared_gate") else 1
+            y = y + gate * self.shared_expert(x)
+        return y
 
 
 class Block(nn.Module):
@@ -424,7 +500,11 @@ class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.attention = Attention(config)
-        self.feed_forward = FeedForward(config)
+        if config.n_experts and layer not in config.dense_layers:
+            self.feed_forward = MoE(config)
+        else:
+            linear = functools.partial(nn.Linear, bias=config.mlp_bias)
+            self.feed_forward = FeedForward(config.dim, config.intermediate_size, linear)
         for name in config.wirings[layer].norms:
             self.add_module(name, nn.RMSNorm(config.dim, config.norm_eps))
 

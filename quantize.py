@@ -71,7 +71,7 @@ def quantized(weights, config, iterations):
     def integers(path):
         names = [f"{path}.{name}" for name in ("weight", "scales", "zeros") if f"{path}.{name}" in stored]
         tensors = {name: torch.empty_like(stored[name], device="cpu") for name in names}
-        w = weights.read(f"{path}.weight")
+        w = weights.read(f"{path}.weight").flatten(0, -2)  # the matrices of all experts are one
         step = max(1, PIECE // w.shape[1])
         for i in range(0, len(w), step):
             piece = w[i : i + step].float()
@@ -79,7 +79,7 @@ def quantized(weights, config, iterations):
             if not w.is_floating_point() or not all(tensor.isfinite().all() for tensor in (piece, *results)):
                 raise InputError(f"tensor {path}.weight holds integers, NaN, infinite or too large values")
             for tensor, result in zip(tensors.values(), results, strict=True):
-                tensor[i : i + step] = result
+                tensor.flatten(0, -2)[i : i + step] = result
         return tensors
 
     def read(name):

@@ -65,9 +65,13 @@ def head_ranges(config, rank, shares):
     return [queries, key_and_value], [((group * G + a) * H, (group * G + b) * H)]
 
 
-def neuron_range(config, rank, shares, unit):
-    """Return the range of a rank's neurons: rows of w1 and w3, columns of w2. unit: neurons that stay together."""
-    units = config.intermediate_size // unit
+def neuron_range(config, neurons, rank, shares):
+    """Return the range of a rank's neurons in each MLP of so many: rows of w1 and w3, columns of w2."""
+    unit = int_groups.column_unit(config, neurons, sum(shares) / min(shares))  # neurons that stay together
+    units = neurons // unit
+    if len(shares) > units:
+        groups = f" / {unit}" * (unit > 1)
+        raise InputError(f"{len(shares)} ranks or lanes cannot shard {neurons}{groups} neurons: use 1 to {units}")
     if config.lanes and unit > 1 and units % config.lanes:
         why = f"{config.lanes} lanes cut groups of int4 at no multiple of {unit} columns of w2"
         raise InputError(f"{why}: keep w2 as it is (quantize.py --keep w2)")
@@ -91,18 +95,14 @@ def shard_plan(config, rank, shares):
     ranks. Raises InputError if a rank would have no head or no neuron.
     """
     shares = normalize_shares(shares)
-    unit = int_groups.column_unit(config, sum(shares) / min(shares))
-    units = f"intermediate_size / {unit}" if unit > 1 else "intermediate_size"
-    for n, name in (config.n_heads, "n_heads"), (config.intermediate_size // unit, units):
-        if len(shares) > n:
-            raise InputError(f"{len(shares)} ranks or lanes cannot shard {name} {n}: use 1 to {n}")
+    if len(shares) > config.n_heads:
+        raise InputError(f"{len(shares)} ranks or lanes cannot shard n_heads {config.n_heads}: use 1 to {config.n_heads}")
     wqkv, wo = head_ranges(config, rank, shares)
-    neurons = [neuron_range(config, rank, shares, unit)]
-    vocabulary = [vocab_range(config.vocab_size, rank, shares)]
-    return {
-        "wqkv": (0, wqkv), "wo": (1, wo), "w1": (0, neurons), "w3": (0, neurons), "w2": (1, neurons),
-        "output": (0, vocabulary),
-    }  # fmt: skip
+    plan = {"wqkv": (0, wqkv), "wo": (1, wo), "output": (0, [vocab_range(config.vocab_size, rank, shares)])}
+    for mlp, neurons in config.mlps.items():
+        ranges = [neuron_range(config, neurons, rank, shares)]
+        plan |= {f"{mlp}w1": (0, ranges), f"{mlp}w3": (0, ranges), f"{mlp}w2": (1, ranges)}
+    return plan
 
 
 class ShardSlice(NamedTuple):
@@ -124,14 +124,15 @@ def shard_slices(config, dtype, rank=0, shares=1, model=None):
     model = model or build(config)
     for name, whole in model.named_parameters():  # a tied output head is not among them
         path, _, tensor = name.rpartition(".")
-        dim, ranges = plan.get(path.rpartition(".")[2], (0, None))
+        dim, ranges = plan.get(path.split(".", 3)[-1], (0, None))  # without layers.N.attention or .feed_forward
         shape, columns = list(whole.shape), 1
         if dim == 1 and tensor == "bias":  # added to a partial sum: by rank 0 alone
             dim, ranges = 0, None if rank == 0 else []
-        elif dim == 1 and shape[1] == 1:  # the scale of a row
+        elif dim == 1 and shape[-1] == 1:  # the scale of a row
             ranges = None
         elif dim == 1:
-            columns = model.get_submodule(path).in_features // shape[1]
+            columns = model.get_submodule(path).in_features // shape[-1]
+        dim += whole.dim() == 3  # the matrices of all experts
         if ranges:
             shape[dim] = int_groups.stored_columns(ranges, columns)
         slices[name] = ShardSlice(

@@ -6,6 +6,7 @@ import torch
 
 from formats import checkpoint
 from formats.checkpoint import ROPE_KEYS, read_json
+from formats.experts import ExpertWeights
 from formats.wiring_text import wiring_name
 from runtime.errors import InputError, load_extra
 
@@ -27,6 +28,14 @@ LAYER_NAMES = {
     "feed_forward.w3.bias": "mlp.up_proj.bias",
     "feed_forward.w2.weight": "mlp.down_proj.weight",
     "feed_forward.w2.bias": "mlp.down_proj.bias",
+    "feed_forward.router.weight": "mlp.gate.weight",
+    "feed_forward.experts.w1.weight": "mlp.experts.gate_proj.weight",  # as formats/experts.py names them
+    "feed_forward.experts.w3.weight": "mlp.experts.up_proj.weight",
+    "feed_forward.experts.w2.weight": "mlp.experts.down_proj.weight",
+    "feed_forward.shared_expert.w1.weight": "mlp.shared_expert.gate_proj.weight",
+    "feed_forward.shared_expert.w3.weight": "mlp.shared_expert.up_proj.weight",
+    "feed_forward.shared_expert.w2.weight": "mlp.shared_expert.down_proj.weight",
+    "feed_forward.shared_gate.weight": "mlp.shared_expert_gate.weight",
 }
 
 COMMON = {
@@ -36,6 +45,10 @@ COMMON = {
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
 WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "layer_types": None}
 BIASES = {"attention_bias": False, "mlp_bias": False}
+QWEN_EXPERTS = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
+GRANITE = {
+    "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
+}  # fmt: skip
 # model_type: {key: transformers 5.23's default}, for the keys that the family has. Every config.json has
 # the model's shape, except for the keys that the first Llamas lack.
 FAMILIES = {
@@ -50,9 +63,22 @@ FAMILIES = {
     "qwen2": {**COMMON, **NO_ENDS, **WINDOW, "max_window_layers": 28},
     "qwen3": {**COMMON, **NO_ENDS, **WINDOW, "max_window_layers": 28, "attention_bias": False},
     "phi3": {**COMMON, "rms_norm_eps": 1e-5, "sliding_window": None, "eos_token_id": 32000},
-    "granite": {
-        **COMMON, **BIASES, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
-        "attention_multiplier": 1.0,
+    "granite": {**COMMON, **BIASES, **GRANITE},
+    "mixtral": {
+        **COMMON, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "granitemoe": {
+        **COMMON, **GRANITE, "attention_bias": False, "num_local_experts": 8, "num_experts_per_tok": 2,
+    },
+    "qwen2_moe": {
+        **COMMON, **NO_ENDS, **WINDOW, **QWEN_EXPERTS, "max_window_layers": 28, "num_experts": 60,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+        "qkv_bias": True,
+    },
+    "qwen3_moe": {  # transformers 5 writes num_local_experts
+        **COMMON, **NO_ENDS, **WINDOW, **QWEN_EXPERTS, "max_window_layers": 28, "attention_bias": False,
+        "num_experts": None, "num_local_experts": None, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     },
     "smollm3": {
         **COMMON, **BIASES, "tie_word_embeddings": True, "rope_theta": 2000000.0, "no_rope_layers": None,
@@ -153,13 +179,29 @@ def our_values(hf):
         "vocab_size": hf["vocab_size"], "norm_eps": hf["rms_norm_eps"],
         "rope_theta": rope.get("rope_theta", hf["rope_theta"]), "rope_scaling": rope_scaling_from_hf(hf),
         "tie_embeddings": hf["tie_word_embeddings"],
-        "qkv_bias": family == "qwen2" or attention_bias,
+        "qkv_bias": family == "qwen2" or hf.get("qkv_bias", attention_bias),
         "wo_bias": hf.get("attention_out_bias", attention_bias), "mlp_bias": hf.get("mlp_bias", False),
-        "qk_norm": family == "qwen3" or hf.get("qk_norm", False),
+        "qk_norm": family in ("qwen3", "qwen3_moe") or hf.get("qk_norm", False), **experts_from_hf(hf),
         "nope_layers": nope_layers_from_hf(hf), "bos_id": hf["bos_token_id"],
         "sliding_window": hf["sliding_window"] if windowed else None, "window_layers": windowed,
         "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), hf.get("parallel_blocks"), n_layers),
         **hf.get("laneformer", {}),
+    }  # fmt: skip
+
+
+def experts_from_hf(hf):
+    """Return the values of Config about experts from the result of read_hf; none for a dense model."""
+    n_experts = hf.get("num_experts") or hf.get("num_local_experts") or 128 * (hf["model_type"] == "qwen3_moe")
+    if not n_experts:
+        return {}
+    layers, step, dense = range(hf["num_hidden_layers"]), hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers")
+    return {
+        "n_experts": n_experts, "experts_per_token": hf["num_experts_per_tok"],
+        "expert_size": hf.get("moe_intermediate_size", hf["intermediate_size"]),
+        "renormalize_experts": hf.get("norm_topk_prob", True),
+        "shared_expert_size": hf.get("shared_expert_intermediate_size"),
+        "shared_expert_gate": "shared_expert_intermediate_size" in hf,
+        "dense_layers": tuple(i for i in layers if i in (dense or ()) or (i + 1) % step),
     }  # fmt: skip
 
 
@@ -216,6 +258,7 @@ class LlamaWeights:
 
     def __init__(self, source, path, config):
         hf, H = read_hf(path), config.head_dim
+        source = ExpertWeights(source) if config.n_experts else source
         if "laneformer" in hf:
             source = load_extra("lanes", "a Laneformer").LaneformerWeights(source, H)
         query, key, hidden = config.n_heads * H, config.n_kv_heads * H, config.intermediate_size

@@ -21,6 +21,15 @@ SIZES = {  # shapes for benchmarks with random weights; extras/lanes adds anothe
     "1b": _llama3(16, 32, 64, 2048, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 1B
     "3b": _llama3(28, 24, 128, 3072, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 3B
     "8b": _llama3(32, 32, 128, 4096, 14336),  # Llama 3.1 8B
+    # Qwen3 30B-A3B
+    "30b-a3b": Config(
+        48, 32, 4, 128, 2048, 6144, 151936, 40960, 1e-6, 1e6, qk_norm=True, n_experts=128, experts_per_token=8,
+        expert_size=768, bos_id=151643, eos_ids=(151645, 151643),
+    ),
+    "mixtral-8x7b": Config(
+        32, 32, 8, 128, 4096, 14336, 32000, 32768, 1e-5, 1e6, n_experts=8, experts_per_token=2, expert_size=14336,
+        bos_id=1, eos_ids=(2,),
+    ),
     "34b": Config(48, 64, 8, 128, 8192, 22016, 32000, 16384, rope_theta=1e6, bos_id=1, eos_ids=(2,)),  # CodeLlama 34B
     "70b": _llama3(80, 64, 128, 8192, 28672),  # Llama 3.1 70B
     # BLOOM 176B as the Ladder Residual paper times it: a Llama block of BLOOM's width with a gated MLP of 3.5 D

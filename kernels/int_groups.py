@@ -16,18 +16,19 @@ def check(config):
         raise ValueError("without quantization no matrix is kept from it")
     columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), config.dim)
     columns |= {"wo": config.n_heads * config.head_dim, "w2": config.intermediate_size}
+    hidden = {config.expert_size, config.shared_expert_size} - {None}
     for name in config.kept:
         if name not in columns:
             raise ValueError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
         if name == "output" and config.tie_embeddings:
             raise ValueError("the output head of this model is its embedding table: keep tok_embeddings instead")
-    for name, count in columns.items():
+    for name, count in (*columns.items(), *(("w2", count) for count in hidden)):
         if size is not None and name not in config.kept and count % size:
             raise ValueError(f"group size {size} does not divide the {count} columns of {name}: keep {name}")
 
 
-def column_unit(config, least_ranks):
-    """Return how many columns of w2 must stay on one rank; 1 without int4.
+def column_unit(config, width, least_ranks):
+    """Return how many of the `width` columns of a w2 must stay on one rank; 1 without int4.
 
     least_ranks: how many ranks there would be if each had the smallest share. It is a group of int4, or
     128 columns, which PyTorch's int4 kernel on a GPU wants, if no share then exceeds its due by more than an eighth.
@@ -36,7 +37,7 @@ def column_unit(config, least_ranks):
     """
     if config.group_size is None or "w2" in config.kept:
         return 1
-    width, unit = config.intermediate_size, config.group_size
+    unit = config.group_size
     if config.lanes:
         return 8
     if width % 128 == 0 and width >= 8 * 128 * least_ranks and not config.named_wiring.laned:
@@ -52,7 +53,7 @@ def stored_columns(ranges, columns):
 
 
 def regroup(numbers, start, stop, size):
-    """Return int4 scales or zeros for columns start to stop, given those (N, G) of all groups that contain them.
+    """Return int4 scales or zeros for columns start to stop, given those (..., G) of all groups that contain them.
 
     size: columns of such a group. If start or stop lies inside a group, all groups become smaller: the largest size
     that divides both. Example: groups of 64 cut at column 96 become groups of 32.
@@ -61,5 +62,5 @@ def regroup(numbers, start, stop, size):
         return numbers
     smaller = math.gcd(size, start, stop)
     first = start % size // smaller
-    numbers = numbers.repeat_interleave(size // smaller, dim=1)
-    return numbers[:, first : first + (stop - start) // smaller].contiguous()
+    numbers = numbers.repeat_interleave(size // smaller, dim=-1)
+    return numbers[..., first : first + (stop - start) // smaller].contiguous()

@@ -35,19 +35,23 @@ def scaled(q, scales, zeros):
 
 
 class Integers(nn.Module):
-    """A matrix (N, K) stored as integers: weight (N, K) int8 or (N, K / 2) uint8, scales and zeros (N, G)."""
+    """A matrix (N, K) stored as integers: weight (N, K) int8 or (N, K / 2) uint8, scales and zeros (N, G).
 
-    def __init__(self, N, K, quant, group_size):
+    Those of experts have a dimension E in front.
+    """
+
+    def __init__(self, shape, quant, group_size):
         super().__init__()
+        *rows, K = shape
         four_bits = quant == "int4"
-        shape, dtype = ((N, K // 2), torch.uint8) if four_bits else ((N, K), torch.int8)
-        groups = torch.empty(N, K // group_size if four_bits else 1, dtype=torch.bfloat16)
+        shape, dtype = ((*rows, K // 2), torch.uint8) if four_bits else (shape, torch.int8)
+        groups = torch.empty(*rows, K // group_size if four_bits else 1, dtype=torch.bfloat16)
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
         self.scales = nn.Parameter(groups, requires_grad=False)
         self.zeros = nn.Parameter(groups.clone(), requires_grad=False) if four_bits else None
 
-    out_features = property(lambda self: self.weight.shape[0])
-    in_features = property(lambda self: self.weight.shape[1] * (1 if self.zeros is None else 2))
+    out_features = property(lambda self: self.weight.shape[-2])
+    in_features = property(lambda self: self.weight.shape[-1] * (1 if self.zeros is None else 2))
 
     def rows(self, index):
         """Return rows of the matrix, as floats."""
@@ -58,9 +62,9 @@ class Integers(nn.Module):
 class IntLinear(Integers):
     """x (..., K) -> x W^T + bias (..., N)."""
 
-    def __init__(self, N, K, quant, group_size, bias):
-        super().__init__(N, K, quant, group_size)
-        self.bias = nn.Parameter(torch.empty(N), requires_grad=False) if bias else None
+    def __init__(self, shape, quant, group_size, bias):
+        super().__init__(shape, quant, group_size)
+        self.bias = nn.Parameter(torch.empty(shape[0]), requires_grad=False) if bias else None
 
     def forward(self, x):
         N, K = max(1, self.out_features), self.in_features  # a rank may have no rows of the output head
@@ -131,6 +135,13 @@ class IntEmbedding(Integers):
         return self.rows(tokens)
 
 
+class IntExpertLinear(Integers):
+    """Each row of x (n, K) times the matrix (N, K) of its expert (n,), in ascending order."""
+
+    def forward(self, x, expert):
+        return torch.ops.ladder.expert_linear_int(x, self.weight, self.scales, self.zeros, expert)
+
+
 # ---- Replacing the matrices of a model -------------------------------------------------------------------------------
 
 
@@ -149,14 +160,20 @@ def recast(module, subclass):
 
 
 def replace_matrices(model, config):
-    """Replace the linears and embeddings of a Transformer by integer ones, except those that the config keeps."""
+    """Replace the linears and embeddings of a Transformer by integer ones, except those that the config keeps.
+
+    What chooses experts stays exact: it is small, and another choice is another function.
+    """
 
     def make(name, module):
         table = "tok_embeddings" if name == "output" and config.tie_embeddings else name
-        if type(module) not in (nn.Linear, nn.Embedding) or table in config.kept:
+        weight = getattr(module, "weight", None)
+        if weight is None or weight.dim() == 1 or table in (*config.kept, "router", "shared_gate"):
             return None
-        shape = *module.weight.shape, config.quant, config.group_size
-        return IntEmbedding(*shape) if type(module) is nn.Embedding else IntLinear(*shape, module.bias is not None)
+        settings = tuple(weight.shape), config.quant, config.group_size
+        if type(module) is nn.Embedding:
+            return IntEmbedding(*settings)
+        return IntLinear(*settings, module.bias is not None) if weight.dim() == 2 else IntExpertLinear(*settings)
 
     swap(model, make)
 
