@@ -120,6 +120,23 @@ def delayed_stream(x, sublayers, comm, config):
     return residual_stream(x, delayed, comm, config)
 
 
+def farskip_stream(x, sublayers, comm, config):
+    """Run a ladder whose sublayers also read the shared expert's output of a sum in flight: each rank has all of it.
+
+    A sublayer returns (partial, shared expert's output or None). From arXiv 2511.11505.
+    """
+    shared = []  # of the sublayers in flight
+
+    def with_shared(h, stale, x):
+        del shared[: max(0, len(shared) - stale)]
+        partial, output = h(functools.reduce(operator.add, filter(torch.is_tensor, shared), x))
+        shared.append(output)
+        return partial if output is None else partial + output / comm.lanes  # which the sum has once
+
+    late = [(functools.partial(with_shared, h, stale), stale) for h, stale in sublayers]
+    return residual_stream(x, late, comm, config)
+
+
 def desynced_stream(x, sublayers, comm, config):
     """Keep every n-th all-reduce (n = config.period) and the last; between them the ranks' streams drift apart.
 
@@ -139,6 +156,16 @@ def attention_then_mlp(block, metadata, cache):
         lambda x: block.attention(block.attention_norm(x), metadata, cache),
         lambda x: block.feed_forward(block.ffn_norm(x)),
     ]
+
+
+def attention_then_experts(block, metadata, cache):
+    """Keep the shared expert's output, if there is one, apart from the partial of the experts that are routed to."""
+
+    def mlp(x):
+        x, mlp = block.ffn_norm(x), block.feed_forward
+        return (mlp.routed(x), mlp.shared(x)) if isinstance(mlp, MoE) else (mlp(x), None)
+
+    return [lambda x: (block.attention(block.attention_norm(x), metadata, cache), None), mlp]
 
 
 def attention_plus_mlp(block, metadata, cache):
@@ -189,6 +216,10 @@ WIRINGS = {
     "spd": Wiring("the MLP reads its own rank's attention", attention_into_mlp, laned=True, small_loss=True),
     "spd-ladder": Wiring("spd, one block late", attention_into_mlp, stale=1, laned=True),
     "delayed": Wiring("a ladder that misses only other ranks' partials", stream=delayed_stream, stale=1, laned=True),
+    "farskip": Wiring(
+        "a ladder that misses no shared expert (of a mixture)", attention_then_experts, stream=farskip_stream, stale=1,
+        parameter=None,
+    ),
     "desync": Wiring("only every N-th all-reduce (2)", stream=desynced_stream, parameter="period", laned=True),
     "upper-bound": Wiring("no all-reduce: a bound on speed", stream=desynced_stream, parameter=None, laned=True),
 }  # fmt: skip
@@ -314,9 +345,12 @@ class Config:
 
     @property
     def mlps(self):
-        """{prefix of their matrices' names: neurons} of the MLPs that layers have."""
+        """{prefix of their matrices' names: neurons} of the MLPs that ranks share out: farskip's shared expert is whole."""
+        whole_shared_expert = self.named_wiring.stream is farskip_stream
         dense = self.intermediate_size if self.dense_layers or not self.n_experts else 0
         sizes = {"": dense, "experts.": self.expert_size, "shared_expert.": self.shared_expert_size}
+        if whole_shared_expert:
+            del sizes["shared_expert."]
         return {prefix: neurons for prefix, neurons in sizes.items() if neurons}
 
     @property
@@ -481,17 +515,25 @@ class MoE(nn.Module):
 
     def forward(self, x):
         """Return this rank's partial (B, S, D) of x (B, S, D)."""
+        shared = self.shared(x)
+        return self.routed(x) if shared is None else self.routed(x) + shared
+
+    def shared(self, x):
+        """Return the output of the shared expert for x, or None without one."""
+        if not hasattr(self, "shared_expert"):
+            return None
+        y = self.shared_expert(x)
+        return self.shared_gate(x).sigmoid() * y if hasattr(self, "shared_gate") else y
+
+    def routed(self, x):
+        """Return the partial of the experts that the router chooses for each token of x."""
         tokens = x.flatten(0, -2)
         weights, chosen = self.router(tokens).float().softmax(-1).topk(self.k)  # (B * S, k)
         if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
         expert, order = chosen.flatten().sort(stable=True)  # by expert, so that its weights are read once for all tokens
         y = self.experts(tokens[order // self.k], expert)[order.argsort()].unflatten(0, chosen.shape)  # (B * S, k, D)
-        y = (y * weights[..., None].type_as(y)).sum(1).view_as(x)
-        if hasattr(self, "shared_expert"):
-            gate = self.shared_gate(x).sigmoid() if hasattr(self, "shared_gate") else 1
-            y = y + gate * self.shared_expert(x)
-        return y
+        return (y * weights[..., None].type_as(y)).sum(1).view_as(x)
 
 
 class Block(nn.Module):
