@@ -324,8 +324,10 @@ class Config:
     @functools.cached_property
     def named_wiring(self):
         """The Wiring that `wiring` names."""
-        stale, wiring = self.parsed.stale, WIRINGS[self.parsed.name]
-        return dataclasses.replace(wiring, stale=stale) if stale else wiring
+        stale, name = self.parsed.stale, self.parsed.name
+        if name == "farskip" and not self.shared_expert_size:
+            name = "ladder"  # which it is without a shared expert
+        return dataclasses.replace(WIRINGS[name], stale=stale) if stale else WIRINGS[name]
 
     @functools.cached_property
     def lanes(self):
@@ -531,7 +533,9 @@ class MoE(nn.Module):
         weights, chosen = self.router(tokens).float().softmax(-1).topk(self.k)  # (B * S, k)
         if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        expert, order = chosen.flatten().sort(stable=True)  # by expert, so that its weights are read once for all tokens
+        expert, order = chosen.flatten().sort(
+            stable=True
+        )  # by expert, so that its weights are read once for all tokens
         y = self.experts(tokens[order // self.k], expert)[order.argsort()].unflatten(0, chosen.shape)  # (B * S, k, D)
         return (y * weights[..., None].type_as(y)).sum(1).view_as(x)
 

@@ -96,7 +96,9 @@ def shard_plan(config, rank, shares):
     """
     shares = normalize_shares(shares)
     if len(shares) > config.n_heads:
-        raise InputError(f"{len(shares)} ranks or lanes cannot shard n_heads {config.n_heads}: use 1 to {config.n_heads}")
+        raise InputError(
+            f"{len(shares)} ranks or lanes cannot shard n_heads {config.n_heads}: use 1 to {config.n_heads}"
+        )
     wqkv, wo = head_ranges(config, rank, shares)
     plan = {"wqkv": (0, wqkv), "wo": (1, wo), "output": (0, [vocab_range(config.vocab_size, rank, shares)])}
     for mlp, neurons in config.mlps.items():

@@ -26,9 +26,7 @@ def _expert_linear(x, weight, expert):
 torch.library.define(
     "ladder::expert_linear_int", "(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor expert) -> Tensor"
 )
-torch.library.register_fake(
-    "ladder::expert_linear_int", lambda x, weight, *_: x.new_empty(len(x), weight.shape[1])
-)
+torch.library.register_fake("ladder::expert_linear_int", lambda x, weight, *_: x.new_empty(len(x), weight.shape[1]))
 
 
 @torch.library.impl("ladder::expert_linear_int", "default")

@@ -106,8 +106,8 @@ def random_model(config, seed=0):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in net.parameters():
-            if weight.dim() == 2:
-                weight.normal_(0, weight.shape[1] ** -0.5, generator=generator)
+            if weight.dim() > 1:
+                weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
             else:
                 weight.uniform_(0.5, 1.5, generator=generator)
     return net

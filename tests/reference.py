@@ -89,11 +89,52 @@ class Reference:
     def mlp(self, layer, x, hidden, norm="ffn_norm"):
         w, p, (a, b) = self.w, f"layers.{layer}.", hidden
         x = rms_norm(x, w[p + norm + ".weight"], self.c.norm_eps)
+        if self.c.n_experts and layer not in self.c.dense_layers:
+            return self.experts(p + "feed_forward.", x) + self.shared_expert(p + "feed_forward.", x)
         gate, up = x @ w[p + "feed_forward.w1.weight"][a:b].T, x @ w[p + "feed_forward.w3.weight"][a:b].T
         if self.c.mlp_bias:
             gate, up = gate + w[p + "feed_forward.w1.bias"][a:b], up + w[p + "feed_forward.w3.bias"][a:b]
         out = gate / (1 + np.exp(-gate)) * up @ w[p + "feed_forward.w2.weight"][:, a:b].T
         return out + w[p + "feed_forward.w2.bias"] if self.c.mlp_bias and a == 0 else out
+
+    def gated(self, x, w1, w3, w2):
+        gate = w1 @ x
+        return w2 @ (gate / (1 + np.exp(-gate)) * (w3 @ x))
+
+    def experts(self, p, x):
+        """What each token's likeliest experts give, weighted with their probabilities. On one rank, token by token."""
+        w, out = self.w, np.zeros_like(x)
+        for t, token in enumerate(x):
+            scores = np.exp(w[p + "router.weight"] @ token)
+            probabilities = scores / scores.sum()
+            chosen = sorted(range(self.c.n_experts), key=lambda e: -probabilities[e])[: self.c.experts_per_token]
+            whole = sum(probabilities[e] for e in chosen) if self.c.renormalize_experts else 1
+            for e in chosen:
+                matrices = (w[f"{p}experts.{name}.weight"][e] for name in ("w1", "w3", "w2"))
+                out[t] += probabilities[e] / whole * self.gated(token, *matrices)
+        return out
+
+    def shared_expert(self, p, x):
+        if not self.c.shared_expert_size:
+            return np.zeros_like(x)
+        matrices = [self.w[f"{p}shared_expert.{name}.weight"] for name in ("w1", "w3", "w2")]
+        out = np.stack([self.gated(token, *matrices) for token in x])
+        if self.c.shared_expert_gate:
+            out = out / (1 + np.exp(-x @ self.w[p + "shared_gate.weight"].T))
+        return out
+
+    def farskip(self, x0):
+        """The stream of a mixture: attention k misses the routed experts of layer k - 1, experts k miss attention k."""
+        c, w, attention, routed, shared = self.c, self.w, [], [], []
+        for layer in range(c.n_layers):
+            whole = x0 + sum(attention) + sum(routed) + sum(shared)
+            late = whole - routed[-1] if routed else whole
+            attention.append(self.attention(layer, late, (0, c.n_heads)))
+            p = f"layers.{layer}."
+            x = rms_norm(whole, w[p + "ffn_norm.weight"], c.norm_eps)
+            routed.append(self.experts(p + "feed_forward.", x))
+            shared.append(self.shared_expert(p + "feed_forward.", x))
+        return x0 + sum(attention) + sum(routed) + sum(shared)
 
     def attention_into_mlp(self, layer, x, shard):
         y = self.attention(layer, x, shard[0])
@@ -116,7 +157,7 @@ class Reference:
 
     def parts(self, layer, split):
         """What a layer adds to the stream, each a partial(x, shard)."""
-        if split is model.attention_then_mlp:
+        if split in (model.attention_then_mlp, model.attention_then_experts):
             return [
                 lambda x, shard: self.attention(layer, x, shard[0]),
                 lambda x, shard: self.mlp(layer, x, shard[1]),
@@ -145,8 +186,10 @@ class Reference:
 
     def stream(self, x0):
         """The final residual stream, of each rank."""
+        if self.wiring()[0].stream is model.farskip_stream and self.c.shared_expert_size:
+            return [self.farskip(x0)]
         (wiring, _, n, _), sublayers = self.wiring(), self.sublayers()
-        if wiring.stream in (model.residual_stream, model.delayed_stream):
+        if wiring.stream in (model.residual_stream, model.delayed_stream, model.farskip_stream):
             x, partials, seen = [x0], [], 0  # x[i]: with the sums of the first i sublayers; seen: how many of them
             for i, (h, stale) in enumerate(sublayers):
                 seen = max(seen, i - stale)

@@ -1,0 +1,201 @@
+"""Mixtures of experts: against a naive float64 model and transformers, on ranks, compiled, in integers."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from helpers import BASE, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows, write_model
+from reference import Reference
+from safetensors.torch import load_file, save_file
+from test_convert import check_parity, convert, hf_model
+
+import quantize
+import tp
+from formats import checkpoint
+from kernels import int_linear
+from model import MoE
+from runtime.errors import InputError
+
+MIXTURE = dataclasses.replace(
+    BASE, n_heads=15, n_kv_heads=5, n_experts=5, experts_per_token=2, expert_size=36, dense_layers=(1,)
+)
+SHARED = dataclasses.replace(MIXTURE, shared_expert_size=28, shared_expert_gate=True, dense_layers=())
+WIRINGS = "standard", "ladder", "ladder:1", "parallel-ladder", "pair", "farskip"
+CONFIGS = [dataclasses.replace(config, wiring=w) for config in (MIXTURE, SHARED) for w in WIRINGS]
+
+
+def config_id(config):
+    return f"{config.wiring}, {'shared' if config.shared_expert_size else 'dense layer'}"
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("config", CONFIGS, ids=config_id)
+def test_matches_the_naive_float64_reference(config, renormalize):
+    config = dataclasses.replace(config, renormalize_experts=renormalize)
+    net = random_model(config)
+    tokens, lengths = unequal_rows(config)
+    with torch.no_grad():
+        logits = net(tokens)
+    reference = Reference(config, net.state_dict())
+    for row, length in enumerate(lengths):
+        expected = torch.from_numpy(reference.logits(tokens[row, :length]))
+        assert (logits[row, :length] - expected).abs().max() < 1e-4
+
+
+def test_farskip_is_ladder_without_a_shared_expert():
+    ladder, farskip = (dataclasses.replace(MIXTURE, wiring=wiring) for wiring in ("ladder", "farskip"))
+    assert ladder.function == farskip.function
+    ladder, farskip = (dataclasses.replace(SHARED, wiring=wiring) for wiring in ("ladder", "farskip"))
+    tokens = unequal_rows(SHARED)[0]
+    with torch.no_grad():
+        assert (random_model(ladder)(tokens) - random_model(farskip)(tokens)).abs().max() > 0.1
+
+
+def on_a_rank(world, config, compile, chunks):
+    with torch.inference_mode():
+        return last_logits(shard(config, world), *unequal_rows(config), compile=compile, chunks=chunks)
+
+
+@pytest.mark.parametrize("compile, chunks", [(False, None), (False, 2), (True, None)])
+@pytest.mark.parametrize("ranks", [2, (2, 1), 4])
+def test_ranks_compute_the_same(ranks, compile, chunks):
+    for config in CONFIGS if not compile else CONFIGS[-1:]:
+        with torch.inference_mode():
+            expected = last_logits(random_model(config), *unequal_rows(config))
+        for logits in run_ranks(ranks, on_a_rank, config, compile, chunks):
+            assert (logits - expected).abs().max() < 1e-4, config.wiring
+
+
+def stream_of(world, name, steps):
+    """The sums of different partials, as a model's stream would have them."""
+    group = tp.collective(name).connect(world) if name != "auto" else world.group
+    comm = tp.TensorParallel(BASE, world.shares, group)
+    generator = torch.Generator().manual_seed(world.rank)
+    x = torch.zeros(3, 48, dtype=torch.bfloat16)
+    for _ in range(steps):
+        x = comm.settle(x, comm.start(torch.randn(3, 48, generator=generator).bfloat16()))
+    return x
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", ["auto", "library"])
+def test_every_rank_gets_the_same_bits(ranks, name):
+    """Else a router could choose other experts on one rank than on another."""
+    first, *others = run_ranks(ranks, stream_of, name, 40)
+    assert first.std() > 1 and all(torch.equal(x, first) for x in others)
+
+
+def test_equal_scores_and_an_expert_that_nobody_chose():
+    moe = MoE(dataclasses.replace(MIXTURE, experts_per_token=3))
+    for weight in moe.parameters():
+        torch.nn.init.normal_(weight, 0, 0.2)
+    torch.nn.init.zeros_(moe.router.weight)  # a tie of all: whichever three are chosen, all tokens get the same ones
+    x = torch.randn(2, 5, 48)
+    with torch.no_grad():
+        y = moe(x)
+        assert torch.allclose(y[0, :1], moe(x[:1, :1])[0], atol=1e-6)
+        chosen = moe.router(x.flatten(0, 1)).softmax(-1).topk(3)[1]
+        assert (chosen == chosen[0]).all()  # so two experts have no token
+        each = [moe.experts(x.flatten(0, 1), torch.full((10,), int(e))) for e in chosen[0]]
+        assert torch.allclose(y.flatten(0, 1), sum(each) / 3, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Integers
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
+    config = dataclasses.replace(SHARED, dim=64, intermediate_size=128, expert_size=96, shared_expert_size=64)
+    config = dataclasses.replace(config, wiring="ladder", head_dim=16, n_heads=12, n_kv_heads=4)
+    (tmp_path / "float").mkdir()
+    write_model(tmp_path / "float", config, random_model(config).state_dict(), torch.float32)
+    options = ["--group-size", "32"] if mode == "int4" else []
+    quantize.main(["--checkpoint", str(tmp_path / "float"), "--mode", mode, *options, "--out", str(tmp_path / mode)])
+    own = checkpoint.read_config(tmp_path / mode)
+    state = load_file(tmp_path / mode / "model.safetensors")
+    assert {"layers.0.feed_forward.experts.w2.scales", "layers.0.feed_forward.router.weight"} <= state.keys()
+    assert "layers.0.feed_forward.router.scales" not in state
+    twin = {}
+    for name in dict(random_model(config).state_dict()):
+        path = name.removesuffix(".weight")
+        parts = [state.get(f"{path}.{part}") for part in ("weight", "scales", "zeros")]
+        twin[name] = parts[0] if parts[1] is None else int_linear.dequantize(*(p if p is None else p.float() if
+                     p.dtype == torch.bfloat16 else p for p in parts))  # fmt: skip
+    net = tp.load_shard(config, StateWeights(twin), torch.float32, "cpu")
+    with torch.inference_mode():
+        expected = last_logits(net, *unequal_rows(config))
+        if ranks == 1:
+            results = [last_logits(tp.load_shard(own, checkpoint.Weights(tmp_path / mode), torch.float32, "cpu"),
+                                   *unequal_rows(config))]  # fmt: skip
+        else:
+            results = run_ranks(ranks, integers_on_a_rank, str(tmp_path / mode))
+    for logits in results:
+        assert (logits - expected).abs().max() < 2e-3
+
+
+def integers_on_a_rank(world, folder):
+    config = checkpoint.read_config(folder)
+    net = tp.load_shard(config, checkpoint.Weights(folder), torch.float32, "cpu", world.rank, world.shares)
+    net.comm = tp.TensorParallel(config, world.shares, world.group)
+    with torch.inference_mode():
+        return last_logits(net, *unequal_rows(config))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Families
+
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
+FAMILIES = {
+    "mixtral": ("MixtralConfig", {"num_local_experts": 5, "sliding_window": 7}),
+    "qwen2": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 28, "decoder_sparse_step": 2}),
+    "qwen3": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "granite": ("GraniteMoeConfig", {
+        "num_local_experts": 5, "num_experts_per_tok": 3, "embedding_multiplier": 3.0, "logits_scaling": 0.25,
+        "residual_multiplier": 0.6, "attention_multiplier": 0.2, "tie_word_embeddings": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parity_with_transformers(family, tmp_path):
+    theirs = hf_model(FAMILIES[family])
+    theirs.save_pretrained(tmp_path / "hf")
+    check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
+
+
+def test_fused_experts_are_read_as_separate_ones(tmp_path):
+    theirs = hf_model(FAMILIES["qwen3"])
+    theirs.save_pretrained(tmp_path / "hf")
+    state = {name: weight.contiguous() for name, weight in theirs.state_dict().items()}
+    assert any("gate_up_proj" in name for name in state)
+    save_file(state, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
+
+
+def edited(tmp_path, family, **changes):
+    """A Hugging Face folder with other values in its config.json."""
+    hf_model(FAMILIES[family]).save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return tmp_path / "hf"
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"num_experts_per_tok": 6}, "experts_per_token is 6 but must be from 1 to 5"),
+        ({"num_local_experts": 4, "num_experts": 4}, "does not make the"),
+        ({"moe_intermediate_size": 35}, "does not make the"),
+    ],
+)
+def test_bad_experts_are_one_line(changes, words, tmp_path):
+    with pytest.raises(InputError, match=words):
+        convert(edited(tmp_path, "qwen3", **changes), tmp_path / "ours")
+
+
+@pytest.mark.parametrize("wiring", ["spd", "delayed:1", "desync:4"])
+def test_wirings_with_streams_of_their_own_are_refused(wiring):
+    with pytest.raises(InputError, match="not for mixtures"):
+        dataclasses.replace(MIXTURE, wiring=wiring)
