@@ -347,12 +347,11 @@ class Config:
 
     @property
     def mlps(self):
-        """{prefix of their matrices' names: neurons} of the MLPs that ranks share out: farskip's shared expert is whole."""
-        whole_shared_expert = self.named_wiring.stream is farskip_stream
+        """{prefix of their matrices' names: neurons} of the MLPs that ranks share out."""
         dense = self.intermediate_size if self.dense_layers or not self.n_experts else 0
         sizes = {"": dense, "experts.": self.expert_size, "shared_expert.": self.shared_expert_size}
-        if whole_shared_expert:
-            del sizes["shared_expert."]
+        if self.named_wiring.stream is farskip_stream:
+            del sizes["shared_expert."]  # each rank has it whole
         return {prefix: neurons for prefix, neurons in sizes.items() if neurons}
 
     @property

@@ -13,8 +13,8 @@ from decoding.sampling import Sampler
 from decoding.step import next_tokens, pad
 from kernels import cxx, few_rows
 from kernels.few_rows import FEW_INT, FewRowsIntLinear
-from kernels.int_linear import recast, swap
-from model import Attention, FeedForward
+from kernels.int_linear import FEW, IntExpertLinear, dequantize, recast, swap
+from model import Attention, ExpertLinear, FeedForward
 from runtime import watch
 from runtime.errors import InputError
 from runtime.report import PASS_TOKENS
@@ -79,6 +79,25 @@ class FewRowsFeedForward(FeedForward):
         return torch.ops.ladder.feed_forward_int(x, *weights, self.w1.out_features, self.w1.in_features, self.w1.bits)
 
 
+class GatheredExpertLinear(ExpertLinear):
+    """An ExpertLinear for a GPU: compiled, few rows are one kernel, which reads the matrices of their experts."""
+
+    def forward(self, x, expert):
+        if len(x) > FEW or not torch.compiler.is_compiling():
+            return super().forward(x, expert)
+        return (self.weight[expert] * x[:, None]).sum(-1)
+
+
+class GatheredIntExpertLinear(IntExpertLinear):
+    """The same in integers."""
+
+    def forward(self, x, expert):
+        if len(x) > FEW or not torch.compiler.is_compiling():
+            return super().forward(x, expert)
+        zeros = None if self.zeros is None else self.zeros[expert]
+        return (dequantize(self.weight[expert], self.scales[expert], zeros) * x[:, None]).sum(-1)
+
+
 def use_fast_modules(model):
     """Replace modules by those with kernels for a decode step: on a CPU in bfloat16, and on a GPU.
 
@@ -98,6 +117,8 @@ def use_fast_modules(model):
         if type(module) is FeedForward and not on_gpu and module.w1.bias is None:
             integers = all(type(linear) is FewRowsIntLinear for linear in module.children())
             return recast(module, FewRowsFeedForward) if integers else None
+        if on_gpu and type(module) in (ExpertLinear, IntExpertLinear):
+            return recast(module, GatheredExpertLinear if type(module) is ExpertLinear else GatheredIntExpertLinear)
 
     swap(model, make)
 
