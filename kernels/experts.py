@@ -19,7 +19,7 @@ for name in "ladder::expert_linear", "ladder::expert_linear_int":
 
 @torch.library.impl("ladder::expert_linear", "default")
 def _multiply(x, weight, expert):
-    """Return (n, N): each row of x (n, K) times the matrix of its expert (n,), in ascending order. weight: (E, N, K)."""
+    """Return (n, N): rows of x (n, K) times the matrix of its expert (n,), in ascending order; weight (E, N, K)."""
     return _multiply_each(x, weight.shape[1], expert, lambda e: weight[e])
 
 
