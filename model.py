@@ -18,7 +18,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from formats import wiring_text
-from kernels import experts, int_groups  # noqa: F401, experts defines ladder::expert_linear
+from kernels import experts, int_groups  # noqa: F401, experts defines an operator
 from runtime.errors import InputError, load_extra
 
 # ---- The collectives that a wiring uses ------------------------------------------------------------------------------
@@ -468,31 +468,38 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """A gated MLP of so many neurons, or E of them. linear(in_features, out_features) makes each of its matrices."""
-
-    def __init__(self, dim, neurons, linear):
+    def __init__(self, dim, neurons, bias=False):
         super().__init__()
-        self.w1 = linear(dim, neurons)  # gate
-        self.w3 = linear(dim, neurons)  # up
-        self.w2 = linear(neurons, dim)  # down
+        self.w1 = nn.Linear(dim, neurons, bias)  # gate
+        self.w3 = nn.Linear(dim, neurons, bias)  # up
+        self.w2 = nn.Linear(neurons, dim, bias)  # down
 
-    def forward(self, x, *expert):
-        return self.w2(F.silu(self.w1(x, *expert)) * self.w3(x, *expert), *expert)
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class ExpertLinear(nn.Module):
-    """E linears of one shape, whose weight is (E, out_features, in_features)."""
+class ExpertMatrices(nn.Module):
+    """A matrix for each of E experts: weight (E, out_features, in_features)."""
 
     def __init__(self, in_features, out_features, n_experts):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_experts, out_features, in_features))
 
-    out_features = property(lambda self: self.weight.shape[1])
     in_features = property(lambda self: self.weight.shape[2])
 
-    def forward(self, x, expert):
-        """Return each row of x (n, in_features) times the matrix of its expert (n,), in ascending order."""
-        return torch.ops.ladder.expert_linear(x, self.weight, expert)
+
+class Experts(nn.Module):
+    """The MLPs of E experts."""
+
+    def __init__(self, dim, neurons, n_experts):
+        super().__init__()
+        self.w1 = ExpertMatrices(dim, neurons, n_experts)
+        self.w3 = ExpertMatrices(dim, neurons, n_experts)
+        self.w2 = ExpertMatrices(neurons, dim, n_experts)
+
+    def forward(self, x, chosen):
+        """Return (T, k, D): what each expert that tokens x (T, D) have chosen (T, k) makes of them."""
+        return torch.ops.ladder.experts(x, chosen, *(list(w.parameters()) for w in (self.w1, self.w3, self.w2)))
 
 
 class MoE(nn.Module):
@@ -507,10 +514,9 @@ class MoE(nn.Module):
         dim, E = config.dim, config.n_experts
         self.k, self.renormalize = config.experts_per_token, config.renormalize_experts
         self.router = nn.Linear(dim, E, bias=False)
-        self.experts = FeedForward(dim, config.expert_size, functools.partial(ExpertLinear, n_experts=E))
+        self.experts = Experts(dim, config.expert_size, E)
         if config.shared_expert_size:
-            linear = functools.partial(nn.Linear, bias=False)
-            self.shared_expert = FeedForward(dim, config.shared_expert_size, linear)
+            self.shared_expert = FeedForward(dim, config.shared_expert_size)
         if config.shared_expert_gate:
             self.shared_gate = nn.Linear(dim, 1, bias=False)
 
@@ -532,10 +538,7 @@ class MoE(nn.Module):
         weights, chosen = self.router(tokens).float().softmax(-1).topk(self.k)  # (B * S, k)
         if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        expert, order = chosen.flatten().sort(
-            stable=True
-        )  # by expert, so that its weights are read once for all tokens
-        y = self.experts(tokens[order // self.k], expert)[order.argsort()].unflatten(0, chosen.shape)  # (B * S, k, D)
+        y = self.experts(tokens, chosen)  # (B * S, k, D)
         return (y * weights[..., None].type_as(y)).sum(1).view_as(x)
 
 
@@ -548,8 +551,7 @@ class Block(nn.Module):
         if config.n_experts and layer not in config.dense_layers:
             self.feed_forward = MoE(config)
         else:
-            linear = functools.partial(nn.Linear, bias=config.mlp_bias)
-            self.feed_forward = FeedForward(config.dim, config.intermediate_size, linear)
+            self.feed_forward = FeedForward(config.dim, config.intermediate_size, config.mlp_bias)
         for name in config.wirings[layer].norms:
             self.add_module(name, nn.RMSNorm(config.dim, config.norm_eps))
 

@@ -1,7 +1,6 @@
-"""The products of tokens with the matrices of their experts, as operators that the compiler does not look into.
+"""The MLPs of the experts that tokens choose, as an operator that the compiler does not look into.
 
-The tokens of an expert stand together, so that its matrix is read once for all of them. Shape letters: n rows, a token
-of an expert each; E experts; N rows and K columns of a matrix.
+Shape letters: T tokens, k experts of each, E experts, D dim, I neurons of an expert.
 """
 
 import torch
@@ -9,47 +8,40 @@ import torch.nn.functional as F
 
 from kernels.int_linear import dequantize
 
-torch.library.define("ladder::expert_linear", "(Tensor x, Tensor weight, Tensor expert) -> Tensor")
-torch.library.define(
-    "ladder::expert_linear_int", "(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor expert) -> Tensor"
-)
-for name in "ladder::expert_linear", "ladder::expert_linear_int":
-    torch.library.register_fake(name, lambda x, weight, *_: x.new_empty(len(x), weight.shape[1]))
+torch.library.define("ladder::experts", "(Tensor x, Tensor chosen, Tensor[] w1, Tensor[] w3, Tensor[] w2) -> Tensor")
+torch.library.register_fake("ladder::experts", lambda x, chosen, *_: x.new_empty(*chosen.shape, x.shape[1]))
 
 
-@torch.library.impl("ladder::expert_linear", "default")
-def _multiply(x, weight, expert):
-    """Return (n, N): rows of x (n, K) times the matrix of its expert (n,), in ascending order; weight (E, N, K)."""
-    return _multiply_each(x, weight.shape[1], expert, lambda e: weight[e])
+def floats(matrices, index=slice(None)):
+    """Return some matrices of experts: of their weight, or of integers and scales, and zeros (see int_linear.py)."""
+    return matrices[0][index] if len(matrices) == 1 else dequantize(*(tensor[index] for tensor in matrices))
 
 
-@torch.library.impl("ladder::expert_linear_int", "default")
-def _multiply_int(x, weight, scales, zeros, expert):
-    """Do the same with integers as int_linear.py stores them, of which one matrix at a time becomes floats."""
-    return _multiply_each(
-        x, weight.shape[1], expert, lambda e: dequantize(weight[e], scales[e], None if zeros is None else zeros[e])
-    )
+@torch.library.impl("ladder::experts", "default")
+def _experts(x, chosen, w1, w3, w2):
+    """Return y (T, k, D): w2 (silu(w1 x) * w3 x) of tokens x (T, D) and each expert that they have chosen (T, k).
 
-
-def _multiply_each(x, N, expert, matrix):
-    y = x.new_empty(len(x), N)
-    experts, counts = expert.unique_consecutive(return_counts=True)
-    start = 0
-    for e, count in zip(experts.tolist(), counts.tolist(), strict=True):
-        torch.mm(x[start : start + count], matrix(e).T, out=y[start : start + count])
-        start += count
+    w1, w3 (E, I, D), w2 (E, D, I): lists as floats() takes them. Each expert's weights are read once.
+    """
+    y = x.new_empty(*chosen.shape, x.shape[1])
+    for e in chosen.unique().tolist():
+        token, slot = (chosen == e).nonzero(as_tuple=True)
+        rows = x[token]
+        hidden = F.silu(rows @ floats(w1, e).T) * (rows @ floats(w3, e).T)
+        y[token, slot] = hidden @ floats(w2, e).T
     return y
 
 
-@torch.library.impl("ladder::expert_linear", "CUDA")
-def _multiply_on_a_gpu(x, weight, expert):
+@torch.library.impl("ladder::experts", "CUDA")
+def _experts_on_a_gpu(x, chosen, w1, w3, w2):
     """Do the same without waiting for the device."""
-    if x.dtype != torch.bfloat16 or x.shape[1] % 8:  # which the library's kernel does not take
-        return (weight[expert] * x[:, None]).sum(-1)
-    stops = torch.searchsorted(expert, torch.arange(len(weight), device=x.device), right=True)
-    return F.grouped_mm(x, weight.transpose(1, 2), offs=stops.int())
+    expert, order = chosen.flatten().sort(stable=True)
+    ids = torch.arange(len(w1[0]), device=x.device)
+    stops = torch.searchsorted(expert, ids, right=True).int()  # of each expert's rows
 
+    def multiply(rows, matrices):
+        return F.grouped_mm(rows, floats(matrices).transpose(1, 2), offs=stops)
 
-@torch.library.impl("ladder::expert_linear_int", "CUDA")
-def _multiply_int_on_a_gpu(x, weight, scales, zeros, expert):
-    return _multiply_on_a_gpu(x, dequantize(weight, scales, zeros), expert)
+    rows = x[order // chosen.shape[1]]
+    y = multiply(F.silu(multiply(rows, w1)) * multiply(rows, w3), w2)
+    return y[order.argsort()].view(*chosen.shape, -1)

@@ -135,13 +135,6 @@ class IntEmbedding(Integers):
         return self.rows(tokens)
 
 
-class IntExpertLinear(Integers):
-    """Each row of x (n, K) times the matrix (N, K) of its expert (n,), in ascending order."""
-
-    def forward(self, x, expert):
-        return torch.ops.ladder.expert_linear_int(x, self.weight, self.scales, self.zeros, expert)
-
-
 # ---- Replacing the matrices of a model -------------------------------------------------------------------------------
 
 
@@ -173,7 +166,7 @@ def replace_matrices(model, config):
         settings = tuple(weight.shape), config.quant, config.group_size
         if type(module) is nn.Embedding:
             return IntEmbedding(*settings)
-        return IntLinear(*settings, module.bias is not None) if weight.dim() == 2 else IntExpertLinear(*settings)
+        return IntLinear(*settings, module.bias is not None) if weight.dim() == 2 else Integers(*settings)
 
     swap(model, make)
 

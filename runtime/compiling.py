@@ -7,14 +7,16 @@ import contextlib
 import time
 
 import torch
+import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 from decoding.sampling import Sampler
 from decoding.step import next_tokens, pad
 from kernels import cxx, few_rows
+from kernels.experts import floats
 from kernels.few_rows import FEW_INT, FewRowsIntLinear
-from kernels.int_linear import FEW, IntExpertLinear, dequantize, recast, swap
-from model import Attention, ExpertLinear, FeedForward
+from kernels.int_linear import FEW, recast, swap
+from model import Attention, Experts, FeedForward
 from runtime import watch
 from runtime.errors import InputError
 from runtime.report import PASS_TOKENS
@@ -79,23 +81,18 @@ class FewRowsFeedForward(FeedForward):
         return torch.ops.ladder.feed_forward_int(x, *weights, self.w1.out_features, self.w1.in_features, self.w1.bits)
 
 
-class GatheredExpertLinear(ExpertLinear):
-    """An ExpertLinear for a GPU: compiled, few rows are one kernel, which reads the matrices of their experts."""
+class GatheredExperts(Experts):
+    """Experts on a GPU: compiled, the products of a few tokens read the matrices that they chose in one kernel each."""
 
-    def forward(self, x, expert):
-        if len(x) > FEW or not torch.compiler.is_compiling():
-            return super().forward(x, expert)
-        return (self.weight[expert] * x[:, None]).sum(-1)
+    def forward(self, x, chosen):
+        if chosen.numel() > FEW or not torch.compiler.is_compiling():
+            return super().forward(x, chosen)
 
+        def multiply(w, x):  # (T, k or 1, K) -> (T, k, N)
+            return (floats(list(w.parameters()), chosen) * x[..., None, :]).sum(-1)
 
-class GatheredIntExpertLinear(IntExpertLinear):
-    """The same in integers."""
-
-    def forward(self, x, expert):
-        if len(x) > FEW or not torch.compiler.is_compiling():
-            return super().forward(x, expert)
-        zeros = None if self.zeros is None else self.zeros[expert]
-        return (dequantize(self.weight[expert], self.scales[expert], zeros) * x[:, None]).sum(-1)
+        x = x[:, None]
+        return multiply(self.w2, F.silu(multiply(self.w1, x)) * multiply(self.w3, x))
 
 
 def use_fast_modules(model):
@@ -117,8 +114,7 @@ def use_fast_modules(model):
         if type(module) is FeedForward and not on_gpu and module.w1.bias is None:
             integers = all(type(linear) is FewRowsIntLinear for linear in module.children())
             return recast(module, FewRowsFeedForward) if integers else None
-        if on_gpu and type(module) in (ExpertLinear, IntExpertLinear):
-            return recast(module, GatheredExpertLinear if type(module) is ExpertLinear else GatheredIntExpertLinear)
+        return recast(module, GatheredExperts) if type(module) is Experts and on_gpu else None
 
     swap(model, make)
 

@@ -97,7 +97,7 @@ def test_equal_scores_and_an_expert_that_nobody_chose():
         assert torch.allclose(y[0, :1], moe(x[:1, :1])[0], atol=1e-6)
         chosen = moe.router(x.flatten(0, 1)).softmax(-1).topk(3)[1]
         assert (chosen == chosen[0]).all()  # so two experts have no token
-        each = [moe.experts(x.flatten(0, 1), torch.full((10,), int(e))) for e in chosen[0]]
+        each = [moe.experts(x.flatten(0, 1), torch.full((10, 1), int(e)))[:, 0] for e in chosen[0]]
         assert torch.allclose(y.flatten(0, 1), sum(each) / 3, atol=1e-5)
 
 
