@@ -39,8 +39,9 @@ inline Vector load(const Number* from, int64_t count = sizeof(Vector) / sizeof(N
 }
 
 // `count` bfloat16 numbers, at most 16, as floats.
-inline Sums load_floats(const uint16_t* from, int64_t count) {
-  const Halves halves = count >= 16 ? load<Halves>(from) : load<Halves>(from, count);
+inline Sums load_floats(const void* from, int64_t count = 16) {
+  const uint16_t* numbers = static_cast<const uint16_t*>(from);
+  const Halves halves = count >= 16 ? load<Halves>(numbers) : load<Halves>(numbers, count);
   return (Sums)(__builtin_convertvector(halves, Pairs) << 16);
 }
 
@@ -55,6 +56,13 @@ inline float total(Sums lanes) {
   float sum = 0;
   for (int i = 0; i < 16; i++) sum += lanes[i];
   return sum;
+}
+
+// Room for the product (..., N) of x (..., K).
+at::Tensor empty_product(const at::Tensor& x, int64_t N) {
+  auto shape = x.sizes().vec();
+  shape.back() = N;
+  return at::empty(shape, x.options());
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -122,15 +130,10 @@ void block(const BF16* w, const BF16* x, BF16* y, int64_t rows, int64_t N, int64
 }
 
 at::Tensor few_rows(const at::Tensor& input, const at::Tensor& weight) {
-  TORCH_CHECK(
-      input.scalar_type() == at::kBFloat16 && weight.scalar_type() == at::kBFloat16 && weight.is_contiguous() &&
-          weight.dim() == 2 && weight.size(1) > 0 && input.size(-1) == weight.size(1),
-      "few_rows takes x (..., K) and a contiguous W (N, K) in bfloat16");
-  at::Tensor rows = input.contiguous();
+  const at::Tensor rows = input.contiguous();
   const int64_t N = weight.size(0), K = weight.size(1), M = rows.numel() / K;
-  auto shape = input.sizes().vec();
-  shape.back() = N;
-  at::Tensor result = at::empty(shape, input.options());
+  TORCH_CHECK(input.size(-1) == K && weight.is_contiguous(), "few_rows takes x (..., K) and a contiguous W (N, K)");
+  at::Tensor result = empty_product(rows, N);
   const BF16 *w = weight.const_data_ptr<BF16>(), *x = rows.const_data_ptr<BF16>();
   BF16* y = result.data_ptr<BF16>();
   constexpr decltype(&block<1>) blocks[] = {block<1>, block<2>, block<3>, block<4>,
@@ -184,7 +187,7 @@ Block fixed_point(const BF16* x, int64_t count) {
   Sums values[8];
   Ints largest = {};  // as bits: positive floats are in the order of their bits, and NaN comes last
   for (int i = 0; i < 8; i++) {
-    values[i] = load_floats(reinterpret_cast<const uint16_t*>(x + 16 * i), std::clamp<int64_t>(count - 16 * i, 0, 16));
+    values[i] = load_floats(x + 16 * i, std::clamp<int64_t>(count - 16 * i, 0, 16));
     const Ints bits = (Ints)values[i] & INT32_MAX;
     largest = bits > largest ? bits : largest;
   }
@@ -230,8 +233,8 @@ void int_panel(const Integers& W, const Block* x, int64_t blocks, const float* s
   Sums lanes[M] = {}, scale, zero;
   for (int64_t k = 0; k < W.K; k += size) {
     if (kFourBits || k == 0) {
-      scale = load_floats(reinterpret_cast<const uint16_t*>(w), 16);
-      zero = load_floats(reinterpret_cast<const uint16_t*>(w + 32), 16);
+      scale = load_floats(w);
+      zero = load_floats(w + 32);
       w += 64;
     }
     Ints high[M][U] = {}, low[M][U] = {};
@@ -269,17 +272,18 @@ void int_panel(const Integers& W, const Block* x, int64_t blocks, const float* s
   for (int m = 0; m < M; m++) y[m] = kFourBits ? lanes[m] : lanes[m] * scale;
 }
 
+// Of 1 to 8 rows of x.
+template <bool kFourBits>
+constexpr decltype(&int_panel<kFourBits, 1>) kPanels[] = {
+    int_panel<kFourBits, 1>, int_panel<kFourBits, 2>, int_panel<kFourBits, 3>, int_panel<kFourBits, 4>,
+    int_panel<kFourBits, 5>, int_panel<kFourBits, 6>, int_panel<kFourBits, 7>, int_panel<kFourBits, 8>};
+
 Integers integers(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
-  TORCH_CHECK(
-      input.scalar_type() == at::kBFloat16 && K > 0 && input.dim() > 0 && input.size(-1) == K &&
-          weight.scalar_type() == at::kByte && weight.is_contiguous() && weight.dim() == 4 &&
-          weight.size(0) == (N + kRows - 1) / kRows && weight.size(1) > 0 && weight.size(3) == 64,
-      "x (..., K) must be in bfloat16, and of a W (N, K) what few_rows.pack returns");
   const int64_t P = weight.size(0), G = weight.size(1), vectors = weight.size(2), size = K / G;
   TORCH_CHECK(
-      bits == 8 ? G == 1 && vectors == 1 + (K + 7) / 8 * 2
-                : bits == 4 && size * G == K && size == (vectors - 1) * 8 && size >= 8 && kColumns % size == 0,
-      "W has other columns than x or other bits, or groups that are not of 8, 16, 32, 64 or 128 columns");
+      input.size(-1) == K && weight.is_contiguous() && P == (N + kRows - 1) / kRows &&
+          vectors == 1 + (bits == 8 ? (K + 7) / 8 * 2 : size / 8),
+      "x (..., K) must come with what few_rows.pack returns of a W (N, K)");
   return {weight.const_data_ptr<uint8_t>(), P, N, K, G, vectors, size, bits == 4};
 }
 
@@ -300,11 +304,9 @@ inline Sums silu(Sums x) {
 // x times W; or gated, silu(x times W) times (x times up).
 at::Tensor multiply(const at::Tensor& input, const Integers& W, const Integers* up = nullptr) {
   const int64_t N = W.N, K = W.K, G = W.G;
-  at::Tensor rows = input.contiguous();
+  const at::Tensor rows = input.contiguous();
   const int64_t M = rows.numel() / K, blocks = (K + kColumns - 1) / kColumns;
-  auto shape = input.sizes().vec();
-  shape.back() = N;
-  at::Tensor result = at::empty(shape, input.options());
+  at::Tensor result = empty_product(rows, N);
   const BF16* x = rows.const_data_ptr<BF16>();
   uint16_t* y = static_cast<uint16_t*>(result.data_ptr());
   std::vector<Block> fixed(M * blocks);
@@ -319,11 +321,6 @@ at::Tensor multiply(const at::Tensor& input, const Integers& W, const Integers* 
       }
     }
   });
-  constexpr decltype(&int_panel<true, 1>) kernels[2][8] = {
-      {int_panel<false, 1>, int_panel<false, 2>, int_panel<false, 3>, int_panel<false, 4>, int_panel<false, 5>,
-       int_panel<false, 6>, int_panel<false, 7>, int_panel<false, 8>},
-      {int_panel<true, 1>, int_panel<true, 2>, int_panel<true, 3>, int_panel<true, 4>, int_panel<true, 5>,
-       int_panel<true, 6>, int_panel<true, 7>, int_panel<true, 8>}};
   // y = x times panels begin..end of a matrix, or y times that
   auto panels = [&](const Integers& of, int64_t begin, int64_t end, bool times) {
     for (int64_t p = begin; p < end; p++) {
@@ -331,7 +328,8 @@ at::Tensor multiply(const at::Tensor& input, const Integers& W, const Integers* 
       for (int64_t m = 0; m < M; m += 8) {
         const int64_t here = std::min<int64_t>(M - m, 8);
         Sums lanes[8];
-        kernels[of.four_bits][here - 1](of, fixed.data() + m * blocks, blocks, sums.data() + m * G, lanes, p);
+        const auto* kernels = of.four_bits ? kPanels<true> : kPanels<false>;
+        kernels[here - 1](of, fixed.data() + m * blocks, blocks, sums.data() + m * G, lanes, p);
         for (int64_t i = 0; i < here; i++) {
           uint16_t* out = y + (m + i) * N + n;
           store(times ? lanes[i] * load_floats(out, count) : lanes[i], out, count);
@@ -361,7 +359,6 @@ at::Tensor feed_forward_int(
     const at::Tensor& input, const at::Tensor& w1, const at::Tensor& w3, const at::Tensor& w2, int64_t N, int64_t K,
     int64_t bits) {
   const Integers gate = integers(input, w1, N, K, bits), up = integers(input, w3, N, K, bits);
-  TORCH_CHECK(gate.G == up.G, "w1 and w3 have groups of other sizes");
   const at::Tensor hidden = multiply(input, gate, &up);
   return multiply(hidden, integers(hidden, w2, K, N, bits));
 }
@@ -376,8 +373,8 @@ void dequantize(const Integers& W, uint16_t* y, int64_t from, int64_t to) {
     Sums scale, zero;
     for (int64_t v = 0, k = 0; k < W.K; v++, w += 64) {
       if (v % W.vectors == 0) {
-        scale = load_floats(reinterpret_cast<const uint16_t*>(w), 16);
-        zero = kFourBits ? load_floats(reinterpret_cast<const uint16_t*>(w + 32), 16) : scale * -128;
+        scale = load_floats(w);
+        zero = kFourBits ? load_floats(w + 32) : scale * -128;
         continue;
       }
       const Ints four = load<Ints>(w);
@@ -398,7 +395,7 @@ at::Tensor many_rows_int(const at::Tensor& input, const at::Tensor& weight, int6
   const at::Tensor rows = input.reshape({-1, W.K});
   const int64_t threads = at::get_num_threads(), most = std::max<int64_t>(1, (1 << 19) / (kRows * W.K)) * threads;
   const int64_t pieces = (W.P + most - 1) / most * threads, step = (W.P + pieces - 1) / std::max<int64_t>(1, pieces);
-  at::Tensor result = at::empty({rows.size(0), N}, input.options());
+  at::Tensor result = empty_product(input, N), flat = result.view({rows.size(0), N});
   const bool inference = c10::InferenceMode::is_enabled();  // which other threads do not inherit
   at::parallel_for(0, pieces, 1, [&](int64_t begin, int64_t end) {
     const c10::InferenceMode guard(inference);
@@ -407,12 +404,10 @@ at::Tensor many_rows_int(const at::Tensor& input, const at::Tensor& weight, int6
       const int64_t to = std::min(p + step, W.P), n = p * kRows, count = std::min(to * kRows, N) - n;
       at::Tensor piece = at::empty({W.K, (to - p) * kRows}, input.options());
       (W.four_bits ? dequantize<true> : dequantize<false>)(W, static_cast<uint16_t*>(piece.data_ptr()), p, to);
-      result.narrow(1, n, count).copy_(at::mm(rows, piece).narrow(1, 0, count));
+      flat.narrow(1, n, count).copy_(at::mm(rows, piece).narrow(1, 0, count));
     }
   });
-  auto shape = input.sizes().vec();
-  shape.back() = N;
-  return result.view(shape);
+  return result;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -486,7 +481,7 @@ void attend(const BF16* q, const BF16* keys, const BF16* values, BF16* y, float*
       for (int c = 0; c < 64; c += kVector) __builtin_prefetch(values + (t + kAhead) * H + h + c);
 #pragma GCC unroll 4
       for (int c = 0; c < 4; c++) {
-        const Sums value = load_floats(reinterpret_cast<const uint16_t*>(values + t * H + h + 16 * c), 16);
+        const Sums value = load_floats(values + t * H + h + 16 * c);
 #pragma GCC unroll 4
         for (int m = 0; m < M; m++) weighted[m][c] += weights[t * M + m] * value;
       }
@@ -501,16 +496,9 @@ void attend(const BF16* q, const BF16* keys, const BF16* values, BF16* y, float*
 // up to its own position.
 at::Tensor decode_attention(
     const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& positions, int64_t window) {
-  auto is_cache = [&](const at::Tensor& t) {
-    return t.scalar_type() == at::kBFloat16 && t.is_contiguous() && t.sizes() == keys.sizes();
-  };
   TORCH_CHECK(
-      q.dim() == 5 && q.scalar_type() == at::kBFloat16 && keys.dim() == 4 && is_cache(keys) && is_cache(values) &&
-          q.size(0) == keys.size(0) && q.size(1) == keys.size(1) && q.size(4) == keys.size(3) &&
-          q.size(4) % 64 == 0 && keys.size(2) > 0 && positions.scalar_type() == at::kLong && positions.dim() == 2 &&
-          positions.size(0) == q.size(0) && positions.size(1) == q.size(2),
-      "decode_attention takes q (B, K, S, G, H) and a contiguous cache (B, K, T, H) in bfloat16, H a multiple of 64, "
-      "and positions (B, S)");
+      q.size(4) % 64 == 0 && keys.is_contiguous() && values.is_contiguous(),
+      "decode_attention takes q (B, K, S, G, H), H a multiple of 64, and a contiguous cache (B, K, T, H)");
   const int64_t K = q.size(1), S = q.size(2), G = q.size(3), H = q.size(4), T = keys.size(2);
   const at::Tensor queries = q.contiguous(), last = positions.contiguous();
   at::Tensor result = at::empty(queries.sizes(), queries.options());
@@ -542,17 +530,12 @@ at::Tensor decode_attention(
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(ladder, library) {
-  library.def("decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, int window) -> Tensor");
-  library.def("feed_forward_int(Tensor x, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits) -> Tensor");
-  library.def("few_rows(Tensor x, Tensor weight) -> Tensor");
-  library.def("many_rows_int(Tensor x, Tensor weight, int N, int K, int bits) -> Tensor");
-  library.def("few_rows_int(Tensor x, Tensor weight, int N, int K, int bits) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(ladder, CPU, library) {
-  library.impl("decode_attention", decode_attention);
-  library.impl("feed_forward_int", feed_forward_int);
-  library.impl("few_rows", few_rows);
-  library.impl("many_rows_int", many_rows_int);
-  library.impl("few_rows_int", few_rows_int);
+  auto define = [&](const std::string& schema, auto function) {
+    library.def((schema + " -> Tensor").c_str(), torch::dispatch(c10::DispatchKey::CPU, function));
+  };
+  define("decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, int window)", decode_attention);
+  define("feed_forward_int(Tensor x, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits)", feed_forward_int);
+  define("few_rows(Tensor x, Tensor weight)", few_rows);
+  define("many_rows_int(Tensor x, Tensor weight, int N, int K, int bits)", many_rows_int);
+  define("few_rows_int(Tensor x, Tensor weight, int N, int K, int bits)", few_rows_int);
 }
