@@ -8,7 +8,9 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/silu.h>
 #include <c10/core/InferenceMode.h>
 #include <omp.h>
 #include <torch/library.h>
@@ -63,6 +65,27 @@ at::Tensor empty_product(const at::Tensor& x, int64_t N) {
   auto shape = x.sizes().vec();
   shape.back() = N;
   return at::empty(shape, x.options());
+}
+
+// Rows begin..end of x, which are multiplied with one of several matrices.
+struct Group {
+  int64_t matrix, begin, end;
+};
+
+std::vector<Group> all_rows(const at::Tensor& x) {
+  return {{0, 0, x.numel() / x.size(-1)}};
+}
+
+// Share out the pieces of all groups' matrices: work(group, begin, end) on pieces begin..end of one.
+template <typename Work>
+void in_parallel(const std::vector<Group>& groups, int64_t pieces, int64_t grain, Work work) {
+  at::parallel_for(0, groups.size() * pieces, grain, [&](int64_t begin, int64_t end) {
+    while (begin < end) {
+      const int64_t first = begin % pieces, last = std::min(pieces, first + end - begin);
+      work(groups[begin / pieces], first, last);
+      begin += last - first;
+    }
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -129,24 +152,28 @@ void block(const BF16* w, const BF16* x, BF16* y, int64_t rows, int64_t N, int64
   }
 }
 
-at::Tensor few_rows(const at::Tensor& input, const at::Tensor& weight) {
-  const at::Tensor rows = input.contiguous();
-  const int64_t N = weight.size(0), K = weight.size(1), M = rows.numel() / K;
-  TORCH_CHECK(input.size(-1) == K && weight.is_contiguous(), "few_rows takes x (..., K) and a contiguous W (N, K)");
-  at::Tensor result = empty_product(rows, N);
-  const BF16 *w = weight.const_data_ptr<BF16>(), *x = rows.const_data_ptr<BF16>();
+// x (M, K) times the matrices of its groups, of one W (N, K) or several (E, N, K).
+at::Tensor multiply(const at::Tensor& x, const at::Tensor& weight, const std::vector<Group>& groups) {
+  const int64_t N = weight.size(-2), K = weight.size(-1);
+  TORCH_CHECK(x.size(-1) == K && weight.is_contiguous(), "few_rows takes x (..., K) and a contiguous W (N, K)");
+  at::Tensor result = empty_product(x, N);
+  const BF16 *w = weight.const_data_ptr<BF16>(), *from = x.const_data_ptr<BF16>();
   BF16* y = result.data_ptr<BF16>();
   constexpr decltype(&block<1>) blocks[] = {block<1>, block<2>, block<3>, block<4>,
                                             block<5>, block<6>, block<7>, block<8>};
-  at::parallel_for(0, N, std::max<int64_t>(1, 32768 / K), [&](int64_t begin, int64_t end) {
+  in_parallel(groups, N, std::max<int64_t>(1, 32768 / K), [&](const Group& group, int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; n += kBlock) {
-      for (int64_t m = 0; m < M; m += 8) {
-        blocks[std::min<int64_t>(M - m, 8) - 1](
-            w + n * K, x + m * K, y + m * N + n, std::min<int64_t>(kBlock, end - n), N, K);
+      for (int64_t m = group.begin; m < group.end; m += 8) {
+        blocks[std::min<int64_t>(group.end - m, 8) - 1](
+            w + (group.matrix * N + n) * K, from + m * K, y + m * N + n, std::min<int64_t>(kBlock, end - n), N, K);
       }
     }
   });
   return result;
+}
+
+at::Tensor few_rows(const at::Tensor& input, const at::Tensor& weight) {
+  return multiply(input.contiguous(), weight, all_rows(input));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -279,7 +306,7 @@ constexpr decltype(&int_panel<kFourBits, 1>) kPanels[] = {
     int_panel<kFourBits, 5>, int_panel<kFourBits, 6>, int_panel<kFourBits, 7>, int_panel<kFourBits, 8>};
 
 Integers integers(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
-  const int64_t P = weight.size(0), G = weight.size(1), vectors = weight.size(2), size = K / G;
+  const int64_t P = weight.size(-4), G = weight.size(-3), vectors = weight.size(-2), size = K / G;
   TORCH_CHECK(
       input.size(-1) == K && weight.is_contiguous() && P == (N + kRows - 1) / kRows &&
           vectors == 1 + (bits == 8 ? (K + 7) / 8 * 2 : size / 8),
@@ -301,8 +328,9 @@ inline Sums silu(Sums x) {
   return x * (x < 0 ? e : Sums{} + 1) / (1 + e);
 }
 
-// x times W; or gated, silu(x times W) times (x times up).
-at::Tensor multiply(const at::Tensor& input, const Integers& W, const Integers* up = nullptr) {
+// x times the matrices W of its groups; or gated, silu(x times W) times (x times up).
+at::Tensor multiply(
+    const at::Tensor& input, const Integers& W, const std::vector<Group>& groups, const Integers* up = nullptr) {
   const int64_t N = W.N, K = W.K, G = W.G;
   const at::Tensor rows = input.contiguous();
   const int64_t M = rows.numel() / K, blocks = (K + kColumns - 1) / kColumns;
@@ -321,15 +349,16 @@ at::Tensor multiply(const at::Tensor& input, const Integers& W, const Integers* 
       }
     }
   });
-  // y = x times panels begin..end of a matrix, or y times that
-  auto panels = [&](const Integers& of, int64_t begin, int64_t end, bool times) {
+  // y = x times panels begin..end of a group's matrix, or y times that
+  auto panels = [&](const Integers& of, const Group& group, int64_t begin, int64_t end, bool times) {
     for (int64_t p = begin; p < end; p++) {
       const int64_t n = p * kRows, count = std::min(kRows, N - n);
-      for (int64_t m = 0; m < M; m += 8) {
-        const int64_t here = std::min<int64_t>(M - m, 8);
+      for (int64_t m = group.begin; m < group.end; m += 8) {
+        const int64_t here = std::min<int64_t>(group.end - m, 8);
         Sums lanes[8];
         const auto* kernels = of.four_bits ? kPanels<true> : kPanels<false>;
-        kernels[here - 1](of, fixed.data() + m * blocks, blocks, sums.data() + m * G, lanes, p);
+        const int64_t panel = group.matrix * of.P + p;
+        kernels[here - 1](of, fixed.data() + m * blocks, blocks, sums.data() + m * G, lanes, panel);
         for (int64_t i = 0; i < here; i++) {
           uint16_t* out = y + (m + i) * N + n;
           store(times ? lanes[i] * load_floats(out, count) : lanes[i], out, count);
@@ -337,30 +366,55 @@ at::Tensor multiply(const at::Tensor& input, const Integers& W, const Integers* 
       }
     }
   };
-  at::parallel_for(0, W.P, std::max<int64_t>(1, 65536 / (kRows * K)), [&](int64_t begin, int64_t end) {
-    panels(W, begin, end, false);
+  const int64_t grain = std::max<int64_t>(1, 65536 / (kRows * K));
+  in_parallel(groups, W.P, grain, [&](const Group& group, int64_t begin, int64_t end) {
+    panels(W, group, begin, end, false);
     if (!up) return;
-    for (int64_t m = 0; m < M; m++) {
+    for (int64_t m = group.begin; m < group.end; m++) {
       for (int64_t n = begin * kRows, to = std::min(end * kRows, N); n < to; n += 16) {
         store(silu(load_floats(y + m * N + n, to - n)), y + m * N + n, to - n);
       }
     }
-    panels(*up, begin, end, true);
+    panels(*up, group, begin, end, true);
   });
   return result;
 }
 
 at::Tensor few_rows_int(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
-  return multiply(input, integers(input, weight, N, K, bits));
+  return multiply(input, integers(input, weight, N, K, bits), all_rows(input));
 }
 
-// w2 (silu(w1 x) * w3 x), with w1 and w3 (N, K), w2 (K, N)
+// w2 (silu(w1 x) * w3 x) for each group of rows, with w1 and w3 (N, K), w2 (K, N)
+at::Tensor feed_forward(
+    const at::Tensor& x, const std::vector<Group>& groups, const at::Tensor& w1, const at::Tensor& w3,
+    const at::Tensor& w2, int64_t N, int64_t K, int64_t bits) {
+  if (bits == 16) return multiply(at::silu(multiply(x, w1, groups)).mul_(multiply(x, w3, groups)), w2, groups);
+  const Integers gate = integers(x, w1, N, K, bits), up = integers(x, w3, N, K, bits);
+  const at::Tensor hidden = multiply(x, gate, groups, &up);
+  return multiply(hidden, integers(hidden, w2, K, N, bits), groups);
+}
+
 at::Tensor feed_forward_int(
     const at::Tensor& input, const at::Tensor& w1, const at::Tensor& w3, const at::Tensor& w2, int64_t N, int64_t K,
     int64_t bits) {
-  const Integers gate = integers(input, w1, N, K, bits), up = integers(input, w3, N, K, bits);
-  const at::Tensor hidden = multiply(input, gate, &up);
-  return multiply(hidden, integers(hidden, w2, K, N, bits));
+  return feed_forward(input, all_rows(input), w1, w3, w2, N, K, bits);
+}
+
+// The same for tokens x (T, K) and each of the experts that they chose (T, k), of w1 and w3 (E, N, K), w2 (E, K, N):
+// (T, k, K). The tokens of an expert stand together, so that its weights are read once for all of them.
+at::Tensor few_rows_experts(
+    const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& w1, const at::Tensor& w3, const at::Tensor& w2,
+    int64_t N, int64_t K, int64_t bits) {
+  const auto [experts, order] = chosen.flatten().sort(/*stable=*/true, 0, false);
+  const int64_t* expert = experts.const_data_ptr<int64_t>();
+  std::vector<Group> groups;
+  for (int64_t i = 0; i < experts.numel(); i++) {
+    if (i == 0 || expert[i] != expert[i - 1]) groups.push_back({expert[i], i, i});
+    groups.back().end++;
+  }
+  const at::Tensor rows = x.index_select(0, order.floor_divide(chosen.size(1)));
+  const at::Tensor y = feed_forward(rows, groups, w1, w3, w2, N, K, bits);
+  return at::empty_like(y).index_copy_(0, order, y).view({chosen.size(0), chosen.size(1), K});
 }
 
 // Panels from..to of W as floats, (K, n) with all of their rows.
@@ -536,6 +590,9 @@ TORCH_LIBRARY_FRAGMENT(ladder, library) {
   define("decode_attention(Tensor q, Tensor keys, Tensor values, Tensor positions, int window)", decode_attention);
   define("feed_forward_int(Tensor x, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits)", feed_forward_int);
   define("few_rows(Tensor x, Tensor weight)", few_rows);
+  define(
+      "few_rows_experts(Tensor x, Tensor chosen, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits)",
+      few_rows_experts);
   define("many_rows_int(Tensor x, Tensor weight, int N, int K, int bits)", many_rows_int);
   define("few_rows_int(Tensor x, Tensor weight, int N, int K, int bits)", few_rows_int);
 }

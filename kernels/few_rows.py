@@ -7,7 +7,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from kernels import cpu, cxx
-from kernels.int_linear import Int8Linear, IntEmbedding, IntLinear, recast, scaled, swap, unpack
+from kernels.int_linear import Int8Linear, Integers, IntEmbedding, IntLinear, recast, scaled, swap, unpack
 
 # with so many rows of x or fewer, few_rows.cpp is faster (benchmarks/decode.md)
 FEW = 7 if torch.cpu._is_amx_tile_supported() else 24  # than oneDNN
@@ -23,6 +23,9 @@ def build():
     torch.library.register_fake("ladder::few_rows", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
     for name in ("ladder::few_rows_int", "ladder::many_rows_int"):
         torch.library.register_fake(name, lambda x, weight, N, *_: x.new_empty(*x.shape[:-1], N))
+    torch.library.register_fake(
+        "ladder::few_rows_experts", lambda x, chosen, *_: x.new_empty(*chosen.shape, x.shape[1])
+    )
     torch.library.register_fake("ladder::feed_forward_int", lambda x, *_: x.new_empty(x.shape))
     torch.library.register_fake("ladder::decode_attention", lambda q, *_: q.new_empty(q.shape))
 
@@ -38,9 +41,9 @@ class FewRowsLinear(nn.Linear):
 
 
 def packed_shape(weight, scales, zeros):
-    """Return the shape (P, G, 1 + V, 64) of pack()'s result."""
-    (N, columns), G = weight.shape, scales.shape[1]
-    return -(-N // 16), G, 1 + (-(-columns // 8) * 2 if zeros is None else columns // G // 4), 64
+    """Return the shape (P, G, 1 + V, 64) of pack()'s result, for the matrices of experts (E, P, G, 1 + V, 64)."""
+    (*E, N, columns), G = weight.shape, scales.shape[-1]
+    return *E, -(-N // 16), G, 1 + (-(-columns // 8) * 2 if zeros is None else columns // G // 4), 64
 
 
 @torch.no_grad()
@@ -51,6 +54,11 @@ def pack(weight, scales, zeros, out=None):
     vectors of four bytes from every row. int8: the next four columns, q + 128; the columns are padded to a multiple of
     8. int4: the next eight columns, the later four in the upper halves. out: the bytes to write to, or None.
     """
+    if weight.dim() == 3:
+        out = out.view(packed_shape(weight, scales, zeros))
+        for e, one in enumerate(out):
+            pack(weight[e], scales[e], None if zeros is None else zeros[e], one)
+        return out
     (N, columns), (P, G, vectors, _) = weight.shape, packed_shape(weight, scales, zeros)
     packed = cpu.empty((P, G, vectors, 64), torch.uint8) if out is None else out.view(P, G, vectors, 64)
     by_row = packed.unflatten(-1, (16, 4))
@@ -111,8 +119,8 @@ def replace_matrices(model):
     """Replace the linears of a model on a CPU, in bfloat16, by those of few_rows.cpp, and an embedding tied to one."""
 
     def fits(module):  # few_rows.cpp knows these group sizes
-        known = type(module) in (IntLinear, Int8Linear)
-        return known and (module.zeros is None or module.in_features // module.scales.shape[1] in (8, 16, 32, 64, 128))
+        known = type(module) in (IntLinear, Int8Linear, Integers)
+        return known and (module.zeros is None or module.in_features // module.scales.shape[-1] in (8, 16, 32, 64, 128))
 
     def place(module):
         return module.weight.data_ptr(), module.weight.shape
@@ -132,6 +140,7 @@ def replace_matrices(model):
             if (key := place(module)) not in packed:
                 weight = pack(module.weight, module.scales, module.zeros, pieces[key])
                 packed[key] = nn.Parameter(weight, requires_grad=False)
-            return (PackedEmbedding if tied else FewRowsIntLinear)(packed[key], module)
+            new = PackedEmbedding if tied else Packed if type(module) is Integers else FewRowsIntLinear
+            return new(packed[key], module)
 
     swap(model, make)

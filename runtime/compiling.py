@@ -14,9 +14,10 @@ from decoding.sampling import Sampler
 from decoding.step import next_tokens, pad
 from kernels import cxx, few_rows
 from kernels.experts import floats
-from kernels.few_rows import FEW_INT, FewRowsIntLinear
+from kernels.few_rows import FEW as FEW_ROWS
+from kernels.few_rows import FEW_INT, FewRowsIntLinear, Packed
 from kernels.int_linear import FEW, recast, swap
-from model import Attention, Experts, FeedForward
+from model import Attention, ExpertMatrices, Experts, FeedForward
 from runtime import watch
 from runtime.errors import InputError
 from runtime.report import PASS_TOKENS
@@ -81,6 +82,18 @@ class FewRowsFeedForward(FeedForward):
         return torch.ops.ladder.feed_forward_int(x, *weights, self.w1.out_features, self.w1.in_features, self.w1.bits)
 
 
+class FewRowsExperts(Experts):
+    """Experts on a CPU, in bfloat16 or Packed: few_rows.cpp reads the weights of those that are chosen, once."""
+
+    def forward(self, x, chosen):
+        matrices = self.w1, self.w3, self.w2
+        bits = getattr(self.w1, "bits", 16)
+        if bits == 16 and chosen.numel() > FEW_ROWS * len(self.w1.weight):
+            return super().forward(x, chosen)
+        weights, D = [w.weight for w in matrices], self.w1.in_features
+        return torch.ops.ladder.few_rows_experts(x, chosen, *weights, self.w2.in_features, D, bits)
+
+
 class GatheredExperts(Experts):
     """Experts on a GPU: compiled, the products of a few tokens read the matrices that they chose in one kernel each."""
 
@@ -114,7 +127,9 @@ def use_fast_modules(model):
         if type(module) is FeedForward and not on_gpu and module.w1.bias is None:
             integers = all(type(linear) is FewRowsIntLinear for linear in module.children())
             return recast(module, FewRowsFeedForward) if integers else None
-        return recast(module, GatheredExperts) if type(module) is Experts and on_gpu else None
+        if type(module) is Experts:
+            alike = {type(w) for w in module.children()} in ({ExpertMatrices}, {Packed})
+            return recast(module, GatheredExperts) if on_gpu else recast(module, FewRowsExperts) if alike else None
 
     swap(model, make)
 
