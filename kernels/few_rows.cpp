@@ -384,27 +384,21 @@ at::Tensor few_rows_int(const at::Tensor& input, const at::Tensor& weight, int64
   return multiply(input, integers(input, weight, N, K, bits), all_rows(input));
 }
 
-// w2 (silu(w1 x) * w3 x) for each group of rows, with w1 and w3 (N, K), w2 (K, N)
-at::Tensor feed_forward(
-    const at::Tensor& x, const std::vector<Group>& groups, const at::Tensor& w1, const at::Tensor& w3,
-    const at::Tensor& w2, int64_t N, int64_t K, int64_t bits) {
-  if (bits == 16) return multiply(at::silu(multiply(x, w1, groups)).mul_(multiply(x, w3, groups)), w2, groups);
-  const Integers gate = integers(x, w1, N, K, bits), up = integers(x, w3, N, K, bits);
-  const at::Tensor hidden = multiply(x, gate, groups, &up);
-  return multiply(hidden, integers(hidden, w2, K, N, bits), groups);
-}
-
+// w2 (silu(w1 x) * w3 x), with w1 and w3 (N, K), w2 (K, N)
 at::Tensor feed_forward_int(
     const at::Tensor& input, const at::Tensor& w1, const at::Tensor& w3, const at::Tensor& w2, int64_t N, int64_t K,
     int64_t bits) {
-  return feed_forward(input, all_rows(input), w1, w3, w2, N, K, bits);
+  const Integers gate = integers(input, w1, N, K, bits), up = integers(input, w3, N, K, bits);
+  const at::Tensor hidden = multiply(input, gate, all_rows(input), &up);
+  return multiply(hidden, integers(hidden, w2, K, N, bits), all_rows(hidden));
 }
 
 // The same for tokens x (T, K) and each of the experts that they chose (T, k), of w1 and w3 (E, N, K), w2 (E, K, N):
-// (T, k, K). The tokens of an expert stand together, so that its weights are read once for all of them.
+// (T, k, K). The tokens of an expert stand together, so that its weights are read once for all of them. bits: of the
+// three, 16 for bfloat16.
 at::Tensor few_rows_experts(
     const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& w1, const at::Tensor& w3, const at::Tensor& w2,
-    int64_t N, int64_t K, int64_t bits) {
+    int64_t N, int64_t K, at::IntArrayRef bits) {
   const auto [experts, order] = chosen.flatten().sort(/*stable=*/true, 0, false);
   const int64_t* expert = experts.const_data_ptr<int64_t>();
   std::vector<Group> groups;
@@ -412,8 +406,18 @@ at::Tensor few_rows_experts(
     if (i == 0 || expert[i] != expert[i - 1]) groups.push_back({expert[i], i, i});
     groups.back().end++;
   }
+  auto product = [&](const at::Tensor& rows, const at::Tensor& w, int64_t to, int64_t from, int64_t of) {
+    return of == 16 ? multiply(rows, w, groups) : multiply(rows, integers(rows, w, to, from, of), groups);
+  };
   const at::Tensor rows = x.index_select(0, order.floor_divide(chosen.size(1)));
-  const at::Tensor y = feed_forward(rows, groups, w1, w3, w2, N, K, bits);
+  at::Tensor hidden;
+  if (bits[0] == bits[1] && bits[0] < 16) {
+    const Integers gate = integers(rows, w1, N, K, bits[0]), up = integers(rows, w3, N, K, bits[1]);
+    hidden = multiply(rows, gate, groups, &up);
+  } else {
+    hidden = at::silu(product(rows, w1, N, K, bits[0])).mul_(product(rows, w3, N, K, bits[1]));
+  }
+  const at::Tensor y = product(hidden, w2, K, N, bits[2]);
   return at::empty_like(y).index_copy_(0, order, y).view({chosen.size(0), chosen.size(1), K});
 }
 
@@ -591,7 +595,7 @@ TORCH_LIBRARY_FRAGMENT(ladder, library) {
   define("feed_forward_int(Tensor x, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits)", feed_forward_int);
   define("few_rows(Tensor x, Tensor weight)", few_rows);
   define(
-      "few_rows_experts(Tensor x, Tensor chosen, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits)",
+      "few_rows_experts(Tensor x, Tensor chosen, Tensor w1, Tensor w3, Tensor w2, int N, int K, int[] bits)",
       few_rows_experts);
   define("many_rows_int(Tensor x, Tensor weight, int N, int K, int bits)", many_rows_int);
   define("few_rows_int(Tensor x, Tensor weight, int N, int K, int bits)", few_rows_int);

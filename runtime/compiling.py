@@ -15,9 +15,9 @@ from decoding.step import next_tokens, pad
 from kernels import cxx, few_rows
 from kernels.experts import floats
 from kernels.few_rows import FEW as FEW_ROWS
-from kernels.few_rows import FEW_INT, FewRowsIntLinear, Packed
+from kernels.few_rows import FEW_INT, FewRowsIntLinear
 from kernels.int_linear import FEW, recast, swap
-from model import Attention, ExpertMatrices, Experts, FeedForward
+from model import Attention, Experts, FeedForward
 from runtime import watch
 from runtime.errors import InputError
 from runtime.report import PASS_TOKENS
@@ -87,11 +87,10 @@ class FewRowsExperts(Experts):
 
     def forward(self, x, chosen):
         matrices = self.w1, self.w3, self.w2
-        bits = getattr(self.w1, "bits", 16)
-        if bits == 16 and chosen.numel() > FEW_ROWS * len(self.w1.weight):
+        weights, bits = [w.weight for w in matrices], [getattr(w, "bits", 16) for w in matrices]
+        if bits == [16] * 3 and chosen.numel() > FEW_ROWS * len(weights[0]):
             return super().forward(x, chosen)
-        weights, D = [w.weight for w in matrices], self.w1.in_features
-        return torch.ops.ladder.few_rows_experts(x, chosen, *weights, self.w2.in_features, D, bits)
+        return torch.ops.ladder.few_rows_experts(x, chosen, *weights, self.w2.in_features, x.shape[1], bits)
 
 
 class GatheredExperts(Experts):
@@ -127,9 +126,7 @@ def use_fast_modules(model):
         if type(module) is FeedForward and not on_gpu and module.w1.bias is None:
             integers = all(type(linear) is FewRowsIntLinear for linear in module.children())
             return recast(module, FewRowsFeedForward) if integers else None
-        if type(module) is Experts:
-            alike = {type(w) for w in module.children()} in ({ExpertMatrices}, {Packed})
-            return recast(module, GatheredExperts) if on_gpu else recast(module, FewRowsExperts) if alike else None
+        return recast(module, GatheredExperts if on_gpu else FewRowsExperts) if type(module) is Experts else None
 
     swap(model, make)
 

@@ -13,7 +13,7 @@ from test_convert import check_parity, convert, hf_model
 import quantize
 import tp
 from formats import checkpoint
-from kernels import int_linear
+from kernels import experts, few_rows, int_linear
 from model import MoE
 from runtime.errors import InputError
 
@@ -142,6 +142,74 @@ def integers_on_a_rank(world, folder):
     net.comm = tp.TensorParallel(config, world.shares, world.group)
     with torch.inference_mode():
         return last_logits(net, *unequal_rows(config))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Kernels
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_few_rows_experts_against_float64(tokens, bits, threads):
+    """Sizes that fill no panel; experts with one token, with more than eight, and with none."""
+    E, D, neurons, k = 7, 64, 40, 3
+    few_rows.build()
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, D, generator=generator).bfloat16()
+    chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:k] for _ in range(tokens)])
+    exact, packed = [], []
+    for N, K in (neurons, D), (neurons, D), (D, neurons):
+        w = [torch.randn(E, N, K, generator=generator).mul(K**-0.5).bfloat16()]
+        if bits == 8:
+            w = [(w[0] * 300).clamp(-127, 127).to(torch.int8), torch.rand(E, N, 1, generator=generator).bfloat16() / 50]
+        elif bits == 4:
+            scales, zeros = torch.randn(2, E, N, K // 8, generator=generator).mul(0.1).bfloat16()
+            w = [torch.randint(0, 256, (E, N, K // 2), generator=generator).to(torch.uint8), scales, zeros]
+        exact.append([t.double() if t.is_floating_point() else t for t in w])
+        shape = few_rows.packed_shape(w[0], w[1], None if bits == 8 else w[2]) if bits < 16 else ()
+        out = torch.empty(torch.Size(shape).numel(), dtype=torch.uint8)
+        packed.append(few_rows.pack(w[0], w[1], None if bits == 8 else w[2], out) if bits < 16 else w[0])
+    expected = torch.stack([torch.stack([one(x[t].double(), exact, int(e)) for e in chosen[t]]) for t in range(tokens)])
+    y = torch.ops.ladder.few_rows_experts(x, chosen, *packed, neurons, D, [bits] * 3)
+    assert (y - expected).abs().max() < 0.01 * expected.abs().max()
+    y = torch.ops.ladder.experts(x.double(), chosen, *exact)
+    assert (y - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
+def one(x, matrices, e):
+    """What expert e makes of a token."""
+    w1, w3, w2 = (experts.floats([t[e] for t in matrix]) for matrix in matrices)
+    gate = w1 @ x
+    return w2 @ (gate / (1 + (-gate).exp()) * (w3 @ x))
+
+
+WIDE = dataclasses.replace(
+    SHARED, dim=128, head_dim=64, n_heads=4, n_kv_heads=4, expert_size=96, shared_expert_size=64, wiring="ladder"
+)
+
+
+def compiled_on_a_rank(world, folder, compile):
+    config = checkpoint.read_config(folder)
+    net = tp.load_shard(config, checkpoint.Weights(folder), torch.bfloat16, "cpu", world.rank, world.shares)
+    net.comm = tp.TensorParallel(config, world.shares, world.group)
+    with torch.inference_mode():
+        return last_logits(net, *unequal_rows(config), compile=compile)
+
+
+@pytest.mark.parametrize("mode", ["bfloat16", "int8", "int4"])
+def test_compiled_decode_is_the_eager_one(mode, tmp_path):
+    folder = tmp_path / "bfloat16"
+    folder.mkdir()
+    state = random_model(WIDE).state_dict()  # a router that is sure: rounding must not choose other experts
+    state = {name: 8 * weight if name.endswith("router.weight") else weight for name, weight in state.items()}
+    write_model(folder, WIDE, state, torch.bfloat16)
+    if mode != "bfloat16":
+        options = ["--group-size", "32", "--keep", "w2"] if mode == "int4" else []
+        folder = tmp_path / mode
+        quantize.main(["--checkpoint", str(tmp_path / "bfloat16"), "--mode", mode, *options, "--out", str(folder)])
+    eager, compiled = (run_ranks(2, compiled_on_a_rank, str(folder), compile) for compile in (False, True))
+    assert (eager[0] - compiled[0]).abs().max() < 0.1 * eager[0].std()
+    assert torch.equal(compiled[0], compiled[1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
