@@ -6,7 +6,7 @@ from formats.checkpoint import DTYPES
 from formats.tokenizer import load_tokenizer
 from generate import BUCKET, Runner, generate, load_model, make_cache
 from model import rewired
-from runtime import launch, terminal
+from runtime import cli, launch
 from runtime.errors import InputError, load_extra
 from runtime.launch import World
 
@@ -45,7 +45,7 @@ def complete(
     device = launch.choose_device(str(model.device))  # selects it, if it is a GPU
     sampler = Sampler(temperature, top_k, top_p, seed, device)
     rows = [tokenizer.encode(text) for text in prompts]
-    slots = max(map(len, rows)) + terminal.fit(max_new_tokens, rows, model.config.max_seq_len) + 1
+    slots = max(map(len, rows)) + cli.fit(max_new_tokens, rows, model.config.max_seq_len) + 1
     if compile:  # whole buckets, so that calls of about the same length share a compiled graph
         slots = -(-slots // BUCKET) * BUCKET
 

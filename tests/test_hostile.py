@@ -13,7 +13,7 @@ import complete
 import convert_hf_checkpoint
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
-from runtime import terminal, writing
+from runtime import cli, writing
 from runtime.errors import InputError
 
 DEMO = ROOT / "demo"
@@ -64,7 +64,7 @@ def test_a_byte_order_mark_is_no_text_and_prompts_are_split_at_newlines_only(tmp
     (tmp_path / "config.json").write_text((DEMO / "config.json").read_text(), encoding="utf-8-sig")
     assert checkpoint.read_config(tmp_path) == checkpoint.read_config(DEMO)
     (tmp_path / "prompts").write_bytes("\ufeffone\u2028line\x0c\r\n\nanother\n".encode())
-    assert terminal.read_lines(tmp_path / "prompts") == ["one\u2028line\x0c", "", "another", ""]
+    assert cli.read_lines(tmp_path / "prompts") == ["one\u2028line\x0c", "", "another", ""]
 
 
 def test_a_digest_sees_headers_small_files_and_changes_of_a_thousandth(tmp_path):

@@ -10,7 +10,7 @@ import sys
 import generate
 from decoding.step import pad
 from extras.measure import exposed, link
-from runtime import benchmarking, cli, launch, report, terminal, writing
+from runtime import benchmarking, cli, launch, report, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
 
@@ -28,7 +28,7 @@ def parse(argv):
     g.add_argument("--prefill-chunks", type=count, metavar="N", help=words)
     g.add_argument("--ignore-eos", action="store_true", help="generate --max-new-tokens tokens in each row")
     args = p.parse_args(argv)
-    if args.draft or terminal.is_chat(args):
+    if args.draft or cli.is_chat(args):
         raise InputError("extras.measure measures plain decode steps: without --draft or a chat")
     if args.simulate_tp and not args.link:
         raise InputError("--simulate-tp needs a link to predict: --link NAME, or its numbers, e.g. --link 100us+50gbps")
