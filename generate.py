@@ -18,8 +18,7 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 import torch
 
 from decoding import sampling
-from decoding.sampling import Sampler
-from decoding.step import RunAhead, next_tokens, pad
+from decoding.sampling import RunAhead, Sampler, next_tokens, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from runtime import cli, launch, report, watch

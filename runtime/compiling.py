@@ -9,8 +9,7 @@ import time
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from decoding.sampling import Sampler
-from decoding.step import next_tokens, pad
+from decoding.sampling import Sampler, next_tokens, pad
 from kernels import cxx, few_rows
 from kernels.few_rows import FEW_INT, FewRowsIntLinear
 from kernels.int_linear import recast, swap

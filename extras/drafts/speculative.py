@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from decoding import likely
-from decoding.sampling import Sampler
-from decoding.step import last_tokens
+from decoding.sampling import Sampler, last_tokens
 from formats import checkpoint
 from formats.tokenizer import check_vocabulary
 from model import Config

@@ -8,7 +8,7 @@ import dataclasses
 import sys
 
 import generate
-from decoding.step import pad
+from decoding.sampling import pad
 from extras.measure import exposed, link
 from runtime import benchmarking, cli, launch, report, writing
 from runtime.cli import count, number
