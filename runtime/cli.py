@@ -85,15 +85,13 @@ def add_json_flag(parser, what="the results as one line of JSON"):
 
 def add_wiring_flags(parser, default="the checkpoint's own"):
     """Add the flags that choose a wiring; with_wiring applies them."""
-    known = "\n".join(f"{name}: {wiring.about}" for name, wiring in WIRINGS.items())
-    g = parser.add_argument_group("wiring", f"how sublayers feed the residual stream; default: {default}")
-    g.add_argument(
-        "--wiring",
-        metavar="NAME[-K][:N|:I,J,...|:I-J][/L]",
-        help=f"{known}\nNAME:N wires the last N layers that way, NAME:I,J,... layers I, J (from 0), NAME:I-J I to J;\n"
-        "others are standard; desync:N keeps every N-th all-reduce; NAME-K reads the stream K sublayers late, if\n"
+    words = [f"{name}: {wiring.about}" for name, wiring in WIRINGS.items()] + [
+        "NAME:N wires the last N layers that way, NAME:I,J,... layers I, J (from 0), NAME:I-J I to J;",
+        "others are standard; desync:N keeps every N-th all-reduce; NAME-K reads the stream K sublayers late, if",
         "NAME does at all; NAME/L has L lanes (default: as many as ranks), if their number matters",
-    )
+    ]
+    g = parser.add_argument_group("wiring", f"how sublayers feed the residual stream; default: {default}")
+    g.add_argument("--wiring", metavar="NAME[-K][:N|:I,J,...|:I-J][/L]", help="\n".join(words))
     g.add_argument("--ladder", action="store_true", help="the same as --wiring ladder")
 
 

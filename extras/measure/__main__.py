@@ -51,7 +51,8 @@ def main(argv=None):
         with world.together():
             exposed.profile(args.profile, world, exposed.replays(runner, *prompts))
     if world.rank == 0:
-        print(report.summary(result), file=sys.stderr)
+        over = f"over link {args.link.name}: " if args.link else ""
+        print(over + report.summary(result), file=sys.stderr)
         for step, measured in (result["exposed"] or {}).items():
             print(exposed.summary(step, measured), file=sys.stderr)
         if args.json:
