@@ -270,7 +270,9 @@ def set_up(args, world, chunks=None):
     if not world.alone:  # else there is nobody to agree with, and no reason to read the files
         contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
         if args.checkpoint:
-            contents["contents of --checkpoint"] = checkpoint.digest(args.checkpoint)
+            from formats.compare import digest
+
+            contents["contents of --checkpoint"] = digest(args.checkpoint)
         world.agree(contents)
     start = time.perf_counter()
     model = load_model(config, args.checkpoint, args.dtype, world)

@@ -191,24 +191,6 @@ def load_tokenizer(source, vocab_size=None):
     return tokenizer
 
 
-def check_vocabulary(config, folder, other, other_folder, called):
-    """Raise InputError unless two models have the same number of tokens and, where compared, the same tokens.
-
-    folder, other_folder: each model's folder, or None if it has no tokenizer; of two, about 1000 tokens are compared.
-    called: the other model's name in the message.
-    """
-    error = f"{called} has another vocabulary"
-    if other.vocab_size != config.vocab_size:
-        raise InputError(f"{error}, of {other.vocab_size:,} tokens, and the model's {config.vocab_size:,}")
-    ours, theirs = (path and load_tokenizer(path, config.vocab_size) for path in (folder, other_folder))
-    if not ours or not theirs:
-        return
-    special = {*ours.special.values(), *theirs.special.values()}
-    for i in range(0, config.vocab_size, 1 + config.vocab_size // 1000):
-        if i not in special and theirs.decode([i]) != ours.decode([i]):
-            raise InputError(f"{error}: token {i} is {theirs.decode([i])!r}, and the model's {ours.decode([i])!r}")
-
-
 def _read_settings(tokenizer, folder, vocab_size):
     """Take the chat template, the special tokens it names and the BOS policy from the files beside the tokenizer's."""
 

@@ -116,8 +116,7 @@ def result(setup, world, done, texts):
 
 def summary(r):
     """Return the result in a few lines for people."""
-    head = "PREDICTED times of one rank alone: " if r["simulated"] else ""
-    head += f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}"
+    head = f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}"
     head += f", batch {r['batch']}, {r['quant'] or r['dtype']}, {r['device']}"
     head += f", shares {','.join(map(str, r['shares']))}" * (len({*r["shares"]}) > 1)
     head += f", {r['comm']} sums" * (r["comm"] != "auto")

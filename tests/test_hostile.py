@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import complete
 import convert_hf_checkpoint
 from formats import checkpoint
+from formats.compare import digest
 from formats.tokenizer import load_tokenizer
 from runtime import cli, writing
 from runtime.errors import InputError
@@ -70,14 +71,14 @@ def test_a_byte_order_mark_is_no_text_and_prompts_are_split_at_newlines_only(tmp
 def test_a_digest_sees_headers_small_files_and_changes_of_a_thousandth(tmp_path):
     weights, size = tmp_path / "model.safetensors", 30 * 2**20
     save_file({"a": torch.zeros(size, dtype=torch.uint8)}, weights)
-    before, data, changed = checkpoint.digest(tmp_path), weights.read_bytes(), b"\1" * (size // 1000)
+    before, data, changed = digest(tmp_path), weights.read_bytes(), b"\1" * (size // 1000)
     for at, new in (20, b"b"), (size // 3, changed), (len(data) - len(changed), changed):
         weights.write_bytes(data[:at] + new + data[at + len(new) :])
-        assert checkpoint.digest(tmp_path) != before
+        assert digest(tmp_path) != before
     weights.write_bytes(data)
-    assert checkpoint.digest(tmp_path) == before
+    assert digest(tmp_path) == before
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert checkpoint.digest(tmp_path) != before
+    assert digest(tmp_path) != before
 
 
 def test_wrong_paths(tmp_path):

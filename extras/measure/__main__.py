@@ -51,8 +51,9 @@ def main(argv=None):
         with world.together():
             exposed.profile(args.profile, world, exposed.replays(runner, *prompts))
     if world.rank == 0:
-        over = f"over link {args.link.name}: " if args.link else ""
-        print(over + report.summary(result), file=sys.stderr)
+        head = "PREDICTED times of one rank alone, " if world.simulated else ""
+        head += f"over link {args.link.name}: " if args.link else ""
+        print(head + report.summary(result), file=sys.stderr)
         for step, measured in (result["exposed"] or {}).items():
             print(exposed.summary(step, measured), file=sys.stderr)
         if args.json:
