@@ -125,8 +125,6 @@ def main(argv=None):
         elif folder is not None:
             writing.copy_tokenizer(folder, out)
         convert(weights, config, out, dtype, int(args.shard_gb * 1e9))
-    if own.wiring.startswith("laneformer"):
-        print("a Laneformer's keys can mean several things: python -m extras.export.verify compares with its own code")
     size = f"{config.n_layers} layers, wiring {config.wiring}, {dtype_name(dtype)}"
     print(f"wrote {args.out}: {size}{'' if tokenizer else ', NO TOKENIZER (see --tokenizer)'}")
 
