@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from decoding.sampling import Sampler
-from decoding.step import next_tokens, pad
+from decoding.sampling import Sampler, next_tokens, pad
 from kernels import cxx, few_rows
 from kernels.experts import floats
 from kernels.few_rows import FEW as FEW_ROWS
@@ -26,18 +25,18 @@ FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is fa
 
 
 @contextlib.contextmanager
-def _one_line():
+def _compiler_errors():
     try:
         yield
     except cxx.CompilerError as e:
         raise InputError(str(e)) from None
 
 
+@_compiler_errors()
 def prepare(device):
     """Set up torch.compile for a device. Raises InputError if that needs a C++ compiler and there is none."""
     if device.type == "cpu":
-        with _one_line():
-            cxx.prepare_compile()
+        cxx.prepare_compile()
 
 
 class DecodeAttention(Attention):
@@ -107,6 +106,7 @@ class GatheredExperts(Experts):
         return multiply(self.w2, F.silu(multiply(self.w1, x)) * multiply(self.w3, x))
 
 
+@_compiler_errors()
 def use_fast_modules(model):
     """Replace modules by those with kernels for a decode step: on a CPU in bfloat16, and on a GPU.
 
@@ -116,8 +116,7 @@ def use_fast_modules(model):
     if not on_gpu and model.dtype != torch.bfloat16:
         return
     if not on_gpu:
-        with _one_line():
-            few_rows.build()
+        few_rows.build()
         few_rows.replace_matrices(model)
 
     def make(name, module):
