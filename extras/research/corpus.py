@@ -1,11 +1,9 @@
-"""Write a corpus that every machine has: the Python files of the standard library and of PyTorch, one document each.
+"""Write a corpus that every machine has: the Python files of the standard library and of PyTorch, a document each.
 
-python -m extras.research.corpus --out corpus  # train.jsonl, retrain.jsonl, valid.jsonl and test.txt
+python -m extras.research.corpus --out corpus  # train.txt, retrain.txt, valid.txt and test.txt
 """
 
 import hashlib
-import json
-import platform
 import sysconfig
 from pathlib import Path
 
@@ -13,52 +11,44 @@ import torch
 
 from evaluation.score import SEPARATOR
 from runtime import cli, launch, writing
-from runtime.errors import InputError
 
-PARTS = "train", "retrain", "valid"
-FILES = *(f"{part}.jsonl" for part in PARTS), "test.txt"
+PARTS = "train", "retrain", "valid", "test"
+ROOTS = {"python": Path(sysconfig.get_path("stdlib")), "torch": Path(torch.__file__).parent}
 
 
-def documents(root):
-    """Yield (path below root, text) of the Python files there, in the order of their paths, without site-packages."""
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        try:
-            text = path.read_bytes().decode()
-        except UnicodeDecodeError:  # a test of other encodings
-            continue
-        if text.strip() and "site-packages/" not in name:
-            yield name, text
+def digest(name):
+    return hashlib.sha256(name.encode()).digest()
 
 
 def part_of(name):
-    """Return the part that a document belongs to, by the hash of its name: one in 20 is valid, four are retrain."""
-    drawn = hashlib.sha256(name.encode()).digest()[0] % 20
-    return "valid" if drawn == 0 else "retrain" if drawn < 5 else "train"
+    """Return the part of a file "python/..." or "torch/...", by its hash: one in 20 is held out, four are retrain."""
+    drawn = digest(name)[0] % 20
+    if drawn == 0:
+        return "test" if name.startswith("torch/") else "valid"
+    return "retrain" if drawn < 5 else "train"
+
+
+def documents(roots):
+    """Return {"python/..." or "torch/...": text} in the order of their hashes, without site-packages."""
+    texts = {}
+    for source, root in roots.items():
+        for path in root.rglob("*.py"):
+            name = path.relative_to(root).as_posix()
+            text = path.read_bytes().decode(errors="ignore").strip()  # some test other encodings
+            if text and "site-packages/" not in name:
+                texts[f"{source}/{name}"] = text
+    return {name: texts[name] for name in sorted(texts, key=digest)}
 
 
 def main(argv=None):
     p = cli.Parser(__doc__)
     p.add_argument("--out", required=True, metavar="DIR", help="the new folder for its parts")
-    p.add_argument("--python", type=Path, default=sysconfig.get_path("stdlib"), metavar="DIR", help="default: its own")
-    p.add_argument("--torch", type=Path, default=Path(torch.__file__).parent, metavar="DIR", help="default: its own")
-    args = p.parse_args(argv)
-    parts = {part: [] for part in PARTS}
-    for source in "python", "torch":
-        root = getattr(args, source)
-        files = [(f"{source}/{name}", text) for name, text in documents(root)]
-        if not files:
-            raise InputError(f"--{source} {root}: no Python files there")
-        for name, text in files:
-            parts[part_of(name)].append((name, text))
-    texts = ["".join(json.dumps({"text": text}) + "\n" for _, text in part) for part in parts.values()]
-    held_out = sorted(parts["valid"], key=lambda document: hashlib.sha256(document[0].encode()).digest())
-    test = [text for name, text in held_out if name.startswith("torch/")]  # the first of valid.jsonl are Python's own
+    args, texts = p.parse_args(argv), documents(ROOTS)
     with writing.new_folder(args.out) as folder:
-        for name, text in zip(FILES, [*texts, f"\n{SEPARATOR}\n".join(test)], strict=True):
-            writing.write_text(Path(folder) / name, text)
-            print(f"{name}: {len(text):,} characters, sha256 {hashlib.sha256(text.encode()).hexdigest()}")
-    print(f"of Python {platform.python_version()} and torch {torch.__version__}")
+        for part in PARTS:
+            text = f"\n{SEPARATOR}\n".join(text for name, text in texts.items() if part_of(name) == part)
+            (folder / f"{part}.txt").write_text(text)
+            print(f"{part}.txt: {len(text):,} characters, sha256 {hashlib.sha256(text.encode()).hexdigest()}")
 
 
 if __name__ == "__main__":
