@@ -1,6 +1,7 @@
 """extras/research: the corpus, the trainings and their tables, and what each layer alone costs in another wiring."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import subprocess
@@ -14,7 +15,7 @@ from test_eval import TEXT, evaluated, naive, picked
 import eval as evaluate
 from evaluation import score
 from extras.measure import results
-from extras.research import corpus, quality, sensitivity
+from extras.research import quality, sensitivity
 from extras.training import adapt
 from formats.wiring_text import wiring_name
 from model import parse_wiring, rewired
@@ -25,28 +26,33 @@ def write(path, *lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_a_corpus_has_each_file_once_and_is_split_by_name(tmp_path, monkeypatch, capsys):
-    roots = {source: tmp_path / source for source in ("python", "torch")}
-    (roots["python"] / "site-packages").mkdir(parents=True)
-    roots["torch"].mkdir()
-    texts = {f"{source}/{i}.py": f"def {source}{i}(x):\n    return x + {i}" for source in roots for i in range(30)}
-    others = {"python/empty.py": "\n", "python/site-packages/a.py": "a = 1\n"}
-    for name, text in {**texts, **others}.items():
+@pytest.fixture
+def roots(tmp_path, monkeypatch):
+    """Two folders of Python files; returns {name: text} of those that belong to the corpus."""
+    monkeypatch.setattr(quality, "ROOTS", {source: tmp_path / source for source in ("python", "torch")})
+    (tmp_path / "python/site-packages").mkdir(parents=True)
+    (tmp_path / "torch").mkdir()
+    texts = {
+        f"{source}/{i}.py": f"def {source}{i}(x):\n    return x + {i}" for source in quality.ROOTS for i in range(30)
+    }
+    for name, text in {**texts, "python/empty.py": "\n", "python/site-packages/a.py": "a = 1\n"}.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "python" / "0.py").write_bytes(texts["python/0.py"].encode() + b"\xe9\n")
-    monkeypatch.setattr(corpus, "ROOTS", roots)
-    corpus.main(["--out", str(tmp_path / "out")])
-    printed, parts = capsys.readouterr().out, {}
-    for part in corpus.PARTS:
-        text = (tmp_path / "out" / f"{part}.txt").read_text()
+    return texts
+
+
+def test_a_corpus_has_each_file_once_and_is_split_by_name(roots, tmp_path):
+    digests, parts = quality.write_corpus(tmp_path), {}
+    for part in "train", "retrain", "valid", "test":
+        text = (tmp_path / f"{part}.txt").read_text()
         parts[part] = text.split("\n<|endoftext|>\n")
-        assert corpus.hashlib.sha256(text.encode()).hexdigest() in printed
-        assert all(text in parts[part] for name, text in texts.items() if corpus.part_of(name) == part)
-    assert sorted(sum(parts.values(), [])) == sorted(texts.values()) and all(parts.values())
+        assert hashlib.sha256(text.encode()).hexdigest() == digests[f"{part}.txt"]
+        assert all(text in parts[part] for name, text in roots.items() if quality.part_of(name) == part)
+    assert sorted(sum(parts.values(), [])) == sorted(roots.values()) and all(parts.values())
     assert all(text.startswith("def torch") for text in parts["test"]) and "def torch" not in "".join(parts["valid"])
 
 
-def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(tmp_path, monkeypatch, capsys):
+def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(roots, tmp_path, monkeypatch, capsys):
     ran = []
 
     def called(command, env, **_):

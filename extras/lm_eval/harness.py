@@ -4,6 +4,7 @@ lm-eval chooses the texts, cuts a pair into context and continuation, and comput
 """
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -145,10 +146,9 @@ class Model(TemplateLM):
 @contextlib.contextmanager
 def output_of_rank_0(show):
     """Send what lm-eval and its libraries print to stderr, or, on the other ranks, nowhere."""
-    with open(os.devnull, "w") as nowhere:
-        target = sys.stderr if show else nowhere
-        with contextlib.redirect_stdout(target), contextlib.redirect_stderr(target):
-            yield
+    target = sys.stderr if show else io.StringIO()
+    with contextlib.redirect_stdout(target), contextlib.redirect_stderr(target):
+        yield
 
 
 def load_tasks(names, folder=None, shots=None, show=True):

@@ -141,14 +141,13 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world):
             f"at step {step} the loss is {total_loss:g} and the norm of its gradient {norm:g}: try a smaller --lr than "
             f"{args.lr:g} and another --out; {args.out}.run/best-* holds the best weights so far"
         )
-    rate = learning_rate(step, args)
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = learning_rate(step, args)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     n_trained = args.batch * args.seq_len
     return {
-        "step": step, "tokens": step * n_trained, "train": nats, "loss": total_loss, "lr": rate,
+        "step": step, "tokens": step * n_trained, "train": nats, "loss": total_loss, "lr": learning_rate(step, args),
         "gradient_norm": norm, "tokens_per_s": n_trained / (time.perf_counter() - start),
     }  # fmt: skip
 
@@ -194,8 +193,7 @@ def train(model, teacher, windows, valid, run, args, world):
 def parse(argv):
     p = cli.Parser(__doc__)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to retrain")
-    words = "from new weights: of DIR are only config.json and the tokenizer"
-    p.add_argument("--fresh", action="store_true", help=words)
+    p.add_argument("--fresh", action="store_true", help="take only config.json and tokenizer from DIR, no weights")
     files = f"plain text with {SEPARATOR} between documents, or .jsonl with text or chat messages"
     p.add_argument("--text", nargs="+", required=True, metavar="FILE", help=f"to train on: {files}")
     p.add_argument("--valid", required=True, metavar="FILE", help="to validate on, in the same form")
@@ -230,7 +228,7 @@ def main(argv=None):
     args = parse(argv)
     world = launch.join(args.device, vars(args))
     out = Path(os.path.realpath(args.out))
-    run = out.parent / f"{out.name}.run"
+    run = Path(f"{out}.run")
     folders = {"checkpoint": None if args.fresh else args.checkpoint, "distill": args.distill}
     with world.together():
         config, teacher_config = runs.read_configs(args)

@@ -42,10 +42,9 @@ def prepare(run, args):
     settings["bytes of --text and --valid"] = [os.path.isfile(file) and os.path.getsize(file) for file in files]
     if any(run.glob("best-*/config.json")):
         before = json.loads(path.read_text())
-        for name, now in settings.items():
-            if before.get(name) != now:
-                was = f"{run} holds a run with {name} {before.get(name)}, not {now}"
-                raise InputError(f"{was}: give that to resume it, or another --out")
+        if unlike := [name for name, now in settings.items() if before.get(name) != now]:
+            was = f"{run} holds a run with {unlike[0]} {before.get(unlike[0])}, not {settings[unlike[0]]}"
+            raise InputError(f"{was}: give that to resume it, or another --out")
         return
     if path.exists():  # killed before its first step, or after its output was complete
         shutil.rmtree(run)
