@@ -21,6 +21,7 @@ from tqdm import tqdm
 from evaluation.score import SEPARATOR
 from extras.training import lanes, runs, sharding
 from formats import checkpoint
+from formats.compare import digest
 from model import Attention, FeedForward, Transformer, interleave
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
@@ -249,7 +250,7 @@ def main(argv=None):
     with world.together():
         config, teacher_config = runs.read_configs(args)
         weights, teacher_weights = (folder and checkpoint.Weights(folder) for folder in folders.values())
-    world.agree({f"contents of --{flag}": path and checkpoint.digest(path) for flag, path in folders.items()})
+    world.agree({f"contents of --{flag}": path and digest(path) for flag, path in folders.items()})
     args.compute_dtype = args.compute_dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
     with contextlib.ExitStack() as stack:
         with world.together():

@@ -7,7 +7,8 @@ import shutil
 from convert_hf_checkpoint import check_lanes
 from extras.training.data import Windows, tokenize
 from formats import checkpoint
-from formats.tokenizer import check_vocabulary, load_tokenizer
+from formats.compare import check_vocabulary
+from formats.tokenizer import load_tokenizer
 from runtime import cli, writing
 from runtime.errors import InputError
 
