@@ -178,7 +178,7 @@ def convert_tokenizer(folder, tokenizer):
     path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def parse(argv):
+def main(argv=None):
     p = cli.Parser(__doc__)
     p.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of ours, e.g. demo")
     p.add_argument("--out", metavar="DIR", required=True, help="the Hugging Face folder to write, e.g. hf/demo")
@@ -186,11 +186,7 @@ def parse(argv):
     size, memory = cli.number(float, 0, above=True), "GB of the largest file, about the memory needed"
     p.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help=memory)
     cli.add_wiring_flags(p)
-    return p.parse_args(argv)
-
-
-def main(argv=None):
-    args = parse(argv)
+    args = p.parse_args(argv)
     own, weights = checkpoint.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
     config = cli.with_wiring(own, args)
     cli.warn_of_wiring(own, config, (1,))
