@@ -17,8 +17,7 @@ def floats(matrices, index=slice(None)):
     return matrices[0][index] if len(matrices) == 1 else dequantize(*(tensor[index] for tensor in matrices))
 
 
-@torch.library.impl("ladder::experts", "default")
-def _experts(x, chosen, w1, w3, w2):
+def experts(x, chosen, w1, w3, w2):
     """Return y (T, k, D): w2 (silu(w1 x) * w3 x) of tokens x (T, D) and each expert that they have chosen (T, k).
 
     w1, w3 (E, I, D), w2 (E, D, I): lists as floats() takes them. Each expert's weights are read once.
@@ -30,6 +29,9 @@ def _experts(x, chosen, w1, w3, w2):
         hidden = F.silu(rows @ floats(w1, e).T) * (rows @ floats(w3, e).T)
         y[token, slot] = hidden @ floats(w2, e).T
     return y
+
+
+torch.library.impl("ladder::experts", "default", experts)
 
 
 @torch.library.impl("ladder::experts", "CUDA")

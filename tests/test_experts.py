@@ -5,13 +5,17 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
+import transformers
 from helpers import BASE, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows, write_model
 from reference import Reference
 from safetensors.torch import load_file, save_file
-from test_convert import check_parity, convert, hf_model
+from test_convert import TOKENS, check_parity, convert, hf_model
 
 import quantize
 import tp
+from extras.export import to_hf
+from extras.training import adapt
 from formats import checkpoint
 from kernels import experts, few_rows, int_linear
 from model import MoE
@@ -213,6 +217,40 @@ def test_compiled_decode_is_the_eager_one(mode, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+@pytest.mark.parametrize("config", [MIXTURE, SHARED], ids=config_id)
+def test_a_gradient_passes_through_the_experts(config):
+    """Against a model in float64 whose MLPs compute every expert for every token."""
+    moe = MoE(config).double()
+    for weight in moe.parameters():
+        torch.nn.init.normal_(weight, 0, 0.3)
+    moe.experts.__class__ = adapt.DifferentiableExperts
+    x, weight = torch.randn(2, 6, 48).double(), torch.randn(2, 6, 48).double()
+    gradients = []
+    for forward in moe, every_expert(moe):
+        moe.zero_grad()
+        (forward(x) * weight).sum().backward()
+        gradients.append({name: p.grad.clone() for name, p in moe.named_parameters()})
+    for name, gradient in gradients[1].items():
+        assert gradient.abs().max() > 0 and torch.allclose(gradients[0][name], gradient, atol=1e-5), name
+
+
+def every_expert(moe):
+    def forward(x):
+        scores = moe.router(x).softmax(-1)
+        chosen = scores >= scores.topk(moe.k).values[..., -1:]
+        weights = scores * chosen / (scores * chosen).sum(-1, keepdim=True)
+        w1, w3, w2 = moe.experts.w1.weight, moe.experts.w3.weight, moe.experts.w2.weight
+        hidden = F.silu(torch.einsum("bsd,eid->bsei", x, w1)) * torch.einsum("bsd,eid->bsei", x, w3)
+        y = torch.einsum("bsei,edi,bse->bsd", hidden, w2, weights)
+        return y if moe.shared(x) is None else y + moe.shared(x)
+
+    return forward
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Families
 
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
@@ -240,6 +278,21 @@ def test_fused_experts_are_read_as_separate_ones(tmp_path):
     assert any("gate_up_proj" in name for name in state)
     save_file(state, tmp_path / "hf/model.safetensors", {"format": "pt"})
     check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2", "qwen3"])
+def test_export_gives_back_the_family(family, tmp_path):
+    class_name, changes = FAMILIES[family]
+    theirs = hf_model((class_name, changes | {"sliding_window": None}))
+    theirs.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "ours")
+    to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "back")])
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
+    assert type(back) is type(theirs)
+    with torch.no_grad():
+        assert torch.equal(back(TOKENS).logits, theirs(TOKENS).logits)
+    with pytest.raises(InputError, match="only standard ones"):
+        to_hf.main([str(tmp_path / "ours"), "--ladder", "--out", str(tmp_path / "ladder")])
 
 
 def edited(tmp_path, family, **changes):

@@ -196,7 +196,7 @@ def fresh(tmp_path, tiny):
 def retrain(fresh):
     """The flags of a retraining with a teacher."""
     fresh.remove("--fresh")
-    how = "--steps 6 --eval-every 3 --lr 1e-3 --wiring ladder:1,2 --distill"
+    how = "--steps 6 --eval-every 3 --lr 1e-3 --wiring ladder:1,2"
     return [*fresh, *how.split()]
 
 
@@ -232,11 +232,11 @@ def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(fres
     assert not weights[0]["layers.0.feed_forward.w2.weight"].any() and (weights[0]["norm.weight"] == 1).all()
 
 
-@pytest.mark.parametrize("how", ["--fresh", "--distill"])
+@pytest.mark.parametrize("how", [["--fresh"], [], ["--plain"]], ids=["fresh", "distilled", "plain"])
 def test_ranks_give_the_losses_of_one(how, retrain, tmp_path):
     """Of eight windows a step, three ranks get three, three and two."""
-    adapt.main([*retrain, how])
-    run_ranks(3, _train, [*retrain, how, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "2"])
+    adapt.main([*retrain, *how])
+    run_ranks(3, _train, [*retrain, *how, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "2"])
     one, several = (losses_of(tmp_path / name) for name in ("out", "out2"))
     assert len(one) == len(several) == 7
     for a, b in zip(one, several, strict=True):
@@ -340,7 +340,8 @@ def test_bad_flags_leave_nothing(fresh, retrain, tiny, tmp_path):
         (retrain, "--distill DIR/int8", "int8 is quantized"),
         (retrain, "--distill DIR/desync", "desync .* e.g. desync/8"),
         (retrain, "--distill DIR/other", "other has another vocabulary"),
-        (retrain, "--checkpoint DIR/stale --wiring ladder --distill", "is ladder already"),
+        (retrain, "--checkpoint DIR/stale --wiring ladder --distill DIR/stale", "is ladder already"),
+        (retrain, "--plain --distill DIR/int8", "--plain learns without a teacher"),
         (retrain, "--wiring upper-bound", "upper-bound cannot be trained"),
         (retrain, "--seq-len 4096", "--seq-len 4096 .* 64"),
         (retrain, "--checkpoint DIR/nan", "norm.weight holds NaN"),

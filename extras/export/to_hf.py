@@ -21,6 +21,10 @@ BLOCKS = {  # of the wirings that this code computes
     "standard": "standard", "ladder": "standard", "parallel": "parallel", "parallel-ladder": "parallel",
     "pair": "pair", "pair-ladder": "pair",
 }  # fmt: skip
+MODEL_TYPES = {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe"}
+MIXTRAL = {  # its names for Qwen's
+    ".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3.",
+}  # fmt: skip
 OWN_FAMILY = {
     "model_type": "ladder_residual", "architectures": ["LadderForCausalLM"],
     "auto_map": {
@@ -32,7 +36,8 @@ OWN_FAMILY = {
 FIELDS = {  # of Config, that are written here
     "n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "intermediate_size", "vocab_size", "max_seq_len",
     "norm_eps", "rope_theta", "rope_scaling", "tie_embeddings", "qkv_bias", "wo_bias", "mlp_bias", "qk_norm",
-    "nope_layers", "sliding_window", "window_layers", "bos_id", "eos_ids", "wiring",
+    "nope_layers", "sliding_window", "window_layers", "bos_id", "eos_ids", "wiring", "n_experts", "experts_per_token",
+    "expert_size", "renormalize_experts", "shared_expert_size", "shared_expert_gate", "dense_layers",
 }  # fmt: skip
 
 
@@ -40,6 +45,8 @@ def family_of(config):
     """Return the keys that name transformers' family with a standard model's biases, norms and windows, or None."""
     qkv, wo, mlp, nope = config.qkv_bias, config.wo_bias, config.mlp_bias, config.nope_layers
     name, keys = "Llama", {"attention_bias": qkv, "mlp_bias": mlp}
+    if config.n_experts:
+        return mixture_of(config)
     if qkv and not (wo or mlp or nope or config.qk_norm):
         name, keys = "Qwen2", {}
     elif qkv != wo or config.qk_norm and (mlp or nope):
@@ -60,6 +67,41 @@ def family_of(config):
     return {"model_type": name.lower(), "architectures": [f"{name}ForCausalLM"], **keys}
 
 
+def mixture_of(config):
+    """Return the keys that name transformers' family of a standard mixture of experts."""
+    c, per_token = config, {"num_experts_per_tok": config.experts_per_token}
+    qwen = {
+        **per_token, "num_experts": c.n_experts, "moe_intermediate_size": c.expert_size, "decoder_sparse_step": 1,
+        "norm_topk_prob": c.renormalize_experts, "mlp_only_layers": list(c.dense_layers),
+    }  # fmt: skip
+    plain = not (c.wo_bias or c.mlp_bias or c.nope_layers or c.window_layers)
+    if plain and c.shared_expert_gate and c.qkv_bias and not c.qk_norm:
+        name, keys = "Qwen2Moe", {**qwen, "shared_expert_intermediate_size": c.shared_expert_size}
+    elif plain and not c.shared_expert_size and c.qk_norm and not c.qkv_bias:
+        name, keys = "Qwen3Moe", qwen
+    elif (
+        plain and c.renormalize_experts and c.expert_size == c.intermediate_size
+        and not (c.shared_expert_size or c.dense_layers or c.qkv_bias or c.qk_norm)
+    ):  # fmt: skip
+        name, keys = "Mixtral", {**per_token, "num_local_experts": c.n_experts}
+    else:
+        raise InputError(
+            "this mixture of experts has no Hugging Face form here, only Mixtral's, Qwen2's and Qwen3's have"
+        )
+    return {"model_type": MODEL_TYPES.get(name, name.lower()), "architectures": [f"{name}ForCausalLM"], **keys}
+
+
+def names_in_hf(name, config):
+    """Return the Hugging Face names of the tensors that ours becomes, in order: of experts, one for each."""
+    names = hf_names(name)
+    if config.n_experts and family_of(config)["model_type"] == "mixtral":
+        for qwen, mixtral in MIXTRAL.items():
+            names = [name.replace(qwen, mixtral) for name in names]
+    if ".experts." in name:
+        names = [names[0].replace(".experts.", f".experts.{e}.") for e in range(config.n_experts)]
+    return names
+
+
 def family_to_hf(config):
     """Return the keys of a config.json that name the model: one of transformers' own, or the one in exported/.
 
@@ -70,6 +112,8 @@ def family_to_hf(config):
         raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {', '.join(BLOCKS)} have one")
     if family and name == "standard":
         return family
+    if config.n_experts:
+        raise InputError(f"a mixture of experts in wiring {config.wiring} has no Hugging Face form, only standard ones")
     if config.window_layers:
         forms = "a standard model with the biases and norms of Mistral, Qwen2, Qwen3 or SmolLM3"
         raise InputError(f"sliding_window {config.sliding_window} has no Hugging Face form here: only {forms} has one")
@@ -115,17 +159,18 @@ def ungroup(wqkv, config):
 def convert_to_hf(source, config, folder, dtype, shard_bytes):
     """Write a Hugging Face folder from our checkpoint's weights, one shard in memory at a time."""
     hf = config_to_hf(config, dtype)
-    ours, sizes = {}, {}  # by Hugging Face's name: (our name, index among q, k and v), bytes
+    ours, sizes = {}, {}  # by Hugging Face's name: (our name, index among q, k and v or experts), bytes
     for name, shape in checkpoint.shapes(config).items():
-        heads = [config.n_heads, config.n_kv_heads, config.n_kv_heads] if ".wqkv." in name else [1]
-        for i, hf_name in enumerate(hf_names(name)):
+        names = names_in_hf(name, config)
+        parts = [config.n_heads, config.n_kv_heads, config.n_kv_heads] if ".wqkv." in name else [1] * len(names)
+        for i, hf_name in enumerate(names):
             ours[hf_name] = name, i
-            sizes[hf_name] = math.prod(shape) * heads[i] // sum(heads) * dtype.itemsize
+            sizes[hf_name] = math.prod(shape) * parts[i] // sum(parts) * dtype.itemsize
 
     def read(hf_name):
         name, i = ours[hf_name]
         tensor = source.read(name).to(dtype)
-        return ungroup(tensor, config)[i] if ".wqkv." in name else tensor
+        return ungroup(tensor, config)[i] if ".wqkv." in name else tensor[i] if ".experts." in name else tensor
 
     writing.write_weights(folder, sizes, read, shard_bytes)
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n")

@@ -92,12 +92,12 @@ def run_once(script, target, *words):
 def train(kind, wiring, steps, seed, source, out):
     """Train and score a model at `out`, unless that is done; return its line, of the weights best on validation.
 
-    source: the folder that is retrained. A wiring other than standard is distilled from it; standard, trained plainly
-    on the same tokens, is the control. Each learning rate was the best of three.
+    source: the folder that is retrained. adapt.py distills a wiring other than standard from it; standard, trained
+    plainly on the same tokens, is the control. Each learning rate was the best of three.
     """
     retrained = kind == "retrained"
     lr = 4e-3 if not retrained else 1e-4 if wiring == "standard" else 1e-3
-    how = ["--fresh"] if not retrained else [] if wiring == "standard" else ["--distill"]
+    how = [] if retrained else ["--fresh"]
     how += f"--wiring {wiring} --steps {steps} --seed {seed} --lr {lr:g}".split()
     how += ["--eval-every", steps if retrained else steps // 10, *TRAINING.split()]
     text = "--text", out.with_name("retrain.txt" if retrained else "train.txt"), "--valid", out.with_name("valid.txt")

@@ -1,6 +1,6 @@
 """Make a ladder of a standard checkpoint by light retraining, or train a small model from scratch, in any wiring.
 
-torchrun adapt.py --checkpoint DIR --wiring ladder:16 --distill --text train.txt --valid valid.txt --out DIR2
+torchrun adapt.py --checkpoint DIR --wiring ladder:16 --text train.txt --valid valid.txt --out DIR2
 python adapt.py --checkpoint demo --fresh --wiring ladder --text train.txt --valid valid.txt --out DIR2
 """
 
@@ -22,7 +22,8 @@ from evaluation.score import SEPARATOR
 from extras.training import lanes, runs, sharding
 from formats import checkpoint
 from formats.compare import digest
-from model import Attention, FeedForward, Transformer, interleave
+from kernels import experts
+from model import Attention, Experts, FeedForward, Transformer, interleave
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
@@ -49,6 +50,13 @@ class ProductAttention(Attention):
         bias = torch.zeros_like(metadata.mask, dtype=q.dtype).masked_fill(~metadata.mask, -math.inf)[:, None, None]
         scores = (q.flatten(2, 3) * self.head_dim**-0.5 @ k.mT).unflatten(2, (q.shape[2], -1)) + bias
         return scores.softmax(-1).flatten(2, 3) @ v
+
+
+class DifferentiableExperts(Experts):
+    """Experts with a gradient, which the operator of the core has not. Those that no token chose get zeros."""
+
+    def forward(self, x, chosen):
+        return experts.experts(x, chosen, *([w.weight.unbind()] for w in (self.w1, self.w3, self.w2)))
 
 
 class Trainee(Transformer):
@@ -82,6 +90,8 @@ def build(config, weights, world, args, is_teacher=False):
             module.__class__ = ProductAttention
             if args.compile:  # Inductor's softmax is slower
                 module.attend = torch.compiler.disable(module.attend)
+        if type(module) is Experts:
+            module.__class__ = DifferentiableExperts
     if config.lanes:
         model.lanes = lanes.split(model)
     if is_teacher:
@@ -175,7 +185,7 @@ def train(model, teacher, windows, valid, run, args, world):
 
     Each validation, from step 0 on, saves a state, and the weights as run/best-STEP if they are the best so far.
     """
-    matrices, vectors = ([p for p in model.parameters() if (p.dim() == 2) == is_matrix] for is_matrix in (True, False))
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     first, is_rank_0 = sharding.restore(run, model, optimizer, world) + 1, world.rank == 0
@@ -218,11 +228,13 @@ def parse(argv):
     p.add_argument("--out", required=True, metavar="DIR", help="the folder to write; until then all lies in DIR.run")
     cli.add_wiring_flags(p)
     g = p.add_argument_group("training")
-    g.add_argument("--distill", nargs="?", const="", metavar="DIR", help="learn from this teacher, or the original")
+    words = "the teacher to learn from (default: CHECKPOINT itself, if its wiring changes)"
+    g.add_argument("--distill", metavar="DIR", help=words)
+    g.add_argument("--plain", action="store_true", help="learn from the text alone, without a teacher")
     g.add_argument("--seq-len", type=count, metavar="N", help="tokens of a window (default: the context, up to 2048)")
     g.add_argument("--steps", type=count, metavar="N", default=3000, help="optimizer steps")
     g.add_argument("--batch", type=count, metavar="N", default=16, help="windows a step, on all ranks together")
-    usual = "default: 3e-3 with --fresh, 5e-5 with --distill, else 5e-6"
+    usual = "default: 3e-3 with --fresh, 5e-5 with a teacher, else 5e-6"
     g.add_argument("--lr", type=number(float, 0, above=True), metavar="X", help=f"peak learning rate ({usual})")
     g.add_argument("--weight-decay", type=number(float, 0), metavar="X", default=0.1, help="of matrices")
     g.add_argument("--eval-every", type=count, metavar="N", default=200, help="steps between validations and saves")
@@ -236,8 +248,6 @@ def parse(argv):
     g.add_argument("--compile", action="store_true", help="torch.compile attentions, MLPs and losses")
     cli.add_rank_flags(g)
     args = p.parse_args(argv)
-    args.distill = args.checkpoint if args.distill == "" else args.distill
-    args.lr = args.lr or (3e-3 if args.fresh else 5e-5 if args.distill else 5e-6)
     args.micro_batch = args.micro_batch or args.batch
     return args
 
@@ -247,9 +257,9 @@ def main(argv=None):
     world = launch.join(args.device, vars(args))
     out = Path(os.path.realpath(args.out))
     run = Path(f"{out}.run")
-    folders = {"checkpoint": None if args.fresh else args.checkpoint, "distill": args.distill}
     with world.together():
         config, teacher_config = runs.read_configs(args)
+        folders = {"checkpoint": None if args.fresh else args.checkpoint, "distill": args.distill}
         weights, teacher_weights = (folder and checkpoint.Weights(folder) for folder in folders.values())
     world.agree({f"contents of --{flag}": path and digest(path) for flag, path in folders.items()})
     args.compute_dtype = args.compute_dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
