@@ -142,11 +142,15 @@ class StateWeights:
         target.copy_(tensor)
 
 
-def shard(config, world, dtype=torch.float32):
-    """This rank's part of random_model, with the collectives of the world's group."""
-    weights = StateWeights(random_model(config).state_dict())
-    net = tp.load_shard(config, weights, dtype, "cpu", world.rank, world.shares)
-    net.comm = tp.TensorParallel(config, world.shares, world.group)
+def shard(config, world=None, dtype=torch.float32, state=None, load=tp.load_shard):
+    """This rank's part of a state dict, by default random_model's, with the collectives of the world's group.
+
+    Without a world: all of it. load: or load_lanes.
+    """
+    rank, shares = (0, 1) if world is None else (world.rank, world.shares)
+    net = load(config, StateWeights(state or random_model(config).state_dict()), dtype, "cpu", rank, shares)
+    if world is not None:
+        net.comm = tp.TensorParallel(config, shares, world.group)
     return net
 
 

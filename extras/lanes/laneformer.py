@@ -3,39 +3,38 @@
 import torch
 import torch.nn as nn
 
-import model
 from formats.sizes import SIZES
-from model import VOCAB_BLOCK, Config, Transformer, Wiring
+from model import VOCAB_BLOCK, WIRINGS, Config, Transformer, Wiring
 from runtime.errors import InputError
 
-# What Config.laneformer may hold, and what absent keys mean.
-DEFAULTS = {
-    "early_comm": True,  # whether the first sublayers wait for their own sums
-    "attention_comm": True,  # whether attentions are summed over the lanes at all, and MLPs
-    "mlp_comm": True,
+SETTINGS = {  # what Config.laneformer may hold; the first value is what an absent key means
+    "early_comm": (True, False),  # whether the first sublayers wait for their own sums
+    "attention_comm": (True, False),  # whether attentions are summed over the lanes at all, and MLPs
+    "mlp_comm": (True, False),
     # what the output head reads. "replicate": the mean of the normed lanes. "sum": the norm of their sum.
     # "vocab_parallel": for each lane's part of the vocabulary, that lane's normed stream.
-    "lane_head": "replicate",
-    "lane_norms": False,  # whether each lane has norms of its own, stored one after another
+    "lane_head": ("replicate", "sum", "vocab_parallel"),
+    "lane_norms": (False, True),  # whether each lane has norms of its own, stored one after another
 }
-HEADS = "replicate", "sum", "vocab_parallel"
 
 
 def settings(config):
-    """Return the settings of a Config, with defaults. Raises InputError for wrong ones."""
-    given = config.laneformer or {}
-    for key, value in given.items():
-        right = value in HEADS if key == "lane_head" else isinstance(value, bool)
-        if key not in DEFAULTS or not right:
-            raise InputError(f"laneformer: {key} {value!r} is none of {', '.join(DEFAULTS)} with their values")
-    values = {**DEFAULTS, **given}
+    """Return all settings of a Config."""
+    return {key: values[0] for key, values in SETTINGS.items()} | (config.laneformer or {})
+
+
+def check(config):
+    """Raise InputError for settings that make no model."""
+    values = settings(config)
+    for key, value in values.items():
+        if value not in SETTINGS.get(key, ()):
+            raise InputError(f"laneformer: {key} {value!r} is none of {', '.join(SETTINGS)} with their values")
     if config.named_wiring.stale % 2:
         raise InputError(f"wiring {config.wiring}: a Laneformer's delay is of whole layers, of two sublayers each")
     if values["lane_head"] == "vocab_parallel" and config.vocab_size % (VOCAB_BLOCK * (config.lanes or 1)):
         raise InputError(f"vocab_size {config.vocab_size} is no multiple of {VOCAB_BLOCK} for each of its lanes")
     if values["lane_norms"] and config.lanes is None:
         raise InputError(f"lane_norms: each lane has norms of its own, but wiring {config.wiring} names no lanes")
-    return values
 
 
 def laneformer_stream(x, sublayers, comm, config, norm=lambda x: x):
@@ -45,8 +44,8 @@ def laneformer_stream(x, sublayers, comm, config, norm=lambda x: x):
     sort, attention or MLP, that has no sums. The last d sums would come too late. At the end one more all-reduce adds
     the lanes' streams up, or takes the mean of their norms, but not for the head "vocab_parallel".
     """
-    own = settings(config)
-    recent, has_sums, last = [], (own["attention_comm"], own["mlp_comm"]), None
+    own, recent, last = settings(config), [], None
+    has_sums = own["attention_comm"], own["mlp_comm"]
     for i, (h, d) in enumerate(sublayers):
         p = h(x)
         now, later = i < d and own["early_comm"], has_sums[i % 2] and i + d < len(sublayers)
@@ -72,7 +71,7 @@ def laneformer_stream(x, sublayers, comm, config, norm=lambda x: x):
 class Laneformer(Transformer):
     """A Transformer whose stream ends with its lanes' sum, and whose norms may differ by lane."""
 
-    check = staticmethod(settings)
+    check = staticmethod(check)
 
     def __init__(self, config):
         super().__init__(config)
@@ -93,13 +92,10 @@ class Laneformer(Transformer):
         return self.output(x)  # normed already, before the lanes' mean
 
 
-def add_wiring():
-    """Add the wiring to the core's table, and its published model to the named sizes."""
-    about = "Kog's Laneformer"
-    model.WIRINGS["laneformer"] = Wiring(
-        about, stream=laneformer_stream, stale=4, parameter=None, laned=True, model=Laneformer
-    )
-    SIZES["laneformer-2b"] = Config(  # the width is inferred from its 2.3 B parameters and an MLP of 4 D
-        15, 32, 16, 96, 3072, 12288, 32000, 4096, bos_id=1, eos_ids=(2,), wiring="laneformer-4/8",
-        sliding_window=512, window_layers=tuple(range(10)),
-    )  # fmt: skip
+WIRINGS["laneformer"] = Wiring(
+    "Kog's Laneformer", stream=laneformer_stream, stale=4, parameter=None, laned=True, model=Laneformer
+)
+SIZES["laneformer-2b"] = Config(  # the width is inferred from its 2.3 B parameters and an MLP of 4 D
+    15, 32, 16, 96, 3072, 12288, 32000, 4096, bos_id=1, eos_ids=(2,), wiring="laneformer-4/8",
+    sliding_window=512, window_layers=tuple(range(10)),
+)  # fmt: skip

@@ -53,20 +53,20 @@ def laneformer_as_ministral(values):
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if hf[key] is not None and hf[key] % lanes:
             raise InputError(f"{key} {hf[key]} is no multiple of num_lanes {lanes}")
-    windowed = hf["swa_layers"]
-    if windowed is None:
-        windowed = [i for i in range(n_layers) if i < first or i >= n_layers + first]
+    layers = range(n_layers)
+    windowed = (layers[:first] if first >= 0 else layers[first:]) if hf["swa_layers"] is None else hf["swa_layers"]
     windowed = {*windowed} - {*(hf["unclamped_layers"] or ())}
     if isinstance(scaling, dict) and not {"rope_type", "type"} & scaling.keys():  # TorchTitan's keys
         scaling = {"rope_type": "llama3", "factor": scaling.get("scaling_factor"), **scaling}
-    comm = {name: hf[f"use_{name}"] for name in ("attention_comm", "mlp_comm")}
+    attention_comm, mlp_comm = hf["use_attention_comm"], hf["use_mlp_comm"]
     settings = {
         "early_comm": hf["use_early_comm"],
-        **{name: hf["use_comm"] if on is None else on for name, on in comm.items()},
+        "attention_comm": hf["use_comm"] if attention_comm is None else attention_comm,
+        "mlp_comm": hf["use_comm"] if mlp_comm is None else mlp_comm,
         "lane_head": "sum" if hf["pre_norm_lane_agg"] else hf["lm_head_type"],
         "lane_norms": not hf["replicated_rmsn_scale"],
     }
-    types = ["sliding_attention" if i in windowed else "full_attention" for i in range(n_layers)]
+    types = ["sliding_attention" if i in windowed else "full_attention" for i in layers]
     return {
         **hf, "rms_norm_eps": hf["norm_eps"], "rope_scaling": scaling, "layer_types": types,
         "laneformer": {"wiring": f"laneformer-{2 * hf['broadcast_delay']}/{lanes}", "laneformer": settings},
