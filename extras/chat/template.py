@@ -2,7 +2,7 @@
 
 A template is a program, perhaps a stranger's. Jinja's sandbox keeps it from the system, but it may still run for ever
 or make a text of any size, in one expression such as 10**(10**10) or 'a' * 10**10. Hence a timer of CPU time, which
-ends this process, and a limit of its memory. A request is a line of JSON, [template, variables]; its answer is another,
+ends the process, and a limit of its memory. A request is a line of JSON, [template, variables]; its answer is another,
 [text, error].
 """
 
@@ -14,7 +14,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 from jinja2.ext import loopcontrols
@@ -56,26 +55,22 @@ class Renderer:
     """The process that renders, started when the first template is rendered and again after it was ended."""
 
     seconds, megabytes, characters = 10, 512, 10**7  # what a template may take
-
-    def __init__(self):
-        self.process, self.lock = None, threading.Lock()
+    process = None
 
     def render(self, template, variables):
         """Return (text, None), or (None, what went wrong)."""
-        with self.lock:
-            if self.process is None:
-                limits = self.seconds, self.megabytes, self.characters
-                command = [sys.executable, "-P", __file__, *map(str, limits)]
-                pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE) | {"stderr": subprocess.DEVNULL}
-                self.process = subprocess.Popen(command, **pipes, start_new_session=True)  # a Ctrl-C does not reach it
-            try:
-                self.process.stdin.write(json.dumps([template, variables]).encode() + b"\n")
-                self.process.stdin.flush()
-                return json.loads(self.process.stdout.readline())
-            except (BrokenPipeError, ValueError):  # it was ended
-                self.process.communicate()
-                self.process = None
-                return None, f"it takes more than {self.seconds} s or {self.megabytes} MB"
+        if self.process is None:
+            command = [sys.executable, "-P", __file__, *map(str, (self.seconds, self.megabytes, self.characters))]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            self.process = subprocess.Popen(command, **pipes, start_new_session=True)  # a Ctrl-C does not reach it
+        try:
+            self.process.stdin.write(json.dumps([template, variables]).encode() + b"\n")
+            self.process.stdin.flush()
+            return json.loads(self.process.stdout.readline())
+        except (BrokenPipeError, ValueError):  # it was ended
+            self.process.communicate()
+            self.process = None
+            return None, f"it takes more than {self.seconds} s or {self.megabytes} MB"
 
 
 renderer = Renderer()

@@ -128,7 +128,7 @@ class SmallModel(ModelDraft):
         self.prompts = tokens, lengths, pass_tokens, self.cached
 
     def read(self, texts, device):
-        """Read the last two tokens of each row: the last proposal was not read when it was made, but may be accepted."""
+        """Read the last two tokens of each row: the last proposal may be accepted, but was not read yet."""
         if self.prompts:  # not in begin(): a request may end before anything is proposed
             self.runner.prefill(*self.prompts)
         self.prompts, self.cached = None, min(map(len, texts))
