@@ -50,9 +50,6 @@ def laneformer_as_ministral(values):
     for key, known in (("lm_head_type", heads), ("attn_mask_type", ("causal",))):
         if hf[key] not in known:
             raise InputError(f"{key} {hf[key]!r} is not supported here, only {' and '.join(known)}")
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if hf[key] is not None and hf[key] % lanes:
-            raise InputError(f"{key} {hf[key]} is no multiple of num_lanes {lanes}")
     layers = range(n_layers)
     windowed = (layers[:first] if first >= 0 else layers[first:]) if hf["swa_layers"] is None else hf["swa_layers"]
     windowed = {*windowed} - {*(hf["unclamped_layers"] or ())}
