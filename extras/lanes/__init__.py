@@ -1,7 +1,6 @@
 """Several lanes on a rank, and Kog's Laneformer, which adds its wiring to the table of the core."""
 
-from extras.lanes.laneformer import Laneformer
-from extras.lanes.laneformer_folder import LaneformerWeights, laneformer_as_ministral
+from extras.lanes.laneformer import LaneformerWeights, laneformer_as_ministral
 from extras.lanes.lanes import LaneSums, load_lanes
 
-__all__ = ["LaneSums", "Laneformer", "LaneformerWeights", "laneformer_as_ministral", "load_lanes"]
+__all__ = ["LaneSums", "LaneformerWeights", "laneformer_as_ministral", "load_lanes"]

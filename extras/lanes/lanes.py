@@ -17,10 +17,8 @@ def lanes_of_rank(config, rank, shares):
     shares = normalize_shares(shares)
     lanes = config.lanes or len(shares)
     if any(lanes * share % sum(shares) for share in shares):
-        fit = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
-        raise InputError(
-            f"the {lanes} lanes of wiring {config.wiring} do not fit {len(shares)} ranks: use {fit}, alike"
-        )
+        fit = ", ".join([*(str(n) for n in range(1, lanes + 1) if lanes % n == 0), "alike"])
+        raise InputError(f"the {lanes} lanes of wiring {config.wiring} do not fit {len(shares)} ranks: use {fit}")
     return range(*split_range(lanes, rank, shares))
 
 
