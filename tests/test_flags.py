@@ -7,7 +7,7 @@ import torch
 from helpers import random_model, write_model
 
 from model import Config
-from runtime import cli, launch, writing
+from runtime import cli, writing
 from runtime.errors import InputError
 
 # script: (the flags that all have, {more flags: the line}). A "{}" is a folder that holds an empty and a long text.
@@ -123,17 +123,6 @@ def test_bad_flags_are_one_clear_line_and_leave_nothing(name, always, more, line
         main()
     assert line in str(error.value) and "\n" not in str(error.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "long"]
-
-
-def test_run_prints_the_line_and_ends_with_2(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["/some/where/x.py"])
-
-    def main():
-        raise InputError("--x is wrong")
-
-    with pytest.raises(SystemExit) as end:
-        launch.run(main)
-    assert end.value.code == 2 and capsys.readouterr().err == "x.py: --x is wrong\n"
 
 
 def test_a_file_to_append_to_is_tried_and_left_as_it_was(tmp_path):

@@ -19,19 +19,7 @@ from types import SimpleNamespace
 import helpers
 import pytest
 import torch
-from helpers import (
-    BASE,
-    HANGS,
-    ROOT,
-    command,
-    free_port,
-    naive,
-    p_value,
-    random_model,
-    run_ranks,
-    script,
-    unequal_rows,
-)
+from helpers import BASE, HANGS, ROOT, command, free_port, naive, p_value, random_model, run_ranks, script, unequal_rows
 from safetensors.torch import load_file, save_file
 
 import generate
@@ -162,12 +150,8 @@ def test_the_functions_of_a_notebook(tiny, greedy, monkeypatch):
     assert drawn[0] == drawn[1] != drawn[2]
     ladder, _ = load(tiny, dtype="bfloat16", wiring="ladder")
     assert ladder.config.wiring == "ladder" and ladder.norm.weight.dtype == torch.bfloat16
-    for wrong in (
-        lambda: load("/nowhere"), lambda: load(tiny, wiring="x"),
-        lambda: complete(model, tokenizer, ["dog " * 90]), lambda: load(tiny, device="tpu"),
-    ):  # fmt: skip
-        with pytest.raises(InputError):
-            wrong()
+    with pytest.raises(InputError, match="leaves no room in the context of 64"):
+        complete(model, tokenizer, ["dog " * 90])
 
 
 def test_step_bytes_are_the_weights_and_the_cache(tiny, out):

@@ -6,18 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import (
-    BASE,
-    ONE_EACH,
-    WIRED,
-    YARN,
-    StateWeights,
-    last_logits,
-    random_model,
-    run_ranks,
-    shard,
-    unequal_rows,
-)  # fmt: skip
+from helpers import BASE, ONE_EACH, WIRED, YARN, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows
 from reference import Reference
 
 import tp
