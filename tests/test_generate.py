@@ -187,18 +187,6 @@ def test_a_named_size_has_random_weights(monkeypatch, out):
     assert printed == "--- " + " ".join(map(str, result["tokens"][0])) + "\n"
 
 
-def answers(folder, turns):
-    """What comes after each line of turns [(line, number of tokens)] of a conversation."""
-    net, tokenizer = load(folder)
-    ids, texts = [], []
-    for line, count in turns:
-        ids += tokenizer.encode_plain(line) if ids else tokenizer.encode(line)
-        row = greedy_tokens(net, ids, count, end=2)
-        texts.append(tokenizer.continuation(ids, row))
-        ids += row
-    return texts
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_chat(ranks, tiny, tmp_path):
     """It is typed at the third decode step of the first answer, and at the third prompt."""
@@ -226,10 +214,14 @@ launch.run(generate.main)
         command(tmp_path / "chatting.py", *flags, ranks=ranks), stdin=terminal, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )  # fmt: skip
-    expected = answers(tiny, [("Once upon a time", 4 if ranks == 1 else 8), ("The dog", 19)])
-    for line, text in zip([b"Once upon a time\n", b"The dog\n", b"\3"], [*expected, ""], strict=True):
-        os.write(keyboard, line)
-        assert process.stdout.read(len(f"> {text}\n".encode())).decode() == f"> {text}\n"
+    (net, tokenizer), ids = load(tiny), []
+    for line, count in ("Once upon a time", 4 if ranks == 1 else 8), ("The dog", 19), ("\3", 0):
+        os.write(keyboard, f"{line}\n".encode() if count else b"\3")
+        ids += tokenizer.encode_plain(line) if ids else tokenizer.encode(line)
+        row = greedy_tokens(net, ids, count, end=2)
+        shown = f"> {tokenizer.continuation(ids, row)}\n"
+        assert process.stdout.read(len(shown.encode())).decode() == shown
+        ids += row
     _, errors = process.communicate(timeout=HANGS)
     assert process.returncode == 0 and b"Traceback" not in errors, errors.decode()
     assert termios.tcgetattr(terminal) == before

@@ -6,18 +6,13 @@ import re
 
 import pytest
 import torch
-from helpers import ANY_TP, BASE, YARN, last_logits, random_model, unequal_rows, wired_id
-from reference import Reference
+from helpers import ANY_TP, BASE, YARN, wired_id
+from test_wiring import check_against_the_reference
 
 from formats import checkpoint
 from formats.sizes import SIZES
 from model import build, rope_frequencies
 from runtime.errors import InputError
-
-
-@pytest.mark.parametrize("changes", ANY_TP, ids=wired_id)
-def test_prefill_and_decode_equal_the_whole_sequence(changes):
-    check_decode(changes)
 
 
 @pytest.mark.parametrize(
@@ -36,24 +31,13 @@ def test_prefill_and_decode_equal_the_whole_sequence(changes):
     ids=wired_id,
 )
 def test_what_some_families_have(changes):
-    check_decode(changes)
+    check_against_the_reference(dataclasses.replace(BASE, **changes))
 
 
 @pytest.mark.slow  # what ranks compile is tested with them, and in the fast tests
 @pytest.mark.parametrize("changes", ANY_TP, ids=wired_id)
-def test_compiled_prefill_and_decode_equal_the_whole_sequence(changes):
-    check_decode(changes, compile=True, compile_prefill=True)
-
-
-def check_decode(changes, **compile):
-    config = dataclasses.replace(BASE, **changes)
-    net = random_model(config)
-    tokens, lengths = unequal_rows(config)
-    logits = last_logits(net, tokens, lengths, **compile)
-    reference = Reference(config, net.state_dict())
-    for row, length in enumerate(lengths):
-        expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
-        assert (logits[row] - expected).abs().max() < 1e-4
+def test_compiled_wirings_compute_the_same(changes):
+    check_against_the_reference(dataclasses.replace(BASE, **changes), compile=True, compile_prefill=True)
 
 
 @pytest.mark.parametrize(

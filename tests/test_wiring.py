@@ -6,7 +6,19 @@ import re
 
 import pytest
 import torch
-from helpers import BASE, ONE_EACH, WIRED, random_model, shard, staleness, table_entry, unequal_rows, variants, wired_id
+from helpers import (
+    BASE,
+    ONE_EACH,
+    WIRED,
+    last_logits,
+    random_model,
+    shard,
+    staleness,
+    table_entry,
+    unequal_rows,
+    variants,
+    wired_id,
+)
 from reference import Reference
 
 import generate
@@ -25,15 +37,17 @@ def test_matches_the_naive_float64_reference(changes):
         check_against_the_reference(dataclasses.replace(BASE, **changes, **shape))
 
 
-def check_against_the_reference(config):
+def check_against_the_reference(config, **compile):
+    """The logits of unequal rows: of all tokens, and after a prefill and decode steps."""
     net = random_model(config)
     tokens, lengths = unequal_rows(config)
     with torch.no_grad():
         logits = net(tokens)
-    reference = Reference(config, net.state_dict())
+    decoded, reference = last_logits(net, tokens, lengths, **compile), Reference(config, net.state_dict())
     for row, length in enumerate(lengths):
         expected = torch.from_numpy(reference.logits(tokens[row, :length]))
         assert (logits[row, :length] - expected).abs().max() < 1e-4
+        assert (decoded[row] - expected[-4:]).abs().max() < 1e-4
 
 
 def logits_of(changes):
