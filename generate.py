@@ -18,11 +18,10 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 import torch
 
 from decoding import sampling
-from decoding.sampling import Sampler
-from decoding.step import RunAhead, next_tokens, pad
+from decoding.sampling import RunAhead, Sampler, next_tokens, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
-from runtime import cli, launch, report, terminal, watch
+from runtime import cli, launch, report, watch
 from runtime.cli import count
 from runtime.errors import InputError, load_extra
 from runtime.launch import World
@@ -209,7 +208,7 @@ def add_flags(p):
     cli.add_rank_flags(g, sharded=True)
     cli.add_comm_flag(g)
     cli.add_wiring_flags(p)
-    terminal.add_prompt_flags(p)
+    cli.add_prompt_flags(p)
     g = p.add_argument_group("generation")
     g.add_argument("--max-new-tokens", type=count, default=200, metavar="N", help="each row stops at its own end")
     sampling.add_flags(g)
@@ -257,9 +256,9 @@ def set_up(args, world, chunks=None):
     with world.together():
         sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
         config, tokenizer = describe(args, world)
-        prompts, chats = terminal.read_prompts(args, config, tokenizer), terminal.is_chat(args)
-        context = min(terminal.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
-        new, source = terminal.fit(args.max_new_tokens, prompts, context), None
+        prompts, chats = cli.read_prompts(args, config, tokenizer), cli.is_chat(args)
+        context = min(cli.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
+        new, source = cli.fit(args.max_new_tokens, prompts, context), None
         slots = context if chats else max(map(len, prompts)) + new
         if args.draft:
             drafts = load_extra("drafts", f"--draft {args.draft}")
@@ -271,7 +270,9 @@ def set_up(args, world, chunks=None):
     if not world.alone:  # else there is nobody to agree with, and no reason to read the files
         contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
         if args.checkpoint:
-            contents["contents of --checkpoint"] = checkpoint.digest(args.checkpoint)
+            from formats.compare import digest
+
+            contents["contents of --checkpoint"] = digest(args.checkpoint)
         world.agree(contents)
     start = time.perf_counter()
     model = load_model(config, args.checkpoint, args.dtype, world)
@@ -301,7 +302,7 @@ def run(setup, world):
     """Generate, and print the text on rank 0; returns (the Generation, the texts or None)."""
     s, printer = setup, None
     if world.rank == 0 and not world.simulated:
-        printer = terminal.Printer(s.prompts, s.tokenizer, s.max_new_tokens, show_prompt=not s.args.chat)
+        printer = cli.Printer(s.prompts, s.tokenizer, s.max_new_tokens, show_prompt=not s.args.chat)
     unguarded = contextlib.nullcontext()
     if s.args.compile:
         from runtime import compiling
@@ -319,7 +320,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     world = launch.join(args.device, vars(args))
     setup = set_up(args, world)
-    if terminal.is_chat(args):
+    if cli.is_chat(args):
         return load_extra("chat", "--chat without a prompt").run(setup, world, generate)
     done, texts = run(setup, world)
     result = report.result(setup, world, done, texts)

@@ -9,8 +9,7 @@ import time
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from decoding.sampling import Sampler
-from decoding.step import next_tokens, pad
+from decoding.sampling import Sampler, next_tokens, pad
 from kernels import cxx, few_rows
 from kernels.few_rows import FEW_INT, FewRowsIntLinear
 from kernels.int_linear import recast, swap
@@ -23,18 +22,18 @@ FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is fa
 
 
 @contextlib.contextmanager
-def _one_line():
+def _compiler_errors():
     try:
         yield
     except cxx.CompilerError as e:
         raise InputError(str(e)) from None
 
 
+@_compiler_errors()
 def prepare(device):
     """Set up torch.compile for a device. Raises InputError if that needs a C++ compiler and there is none."""
     if device.type == "cpu":
-        with _one_line():
-            cxx.prepare_compile()
+        cxx.prepare_compile()
 
 
 class DecodeAttention(Attention):
@@ -79,6 +78,7 @@ class FewRowsFeedForward(FeedForward):
         return torch.ops.ladder.feed_forward_int(x, *weights, self.w1.out_features, self.w1.in_features, self.w1.bits)
 
 
+@_compiler_errors()
 def use_fast_modules(model):
     """Replace modules by those with kernels for a decode step: on a CPU in bfloat16, and on a GPU.
 
@@ -88,8 +88,7 @@ def use_fast_modules(model):
     if not on_gpu and model.dtype != torch.bfloat16:
         return
     if not on_gpu:
-        with _one_line():
-            few_rows.build()
+        few_rows.build()
         few_rows.replace_matrices(model)
 
     def make(name, module):

@@ -9,7 +9,7 @@ import torch
 
 from extras.drafts.speculative import Ngrams, Rewired, SmallModel
 from formats import checkpoint
-from formats.tokenizer import check_vocabulary
+from formats.compare import check_vocabulary, digest
 from formats.wiring_text import wiring_name
 from model import WIRINGS, Config, parse_wiring, rewired
 from runtime import benchmarking
@@ -32,7 +32,7 @@ class Source(NamedTuple):
         """Return {name: digest} of what must be equal on all ranks, which each run a whole draft, to the same bits."""
         contents = {"--draft": f"{self.name}@{self.count}"}
         if self.folder:
-            contents["contents of --draft"] = checkpoint.digest(self.folder)
+            contents["contents of --draft"] = digest(self.folder)
             contents["hardware"] = f"{benchmarking.processor()}, {torch.get_num_threads()} threads"
         return contents
 

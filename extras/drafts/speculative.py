@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from decoding import likely
-from decoding.sampling import Sampler
-from decoding.step import last_tokens
+from decoding.sampling import Sampler, last_tokens
 
 NGRAM = 3, 2  # lengths that Ngrams looks up, in this order
 

@@ -8,9 +8,9 @@ import dataclasses
 import sys
 
 import generate
-from decoding.step import pad
+from decoding.sampling import pad
 from extras.measure import exposed, link
-from runtime import benchmarking, cli, launch, report, terminal, writing
+from runtime import benchmarking, cli, launch, report, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
 
@@ -28,7 +28,7 @@ def parse(argv):
     g.add_argument("--prefill-chunks", type=count, metavar="N", help=words)
     g.add_argument("--ignore-eos", action="store_true", help="generate --max-new-tokens tokens in each row")
     args = p.parse_args(argv)
-    if args.draft or terminal.is_chat(args):
+    if args.draft or cli.is_chat(args):
         raise InputError("extras.measure measures plain decode steps: without --draft or a chat")
     if args.simulate_tp and not args.link:
         raise InputError("--simulate-tp needs a link to predict: --link NAME, or its numbers, e.g. --link 100us+50gbps")
@@ -51,7 +51,9 @@ def main(argv=None):
         with world.together():
             exposed.profile(args.profile, world, exposed.replays(runner, *prompts))
     if world.rank == 0:
-        print(report.summary(result), file=sys.stderr)
+        head = "PREDICTED times of one rank alone, " if world.simulated else ""
+        head += f"over link {args.link.name}: " if args.link else ""
+        print(head + report.summary(result), file=sys.stderr)
         for step, measured in (result["exposed"] or {}).items():
             print(exposed.summary(step, measured), file=sys.stderr)
         if args.json:
