@@ -7,7 +7,6 @@ import torch
 from helpers import random_model, write_model
 
 from model import Config
-from runtime import cli, writing
 from runtime.errors import InputError
 
 # script: (the flags that all have, {more flags: the line}). A "{}" is a folder that holds an empty and a long text.
@@ -123,12 +122,3 @@ def test_bad_flags_are_one_clear_line_and_leave_nothing(name, always, more, line
         main()
     assert line in str(error.value) and "\n" not in str(error.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "long"]
-
-
-def test_a_file_to_append_to_is_tried_and_left_as_it_was(tmp_path):
-    path = tmp_path / "x.jsonl"
-    assert cli.appendable(str(path)) == str(path) and not path.exists()
-    writing.append_line(path, {"a": 1})
-    assert cli.appendable(str(path)) == str(path)
-    writing.append_line(path, {"a": [2]})
-    assert path.read_text() == '{"a": 1}\n{"a": [2]}\n'

@@ -39,7 +39,7 @@ class Source(NamedTuple):
 
 def read_draft(text, config, folder, tp_size):
     """Return the Source of --draft for a model of this config. folder: the model's, or None. Raises InputError."""
-    name, count = re.fullmatch(r"(.*?)(?:@(\d+))?", text).groups(default="3")
+    name, count = re.fullmatch(r"(?s)(.*?)(?:@(\d{1,9}))?", text).groups(default="3")
     if not 1 <= int(count) < config.max_seq_len:
         raise InputError(f"--draft {text}: @{count} must be from 1 to the context of {config.max_seq_len}")
     if name == "ngram":
