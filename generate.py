@@ -18,7 +18,7 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 import torch
 
 from decoding import sampling
-from decoding.sampling import RunAhead, Sampler, next_tokens, pad
+from decoding.sampling import RunAhead, Sampler, last_tokens, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from runtime import cli, launch, report, watch
@@ -34,7 +34,7 @@ from tp import TensorParallel, load_shard
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
     load = load_shard
-    if config.named_wiring.model or config.lanes and world.shares != (1,) * config.lanes:  # not one lane for each rank
+    if config.named_wiring.model or config.lanes and world.shares != (1,) * config.lanes:  # not a lane for each rank
         load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():
         weights = checkpoint.open_weights(folder, config, world.device)
@@ -101,7 +101,8 @@ class Runner:
         grows with both.
         """
         B, S = tokens.shape
-        last, width, logits = lengths - 1, S if pass_tokens is None else max(1, pass_tokens // B), None
+        width = max(1, pass_tokens // B) if pass_tokens else S
+        last, logits = lengths - 1, None
         for start in range(cached_tokens, S, width):
             if start:
                 watch.at("prefill from token", start)
@@ -124,6 +125,13 @@ class Runner:
         filled = longest if self.device.type == "cpu" else -(-longest // BUCKET) * BUCKET
         positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         return self._decode(tokens, positions, self.cache, filled)
+
+    def next_tokens(self, texts, sample):
+        """Run one pass for texts of which all but the last token is cached; returns their next ids (B,), on the device.
+
+        sample: as generate takes it. Each rank offers its best token of each row, in 16 bytes.
+        """
+        return sample(self.decode(*last_tokens(texts, self.device))[:, 0], self.model.comm)
 
 
 # ---- Generation ------------------------------------------------------------------------------------------------------
@@ -154,8 +162,7 @@ def generate(
     """
     texts, done, passes, shown = [list(prompt) for prompt in prompts], [False] * len(prompts), 0, 0.0
     ends = [min(len(prompt) + max_new_tokens, runner.model.config.max_seq_len) for prompt in prompts]
-    # A step is decode(), then sample(), for which each rank offers its best token of each row, in 16 bytes
-    step = next_tokens if runner.device.type == "cpu" else RunAhead()  # a GPU need not wait for the host
+    step = runner.next_tokens if runner.device.type == "cpu" else RunAhead(runner)  # a GPU need not wait for the host
     watch.at("prefill")
     start = time.perf_counter()
     tokens, lengths = pad(prompts, runner.device)
@@ -189,7 +196,7 @@ def generate(
         if draft:
             new = draft.step(runner, texts, done, sample)  # for each row the proposals that the model accepts, and one
         else:
-            new = step(runner, texts, sample)[:, None].tolist()  # one for each row
+            new = step(texts, sample)[:, None].tolist()  # one for each row
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------

@@ -98,24 +98,20 @@ def last_tokens(texts, device):
     return tokens, positions, max(map(len, texts))
 
 
-def next_tokens(runner, texts, sample):
-    """Run one pass of the model; returns the next token ids (B,), on the device."""
-    return sample(runner.decode(*last_tokens(texts, runner.device))[:, 0], runner.model.comm)
-
-
 class RunAhead:
-    """next_tokens for a GPU, which gets the next pass before the ids of this one are read: it never waits for the host.
+    """Runner.next_tokens for a GPU, which gets the next pass before the ids of this one are read.
 
     One for each generation. Nobody reads its very last pass.
     """
 
-    def __init__(self):
-        self.ahead = None  # (ids, positions) of the pass in flight
+    def __init__(self, runner):
+        self.runner, self.ahead = runner, None  # ahead: (ids, positions) of the pass in flight
 
-    def __call__(self, runner, texts, sample):
+    def __call__(self, texts, sample):
         """Return the next token ids (B,), on the CPU. The texts end in those that were returned last."""
+        runner = self.runner
         if self.ahead is None:
-            self.ahead = next_tokens(runner, texts, sample), last_tokens(texts, runner.device)[1]
+            self.ahead = runner.next_tokens(texts, sample), last_tokens(texts, runner.device)[1]
         ids, positions = self.ahead
         read, computed = ids.to("cpu", non_blocking=True), torch.cuda.current_stream(runner.device).record_event()
         context = runner.model.config.max_seq_len  # rows that are done stay at its end

@@ -9,7 +9,7 @@ import time
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from decoding.sampling import Sampler, next_tokens, pad
+from decoding.sampling import Sampler, pad
 from kernels import cxx, few_rows
 from kernels.few_rows import FEW_INT, FewRowsIntLinear
 from kernels.int_linear import recast, swap
@@ -140,7 +140,7 @@ def warm_up(runner, prompts, max_new_tokens, bucket, draft=None):
             draft.begin(*padded, PASS_TOKENS)
         for texts in [[[0] * length for _ in prompts] for length in sorted(lengths)]:
             if not draft:
-                next_tokens(runner, texts, Sampler(0)).tolist()  # waits for the device
+                runner.next_tokens(texts, Sampler(0)).tolist()  # waits for the device
             for proposals in draft.counts if draft else ():
                 draft.warm_up(runner, texts, proposals)
     return time.perf_counter() - start
