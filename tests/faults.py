@@ -39,10 +39,7 @@ MARK = "LADDER_FAULT_RUN"
 
 GENERATE = "generate --checkpoint {a} --max-new-tokens 40 --temperature 0 --prompt Once"
 CHAT = "generate --checkpoint {a} --max-new-tokens 4 --chat"
-ADAPT = (
-    "adapt --text {text} --valid {text} --out {out} --dim 32 --n-layers 2 --n-heads 4 --n-kv-heads 2 "
-    "--intermediate-size 64 --vocab-size 300 --seq-len 32 --steps 30 --batch 6"
-)
+ADAPT = "adapt --checkpoint {a} --fresh --text {text} --valid {text} --out {out} --seq-len 32 --steps 30 --batch 6"
 PHASES = {  # name: (command, module and name of a function, the call of it that meets the fault, the phase in words)
     "join": (GENERATE, "runtime.launch", "join", 1, r"start|join"),
     "load": (GENERATE, "formats.checkpoint", "Weights.fill", 3, r"load of"),

@@ -51,17 +51,15 @@ def answers_of(ranks, *args):
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
     """Returns a folder of task files and their documents, and the names of its tasks."""
-    folder = tmp_path_factory.mktemp("tasks")
-    documents = []
+    folder, documents = tmp_path_factory.mktemp("tasks"), []
     for i in range(24):
         name = ("Tim", "Lily", "Sue", "Ben")[i % 4]
         story = f"Once upon a time, there was a little {('girl', 'boy')[i % 2]} named {name}. "
         seen = ["a cat", "the big dog", "a red ball", "her mom", "the sun"][: i % 6]
         story += " ".join(f"{name} saw {what}." for what in seen)
-        documents.append({"story": story * (8 if i % 7 == 6 else 1)})  # some are longer than the demo's context
-        documents[-1]["ends"] = [" the.", f" {name} went to the park.", f" {name}", " It was a big dog. He ran."]
-        documents[-1]["right"] = i % 4
-        documents[-1]["last"] = " the park"
+        ends = [" the.", f" {name} went to the park.", f" {name}", " It was a big dog. He ran."]
+        story *= 8 if i % 7 == 6 else 1  # some are longer than the demo's context
+        documents.append({"story": story, "ends": ends, "right": i % 4, "last": " the park"})
     (folder / "documents.jsonl").write_text("".join(json.dumps(d) + "\n" for d in documents))
     kinds = {
         "choices": "output_type: multiple_choice\ndoc_to_choice: ends\ndoc_to_target: right\n"
@@ -116,9 +114,8 @@ def test_the_answers_are_those_of_lm_evals_own_model(wiring, tasks, harness, tmp
     asked["loglikelihood"] = [*requests, *written], [*result, *more]
     questions = [(kind, [r.args for r in requests]) for kind, (requests, _) in asked.items()]
     for ranks, batch in (1, None), (2, 3), (3, 1):
-        for (kind, asks), result in zip(
-            questions, answers_of(ranks, ROOT / "demo", wiring, batch, questions), strict=True
-        ):
+        results = answers_of(ranks, ROOT / "demo", wiring, batch, questions)
+        for (kind, asks), result in zip(questions, results, strict=True):
             expected = asked[kind][1]
             assert len(result) == len(asks) >= 24
             if kind == "generate_until":

@@ -4,8 +4,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
-import shlex
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,129 +15,98 @@ from test_eval import TEXT, evaluated, naive, picked
 import eval as evaluate
 from evaluation import score
 from extras.measure import results
-from extras.research import corpus, quality, sensitivity
-from extras.training import adapt, affinity
+from extras.research import quality, sensitivity
+from extras.training import adapt
 from formats.wiring_text import wiring_name
 from model import parse_wiring, rewired
 from runtime.errors import InputError
 
 
-def write(path, lines):
+def write(path, *lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.fixture
-def printed(capsys):
-    """A function that runs main() of a script with these flags and returns what it printed."""
-
-    def run(script, *flags):
-        capsys.readouterr()
-        script.main([*map(str, flags)])
-        return capsys.readouterr().out
-
-    return run
-
-
-@pytest.fixture
-def sources(tmp_path):
-    """Flags of extras.research.corpus for two folders of Python files, and the texts that it should take."""
-    texts = {}
-    for source in "python", "torch":
-        for i in range(30):
-            path = tmp_path / source / f"{i % 3}" / f"{i}.py"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(texts.setdefault(f"{source}/{i % 3}/{i}.py", f"def {source}{i}(x):\n    return x + {i}\n"))
-    others = {"python/empty.py": b"\n", "python/latin.py": b"# \xe9\n", "python/site-packages/a.py": b"a = 1\n"}
-    (tmp_path / "python/site-packages").mkdir()
-    for name, text in others.items():
-        (tmp_path / name).write_bytes(text)
-    return ["--python", tmp_path / "python", "--torch", tmp_path / "torch"], texts
+def roots(tmp_path, monkeypatch):
+    """Two folders of Python files; returns {name: text} of those that belong to the corpus."""
+    monkeypatch.setattr(quality, "ROOTS", {source: tmp_path / source for source in ("python", "torch")})
+    (tmp_path / "python/site-packages").mkdir(parents=True)
+    (tmp_path / "torch").mkdir()
+    texts = {
+        f"{source}/{i}.py": f"def {source}{i}(x):\n    return x + {i}" for source in quality.ROOTS for i in range(30)
+    }
+    for name, text in {**texts, "python/empty.py": "\n", "python/site-packages/a.py": "a = 1\n"}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "python" / "0.py").write_bytes(texts["python/0.py"].encode() + b"\xe9\n")
+    return texts
 
 
-def test_a_corpus_has_each_file_once_and_is_split_by_name(sources, printed, tmp_path):
-    flags, texts = sources
-    stdout = printed(corpus, *flags, "--out", tmp_path / "a")
-    parts = {part: [line["text"] for line in results.read(tmp_path / "a" / f"{part}.jsonl")] for part in corpus.PARTS}
-    assert sorted(sum(parts.values(), [])) == sorted(texts.values()) and all(parts.values())
-    assert all(corpus.part_of(name) == part for name, text in texts.items() for part in parts if text in parts[part])
-    test = (tmp_path / "a" / "test.txt").read_text().split("\n<|endoftext|>\n")
-    assert sorted(test) == sorted(text for text in parts["valid"] if text.startswith("def torch")) and len(test) > 1
-    digests = [hashlib.sha256((tmp_path / "a" / name).read_bytes()).hexdigest() for name in corpus.FILES]
-    assert all(digest in stdout for digest in digests)
-    (tmp_path / "torch/0/0.py").unlink()
-    printed(corpus, *flags, "--out", tmp_path / "b")
-    assert {line["text"] for line in results.read(tmp_path / "b/valid.jsonl")} <= {*parts["valid"]}  # others stay
+def test_a_corpus_has_each_file_once_and_is_split_by_name(roots, tmp_path):
+    digests, parts = quality.write_corpus(tmp_path), {}
+    for part in "train", "retrain", "valid", "test":
+        text = (tmp_path / f"{part}.txt").read_text()
+        parts[part] = text.split("\n<|endoftext|>\n")
+        assert hashlib.sha256(text.encode()).hexdigest() == digests[f"{part}.txt"]
+        assert all(text in parts[part] for name, text in roots.items() if quality.part_of(name) == part)
+    assert sorted(sum(parts.values(), [])) == sorted(roots.values()) and all(parts.values())
+    assert all(text.startswith("def torch") for text in parts["test"]) and "def torch" not in "".join(parts["valid"])
 
 
-def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(sources, printed, tmp_path, monkeypatch):
-    printed(corpus, *sources[0], "--out", tmp_path / "corpus")
+def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(roots, tmp_path, monkeypatch, capsys):
     ran = []
 
     def called(command, env, **_):
-        """What adapt.py, affinity and eval.py leave, with losses that wiring and seed decide."""
+        """What adapt.py and eval.py leave, with losses that wiring and seed decide."""
         script, flags = command[1], command[2:]
-        args = {"adapt.py": adapt, "eval.py": evaluate, "-m": affinity}[script].parse(flags[script == "-m" :])
-        assert env["OMP_NUM_THREADS"] == "1" and (args.checkpoint is None or os.path.isdir(args.checkpoint))
-        if script == "-m":
-            os.makedirs(args.out)
-        elif script == "eval.py":
-            name = f"{args.checkpoint}-in-" if args.wiring else f"{args.checkpoint}.jsonl"
-            assert Path(args.text).is_file() and args.json.startswith(name)
+        args = {"adapt.py": adapt, "eval.py": evaluate}[script].parse(flags)
+        assert env["OMP_NUM_THREADS"] == "1" and Path(args.checkpoint).is_dir()
+        if script == "eval.py":
             nats = 5 + len(args.wiring) if args.wiring else float((Path(args.checkpoint) / "nats").read_text())
-            write(Path(args.json), [{"nats_per_token": nats}])
+            write(Path(args.json), {"nats_per_token": nats})
         else:
             if len(ran) == 4:
                 raise KeyboardInterrupt
             ran.append(args)
-            for folder in args.out, f"{args.out}.run":
-                os.makedirs(folder)
-            (Path(args.out) / "nats").write_text(f"{2.5 + len(args.wiring) / 100 + args.seed / 10}")
-            steps = {"tokens": 2048, "tokens_per_s": 9}, {"tokens": 4096, "tokens_per_s": 7}
-            Path(f"{args.out}.jsonl").touch()  # as an eval.py does that is killed
-            log = [{"tokens": 0, "valid": 9}, {"tokens": 0}, *steps, {**steps[1], "valid": args.lr}]
-            write(Path(f"{args.out}.run/log.jsonl"), log)
+            (out := Path(args.out)).mkdir()
+            (out / "nats").write_text(f"{2.5 + len(args.wiring) / 100 + args.seed / 10}")
+            Path(f"{out}.jsonl").touch()  # as an eval.py does that is killed
+            steps = [{"step": i, "tokens": 2048 * i, "tokens_per_s": 7} for i in (1, 2)]
+            write(out / "log.jsonl", {"step": 0, "tokens": 0, "valid": 9}, *steps, {**steps[1], "valid": args.lr})
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(quality, "subprocess", SimpleNamespace(run=called))
-    how = ["--corpus", tmp_path / "corpus", "--runs", tmp_path / "runs", "--json", tmp_path / "x.jsonl"]
+    path, how = tmp_path / "quality.jsonl", ["--train", str(tmp_path), "--steps", "200"]
     with pytest.raises(KeyboardInterrupt):
-        printed(quality, *how, "--steps", "200")
-    assert len(results.read(tmp_path / "x.jsonl")) == 4
-    with open(tmp_path / "x.jsonl", "a") as f:
+        quality.main(how)
+    assert len(results.read(path)) == 4
+    with open(path, "a") as f:
         f.write('{"run": "cut o')
     ran.append(None)
-    printed(quality, *how, "--steps", "200")
-    lines = results.read(tmp_path / "x.jsonl")
-    assert {line["run"] for line in lines} == {run.name for run in quality.plan(200)} and len(lines) == len(ran) - 1
+    quality.main(how)
+    lines = results.read(path)
+    assert len({line["run"] for line in lines}) == len(lines) == len(ran) - 1
     assert {line["steps"] for line in lines if line["kind"] == "retrained"} == {2, 10, 40, 200}
     assert all(args.distill == args.checkpoint for args in ran if args and args.wiring == "spd:4/4")
-    write(tmp_path / "x.jsonl", lines)
-    rows = [row.split(" | ") for row in printed(quality, "--show", tmp_path / "x.jsonl").splitlines()]
+    assert len([args for args in ran if args and args.fresh]) == 16
+    write(path, *lines)
+    capsys.readouterr()
+    quality.main(["--show", str(path)])
+    rows = [row.split(" | ") for row in capsys.readouterr().out.splitlines()]
     [ladder] = [row for row in rows if row[0] == "| ladder"]
-    assert ladder[1:3] == ["16", "2.610 (2.560-2.660), -0.8%"] and ladder[3].startswith("11.000, ")
-    [grouped] = [row for row in rows if row[0] == "| spd/4, grouped"]
-    assert grouped[1:4:2] == ["8", "10.000, -23.1%"] and grouped[4].startswith("3.650 (3.550-3.750), -0.8%")
-    printed(quality, "--show", tmp_path / "x.jsonl", "--figure", tmp_path / "x.png")
-    assert (tmp_path / "x.png").stat().st_size > 10_000
+    assert ladder[1:4] == ["16", "2.610 (2.560-2.660), -0.8%", "11.000, -15.4%"]
 
 
 def test_bad_flags():
-    for script, flags, message in (
-        (corpus, "--out x --torch /nosuch", "--torch /nosuch: no Python files"),
-        (quality, "--json x.jsonl", "--corpus, --runs and --json .* --show"),
-        (quality, "--corpus /nosuch --runs x --json x.jsonl", "--corpus /nosuch has no train.jsonl"),
-        (quality, f"--show {shlex.quote(str(ROOT))}/README.md", f"--show: {ROOT}/README.md"),
-    ):
-        with pytest.raises(InputError, match=message):
-            script.main(shlex.split(flags))
+    with pytest.raises(InputError, match=f"--show: {ROOT}/README.md"):
+        quality.main(["--show", f"{ROOT}/README.md"])
 
 
-def test_the_rows_of_the_page_are_those_that_its_command_prints(printed):
+def test_the_rows_of_the_page_are_those_that_its_command_prints(capsys):
     """A page may leave rows out."""
     benchmarks = ROOT / "benchmarks"
     on_page = [{*block.strip().split("\n")} for block in (benchmarks / "quality.md").read_text().split("\n\n")]
-    shown = printed(quality, "--show", benchmarks / "results/quality.jsonl").split("\n\n")
-    tables = [{*block.strip().split("\n")} for block in shown if block.startswith("|")]
+    quality.main(["--show", str(benchmarks / "results/quality.jsonl")])
+    tables = [{*block.strip().split("\n")} for block in capsys.readouterr().out.split("\n\n")]
     assert sum(any(len(mine) > 2 and mine <= table for table in tables) for mine in on_page) == 2
 
 

@@ -1,100 +1,72 @@
-"""What adapt.py trains on: documents, tokens, windows; shards of weights."""
+"""Training: what is read and minimised; ranks and interruptions change nothing; the best weights are written."""
 
 import dataclasses
-import functools
 import json
+import os
 
 import numpy as np
 import pytest
 import torch
-from helpers import BASE, StateWeights, random_model, run_ranks
+import torch.distributed as dist
+from helpers import BASE, StateWeights, random_model, run_ranks, train_tokenizer, write_model
+from test_writers import check_kills
 
+import eval as evaluate
+import quantize
+import tp
 from extras.lanes import load_lanes
-from extras.training import adapt, data, runs, sharding
+from extras.training import adapt, data, sharding
 from extras.training.data import TOKEN, Windows
 from formats import checkpoint
 from formats.tokenizer import Tokenizer, load_tokenizer
 from model import Attention, rewired
-from runtime import launch
+from runtime import launch, writing
 from runtime.errors import InputError
-from tp import load_shard
+
+# Documents, tokens, windows
 
 
 class Letters(Tokenizer):
     """A token a character; BOS is 1."""
 
     bos_id, special, vocab_size = 1, {"<s>": 1}, 256
-    template = (
-        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
-    )
+    template = "<s>{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
 
     def encode_plain(self, text, first=True):
         return [ord(c) for c in text]
 
 
-def chat(*contents):
-    roles = ["user", "assistant"] * len(contents)
-    return [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 
 
 def test_documents_of_text_and_of_lines_of_json(tmp_path):
     (tmp_path / "a.txt").write_text("one\n\ntwo<|endoftext|>\n  three  <|endoftext|><|endoftext|> \n four")
     assert [d for d, _ in data.documents(tmp_path / "a.txt")] == ["one\n\ntwo", "three", "four"]
-    records = [{"text": "x <|endoftext|> y"}, {"messages": chat("hi", "ho")}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n\n" for r in records))
-    result = list(data.documents(tmp_path / "a.jsonl"))
-    assert [d for d, _ in result] == [records[0]["text"], records[1]["messages"]]
-    assert result[1][1].endswith("a.jsonl line 3")
+    path, records = tmp_path / "a.jsonl", [{"text": "x <|endoftext|> y"}, {"messages": CHAT}]
+    path.write_text("".join(json.dumps(r) + "\n\n" for r in records))
+    assert [*data.documents(path)] == [(records[0]["text"], f"{path} line 1"), (CHAT, f"{path} line 3")]
     for line, message in ('{"text": "\\ud800"}', "surrogates"), ('{"messages": [{"role": "user"}]}', '"content"'):
-        (tmp_path / "a.jsonl").write_text(line + "\n")
+        path.write_text(line + "\n")
         with pytest.raises(InputError, match=f"a.jsonl line 1.*{message}"):
-            list(data.documents(tmp_path / "a.jsonl"))
-
-
-def test_of_a_chat_only_the_answers_count():
-    ids, counts = data.encode(Letters(), chat("hi", "ho", "x", "yes"), end=2)
-    assert "".join(map(chr, ids)) == "u:hi;a:ho;u:x;a:yes;"
-    assert "".join(chr(i) for i, c in zip(ids, counts, strict=True) if c) == "ho;yes;"
-    assert data.encode(Letters(), "ab", end=2) == ([1, 97, 98, 2], [True] * 4)
-    assert data.encode(Letters(), "ab", end=None)[0] == [1, 97, 98]
-
-    class Pairs(Letters):
-        """Two line breaks are one token, wherever they meet."""
-
-        template = (
-            "{% for m in messages %}{{ m.role }}\n{{ m.content }};{% endfor %}"
-            "{% if add_generation_prompt %}assistant\n{% endif %}"
-        )
-
-        def encode_plain(self, text, first=True):
-            return [ord(c) for c in text.replace("\n\n", "N")]
-
-    ids, counts = data.encode(Pairs(), chat("hi", "\nho"), end=2)
-    assert "".join(map(chr, ids)) == "user\nhi;assistant\n\nho;"  # as a model meets it: the prompt, then its answer
-    assert "".join(chr(i) for i, c in zip(ids, counts, strict=True) if c) == "\nho;"
+            list(data.documents(path))
 
 
 @pytest.fixture
 def tokens(tmp_path):
-    """Returns the file of tokens of some texts and a chat, 54 tokens."""
+    """Returns the file of tokens of some texts and a chat, 45 tokens."""
     (tmp_path / "a.txt").write_text("<|endoftext|>".join(["abcdefg", "hij", "k", "lmnopqrstuvwxyz"]))
-    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": chat("hi", "ho", "x", "yes")}) + "\n")
-    tokenizer = Letters()
-    tokenizer.template = "{{ messages | length }}" + Letters.template
-    with pytest.raises(InputError, match="b.jsonl line 1: the chat template rewrites"):
-        data.tokenize([tmp_path / "b.jsonl"], tokenizer, 2, tmp_path / "x.tokens")
-    assert not (tmp_path / "x.tokens").exists()
-    n = data.tokenize([tmp_path / "a.txt", tmp_path / "b.jsonl"], Letters(), 2, tmp_path / "x.tokens")
-    assert n == 9 + 5 + 3 + 17 + 20 and (tmp_path / "x.tokens").stat().st_size == n * TOKEN.itemsize
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    data.tokenize([tmp_path / "a.txt", tmp_path / "b.jsonl"], Letters(), [2], tmp_path / "x.tokens")
+    ids = np.fromfile(tmp_path / "x.tokens", TOKEN)["id"]
+    assert len(ids) == 9 + 5 + 3 + 17 + 11 and [*ids[9:14], *ids[34:]] == [1, *b"hij", 2, 1, *b"u:hi;a:ho;"]
     return tmp_path / "x.tokens"
 
 
 def test_windows_hold_every_token_and_no_document_sees_another(tokens):
-    windows = Windows(tokens, 5)
-    all_tokens = np.fromfile(tokens, TOKEN)
+    windows, all_tokens = Windows(tokens, 5, ""), np.fromfile(tokens, TOKEN)
     batch = windows.batch(range(windows.n))
-    assert windows.n == 10 and torch.equal(batch.tokens.flatten(), torch.from_numpy(all_tokens["id"][:50].astype(int)))
-    assert torch.equal(batch.targets.flatten(), torch.from_numpy(all_tokens["id"][1:51].astype(int)))
+    assert windows.n == 8 and torch.equal(batch.tokens.flatten(), torch.from_numpy(all_tokens["id"][:40].astype(int)))
+    assert torch.equal(batch.targets.flatten(), torch.from_numpy(all_tokens["id"][1:41].astype(int)))
     for row in range(windows.n):
         for i in range(5):
             at = 5 * row + i
@@ -102,151 +74,278 @@ def test_windows_hold_every_token_and_no_document_sees_another(tokens):
             before = [j for j in range(5 * row, at + 1) if all_tokens["document"][j] == document]
             assert batch.positions[row, i] == at - before[0]
             assert [5 * row + j for j in range(5) if batch.mask[row, i, j]] == before
-            after = all_tokens[at + 1]
-            assert batch.counts[row, i] == (after["document"] == document and bool(after["counts"]))
+            assert batch.counts[row, i] == (all_tokens["document"][at + 1] == document)
     assert windows.batch([0]).mask is None and windows.batch([None, 0]).counts.sum(1).tolist() == [0, 5]
 
 
 def test_each_epoch_takes_each_window_once_in_an_order_of_its_own(tokens):
-    windows = Windows(tokens, 4, seed=3)
+    windows = Windows(tokens, 4, "", seed=3)
     n = windows.n
     epochs = [windows.indices(n * e, n) for e in range(3)]
     assert all(sorted(e) == list(range(n)) for e in epochs) and epochs[0] != epochs[1] != epochs[2]
-    again = Windows(tokens, 4, seed=3)
-    assert again.indices(n - 2, 4) == epochs[0][-2:] + epochs[1][:2]  # wherever one begins
-    assert Windows(tokens, 4, seed=4).indices(0, n) != epochs[0]
-    assert Windows(tokens, 4, at_most=9).n == 2
-    with pytest.raises(InputError, match="the file has no token that counts"):
-        np.zeros(9, TOKEN).tofile(tokens)
-        Windows(tokens, 4)
+    assert windows.indices(n - 2, 4) == epochs[0][-2:] + epochs[1][:2]  # wherever one begins
+    assert Windows(tokens, 4, "", seed=4).indices(0, n) != epochs[0]
+    assert Windows(tokens, 4, "", at_most=9).n == 2
+
+
+# What is minimised
+
+
+def trainee_like(model):
+    """Returns an adapt.Trainee, not sharded, with a model's weights."""
+    trainee = adapt.Trainee(model.config).to(model.dtype)
+    trainee.load_state_dict(model.state_dict())
+    return trainee
 
 
 def test_packed_documents_give_the_losses_of_each_alone(tmp_path, tiny):
     texts = ["Once upon a time there was a dog.", "The dog ran to the park.", "a dog"]
     (tmp_path / "a.txt").write_text(data.SEPARATOR.join(texts))
     tokenizer = load_tokenizer(tiny)
-    n = data.tokenize([tmp_path / "a.txt"], tokenizer, 2, tmp_path / "x.tokens")
-    config = checkpoint.read_config(tiny)
-    config = dataclasses.replace(rewired(config, "ladder"), sliding_window=4, window_layers=(1,))
-    model = random_model(config).double()
-    batch = Windows(tmp_path / "x.tokens", n - 1).batch([0])
-    trainee = trainee_like(model)
-    nats = adapt.losses(trainee, batch)[1].item()
-    expected = 0.0
+    data.tokenize([tmp_path / "a.txt"], tokenizer, [2], tmp_path / "x.tokens")
+    config = rewired(checkpoint.read_config(tiny), "ladder")
+    model = random_model(dataclasses.replace(config, sliding_window=4, window_layers=(1,))).double()
+    n = (tmp_path / "x.tokens").stat().st_size // TOKEN.itemsize
+    batch = Windows(tmp_path / "x.tokens", n - 1, "").batch([0])
+    trainee, expected = trainee_like(model), 0.0
     for text in texts:
         ids = torch.tensor([[*tokenizer.encode(text), 2]])
         log_p = model(ids)[0].log_softmax(-1)
         expected -= sum(log_p[i, ids[0, i + 1]].item() for i in range(ids.shape[1] - 1))
-    assert batch.mask is not None and nats == pytest.approx(expected, rel=1e-7)
+    assert batch.mask is not None
+    for kind in Attention, adapt.ProductAttention:
+        for block in trainee.layers:
+            block.attention.__class__ = kind
+        assert adapt.losses(trainee, batch)[1].item() == pytest.approx(expected, rel=1e-7)
 
 
-@pytest.mark.parametrize("n_kv_heads, dtype, most", [(1, torch.float64, 1e-12), (2, torch.bfloat16, 0.03)])
-def test_attention_in_bands_is_the_plain_one(n_kv_heads, dtype, most, monkeypatch):
-    monkeypatch.setattr(adapt, "BAND", 4)
-    net = random_model(dataclasses.replace(BASE, n_heads=4, n_kv_heads=n_kv_heads, n_layers=1)).to(dtype)
-    document = torch.tensor([[0] * 11, [0] * 3 + [1] * 6 + [2] * 2])
-    mask = (document[:, None] == document[..., None]) & torch.ones(11, 11, dtype=torch.bool).tril()
-    metadata = net.metadata(torch.arange(11).expand(2, 11), mask)
-    generator, result = torch.Generator().manual_seed(0), []
-    x = torch.randn(2, 11, BASE.dim, generator=generator, dtype=torch.float64).to(dtype)
-    for layer in Attention, adapt.BandedAttention:
-        attention = net.layers[0].attention
-        attention.__class__ = layer
-        given = x.clone().requires_grad_()
-        y = attention(given, metadata, None)
-        result.append([y.detach(), *torch.autograd.grad((y * x).sum(), [given, *attention.parameters()])])
-    for plain, banded in zip(*result, strict=True):
-        assert (plain - banded).abs().max() <= most * plain.abs().max()
-
-
-def trainee_like(model):
-    """Returns an adapt.Trainee, not sharded, with a model's weights."""
-    trainee = adapt.Trainee(model.config).to(model.dtype).eval()
-    trainee.load_state_dict(model.state_dict())
-    return trainee
-
-
-def build_and_run(world, config):
-    weights = StateWeights(random_model(config).state_dict())
-    model = adapt.build(config, weights, world, torch.float32)
-    local = {name: p.to_local().numpy().copy() for name, p in model.named_parameters()}
+def test_the_loss_is_the_naive_one(monkeypatch):
+    monkeypatch.setattr(adapt, "CHUNK", 4)
+    student = random_model(dataclasses.replace(BASE, wiring="ladder:2"), 1).double()
+    teacher = random_model(BASE, 2).double()
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(0, 131, (2, 2, 9), generator=generator)
+    counts = torch.rand(2, 9, generator=generator) < 0.6
+    batch = data.Batch(tokens, targets, counts, torch.arange(9).expand(2, 9), None)
+    loss, nats = adapt.losses(trainee_like(student), batch, trainee_like(teacher))
+    plain, _ = adapt.losses(trainee_like(student), batch)
     with torch.no_grad():
-        batch = data.Batch(torch.arange(12).view(2, 6), None, None, torch.arange(6).expand(2, 6), None)
-        x = model(batch).numpy()
-    model.reshard()
-    return local, x
+        q, p = (net(tokens).log_softmax(-1) for net in (student, teacher))
+    expected = cross = 0.0
+    for b, s in counts.nonzero().tolist():
+        ce = -q[b, s, targets[b, s]].item()
+        expected += (p[b, s].exp() * (p[b, s] - q[b, s])).sum().item() + 0.1 * ce
+        cross += ce
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    assert nats.item() == pytest.approx(cross, rel=1e-5) and plain.item() == pytest.approx(cross, rel=1e-5)
 
 
-@pytest.mark.parametrize("tp, changes", [(2, {}), (3, {"tie_embeddings": True, "qkv_bias": True}), (4, {})])
-def test_ranks_hold_the_rows_of_the_file_and_compute_the_same(tp, changes):
-    config = dataclasses.replace(BASE, wiring="ladder", **changes)
-    result = run_ranks(tp, functools.partial(build_and_run, config=config))
-    whole = random_model(config)
-    for name, weight in whole.named_parameters():
-        joined = np.concatenate([local[name] for local, _ in result])
-        assert np.array_equal(joined, weight.detach().numpy()), name
-    with torch.no_grad():
-        sublayers = whole.sublayers(whole.metadata(torch.arange(6).expand(2, 6)))
-        x = before = whole.tok_embeddings(torch.arange(12).view(2, 6))
-        for h, _ in sublayers:
-            before, x = x, x + h(before)
-        expected = whole.norm(x).numpy()
-    for _, x in result:
-        assert np.abs(x - expected).max() < 1e-5
+class ReadableWeights(StateWeights):
+    def read(self, name):
+        return self.state[name]
 
 
-LANED = ["spd/4", "spd-ladder:0,2/3", "delayed-3/2", "desync:4/4", "pair", "ladder-2"]
+def run_each(world, configs):
+    """Returns the normed stream that each config's model computes in training."""
+    args, xs = adapt.parse(["--checkpoint", "x", "--text", "x", "--valid", "x", "--out", "x"]), []
+    args.compute_dtype = "float32"
+    for config in configs:
+        model = adapt.build(config, ReadableWeights(random_model(config).state_dict()), world, args)
+        with torch.no_grad():
+            xs.append(model(data.Batch(torch.arange(12).view(2, 6), None, None, torch.arange(6).expand(2, 6), None)))
+        model.reshard()
+    return xs
 
 
-def test_lanes_compute_in_training_what_they_do_afterwards():
-    """More of them than KV heads, with norms of queries and biases, which one lane adds."""
-    shape = {"qk_norm": True, "qkv_bias": True, "wo_bias": True, "mlp_bias": True}
-    configs = [dataclasses.replace(BASE, wiring=name, **shape) for name in LANED]
-    for rank in run_ranks(2, build_and_run_each, configs):
+BIASED = {"qkv_bias": True, "wo_bias": True, "mlp_bias": True}  # of lanes one adds those of wo and w2
+LANED = ["spd/4", "spd-ladder:0,2/3", "delayed-3/2", "desync:4/4", "ladder-2"]  # and more lanes than KV heads
+CONFIGS = [{"wiring": wiring, "qk_norm": True, **BIASED} for wiring in LANED]
+OTHERS = [{"wiring": "ladder", "tie_embeddings": True}, {"wiring": "pair"}]
+
+
+@pytest.mark.parametrize("tp_size, changes", [(2, CONFIGS), (3, OTHERS), (4, OTHERS)])
+def test_ranks_compute_in_training_what_the_model_does_afterwards(tp_size, changes):
+    configs = [dataclasses.replace(BASE, **each) for each in changes]
+    for rank in run_ranks(tp_size, run_each, configs):
         for config, x in zip(configs, rank, strict=True):
             weights = StateWeights(random_model(config).state_dict())
-            net = (load_lanes if config.lanes else load_shard)(config, weights, torch.float32, "cpu")
+            net = (load_lanes if config.lanes else tp.load_shard)(config, weights, torch.float32, "cpu")
             for lane in net.lanes if config.lanes else [net]:
                 lane.output = torch.nn.Identity()
             with torch.no_grad():
                 expected = net(torch.arange(12).view(2, 6))[..., : BASE.dim]
-            assert (torch.from_numpy(x) - expected).abs().max() < 1e-5, config
+            assert (x - expected).abs().max() < 1e-5, config
 
 
-def build_and_run_each(world, configs):
-    return [build_and_run(world, config)[1] for config in configs]
+# Runs
+
+STORIES = ["Once upon a time there was a little dog.", "The dog ran to the park.", "A cat sat on the mat and slept."]
 
 
-def test_what_is_written_is_what_was_read(tmp_path):
-    world, net = launch.World(0, 1, torch.device("cpu")), random_model(BASE)
-    (tmp_path / "best-5").mkdir()
-    with sharding.process_group(world):
-        trainee = adapt.build(BASE, StateWeights(net.state_dict()), world, torch.float32)
-        sharding.write(tmp_path, {"step": 9, "nats": 1.5}, trainee, torch.float32, world)
-        bad = StateWeights({**net.state_dict(), "norm.weight": torch.full((48,), torch.nan)})
-        with pytest.raises(InputError, match="norm.weight holds NaN"):
-            adapt.build(BASE, bad, world, torch.float32)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["best-9", "best.json"]
-    assert runs.best(tmp_path) == {"step": 9, "nats": 1.5} and checkpoint.read_config(tmp_path / "best-9") == BASE
-    weights = checkpoint.Weights(tmp_path / "best-9")
-    for name, weight in net.named_parameters():
-        assert torch.equal(weights.read(name), weight.detach()), name
+@pytest.fixture
+def fresh(tmp_path, tiny):
+    """The flags of a tiny training; texts repeat, so there is something to learn."""
+    for name, times in ("train.txt", 20), ("valid.txt", 2):
+        (tmp_path / name).write_text("\n<|endoftext|>\n".join(STORIES * times))
+    files = ["--text", tmp_path / "train.txt", "--valid", tmp_path / "valid.txt", "--out", tmp_path / "out"]
+    how = "--fresh --batch 8 --seq-len 16 --steps 40 --eval-every 20 --lr 3e-3 --dtype float32"
+    return [*map(str, files), "--checkpoint", str(tiny), *how.split()]
 
 
-def build_fresh(world, config):
-    args = adapt.parse(["--text", "x", "--valid", "x", "--out", "x", "--seed", "5"])
-    net = adapt.build(config, None, world, torch.float32, args)
-    return {name: p.full_tensor().detach().numpy() for name, p in net.named_parameters()}
+@pytest.fixture
+def retrain(fresh):
+    """The flags of a retraining with a teacher."""
+    fresh.remove("--fresh")
+    how = "--steps 6 --eval-every 3 --lr 1e-3 --wiring ladder:1,2 --distill"
+    return [*fresh, *how.split()]
 
 
-def test_fresh_weights_do_not_depend_on_the_ranks():
-    config, world = dataclasses.replace(BASE, qkv_bias=True), launch.World(0, 1, torch.device("cpu"))
-    with sharding.process_group(world):
-        one = build_fresh(world, config)
-    for name, weight in run_ranks(3, build_fresh, config)[1].items():
-        assert np.array_equal(weight, one[name]), name
-    for name in "tok_embeddings.weight", "layers.0.attention.wqkv.weight", "layers.0.feed_forward.w1.weight":
-        assert one[name].std() == pytest.approx(BASE.dim**-0.5, rel=0.05), name
-    assert not any(one[f"layers.0.{name}.weight"].any() for name in ("attention.wo", "feed_forward.w2"))
-    assert not np.array_equal(one["tok_embeddings.weight"], one["output.weight"])
-    assert (one["norm.weight"] == 1).all() and not one["layers.0.attention.wqkv.bias"].any()
+def losses_of(out):
+    """Returns the log of a run, without what depends on the machine."""
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k != "tokens_per_s"} for line in lines]
+
+
+def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(fresh, tmp_path, monkeypatch, capfd):
+    weights, measure = [], adapt.validation_loss
+
+    def validation_loss(model, *args):
+        weights.append({name: p.full_tensor().clone() for name, p in model.named_parameters()})
+        return measure(model, *args) + 9 * (len(weights) == 3)  # so the second one is the lowest
+
+    monkeypatch.setattr(adapt, "validation_loss", validation_loss)
+    adapt.main([*fresh, "--ladder"])
+    out, printed, losses = tmp_path / "out", capfd.readouterr().out, losses_of(tmp_path / "out")
+    assert checkpoint.read_config(out).wiring == "ladder" and "wiring ladder" in printed
+    assert [line["step"] for line in losses] == list(range(41)) and not (tmp_path / "out.run").exists()
+    rates = [line["lr"] for line in losses[1:]]  # four steps of warm-up, then down to a tenth
+    assert rates[1] == pytest.approx(1.5e-3) and rates[3] == 3e-3 and rates[-1] == pytest.approx(3e-4)
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    valid = {line["step"]: line["valid"] for line in losses if "valid" in line}
+    assert list(valid) == [0, 20, 40] and valid[0] > np.log(300) and valid[20] < 4.5
+    assert f"{valid[20]:.4f} nats per token at step 20\n" in printed
+    evaluate.main(["--checkpoint", str(out), "--text", str(tmp_path / "valid.txt"), "--window", "16"])
+    assert json.loads(capfd.readouterr().out)["nats_per_token"] < 5
+    written = checkpoint.Weights(out)
+    assert all(torch.equal(written.read(name), weight) for name, weight in weights[1].items())
+    assert weights[0]["layers.0.feed_forward.w1.weight"].std().item() == pytest.approx(48**-0.5, rel=0.05)
+    assert not weights[0]["layers.0.feed_forward.w2.weight"].any() and (weights[0]["norm.weight"] == 1).all()
+
+
+@pytest.mark.parametrize("how", ["--fresh", "--distill"])
+def test_ranks_give_the_losses_of_one(how, retrain, tmp_path):
+    """Of eight windows a step, three ranks get three, three and two."""
+    adapt.main([*retrain, how])
+    run_ranks(3, _train, [*retrain, how, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "2"])
+    one, several = (losses_of(tmp_path / name) for name in ("out", "out2"))
+    assert len(one) == len(several) == 7
+    for a, b in zip(one, several, strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+    a, b = (checkpoint.Weights(tmp_path / name) for name in ("out", "out2"))
+    assert all((a.read(name) - b.read(name)).abs().max() < 1e-5 for name in a.names())
+
+
+def _train(world, argv):
+    """Run adapt.main as one of the pool's ranks, which tell one another by a collective."""
+    world.tell = lambda value: world.gather(value)[0]
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(launch, "join", lambda device, flags: world)
+        adapt.main(argv)
+
+
+@pytest.mark.slow
+def test_compiled_the_losses_are_the_same(retrain, tmp_path):
+    retrain += ["--wiring", "spd:1,2/2"]
+    adapt.main(retrain)
+    adapt.main([*retrain, "--out", str(tmp_path / "out2"), "--compile", "--recompute"])
+    one, two = ([line["train"] for line in losses_of(tmp_path / name)[1:]] for name in ("out", "out2"))
+    assert one == pytest.approx(two, rel=1e-4)
+
+
+def test_killed_at_any_step_it_resumes_with_the_same_losses(fresh, tmp_path, monkeypatch):
+    fresh += ["--steps", "12", "--eval-every", "3"]
+    adapt.main([*fresh, "--out", str(tmp_path / "whole")])
+    step, save = adapt.optimizer_step, sharding.save
+    for at, where in (2, "step"), (5, "step"), (9, "save"), (9, "save"), (11, "step"):
+
+        def killed(n, *args, at=at, where=where):
+            if n == at and where == "step":
+                raise KeyboardInterrupt
+            return step(n, *args)
+
+        def killed_saving(run, n, *args, at=at):
+            if n == at:
+                (run / f"state-{n}").mkdir(exist_ok=True)
+                raise KeyboardInterrupt
+            save(run, n, *args)
+
+        with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+            m.setattr(adapt, "optimizer_step", killed)
+            m.setattr(sharding, "save", killed_saving if where == "save" else save)
+            adapt.main(fresh)
+    assert sorted(p.name for p in (tmp_path / "out.run").glob("[bs]*-*")) == ["best-9", "state-9"]
+    with pytest.raises(InputError, match="holds a run with --lr 0.003, not 0.0001"):
+        adapt.main([*fresh, "--lr", "1e-4"])
+    adapt.main(fresh)
+    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
+    out, whole = (tmp_path / name / "model.safetensors" for name in ("out", "whole"))
+    assert out.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.slow
+def test_killed_before_any_change_it_resumes_and_its_output_is_complete_or_absent(fresh, tmp_path):
+    how = "--batch 2 --steps 2 --eval-every 1 --valid-tokens 64 --out"
+    (tmp_path / "kills").mkdir()
+    check_kills(lambda out: adapt.main([*fresh, *how.split(), str(out)]), tmp_path / "kills", step=17)
+
+
+def test_a_loss_that_is_not_finite_ends_it_and_the_best_weights_stay(fresh, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="smaller --lr than 1e\\+09 and another --out; .*/best-\\* holds"):
+        adapt.main([*fresh, "--lr", "1e9"])
+    folder = tmp_path / "out.run" / "best-0"
+    tp.load_shard(checkpoint.read_config(folder), checkpoint.Weights(folder), torch.float32, "cpu")  # and are finite
+    monkeypatch.setattr(adapt, "losses", lambda *_: (torch.tensor(torch.nan), torch.tensor(torch.nan)))
+    with pytest.raises(InputError, match="the loss on --valid is nan"):
+        adapt.main([*fresh, "--out", str(tmp_path / "nan")])
+    assert not (tmp_path / "out").exists() and not (tmp_path / "nan").exists()
+
+
+def test_a_full_disk_is_one_clear_line(fresh, monkeypatch):
+    monkeypatch.setattr(sharding.dcp, "save", lambda *_, **__: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+    with pytest.raises(InputError, match="cannot write .*state-0.*: .*No space left"):
+        adapt.main(fresh)
+
+
+def test_bad_flags_leave_nothing(fresh, retrain, tiny, tmp_path):
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}))
+    quantize.main(["--checkpoint", str(tiny), "--mode", "int8", "--out", str(tmp_path / "int8")])
+    for name, wiring in ("desync", "desync"), ("other", None), ("nan", None), ("stale", "ladder"):
+        (tmp_path / name).mkdir()
+        config = rewired(checkpoint.read_config(tiny), wiring)
+        state = random_model(config).state_dict()
+        state["norm.weight"][0] = torch.nan if name == "nan" else 1
+        write_model(tmp_path / name, config, state, torch.float32)
+        writing.copy_tokenizer(tiny, tmp_path / name)
+    texts = ["tick tock says the clock on the wall of the old house by the sea"] * 40 + list(STORIES)
+    train_tokenizer(texts, 300, tmp_path / "other" / "tokenizer.model")
+    for flags, more, message in (
+        (fresh, "--steps 0", "--steps: '0'"),
+        (fresh, "--seq-len 64 --text DIR/valid.txt --valid-tokens 10", "--valid holds 11 tokens; a window takes 65"),
+        (fresh, "--text DIR/empty", "--text holds 0 tokens"),
+        (fresh, "--text /bin/true", "/bin/true is not valid UTF-8"),
+        (fresh, "--valid DIR/nowhere", "DIR/nowhere: No such file"),
+        (fresh, "--text DIR/chat.jsonl", "chat.jsonl line 1: no chat template"),
+        (fresh, "--out DIR", "already exists"),
+        (retrain, "--distill DIR/int8", "int8 is quantized"),
+        (retrain, "--distill DIR/desync", "desync .* e.g. desync/8"),
+        (retrain, "--distill DIR/other", "other has another vocabulary"),
+        (retrain, "--checkpoint DIR/stale --wiring ladder --distill", "is ladder already"),
+        (retrain, "--wiring upper-bound", "upper-bound cannot be trained"),
+        (retrain, "--seq-len 4096", "--seq-len 4096 .* 64"),
+        (retrain, "--checkpoint DIR/nan", "norm.weight holds NaN"),
+    ):
+        with pytest.raises(InputError, match=message.replace("DIR", str(tmp_path))) as error:
+            adapt.main([*flags, *more.replace("DIR", str(tmp_path)).split()])
+        assert "\n" not in str(error.value) and not dist.is_initialized()
+        assert "nan" in more or not list(tmp_path.glob("out*"))

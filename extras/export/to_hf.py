@@ -9,7 +9,6 @@ import math
 import shutil
 from pathlib import Path
 
-from convert_hf_checkpoint import check_lanes
 from formats import checkpoint
 from formats.checkpoint import ROPE_KEYS, dtype_name
 from formats.huggingface import hf_names
@@ -18,9 +17,10 @@ from runtime import cli, writing
 from runtime.errors import InputError
 
 CODE = Path(__file__).with_name("exported")  # copied into a folder whose model transformers does not have
-WIRINGS = [  # that this code computes
-    "standard", "ladder", "parallel", "parallel-ladder", "pair", "pair-ladder", "spd", "spd-ladder", "delayed", "desync"
-]  # fmt: skip
+BLOCKS = {  # of the wirings that this code computes
+    "standard": "standard", "ladder": "standard", "parallel": "parallel", "parallel-ladder": "parallel",
+    "pair": "pair", "pair-ladder": "pair",
+}  # fmt: skip
 OWN_FAMILY = {
     "model_type": "ladder_residual", "architectures": ["LadderForCausalLM"],
     "auto_map": {
@@ -36,11 +36,6 @@ FIELDS = {  # of Config, that are written here
 }  # fmt: skip
 
 
-def no_rope_layers(config):
-    """Return 0 for each layer without rotary embeddings and 1 for the others, or None if all have them."""
-    return [int(i not in config.nope_layers) for i in range(config.n_layers)] if config.nope_layers else None
-
-
 def family_of(config):
     """Return the keys that name transformers' family with a standard model's biases, norms and windows, or None."""
     qkv, wo, mlp, nope = config.qkv_bias, config.wo_bias, config.mlp_bias, config.nope_layers
@@ -52,7 +47,7 @@ def family_of(config):
     elif config.qk_norm:
         name, keys = "Qwen3", {"attention_bias": qkv}
     elif nope:
-        name, keys = "SmolLM3", {**keys, "no_rope_layers": no_rope_layers(config), "pad_token_id": None}
+        name, keys = "SmolLM3", {**keys, "pad_token_id": None}
     if config.window_layers:
         types = ["sliding_attention" if i in config.window_layers else "full_attention" for i in range(config.n_layers)]
         if name == "Llama" and (qkv or mlp):
@@ -70,24 +65,19 @@ def family_to_hf(config):
 
     The latter has a model_type of its own, so that transformers refuses to load the folder without its code.
     """
-    name, layers, *_ = config.parsed
-    if name not in WIRINGS:
-        raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {', '.join(WIRINGS)} have one")
-    family = family_of(config)
+    name, family = config.parsed.name, family_of(config)
+    if name not in BLOCKS:
+        raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {', '.join(BLOCKS)} have one")
     if family and name == "standard":
         return family
     if config.window_layers:
         forms = "a standard model with the biases and norms of Mistral, Qwen2, Qwen3 or SmolLM3"
         raise InputError(f"sliding_window {config.sliding_window} has no Hugging Face form here: only {forms} has one")
-    stale, alike, parallel = config.named_wiring.stale, len(set(config.wirings)) == 1, name.startswith("parallel")
-    keys = {"wiring": config.wiring}
-    if stale <= 1 and (name in ("standard", "ladder") or parallel and alike):  # the keys of published configs
-        keys = {"parallel_blocks": parallel, "ladder_layers": stale and (config.n_layers if alike else layers)}
     return {
-        **OWN_FAMILY, **keys,
+        **OWN_FAMILY, "wiring": config.wiring, "block": BLOCKS[name], "stale": config.named_wiring.stale,
+        "wired_layers": [i for i, wiring in enumerate(config.wirings) if wiring is config.named_wiring],
         "attention_bias": config.qkv_bias, "attention_out_bias": config.wo_bias, "mlp_bias": config.mlp_bias,
-        "qk_norm": config.qk_norm, "no_rope_layers": no_rope_layers(config), "attention_dropout": 0.0,
-        "pad_token_id": None,
+        "qk_norm": config.qk_norm, "attention_dropout": 0.0, "pad_token_id": None,
     }  # fmt: skip
 
 
@@ -107,6 +97,8 @@ def config_to_hf(config, dtype):
         "bos_token_id": config.bos_id, "eos_token_id": list(config.eos_ids) or None,
         "torch_dtype": dtype_name(dtype),
     }  # fmt: skip
+    if config.nope_layers:
+        hf["no_rope_layers"] = [int(i not in config.nope_layers) for i in range(config.n_layers)]
     if config.rope_scaling:
         [rope_type] = [name for name, keys in ROPE_KEYS.items() if set(keys) == config.rope_scaling.keys()]
         hf["rope_scaling"] = {"rope_type": rope_type, **config.rope_scaling}
@@ -186,7 +178,7 @@ def convert_tokenizer(folder, tokenizer):
     path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
-def parse(argv):
+def main(argv=None):
     p = cli.Parser(__doc__)
     p.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of ours, e.g. demo")
     p.add_argument("--out", metavar="DIR", required=True, help="the Hugging Face folder to write, e.g. hf/demo")
@@ -194,14 +186,9 @@ def parse(argv):
     size, memory = cli.number(float, 0, above=True), "GB of the largest file, about the memory needed"
     p.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help=memory)
     cli.add_wiring_flags(p)
-    return p.parse_args(argv)
-
-
-def main(argv=None):
-    args = parse(argv)
+    args = p.parse_args(argv)
     own, weights = checkpoint.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
     config = cli.with_wiring(own, args)
-    check_lanes(config)
     cli.warn_of_wiring(own, config, (1,))
     dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint, weights)
     tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)

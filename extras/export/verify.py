@@ -20,20 +20,11 @@ LENGTH = 600  # tokens, or the whole context: longer than a Laneformer's window 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.15}
 
 
-def text_ids(tokenizer, config):
-    """Return the ids (1, S) of a text, or, without a tokenizer, some ids of the vocabulary."""
-    ids = tokenizer.encode(TEXT * LENGTH) if tokenizer else [i * i % config.vocab_size for i in range(LENGTH)]
-    return torch.tensor([ids[: min(LENGTH, config.max_seq_len)]])
-
-
-@torch.inference_mode()
 def expected(folder, ids, dtype, trust_remote_code):
     """Return transformers' logits (S, V) from a Hugging Face folder. Raises InputError where it gives none."""
     try:
         from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise InputError("transformers is not installed: pip install transformers") from None
-    try:
+
         net = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
         return net.eval()(ids).logits[0].float()
     except Exception as e:  # its own errors, and those of the folder's code
@@ -42,43 +33,33 @@ def expected(folder, ids, dtype, trust_remote_code):
 
 
 @torch.inference_mode()
-def check(theirs, folder, config, ids, dtype, tokenizer):
-    """Print how far a checkpoint's logits are from theirs (S, V). Raises InputError if that is more than rounding."""
-    ours = load_shard(config, checkpoint.Weights(folder), dtype, "cpu")(ids)[0].float()
-    apart, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
-    here, there = (str(logits[-1].argmax().item()) for logits in (ours, theirs))
-    if tokenizer:
-        here, there = (f"{i} {tokenizer.continuation(ids[0].tolist(), [int(i)])!r}" for i in (here, there))
-    result = f"logits of {len(theirs)} tokens in {dtype_name(dtype)} by up to {apart:.2g}; the largest is {largest:.3g}"
-    if not apart <= TOLERANCE[dtype] * largest:  # also where that is NaN
-        result += f"; next token {here}, transformers' {there}"
-        raise InputError(f"the converted model differs from transformers' in {result}")
-    print(f"verified: it differs from transformers in {result}")
-    print(f"next token: {here}" + (" in both" if here == there else f", transformers' {there}: differs, by rounding"))
-
-
-def parse(argv):
+def main(argv=None):
     p = cli.Parser(__doc__)
     p.add_argument("source", metavar="HF_FOLDER", help="the Hugging Face folder or hub id that was converted")
     p.add_argument("checkpoint", metavar="CHECKPOINT", help="what convert_hf_checkpoint.py made of it")
     p.add_argument("--revision", help="of a hub model, e.g. main")
     words = "run the code that HF_FOLDER brings along, a stranger's program"
     p.add_argument("--trust-remote-code", action="store_true", help=words)
-    return p.parse_args(argv)
-
-
-def main(argv=None):
-    args = parse(argv)
+    args = p.parse_args(argv)
     config = checkpoint.read_original(args.checkpoint)
     _, source_config, folder = open_source(args.source, args.revision)
     if folder is None:
         raise InputError(f"{args.source} is no folder that transformers reads")
     if source_config.function != config.function:
         raise InputError(f"transformers runs {args.source} as {source_config.wiring}, not as {config.wiring}")
-    dtype = checkpoint.chosen_dtype(None, args.checkpoint)
-    tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
-    ids = text_ids(tokenizer, config)
-    check(expected(folder, ids, dtype, args.trust_remote_code), args.checkpoint, config, ids, dtype, tokenizer)
+    weights, tokenizer = checkpoint.Weights(args.checkpoint), load_tokenizer(args.checkpoint, config.vocab_size)
+    dtype = checkpoint.chosen_dtype(None, args.checkpoint, weights)
+    ids = tokenizer.encode(TEXT * LENGTH) if tokenizer else [i * i % config.vocab_size for i in range(LENGTH)]
+    ids = torch.tensor([ids[: min(LENGTH, config.max_seq_len)]])
+    theirs = expected(folder, ids, dtype, args.trust_remote_code)
+    ours = load_shard(config, weights, dtype, "cpu")(ids)[0].float()
+    apart, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
+    here, there = (logits[-1].argmax().item() for logits in (ours, theirs))
+    result = f"logits of {len(theirs)} tokens in {dtype_name(dtype)} by up to {apart:.2g}; the largest is {largest:.3g}"
+    next_token = f"next token: {here}, in transformers {there}"
+    if not apart <= TOLERANCE[dtype] * largest:  # also where that is NaN
+        raise InputError(f"the converted model differs from transformers' in {result}; {next_token}")
+    print(f"verified: it differs from transformers in {result}\n{next_token}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """lm-eval's model interface on this project's model, in any wiring, quantized or not, with any number of ranks.
 
-lm-eval chooses the texts, cuts a pair into context and continuation, and computes the metrics; Model, below, answers
-its requests. Shape letters: model.py.
+lm-eval chooses the texts, cuts a pair into context and continuation, and computes the metrics.
 """
 
 import contextlib
+import io
 import json
-import math
 import os
 import random
 import sys
@@ -14,7 +13,6 @@ import sys
 import lm_eval
 import numpy as np
 import torch
-import torch.nn.functional as F
 from lm_eval.api.model import TemplateLM
 from lm_eval.evaluator import evaluate
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
@@ -24,40 +22,16 @@ from tqdm import tqdm
 
 import generate
 from decoding.sampling import pad
-from evaluation.score import float_chunks
 from formats.checkpoint import first_line
 from runtime.errors import InputError
 
-MAX_LOGITS_BYTES = 2**28  # of a batch, where no batch size is given
-MAX_CACHE_BYTES = 2**30  # likewise
-
-
-def batches(items, rows, max_tokens):
-    """Yield lists of items, given as (length, item), longest first: of `rows`, or of what fits max_tokens padded."""
-    items = sorted(items, key=lambda pair: pair[0], reverse=True)
-    with tqdm(total=len(items), desc="tasks", unit="text", delay=1, disable=None) as bar:
-        while items:
-            batch = items[: rows or max(1, max_tokens // items[0][0])]
-            yield [item for _, item in batch]
-            items = items[len(batch) :]
-            bar.update(len(batch))
-
-
-def log_likelihood(logits, targets):
-    """Return (the sum of log p of targets (n,), whether each is the likeliest token), given logits (n, V)."""
-    total, is_greedy = 0.0, True
-    for chunk, tokens in float_chunks(logits, targets):
-        total -= F.cross_entropy(chunk, tokens, reduction="none").double().sum().item()
-        is_greedy &= bool((chunk.argmax(-1) == tokens).all())
-    if not math.isfinite(total):
-        raise InputError(f"a text of a task has the log-likelihood {total}: the model's logits are NaN or infinite")
-    return total, is_greedy
+MAX_BYTES = 2**28  # of the logits or the cache of a batch, where no batch size is given
 
 
 class Model(TemplateLM):
     """A model as lm-eval asks it. Every rank gets every request, so that to lm-eval each is the only one.
 
-    batch: rows at a time, or None for as many as MAX_LOGITS_BYTES and MAX_CACHE_BYTES allow.
+    batch: rows at a time, or None for as many as MAX_BYTES allows.
     """
 
     def __init__(self, model, tokenizer, batch=None):
@@ -80,23 +54,36 @@ class Model(TemplateLM):
             return ids
         return [self.text.bos_id, *ids]
 
+    def batches(self, items, bytes_of_token, n_new=0):
+        """Yield lists of items, tuples that begin with token ids, longest first. n_new: tokens that each row grows."""
+        items = sorted(items, key=lambda item: len(item[0]), reverse=True)
+        with tqdm(total=len(items), desc="tasks", unit="text", delay=1, disable=None) as bar:
+            while items:
+                rows = self.batch or max(1, MAX_BYTES // (bytes_of_token * (len(items[0][0]) + n_new)))
+                yield items[:rows]
+                bar.update(len(items[:rows]))
+                items = items[rows:]
+
     @torch.inference_mode()
     def _loglikelihood_tokens(self, requests, **_):
         """Return [(log p(continuation | context), whether greedy decoding gives it)] for (_, context, continuation).
 
         A text longer than the model's context loses its beginning.
         """
-        questions = {}  # {the tokens that the model reads: [(request, continuation)]}; several may share a row
+        questions, answers = {}, [None] * len(requests)
         for i, (_, context, continuation) in enumerate(requests):
             tokens = (context + continuation)[-self.max_length - 1 :]
-            questions.setdefault(tuple(tokens[:-1]), []).append((i, continuation))
-        answers, max_tokens = [None] * len(requests), MAX_LOGITS_BYTES // (4 * self.model.config.vocab_size)
-        for batch in batches([(len(tokens), tokens) for tokens in questions], self.batch, max_tokens):
-            logits = self.model.comm.gather_logits(self.model(pad(batch, self.device)[0]))  # (B, S, V)
-            for row, tokens in zip(logits, batch, strict=True):
-                for i, continuation in questions[tokens]:
+            questions.setdefault(tuple(tokens[:-1]), []).append((i, continuation))  # several may share a row
+        for batch in self.batches(questions.items(), 4 * self.model.config.vocab_size):
+            logits = self.model.comm.gather_logits(self.model(pad([tokens for tokens, _ in batch], self.device)[0]))
+            for row, (tokens, asked) in zip(logits, batch, strict=True):  # row: (S, V)
+                for i, continuation in asked:
                     targets = torch.tensor(continuation, dtype=torch.long, device=self.device)
-                    answers[i] = log_likelihood(row[len(tokens) - len(targets) : len(tokens)], targets)
+                    logp = row[len(tokens) - len(targets) : len(tokens)].float().log_softmax(-1)
+                    total = logp.gather(-1, targets[:, None]).double().sum()
+                    if not total.isfinite():
+                        raise InputError(f"a text of a task has the log-likelihood {total}: logits are not finite")
+                    answers[i] = total.item(), bool((logp.argmax(-1) == targets).all())
         return answers
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
@@ -118,14 +105,13 @@ class Model(TemplateLM):
         for i, request in enumerate(requests):
             prompt, settings = request.args
             ids = self.tok_encode(prompt) or [self.prefix_token_id]
-            by_settings.setdefault(json.dumps(settings, sort_keys=True), []).append((i, ids))
-        max_tokens = MAX_CACHE_BYTES // (2 * c.n_layers * c.n_kv_heads * c.head_dim * 4)
+            by_settings.setdefault(json.dumps(settings, sort_keys=True), []).append((ids, i))
         for settings, prompts in by_settings.items():
             stops, n_new, sampler = self.generation(json.loads(settings))
-            cut = [(i, ids[-(self.max_length - n_new) :]) for i, ids in prompts]
-            for batch in batches([(len(ids) + n_new, (i, ids)) for i, ids in cut], self.batch, max_tokens):
-                order, contexts = zip(*batch, strict=True)
-                for i, text in zip(order, self.continuations(contexts, n_new, stops, sampler), strict=True):
+            cut = [(ids[-(self.max_length - n_new) :], i) for ids, i in prompts]
+            for batch in self.batches(cut, 8 * c.n_layers * c.n_kv_heads * c.head_dim, n_new):
+                ids, order = zip(*batch, strict=True)
+                for i, text in zip(order, self.continuations(ids, n_new, stops, sampler), strict=True):
                     texts[i] = text
         return texts
 
@@ -134,40 +120,35 @@ class Model(TemplateLM):
         left = dict(normalize_gen_kwargs(settings))
         stops, n_new = [stop for stop in left.pop("until") if stop], left.pop("max_gen_toks")
         if n_new >= self.max_length:
-            raise InputError(
-                f"a task's max_gen_toks {n_new} leaves no room in the model's context of {self.max_length}"
-            )
-        is_sampled, temperature = left.pop("do_sample"), left.pop("temperature", 1.0)
+            raise InputError(f"a task's max_gen_toks {n_new} leaves no room in the context of {self.max_length}")
+        temperature = left.pop("temperature", 1.0) if left.pop("do_sample") else 0
         limits = left.pop("top_k", None) or None, left.pop("top_p", None) or 1.0
         if left:
             raise InputError(f"a task asks for {next(iter(left))} in generating, which is not implemented")
-        return stops, n_new, generate.Sampler(temperature if is_sampled else 0, *limits, device=self.device)
+        return stops, n_new, generate.Sampler(temperature, *limits, device=self.device)
 
     def continuations(self, prompts, n_new, stops, sampler):
         """Return the texts that follow some prompts, lists of ids, each up to its first stop string."""
-        tails, ended = [[] for _ in prompts], [False] * len(prompts)
-        longest = 4 + max((len(stop.encode()) for stop in stops), default=0)  # tokens: each is at least a byte
+        written = [[] for _ in prompts]
 
-        def has_ended(new_ids):
-            for i, ids in enumerate(new_ids):
-                tails[i] = tails[i][-longest:] + ids
-                text = self.text.decode(tails[i])
-                ended[i] = ended[i] or not ids or any(stop in text for stop in stops)
-            return all(ended)
+        def have_ended(new_ids):
+            for row, ids in zip(written, new_ids, strict=True):
+                row += ids
+            texts = [self.text.decode(row) for row in written]
+            return all(not ids or any(stop in text for stop in stops) for ids, text in zip(new_ids, texts, strict=True))
 
         cache = generate.make_cache(self.model, len(prompts), max(map(len, prompts)) + n_new)
         runner = generate.Runner(self.model, cache)
-        rows, *_ = generate.generate(runner, prompts, n_new, sampler, self.model.config.eos_ids, has_ended)
+        rows, *_ = generate.generate(runner, prompts, n_new, sampler, self.model.config.eos_ids, have_ended)
         return [postprocess_generated_text(self.text.decode(row), stops, None) for row in rows]
 
 
 @contextlib.contextmanager
 def output_of_rank_0(show):
     """Send what lm-eval and its libraries print to stderr, or, on the other ranks, nowhere."""
-    with open(os.devnull, "w") as nowhere:
-        target = sys.stderr if show else nowhere
-        with contextlib.redirect_stdout(target), contextlib.redirect_stderr(target):
-            yield
+    target = sys.stderr if show else io.StringIO()
+    with contextlib.redirect_stdout(target), contextlib.redirect_stderr(target):
+        yield
 
 
 def load_tasks(names, folder=None, shots=None, show=True):

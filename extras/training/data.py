@@ -1,9 +1,10 @@
 """Text as training data: documents become tokens in a memory-mapped file, and those become packed windows."""
 
-import dataclasses
+import functools
 import json
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,12 +13,9 @@ from tqdm import tqdm
 
 from evaluation.score import SEPARATOR
 from formats.checkpoint import first_line, read_text
-from runtime import writing
 from runtime.errors import InputError
 
-MAX_CHARACTERS = 1 << 18  # of a text that SentencePiece gets: it leaves out longer ones
-# A token on disk: its id, the index of its document, and whether predicting it counts in the loss.
-TOKEN = np.dtype([("id", "<u4"), ("document", "<u4"), ("counts", "?")])
+TOKEN = np.dtype([("id", "<u4"), ("document", "<u4")])  # a token on disk: its id, the index of its document
 
 
 def documents(path):
@@ -28,14 +26,16 @@ def documents(path):
     """
     text = read_text(path)
     if not str(path).endswith(".jsonl"):
-        yield from ((part.strip(), str(path)) for part in text.split(SEPARATOR) if part.strip())
+        yield from ((part.strip(), path) for part in text.split(SEPARATOR) if part.strip())
         return
     for n, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            yield _record(line, f"{path} line {n}"), f"{path} line {n}"
+            where = f"{path} line {n}"
+            yield read_record(line, where), where
 
 
-def _record(line, where):
+def read_record(line, where):
+    """Return the text or the messages of a line of JSON."""
     try:
         record = json.loads(line)
         json.dumps(record, ensure_ascii=False).encode()  # fails for half of a surrogate pair
@@ -50,75 +50,32 @@ def _record(line, where):
     raise InputError(f'{where} has neither a "text" nor "messages", each with a "role" and a "content"')
 
 
-def encode(tokenizer, document, end):
-    """Return (ids, whether each counts in the loss). In a text all count; in a chat, the assistant's answers.
+def encode(tokenizer, end, record):
+    """Return the ids of what documents() yields: of a text BOS, its tokens and the ids `end`; of a chat its template's.
 
-    A text becomes BOS, its tokens, and the id `end` unless that is None.
+    Raises InputError.
     """
+    document, where = record
     if isinstance(document, str):
-        ids = tokenizer.encode(document) + ([] if end is None else [end])
-        return ids, [True] * len(ids)
-    ids, counts, seen = [], [], ""
-    for i, message in enumerate(document):
-        if message["role"] != "assistant":
-            continue
-        for messages, answer in (document[:i], False), (document[: i + 1], True):
-            text = tokenizer.render(messages, not answer) if messages else ""
-            if not text.startswith(seen):
-                raise InputError("the chat template rewrites earlier messages when later ones come")
-            longer = tokenizer.encode_markup(text)
-            if longer[: len(ids)] != ids:  # a token joins a prompt's end and an answer's start: split it there
-                longer = ids + tokenizer.encode_markup(text[len(seen) :])
-            counts += [answer] * (len(longer) - len(ids))
-            ids, seen = longer, text
-    return ids, counts
-
-
-def tokenize(paths, tokenizer, end, target, show=True):
-    """Write the tokens of the files' documents, in their order, to the file target; return how many there are."""
-
-    def encode_one(record):
-        document, where = record
-        try:
-            return encode(tokenizer, document, end)
-        except InputError as e:
-            raise InputError(f"{where}: {e}") from None
-
-    total = 0
-    with writing.new_file(target) as unfinished, open(unfinished, "wb") as f, ThreadPoolExecutor() as pool:
-        encoded = chain.from_iterable(pool.map(encode_one, documents(path)) for path in paths)  # map reads a whole file
-        bar = tqdm(encoded, desc="tokenizing", unit=" documents", delay=1, disable=None if show else True)
-        for n, (ids, counts) in enumerate(bar):
-            tokens = np.empty(len(ids), TOKEN)
-            tokens["id"], tokens["document"], tokens["counts"] = ids, n, counts
-            tokens.tofile(f)
-            total += len(ids)
-        if total == 0:
-            raise InputError(f"{', '.join(map(str, paths))}: no text")
-    return total
-
-
-def train_tokenizer(texts, vocab_size, path):
-    """Write a SentencePiece BPE vocabulary in Llama 2's style: BOS 1, EOS 2, unknown characters as bytes."""
-    from sentencepiece import SentencePieceTrainer
-
-    if not texts:
-        raise InputError("--text: no text to make a vocabulary of")
-    chunks = (text[i : i + MAX_CHARACTERS] for text in texts for i in range(0, len(text), MAX_CHARACTERS))
+        return tokenizer.encode(document) + end
     try:
-        with writing.new_file(path) as unfinished, open(unfinished, "wb") as f:
-            SentencePieceTrainer.train(
-                sentence_iterator=chunks, model_writer=f, vocab_size=vocab_size, model_type="bpe", num_threads=1,
-                byte_fallback=True, character_coverage=0.9999, normalization_rule_name="identity", split_digits=True,
-                remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, minloglevel=2,
-                max_sentence_length=4 * MAX_CHARACTERS,
-            )  # fmt: skip
-    except RuntimeError as e:  # too little text for so many pieces, or too few pieces for its characters
-        raise InputError(f"--vocab-size {vocab_size} does not suit the text: {str(e).rpartition('] ')[2]}") from None
+        return tokenizer.encode_markup(tokenizer.render(document, answer=False))
+    except InputError as e:
+        raise InputError(f"{where}: {e}") from None
 
 
-@dataclasses.dataclass
-class Batch:
+def tokenize(paths, tokenizer, end, target):
+    """Write the tokens of the files' documents, in their order, to the file target."""
+    with open(target, "wb") as f, ThreadPoolExecutor() as pool:
+        records = (pool.map(functools.partial(encode, tokenizer, end), documents(path)) for path in paths)
+        bar = tqdm(chain.from_iterable(records), "tokenizing", unit=" documents", delay=1, disable=None)
+        for n, ids in enumerate(bar):
+            tokens = np.empty(len(ids), TOKEN)
+            tokens["id"], tokens["document"] = ids, n
+            tokens.tofile(f)
+
+
+class Batch(NamedTuple):
     """Windows packed with documents, none of which attends to another.
 
     tokens, targets, positions (in a window, each document starts at 0): (B, S). counts: (B, S) bool, which targets are
@@ -131,35 +88,38 @@ class Batch:
     positions: torch.Tensor
     mask: torch.Tensor | None
 
-    def to(self, device):
-        return Batch(*(None if t is None else t.to(device) for t in vars(self).values()))
-
 
 class Windows:
     """A file of tokens as windows of seq_len tokens and their successors, drawn in an order that depends on the seed.
 
-    at_most: tokens to use. Raises InputError, in which the file is `called` so, if too few tokens count.
+    flag: what gave the file, for messages. at_most: tokens to use. Raises InputError if they fill no window.
     """
 
-    def __init__(self, path, seq_len, called="the file", seed=0, at_most=None):
-        self.tokens = np.memmap(path, TOKEN, mode="r")[: None if at_most is None else at_most + 1]
-        self.seq_len, self.seed = seq_len, seed
+    def __init__(self, path, seq_len, flag, seed=0, at_most=None):
+        self.tokens, self.seq_len, self.seed = np.fromfile(path, TOKEN, 0), seq_len, seed
+        if path.stat().st_size:
+            self.tokens = np.memmap(path, TOKEN, mode="r")[: at_most and at_most + 1]
         self.n = (len(self.tokens) - 1) // seq_len
         if self.n < 1:
-            raise InputError(f"{called} holds {len(self.tokens)} tokens; a window takes {seq_len + 1}: see --seq-len")
-        if not self.tokens["counts"][1 : self.n * seq_len + 1].any():
-            raise InputError(f"{called} has no token that counts: in chats only the assistant's answers do")
+            raise InputError(f"{flag} holds {len(self.tokens)} tokens; a window takes {seq_len + 1}: see --seq-len")
 
     def indices(self, first, n):
         """Return the indices of draws `first` to first + n. Each epoch draws every window once, in its own order."""
 
+        @functools.cache
         def order(epoch):
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             return torch.randperm(self.n, generator=generator)
 
-        draws = range(first, first + n)
-        orders = {epoch: order(epoch) for epoch in {i // self.n for i in draws}}
-        return [orders[i // self.n][i % self.n].item() for i in draws]
+        return [order(i // self.n)[i % self.n].item() for i in range(first, first + n)]
+
+    def batches(self, indices, rows, world):
+        """Yield this rank's share of these windows as Batches of up to `rows` windows, as many on each rank."""
+        share = [*indices[world.rank :: world.tp_size]]
+        share += [None] * (-(-len(indices) // world.tp_size) - len(share))
+        for i in range(0, len(share), rows):
+            batch = self.batch(share[i : i + rows])
+            yield Batch(*(tensor if tensor is None else tensor.to(world.device) for tensor in batch))
 
     def batch(self, indices):
         """Return a Batch of these windows. A row whose index is None counts in no loss."""
@@ -167,8 +127,7 @@ class Windows:
         rows = np.stack([self.tokens[(i or 0) * S : (i or 0) * S + S + 1] for i in indices])
         ids, document = (torch.from_numpy(rows[name].astype(np.int64)) for name in ("id", "document"))
         same = document[:, 1:] == document[:, :-1]
-        is_drawn = torch.tensor([i is not None for i in indices])[:, None]
-        counts = torch.from_numpy(rows["counts"][:, 1:]) & same & is_drawn
+        counts = same & torch.tensor([i is not None for i in indices])[:, None]
         document, place, mask = document[:, :-1], torch.arange(S), None
         starts = F.pad(~same[:, :-1], (1, 0), value=True)
         positions = place - torch.where(starts, place, 0).cummax(-1).values

@@ -8,7 +8,7 @@ import torch
 from torch.func import functional_call
 
 import tp
-from model import Attention, FeedForward
+from model import Transformer
 from runtime.errors import load_extra
 
 
@@ -21,23 +21,13 @@ def cut(weight, piece):
     return torch.cat([weight.narrow(piece.dim, start, stop - start) for start, stop in piece.ranges], piece.dim)
 
 
-class InLanes:
-    """A module of whole weights, of which each lane uses slices. Its forward takes a lane before the other arguments.
+def run_in_lane(module, shards, lane, *args):
+    """Run a module of whole weights with a lane's slices of them.
 
     shards: for each lane, a module of the shard's shape without weights, and {name of a weight: tp.ShardSlice}.
     """
-
-    def forward(self, lane, *args):
-        module, slices = self.shards[lane]
-        return functional_call(module, {n: cut(weight, slices[n]) for n, weight in self.named_parameters()}, args)
-
-
-class AttentionInLanes(InLanes, Attention):
-    pass
-
-
-class FeedForwardInLanes(InLanes, FeedForward):
-    pass
+    shard, slices = shards[lane]
+    return functional_call(shard, {name: cut(weight, slices[name]) for name, weight in module.named_parameters()}, args)
 
 
 def split(model):
@@ -45,17 +35,17 @@ def split(model):
     lanes = [SimpleNamespace(config=model.config, layers=[]) for _ in range(model.config.lanes)]
     plans = [tp.shard_slices(model.config, torch.float32, lane, len(lanes), model) for lane in range(len(lanes))]
     for i, block in enumerate(model.layers):
-        for name, in_lanes in ("attention", AttentionInLanes), ("feed_forward", FeedForwardInLanes):
+        for name in "attention", "feed_forward":
             module, shards = getattr(block, name), []
             for plan in plans:
-                shard, slices = copy.deepcopy(module), {}
-                for weight, _ in module.named_parameters():
-                    slices[weight] = piece = plan[f"layers.{i}.{name}.{weight}"]
-                    if weight.startswith("w") and weight.endswith(".weight"):
-                        linear = shard.get_submodule(weight.removesuffix(".weight"))
-                        linear.out_features, linear.in_features = piece.shape  # head counts are read from them
+                prefix = f"layers.{i}.{name}."
+                slices = {key.removeprefix(prefix): piece for key, piece in plan.items() if key.startswith(prefix)}
+                shard = copy.deepcopy(module)
+                for path, linear in shard.named_children():
+                    if isinstance(linear, torch.nn.Linear):  # head counts are read from its shape
+                        linear.out_features, linear.in_features = slices[f"{path}.weight"].shape
                 shards.append((shard, slices))
-            module.shards, module.__class__ = shards, in_lanes
+            module.forward = functools.partial(run_in_lane, module, shards)
         norms = {name: norm for name, norm in block.named_children() if name.endswith("norm")}
         for lane, layers in enumerate(lanes):
             attention, feed_forward = (functools.partial(m, lane) for m in (block.attention, block.feed_forward))
@@ -67,5 +57,5 @@ def streams(model, x, metadata):
     """Return the running streams of a model's lanes, from the embeddings x (B, S, D) on."""
     config = model.config
     comm = load_extra("lanes", f"wiring {config.wiring}").LaneSums(model.comm, config.lanes, config.lanes)
-    sublayers = [model.sublayers(metadata, lane=lane) for lane in model.lanes]
+    sublayers = [Transformer.sublayers(lane, metadata) for lane in model.lanes]
     return [config.named_wiring.stream(x, each, comm, config) for each in sublayers]
