@@ -221,7 +221,7 @@ def add_flags(p):
     sampling.add_flags(g)
     words = "speculative decoding: K (3) proposals at a time of a smaller checkpoint, of the text's own n-grams, or of "
     words += "these weights in another wiring, e.g. wiring:spd@2"
-    g.add_argument("--draft", metavar="DIR|ngram|wiring:NAME[@K|@auto]", help=words)
+    g.add_argument("--draft", metavar="DIR|ngram|wiring:NAME[@K]", help=words)
     cli.add_json_flag(g)
 
 
@@ -270,7 +270,7 @@ def set_up(args, world, chunks=None):
         if args.draft:
             drafts = load_extra("drafts", f"--draft {args.draft}")
             source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
-            slots += 1 + source.max_count  # a row that is done stays at its last token, which is read again
+            slots += 1 + source.count  # a row that is done stays at its last token, which is read again
         dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
         small = [(source.config, dtype, 0, 1)] if source and source.folder else []
         report.warn_of_memory(world, len(prompts), slots, (config, dtype, world.rank, world.shares), *small)
@@ -301,9 +301,6 @@ def set_up(args, world, chunks=None):
         if world.rank == 0:
             print("compiling ...", file=sys.stderr)
         compile_s = compiling.warm_up(runner, prompts, new, BUCKET, draft)
-    if source and source.count == "auto":
-        draft.begin(*pad(prompts, world.device), PASS_TOKENS)
-        draft.control.time_passes(draft, runner, prompts, world, sample)
     eos_ids = config.eos_ids if args.checkpoint and not world.simulated else ()  # to random weights it means nothing
     return Run(args, config, tokenizer, prompts, new, runner, draft, source, sample, eos_ids, load_s, compile_s)
 

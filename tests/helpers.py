@@ -1,6 +1,5 @@
 """What the tests share: small configs, weights in memory, functions on several ranks, scripts."""
 
-import atexit
 import contextlib
 import copy
 import fcntl
@@ -13,10 +12,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
-from multiprocessing.connection import wait
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from pathlib import Path
+from traceback import format_exception
 
 import pytest
 import torch
@@ -142,11 +140,15 @@ class StateWeights:
         target.copy_(tensor)
 
 
-def shard(config, world, dtype=torch.float32):
-    """This rank's part of random_model, with the collectives of the world's group."""
-    weights = StateWeights(random_model(config).state_dict())
-    net = tp.load_shard(config, weights, dtype, "cpu", world.rank, world.shares)
-    net.comm = tp.TensorParallel(config, world.shares, world.group)
+def shard(config, world=None, dtype=torch.float32, state=None, load=tp.load_shard):
+    """This rank's part of a state dict, by default random_model's, with the collectives of the world's group.
+
+    Without a world: all of it. load: or load_lanes.
+    """
+    rank, shares = (0, 1) if world is None else (world.rank, world.shares)
+    net = load(config, StateWeights(state or random_model(config).state_dict()), dtype, "cpu", rank, shares)
+    if world is not None:
+        net.comm = tp.TensorParallel(config, shares, world.group)
     return net
 
 
@@ -203,52 +205,8 @@ def p_value(draws, least=0):
 # Ranks: one pool of processes for all tests of this process, because to start one takes longer than most tests
 
 
-class Pool:
-    """RANKS processes with one thread each. A rank takes (shares, function, args) and gives (error, value)."""
-
-    def __init__(self):
-        port = free_port()
-        context = multiprocessing.get_context("forkserver")  # its server imports once, for all ranks
-        context.set_forkserver_preload(["torch", "torch._dynamo", "torch._inductor.compile_fx"])
-        self.pipes, self.processes = [], []
-        for rank in range(RANKS):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-
-    def run(self, shares, function, args, timeout):
-        """(errors, values), each by rank. Of errors the first, because other ranks may wait for that one forever."""
-        work = pickle.dumps((shares, function, args))  # tensors by value
-        pipes, values = {pipe: rank for rank, pipe in enumerate(self.pipes[: len(shares)])}, {}
-        for pipe in pipes:
-            pipe.send_bytes(work)
-        deadline = time.monotonic() + timeout
-        while pipes:
-            ready = wait(list(pipes), max(0, deadline - time.monotonic()))
-            if not ready:
-                return dict.fromkeys(pipes.values(), f"no answer in {timeout} s"), values
-            for pipe in ready:
-                rank = pipes.pop(pipe)
-                try:
-                    error, value = pickle.loads(pipe.recv_bytes())
-                except EOFError:
-                    error, value = "it has died", None
-                if error:
-                    return {rank: error}, values
-                values[rank] = value
-        return {}, values
-
-    def stop(self):
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join()
-
-
-_pool = None
+_ranks = []  # for each rank an executor of one process
+_worlds = {}  # in such a process: {number of ranks: its World}
 
 
 def run_ranks(ranks, function, *args, timeout=HANGS):
@@ -256,58 +214,53 @@ def run_ranks(ranks, function, *args, timeout=HANGS):
 
     A rank that fails or hangs fails the test, and the next test gets new ranks.
     """
-    global _pool
-    _pool = _pool or Pool()
-    done, shares = False, (1,) * ranks if isinstance(ranks, int) else ranks
-    try:
-        errors, values = _pool.run(shares, function, args, timeout)
-        done = not errors
-    finally:
-        if not done:
-            stop_ranks()
-    if errors:
-        pytest.fail("\n".join(f"rank {rank}: {error}" for rank, error in errors.items()), pytrace=False)
-    return [values[rank] for rank in range(len(shares))]
+    shares = (1,) * ranks if isinstance(ranks, int) else ranks
+    if not _ranks:
+        port, context = free_port(), multiprocessing.get_context("forkserver")  # its server imports once, for all ranks
+        context.set_forkserver_preload(["torch", "torch._dynamo", "torch._inductor.compile_fx"])
+        _ranks.extend(ProcessPoolExecutor(1, context, _join, (rank, port)) for rank in range(RANKS))
+        for rank in _ranks:  # they all join, also where fewer are asked
+            rank.submit(int)
+    work = pickle.dumps((shares, function, args))  # tensors by value
+    futures = [rank.submit(_call, work) for rank in _ranks[: len(shares)]]
+    done, waiting = wait(futures, timeout, FIRST_EXCEPTION)  # the other ranks may wait for that one forever
+    errors = {rank: future.exception() for rank, future in enumerate(futures) if future in done}
+    errors = [f"rank {rank}: {''.join(format_exception(error))}" for rank, error in errors.items() if error]
+    if errors or waiting:
+        stop_ranks()
+        pytest.fail("\n".join(errors) or f"no answer in {timeout} s", pytrace=False)
+    return [pickle.loads(future.result()) for future in futures]
 
 
-@atexit.register
 def stop_ranks():
-    global _pool
-    if _pool is not None:
-        _pool.stop()
-    _pool = None
+    for rank in _ranks:
+        for process in [*(rank._processes or {}).values()]:
+            process.kill()
+        rank.shutdown()
+    _ranks.clear()
 
 
-def _serve(rank, port, pipe):
+def _join(rank, port):
+    """Make a World of each size in a rank's process, which has one thread."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(LADDER_TIMEOUT="0", GLOO_SOCKET_IFNAME="lo")
-    try:
-        world = launch.join("cpu")
-        worlds, before = {RANKS: world}, gloo.threads()
-        for size in range(2, RANKS):
-            worlds[size] = launch.World(rank, size, world.device, dist_group=dist.new_group(range(size)))
-        gloo.let_preempt(gloo.threads() - before)  # as join() does with those of its group
-        for size in range(max(2, rank + 1), RANKS):
-            worlds[size].nodes, worlds[size].group = world.nodes[:size], worlds[size].dist_group
-            worlds[size].group = tp.connect_auto(worlds[size])
-    except BaseException:
-        pipe.recv_bytes()
-        pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
-        return
-    while True:
-        try:
-            shares, function, args = pickle.loads(pipe.recv_bytes())
-        except EOFError:  # the tests are over
-            return
-        try:
-            world = copy.copy(worlds[len(shares)])
-            world.shares = shares
-            value = function(world, *args)
-            answer = pickle.dumps((None, value))
-        except BaseException:
-            answer = pickle.dumps((traceback.format_exc(), None))
-        pipe.send_bytes(answer)
+    _worlds[RANKS], before = launch.join("cpu"), gloo.threads()
+    for size in range(2, RANKS):
+        group = dist.new_group(range(size))
+        _worlds[size] = launch.World(rank, size, torch.device("cpu"), dist_group=group)
+    gloo.let_preempt(gloo.threads() - before)  # as join() does with those of its group
+    for size in range(max(2, rank + 1), RANKS):
+        world = _worlds[size]
+        world.nodes, world.group = _worlds[RANKS].nodes[:size], world.dist_group
+        world.group = tp.connect_auto(world)
+
+
+def _call(work):
+    shares, function, args = pickle.loads(work)
+    world = copy.copy(_worlds[len(shares)])
+    world.shares = shares
+    return pickle.dumps(function(world, *args))
 
 
 def main_on_ranks(ranks, main, *args):

@@ -195,6 +195,8 @@ def test_the_wiring_is_the_configs_or_the_flags(hf_folder, tmp_path):
         edit(hf_folder, model_type="llamaLadder", ladder_layers=layers)
         assert convert(hf_folder, tmp_path / wiring).config.wiring == wiring
     assert convert(hf_folder, tmp_path / "ours", "--wiring", "spd:1/2").config.wiring == "spd:1/2"
+    names = dict(convert(hf_folder, tmp_path / "parallel", "--wiring", "parallel").named_parameters())
+    assert "layers.0.attention_norm.weight" in names and "layers.0.ffn_norm.weight" not in names
     with pytest.raises(InputError, match="name them, e.g. spd/8"):
         convert(hf_folder, tmp_path / "other", "--wiring", "spd")
     assert not (tmp_path / "other").exists()

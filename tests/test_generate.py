@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import itertools
 import json
 import os
 import pty
@@ -13,25 +12,14 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 import unittest.mock
 from types import SimpleNamespace
 
 import helpers
 import pytest
 import torch
-from helpers import (
-    BASE,
-    HANGS,
-    ROOT,
-    command,
-    free_port,
-    naive,
-    p_value,
-    random_model,
-    run_ranks,
-    script,
-    unequal_rows,
-)  # fmt: skip
+from helpers import BASE, HANGS, ROOT, command, free_port, naive, p_value, random_model, run_ranks, script, unequal_rows
 from safetensors.torch import load_file, save_file
 
 import generate
@@ -50,7 +38,7 @@ KEYS = (
     "tok_s, tok_s_user, step_bytes, bytes_s, peak_bytes, prefill_chunks, tokens, texts, draft, speculate, passes, "
     "drafted, accepted, shares"
 )
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CUDA = torch.device("cuda")
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
 
@@ -117,7 +105,7 @@ def greedy(tiny):
     return tokens
 
 
-MAIN = [(1, "standard", [], None), (1, "ladder", ["--compile"], None)]
+MAIN = [(1, "standard", [], None), (1, "ladder", ["--compile"], None), (2, "standard", ["--shares", "4,1"], launched)]
 MAIN += [(2, "standard", [], None), (3, "ladder", [], None), (4, "ladder", [], None)]
 SLOW = [(1, "ladder", ["--compile", "all"], None), (2, "ladder", ["--compile"], launched)]
 MAIN += [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
@@ -137,7 +125,7 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, how, out
         assert prompt + text in printed
     expected = {
         "wiring": wiring, "model": tiny.name, "tp": ranks, "batch": 3, "new_tokens": 12, "dtype": "float32",
-        "quant": None, "device": "cpu", "torch": torch.__version__,
+        "quant": None, "device": "cpu", "torch": torch.__version__, "shares": [4, 1] if "4,1" in flags else [1] * ranks,
     }  # fmt: skip
     assert {key: result[key] for key in expected} == expected
     assert sorted(result) == sorted(KEYS.split(", "))
@@ -148,26 +136,6 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, how, out
     assert result["tok_s_user"] == pytest.approx(1e3 / result["tpot_ms"])
     assert result["ttft_ms"] == pytest.approx(1e3 * result["prefill_s"])
     assert result["decode_s"] == pytest.approx(11e-3 * result["tpot_ms"])
-
-
-def test_unlike_ranks_say_the_same(tiny, greedy, out):
-    flags = ["--temperature", "0", "--max-new-tokens", "12", "--prompt", PROMPTS[0], "--shares", "4,1"]
-    result, *_ = run_json(tiny, *flags, out=out, ranks=2, how=launched)
-    assert result["tokens"] == greedy("standard")[:1] and (result["tp"], result["shares"]) == (2, [4, 1])
-
-
-def test_shares_that_leave_a_rank_without_a_head_end_all_before_they_load(tiny):
-    errors = run_ranks((4, 1, 1), refused, "--checkpoint", str(tiny), "--prompt", "a")
-    assert errors == ["--shares: 1 in 6 gets none of 5 KV heads: give 1 in 5 or more"] * 3
-
-
-def refused(world, *args):
-    """What main() says on this rank."""
-    with pytest.MonkeyPatch.context() as m, pytest.raises(InputError) as error:
-        m.setattr(launch, "join", lambda *_: world)
-        m.setattr(generate, "load_model", None)
-        generate.main(args)
-    return str(error.value)
 
 
 def test_the_functions_of_a_notebook(tiny, greedy, monkeypatch):
@@ -182,12 +150,8 @@ def test_the_functions_of_a_notebook(tiny, greedy, monkeypatch):
     assert drawn[0] == drawn[1] != drawn[2]
     ladder, _ = load(tiny, dtype="bfloat16", wiring="ladder")
     assert ladder.config.wiring == "ladder" and ladder.norm.weight.dtype == torch.bfloat16
-    for wrong in (
-        lambda: load("/nowhere"), lambda: load(tiny, wiring="x"),
-        lambda: complete(model, tokenizer, ["dog " * 90]), lambda: load(tiny, device="tpu"),
-    ):  # fmt: skip
-        with pytest.raises(InputError):
-            wrong()
+    with pytest.raises(InputError, match="leaves no room in the context of 64"):
+        complete(model, tokenizer, ["dog " * 90])
 
 
 def test_step_bytes_are_the_weights_and_the_cache(tiny, out):
@@ -223,18 +187,6 @@ def test_a_named_size_has_random_weights(monkeypatch, out):
     assert printed == "--- " + " ".join(map(str, result["tokens"][0])) + "\n"
 
 
-def answers(folder, turns):
-    """What comes after each line of turns [(line, number of tokens)] of a conversation."""
-    net, tokenizer = load(folder)
-    ids, texts = [], []
-    for line, count in turns:
-        ids += tokenizer.encode_plain(line) if ids else tokenizer.encode(line)
-        row = greedy_tokens(net, ids, count, end=2)
-        texts.append(tokenizer.continuation(ids, row))
-        ids += row
-    return texts
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_chat(ranks, tiny, tmp_path):
     """It is typed at the third decode step of the first answer, and at the third prompt."""
@@ -262,10 +214,14 @@ launch.run(generate.main)
         command(tmp_path / "chatting.py", *flags, ranks=ranks), stdin=terminal, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )  # fmt: skip
-    expected = answers(tiny, [("Once upon a time", 4 if ranks == 1 else 8), ("The dog", 19)])
-    for line, text in zip([b"Once upon a time\n", b"The dog\n", b"\3"], [*expected, ""], strict=True):
-        os.write(keyboard, line)
-        assert process.stdout.read(len(f"> {text}\n".encode())).decode() == f"> {text}\n"
+    (net, tokenizer), ids = load(tiny), []
+    for line, count in ("Once upon a time", 4 if ranks == 1 else 8), ("The dog", 19), ("\3", 0):
+        os.write(keyboard, f"{line}\n".encode() if count else b"\3")
+        ids += tokenizer.encode_plain(line) if ids else tokenizer.encode(line)
+        row = greedy_tokens(net, ids, count, end=2)
+        shown = f"> {tokenizer.continuation(ids, row)}\n"
+        assert process.stdout.read(len(shown.encode())).decode() == shown
+        ids += row
     _, errors = process.communicate(timeout=HANGS)
     assert process.returncode == 0 and b"Traceback" not in errors, errors.decode()
     assert termios.tcgetattr(terminal) == before
@@ -306,30 +262,18 @@ def test_two_nodes(tiny, greedy, out):
     assert json.loads(out.read_text())["tokens"] == [greedy("ladder")[0]]
 
 
-def test_from_a_clone_of_any_name_that_nobody_may_write_to(tmp_path):
+def test_from_a_clone_of_any_name_nothing_is_written_to_it(tmp_path):
     clone = tmp_path / "a 'b \"c standard ladder"
     shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "docs", "tests"))
-    paths = [clone, *sorted(clone.rglob("*"))]
-    for path in reversed(paths):
-        path.chmod(0o555 if path.is_dir() else 0o444)
+    paths = {*clone.rglob("*")}
     environment = {k: v for k, v in os.environ.items() if k != "HOME"} | {"PYTHONDONTWRITEBYTECODE": "1"}
     words = [sys.executable, "generate.py", "--checkpoint", "demo", "--prompt", "Once upon", "--max-new-tokens", "3"]
     done = subprocess.run(words, cwd=clone, env=environment, capture_output=True, text=True, timeout=HANGS)
-    for path in paths:  # so that it can be removed
-        path.chmod(0o755 if path.is_dir() else 0o644)
     assert done.returncode == 0 and done.stdout.startswith("Once upon"), done.stderr
-    assert [clone, *sorted(clone.rglob("*"))] == paths
+    assert {*clone.rglob("*")} == paths
 
 
 # Sampling and stopping
-
-
-DRAWS = 10000
-
-
-def frequencies(logits, **settings):
-    sample = generate.Sampler(**settings)
-    return torch.bincount(sample(logits.expand(DRAWS, -1)), minlength=len(logits)) / DRAWS
 
 
 WAYS = [(t, None, 1.0) for t in (0, 0.8, 1e-6, 1e30)]
@@ -347,10 +291,9 @@ def hard_to_choose(vocab_size):
 @pytest.mark.parametrize("settings", [WAYS[1], *WAYS[4:]], ids=str)
 def test_many_ids_are_drawn_as_often_as_they_are_likely(settings):
     """Where more ids are kept than a rank sends, and where fewer are."""
-    temperature, top_k, top_p = settings
-    for logits in hard_to_choose(300)[:: 4 if top_k else 2]:  # of those that equal the k-th, top_k keeps all
-        drawn = frequencies(logits, temperature=temperature, top_k=top_k, top_p=top_p)
-        assert p_value([((DRAWS * drawn).round().tolist(), naive(logits.double(), *settings))]) > 1e-4
+    for logits in hard_to_choose(300)[:: 4 if settings[1] else 2]:  # of those that equal the k-th, top_k keeps all
+        counts = torch.bincount(generate.Sampler(*settings)(logits.expand(10000, -1)), minlength=300)
+        assert p_value([(counts.tolist(), naive(logits.double(), *settings))]) > 1e-4
 
 
 def chosen(world, logits, gathers):
@@ -404,23 +347,12 @@ def test_a_prefill_in_passes_and_chunks_equals_one_pass(pass_tokens, chunks):
 
 
 def test_many_tokens_are_prefilled_in_two_chunks_to_the_same_tokens(tiny, out):
-    flags = ["--prompt-length", 60, "--batch", 9, "--max-new-tokens", 3, "--temperature", 0]
-    one, *_ = run_json(tiny, *flags, out=out)
-    two, _, said = run_json(tiny, *flags, out=out, ranks=2)
-    assert (one["prefill_chunks"], two["prefill_chunks"]) == (1, 2) and "prefill in 2 chunks" in said
+    flags = ["--prompt-length", 60, "--max-new-tokens", 3, "--temperature", 0, "--batch"]
+    one, *_ = run_json(tiny, *flags, 9, out=out)
+    two, _, said = run_json(tiny, *flags, 9, out=out, ranks=2)
+    few, *_ = run_json(tiny, *flags, 8, out=out, ranks=2)
+    assert [result["prefill_chunks"] for result in (one, two, few)] == [1, 2, 1] and "prefill in 2 chunks" in said
     assert one["tokens"] == two["tokens"]
-
-
-def test_two_chunks_are_for_many_tokens_of_several_ranks_in_eager_code():
-    net = random_model(dataclasses.replace(BASE, n_layers=1))
-    assert generate.Runner(net, None).choose_chunks(1, 10**6) == 1
-    net.comm.tp_size = 2
-    assert [generate.Runner(net, None).choose_chunks(1, n) for n in (generate.MIN_TOKENS - 1, generate.MIN_TOKENS)] == [
-        1,
-        2,
-    ]
-    assert generate.Runner(net, None, compile_prefill=True).choose_chunks(1, 10**6) == 1
-    assert generate.Runner(net, None, chunks=3).choose_chunks(9, 2) == 2
 
 
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
@@ -430,23 +362,22 @@ def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     runner = generate.Runner(net, net.new_cache(2, 40), compile)
-    for tensor in (t for layer in runner.cache for t in layer):
+    tensors, seen = [t for layer in runner.cache for t in layer], []
+    for tensor in tensors:
         tensor[:, :, 9:] = torch.nan
-    seen = []
 
     def sample(logits, comm):
         assert logits.isfinite().all()
-        for tensor in (t for layer in runner.cache for t in layer):
+        for tensor in tensors:
             assert tensor[:, :, 9 + len(seen) :].isnan().all()
             tensor[1, :, 9 + len(seen)] = 0  # the next step reads this slot of the shorter row too, behind the mask
         seen.append(1)
         return logits.argmax(-1)
 
-    rows, *_ = generate.generate(runner, [[5, 6, 7, 8, 9, 10, 11, 12, 13], [7, 8]], 30, sample)
-    assert len(seen) == len(rows[0]) == 30
+    prompts = [[*range(5, 14)], [7, 8]]
+    rows, *_ = generate.generate(runner, prompts, 30, sample)
+    assert rows == [greedy_tokens(net, prompt, 30) for prompt in prompts]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == int(compile)
-    for prompt, row in zip(([5, 6, 7, 8, 9, 10, 11, 12, 13], [7, 8]), rows, strict=True):
-        assert row == greedy_tokens(net, prompt, 30)
 
 
 @pytest.mark.parametrize("prompt, new", [(1, 1), (256, 1), (300, 500), (255, 3)])
@@ -457,7 +388,9 @@ def test_a_gpu_reads_the_cache_in_buckets_all_of_which_the_warm_up_has_seen(prom
         monkeypatch.setattr(module, "pad", lambda prompts, device: sampling.pad(prompts, "cpu"))
     monkeypatch.setattr(torch, "tensor", lambda data, device=None, **kwargs: tensor(data, **kwargs))
     monkeypatch.setattr(torch.cuda, "current_stream", unittest.mock.Mock())
-    slots = -(-(prompt + new) // generate.BUCKET) * generate.BUCKET + 1
+    on_gpu = SimpleNamespace(device=CUDA, new_cache=lambda batch, length: length)
+    slots = generate.make_cache(on_gpu, 1, prompt + new)
+    assert slots % generate.BUCKET == 1 and 0 <= slots - 1 - prompt - new < generate.BUCKET
 
     def model(tokens, positions=None, cache=None, cache_length=None, select=None, chunks=1):
         if positions is not None:
@@ -473,14 +406,6 @@ def test_a_gpu_reads_the_cache_in_buckets_all_of_which_the_warm_up_has_seen(prom
     generate.generate(runner, [[1] * prompt], new, generate.Sampler(0), pass_tokens=10**6)
     least = generate.BUCKET * -(-(prompt + 1) // generate.BUCKET)
     assert warm >= {*lengths} and max(warm) <= max([*lengths, least])
-
-
-def test_a_gpus_cache_has_whole_buckets_and_one_slot_that_nobody_reads():
-    model = random_model(BASE)
-    on_gpu = SimpleNamespace(device=CUDA, new_cache=model.new_cache)
-    for length, slots in (1, 257), (256, 257), (257, 513):
-        assert generate.make_cache(model, 2, length)[0][0].shape == (2, 2, length, 8)  # on a CPU just that
-        assert {t.shape[2] for layer in generate.make_cache(on_gpu, 2, length) for t in layer} == {slots}
 
 
 class Scripted(generate.Runner):
@@ -518,22 +443,18 @@ def test_each_row_stops_at_its_own_end():
     assert runner.seen[4][1:] == ([6, 2, 6], 7)  # rows that are done stay where they are
 
 
-def test_whoever_sees_the_tokens_can_stop_and_their_time_does_not_count(monkeypatch):
-    now = itertools.count()
-    clock = type("", (), {"perf_counter": staticmethod(lambda: next(now))})
-    monkeypatch.setattr(generate, "time", clock)
+def test_whoever_sees_the_tokens_can_stop_and_their_time_does_not_count():
     seen = []
 
     def on_tokens(fresh):
         seen.append(fresh)
-        for _ in range(100):
-            clock.perf_counter()
+        time.sleep(0.5)
         return len(seen) == 3
 
     runner = Scripted(lambda _: torch.ones(1, 4))
     rows, n, first, rest, *_ = generate.generate(runner, [[1]], 9, generate.Sampler(0), (), on_tokens)
     assert rows == [[0, 0, 0]] and n == 3 and seen == [[[0]]] * 3
-    assert first == 1 and 0 < rest < 10
+    assert 0 < first < 0.5 and 0 < rest < 0.5
 
 
 # Bad input
@@ -542,15 +463,15 @@ def test_whoever_sees_the_tokens_can_stop_and_their_time_does_not_count(monkeypa
 WO = "layers.1.attention.wo.weight"
 
 
-def spoil_weights(folder, name, change):
+def spoil_weights(folder, change):
     state = load_file(folder / "model.safetensors")
-    change(state, name)
+    change(state)
     save_file(state, folder / "model.safetensors")
 
 
 def nan_in_the_last_column(folder):
     """Only the last rank reads it."""
-    spoil_weights(folder, WO, lambda state, name: state[name][0, -1].fill_(torch.nan))
+    spoil_weights(folder, lambda state: state[WO][0, -1].fill_(torch.nan))
 
 
 def edit_config(folder, **changes):
@@ -559,27 +480,12 @@ def edit_config(folder, **changes):
     path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
 
 
-def lose_a_shard(folder):
-    (folder / "model.safetensors").unlink()
-    index = {"weight_map": {"norm.weight": "model-00001-of-00002.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
 CHECKPOINTS = {  # what happened to the folder, and the line
-    "a Hugging Face config": (lambda f: edit_config(f, model_type="gpt2"), "run convert_hf_checkpoint.py"),
-    "no config": (lambda f: (f / "config.json").unlink(), "is not a checkpoint folder: it has no config.json"),
-    "a truncated file": (lambda f: os.truncate(f / "model.safetensors", 1000), "model.safetensors is truncated"),
-    "a lost shard": (lose_a_shard, "model-00001-of-00002.safetensors is missing"),
-    "too large for float16": (
-        lambda f: spoil_weights(f, "norm.weight", lambda state, name: state[name].mul_(1e5)),
-        "tensor norm.weight holds NaN or infinite values in float16",
-    ),
     "NaN": (nan_in_the_last_column, f"tensor {WO} holds NaN"),
-    "a missing tensor": (lambda f: spoil_weights(f, WO, lambda state, name: state.pop(name)), f"no tensor {WO}"),
+    "a missing tensor": (lambda f: spoil_weights(f, lambda state: state.pop(WO)), f"no tensor {WO}"),
     "a wrong shape": (lambda f: edit_config(f, intermediate_size=99), r"the config says (99, 48)"),
     "no tokenizer": (lambda f: (f / "tokenizer.model").unlink(), "copy has no tokenizer: use --prompt ids:"),
     "a broken tokenizer": (lambda f: (f / "tokenizer.model").write_text("x"), "tokenizer.model cannot be read"),
-    "another vocabulary": (lambda f: edit_config(f, vocab_size=400), "300 tokens, but the model's vocab_size is 400"),
 }
 
 
@@ -588,7 +494,7 @@ def test_bad_checkpoints_are_one_clear_line(case, copy):
     spoil, message = CHECKPOINTS[case]
     spoil(copy)
     with pytest.raises(InputError) as error:
-        generate.main(["--checkpoint", str(copy), "--prompt", "a", *(["--dtype=float16"] if "float16" in case else [])])
+        generate.main(["--checkpoint", str(copy), "--prompt", "a"])
     assert message in str(error.value) and "\n" not in str(error.value)
 
 

@@ -42,7 +42,6 @@ VALUES = [
     ({"window_layers": [True], "sliding_window": 4}, "window_layers is (True,)"),
     ({"bos_id": -1}, "bos_id is -1 but must be int | None"),
     ({"wiring": 3}, "wiring is 3 but must be str"),
-    ({"kept": [2], "quant": "int8"}, "kept is (2,) but must be tuple[str, ...]"),
     ({"dim": 10**30}, "dim is 1000000000000000000000000000000 but must be int above 0"),
     ({"head_dim": 7}, "head_dim 7 is odd"),
     ({"norm_eps": float("nan")}, "norm_eps is nan but must be float above 0"),

@@ -2,11 +2,7 @@
 
 import dataclasses
 import functools
-import importlib
 import json
-import os
-import sys
-import types
 
 import numpy as np
 import pytest
@@ -17,13 +13,12 @@ from safetensors.torch import save_file
 from test_wiring import eager_order
 
 import convert_hf_checkpoint
+import generate
 import quantize
-import tp
-from extras.lanes.lanes import lanes_of_rank, load_lanes
-from extras.measure.clock import count_all_reduces
+from extras.lanes.lanes import lanes_of_rank
 from formats import checkpoint, huggingface
-from kernels import int_linear
 from runtime.errors import InputError
+from runtime.launch import World
 
 SHAPE = {
     "model_type": "laneformer_tp", "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 16,
@@ -101,19 +96,13 @@ def converted(path, **changes):
 
 def logits_of(world, path, compile=False):
     """Logits of the whole sequences, and of a prefill of unequal rows with token-by-token decode."""
-    config = checkpoint.read_config(path)
-    net = load_lanes(config, checkpoint.Weights(path), torch.float32, "cpu", world.rank, world.shares)
-    int_linear.use_kernels(net)
-    if world.group is not None:
-        net.comm = tp.TensorParallel(config, world.shares, world.group)
+    net = generate.load_model(checkpoint.read_config(path), path, "float32", world)
     with torch.no_grad():
         return net.comm.gather_logits(net(TOKENS)), last_logits(net, TOKENS, LENGTHS, steps=8, compile=compile)
 
 
 def on_ranks(shares, path):
-    if len(shares) > 1:
-        return run_ranks(shares, logits_of, path)
-    return [logits_of(types.SimpleNamespace(rank=0, shares=shares, group=None), path)]
+    return run_ranks(shares, logits_of, path) if len(shares) > 1 else [logits_of(World(0, 1, "cpu"), path)]
 
 
 def check(ranks, expected, limit=1e-4):
@@ -150,11 +139,10 @@ def test_a_config_whose_settings_are_at_the_top_level_is_read():
     """As they were written before they were a dict."""
     values = {"early_comm": False, "attention_comm": True, "mlp_comm": False, "lane_head": "sum", "lane_norms": True}
     config = dataclasses.replace(BASE, wiring="laneformer-2/2", laneformer=values)
-    fields = json.loads(json.dumps(dataclasses.asdict(config)))
+    fields = dataclasses.asdict(config)
     old = fields.pop("laneformer") | fields
     assert checkpoint.make_config(old, "config.json") == config
-    defaults = {"early_comm": True, "mlp_comm": True, "lane_head": "replicate", "lane_norms": False}
-    standard = {**old, **defaults, "wiring": "standard"}
+    standard = {**old, **checkpoint.OLD_DEFAULTS, "wiring": "standard"}
     assert checkpoint.make_config(standard, "config.json") == BASE  # every checkpoint had them
     for wrong in ({"lane_head": "sum"}, {"laneformer": {"lane_norms": True}}):
         with pytest.raises(InputError, match="only for wiring laneformer"):
@@ -179,18 +167,7 @@ def test_settings_that_make_no_model_are_one_clear_line(changes, words):
 
 def test_order_of_the_loop():
     config = dataclasses.replace(BASE, n_layers=2, wiring="laneformer-2/8")
-    assert " ".join(eager_order(config)) == "c start1 wait1 c start2 wait2 c wait1 c wait2 start3 wait3"
-
-
-@pytest.mark.parametrize("case", ["parts of the vocabulary", "eight lanes, no sums"])
-def test_the_clock_counts_the_all_reduces_and_that_of_the_head(case, tmp_path):
-    converted(tmp_path, **CASES[case])
-    config = checkpoint.read_config(tmp_path / "ours")
-    net, started = load_lanes(config, checkpoint.Weights(tmp_path / "ours"), torch.float32, "cpu"), []
-    net.comm.start = lambda partial: started.append(None) or partial
-    with torch.no_grad():
-        net(TOKENS)
-    assert len(started) == count_all_reduces(config)
+    assert eager_order(config) == "c start1 wait1 c start2 wait2 c wait1 c wait2 start3 wait3"
 
 
 @pytest.mark.parametrize("case", ["two lanes", "parts of the vocabulary"])
@@ -213,13 +190,10 @@ def test_int8_computes_what_its_numbers_mean(case, tmp_path):
     "changes, message",
     [
         ({"broadcast_mlp_to_future": [True]}, r"broadcast_mlp_to_future \[True\] is not supported: it is unknown what"),
-        ({"residual_multiplier": 0.5}, "residual_multiplier 0.5 is not supported"),
         ({"lm_head_type": "lane"}, "lm_head_type 'lane' is not supported here, only replicate and vocab_parallel"),
         ({"lm_head_type": "vocab_parallel", "pre_norm_lane_agg": True}, "'vocab_parallel' is not .*, only replicate$"),
         ({"attn_mask_type": "block_causal"}, "attn_mask_type 'block_causal' is not supported here, only causal"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
-        ({"num_key_value_heads": 2}, "num_key_value_heads 2 is no multiple of num_lanes 4"),
-        ({"intermediate_size": 90}, "intermediate_size 90 is no multiple of num_lanes 4"),
         ({"broadcast_delay": 0}, "no such wiring: 'laneformer-0/4'"),
     ],
     ids=str,
@@ -229,37 +203,3 @@ def test_keys_that_may_mean_another_function_are_one_clear_line(changes, message
     with pytest.raises(InputError, match=f"config.json: .*{message}") as error:
         huggingface.config_from_hf(tmp_path / "config.json")
     assert "\n" not in str(error.value)
-
-
-def published():
-    """Kog's modelling code, from before the release, or a skip. It was written for an older transformers."""
-    code = os.environ.get("LANEFORMER_CODE")
-    if not code:
-        pytest.skip("LANEFORMER_CODE names no folder of modeling_laneformer.py and configuration_laneformer.py")
-    package = sys.modules["laneformer_code"] = types.ModuleType("laneformer_code")
-    package.__path__ = [code]
-    return [importlib.import_module(f"laneformer_code.{name}_laneformer") for name in ("configuration", "modeling")]
-
-
-def as_called_before(make_mask, *, input_embeds, cache_position, **kwargs):
-    return make_mask(inputs_embeds=input_embeds, **kwargs)
-
-
-SINCE_THEN = {"use_attention_comm", "use_mlp_comm", "swa_layers", "rope_scaling"}
-
-
-@pytest.mark.parametrize("case", [name for name, changes in CASES.items() if not SINCE_THEN & changes.keys()])
-def test_the_published_code_computes_the_same(case, tmp_path, monkeypatch):
-    configuration, modeling = published()
-    hf, state = converted(tmp_path, **CASES[case])
-    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
-        monkeypatch.setattr(modeling, name, functools.partial(as_called_before, getattr(modeling, name)))
-    causal_lm = modeling.LaneformerTPForCausalLM
-    monkeypatch.setattr(causal_lm, "_tied_weights_keys", {"lm_head.weight": "model.tok_embeddings.weight"})
-    theirs = causal_lm(configuration.LaneformerTPConfig(**hf, attn_implementation="eager")).eval()
-    missing, unexpected = theirs.load_state_dict(state, strict=False)
-    assert not unexpected and missing == ["lm_head.weight"] * hf.get("tie_word_embeddings", False)
-    with torch.no_grad():
-        expected = theirs(TOKENS).logits.numpy()
-    assert np.abs(expected - [Laneformer(hf, state).logits(row) for row in TOKENS]).max() < 1e-4
-    check(on_ranks((1, 1), tmp_path / "ours"), expected)

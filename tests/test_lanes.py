@@ -1,14 +1,12 @@
 """Several lanes on a rank: any number of ranks computes what as many ranks as lanes do."""
 
 import dataclasses
-import functools
 
 import pytest
-import torch
-from helpers import BASE, ONE_EACH, StateWeights, last_logits, random_model, run_ranks, unequal_rows
+from helpers import BASE, ONE_EACH, last_logits, run_ranks, shard, unequal_rows
 from test_quantize import BIASED as BIASED_INTEGERS
 from test_quantize import INT4, INT8, dequantized_state, quantized_state
-from test_tp import BIASED, expected_logits, logits_of
+from test_tp import BIASED, check_ranks
 
 import tp
 from extras.lanes.lanes import lanes_of_rank, load_lanes
@@ -18,37 +16,19 @@ LANED = [c["wiring"] for c in ONE_EACH if dataclasses.replace(BASE, **c).named_w
 LANED = [*(f"{wiring}/4" for wiring in LANED if wiring != "upper-bound"), "desync:3/4", "delayed-3/4"]
 
 
-def lanes(config, world=None):
-    """Return this rank's lanes of random_model, with the collectives of the world's group."""
-    weights = StateWeights(random_model(config).state_dict())
-    rank, shares = (world.rank, world.shares) if world else (0, (1,))
-    net = load_lanes(config, weights, torch.float32, "cpu", rank, shares)
-    if world:
-        net.comm = tp.TensorParallel(config, world.shares, world.group)
-    return net
-
-
-def check(shares, cases, **how):
-    if shares == (1,):
-        ranks = [[last_logits(lanes(config), *unequal_rows(config), **how) for config in cases]]
-    else:
-        ranks = run_ranks(shares, functools.partial(logits_of, cases=cases, load=lanes, **how))
-    for case, config in enumerate(cases):
-        expected = expected_logits(config, config.lanes)
-        for rank in ranks:
-            error = (rank[case] - expected).abs().max()
-            assert error < 1e-4, f"{config.wiring}: {error}"
+def lanes(config, world=None, state=None):
+    return shard(config, world, state=state, load=load_lanes)
 
 
 @pytest.mark.parametrize("shares", [(1,), (1, 1), (3, 1), (2, 1, 1), (1, 1, 1, 1)], ids=str)
 def test_lanes_compute_the_same_on_any_ranks(shares):
     """Of four lanes and two KV heads, with biases, which one lane adds. (3, 1): three lanes, and a rank with one."""
-    check(shares, [dataclasses.replace(BASE, wiring=wiring, **BIASED) for wiring in LANED])
+    check_ranks(shares, [{"wiring": wiring, **BIASED} for wiring in LANED], load=lanes)
 
 
 @pytest.mark.parametrize("how", [{"chunks": 3}, pytest.param({"compile": True}, marks=pytest.mark.slow)], ids=str)
 def test_lanes_of_a_rank_take_chunks_and_are_compiled(how):
-    check((1, 1), [dataclasses.replace(BASE, wiring=wiring) for wiring in ("spd/4", "delayed-2/4")], **how)
+    check_ranks(2, [{"wiring": wiring} for wiring in ("spd/4", "delayed-2/4")], load=lanes, **how)
 
 
 def test_lanes_have_the_same_neurons_in_int4():
@@ -70,19 +50,16 @@ def test_lanes_that_ranks_cannot_share_are_refused(lanes, shares):
 
 
 def lane_logits(world, config, state):
-    net = load_lanes(config, StateWeights(state), torch.float32, "cpu", world.rank, world.shares)
-    net.comm = tp.TensorParallel(config, world.shares, world.group)
-    return last_logits(net, *unequal_rows(config))
+    return last_logits(lanes(config, world, state), *unequal_rows(config))
 
 
 @pytest.mark.parametrize("config", [INT8, INT4, BIASED_INTEGERS], ids=["int8", "int4", "biased"])
 def test_lanes_of_integers_compute_what_their_numbers_say(config):
     """On one device, which holds all four, and on equal and unequal ranks."""
     config = dataclasses.replace(config, wiring="spd/4")
-    state, tokens = quantized_state(config), unequal_rows(config)
+    state = quantized_state(config)
     plain = dataclasses.replace(config, quant=None, group_size=None)
-    twin = load_lanes(plain, StateWeights(dequantized_state(config, state)), torch.float32, "cpu")
-    expected = last_logits(twin, *tokens)
-    one = last_logits(load_lanes(config, StateWeights(state), torch.float32, "cpu"), *tokens)
-    for logits in (one, *run_ranks(2, lane_logits, config, state), *run_ranks((3, 1), lane_logits, config, state)):
+    expected = lane_logits(None, plain, dequantized_state(config, state))
+    ranks = run_ranks(2, lane_logits, config, state) + run_ranks((3, 1), lane_logits, config, state)
+    for logits in (lane_logits(None, config, state), *ranks):
         assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()

@@ -6,18 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import (
-    BASE,
-    ONE_EACH,
-    WIRED,
-    YARN,
-    StateWeights,
-    last_logits,
-    random_model,
-    run_ranks,
-    shard,
-    unequal_rows,
-)  # fmt: skip
+from helpers import BASE, ONE_EACH, WIRED, YARN, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows
 from reference import Reference
 
 import tp
@@ -36,7 +25,6 @@ SHAPES = [  # at tp 2, 3, 4: even and uneven splits, replicated KV heads, odd si
     {"head_dim": 16, "qk_norm": True, "n_heads": 8, "n_kv_heads": 4},
 ]
 CASES = [{**WIRED[1], **shape} for shape in SHAPES] + [{**changes, **UNEVEN, **BIASED} for changes in WIRED]
-LADDER = {"wiring": "ladder", "n_layers": 2}
 UNEQUAL_SHARES = [(3, 1), (5, 2, 1), (1, 4, 2, 2)]
 MANY = {"n_heads": 16, "n_kv_heads": 8, "intermediate_size": 101, "vocab_size": 130}
 ONE_KV_HEAD = {**BIASED, "n_heads": 8, "n_kv_heads": 1, "vocab_size": 130}
@@ -100,10 +88,9 @@ def test_int4_is_sharded_at_multiples_of_128_columns_where_shares_stay_about_eve
 def test_int4_is_sharded_finer_where_the_smallest_share_would_be_coarse():
     changes = {"dim": 128, "head_dim": 64, "n_kv_heads": 6, "intermediate_size": 8192}
     config = dataclasses.replace(BASE, **changes, quant="int4", group_size=64)
-    for shares, size in ((3, 1), 128), ((5, 1), 128), ((9, 1, 9), 64):
+    for shares, size in ((5, 1), 128), ((9, 1, 9), 64):
         cuts = [stop for rank in range(len(shares)) for _, stop in tp.shard_plan(config, rank, shares)["w2"][1]]
-        assert cuts[-1] == 8192 and functools.reduce(math.gcd, cuts) % size == 0
-        assert size == 128 or any(cut % 128 for cut in cuts)
+        assert cuts[-1] == 8192 and math.gcd(*cuts, 128) == size
 
 
 @pytest.mark.parametrize("changes", [MANY, ONE_KV_HEAD, {**MANY, "intermediate_size": 4096}], ids=str)
@@ -181,10 +168,11 @@ def expected_logits(config, shares):
 def check_ranks(shares, cases, **how):
     """On each rank the logits are the reference's and, where the wiring has no lanes, those of one device."""
     cases = [dataclasses.replace(BASE, **changes) for changes in cases]
-    ranks = run_ranks(shares, functools.partial(logits_of, cases=cases, **how))
+    logits = functools.partial(logits_of, cases=cases, **how)
+    ranks = [logits(None)] if shares == (1,) else run_ranks(shares, logits)
     for config, first, *others in zip(cases, *ranks, strict=True):
         assert all(torch.equal(other, first) for other in others), f"{config}: the ranks disagree"
-        error = (first - expected_logits(config, shares)).abs().max()
+        error = (first - expected_logits(config, config.lanes or shares)).abs().max()
         assert error < 1e-4, f"{config}: {error}"
         if not config.named_wiring.laned:
             alone = last_logits(random_model(config), *unequal_rows(config))
@@ -218,33 +206,24 @@ def logits_in_chunks(world, cases):
     return [[last_logits(net, *rows, chunks=chunks) for chunks in (1, 2, 3)] for net in nets]
 
 
-def test_compiled_ranks_compute_what_one_device_does():
-    check_ranks(2, [{**LADDER, **UNEVEN}], compile=True)
-
-
 COMPILED = [(2, changes) for changes in ONE_EACH] + [(3, WIRED[1]), (4, WIRED[1]), (4, {"wiring": "desync"})]
+COMPILED = [pytest.param(*case, True, marks=pytest.mark.slow) for case in COMPILED]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tp_size, changes", COMPILED, ids=str)
-def test_compiled_ranks_of_every_wiring_compute_what_one_device_does(tp_size, changes):
-    check_ranks(tp_size, [{**changes, **UNEVEN}], compile=True, compile_prefill=True)
+@pytest.mark.parametrize("tp_size, changes, prefill", [(2, {"wiring": "ladder", "n_layers": 2}, False), *COMPILED])
+def test_compiled_ranks_of_every_wiring_compute_what_one_device_does(tp_size, changes, prefill):
+    check_ranks(tp_size, [{**changes, **UNEVEN}], compile=True, compile_prefill=prefill)
+
+
+def over_gloo(config, world):
+    net = shard(config, world)
+    net.comm = tp.TensorParallel(config, world.shares, world.dist_group)
+    return net
 
 
 @pytest.mark.slow
 def test_compiled_ranks_compute_it_over_gloo_too():
-    config = dataclasses.replace(BASE, **LADDER, **UNEVEN)
-    over_memory, over_gloo = run_ranks(2, logits_over_both, config)[1]
-    assert torch.allclose(over_memory, over_gloo, atol=1e-5) and not over_memory.isnan().any()
-
-
-def logits_over_both(world, config):
-    logits = []
-    for group in (world.group, world.dist_group):
-        net = shard(config, world)
-        net.comm = tp.TensorParallel(config, world.shares, group)
-        logits.append(last_logits(net, *unequal_rows(config), compile=True))
-    return logits
+    check_ranks(2, [{**WIRED[1], **UNEVEN}], load=over_gloo, compile=True)
 
 
 def bfloat16_logits(world, config, compile):
@@ -301,9 +280,8 @@ def fail_on_rank_1(world):
 @pytest.mark.parametrize(
     "gpus, ranks, asked, device",
     [
-        (0, 1, None, "cpu"), (1, 1, None, "cuda:0"), (1, 1, "cuda", "cuda:0"), (2, 1, "cuda:1", "cuda:1"),
-        (1, 1, "cpu", "cpu"), (1, 2, None, "cpu"), (2, 2, None, "cuda:1"), (1, 1, "cuda:1", None), (0, 1, "cuda", None),
-        (1, 2, "cuda", None), (1, 1, "nonsense", None),
+        (0, 1, None, "cpu"), (1, 1, "cuda", "cuda:0"), (2, 1, "cuda:1", "cuda:1"), (1, 2, None, "cpu"),
+        (2, 2, None, "cuda:1"), (1, 1, "cuda:1", None), (0, 1, "cuda", None), (1, 2, "cuda", None),
     ],
 )  # fmt: skip
 def test_the_device_of_a_rank(gpus, ranks, asked, device, monkeypatch):

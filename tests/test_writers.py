@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 import quantize
-from runtime import watch, writing
+from runtime import writing
 from runtime.errors import InputError
 
 
@@ -99,15 +99,6 @@ KILLS = [("file", 1), ("append", 4), ("quantize", 7), pytest.param("quantize", 2
 @pytest.mark.parametrize("name, step", KILLS)
 def test_killed_at_any_moment_an_output_is_complete_or_absent_and_the_next_run_works(name, step, writers, tmp_path):
     check_kills(writers[name], tmp_path, step, appends=name == "append")
-
-
-def test_asked_to_end_it_leaves_nothing(writers, tmp_path, monkeypatch):
-    monkeypatch.setattr(watch, "signalled", None)
-    monkeypatch.setattr(writing, "save_file", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
-    signal.signal(signal.SIGTERM, watch.terminate)
-    with pytest.raises(watch.Terminated):
-        writers["quantize"](tmp_path / "out")
-    assert names(tmp_path) == []
 
 
 def test_a_folder_of_somebody_else_stays(tmp_path):

@@ -21,28 +21,19 @@ class Keyboard:
 
     def __init__(self, world):
         self.world, self.passes, self.stopped = world, 0, False
-        self.is_terminal = world.rank == 0 and sys.stdin.isatty()
         self.early = []  # lines typed during an answer
-
-    def __enter__(self):
+        self.is_terminal = world.rank == 0 and sys.stdin.isatty()
         if self.is_terminal:
-            changed = termios.tcgetattr(0)
             watch.at_end.append(functools.partial(termios.tcsetattr, 0, termios.TCSANOW, termios.tcgetattr(0)))
+            changed = termios.tcgetattr(0)
             changed[6][termios.VINTR], changed[6][termios.VEOL] = b"\0", CTRL_C
             termios.tcsetattr(0, termios.TCSANOW, changed)
-        return self
-
-    def __exit__(self, *_):
-        if self.is_terminal:
-            watch.at_end.pop()()
 
     def line(self):
         """Return the next line, or None at the end or a Ctrl-C."""
         if not self.is_terminal:
             typed = sys.stdin.buffer.readline()
             return typed.decode(errors="replace") if typed else None
-        if self.stopped:
-            self.early.clear()
         self.stopped = False
         print("> ", end="", flush=True)
         typed = self.early.pop(0) if self.early else os.read(0, 2**16)
@@ -54,8 +45,9 @@ class Keyboard:
     def stops(self):
         """Return, after each pass of an answer and on all ranks alike, whether the user typed Ctrl-C meanwhile."""
         while self.is_terminal and not self.stopped and select.select([0], [], [], 0)[0]:
-            self.early.append(os.read(0, 2**16))
-            self.stopped = not self.early[-1] or self.early[-1].endswith(CTRL_C)
+            typed = os.read(0, 2**16)
+            self.stopped = not typed or typed.endswith(CTRL_C)
+            self.early = [] if self.stopped else [*self.early, typed]
         self.passes += 1
         if self.world.alone or self.passes % PASSES_BETWEEN_CHECKS:
             return self.world.alone and self.stopped
@@ -70,7 +62,7 @@ def run(setup, world, generate):
     setup: the generate.Run. generate: the function of generate.py.
     """
     tokenizer, context = setup.tokenizer, min(CHAT_CONTEXT, setup.config.max_seq_len)
-    messages, ids, cached = [], [], []  # cached: the tokens that are in the cache
+    keyboard, messages, ids, cached = Keyboard(world), [], [], []  # cached: the tokens that are in the cache
 
     def say(text):
         if world.rank == 0:
@@ -83,41 +75,38 @@ def run(setup, world, generate):
             return messages, tokenizer.chat(messages)
         return messages, ids + tokenizer.encode_plain(line) if ids else tokenizer.encode(line)
 
-    with Keyboard(world) as keyboard:
-        if keyboard.is_terminal:
-            how = "the text just goes on" if tokenizer.template is None else "in the checkpoint's chat template"
-            say(f"{how}; Ctrl-C stops an answer, Ctrl-D ends")
-        while True:
-            watch.at("the wait for the user", timed=world.rank > 0)  # of the others only until rank 0 goes on
-            line = world.tell(keyboard.line() if world.rank == 0 else None)
-            if line is None:
-                return
-            line = line.rstrip("\r\n")
-            if not line.strip():
-                continue
-            anew = extended([], [], line)
-            if len(anew[1]) >= context:
-                say(f"a message of {len(anew[1])} tokens leaves no room in the context of {context}: shorten it")
-                continue
-            messages, ids = extended(messages, ids, line)
-            if len(ids) >= context:
-                say(f"{len(ids)} tokens do not fit the context of {context}: starting anew with this message")
-                messages, ids = anew
-            new = fit(setup.args.max_new_tokens, [ids], context)
-            printer = Printer([ids], tokenizer, new, show_prompt=False) if world.rank == 0 else None
+    if keyboard.is_terminal:
+        how = "the text just goes on" if tokenizer.template is None else "in the checkpoint's chat template"
+        say(f"{how}; Ctrl-C stops an answer, Ctrl-D ends")
+    while True:
+        watch.at("the wait for the user", timed=world.rank > 0)  # of the others only until rank 0 goes on
+        line = world.tell(keyboard.line() if world.rank == 0 else None)
+        if line is None:
+            return
+        line = line.rstrip("\r\n")
+        if not line.strip():
+            continue
+        anew = extended([], [], line)
+        if len(anew[1]) >= context:
+            say(f"a message of {len(anew[1])} tokens leaves no room in the context of {context}: shorten it")
+            continue
+        messages, ids = extended(messages, ids, line)
+        if len(ids) >= context:
+            say(f"{len(ids)} tokens do not fit the context of {context}: starting anew with this message")
+            messages, ids = anew
+        new = fit(setup.args.max_new_tokens, [ids], context)
+        printer = Printer([ids], tokenizer, new, show_prompt=False) if world.rank == 0 else None
 
-            def on_tokens(fresh, printer=printer):
-                if printer is not None:
-                    printer.push(fresh)
-                return keyboard.stops()
+        def on_tokens(fresh, printer=printer):
+            if printer:
+                printer.push(fresh)
+            return keyboard.stops()
 
-            n = len(os.path.commonprefix([cached, ids[:-1]]))
-            done = generate(
-                setup.runner, [ids], new, setup.sample, setup.eos_ids, on_tokens, draft=setup.draft, cached_tokens=n
-            )
-            [row] = done.rows
-            if printer is not None:
-                printer.finish([row])
-            ids = ids + row
-            cached = ids[:-1]
-            messages.append({"role": "assistant", "content": tokenizer.decode(row)})
+        n = len(os.path.commonprefix([cached, ids[:-1]]))
+        settings = setup.runner, [ids], new, setup.sample, setup.eos_ids, on_tokens
+        [row] = generate(*settings, draft=setup.draft, cached_tokens=n).rows
+        if printer:
+            printer.finish([row])
+        ids = ids + row
+        cached = ids[:-1]
+        messages.append({"role": "assistant", "content": tokenizer.decode(row)})

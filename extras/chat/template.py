@@ -2,7 +2,7 @@
 
 A template is a program, perhaps a stranger's. Jinja's sandbox keeps it from the system, but it may still run for ever
 or make a text of any size, in one expression such as 10**(10**10) or 'a' * 10**10. Hence a timer of CPU time, which
-ends this process, and a limit of its memory. A request is a line of JSON, [template, variables]; its answer is another,
+ends the process, and a limit of its memory. A request is a line of JSON, [template, variables]; its answer is another,
 [text, error].
 """
 
@@ -14,11 +14,12 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MEGABYTES, CHARACTERS = 512, 10**7  # what a template may take, besides a Renderer's seconds
 
 
 @functools.cache
@@ -35,51 +36,46 @@ def compiled(template):
     return sandbox.from_string(re.sub(r"(\{%[-+]?\s*(?:end)?)generation\b", r"\1with", template))
 
 
-def render(template, variables, characters):
+def render(template, variables):
     try:
         text = compiled(template).render(tools=None, documents=None, **variables)
     except Exception as e:  # whatever the template's code raises
         return None, str(e) or type(e).__name__
-    return (text, None) if len(text) <= characters else (None, f"its text has {len(text):,} characters")
+    return (text, None) if len(text) <= CHARACTERS else (None, f"its text has {len(text):,} characters")
 
 
-def main(seconds, megabytes, characters):
+def main(seconds):
     with contextlib.suppress(ValueError):  # systems without this limit
-        resource.setrlimit(resource.RLIMIT_AS, (megabytes * 2**20, megabytes * 2**20))
+        resource.setrlimit(resource.RLIMIT_AS, (MEGABYTES * 2**20, MEGABYTES * 2**20))
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # of CPU time; its signal ends the process
-        print(json.dumps(render(*json.loads(line), characters)), flush=True)
+        print(json.dumps(render(*json.loads(line))), flush=True)
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 class Renderer:
     """The process that renders, started when the first template is rendered and again after it was ended."""
 
-    seconds, megabytes, characters = 10, 512, 10**7  # what a template may take
-
-    def __init__(self):
-        self.process, self.lock = None, threading.Lock()
+    seconds, process = 10, None
 
     def render(self, template, variables):
         """Return (text, None), or (None, what went wrong)."""
-        with self.lock:
-            if self.process is None:
-                limits = self.seconds, self.megabytes, self.characters
-                command = [sys.executable, "-P", __file__, *map(str, limits)]
-                pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE) | {"stderr": subprocess.DEVNULL}
-                self.process = subprocess.Popen(command, **pipes, start_new_session=True)  # a Ctrl-C does not reach it
-            try:
-                self.process.stdin.write(json.dumps([template, variables]).encode() + b"\n")
-                self.process.stdin.flush()
-                return json.loads(self.process.stdout.readline())
-            except (BrokenPipeError, ValueError):  # it was ended
-                self.process.communicate()
-                self.process = None
-                return None, f"it takes more than {self.seconds} s or {self.megabytes} MB"
+        if self.process is None:
+            command = [sys.executable, "-P", __file__, str(self.seconds)]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            self.process = subprocess.Popen(command, **pipes, start_new_session=True)  # a Ctrl-C does not reach it
+        try:
+            self.process.stdin.write(json.dumps([template, variables]).encode() + b"\n")
+            self.process.stdin.flush()
+            return json.loads(self.process.stdout.readline())
+        except (BrokenPipeError, ValueError):  # it was ended
+            self.process.communicate()
+            self.process = None
+            return None, f"it takes more than {self.seconds} s or {MEGABYTES} MB"
 
 
 renderer = Renderer()
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), *map(int, sys.argv[2:]))
+    main(float(sys.argv[1]))

@@ -1,50 +1,42 @@
 """Speculative decoding: a draft proposes the next tokens of each row, and one pass of the model verifies them all.
 
-That pass costs one set of all-reduces, however many proposals accept() takes. A draft is a smaller model or the text
-itself, or, in rewired.py, the model's own weights in another wiring.
+That pass costs one set of all-reduces, however many proposals accept() takes. A draft is the text itself, the model's
+own weights in another wiring, or a smaller model.
 
 Shape letters: B batch, P proposals of a row, V vocabulary, v this rank's part of it.
 """
 
-import os.path
 from collections import Counter
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from decoding import likely
 from decoding.sampling import Sampler, last_tokens
-from formats import checkpoint
-from formats.compare import check_vocabulary, digest
-from model import Config
-from runtime import benchmarking
-from runtime.errors import InputError
 
-DEFAULT = 3  # proposals of a --draft without @K
 NGRAM = 3, 2  # lengths that Ngrams looks up, in this order
 
 
 class Draft:
     """A source of proposals.
 
-    control: Fixed, or rewired.Auto. runner: the Runner (generate.py) of the model that proposes, or None.
-    counts: the numbers of proposals that a pass may have. drafted: the proposals for a row so far in this generation.
-    accepted: a Counter of how many proposals of a row a pass accepted, over the passes and rows that had proposals.
+    count: of them at a time. runner: the Runner (generate.py) of the model that proposes, or None. counts: the numbers
+    of proposals that a pass may have. drafted: the proposals for a row so far in this generation. accepted: a Counter
+    of how many proposals of a row a pass accepted, over the passes and rows that had proposals.
     """
 
-    def __init__(self, control, runner=None):
-        self.control, self.runner = control, runner
-        self.counts = tuple({0: None} | dict.fromkeys(control.counts))  # 0: where there is nothing to propose
+    def __init__(self, count, runner=None):
+        self.count, self.runner = count, runner
+        self.counts = (count,) if runner else (0, count)  # 0: where n-grams find nothing
 
     def begin(self, tokens, lengths, pass_tokens, cached_tokens=0):
         """Prepare for a generation. The arguments are those of Runner.prefill."""
         self.drafted, self.accepted = 0, Counter()
 
-    def propose(self, count, texts, done, sample):
-        """Return None or (ids (B, count), their distributions (B, count, V) or None, [whether a row has any]).
+    def propose(self, texts, done, sample):
+        """Return (ids (B, P), their distributions (B, P, V) or None, [whether a row has any]).
 
-        The other arguments are those of step().
+        P is one of self.counts. The arguments are those of step().
         """
         raise NotImplementedError
 
@@ -54,38 +46,19 @@ class Draft:
 
         texts: the tokens of each row so far. done: which rows have ended. sample: a Sampler.
         """
-        count = self.control.choose()
-        proposals = self.propose(count, texts, done, sample) if count else None
-        ids, q, has = proposals or (torch.empty(len(texts), 0, dtype=torch.long, device=runner.device), None, None)
-        new, accepted = verify(runner, texts, ids, q, sample)
-        if proposals:
-            tried = [n for n, ended, proposed in zip(accepted, done, has, strict=True) if proposed and not ended]
-            self.control.note(count, tried)
-            self.drafted += count
-            self.accepted.update(tried)
+        ids, q, has = self.propose(texts, done, sample)
+        new = verify(runner, texts, ids, q, sample)
+        self.drafted += ids.shape[1]
+        rows = zip(new, done, has, strict=True)
+        self.accepted.update(len(row) - 1 for row, ended, proposed in rows if proposed and not ended)
         return new
 
     @torch.inference_mode()
-    def warm_up(self, runner, texts, count, sample=None):
-        """Run a pass that verifies `count` proposals, as step() would."""
-        sample, zeros = sample or Sampler(0, device=runner.device), torch.zeros(len(texts), count, dtype=torch.long)
-        proposals = self.propose(count, texts, [False] * len(texts), sample) if count else None
-        ids, q, _ = proposals or (zeros.to(runner.device), None, None)
-        verify(runner, texts, ids, q, sample)
-
-
-class Fixed:
-    """The same number of proposals in each pass."""
-
-    def __init__(self, count):
-        self.counts = (count,)
-
-    def choose(self):
-        """Return the number of proposals of the next pass."""
-        return self.counts[0]
-
-    def note(self, count, accepted):
-        """Learn how many of `count` proposals each row accepted."""
+    def warm_up(self, runner, texts, count):
+        """Run the passes of a step that verifies `count` proposals."""
+        sample = Sampler(0, device=runner.device)
+        self.propose(texts, [False] * len(texts), sample)
+        verify(runner, texts, torch.zeros(len(texts), count, dtype=torch.long, device=runner.device), None, sample)
 
 
 class Ngrams(Draft):
@@ -96,34 +69,33 @@ class Ngrams(Draft):
         self.index = [{} for _ in lengths]  # of each row: {n-gram: where it last ended}
         self.indexed = [0] * len(lengths)
 
-    def propose(self, count, texts, done, sample):
-        rows = [None if done[row] else self._lookup(row, text, count) for row, text in enumerate(texts)]
-        if not any(rows):
-            return None
-        ids = torch.tensor([row or [0] * count for row in rows], device=sample.device)
+    def propose(self, texts, done, sample):
+        rows = [None if done[row] else self._lookup(row, text) for row, text in enumerate(texts)]
+        filler = [0] * self.count if any(rows) else []
+        ids = torch.tensor([row or filler for row in rows], dtype=torch.long, device=sample.device)
         return ids, None, [row is not None for row in rows]
 
-    def _lookup(self, row, text, count):
+    def _lookup(self, row, text):
         index = self.index[row]
         for end in range(self.indexed[row], len(text)):
             index.update({tuple(text[end - n : end]): end for n in NGRAM if n <= end})
         self.indexed[row] = len(text)
         for n in NGRAM:
             if start := index.get(tuple(text[-n:])):
-                return (text[start:] * count)[:count]  # repeated where the text ends too early
+                return (text[start:] * self.count)[: self.count]  # repeated where the text ends too early
         return None
 
 
 class ModelDraft(Draft):
     """A model that proposes one token after another."""
 
-    def propose(self, count, texts, done, sample):
+    def propose(self, texts, done, sample):
         positions = torch.tensor([len(text) - 1 for text in texts], device=sample.device)
         logits, longest, ids, q = self.read(texts, sample.device), max(map(len, texts)), [], []
-        for i in range(count):
+        for i in range(self.count):
             if i:
                 logits = self.runner.decode(ids[-1][:, None], positions + i, longest + i)
-            token, p = propose(sample, logits[:, -1], self.runner.model.comm)
+            token, p = draw(sample, logits[:, -1], self.runner.model.comm)
             ids.append(token)
             q.append(p)
         return torch.stack(ids, 1), None if q[0] is None else torch.stack(q, 1), [True] * len(texts)
@@ -133,53 +105,51 @@ class ModelDraft(Draft):
         raise NotImplementedError
 
 
+class Rewired(ModelDraft):
+    """The model's own weights in another wiring, on the model's own cache.
+
+    The keys and values that it reads there are the model's, not those of its own wiring, except for those of its last
+    proposals, which the verification overwrites.
+    """
+
+    def read(self, texts, device):
+        return self.runner.decode(*last_tokens(texts, device))
+
+
 class SmallModel(ModelDraft):
     """A smaller model, whole on each rank, with its own cache."""
 
-    cached = ()  # of each row: tokens in the cache; they remain for the next turn of a chat
+    cached = 0  # tokens of each row that are in the cache; they remain for the next turn of a chat
 
     def begin(self, tokens, lengths, pass_tokens, cached_tokens=0):
         super().begin(tokens, lengths, pass_tokens, cached_tokens)
-        self.prompts = tokens, lengths, pass_tokens, min([cached_tokens, *self.cached])
-        self.cached = [self.prompts[-1]] * len(lengths)
-        self.last = [[] for _ in lengths]  # the proposals that are in the cache
-
-    def propose(self, count, texts, done, sample):
-        if self.prompts:  # not in begin(): a request may end before anything is proposed
-            self.runner.prefill(*self.prompts)
-            self.cached, self.prompts = self.prompts[1].tolist(), None
-        for row, text in enumerate(texts):  # proposals that were accepted stay in the cache
-            self.cached[row] += len(os.path.commonprefix([self.last[row], text[self.cached[row] :]]))
-        proposals = super().propose(count, texts, done, sample)
-        self.last = proposals[0][:, : count - 1].tolist()  # the very last one was not read
-        return proposals
+        self.cached = min(cached_tokens, self.cached)
+        self.prompts = tokens, lengths, pass_tokens, self.cached
 
     def read(self, texts, device):
-        """Read two tokens at a time: so many are new where all proposals were accepted, and one graph is enough."""
-        while True:
-            starts = [min(n, len(text) - 2) for n, text in zip(self.cached, texts, strict=True)]
-            pairs = [text[i : i + 2] for i, text in zip(starts, texts, strict=True)]
-            tokens, positions = (torch.tensor(numbers, device=device) for numbers in (pairs, starts))
-            logits = self.runner.decode(tokens, positions, max(starts) + 2)
-            self.cached = [i + 2 for i in starts]
-            if all(n == len(text) for n, text in zip(self.cached, texts, strict=True)):
-                return logits
+        """Read the last two tokens of each row: the last proposal may be accepted, but was not read yet."""
+        if self.prompts:  # not in begin(): a request may end before anything is proposed
+            self.runner.prefill(*self.prompts)
+        self.prompts, self.cached = None, min(map(len, texts))
+        tokens = torch.tensor([text[-2:] for text in texts], device=device)
+        positions = torch.tensor([len(text) - 2 for text in texts], device=device)
+        return self.runner.decode(tokens, positions, max(map(len, texts)))
 
 
 # ---- Verification ----------------------------------------------------------------------------------------------------
 
 
 def verify(runner, texts, ids, q, sample):
-    """Run one pass over proposals (or none); returns [new ids of each row], [how many of its proposals are accepted].
+    """Run one pass of the model over proposals, or none; returns [new ids of each row].
 
-    ids, q: as for accept().
+    ids, q: as for accept(). Of a row's new ids, all but the last are proposals.
     """
     (tokens, positions, longest), comm = last_tokens(texts, runner.device), runner.model.comm
     logits = runner.decode(torch.cat((tokens, ids), 1), positions, longest + ids.shape[1])
     if not ids.shape[1]:
-        return sample(logits[:, 0], comm)[:, None].tolist(), [0] * len(texts)
+        return sample(logits[:, 0], comm)[:, None].tolist()
     ids, accepted = (result.tolist() for result in accept(sample, logits, ids, q, comm))
-    return [row[: n + 1] for row, n in zip(ids, accepted, strict=True)], accepted
+    return [row[: n + 1] for row, n in zip(ids, accepted, strict=True)]
 
 
 def probabilities(sample, logits, comm):
@@ -197,17 +167,12 @@ def probabilities(sample, logits, comm):
     return p.where(finite[:, None], 1 / p.shape[-1]), finite
 
 
-def draw(sample, p):
-    """Draw token ids (B,), each with its probability in p (B, V), whose rows need not add up to 1."""
-    return torch.multinomial(p, 1, generator=sample.generator)[:, 0]
-
-
-def propose(sample, logits, comm):
+def draw(sample, logits, comm):
     """Draw token ids (B,) from a draft's logits (B, v); returns (ids, their distributions (B, V) or None if greedy)."""
     if sample.temperature == 0:
         return sample(logits, comm).clamp(min=0), None
     p, _ = probabilities(sample, logits, comm)
-    return draw(sample, p), p
+    return torch.multinomial(p, 1, generator=sample.generator)[:, 0], p
 
 
 def accept(sample, logits, proposed, q, comm):
@@ -225,87 +190,13 @@ def accept(sample, logits, proposed, q, comm):
         ids = sample(logits, comm)
         return ids, (ids[:, :-1] == proposed).long().cumprod(-1).sum(-1)
     p, finite = (x.unflatten(0, logits.shape[:2]) for x in probabilities(sample, logits.flatten(0, 1), comm))
-    (B, P), d, rows = proposed.shape, proposed[..., None], torch.arange(len(p), device=p.device)
-    offered = 1.0 if q is None else q.gather(-1, d)[..., 0]
-    drawn = torch.rand(B, P, device=p.device, generator=sample.generator)
-    accepted = (drawn * offered < p[:, :P].gather(-1, d)[..., 0]).long().cumprod(-1).sum(-1)  # (B,)
-    rest, first, all_accepted = p[rows, accepted], accepted.clamp(max=P - 1), (accepted == P)[:, None]
-    offers = F.one_hot(proposed[rows, first], p.shape[-1]) if q is None else q[rows, first]
-    left = (rest - offers).clamp_(min=0)
-    none_left = left.sum(-1, keepdim=True) == 0  # p was q, except for rounding
+    q = F.one_hot(proposed, p.shape[-1]) if q is None else q
+    p_d, q_d = (x.gather(-1, proposed[..., None])[..., 0] for x in (p[:, :-1], q))
+    drawn = torch.rand(q_d.shape, device=p.device, generator=sample.generator)
+    accepted = (drawn * q_d < p_d).long().cumprod(-1).sum(-1)  # (B,)
+    here = torch.arange(len(p), device=p.device), accepted  # where a row's further id comes from
+    rest = (p[here] - F.pad(q, (0, 0, 0, 1))[here]).clamp_(min=0)
+    rest = rest.where(rest.sum(-1, keepdim=True) > 0, p[here])  # p was q, except for rounding
     ids = F.pad(proposed, (0, 1))
-    ids[rows, accepted] = draw(sample, torch.where(all_accepted | none_left, rest, left))
+    ids[here] = torch.multinomial(rest, 1, generator=sample.generator)[:, 0]
     return ids.where(finite, -1), accepted
-
-
-# ---- What --draft names ----------------------------------------------------------------------------------------------
-
-
-class Source(NamedTuple):
-    """What --draft names.
-
-    count: proposals of a pass, or "auto". config: of the model that proposes, None for n-grams. folder: its checkpoint,
-    None for the model's own weights. max_count: the most proposals of a pass.
-    """
-
-    name: str
-    count: int | str
-    max_count: int
-    config: Config | None = None
-    folder: str | None = None
-
-    def contents(self):
-        """Return {name: digest} of what must be equal on all ranks, which each run a whole draft, to the same bits."""
-        contents = {"--draft": f"{self.name}@{self.count}"}
-        if self.folder:
-            contents["contents of --draft"] = digest(self.folder)
-            contents["hardware"] = f"{benchmarking.processor()}, {torch.get_num_threads()} threads"
-        return contents
-
-
-def read_draft(text, config, folder, tp_size):
-    """Return the Source of --draft for a model of this config. folder: the model's, or None. Raises InputError."""
-    name, at, count = text.rpartition("@")
-    if not at or not (count == "auto" or count.isdecimal()):
-        name, count = text, str(DEFAULT)
-    from extras.drafts import rewired  # which imports this file
-
-    count = max_count = count if count == "auto" else int(count)
-    if count == "auto":
-        max_count = max(rewired.Auto.counts)
-    elif not 1 <= count < config.max_seq_len:
-        raise InputError(f"--draft {text}: @{count} must be from 1 to the context of {config.max_seq_len}, or @auto")
-    if name == "ngram":
-        return Source(name, count, max_count)
-    if name.startswith("wiring:"):
-        return Source(name, count, max_count, rewired.wiring_of(config, name, tp_size))
-    if not os.path.isdir(name):
-        raise InputError(f"--draft {text!r} is no folder, nor is it ngram or wiring:NAME")
-    draft = checkpoint.read_config(name)
-    if folder and os.path.samefile(name, folder):
-        raise InputError(f"--draft {name} is the checkpoint itself: give a smaller one, or wiring:NAME")
-    check_vocabulary(config, folder, draft, name, f"--draft {name}")
-    return Source(checkpoint.name(name), count, max_count, draft, name)
-
-
-def build(source, runner, new_runner, load):
-    """Return the Draft of a Source for the model of a runner.
-
-    new_runner(model, cache=None): a Runner with that cache, or one of its own. load(config, folder): a whole model.
-    """
-    from extras.drafts import rewired
-
-    control = rewired.Auto() if source.count == "auto" else Fixed(source.count)
-    if source.config is None:
-        return Ngrams(control)
-    if source.folder is None:
-        return rewired.rewired_draft(control, runner, new_runner, source.config)
-    return SmallModel(control, new_runner(load(source.config, source.folder)))
-
-
-def of_model(draft, count, runner, new_runner):
-    """Return the Draft of complete(): draft is "ngram" or a model; the other arguments are those of build()."""
-    if draft == "ngram":
-        return Ngrams(Fixed(count))
-    check_vocabulary(runner.model.config, None, draft.config, None, "draft")
-    return SmallModel(Fixed(count), new_runner(draft))

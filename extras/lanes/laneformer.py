@@ -1,41 +1,45 @@
-"""Kog's Laneformer (kogai/laneformer-2b-it): a wiring whose lanes hear of one another several sublayers late."""
+"""Kog's Laneformer (kogai/laneformer-2b-it): a wiring whose lanes hear of one another several sublayers late, and the
+reader of its Hugging Face folders.
+"""
+
+import re
 
 import torch
 import torch.nn as nn
 
-import model
+from formats.huggingface import unpaired
 from formats.sizes import SIZES
-from model import VOCAB_BLOCK, Config, Transformer, Wiring
+from model import VOCAB_BLOCK, WIRINGS, Config, Transformer, Wiring
 from runtime.errors import InputError
 
-# What Config.laneformer may hold, and what absent keys mean.
-DEFAULTS = {
-    "early_comm": True,  # whether the first sublayers wait for their own sums
-    "attention_comm": True,  # whether attentions are summed over the lanes at all, and MLPs
-    "mlp_comm": True,
+SETTINGS = {  # what Config.laneformer may hold; the first value is what an absent key means
+    "early_comm": (True, False),  # whether the first sublayers wait for their own sums
+    "attention_comm": (True, False),  # whether attentions are summed over the lanes at all, and MLPs
+    "mlp_comm": (True, False),
     # what the output head reads. "replicate": the mean of the normed lanes. "sum": the norm of their sum.
     # "vocab_parallel": for each lane's part of the vocabulary, that lane's normed stream.
-    "lane_head": "replicate",
-    "lane_norms": False,  # whether each lane has norms of its own, stored one after another
+    "lane_head": ("replicate", "sum", "vocab_parallel"),
+    "lane_norms": (False, True),  # whether each lane has norms of its own, stored one after another
 }
-HEADS = "replicate", "sum", "vocab_parallel"
 
 
 def settings(config):
-    """Return the settings of a Config, with defaults. Raises InputError for wrong ones."""
-    given = config.laneformer or {}
-    for key, value in given.items():
-        right = value in HEADS if key == "lane_head" else isinstance(value, bool)
-        if key not in DEFAULTS or not right:
-            raise InputError(f"laneformer: {key} {value!r} is none of {', '.join(DEFAULTS)} with their values")
-    values = {**DEFAULTS, **given}
+    """Return all settings of a Config."""
+    return {key: values[0] for key, values in SETTINGS.items()} | (config.laneformer or {})
+
+
+def check(config):
+    """Raise InputError for settings that make no model."""
+    values = settings(config)
+    for key, value in values.items():
+        if value not in SETTINGS.get(key, ()):
+            raise InputError(f"laneformer: {key} {value!r} is none of {', '.join(SETTINGS)} with their values")
     if config.named_wiring.stale % 2:
         raise InputError(f"wiring {config.wiring}: a Laneformer's delay is of whole layers, of two sublayers each")
     if values["lane_head"] == "vocab_parallel" and config.vocab_size % (VOCAB_BLOCK * (config.lanes or 1)):
         raise InputError(f"vocab_size {config.vocab_size} is no multiple of {VOCAB_BLOCK} for each of its lanes")
     if values["lane_norms"] and config.lanes is None:
         raise InputError(f"lane_norms: each lane has norms of its own, but wiring {config.wiring} names no lanes")
-    return values
 
 
 def laneformer_stream(x, sublayers, comm, config, norm=lambda x: x):
@@ -45,8 +49,8 @@ def laneformer_stream(x, sublayers, comm, config, norm=lambda x: x):
     sort, attention or MLP, that has no sums. The last d sums would come too late. At the end one more all-reduce adds
     the lanes' streams up, or takes the mean of their norms, but not for the head "vocab_parallel".
     """
-    own = settings(config)
-    recent, has_sums, last = [], (own["attention_comm"], own["mlp_comm"]), None
+    own, recent, last = settings(config), [], None
+    has_sums = own["attention_comm"], own["mlp_comm"]
     for i, (h, d) in enumerate(sublayers):
         p = h(x)
         now, later = i < d and own["early_comm"], has_sums[i % 2] and i + d < len(sublayers)
@@ -72,15 +76,14 @@ def laneformer_stream(x, sublayers, comm, config, norm=lambda x: x):
 class Laneformer(Transformer):
     """A Transformer whose stream ends with its lanes' sum, and whose norms may differ by lane."""
 
-    check = staticmethod(settings)
+    check = staticmethod(check)
 
     def __init__(self, config):
         super().__init__(config)
-        self.settings = settings(config)
-        if self.settings["lane_norms"]:
-            for name, module in self.named_modules():
-                if isinstance(module, nn.RMSNorm) and (name != "norm" or self.settings["lane_head"] != "sum"):
-                    module.weight = nn.Parameter(torch.empty(config.lanes * config.dim))
+        self.settings = own = settings(config)
+        for name, module in self.named_modules() if own["lane_norms"] else ():
+            if isinstance(module, nn.RMSNorm) and (name, own["lane_head"]) != ("norm", "sum"):
+                module.weight = nn.Parameter(torch.empty(config.lanes * config.dim))
 
     def stream(self, x, metadata, cache=None):
         return laneformer_stream(x, self.sublayers(metadata, cache), self.comm, self.config, self.norm)
@@ -93,13 +96,92 @@ class Laneformer(Transformer):
         return self.output(x)  # normed already, before the lanes' mean
 
 
-def add_wiring():
-    """Add the wiring to the core's table, and its published model to the named sizes."""
-    about = "Kog's Laneformer"
-    model.WIRINGS["laneformer"] = Wiring(
-        about, stream=laneformer_stream, stale=4, parameter=None, laned=True, model=Laneformer
-    )
-    SIZES["laneformer-2b"] = Config(  # the width is inferred from its 2.3 B parameters and an MLP of 4 D
-        15, 32, 16, 96, 3072, 12288, 32000, 4096, bos_id=1, eos_ids=(2,), wiring="laneformer-4/8",
-        sliding_window=512, window_layers=tuple(range(10)),
-    )  # fmt: skip
+WIRINGS["laneformer"] = Wiring(
+    "Kog's Laneformer", stream=laneformer_stream, stale=4, parameter=None, laned=True, model=Laneformer
+)
+SIZES["laneformer-2b"] = Config(  # the width is inferred from its 2.3 B parameters and an MLP of 4 D
+    15, 32, 16, 96, 3072, 12288, 32000, 4096, bos_id=1, eos_ids=(2,), wiring="laneformer-4/8",
+    sliding_window=512, window_layers=tuple(range(10)),
+)  # fmt: skip
+
+# ---- A Hugging Face folder -------------------------------------------------------------------------------------------
+
+KEYS = {  # with the defaults of their own code
+    "num_key_value_heads": None, "head_dim": None, "norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None,
+    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 0, "num_lanes": 1, "broadcast_delay": 1,
+    "use_comm": True, "use_attention_comm": None, "use_mlp_comm": None, "use_early_comm": True,
+    "lm_head_type": "replicate", "pre_norm_lane_agg": False, "replicated_rmsn_scale": True, "sliding_window": None,
+    "sliding_window_n_layers": 0, "swa_layers": None, "unclamped_layers": None, "attn_mask_type": "causal",
+}  # fmt: skip
+KNOWN = {  # keys that mean the same in a Llama's config, or do not change what a model computes
+    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
+    "max_position_embeddings", "hidden_act", "attention_bias", "mlp_bias", "rope_parameters", "pad_token_id",
+    "multiple_of", "depth_init", "use_flex_attn", "use_cache", "attention_dropout", "initializer_range",
+    "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path",
+}  # fmt: skip
+LLAMA = {
+    "model.tok_embeddings": "model.embed_tokens",
+    "attention.wq": "self_attn.q_proj", "attention.wk": "self_attn.k_proj", "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj", "attention_norm": "input_layernorm",
+    "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj", "feed_forward.w2": "mlp.down_proj",
+    "ffn_norm": "post_attention_layernorm",
+}  # fmt: skip
+
+
+def laneformer_as_ministral(values):
+    """Return a Laneformer's config.json as a Ministral's, with one more key, "laneformer": {field of Config: value}.
+
+    Raises InputError for unknown keys, because each may change what the model computes.
+    """
+    hf = {**KEYS, **values}
+    for key in sorted(hf.keys() - KEYS.keys() - KNOWN):
+        raise InputError(f"{key} {hf[key]!r} is not supported: it is unknown what a Laneformer computes with it")
+    lanes, n_layers, first = hf["num_lanes"], hf["num_hidden_layers"], hf["sliding_window_n_layers"]
+    scaling = hf["rope_scaling"] or hf.get("rope_parameters")  # before transformers 5, and since
+    heads = ("replicate",) if hf["pre_norm_lane_agg"] else ("replicate", "vocab_parallel")
+    for key, known in (("lm_head_type", heads), ("attn_mask_type", ("causal",))):
+        if hf[key] not in known:
+            raise InputError(f"{key} {hf[key]!r} is not supported here, only {' and '.join(known)}")
+    layers = range(n_layers)
+    windowed = (layers[:first] if first >= 0 else layers[first:]) if hf["swa_layers"] is None else hf["swa_layers"]
+    windowed = {*windowed} - {*(hf["unclamped_layers"] or ())}
+    if isinstance(scaling, dict) and not {"rope_type", "type"} & scaling.keys():  # TorchTitan's keys
+        scaling = {"rope_type": "llama3", "factor": scaling.get("scaling_factor"), **scaling}
+    for key in ("use_attention_comm", "use_mlp_comm"):
+        hf[key] = hf["use_comm"] if hf[key] is None else hf[key]
+    own = {
+        "early_comm": hf["use_early_comm"], "attention_comm": hf["use_attention_comm"], "mlp_comm": hf["use_mlp_comm"],
+        "lane_head": "sum" if hf["pre_norm_lane_agg"] else hf["lm_head_type"],
+        "lane_norms": not hf["replicated_rmsn_scale"],
+    }  # fmt: skip
+    types = ["sliding_attention" if i in windowed else "full_attention" for i in layers]
+    return {
+        **hf, "rms_norm_eps": hf["norm_eps"], "rope_scaling": scaling, "layer_types": types,
+        "laneformer": {"wiring": f"laneformer-{2 * hf['broadcast_delay']}/{lanes}", "laneformer": own},
+    }  # fmt: skip
+
+
+class LaneformerWeights:
+    """The tensors of such a folder under Llama's names, joined over the lanes, for rotations of pairs (i, i + H/2).
+
+    There each linear lies lane by lane, (L, out, in) for L lanes: o_proj and down_proj by columns, others by rows.
+    """
+
+    def __init__(self, source, head_dim):
+        self.source, self.head_dim, self.theirs = source, head_dim, {}
+        for name in source.names():
+            match = re.fullmatch(r"(model\.layers\.\d+\.)?(.*)\.(?:weight|scale)", name)
+            layer, module = match.groups("") if match else ("", name)
+            if module != "model.freqs_cis":  # the rotations, which are computed here
+                self.theirs[f"{layer}{LLAMA.get(module, module)}.weight"] = name
+
+    def names(self):
+        return list(self.theirs)
+
+    def read(self, name):
+        tensor = self.source.read(self.theirs[name])
+        if name.endswith("norm.weight"):
+            return tensor.flatten()
+        if tensor.dim() == 3:
+            tensor = torch.cat([*tensor], dim=1 if "o_proj" in name or "down_proj" in name else 0)
+        return unpaired(tensor, self.head_dim) if re.search("[qk]_proj", name) else tensor

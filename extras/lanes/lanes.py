@@ -1,6 +1,5 @@
 """Several lanes on a rank: a lane is the shard that one of as many ranks as lanes would hold."""
 
-import copy
 import functools
 import operator
 from itertools import chain
@@ -18,10 +17,8 @@ def lanes_of_rank(config, rank, shares):
     shares = normalize_shares(shares)
     lanes = config.lanes or len(shares)
     if any(lanes * share % sum(shares) for share in shares):
-        fit = ", ".join(str(n) for n in range(1, lanes + 1) if lanes % n == 0)
-        raise InputError(
-            f"the {lanes} lanes of wiring {config.wiring} do not fit {len(shares)} ranks: use {fit}, alike"
-        )
+        fit = ", ".join([*(str(n) for n in range(1, lanes + 1) if lanes % n == 0), "alike"])
+        raise InputError(f"the {lanes} lanes of wiring {config.wiring} do not fit {len(shares)} ranks: use {fit}")
     return range(*split_range(lanes, rank, shares))
 
 
@@ -65,18 +62,8 @@ class Lanes(nn.Module):
 
     def __init__(self, models):
         super().__init__()
-        self.lanes = nn.ModuleList(models)
+        self.lanes, self.config = nn.ModuleList(models), models[0].config
         self.comm = SingleDevice()
-
-    @property
-    def config(self):
-        return self.lanes[0].config
-
-    @config.setter
-    def config(self, config):  # of a copy of this module, whose lanes become copies, too: of the same weights
-        self._modules = {**self._modules, "lanes": nn.ModuleList(map(copy.copy, self.lanes))}
-        for lane in self.lanes:
-            lane.config = config
 
     device = property(lambda self: self.lanes[0].device)
     dtype = property(lambda self: self.lanes[0].dtype)
@@ -87,7 +74,7 @@ class Lanes(nn.Module):
         sums = LaneSums(self.comm, n, self.config.lanes or self.comm.tp_size)
         streams, layers = [], self.config.n_layers
         for i, lane in enumerate(self.lanes):
-            lane.comm = sums
+            lane.comm, lane.config = sums, self.config
             own = cache and cache[i * layers : (i + 1) * layers]
             streams.append(lane.streams(tokens, positions, own, cache_length, chunks))
         xs = interleave(chain.from_iterable(zip(*streams, strict=True)))  # chunk by chunk, and in each lane by lane

@@ -49,31 +49,24 @@ class Llama2cWeights:
             "eos_ids": (1, 2),  # its training texts are separated by BOS
         }  # fmt: skip
         self.config = checkpoint.make_config(values, path)
-        layout = [
-            ("model.embed_tokens.weight", (abs(V), D)),
-            ("input_layernorm.weight", (L, D)),
-            ("self_attn.q_proj.weight", (L, N * H, D)),
-            ("self_attn.k_proj.weight", (L, K * H, D)),
-            ("self_attn.v_proj.weight", (L, K * H, D)),
-            ("self_attn.o_proj.weight", (L, D, N * H)),
-            ("post_attention_layernorm.weight", (L, D)),
-            ("mlp.gate_proj.weight", (L, hidden, D)),
-            ("mlp.down_proj.weight", (L, D, hidden)),
-            ("mlp.up_proj.weight", (L, hidden, D)),
-            ("model.norm.weight", (D,)),
-            ("rope cosines and sines", (2, context, H // 2)),  # recomputed, not read
-        ] + [("lm_head.weight", (-V, D))] * (V < 0)
-        size, expected = path.stat().st_size, 28 + 4 * sum(math.prod(shape) for _, shape in layout)
+        layout = {
+            "model.embed_tokens": (abs(V), D), "input_layernorm": (L, D), "self_attn.q_proj": (L, N * H, D),
+            "self_attn.k_proj": (L, K * H, D), "self_attn.v_proj": (L, K * H, D), "self_attn.o_proj": (L, D, N * H),
+            "post_attention_layernorm": (L, D), "mlp.gate_proj": (L, hidden, D), "mlp.down_proj": (L, D, hidden),
+            "mlp.up_proj": (L, hidden, D), "model.norm": (D,),
+            "rope": (2, context, H // 2),  # cosines and sines, recomputed, not read
+        } | ({"lm_head": (-V, D)} if V < 0 else {})  # fmt: skip
+        size, expected = path.stat().st_size, 28 + 4 * sum(map(math.prod, layout.values()))
         if size != expected:
             raise InputError(f"{path} is {size} bytes, but its header asks for {expected}: copy it again")
         data, self.tensors, at = np.memmap(path, np.float32, "r", offset=28), {}, 0
-        for name, shape in layout:
+        for name, shape in layout.items():
             array = data[at : at + math.prod(shape)].reshape(shape)
             at += array.size
-            if name.startswith(("model.", "lm_head.")):
-                self.tensors[name] = array
-            elif not name.startswith("rope"):
-                self.tensors |= {f"model.layers.{i}.{name}": array[i] for i in range(L)}
+            if name.startswith(("model.", "lm_head")):
+                self.tensors[f"{name}.weight"] = array
+            elif name != "rope":
+                self.tensors |= {f"model.layers.{i}.{name}.weight": array[i] for i in range(L)}
 
     def names(self):
         return list(self.tensors)

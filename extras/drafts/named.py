@@ -1,0 +1,102 @@
+"""What --draft names: n-grams, a smaller checkpoint, or the model's own weights in another wiring."""
+
+import copy
+import os.path
+import re
+from typing import NamedTuple
+
+import torch
+
+from extras.drafts.speculative import Ngrams, Rewired, SmallModel
+from formats import checkpoint
+from formats.compare import check_vocabulary, digest
+from formats.wiring_text import wiring_name
+from model import WIRINGS, Config, parse_wiring, rewired
+from runtime import benchmarking
+from runtime.errors import InputError
+
+
+class Source(NamedTuple):
+    """What --draft names.
+
+    count: proposals of a pass. config: of the model that proposes, None for n-grams. folder: its checkpoint, None for
+    the model's own weights.
+    """
+
+    name: str
+    count: int
+    config: Config | None = None
+    folder: str | None = None
+
+    def contents(self):
+        """Return {name: digest} of what must be equal on all ranks, which each run a whole draft, to the same bits."""
+        contents = {"--draft": f"{self.name}@{self.count}"}
+        if self.folder:
+            contents["contents of --draft"] = digest(self.folder)
+            contents["hardware"] = f"{benchmarking.processor()}, {torch.get_num_threads()} threads"
+        return contents
+
+
+def read_draft(text, config, folder, tp_size):
+    """Return the Source of --draft for a model of this config. folder: the model's, or None. Raises InputError."""
+    name, count = re.fullmatch(r"(?s)(.*?)(?:@(\d{1,9}))?", text).groups(default="3")
+    if not 1 <= int(count) < config.max_seq_len:
+        raise InputError(f"--draft {text}: @{count} must be from 1 to the context of {config.max_seq_len}")
+    if name == "ngram":
+        return Source(name, int(count))
+    if name.startswith("wiring:"):
+        return Source(name, int(count), wiring_of(config, name, tp_size))
+    if not os.path.isdir(name):
+        raise InputError(f"--draft {text!r} is no folder, nor is it ngram or wiring:NAME")
+    draft = checkpoint.read_config(name)
+    check_vocabulary(config, folder, draft, name, f"--draft {name}")
+    return Source(checkpoint.name(name), int(count), draft, name)
+
+
+def wiring_of(config, name, tp_size):
+    """Return the config in the wiring that --draft wiring:NAME names, in the lanes of the weights. Raises InputError.
+
+    Without lanes in its config, a checkpoint has as many lanes as there are ranks.
+    """
+    try:
+        named, lanes = parse_wiring(name.removeprefix("wiring:")), config.lanes or tp_size
+        if named.lanes is None and WIRINGS[named.name].laned:
+            named = named._replace(lanes=config.lanes)
+        draft = rewired(config, wiring_name(*named))
+    except InputError as e:
+        raise InputError(f"--draft {name}: {e}") from None
+    if (draft.lanes or lanes) != lanes:
+        raise InputError(f"--draft {name} needs the weights in {draft.lanes} lanes, one a rank; here are {lanes}")
+    pairs = zip(draft.wirings, config.wirings, strict=True)
+    if missing := {norm for drafts, own in pairs for norm in {*drafts.norms} - {*own.norms}}:
+        raise InputError(f"--draft {name} needs {min(missing)}, which {config.wiring} has not")
+    if draft.function == config.function:
+        raise InputError(f"--draft {name} is the wiring that the model runs in: name another")
+    return draft
+
+
+def rewire(model, config):
+    """Return the model of the same weights in the wiring of another config."""
+    model = copy.copy(model)
+    model.config = config
+    return model
+
+
+def build(source, runner, new_runner, load):
+    """Return the Draft of a Source for the model of a runner.
+
+    new_runner(model, cache=None): a Runner with that cache, or one of its own. load(config, folder): a whole model.
+    """
+    if source.config is None:
+        return Ngrams(source.count)
+    if source.folder is None:
+        return Rewired(source.count, new_runner(rewire(runner.model, source.config), runner.cache))
+    return SmallModel(source.count, new_runner(load(source.config, source.folder)))
+
+
+def of_model(draft, count, runner, new_runner):
+    """Return the Draft of complete(): draft is "ngram" or a model; the other arguments are those of build()."""
+    if draft == "ngram":
+        return Ngrams(count)
+    check_vocabulary(runner.model.config, None, draft.config, None, "draft")
+    return SmallModel(count, new_runner(draft))
