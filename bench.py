@@ -16,7 +16,6 @@ import functools
 import itertools
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from formats import checkpoint
 from formats.sizes import named_size
 from model import rewired
 from runtime import benchmarking, cli, launch, report, watch, writing
-from runtime.benchmarking import in_turns, quartiles
+from runtime.benchmarking import in_turns, pivot, quartiles
 from runtime.cli import count, number
 from runtime.errors import InputError
 
@@ -63,7 +62,7 @@ def load_models(config, wirings, args, world):
 
 
 def make_cells(models, args, world):
-    """Return {(wiring, batch): (runner, prompts)}. Cells with a cache of the same shape share it."""
+    """Return {(wiring, batch): (runner, prompts)}, compiled if asked for. Caches of the same shape are shared."""
     cells, caches, compiles = {}, {}, (args.compile != "none", args.compile == "all")
     random = torch.Generator().manual_seed(0)
     for (wiring, model), batch in itertools.product(models.items(), args.batch):
@@ -71,20 +70,14 @@ def make_cells(models, args, world):
         key = model.config.lanes, batch
         caches[key] = caches.get(key) or generate.make_cache(model, batch, args.prompt_length + args.new_tokens)
         cells[wiring, batch] = generate.Runner(model, caches[key], *compiles), prompts
-    if any(compiles):
-        compile_cells(cells, args, world)
-    return cells
+    for n, ((wiring, batch), cell) in enumerate(cells.items() if any(compiles) else (), start=1):
+        from runtime import compiling
 
-
-def compile_cells(cells, args, world):
-    """Compile all cells, and say how long each takes."""
-    from runtime import compiling
-
-    for n, ((wiring, batch), cell) in enumerate(cells.items(), start=1):
         seconds = compiling.warm_up(*cell, args.new_tokens, generate.BUCKET)
         if world.rank == 0:
             what = f"compiled {n} of {len(cells)}, {wiring} at batch {batch}"
             print(f"tp {world.tp_size}: {what}, in {seconds:.1f} s", file=sys.stderr)
+    return cells
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------
@@ -101,11 +94,7 @@ def measure(args, world):
     cells = make_cells(load_models(config, wirings, args, world), args, world)
     sample = Sampler(0, device=world.device)
     watch.at("measurement", timed=False)
-
-    def run(runner, prompts):
-        return generate.generate(runner, prompts, args.new_tokens, sample)
-
-    ways = {key: functools.partial(run, *cell) for key, cell in cells.items()}
+    ways = {key: functools.partial(generate.generate, *cell, args.new_tokens, sample) for key, cell in cells.items()}
     in_turns(ways, 1)  # to allocate memory
     if world.rank == 0:
         print(f"tp {world.tp_size}: {args.repeats} rounds of {', '.join(wirings)} ...", file=sys.stderr)
@@ -116,8 +105,7 @@ def measure(args, world):
         unguarded = compiling.without_guards(world.device)
     with unguarded:
         rounds = in_turns(ways, args.repeats)
-    made = benchmarking.environment(world) | {"command": shlex.join(sys.argv)}
-    lines = []
+    made, lines = benchmarking.environment(world), []
     for (wiring, batch), runs in rounds.items():
         runner, standard = cells[wiring, batch][0], rounds.get(("standard", batch))
         ms = [1e3 * run.decode_s / (run.steps - 1) for run in runs]
@@ -136,57 +124,44 @@ def measure(args, world):
 
 def ratios(standard, runs, seconds):
     """Return how many times as fast as standard each round was, or None without standard."""
-    pairs = zip(standard, runs, strict=True) if standard else ()
-    return [getattr(a, seconds) / getattr(b, seconds) for a, b in pairs] or None
+    return standard and [getattr(a, seconds) / getattr(b, seconds) for a, b in zip(standard, runs, strict=True)]
 
 
 # ---- The table -------------------------------------------------------------------------------------------------------
 
 
-def markdown(head, rows):
-    """Return a table; head: the cells of its first row, rows: a list of as many cells each."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
-
-
-def cell(line, ms, times_standard, bound):
-    """Return milliseconds (their quartiles) and the speed-up, marked as the legend says.
-
-    ms, times_standard: keys of the line. bound: the line of upper-bound for the same batch and ranks, or None.
-    """
-    low, middle, high = (f"{value:.2f}" for value in quartiles(line[ms]))
-    text = f"{middle} ({low}-{high}) ms"
-    if line["wiring"] == "standard" or not line[times_standard]:
-        return text
-    low, middle, high = quartiles(line[times_standard])
-    above = bound is not None and middle > statistics.median(bound[times_standard])
-    return f"{text}, {'~' * (low <= 1 <= high)}{middle:.2f}x{'^' * above}"
-
-
 def tables(lines):
     """Return two Markdown tables, of decode and prefill: a row for each (ranks, wiring), a column for each batch."""
-    batches = sorted({line["batch"] for line in lines})
-    by_key = {(line["tp"], line["wiring"], line["batch"]): line for line in lines}
+    bounds = {(line["tp"], line["batch"]): line for line in lines if line["wiring"] == "upper-bound"}
 
-    def table(ms, times_standard):
-        rows = []
-        for tp, wiring in dict.fromkeys(key[:2] for key in by_key):
-            cells = [str(tp), wiring]
-            for batch in batches:
-                line, bound = by_key.get((tp, wiring, batch)), by_key.get((tp, "upper-bound", batch))
-                cells.append(cell(line, ms, times_standard, bound) if line else "")
-                if line and ms == "tpot_ms":
-                    cells[-1] += f", {line['tok_s']:.0f} tok/s"
-                    cells[-1] += f", {100 * line['mbu']:.0f} %" * (line["step_bytes"] >= LARGE)
-            rows.append(cells)
-        return markdown(["ranks", "wiring", *(f"batch {batch}" for batch in batches)], rows)
+    def cell(line, ms, times_standard):
+        low, middle, high = (f"{value:.2f}" for value in quartiles(line[ms]))
+        text = f"{middle} ({low}-{high}) ms"
+        if line["wiring"] != "standard" and line[times_standard]:
+            low, middle, high = quartiles(line[times_standard])
+            bound = bounds.get((line["tp"], line["batch"]))
+            above = bound is not None and middle > statistics.median(bound[times_standard])
+            text += f", {'~' * (low <= 1 <= high)}{middle:.2f}x{'^' * above}"
+        return text
+
+    def decode(line, _):
+        text = f"{cell(line, 'tpot_ms', 'times_standard')}, {line['tok_s']:.0f} tok/s"
+        return text + f", {100 * line['mbu']:.0f} %" * (line["step_bytes"] >= LARGE)
+
+    def prefill(line, _):
+        return cell(line, "ttft_ms", "prefill_times_standard")
+
+    def table(text):
+        return pivot(
+            ["ranks", "wiring"], lines, lambda x: (str(x["tp"]), x["wiring"]), lambda x: f"batch {x['batch']}", text
+        )
 
     one = lines[0]
     how = "eager" if one["compile"] == "none" else "compiled"
     return (
         f"{one['model']}, {one['n_layers']} layers, {one['quant'] or one['dtype']}, {how}; {one['hardware']}; prompt "
         f"{one['prompt_tokens']}, {one['new_tokens']} new tokens; torch {one['torch']}, commit {one['commit']}\n\n"
-        f"Decode, time per token:\n\n{table('tpot_ms', 'times_standard')}\n\n"
-        f"Prefill, time to first token:\n\n{table('ttft_ms', 'prefill_times_standard')}\n\n"
+        f"Decode, time per token:\n\n{table(decode)}\n\nPrefill, time to first token:\n\n{table(prefill)}\n\n"
         f"Medians (quartiles) of {len(one['tpot_ms'])} rounds. x: times as fast as standard, the median ratio within a "
         "round; `~`: its quartiles include 1, `^`: above the upper bound, which is noise; %: of the memory's bandwidth."
     )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from extras.lanes.lanes import lanes_of_rank
-from extras.measure import link, results
+from extras.measure import link
 from extras.measure.clock import run_layers, variants
 from formats import checkpoint, sizes
 from formats.checkpoint import dtype_name
@@ -80,21 +80,12 @@ class Machine(NamedTuple):
     def seconds(self, work):
         return max(work.n_bytes / self.bandwidth, work.flops / self.flops)
 
-    def __str__(self):
-        computing = f", {self.flops / 1e12:.0f} TFLOP/s" if self.flops < math.inf else ""
-        return f"{self.name}: {self.bandwidth / 1e9:,.1f} GB/s{computing} a rank"
-
 
 # bytes per second, and dense bfloat16 operations per second: NVIDIA's data sheets of the SXM modules
 GPUS = {"h100": (3.35e12, 989e12), "h200": (4.8e12, 989e12)}
 # The share of the published bandwidth that a decode step reaches: gpt-fast's README has 1397 of an A100's 2039 GB/s for
 # the 7b in bfloat16 on one GPU. The upper bound that the paper measured is lower: see benchmarks/bench.md.
 SHARE = 0.7
-
-
-def published_machine(name):
-    return Machine(f"{100 * SHARE:.0f} % of an {name.upper()} on paper", *(SHARE * x for x in GPUS[name]))
-
 
 # ---- Predictions -----------------------------------------------------------------------------------------------------
 
@@ -167,35 +158,34 @@ def predictions(configs, own, times, tp_size):
 
 def table(lines):
     """Return Markdown: the wirings, and last the bounds, which have no all-reduce."""
-    head = ["wiring", "ms a step", "times standard", "all-reduces", "hidden", "needs retraining"]
     rows = []
     for line in sorted(lines, key=lambda line: not line["all_reduces"]):
         wiring = line["wiring"] if line["all_reduces"] else f"(bound: {line['wiring']})"
         hidden = "" if line["hidden"] is None else f"{100 * line['hidden']:.0f} %"
         numbers = [f"{line['step_ms']:.3f}", f"{line['times_standard']:.2f}", str(line["all_reduces"])]
         rows.append([wiring, *numbers, hidden, line["retraining"]])
-    return results.markdown(head, rows)
+    head = ["wiring", "ms a step", "times standard", "all-reduces", "hidden", "needs retraining"]
+    return benchmarking.markdown(head, rows)
 
 
-def verdict(lines, all_reduce, tp_size):
+def verdict(lines, all_reduce):
     """Return the advice, in a few sentences. all_reduce: seconds of one."""
     standard = next(line for line in lines if line["wiring"] == "standard")
     share = 1e3 * standard["all_reduces"] * all_reduce / standard["step_ms"]
     most = max((line["times_standard"] for line in lines if not line["all_reduces"]), default=1 / (1 - share))
     text = [f"The all-reduces are {100 * share:.0f} % of the standard step: at most {most:.2f} times as fast."]
-    for how, answers in (
-        ("Without retraining", ("no", "no, but a loss")),
-        ("With retraining", ("yes", f"yes, in {tp_size} lanes")),
-    ):
-        possible = [x for x in lines if x["retraining"] in answers]
+    for how, answer in ("Without retraining", "no"), ("With retraining", "yes"):
+        possible = [x for x in lines if x["retraining"].startswith(answer) and x["retraining"] != "no model"]
         best = [x for x in possible if x["step_ms"] <= (1 + ALIKE) * possible[0]["step_ms"]]
-        if not best or standard in best or best[0]["times_standard"] <= 1 + ALIKE:
+        if not best or best[0]["times_standard"] <= 1 + ALIKE:
             text.append(f"{how}: nothing is more than {100 * ALIKE:.0f} % faster than standard.")
             continue
         names = ", ".join(x["wiring"] for x in best)
-        text.append(f"{how}: {names}; {best[0]['step_ms']:.3f} ms, {best[0]['times_standard']:.2f} times as fast.")
-        if any(x["retraining"] == "no, but a loss" for x in best):
-            text[-1] = f"{text[-1][:-1]}, at a loss, least in a few middle layers: eval.py measures it."
+        loss = ", at a loss, least in a few middle layers: eval.py measures it"
+        loss *= any(x["retraining"] == "no, but a loss" for x in best)
+        text.append(
+            f"{how}: {names}; {best[0]['step_ms']:.3f} ms, {best[0]['times_standard']:.2f} times as fast{loss}."
+        )
     return "\n".join(text)
 
 
@@ -225,7 +215,9 @@ def parse(argv):
 def choose_machine(args):
     """Return the Machine that the flags describe."""
     if args.gpu:
-        machine = published_machine(args.gpu)
+        machine = Machine(
+            f"{100 * SHARE:.0f} % of an {args.gpu.upper()} on paper", *(SHARE * x for x in GPUS[args.gpu])
+        )
     elif args.bandwidth_gbs:
         machine = Machine("as given", 1e9 * args.bandwidth_gbs)
     else:
@@ -245,15 +237,15 @@ def main(argv=None):
     shard_plan(own, 0, args.tp)  # raises InputError before anything is measured
     context = args.context or min(1024, own.max_seq_len)
     names = [name for name in link.LINKS if name != "free"] if args.link == "all" else args.link.split(",")
-    links = [link.parse(name) for name in names]
+    links, machine = [link.parse(name) for name in names], choose_machine(args)
     work = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
-    machine = choose_machine(args)
-    print(f"PREDICTED: {name}, {own.n_layers} layers, {work}\n{machine}")
+    rate = f"{machine.bandwidth / 1e9:,.1f} GB/s, {machine.flops / 1e12:.0f} TFLOP/s a rank"
+    print(f"PREDICTED: {name}, {own.n_layers} layers, {work}\n{machine.name}: {rate}")
     for one in links:
         times = times_of(own, dtype, args.tp, args.batch, context, machine, one)
         lines = predictions(configs, own, times, args.tp)
         parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times._asdict().items())
-        print(f"\n{one.name}; in us: {parts}\n\n{table(lines)}\n\n{verdict(lines, times.all_reduce, args.tp)}")
+        print(f"\n{one.name}; in us: {parts}\n\n{table(lines)}\n\n{verdict(lines, times.all_reduce)}")
 
 
 if __name__ == "__main__":

@@ -1,21 +1,24 @@
-"""Draw how many times as fast as standard each wiring is, by the time of an all-reduce.
+"""Draw how many times as fast as standard each wiring is, by the time of an all-reduce, and the README's picture.
 
-python -m extras.measure.plot sweep.jsonl --out speedup.png          # lines of extras.measure.sweep
-python -m extras.measure.plot --front-page docs/speedup-by-link.png  # the README's figure, of benchmarks/results
+python -m extras.measure.plot sweep.jsonl --wiring standard ladder --out speedup.png  # lines of extras.measure.sweep
+python -m extras.measure.plot --out docs/timeline.svg                                 # the README's picture
 
-Bars reach to the quartiles of the step.
+Bars reach to the quartiles of the step. The README's picture shows when sublayers compute and all-reduces travel, in
+a standard model and in a ladder: its times are those of model.py's own loop, run on the clock of clock.py.
 """
 
+import dataclasses
+import itertools
 import statistics
 from collections import defaultdict
-from pathlib import Path
 
 from extras.measure import results, sweep
-from model import WIRINGS
+from extras.measure.clock import run_layers
+from formats.sizes import SIZES
+from model import WIRINGS, rewired
 from runtime import cli, launch, writing
 from runtime.errors import InputError
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 COLORS = [  # of wirings, in the order of model.WIRINGS; people who see no red or no green can tell them apart too
     "#D55E00", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#882255", "#999933", "#332288", "#AA4499",
     "#44AA99",
@@ -89,9 +92,12 @@ def by_link(lines):
     return series
 
 
-def draw(lines, title):
+def speedups(lines):
     """Return a figure of the lines of one setting over several links."""
-    figure, (axis,) = panels(1, 5.2, 3.4, title)
+    settings = {sweep.setting(line) for line in lines}
+    if len(settings) != 1:
+        raise InputError(f"a figure takes lines of one setting; these have {len(settings)}")
+    figure, (axis,) = panels(1, 5.2, 3.4, settings.pop())
     series = by_link(lines)
     for wiring in sorted(series, key=results.wiring_order):
         xs = sorted(series[wiring])
@@ -105,31 +111,36 @@ def draw(lines, title):
     return figure
 
 
-def front_page():
-    """Return the README's figure, of decode steps of two CPU ranks over emulated links."""
-    shown = "standard", "ladder", "parallel-ladder", "upper-bound"
-    lines = results.read(RESULTS / "overlap-memory.jsonl", *results.STEP_KEYS)
-    wanted = [x for x in lines if x["kind"] == "decode" and x["compiled"] and x["wiring"] in shown]
-    near = [x for x in wanted if x["link"]["latency_us"] <= 5000]
-    return draw(near, "Decode on 2 CPU ranks over emulated links, 8 layers of dim 2560, batch 1")
+def timeline(sublayer=1.0, all_reduce=0.9):
+    """Return the README's picture: three layers whose sublayers and all-reduces take so many units of time."""
+    colors = {"attention": "#0072B2", "mlp": "#56B4E9", "all-reduce": "#D55E00"}
+    figure, (axis,) = panels(1, 8.2, 2.3)
+    ends = []
+    for wiring, y in (("standard", 3.0), ("ladder", 0.8)):  # the height of its sublayers; all-reduces are 0.8 lower
+        config = rewired(dataclasses.replace(SIZES["1b"], n_layers=3), wiring)
+        clock = run_layers(config, sublayer, sublayer, all_reduce)
+        for name, start, end in clock.spans:
+            low = y - 0.8 * (name == "all-reduce")
+            axis.barh(low, end - start, 0.7, start, color=colors[name], edgecolor="white")
+            axis.text((start + end) / 2, low, name, ha="center", va="center", color="white", fontsize=7)
+        ends.append(clock.now)
+        faster = f": {ends[0] / clock.now:.2f} times as fast" * (wiring != "standard")
+        axis.text(0, y + 0.45, wiring + faster, fontsize=9, fontweight="bold", va="bottom")
+    axis.set_xlim(0, max(ends))
+    axis.set_ylim(-0.5, 4.1)
+    axis.axis("off")
+    return figure
 
 
 def main(argv=None):
     p = cli.Parser(__doc__)
-    p.add_argument("files", metavar="FILE", nargs="*", help="lines of extras.measure.sweep, of one setting")
-    p.add_argument("--out", metavar="FILE", help="the figure, .png or .svg")
-    p.add_argument("--front-page", metavar="FILE", help="draw the README's figure")
+    lines = results.lines_of(*results.STEP_KEYS)
+    p.add_argument("files", type=lines, metavar="FILE", nargs="*", help="lines of extras.measure.sweep, of one setting")
+    p.add_argument("--wiring", metavar="NAME", nargs="+", help="only these")
+    p.add_argument("--out", metavar="FILE", required=True, help="the figure, .png or .svg")
     args = p.parse_args(argv)
-    if bool(args.files and args.out) == bool(args.front_page):
-        raise InputError("give files of extras.measure.sweep and --out FILE, or --front-page FILE")
-    if args.front_page:
-        return save(args.front_page, front_page())
-    lines = [line for file in args.files for line in results.read(file, *results.STEP_KEYS)]
-    with results.well_formed(", ".join(args.files)):
-        settings = {sweep.setting(line) for line in lines}
-        if len(settings) != 1:
-            raise InputError(f"a figure takes lines of one setting; these have {len(settings)}")
-        save(args.out, draw(lines, settings.pop()))
+    lines = [x for x in itertools.chain(*args.files) if not args.wiring or x["wiring"] in args.wiring]
+    save(args.out, speedups(lines) if args.files else timeline())
 
 
 if __name__ == "__main__":
