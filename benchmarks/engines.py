@@ -1,8 +1,7 @@
 """The engines that decode.py compares, each in a process of its own, of whatever Python has it.
 
 python engines.py NAME THREADS answers a line such as "decode 4 3" on its standard input with the seconds of three runs
-of that case, as a JSON list. ours@2 is started with torchrun, on two ranks. At the top it imports only what comes with
-Python: that of llama.cpp may have no torch.
+of that case, as a JSON list. At the top it imports only what comes with Python: that of llama.cpp may have no torch.
 """
 
 import json
@@ -15,12 +14,10 @@ from pathlib import Path
 DIM, LAYERS, HEADS, KV_HEADS, HIDDEN, VOCABULARY, CONTEXT = 2048, 16, 32, 8, 8192, 128256, 1088
 FILLED = 128  # slots of the cache before a decode step
 
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Each returns a function step(kind, n), which prepares a case and returns a function that runs it once
 
 
-def ours(quant, world=None):
+def ours(threads, quant):
     import dataclasses
 
     import torch
@@ -30,12 +27,11 @@ def ours(quant, world=None):
     from generate import Runner, load_model, make_cache, pad
     from runtime.launch import World
 
-    config = dataclasses.replace(
-        SIZES["1b"], tie_embeddings=False, quant=quant or None, group_size=64 if quant == "int4" else None
-    )
+    group_size = 64 if quant == "int4" else None
+    config = dataclasses.replace(SIZES["1b"], tie_embeddings=False, quant=quant or None, group_size=group_size)
     shape = config.dim, config.n_layers, config.n_heads, config.n_kv_heads, config.intermediate_size, config.vocab_size
     assert shape == (DIM, LAYERS, HEADS, KV_HEADS, HIDDEN, VOCABULARY)
-    model = load_model(config, None, "bfloat16", world or World(0, 1, torch.device("cpu")))
+    model = load_model(config, None, "bfloat16", World(0, 1, torch.device("cpu")))
 
     def step(kind, n):
         batch, length = (n, FILLED) if kind == "decode" else (1, n)
@@ -49,66 +45,6 @@ def ours(quant, world=None):
     return step
 
 
-def transformers():
-    import torch
-    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-
-    shape = {"hidden_size": DIM, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": VOCABULARY}
-    shape |= {"num_key_value_heads": KV_HEADS, "intermediate_size": HIDDEN, "max_position_embeddings": CONTEXT}
-    config = LlamaConfig(**shape)
-    torch.set_default_dtype(torch.bfloat16)
-    model = LlamaForCausalLM(config).eval()
-
-    def step(kind, n):
-        if kind == "prefill":
-            tokens = torch.ones(1, n, dtype=torch.long)
-            return torch.inference_mode()(lambda: model(tokens, past_key_values=DynamicCache(), logits_to_keep=1))
-        cache = DynamicCache()
-        with torch.inference_mode():
-            model(torch.ones(n, FILLED, dtype=torch.long), past_key_values=cache, logits_to_keep=1)
-        token = torch.ones(n, 1, dtype=torch.long)
-
-        @torch.inference_mode()
-        def run():
-            model(token, past_key_values=cache)
-            cache.crop(-1)
-
-        return run
-
-    return step
-
-
-def gpt_fast(quant):
-    import torch
-
-    from model import ModelArgs, Transformer  # gpt-fast's: see decode.start
-
-    args = ModelArgs(CONTEXT, VOCABULARY, LAYERS, HEADS, DIM, HIDDEN, KV_HEADS, rope_base=500000.0)
-    torch.set_default_dtype(torch.bfloat16)
-    model = Transformer(args).eval()
-    if quant:
-        from quantize import WeightOnlyInt8QuantHandler
-
-        model = WeightOnlyInt8QuantHandler(model).convert_for_runtime()
-        for name, buffer in model.named_buffers():
-            if name.endswith(("weight", "scales")):
-                buffer.random_(-127, 128) if name.endswith("weight") else buffer.fill_(0.001)
-
-    def step(kind, n):
-        batch, length = (n, FILLED) if kind == "decode" else (1, n)
-        model.max_seq_length = model.max_batch_size = -1
-        model.setup_caches(batch, length + 8)
-        if kind == "prefill":
-            tokens, positions = torch.ones(1, n, dtype=torch.long), torch.arange(n)
-            return torch.inference_mode()(lambda: model(tokens, positions))
-        torch._dynamo.reset()
-        decode = torch.compile(model, mode="reduce-overhead", fullgraph=True)  # as its generate.py does
-        token, position = torch.ones(batch, 1, dtype=torch.long), torch.tensor([FILLED])
-        return torch.inference_mode()(lambda: decode(token, position))
-
-    return step
-
-
 def llama_cpp(threads, quant):
     import gguf
     import llama_cpp
@@ -116,17 +52,12 @@ def llama_cpp(threads, quant):
 
     path = Path(tempfile.gettempdir()) / f"ladder-fast-1b-{os.getpid()}.gguf"
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model("no_vocab")
-    writer.add_vocab_size(VOCABULARY)
-    writer.add_context_length(CONTEXT)
-    writer.add_embedding_length(DIM)
-    writer.add_block_count(LAYERS)
-    writer.add_feed_forward_length(HIDDEN)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_dimension_count(DIM // HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(500000.0)
+    for name, value in {
+        "tokenizer_model": "no_vocab", "vocab_size": VOCABULARY, "context_length": CONTEXT, "embedding_length": DIM,
+        "block_count": LAYERS, "feed_forward_length": HIDDEN, "head_count": HEADS, "head_count_kv": KV_HEADS,
+        "rope_dimension_count": DIM // HEADS, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 500000.0,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
     random = numpy.random.default_rng(0)
 
     def add(name, *shape):
@@ -134,9 +65,7 @@ def llama_cpp(threads, quant):
             return writer.add_tensor(name, numpy.ones(shape, numpy.float32))
         if quant:  # blocks of 32: a scale in float16, then the integers
             kind = gguf.GGMLQuantizationType[quant.upper()]
-            blocks = random.integers(
-                0, 256, (*shape[:-1], shape[-1] // 32, gguf.GGML_QUANT_SIZES[kind][1]), numpy.uint8
-            )
+            blocks = random.integers(0, 256, (shape[0], shape[1] // 32, gguf.GGML_QUANT_SIZES[kind][1]), numpy.uint8)
             blocks[..., :2] = numpy.array([0.001], numpy.float16).view(numpy.uint8)
             return writer.add_tensor(name, blocks.reshape(shape[0], -1), raw_dtype=kind)
         values = random.standard_normal(shape, numpy.float32) * 0.02
@@ -195,26 +124,14 @@ def llama_cpp(threads, quant):
     return step
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The process
+ENGINES = {"ours": ours, "llama.cpp": llama_cpp}
 
 
-def engine(name, threads, world=None):
-    """Return the step function of an engine with such weights, e.g. llama.cpp:q8_0."""
-    name, _, quant = name.partition(":")
-    engines = {
-        "ours": lambda: ours(quant, world),
-        "transformers": transformers,
-        "gpt-fast": lambda: gpt_fast(quant),
-        "llama.cpp": lambda: llama_cpp(threads, quant),
-    }
-    return engines[name.partition("@")[0]]()
-
-
-def answer(step, questions, file=None, meet=lambda: None):
-    """Print the answer to each line; the engine holds one case at a time. meet: waits until all ranks have come."""
-    case = run = None
-    for line in questions:
+def main():
+    """Answer each line; the engine holds one case at a time."""
+    name, _, quant = sys.argv[1].partition(":")
+    step, case, run = ENGINES[name](int(sys.argv[2]), quant), None, None
+    for line in sys.stdin:
         kind, n, times = line.split()
         if (kind, n) != case:
             run = None  # and its memory
@@ -222,37 +139,11 @@ def answer(step, questions, file=None, meet=lambda: None):
             run()
         seconds = []
         for _ in range(int(times)):
-            meet()
             start = time.perf_counter()
             run()
             seconds.append(time.perf_counter() - start)
-        print("times", json.dumps(seconds), file=file, flush=True)
-
-
-def answer_on_ranks(name, threads):
-    """Rank 0 reads the questions for all, and its clock counts."""
-    import torch
-
-    from runtime import launch
-
-    world, ops = launch.join("cpu"), torch.ops._c10d_functional
-
-    def questions():
-        while line := world.tell(sys.stdin.readline() if world.rank == 0 else None):
-            yield line
-
-    def meet():
-        ops.wait_tensor(ops.all_reduce(torch.zeros(1), "sum", world.group.group_name))
-
-    with open(os.devnull, "w") as nowhere:
-        answer(engine(name, threads, world), questions(), nowhere if world.rank else sys.stdout, meet)
+        print("times", json.dumps(seconds), flush=True)
 
 
 if __name__ == "__main__":
-    name, threads = sys.argv[1], int(sys.argv[2])
-    if "@" in name:
-        from runtime import launch
-
-        launch.run(lambda: answer_on_ranks(name, threads))
-    else:
-        answer(engine(name, threads), sys.stdin)
+    main()

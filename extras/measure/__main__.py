@@ -23,7 +23,6 @@ def parse(argv):
     g.add_argument("--link", type=link.parse, metavar="LINK", help=f"{words} lets several latencies run at once")
     g.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="run rank 0 of N alone, over such a link")
     g.add_argument("--exposed", action="store_true", help="report how much communication was not hidden")
-    g.add_argument("--profile", metavar="DIR", help="write a trace of a prefill and a decode step for each rank")
     words = "cut each pass of the prefill into N chunks; one computes while another's partials are summed"
     g.add_argument("--prefill-chunks", type=count, metavar="N", help=words)
     g.add_argument("--ignore-eos", action="store_true", help="generate --max-new-tokens tokens in each row")
@@ -42,16 +41,12 @@ def main(argv=None):
     if args.ignore_eos:
         setup = setup._replace(eos_ids=())
     done, texts = generate.run(setup, world)
-    prompts = pad(setup.prompts, world.device)
     result = report.result(setup, world, done, texts) | {"link": args.link and dataclasses.asdict(args.link)}
     if args.exposed:
         if world.rank == 0:
             print("measuring what communication costs ...", file=sys.stderr)
-        cases = exposed.make_cases(setup.runner, *prompts, world)
+        cases = exposed.make_cases(setup.runner, *pad(setup.prompts, world.device), world)
         result["exposed"] = {kind: exposed.measure(world, {kind: case})[kind] for kind, case in cases.items()}
-    if args.profile is not None:
-        with world.together():
-            exposed.profile(args.profile, world, exposed.replays(setup.runner, *prompts))
     if world.rank == 0:
         print(report.summary(result), file=sys.stderr)
         for kind, measured in result.get("exposed", {}).items():

@@ -38,36 +38,32 @@ class Work(NamedTuple):
     flops: float
 
 
-def rank_work(config, dtype, rank, tp_size, batch, context):
-    """Return decode_work of one rank. config: of one layer."""
-    plan = shard_plan(config, rank, tp_size)
-    n_bytes, flops = ({"attention": 0.0, "feed_forward": 0.0, "rest": 0.0} for _ in range(2))
-    for name, (shape, stored, *_) in shard_slices(config, dtype, rank, tp_size).items():
-        *_, place, module, tensor = "rest", *name.split(".")
-        if module == "tok_embeddings" and config.tie_embeddings:
-            [(start, stop)] = plan["output"][1]
-            module, shape = "output", (stop - start, *shape[1:])
-        if module not in plan:
-            continue
-        n_bytes[place] += math.prod(shape) * stored.itemsize
-        if tensor == "weight":
-            flops[place] += 2 * batch * math.prod(shape) * (2 if stored == torch.uint8 else 1)  # two in a byte
-    queries, all_three = (sum(stop - start for start, stop in plan[name][1]) for name in ("wo", "wqkv"))
-    n_bytes["attention"] += batch * context * (all_three - queries) * dtype.itemsize
-    flops["attention"] += 4 * batch * context * queries
-    n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm
-    return {place: Work(n_bytes[place], flops[place]) for place in n_bytes}
-
-
 def decode_work(config, dtype, tp_size, batch, context):
     """Return {"attention": Work, "feed_forward": Work, "rest": Work}: of one layer's sublayers, and outside the layers.
 
     It is the work of the rank with the most, for which the others wait. context: filled slots of the cache. Of the
     embedding table, a step reads only the rows of its tokens. Raises InputError if tp_size does not suit the config.
     """
-    one = dataclasses.replace(rewired(config, "standard"), n_layers=1, nope_layers=(), window_layers=())
-    ranks = [rank_work(one, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
-    return {place: max(work[place] for work in ranks) for place in ranks[0]}
+    config = dataclasses.replace(rewired(config, "standard"), n_layers=1, nope_layers=(), window_layers=())
+    works = {place: [] for place in ("attention", "feed_forward", "rest")}
+    for rank in range(tp_size):
+        plan, n_bytes, flops = shard_plan(config, rank, tp_size), dict.fromkeys(works, 0), dict.fromkeys(works, 0)
+        for name, (shape, stored, *_) in shard_slices(config, dtype, rank, tp_size).items():
+            *_, place, module, tensor = "rest", *name.split(".")
+            if module == "tok_embeddings" and config.tie_embeddings:
+                [(start, stop)] = plan["output"][1]
+                module, shape = "output", (stop - start, *shape[1:])
+            if module in plan:
+                n_bytes[place] += math.prod(shape) * stored.itemsize
+                twice = 2 if stored == torch.uint8 else 1  # int4: two in a byte
+                flops[place] += 2 * batch * math.prod(shape) * twice * (tensor == "weight")
+        queries, all_three = (sum(stop - start for start, stop in plan[name][1]) for name in ("wo", "wqkv"))
+        n_bytes["attention"] += batch * context * (all_three - queries) * dtype.itemsize
+        flops["attention"] += 4 * batch * context * queries
+        n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm
+        for place, work in works.items():
+            work.append(Work(n_bytes[place], flops[place]))
+    return {place: max(work) for place, work in works.items()}
 
 
 class Machine(NamedTuple):
@@ -143,50 +139,51 @@ def candidates(own, names, tp_size):
     return [*{function(config, tp_size): config for config in configs}.values()]
 
 
+class Prediction(NamedTuple):
+    ms: float  # of a step
+    wiring: str
+    all_reduces: int
+    hidden: float | None  # the share of their time
+    retraining: str
+
+
 def predictions(configs, own, times, tp_size):
-    """Return a dict for each Config, the fastest first."""
-    standard, *_ = step_seconds(rewired(own, "standard"), times)
+    """Return a Prediction for each Config, the fastest first."""
     lines = []
     for config in configs:
         seconds, n, hidden = step_seconds(config, times)
-        lines.append({
-            "wiring": config.wiring, "step_ms": 1e3 * seconds, "times_standard": standard / seconds,
-            "all_reduces": n, "hidden": hidden, "retraining": retraining(own, config, tp_size) if n else "no model",
-        })  # fmt: skip
-    return sorted(lines, key=lambda line: line["step_ms"])
+        answer = retraining(own, config, tp_size) if n else "no model"
+        lines.append(Prediction(1e3 * seconds, config.wiring, n, hidden, answer))
+    return sorted(lines, key=lambda line: line.ms)
 
 
-def table(lines):
-    """Return Markdown: the wirings, and last the bounds, which have no all-reduce."""
-    rows = []
-    for line in sorted(lines, key=lambda line: not line["all_reduces"]):
-        wiring = line["wiring"] if line["all_reduces"] else f"(bound: {line['wiring']})"
-        hidden = "" if line["hidden"] is None else f"{100 * line['hidden']:.0f} %"
-        numbers = [f"{line['step_ms']:.3f}", f"{line['times_standard']:.2f}", str(line["all_reduces"])]
-        rows.append([wiring, *numbers, hidden, line["retraining"]])
-    head = ["wiring", "ms a step", "times standard", "all-reduces", "hidden", "needs retraining"]
-    return benchmarking.markdown(head, rows)
+def advice(lines, all_reduce):
+    """Return a Markdown table of Predictions, last the bounds, which have no all-reduce, and what to do, in sentences.
 
-
-def verdict(lines, all_reduce):
-    """Return the advice, in a few sentences. all_reduce: seconds of one."""
-    standard = next(line for line in lines if line["wiring"] == "standard")
-    share = 1e3 * standard["all_reduces"] * all_reduce / standard["step_ms"]
-    most = max((line["times_standard"] for line in lines if not line["all_reduces"]), default=1 / (1 - share))
+    all_reduce: seconds of one.
+    """
+    standard = next(line for line in lines if line.wiring == "standard")
+    bounds, rows = [line for line in lines if not line.all_reduces], []
+    for line in [line for line in lines if line.all_reduces] + bounds:
+        wiring = line.wiring if line.all_reduces else f"(bound: {line.wiring})"
+        hidden = "" if line.hidden is None else f"{100 * line.hidden:.0f} %"
+        numbers = [f"{line.ms:.3f}", f"{standard.ms / line.ms:.2f}", str(line.all_reduces)]
+        rows.append([wiring, *numbers, hidden, line.retraining])
+    share = 1e3 * standard.all_reduces * all_reduce / standard.ms
+    most = standard.ms / bounds[0].ms if bounds else 1 / (1 - share)
     text = [f"The all-reduces are {100 * share:.0f} % of the standard step: at most {most:.2f} times as fast."]
     for how, answer in ("Without retraining", "no"), ("With retraining", "yes"):
-        possible = [x for x in lines if x["retraining"].startswith(answer) and x["retraining"] != "no model"]
-        best = [x for x in possible if x["step_ms"] <= (1 + ALIKE) * possible[0]["step_ms"]]
-        if not best or best[0]["times_standard"] <= 1 + ALIKE:
+        possible = [line for line in lines if line.retraining.startswith(answer) and line.all_reduces]
+        best = [line for line in possible if line.ms <= (1 + ALIKE) * possible[0].ms]
+        if not best or standard.ms <= (1 + ALIKE) * best[0].ms:
             text.append(f"{how}: nothing is more than {100 * ALIKE:.0f} % faster than standard.")
             continue
-        names = ", ".join(x["wiring"] for x in best)
-        loss = ", at a loss, least in a few middle layers: eval.py measures it"
-        loss *= any(x["retraining"] == "no, but a loss" for x in best)
-        text.append(
-            f"{how}: {names}; {best[0]['step_ms']:.3f} ms, {best[0]['times_standard']:.2f} times as fast{loss}."
-        )
-    return "\n".join(text)
+        names = ", ".join(line.wiring for line in best)
+        text.append(f"{how}: {names}; {best[0].ms:.3f} ms, {standard.ms / best[0].ms:.2f} times as fast.")
+        if any("loss" in line.retraining for line in best):
+            text[-1] = f"{text[-1][:-1]}, at a loss, least in a few middle layers: eval.py measures it."
+    head = ["wiring", "ms a step", "times standard", "all-reduces", "hidden", "needs retraining"]
+    return "\n\n".join([benchmarking.markdown(head, rows), "\n".join(text)])
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
@@ -245,7 +242,7 @@ def main(argv=None):
         times = times_of(own, dtype, args.tp, args.batch, context, machine, one)
         lines = predictions(configs, own, times, args.tp)
         parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times._asdict().items())
-        print(f"\n{one.name}; in us: {parts}\n\n{table(lines)}\n\n{verdict(lines, times.all_reduce)}")
+        print(f"\n{one.name}; in us: {parts}\n\n{advice(lines, times.all_reduce)}")
 
 
 if __name__ == "__main__":

@@ -171,31 +171,17 @@ def _report(case, runs):
     }  # fmt: skip
 
 
-def hidden_share(report):
-    """Return in words which share of its communication a step hid.
-
-    "none" if an all-reduce costs more inside a step; "within noise" if a step's quartiles lie further apart than the
-    all-reduce time that it hid, or than all of it.
-    """
-    low, high = report["quartiles_ms"]
-    communication = report["all_reduces"] * report["all_reduce_ms"]
-    if min(communication, abs(communication - report["exposed_ms"])) <= high - low:
-        return "within noise"
-    return "none" if report["hidden"] < 0 else f"{100 * min(1.0, report['hidden']):.0f} %"
-
-
 def summary(kind, r):
     """Return a report in two lines for people."""
+    low, high = r["quartiles_ms"]
+    text = f"{kind}: {r['step_ms']:.2f} ms a step ({low:.2f}-{high:.2f})"
     if not r["all_reduces"]:
-        return f"{kind}: {r['step_ms']:.2f} ms a step, in which no all-reduce ran: nothing to hide is known"
-    limit = "no limit is known: other all-reduces ran than this wiring's"
-    if r["limit_ms"] is not None:
-        above = 100 * (r["step_ms"] / r["limit_ms"] - 1)
-        limit = f"{above:+.1f} % from this wiring's limit of {r['limit_ms']:.2f} ms"
+        return f"{text}, in which no all-reduce ran: nothing to hide is known"
+    limit = "unknown: other all-reduces ran" if r["limit_ms"] is None else f"{r['limit_ms']:.2f} ms"
     return (
-        f"{kind}: {r['step_ms']:.2f} ms a step, {r['silent_ms']:.2f} without its {r['all_reduces']} all-reduces of "
-        f"{r['all_reduce_bytes']:,} bytes, which take {r['all_reduces'] * r['all_reduce_ms']:.2f} ms on their own "
-        f"({r['all_reduce_ms']:.3f} each)\n  exposed: {r['exposed_ms']:.2f} ms; hidden: {hidden_share(r)}; {limit}"
+        f"{text}, {r['silent_ms']:.2f} without its {r['all_reduces']} all-reduces of {r['all_reduce_bytes']:,} bytes, "
+        f"which take {r['all_reduce_ms']:.3f} ms each on their own\n"
+        f"  exposed: {r['exposed_ms']:.2f} ms; hidden: {100 * r['hidden']:.0f} %; this wiring's limit: {limit}"
     )
 
 

@@ -1,21 +1,18 @@
-"""Draw how many times as fast as standard each wiring is, by the time of an all-reduce, and the README's picture.
+"""Draw how many times as fast as standard each wiring is, by the time of an all-reduce.
 
 python -m extras.measure.plot sweep.jsonl --wiring standard ladder --out speedup.png  # lines of extras.measure.sweep
-python -m extras.measure.plot --out docs/timeline.svg                                 # the README's picture
 
-Bars reach to the quartiles of the step. The README's picture shows when sublayers compute and all-reduces travel, in
-a standard model and in a ladder: its times are those of model.py's own loop, run on the clock of clock.py.
+Bars reach to the quartiles of the step.
 """
 
-import dataclasses
 import itertools
 import statistics
 from collections import defaultdict
 
+import torch
+
 from extras.measure import results, sweep
-from extras.measure.clock import run_layers
-from formats.sizes import SIZES
-from model import WIRINGS, rewired
+from model import WIRINGS
 from runtime import cli, launch, writing
 from runtime.errors import InputError
 
@@ -85,24 +82,23 @@ def by_link(lines):
     for name, row in rows.items():
         if "standard" not in row:
             raise InputError(f"there is no line of standard over the link {name}")
-        all_reduce = statistics.median(line["all_reduce_ms"] for line in row.values())
+        all_reduce, standard = statistics.median(line["all_reduce_ms"] for line in row.values()), row["standard"]
         for wiring, line in row.items():
             low, high = line["quartiles_ms"]
-            series[wiring][all_reduce] = tuple(row["standard"]["step_ms"] / ms for ms in (line["step_ms"], high, low))
+            series[wiring][all_reduce] = tuple(standard["step_ms"] / ms for ms in (line["step_ms"], high, low))
     return series
 
 
-def speedups(lines):
+def draw(lines):
     """Return a figure of the lines of one setting over several links."""
-    settings = {sweep.setting(line) for line in lines}
+    settings, series = {sweep.setting(line) for line in lines}, by_link(lines)
     if len(settings) != 1:
         raise InputError(f"a figure takes lines of one setting; these have {len(settings)}")
     figure, (axis,) = panels(1, 5.2, 3.4, settings.pop())
-    series = by_link(lines)
     for wiring in sorted(series, key=results.wiring_order):
         xs = sorted(series[wiring])
-        ys, lows, highs = zip(*(series[wiring][x] for x in xs), strict=True)
-        errors = [[y - low for y, low in zip(ys, lows, strict=True)], [h - y for y, h in zip(ys, highs, strict=True)]]
+        ys, lows, highs = torch.tensor([series[wiring][x] for x in xs]).T
+        errors = torch.stack((ys - lows, highs - ys))
         axis.errorbar(xs, ys, errors, label=wiring, capsize=2, markersize=4, linewidth=1.2, **look(wiring, series))
     axis.set(xlabel="one all-reduce, ms", ylabel="times as fast as standard")
     axis.grid(axis="y", color="0.92")
@@ -111,36 +107,16 @@ def speedups(lines):
     return figure
 
 
-def timeline(sublayer=1.0, all_reduce=0.9):
-    """Return the README's picture: three layers whose sublayers and all-reduces take so many units of time."""
-    colors = {"attention": "#0072B2", "mlp": "#56B4E9", "all-reduce": "#D55E00"}
-    figure, (axis,) = panels(1, 8.2, 2.3)
-    ends = []
-    for wiring, y in (("standard", 3.0), ("ladder", 0.8)):  # the height of its sublayers; all-reduces are 0.8 lower
-        config = rewired(dataclasses.replace(SIZES["1b"], n_layers=3), wiring)
-        clock = run_layers(config, sublayer, sublayer, all_reduce)
-        for name, start, end in clock.spans:
-            low = y - 0.8 * (name == "all-reduce")
-            axis.barh(low, end - start, 0.7, start, color=colors[name], edgecolor="white")
-            axis.text((start + end) / 2, low, name, ha="center", va="center", color="white", fontsize=7)
-        ends.append(clock.now)
-        faster = f": {ends[0] / clock.now:.2f} times as fast" * (wiring != "standard")
-        axis.text(0, y + 0.45, wiring + faster, fontsize=9, fontweight="bold", va="bottom")
-    axis.set_xlim(0, max(ends))
-    axis.set_ylim(-0.5, 4.1)
-    axis.axis("off")
-    return figure
-
-
 def main(argv=None):
     p = cli.Parser(__doc__)
     lines = results.lines_of(*results.STEP_KEYS)
-    p.add_argument("files", type=lines, metavar="FILE", nargs="*", help="lines of extras.measure.sweep, of one setting")
+    p.add_argument("files", type=lines, metavar="FILE", nargs="+", help="lines of extras.measure.sweep, of one setting")
     p.add_argument("--wiring", metavar="NAME", nargs="+", help="only these")
+    p.add_argument("--link", metavar="NAME", nargs="+", help="only these")
     p.add_argument("--out", metavar="FILE", required=True, help="the figure, .png or .svg")
     args = p.parse_args(argv)
     lines = [x for x in itertools.chain(*args.files) if not args.wiring or x["wiring"] in args.wiring]
-    save(args.out, speedups(lines) if args.files else timeline())
+    save(args.out, draw([x for x in lines if not args.link or x["link"]["name"] in args.link]))
 
 
 if __name__ == "__main__":
