@@ -130,12 +130,14 @@ def step_bytes(batch, engine):
 def tables(lines):
     """Return Markdown, a table for each number of threads: a row a case, a column an engine."""
 
-    def case(line):
-        return KINDS[line["kind"]].format(line["n"]), f"{line['bandwidth'] / 1e9:.1f}"
+    rates = {(line["threads"], line["kind"], line["n"]): f"{line['bandwidth'] / 1e9:.1f}" for line in lines}
+
+    def row(line):
+        return KINDS.get(line["kind"], "{}").format(line["n"]), rates[line["threads"], line["kind"], line["n"]]
 
     return "\n\n".join(
-        pivot([f"threads: {threads}", "GB/s"], [*some], case, lambda line: line["engine"], cell)
-        for threads, some in itertools.groupby(sorted(lines, key=lambda x: x["threads"]), lambda x: x["threads"])
+        pivot([f"threads: {n}", "GB/s"], [x for x in lines if x["threads"] == n], row, lambda x: x["engine"], cell)
+        for n in sorted({line["threads"] for line in lines})
     )
 
 

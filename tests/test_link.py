@@ -1,5 +1,6 @@
 """The emulated link, one rank alone, and the measuring of exposed communication."""
 
+import argparse
 import dataclasses
 import itertools
 import json
@@ -62,7 +63,9 @@ def test_named_links_and_numbers():
         found = link.parse(text)
         assert (found.name, found.latency_us, found.gbps) == (text, *numbers)  # no two are alike
     for text in ("carrier-pigeon", "", "us", "-1us", "99999999us", "0gbps", "5"):
-        with pytest.raises(InputError, match=r"--link .* is none of free, .*, e.g. 100us, 50gbps or 100us\+50gbps"):
+        with pytest.raises(
+            argparse.ArgumentTypeError, match=r".* is none of free, .*, e.g. 100us, 50gbps or 100us\+50gbps"
+        ):
             link.parse(text)
 
 

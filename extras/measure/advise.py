@@ -205,8 +205,15 @@ def parse(argv):
     positive = number(float, 0, 1e9, above=True)
     one.add_argument("--bandwidth-gbs", type=positive, metavar="X", help="gigabytes per second a rank reads, e.g. 12.5")
     g.add_argument("--tflops", type=positive, metavar="X", help="10^12 operations per second a rank computes, e.g. 300")
-    p.add_argument("--link", required=True, metavar="LINK,...", help=f"all, or some of {link.FORMS}")
+    p.add_argument("--link", type=links, required=True, metavar="LINK,...", help=f"all, or some of {link.FORMS}")
     return p.parse_args(argv)
+
+
+def links(text):
+    """Return the Links of a text such as pcie,100us (an argparse type)."""
+    return (
+        [one for one in link.LINKS.values() if one.per_byte] if text == "all" else [*map(link.parse, text.split(","))]
+    )
 
 
 def choose_machine(args):
@@ -233,12 +240,13 @@ def main(argv=None):
     configs = candidates(own, args.wirings or variants(own.n_layers), args.tp)
     shard_plan(own, 0, args.tp)  # raises InputError before anything is measured
     context = args.context or min(1024, own.max_seq_len)
-    names = [name for name in link.LINKS if name != "free"] if args.link == "all" else args.link.split(",")
-    links, machine = [link.parse(name) for name in names], choose_machine(args)
+    machine = choose_machine(args)
     work = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
-    rate = f"{machine.bandwidth / 1e9:,.1f} GB/s, {machine.flops / 1e12:.0f} TFLOP/s a rank"
+    rate = f"{machine.bandwidth / 1e9:,.1f} GB/s, {machine.flops / 1e12:.0f} TFLOP/s a rank".replace(
+        ", inf TFLOP/s", ""
+    )
     print(f"PREDICTED: {name}, {own.n_layers} layers, {work}\n{machine.name}: {rate}")
-    for one in links:
+    for one in args.link:
         times = times_of(own, dtype, args.tp, args.batch, context, machine, one)
         lines = predictions(configs, own, times, args.tp)
         parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times._asdict().items())

@@ -5,6 +5,7 @@ rank is simulated alone. It holds each result back until the link would have del
 start. (A peer that starts later delays a real link by as much, but this one only if the real collective is longer.)
 """
 
+import argparse
 import dataclasses
 import re
 import time
@@ -74,7 +75,7 @@ FORMS = f"{', '.join(LINKS)}, or its numbers, e.g. 100us, 50gbps or 100us+50gbps
 
 
 def parse(text):
-    """Return the Link of a name in LINKS, or of numbers. With one number alone, the other costs nothing."""
+    """Return the Link of a name in LINKS, or of numbers (an argparse type). One number alone: the other costs nothing."""
     if text.startswith("tcp+"):
         return dataclasses.replace(parse(text[4:]), name=text, tcp=True)
     if text in LINKS:
@@ -82,7 +83,7 @@ def parse(text):
     numbers = re.fullmatch(r"(?:([0-9]*\.?[0-9]+)us)?\+?(?:([0-9]*\.?[0-9]+)gbps)?", text)
     latency_us, gbps = numbers.groups() if numbers else (None, None)
     if not (latency_us or gbps) or float(latency_us or 0) > 1e7 or not 1e-3 <= float(gbps or 1) <= 1e6:
-        raise InputError(f"--link {text!r} is none of {FORMS}")
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {FORMS}")
     return Link(text, float(latency_us or 0), gbps and float(gbps))
 
 
