@@ -1,36 +1,43 @@
 """Decode and prefill of ours and llama.cpp on one CPU, the same shape and random bfloat16 weights, in turns.
 
-python -m benchmarks.decode --threads 2 --llama-python VENV/bin/python --json decode.jsonl
+python -m benchmarks.decode --threads 2 --engines ours llama.cpp --json decode.jsonl
 python -m benchmarks.decode --threads 2 --engines ours:int8 ours:int4 llama.cpp:q8_0 llama.cpp:q4_0 ...
 python -m benchmarks.decode --show decode.jsonl
 
-Each engine (engines.py) is a process of its own, which is idle while another one is timed; llama.cpp is a Python that
-has llama-cpp-python and gguf. The shape is Llama 3.2 1B with an output head of its own: 2.47 GB of weights a step. A
-line of the result is one engine in one case: the median and the quartiles of its times, and the bandwidth that the
-machine showed in the same run; mbu is the part of it that the decode steps reached.
+llama.cpp needs pip install llama-cpp-python gguf. The shape is Llama 3.2 1B with an output head of its own: 2.47 GB of
+weights a step. A line of the result is one engine in one case: the median and the quartiles of its times, and the
+bandwidth that the machine showed in the same run; mbu is the part of it that the decode steps reached.
 """
 
+import dataclasses
 import itertools
 import json
 import os
 import re
-import shutil
 import statistics
-import subprocess
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 
+if __name__ == "__main__":  # before torch loads OpenMP: threads that spin on would hold up the next engine
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import numpy
 import torch
 
-from benchmarks.engines import DIM, FILLED, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCABULARY
+from extras.measure.exposed import replays
 from extras.measure.results import add_show_flag
+from formats.sizes import SIZES
+from generate import Runner, load_model, make_cache, pad
 from runtime import cli, launch, writing
-from runtime.benchmarking import environment, in_turns, pivot, quartiles, read_bandwidth
+from runtime.benchmarking import environment, in_turns, pivot, quartiles, read_bandwidth, timed
 from runtime.cli import count, number
 from runtime.errors import InputError
 
-WORKER = Path(__file__).with_name("engines.py")
+CONTEXT = 1088
+FILLED = 128  # slots of the cache before a decode step
+WORLD = launch.World(0, 1, torch.device("cpu"))
 QUANTS = {  # of an engine, behind a colon: (bytes of a weight, scales included, and ours of as many bits)
     "": (2, "ours"),
     "int8": (1, "ours:int8"),
@@ -38,73 +45,148 @@ QUANTS = {  # of an engine, behind a colon: (bytes of a weight, scales included,
     "int4": (0.5 + 4 / 64, "ours:int4"),  # each 64 with a scale and a zero of 16 bits
     "q4_0": (18 / 32, "ours:int4"),
 }
-ENGINES = ["ours", "llama.cpp", "ours:int8", "llama.cpp:q8_0", "ours:int4", "llama.cpp:q4_0"]
 CASES = ["decode:1", "decode:4", "decode:16", "decode:64", "prefill:128", "prefill:1024"]
 KINDS = {"decode": "decode, batch {}", "prefill": "prefill, {} tokens"}
 KEYS = ["threads", "engine", "kind", "n", "ms", "quartiles_ms", "bandwidth"]
+
+# ---- The engines: each returns a function step(kind, n), which prepares a case and returns a function that runs it ---
+
+
+def ours(threads, quant):
+    group_size = 64 if quant == "int4" else None
+    config = dataclasses.replace(SIZES["1b"], tie_embeddings=False, quant=quant or None, group_size=group_size)
+    model = load_model(config, None, "bfloat16", WORLD)
+
+    def step(kind, n):
+        batch, length = (n, FILLED) if kind == "decode" else (1, n)
+        runner = Runner(model, make_cache(model, batch, length + 2), compile=True)
+        run = replays(runner, *pad([[1] * length] * batch, runner.device))[kind]
+        torch.compiler.set_stance("default")
+        run()  # compiles
+        torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)  # as generate.py does
+        return run
+
+    return step
+
+
+def llama_cpp(threads, quant):
+    try:
+        import gguf
+        import llama_cpp
+    except ImportError as error:
+        raise InputError(f"llama.cpp: {error}; pip install llama-cpp-python gguf") from None
+
+    c, path = SIZES["1b"], Path(tempfile.gettempdir()) / f"ladder-fast-1b-{os.getpid()}.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in {
+        "tokenizer_model": "no_vocab", "vocab_size": c.vocab_size, "context_length": CONTEXT, "embedding_length": c.dim,
+        "block_count": c.n_layers, "feed_forward_length": c.intermediate_size, "head_count": c.n_heads,
+        "head_count_kv": c.n_kv_heads, "rope_dimension_count": c.head_dim, "layer_norm_rms_eps": 1e-5,
+        "rope_freq_base": 500000.0,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
+    random = numpy.random.default_rng(0)
+
+    def add(name, *shape):
+        if len(shape) == 1:
+            return writer.add_tensor(name, numpy.ones(shape, numpy.float32))
+        if quant:  # blocks of 32: a scale in float16, then the integers
+            kind = gguf.GGMLQuantizationType[quant.upper()]
+            blocks = random.integers(0, 256, (shape[0], shape[1] // 32, gguf.GGML_QUANT_SIZES[kind][1]), numpy.uint8)
+            blocks[..., :2] = numpy.array([0.001], numpy.float16).view(numpy.uint8)
+            return writer.add_tensor(name, blocks.reshape(shape[0], -1), raw_dtype=kind)
+        values = random.standard_normal(shape, numpy.float32) * 0.02
+        values = (values.view(numpy.uint32) >> 16).astype(numpy.uint16)  # to bfloat16, towards zero
+        writer.add_tensor(name, values.view(numpy.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+    kv, hidden = c.n_kv_heads * c.head_dim, c.intermediate_size
+    layer = {"attn_norm": (c.dim,), "ffn_norm": (c.dim,), "attn_q": (c.dim, c.dim), "attn_k": (kv, c.dim)}
+    layer |= {"attn_v": (kv, c.dim), "attn_output": (c.dim, c.dim), "ffn_gate": (hidden, c.dim)}
+    layer |= {"ffn_up": (hidden, c.dim), "ffn_down": (c.dim, hidden)}
+    shapes = {"token_embd": (c.vocab_size, c.dim), "output": (c.vocab_size, c.dim), "output_norm": (c.dim,)}
+    shapes |= {f"blk.{i}.{name}": shape for i in range(c.n_layers) for name, shape in layer.items()}
+    for name, shape in shapes.items():
+        add(f"{name}.weight", *shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parameters = llama_cpp.llama_model_default_params()
+    parameters.use_mmap = False  # anonymous memory, as the others have; path may go
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
+    path.unlink()
+
+    def step(kind, n):
+        batch, length = (n, FILLED) if kind == "decode" else (1, n)
+        parameters = llama_cpp.llama_context_default_params()
+        parameters.n_ctx, parameters.n_seq_max = batch * (length + 8), batch
+        parameters.n_batch, parameters.n_ubatch = max(batch * 32, n), max(batch, 512)
+        parameters.n_threads = parameters.n_threads_batch = threads
+        parameters.kv_unified = False
+        context = llama_cpp.llama_init_from_model(model, parameters)
+        memory = llama_cpp.llama_get_memory(context)
+        tokens = llama_cpp.llama_batch_init(parameters.n_batch, 0, 1)
+
+        def run(first, count):
+            tokens.n_tokens = 0
+            for row in range(batch):
+                for position in range(first, first + count):
+                    i = tokens.n_tokens
+                    tokens.token[i], tokens.pos[i], tokens.n_seq_id[i], tokens.seq_id[i][0] = 1, position, 1, row
+                    tokens.logits[i] = position == first + count - 1
+                    tokens.n_tokens += 1
+            assert llama_cpp.llama_decode(context, tokens) == 0
+            llama_cpp.llama_synchronize(context)
+            return lambda: [llama_cpp.llama_memory_seq_rm(memory, row, first, -1) for row in range(batch)]
+
+        if kind == "prefill":
+            return lambda: run(0, n)()
+        for position in range(0, FILLED, 32):
+            run(position, 32)
+        return lambda: run(FILLED, 1)()
+
+    return step
+
+
+ENGINES = dict.fromkeys(("ours", "ours:int8", "ours:int4"), ours)
+ENGINES |= dict.fromkeys(("llama.cpp", "llama.cpp:q8_0", "llama.cpp:q4_0"), llama_cpp)
+
+# ---- Measuring -------------------------------------------------------------------------------------------------------
 
 
 def parse(argv):
     p = cli.Parser(__doc__)
     p.add_argument("--threads", type=count, default=1, metavar="N", help="of each engine")
-    words = f"of {', '.join(ENGINES)} (default: those in bfloat16)"
-    p.add_argument("--engines", nargs="+", metavar="NAME", help=words)
-    p.add_argument("--llama-python", metavar="FILE", help="a Python that imports llama_cpp and gguf")
+    p.add_argument("--engines", nargs="+", metavar="NAME", help=f"of {', '.join(ENGINES)} (default: ours)")
     p.add_argument("--cases", nargs="+", default=CASES, metavar="KIND:N", help="decode:BATCH or prefill:TOKENS")
     p.add_argument("--rounds", type=number(int, 3), default=9, metavar="N", help="turns of each engine in each case")
     cli.add_json_flag(p, "a line for each engine and case")
     add_show_flag(p, *KEYS)
-    p.add_argument("--log", type=cli.appendable, metavar="FILE", default=os.devnull, help="what the engines print")
     args = p.parse_args(argv)
     if args.show:
         return args
-    args.engines = args.engines or ENGINES[: 2 if args.llama_python else 1]
+    args.engines = args.engines or ["ours"]
     if unknown := {*args.engines}.difference(ENGINES):
         raise InputError(f"--engines: unknown {unknown.pop()!r}; known: {', '.join(ENGINES)}")
-    if any(name.startswith("llama") for name in args.engines) and not shutil.which(args.llama_python or ""):
-        raise InputError(f"llama.cpp needs --llama-python, a program; {args.llama_python} is none")
     for case in args.cases:
         if not re.fullmatch("(decode|prefill):[1-9][0-9]*", case):
             raise InputError(f"--cases: {case!r} is neither decode:BATCH nor prefill:TOKENS")
     return args
 
 
-# ---- Measuring -------------------------------------------------------------------------------------------------------
-
-
-def start(name, args):
-    """Start the process of an engine."""
-    python = args.llama_python if name.startswith("llama.cpp") else sys.executable
-    variables = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(WORKER.parent.parent)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with open(args.log, "a") as log:
-        return subprocess.Popen([python, WORKER, name, str(args.threads)], env=variables, stderr=log, **pipes)
-
-
-def ask(name, worker, kind, n, times):
-    """Return the seconds of so many runs of a case."""
-    try:
-        worker.stdin.write(f"{kind} {n} {times}\n")
-        worker.stdin.flush()
-    except BrokenPipeError:
-        pass
-    for line in worker.stdout:
-        if line.startswith("times"):
-            return json.loads(line[5:])
-    raise InputError(f"engine {name} ended: give a file to --log, and see there")
-
-
 def measure(args):
     """Yield the line of each engine in each case."""
     torch.set_num_threads(args.threads)
-    workers = {name: start(name, args) for name in args.engines}
-    made = environment(launch.World(0, 1, torch.device("cpu")))
+    engines = {name: ENGINES[name](args.threads, name.partition(":")[2]) for name in args.engines}
+    made, ways = environment(WORLD), {}
     for kind, n in (case.split(":") for case in args.cases):
-        for name, worker in workers.items():
-            ask(name, worker, kind, n, 1)  # prepares the case
-        times = 3 if kind != "prefill" and int(n) < 64 else 1
-        ways = {name: partial(ask, name, worker, kind, n, times) for name, worker in workers.items()}
-        rounds = in_turns({"": lambda: read_bandwidth(torch.device("cpu"), repeats=3), **ways}, args.rounds)
+        ways.clear()  # and free its caches
+        for name, step in engines.items():
+            ways[name] = partial(timed, WORLD.device, step(kind, int(n)))
+            ways[name]()
+        times = range(3 if kind != "prefill" and int(n) < 64 else 1)
+        turns = {name: lambda way=way, times=times: [way() for _ in times] for name, way in ways.items()}
+        rounds = in_turns({"": lambda: read_bandwidth(WORLD.device, repeats=3), **turns}, args.rounds)
         bandwidth = rounds.pop("")
         for name, seconds in rounds.items():
             low, median, high = (1e3 * s for s in quartiles([*itertools.chain(*seconds)]))
@@ -118,10 +200,11 @@ def measure(args):
 
 def step_bytes(batch, engine):
     """Return the bytes that a decode step of an engine has to read: matrices, norms, filled slots of the cache."""
-    head = DIM // HEADS
-    layer = DIM * (DIM + 2 * KV_HEADS * head) + DIM * DIM + 3 * DIM * HIDDEN
-    matrices = (LAYERS * layer + DIM * VOCABULARY) * QUANTS[engine.partition(":")[2]][0]
-    return matrices + 2 * ((2 * LAYERS + 1) * DIM + batch * LAYERS * 2 * KV_HEADS * head * (FILLED + 1))
+    c = SIZES["1b"]
+    kv = 2 * c.n_kv_heads * c.head_dim
+    layer = c.dim * (c.dim + kv) + c.dim * c.dim + 3 * c.dim * c.intermediate_size
+    matrices = (c.n_layers * layer + c.dim * c.vocab_size) * QUANTS[engine.partition(":")[2]][0]
+    return matrices + 2 * ((2 * c.n_layers + 1) * c.dim + batch * c.n_layers * kv * (FILLED + 1))
 
 
 # ---- Tables ----------------------------------------------------------------------------------------------------------

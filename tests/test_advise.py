@@ -196,20 +196,11 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
     assert [advise.retraining(laned, other, 3) for other in others] == ["no", "yes, in 4 lanes", "yes, in 3 lanes"]
 
 
-def test_what_to_take(capsys):
-    slow = advised(capsys, *H100, "--link", "ethernet-10g").splitlines()[-3:]
-    assert slow[0].startswith("The all-reduces are 9")
-    assert slow[1].startswith("Without retraining: spd; ") and slow[1].endswith("eval.py measures it.")
-    assert slow[2].startswith("With retraining: desync:4; ") and "loss" not in slow[2]
+def test_what_all_reduces_cost(capsys):
     shown = advised(capsys, *H100, "--link", "0.5us")
-    fast = shown.splitlines()[-3:]
     share = 64 * 0.5e-3 / float(rows(shown)["standard"][0])
-    assert fast[0].startswith(f"The all-reduces are {100 * share:.0f} % of the standard step: at most 1.0")
-    assert fast[1].startswith("Without") and fast[2].startswith("With ")
-    nothing = advised(capsys, *H100, "--link", "free").splitlines()[-2:]
-    assert nothing == [
-        f"{kind} retraining: nothing is more than 1 % faster than standard." for kind in ("Without", "With")
-    ]
+    line = f"The all-reduces are {100 * share:.0f} % of the standard step: at most 1.0"
+    assert shown.splitlines()[-1].startswith(line)
 
 
 def test_a_table_for_each_link(capsys):

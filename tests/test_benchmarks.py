@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import io
 import itertools
 import json
 import shlex
@@ -14,7 +13,7 @@ import torch
 from helpers import RANKS, ROOT, main_on_ranks, script
 
 import bench
-from benchmarks import decode, engines, gpu
+from benchmarks import decode, gpu
 from extras.measure import plot, results, sweep
 from formats.sizes import SIZES
 from model import WIRINGS, Config, build
@@ -147,49 +146,32 @@ def test_the_figure(tmp_path, printed):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# decode.py and its engines
+# decode.py
 
 
-def test_decode_asks_its_engines_in_turns(monkeypatch, printed, tmp_path):
-    worker = tmp_path / "worker.py"
-    answers = "print('something else'), print('times', [0.25] * int(line.split()[2]), flush=True)"
-    worker.write_text(f"import sys\nfor line in sys.stdin: {answers}\n")
-    monkeypatch.setattr(decode, "WORKER", worker)
-    monkeypatch.setattr(decode, "read_bandwidth", lambda *args, **kwargs: 1e10)
-    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
-    out = tmp_path / "out.jsonl"
-    flags = ["--llama-python", sys.executable, "--cases", "decode:1", "prefill:8", "--rounds", "3", "--json", out]
-    shown = printed(decode, *flags)
-    assert [(x["engine"], x["kind"], x["n"], x["ms"]) for x in read(out)] == [
-        (engine, kind, n, 250.0) for kind, n in (("decode", 1), ("prefill", 8)) for engine in ("ours", "llama.cpp")
-    ]
-    assert read(out)[0]["mbu"] == pytest.approx(decode.step_bytes(1, "ours") / 0.25 / 1e10)
-    assert "| prefill, 8 tokens | 10.0 | 250.0 (250.0-250.0) | 250.0 (250.0-250.0; 1.00x) |" in shown
-    assert printed(decode, "--show", out) == shown
-    worker.write_text("raise SystemExit('no such thing')")
-    with pytest.raises(InputError, match="engine ours ended: give a file to --log"):
-        decode.main(["--log", str(tmp_path / "log"), "--cases", "decode:1"])
-    assert "no such thing" in (tmp_path / "log").read_text()
-
-
-def test_our_engine(monkeypatch, capsys):
+def test_decode_runs_its_engines_in_turns(monkeypatch, tiny, printed, tmp_path):
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
-    monkeypatch.setitem(SIZES, "1b", dataclasses.replace(TINY, n_layers=2))
-    names = ["DIM", "LAYERS", "HEADS", "KV_HEADS", "HIDDEN", "VOCABULARY"]
-    for name, value in zip(names, [64, 2, 8, 8, 128, 256], strict=True):
-        monkeypatch.setattr(engines, name, value)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("decode 2 1\nprefill 4 3\n"))
-    monkeypatch.setattr(sys, "argv", ["engines.py", "ours:int8", "1"])
-    engines.main()
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    monkeypatch.setattr(decode, "read_bandwidth", lambda *args, **kwargs: 1e10)
+    out, flags = tmp_path / "out.jsonl", ["--cases", "decode:2", "prefill:8", "--rounds", 3, "--engines"]
+    shown = printed(decode, *flags, "ours", "ours:int8", "--json", out)
     torch.compiler.set_stance("default")
-    assert [len(json.loads(x.removeprefix("times"))) for x in capsys.readouterr().out.splitlines()] == [1, 3]
+    lines = read(out)
+    assert [(x["engine"], x["kind"], x["n"]) for x in lines] == [
+        (engine, kind, n) for kind, n in (("decode", 2), ("prefill", 8)) for engine in ("ours", "ours:int8")
+    ]
+    assert 0 < lines[0]["mbu"] < 1 and lines[0]["quartiles_ms"][0] <= lines[0]["ms"] and "mbu" not in lines[2]
+    assert shown.count("| 10.0 |") == 2 and printed(decode, "--show", out) == shown
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(InputError, match="llama.cpp: .*gguf.*; pip install llama-cpp-python gguf"):
+        decode.main([*map(str, flags), "llama.cpp"])
 
 
 def test_decode_knows_the_bytes_of_a_step():
     for quant, size in ((None, None), ("int8", None), ("int4", 64)):
         config = dataclasses.replace(SIZES["1b"], tie_embeddings=False, quant=quant, group_size=size)
         net = build(config).bfloat16()
-        expected = report.step_bytes(net, net.new_cache(4, 160), engines.FILLED + 1)
+        expected = report.step_bytes(net, net.new_cache(4, 160), decode.FILLED + 1)
         scales = [p.nbytes for n, p in net.named_parameters() if n.endswith("scales") and "embeddings" not in n]
         uncounted = sum(scales) if quant == "int8" else 0  # two bytes a row
         assert decode.step_bytes(4, f"ours:{quant}" if quant else "ours") == expected - uncounted
@@ -249,7 +231,6 @@ README = shlex.quote(str(ROOT / "README.md"))
         (plot, f"{README} --out x.png", f"FILE: {README} has lines that this script did not write"),
         (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, llama.cpp,"),
         (decode, "--cases decode", "--cases: 'decode' is neither decode:BATCH nor prefill:TOKENS"),
-        (decode, "--llama-python /nosuch", "llama.cpp needs --llama-python, a program; /nosuch is none"),
         (decode, f"--show {README}", f"--show: {README} has lines that this script did not write"),
         (gpu, "--json x", "there is no GPU: --device cpu tries the script"),
     ],

@@ -11,7 +11,7 @@ import generate
 from decoding.step import pad
 from extras.measure import exposed, link
 from runtime import benchmarking, cli, launch, report, terminal, writing
-from runtime.cli import count, number
+from runtime.cli import number
 from runtime.errors import InputError
 
 
@@ -23,9 +23,6 @@ def parse(argv):
     g.add_argument("--link", type=link.parse, metavar="LINK", help=f"{words} lets several latencies run at once")
     g.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="run rank 0 of N alone, over such a link")
     g.add_argument("--exposed", action="store_true", help="report how much communication was not hidden")
-    words = "cut each pass of the prefill into N chunks; one computes while another's partials are summed"
-    g.add_argument("--prefill-chunks", type=count, metavar="N", help=words)
-    g.add_argument("--ignore-eos", action="store_true", help="generate --max-new-tokens tokens in each row")
     args = p.parse_args(argv)
     if args.draft or terminal.is_chat(args):
         raise InputError("extras.measure measures plain decode steps: without --draft or a chat")
@@ -37,9 +34,7 @@ def main(argv=None):
     world = launch.join(args.device, vars(args))
     if args.link or args.exposed or args.simulate_tp:
         world = link.emulate(world, args.link or link.FREE, args.simulate_tp)
-    setup = generate.set_up(args, world, args.prefill_chunks)
-    if args.ignore_eos:
-        setup = setup._replace(eos_ids=())
+    setup = generate.set_up(args, world)
     done, texts = generate.run(setup, world)
     result = report.result(setup, world, done, texts) | {"link": args.link and dataclasses.asdict(args.link)}
     if args.exposed:

@@ -26,8 +26,6 @@ from runtime import benchmarking, cli, launch
 from runtime.cli import count, number
 from tp import shard_plan, shard_slices
 
-ALIKE = 0.01  # wirings whose steps are at most this much longer than the fastest are named beside it
-
 # ---- The work of a decode step, and how fast a machine does it -------------------------------------------------------
 
 
@@ -158,10 +156,7 @@ def predictions(configs, own, times, tp_size):
 
 
 def advice(lines, all_reduce):
-    """Return a Markdown table of Predictions, last the bounds, which have no all-reduce, and what to do, in sentences.
-
-    all_reduce: seconds of one.
-    """
+    """Return a Markdown table of Predictions, last the bounds, which have no all-reduce. all_reduce: seconds of one."""
     standard = next(line for line in lines if line.wiring == "standard")
     bounds, rows = [line for line in lines if not line.all_reduces], []
     for line in [line for line in lines if line.all_reduces] + bounds:
@@ -171,19 +166,9 @@ def advice(lines, all_reduce):
         rows.append([wiring, *numbers, hidden, line.retraining])
     share = 1e3 * standard.all_reduces * all_reduce / standard.ms
     most = standard.ms / bounds[0].ms if bounds else 1 / (1 - share)
-    text = [f"The all-reduces are {100 * share:.0f} % of the standard step: at most {most:.2f} times as fast."]
-    for how, answer in ("Without retraining", "no"), ("With retraining", "yes"):
-        possible = [line for line in lines if line.retraining.startswith(answer) and line.all_reduces]
-        best = [line for line in possible if line.ms <= (1 + ALIKE) * possible[0].ms]
-        if not best or standard.ms <= (1 + ALIKE) * best[0].ms:
-            text.append(f"{how}: nothing is more than {100 * ALIKE:.0f} % faster than standard.")
-            continue
-        names = ", ".join(line.wiring for line in best)
-        text.append(f"{how}: {names}; {best[0].ms:.3f} ms, {standard.ms / best[0].ms:.2f} times as fast.")
-        if any("loss" in line.retraining for line in best):
-            text[-1] = f"{text[-1][:-1]}, at a loss, least in a few middle layers: eval.py measures it."
+    text = f"The all-reduces are {100 * share:.0f} % of the standard step: at most {most:.2f} times as fast."
     head = ["wiring", "ms a step", "times standard", "all-reduces", "hidden", "needs retraining"]
-    return "\n\n".join([benchmarking.markdown(head, rows), "\n".join(text)])
+    return f"{benchmarking.markdown(head, rows)}\n\n{text}"
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------

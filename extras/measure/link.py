@@ -75,7 +75,7 @@ FORMS = f"{', '.join(LINKS)}, or its numbers, e.g. 100us, 50gbps or 100us+50gbps
 
 
 def parse(text):
-    """Return the Link of a name in LINKS, or of numbers (an argparse type). One number alone: the other costs nothing."""
+    """Return the Link of a name in LINKS, or of numbers, of which one may be left out (an argparse type)."""
     if text.startswith("tcp+"):
         return dataclasses.replace(parse(text[4:]), name=text, tcp=True)
     if text in LINKS:

@@ -42,16 +42,6 @@ def all_reduces(world, group, seconds=0.5):
     return lines
 
 
-def fitting_shares(rates):
-    """Return the --shares, each from 1 to 8, with which ranks of such bandwidths read a model soonest.
-
-    None where the bandwidths differ by a quarter at most, or no shares are better than equal ones.
-    """
-    shares = [tuple(max(1, round(most * rate / max(rates))) for rate in rates) for most in range(1, 9)]
-    best = min(shares, key=lambda shares: max(x / sum(shares) / rate for x, rate in zip(shares, rates, strict=True)))
-    return best if max(rates) > 1.25 * min(rates) and len(set(best)) > 1 else None
-
-
 @torch.inference_mode()
 def main(argv=None):
     p = cli.Parser(__doc__)
@@ -77,8 +67,6 @@ def main(argv=None):
     if lines := result["all_reduce"]:
         rate, numbers = min(result["bandwidth"]) / 1e9, f"{lines[0]['us']:.1f}us+{lines[-1]['gbps']:.3f}gbps"
         print(f"for extras.measure.advise: --tp {world.tp_size} --bandwidth-gbs {rate:.1f} --link {numbers}")
-    if shares := fitting_shares(result["bandwidth"]):
-        print(f"for ranks so unlike, if this machine is idle: --shares {','.join(map(str, shares))}")
     if args.json:
         writing.append_line(args.json, {**environment, "probe": result})
 
