@@ -70,14 +70,25 @@ def make_cells(models, args, world):
         key = model.config.lanes, batch
         caches[key] = caches.get(key) or generate.make_cache(model, batch, args.prompt_length + args.new_tokens)
         cells[wiring, batch] = generate.Runner(model, caches[key], *compiles), prompts
-    for n, ((wiring, batch), cell) in enumerate(cells.items() if any(compiles) else (), start=1):
-        from runtime import compiling
+    if any(compiles):
+        compile_cells(cells, args, world)
+    return cells
 
+
+def compile_cells(cells, args, world):
+    """Compile all cells, and say how long each takes. The CPU ranks of a machine first share the work."""
+    from runtime import compiling
+
+    local, size = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if size > 1 and world.device.type == "cpu" and args.compile == "decode":
+        for cell in [*cells.values()][local::size]:
+            compiling.compile_ahead(*cell)
+        world.gather(None)  # all are there
+    for n, ((wiring, batch), cell) in enumerate(cells.items(), start=1):
         seconds = compiling.warm_up(*cell, args.new_tokens, generate.BUCKET)
         if world.rank == 0:
             what = f"compiled {n} of {len(cells)}, {wiring} at batch {batch}"
             print(f"tp {world.tp_size}: {what}, in {seconds:.1f} s", file=sys.stderr)
-    return cells
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------

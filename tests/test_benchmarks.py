@@ -229,7 +229,7 @@ README = shlex.quote(str(ROOT / "README.md"))
         (sweep, "--wiring x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
         (sweep, "", "a link needs two or more ranks"),
         (plot, f"{README} --out x.png", f"FILE: {README} has lines that this script did not write"),
-        (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, llama.cpp,"),
+        (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, ours:int8,"),
         (decode, "--cases decode", "--cases: 'decode' is neither decode:BATCH nor prefill:TOKENS"),
         (decode, f"--show {README}", f"--show: {README} has lines that this script did not write"),
         (gpu, "--json x", "there is no GPU: --device cpu tries the script"),
