@@ -163,9 +163,8 @@ def tables(lines):
         return cell(line, "ttft_ms", "prefill_times_standard")
 
     def table(text):
-        return pivot(
-            ["ranks", "wiring"], lines, lambda x: (str(x["tp"]), x["wiring"]), lambda x: f"batch {x['batch']}", text
-        )
+        place = lambda x: (str(x["tp"]), x["wiring"]), lambda x: f"batch {x['batch']}"
+        return pivot(["ranks", "wiring"], lines, *place, text)
 
     one = lines[0]
     how = "eager" if one["compile"] == "none" else "compiled"
@@ -181,30 +180,34 @@ def tables(lines):
 # ---- The command line ------------------------------------------------------------------------------------------------
 
 
-def parse(argv):
-    gpus, cores = torch.cuda.device_count(), available_cores()
-    p = cli.Parser(__doc__)
+def add_flags(p):
+    """Add the flags that say which cells to measure; a sweep of extras/measure has them, too."""
     which = p.add_mutually_exclusive_group()
     which.add_argument("--checkpoint", metavar="DIR", help="a folder of weights, e.g. demo")
-    size = "8b" if gpus else "1b"
-    which.add_argument("--model", metavar="NAME[:N]", help=f"random weights, as generate.py's (default: {size})")
+    which.add_argument("--model", metavar="NAME[:N]", help="random weights of a named size, as generate.py's")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the weights (default: the checkpoint's, or bfloat16)")
+    p.add_argument("--batch", type=count, nargs="+", metavar="B", help="batch sizes")
+    p.add_argument("--wiring", nargs="+", metavar="NAME", help="as --wiring of generate.py")
+    p.add_argument("--prompt-length", type=count, metavar="N", help="random tokens of each row")
+    cli.add_rank_flags(p)
+    cli.add_comm_flag(p)
+
+
+def parse(argv):
+    gpus, cores = torch.cuda.device_count(), available_cores()
+    length, new, size = (1024, 512, "8b") if gpus else (64, 32, "1b")
+    p = cli.Parser(__doc__)
+    add_flags(p)
+    names = ["standard", "ladder", "parallel-ladder", "upper-bound"]
+    p.set_defaults(model=size, batch=[1, 4, 16], wiring=names, prompt_length=length)
     tps = [tp for tp in (1, 2, 4, 8) if tp <= (gpus or cores)]
     p.add_argument("--tp", type=count, nargs="+", default=tps, metavar="N", help="numbers of ranks")
-    p.add_argument("--batch", type=count, nargs="+", default=[1, 4, 16], metavar="B", help="batch sizes")
-    names = ["standard", "ladder", "parallel-ladder", "upper-bound"]
-    p.add_argument("--wiring", nargs="+", default=names, metavar="NAME", help="as --wiring of generate.py")
-    length, new = (1024, 512) if gpus else (64, 32)
-    p.add_argument("--prompt-length", type=count, default=length, metavar="N", help="random tokens of each row")
     p.add_argument("--new-tokens", type=number(int, 2), default=new, metavar="N", help="the first is the prefill's")
     p.add_argument("--repeats", type=count, default=5, metavar="N", help="rounds, in which each cell generates once")
     words = "what is compiled: the decode step, the prefill too, or none, which starts at once"
     p.add_argument("--compile", choices=("decode", "all", "none"), default="decode", help=words)
-    cli.add_rank_flags(p)
-    cli.add_comm_flag(p)
     p.add_argument("--json", type=cli.appendable, default="bench.jsonl", metavar="FILE", help="append a line per cell")
     args = p.parse_args(argv)
-    args.model = args.model or (None if args.checkpoint else size)
     _, config = read_config(args)
     for wiring in args.wiring:
         rewired(config, wiring)  # raises InputError before any rank starts

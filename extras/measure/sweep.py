@@ -4,8 +4,9 @@ torchrun --standalone --nproc_per_node=2 -m extras.measure.sweep --link 0us 1000
 python -m extras.measure.sweep --simulate-tp 8 --model 8b --link nvlink pcie --json sweep.jsonl
 python -m extras.measure.sweep --wiring standard ladder upper-bound --show sweep.jsonl
 
-A line of the result is one wiring at one batch size over one link: the median step and its quartiles, the same step
-without all-reduces, one all-reduce alone, and the limit (exposed.py). All wirings share one set of weights.
+By default all wirings of a small random model (8 layers of dim 2560), which share one set of weights. A line of the
+result is one wiring at one batch size over one link: the median step and its quartiles, the same step without
+all-reduces, one all-reduce alone, and the limit (exposed.py).
 """
 
 import dataclasses
@@ -21,7 +22,6 @@ from decoding.step import pad
 from extras.measure import exposed, link, results
 from extras.measure.clock import variants
 from formats import checkpoint
-from formats.sizes import SIZES
 from generate import Runner, make_cache
 from model import Config, rewired
 from runtime import benchmarking, cli, launch, watch, writing
@@ -34,20 +34,11 @@ SMALL = Config(8, 40, 40, 64, 2560, 3456, 4096, 4096)
 
 def parse(argv):
     p = cli.Parser(__doc__)
-    which = p.add_mutually_exclusive_group()
-    words = f"random weights: small (8 layers of dim 2560), {', '.join(SIZES)}, or N layers of these"
-    which.add_argument("--model", default="small", metavar="NAME[:N]", help=words)
-    which.add_argument("--checkpoint", metavar="DIR", help="a folder of weights")
-    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the weights (default: the checkpoint's, or bfloat16)")
-    cli.add_rank_flags(p)
-    cli.add_comm_flag(p)
-    p.add_argument("--batch", type=count, nargs="+", default=[1], metavar="B")
-    p.add_argument("--prompt-length", type=count, default=64, metavar="S", help="filled slots, or the prompt's tokens")
+    bench.add_flags(p)
+    p.set_defaults(model="small", batch=[1], prompt_length=64)
     words = "measure the prefill, in so many chunks (1), not a decode step; with --eager, or they do not overlap"
     p.add_argument("--prefill", nargs="*", type=count, metavar="CHUNKS", help=words)
     p.add_argument("--eager", action="store_true", help="do not compile")
-    names = " ".join(variants(SMALL.n_layers))
-    p.add_argument("--wiring", metavar="NAME", nargs="+", help=f"default: all, of 8 layers {names}")
     p.add_argument("--link", nargs="+", type=link.parse, default=[link.FREE], metavar="LINK", help=link.FORMS)
     p.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="run one rank of N alone")
     p.add_argument("--rounds", type=number(int, 3), default=30, help="steps of each wiring over each link")
@@ -60,9 +51,8 @@ def parse(argv):
     args = p.parse_args(argv)
     if args.show:
         return args
-    args.name, args.config = (
-        ("small", SMALL) if args.model == "small" and not args.checkpoint else bench.read_config(args)
-    )
+    is_small = args.model == "small" and not args.checkpoint
+    args.name, args.config = ("small", SMALL) if is_small else bench.read_config(args)
     args.kind, args.chunks = ("decode", [1]) if args.prefill is None else ("prefill", args.prefill or [1])
     if max(args.chunks) > 1 and not args.eager or max(args.chunks) > args.prompt_length:
         raise InputError(f"--prefill is {max(args.chunks)}: chunks need --eager, and a token each of --prompt-length")
