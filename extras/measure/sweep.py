@@ -127,12 +127,10 @@ def tables(lines):
 
 def table(lines):
     def row(line):
-        name = line["link"]["name"]
-        ms = statistics.median(one["all_reduce_ms"] for one in lines if one["link"]["name"] == name and whole(one))
-        return name, f"{ms:.{2 if line['device'] == 'cpu' else 3}f}"
-
-    def whole(line):
-        return not line["wiring"].endswith((" chunks", " parts"))
+        mine = [one for one in lines if one["link"]["name"] == line["link"]["name"]]
+        whole = [one for one in mine if not one["wiring"].endswith((" chunks", " parts"))] or mine
+        ms = statistics.median(one["all_reduce_ms"] for one in whole)
+        return line["link"]["name"], f"{ms:.{2 if line['device'] == 'cpu' else 3}f}"
 
     return benchmarking.pivot(["link", "one all-reduce, ms"], lines, row, lambda line: line["wiring"], cell)
 
