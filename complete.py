@@ -6,7 +6,7 @@ from formats.checkpoint import DTYPES
 from formats.tokenizer import load_tokenizer
 from generate import BUCKET, Runner, generate, load_model, make_cache
 from model import rewired
-from runtime import launch, terminal
+from runtime import cli, launch
 from runtime.errors import InputError, load_extra
 from runtime.launch import World
 
@@ -26,31 +26,29 @@ def load(folder, device=None, dtype=None, wiring=None):
 
 def complete(
     model, tokenizer, prompts, max_new_tokens=200, temperature=0.8, top_k=None, top_p=1.0, seed=0, compile=False,
-    draft=None, proposals=3, prefill_chunks=None,
+    draft=None, proposals=3,
 ):  # fmt: skip
     """Return the text that follows each of the prompts, a list of texts. The README has an example.
 
     A text ends at an end-of-sequence token, after max_new_tokens, or at the end of the model's context.
     draft: None, "ngram", or a smaller model with the same vocabulary; it proposes `proposals` tokens at a time.
-    prefill_chunks: see generate.Runner. Raises InputError.
+    Raises InputError.
     """
     if tokenizer is None:
         raise InputError("tokenizer is None: the checkpoint has none, so there is no text to complete")
     if proposals < 1:
         raise InputError(f"proposals is {proposals} but must be a whole number, at least 1")
-    if prefill_chunks is not None and prefill_chunks < 1:
-        raise InputError(f"prefill_chunks is {prefill_chunks} but must be None or a whole number, at least 1")
     if isinstance(prompts, str) or not prompts or not all(prompts):
         raise InputError("prompts is one text, empty, or has an empty text: give a list of texts")
     device = launch.choose_device(str(model.device))  # selects it, if it is a GPU
     sampler = Sampler(temperature, top_k, top_p, seed, device)
     rows = [tokenizer.encode(text) for text in prompts]
-    slots = max(map(len, rows)) + terminal.fit(max_new_tokens, rows, model.config.max_seq_len) + 1
+    slots = max(map(len, rows)) + cli.fit(max_new_tokens, rows, model.config.max_seq_len) + 1
     if compile:  # whole buckets, so that calls of about the same length share a compiled graph
         slots = -(-slots // BUCKET) * BUCKET
 
     def new_runner(model, cache=None):
-        return Runner(model, cache or make_cache(model, len(rows), slots + proposals), compile, chunks=prefill_chunks)
+        return Runner(model, cache or make_cache(model, len(rows), slots + proposals), compile)
 
     runner, drafter = new_runner(model), None
     if draft is not None:

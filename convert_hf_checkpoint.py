@@ -13,7 +13,7 @@ from pathlib import Path
 import tp
 from formats import checkpoint
 from formats.checkpoint import dtype_name, first_line
-from formats.huggingface import LAYER_NAMES, NAMES, LlamaWeights, config_from_hf, group, hf_names
+from formats.huggingface import LlamaWeights, config_from_hf, group, hf_names
 from formats.tokenizer import load_tokenizer
 from runtime import cli, launch, writing
 from runtime.errors import InputError, load_extra
@@ -53,20 +53,17 @@ def download(repository, revision=None):
 
 def convert(source, config, folder, dtype, shard_bytes):
     """Write our config.json and safetensors from a source's tensors, one shard in memory at a time."""
-    available = set(source.names())
-    shapes = checkpoint.shapes(config)
-    sources = {name: hf_names(name) for name in shapes}
-    if config.tie_embeddings and NAMES["tok_embeddings.weight"] not in available:
-        sources["tok_embeddings.weight"] = [NAMES["output.weight"]]  # where some folders have the tied tensor
+    available, shapes = set(source.names()), checkpoint.shapes(config)
+    sources, head = {name: hf_names(name) for name in shapes}, hf_names("output.weight")
+    if config.tie_embeddings and not available.issuperset(sources["tok_embeddings.weight"]):
+        sources["tok_embeddings.weight"] = head  # where some folders have the tied tensor
     needed = {n for names in sources.values() for n in names}
     if missing := sorted(needed - available):
         raise InputError(f"the source has no tensor {missing[0]}")
-    unused = {n for n in available if n.endswith("rotary_emb.inv_freq")}
-    if config.tie_embeddings:
-        unused.add(NAMES["output.weight"])
+    unused = ["rotary_emb.inv_freq", *(head if config.tie_embeddings else [])]
     if "ffn_norm" not in config.named_wiring.norms:  # a parallel block has one norm, attention_norm
-        unused |= {n for n in available if n.endswith(LAYER_NAMES["ffn_norm.weight"])}
-    if extra := sorted(available - needed - unused):
+        unused.append("post_attention_layernorm.weight")
+    if extra := sorted(name for name in available - needed if not name.endswith(tuple(unused))):
         raise InputError(f"the source has a tensor {extra[0]} that is no part of such a model")
 
     def read(name):
@@ -128,8 +125,6 @@ def main(argv=None):
         elif folder is not None:
             writing.copy_tokenizer(folder, out)
         convert(weights, config, out, dtype, int(args.shard_gb * 1e9))
-    if own.wiring.startswith("laneformer"):
-        print("a Laneformer's keys can mean several things: python -m extras.export.verify compares with its own code")
     size = f"{config.n_layers} layers, wiring {config.wiring}, {dtype_name(dtype)}"
     print(f"wrote {args.out}: {size}{'' if tokenizer else ', NO TOKENIZER (see --tokenizer)'}")
 

@@ -24,7 +24,8 @@ import torch
 import generate
 from evaluation.score import SEPARATOR, divergence, total_nats
 from formats import checkpoint
-from formats.tokenizer import check_vocabulary, load_tokenizer
+from formats.compare import check_vocabulary, digest
+from formats.tokenizer import load_tokenizer
 from runtime import benchmarking, cli, launch, report, writing
 from runtime.cli import count, number
 from runtime.errors import InputError, load_extra
@@ -55,12 +56,10 @@ def parse(argv):
     g.add_argument("--num-fewshot", type=number(int, 0), metavar="N", help="examples in a prompt, e.g. 5")
     cli.add_wiring_flags(p)
     args = p.parse_args(argv)
-    needed, others = "--tasks", ("limit", "task_folder", "num_fewshot")
-    if args.tasks:
-        needed, others = "--text", ("compare", "sensitivity", "window", "stride", "max_tokens")
-    for name in others:
+    with_text, with_tasks = "compare sensitivity window stride max_tokens", "limit task_folder num_fewshot"
+    for name in (with_text if args.tasks else with_tasks).split():
         if getattr(args, name) is not None:
-            raise InputError(f"--{name.replace('_', '-')} goes with {needed}")
+            raise InputError(f"--{name.replace('_', '-')} goes with {'--text' if args.tasks else '--tasks'}")
     return args
 
 
@@ -135,11 +134,9 @@ def compare(args, world, model, reference_config, documents, plan):
     kl, agree, nats, reference_nats = divergence(model, reference, documents, *plan, world.rank == 0)
     nats, base = nats.mean().item(), checked(reference_nats.mean().item(), args.compare, reference)
     p99, same = kl.kthvalue(math.ceil(0.99 * len(kl))).values.item(), agree.double().mean().item()
-    words = (
-        f", {nats - base:+.4f} against {args.compare} ({reference_config.wiring})\n"
-        f"KL divergence from it, in nats per token: mean {kl.mean():.3g}, 99 % of them below {p99:.3g}, "
-        f"at most {kl.max():.3g}; the likeliest token is the same in {same:.2%}"
-    )
+    words = f", {nats - base:+.4f} against {args.compare} ({reference_config.wiring})\n"
+    words += f"KL divergence from it, in nats per token: mean {kl.mean():.3g}, 99 % of them below {p99:.3g}, "
+    words += f"at most {kl.max():.3g}; the likeliest token is the same in {same:.2%}"
     return nats, {
         "reference": checkpoint.name(args.compare), "reference_wiring": reference_config.wiring,
         "reference_quant": reference_config.quant, "reference_nats_per_token": base, "nats_difference": nats - base,
@@ -153,9 +150,9 @@ def main(argv=None):
     with world.together():
         own = checkpoint.read_config(args.checkpoint)
         config = loaded = own if args.sensitivity else cli.with_wiring(own, args)
-        if args.sensitivity:
-            alone = load_extra("research", "--sensitivity").sensitivity.alone
-            in_wiring = alone(own, cli.asked_wiring(args) or "ladder", 0)
+        if args.sensitivity:  # starts from the standard wiring, in the lanes of the one that it tries
+            sensitivity = load_extra("research", "--sensitivity").sensitivity
+            in_wiring = sensitivity.alone(own, cli.asked_wiring(args) or "ladder", 0)
             loaded = in_wiring if in_wiring.lanes else own
         if world.rank == 0:
             cli.warn_of_wiring(own, config, world.shares)
@@ -176,10 +173,10 @@ def main(argv=None):
         report.warn_of_memory(world, 0, 0, *((*model, world.rank, world.shares) for model in dtypes))  # without a cache
     if not world.alone:
         folders = {f"contents of --{name}": getattr(args, name) for name in ("checkpoint", "compare")}
-        same = {name: folder and checkpoint.digest(folder) for name, folder in folders.items()}
+        same = {name: folder and digest(folder) for name, folder in folders.items()}
         world.agree(same | ({} if args.tasks else {"contents of --text": zlib.crc32(str(documents).encode())}))
     model = generate.load_model(loaded, args.checkpoint, args.dtype, world)
-    model.config = config  # --sensitivity starts from the standard wiring, in the lanes of the one that it tries
+    model.config = config
     start = time.perf_counter()
     if args.tasks:
         result, words = harness.run(harness.Model(model, tokenizer, args.batch), tasks, args.limit, world.rank == 0)

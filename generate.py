@@ -18,11 +18,10 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 import torch
 
 from decoding import sampling
-from decoding.sampling import Sampler
-from decoding.step import RunAhead, next_tokens, pad
+from decoding.sampling import RunAhead, Sampler, last_tokens, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
-from runtime import cli, launch, report, terminal, watch
+from runtime import cli, launch, report, watch
 from runtime.cli import count
 from runtime.errors import InputError, load_extra
 from runtime.launch import World
@@ -35,7 +34,7 @@ from tp import TensorParallel, load_shard
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
     load = load_shard
-    if config.named_wiring.model or config.lanes and world.shares != (1,) * config.lanes:  # not one lane for each rank
+    if config.named_wiring.model or config.lanes and world.shares != (1,) * config.lanes:  # not a lane for each rank
         load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():
         weights = checkpoint.open_weights(folder, config, world.device)
@@ -102,7 +101,8 @@ class Runner:
         grows with both.
         """
         B, S = tokens.shape
-        last, width, logits = lengths - 1, S if pass_tokens is None else max(1, pass_tokens // B), None
+        width = max(1, pass_tokens // B) if pass_tokens else S
+        last, logits = lengths - 1, None
         for start in range(cached_tokens, S, width):
             if start:
                 watch.at("prefill from token", start)
@@ -125,6 +125,13 @@ class Runner:
         filled = longest if self.device.type == "cpu" else -(-longest // BUCKET) * BUCKET
         positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         return self._decode(tokens, positions, self.cache, filled)
+
+    def next_tokens(self, texts, sample):
+        """Run one pass for texts of which all but the last token is cached; returns their next ids (B,), on the device.
+
+        sample: as generate takes it. Each rank offers its best token of each row, in 16 bytes.
+        """
+        return sample(self.decode(*last_tokens(texts, self.device))[:, 0], self.model.comm)
 
 
 # ---- Generation ------------------------------------------------------------------------------------------------------
@@ -155,8 +162,7 @@ def generate(
     """
     texts, done, passes, shown = [list(prompt) for prompt in prompts], [False] * len(prompts), 0, 0.0
     ends = [min(len(prompt) + max_new_tokens, runner.model.config.max_seq_len) for prompt in prompts]
-    # A step is decode(), then sample(), for which each rank offers its best token of each row, in 16 bytes
-    step = next_tokens if runner.device.type == "cpu" else RunAhead()  # a GPU need not wait for the host
+    step = runner.next_tokens if runner.device.type == "cpu" else RunAhead(runner)  # a GPU need not wait for the host
     watch.at("prefill")
     start = time.perf_counter()
     tokens, lengths = pad(prompts, runner.device)
@@ -190,7 +196,7 @@ def generate(
         if draft:
             new = draft.step(runner, texts, done, sample)  # for each row the proposals that the model accepts, and one
         else:
-            new = step(runner, texts, sample)[:, None].tolist()  # one for each row
+            new = step(texts, sample)[:, None].tolist()  # one for each row
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
@@ -209,7 +215,7 @@ def add_flags(p):
     cli.add_rank_flags(g, sharded=True)
     cli.add_comm_flag(g)
     cli.add_wiring_flags(p)
-    terminal.add_prompt_flags(p)
+    cli.add_prompt_flags(p)
     g = p.add_argument_group("generation")
     g.add_argument("--max-new-tokens", type=count, default=200, metavar="N", help="each row stops at its own end")
     sampling.add_flags(g)
@@ -257,9 +263,9 @@ def set_up(args, world, chunks=None):
     with world.together():
         sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
         config, tokenizer = describe(args, world)
-        prompts, chats = terminal.read_prompts(args, config, tokenizer), terminal.is_chat(args)
-        context = min(terminal.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
-        new, source = terminal.fit(args.max_new_tokens, prompts, context), None
+        prompts, chats = cli.read_prompts(args, config, tokenizer), cli.is_chat(args)
+        context = min(cli.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
+        new, source = cli.fit(args.max_new_tokens, prompts, context), None
         slots = context if chats else max(map(len, prompts)) + new
         if args.draft:
             drafts = load_extra("drafts", f"--draft {args.draft}")
@@ -271,7 +277,9 @@ def set_up(args, world, chunks=None):
     if not world.alone:  # else there is nobody to agree with, and no reason to read the files
         contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
         if args.checkpoint:
-            contents["contents of --checkpoint"] = checkpoint.digest(args.checkpoint)
+            from formats.compare import digest
+
+            contents["contents of --checkpoint"] = digest(args.checkpoint)
         world.agree(contents)
     start = time.perf_counter()
     model = load_model(config, args.checkpoint, args.dtype, world)
@@ -304,7 +312,7 @@ def run(setup, world):
     """Generate, and print the text on rank 0; returns (the Generation, the texts or None)."""
     s, printer = setup, None
     if world.rank == 0 and not world.simulated:
-        printer = terminal.Printer(s.prompts, s.tokenizer, s.max_new_tokens, show_prompt=not s.args.chat)
+        printer = cli.Printer(s.prompts, s.tokenizer, s.max_new_tokens, show_prompt=not s.args.chat)
     unguarded = contextlib.nullcontext()
     if s.args.compile:
         from runtime import compiling
@@ -322,7 +330,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     world = launch.join(args.device, vars(args))
     setup = set_up(args, world)
-    if terminal.is_chat(args):
+    if cli.is_chat(args):
         return load_extra("chat", "--chat without a prompt").run(setup, world, generate)
     done, texts = run(setup, world)
     result = report.result(setup, world, done, texts)

@@ -9,6 +9,7 @@ KV head, H head_dim, V vocabulary, v the local part of it.
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -35,8 +36,7 @@ def pad_logits(logits, width):
 class SingleDevice:
     """The collectives of a single device: no-ops, since its partial already is the sum. tp.py has the real ones.
 
-    tp_size: the number of ranks. lanes: how many partials an all-reduce adds up, one of each rank; extras/lanes runs
-    several on a rank.
+    tp_size: the number of ranks. lanes: how many partials an all-reduce adds up; one a rank, except in extras/lanes.
     """
 
     tp_size = lanes = 1
@@ -52,7 +52,7 @@ class SingleDevice:
     def settle(self, x, pending, after=None):
         """Return x + wait(pending), or x if pending is None.
 
-        after: what a later start returned. The compiler must not move this wait before that start: see tp.py.
+        after: what a later start returned. It keeps the compiler from moving this wait before that start: see tp.py.
         """
         return x if pending is None else x + pending
 
@@ -85,25 +85,25 @@ def residual_stream(x, sublayers, comm, config):
     sublayers: list of (h, stale). A sublayer reads x without the last `stale` sums, which are still in flight.
 
     In a ladder the first two sublayers read the embedding x, the third x + s_0, where s_0 is the sum of the first. A
-    standard sublayer before a ladder leaves its sum in flight: the ladder's first sublayer does not read it.
+    standard sublayer before a ladder leaves its sum in flight: the ladder's first sublayer does not read it. A standard
+    sublayer after a ladder waits for the sum before it, as always.
 
     A stream is a generator. It yields after each start, so that interleave can run other streams meanwhile, and finally
-    yields its x. A stream of your own may only add to x, and calls each h once. Under torch.compile, after each start
-    but the last, call settle(x, oldest or None, after=the sum just started): else the compiler moves the wait to where
-    nothing overlaps. tests/test_wiring.py -k compiled_code shows the order.
+    yields its x. A stream of your own calls each h once. If its sums stay in flight while later sublayers compute, it
+    calls settle(x, oldest or None, the sum just started) after each start but the last: else torch.compile moves the
+    wait to where nothing overlaps. tests/test_wiring.py -k compiled_code shows the order.
     """
-    pending = []  # the sums in flight
-    for i, (h, stale) in enumerate(sublayers):
+    pending = []  # the sums in flight, the oldest first
+    for (h, stale), (_, next_stale) in itertools.pairwise([*sublayers, (None, 0)]):
         while len(pending) > stale:  # standard: wait, then compute
-            x = comm.settle(x, pending.pop(0), after=pending[-1] if pending else None)
+            x = comm.settle(x, pending.pop(0), *pending[-1:])
         pending.append(comm.start(h(x)))
         yield  # to the other streams of interleave
-        next_stale = sublayers[i + 1][1] if i + 1 < len(sublayers) else 0
         if stale or next_stale:  # ladder: while this sum travels, wait for the oldest that the next sublayer must read
-            oldest = pending.pop(0) if len(pending) > max(next_stale, 1) else None
-            x = comm.settle(x, oldest, after=pending[-1])  # without an oldest one it only pins the order: see tp.py
+            oldest = pending.pop(0) if len(pending) > max(next_stale, 1) else None  # never the one just started
+            x = comm.settle(x, oldest, pending[-1])  # without an oldest one it only pins the order: see tp.py
     while pending:
-        x = comm.settle(x, pending.pop(0), after=pending[-1] if pending else None)
+        x = comm.settle(x, pending.pop(0), *pending[-1:])
     yield x
 
 
@@ -123,14 +123,15 @@ def delayed_stream(x, sublayers, comm, config):
 def desynced_stream(x, sublayers, comm, config):
     """Keep every n-th all-reduce (n = config.period) and the last; between them the ranks' streams drift apart.
 
-    Where one is kept, x = AllReduce(x / lanes + h(x)). Without n none is kept: a bound on speed, not a model.
+    Where one is kept, x = AllReduce(x / lanes + h(x)). upper-bound has no n and keeps none.
     """
     for i, (h, _) in enumerate(sublayers, start=1):
-        kept = config.period and (i % config.period == 0 or i == len(sublayers))
-        if kept:
+        if config.period and (i % config.period == 0 or i == len(sublayers)):
             started = comm.start(x / comm.lanes + h(x))
             yield
-        x = comm.wait(started) if kept else x + h(x)
+            x = comm.wait(started)
+        else:
+            x = x + h(x)
     yield x
 
 
@@ -171,7 +172,7 @@ class Wiring:
     split: Callable = attention_then_mlp  # from a block to its sublayers, each a function of the residual stream
     blocks: int = 1  # neighbouring blocks whose sublayers read one input and are added up
     stream: Callable = residual_stream  # how the sublayers feed the residual stream
-    stale: int = 0  # by how many sublayers they read it late; NAME-K says another number
+    stale: int = 0  # how many of the last sums a sublayer does not wait for; NAME-K says another number
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # that a block has
     parameter: str | None = "layers"  # what NAME:N chooses: "layers", the "period" of all-reduces, or nothing
     laned: bool = False  # whether the same weights are another function in another number of lanes
@@ -286,7 +287,7 @@ class Config:
     @functools.cached_property
     def period(self):
         """n if desync keeps every n-th all-reduce, else None."""
-        return self.parsed.parameter or 2 if self.named_wiring.parameter == "period" else None
+        return (self.parsed.parameter or 2) if self.named_wiring.parameter == "period" else None
 
     @functools.cached_property
     def wirings(self):
@@ -402,9 +403,9 @@ class Attention(nn.Module):
         """Return the attention (B, K, G * S, H) of q (B, K, G, S, H) to keys and values (B, K, T, H), by their mask."""
         # The G query heads of a KV head become G more queries of one head: no key is ever copied.
         B, _, G, S, _ = q.shape
-        T = metadata.mask.shape[-1]
-        mask = metadata.mask[:, None, None].expand(B, 1, G, S, T).flatten(2, 3)  # (B, 1, G * S, T')
-        return F.scaled_dot_product_attention(q.flatten(2, 3), k[:, :, :T], v[:, :, :T], attn_mask=mask)
+        mask = metadata.mask[:, None, None].expand(B, 1, G, S, -1).flatten(2, 3)  # (B, 1, G * S, T')
+        k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]  # the filled slots
+        return F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask)
 
 
 class FeedForward(nn.Module):
@@ -460,8 +461,11 @@ class Transformer(nn.Module):
         return self.head(x, select)
 
     def streams(self, tokens, positions, cache, cache_length, chunks):
-        """Return a running stream for each chunk of the sequence; the arguments are those of forward."""
-        (_, S), causal, streams = tokens.shape, positions is None, []
+        """Return a stream for each chunk of the sequence; the arguments are those of forward.
+
+        interleave runs a layer's attention of the first chunk first, so that the others find its keys in the cache.
+        """
+        S, causal, streams = tokens.shape[1], positions is None, []
         if causal:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
         filled = cache_length - S
@@ -473,7 +477,7 @@ class Transformer(nn.Module):
         return streams
 
     def stream(self, x, metadata, cache=None):
-        """Return the running stream from the embeddings x (B, S, D) to the last layer."""
+        """Return the stream from the embeddings x (B, S, D) to the last layer."""
         return self.config.named_wiring.stream(x, self.sublayers(metadata, cache), self.comm, self.config)
 
     def head(self, x, select=None):

@@ -2,8 +2,8 @@
 and nothing else communicates while a model computes.
 
 shard_plan says which linears are column-parallel (dimension 0) and which row-parallel (dimension 1); load_shard reads a
-rank's part of them. An asynchronous all-reduce starts in TensorParallel.start and is waited for in settle. Rank and
-shares are arguments, so one process can build the shard of any rank. Shape letters: model.py.
+rank's part of them. An asynchronous all-reduce starts in TensorParallel.start and is waited for in settle, or in wait.
+Rank and shares are arguments, so one process can build the shard of any rank. Shape letters: model.py.
 """
 
 import sys
@@ -111,7 +111,7 @@ class ShardSlice(NamedTuple):
     shape: tuple
     dtype: torch.dtype
     dim: int = 0
-    ranges: list | None = None  # [(start, stop), ...] along dim, concatenated; None: all of it; []: zeros, for a bias
+    ranges: list | None = None  # [(start, stop), ...] along dim, concatenated; None: all of it; []: zeros
     columns: int = 1  # of the matrix that one stored number covers: 2 for a byte of int4, 64 for the scale of its group
 
 
@@ -127,7 +127,7 @@ def shard_slices(config, dtype, rank=0, shares=1, model=None):
         dim, ranges = plan.get(path.rpartition(".")[2], (0, None))
         shape, columns = list(whole.shape), 1
         if dim == 1 and tensor == "bias":  # added to a partial sum: by rank 0 alone
-            dim, ranges = 0, None if rank == 0 else []
+            dim, ranges = 0, (None if rank == 0 else [])
         elif dim == 1 and shape[1] == 1:  # the scale of a row
             ranges = None
         elif dim == 1:

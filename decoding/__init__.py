@@ -1,1 +1,1 @@
-"""From logits to tokens: sampling, and drafts that propose several tokens at once."""
+"""From prompts to logits to tokens."""

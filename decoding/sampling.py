@@ -1,6 +1,6 @@
-"""From logits to token ids.
+"""From prompts to logits to token ids: a Sampler, and one pass of plain decoding.
 
-Shape letters: B batch, V vocabulary, v this rank's part of it.
+Shape letters: B batch, S sequence, V vocabulary, v this rank's part of it.
 """
 
 import torch
@@ -10,14 +10,15 @@ from runtime.errors import InputError
 
 SINGLE = SingleDevice()
 
+# ---- Sampling --------------------------------------------------------------------------------------------------------
+
 
 def add_flags(group):
     """Add the flags of a Sampler, which checks them."""
     group.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy, 1 the model's own")
     group.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
-    group.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="... among the likeliest of mass P, e.g. 0.95"
-    )
+    words = "... among the likeliest of mass P, e.g. 0.95"
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help=words)
     group.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and synthetic prompts")
 
 
@@ -70,10 +71,52 @@ class Sampler:
         All ranks draw the same e, so the result does not depend on their number. first: this rank's first id.
         """
         n_blocks, by_block = -(-vocab_size // VOCAB_BLOCK), weights.unflatten(-1, (-1, VOCAB_BLOCK))
-        e = torch.empty(len(weights), n_blocks + VOCAB_BLOCK, device=weights.device).exponential_(
-            generator=self.generator
-        )
+        e = torch.empty(len(weights), n_blocks + VOCAB_BLOCK, device=weights.device)
+        e.exponential_(generator=self.generator)
         own = torch.arange(by_block.shape[1], device=weights.device) + first // VOCAB_BLOCK  # the last ones: padding
         lead, block = (by_block.sum(-1).double() / e[:, own.clamp(max=n_blocks - 1)]).max(-1)
         inside = by_block.gather(1, block[:, None, None].expand(-1, 1, VOCAB_BLOCK))[:, 0] / e[:, n_blocks:]
         return lead, block * VOCAB_BLOCK + inside.argmax(-1)
+
+
+# ---- A pass ----------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()  # as everything that runs them: to the compiler, other tensors are another graph
+def pad(prompts, device):
+    """Return (tokens (B, S), lengths (B,)) of prompts of any lengths, padded on the right."""
+    tokens = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    return tokens.to(device), torch.tensor([len(p) for p in prompts], device=device)
+
+
+def last_tokens(texts, device):
+    """Return the arguments of Runner.decode for texts of which all but the last token is in the cache."""
+    tokens = torch.tensor([text[-1:] for text in texts], device=device)
+    positions = torch.tensor([len(text) - 1 for text in texts], device=device)
+    return tokens, positions, max(map(len, texts))
+
+
+class RunAhead:
+    """Runner.next_tokens for a GPU, which gets the next pass before the ids of this one are read.
+
+    One for each generation. Nobody reads its very last pass.
+    """
+
+    def __init__(self, runner):
+        self.runner, self.ahead = runner, None  # ahead: (ids, positions) of the pass in flight
+
+    def __call__(self, texts, sample):
+        """Return the next token ids (B,), on the CPU. The texts end in those that were returned last."""
+        runner = self.runner
+        if self.ahead is None:
+            self.ahead = runner.next_tokens(texts, sample), last_tokens(texts, runner.device)[1]
+        ids, positions = self.ahead
+        read, computed = ids.to("cpu", non_blocking=True), torch.cuda.current_stream(runner.device).record_event()
+        context = runner.model.config.max_seq_len  # rows that are done stay at its end
+        positions, longest = (positions + 1).clamp(max=context - 1), min(max(map(len, texts)) + 1, context)
+        token = ids.clamp(min=0)[:, None]  # -1, not finite, ends the generation as soon as it is read
+        self.ahead = sample(runner.decode(token, positions, longest)[:, 0], runner.model.comm), positions
+        computed.synchronize()
+        return read

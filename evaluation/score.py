@@ -6,7 +6,7 @@ Shape letters: n tokens, B batch, S sequence, V vocabulary, v this rank's part o
 import torch
 from tqdm import tqdm
 
-from decoding.step import pad
+from decoding.sampling import pad
 from runtime import watch
 
 SEPARATOR = "<|endoftext|>"  # between two documents of a text

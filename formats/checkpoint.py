@@ -1,7 +1,6 @@
 """A checkpoint folder: config.json, safetensors (with an index when there are several), tokenizer files."""
 
 import dataclasses
-import hashlib
 import inspect
 import json
 import os
@@ -20,14 +19,9 @@ from runtime import watch
 from runtime.errors import InputError
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
 # Every config.json had these keys until those of a Laneformer became its dict `laneformer`.
 OLD_DEFAULTS = {
     "early_comm": True, "attention_comm": True, "mlp_comm": True, "lane_head": "replicate", "lane_norms": False,
@@ -94,9 +88,8 @@ def make_config(values, source):
     if is_laneformer and old and not given:
         values["laneformer"] = old
     elif not old.items() <= OLD_DEFAULTS.items() or (given and not is_laneformer):
-        raise InputError(
-            f"{source}: {', '.join(old) or 'laneformer'}: only for wiring laneformer, in its dict laneformer"
-        )
+        keys = ", ".join(old) or "laneformer"
+        raise InputError(f"{source}: {keys}: only for wiring laneformer, in its dict laneformer")
     for field in dataclasses.fields(Config):
         value = values.get(field.name)
         above_zero = field.type in LARGEST
@@ -143,27 +136,6 @@ def read_original(folder):
     if config.quant:
         raise InputError(f"{folder} is quantized ({config.quant}): give the original")
     return config
-
-
-def digest(folder, samples=1024):
-    """Return a short hash of a checkpoint folder: of its small files, and of the headers and samples of its weights.
-
-    Ranks compare it to find that they read different files. A change within a tensor is certain to be seen
-    only if it is longer than a 1024th of its file.
-    """
-    result = hashlib.sha256()
-    for path in sorted(Path(folder).iterdir()):
-        if path.name in ("config.json", *TOKENIZER_FILES):
-            result.update(f"{path.name}\n".encode() + path.read_bytes())
-        elif path.suffix == ".safetensors":
-            size = path.stat().st_size
-            result.update(f"{path.name} {size}\n".encode())
-            with open(path, "rb") as f:
-                result.update(f.read(min(size, int.from_bytes(f.read(8), "little"))))
-                for start in range(0, size, max(4096, size // samples)):
-                    f.seek(start)
-                    result.update(f.read(4096))
-    return result.hexdigest()[:8]
 
 
 def shapes(config):
@@ -274,16 +246,14 @@ def read_slice(weights, name, piece, device):
         raise InputError(f"tensor {name} holds {dtype_name(stored)}, but the config says {dtype_name(dtype)}")
     if piece.ranges == []:
         return torch.zeros(piece.shape, dtype=dtype, device=device)
-    stored_ranges = piece.ranges and [
-        (start // piece.columns, -(-stop // piece.columns)) for start, stop in piece.ranges
-    ]
-    shape = list(piece.shape)
-    if stored_ranges:
-        shape[piece.dim] = sum(stop - start for start, stop in stored_ranges)
+    shape, columns, ranges = list(piece.shape), piece.columns, piece.ranges
+    if ranges:  # of what is stored
+        ranges = [(start // columns, -(-stop // columns)) for start, stop in ranges]
+        shape[piece.dim] = sum(stop - start for start, stop in ranges)
     tensor = cpu.empty(shape, dtype, device)
-    weights.fill(tensor, name, piece.dim, stored_ranges)
+    weights.fill(tensor, name, piece.dim, ranges)
     if tensor.shape != piece.shape:
-        tensor = int_groups.regroup(tensor, *piece.ranges[0], piece.columns)
+        tensor = int_groups.regroup(tensor, *piece.ranges[0], columns)
     if tensor.numel() and tensor.is_floating_point() and not torch.stack(tensor.aminmax()).isfinite().all():
         why = f"in {dtype_name(dtype)}; it is stored in {dtype_name(stored)}"
         raise InputError(f"tensor {name} holds NaN or infinite values {why}")

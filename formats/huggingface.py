@@ -1,33 +1,21 @@
 """Reads Hugging Face's configs and names of tensors."""
 
 import math
+import re
 
 import torch
 
 from formats import checkpoint
-from formats.checkpoint import ROPE_KEYS, read_json
+from formats.checkpoint import MOST_LAYERS, ROPE_KEYS, read_json
 from formats.wiring_text import wiring_name
 from runtime.errors import InputError, load_extra
 
-NAMES = {  # our name: Hugging Face's; wqkv is made of three tensors
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-LAYER_NAMES = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "attention.wo.weight": "self_attn.o_proj.weight",
-    "attention.wo.bias": "self_attn.o_proj.bias",
-    "attention.q_norm.weight": "self_attn.q_norm.weight",
-    "attention.k_norm.weight": "self_attn.k_norm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "feed_forward.w1.weight": "mlp.gate_proj.weight",
-    "feed_forward.w1.bias": "mlp.gate_proj.bias",
-    "feed_forward.w3.weight": "mlp.up_proj.weight",
-    "feed_forward.w3.bias": "mlp.up_proj.bias",
-    "feed_forward.w2.weight": "mlp.down_proj.weight",
-    "feed_forward.w2.bias": "mlp.down_proj.bias",
-}
+MODULES = {  # our name: Hugging Face's; wqkv is made of three
+    "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head",
+    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attention.wo": "self_attn.o_proj", "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
+    "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj", "feed_forward.w2": "mlp.down_proj",
+}  # fmt: skip
 
 COMMON = {
     "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
@@ -65,13 +53,10 @@ ORIGINAL = "original_max_position_embeddings"
 
 def hf_names(name):
     """Return the names of the Hugging Face tensors that make up ours: one, or three (q, k, v) for wqkv."""
-    if name in NAMES:
-        return [NAMES[name]]
-    _, layer, rest = name.split(".", 2)
-    prefix = f"model.layers.{layer}."
-    if rest.startswith("attention.wqkv."):
-        return [f"{prefix}self_attn.{letter}_proj.{rest.rpartition('.')[2]}" for letter in "qkv"]
-    return [prefix + LAYER_NAMES[rest]]
+    layer, module, tensor = re.fullmatch(r"(layers\.\d+\.)?(.+)\.(\w+)", name).groups()
+    prefix = f"model.{layer}" if layer else ""
+    modules = [f"self_attn.{letter}_proj" for letter in "qkv"] if module == "attention.wqkv" else [MODULES[module]]
+    return [f"{prefix}{module}.{tensor}" for module in modules]
 
 
 def group(q, k, v, config):
@@ -101,6 +86,8 @@ def read_hf(path):
     family, _ = values.get("model_type"), values.pop("laneformer", None)
     if "n_layers" in values and family is None:
         raise InputError("this is a checkpoint of this project already (python -m extras.export converts it back)")
+    if values["num_hidden_layers"] > MOST_LAYERS:
+        raise InputError(f"num_hidden_layers is {values['num_hidden_layers']} but must be at most {MOST_LAYERS}")
     if "laneformer" in str(family).lower():  # Kog's, whose lanes are an extra
         family, values = "ministral", load_extra("lanes", f"model_type {family}").laneformer_as_ministral(values)
     if not isinstance(family, str) or family not in FAMILIES:
@@ -142,8 +129,6 @@ def config_from_hf(path):
 def our_values(hf):
     """Return the values of Config, except eos_ids, from the result of read_hf."""
     n_layers, n_heads, dim = hf["num_hidden_layers"], hf["num_attention_heads"], hf["hidden_size"]
-    if n_layers > checkpoint.MOST_LAYERS:
-        raise InputError(f"num_hidden_layers is {n_layers} but must be at most {checkpoint.MOST_LAYERS}")
     family, rope = hf["model_type"], hf["rope_scaling"]
     attention_bias, windowed = hf.get("attention_bias", False), window_layers_from_hf(hf)
     return {
@@ -218,18 +203,18 @@ class LlamaWeights:
         hf, H = read_hf(path), config.head_dim
         if "laneformer" in hf:
             source = load_extra("lanes", "a Laneformer").LaneformerWeights(source, H)
-        query, key, hidden = config.n_heads * H, config.n_kv_heads * H, config.intermediate_size
-        residual, embedding, logits = (
-            hf.get(key, 1.0) for key in ("residual_multiplier", "embedding_multiplier", "logits_scaling")
-        )
-        queries = hf["attention_multiplier"] * H**0.5 if "attention_multiplier" in hf else 1.0  # the scores over H**0.5
-        head = embedding if config.tie_embeddings else 1.0
-        self.factors = {
-            "embed_tokens": embedding, "q_proj": queries, "o_proj": residual, "down_proj": residual,
-            "norm": 1 / (head * logits), "lm_head": head,
-        }  # fmt: skip
+        self.factors = {}
+        if hf["model_type"] == "granite":
+            embedding, residual = hf["embedding_multiplier"], hf["residual_multiplier"]
+            head = embedding if config.tie_embeddings else 1.0
+            self.factors = {
+                "embed_tokens": embedding, "o_proj": residual, "down_proj": residual, "lm_head": head,
+                "norm": 1 / (head * hf["logits_scaling"]),
+                "q_proj": hf["attention_multiplier"] * H**0.5,  # the scores are over H**0.5
+            }  # fmt: skip
+        key, hidden = config.n_kv_heads * H, config.intermediate_size
         fused = {  # their rows
-            "qkv_proj": {"q_proj": query, "k_proj": key, "v_proj": key},
+            "qkv_proj": {"q_proj": config.n_heads * H, "k_proj": key, "v_proj": key},
             "gate_up_proj": {"gate_proj": hidden, "up_proj": hidden},
         }
         self.source, self.places = source, {}  # name: (the source's name, rows of each of its chunks, which chunk)

@@ -39,14 +39,11 @@ def named_size(text):
         words = f"give NAME, NAME:N with N layers, or NAME:N:int8, of {', '.join(SIZES)}"
         raise InputError(f"--model {text} is no size, or asks for too many layers: {words}")
     quant, _, size = (match[3] or "").partition(":")
+    group_size = int(size or 64) if quant == "int4" else None
     n_layers = int(match[2] or config.n_layers)
-    return dataclasses.replace(
-        config,
-        n_layers=n_layers,
-        window_layers=tuple(i for i in config.window_layers if i < n_layers),
-        quant=quant or None,
-        group_size=int(size or 64) if quant == "int4" else None,
-    )
+    windowed = tuple(i for i in config.window_layers if i < n_layers)
+    changes = {"n_layers": n_layers, "window_layers": windowed, "quant": quant or None, "group_size": group_size}
+    return dataclasses.replace(config, **changes)
 
 
 class RandomWeights:

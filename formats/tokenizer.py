@@ -55,8 +55,8 @@ class Tokenizer:
 
     def encode_markup(self, text):
         """Return the ids of text that names special tokens, as a chat template writes it; adds no BOS."""
-        names = "|".join(re.escape(s) for s in sorted(self.special, key=len, reverse=True)) or "(?!)"
-        ids = []
+        longest_first, ids = sorted(self.special, key=len, reverse=True), []
+        names = "|".join(map(re.escape, longest_first)) or "(?!)"
         for i, piece in enumerate(re.split(f"({names})", text)):
             if piece:
                 ids += [self.special[piece]] if piece in self.special else self.encode_plain(piece, first=i == 0)
@@ -143,16 +143,13 @@ class JsonTokenizer(Tokenizer):
         around = self.model.encode("a", add_special_tokens=True)  # with the tokens that its post-processor adds
         self.bos_id = around.ids[0] if around.special_tokens_mask[:1] == [1] else None
 
-    def encode_plain(self, text, first=True):
-        return self._encode(text, plain=True)
+    @_library_errors("the tokenizer cannot encode this text")
+    def encode_plain(self, text, first=True, markup=False):
+        self.model.encode_special_tokens = not markup  # if set, the names of special tokens are plain text
+        return self.model.encode(text, add_special_tokens=False).ids
 
     def encode_markup(self, text):
-        return self._encode(text, plain=False)
-
-    @_library_errors("the tokenizer cannot encode this text")
-    def _encode(self, text, plain):
-        self.model.encode_special_tokens = plain  # if set, the names of special tokens are plain text
-        return self.model.encode(text, add_special_tokens=False).ids
+        return self.encode_plain(text, markup=True)
 
     @_library_errors("the tokenizer cannot decode these tokens")
     def decode(self, ids):
@@ -192,22 +189,6 @@ def load_tokenizer(source, vocab_size=None):
         if folder.is_dir():
             _read_settings(tokenizer, folder, vocab_size)
     return tokenizer
-
-
-def check_vocabulary(config, folder, other, other_folder, called):
-    """Raise InputError unless two models have the same number of tokens and, where compared, the same tokens.
-
-    folder, other_folder: each model's folder, or None if it has no tokenizer; of two, about 1000 tokens are compared.
-    called: the other model's name in the message.
-    """
-    error = f"{called} has another vocabulary"
-    if other.vocab_size != config.vocab_size:
-        raise InputError(f"{error}, of {other.vocab_size:,} tokens, and the model's {config.vocab_size:,}")
-    ours, theirs = (path and load_tokenizer(path, config.vocab_size) for path in (folder, other_folder))
-    special = {*ours.special.values(), *theirs.special.values()} if ours and theirs else set()
-    for i in range(0, config.vocab_size, 1 + config.vocab_size // 1000) if ours and theirs else ():
-        if i not in special and theirs.decode([i]) != ours.decode([i]):
-            raise InputError(f"{error}: token {i} is {theirs.decode([i])!r}, and the model's {ours.decode([i])!r}")
 
 
 def _read_settings(tokenizer, folder, vocab_size):

@@ -11,8 +11,7 @@ import time
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from decoding.sampling import Sampler
-from decoding.step import next_tokens, pad
+from decoding.sampling import Sampler, pad
 from kernels import cxx, few_rows
 from kernels.few_rows import FEW_INT, FewRowsIntLinear
 from kernels.int_linear import recast, swap
@@ -28,18 +27,18 @@ CPU_OPTIONS = {"cpp_wrapper": True, "size_asserts": False, "cpp.min_chunk_size":
 
 
 @contextlib.contextmanager
-def _one_line():
+def _compiler_errors():
     try:
         yield
     except cxx.CompilerError as e:
         raise InputError(str(e)) from None
 
 
+@_compiler_errors()
 def prepare(device):
     """Set up torch.compile for a device. Raises InputError if that needs a C++ compiler and there is none."""
     if device.type == "cpu":
-        with _one_line():
-            cxx.prepare_compile()
+        cxx.prepare_compile()
 
 
 class DecodeAttention(Attention):
@@ -84,6 +83,7 @@ class FewRowsFeedForward(FeedForward):
         return torch.ops.ladder.feed_forward_int(x, *weights, self.w1.out_features, self.w1.in_features, self.w1.bits)
 
 
+@_compiler_errors()
 def use_fast_modules(model):
     """Replace modules by those with kernels for a decode step: on a CPU in bfloat16, and on a GPU.
 
@@ -93,8 +93,7 @@ def use_fast_modules(model):
     if not on_gpu and model.dtype != torch.bfloat16:
         return
     if not on_gpu:
-        with _one_line():
-            few_rows.build()
+        few_rows.build()
         few_rows.replace_matrices(model)
 
     def make(name, module):
@@ -154,7 +153,7 @@ def compile_ahead(runner, prompts):
     ahead = copy.copy(runner)
     ahead._decode = torch.compile(runner.model, fullgraph=True, dynamic=False, backend=compile_and_stop)
     with _compiling(), contextlib.suppress(torch._dynamo.exc.BackendCompilerFailed):
-        next_tokens(ahead, [[*prompt, 0] for prompt in prompts], Sampler(0))
+        ahead.next_tokens([[*prompt, 0] for prompt in prompts], Sampler(0))
 
 
 @torch.inference_mode()
@@ -172,7 +171,7 @@ def warm_up(runner, prompts, max_new_tokens, bucket, draft=None):
             draft.begin(*padded, PASS_TOKENS)
         for texts in [[[0] * length for _ in prompts] for length in sorted(lengths)]:
             if not draft:
-                next_tokens(runner, texts, Sampler(0)).tolist()  # waits for the device
+                runner.next_tokens(texts, Sampler(0)).tolist()  # waits for the device
             for proposals in draft.counts if draft else ():
                 draft.warm_up(runner, texts, proposals)
     return time.perf_counter() - start

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from formats.checkpoint import dtype_name
+from formats.checkpoint import dtype_name, name
 from model import rewired
 from tp import shard_plan, shard_slices
 
@@ -20,10 +20,14 @@ def free_bytes(device):
     """Return the free memory of the device; on a CPU, the memory that the system can give without swapping."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    info = Path("/proc/meminfo")
-    if not info.is_file():  # not Linux: what the machine has
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return 1024 * int(info.read_text().partition("MemAvailable:")[2].split()[0])
+    available = _kilobytes("/proc/meminfo", "MemAvailable:")
+    return available or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # not Linux: what the machine has
+
+
+def _kilobytes(path, name):
+    """Return the bytes that a file of /proc says in kB, or None if this is not Linux."""
+    info = Path(path)
+    return 1024 * int(info.read_text().partition(name)[2].split()[0]) if info.is_file() else None
 
 
 def weight_bytes(config, dtype, rank=0, shares=1):
@@ -46,10 +50,9 @@ def warn_of_memory(world, rows, slots, *models):
     """
     if world.rank > 0 and len(set(world.shares)) == 1:
         return
-    needed = sum(
-        weight_bytes(config, dtype, *place) + cache_bytes(config, dtype, rows, slots, *place)
-        for config, dtype, *place in models
-    )
+    needed = 0
+    for config, dtype, *place in models:
+        needed += weight_bytes(config, dtype, *place) + cache_bytes(config, dtype, rows, slots, *place)
     # the CPU ranks of a machine share its memory
     sharers = 1 if world.alone or world.device.type != "cpu" else int(os.environ.get("LOCAL_WORLD_SIZE", world.tp_size))
     here = world.shares[world.rank // sharers * sharers :][:sharers]
@@ -60,28 +63,23 @@ def warn_of_memory(world, rows, slots, *models):
 
 
 def step_bytes(model, cache, filled):
-    """Return the bytes that a decode step of this rank reads: all weights but the embedding table, and of the cache
-    `filled` slots, or a window of them."""
-    c = model.config
+    """Return the bytes that a decode step of this rank reads.
+
+    That is all weights but the embedding table, and of the cache `filled` slots, or a window of them.
+    """
+    c, parameters = model.config, model.named_parameters(remove_duplicate=False)
     slots = [min(filled, c.sliding_window) if i in c.window_layers else filled for i in range(c.n_layers)]
-    weights = sum(
-        p.numel() * p.element_size()
-        for n, p in model.named_parameters(remove_duplicate=False)
-        if "tok_embeddings." not in n
-    )
     layers = zip(cache, itertools.cycle(slots))  # noqa: B905, of several lanes one after another
-    return weights + sum(t[:, :, 0].numel() * t.element_size() * n for layer, n in layers for t in layer)
+    weights = sum(tensor.nbytes for name, tensor in parameters if "tok_embeddings." not in name)
+    return weights + sum(tensor[:, :, 0].nbytes * n for layer, n in layers for tensor in layer)
 
 
 def peak_bytes(device):
     """Return the peak memory of this process: allocated on the GPU, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if not status.is_file():  # not Linux
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # ru_maxrss would count the parent's memory at the time of the fork
-    return 1024 * int(status.read_text().partition("VmHWM:")[2].split()[0])
+    # on Linux ru_maxrss would count the parent's memory at the time of the fork
+    return _kilobytes("/proc/self/status", "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def result(setup, world, done, texts):
@@ -100,7 +98,7 @@ def result(setup, world, done, texts):
     accepted = draft and [draft.accepted[n] for n in range(max(draft.accepted, default=0) + 1)]
     args = setup.args
     return {
-        "model": args.model.partition(":")[0] if args.model else Path(args.checkpoint).resolve().name,
+        "model": args.model.partition(":")[0] if args.model else name(args.checkpoint),
         "n_layers": config.n_layers, "wiring": config.wiring, "dtype": dtype_name(runner.model.dtype),
         "quant": config.quant, "tp": world.tp_size, "shares": world.shares, "simulated": world.simulated,
         "device": world.device.type, "comm": args.comm,
@@ -118,9 +116,7 @@ def result(setup, world, done, texts):
 
 def summary(r):
     """Return the result in a few lines for people."""
-    head = "PREDICTED times of one rank alone: " if r["simulated"] else ""
-    head += f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}"
-    head += f", link {r['link']['name']}" if r.get("link") else ""
+    head = f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}"
     head += f", batch {r['batch']}, {r['quant'] or r['dtype']}, {r['device']}"
     head += f", shares {','.join(map(str, r['shares']))}" * (len({*r["shares"]}) > 1)
     head += f", {r['comm']} sums" * (r["comm"] != "auto")

@@ -9,7 +9,7 @@ import torch
 from helpers import BASE, random_model
 
 import generate as generate_module
-from decoding import step
+from decoding import sampling
 from decoding.sampling import Sampler
 from generate import Runner, generate, make_cache, pad
 from kernels import cuda_graphs
@@ -17,12 +17,12 @@ from model import SingleDevice
 from runtime.compiling import SplitAttention
 
 
-def generated(runner, prompts, sample, steps, decode=step.next_tokens):
+def generated(runner, prompts, sample, steps, step=None):
     """[ids read after each pass] of plain decoding."""
     texts, passes = [list(prompt) for prompt in prompts], []
     runner.prefill(*pad(prompts, "cpu"))
     for _ in range(steps):
-        passes.append(decode(runner, texts, sample).tolist())
+        passes.append((step or runner.next_tokens)(texts, sample).tolist())
         for text, i in zip(texts, passes[-1], strict=True):
             text.append(i)
     return passes
@@ -31,7 +31,7 @@ def generated(runner, prompts, sample, steps, decode=step.next_tokens):
 def pretended(net, cache, monkeypatch):
     """(a runner that says it is on a GPU, the list of its passes and of what is read from it)."""
     events, runner = [], Runner(net, cache)
-    runner.device, last_tokens, pad = torch.device("cuda"), step.last_tokens, generate_module.pad
+    runner.device, last_tokens, pad = torch.device("cuda"), sampling.last_tokens, generate_module.pad
 
     def decode(tokens, positions, longest):
         events.append("pass")
@@ -42,7 +42,8 @@ def pretended(net, cache, monkeypatch):
     event = types.SimpleNamespace(synchronize=lambda: events.append("read"))
     stream = types.SimpleNamespace(record_event=lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(step, "last_tokens", lambda texts, device: last_tokens(texts, "cpu"))
+    for module in sampling, generate_module:
+        monkeypatch.setattr(module, "last_tokens", lambda texts, device: last_tokens(texts, "cpu"))
     monkeypatch.setattr(generate_module, "pad", lambda prompts, device: pad(prompts, "cpu"))
     return runner, events
 
@@ -53,7 +54,7 @@ def test_a_gpu_has_its_next_pass_before_the_ids_of_this_one_are_read(temperature
     net, prompts, steps = random_model(BASE), [[3, 1, 4, 1, 5], [9, 2], [6]], 6
     expected = generated(Runner(net, make_cache(net, 3, 12)), prompts, Sampler(temperature), steps)
     runner, events = pretended(net, make_cache(net, 3, 12), monkeypatch)
-    assert generated(runner, prompts, Sampler(temperature), steps, step.RunAhead()) == expected
+    assert generated(runner, prompts, Sampler(temperature), steps, sampling.RunAhead(runner)) == expected
     assert events == ["pass", *["pass", "read"] * steps]
 
 

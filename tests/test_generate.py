@@ -37,7 +37,7 @@ from safetensors.torch import load_file, save_file
 import generate
 import tp
 from complete import complete, load
-from decoding import step
+from decoding import sampling
 from formats import checkpoint, sizes
 from formats.tokenizer import load_tokenizer
 from model import SingleDevice
@@ -454,7 +454,7 @@ def test_a_gpu_reads_the_cache_in_buckets_all_of_which_the_warm_up_has_seen(prom
     """A model that only writes down what it is asked to read, and a runner that says it is on a GPU."""
     lengths, tensor = [], torch.tensor
     for module in generate, compiling:
-        monkeypatch.setattr(module, "pad", lambda prompts, device: step.pad(prompts, "cpu"))
+        monkeypatch.setattr(module, "pad", lambda prompts, device: sampling.pad(prompts, "cpu"))
     monkeypatch.setattr(torch, "tensor", lambda data, device=None, **kwargs: tensor(data, **kwargs))
     monkeypatch.setattr(torch.cuda, "current_stream", unittest.mock.Mock())
     slots = -(-(prompt + new) // generate.BUCKET) * generate.BUCKET + 1

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 import complete
 import convert_hf_checkpoint
 from formats import checkpoint
+from formats.compare import digest
 from formats.tokenizer import load_tokenizer
-from runtime import terminal, writing
+from runtime import cli, writing
 from runtime.errors import InputError
 
 DEMO = ROOT / "demo"
@@ -64,20 +65,20 @@ def test_a_byte_order_mark_is_no_text_and_prompts_are_split_at_newlines_only(tmp
     (tmp_path / "config.json").write_text((DEMO / "config.json").read_text(), encoding="utf-8-sig")
     assert checkpoint.read_config(tmp_path) == checkpoint.read_config(DEMO)
     (tmp_path / "prompts").write_bytes("\ufeffone\u2028line\x0c\r\n\nanother\n".encode())
-    assert terminal.read_lines(tmp_path / "prompts") == ["one\u2028line\x0c", "", "another", ""]
+    assert cli.read_lines(tmp_path / "prompts") == ["one\u2028line\x0c", "", "another", ""]
 
 
 def test_a_digest_sees_headers_small_files_and_changes_of_a_thousandth(tmp_path):
     weights, size = tmp_path / "model.safetensors", 30 * 2**20
     save_file({"a": torch.zeros(size, dtype=torch.uint8)}, weights)
-    before, data, changed = checkpoint.digest(tmp_path), weights.read_bytes(), b"\1" * (size // 1000)
+    before, data, changed = digest(tmp_path), weights.read_bytes(), b"\1" * (size // 1000)
     for at, new in (20, b"b"), (size // 3, changed), (len(data) - len(changed), changed):
         weights.write_bytes(data[:at] + new + data[at + len(new) :])
-        assert checkpoint.digest(tmp_path) != before
+        assert digest(tmp_path) != before
     weights.write_bytes(data)
-    assert checkpoint.digest(tmp_path) == before
+    assert digest(tmp_path) == before
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert checkpoint.digest(tmp_path) != before
+    assert digest(tmp_path) != before
 
 
 def test_wrong_paths(tmp_path):

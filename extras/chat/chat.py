@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from runtime import watch
-from runtime.terminal import CHAT_CONTEXT, Printer, fit
+from runtime.cli import CHAT_CONTEXT, Printer, fit
 
 CTRL_C = b"\3"
 PASSES_BETWEEN_CHECKS = 8  # of several ranks, for a Ctrl-C: each check is a broadcast

@@ -8,8 +8,7 @@ import sys
 
 import torch
 
-from decoding.sampling import Sampler
-from decoding.step import last_tokens
+from decoding.sampling import Sampler, last_tokens
 from extras.drafts.speculative import ModelDraft
 from formats.wiring_text import wiring_name
 from model import WIRINGS, parse_wiring, rewired

@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from decoding import likely
-from decoding.sampling import Sampler
-from decoding.step import last_tokens
+from decoding.sampling import Sampler, last_tokens
 from formats import checkpoint
-from formats.tokenizer import check_vocabulary
+from formats.compare import check_vocabulary, digest
 from model import Config
 from runtime import benchmarking
 from runtime.errors import InputError
@@ -259,7 +258,7 @@ class Source(NamedTuple):
         """Return {name: digest} of what must be equal on all ranks, which each run a whole draft, to the same bits."""
         contents = {"--draft": f"{self.name}@{self.count}"}
         if self.folder:
-            contents["contents of --draft"] = checkpoint.digest(self.folder)
+            contents["contents of --draft"] = digest(self.folder)
             contents["hardware"] = f"{benchmarking.processor()}, {torch.get_num_threads()} threads"
         return contents
 

@@ -8,7 +8,6 @@ import re
 
 import torch
 
-from formats.checkpoint import MOST_LAYERS
 from formats.huggingface import unpaired
 from runtime.errors import InputError
 
@@ -44,8 +43,6 @@ def laneformer_as_ministral(values):
         raise InputError(f"{key} {hf[key]!r} is not supported: it is unknown what a Laneformer computes with it")
     lanes, n_layers, first = hf["num_lanes"], hf["num_hidden_layers"], hf["sliding_window_n_layers"]
     scaling = hf["rope_scaling"] or hf.get("rope_parameters")  # before transformers 5, and since
-    if n_layers > MOST_LAYERS:
-        raise InputError(f"num_hidden_layers is {n_layers} but must be at most {MOST_LAYERS}")
     heads = ("replicate",) if hf["pre_norm_lane_agg"] else ("replicate", "vocab_parallel")
     for key, known in (("lm_head_type", heads), ("attn_mask_type", ("causal",))):
         if hf[key] not in known:

@@ -23,7 +23,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_
 from tqdm import tqdm
 
 import generate
-from decoding.step import pad
+from decoding.sampling import pad
 from evaluation.score import float_chunks
 from formats.checkpoint import first_line
 from runtime.errors import InputError

@@ -8,9 +8,9 @@ import dataclasses
 import sys
 
 import generate
-from decoding.step import pad
+from decoding.sampling import pad
 from extras.measure import exposed, link
-from runtime import benchmarking, cli, launch, report, terminal, writing
+from runtime import benchmarking, cli, launch, report, writing
 from runtime.cli import number
 from runtime.errors import InputError
 
@@ -24,7 +24,7 @@ def parse(argv):
     g.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="run rank 0 of N alone, over such a link")
     g.add_argument("--exposed", action="store_true", help="report how much communication was not hidden")
     args = p.parse_args(argv)
-    if args.draft or terminal.is_chat(args):
+    if args.draft or cli.is_chat(args):
         raise InputError("extras.measure measures plain decode steps: without --draft or a chat")
     return args
 
@@ -43,7 +43,9 @@ def main(argv=None):
         cases = exposed.make_cases(setup.runner, *pad(setup.prompts, world.device), world)
         result["exposed"] = {kind: exposed.measure(world, {kind: case})[kind] for kind, case in cases.items()}
     if world.rank == 0:
-        print(report.summary(result), file=sys.stderr)
+        head = "PREDICTED times of one rank alone, " if world.simulated else ""
+        head += f"over link {args.link.name}: " if args.link else ""
+        print(head + report.summary(result), file=sys.stderr)
         for kind, measured in result.get("exposed", {}).items():
             print(exposed.summary(kind, measured), file=sys.stderr)
         if args.json:

@@ -34,7 +34,7 @@ class Silent(TensorParallel):
 def replays(runner, tokens, lengths):
     """Return {"prefill", "decode": a function that runs that step, any number of times}.
 
-    runner: a generate.Runner. tokens, lengths: its prompts, as decoding.step.pad makes them. The decode step writes and
+    runner: a generate.Runner. tokens, lengths: its prompts, as `pad` makes them. The decode step writes and
     reads up to the last slot but one of the cache.
     """
     token, slots = tokens[:, :1].clone(), runner.cache[0][0].shape[2]

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import bench
-from decoding.step import pad
+from decoding.sampling import pad
 from extras.measure import exposed, link, results
 from extras.measure.clock import variants
 from formats import checkpoint

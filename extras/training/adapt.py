@@ -19,6 +19,7 @@ from tqdm import tqdm
 from evaluation.score import SEPARATOR
 from extras.training import lanes, runs, sharding
 from formats import checkpoint
+from formats.compare import digest
 from kernels import cxx
 from model import Attention, FeedForward, Transformer, interleave
 from runtime import cli, launch, watch, writing
@@ -329,7 +330,7 @@ def main(argv=None):
         config, teacher_config = runs.read_configs(args)
         weights, teacher_weights = (folder and checkpoint.Weights(folder) for folder in folders.values())
     if not world.alone:
-        world.agree({f"contents of --{flag}": path and checkpoint.digest(path) for flag, path in folders.items()})
+        world.agree({f"contents of --{flag}": path and digest(path) for flag, path in folders.items()})
     rows = -(-args.batch // world.tp_size)
     args.micro_batch = min(args.micro_batch or rows, rows)
     args.compute_dtype = args.compute_dtype or ("bfloat16" if world.device.type == "cuda" else "float32")

@@ -9,7 +9,8 @@ import signal
 
 from extras.training.data import Windows, documents, tokenize, train_tokenizer
 from formats import checkpoint
-from formats.tokenizer import check_vocabulary, load_tokenizer
+from formats.compare import check_vocabulary
+from formats.tokenizer import load_tokenizer
 from model import Config
 from runtime import cli, writing
 from runtime.errors import InputError
