@@ -16,7 +16,6 @@ import functools
 import itertools
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from formats import checkpoint
 from formats.sizes import named_size
 from model import rewired
 from runtime import benchmarking, cli, launch, report, watch, writing
-from runtime.benchmarking import in_turns, quartiles
+from runtime.benchmarking import in_turns, pivot, quartiles
 from runtime.cli import count, number
 from runtime.errors import InputError
 
@@ -63,7 +62,7 @@ def load_models(config, wirings, args, world):
 
 
 def make_cells(models, args, world):
-    """Return {(wiring, batch): (runner, prompts)}. Cells with a cache of the same shape share it."""
+    """Return {(wiring, batch): (runner, prompts)}, compiled if asked for. Caches of the same shape are shared."""
     cells, caches, compiles = {}, {}, (args.compile != "none", args.compile == "all")
     random = torch.Generator().manual_seed(0)
     for (wiring, model), batch in itertools.product(models.items(), args.batch):
@@ -77,9 +76,14 @@ def make_cells(models, args, world):
 
 
 def compile_cells(cells, args, world):
-    """Compile all cells, and say how long each takes."""
+    """Compile all cells, and say how long each takes. The CPU ranks of a machine first share the work."""
     from runtime import compiling
 
+    local, size = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if size > 1 and world.device.type == "cpu" and args.compile == "decode":
+        for cell in [*cells.values()][local::size]:
+            compiling.compile_ahead(*cell)
+        world.gather(None)  # all are there
     for n, ((wiring, batch), cell) in enumerate(cells.items(), start=1):
         seconds = compiling.warm_up(*cell, args.new_tokens, generate.BUCKET)
         if world.rank == 0:
@@ -101,11 +105,7 @@ def measure(args, world):
     cells = make_cells(load_models(config, wirings, args, world), args, world)
     sample = Sampler(0, device=world.device)
     watch.at("measurement", timed=False)
-
-    def run(runner, prompts):
-        return generate.generate(runner, prompts, args.new_tokens, sample)
-
-    ways = {key: functools.partial(run, *cell) for key, cell in cells.items()}
+    ways = {key: functools.partial(generate.generate, *cell, args.new_tokens, sample) for key, cell in cells.items()}
     in_turns(ways, 1)  # to allocate memory
     if world.rank == 0:
         print(f"tp {world.tp_size}: {args.repeats} rounds of {', '.join(wirings)} ...", file=sys.stderr)
@@ -116,8 +116,7 @@ def measure(args, world):
         unguarded = compiling.without_guards(world.device)
     with unguarded:
         rounds = in_turns(ways, args.repeats)
-    made = benchmarking.environment(world) | {"command": shlex.join(sys.argv)}
-    lines = []
+    made, lines = benchmarking.environment(world), []
     for (wiring, batch), runs in rounds.items():
         runner, standard = cells[wiring, batch][0], rounds.get(("standard", batch))
         ms = [1e3 * run.decode_s / (run.steps - 1) for run in runs]
@@ -136,57 +135,43 @@ def measure(args, world):
 
 def ratios(standard, runs, seconds):
     """Return how many times as fast as standard each round was, or None without standard."""
-    pairs = zip(standard, runs, strict=True) if standard else ()
-    return [getattr(a, seconds) / getattr(b, seconds) for a, b in pairs] or None
+    return standard and [getattr(a, seconds) / getattr(b, seconds) for a, b in zip(standard, runs, strict=True)]
 
 
 # ---- The table -------------------------------------------------------------------------------------------------------
 
 
-def markdown(head, rows):
-    """Return a table; head: the cells of its first row, rows: a list of as many cells each."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
-
-
-def cell(line, ms, times_standard, bound):
-    """Return milliseconds (their quartiles) and the speed-up, marked as the legend says.
-
-    ms, times_standard: keys of the line. bound: the line of upper-bound for the same batch and ranks, or None.
-    """
-    low, middle, high = (f"{value:.2f}" for value in quartiles(line[ms]))
-    text = f"{middle} ({low}-{high}) ms"
-    if line["wiring"] == "standard" or not line[times_standard]:
-        return text
-    low, middle, high = quartiles(line[times_standard])
-    above = bound is not None and middle > statistics.median(bound[times_standard])
-    return f"{text}, {'~' * (low <= 1 <= high)}{middle:.2f}x{'^' * above}"
-
-
 def tables(lines):
     """Return two Markdown tables, of decode and prefill: a row for each (ranks, wiring), a column for each batch."""
-    batches = sorted({line["batch"] for line in lines})
-    by_key = {(line["tp"], line["wiring"], line["batch"]): line for line in lines}
+    bounds = {(line["tp"], line["batch"]): line for line in lines if line["wiring"] == "upper-bound"}
 
-    def table(ms, times_standard):
-        rows = []
-        for tp, wiring in dict.fromkeys(key[:2] for key in by_key):
-            cells = [str(tp), wiring]
-            for batch in batches:
-                line, bound = by_key.get((tp, wiring, batch)), by_key.get((tp, "upper-bound", batch))
-                cells.append(cell(line, ms, times_standard, bound) if line else "")
-                if line and ms == "tpot_ms":
-                    cells[-1] += f", {line['tok_s']:.0f} tok/s"
-                    cells[-1] += f", {100 * line['mbu']:.0f} %" * (line["step_bytes"] >= LARGE)
-            rows.append(cells)
-        return markdown(["ranks", "wiring", *(f"batch {batch}" for batch in batches)], rows)
+    def cell(line, ms, times_standard):
+        low, middle, high = (f"{value:.2f}" for value in quartiles(line[ms]))
+        text = f"{middle} ({low}-{high}) ms"
+        if line["wiring"] != "standard" and line[times_standard]:
+            low, middle, high = quartiles(line[times_standard])
+            bound = bounds.get((line["tp"], line["batch"]))
+            above = bound is not None and middle > statistics.median(bound[times_standard])
+            text += f", {'~' * (low <= 1 <= high)}{middle:.2f}x{'^' * above}"
+        return text
+
+    def decode(line, _):
+        text = f"{cell(line, 'tpot_ms', 'times_standard')}, {line['tok_s']:.0f} tok/s"
+        return text + f", {100 * line['mbu']:.0f} %" * (line["step_bytes"] >= LARGE)
+
+    def prefill(line, _):
+        return cell(line, "ttft_ms", "prefill_times_standard")
+
+    def table(text):
+        place = lambda x: (str(x["tp"]), x["wiring"]), lambda x: f"batch {x['batch']}"
+        return pivot(["ranks", "wiring"], lines, *place, text)
 
     one = lines[0]
     how = "eager" if one["compile"] == "none" else "compiled"
     return (
         f"{one['model']}, {one['n_layers']} layers, {one['quant'] or one['dtype']}, {how}; {one['hardware']}; prompt "
         f"{one['prompt_tokens']}, {one['new_tokens']} new tokens; torch {one['torch']}, commit {one['commit']}\n\n"
-        f"Decode, time per token:\n\n{table('tpot_ms', 'times_standard')}\n\n"
-        f"Prefill, time to first token:\n\n{table('ttft_ms', 'prefill_times_standard')}\n\n"
+        f"Decode, time per token:\n\n{table(decode)}\n\nPrefill, time to first token:\n\n{table(prefill)}\n\n"
         f"Medians (quartiles) of {len(one['tpot_ms'])} rounds. x: times as fast as standard, the median ratio within a "
         "round; `~`: its quartiles include 1, `^`: above the upper bound, which is noise; %: of the memory's bandwidth."
     )
@@ -195,30 +180,34 @@ def tables(lines):
 # ---- The command line ------------------------------------------------------------------------------------------------
 
 
-def parse(argv):
-    gpus, cores = torch.cuda.device_count(), available_cores()
-    p = cli.Parser(__doc__)
+def add_flags(p):
+    """Add the flags that say which cells to measure; a sweep of extras/measure has them, too."""
     which = p.add_mutually_exclusive_group()
     which.add_argument("--checkpoint", metavar="DIR", help="a folder of weights, e.g. demo")
-    size = "8b" if gpus else "1b"
-    which.add_argument("--model", metavar="NAME[:N]", help=f"random weights, as generate.py's (default: {size})")
+    which.add_argument("--model", metavar="NAME[:N]", help="random weights of a named size, as generate.py's")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the weights (default: the checkpoint's, or bfloat16)")
+    p.add_argument("--batch", type=count, nargs="+", metavar="B", help="batch sizes")
+    p.add_argument("--wiring", nargs="+", metavar="NAME", help="as --wiring of generate.py")
+    p.add_argument("--prompt-length", type=count, metavar="N", help="random tokens of each row")
+    cli.add_rank_flags(p)
+    cli.add_comm_flag(p)
+
+
+def parse(argv):
+    gpus, cores = torch.cuda.device_count(), available_cores()
+    length, new, size = (1024, 512, "8b") if gpus else (64, 32, "1b")
+    p = cli.Parser(__doc__)
+    add_flags(p)
+    names = ["standard", "ladder", "parallel-ladder", "upper-bound"]
+    p.set_defaults(model=size, batch=[1, 4, 16], wiring=names, prompt_length=length)
     tps = [tp for tp in (1, 2, 4, 8) if tp <= (gpus or cores)]
     p.add_argument("--tp", type=count, nargs="+", default=tps, metavar="N", help="numbers of ranks")
-    p.add_argument("--batch", type=count, nargs="+", default=[1, 4, 16], metavar="B", help="batch sizes")
-    names = ["standard", "ladder", "parallel-ladder", "upper-bound"]
-    p.add_argument("--wiring", nargs="+", default=names, metavar="NAME", help="as --wiring of generate.py")
-    length, new = (1024, 512) if gpus else (64, 32)
-    p.add_argument("--prompt-length", type=count, default=length, metavar="N", help="random tokens of each row")
     p.add_argument("--new-tokens", type=number(int, 2), default=new, metavar="N", help="the first is the prefill's")
     p.add_argument("--repeats", type=count, default=5, metavar="N", help="rounds, in which each cell generates once")
     words = "what is compiled: the decode step, the prefill too, or none, which starts at once"
     p.add_argument("--compile", choices=("decode", "all", "none"), default="decode", help=words)
-    cli.add_rank_flags(p)
-    cli.add_comm_flag(p)
     p.add_argument("--json", type=cli.appendable, default="bench.jsonl", metavar="FILE", help="append a line per cell")
     args = p.parse_args(argv)
-    args.model = args.model or (None if args.checkpoint else size)
     _, config = read_config(args)
     for wiring in args.wiring:
         rewired(config, wiring)  # raises InputError before any rank starts

@@ -1,41 +1,43 @@
-"""Decode and prefill of several engines on one CPU, the same shape and random bfloat16 weights, in turns.
+"""Decode and prefill of ours and llama.cpp on one CPU, the same shape and random bfloat16 weights, in turns.
 
-python -m benchmarks.decode --threads 1 --engines ours,transformers --json decode.jsonl
-python -m benchmarks.decode --threads 2 --gpt-fast DIR --llama-python VENV/bin/python --json decode.jsonl
-python -m benchmarks.decode --threads 2 --engines ours:int8,ours:int4,llama.cpp:q8_0,llama.cpp:q4_0 ...
-python -m benchmarks.decode --threads 2 --engines ours,ours@2,ours:int8,ours@2:int8,ours:int4,ours@2:int4 ...
+python -m benchmarks.decode --threads 2 --engines ours llama.cpp --json decode.jsonl
+python -m benchmarks.decode --threads 2 --engines ours:int8 ours:int4 llama.cpp:q8_0 llama.cpp:q4_0 ...
 python -m benchmarks.decode --show decode.jsonl
 
-Each engine (engines.py) is a process of its own, which is idle while another one is timed. gpt-fast is a checkout of
-its repository, llama.cpp a Python that has llama-cpp-python and gguf. The shape is Llama 3.2 1B with an output head of
-its own: 2.47 GB of weights a step. A line of the result is one engine in one case: the median and the quartiles of its
-times, and the bandwidth that the machine showed in the same run; mbu is the part of it that the decode steps reached.
-ours@2 is two ranks with half of the threads each.
+llama.cpp needs pip install llama-cpp-python gguf. The shape is Llama 3.2 1B with an output head of its own: 2.47 GB of
+weights a step. A line of the result is one engine in one case: the median and the quartiles of its times, and the
+bandwidth that the machine showed in the same run; mbu is the part of it that the decode steps reached.
 """
 
-import argparse
-import importlib.util
+import dataclasses
 import itertools
 import json
 import os
-import shutil
+import re
 import statistics
-import subprocess
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 
+if __name__ == "__main__":  # before torch loads OpenMP: threads that spin on would hold up the next engine
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import numpy
 import torch
 
-from bench import markdown
-from benchmarks.engines import DIM, FILLED, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCABULARY
-from extras.measure.results import about, add_show_flag
+from extras.measure.exposed import replays
+from extras.measure.results import add_show_flag
+from formats.sizes import SIZES
+from generate import Runner, load_model, make_cache, pad
 from runtime import cli, launch, writing
-from runtime.benchmarking import in_turns, quartiles, read_bandwidth
+from runtime.benchmarking import environment, in_turns, pivot, quartiles, read_bandwidth, timed
 from runtime.cli import count, number
 from runtime.errors import InputError
 
-WORKER = Path(__file__).with_name("engines.py")
+CONTEXT = 1088
+FILLED = 128  # slots of the cache before a decode step
+WORLD = launch.World(0, 1, torch.device("cpu"))
 QUANTS = {  # of an engine, behind a colon: (bytes of a weight, scales included, and ours of as many bits)
     "": (2, "ours"),
     "int8": (1, "ours:int8"),
@@ -43,135 +45,189 @@ QUANTS = {  # of an engine, behind a colon: (bytes of a weight, scales included,
     "int4": (0.5 + 4 / 64, "ours:int4"),  # each 64 with a scale and a zero of 16 bits
     "q4_0": (18 / 32, "ours:int4"),
 }
-ENGINES = ["ours", "transformers", "gpt-fast", "llama.cpp", "ours:int8", "gpt-fast:int8", "llama.cpp:q8_0", "ours:int4"]
-ENGINES += ["llama.cpp:q4_0", "ours@2", "ours@2:int8", "ours@2:int4"]
-CASES = "decode:1,decode:4,decode:16,decode:64,prefill:128,prefill:1024"
+CASES = ["decode:1", "decode:4", "decode:16", "decode:64", "prefill:128", "prefill:1024"]
 KINDS = {"decode": "decode, batch {}", "prefill": "prefill, {} tokens"}
 KEYS = ["threads", "engine", "kind", "n", "ms", "quartiles_ms", "bandwidth"]
 
+# ---- The engines: each returns a function step(kind, n), which prepares a case and returns a function that runs it ---
 
-def cases(text):
-    """Return [(kind, n)] of decode:4,prefill:128 (an argparse type)."""
-    found = []
-    for case in text.split(","):
-        kind, _, n = case.partition(":")
-        if kind not in KINDS or not n.isdecimal() or int(n) < 1:
-            raise argparse.ArgumentTypeError(f"{case!r} is neither decode:BATCH nor prefill:TOKENS")
-        found.append((kind, int(n)))
-    return found
+
+def ours(threads, quant):
+    group_size = 64 if quant == "int4" else None
+    config = dataclasses.replace(SIZES["1b"], tie_embeddings=False, quant=quant or None, group_size=group_size)
+    model = load_model(config, None, "bfloat16", WORLD)
+
+    def step(kind, n):
+        batch, length = (n, FILLED) if kind == "decode" else (1, n)
+        runner = Runner(model, make_cache(model, batch, length + 2), compile=True)
+        run = replays(runner, *pad([[1] * length] * batch, runner.device))[kind]
+        torch.compiler.set_stance("default")
+        run()  # compiles
+        torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)  # as generate.py does
+        return run
+
+    return step
+
+
+def llama_cpp(threads, quant):
+    try:
+        import gguf
+        import llama_cpp
+    except ImportError as error:
+        raise InputError(f"llama.cpp: {error}; pip install llama-cpp-python gguf") from None
+
+    c, path = SIZES["1b"], Path(tempfile.gettempdir()) / f"ladder-fast-1b-{os.getpid()}.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in {
+        "tokenizer_model": "no_vocab", "vocab_size": c.vocab_size, "context_length": CONTEXT, "embedding_length": c.dim,
+        "block_count": c.n_layers, "feed_forward_length": c.intermediate_size, "head_count": c.n_heads,
+        "head_count_kv": c.n_kv_heads, "rope_dimension_count": c.head_dim, "layer_norm_rms_eps": 1e-5,
+        "rope_freq_base": 500000.0,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
+    random = numpy.random.default_rng(0)
+
+    def add(name, *shape):
+        if len(shape) == 1:
+            return writer.add_tensor(name, numpy.ones(shape, numpy.float32))
+        if quant:  # blocks of 32: a scale in float16, then the integers
+            kind = gguf.GGMLQuantizationType[quant.upper()]
+            blocks = random.integers(0, 256, (shape[0], shape[1] // 32, gguf.GGML_QUANT_SIZES[kind][1]), numpy.uint8)
+            blocks[..., :2] = numpy.array([0.001], numpy.float16).view(numpy.uint8)
+            return writer.add_tensor(name, blocks.reshape(shape[0], -1), raw_dtype=kind)
+        values = random.standard_normal(shape, numpy.float32) * 0.02
+        values = (values.view(numpy.uint32) >> 16).astype(numpy.uint16)  # to bfloat16, towards zero
+        writer.add_tensor(name, values.view(numpy.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+    kv, hidden = c.n_kv_heads * c.head_dim, c.intermediate_size
+    layer = {"attn_norm": (c.dim,), "ffn_norm": (c.dim,), "attn_q": (c.dim, c.dim), "attn_k": (kv, c.dim)}
+    layer |= {"attn_v": (kv, c.dim), "attn_output": (c.dim, c.dim), "ffn_gate": (hidden, c.dim)}
+    layer |= {"ffn_up": (hidden, c.dim), "ffn_down": (c.dim, hidden)}
+    shapes = {"token_embd": (c.vocab_size, c.dim), "output": (c.vocab_size, c.dim), "output_norm": (c.dim,)}
+    shapes |= {f"blk.{i}.{name}": shape for i in range(c.n_layers) for name, shape in layer.items()}
+    for name, shape in shapes.items():
+        add(f"{name}.weight", *shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parameters = llama_cpp.llama_model_default_params()
+    parameters.use_mmap = False  # anonymous memory, as the others have; path may go
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
+    path.unlink()
+
+    def step(kind, n):
+        batch, length = (n, FILLED) if kind == "decode" else (1, n)
+        parameters = llama_cpp.llama_context_default_params()
+        parameters.n_ctx, parameters.n_seq_max = batch * (length + 8), batch
+        parameters.n_batch, parameters.n_ubatch = max(batch * 32, n), max(batch, 512)
+        parameters.n_threads = parameters.n_threads_batch = threads
+        parameters.kv_unified = False
+        context = llama_cpp.llama_init_from_model(model, parameters)
+        memory = llama_cpp.llama_get_memory(context)
+        tokens = llama_cpp.llama_batch_init(parameters.n_batch, 0, 1)
+
+        def run(first, count):
+            tokens.n_tokens = 0
+            for row in range(batch):
+                for position in range(first, first + count):
+                    i = tokens.n_tokens
+                    tokens.token[i], tokens.pos[i], tokens.n_seq_id[i], tokens.seq_id[i][0] = 1, position, 1, row
+                    tokens.logits[i] = position == first + count - 1
+                    tokens.n_tokens += 1
+            assert llama_cpp.llama_decode(context, tokens) == 0
+            llama_cpp.llama_synchronize(context)
+            return lambda: [llama_cpp.llama_memory_seq_rm(memory, row, first, -1) for row in range(batch)]
+
+        if kind == "prefill":
+            return lambda: run(0, n)()
+        for position in range(0, FILLED, 32):
+            run(position, 32)
+        return lambda: run(FILLED, 1)()
+
+    return step
+
+
+ENGINES = dict.fromkeys(("ours", "ours:int8", "ours:int4"), ours)
+ENGINES |= dict.fromkeys(("llama.cpp", "llama.cpp:q8_0", "llama.cpp:q4_0"), llama_cpp)
+
+# ---- Measuring -------------------------------------------------------------------------------------------------------
 
 
 def parse(argv):
     p = cli.Parser(__doc__)
     p.add_argument("--threads", type=count, default=1, metavar="N", help="of each engine")
-    about_engines = f"of {', '.join(ENGINES)} (default: all there are in bfloat16)"
-    p.add_argument("--engines", type=lambda text: text.split(","), metavar="A,B,...", help=about_engines)
-    p.add_argument("--gpt-fast", metavar="DIR", help="a checkout of gpt-fast")
-    p.add_argument("--llama-python", metavar="FILE", help="a Python that imports llama_cpp and gguf")
-    p.add_argument("--cases", type=cases, default=CASES, metavar="KIND:N,...", help="decode:BATCH or prefill:TOKENS")
+    p.add_argument("--engines", nargs="+", metavar="NAME", help=f"of {', '.join(ENGINES)} (default: ours)")
+    p.add_argument("--cases", nargs="+", default=CASES, metavar="KIND:N", help="decode:BATCH or prefill:TOKENS")
     p.add_argument("--rounds", type=number(int, 3), default=9, metavar="N", help="turns of each engine in each case")
     cli.add_json_flag(p, "a line for each engine and case")
     add_show_flag(p, *KEYS)
-    p.add_argument("--log", type=cli.appendable, metavar="FILE", default=os.devnull, help="what the engines print")
     args = p.parse_args(argv)
     if args.show:
         return args
-    if args.llama_python and not shutil.which(args.llama_python):
-        raise InputError(f"--llama-python {args.llama_python} is no program")
-    has_transformers = importlib.util.find_spec("transformers") is not None
-    available = {"ours": 1, "transformers": has_transformers, "gpt-fast": args.gpt_fast, "llama.cpp": args.llama_python}
-    args.engines = args.engines or [name for name, there in available.items() if there]
-    for name in args.engines:
-        if name not in ENGINES:
-            raise InputError(f"--engines: unknown {name!r}; known: {', '.join(ENGINES)}")
-        if not available[name.partition(":")[0].partition("@")[0]]:
-            raise InputError(f"--engines {name} needs --gpt-fast, --llama-python, or pip install transformers")
+    args.engines = args.engines or ["ours"]
+    if unknown := {*args.engines}.difference(ENGINES):
+        raise InputError(f"--engines: unknown {unknown.pop()!r}; known: {', '.join(ENGINES)}")
+    for case in args.cases:
+        if not re.fullmatch("(decode|prefill):[1-9][0-9]*", case):
+            raise InputError(f"--cases: {case!r} is neither decode:BATCH nor prefill:TOKENS")
     return args
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Measuring
-
-
-def start(name, args):
-    """Start the process of an engine. gpt-fast's modules have the names of ours: each finds only its own."""
-    python = args.llama_python if name.startswith("llama.cpp") else sys.executable
-    modules = args.gpt_fast if name.startswith("gpt-fast") else str(WORKER.parent.parent)
-    launcher, threads = [], str(args.threads)
-    if "@2" in name:
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-        threads = str(args.threads // 2)
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": modules}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with open(args.log, "a") as log:
-        return subprocess.Popen([python, *launcher, WORKER, name, threads], env=environment, stderr=log, **pipes)
-
-
-def ask(name, worker, kind, n, times):
-    """Return the seconds of so many runs of a case."""
-    try:
-        worker.stdin.write(f"{kind} {n} {times}\n")
-        worker.stdin.flush()
-    except BrokenPipeError:
-        pass
-    for line in worker.stdout:
-        if line.startswith("times"):
-            return json.loads(line[5:])
-    raise InputError(f"engine {name} ended: give a file to --log, and see there")
-
-
-def measure(args, argv):
+def measure(args):
     """Yield the line of each engine in each case."""
     torch.set_num_threads(args.threads)
-    workers = {name: start(name, args) for name in args.engines}
-    made = about("benchmarks.decode", argv)
-    for kind, n in args.cases:
-        for name, worker in workers.items():
-            ask(name, worker, kind, n, 1)  # prepares the case
-        times = 3 if kind != "prefill" and n < 64 else 1
-        ways = {name: partial(ask, name, worker, kind, n, times) for name, worker in workers.items()}
-        rounds = in_turns({"": lambda: read_bandwidth(torch.device("cpu"), repeats=3), **ways}, args.rounds)
+    engines = {name: ENGINES[name](args.threads, name.partition(":")[2]) for name in args.engines}
+    made, ways = environment(WORLD), {}
+    for kind, n in (case.split(":") for case in args.cases):
+        ways.clear()  # and free its caches
+        for name, step in engines.items():
+            ways[name] = partial(timed, WORLD.device, step(kind, int(n)))
+            ways[name]()
+        times = range(3 if kind != "prefill" and int(n) < 64 else 1)
+        turns = {name: lambda way=way, times=times: [way() for _ in times] for name, way in ways.items()}
+        rounds = in_turns({"": lambda: read_bandwidth(WORLD.device, repeats=3), **turns}, args.rounds)
         bandwidth = rounds.pop("")
         for name, seconds in rounds.items():
             low, median, high = (1e3 * s for s in quartiles([*itertools.chain(*seconds)]))
-            line = {"engine": name, "kind": kind, "n": n, "ms": median, "quartiles_ms": [low, high]}
+            line = {"engine": name, "kind": kind, "n": int(n), "ms": median, "quartiles_ms": [low, high]}
             line |= {"rounds": args.rounds, "bandwidth": statistics.median(bandwidth)}
             if kind == "decode":  # round by round, since the bandwidth of a shared machine varies
-                rates = (step_bytes(n, name) / statistics.median(s) for s in seconds)
+                rates = (step_bytes(int(n), name) / statistics.median(s) for s in seconds)
                 line["mbu"] = statistics.median(rate / b for rate, b in zip(rates, bandwidth, strict=True))
             yield {**made, **line}
 
 
 def step_bytes(batch, engine):
     """Return the bytes that a decode step of an engine has to read: matrices, norms, filled slots of the cache."""
-    head = DIM // HEADS
-    layer = DIM * (DIM + 2 * KV_HEADS * head) + DIM * DIM + 3 * DIM * HIDDEN
-    matrices = (LAYERS * layer + DIM * VOCABULARY) * QUANTS[engine.partition(":")[2]][0]
-    return matrices + 2 * ((2 * LAYERS + 1) * DIM + batch * LAYERS * 2 * KV_HEADS * head * (FILLED + 1))
+    c = SIZES["1b"]
+    kv = 2 * c.n_kv_heads * c.head_dim
+    layer = c.dim * (c.dim + kv) + c.dim * c.dim + 3 * c.dim * c.intermediate_size
+    matrices = (c.n_layers * layer + c.dim * c.vocab_size) * QUANTS[engine.partition(":")[2]][0]
+    return matrices + 2 * ((2 * c.n_layers + 1) * c.dim + batch * c.n_layers * kv * (FILLED + 1))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tables
+# ---- Tables ----------------------------------------------------------------------------------------------------------
 
 
 def tables(lines):
-    """Markdown, a table for each number of threads: a row a case, a column an engine."""
-    parts = []
-    for threads in sorted({line["threads"] for line in lines}):
-        mine = [line for line in lines if line["threads"] == threads]
-        engines, rows = list(dict.fromkeys(line["engine"] for line in mine)), []
-        for kind, n in dict.fromkeys((line["kind"], line["n"]) for line in mine):
-            found = {line["engine"]: line for line in mine if (line["kind"], line["n"]) == (kind, n)}
-            bandwidth = next(iter(found.values()))["bandwidth"]
-            cells = [cell(found[e], found) if e in found else "" for e in engines]
-            rows.append([KINDS.get(kind, f"{kind} {{}}").format(n), f"{bandwidth / 1e9:.1f}", *cells])
-        parts.append(markdown([f"threads: {threads}", "GB/s", *engines], rows))
-    return "\n\n".join(parts)
+    """Return Markdown, a table for each number of threads: a row a case, a column an engine."""
+
+    rates = {(line["threads"], line["kind"], line["n"]): f"{line['bandwidth'] / 1e9:.1f}" for line in lines}
+
+    def row(line):
+        return KINDS.get(line["kind"], "{}").format(line["n"]), rates[line["threads"], line["kind"], line["n"]]
+
+    return "\n\n".join(
+        pivot([f"threads: {n}", "GB/s"], [x for x in lines if x["threads"] == n], row, lambda x: x["engine"], cell)
+        for n in sorted({line["threads"] for line in lines})
+    )
 
 
-def cell(line, found):
-    """Milliseconds, their quartiles, how many times ours of as many bits; for our decode, the part of the bandwidth."""
-    ours = found.get(QUANTS[line["engine"].partition(":")[2]][1])
+def cell(line, row):
+    """Return milliseconds, their quartiles, how many times ours of as many bits; for our decode, the part of the
+    bandwidth. row: {engine: line} of the same case."""
+    ours = row.get(QUANTS[line["engine"].partition(":")[2]][1])
     low, high = line["quartiles_ms"]
     text = f"{line['ms']:.1f} ({low:.1f}-{high:.1f}"
     if line is ours or ours is None:
@@ -182,10 +238,10 @@ def cell(line, found):
 def main(argv=None):
     args = parse(argv)
     if args.show:
-        lines = [line for lines in args.show for line in lines]
+        lines = itertools.chain(*args.show)
         return print(tables([line for line in lines if not args.engines or line["engine"] in args.engines]))
     lines = []
-    for line in measure(args, argv):
+    for line in measure(args):
         print(json.dumps(line), file=sys.stderr)
         lines.append(line)
         if args.json:

@@ -1,9 +1,11 @@
-"""What benchmarks share: times taken in turns, the memory's bandwidth, and what a result depends on."""
+"""What benchmarks share: times taken in turns, the memory's bandwidth, what a result depends on, and tables."""
 
 import os
 import platform
+import shlex
 import statistics
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -56,12 +58,11 @@ def quartiles(values):
 def read_bandwidth(device, world=None, size=2**30, repeats=9):
     """Return the bytes per second that this process reads from the device's memory: the median of some passes.
 
-    A pass sums a tensor of `size` bytes, which should be far larger than the caches; less where memory is short. On a
-    GPU it takes up to 8 GiB, far more than its caches hold. The ranks of the world, if given,
-    measure at the same time: those of one machine share its memory.
+    A pass sums a tensor of `size` bytes, far more than the caches hold; less where memory is short, and on a GPU up to
+    8 GiB. The ranks of the world, if given, measure at the same time: those of one machine share its memory.
     """
-    on_gpu, free = device.type == "cuda", free_bytes(device)
-    size = min(2**33, free // 4) if on_gpu else min(size, free // 32)
+    free = free_bytes(device)
+    size = min(2**33, free // 4) if device.type == "cuda" else min(size, free // 32)
     tensor = cpu.empty((size // 4,), torch.float32, device).fill_(1)
     timed(device, tensor.sum)
     company = 0
@@ -82,13 +83,13 @@ def processor():
 
 
 def environment(world):
-    """Return what a result depends on and no flag says. settings: the environment's variables for NCCL and gloo."""
+    """Return what a result depends on besides its flags. settings: the environment's variables for NCCL and gloo."""
     device = world.device
     return {
         "tp": world.tp_size, "shares": world.shares, "simulated": world.simulated, "device": device.type,
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "threads": torch.get_num_threads(), "load_average": os.getloadavg()[0],
-        "torch": torch.__version__, "commit": git_commit(),
+        "torch": torch.__version__, "commit": git_commit(), "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)},
     }  # fmt: skip
 
@@ -101,3 +102,23 @@ def git_commit():
         return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], **here).strip() + "+" * bool(edited)
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def markdown(head, rows):
+    """Return a table; head: the cells of its first row, rows: a list of as many cells each."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ["---"] * len(head), *rows])
+
+
+def pivot(head, lines, row, column, cell):
+    """Return a Markdown table of results, a line of them in each cell.
+
+    row(line): the first cells of its row, a tuple, under `head`. column(line): the head of its column.
+    cell(line, {column: line} of its row): the text.
+    """
+    columns, rows = list(dict.fromkeys(map(column, lines))), {}
+    for line in lines:
+        rows.setdefault(row(line), {})[column(line)] = line
+    return markdown(
+        [*head, *columns],
+        [[*first, *(cell(by[c], by) if c in by else "" for c in columns)] for first, by in rows.items()],
+    )

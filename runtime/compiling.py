@@ -4,6 +4,8 @@ Shape letters: model.py.
 """
 
 import contextlib
+import copy
+import gc
 import time
 
 import torch
@@ -22,6 +24,9 @@ from runtime.errors import InputError
 from runtime.report import PASS_TOKENS
 
 FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is faster
+# A step's weights evict all else from the caches, so little should run between the products; a second thread is for
+# large kernels.
+CPU_OPTIONS = {"cpp_wrapper": True, "size_asserts": False, "cpp.min_chunk_size": 16384}
 
 
 @contextlib.contextmanager
@@ -148,10 +153,36 @@ def compiled(model, decode, prefill):
         from kernels.cuda_graphs import Graphs
 
         return Graphs(model), prefill_model
-    # A step's weights evict all else from the caches, so little should run between the products; a second thread is for
-    # large kernels.
-    options = {"cpp_wrapper": True, "size_asserts": False, "cpp.min_chunk_size": 16384}
-    return torch.compile(model, fullgraph=True, dynamic=False, options=options), prefill_model
+    return torch.compile(model, fullgraph=True, dynamic=False, options=CPU_OPTIONS), prefill_model
+
+
+@contextlib.contextmanager
+def _compiling():
+    """Say that the ranks compile, without Python's search for cycles: it would take a fifth of the compiler's time."""
+    gc.disable()
+    try:
+        with watch.during("compilation"):
+            yield
+    finally:
+        gc.enable()
+
+
+@torch.inference_mode()
+def compile_ahead(runner, prompts):
+    """Compile a CPU's decode step into the cache of this machine, without running it.
+
+    So ranks whose shards are alike can compile several runners at the same time: warm_up then finds all of them.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    def compile_and_stop(graph, inputs):
+        compile_fx(graph, inputs, config_patches=CPU_OPTIONS)
+        raise InterruptedError
+
+    ahead = copy.copy(runner)
+    ahead._decode = torch.compile(runner.model, fullgraph=True, dynamic=False, backend=compile_and_stop)
+    with _compiling(), contextlib.suppress(torch._dynamo.exc.BackendCompilerFailed):
+        ahead.next_tokens([[*prompt, 0] for prompt in prompts], Sampler(0))
 
 
 @torch.inference_mode()
@@ -162,7 +193,7 @@ def warm_up(runner, prompts, max_new_tokens, bucket, draft=None):
     if runner.device.type == "cuda":
         last = first + max_new_tokens - 1
         lengths |= {last, *(length for length in range(first, last) if length % bucket == 1)}
-    with watch.during("compilation"):
+    with _compiling():
         padded = pad(prompts, runner.device)
         runner.prefill(*padded, PASS_TOKENS)
         if draft:

@@ -59,25 +59,17 @@ def test_by_tcp_latencies_run_at_once():
     assert [advise.step_seconds(ladder, times._replace(flight=f))[0] for f in (0.0, 3.0)] == [31.0, 5 * (3 + 1) + 1]
 
 
-@pytest.mark.parametrize("name", ["spd-ladder", "parallel", "parallel-ladder"])
-def test_only_some_layers_are_wired_so(name):
-    config = dataclasses.replace(FORM, wiring=f"{name}:4,")
-    seconds, n, _ = advise.step_seconds(config, Times(1.0, 3.0, 0.0, 2.0, 0.0))
-    # four standard layers, and of a stale last one the sum before it is hidden
-    assert n == 9 and seconds == pytest.approx(4 * 8 + 4 + 2 - 2 * WIRINGS[name].stale)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What a rank has to do
 
 H = 32
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp_size", [2, 3, 4])
 @pytest.mark.parametrize(
     "changes",
     [
-        {}, {"quant": "int8"}, {"quant": "int4", "group_size": 32},
+        {"quant": "int8"}, {"quant": "int4", "group_size": 32},
         {"qkv_bias": True, "wo_bias": True, "mlp_bias": True, "qk_norm": True}, {"n_kv_heads": 2},
     ],
 )  # fmt: skip
@@ -196,20 +188,11 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
     assert [advise.retraining(laned, other, 3) for other in others] == ["no", "yes, in 4 lanes", "yes, in 3 lanes"]
 
 
-def test_what_to_take(capsys):
-    slow = advised(capsys, *H100, "--link", "ethernet-10g").splitlines()[-3:]
-    assert slow[0].startswith("The all-reduces are 9")
-    assert slow[1].startswith("Without retraining: spd; ") and slow[1].endswith("eval.py measures it.")
-    assert slow[2].startswith("With retraining: desync:4; ") and "loss" not in slow[2]
+def test_what_all_reduces_cost(capsys):
     shown = advised(capsys, *H100, "--link", "0.5us")
-    fast = shown.splitlines()[-3:]
     share = 64 * 0.5e-3 / float(rows(shown)["standard"][0])
-    assert fast[0].startswith(f"The all-reduces are {100 * share:.0f} % of the standard step: at most 1.0")
-    assert fast[1].startswith("Without") and fast[2].startswith("With ")
-    nothing = advised(capsys, *H100, "--link", "free").splitlines()[-2:]
-    assert nothing == [
-        f"{kind} retraining: nothing is more than 1 % faster than standard." for kind in ("Without", "With")
-    ]
+    line = f"The all-reduces are {100 * share:.0f} % of the standard step: at most 1.0"
+    assert shown.splitlines()[-1].startswith(line)
 
 
 def test_a_table_for_each_link(capsys):
@@ -229,7 +212,7 @@ def test_a_table_for_each_link(capsys):
         ("--model 8b", "the following arguments are required: --tp, --link"),
         ("--model 8b --tp 33 --link pcie", "33 ranks or lanes cannot shard n_heads 32: use 1 to 32"),
         ("--model 8b --tp 8 --bandwidth-gbs 0", "--bandwidth-gbs: '0' is not a number above 0"),
-        ("--model 8b --tp 8 --link carrier", "--link 'carrier' is none of free, nvlink,"),
+        ("--model 8b --tp 8 --link carrier", "--link: 'carrier' is none of free, nvlink,"),
         ("--model 8b --tp 8 --link pcie --wirings ladder:33", "wiring ladder:33 does not fit"),
         ("--checkpoint /nowhere --tp 2 --link pcie", "/nowhere"),
     ],

@@ -120,7 +120,7 @@ def rows(text):
 
 def test_speedups_are_paired_by_round_and_told_from_noise():
     # the machine was half as fast in the third round, which slowed standard and ladder alike
-    lines = [line("standard", [1, 1, 1], tpot_ms=[10, 10, 20], batch=b) for b in (4, 1)]
+    lines = [line("standard", [1, 1, 1], tpot_ms=[10, 10, 20], batch=b) for b in (1, 4)]
     lines += [
         line("ladder", [1.2, 1.3, 1.25], batch=4),
         line("parallel", [0.9, 1.1, 1.2]),
@@ -146,9 +146,7 @@ def test_speedups_are_paired_by_round_and_told_from_noise():
     "words, message",
     [
         ("--batch 1,4", "--batch: '1,4' is not a whole number from 1"),
-        ("--new-tokens 1", "--new-tokens: '1' is not a whole number from 2"),
         ("--wiring ladders", "unknown wiring 'ladders'; known: standard, ladder"),
-        ("--checkpoint demoo", "demoo"),
         ("--model 8b:2 --wiring ladder:3", "wiring ladder:3 does not fit 2 layers"),
         ("--prompt-length 130000 --new-tokens 2000 --model 8b", "--prompt-length 130000 and --new-tokens 2000 exceed"),
         ("--json /dev/null/x.jsonl", "--json: cannot write"),

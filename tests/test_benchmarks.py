@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import io
 import itertools
 import json
 import shlex
@@ -11,14 +10,14 @@ import sys
 
 import pytest
 import torch
-from helpers import RANKS, ROOT, main_on_ranks, run_ranks, script
+from helpers import RANKS, ROOT, main_on_ranks, script
 
 import bench
-from benchmarks import decode, engines, gpu
-from extras.measure import plot, results, sweep, timeline
+from benchmarks import decode, gpu
+from extras.measure import plot, results, sweep
 from formats.sizes import SIZES
-from model import WIRINGS, Config, build, parse_wiring
-from runtime import launch, report
+from model import WIRINGS, Config, build
+from runtime import report
 from runtime.errors import InputError
 
 TINY = Config(2, 8, 8, 8, 64, 128, 256, 512)
@@ -60,7 +59,7 @@ def write(path, lines):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# extras/measure/sweep.py, plot.py and timeline.py
+# extras/measure/sweep.py and plot.py
 
 
 def test_a_sweep_writes_a_line_for_each_wiring_and_link_and_a_trace(tiny, printed, tmp_path):
@@ -72,8 +71,7 @@ def test_a_sweep_writes_a_line_for_each_wiring_and_link_and_a_trace(tiny, printe
     cases = {*itertools.product(["free", "5000us"], ["standard", "ladder:1,"], [1, 2])}
     assert {(line["link"]["name"], line["wiring"], line["batch"]) for line in lines} == cases and len(lines) == 8
     assert all(line["step_ms"] >= 4 * 5 for line in lines if line["link"]["name"] == "5000us")
-    assert lines[0]["command"].endswith(f"python -m extras.measure.sweep {' '.join(map(str, flags))}")
-    assert lines[0].keys() >= {"torch", "commit", "hardware", "threads"}
+    assert lines[0].keys() >= {"torch", "commit", "hardware", "threads", "command"}
     assert {"-".join(map(str, case)) for case in cases} == {path.name for path in (tmp_path / "traces").iterdir()}
     trace = tmp_path / "traces" / "5000us-ladder:1,-2" / "rank0.json"
     assert json.loads(trace.read_text())["traceEvents"]
@@ -97,7 +95,7 @@ def test_a_sweep_of_a_checkpoint_on_real_ranks_names_their_link(tmp_path):
     flags = ["--checkpoint", ROOT / "demo", "--wiring", "standard", "--link", "free", "--label", "veth"]
     shown, *others = main_on_ranks(RANKS, sweep.main, "--rounds", 3, "--eager", "--json", out, *flags)
     [line] = read(out)
-    assert (line["link"], line["tp"], line["model"]) == ({"name": "veth"}, RANKS, "demo")
+    assert (line["link"]["name"], line["tp"], line["model"]) == ("veth", RANKS, "demo")
     assert "| veth | " in shown[0] and not any(text for text, _ in others)
 
 
@@ -114,12 +112,10 @@ def test_cells_of_a_sweep_say_what_is_noise():
         line("standard", 20.0, [19.0, 21.0]), line("ladder", 10.0, [9.5, 10.5]), line("parallel", 19.0, [18.0, 19.5]),
         line("desync:2", 8.0, [7.0, 9.0]), line("upper-bound", 9.0, [8.9, 9.1], limit_ms=None),
     ]  # fmt: skip
-    row, legend = sweep.tables(lines).split("\n")[4], sweep.tables(lines).split("\n")[-1]
+    row = sweep.tables(lines).split("\n")[4]
     assert row == "| 0 | 0.50 | 20.0 (+100%) | 10.0 (+0%, 2.00x) | 19.0 (+90%, ~1.05x) | 8.0 (-20%, 2.50x^) | " + (
         "9.0 (no limit, 2.22x) |"
     )
-    assert "within noise" in legend and "above the upper bound" in legend
-    assert "noise" not in sweep.tables(lines[:2])
     other = [*lines, line("standard", 12.0, [11.0, 13.0], comm="one-shot")]
     assert row in sweep.tables(other) and "one-shot sums" in sweep.tables(other)
     on_gpu = sweep.tables([line("standard", 0.1234, [0.1, 0.2], limit_ms=0.1234, device="cuda")])
@@ -138,121 +134,44 @@ def test_a_new_wiring_is_measured(own_wiring, tiny, printed):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name, line",
-    [
-        ("ladder:4", {"wiring": "hybrid", "n_layers": 8}), ("ladder:8", {"wiring": "hybrid", "ladder_layers": 8}),
-        ("ladder:3,4", {"wiring": "hybrid", "ladder_layers": [3, 4]}), ("desync:2", {"wiring": "desync-2"}),
-        ("desync:4", {"wiring": "desync", "desync_period": 4}), ("delayed-4:1-2/8", {"wiring": "delayed-4:1-2/8"}),
-    ],
-)  # fmt: skip
-def test_wirings_of_older_lines(name, line):
-    assert results.wired(line) == name and parse_wiring(name)
-    assert results.base(name) == name.split(":")[0].split("-")[0]
-
-
-def test_the_figures(tmp_path, printed):
+def test_the_figure(tmp_path, printed):
     lines = [line(w, ms, [ms, ms + 1], link={"name": n}, all_reduce_ms=x) for n, x in (("a", 2.0), ("b", 1.0))
              for w, ms in (("standard", 20.0), ("ladder", 10.0))]  # fmt: skip
     assert plot.by_link(lines)["ladder"] == dict.fromkeys((2.0, 1.0), (2.0, 20 / 11, 2.0))
-    out = write(tmp_path / "x.jsonl", lines)
-    printed(plot, out, "--out", tmp_path / "x.png")
-    printed(plot, "--front-page", tmp_path / "front.svg")
-    printed(timeline, tmp_path / "y.svg")
-    assert (tmp_path / "x.png").stat().st_size > 5000
-    front, drawn = (tmp_path / "front.svg").read_text(), timeline.draw()
-    assert front.count("<svg") == 1 and len(plot.front_page().axes) == 1
-    drawn.draw_without_rendering()
-    bars = [(box.get_y(), box.get_x(), box.get_x() + box.get_width()) for box in drawn.axes[0].patches]
-    above, below = ([bar for bar in bars if (bar[0] > 1.5) == up] for up in (True, False))
-    assert len(above) == len(below) == 12 and max(end for *_, end in above) > max(end for *_, end in below)
-    assert not any(
-        a[1] < b[2] - 1e-9 and b[1] < a[2] - 1e-9 for a in above for b in above if a != b
-    )  # nothing overlaps
-
-
-@pytest.mark.parametrize(
-    "change", [{"quartiles_ms": 3}, {"step_ms": "x"}, {"link": []}, {"wiring": 3}, {"all_reduce_ms": None}], ids=str
-)
-def test_lines_of_wrong_values_are_one_error(change, tmp_path):
-    out = write(tmp_path / "x.jsonl", [line("standard", 2.0, [1.0, 3.0]), line("ladder", 2.0, [1.0, 3.0]) | change])
-    for main, flags in (sweep.main, ["--show", out]), (plot.main, [out, "--out", tmp_path / "x.png"]):
-        with pytest.raises(InputError) as e:
-            main([*map(str, flags)])
-        assert "\n" not in str(e.value)
+    out = write(tmp_path / "x.jsonl", [*lines, line("spd", 1.0, [1.0, 2.0], batch=2)])
+    printed(plot, out, "--wiring", "standard", "ladder", "--out", tmp_path / "x.svg")
+    assert "<svg" in (tmp_path / "x.svg").read_text()
+    with pytest.raises(InputError, match="there is no line of standard over the link 0"):
+        plot.main([str(out), "--out", "x.svg"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# decode.py and its engines
+# decode.py
 
 
-def test_decode_asks_its_engines_in_turns(monkeypatch, printed, tmp_path):
-    worker = tmp_path / "worker.py"
-    answers = "print('something else'), print('times', [0.25] * int(line.split()[2]), flush=True)"
-    worker.write_text(f"import sys\nfor line in sys.stdin: {answers}\n")
-    monkeypatch.setattr(decode, "WORKER", worker)
-    monkeypatch.setattr(decode, "read_bandwidth", lambda *args, **kwargs: 1e10)
-    out = tmp_path / "out.jsonl"
-    flags = ["--engines", "ours,transformers", "--cases", "decode:1,prefill:8", "--rounds", "3", "--json", out]
-    threads = torch.get_num_threads()
-    try:
-        shown = printed(decode, *flags)
-    finally:
-        torch.set_num_threads(threads)
-    assert [(x["engine"], x["kind"], x["n"], x["ms"]) for x in read(out)] == [
-        (engine, kind, n, 250.0) for kind, n in (("decode", 1), ("prefill", 8)) for engine in ("ours", "transformers")
-    ]
-    assert read(out)[0]["mbu"] == pytest.approx(decode.step_bytes(1, "ours") / 0.25 / 1e10)
-    assert "| prefill, 8 tokens | 10.0 | 250.0 (250.0-250.0) | 250.0 (250.0-250.0; 1.00x) |" in shown
-    assert printed(decode, "--show", out) == shown
-    worker.write_text("raise SystemExit('no such thing')")
-    with pytest.raises(InputError, match="engine ours ended: give a file to --log"):
-        decode.main(["--engines", "ours", "--cases", "decode:1"])
-
-
-def make_small(monkeypatch):
+def test_decode_runs_its_engines_in_turns(monkeypatch, tiny, printed, tmp_path):
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
-    monkeypatch.setitem(SIZES, "1b", dataclasses.replace(TINY, n_layers=2))
-    names = ["DIM", "LAYERS", "HEADS", "KV_HEADS", "HIDDEN", "VOCABULARY"]
-    for name, value in zip(names, [64, 2, 8, 8, 128, 256], strict=True):
-        monkeypatch.setattr(engines, name, value)
-
-
-def answer_on_two_ranks(world):
-    out = io.StringIO()
-    with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(out):
-        make_small(m)
-        m.setattr(launch, "join", lambda device, flags=None: world)
-        m.setattr(sys, "stdin", io.StringIO("decode 2 1\nprefill 4 3\n"))
-        engines.answer_on_ranks("ours@2:int8", 1)
-        torch.compiler.set_stance("default")
-    return out.getvalue().splitlines()
-
-
-def test_our_engine_on_two_ranks(monkeypatch):
-    first, second = run_ranks(2, answer_on_two_ranks)
-    assert [len(json.loads(line.removeprefix("times"))) for line in first] == [1, 3] and second == []
-    commands = []
-    monkeypatch.setattr(subprocess, "Popen", lambda words, env, **_: commands.append((words, env["OMP_NUM_THREADS"])))
-    decode.start("ours@2:int4", decode.parse(["--threads", "6", "--engines", "ours@2:int4"]))
-    [(words, threads)] = commands
-    assert "--nproc_per_node=2" in words and words[-2:] == ["ours@2:int4", "3"] and threads == "3"
-
-
-def test_the_engines_of_others_have_a_process_and_modules_of_their_own(tmp_path):
-    (tmp_path / "model.py").write_text("raise SystemExit('not the model.py of gpt-fast')")
-    args = decode.parse(["--gpt-fast", str(tmp_path), "--engines", "gpt-fast", "--log", str(tmp_path / "log")])
-    worker = decode.start("gpt-fast", args)
-    with pytest.raises(InputError, match="engine gpt-fast ended"):
-        decode.ask("gpt-fast", worker, "decode", 1, 1)
-    assert "not the model.py of gpt-fast" in (tmp_path / "log").read_text()
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    monkeypatch.setattr(decode, "read_bandwidth", lambda *args, **kwargs: 1e10)
+    out, flags = tmp_path / "out.jsonl", ["--cases", "decode:2", "prefill:8", "--rounds", 3, "--engines"]
+    shown = printed(decode, *flags, "ours", "ours:int8", "--json", out)
+    torch.compiler.set_stance("default")
+    lines = read(out)
+    assert [(x["engine"], x["kind"], x["n"]) for x in lines] == [
+        (engine, kind, n) for kind, n in (("decode", 2), ("prefill", 8)) for engine in ("ours", "ours:int8")
+    ]
+    assert 0 < lines[0]["mbu"] < 1 and lines[0]["quartiles_ms"][0] <= lines[0]["ms"] and "mbu" not in lines[2]
+    assert shown.count("| 10.0 |") == 2 and printed(decode, "--show", out) == shown
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(InputError, match="llama.cpp: .*gguf.*; pip install llama-cpp-python gguf"):
+        decode.main([*map(str, flags), "llama.cpp"])
 
 
 def test_decode_knows_the_bytes_of_a_step():
     for quant, size in ((None, None), ("int8", None), ("int4", 64)):
         config = dataclasses.replace(SIZES["1b"], tie_embeddings=False, quant=quant, group_size=size)
         net = build(config).bfloat16()
-        expected = report.step_bytes(net, net.new_cache(4, 160), engines.FILLED + 1)
+        expected = report.step_bytes(net, net.new_cache(4, 160), decode.FILLED + 1)
         scales = [p.nbytes for n, p in net.named_parameters() if n.endswith("scales") and "embeddings" not in n]
         uncounted = sum(scales) if quant == "int8" else 0  # two bytes a row
         assert decode.step_bytes(4, f"ours:{quant}" if quant else "ours") == expected - uncounted
@@ -263,24 +182,21 @@ def test_decode_knows_the_bytes_of_a_step():
 
 
 def test_gpu_measures_full_sizes_over_every_link_and_its_flags_are_known():
-    text = [" ".join(command) for command in gpu.cases("cuda:0", "traces")]
-    assert [command.split(" --tp")[0] for command in text[:2]] == ["bench.py --model 8b", "bench.py --model 8b:8"]
-    links = " ".join(link for link in gpu.LINKS if link != "free")
-    assert sum("--simulate-tp 8" in command and command.endswith(f"--link {links}") for command in text) == 2
-    for device in "cuda:0", "cpu":
-        for command in gpu.cases(device, "traces"):
-            (bench if command[0] == "bench.py" else sweep).parse(command[1 + (command[0] == "-m") :])
+    commands = gpu.cases("cuda:0", "traces")
+    assert commands[0].endswith("--batch 1 --model 8b") and len(commands) == 6
+    assert sum(f"--link {' '.join(gpu.LINKS)}".replace("free ", "") in command for command in commands) == 2
+    for command in commands + gpu.cases("cpu", "traces"):
+        script, *flags = shlex.split(command.removeprefix("-m "))
+        (bench if script == "bench.py" else sweep).parse(flags)
 
 
 def test_gpu_s_cases_end_with_the_time_and_leave_a_word(monkeypatch, tmp_path, printed):
-    assert gpu.run(["-c", "pass"], 20) is None and gpu.run(["-c", "raise SystemExit(3)"], 20) == "it ended with code 3"
-    assert gpu.run(["-c", "import time; time.sleep(60)"], 1) == "no time left"
-    ran = []
-    monkeypatch.setattr(
-        gpu, "run", lambda command, seconds: ran.append(command) or ("broke" if len(ran) == 2 else None)
-    )
+    assert [gpu.run("-c 'raise SystemExit(3)'", 20), gpu.run("-c pass", 20)] == ["it ended with code 3", None]
+    assert gpu.run("-c 'import time; time.sleep(60)'", 1) == "no time left"
+    errors = iter([None, "broke", None, None, None])
+    monkeypatch.setattr(gpu, "run", lambda command, seconds: next(errors))
     printed(gpu, "--device", "cpu", "--json", tmp_path / "out")
-    assert [line["error"] for line in read(tmp_path / "out")] == ["broke"] and len(ran) == 5
+    assert [line["error"] for line in read(tmp_path / "out")] == ["broke"] and not [*errors]
     printed(gpu, "--device", "cpu", "--seconds", 0, "--json", tmp_path / "late")
     assert [line["error"] for line in read(tmp_path / "late")] == ["no time left"] * 5
 
@@ -312,11 +228,9 @@ README = shlex.quote(str(ROOT / "README.md"))
         (sweep, "--prefill 2", "--prefill is 2: chunks need --eager"),
         (sweep, "--wiring x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
         (sweep, "", "a link needs two or more ranks"),
-        (plot, "", "give files of extras.measure.sweep and --out FILE, or --front-page FILE"),
-        (plot, f"{README} --out x.png", f"{README} has lines that this script did not write"),
-        (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, transformers, gpt-fast, llama.cpp,"),
+        (plot, f"{README} --out x.png", f"FILE: {README} has lines that this script did not write"),
+        (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, ours:int8,"),
         (decode, "--cases decode", "--cases: 'decode' is neither decode:BATCH nor prefill:TOKENS"),
-        (decode, "--llama-python /nosuch", "--llama-python /nosuch is no program"),
         (decode, f"--show {README}", f"--show: {README} has lines that this script did not write"),
         (gpu, "--json x", "there is no GPU: --device cpu tries the script"),
     ],
@@ -346,7 +260,7 @@ SHOWN = [  # (page, script, flags before --show, file, tables on the page)
     ("decode.md", decode, "", "decode-calls.jsonl", 1),
     ("decode.md", decode, "", "decode-panels.jsonl", 1),
     ("decode.md", decode, "", "decode-memory.jsonl", 1),
-    ("decode.md", decode, "ours,transformers,gpt-fast,llama.cpp", "decode-amx.jsonl", 1),
+    ("decode.md", decode, "ours transformers gpt-fast llama.cpp", "decode-amx.jsonl", 1),
 ]
 
 

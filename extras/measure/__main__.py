@@ -11,7 +11,7 @@ import generate
 from decoding.sampling import pad
 from extras.measure import exposed, link
 from runtime import benchmarking, cli, launch, report, writing
-from runtime.cli import count, number
+from runtime.cli import number
 from runtime.errors import InputError
 
 
@@ -20,42 +20,34 @@ def parse(argv):
     generate.add_flags(p)
     g = p.add_argument_group("measuring", "what communication costs, here or elsewhere: extras/measure/README.md")
     words = "emulate a link between the ranks: a name such as pcie, or its numbers, e.g. 100us+50gbps; tcp+ before it"
-    g.add_argument("--link", type=link.link_type, metavar="LINK", help=f"{words} lets several latencies run at once")
+    g.add_argument("--link", type=link.parse, metavar="LINK", help=f"{words} lets several latencies run at once")
     g.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="run rank 0 of N alone, over such a link")
     g.add_argument("--exposed", action="store_true", help="report how much communication was not hidden")
-    g.add_argument("--profile", metavar="DIR", help="write a trace of a prefill and a decode step for each rank")
-    words = "cut each pass of the prefill into N chunks; one computes while another's partials are summed"
-    g.add_argument("--prefill-chunks", type=count, metavar="N", help=words)
-    g.add_argument("--ignore-eos", action="store_true", help="generate --max-new-tokens tokens in each row")
     args = p.parse_args(argv)
     if args.draft or cli.is_chat(args):
         raise InputError("extras.measure measures plain decode steps: without --draft or a chat")
-    if args.simulate_tp and not args.link:
-        raise InputError("--simulate-tp needs a link to predict: --link NAME, or its numbers, e.g. --link 100us+50gbps")
     return args
 
 
 def main(argv=None):
     args = parse(argv)
     world = launch.join(args.device, vars(args))
-    if args.link or args.exposed:
+    if args.link or args.exposed or args.simulate_tp:
         world = link.emulate(world, args.link or link.FREE, args.simulate_tp)
-    setup = generate.set_up(args, world, args.prefill_chunks)
-    if args.ignore_eos:
-        setup = setup._replace(eos_ids=())
+    setup = generate.set_up(args, world)
     done, texts = generate.run(setup, world)
-    runner, prompts = setup.runner, pad(setup.prompts, world.device)
     result = report.result(setup, world, done, texts) | {"link": args.link and dataclasses.asdict(args.link)}
-    result["exposed"] = exposed.measure_run(runner, *prompts, world) if args.exposed else None
-    if args.profile is not None:
-        with world.together():
-            exposed.profile(args.profile, world, exposed.replays(runner, *prompts))
+    if args.exposed:
+        if world.rank == 0:
+            print("measuring what communication costs ...", file=sys.stderr)
+        cases = exposed.make_cases(setup.runner, *pad(setup.prompts, world.device), world)
+        result["exposed"] = {kind: exposed.measure(world, {kind: case})[kind] for kind, case in cases.items()}
     if world.rank == 0:
         head = "PREDICTED times of one rank alone, " if world.simulated else ""
         head += f"over link {args.link.name}: " if args.link else ""
         print(head + report.summary(result), file=sys.stderr)
-        for step, measured in (result["exposed"] or {}).items():
-            print(exposed.summary(step, measured), file=sys.stderr)
+        for kind, measured in result.get("exposed", {}).items():
+            print(exposed.summary(kind, measured), file=sys.stderr)
         if args.json:
             writing.append_line(args.json, benchmarking.environment(world) | result)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from extras.lanes.lanes import lanes_of_rank
-from extras.measure import link, results
+from extras.measure import link
 from extras.measure.clock import run_layers, variants
 from formats import checkpoint, sizes
 from formats.checkpoint import dtype_name
@@ -25,8 +25,6 @@ from model import rewired
 from runtime import benchmarking, cli, launch
 from runtime.cli import count, number
 from tp import shard_plan, shard_slices
-
-ALIKE = 0.01  # wirings whose steps are at most this much longer than the fastest are named beside it
 
 # ---- The work of a decode step, and how fast a machine does it -------------------------------------------------------
 
@@ -38,36 +36,32 @@ class Work(NamedTuple):
     flops: float
 
 
-def rank_work(config, dtype, rank, tp_size, batch, context):
-    """Return decode_work of one rank. config: of one layer."""
-    plan = shard_plan(config, rank, tp_size)
-    n_bytes, flops = ({"attention": 0.0, "feed_forward": 0.0, "rest": 0.0} for _ in range(2))
-    for name, (shape, stored, *_) in shard_slices(config, dtype, rank, tp_size).items():
-        *_, place, module, tensor = "rest", *name.split(".")
-        if module == "tok_embeddings" and config.tie_embeddings:
-            [(start, stop)] = plan["output"][1]
-            module, shape = "output", (stop - start, *shape[1:])
-        if module not in plan:
-            continue
-        n_bytes[place] += math.prod(shape) * stored.itemsize
-        if tensor == "weight":
-            flops[place] += 2 * batch * math.prod(shape) * (2 if stored == torch.uint8 else 1)  # two in a byte
-    queries, all_three = (sum(stop - start for start, stop in plan[name][1]) for name in ("wo", "wqkv"))
-    n_bytes["attention"] += batch * context * (all_three - queries) * dtype.itemsize
-    flops["attention"] += 4 * batch * context * queries
-    n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm
-    return {place: Work(n_bytes[place], flops[place]) for place in n_bytes}
-
-
 def decode_work(config, dtype, tp_size, batch, context):
     """Return {"attention": Work, "feed_forward": Work, "rest": Work}: of one layer's sublayers, and outside the layers.
 
     It is the work of the rank with the most, for which the others wait. context: filled slots of the cache. Of the
     embedding table, a step reads only the rows of its tokens. Raises InputError if tp_size does not suit the config.
     """
-    one = dataclasses.replace(rewired(config, "standard"), n_layers=1, nope_layers=(), window_layers=())
-    ranks = [rank_work(one, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
-    return {place: max(work[place] for work in ranks) for place in ranks[0]}
+    config = dataclasses.replace(rewired(config, "standard"), n_layers=1, nope_layers=(), window_layers=())
+    works = {place: [] for place in ("attention", "feed_forward", "rest")}
+    for rank in range(tp_size):
+        plan, n_bytes, flops = shard_plan(config, rank, tp_size), dict.fromkeys(works, 0), dict.fromkeys(works, 0)
+        for name, (shape, stored, *_) in shard_slices(config, dtype, rank, tp_size).items():
+            *_, place, module, tensor = "rest", *name.split(".")
+            if module == "tok_embeddings" and config.tie_embeddings:
+                [(start, stop)] = plan["output"][1]
+                module, shape = "output", (stop - start, *shape[1:])
+            if module in plan:
+                n_bytes[place] += math.prod(shape) * stored.itemsize
+                twice = 2 if stored == torch.uint8 else 1  # int4: two in a byte
+                flops[place] += 2 * batch * math.prod(shape) * twice * (tensor == "weight")
+        queries, all_three = (sum(stop - start for start, stop in plan[name][1]) for name in ("wo", "wqkv"))
+        n_bytes["attention"] += batch * context * (all_three - queries) * dtype.itemsize
+        flops["attention"] += 4 * batch * context * queries
+        n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm
+        for place, work in works.items():
+            work.append(Work(n_bytes[place], flops[place]))
+    return {place: max(work) for place, work in works.items()}
 
 
 class Machine(NamedTuple):
@@ -80,21 +74,12 @@ class Machine(NamedTuple):
     def seconds(self, work):
         return max(work.n_bytes / self.bandwidth, work.flops / self.flops)
 
-    def __str__(self):
-        computing = f", {self.flops / 1e12:.0f} TFLOP/s" if self.flops < math.inf else ""
-        return f"{self.name}: {self.bandwidth / 1e9:,.1f} GB/s{computing} a rank"
-
 
 # bytes per second, and dense bfloat16 operations per second: NVIDIA's data sheets of the SXM modules
 GPUS = {"h100": (3.35e12, 989e12), "h200": (4.8e12, 989e12)}
 # The share of the published bandwidth that a decode step reaches: gpt-fast's README has 1397 of an A100's 2039 GB/s for
 # the 7b in bfloat16 on one GPU. The upper bound that the paper measured is lower: see benchmarks/bench.md.
 SHARE = 0.7
-
-
-def published_machine(name):
-    return Machine(f"{100 * SHARE:.0f} % of an {name.upper()} on paper", *(SHARE * x for x in GPUS[name]))
-
 
 # ---- Predictions -----------------------------------------------------------------------------------------------------
 
@@ -152,51 +137,38 @@ def candidates(own, names, tp_size):
     return [*{function(config, tp_size): config for config in configs}.values()]
 
 
+class Prediction(NamedTuple):
+    ms: float  # of a step
+    wiring: str
+    all_reduces: int
+    hidden: float | None  # the share of their time
+    retraining: str
+
+
 def predictions(configs, own, times, tp_size):
-    """Return a dict for each Config, the fastest first."""
-    standard, *_ = step_seconds(rewired(own, "standard"), times)
+    """Return a Prediction for each Config, the fastest first."""
     lines = []
     for config in configs:
         seconds, n, hidden = step_seconds(config, times)
-        lines.append({
-            "wiring": config.wiring, "step_ms": 1e3 * seconds, "times_standard": standard / seconds,
-            "all_reduces": n, "hidden": hidden, "retraining": retraining(own, config, tp_size) if n else "no model",
-        })  # fmt: skip
-    return sorted(lines, key=lambda line: line["step_ms"])
+        answer = retraining(own, config, tp_size) if n else "no model"
+        lines.append(Prediction(1e3 * seconds, config.wiring, n, hidden, answer))
+    return sorted(lines, key=lambda line: line.ms)
 
 
-def table(lines):
-    """Return Markdown: the wirings, and last the bounds, which have no all-reduce."""
+def advice(lines, all_reduce):
+    """Return a Markdown table of Predictions, last the bounds, which have no all-reduce. all_reduce: seconds of one."""
+    standard = next(line for line in lines if line.wiring == "standard")
+    bounds, rows = [line for line in lines if not line.all_reduces], []
+    for line in [line for line in lines if line.all_reduces] + bounds:
+        wiring = line.wiring if line.all_reduces else f"(bound: {line.wiring})"
+        hidden = "" if line.hidden is None else f"{100 * line.hidden:.0f} %"
+        numbers = [f"{line.ms:.3f}", f"{standard.ms / line.ms:.2f}", str(line.all_reduces)]
+        rows.append([wiring, *numbers, hidden, line.retraining])
+    share = 1e3 * standard.all_reduces * all_reduce / standard.ms
+    most = standard.ms / bounds[0].ms if bounds else 1 / (1 - share)
+    text = f"The all-reduces are {100 * share:.0f} % of the standard step: at most {most:.2f} times as fast."
     head = ["wiring", "ms a step", "times standard", "all-reduces", "hidden", "needs retraining"]
-    rows = []
-    for line in sorted(lines, key=lambda line: not line["all_reduces"]):
-        wiring = line["wiring"] if line["all_reduces"] else f"(bound: {line['wiring']})"
-        hidden = "" if line["hidden"] is None else f"{100 * line['hidden']:.0f} %"
-        numbers = [f"{line['step_ms']:.3f}", f"{line['times_standard']:.2f}", str(line["all_reduces"])]
-        rows.append([wiring, *numbers, hidden, line["retraining"]])
-    return results.markdown(head, rows)
-
-
-def verdict(lines, all_reduce, tp_size):
-    """Return the advice, in a few sentences. all_reduce: seconds of one."""
-    standard = next(line for line in lines if line["wiring"] == "standard")
-    share = 1e3 * standard["all_reduces"] * all_reduce / standard["step_ms"]
-    most = max((line["times_standard"] for line in lines if not line["all_reduces"]), default=1 / (1 - share))
-    text = [f"The all-reduces are {100 * share:.0f} % of the standard step: at most {most:.2f} times as fast."]
-    for how, answers in (
-        ("Without retraining", ("no", "no, but a loss")),
-        ("With retraining", ("yes", f"yes, in {tp_size} lanes")),
-    ):
-        possible = [x for x in lines if x["retraining"] in answers]
-        best = [x for x in possible if x["step_ms"] <= (1 + ALIKE) * possible[0]["step_ms"]]
-        if not best or standard in best or best[0]["times_standard"] <= 1 + ALIKE:
-            text.append(f"{how}: nothing is more than {100 * ALIKE:.0f} % faster than standard.")
-            continue
-        names = ", ".join(x["wiring"] for x in best)
-        text.append(f"{how}: {names}; {best[0]['step_ms']:.3f} ms, {best[0]['times_standard']:.2f} times as fast.")
-        if any(x["retraining"] == "no, but a loss" for x in best):
-            text[-1] = f"{text[-1][:-1]}, at a loss, least in a few middle layers: eval.py measures it."
-    return "\n".join(text)
+    return f"{benchmarking.markdown(head, rows)}\n\n{text}"
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
@@ -218,14 +190,23 @@ def parse(argv):
     positive = number(float, 0, 1e9, above=True)
     one.add_argument("--bandwidth-gbs", type=positive, metavar="X", help="gigabytes per second a rank reads, e.g. 12.5")
     g.add_argument("--tflops", type=positive, metavar="X", help="10^12 operations per second a rank computes, e.g. 300")
-    p.add_argument("--link", required=True, metavar="LINK,...", help=f"all, or some of {link.FORMS}")
+    p.add_argument("--link", type=links, required=True, metavar="LINK,...", help=f"all, or some of {link.FORMS}")
     return p.parse_args(argv)
+
+
+def links(text):
+    """Return the Links of a text such as pcie,100us (an argparse type)."""
+    return (
+        [one for one in link.LINKS.values() if one.per_byte] if text == "all" else [*map(link.parse, text.split(","))]
+    )
 
 
 def choose_machine(args):
     """Return the Machine that the flags describe."""
     if args.gpu:
-        machine = published_machine(args.gpu)
+        machine = Machine(
+            f"{100 * SHARE:.0f} % of an {args.gpu.upper()} on paper", *(SHARE * x for x in GPUS[args.gpu])
+        )
     elif args.bandwidth_gbs:
         machine = Machine("as given", 1e9 * args.bandwidth_gbs)
     else:
@@ -244,16 +225,17 @@ def main(argv=None):
     configs = candidates(own, args.wirings or variants(own.n_layers), args.tp)
     shard_plan(own, 0, args.tp)  # raises InputError before anything is measured
     context = args.context or min(1024, own.max_seq_len)
-    names = [name for name in link.LINKS if name != "free"] if args.link == "all" else args.link.split(",")
-    links = [link.parse(name) for name in names]
-    work = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
     machine = choose_machine(args)
-    print(f"PREDICTED: {name}, {own.n_layers} layers, {work}\n{machine}")
-    for one in links:
+    work = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
+    rate = f"{machine.bandwidth / 1e9:,.1f} GB/s, {machine.flops / 1e12:.0f} TFLOP/s a rank".replace(
+        ", inf TFLOP/s", ""
+    )
+    print(f"PREDICTED: {name}, {own.n_layers} layers, {work}\n{machine.name}: {rate}")
+    for one in args.link:
         times = times_of(own, dtype, args.tp, args.batch, context, machine, one)
         lines = predictions(configs, own, times, args.tp)
         parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times._asdict().items())
-        print(f"\n{one.name}; in us: {parts}\n\n{table(lines)}\n\n{verdict(lines, times.all_reduce, args.tp)}")
+        print(f"\n{one.name}; in us: {parts}\n\n{advice(lines, times.all_reduce)}")
 
 
 if __name__ == "__main__":

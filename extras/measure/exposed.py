@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 import torch
 
-from extras.measure.clock import count_all_reduces, run_clock
+from extras.measure.clock import count_all_reduces, run_layers
 from extras.measure.link import Link
 from model import Config, SingleDevice
 from runtime import writing
 from runtime.benchmarking import in_turns, quartiles, timed
 from tp import TensorParallel
+
+# ---- A step with and without its all-reduces -------------------------------------------------------------------------
 
 
 class Silent(TensorParallel):
@@ -28,26 +30,20 @@ class Silent(TensorParallel):
     start, wait, settle = SingleDevice.start, SingleDevice.wait, SingleDevice.settle
 
 
-def silenced(model, world):
-    """Return the same model, with the same weights, without its all-reduces."""
-    model = copy.copy(model)
-    model.comm = Silent(model.config, world.shares, world.group)
-    return model
+@torch.inference_mode()  # as generate() makes its tensors: the compiler would take others for another graph
+def replays(runner, tokens, lengths):
+    """Return {"prefill", "decode": a function that runs that step, any number of times}.
 
+    runner: a generate.Runner. tokens, lengths: its prompts, as `pad` makes them. The decode step writes and
+    reads up to the last slot but one of the cache.
+    """
+    token, slots = tokens[:, :1].clone(), runner.cache[0][0].shape[2]
 
-def compute_times(start, log, end):
-    """Return (seconds of computing before each all-reduce of a step, seconds after the last). log: LinkedGroup's."""
-    before, compute = start, []
-    pauses = sorted((t, done) for _, t, done in log)  # from when a result was asked for to when it was there
-    for started in sorted(s for s, _, _ in log):
-        while pauses and pauses[0][1] <= started:
-            before = max(before, pauses.pop(0)[1])
-        compute.append(started - before)
-        before = started
-    return compute, end - max([before, *(done for _, done in pauses)])
+    @torch.inference_mode()
+    def decode_step(longest=slots - 1):
+        return runner.decode(token, torch.full_like(lengths, longest - 1), longest)
 
-
-# ---- Measuring steps in turns ----------------------------------------------------------------------------------------
+    return {"prefill": lambda: runner.prefill(tokens, lengths), "decode": decode_step}
 
 
 class Case(NamedTuple):
@@ -64,6 +60,25 @@ class Case(NamedTuple):
     partial: torch.Tensor
     link: Link
     chunks: int = 1
+
+
+@torch.inference_mode()
+def make_cases(runner, tokens, lengths, world):
+    """Return {"prefill", "decode": the Case of that step} of a runner; the arguments are those of replays()."""
+    model, silent, cases = runner.model, copy.copy(runner.model), {}
+    silent.comm = Silent(model.config, world.shares, world.group)
+    silent_steps = replays(type(runner)(silent, runner.cache, *runner.compiles, runner.chunks), tokens, lengths)
+    for kind, step in replays(runner, tokens, lengths).items():
+        chunks, width = 1, 1
+        if kind == "prefill":
+            chunks = runner.choose_chunks(*tokens.shape)
+            width = -(-tokens.shape[1] // chunks)
+        partial = torch.zeros(len(tokens), width, model.config.dim, device=model.device, dtype=model.dtype)
+        cases[kind] = Case(model.config, step, silent_steps[kind], model.comm, partial, world.group.link, chunks)
+    return cases
+
+
+# ---- Measuring steps in turns ----------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -111,6 +126,18 @@ def _run(world, case, all_reduce):
     return times
 
 
+def compute_times(start, log, end):
+    """Return (seconds of computing before each all-reduce of a step, seconds after the last). log: LinkedGroup's."""
+    before, compute = start, []
+    pauses = sorted((t, done) for _, t, done in log)  # from when a result was asked for to when it was there
+    for started in sorted(s for s, _, _ in log):
+        while pauses and pauses[0][1] <= started:
+            before = max(before, pauses.pop(0)[1])
+        compute.append(started - before)
+        before = started
+    return compute, end - max([before, *(done for _, done in pauses)])
+
+
 def _report(case, runs):
     """Return what the runs of a case say: medians, in milliseconds.
 
@@ -122,104 +149,48 @@ def _report(case, runs):
     takes processor time too; on a GPU they are equal.
     """
     ms = {key: 1e3 * statistics.median(run[key] for run in runs) for key in runs[0] if key != "compute"}
-    expected = count_all_reduces(case.config, case.chunks)
-    compute = [1.0] * expected
+    expected = n = count_all_reduces(case.config, case.chunks)
+    compute, tail, flight = [1.0] * expected, ms.get("tail", 0.0), 0.0
     if "compute" in runs[0]:
         compute = [statistics.median(times) for times in zip(*(run["compute"] for run in runs), strict=True)]
-    n, tail, limit = len(compute), ms.get("tail", 0.0), None
-    if n == expected:
-        scale = max(0.0, ms["silent"] - tail) / sum(compute) if n else 0.0
-        flight = 1e3 * case.link.flight if "compute" in runs[0] else 0.0
-        limit = run_clock(case.config, [scale * c for c in compute], ms["all_reduce"], case.chunks, flight).now + tail
+        n, flight = len(compute), 1e3 * case.link.flight
+    limit = None if n else ms["silent"]
+    if n and n == expected:
+        scale = max(0.0, ms["silent"] - tail) / sum(compute)
+        compute = [scale * c for c in compute]
+        limit = (
+            tail + run_layers(case.config, 0.0, 0.0, ms["all_reduce"], case.chunks, compute=compute, flight=flight).now
+        )
     low, _, high = quartiles([1e3 * run["step"] for run in runs])
     exposed = ms["step"] - ms["silent"]
     return {
         "step_ms": ms["step"], "quartiles_ms": [low, high], "silent_ms": ms["silent"], "exposed_ms": exposed,
         "all_reduces": n, "all_reduce_bytes": case.partial.nbytes, "all_reduce_ms": ms["all_reduce"],
-        "hidden": 1 - exposed / (n * ms["all_reduce"]) if n else None, "limit_ms": limit if n else ms["silent"],
+        "hidden": 1 - exposed / (n * ms["all_reduce"]) if n else None, "limit_ms": limit,
         "blocked_ms": ms.get("blocked"), "rounds": len(runs),
     }  # fmt: skip
 
 
-def within_noise(report):
-    """Return whether a step's quartiles lie further apart than the all-reduce time that it hid, or than all of it.
-
-    The exposed time may well be smaller than that distance: then all communication is hidden.
-    """
-    low, high = report["quartiles_ms"]
-    communication = report["all_reduces"] * report["all_reduce_ms"]
-    return min(communication, abs(communication - report["exposed_ms"])) <= high - low
-
-
-def hidden_share(report):
-    """Return in words which share of its communication a step hid: "none" if an all-reduce costs more inside a step."""
-    if within_noise(report):
-        return "within noise"
-    return "none" if report["hidden"] < 0 else f"{100 * min(1.0, report['hidden']):.0f} %"
-
-
 def summary(kind, r):
     """Return a report in two lines for people."""
+    low, high = r["quartiles_ms"]
+    text = f"{kind}: {r['step_ms']:.2f} ms a step ({low:.2f}-{high:.2f})"
     if not r["all_reduces"]:
-        return f"{kind}: {r['step_ms']:.2f} ms a step, in which no all-reduce ran: nothing to hide is known"
-    share = "what it hid is within noise" if within_noise(r) else f"{hidden_share(r)} hidden"
-    if r["limit_ms"] is None:
-        share += "; no limit is known: other all-reduces ran than this wiring's"
-    elif not within_noise(r):
-        above = 100 * (r["step_ms"] / r["limit_ms"] - 1)
-        share += f"; {above:+.1f} % from this wiring's limit of {r['limit_ms']:.2f} ms"
+        return f"{text}, in which no all-reduce ran: nothing to hide is known"
+    limit = "unknown: other all-reduces ran" if r["limit_ms"] is None else f"{r['limit_ms']:.2f} ms"
     return (
-        f"{kind}: {r['step_ms']:.2f} ms a step, {r['silent_ms']:.2f} without its {r['all_reduces']} all-reduces of "
-        f"{r['all_reduce_bytes']:,} bytes, which take {r['all_reduces'] * r['all_reduce_ms']:.2f} ms on their own "
-        f"({r['all_reduce_ms']:.3f} each)\n  exposed: {r['exposed_ms']:.2f} ms; {share}"
+        f"{text}, {r['silent_ms']:.2f} without its {r['all_reduces']} all-reduces of {r['all_reduce_bytes']:,} bytes, "
+        f"which take {r['all_reduce_ms']:.3f} ms each on their own\n"
+        f"  exposed: {r['exposed_ms']:.2f} ms; hidden: {100 * r['hidden']:.0f} %; this wiring's limit: {limit}"
     )
-
-
-# ---- The steps of a runner -------------------------------------------------------------------------------------------
-
-
-@torch.inference_mode()  # as generate() makes its tensors: the compiler would take others for another graph
-def replays(runner, tokens, lengths):
-    """Return {"prefill", "decode": a function that runs that step, any number of times}.
-
-    runner: a generate.Runner. tokens, lengths: its prompts, as `pad` makes them. The decode step writes and
-    reads up to the last slot but one of the cache.
-    """
-    token, slots = tokens[:, :1].clone(), runner.cache[0][0].shape[2]
-
-    @torch.inference_mode()
-    def decode_step(longest=slots - 1):
-        return runner.decode(token, torch.full_like(lengths, longest - 1), longest)
-
-    return {"prefill": lambda: runner.prefill(tokens, lengths), "decode": decode_step}
-
-
-@torch.inference_mode()
-def measure_run(runner, tokens, lengths, world):
-    """Return {"prefill": report, "decode": report} of a runner whose generation has just ended."""
-    if world.rank == 0:
-        print("measuring what communication costs ...", file=sys.stderr)
-    model, reports = runner.model, {}
-    silent = type(runner)(silenced(model, world), runner.cache, *runner.compiles, runner.chunks)
-    silent_steps = replays(silent, tokens, lengths)
-    for kind, step in replays(runner, tokens, lengths).items():
-        chunks = 1 if kind == "decode" else runner.choose_chunks(*tokens.shape)
-        width = 1 if kind == "decode" else -(-tokens.shape[1] // chunks)
-        partial = torch.zeros(len(tokens), width, model.config.dim, device=model.device, dtype=model.dtype)
-        case = Case(model.config, step, silent_steps[kind], model.comm, partial, world.group.link, chunks)
-        reports |= measure(world, {kind: case})
-    return reports
 
 
 @torch.inference_mode()
 def profile(folder, world, steps):
     """Trace {name: step} into folder/rankN.json, for chrome://tracing or ui.perfetto.dev."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if world.device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
     for step in steps.values():
         step()  # may compile
-    with torch.profiler.profile(activities=activities) as trace:
+    with torch.profiler.profile() as trace:  # of all devices that there are
         for name, step in steps.items():
             with torch.profiler.record_function(name):
                 step()

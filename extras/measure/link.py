@@ -71,19 +71,11 @@ LINKS = {
         Link("ethernet-1g", 1000.0, 1.0),
     ]
 }
-
-
 FORMS = f"{', '.join(LINKS)}, or its numbers, e.g. 100us, 50gbps or 100us+50gbps, or tcp+ and one of these"
 
 
-def custom(latency_us=0.0, gbps=None):
-    """Return a Link whose name is its numbers."""
-    latency, rate = f"{latency_us:g}us", f"{gbps:g}gbps" if gbps else ""
-    return Link("+".join(filter(None, (latency if latency_us or not rate else "", rate))), latency_us, gbps)
-
-
 def parse(text):
-    """Return the Link of a name in LINKS, or of numbers. With one number alone, the other costs nothing."""
+    """Return the Link of a name in LINKS, or of numbers, of which one may be left out (an argparse type)."""
     if text.startswith("tcp+"):
         return dataclasses.replace(parse(text[4:]), name=text, tcp=True)
     if text in LINKS:
@@ -91,8 +83,8 @@ def parse(text):
     numbers = re.fullmatch(r"(?:([0-9]*\.?[0-9]+)us)?\+?(?:([0-9]*\.?[0-9]+)gbps)?", text)
     latency_us, gbps = numbers.groups() if numbers else (None, None)
     if not (latency_us or gbps) or float(latency_us or 0) > 1e7 or not 1e-3 <= float(gbps or 1) <= 1e6:
-        raise InputError(f"--link {text!r} is none of {FORMS}")
-    return custom(float(latency_us or 0), gbps and float(gbps))
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {FORMS}")
+    return Link(text, float(latency_us or 0), gbps and float(gbps))
 
 
 def emulate(world, link, simulate_tp=None):
@@ -111,17 +103,8 @@ def emulate(world, link, simulate_tp=None):
         group = LinkedMemory(world.group, link)
     else:
         group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
-    simulated = simulate_tp is not None
     shares = world.shares if len(world.shares) == tp_size else None
-    return launch.World(world.rank, tp_size, world.device, group, simulated, world.dist_group, shares)
-
-
-def link_type(text):
-    """Return parse(text), as an argparse type."""
-    try:
-        return parse(text)
-    except InputError as e:
-        raise argparse.ArgumentTypeError(str(e).removeprefix("--link ")) from None
+    return launch.World(world.rank, tp_size, world.device, group, simulate_tp is not None, world.dist_group, shares)
 
 
 class LinkedGroup(Group):
@@ -155,18 +138,16 @@ class LinkedGroup(Group):
             self.costs.copy_(torch.tensor([1e3 * link.latency_us, 1e9 * link.per_byte]))
 
     def allreduce(self, tensors, opts=None):
-        start = time.perf_counter()
-        delivered = self._send(sum(map(self.wire_bytes, tensors)))
-        work = self.inner.allreduce(tensors, opts) if self.inner else None
-        return self._pending(work, delivered, start, self.log)
+        start, delivered = time.perf_counter(), self._send(sum(map(self.wire_bytes, tensors)))
+        return self._pending(self.inner and self.inner.allreduce(tensors, opts), delivered, start, self.log)
 
     def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
         delivered = self._send(sum(t.nbytes for t in outputs), passes=1)
-        work = self.inner.allgather_into_tensor_coalesced(outputs, inputs) if self.inner else None
-        if work is None:
-            for whole, part in zip(outputs, inputs, strict=True):
-                whole.view(self.tp_size, *part.shape).copy_(part)
-        return self._pending(work, delivered)
+        if self.inner:
+            return self._pending(self.inner.allgather_into_tensor_coalesced(outputs, inputs), delivered)
+        for whole, part in zip(outputs, inputs, strict=True):
+            whole.view(self.tp_size, *part.shape).copy_(part)
+        return self._pending(None, delivered)
 
     def _pending(self, work, delivered, start=None, log=None):
         """Return a Pending that ends when the real collective has ended and the link has delivered it."""

@@ -1,21 +1,21 @@
 """Draw how many times as fast as standard each wiring is, by the time of an all-reduce.
 
-python -m extras.measure.plot sweep.jsonl --out speedup.png          # lines of extras.measure.sweep
-python -m extras.measure.plot --front-page docs/speedup-by-link.png  # the README's figure, of benchmarks/results
+python -m extras.measure.plot sweep.jsonl --wiring standard ladder --out speedup.png  # lines of extras.measure.sweep
 
 Bars reach to the quartiles of the step.
 """
 
+import itertools
 import statistics
 from collections import defaultdict
-from pathlib import Path
+
+import torch
 
 from extras.measure import results, sweep
 from model import WIRINGS
 from runtime import cli, launch, writing
 from runtime.errors import InputError
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 COLORS = [  # of wirings, in the order of model.WIRINGS; people who see no red or no green can tell them apart too
     "#D55E00", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#882255", "#999933", "#332288", "#AA4499",
     "#44AA99",
@@ -82,21 +82,23 @@ def by_link(lines):
     for name, row in rows.items():
         if "standard" not in row:
             raise InputError(f"there is no line of standard over the link {name}")
-        all_reduce = statistics.median(line["all_reduce_ms"] for line in row.values())
+        all_reduce, standard = statistics.median(line["all_reduce_ms"] for line in row.values()), row["standard"]
         for wiring, line in row.items():
             low, high = line["quartiles_ms"]
-            series[wiring][all_reduce] = tuple(row["standard"]["step_ms"] / ms for ms in (line["step_ms"], high, low))
+            series[wiring][all_reduce] = tuple(standard["step_ms"] / ms for ms in (line["step_ms"], high, low))
     return series
 
 
-def draw(lines, title):
+def draw(lines):
     """Return a figure of the lines of one setting over several links."""
-    figure, (axis,) = panels(1, 5.2, 3.4, title)
-    series = by_link(lines)
+    settings, series = {sweep.setting(line) for line in lines}, by_link(lines)
+    if len(settings) != 1:
+        raise InputError(f"a figure takes lines of one setting; these have {len(settings)}")
+    figure, (axis,) = panels(1, 5.2, 3.4, settings.pop())
     for wiring in sorted(series, key=results.wiring_order):
         xs = sorted(series[wiring])
-        ys, lows, highs = zip(*(series[wiring][x] for x in xs), strict=True)
-        errors = [[y - low for y, low in zip(ys, lows, strict=True)], [h - y for y, h in zip(ys, highs, strict=True)]]
+        ys, lows, highs = torch.tensor([series[wiring][x] for x in xs]).T
+        errors = torch.stack((ys - lows, highs - ys))
         axis.errorbar(xs, ys, errors, label=wiring, capsize=2, markersize=4, linewidth=1.2, **look(wiring, series))
     axis.set(xlabel="one all-reduce, ms", ylabel="times as fast as standard")
     axis.grid(axis="y", color="0.92")
@@ -105,31 +107,16 @@ def draw(lines, title):
     return figure
 
 
-def front_page():
-    """Return the README's figure, of decode steps of two CPU ranks over emulated links."""
-    shown = "standard", "ladder", "parallel-ladder", "upper-bound"
-    lines = results.read(RESULTS / "overlap-memory.jsonl", *results.STEP_KEYS)
-    wanted = [x for x in lines if x["kind"] == "decode" and x["compiled"] and x["wiring"] in shown]
-    near = [x for x in wanted if x["link"]["latency_us"] <= 5000]
-    return draw(near, "Decode on 2 CPU ranks over emulated links, 8 layers of dim 2560, batch 1")
-
-
 def main(argv=None):
     p = cli.Parser(__doc__)
-    p.add_argument("files", metavar="FILE", nargs="*", help="lines of extras.measure.sweep, of one setting")
-    p.add_argument("--out", metavar="FILE", help="the figure, .png or .svg")
-    p.add_argument("--front-page", metavar="FILE", help="draw the README's figure")
+    lines = results.lines_of(*results.STEP_KEYS)
+    p.add_argument("files", type=lines, metavar="FILE", nargs="+", help="lines of extras.measure.sweep, of one setting")
+    p.add_argument("--wiring", metavar="NAME", nargs="+", help="only these")
+    p.add_argument("--link", metavar="NAME", nargs="+", help="only these")
+    p.add_argument("--out", metavar="FILE", required=True, help="the figure, .png or .svg")
     args = p.parse_args(argv)
-    if bool(args.files and args.out) == bool(args.front_page):
-        raise InputError("give files of extras.measure.sweep and --out FILE, or --front-page FILE")
-    if args.front_page:
-        return save(args.front_page, front_page())
-    lines = [line for file in args.files for line in results.read(file, *results.STEP_KEYS)]
-    with results.well_formed(", ".join(args.files)):
-        settings = {sweep.setting(line) for line in lines}
-        if len(settings) != 1:
-            raise InputError(f"a figure takes lines of one setting; these have {len(settings)}")
-        save(args.out, draw(lines, settings.pop()))
+    lines = [x for x in itertools.chain(*args.files) if not args.wiring or x["wiring"] in args.wiring]
+    save(args.out, draw([x for x in lines if not args.link or x["link"]["name"] in args.link]))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ torchrun --standalone --nproc_per_node=2 -m extras.measure.sweep --link 0us 1000
 python -m extras.measure.sweep --simulate-tp 8 --model 8b --link nvlink pcie --json sweep.jsonl
 python -m extras.measure.sweep --wiring standard ladder upper-bound --show sweep.jsonl
 
-A line of the result is one wiring at one batch size over one link: the median step and its quartiles, the same step
-without all-reduces, one all-reduce alone, and the limit (exposed.py). All wirings share one set of weights.
+By default all wirings of a small random model (8 layers of dim 2560), which share one set of weights. A line of the
+result is one wiring at one batch size over one link: the median step and its quartiles, the same step without
+all-reduces, one all-reduce alone, and the limit (exposed.py).
 """
 
 import dataclasses
@@ -21,10 +22,9 @@ from decoding.sampling import pad
 from extras.measure import exposed, link, results
 from extras.measure.clock import variants
 from formats import checkpoint
-from formats.sizes import SIZES, named_size
 from generate import Runner, make_cache
 from model import Config, rewired
-from runtime import cli, launch, watch, writing
+from runtime import benchmarking, cli, launch, watch, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
 
@@ -34,21 +34,12 @@ SMALL = Config(8, 40, 40, 64, 2560, 3456, 4096, 4096)
 
 def parse(argv):
     p = cli.Parser(__doc__)
-    which = p.add_mutually_exclusive_group()
-    words = f"random weights: small (8 layers of dim 2560), {', '.join(SIZES)}, or N layers of these"
-    which.add_argument("--model", default="small", metavar="NAME[:N]", help=words)
-    which.add_argument("--checkpoint", metavar="DIR", help="a folder of weights")
-    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the weights (default: the checkpoint's, or bfloat16)")
-    cli.add_rank_flags(p)
-    cli.add_comm_flag(p)
-    p.add_argument("--batch", type=count, nargs="+", default=[1], metavar="B")
-    p.add_argument("--prompt-length", type=count, default=64, metavar="S", help="filled slots, or the prompt's tokens")
+    bench.add_flags(p)
+    p.set_defaults(model="small", batch=[1], prompt_length=64)
     words = "measure the prefill, in so many chunks (1), not a decode step; with --eager, or they do not overlap"
     p.add_argument("--prefill", nargs="*", type=count, metavar="CHUNKS", help=words)
     p.add_argument("--eager", action="store_true", help="do not compile")
-    names = " ".join(variants(SMALL.n_layers))
-    p.add_argument("--wiring", metavar="NAME", nargs="+", help=f"default: all, of 8 layers {names}")
-    p.add_argument("--link", nargs="+", type=link.link_type, metavar="LINK", help=f"{link.FORMS} (default: free)")
+    p.add_argument("--link", nargs="+", type=link.parse, default=[link.FREE], metavar="LINK", help=link.FORMS)
     p.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="run one rank of N alone")
     p.add_argument("--rounds", type=number(int, 3), default=30, help="steps of each wiring over each link")
     seconds = number(float, 0, 1e6, above=True)
@@ -58,14 +49,10 @@ def parse(argv):
     cli.add_json_flag(p, "a line for each wiring, batch size and link")
     results.add_show_flag(p, *results.STEP_KEYS)
     args = p.parse_args(argv)
-    args.link = args.link or [link.FREE]
     if args.show:
         return args
-    if args.checkpoint:
-        args.model, args.config = checkpoint.name(args.checkpoint), checkpoint.read_config(args.checkpoint)
-    else:
-        args.config = SMALL if args.model == "small" else named_size(args.model)
-        args.model = args.model.partition(":")[0]
+    is_small = args.model == "small" and not args.checkpoint
+    args.name, args.config = ("small", SMALL) if is_small else bench.read_config(args)
     args.kind, args.chunks = ("decode", [1]) if args.prefill is None else ("prefill", args.prefill or [1])
     if max(args.chunks) > 1 and not args.eager or max(args.chunks) > args.prompt_length:
         raise InputError(f"--prefill is {max(args.chunks)}: chunks need --eager, and a token each of --prompt-length")
@@ -74,8 +61,6 @@ def parse(argv):
     args.wiring = list(dict.fromkeys(args.wiring or variants(args.config.n_layers)))
     for wiring in args.wiring:
         rewired(args.config, wiring)  # raises InputError
-    if args.label and args.link != [link.FREE]:
-        raise InputError("--label names a real link: it goes with --link free")
     return args
 
 
@@ -92,31 +77,25 @@ def make_cases(args, world):
         key = model.config.lanes, batch
         caches[key] = caches.get(key) or make_cache(model, batch, args.prompt_length + 2)
         prompts = pad([[1 + row] * args.prompt_length for row in range(batch)], world.device)
-        width = -(-args.prompt_length // chunks) if args.kind == "prefill" else 1
-        compiles = not args.eager, not args.eager, chunks
-        steps = [
-            exposed.replays(Runner(one, caches[key], *compiles), *prompts)[args.kind]
-            for one in (model, exposed.silenced(model, world))
-        ]
-        partial = torch.zeros(batch, width, model.config.dim, device=model.device, dtype=model.dtype)
+        runner = Runner(model, caches[key], not args.eager, not args.eager, chunks)
+        case = exposed.make_cases(runner, *prompts, world)[args.kind]
         for one in args.link:
-            name = wiring + f" in {chunks} chunks" * (chunks > 1)
-            cases[one, name, batch] = exposed.Case(model.config, *steps, model.comm, partial, one, chunks)
+            cases[one, wiring + f" in {chunks} chunks" * (chunks > 1), batch] = case._replace(link=one)
     return cases
 
 
-def measure(args, argv, world):
+def measure(args, world):
     """Return the lines of all cases, which take turns."""
     if world.rank == 0:
         print(f"{args.kind} of {', '.join(args.wiring)} ...", file=sys.stderr)
     cases = make_cases(args, world)
     reports = exposed.measure(world, cases, args.rounds, args.seconds)
-    made, lines = results.about("extras.measure.sweep", argv, world), []
+    made, lines = benchmarking.environment(world), []
     for (one, name, batch), case in cases.items():
         lines.append({
-            "model": args.model, "n_layers": args.config.n_layers, "kind": args.kind, "compiled": not args.eager,
+            "model": args.name, "n_layers": args.config.n_layers, "kind": args.kind, "compiled": not args.eager,
             "batch": batch, "tokens": args.prompt_length, "dtype": checkpoint.dtype_name(case.partial.dtype), **made,
-            "link": {"name": args.label} if args.label else dataclasses.asdict(one), "wiring": name,
+            "link": dataclasses.asdict(one) | ({"name": args.label} if args.label else {}), "wiring": name,
             **reports[one, name, batch], "comm": args.comm,
         })  # fmt: skip
         if args.profile is not None:
@@ -139,39 +118,32 @@ def setting(line):
 
 def tables(lines):
     """Return Markdown, a table for each setting: a row for each link, a column for each wiring, cells as in cell()."""
-    with results.well_formed("--show"):
-        settings = {}
-        for line in lines:
-            settings.setdefault(setting(line), []).append(line)
-        return "\n\n".join(f"{title}; ms:\n\n{table(some)}" for title, some in settings.items())
+    settings = {}
+    for line in lines:
+        settings.setdefault(setting(line), []).append(line)
+    text = [f"{title}; ms:\n\n{table(some)}" for title, some in settings.items()]
+    return "\n\n".join([*text, "`~`: within noise, `^`: above the upper bound, which is noise."])
 
 
 def table(lines):
-    names, rows = list(dict.fromkeys(line["wiring"] for line in lines)), {}
-    for line in lines:
-        rows.setdefault(line["link"]["name"], {})[line["wiring"]] = line
-    whole = [name for name in names if not name.endswith((" chunks", " parts"))] or names
-    cells = [
-        [n, milliseconds(statistics.median(row[w]["all_reduce_ms"] for w in whole if w in row), 2, lines[0]["device"])]
-        + [cell(row[name], row) if name in row else "" for name in names]
-        for n, row in rows.items()
-    ]
-    return results.explained((["link", "one all-reduce, ms", *names], cells))
+    def row(line):
+        mine = [one for one in lines if one["link"]["name"] == line["link"]["name"]]
+        whole = [one for one in mine if not one["wiring"].endswith((" chunks", " parts"))] or mine
+        ms = statistics.median(one["all_reduce_ms"] for one in whole)
+        return line["link"]["name"], f"{ms:.{2 if line['device'] == 'cpu' else 3}f}"
 
-
-def milliseconds(ms, digits, device):
-    """Return milliseconds as text, with so many digits after the point; on a GPU with three."""
-    return f"{ms:.{digits if device == 'cpu' else 3}f}"
+    return benchmarking.pivot(["link", "one all-reduce, ms"], lines, row, lambda line: line["wiring"], cell)
 
 
 def cell(line, row):
-    """Return milliseconds, how far above the limit, and how many times as fast as standard, marked as in LEGEND.
+    """Return milliseconds, how far above the limit, and how many times as fast as standard: `~` if the quartiles of
+    both overlap, `^` if faster than the upper bound.
 
     row: {wiring: line} over the same link.
     """
     limit, standard, bound = line["limit_ms"], row.get("standard"), row.get("upper-bound")
     above = f"{100 * (line['step_ms'] / limit - 1):+.0f}%" if limit else "no limit"
-    text = f"{milliseconds(line['step_ms'], 1, line['device'])} ({above}"
+    text = f"{line['step_ms']:.{1 if line['device'] == 'cpu' else 3}f} ({above}"
     if standard in (None, line):
         return f"{text})"
     low, high = line["quartiles_ms"]
@@ -183,12 +155,12 @@ def cell(line, row):
 def main(argv=None):
     args = parse(argv)
     if args.show:
-        lines = [line for lines in args.show for line in lines]
+        lines = itertools.chain(*args.show)
         return print(tables([line for line in lines if not args.wiring or line["wiring"] in args.wiring]))
     joined = launch.join(args.device, vars(args))
     first = max(args.link, key=lambda one: one.seconds(1, 2))  # a free one if there is no other
     world = link.emulate(joined, first, args.simulate_tp)
-    lines = measure(args, argv, world)
+    lines = measure(args, world)
     if world.rank == 0:
         for line in lines if args.json else ():
             writing.append_line(args.json, line)
