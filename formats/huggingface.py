@@ -122,6 +122,7 @@ def read_hf(path):
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}  # before transformers 5, and since
     supported = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "truncate": True, "mscale": None}
     supported |= dict.fromkeys({"attention_bias", "attention_out_bias", "mlp_bias"} - known.keys(), False)
+    supported |= dict.fromkeys({"num_experts", "num_local_experts", "n_routed_experts"} - known.keys(), 0)
     for key, only in supported.items():
         for value in (values.get(key), rope.get(key) if isinstance(rope, dict) else None):
             if value not in (only, None):

@@ -45,12 +45,12 @@ def by_hand(a, m, c):
 @pytest.mark.parametrize("all_reduce", [0.5, 2.0, 3.5, 9.0])
 def test_a_step_is_the_sum_made_by_hand(all_reduce):
     times, sums = Times(1.0, 3.0, 0.25, all_reduce, 0.125), by_hand(1.0, 3.0, all_reduce)
-    for name in variants(LAYERS):
+    for name in variants(FORM):
         seconds, n, hidden = advise.step_seconds(dataclasses.replace(FORM, wiring=name), times)
         assert seconds == pytest.approx(sums[name] + 0.375), name
         exposed = sums[name] - sums["upper-bound"]
         assert hidden == (pytest.approx(1 - exposed / (n * all_reduce)) if n else None), name
-    assert {*variants(LAYERS)} == {*sums}
+    assert {*variants(FORM)} == {*sums}
 
 
 def test_by_tcp_latencies_run_at_once():
@@ -154,7 +154,7 @@ def test_the_table_is_that_of_the_wirings(monkeypatch, capsys):
     wanted |= {"ladder:16": "yes", "pair:8-23": "no, but a loss"}
     wanted |= dict.fromkeys(["desync:2", "desync:4", "delayed-4"], "yes, in 8 lanes")
     for name, wiring in WIRINGS.items():
-        if name not in ("desync", "upper-bound", "laneformer", "pair", *wanted):
+        if name not in ("desync", "upper-bound", "laneformer", "farskip", "pair", *wanted):
             wanted[name] = "no, but a loss" if wiring.small_loss else "yes" + ", in 8 lanes" * wiring.laned
     assert {name: cells[-1] for name, cells in found.items()} == wanted
     assert [*found][-1] == "(bound: upper-bound)"  # apart

@@ -239,7 +239,8 @@ def change_tensors(folder, **changes):
 
 
 BAD_CONFIGS = [
-    ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported"),
+    ({"model_type": "deepseek_v2"}, "model_type 'deepseek_v2' is not supported"),
+    ({"num_local_experts": 8}, "num_local_experts 8 is not supported"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
     ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),

@@ -160,7 +160,7 @@ def test_few_rows_of_integers_are_exact_up_to_rounding(threads):
     x[1, 5] = torch.nan
     y = torch.ops.ladder.few_rows_int(x, packed, 12, 64, 4)
     assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
-    with pytest.raises(RuntimeError, match="of a W .N, K. what few_rows.pack returns"):
+    with pytest.raises(RuntimeError, match="what few_rows.pack returns of a W"):
         torch.ops.ladder.few_rows_int(x, packed, 17, 64, 4)
 
 
@@ -216,7 +216,7 @@ def test_the_layout_for_a_gpu(monkeypatch):
 
     monkeypatch.setattr(torch, "_convert_weight_to_int4pack", pack)
     monkeypatch.setattr(torch, "_weight_int4pack_mm", torch._weight_int4pack_mm_for_cpu)
-    linear, x = int_linear.IntLinear(64, 256, "int4", 64, bias=False), numbers(3, 2, 256).bfloat16()
+    linear, x = int_linear.IntLinear((64, 256), "int4", 64, bias=False), numbers(3, 2, 256).bfloat16()
     for name, tensor in zip(("weight", "scales", "zeros"), integers(64, 256, 64), strict=True):
         setattr(linear, name, torch.nn.Parameter(tensor, requires_grad=False))
     expected, linear = linear(x), int_linear.Int4CudaLinear(linear)

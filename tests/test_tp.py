@@ -115,7 +115,7 @@ def test_ranks_hold_what_their_shares_say(changes):
         ((9, 1, 1), {**MANY, "n_kv_heads": 2}, "1 in 10 gets none of 8 query heads of a KV head: give 1 in 8 or more"),
         ((7, 1), {**MANY, "intermediate_size": 4}, "1 in 8 gets none of 4 parts of the MLP: give 1 in 4 or more"),
         (7, {}, "7 ranks or lanes cannot shard n_heads 6: use 1 to 6"),
-        (6, {"intermediate_size": 5}, "cannot shard intermediate_size 5: use 1 to 5"),
+        (6, {"intermediate_size": 5}, "cannot shard 5 neurons: use 1 to 5"),
     ],
 )
 def test_a_rank_without_a_head_or_a_neuron_is_refused(shares, changes, words):

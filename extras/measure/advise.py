@@ -24,6 +24,7 @@ from formats.sizes import SIZES
 from model import rewired
 from runtime import benchmarking, cli, launch
 from runtime.cli import count, number
+from runtime.report import chosen_experts
 from tp import shard_plan, shard_slices
 
 # ---- The work of a decode step, and how fast a machine does it -------------------------------------------------------
@@ -42,19 +43,24 @@ def decode_work(config, dtype, tp_size, batch, context):
     It is the work of the rank with the most, for which the others wait. context: filled slots of the cache. Of the
     embedding table, a step reads only the rows of its tokens. Raises InputError if tp_size does not suit the config.
     """
-    config = dataclasses.replace(rewired(config, "standard"), n_layers=1, nope_layers=(), window_layers=())
+    none = dict.fromkeys(("nope_layers", "window_layers", "dense_layers"), ())
+    config = dataclasses.replace(rewired(config, "standard"), n_layers=1, **none)
     works = {place: [] for place in ("attention", "feed_forward", "rest")}
     for rank in range(tp_size):
         plan, n_bytes, flops = shard_plan(config, rank, tp_size), dict.fromkeys(works, 0), dict.fromkeys(works, 0)
         for name, (shape, stored, *_) in shard_slices(config, dtype, rank, tp_size).items():
-            *_, place, module, tensor = "rest", *name.split(".")
+            path, _, tensor = name.rpartition(".")
+            module, place = path.split(".", 3)[-1], [*path.split("."), "rest", "rest"][2]
             if module == "tok_embeddings" and config.tie_embeddings:
                 [(start, stop)] = plan["output"][1]
                 module, shape = "output", (stop - start, *shape[1:])
             if module in plan:
-                n_bytes[place] += math.prod(shape) * stored.itemsize
+                read, used = 1, 1  # the shares of the weights that a step reads, and that a token multiplies with
+                if module.startswith("experts."):
+                    read, used = chosen_experts(config, batch), config.experts_per_token / config.n_experts
+                n_bytes[place] += math.prod(shape) * stored.itemsize * read
                 twice = 2 if stored == torch.uint8 else 1  # int4: two in a byte
-                flops[place] += 2 * batch * math.prod(shape) * twice * (tensor == "weight")
+                flops[place] += 2 * batch * math.prod(shape) * twice * used * (tensor == "weight")
         queries, all_three = (sum(stop - start for start, stop in plan[name][1]) for name in ("wo", "wqkv"))
         n_bytes["attention"] += batch * context * (all_three - queries) * dtype.itemsize
         flops["attention"] += 4 * batch * context * queries
@@ -222,7 +228,7 @@ def main(argv=None):
     else:
         own, name = checkpoint.read_config(args.checkpoint), checkpoint.name(args.checkpoint)
         dtype = checkpoint.Weights(args.checkpoint).dtype("norm.weight")
-    configs = candidates(own, args.wirings or variants(own.n_layers), args.tp)
+    configs = candidates(own, args.wirings or variants(own), args.tp)
     shard_plan(own, 0, args.tp)  # raises InputError before anything is measured
     context = args.context or min(1024, own.max_seq_len)
     machine = choose_machine(args)

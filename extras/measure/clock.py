@@ -9,16 +9,19 @@ from types import SimpleNamespace
 from model import WIRINGS, interleave, list_sublayers
 
 
-def variants(n_layers):
-    """Return the wirings to compare by default: all of model.py, and several parameters of those that take one."""
+def variants(config):
+    """Return the wirings to compare by default: all that the model can have, several parameters of some."""
+    n_layers, mixture = config.n_layers, config.n_experts
     middle, half = n_layers // 4, max(1, n_layers // 2)
     more = {
-        "ladder": ["ladder", f"ladder:{half}"], "desync": ["desync:2", "desync:4"], "laneformer": [],
+        "ladder": ["ladder", f"ladder:{half}"], "desync": ["desync:2", "desync:4"],
+        "laneformer": [], "farskip": ["farskip"] * bool(config.shared_expert_size),
         "pair": [f"pair:{middle}-{middle + half // 2 * 2 - 1}"] if n_layers > 3 else [],
         "pair-ladder": ["pair-ladder"] if n_layers > 1 else [],
         "delayed": ["delayed", "delayed-4"][:n_layers],
     }  # fmt: skip
-    return [text for name in WIRINGS for text in more.get(name, [name])]
+    names = [name for name, wiring in WIRINGS.items() if not (mixture and wiring.laned) or name == "upper-bound"]
+    return [text for name in names for text in more.get(name, [name])]
 
 
 class Clock:

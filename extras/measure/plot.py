@@ -18,7 +18,7 @@ from runtime.errors import InputError
 
 COLORS = [  # of wirings, in the order of model.WIRINGS; people who see no red or no green can tell them apart too
     "#D55E00", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#882255", "#999933", "#332288", "#AA4499",
-    "#44AA99",
+    "#44AA99", "#117733",
 ]  # fmt: skip
 GREYS = {"standard": "black", "upper-bound": "darkgrey"}  # what the others are compared with
 DASHES = ["-", "--", ":", "-."]

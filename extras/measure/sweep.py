@@ -58,7 +58,7 @@ def parse(argv):
         raise InputError(f"--prefill is {max(args.chunks)}: chunks need --eager, and a token each of --prompt-length")
     if args.prompt_length >= args.config.max_seq_len:
         raise InputError(f"--prompt-length is {args.prompt_length} but must be below {args.config.max_seq_len}")
-    args.wiring = list(dict.fromkeys(args.wiring or variants(args.config.n_layers)))
+    args.wiring = list(dict.fromkeys(args.wiring or variants(args.config)))
     for wiring in args.wiring:
         rewired(args.config, wiring)  # raises InputError
     return args
