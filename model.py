@@ -19,7 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from formats import wiring_text
-from kernels import experts, int_groups  # noqa: F401, experts defines an operator
+from kernels import int_groups
 from runtime.errors import InputError, load_extra
 
 # ---- The collectives that a wiring uses ------------------------------------------------------------------------------
@@ -493,6 +493,8 @@ class Experts(nn.Module):
     """The MLPs of E experts."""
 
     def __init__(self, dim, neurons, n_experts):
+        from kernels import experts  # noqa: F401, defines the operator; only a mixture needs it
+
         super().__init__()
         self.w1 = ExpertMatrices(dim, neurons, n_experts)
         self.w3 = ExpertMatrices(dim, neurons, n_experts)

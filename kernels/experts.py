@@ -6,15 +6,17 @@ Shape letters: T tokens, k experts of each, E experts, D dim, I neurons of an ex
 import torch
 import torch.nn.functional as F
 
-from kernels.int_linear import dequantize
-
 torch.library.define("ladder::experts", "(Tensor x, Tensor chosen, Tensor[] w1, Tensor[] w3, Tensor[] w2) -> Tensor")
 torch.library.register_fake("ladder::experts", lambda x, chosen, *_: x.new_empty(*chosen.shape, x.shape[1]))
 
 
 def floats(matrices, index=slice(None)):
     """Return some matrices of experts: of their weight, or of integers and scales, and zeros (see int_linear.py)."""
-    return matrices[0][index] if len(matrices) == 1 else dequantize(*(tensor[index] for tensor in matrices))
+    if len(matrices) == 1:
+        return matrices[0][index]
+    from kernels.int_linear import dequantize
+
+    return dequantize(*(tensor[index] for tensor in matrices))
 
 
 def experts(x, chosen, w1, w3, w2):
