@@ -302,13 +302,21 @@ class Config:
             raise InputError(f"window_layers takes 0 to {self.n_layers - 1}, with a sliding_window of 1 or more tokens")
         if not {*self.nope_layers} <= {*range(self.n_layers)}:
             raise InputError(f"nope_layers takes layers from 0 to {self.n_layers - 1}, not {self.nope_layers}")
-        if self.n_experts:
-            self._check_experts()
+        self._check_experts()
         _ = self.wirings, self.period, self.lanes  # once, now: the compiler cannot trace how text is parsed
         if self.named_wiring.model:
             self.named_wiring.model.check(self)
 
     def _check_experts(self):
+        others = "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers"
+        if not self.n_experts:
+            if given := [name for name in others if getattr(self, name)]:
+                raise InputError(f"{given[0]} is for a mixture of experts, which has n_experts")
+            return
+        if not {*self.dense_layers} <= {*range(self.n_layers)}:
+            raise InputError(f"dense_layers takes layers from 0 to {self.n_layers - 1}, not {self.dense_layers}")
+        if self.shared_expert_gate and not self.shared_expert_size:
+            raise InputError("shared_expert_gate needs a shared_expert_size")
         if not 1 <= (self.experts_per_token or 0) <= self.n_experts:
             raise InputError(f"experts_per_token is {self.experts_per_token} but must be from 1 to {self.n_experts}")
         if not self.expert_size:

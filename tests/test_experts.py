@@ -316,6 +316,20 @@ def test_bad_experts_are_one_line(changes, words, tmp_path):
         convert(edited(tmp_path, "qwen3", **changes), tmp_path / "ours")
 
 
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"n_experts": None}, "experts_per_token is for a mixture"),
+        ({"expert_size": None}, "needs an expert_size"),
+        ({"dense_layers": (3,)}, "dense_layers takes layers from 0 to 2"),
+        ({"shared_expert_gate": True}, "needs a shared_expert_size"),
+    ],
+)
+def test_bad_configs_are_one_line(changes, words):
+    with pytest.raises(InputError, match=words):
+        dataclasses.replace(MIXTURE, **changes)
+
+
 @pytest.mark.parametrize("wiring", ["spd", "delayed:1", "desync:4"])
 def test_wirings_with_streams_of_their_own_are_refused(wiring):
     with pytest.raises(InputError, match="not for mixtures"):
