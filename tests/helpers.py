@@ -265,10 +265,10 @@ def _call(work):
 
 def main_on_ranks(ranks, main, *args):
     """[(what it printed, what it said on stderr)] of main(args) of a script on each rank of the pool."""
-    return run_ranks(ranks, _main, main, [str(arg) for arg in args])
+    return run_ranks(ranks, call_main, main, [str(arg) for arg in args])
 
 
-def _main(world, main, args):
+def call_main(world, main, args):
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as m, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         m.setattr(launch, "join", lambda device, flags=None: world)

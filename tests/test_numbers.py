@@ -10,27 +10,6 @@ import eval
 import generate
 from runtime.errors import InputError
 
-NAN, INF = torch.nan, torch.inf
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("how", [(0,), (0.8,), (1.0, 5, 0.9)])
-def test_the_sampler_marks_rows_that_are_not_finite(how, dtype):
-    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
-    healthy = generate.Sampler(*how, seed=3)(logits)
-    bad = {0: [NAN], 2: [INF], 3: [-INF], 5: [NAN, INF, -INF]}
-    for row, values in bad.items():
-        logits[row, 7 : 7 + len(values)] = torch.tensor(values, dtype=dtype)
-    ids = generate.Sampler(*how, seed=3)(logits).tolist()
-    assert [ids[row] for row in bad] == [-1] * 4
-    assert [ids[row] for row in (1, 4)] == healthy[[1, 4]].tolist()
-    assert generate.Sampler(*how)(torch.full((1, 9), -INF, dtype=dtype)).tolist() == [-1]
-
-
-def test_the_first_of_equal_logits_is_greedy():
-    logits = torch.randint(3, (64, 300), generator=torch.Generator().manual_seed(0)).bfloat16()
-    assert generate.Sampler(0)(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
-
 
 def generate_poisoned(world):
     """The error of a generation in which row 1 is not finite from its third step on."""
@@ -41,7 +20,7 @@ def generate_poisoned(world):
     def spoiled(*args):
         steps.append(args)
         logits = decode(*args)
-        return logits.index_fill(0, torch.tensor([1]), NAN) if len(steps) >= 2 else logits
+        return logits.index_fill(0, torch.tensor([1]), torch.nan) if len(steps) >= 2 else logits
 
     runner.decode = spoiled
     with pytest.raises(InputError) as error:
@@ -65,7 +44,7 @@ def test_an_overflow_of_float16_is_named(tmp_path):
         generate.main(["--checkpoint", str(tmp_path), *flags])
     model = generate.load_model(BASE, str(tmp_path), "float16", generate.World(0, 1, "cpu"))
     with pytest.raises(InputError, match="loss of nan .* in float16: .*--dtype"):
-        eval.checked(NAN, str(tmp_path), model)
+        eval.checked(torch.nan, str(tmp_path), model)
     assert eval.checked(1.5, str(tmp_path), model) == 1.5
 
 

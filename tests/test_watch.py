@@ -244,11 +244,13 @@ launch.run(main)
     assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned up\n", f"-c: was stopped by {name}\n")
 
 
-def test_output_that_cannot_be_written_is_one_line():
-    with open("/dev/full", "w") as full:
-        done = run_source("launch.run(lambda: print('x' * 100))", stdout=full)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert "No space left on device" in done.stderr
+def test_output_that_cannot_be_written_is_one_line_and_none_where_the_reader_has_gone():
+    reader, pipe = os.pipe()
+    os.close(reader)
+    for file, line in (os.open("/dev/full", os.O_WRONLY), "No space left on device"), (pipe, ""):
+        done = run_source("launch.run(lambda: print('x' * 100))", stdout=file)
+        os.close(file)
+        assert done.returncode == 1 and done.stderr.count("\n") == bool(line) and line in done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------
