@@ -58,19 +58,15 @@ def logits_of(changes):
         return net(unequal_rows(BASE)[0])
 
 
-def test_the_wirings_are_different_functions():
+def test_the_wirings_are_different_functions_but_those_that_are_standard_in_one_lane():
     """So that none of the comparisons can pass by accident."""
     others = [*STANDARD_ALONE, {"wiring": "farskip"}]  # which is ladder without a shared expert
     seen = {wired_id(changes): logits_of(changes) for changes in WIRED if changes not in others}
     assert {"standard", "spd-ladder", "parallel-ladder:1,"} <= seen.keys()
     for a, b in itertools.combinations(seen, 2):
         assert (seen[a] - seen[b]).abs().max() > 0.1, (a, b)
-
-
-@pytest.mark.parametrize("changes", STANDARD_ALONE, ids=wired_id)
-def test_a_wiring_that_is_standard_in_one_lane_is_so_on_one_device(changes):
-    assert table_entry(changes).laned
-    assert torch.allclose(logits_of(changes), logits_of({}), atol=1e-5)
+    for changes in STANDARD_ALONE:
+        assert table_entry(changes).laned and torch.allclose(logits_of(changes), seen["standard"], atol=1e-5), changes
 
 
 def test_one_function_is_one_however_it_is_spelled():
@@ -247,15 +243,8 @@ def test_compiled_code_keeps_it_in_every_wiring(changes, name, fake_world):
     check_compiled_order(changes, fake_world(0, 2), *PASSES[name])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank, tp_size", [(1, 2), (0, 3), (0, 4)])
-@pytest.mark.parametrize("wiring", ["standard", "ladder:1,", "delayed-3:1-2"])
-def test_every_ranks_compiled_code_keeps_it(wiring, rank, tp_size, fake_world):
-    check_compiled_order({"wiring": wiring}, fake_world(rank, tp_size))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# The layers that are wired so, and lanes
+# Which wiring runs, and what is said of it
 
 
 def chosen(own, flags):
@@ -271,15 +260,6 @@ def test_flags_choose_a_wiring():
     assert chosen(spd, "") == spd and chosen(spd, "--wiring delayed-2/4").wiring == "delayed-2/4"
 
 
-@pytest.mark.parametrize("name", ["ladder", "spd", "spd-ladder", "delayed", "parallel-ladder"])
-def test_other_layers_are_standard(name):
-    """With the same weights the last layer alone is not the first one alone, and neither is all of them, or none."""
-    config = dataclasses.replace(BASE, wiring=f"{name}:0,")
-    assert config.wirings == (WIRINGS[name], *[WIRINGS["standard"]] * 2)
-    norms = {n for n, _ in random_model(config).named_parameters() if n.endswith("ffn_norm.weight")}
-    assert len(norms) == 3 - (name == "parallel-ladder")
-
-
 @pytest.mark.parametrize(
     "own, wiring, ranks, words",
     [
@@ -287,9 +267,7 @@ def test_other_layers_are_standard(name):
         ("spd/2", "spd:3/2", 4, ""),
         ("spd/2", "spd:3/4", 4, "spd/2's, and run as spd:3/4, another function than"),
         ("standard", "spd", 1, "these weights are standard's, and run as spd, which is the same in one lane"),
-        ("standard", "delayed-4/1", 1, "run as delayed-4/1, which is the same in one lane"),
         ("standard", "delayed-4/2", 1, "run as delayed-4/2, another function than"),
-        ("standard", "spd-ladder", 1, "run as spd-ladder, another function than"),
         ("standard", "desync", 2, "desync, another function than these weights were trained for: eval.py"),
         ("ladder:2", "ladder-2:2", 2, "another function than"),
         ("spd", "spd", 2, "these weights name no lanes: spd is another function on"),
