@@ -7,7 +7,7 @@ All other arguments go to pytest. Works in a temporary copy, prints the changes 
 
 import argparse
 import ast
-import copy
+import difflib
 import os
 import random
 import shutil
@@ -20,43 +20,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAIRS = "Add Sub, Mult Div, FloorDiv Mult, Mod FloorDiv, And Or, Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn"
-PAIRS = [pair.split() for pair in PAIRS.split(", ")]
-SWAPS = {a: getattr(ast, b) for b, a in PAIRS} | {a: getattr(ast, b) for a, b in PAIRS}
-SKIPPED = "annotation", "returns", "decorator_list"  # fields of a node in which nothing is changed
+PAIRS = [[getattr(ast, name) for name in pair.split()] for pair in PAIRS.split(", ")]
+SWAPS = {b: a for a, b in PAIRS} | dict(PAIRS)
+DELETED = ast.Assign | ast.AugAssign | ast.Raise | ast.Break | ast.Expr
 
 
-def changed(node):
-    """Return the source that replaces a node, or None where nothing is to be changed."""
-    other = copy.deepcopy(node)
-    if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op).__name__ in SWAPS:
-        other.op = SWAPS[type(node.op).__name__]()
-    elif isinstance(node, ast.Compare):
-        other.ops[0] = SWAPS[type(node.ops[0]).__name__]()
-    elif isinstance(node, ast.UnaryOp):
-        other = other.operand
-    elif isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
-        other.value = not node.value if isinstance(node.value, bool) else node.value + 1
-    else:
-        call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-        return "pass" if call or isinstance(node, ast.Assign | ast.AugAssign | ast.Raise | ast.Break) else None
-    return ast.unparse(other) if isinstance(other, ast.Constant) else f"({ast.unparse(other)})"
+def mutations(tree):
+    """Yield (node, field, its new value) for every change."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in SWAPS:
+            yield node, "op", SWAPS[type(node.op)]()
+        elif isinstance(node, ast.Compare):
+            yield node, "ops", [SWAPS[type(node.ops[0])](), *node.ops[1:]]
+        elif isinstance(node, ast.UnaryOp):
+            yield node, "operand", ast.UnaryOp(ast.Not(), node.operand)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
+            yield node, "value", not node.value if isinstance(node.value, bool) else node.value + 1
+        elif isinstance(node, ast.If | ast.While | ast.IfExp):
+            yield node, "test", ast.UnaryOp(ast.Not(), node.test)
+        for field, block in ast.iter_fields(node):
+            for i, statement in enumerate(block if isinstance(block, list) else []):
+                if isinstance(statement, DELETED) and not isinstance(getattr(statement, "value", None), ast.Constant):
+                    yield node, field, [*block[:i], ast.Pass(), *block[i + 1 :]]
 
 
-def mutations(source):
-    """Return [(node, its new source)] for every change of the file."""
-    result, todo = [], [ast.parse(source)]
-    while todo:
-        node = todo.pop()
-        result += [(node, text) for text in [changed(node)] if text]
-        if isinstance(node, ast.If | ast.While | ast.IfExp):
-            result.append((node.test, f"(not ({ast.unparse(node.test)}))"))
-        fields = [] if isinstance(node, ast.JoinedStr) else ast.iter_fields(node)  # an f-string's have no positions
-        for values in [value if isinstance(value, list) else [value] for name, value in fields if name not in SKIPPED]:
-            todo += [child for child in values if isinstance(child, ast.AST)]
-    return result
-
-
-def passes(tree, command, limit):
+def passes(tree, command, limit=None):
     """Return whether the tests pass within so many seconds; the processes that they started end with them."""
     how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
     how["env"] = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # else two changes within a second may look alike
@@ -71,29 +59,29 @@ def passes(tree, command, limit):
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("file", help="the file to change, from the root of the project")
-    for flag, default, words in ("-n", 20, "how many changes"), ("--seed", 0, "which ones"):
-        p.add_argument(flag, type=int, default=default, help=words)
+    p.add_argument("-n", type=int, default=20, help="how many changes")
+    p.add_argument("--seed", type=int, default=0, help="which ones")
     args, tests = p.parse_known_args()
     command, survivors = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests], 0
-    source = (ROOT / args.file).read_bytes()
-    lines, places = source.splitlines(keepends=True), mutations(source)
-    chosen = random.Random(args.seed).sample(places, min(args.n, len(places)))
+    tree = ast.parse((ROOT / args.file).read_bytes())
+    before, places = ast.unparse(tree), [*mutations(tree)]
     with tempfile.TemporaryDirectory() as parent:
-        tree = Path(parent, "tree")
-        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".venv", ".git", "__pycache__", "checkpoints"))
+        copy = Path(parent, "copy")
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "__pycache__", "checkpoints"))
         start = time.monotonic()
-        if not passes(tree, command, None):
+        if not passes(copy, command):
             sys.exit("the tests fail without any change")
         limit = 30 + 4 * (time.monotonic() - start)  # seconds
-        for node, text in sorted(chosen, key=lambda place: place[0].lineno):
-            first, last = node.lineno - 1, node.end_lineno - 1
-            new = lines[first][: node.col_offset] + text.encode() + lines[last][node.end_col_offset :]  # count bytes
-            (tree / args.file).write_bytes(b"".join([*lines[:first], new, *lines[last + 1 :]]))
-            survivors += (survived := passes(tree, command, limit))
-            print(f"{args.file}:{node.lineno}: {'SURVIVED' if survived else 'noticed'}", flush=True)
-            if survived:
-                print(f"{b''.join(lines[first : last + 1]).decode()}  now\n{new.decode()}", end="", flush=True)
-    sys.exit(f"{survivors} of {len(chosen)} changes survived; {len(places)} are possible" if survivors else 0)
+        for node, field, value in random.Random(args.seed).sample(places, min(args.n, len(places))):
+            old = getattr(node, field)
+            setattr(node, field, value)
+            after = ast.unparse(tree)
+            setattr(node, field, old)
+            (copy / args.file).write_text(after)
+            survivors += (survived := passes(copy, command, limit))
+            changed = [*difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")][3:]
+            print("SURVIVED" if survived else "noticed", *changed, sep="\n", flush=True)
+    sys.exit(f"{survivors} changes survived; {len(places)} are possible" if survivors else 0)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,10 @@ from decoding.sampling import Sampler
 from generate import Runner, generate, make_cache, pad
 from kernels import cuda_graphs
 from model import SingleDevice
+from runtime import compiling
 from runtime.compiling import SplitAttention
+
+BUCKET, CUDA = 4, torch.device("cuda")
 
 
 def generated(runner, prompts, sample, steps, step=None):
@@ -31,20 +34,23 @@ def generated(runner, prompts, sample, steps, step=None):
 def pretended(net, cache, monkeypatch):
     """(a runner that says it is on a GPU, the list of its passes and of what is read from it)."""
     events, runner = [], Runner(net, cache)
-    runner.device, last_tokens, pad = torch.device("cuda"), sampling.last_tokens, generate_module.pad
+    runner.device, runner.lengths = CUDA, []  # lengths: of the cache, which the passes read
+    last_tokens, pad = sampling.last_tokens, sampling.pad
 
-    def decode(tokens, positions, longest):
+    def decode(tokens, positions, cache, cache_length):
         events.append("pass")
-        with torch.inference_mode():
-            return net(tokens, positions[:, None], cache, longest)
+        runner.lengths.append(cache_length)
+        return net(tokens, positions, cache, cache_length)
 
-    runner.decode = decode
+    runner._decode = decode
+    monkeypatch.setattr(generate_module, "BUCKET", BUCKET)
     event = types.SimpleNamespace(synchronize=lambda: events.append("read"))
     stream = types.SimpleNamespace(record_event=lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     for module in sampling, generate_module:
         monkeypatch.setattr(module, "last_tokens", lambda texts, device: last_tokens(texts, "cpu"))
-    monkeypatch.setattr(generate_module, "pad", lambda prompts, device: pad(prompts, "cpu"))
+    for module in generate_module, compiling:
+        monkeypatch.setattr(module, "pad", lambda prompts, device: pad(prompts, "cpu"))
     return runner, events
 
 
@@ -66,6 +72,21 @@ def test_a_pass_ahead_stays_within_the_context(monkeypatch):
     assert [len(row) for row in expected] == [3, 8]
     runner = pretended(net, make_cache(net, 2, 12), monkeypatch)[0]
     assert generate(runner, prompts, 8, Sampler(0)).rows == expected
+
+
+@pytest.mark.parametrize("prompt, new", [(1, 1), (4, 1), (6, 23), (3, 3)])
+def test_the_cache_is_read_in_buckets_all_of_which_the_warm_up_has_seen(prompt, new, monkeypatch):
+    net, prompts = random_model(BASE), [[1] * prompt]
+    cache = make_cache(types.SimpleNamespace(device=CUDA, new_cache=net.new_cache), 1, prompt + new)
+    runner, _ = pretended(net, cache, monkeypatch)
+    compiling.warm_up(runner, prompts, new, BUCKET)
+    warm = {*runner.lengths}
+    runner.lengths.clear()
+    generate(runner, prompts, new, Sampler(0))
+    slots, least = cache[0][0].shape[2], BUCKET * -(-(prompt + 1) // BUCKET)
+    assert slots % BUCKET == 1 and 0 <= slots - 1 - prompt - new < BUCKET
+    assert all(length < slots and length % BUCKET == 0 for length in warm)
+    assert warm >= {*runner.lengths} and max(warm) <= max([*runner.lengths, least])
 
 
 def test_a_captured_step_is_found_again_by_its_shapes_and_gets_its_inputs(monkeypatch):

@@ -6,10 +6,10 @@ import types
 
 import pytest
 import torch
-from helpers import BASE, BY_HAND, last_logits, random_model, staleness, unequal_rows, wired_id
+from helpers import BASE, BY_HAND, last_logits, random_model, unequal_rows, wired_id
+from test_wiring import eager_order, squeeze
 
 from extras.measure import link
-from model import attention_then_mlp, desynced_stream
 from tp import TensorParallel
 
 
@@ -75,25 +75,11 @@ class OneRank:
 
 
 def queued_beside(config):
-    """By hand: what is queued between each all-reduce and the wait for it. [[name]]
-
-    These are the products and the all-reduces of the sublayers that are stale enough not to wait for it.
-    """
-    attention, mlp, sublayers = ["wqkv", "wo"], ["w1", "w3", "w2"], []
-    i = 0
-    while i < config.n_layers:
-        wiring = config.wirings[i]
-        two = wiring.split is attention_then_mlp
-        sublayers += [products * wiring.blocks for products in ([attention, mlp] if two else [attention + mlp])]
-        i += wiring.blocks
-    if config.named_wiring.stream is desynced_stream:
-        kept = [i for i in range(1, len(sublayers) + 1) if config.period and (i % config.period == 0)]
-        return [[] for _ in kept] if not config.period or len(sublayers) in kept else [[] for _ in [*kept, "last"]]
-    beside, stale = [], staleness(config)
-    for i in range(len(sublayers)):
-        waits = [t for t in range(i + 1, len(sublayers)) if t - stale[t] > i] or [len(sublayers)]
-        beside.append([name for products in sublayers[i + 1 : waits[0]] for name in [*products, "link"]])
-    return beside
+    """What the plain loop does between each start and its wait: test_wiring.py knows it by hand."""
+    order = eager_order(config).split()
+    starts = [i for i, event in enumerate(order) if event.startswith("start")]
+    between = [order[i + 1 : order.index(f"wait{n}")] for n, i in enumerate(starts, start=1)]
+    return [squeeze("c" if e == "c" else "link" for e in events if not e.startswith("wait")) for events in between]
 
 
 @pytest.mark.parametrize("changes", BY_HAND[::2], ids=wired_id)
@@ -105,15 +91,15 @@ def test_the_link_forks_joins_and_runs_beside_the_next_stale_sublayer_only(chang
     group = link.LinkedGroup(inner, link.FREE, 0, 1, torch.device("cuda"))
     group.stream = Stream()
     net.comm = TensorParallel(config, (1,), group)
-    for name, module in net.named_modules():
+    for module in net.modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(lambda *_, name=name: queues.put(name.rpartition(".")[2]))
+            module.register_forward_pre_hook(lambda *_: queues.put("c"))
     assert torch.equal(last_logits(net, *rows, steps=1), alone)
 
     names, beside = queues.names, queued_beside(config)
     sent = [i for i, name in enumerate(names) if name == "link"]
     assert all(queues.waits_for[i] == set(range(i)) for i in sent)  # forked: after all that was queued before it
     assert queues.computing.past == set(range(len(names)))  # joined
-    result = [[names[k] for k in range(i + 1, len(names)) if i not in queues.awaited[k]] for i in sent]
-    assert result == 2 * [*beside, []]  # and the gathered logits
+    result = [squeeze(names[k] for k in range(i + 1, len(names)) if i not in queues.awaited[k]) for i in sent]
+    assert result == 2 * [*beside, ""]  # and the gathered logits
     assert inner.asynchronous == [True] * len(beside) * 2  # else NCCL would compute them on the current stream

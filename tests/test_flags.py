@@ -61,8 +61,6 @@ SCRIPTS = {
             "--window 8 --stride 8": "--stride is 8 but must be smaller than the window of 8 tokens",
             "--max-tokens 2 --text {}/empty": "has no text: scoring takes two tokens or more",
             "--max-tokens 2 --json /dev/full": "cannot write /dev/full: No space left on device",
-            "--tasks hellaswag": "--tasks: not allowed with argument --text",
-            "--compare {tiny} --sensitivity": "--sensitivity: not allowed with argument --compare",
             "--limit 3": "--limit goes with --tasks",
             "--task-folder {}": "--task-folder goes with --tasks",
             "--sensitivity --wiring desync": "no such wiring: 'desync:0,'; write desync, desync:N or desync/LANES",
@@ -80,7 +78,6 @@ SCRIPTS = {
     "quantize": (
         "--checkpoint {even} --out {}/out",
         {
-            "--mode int3": "--mode: invalid choice: 'int3' (choose from 'int8', 'int4')",
             "--mode int4 --group-size 48": "group size 48 is none of 32, 64, 128",
             "--mode int8 --group-size 64": "a group size is for int4",
             "--mode int8 --keep w9": "cannot keep 'w9' from being quantized; known: tok_embeddings, wqkv",
@@ -91,7 +88,6 @@ SCRIPTS = {
     "convert_hf_checkpoint": (
         "{}",
         {
-            "": "the following arguments are required: --out",
             "--out {}/out": "has no config.json: it is no Hugging Face folder",
             "--out {}/out --tokenizer /nowhere": "--tokenizer /nowhere: no such file",
             "--out {}/out --shard-gb 0": "--shard-gb: '0' is not a number above 0",

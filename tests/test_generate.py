@@ -13,8 +13,6 @@ import sys
 import termios
 import threading
 import time
-import unittest.mock
-from types import SimpleNamespace
 
 import helpers
 import pytest
@@ -25,11 +23,9 @@ from safetensors.torch import load_file, save_file
 import generate
 import tp
 from complete import complete, load
-from decoding import sampling
 from formats import checkpoint, sizes
 from formats.tokenizer import load_tokenizer
-from model import SingleDevice
-from runtime import compiling, launch
+from runtime import launch
 from runtime.errors import InputError
 
 KEYS = (
@@ -38,7 +34,6 @@ KEYS = (
     "tpot_ms, tok_s, tok_s_user, step_bytes, bytes_s, peak_bytes, prefill_chunks, tokens, texts, draft, speculate, "
     "passes, drafted, accepted, shares"
 )
-CUDA = torch.device("cuda")
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
 
@@ -370,34 +365,6 @@ def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
     rows, *_ = generate.generate(runner, prompts, 30, sample)
     assert rows == [greedy_tokens(net, prompt, 30) for prompt in prompts]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == int(compile)
-
-
-@pytest.mark.parametrize("prompt, new", [(1, 1), (256, 1), (300, 500), (255, 3)])
-def test_a_gpu_reads_the_cache_in_buckets_all_of_which_the_warm_up_has_seen(prompt, new, monkeypatch):
-    """A model that only writes down what it is asked to read, and a runner that says it is on a GPU."""
-    lengths, tensor = [], torch.tensor
-    for module in generate, compiling:
-        monkeypatch.setattr(module, "pad", lambda prompts, device: sampling.pad(prompts, "cpu"))
-    monkeypatch.setattr(torch, "tensor", lambda data, device=None, **kwargs: tensor(data, **kwargs))
-    monkeypatch.setattr(torch.cuda, "current_stream", unittest.mock.Mock())
-    on_gpu = SimpleNamespace(device=CUDA, new_cache=lambda batch, length: length)
-    slots = generate.make_cache(on_gpu, 1, prompt + new)
-    assert slots % generate.BUCKET == 1 and 0 <= slots - 1 - prompt - new < generate.BUCKET
-
-    def model(tokens, positions=None, cache=None, cache_length=None, select=None, chunks=1):
-        if positions is not None:
-            assert positions.max() < cache_length < slots and cache_length % generate.BUCKET == 0
-            lengths.append(cache_length)
-        return torch.zeros(1, 1, 4)
-
-    model.device, model.config, model.comm = CUDA, dataclasses.replace(BASE, max_seq_len=1000), SingleDevice()
-    runner = generate.Runner(model, None)
-    compiling.warm_up(runner, [[1] * prompt], new, generate.BUCKET)
-    warm = {*lengths}
-    lengths.clear()
-    generate.generate(runner, [[1] * prompt], new, generate.Sampler(0), pass_tokens=10**6)
-    least = generate.BUCKET * -(-(prompt + 1) // generate.BUCKET)
-    assert warm >= {*lengths} and max(warm) <= max([*lengths, least])
 
 
 class Scripted(generate.Runner):

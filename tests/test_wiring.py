@@ -214,7 +214,7 @@ def like_python(source):
 
 def squeeze(events):
     """Runs of matmuls as one c."""
-    return " ".join(e for e, before in zip(events, ["", *events], strict=False) if e != "c" or before != "c")
+    return re.sub(r"\bc( c)+\b", "c", " ".join(events))
 
 
 def check_compiled_order(changes, world, length=1, dtype=torch.float32, chunks=1):
