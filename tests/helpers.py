@@ -174,6 +174,18 @@ def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=Fa
     return torch.stack(out, dim=1)
 
 
+def greedy_tokens(net, ids, count, end=None):
+    """What follows the ids, the whole sequence computed again for each token."""
+    row = []
+    while len(row) < count:
+        with torch.no_grad():
+            token = int(net(torch.tensor([ids + row]))[0, -1].argmax())
+        if token == end:
+            break
+        row.append(token)
+    return row
+
+
 def naive(logits, temperature, top_k, top_p):
     """What is sampled from, in float64, a token at a time."""
     order = sorted(range(len(logits)), key=lambda i: -logits[i])[:top_k]

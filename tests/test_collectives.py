@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
 import io
+import itertools
 import os
 import random
 import signal
@@ -12,8 +12,8 @@ import struct
 import subprocess
 import sys
 import time
-import types
 import weakref
+from unittest.mock import MagicMock, call
 
 import pytest
 import torch
@@ -430,59 +430,40 @@ def test_a_link_carries_fewer_bytes():
 # One shot, without a GPU: its order over pretended streams, and what it refuses
 
 
-class Stream:
-    """A stream that only logs what it is told."""
-
-    def __init__(self, log, name):
-        self.log, self.name = log, name
-
-    def wait_stream(self, other):
-        self.log.append(f"{self.name} forks from {other.name}")
-
-    def record_event(self):
-        return len(self.log)  # how many entries it comes after
-
-    def wait_event(self, event):
-        self.log.append(f"{self.name} waits for {self.log[event - 1]}")
-
-
 @pytest.fixture
 def pretended(monkeypatch):
-    """(a OneShotGroup of two equal ranks whose streams and kernels only log, the log)."""
-    log, current = [], []
-    current.append(Stream(log, "main"))
-
-    @contextlib.contextmanager
-    def on(stream):
-        current.append(stream)
-        yield
-        current.pop()
-
-    def kernel(name, shared, op, group, out):
-        log.append(f"{current[-1].name}: {name} {op} {len(log)} of {group}")
-        return out.copy_(2 * shared)
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Stream(log, f"stream {priority}"))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
-    monkeypatch.setattr(torch.cuda, "stream", on)
+    """(a OneShotGroup of two equal ranks, a mock that sees what its streams, its kernels and NCCL are told)."""
+    seen = MagicMock()
+    seen.own.record_event.side_effect = itertools.count()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: seen.own)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: seen.main)
+    monkeypatch.setattr(torch.cuda, "stream", seen.inside)
     monkeypatch.setattr(one_shot.symmetric, "rendezvous", lambda buffer, group: None)
     monkeypatch.setattr(one_shot.symmetric, "empty", torch.empty)
-    one, two = functools.partial(kernel, "one-shot"), lambda x, op, group: kernel("two-shot", x, op, group, x)
+
+    def one(shared, op, group, out):
+        seen.one_shot(op, group)
+        out.copy_(2 * shared)
+
+    def two(shared, op, group):
+        seen.two_shot(op, group)
+        return shared.mul_(2)
+
     monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce_out", one, raising=False)
     monkeypatch.setattr(torch.ops.symm_mem, "two_shot_all_reduce_", two, raising=False)
-    inner = types.SimpleNamespace(group_name="nccl", allreduce=lambda tensors, opts: log.append("nccl") or "nccl's")
-    return one_shot.OneShotGroup(inner, 0, 2, "cpu"), log
+    seen.nccl.group_name = "nccl"
+    return one_shot.OneShotGroup(seen.nccl, 0, 2, "cpu"), seen
 
 
 def test_one_shot_sums_run_on_a_stream_of_their_own_from_start_to_wait(pretended):
-    (group, log), x, y = pretended, torch.randn(2, 1, 8), torch.randn(2, 1, 8)
+    (group, seen), x, y = pretended, torch.randn(2, 1, 8), torch.randn(2, 1, 8)
     with torch.inference_mode():
         first, second = (OPS.all_reduce(t, "sum", group.group_name) for t in (x, y))
         sums = OPS.wait_tensor(first), OPS.wait_tensor(second)
     assert torch.equal(sums[0], 2 * x) and torch.equal(sums[1], 2 * y)
-    started = ["stream -1: one-shot sum 1 of nccl", "stream -1: one-shot sum 3 of nccl"]
-    fork = "stream -1 forks from main"
-    assert log == [fork, started[0], fork, started[1], *(f"main waits for {one}" for one in started)]
+    inside, after = [call.inside(seen.own), call.inside().__enter__()], call.inside().__exit__(None, None, None)
+    start = [call.own.wait_stream(seen.main), *inside, call.one_shot("sum", "nccl"), call.own.record_event(), after]
+    assert seen.mock_calls == [*start, *start, call.main.wait_event(0), call.main.wait_event(1)]
     x = torch.ones(4)
     work, reference = group.allreduce([x]), weakref.ref(x)
     del x
@@ -492,12 +473,12 @@ def test_one_shot_sums_run_on_a_stream_of_their_own_from_start_to_wait(pretended
 
 
 def test_larger_sums_go_another_way_and_some_are_refused(pretended):
-    group, log = pretended
-    for n, kernel in ((one_shot.ONE_SHOT, "one-shot"), (one_shot.ONE_SHOT + 4, "two-shot"), (2**24, "two-shot")):
+    group, seen = pretended
+    for n, kernel in (one_shot.ONE_SHOT, "one_shot"), (one_shot.ONE_SHOT + 4, "two_shot"), (2**24, "two_shot"):
         x = torch.ones(n // 4)
         group.allreduce([x]).wait()
-        assert x.eq(2).all() and kernel in log[-2] and "main waits" in log[-1]
-    assert group.allreduce([torch.ones(2**22 + 1)]) == "nccl's" and log[-1] == "nccl"
+        assert x.eq(2).all() and seen.mock_calls[-4] == getattr(call, kernel)("sum", "nccl")
+    assert group.allreduce([torch.ones(2**22 + 1)]) is seen.nccl.allreduce.return_value
     with pytest.raises(InputError, match="bfloat16 and float32: give --dtype$"):
         OPS.all_reduce(torch.ones(4, dtype=torch.float16), "sum", group.group_name)
     with pytest.raises(InputError, match="^--comm one-shot is for ranks of one node, each with a GPU$"):

@@ -11,24 +11,13 @@ from helpers import BASE, random_model
 import generate as generate_module
 from decoding import sampling
 from decoding.sampling import Sampler
-from generate import Runner, generate, make_cache, pad
+from generate import Runner, generate, make_cache
 from kernels import cuda_graphs
 from model import SingleDevice
 from runtime import compiling
 from runtime.compiling import SplitAttention
 
 BUCKET, CUDA = 4, torch.device("cuda")
-
-
-def generated(runner, prompts, sample, steps, step=None):
-    """[ids read after each pass] of plain decoding."""
-    texts, passes = [list(prompt) for prompt in prompts], []
-    runner.prefill(*pad(prompts, "cpu"))
-    for _ in range(steps):
-        passes.append((step or runner.next_tokens)(texts, sample).tolist())
-        for text, i in zip(texts, passes[-1], strict=True):
-            text.append(i)
-    return passes
 
 
 def pretended(net, cache, monkeypatch):
@@ -56,22 +45,14 @@ def pretended(net, cache, monkeypatch):
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_a_gpu_has_its_next_pass_before_the_ids_of_this_one_are_read(temperature, monkeypatch):
-    """And generates the same, in rows of different lengths."""
-    net, prompts, steps = random_model(BASE), [[3, 1, 4, 1, 5], [9, 2], [6]], 6
-    expected = generated(Runner(net, make_cache(net, 3, 12)), prompts, Sampler(temperature), steps)
-    runner, events = pretended(net, make_cache(net, 3, 12), monkeypatch)
-    assert generated(runner, prompts, Sampler(temperature), steps, sampling.RunAhead(runner)) == expected
-    assert events == ["pass", *["pass", "read"] * steps]
-
-
-def test_a_pass_ahead_stays_within_the_context(monkeypatch):
-    """A row at its end waits there for a shorter one."""
+    """And generates the same, in rows of different lengths, of which one waits for the others at the context's end."""
     net = random_model(dataclasses.replace(BASE, max_seq_len=12))
-    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [2]]
-    expected = generate(Runner(net, make_cache(net, 2, 12)), prompts, 8, Sampler(0)).rows
-    assert [len(row) for row in expected] == [3, 8]
-    runner = pretended(net, make_cache(net, 2, 12), monkeypatch)[0]
-    assert generate(runner, prompts, 8, Sampler(0)).rows == expected
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [9, 2], [6]]
+    expected = generate(Runner(net, make_cache(net, 3, 12)), prompts, 8, Sampler(temperature)).rows
+    assert [len(row) for row in expected] == [3, 8, 8]
+    runner, events = pretended(net, make_cache(net, 3, 12), monkeypatch)
+    assert generate(runner, prompts, 8, Sampler(temperature)).rows == expected
+    assert events == ["pass", *["pass", "read"] * 7]
 
 
 @pytest.mark.parametrize("prompt, new", [(1, 1), (4, 1), (6, 23), (3, 3)])

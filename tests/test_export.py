@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from helpers import BASE, ROOT, YARN, random_model, script, shared_data, write_model
+from helpers import BASE, ROOT, YARN, greedy_tokens, random_model, script, shared_data, write_model
 from safetensors.torch import load_file
 from test_convert import FAMILIES, FOLDED, SMALL, TOKENS, check_parity, convert, hf_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
@@ -79,13 +79,6 @@ def padded(prompts):
     return (torch.tensor(part) for part in zip(*rows, strict=True))
 
 
-@torch.no_grad()
-def greedy(net, ids, steps):
-    for _ in range(steps):
-        ids = [*ids, int(net(torch.tensor([ids]))[0, -1].argmax())]
-    return ids[-steps:]
-
-
 @pytest.mark.parametrize("wiring, shape", CASES)
 def test_an_exported_folder_computes_our_logits_and_comes_back(wiring, shape, tmp_path):
     ours, folder = write(tmp_path, **SHAPES[shape], wiring=wiring)
@@ -101,7 +94,7 @@ def test_an_exported_folder_computes_our_logits_and_comes_back(wiring, shape, tm
             assert (row[-len(prompt) :] - expected).abs().max() < 1e-4
     theirs.generation_config.eos_token_id = None
     out = theirs.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
-    expected = [greedy(ours, prompt, 6) for prompt in PROMPTS]
+    expected = [greedy_tokens(ours, prompt, 6) for prompt in PROMPTS]
     assert out[:, tokens.shape[1] :].tolist() == expected
     how = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": "static", "disable_compile": True}
     assert theirs.generate(tokens[1:2, -3:], **how)[0, 3:].tolist() == expected[1]

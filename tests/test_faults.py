@@ -10,7 +10,6 @@ Each run is one of torchrun's, whose processes are found again by a mark in thei
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import re
@@ -26,6 +25,7 @@ import torch
 from faults import IMPORTS, PHASES
 from helpers import ROOT, command, random_model, train_tokenizer, write_model
 
+import tp
 from model import Config
 
 SOON, SLOW = 5, 10  # seconds in which a run should end after a fault, and after the LADDER_TIMEOUT of a stall
@@ -54,18 +54,12 @@ CAUSES = {  # kind of fault: what the line says
 STALLS = "SIGSTOP", "hang", "launcher SIGSTOP"
 
 
-def has_extra(name):
-    """Return whether this copy of the project has the folder extras/NAME."""
-    return all(importlib.util.find_spec(module) for module in ("extras", f"extras.{name}"))
-
-
 FAST = [("decode", "SIGKILL", 1, 2, ""), ("decode", "SIGSTOP", 0, 2, "")]  # phase, kind, rank of how many, flags
 SLOW_ONES = [
     ("load", "hang", 1, 2, ""), ("load", "SIGTERM", 0, 2, ""), ("prefill", "exception", 2, 3, ""),
     ("join", "launcher SIGKILL", 0, 2, ""), ("join", "SIGSTOP", 1, 2, ""), ("decode", "launcher SIGTERM", 0, 2, ""),
     ("decode", "launcher SIGSTOP", 0, 2, ""), ("decode", "SIGSTOP", 0, 2, " --comm library"),
-    *[("chat", "SIGKILL", 0, 2, "")] * has_extra("chat"),
-    *[("training", "terminal SIGINT", 0, 2, "")] * has_extra("training"),
+    ("chat", "SIGKILL", 0, 2, ""), ("training", "terminal SIGINT", 0, 2, ""),
 ]  # fmt: skip
 FAULTS = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_ONES)]
 UNLIKE = [  # flags, or the script, of the last rank alone; what the line says
@@ -154,7 +148,8 @@ def run(words, ranks, rank, folder, fault=None, change=""):
 
 @pytest.mark.parametrize("phase, kind, rank, ranks, flags", FAULTS)
 def test_a_fault_ends_all_soon_with_one_line_that_names_it(phase, kind, rank, ranks, flags, files, tmp_path):
-    script, *_, in_words = PHASES[phase]
+    script, module, *_, in_words = PHASES[phase]
+    pytest.importorskip(module)
     end = run(COMMANDS[script].format(**files, out=tmp_path / "out") + flags, ranks, rank, tmp_path, (phase, kind))
     to_all, stopped_in_join = " " in kind, (phase, kind) == ("join", "SIGSTOP")
     assert len(end.lines) == 1 and end.code != 0, end
@@ -163,7 +158,7 @@ def test_a_fault_ends_all_soon_with_one_line_that_names_it(phase, kind, rank, ra
     assert re.search(CAUSES[kind], end.lines[0])
     if kind != "terminal SIGINT" and not stopped_in_join:
         assert re.search(in_words, end.lines[0])
-    if not to_all and not flags and has_extra("collectives"):  # gloo does not tell who waits for whom
+    if not to_all and not flags and "shared-memory" in tp.COLLECTIVES:  # gloo does not tell who waits for whom
         assert re.search(rf"\brank {rank} of {ranks}\b", end.lines[0])
 
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import os
 import pty
@@ -17,7 +18,7 @@ import time
 import helpers
 import pytest
 import torch
-from helpers import BASE, HANGS, ROOT, command, free_port, naive, p_value, random_model, run_ranks, script, unequal_rows
+from helpers import BASE, HANGS, ROOT, command, greedy_tokens, naive, p_value, random_model, run_ranks, unequal_rows
 from safetensors.torch import load_file, save_file
 
 import generate
@@ -53,7 +54,7 @@ def run(*args, stdin=""):
 
 def launched(*args, ranks):
     """The same as a user starts it, with torchrun."""
-    done = script("generate.py", *args, ranks=ranks)
+    done = helpers.script("generate.py", *args, ranks=ranks)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 
@@ -71,18 +72,6 @@ def run_json(folder, *args, out, ranks=1, how=None):
 @pytest.fixture
 def out(tmp_path):
     return tmp_path / "out.jsonl"
-
-
-def greedy_tokens(net, ids, count, end=None):
-    """What follows the ids, the whole sequence computed again for each token."""
-    row = []
-    while len(row) < count:
-        with torch.no_grad():
-            token = int(net(torch.tensor([ids + row]))[0, -1].argmax())
-        if token == end:
-            break
-        row.append(token)
-    return row
 
 
 # The main job
@@ -238,7 +227,7 @@ def test_the_demo_is_a_ladder_and_tells_the_same_story_on_two_ranks(out):
 def test_two_nodes(tiny, greedy, out):
     """Two launchers with one rank each, as on two machines."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    launcher += ["--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    launcher += ["--master_addr=127.0.0.1", f"--master_port={helpers.free_port()}"]
     flags = ["--checkpoint", tiny, "--ladder", "--temperature", "0", "--max-new-tokens", "12"]
     words = [str(word) for word in (ROOT / "generate.py", *flags, "--prompt", PROMPTS[0], "--json", out)]
     nodes = [subprocess.Popen([*launcher, f"--node_rank={r}", *words], stderr=subprocess.PIPE) for r in (1, 0)]
@@ -367,52 +356,27 @@ def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == int(compile)
 
 
-class Scripted(generate.Runner):
-    """A runner of a model that always emits what a function of the step says."""
+def test_each_row_stops_at_its_own_end_and_whoever_sees_the_tokens_can_stop_all_and_take_time():
+    net, prompts, seen = random_model(BASE), [[5, 6, 7], [5], [5, 6]], []
+    whole = [greedy_tokens(net, prompt, 9) for prompt in prompts]
+    ends = whole[0][4], whole[1][1]
+    expected = [[*itertools.takewhile(lambda i: i not in ends, row)] for row in whole]
+    assert [len(row) for row in expected] == [4, 1, 9]
 
-    def __init__(self, logits):
-        self.model, self.device = random_model(BASE), torch.device("cpu")
-        self.logits, self.prefilled, self.seen = logits, [], []
+    def generation(on_tokens):
+        runner = generate.Runner(net, net.new_cache(3, 12))
+        return generate.generate(runner, prompts, 9, generate.Sampler(0), ends, on_tokens)
 
-    def prefill(self, tokens, lengths, pass_tokens, cached_tokens):
-        self.prefilled.append((tokens.tolist(), lengths.tolist(), pass_tokens, cached_tokens))
-        return self.logits(0)
+    rows, steps, *_, passes = generation(seen.append)
+    assert rows == expected == [sum(row, []) for row in zip(*seen, strict=True)]
+    assert (steps, passes, len(seen)) == (9, 8, 9)
 
-    def decode(self, tokens, positions, longest):
-        self.seen.append((tokens[:, 0].tolist(), positions.tolist(), longest))
-        return self.logits(len(self.seen))[:, None]
-
-
-def test_each_row_stops_at_its_own_end():
-    """Row b emits 10 b + 1, 10 b + 2, ... and the end-of-sequence 9 at its own step."""
-    ends, steps = [3, 1, 5], []
-
-    def logits(step):
-        ids = torch.tensor([9 if step == end else 10 * b + step + 1 for b, end in enumerate(ends)])
-        return torch.nn.functional.one_hot(ids, 40).float()
-
-    runner, sample = Scripted(logits), generate.Sampler(0)
-    prompts = [[5, 6, 7], [5], [5, 6]]
-    rows, n, first, rest, *_ = generate.generate(runner, prompts, 10, sample, (9,), steps.append, pass_tokens=5)
-    assert runner.prefilled == [([[5, 6, 7], [5, 0, 0], [5, 6, 0]], [3, 1, 2], 5, 0)]
-    assert rows == [[1, 2, 3], [11], [21, 22, 23, 24, 25]]
-    assert n == 6 and len(runner.seen) == 5 and first > 0 and rest > 0
-    assert steps[0] == [[1], [11], [21]] and steps[1] == [[2], [], [22]] and steps[5] == [[]] * 3 and len(steps) == 6
-    assert runner.seen[0] == ([1, 11, 21], [3, 1, 2], 4)
-    assert runner.seen[4][1:] == ([6, 2, 6], 7)  # rows that are done stay where they are
-
-
-def test_whoever_sees_the_tokens_can_stop_and_their_time_does_not_count():
-    seen = []
-
-    def on_tokens(fresh):
-        seen.append(fresh)
+    def slow(fresh):
         time.sleep(0.5)
-        return len(seen) == 3
+        return fresh[1] == []  # at the end of row 1
 
-    runner = Scripted(lambda _: torch.ones(1, 4))
-    rows, n, first, rest, *_ = generate.generate(runner, [[1]], 9, generate.Sampler(0), (), on_tokens)
-    assert rows == [[0, 0, 0]] and n == 3 and seen == [[[0]]] * 3
+    rows, steps, first, rest, _ = generation(slow)
+    assert rows == [row[:2] for row in expected] and steps == 2
     assert 0 < first < 0.5 and 0 < rest < 0.5
 
 
@@ -467,7 +431,7 @@ def test_what_one_rank_alone_finds_wrong_all_ranks_say(copy):
 def test_bad_input_of_one_node_ends_the_other(tiny):
     """Only node 1 is asked for a device that it does not have, which it finds before the ranks meet."""
     nodes, environment = [], {**os.environ, "CUDA_VISIBLE_DEVICES": "", "WORLD_SIZE": "2"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(helpers.free_port())}
     for rank, device in ((0, "cpu"), (1, "cuda")):
         words = command("generate.py", "--checkpoint", tiny, "--prompt", "a", "--device", device)
         env = {**environment, "RANK": str(rank)}

@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from helpers import shared_data
+from helpers import greedy_tokens, shared_data
 from test_convert import check_parity, convert, hf_model, take_state
 from test_fuzz import SECONDS, check_changes
 from test_hostile import check_index, refused
@@ -69,11 +69,7 @@ def test_llama2c_files(tied, tmp_path):
 
 def test_stories260k_greedy_ids(tmp_path):
     net = convert(shared_data("stories260K.bin"), tmp_path / "ours", "--tokenizer", shared_data("tok512.model"))
-    ids = [1]
-    with torch.no_grad():
-        while len(ids) < 12:
-            ids.append(int(net(torch.tensor([ids]))[0, -1].argmax()))
-        assert ids == [1, 403, 407, 261, 378, 432, 383, 286, 261, 376, 298, 315]
+    assert greedy_tokens(net, [1], 11) == [403, 407, 261, 378, 432, 383, 286, 261, 376, 298, 315]
 
 
 def test_an_index_names_files_of_its_own_folder_alone(tmp_path):

@@ -99,16 +99,13 @@ def test_int4_is_sharded_finer_where_the_smallest_share_would_be_coarse():
         assert cuts[-1] == 8192 and math.gcd(*cuts, 128) == size
 
 
-@pytest.mark.parametrize(
-    "shares, changes, words",
-    [
-        ((10, 1), MANY, "--shares: 1 in 11 gets none of 8 KV heads: give 1 in 8 or more"),
-        ((9, 1, 1), {**MANY, "n_kv_heads": 2}, "1 in 10 gets none of 8 query heads of a KV head: give 1 in 8 or more"),
-        ((7, 1), {**MANY, "intermediate_size": 4}, "1 in 8 gets none of 4 parts of the MLP: give 1 in 4 or more"),
-        (7, {}, "7 ranks or lanes cannot shard n_heads 6: use 1 to 6"),
-        (6, {"intermediate_size": 5}, "cannot shard 5 neurons: use 1 to 5"),
-    ],
-)
+@pytest.mark.parametrize("shares, changes, words", [
+    ((10, 1), MANY, "--shares: 1 in 11 gets none of 8 KV heads: give 1 in 8 or more"),
+    ((9, 1, 1), {**MANY, "n_kv_heads": 2}, "1 in 10 gets none of 8 query heads of a KV head: give 1 in 8 or more"),
+    ((7, 1), {**MANY, "intermediate_size": 4}, "1 in 8 gets none of 4 parts of the MLP: give 1 in 4 or more"),
+    (7, {}, "7 ranks or lanes cannot shard n_heads 6: use 1 to 6"),
+    (6, {"intermediate_size": 5}, "cannot shard 5 neurons: use 1 to 5"),
+])  # fmt: skip
 def test_a_rank_without_a_head_or_a_neuron_is_refused(shares, changes, words):
     config = dataclasses.replace(BASE, **changes)
     with pytest.raises(InputError, match=words):
@@ -250,13 +247,10 @@ def test_the_number_of_ranks_matters_where_the_table_says_so():
 # Ranks
 
 
-@pytest.mark.parametrize(
-    "gpus, ranks, asked, device",
-    [
-        (0, 1, None, "cpu"), (1, 1, "cuda", "cuda:0"), (2, 1, "cuda:1", "cuda:1"), (1, 2, None, "cpu"),
-        (2, 2, None, "cuda:1"), (1, 1, "cuda:1", None), (0, 1, "cuda", None), (1, 2, "cuda", None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("gpus, ranks, asked, device", [
+    (0, 1, None, "cpu"), (1, 1, "cuda", "cuda:0"), (2, 1, "cuda:1", "cuda:1"), (1, 2, None, "cpu"),
+    (2, 2, None, "cuda:1"), (1, 1, "cuda:1", None), (0, 1, "cuda", None), (1, 2, "cuda", None),
+])  # fmt: skip
 def test_the_device_of_a_rank(gpus, ranks, asked, device, monkeypatch):
     """Of the last of the local ranks; the GPU is not there."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

@@ -4,21 +4,10 @@ import dataclasses
 import itertools
 import re
 
+import helpers
 import pytest
 import torch
-from helpers import (
-    BASE,
-    ONE_EACH,
-    WIRED,
-    last_logits,
-    random_model,
-    shard,
-    staleness,
-    table_entry,
-    unequal_rows,
-    variants,
-    wired_id,
-)
+from helpers import BASE, ONE_EACH, WIRED, last_logits, random_model, shard, table_entry, unequal_rows, wired_id
 from reference import Reference
 
 import generate
@@ -75,9 +64,7 @@ def test_one_function_is_one_however_it_is_spelled():
     assert [functions.index(f) for f in functions] == [0, 0, 0, 3, 3, 5, 6, 6, 8]
 
 
-@pytest.mark.parametrize(
-    "text", ["ladder", "ladder:2", "ladder-3:0,2", "spd:1,/4", "desync:4", "desync:4/2", "delayed-4/8"]
-)
+@pytest.mark.parametrize("text", ["ladder:2", "ladder-3:0,2", "spd:1,/4", "desync:4", "desync:4/2", "delayed-4/8"])
 def test_a_name_is_read_as_it_is_written(text):
     assert wiring_name(*parse_wiring(text)) == text
 
@@ -113,7 +100,7 @@ def eager_order(config, chunks=1):
         comm.events.append("c")
         return 0.0
 
-    sublayers = [(h, stale) for stale in staleness(config)]
+    sublayers = [(h, stale) for stale in helpers.staleness(config)]
     model.interleave([config.named_wiring.stream(0.0, sublayers, comm, config) for _ in range(chunks)])
     return " ".join(comm.events)
 
@@ -141,15 +128,12 @@ def test_order_of_the_plain_loop(wiring, order):
     assert eager_order(dataclasses.replace(BASE, n_layers=2, wiring=wiring)) == order
 
 
-@pytest.mark.parametrize(
-    "wiring, chunks, order",
-    [
-        ("standard", 2, "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
-        ("standard", 3, "c start1 c start2 c start3 wait1 c start4 wait2 c start5 wait3 c start6 wait4 wait5 wait6"),
-        ("ladder", 2, "c start1 c start2 c start3 c start4 wait1 wait3 wait2 wait4"),
-        ("desync:2", 2, "c c start1 c c start2 wait1 wait2"),
-    ],
-)
+@pytest.mark.parametrize("wiring, chunks, order", [
+    ("standard", 2, "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
+    ("standard", 3, "c start1 c start2 c start3 wait1 c start4 wait2 c start5 wait3 c start6 wait4 wait5 wait6"),
+    ("ladder", 2, "c start1 c start2 c start3 c start4 wait1 wait3 wait2 wait4"),
+    ("desync:2", 2, "c c start1 c c start2 wait1 wait2"),
+])  # fmt: skip
 def test_other_chunks_compute_between_a_chunks_start_and_its_wait(wiring, chunks, order):
     """So a standard model in two parts has a ladder's order."""
     assert eager_order(dataclasses.replace(BASE, n_layers=1, wiring=wiring), chunks) == order
@@ -260,19 +244,16 @@ def test_flags_choose_a_wiring():
     assert chosen(spd, "") == spd and chosen(spd, "--wiring delayed-2/4").wiring == "delayed-2/4"
 
 
-@pytest.mark.parametrize(
-    "own, wiring, ranks, words",
-    [
-        ("standard", "standard", 2, ""),
-        ("spd/2", "spd:3/2", 4, ""),
-        ("spd/2", "spd:3/4", 4, "spd/2's, and run as spd:3/4, another function than"),
-        ("standard", "spd", 1, "these weights are standard's, and run as spd, which is the same in one lane"),
-        ("standard", "delayed-4/2", 1, "run as delayed-4/2, another function than"),
-        ("standard", "desync", 2, "desync, another function than these weights were trained for: eval.py"),
-        ("ladder:2", "ladder-2:2", 2, "another function than"),
-        ("spd", "spd", 2, "these weights name no lanes: spd is another function on"),
-    ],
-)
+@pytest.mark.parametrize("own, wiring, ranks, words", [
+    ("standard", "standard", 2, ""),
+    ("spd/2", "spd:3/2", 4, ""),
+    ("spd/2", "spd:3/4", 4, "spd/2's, and run as spd:3/4, another function than"),
+    ("standard", "spd", 1, "these weights are standard's, and run as spd, which is the same in one lane"),
+    ("standard", "delayed-4/2", 1, "run as delayed-4/2, another function than"),
+    ("standard", "desync", 2, "desync, another function than these weights were trained for: eval.py"),
+    ("ladder:2", "ladder-2:2", 2, "another function than"),
+    ("spd", "spd", 2, "these weights name no lanes: spd is another function on"),
+])  # fmt: skip
 def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, ranks, words, capsys):
     own, config = (dataclasses.replace(BASE, wiring=text) for text in (own, wiring))
     cli.warn_of_wiring(own, config, (1,) * ranks)
@@ -288,7 +269,7 @@ def test_a_new_line_is_a_new_model_in_the_flags_and_the_files(monkeypatch, tmp_p
     new = Wiring("both", model.attention_plus_mlp, stale=1, norms=("attention_norm",), parameter=None)
     monkeypatch.setitem(WIRINGS, "own-wiring", new)
     config = dataclasses.replace(BASE, wiring="own-wiring")
-    assert variants("own-wiring") == [{"wiring": "own-wiring"}]
+    assert helpers.variants("own-wiring") == [{"wiring": "own-wiring"}]
     check_against_the_reference(config)  # which knows its parts
     assert eager_order(config) == "c start1 c start2 wait1 c start3 wait2 wait3"
     with pytest.raises(SystemExit):
