@@ -58,13 +58,13 @@ def test_a_gpu_has_its_next_pass_before_the_ids_of_this_one_are_read(temperature
 @pytest.mark.parametrize("prompt, new", [(1, 1), (4, 1), (6, 23), (3, 3)])
 def test_the_cache_is_read_in_buckets_all_of_which_the_warm_up_has_seen(prompt, new, monkeypatch):
     net, prompts = random_model(BASE), [[1] * prompt]
-    cache = make_cache(types.SimpleNamespace(device=CUDA, new_cache=net.new_cache), 1, prompt + new)
-    runner, _ = pretended(net, cache, monkeypatch)
+    runner, _ = pretended(net, None, monkeypatch)
+    runner.cache = make_cache(types.SimpleNamespace(device=CUDA, new_cache=net.new_cache), 1, prompt + new)
     compiling.warm_up(runner, prompts, new, BUCKET)
     warm = {*runner.lengths}
     runner.lengths.clear()
     generate(runner, prompts, new, Sampler(0))
-    slots, least = cache[0][0].shape[2], BUCKET * -(-(prompt + 1) // BUCKET)
+    slots, least = runner.cache[0][0].shape[2], BUCKET * -(-(prompt + 1) // BUCKET)
     assert slots % BUCKET == 1 and 0 <= slots - 1 - prompt - new < BUCKET
     assert all(length < slots and length % BUCKET == 0 for length in warm)
     assert warm >= {*runner.lengths} and max(warm) <= max([*runner.lengths, least])

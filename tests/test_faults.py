@@ -36,9 +36,7 @@ MARK = "LADDER_FAULT_RUN"
 COMMANDS = {
     "generate": "generate --checkpoint {a} --max-new-tokens 40 --temperature 0 --prompt Once",
     "chat": "generate --checkpoint {a} --max-new-tokens 4 --chat",
-    "adapt": (
-        "adapt --checkpoint {a} --fresh --text {text} --valid {text} --out {out} --seq-len 32 --steps 30 --batch 6"
-    ),
+    "adapt": "adapt --checkpoint {a} --fresh --text {text} --valid {text} --out {out} --seq-len 8 --steps 9 --batch 6",
 }
 CAUSES = {  # kind of fault: what the line says
     "SIGKILL": r"has died",

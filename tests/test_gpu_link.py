@@ -17,8 +17,6 @@ from runtime.benchmarking import timed
 from runtime.launch import World
 from tp import TensorParallel, load_shard
 
-needs_cuda = pytest.mark.skipif(ON_CPU, reason="needs a GPU: a CPU has no CUDA graphs")
-
 
 @pytest.fixture
 def slow():
@@ -42,7 +40,7 @@ def test_an_all_reduce_without_python_takes_what_the_link_of_the_moment_takes(sl
         assert least < timed(DEVICE, step) < most
 
 
-@needs_cuda
+@pytest.mark.skipif(ON_CPU, reason="needs a GPU: its kernel is Triton's")
 def test_what_is_computed_meanwhile_hides_the_link(slow):
     from extras.measure.spin import spin_kernel
 

@@ -16,11 +16,7 @@ from runtime.errors import InputError
 
 
 @pytest.mark.parametrize("changes", [
-    {"wo_bias": True},
-    {"mlp_bias": True},
-    {"rope_scaling": YARN},
-    {"rope_scaling": {"factor": 2.5}},
-    {"nope_layers": (0, 2)},
+    {"wo_bias": True, "mlp_bias": True, "rope_scaling": {"factor": 2.5}},
     {"nope_layers": (1,), "rope_scaling": YARN, "qk_norm": True, "wiring": "ladder"},
     {"sliding_window": 1, "window_layers": (0, 2)},
     {"sliding_window": 6, "window_layers": (0, 1, 2)},  # of the prefill, all

@@ -6,7 +6,7 @@ import random
 import shutil
 
 import pytest
-from helpers import shared_data, train_tokenizer
+from helpers import shared_data
 
 from formats import tokenizer
 from runtime.errors import InputError
@@ -17,14 +17,6 @@ TEMPLATE = (
     "{{ raise_exception('unknown role') }}{% endif %}<|{{ m['role'] }}|>\n{{ m['content'] }}{{ eos_token }}\n"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-
-
-@pytest.fixture(scope="module")
-def sentencepiece_folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sp")
-    documents = ["Once upon a time there was a little dog. " * 3, "The dog ran to the park,\nand played all day."] * 20
-    train_tokenizer(documents, 320, folder / "tokenizer.model")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +64,7 @@ def fallback_folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["sentencepiece_folder", "tiktoken_folder", "json_folder", "fallback_folder"])
+@pytest.fixture(params=["tiny", "tiktoken_folder", "json_folder", "fallback_folder"])
 def any_tokenizer(request):
     return tokenizer.load_tokenizer(request.getfixturevalue(request.param))
 
@@ -121,19 +113,19 @@ def test_chat_matches_transformers(template, json_folder):
     assert ours.chat(messages) == theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
-def test_chat_with_sentencepiece_and_named_or_filed_templates(sentencepiece_folder, tmp_path):
-    shutil.copy(sentencepiece_folder / "tokenizer.model", tmp_path)
+def test_chat_with_sentencepiece_and_named_or_filed_templates(tiny, tmp_path):
+    shutil.copy(tiny / "tokenizer.model", tmp_path)
     with pytest.raises(InputError, match="no chat template"):
         tokenizer.load_tokenizer(tmp_path).chat([])
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "{{ bos_token }}A</s>"}]
-    settings = {"bos_token": "<s>", "chat_template": named, "added_tokens_decoder": {"320": {"content": "<|im_end|>"}}}
+    settings = {"bos_token": "<s>", "chat_template": named, "added_tokens_decoder": {"300": {"content": "<|im_end|>"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     ours = tokenizer.load_tokenizer(tmp_path)
     assert ours.chat([]) == [1, *ours.encode_plain("A"), 2]
     (tmp_path / "chat_template.jinja").write_text("B<|im_end|>")
     ours = tokenizer.load_tokenizer(tmp_path)
-    assert ours.chat([]) == [*ours.encode_plain("B"), 320]
-    assert ours.decode([*ours.encode_plain("B"), 320]) == "B"
+    assert ours.chat([]) == [*ours.encode_plain("B"), 300]
+    assert ours.decode([*ours.encode_plain("B"), 300]) == "B"
 
 
 CHAT = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['content'] }}<think>x{{ eos_token }}{% endfor %}"
@@ -158,14 +150,14 @@ def test_a_chat_reads_the_files_of_older_folders(json_folder, tmp_path):
 
 
 @pytest.mark.parametrize("legacy", [None, False])
-def test_legacy_says_whether_text_behind_a_special_token_gets_a_space(legacy, sentencepiece_folder, tmp_path):
+def test_legacy_says_whether_text_behind_a_special_token_gets_a_space(legacy, tiny, tmp_path):
     from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
     from transformers import LlamaTokenizer
 
     settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     settings |= {} if legacy is None else {"legacy": legacy}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    shutil.copy(sentencepiece_folder / "tokenizer.model", tmp_path)
+    shutil.copy(tiny / "tokenizer.model", tmp_path)
     ours = tokenizer.load_tokenizer(tmp_path)
     proto = sentencepiece_model_pb2.ModelProto.FromString((tmp_path / "tokenizer.model").read_bytes())
     proto.normalizer_spec.add_dummy_prefix = False
@@ -191,11 +183,11 @@ def test_only_what_stands_before_the_text_is_bos(json_folder, tmp_path):
     assert tokenizer.load_tokenizer(tmp_path).bos_id is None
 
 
-def test_an_embedding_may_be_padded(sentencepiece_folder):
-    assert tokenizer.load_tokenizer(sentencepiece_folder, 330).vocab_size == 320
-    for vocab_size in 319, 340:
-        with pytest.raises(InputError, match=f"has 320 tokens, but the model's vocab_size is {vocab_size}"):
-            tokenizer.load_tokenizer(sentencepiece_folder, vocab_size)
+def test_an_embedding_may_be_padded(tiny):
+    assert tokenizer.load_tokenizer(tiny, 310).vocab_size == 300
+    for vocab_size in 299, 320:
+        with pytest.raises(InputError, match=f"has 300 tokens, but the model's vocab_size is {vocab_size}"):
+            tokenizer.load_tokenizer(tiny, vocab_size)
 
 
 # The real ones

@@ -70,33 +70,16 @@ def check_heads(rows, heads, G, H):
     assert len(heads) % len(groups) == 0  # groups of one size, as the model's view needs
 
 
-@pytest.mark.parametrize("columns", [384, 8192, 22016, 22016 + 64])
-def test_int4_is_sharded_at_multiples_of_128_columns_where_shares_stay_about_even(columns):
+@pytest.mark.parametrize("columns, wiring, shares, unit", [
+    (7168 + 128, "ladder", 7, 128), (7168 - 128, "ladder", 7, 32), (22016 + 64, "ladder", 2, 32),
+    (8192, "ladder", (5, 1), 128), (8192, "ladder", (9, 1, 9), 32), (8192, "spd", 7, 32),
+])  # fmt: skip
+def test_int4_is_cut_at_multiples_of_128_columns_where_shares_stay_about_even(columns, wiring, shares, unit):
     """The kernel on a GPU wants that; where lanes are part of the function, which neuron is whose may not change."""
-    int4 = {"quant": "int4", "group_size": 32}
-    for tp_size in range(2, 17):
-
-        def widths(tp_size=tp_size, **changes):
-            config = dataclasses.replace(BASE, dim=128, n_heads=16, intermediate_size=columns, **changes)
-            shards = [tp.shard_plan(config, rank, tp_size)["w2"][1] for rank in range(tp_size)]
-            assert indices(r for ranges in shards for r in ranges) == list(range(columns))
-            return [len(indices(ranges)) for ranges in shards]
-
-        floats, ladder, spd = widths(wiring="ladder"), widths(wiring="ladder", **int4), widths(wiring="spd", **int4)
-        if columns % 128 == 0 and columns >= 8 * 128 * tp_size:
-            assert not any(width % 128 for width in ladder)
-            assert max(ladder) <= 9 / 8 * columns / tp_size
-        else:
-            assert ladder == spd
-        assert max(spd) - min(spd) <= 32 and max(floats) - min(floats) <= 1
-
-
-def test_int4_is_sharded_finer_where_the_smallest_share_would_be_coarse():
-    changes = {"dim": 128, "head_dim": 64, "n_kv_heads": 6, "intermediate_size": 8192}
-    config = dataclasses.replace(BASE, **changes, quant="int4", group_size=64)
-    for shares, size in ((5, 1), 128), ((9, 1, 9), 64):
-        cuts = [stop for rank in range(len(shares)) for _, stop in tp.shard_plan(config, rank, shares)["w2"][1]]
-        assert cuts[-1] == 8192 and math.gcd(*cuts, 128) == size
+    changes = {"dim": 128, "n_heads": 40, "n_kv_heads": 20, "intermediate_size": columns, "wiring": wiring}
+    config, shares = dataclasses.replace(BASE, **changes, quant="int4", group_size=32), tp.normalize_shares(shares)
+    cuts = [stop for rank in range(len(shares)) for _, stop in tp.shard_plan(config, rank, shares)["w2"][1]]
+    assert cuts[-1] == columns and math.gcd(*cuts, 128) == unit
 
 
 @pytest.mark.parametrize("shares, changes, words", [

@@ -211,18 +211,17 @@ def test_what_stands_in_the_store_is_read_and_never_run(monkeypatch, tmp_path):
     assert values == [[1, "a"], [1, "b", None, 0.1, {"c": []}]]
 
 
-def run_source(source, *words, stdout=subprocess.PIPE):
-    words = [sys.executable, "-c", f"import os, signal, sys, time; from runtime import launch\n{source}", *words]
+def run_source(source, stdout=subprocess.PIPE):
+    words = [sys.executable, "-c", f"import os, signal, time; from runtime import launch\n{source}"]
     pipes = {"stdout": stdout, "stderr": subprocess.PIPE}
     return subprocess.run(words, cwd=ROOT, text=True, timeout=HANGS, **pipes)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
-def test_signals_end_a_script_by_way_of_what_cleans_up_and_a_library_s_workers_at_once(name):
+def test_a_signal_ends_a_script_by_way_of_what_cleans_up_and_a_library_s_workers_at_once():
     """The signal is named, even if a library turns its exception into one of its own, as safetensors does."""
     source = """
-number = getattr(signal, sys.argv[1])
-signal.signal(number, signal.SIG_DFL)  # nohup ignores one
+number = signal.SIGHUP
+signal.signal(number, signal.SIG_DFL)  # nohup ignores it
 def main():
     child = os.fork()
     if not child:
@@ -240,8 +239,8 @@ def main():
         print("cleaned up")
 launch.run(main)
 """
-    done = run_source(source, name)
-    assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned up\n", f"-c: was stopped by {name}\n")
+    done = run_source(source)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned up\n", "-c: was stopped by SIGHUP\n")
 
 
 def test_output_that_cannot_be_written_is_one_line_and_none_where_the_reader_has_gone():

@@ -105,38 +105,32 @@ def eager_order(config, chunks=1):
     return " ".join(comm.events)
 
 
-ORDERS = [  # of two layers
-    ("standard", "c start1 wait1 c start2 wait2 c start3 wait3 c start4 wait4"),
-    ("ladder", "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
-    ("ladder:1", "c start1 wait1 c start2 c start3 wait2 c start4 wait3 wait4"),
-    ("ladder:0,", "c start1 c start2 wait1 wait2 c start3 wait3 c start4 wait4"),
-    ("ladder-2", "c start1 c start2 c start3 wait1 c start4 wait2 wait3 wait4"),
-    ("ladder-3:1", "c start1 wait1 c start2 c start3 c start4 wait2 wait3 wait4"),
-    ("parallel", "c start1 wait1 c start2 wait2"),
-    ("parallel-ladder", "c start1 c start2 wait1 wait2"),
-    ("pair-ladder", "c start1 c start2 wait1 wait2"),
-    ("spd:0,", "c start1 wait1 c start2 wait2 c start3 wait3"),
-    ("delayed-3", "c start1 c start2 c start3 c start4 wait1 wait2 wait3 wait4"),
-    ("desync:2", "c c start1 wait1 c c start2 wait2"),
-    ("desync:3", "c c c start1 wait1 c start2 wait2"),
-    ("upper-bound", "c c c c"),
+ORDERS = [  # wiring, layers, chunks, order
+    ("standard", 2, 1, "c start1 wait1 c start2 wait2 c start3 wait3 c start4 wait4"),
+    ("ladder", 2, 1, "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
+    ("ladder:1", 2, 1, "c start1 wait1 c start2 c start3 wait2 c start4 wait3 wait4"),
+    ("ladder:0,", 2, 1, "c start1 c start2 wait1 wait2 c start3 wait3 c start4 wait4"),
+    ("ladder-2", 2, 1, "c start1 c start2 c start3 wait1 c start4 wait2 wait3 wait4"),
+    ("ladder-3:1", 2, 1, "c start1 wait1 c start2 c start3 c start4 wait2 wait3 wait4"),
+    ("parallel", 2, 1, "c start1 wait1 c start2 wait2"),
+    ("parallel-ladder", 2, 1, "c start1 c start2 wait1 wait2"),
+    ("pair-ladder", 2, 1, "c start1 c start2 wait1 wait2"),
+    ("spd:0,", 2, 1, "c start1 wait1 c start2 wait2 c start3 wait3"),
+    ("delayed-3", 2, 1, "c start1 c start2 c start3 c start4 wait1 wait2 wait3 wait4"),
+    ("desync:2", 2, 1, "c c start1 wait1 c c start2 wait2"),
+    ("desync:3", 2, 1, "c c c start1 wait1 c start2 wait2"),
+    ("upper-bound", 2, 1, "c c c c"),
+    # other chunks compute between a chunk's start and its wait, so a standard model in two has a ladder's order
+    ("standard", 1, 2, "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
+    ("standard", 1, 3, "c start1 c start2 c start3 wait1 c start4 wait2 c start5 wait3 c start6 wait4 wait5 wait6"),
+    ("ladder", 1, 2, "c start1 c start2 c start3 c start4 wait1 wait3 wait2 wait4"),
+    ("desync:2", 1, 2, "c c start1 c c start2 wait1 wait2"),
 ]
 
 
-@pytest.mark.parametrize("wiring, order", ORDERS)
-def test_order_of_the_plain_loop(wiring, order):
-    assert eager_order(dataclasses.replace(BASE, n_layers=2, wiring=wiring)) == order
-
-
-@pytest.mark.parametrize("wiring, chunks, order", [
-    ("standard", 2, "c start1 c start2 wait1 c start3 wait2 c start4 wait3 wait4"),
-    ("standard", 3, "c start1 c start2 c start3 wait1 c start4 wait2 c start5 wait3 c start6 wait4 wait5 wait6"),
-    ("ladder", 2, "c start1 c start2 c start3 c start4 wait1 wait3 wait2 wait4"),
-    ("desync:2", 2, "c c start1 c c start2 wait1 wait2"),
-])  # fmt: skip
-def test_other_chunks_compute_between_a_chunks_start_and_its_wait(wiring, chunks, order):
-    """So a standard model in two parts has a ladder's order."""
-    assert eager_order(dataclasses.replace(BASE, n_layers=1, wiring=wiring), chunks) == order
+@pytest.mark.parametrize("wiring, n_layers, chunks, order", ORDERS)
+def test_order_of_the_plain_loop(wiring, n_layers, chunks, order):
+    assert eager_order(dataclasses.replace(BASE, n_layers=n_layers, wiring=wiring), chunks) == order
 
 
 def generated_code(config, world, batch, length, dtype, chunks):
