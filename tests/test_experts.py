@@ -245,7 +245,8 @@ def every_expert(moe):
         w1, w3, w2 = moe.experts.w1.weight, moe.experts.w3.weight, moe.experts.w2.weight
         hidden = F.silu(torch.einsum("bsd,eid->bsei", x, w1)) * torch.einsum("bsd,eid->bsei", x, w3)
         y = torch.einsum("bsei,edi,bse->bsd", hidden, w2, weights)
-        return y if moe.shared(x) is None else y + moe.shared(x)
+        shared = moe(x, apart=True)[1]
+        return y if shared is None else y + shared
 
     return forward
 
