@@ -57,7 +57,7 @@ class ProductAttention(Attention):
 class DifferentiableExperts(Experts):
     """Experts with a gradient, which the operator of the core has not. Those that no token chose get zeros."""
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # which experts compute depends on data
     def forward(self, x, chosen):
         return experts.experts(x, chosen, *([w.weight.unbind()] for w in (self.w1, self.w3, self.w2)))
 

@@ -1,7 +1,7 @@
 """Training on several devices: FSDP2 shards the weights, which are saved and loaded as shards.
 
-FSDP2 cuts every parameter along its first dimension, one chunk per rank. When a module's forward is called, it gathers
-the module's parameters: those of an attention or an MLP at once, and the rest (embedding, norms, head) at once.
+FSDP2 cuts every parameter along its first dimension, one chunk per rank. Calling a module's forward gathers those of an
+attention or an MLP at once, and so the rest (embedding, norms, head).
 """
 
 import shutil
@@ -21,10 +21,7 @@ from runtime.errors import InputError
 
 
 def shard(model, sublayers, world, dtype):
-    """Shard a model from the device "meta" in place; it computes in dtype, with uninitialized parameters.
-
-    sublayers: its modules that are gathered one at a time.
-    """
+    """Shard a model from the device "meta" in place: each sublayer, then the rest. It computes in dtype."""
     mesh = DeviceMesh.from_group(world.dist_group or dist.group.WORLD, world.device.type)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*sublayers, model):
