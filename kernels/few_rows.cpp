@@ -73,7 +73,7 @@ struct Group {
 };
 
 std::vector<Group> all_rows(const at::Tensor& x) {
-  return {{0, 0, x.numel() / x.size(-1)}};
+  return {{0, 0, x.numel() / std::max<int64_t>(1, x.size(-1))}};
 }
 
 // Share out the pieces of all groups' matrices: work(group, begin, end) on pieces begin..end of one.
@@ -155,7 +155,7 @@ void block(const BF16* w, const BF16* x, BF16* y, int64_t rows, int64_t N, int64
 // x (M, K) times the matrices of its groups, of one W (N, K) or several (E, N, K).
 at::Tensor multiply(const at::Tensor& x, const at::Tensor& weight, const std::vector<Group>& groups) {
   const int64_t N = weight.size(-2), K = weight.size(-1);
-  TORCH_CHECK(x.size(-1) == K && weight.is_contiguous(), "few_rows takes x (..., K) and a contiguous W (N, K)");
+  TORCH_CHECK(K > 0 && x.size(-1) == K && weight.is_contiguous(), "few_rows takes x (..., K), a contiguous W (N, K)");
   at::Tensor result = empty_product(x, N);
   const BF16 *w = weight.const_data_ptr<BF16>(), *from = x.const_data_ptr<BF16>();
   BF16* y = result.data_ptr<BF16>();
@@ -306,11 +306,13 @@ constexpr decltype(&int_panel<kFourBits, 1>) kPanels[] = {
     int_panel<kFourBits, 5>, int_panel<kFourBits, 6>, int_panel<kFourBits, 7>, int_panel<kFourBits, 8>};
 
 Integers integers(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
-  const int64_t P = weight.size(-4), G = weight.size(-3), vectors = weight.size(-2), size = K / G;
+  const int64_t P = weight.size(-4), G = weight.size(-3), vectors = weight.size(-2);
+  const int64_t size = bits == 8 ? K : (vectors - 1) * 8;
   TORCH_CHECK(
-      input.size(-1) == K && weight.is_contiguous() && P == (N + kRows - 1) / kRows &&
-          vectors == 1 + (bits == 8 ? (K + 7) / 8 * 2 : size / 8),
-      "x (..., K) must come with what few_rows.pack returns of a W (N, K)");
+      input.size(-1) == K && K > 0 && weight.is_contiguous() && weight.size(-1) == 64 && size * G == K &&
+          P == (N + kRows - 1) / kRows &&
+          (bits == 8 ? vectors == 1 + (K + 7) / 8 * 2 : bits == 4 && size >= 8 && kColumns % size == 0),
+      "x (..., K) must be in bfloat16, and of a W (N, K) what few_rows.pack returns, in groups of 8 to 128 columns");
   return {weight.const_data_ptr<uint8_t>(), P, N, K, G, vectors, size, bits == 4};
 }
 
@@ -332,6 +334,7 @@ inline Sums silu(Sums x) {
 at::Tensor multiply(
     const at::Tensor& input, const Integers& W, const std::vector<Group>& groups, const Integers* up = nullptr) {
   const int64_t N = W.N, K = W.K, G = W.G;
+  TORCH_CHECK(!up || up->G == G, "w1 and w3 have groups of other sizes");
   const at::Tensor rows = input.contiguous();
   const int64_t M = rows.numel() / K, blocks = (K + kColumns - 1) / kColumns;
   at::Tensor result = empty_product(rows, N);
@@ -405,6 +408,13 @@ at::Tensor few_rows_experts(
   for (int64_t i = 0; i < experts.numel(); i++) {
     if (i == 0 || expert[i] != expert[i - 1]) groups.push_back({expert[i], i, i});
     groups.back().end++;
+  }
+  const at::Tensor weights[] = {w1, w3, w2};
+  for (int i = 0; i < 3; i++) {
+    TORCH_CHECK(
+        weights[i].dim() == (bits.at(i) == 16 ? 3 : 5) &&
+            (groups.empty() || (groups[0].matrix >= 0 && groups.back().matrix < weights[i].size(0))),
+        "a token chose an expert that the matrices (E, ...) lack");
   }
   auto product = [&](const at::Tensor& rows, const at::Tensor& w, int64_t to, int64_t from, int64_t of) {
     return of == 16 ? multiply(rows, w, groups) : multiply(rows, integers(rows, w, to, from, of), groups);
@@ -554,10 +564,11 @@ void attend(const BF16* q, const BF16* keys, const BF16* values, BF16* y, float*
 // up to its own position.
 at::Tensor decode_attention(
     const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& positions, int64_t window) {
+  const int64_t B = q.size(0), K = q.size(1), S = q.size(2), G = q.size(3), H = q.size(4), T = keys.size(2);
   TORCH_CHECK(
-      q.size(4) % 64 == 0 && keys.is_contiguous() && values.is_contiguous(),
-      "decode_attention takes q (B, K, S, G, H), H a multiple of 64, and a contiguous cache (B, K, T, H)");
-  const int64_t K = q.size(1), S = q.size(2), G = q.size(3), H = q.size(4), T = keys.size(2);
+      H % 64 == 0 && T > 0 && keys.is_contiguous() && values.is_contiguous() && values.sizes() == keys.sizes() &&
+          keys.sizes() == at::IntArrayRef({B, K, T, H}) && positions.sizes() == at::IntArrayRef({B, S}),
+      "decode_attention takes q (B, K, S, G, H), 64 divides H, a contiguous cache (B, K, T, H), and positions (B, S)");
   const at::Tensor queries = q.contiguous(), last = positions.contiguous();
   at::Tensor result = at::empty(queries.sizes(), queries.options());
   const BF16 *q_data = queries.const_data_ptr<BF16>(), *k_data = keys.const_data_ptr<BF16>();
@@ -565,7 +576,7 @@ at::Tensor decode_attention(
   const int64_t* p_data = last.const_data_ptr<int64_t>();
   BF16* y_data = result.data_ptr<BF16>();
   constexpr decltype(&attend<1>) kernels[] = {attend<1>, attend<2>, attend<4>};
-  at::parallel_for(0, q.size(0) * K, 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, B * K, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scores(4 * T + 16);
     for (int64_t i = begin; i < end; i++) {
       const BF16 *k = k_data + i * T * H, *v = v_data + i * T * H;
