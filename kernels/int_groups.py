@@ -28,15 +28,16 @@ def check(config):
 
 
 def column_unit(config, width, least_ranks):
-    """Return how many of the `width` columns of a w2 must stay on one rank; 1 without int4.
+    """Return how many of the `width` columns of a w2 must stay on one rank: 1, or more in a mixture or with int4.
 
-    least_ranks: how many ranks there would be if each had the smallest share. It is a group of int4, or
-    128 columns, which PyTorch's int4 kernel on a GPU wants, if no share then exceeds its due by more than an eighth.
+    In a mixture these are 8 columns: torch._grouped_mm on a GPU takes rows of a multiple of 16 bytes. With int4 they
+    are a group, or 128 columns, which PyTorch's int4 kernel on a GPU wants, if no share then exceeds its due by more
+    than an eighth. least_ranks: how many ranks there would be if each had the smallest share.
     Where groups are too few they are halved, down to 8 columns, the least that few_rows.cpp takes. Lanes are cut at
     multiples of 8: at the neurons where they are cut without int4.
     """
     if config.group_size is None or "w2" in config.kept:
-        return 1
+        return 8 if config.n_experts and width % 8 == 0 and not config.lanes else 1
     unit = config.group_size
     if config.lanes:
         return 8
