@@ -3,7 +3,7 @@
 // new positions, which reads its keys and values once for four queries of a head.
 //
 // few_rows.py compiles and loads this. Shape letters: M rows of x, N rows of W, K columns of both, G groups of columns;
-// for attention those of model.py.
+// for attention and experts those of model.py.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -131,16 +131,18 @@ void tile(const BF16* w, const BF16* x, float* sums, int64_t K, int64_t count, i
   }
 }
 
-constexpr int kBlock = 64;  // rows of W that are computed together, so that a block of x is loaded once for all of them
+// Rows of W that are computed together, so that a block of x is loaded once for all of them. One row of x stays in the
+// cache anyway: then many rows of W, because each block starts reading at places that no processor foresees.
+constexpr int kBlock = 64, kLongBlock = 2048;
 
-// M rows of x times some rows of W, at most kBlock. x goes in blocks of columns that fit the first-level cache.
+// M rows of x times some rows of W, at most a block. x goes in blocks of columns that fit the first-level cache.
 template <int M>
 void block(const BF16* w, const BF16* x, BF16* y, int64_t rows, int64_t N, int64_t K) {
   // 6 to 16 sums in flight; two rows of W even for one row of x, because some processors fetch two streams that are far
   // apart faster than one
   constexpr int R = 2, U = M > 4 ? 1 : M > 1 ? 2 : 4;
   const int64_t columns = M == 1 ? K : 2048;
-  float sums[kBlock * M] = {};
+  float sums[M == 1 ? kLongBlock : kBlock * M] = {};
   for (int64_t k = 0; k < K; k += columns) {
     const int64_t count = std::min(columns, K - k);
     const int64_t apart = rows / R;
@@ -162,10 +164,11 @@ at::Tensor multiply(const at::Tensor& x, const at::Tensor& weight, const std::ve
   constexpr decltype(&block<1>) blocks[] = {block<1>, block<2>, block<3>, block<4>,
                                             block<5>, block<6>, block<7>, block<8>};
   in_parallel(groups, N, std::max<int64_t>(1, 32768 / K), [&](const Group& group, int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; n += kBlock) {
+    const int64_t rows = group.end - group.begin == 1 ? kLongBlock : kBlock;
+    for (int64_t n = begin; n < end; n += rows) {
       for (int64_t m = group.begin; m < group.end; m += 8) {
         blocks[std::min<int64_t>(group.end - m, 8) - 1](
-            w + (group.matrix * N + n) * K, from + m * K, y + m * N + n, std::min<int64_t>(kBlock, end - n), N, K);
+            w + (group.matrix * N + n) * K, from + m * K, y + m * N + n, std::min(rows, end - n), N, K);
       }
     }
   });
@@ -396,12 +399,12 @@ at::Tensor feed_forward_int(
   return multiply(hidden, integers(hidden, w2, K, N, bits), all_rows(hidden));
 }
 
-// The same for tokens x (T, K) and each of the experts that they chose (T, k), of w1 and w3 (E, N, K), w2 (E, K, N):
-// (T, k, K). The tokens of an expert stand together, so that its weights are read once for all of them. bits: of the
-// three, 16 for bfloat16.
+// The same for tokens x (T, D) and each of the k experts that a token chose, (T, k): the result is (T, k, D). There are
+// E experts of I neurons: w1 and w3 (E, I, D), w2 (E, D, I). The tokens of an expert become neighbours, so that its
+// weights are read once for all of them. bits: of each of the three, 16 for bfloat16.
 at::Tensor few_rows_experts(
     const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& w1, const at::Tensor& w3, const at::Tensor& w2,
-    int64_t N, int64_t K, at::IntArrayRef bits) {
+    int64_t I, int64_t D, at::IntArrayRef bits) {
   const auto [experts, order] = chosen.flatten().sort(/*stable=*/true, 0, false);
   const int64_t* expert = experts.const_data_ptr<int64_t>();
   std::vector<Group> groups;
@@ -416,19 +419,19 @@ at::Tensor few_rows_experts(
             (groups.empty() || (groups[0].matrix >= 0 && groups.back().matrix < weights[i].size(0))),
         "a token chose an expert that the matrices (E, ...) lack");
   }
-  auto product = [&](const at::Tensor& rows, const at::Tensor& w, int64_t to, int64_t from, int64_t of) {
-    return of == 16 ? multiply(rows, w, groups) : multiply(rows, integers(rows, w, to, from, of), groups);
+  auto product = [&](const at::Tensor& rows, const at::Tensor& w, int64_t N, int64_t K, int64_t bits) {
+    return bits == 16 ? multiply(rows, w, groups) : multiply(rows, integers(rows, w, N, K, bits), groups);
   };
   const at::Tensor rows = x.index_select(0, order.floor_divide(chosen.size(1)));
   at::Tensor hidden;
   if (bits[0] == bits[1] && bits[0] < 16) {
-    const Integers gate = integers(rows, w1, N, K, bits[0]), up = integers(rows, w3, N, K, bits[1]);
+    const Integers gate = integers(rows, w1, I, D, bits[0]), up = integers(rows, w3, I, D, bits[1]);
     hidden = multiply(rows, gate, groups, &up);
   } else {
-    hidden = at::silu(product(rows, w1, N, K, bits[0])).mul_(product(rows, w3, N, K, bits[1]));
+    hidden = at::silu(product(rows, w1, I, D, bits[0])).mul_(product(rows, w3, I, D, bits[1]));
   }
-  const at::Tensor y = product(hidden, w2, K, N, bits[2]);
-  return at::empty_like(y).index_copy_(0, order, y).view({chosen.size(0), chosen.size(1), K});
+  const at::Tensor y = product(hidden, w2, D, I, bits[2]);
+  return at::empty_like(y).index_copy_(0, order, y).view({chosen.size(0), chosen.size(1), D});
 }
 
 // Panels from..to of W as floats, (K, n) with all of their rows.
@@ -606,7 +609,7 @@ TORCH_LIBRARY_FRAGMENT(ladder, library) {
   define("feed_forward_int(Tensor x, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits)", feed_forward_int);
   define("few_rows(Tensor x, Tensor weight)", few_rows);
   define(
-      "few_rows_experts(Tensor x, Tensor chosen, Tensor w1, Tensor w3, Tensor w2, int N, int K, int[] bits)",
+      "few_rows_experts(Tensor x, Tensor chosen, Tensor w1, Tensor w3, Tensor w2, int I, int D, int[] bits)",
       few_rows_experts);
   define("many_rows_int(Tensor x, Tensor weight, int N, int K, int bits)", many_rows_int);
   define("few_rows_int(Tensor x, Tensor weight, int N, int K, int bits)", few_rows_int);

@@ -130,13 +130,13 @@ class Reference:
             whole = x0 + sum(attention) + sum(routed) + sum(shared)
             late = whole - routed[-1] if routed else whole
             attention.append(self.attention(layer, late, (0, c.n_heads)))
+            if layer in c.dense_layers:
+                routed.append(self.mlp(layer, whole, (0, c.intermediate_size)))
+                continue
             p = f"layers.{layer}."
             x = rms_norm(whole, w[p + "ffn_norm.weight"], c.norm_eps)
-            dense = layer in c.dense_layers
-            routed.append(
-                self.mlp(layer, whole, (0, c.intermediate_size)) if dense else self.experts(p + "feed_forward.", x)
-            )
-            shared.append(0 * x0 if dense else self.shared_expert(p + "feed_forward.", x))
+            routed.append(self.experts(p + "feed_forward.", x))
+            shared.append(self.shared_expert(p + "feed_forward.", x))
         return x0 + sum(attention) + sum(routed) + sum(shared)
 
     def attention_into_mlp(self, layer, x, shard):
