@@ -28,8 +28,10 @@ COMMON = {
     "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
-WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "layer_types": None}
+QWEN = {
+    **COMMON, "bos_token_id": None, "eos_token_id": None, "use_sliding_window": False, "sliding_window": 4096,
+}  # fmt: skip
+WINDOW_LAYERS = {"max_window_layers": 28, "layer_types": None}
 BIASES = {"attention_bias": False, "mlp_bias": False}
 QWEN_EXPERTS = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
 GRANITE = {
@@ -46,8 +48,8 @@ FAMILIES = {
     },
     "mistral": {**COMMON, "sliding_window": 4096},
     "ministral": {**COMMON, "sliding_window": 4096, "layer_types": None},
-    "qwen2": {**COMMON, **NO_ENDS, **WINDOW, "max_window_layers": 28},
-    "qwen3": {**COMMON, **NO_ENDS, **WINDOW, "max_window_layers": 28, "attention_bias": False},
+    "qwen2": {**QWEN, **WINDOW_LAYERS},
+    "qwen3": {**QWEN, **WINDOW_LAYERS, "attention_bias": False},
     "phi3": {**COMMON, "rms_norm_eps": 1e-5, "sliding_window": None, "eos_token_id": 32000},
     "granite": {**COMMON, **BIASES, **GRANITE},
     "mixtral": {
@@ -58,17 +60,17 @@ FAMILIES = {
         **COMMON, **GRANITE, "attention_bias": False, "num_local_experts": 8, "num_experts_per_tok": 2,
     },
     "qwen2_moe": {
-        **COMMON, **NO_ENDS, **WINDOW, **QWEN_EXPERTS, "max_window_layers": 28, "num_experts": 60,
-        "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
-        "qkv_bias": True,
+        **QWEN, **WINDOW_LAYERS, **QWEN_EXPERTS, "num_experts": 60, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "qkv_bias": True,
     },
-    "qwen3_moe": {  # transformers 5 writes num_local_experts
-        **COMMON, **NO_ENDS, **WINDOW, **QWEN_EXPERTS, "max_window_layers": 28, "attention_bias": False,
-        "num_experts": None, "num_local_experts": None, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "qwen3_moe": {
+        **QWEN, **QWEN_EXPERTS, "attention_bias": False, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
     },
     "smollm3": {
         **COMMON, **BIASES, "tie_word_embeddings": True, "rope_theta": 2000000.0, "no_rope_layers": None,
-        "no_rope_layer_interval": 4, **WINDOW, "sliding_window": None, "bos_token_id": 128000, "eos_token_id": 128001,
+        "no_rope_layer_interval": 4, "use_sliding_window": False, "sliding_window": None, "layer_types": None,
+        "bos_token_id": 128000, "eos_token_id": 128001,
     },
     "seed_oss": {**COMMON, **BIASES, "attention_bias": True, "attention_out_bias": False, "bos_token_id": 0},
 }  # fmt: skip
@@ -119,6 +121,8 @@ def read_hf(path):
     if family == "llamaLadder" and "ladder_layers" not in values:
         raise InputError("model_type is llamaLadder, but ladder_layers does not say which layers")
     known = FAMILIES[family]
+    if family == "qwen3_moe" and "num_local_experts" in values:  # transformers 5 renames num_experts to this
+        values["num_experts"] = values.pop("num_local_experts")
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}  # before transformers 5, and since
     supported = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "truncate": True, "mscale": None}
     supported |= dict.fromkeys({"attention_bias", "attention_out_bias", "mlp_bias"} - known.keys(), False)
@@ -175,7 +179,7 @@ def our_values(hf):
 
 def experts_from_hf(hf):
     """Return the values of Config about experts from the result of read_hf; none for a dense model."""
-    n_experts = hf.get("num_experts") or hf.get("num_local_experts") or 128 * (hf["model_type"] == "qwen3_moe")
+    n_experts = hf.get("num_experts", hf.get("num_local_experts"))
     if not n_experts:
         return {}
     layers, step, dense = range(hf["num_hidden_layers"]), hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers")
@@ -224,8 +228,10 @@ def window_layers_from_hf(hf):
     n_layers, window, types = hf["num_hidden_layers"], hf.get("sliding_window"), hf.get("layer_types")
     if window is None or window >= hf["max_position_embeddings"] or not hf.get("use_sliding_window", True):
         return ()
+    first = hf.get("max_window_layers", 0)
+    if types is None and hf["model_type"] == "qwen2_moe":
+        return tuple(range(0, min(first, n_layers), 2))
     if types is None:
-        first = hf.get("max_window_layers", 0)
         return nope_layers_from_hf(hf) if hf["model_type"] == "smollm3" else tuple(range(first, n_layers))
     if len(types) != n_layers or not {*types} <= {"full_attention", "sliding_attention"}:
         raise InputError(f"layer_types must name full_attention or sliding_attention for each of {n_layers} layers")
