@@ -318,7 +318,7 @@ SEPARATE = {f"{e}/{name}_proj/weight": None for e in range(5) for name in ("gate
         ({"moe_intermediate_size": 35}, {}, r"experts.gate_proj.weight: .* does not make the \(5, 35, 48\)"),
         ({}, {"3/up_proj/weight": None}, "layers.0.mlp.experts.4.up_proj.weight, but no expert 3"),
         ({}, {"03/up_proj/weight": torch.zeros(36, 48)}, "both .*experts.03.up_proj.weight and .*experts.3.up"),
-        ({}, {"gate_up_proj": torch.zeros(5, 72, 48)}, "both .*experts.0.gate_proj.weight and .*gate_up_proj: drop"),
+        ({}, {"gate_up_proj": torch.zeros(5, 72, 48)}, "both .*_proj.weight and .*_proj.weight: drop"),
         ({}, {"1/down_proj/weight": torch.zeros(48)}, "0.mlp.experts.down_proj.weight: .*equal size, but got"),
         ({}, {**SEPARATE, "gate_up_proj": torch.zeros(5)}, "0.mlp.experts.gate_proj.weight: .*out of range"),
     ],
