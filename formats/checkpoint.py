@@ -206,15 +206,6 @@ class Weights:
                 watch.beat()
 
 
-def open_weights(folder, config, device):
-    """Return the Weights of a folder, or RandomWeights if it is None."""
-    if folder:
-        return Weights(folder)
-    from formats.sizes import RandomWeights
-
-    return RandomWeights(config, device)
-
-
 def own_dtype(weights, name):
     """Return the dtype of a tensor that is never quantized, as the checkpoint's; weights: anything with read(name)."""
     dtype = weights.read(name).dtype
