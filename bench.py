@@ -48,16 +48,15 @@ def read_config(args):
 
 
 def load_models(config, wirings, args, world):
-    """Return {wiring: model}. All share one set of weights, except for those with lanes of their own."""
-    configs, models, base = [rewired(config, wiring) for wiring in wirings], {}, None
+    """Return {wiring: model}. All share one set of weights, except for those that shard others."""
+    configs, models, loaded = [rewired(config, wiring) for wiring in wirings], {}, {}
     for one in sorted(configs, key=lambda one: len({norm for w in one.wirings for norm in w.norms}), reverse=True):
-        shared = one.lanes is None and one.named_wiring.model is None
-        if shared and base is not None:  # loaded first, the base has all norms that others need
-            models[one.wiring] = copy.copy(base)
+        key = one.wiring if one.lanes or one.named_wiring.model else (*one.mlps,)  # what the ranks share out
+        if key in loaded:  # before it, with all norms that others need
+            models[one.wiring] = copy.copy(loaded[key])
             models[one.wiring].config = one
         else:
-            models[one.wiring] = generate.load_model(one, args.checkpoint, args.dtype, world)
-            base = models[one.wiring] if shared else base
+            models[one.wiring] = loaded[key] = generate.load_model(one, args.checkpoint, args.dtype, world)
     return {one.wiring: models[one.wiring] for one in configs}
 
 

@@ -4,9 +4,10 @@ python -m benchmarks.decode --threads 2 --engines ours llama.cpp --json decode.j
 python -m benchmarks.decode --threads 2 --engines ours:int8 ours:int4 llama.cpp:q8_0 llama.cpp:q4_0 ...
 python -m benchmarks.decode --show decode.jsonl
 
-llama.cpp needs pip install llama-cpp-python gguf. The shape is Llama 3.2 1B with an output head of its own: 2.47 GB of
-weights a step. A line of the result is one engine in one case: the median and the quartiles of its times, and the
-bandwidth that the machine showed in the same run; mbu is the part of it that the decode steps reached.
+llama.cpp needs pip install llama-cpp-python gguf. The shape is Llama 3.2 1B, 2.47 GB of weights a step, or that of
+--model, such as 30b-a3b:4; with an output head of its own. A line of the result is one engine in one case: the median
+and the quartiles of its times, and the bandwidth that the machine showed in the same run; mbu is the part of it that
+the decode steps reached.
 """
 
 import dataclasses
@@ -28,12 +29,14 @@ import torch
 
 from extras.measure.exposed import replays
 from extras.measure.results import add_show_flag
-from formats.sizes import SIZES
+from formats.sizes import named_size
 from generate import Runner, load_model, make_cache, pad
+from model import build
 from runtime import cli, launch, writing
 from runtime.benchmarking import environment, in_turns, pivot, quartiles, read_bandwidth, timed
 from runtime.cli import count, number
 from runtime.errors import InputError
+from runtime.report import chosen_experts
 
 CONTEXT = 1088
 FILLED = 128  # slots of the cache before a decode step
@@ -47,14 +50,13 @@ QUANTS = {  # of an engine, behind a colon: (bytes of a weight, scales included,
 }
 CASES = ["decode:1", "decode:4", "decode:16", "decode:64", "prefill:128", "prefill:1024"]
 KINDS = {"decode": "decode, batch {}", "prefill": "prefill, {} tokens"}
-KEYS = ["threads", "engine", "kind", "n", "ms", "quartiles_ms", "bandwidth"]
+KEYS = ["threads", "engine", "kind", "n", "ms", "quartiles_ms", "bandwidth"]  # and "model", if it is not 1b
 
 # ---- The engines: each returns a function step(kind, n), which prepares a case and returns a function that runs it ---
 
 
-def ours(threads, quant):
-    group_size = 64 if quant == "int4" else None
-    config = dataclasses.replace(SIZES["1b"], tie_embeddings=False, quant=quant or None, group_size=group_size)
+def ours(c, threads, quant):
+    config = dataclasses.replace(c, quant=quant or None, group_size=64 if quant == "int4" else None)
     model = load_model(config, None, "bfloat16", WORLD)
 
     def step(kind, n):
@@ -69,20 +71,39 @@ def ours(threads, quant):
     return step
 
 
-def llama_cpp(threads, quant):
+def gguf_shapes(c):
+    """Return {name of llama.cpp: shape} of the matrices of a Config, of norms too."""
+    queries, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    layer = {"attn_norm": (c.dim,), "ffn_norm": (c.dim,), "attn_q": (queries, c.dim), "attn_k": (kv, c.dim)}
+    layer |= {"attn_v": (kv, c.dim), "attn_output": (c.dim, queries)}
+    stack, neurons, suffix = (), c.intermediate_size, ""
+    if c.n_experts:
+        stack, neurons, suffix = (c.n_experts,), c.expert_size, "_exps"
+        layer |= {"ffn_gate_inp": (c.n_experts, c.dim), "attn_q_norm": (c.head_dim,), "attn_k_norm": (c.head_dim,)}
+    layer |= {f"ffn_gate{suffix}": (*stack, neurons, c.dim), f"ffn_up{suffix}": (*stack, neurons, c.dim)}
+    layer |= {f"ffn_down{suffix}": (*stack, c.dim, neurons)}
+    shapes = {"token_embd": (c.vocab_size, c.dim), "output": (c.vocab_size, c.dim), "output_norm": (c.dim,)}
+    return shapes | {f"blk.{i}.{name}": shape for i in range(c.n_layers) for name, shape in layer.items()}
+
+
+def llama_cpp(c, threads, quant):
     try:
         import gguf
         import llama_cpp
     except ImportError as error:
         raise InputError(f"llama.cpp: {error}; pip install llama-cpp-python gguf") from None
 
-    c, path = SIZES["1b"], Path(tempfile.gettempdir()) / f"ladder-fast-1b-{os.getpid()}.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
+    path = Path(tempfile.gettempdir()) / f"ladder-fast-{os.getpid()}.gguf"
+    writer = gguf.GGUFWriter(path, "qwen3moe" if c.n_experts else "llama")
+    experts = {
+        "expert_count": c.n_experts, "expert_used_count": c.experts_per_token,
+        "expert_feed_forward_length": c.expert_size, "key_length": c.head_dim, "value_length": c.head_dim,
+    }  # fmt: skip
     for name, value in {
         "tokenizer_model": "no_vocab", "vocab_size": c.vocab_size, "context_length": CONTEXT, "embedding_length": c.dim,
         "block_count": c.n_layers, "feed_forward_length": c.intermediate_size, "head_count": c.n_heads,
-        "head_count_kv": c.n_kv_heads, "rope_dimension_count": c.head_dim, "layer_norm_rms_eps": 1e-5,
-        "rope_freq_base": 500000.0,
+        "head_count_kv": c.n_kv_heads, "rope_dimension_count": c.head_dim, "layer_norm_rms_eps": c.norm_eps,
+        "rope_freq_base": c.rope_theta, **(experts if c.n_experts else {}),
     }.items():  # fmt: skip
         getattr(writer, f"add_{name}")(value)
     random = numpy.random.default_rng(0)
@@ -90,22 +111,20 @@ def llama_cpp(threads, quant):
     def add(name, *shape):
         if len(shape) == 1:
             return writer.add_tensor(name, numpy.ones(shape, numpy.float32))
+        if "gate_inp" in name:
+            return writer.add_tensor(name, random.standard_normal(shape, numpy.float32) * 0.02)
         if quant:  # blocks of 32: a scale in float16, then the integers
             kind = gguf.GGMLQuantizationType[quant.upper()]
-            blocks = random.integers(0, 256, (shape[0], shape[1] // 32, gguf.GGML_QUANT_SIZES[kind][1]), numpy.uint8)
+            blocks = random.integers(
+                0, 256, (*shape[:-1], shape[-1] // 32, gguf.GGML_QUANT_SIZES[kind][1]), numpy.uint8
+            )
             blocks[..., :2] = numpy.array([0.001], numpy.float16).view(numpy.uint8)
-            return writer.add_tensor(name, blocks.reshape(shape[0], -1), raw_dtype=kind)
+            return writer.add_tensor(name, blocks.reshape(*shape[:-1], -1), raw_dtype=kind)
         values = random.standard_normal(shape, numpy.float32) * 0.02
         values = (values.view(numpy.uint32) >> 16).astype(numpy.uint16)  # to bfloat16, towards zero
         writer.add_tensor(name, values.view(numpy.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
 
-    kv, hidden = c.n_kv_heads * c.head_dim, c.intermediate_size
-    layer = {"attn_norm": (c.dim,), "ffn_norm": (c.dim,), "attn_q": (c.dim, c.dim), "attn_k": (kv, c.dim)}
-    layer |= {"attn_v": (kv, c.dim), "attn_output": (c.dim, c.dim), "ffn_gate": (hidden, c.dim)}
-    layer |= {"ffn_up": (hidden, c.dim), "ffn_down": (c.dim, hidden)}
-    shapes = {"token_embd": (c.vocab_size, c.dim), "output": (c.vocab_size, c.dim), "output_norm": (c.dim,)}
-    shapes |= {f"blk.{i}.{name}": shape for i in range(c.n_layers) for name, shape in layer.items()}
-    for name, shape in shapes.items():
+    for name, shape in gguf_shapes(c).items():
         add(f"{name}.weight", *shape)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -156,6 +175,7 @@ ENGINES |= dict.fromkeys(("llama.cpp", "llama.cpp:q8_0", "llama.cpp:q4_0"), llam
 
 def parse(argv):
     p = cli.Parser(__doc__)
+    p.add_argument("--model", default="1b", metavar="NAME[:N]", help="such as 30b-a3b:4 (default: 1b)")
     p.add_argument("--threads", type=count, default=1, metavar="N", help="of each engine")
     p.add_argument("--engines", nargs="+", metavar="NAME", help=f"of {', '.join(ENGINES)} (default: ours)")
     p.add_argument("--cases", nargs="+", default=CASES, metavar="KIND:N", help="decode:BATCH or prefill:TOKENS")
@@ -177,7 +197,8 @@ def parse(argv):
 def measure(args):
     """Yield the line of each engine in each case."""
     torch.set_num_threads(args.threads)
-    engines = {name: ENGINES[name](args.threads, name.partition(":")[2]) for name in args.engines}
+    config = dataclasses.replace(named_size(args.model), tie_embeddings=False)
+    engines = {name: ENGINES[name](config, args.threads, name.partition(":")[2]) for name in args.engines}
     made, ways = environment(WORLD), {}
     for kind, n in (case.split(":") for case in args.cases):
         ways.clear()  # and free its caches
@@ -191,20 +212,21 @@ def measure(args):
         for name, seconds in rounds.items():
             low, median, high = (1e3 * s for s in quartiles([*itertools.chain(*seconds)]))
             line = {"engine": name, "kind": kind, "n": int(n), "ms": median, "quartiles_ms": [low, high]}
-            line |= {"rounds": args.rounds, "bandwidth": statistics.median(bandwidth)}
+            line |= {"model": args.model, "rounds": args.rounds, "bandwidth": statistics.median(bandwidth)}
             if kind == "decode":  # round by round, since the bandwidth of a shared machine varies
-                rates = (step_bytes(int(n), name) / statistics.median(s) for s in seconds)
+                rates = (step_bytes(config, int(n), name) / statistics.median(s) for s in seconds)
                 line["mbu"] = statistics.median(rate / b for rate, b in zip(rates, bandwidth, strict=True))
             yield {**made, **line}
 
 
-def step_bytes(batch, engine):
+def step_bytes(config, batch, engine):
     """Return the bytes that a decode step of an engine has to read: matrices, norms, filled slots of the cache."""
-    c = SIZES["1b"]
-    kv = 2 * c.n_kv_heads * c.head_dim
-    layer = c.dim * (c.dim + kv) + c.dim * c.dim + 3 * c.dim * c.intermediate_size
-    matrices = (c.n_layers * layer + c.dim * c.vocab_size) * QUANTS[engine.partition(":")[2]][0]
-    return matrices + 2 * ((2 * c.n_layers + 1) * c.dim + batch * c.n_layers * kv * (FILLED + 1))
+    n_bytes = batch * config.n_layers * 2 * config.n_kv_heads * config.head_dim * (FILLED + 1) * 2
+    for name, p in build(config).named_parameters():
+        if "tok_embeddings" not in name:
+            read = chosen_experts(config, batch) if ".experts." in name else 1
+            n_bytes += p.numel() * read * (QUANTS[engine.partition(":")[2]][0] if p.dim() > 1 else 2)
+    return n_bytes
 
 
 # ---- Tables ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from formats.checkpoint import dtype_name, name
-from model import rewired
 from tp import shard_plan, shard_slices
 
 PASS_TOKENS = 1024  # of all rows, in one pass of a prefill
@@ -32,13 +31,13 @@ def _kilobytes(path, name):
 
 def weight_bytes(config, dtype, rank=0, shares=1):
     """Return the bytes of a rank's weights. Raises InputError as shard_plan does."""
-    slices = shard_slices(rewired(config, "standard"), dtype, rank, shares).values()  # in lanes it is about the same
+    slices = shard_slices(config, dtype, rank, shares).values()
     return sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices)
 
 
 def cache_bytes(config, dtype, rows, slots, rank=0, shares=1):
     """Return the bytes of a rank's KV cache: the rows of wqkv that are no queries, for each slot."""
-    plan = shard_plan(rewired(config, "standard"), rank, shares)
+    plan = shard_plan(config, rank, shares)
     heads, queries = (sum(stop - start for start, stop in plan[name][1]) for name in ("wqkv", "wo"))
     return config.n_layers * rows * slots * (heads - queries) * dtype.itemsize
 
@@ -62,22 +61,26 @@ def warn_of_memory(world, rows, slots, *models):
         print(f"weights and cache may not fit: {text}", file=sys.stderr)
 
 
-def chosen_experts(config, rows):
-    """Return the share of a layer's experts that a step of so many rows reads, if each chooses evenly and by itself."""
-    return 1 - (1 - config.experts_per_token / config.n_experts) ** rows
+def chosen_experts(config, tokens):
+    """Return the share of a layer's experts that so many tokens read, if each chooses evenly and by itself."""
+    return 1 - (1 - config.experts_per_token / config.n_experts) ** tokens
 
 
-def step_bytes(model, cache, filled):
-    """Return the bytes that a decode step of this rank reads.
+def step_bytes(model, cache, filled, drafted=0):
+    """Return the bytes that a decode step of this rank reads, of a token and so many drafted ones in each row.
 
-    That is all weights but the embedding table, of experts as many as the rows choose on average, and of the cache
+    That is all weights but the embedding table, of experts as many as the tokens choose on average, and of the cache
     `filled` slots, or a window of them.
     """
-    c, parameters, rows = model.config, model.named_parameters(remove_duplicate=False), len(cache[0][0])
+    c, parameters, tokens = (
+        model.config,
+        model.named_parameters(remove_duplicate=False),
+        len(cache[0][0]) * (1 + drafted),
+    )
     slots = [min(filled, c.sliding_window) if i in c.window_layers else filled for i in range(c.n_layers)]
     layers = zip(cache, itertools.cycle(slots))  # noqa: B905, of several lanes one after another
     weights = sum(
-        tensor.nbytes * (chosen_experts(c, rows) if ".experts." in name else 1)
+        tensor.nbytes * (chosen_experts(c, tokens) if ".experts." in name else 1)
         for name, tensor in parameters
         if "tok_embeddings." not in name
     )
@@ -100,7 +103,7 @@ def result(setup, world, done, texts):
     runner, draft, source, config = setup.runner, setup.draft, setup.source, setup.config
     longest, rows, passes = max(map(len, setup.prompts)), len(setup.prompts), done.passes
     slots = longest + done.steps / 2  # filled in the mean pass
-    read = step_bytes(runner.model, runner.cache, slots)
+    read = step_bytes(runner.model, runner.cache, slots, draft.drafted / passes if draft and passes else 0)
     if draft and draft.runner and passes:
         read += draft.drafted / passes * step_bytes(draft.runner.model, draft.runner.cache, slots)
     tpot = done.decode_s / (done.steps - 1) if done.steps > 1 else None

@@ -63,6 +63,18 @@ def test_by_tcp_latencies_run_at_once():
 # What a rank has to do
 
 H = 32
+MIXTURE = {
+    "n_experts": 5, "experts_per_token": 2, "expert_size": 48, "shared_expert_size": 40, "shared_expert_gate": True,
+}  # fmt: skip
+
+
+def counted_mlp(mlp, batch):
+    """Bytes that a step of so many rows reads on average, and products for a token."""
+    if not hasattr(mlp, "experts"):
+        return sum(p.nbytes for p in mlp.parameters()), 3 * 64 * mlp.w1.out_features
+    experts = sum(p.nbytes for p in mlp.experts.parameters())
+    others = sum(p.nbytes for p in mlp.parameters()) - experts
+    return others + experts * (1 - 0.6**batch), (others + experts * 0.4) / 2  # 2 of 5 experts, bfloat16
 
 
 @pytest.mark.parametrize("tp_size", [2, 3, 4])
@@ -70,7 +82,8 @@ H = 32
     "changes",
     [
         {"quant": "int8"}, {"quant": "int4", "group_size": 32},
-        {"qkv_bias": True, "wo_bias": True, "mlp_bias": True, "qk_norm": True}, {"n_kv_heads": 2},
+        {"qkv_bias": True, "wo_bias": True, "mlp_bias": True, "qk_norm": True}, {"n_kv_heads": 2}, MIXTURE,
+        {**MIXTURE, "wiring": "farskip"},
     ],
 )  # fmt: skip
 def test_the_work_is_that_of_the_largest_shard(tp_size, changes):
@@ -84,13 +97,13 @@ def test_the_work_is_that_of_the_largest_shard(tp_size, changes):
         cache = net.new_cache(batch, context)
         norms = sum(p.nbytes for n, p in net.layers.named_parameters() if "_norm" in n) / 2
         layer = net.layers[0]
-        mlp = sum(p.nbytes for p in layer.feed_forward.parameters())
+        mlp, products = counted_mlp(layer.feed_forward, batch)
         rest = sum(p.nbytes for p in net.output.parameters()) + net.norm.weight.nbytes
         whole = report.step_bytes(net, cache, context)
         heads = layer.attention.wo.in_features // H
         flops = 4 * batch * context * heads * H + 2 * batch * 64 * (layer.attention.wqkv.out_features + heads * H)
         counted["attention"].append(((whole - rest) / 2 - norms - mlp, flops))
-        counted["feed_forward"].append((mlp, 2 * batch * 3 * 64 * layer.feed_forward.w1.out_features))
+        counted["feed_forward"].append((mlp, 2 * batch * products))
         counted["rest"].append((rest + batch * 64 * 2, 2 * batch * 64 * net.output.out_features))
     work = advise.decode_work(config, torch.bfloat16, tp_size, batch, context)
     assert work == {place: pytest.approx(max(of_ranks)) for place, of_ranks in counted.items()}

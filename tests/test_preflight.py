@@ -21,6 +21,12 @@ CONFIGS = {
     "biases": (dataclasses.replace(SMALL, qkv_bias=True, wo_bias=True, mlp_bias=True, qk_norm=True), torch.bfloat16),
     "int8": (dataclasses.replace(SMALL, quant="int8", tie_embeddings=True), torch.bfloat16),
     "int4": (dataclasses.replace(SMALL, n_heads=24, n_kv_heads=4, quant="int4", group_size=64), torch.bfloat16),
+    "farskip": (
+        dataclasses.replace(
+            SMALL, n_experts=3, experts_per_token=2, expert_size=32, shared_expert_size=64, wiring="farskip"
+        ),
+        torch.bfloat16,
+    ),
     "kept": (dataclasses.replace(SMALL, quant="int8", kept=("output", "w2")), torch.float16),
 }
 
@@ -34,6 +40,16 @@ def test_weights_and_cache_are_what_a_rank_will_hold(name):
         assert weight_bytes(config, dtype, rank, shares) == sum(p.nbytes for p in weights.values())
         cache = generate.make_cache(model, 3, 25)
         assert cache_bytes(config, dtype, 3, 25, rank, shares) == sum(t.nbytes for layer in cache for t in layer)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose():
+    config = CONFIGS["farskip"][0]
+    model = load_shard(config, sizes.RandomWeights(config, CPU), torch.bfloat16, CPU)
+    one, three, drafted = (
+        report.step_bytes(model, model.new_cache(rows, 8), 0, n) for rows, n in [(1, 0), (3, 0), (1, 2)]
+    )
+    more = config.n_layers * 3 * 3 * 192 * 32 * 2 * ((1 - 1 / 27) - 2 / 3)
+    assert three == drafted == pytest.approx(one + more)
 
 
 @pytest.fixture

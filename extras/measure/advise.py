@@ -22,9 +22,8 @@ from formats import checkpoint, sizes
 from formats.checkpoint import dtype_name
 from formats.sizes import SIZES
 from model import rewired
-from runtime import benchmarking, cli, launch
+from runtime import benchmarking, cli, launch, report
 from runtime.cli import count, number
-from runtime.report import chosen_experts
 from tp import shard_plan, shard_slices
 
 # ---- The work of a decode step, and how fast a machine does it -------------------------------------------------------
@@ -41,10 +40,12 @@ def decode_work(config, dtype, tp_size, batch, context):
     """Return {"attention": Work, "feed_forward": Work, "rest": Work}: of one layer's sublayers, and outside the layers.
 
     It is the work of the rank with the most, for which the others wait. context: filled slots of the cache. Of the
-    embedding table, a step reads only the rows of its tokens. Raises InputError if tp_size does not suit the config.
+    embedding table, a step reads only the rows of its tokens. All layers of a mixture count as layers with experts.
+    Raises InputError if tp_size does not suit the config.
     """
     none = dict.fromkeys(("nope_layers", "window_layers", "dense_layers"), ())
-    config = dataclasses.replace(rewired(config, "standard"), n_layers=1, **none)
+    wiring = "farskip" if config.parsed.name == "farskip" else "standard"  # which of them decides who holds what
+    config = dataclasses.replace(rewired(config, wiring), n_layers=1, **none)
     works = {place: [] for place in ("attention", "feed_forward", "rest")}
     for rank in range(tp_size):
         plan, n_bytes, flops = shard_plan(config, rank, tp_size), dict.fromkeys(works, 0), dict.fromkeys(works, 0)
@@ -54,10 +55,10 @@ def decode_work(config, dtype, tp_size, batch, context):
             if module == "tok_embeddings" and config.tie_embeddings:
                 [(start, stop)] = plan["output"][1]
                 module, shape = "output", (stop - start, *shape[1:])
-            if module in plan:
+            if module != "tok_embeddings" and "norm" not in module:
                 read, used = 1, 1  # the shares of the weights that a step reads, and that a token multiplies with
                 if module.startswith("experts."):
-                    read, used = chosen_experts(config, batch), config.experts_per_token / config.n_experts
+                    read, used = report.chosen_experts(config, batch), config.experts_per_token / config.n_experts
                 n_bytes[place] += math.prod(shape) * stored.itemsize * read
                 twice = 2 if stored == torch.uint8 else 1  # int4: two in a byte
                 flops[place] += 2 * batch * math.prod(shape) * twice * used * (tensor == "weight")
@@ -152,10 +153,10 @@ class Prediction(NamedTuple):
 
 
 def predictions(configs, own, times, tp_size):
-    """Return a Prediction for each Config, the fastest first."""
+    """Return a Prediction for each Config, the fastest first. times: {wiring: Times}."""
     lines = []
     for config in configs:
-        seconds, n, hidden = step_seconds(config, times)
+        seconds, n, hidden = step_seconds(config, times[config.wiring])
         answer = retraining(own, config, tp_size) if n else "no model"
         lines.append(Prediction(1e3 * seconds, config.wiring, n, hidden, answer))
     return sorted(lines, key=lambda line: line.ms)
@@ -238,10 +239,10 @@ def main(argv=None):
     )
     print(f"PREDICTED: {name}, {own.n_layers} layers, {work}\n{machine.name}: {rate}")
     for one in args.link:
-        times = times_of(own, dtype, args.tp, args.batch, context, machine, one)
-        lines = predictions(configs, own, times, args.tp)
-        parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times._asdict().items())
-        print(f"\n{one.name}; in us: {parts}\n\n{advice(lines, times.all_reduce)}")
+        times = {c.wiring: times_of(c, dtype, args.tp, args.batch, context, machine, one) for c in configs}
+        lines, shown = predictions(configs, own, times, args.tp), times["standard"]
+        parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in shown._asdict().items())
+        print(f"\n{one.name}; in us: {parts}\n\n{advice(lines, shown.all_reduce)}")
 
 
 if __name__ == "__main__":

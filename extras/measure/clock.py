@@ -14,7 +14,7 @@ def variants(config):
     n_layers, mixture = config.n_layers, config.n_experts
     middle, half = n_layers // 4, max(1, n_layers // 2)
     more = {
-        "ladder": ["ladder", f"ladder:{half}"], "desync": ["desync:2", "desync:4"],
+        "ladder": ["ladder", f"ladder:{half}", *["ladder-4"] * bool(mixture)], "desync": ["desync:2", "desync:4"],
         "laneformer": [], "farskip": ["farskip"] * bool(config.shared_expert_size),
         "pair": [f"pair:{middle}-{middle + half // 2 * 2 - 1}"] if n_layers > 3 else [],
         "pair-ladder": ["pair-ladder"] if n_layers > 1 else [],

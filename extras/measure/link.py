@@ -51,6 +51,10 @@ FREE = Link("free", 0.0, None)
 #   graph 8 H100 took 27.0 us, and reached 479 GB/s at 8 GB: Azure/AI-benchmarking-guide, ND_H100_v5_results.md).
 # nvlink-oneshot: kernels that write into the peers' memory, MSCCL++ in a CUDA graph, 6.0 us, and from there to 1 MB
 #   (14.0 us) 230 GB/s: the same table of sgl-project/sglang pull 22734.
+# pcie-host: two RTX 5070 Ti without peer-to-peer access, through the host's memory: 39 us for 10 KB, 20 MB in 10.9 ms:
+#   sgl-project/sglang pull 39605. pcie-p2p: four V100 behind one PCIe switch, one-shot in a CUDA graph, 5.0 us for
+#   8 KB, and 384 KB by NCCL in 63 us more than little (20 us): haohervchb/sglang-V100 pull 2.
+# roce: four DGX Spark, one-shot, 23 us for 48 KB (NCCL: 59): local-inference-lab/b12x pull 295; 200 Gbit/s nominal.
 # pcie: 57 us on 8 A800: vllm-project/vllm issue 50576. 28 GB/s on 8 RTX 5090: NVIDIA/nccl issue 1639.
 # ib: several nodes, a 400 Gbit/s NIC for each rank. 45.8 us: microsoft/mscclpp pull 794. 48 GB/s a NIC:
 #   NVIDIA/nccl-tests issue 290.
@@ -64,7 +68,10 @@ LINKS = {
         FREE,
         Link("nvlink", 17.2, 3830.0),
         Link("nvlink-oneshot", 6.0, 1840.0),
+        Link("pcie-p2p", 5.0, 74.0),
+        Link("pcie-host", 39.0, 15.0),
         Link("pcie", 57.0, 224.0),
+        Link("roce", 23.0, 200.0),
         Link("ib", 46.0, 384.0),
         Link("ethernet-100g", 120.0, 100.0),
         Link("ethernet-10g", 300.0, 10.0),
