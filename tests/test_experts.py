@@ -11,7 +11,7 @@ import transformers
 from helpers import BASE, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows, write_model
 from reference import Reference
 from safetensors.torch import load_file, save_file
-from test_convert import TOKENS, check_parity, convert, hf_model
+from test_convert import TOKENS, change_tensors, check_parity, convert, hf_model
 
 import quantize
 import tp
@@ -117,7 +117,7 @@ def test_equal_scores_and_an_expert_that_nobody_chose():
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 @pytest.mark.parametrize("ranks, wiring", [(1, "ladder"), (2, "ladder"), (3, "farskip")])
 def test_integers_are_their_dequantized_twin(mode, ranks, wiring, tmp_path):
-    config = dataclasses.replace(SHARED, dim=64, intermediate_size=128, expert_size=96, shared_expert_size=64)
+    config = dataclasses.replace(SHARED, dim=64, expert_size=96, shared_expert_size=64)  # no MLP of 100 neurons
     config = dataclasses.replace(config, wiring=wiring, head_dim=16, n_heads=12, n_kv_heads=4)
     (tmp_path / "float").mkdir()
     write_model(tmp_path / "float", config, random_model(config).state_dict(), torch.float32)
@@ -291,11 +291,15 @@ def every_expert(moe):
 # ---------------------------------------------------------------------------------------------------------------------
 # Families
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
 FAMILIES = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 5, "sliding_window": 7}),
-    "qwen2": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 28, "decoder_sparse_step": 2}),
-    "qwen3": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen2": ("Qwen2MoeConfig", {
+        **EXPERTS, **WINDOW, "shared_expert_intermediate_size": 28, "decoder_sparse_step": 2, "max_window_layers": 2}),
+    "qwen3": ("Qwen3MoeConfig", {
+        **EXPERTS, **WINDOW, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1], "max_window_layers": 2}),
+    "qwen3, dense": ("Qwen3MoeConfig", {"num_experts": 0}),
     "granite": ("GraniteMoeConfig", {
         "num_local_experts": 5, "num_experts_per_tok": 3, "embedding_multiplier": 3.0, "logits_scaling": 0.25,
         "residual_multiplier": 0.6, "attention_multiplier": 0.2, "tie_word_embeddings": True}),
@@ -321,7 +325,7 @@ def test_fused_experts_are_read_as_separate_ones(tmp_path):
 @pytest.mark.parametrize("family", ["mixtral", "qwen2", "qwen3"])
 def test_export_gives_back_the_family(family, tmp_path):
     class_name, changes = FAMILIES[family]
-    theirs = hf_model((class_name, changes | {"sliding_window": None}))
+    theirs = hf_model((class_name, changes | {"use_sliding_window": False, "sliding_window": None}))
     theirs.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "ours")
     to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "back")])
@@ -341,17 +345,27 @@ def edited(tmp_path, family, **changes):
     return tmp_path / "hf"
 
 
+SEPARATE = {f"{e}/{name}_proj/weight": None for e in range(5) for name in ("gate", "up")}
+
+
 @pytest.mark.parametrize(
-    "changes, words",
+    "changes, tensors, words",
     [
-        ({"num_experts_per_tok": 6}, "experts_per_token is 6 but must be from 1 to 5"),
-        ({"num_local_experts": 4, "num_experts": 4}, "does not make the"),
-        ({"moe_intermediate_size": 35}, "does not make the"),
+        ({"num_experts_per_tok": 6}, {}, "experts_per_token is 6 but must be from 1 to 5"),
+        ({"num_local_experts": 4}, {}, r"gate.weight: shape \(5, 48\) does not make the \(4, 48\)"),
+        ({"moe_intermediate_size": 35}, {}, r"experts.gate_proj.weight: .* does not make the \(5, 35, 48\)"),
+        ({}, {"3/up_proj/weight": None}, "layers.0.mlp.experts.4.up_proj.weight, but no expert 3"),
+        ({}, {"03/up_proj/weight": torch.zeros(36, 48)}, "both .*experts.03.up_proj.weight and .*experts.3.up"),
+        ({}, {"gate_up_proj": torch.zeros(5, 72, 48)}, "both .*_proj.weight and .*_proj.weight: drop"),
+        ({}, {"1/down_proj/weight": torch.zeros(48)}, "0.mlp.experts.down_proj.weight: .*equal size, but got"),
+        ({}, {**SEPARATE, "gate_up_proj": torch.zeros(5)}, "0.mlp.experts.gate_proj.weight: .*out of range"),
     ],
 )
-def test_bad_experts_are_one_line(changes, words, tmp_path):
-    with pytest.raises(InputError, match=words):
-        convert(edited(tmp_path, "qwen3", **changes), tmp_path / "ours")
+def test_bad_experts_are_one_line(changes, tensors, words, tmp_path):
+    folder = edited(tmp_path, "qwen3", **changes)
+    change_tensors(folder, **{f"model/layers/0/mlp/experts/{name}": value for name, value in tensors.items()})
+    with pytest.raises(InputError, match=rf"^[^\n]*{words}[^\n]*$"):
+        convert(folder, tmp_path / "ours")
 
 
 @pytest.mark.parametrize(
@@ -361,6 +375,8 @@ def test_bad_experts_are_one_line(changes, words, tmp_path):
         ({"expert_size": None}, "needs an expert_size"),
         ({"dense_layers": (3,)}, "dense_layers takes layers from 0 to 2"),
         ({"shared_expert_gate": True}, "needs a shared_expert_size"),
+        ({"mlp_bias": True}, "mlp_bias is not for a mixture"),
+        ({"quant": "int4", "group_size": 32, "dim": 64, "expert_size": 32, "kept": ("wo",)}, "the 100 columns of w2"),
     ],
 )
 def test_bad_configs_are_one_line(changes, words):
