@@ -66,7 +66,7 @@ def make_runners(net, draft, count, rows, length, compile=False):
     if draft == "ngram":
         return runner, speculative.Ngrams(count)
     if draft and draft._modules is net._modules:
-        return runner, speculative.Rewired(count, runner_of(draft, runner.cache))
+        return runner, speculative.ModelDraft(count, runner_of(draft, runner.cache))
     return runner, draft and speculative.SmallModel(count, runner_of(draft))
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from extras.drafts.speculative import Ngrams, Rewired, SmallModel
+from extras.drafts.speculative import ModelDraft, Ngrams, SmallModel
 from formats import checkpoint
 from formats.compare import check_vocabulary, digest
 from formats.wiring_text import wiring_name
@@ -92,7 +92,7 @@ def build(source, runner, new_runner, load):
     if source.config is None:
         return Ngrams(source.count)
     if source.folder is None:
-        return Rewired(source.count, new_runner(rewire(runner.model, source.config), runner.cache))
+        return ModelDraft(source.count, new_runner(rewire(runner.model, source.config), runner.cache))
     return SmallModel(source.count, new_runner(load(source.config, source.folder)))
 
 
