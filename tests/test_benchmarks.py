@@ -226,7 +226,7 @@ README = shlex.quote(str(ROOT / "README.md"))
         (sweep, "--link free x", "--link: 'x' is none of free,"),
         (sweep, "--prefill 1 99 --prompt-length 8 --eager", "--prefill is 99: chunks need --eager, and a token each"),
         (sweep, "--prefill 2", "--prefill is 2: chunks need --eager"),
-        (sweep, "--wiring x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
+        (sweep, "--simulate-tp 2 --wiring x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
         (sweep, "", "a link needs two or more ranks"),
         (plot, f"{README} --out x.png", f"FILE: {README} has lines that this script did not write"),
         (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, ours:int8,"),
@@ -244,9 +244,9 @@ def test_bad_flags(script, flags, message):
 
 def test_a_script_runs_as_a_module():
     """And says in one line what is wrong."""
-    command = [sys.executable, "-m", "extras.measure.sweep", "--wiring", "x"]
+    command = [sys.executable, "-m", "extras.measure.sweep", "--link", "x"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("sweep.py: unknown wiring 'x'")
+    assert done.returncode == 2 and done.stderr.startswith("sweep.py: --link: 'x' is none of")
     assert done.stderr.count("\n") == 1
 
 

@@ -83,9 +83,9 @@ def run(setup, world, generate):
         line = world.tell(keyboard.line() if world.rank == 0 else None)
         if line is None:
             return
-        line = line.rstrip("\r\n")
         if not line.strip():
             continue
+        line = line.rstrip("\r\n")
         anew = extended([], [], line)
         if len(anew[1]) >= context:
             say(f"a message of {len(anew[1])} tokens leaves no room in the context of {context}: shorten it")

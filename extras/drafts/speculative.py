@@ -15,7 +15,7 @@ NGRAM = 3, 2  # lengths that Ngrams looks up, in this order
 
 
 class Draft:
-    """A source of proposals. A subclass has propose(texts, done, sample), whose arguments are those of step(); it returns
+    """A source of proposals. A subclass has propose(texts, done, sample), of the arguments of step(), which returns
     (ids (B, P), their distributions (B, P, V) or None, [whether a row has any]), where P is one of `counts`.
 
     count: of proposals at a time. runner: the Runner (generate.py) of the model that proposes, or None. drafted: the

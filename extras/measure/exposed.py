@@ -174,16 +174,13 @@ def summary(kind, r):
 
 
 @torch.inference_mode()
-def profile(folder, world, steps):
-    """Trace {name: step} into folder/rankN.json, for chrome://tracing or ui.perfetto.dev."""
-    for step in steps.values():
-        step()  # may compile
-    with torch.profiler.profile() as trace:  # of all devices that there are
-        for name, step in steps.items():
-            with torch.profiler.record_function(name):
-                step()
-                if world.device.type == "cuda":
-                    torch.cuda.synchronize(world.device)
+def profile(folder, world, name, step):
+    """Trace a step under its name into folder/rankN.json, for chrome://tracing or ui.perfetto.dev."""
+    step()  # may compile
+    with torch.profiler.profile() as trace, torch.profiler.record_function(name):  # of all devices that there are
+        step()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
     path = Path(folder) / f"rank{world.rank}.json"
     with writing.new_file(path) as unfinished:
         trace.export_chrome_trace(str(unfinished))

@@ -27,7 +27,7 @@ def color(wiring):
 
 
 def by_link(lines):
-    """Return {wiring: {ms of an all-reduce: (times as fast as standard, how far the quartiles are below and above)}}."""
+    """Return {wiring: {ms of an all-reduce: (times as fast as standard, how far down and up its quartiles are)}}."""
     series, rows = defaultdict(dict), defaultdict(dict)
     for line in lines:
         rows[line["link"]["name"]][line["wiring"]] = line

@@ -23,7 +23,7 @@ from extras.measure import exposed, link, results
 from extras.measure.clock import variants
 from formats import checkpoint
 from generate import Runner, make_cache
-from model import Config, rewired
+from model import Config
 from runtime import benchmarking, cli, launch, watch, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
@@ -59,8 +59,6 @@ def parse(argv):
     if args.prompt_length >= args.config.max_seq_len:
         raise InputError(f"--prompt-length is {args.prompt_length} but must be below {args.config.max_seq_len}")
     args.wiring = list(dict.fromkeys(args.wiring or variants(args.config)))
-    for wiring in args.wiring:
-        rewired(args.config, wiring)  # raises InputError
     return args
 
 
@@ -86,9 +84,9 @@ def make_cases(args, world):
 
 def measure(args, world):
     """Return the lines of all cases, which take turns."""
+    cases = make_cases(args, world)
     if world.rank == 0:
         print(f"{args.kind} of {', '.join(args.wiring)} ...", file=sys.stderr)
-    cases = make_cases(args, world)
     reports = exposed.measure(world, cases, args.rounds, args.seconds)
     made, lines = benchmarking.environment(world), []
     for (one, name, batch), case in cases.items():
@@ -100,7 +98,7 @@ def measure(args, world):
         })  # fmt: skip
         if args.profile is not None:
             world.group.link = one
-            exposed.profile(Path(args.profile) / f"{one.name}-{name}-{batch}", world, {args.kind: case.step})
+            exposed.profile(Path(args.profile) / f"{one.name}-{name}-{batch}", world, args.kind, case.step)
     return lines
 
 
@@ -164,7 +162,7 @@ def main(argv=None):
     if world.rank == 0:
         for line in lines if args.json else ():
             writing.append_line(args.json, line)
-        print(tables(lines), flush=True)
+        print(tables(lines))
 
 
 if __name__ == "__main__":
