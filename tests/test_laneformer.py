@@ -46,50 +46,41 @@ TOKENS = torch.randint(3, 256, (3, 20), generator=torch.Generator().manual_seed(
 LENGTHS = torch.tensor([20, 17, 12])
 
 
-def random_state(hf, seed=0):
+def random_state(hf):
     """Random tensors in the layout of their folders, large enough that every term matters."""
     L, D, width, V = (hf[key] for key in ("num_lanes", "hidden_size", "intermediate_size", "vocab_size"))
     kv = D * hf["num_key_value_heads"] // hf["num_attention_heads"]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def weight(*shape):
         return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
 
-    def norm(lanes):
-        shape, name = ((L, D), "scale") if lanes else ((D,), "weight")
-        return name, torch.rand(shape, generator=generator) + 0.5
+    def norm(name, lanes):
+        shape, suffix = ((L, D), "scale") if lanes else ((D,), "weight")
+        return {f"model.{name}.{suffix}": torch.rand(shape, generator=generator) + 0.5}
 
-    state = {"model.tok_embeddings.weight": weight(V, D) * 3}
     own = not hf.get("replicated_rmsn_scale", True)
+    state = {"model.tok_embeddings.weight": weight(V, D) * 3} | norm("norm", own and not hf.get("pre_norm_lane_agg"))
     rows = {"attention.wq": D, "attention.wk": kv, "attention.wv": kv}
     rows |= {"feed_forward.w1": width, "feed_forward.w3": width}
     columns = {"attention.wo": D, "feed_forward.w2": width}
     for i in range(hf["num_hidden_layers"]):
         state |= {f"model.layers.{i}.{name}.weight": weight(L, n // L, D) for name, n in rows.items()}
         state |= {f"model.layers.{i}.{name}.weight": weight(L, D, n // L) for name, n in columns.items()}
-        for name in ("attention_norm", "ffn_norm"):
-            suffix, scale = norm(own)
-            state[f"model.layers.{i}.{name}.{suffix}"] = scale
-    suffix, scale = norm(own and not hf.get("pre_norm_lane_agg"))
-    state[f"model.norm.{suffix}"] = scale
+        state |= norm(f"layers.{i}.attention_norm", own) | norm(f"layers.{i}.ffn_norm", own)
     if not hf.get("tie_word_embeddings"):
         parts = (L, V // L, D) if hf.get("lm_head_type") == "vocab_parallel" else (V, D)
         state["lm_head.weight"] = weight(*parts)
     return state
 
 
-def folder(path, **changes):
-    """A random folder of theirs; returns (values of its config.json, tensors)."""
+def converted(path, **changes):
+    """A random folder of theirs, and ours; returns (values of its config.json, tensors)."""
     hf = {**SHAPE, **changes}
     state = random_state(hf)
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(hf))
-    save_file(state, path / "model.safetensors")
-    return hf, state
-
-
-def converted(path, **changes):
-    hf, state = folder(path / "hf", **changes)
+    (path / "hf").mkdir()
+    (path / "hf" / "config.json").write_text(json.dumps(hf))
+    save_file(state, path / "hf" / "model.safetensors")
     convert_hf_checkpoint.main([str(path / "hf"), "--out", str(path / "ours")])
     return hf, state
 
