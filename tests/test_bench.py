@@ -54,8 +54,7 @@ def texts_of_cells(world, words):
 def test_cells_generate_what_a_model_of_their_wiring_generates(ranks, compile, tiny):
     names = WIRINGS if compile == "none" else WIRINGS[:3]
     words = flags(tiny, "--batch", 1, 2, "--dtype", "float32", "--compile", compile, "--wiring", *names)
-    alone = launch.World(0, 1, torch.device("cpu"))
-    lists = run_ranks(ranks, texts_of_cells, words, timeout=5 * HANGS) if ranks > 1 else [texts_of_cells(alone, words)]
+    lists = run_ranks(ranks, texts_of_cells, words, timeout=5 * HANGS)
     assert lists[0] == lists[-1] and len(lists[0]) == 2 * 2 * len(names)
     for wiring, batch, mine, alone in lists[0]:
         assert mine == alone and len(mine) == batch, (wiring, batch)

@@ -18,7 +18,6 @@ import quantize
 from extras.lanes.lanes import lanes_of_rank
 from formats import checkpoint, huggingface
 from runtime.errors import InputError
-from runtime.launch import World
 
 SHAPE = {
     "model_type": "laneformer_tp", "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 16,
@@ -92,10 +91,6 @@ def logits_of(world, path, compile=False):
         return net.comm.gather_logits(net(TOKENS)), last_logits(net, TOKENS, LENGTHS, steps=8, compile=compile)
 
 
-def on_ranks(shares, path):
-    return run_ranks(shares, logits_of, path) if len(shares) > 1 else [logits_of(World(0, 1, "cpu"), path)]
-
-
 def check(ranks, expected, limit=1e-4):
     """ranks: logits_of each rank; expected: (S, V) of each row."""
     for whole, decoded in ranks:
@@ -111,7 +106,7 @@ def test_converted_folders_compute_the_function_on_any_number_of_ranks(case, tmp
     assert np.std(expected) > 0.3
     for shares in (1,), (1, 1), (1, 1, 1, 1), (3, 1):  # the last: three lanes, and a rank that holds one
         if hf["num_lanes"] % sum(shares) == 0:
-            check(on_ranks(shares, tmp_path / "ours"), expected)
+            check(run_ranks(shares, logits_of, tmp_path / "ours"), expected)
     config = checkpoint.read_config(tmp_path / "ours")
     assert huggingface.config_from_hf(tmp_path / "hf" / "config.json") == config
     with pytest.raises(InputError, match=f"the {hf['num_lanes']} lanes of .* do not fit 3 ranks: use 1, 2"):
@@ -172,9 +167,9 @@ def test_int8_computes_what_its_numbers_mean(case, tmp_path):
         twin[name] = weights.read(name) * (weights.read(scales).float() if scales in weights.names() else 1)
     (tmp_path / "twin").mkdir()
     write_model(tmp_path / "twin", config, twin, torch.float32)
-    [(expected, _)] = on_ranks((1,), tmp_path / "twin")
-    for shares in (1,), (1, 1):
-        check(on_ranks(shares, tmp_path / "int8"), expected.numpy(), limit=1e-3)
+    [(expected, _)] = run_ranks(1, logits_of, tmp_path / "twin")
+    for ranks in 1, 2:
+        check(run_ranks(ranks, logits_of, tmp_path / "int8"), expected.numpy(), limit=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ SETTINGS = {  # what Config.laneformer may hold; the first value is what an abse
 
 
 def settings(config):
-    """Return all settings of a Config."""
     return {key: values[0] for key, values in SETTINGS.items()} | (config.laneformer or {})
 
 

@@ -8,22 +8,11 @@ import statistics
 from collections import defaultdict
 
 from extras.measure import results, sweep
-from model import WIRINGS
 from runtime import cli, launch, writing
 from runtime.errors import InputError
 
-COLORS = [  # of wirings, in the order of model.WIRINGS; people who see no red or no green can tell them apart too
-    "#D55E00", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#882255", "#999933", "#332288", "#AA4499",
-    "#44AA99", "#117733",
-]  # fmt: skip
+MARKERS = "osDv^<>pPX*hd"  # of wirings, in the order of model.WIRINGS, as their colors
 GREYS = {"standard": "black", "upper-bound": "darkgrey"}  # what the others are compared with
-
-
-def color(wiring):
-    """Return the color of a wiring, whatever its numbers: the same in every figure."""
-    name, colored = results.base(wiring), [w for w in WIRINGS if w not in GREYS]
-    index = colored.index(name) if name in colored else len(colored)
-    return GREYS.get(name, COLORS[index % len(COLORS)])
 
 
 def by_link(lines):
@@ -53,8 +42,9 @@ def draw(lines):
     for wiring in sorted(series, key=results.wiring_order):
         xs, ratios = zip(*sorted(series[wiring].items()), strict=True)
         ys, *bars = zip(*ratios, strict=True)
-        how = {"color": color(wiring), "linestyle": next(dashes[results.base(wiring)])}  # ladder:2 is not ladder:8
-        axis.errorbar(xs, ys, bars, label=wiring, capsize=2, marker="o", markersize=4, **how)
+        index, _, _ = results.wiring_order(wiring)  # the same look in every figure; dashes tell ladder:2 from ladder:8
+        look = {"color": GREYS.get(wiring, f"C{index}"), "marker": MARKERS[index % len(MARKERS)], "markersize": 4}
+        axis.errorbar(xs, ys, bars, label=wiring, capsize=2, linestyle=next(dashes[index]), **look)
     axis.set(xlabel="one all-reduce, ms", ylabel="times as fast as standard")
     axis.grid(axis="y", color="0.92")
     figure.suptitle(settings.pop(), fontsize=9, wrap=True)
