@@ -8,6 +8,7 @@ docs/choosing.md says what goes into it, and what does not.
 
 import dataclasses
 import math
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -41,30 +42,31 @@ def decode_work(config, dtype, tp_size, batch, context):
     Raises InputError if tp_size does not suit the config.
     """
     wiring = "farskip" if config.parsed.name == "farskip" else "standard"  # which of them decides who holds what
-    config = dataclasses.replace(rewired(config, wiring), n_layers=1, nope_layers=(), window_layers=(), dense_layers=())
-    works = {place: [] for place in ("attention", "feed_forward", "rest")}
-    for rank in range(tp_size):
-        plan, n_bytes, flops = shard_plan(config, rank, tp_size), dict.fromkeys(works, 0), dict.fromkeys(works, 0)
-        for name, (shape, stored, *_) in shard_slices(config, dtype, rank, tp_size).items():
-            path, _, tensor = name.rpartition(".")
-            module, place = path.split(".", 3)[-1], [*path.split("."), "rest", "rest"][2]
-            if module == "tok_embeddings" and config.tie_embeddings:
-                [(start, stop)] = plan["output"][1]
-                module, shape = "output", (stop - start, *shape[1:])
-            if module != "tok_embeddings" and "norm" not in module:
-                read, used = 1, 1  # the shares of the weights that a step reads, and that a token multiplies with
-                if module.startswith("experts."):
-                    read, used = report.chosen_experts(config, batch), config.experts_per_token / config.n_experts
-                n_bytes[place] += math.prod(shape) * stored.itemsize * read
-                twice = 2 if stored == torch.uint8 else 1  # int4: two in a byte
-                flops[place] += 2 * batch * math.prod(shape) * twice * used * (tensor == "weight")
-        queries, all_three = (sum(stop - start for start, stop in plan[name][1]) for name in ("wo", "wqkv"))
-        n_bytes["attention"] += batch * context * (all_three - queries) * dtype.itemsize
-        flops["attention"] += 4 * batch * context * queries
-        n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm
-        for place, work in works.items():
-            work.append(Work(n_bytes[place], flops[place]))
-    return {place: max(work) for place, work in works.items()}
+    kept = *config.kept, *["output"] * (config.tie_embeddings and "tok_embeddings" in config.kept)
+    config = dataclasses.replace(rewired(config, wiring), n_layers=1, tie_embeddings=False, kept=kept)
+    config = dataclasses.replace(config, nope_layers=(), window_layers=(), dense_layers=())
+    ranks = [rank_work(config, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
+    return {place: max(work[place] for work in ranks) for place in ranks[0]}
+
+
+def rank_work(config, dtype, rank, tp_size, batch, context):
+    """Return what decode_work says of one rank; of a config of one layer."""
+    plan, n_bytes, flops = shard_plan(config, rank, tp_size), Counter(), Counter()
+    for name, (shape, stored, *_) in shard_slices(config, dtype, rank, tp_size).items():
+        if "norm" in name or "tok_embeddings" in name:
+            continue
+        place, size = name.split(".")[2] if name.startswith("layers.") else "rest", math.prod(shape)
+        read, used = 1, 1  # the shares of the weights that a step reads, and that a token multiplies with
+        if ".experts." in name:
+            read, used = report.chosen_experts(config, batch), config.experts_per_token / config.n_experts
+        n_bytes[place] += size * stored.itemsize * read
+        if name.endswith(".weight"):
+            flops[place] += 2 * batch * size * used * (2 if stored == torch.uint8 else 1)  # int4: two in a byte
+    queries, all_three = (sum(stop - start for start, stop in plan[name][1]) for name in ("wo", "wqkv"))
+    n_bytes["attention"] += batch * context * (all_three - queries) * dtype.itemsize
+    flops["attention"] += 4 * batch * context * queries
+    n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm
+    return {place: Work(n_bytes[place], flops[place]) for place in ("attention", "feed_forward", "rest")}
 
 
 class Machine(NamedTuple):
