@@ -20,6 +20,7 @@ import torch
 from decoding import sampling
 from decoding.sampling import RunAhead, Sampler, last_tokens, pad
 from formats import checkpoint
+from formats.sizes import RandomWeights, named_size
 from formats.tokenizer import load_tokenizer
 from runtime import cli, launch, report, watch
 from runtime.cli import count
@@ -37,7 +38,7 @@ def load_model(config, folder, dtype, world):
     if config.named_wiring.model or config.lanes and world.shares != (1,) * config.lanes:  # not a lane for each rank
         load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():
-        weights = checkpoint.open_weights(folder, config, world.device)
+        weights = checkpoint.Weights(folder) if folder else RandomWeights(config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder, weights)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
     watch.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
@@ -228,8 +229,6 @@ def add_flags(p):
 def describe(args, world):
     """Return (the Config in the wiring that the flags ask for, the tokenizer or None)."""
     if args.model:
-        from formats.sizes import named_size
-
         return cli.with_wiring(named_size(args.model), args), None
     own = checkpoint.read_config(args.checkpoint)
     config = cli.with_wiring(own, args)

@@ -121,17 +121,17 @@ def delayed_stream(x, sublayers, comm, config):
 
 
 def farskip_stream(x, sublayers, comm, config):
-    """Run a ladder whose sublayers also read the shared expert's output of a sum in flight: each rank has all of it.
+    """Run a ladder whose attention reads the shared expert's output at once, because each rank computes all of it.
 
-    A sublayer returns (partial, shared expert's output or None). From arXiv 2511.11505.
+    sublayers: as attention_then_experts makes them. From arXiv 2511.11505.
     """
-    shared = []  # of the sublayers in flight
+    shared = []  # outputs of shared experts, or None, of the sublayers whose sums are in flight
 
     def with_shared(h, stale, x):
         del shared[: max(0, len(shared) - stale)]
         partial, output = h(functools.reduce(operator.add, filter(torch.is_tensor, shared), x))
         shared.append(output)
-        return partial if output is None else partial + output / comm.lanes  # which the sum has once
+        return partial if output is None else partial + output / comm.lanes  # the all-reduce adds up `lanes` of them
 
     late = [(functools.partial(with_shared, h, stale), stale) for h, stale in sublayers]
     return residual_stream(x, late, comm, config)
@@ -160,13 +160,13 @@ def attention_then_mlp(block, metadata, cache):
 
 
 def attention_then_experts(block, metadata, cache):
-    """Keep the shared expert's output, if there is one, apart from the partial of the experts that are routed to."""
+    """Let each sublayer return (partial without the shared expert, shared expert's output or None)."""
 
-    def mlp(x):
-        x, mlp = block.ffn_norm(x), block.feed_forward
-        return (mlp.routed(x), mlp.shared(x)) if isinstance(mlp, MoE) else (mlp(x), None)
+    def experts(x):
+        x, feed_forward = block.ffn_norm(x), block.feed_forward
+        return feed_forward(x, apart=True) if isinstance(feed_forward, MoE) else (feed_forward(x), None)
 
-    return [lambda x: (block.attention(block.attention_norm(x), metadata, cache), None), mlp]
+    return [lambda x: (block.attention(block.attention_norm(x), metadata, cache), None), experts]
 
 
 def attention_plus_mlp(block, metadata, cache):
@@ -317,6 +317,8 @@ class Config:
             raise InputError(f"dense_layers takes layers from 0 to {self.n_layers - 1}, not {self.dense_layers}")
         if self.shared_expert_gate and not self.shared_expert_size:
             raise InputError("shared_expert_gate needs a shared_expert_size")
+        if self.mlp_bias:
+            raise InputError("mlp_bias is not for a mixture of experts: experts have no biases")
         if not 1 <= (self.experts_per_token or 0) <= self.n_experts:
             raise InputError(f"experts_per_token is {self.experts_per_token} but must be from 1 to {self.n_experts}")
         if not self.expert_size:
@@ -526,31 +528,23 @@ class MoE(nn.Module):
         self.k, self.renormalize = config.experts_per_token, config.renormalize_experts
         self.router = nn.Linear(dim, E, bias=False)
         self.experts = Experts(dim, config.expert_size, E)
-        if config.shared_expert_size:
-            self.shared_expert = FeedForward(dim, config.shared_expert_size)
-        if config.shared_expert_gate:
-            self.shared_gate = nn.Linear(dim, 1, bias=False)
+        self.shared_expert = FeedForward(dim, config.shared_expert_size) if config.shared_expert_size else None
+        self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_expert_gate else None
 
-    def forward(self, x):
-        """Return this rank's partial (B, S, D) of x (B, S, D)."""
-        shared = self.shared(x)
-        return self.routed(x) if shared is None else self.routed(x) + shared
-
-    def shared(self, x):
-        """Return the output of the shared expert for x, or None without one."""
-        if not hasattr(self, "shared_expert"):
-            return None
-        y = self.shared_expert(x)
-        return self.shared_gate(x).sigmoid() * y if hasattr(self, "shared_gate") else y
-
-    def routed(self, x):
-        """Return the partial of the experts that the router chooses for each token of x."""
+    def forward(self, x, apart=False):
+        """Return this rank's partial (B, S, D) of x (B, S, D), or, if apart, those of chosen and shared experts."""
         tokens = x.flatten(0, -2)
         weights, chosen = self.router(tokens).float().softmax(-1).topk(self.k)  # (B * S, k)
         if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
         y = self.experts(tokens, chosen)  # (B * S, k, D)
-        return (y * weights[..., None].type_as(y)).sum(1).view_as(x)
+        y = (y * weights[..., None].type_as(y)).unflatten(0, x.shape[:-1]).sum(-2)
+        shared = self.shared_expert(x) if self.shared_expert else None
+        if self.shared_gate:
+            shared = self.shared_gate(x).sigmoid() * shared
+        if apart:
+            return y, shared
+        return y if shared is None else y + shared
 
 
 class Block(nn.Module):
