@@ -55,19 +55,15 @@ def main(argv=None):
     p.add_argument("--json", type=cli.appendable, required=True, metavar="FILE", help="append the lines to this file")
     p.add_argument("--traces", default="gpu-traces", metavar="DIR", help="traces of simulated steps")
     args = p.parse_args(argv)
-    device, path, end = (
-        str(launch.choose_device(args.device)),
-        os.path.abspath(args.json),
-        time.monotonic() + args.seconds,
-    )
+    device, end = str(launch.choose_device(args.device)), time.monotonic() + args.seconds
     if device == "cpu" and args.device != "cpu":
         raise InputError("there is no GPU: --device cpu tries the script")
     for command in cases(device, os.path.abspath(args.traces)):
-        left = end - time.monotonic()
+        command, left = f"{command} --json {shlex.quote(os.path.abspath(args.json))}", end - time.monotonic()
         print(f"[{left:.0f} s left] python {command}", file=sys.stderr, flush=True)
-        if error := run(f"{command} --json {shlex.quote(path)}", left) if left > SHORTEST else "no time left":
+        if error := run(command, left) if left > SHORTEST else "no time left":
             print(f"failed: {error}", file=sys.stderr)
-            writing.append_line(path, {"case": command, "error": error})
+            writing.append_line(args.json, {"case": command, "error": error})
 
 
 if __name__ == "__main__":

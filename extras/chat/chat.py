@@ -63,10 +63,7 @@ def run(setup, world, generate):
     """
     tokenizer, context = setup.tokenizer, min(CHAT_CONTEXT, setup.config.max_seq_len)
     keyboard, messages, ids, cached = Keyboard(world), [], [], []  # cached: the tokens that are in the cache
-
-    def say(text):
-        if world.rank == 0:
-            print(text, file=sys.stderr)
+    say = functools.partial(print, file=sys.stderr) if world.rank == 0 else lambda text: None
 
     def extended(messages, ids, line):
         """Return a conversation and its ids with one more line of the user."""
@@ -102,9 +99,8 @@ def run(setup, world, generate):
                 printer.push(fresh)
             return keyboard.stops()
 
-        n = len(os.path.commonprefix([cached, ids[:-1]]))
-        settings = setup.runner, [ids], new, setup.sample, setup.eos_ids, on_tokens
-        [row] = generate(*settings, draft=setup.draft, cached_tokens=n).rows
+        more = {"draft": setup.draft, "cached_tokens": len(os.path.commonprefix([cached, ids[:-1]]))}
+        [row] = generate(setup.runner, [ids], new, setup.sample, setup.eos_ids, on_tokens, **more).rows
         if printer:
             printer.finish([row])
         ids = ids + row

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import statistics
 import sys
 import time
@@ -120,14 +121,13 @@ def _run(world, case, all_reduce):
 
 def compute_times(start, log, end):
     """Return (seconds of computing before each all-reduce of a step, seconds after the last). log: LinkedGroup's."""
-    before, compute = start, []
-    pauses = sorted((t, done) for _, t, done in log)  # from when a result was asked for to when it was there
-    for started in sorted(s for s, _, _ in log):
-        while pauses and pauses[0][1] <= started:
-            before = max(before, pauses.pop(0)[1])
-        compute.append(started - before)
-        before = started
-    return compute, end - max([before, *(done for _, done in pauses)])
+
+    def computed(until):
+        return until - start - sum(done - asked for _, asked, done in log if done <= until)
+
+    marks = [computed(until) for until in (start, *sorted(begun for begun, _, _ in log), end)]
+    *compute, tail = (later - earlier for earlier, later in itertools.pairwise(marks))
+    return compute, tail
 
 
 def _report(case, runs):

@@ -1,8 +1,8 @@
 """An emulated link between the ranks: each collective takes at least as long as it would take over that link.
 
-The model does not change. Its collectives go to a process group that passes them on to the real one, or to none if a
-rank is simulated alone. It holds each result back until the link would have delivered it, counted from this rank's own
-start. (A peer that starts later delays a real link by as much, but this one only if the real collective is longer.)
+A process group passes the model's collectives on to the real one, or to none if a rank is simulated alone, and holds
+each result back until the link would have delivered it, counted from this rank's own start. (A peer that starts later
+delays a real link by as much, but this one only if the real collective is longer.)
 """
 
 import argparse

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import statistics
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -116,9 +117,9 @@ def setting(line):
 
 def tables(lines):
     """Return Markdown, a table for each setting: a row for each link, a column for each wiring, cells as in cell()."""
-    settings = {}
+    settings = defaultdict(list)
     for line in lines:
-        settings.setdefault(setting(line), []).append(line)
+        settings[setting(line)].append(line)
     text = [f"{title}; ms:\n\n{table(some)}" for title, some in settings.items()]
     return "\n\n".join([*text, "`~`: within noise, `^`: above the upper bound, which is noise."])
 
