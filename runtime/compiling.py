@@ -14,10 +14,10 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from decoding.sampling import Sampler, pad
 from kernels import cxx, few_rows
-from kernels.experts import floats
+from kernels.experts import Experts, floats
 from kernels.few_rows import FEW_INT, FewRowsIntLinear
 from kernels.int_linear import recast, swap
-from model import Attention, Experts, FeedForward
+from model import Attention, FeedForward
 from runtime import watch
 from runtime.errors import InputError
 from runtime.report import PASS_TOKENS

@@ -22,9 +22,9 @@ from evaluation.score import SEPARATOR
 from extras.training import lanes, runs, sharding
 from formats import checkpoint
 from formats.compare import digest
-from kernels import experts
+from kernels.experts import Experts, experts
 from kernels.int_linear import recast
-from model import Attention, Experts, Transformer, interleave
+from model import Attention, Transformer, interleave
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
@@ -59,7 +59,7 @@ class DifferentiableExperts(Experts):
 
     @torch.compiler.disable  # which experts compute depends on data
     def forward(self, x, chosen):
-        return experts.experts(x, chosen, *([w.weight.unbind()] for w in (self.w1, self.w3, self.w2)))
+        return experts(x, chosen, *([w.weight.unbind()] for w in (self.w1, self.w3, self.w2)))
 
 
 class Trainee(Transformer):
