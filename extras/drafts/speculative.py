@@ -78,7 +78,7 @@ class Ngrams(Draft):
 
 
 class ModelDraft(Draft):
-    """A model that proposes one token after another: the model's own weights in another wiring, on its own cache.
+    """Proposes one token after another: the model's own weights in another wiring, on the cache that the model uses.
 
     The keys and values that it reads there are the model's, not those of the other wiring, except for those of the last
     proposals, which the verification overwrites.

@@ -219,9 +219,9 @@ def main(argv=None):
     context = args.context or min(1024, own.max_seq_len)
     machine = choose_machine(args)
     work = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
-    rates = f"{machine.bandwidth / 1e9:,.1f} GB/s" + f", {machine.flops / 1e12:.0f} TFLOP/s" * (
-        machine.flops < math.inf
-    )
+    rates = f"{machine.bandwidth / 1e9:,.1f} GB/s"
+    if machine.flops < math.inf:
+        rates += f", {machine.flops / 1e12:.0f} TFLOP/s"
     print(f"PREDICTED: {name}, {own.n_layers} layers, {work}\n{machine.name}: {rates} a rank")
     for one in args.link:
         times = [times_of(config, dtype, args.tp, args.batch, context, machine, one) for config in configs]
