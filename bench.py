@@ -4,13 +4,12 @@
 ./bench.sh --checkpoint demo --tp 1 2 --batch 1 4 --wiring standard ladder  # the same as: python bench.py ...
 torchrun --nnodes=2 --nproc_per_node=8 ... bench.py --model 70b             # on each of several nodes
 
-For each number of ranks, the ranks start once, load the weights once and compile each wiring at each batch size once.
-In every round, each of these cells then generates once, one after another, so that other programs on the machine slow
-all of them alike. A speed-up is the median of the ratios to the standard wiring within each round. On one rank only the
-standard wiring runs, since all wirings cost about the same there.
+For each number of ranks, the ranks start once, and load and compile once. In every round, each wiring at each batch
+size (a cell) generates once, one after another, so that other programs on the machine slow all of them alike. A
+speed-up is the median of the ratios to the standard wiring within each round. On one rank only the standard wiring
+runs, since all wirings cost about the same there.
 """
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -28,7 +27,6 @@ import torch
 import generate
 from decoding.sampling import Sampler
 from formats import checkpoint
-from formats.sizes import named_size
 from model import rewired
 from runtime import benchmarking, cli, launch, report, watch, writing
 from runtime.benchmarking import in_turns, pivot, quartiles
@@ -38,13 +36,6 @@ from runtime.errors import InputError
 LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and their share of the bandwidth means nothing
 
 # ---- The cells: a wiring at a batch size -----------------------------------------------------------------------------
-
-
-def read_config(args):
-    """Return the name of the model that the flags give, and its Config."""
-    if args.checkpoint:
-        return checkpoint.name(args.checkpoint), checkpoint.read_config(args.checkpoint)
-    return args.model.partition(":")[0], named_size(args.model)
 
 
 def load_models(config, wirings, args, world):
@@ -96,7 +87,7 @@ def compile_cells(cells, args, world):
 def measure(args, world):
     """Measure all cells on these ranks; return a line of results for each."""
     with world.together():
-        name, config = read_config(args)
+        name, config = cli.read_config(args)
         wirings = list(dict.fromkeys(args.wiring))
         if world.tp_size == 1:
             wirings = ["standard"] if "standard" in wirings else wirings[:1]
@@ -108,12 +99,7 @@ def measure(args, world):
     in_turns(ways, 1)  # to allocate memory
     if world.rank == 0:
         print(f"tp {world.tp_size}: {args.repeats} rounds of {', '.join(wirings)} ...", file=sys.stderr)
-    unguarded = contextlib.nullcontext()
-    if args.compile != "none":
-        from runtime import compiling
-
-        unguarded = compiling.without_guards(world.device)
-    with unguarded:
+    with next(iter(cells.values()))[0].unguarded():
         rounds = in_turns(ways, args.repeats)
     made, lines = benchmarking.environment(world), []
     for (wiring, batch), runs in rounds.items():
@@ -181,10 +167,7 @@ def tables(lines):
 
 def add_flags(p):
     """Add the flags that say which cells to measure; a sweep of extras/measure has them, too."""
-    which = p.add_mutually_exclusive_group()
-    which.add_argument("--checkpoint", metavar="DIR", help="a folder of weights, e.g. demo")
-    which.add_argument("--model", metavar="NAME[:N]", help="random weights of a named size, as generate.py's")
-    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the weights (default: the checkpoint's, or bfloat16)")
+    cli.add_model_flags(p)
     p.add_argument("--batch", type=count, nargs="+", metavar="B", help="batch sizes")
     p.add_argument("--wiring", nargs="+", metavar="NAME", help="as --wiring of generate.py")
     p.add_argument("--prompt-length", type=count, metavar="N", help="random tokens of each row")
@@ -207,7 +190,7 @@ def parse(argv):
     p.add_argument("--compile", choices=("decode", "all", "none"), default="decode", help=words)
     p.add_argument("--json", type=cli.appendable, default="bench.jsonl", metavar="FILE", help="append a line per cell")
     args = p.parse_args(argv)
-    _, config = read_config(args)
+    _, config = cli.read_config(args)
     for wiring in args.wiring:
         rewired(config, wiring)  # raises InputError before any rank starts
     if args.prompt_length + args.new_tokens > config.max_seq_len:

@@ -47,11 +47,8 @@ def complete(
     if compile:  # whole buckets, so that calls of about the same length share a compiled graph
         slots = -(-slots // BUCKET) * BUCKET
 
-    def new_runner(model, cache=None):
-        return Runner(model, cache or make_cache(model, len(rows), slots + proposals), compile)
-
-    runner, drafter = new_runner(model), None
+    runner, drafter = Runner(model, make_cache(model, len(rows), slots + proposals), compile), None
     if draft is not None:
-        drafter = load_extra("drafts", "draft").of_model(draft, proposals, runner, new_runner)
+        drafter = load_extra("drafts", "draft").of_model(draft, proposals, runner)
     new_ids = generate(runner, rows, max_new_tokens, sampler, model.config.eos_ids, draft=drafter).rows
     return [tokenizer.continuation(prompt, ids) for prompt, ids in zip(rows, new_ids, strict=True)]

@@ -57,10 +57,9 @@ BUCKET = 256  # a GPU's decode steps read multiples of so many cache slots
 
 
 def make_cache(model, batch, length):
-    """Return a cache of at least `length` slots.
+    """Return a cache of at least `length` slots, for a GPU whole buckets and one slot more, which no step reads.
 
-    For a GPU they are whole buckets and one more, which no decode step reads: a slice of the whole cache would be
-    contiguous, which to the compiler is another graph.
+    A slice of the whole cache would be contiguous, which to the compiler is another graph.
     """
     if model.device.type != "cpu":
         length = -(-length // BUCKET) * BUCKET + 1
@@ -83,6 +82,17 @@ class Runner:
 
             self._decode, self._prefill = compiling.compiled(model, compile, compile_prefill)
 
+    def with_model(self, model, cache=None):
+        """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
+        B, _, T, _ = self.cache[0][0].shape
+        return Runner(model, cache or model.new_cache(B, T), *self.compiles, self.chunks)
+
+    def unguarded(self):
+        """Return a context for passes that warm_up has compiled: else guards take 0.5 ms a step of 16 layers."""
+        if any(self.compiles) and self.device.type == "cpu":
+            return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+        return contextlib.nullcontext()
+
     def choose_chunks(self, B, S):
         """Return the number of chunks for a prefill pass of S tokens of B rows.
 
@@ -96,20 +106,18 @@ class Runner:
     def prefill(self, tokens, lengths, pass_tokens=None, cached_tokens=0):
         """Return logits (B, v) after the last token of each row, from passes of at most pass_tokens tokens of all rows.
 
-        tokens (B, S), lengths (B,): as pad makes them. pass_tokens: None for one pass. cached_tokens: so many of each
-        row, but not all, are in the cache. Activations take memory for a pass, not for the whole prompt; only the mask
-        grows with both.
+        tokens (B, S), lengths (B,): as pad makes them. pass_tokens: None for one pass; activations take the memory of
+        a pass, not of the whole prompt. cached_tokens: so many of each row, but not all, are in the cache.
         """
         B, S = tokens.shape
         width = max(1, pass_tokens // B) if pass_tokens else S
         last, logits = lengths - 1, None
         for start in range(cached_tokens, S, width):
+            piece, positions, filled = tokens[:, start : start + width], None, None
             if start:
                 watch.at("prefill from token", start)
-            piece = tokens[:, start : start + width]
-            stop, positions, filled = start + piece.shape[1], None, None
-            if start:
-                positions, filled = torch.arange(start, stop, device=tokens.device).expand(B, -1), stop
+                filled = start + piece.shape[1]
+                positions = torch.arange(start, filled, device=tokens.device).expand(B, -1)
             select, chunks = (last - start).clamp(0, piece.shape[1] - 1), self.choose_chunks(*piece.shape)
             later = self._prefill(piece, positions, self.cache, filled, select, chunks)[:, 0]
             logits = later if logits is None else torch.where((last >= start)[:, None], later, logits)
@@ -127,10 +135,7 @@ class Runner:
         return self._decode(tokens, positions, self.cache, filled)
 
     def next_tokens(self, texts, sample):
-        """Run one pass for texts of which all but the last token is cached; returns their next ids (B,), on the device.
-
-        sample: as generate takes it. Each rank offers its best token of each row, in 16 bytes.
-        """
+        """Run a pass for texts of which all but the last token is cached; return their next ids (B,), on the device."""
         return sample(self.decode(*last_tokens(texts, self.device))[:, 0], self.model.comm)
 
 
@@ -148,17 +153,14 @@ class Generation(NamedTuple):
 
 
 @torch.inference_mode()
-def generate(
-    runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None, pass_tokens=PASS_TOKENS, draft=None,
-    cached_tokens=0,
-):  # fmt: skip
+def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None, draft=None, cached_tokens=0):
     """Continue every prompt, a row each, until its own end-of-sequence, max_new_tokens or the end of the context.
 
     Returns a Generation. runner: its cache has slots for the longest prompt and max_new_tokens, for a draft one more
     and its proposals. prompts: non-empty lists of token ids, of any lengths. sample: a Sampler; without a draft any
     function such as its __call__. on_tokens([new ids of each row, none of one that is done]) is called after each pass;
     True from it ends the generation. draft: one of extras/drafts, with which a pass may yield several tokens of a row.
-    pass_tokens, cached_tokens: see Runner.prefill. Raises InputError.
+    cached_tokens: see Runner.prefill. Raises InputError.
     """
     texts, done, passes, shown = [list(prompt) for prompt in prompts], [False] * len(prompts), 0, 0.0
     ends = [min(len(prompt) + max_new_tokens, runner.model.config.max_seq_len) for prompt in prompts]
@@ -167,8 +169,8 @@ def generate(
     start = time.perf_counter()
     tokens, lengths = pad(prompts, runner.device)
     if draft:
-        draft.begin(tokens, lengths, pass_tokens, cached_tokens)
-    logits = runner.prefill(tokens, lengths, pass_tokens, cached_tokens)
+        draft.begin(tokens, lengths, PASS_TOKENS, cached_tokens)
+    logits = runner.prefill(tokens, lengths, PASS_TOKENS, cached_tokens)
     new = sample(logits, runner.model.comm)[:, None].tolist()  # waits for the device
     first = time.perf_counter() - start
     while True:
@@ -205,11 +207,7 @@ def generate(
 def add_flags(p):
     """Add the flags of this script to a cli.Parser."""
     g = p.add_argument_group("model")
-    which = g.add_mutually_exclusive_group(required=True)
-    which.add_argument("--checkpoint", metavar="DIR", help="a folder of weights (docs/formats.md), e.g. demo")
-    words = "random weights of a named size, such as 1b, 8b or 70b, or N layers of it, e.g. 8b:4, or 8b:4:int8"
-    which.add_argument("--model", metavar="NAME[:N][:int8|:int4]", help=words)
-    g.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the weights (default: the checkpoint's, or bfloat16)")
+    cli.add_model_flags(g, required=True)
     words = 'torch.compile the decode step, with "all" the prefill too; needs a C++ compiler'
     g.add_argument("--compile", nargs="?", const="decode", choices=("decode", "all"), help=words)
     cli.add_rank_flags(g, sharded=True)
@@ -225,24 +223,11 @@ def add_flags(p):
     cli.add_json_flag(g)
 
 
-def describe(args, world):
-    """Return (the Config in the wiring that the flags ask for, the tokenizer or None)."""
-    if args.model:
-        from formats.sizes import named_size
-
-        return cli.with_wiring(named_size(args.model), args), None
-    own = checkpoint.read_config(args.checkpoint)
-    config = cli.with_wiring(own, args)
-    if world.rank == 0:
-        cli.warn_of_wiring(own, config, world.shares)
-    return config, load_tokenizer(args.checkpoint, config.vocab_size)
-
-
 class Run(NamedTuple):
     """A generation that is ready to start, as set_up makes it."""
 
     args: object
-    config: object
+    name: str  # of the model
     tokenizer: object  # or None
     prompts: list
     max_new_tokens: int  # as the context allows
@@ -255,14 +240,15 @@ class Run(NamedTuple):
     compile_s: float
 
 
-def set_up(args, world, chunks=None):
-    """Return the Run that the flags describe: the model loaded, and compiled if asked for. Raises InputError.
-
-    chunks: of each pass of the prefill, see Runner.
-    """
+def set_up(args, world):
+    """Return the Run that the flags describe: the model loaded, and compiled if asked for. Raises InputError."""
     with world.together():
         sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
-        config, tokenizer = describe(args, world)
+        name, own = cli.read_config(args)
+        config = cli.with_wiring(own, args)
+        tokenizer = args.checkpoint and load_tokenizer(args.checkpoint, config.vocab_size)
+        if args.checkpoint and world.rank == 0:
+            cli.warn_of_wiring(own, config, world.shares)
         prompts, chats = cli.read_prompts(args, config, tokenizer), cli.is_chat(args)
         context = min(cli.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
         new, source = cli.fit(args.max_new_tokens, prompts, context), None
@@ -274,26 +260,16 @@ def set_up(args, world, chunks=None):
         dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
         small = [(source.config, dtype, 0, 1)] if source and source.folder else []
         report.warn_of_memory(world, len(prompts), slots, (config, dtype, world.rank, world.shares), *small)
-    if not world.alone:  # else there is nobody to agree with, and no reason to read the files
-        contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
-        if args.checkpoint:
-            from formats.compare import digest
-
-            contents["contents of --checkpoint"] = digest(args.checkpoint)
-        world.agree(contents)
+    contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
+    world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)
     start = time.perf_counter()
     model = load_model(config, args.checkpoint, args.dtype, world)
-
-    def new_runner(model, cache=None):
-        compiles = args.compile is not None, args.compile == "all"
-        cache = cache or make_cache(model, len(prompts), slots)
-        return Runner(model, cache, *compiles, chunks)
-
+    cache, compiles = make_cache(model, len(prompts), slots), (args.compile is not None, args.compile == "all")
     with world.together():
-        runner, draft = new_runner(model), None
+        runner, draft = Runner(model, cache, *compiles), None
         if source:
             whole = functools.partial(load_model, dtype=args.dtype, world=World(0, 1, world.device))
-            draft = drafts.build(source, runner, new_runner, whole)
+            draft = drafts.build(source, runner, whole)
     load_s, compile_s = time.perf_counter() - start, 0.0
     if args.compile:
         from runtime import compiling
@@ -302,7 +278,7 @@ def set_up(args, world, chunks=None):
             print("compiling ...", file=sys.stderr)
         compile_s = compiling.warm_up(runner, prompts, new, BUCKET, draft)
     eos_ids = config.eos_ids if args.checkpoint and not world.simulated else ()  # to random weights it means nothing
-    return Run(args, config, tokenizer, prompts, new, runner, draft, source, sample, eos_ids, load_s, compile_s)
+    return Run(args, name, tokenizer, prompts, new, runner, draft, source, sample, eos_ids, load_s, compile_s)
 
 
 def run(setup, world):
@@ -310,12 +286,7 @@ def run(setup, world):
     s, printer = setup, None
     if world.rank == 0 and not world.simulated:
         printer = cli.Printer(s.prompts, s.tokenizer, s.max_new_tokens, show_prompt=not s.args.chat)
-    unguarded = contextlib.nullcontext()
-    if s.args.compile:
-        from runtime import compiling
-
-        unguarded = compiling.without_guards(s.runner.device)
-    with unguarded:
+    with s.runner.unguarded():
         push = printer and printer.push
         done = generate(s.runner, s.prompts, s.max_new_tokens, s.sample, s.eos_ids, push, draft=s.draft)
     return done, printer and printer.finish(done.rows)

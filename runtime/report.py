@@ -1,6 +1,5 @@
 """What a run needs, warned of before anything is allocated, and what it took, in a few lines for people."""
 
-import itertools
 import math
 import os
 import resource
@@ -9,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from formats.checkpoint import dtype_name, name
+from formats.checkpoint import dtype_name
+from model import build
 from tp import shard_plan, shard_slices
 
 PASS_TOKENS = 1024  # of all rows, in one pass of a prefill
@@ -31,7 +31,7 @@ def _kilobytes(path, name):
 
 def weight_bytes(config, dtype, rank=0, shares=1):
     """Return the bytes of a rank's weights. Raises InputError as shard_plan does."""
-    slices = shard_slices(config, dtype, rank, shares).values()
+    slices = shard_slices(build(config), dtype, rank, shares).values()
     return sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices)
 
 
@@ -72,19 +72,15 @@ def step_bytes(model, cache, filled, drafted=0):
     That is all weights but the embedding table, of experts as many as the tokens choose on average, and of the cache
     `filled` slots, or a window of them.
     """
-    c, parameters, tokens = (
-        model.config,
-        model.named_parameters(remove_duplicate=False),
-        len(cache[0][0]) * (1 + drafted),
-    )
-    slots = [min(filled, c.sliding_window) if i in c.window_layers else filled for i in range(c.n_layers)]
-    layers = zip(cache, itertools.cycle(slots))  # noqa: B905, of several lanes one after another
-    weights = sum(
-        tensor.nbytes * (chosen_experts(c, tokens) if ".experts." in name else 1)
-        for name, tensor in parameters
-        if "tok_embeddings." not in name
-    )
-    return weights + sum(tensor[:, :, 0].nbytes * n for layer, n in layers for tensor in layer)
+    c, total = model.config, 0
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        if "tok_embeddings." not in name:
+            tokens = len(cache[0][0]) * (1 + drafted)
+            total += tensor.nbytes * (chosen_experts(c, tokens) if ".experts." in name else 1)
+    for i, layer in enumerate(cache):  # of several lanes one after another
+        slots = min(filled, c.sliding_window) if i % c.n_layers in c.window_layers else filled
+        total += sum(tensor[:, :, 0].nbytes * slots for tensor in layer)
+    return total
 
 
 def peak_bytes(device):
@@ -100,21 +96,20 @@ def result(setup, world, done, texts):
 
     setup: the generate.Run. done: the generate.Generation. texts: of the rows, or None.
     """
-    runner, draft, source, config = setup.runner, setup.draft, setup.source, setup.config
+    runner, draft, source, config = setup.runner, setup.draft, setup.source, setup.runner.model.config
     longest, rows, passes = max(map(len, setup.prompts)), len(setup.prompts), done.passes
     slots = longest + done.steps / 2  # filled in the mean pass
-    read = step_bytes(runner.model, runner.cache, slots, draft.drafted / passes if draft and passes else 0)
-    if draft and draft.runner and passes:
-        read += draft.drafted / passes * step_bytes(draft.runner.model, draft.runner.cache, slots)
+    drafted = draft.drafted / passes if draft and passes else 0  # for a row in the mean pass
+    read = step_bytes(runner.model, runner.cache, slots, drafted)
+    if drafted and draft.runner:
+        read += drafted * step_bytes(draft.runner.model, draft.runner.cache, slots)
     tpot = done.decode_s / (done.steps - 1) if done.steps > 1 else None
     later = sum(max(len(row) - 1, 0) for row in done.rows)  # tokens after each row's first; ended rows give no more
     accepted = draft and [draft.accepted[n] for n in range(max(draft.accepted, default=0) + 1)]
-    args = setup.args
     return {
-        "model": args.model.partition(":")[0] if args.model else name(args.checkpoint),
-        "n_layers": config.n_layers, "wiring": config.wiring, "dtype": dtype_name(runner.model.dtype),
-        "quant": config.quant, "tp": world.tp_size, "shares": world.shares, "simulated": world.simulated,
-        "device": world.device.type, "comm": args.comm,
+        "model": setup.name, "n_layers": config.n_layers, "wiring": config.wiring, "quant": config.quant,
+        "dtype": dtype_name(runner.model.dtype), "device": world.device.type, "comm": setup.args.comm,
+        "tp": world.tp_size, "shares": world.shares, "simulated": world.simulated,
         "batch": rows, "prompt_tokens": longest, "new_tokens": done.steps, "passes": passes,
         "load_s": setup.load_s, "compile_s": setup.compile_s, "prefill_s": done.prefill_s, "decode_s": done.decode_s,
         "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and later / done.decode_s,

@@ -61,7 +61,7 @@ def run(setup, world, generate):
 
     setup: the generate.Run. generate: the function of generate.py.
     """
-    tokenizer, context = setup.tokenizer, min(CHAT_CONTEXT, setup.config.max_seq_len)
+    tokenizer, context = setup.tokenizer, min(CHAT_CONTEXT, setup.runner.model.config.max_seq_len)
     keyboard, messages, ids, cached = Keyboard(world), [], [], []  # cached: the tokens that are in the cache
 
     def say(text):

@@ -21,7 +21,7 @@ from extras.measure.clock import run_layers, variants
 from formats import checkpoint, sizes
 from formats.checkpoint import dtype_name
 from formats.sizes import SIZES
-from model import rewired
+from model import build, rewired
 from runtime import benchmarking, cli, launch, report
 from runtime.cli import count, number
 from tp import shard_plan, shard_slices
@@ -49,7 +49,7 @@ def decode_work(config, dtype, tp_size, batch, context):
     works = {place: [] for place in ("attention", "feed_forward", "rest")}
     for rank in range(tp_size):
         plan, n_bytes, flops = shard_plan(config, rank, tp_size), dict.fromkeys(works, 0), dict.fromkeys(works, 0)
-        for name, (shape, stored, *_) in shard_slices(config, dtype, rank, tp_size).items():
+        for name, (shape, stored, *_) in shard_slices(build(config), dtype, rank, tp_size).items():
             path, _, tensor = name.rpartition(".")
             module, place = path.split(".", 3)[-1], [*path.split("."), "rest", "rest"][2]
             if module == "tok_embeddings" and config.tie_embeddings:

@@ -67,7 +67,7 @@ def make_cases(runner, tokens, lengths, world):
     """Return {"prefill", "decode": the Case of that step} of a runner; the arguments are those of replays()."""
     model, silent, cases = runner.model, copy.copy(runner.model), {}
     silent.comm = Silent(model.config, world.shares, world.group)
-    silent_steps = replays(type(runner)(silent, runner.cache, *runner.compiles, runner.chunks), tokens, lengths)
+    silent_steps = replays(runner.with_model(silent, runner.cache), tokens, lengths)
     for kind, step in replays(runner, tokens, lengths).items():
         chunks, width = 1, 1
         if kind == "prefill":

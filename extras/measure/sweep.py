@@ -52,7 +52,7 @@ def parse(argv):
     if args.show:
         return args
     is_small = args.model == "small" and not args.checkpoint
-    args.name, args.config = ("small", SMALL) if is_small else bench.read_config(args)
+    args.name, args.config = ("small", SMALL) if is_small else cli.read_config(args)
     args.kind, args.chunks = ("decode", [1]) if args.prefill is None else ("prefill", args.prefill or [1])
     if max(args.chunks) > 1 and not args.eager or max(args.chunks) > args.prompt_length:
         raise InputError(f"--prefill is {max(args.chunks)}: chunks need --eager, and a token each of --prompt-length")

@@ -21,7 +21,6 @@ from tqdm import tqdm
 from evaluation.score import SEPARATOR
 from extras.training import lanes, runs, sharding
 from formats import checkpoint
-from formats.compare import digest
 from kernels import experts
 from model import Attention, Experts, FeedForward, Transformer, interleave
 from runtime import cli, launch, watch, writing
@@ -261,7 +260,7 @@ def main(argv=None):
         config, teacher_config = runs.read_configs(args)
         folders = {"checkpoint": None if args.fresh else args.checkpoint, "distill": args.distill}
         weights, teacher_weights = (folder and checkpoint.Weights(folder) for folder in folders.values())
-    world.agree({f"contents of --{flag}": path and digest(path) for flag, path in folders.items()})
+    world.agree({}, **folders)
     args.compute_dtype = args.compute_dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
     with contextlib.ExitStack() as stack:
         with world.together():
