@@ -4,10 +4,8 @@
 ./bench.sh --checkpoint demo --tp 1 2 --batch 1 4 --wiring standard ladder  # the same as: python bench.py ...
 torchrun --nnodes=2 --nproc_per_node=8 ... bench.py --model 70b             # on each of several nodes
 
-For each number of ranks, the ranks start once, and load and compile once. In every round, each wiring at each batch
-size (a cell) generates once, one after another, so that other programs on the machine slow all of them alike. A
-speed-up is the median of the ratios to the standard wiring within each round. On one rank only the standard wiring
-runs, since all wirings cost about the same there.
+In every round, each wiring at each batch size (a cell) generates once, one after another, so that other programs on the
+machine slow all of them alike. On one rank only the standard wiring runs, since all cost about the same there.
 """
 
 import copy
@@ -76,9 +74,8 @@ def compile_cells(cells, args, world):
         world.gather(None)  # all are there
     for n, ((wiring, batch), cell) in enumerate(cells.items(), start=1):
         seconds = compiling.warm_up(*cell, args.new_tokens, generate.BUCKET)
-        if world.rank == 0:
-            what = f"compiled {n} of {len(cells)}, {wiring} at batch {batch}"
-            print(f"tp {world.tp_size}: {what}, in {seconds:.1f} s", file=sys.stderr)
+        what = f"compiled {n} of {len(cells)}, {wiring} at batch {batch}"
+        world.say(f"tp {world.tp_size}: {what}, in {seconds:.1f} s")
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------
@@ -97,8 +94,7 @@ def measure(args, world):
     watch.at("measurement", timed=False)
     ways = {key: functools.partial(generate.generate, *cell, args.new_tokens, sample) for key, cell in cells.items()}
     in_turns(ways, 1)  # to allocate memory
-    if world.rank == 0:
-        print(f"tp {world.tp_size}: {args.repeats} rounds of {', '.join(wirings)} ...", file=sys.stderr)
+    world.say(f"tp {world.tp_size}: {args.repeats} rounds of {', '.join(wirings)} ...")
     with next(iter(cells.values()))[0].unguarded():
         rounds = in_turns(ways, args.repeats)
     made, lines = benchmarking.environment(world), []

@@ -7,7 +7,6 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt 
 import contextlib
 import functools
 import os
-import sys
 import time
 import zlib
 from typing import NamedTuple
@@ -27,8 +26,6 @@ from runtime.errors import InputError, load_extra
 from runtime.launch import World
 from runtime.report import PASS_TOKENS
 from tp import TensorParallel, load_shard
-
-# ---- The model -------------------------------------------------------------------------------------------------------
 
 
 def load_model(config, folder, dtype, world):
@@ -57,11 +54,8 @@ BUCKET = 256  # a GPU's decode steps read multiples of so many cache slots
 
 
 def make_cache(model, batch, length):
-    """Return a cache of at least `length` slots, for a GPU whole buckets and one slot more, which no step reads.
-
-    A slice of the whole cache would be contiguous, which to the compiler is another graph.
-    """
-    if model.device.type != "cpu":
+    """Return a cache of at least `length` slots."""
+    if model.device.type != "cpu":  # and one that no step reads: to the compiler, a slice of all slots is another graph
         length = -(-length // BUCKET) * BUCKET + 1
     return model.new_cache(batch, length)
 
@@ -94,12 +88,9 @@ class Runner:
         return contextlib.nullcontext()
 
     def choose_chunks(self, B, S):
-        """Return the number of chunks for a prefill pass of S tokens of B rows.
-
-        Compiled code would wait for the sums of all chunks at once. On a GPU nobody has measured whether chunks gain.
-        """
-        on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1
-        worth_it = on_cpus and B * S >= MIN_TOKENS and not self.compiles[1]
+        """Return the number of chunks for a prefill pass of S tokens of B rows."""
+        on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1  # on GPUs nobody has measured a gain
+        worth_it = on_cpus and B * S >= MIN_TOKENS and not self.compiles[1]  # compiled, it waits for all sums at once
         return min(S, self.chunks or (2 if worth_it else 1))
 
     @torch.inference_mode()
@@ -195,10 +186,8 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
         shown += time.perf_counter() - now
         passes += 1
         watch.at("decode step", passes)
-        if draft:
-            new = draft.step(runner, texts, done, sample)  # for each row the proposals that the model accepts, and one
-        else:
-            new = step(texts, sample)[:, None].tolist()  # one for each row
+        # one id for each row; with a draft also the proposals that the model accepts
+        new = draft.step(runner, texts, done, sample) if draft else step(texts, sample)[:, None].tolist()
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
@@ -274,8 +263,7 @@ def set_up(args, world):
     if args.compile:
         from runtime import compiling
 
-        if world.rank == 0:
-            print("compiling ...", file=sys.stderr)
+        world.say("compiling ...")
         compile_s = compiling.warm_up(runner, prompts, new, BUCKET, draft)
     eos_ids = config.eos_ids if args.checkpoint and not world.simulated else ()  # to random weights it means nothing
     return Run(args, name, tokenizer, prompts, new, runner, draft, source, sample, eos_ids, load_s, compile_s)
@@ -302,12 +290,11 @@ def main(argv=None):
         return load_extra("chat", "--chat without a prompt").run(setup, world, generate)
     done, texts = run(setup, world)
     result = report.result(setup, world, done, texts)
-    if world.rank == 0:
-        print(report.summary(result), file=sys.stderr)
-        if args.json:
-            from runtime import benchmarking, writing
+    world.say(report.summary(result))
+    if args.json and world.rank == 0:
+        from runtime import benchmarking, writing
 
-            writing.append_line(args.json, benchmarking.environment(world) | result)
+        writing.append_line(args.json, benchmarking.environment(world) | result)
 
 
 if __name__ == "__main__":

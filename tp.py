@@ -4,7 +4,6 @@ and nothing else communicates while a model computes.
 Rank and shares are arguments, so one process can build the shard of any rank. Shape letters: model.py.
 """
 
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -182,8 +181,7 @@ def connect_auto(world):
     try:
         return collective("one-hop" if len({*world.nodes}) > 1 else "shared-memory").connect(world)
     except InputError as e:
-        if world.rank == 0:
-            print(f"gloo carries the all-reduces: {e}", file=sys.stderr, flush=True)
+        world.say(f"gloo carries the all-reduces: {e}")
         return world.group
 
 
@@ -222,16 +220,14 @@ class TensorParallel:
     def settle(self, x, pending, after=None):
         """Return x + wait(pending), or x if pending is None, not before `after`, a later collective, has started.
 
-        To the compiler this is one opaque operator with `after` as an input: docs/code.md says why. On a GPU the
-        operator `arrive` only waits. It counts as writing to `pending`, so that the addition stays behind it, where it
-        fuses with the next norm.
+        To the compiler this is one opaque operator with `after` as an input: docs/code.md says why.
         """
         if after is None:  # nothing to hold back: the compiler fuses this with the next norm
             return x if pending is None else x + self.wait(pending)
         if pending is None or not x.is_cuda:
             return torch.ops.ladder.settle(x, pending, after)
-        torch.ops.ladder.arrive(pending, after)
-        return x + pending
+        torch.ops.ladder.arrive(pending, after)  # only waits, and counts as writing to `pending`: the addition stays
+        return x + pending  # behind it, and fuses with the next norm
 
     def local_logits(self, logits):
         width = -(-max(self.sizes) // VOCAB_BLOCK) * VOCAB_BLOCK

@@ -25,7 +25,8 @@ def add_flags(group):
 class Sampler:
     """A function from this rank's logits and the model's collectives to token ids, equal on all ranks.
 
-    temperature: 0 is greedy. Equal seeds draw equal tokens, on any number of ranks. Raises InputError.
+    Ranks exchange only candidates, since no wiring hides a gathering of all logits. temperature: 0 is greedy. Equal
+    seeds draw equal tokens, on any number of ranks. Raises InputError.
     """
 
     def __init__(self, temperature, top_k=None, top_p=1.0, seed=0, device="cpu"):
@@ -43,10 +44,7 @@ class Sampler:
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, logits, comm=SINGLE):
-        """Return token ids (...), -1 where the logits are not all finite, from this rank's logits (..., v).
-
-        Ranks exchange only candidates, because no wiring hides a gathering of all logits.
-        """
+        """Return token ids (...), -1 where the logits are not all finite, from this rank's logits (..., v)."""
         greedy = self.temperature == 0
         if self.filters and not greedy:
             from decoding import likely  # a room that a plain run does not enter
@@ -99,10 +97,7 @@ def last_tokens(texts, device):
 
 
 class RunAhead:
-    """Runner.next_tokens for a GPU, which gets the next pass before the ids of this one are read.
-
-    One for each generation. Nobody reads its very last pass.
-    """
+    """Runner.next_tokens of one generation for a GPU, which gets a pass before the ids of the last one are read."""
 
     def __init__(self, runner):
         self.runner, self.ahead = runner, None  # ahead: (ids, positions) of the pass in flight

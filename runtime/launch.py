@@ -1,7 +1,4 @@
-"""How a script starts and ends: its ranks meet, what ends one ends all, and one of them says why.
-
-main() of every script joins the other ranks with join(), and is run by run().
-"""
+"""How a script starts and ends: its ranks meet, what ends one ends all, and one of them says why."""
 
 import collections
 import contextlib
@@ -28,11 +25,10 @@ def rank_and_size():
 
 def several_ranks():
     """Return runtime/ranks.py if torchrun has started several ranks, else None: a single process does without."""
-    if rank_and_size()[1] == 1:
-        return None
-    from runtime import ranks
+    if rank_and_size()[1] > 1:
+        from runtime import ranks
 
-    return ranks
+        return ranks
 
 
 class World:
@@ -62,6 +58,11 @@ class World:
         from runtime import ranks
 
         return ranks.gather(self, value, patience)
+
+    def say(self, text):
+        """Print a line on stderr, on rank 0."""
+        if self.rank == 0:
+            print(text, file=sys.stderr, flush=True)
 
     def tell(self, value):
         """Return rank 0's value, on every rank."""
@@ -192,9 +193,9 @@ def _leave(error):
         (True, 1, "".join(traceback.format_exception(error)) + f"{who} failed {what}{where}"),
     ]
     code, line = next((code, line) for matches, code, line in endings if matches)
-    ranks, speaks = several_ranks(), os.environ.get("LOCAL_RANK", "0") == "0"  # without a store to agree through
-    if ranks and not isinstance(error, watch.StoreLost):
-        code, speaks = ranks.leave_first(code, rank)
+    ranks, speaks = several_ranks(), True
+    if ranks:
+        code, speaks = ranks.leave_first(code, rank, error)
     if line and speaks:
         print(line, file=sys.stderr, flush=True)
     for process in getattr(error, "stopped", ()):

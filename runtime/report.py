@@ -92,10 +92,7 @@ def peak_bytes(device):
 
 
 def result(setup, world, done, texts):
-    """Return the settings and times of a generation as a dict. Every rank calls it: it gathers their peak memory.
-
-    setup: the generate.Run. done: the generate.Generation. texts: of the rows, or None.
-    """
+    """Return the results of a generate.Run, whose Generation is `done`, as a dict. Every rank calls it: it gathers."""
     runner, draft, source, config = setup.runner, setup.draft, setup.source, setup.runner.model.config
     longest, rows, passes = max(map(len, setup.prompts)), len(setup.prompts), done.passes
     slots = longest + done.steps / 2  # filled in the mean pass
