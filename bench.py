@@ -58,24 +58,20 @@ def make_cells(models, args, world):
         key = model.config.lanes, batch
         caches[key] = caches.get(key) or generate.make_cache(model, batch, args.prompt_length + args.new_tokens)
         cells[wiring, batch] = generate.Runner(model, caches[key], *compiles), prompts
-    if any(compiles):
-        compile_cells(cells, args, world)
-    return cells
-
-
-def compile_cells(cells, args, world):
-    """Compile all cells, and say how long each takes. The CPU ranks of a machine first share the work."""
+    if not any(compiles):
+        return cells
     from runtime import compiling
 
     local, size = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if size > 1 and world.device.type == "cpu" and args.compile == "decode":
-        for cell in [*cells.values()][local::size]:
+        for cell in [*cells.values()][local::size]:  # the ranks of a machine share the work
             compiling.compile_ahead(*cell)
         world.gather(None)  # all are there
     for n, ((wiring, batch), cell) in enumerate(cells.items(), start=1):
         seconds = compiling.warm_up(*cell, args.new_tokens, generate.BUCKET)
         what = f"compiled {n} of {len(cells)}, {wiring} at batch {batch}"
         world.say(f"tp {world.tp_size}: {what}, in {seconds:.1f} s")
+    return cells
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------
@@ -126,33 +122,31 @@ def tables(lines):
     """Return two Markdown tables, of decode and prefill: a row for each (ranks, wiring), a column for each batch."""
     bounds = {(line["tp"], line["batch"]): line for line in lines if line["wiring"] == "upper-bound"}
 
-    def cell(line, ms, times_standard):
-        low, middle, high = (f"{value:.2f}" for value in quartiles(line[ms]))
-        text = f"{middle} ({low}-{high}) ms"
-        if line["wiring"] != "standard" and line[times_standard]:
-            low, middle, high = quartiles(line[times_standard])
-            bound = bounds.get((line["tp"], line["batch"]))
-            above = bound is not None and middle > statistics.median(bound[times_standard])
-            text += f", {'~' * (low <= 1 <= high)}{middle:.2f}x{'^' * above}"
-        return text
+    def table(ms, times_standard, rate):
+        def cell(line, _):
+            low, middle, high = quartiles(line[ms])
+            text = f"{middle:.2f} ({low:.2f}-{high:.2f}) ms"
+            if line["wiring"] != "standard" and line[times_standard]:
+                low, middle, high = quartiles(line[times_standard])
+                bound = bounds.get((line["tp"], line["batch"]))
+                above = bound is not None and middle > statistics.median(bound[times_standard])
+                text += f", {'~' * (low <= 1 <= high)}{middle:.2f}x{'^' * above}"
+            return text + rate(line)
 
-    def decode(line, _):
-        text = f"{cell(line, 'tpot_ms', 'times_standard')}, {line['tok_s']:.0f} tok/s"
-        return text + f", {100 * line['mbu']:.0f} %" * (line["step_bytes"] >= LARGE)
-
-    def prefill(line, _):
-        return cell(line, "ttft_ms", "prefill_times_standard")
-
-    def table(text):
         place = lambda x: (str(x["tp"]), x["wiring"]), lambda x: f"batch {x['batch']}"
-        return pivot(["ranks", "wiring"], lines, *place, text)
+        return pivot(["ranks", "wiring"], lines, *place, cell)
+
+    def rate(line):
+        return f", {line['tok_s']:.0f} tok/s" + f", {100 * line['mbu']:.0f} %" * (line["step_bytes"] >= LARGE)
 
     one = lines[0]
+    decode = table("tpot_ms", "times_standard", rate)
+    prefill = table("ttft_ms", "prefill_times_standard", lambda line: "")
     how = "eager" if one["compile"] == "none" else "compiled"
     return (
         f"{one['model']}, {one['n_layers']} layers, {one['quant'] or one['dtype']}, {how}; {one['hardware']}; prompt "
         f"{one['prompt_tokens']}, {one['new_tokens']} new tokens; torch {one['torch']}, commit {one['commit']}\n\n"
-        f"Decode, time per token:\n\n{table(decode)}\n\nPrefill, time to first token:\n\n{table(prefill)}\n\n"
+        f"Decode, time per token:\n\n{decode}\n\nPrefill, time to first token:\n\n{prefill}\n\n"
         f"Medians (quartiles) of {len(one['tpot_ms'])} rounds. x: times as fast as standard, the median ratio within a "
         "round; `~`: its quartiles include 1, `^`: above the upper bound, which is noise; %: of the memory's bandwidth."
     )
@@ -201,12 +195,11 @@ def available_cores():
 
 def start(tp, args, argv):
     """Run this script on so many ranks; returns its exit code."""
-    environment = os.environ | {"BENCH_PART": "1"}  # this process prints one table of all
+    # BENCH_PART: this process prints one table of all. One rank needs no torchrun, only what that would set.
+    environment = os.environ | {"BENCH_PART": "1"} | ({} if tp > 1 else {"RANK": "0", "WORLD_SIZE": "1"})
     if args.device == "cpu" or not torch.cuda.device_count():
         environment["OMP_NUM_THREADS"] = str(max(1, available_cores() // tp))
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={tp}"] if tp > 1 else []
-    if tp == 1:
-        environment |= {"RANK": "0", "WORLD_SIZE": "1"}  # as torchrun would set them
     process = subprocess.Popen([sys.executable, *words, __file__, *argv], env=environment)
     try:
         return process.wait()

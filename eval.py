@@ -11,7 +11,6 @@ Each works in any wiring and with any number of ranks: torchrun --standalone --n
 import json
 import math
 import os
-import sys
 import time
 import zlib
 from pathlib import Path
@@ -191,7 +190,7 @@ def main(argv=None):
     print(json.dumps(line))
     if args.json:
         writing.append_line(args.json, line)
-    print(words, file=sys.stderr)
+    world.say(words)
 
 
 if __name__ == "__main__":

@@ -34,18 +34,19 @@ def several_ranks():
 class World:
     """The ranks of a run: join() makes one.
 
-    group: the process group of the model's collectives, or None for a single device. dist_group: the group of
-    torch.distributed's own collectives, or None for the default one. nodes: the name of each rank's node. shares: what
-    each rank holds of a model, in proportion to the others. A simulated rank (extras/measure) has a tp_size and a
-    group, but no peers: it is alone. Raises InputError for shares of another number of ranks.
+    group: the process group of the model's collectives, or None for a single device. nodes: the name of each rank's
+    node. shares: what each rank holds of a model, in proportion to the others. A simulated rank (extras/measure) has a
+    tp_size and a group, but no peers: it is alone. Raises InputError for shares of another number of ranks.
     """
 
-    def __init__(self, rank, tp_size, device, group=None, simulated=False, dist_group=None, shares=None):
+    dist_group = None  # of torch.distributed's own collectives: its default one
+
+    def __init__(self, rank, tp_size, device, group=None, simulated=False, shares=None):
         if shares and len(shares) != tp_size:
             raise InputError(f"--shares has {len(shares)} numbers: give {tp_size}, one for each rank")
         self.rank, self.tp_size, self.device, self.group = rank, tp_size, device, group
         self.shares, self.nodes = shares or (1,) * tp_size, ("",) * tp_size
-        self.simulated, self.dist_group, self.alone = simulated, dist_group, simulated or tp_size == 1
+        self.simulated, self.alone = simulated, simulated or tp_size == 1
 
     def gather(self, value, patience=math.inf):
         """Return the values of all ranks, in the order of ranks. A value is what JSON holds; tuples become lists.

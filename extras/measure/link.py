@@ -111,7 +111,7 @@ def emulate(world, link, simulate_tp=None, shares=None):
     else:
         group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
     shares = shares if simulate_tp else world.shares
-    return launch.World(world.rank, tp_size, world.device, group, simulate_tp is not None, world.dist_group, shares)
+    return launch.World(world.rank, tp_size, world.device, group, simulate_tp is not None, shares)
 
 
 class LinkedGroup(Group):
