@@ -67,15 +67,14 @@ def convert(source, config, folder, dtype, shard_bytes):
         raise InputError(f"the source has a tensor {extra[0]} that is no part of such a model")
 
     def read(name):
-        tensors = [source.read(n) for n in sources[name]]
+        names, tensors = ", ".join(sources[name]), []
         try:
+            tensors += [source.read(n) for n in sources[name]]
             tensor = group(*tensors, config) if len(tensors) == 3 else tensors[0]
-        except RuntimeError:
-            tensor = None
-        if tensor is None or tensor.shape != shapes[name]:
-            stored = ", ".join(str(tuple(t.shape)) for t in tensors)
-            names = ", ".join(sources[name])
-            raise InputError(f"{names}: shape {stored} does not make the {shapes[name]} of the config")
+        except (IndexError, RuntimeError) as e:  # tensors that torch cannot split, stack or reshape
+            raise InputError(f"{names}: {first_line(e)}") from None
+        if tensor.shape != shapes[name]:
+            raise InputError(f"{names}: shape {tuple(tensor.shape)} does not make the {shapes[name]} of the config")
         return tensor.to(dtype)
 
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}

@@ -16,7 +16,6 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 
 import torch
 
-from decoding import sampling
 from decoding.sampling import RunAhead, Sampler, last_tokens, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
@@ -34,7 +33,12 @@ def load_model(config, folder, dtype, world):
     if config.named_wiring.model or config.lanes and world.shares != (1,) * config.lanes:  # not a lane for each rank
         load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():
-        weights = checkpoint.open_weights(folder, config, world.device)
+        if folder:
+            weights = checkpoint.Weights(folder)
+        else:
+            from formats.sizes import RandomWeights
+
+            weights = RandomWeights(config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder, weights)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
     watch.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
@@ -205,7 +209,11 @@ def add_flags(p):
     cli.add_prompt_flags(p)
     g = p.add_argument_group("generation")
     g.add_argument("--max-new-tokens", type=count, default=200, metavar="N", help="each row stops at its own end")
-    sampling.add_flags(g)
+    g.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy, 1 the model's own")
+    g.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
+    words = "... among the likeliest of mass P, e.g. 0.95"
+    g.add_argument("--top-p", type=float, default=1.0, metavar="P", help=words)
+    g.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and synthetic prompts")
     words = "speculative decoding: K (3) proposals at a time of a smaller checkpoint, of the text's own n-grams, or of "
     words += "these weights in another wiring, e.g. wiring:spd@2"
     g.add_argument("--draft", metavar="DIR|ngram|wiring:NAME[@K]", help=words)

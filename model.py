@@ -317,6 +317,8 @@ class Config:
             raise InputError(f"dense_layers takes layers from 0 to {self.n_layers - 1}, not {self.dense_layers}")
         if self.shared_expert_gate and not self.shared_expert_size:
             raise InputError("shared_expert_gate needs a shared_expert_size")
+        if self.mlp_bias:
+            raise InputError("mlp_bias is not for a mixture of experts: experts have no biases")
         if not 1 <= (self.experts_per_token or 0) <= self.n_experts:
             raise InputError(f"experts_per_token is {self.experts_per_token} but must be from 1 to {self.n_experts}")
         if not self.expert_size:

@@ -13,15 +13,6 @@ SINGLE = SingleDevice()
 # ---- Sampling --------------------------------------------------------------------------------------------------------
 
 
-def add_flags(group):
-    """Add the flags of a Sampler, which checks them."""
-    group.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy, 1 the model's own")
-    group.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
-    words = "... among the likeliest of mass P, e.g. 0.95"
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help=words)
-    group.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and synthetic prompts")
-
-
 class Sampler:
     """A function from this rank's logits and the model's collectives to token ids, equal on all ranks.
 

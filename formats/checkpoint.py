@@ -191,9 +191,10 @@ class Weights:
         return safe_open(self.files[name], framework="pt").get_tensor(name)
 
     def fill(self, target, name, dim=0, ranges=None):
-        """Copy the tensor, or the given ranges (start, stop) of its dimension 0 or 1, joined, into target.
+        """Copy the tensor, or the given ranges (start, stop) of its dimension dim, joined, into target.
 
-        It reads nothing else, and about 16 MB at a time, so that little memory is needed besides target.
+        It reads nothing else, and about 16 MB, or one expert, at a time, so that little memory is needed besides
+        target.
         """
         start, step = 0, max(1, 2**24 // self.read(name)[:1].nbytes)
         for a, b in ranges or [(0, target.shape[dim])]:
@@ -203,15 +204,6 @@ class Weights:
                 source = self.read(name).narrow(dim, a, b - a)  # read anew, which frees the pages copied before
                 chunk[i : i + step].copy_(source[i : i + step])
                 watch.beat()
-
-
-def open_weights(folder, config, device):
-    """Return the Weights of a folder, or RandomWeights if it is None."""
-    if folder:
-        return Weights(folder)
-    from formats.sizes import RandomWeights
-
-    return RandomWeights(config, device)
 
 
 def own_dtype(weights, name):

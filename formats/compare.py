@@ -9,20 +9,23 @@ from runtime.errors import InputError
 
 
 def digest(folder, samples=1024):
-    """Return a short hash of a checkpoint folder: of the beginning (1 MB) of each file, and of samples of the rest.
+    """Return a short hash of a checkpoint folder: of its small files, and of the headers and samples of its weights.
 
     Ranks compare it to find that they read different files. A change within a tensor is certain to be seen
     only if it is longer than a 1024th of its file.
     """
     result = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
-        if path.name in ("config.json", *TOKENIZER_FILES) or path.suffix == ".safetensors":
+        if path.name in ("config.json", *TOKENIZER_FILES):
+            result.update(f"{path.name}\n".encode() + path.read_bytes())
+        elif path.suffix == ".safetensors":
             size = path.stat().st_size
             result.update(f"{path.name} {size}\n".encode())
             with open(path, "rb") as f:
+                result.update(f.read(min(size, int.from_bytes(f.read(8), "little"))))
                 for start in range(0, size, max(4096, size // samples)):
                     f.seek(start)
-                    result.update(f.read(4096 if start else 2**20))
+                    result.update(f.read(4096))
     return result.hexdigest()[:8]
 
 

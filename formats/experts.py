@@ -4,39 +4,41 @@ import re
 
 import torch
 
-QWEN = {  # of other families: Qwen's names, which transformers 5 uses for all
-    "block_sparse_moe.": "mlp.", "router.layer.": "gate.", "input_linear.weight": "experts.gate_up_proj",
-    "output_linear.weight": "experts.down_proj", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj.",
+from runtime.errors import InputError
+
+QWEN = {  # parts of names in Mixtral's and GraniteMoE's files: the same parts in Qwen's
+    "block_sparse_moe.": "mlp.", "router.layer.": "gate.", "input_linear.": "experts.gate_up_proj.",
+    "output_linear.": "experts.down_proj.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj.",
 }  # fmt: skip
 
 
 class ExpertWeights:
-    """The tensors of a source with names() and read(name), and those of a layer's experts as mlp.experts.gate_proj,
-    up_proj and down_proj (E, N, K), whether the source has a tensor for each expert or a fused gate_up_proj."""
+    """The tensors of a source with names() and read(name), under Qwen's names, those of a layer's experts stacked.
+
+    mlp.experts.gate_proj and up_proj are (E, I, D), or a fused gate_up_proj is (E, 2 I, D); down_proj is (E, D, I).
+    """
 
     def __init__(self, source):
-        self.source, self.places = source, {}  # name: (the source's names, one or E of them; the half of them, or None)
+        self.source, self.places = source, {}  # name: [(expert or 0, the source's name)]
         for name in source.names():
-            new = name
+            new = re.sub(r"experts\.\w+_proj$", r"\g<0>.weight", name)
             for theirs, qwen in QWEN.items():
                 new = new.replace(theirs, qwen) if "block_sparse_moe" in name else new
-            if one := re.fullmatch(r"(.*\.experts)\.\d+\.(\w+\.weight)", new):
-                self.places.setdefault(f"{one[1]}.{one[2]}", ([], None))[0].append(name)
-            elif new.endswith("experts.gate_up_proj"):
-                for half, module in enumerate(("gate_proj", "up_proj")):
-                    self.places[new.replace("gate_up_proj", f"{module}.weight")] = [name], half
-            elif new.endswith("experts.down_proj"):
-                self.places[f"{new}.weight"] = [name], None
-            else:
-                self.places[new] = [name], None
+            one = re.fullmatch(r"(.*\.experts)\.(\d+)(\.\w+\.weight)", new)
+            place, expert = (one[1] + one[3], int(one[2])) if one else (new, 0)
+            self.places.setdefault(place, []).append((expert, name))
+        for parts in self.places.values():
+            parts.sort()
+            for i, (expert, name) in enumerate(parts):
+                if expert > i:
+                    raise InputError(f"the source has {name}, but no expert {i}")
+                if expert < i:
+                    raise InputError(f"the source has both {parts[i - 1][1]} and {name}: drop one")
 
     def names(self):
         return list(self.places)
 
     def read(self, name):
-        names, half = self.places[name]
-        if len(names) > 1 or re.search(r"experts\.\d", names[0]):
-            by_number = sorted(names, key=lambda each: int(re.search(r"experts\.(\d+)", each)[1]))
-            return torch.stack([self.source.read(each) for each in by_number])
-        tensor = self.source.read(names[0])
-        return tensor if half is None else tensor.chunk(2, dim=1)[half]
+        names = [source_name for _, source_name in self.places[name]]
+        tensors = [self.source.read(source_name) for source_name in names]
+        return torch.stack(tensors) if re.search(r"experts\.\d", names[0]) else tensors[0]

@@ -11,30 +11,20 @@ from formats.experts import ExpertWeights
 from formats.wiring_text import wiring_name
 from runtime.errors import InputError, load_extra
 
-MODULES = {  # our name: Hugging Face's; wqkv is made of three
-    "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head",
-    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "attention.wo": "self_attn.o_proj", "attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm",
-    "feed_forward.w1": "mlp.gate_proj", "feed_forward.w3": "mlp.up_proj", "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.router": "mlp.gate", "feed_forward.experts.w1": "mlp.experts.gate_proj",  # as experts.py names them
-    "feed_forward.experts.w3": "mlp.experts.up_proj", "feed_forward.experts.w2": "mlp.experts.down_proj",
-    "feed_forward.shared_expert.w1": "mlp.shared_expert.gate_proj",
-    "feed_forward.shared_expert.w3": "mlp.shared_expert.up_proj",
-    "feed_forward.shared_expert.w2": "mlp.shared_expert.down_proj",
-    "feed_forward.shared_gate": "mlp.shared_expert_gate",
+PARTS = {  # of our tensors' names: Hugging Face's; wqkv is made of three
+    "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head", "attention": "self_attn",
+    "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "wo": "o_proj", "feed_forward": "mlp",
+    "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "router": "gate", "shared_gate": "shared_expert_gate",
 }  # fmt: skip
-
 COMMON = {
     "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-NO_ENDS = {"bos_token_id": None, "eos_token_id": None}
-WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "layer_types": None}
+QWEN = {**COMMON, "bos_token_id": None, "eos_token_id": None, "use_sliding_window": False, "sliding_window": 4096}
+WINDOW_LAYERS = {"max_window_layers": 28, "layer_types": None}
 BIASES = {"attention_bias": False, "mlp_bias": False}
 QWEN_EXPERTS = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
-GRANITE = {
-    "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
-}  # fmt: skip
+GRANITE = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0}
 # model_type: {key: transformers 5.23's default}, for the keys that the family has. Every config.json has
 # the model's shape, except for the keys that the first Llamas lack.
 FAMILIES = {
@@ -46,29 +36,27 @@ FAMILIES = {
     },
     "mistral": {**COMMON, "sliding_window": 4096},
     "ministral": {**COMMON, "sliding_window": 4096, "layer_types": None},
-    "qwen2": {**COMMON, **NO_ENDS, **WINDOW, "max_window_layers": 28},
-    "qwen3": {**COMMON, **NO_ENDS, **WINDOW, "max_window_layers": 28, "attention_bias": False},
+    "qwen2": {**QWEN, **WINDOW_LAYERS},
+    "qwen3": {**QWEN, **WINDOW_LAYERS, "attention_bias": False},
     "phi3": {**COMMON, "rms_norm_eps": 1e-5, "sliding_window": None, "eos_token_id": 32000},
     "granite": {**COMMON, **BIASES, **GRANITE},
     "mixtral": {
         **COMMON, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
-    "granitemoe": {
-        **COMMON, **GRANITE, "attention_bias": False, "num_local_experts": 8, "num_experts_per_tok": 2,
-    },
+    "granitemoe": {**COMMON, **GRANITE, "attention_bias": False, "num_local_experts": 8, "num_experts_per_tok": 2},
     "qwen2_moe": {
-        **COMMON, **NO_ENDS, **WINDOW, **QWEN_EXPERTS, "max_window_layers": 28, "num_experts": 60,
-        "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
-        "qkv_bias": True,
+        **QWEN, **WINDOW_LAYERS, **QWEN_EXPERTS, "num_experts": 60, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "qkv_bias": True,
     },
-    "qwen3_moe": {  # transformers 5 writes num_local_experts
-        **COMMON, **NO_ENDS, **WINDOW, **QWEN_EXPERTS, "max_window_layers": 28, "attention_bias": False,
-        "num_experts": None, "num_local_experts": None, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "qwen3_moe": {
+        **QWEN, **QWEN_EXPERTS, "attention_bias": False, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
     },
     "smollm3": {
         **COMMON, **BIASES, "tie_word_embeddings": True, "rope_theta": 2000000.0, "no_rope_layers": None,
-        "no_rope_layer_interval": 4, **WINDOW, "sliding_window": None, "bos_token_id": 128000, "eos_token_id": 128001,
+        "no_rope_layer_interval": 4, "use_sliding_window": False, "sliding_window": None, "layer_types": None,
+        "bos_token_id": 128000, "eos_token_id": 128001,
     },
     "seed_oss": {**COMMON, **BIASES, "attention_bias": True, "attention_out_bias": False, "bos_token_id": 0},
 }  # fmt: skip
@@ -79,7 +67,8 @@ def hf_names(name):
     """Return the names of the Hugging Face tensors that make up ours: one, or three (q, k, v) for wqkv."""
     layer, module, tensor = re.fullmatch(r"(layers\.\d+\.)?(.+)\.(\w+)", name).groups()
     prefix = f"model.{layer}" if layer else ""
-    modules = [f"self_attn.{letter}_proj" for letter in "qkv"] if module == "attention.wqkv" else [MODULES[module]]
+    module = ".".join(PARTS.get(part, part) for part in module.split("."))
+    modules = [module.replace("wqkv", f"{letter}_proj") for letter in "qkv"] if "wqkv" in module else [module]
     return [f"{prefix}{module}.{tensor}" for module in modules]
 
 
@@ -119,6 +108,8 @@ def read_hf(path):
     if family == "llamaLadder" and "ladder_layers" not in values:
         raise InputError("model_type is llamaLadder, but ladder_layers does not say which layers")
     known = FAMILIES[family]
+    if family == "qwen3_moe" and "num_local_experts" in values:  # transformers 5 renames num_experts to this
+        values["num_experts"] = values.pop("num_local_experts")
     rope = values.get("rope_scaling") or values.get("rope_parameters") or {}  # before transformers 5, and since
     supported = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "truncate": True, "mscale": None}
     supported |= dict.fromkeys({"attention_bias", "attention_out_bias", "mlp_bias"} - known.keys(), False)
@@ -175,7 +166,7 @@ def our_values(hf):
 
 def experts_from_hf(hf):
     """Return the values of Config about experts from the result of read_hf; none for a dense model."""
-    n_experts = hf.get("num_experts") or hf.get("num_local_experts") or 128 * (hf["model_type"] == "qwen3_moe")
+    n_experts = hf.get("num_experts", hf.get("num_local_experts"))
     if not n_experts:
         return {}
     layers, step, dense = range(hf["num_hidden_layers"]), hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers")
@@ -224,8 +215,10 @@ def window_layers_from_hf(hf):
     n_layers, window, types = hf["num_hidden_layers"], hf.get("sliding_window"), hf.get("layer_types")
     if window is None or window >= hf["max_position_embeddings"] or not hf.get("use_sliding_window", True):
         return ()
+    first = hf.get("max_window_layers", 0)
+    if types is None and hf["model_type"] == "qwen2_moe":
+        return tuple(range(0, min(first, n_layers), 2))
     if types is None:
-        first = hf.get("max_window_layers", 0)
         return nope_layers_from_hf(hf) if hf["model_type"] == "smollm3" else tuple(range(first, n_layers))
     if len(types) != n_layers or not {*types} <= {"full_attention", "sliding_attention"}:
         raise InputError(f"layer_types must name full_attention or sliding_attention for each of {n_layers} layers")
@@ -254,25 +247,28 @@ class LlamaWeights:
                 "norm": 1 / (head * hf["logits_scaling"]),
                 "q_proj": hf["attention_multiplier"] * H**0.5,  # the scores are over H**0.5
             }  # fmt: skip
-        key, hidden = config.n_kv_heads * H, config.intermediate_size
-        fused = {  # their rows
-            "qkv_proj": {"q_proj": config.n_heads * H, "k_proj": key, "v_proj": key},
-            "gate_up_proj": {"gate_proj": hidden, "up_proj": hidden},
+        fused = {  # the proportions of their rows
+            "qkv_proj": {"q_proj": config.n_heads, "k_proj": config.n_kv_heads, "v_proj": config.n_kv_heads},
+            "gate_up_proj": {"gate_proj": 1, "up_proj": 1},
         }
-        self.source, self.places = source, {}  # name: (the source's name, rows of each of its chunks, which chunk)
+        self.source, self.places = source, {}  # name: (the source's name, proportions of its chunks, which chunk)
         for name in source.names():
             module = f".{name}".split(".")[-2]
-            chunks = fused.get(module, {module: None})
+            chunks = fused.get(module, {module: 1})
             for i, chunk in enumerate(chunks):
-                self.places[name.replace(module, chunk)] = name, [*chunks.values()], i
+                place = name.replace(module, chunk)
+                if place in self.places:
+                    raise InputError(f"the source has both {self.places[place][0]} and {name}: drop one")
+                self.places[place] = name, [*chunks.values()], i
 
     def names(self):
         return list(self.places)
 
     def read(self, name):
-        source_name, rows, i = self.places[name]
+        source_name, chunks, i = self.places[name]
         tensor = self.source.read(source_name)
-        if rows != [None]:
-            tensor = tensor.split(rows)[i]
+        if len(chunks) > 1:
+            unit = tensor.shape[-2] // sum(chunks)
+            tensor = tensor.split([unit * chunk for chunk in chunks], dim=-2)[i]
         factor = self.factors.get(name.rsplit(".", 2)[-2], 1.0)
         return tensor if factor == 1.0 else tensor.float() * factor

@@ -21,8 +21,7 @@ SIZES = {  # shapes for benchmarks with random weights; extras/lanes adds anothe
     "1b": _llama3(16, 32, 64, 2048, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 1B
     "3b": _llama3(28, 24, 128, 3072, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 3B
     "8b": _llama3(32, 32, 128, 4096, 14336),  # Llama 3.1 8B
-    # Qwen3 30B-A3B
-    "30b-a3b": Config(
+    "30b-a3b": Config(  # Qwen3 30B-A3B
         48, 32, 4, 128, 2048, 6144, 151936, 40960, 1e-6, 1e6, qk_norm=True, n_experts=128, experts_per_token=8,
         expert_size=768, bos_id=151643, eos_ids=(151645, 151643),
     ),

@@ -6,21 +6,23 @@ Shape letters: T tokens, k experts of each, E experts, D dim, I neurons of an ex
 import torch
 import torch.nn.functional as F
 
+from kernels.int_linear import dequantize
+
 torch.library.define("ladder::experts", "(Tensor x, Tensor chosen, Tensor[] w1, Tensor[] w3, Tensor[] w2) -> Tensor")
 torch.library.register_fake("ladder::experts", lambda x, chosen, *_: x.new_empty(*chosen.shape, x.shape[1]))
 
 
 def floats(matrices, index=slice(None)):
-    """Return some matrices of experts: of their weight, or of integers and scales, and zeros (see int_linear.py)."""
-    if len(matrices) == 1:
-        return matrices[0][index]
-    from kernels.int_linear import dequantize
+    """Return the matrices of the experts at `index`, by default all.
 
-    return dequantize(*(tensor[index] for tensor in matrices))
+    matrices: a list of the weight of all experts, or of the integers, scales and zeros that int_linear.py defines.
+    """
+    chosen = [tensor[index] for tensor in matrices]
+    return chosen[0] if len(chosen) == 1 else dequantize(*chosen)
 
 
 def experts(x, chosen, w1, w3, w2):
-    """Return y (T, k, D): w2 (silu(w1 x) * w3 x) of tokens x (T, D) and each expert that they have chosen (T, k).
+    """Return w2 (silu(w1 x) * w3 x) of tokens x (T, D) for each of their chosen experts (T, k): (T, k, D).
 
     w1, w3 (E, I, D), w2 (E, D, I): lists as floats() takes them. Each expert's weights are read once.
     """
@@ -33,15 +35,11 @@ def experts(x, chosen, w1, w3, w2):
     return y
 
 
-torch.library.impl("ladder::experts", "default", experts)
-
-
-@torch.library.impl("ladder::experts", "CUDA")
-def _experts_on_a_gpu(x, chosen, w1, w3, w2):
-    """Do the same without waiting for the device."""
-    expert, order = chosen.flatten().sort(stable=True)
+def experts_on_a_gpu(x, chosen, w1, w3, w2):
+    """Compute what experts() does, without waiting for the device."""
+    expert, order = chosen.flatten().sort(stable=True)  # the rows of an expert are neighbours
     ids = torch.arange(len(w1[0]), device=x.device)
-    stops = torch.searchsorted(expert, ids, right=True).int()  # of each expert's rows
+    stops = torch.searchsorted(expert, ids, right=True).int()  # where the rows of each expert end
 
     def multiply(rows, matrices):
         return F.grouped_mm(rows, floats(matrices).transpose(1, 2), offs=stops)
@@ -49,3 +47,7 @@ def _experts_on_a_gpu(x, chosen, w1, w3, w2):
     rows = x[order // chosen.shape[1]]
     y = multiply(F.silu(multiply(rows, w1)) * multiply(rows, w3), w2)
     return y[order.argsort()].view(*chosen.shape, -1)
+
+
+torch.library.impl("ladder::experts", "default", experts)
+torch.library.impl("ladder::experts", "CUDA", experts_on_a_gpu)

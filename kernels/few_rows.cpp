@@ -3,7 +3,7 @@
 // new positions, which reads its keys and values once for four queries of a head.
 //
 // few_rows.py compiles and loads this. Shape letters: M rows of x, N rows of W, K columns of both, G groups of columns;
-// for attention those of model.py.
+// for attention and experts those of model.py.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -73,7 +73,7 @@ struct Group {
 };
 
 std::vector<Group> all_rows(const at::Tensor& x) {
-  return {{0, 0, x.numel() / x.size(-1)}};
+  return {{0, 0, x.numel() / std::max<int64_t>(1, x.size(-1))}};
 }
 
 // Share out the pieces of all groups' matrices: work(group, begin, end) on pieces begin..end of one.
@@ -131,16 +131,18 @@ void tile(const BF16* w, const BF16* x, float* sums, int64_t K, int64_t count, i
   }
 }
 
-constexpr int kBlock = 64;  // rows of W that are computed together, so that a block of x is loaded once for all of them
+// Rows of W that are computed together, so that a block of x is loaded once for all of them. One row of x stays in the
+// cache anyway: then many rows of W, because each block starts reading at places that no processor foresees.
+constexpr int kBlock = 64, kLongBlock = 2048;
 
-// M rows of x times some rows of W, at most kBlock. x goes in blocks of columns that fit the first-level cache.
+// M rows of x times some rows of W, at most a block. x goes in blocks of columns that fit the first-level cache.
 template <int M>
 void block(const BF16* w, const BF16* x, BF16* y, int64_t rows, int64_t N, int64_t K) {
   // 6 to 16 sums in flight; two rows of W even for one row of x, because some processors fetch two streams that are far
   // apart faster than one
   constexpr int R = 2, U = M > 4 ? 1 : M > 1 ? 2 : 4;
   const int64_t columns = M == 1 ? K : 2048;
-  float sums[kBlock * M] = {};
+  float sums[M == 1 ? kLongBlock : kBlock * M] = {};
   for (int64_t k = 0; k < K; k += columns) {
     const int64_t count = std::min(columns, K - k);
     const int64_t apart = rows / R;
@@ -155,17 +157,18 @@ void block(const BF16* w, const BF16* x, BF16* y, int64_t rows, int64_t N, int64
 // x (M, K) times the matrices of its groups, of one W (N, K) or several (E, N, K).
 at::Tensor multiply(const at::Tensor& x, const at::Tensor& weight, const std::vector<Group>& groups) {
   const int64_t N = weight.size(-2), K = weight.size(-1);
-  TORCH_CHECK(x.size(-1) == K && weight.is_contiguous(), "few_rows takes x (..., K) and a contiguous W (N, K)");
+  TORCH_CHECK(K > 0 && x.size(-1) == K && weight.is_contiguous(), "few_rows takes x (..., K), a contiguous W (N, K)");
   at::Tensor result = empty_product(x, N);
   const BF16 *w = weight.const_data_ptr<BF16>(), *from = x.const_data_ptr<BF16>();
   BF16* y = result.data_ptr<BF16>();
   constexpr decltype(&block<1>) blocks[] = {block<1>, block<2>, block<3>, block<4>,
                                             block<5>, block<6>, block<7>, block<8>};
   in_parallel(groups, N, std::max<int64_t>(1, 32768 / K), [&](const Group& group, int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; n += kBlock) {
+    const int64_t rows = group.end - group.begin == 1 ? kLongBlock : kBlock;
+    for (int64_t n = begin; n < end; n += rows) {
       for (int64_t m = group.begin; m < group.end; m += 8) {
         blocks[std::min<int64_t>(group.end - m, 8) - 1](
-            w + (group.matrix * N + n) * K, from + m * K, y + m * N + n, std::min<int64_t>(kBlock, end - n), N, K);
+            w + (group.matrix * N + n) * K, from + m * K, y + m * N + n, std::min(rows, end - n), N, K);
       }
     }
   });
@@ -306,11 +309,13 @@ constexpr decltype(&int_panel<kFourBits, 1>) kPanels[] = {
     int_panel<kFourBits, 5>, int_panel<kFourBits, 6>, int_panel<kFourBits, 7>, int_panel<kFourBits, 8>};
 
 Integers integers(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
-  const int64_t P = weight.size(-4), G = weight.size(-3), vectors = weight.size(-2), size = K / G;
+  const int64_t P = weight.size(-4), G = weight.size(-3), vectors = weight.size(-2);
+  const int64_t size = bits == 8 ? K : (vectors - 1) * 8;
   TORCH_CHECK(
-      input.size(-1) == K && weight.is_contiguous() && P == (N + kRows - 1) / kRows &&
-          vectors == 1 + (bits == 8 ? (K + 7) / 8 * 2 : size / 8),
-      "x (..., K) must come with what few_rows.pack returns of a W (N, K)");
+      input.size(-1) == K && K > 0 && weight.is_contiguous() && weight.size(-1) == 64 && size * G == K &&
+          P == (N + kRows - 1) / kRows &&
+          (bits == 8 ? vectors == 1 + (K + 7) / 8 * 2 : bits == 4 && size >= 8 && kColumns % size == 0),
+      "x (..., K) must be in bfloat16, and of a W (N, K) what few_rows.pack returns, in groups of 8 to 128 columns");
   return {weight.const_data_ptr<uint8_t>(), P, N, K, G, vectors, size, bits == 4};
 }
 
@@ -332,6 +337,7 @@ inline Sums silu(Sums x) {
 at::Tensor multiply(
     const at::Tensor& input, const Integers& W, const std::vector<Group>& groups, const Integers* up = nullptr) {
   const int64_t N = W.N, K = W.K, G = W.G;
+  TORCH_CHECK(!up || up->G == G, "w1 and w3 have groups of other sizes");
   const at::Tensor rows = input.contiguous();
   const int64_t M = rows.numel() / K, blocks = (K + kColumns - 1) / kColumns;
   at::Tensor result = empty_product(rows, N);
@@ -393,12 +399,12 @@ at::Tensor feed_forward_int(
   return multiply(hidden, integers(hidden, w2, K, N, bits), all_rows(hidden));
 }
 
-// The same for tokens x (T, K) and each of the experts that they chose (T, k), of w1 and w3 (E, N, K), w2 (E, K, N):
-// (T, k, K). The tokens of an expert stand together, so that its weights are read once for all of them. bits: of the
-// three, 16 for bfloat16.
+// The same for tokens x (T, D) and each of the k experts that a token chose, (T, k): the result is (T, k, D). There are
+// E experts of I neurons: w1 and w3 (E, I, D), w2 (E, D, I). The tokens of an expert become neighbours, so that its
+// weights are read once for all of them. bits: of each of the three, 16 for bfloat16.
 at::Tensor few_rows_experts(
     const at::Tensor& x, const at::Tensor& chosen, const at::Tensor& w1, const at::Tensor& w3, const at::Tensor& w2,
-    int64_t N, int64_t K, at::IntArrayRef bits) {
+    int64_t I, int64_t D, at::IntArrayRef bits) {
   const auto [experts, order] = chosen.flatten().sort(/*stable=*/true, 0, false);
   const int64_t* expert = experts.const_data_ptr<int64_t>();
   std::vector<Group> groups;
@@ -406,19 +412,26 @@ at::Tensor few_rows_experts(
     if (i == 0 || expert[i] != expert[i - 1]) groups.push_back({expert[i], i, i});
     groups.back().end++;
   }
-  auto product = [&](const at::Tensor& rows, const at::Tensor& w, int64_t to, int64_t from, int64_t of) {
-    return of == 16 ? multiply(rows, w, groups) : multiply(rows, integers(rows, w, to, from, of), groups);
+  const at::Tensor weights[] = {w1, w3, w2};
+  for (int i = 0; i < 3; i++) {
+    TORCH_CHECK(
+        weights[i].dim() == (bits.at(i) == 16 ? 3 : 5) &&
+            (groups.empty() || (groups[0].matrix >= 0 && groups.back().matrix < weights[i].size(0))),
+        "a token chose an expert that the matrices (E, ...) lack");
+  }
+  auto product = [&](const at::Tensor& rows, const at::Tensor& w, int64_t N, int64_t K, int64_t bits) {
+    return bits == 16 ? multiply(rows, w, groups) : multiply(rows, integers(rows, w, N, K, bits), groups);
   };
   const at::Tensor rows = x.index_select(0, order.floor_divide(chosen.size(1)));
   at::Tensor hidden;
   if (bits[0] == bits[1] && bits[0] < 16) {
-    const Integers gate = integers(rows, w1, N, K, bits[0]), up = integers(rows, w3, N, K, bits[1]);
+    const Integers gate = integers(rows, w1, I, D, bits[0]), up = integers(rows, w3, I, D, bits[1]);
     hidden = multiply(rows, gate, groups, &up);
   } else {
-    hidden = at::silu(product(rows, w1, N, K, bits[0])).mul_(product(rows, w3, N, K, bits[1]));
+    hidden = at::silu(product(rows, w1, I, D, bits[0])).mul_(product(rows, w3, I, D, bits[1]));
   }
-  const at::Tensor y = product(hidden, w2, K, N, bits[2]);
-  return at::empty_like(y).index_copy_(0, order, y).view({chosen.size(0), chosen.size(1), K});
+  const at::Tensor y = product(hidden, w2, D, I, bits[2]);
+  return at::empty_like(y).index_copy_(0, order, y).view({chosen.size(0), chosen.size(1), D});
 }
 
 // Panels from..to of W as floats, (K, n) with all of their rows.
@@ -554,10 +567,11 @@ void attend(const BF16* q, const BF16* keys, const BF16* values, BF16* y, float*
 // up to its own position.
 at::Tensor decode_attention(
     const at::Tensor& q, const at::Tensor& keys, const at::Tensor& values, const at::Tensor& positions, int64_t window) {
+  const int64_t B = q.size(0), K = q.size(1), S = q.size(2), G = q.size(3), H = q.size(4), T = keys.size(2);
   TORCH_CHECK(
-      q.size(4) % 64 == 0 && keys.is_contiguous() && values.is_contiguous(),
-      "decode_attention takes q (B, K, S, G, H), H a multiple of 64, and a contiguous cache (B, K, T, H)");
-  const int64_t K = q.size(1), S = q.size(2), G = q.size(3), H = q.size(4), T = keys.size(2);
+      H % 64 == 0 && T > 0 && keys.is_contiguous() && values.is_contiguous() && values.sizes() == keys.sizes() &&
+          keys.sizes() == at::IntArrayRef({B, K, T, H}) && positions.sizes() == at::IntArrayRef({B, S}),
+      "decode_attention takes q (B, K, S, G, H), 64 divides H, a contiguous cache (B, K, T, H), and positions (B, S)");
   const at::Tensor queries = q.contiguous(), last = positions.contiguous();
   at::Tensor result = at::empty(queries.sizes(), queries.options());
   const BF16 *q_data = queries.const_data_ptr<BF16>(), *k_data = keys.const_data_ptr<BF16>();
@@ -565,7 +579,7 @@ at::Tensor decode_attention(
   const int64_t* p_data = last.const_data_ptr<int64_t>();
   BF16* y_data = result.data_ptr<BF16>();
   constexpr decltype(&attend<1>) kernels[] = {attend<1>, attend<2>, attend<4>};
-  at::parallel_for(0, q.size(0) * K, 1, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, B * K, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> scores(4 * T + 16);
     for (int64_t i = begin; i < end; i++) {
       const BF16 *k = k_data + i * T * H, *v = v_data + i * T * H;
@@ -595,7 +609,7 @@ TORCH_LIBRARY_FRAGMENT(ladder, library) {
   define("feed_forward_int(Tensor x, Tensor w1, Tensor w3, Tensor w2, int N, int K, int bits)", feed_forward_int);
   define("few_rows(Tensor x, Tensor weight)", few_rows);
   define(
-      "few_rows_experts(Tensor x, Tensor chosen, Tensor w1, Tensor w3, Tensor w2, int N, int K, int[] bits)",
+      "few_rows_experts(Tensor x, Tensor chosen, Tensor w1, Tensor w3, Tensor w2, int I, int D, int[] bits)",
       few_rows_experts);
   define("many_rows_int(Tensor x, Tensor weight, int N, int K, int bits)", many_rows_int);
   define("few_rows_int(Tensor x, Tensor weight, int N, int K, int bits)", few_rows_int);

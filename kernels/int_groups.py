@@ -14,29 +14,31 @@ def check(config):
         raise ValueError(f"group size {size} is none of 32, 64, 128")
     if config.kept and config.quant is None:
         raise ValueError("without quantization no matrix is kept from it")
-    columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), config.dim)
-    columns |= {"wo": config.n_heads * config.head_dim, "w2": config.intermediate_size}
-    hidden = {config.expert_size, config.shared_expert_size} - {None}
+    columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), {config.dim})
+    dense = config.intermediate_size if config.dense_layers or not config.n_experts else None
+    columns["wo"] = {config.n_heads * config.head_dim}
+    columns["w2"] = {dense, config.expert_size, config.shared_expert_size} - {None}
     for name in config.kept:
         if name not in columns:
             raise ValueError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
         if name == "output" and config.tie_embeddings:
             raise ValueError("the output head of this model is its embedding table: keep tok_embeddings instead")
-    for name, count in (*columns.items(), *(("w2", count) for count in hidden)):
-        if size is not None and name not in config.kept and count % size:
-            raise ValueError(f"group size {size} does not divide the {count} columns of {name}: keep {name}")
+    for name, counts in columns.items():
+        if size and name not in config.kept and (odd := [count for count in counts if count % size]):
+            raise ValueError(f"group size {size} does not divide the {odd[0]} columns of {name}: keep {name}")
 
 
 def column_unit(config, width, least_ranks):
-    """Return how many of the `width` columns of a w2 must stay on one rank; 1 without int4.
+    """Return how many of the `width` columns of a w2 must stay on one rank: 1, or more in a mixture or with int4.
 
-    least_ranks: how many ranks there would be if each had the smallest share. It is a group of int4, or
-    128 columns, which PyTorch's int4 kernel on a GPU wants, if no share then exceeds its due by more than an eighth.
+    In a mixture these are 8 columns: torch._grouped_mm on a GPU takes rows of a multiple of 16 bytes. With int4 they
+    are a group, or 128 columns, which PyTorch's int4 kernel on a GPU wants, if no share then exceeds its due by more
+    than an eighth. least_ranks: how many ranks there would be if each had the smallest share.
     Where groups are too few they are halved, down to 8 columns, the least that few_rows.cpp takes. Lanes are cut at
     multiples of 8: at the neurons where they are cut without int4.
     """
     if config.group_size is None or "w2" in config.kept:
-        return 1
+        return 8 if config.n_experts and width % 8 == 0 and not config.lanes else 1
     unit = config.group_size
     if config.lanes:
         return 8

@@ -15,14 +15,14 @@ from torch.nn.attention.flex_attention import flex_attention
 from decoding.sampling import Sampler, pad
 from kernels import cxx, few_rows
 from kernels.experts import floats
-from kernels.few_rows import FEW as FEW_ROWS
 from kernels.few_rows import FEW_INT, FewRowsIntLinear
-from kernels.int_linear import FEW, recast, swap
+from kernels.int_linear import recast, swap
 from model import Attention, Experts, FeedForward
 from runtime import watch
 from runtime.errors import InputError
 from runtime.report import PASS_TOKENS
 
+GATHERED = 16  # choices of a GPU's decode step; of more, several choose one expert, whose weights are read for each
 FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is faster
 # A step's weights evict all else from the caches, so little should run between the products; a second thread is for
 # large kernels.
@@ -92,22 +92,22 @@ class FewRowsExperts(Experts):
     def forward(self, x, chosen):
         matrices = self.w1, self.w3, self.w2
         weights, bits = [w.weight for w in matrices], [getattr(w, "bits", 16) for w in matrices]
-        if bits == [16] * 3 and chosen.numel() > FEW_ROWS * len(weights[0]):
+        if bits == [16] * 3 and chosen.numel() > few_rows.FEW * len(weights[0]):
             return super().forward(x, chosen)
         return torch.ops.ladder.few_rows_experts(x, chosen, *weights, self.w2.in_features, x.shape[1], bits)
 
 
 class GatheredExperts(Experts):
-    """Experts on a GPU: compiled, the products of a few tokens read the matrices that they chose in one kernel each."""
+    """Experts on a GPU: compiled, each of the products of a few tokens is a kernel that reads the chosen weights."""
 
     def forward(self, x, chosen):
-        if chosen.numel() > FEW or not torch.compiler.is_compiling():
+        if chosen.numel() > GATHERED or not torch.compiler.is_compiling():
             return super().forward(x, chosen)
 
-        def multiply(w, x):  # (T, k or 1, K) -> (T, k, N)
+        def multiply(w, x):  # (T, k or 1, in_features) -> (T, k, out_features)
             return (floats(list(w.parameters()), chosen) * x[..., None, :]).sum(-1)
 
-        x = x[:, None]
+        x = x[:, None]  # (T, 1, D)
         return multiply(self.w2, F.silu(multiply(self.w1, x)) * multiply(self.w3, x))
 
 

@@ -1,7 +1,6 @@
 """How ranks meet, and watch one another: when one dies or hangs, all end, and one of them says which, why and where.
 
-A thread in each rank, its Watch, publishes the rank's place (see watch.at) in torchrun's store and reads the places of
-the others, and whether their processes live, once a second. A run of one process does not import this file.
+docs/reliability.md says how. A run of one process does not import this file.
 """
 
 import collections

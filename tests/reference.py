@@ -130,6 +130,9 @@ class Reference:
             whole = x0 + sum(attention) + sum(routed) + sum(shared)
             late = whole - routed[-1] if routed else whole
             attention.append(self.attention(layer, late, (0, c.n_heads)))
+            if layer in c.dense_layers:
+                routed.append(self.mlp(layer, whole, (0, c.intermediate_size)))
+                continue
             p = f"layers.{layer}."
             x = rms_norm(whole, w[p + "ffn_norm.weight"], c.norm_eps)
             routed.append(self.experts(p + "feed_forward.", x))

@@ -151,6 +151,9 @@ WINDOWS = [  # a config of three layers and a context of 64, and the layers with
     ({"model_type": "qwen2", "max_window_layers": 1, "use_sliding_window": True}, (1, 2)),
     ({"model_type": "qwen3", "use_sliding_window": True}, ()),  # which begins with layer 28
     ({"model_type": "ministral"}, (0, 1, 2)),
+    ({"model_type": "qwen2_moe", "use_sliding_window": True}, (0, 2)),
+    ({"model_type": "qwen2_moe", "use_sliding_window": True, "max_window_layers": 2}, (0,)),
+    ({"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 2}, (0, 1, 2)),
 ]
 
 

@@ -40,7 +40,61 @@ def check_few_rows(shapes):
 
 
 def test_few_rows_are_exact_up_to_the_last_rounding(threads):
-    check_few_rows([(1, 1), (33, 2731), (301, 2048)])
+    check_few_rows([(1, 1), (33, 2731), (301, 2048), (2100, 40)])
+
+
+def zeros(*shape, dtype=torch.bfloat16):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def packed(*shape):
+    return zeros(*shape, 64, dtype=torch.uint8)
+
+
+INT4, IDS = packed(1, 2, 5), zeros(3, 2, dtype=torch.int64)  # 16 rows of 64 columns in groups of 32
+Q, CACHE, EXPERT = zeros(3, 2, 1, 1, 64), zeros(3, 2, 9, 64), zeros(4, 8, 8)
+MISFITS = [
+    ("few_rows", zeros(2, 9), zeros(4, 8)),
+    ("few_rows", zeros(2, 0), zeros(4, 0)),
+    ("few_rows", zeros(2, 4), zeros(4, 8)[:, ::2]),
+    ("few_rows", zeros(2, 8), zeros(4, 8, dtype=torch.float16)),
+    ("few_rows", zeros(2, 8, dtype=torch.float32), zeros(4, 8)),
+    ("few_rows_int", zeros(3, 64).float(), INT4, 16, 64, 4),
+    ("few_rows_int", zeros(3, 64), INT4.char(), 16, 64, 4),
+    ("few_rows_int", zeros(3, 64), INT4, 17, 64, 4),
+    ("few_rows_int", zeros(3, 64), INT4, 16, 64, 8),
+    ("few_rows_int", zeros(3, 64), INT4, 16, 64, 2),
+    ("few_rows_int", zeros(3, 64), INT4[..., :32].contiguous(), 16, 64, 4),
+    ("few_rows_int", zeros(3, 64), packed(1, 2, 10)[:, :, ::2], 16, 64, 4),
+    ("few_rows_int", zeros(3, 96), INT4, 16, 96, 4),
+    ("few_rows_int", zeros(3, 64), packed(1, 2, 17), 16, 64, 8),
+    ("few_rows_int", zeros(3, 256), packed(1, 1, 33), 16, 256, 4),
+    ("few_rows_int", zeros(3, 64), packed(1, 0, 5), 16, 64, 4),
+    ("few_rows_int", zeros(3, 0), packed(1, 1, 1), 16, 0, 8),
+    ("many_rows_int", zeros(3, 64), packed(1, 4, 4), 16, 64, 4),
+    ("feed_forward_int", zeros(3, 64), INT4, packed(1, 4, 3), packed(4, 1, 3), 16, 64, 4),
+    ("few_rows_experts", zeros(3, 8), IDS + 4, EXPERT, EXPERT, EXPERT, 8, 8, [16] * 3),
+    ("few_rows_experts", zeros(3, 8), IDS - 1, EXPERT, EXPERT, EXPERT, 8, 8, [16] * 3),
+    ("few_rows_experts", zeros(3, 8), IDS, EXPERT, EXPERT, EXPERT[0], 8, 8, [16] * 3),
+    ("few_rows_experts", zeros(3, 8), IDS + 3, EXPERT, EXPERT[:2], EXPERT, 8, 8, [16] * 3),
+    ("few_rows_experts", zeros(3, 8), IDS, EXPERT, EXPERT, EXPERT, 8, 8, [16] * 2),
+    ("few_rows_experts", zeros(3, 64), IDS, *[packed(1, 1, 17)] * 3, 16, 64, [8] * 3),
+    ("decode_attention", Q, CACHE[:, :, :0], CACHE[:, :, :0], IDS[:, :1], 9),
+    ("decode_attention", Q, CACHE, CACHE[:, :, :8].contiguous(), IDS[:, :1], 9),
+    ("decode_attention", Q, CACHE[:2], CACHE[:2], IDS[:, :1], 9),
+    ("decode_attention", Q, CACHE.mT.contiguous().mT, CACHE, IDS[:, :1], 9),
+    ("decode_attention", Q, CACHE, CACHE.float(), IDS[:, :1], 9),
+    ("decode_attention", Q, CACHE, CACHE, IDS[:2, :1], 9),
+    ("decode_attention", Q, CACHE, CACHE, IDS[:, :1].int(), 9),
+    ("decode_attention", Q[..., :32], CACHE[..., :32].contiguous(), CACHE[..., :32].contiguous(), IDS[:, :1], 9),
+]
+
+
+def test_what_would_be_read_beyond_a_tensor_is_refused():
+    few_rows.build()
+    for name, *arguments in MISFITS:
+        with pytest.raises((RuntimeError, IndexError)):
+            getattr(torch.ops.ladder, name)(*arguments)
 
 
 def attention(q, keys, values, positions, window):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import transformers
 from helpers import BASE, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows, write_model
 from reference import Reference
 from safetensors.torch import load_file, save_file
-from test_convert import TOKENS, check_parity, convert, hf_model
+from test_convert import TOKENS, change_tensors, check_parity, convert, hf_model
 
 import quantize
 import tp
@@ -19,6 +20,7 @@ from extras.training import adapt
 from formats import checkpoint
 from kernels import experts, few_rows, int_linear
 from model import MoE
+from runtime import compiling
 from runtime.errors import InputError
 
 MIXTURE = dataclasses.replace(
@@ -27,10 +29,11 @@ MIXTURE = dataclasses.replace(
 SHARED = dataclasses.replace(MIXTURE, shared_expert_size=28, shared_expert_gate=True, dense_layers=())
 WIRINGS = "standard", "ladder", "ladder:1", "parallel-ladder", "pair", "farskip"
 CONFIGS = [dataclasses.replace(config, wiring=w) for config in (MIXTURE, SHARED) for w in WIRINGS]
+CONFIGS.append(dataclasses.replace(SHARED, wiring="farskip", dense_layers=(1,)))
 
 
 def config_id(config):
-    return f"{config.wiring}, {'shared' if config.shared_expert_size else 'dense layer'}"
+    return f"{config.wiring}, shared {config.shared_expert_size}, dense {config.dense_layers}"
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -73,17 +76,19 @@ def test_ranks_compute_the_same(ranks, compile, chunks):
 
 def stream_of(world, name, steps):
     """The sums of different partials, as a model's stream would have them."""
+    if name == "one-hop":
+        world.nodes = [*("aabb" if world.tp_size == 4 else "abc"[: world.tp_size])]
     group = tp.collective(name).connect(world) if name != "auto" else world.group
     comm = tp.TensorParallel(BASE, world.shares, group)
     generator = torch.Generator().manual_seed(world.rank)
-    x = torch.zeros(3, 48, dtype=torch.bfloat16)
+    x = torch.zeros(3, 4096, dtype=torch.bfloat16)  # so large that --comm int8 quantizes it
     for _ in range(steps):
-        x = comm.settle(x, comm.start(torch.randn(3, 48, generator=generator).bfloat16()))
+        x = comm.settle(x, comm.start(torch.randn(3, 4096, generator=generator).bfloat16()))
     return x
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", ["auto", "library"])
+@pytest.mark.parametrize("name", ["auto", "library", "one-hop", "int8"])
 def test_every_rank_gets_the_same_bits(ranks, name):
     """Else a router could choose other experts on one rank than on another."""
     first, *others = run_ranks(ranks, stream_of, name, 40)
@@ -110,10 +115,10 @@ def test_equal_scores_and_an_expert_that_nobody_chose():
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
-    config = dataclasses.replace(SHARED, dim=64, intermediate_size=128, expert_size=96, shared_expert_size=64)
-    config = dataclasses.replace(config, wiring="ladder", head_dim=16, n_heads=12, n_kv_heads=4)
+@pytest.mark.parametrize("ranks, wiring", [(1, "ladder"), (2, "ladder"), (3, "farskip")])
+def test_integers_are_their_dequantized_twin(mode, ranks, wiring, tmp_path):
+    config = dataclasses.replace(SHARED, dim=64, expert_size=96, shared_expert_size=64)  # no MLP of 100 neurons
+    config = dataclasses.replace(config, wiring=wiring, head_dim=16, n_heads=12, n_kv_heads=4)
     (tmp_path / "float").mkdir()
     write_model(tmp_path / "float", config, random_model(config).state_dict(), torch.float32)
     options = ["--group-size", "32"] if mode == "int4" else []
@@ -152,6 +157,21 @@ def integers_on_a_rank(world, folder):
 # Kernels
 
 
+def random_experts(bits, E, N, K, generator):
+    """The matrices of E experts as operators take them: one tensor, or integers with their scales and zeros."""
+    if bits == 16:
+        return [torch.randn(E, N, K, generator=generator).mul(K**-0.5).bfloat16()]
+    if bits == 8:
+        weight = torch.randint(-127, 128, (E, N, K), generator=generator, dtype=torch.int8)
+        return [weight, torch.rand(E, N, 1, generator=generator).div(5000).bfloat16()]
+    scales, zeros = torch.randn(2, E, N, K // 8, generator=generator).mul(0.1).bfloat16()
+    return [torch.randint(0, 256, (E, N, K // 2), generator=generator).to(torch.uint8), scales, zeros]
+
+
+def in_float64(matrices):
+    return [t.double() if t.is_floating_point() else t for t in matrices]
+
+
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_few_rows_experts_against_float64(tokens, bits, threads):
@@ -163,13 +183,8 @@ def test_few_rows_experts_against_float64(tokens, bits, threads):
     chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:k] for _ in range(tokens)])
     exact, packed = [], []
     for N, K in (neurons, D), (neurons, D), (D, neurons):
-        w = [torch.randn(E, N, K, generator=generator).mul(K**-0.5).bfloat16()]
-        if bits == 8:
-            w = [(w[0] * 300).clamp(-127, 127).to(torch.int8), torch.rand(E, N, 1, generator=generator).bfloat16() / 50]
-        elif bits == 4:
-            scales, zeros = torch.randn(2, E, N, K // 8, generator=generator).mul(0.1).bfloat16()
-            w = [torch.randint(0, 256, (E, N, K // 2), generator=generator).to(torch.uint8), scales, zeros]
-        exact.append([t.double() if t.is_floating_point() else t for t in w])
+        w = random_experts(bits, E, N, K, generator)
+        exact.append(in_float64(w))
         shape = few_rows.packed_shape(w[0], w[1], None if bits == 8 else w[2]) if bits < 16 else ()
         out = torch.empty(torch.Size(shape).numel(), dtype=torch.uint8)
         packed.append(few_rows.pack(w[0], w[1], None if bits == 8 else w[2], out) if bits < 16 else w[0])
@@ -185,6 +200,29 @@ def one(x, matrices, e):
     w1, w3, w2 = (experts.floats([t[e] for t in matrix]) for matrix in matrices)
     gate = w1 @ x
     return w2 @ (gate / (1 + (-gate).exp()) * (w3 @ x))
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("ranks", [1, 5, 7])
+def test_products_for_a_gpu_take_the_shards_of_any_number_of_ranks(ranks, bits, monkeypatch):
+    """On a CPU, where grouped_mm asks for rows of whole 16 bytes, too."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    E, D, neurons, k, generator = 5, 64, 96, 2, torch.Generator().manual_seed(ranks)
+    x, config = torch.randn(8, D, generator=generator).bfloat16(), dataclasses.replace(MIXTURE, expert_size=neurons)
+    chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:k] for _ in x])
+    w1, w3, w2 = (random_experts(bits, E, N, K, generator) for N, K in [(neurons, D)] * 2 + [(D, neurons)])
+    expected = torch.ops.ladder.experts(x.double(), chosen, *map(in_float64, (w1, w3, w2)))
+    grouped = gathered = 0
+    for rank in range(ranks):
+        a, b = tp.shard_plan(config, rank, ranks)["experts.w2"][1][0]
+        columns = [slice(None) if t.shape[2] == 1 else slice(*(i * t.shape[2] // neurons for i in (a, b))) for t in w2]
+        own = [[t[:, a:b].contiguous() for t in w] for w in (w1, w3)]
+        own.append([t[..., part].contiguous() for t, part in zip(w2, columns, strict=True)])
+        grouped += experts.experts_on_a_gpu(x, chosen, *own).double()
+        modules = {f"w{i}": types.SimpleNamespace(parameters=w.copy) for i, w in zip((1, 3, 2), own, strict=True)}
+        gathered += compiling.GatheredExperts.forward(types.SimpleNamespace(**modules), x, chosen).double()
+    assert (grouped - expected).abs().max() < 0.02 * expected.abs().max()
+    assert (gathered - expected).abs().max() < 0.02 * expected.abs().max()
 
 
 WIDE = dataclasses.replace(
@@ -253,11 +291,15 @@ def every_expert(moe):
 # ---------------------------------------------------------------------------------------------------------------------
 # Families
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
 FAMILIES = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 5, "sliding_window": 7}),
-    "qwen2": ("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 28, "decoder_sparse_step": 2}),
-    "qwen3": ("Qwen3MoeConfig", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen2": ("Qwen2MoeConfig", {
+        **EXPERTS, **WINDOW, "shared_expert_intermediate_size": 28, "decoder_sparse_step": 2, "max_window_layers": 2}),
+    "qwen3": ("Qwen3MoeConfig", {
+        **EXPERTS, **WINDOW, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1], "max_window_layers": 2}),
+    "qwen3, dense": ("Qwen3MoeConfig", {"num_experts": 0}),
     "granite": ("GraniteMoeConfig", {
         "num_local_experts": 5, "num_experts_per_tok": 3, "embedding_multiplier": 3.0, "logits_scaling": 0.25,
         "residual_multiplier": 0.6, "attention_multiplier": 0.2, "tie_word_embeddings": True}),
@@ -283,7 +325,7 @@ def test_fused_experts_are_read_as_separate_ones(tmp_path):
 @pytest.mark.parametrize("family", ["mixtral", "qwen2", "qwen3"])
 def test_export_gives_back_the_family(family, tmp_path):
     class_name, changes = FAMILIES[family]
-    theirs = hf_model((class_name, changes | {"sliding_window": None}))
+    theirs = hf_model((class_name, changes | {"use_sliding_window": False, "sliding_window": None}))
     theirs.save_pretrained(tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "ours")
     to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "back")])
@@ -303,17 +345,27 @@ def edited(tmp_path, family, **changes):
     return tmp_path / "hf"
 
 
+SEPARATE = {f"{e}/{name}_proj/weight": None for e in range(5) for name in ("gate", "up")}
+
+
 @pytest.mark.parametrize(
-    "changes, words",
+    "changes, tensors, words",
     [
-        ({"num_experts_per_tok": 6}, "experts_per_token is 6 but must be from 1 to 5"),
-        ({"num_local_experts": 4, "num_experts": 4}, "does not make the"),
-        ({"moe_intermediate_size": 35}, "does not make the"),
+        ({"num_experts_per_tok": 6}, {}, "experts_per_token is 6 but must be from 1 to 5"),
+        ({"num_local_experts": 4}, {}, r"gate.weight: shape \(5, 48\) does not make the \(4, 48\)"),
+        ({"moe_intermediate_size": 35}, {}, r"experts.gate_proj.weight: .* does not make the \(5, 35, 48\)"),
+        ({}, {"3/up_proj/weight": None}, "layers.0.mlp.experts.4.up_proj.weight, but no expert 3"),
+        ({}, {"03/up_proj/weight": torch.zeros(36, 48)}, "both .*experts.03.up_proj.weight and .*experts.3.up"),
+        ({}, {"gate_up_proj": torch.zeros(5, 72, 48)}, "both .*_proj.weight and .*_proj.weight: drop"),
+        ({}, {"1/down_proj/weight": torch.zeros(48)}, "0.mlp.experts.down_proj.weight: .*equal size, but got"),
+        ({}, {**SEPARATE, "gate_up_proj": torch.zeros(5)}, "0.mlp.experts.gate_proj.weight: .*out of range"),
     ],
 )
-def test_bad_experts_are_one_line(changes, words, tmp_path):
-    with pytest.raises(InputError, match=words):
-        convert(edited(tmp_path, "qwen3", **changes), tmp_path / "ours")
+def test_bad_experts_are_one_line(changes, tensors, words, tmp_path):
+    folder = edited(tmp_path, "qwen3", **changes)
+    change_tensors(folder, **{f"model/layers/0/mlp/experts/{name}": value for name, value in tensors.items()})
+    with pytest.raises(InputError, match=rf"^[^\n]*{words}[^\n]*$"):
+        convert(folder, tmp_path / "ours")
 
 
 @pytest.mark.parametrize(
@@ -323,6 +375,8 @@ def test_bad_experts_are_one_line(changes, words, tmp_path):
         ({"expert_size": None}, "needs an expert_size"),
         ({"dense_layers": (3,)}, "dense_layers takes layers from 0 to 2"),
         ({"shared_expert_gate": True}, "needs a shared_expert_size"),
+        ({"mlp_bias": True}, "mlp_bias is not for a mixture"),
+        ({"quant": "int4", "group_size": 32, "dim": 64, "expert_size": 32, "kept": ("wo",)}, "the 100 columns of w2"),
     ],
 )
 def test_bad_configs_are_one_line(changes, words):

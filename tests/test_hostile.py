@@ -72,15 +72,18 @@ def test_a_byte_order_mark_is_no_text_and_prompts_are_split_at_newlines_only(tmp
 
 def test_a_digest_sees_headers_small_files_and_changes_of_a_thousandth(tmp_path):
     weights, size = tmp_path / "model.safetensors", 30 * 2**20
-    save_file({"a": torch.zeros(size, dtype=torch.uint8)}, weights)
+    save_file({"a": torch.zeros(size, dtype=torch.uint8)}, weights, {"long": "a" * 2**21})
     before, data, changed = digest(tmp_path), weights.read_bytes(), b"\1" * (size // 1000)
-    for at, new in (20, b"b"), (size // 3, changed), (len(data) - len(changed), changed):
+    unsampled = 50 * (len(data) // 1024) + 5000  # after 1 MB
+    for at, new in (20, b"b"), (unsampled, b"b"), (size // 3, changed), (len(data) - len(changed), changed):
         weights.write_bytes(data[:at] + new + data[at + len(new) :])
         assert digest(tmp_path) != before
     weights.write_bytes(data)
     assert digest(tmp_path) == before
-    (tmp_path / "tokenizer.json").write_text("{}")
-    assert digest(tmp_path) != before
+    for text in "a" * 2**23, "a" * (2**22 + 5000) + "b" + "a" * (2**22 - 5001):  # of 8192 bytes the first 4096 would be
+        (tmp_path / "tokenizer.json").write_text(text)
+        assert digest(tmp_path) != before
+        before = digest(tmp_path)
 
 
 def test_wrong_paths(tmp_path):

@@ -160,7 +160,7 @@ def test_few_rows_of_integers_are_exact_up_to_rounding(threads):
     x[1, 5] = torch.nan
     y = torch.ops.ladder.few_rows_int(x, packed, 12, 64, 4)
     assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
-    with pytest.raises(RuntimeError, match="what few_rows.pack returns of a W"):
+    with pytest.raises(RuntimeError, match="of a W .N, K. what few_rows.pack returns"):
         torch.ops.ladder.few_rows_int(x, packed, 17, 64, 4)
 
 

@@ -74,7 +74,7 @@ def mixture_of(config):
         **per_token, "num_experts": c.n_experts, "moe_intermediate_size": c.expert_size, "decoder_sparse_step": 1,
         "norm_topk_prob": c.renormalize_experts, "mlp_only_layers": list(c.dense_layers),
     }  # fmt: skip
-    plain = not (c.wo_bias or c.mlp_bias or c.nope_layers or c.window_layers)
+    plain = not (c.wo_bias or c.nope_layers or c.window_layers)
     if plain and c.shared_expert_gate and c.qkv_bias and not c.qk_norm:
         name, keys = "Qwen2Moe", {**qwen, "shared_expert_intermediate_size": c.shared_expert_size}
     elif plain and not c.shared_expert_size and c.qk_norm and not c.qkv_bias:

@@ -191,7 +191,8 @@ def train(model, teacher, windows, valid, run, args, world):
     lines = runs.read_log(run, first - 1)
     best = min((line for line in lines if "valid" in line), key=lambda line: line["valid"], default={"valid": math.inf})
     if is_rank_0:
-        writing.write_text(run / "log.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        with writing.new_file(run / "log.jsonl") as log:
+            log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     steps = range(first, args.steps + 1)
     bar = tqdm(steps, "training", args.steps, initial=first, unit="step", disable=None if is_rank_0 else True)
     for step in bar:
