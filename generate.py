@@ -51,7 +51,7 @@ def load_model(config, folder, dtype, world):
     return model
 
 
-# ---- Prefill and decode ----------------------------------------------------------------------------------------------
+# ---- Generation: prefill and decode ----------------------------------------------------------------------------------
 
 MIN_TOKENS = 512  # a pass of fewer is not cut: two chunks would take a CPU longer than one
 BUCKET = 256  # a GPU's decode steps read multiples of so many cache slots
@@ -132,9 +132,6 @@ class Runner:
     def next_tokens(self, texts, sample):
         """Run a pass for texts of which all but the last token is cached; return their next ids (B,), on the device."""
         return sample(self.decode(*last_tokens(texts, self.device))[:, 0], self.model.comm)
-
-
-# ---- Generation ------------------------------------------------------------------------------------------------------
 
 
 class Generation(NamedTuple):
@@ -283,8 +280,7 @@ def run(setup, world):
     if world.rank == 0 and not world.simulated:
         printer = cli.Printer(s.prompts, s.tokenizer, s.max_new_tokens, show_prompt=not s.args.chat)
     with s.runner.unguarded():
-        push = printer and printer.push
-        done = generate(s.runner, s.prompts, s.max_new_tokens, s.sample, s.eos_ids, push, draft=s.draft)
+        done = generate(s.runner, s.prompts, s.max_new_tokens, s.sample, s.eos_ids, printer and printer.push, s.draft)
     return done, printer and printer.finish(done.rows)
 
 

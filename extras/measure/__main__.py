@@ -38,8 +38,7 @@ def main(argv=None):
     done, texts = generate.run(setup, world)
     result = report.result(setup, world, done, texts) | {"link": args.link and dataclasses.asdict(args.link)}
     if args.exposed:
-        if world.rank == 0:
-            print("measuring what communication costs ...", file=sys.stderr)
+        world.say("measuring what communication costs ...")
         cases = exposed.make_cases(setup.runner, *pad(setup.prompts, world.device), world)
         result["exposed"] = {kind: exposed.measure(world, {kind: case})[kind] for kind, case in cases.items()}
     if world.rank == 0:

@@ -6,7 +6,6 @@ A step is one call of the model: a prefill, or one token of decode.
 import copy
 import functools
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -199,5 +198,4 @@ def profile(folder, world, steps):
     path = Path(folder) / f"rank{world.rank}.json"
     with writing.new_file(path) as unfinished:
         trace.export_chrome_trace(str(unfinished))
-    if world.rank == 0:
-        print(f"trace in {path}", file=sys.stderr)
+    world.say(f"trace in {path}")

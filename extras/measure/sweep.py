@@ -12,7 +12,6 @@ all-reduces, one all-reduce alone, and the limit (exposed.py).
 import dataclasses
 import itertools
 import statistics
-import sys
 from pathlib import Path
 
 import torch
@@ -86,8 +85,7 @@ def make_cases(args, world):
 
 def measure(args, world):
     """Return the lines of all cases, which take turns."""
-    if world.rank == 0:
-        print(f"{args.kind} of {', '.join(args.wiring)} ...", file=sys.stderr)
+    world.say(f"{args.kind} of {', '.join(args.wiring)} ...")
     cases = make_cases(args, world)
     reports = exposed.measure(world, cases, args.rounds, args.seconds)
     made, lines = benchmarking.environment(world), []
