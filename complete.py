@@ -28,9 +28,8 @@ def complete(
     model, tokenizer, prompts, max_new_tokens=200, temperature=0.8, top_k=None, top_p=1.0, seed=0, compile=False,
     draft=None, proposals=3,
 ):  # fmt: skip
-    """Return the text that follows each of the prompts, a list of texts. The README has an example.
+    """Return the text that follows each of the prompts, a list of texts, up to its end-of-sequence token.
 
-    A text ends at an end-of-sequence token, after max_new_tokens, or at the end of the model's context.
     draft: None, "ngram", or a smaller model with the same vocabulary; it proposes `proposals` tokens at a time.
     Raises InputError.
     """

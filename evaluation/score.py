@@ -14,10 +14,9 @@ MAX_LOGITS = 2**22  # logits converted to float32 at once: those of a whole wind
 
 
 def windows(n, size, stride):
-    """Return windows over n tokens as (start, stop, first): each scores tokens `first` to `stop`.
+    """Return windows over n tokens as (start, stop, first): each scores tokens `first` to `stop`, all but token 0 once.
 
-    Together they score every token but token 0 exactly once. They advance by stride < size, so that every token after
-    the first window is predicted from at least size - stride tokens.
+    They advance by stride < size: after the first window, tokens are predicted from at least size - stride tokens.
     """
     stop, result = 1, []
     while stop < n:

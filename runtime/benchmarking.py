@@ -109,7 +109,5 @@ def pivot(head, lines, row, column, cell):
     columns, rows = list(dict.fromkeys(map(column, lines))), {}
     for line in lines:
         rows.setdefault(row(line), {})[column(line)] = line
-    return markdown(
-        [*head, *columns],
-        [[*first, *(cell(by[c], by) if c in by else "" for c in columns)] for first, by in rows.items()],
-    )
+    cells = [[*first, *(cell(by[c], by) if c in by else "" for c in columns)] for first, by in rows.items()]
+    return markdown([*head, *columns], cells)

@@ -51,8 +51,8 @@ class World:
     def gather(self, value, patience=math.inf):
         """Return the values of all ranks, in the order of ranks. A value is what JSON holds; tuples become lists.
 
-        Waits for patience seconds, and meanwhile hears Ctrl-C and the end of other ranks, which a collective does not.
-        Raises Verdict if a rank has not come by then. Values are JSON because anyone may write to torchrun's store.
+        Unlike a collective, it hears Ctrl-C and the end of other ranks. Raises Verdict if one has not come within
+        `patience` seconds. Values are JSON because anyone may write to torchrun's store.
         """
         if self.alone:
             return [value]

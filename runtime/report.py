@@ -69,8 +69,7 @@ def chosen_experts(config, tokens):
 def step_bytes(model, cache, filled, drafted=0):
     """Return the bytes that a decode step of this rank reads, of a token and so many drafted ones in each row.
 
-    That is all weights but the embedding table, of experts as many as the tokens choose on average, and of the cache
-    `filled` slots, or a window of them.
+    Of experts as many count as the tokens choose on average; of the cache `filled` slots, or a window of them.
     """
     c, total = model.config, 0
     for name, tensor in model.named_parameters(remove_duplicate=False):
@@ -121,8 +120,8 @@ def result(setup, world, done, texts):
 
 def summary(r):
     """Return the result in a few lines for people."""
-    head = f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}"
-    head += f", batch {r['batch']}, {r['quant'] or r['dtype']}, {r['device']}"
+    head = f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}, batch {r['batch']}"
+    head += f", {r['quant'] or r['dtype']}, {r['device']}"
     head += f", shares {','.join(map(str, r['shares']))}" * (len({*r["shares"]}) > 1)
     head += f", {r['comm']} sums" * (r["comm"] != "auto")
     head += f", prefill in {r['prefill_chunks']} chunks" * (r["prefill_chunks"] > 1)
@@ -134,7 +133,7 @@ def summary(r):
     memory += f", {r['bytes_s'] / 1e9:.1f} GB/s" if r["bytes_s"] else ""
     lines = [head, times, f"{memory}, peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"]
     if r["draft"]:
-        tried = sum(r["accepted"])  # how often a row had proposals
+        tried = sum(r["accepted"])
         mean = sum(n * times for n, times in enumerate(r["accepted"])) / max(1, tried)
         line = f"draft {r['draft']}@{r['speculate']}: {r['passes']} passes"
         lines.append(f"{line}; {tried} times a row had proposals, {mean:.2f} of them accepted on average")
