@@ -118,7 +118,10 @@ def score_text(args, world, model, reference_config, documents, n_bytes, plan):
     }  # fmt: skip
     if not args.sensitivity:
         return result, f"{nats:.4f} nats per token" + (f", {bits:.4f} bits per byte" if n_bytes else "") + words
-    loss = lambda rewired: checked(total_nats(rewired, documents, *plan) / n, args.checkpoint, rewired)
+
+    def loss(model):
+        return checked(total_nats(model, documents, *plan) / n, args.checkpoint, model)
+
     sensitivity = load_extra("research", "--sensitivity").sensitivity
     layers, words = sensitivity.table(model, nats, loss, args.wiring or "ladder", show)
     return result | layers, words
