@@ -23,7 +23,7 @@ CONFIGS = {
     "int4": (dataclasses.replace(SMALL, n_heads=24, n_kv_heads=4, quant="int4", group_size=64), torch.bfloat16),
     "farskip": (
         dataclasses.replace(
-            SMALL, n_experts=3, experts_per_token=2, expert_size=32, shared_expert_size=64, wiring="farskip"
+            SMALL, n_experts=3, experts_per_token=2, expert_size=64, shared_expert_size=64, wiring="farskip"
         ),
         torch.bfloat16,
     ),
@@ -48,7 +48,7 @@ def test_a_step_reads_the_experts_that_its_tokens_choose():
     one, three, drafted = (
         report.step_bytes(model, model.new_cache(rows, 8), 0, n) for rows, n in [(1, 0), (3, 0), (1, 2)]
     )
-    more = config.n_layers * 3 * 3 * 192 * 32 * 2 * ((1 - 1 / 27) - 2 / 3)
+    more = config.n_layers * 3 * 3 * 192 * 64 * 2 * ((1 - 1 / 27) - 2 / 3)
     assert three == drafted == pytest.approx(one + more)
 
 
