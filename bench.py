@@ -162,7 +162,6 @@ def add_flags(p):
     p.add_argument("--wiring", nargs="+", metavar="NAME", help="as --wiring of generate.py")
     p.add_argument("--prompt-length", type=count, metavar="N", help="random tokens of each row")
     cli.add_rank_flags(p)
-    cli.add_comm_flag(p)
 
 
 def parse(argv):

@@ -29,8 +29,6 @@ def open_source(source, revision=None):
         path = download(source, revision)
     if not os.path.isdir(path):
         raise InputError(f"{source} is no folder, no file and no hub id such as meta-llama/Llama-3.2-1B")
-    if not os.path.isfile(path / "config.json"):
-        raise InputError(f"{path} has no config.json: it is no Hugging Face folder, or only half downloaded")
     config = config_from_hf(path / "config.json")
     pickled = any(path.glob("pytorch_model.bin*")) and not any(path.glob("model.safetensors*"))
     weights = load_extra("sources", "pytorch_model.bin").PickledWeights(path) if pickled else checkpoint.Weights(path)

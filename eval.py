@@ -36,7 +36,6 @@ def parse(argv):
     p.add_argument("--batch", type=count, metavar="B", help="rows at a time, e.g. 4; default: 256 MB of logits")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's own")
     cli.add_rank_flags(p, sharded=True)
-    cli.add_comm_flag(p)
     cli.add_json_flag(p, "the line")
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--text", metavar="FILE", help="UTF-8 text to score, e.g. valid.txt")

@@ -201,7 +201,6 @@ def add_flags(p):
     words = 'torch.compile the decode step, with "all" the prefill too; needs a C++ compiler'
     g.add_argument("--compile", nargs="?", const="decode", choices=("decode", "all"), help=words)
     cli.add_rank_flags(g, sharded=True)
-    cli.add_comm_flag(g)
     cli.add_wiring_flags(p)
     cli.add_prompt_flags(p)
     g = p.add_argument_group("generation")

@@ -90,19 +90,16 @@ def read_config(args):
     return args.model.partition(":")[0], named_size(args.model)
 
 
-def add_rank_flags(parser, sharded=False):
-    """Add the flags that launch.join takes. sharded: the ranks share a model out."""
+def add_rank_flags(parser, sharded=False, comm=True):
+    """Add the flags that launch.join takes. sharded: the ranks share a model out. comm: its sums have several ways."""
     if sharded:
         words, numbers = "what each rank gets of the heads, MLP and vocabulary, in proportion: e.g. 3,1", "N,N,..."
         parser.add_argument("--shares", type=lambda text: (*map(count, text.split(",")),), metavar=numbers, help=words)
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda if each rank finds a GPU, else cpu")
-
-
-def add_comm_flag(parser):
-    """Add the flag that launch.join takes besides those of add_rank_flags."""
-    known = "\n".join(f"{name}: {collective.about}" for name, collective in COLLECTIVES.items())
-    words = f"how ranks sum\n{known}\nothers: extras/collectives/README.md"
-    parser.add_argument("--comm", default="auto", metavar="NAME", help=words)
+    if comm:
+        known = "\n".join(f"{name}: {collective.about}" for name, collective in COLLECTIVES.items())
+        words = f"how ranks sum\n{known}\nothers: extras/collectives/README.md"
+        parser.add_argument("--comm", default="auto", metavar="NAME", help=words)
 
 
 def add_json_flag(parser, what="the results as one line of JSON"):

@@ -29,17 +29,12 @@ def _kilobytes(path, name):
     return 1024 * int(info.read_text().partition(name)[2].split()[0]) if info.is_file() else None
 
 
-def weight_bytes(config, dtype, rank=0, shares=1):
-    """Return the bytes of a rank's weights. Raises InputError as shard_plan does."""
-    slices = shard_slices(build(config), dtype, rank, shares).values()
-    return sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices)
-
-
-def cache_bytes(config, dtype, rows, slots, rank=0, shares=1):
-    """Return the bytes of a rank's KV cache: the rows of wqkv that are no queries, for each slot."""
-    plan = shard_plan(config, rank, shares)
+def rank_bytes(config, dtype, rows, slots, rank=0, shares=1):
+    """Return the bytes of a rank's weights, and those of its KV cache. Raises InputError as shard_plan does."""
+    plan, slices = shard_plan(config, rank, shares), shard_slices(build(config), dtype, rank, shares)
+    weights = sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices.values())
     heads, queries = (sum(stop - start for start, stop in plan[name][1]) for name in ("wqkv", "wo"))
-    return config.n_layers * rows * slots * (heads - queries) * dtype.itemsize
+    return weights, config.n_layers * rows * slots * (heads - queries) * dtype.itemsize
 
 
 def warn_of_memory(world, rows, slots, *models):
@@ -49,9 +44,7 @@ def warn_of_memory(world, rows, slots, *models):
     """
     if world.rank > 0 and len(set(world.shares)) == 1:
         return
-    needed = 0
-    for config, dtype, *place in models:
-        needed += weight_bytes(config, dtype, *place) + cache_bytes(config, dtype, rows, slots, *place)
+    needed = sum(sum(rank_bytes(config, dtype, rows, slots, *place)) for config, dtype, *place in models)
     # the CPU ranks of a machine share its memory
     sharers = 1 if world.alone or world.device.type != "cpu" else int(os.environ.get("LOCAL_WORLD_SIZE", world.tp_size))
     here = world.shares[world.rank // sharers * sharers :][:sharers]

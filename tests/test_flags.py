@@ -92,7 +92,7 @@ SCRIPTS = {
         "{}",
         {
             "": "the following arguments are required: --out",
-            "--out {}/out": "has no config.json: it is no Hugging Face folder",
+            "--out {}/out": "config.json: No such file or directory",
             "--out {}/out --tokenizer /nowhere": "--tokenizer /nowhere: no such file",
             "--out {}/out --shard-gb 0": "--shard-gb: '0' is not a number above 0",
         },

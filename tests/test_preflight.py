@@ -10,7 +10,7 @@ import eval
 import generate
 from formats import sizes
 from runtime import launch, report
-from runtime.report import cache_bytes, weight_bytes
+from runtime.report import rank_bytes
 from tp import load_shard
 
 CPU = torch.device("cpu")
@@ -37,9 +37,9 @@ def test_weights_and_cache_are_what_a_rank_will_hold(name):
     for rank, shares in (0, 1), (1, 2), (2, 4), (5, 7), (1, (3, 1)):
         model = load_shard(config, sizes.RandomWeights(config, CPU), dtype, CPU, rank, shares)
         weights = {n: p for n, p in model.named_parameters() if not (config.tie_embeddings and n.startswith("output."))}
-        assert weight_bytes(config, dtype, rank, shares) == sum(p.nbytes for p in weights.values())
-        cache = generate.make_cache(model, 3, 25)
-        assert cache_bytes(config, dtype, 3, 25, rank, shares) == sum(t.nbytes for layer in cache for t in layer)
+        cache = [tensor for layer in generate.make_cache(model, 3, 25) for tensor in layer]
+        sums = [sum(tensor.nbytes for tensor in tensors) for tensors in (weights.values(), cache)]
+        assert [*rank_bytes(config, dtype, 3, 25, rank, shares)] == sums
 
 
 def test_a_step_reads_the_experts_that_its_tokens_choose():
@@ -67,7 +67,7 @@ def warning(monkeypatch, capsys):
 
 
 def needed(rank, shares):
-    return weight_bytes(SMALL, torch.float32, rank, shares) + cache_bytes(SMALL, torch.float32, 2, 16, rank, shares)
+    return sum(rank_bytes(SMALL, torch.float32, 2, 16, rank, shares))
 
 
 def test_a_run_that_does_not_fit_is_said_in_a_line_of_rank_0(warning):

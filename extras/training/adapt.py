@@ -246,7 +246,7 @@ def parse(argv):
     g.add_argument("--micro-batch", type=count, metavar="N", help="windows at once on a rank (default: all its share)")
     g.add_argument("--recompute", action="store_true", help="the backward pass computes layers again: less memory")
     g.add_argument("--compile", action="store_true", help="torch.compile attentions, MLPs and losses")
-    cli.add_rank_flags(g)
+    cli.add_rank_flags(g, comm=False)
     args = p.parse_args(argv)
     args.micro_batch = args.micro_batch or args.batch
     return args
