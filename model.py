@@ -108,33 +108,24 @@ def residual_stream(x, sublayers, comm, config):
 
 
 def delayed_stream(x, sublayers, comm, config):
-    """Run a ladder whose sublayers also read the local partials of the sums that are still in flight."""
-    partials = []
+    """Run a ladder whose sublayers also read what this rank has at once of the sums that are still in flight.
 
-    def with_partials(h, stale, x):
-        del partials[: max(0, len(partials) - stale)]
-        partials.append(h(functools.reduce(operator.add, partials, x)))
-        return partials[-1]
-
-    delayed = [(functools.partial(with_partials, h, stale), stale) for h, stale in sublayers]
-    return residual_stream(x, delayed, comm, config)
-
-
-def farskip_stream(x, sublayers, comm, config):
-    """Run a ladder whose sublayers also read the shared expert's output of a sum in flight: each rank has all of it.
-
-    A sublayer returns (partial, shared expert's output or None). From arXiv 2511.11505.
+    In delayed that is its own partials, in farskip the shared experts' outputs, which every rank computes whole.
     """
-    shared = []  # of the sublayers in flight
+    at_once = []  # of the sublayers whose sums are in flight
 
-    def with_shared(h, stale, x):
-        del shared[: max(0, len(shared) - stale)]
-        partial, output = h(functools.reduce(operator.add, filter(torch.is_tensor, shared), x))
-        shared.append(output)
-        return partial if output is None else partial + output / comm.lanes  # which the sum has once
+    def with_others(h, stale, x):
+        del at_once[: max(0, len(at_once) - stale)]
+        partial = h(functools.reduce(operator.add, at_once, x))
+        if isinstance(partial, tuple):
+            partial, shared = partial
+            at_once.append(shared)
+            return partial + shared / comm.lanes  # the all-reduce adds up `lanes` of them
+        at_once.append(partial)
+        return partial
 
-    late = [(functools.partial(with_shared, h, stale), stale) for h, stale in sublayers]
-    return residual_stream(x, late, comm, config)
+    delayed = [(functools.partial(with_others, h, stale), stale) for h, stale in sublayers]
+    return residual_stream(x, delayed, comm, config)
 
 
 def desynced_stream(x, sublayers, comm, config):
@@ -160,13 +151,13 @@ def attention_then_mlp(block, metadata, cache):
 
 
 def attention_then_experts(block, metadata, cache):
-    """Keep the shared expert's output, if there is one, apart from the partial of the experts that are routed to."""
+    """Let each sublayer return (its partial, the shared expert's output or 0)."""
+    attention, mlp = attention_then_mlp(block, metadata, cache)
 
-    def mlp(x):
-        x, mlp = block.ffn_norm(x), block.feed_forward
-        return (mlp.routed(x), mlp.shared(x)) if isinstance(mlp, MoE) else (mlp(x), None)
+    def experts(x):
+        return block.feed_forward(block.ffn_norm(x), apart=True) if isinstance(block.feed_forward, MoE) else (mlp(x), 0)
 
-    return [lambda x: (block.attention(block.attention_norm(x), metadata, cache), None), mlp]
+    return [lambda x: (attention(x), 0), experts]
 
 
 def attention_plus_mlp(block, metadata, cache):
@@ -218,7 +209,7 @@ WIRINGS = {
     "spd-ladder": Wiring("spd, one block late", attention_into_mlp, stale=1, laned=True),
     "delayed": Wiring("a ladder that misses only other ranks' partials", stream=delayed_stream, stale=1, laned=True),
     "farskip": Wiring(
-        "a ladder that misses no shared expert (of a mixture)", attention_then_experts, stream=farskip_stream, stale=1,
+        "a ladder that misses no shared expert (of a mixture)", attention_then_experts, stream=delayed_stream, stale=1,
         parameter=None,
     ),
     "desync": Wiring("only every N-th all-reduce (2)", stream=desynced_stream, parameter="period", laned=True),
@@ -308,21 +299,20 @@ class Config:
             self.named_wiring.model.check(self)
 
     def _check_experts(self):
-        others = "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers"
+        needs_experts = "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers"
+        given = [name for name in needs_experts if getattr(self, name)]
+        if not self.n_experts and given:
+            raise InputError(f"{given[0]} is for a mixture of experts, which has n_experts")
         if not self.n_experts:
-            if given := [name for name in others if getattr(self, name)]:
-                raise InputError(f"{given[0]} is for a mixture of experts, which has n_experts")
             return
         if not {*self.dense_layers} <= {*range(self.n_layers)}:
             raise InputError(f"dense_layers takes layers from 0 to {self.n_layers - 1}, not {self.dense_layers}")
-        if self.shared_expert_gate and not self.shared_expert_size:
-            raise InputError("shared_expert_gate needs a shared_expert_size")
+        if self.shared_expert_gate and not self.shared_expert_size or not self.expert_size:
+            raise InputError("n_experts needs an expert_size, and shared_expert_gate a shared_expert_size")
         if self.mlp_bias:
             raise InputError("mlp_bias is not for a mixture of experts: experts have no biases")
         if not 1 <= (self.experts_per_token or 0) <= self.n_experts:
             raise InputError(f"experts_per_token is {self.experts_per_token} but must be from 1 to {self.n_experts}")
-        if not self.expert_size:
-            raise InputError("a model with n_experts needs an expert_size")
         if self.named_wiring.laned and self.wiring != "upper-bound" or self.named_wiring.model:
             why = "ranks with streams of their own would choose different experts"
             raise InputError(f"wiring {self.wiring} is not for mixtures of experts: {why}")
@@ -361,7 +351,7 @@ class Config:
         """{prefix of their matrices' names: neurons} of the MLPs that ranks share out."""
         dense = self.intermediate_size if self.dense_layers or not self.n_experts else 0
         sizes = {"": dense, "experts.": self.expert_size, "shared_expert.": self.shared_expert_size}
-        if self.named_wiring.stream is farskip_stream:
+        if self.named_wiring.split is attention_then_experts:
             del sizes["shared_expert."]  # each rank has it whole
         return {prefix: neurons for prefix, neurons in sizes.items() if neurons}
 
@@ -489,32 +479,6 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class ExpertMatrices(nn.Module):
-    """A matrix for each of E experts: weight (E, out_features, in_features)."""
-
-    def __init__(self, in_features, out_features, n_experts):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_experts, out_features, in_features))
-
-    in_features = property(lambda self: self.weight.shape[2])
-
-
-class Experts(nn.Module):
-    """The MLPs of E experts."""
-
-    def __init__(self, dim, neurons, n_experts):
-        from kernels import experts  # noqa: F401, defines the operator; only a mixture needs it
-
-        super().__init__()
-        self.w1 = ExpertMatrices(dim, neurons, n_experts)
-        self.w3 = ExpertMatrices(dim, neurons, n_experts)
-        self.w2 = ExpertMatrices(neurons, dim, n_experts)
-
-    def forward(self, x, chosen):
-        """Return (T, k, D): what each expert that tokens x (T, D) have chosen (T, k) makes of them."""
-        return torch.ops.ladder.experts(x, chosen, *(list(w.parameters()) for w in (self.w1, self.w3, self.w2)))
-
-
 class MoE(nn.Module):
     """A mixture of experts: each token takes k of E MLPs, which a router chooses, and a shared one if there is one.
 
@@ -523,36 +487,30 @@ class MoE(nn.Module):
     """
 
     def __init__(self, config):
+        from kernels.experts import Experts  # which only a mixture needs
+
         super().__init__()
         dim, E = config.dim, config.n_experts
         self.k, self.renormalize = config.experts_per_token, config.renormalize_experts
         self.router = nn.Linear(dim, E, bias=False)
         self.experts = Experts(dim, config.expert_size, E)
-        if config.shared_expert_size:
-            self.shared_expert = FeedForward(dim, config.shared_expert_size)
-        if config.shared_expert_gate:
-            self.shared_gate = nn.Linear(dim, 1, bias=False)
+        self.shared_expert = FeedForward(dim, config.shared_expert_size) if config.shared_expert_size else None
+        self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_expert_gate else None
 
-    def forward(self, x):
-        """Return this rank's partial (B, S, D) of x (B, S, D)."""
-        shared = self.shared(x)
-        return self.routed(x) if shared is None else self.routed(x) + shared
-
-    def shared(self, x):
-        """Return the output of the shared expert for x, or None without one."""
-        if not hasattr(self, "shared_expert"):
-            return None
-        y = self.shared_expert(x)
-        return self.shared_gate(x).sigmoid() * y if hasattr(self, "shared_gate") else y
-
-    def routed(self, x):
-        """Return the partial of the experts that the router chooses for each token of x."""
+    def forward(self, x, apart=False):
+        """Return the partial (B, S, D) of x (B, S, D); if apart, those of the chosen experts and of the shared one."""
         tokens = x.flatten(0, -2)
         weights, chosen = self.router(tokens).float().softmax(-1).topk(self.k)  # (B * S, k)
         if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
         y = self.experts(tokens, chosen)  # (B * S, k, D)
-        return (y * weights[..., None].type_as(y)).sum(1).view_as(x)
+        y = (y * weights[..., None].type_as(y)).unflatten(0, x.shape[:-1]).sum(-2)
+        if self.shared_expert is None:
+            return y
+        shared = self.shared_expert(x)
+        if self.shared_gate is not None:
+            shared = self.shared_gate(x).sigmoid() * shared
+        return (y, shared) if apart else y + shared
 
 
 class Block(nn.Module):

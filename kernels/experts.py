@@ -1,9 +1,10 @@
-"""The MLPs of the experts that tokens choose, as an operator that the compiler does not look into.
+"""The MLPs of experts, and those that tokens choose as an operator that the compiler does not look into.
 
 Shape letters: T tokens, k experts of each, E experts, D dim, I neurons of an expert.
 """
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
 from kernels.int_linear import dequantize
@@ -51,3 +52,27 @@ def experts_on_a_gpu(x, chosen, w1, w3, w2):
 
 torch.library.impl("ladder::experts", "default", experts)
 torch.library.impl("ladder::experts", "CUDA", experts_on_a_gpu)
+
+
+class ExpertMatrices(nn.Module):
+    """A matrix for each of E experts: weight (E, out_features, in_features)."""
+
+    def __init__(self, in_features, out_features, n_experts):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_experts, out_features, in_features))
+
+    in_features = property(lambda self: self.weight.shape[2])
+
+
+class Experts(nn.Module):
+    """The MLPs of E experts."""
+
+    def __init__(self, dim, neurons, n_experts):
+        super().__init__()
+        self.w1 = ExpertMatrices(dim, neurons, n_experts)
+        self.w3 = ExpertMatrices(dim, neurons, n_experts)
+        self.w2 = ExpertMatrices(neurons, dim, n_experts)
+
+    def forward(self, x, chosen):
+        """Return (T, k, D): what each expert that tokens x (T, D) have chosen (T, k) makes of them."""
+        return torch.ops.ladder.experts(x, chosen, *(list(w.parameters()) for w in (self.w1, self.w3, self.w2)))

@@ -14,10 +14,10 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from decoding.sampling import Sampler, pad
 from kernels import cxx, few_rows
-from kernels.experts import floats
+from kernels.experts import Experts, floats
 from kernels.few_rows import FEW_INT, FewRowsIntLinear
 from kernels.int_linear import recast, swap
-from model import Attention, Experts, FeedForward
+from model import Attention, FeedForward
 from runtime import watch
 from runtime.errors import InputError
 from runtime.report import PASS_TOKENS
@@ -204,10 +204,3 @@ def warm_up(runner, prompts, max_new_tokens, bucket, draft=None):
             for proposals in draft.counts if draft else ():
                 draft.warm_up(runner, texts, proposals)
     return time.perf_counter() - start
-
-
-def without_guards(device):
-    """Return a context for after a warm-up of the same shapes: else guards take 0.5 ms a step of 16 layers."""
-    if device.type == "cpu":
-        return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
-    return contextlib.nullcontext()

@@ -189,14 +189,14 @@ class Reference:
 
     def stream(self, x0):
         """The final residual stream, of each rank."""
-        if self.wiring()[0].stream is model.farskip_stream and self.c.shared_expert_size:
-            return [self.farskip(x0)]
         (wiring, _, n, _), sublayers = self.wiring(), self.sublayers()
-        if wiring.stream in (model.residual_stream, model.delayed_stream, model.farskip_stream):
+        if wiring is WIRINGS["farskip"] and self.c.shared_expert_size:
+            return [self.farskip(x0)]
+        if wiring.stream in (model.residual_stream, model.delayed_stream):
             x, partials, seen = [x0], [], 0  # x[i]: with the sums of the first i sublayers; seen: how many of them
             for i, (h, stale) in enumerate(sublayers):
                 seen = max(seen, i - stale)
-                missed = partials[seen:] if wiring.stream is model.delayed_stream else []
+                missed = partials[seen:] if wiring is WIRINGS["delayed"] else []
                 own = [sum((p[r] for p in missed), start=np.zeros_like(x0)) for r in range(len(self.shards))]
                 partials.append([h(x[seen] + y, shard) for y, shard in zip(own, self.shards, strict=True)])
                 x.append(x[-1] + sum(partials[-1]))

@@ -283,7 +283,7 @@ def every_expert(moe):
         w1, w3, w2 = moe.experts.w1.weight, moe.experts.w3.weight, moe.experts.w2.weight
         hidden = F.silu(torch.einsum("bsd,eid->bsei", x, w1)) * torch.einsum("bsd,eid->bsei", x, w3)
         y = torch.einsum("bsei,edi,bse->bsd", hidden, w2, weights)
-        return y if moe.shared(x) is None else y + moe.shared(x)
+        return y if moe.shared_expert is None else y + moe(x, apart=True)[1]
 
     return forward
 
@@ -374,7 +374,7 @@ def test_bad_experts_are_one_line(changes, tensors, words, tmp_path):
         ({"n_experts": None}, "experts_per_token is for a mixture"),
         ({"expert_size": None}, "needs an expert_size"),
         ({"dense_layers": (3,)}, "dense_layers takes layers from 0 to 2"),
-        ({"shared_expert_gate": True}, "needs a shared_expert_size"),
+        ({"shared_expert_gate": True}, "shared_expert_gate a shared_expert_size"),
         ({"mlp_bias": True}, "mlp_bias is not for a mixture"),
         ({"quant": "int4", "group_size": 32, "dim": 64, "expert_size": 32, "kept": ("wo",)}, "the 100 columns of w2"),
     ],

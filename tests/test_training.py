@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import multiprocessing
 import os
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
@@ -140,6 +142,9 @@ def test_the_loss_is_the_naive_one(monkeypatch):
     assert nats.item() == pytest.approx(cross, rel=1e-5) and plain.item() == pytest.approx(cross, rel=1e-5)
 
 
+NO_FILES = ["--checkpoint", "x", "--text", "x", "--valid", "x", "--out", "x", "--compute-dtype", "float32"]
+
+
 class ReadableWeights(StateWeights):
     def read(self, name):
         return self.state[name]
@@ -147,8 +152,7 @@ class ReadableWeights(StateWeights):
 
 def run_each(world, configs):
     """Returns the normed stream that each config's model computes in training."""
-    args, xs = adapt.parse(["--checkpoint", "x", "--text", "x", "--valid", "x", "--out", "x"]), []
-    args.compute_dtype = "float32"
+    args, xs = adapt.parse(NO_FILES), []
     for config in configs:
         model = adapt.build(config, ReadableWeights(random_model(config).state_dict()), world, args)
         with torch.no_grad():
@@ -160,7 +164,9 @@ def run_each(world, configs):
 BIASED = {"qkv_bias": True, "wo_bias": True, "mlp_bias": True}  # of lanes one adds those of wo and w2
 LANED = ["spd/4", "spd-ladder:0,2/3", "delayed-3/2", "desync:4/4", "ladder-2"]  # and more lanes than KV heads
 CONFIGS = [{"wiring": wiring, "qk_norm": True, **BIASED} for wiring in LANED]
-OTHERS = [{"wiring": "ladder", "tie_embeddings": True}, {"wiring": "pair"}]
+EXPERTS = {"n_experts": 5, "experts_per_token": 2, "expert_size": 36, "dense_layers": (1,)}
+SHARED = {**EXPERTS, "shared_expert_size": 28, "shared_expert_gate": True}
+OTHERS = [{"wiring": "ladder", "tie_embeddings": True}, {"wiring": "pair", **EXPERTS}, {"wiring": "farskip", **SHARED}]
 
 
 @pytest.mark.parametrize("tp_size, changes", [(2, CONFIGS), (3, OTHERS), (4, OTHERS)])
@@ -175,6 +181,14 @@ def test_ranks_compute_in_training_what_the_model_does_afterwards(tp_size, chang
             with torch.no_grad():
                 expected = net(torch.arange(12).view(2, 6))[..., : BASE.dim]
             assert (x - expected).abs().max() < 1e-5, config
+
+
+def test_recompute_keeps_only_the_inputs_of_attentions_and_mlps(fake_world):
+    args, kept = adapt.parse([*NO_FILES, "--recompute"]), set()
+    model = adapt.build(dataclasses.replace(BASE, **SHARED), None, fake_world(0, 1), args)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.add(tensor.shape[-1]), lambda _: None):
+        model(data.Batch(torch.arange(12).view(2, 6), None, None, torch.arange(6).expand(2, 6), None))
+    assert BASE.dim in kept and not {5, 36, 28, 100, 96, 80} & kept  # experts, neurons, heads with their keys
 
 
 # Runs
@@ -198,6 +212,16 @@ def retrain(fresh):
     fresh.remove("--fresh")
     how = "--steps 6 --eval-every 3 --lr 1e-3 --wiring ladder:1,2"
     return [*fresh, *how.split()]
+
+
+@pytest.fixture
+def mixture(retrain, tiny, tmp_path):
+    """The flags of a retraining of a mixture with a shared expert."""
+    config = dataclasses.replace(checkpoint.read_config(tiny), **SHARED)
+    (tmp_path / "mixture").mkdir()
+    write_model(tmp_path / "mixture", config, random_model(config).state_dict(), torch.float32)
+    writing.copy_tokenizer(tiny, tmp_path / "mixture")
+    return [*retrain, "--checkpoint", str(tmp_path / "mixture"), "--wiring", "farskip"]
 
 
 def losses_of(out):
@@ -229,14 +253,17 @@ def test_a_ladder_is_trained_and_the_weights_of_the_lowest_loss_are_written(fres
     written = checkpoint.Weights(out)
     assert all(torch.equal(written.read(name), weight) for name, weight in weights[1].items())
     assert weights[0]["layers.0.feed_forward.w1.weight"].std().item() == pytest.approx(48**-0.5, rel=0.05)
+    assert sharding.fresh("experts.w1.weight", (4, 101, 48), 0).std().item() == pytest.approx(48**-0.5, rel=0.05)
     assert not weights[0]["layers.0.feed_forward.w2.weight"].any() and (weights[0]["norm.weight"] == 1).all()
 
 
-@pytest.mark.parametrize("how", [["--fresh"], [], ["--plain"]], ids=["fresh", "distilled", "plain"])
-def test_ranks_give_the_losses_of_one(how, retrain, tmp_path):
+@pytest.mark.filterwarnings("error:FSDP2")
+@pytest.mark.parametrize("how", ["fresh", "distilled", "plain", "mixture"])
+def test_ranks_give_the_losses_of_one(how, retrain, mixture, tmp_path):
     """Of eight windows a step, three ranks get three, three and two."""
-    adapt.main([*retrain, *how])
-    run_ranks(3, _train, [*retrain, *how, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "2"])
+    flags = mixture if how == "mixture" else [*retrain, *[f"--{how}"] * (how != "distilled")]
+    adapt.main(flags)
+    run_ranks(3, _train, [*flags, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "2"])
     one, several = (losses_of(tmp_path / name) for name in ("out", "out2"))
     assert len(one) == len(several) == 7
     for a, b in zip(one, several, strict=True):
@@ -254,17 +281,18 @@ def _train(world, argv):
 
 
 @pytest.mark.slow
-def test_compiled_the_losses_are_the_same(retrain, tmp_path):
-    retrain += ["--wiring", "spd:1,2/2"]
-    adapt.main(retrain)
-    adapt.main([*retrain, "--out", str(tmp_path / "out2"), "--compile", "--recompute"])
+@pytest.mark.parametrize("wiring", ["spd:1,2/2", "farskip"])
+def test_compiled_the_losses_are_the_same(wiring, retrain, mixture, tmp_path):
+    flags = [*(mixture if wiring == "farskip" else retrain), "--wiring", wiring]
+    adapt.main(flags)
+    adapt.main([*flags, "--out", str(tmp_path / "out2"), "--compile", "--recompute"])
     one, two = ([line["train"] for line in losses_of(tmp_path / name)[1:]] for name in ("out", "out2"))
     assert one == pytest.approx(two, rel=1e-4)
 
 
-def test_killed_at_any_step_it_resumes_with_the_same_losses(fresh, tmp_path, monkeypatch):
-    fresh += ["--steps", "12", "--eval-every", "3"]
-    adapt.main([*fresh, "--out", str(tmp_path / "whole")])
+def test_killed_at_any_step_it_resumes_with_the_same_losses(mixture, tmp_path, monkeypatch):
+    flags = [*mixture, "--fresh", "--steps", "12", "--eval-every", "3"]
+    adapt.main([*flags, "--out", str(tmp_path / "whole")])
     step, save = adapt.optimizer_step, sharding.save
     for at, where in (2, "step"), (5, "step"), (9, "save"), (9, "save"), (11, "step"):
 
@@ -282,11 +310,11 @@ def test_killed_at_any_step_it_resumes_with_the_same_losses(fresh, tmp_path, mon
         with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
             m.setattr(adapt, "optimizer_step", killed)
             m.setattr(sharding, "save", killed_saving if where == "save" else save)
-            adapt.main(fresh)
+            adapt.main(flags)
     assert sorted(p.name for p in (tmp_path / "out.run").glob("[bs]*-*")) == ["best-9", "state-9"]
-    with pytest.raises(InputError, match="holds a run with --lr 0.003, not 0.0001"):
-        adapt.main([*fresh, "--lr", "1e-4"])
-    adapt.main(fresh)
+    with pytest.raises(InputError, match="holds a run with --lr 0.001, not 0.0001"):
+        adapt.main([*flags, "--lr", "1e-4"])
+    adapt.main(flags)
     assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
     out, whole = (tmp_path / name / "model.safetensors" for name in ("out", "whole"))
     assert out.read_bytes() == whole.read_bytes()
@@ -295,8 +323,13 @@ def test_killed_at_any_step_it_resumes_with_the_same_losses(fresh, tmp_path, mon
 @pytest.mark.slow
 def test_killed_before_any_change_it_resumes_and_its_output_is_complete_or_absent(fresh, tmp_path):
     how = "--batch 2 --steps 2 --eval-every 1 --valid-tokens 64 --out"
-    (tmp_path / "kills").mkdir()
-    check_kills(lambda out: adapt.main([*fresh, *how.split(), str(out)]), tmp_path / "kills", step=17)
+    (tmp_path / "kills").mkdir()  # in a new process: one that has run a backward pass cannot fork
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        pool.submit(_check_kills, [*fresh, *how.split()], tmp_path / "kills").result()
+
+
+def _check_kills(flags, folder):
+    check_kills(lambda out: adapt.main([*flags, str(out)]), folder, step=17)
 
 
 def test_a_loss_that_is_not_finite_ends_it_and_the_best_weights_stay(fresh, tmp_path, monkeypatch):

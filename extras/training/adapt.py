@@ -21,8 +21,9 @@ from tqdm import tqdm
 from evaluation.score import SEPARATOR
 from extras.training import lanes, runs, sharding
 from formats import checkpoint
-from kernels import experts
-from model import Attention, Experts, FeedForward, Transformer, interleave
+from kernels.experts import Experts, experts
+from kernels.int_linear import recast
+from model import Attention, Transformer, interleave
 from runtime import cli, launch, watch, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
@@ -45,6 +46,7 @@ def token_losses(head, x, targets, teacher_head=None, teacher_x=None):
 class ProductAttention(Attention):
     """An Attention of plain matrix products: on CPUs a step in bfloat16 takes half as long as with PyTorch's kernel."""
 
+    @torch.compiler.disable  # Inductor's softmax is slower
     def attend(self, q, k, v, metadata):
         bias = torch.zeros_like(metadata.mask, dtype=q.dtype).masked_fill(~metadata.mask, -math.inf)[:, None, None]
         scores = (q.flatten(2, 3) * self.head_dim**-0.5 @ k.mT).unflatten(2, (q.shape[2], -1)) + bias
@@ -54,8 +56,9 @@ class ProductAttention(Attention):
 class DifferentiableExperts(Experts):
     """Experts with a gradient, which the operator of the core has not. Those that no token chose get zeros."""
 
+    @torch.compiler.disable  # which experts compute depends on data
     def forward(self, x, chosen):
-        return experts.experts(x, chosen, *([w.weight.unbind()] for w in (self.w1, self.w3, self.w2)))
+        return experts(x, chosen, *([w.weight.unbind()] for w in (self.w1, self.w3, self.w2)))
 
 
 class Trainee(Transformer):
@@ -86,11 +89,9 @@ def build(config, weights, world, args, is_teacher=False):
         model.output.weight = model.tok_embeddings.weight
     for module in model.modules():
         if type(module) is Attention and dtype == torch.bfloat16 and world.device.type == "cpu":
-            module.__class__ = ProductAttention
-            if args.compile:  # Inductor's softmax is slower
-                module.attend = torch.compiler.disable(module.attend)
+            recast(module, ProductAttention)
         if type(module) is Experts:
-            module.__class__ = DifferentiableExperts
+            recast(module, DifferentiableExperts)
     if config.lanes:
         model.lanes = lanes.split(model)
     if is_teacher:
@@ -101,10 +102,10 @@ def build(config, weights, world, args, is_teacher=False):
         return functools.partial(recomputed, function, use_reentrant=False) if args.recompute else function
 
     model.token_losses = wrapped(token_losses)
-    for module in model.modules():
-        if isinstance(module, (Attention, FeedForward)):
-            module.forward = wrapped(module.forward)
-    sharding.shard(model, world, dtype)
+    sublayers = [module for block in model.layers for module in (block.attention, block.feed_forward)]
+    for module in sublayers:
+        module.forward = wrapped(module.forward)
+    sharding.shard(model, sublayers, world, dtype)
     sharding.fill(model, weights, args.seed)
     return model
 

@@ -1,7 +1,7 @@
 """Training on several devices: FSDP2 shards the weights, which are saved and loaded as shards.
 
-FSDP2 cuts every parameter along its first dimension, one chunk per rank, and gathers it for use. Each attention and
-each MLP is gathered at once, and so is the rest (embedding, norms, head).
+FSDP2 cuts every parameter along its first dimension, one chunk per rank. Calling a module's forward gathers those of an
+attention or an MLP at once, and so the rest (embedding, norms, head).
 """
 
 import shutil
@@ -20,11 +20,11 @@ from runtime import watch, writing
 from runtime.errors import InputError
 
 
-def shard(model, world, dtype):
-    """Shard a model from the device "meta" in place; it computes in dtype, with uninitialized parameters."""
+def shard(model, sublayers, world, dtype):
+    """Shard a model from the device "meta" in place: each sublayer, then the rest. It computes in dtype."""
     mesh = DeviceMesh.from_group(world.dist_group or dist.group.WORLD, world.device.type)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module in [part for block in model.layers for part in (block.attention, block.feed_forward)] + [model]:
+    for module in (*sublayers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     model.to_empty(device=world.device)
     if model.config.tie_embeddings:
@@ -53,7 +53,7 @@ def fresh(name, shape, seed):
     """
     if len(shape) == 1 or name.endswith(("wo.weight", "w2.weight")):
         return torch.full(shape, float(len(shape) == 1 and not name.endswith("bias")))
-    return torch.empty(shape).normal_(0, shape[1] ** -0.5, generator=torch.Generator().manual_seed(seed))
+    return torch.empty(shape).normal_(0, shape[-1] ** -0.5, generator=torch.Generator().manual_seed(seed))
 
 
 def summed(values, world):
