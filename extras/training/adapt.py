@@ -46,7 +46,6 @@ def token_losses(head, x, targets, teacher_head=None, teacher_x=None):
 class ProductAttention(Attention):
     """An Attention of plain matrix products: on CPUs a step in bfloat16 takes half as long as with PyTorch's kernel."""
 
-    @torch.compiler.disable  # Inductor's softmax is slower
     def attend(self, q, k, v, metadata):
         bias = torch.zeros_like(metadata.mask, dtype=q.dtype).masked_fill(~metadata.mask, -math.inf)[:, None, None]
         scores = (q.flatten(2, 3) * self.head_dim**-0.5 @ k.mT).unflatten(2, (q.shape[2], -1)) + bias
@@ -56,7 +55,6 @@ class ProductAttention(Attention):
 class DifferentiableExperts(Experts):
     """Experts with a gradient, which the operator of the core has not. Those that no token chose get zeros."""
 
-    @torch.compiler.disable  # which experts compute depends on data
     def forward(self, x, chosen):
         return experts(x, chosen, *([w.weight.unbind()] for w in (self.w1, self.w3, self.w2)))
 
@@ -90,8 +88,12 @@ def build(config, weights, world, args, is_teacher=False):
     for module in model.modules():
         if type(module) is Attention and dtype == torch.bfloat16 and world.device.type == "cpu":
             recast(module, ProductAttention)
+            if args.compile:  # Inductor's softmax is slower
+                module.attend = torch.compiler.disable(module.attend)
         if type(module) is Experts:
             recast(module, DifferentiableExperts)
+            if args.compile:  # which experts compute depends on data
+                module.forward = torch.compiler.disable(module.forward)
     if config.lanes:
         model.lanes = lanes.split(model)
     if is_teacher:
