@@ -50,7 +50,7 @@ def run(command, seconds):
 
 def main(argv=None):
     p = cli.Parser(__doc__)
-    cli.add_rank_flags(p)
+    cli.add_rank_flags(p, comm=False)
     p.add_argument("--seconds", type=number(float, 0), default=540, metavar="S", help="skip what is left after so many")
     p.add_argument("--json", type=cli.appendable, required=True, metavar="FILE", help="append the lines to this file")
     p.add_argument("--traces", default="gpu-traces", metavar="DIR", help="traces of simulated steps")

@@ -250,7 +250,8 @@ def _join(rank, port):
     _worlds[RANKS], before = launch.join("cpu"), gloo.threads()
     for size in range(2, RANKS):
         group = dist.new_group(range(size))
-        _worlds[size] = launch.World(rank, size, torch.device("cpu"), dist_group=group)
+        _worlds[size] = launch.World(rank, size, torch.device("cpu"))
+        _worlds[size].dist_group = group
     gloo.let_preempt(gloo.threads() - before)  # as join() does with those of its group
     for size in range(max(2, rank + 1), RANKS):
         world = _worlds[size]

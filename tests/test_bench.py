@@ -19,7 +19,7 @@ from decoding.sampling import Sampler
 from extras.drafts.named import read_draft
 from formats import checkpoint
 from model import rewired
-from runtime import launch
+from runtime import cli, launch
 from runtime.errors import InputError
 
 WIRINGS = ["standard", "ladder", "parallel-ladder", "spd", "upper-bound"]
@@ -37,7 +37,7 @@ def texts_of_cells(world, words):
     """[(wiring, batch, what the cell generates, what a model that was loaded in this wiring generates)]."""
     torch._dynamo.reset()
     args = bench.parse(words)
-    name, config = bench.read_config(args)
+    name, config = cli.read_config(args)
     cells = bench.make_cells(bench.load_models(config, args.wiring, args, world), args, world)
     answers, sample = [], Sampler(0)
     for _ in range(2):  # in turns
@@ -64,7 +64,7 @@ def test_cells_generate_what_a_model_of_their_wiring_generates(ranks, compile, t
 def test_wirings_share_one_set_of_weights(tiny):
     names = ["parallel", "standard", "spd/2"]
     args, world = bench.parse(flags(tiny, "--wiring", *names)), launch.World(0, 1, torch.device("cpu"))
-    models = bench.load_models(bench.read_config(args)[1], names, args, world)
+    models = bench.load_models(cli.read_config(args)[1], names, args, world)
     assert [(name, model.config.wiring) for name, model in models.items()] == [(name, name) for name in names]
     firsts = [getattr(model, "lanes", [model])[0] for model in models.values()]
     pointers = [model.layers[0].attention.wo.weight.data_ptr() for model in firsts]

@@ -403,7 +403,8 @@ def test_a_gpu_reads_the_cache_in_buckets_all_of_which_the_warm_up_has_seen(prom
     compiling.warm_up(runner, [[1] * prompt], new, generate.BUCKET)
     warm = {*lengths}
     lengths.clear()
-    generate.generate(runner, [[1] * prompt], new, generate.Sampler(0), pass_tokens=10**6)
+    monkeypatch.setattr(generate, "PASS_TOKENS", 10**6)
+    generate.generate(runner, [[1] * prompt], new, generate.Sampler(0))
     least = generate.BUCKET * -(-(prompt + 1) // generate.BUCKET)
     assert warm >= {*lengths} and max(warm) <= max([*lengths, least])
 
@@ -424,7 +425,7 @@ class Scripted(generate.Runner):
         return self.logits(len(self.seen))[:, None]
 
 
-def test_each_row_stops_at_its_own_end():
+def test_each_row_stops_at_its_own_end(monkeypatch):
     """Row b emits 10 b + 1, 10 b + 2, ... and the end-of-sequence 9 at its own step."""
     ends, steps = [3, 1, 5], []
 
@@ -434,7 +435,8 @@ def test_each_row_stops_at_its_own_end():
 
     runner, sample = Scripted(logits), generate.Sampler(0)
     prompts = [[5, 6, 7], [5], [5, 6]]
-    rows, n, first, rest, *_ = generate.generate(runner, prompts, 10, sample, (9,), steps.append, pass_tokens=5)
+    monkeypatch.setattr(generate, "PASS_TOKENS", 5)
+    rows, n, first, rest, *_ = generate.generate(runner, prompts, 10, sample, (9,), steps.append)
     assert runner.prefilled == [([[5, 6, 7], [5, 0, 0], [5, 6, 0]], [3, 1, 2], 5, 0)]
     assert rows == [[1, 2, 3], [11], [21, 22, 23, 24, 25]]
     assert n == 6 and len(runner.seen) == 5 and first > 0 and rest > 0

@@ -19,7 +19,7 @@ from extras.measure.clock import run_layers, variants
 from formats import checkpoint, sizes
 from formats.checkpoint import dtype_name
 from formats.sizes import SIZES
-from model import rewired
+from model import build, rewired
 from runtime import benchmarking, cli, launch, report
 from runtime.cli import count, number
 from tp import shard_plan, shard_slices
@@ -52,7 +52,7 @@ def decode_work(config, dtype, tp_size, batch, context):
 def rank_work(config, dtype, rank, tp_size, batch, context):
     """Return what decode_work says of one rank; of a config of one layer."""
     plan, n_bytes, flops = shard_plan(config, rank, tp_size), Counter(), Counter()
-    for name, (shape, stored, *_) in shard_slices(config, dtype, rank, tp_size).items():
+    for name, (shape, stored, *_) in shard_slices(build(config), dtype, rank, tp_size).items():
         if "norm" in name or "tok_embeddings" in name:
             continue
         place, size = name.split(".")[2] if name.startswith("layers.") else "rest", math.prod(shape)

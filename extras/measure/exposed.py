@@ -4,7 +4,6 @@ import copy
 import functools
 import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -63,7 +62,7 @@ def make_cases(runner, tokens, lengths, world):
     """Return {"prefill", "decode": the Case of that step} of a runner; the arguments are those of replays()."""
     model, silent, cases, (B, S) = runner.model, copy.copy(runner.model), {}, tokens.shape
     silent.comm = Silent(model.config, world.shares, world.group)
-    silent_steps = replays(type(runner)(silent, runner.cache, *runner.compiles, runner.chunks), tokens, lengths)
+    silent_steps = replays(runner.with_model(silent, runner.cache), tokens, lengths)
     for kind, step in replays(runner, tokens, lengths).items():
         chunks, width = (runner.choose_chunks(B, S), S) if kind == "prefill" else (1, 1)
         partial = torch.zeros(B, -(-width // chunks), model.config.dim, device=model.device, dtype=model.dtype)
@@ -184,5 +183,4 @@ def profile(folder, world, name, step):
     path = Path(folder) / f"rank{world.rank}.json"
     with writing.new_file(path) as unfinished:
         trace.export_chrome_trace(str(unfinished))
-    if world.rank == 0:
-        print(f"trace in {path}", file=sys.stderr)
+    world.say(f"trace in {path}")

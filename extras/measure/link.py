@@ -86,10 +86,10 @@ def parse(text):
     return Link(text, float(latency_us or 0), gbps and float(gbps))
 
 
-def emulate(world, link, simulate_tp=None):
+def emulate(world, link, simulate_tp=None, shares=None):
     """Return a World like this one, whose collectives take as long as over the link.
 
-    simulate_tp: the number of ranks of which this process alone stands for rank 0. Raises InputError.
+    simulate_tp: the number of ranks of which this process alone stands for rank 0; shares: theirs. Raises InputError.
     """
     if simulate_tp is not None and world.tp_size > 1:
         raise InputError("--simulate-tp is one rank alone: start it with python, not with torchrun")
@@ -102,8 +102,8 @@ def emulate(world, link, simulate_tp=None):
         group = LinkedMemory(world.group, link)
     else:
         group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
-    shares = world.shares if len(world.shares) == tp_size else None
-    return launch.World(world.rank, tp_size, world.device, group, simulate_tp is not None, world.dist_group, shares)
+    shares = shares if simulate_tp else world.shares
+    return launch.World(world.rank, tp_size, world.device, group, simulate_tp is not None, shares)
 
 
 class LinkedGroup(Group):

@@ -46,7 +46,6 @@ def all_reduces(world, group, seconds=0.5):
 def main(argv=None):
     p = cli.Parser(__doc__)
     cli.add_rank_flags(p)
-    cli.add_comm_flag(p)
     cli.add_json_flag(p)
     args = p.parse_args(argv)
     world = launch.join(args.device, vars(args))

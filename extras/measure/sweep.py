@@ -12,7 +12,6 @@ all-reduces, one all-reduce alone, and the limit (exposed.py).
 import dataclasses
 import itertools
 import statistics
-import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -53,7 +52,7 @@ def parse(argv):
     if args.show:
         return args
     is_small = args.model == "small" and not args.checkpoint
-    args.name, args.config = ("small", SMALL) if is_small else bench.read_config(args)
+    args.name, args.config = ("small", SMALL) if is_small else cli.read_config(args)
     args.kind, args.chunks = ("decode", [1]) if args.prefill is None else ("prefill", args.prefill or [1])
     if max(args.chunks) > 1 and not args.eager or max(args.chunks) > args.prompt_length:
         raise InputError(f"--prefill is {max(args.chunks)}: chunks need --eager, and a token each of --prompt-length")
@@ -85,9 +84,8 @@ def make_cases(args, world):
 
 def measure(args, world):
     """Return the lines of all cases, which take turns."""
+    world.say(f"{args.kind} of {', '.join(args.wiring)} ...")
     cases = make_cases(args, world)
-    if world.rank == 0:
-        print(f"{args.kind} of {', '.join(args.wiring)} ...", file=sys.stderr)
     reports = exposed.measure(world, cases, args.rounds, args.seconds)
     made, lines = benchmarking.environment(world), []
     for (one, name, batch), case in cases.items():
