@@ -4,13 +4,10 @@
 ./bench.sh --checkpoint demo --tp 1 2 --batch 1 4 --wiring standard ladder  # the same as: python bench.py ...
 torchrun --nnodes=2 --nproc_per_node=8 ... bench.py --model 70b             # on each of several nodes
 
-For each number of ranks, the ranks start once, load the weights once and compile each wiring at each batch size once.
-In every round, each of these cells then generates once, one after another, so that other programs on the machine slow
-all of them alike. A speed-up is the median of the ratios to the standard wiring within each round. On one rank only the
-standard wiring runs, since all wirings cost about the same there.
+In every round, each wiring at each batch size (a cell) generates once, one after another, so that other programs on the
+machine slow all of them alike. On one rank only the standard wiring runs, since all cost about the same there.
 """
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -28,7 +25,6 @@ import torch
 import generate
 from decoding.sampling import Sampler
 from formats import checkpoint
-from formats.sizes import named_size
 from model import rewired
 from runtime import benchmarking, cli, launch, report, watch, writing
 from runtime.benchmarking import in_turns, pivot, quartiles
@@ -38,13 +34,6 @@ from runtime.errors import InputError
 LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and their share of the bandwidth means nothing
 
 # ---- The cells: a wiring at a batch size -----------------------------------------------------------------------------
-
-
-def read_config(args):
-    """Return the name of the model that the flags give, and its Config."""
-    if args.checkpoint:
-        return checkpoint.name(args.checkpoint), checkpoint.read_config(args.checkpoint)
-    return args.model.partition(":")[0], named_size(args.model)
 
 
 def load_models(config, wirings, args, world):
@@ -69,25 +58,20 @@ def make_cells(models, args, world):
         key = model.config.lanes, batch
         caches[key] = caches.get(key) or generate.make_cache(model, batch, args.prompt_length + args.new_tokens)
         cells[wiring, batch] = generate.Runner(model, caches[key], *compiles), prompts
-    if any(compiles):
-        compile_cells(cells, args, world)
-    return cells
-
-
-def compile_cells(cells, args, world):
-    """Compile all cells, and say how long each takes. The CPU ranks of a machine first share the work."""
+    if not any(compiles):
+        return cells
     from runtime import compiling
 
     local, size = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if size > 1 and world.device.type == "cpu" and args.compile == "decode":
-        for cell in [*cells.values()][local::size]:
+        for cell in [*cells.values()][local::size]:  # the ranks of a machine share the work
             compiling.compile_ahead(*cell)
         world.gather(None)  # all are there
     for n, ((wiring, batch), cell) in enumerate(cells.items(), start=1):
         seconds = compiling.warm_up(*cell, args.new_tokens, generate.BUCKET)
-        if world.rank == 0:
-            what = f"compiled {n} of {len(cells)}, {wiring} at batch {batch}"
-            print(f"tp {world.tp_size}: {what}, in {seconds:.1f} s", file=sys.stderr)
+        what = f"compiled {n} of {len(cells)}, {wiring} at batch {batch}"
+        world.say(f"tp {world.tp_size}: {what}, in {seconds:.1f} s")
+    return cells
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------
@@ -96,7 +80,7 @@ def compile_cells(cells, args, world):
 def measure(args, world):
     """Measure all cells on these ranks; return a line of results for each."""
     with world.together():
-        name, config = read_config(args)
+        name, config = cli.read_config(args)
         wirings = list(dict.fromkeys(args.wiring))
         if world.tp_size == 1:
             wirings = ["standard"] if "standard" in wirings else wirings[:1]
@@ -106,14 +90,8 @@ def measure(args, world):
     watch.at("measurement", timed=False)
     ways = {key: functools.partial(generate.generate, *cell, args.new_tokens, sample) for key, cell in cells.items()}
     in_turns(ways, 1)  # to allocate memory
-    if world.rank == 0:
-        print(f"tp {world.tp_size}: {args.repeats} rounds of {', '.join(wirings)} ...", file=sys.stderr)
-    unguarded = contextlib.nullcontext()
-    if args.compile != "none":
-        from runtime import compiling
-
-        unguarded = compiling.without_guards(world.device)
-    with unguarded:
+    world.say(f"tp {world.tp_size}: {args.repeats} rounds of {', '.join(wirings)} ...")
+    with next(iter(cells.values()))[0].unguarded():
         rounds = in_turns(ways, args.repeats)
     made, lines = benchmarking.environment(world), []
     for (wiring, batch), runs in rounds.items():
@@ -144,33 +122,31 @@ def tables(lines):
     """Return two Markdown tables, of decode and prefill: a row for each (ranks, wiring), a column for each batch."""
     bounds = {(line["tp"], line["batch"]): line for line in lines if line["wiring"] == "upper-bound"}
 
-    def cell(line, ms, times_standard):
-        low, middle, high = (f"{value:.2f}" for value in quartiles(line[ms]))
-        text = f"{middle} ({low}-{high}) ms"
-        if line["wiring"] != "standard" and line[times_standard]:
-            low, middle, high = quartiles(line[times_standard])
-            bound = bounds.get((line["tp"], line["batch"]))
-            above = bound is not None and middle > statistics.median(bound[times_standard])
-            text += f", {'~' * (low <= 1 <= high)}{middle:.2f}x{'^' * above}"
-        return text
+    def table(ms, times_standard, rate):
+        def cell(line, _):
+            low, middle, high = quartiles(line[ms])
+            text = f"{middle:.2f} ({low:.2f}-{high:.2f}) ms"
+            if line["wiring"] != "standard" and line[times_standard]:
+                low, middle, high = quartiles(line[times_standard])
+                bound = bounds.get((line["tp"], line["batch"]))
+                above = bound is not None and middle > statistics.median(bound[times_standard])
+                text += f", {'~' * (low <= 1 <= high)}{middle:.2f}x{'^' * above}"
+            return text + rate(line)
 
-    def decode(line, _):
-        text = f"{cell(line, 'tpot_ms', 'times_standard')}, {line['tok_s']:.0f} tok/s"
-        return text + f", {100 * line['mbu']:.0f} %" * (line["step_bytes"] >= LARGE)
-
-    def prefill(line, _):
-        return cell(line, "ttft_ms", "prefill_times_standard")
-
-    def table(text):
         place = lambda x: (str(x["tp"]), x["wiring"]), lambda x: f"batch {x['batch']}"
-        return pivot(["ranks", "wiring"], lines, *place, text)
+        return pivot(["ranks", "wiring"], lines, *place, cell)
+
+    def rate(line):
+        return f", {line['tok_s']:.0f} tok/s" + f", {100 * line['mbu']:.0f} %" * (line["step_bytes"] >= LARGE)
 
     one = lines[0]
+    decode = table("tpot_ms", "times_standard", rate)
+    prefill = table("ttft_ms", "prefill_times_standard", lambda line: "")
     how = "eager" if one["compile"] == "none" else "compiled"
     return (
         f"{one['model']}, {one['n_layers']} layers, {one['quant'] or one['dtype']}, {how}; {one['hardware']}; prompt "
         f"{one['prompt_tokens']}, {one['new_tokens']} new tokens; torch {one['torch']}, commit {one['commit']}\n\n"
-        f"Decode, time per token:\n\n{table(decode)}\n\nPrefill, time to first token:\n\n{table(prefill)}\n\n"
+        f"Decode, time per token:\n\n{decode}\n\nPrefill, time to first token:\n\n{prefill}\n\n"
         f"Medians (quartiles) of {len(one['tpot_ms'])} rounds. x: times as fast as standard, the median ratio within a "
         "round; `~`: its quartiles include 1, `^`: above the upper bound, which is noise; %: of the memory's bandwidth."
     )
@@ -181,15 +157,11 @@ def tables(lines):
 
 def add_flags(p):
     """Add the flags that say which cells to measure; a sweep of extras/measure has them, too."""
-    which = p.add_mutually_exclusive_group()
-    which.add_argument("--checkpoint", metavar="DIR", help="a folder of weights, e.g. demo")
-    which.add_argument("--model", metavar="NAME[:N]", help="random weights of a named size, as generate.py's")
-    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the weights (default: the checkpoint's, or bfloat16)")
+    cli.add_model_flags(p)
     p.add_argument("--batch", type=count, nargs="+", metavar="B", help="batch sizes")
     p.add_argument("--wiring", nargs="+", metavar="NAME", help="as --wiring of generate.py")
     p.add_argument("--prompt-length", type=count, metavar="N", help="random tokens of each row")
     cli.add_rank_flags(p)
-    cli.add_comm_flag(p)
 
 
 def parse(argv):
@@ -207,7 +179,7 @@ def parse(argv):
     p.add_argument("--compile", choices=("decode", "all", "none"), default="decode", help=words)
     p.add_argument("--json", type=cli.appendable, default="bench.jsonl", metavar="FILE", help="append a line per cell")
     args = p.parse_args(argv)
-    _, config = read_config(args)
+    _, config = cli.read_config(args)
     for wiring in args.wiring:
         rewired(config, wiring)  # raises InputError before any rank starts
     if args.prompt_length + args.new_tokens > config.max_seq_len:
@@ -222,12 +194,11 @@ def available_cores():
 
 def start(tp, args, argv):
     """Run this script on so many ranks; returns its exit code."""
-    environment = os.environ | {"BENCH_PART": "1"}  # this process prints one table of all
+    # BENCH_PART: this process prints one table of all. One rank needs no torchrun, only what that would set.
+    environment = os.environ | {"BENCH_PART": "1"} | ({} if tp > 1 else {"RANK": "0", "WORLD_SIZE": "1"})
     if args.device == "cpu" or not torch.cuda.device_count():
         environment["OMP_NUM_THREADS"] = str(max(1, available_cores() // tp))
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={tp}"] if tp > 1 else []
-    if tp == 1:
-        environment |= {"RANK": "0", "WORLD_SIZE": "1"}  # as torchrun would set them
     process = subprocess.Popen([sys.executable, *words, __file__, *argv], env=environment)
     try:
         return process.wait()

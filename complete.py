@@ -28,16 +28,13 @@ def complete(
     model, tokenizer, prompts, max_new_tokens=200, temperature=0.8, top_k=None, top_p=1.0, seed=0, compile=False,
     draft=None, proposals=3,
 ):  # fmt: skip
-    """Return the text that follows each of the prompts, a list of texts. The README has an example.
+    """Return the text that follows each of the prompts, a list of texts, up to its end-of-sequence token.
 
-    A text ends at an end-of-sequence token, after max_new_tokens, or at the end of the model's context.
     draft: None, "ngram", or a smaller model with the same vocabulary; it proposes `proposals` tokens at a time.
     Raises InputError.
     """
     if tokenizer is None:
         raise InputError("tokenizer is None: the checkpoint has none, so there is no text to complete")
-    if proposals < 1:
-        raise InputError(f"proposals is {proposals} but must be a whole number, at least 1")
     if isinstance(prompts, str) or not prompts or not all(prompts):
         raise InputError("prompts is one text, empty, or has an empty text: give a list of texts")
     device = launch.choose_device(str(model.device))  # selects it, if it is a GPU
@@ -47,11 +44,8 @@ def complete(
     if compile:  # whole buckets, so that calls of about the same length share a compiled graph
         slots = -(-slots // BUCKET) * BUCKET
 
-    def new_runner(model, cache=None):
-        return Runner(model, cache or make_cache(model, len(rows), slots + proposals), compile)
-
-    runner, drafter = new_runner(model), None
+    runner, drafter = Runner(model, make_cache(model, len(rows), slots + proposals), compile), None
     if draft is not None:
-        drafter = load_extra("drafts", "draft").of_model(draft, proposals, runner, new_runner)
+        drafter = load_extra("drafts", "draft").of_model(draft, proposals, runner)
     new_ids = generate(runner, rows, max_new_tokens, sampler, model.config.eos_ids, draft=drafter).rows
     return [tokenizer.continuation(prompt, ids) for prompt, ids in zip(rows, new_ids, strict=True)]

@@ -29,8 +29,6 @@ def open_source(source, revision=None):
         path = download(source, revision)
     if not os.path.isdir(path):
         raise InputError(f"{source} is no folder, no file and no hub id such as meta-llama/Llama-3.2-1B")
-    if not os.path.isfile(path / "config.json"):
-        raise InputError(f"{path} has no config.json: it is no Hugging Face folder, or only half downloaded")
     config = config_from_hf(path / "config.json")
     pickled = any(path.glob("pytorch_model.bin*")) and not any(path.glob("model.safetensors*"))
     weights = load_extra("sources", "pytorch_model.bin").PickledWeights(path) if pickled else checkpoint.Weights(path)
@@ -90,21 +88,14 @@ def check_lanes(config):
     tp.shard_plan(config, 0, config.lanes or 1)
 
 
-def parse(argv):
+def main(argv=None):
     p = cli.Parser(__doc__)
     p.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, a hub id, or a llama2.c .bin file")
-    p.add_argument("--out", metavar="DIR", required=True, help="the checkpoint folder to write, e.g. checkpoints/1b")
     p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.model or tokenizer.json; default: SOURCE's")
-    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: SOURCE's")
     p.add_argument("--revision", help="of a hub model, e.g. main")
-    size, memory = cli.number(float, 0, above=True), "GB of the largest file, about the memory needed"
-    p.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help=memory)
+    cli.add_output_flags(p, "checkpoints/1b")
     cli.add_wiring_flags(p)
-    return p.parse_args(argv)
-
-
-def main(argv=None):
-    args = parse(argv)
+    args = p.parse_args(argv)
     if args.tokenizer and not os.path.isfile(args.tokenizer):
         raise InputError(f"--tokenizer {args.tokenizer}: no such file")
     weights, own, folder = open_source(args.source, args.revision)

@@ -11,7 +11,6 @@ Each works in any wiring and with any number of ranks: torchrun --standalone --n
 import json
 import math
 import os
-import sys
 import time
 import zlib
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 import generate
 from evaluation.score import SEPARATOR, divergence, total_nats
 from formats import checkpoint
-from formats.compare import check_vocabulary, digest
+from formats.compare import check_vocabulary
 from formats.tokenizer import load_tokenizer
 from runtime import benchmarking, cli, launch, report, writing
 from runtime.cli import count, number
@@ -37,7 +36,6 @@ def parse(argv):
     p.add_argument("--batch", type=count, metavar="B", help="rows at a time, e.g. 4; default: 256 MB of logits")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's own")
     cli.add_rank_flags(p, sharded=True)
-    cli.add_comm_flag(p)
     cli.add_json_flag(p, "the line")
     what = p.add_mutually_exclusive_group(required=True)
     what.add_argument("--text", metavar="FILE", help="UTF-8 text to score, e.g. valid.txt")
@@ -123,8 +121,8 @@ def score_text(args, world, model, reference_config, documents, n_bytes, plan):
     def loss(model):
         return checked(total_nats(model, documents, *plan) / n, args.checkpoint, model)
 
-    wiring = cli.asked_wiring(args) or "ladder"
-    layers, words = load_extra("research", "--sensitivity").sensitivity.table(model, nats, loss, wiring, show)
+    sensitivity = load_extra("research", "--sensitivity").sensitivity
+    layers, words = sensitivity.table(model, nats, loss, args.wiring or "ladder", show)
     return result | layers, words
 
 
@@ -152,7 +150,7 @@ def main(argv=None):
         config = loaded = own if args.sensitivity else cli.with_wiring(own, args)
         if args.sensitivity:  # starts from the standard wiring, in the lanes of the one that it tries
             sensitivity = load_extra("research", "--sensitivity").sensitivity
-            in_wiring = sensitivity.alone(own, cli.asked_wiring(args) or "ladder", 0)
+            in_wiring = sensitivity.alone(own, args.wiring or "ladder", 0)
             loaded = in_wiring if in_wiring.lanes else own
         if world.rank == 0:
             cli.warn_of_wiring(own, config, world.shares)
@@ -171,10 +169,8 @@ def main(argv=None):
         models = (config, args.checkpoint), (reference_config, args.compare)
         dtypes = [(c, checkpoint.chosen_dtype(args.dtype, folder)) for c, folder in models if folder]
         report.warn_of_memory(world, 0, 0, *((*model, world.rank, world.shares) for model in dtypes))  # without a cache
-    if not world.alone:
-        folders = {f"contents of --{name}": getattr(args, name) for name in ("checkpoint", "compare")}
-        same = {name: folder and digest(folder) for name, folder in folders.items()}
-        world.agree(same | ({} if args.tasks else {"contents of --text": zlib.crc32(str(documents).encode())}))
+    text = {} if args.tasks else {"contents of --text": zlib.crc32(str(documents).encode())}
+    world.agree(text, checkpoint=args.checkpoint, compare=args.compare)
     model = generate.load_model(loaded, args.checkpoint, args.dtype, world)
     model.config = config
     start = time.perf_counter()
@@ -193,7 +189,7 @@ def main(argv=None):
     print(json.dumps(line))
     if args.json:
         writing.append_line(args.json, line)
-    print(words, file=sys.stderr)
+    world.say(words)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt 
 import contextlib
 import functools
 import os
-import sys
 import time
 import zlib
 from typing import NamedTuple
@@ -17,10 +16,8 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 
 import torch
 
-from decoding import sampling
 from decoding.sampling import RunAhead, Sampler, last_tokens, pad
 from formats import checkpoint
-from formats.sizes import RandomWeights, named_size
 from formats.tokenizer import load_tokenizer
 from runtime import cli, launch, report, watch
 from runtime.cli import count
@@ -29,8 +26,6 @@ from runtime.launch import World
 from runtime.report import PASS_TOKENS
 from tp import TensorParallel, load_shard
 
-# ---- The model -------------------------------------------------------------------------------------------------------
-
 
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
@@ -38,7 +33,12 @@ def load_model(config, folder, dtype, world):
     if config.named_wiring.model or config.lanes and world.shares != (1,) * config.lanes:  # not a lane for each rank
         load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():
-        weights = checkpoint.Weights(folder) if folder else RandomWeights(config, world.device)
+        if folder:
+            weights = checkpoint.Weights(folder)
+        else:
+            from formats.sizes import RandomWeights
+
+            weights = RandomWeights(config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder, weights)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
     watch.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
@@ -51,19 +51,15 @@ def load_model(config, folder, dtype, world):
     return model
 
 
-# ---- Prefill and decode ----------------------------------------------------------------------------------------------
+# ---- Generation: prefill and decode ----------------------------------------------------------------------------------
 
 MIN_TOKENS = 512  # a pass of fewer is not cut: two chunks would take a CPU longer than one
 BUCKET = 256  # a GPU's decode steps read multiples of so many cache slots
 
 
 def make_cache(model, batch, length):
-    """Return a cache of at least `length` slots.
-
-    For a GPU they are whole buckets and one more, which no decode step reads: a slice of the whole cache would be
-    contiguous, which to the compiler is another graph.
-    """
-    if model.device.type != "cpu":
+    """Return a cache of at least `length` slots."""
+    if model.device.type != "cpu":  # and one that no step reads: to the compiler, a slice of all slots is another graph
         length = -(-length // BUCKET) * BUCKET + 1
     return model.new_cache(batch, length)
 
@@ -84,33 +80,39 @@ class Runner:
 
             self._decode, self._prefill = compiling.compiled(model, compile, compile_prefill)
 
-    def choose_chunks(self, B, S):
-        """Return the number of chunks for a prefill pass of S tokens of B rows.
+    def with_model(self, model, cache=None):
+        """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
+        B, _, T, _ = self.cache[0][0].shape
+        return Runner(model, cache or model.new_cache(B, T), *self.compiles, self.chunks)
 
-        Compiled code would wait for the sums of all chunks at once. On a GPU nobody has measured whether chunks gain.
-        """
-        on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1
-        worth_it = on_cpus and B * S >= MIN_TOKENS and not self.compiles[1]
+    def unguarded(self):
+        """Return a context for passes that warm_up has compiled: else guards take 0.5 ms a step of 16 layers."""
+        if any(self.compiles) and self.device.type == "cpu":
+            return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+        return contextlib.nullcontext()
+
+    def choose_chunks(self, B, S):
+        """Return the number of chunks for a prefill pass of S tokens of B rows."""
+        on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1  # on GPUs nobody has measured a gain
+        worth_it = on_cpus and B * S >= MIN_TOKENS and not self.compiles[1]  # compiled, it waits for all sums at once
         return min(S, self.chunks or (2 if worth_it else 1))
 
     @torch.inference_mode()
     def prefill(self, tokens, lengths, pass_tokens=None, cached_tokens=0):
         """Return logits (B, v) after the last token of each row, from passes of at most pass_tokens tokens of all rows.
 
-        tokens (B, S), lengths (B,): as pad makes them. pass_tokens: None for one pass. cached_tokens: so many of each
-        row, but not all, are in the cache. Activations take memory for a pass, not for the whole prompt; only the mask
-        grows with both.
+        tokens (B, S), lengths (B,): as pad makes them. pass_tokens: None for one pass; activations take the memory of
+        a pass, not of the whole prompt. cached_tokens: so many of each row, but not all, are in the cache.
         """
         B, S = tokens.shape
         width = max(1, pass_tokens // B) if pass_tokens else S
         last, logits = lengths - 1, None
         for start in range(cached_tokens, S, width):
+            piece, positions, filled = tokens[:, start : start + width], None, None
             if start:
                 watch.at("prefill from token", start)
-            piece = tokens[:, start : start + width]
-            stop, positions, filled = start + piece.shape[1], None, None
-            if start:
-                positions, filled = torch.arange(start, stop, device=tokens.device).expand(B, -1), stop
+                filled = start + piece.shape[1]
+                positions = torch.arange(start, filled, device=tokens.device).expand(B, -1)
             select, chunks = (last - start).clamp(0, piece.shape[1] - 1), self.choose_chunks(*piece.shape)
             later = self._prefill(piece, positions, self.cache, filled, select, chunks)[:, 0]
             logits = later if logits is None else torch.where((last >= start)[:, None], later, logits)
@@ -128,14 +130,8 @@ class Runner:
         return self._decode(tokens, positions, self.cache, filled)
 
     def next_tokens(self, texts, sample):
-        """Run one pass for texts of which all but the last token is cached; returns their next ids (B,), on the device.
-
-        sample: as generate takes it. Each rank offers its best token of each row, in 16 bytes.
-        """
+        """Run a pass for texts of which all but the last token is cached; return their next ids (B,), on the device."""
         return sample(self.decode(*last_tokens(texts, self.device))[:, 0], self.model.comm)
-
-
-# ---- Generation ------------------------------------------------------------------------------------------------------
 
 
 class Generation(NamedTuple):
@@ -149,17 +145,14 @@ class Generation(NamedTuple):
 
 
 @torch.inference_mode()
-def generate(
-    runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None, pass_tokens=PASS_TOKENS, draft=None,
-    cached_tokens=0,
-):  # fmt: skip
+def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None, draft=None, cached_tokens=0):
     """Continue every prompt, a row each, until its own end-of-sequence, max_new_tokens or the end of the context.
 
     Returns a Generation. runner: its cache has slots for the longest prompt and max_new_tokens, for a draft one more
     and its proposals. prompts: non-empty lists of token ids, of any lengths. sample: a Sampler; without a draft any
     function such as its __call__. on_tokens([new ids of each row, none of one that is done]) is called after each pass;
     True from it ends the generation. draft: one of extras/drafts, with which a pass may yield several tokens of a row.
-    pass_tokens, cached_tokens: see Runner.prefill. Raises InputError.
+    cached_tokens: see Runner.prefill. Raises InputError.
     """
     texts, done, passes, shown = [list(prompt) for prompt in prompts], [False] * len(prompts), 0, 0.0
     ends = [min(len(prompt) + max_new_tokens, runner.model.config.max_seq_len) for prompt in prompts]
@@ -168,8 +161,8 @@ def generate(
     start = time.perf_counter()
     tokens, lengths = pad(prompts, runner.device)
     if draft:
-        draft.begin(tokens, lengths, pass_tokens, cached_tokens)
-    logits = runner.prefill(tokens, lengths, pass_tokens, cached_tokens)
+        draft.begin(tokens, lengths, PASS_TOKENS, cached_tokens)
+    logits = runner.prefill(tokens, lengths, PASS_TOKENS, cached_tokens)
     new = sample(logits, runner.model.comm)[:, None].tolist()  # waits for the device
     first = time.perf_counter() - start
     while True:
@@ -194,10 +187,8 @@ def generate(
         shown += time.perf_counter() - now
         passes += 1
         watch.at("decode step", passes)
-        if draft:
-            new = draft.step(runner, texts, done, sample)  # for each row the proposals that the model accepts, and one
-        else:
-            new = step(texts, sample)[:, None].tolist()  # one for each row
+        # one id for each row; with a draft also the proposals that the model accepts
+        new = draft.step(runner, texts, done, sample) if draft else step(texts, sample)[:, None].tolist()
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
@@ -206,42 +197,30 @@ def generate(
 def add_flags(p):
     """Add the flags of this script to a cli.Parser."""
     g = p.add_argument_group("model")
-    which = g.add_mutually_exclusive_group(required=True)
-    which.add_argument("--checkpoint", metavar="DIR", help="a folder of weights (docs/formats.md), e.g. demo")
-    words = "random weights of a named size, such as 1b, 8b or 70b, or N layers of it, e.g. 8b:4, or 8b:4:int8"
-    which.add_argument("--model", metavar="NAME[:N][:int8|:int4]", help=words)
-    g.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the weights (default: the checkpoint's, or bfloat16)")
+    cli.add_model_flags(g, required=True)
     words = 'torch.compile the decode step, with "all" the prefill too; needs a C++ compiler'
     g.add_argument("--compile", nargs="?", const="decode", choices=("decode", "all"), help=words)
     cli.add_rank_flags(g, sharded=True)
-    cli.add_comm_flag(g)
     cli.add_wiring_flags(p)
     cli.add_prompt_flags(p)
     g = p.add_argument_group("generation")
     g.add_argument("--max-new-tokens", type=count, default=200, metavar="N", help="each row stops at its own end")
-    sampling.add_flags(g)
+    g.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy, 1 the model's own")
+    g.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
+    words = "... among the likeliest of mass P, e.g. 0.95"
+    g.add_argument("--top-p", type=float, default=1.0, metavar="P", help=words)
+    g.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and synthetic prompts")
     words = "speculative decoding: K (3) proposals at a time of a smaller checkpoint, of the text's own n-grams, or of "
     words += "these weights in another wiring, e.g. wiring:spd@2"
     g.add_argument("--draft", metavar="DIR|ngram|wiring:NAME[@K]", help=words)
     cli.add_json_flag(g)
 
 
-def describe(args, world):
-    """Return (the Config in the wiring that the flags ask for, the tokenizer or None)."""
-    if args.model:
-        return cli.with_wiring(named_size(args.model), args), None
-    own = checkpoint.read_config(args.checkpoint)
-    config = cli.with_wiring(own, args)
-    if world.rank == 0:
-        cli.warn_of_wiring(own, config, world.shares)
-    return config, load_tokenizer(args.checkpoint, config.vocab_size)
-
-
 class Run(NamedTuple):
     """A generation that is ready to start, as set_up makes it."""
 
     args: object
-    config: object
+    name: str  # of the model
     tokenizer: object  # or None
     prompts: list
     max_new_tokens: int  # as the context allows
@@ -254,14 +233,15 @@ class Run(NamedTuple):
     compile_s: float
 
 
-def set_up(args, world, chunks=None):
-    """Return the Run that the flags describe: the model loaded, and compiled if asked for. Raises InputError.
-
-    chunks: of each pass of the prefill, see Runner.
-    """
+def set_up(args, world):
+    """Return the Run that the flags describe: the model loaded, and compiled if asked for. Raises InputError."""
     with world.together():
         sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
-        config, tokenizer = describe(args, world)
+        name, own = cli.read_config(args)
+        config = cli.with_wiring(own, args)
+        tokenizer = args.checkpoint and load_tokenizer(args.checkpoint, config.vocab_size)
+        if args.checkpoint and world.rank == 0:
+            cli.warn_of_wiring(own, config, world.shares)
         prompts, chats = cli.read_prompts(args, config, tokenizer), cli.is_chat(args)
         context = min(cli.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
         new, source = cli.fit(args.max_new_tokens, prompts, context), None
@@ -273,35 +253,24 @@ def set_up(args, world, chunks=None):
         dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
         small = [(source.config, dtype, 0, 1)] if source and source.folder else []
         report.warn_of_memory(world, len(prompts), slots, (config, dtype, world.rank, world.shares), *small)
-    if not world.alone:  # else there is nobody to agree with, and no reason to read the files
-        contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
-        if args.checkpoint:
-            from formats.compare import digest
-
-            contents["contents of --checkpoint"] = digest(args.checkpoint)
-        world.agree(contents)
+    contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
+    world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)
     start = time.perf_counter()
     model = load_model(config, args.checkpoint, args.dtype, world)
-
-    def new_runner(model, cache=None):
-        compiles = args.compile is not None, args.compile == "all"
-        cache = cache or make_cache(model, len(prompts), slots)
-        return Runner(model, cache, *compiles, chunks)
-
+    cache, compiles = make_cache(model, len(prompts), slots), (args.compile is not None, args.compile == "all")
     with world.together():
-        runner, draft = new_runner(model), None
+        runner, draft = Runner(model, cache, *compiles), None
         if source:
             whole = functools.partial(load_model, dtype=args.dtype, world=World(0, 1, world.device))
-            draft = drafts.build(source, runner, new_runner, whole)
+            draft = drafts.build(source, runner, whole)
     load_s, compile_s = time.perf_counter() - start, 0.0
     if args.compile:
         from runtime import compiling
 
-        if world.rank == 0:
-            print("compiling ...", file=sys.stderr)
+        world.say("compiling ...")
         compile_s = compiling.warm_up(runner, prompts, new, BUCKET, draft)
     eos_ids = config.eos_ids if args.checkpoint and not world.simulated else ()  # to random weights it means nothing
-    return Run(args, config, tokenizer, prompts, new, runner, draft, source, sample, eos_ids, load_s, compile_s)
+    return Run(args, name, tokenizer, prompts, new, runner, draft, source, sample, eos_ids, load_s, compile_s)
 
 
 def run(setup, world):
@@ -309,14 +278,8 @@ def run(setup, world):
     s, printer = setup, None
     if world.rank == 0 and not world.simulated:
         printer = cli.Printer(s.prompts, s.tokenizer, s.max_new_tokens, show_prompt=not s.args.chat)
-    unguarded = contextlib.nullcontext()
-    if s.args.compile:
-        from runtime import compiling
-
-        unguarded = compiling.without_guards(s.runner.device)
-    with unguarded:
-        push = printer and printer.push
-        done = generate(s.runner, s.prompts, s.max_new_tokens, s.sample, s.eos_ids, push, draft=s.draft)
+    with s.runner.unguarded():
+        done = generate(s.runner, s.prompts, s.max_new_tokens, s.sample, s.eos_ids, printer and printer.push, s.draft)
     return done, printer and printer.finish(done.rows)
 
 
@@ -330,12 +293,11 @@ def main(argv=None):
         return load_extra("chat", "--chat without a prompt").run(setup, world, generate)
     done, texts = run(setup, world)
     result = report.result(setup, world, done, texts)
-    if world.rank == 0:
-        print(report.summary(result), file=sys.stderr)
-        if args.json:
-            from runtime import benchmarking, writing
+    world.say(report.summary(result))
+    if args.json and world.rank == 0:
+        from runtime import benchmarking, writing
 
-            writing.append_line(args.json, benchmarking.environment(world) | result)
+        writing.append_line(args.json, benchmarking.environment(world) | result)
 
 
 if __name__ == "__main__":

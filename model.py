@@ -18,9 +18,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from formats import wiring_text
-from kernels import int_groups
-from runtime.errors import InputError, load_extra
+from formats import config_check, wiring_text
+from runtime.errors import load_extra
 
 # ---- The collectives that a wiring uses ------------------------------------------------------------------------------
 
@@ -281,41 +280,8 @@ class Config:
     kept: tuple[str, ...] = ()  # names of matrices that are not quantized
 
     def __post_init__(self):
-        if self.n_heads % self.n_kv_heads:
-            raise InputError(f"n_heads {self.n_heads} is not a multiple of n_kv_heads {self.n_kv_heads}")
-        try:
-            int_groups.check(self)
-        except ValueError as e:
-            raise InputError(str(e)) from None
-        if self.head_dim % 2:
-            raise InputError(f"head_dim {self.head_dim} is odd: rotary embeddings turn pairs")
-        if not {*self.window_layers} <= {*range(self.n_layers if (self.sliding_window or 0) > 0 else 0)}:
-            raise InputError(f"window_layers takes 0 to {self.n_layers - 1}, with a sliding_window of 1 or more tokens")
-        if not {*self.nope_layers} <= {*range(self.n_layers)}:
-            raise InputError(f"nope_layers takes layers from 0 to {self.n_layers - 1}, not {self.nope_layers}")
-        self._check_experts()
         _ = self.wirings, self.period, self.lanes  # once, now: the compiler cannot trace how text is parsed
-        if self.named_wiring.model:
-            self.named_wiring.model.check(self)
-
-    def _check_experts(self):
-        needs_experts = "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers"
-        given = [name for name in needs_experts if getattr(self, name)]
-        if not self.n_experts and given:
-            raise InputError(f"{given[0]} is for a mixture of experts, which has n_experts")
-        if not self.n_experts:
-            return
-        if not {*self.dense_layers} <= {*range(self.n_layers)}:
-            raise InputError(f"dense_layers takes layers from 0 to {self.n_layers - 1}, not {self.dense_layers}")
-        if self.shared_expert_gate and not self.shared_expert_size or not self.expert_size:
-            raise InputError("n_experts needs an expert_size, and shared_expert_gate a shared_expert_size")
-        if self.mlp_bias:
-            raise InputError("mlp_bias is not for a mixture of experts: experts have no biases")
-        if not 1 <= (self.experts_per_token or 0) <= self.n_experts:
-            raise InputError(f"experts_per_token is {self.experts_per_token} but must be from 1 to {self.n_experts}")
-        if self.named_wiring.laned and self.wiring != "upper-bound" or self.named_wiring.model:
-            why = "ranks with streams of their own would choose different experts"
-            raise InputError(f"wiring {self.wiring} is not for mixtures of experts: {why}")
+        config_check.check(self)
 
     @functools.cached_property
     def parsed(self):

@@ -94,8 +94,16 @@ def quantized(weights, config, iterations):
     return read
 
 
-def quantize(args):
-    """Write the folder; return the bytes of the tensors before and after."""
+def main(argv=None):
+    p = cli.Parser(__doc__)
+    p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to quantize, e.g. demo")
+    p.add_argument("--mode", required=True, choices=("int8", "int4"), help="bits of an integer")
+    p.add_argument("--group-size", type=int, metavar="N", help="int4: columns of a scale: 32, 64 (default), 128")
+    p.add_argument("--keep", default="", metavar="NAME,...", help="matrices to leave, e.g. lm_head,tok_embeddings")
+    rounds = "int4: rounds of the fit of scales; 0 rounds to nearest"
+    p.add_argument("--iterations", type=cli.number(int, 0), default=20, metavar="N", help=rounds)
+    p.add_argument("--out", required=True, metavar="DIR", help="the folder to write, e.g. checkpoints/demo-int4")
+    args = p.parse_args(argv)
     config, weights = checkpoint.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
     group_size = 64 if args.mode == "int4" and args.group_size is None else args.group_size
     kept = tuple("output" if name == "lm_head" else name for name in args.keep.split(",") if name)
@@ -115,21 +123,8 @@ def quantize(args):
         writing.copy_tokenizer(args.checkpoint, folder)
         read = quantized(weights, new, args.iterations)
         writing.write_weights(folder, sizes, read, shard_bytes=max(layer, FILE))
-    return sum(before.values()), sum(sizes.values())
-
-
-def main(argv=None):
-    p = cli.Parser(__doc__)
-    p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to quantize, e.g. demo")
-    p.add_argument("--mode", required=True, choices=("int8", "int4"), help="bits of an integer")
-    p.add_argument("--group-size", type=int, metavar="N", help="int4: columns of a scale: 32, 64 (default), 128")
-    p.add_argument("--keep", default="", metavar="NAME,...", help="matrices to leave, e.g. lm_head,tok_embeddings")
-    rounds = "int4: rounds of the fit of scales; 0 rounds to nearest"
-    p.add_argument("--iterations", type=cli.number(int, 0), default=20, metavar="N", help=rounds)
-    p.add_argument("--out", required=True, metavar="DIR", help="the folder to write, e.g. checkpoints/demo-int4")
-    args = p.parse_args(argv)
-    before, after = quantize(args)
-    print(f"{args.out}: {after / 1e6:,.1f} MB, {before / after:.2f} times smaller than before ({before / 1e6:,.1f} MB)")
+    small, large = sum(sizes.values()), sum(before.values())
+    print(f"{args.out}: {small / 1e6:,.1f} MB, {large / small:.2f} times smaller than before ({large / 1e6:,.1f} MB)")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,9 @@
 """Tensor parallelism: which rank holds what of the weights, and the collectives of a forward pass. Nothing else shards,
 and nothing else communicates while a model computes.
 
-shard_plan says which linears are column-parallel (dimension 0) and which row-parallel (dimension 1); load_shard reads a
-rank's part of them. An asynchronous all-reduce starts in TensorParallel.start and is waited for in settle, or in wait.
 Rank and shares are arguments, so one process can build the shard of any rank. Shape letters: model.py.
 """
 
-import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -28,19 +25,15 @@ def normalize_shares(shares):
     return (1,) * shares if isinstance(shares, int) else shares
 
 
-def split_range(n, rank, shares):
+def split_range(n, rank, shares, what=None):
     """Return the range (start, stop) of n things that a rank gets, in proportion to its share.
 
-    Earlier ranks get the remainder.
+    Earlier ranks get the remainder. what: their name, if each rank must have one. Raises InputError.
     """
-    bounds = [-(-n * sum(shares[:r]) // sum(shares)) for r in (rank, rank + 1)]
-    return bounds[0], bounds[1]
-
-
-def check_shares(n, shares, what):
-    """Raise InputError if a rank would get none of n things."""
-    if any(start == stop for start, stop in (split_range(n, rank, shares) for rank in range(len(shares)))):
+    bounds = [-(-n * sum(shares[:r]) // sum(shares)) for r in range(len(shares) + 1)]
+    if what and len(set(bounds)) < len(bounds):
         raise InputError(f"--shares: {min(shares)} in {sum(shares)} gets none of {n} {what}: give 1 in {n} or more")
+    return bounds[rank], bounds[rank + 1]
 
 
 def head_ranges(config, rank, shares):
@@ -53,13 +46,11 @@ def head_ranges(config, rank, shares):
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, tp_size = N // K, len(shares)
     if tp_size <= K:
-        check_shares(K, shares, "KV heads")
-        first, last = split_range(K, rank, shares)
+        first, last = split_range(K, rank, shares, "KV heads")
         return [(first * (G + 2) * H, last * (G + 2) * H)], [(first * G * H, last * G * H)]
     group = rank * K // tp_size
     sharers = [r for r in range(tp_size) if r * K // tp_size == group]
-    check_shares(G, [shares[r] for r in sharers], "query heads of a KV head")
-    a, b = split_range(G, sharers.index(rank), [shares[r] for r in sharers])
+    a, b = split_range(G, sharers.index(rank), [shares[r] for r in sharers], "query heads of a KV head")
     start = group * (G + 2) * H
     queries, key_and_value = (start + a * H, start + b * H), (start + G * H, start + (G + 2) * H)
     return [queries, key_and_value], [((group * G + a) * H, (group * G + b) * H)]
@@ -75,8 +66,7 @@ def neuron_range(config, neurons, rank, shares):
     if config.lanes and unit > 1 and units % config.lanes:
         why = f"{config.lanes} lanes cut groups of int4 at no multiple of {unit} columns of w2"
         raise InputError(f"{why}: keep w2 as it is (quantize.py --keep w2)")
-    check_shares(units, shares, "parts of the MLP")
-    start, stop = split_range(units, rank, shares)
+    start, stop = split_range(units, rank, shares, "parts of the MLP")
     return start * unit, stop * unit
 
 
@@ -90,15 +80,12 @@ def shard_plan(config, rank, shares):
     """Return {linear: (dimension, [(start, stop), ...])}: what a rank holds of each sharded linear.
 
     Column-parallel (rows of the weight, dimension 0): wqkv by KV-head groups, w1, w3, and the output head by the
-    vocabulary. Row-parallel (columns of the weight, dimension 1): wo and w2.
-    shares: a number for each rank, in proportion to which it gets heads, neurons and vocabulary, or the number of equal
-    ranks. Raises InputError if a rank would have no head or no neuron.
+    vocabulary. Row-parallel (columns of the weight, dimension 1): wo and w2. shares: a number for each rank, or how
+    many equal ranks there are. Raises InputError if a rank would have no head or no neuron.
     """
-    shares = normalize_shares(shares)
-    if len(shares) > config.n_heads:
-        raise InputError(
-            f"{len(shares)} ranks or lanes cannot shard n_heads {config.n_heads}: use 1 to {config.n_heads}"
-        )
+    shares, N = normalize_shares(shares), config.n_heads
+    if len(shares) > N:
+        raise InputError(f"{len(shares)} ranks or lanes cannot shard n_heads {N}: use 1 to {N}")
     wqkv, wo = head_ranges(config, rank, shares)
     plan = {"wqkv": (0, wqkv), "wo": (1, wo), "output": (0, [vocab_range(config.vocab_size, rank, shares)])}
     for mlp, neurons in config.mlps.items():
@@ -117,13 +104,12 @@ class ShardSlice(NamedTuple):
     columns: int = 1  # of the matrix that one stored number covers: 2 for a byte of int4, 64 for the scale of its group
 
 
-def shard_slices(config, dtype, rank=0, shares=1, model=None):
+def shard_slices(model, dtype, rank=0, shares=1):
     """Return {tensor of the checkpoint: ShardSlice} for a rank. dtype: of the tensors that are not integers.
 
-    model: that of build(config), if there is one already. Raises InputError as shard_plan does.
+    model: a whole one, as build makes it. Raises InputError as shard_plan does.
     """
-    plan, slices = shard_plan(config, rank, shares), {}
-    model = model or build(config)
+    plan, slices = shard_plan(model.config, rank, shares), {}
     for name, whole in model.named_parameters():  # a tied output head is not among them
         path, _, tensor = name.rpartition(".")
         dim, ranges = plan.get(path.split(".", 3)[-1], (0, None))  # without layers.N.attention or .feed_forward
@@ -137,9 +123,8 @@ def shard_slices(config, dtype, rank=0, shares=1, model=None):
         dim += whole.dim() == 3  # the matrices of all experts
         if ranges:
             shape[dim] = int_groups.stored_columns(ranges, columns)
-        slices[name] = ShardSlice(
-            tuple(shape), dtype if whole.is_floating_point() else whole.dtype, dim, ranges, columns
-        )
+        stored = dtype if whole.is_floating_point() else whole.dtype
+        slices[name] = ShardSlice(tuple(shape), stored, dim, ranges, columns)
     return slices
 
 
@@ -153,7 +138,7 @@ def load_shard(config, weights, dtype, device, rank=0, shares=1, tok_embeddings=
     if torch.device(device).type == "cpu":
         cpu.keep_freed_memory()
     model = build(config)
-    slices = shard_slices(config, dtype, rank, shares, model)
+    slices = shard_slices(model, dtype, rank, shares)
     if tok_embeddings is not None:
         model.tok_embeddings = tok_embeddings
         slices = {name: piece for name, piece in slices.items() if not name.startswith("tok_embeddings.")}
@@ -182,8 +167,7 @@ def _set_parameter(model, name, tensor):
 class Collective(NamedTuple):
     """A way to sum over ranks. about: its line of --help. connect(world): returns the process group that does it.
 
-    connect gets a launch.World whose `group` is torch.distributed's own. Raises InputError, on all ranks alike, where
-    the ranks cannot use it.
+    The World's `group` is torch.distributed's own. Raises InputError, on all ranks alike, where it cannot be used.
     """
 
     about: str
@@ -197,8 +181,7 @@ def connect_auto(world):
     try:
         return collective("one-hop" if len({*world.nodes}) > 1 else "shared-memory").connect(world)
     except InputError as e:
-        if world.rank == 0:
-            print(f"gloo carries the all-reduces: {e}", file=sys.stderr, flush=True)
+        world.say(f"gloo carries the all-reduces: {e}")
         return world.group
 
 
@@ -237,18 +220,14 @@ class TensorParallel:
     def settle(self, x, pending, after=None):
         """Return x + wait(pending), or x if pending is None, not before `after`, a later collective, has started.
 
-        To the compiler this is one opaque operator with `after` as an input. So the wait cannot move before that start,
-        nor past the next sublayer, which reads its result. With plain operators Inductor fuses the residual additions
-        of two neighbouring sublayers and waits for both sums at once, which undoes half of the overlap. On a GPU the
-        operator `arrive` only waits. It counts as writing to `pending`, so that the addition stays behind it, where it
-        fuses with the next norm.
+        To the compiler this is one opaque operator with `after` as an input: docs/code.md says why.
         """
         if after is None:  # nothing to hold back: the compiler fuses this with the next norm
             return x if pending is None else x + self.wait(pending)
         if pending is None or not x.is_cuda:
             return torch.ops.ladder.settle(x, pending, after)
-        torch.ops.ladder.arrive(pending, after)
-        return x + pending
+        torch.ops.ladder.arrive(pending, after)  # only waits, and counts as writing to `pending`: the addition stays
+        return x + pending  # behind it, and fuses with the next norm
 
     def local_logits(self, logits):
         width = -(-max(self.sizes) // VOCAB_BLOCK) * VOCAB_BLOCK

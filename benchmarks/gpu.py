@@ -3,8 +3,8 @@
 python -m benchmarks.gpu --json gpu.jsonl                 # make gpu runs the GPU's tests before it
 python -m benchmarks.gpu --device cpu --json tiny.jsonl   # the same in small, to try the script: its times mean nothing
 
-Each case is a process of its own, so that one which runs out of memory ends no other. The most telling cases come
-first. A case appends its lines to the file and prints its tables; one that fails leaves a line that says so.
+Each case is a process of its own, so that one which runs out of memory ends no other; the most telling ones come first.
+A case appends its lines to the file and prints its tables; one that fails leaves a line that says so.
 """
 
 import os
@@ -50,22 +50,20 @@ def run(command, seconds):
 
 def main(argv=None):
     p = cli.Parser(__doc__)
-    cli.add_rank_flags(p)
+    cli.add_rank_flags(p, comm=False)
     p.add_argument("--seconds", type=number(float, 0), default=540, metavar="S", help="skip what is left after so many")
     p.add_argument("--json", type=cli.appendable, required=True, metavar="FILE", help="append the lines to this file")
     p.add_argument("--traces", default="gpu-traces", metavar="DIR", help="traces of simulated steps")
     args = p.parse_args(argv)
-    device = str(launch.choose_device(args.device))
+    device, end = str(launch.choose_device(args.device)), time.monotonic() + args.seconds
     if device == "cpu" and args.device != "cpu":
         raise InputError("there is no GPU: --device cpu tries the script")
-    end, path = time.monotonic() + args.seconds, os.path.abspath(args.json)
     for command in cases(device, os.path.abspath(args.traces)):
-        left = end - time.monotonic()
+        command, left = f"{command} --json {shlex.quote(os.path.abspath(args.json))}", end - time.monotonic()
         print(f"[{left:.0f} s left] python {command}", file=sys.stderr, flush=True)
-        error = run(f"{command} --json {shlex.quote(path)}", left) if left > SHORTEST else "no time left"
-        if error:
+        if error := run(command, left) if left > SHORTEST else "no time left":
             print(f"failed: {error}", file=sys.stderr)
-            writing.append_line(path, {"case": command, "error": error})
+            writing.append_line(args.json, {"case": command, "error": error})
 
 
 if __name__ == "__main__":

@@ -13,19 +13,11 @@ SINGLE = SingleDevice()
 # ---- Sampling --------------------------------------------------------------------------------------------------------
 
 
-def add_flags(group):
-    """Add the flags of a Sampler, which checks them."""
-    group.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy, 1 the model's own")
-    group.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
-    words = "... among the likeliest of mass P, e.g. 0.95"
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help=words)
-    group.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and synthetic prompts")
-
-
 class Sampler:
     """A function from this rank's logits and the model's collectives to token ids, equal on all ranks.
 
-    temperature: 0 is greedy. Equal seeds draw equal tokens, on any number of ranks. Raises InputError.
+    Ranks exchange only candidates, since no wiring hides a gathering of all logits. temperature: 0 is greedy. Equal
+    seeds draw equal tokens, on any number of ranks. Raises InputError.
     """
 
     def __init__(self, temperature, top_k=None, top_p=1.0, seed=0, device="cpu"):
@@ -43,10 +35,7 @@ class Sampler:
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def __call__(self, logits, comm=SINGLE):
-        """Return token ids (...), -1 where the logits are not all finite, from this rank's logits (..., v).
-
-        Ranks exchange only candidates, because no wiring hides a gathering of all logits.
-        """
+        """Return token ids (...), -1 where the logits are not all finite, from this rank's logits (..., v)."""
         greedy = self.temperature == 0
         if self.filters and not greedy:
             from decoding import likely  # a room that a plain run does not enter
@@ -99,10 +88,7 @@ def last_tokens(texts, device):
 
 
 class RunAhead:
-    """Runner.next_tokens for a GPU, which gets the next pass before the ids of this one are read.
-
-    One for each generation. Nobody reads its very last pass.
-    """
+    """Runner.next_tokens of one generation for a GPU, which gets a pass before the ids of the last one are read."""
 
     def __init__(self, runner):
         self.runner, self.ahead = runner, None  # ahead: (ids, positions) of the pass in flight

@@ -14,10 +14,9 @@ MAX_LOGITS = 2**22  # logits converted to float32 at once: those of a whole wind
 
 
 def windows(n, size, stride):
-    """Return windows over n tokens as (start, stop, first): each scores tokens `first` to `stop`.
+    """Return windows over n tokens as (start, stop, first): each scores tokens `first` to `stop`, all but token 0 once.
 
-    Together they score every token but token 0 exactly once. They advance by stride < size, so that every token after
-    the first window is predicted from at least size - stride tokens.
+    They advance by stride < size: after the first window, tokens are predicted from at least size - stride tokens.
     """
     stop, result = 1, []
     while stop < n:
@@ -28,10 +27,7 @@ def windows(n, size, stride):
 
 
 def float_chunks(logits, tokens):
-    """Yield (logits in float32, tokens) for a few rows at a time of logits (n, V or v) and the tokens (n,) to predict.
-
-    On every rank a chunk has as many rows: ranks may communicate for each.
-    """
+    """Yield (float32 logits, tokens) of a few rows, on all ranks as many, of logits (n, V or v) and tokens (n,)."""
     step = max(1, MAX_LOGITS // logits.shape[-1])
     for i in range(0, len(tokens), step):
         yield logits[i : i + step].float(), tokens[i : i + step]
@@ -53,10 +49,7 @@ def predictions(models, documents, size, stride, batch, show=False):
 
 
 def token_nats(logits, tokens, first, comm):
-    """Return -log p (n,) of tokens (n,) from this rank's logits (n, v), whose first column is token `first`.
-
-    The ranks exchange two numbers a token.
-    """
+    """Return -log p (n,) of tokens (n,) from this rank's logits (n, v), whose first column is token `first`."""
     column = tokens - first
     is_local = (column >= 0) & (column < logits.shape[-1])
     target = logits.gather(-1, column.where(is_local, 0)[:, None])[:, 0].where(is_local, -torch.inf)

@@ -1,31 +1,6 @@
-"""What a quantized config may be, and at which columns ranks may cut groups of int4. int_linear.py has the modules."""
+"""At which columns ranks may cut groups of int4. int_linear.py has the modules."""
 
 import math
-
-
-def check(config):
-    """Raise ValueError if the fields of a Config about quantization do not fit its model."""
-    size = config.group_size
-    if config.quant not in (None, "int8", "int4"):
-        raise ValueError(f"unknown quantization {config.quant!r}; known: int8, int4")
-    if size is not None and config.quant != "int4":
-        raise ValueError("a group size is for int4")
-    if config.quant == "int4" and size not in (32, 64, 128):
-        raise ValueError(f"group size {size} is none of 32, 64, 128")
-    if config.kept and config.quant is None:
-        raise ValueError("without quantization no matrix is kept from it")
-    columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), {config.dim})
-    dense = config.intermediate_size if config.dense_layers or not config.n_experts else None
-    columns["wo"] = {config.n_heads * config.head_dim}
-    columns["w2"] = {dense, config.expert_size, config.shared_expert_size} - {None}
-    for name in config.kept:
-        if name not in columns:
-            raise ValueError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
-        if name == "output" and config.tie_embeddings:
-            raise ValueError("the output head of this model is its embedding table: keep tok_embeddings instead")
-    for name, counts in columns.items():
-        if size and name not in config.kept and (odd := [count for count in counts if count % size]):
-            raise ValueError(f"group size {size} does not divide the {odd[0]} columns of {name}: keep {name}")
 
 
 def column_unit(config, width, least_ranks):

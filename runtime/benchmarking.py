@@ -19,16 +19,12 @@ SETTINGS = "NCCL_", "TORCH_NCCL_", "GLOO_", "ENABLE_INTRA_NODE_COMM"  # of the e
 
 
 def timed(device, step):
-    """Return the seconds that step() takes on the device.
-
-    On a GPU the mean of several calls, which one more precedes: what the host does for a call takes none of its time,
-    unless it takes longer than the device.
-    """
+    """Return the seconds that step() takes on the device; on a GPU the mean of QUEUED calls."""
     if torch.device(device).type != "cuda":
         start = time.perf_counter()
         step()
         return time.perf_counter() - start
-    step()
+    step()  # while it runs, the host queues the others: what it does for a call counts only where the GPU waits
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(QUEUED):
@@ -39,10 +35,7 @@ def timed(device, step):
 
 
 def in_turns(ways, rounds):
-    """Return {name: [the result of way() in each round]} for {name: way}, all of which are called once in each round.
-
-    So other programs on the machine disturb all alike.
-    """
+    """Return {name: [results]} of {name: way}. Each round calls all once, so that other programs disturb all alike."""
     results = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
@@ -65,12 +58,10 @@ def read_bandwidth(device, world=None, size=2**30, repeats=9):
     size = min(2**33, free // 4) if device.type == "cuda" else min(size, free // 32)
     tensor = cpu.empty((size // 4,), torch.float32, device).fill_(1)
     timed(device, tensor.sum)
-    company = 0
-    if world is not None and not world.alone:
+    if world:
         world.gather(None)  # all have a tensor
-        company = repeats  # for slower ranks
-    seconds = [timed(device, tensor.sum) for _ in range(repeats + company)]
-    return size / statistics.median(seconds[:repeats])
+    seconds = [timed(device, tensor.sum) for _ in range(2 * repeats)]
+    return size / statistics.median(seconds[:repeats])  # in the others this rank is company for slower ones
 
 
 def processor():
@@ -118,7 +109,5 @@ def pivot(head, lines, row, column, cell):
     columns, rows = list(dict.fromkeys(map(column, lines))), {}
     for line in lines:
         rows.setdefault(row(line), {})[column(line)] = line
-    return markdown(
-        [*head, *columns],
-        [[*first, *(cell(by[c], by) if c in by else "" for c in columns)] for first, by in rows.items()],
-    )
+    cells = [[*first, *(cell(by[c], by) if c in by else "" for c in columns)] for first, by in rows.items()]
+    return markdown([*head, *columns], cells)

@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 def number(kind, low, high=None, above=False):
     """Return an argparse type: an int or a float from `low` (or above it) to `high`; without one an int has 31 bits."""
     words = {int: "a whole number", float: "a number"}[kind] + f" {'above' if above else 'from'} {low:g}"
-    words += f" to {high:g}" if high not in (None, math.inf) else ""
+    words += f" to {high:g}" if high else ""
     high = high or {int: 2**31 - 1, float: sys.float_info.max}[kind]
 
     def parse(text):
@@ -71,48 +71,66 @@ def appendable(path):
     return path
 
 
-def add_rank_flags(parser, sharded=False):
-    """Add the flags that launch.join takes. sharded: the ranks share a model out."""
+def add_model_flags(parser, required=False):
+    """Add the flags that name weights, or a size of random ones; read_config reads what they name."""
+    which = parser.add_mutually_exclusive_group(required=required)
+    which.add_argument("--checkpoint", metavar="DIR", help="a folder of weights (docs/formats.md), e.g. demo")
+    words = "random weights of a named size, such as 1b, 8b or 70b, or N layers of it, e.g. 8b:4, or 8b:4:int8"
+    which.add_argument("--model", metavar="NAME[:N][:int8|:int4]", help=words)
+    words = "of the weights (default: the checkpoint's, or bfloat16)"
+    parser.add_argument("--dtype", choices=checkpoint.DTYPES, help=words)
+
+
+def read_config(args):
+    """Return (the name of the model that the flags ask for, its own Config)."""
+    if args.checkpoint:
+        return checkpoint.name(args.checkpoint), checkpoint.read_config(args.checkpoint)
+    from formats.sizes import named_size
+
+    return args.model.partition(":")[0], named_size(args.model)
+
+
+def add_rank_flags(parser, sharded=False, comm=True):
+    """Add the flags that launch.join takes. sharded: the ranks share a model out. comm: its sums have several ways."""
     if sharded:
         words, numbers = "what each rank gets of the heads, MLP and vocabulary, in proportion: e.g. 3,1", "N,N,..."
         parser.add_argument("--shares", type=lambda text: (*map(count, text.split(",")),), metavar=numbers, help=words)
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda if each rank finds a GPU, else cpu")
+    if comm:
+        known = "\n".join(f"{name}: {collective.about}" for name, collective in COLLECTIVES.items())
+        words = f"how ranks sum\n{known}\nothers: extras/collectives/README.md"
+        parser.add_argument("--comm", default="auto", metavar="NAME", help=words)
 
 
 def add_json_flag(parser, what="the results as one line of JSON"):
     parser.add_argument("--json", type=appendable, metavar="FILE", help=f"append {what}, e.g. results.jsonl")
 
 
-def add_wiring_flags(parser, default="the checkpoint's own"):
+def add_output_flags(parser, example):
+    """Add the flags of a script that writes a folder in another format."""
+    parser.add_argument("--out", metavar="DIR", required=True, help=f"the folder to write, e.g. {example}")
+    parser.add_argument("--dtype", choices=checkpoint.DTYPES, help="of the written weights; default: their own")
+    size, words = number(float, 0, above=True), "GB of the largest file, about the memory needed"
+    parser.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help=words)
+
+
+def add_wiring_flags(parser):
     """Add the flags that choose a wiring; with_wiring applies them."""
     words = [f"{name}: {wiring.about}" for name, wiring in WIRINGS.items()] + [
         "NAME:N wires the last N layers that way, NAME:I,J,... layers I, J (from 0), NAME:I-J I to J;",
         "others are standard; desync:N keeps every N-th all-reduce; NAME-K reads the stream K sublayers late, if",
         "NAME does at all; NAME/L has L lanes (default: as many as ranks), if their number matters",
     ]
-    g = parser.add_argument_group("wiring", f"how sublayers feed the residual stream; default: {default}")
+    g = parser.add_argument_group("wiring", "how sublayers feed the residual stream; default: the checkpoint's own")
+    g = g.add_mutually_exclusive_group()
     g.add_argument("--wiring", metavar="NAME[-K][:N|:I,J,...|:I-J][/L]", help="\n".join(words))
-    g.add_argument("--ladder", action="store_true", help="the same as --wiring ladder")
-
-
-def add_comm_flag(parser):
-    """Add the flag that launch.join takes besides those of add_rank_flags."""
-    known = "\n".join(f"{name}: {collective.about}" for name, collective in COLLECTIVES.items())
-    words = f"how ranks sum\n{known}\nothers: extras/collectives/README.md"
-    parser.add_argument("--comm", default="auto", metavar="NAME", help=words)
-
-
-def asked_wiring(args):
-    """Return the wiring that the flags ask for, or None."""
-    if args.ladder and args.wiring not in (None, "ladder"):
-        raise InputError(f"--wiring {args.wiring} contradicts --ladder, which means --wiring ladder")
-    return "ladder" if args.ladder else args.wiring
+    g.add_argument("--ladder", dest="wiring", action="store_const", const="ladder", help="means --wiring ladder")
 
 
 def with_wiring(config, args):
     """Return the config with the wiring that the flags ask for."""
     try:
-        return rewired(config, asked_wiring(args))
+        return rewired(config, args.wiring)
     except InputError as e:
         raise InputError(f"--wiring: {e}") from None
 
@@ -156,7 +174,7 @@ def read_prompts(args, config, tokenizer):
         return [[0]]
     prompts = []
     for text in args.prompt or []:
-        lines = read_lines(text[1:]) if text.startswith("@") else [text]
+        lines = checkpoint.read_text(text[1:], "--prompt @").split("\n") if text.startswith("@") else [text]
         if not any(line.strip() for line in lines):
             raise InputError(f"--prompt is empty ({text!r}): give some text, or token ids, such as ids:1")
         prompts += [encode(line, args, tokenizer) for line in lines if line.strip()]
@@ -175,11 +193,6 @@ def read_prompts(args, config, tokenizer):
         if wrong := [i for i in prompt if not 0 <= i < config.vocab_size]:
             raise InputError(f"token id {wrong[0]} is outside the vocabulary of {config.vocab_size}")
     return prompts * ((args.batch or len(prompts)) // len(prompts))
-
-
-def read_lines(path):
-    """Return the lines of a file of prompts; a line ends at a newline only."""
-    return checkpoint.read_text(path, "--prompt @").split("\n")
 
 
 def encode(text, args, tokenizer):

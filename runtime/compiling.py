@@ -204,10 +204,3 @@ def warm_up(runner, prompts, max_new_tokens, bucket, draft=None):
             for proposals in draft.counts if draft else ():
                 draft.warm_up(runner, texts, proposals)
     return time.perf_counter() - start
-
-
-def without_guards(device):
-    """Return a context for after a warm-up of the same shapes: else guards take 0.5 ms a step of 16 layers."""
-    if device.type == "cpu":
-        return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
-    return contextlib.nullcontext()

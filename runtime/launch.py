@@ -1,7 +1,4 @@
-"""How a script starts and ends: its ranks meet, what ends one ends all, and one of them says why.
-
-main() of every script joins the other ranks with join(), and is run by run().
-"""
+"""How a script starts and ends: its ranks meet, what ends one ends all, and one of them says why."""
 
 import collections
 import contextlib
@@ -28,45 +25,60 @@ def rank_and_size():
 
 def several_ranks():
     """Return runtime/ranks.py if torchrun has started several ranks, else None: a single process does without."""
-    if rank_and_size()[1] == 1:
-        return None
-    from runtime import ranks
+    if rank_and_size()[1] > 1:
+        from runtime import ranks
 
-    return ranks
+        return ranks
 
 
 class World:
     """The ranks of a run: join() makes one.
 
-    group: the process group of the model's collectives, or None for a single device. dist_group: the group of
-    torch.distributed's own collectives, or None for the default one. nodes: the name of each rank's node. shares: what
-    each rank holds of a model, in proportion to the others. A simulated rank (extras/measure) has a tp_size and a
-    group, but no peers: it is alone.
+    group: the process group of the model's collectives, or None for a single device. nodes: the name of each rank's
+    node. shares: what each rank holds of a model, in proportion to the others. A simulated rank (extras/measure) has a
+    tp_size and a group, but no peers: it is alone. Raises InputError for shares of another number of ranks.
     """
 
-    def __init__(self, rank, tp_size, device, group=None, simulated=False, dist_group=None, shares=None):
+    dist_group = None  # of torch.distributed's own collectives: its default one
+
+    def __init__(self, rank, tp_size, device, group=None, simulated=False, shares=None):
+        if shares and len(shares) != tp_size:
+            raise InputError(f"--shares has {len(shares)} numbers: give {tp_size}, one for each rank")
         self.rank, self.tp_size, self.device, self.group = rank, tp_size, device, group
         self.shares, self.nodes = shares or (1,) * tp_size, ("",) * tp_size
-        self.simulated, self.dist_group, self.alone = simulated, dist_group, simulated or tp_size == 1
+        self.simulated, self.alone = simulated, simulated or tp_size == 1
 
     def gather(self, value, patience=math.inf):
         """Return the values of all ranks, in the order of ranks. A value is what JSON holds; tuples become lists.
 
-        Waits for patience seconds, and meanwhile hears Ctrl-C and the end of other ranks, which a collective does not.
-        Raises Verdict if a rank has not come by then. Values are JSON because anyone may write to torchrun's store.
+        Unlike a collective, it hears Ctrl-C and the end of other ranks. Raises Verdict if one has not come within
+        `patience` seconds. Values are JSON because anyone may write to torchrun's store.
         """
         if self.alone:
             return [value]
-        from runtime import ranks  # a run of one process needs nothing of it
+        from runtime import ranks
 
         return ranks.gather(self, value, patience)
+
+    def say(self, text):
+        """Print a line on stderr, on rank 0."""
+        if self.rank == 0:
+            print(text, file=sys.stderr, flush=True)
 
     def tell(self, value):
         """Return rank 0's value, on every rank."""
         return self.gather(value)[0]
 
-    def agree(self, values):
-        """Raise InputError on all ranks, which names each difference, unless all ranks give an equal dict."""
+    def agree(self, values, **folders):
+        """Raise InputError on all ranks, which names each difference, unless all ranks give an equal dict.
+
+        folders: {flag: the checkpoint folder that it names, or None}, whose contents are compared too.
+        """
+        if self.alone:
+            return
+        from formats.compare import digest
+
+        values |= {f"contents of --{flag}": folder and digest(folder) for flag, folder in folders.items()}
         dicts = self.gather({name: str(value) for name, value in values.items()})
         unlike = [name for name in collections.ChainMap(*dicts) if len({one.get(name) for one in dicts}) > 1]
         texts = [", ".join(f"{name} {one.get(name, 'not given')[:60]}" for name in unlike) for one in dicts]
@@ -94,13 +106,10 @@ def join(device=None, flags=None):
     GPU of its LOCAL_RANK. flags: {name: value} of the command line, equal on all ranks; "comm" names one of
     tp.COLLECTIVES. Raises InputError for a device that is not there, and for ranks that were not started alike.
     """
-    rank, tp_size = rank_and_size()
-    flags = flags or {}
-    shares, comm, number = flags.get("shares"), flags.get("comm", "auto"), flags.get("simulate_tp") or tp_size
+    (rank, tp_size), flags = rank_and_size(), flags or {}
+    comm = flags.get("comm", "auto")
     connect = tp.collective(comm).connect
-    if shares and len(shares) != number:
-        raise InputError(f"--shares has {len(shares)} numbers: give {number}, one for each rank")
-    world = World(rank, tp_size, choose_device(device, rank, tp_size), shares=shares)
+    world = World(rank, tp_size, choose_device(device, rank, tp_size), shares=flags.get("shares"))
     if tp_size == 1:
         if comm != "auto":
             raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun")
@@ -185,9 +194,9 @@ def _leave(error):
         (True, 1, "".join(traceback.format_exception(error)) + f"{who} failed {what}{where}"),
     ]
     code, line = next((code, line) for matches, code, line in endings if matches)
-    ranks, speaks = several_ranks(), os.environ.get("LOCAL_RANK", "0") == "0"  # without a store to agree through
-    if ranks and not isinstance(error, watch.StoreLost):
-        code, speaks = ranks.leave_first(code, rank)
+    ranks, speaks = several_ranks(), True
+    if ranks:
+        code, speaks = ranks.leave_first(code, rank, error)
     if line and speaks:
         print(line, file=sys.stderr, flush=True)
     for process in getattr(error, "stopped", ()):

@@ -1,7 +1,6 @@
 """How ranks meet, and watch one another: when one dies or hangs, all end, and one of them says which, why and where.
 
-A thread in each rank, its Watch, publishes the rank's place (see watch.at) in torchrun's store and reads the places of
-the others, and whether their processes live, once a second. A run of one process does not import this file.
+docs/reliability.md says how. A run of one process does not import this file.
 """
 
 import collections
@@ -65,18 +64,15 @@ def gather(world, value, patience=math.inf):
 
 
 def meet(world, flags, leave):
-    """Meet the other ranks, watch them, compare how they were started, and make the default process group.
-
-    leave(error) ends this process. Raises InputError.
-    """
+    """Meet the other ranks, watch them, be compared with them, and make the default process group; raise InputError."""
     global _watch
     rank, tp_size = world.rank, world.tp_size
     seconds, local = timeout(), int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
     node = os.environ.get("GROUP_RANK", str(rank // local))  # torchrun's number of the node, or what comes close
     started = world.gather([node, os.getpid()], seconds + IMPORTS if seconds else math.inf)
     world.nodes, processes = zip(*started, strict=True)
-    near = {r for r in range(tp_size) if world.nodes[r] == node and "GROUP_RANK" in os.environ}
-    _watch = Watch(store(), rank, tp_size, {r: processes[r] for r in near}, seconds, leave)
+    near = {r: processes[r] for r in range(tp_size) if world.nodes[r] == node and "GROUP_RANK" in os.environ}
+    _watch = Watch(store(), rank, tp_size, near, seconds, leave)
     _watch.start()
     world.agree(_start(flags, world.device) | {"LADDER_TIMEOUT": seconds})
     _init_process_group(world)
@@ -117,10 +113,9 @@ CODE = "*.py", "*/*.py", "*/*.cpp", "extras/*/*.py", "extras/*/*.cpp"
 
 def _start(flags, device):
     """Return what all ranks are to be started with alike, by name."""
-    code, root = hashlib.sha256(), Path(__file__).parents[1]
-    for path in sorted(path for pattern in CODE for path in root.glob(pattern)):
-        code.update(path.read_bytes())
-    start = {"the script": os.path.basename(sys.argv[0]), "the code": code.hexdigest()[:8]}
+    files = sorted(path for pattern in CODE for path in Path(__file__).parents[1].glob(pattern))
+    code = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
+    start = {"the script": os.path.basename(sys.argv[0]), "the code": code}
     start |= {"torch": torch.__version__, "device": device.type}
     flags = {f"--{name.replace('_', '-')}": value for name, value in flags.items() if name not in OWN}
     return start | {name: value for name, value in flags.items() if value is not None and value is not False}
@@ -140,10 +135,10 @@ def ended(store):
 
 
 class Watch(threading.Thread):
-    """Watches all ranks until the process ends, or ends it.
+    """Watches all ranks until the process ends, or ends it by leave(why).
 
     processes: {rank: process id} of this node. timeout: seconds, or 0 for ever; it counts ticks, which stand still
-    while the whole run is suspended. leave(error): says why unless another rank does, and ends the process.
+    while the whole run is suspended.
     """
 
     def __init__(self, store, rank, tp_size, processes, timeout, leave):
@@ -266,9 +261,9 @@ def explain(error):
     return error
 
 
-def leave_first(code, rank):
+def leave_first(code, rank, error):
     """Return (the exit code of the first rank that leaves, whether that is this one, which leaves with `code`)."""
-    if store.cache_info().currsize:
+    if store.cache_info().currsize and not isinstance(error, StoreLost):
         with contextlib.suppress(Exception):
             code, first = map(int, store().compare_set("ended", "", f"{code} {rank}").split())
             return code, first == rank

@@ -1,6 +1,5 @@
 """What a run needs, warned of before anything is allocated, and what it took, in a few lines for people."""
 
-import itertools
 import math
 import os
 import resource
@@ -9,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from formats.checkpoint import dtype_name, name
+from formats.checkpoint import dtype_name
+from model import build
 from tp import shard_plan, shard_slices
 
 PASS_TOKENS = 1024  # of all rows, in one pass of a prefill
@@ -29,17 +29,12 @@ def _kilobytes(path, name):
     return 1024 * int(info.read_text().partition(name)[2].split()[0]) if info.is_file() else None
 
 
-def weight_bytes(config, dtype, rank=0, shares=1):
-    """Return the bytes of a rank's weights. Raises InputError as shard_plan does."""
-    slices = shard_slices(config, dtype, rank, shares).values()
-    return sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices)
-
-
-def cache_bytes(config, dtype, rows, slots, rank=0, shares=1):
-    """Return the bytes of a rank's KV cache: the rows of wqkv that are no queries, for each slot."""
-    plan = shard_plan(config, rank, shares)
+def rank_bytes(config, dtype, rows, slots, rank=0, shares=1):
+    """Return the bytes of a rank's weights, and those of its KV cache. Raises InputError as shard_plan does."""
+    plan, slices = shard_plan(config, rank, shares), shard_slices(build(config), dtype, rank, shares)
+    weights = sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices.values())
     heads, queries = (sum(stop - start for start, stop in plan[name][1]) for name in ("wqkv", "wo"))
-    return config.n_layers * rows * slots * (heads - queries) * dtype.itemsize
+    return weights, config.n_layers * rows * slots * (heads - queries) * dtype.itemsize
 
 
 def warn_of_memory(world, rows, slots, *models):
@@ -49,9 +44,7 @@ def warn_of_memory(world, rows, slots, *models):
     """
     if world.rank > 0 and len(set(world.shares)) == 1:
         return
-    needed = 0
-    for config, dtype, *place in models:
-        needed += weight_bytes(config, dtype, *place) + cache_bytes(config, dtype, rows, slots, *place)
+    needed = sum(sum(rank_bytes(config, dtype, rows, slots, *place)) for config, dtype, *place in models)
     # the CPU ranks of a machine share its memory
     sharers = 1 if world.alone or world.device.type != "cpu" else int(os.environ.get("LOCAL_WORLD_SIZE", world.tp_size))
     here = world.shares[world.rank // sharers * sharers :][:sharers]
@@ -69,22 +62,17 @@ def chosen_experts(config, tokens):
 def step_bytes(model, cache, filled, drafted=0):
     """Return the bytes that a decode step of this rank reads, of a token and so many drafted ones in each row.
 
-    That is all weights but the embedding table, of experts as many as the tokens choose on average, and of the cache
-    `filled` slots, or a window of them.
+    Of experts as many count as the tokens choose on average; of the cache `filled` slots, or a window of them.
     """
-    c, parameters, tokens = (
-        model.config,
-        model.named_parameters(remove_duplicate=False),
-        len(cache[0][0]) * (1 + drafted),
-    )
-    slots = [min(filled, c.sliding_window) if i in c.window_layers else filled for i in range(c.n_layers)]
-    layers = zip(cache, itertools.cycle(slots))  # noqa: B905, of several lanes one after another
-    weights = sum(
-        tensor.nbytes * (chosen_experts(c, tokens) if ".experts." in name else 1)
-        for name, tensor in parameters
-        if "tok_embeddings." not in name
-    )
-    return weights + sum(tensor[:, :, 0].nbytes * n for layer, n in layers for tensor in layer)
+    c, total = model.config, 0
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        if "tok_embeddings." not in name:
+            tokens = len(cache[0][0]) * (1 + drafted)
+            total += tensor.nbytes * (chosen_experts(c, tokens) if ".experts." in name else 1)
+    for i, layer in enumerate(cache):  # of several lanes one after another
+        slots = min(filled, c.sliding_window) if i % c.n_layers in c.window_layers else filled
+        total += sum(tensor[:, :, 0].nbytes * slots for tensor in layer)
+    return total
 
 
 def peak_bytes(device):
@@ -96,25 +84,21 @@ def peak_bytes(device):
 
 
 def result(setup, world, done, texts):
-    """Return the settings and times of a generation as a dict. Every rank calls it: it gathers their peak memory.
-
-    setup: the generate.Run. done: the generate.Generation. texts: of the rows, or None.
-    """
-    runner, draft, source, config = setup.runner, setup.draft, setup.source, setup.config
+    """Return the results of a generate.Run, whose Generation is `done`, as a dict. Every rank calls it: it gathers."""
+    runner, draft, source, config = setup.runner, setup.draft, setup.source, setup.runner.model.config
     longest, rows, passes = max(map(len, setup.prompts)), len(setup.prompts), done.passes
     slots = longest + done.steps / 2  # filled in the mean pass
-    read = step_bytes(runner.model, runner.cache, slots, draft.drafted / passes if draft and passes else 0)
-    if draft and draft.runner and passes:
-        read += draft.drafted / passes * step_bytes(draft.runner.model, draft.runner.cache, slots)
+    drafted = draft.drafted / passes if draft and passes else 0  # for a row in the mean pass
+    read = step_bytes(runner.model, runner.cache, slots, drafted)
+    if drafted and draft.runner:
+        read += drafted * step_bytes(draft.runner.model, draft.runner.cache, slots)
     tpot = done.decode_s / (done.steps - 1) if done.steps > 1 else None
     later = sum(max(len(row) - 1, 0) for row in done.rows)  # tokens after each row's first; ended rows give no more
     accepted = draft and [draft.accepted[n] for n in range(max(draft.accepted, default=0) + 1)]
-    args = setup.args
     return {
-        "model": args.model.partition(":")[0] if args.model else name(args.checkpoint),
-        "n_layers": config.n_layers, "wiring": config.wiring, "dtype": dtype_name(runner.model.dtype),
-        "quant": config.quant, "tp": world.tp_size, "shares": world.shares, "simulated": world.simulated,
-        "device": world.device.type, "comm": args.comm,
+        "model": setup.name, "n_layers": config.n_layers, "wiring": config.wiring, "quant": config.quant,
+        "dtype": dtype_name(runner.model.dtype), "device": world.device.type, "comm": setup.args.comm,
+        "tp": world.tp_size, "shares": world.shares, "simulated": world.simulated,
         "batch": rows, "prompt_tokens": longest, "new_tokens": done.steps, "passes": passes,
         "load_s": setup.load_s, "compile_s": setup.compile_s, "prefill_s": done.prefill_s, "decode_s": done.decode_s,
         "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and later / done.decode_s,
@@ -129,8 +113,8 @@ def result(setup, world, done, texts):
 
 def summary(r):
     """Return the result in a few lines for people."""
-    head = f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}"
-    head += f", batch {r['batch']}, {r['quant'] or r['dtype']}, {r['device']}"
+    head = f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}, batch {r['batch']}"
+    head += f", {r['quant'] or r['dtype']}, {r['device']}"
     head += f", shares {','.join(map(str, r['shares']))}" * (len({*r["shares"]}) > 1)
     head += f", {r['comm']} sums" * (r["comm"] != "auto")
     head += f", prefill in {r['prefill_chunks']} chunks" * (r["prefill_chunks"] > 1)
@@ -142,7 +126,7 @@ def summary(r):
     memory += f", {r['bytes_s'] / 1e9:.1f} GB/s" if r["bytes_s"] else ""
     lines = [head, times, f"{memory}, peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"]
     if r["draft"]:
-        tried = sum(r["accepted"])  # how often a row had proposals
+        tried = sum(r["accepted"])
         mean = sum(n * times for n, times in enumerate(r["accepted"])) / max(1, tried)
         line = f"draft {r['draft']}@{r['speculate']}: {r['passes']} passes"
         lines.append(f"{line}; {tried} times a row had proposals, {mean:.2f} of them accepted on average")

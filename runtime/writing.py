@@ -1,8 +1,4 @@
-"""Outputs that are complete or absent, even if their writer is killed or another process writes the same output.
-
-An unfinished output lies in a folder NAME.tmp beside it, with a file that its writer has locked, and gets its name once
-all of it is on the disk. The lock ends with its process, so the next writer can tell what a killed one has left.
-"""
+"""Outputs that are complete or absent, even if their writer is killed: docs/reliability.md, "Killed writers"."""
 
 import contextlib
 import dataclasses
@@ -63,12 +59,6 @@ def new_folder(path):
         check_absent(path)
         unfinished.mkdir()
         yield unfinished
-
-
-def write_text(path, text):
-    """Write a text file as new_file does."""
-    with new_file(path) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
 
 
 def check_absent(path):

@@ -224,9 +224,11 @@ _worlds = {}  # in such a process: {number of ranks: its World}
 def run_ranks(ranks, function, *args, timeout=HANGS):
     """[function(world, *args) of each rank], each rank a process of a World. ranks: their number, at most 4, or shares.
 
-    A rank that fails or hangs fails the test, and the next test gets new ranks.
+    A rank alone is this process. A rank that fails or hangs fails the test, and the next test gets new ranks.
     """
     shares = (1,) * ranks if isinstance(ranks, int) else ranks
+    if len(shares) == 1:
+        return [function(launch.World(0, 1, torch.device("cpu")), *args)]
     if not _ranks:
         port, context = free_port(), multiprocessing.get_context("forkserver")  # its server imports once, for all ranks
         context.set_forkserver_preload(["torch", "torch._dynamo", "torch._inductor.compile_fx"])
@@ -260,7 +262,8 @@ def _join(rank, port):
     _worlds[RANKS], before = launch.join("cpu"), gloo.threads()
     for size in range(2, RANKS):
         group = dist.new_group(range(size))
-        _worlds[size] = launch.World(rank, size, torch.device("cpu"), dist_group=group)
+        _worlds[size] = launch.World(rank, size, torch.device("cpu"))
+        _worlds[size].dist_group = group
     gloo.let_preempt(gloo.threads() - before)  # as join() does with those of its group
     for size in range(max(2, rank + 1), RANKS):
         world = _worlds[size]

@@ -59,8 +59,7 @@ def test_by_tcp_latencies_run_at_once():
     assert [advise.step_seconds(ladder, times._replace(flight=f))[0] for f in (0.0, 3.0)] == [31.0, 5 * (3 + 1) + 1]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a rank has to do
+# ---- What a rank has to do -------------------------------------------------------------------------------------------
 
 H = 32
 MIXTURE = {
@@ -128,26 +127,18 @@ def advised(capsys, *flags):
     return capsys.readouterr().out
 
 
-def attention_us(shown):
-    return float(shown.partition("in us: attention ")[2].partition(",")[0])
-
-
-def test_the_machine_is_the_one_that_is_given(capsys, tiny):
-    flags = ["--checkpoint", tiny, "--tp", 2, "--context", 9, "--link", "5us", "--bandwidth-gbs"]
-    one, two = advised(capsys, *flags, 0.001), advised(capsys, *flags, 0.002)
-    assert "float32" in one and "as given: 0.0 GB/s a rank\n\n5us; in us: " in one
-    assert attention_us(one) == pytest.approx(2 * attention_us(two), abs=0.2)
-    assert attention_us(advised(capsys, *flags, 1, "--tflops", 1e-6)) > 1000
-
-
-def test_without_any_machine_this_one_is_measured(monkeypatch, capsys, tiny):
+def test_the_machine_is_the_one_that_is_given_or_this_one(monkeypatch, capsys, tiny):
+    flags = ["--checkpoint", tiny, "--tp", 2, "--context", 9, "--link", "5us"]
+    given = [["--bandwidth-gbs", 0.001], ["--bandwidth-gbs", 0.002], ["--bandwidth-gbs", 1, "--tflops", 1e-6]]
+    shown = [advised(capsys, *flags, *machine) for machine in given]
+    assert "float32" in shown[0] and "as given: 0.0 GB/s a rank\n\n5us; in us: " in shown[0]
+    one, two, slow = (float(text.partition("in us: attention ")[2].partition(",")[0]) for text in shown)
+    assert one == pytest.approx(2 * two, abs=0.2) and slow > 1000
     monkeypatch.setattr(benchmarking, "read_bandwidth", lambda device, size: 5e9 if size <= 2**28 else None)
-    shown = advised(capsys, "--checkpoint", tiny, "--tp", 2, "--context", 9, "--link", "5us")
-    assert "this machine (cpu), one process: 5.0 GB/s a rank" in shown and "\n5us; in us: " in shown
+    assert "this machine (cpu), one process: 5.0 GB/s a rank\n\n5us; in us: " in advised(capsys, *flags)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The table and the advice
+# ---- The table and the advice ----------------------------------------------------------------------------------------
 
 
 def rows(shown):
@@ -162,7 +153,8 @@ H100 = ["--model", "8b", "--tp", 8, "--gpu", "h100"]
 def test_the_table_is_that_of_the_wirings(monkeypatch, capsys):
     monkeypatch.setitem(WIRINGS, "own", dataclasses.replace(WIRINGS["parallel-ladder"], about="my own"))
     monkeypatch.setitem(WIRINGS, "lossy", dataclasses.replace(WIRINGS["spd"], about="another"))
-    found = rows(advised(capsys, *H100, "--link", "pcie"))
+    shown = advised(capsys, *H100, "--link", "pcie")
+    found = rows(shown)
     wanted = {"standard": "no", "own": "yes", "lossy": "no, but a loss", "(bound: upper-bound)": "no model"}
     wanted |= {"ladder:16": "yes", "pair:8-23": "no, but a loss"}
     wanted |= dict.fromkeys(["desync:2", "desync:4", "delayed-4"], "yes, in 8 lanes")
@@ -174,12 +166,17 @@ def test_the_table_is_that_of_the_wirings(monkeypatch, capsys):
     steps = [float(cells[0]) for cells in found.values()]
     assert steps[:-1] == sorted(steps[:-1]) and steps[-1] <= steps[0]
     assert found["own"][:4] == found["parallel-ladder"][:4]
+    assert shown.endswith(f"at most {float(found['standard'][0]) / steps[-1]:.2f} times as fast.\n")
     assert found["standard"][1:4] == ["1.00", "64", "0 %"] and found["parallel"][2] == "32"
 
 
-def test_only_the_wirings_that_are_asked_for(capsys):
-    found = rows(advised(capsys, *H100, "--link", "pcie", "--wirings", "parallel:3,5", "ladder:32", "desync:4"))
+def test_only_the_wirings_that_are_asked_for_and_what_all_reduces_cost(capsys):
+    shown = advised(capsys, *H100, "--link", "0.5us", "--wirings", "parallel:3,5", "ladder:32", "desync:4")
+    found = rows(shown)
     assert {*found} == {"standard", "parallel:3,5", "ladder:32", "desync:4"} and found["parallel:3,5"][2] == "62"
+    share = 64 * 0.5e-3 / float(found["standard"][0])
+    line = f"The all-reduces are {100 * share:.0f} % of the standard step: at most {1 / (1 - share):.2f} times as fast."
+    assert shown.splitlines()[-1] == line
 
 
 def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
@@ -201,13 +198,6 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
     assert [advise.retraining(laned, other, 3) for other in others] == ["no", "yes, in 4 lanes", "yes, in 3 lanes"]
 
 
-def test_what_all_reduces_cost(capsys):
-    shown = advised(capsys, *H100, "--link", "0.5us")
-    share = 64 * 0.5e-3 / float(rows(shown)["standard"][0])
-    line = f"The all-reduces are {100 * share:.0f} % of the standard step: at most 1.0"
-    assert shown.splitlines()[-1].startswith(line)
-
-
 def test_a_table_for_each_link(capsys):
     shown = advised(capsys, "--model", "8b:4:int8", *H100[2:], "--batch", 2, "--link", "all")
     assert shown.count("| standard |") == len(LINKS) - 1
@@ -215,8 +205,7 @@ def test_a_table_for_each_link(capsys):
     assert rows(shown)["ladder:2"][2] == "8" and [line for line in shown.splitlines() if line.startswith("pcie; in us")]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Bad input
+# ---- Bad input -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import json
 import shlex
-import subprocess
 import sys
 
 import pytest
@@ -31,12 +30,6 @@ def tiny(monkeypatch):
 
 
 @pytest.fixture
-def own_wiring(monkeypatch):
-    """A wiring that nobody has told the scripts of."""
-    monkeypatch.setitem(WIRINGS, "own-wiring", dataclasses.replace(WIRINGS["parallel"], stale=True))
-
-
-@pytest.fixture
 def printed(capsys):
     """A function that runs main() of a script with these flags and returns what it printed."""
 
@@ -53,13 +46,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def write(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# extras/measure/sweep.py and plot.py
+# ---- extras/measure/sweep.py and plot.py -----------------------------------------------------------------------------
 
 
 def test_a_sweep_writes_a_line_for_each_wiring_and_link_and_a_trace(tiny, printed, tmp_path):
@@ -122,13 +109,13 @@ def test_cells_of_a_sweep_say_what_is_noise():
     assert "| 0 | 0.500 | 0.123 (+0%) |" in on_gpu
 
 
-def test_a_new_wiring_is_measured(own_wiring, tiny, printed):
+def test_a_new_wiring_is_measured(tiny, printed, monkeypatch):
+    """One that nobody has told the scripts of."""
+    monkeypatch.setitem(WIRINGS, "own-wiring", dataclasses.replace(WIRINGS["parallel"], stale=True))
     assert "own-wiring" in sweep.parse(["--model", "8b"]).wiring  # without being named
     flags = ["--model", "8b:2", "--simulate-tp", 2, "--batch", 4, "--link", "1000us", "--eager"]
     shown = printed(sweep, *flags, "--rounds", 3, "--wiring", "standard", "own-wiring", "own-wiring:1")
     assert "| standard | own-wiring | own-wiring:1 |" in shown
-    looks = {name: plot.look(name)["color"] for name in WIRINGS}
-    assert len({*looks.values()}) == len(looks) and plot.look("own-wiring:3")["color"] == looks["own-wiring"]
     assert sorted(["unheard-of", "own-wiring:2", *WIRINGS], key=results.wiring_order) == [
         *WIRINGS, "own-wiring:2", "unheard-of"
     ]  # fmt: skip
@@ -137,16 +124,16 @@ def test_a_new_wiring_is_measured(own_wiring, tiny, printed):
 def test_the_figure(tmp_path, printed):
     lines = [line(w, ms, [ms, ms + 1], link={"name": n}, all_reduce_ms=x) for n, x in (("a", 2.0), ("b", 1.0))
              for w, ms in (("standard", 20.0), ("ladder", 10.0))]  # fmt: skip
-    assert plot.by_link(lines)["ladder"] == dict.fromkeys((2.0, 1.0), (2.0, 20 / 11, 2.0))
-    out = write(tmp_path / "x.jsonl", [*lines, line("spd", 1.0, [1.0, 2.0], batch=2)])
+    assert plot.by_link(lines)["ladder"] == dict.fromkeys((2.0, 1.0), (2.0, 2 - 20 / 11, 0.0))
+    out, other = tmp_path / "x.jsonl", line("spd", 1.0, [1.0, 2.0], batch=2)
+    out.write_text("".join(json.dumps(one) + "\n" for one in [*lines, other]))
     printed(plot, out, "--wiring", "standard", "ladder", "--out", tmp_path / "x.svg")
     assert "<svg" in (tmp_path / "x.svg").read_text()
     with pytest.raises(InputError, match="there is no line of standard over the link 0"):
         plot.main([str(out), "--out", "x.svg"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# decode.py
+# ---- decode.py -------------------------------------------------------------------------------------------------------
 
 
 def test_decode_runs_its_engines_in_turns(monkeypatch, tiny, printed, tmp_path):
@@ -177,8 +164,7 @@ def test_decode_knows_the_bytes_of_a_step(model):
         assert ours == pytest.approx(expected, rel=0.002)  # without the scales of rows
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# gpu.py
+# ---- gpu.py ----------------------------------------------------------------------------------------------------------
 
 
 def test_gpu_measures_full_sizes_over_every_link_and_its_flags_are_known():
@@ -213,11 +199,10 @@ def test_gpu_s_cases_run_on_a_cpu_in_small(tmp_path):
     }  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Bad input, and the pages
+# ---- Bad input, and the pages ----------------------------------------------------------------------------------------
 
 
-README = shlex.quote(str(ROOT / "README.md"))
+README = str(ROOT / "README.md")
 
 
 @pytest.mark.parametrize(
@@ -226,28 +211,18 @@ README = shlex.quote(str(ROOT / "README.md"))
         (sweep, "--link free x", "--link: 'x' is none of free,"),
         (sweep, "--prefill 1 99 --prompt-length 8 --eager", "--prefill is 99: chunks need --eager, and a token each"),
         (sweep, "--prefill 2", "--prefill is 2: chunks need --eager"),
-        (sweep, "--wiring x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
-        (sweep, "", "a link needs two or more ranks"),
-        (plot, f"{README} --out x.png", f"FILE: {README} has lines that this script did not write"),
+        (sweep, "--simulate-tp 2 --wiring x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
+        (plot, f"'{README}' --out x.png", f"FILE: {README} has lines that this script did not write"),
         (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, ours:int8,"),
         (decode, "--cases decode", "--cases: 'decode' is neither decode:BATCH nor prefill:TOKENS"),
-        (decode, f"--show {README}", f"--show: {README} has lines that this script did not write"),
+        (decode, f"--show '{README}'", f"--show: {README} has lines that this script did not write"),
         (gpu, "--json x", "there is no GPU: --device cpu tries the script"),
     ],
 )
 def test_bad_flags(script, flags, message):
     with pytest.raises(InputError) as e:
         script.main(shlex.split(flags))
-    message = message.replace(README, shlex.split(README)[0])
     assert str(e.value).startswith(message) and "\n" not in str(e.value)
-
-
-def test_a_script_runs_as_a_module():
-    """And says in one line what is wrong."""
-    command = [sys.executable, "-m", "extras.measure.sweep", "--wiring", "x"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("sweep.py: unknown wiring 'x'")
-    assert done.stderr.count("\n") == 1
 
 
 RESULTS = ROOT / "benchmarks" / "results"

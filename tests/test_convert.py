@@ -274,7 +274,7 @@ def lose_a_shard(folder):
 
 BAD = {
     "our own config": (lambda f: edit(f, model_type=None, n_layers=3), "is a checkpoint of this project already"),
-    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
     "no weights": (take_state, "has no model.safetensors"),
     "a lost shard": (lose_a_shard, "model-00001-of-00001.safetensors is missing"),
     "a missing tensor": (lambda f: change_tensors(f, **{UP: None}), "no tensor model.layers.1.mlp"),

@@ -18,7 +18,7 @@ from test_generate import edit_config, greedy_tokens, run, run_json
 import generate
 from complete import complete, load
 from extras.drafts import speculative
-from extras.drafts.named import read_draft, rewire
+from extras.drafts.named import of_model, read_draft, rewire
 from runtime import compiling
 from runtime.errors import InputError
 
@@ -27,22 +27,22 @@ OTHER = dataclasses.replace(BASE, n_layers=2, n_heads=4, head_dim=6, dim=20, int
 GREEDY = generate.Sampler(0)
 
 
+@torch.no_grad()
 def mild(config):
     """A random model whose sublayers add so little to the stream that other wirings of it often say the same."""
     net = random_model(config)
-    with torch.no_grad():
-        for block in net.layers:
-            block.attention.wo.weight.mul_(0.2)
-            block.feed_forward.w2.weight.mul_(0.2)
+    for block in net.layers:
+        block.attention.wo.weight.mul_(0.2)
+        block.feed_forward.w2.weight.mul_(0.2)
     return net
 
 
+@torch.no_grad()
 def noisy(net, noise):
     """A copy with other weights, which says the same the more often, the less the noise is."""
     net, generator = copy.deepcopy(net), torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for weight in net.parameters():
-            weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=generator))
+    for weight in net.parameters():
+        weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=generator))
     return net
 
 
@@ -59,15 +59,13 @@ def make_runners(net, draft, count, rows, length, compile=False):
     """(a Runner with a cache of just that length, its Draft or None). draft: "ngram", a model, one of rewire, None."""
     length += 1 + count if draft else 0
 
-    def runner_of(net, cache=None):
+    def new_runner(net, cache=None):
         return generate.Runner(net, cache or generate.make_cache(net, rows, length), compile)
 
-    runner = runner_of(net)
-    if draft == "ngram":
-        return runner, speculative.Ngrams(count)
-    if draft and draft._modules is net._modules:
-        return runner, speculative.Rewired(count, runner_of(draft, runner.cache))
-    return runner, draft and speculative.SmallModel(count, runner_of(draft))
+    runner = new_runner(net)
+    if draft and draft != "ngram" and draft._modules is net._modules:
+        return runner, speculative.ModelDraft(count, new_runner(draft, runner.cache))
+    return runner, draft and of_model(draft, count, runner, new_runner)
 
 
 def generated(net, draft=None, count=0, prompts=PROMPTS, new=14, sample=GREEDY, eos_ids=()):
@@ -79,8 +77,7 @@ def generated(net, draft=None, count=0, prompts=PROMPTS, new=14, sample=GREEDY, 
     return done, draft
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Greedy: the tokens of decoding without a draft
+# ---- Greedy: the tokens of decoding without a draft ------------------------------------------------------------------
 
 
 def twins(world, wiring):
@@ -163,7 +160,6 @@ def test_a_draft_has_the_lanes_and_the_norms_of_the_weights():
     assert read_draft("wiring:spd/2", BASE, None, 2).config.lanes == 2
     for name, config, ranks, line in (
         ("desync/2", laned, 2, "in 2 lanes"), ("desync/2", BASE, 4, "in 2 lanes"),
-        ("standard", BASE, 2, "standard is the wiring that the model runs in"),
         ("parallel-ladder:2", parallel, 1, "parallel-ladder:2 needs ffn_norm"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=line):
@@ -204,8 +200,7 @@ def test_ngrams_are_what_followed_the_last_time():
     assert {1, 3} <= counts and draft.propose(texts, [True] * 3, GREEDY)[0].shape == (3, 0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sampling: the model's own distribution
+# ---- Sampling: the model's own distribution --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["ngram", "near"])
@@ -227,8 +222,7 @@ def test_what_is_generated_with_a_draft_is_distributed_as_the_model_says(name, s
     assert min(draft.accepted[n] for n in range(3)) > 100
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Compiled, and numbers that are not finite
+# ---- Compiled, and numbers that are not finite -----------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -280,8 +274,7 @@ def test_logits_that_are_not_finite_are_named_and_those_of_a_draft_do_no_harm(te
     assert [len(row) for row in rows] == [20] * 3 and all(0 <= i < BASE.vocab_size for i in sum(rows, []))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags and reports
+# ---- Flags and reports -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -314,15 +307,15 @@ def test_the_flag_leaves_the_text_as_it_is(tiny, near, tmp_path):
 
 
 def test_complete_takes_a_draft(tiny, near):
-    model, tokenizer = load(tiny)
     texts = ["Once upon a time", "The dog ran", "a"]
-    plain = complete(model, tokenizer, texts, 9, temperature=0)
-    for draft in ("ngram", load(near)[0]):
-        assert complete(model, tokenizer, texts, 9, temperature=0, draft=draft, proposals=3) == plain
+    plain, *drafted = (
+        complete(*load(tiny), texts, 9, temperature=0, draft=draft, proposals=3)
+        for draft in (None, "ngram", load(near)[0])
+    )
+    assert drafted == [plain] * 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A chat keeps its cache from turn to turn
+# ---- A chat keeps its cache from turn to turn ------------------------------------------------------------------------
 
 LINES = ["Once upon a time", "The dog", "the park and the dog ran", "a"]
 TEMPLATES = {  # which keep what was said as it is, or change it

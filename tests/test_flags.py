@@ -30,7 +30,7 @@ SCRIPTS = {
             "--prompt=a --top-k=0": "top_k is 0 but must be a whole number, at least 1",
             "--prompt=a --seed=-1": "seed is -1 but must be a whole number from 0",
             "--prompt=a --wiring=laddr": "--wiring: unknown wiring 'laddr'; known: standard, ladder",
-            "--prompt=a --ladder --wiring=parallel": "--wiring parallel contradicts --ladder",
+            "--prompt=a --ladder --wiring=parallel": "--wiring: not allowed with argument --ladder",
             "--prompt=a --shares=3,1": "--shares has 2 numbers: give 1, one for each rank",
             "--prompt=a --device=tpu": "no such device: tpu; this machine has cpu",
             "--prompt=a --chat": "no chat template",
@@ -88,7 +88,7 @@ SCRIPTS = {
     "convert_hf_checkpoint": (
         "{}",
         {
-            "--out {}/out": "has no config.json: it is no Hugging Face folder",
+            "--out {}/out": "config.json: No such file or directory",
             "--out {}/out --tokenizer /nowhere": "--tokenizer /nowhere: no such file",
             "--out {}/out --shard-gb 0": "--shard-gb: '0' is not a number above 0",
         },

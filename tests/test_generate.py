@@ -438,7 +438,9 @@ def twice(world, compile):
             seen.append(comm.gather_logits(logits).clone())
             return greedy(logits, comm)
 
-        rows, *_ = generate.generate(runner, prompts, 12, sample, pass_tokens=12)
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(generate, "PASS_TOKENS", 12)
+            rows, *_ = generate.generate(runner, prompts, 12, sample)
         runs.append((rows, torch.stack(seen)))
     (rows, logits), (again, same) = runs
     assert rows == again and torch.equal(logits, same)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,7 +65,9 @@ def test_a_byte_order_mark_is_no_text_and_prompts_are_split_at_newlines_only(tmp
     (tmp_path / "config.json").write_text((DEMO / "config.json").read_text(), encoding="utf-8-sig")
     assert checkpoint.read_config(tmp_path) == checkpoint.read_config(DEMO)
     (tmp_path / "prompts").write_bytes("\ufeffone\u2028line\x0c\r\n\nanother\n".encode())
-    assert cli.read_lines(tmp_path / "prompts") == ["one\u2028line\x0c", "", "another", ""]
+    args = SimpleNamespace(prompt=[f"@{tmp_path}/prompts"], prompt_length=None, batch=None, chat=False)
+    tokenizer = SimpleNamespace(encode=lambda text: [len(text)])
+    assert cli.read_prompts(args, BASE, tokenizer) == [[len("one\u2028line\x0c")], [len("another")]]
 
 
 def test_a_digest_sees_headers_small_files_and_changes_of_a_thousandth(tmp_path):

@@ -18,7 +18,6 @@ import quantize
 from extras.lanes.lanes import lanes_of_rank
 from formats import checkpoint, huggingface
 from runtime.errors import InputError
-from runtime.launch import World
 
 SHAPE = {
     "model_type": "laneformer_tp", "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 16,
@@ -46,50 +45,41 @@ TOKENS = torch.randint(3, 256, (3, 20), generator=torch.Generator().manual_seed(
 LENGTHS = torch.tensor([20, 17, 12])
 
 
-def random_state(hf, seed=0):
+def random_state(hf):
     """Random tensors in the layout of their folders, large enough that every term matters."""
     L, D, width, V = (hf[key] for key in ("num_lanes", "hidden_size", "intermediate_size", "vocab_size"))
     kv = D * hf["num_key_value_heads"] // hf["num_attention_heads"]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def weight(*shape):
         return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
 
-    def norm(lanes):
-        shape, name = ((L, D), "scale") if lanes else ((D,), "weight")
-        return name, torch.rand(shape, generator=generator) + 0.5
+    def norm(name, lanes):
+        shape, suffix = ((L, D), "scale") if lanes else ((D,), "weight")
+        return {f"model.{name}.{suffix}": torch.rand(shape, generator=generator) + 0.5}
 
-    state = {"model.tok_embeddings.weight": weight(V, D) * 3}
     own = not hf.get("replicated_rmsn_scale", True)
+    state = {"model.tok_embeddings.weight": weight(V, D) * 3} | norm("norm", own and not hf.get("pre_norm_lane_agg"))
     rows = {"attention.wq": D, "attention.wk": kv, "attention.wv": kv}
     rows |= {"feed_forward.w1": width, "feed_forward.w3": width}
     columns = {"attention.wo": D, "feed_forward.w2": width}
     for i in range(hf["num_hidden_layers"]):
         state |= {f"model.layers.{i}.{name}.weight": weight(L, n // L, D) for name, n in rows.items()}
         state |= {f"model.layers.{i}.{name}.weight": weight(L, D, n // L) for name, n in columns.items()}
-        for name in ("attention_norm", "ffn_norm"):
-            suffix, scale = norm(own)
-            state[f"model.layers.{i}.{name}.{suffix}"] = scale
-    suffix, scale = norm(own and not hf.get("pre_norm_lane_agg"))
-    state[f"model.norm.{suffix}"] = scale
+        state |= norm(f"layers.{i}.attention_norm", own) | norm(f"layers.{i}.ffn_norm", own)
     if not hf.get("tie_word_embeddings"):
         parts = (L, V // L, D) if hf.get("lm_head_type") == "vocab_parallel" else (V, D)
         state["lm_head.weight"] = weight(*parts)
     return state
 
 
-def folder(path, **changes):
-    """A random folder of theirs; returns (values of its config.json, tensors)."""
+def converted(path, **changes):
+    """A random folder of theirs, and ours; returns (values of its config.json, tensors)."""
     hf = {**SHAPE, **changes}
     state = random_state(hf)
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(hf))
-    save_file(state, path / "model.safetensors")
-    return hf, state
-
-
-def converted(path, **changes):
-    hf, state = folder(path / "hf", **changes)
+    (path / "hf").mkdir()
+    (path / "hf" / "config.json").write_text(json.dumps(hf))
+    save_file(state, path / "hf" / "model.safetensors")
     convert_hf_checkpoint.main([str(path / "hf"), "--out", str(path / "ours")])
     return hf, state
 
@@ -99,10 +89,6 @@ def logits_of(world, path, compile=False):
     net = generate.load_model(checkpoint.read_config(path), path, "float32", world)
     with torch.no_grad():
         return net.comm.gather_logits(net(TOKENS)), last_logits(net, TOKENS, LENGTHS, steps=8, compile=compile)
-
-
-def on_ranks(shares, path):
-    return run_ranks(shares, logits_of, path) if len(shares) > 1 else [logits_of(World(0, 1, "cpu"), path)]
 
 
 def check(ranks, expected, limit=1e-4):
@@ -120,7 +106,7 @@ def test_converted_folders_compute_the_function_on_any_number_of_ranks(case, tmp
     assert np.std(expected) > 0.3
     for shares in (1,), (1, 1), (1, 1, 1, 1), (3, 1):  # the last: three lanes, and a rank that holds one
         if hf["num_lanes"] % sum(shares) == 0:
-            check(on_ranks(shares, tmp_path / "ours"), expected)
+            check(run_ranks(shares, logits_of, tmp_path / "ours"), expected)
     config = checkpoint.read_config(tmp_path / "ours")
     assert huggingface.config_from_hf(tmp_path / "hf" / "config.json") == config
     with pytest.raises(InputError, match=f"the {hf['num_lanes']} lanes of .* do not fit 3 ranks: use 1, 2"):
@@ -181,9 +167,9 @@ def test_int8_computes_what_its_numbers_mean(case, tmp_path):
         twin[name] = weights.read(name) * (weights.read(scales).float() if scales in weights.names() else 1)
     (tmp_path / "twin").mkdir()
     write_model(tmp_path / "twin", config, twin, torch.float32)
-    [(expected, _)] = on_ranks((1,), tmp_path / "twin")
-    for shares in (1,), (1, 1):
-        check(on_ranks(shares, tmp_path / "int8"), expected.numpy(), limit=1e-3)
+    [(expected, _)] = run_ranks(1, logits_of, tmp_path / "twin")
+    for ranks in 1, 2:
+        check(run_ranks(ranks, logits_of, tmp_path / "int8"), expected.numpy(), limit=1e-3)
 
 
 @pytest.mark.parametrize(

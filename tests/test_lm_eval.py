@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from helpers import ROOT, run_ranks, script
 from test_eval import evaluated
 
@@ -17,7 +16,6 @@ from extras.export import to_hf
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from model import rewired
-from runtime import launch
 from runtime.errors import InputError
 
 
@@ -38,14 +36,6 @@ def answers(world, folder, wiring, batch, asked):
     config = rewired(checkpoint.read_config(folder), wiring)
     lm = harness.Model(generate.load_model(config, folder, "float32", world), load_tokenizer(folder), batch)
     return [getattr(lm, kind)([Instance(kind, {}, q, i) for i, q in enumerate(qs)]) for kind, qs in asked]
-
-
-def answers_of(ranks, *args):
-    if ranks == 1:
-        return answers(launch.World(0, 1, torch.device("cpu")), *args)
-    first, *others = run_ranks(ranks, answers, *args)
-    assert others == [first] * (ranks - 1)
-    return first
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +104,9 @@ def test_the_answers_are_those_of_lm_evals_own_model(wiring, tasks, harness, tmp
     asked["loglikelihood"] = [*requests, *written], [*result, *more]
     questions = [(kind, [r.args for r in requests]) for kind, (requests, _) in asked.items()]
     for ranks, batch in (1, None), (2, 3), (3, 1):
-        results = answers_of(ranks, ROOT / "demo", wiring, batch, questions)
-        for (kind, asks), result in zip(questions, results, strict=True):
+        first, *others = run_ranks(ranks, answers, ROOT / "demo", wiring, batch, questions)
+        assert others == [first] * (ranks - 1)
+        for (kind, asks), result in zip(questions, first, strict=True):
             expected = asked[kind][1]
             assert len(result) == len(asks) >= 24
             if kind == "generate_until":
@@ -151,4 +142,4 @@ def test_an_unknown_task_is_one_line(tiny, harness, tmp_path, monkeypatch):
         evaluate.main([*flags, "choises"])
     with pytest.raises(InputError, match="a task asks for num_beams in generating"):
         beams = ("generate_until", [("a", {"max_gen_toks": 8, "num_beams": 3})])
-        answers_of(1, tiny, "standard", None, [beams])
+        run_ranks(1, answers, tiny, "standard", None, [beams])

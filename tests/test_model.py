@@ -75,7 +75,7 @@ CONFIGS = [  # changes and the line
     ({"wiring": "delayed-7"}, "wiring delayed-7 is 7 sublayers late: 3 layers take up to 6"),
     ({"wiring": "ladder/2"}, "no such wiring: 'ladder/2'"),
     ({"n_kv_heads": 4}, "n_heads 6 is not a multiple of n_kv_heads 4"),
-    ({"sliding_window": 4, "window_layers": (0, 3)}, "window_layers takes 0 to 2, with a sliding_window of 1 or more"),
+    ({"sliding_window": 4, "window_layers": (0, 3)}, "window_layers takes layers from 0 to 2, not"),
     ({"window_layers": (0,)}, "a sliding_window of 1 or more tokens"),
 ]
 

@@ -10,7 +10,7 @@ import eval
 import generate
 from formats import sizes
 from runtime import launch, report
-from runtime.report import cache_bytes, weight_bytes
+from runtime.report import rank_bytes
 from tp import load_shard
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ CONFIGS = {
     "int4": (dataclasses.replace(SMALL, n_heads=24, n_kv_heads=4, quant="int4", group_size=64), torch.bfloat16),
     "farskip": (
         dataclasses.replace(
-            SMALL, n_experts=3, experts_per_token=2, expert_size=32, shared_expert_size=64, wiring="farskip"
+            SMALL, n_experts=3, experts_per_token=2, expert_size=64, shared_expert_size=64, wiring="farskip"
         ),
         torch.bfloat16,
     ),
@@ -37,9 +37,9 @@ def test_weights_and_cache_are_what_a_rank_will_hold(name):
     for rank, shares in (0, 1), (1, 2), (2, 4), (5, 7), (1, (3, 1)):
         model = load_shard(config, sizes.RandomWeights(config, CPU), dtype, CPU, rank, shares)
         weights = {n: p for n, p in model.named_parameters() if not (config.tie_embeddings and n.startswith("output."))}
-        assert weight_bytes(config, dtype, rank, shares) == sum(p.nbytes for p in weights.values())
-        cache = generate.make_cache(model, 3, 25)
-        assert cache_bytes(config, dtype, 3, 25, rank, shares) == sum(t.nbytes for layer in cache for t in layer)
+        cache = [tensor for layer in generate.make_cache(model, 3, 25) for tensor in layer]
+        sums = [sum(tensor.nbytes for tensor in tensors) for tensors in (weights.values(), cache)]
+        assert [*rank_bytes(config, dtype, 3, 25, rank, shares)] == sums
 
 
 def test_a_step_reads_the_experts_that_its_tokens_choose():
@@ -48,7 +48,7 @@ def test_a_step_reads_the_experts_that_its_tokens_choose():
     one, three, drafted = (
         report.step_bytes(model, model.new_cache(rows, 8), 0, n) for rows, n in [(1, 0), (3, 0), (1, 2)]
     )
-    more = config.n_layers * 3 * 3 * 192 * 32 * 2 * ((1 - 1 / 27) - 2 / 3)
+    more = config.n_layers * 3 * 3 * 192 * 64 * 2 * ((1 - 1 / 27) - 2 / 3)
     assert three == drafted == pytest.approx(one + more)
 
 
@@ -67,7 +67,7 @@ def warning(monkeypatch, capsys):
 
 
 def needed(rank, shares):
-    return weight_bytes(SMALL, torch.float32, rank, shares) + cache_bytes(SMALL, torch.float32, 2, 16, rank, shares)
+    return sum(rank_bytes(SMALL, torch.float32, 2, 16, rank, shares))
 
 
 def test_a_run_that_does_not_fit_is_said_in_a_line_of_rank_0(warning):

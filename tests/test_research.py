@@ -111,15 +111,16 @@ def test_the_rows_of_the_page_are_those_that_its_command_prints(capsys):
 
 
 def test_sensitivity_against_the_reference():
-    net, wiring = random_model(BASE), "parallel-ladder"
+    net, wiring, layers = random_model(BASE), "parallel-ladder", []
     ids = unequal_rows(BASE, 1, 40)[0][0].tolist()
-    result = sensitivity.sensitivity(net, lambda m: score.total_nats(m, [ids], 40, 20, 1), wiring)
-    assert net.config is BASE and len(result) == BASE.n_layers
-    for i, nats in enumerate(result):
+    result, _ = sensitivity.table(net, 0, lambda m: score.total_nats(m, [ids], 40, 20, 1), wiring, False)
+    assert net.config is BASE and len(result["sensitivity"]) == BASE.n_layers
+    for i, nats in enumerate(result["sensitivity"]):
         alone = random_model(BASE)  # with the norms of a standard model
         alone.config = rewired(BASE, f"{wiring}:{i},")
         assert math.isclose(nats, -picked(*naive(alone, ids, 40, 20)).sum(), rel_tol=1e-5)
-    assert sensitivity.sensitivity(net, lambda m: m.config.wiring, "pair") == ["pair:0,1", "pair:1,2"]
+    sensitivity.table(net, 0, lambda m: layers.append(m.config.wiring) or 0, "pair", False)
+    assert layers == ["pair:0,1", "pair:1,2"]
     with pytest.raises(InputError, match="not parallel and ladder"):
         sensitivity.alone(dataclasses.replace(BASE, wiring="parallel"), "ladder", 0)
 

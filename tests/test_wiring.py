@@ -234,7 +234,7 @@ def chosen(own, flags):
 
 def test_flags_choose_a_wiring():
     spd = dataclasses.replace(BASE, wiring="spd:1,/2")
-    assert chosen(BASE, "--ladder --wiring ladder").wiring == "ladder"
+    assert chosen(BASE, "--ladder").wiring == "ladder"
     assert chosen(spd, "") == spd and chosen(spd, "--wiring delayed-2/4").wiring == "delayed-2/4"
 
 

@@ -30,13 +30,18 @@ def append(out):
         writing.append_line(out, {"i": i, "text": "x" * (1000 + 15000 * i)})
 
 
+def figure(out):
+    with writing.new_file(out) as unfinished:
+        unfinished.write_text("figure")
+
+
 @pytest.fixture
 def writers(tiny):
     """{name: a function that writes the output `out`}."""
     return {
         "quantize": lambda out: quantize.main(["--checkpoint", str(tiny), "--mode", "int8", "--out", str(out)]),
         "append": append,
-        "file": lambda out: writing.write_text(out, "figure"),
+        "file": figure,
     }
 
 
@@ -104,7 +109,7 @@ def test_killed_at_any_moment_an_output_is_complete_or_absent_and_the_next_run_w
 def test_a_folder_of_somebody_else_stays(tmp_path):
     (tmp_path / "new.tmp" / "precious").mkdir(parents=True)
     with pytest.raises(InputError, match="new.tmp is needed to write .*new: give"):
-        writing.write_text(tmp_path / "new", "")
+        figure(tmp_path / "new")
     assert names(tmp_path) == ["new.tmp"] and names(tmp_path / "new.tmp") == ["precious"]
 
 

@@ -61,12 +61,8 @@ def run(setup, world, generate):
 
     setup: the generate.Run. generate: the function of generate.py.
     """
-    tokenizer, context = setup.tokenizer, min(CHAT_CONTEXT, setup.config.max_seq_len)
+    tokenizer, context = setup.tokenizer, min(CHAT_CONTEXT, setup.runner.model.config.max_seq_len)
     keyboard, messages, ids, cached = Keyboard(world), [], [], []  # cached: the tokens that are in the cache
-
-    def say(text):
-        if world.rank == 0:
-            print(text, file=sys.stderr)
 
     def extended(messages, ids, line):
         """Return a conversation and its ids with one more line of the user."""
@@ -77,22 +73,22 @@ def run(setup, world, generate):
 
     if keyboard.is_terminal:
         how = "the text just goes on" if tokenizer.template is None else "in the checkpoint's chat template"
-        say(f"{how}; Ctrl-C stops an answer, Ctrl-D ends")
+        world.say(f"{how}; Ctrl-C stops an answer, Ctrl-D ends")
     while True:
         watch.at("the wait for the user", timed=world.rank > 0)  # of the others only until rank 0 goes on
         line = world.tell(keyboard.line() if world.rank == 0 else None)
         if line is None:
             return
-        line = line.rstrip("\r\n")
         if not line.strip():
             continue
+        line = line.rstrip("\r\n")
         anew = extended([], [], line)
         if len(anew[1]) >= context:
-            say(f"a message of {len(anew[1])} tokens leaves no room in the context of {context}: shorten it")
+            world.say(f"a message of {len(anew[1])} tokens leaves no room in the context of {context}: shorten it")
             continue
         messages, ids = extended(messages, ids, line)
         if len(ids) >= context:
-            say(f"{len(ids)} tokens do not fit the context of {context}: starting anew with this message")
+            world.say(f"{len(ids)} tokens do not fit the context of {context}: starting anew with this message")
             messages, ids = anew
         new = fit(setup.args.max_new_tokens, [ids], context)
         printer = Printer([ids], tokenizer, new, show_prompt=False) if world.rank == 0 else None
@@ -102,9 +98,8 @@ def run(setup, world, generate):
                 printer.push(fresh)
             return keyboard.stops()
 
-        n = len(os.path.commonprefix([cached, ids[:-1]]))
-        settings = setup.runner, [ids], new, setup.sample, setup.eos_ids, on_tokens
-        [row] = generate(*settings, draft=setup.draft, cached_tokens=n).rows
+        more = {"draft": setup.draft, "cached_tokens": len(os.path.commonprefix([cached, ids[:-1]]))}
+        [row] = generate(setup.runner, [ids], new, setup.sample, setup.eos_ids, on_tokens, **more).rows
         if printer:
             printer.finish([row])
         ids = ids + row

@@ -1,9 +1,8 @@
-"""Renders chat templates in a process of its own, with limits: a Renderer runs this file as that process.
+"""Renders chat templates in a process of its own: a Renderer runs this file as that process.
 
-A template is a program, perhaps a stranger's. Jinja's sandbox keeps it from the system, but it may still run for ever
-or make a text of any size, in one expression such as 10**(10**10) or 'a' * 10**10. Hence a timer of CPU time, which
-ends the process, and a limit of its memory. A request is a line of JSON, [template, variables]; its answer is another,
-[text, error].
+Jinja's sandbox keeps a stranger's template from the system, but not from running for ever or making a text of any size,
+in one expression such as 10**(10**10). Hence a timer of CPU time, which ends the process, and a limit of its memory. A
+request is a line of JSON, [template, variables]; its answer is another, [text, error].
 """
 
 import contextlib

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from extras.drafts.speculative import Ngrams, Rewired, SmallModel
+from extras.drafts.speculative import ModelDraft, Ngrams, SmallModel
 from formats import checkpoint
-from formats.compare import check_vocabulary, digest
+from formats.compare import check_vocabulary
 from formats.wiring_text import wiring_name
 from model import WIRINGS, Config, parse_wiring, rewired
 from runtime import benchmarking
@@ -29,12 +29,9 @@ class Source(NamedTuple):
     folder: str | None = None
 
     def contents(self):
-        """Return {name: digest} of what must be equal on all ranks, which each run a whole draft, to the same bits."""
-        contents = {"--draft": f"{self.name}@{self.count}"}
-        if self.folder:
-            contents["contents of --draft"] = digest(self.folder)
-            contents["hardware"] = f"{benchmarking.processor()}, {torch.get_num_threads()} threads"
-        return contents
+        """Return {name: value} of what must be equal on all ranks, which each run a whole draft, to the same bits."""
+        hardware = self.folder and f"{benchmarking.processor()}, {torch.get_num_threads()} threads"
+        return {"--draft": f"{self.name}@{self.count}", "hardware": hardware}
 
 
 def read_draft(text, config, folder, tp_size):
@@ -72,8 +69,6 @@ def wiring_of(config, name, tp_size):
     pairs = zip(draft.wirings, config.wirings, strict=True)
     if missing := {norm for drafts, own in pairs for norm in {*drafts.norms} - {*own.norms}}:
         raise InputError(f"--draft {name} needs {min(missing)}, which {config.wiring} has not")
-    if draft.function == config.function:
-        raise InputError(f"--draft {name} is the wiring that the model runs in: name another")
     return draft
 
 
@@ -84,21 +79,18 @@ def rewire(model, config):
     return model
 
 
-def build(source, runner, new_runner, load):
-    """Return the Draft of a Source for the model of a runner.
-
-    new_runner(model, cache=None): a Runner with that cache, or one of its own. load(config, folder): a whole model.
-    """
+def build(source, runner, load):
+    """Return the Draft of a Source for the model of a generate.Runner. load(config, folder): returns a whole model."""
     if source.config is None:
         return Ngrams(source.count)
     if source.folder is None:
-        return Rewired(source.count, new_runner(rewire(runner.model, source.config), runner.cache))
-    return SmallModel(source.count, new_runner(load(source.config, source.folder)))
+        return ModelDraft(source.count, runner.with_model(rewire(runner.model, source.config), runner.cache))
+    return SmallModel(source.count, runner.with_model(load(source.config, source.folder)))
 
 
-def of_model(draft, count, runner, new_runner):
-    """Return the Draft of complete(): draft is "ngram" or a model; the other arguments are those of build()."""
+def of_model(draft, count, runner):
+    """Return the Draft of complete() for the model of a generate.Runner: draft is "ngram" or a model."""
     if draft == "ngram":
         return Ngrams(count)
     check_vocabulary(runner.model.config, None, draft.config, None, "draft")
-    return SmallModel(count, new_runner(draft))
+    return SmallModel(count, runner.with_model(draft))

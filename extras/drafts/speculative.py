@@ -1,8 +1,5 @@
 """Speculative decoding: a draft proposes the next tokens of each row, and one pass of the model verifies them all.
 
-That pass costs one set of all-reduces, however many proposals accept() takes. A draft is the text itself, the model's
-own weights in another wiring, or a smaller model.
-
 Shape letters: B batch, P proposals of a row, V vocabulary, v this rank's part of it.
 """
 
@@ -18,11 +15,12 @@ NGRAM = 3, 2  # lengths that Ngrams looks up, in this order
 
 
 class Draft:
-    """A source of proposals.
+    """A source of proposals. A subclass has propose(texts, done, sample), of the arguments of step(), which returns
+    (ids (B, P), their distributions (B, P, V) or None, [whether a row has any]), where P is one of `counts`.
 
-    count: of them at a time. runner: the Runner (generate.py) of the model that proposes, or None. counts: the numbers
-    of proposals that a pass may have. drafted: the proposals for a row so far in this generation. accepted: a Counter
-    of how many proposals of a row a pass accepted, over the passes and rows that had proposals.
+    count: of proposals at a time. runner: the Runner (generate.py) of the model that proposes, or None. drafted: the
+    proposals for a row so far in this generation. accepted: a Counter of how many proposals of a row a pass accepted,
+    over the passes and rows that had proposals.
     """
 
     def __init__(self, count, runner=None):
@@ -32,13 +30,6 @@ class Draft:
     def begin(self, tokens, lengths, pass_tokens, cached_tokens=0):
         """Prepare for a generation. The arguments are those of Runner.prefill."""
         self.drafted, self.accepted = 0, Counter()
-
-    def propose(self, texts, done, sample):
-        """Return (ids (B, P), their distributions (B, P, V) or None, [whether a row has any]).
-
-        P is one of self.counts. The arguments are those of step().
-        """
-        raise NotImplementedError
 
     @torch.inference_mode()
     def step(self, runner, texts, done, sample):
@@ -87,7 +78,11 @@ class Ngrams(Draft):
 
 
 class ModelDraft(Draft):
-    """A model that proposes one token after another."""
+    """Proposes one token after another: the model's own weights in another wiring, on the cache that the model uses.
+
+    The keys and values that it reads there are the model's, not those of the other wiring, except for those of the last
+    proposals, which the verification overwrites.
+    """
 
     def propose(self, texts, done, sample):
         positions = torch.tensor([len(text) - 1 for text in texts], device=sample.device)
@@ -102,17 +97,6 @@ class ModelDraft(Draft):
 
     def read(self, texts, device):
         """Return logits (B, S, v) whose last position follows the texts."""
-        raise NotImplementedError
-
-
-class Rewired(ModelDraft):
-    """The model's own weights in another wiring, on the model's own cache.
-
-    The keys and values that it reads there are the model's, not those of its own wiring, except for those of its last
-    proposals, which the verification overwrites.
-    """
-
-    def read(self, texts, device):
         return self.runner.decode(*last_tokens(texts, device))
 
 

@@ -226,10 +226,7 @@ def convert_tokenizer(folder, tokenizer):
 def main(argv=None):
     p = cli.Parser(__doc__)
     p.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of ours, e.g. demo")
-    p.add_argument("--out", metavar="DIR", required=True, help="the Hugging Face folder to write, e.g. hf/demo")
-    p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's")
-    size, memory = cli.number(float, 0, above=True), "GB of the largest file, about the memory needed"
-    p.add_argument("--shard-gb", type=size, default=5.0, metavar="N", help=memory)
+    cli.add_output_flags(p, "hf/demo")
     cli.add_wiring_flags(p)
     args = p.parse_args(argv)
     own, weights = checkpoint.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)

@@ -1,6 +1,4 @@
-"""Kog's Laneformer (kogai/laneformer-2b-it): a wiring whose lanes hear of one another several sublayers late, and the
-reader of its Hugging Face folders.
-"""
+"""Kog's Laneformer (kogai/laneformer-2b-it): a wiring whose lanes hear of one another late, and its folders' reader."""
 
 import re
 
@@ -24,7 +22,6 @@ SETTINGS = {  # what Config.laneformer may hold; the first value is what an abse
 
 
 def settings(config):
-    """Return all settings of a Config."""
     return {key: values[0] for key, values in SETTINGS.items()} | (config.laneformer or {})
 
 
@@ -147,13 +144,10 @@ def laneformer_as_ministral(values):
     windowed = {*windowed} - {*(hf["unclamped_layers"] or ())}
     if isinstance(scaling, dict) and not {"rope_type", "type"} & scaling.keys():  # TorchTitan's keys
         scaling = {"rope_type": "llama3", "factor": scaling.get("scaling_factor"), **scaling}
-    for key in ("use_attention_comm", "use_mlp_comm"):
-        hf[key] = hf["use_comm"] if hf[key] is None else hf[key]
-    own = {
-        "early_comm": hf["use_early_comm"], "attention_comm": hf["use_attention_comm"], "mlp_comm": hf["use_mlp_comm"],
-        "lane_head": "sum" if hf["pre_norm_lane_agg"] else hf["lm_head_type"],
-        "lane_norms": not hf["replicated_rmsn_scale"],
-    }  # fmt: skip
+    comm = {f"{kind}_comm": hf[f"use_{kind}_comm"] for kind in ("early", "attention", "mlp")}
+    own = {key: hf["use_comm"] if value is None else value for key, value in comm.items()}
+    own |= {"lane_head": "sum" if hf["pre_norm_lane_agg"] else hf["lm_head_type"]}
+    own |= {"lane_norms": not hf["replicated_rmsn_scale"]}
     types = ["sliding_attention" if i in windowed else "full_attention" for i in layers]
     return {
         **hf, "rms_norm_eps": hf["norm_eps"], "rope_scaling": scaling, "layer_types": types,

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import sys
+from collections import defaultdict
 
 import lm_eval
 import numpy as np
@@ -70,10 +71,10 @@ class Model(TemplateLM):
 
         A text longer than the model's context loses its beginning.
         """
-        questions, answers = {}, [None] * len(requests)
+        questions, answers = defaultdict(list), [None] * len(requests)
         for i, (_, context, continuation) in enumerate(requests):
             tokens = (context + continuation)[-self.max_length - 1 :]
-            questions.setdefault(tuple(tokens[:-1]), []).append((i, continuation))  # several may share a row
+            questions[tuple(tokens[:-1])].append((i, continuation))  # several may share a row
         for batch in self.batches(questions.items(), 4 * self.model.config.vocab_size):
             logits = self.model.comm.gather_logits(self.model(pad([tokens for tokens, _ in batch], self.device)[0]))
             for row, (tokens, asked) in zip(logits, batch, strict=True):  # row: (S, V)
@@ -88,32 +89,30 @@ class Model(TemplateLM):
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
         """Return [log p(text)], in windows of the whole context that do not overlap, except the last."""
-        windows, owners = [], []
+        windows = []
         for i, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
             for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
-                windows.append((None, *make_disjoint_window(window)))
-                owners.append(i)
+                windows.append((i, *make_disjoint_window(window)))
         totals = [0.0] * len(requests)
-        for i, (logp, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+        for (i, *_), (logp, _) in zip(windows, self._loglikelihood_tokens(windows), strict=True):
             totals[i] += logp
         return totals
 
     def generate_until(self, requests, disable_tqdm=False):
         """Return [the new text, up to the first stop string] for (text, settings); equal settings share batches."""
-        by_settings, texts, c = {}, [None] * len(requests), self.model.config
+        by_settings, texts, c = defaultdict(list), {}, self.model.config
         for i, request in enumerate(requests):
             prompt, settings = request.args
             ids = self.tok_encode(prompt) or [self.prefix_token_id]
-            by_settings.setdefault(json.dumps(settings, sort_keys=True), []).append((ids, i))
+            by_settings[json.dumps(settings, sort_keys=True)].append((ids, i))
         for settings, prompts in by_settings.items():
             stops, n_new, sampler = self.generation(json.loads(settings))
             cut = [(ids[-(self.max_length - n_new) :], i) for ids, i in prompts]
             for batch in self.batches(cut, 8 * c.n_layers * c.n_kv_heads * c.head_dim, n_new):
                 ids, order = zip(*batch, strict=True)
-                for i, text in zip(order, self.continuations(ids, n_new, stops, sampler), strict=True):
-                    texts[i] = text
-        return texts
+                texts |= zip(order, self.continuations(ids, n_new, stops, sampler), strict=True)
+        return [texts[i] for i in range(len(requests))]
 
     def generation(self, settings):
         """Return (stop strings, number of new tokens, Sampler); raise InputError for settings that are unknown here."""

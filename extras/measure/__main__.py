@@ -31,15 +31,14 @@ def parse(argv):
 
 def main(argv=None):
     args = parse(argv)
-    world = launch.join(args.device, vars(args))
+    world = launch.join(args.device, vars(args) | ({"shares": None} if args.simulate_tp else {}))
     if args.link or args.exposed or args.simulate_tp:
-        world = link.emulate(world, args.link or link.FREE, args.simulate_tp)
+        world = link.emulate(world, args.link or link.FREE, args.simulate_tp, args.shares)
     setup = generate.set_up(args, world)
     done, texts = generate.run(setup, world)
     result = report.result(setup, world, done, texts) | {"link": args.link and dataclasses.asdict(args.link)}
     if args.exposed:
-        if world.rank == 0:
-            print("measuring what communication costs ...", file=sys.stderr)
+        world.say("measuring what communication costs ...")
         cases = exposed.make_cases(setup.runner, *pad(setup.prompts, world.device), world)
         result["exposed"] = {kind: exposed.measure(world, {kind: case})[kind] for kind, case in cases.items()}
     if world.rank == 0:

@@ -3,14 +3,12 @@
 python -m extras.measure.advise --model 70b --tp 8 --gpu h100 --link nvlink,pcie
 python -m extras.measure.advise --checkpoint demo --tp 2 --bandwidth-gbs 12.5 --link 150us+10gbps  # as the probe says
 
-A sublayer takes the longer of two times: to read its shard of the weights and of the cache from memory, or to multiply
-them. The largest shard counts. An all-reduce takes the time that the link says. The loop of model.py, run on the clock
-of clock.py, adds these up. Real steps are longer: norms, kernel launches, and the processor time of communication are
-left out.
+docs/choosing.md says what goes into it, and what does not.
 """
 
 import dataclasses
 import math
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -21,7 +19,7 @@ from extras.measure.clock import run_layers, variants
 from formats import checkpoint, sizes
 from formats.checkpoint import dtype_name
 from formats.sizes import SIZES
-from model import rewired
+from model import build, rewired
 from runtime import benchmarking, cli, launch, report
 from runtime.cli import count, number
 from tp import shard_plan, shard_slices
@@ -43,32 +41,32 @@ def decode_work(config, dtype, tp_size, batch, context):
     embedding table, a step reads only the rows of its tokens. All layers of a mixture count as layers with experts.
     Raises InputError if tp_size does not suit the config.
     """
-    none = dict.fromkeys(("nope_layers", "window_layers", "dense_layers"), ())
     wiring = "farskip" if config.parsed.name == "farskip" else "standard"  # which of them decides who holds what
-    config = dataclasses.replace(rewired(config, wiring), n_layers=1, **none)
-    works = {place: [] for place in ("attention", "feed_forward", "rest")}
-    for rank in range(tp_size):
-        plan, n_bytes, flops = shard_plan(config, rank, tp_size), dict.fromkeys(works, 0), dict.fromkeys(works, 0)
-        for name, (shape, stored, *_) in shard_slices(config, dtype, rank, tp_size).items():
-            path, _, tensor = name.rpartition(".")
-            module, place = path.split(".", 3)[-1], [*path.split("."), "rest", "rest"][2]
-            if module == "tok_embeddings" and config.tie_embeddings:
-                [(start, stop)] = plan["output"][1]
-                module, shape = "output", (stop - start, *shape[1:])
-            if module != "tok_embeddings" and "norm" not in module:
-                read, used = 1, 1  # the shares of the weights that a step reads, and that a token multiplies with
-                if module.startswith("experts."):
-                    read, used = report.chosen_experts(config, batch), config.experts_per_token / config.n_experts
-                n_bytes[place] += math.prod(shape) * stored.itemsize * read
-                twice = 2 if stored == torch.uint8 else 1  # int4: two in a byte
-                flops[place] += 2 * batch * math.prod(shape) * twice * used * (tensor == "weight")
-        queries, all_three = (sum(stop - start for start, stop in plan[name][1]) for name in ("wo", "wqkv"))
-        n_bytes["attention"] += batch * context * (all_three - queries) * dtype.itemsize
-        flops["attention"] += 4 * batch * context * queries
-        n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm
-        for place, work in works.items():
-            work.append(Work(n_bytes[place], flops[place]))
-    return {place: max(work) for place, work in works.items()}
+    kept = *config.kept, *["output"] * (config.tie_embeddings and "tok_embeddings" in config.kept)
+    config = dataclasses.replace(rewired(config, wiring), n_layers=1, tie_embeddings=False, kept=kept)
+    config = dataclasses.replace(config, nope_layers=(), window_layers=(), dense_layers=())
+    ranks = [rank_work(config, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
+    return {place: max(work[place] for work in ranks) for place in ranks[0]}
+
+
+def rank_work(config, dtype, rank, tp_size, batch, context):
+    """Return what decode_work says of one rank; of a config of one layer."""
+    plan, n_bytes, flops = shard_plan(config, rank, tp_size), Counter(), Counter()
+    for name, (shape, stored, *_) in shard_slices(build(config), dtype, rank, tp_size).items():
+        if "norm" in name or "tok_embeddings" in name:
+            continue
+        place, size = name.split(".")[2] if name.startswith("layers.") else "rest", math.prod(shape)
+        read, used = 1, 1  # the shares of the weights that a step reads, and that a token multiplies with
+        if ".experts." in name:
+            read, used = report.chosen_experts(config, batch), config.experts_per_token / config.n_experts
+        n_bytes[place] += size * stored.itemsize * read
+        if name.endswith(".weight"):
+            flops[place] += 2 * batch * size * used * (2 if stored == torch.uint8 else 1)  # int4: two in a byte
+    queries, all_three = (sum(stop - start for start, stop in plan[name][1]) for name in ("wo", "wqkv"))
+    n_bytes["attention"] += batch * context * (all_three - queries) * dtype.itemsize
+    flops["attention"] += 4 * batch * context * queries
+    n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm
+    return {place: Work(n_bytes[place], flops[place]) for place in ("attention", "feed_forward", "rest")}
 
 
 class Machine(NamedTuple):
@@ -144,38 +142,26 @@ def candidates(own, names, tp_size):
     return [*{function(config, tp_size): config for config in configs}.values()]
 
 
-class Prediction(NamedTuple):
-    ms: float  # of a step
-    wiring: str
-    all_reduces: int
-    hidden: float | None  # the share of their time
-    retraining: str
+def advice(configs, times, own, tp_size):
+    """Return a Markdown table of Configs, of which the first is standard, by their Times: the fastest first.
 
-
-def predictions(configs, own, times, tp_size):
-    """Return a Prediction for each Config, the fastest first. times: {wiring: Times}."""
-    lines = []
-    for config in configs:
-        seconds, n, hidden = step_seconds(config, times[config.wiring])
-        answer = retraining(own, config, tp_size) if n else "no model"
-        lines.append(Prediction(1e3 * seconds, config.wiring, n, hidden, answer))
-    return sorted(lines, key=lambda line: line.ms)
-
-
-def advice(lines, all_reduce):
-    """Return a Markdown table of Predictions, last the bounds, which have no all-reduce. all_reduce: seconds of one."""
-    standard = next(line for line in lines if line.wiring == "standard")
-    bounds, rows = [line for line in lines if not line.all_reduces], []
-    for line in [line for line in lines if line.all_reduces] + bounds:
-        wiring = line.wiring if line.all_reduces else f"(bound: {line.wiring})"
-        hidden = "" if line.hidden is None else f"{100 * line.hidden:.0f} %"
-        numbers = [f"{line.ms:.3f}", f"{standard.ms / line.ms:.2f}", str(line.all_reduces)]
-        rows.append([wiring, *numbers, hidden, line.retraining])
-    share = 1e3 * standard.all_reduces * all_reduce / standard.ms
-    most = standard.ms / bounds[0].ms if bounds else 1 / (1 - share)
-    text = f"The all-reduces are {100 * share:.0f} % of the standard step: at most {most:.2f} times as fast."
+    Last come the bounds, which have no all-reduce.
+    """
+    steps, rows = [step_seconds(*pair) for pair in zip(configs, times, strict=True)], []
+    standard, all_reduces, _ = steps[0]
+    for config, (seconds, n, hidden) in zip(configs, steps, strict=True):
+        wiring = config.wiring if n else f"(bound: {config.wiring})"
+        needs = retraining(own, config, tp_size) if n else "no model"
+        share = "" if hidden is None else f"{100 * hidden:.0f} %"
+        cells = [wiring, f"{1e3 * seconds:.3f}", f"{standard / seconds:.2f}", str(n), share, needs]
+        rows.append((not n, seconds, cells))
+    rows.sort(key=lambda row: row[:2])
+    share = all_reduces * times[0].all_reduce / standard
+    bounds = [seconds for is_bound, seconds, _ in rows if is_bound] or [(1 - share) * standard]
+    text = f"The all-reduces are {100 * share:.0f} % of the standard step: "
+    text += f"at most {standard / bounds[0]:.2f} times as fast."
     head = ["wiring", "ms a step", "times standard", "all-reduces", "hidden", "needs retraining"]
-    return f"{benchmarking.markdown(head, rows)}\n\n{text}"
+    return f"{benchmarking.markdown(head, [cells for *_, cells in rows])}\n\n{text}"
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
@@ -203,17 +189,16 @@ def parse(argv):
 
 def links(text):
     """Return the Links of a text such as pcie,100us (an argparse type)."""
-    return (
-        [one for one in link.LINKS.values() if one.per_byte] if text == "all" else [*map(link.parse, text.split(","))]
-    )
+    if text == "all":
+        return [one for one in link.LINKS.values() if one.per_byte]
+    return [*map(link.parse, text.split(","))]
 
 
 def choose_machine(args):
     """Return the Machine that the flags describe."""
     if args.gpu:
-        machine = Machine(
-            f"{100 * SHARE:.0f} % of an {args.gpu.upper()} on paper", *(SHARE * x for x in GPUS[args.gpu])
-        )
+        on_paper = f"{100 * SHARE:.0f} % of an {args.gpu.upper()} on paper"
+        machine = Machine(on_paper, *(SHARE * rate for rate in GPUS[args.gpu]))
     elif args.bandwidth_gbs:
         machine = Machine("as given", 1e9 * args.bandwidth_gbs)
     else:
@@ -234,15 +219,14 @@ def main(argv=None):
     context = args.context or min(1024, own.max_seq_len)
     machine = choose_machine(args)
     work = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
-    rate = f"{machine.bandwidth / 1e9:,.1f} GB/s, {machine.flops / 1e12:.0f} TFLOP/s a rank".replace(
-        ", inf TFLOP/s", ""
-    )
-    print(f"PREDICTED: {name}, {own.n_layers} layers, {work}\n{machine.name}: {rate}")
+    rates = f"{machine.bandwidth / 1e9:,.1f} GB/s"
+    if machine.flops < math.inf:
+        rates += f", {machine.flops / 1e12:.0f} TFLOP/s"
+    print(f"PREDICTED: {name}, {own.n_layers} layers, {work}\n{machine.name}: {rates} a rank")
     for one in args.link:
-        times = {c.wiring: times_of(c, dtype, args.tp, args.batch, context, machine, one) for c in configs}
-        lines, shown = predictions(configs, own, times, args.tp), times["standard"]
-        parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in shown._asdict().items())
-        print(f"\n{one.name}; in us: {parts}\n\n{advice(lines, shown.all_reduce)}")
+        times = [times_of(config, dtype, args.tp, args.batch, context, machine, one) for config in configs]
+        parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times[0]._asdict().items())
+        print(f"\n{one.name}; in us: {parts}\n\n{advice(configs, times, own, args.tp)}")
 
 
 if __name__ == "__main__":

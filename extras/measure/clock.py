@@ -11,10 +11,10 @@ from model import WIRINGS, interleave, list_sublayers
 
 def variants(config):
     """Return the wirings to compare by default: all that the model can have, several parameters of some."""
-    n_layers, mixture = config.n_layers, config.n_experts
+    n_layers, mixture = config.n_layers, bool(config.n_experts)
     middle, half = n_layers // 4, max(1, n_layers // 2)
     more = {
-        "ladder": ["ladder", f"ladder:{half}", *["ladder-4"] * bool(mixture)], "desync": ["desync:2", "desync:4"],
+        "ladder": ["ladder", f"ladder:{half}", *["ladder-4"] * mixture], "desync": ["desync:2", "desync:4"],
         "laneformer": [], "farskip": ["farskip"] * bool(config.shared_expert_size),
         "pair": [f"pair:{middle}-{middle + half // 2 * 2 - 1}"] if n_layers > 3 else [],
         "pair-ladder": ["pair-ladder"] if n_layers > 1 else [],
@@ -64,11 +64,8 @@ def run_layers(config, attention, feed_forward, all_reduce, chunks=1, **more):
 
     chunks: of the prompt, which take turns, each with its own all-reduces. more: of Clock.
     """
-    clock = Clock(all_reduce, **more)
-    norms = {norm: lambda x: x for wiring in WIRINGS.values() for norm in wiring.norms}
-    block = SimpleNamespace(
-        attention=lambda *_: clock.advance(attention), feed_forward=lambda *_: clock.advance(feed_forward), **norms
-    )
+    clock, block = Clock(all_reduce, **more), SimpleNamespace(attention_norm=lambda x: x, ffn_norm=lambda x: x)
+    block.attention, block.feed_forward = lambda *_: clock.advance(attention), lambda *_: clock.advance(feed_forward)
     sublayers = list_sublayers(config, lambda wiring, i: wiring.split(block, None, None))
     interleave([config.named_wiring.stream(0.0, sublayers, clock, config) for _ in range(chunks)])
     return clock

@@ -1,12 +1,9 @@
-"""Exposed communication: how long a step waits for its all-reduces, and a trace that shows where.
-
-A step is one call of the model: a prefill, or one token of decode.
-"""
+"""Exposed communication: how long a step, a prefill or one token of decode, waits for its all-reduces; and traces."""
 
 import copy
 import functools
+import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,13 +34,11 @@ def replays(runner, tokens, lengths):
     runner: a generate.Runner. tokens, lengths: its prompts, as `pad` makes them. The decode step writes and
     reads up to the last slot but one of the cache.
     """
-    token, slots = tokens[:, :1].clone(), runner.cache[0][0].shape[2]
-
-    @torch.inference_mode()
-    def decode_step(longest=slots - 1):
-        return runner.decode(token, torch.full_like(lengths, longest - 1), longest)
-
-    return {"prefill": lambda: runner.prefill(tokens, lengths), "decode": decode_step}
+    token, longest = tokens[:, :1].clone(), runner.cache[0][0].shape[2] - 1
+    last = torch.full_like(lengths, longest - 1)
+    return {
+        "prefill": lambda: runner.prefill(tokens, lengths), "decode": lambda: runner.decode(token, last, longest)
+    }  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -65,15 +60,12 @@ class Case(NamedTuple):
 @torch.inference_mode()
 def make_cases(runner, tokens, lengths, world):
     """Return {"prefill", "decode": the Case of that step} of a runner; the arguments are those of replays()."""
-    model, silent, cases = runner.model, copy.copy(runner.model), {}
+    model, silent, cases, (B, S) = runner.model, copy.copy(runner.model), {}, tokens.shape
     silent.comm = Silent(model.config, world.shares, world.group)
-    silent_steps = replays(type(runner)(silent, runner.cache, *runner.compiles, runner.chunks), tokens, lengths)
+    silent_steps = replays(runner.with_model(silent, runner.cache), tokens, lengths)
     for kind, step in replays(runner, tokens, lengths).items():
-        chunks, width = 1, 1
-        if kind == "prefill":
-            chunks = runner.choose_chunks(*tokens.shape)
-            width = -(-tokens.shape[1] // chunks)
-        partial = torch.zeros(len(tokens), width, model.config.dim, device=model.device, dtype=model.dtype)
+        chunks, width = (runner.choose_chunks(B, S), S) if kind == "prefill" else (1, 1)
+        partial = torch.zeros(B, -(-width // chunks), model.config.dim, device=model.device, dtype=model.dtype)
         cases[kind] = Case(model.config, step, silent_steps[kind], model.comm, partial, world.group.link, chunks)
     return cases
 
@@ -128,39 +120,34 @@ def _run(world, case, all_reduce):
 
 def compute_times(start, log, end):
     """Return (seconds of computing before each all-reduce of a step, seconds after the last). log: LinkedGroup's."""
-    before, compute = start, []
-    pauses = sorted((t, done) for _, t, done in log)  # from when a result was asked for to when it was there
-    for started in sorted(s for s, _, _ in log):
-        while pauses and pauses[0][1] <= started:
-            before = max(before, pauses.pop(0)[1])
-        compute.append(started - before)
-        before = started
-    return compute, end - max([before, *(done for _, done in pauses)])
+
+    def computed(until):
+        return until - start - sum(done - asked for _, asked, done in log if done <= until)
+
+    marks = [computed(until) for until in (start, *sorted(begun for begun, _, _ in log), end)]
+    *compute, tail = (later - earlier for earlier, later in itertools.pairwise(marks))
+    return compute, tail
 
 
 def _report(case, runs):
-    """Return what the runs of a case say: medians, in milliseconds.
+    """Return what the runs of a case say: medians, as README.md has them.
 
-    step_ms and its quartiles; silent_ms: the step without all-reduces; exposed_ms: the difference. all_reduces: how
-    many ran in a step; on a GPU, where none is logged, how many the wiring has. all_reduce_ms: one, alone. hidden: the
-    share of all of them that is not exposed. blocked_ms: how long a step waited, None on a GPU. limit_ms: the least
-    time that the wiring's order of computing and communicating allows (Clock), None if other all-reduces ran than the
-    wiring's. Its compute times are the step's own, scaled so that they add up to the silent step, since communication
-    takes processor time too; on a GPU they are equal.
+    On a GPU, where nothing is logged, all_reduces is the wiring's number, blocked_ms None, and for the limit all
+    compute times are equal. Else they are the step's own, scaled so that they add up to the silent step, since
+    communication takes processor time too.
     """
     ms = {key: 1e3 * statistics.median(run[key] for run in runs) for key in runs[0] if key != "compute"}
-    expected = n = count_all_reduces(case.config, case.chunks)
-    compute, tail, flight = [1.0] * expected, ms.get("tail", 0.0), 0.0
+    expected, tail = count_all_reduces(case.config, case.chunks), ms.get("tail", 0.0)
+    compute, flight = [1.0] * expected, 0.0
     if "compute" in runs[0]:
         compute = [statistics.median(times) for times in zip(*(run["compute"] for run in runs), strict=True)]
-        n, flight = len(compute), 1e3 * case.link.flight
+        flight = 1e3 * case.link.flight
+    n = len(compute)
     limit = None if n else ms["silent"]
     if n and n == expected:
         scale = max(0.0, ms["silent"] - tail) / sum(compute)
-        compute = [scale * c for c in compute]
-        limit = (
-            tail + run_layers(case.config, 0.0, 0.0, ms["all_reduce"], case.chunks, compute=compute, flight=flight).now
-        )
+        more = {"compute": [scale * c for c in compute], "flight": flight}
+        limit = tail + run_layers(case.config, 0.0, 0.0, ms["all_reduce"], case.chunks, **more).now
     low, _, high = quartiles([1e3 * run["step"] for run in runs])
     exposed = ms["step"] - ms["silent"]
     return {
@@ -186,18 +173,14 @@ def summary(kind, r):
 
 
 @torch.inference_mode()
-def profile(folder, world, steps):
-    """Trace {name: step} into folder/rankN.json, for chrome://tracing or ui.perfetto.dev."""
-    for step in steps.values():
-        step()  # may compile
-    with torch.profiler.profile() as trace:  # of all devices that there are
-        for name, step in steps.items():
-            with torch.profiler.record_function(name):
-                step()
-                if world.device.type == "cuda":
-                    torch.cuda.synchronize(world.device)
+def profile(folder, world, name, step):
+    """Trace a step under its name into folder/rankN.json, for chrome://tracing or ui.perfetto.dev."""
+    step()  # may compile
+    with torch.profiler.profile() as trace, torch.profiler.record_function(name):  # of all devices that there are
+        step()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
     path = Path(folder) / f"rank{world.rank}.json"
     with writing.new_file(path) as unfinished:
         trace.export_chrome_trace(str(unfinished))
-    if world.rank == 0:
-        print(f"trace in {path}", file=sys.stderr)
+    world.say(f"trace in {path}")

@@ -1,8 +1,8 @@
 """An emulated link between the ranks: each collective takes at least as long as it would take over that link.
 
-The model does not change. Its collectives go to a process group that passes them on to the real one, or to none if a
-rank is simulated alone. It holds each result back until the link would have delivered it, counted from this rank's own
-start. (A peer that starts later delays a real link by as much, but this one only if the real collective is longer.)
+A process group passes the model's collectives on to the real one, or to none if a rank is simulated alone, and holds
+each result back until the link would have delivered it, counted from this rank's own start. (A peer that starts later
+delays a real link by as much, but this one only if the real collective is longer.)
 """
 
 import argparse
@@ -44,7 +44,6 @@ class Link:
         return 8e-9 / self.gbps if self.gbps else 0.0
 
 
-FREE = Link("free", 0.0, None)
 # The latency is that of an all-reduce of about 8 KB between 8 ranks, whatever tp is; the bandwidth is the "busbw" of
 # nccl-tests times 8 bits. Sources:
 # nvlink: NCCL in a CUDA graph, 17.2 us: sgl-project/sglang pull 22734 (whose table does not name its GPUs; outside of a
@@ -63,21 +62,14 @@ FREE = Link("free", 0.0, None)
 #   measured between cloud hosts: gist.github.com/BenTheElder/8ad343913fbe876e219a. 1g: four Raspberry Pi 5, 1.07 ms
 #   for each synchronisation beyond the wire's time: b4rtaz/distributed-llama pull 64.
 LINKS = {
-    link.name: link
-    for link in [
-        FREE,
-        Link("nvlink", 17.2, 3830.0),
-        Link("nvlink-oneshot", 6.0, 1840.0),
-        Link("pcie-p2p", 5.0, 74.0),
-        Link("pcie-host", 39.0, 15.0),
-        Link("pcie", 57.0, 224.0),
-        Link("roce", 23.0, 200.0),
-        Link("ib", 46.0, 384.0),
-        Link("ethernet-100g", 120.0, 100.0),
-        Link("ethernet-10g", 300.0, 10.0),
-        Link("ethernet-1g", 1000.0, 1.0),
+    name: Link(name, *numbers)
+    for name, *numbers in [
+        ("free", 0.0, None), ("nvlink", 17.2, 3830.0), ("nvlink-oneshot", 6.0, 1840.0), ("pcie-p2p", 5.0, 74.0),
+        ("pcie-host", 39.0, 15.0), ("pcie", 57.0, 224.0), ("roce", 23.0, 200.0), ("ib", 46.0, 384.0),
+        ("ethernet-100g", 120.0, 100.0), ("ethernet-10g", 300.0, 10.0), ("ethernet-1g", 1000.0, 1.0),
     ]
-}
+}  # fmt: skip
+FREE = LINKS["free"]
 FORMS = f"{', '.join(LINKS)}, or its numbers, e.g. 100us, 50gbps or 100us+50gbps, or tcp+ and one of these"
 
 
@@ -94,10 +86,10 @@ def parse(text):
     return Link(text, float(latency_us or 0), gbps and float(gbps))
 
 
-def emulate(world, link, simulate_tp=None):
+def emulate(world, link, simulate_tp=None, shares=None):
     """Return a World like this one, whose collectives take as long as over the link.
 
-    simulate_tp: the number of ranks of which this process alone stands for rank 0. Raises InputError.
+    simulate_tp: the number of ranks of which this process alone stands for rank 0; shares: theirs. Raises InputError.
     """
     if simulate_tp is not None and world.tp_size > 1:
         raise InputError("--simulate-tp is one rank alone: start it with python, not with torchrun")
@@ -110,8 +102,8 @@ def emulate(world, link, simulate_tp=None):
         group = LinkedMemory(world.group, link)
     else:
         group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
-    shares = world.shares if len(world.shares) == tp_size else None
-    return launch.World(world.rank, tp_size, world.device, group, simulate_tp is not None, world.dist_group, shares)
+    shares = shares if simulate_tp else world.shares
+    return launch.World(world.rank, tp_size, world.device, group, simulate_tp is not None, shares)
 
 
 class LinkedGroup(Group):
@@ -146,7 +138,7 @@ class LinkedGroup(Group):
 
     def allreduce(self, tensors, opts=None):
         start, delivered = time.perf_counter(), self._send(sum(map(self.wire_bytes, tensors)))
-        return self._pending(self.inner and self.inner.allreduce(tensors, opts), delivered, start, self.log)
+        return self._pending(self.inner and self.inner.allreduce(tensors, opts), delivered, start)
 
     def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
         delivered = self._send(sum(t.nbytes for t in outputs), passes=1)
@@ -156,7 +148,7 @@ class LinkedGroup(Group):
             whole.view(self.tp_size, *part.shape).copy_(part)
         return self._pending(None, delivered)
 
-    def _pending(self, work, delivered, start=None, log=None):
+    def _pending(self, work, delivered, start=None):
         """Return a Pending that ends when the real collective has ended and the link has delivered it."""
 
         def finish():
@@ -164,8 +156,8 @@ class LinkedGroup(Group):
             if work is not None:
                 work.wait()
             delivered()
-            if log is not None:
-                log.append((start, asked, time.perf_counter()))
+            if start is not None and self.log is not None:
+                self.log.append((start, asked, time.perf_counter()))
 
         return Pending(finish)
 

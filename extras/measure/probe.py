@@ -8,6 +8,7 @@ a standard model, and are called from Python: on a GPU small ones take longer th
 decode step. Where neither gloo nor NCCL carries the model's all-reduces, theirs are timed too.
 """
 
+import functools
 import statistics
 
 import torch
@@ -19,24 +20,23 @@ from runtime.benchmarking import QUEUED, timed
 MESSAGES = [2**n for n in range(10, 27, 2)]  # bytes: 1 KB to 64 MB
 
 
-def all_reduces(world, group, seconds=0.5):
-    """Return [{bytes, us, gbps}] of a process group, each the median of 9 runs, which together take about `seconds`.
+def run(group, x, count):
+    ops = torch.ops._c10d_functional
+    for _ in range(count):
+        ops.wait_tensor(ops.all_reduce_(x, "sum", group.group_name))
 
-    gbps: the rate on the wire.
-    """
-    lines, ops = [], torch.ops._c10d_functional
+
+def all_reduces(world, group, seconds=0.5):
+    """Return [{bytes, us, gbps on the wire}], medians of 9 runs, which together take about `seconds` for each size."""
+    lines, calls = [], 9 * (QUEUED + 1) if world.device.type == "cuda" else 9
     for n_bytes in MESSAGES:
         x = torch.zeros(n_bytes // 2, dtype=torch.bfloat16, device=world.device)
-
-        def run(count, x=x):
-            for _ in range(count):
-                ops.wait_tensor(ops.all_reduce_(x, "sum", group.group_name))
-
-        timed(world.device, lambda: run(3))  # noqa: B023
-        once = max(world.gather(timed(world.device, lambda: run(3)) / 3))  # noqa: B023, of the slowest: all count alike
-        calls = 9 * (QUEUED + 1) if world.device.type == "cuda" else 9
+        three = functools.partial(run, group, x, 3)
+        timed(world.device, three)
+        once = max(world.gather(timed(world.device, three) / 3))  # of the slowest: all count alike
         count = max(1, min(200, int(seconds / calls / once)))
-        median = statistics.median(timed(world.device, lambda: run(count)) / count for _ in range(9))  # noqa: B023
+        many = functools.partial(run, group, x, count)
+        median = statistics.median(timed(world.device, many) for _ in range(9)) / count
         wire = 8 * n_bytes * 2 * (world.tp_size - 1) / world.tp_size
         lines.append({"bytes": n_bytes, "us": 1e6 * median, "gbps": 1e-9 * wire / median})
     return lines
@@ -46,13 +46,11 @@ def all_reduces(world, group, seconds=0.5):
 def main(argv=None):
     p = cli.Parser(__doc__)
     cli.add_rank_flags(p)
-    cli.add_comm_flag(p)
     cli.add_json_flag(p)
     args = p.parse_args(argv)
     world = launch.join(args.device, vars(args))
-    result = {"bandwidth": world.gather(benchmarking.read_bandwidth(world.device, world)), "all_reduce": []}
-    if world.group is not None:
-        result["all_reduce"] = all_reduces(world, world.group)
+    result = {"bandwidth": world.gather(benchmarking.read_bandwidth(world.device, world))}
+    result["all_reduce"] = all_reduces(world, world.group) if world.group else []
     if world.group not in (None, dist.group.WORLD):
         result["library"] = all_reduces(world, dist.group.WORLD)
     if world.rank > 0:

@@ -12,7 +12,7 @@ all-reduces, one all-reduce alone, and the limit (exposed.py).
 import dataclasses
 import itertools
 import statistics
-import sys
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from extras.measure import exposed, link, results
 from extras.measure.clock import variants
 from formats import checkpoint
 from generate import Runner, make_cache
-from model import Config, rewired
+from model import Config
 from runtime import benchmarking, cli, launch, watch, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
@@ -52,15 +52,13 @@ def parse(argv):
     if args.show:
         return args
     is_small = args.model == "small" and not args.checkpoint
-    args.name, args.config = ("small", SMALL) if is_small else bench.read_config(args)
+    args.name, args.config = ("small", SMALL) if is_small else cli.read_config(args)
     args.kind, args.chunks = ("decode", [1]) if args.prefill is None else ("prefill", args.prefill or [1])
     if max(args.chunks) > 1 and not args.eager or max(args.chunks) > args.prompt_length:
         raise InputError(f"--prefill is {max(args.chunks)}: chunks need --eager, and a token each of --prompt-length")
     if args.prompt_length >= args.config.max_seq_len:
         raise InputError(f"--prompt-length is {args.prompt_length} but must be below {args.config.max_seq_len}")
     args.wiring = list(dict.fromkeys(args.wiring or variants(args.config)))
-    for wiring in args.wiring:
-        rewired(args.config, wiring)  # raises InputError
     return args
 
 
@@ -86,8 +84,7 @@ def make_cases(args, world):
 
 def measure(args, world):
     """Return the lines of all cases, which take turns."""
-    if world.rank == 0:
-        print(f"{args.kind} of {', '.join(args.wiring)} ...", file=sys.stderr)
+    world.say(f"{args.kind} of {', '.join(args.wiring)} ...")
     cases = make_cases(args, world)
     reports = exposed.measure(world, cases, args.rounds, args.seconds)
     made, lines = benchmarking.environment(world), []
@@ -100,7 +97,7 @@ def measure(args, world):
         })  # fmt: skip
         if args.profile is not None:
             world.group.link = one
-            exposed.profile(Path(args.profile) / f"{one.name}-{name}-{batch}", world, {args.kind: case.step})
+            exposed.profile(Path(args.profile) / f"{one.name}-{name}-{batch}", world, args.kind, case.step)
     return lines
 
 
@@ -118,9 +115,9 @@ def setting(line):
 
 def tables(lines):
     """Return Markdown, a table for each setting: a row for each link, a column for each wiring, cells as in cell()."""
-    settings = {}
+    settings = defaultdict(list)
     for line in lines:
-        settings.setdefault(setting(line), []).append(line)
+        settings[setting(line)].append(line)
     text = [f"{title}; ms:\n\n{table(some)}" for title, some in settings.items()]
     return "\n\n".join([*text, "`~`: within noise, `^`: above the upper bound, which is noise."])
 
@@ -164,7 +161,7 @@ def main(argv=None):
     if world.rank == 0:
         for line in lines if args.json else ():
             writing.append_line(args.json, line)
-        print(tables(lines), flush=True)
+        print(tables(lines))
 
 
 if __name__ == "__main__":

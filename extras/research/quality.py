@@ -73,7 +73,8 @@ def write_corpus(folder):
                 texts[part_of(f"{source}/{name}")].append((digest(f"{source}/{name}"), text))
     for part, files in texts.items():
         if not (path := folder / f"{part}.txt").exists():
-            writing.write_text(path, f"\n{SEPARATOR}\n".join(text for _, text in sorted(files)))
+            with writing.new_file(path) as unfinished:
+                unfinished.write_text(f"\n{SEPARATOR}\n".join(text for _, text in sorted(files)), encoding="utf-8")
     return {f"{part}.txt": hashlib.sha256((folder / f"{part}.txt").read_bytes()).hexdigest() for part in texts}
 
 

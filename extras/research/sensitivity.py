@@ -16,23 +16,18 @@ def alone(config, wiring, layer):
     return rewired(config, wiring_name(*parsed._replace(parameter=layers)))
 
 
-def sensitivity(model, loss, wiring="ladder", show=False):
-    """Return [loss(model) with only layer i of a standard model in a wiring, for each i]; of a pair layers i, i + 1.
+def table(model, nats, loss, wiring, show):
+    """Return (results as a dict, a table in words): loss(model) with only layer i of a standard model in a wiring, for
+    each i; of a pair layers i, i + 1.
 
-    Raises InputError as alone() does.
+    nats: the loss of the standard model. Raises InputError as alone() does.
     """
-    own, losses = model.config, []
+    own, losses, head = model.config, [], f"{wiring} layer"
     configs = [alone(own, wiring, i) for i in range(own.n_layers + 1 - WIRINGS[parse_wiring(wiring).name].blocks)]
     for config in tqdm(configs, desc="sensitivity", unit="layer", delay=1, disable=None if show else True):
         model.config = config
         losses.append(loss(model))
     model.config = own
-    return losses
-
-
-def table(model, nats, loss, wiring, show):
-    """Return (results as a dict, a table in words) of sensitivity(). nats: the loss of the standard model."""
-    losses, head = sensitivity(model, loss, wiring, show), f"{wiring} layer"
     rows = [f"{head}  nats per token", f"{'none':>{len(head)}}  {nats:14.4f}"]
     for i in sorted(range(len(losses)), key=losses.__getitem__):
         rows.append(f"{i:{len(head)}}  {losses[i]:14.4f}  {losses[i] - nats:+.4f}")

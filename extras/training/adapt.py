@@ -21,7 +21,6 @@ from tqdm import tqdm
 from evaluation.score import SEPARATOR
 from extras.training import lanes, runs, sharding
 from formats import checkpoint
-from formats.compare import digest
 from kernels.experts import Experts, experts
 from kernels.int_linear import recast
 from model import Attention, Transformer, interleave
@@ -47,7 +46,6 @@ def token_losses(head, x, targets, teacher_head=None, teacher_x=None):
 class ProductAttention(Attention):
     """An Attention of plain matrix products: on CPUs a step in bfloat16 takes half as long as with PyTorch's kernel."""
 
-    @torch.compiler.disable  # Inductor's softmax is slower
     def attend(self, q, k, v, metadata):
         bias = torch.zeros_like(metadata.mask, dtype=q.dtype).masked_fill(~metadata.mask, -math.inf)[:, None, None]
         scores = (q.flatten(2, 3) * self.head_dim**-0.5 @ k.mT).unflatten(2, (q.shape[2], -1)) + bias
@@ -57,7 +55,6 @@ class ProductAttention(Attention):
 class DifferentiableExperts(Experts):
     """Experts with a gradient, which the operator of the core has not. Those that no token chose get zeros."""
 
-    @torch.compiler.disable  # which experts compute depends on data
     def forward(self, x, chosen):
         return experts(x, chosen, *([w.weight.unbind()] for w in (self.w1, self.w3, self.w2)))
 
@@ -91,8 +88,12 @@ def build(config, weights, world, args, is_teacher=False):
     for module in model.modules():
         if type(module) is Attention and dtype == torch.bfloat16 and world.device.type == "cpu":
             recast(module, ProductAttention)
+            if args.compile:  # Inductor's softmax is slower
+                module.attend = torch.compiler.disable(module.attend)
         if type(module) is Experts:
             recast(module, DifferentiableExperts)
+            if args.compile:  # which experts compute depends on data
+                module.forward = torch.compiler.disable(module.forward)
     if config.lanes:
         model.lanes = lanes.split(model)
     if is_teacher:
@@ -193,7 +194,8 @@ def train(model, teacher, windows, valid, run, args, world):
     lines = runs.read_log(run, first - 1)
     best = min((line for line in lines if "valid" in line), key=lambda line: line["valid"], default={"valid": math.inf})
     if is_rank_0:
-        writing.write_text(run / "log.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+        with writing.new_file(run / "log.jsonl") as log:
+            log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     steps = range(first, args.steps + 1)
     bar = tqdm(steps, "training", args.steps, initial=first, unit="step", disable=None if is_rank_0 else True)
     for step in bar:
@@ -247,7 +249,7 @@ def parse(argv):
     g.add_argument("--micro-batch", type=count, metavar="N", help="windows at once on a rank (default: all its share)")
     g.add_argument("--recompute", action="store_true", help="the backward pass computes layers again: less memory")
     g.add_argument("--compile", action="store_true", help="torch.compile attentions, MLPs and losses")
-    cli.add_rank_flags(g)
+    cli.add_rank_flags(g, comm=False)
     args = p.parse_args(argv)
     args.micro_batch = args.micro_batch or args.batch
     return args
@@ -262,7 +264,7 @@ def main(argv=None):
         config, teacher_config = runs.read_configs(args)
         folders = {"checkpoint": None if args.fresh else args.checkpoint, "distill": args.distill}
         weights, teacher_weights = (folder and checkpoint.Weights(folder) for folder in folders.values())
-    world.agree({f"contents of --{flag}": path and digest(path) for flag, path in folders.items()})
+    world.agree({}, **folders)
     args.compute_dtype = args.compute_dtype or ("bfloat16" if world.device.type == "cuda" else "float32")
     with contextlib.ExitStack() as stack:
         with world.together():

@@ -33,7 +33,7 @@ def run_in_lane(module, shards, lane, *args):
 def split(model):
     """Let the attentions and MLPs of a model on the device "meta" compute in its config's lanes; return the lanes."""
     lanes = [SimpleNamespace(config=model.config, layers=[]) for _ in range(model.config.lanes)]
-    plans = [tp.shard_slices(model.config, torch.float32, lane, len(lanes), model) for lane in range(len(lanes))]
+    plans = [tp.shard_slices(model, torch.float32, lane, len(lanes)) for lane in range(len(lanes))]
     for i, block in enumerate(model.layers):
         for name in "attention", "feed_forward":
             module, shards = getattr(block, name), []

@@ -1,0 +1,59 @@
+"""What the values of a Config may be, beyond the types that formats/checkpoint.py checks."""
+
+from runtime.errors import InputError
+
+EXPERTS = "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers"
+
+
+def check(c):
+    """Raise InputError if the fields of a Config do not suit one another."""
+    if c.n_heads % c.n_kv_heads:
+        raise InputError(f"n_heads {c.n_heads} is not a multiple of n_kv_heads {c.n_kv_heads}")
+    if c.head_dim % 2:
+        raise InputError(f"head_dim {c.head_dim} is odd: rotary embeddings turn pairs")
+    if c.window_layers and (c.sliding_window or 0) < 1:
+        raise InputError("window_layers needs a sliding_window of 1 or more tokens")
+    for name in "window_layers", "nope_layers", "dense_layers":
+        if not {*getattr(c, name)} <= {*range(c.n_layers)}:
+            raise InputError(f"{name} takes layers from 0 to {c.n_layers - 1}, not {getattr(c, name)}")
+    check_quantization(c)
+    if c.n_experts:
+        check_experts(c)
+    elif given := [name for name in EXPERTS if getattr(c, name)]:
+        raise InputError(f"{given[0]} is for a mixture of experts, which has n_experts")
+    if c.named_wiring.model:
+        c.named_wiring.model.check(c)
+
+
+def check_experts(c):
+    if c.shared_expert_gate and not c.shared_expert_size or not c.expert_size:
+        raise InputError("n_experts needs an expert_size, and shared_expert_gate a shared_expert_size")
+    if c.mlp_bias:
+        raise InputError("mlp_bias is not for a mixture of experts: experts have no biases")
+    if not 1 <= (c.experts_per_token or 0) <= c.n_experts:
+        raise InputError(f"experts_per_token is {c.experts_per_token} but must be from 1 to {c.n_experts}")
+    if c.named_wiring.laned and c.wiring != "upper-bound" or c.named_wiring.model:
+        why = "ranks with streams of their own would choose different experts"
+        raise InputError(f"wiring {c.wiring} is not for mixtures of experts: {why}")
+
+
+def check_quantization(c):
+    if c.quant not in (None, "int8", "int4"):
+        raise InputError(f"unknown quantization {c.quant!r}; known: int8, int4")
+    if c.group_size is not None and c.quant != "int4":
+        raise InputError("a group size is for int4")
+    if c.quant == "int4" and c.group_size not in (32, 64, 128):
+        raise InputError(f"group size {c.group_size} is none of 32, 64, 128")
+    if c.kept and c.quant is None:
+        raise InputError("without quantization no matrix is kept from it")
+    columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), {c.dim})
+    dense = c.intermediate_size if c.dense_layers or not c.n_experts else None
+    columns |= {"wo": {c.n_heads * c.head_dim}, "w2": {dense, c.expert_size, c.shared_expert_size} - {None}}
+    for name in c.kept:
+        if name not in columns:
+            raise InputError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")
+        if name == "output" and c.tie_embeddings:
+            raise InputError("the output head of this model is its embedding table: keep tok_embeddings instead")
+    for name, counts in columns.items():
+        if c.group_size and name not in c.kept and (odd := [count for count in counts if count % c.group_size]):
+            raise InputError(f"group size {c.group_size} does not divide the {odd[0]} columns of {name}: keep {name}")
