@@ -58,14 +58,10 @@ def rewirings(net):
 def make_runners(net, draft, count, rows, length, compile=False):
     """(a Runner with a cache of just that length, its Draft or None). draft: "ngram", a model, one of rewire, None."""
     length += 1 + count if draft else 0
-
-    def new_runner(net, cache=None):
-        return generate.Runner(net, cache or generate.make_cache(net, rows, length), compile)
-
-    runner = new_runner(net)
+    runner = generate.Runner(net, generate.make_cache(net, rows, length), compile)
     if draft and draft != "ngram" and draft._modules is net._modules:
-        return runner, speculative.ModelDraft(count, new_runner(draft, runner.cache))
-    return runner, draft and of_model(draft, count, runner, new_runner)
+        return runner, speculative.ModelDraft(count, runner.with_model(draft, runner.cache))
+    return runner, draft and of_model(draft, count, runner)
 
 
 def generated(net, draft=None, count=0, prompts=PROMPTS, new=14, sample=GREEDY, eos_ids=()):
