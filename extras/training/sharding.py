@@ -53,7 +53,7 @@ def fresh(name, shape, seed):
     """
     if len(shape) == 1 or name.endswith(("wo.weight", "w2.weight")):
         return torch.full(shape, float(len(shape) == 1 and not name.endswith("bias")))
-    return torch.empty(shape).normal_(0, shape[1] ** -0.5, generator=torch.Generator().manual_seed(seed))
+    return torch.empty(shape).normal_(0, shape[-1] ** -0.5, generator=torch.Generator().manual_seed(seed))
 
 
 def summed(values, world):
