@@ -33,6 +33,7 @@ from runtime.launch import World
 
 ROOTS = {"python": Path(sysconfig.get_path("stdlib")), "torch": Path(torch.__file__).parent}
 MODEL = Path(__file__).parents[2] / "demo"  # whose shape and vocabulary the models have
+MIXTURE = {"n_experts": 8, "experts_per_token": 2, "expert_size": 192}  # a token's neurons as in the demo: 384
 TRAINING = "--seq-len 256 --batch 8 --valid-tokens 100000 --compute-dtype bfloat16 --dtype float32 --compile"
 SCORING = "--max-tokens 100000 --stride 192 --batch 8"
 SCRATCH = ["standard", "ladder", "parallel-ladder", "parallel", "spd/4", "pair", "delayed/4", "ladder:4"]
@@ -116,14 +117,14 @@ def train(kind, wiring, steps, seed, source, out):
     curve = [(line["tokens"], line["valid"]) for line in log if "valid" in line]
     return {
         "run": out.name, "kind": kind, "wiring": wiring, "seed": seed, "lr": lr, "steps": steps, "n_layers": 8,
-        "valid": min(loss for _, loss in curve), "curve": curve, "nats": nats, "before": before,
+        "n_experts": read_config(out).n_experts, "valid": min(loss for _, loss in curve), "curve": curve, "nats": nats, "before": before,
         "tokens": log[-1]["tokens"], "tokens_per_s": statistics.median(line["tokens_per_s"] for line in log[2:]),
         **environment(World(0, 1, torch.device("cpu"))), "threads": 1, "command": " && ".join(made),
     }  # fmt: skip
 
 
 def tables(lines):
-    """Return Markdown: a row for each wiring, then one for each share of the tokens that is retrained on.
+    """Return Markdown of the lines of a model: a row for each wiring, then one for each share of the tokens that is retrained on.
 
     A percentage says how far a loss is above the standard wiring's, from scratch or retrained on as many tokens.
     """
@@ -164,6 +165,10 @@ def tables(lines):
     return wirings + "\n\n" + results.markdown(["retrained on", *RETRAINED[:2], "gap"], shares)
 
 
+def _n_experts(line):
+    return line.get("n_experts") or 0
+
+
 def main(argv=None):
     p = cli.Parser(__doc__)
     what = p.add_mutually_exclusive_group(required=True)
@@ -172,18 +177,26 @@ def main(argv=None):
     what.add_argument("--show", type=results.lines_of(*KEYS), metavar="FILE", help="print the tables of such lines")
     words = "of a training from scratch, 2,048 tokens each"
     p.add_argument("--steps", type=number(int, 200), default=2000, metavar="N", help=words)
+    p.add_argument("--wirings", nargs="+", metavar="WIRING", help="train only these of the plan")
+    words = "train mixtures of 8 experts, of which a token takes 2, with as many neurons for a token"
+    p.add_argument("--mixture", action="store_true", help=words)
     args = p.parse_args(argv)
     if args.show:
-        return print(tables(args.show))
+        models = itertools.groupby(sorted(args.show, key=_n_experts), _n_experts)
+        return print("\n\n".join(tables(list(lines)) for _, lines in models))
     path = args.train / "quality.jsonl"
     done = {line["run"] for line in results.read(path, *KEYS)} if path.exists() else ()
     args.train.mkdir(parents=True, exist_ok=True)
-    digests = write_corpus(args.train)
+    digests, model = write_corpus(args.train), MODEL
+    if args.mixture and not (model := args.train / "mixture").exists():
+        with writing.new_folder(model) as folder:
+            writing.write_config(folder, dataclasses.replace(read_config(MODEL), **MIXTURE))
+            writing.copy_tokenizer(MODEL, folder)
     for kind, share, wirings, seeds in PLAN:
-        for wiring, seed in itertools.product(wirings, seeds):
+        for wiring, seed in itertools.product([w for w in wirings if w in (args.wirings or wirings)], seeds):
             steps = round(share * args.steps)
             name = f"{kind}-{wiring.translate(str.maketrans(':/', '._'))}-{steps}-seed{seed}"
-            source = MODEL if kind == "scratch" else args.train / f"scratch-standard-{args.steps}-seed0"
+            source = model if kind == "scratch" else args.train / f"scratch-standard-{args.steps}-seed0"
             if name not in done:
                 line = train(kind, wiring, steps, seed, source, args.train / name)
                 writing.append_line(path, line | {"sha256": digests})
