@@ -51,7 +51,7 @@ class SingleDevice:
     def settle(self, x, pending, after=None):
         """Return x + wait(pending), or x if pending is None.
 
-        after: what a later start returned. It keeps the compiler from moving this wait before that start: see tp.py.
+        after: what a later start returned. It keeps the compiler from moving this wait before that start: docs/code.md.
         """
         return x if pending is None else x + pending
 
@@ -100,7 +100,7 @@ def residual_stream(x, sublayers, comm, config):
         yield  # to the other streams of interleave
         if stale or next_stale:  # ladder: while this sum travels, wait for the oldest that the next sublayer must read
             oldest = pending.pop(0) if len(pending) > max(next_stale, 1) else None  # never the one just started
-            x = comm.settle(x, oldest, pending[-1])  # without an oldest one it only pins the order: see tp.py
+            x = comm.settle(x, oldest, pending[-1])  # without an oldest one it only pins the order: see docs/code.md
     while pending:
         x = comm.settle(x, pending.pop(0), *pending[-1:])
     yield x

@@ -26,8 +26,10 @@ def check(c):
 
 
 def check_experts(c):
-    if c.shared_expert_gate and not c.shared_expert_size or not c.expert_size:
-        raise InputError("n_experts needs an expert_size, and shared_expert_gate a shared_expert_size")
+    if not c.expert_size:
+        raise InputError("a model with n_experts needs an expert_size")
+    if c.shared_expert_gate and not c.shared_expert_size:
+        raise InputError("shared_expert_gate needs a shared_expert_size")
     if c.mlp_bias:
         raise InputError("mlp_bias is not for a mixture of experts: experts have no biases")
     if not 1 <= (c.experts_per_token or 0) <= c.n_experts:

@@ -138,7 +138,8 @@ def config_from_hf(path):
         hf = read_hf(path)
         values = our_values(hf) | {"eos_ids": eos_ids(path, hf)}
     except (InputError, AttributeError, ArithmeticError, KeyError, TypeError) as e:  # an absent key, text as a number
-        raise InputError(f"{path}: {e if isinstance(e, InputError) else repr(e)}") from None
+        text = str(e) if isinstance(e, InputError) else repr(e)
+        raise InputError(text if text.startswith(str(path)) else f"{path}: {text}") from None
     return checkpoint.make_config(values, path)
 
 

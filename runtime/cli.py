@@ -83,7 +83,7 @@ def add_model_flags(parser, required=False):
 
 def read_config(args):
     """Return (the name of the model that the flags ask for, its own Config)."""
-    if args.checkpoint:
+    if args.checkpoint is not None:
         return checkpoint.name(args.checkpoint), checkpoint.read_config(args.checkpoint)
     from formats.sizes import named_size
 

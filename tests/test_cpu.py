@@ -60,6 +60,7 @@ MISFITS = [
     ("few_rows", zeros(2, 8), zeros(4, 8, dtype=torch.float16)),
     ("few_rows", zeros(2, 8, dtype=torch.float32), zeros(4, 8)),
     ("few_rows_int", zeros(3, 64).float(), INT4, 16, 64, 4),
+    ("many_rows_int", zeros(3, 64).float(), INT4, 16, 64, 4),
     ("few_rows_int", zeros(3, 64), INT4.char(), 16, 64, 4),
     ("few_rows_int", zeros(3, 64), INT4, 17, 64, 4),
     ("few_rows_int", zeros(3, 64), INT4, 16, 64, 8),

@@ -359,3 +359,10 @@ def test_a_chat_computes_only_what_is_new(drafts, template, tiny, near, tmp_path
         cached = (ids + row)[:-1]
         texts.append(tokenizer.continuation(ids, row))
     assert printed.replace("> ", "").split("\n")[: len(texts)] == texts
+
+
+@pytest.mark.parametrize("proposals", [0, -5])
+def test_complete_refuses_no_proposals(proposals, tiny):
+    model, tokenizer = load(tiny)
+    with pytest.raises(InputError, match=f"proposals is {proposals} but"):
+        complete(model, tokenizer, ["a"], 4, draft="ngram", proposals=proposals)

@@ -117,14 +117,14 @@ def train(kind, wiring, steps, seed, source, out):
     curve = [(line["tokens"], line["valid"]) for line in log if "valid" in line]
     return {
         "run": out.name, "kind": kind, "wiring": wiring, "seed": seed, "lr": lr, "steps": steps, "n_layers": 8,
-        "n_experts": read_config(out).n_experts, "valid": min(loss for _, loss in curve), "curve": curve, "nats": nats, "before": before,
+        "valid": min(loss for _, loss in curve), "curve": curve, "nats": nats, "before": before,
         "tokens": log[-1]["tokens"], "tokens_per_s": statistics.median(line["tokens_per_s"] for line in log[2:]),
         **environment(World(0, 1, torch.device("cpu"))), "threads": 1, "command": " && ".join(made),
     }  # fmt: skip
 
 
 def tables(lines):
-    """Return Markdown of the lines of a model: a row for each wiring, then one for each share of the tokens that is retrained on.
+    """Return Markdown of a model's lines: a row for each wiring, then one for each share of the tokens of a retraining.
 
     A percentage says how far a loss is above the standard wiring's, from scratch or retrained on as many tokens.
     """
@@ -165,10 +165,6 @@ def tables(lines):
     return wirings + "\n\n" + results.markdown(["retrained on", *RETRAINED[:2], "gap"], shares)
 
 
-def _n_experts(line):
-    return line.get("n_experts") or 0
-
-
 def main(argv=None):
     p = cli.Parser(__doc__)
     what = p.add_mutually_exclusive_group(required=True)
@@ -182,12 +178,14 @@ def main(argv=None):
     p.add_argument("--mixture", action="store_true", help=words)
     args = p.parse_args(argv)
     if args.show:
-        models = itertools.groupby(sorted(args.show, key=_n_experts), _n_experts)
-        return print("\n\n".join(tables(list(lines)) for _, lines in models))
+        models = defaultdict(list)
+        for line in args.show:
+            models[line.get("n_experts")].append(line)
+        return print("\n\n".join(map(tables, models.values())))
     path = args.train / "quality.jsonl"
     done = {line["run"] for line in results.read(path, *KEYS)} if path.exists() else ()
     args.train.mkdir(parents=True, exist_ok=True)
-    digests, model = write_corpus(args.train), MODEL
+    model, more = MODEL, {"sha256": write_corpus(args.train)} | (MIXTURE if args.mixture else {})
     if args.mixture and not (model := args.train / "mixture").exists():
         with writing.new_folder(model) as folder:
             writing.write_config(folder, dataclasses.replace(read_config(MODEL), **MIXTURE))
@@ -199,7 +197,7 @@ def main(argv=None):
             source = model if kind == "scratch" else args.train / f"scratch-standard-{args.steps}-seed0"
             if name not in done:
                 line = train(kind, wiring, steps, seed, source, args.train / name)
-                writing.append_line(path, line | {"sha256": digests})
+                writing.append_line(path, line | more)
                 print(f"{name}: {line['nats']:.4f} nats per token", flush=True)
 
 
