@@ -107,23 +107,23 @@ def residual_stream(x, sublayers, comm, config):
 
 
 def delayed_stream(x, sublayers, comm, config):
-    """Run a ladder whose sublayers also read what this rank has at once of the sums that are still in flight.
+    """Run a ladder whose sublayers also read the terms of pending sums that this rank can compute by itself.
 
-    In delayed that is its own partials, in farskip the shared experts' outputs, which every rank computes whole.
+    In delayed these are its own partials; in farskip (arXiv 2511.11505) the shared expert's output, whole on each rank.
     """
-    at_once = []  # of the sublayers whose sums are in flight
+    early_terms = []  # of the sublayers whose sums are in flight; None for one that has no shared expert
 
-    def with_others(h, stale, x):
-        del at_once[: max(0, len(at_once) - stale)]
-        partial = h(functools.reduce(operator.add, at_once, x))
-        if isinstance(partial, tuple):
-            partial, shared = partial
-            at_once.append(shared)
-            return partial + shared / comm.lanes  # the all-reduce adds up `lanes` of them
-        at_once.append(partial)
-        return partial
+    def with_early_terms(h, stale, x):
+        del early_terms[: max(0, len(early_terms) - stale)]
+        partial = early = h(functools.reduce(operator.add, filter(torch.is_tensor, early_terms), x))
+        if isinstance(partial, tuple):  # of attention_then_experts
+            partial, early = partial
+        early_terms.append(early)
+        if early is partial or early is None:
+            return partial
+        return partial + early / comm.lanes  # the all-reduce adds up `lanes` of them
 
-    delayed = [(functools.partial(with_others, h, stale), stale) for h, stale in sublayers]
+    delayed = [(functools.partial(with_early_terms, h, stale), stale) for h, stale in sublayers]
     return residual_stream(x, delayed, comm, config)
 
 
@@ -150,13 +150,15 @@ def attention_then_mlp(block, metadata, cache):
 
 
 def attention_then_experts(block, metadata, cache):
-    """Let each sublayer return (its partial, the shared expert's output or 0)."""
+    """Sublayers that return (partial, the shared expert's output, or None where there is no shared expert)."""
     attention, mlp = attention_then_mlp(block, metadata, cache)
 
     def experts(x):
-        return block.feed_forward(block.ffn_norm(x), apart=True) if isinstance(block.feed_forward, MoE) else (mlp(x), 0)
+        return (
+            block.feed_forward(block.ffn_norm(x), apart=True) if isinstance(block.feed_forward, MoE) else (mlp(x), None)
+        )
 
-    return [lambda x: (attention(x), 0), experts]
+    return [lambda x: (attention(x), None), experts]
 
 
 def attention_plus_mlp(block, metadata, cache):
@@ -464,7 +466,7 @@ class MoE(nn.Module):
         self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_expert_gate else None
 
     def forward(self, x, apart=False):
-        """Return the partial (B, S, D) of x (B, S, D); if apart, those of the chosen experts and of the shared one."""
+        """Return the partial (B, S, D) of x (B, S, D); if apart, (the chosen experts', the shared one's), not added."""
         tokens = x.flatten(0, -2)
         weights, chosen = self.router(tokens).float().softmax(-1).topk(self.k)  # (B * S, k)
         if self.renormalize:

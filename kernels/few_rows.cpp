@@ -132,7 +132,7 @@ void tile(const BF16* w, const BF16* x, float* sums, int64_t K, int64_t count, i
 }
 
 // Rows of W that are computed together, so that a block of x is loaded once for all of them. One row of x stays in the
-// cache anyway: then many rows of W, because each block starts reading at places that no processor foresees.
+// cache anyway: then many rows of W, because the processor's prefetcher restarts at each block.
 constexpr int kBlock = 64, kLongBlock = 2048;
 
 // M rows of x times some rows of W, at most a block. x goes in blocks of columns that fit the first-level cache.

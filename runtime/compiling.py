@@ -22,7 +22,7 @@ from runtime import watch
 from runtime.errors import InputError
 from runtime.report import PASS_TOKENS
 
-GATHERED = 16  # choices of a GPU's decode step; of more, several choose one expert, whose weights are read for each
+GATHERED = 16  # most pairs of a token and an expert that are gathered: an expert that repeats would be read again
 FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is faster
 # A step's weights evict all else from the caches, so little should run between the products; a second thread is for
 # large kernels.
