@@ -70,7 +70,7 @@ def convert(source, config, folder, dtype, shard_bytes):
             tensors += [source.read(n) for n in sources[name]]
             tensor = group(*tensors, config) if len(tensors) == 3 else tensors[0]
         except (IndexError, RuntimeError) as e:  # tensors that torch cannot split, stack or reshape
-            if "can't allocate memory" in str(e):
+            if launch.out_of_memory(e):
                 raise
             raise InputError(f"{names}: {first_line(e)}; the config makes it {shapes[name]}") from None
         if tensor.shape != shapes[name]:

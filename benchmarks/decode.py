@@ -214,8 +214,8 @@ def measure(args):
             line = {"engine": name, "kind": kind, "n": int(n), "ms": median, "quartiles_ms": [low, high]}
             line |= {"model": args.model, "rounds": args.rounds, "bandwidth": statistics.median(bandwidth)}
             if kind == "decode":  # round by round, since the bandwidth of a shared machine varies
-                rates = (step_bytes(config, int(n), name) / statistics.median(s) for s in seconds)
-                line["mbu"] = statistics.median(rate / b for rate, b in zip(rates, bandwidth, strict=True))
+                n_bytes, pairs = step_bytes(config, int(n), name), zip(seconds, bandwidth, strict=True)
+                line["mbu"] = statistics.median(n_bytes / statistics.median(s) / b for s, b in pairs)
             yield {**made, **line}
 
 

@@ -90,12 +90,11 @@ def wiring_from_hf(ladder_layers, parallel_blocks, n_layers):
     return name if ladder_layers in (n_layers, list(range(n_layers))) else wiring_name(name, ladder_layers)
 
 
-def read_hf(path):
-    """Return the keys of a config.json with the defaults of its family, without keys that only other families have.
+def read_hf(values):
+    """Return the values of a config.json with the defaults of its family, without keys that only other families have.
 
     Raises InputError for families, and features of them, that model.py does not compute.
     """
-    values = read_json(path)
     family, _ = values.get("model_type"), values.pop("laneformer", None)
     if "n_layers" in values and family is None:
         raise InputError("this is a checkpoint of this project already (python -m extras.export converts it back)")
@@ -123,24 +122,24 @@ def read_hf(path):
     return {**known, **own, "model_type": family, "rope_scaling": rope}
 
 
-def eos_ids(path, hf):
-    """Return the ids that end a text: those of config.json and of a generation_config.json beside it."""
+def eos_ids(path, values, hf):
+    """Return the ids that end a text: those of config.json, `values`, and of a generation_config.json beside it."""
     generation = path.with_name("generation_config.json")
     others = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    own = hf["eos_token_id"] if others is None or "eos_token_id" in read_json(path) else None
+    own = hf["eos_token_id"] if others is None or "eos_token_id" in values else None
     result = [i for ids in (own, others) for i in (ids if isinstance(ids, list) else [ids])]
     return tuple(dict.fromkeys(i for i in result if i is not None))
 
 
 def config_from_hf(path):
     """Return the Config that a Hugging Face config.json (and the generation_config.json beside it) describes."""
+    values = read_json(path)
     try:
-        hf = read_hf(path)
-        values = our_values(hf) | {"eos_ids": eos_ids(path, hf)}
+        hf = read_hf(values)
+        ours = our_values(hf) | {"eos_ids": eos_ids(path, values, hf)}
     except (InputError, AttributeError, ArithmeticError, KeyError, TypeError) as e:  # an absent key, text as a number
-        text = str(e) if isinstance(e, InputError) else repr(e)
-        raise InputError(text if text.startswith(str(path)) else f"{path}: {text}") from None
-    return checkpoint.make_config(values, path)
+        raise InputError(f"{path}: {e if isinstance(e, InputError) else repr(e)}") from None
+    return checkpoint.make_config(ours, path)
 
 
 def our_values(hf):
@@ -235,7 +234,7 @@ class LlamaWeights:
     """
 
     def __init__(self, source, path, config):
-        hf, H = read_hf(path), config.head_dim
+        hf, H = read_hf(read_json(path)), config.head_dim
         source = ExpertWeights(source) if config.n_experts else source
         if "laneformer" in hf:
             source = load_extra("lanes", "a Laneformer").LaneformerWeights(source, H)

@@ -13,7 +13,7 @@ def column_unit(config, width, least_ranks):
     multiples of 8: at the neurons where they are cut without int4.
     """
     if config.group_size is None or "w2" in config.kept:
-        return 8 if config.n_experts and width % 8 == 0 and not config.lanes else 1
+        return 8 if config.n_experts and width % 8 == 0 else 1
     unit = config.group_size
     if config.lanes:
         return 8

@@ -58,10 +58,12 @@ def read_bandwidth(device, world=None, size=2**30, repeats=9):
     size = min(2**33, free // 4) if device.type == "cuda" else min(size, free // 32)
     tensor = cpu.empty((size // 4,), torch.float32, device).fill_(1)
     timed(device, tensor.sum)
-    if world:
+    passes = repeats
+    if world and not world.alone:
         world.gather(None)  # all have a tensor
-    seconds = [timed(device, tensor.sum) for _ in range(2 * repeats)]
-    return size / statistics.median(seconds[:repeats])  # in the others this rank is company for slower ones
+        passes = 2 * repeats  # the second half keeps the memory busy while slower ranks measure
+    seconds = [timed(device, tensor.sum) for _ in range(passes)]
+    return size / statistics.median(seconds[:repeats])
 
 
 def processor():

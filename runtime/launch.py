@@ -168,6 +168,11 @@ def printable(text):
     return text if len(text) <= 500 else f"{text[:300]} ... {text[-190:]}"
 
 
+def out_of_memory(error):
+    """Return whether an exception says that memory is short; PyTorch's for CPUs is a plain RuntimeError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
 def _leave(error):
     """End this process with the exit code of the first rank that leaves, which also says why."""
     for undo in watch.at_end:
@@ -179,7 +184,6 @@ def _leave(error):
     who = f"{script}: rank {rank} of {tp_size}" if tp_size > 1 else f"{script}:"
     where = f" in {watch.here}" if tp_size > 1 or watch.here.phase != "start" else ""
     what = f"({type(error).__name__}: {printable(first_line(error))})"
-    memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
     full = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
     endings = [
         (error is None, 0, ""),
@@ -190,7 +194,7 @@ def _leave(error):
         (isinstance(error, KeyboardInterrupt), 130, str(error) or "interrupted"),
         (isinstance(error, BrokenPipeError), 1, ""),  # whoever read our output has gone
         (full, 1, f"{script}: the output cannot be written: {what}"),
-        (memory, 1, f"{who} ran out of memory {what}{where}"),
+        (out_of_memory(error), 1, f"{who} ran out of memory {what}{where}"),
         (True, 1, "".join(traceback.format_exception(error)) + f"{who} failed {what}{where}"),
     ]
     code, line = next((code, line) for matches, code, line in endings if matches)

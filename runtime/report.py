@@ -64,10 +64,9 @@ def step_bytes(model, cache, filled, drafted=0):
 
     Of experts as many count as the tokens choose on average; of the cache `filled` slots, or a window of them.
     """
-    c, total = model.config, 0
+    c, tokens, total = model.config, len(cache[0][0]) * (1 + drafted), 0
     for name, tensor in model.named_parameters(remove_duplicate=False):
         if "tok_embeddings." not in name:
-            tokens = len(cache[0][0]) * (1 + drafted)
             total += tensor.nbytes * (chosen_experts(c, tokens) if ".experts." in name else 1)
     for i, layer in enumerate(cache):  # of several lanes one after another
         slots = min(filled, c.sliding_window) if i % c.n_layers in c.window_layers else filled
