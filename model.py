@@ -152,11 +152,10 @@ def attention_then_mlp(block, metadata, cache):
 def attention_then_experts(block, metadata, cache):
     """Sublayers that return (partial, the shared expert's output, or None where there is no shared expert)."""
     attention, mlp = attention_then_mlp(block, metadata, cache)
+    has_experts = isinstance(block.feed_forward, MoE)
 
     def experts(x):
-        return (
-            block.feed_forward(block.ffn_norm(x), apart=True) if isinstance(block.feed_forward, MoE) else (mlp(x), None)
-        )
+        return block.feed_forward(block.ffn_norm(x), apart=True) if has_experts else (mlp(x), None)
 
     return [lambda x: (attention(x), None), experts]
 

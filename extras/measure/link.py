@@ -52,7 +52,7 @@ class Link:
 #   (14.0 us) 230 GB/s: the same table of sgl-project/sglang pull 22734.
 # pcie-host: two RTX 5070 Ti without peer-to-peer access, through the host's memory: 39 us for 10 KB, 20 MB in 10.9 ms:
 #   sgl-project/sglang pull 39605. pcie-p2p: four V100 behind one PCIe switch, one-shot in a CUDA graph, 5.0 us for
-#   8 KB, and 384 KB by NCCL in 63 us more than little (20 us): haohervchb/sglang-V100 pull 2.
+#   8 KB; NCCL takes 20 us for that and 83.5 us for 384 KB, hence the bandwidth: haohervchb/sglang-V100 pull 2.
 # roce: four DGX Spark, one-shot, 23 us for 48 KB (NCCL: 59): local-inference-lab/b12x pull 295; 200 Gbit/s nominal.
 # pcie: 57 us on 8 A800: vllm-project/vllm issue 50576. 28 GB/s on 8 RTX 5090: NVIDIA/nccl issue 1639.
 # ib: several nodes, a 400 Gbit/s NIC for each rank. 45.8 us: microsoft/mscclpp pull 794. 48 GB/s a NIC:
