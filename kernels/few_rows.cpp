@@ -417,7 +417,7 @@ at::Tensor few_rows_experts(
     TORCH_CHECK(
         weights[i].dim() == (bits.at(i) == 16 ? 3 : 5) &&
             (groups.empty() || (groups[0].matrix >= 0 && groups.back().matrix < weights[i].size(0))),
-        "a token chose an expert that the matrices (E, ...) lack");
+        "few_rows_experts takes w1, w3, w2 (E, ...) of these bits, and chosen experts from 0 to E - 1");
   }
   auto product = [&](const at::Tensor& rows, const at::Tensor& w, int64_t N, int64_t K, int64_t bits) {
     return bits == 16 ? multiply(rows, w, groups) : multiply(rows, integers(rows, w, N, K, bits), groups);

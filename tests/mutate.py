@@ -80,7 +80,8 @@ def main():
             (copy / args.file).write_text(after)
             survivors += (survived := passes(copy, command, limit))
             changed = [*difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")][3:]
-            print("SURVIVED" if survived else "noticed", *changed, sep="\n", flush=True)
+            print(f"{args.file}:{getattr(node, 'lineno', 1)}: {'SURVIVED' if survived else 'noticed'}")
+            print(*(changed if survived else ()), sep="\n", end="", flush=True)
     sys.exit(f"{survivors} changes survived; {len(places)} are possible" if survivors else 0)
 
 

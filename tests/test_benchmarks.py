@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import shlex
+import subprocess
 import sys
 
 import pytest
@@ -223,6 +224,14 @@ def test_bad_flags(script, flags, message):
     with pytest.raises(InputError) as e:
         script.main(shlex.split(flags))
     assert str(e.value).startswith(message) and "\n" not in str(e.value)
+
+
+def test_a_script_runs_as_a_module():
+    """And says in one line what is wrong."""
+    command = [sys.executable, "-m", "extras.measure.sweep", "--wiring", "x"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("sweep.py: unknown wiring 'x'")
+    assert done.stderr.count("\n") == 1
 
 
 RESULTS = ROOT / "benchmarks" / "results"

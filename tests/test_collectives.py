@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import random
+import re
 import signal
 import socket
 import struct
@@ -18,7 +19,7 @@ from unittest.mock import MagicMock, call
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import BASE, ROOT, free_port, last_logits, random_model, run_ranks, shard, unequal_rows
+from helpers import BASE, HANGS, ROOT, free_port, last_logits, random_model, run_ranks, shard, unequal_rows
 
 import tp
 from extras.collectives import int8_sums, one_hop, one_shot, shared_memory
@@ -221,6 +222,41 @@ def test_an_emulated_link_holds_back_what_shared_memory_has():
 # ---------------------------------------------------------------------------------------------------------------------
 # One hop
 
+
+def start_ranks(ranks, source, local, **environment):
+    """Processes that run a source as ranks, so many on a node, without torchrun, which would end all with the first."""
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": str(local)}
+    processes = []
+    for rank in range(ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % local), "GROUP_RANK": str(rank // local)}
+        pipes, env = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}, {**os.environ, **environment, **own}
+        processes.append(subprocess.Popen([sys.executable, "-c", source], cwd=ROOT, text=True, env=env, **pipes))
+    return processes
+
+
+NO_EXTRAS = (
+    "import importlib.util as u; find = u.find_spec; u.find_spec = lambda n: None if n[:6] == 'extras' else find(n)"
+)
+JOIN = "from runtime import launch\n{}\nw = launch.join('cpu', {{'comm': '{}'}}); print(w.group.group_name)"
+
+
+@pytest.mark.parametrize("comm, local, before, compiler, name, line", [
+    ("auto", 1, "", "c++", "one-hop-0", ""),
+    ("int8", 2, "", "c++", "int8-0", ""),
+    ("auto", 2, "", "no-such-compiler", "0", "gloo carries .*: memory shared by ranks needs a C.. compiler: install"),
+    ("auto", 1, NO_EXTRAS, "c++", "0", "gloo carries .*: --comm one-hop needs the folder extras/collectives"),
+])  # fmt: skip
+def test_the_collectives_of_a_run(comm, local, before, compiler, name, line, tmp_path):
+    """Without a compiler, or the extra, gloo sums, and one rank says so."""
+    cache = {"XDG_CACHE_HOME": str(tmp_path), "CXX": compiler} if compiler == "no-such-compiler" else {}
+    source = JOIN.format(before, comm) + "; launch.dist.destroy_process_group()"
+    done = [rank.communicate(timeout=HANGS) for rank in start_ranks(2, source, local, **cache)]
+    errors = [re.sub("compiling .*, once ...\n", "", err) for _, err in done]
+    assert [out.strip() for out, _ in done] == [name] * 2
+    assert re.match(f"^{line}", errors[0]) and bool(errors[0]) == bool(line) and errors[1] == ""
+
+
 DYING = """
 import os, signal, torch; from runtime import launch
 
@@ -238,14 +274,10 @@ launch.run(main)
 
 def test_when_a_node_dies_the_others_end_and_name_it():
     """test_faults.py has the ranks of one node. Rank 0 holds the store here, with which the other one may lose it."""
-    ranks, environment = [], os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment |= {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    for rank in "012":  # without torchrun, which would end all with the first
-        env = environment | {"RANK": rank, "GROUP_RANK": rank}
-        ranks.append(subprocess.Popen([sys.executable, "-c", DYING], cwd=ROOT, env=env, stderr=subprocess.PIPE))
+    ranks = start_ranks(3, DYING, local=1)
     errors = [rank.communicate(timeout=90)[1] for rank in ranks]
     assert sorted(rank.returncode for rank in ranks) == [-signal.SIGKILL, 1, 1]
-    assert any(b"node 1 is lost" in line for line in errors)
+    assert any("node 1 is lost" in line for line in errors)
 
 
 def out_of_reach(world):

@@ -156,6 +156,7 @@ def test_a_draft_has_the_lanes_and_the_norms_of_the_weights():
     assert read_draft("wiring:spd/2", BASE, None, 2).config.lanes == 2
     for name, config, ranks, line in (
         ("desync/2", laned, 2, "in 2 lanes"), ("desync/2", BASE, 4, "in 2 lanes"),
+        ("standard", BASE, 2, "standard is the wiring that the model runs in"),
         ("parallel-ladder:2", parallel, 1, "parallel-ladder:2 needs ffn_norm"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=line):

@@ -17,7 +17,7 @@ import tp
 from extras.export import to_hf, verify
 from formats import checkpoint, huggingface
 from formats.tokenizer import load_tokenizer
-from model import WIRINGS, Wiring
+from model import WIRINGS, Config, Wiring
 from runtime import writing
 from runtime.errors import InputError
 
@@ -150,6 +150,14 @@ def test_what_has_no_form_is_refused(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
     with pytest.raises(InputError, match="quant 'int8' has no Hugging Face form here, only None has one"):
         to_hf.config_to_hf(dataclasses.replace(BASE, quant="int8"), torch.float32)
+
+
+def test_a_field_of_the_config_that_is_unknown_here_is_refused():
+    config = dataclasses.make_dataclass("WithExperts", [("experts", int, 1)], bases=(Config,), frozen=True)
+    values = dataclasses.asdict(BASE)
+    assert to_hf.config_to_hf(config(**values), torch.float32) == to_hf.config_to_hf(BASE, torch.float32)
+    with pytest.raises(InputError, match="experts 8 has no Hugging Face form here, only 1 has one"):
+        to_hf.config_to_hf(config(**values, experts=8), torch.float32)
 
 
 TEXTS = ["Once upon a time", "", " ", " a", "two  spaces   three", "  a\n\n b \n", "naïve 🙂 日本  é", "1▁▁", "▁ x▁ "]

@@ -221,6 +221,13 @@ def test_compiled_code_keeps_it_in_every_wiring(changes, name, fake_world):
     check_compiled_order(changes, fake_world(0, 2), *PASSES[name])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank, tp_size", [(1, 2), (0, 3), (0, 4)])
+@pytest.mark.parametrize("wiring", ["standard", "ladder:1,", "delayed-3:1-2"])
+def test_every_ranks_compiled_code_keeps_it(wiring, rank, tp_size, fake_world):
+    check_compiled_order({"wiring": wiring}, fake_world(rank, tp_size))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Which wiring runs, and what is said of it
 

@@ -69,6 +69,8 @@ def wiring_of(config, name, tp_size):
     pairs = zip(draft.wirings, config.wirings, strict=True)
     if missing := {norm for drafts, own in pairs for norm in {*drafts.norms} - {*own.norms}}:
         raise InputError(f"--draft {name} needs {min(missing)}, which {config.wiring} has not")
+    if draft.function == config.function:
+        raise InputError(f"--draft {name} is the wiring that the model runs in: name another")
     return draft
 
 

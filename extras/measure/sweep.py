@@ -23,7 +23,7 @@ from extras.measure import exposed, link, results
 from extras.measure.clock import variants
 from formats import checkpoint
 from generate import Runner, make_cache
-from model import Config
+from model import Config, rewired
 from runtime import benchmarking, cli, launch, watch, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
@@ -59,6 +59,8 @@ def parse(argv):
     if args.prompt_length >= args.config.max_seq_len:
         raise InputError(f"--prompt-length is {args.prompt_length} but must be below {args.config.max_seq_len}")
     args.wiring = list(dict.fromkeys(args.wiring or variants(args.config)))
+    for wiring in args.wiring:
+        rewired(args.config, wiring)  # raises InputError
     return args
 
 
