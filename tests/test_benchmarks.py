@@ -15,6 +15,7 @@ from helpers import RANKS, ROOT, main_on_ranks, script
 import bench
 from benchmarks import decode, gpu
 from extras.measure import plot, results, sweep
+from extras.research import quality
 from formats.sizes import SIZES, named_size
 from model import WIRINGS, Config, build
 from runtime import report
@@ -218,6 +219,7 @@ README = str(ROOT / "README.md")
         (decode, "--cases decode", "--cases: 'decode' is neither decode:BATCH nor prefill:TOKENS"),
         (decode, f"--show '{README}'", f"--show: {README} has lines that this script did not write"),
         (gpu, "--json x", "there is no GPU: --device cpu tries the script"),
+        (quality, f"--show '{README}'", f"--show: {README} has lines that this script did not write"),
     ],
 )
 def test_bad_flags(script, flags, message):
@@ -245,6 +247,7 @@ SHOWN = [  # (page, script, flags before --show, file, tables on the page)
     ("decode.md", decode, "", "decode-panels.jsonl", 1),
     ("decode.md", decode, "", "decode-memory.jsonl", 1),
     ("decode.md", decode, "ours transformers gpt-fast llama.cpp", "decode-amx.jsonl", 1),
+    ("quality.md", quality, "", "quality.jsonl", 2),
 ]
 
 

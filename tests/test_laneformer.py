@@ -121,20 +121,6 @@ def test_a_compiled_step_computes_it_with_one_lane_a_rank_and_with_two(lanes, tm
     check(ranks, [Laneformer(hf, state).logits(row) for row in TOKENS])
 
 
-def test_a_config_whose_settings_are_at_the_top_level_is_read():
-    """As they were written before they were a dict."""
-    values = {"early_comm": False, "attention_comm": True, "mlp_comm": False, "lane_head": "sum", "lane_norms": True}
-    config = dataclasses.replace(BASE, wiring="laneformer-2/2", laneformer=values)
-    fields = dataclasses.asdict(config)
-    old = fields.pop("laneformer") | fields
-    assert checkpoint.make_config(old, "config.json") == config
-    standard = {**old, **checkpoint.OLD_DEFAULTS, "wiring": "standard"}
-    assert checkpoint.make_config(standard, "config.json") == BASE  # every checkpoint had them
-    for wrong in ({"lane_head": "sum"}, {"laneformer": {"lane_norms": True}}):
-        with pytest.raises(InputError, match="only for wiring laneformer"):
-            checkpoint.make_config({**standard, **wrong}, "config.json")
-
-
 @pytest.mark.parametrize(
     "changes, words",
     [
@@ -149,6 +135,8 @@ def test_a_config_whose_settings_are_at_the_top_level_is_read():
 def test_settings_that_make_no_model_are_one_clear_line(changes, words):
     with pytest.raises(InputError, match=words):
         dataclasses.replace(BASE, **{"wiring": "laneformer-2/2", **changes})
+    with pytest.raises(InputError, match="only for wiring laneformer"):
+        checkpoint.make_config({**dataclasses.asdict(BASE), "laneformer": {"lane_norms": True}}, "config.json")
 
 
 def test_order_of_the_loop():
