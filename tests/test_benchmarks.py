@@ -207,21 +207,18 @@ def test_gpu_s_cases_run_on_a_cpu_in_small(tmp_path):
 README = str(ROOT / "README.md")
 
 
-@pytest.mark.parametrize(
-    "script, flags, message",
-    [
-        (sweep, "--link free x", "--link: 'x' is none of free,"),
-        (sweep, "--prefill 1 99 --prompt-length 8 --eager", "--prefill is 99: chunks need --eager, and a token each"),
-        (sweep, "--prefill 2", "--prefill is 2: chunks need --eager"),
-        (sweep, "--simulate-tp 2 --wiring x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
-        (plot, f"'{README}' --out x.png", f"FILE: {README} has lines that this script did not write"),
-        (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, ours:int8,"),
-        (decode, "--cases decode", "--cases: 'decode' is neither decode:BATCH nor prefill:TOKENS"),
-        (decode, f"--show '{README}'", f"--show: {README} has lines that this script did not write"),
-        (gpu, "--json x", "there is no GPU: --device cpu tries the script"),
-        (quality, f"--show '{README}'", f"--show: {README} has lines that this script did not write"),
-    ],
-)
+@pytest.mark.parametrize("script, flags, message", [
+    (sweep, "--link free x", "--link: 'x' is none of free,"),
+    (sweep, "--prefill 1 99 --prompt-length 8 --eager", "--prefill is 99: chunks need --eager, and a token each"),
+    (sweep, "--prefill 2", "--prefill is 2: chunks need --eager"),
+    (sweep, "--simulate-tp 2 --wiring x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
+    (plot, f"'{README}' --out x.png", f"FILE: {README} has lines that this script did not write"),
+    (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, ours:int8,"),
+    (decode, "--cases decode", "--cases: 'decode' is neither decode:BATCH nor prefill:TOKENS"),
+    (decode, f"--show '{README}'", f"--show: {README} has lines that this script did not write"),
+    (gpu, "--json x", "there is no GPU: --device cpu tries the script"),
+    (quality, f"--show '{README}'", f"--show: {README} has lines that this script did not write"),
+])  # fmt: skip
 def test_bad_flags(script, flags, message):
     with pytest.raises(InputError) as e:
         script.main(shlex.split(flags))
