@@ -22,10 +22,11 @@ from runtime.errors import InputError, load_extra
 def open_source(source, revision=None):
     """Return (weights, Config, folder of tokenizer files or None) of a folder, a hub id or a llama2.c file."""
     path = Path(source)
+    checkpoint.check_not_in_folder(source)
     if os.path.isfile(path):
         weights = load_extra("sources", f"the file {source}").Llama2cWeights(path)
         return weights, weights.config, None
-    if not os.path.exists(path) and re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not source.startswith("."):
+    if checkpoint.is_hub_id(source):
         path = download(source, revision)
     if not os.path.isdir(path):
         raise InputError(f"{source} is no folder, no file and no hub id such as meta-llama/Llama-3.2-1B")

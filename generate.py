@@ -20,7 +20,7 @@ from decoding.sampling import RunAhead, Sampler, last_tokens, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from runtime import cli, launch, report, watch
-from runtime.cli import count
+from runtime.cli import count, number
 from runtime.errors import InputError, load_extra
 from runtime.launch import World
 from runtime.report import PASS_TOKENS
@@ -205,11 +205,13 @@ def add_flags(p):
     cli.add_prompt_flags(p)
     g = p.add_argument_group("generation")
     g.add_argument("--max-new-tokens", type=count, default=200, metavar="N", help="each row stops at its own end")
-    g.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy, 1 the model's own")
-    g.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
+    words = "0 is greedy, 1 the model's own"
+    g.add_argument("--temperature", type=number(float, 0), default=0.8, metavar="T", help=words)
+    g.add_argument("--top-k", type=count, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
     words = "... among the likeliest of mass P, e.g. 0.95"
-    g.add_argument("--top-p", type=float, default=1.0, metavar="P", help=words)
-    g.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and synthetic prompts")
+    g.add_argument("--top-p", type=number(float, 0, 1, above=True), default=1.0, metavar="P", help=words)
+    words = "of sampling and synthetic prompts"
+    g.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="S", help=words)
     words = "speculative decoding: K (3) proposals at a time of a smaller checkpoint, of the text's own n-grams, or of "
     words += "these weights in another wiring, e.g. wiring:spd@2"
     g.add_argument("--draft", metavar="DIR|ngram|wiring:NAME[@K]", help=words)

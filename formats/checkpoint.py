@@ -104,11 +104,15 @@ def make_config(values, source):
             raise InputError(f"{source}: rope_scaling has the keys {reprlib.repr([*scaling])}, not {forms}")
         if not all(_is_a(value, float) and value for value in scaling.values()):
             raise InputError(f"{source}: rope_scaling is {reprlib.repr(scaling)}, but its values are numbers above 0")
+    known = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Config)}
+    for what, keys in ("unknown", values.keys() - known), ("no", {k for k in known if known[k]} - values.keys()):
+        if keys:
+            raise InputError(f"{source}: {what} key {reprlib.repr(min(keys))}")
     try:
         config = Config(**values)
         rope_frequencies(config)
         return config
-    except (ArithmeticError, TypeError, ValueError) as e:  # TypeError: a field is missing, or unknown
+    except (ArithmeticError, TypeError, ValueError) as e:
         raise InputError(f"{source}: {e if isinstance(e, InputError) else repr(e)}") from None
 
 
@@ -117,11 +121,25 @@ def name(folder):
     return Path(folder).resolve().name
 
 
+def check_not_in_folder(path):
+    """Raise InputError for a file of a checkpoint folder, where the folder is meant."""
+    if os.path.isfile(path) and str(path).endswith((".safetensors", ".json")):
+        raise InputError(f"{path} is one file of a folder: give the folder, {os.path.dirname(path) or '.'}")
+
+
+def is_hub_id(text):
+    """Return whether a text may name a hub model, OWNER/NAME: nothing here has that name, and no folder is OWNER."""
+    match = re.fullmatch(r"([\w-][\w.-]*)/[\w.-]+", text)
+    return bool(match) and not os.path.isdir(match[1])
+
+
 def read_config(folder):
     """Return the Config of a checkpoint folder."""
     path = Path(folder) / "config.json"
-    if os.path.isfile(folder):
-        raise InputError(f"{folder} is a file: run convert_hf_checkpoint.py {folder} --out DIR first")
+    check_not_in_folder(folder)
+    if os.path.isfile(folder) or is_hub_id(str(folder)):
+        what = "is a file" if os.path.isfile(folder) else "is no folder here. If it is a hub model"
+        raise InputError(f"{folder} {what}: run convert_hf_checkpoint.py {folder} --out DIR first")
     if not os.path.isfile(path):
         raise InputError(f"{folder} is not a checkpoint folder: it has no config.json, or does not exist")
     values = read_json(path)

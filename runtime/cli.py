@@ -40,12 +40,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise InputError(message.removeprefix("argument "))
 
+    def parse_args(self, argv=None):
+        args = super().parse_args(argv)
+        for name in (name for name, value in vars(args).items() if value == "" != self.get_default(name)):
+            self.error(f"--{name.replace('_', '-')} is empty: give a value, or leave it out")
+        return args
+
 
 def number(kind, low, high=None, above=False):
     """Return an argparse type: an int or a float from `low` (or above it) to `high`; without one an int has 31 bits."""
     words = {int: "a whole number", float: "a number"}[kind] + f" {'above' if above else 'from'} {low:g}"
-    words += f" to {high:g}" if high else ""
     high = high or {int: 2**31 - 1, float: sys.float_info.max}[kind]
+    words += f" to {high:,}" if kind is int else f" to {high:g}" if high < sys.float_info.max else ""
 
     def parse(text):
         try:

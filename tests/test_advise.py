@@ -201,7 +201,7 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
 def test_a_table_for_each_link(capsys):
     shown = advised(capsys, "--model", "8b:4:int8", *H100[2:], "--batch", 2, "--link", "all")
     assert shown.count("| standard |") == len(LINKS) - 1
-    assert shown.startswith("PREDICTED: 8b:4:int8, 4 layers, int8, tp 8, batch 2, 1024 filled slots\n70 % of an H100")
+    assert shown.startswith("PREDICTED: 8b:4:int8, 4 layers, int8, tp 8, batch 2, 1024 filled slots\n70 % of the H100")
     assert rows(shown)["ladder:2"][2] == "8" and [line for line in shown.splitlines() if line.startswith("pcie; in us")]
 
 
