@@ -15,6 +15,7 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
+from tqdm import tqdm
 
 from decoding.sampling import RunAhead, Sampler, last_tokens, pad
 from formats import checkpoint
@@ -73,6 +74,7 @@ class Runner:
 
     def __init__(self, model, cache, compile=False, compile_prefill=False, chunks=None):
         self.model, self.cache, self.device, self.chunks = model, cache, model.device, chunks
+        self.quiet = True  # else a long prefill shows its progress
         self.compiles = compile, compile_prefill
         self._decode = self._prefill = model
         if compile or compile_prefill:
@@ -107,7 +109,8 @@ class Runner:
         B, S = tokens.shape
         width = max(1, pass_tokens // B) if pass_tokens else S
         last, logits = lengths - 1, None
-        for start in range(cached_tokens, S, width):
+        hidden = None if B * S > 8 * PASS_TOKENS and not self.quiet else True  # None: shown at a terminal
+        for start in tqdm(range(cached_tokens, S, width), "prefill", leave=False, unit="pass", disable=hidden):
             piece, positions, filled = tokens[:, start : start + width], None, None
             if start:
                 watch.at("prefill from token", start)
@@ -140,19 +143,35 @@ class Generation(NamedTuple):
     rows: list  # new ids of each row, without end-of-sequence
     steps: int  # tokens of the longest row, end-of-sequence included
     prefill_s: float  # seconds to the first token
-    decode_s: float  # of the passes after it, without those in on_tokens
+    decode_s: float  # of the passes after it, without what the tokens' reader takes
     passes: int
+    finish: list  # of each row "stop" for end-of-sequence, "length" for max_new_tokens or the context, None for neither
+
+
+def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None, draft=None, cached_tokens=0):
+    """Run token_passes to the end and return the Generation.
+
+    on_tokens([new ids of each row, none of one that is done]) is called after each pass; True from it ends the
+    generation.
+    """
+    passes, stop = token_passes(runner, prompts, max_new_tokens, sample, eos_ids, draft, cached_tokens), None
+    while True:
+        try:
+            new = passes.send(stop)
+        except StopIteration as end:
+            return end.value
+        stop = on_tokens is not None and on_tokens(new)
 
 
 @torch.inference_mode()
-def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None, draft=None, cached_tokens=0):
+def token_passes(runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None, cached_tokens=0):
     """Continue every prompt, a row each, until its own end-of-sequence, max_new_tokens or the end of the context.
 
-    Returns a Generation. runner: its cache has slots for the longest prompt and max_new_tokens, for a draft one more
-    and its proposals. prompts: non-empty lists of token ids, of any lengths. sample: a Sampler; without a draft any
-    function such as its __call__. on_tokens([new ids of each row, none of one that is done]) is called after each pass;
-    True from it ends the generation. draft: one of extras/drafts, with which a pass may yield several tokens of a row.
-    cached_tokens: see Runner.prefill. Raises InputError.
+    A generator: it yields [new ids of each row, none of one that is done] after each pass, ends early if True is sent
+    to it, and returns a Generation. runner: its cache has slots for the longest prompt and max_new_tokens, for a draft
+    one more and its proposals. prompts: non-empty lists of token ids, of any lengths. sample: a Sampler; without a
+    draft any function such as its __call__. draft: one of extras/drafts, with which a pass may yield several tokens of
+    a row. cached_tokens: see Runner.prefill. Raises InputError.
     """
     texts, done, passes, shown = [list(prompt) for prompt in prompts], [False] * len(prompts), 0, 0.0
     ends = [min(len(prompt) + max_new_tokens, runner.model.config.max_seq_len) for prompt in prompts]
@@ -179,11 +198,13 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
                 fresh[row] += [i] * (i not in eos_ids)
                 done[row] = i in eos_ids or len(texts[row]) >= ends[row]
         watch.at("output", timed=False)  # its reader may take a break
-        stop = on_tokens is not None and on_tokens(fresh)
+        stop = yield fresh
         if stop or all(done):
             added = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
             rows = [[i for i in row if i not in eos_ids] for row in added]
-            return Generation(rows, max(map(len, added)), first, now - start - first - shown, passes)
+            ended = zip(added, done, strict=True)
+            finish = ["stop" if row[-1] in eos_ids else "length" if at_end else None for row, at_end in ended]
+            return Generation(rows, max(map(len, added)), first, now - start - first - shown, passes, finish)
         shown += time.perf_counter() - now
         passes += 1
         watch.at("decode step", passes)
@@ -262,6 +283,7 @@ def set_up(args, world):
     cache, compiles = make_cache(model, len(prompts), slots), (args.compile is not None, args.compile == "all")
     with world.together():
         runner, draft = Runner(model, cache, *compiles), None
+        runner.quiet = world.rank > 0
         if source:
             whole = functools.partial(load_model, dtype=args.dtype, world=World(0, 1, world.device))
             draft = drafts.build(source, runner, whole)
