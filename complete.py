@@ -14,7 +14,6 @@ from model import rewired
 from runtime import cli, launch
 from runtime.errors import InputError, load_extra
 
-
 join = functools.cache(launch.join)  # ranks meet once, for all models
 
 

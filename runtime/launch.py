@@ -41,7 +41,7 @@ class World:
     tp_size and a group, but no peers: it is alone. Raises InputError for shares of another number of ranks.
     """
 
-    dist_group = None  # of torch.distributed's own collectives: its default one
+    dist_group = None  # the group to pass to torch.distributed's own functions; None is its default group
 
     def __init__(self, rank, tp_size, device, group=None, simulated=False, shares=None):
         if shares and len(shares) != tp_size:

@@ -17,6 +17,11 @@ SCRIPTS = {
             "": "no prompt: give --prompt",
             "--prompt=": "--prompt is empty ('')",
             "--prompt=@/nowhere": "--prompt @/nowhere: No such file",
+            "--prompt=file:/nowhere": "--prompt file:/nowhere: No such file",
+            "--prompt=file:{}/empty": "--prompt is empty ('file:",
+            "--prompt=file:{tiny}/config.json --chat": 'config.json is no list of messages, each with a "role" and',
+            "--prompt=file:/nowhere.json --chat": "--prompt file:/nowhere.json: No such file",
+            "--chat=Answer.": "no chat template",
             "--prompt=@{}/empty": "--prompt is empty ('@",
             "--prompt=a\udcff": "is not valid UTF-8",
             "--prompt=ids:": "a prompt has no tokens",
@@ -25,16 +30,24 @@ SCRIPTS = {
             "--prompt-length=64": "64 tokens leaves no room in the context of 64",
             "--prompt=a --prompt=b --batch=3": "--batch 3 is not a multiple of the 2 prompts",
             "--prompt=a --max-new-tokens=0": "--max-new-tokens: '0' is not a whole number from 1",
-            "--prompt=a --temperature=-1": "temperature is -1.0 but must be 0 (greedy) or from 1e-06 to 1e+30",
-            "--prompt=a --top-p=0": "top_p is 0.0 but must be a number from 1e-06 to 1",
-            "--prompt=a --top-k=0": "top_k is 0 but must be a whole number, at least 1",
-            "--prompt=a --seed=-1": "seed is -1 but must be a whole number from 0",
+            "--prompt=a --max-new-tokens=99999999999": "'99999999999' is not a whole number from 1 to 2,147,483,647",
+            "--prompt=a --temperature=-1": "--temperature: '-1' is not a number from 0",
+            "--prompt=a --temperature=1e-9": "temperature is 1e-09 but must be 0 (greedy) or from 1e-06 to 1e+30",
+            "--prompt=a --top-p=0": "--top-p: '0' is not a number above 0 to 1",
+            "--prompt=a --top-k=0": "--top-k: '0' is not a whole number from 1",
+            "--prompt=a --seed=-1": "--seed: '-1' is not a whole number from 0 to 9,223,372,036,854,775,807",
             "--prompt=a --wiring=laddr": "--wiring: unknown wiring 'laddr'; known: standard, ladder",
             "--prompt=a --ladder --wiring=parallel": "--wiring: not allowed with argument --ladder",
             "--prompt=a --shares=3,1": "--shares has 2 numbers: give 1, one for each rank",
             "--prompt=a --device=tpu": "no such device: tpu; this machine has cpu",
             "--prompt=a --chat": "no chat template",
             "--prompt=a --json=/nowhere/x": "--json: cannot write /nowhere/x",
+            "--prompt=a --json=": "--json is empty: give a value, or leave it out",
+            "--prompt=a --draft=": "--draft is empty: give a value, or leave it out",
+            "--prompt=a --profile=x": "unrecognized arguments: --profile=x",
+            "--prompt=a --interactive 1": "unrecognized arguments: --interactive 1",
+            "--prompt=a --checkpoint={tiny}/model.safetensors": "model.safetensors is one file of a folder: give the",
+            "--prompt=a --checkpoint=some-one/Model-1.0": "run convert_hf_checkpoint.py some-one/Model-1.0 --out DIR",
             "--prompt=a --no-such-flag": "unrecognized arguments: --no-such-flag",
             "--checkpoint=/nowhere": "/nowhere is not a checkpoint folder",
             "--prompt=a --comm=one-shot": "--comm one-shot is how ranks sum: start two or more, with torchrun",
@@ -94,6 +107,9 @@ SCRIPTS = {
         },
     ),
 }
+SCRIPTS["convert_hf_checkpoint of one file"] = (
+    "{tiny}/model.safetensors --out {}/out", {"": "model.safetensors is one file of a folder: give the folder, "}
+)  # fmt: skip
 CASES = [(name, always, more, lines[more]) for name, (always, lines) in SCRIPTS.items() for more in lines]
 
 

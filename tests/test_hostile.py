@@ -33,8 +33,9 @@ def refused(message, call, *args, **more):
 
 
 TEXTS = {
-    "{": "is not valid JSON", "[]": "config.json", "\udcff": "not valid UTF-8", '{"n_layers": 2}': "config.json",
-    '{"layers": 2}': "config.json", '{"model_type": "llama"}': "a Hugging Face folder: run convert_hf_checkpoint.py",
+    "{": "is not valid JSON", "[]": "config.json", "\udcff": "not valid UTF-8", '{"n_layers": 2}': "json: no key 'dim'",
+    '{"layers": 2}': "config.json: unknown key 'layers'",
+    '{"model_type": "llama"}': "a Hugging Face folder: run convert_hf_checkpoint.py",
 }  # fmt: skip
 VALUES = [
     ({"nope_layers": [99, -1]}, "nope_layers is (99, -1) but must be tuple[int, ...]"),
@@ -86,10 +87,13 @@ def test_a_digest_sees_headers_small_files_and_changes_of_a_thousandth(tmp_path)
         before = digest(tmp_path)
 
 
-def test_wrong_paths(tmp_path):
+def test_wrong_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
     refused("it has no config.json", complete.load, tmp_path)
-    refused("is a file", complete.load, DEMO / "config.json")
-    refused("is no folder, no file", convert_hf_checkpoint.main, ["nowhere", "--out", "x"])
+    refused(f"is one file of a folder: give the folder, {DEMO}", complete.load, DEMO / "config.json")
+    refused("is a file: run convert_hf_checkpoint.py", complete.load, DEMO / "tokenizer.model")
+    for nowhere in "nowhere", f"{tmp_path}/nowhere", "demo/nowhere":  # the hub is not asked for what is no id of its
+        refused("is no folder, no file", convert_hf_checkpoint.main, [nowhere, "--out", "x"])
     refused("no such file", convert_hf_checkpoint.main, ["demo", "--out", "x", "--tokenizer", "nowhere"])
 
 

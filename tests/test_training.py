@@ -368,6 +368,7 @@ def test_bad_flags_leave_nothing(fresh, retrain, tiny, tmp_path):
         (fresh, "--text DIR/empty", "--text holds 0 tokens"),
         (fresh, "--text /bin/true", "/bin/true is not valid UTF-8"),
         (fresh, "--valid DIR/nowhere", "DIR/nowhere: No such file"),
+        (fresh, "--text DIR/empty DIR/valid.txt", "--valid DIR/valid.txt is a file of --text"),
         (fresh, "--text DIR/chat.jsonl", "chat.jsonl line 1: no chat template"),
         (fresh, "--out DIR", "already exists"),
         (retrain, "--distill DIR/int8", "int8 is quantized"),
