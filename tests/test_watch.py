@@ -186,7 +186,7 @@ def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys, tmp_
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "3")
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}"))
-        monkeypatch.delenv("GROUP_RANK") if node is None else monkeypatch.setenv("GROUP_RANK", node)
+        monkeypatch.delenv("GROUP_RANK", raising=False) if node is None else monkeypatch.setenv("GROUP_RANK", node)
         with pytest.raises(SystemExit) as end:
             launch._leave(error)
         assert capsys.readouterr().err.count("wrong") == (rank == 1)
