@@ -1,7 +1,4 @@
-"""Load a checkpoint and complete texts from Python; errors are exceptions.
-
-On one device there is no process group. On torchrun's ranks all do the same, in a main() that launch.run(main) runs.
-"""
+"""Load a checkpoint and complete texts from Python. All of torchrun's ranks do so alike, within launch.run(main)."""
 
 import functools
 
@@ -9,7 +6,7 @@ from decoding.sampling import Sampler
 from formats import checkpoint
 from formats.checkpoint import DTYPES
 from formats.tokenizer import TextStream, load_tokenizer
-from generate import BUCKET, Runner, generate, load_model, make_cache, token_passes
+from generate import BUCKET, Runner, load_model, make_cache, token_passes
 from model import rewired
 from runtime import cli, launch
 from runtime.errors import InputError, load_extra
@@ -58,11 +55,9 @@ def complete(
     runner, drafter = Runner(model, make_cache(model, len(rows), slots + proposals), compile), None
     if draft is not None:
         drafter = load_extra("drafts", "draft").of_model(draft, proposals, runner)
-    if stream:
-        passes = token_passes(runner, rows, max_new_tokens, sampler, model.config.eos_ids, drafter)
-        return pieces(tokenizer, rows, passes)
-    new_ids = generate(runner, rows, max_new_tokens, sampler, model.config.eos_ids, draft=drafter).rows
-    return [tokenizer.continuation(prompt, ids) for prompt, ids in zip(rows, new_ids, strict=True)]
+    passes = token_passes(runner, rows, max_new_tokens, sampler, model.config.eos_ids, drafter)
+    texts = pieces(tokenizer, rows, passes)
+    return texts if stream else ["".join(text) for text in zip(*texts, strict=True)]
 
 
 def pieces(tokenizer, prompts, passes):

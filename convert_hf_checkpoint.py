@@ -22,11 +22,11 @@ from runtime.errors import InputError, load_extra
 def open_source(source, revision=None):
     """Return (weights, Config, folder of tokenizer files or None) of a folder, a hub id or a llama2.c file."""
     path = Path(source)
-    checkpoint.check_not_in_folder(source)
     if os.path.isfile(path):
         weights = load_extra("sources", f"the file {source}").Llama2cWeights(path)
         return weights, weights.config, None
-    if checkpoint.is_hub_id(source):
+    local = os.path.exists(path) or os.path.isdir(source.partition("/")[0])
+    if not local and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         path = download(source, revision)
     if not os.path.isdir(path):
         raise InputError(f"{source} is no folder, no file and no hub id such as meta-llama/Llama-3.2-1B")

@@ -89,10 +89,7 @@ class Runner:
         return Runner(model, cache or model.new_cache(B, T), *self.compiles, self.chunks)
 
     def unguarded(self):
-        """Return a context in which compiled passes skip their guards, which take 0.5 ms a step of 16 layers on a CPU.
-
-        Only for passes of shapes that warm_up has compiled: nothing would notice that another graph is needed.
-        """
+        """Return a context for shapes that warm_up has compiled: it skips guards, 0.5 ms a step of 16 layers."""
         if any(self.compiles) and self.device.type == "cpu":
             return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
         return contextlib.nullcontext()
@@ -177,7 +174,7 @@ def token_passes(runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None
     draft any function such as its __call__. draft: one of extras/drafts, with which a pass may yield several tokens of
     a row. cached_tokens: see Runner.prefill. Raises InputError.
     """
-    texts, done, passes, shown = [list(prompt) for prompt in prompts], [False] * len(prompts), 0, 0.0
+    texts, done, passes, shown = [list(prompt) for prompt in prompts], [None] * len(prompts), 0, 0.0
     ends = [min(len(prompt) + max_new_tokens, runner.model.config.max_seq_len) for prompt in prompts]
     step = runner.next_tokens if runner.device.type == "cpu" else RunAhead(runner)  # a GPU need not wait for the host
     watch.at("prefill")
@@ -200,15 +197,13 @@ def token_passes(runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None
                     raise InputError(f"the logits of {where} are NaN or infinite: see --dtype")
                 texts[row].append(i)
                 fresh[row] += [i] * (i not in eos_ids)
-                done[row] = i in eos_ids or len(texts[row]) >= ends[row]
+                done[row] = "stop" if i in eos_ids else "length" if len(texts[row]) >= ends[row] else None
         watch.at("output", timed=False)  # its reader may take a break
         stop = yield fresh
         if stop or all(done):
             added = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
             rows = [[i for i in row if i not in eos_ids] for row in added]
-            ended = zip(added, done, strict=True)
-            finish = ["stop" if row[-1] in eos_ids else "length" if at_end else None for row, at_end in ended]
-            return Generation(rows, max(map(len, added)), first, now - start - first - shown, passes, finish)
+            return Generation(rows, max(map(len, added)), first, now - start - first - shown, passes, done)
         shown += time.perf_counter() - now
         passes += 1
         watch.at("decode step", passes)
@@ -230,13 +225,11 @@ def add_flags(p):
     cli.add_prompt_flags(p)
     g = p.add_argument_group("generation")
     g.add_argument("--max-new-tokens", type=count, default=200, metavar="N", help="each row stops at its own end")
-    words = "0 is greedy, 1 the model's own"
-    g.add_argument("--temperature", type=number(float, 0), default=0.8, metavar="T", help=words)
+    g.add_argument("--temperature", type=number(float, 0), default=0.8, metavar="T", help="0: greedy, 1: the model's")
     g.add_argument("--top-k", type=count, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
     words = "... among the likeliest of mass P, e.g. 0.95"
     g.add_argument("--top-p", type=number(float, 0, 1, above=True), default=1.0, metavar="P", help=words)
-    words = "of sampling and synthetic prompts"
-    g.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="S", help=words)
+    g.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="S", help="of sampling and prompts")
     words = "speculative decoding: K (3) proposals at a time of a smaller checkpoint, of the text's own n-grams, or of "
     words += "these weights in another wiring, e.g. wiring:spd@2"
     g.add_argument("--draft", metavar="DIR|ngram|wiring:NAME[@K]", help=words)
@@ -305,7 +298,7 @@ def run(setup, world):
     """Generate, and print the text on rank 0; returns (the Generation, the texts or None)."""
     s, printer = setup, None
     if world.rank == 0 and not world.simulated:
-        printer = cli.Printer(s.prompts, s.tokenizer, s.max_new_tokens, show_prompt=not s.args.chat)
+        printer = cli.Printer(s.prompts, s.tokenizer, s.max_new_tokens, show_prompt=s.args.chat is None)
     with s.runner.unguarded():
         done = generate(s.runner, s.prompts, s.max_new_tokens, s.sample, s.eos_ids, printer and printer.push, s.draft)
     return done, printer and printer.finish(done.rows)

@@ -55,15 +55,15 @@ def read_text(path, flag=""):
         raise InputError(f"{flag}{path} is not valid UTF-8") from None
 
 
-def read_json(path):
-    """Return the object in a JSON file, or raise InputError."""
+def read_json(path, kind=dict):
+    """Return the object, or the list, in a JSON file, or raise InputError."""
     text = read_text(path)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise InputError(f"{path} is not valid JSON ({e})") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path} holds {type(value).__name__}, not a JSON object")
+    if not isinstance(value, kind):
+        raise InputError(f"{path} holds {type(value).__name__}, not a JSON {'object' if kind is dict else 'list'}")
     return value
 
 
@@ -121,27 +121,14 @@ def name(folder):
     return Path(folder).resolve().name
 
 
-def check_not_in_folder(path):
-    """Raise InputError for a file of a checkpoint folder, where the folder is meant."""
-    if os.path.isfile(path) and str(path).endswith((".safetensors", ".json")):
-        raise InputError(f"{path} is one file of a folder: give the folder, {os.path.dirname(path) or '.'}")
-
-
-def is_hub_id(text):
-    """Return whether a text may name a hub model, OWNER/NAME: nothing here has that name, and no folder is OWNER."""
-    match = re.fullmatch(r"([\w-][\w.-]*)/[\w.-]+", text)
-    return bool(match) and not os.path.isdir(match[1])
-
-
 def read_config(folder):
     """Return the Config of a checkpoint folder."""
     path = Path(folder) / "config.json"
-    check_not_in_folder(folder)
-    if os.path.isfile(folder) or is_hub_id(str(folder)):
-        what = "is a file" if os.path.isfile(folder) else "is no folder here. If it is a hub model"
-        raise InputError(f"{folder} {what}: run convert_hf_checkpoint.py {folder} --out DIR first")
+    if os.path.isfile(folder):
+        raise InputError(f"{folder} is a file: give its folder; a llama2.c file is for convert_hf_checkpoint.py first")
     if not os.path.isfile(path):
-        raise InputError(f"{folder} is not a checkpoint folder: it has no config.json, or does not exist")
+        hint = f"a hub model is converted first: convert_hf_checkpoint.py {folder} --out DIR"
+        raise InputError(f"{folder} is not a checkpoint folder: it has no config.json, or does not exist; {hint}")
     values = read_json(path)
     if "model_type" in values or "architectures" in values:
         raise InputError(f"{folder} is a Hugging Face folder: run convert_hf_checkpoint.py {folder} --out DIR first")

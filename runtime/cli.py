@@ -77,13 +77,6 @@ def appendable(path):
     return path
 
 
-def folder(path):
-    """Return a path that is a folder's, or free (an argparse type)."""
-    if os.path.exists(path) and not os.path.isdir(path):
-        raise argparse.ArgumentTypeError(f"{path} is a file: give a folder")
-    return path
-
-
 def add_model_flags(parser, required=False):
     """Add the flags that name weights, or a size of random ones; read_config reads what they name."""
     which = parser.add_mutually_exclusive_group(required=required)
@@ -175,12 +168,13 @@ def add_prompt_flags(parser):
     g.add_argument("--batch", type=count, metavar="B", help=words)
     words = "put each prompt into the checkpoint's chat template, after a system message if given; without a prompt,\n"
     words += "chat on the terminal: Ctrl-C stops an answer, Ctrl-D ends"
-    g.add_argument("--chat", nargs="?", const=True, default=False, metavar="SYSTEM", help=words)
+    system = {"type": lambda text: [{"role": "system", "content": text}], "metavar": "SYSTEM"}
+    g.add_argument("--chat", nargs="?", const=[], **system, help=words)
 
 
 def is_chat(args):
     """Return whether the flags ask for a chat on the terminal."""
-    return args.chat and not args.prompt and args.prompt_length is None
+    return args.chat is not None and not args.prompt and args.prompt_length is None
 
 
 def read_prompts(args, config, tokenizer):
@@ -188,10 +182,10 @@ def read_prompts(args, config, tokenizer):
     if is_chat(args):
         if args.batch or tokenizer is None:
             raise InputError("--chat without a prompt takes no --batch, and needs a checkpoint with a tokenizer")
-        if system_messages(args):
-            encode("Hi", args, tokenizer)  # now, since a template may have no place for it
+        if args.chat:
+            encode("Hi", args, tokenizer)  # a template may refuse a system message
         return [[0]]
-    prompts = [encode(text, args, tokenizer) for given in args.prompt or [] for text in read_prompt(given, args.chat)]
+    prompts = [encode(text, args, tokenizer) for given in args.prompt or [] for text in read_prompt(given, args)]
     if args.prompt_length is not None:
         fit(1, [range(args.prompt_length)], config.max_seq_len)
         generator = torch.Generator().manual_seed(args.seed)
@@ -209,9 +203,9 @@ def read_prompts(args, config, tokenizer):
     return prompts * ((args.batch or len(prompts)) // len(prompts))
 
 
-def read_prompt(given, chat):
-    """Return the texts that a --prompt gives, or a conversation, a list of messages, in their place."""
-    if given.startswith("file:") and given.endswith(".json") and chat:
+def read_prompt(given, args):
+    """Return the texts that a --prompt gives, or for a chat the one list of messages."""
+    if given.startswith("file:") and given.endswith(".json") and args.chat is not None:
         return [load_extra("chat", f"--prompt {given}").read_messages(given[5:])]
     if given.startswith("file:"):
         texts = [checkpoint.read_text(given[5:], "--prompt file:")]
@@ -222,11 +216,6 @@ def read_prompt(given, chat):
     if not any(map(str.strip, texts)):
         raise InputError(f"--prompt is empty ({given!r}): give some text, or token ids, such as ids:1")
     return [text for text in texts if text.strip()]
-
-
-def system_messages(args):
-    """Return the messages that --chat SYSTEM puts before a conversation."""
-    return [{"role": "system", "content": args.chat}] if isinstance(args.chat, str) else []
 
 
 def encode(text, args, tokenizer):
@@ -241,7 +230,7 @@ def encode(text, args, tokenizer):
     messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
     if any("\ud800" <= c <= "\udfff" for message in messages for c in message["content"]):
         raise InputError(f"--prompt {text!r} is not valid UTF-8")  # Python's substitutes for what is no character
-    return tokenizer.chat([*system_messages(args), *messages]) if args.chat else tokenizer.encode(text)
+    return tokenizer.encode(text) if args.chat is None else tokenizer.chat([*args.chat, *messages])
 
 
 def fit(max_new_tokens, prompts, context):

@@ -20,7 +20,7 @@ SCRIPTS = {
             "--prompt=file:/nowhere": "--prompt file:/nowhere: No such file",
             "--prompt=file:{}/empty": "--prompt is empty ('file:",
             "--prompt=file:{tiny}/config.json --chat": 'config.json is no list of messages, each with a "role" and',
-            "--prompt=file:/nowhere.json --chat": "--prompt file:/nowhere.json: No such file",
+            "--prompt=file:/nowhere.json --chat": "/nowhere.json: No such file",
             "--chat=Answer.": "no chat template",
             "--prompt=@{}/empty": "--prompt is empty ('@",
             "--prompt=a\udcff": "is not valid UTF-8",
@@ -46,8 +46,8 @@ SCRIPTS = {
             "--prompt=a --draft=": "--draft is empty: give a value, or leave it out",
             "--prompt=a --profile=x": "unrecognized arguments: --profile=x",
             "--prompt=a --interactive 1": "unrecognized arguments: --interactive 1",
-            "--prompt=a --checkpoint={tiny}/model.safetensors": "model.safetensors is one file of a folder: give the",
-            "--prompt=a --checkpoint=some-one/Model-1.0": "run convert_hf_checkpoint.py some-one/Model-1.0 --out DIR",
+            "--prompt=a --checkpoint={tiny}/model.safetensors": "model.safetensors is a file: give its folder",
+            "--prompt=a --checkpoint=some-one/Model-1.0": "first: convert_hf_checkpoint.py some-one/Model-1.0",
             "--prompt=a --no-such-flag": "unrecognized arguments: --no-such-flag",
             "--checkpoint=/nowhere": "/nowhere is not a checkpoint folder",
             "--prompt=a --comm=one-shot": "--comm one-shot is how ranks sum: start two or more, with torchrun",
@@ -98,6 +98,10 @@ SCRIPTS = {
             "--mode int8 --keep wqkv,wo,w1,w2,w3,output,tok_embeddings": "leaves nothing to quantize",
         },
     ),
+    "convert_hf_checkpoint of one file": (
+        "{tiny}/model.safetensors --out {}/out",
+        {"": "model.safetensors is no llama2.c file (give the folder of safetensors)"},
+    ),
     "convert_hf_checkpoint": (
         "{}",
         {
@@ -107,9 +111,6 @@ SCRIPTS = {
         },
     ),
 }
-SCRIPTS["convert_hf_checkpoint of one file"] = (
-    "{tiny}/model.safetensors --out {}/out", {"": "model.safetensors is one file of a folder: give the folder, "}
-)  # fmt: skip
 CASES = [(name, always, more, lines[more]) for name, (always, lines) in SCRIPTS.items() for more in lines]
 
 

@@ -90,8 +90,7 @@ def test_a_digest_sees_headers_small_files_and_changes_of_a_thousandth(tmp_path)
 def test_wrong_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     refused("it has no config.json", complete.load, tmp_path)
-    refused(f"is one file of a folder: give the folder, {DEMO}", complete.load, DEMO / "config.json")
-    refused("is a file: run convert_hf_checkpoint.py", complete.load, DEMO / "tokenizer.model")
+    refused("is a file: give its folder", complete.load, DEMO / "config.json")
     for nowhere in "nowhere", f"{tmp_path}/nowhere", "demo/nowhere":  # the hub is not asked for what is no id of its
         refused("is no folder, no file", convert_hf_checkpoint.main, [nowhere, "--out", "x"])
     refused("no such file", convert_hf_checkpoint.main, ["demo", "--out", "x", "--tokenizer", "nowhere"])

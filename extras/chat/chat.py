@@ -1,7 +1,6 @@
 """A chat on the terminal: generate.py --chat."""
 
 import functools
-import json
 import os
 import select
 import sys
@@ -10,9 +9,9 @@ import termios
 import torch
 import torch.distributed as dist
 
-from formats.checkpoint import read_text
+from formats.checkpoint import read_json
 from runtime import watch
-from runtime.cli import CHAT_CONTEXT, Printer, fit, system_messages
+from runtime.cli import CHAT_CONTEXT, Printer, fit
 from runtime.errors import InputError
 
 CTRL_C = b"\3"
@@ -21,15 +20,10 @@ PASSES_BETWEEN_CHECKS = 8  # of several ranks, for a Ctrl-C: each check is a bro
 
 def read_messages(path):
     """Return the conversation [{"role", "content"}, ...] in a file of JSON. Raises InputError."""
-    try:
-        messages = json.loads(read_text(path, "--prompt file:"))
-    except (ValueError, RecursionError) as e:
-        if isinstance(e, InputError):
-            raise
-        raise InputError(f"--prompt file:{path} is not valid JSON ({e})") from None
-    forms = [isinstance(m, dict) and {type(m.get("role")), type(m.get("content"))} == {str} for m in messages or [0]]
-    if not isinstance(messages, list) or not all(forms):
-        raise InputError(f'--prompt file:{path} is no list of messages, each with a "role" and a "content"')
+    messages = read_json(path, list)
+    forms = [isinstance(m, dict) and {type(m.get("role")), type(m.get("content"))} == {str} for m in messages]
+    if not messages or not all(forms):
+        raise InputError(f'{path} is no list of messages, each with a "role" and a "content"')
     return messages
 
 
@@ -79,7 +73,7 @@ def run(setup, world, generate):
     setup: the generate.Run. generate: the function of generate.py.
     """
     tokenizer, context = setup.tokenizer, min(CHAT_CONTEXT, setup.runner.model.config.max_seq_len)
-    beginning = system_messages(setup.args)
+    beginning = setup.args.chat  # perhaps a system message
     keyboard, messages, ids, cached = Keyboard(world), beginning, [], []  # cached: the tokens that are in the cache
 
     def extended(messages, ids, line):

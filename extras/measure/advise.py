@@ -6,7 +6,6 @@ python -m extras.measure.advise --checkpoint demo --tp 2 --bandwidth-gbs 12.5 --
 docs/choosing.md says what goes into it, and what does not.
 """
 
-import argparse
 import dataclasses
 import math
 import statistics
@@ -25,6 +24,7 @@ from formats.sizes import SIZES
 from model import build, rewired
 from runtime import benchmarking, cli, launch, report
 from runtime.cli import count, number
+from runtime.errors import InputError
 from tp import shard_plan, shard_slices
 
 # ---- The work of a decode step, and how fast a machine does it -------------------------------------------------------
@@ -47,7 +47,7 @@ def decode_work(config, dtype, tp_size, batch, context):
     wiring = "farskip" if config.parsed.name == "farskip" else "standard"  # which of them decides who holds what
     kept = *config.kept, *["output"] * (config.tie_embeddings and "tok_embeddings" in config.kept)
     config = dataclasses.replace(rewired(config, wiring), n_layers=1, tie_embeddings=False, kept=kept)
-    config = dataclasses.replace(config, nope_layers=(), window_layers=(), dense_layers=())
+    config = dataclasses.replace(config, **ALL_ALIKE)
     ranks = [rank_work(config, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
     return {place: max(work[place] for work in ranks) for place in ranks[0]}
 
@@ -94,6 +94,7 @@ GPUS = {
 # the 7b in bfloat16 on one GPU. The upper bound that the paper measured is lower: see benchmarks/bench.md.
 SHARE = 0.7
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ALL_ALIKE = dict.fromkeys(("nope_layers", "window_layers", "dense_layers"), ())
 MOST_LOSS = 3.0  # percent, of a wiring that is recommended
 
 # ---- Predictions -----------------------------------------------------------------------------------------------------
@@ -145,23 +146,20 @@ def retraining(own, config, tp_size):
 
 
 def measured_losses(own, tp_size):
-    """Return {function: percent}: how far a small standard model, retrained in a wiring on 20 % of the tokens of its
-    training, ended above one that was trained plainly on as many. From the raw lines of benchmarks/quality.md, for a
-    mixture of experts those of a small one. Layers count by their place: the last 4 of 8 stand for the last half.
+    """Return {function: percent} by which small standard models, retrained in a wiring on 20 % of the tokens of their
+    training, ended above one trained plainly on as many: from the raw lines of benchmarks/quality.md, or of a mixture.
+
+    Layers count by their place: the last 4 of 8 stand for the last half.
     """
-    path, nats = RESULTS / f"quality{'-mixture' * bool(own.n_experts)}.jsonl", defaultdict(list)
-    if own.wiring != "standard" or not path.is_file():  # of weights in another wiring only that is known
+    name, steps = ("quality-mixture", 200) if own.n_experts else ("quality", 400)
+    path, nats = RESULTS / f"{name}.jsonl", defaultdict(list)
+    if own.wiring != "standard" or not path.is_file():  # of weights in another wiring nobody knows
         return {function(own, tp_size): 0.0}
-    lines = results.read(path, "kind", "wiring", "n_layers", "steps", "nats")
-    lines = [line for line in lines if bool(line.get("n_experts")) == bool(own.n_experts)]
-    steps = 0.2 * max(line["steps"] for line in lines if line["kind"] == "scratch")
-    for line in lines:
-        if (line["kind"], line["steps"]) == ("retrained", steps):
-            more = {"nope_layers": (), "window_layers": (), "dense_layers": ()}
-            small = dataclasses.replace(own, n_layers=line["n_layers"], wiring=line["wiring"], **more)
+    for line in results.read(path, "kind", "wiring", "n_layers", "steps", "nats"):
+        if (line["kind"], line["steps"], bool(line.get("n_experts"))) == ("retrained", steps, bool(own.n_experts)):
+            small = dataclasses.replace(own, n_layers=(L := line["n_layers"]), wiring=line["wiring"], **ALL_ALIKE)
             wirings, *rest = function(small, tp_size)
-            layers = (small.n_layers * i // own.n_layers for i in range(own.n_layers))
-            nats[tuple(wirings[i] for i in layers), *rest].append(line["nats"])
+            nats[tuple(wirings[L * i // own.n_layers] for i in range(own.n_layers)), *rest].append(line["nats"])
     control = statistics.median(nats[function(own, tp_size)])
     return {key: 100 * (statistics.median(values) / control - 1) for key, values in nats.items()}
 
@@ -187,7 +185,7 @@ def advice(configs, times, own, tp_size):
         needs = retraining(own, config, tp_size) if n else "no model"
         share = "" if hidden is None else f"{100 * hidden:.0f} %"
         loss = round(losses.get(function(config, tp_size), math.nan), 1)  # as it is shown
-        best = min(best, (seconds, wiring)) if loss < MOST_LOSS else best
+        best = (seconds, wiring) if loss < MOST_LOSS and seconds < best[0] else best
         loss = "" if not n else "unknown" if math.isnan(loss) else f"{loss:+.1f} %"
         cells = [wiring, f"{1e3 * seconds:.3f}", f"{standard / seconds:.2f}", str(n), share, loss, needs]
         rows.append((not n, seconds, cells))
@@ -217,19 +215,12 @@ def parse(argv):
     g.add_argument("--wirings", nargs="+", metavar="NAME", help="default: all; e.g. ladder:16 spd:3,5")
     g = p.add_argument_group("machine", "default: this one, measured now")
     one = g.add_mutually_exclusive_group()
-    one.add_argument("--gpu", type=gpu, metavar="NAME", help=f"a published bandwidth and rate: {', '.join(GPUS)}")
+    one.add_argument("--gpu", metavar="NAME", help=f"a published bandwidth and rate: {', '.join(GPUS)}")
     positive = number(float, 0, 1e9, above=True)
     one.add_argument("--bandwidth-gbs", type=positive, metavar="X", help="gigabytes per second a rank reads, e.g. 12.5")
     g.add_argument("--tflops", type=positive, metavar="X", help="10^12 operations per second a rank computes, e.g. 300")
     p.add_argument("--link", type=links, required=True, metavar="LINK,...", help=f"all, or some of {link.FORMS}")
     return p.parse_args(argv)
-
-
-def gpu(text):
-    """Return a name in GPUS (an argparse type)."""
-    if text.lower() not in GPUS:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(GPUS)}: give its --bandwidth-gbs, --tflops")
-    return text.lower()
 
 
 def links(text):
@@ -241,6 +232,10 @@ def links(text):
 
 def choose_machine(args):
     """Return the Machine that the flags describe."""
+    if args.gpu and args.gpu not in GPUS:
+        raise InputError(
+            f"--gpu {args.gpu} is none of {', '.join(GPUS)}: give its --bandwidth-gbs and --tflops instead"
+        )
     if args.gpu:
         on_paper = f"{100 * SHARE:.0f} % of the {args.gpu.upper()} on paper"
         machine = Machine(on_paper, *(SHARE * rate for rate in GPUS[args.gpu]))

@@ -45,8 +45,7 @@ def parse(argv):
     seconds = number(float, 0, 1e6, above=True)
     p.add_argument("--seconds", type=seconds, default=300, help="... or fewer, to end in about this time")
     p.add_argument("--label", help="what to call the real link that --link free measures")
-    words = "write a trace of a step of each wiring into DIR/LINK-WIRING"
-    p.add_argument("--profile", type=cli.folder, metavar="DIR", help=words)
+    p.add_argument("--profile", metavar="DIR", help="write a trace of a step of each wiring into DIR/LINK-WIRING")
     cli.add_json_flag(p, "a line for each wiring, batch size and link")
     results.add_show_flag(p, *results.STEP_KEYS)
     args = p.parse_args(argv)
@@ -62,6 +61,8 @@ def parse(argv):
     args.wiring = list(dict.fromkeys(args.wiring or variants(args.config)))
     for wiring in args.wiring:
         rewired(args.config, wiring)  # raises InputError
+    if args.profile and Path(args.profile).is_file():
+        raise InputError(f"--profile {args.profile} is a file: give a folder")
     return args
 
 
