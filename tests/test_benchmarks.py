@@ -212,7 +212,7 @@ README = str(ROOT / "README.md")
         (sweep, "--link free x", "--link: 'x' is none of free,"),
         (sweep, "--prefill 1 99 --prompt-length 8 --eager", "--prefill is 99: chunks need --eager, and a token each"),
         (sweep, "--link 1ms ''", "--link: '' is none of free,"),
-        (sweep, f"--profile '{README}'", f"--profile: {README} is a file: give a folder"),
+        (sweep, f"--profile '{README}'", f"--profile {README} is a file: give a folder"),
         (sweep, "--prefill 2", "--prefill is 2: chunks need --eager"),
         (sweep, "--simulate-tp 2 --wiring x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
         (plot, f"'{README}' --out x.png", f"FILE: {README} has lines that this script did not write"),

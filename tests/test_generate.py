@@ -255,7 +255,7 @@ def test_what_a_prompt_may_be(tiny, copy):
     """As lists of ids: each is the text that is named, special tokens in it plain."""
     tokenizer, config = load_tokenizer(tiny), checkpoint.read_config(tiny)
     (copy / "text").write_text("\ufeffThe <s>\n\ndog\n", encoding="utf-8")
-    flags = {"chat": False, "prompt_length": None, "batch": None}
+    flags = {"chat": None, "prompt_length": None, "batch": None}
     for given, texts in (
         ("@@dog", ["@dog"]), (f"@{copy}/text", ["The <s>", "dog"]), (f"file:{copy}/text", ["The <s>\n\ndog\n"]),
         ("The <s>", ["The <s>"]), ("dog @@", ["dog @@"]),

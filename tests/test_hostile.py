@@ -66,7 +66,7 @@ def test_a_byte_order_mark_is_no_text_and_prompts_are_split_at_newlines_only(tmp
     (tmp_path / "config.json").write_text((DEMO / "config.json").read_text(), encoding="utf-8-sig")
     assert checkpoint.read_config(tmp_path) == checkpoint.read_config(DEMO)
     (tmp_path / "prompts").write_bytes("\ufeffone\u2028line\x0c\r\n\nanother\n".encode())
-    args = SimpleNamespace(prompt=[f"@{tmp_path}/prompts"], prompt_length=None, batch=None, chat=False)
+    args = SimpleNamespace(prompt=[f"@{tmp_path}/prompts"], prompt_length=None, batch=None, chat=None)
     tokenizer = SimpleNamespace(encode=lambda text: [len(text)])
     assert cli.read_prompts(args, BASE, tokenizer) == [[len("one\u2028line\x0c")], [len("another")]]
 
