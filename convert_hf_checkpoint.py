@@ -25,7 +25,8 @@ def open_source(source, revision=None):
     if os.path.isfile(path):
         weights = load_extra("sources", f"the file {source}").Llama2cWeights(path)
         return weights, weights.config, None
-    if not os.path.exists(path) and re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not source.startswith("."):
+    local = os.path.exists(path) or os.path.isdir(source.partition("/")[0])
+    if not local and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         path = download(source, revision)
     if not os.path.isdir(path):
         raise InputError(f"{source} is no folder, no file and no hub id such as meta-llama/Llama-3.2-1B")

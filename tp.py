@@ -28,7 +28,8 @@ def normalize_shares(shares):
 def split_range(n, rank, shares, what=None):
     """Return the range (start, stop) of n things that a rank gets, in proportion to its share.
 
-    Earlier ranks get the remainder. what: their name, if each rank must have one. Raises InputError.
+    Earlier ranks get the remainder. what: what the things are called, where every rank must get at least one; if one
+    gets none, that raises an InputError.
     """
     bounds = [-(-n * sum(shares[:r]) // sum(shares)) for r in range(len(shares) + 1)]
     if what and len(set(bounds)) < len(bounds):
@@ -61,8 +62,8 @@ def neuron_range(config, neurons, rank, shares):
     unit = int_groups.column_unit(config, neurons, sum(shares) / min(shares))  # neurons that stay together
     units = neurons // unit
     if len(shares) > units:
-        groups = f" / {unit}" * (unit > 1)
-        raise InputError(f"{len(shares)} ranks or lanes cannot shard {neurons}{groups} neurons: use 1 to {units}")
+        groups = f" in groups of {unit}" * (unit > 1)
+        raise InputError(f"{len(shares)} ranks or lanes cannot shard {neurons} neurons{groups}: use 1 to {units}")
     if config.lanes and unit > 1 and units % config.lanes:
         why = f"{config.lanes} lanes cut groups of int4 at no multiple of {unit} columns of w2"
         raise InputError(f"{why}: keep w2 as it is (quantize.py --keep w2)")
@@ -165,9 +166,10 @@ def _set_parameter(model, name, tensor):
 
 
 class Collective(NamedTuple):
-    """A way to sum over ranks. about: its line of --help. connect(world): returns the process group that does it.
+    """A way to sum over ranks. about: its line in --help. connect(world): returns the process group that sums.
 
-    The World's `group` is torch.distributed's own. Raises InputError, on all ranks alike, where it cannot be used.
+    When connect is called, `world.group` is torch.distributed's default group. If these ranks cannot sum that way,
+    e.g. by shared memory between two machines, connect raises InputError on all of them.
     """
 
     about: str

@@ -3,10 +3,12 @@
 import collections
 import contextlib
 import errno
+import json
 import math
 import os
 import signal
 import sys
+import time
 import traceback
 
 import torch
@@ -39,7 +41,7 @@ class World:
     tp_size and a group, but no peers: it is alone. Raises InputError for shares of another number of ranks.
     """
 
-    dist_group = None  # of torch.distributed's own collectives: its default one
+    dist_group = None  # the group to pass to torch.distributed's own functions; None is its default group
 
     def __init__(self, rank, tp_size, device, group=None, simulated=False, shares=None):
         if shares and len(shares) != tp_size:
@@ -203,6 +205,10 @@ def _leave(error):
         code, speaks = ranks.leave_first(code, rank, error)
     if line and speaks:
         print(line, file=sys.stderr, flush=True)
+    if line and (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):  # what torchrun's report then ends with
+        cause = {"message": line.strip().splitlines()[-1], "extraInfo": {"timestamp": f"{time.time():.0f}"}}
+        with contextlib.suppress(OSError), open(path, "w") as f:
+            json.dump({"message": cause}, f)
     for process in getattr(error, "stopped", ()):
         with contextlib.suppress(OSError):
             os.kill(process, signal.SIGKILL)  # a stopped one does not hear torchrun's SIGTERM

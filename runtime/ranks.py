@@ -262,9 +262,14 @@ def explain(error):
 
 
 def leave_first(code, rank, error):
-    """Return (the exit code of the first rank that leaves, whether that is this one, which leaves with `code`)."""
+    """Return (the exit code, that of the first rank that leaves, whether that is this one, which leaves with `code`).
+
+    On the first one's node of torchrun the others leave with 0: of each that fails torchrun prints seven lines.
+    """
     if store.cache_info().currsize and not isinstance(error, StoreLost):
         with contextlib.suppress(Exception):
-            code, first = map(int, store().compare_set("ended", "", f"{code} {rank}").split())
-            return code, first == rank
+            node = os.environ.get("GROUP_RANK")  # None without torchrun
+            code, first, its_node = store().compare_set("ended", "", f"{code} {rank} {node}").decode().split()
+            speaks = int(first) == rank
+            return int(code) if speaks or node is None or node != its_node else 0, speaks
     return code, os.environ.get("LOCAL_RANK", "0") == "0"  # without a store, which goes with torchrun

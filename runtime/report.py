@@ -93,6 +93,7 @@ def result(setup, world, done, texts):
         read += drafted * step_bytes(draft.runner.model, draft.runner.cache, slots)
     tpot = done.decode_s / (done.steps - 1) if done.steps > 1 else None
     later = sum(max(len(row) - 1, 0) for row in done.rows)  # tokens after each row's first; ended rows give no more
+    limit = "context" if setup.max_new_tokens < setup.args.max_new_tokens else "length"
     accepted = draft and [draft.accepted[n] for n in range(max(draft.accepted, default=0) + 1)]
     return {
         "model": setup.name, "n_layers": config.n_layers, "wiring": config.wiring, "quant": config.quant,
@@ -107,12 +108,13 @@ def result(setup, world, done, texts):
         "draft": source and source.name, "speculate": source and source.count,
         "drafted": draft and draft.drafted, "accepted": accepted,
         "tokens": None if world.simulated else done.rows, "texts": texts,
+        "finish": [limit if reason == "length" else reason for reason in done.finish],
     }  # fmt: skip
 
 
 def summary(r):
     """Return the result in a few lines for people."""
-    head = f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}, batch {r['batch']}"
+    head = f"{r['model']}, {r['n_layers']} layers, {r['wiring'].removesuffix(',')}, tp {r['tp']}, batch {r['batch']}"
     head += f", {r['quant'] or r['dtype']}, {r['device']}"
     head += f", shares {','.join(map(str, r['shares']))}" * (len({*r["shares"]}) > 1)
     head += f", {r['comm']} sums" * (r["comm"] != "auto")
@@ -124,6 +126,10 @@ def summary(r):
     memory = f"{r['step_bytes'] / 1e6:.1f} MB read per {'pass' if r['draft'] else 'step'}"
     memory += f", {r['bytes_s'] / 1e9:.1f} GB/s" if r["bytes_s"] else ""
     lines = [head, times, f"{memory}, peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"]
+    if r["texts"] and (cut := len(r["finish"]) - r["finish"].count("stop")):
+        limit = "the end of the context" if "context" in r["finish"] else "--max-new-tokens"
+        which = f"{cut} of {r['batch']} texts were" if r["batch"] > 1 else "the text was"
+        lines.append(f"{which} cut at {limit}")
     if r["draft"]:
         tried = sum(r["accepted"])
         mean = sum(n * times for n, times in enumerate(r["accepted"])) / max(1, tried)

@@ -174,18 +174,30 @@ def test_the_exit_code_and_the_line_of_each_end(error, code, line, monkeypatch, 
     assert (end.value.code, capsys.readouterr().err, undone) == (code, line, [1])
 
 
-def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys):
+def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys, tmp_path):
     store = dist.HashStore()
     kept = ranks.functools.cache(lambda: store)
     kept()
     monkeypatch.setattr(ranks, "store", kept)
     monkeypatch.setattr(os, "_exit", sys.exit)
-    for rank, error in (1, InputError("wrong")), (0, InputError("wrong")), (2, watch.Terminated("SIGTERM")):
+    monkeypatch.setattr(sys, "argv", ["x.py"])
+
+    def leave(rank, error, node):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "3")
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}"))
+        monkeypatch.delenv("GROUP_RANK", raising=False) if node is None else monkeypatch.setenv("GROUP_RANK", node)
         with pytest.raises(SystemExit) as end:
             launch._leave(error)
-        assert end.value.code == 2 and capsys.readouterr().err.count("wrong") == (rank == 1)
+        assert capsys.readouterr().err.count("wrong") == (rank == 1)
+        return end.value.code
+
+    wrong = InputError("wrong")
+    # torchrun lists each rank that fails; on the node of the first one, that is enough
+    assert [leave(1, wrong, "0"), leave(0, wrong, "0"), leave(2, wrong, "1")] == [2, 0, 2]
+    assert json.loads((tmp_path / "1").read_text())["message"]["message"] == "x.py: wrong"
+    store.delete_key("ended")
+    assert [leave(1, wrong, "0"), leave(0, wrong, None), leave(2, watch.Terminated("SIGTERM"), None)] == [2] * 3
     with pytest.raises(SystemExit) as end:
         launch.World(0, 3, torch.device("cpu")).gather(1)  # rather than wait for ranks that have left
     assert end.value.code == 2

@@ -15,12 +15,13 @@ NGRAM = 3, 2  # lengths that Ngrams looks up, in this order
 
 
 class Draft:
-    """A source of proposals. A subclass has propose(texts, done, sample), of the arguments of step(), which returns
-    (ids (B, P), their distributions (B, P, V) or None, [whether a row has any]), where P is one of `counts`.
+    """Proposes the next tokens of each row. A subclass has propose(texts, done, sample), with the arguments of step().
 
-    count: of proposals at a time. runner: the Runner (generate.py) of the model that proposes, or None. drafted: the
-    proposals for a row so far in this generation. accepted: a Counter of how many proposals of a row a pass accepted,
-    over the passes and rows that had proposals.
+    propose returns the proposed ids (B, P), the distributions (B, P, V) that they were drawn from or None if there are
+    none, and for each row whether it has proposals. P is one of `counts`.
+    count: how many tokens are proposed at a time. runner: the Runner (generate.py) of the model that proposes, or None.
+    drafted: how many tokens were proposed for each row since begin(). accepted: a Counter {n: how often n proposals of
+    a row were accepted}, which counts each row in each pass in which it had proposals.
     """
 
     def __init__(self, count, runner=None):
