@@ -83,12 +83,12 @@ def read_hf(values):
     family, _ = values.get("model_type"), values.pop("laneformer", None)
     if "n_layers" in values and family is None:
         raise InputError("this is a checkpoint of this project already (python -m extras.export converts it back)")
-    if values["num_hidden_layers"] > MOST_LAYERS:
-        raise InputError(f"num_hidden_layers is {values['num_hidden_layers']} but must be at most {MOST_LAYERS}")
     if "laneformer" in str(family).lower():  # Kog's, whose lanes are an extra
         family, values = "ministral", load_extra("lanes", f"model_type {family}").laneformer_as_ministral(values)
     if not isinstance(family, str) or family not in FAMILIES:
         raise InputError(f"model_type {family!r} is not supported; {', '.join(FAMILIES)} and laneformer are")
+    if values["num_hidden_layers"] > MOST_LAYERS:
+        raise InputError(f"num_hidden_layers is {values['num_hidden_layers']} but must be at most {MOST_LAYERS}")
     if family == "llamaLadder" and "ladder_layers" not in values:
         raise InputError("model_type is llamaLadder, but ladder_layers does not say which layers")
     known = FAMILIES[family]
