@@ -103,7 +103,8 @@ def read_hf(values):
     supported |= {"rope_interleaved": False}
     supported |= dict.fromkeys({"partial_rotary_factor"} - known.keys(), 1.0)
     supported |= dict.fromkeys({"attention_bias", "attention_out_bias", "mlp_bias"} - known.keys(), False)
-    supported |= dict.fromkeys({"attn_logit_softcapping"} if family == "gemma3_text" else (), None)
+    supported |= {"attn_logit_softcapping": None} if family == "gemma3_text" else {}
+    supported |= {"llama_4_scaling_beta": None} if family != "ministral3" else {}
     supported |= dict.fromkeys({"num_experts", "num_local_experts", "n_routed_experts"} - known.keys(), 0)
     for key, only in supported.items():
         for value in (values.get(key), rope.get(key) if isinstance(rope, dict) else None):
