@@ -137,7 +137,7 @@ def config_from_hf(path):
     try:
         hf = read_hf(values)
         ours = our_values(hf) | {"eos_ids": eos_ids(path, values, hf)}
-    except (InputError, AttributeError, ArithmeticError, KeyError, TypeError) as e:  # an absent key, text as a number
+    except (InputError, AttributeError, ArithmeticError, KeyError, TypeError, ValueError) as e:  # absent, text, NaN
         raise InputError(f"{path}: {e if isinstance(e, InputError) else repr(e)}") from None
     return checkpoint.make_config(ours, path)
 
