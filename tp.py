@@ -89,6 +89,9 @@ def shard_plan(config, rank, shares):
         raise InputError(f"{len(shares)} ranks or lanes cannot shard n_heads {N}: use 1 to {N}")
     wqkv, wo = head_ranges(config, rank, shares)
     plan = {"wqkv": (0, wqkv), "wo": (1, wo), "output": (0, [vocab_range(config.vocab_size, rank, shares)])}
+    if config.whole_qk_norm:
+        [(start, stop)], H, width = wo, config.head_dim, N // config.n_kv_heads * config.head_dim  # of a KV head in wo
+        plan |= {"q_norm": (0, wo), "k_norm": (0, [(start // width * H, -(-stop // width) * H)])}
     for mlp, neurons in config.mlps.items():
         ranges = [neuron_range(config, neurons, rank, shares)]
         plan |= {f"{mlp}w1": (0, ranges), f"{mlp}w3": (0, ranges), f"{mlp}w2": (1, ranges)}
