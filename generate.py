@@ -54,7 +54,7 @@ def load_model(config, folder, dtype, world):
 # ---- Generation: prefill and decode ----------------------------------------------------------------------------------
 
 MIN_TOKENS = 512  # a pass of fewer is not cut: two chunks would take a CPU longer than one
-BUCKET = 256  # a GPU's decode steps read multiples of so many cache slots
+BUCKET = 256  # a GPU's cache has multiples of so many slots
 
 
 def make_cache(model, batch, length):
@@ -79,11 +79,26 @@ class Runner:
             from runtime import compiling  # not in a plain run: it imports the compiler
 
             self._decode, self._prefill = compiling.compiled(model, compile, compile_prefill)
+        self.graphs = self._decode if compile and self.device.type == "cuda" else None
 
     def with_model(self, model, cache=None):
         """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
-        B, _, T, _ = self.cache[0][0].shape
-        return Runner(model, cache or model.new_cache(B, T), *self.compiles, self.chunks)
+        return Runner(model, cache or model.new_cache(len(self.cache[0][0]), self.slots), *self.compiles, self.chunks)
+
+    @property
+    def slots(self):
+        """The slots of its cache."""
+        return self.cache[0][0].shape[2]
+
+    def cache_length(self, longest):
+        """Return how many slots of the cache a pass reads, after which the longest row has so many tokens.
+
+        On a GPU each is a CUDA graph of its own: 2 for each doubling, the last one all slots but the one never read.
+        """
+        if self.device.type == "cpu":
+            return longest
+        unit = max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
+        return min(-(-longest // unit) * unit, self.slots - 1)
 
     def unguarded(self):
         """Return a context for passes that warm_up has compiled: else guards take 0.5 ms a step of 16 layers."""
@@ -122,12 +137,36 @@ class Runner:
     def decode(self, tokens, positions, longest):
         """Return logits (B, S, v) after each of a few more tokens (B, S) of each row, the first at its position (B,).
 
-        longest: tokens of the longest row after this pass. On a CPU so many slots of the cache are read, on a GPU the
-        next multiple of BUCKET: each is a CUDA graph of its own.
+        longest: tokens of the longest row after this pass, as for cache_length.
         """
-        filled = longest if self.device.type == "cpu" else -(-longest // BUCKET) * BUCKET
         positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        return self._decode(tokens, positions, self.cache, filled)
+        return self._decode(tokens, positions, self.cache, self.cache_length(longest))
+
+    def advance(self, tokens, positions, longest, sample):
+        """Return (the ids (B,) that follow tokens (B, 1) at positions (B,), the tokens and the positions after them).
+
+        longest: as for cache_length. Captured, the whole is one CUDA graph, whose next replay overwrites the result.
+        """
+        length, end = self.cache_length(longest), self.model.config.max_seq_len - 1  # rows that are done stay there
+
+        def choose(step, tokens, positions):
+            ids = sample(step(tokens, positions[:, None], self.cache, length)[:, 0], self.model.comm)
+            # an id of -1, not finite, ends the generation as soon as it is read
+            return ids, ids.clamp(min=0)[:, None], (positions + 1).clamp(max=end)
+
+        def overwrite(*own):
+            ids, *after = choose(self.graphs.step, *own)
+            torch._foreach_copy_(own, after)
+            return ids, *own
+
+        key = self.graphs and getattr(sample, "graph_key", None)
+        if key is None:
+            return choose(self._decode, tokens, positions)
+        return self.graphs.replay((tokens, positions), (length, key), overwrite, sample.generator)
+
+    def passes(self):
+        """Return next_tokens for one generation: a GPU need not wait for the host."""
+        return self.next_tokens if self.device.type == "cpu" else RunAhead(self)
 
     def next_tokens(self, texts, sample):
         """Run a pass for texts of which all but the last token is cached; return their next ids (B,), on the device."""
@@ -156,7 +195,7 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
     """
     texts, done, passes, shown = [list(prompt) for prompt in prompts], [False] * len(prompts), 0, 0.0
     ends = [min(len(prompt) + max_new_tokens, runner.model.config.max_seq_len) for prompt in prompts]
-    step = runner.next_tokens if runner.device.type == "cpu" else RunAhead(runner)  # a GPU need not wait for the host
+    step = runner.passes()
     watch.at("prefill")
     start = time.perf_counter()
     tokens, lengths = pad(prompts, runner.device)
@@ -268,7 +307,7 @@ def set_up(args, world):
         from runtime import compiling
 
         world.say("compiling ...")
-        compile_s = compiling.warm_up(runner, prompts, new, BUCKET, draft)
+        compile_s = compiling.warm_up(runner, prompts, new, sample, draft)
     eos_ids = config.eos_ids if args.checkpoint and not world.simulated else ()  # to random weights it means nothing
     return Run(args, name, tokenizer, prompts, new, runner, draft, source, sample, eos_ids, load_s, compile_s)
 

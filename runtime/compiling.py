@@ -37,11 +37,29 @@ def _compiler_errors():
         raise InputError(str(e)) from None
 
 
+_compilation = contextlib.ExitStack()
+
+
+def _start(_):
+    _compilation.enter_context(watch.during("compilation"))
+
+
+def _end(_):
+    _compilation.close()
+
+
 @_compiler_errors()
 def prepare(device):
-    """Set up torch.compile for a device. Raises InputError if that needs a C++ compiler and there is none."""
+    """Set up torch.compile for a device. Raises InputError if it needs a compiler and there is none.
+
+    What is compiled later than in warm_up, as for the next prompt of a chat, does not count as a hang.
+    """
     if device.type == "cpu":
         cxx.prepare_compile()
+    handler = torch._dynamo.callback_handler
+    if _start not in handler.start_callbacks:
+        handler.register_start_callback(_start)
+        handler.register_end_callback(_end)
 
 
 class DecodeAttention(Attention):
@@ -152,7 +170,7 @@ def compiled(model, decode, prefill):
     if model.device.type == "cuda":
         from kernels.cuda_graphs import Graphs
 
-        return Graphs(model), prefill_model
+        return Graphs(model, _compiling), prefill_model
     return torch.compile(model, fullgraph=True, dynamic=False, options=CPU_OPTIONS), prefill_model
 
 
@@ -186,13 +204,17 @@ def compile_ahead(runner, prompts):
 
 
 @torch.inference_mode()
-def warm_up(runner, prompts, max_new_tokens, bucket, draft=None):
-    """Compile a prefill and the passes that follow it, on a GPU in each bucket of cache slots; returns the seconds."""
-    start, first = time.perf_counter(), max(map(len, prompts)) + 1
+def warm_up(runner, prompts, max_new_tokens, sample, draft=None):
+    """Compile a prefill and the passes that follow it; returns the seconds.
+
+    On a GPU passes of all these lengths are captured, and of the cache_length after them.
+    """
+    start, first, state = time.perf_counter(), max(map(len, prompts)) + 1, sample.generator.get_state()
     lengths = {first}
     if runner.device.type == "cuda":
         last = first + max_new_tokens - 1
-        lengths |= {last, *(length for length in range(first, last) if length % bucket == 1)}
+        ahead = range(first, min(runner.cache_length(last) + 1, runner.slots - 1) + 1)
+        lengths = {runner.cache_length(n): n for n in reversed(ahead)}.values() | {last}
     with _compiling():
         padded = pad(prompts, runner.device)
         runner.prefill(*padded, PASS_TOKENS)
@@ -200,7 +222,8 @@ def warm_up(runner, prompts, max_new_tokens, bucket, draft=None):
             draft.begin(*padded, PASS_TOKENS)
         for texts in [[[0] * length for _ in prompts] for length in sorted(lengths)]:
             if not draft:
-                runner.next_tokens(texts, Sampler(0)).tolist()  # waits for the device
+                runner.passes()(texts, sample).tolist()  # waits for the device
             for proposals in draft.counts if draft else ():
                 draft.warm_up(runner, texts, proposals)
+    sample.generator.set_state(state)
     return time.perf_counter() - start

@@ -69,7 +69,7 @@ def meet(world, flags, leave):
     rank, tp_size = world.rank, world.tp_size
     seconds, local = timeout(), int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
     node = os.environ.get("GROUP_RANK", str(rank // local))  # torchrun's number of the node, or what comes close
-    started = world.gather([node, os.getpid()], seconds + IMPORTS if seconds else math.inf)
+    started = world.gather([node, os.getpid()], patience())
     world.nodes, processes = zip(*started, strict=True)
     near = {r: processes[r] for r in range(tp_size) if world.nodes[r] == node and "GROUP_RANK" in os.environ}
     _watch = Watch(store(), rank, tp_size, near, seconds, leave)
@@ -91,16 +91,22 @@ def timeout():
     return seconds
 
 
+def patience():
+    """Return the seconds that a rank may take to start."""
+    return timeout() + IMPORTS if timeout() else math.inf
+
+
 def _init_process_group(world):
     """Make torch.distributed's default group: NCCL on GPUs, else gloo."""
-    backend, on_gpu = "gloo", {}
+    backend, on_gpu, last_resort = "gloo", {}, timedelta(minutes=30)  # hangs are reported sooner
     if world.device.type == "cuda":  # its kernels run first: the sum of a sublayer is waited for before other work
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = last_resort  # else each rank warns that this one is the default
         backend, on_gpu = "nccl", {"device_id": world.device, "pg_options": options}
     elif len({*world.nodes}) > 1:
         gloo.choose_interface(store(), world.rank, world.tp_size)
-    before, limit, ranks = gloo.threads(), timedelta(minutes=30), {"rank": world.rank, "world_size": world.tp_size}
-    dist.init_process_group(backend, store=store(), timeout=limit, **ranks, **on_gpu)  # hangs are reported sooner
+    before, ranks = gloo.threads(), {"rank": world.rank, "world_size": world.tp_size}
+    dist.init_process_group(backend, store=store(), timeout=last_resort, **ranks, **on_gpu)
     if backend == "gloo":
         gloo.let_preempt(gloo.threads() - before)
     dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
