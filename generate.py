@@ -275,6 +275,10 @@ class Run(NamedTuple):
 def set_up(args, world):
     """Return the Run that the flags describe: the model loaded, and compiled if asked for. Raises InputError."""
     with world.together():
+        if args.compile:
+            from runtime import compiling
+
+            compiling.prepare(world.device)  # before anything is loaded
         sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
         name, own = cli.read_config(args)
         config = cli.with_wiring(own, args)
@@ -304,8 +308,6 @@ def set_up(args, world):
             draft = drafts.build(source, runner, whole)
     load_s, compile_s = time.perf_counter() - start, 0.0
     if args.compile:
-        from runtime import compiling
-
         world.say("compiling ...")
         compile_s = compiling.warm_up(runner, prompts, new, sample, draft)
     eos_ids = config.eos_ids if args.checkpoint and not world.simulated else ()  # to random weights it means nothing

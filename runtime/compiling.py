@@ -54,8 +54,7 @@ def prepare(device):
 
     What is compiled later than in warm_up, as for the next prompt of a chat, does not count as a hang.
     """
-    if device.type == "cpu":
-        cxx.prepare_compile()
+    cxx.prepare_compile() if device.type == "cpu" else cxx.check_triton()
     handler = torch._dynamo.callback_handler
     if _start not in handler.start_callbacks:
         handler.register_start_callback(_start)

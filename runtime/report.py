@@ -96,7 +96,8 @@ def result(setup, world, done, texts):
     accepted = draft and [draft.accepted[n] for n in range(max(draft.accepted, default=0) + 1)]
     return {
         "model": setup.name, "n_layers": config.n_layers, "wiring": config.wiring, "quant": config.quant,
-        "dtype": dtype_name(runner.model.dtype), "device": world.device.type, "comm": setup.args.comm,
+        "dtype": dtype_name(runner.model.dtype), "device": world.device.type,
+        "comm": "one-shot" if getattr(world.group, "group_name", "").startswith("one-shot") else setup.args.comm,
         "tp": world.tp_size, "shares": world.shares, "simulated": world.simulated,
         "batch": rows, "prompt_tokens": longest, "new_tokens": done.steps, "passes": passes,
         "load_s": setup.load_s, "compile_s": setup.compile_s, "prefill_s": done.prefill_s, "decode_s": done.decode_s,

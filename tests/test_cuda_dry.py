@@ -1,5 +1,6 @@
 """What a GPU is given, and in which order, on a machine without one."""
 
+import contextlib
 import copy
 import dataclasses
 import types
@@ -12,9 +13,10 @@ import generate as generate_module
 from decoding import sampling
 from decoding.sampling import Sampler
 from generate import Runner, generate, make_cache
-from kernels import cuda_graphs
+from kernels import cuda_graphs, cxx
 from runtime import compiling, watch
 from runtime.compiling import SplitAttention
+from runtime.errors import InputError
 
 BUCKET, CUDA = 4, torch.device("cuda")
 
@@ -140,3 +142,16 @@ def test_attention_with_split_keys_is_attention(count, monkeypatch):
     with torch.inference_mode():
         plain, result = (m(tokens, positions, copy.deepcopy(cache), cache_length) for m in (net, split))
     assert torch.allclose(plain, result, atol=1e-5)
+
+
+@pytest.mark.parametrize("missing, line", [
+    (None, None), ("gcc", "need a C compiler: install gcc"), ("Python.h", "need Python.h, not in /nowhere: install"),
+])  # fmt: skip
+def test_what_triton_needs_is_asked_for_before_anything_is_loaded(missing, line, monkeypatch, tmp_path):
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CPATH", f"/other:{tmp_path}" if missing != "Python.h" else "")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(cxx.sysconfig, "get_path", lambda *args: "/nowhere")
+    monkeypatch.setattr(cxx.shutil, "which", lambda name: missing != "gcc" and f"/usr/bin/{name}" or None)
+    with pytest.raises(InputError, match=line) if line else contextlib.nullcontext():
+        compiling.prepare(CUDA)

@@ -97,7 +97,8 @@ def twins(world, wiring):
             assert done.passes <= done.steps == max(min(len(row) + 1, new) for row in done.rows)
             words[name] |= {"none" if n == 0 else "all" if n == count else "some" for n in used.accepted}
     samplers = itertools.cycle([generate.Sampler(1.0, seed=3), generate.Sampler(1.3, 4, 0.8, seed=3)])
-    drafts = {"near": models["near"]} | rewirings(net)
+    unlike = noisy(whole, 0.05 * (1 + (world.rank if world else 0)))  # each rank's proposes others
+    drafts = {"near": models["near"]} | rewirings(net) | {"unlike": unlike}
     rows = {name: generated(net, draft, 2, sample=next(samplers))[0].rows for name, draft in drafts.items()}
     return words, rows
 

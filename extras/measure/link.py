@@ -13,6 +13,7 @@ import time
 import torch
 
 from extras.group import Group, Pending
+from kernels import cxx
 from runtime import launch
 from runtime.errors import InputError
 
@@ -122,6 +123,10 @@ class LinkedGroup(Group):
         self.log = self.stream = None
         self.free_at = 0.0  # when the link has delivered everything
         if device.type == "cuda" and link.seconds(1, 2) > 0:
+            try:
+                cxx.check_triton()
+            except cxx.CompilerError as e:
+                raise InputError(str(e)) from None
             self.stream = torch.cuda.Stream(device, priority=-1)  # the link
             self.costs = torch.zeros(2, dtype=torch.float64, device=device)
         self.link = link
