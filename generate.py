@@ -57,6 +57,15 @@ MIN_TOKENS = 512  # a pass of fewer is not cut: two chunks would take a CPU long
 BUCKET = 256  # a GPU's cache has multiples of so many slots
 
 
+def captured_length(longest, slots):
+    """Return the cache slots that a GPU's decode step reads: 2 lengths for each doubling, each a CUDA graph of its own.
+
+    The last one is all of the cache's slots but the one that no step reads.
+    """
+    unit = max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
+    return min(-(-longest // unit) * unit, slots - 1)
+
+
 def make_cache(model, batch, length):
     """Return a cache of at least `length` slots."""
     if model.device.type != "cpu":  # and one that no step reads: to the compiler, a slice of all slots is another graph
@@ -91,14 +100,8 @@ class Runner:
         return self.cache[0][0].shape[2]
 
     def cache_length(self, longest):
-        """Return how many slots of the cache a pass reads, after which the longest row has so many tokens.
-
-        On a GPU each is a CUDA graph of its own: 2 for each doubling, the last one all slots but the one never read.
-        """
-        if self.device.type == "cpu":
-            return longest
-        unit = max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
-        return min(-(-longest // unit) * unit, self.slots - 1)
+        """Return how many slots of the cache a pass reads, after which the longest row has so many tokens."""
+        return longest if self.device.type == "cpu" else captured_length(longest, self.slots)
 
     def unguarded(self):
         """Return a context for passes that warm_up has compiled: else guards take 0.5 ms a step of 16 layers."""
@@ -295,7 +298,13 @@ def set_up(args, world):
             slots += 1 + source.count  # a row that is done stays at its last token, which is read again
         dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
         small = [(source.config, dtype, 0, 1)] if source and source.folder else []
-        report.warn_of_memory(world, len(prompts), slots, (config, dtype, world.rank, world.shares), *small)
+        n_graphs = 0
+        if args.compile and world.device.type == "cuda":
+            longest = max(map(len, prompts))
+            lengths = {captured_length(n, slots + 1) for n in range(longest + 1, longest + new + 1)}
+            n_graphs = len(lengths) * (3 if source else 1)  # of a draft: its own, and with or without proposals
+        models = (config, dtype, world.rank, world.shares), *small
+        report.warn_of_memory(world, len(prompts), slots, *models, n_graphs=n_graphs)
     contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
     world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)
     start = time.perf_counter()

@@ -13,6 +13,7 @@ from model import build
 from tp import shard_plan, shard_slices
 
 PASS_TOKENS = 1024  # of all rows, in one pass of a prefill
+GRAPH_BYTES = 20e6  # of a captured decode step, by estimate
 
 
 def free_bytes(device):
@@ -37,14 +38,16 @@ def rank_bytes(config, dtype, rows, slots, rank=0, shares=1):
     return weights, config.n_layers * rows * slots * (heads - queries) * dtype.itemsize
 
 
-def warn_of_memory(world, rows, slots, *models):
-    """Print a line on stderr if models [(Config, dtype, rank, shares)] and their caches exceed the free memory.
+def warn_of_memory(world, rows, slots, *models, n_graphs=0):
+    """Print a line on stderr if models [(Config, dtype, rank, shares)], caches and graphs exceed the free memory.
 
-    Of equal shares rank 0 has the largest, and says it for all. Activations come on top. Raises InputError.
+    Of equal shares rank 0 has the largest, and says it for all. A GPU's free memory is without what the ranks that have
+    met already took: the context, and NCCL's buffers. Activations come on top. Raises InputError.
     """
     if world.rank > 0 and len(set(world.shares)) == 1:
         return
     needed = sum(sum(rank_bytes(config, dtype, rows, slots, *place)) for config, dtype, *place in models)
+    needed += n_graphs * GRAPH_BYTES
     # the CPU ranks of a machine share its memory
     sharers = 1 if world.alone or world.device.type != "cpu" else int(os.environ.get("LOCAL_WORLD_SIZE", world.tp_size))
     here = world.shares[world.rank // sharers * sharers :][:sharers]
@@ -104,6 +107,7 @@ def result(setup, world, done, texts):
         "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and later / done.decode_s,
         "tok_s_user": tpot and 1 / tpot, "step_bytes": int(read),
         "bytes_s": tpot and read * passes / done.decode_s, "peak_bytes": world.gather(peak_bytes(world.device)),
+        "graph_bytes": runner.graphs and runner.graphs.n_bytes,
         "prefill_chunks": runner.choose_chunks(rows, min(longest, max(1, PASS_TOKENS // rows))),
         "draft": source and source.name, "speculate": source and source.count,
         "drafted": draft and draft.drafted, "accepted": accepted,
@@ -125,6 +129,8 @@ def summary(r):
     memory = f"{r['step_bytes'] / 1e6:.1f} MB read per {'pass' if r['draft'] else 'step'}"
     memory += f", {r['bytes_s'] / 1e9:.1f} GB/s" if r["bytes_s"] else ""
     lines = [head, times, f"{memory}, peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"]
+    if r["graph_bytes"]:
+        lines[-1] += f", {len(r['graph_bytes'])} CUDA graphs of {sum(r['graph_bytes']) / 1e9:.2f} GB"
     if r["draft"]:
         tried = sum(r["accepted"])
         mean = sum(n * times for n, times in enumerate(r["accepted"])) / max(1, tried)
