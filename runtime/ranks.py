@@ -73,6 +73,7 @@ def meet(world, flags, leave):
     world.nodes, processes = zip(*started, strict=True)
     near = {r: processes[r] for r in range(tp_size) if world.nodes[r] == node and "GROUP_RANK" in os.environ}
     _watch = Watch(store(), rank, tp_size, near, seconds, leave)
+    _watch.on_gpu = world.device.type == "cuda"
     _watch.start()
     world.agree(_start(flags, world.device) | {"LADDER_TIMEOUT": seconds})
     _init_process_group(world)
@@ -147,6 +148,8 @@ class Watch(threading.Thread):
     while the whole run is suspended.
     """
 
+    on_gpu = False
+
     def __init__(self, store, rank, tp_size, processes, timeout, leave):
         super().__init__(daemon=True, name="watch")
         self.store, self.rank, self.tp_size, self.processes = store.clone(), rank, tp_size, processes
@@ -213,7 +216,7 @@ class Watch(threading.Thread):
             before, self.cpu[rank] = self.cpu[rank], max(new.cpu, processes.get(rank, (True, 0))[1])
             computes = self.cpu[rank] - before > BUSY * TICK
             self.silent[rank] = 0 if computes or new.ticks != old.ticks else self.silent[rank] + 1
-            computes &= not torch.cuda.is_initialized()  # else a thread that only waits may be busy
+            computes &= not self.on_gpu  # where a thread that only waits may be busy
             if computes or (new.beats, new.busy) != (old.beats, old.busy):
                 self.still = 0
         self.places, late = places, [rank for rank, ticks in enumerate(self.silent) if ticks > self.timeout > 0]
