@@ -80,10 +80,6 @@ def make_cells(models, args, world):
 def measure(args, world):
     """Measure all cells on these ranks; return a line of results for each."""
     with world.together():
-        if args.compile != "none":
-            from runtime import compiling
-
-            compiling.prepare(world.device)  # before anything is loaded
         name, config = cli.read_config(args)
         wirings = list(dict.fromkeys(args.wiring))
         if world.tp_size == 1:

@@ -57,15 +57,6 @@ MIN_TOKENS = 512  # a pass of fewer is not cut: two chunks would take a CPU long
 BUCKET = 256  # a GPU's cache has multiples of so many slots
 
 
-def captured_length(longest, slots):
-    """Return the cache slots that a GPU's decode step reads: 2 lengths for each doubling, each a CUDA graph of its own.
-
-    The last one is all of the cache's slots but the one that no step reads.
-    """
-    unit = max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
-    return min(-(-longest // unit) * unit, slots - 1)
-
-
 def make_cache(model, batch, length):
     """Return a cache of at least `length` slots."""
     if model.device.type != "cpu":  # and one that no step reads: to the compiler, a slice of all slots is another graph
@@ -92,16 +83,18 @@ class Runner:
 
     def with_model(self, model, cache=None):
         """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
-        return Runner(model, cache or model.new_cache(len(self.cache[0][0]), self.slots), *self.compiles, self.chunks)
-
-    @property
-    def slots(self):
-        """The slots of its cache."""
-        return self.cache[0][0].shape[2]
+        B, _, T, _ = self.cache[0][0].shape
+        return Runner(model, cache or model.new_cache(B, T), *self.compiles, self.chunks)
 
     def cache_length(self, longest):
-        """Return how many slots of the cache a pass reads, after which the longest row has so many tokens."""
-        return longest if self.device.type == "cpu" else captured_length(longest, self.slots)
+        """Return how many slots of the cache a pass reads, after which the longest row has so many tokens.
+
+        On a GPU each is a CUDA graph of its own, so there are 2 for each doubling; the last one is the whole cache.
+        """
+        if self.device.type == "cpu":
+            return longest
+        unit = max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
+        return min(-(-longest // unit) * unit, self.cache[0][0].shape[2] - 1)
 
     def unguarded(self):
         """Return a context for passes that warm_up has compiled: else guards take 0.5 ms a step of 16 layers."""
@@ -152,20 +145,17 @@ class Runner:
         """
         length, end = self.cache_length(longest), self.model.config.max_seq_len - 1  # rows that are done stay there
 
-        def choose(step, tokens, positions):
-            ids = sample(step(tokens, positions[:, None], self.cache, length)[:, 0], self.model.comm)
-            # an id of -1, not finite, ends the generation as soon as it is read
-            return ids, ids.clamp(min=0)[:, None], (positions + 1).clamp(max=end)
-
-        def overwrite(*own):
-            ids, *after = choose(self.graphs.step, *own)
-            torch._foreach_copy_(own, after)
-            return ids, *own
+        def step(tokens, positions):
+            decode = self.graphs.step if key else self._decode
+            ids = sample(decode(tokens, positions[:, None], self.cache, length)[:, 0], self.model.comm)
+            tokens.copy_(ids.clamp(min=0)[:, None])  # -1, not finite, ends the generation as soon as it is read
+            positions.add_(1).clamp_(max=end)
+            return ids, tokens, positions
 
         key = self.graphs and getattr(sample, "graph_key", None)
-        if key is None:
-            return choose(self._decode, tokens, positions)
-        return self.graphs.replay((tokens, positions), (length, key), overwrite, sample.generator)
+        if not key:
+            return step(tokens, positions)
+        return self.graphs.replay((tokens, positions), (length, key), step, sample.generator)
 
     def passes(self):
         """Return next_tokens for one generation: a GPU need not wait for the host."""
@@ -298,13 +288,7 @@ def set_up(args, world):
             slots += 1 + source.count  # a row that is done stays at its last token, which is read again
         dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
         small = [(source.config, dtype, 0, 1)] if source and source.folder else []
-        n_graphs = 0
-        if args.compile and world.device.type == "cuda":
-            longest = max(map(len, prompts))
-            lengths = {captured_length(n, slots + 1) for n in range(longest + 1, longest + new + 1)}
-            n_graphs = len(lengths) * (3 if source else 1)  # of a draft: its own, and with or without proposals
-        models = (config, dtype, world.rank, world.shares), *small
-        report.warn_of_memory(world, len(prompts), slots, *models, n_graphs=n_graphs)
+        report.warn_of_memory(world, len(prompts), slots, (config, dtype, world.rank, world.shares), *small)
     contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
     world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)
     start = time.perf_counter()

@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 
 from extras.measure.link import LINKS
-from kernels import cxx
-from runtime import cli, launch, writing
+from runtime import cli, compiling, launch, writing
 from runtime.cli import number
 from runtime.errors import InputError
 
@@ -45,29 +44,19 @@ def cases(device, traces):
     ]
 
 
-def check(device):
-    """Print what this machine has of what a GPU needs here, a line each. Raises InputError for what is missing."""
-    driver = Path("/proc/driver/nvidia/version")
+def check():
+    """Print what this machine has of what a GPU needs here. Raises InputError for what is missing."""
+    driver, free = Path("/proc/driver/nvidia/version"), shutil.disk_usage(tempfile.gettempdir()).free / 1e9
     print(f"driver: {driver.read_text().splitlines()[0] if driver.is_file() else 'unknown'}; CUDA {torch.version.cuda}")
     for i in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(i)
-        print(f"cuda:{i}: {torch.cuda.get_device_name(i)}, compute capability {major}.{minor}")
-        if major < 8:
-            raise InputError(f"cuda:{i} has compute capability {major}.{minor}: Ampere (8.0) or newer is needed")
-    free = shutil.disk_usage(tempfile.gettempdir()).free / 1e9  # where compilers keep what they make
-    print(f"disk: {free:.0f} GB free in {tempfile.gettempdir()}")
+        capability = torch.cuda.get_device_capability(i)
+        print(f"cuda:{i}: {torch.cuda.get_device_name(i)}, compute capability {capability}")
+        if capability < (8, 0):
+            raise InputError(f"cuda:{i} has compute capability {capability}: Ampere (8, 0) or newer is needed")
     if free < 5:
         raise InputError(f"{tempfile.gettempdir()} has {free:.1f} GB free, compilers need 5: name another in TMPDIR")
-    try:
-        cxx.check_triton()
-    except cxx.CompilerError as e:
-        raise InputError(str(e)) from None
-    from extras.measure.spin import clock_kernel
-
-    times = torch.zeros(2**14, dtype=torch.int64, device=device)
-    clock_kernel[(1,)](times, len(times))
-    steps = times.diff()
-    print(f"compiler and Python.h: found; the GPU's clock advances by {steps[steps > 0].float().median():.0f} ns")
+    compiling.prepare(torch.device("cuda"))
+    print(f"a C compiler, Python.h, and {free:.0f} GB of disk are there")
 
 
 def run(command, seconds):
@@ -90,7 +79,7 @@ def main(argv=None):
     if device == "cpu" and args.device != "cpu":
         raise InputError("there is no GPU: --device cpu tries the script")
     if args.check:
-        return check(device)
+        return check()
     for command in cases(device, os.path.abspath(args.traces)):
         command, left = f"{command} --json {shlex.quote(os.path.abspath(args.json))}", end - time.monotonic()
         print(f"[{left:.0f} s left] python {command}", file=sys.stderr, flush=True)

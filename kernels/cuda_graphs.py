@@ -16,9 +16,7 @@ def captured(step, pool=None, generator=None):
     if generator:
         generator.set_state(state)  # that one does not count
         graph.register_generator_state(generator)
-    with torch.cuda.graph(
-        graph, pool, capture_error_mode="thread_local"
-    ):  # NCCL's watchdog thread may query its events
+    with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):  # NCCL's thread may query its events
         result = step()
     return graph.replay, result
 

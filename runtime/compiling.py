@@ -37,28 +37,14 @@ def _compiler_errors():
         raise InputError(str(e)) from None
 
 
-_compilation = contextlib.ExitStack()
-
-
-def _start(_):
-    _compilation.enter_context(watch.during("compilation"))
-
-
-def _end(_):
-    _compilation.close()
-
-
 @_compiler_errors()
 def prepare(device):
-    """Set up torch.compile for a device. Raises InputError if it needs a compiler and there is none.
-
-    What is compiled later than in warm_up, as for the next prompt of a chat, does not count as a hang.
-    """
+    """Set up torch.compile for a device. Raises InputError if it needs a compiler and there is none."""
     cxx.prepare_compile() if device.type == "cpu" else cxx.check_triton()
-    handler = torch._dynamo.callback_handler
-    if _start not in handler.start_callbacks:
-        handler.register_start_callback(_start)
-        handler.register_end_callback(_end)
+    handler, phase = torch._dynamo.callback_handler, contextlib.ExitStack()
+    if not handler.start_callbacks:  # what is compiled after warm_up, as for a chat's next prompt, is no hang
+        handler.register_start_callback(lambda _: phase.enter_context(watch.during("compilation")))
+        handler.register_end_callback(lambda _: phase.close())
 
 
 class DecodeAttention(Attention):
@@ -212,8 +198,8 @@ def warm_up(runner, prompts, max_new_tokens, sample, draft=None):
     lengths = {first}
     if runner.device.type == "cuda":
         last = first + max_new_tokens - 1
-        ahead = range(first, min(runner.cache_length(last) + 1, runner.slots - 1) + 1)
-        lengths = {runner.cache_length(n): n for n in reversed(ahead)}.values() | {last}
+        end = min(runner.cache_length(last) + 1, runner.cache[0][0].shape[2] - 1, runner.model.config.max_seq_len)
+        lengths = {last, *{runner.cache_length(n): n for n in range(end, first - 1, -1)}.values()}
     with _compiling():
         padded = pad(prompts, runner.device)
         runner.prefill(*padded, PASS_TOKENS)

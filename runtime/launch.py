@@ -140,8 +140,10 @@ def choose_device(device, rank=0, tp_size=1, own_gpu=False):
     local_rank, local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
     if device is None:
         device = "cuda" if own_gpu or 0 < local < len(known) else "cpu"
-        if device == "cpu" and local_rank == 0 and (reason := unused_gpus(len(known) - 1, local)):
-            print(f"running on the CPU: {reason}", file=sys.stderr)
+        hidden = os.path.exists("/proc/driver/nvidia/version") and "CUDA_VISIBLE_DEVICES" not in os.environ
+        if device == "cpu" and local_rank == 0 and (hidden or len(known) > 1):
+            words = f"PyTorch {torch.__version__} sees {len(known) - 1} GPUs for {local} ranks here"
+            print(f"running on the CPU: {words}; each rank needs one", file=sys.stderr)
     if device == "cuda" or (device.startswith("cuda:") and tp_size > 1):
         device = f"cuda:{local_rank if tp_size > 1 and not own_gpu else 0}"
     if device not in known:
@@ -157,18 +159,6 @@ def choose_device(device, rank=0, tp_size=1, own_gpu=False):
             )
         torch.backends.cuda.enable_cudnn_sdp(False)  # its attention makes a plan for each new length of a prompt
     return torch.device(device)
-
-
-def unused_gpus(count, local):
-    """Return why this machine's GPUs are not used, by `local` ranks that see `count` of them, or None without any."""
-    if count:
-        return f"{local} ranks here see {count} GPU{'s' * (count > 1)}: start one rank a GPU to use them"
-    if not os.path.exists("/proc/driver/nvidia/version") or os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
-        return None
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as e:  # a driver that is too old, or a build for CPUs
-        return f"there is an NVIDIA driver, but PyTorch says: {first_line(e)}"
 
 
 def run(main):

@@ -13,7 +13,7 @@ from model import build
 from tp import shard_plan, shard_slices
 
 PASS_TOKENS = 1024  # of all rows, in one pass of a prefill
-GRAPH_BYTES = 20e6  # of a captured decode step, by estimate
+GRAPH_BYTES = 4e8  # of a GPU's captured decode steps, 20 MB each by estimate
 
 
 def free_bytes(device):
@@ -38,7 +38,7 @@ def rank_bytes(config, dtype, rows, slots, rank=0, shares=1):
     return weights, config.n_layers * rows * slots * (heads - queries) * dtype.itemsize
 
 
-def warn_of_memory(world, rows, slots, *models, n_graphs=0):
+def warn_of_memory(world, rows, slots, *models):
     """Print a line on stderr if models [(Config, dtype, rank, shares)], caches and graphs exceed the free memory.
 
     Of equal shares rank 0 has the largest, and says it for all. A GPU's free memory is without what the ranks that have
@@ -47,7 +47,7 @@ def warn_of_memory(world, rows, slots, *models, n_graphs=0):
     if world.rank > 0 and len(set(world.shares)) == 1:
         return
     needed = sum(sum(rank_bytes(config, dtype, rows, slots, *place)) for config, dtype, *place in models)
-    needed += n_graphs * GRAPH_BYTES
+    needed += GRAPH_BYTES * (world.device.type == "cuda")
     # the CPU ranks of a machine share its memory
     sharers = 1 if world.alone or world.device.type != "cpu" else int(os.environ.get("LOCAL_WORLD_SIZE", world.tp_size))
     here = world.shares[world.rank // sharers * sharers :][:sharers]

@@ -43,13 +43,9 @@ def at(phase, step=None, timed=True):
     """Note where this rank is from now on, as in at("decode step", 57)."""
     here.beats += 1
     if not _fixed:
-        _move(phase, step, timed)
-
-
-def _move(phase, step, timed):
-    changed, here.phase, here.step, here.timed = phase != here.phase, phase, step, timed
-    if changed and on_change:
-        on_change()
+        changed, here.phase, here.step, here.timed = phase != here.phase, phase, step, timed
+        if changed and on_change:
+            on_change()
 
 
 @contextlib.contextmanager
@@ -57,14 +53,13 @@ def during(phase):
     """Stay in a phase that may take any time, whatever the block notes, and then return to where this rank was."""
     global _fixed
     before, place = _fixed, (here.phase, here.step, here.timed)
-    if not _fixed:
-        _move(phase, None, False)
+    at(phase, timed=False)
     _fixed = True
     try:
         yield
     finally:
         _fixed = before
-        _move(*place)
+        at(*place)
 
 
 class Terminated(KeyboardInterrupt):

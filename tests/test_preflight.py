@@ -56,11 +56,11 @@ def test_a_step_reads_the_experts_that_its_tokens_choose():
 def warning(monkeypatch, capsys):
     """A function that returns what warn() prints for such ranks and free memory."""
 
-    def warn(free, rank=0, ranks=4, local=4, shares=None, n_graphs=0, **changes):
+    def warn(free, rank=0, ranks=4, local=4, shares=None, **changes):
         monkeypatch.setattr(report, "free_bytes", lambda device: free)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
         world = launch.World(rank, ranks, CPU, shares=shares, **changes)
-        report.warn_of_memory(world, 2, 16, (SMALL, torch.float32, rank, shares or ranks), n_graphs=n_graphs)
+        report.warn_of_memory(world, 2, 16, (SMALL, torch.float32, rank, shares or ranks))
         return capsys.readouterr().err
 
     return warn
@@ -77,7 +77,6 @@ def test_a_run_that_does_not_fit_is_said_in_a_line_of_rank_0(warning):
         line = warning(sharers * (needed(0, 4) - 1), local=local, **flags)
         assert line.count("\n") == 1 and "needed on rank 0" in line
     assert warning(1, rank=1) == ""
-    assert not warning(4 * needed(0, 4) + 160e6, n_graphs=2) and warning(4 * needed(0, 4) + 159e6, n_graphs=2)
     shares = 3, 1, 1  # each of unlike ranks has its part of what is free
     for rank, share in enumerate(shares):
         for local, free in (1, needed(rank, shares)), (3, needed(rank, shares) * 5 / share):

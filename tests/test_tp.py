@@ -264,13 +264,8 @@ def test_the_device_of_a_rank(gpus, n_ranks, asked, device, monkeypatch, capsys)
 def test_gpus_that_are_not_used_are_said_by_one_rank(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert str(launch.choose_device(None, 0, 2)) == "cpu"
-    words = "running on the CPU: 2 ranks here see 1 GPU: start one rank a GPU to use them\n"
+    words = f"running on the CPU: PyTorch {torch.__version__} sees 1 GPUs for 2 ranks here; each rank needs one\n"
     assert capsys.readouterr().err == words
-    monkeypatch.setattr(launch.os.path, "exists", lambda path: path == "/proc/driver/nvidia/version")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert launch.unused_gpus(0, 1).startswith("there is an NVIDIA driver, but PyTorch says: ")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert launch.unused_gpus(0, 1) is None
 
 
 @pytest.mark.parametrize("gpus, device", [("a b", "cuda:0"), ("a a", "cpu"), ("a b,c", "cpu"), (" b", "cpu")])

@@ -145,7 +145,7 @@ def test_places_in_words_and_blocks_that_hold_them():
     assert str(watch.here) == "load of norm.weight" and watch.here.timed
     with watch.during("compilation"):
         watch.at("decode step", 1)
-        assert str(watch.here) == "compilation" and not watch.here.timed and watch.here.beats == 2
+        assert str(watch.here) == "compilation" and not watch.here.timed and watch.here.beats == 3
     assert str(watch.here) == "load of norm.weight" and watch.here.timed
     watch.at("decode step", 0)
     assert str(watch.here) == "decode step 0" and watch.here.timed

@@ -13,7 +13,6 @@ import time
 import torch
 
 from extras.group import Group, Pending
-from kernels import cxx
 from runtime import launch
 from runtime.errors import InputError
 
@@ -123,10 +122,9 @@ class LinkedGroup(Group):
         self.log = self.stream = None
         self.free_at = 0.0  # when the link has delivered everything
         if device.type == "cuda" and link.seconds(1, 2) > 0:
-            try:
-                cxx.check_triton()
-            except cxx.CompilerError as e:
-                raise InputError(str(e)) from None
+            from runtime import compiling
+
+            compiling.prepare(device)  # its kernel is Triton's
             self.stream = torch.cuda.Stream(device, priority=-1)  # the link
             self.costs = torch.zeros(2, dtype=torch.float64, device=device)
         self.link = link

@@ -12,10 +12,3 @@ def spin_kernel(costs, n_bytes):
     end = start + (tl.load(costs) + tl.load(costs + 1) * n_bytes).to(tl.int64)
     while globaltimer() < end:
         pass
-
-
-@triton.jit
-def clock_kernel(times, n):
-    """Write what the clock of spin_kernel says, n times, in nanoseconds. times: (n,) int64."""
-    for i in range(n):
-        tl.store(times + i, globaltimer())
