@@ -101,7 +101,8 @@ class RunAhead:
         if self.ahead is None:
             self.ahead = runner.advance(*last_tokens(texts, runner.device)[:2], longest, sample)
         ids, *after = self.ahead
-        read, computed = ids.to("cpu", non_blocking=True), torch.cuda.current_stream(runner.device).record_event()
+        read = ids.to("cpu", non_blocking=True, copy=True)  # the next pass may overwrite them
+        computed = torch.cuda.current_stream(runner.device).record_event()
         self.ahead = runner.advance(*after, min(longest + 1, runner.model.config.max_seq_len), sample)
         computed.synchronize()
         return read

@@ -256,8 +256,8 @@ def test_the_device_of_a_rank(gpus, n_ranks, asked, device, monkeypatch, capsys)
     words = device if device and " " in device else "no such device: .*; this machine has cpu"
     error = device is None or " " in device
     with pytest.raises(InputError, match=words) if error else contextlib.nullcontext():
-        asked = None if asked in ("slice", "old driver") else asked
-        assert str(launch.choose_device(asked, *rank_and_size, own_gpu=gpus == "its own")) == device
+        flag = None if asked in ("slice", "old driver") else asked
+        assert str(launch.choose_device(flag, *rank_and_size, own_gpu=gpus == "its own")) == device
     assert capsys.readouterr().err == ""  # rank 0 says it
 
 

@@ -4,6 +4,7 @@ The kernels are PyTorch's. For small sums such kernels take a third of NCCL's ti
 extras/measure/link.py), so a ladder should be compared with a standard model that sums by these.
 """
 
+import ctypes
 import os
 import time
 
@@ -52,8 +53,9 @@ def connect(world, if_faster=False):
 def has_nvlink(n):
     """Return whether this process sees n GPUs or more, and NVLink between any two of them."""
     try:
+        ctypes.CDLL("libnvidia-ml.so.1")  # the driver's, without which PyTorch would crash
         matrix = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
-    except RuntimeError:  # the driver's library for it is not there
+    except (OSError, RuntimeError):
         return False
     return len(matrix) >= n and all(matrix[i][j] for i in range(n) for j in range(n) if i != j)
 
