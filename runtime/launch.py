@@ -154,9 +154,7 @@ def choose_device(device, rank=0, tp_size=1, own_gpu=False):
         except RuntimeError as e:  # above all a driver that is too old for this PyTorch
             raise InputError(f"{device} cannot be used: {first_line(e)} (--device cpu does without)") from None
         if tp_size > 1 and "MIG" in torch.cuda.get_device_name(device):
-            raise InputError(
-                f"{device} is a slice of a GPU (MIG), which NCCL does not connect: turn MIG off, or run one rank"
-            )
+            raise InputError(f"{device} is a slice of a GPU (MIG), which NCCL does not connect: run one rank alone")
         torch.backends.cuda.enable_cudnn_sdp(False)  # its attention makes a plan for each new length of a prompt
     return torch.device(device)
 

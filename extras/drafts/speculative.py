@@ -137,8 +137,7 @@ def verify(runner, texts, ids, q, sample):
     ids, accepted = accept(sample, logits, ids, q, comm)
     if sample.temperature:
         ids, accepted = of_rank_0(torch.cat((ids, accepted[:, None]), 1), comm).tensor_split([-1], 1)
-    ids, accepted = ids.tolist(), accepted.flatten().tolist()
-    return [row[: n + 1] for row, n in zip(ids, accepted, strict=True)]
+    return [row[: n + 1] for row, n in zip(ids.tolist(), accepted.flatten().tolist(), strict=True)]
 
 
 def of_rank_0(ids, comm):
