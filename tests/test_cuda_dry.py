@@ -117,13 +117,15 @@ def test_a_captured_step_with_its_choice_generates_the_same(temperature, top_k, 
     """Also where captures come while a generation runs; afterwards a second generation captures nothing."""
     net, prompts = random_model(BASE), [[3, 1, 4], [9]]
     plain, samples = Runner(net, make_cache(net, 2, 30)), [Sampler(temperature, top_k) for _ in "ab"]
-    expected = [generate(plain, prompts, 20, samples[0]).rows for _ in range(2)]
+    expected = generate(plain, prompts, 20, samples[0]).rows
     cache = make_cache(types.SimpleNamespace(device=CUDA, new_cache=net.new_cache), 2, 30)
     runner, _ = pretended(net, cache, monkeypatch)
     runner._decode = runner.graphs = recorded(monkeypatch, net)[0]
     compiling.warm_up(runner, prompts, 1, samples[1])
     assert 1 <= len(runner.graphs.graphs) < 5
-    assert [generate(runner, prompts, 20, samples[1]).rows for _ in range(2)] == expected
+    assert generate(runner, prompts, 20, samples[1]).rows == expected
+    assert len(runner.graphs.graphs) == 5
+    generate(runner, prompts, 20, samples[1])  # of other draws: the pass ahead took one more
     assert len(runner.graphs.graphs) == 5
 
 
