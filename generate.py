@@ -267,7 +267,7 @@ class Run(NamedTuple):
 
 def set_up(args, world):
     """Return the Run that the flags describe: the model loaded, and compiled if asked for. Raises InputError."""
-    with world.together():
+    with world.together():  # read and check all that the flags name, before any rank takes time to load
         if args.compile:
             from runtime import compiling
 
