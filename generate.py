@@ -55,7 +55,7 @@ def load_model(config, folder, dtype, world):
 # ---- Generation: prefill and decode ----------------------------------------------------------------------------------
 
 MIN_TOKENS = 512  # a pass of fewer is not cut: two chunks would take a CPU longer than one
-BUCKET = 256  # a GPU's decode steps read multiples of so many cache slots
+BUCKET = 256  # a GPU's cache has multiples of so many slots
 
 
 def make_cache(model, batch, length):
@@ -82,11 +82,22 @@ class Runner:
             from runtime import compiling  # not in a plain run: it imports the compiler
 
             self._decode, self._prefill = compiling.compiled(model, compile, compile_prefill)
+        self.graphs = self._decode if compile and self.device.type == "cuda" else None
 
     def with_model(self, model, cache=None):
         """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
         B, _, T, _ = self.cache[0][0].shape
         return Runner(model, cache or model.new_cache(B, T), *self.compiles, self.chunks)
+
+    def cache_length(self, longest):
+        """Return how many slots of the cache a pass reads, after which the longest row has so many tokens.
+
+        On a GPU each is a CUDA graph of its own, so there are 2 for each doubling; the last one is the whole cache.
+        """
+        if self.device.type == "cpu":
+            return longest
+        unit = max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
+        return min(-(-longest // unit) * unit, self.cache[0][0].shape[2] - 1)
 
     def unguarded(self):
         """Return a context for shapes that warm_up has compiled: it skips guards, 0.5 ms a step of 16 layers."""
@@ -126,12 +137,33 @@ class Runner:
     def decode(self, tokens, positions, longest):
         """Return logits (B, S, v) after each of a few more tokens (B, S) of each row, the first at its position (B,).
 
-        longest: tokens of the longest row after this pass. On a CPU so many slots of the cache are read, on a GPU the
-        next multiple of BUCKET: each is a CUDA graph of its own.
+        longest: tokens of the longest row after this pass, as for cache_length.
         """
-        filled = longest if self.device.type == "cpu" else -(-longest // BUCKET) * BUCKET
         positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        return self._decode(tokens, positions, self.cache, filled)
+        return self._decode(tokens, positions, self.cache, self.cache_length(longest))
+
+    def advance(self, tokens, positions, longest, sample):
+        """Return (the ids (B,) that follow tokens (B, 1) at positions (B,), the tokens and the positions after them).
+
+        longest: as for cache_length. Captured, the whole is one CUDA graph, whose next replay overwrites the result.
+        """
+        length, end = self.cache_length(longest), self.model.config.max_seq_len - 1  # rows that are done stay there
+
+        def step(tokens, positions):
+            decode = self.graphs.step if key else self._decode
+            ids = sample(decode(tokens, positions[:, None], self.cache, length)[:, 0], self.model.comm)
+            tokens.copy_(ids.clamp(min=0)[:, None])  # -1, not finite, ends the generation as soon as it is read
+            positions.add_(1).clamp_(max=end)
+            return ids, tokens, positions
+
+        key = self.graphs and getattr(sample, "graph_key", None)
+        if not key:
+            return step(tokens, positions)
+        return self.graphs.replay((tokens, positions), (length, key), step, sample.generator)
+
+    def passes(self):
+        """Return next_tokens for one generation: a GPU need not wait for the host."""
+        return self.next_tokens if self.device.type == "cpu" else RunAhead(self)
 
     def next_tokens(self, texts, sample):
         """Run a pass for texts of which all but the last token is cached; return their next ids (B,), on the device."""
@@ -176,7 +208,7 @@ def token_passes(runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None
     """
     texts, done, passes, shown = [list(prompt) for prompt in prompts], [None] * len(prompts), 0, 0.0
     ends = [min(len(prompt) + max_new_tokens, runner.model.config.max_seq_len) for prompt in prompts]
-    step = runner.next_tokens if runner.device.type == "cpu" else RunAhead(runner)  # a GPU need not wait for the host
+    step = runner.passes()
     watch.at("prefill")
     start = time.perf_counter()
     tokens, lengths = pad(prompts, runner.device)
@@ -256,6 +288,10 @@ class Run(NamedTuple):
 def set_up(args, world):
     """Return the Run that the flags describe: the model loaded, and compiled if asked for. Raises InputError."""
     with world.together():  # read and check all that the flags name, before any rank takes time to load
+        if args.compile:
+            from runtime import compiling
+
+            compiling.prepare(world.device)  # before anything is loaded
         sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
         name, own = cli.read_config(args)
         config = cli.with_wiring(own, args)
@@ -286,10 +322,8 @@ def set_up(args, world):
             draft = drafts.build(source, runner, whole)
     load_s, compile_s = time.perf_counter() - start, 0.0
     if args.compile:
-        from runtime import compiling
-
         world.say("compiling ...")
-        compile_s = compiling.warm_up(runner, prompts, new, BUCKET, draft)
+        compile_s = compiling.warm_up(runner, prompts, new, sample, draft)
     eos_ids = config.eos_ids if args.checkpoint and not world.simulated else ()  # to random weights it means nothing
     return Run(args, name, tokenizer, prompts, new, runner, draft, source, sample, eos_ids, load_s, compile_s)
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from helpers import HANGS, ROOT
 
-from runtime import launch, ranks, watch
+from runtime import compiling, launch, ranks, watch
 from runtime.errors import InputError
 
 
@@ -146,8 +146,27 @@ def test_places_in_words_and_blocks_that_hold_them():
     with watch.during("compilation"):
         watch.at("decode step", 1)
         assert str(watch.here) == "compilation" and not watch.here.timed and watch.here.beats == 3
+    assert str(watch.here) == "load of norm.weight" and watch.here.timed
     watch.at("decode step", 0)
     assert str(watch.here) == "decode step 0" and watch.here.timed
+
+
+def test_whatever_is_compiled_is_so_in_a_phase_that_may_take_any_time():
+    """Dynamo compiles anew for other shapes, whenever these come."""
+    places = []
+
+    def backend(graph, inputs):
+        places.append((str(watch.here), watch.here.timed))
+        return graph
+
+    for _ in range(2):
+        compiling.prepare(torch.device("cpu"))
+    function = torch.compile(lambda x: x + 1, dynamic=False, backend=backend)
+    watch.at("prefill")
+    for size in 3, 3, 4:
+        function(torch.ones(size))
+    assert places == [("compilation", False)] * 2
+    assert str(watch.here) == "prefill" and watch.here.timed
 
 
 # ---------------------------------------------------------------------------------------------------------------------

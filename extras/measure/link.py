@@ -123,6 +123,9 @@ class LinkedGroup(Group):
         self.log = self.stream = None
         self.free_at = 0.0  # when the link has delivered everything
         if device.type == "cuda" and link.seconds(1, 2) > 0:
+            from runtime import compiling
+
+            compiling.prepare(device)  # its kernel is Triton's
             self.stream = torch.cuda.Stream(device, priority=-1)  # the link
             self.costs = torch.zeros(2, dtype=torch.float64, device=device)
         self.link = link
