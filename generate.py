@@ -113,7 +113,7 @@ class Runner:
                 watch.at("prefill from token", start)
                 filled = start + piece.shape[1]
                 positions = torch.arange(start, filled, device=tokens.device).expand(B, -1)
-            select, chunks = (last - start).clamp(0, piece.shape[1] - 1), self.choose_chunks(*piece.shape)
+            select, chunks = (last - start).clamp(-1, piece.shape[1] - 1), self.choose_chunks(*piece.shape)
             later = self._prefill(piece, positions, self.cache, filled, select, chunks)[:, 0]
             logits = later if logits is None else torch.where((last >= start)[:, None], later, logits)
         return logits

@@ -19,6 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from formats import config_check, wiring_text
+from linear_attention import GatedDeltaNet
 from runtime.errors import load_extra
 
 # ---- The collectives that a wiring uses ------------------------------------------------------------------------------
@@ -262,6 +263,9 @@ class Config:
     wo_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    attention_gate: bool = False  # whether a head's output is multiplied by sigmoid(another query projection)
+    linear_layers: tuple[int, ...] = ()  # of linear attention, which these settings describe
+    linear_attention: dict | None = None  # see linear_attention.SETTINGS
     nope_layers: tuple[int, ...] = ()  # layers without rotary embeddings
     sliding_window: int | None = None  # how many positions a token attends to, itself included
     window_layers: tuple[int, ...] = ()  # in these layers
@@ -380,6 +384,7 @@ class AttentionMetadata:
     cos, sin: (B, 1, 1, S, H/2). rows (B, 1), positions (B, S): where this pass writes the cache.
     mask: (B, S, T') bool over the first T' slots of the cache, or, without a cache, over the keys of this very pass
     (T' = S); None when each row starts at position 0 and so attends causally to the keys of this very pass.
+    last (B, 1): the position after which a row's tokens are padding; None if there is none.
     """
 
     cos: torch.Tensor
@@ -388,10 +393,12 @@ class AttentionMetadata:
     positions: torch.Tensor
     mask: torch.Tensor | None
     window: int | None = None  # that of the mask, for kernels that read positions instead
+    last: torch.Tensor | None = None
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. The rows of wqkv come KV head by KV head: its G query heads, its key, its value.
+    """Grouped-query attention. The rows of wqkv come KV head by KV head: its G query heads, its key, its value. With
+    attention_gate, each query head is followed by its gate.
 
     So a run of rows is a run of whole groups, and tp.py may hand this module any number of them: head counts are
     read from the shapes.
@@ -400,21 +407,22 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.head_dim = config.head_dim
-        n_heads, n_kv_heads = config.n_heads, config.n_kv_heads
-        self.wqkv = nn.Linear(config.dim, (n_heads + 2 * n_kv_heads) * self.head_dim, bias=config.qkv_bias)
+        n_heads, n_kv_heads, self.gates = config.n_heads, config.n_kv_heads, int(config.attention_gate)  # of a head
+        width = (n_heads * (1 + self.gates) + 2 * n_kv_heads) * self.head_dim
+        self.wqkv = nn.Linear(config.dim, width, bias=config.qkv_bias)
         self.wo = nn.Linear(n_heads * self.head_dim, config.dim, bias=config.wo_bias)
         self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
 
     @property
     def n_kv_heads(self):
-        return (self.wqkv.out_features - self.wo.in_features) // (2 * self.head_dim)
+        return (self.wqkv.out_features - self.wo.in_features * (1 + self.gates)) // (2 * self.head_dim)
 
     def forward(self, x, metadata, cache):
         """Return this rank's partial (B, S, D) of x (B, S, D). cache: None or (k, v), both (B, K, T, H), written to."""
         B, S, _ = x.shape
         qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, G + 2, S, H)
-        q = rotate(self.q_norm(qkv[:, :, :-2]), metadata.cos, metadata.sin)  # (B, K, G, S, H)
+        q = rotate(self.q_norm(qkv[:, :, : -2 : 1 + self.gates]), metadata.cos, metadata.sin)  # (B, K, G, S, H)
         k = rotate(self.k_norm(qkv[:, :, -2:-1]), metadata.cos, metadata.sin).squeeze(2)  # (B, K, S, H)
         v = qkv[:, :, -1]  # (B, K, S, H)
         if cache is not None:
@@ -424,7 +432,15 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True)  # (B, N, S, H)
         else:
             y = self.attend(q, *(cache or (k, v)), metadata)
-        return self.wo(y.reshape(B, -1, S, self.head_dim).transpose(1, 2).reshape(B, S, -1))
+        y = y.reshape(q.shape)
+        if self.gates:
+            y = y * qkv[:, :, 1:-2:2].sigmoid()
+        return self.wo(y.flatten(1, 2).transpose(1, 2).reshape(B, S, -1))
+
+    def new_cache(self, batch, length, device, dtype):
+        """Return (k, v) of `length` slots, both (B, K, T, H), zeroed."""
+        shape = batch, self.n_kv_heads, length, self.head_dim
+        return tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
 
     def attend(self, q, k, v, metadata):
         """Return the attention (B, K, G * S, H) of q (B, K, G, S, H) to keys and values (B, K, T, H), by their mask."""
@@ -485,7 +501,7 @@ class Block(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.attention = Attention(config)
+        self.attention = (GatedDeltaNet if layer in config.linear_layers else Attention)(config)
         if config.n_experts and layer not in config.dense_layers:
             self.feed_forward = MoE(config)
         else:
@@ -518,13 +534,14 @@ class Transformer(nn.Module):
         tokens (B, S) int64. Without positions every row starts at position 0 (training, scoring, prefill); rows
         shorter than S are padded on the right, which causality hides from them. With positions (B, S) each row
         continues its cached sequence there (decode), reading the first cache_length slots of the cache.
-        cache: as new_cache makes it, written in place, or None. chunks: of the sequence, which are interleaved: one
-        computes while another's partials are summed; takes a cache.
+        cache: as new_cache makes it, written in place, or None. With a cache, tokens after `select` count as padding;
+        -1 is a row of padding. chunks: of the sequence, which are interleaved: one computes while another's partials
+        are summed; takes a cache.
         """
-        x = torch.cat(interleave(self.streams(tokens, positions, cache, cache_length, chunks)), dim=1)
+        x = torch.cat(interleave(self.streams(tokens, positions, cache, cache_length, chunks, select)), dim=1)
         return self.head(x, select)
 
-    def streams(self, tokens, positions, cache, cache_length, chunks):
+    def streams(self, tokens, positions, cache, cache_length, chunks, select=None):
         """Return a stream for each chunk of the sequence; the arguments are those of forward.
 
         interleave runs a layer's attention of the first chunk first, so that the others find its keys in the cache.
@@ -532,12 +549,13 @@ class Transformer(nn.Module):
         S, causal, streams = tokens.shape[1], positions is None, []
         if causal:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
-        filled = cache_length - S
+        filled, last = cache_length - S, None if select is None else positions[:, :1] + select[:, None]
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
             filled += chunk.shape[1]
             mask = None if causal else torch.arange(filled, device=tokens.device) <= at[..., None]  # (B, S, T')
             causal = False  # later chunks attend to the cache
-            streams.append(self.stream(self.tok_embeddings(chunk), self.metadata(at, mask), cache))
+            metadata = dataclasses.replace(self.metadata(at, mask), last=last)
+            streams.append(self.stream(self.tok_embeddings(chunk), metadata, cache))
         return streams
 
     def stream(self, x, metadata, cache=None):
@@ -577,9 +595,8 @@ class Transformer(nn.Module):
         return list_sublayers(config, split)
 
     def new_cache(self, batch, length):
-        """Return a static KV cache of `length` slots: a (k, v) for each layer, (B, K, T, H), zeroed."""
-        shapes = [(batch, b.attention.n_kv_heads, length, b.attention.head_dim) for b in self.layers]
-        return [tuple(torch.zeros(shape, device=self.device, dtype=self.dtype) for _ in "kv") for shape in shapes]
+        """Return a static cache of `length` slots: for each layer a (k, v), or a state of linear_attention.py."""
+        return [block.attention.new_cache(batch, length, self.device, self.dtype) for block in self.layers]
 
 
 def build(config):
