@@ -92,6 +92,9 @@ def shard_plan(config, rank, shares):
     if config.linear_layers:
         n = config.linear_attention["key_heads"]
         plan |= row_ranges(config, *split_range(n, rank, shares, "key heads of linear attention"))
+    if config.whole_qk_norm:
+        [(start, stop)], H, width = wo, config.head_dim, N // config.n_kv_heads * config.head_dim  # of a KV head in wo
+        plan |= {"q_norm": (0, wo), "k_norm": (0, [(start // width * H, -(-stop // width) * H)])}
     for mlp, neurons in config.mlps.items():
         ranges = [neuron_range(config, neurons, rank, shares)]
         plan |= {f"{mlp}w1": (0, ranges), f"{mlp}w3": (0, ranges), f"{mlp}w2": (1, ranges)}

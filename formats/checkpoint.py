@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from formats.rope import ROPE_KEYS, rope_frequencies
 from kernels import cpu, int_groups
-from model import Config, build, rope_frequencies
+from model import Config, build
 from runtime import watch
 from runtime.errors import InputError
 
@@ -28,11 +29,6 @@ OLD_DEFAULTS = {
 }  # fmt: skip
 MOST_LAYERS = 1000  # checked before so many are built
 LARGEST = {int: 2**24, float: 1e30}  # of a number in a config.json
-ROPE_KEYS = {  # those of Config.rope_scaling, by Hugging Face's name
-    "linear": ["factor"],
-    "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
-    "yarn": ["factor", "beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"],
-}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -102,7 +98,8 @@ def make_config(values, source):
         if scaling.keys() not in [set(keys) for keys in ROPE_KEYS.values()]:
             forms = "; or ".join(", ".join(keys) for keys in ROPE_KEYS.values())
             raise InputError(f"{source}: rope_scaling has the keys {reprlib.repr([*scaling])}, not {forms}")
-        if not all(_is_a(value, float) and value for value in scaling.values()):
+        numbers = [n for value in scaling.values() for n in (value if isinstance(value, list) else [value])]
+        if not all(_is_a(number, float) and number for number in numbers):
             raise InputError(f"{source}: rope_scaling is {reprlib.repr(scaling)}, but its values are numbers above 0")
     try:
         config = Config(**values)

@@ -6,8 +6,9 @@ import re
 import torch
 
 from formats import checkpoint
-from formats.checkpoint import MOST_LAYERS, ROPE_KEYS, read_json
+from formats.checkpoint import MOST_LAYERS, read_json
 from formats.experts import ExpertWeights
+from formats.rope import ROPE_KEYS
 from formats.wiring_text import wiring_name
 from runtime.errors import InputError, load_extra
 

@@ -125,9 +125,9 @@ def use_fast_modules(model):
         few_rows.replace_matrices(model)
 
     def make(name, module):
-        if type(module) is Attention and module.head_dim % (16 if on_gpu else 64) == 0:
+        if type(module) is Attention and module.head_dim % (16 if on_gpu else 64) == 0 and not module.score_cap:
             return recast(module, SplitAttention if on_gpu else DecodeAttention)
-        if type(module) is FeedForward and not on_gpu and module.w1.bias is None:
+        if type(module) is FeedForward and not on_gpu and module.w1.bias is None and module.activation is F.silu:
             integers = all(type(linear) is FewRowsIntLinear for linear in module.children())
             return recast(module, FewRowsFeedForward) if integers else None
         return recast(module, GatheredExperts if on_gpu else FewRowsExperts) if type(module) is Experts else None

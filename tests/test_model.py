@@ -6,12 +6,13 @@ import re
 
 import pytest
 import torch
-from helpers import ANY_TP, BASE, YARN, wired_id
+from helpers import ANY_TP, BASE, FAMILIES, YARN, wired_id
 from test_wiring import check_against_the_reference
 
 from formats import checkpoint
+from formats.rope import rope_frequencies
 from formats.sizes import SIZES
-from model import build, rope_frequencies
+from model import build
 from runtime.errors import InputError
 
 
@@ -21,6 +22,7 @@ from runtime.errors import InputError
     {"sliding_window": 1, "window_layers": (0, 2)},
     {"sliding_window": 6, "window_layers": (0, 1, 2)},  # of the prefill, all
     {"sliding_window": 4, "window_layers": (1, 2), "nope_layers": (0, 1), "wiring": "ladder"},
+    *({**family, "wiring": wiring} for family in FAMILIES for wiring in ("standard", "ladder", "ladder-2:0,2")),
 ], ids=wired_id)  # fmt: skip
 def test_what_some_families_have(changes):
     check_against_the_reference(dataclasses.replace(BASE, **changes))
@@ -50,7 +52,7 @@ def test_rope_frequencies_match_transformers(kind, scaling):
     hf = LlamaConfig(hidden_size=128, num_attention_heads=1, max_position_embeddings=131072)
     hf.rope_parameters = {"rope_theta": 500000.0, "rope_type": kind, **(scaling or {})}
     expected = LlamaRotaryEmbedding(hf).inv_freq
-    assert torch.allclose(rope_frequencies(config), expected, rtol=1e-6, atol=0)
+    assert torch.allclose(rope_frequencies(config)[0], expected, rtol=1e-6, atol=0)
 
 
 def test_named_sizes_have_the_published_parameter_counts():

@@ -10,8 +10,9 @@ import shutil
 from pathlib import Path
 
 from formats import checkpoint
-from formats.checkpoint import ROPE_KEYS, dtype_name
+from formats.checkpoint import dtype_name
 from formats.huggingface import hf_names
+from formats.rope import ROPE_KEYS
 from formats.tokenizer import SentencePieceTokenizer, load_tokenizer
 from runtime import cli, writing
 from runtime.errors import InputError

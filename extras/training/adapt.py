@@ -70,7 +70,7 @@ class Trainee(Transformer):
         mask, positions = batch.mask, batch.positions
         if mask is None and positions.device.type == "cpu":
             mask = positions[:, None] <= positions[..., None]
-        x, metadata = self.tok_embeddings(batch.tokens), self.metadata(positions, mask)
+        x, metadata = self.embed(batch.tokens), self.metadata(positions, mask)
         streams = lanes.streams(self, x, metadata) if self.lanes else [self.stream(x, metadata)]
         return self.norm(interleave(streams)[0])  # all lanes end with the same x
 
