@@ -12,6 +12,15 @@ import torch.nn.functional as F
 
 from runtime.errors import InputError
 
+SETTINGS = {  # of Config.linear_attention: Hugging Face's keys
+    "key_heads": "linear_num_key_heads", "value_heads": "linear_num_value_heads", "key_dim": "linear_key_head_dim",
+    "value_dim": "linear_value_head_dim", "conv_width": "linear_conv_kernel_dim",
+}  # fmt: skip
+TENSORS = {  # of Hugging Face: ours, some of which are made of two of theirs, in this order
+    "in_proj_qkvz.weight": "wqkvz.weight", "in_proj_qkv.weight": "wqkvz.weight", "in_proj_z.weight": "wqkvz.weight",
+    "in_proj_ba.weight": "wba.weight", "in_proj_b.weight": "wba.weight", "in_proj_a.weight": "wba.weight",
+    "conv1d.weight": "conv", "norm.weight": "out_norm.weight", "out_proj.weight": "wout.weight",
+}  # fmt: skip
 CHUNK = 64  # tokens whose updates of the state are computed at once: within them the work grows with the square
 
 
@@ -125,9 +134,6 @@ class GatedDeltaNet(nn.Module):
 
 # ---- Settings, shards, tensors of Hugging Face -----------------------------------------------------------------------
 
-SETTINGS = "key_heads", "value_heads", "key_dim", "value_dim", "conv_width"  # of Config.linear_attention
-
-
 def check(config):
     """Raise InputError for settings that make no layer."""
     own = config.linear_attention or {}
@@ -146,3 +152,46 @@ def row_ranges(config, first, last):
     R = V // K
     rows = {"wqkvz": 2 * X + 2 * R * Y, "wba": 2 * R, "conv": 2 * X + R * Y, "A_log": R, "dt_bias": R, "wout": R * Y}
     return {name: (int(name == "wout"), [(first * n, last * n)]) for name, n in rows.items()}
+
+
+def values_from_hf(hf):
+    """Return the values of Config for a family with linear attention, of the result of huggingface.read_hf."""
+    n_layers, types, interval = hf["num_hidden_layers"], hf.get("layer_types"), hf.get("full_attention_interval")
+    if "linear_num_key_heads" not in hf:
+        return {}
+    types = types or ["linear_attention" if i % interval else "full_attention" for i in range(1, n_layers + 1)]
+    if len(types) != n_layers or not {*types} <= {"full_attention", "linear_attention"}:
+        raise InputError(f"layer_types must name full_attention or linear_attention for each of {n_layers} layers")
+    return {
+        "linear_layers": tuple(i for i in range(n_layers) if types[i] == "linear_attention"),
+        "linear_attention": {name: hf[key] for name, key in SETTINGS.items()},
+        "attention_gate": True, "qk_norm": True, "norm": "rms+1",
+    }  # fmt: skip
+
+
+class LinearWeights:
+    """The tensors of a source with names() and read(name): those of linear attention under our names, in our order.
+
+    Qwen3-Next's are in it already, except for the convolution. Qwen3.5 has all queries, all keys and all values, and
+    apart from them all gates; all strengths, and all decays.
+    """
+
+    def __init__(self, source, config):
+        self.source, self.places = source, {}  # our name: theirs
+        K, V, X, Y, _ = (config.linear_attention[name] for name in SETTINGS)
+        self.key_heads, self.rows = K, [K * X, K * X, V * Y]
+        for name in source.names():
+            layer, linear, tensor = name.partition("linear_attn.")
+            place = f"{layer}self_attn.{TENSORS.get(tensor, tensor)}" if linear else name
+            self.places.setdefault(place, []).append(name)
+
+    def names(self):
+        return list(self.places)
+
+    def read(self, name):
+        theirs = [n for tensor in TENSORS for n in self.places[name] if n.endswith(f"linear_attn.{tensor}")]
+        first, *rest = map(self.source.read, theirs or self.places[name])
+        if not rest and not name.endswith(".conv"):
+            return first
+        parts = first.squeeze(1).split(self.rows) if name.endswith(("wqkvz.weight", ".conv")) else [first]
+        return torch.cat([part.unflatten(0, (self.key_heads, -1)) for part in (*parts, *rest)], 1).flatten(0, 1)

@@ -10,6 +10,7 @@ from formats.checkpoint import MOST_LAYERS, read_json
 from formats.experts import ExpertWeights
 from formats.rope import ROPE_KEYS
 from formats.wiring_text import wiring_name
+from linear_attention import LinearWeights, values_from_hf
 from runtime.errors import InputError, load_extra
 
 PARTS = {  # of our tensors' names: Hugging Face's; wqkv is made of three
@@ -25,6 +26,11 @@ QWEN = {**COMMON, "bos_token_id": None, "eos_token_id": None, "use_sliding_windo
 WINDOW_LAYERS = {"max_window_layers": 28, "layer_types": None}
 BIASES = {"attention_bias": False, "mlp_bias": False}
 QWEN_EXPERTS = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
+LINEAR = {  # Qwen's with linear attention
+    **COMMON, "bos_token_id": None, "eos_token_id": None, "attention_bias": False, "head_dim": 256,
+    "partial_rotary_factor": 0.25, "layer_types": None, "full_attention_interval": 4, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 GRANITE = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0}
 # model_type: {key: transformers 5.23's default}, for the keys that the family has. Every config.json has
 # the model's shape, except for the keys that the first Llamas lack.
@@ -54,6 +60,15 @@ FAMILIES = {
         **QWEN, **QWEN_EXPERTS, "attention_bias": False, "num_experts": 128, "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     },
+    "qwen3_next": {
+        **LINEAR, **QWEN_EXPERTS, "norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    },
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": {
+        **LINEAR, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
     "smollm3": {
         **COMMON, **BIASES, "tie_word_embeddings": True, "rope_theta": 2000000.0, "no_rope_layers": None,
         "no_rope_layer_interval": 4, "use_sliding_window": False, "sliding_window": None, "layer_types": None,
@@ -69,7 +84,7 @@ def hf_names(name):
     layer, module, tensor = re.fullmatch(r"(layers\.\d+\.)?(.+)\.(\w+)", name).groups()
     prefix = f"model.{layer}" if layer else ""
     module = ".".join(PARTS.get(part, part) for part in module.split("."))
-    modules = [module.replace("wqkv", f"{letter}_proj") for letter in "qkv"] if "wqkv" in module else [module]
+    modules = [module.replace("wqkv", f"{letter}_proj") for letter in "qkv"] if module.endswith("wqkv") else [module]
     return [f"{prefix}{module}.{tensor}" for module in modules]
 
 
@@ -150,7 +165,8 @@ def our_values(hf):
     attention_bias, windowed = hf.get("attention_bias", False), window_layers_from_hf(hf)
     return {
         "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": hf["max_position_embeddings"],
-        "n_kv_heads": hf["num_key_value_heads"] or n_heads, "intermediate_size": hf["intermediate_size"],
+        "n_kv_heads": hf["num_key_value_heads"] or n_heads,
+        "intermediate_size": hf["moe_intermediate_size" if family == "qwen3_5_moe_text" else "intermediate_size"],
         "head_dim": hf["head_dim"] or dim // n_heads,
         "vocab_size": hf["vocab_size"], "norm_eps": hf["rms_norm_eps"],
         "rope_theta": rope.get("rope_theta", hf["rope_theta"]), "rope_scaling": rope_scaling_from_hf(hf),
@@ -161,7 +177,7 @@ def our_values(hf):
         "nope_layers": nope_layers_from_hf(hf), "bos_id": hf["bos_token_id"],
         "sliding_window": hf["sliding_window"] if windowed else None, "window_layers": windowed,
         "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), hf.get("parallel_blocks"), n_layers),
-        **hf.get("laneformer", {}),
+        **hf.get("laneformer", {}), **values_from_hf(hf),
     }  # fmt: skip
 
 
@@ -237,6 +253,7 @@ class LlamaWeights:
     def __init__(self, source, path, config):
         hf, H = read_hf(read_json(path)), config.head_dim
         source = ExpertWeights(source) if config.n_experts else source
+        source = LinearWeights(source, config) if config.linear_layers else source
         if "laneformer" in hf:
             source = load_extra("lanes", "a Laneformer").LaneformerWeights(source, H)
         self.factors = {}

@@ -1,10 +1,10 @@
 """Linear attention: against a naive float64 recurrence and transformers' modules."""
 
-import types
 
 import numpy as np
 import pytest
 import torch
+from test_convert import check_parity, convert, hf_model
 
 import linear_attention
 from linear_attention import gated_delta_rule
@@ -38,3 +38,37 @@ def test_chunks_equal_the_naive_recurrence(S, decay):
         expected = recurrence(q[b, h], k[b, h], *(x[b, h, r] for x in by_head))
         assert (y[b, h, r] - expected[0]).abs().max() < 1e-4
         assert (state[b, h, r] - expected[1]).abs().max() < 1e-4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parity with transformers
+
+LINEAR = {
+    "head_dim": 16, "num_hidden_layers": 4, "layer_types": None, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4, "bos_token_id": None,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36, "shared_expert_intermediate_size": 28,
+    "mlp_only_layers": [1],
+}  # fmt: skip
+FAMILIES = {
+    "qwen3-next": ("Qwen3NextConfig", {**LINEAR, **EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}}),
+    "qwen3.5": ("Qwen3_5TextConfig", {**LINEAR, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_conv_kernel_dim": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}}),
+}  # fmt: skip
+
+
+def transformers_model(family):
+    """With decays from hardly any to nearly all: those of transformers forget everything at once."""
+    net = hf_model(FAMILIES[family])
+    with torch.no_grad():
+        for name, weight in net.named_parameters():
+            if name.endswith("A_log"):
+                weight.uniform_(-5, 0)
+    return net
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parity_with_transformers(family, tmp_path):
+    theirs = transformers_model(family)
+    theirs.save_pretrained(tmp_path / "hf")
+    check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
