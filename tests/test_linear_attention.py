@@ -1,13 +1,17 @@
-"""Linear attention: against a naive float64 recurrence and transformers' modules."""
+"""Linear attention: against a naive float64 recurrence and transformers, on ranks, compiled, in integers."""
 
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
+from helpers import ANY_TP, BASE, last_logits, random_model, run_ranks, shard, unequal_rows
 from test_convert import check_parity, convert, hf_model
 
 import linear_attention
+from extras.lanes.lanes import load_lanes
 from linear_attention import gated_delta_rule
+from tp import load_shard
 
 
 def random_inputs(S, B=2, K=3, R=2, X=8, Y=5, decay=0.3):
@@ -72,3 +76,66 @@ def test_parity_with_transformers(family, tmp_path):
     theirs = transformers_model(family)
     theirs.save_pretrained(tmp_path / "hf")
     check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Wirings, ranks, compiled
+
+SETTINGS = {"key_heads": 5, "value_heads": 10, "key_dim": 8, "value_dim": 12, "conv_width": 4}
+CONFIG = dataclasses.replace(
+    BASE, n_heads=12, n_kv_heads=4, norm="rms+1", qk_norm=True, attention_gate=True, linear_layers=(0, 2),
+    linear_attention=SETTINGS, tie_embeddings=True,
+)  # fmt: skip
+MIXTURE = dataclasses.replace(
+    CONFIG, n_experts=5, experts_per_token=2, expert_size=36, shared_expert_size=28, shared_expert_gate=True,
+    wiring="farskip", tie_embeddings=False,
+)  # fmt: skip
+CONFIGS = [*(dataclasses.replace(CONFIG, **changes) for changes in ANY_TP if changes["wiring"] != "farskip"), MIXTURE]
+
+
+def long_memory(config):
+    net = random_model(config)
+    for layer in config.linear_layers:
+        torch.nn.init.uniform_(net.layers[layer].attention.A_log, -5, 0)
+    return net
+
+
+def on_a_rank(world, config, state, how):
+    load = load_lanes if config.lanes else load_shard
+    net = shard(config, world if world.tp_size > 1 else None, state=state, load=load)
+    with torch.inference_mode():
+        return [last_logits(net, *unequal_rows(config, length=14), steps=4, **keys) for keys in how]
+
+
+WAYS = [{}, {"chunks": 2}, {"chunks": 3}]
+COMPILED = [{"compile": True, "compile_prefill": True}]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, (2, 1)])
+def test_ranks_compute_what_one_device_does(ranks):
+    check_ranks(ranks, CONFIGS, WAYS)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_compiled_ranks_compute_it_too(ranks):
+    check_ranks(ranks, [CONFIG], COMPILED)
+
+
+def check_ranks(ranks, configs, how):
+    for config in configs:
+        net = long_memory(config)
+        tokens, lengths = unequal_rows(config, length=14)
+        with torch.no_grad():
+            expected = torch.stack([net(row[None, :n])[0, -5:] for row, n in zip(tokens, lengths, strict=True)])
+        for results in run_ranks(ranks, on_a_rank, config, net.state_dict(), how):
+            for logits in results:
+                assert (logits - expected).abs().max() < 1e-4, config.wiring
+
+
+def test_lanes_are_states_of_their_own():
+    config = dataclasses.replace(CONFIG, wiring="spd/4")
+    args = config, long_memory(config).state_dict(), WAYS
+    first, *others = [run_ranks(ranks, on_a_rank, *args)[0] for ranks in (1, 2, 4)]
+    for results in others:
+        for logits, expected in zip(results, first, strict=True):
+            assert (logits - expected).abs().max() < 1e-4
