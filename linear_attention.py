@@ -134,6 +134,7 @@ class GatedDeltaNet(nn.Module):
 
 # ---- Settings, shards, tensors of Hugging Face -----------------------------------------------------------------------
 
+
 def check(config):
     """Raise InputError for settings that make no layer."""
     own = config.linear_attention or {}
