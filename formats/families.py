@@ -17,12 +17,9 @@ IGNORED = {  # do not change what a model computes
     "unsloth_fixed", "unsloth_version", "use_cache", "cache_implementation", "mamba_ssm_dtype", "mtp_num_hidden_layers",
     "mtp_use_dedicated_embeddings",
 }  # fmt: skip
-NESTED = {
-    "mistral3": "mistral",
-    "gemma3": "gemma3_text",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-}  # model_type: that of a text_config without one
+NESTED = {  # model_type: that of a text_config without one
+    "mistral3": "mistral", "gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
+}  # fmt: skip
 QWEN = {**COMMON, "bos_token_id": None, "eos_token_id": None, "use_sliding_window": False, "sliding_window": 4096}
 WINDOW_LAYERS = {"max_window_layers": 28, "layer_types": None}
 BIASES = {"attention_bias": False, "mlp_bias": False}

@@ -151,10 +151,10 @@ def test_parity_with_transformers(family, tmp_path):
     assert huggingface.config_from_hf(tmp_path / "hf" / "config.json") == ours.config
 
 
-def nested(outer, text, **changes):
-    """Return (a tiny transformers model with a tower for pictures, the names of the towers)."""
+def nested(outer, text, more_vision=None, **changes):
+    """Return a tiny transformers model with a tower for pictures."""
     vision = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 28, "patch_size": 14, "head_dim": 8}
+    vision |= {"image_size": 28, "patch_size": 14, "head_dim": 8, **(more_vision or {})}
     config = getattr(transformers, f"{outer}Config")(
         text_config=copy.deepcopy({**SMALL, **text}), vision_config=vision, mm_tokens_per_image=4, **changes
     )

@@ -1,15 +1,19 @@
 """Linear attention: against a naive float64 recurrence and transformers, on ranks, compiled, in integers."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 import torch
 from helpers import ANY_TP, BASE, last_logits, random_model, run_ranks, shard, unequal_rows
-from test_convert import check_parity, convert, hf_model
+from test_convert import SMALL, TOKENS, as_on_the_hub, change_tensors, check_parity, convert, hf_model, nested
 
 import linear_attention
+from decoding.sampling import Sampler
 from extras.lanes.lanes import load_lanes
+from formats import huggingface
+from generate import Runner, generate
 from linear_attention import gated_delta_rule
 from tp import load_shard
 
@@ -56,14 +60,16 @@ EXPERTS = {
     "mlp_only_layers": [1],
 }  # fmt: skip
 FAMILIES = {
-    "qwen3-next": ("Qwen3NextConfig", {**LINEAR, **EXPERTS, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}}),
-    "qwen3.5": ("Qwen3_5TextConfig", {**LINEAR, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_conv_kernel_dim": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}}),
+    "qwen3-next": ("Qwen3NextConfig", {**LINEAR, **EXPERTS}),
+    "qwen3.5": ("Qwen3_5TextConfig", {
+        **LINEAR, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_conv_kernel_dim": 3,
+        "linear_num_value_heads": 4, "rope_parameters": {**SMALL["rope_parameters"], "partial_rotary_factor": 0.5}}),
+    "qwen3.5, experts": ("Qwen3_5MoeTextConfig", {**LINEAR, **EXPERTS}),
 }  # fmt: skip
 
 
-def transformers_model(family):
-    """With decays from hardly any to nearly all: those of transformers forget everything at once."""
-    net = hf_model(FAMILIES[family])
+def forgetful(net):
+    """Return the model with decays from hardly any to nearly all: those of transformers forget everything at once."""
     with torch.no_grad():
         for name, weight in net.named_parameters():
             if name.endswith("A_log"):
@@ -73,9 +79,43 @@ def transformers_model(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parity_with_transformers(family, tmp_path):
-    theirs = transformers_model(family)
+    theirs = forgetful(hf_model(FAMILIES[family]))
     theirs.save_pretrained(tmp_path / "hf")
-    check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
+    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    check_parity(ours, theirs)
+    check_greedy(ours, theirs)
+    as_on_the_hub(tmp_path / "hf")
+    assert huggingface.config_from_hf(tmp_path / "hf" / "config.json") == ours.config
+
+
+@pytest.mark.parametrize("outer, family", [("Qwen3_5", "qwen3.5"), ("Qwen3_5Moe", "qwen3.5, experts")])
+def test_the_language_model_beside_a_tower_for_pictures(outer, family, tmp_path, capsys):
+    """With layers that predict several tokens, which transformers leaves out, too."""
+    vision = {"depth": 1, "num_heads": 2, "out_hidden_size": 48, "num_position_embeddings": 16}
+    theirs = forgetful(nested(outer, FAMILIES[family][1], vision))
+    theirs.save_pretrained(tmp_path / "hf")
+    change_tensors(tmp_path / "hf", **{"mtp/fc/weight": torch.zeros(2)})
+    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    said = capsys.readouterr().out
+    assert "1 tensors of mtp" in said and re.search(r"\d tensors of visual", said)
+    check_parity(ours, theirs)
+
+
+def check_greedy(ours, theirs):
+    """Our rows are padded on the right, those of transformers on the left: neither padding may enter a state."""
+    prompts = [row[:n].tolist() for row, n in zip(TOKENS, (3, 17, 12), strict=True)]
+    runner = Runner(ours, ours.new_cache(3, 40))
+    rows = generate(runner, prompts, 12, Sampler(0)).rows
+    padded = torch.tensor([[0] * (17 - len(prompt)) + prompt for prompt in prompts])
+    expected = theirs.generate(
+        padded,
+        attention_mask=(padded > 0).long(),
+        max_new_tokens=12,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    assert rows == expected[:, 17:].tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
