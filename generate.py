@@ -82,7 +82,7 @@ class Runner:
 
     def with_model(self, model, cache=None):
         """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
-        B, _, T, _ = self.cache[0][0].shape
+        B, _, T, *_ = self.cache[0][0].shape
         return Runner(model, cache or model.new_cache(B, T), *self.compiles, self.chunks)
 
     def unguarded(self):
@@ -105,6 +105,7 @@ class Runner:
         a pass, not of the whole prompt. cached_tokens: so many of each row, but not all, are in the cache.
         """
         B, S = tokens.shape
+        cached_tokens *= not self.model.config.linear_layers  # whose state cannot go back to where the prompts part
         width = max(1, pass_tokens // B) if pass_tokens else S
         last, logits = lengths - 1, None
         for start in range(cached_tokens, S, width):

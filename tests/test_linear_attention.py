@@ -1,21 +1,40 @@
 """Linear attention: against a naive float64 recurrence and transformers, on ranks, compiled, in integers."""
 
 import dataclasses
+import json
 import re
 
 import numpy as np
 import pytest
 import torch
-from helpers import ANY_TP, BASE, last_logits, random_model, run_ranks, shard, unequal_rows
+from helpers import (
+    ANY_TP,
+    BASE,
+    StateWeights,
+    last_logits,
+    random_model,
+    run_ranks,
+    shard,
+    unequal_rows,
+    write_model,
+)  # fmt: skip
+from safetensors.torch import load_file
 from test_convert import SMALL, TOKENS, as_on_the_hub, change_tensors, check_parity, convert, hf_model, nested
 
 import linear_attention
+import quantize
 from decoding.sampling import Sampler
+from extras.drafts import read_draft
 from extras.lanes.lanes import load_lanes
-from formats import huggingface
+from extras.measure import advise
+from formats import checkpoint, huggingface
+from formats.sizes import RandomWeights
 from generate import Runner, generate
+from kernels import few_rows, int_linear
 from linear_attention import gated_delta_rule
-from tp import load_shard
+from runtime import compiling, report
+from runtime.errors import InputError
+from tp import TensorParallel, load_shard, shard_plan
 
 
 def random_inputs(S, B=2, K=3, R=2, X=8, Y=5, decay=0.3):
@@ -179,3 +198,125 @@ def test_lanes_are_states_of_their_own():
     for results in others:
         for logits, expected in zip(results, first, strict=True):
             assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("part", [1, 4, 5, 100])
+def test_a_prefill_in_parts_passes_the_state_on(part):
+    """A row ends in the first part, one in a later part: what is padding in a part changes no state."""
+    net, lengths = long_memory(CONFIG), torch.tensor([14, 9, 3])
+    tokens = unequal_rows(CONFIG, length=14)[0]
+    runner = Runner(net, net.new_cache(3, 16))
+    with torch.no_grad():
+        expected = torch.stack([net(row[None, :n])[0, -1] for row, n in zip(tokens, lengths, strict=True)])
+        longer = [torch.cat((row[:n], torch.tensor([7]))) for row, n in zip(tokens, lengths, strict=True)]
+        further = torch.stack([net(row[None])[0, -1] for row in longer])
+    for cached in 0, 2:  # a state cannot go back to two tokens, so all are read again
+        assert (runner.prefill(tokens, lengths, 3 * part, cached) - expected).abs().max() < 1e-4
+        assert (runner.decode(torch.full((3, 1), 7), lengths, 15)[:, 0] - further).abs().max() < 1e-4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Integers, kernels, reports
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
+    settings = {**SETTINGS, "key_dim": 32, "value_dim": 32}
+    config = dataclasses.replace(CONFIG, dim=64, head_dim=16, intermediate_size=96, linear_attention=settings)
+    (tmp_path / "float").mkdir()
+    write_model(tmp_path / "float", config, long_memory(config).state_dict(), torch.float32)
+    options = ["--group-size", "32"] if mode == "int4" else []
+    quantize.main(["--checkpoint", str(tmp_path / "float"), "--mode", mode, *options, "--out", str(tmp_path / mode)])
+    state = load_file(tmp_path / mode / "model.safetensors")
+    matrices = {name.removesuffix(".scales") for name in state if name.endswith(".scales")}
+    assert {"layers.0.attention.wqkvz", "layers.0.attention.wout"} <= matrices
+    assert "layers.0.attention.wba" not in matrices  # how fast it forgets
+    twin = {name: tensor for name, tensor in state.items() if name.rpartition(".")[0] not in matrices}
+    for path in matrices:
+        parts = [state.get(f"{path}.{part}") for part in ("weight", "scales", "zeros")]
+        twin[f"{path}.weight"] = int_linear.dequantize(parts[0], *(p if p is None else p.float() for p in parts[1:]))
+    net = load_shard(config, StateWeights(twin), torch.float32, "cpu")
+    with torch.inference_mode():
+        expected = last_logits(net, *unequal_rows(config))
+    for logits in run_ranks(ranks, integers_on_a_rank, str(tmp_path / mode)):
+        assert (logits - expected).abs().max() < 2e-3
+
+
+def integers_on_a_rank(world, folder):
+    config = checkpoint.read_config(folder)
+    net = load_shard(config, checkpoint.Weights(folder), torch.float32, "cpu", world.rank, world.shares)
+    if world.tp_size > 1:
+        net.comm = TensorParallel(config, world.shares, world.group)
+    with torch.inference_mode():
+        return last_logits(net, *unequal_rows(config))
+
+
+@pytest.mark.parametrize("quant", [None, "int8"])
+def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
+    config = dataclasses.replace(CONFIG, head_dim=64, quant=quant)
+    exact, plain, fast = (
+        load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu")
+        for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
+    )
+    compiling.use_fast_modules(fast)
+    layer, gated = fast.layers[0].attention, fast.layers[1].attention
+    kind = few_rows.FewRowsIntLinear if quant else few_rows.FewRowsLinear
+    assert {type(linear) for linear in (layer.wqkvz, layer.wout, gated.wqkv, gated.wo)} == {kind}
+    assert type(gated) is compiling.DecodeAttention and type(layer.wba) is few_rows.FewRowsLinear
+    with torch.inference_mode():
+        exact, plain, fast = (last_logits(net, *unequal_rows(config)).float() for net in (exact, plain, fast))
+    assert (fast - exact).abs().mean() < 1.2 * (plain - exact).abs().mean()
+
+
+def test_bytes_of_a_step_and_of_the_advisor():
+    config = dataclasses.replace(CONFIG, n_layers=4, linear_layers=(0, 1, 2))
+    net = load_shard(config, RandomWeights(config, "cpu"), torch.bfloat16, "cpu")
+    cache = net.new_cache(2, 9)
+    attention = [sum(p.nbytes for n, p in b.attention.named_parameters() if "norm" not in n) for b in net.layers]
+    caches = [sum(tensor.nbytes for tensor in layer) for layer in cache]
+    assert report.step_bytes(net, cache, 3) - report.step_bytes(net, cache, 0) == caches[3] // 3
+    assert report.step_bytes(net, cache, 0) >= sum(p.nbytes for p in net.layers.parameters()) + sum(caches[:3])
+    work = advise.decode_work(config, torch.bfloat16, 1, 2, 9)
+    assert work["attention"].n_bytes == (sum(attention) + sum(caches)) / 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"linear_layers": (3,)}, "linear_layers takes layers from 0 to 2"),
+    ({"linear_attention": None}, "key_heads is None but must be a whole number"),
+    ({"linear_attention": {**SETTINGS, "conv_width": 0}}, "conv_width is 0 but"),
+    ({"linear_attention": {**SETTINGS, "value_heads": 7}}, "value_heads 7 is no multiple of key_heads 5"),
+    ({"linear_attention": {**SETTINGS, "depth": 7}}, "'depth' is unknown"),
+    ({"quant": "int4", "group_size": 32, "dim": 64, "head_dim": 16, "kept": ("w2",)}, "120 columns of wout"),
+])  # fmt: skip
+def test_bad_configs_are_one_line(changes, words):
+    with pytest.raises(InputError, match=f"^[^\n]*{words}[^\n]*$"):
+        dataclasses.replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]}, "layer_types must name full_attention or lin"),
+    ({"layer_types": ["linear_attention"] * 3}, "for each of 4 layers"),
+    ({"attn_output_gate": False}, "attn_output_gate False is not supported"),
+    ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid' is not supported"),
+    ({"linear_num_key_heads": 3}, "value_heads 32 is no multiple of key_heads 3"),
+])  # fmt: skip
+def test_bad_folders_are_one_line(changes, words, tmp_path):
+    values = {**SMALL, "model_type": "qwen3_5_text", "num_hidden_layers": 4, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(InputError, match=f"^[^\n]*{words}[^\n]*$"):
+        huggingface.config_from_hf(tmp_path / "config.json")
+
+
+def test_more_ranks_than_key_heads_and_drafts_are_refused(tmp_path):
+    with pytest.raises(InputError, match="none of 5 key heads of linear attention"):
+        shard_plan(CONFIG, 0, 6)
+    (tmp_path / "small").mkdir()
+    write_model(tmp_path / "small", CONFIG, long_memory(CONFIG).state_dict(), torch.float32)
+    for draft, config in ("ngram", CONFIG), ("wiring:ladder", CONFIG), (str(tmp_path / "small"), BASE):
+        with pytest.raises(InputError, match=f"--draft {draft}: .* with linear_layers neither drafts nor is drafted"):
+            read_draft(draft, config, None, 1)
