@@ -84,12 +84,12 @@ def read_hf(values):
     family, _ = values.get("model_type"), values.pop("laneformer", None)
     if "n_layers" in values and family is None:
         raise InputError("this is a checkpoint of this project already (python -m extras.export converts it back)")
-    if values["num_hidden_layers"] > MOST_LAYERS:
-        raise InputError(f"num_hidden_layers is {values['num_hidden_layers']} but must be at most {MOST_LAYERS}")
     if "laneformer" in str(family).lower():  # Kog's, whose lanes are an extra
         family, values = "ministral", load_extra("lanes", f"model_type {family}").laneformer_as_ministral(values)
     if not isinstance(family, str) or family not in FAMILIES:
         raise InputError(f"model_type {family!r} is not supported; {', '.join(FAMILIES)} and laneformer are")
+    if values["num_hidden_layers"] > MOST_LAYERS:
+        raise InputError(f"num_hidden_layers is {values['num_hidden_layers']} but must be at most {MOST_LAYERS}")
     if family == "llamaLadder" and "ladder_layers" not in values:
         raise InputError("model_type is llamaLadder, but ladder_layers does not say which layers")
     known = FAMILIES[family]
@@ -104,7 +104,8 @@ def read_hf(values):
     supported |= {"rope_interleaved": False, "attn_output_gate": True, "output_gate_type": "swish"}
     supported |= dict.fromkeys({"partial_rotary_factor"} - known.keys(), 1.0)
     supported |= dict.fromkeys({"attention_bias", "attention_out_bias", "mlp_bias"} - known.keys(), False)
-    supported |= dict.fromkeys({"attn_logit_softcapping"} if family == "gemma3_text" else (), None)
+    supported |= {"attn_logit_softcapping": None} if family == "gemma3_text" else {}
+    supported |= {"llama_4_scaling_beta": None} if family != "ministral3" else {}
     supported |= dict.fromkeys({"num_experts", "num_local_experts", "n_routed_experts"} - known.keys(), 0)
     for key, only in supported.items():
         for value in (values.get(key), rope.get(key) if isinstance(rope, dict) else None):

@@ -91,7 +91,8 @@ def hf_model(family, seed=0):
     class_name, changes = family if isinstance(family, tuple) else {**FAMILIES, **FOLDED}[family]
     config = getattr(transformers, class_name)(**copy.deepcopy({**SMALL, **changes}))  # else it changes them
     torch.manual_seed(seed)
-    net = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()  # which knows caps
+    how = {"attn_implementation": "eager"} if class_name == "Gemma2Config" else {}  # which alone knows caps
+    net = transformers.AutoModelForCausalLM.from_config(config, **how).eval()
     return shaken(net)
 
 
@@ -159,8 +160,7 @@ def nested(outer, text, more_vision=None, **changes):
         text_config=copy.deepcopy({**SMALL, **text}), vision_config=vision, mm_tokens_per_image=4, **changes
     )
     torch.manual_seed(0)
-    net = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
-    return shaken(net)
+    return shaken(transformers.AutoModelForImageTextToText.from_config(config).eval())
 
 
 NESTED = {

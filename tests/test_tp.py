@@ -6,7 +6,19 @@ import math
 
 import pytest
 import torch
-from helpers import BASE, ONE_EACH, WIRED, YARN, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows
+from helpers import (
+    BASE,
+    FAMILIES,
+    ONE_EACH,
+    WIRED,
+    YARN,
+    StateWeights,
+    last_logits,
+    random_model,
+    run_ranks,
+    shard,
+    unequal_rows,
+)
 from reference import Reference
 
 import tp
@@ -25,6 +37,8 @@ SHAPES = [  # at tp 2, 3, 4: even and uneven splits, replicated KV heads, odd si
     {"head_dim": 16, "qk_norm": True, "n_heads": 8, "n_kv_heads": 4},
 ]
 CASES = [{**WIRED[1], **shape} for shape in SHAPES] + [{**changes, **UNEVEN, **BIASED} for changes in WIRED]
+OTHERS = [{**family, "wiring": wiring} for family in FAMILIES for wiring in ("standard", "ladder")]
+CASES += [{**shape, **changes} for shape in ({}, UNEVEN) for changes in OTHERS]
 UNEQUAL_SHARES = [(3, 1), (5, 2, 1), (1, 4, 2, 2)]
 MANY = {"n_heads": 16, "n_kv_heads": 8, "intermediate_size": 101, "vocab_size": 130}
 ONE_KV_HEAD = {**BIASED, "n_heads": 8, "n_kv_heads": 1, "vocab_size": 130}
@@ -166,7 +180,7 @@ def test_ranks_of_unequal_shares_compute_what_one_device_does(shares):
 def test_a_prefill_in_chunks_and_what_follows_equal_those_in_one(tp_size):
     """Rows of five lengths, whose last tokens are in different chunks."""
     windowed = {"sliding_window": 3, "window_layers": (0, 2)}
-    cases = [dataclasses.replace(BASE, **changes, **UNEVEN, **windowed) for changes in ONE_EACH]
+    cases = [dataclasses.replace(BASE, **{**UNEVEN, **windowed, **changes}) for changes in ONE_EACH + OTHERS]
     for rank in run_ranks(tp_size, logits_in_chunks, cases):
         for config, (expected, *others) in zip(cases, rank, strict=True):
             assert all(torch.allclose(logits, expected, atol=1e-5) for logits in others), config
@@ -178,10 +192,14 @@ def logits_in_chunks(world, cases):
 
 
 COMPILED = [(2, changes) for changes in ONE_EACH] + [(3, WIRED[1]), (4, WIRED[1]), (4, {"wiring": "desync"})]
+COMPILED += [(2, OTHERS[1]), (4, OTHERS[3]), (3, OTHERS[-1])]
 COMPILED = [pytest.param(*case, True, marks=pytest.mark.slow) for case in COMPILED]
 
 
-@pytest.mark.parametrize("tp_size, changes, prefill", [(2, {"wiring": "ladder", "n_layers": 2}, False), *COMPILED])
+FAST = [(2, {"wiring": "ladder", "n_layers": 2}, False), (2, OTHERS[3], True)]
+
+
+@pytest.mark.parametrize("tp_size, changes, prefill", FAST + COMPILED)
 def test_compiled_ranks_of_every_wiring_compute_what_one_device_does(tp_size, changes, prefill):
     check_ranks(tp_size, [{**changes, **UNEVEN}], compile=True, compile_prefill=prefill)
 
@@ -204,13 +222,15 @@ def bfloat16_logits(world, config, compile):
     return [last_logits(net, *unequal_rows(config), compile=c) for net, c in zip(nets, (False, compile), strict=True)]
 
 
-FEW_ROWS = [(tp_size, "ladder", False) for tp_size in (2, 3, 4)]
-FEW_ROWS += [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "parallel", True), (3, "ladder", True))]
+FEW_ROWS = [(tp_size, {"wiring": "ladder", "n_layers": 2}, False) for tp_size in (2, 3, 4)]
+FEW_ROWS += [(2, changes, False) for changes in OTHERS[1:8:2]]
+FEW_ROWS += [pytest.param(2, {"wiring": "parallel", "n_layers": 2}, True, marks=pytest.mark.slow)]
+FEW_ROWS += [pytest.param(3, changes, True, marks=pytest.mark.slow) for changes in (FEW_ROWS[0][1], OTHERS[1])]
 
 
-@pytest.mark.parametrize("tp_size, wiring, compile", FEW_ROWS)
-def test_few_rows_on_ranks_compute_what_one_device_does(tp_size, wiring, compile):
-    config = dataclasses.replace(BASE, n_layers=2, wiring=wiring, **UNEVEN, head_dim=64)  # for its decode_attention
+@pytest.mark.parametrize("tp_size, changes, compile", FEW_ROWS)
+def test_few_rows_on_ranks_compute_what_one_device_does(tp_size, changes, compile):
+    config = dataclasses.replace(BASE, **{**UNEVEN, **changes, "head_dim": 64})  # for its decode_attention
     ranks = run_ranks(tp_size, bfloat16_logits, config, compile)
     plain, fast = ranks[0]
     assert all(torch.equal(other[1], fast) for other in ranks)

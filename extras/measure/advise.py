@@ -100,7 +100,8 @@ SHARE = 0.7
 class Times(NamedTuple):
     """Seconds of a layer's attention and MLP, of a step's rest, of an all-reduce, and of gathering the best tokens.
 
-    flight: for how many seconds of an all-reduce the link can already carry the next one.
+    flight: for how many seconds of an all-reduce the link can already carry the next one. norm_sum: of the small
+    all-reduce in each attention that norms all queries, and all keys, together; nothing hides it.
     """
 
     attention: float
@@ -109,6 +110,7 @@ class Times(NamedTuple):
     all_reduce: float
     gather: float
     flight: float = 0.0
+    norm_sum: float = 0.0
 
 
 def times_of(config, dtype, tp_size, batch, context, machine, link):
@@ -116,13 +118,14 @@ def times_of(config, dtype, tp_size, batch, context, machine, link):
     work = decode_work(config, dtype, tp_size, batch, context)
     all_reduce = link.seconds(batch * config.dim * dtype.itemsize, tp_size)
     gather = link.seconds(16 * batch * tp_size, tp_size, passes=1)  # a logit and an id from each rank
-    return Times(*map(machine.seconds, work.values()), all_reduce, gather, link.flight)
+    norm_sum = link.seconds(8 * batch, tp_size) if config.whole_qk_norm else 0.0  # two sums of squares of each row
+    return Times(*map(machine.seconds, work.values()), all_reduce, gather, link.flight, norm_sum)
 
 
 def step_seconds(config, times):
     """Return (seconds of a step, the number of its all-reduces, the share of their time that computing hides)."""
-    clock = run_layers(config, *times[:2], times.all_reduce, flight=times.flight)
-    silent = run_layers(config, *times[:2], 0.0).now
+    clock = run_layers(config, *times[:2], times.all_reduce, flight=times.flight, norm_sum=times.norm_sum)
+    silent = run_layers(config, *times[:2], 0.0, norm_sum=times.norm_sum).now
     travel = clock.started * times.all_reduce
     hidden = max(0.0, 1 - (clock.now - silent) / travel) if travel else None  # not -0
     return clock.now + times.rest + times.gather, clock.started, hidden
