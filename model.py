@@ -412,8 +412,8 @@ class AttentionMetadata:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. The rows of wqkv come KV head by KV head: its G query heads, its key, its value. With
-    attention_gate, each query head is followed by its gate.
+    """Grouped-query attention. The rows of wqkv come KV head by KV head: its G query heads (with attention_gate, after
+    each its gate), its key, its value.
 
     So a run of rows is a run of whole groups, and tp.py may hand this module any number of them: head counts are
     read from the shapes.
@@ -587,8 +587,7 @@ class Transformer(nn.Module):
             filled += chunk.shape[1]
             mask = None if causal else torch.arange(filled, device=tokens.device) <= at[..., None]  # (B, S, T')
             causal = False  # later chunks attend to the cache
-            metadata = dataclasses.replace(self.metadata(at, mask, longest), last=last)
-            streams.append(self.stream(self.embed(chunk), metadata, cache))
+            streams.append(self.stream(self.embed(chunk), self.metadata(at, mask, longest, last), cache))
         return streams
 
     def embed(self, tokens):
@@ -614,7 +613,7 @@ class Transformer(nn.Module):
         logits, cap = self.output(x), self.config.logit_cap
         return logits if cap is None else cap * (logits / cap).tanh()
 
-    def metadata(self, positions, mask=None, longest=None):
+    def metadata(self, positions, mask=None, longest=None, last=None):
         """Return the AttentionMetadata of tokens at these positions (B, S).
 
         longest: tokens that a row may have until the end of the run, by default S: longrope is another beyond its
@@ -630,7 +629,7 @@ class Transformer(nn.Module):
             mask = positions[:, None] <= positions[..., None]
         factor = scaling.get("attention_factor", 1.0)  # YaRN's and longrope's, of queries and of keys
         cos, sin = self.angles(positions, is_long, factor)
-        return AttentionMetadata(cos, sin, rows, positions, mask, self.comm, scale)
+        return AttentionMetadata(cos, sin, rows, positions, mask, self.comm, scale, last=last)
 
     def angles(self, positions, second, factor=1.0):
         """Return cos and sin (B, 1, 1, S, R/2) times a factor, of the second row of rope_frequencies or the first."""

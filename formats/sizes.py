@@ -53,7 +53,7 @@ SIZES = {  # shapes for benchmarks with random weights; extras/lanes adds anothe
     ),
     "qwen3.6-27b": Config(
         64, 24, 4, 256, 5120, 17408, 248320, 262144, 1e-6, 1e7, rotary_dim=64, norm="rms+1", qk_norm=True,
-        attention_gate=True, linear_layers=tuple(i for i in range(64) if i % 4 < 3), eos_ids=(248046, 248044),
+        attention_gate=True, linear_layers=tuple(i for i in range(64) if (i + 1) % 4), eos_ids=(248046, 248044),
         linear_attention={"key_heads": 16, "value_heads": 48, "key_dim": 128, "value_dim": 128, "conv_width": 4},
     ),
     "34b": Config(48, 64, 8, 128, 8192, 22016, 32000, 16384, rope_theta=1e6, bos_id=1, eos_ids=(2,)),  # CodeLlama 34B
@@ -99,7 +99,7 @@ class RandomWeights:
 
     def fill(self, target, name, dim=0, ranges=None):
         if target.dim() == 1:
-            target.fill_(0.0 if name.endswith("bias") else self.norm)
+            target.fill_(0.0 if name.endswith("bias") else 1.0 if "out_norm" in name else self.norm)
         elif name.endswith(("scales", "zeros")):
             target.fill_(self.scale if name.endswith("scales") else -7.5 * self.scale)
         elif not target.is_floating_point():
