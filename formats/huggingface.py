@@ -32,7 +32,7 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face
 ORIGINAL = "original_max_position_embeddings"
 ROPE = {key for keys in ROPE_KEYS.values() for key in keys} | {  # keys of rope_scaling and rope_parameters
     "rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim", "truncate",
-    "llama_4_scaling_beta", "max_position_embeddings", "mrope_section", "mrope_interleaved",  # of text: one position
+    "llama_4_scaling_beta", "max_position_embeddings",
 }  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def read_hf(values):
     foreign = {key for other in FAMILIES.values() for key in other} - known.keys() - SHAPE
     own = {k: v for k, v in values.items() if k not in foreign}
     unknown = own.keys() - known.keys() - SHAPE - IGNORED - supported.keys() if "laneformer" not in values else ()
-    unknown = [*unknown, *(f"rope_scaling: {key}" for key in (*rope, *near) if key not in ROPE)]
+    unknown = [*unknown, *(f"rope_scaling: {key}" for key in (*rope, *near) if key not in {*ROPE, *known})]
     for key in sorted(key for key in unknown if own.get(key, 0) is not None):
         words = "drop it from config.json if what the model computes does not depend on it"
         raise InputError(f"{key} {reprlib.repr(own.get(key, rope.get(key[14:])))} is unknown: {words}")

@@ -209,7 +209,7 @@ OWN_CODE = {"llamaLadder", "ladder_residual"}
 def test_absent_keys_are_what_transformers_takes_them_for(family, tmp_path):
     shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
     values = {"model_type": family, "num_attention_heads": 32, "pad_token_id": 0, **dict.fromkeys(shape, 64)}
-    values |= {"num_key_value_heads": 32, **({} if family == "stablelm" else {"head_dim": 4})}
+    values |= {"num_key_value_heads": 32, **({} if family == "stablelm" else {"head_dim": 8})}
     (tmp_path / "config.json").write_text(json.dumps(values))
     ours = huggingface.config_from_hf(tmp_path / "config.json")
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
