@@ -1,4 +1,4 @@
-"""Linear attention: the gated delta rule (arXiv 2412.06464) of Qwen3-Next, Qwen3.5 and Qwen3.6, in place of attention.
+"""Linear attention: the gated delta rule (arXiv 2412.06464) of Qwen3-Next, Qwen3.5 and Qwen3.6.
 
 A layer has no keys and values of all tokens, but a state for each head, whose size does not grow with the text.
 
@@ -34,7 +34,7 @@ def step(q, k, v, log_decay, beta, state):
     return y[..., None, :], state * decay[..., None] + k * new[..., None, :]
 
 
-def gated_delta_rule(q, k, v, log_decay, beta, state, chunk=CHUNK):
+def gated_delta_rule(q, k, v, log_decay, beta, state):
     """Return (y (B, K, R, S, Y), the state after the last token). All are float32.
 
     Token by token, with decay = exp(log_decay), and k and q columns: state = decay state + k new^T, where new =
@@ -47,20 +47,18 @@ def gated_delta_rule(q, k, v, log_decay, beta, state, chunk=CHUNK):
     S = q.shape[2]
     if S == 1:
         return step(q, k, v, log_decay, beta, state)
-    chunk = min(chunk, S)
+    chunk = min(CHUNK, S)
     n = -(-S // chunk)
     q, k, v = (F.pad(x, (0, 0, 0, n * chunk - S)).unflatten(-2, (n, chunk)) for x in (q, k, v))
     log_decay, beta = (F.pad(x, (0, n * chunk - S)).unflatten(-1, (n, chunk)) for x in (log_decay, beta))
     since = log_decay.cumsum(-1)[..., None]  # (B, K, R, n, M, 1) of the decay since the chunk's start
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-    between = (since - since.mT).masked_fill(later, -torch.inf).exp()  # (B, K, R, n, M, M) from token j to token i
+    between = (since - since.mT).exp().tril()  # (B, K, R, n, M, M) from token j to token i >= j
     q, k, beta = q[:, :, None], k[:, :, None], beta[..., None]
     scores = q @ k.mT * between
     system = beta * (k @ k.mT) * between  # its diagonal counts as 1
     known = beta * torch.cat((v, k.expand(*v.shape[:-1], -1) * since.exp()), -1)
-    v, from_state = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True).split(
-        [v.shape[-1], k.shape[-1]], -1
-    )
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    v, from_state = solved.split([v.shape[-1], k.shape[-1]], -1)
     q, k = q * since.exp(), k * (since[..., -1:, :] - since).exp()  # as the state before and after the chunk sees them
     outputs = []
     for i in range(n):
@@ -113,8 +111,9 @@ class GatedDeltaNet(nn.Module):
                 beta, log_decay, end = beta * real, log_decay * real, real.sum(1, keepdim=True)[:, :, 0, 0]
             kept = end + torch.arange(before.shape[1], device=x.device).expand(B, -1)
             cache[1].copy_(columns[metadata.rows, kept])
-        mixed = sum(columns[:, i : i + S] * self.conv[:, i] for i in range(self.conv.shape[1]))
-        mixed = F.silu(mixed).view(B, S, -1, 2 * X + R * Y).transpose(1, 2).float()  # (B, K, S, 2 X + R Y)
+        weights = self.conv.float()
+        mixed = sum(columns[:, i : i + S] * weights[:, i] for i in range(weights.shape[1]))  # (B, S, C) float32
+        mixed = F.silu(mixed).view(B, S, -1, 2 * X + R * Y).transpose(1, 2)  # (B, K, S, 2 X + R Y)
         q, k, v = mixed.split([X, X, R * Y], -1)
         v = v.unflatten(-1, (R, Y)).transpose(2, 3)  # (B, K, R, S, Y)
         log_decay, beta = (x.permute(0, 2, 3, 1) for x in (log_decay, beta))  # (B, K, R, S)
@@ -125,24 +124,19 @@ class GatedDeltaNet(nn.Module):
         return self.wout(y.flatten(2))
 
     def new_cache(self, batch, length, device, dtype):
-        """Return a zeroed cache of any length: (the state (B, K, R, X, Y) float32, the convolution's last columns
-        (B, W - 1, C))."""
+        """Return (the state (B, K, R, X, Y) float32, the convolution's last columns (B, W - 1, C)), zeroed."""
         (R, X, Y), (C, W) = self.sizes, self.conv.shape
         state = torch.zeros(batch, C // (2 * X + R * Y), R, X, Y, device=device)
         return state, torch.zeros(batch, W - 1, C, device=device, dtype=dtype)
 
 
-# ---- Settings, shards, tensors of Hugging Face -----------------------------------------------------------------------
-
-
 def check(config):
     """Raise InputError for settings that make no layer."""
     own = config.linear_attention or {}
-    for name in SETTINGS:
-        if type(own.get(name)) is not int or own[name] < 1:
-            raise InputError(f"linear_attention: {name} is {own.get(name)!r} but must be a whole number, at least 1")
-    if unknown := own.keys() - {*SETTINGS}:
-        raise InputError(f"linear_attention: {min(unknown)!r} is unknown; known: {', '.join(SETTINGS)}")
+    for name in [*SETTINGS, *own]:
+        if name not in SETTINGS or type(own.get(name)) is not int or own[name] < 1:
+            words = f"it has {', '.join(SETTINGS)}, all whole numbers above 0"
+            raise InputError(f"linear_attention: {name} is {own.get(name)!r}, but {words}")
     if own["value_heads"] % own["key_heads"]:
         raise InputError(f"value_heads {own['value_heads']} is no multiple of key_heads {own['key_heads']}")
 
@@ -156,9 +150,7 @@ def row_ranges(config, first, last):
 
 
 def state_bytes(config, plan, dtype):
-    """Return the bytes of a layer's cache for a row, which no length changes. plan: a rank's tp.shard_plan."""
-    if not config.linear_layers:
-        return 0
+    """Return the bytes of a layer's cache for a row, of any length. plan: a rank's tp.shard_plan."""
     X, Y, W = (config.linear_attention[name] for name in ("key_dim", "value_dim", "conv_width"))
     ((first_head, last_head),), ((first, last),) = plan["A_log"][1], plan["conv"][1]
     return (last_head - first_head) * X * Y * 4 + (last - first) * (W - 1) * dtype.itemsize
@@ -182,8 +174,8 @@ def values_from_hf(hf):
 class LinearWeights:
     """The tensors of a source with names() and read(name): those of linear attention under our names, in our order.
 
-    Qwen3-Next's are in it already, except for the convolution. Qwen3.5 has all queries, all keys and all values, and
-    apart from them all gates; all strengths, and all decays.
+    Qwen3-Next's are in it already, but for the convolution. Qwen3.5 has all queries, then all keys, then all values,
+    and apart from them gates, strengths and decays.
     """
 
     def __init__(self, source, config):

@@ -36,7 +36,7 @@ def rank_bytes(config, dtype, rows, slots, rank=0, shares=1):
     weights = sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices.values())
     states = len(config.linear_layers)
     cache = (config.n_layers - states) * slots * kv_width(config, plan) * dtype.itemsize
-    return weights, rows * (cache + states * state_bytes(config, plan, dtype))
+    return weights, rows * (cache + (states and states * state_bytes(config, plan, dtype)))
 
 
 def kv_width(config, plan):
