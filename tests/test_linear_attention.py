@@ -7,34 +7,23 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    ANY_TP,
-    BASE,
-    StateWeights,
-    last_logits,
-    random_model,
-    run_ranks,
-    shard,
-    unequal_rows,
-    write_model,
-)  # fmt: skip
-from safetensors.torch import load_file
+from helpers import ANY_TP, BASE, last_logits, random_model, run_ranks, shard, unequal_rows, write_model
 from test_convert import SMALL, TOKENS, as_on_the_hub, change_tensors, check_parity, convert, hf_model, nested
+from test_experts import check_integers
 
 import linear_attention
-import quantize
 from decoding.sampling import Sampler
 from extras.drafts import read_draft
 from extras.lanes.lanes import load_lanes
 from extras.measure import advise
-from formats import checkpoint, huggingface
+from formats import huggingface
 from formats.sizes import RandomWeights
 from generate import Runner, generate
-from kernels import few_rows, int_linear
+from kernels import few_rows
 from linear_attention import gated_delta_rule
 from runtime import compiling, report
 from runtime.errors import InputError
-from tp import TensorParallel, load_shard, shard_plan
+from tp import load_shard, shard_plan
 
 
 def random_inputs(S, B=2, K=3, R=2, X=8, Y=5, decay=0.3):
@@ -226,32 +215,10 @@ def test_a_prefill_in_parts_passes_the_state_on(part):
 def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
     settings = {**SETTINGS, "key_dim": 32, "value_dim": 32}
     config = dataclasses.replace(CONFIG, dim=64, head_dim=16, intermediate_size=96, linear_attention=settings)
-    (tmp_path / "float").mkdir()
-    write_model(tmp_path / "float", config, long_memory(config).state_dict(), torch.float32)
-    options = ["--group-size", "32"] if mode == "int4" else []
-    quantize.main(["--checkpoint", str(tmp_path / "float"), "--mode", mode, *options, "--out", str(tmp_path / mode)])
-    state = load_file(tmp_path / mode / "model.safetensors")
-    matrices = {name.removesuffix(".scales") for name in state if name.endswith(".scales")}
-    assert {"layers.0.attention.wqkvz", "layers.0.attention.wout"} <= matrices
-    assert "layers.0.attention.wba" not in matrices  # how fast it forgets
-    twin = {name: tensor for name, tensor in state.items() if name.rpartition(".")[0] not in matrices}
-    for path in matrices:
-        parts = [state.get(f"{path}.{part}") for part in ("weight", "scales", "zeros")]
-        twin[f"{path}.weight"] = int_linear.dequantize(parts[0], *(p if p is None else p.float() for p in parts[1:]))
-    net = load_shard(config, StateWeights(twin), torch.float32, "cpu")
-    with torch.inference_mode():
-        expected = last_logits(net, *unequal_rows(config))
-    for logits in run_ranks(ranks, integers_on_a_rank, str(tmp_path / mode)):
-        assert (logits - expected).abs().max() < 2e-3
-
-
-def integers_on_a_rank(world, folder):
-    config = checkpoint.read_config(folder)
-    net = load_shard(config, checkpoint.Weights(folder), torch.float32, "cpu", world.rank, world.shares)
-    if world.tp_size > 1:
-        net.comm = TensorParallel(config, world.shares, world.group)
-    with torch.inference_mode():
-        return last_logits(net, *unequal_rows(config))
+    state = {name: w for name, w in long_memory(config).state_dict().items() if name != "output.weight"}  # tied
+    names = check_integers(config, state, mode, ranks, tmp_path)
+    assert {"layers.0.attention.wqkvz.scales", "layers.0.attention.wout.scales"} <= names
+    assert "layers.0.attention.wba.scales" not in names  # how fast it forgets
 
 
 @pytest.mark.parametrize("quant", [None, "int8"])
