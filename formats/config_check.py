@@ -49,10 +49,9 @@ def check_norms(c):
         raise InputError("whole_qk_norm needs qk_norm and a norm 'rms'")
     wiring = c.named_wiring
     adds_partials = wiring.laned or wiring.blocks > 1 or len(wiring.norms) < 2 or c.parsed.name == "farskip"
-    if c.sum_norms and adds_partials and c.wiring != "upper-bound":
-        raise InputError(
-            f"wiring {c.wiring} is not for models with sum_norms: it adds partials before their sum is known"
-        )
+    name = "sum_norms" if c.sum_norms and adds_partials else "whole_qk_norm" if c.whole_qk_norm and wiring.laned else ""
+    if name and c.wiring != "upper-bound":
+        raise InputError(f"wiring {c.wiring} is not for models with {name}: it adds partials before they are summed")
 
 
 def check_experts(c):

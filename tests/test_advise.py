@@ -59,6 +59,18 @@ def test_by_tcp_latencies_run_at_once():
     assert [advise.step_seconds(ladder, times._replace(flight=f))[0] for f in (0.0, 3.0)] == [31.0, 5 * (3 + 1) + 1]
 
 
+def test_norms_of_all_heads_wait_for_the_sums_in_flight():
+    """Two layers as a ladder: the second layer's norms wait for the sum of the first layer's MLP."""
+    times = Times(1.0, 1.0, 0.0, 3.0, 0.0, norm_sum=0.5)
+    olmo = dataclasses.replace(BASE, n_layers=2, qk_norm=True, whole_qk_norm=True)
+    assert advise.step_seconds(olmo, times)[0] == 2 * (1 + 0.5 + 3 + 1 + 3)
+    # sums start at 1.5, 4.5 and, after the norms' at 7.5 to 8 and half an attention, at 8.5 and 11.5
+    assert advise.step_seconds(dataclasses.replace(olmo, wiring="ladder"), times)[0] == 14.5
+    assert "parallel" in variants(olmo) and "spd" not in variants(olmo)
+    summed = dataclasses.replace(BASE, n_layers=2, sum_norms=True)
+    assert variants(summed) == ["standard", "ladder", "ladder:1", "upper-bound"]
+
+
 # ---- What a rank has to do -------------------------------------------------------------------------------------------
 
 H = 32

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import BASE, ROOT, YARN, greedy_tokens, random_model, script, shared_data, write_model
 from safetensors.torch import load_file
-from test_convert import FAMILIES, FOLDED, SMALL, TOKENS, check_parity, convert, hf_model
+from test_convert import FAMILIES, FOLDED, NESTED, SMALL, TOKENS, check_parity, convert, hf_model, nested
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import convert_hf_checkpoint
@@ -212,7 +212,7 @@ def test_verify_tells_rounding_from_a_mistake(dtype, tmp_path, capsys, monkeypat
     ]):  # fmt: skip
         right = getattr(module, name)
         with monkeypatch.context() as m, pytest.raises(InputError, match="^the converted .* differs from [^\n]*$"):
-            m.setattr(module, name, lambda *args, right=right, change=change: change(right(*args)))
+            m.setattr(module, name, lambda *args, right=right, change=change, **how: change(right(*args, **how)))
             verify.main(converted(tmp_path / str(i), dtype))
 
 
@@ -227,6 +227,26 @@ def test_verify_runs_the_code_of_a_folder_only_if_told_to_and_reads_its_tokenize
     convert_hf_checkpoint.main([hf, "--out", str(tmp_path / "other"), "--wiring", "standard"])
     with pytest.raises(InputError, match="transformers runs .*/hf as ladder, not as standard"):
         verify.main([hf, str(tmp_path / "other")])
+
+
+@pytest.mark.parametrize("family", ["gemma2", "glm4, yarn", "olmo3", *NESTED])
+def test_verify_runs_every_family(family, tmp_path, capsys):
+    theirs = nested(*NESTED[family], tie_word_embeddings=False) if family in NESTED else hf_model(family)
+    theirs.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "ours")
+    verify.main([str(tmp_path / "hf"), str(tmp_path / "ours")])
+    assert "verified: it differs from transformers in logits of 64 tokens" in capsys.readouterr().out
+    with pytest.MonkeyPatch.context() as m, pytest.raises(InputError, match="^the converted .* differs from"):
+        m.setattr(verify, "load_shard", lambda config, *args: load_shard_of(config, *args))
+        verify.main([str(tmp_path / "hf"), str(tmp_path / "ours")])
+
+
+def load_shard_of(config, *args):
+    """Load a model that misses one of what its family has."""
+    fields = (
+        {"score_cap": None} if config.score_cap else {"rotary_dim": 6} if config.rotary_dim else {"rope_theta": 9.0}
+    )
+    return tp.load_shard(dataclasses.replace(config, **fields), *args)
 
 
 # Other people's trainers, and transformers' own tensor parallelism

@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 import torch
 from helpers import ANY_TP, BASE, last_logits, random_model, run_ranks, shard, unequal_rows, write_model
-from test_convert import SMALL, TOKENS, as_on_the_hub, change_tensors, check_parity, convert, hf_model, nested
+from test_convert import SMALL, as_on_the_hub, change_tensors, check_greedy, check_parity, convert, hf_model, nested
 from test_experts import check_integers
 
 import linear_attention
-from decoding.sampling import Sampler
 from extras.drafts import read_draft
 from extras.lanes.lanes import load_lanes
 from extras.measure import advise
 from formats import huggingface
 from formats.sizes import RandomWeights
-from generate import Runner, generate
+from generate import Runner
 from kernels import few_rows
 from linear_attention import gated_delta_rule
 from runtime import compiling, report
@@ -107,23 +106,6 @@ def test_the_language_model_beside_a_tower_for_pictures(outer, family, tmp_path,
     said = capsys.readouterr().out
     assert "1 tensors of mtp" in said and re.search(r"\d tensors of visual", said)
     check_parity(ours, theirs)
-
-
-def check_greedy(ours, theirs):
-    """Our rows are padded on the right, those of transformers on the left: neither padding may enter a state."""
-    prompts = [row[:n].tolist() for row, n in zip(TOKENS, (3, 17, 12), strict=True)]
-    runner = Runner(ours, ours.new_cache(3, 40))
-    rows = generate(runner, prompts, 12, Sampler(0)).rows
-    padded = torch.tensor([[0] * (17 - len(prompt)) + prompt for prompt in prompts])
-    expected = theirs.generate(
-        padded,
-        attention_mask=(padded > 0).long(),
-        max_new_tokens=12,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    assert rows == expected[:, 17:].tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from helpers import ANY_TP, BASE, FAMILIES, YARN, wired_id
+from helpers import ANY_TP, BASE, FAMILIES, LONGROPE, YARN, wired_id
 from test_wiring import check_against_the_reference
 
 from formats import checkpoint
@@ -66,6 +66,7 @@ def test_named_sizes_have_the_published_parameter_counts():
     assert 200 < counts["176b"] < 225  # BLOOM's width and depth with a gated MLP
 
 
+MOE = {"n_experts": 4, "experts_per_token": 2, "expert_size": 36}
 CONFIGS = [  # changes and the line
     ({"wiring": "laddr"}, "unknown wiring 'laddr'; known: standard, ladder"),
     ({"wiring": "ladder:4"}, "NAME:N takes 1 to 3"),
@@ -81,6 +82,21 @@ CONFIGS = [  # changes and the line
     ({"n_kv_heads": 4}, "n_heads 6 is not a multiple of n_kv_heads 4"),
     ({"sliding_window": 4, "window_layers": (0, 3)}, "window_layers takes layers from 0 to 2, not"),
     ({"window_layers": (0,)}, "a sliding_window of 1 or more tokens"),
+    ({"sum_norms": True, "wiring": "spd"}, "wiring spd is not for models with sum_norms: it adds partials before they"),
+    ({"sum_norms": True, "wiring": "delayed-2:1"}, "wiring delayed-2:1 is not for models with sum_norms"),
+    ({"sum_norms": True, "wiring": "pair:0,1"}, "wiring pair:0,1 is not for models with sum_norms"),
+    ({"sum_norms": True, "wiring": "parallel-ladder"}, "wiring parallel-ladder is not for models with sum_norms"),
+    (
+        {"qk_norm": True, "whole_qk_norm": True, "wiring": "desync"},
+        "wiring desync is not for models with whole_qk_norm",
+    ),
+    ({"whole_qk_norm": True}, "whole_qk_norm needs qk_norm and a norm 'rms'"),
+    ({"norm": "batch"}, "norm 'batch' is unknown; known: rms, rms+1, layer"),
+    ({"activation": "relu"}, "activation 'relu' is unknown; known: silu, gelu_tanh"),
+    ({"rotary_dim": 10}, "rotary_dim 10 is odd, or more than head_dim 8"),
+    ({"rope_scaling": LONGROPE}, "short_factor has 3 numbers, not 4, one for each pair of dimensions"),
+    ({"llama4_beta": 0.1}, "llama4_beta needs a rope_scaling with original_max_position_embeddings"),
+    ({**MOE, "activation": "gelu_tanh"}, "activation gelu_tanh is not for a mixture of experts"),
 ]
 
 

@@ -216,7 +216,7 @@ def test_compiled_code_keeps_the_order_of_the_loop(name, wiring, fake_world):
 
 @pytest.mark.parametrize("name, wiring", [("decode", "ladder"), ("prefill", "ladder:1,"), ("decode", "standard")])
 def test_it_keeps_it_where_sums_are_normed(name, wiring, fake_world):
-    check_compiled_order({**GEMMA, "wiring": wiring}, fake_world(0, 2), *PASSES[name])
+    check_compiled_order({**GEMMA, "window_layers": (0,), "wiring": wiring}, fake_world(0, 2), *PASSES[name])
 
 
 @pytest.mark.slow
