@@ -38,7 +38,11 @@ class Graphs:
         key = tokens.shape, cache_length
         if key not in self.graphs:
             own = tokens.clone(), positions.clone()
+            states = [tensor for layer in cache for tensor in layer if tensor.dim() != 4]  # of linear attention
+            before = [tensor.clone() for tensor in states]  # a step would change them twice, unlike keys and values
             self.graphs[key] = own, *captured(lambda: self.step(*own, cache, cache_length), self.pool)
+            for tensor, old in zip(states, before, strict=True):
+                tensor.copy_(old)
         own, replay, logits = self.graphs[key]
         torch._foreach_copy_(own, (tokens, positions))
         replay()

@@ -80,16 +80,21 @@ def test_a_captured_step_is_found_again_by_its_shapes_and_gets_its_inputs(monkey
         return lambda: result.copy_(step()), result
 
     def step(tokens, positions, cache, cache_length):
+        cache[0][0].add_(1)
         return 100 * tokens + 10 * positions + cache_length
 
+    state = torch.zeros(1)  # of linear attention: each call is one step of it, that of a capture too
     monkeypatch.setattr(cuda_graphs, "captured", captured)
     monkeypatch.setattr(torch, "compile", lambda model, **options: step)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     graphs, seen = cuda_graphs.Graphs(types.SimpleNamespace(comm=SingleDevice())), {}
-    for value, S, length in ((1, 1, 256), (2, 1, 256), (3, 2, 256), (4, 1, 512), (5, 2, 256), (6, 1, 256)):
+    for steps, (value, S, length) in enumerate(
+        ((1, 1, 256), (2, 1, 256), (3, 2, 256), (4, 1, 512), (5, 2, 256), (6, 1, 256)), start=1
+    ):
         inputs = torch.full((3, S), value), torch.arange(3)[:, None].expand(3, S)
-        logits = graphs(*inputs, None, length)
-        assert torch.equal(logits, step(*inputs, None, length))
+        logits = graphs(*inputs, [(state, state[:0])], length)
+        assert state.item() == steps
+        assert torch.equal(logits, step(*inputs, [(torch.zeros(1),)], length))
         assert seen.setdefault((S, length), logits) is logits
     assert captures == ["pool"] * 3
 

@@ -13,6 +13,7 @@ from test_experts import check_integers
 
 import linear_attention
 from extras.drafts import read_draft
+from extras.export import verify
 from extras.lanes.lanes import load_lanes
 from extras.measure import advise
 from formats import huggingface
@@ -91,6 +92,7 @@ def test_parity_with_transformers(family, tmp_path):
     ours = convert(tmp_path / "hf", tmp_path / "ours")
     check_parity(ours, theirs)
     check_greedy(ours, theirs)
+    verify.main([str(tmp_path / "hf"), str(tmp_path / "ours")])
     as_on_the_hub(tmp_path / "hf")
     assert huggingface.config_from_hf(tmp_path / "hf" / "config.json") == ours.config
 
@@ -106,6 +108,7 @@ def test_the_language_model_beside_a_tower_for_pictures(outer, family, tmp_path,
     said = capsys.readouterr().out
     assert "1 tensors of mtp" in said and re.search(r"\d tensors of visual", said)
     check_parity(ours, theirs)
+    verify.main([str(tmp_path / "hf"), str(tmp_path / "ours")])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
