@@ -134,8 +134,8 @@ def check(config):
     """Raise InputError for settings that make no layer."""
     own = config.linear_attention or {}
     for name in [*SETTINGS, *own]:
-        if name not in SETTINGS or type(own.get(name)) is not int or own[name] < 1:
-            words = f"it has {', '.join(SETTINGS)}, all whole numbers above 0"
+        if name not in SETTINGS or type(own.get(name)) is not int or not 1 <= own[name] <= 2**16:
+            words = f"it has {', '.join(SETTINGS)}, all whole numbers from 1 to 65536"
             raise InputError(f"linear_attention: {name} is {own.get(name)!r}, but {words}")
     if own["value_heads"] % own["key_heads"]:
         raise InputError(f"value_heads {own['value_heads']} is no multiple of key_heads {own['key_heads']}")
