@@ -71,26 +71,6 @@ class SingleDevice:
         return logits
 
 
-class NormedSums:
-    """The collectives of a stream whose sums are normed before they are added: settle returns x + norm(wait(pending)).
-
-    norms: one for each sublayer, in the order of their starts.
-    """
-
-    def __init__(self, comm, norms):
-        self.comm, self.norms, self.lanes = comm, iter(norms), comm.lanes
-
-    def start(self, partial):
-        return self.comm.start(partial), next(self.norms)
-
-    def settle(self, x, pending, after=None):
-        after = after and after[0]
-        if pending is None:
-            return self.comm.settle(x, None, after)
-        started, norm = pending
-        return x + norm(self.comm.settle(torch.zeros_like(x), started, after))
-
-
 def interleave(streams):
     """Run generators in turns: while one waits for its all-reduce, the next computes. Returns the last x of each."""
     *_, xs = zip(*streams, strict=True)  # zip runs each up to its next yield, and so on to their ends
@@ -593,13 +573,13 @@ class Transformer(nn.Module):
     def embed(self, tokens):
         """Return the embeddings (B, S, D) of tokens (B, S)."""
         x, scale = self.tok_embeddings(tokens), self.config.embedding_scale
-        return x if scale is None else x * scale
+        return x if scale is None else x * x.new_full((), scale)  # rounded to x's dtype, as Gemma was trained
 
     def stream(self, x, metadata, cache=None):
         """Return the stream from the embeddings x (B, S, D) to the last layer."""
         comm = self.comm
         if self.config.sum_norms:
-            comm = NormedSums(comm, [n for b in self.layers for n in (b.attention_sum_norm, b.ffn_sum_norm)])
+            comm = norms.NormedSums(comm, [n for b in self.layers for n in (b.attention_sum_norm, b.ffn_sum_norm)])
         return self.config.named_wiring.stream(x, self.sublayers(metadata, cache), comm, self.config)
 
     def head(self, x, select=None):

@@ -1,4 +1,4 @@
-"""Norms of other families than Llama's: of 1 + weight, of layers, of the heads of all ranks together."""
+"""Norms of other families than Llama's: of 1 + weight, of all heads together, of the sums that a stream adds."""
 
 import torch
 import torch.nn as nn
@@ -33,3 +33,23 @@ def norm_heads(q, k, q_norm, k_norm, comm=None):
         return (x.float() * (mean + norm.eps).rsqrt()).type_as(x) * weight
 
     return normed(q, q_norm, sums[0] / queries), normed(k, k_norm, sums[1] / keys)
+
+
+class NormedSums:
+    """The collectives of a stream whose sums are normed before they are added: settle returns x + norm(wait(pending)).
+
+    norms: one for each sublayer, in the order of their starts.
+    """
+
+    def __init__(self, comm, norms):
+        self.comm, self.norms, self.lanes = comm, iter(norms), comm.lanes
+
+    def start(self, partial):
+        return self.comm.start(partial), next(self.norms)
+
+    def settle(self, x, pending, after=None):
+        after = after and after[0]
+        if pending is None:
+            return self.comm.settle(x, None, after)
+        started, norm = pending
+        return x + norm(self.comm.settle(torch.zeros_like(x), started, after))
