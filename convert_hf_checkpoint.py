@@ -113,7 +113,8 @@ def main(argv=None):
     config = cli.with_wiring(own, args)
     check_lanes(config)
     cli.warn_of_wiring(own, config, (1,))
-    *_, values = hf_names("layers.0.attention.wqkv.weight")  # LlamaWeights reads them in the source's own dtype
+    layer = min({*range(config.n_layers)} - {*config.linear_layers}, default=0)
+    *_, values = hf_names(f"layers.{layer}.attention.wqkv.weight")  # LlamaWeights reads them in the source's own dtype
     if values not in weights.names():
         raise InputError(f"{args.source} has no tensor {values}")
     dtype = checkpoint.DTYPES[args.dtype] if args.dtype else checkpoint.own_dtype(weights, values)

@@ -86,7 +86,7 @@ class Runner:
 
     def with_model(self, model, cache=None):
         """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
-        B, _, T, _ = self.cache[0][0].shape
+        B, _, T, *_ = self.cache[0][0].shape
         return Runner(model, cache or model.new_cache(B, T), *self.compiles, self.chunks)
 
     def cache_length(self, longest):
@@ -119,6 +119,7 @@ class Runner:
         a pass, not of the whole prompt. cached_tokens: so many of each row, but not all, are in the cache.
         """
         B, S = tokens.shape
+        cached_tokens *= not self.model.config.linear_layers  # whose state cannot go back to where the prompts part
         width = max(1, pass_tokens // B) if pass_tokens else S
         last, logits = lengths - 1, None
         hidden = None if B * S > 8 * PASS_TOKENS and not self.quiet else True  # None: shown at a terminal
@@ -128,7 +129,7 @@ class Runner:
                 watch.at("prefill from token", start)
                 filled = start + piece.shape[1]
                 positions = torch.arange(start, filled, device=tokens.device).expand(B, -1)
-            select, chunks = (last - start).clamp(0, piece.shape[1] - 1), self.choose_chunks(*piece.shape)
+            select, chunks = (last - start).clamp(-1, piece.shape[1] - 1), self.choose_chunks(*piece.shape)
             later = self._prefill(piece, positions, self.cache, filled, select, chunks)[:, 0]
             logits = later if logits is None else torch.where((last >= start)[:, None], later, logits)
         return logits
@@ -159,7 +160,7 @@ class Runner:
         key = self.graphs and getattr(sample, "graph_key", None)
         if not key:
             return step(tokens, positions)
-        return self.graphs.replay((tokens, positions), (length, key), step, sample.generator)
+        return self.graphs.replay((tokens, positions), (length, key), step, self.cache, sample.generator)
 
     def passes(self):
         """Return next_tokens for one generation: a GPU need not wait for the host."""

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from formats import config_check, wiring_text
 from formats.rope import rope_frequencies
 from kernels import norms
+from linear_attention import GatedDeltaNet
 from runtime.errors import load_extra
 
 # ---- The collectives that a wiring uses ------------------------------------------------------------------------------
@@ -263,6 +264,9 @@ class Config:
     wo_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    attention_gate: bool = False  # whether a head's output is multiplied by sigmoid(another query projection)
+    linear_layers: tuple[int, ...] = ()  # of linear attention, which these settings describe
+    linear_attention: dict | None = None  # see linear_attention.SETTINGS
     nope_layers: tuple[int, ...] = ()  # layers without rotary embeddings
     sliding_window: int | None = None  # how many positions a token attends to, itself included
     window_layers: tuple[int, ...] = ()  # in these layers
@@ -373,6 +377,7 @@ class AttentionMetadata:
     cos, sin: (B, 1, 1, S, R/2). rows (B, 1), positions (B, S): where this pass writes the cache.
     mask: (B, S, T') bool over the first T' slots of the cache, or, without a cache, over the keys of this very pass
     (T' = S); None when each row starts at position 0 and so attends causally to the keys of this very pass.
+    last (B, 1): the position after which a row's tokens are padding; None if there is none.
     """
 
     cos: torch.Tensor
@@ -383,10 +388,12 @@ class AttentionMetadata:
     comm: SingleDevice  # or tp.py's: whole_qk_norm sums over the ranks
     query_scale: torch.Tensor | float | None = None  # of queries (B, K, G, S, H)
     window: int | None = None  # that of the mask, for kernels that read positions instead
+    last: torch.Tensor | None = None
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. The rows of wqkv come KV head by KV head: its G query heads, its key, its value.
+    """Grouped-query attention. The rows of wqkv come KV head by KV head: its G query heads (with attention_gate, after
+    each its gate), its key, its value.
 
     So a run of rows is a run of whole groups, and tp.py may hand this module any number of them: head counts are
     read from the shapes.
@@ -395,8 +402,9 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.head_dim = config.head_dim
-        n_heads, n_kv_heads = config.n_heads, config.n_kv_heads
-        self.wqkv = nn.Linear(config.dim, (n_heads + 2 * n_kv_heads) * self.head_dim, bias=config.qkv_bias)
+        n_heads, n_kv_heads, self.gates = config.n_heads, config.n_kv_heads, int(config.attention_gate)  # of a head
+        width = (n_heads * (1 + self.gates) + 2 * n_kv_heads) * self.head_dim
+        self.wqkv = nn.Linear(config.dim, width, bias=config.qkv_bias)
         self.wo = nn.Linear(n_heads * self.head_dim, config.dim, bias=config.wo_bias)
         self.score_cap, self.whole_norm, make = config.score_cap, config.whole_qk_norm, norms.NORMS[config.norm]
         for name, heads in ("q_norm", n_heads), ("k_norm", n_kv_heads):
@@ -405,13 +413,13 @@ class Attention(nn.Module):
 
     @property
     def n_kv_heads(self):
-        return (self.wqkv.out_features - self.wo.in_features) // (2 * self.head_dim)
+        return (self.wqkv.out_features - self.wo.in_features * (1 + self.gates)) // (2 * self.head_dim)
 
     def forward(self, x, metadata, cache):
         """Return this rank's partial (B, S, D) of x (B, S, D). cache: None or (k, v), both (B, K, T, H), written to."""
         B, S, _ = x.shape
         qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, G + 2, S, H)
-        q, k = qkv[:, :, :-2], qkv[:, :, -2:-1]
+        q, k = qkv[:, :, : -2 : 1 + self.gates], qkv[:, :, -2:-1]
         q, k = norms.norm_heads(q, k, self.q_norm, self.k_norm, metadata.comm if self.whole_norm else None)
         q = rotate(q, metadata.cos, metadata.sin)  # (B, K, G, S, H)
         k = rotate(k, metadata.cos, metadata.sin).squeeze(2)  # (B, K, S, H)
@@ -425,7 +433,15 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True)  # (B, N, S, H)
         else:
             y = self.attend(q, *(cache or (k, v)), metadata)
-        return self.wo(y.reshape(B, -1, S, self.head_dim).transpose(1, 2).reshape(B, S, -1))
+        y = y.reshape(q.shape)
+        if self.gates:
+            y = y * qkv[:, :, 1:-2:2].sigmoid()
+        return self.wo(y.flatten(1, 2).transpose(1, 2).reshape(B, S, -1))
+
+    def new_cache(self, batch, length, device, dtype):
+        """Return (k, v) of `length` slots, both (B, K, T, H), zeroed."""
+        shape = batch, self.n_kv_heads, length, self.head_dim
+        return tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
 
     def attend(self, q, k, v, metadata):
         """Return the attention (B, K, G * S, H) of q (B, K, G, S, H) to keys and values (B, K, T, H), by their mask."""
@@ -494,7 +510,7 @@ class Block(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.attention = Attention(config)
+        self.attention = (GatedDeltaNet if layer in config.linear_layers else Attention)(config)
         if config.n_experts and layer not in config.dense_layers:
             self.feed_forward = MoE(config)
         else:
@@ -530,13 +546,14 @@ class Transformer(nn.Module):
         tokens (B, S) int64. Without positions every row starts at position 0 (training, scoring, prefill); rows
         shorter than S are padded on the right, which causality hides from them. With positions (B, S) each row
         continues its cached sequence there (decode), reading the first cache_length slots of the cache.
-        cache: as new_cache makes it, written in place, or None. chunks: of the sequence, which are interleaved: one
-        computes while another's partials are summed; takes a cache.
+        cache: as new_cache makes it, written in place, or None. With a cache, tokens after `select` count as padding;
+        -1 is a row of padding. chunks: of the sequence, which are interleaved: one computes while another's partials
+        are summed; takes a cache.
         """
-        x = torch.cat(interleave(self.streams(tokens, positions, cache, cache_length, chunks)), dim=1)
+        x = torch.cat(interleave(self.streams(tokens, positions, cache, cache_length, chunks, select)), dim=1)
         return self.head(x, select)
 
-    def streams(self, tokens, positions, cache, cache_length, chunks):
+    def streams(self, tokens, positions, cache, cache_length, chunks, select=None):
         """Return a stream for each chunk of the sequence; the arguments are those of forward.
 
         interleave runs a layer's attention of the first chunk first, so that the others find its keys in the cache.
@@ -545,12 +562,13 @@ class Transformer(nn.Module):
         longest = cache[0][0].shape[2] - 1 if cache else S  # what is in the last slot, no pass reads
         if causal:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
+        last = None if select is None else positions[:, :1] + select[:, None]
         filled = cache_length - S  # slots of the cache
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
             filled += chunk.shape[1]  # by the time of this chunk's attention
             mask = None if causal else torch.arange(filled, device=tokens.device) <= at[..., None]  # (B, S, T')
             causal = False  # later chunks attend to the cache
-            streams.append(self.stream(self.embed(chunk), self.metadata(at, mask, longest), cache))
+            streams.append(self.stream(self.embed(chunk), self.metadata(at, mask, longest, last), cache))
         return streams
 
     def embed(self, tokens):
@@ -576,7 +594,7 @@ class Transformer(nn.Module):
         logits, cap = self.output(x), self.config.logit_cap
         return logits if cap is None else cap * (logits / cap).tanh()
 
-    def metadata(self, positions, mask=None, longest=None):
+    def metadata(self, positions, mask=None, longest=None, last=None):
         """Return the AttentionMetadata of tokens at these positions (B, S).
 
         longest: tokens that a row may have until the end of the run, by default S: longrope is another beyond its
@@ -592,7 +610,7 @@ class Transformer(nn.Module):
             mask = positions[:, None] <= positions[..., None]
         factor = scaling.get("attention_factor", 1.0)  # YaRN's and longrope's, of queries and of keys
         cos, sin = self.angles(positions, is_long, factor)
-        return AttentionMetadata(cos, sin, rows, positions, mask, self.comm, scale)
+        return AttentionMetadata(cos, sin, rows, positions, mask, self.comm, scale, last=last)
 
     def angles(self, positions, second, factor=1.0):
         """Return cos and sin (B, 1, 1, S, R/2) times a factor, of the second row of rope_frequencies or the first."""
@@ -621,9 +639,8 @@ class Transformer(nn.Module):
         return list_sublayers(config, split)
 
     def new_cache(self, batch, length):
-        """Return a static KV cache of `length` slots: a (k, v) for each layer, (B, K, T, H), zeroed."""
-        shapes = [(batch, b.attention.n_kv_heads, length, b.attention.head_dim) for b in self.layers]
-        return [tuple(torch.zeros(shape, device=self.device, dtype=self.dtype) for _ in "kv") for shape in shapes]
+        """Return a static cache of `length` slots: for each layer a (k, v), or a state of linear_attention.py."""
+        return [block.attention.new_cache(batch, length, self.device, self.dtype) for block in self.layers]
 
 
 def build(config):

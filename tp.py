@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from formats.checkpoint import check_shape, read_slice
 from kernels import cpu, int_groups
+from linear_attention import row_ranges
 from model import VOCAB_BLOCK, build, pad_logits
 from runtime import watch
 from runtime.errors import InputError, load_extra
@@ -45,15 +46,15 @@ def head_ranges(config, rank, shares):
     ranks 0 and 1 share KV head 0, and rank 2 has all of KV head 1, so twice their attention.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
-    G, tp_size = N // K, len(shares)
+    G, tp_size, Q = N // K, len(shares), H * (1 + config.attention_gate)  # Q: rows of a query head
     if tp_size <= K:
         first, last = split_range(K, rank, shares, "KV heads")
-        return [(first * (G + 2) * H, last * (G + 2) * H)], [(first * G * H, last * G * H)]
+        return [(first * (G * Q + 2 * H), last * (G * Q + 2 * H))], [(first * G * H, last * G * H)]
     group = rank * K // tp_size
     sharers = [r for r in range(tp_size) if r * K // tp_size == group]
     a, b = split_range(G, sharers.index(rank), [shares[r] for r in sharers], "query heads of a KV head")
-    start = group * (G + 2) * H
-    queries, key_and_value = (start + a * H, start + b * H), (start + G * H, start + (G + 2) * H)
+    start = group * (G * Q + 2 * H)
+    queries, key_and_value = (start + a * Q, start + b * Q), (start + G * Q, start + G * Q + 2 * H)
     return [queries, key_and_value], [((group * G + a) * H, (group * G + b) * H)]
 
 
@@ -89,6 +90,9 @@ def shard_plan(config, rank, shares):
         raise InputError(f"{len(shares)} ranks or lanes cannot shard n_heads {N}: use 1 to {N}")
     wqkv, wo = head_ranges(config, rank, shares)
     plan = {"wqkv": (0, wqkv), "wo": (1, wo), "output": (0, [vocab_range(config.vocab_size, rank, shares)])}
+    if config.linear_layers:
+        n = config.linear_attention["key_heads"]
+        plan |= row_ranges(config, *split_range(n, rank, shares, "key heads of linear attention"))
     if config.whole_qk_norm:
         [(start, stop)], H, width = wo, config.head_dim, N // config.n_kv_heads * config.head_dim  # of a KV head in wo
         plan |= {"q_norm": (0, wo), "k_norm": (0, [(start // width * H, -(-stop // width) * H)])}
@@ -116,7 +120,8 @@ def shard_slices(model, dtype, rank=0, shares=1):
     plan, slices = shard_plan(model.config, rank, shares), {}
     for name, whole in model.named_parameters():  # a tied output head is not among them
         path, _, tensor = name.rpartition(".")
-        dim, ranges = plan.get(path.split(".", 3)[-1], (0, None))  # without layers.N.attention or .feed_forward
+        linear = name if path.endswith(".attention") else path  # a parameter of linear attention is no module
+        dim, ranges = plan.get(linear.split(".", 3)[-1], (0, None))  # without layers.N.attention or .feed_forward
         shape, columns = list(whole.shape), 1
         if dim == 1 and tensor == "bias":  # added to a partial sum: by rank 0 alone
             dim, ranges = 0, (None if rank == 0 else [])

@@ -1,5 +1,6 @@
 """What the values of a Config may be, beyond the types that formats/checkpoint.py checks."""
 
+import linear_attention
 from kernels.norms import NORMS
 from runtime.errors import InputError
 
@@ -27,9 +28,11 @@ def check(c):
         raise InputError(f"activation {c.activation!r} is unknown; known: {', '.join(ACTIVATIONS)}")
     if c.window_layers and (c.sliding_window or 0) < 1:
         raise InputError("window_layers needs a sliding_window of 1 or more tokens")
-    for name in "window_layers", "nope_layers", "dense_layers":
+    for name in "window_layers", "nope_layers", "dense_layers", "linear_layers":
         if not {*getattr(c, name)} <= {*range(c.n_layers)}:
             raise InputError(f"{name} takes layers from 0 to {c.n_layers - 1}, not {getattr(c, name)}")
+    if c.linear_layers or c.linear_attention:
+        linear_attention.check(c)
     check_quantization(c)
     if c.n_experts:
         check_experts(c)
@@ -79,6 +82,8 @@ def check_quantization(c):
     columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), {c.dim})
     dense = c.intermediate_size if c.dense_layers or not c.n_experts else None
     columns |= {"wo": {c.n_heads * c.head_dim}, "w2": {dense, c.expert_size, c.shared_expert_size} - {None}}
+    if c.linear_layers:
+        columns |= {"wqkvz": {c.dim}, "wout": {c.linear_attention["value_heads"] * c.linear_attention["value_dim"]}}
     for name in c.kept:
         if name not in columns:
             raise InputError(f"cannot keep {name!r} from being quantized; known: {', '.join(columns)}")

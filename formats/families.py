@@ -14,13 +14,22 @@ IGNORED = {  # do not change what a model computes
     "label2id", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
     "prefill_chunk_size", "pretraining_tp", "problem_type", "resid_pdrop", "residual_dropout", "return_dict",
     "router_aux_loss_coef", "router_jitter_noise", "torch_dtype", "transformers.js_config", "transformers_version",
-    "unsloth_fixed", "unsloth_version", "use_cache", "cache_implementation",
+    "unsloth_fixed", "unsloth_version", "use_cache", "cache_implementation", "mamba_ssm_dtype", "mtp_num_hidden_layers",
+    "mtp_use_dedicated_embeddings",
 }  # fmt: skip
-NESTED = {"mistral3": "mistral", "gemma3": "gemma3_text"}  # model_type: that of a text_config without one
+NESTED = {  # model_type: that of a text_config without one
+    "mistral3": "mistral", "gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
+}  # fmt: skip
 QWEN = {**COMMON, "bos_token_id": None, "eos_token_id": None, "use_sliding_window": False, "sliding_window": 4096}
 WINDOW_LAYERS = {"max_window_layers": 28, "layer_types": None}
 BIASES = {"attention_bias": False, "mlp_bias": False}
 QWEN_EXPERTS = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
+LINEAR = {  # Qwen's with linear attention
+    **COMMON, "bos_token_id": None, "eos_token_id": None, "attention_bias": False, "head_dim": 256,
+    "partial_rotary_factor": 0.25, "layer_types": None, "full_attention_interval": 4, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    "mrope_section": None, "mrope_interleaved": None,  # of pictures: the three positions of a text's token are one
+}  # fmt: skip
 GRANITE = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0}
 GLM = {
     **COMMON, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-07, "attention_bias": True,
@@ -91,6 +100,15 @@ FAMILIES = {
     "qwen3_moe": {
         **QWEN, **QWEN_EXPERTS, "attention_bias": False, "num_experts": 128, "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
+    },
+    "qwen3_next": {
+        **LINEAR, **QWEN_EXPERTS, "norm_topk_prob": True, "num_experts": 512, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    },
+    "qwen3_5_text": LINEAR,
+    "qwen3_5_moe_text": {
+        **LINEAR, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
     },
     "smollm3": {
         **COMMON, **BIASES, "tie_word_embeddings": True, "rope_theta": 2000000.0, "no_rope_layers": None,

@@ -13,6 +13,7 @@ from formats.experts import ExpertWeights
 from formats.families import FAMILIES, IGNORED, NESTED, SHAPE
 from formats.rope import ROPE_KEYS
 from formats.wiring_text import wiring_name
+from linear_attention import LinearWeights, values_from_hf
 from runtime.errors import InputError, load_extra
 
 PARTS = {  # of our tensors' names: Hugging Face's; wqkv is made of three
@@ -40,7 +41,7 @@ def hf_names(name):
     layer, module, tensor = re.fullmatch(r"(layers\.\d+\.)?(.+)\.(\w+)", name).groups()
     prefix = f"model.{layer}" if layer else ""
     module = ".".join(PARTS.get(part, part) for part in module.split("."))
-    modules = [module.replace("wqkv", f"{letter}_proj") for letter in "qkv"] if "wqkv" in module else [module]
+    modules = [module.replace("wqkv", f"{letter}_proj") for letter in "qkv"] if module.endswith("wqkv") else [module]
     return [f"{prefix}{module}.{tensor}" for module in modules]
 
 
@@ -100,7 +101,7 @@ def read_hf(values):
     if isinstance(rope, dict) and {*ROPE_TYPES} & rope.keys():
         rope, near = (rope.get(name) or {} for name in ROPE_TYPES)
     supported = {"truncate": True, "use_bidirectional_attention": False, "qk_layernorm": False}
-    supported |= {"rope_interleaved": False}
+    supported |= {"rope_interleaved": False, "attn_output_gate": True, "output_gate_type": "swish"}
     supported |= dict.fromkeys({"partial_rotary_factor"} - known.keys(), 1.0)
     supported |= dict.fromkeys({"attention_bias", "attention_out_bias", "mlp_bias"} - known.keys(), False)
     supported |= {"attn_logit_softcapping": None} if family == "gemma3_text" else {}
@@ -115,7 +116,7 @@ def read_hf(values):
     foreign = {key for other in FAMILIES.values() for key in other} - known.keys() - SHAPE
     own = {k: v for k, v in values.items() if k not in foreign}
     unknown = own.keys() - known.keys() - SHAPE - IGNORED - supported.keys() if "laneformer" not in values else ()
-    unknown = [*unknown, *(f"rope_scaling: {key}" for key in (*rope, *near) if key not in ROPE)]
+    unknown = [*unknown, *(f"rope_scaling: {key}" for key in (*rope, *near) if key not in {*ROPE, *known})]
     for key in sorted(key for key in unknown if own.get(key, 0) is not None):
         words = "drop it from config.json if what the model computes does not depend on it"
         raise InputError(f"{key} {reprlib.repr(own.get(key, rope.get(key[14:])))} is unknown: {words}")
@@ -167,7 +168,7 @@ def our_values(hf):
         "nope_layers": nope_layers_from_hf(hf), "bos_id": hf["bos_token_id"],
         "sliding_window": hf["sliding_window"] if windowed else None, "window_layers": windowed,
         "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), parallel, n_layers),
-        **hf.get("laneformer", {}),
+        **hf.get("laneformer", {}), **values_from_hf(hf),
     }  # fmt: skip
 
 
@@ -285,6 +286,7 @@ class LlamaWeights:
         self.rotary = (H, config.rotary_dim) if hf["model_type"] in ("glm", "glm4") else None
         renamed, self.skipped = SUM_NORMS if hf["model_type"] in HAVE_SUM_NORMS else {}, Counter()
         source = ExpertWeights(source) if config.n_experts else source
+        source = LinearWeights(source, config) if config.linear_layers else source
         if "laneformer" in hf:
             source = load_extra("lanes", "a Laneformer").LaneformerWeights(source, H)
         self.factors = {}
@@ -303,7 +305,7 @@ class LlamaWeights:
         self.source, self.places = source, {}  # name: (the source's name, proportions of its chunks, which chunk)
         for name in source.names():
             match = re.fullmatch(r"(?:model\.)?language_model\.(?:model\.)?(.+)|(lm_head\..+)", name)
-            if nested and not match:
+            if nested and not match or name.startswith("mtp."):
                 self.skipped[name.removeprefix("model.").partition(".")[0]] += 1
                 continue
             text = match[1] or match[2] if nested else name

@@ -51,6 +51,11 @@ SIZES = {  # shapes for benchmarks with random weights; extras/lanes adds anothe
         32, 32, 8, 128, 4096, 14336, 32000, 32768, 1e-5, 1e6, n_experts=8, experts_per_token=2, expert_size=14336,
         bos_id=1, eos_ids=(2,),
     ),
+    "qwen3.6-27b": Config(
+        64, 24, 4, 256, 5120, 17408, 248320, 262144, 1e-6, 1e7, rotary_dim=64, norm="rms+1", qk_norm=True,
+        attention_gate=True, linear_layers=tuple(i for i in range(64) if (i + 1) % 4), eos_ids=(248046, 248044),
+        linear_attention={"key_heads": 16, "value_heads": 48, "key_dim": 128, "value_dim": 128, "conv_width": 4},
+    ),
     "34b": Config(48, 64, 8, 128, 8192, 22016, 32000, 16384, rope_theta=1e6, bos_id=1, eos_ids=(2,)),  # CodeLlama 34B
     "70b": _llama3(80, 64, 128, 8192, 28672),  # Llama 3.1 70B
     # BLOOM 176B as the Ladder Residual paper times it: a Llama block of BLOOM's width with a gated MLP of 3.5 D
@@ -71,8 +76,9 @@ def named_size(text):
     quant, _, size = (match[3] or "").partition(":")
     group_size = int(size or 64) if quant == "int4" else None
     n_layers = int(match[2] or config.n_layers)
-    windowed = tuple(i for i in config.window_layers if i < n_layers)
-    changes = {"n_layers": n_layers, "window_layers": windowed, "quant": quant or None, "group_size": group_size}
+    changes = {"n_layers": n_layers, "quant": quant or None, "group_size": group_size}
+    for name in "window_layers", "linear_layers":
+        changes[name] = tuple(i for i in getattr(config, name) if i < n_layers)
     return dataclasses.replace(config, **changes)
 
 
@@ -93,7 +99,7 @@ class RandomWeights:
 
     def fill(self, target, name, dim=0, ranges=None):
         if target.dim() == 1:
-            target.fill_(0.0 if name.endswith("bias") else self.norm)
+            target.fill_(0.0 if name.endswith("bias") else 1.0 if "out_norm" in name else self.norm)
         elif name.endswith(("scales", "zeros")):
             target.fill_(self.scale if name.endswith("scales") else -7.5 * self.scale)
         elif not target.is_floating_point():

@@ -155,13 +155,13 @@ def recast(module, subclass):
 def replace_matrices(model, config):
     """Replace the linears and embeddings of a Transformer by integer ones, except those that the config keeps.
 
-    What chooses experts stays exact: it is small, and another choice is another function.
+    What chooses experts, or how fast linear attention forgets, stays exact: it is small, and its errors are not.
     """
 
     def make(name, module):
         table = "tok_embeddings" if name == "output" and config.tie_embeddings else name
         weight = getattr(module, "weight", None)
-        if weight is None or weight.dim() == 1 or table in (*config.kept, "router", "shared_gate"):
+        if weight is None or weight.dim() == 1 or table in (*config.kept, "router", "shared_gate", "wba"):
             return None
         settings = tuple(weight.shape), config.quant, config.group_size
         if type(module) is nn.Embedding:

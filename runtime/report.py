@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from formats.checkpoint import dtype_name
+from linear_attention import state_bytes
 from model import build
 from tp import shard_plan, shard_slices
 
@@ -31,11 +32,18 @@ def _kilobytes(path, name):
 
 
 def rank_bytes(config, dtype, rows, slots, rank=0, shares=1):
-    """Return the bytes of a rank's weights, and those of its KV cache. Raises InputError as shard_plan does."""
+    """Return the bytes of a rank's weights, and those of its cache. Raises InputError as shard_plan does."""
     plan, slices = shard_plan(config, rank, shares), shard_slices(build(config), dtype, rank, shares)
     weights = sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices.values())
-    heads, queries = (sum(stop - start for start, stop in plan[name][1]) for name in ("wqkv", "wo"))
-    return weights, config.n_layers * rows * slots * (heads - queries) * dtype.itemsize
+    states = len(config.linear_layers)
+    cache = (config.n_layers - states) * slots * kv_width(config, plan) * dtype.itemsize
+    return weights, rows * (cache + (states and states * state_bytes(config, plan, dtype)))
+
+
+def kv_width(config, plan):
+    """Return the numbers of a rank's keys and values of one token in one layer. plan: its shard_plan."""
+    qkv, queries = (sum(stop - start for start, stop in plan[name][1]) for name in ("wqkv", "wo"))
+    return qkv - queries * (1 + config.attention_gate)
 
 
 def warn_of_memory(world, rows, slots, *models):
@@ -65,7 +73,8 @@ def chosen_experts(config, tokens):
 def step_bytes(model, cache, filled, drafted=0):
     """Return the bytes that a decode step of this rank reads, of a token and so many drafted ones in each row.
 
-    Of experts as many count as the tokens choose on average; of the cache `filled` slots, or a window of them.
+    Of experts as many count as the tokens choose on average; of the cache `filled` slots, or a window of them, or the
+    state of linear attention.
     """
     c, tokens, total = model.config, len(cache[0][0]) * (1 + drafted), 0
     for name, tensor in model.named_parameters(remove_duplicate=False):
@@ -73,7 +82,8 @@ def step_bytes(model, cache, filled, drafted=0):
             total += tensor.nbytes * (chosen_experts(c, tokens) if ".experts." in name else 1)
     for i, layer in enumerate(cache):  # of several lanes one after another
         slots = min(filled, c.sliding_window) if i % c.n_layers in c.window_layers else filled
-        total += sum(tensor[:, :, 0].nbytes * slots for tensor in layer)
+        is_state = i % c.n_layers in c.linear_layers
+        total += sum(tensor.nbytes if is_state else tensor[:, :, 0].nbytes * slots for tensor in layer)
     return total
 
 

@@ -167,10 +167,10 @@ def test_parity_with_transformers(family, tmp_path):
     assert huggingface.config_from_hf(tmp_path / "hf" / "config.json") == ours.config
 
 
-def nested(outer, text, **changes):
+def nested(outer, text, more_vision=None, **changes):
     """Return a tiny transformers model with a tower for pictures."""
     vision = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 28, "patch_size": 14, "head_dim": 8}
+    vision |= {"image_size": 28, "patch_size": 14, "head_dim": 8, **(more_vision or {})}
     config = getattr(transformers, f"{outer}Config")(
         text_config=copy.deepcopy({**SMALL, **text}), vision_config=vision, mm_tokens_per_image=4, **changes
     )
@@ -224,7 +224,7 @@ OWN_CODE = {"llamaLadder", "ladder_residual"}
 def test_absent_keys_are_what_transformers_takes_them_for(family, tmp_path):
     shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
     values = {"model_type": family, "num_attention_heads": 32, "pad_token_id": 0, **dict.fromkeys(shape, 64)}
-    values |= {"num_key_value_heads": 32, **({} if family == "stablelm" else {"head_dim": 4})}
+    values |= {"num_key_value_heads": 32, **({} if family == "stablelm" else {"head_dim": 8})}
     (tmp_path / "config.json").write_text(json.dumps(values))
     ours = huggingface.config_from_hf(tmp_path / "config.json")
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)

@@ -99,14 +99,18 @@ def test_a_captured_step_is_found_again_by_its_shapes_and_gets_its_inputs(monkey
     """Of several positions and lengths; what a replay writes is where the one before wrote."""
 
     def step(tokens, positions, cache, cache_length):
+        cache[0][0].add_(1)
         return 100 * tokens + 10 * positions + cache_length
 
     (graphs, captures), seen = recorded(monkeypatch, step), {}
+    state = torch.zeros(1)  # of linear attention: each call is one step of it, that of a capture too
     watch.at("decode step", 1)
-    for value, S, length in ((1, 1, 256), (2, 1, 256), (3, 2, 256), (4, 1, 512), (5, 2, 256), (6, 1, 256)):
+    calls = (1, 1, 256), (2, 1, 256), (3, 2, 256), (4, 1, 512), (5, 2, 256), (6, 1, 256)
+    for steps, (value, S, length) in enumerate(calls, start=1):
         inputs = torch.full((3, S), value), torch.arange(3)[:, None].expand(3, S)
-        logits = graphs(*inputs, None, length)
-        assert torch.equal(logits, step(*inputs, None, length))
+        logits = graphs(*inputs, [(state, state[:0])], length)
+        assert state.item() == steps
+        assert torch.equal(logits, step(*inputs, [(torch.zeros(1),)], length))
         assert seen.setdefault((S, length), logits) is logits
     assert captures == [("pool", None, False)] * 3 and graphs.n_bytes == [7] * 3  # in a phase that is not timed
     assert watch.here.timed

@@ -119,18 +119,23 @@ def test_equal_scores_and_an_expert_that_nobody_chose():
 def test_integers_are_their_dequantized_twin(mode, ranks, wiring, tmp_path):
     config = dataclasses.replace(SHARED, dim=64, expert_size=96, shared_expert_size=64)  # no MLP of 100 neurons
     config = dataclasses.replace(config, wiring=wiring, head_dim=16, n_heads=12, n_kv_heads=4)
+    names = check_integers(config, random_model(config).state_dict(), mode, ranks, tmp_path)
+    assert {"layers.0.feed_forward.experts.w2.scales", "layers.0.feed_forward.router.weight"} <= names
+    assert "layers.0.feed_forward.router.scales" not in names
+
+
+def check_integers(config, exact, mode, ranks, tmp_path):
+    """Quantize the tensors `exact`; the logits of ranks are those of the integers as floats. Returns their names."""
     (tmp_path / "float").mkdir()
-    write_model(tmp_path / "float", config, random_model(config).state_dict(), torch.float32)
+    write_model(tmp_path / "float", config, exact, torch.float32)
     options = ["--group-size", "32"] if mode == "int4" else []
     quantize.main(["--checkpoint", str(tmp_path / "float"), "--mode", mode, *options, "--out", str(tmp_path / mode)])
     own = checkpoint.read_config(tmp_path / mode)
     state = load_file(tmp_path / mode / "model.safetensors")
-    assert {"layers.0.feed_forward.experts.w2.scales", "layers.0.feed_forward.router.weight"} <= state.keys()
-    assert "layers.0.feed_forward.router.scales" not in state
     twin = {}
-    for name in dict(random_model(config).state_dict()):
+    for name in exact:
         path = name.removesuffix(".weight")
-        parts = [state.get(f"{path}.{part}") for part in ("weight", "scales", "zeros")]
+        parts = [state.get(n) for n in (name, f"{path}.scales", f"{path}.zeros")]
         twin[name] = parts[0] if parts[1] is None else int_linear.dequantize(*(p if p is None else p.float() if
                      p.dtype == torch.bfloat16 else p for p in parts))  # fmt: skip
     net = tp.load_shard(config, StateWeights(twin), torch.float32, "cpu")
@@ -143,6 +148,7 @@ def test_integers_are_their_dequantized_twin(mode, ranks, wiring, tmp_path):
             results = run_ranks(ranks, integers_on_a_rank, str(tmp_path / mode))
     for logits in results:
         assert (logits - expected).abs().max() < 2e-3
+    return state.keys()
 
 
 def integers_on_a_rank(world, folder):

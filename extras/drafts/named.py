@@ -33,6 +33,7 @@ class Source(NamedTuple):
 def read_draft(text, config, folder, tp_size):
     """Return the Source of --draft for a model of this config. folder: the model's, or None. Raises InputError."""
     name, count = re.fullmatch(r"(?s)(.*?)(?:@(\d{1,9}))?", text).groups(default="3")
+    check_states(f"--draft {text}", config)
     if not 1 <= int(count) < config.max_seq_len:
         raise InputError(f"--draft {text}: @{count} must be from 1 to the context of {config.max_seq_len}")
     if name == "ngram":
@@ -42,8 +43,15 @@ def read_draft(text, config, folder, tp_size):
     if not os.path.isdir(name):
         raise InputError(f"--draft {text!r} is no folder, nor is it ngram or wiring:NAME")
     draft = checkpoint.read_config(name)
+    check_states(f"--draft {name}", draft)
     check_vocabulary(config, folder, draft, name, f"--draft {name}")
     return Source(checkpoint.name(name), int(count), draft, name)
+
+
+def check_states(flag, config):
+    """Raise InputError for a model whose cache cannot forget a proposal that is rejected."""
+    if config.linear_layers:
+        raise InputError(f"{flag}: a model with linear_layers neither drafts nor is drafted for: drop it")
 
 
 def wiring_of(config, name, tp_size):
@@ -88,7 +96,9 @@ def build(source, runner, load):
 
 def of_model(draft, count, runner):
     """Return the Draft of complete() for the model of a generate.Runner: draft is "ngram" or a model."""
+    check_states("draft", runner.model.config)
     if draft == "ngram":
         return Ngrams(count)
+    check_states("draft", draft.config)
     check_vocabulary(runner.model.config, None, draft.config, None, "draft")
     return SmallModel(count, runner.with_model(draft))

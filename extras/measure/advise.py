@@ -21,6 +21,7 @@ from extras.measure.clock import run_layers, variants
 from formats import checkpoint, sizes
 from formats.checkpoint import dtype_name
 from formats.sizes import SIZES
+from linear_attention import state_bytes
 from model import build, rewired
 from runtime import benchmarking, cli, launch, report
 from runtime.cli import count, number
@@ -42,14 +43,19 @@ def decode_work(config, dtype, tp_size, batch, context):
 
     It is the work of the rank with the most, for which the others wait. context: filled slots of the cache. Of the
     embedding table, a step reads only the rows of its tokens. All layers of a mixture count as layers with experts.
+    Where some layers are linear, "attention" is the mean of all.
     Raises InputError if tp_size does not suit the config.
     """
     wiring = "farskip" if config.parsed.name == "farskip" else "standard"  # which of them decides who holds what
     kept = *config.kept, *["output"] * (config.tie_embeddings and "tok_embeddings" in config.kept)
-    config = dataclasses.replace(rewired(config, wiring), n_layers=1, tie_embeddings=False, kept=kept)
-    config = dataclasses.replace(config, **ALL_ALIKE)
-    ranks = [rank_work(config, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
-    return {place: max(work[place] for work in ranks) for place in ranks[0]}
+    works, share = [], len(config.linear_layers) / config.n_layers
+    changes = ALL_ALIKE | {"n_layers": 1, "tie_embeddings": False, "kept": kept}
+    for layers in [(), (0,)] if share else [()]:
+        one = dataclasses.replace(rewired(config, wiring), **changes | {"linear_layers": layers})
+        ranks = [rank_work(one, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
+        works.append({place: max(work[place] for work in ranks) for place in ranks[0]})
+    pairs = zip(works[0]["attention"], works[-1]["attention"], strict=True)
+    return works[0] | {"attention": Work(*((1 - share) * full + share * linear for full, linear in pairs))}
 
 
 def rank_work(config, dtype, rank, tp_size, batch, context):
@@ -65,9 +71,11 @@ def rank_work(config, dtype, rank, tp_size, batch, context):
         n_bytes[place] += size * stored.itemsize * read
         if name.endswith(".weight"):
             flops[place] += 2 * batch * size * used * (2 if stored == torch.uint8 else 1)  # int4: two in a byte
-    queries, all_three = (sum(stop - start for start, stop in plan[name][1]) for name in ("wo", "wqkv"))
-    n_bytes["attention"] += batch * context * (all_three - queries) * dtype.itemsize
-    flops["attention"] += 4 * batch * context * queries
+    if config.linear_layers:
+        n_bytes["attention"] += batch * state_bytes(config, plan, dtype)
+    else:
+        n_bytes["attention"] += batch * context * report.kv_width(config, plan) * dtype.itemsize
+        flops["attention"] += 4 * batch * context * sum(stop - start for start, stop in plan["wo"][1])
     n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm
     return {place: Work(n_bytes[place], flops[place]) for place in ("attention", "feed_forward", "rest")}
 
@@ -94,7 +102,7 @@ GPUS = {
 # the 7b in bfloat16 on one GPU. The upper bound that the paper measured is lower: see benchmarks/bench.md.
 SHARE = 0.7
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-ALL_ALIKE = dict.fromkeys(("nope_layers", "window_layers", "dense_layers"), ())
+ALL_ALIKE = dict.fromkeys(("nope_layers", "window_layers", "dense_layers", "linear_layers"), ())
 MOST_LOSS = 3.0  # percent, of a wiring that is recommended
 
 # ---- Predictions -----------------------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ def read_configs(args):
     for each in filter(None, (config, teacher)):
         if each.named_wiring.model or each.parsed.name == "upper-bound":
             raise InputError(f"a model in the wiring {each.wiring} cannot be trained")
+        if each.linear_layers:
+            raise InputError("linear_layers cannot be trained: a state would go on to the next text of a window")
         check_lanes(each)
     if teacher:
         if args.distill == args.checkpoint and own.function == config.function and not args.fresh:

@@ -1,0 +1,280 @@
+"""Linear attention: against a naive float64 recurrence and transformers, on ranks, compiled, in integers."""
+
+import dataclasses
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from helpers import ANY_TP, BASE, last_logits, random_model, run_ranks, shard, unequal_rows, write_model
+from test_convert import SMALL, as_on_the_hub, change_tensors, check_greedy, check_parity, convert, hf_model, nested
+from test_experts import check_integers
+
+import linear_attention
+from extras.drafts import read_draft
+from extras.export import verify
+from extras.lanes.lanes import load_lanes
+from extras.measure import advise
+from formats import huggingface
+from formats.sizes import RandomWeights
+from generate import Runner
+from kernels import few_rows
+from linear_attention import gated_delta_rule
+from runtime import compiling, report
+from runtime.errors import InputError
+from tp import load_shard, shard_plan
+
+
+def random_inputs(S, B=2, K=3, R=2, X=8, Y=5, decay=0.3):
+    torch.manual_seed(S)
+    q, k, state = torch.randn(B, K, S, X), torch.randn(B, K, S, X), torch.randn(B, K, R, X, Y)
+    v, rate, beta = torch.randn(B, K, R, S, Y), torch.rand(B, K, R, S), torch.rand(B, K, R, S)
+    return linear_attention.normalized(q), linear_attention.normalized(k), v, -decay * rate, beta, state
+
+
+def recurrence(q, k, v, log_decay, beta, state):
+    """The gated delta rule of one head in float64, token by token: q, k (S, X), v (S, Y), state (X, Y)."""
+    q, k, v, log_decay, beta, state = (x.double().numpy() for x in (q, k, v, log_decay, beta, state))
+    y = []
+    for t in range(len(q)):
+        state = np.exp(log_decay[t]) * state
+        state = state + np.outer(k[t], beta[t] * (v[t] - state.T @ k[t]))
+        y.append(state.T @ q[t])
+    return torch.from_numpy(np.array(y)), torch.from_numpy(state)
+
+
+@pytest.mark.parametrize("decay", [0.001, 0.3, 30.0])  # it hardly forgets; it forgets more than exp can say
+@pytest.mark.parametrize("S", [1, 2, 63, 64, 65, 150])
+def test_chunks_equal_the_naive_recurrence(S, decay):
+    inputs = random_inputs(S, decay=decay)
+    y, state = gated_delta_rule(*inputs)
+    q, k, *by_head = inputs
+    for b, h, r in np.ndindex(*inputs[-1].shape[:3]):
+        expected = recurrence(q[b, h], k[b, h], *(x[b, h, r] for x in by_head))
+        assert (y[b, h, r] - expected[0]).abs().max() < 1e-4
+        assert (state[b, h, r] - expected[1]).abs().max() < 1e-4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parity with transformers
+
+LINEAR = {
+    "head_dim": 16, "num_hidden_layers": 4, "layer_types": None, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4, "bos_token_id": None,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36, "shared_expert_intermediate_size": 28,
+    "mlp_only_layers": [1],
+}  # fmt: skip
+FAMILIES = {
+    "qwen3-next": ("Qwen3NextConfig", {**LINEAR, **EXPERTS}),
+    "qwen3.5": ("Qwen3_5TextConfig", {
+        **LINEAR, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_conv_kernel_dim": 3,
+        "linear_num_value_heads": 4, "rope_parameters": {**SMALL["rope_parameters"], "partial_rotary_factor": 0.5}}),
+    "qwen3.5, experts": ("Qwen3_5MoeTextConfig", {**LINEAR, **EXPERTS}),
+}  # fmt: skip
+
+
+def forgetful(net):
+    """Return the model with decays from hardly any to nearly all: those of transformers forget everything at once."""
+    with torch.no_grad():
+        for name, weight in net.named_parameters():
+            if name.endswith("A_log"):
+                weight.uniform_(-5, 0)
+    return net
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parity_with_transformers(family, tmp_path):
+    theirs = forgetful(hf_model(FAMILIES[family]))
+    theirs.save_pretrained(tmp_path / "hf")
+    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    check_parity(ours, theirs)
+    check_greedy(ours, theirs)
+    verify.main([str(tmp_path / "hf"), str(tmp_path / "ours")])
+    as_on_the_hub(tmp_path / "hf")
+    assert huggingface.config_from_hf(tmp_path / "hf" / "config.json") == ours.config
+
+
+@pytest.mark.parametrize("outer, family", [("Qwen3_5", "qwen3.5"), ("Qwen3_5Moe", "qwen3.5, experts")])
+def test_the_language_model_beside_a_tower_for_pictures(outer, family, tmp_path, capsys):
+    """With layers that predict several tokens, which transformers leaves out, too."""
+    vision = {"depth": 1, "num_heads": 2, "out_hidden_size": 48, "num_position_embeddings": 16}
+    theirs = forgetful(nested(outer, FAMILIES[family][1], vision))
+    theirs.save_pretrained(tmp_path / "hf")
+    change_tensors(tmp_path / "hf", **{"mtp/fc/weight": torch.zeros(2)})
+    ours = convert(tmp_path / "hf", tmp_path / "ours")
+    said = capsys.readouterr().out
+    assert "1 tensors of mtp" in said and re.search(r"\d tensors of visual", said)
+    check_parity(ours, theirs)
+    verify.main([str(tmp_path / "hf"), str(tmp_path / "ours")])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Wirings, ranks, compiled
+
+SETTINGS = {"key_heads": 5, "value_heads": 10, "key_dim": 8, "value_dim": 12, "conv_width": 4}
+CONFIG = dataclasses.replace(
+    BASE, n_heads=12, n_kv_heads=2, norm="rms+1", qk_norm=True, attention_gate=True, linear_layers=(0, 2),
+    linear_attention=SETTINGS, tie_embeddings=True,
+)  # fmt: skip
+MIXTURE = dataclasses.replace(
+    CONFIG, n_experts=5, experts_per_token=2, expert_size=36, shared_expert_size=28, shared_expert_gate=True,
+    wiring="farskip", tie_embeddings=False, n_kv_heads=4,
+)  # fmt: skip
+CONFIGS = [*(dataclasses.replace(CONFIG, **changes) for changes in ANY_TP if changes["wiring"] != "farskip"), MIXTURE]
+
+
+def long_memory(config):
+    net = random_model(config)
+    for layer in config.linear_layers:
+        torch.nn.init.uniform_(net.layers[layer].attention.A_log, -5, 0)
+    return net
+
+
+def on_a_rank(world, config, state, how):
+    load = load_lanes if config.lanes else load_shard
+    net = shard(config, world if world.tp_size > 1 else None, state=state, load=load)
+    with torch.inference_mode():
+        return [last_logits(net, *unequal_rows(config, length=14), steps=4, **keys) for keys in how]
+
+
+WAYS = [{}, {"chunks": 2}, {"chunks": 3}]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, (2, 1)])
+def test_ranks_compute_what_one_device_does(ranks):
+    check_ranks(ranks, CONFIGS if isinstance(ranks, int) else [MIXTURE], WAYS)  # which has KV heads for such shares
+
+
+@pytest.mark.parametrize("ranks, prefill", [
+    (1, False), pytest.param(1, True, marks=pytest.mark.slow), pytest.param(3, True, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_compiled_ranks_compute_it_too(ranks, prefill):
+    config = dataclasses.replace(CONFIG, n_layers=2, linear_layers=(0,), wiring="ladder")
+    check_ranks(ranks, [config], [{"compile": True, "compile_prefill": prefill}])
+
+
+def check_ranks(ranks, configs, how):
+    for config in configs:
+        net = long_memory(config)
+        tokens, lengths = unequal_rows(config, length=14)
+        with torch.no_grad():
+            expected = torch.stack([net(row[None, :n])[0, -5:] for row, n in zip(tokens, lengths, strict=True)])
+        for results in run_ranks(ranks, on_a_rank, config, net.state_dict(), how):
+            for logits in results:
+                assert (logits - expected).abs().max() < 1e-4, config.wiring
+
+
+def test_lanes_are_states_of_their_own():
+    """On any number of ranks as in rows without padding."""
+    config = dataclasses.replace(CONFIG, wiring="spd/4")
+    state, (tokens, lengths) = long_memory(config).state_dict(), unequal_rows(config, length=14)
+    net = shard(config, None, state=state, load=load_lanes)
+    with torch.inference_mode():
+        rows = [last_logits(net, row[None, :n], n[None], steps=4) for row, n in zip(tokens, lengths, strict=True)]
+    for ranks in 1, 2, 4:
+        for logits in run_ranks(ranks, on_a_rank, config, state, WAYS)[0]:
+            assert (logits - torch.cat(rows)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("part", [1, 4, 5, 100])
+def test_a_prefill_in_parts_passes_the_state_on(part):
+    """A row ends in the first part, one in a later part: what is padding in a part changes no state."""
+    net, lengths = long_memory(CONFIG), torch.tensor([14, 9, 3])
+    tokens = unequal_rows(CONFIG, length=14)[0]
+    runner = Runner(net, net.new_cache(3, 16))
+    with torch.no_grad():
+        expected = torch.stack([net(row[None, :n])[0, -1] for row, n in zip(tokens, lengths, strict=True)])
+        longer = [torch.cat((row[:n], torch.tensor([7]))) for row, n in zip(tokens, lengths, strict=True)]
+        further = torch.stack([net(row[None])[0, -1] for row in longer])
+    for cached in 0, 2:  # a state cannot go back to two tokens, so all are read again
+        assert (runner.prefill(tokens, lengths, 3 * part, cached) - expected).abs().max() < 1e-4
+        assert (runner.decode(torch.full((3, 1), 7), lengths, 15)[:, 0] - further).abs().max() < 1e-4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Integers, kernels, reports
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_integers_are_their_dequantized_twin(mode, ranks, tmp_path):
+    settings = {**SETTINGS, "key_dim": 32, "value_dim": 32}
+    config = dataclasses.replace(CONFIG, dim=64, head_dim=16, intermediate_size=96, linear_attention=settings)
+    state = {name: w for name, w in long_memory(config).state_dict().items() if name != "output.weight"}  # tied
+    names = check_integers(config, state, mode, ranks, tmp_path)
+    assert {"layers.0.attention.wqkvz.scales", "layers.0.attention.wout.scales"} <= names
+    assert "layers.0.attention.wba.scales" not in names  # how fast it forgets
+
+
+@pytest.mark.parametrize("quant", [None, "int8"])
+def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
+    config = dataclasses.replace(CONFIG, head_dim=64, quant=quant)
+    exact, plain, fast = (
+        load_shard(config, RandomWeights(config, "cpu"), dtype, "cpu")
+        for dtype in (torch.float32, torch.bfloat16, torch.bfloat16)
+    )
+    compiling.use_fast_modules(fast)
+    layer, gated = fast.layers[0].attention, fast.layers[1].attention
+    kind = few_rows.FewRowsIntLinear if quant else few_rows.FewRowsLinear
+    assert {type(linear) for linear in (layer.wqkvz, layer.wout, gated.wqkv, gated.wo)} == {kind}
+    assert type(gated) is compiling.DecodeAttention and type(layer.wba) is few_rows.FewRowsLinear
+    with torch.inference_mode():
+        exact, plain, fast = (last_logits(net, *unequal_rows(config)).float() for net in (exact, plain, fast))
+    assert (fast - exact).abs().mean() < 1.2 * (plain - exact).abs().mean()
+
+
+def test_bytes_of_a_step_and_of_the_advisor():
+    config = dataclasses.replace(CONFIG, n_layers=4, linear_layers=(0, 1, 2))
+    net = load_shard(config, RandomWeights(config, "cpu"), torch.bfloat16, "cpu")
+    cache = net.new_cache(2, 9)
+    attention = [sum(p.nbytes for n, p in b.attention.named_parameters() if "norm" not in n) for b in net.layers]
+    caches = [sum(tensor.nbytes for tensor in layer) for layer in cache]
+    assert report.step_bytes(net, cache, 3) - report.step_bytes(net, cache, 0) == caches[3] // 3
+    assert report.step_bytes(net, cache, 0) >= sum(p.nbytes for p in net.layers.parameters()) + sum(caches[:3])
+    work = advise.decode_work(config, torch.bfloat16, 1, 2, 9)
+    assert work["attention"].n_bytes == (sum(attention) + sum(caches)) / 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"linear_layers": (3,)}, "linear_layers takes layers from 0 to 2"),
+    ({"linear_attention": None}, "key_heads is None, but it has"),
+    ({"linear_attention": {**SETTINGS, "conv_width": 0}}, "conv_width is 0, but"),
+    ({"linear_attention": {**SETTINGS, "value_heads": 7}}, "value_heads 7 is no multiple of key_heads 5"),
+    ({"linear_attention": {**SETTINGS, "key_dim": 2**40}}, "key_dim is 1099511627776, but"),
+    ({"linear_attention": {**SETTINGS, "depth": 7}}, "depth is 7, but"),
+    ({"quant": "int4", "group_size": 32, "dim": 64, "head_dim": 16, "kept": ("w2",)}, "120 columns of wout"),
+])  # fmt: skip
+def test_bad_configs_are_one_line(changes, words):
+    with pytest.raises(InputError, match=f"^[^\n]*{words}[^\n]*$"):
+        dataclasses.replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"layer_types": ["linear_attention"] * 3 + ["sliding_attention"]}, "layer_types must name full_attention or lin"),
+    ({"layer_types": ["linear_attention"] * 3}, "for each of 4 layers"),
+    ({"attn_output_gate": False}, "attn_output_gate False is not supported"),
+    ({"output_gate_type": "sigmoid"}, "output_gate_type 'sigmoid' is not supported"),
+    ({"linear_num_key_heads": 3}, "value_heads 32 is no multiple of key_heads 3"),
+])  # fmt: skip
+def test_bad_folders_are_one_line(changes, words, tmp_path):
+    values = {**SMALL, "model_type": "qwen3_5_text", "num_hidden_layers": 4, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(InputError, match=f"^[^\n]*{words}[^\n]*$"):
+        huggingface.config_from_hf(tmp_path / "config.json")
+
+
+def test_more_ranks_than_key_heads_and_drafts_are_refused(tmp_path):
+    with pytest.raises(InputError, match="none of 5 key heads of linear attention"):
+        shard_plan(CONFIG, 0, 6)
+    (tmp_path / "small").mkdir()
+    write_model(tmp_path / "small", CONFIG, long_memory(CONFIG).state_dict(), torch.float32)
+    for draft, config in ("ngram", CONFIG), ("wiring:ladder", CONFIG), (str(tmp_path / "small"), BASE):
+        with pytest.raises(InputError, match=f"--draft {draft}: .* with linear_layers neither drafts nor is drafted"):
+            read_draft(draft, config, None, 1)
