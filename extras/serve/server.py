@@ -148,7 +148,7 @@ class Front:
     # ---- In its own thread
 
     def check(self, request):
-        sent = request.headers.get("authorization", "").encode()
+        sent = request.headers.get("authorization", "").encode("latin-1")  # its bytes
         if self.api_key and not hmac.compare_digest(sent, f"Bearer {self.api_key}".encode()):
             raise Refused(401, "Incorrect API key provided", code="invalid_api_key")
 
