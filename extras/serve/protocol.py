@@ -3,6 +3,8 @@
 import json
 import random
 
+from starlette.exceptions import HTTPException
+
 from decoding.sampling import Sampler
 from formats.tokenizer import TextStream
 
@@ -20,17 +22,17 @@ ONLY = {  # fields that are taken with these values alone, which change nothing
 MOST_STOPS, MOST_LOGPROBS = 16, 20
 
 
-class Refused(Exception):
+class Refused(HTTPException):
     """An answer that is an error object."""
 
     def __init__(self, status, message, param=None, code=None):
-        kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-        self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        super().__init__(status, message)
+        self.param, self.code = param, code
 
 
-def check(right, message, param=None):
+def check(right, message, param=None, status=400, code=None):
     if not right:
-        raise Refused(400, message, param)
+        raise Refused(status, message, param, code)
 
 
 def no_constant(text):
@@ -46,22 +48,23 @@ def read_fields(data, kinds):
     check(isinstance(fields, dict), "the body is not a JSON object")
     fields = {name: value for name, value in fields.items() if value is not None and name not in IGNORED}
     for name, value in fields.items():
-        shown = f"{name} is {json.dumps(value)[:60]}"
-        check(name in kinds or name in ONLY, f"Unrecognized request argument supplied: {name[:60]}", name[:60])
-        check(name not in ONLY or value in ONLY[name], f"{shown}, which is not implemented", name)
-        right = isinstance(value, kinds.get(name, object)) and (kinds.get(name) is bool or type(value) is not bool)
-        check(right or name in ONLY, f"{shown}, which is of a wrong type", name)
+        name, shown, kind = name[:60], f"{name[:60]} is {json.dumps(value)[:60]}", kinds.get(name, object)
+        check(name in kinds or name in ONLY, f"Unrecognized request argument supplied: {name}", name)
+        check(value in ONLY.get(name, [value]), f"{shown}, which is not implemented", name)
+        right = isinstance(value, kind) and (type(value) is not bool or kind in (bool, object))
+        check(right, f"{shown}, which is of a wrong type", name)
     return fields
 
 
 def parse(data, chat, model, tokenizer, vocab_size, context):
     """Return what a body asks for: its fields and `request`, as a Row takes it. Raises Refused and InputError."""
-    ask = read_fields(data, FIELDS | (CHAT_FIELDS if chat else TEXT_FIELDS))
-    if ask.setdefault("model", model) != model:
-        raise Refused(404, f"the model {ask['model']!r} does not exist: this is {model!r}", "model", "model_not_found")
-    unknown = [*ask.setdefault("stream_options", {}).keys() - {"include_usage", "include_obfuscation"}]
+    ask = {"model": model, "stop": [], "stream_options": {}, "stream": False}
+    ask |= read_fields(data, FIELDS | (CHAT_FIELDS if chat else TEXT_FIELDS))
+    words = f"the model {ask['model']!r} does not exist: this is {model!r}"
+    check(ask["model"] == model, words, "model", 404, "model_not_found")
+    unknown = [*ask["stream_options"].keys() - {"include_usage", "include_obfuscation"}]
     check(not unknown, f"stream_options has unknown fields: {unknown}", "stream_options")
-    stop = ask["stop"] = [ask["stop"]] if isinstance(ask.get("stop"), str) else ask.get("stop", [])
+    stop = ask["stop"] = [ask["stop"]] if isinstance(ask["stop"], str) else ask["stop"]
     right = len(stop) <= MOST_STOPS and all(s and isinstance(s, str) for s in stop)
     check(right, f"stop must be a text, or up to {MOST_STOPS}, none of them empty", "stop")
     n = ask.get("logprobs")
@@ -73,11 +76,11 @@ def parse(data, chat, model, tokenizer, vocab_size, context):
     check(most > 0, f"max_tokens is {most} but must be at least 1", "max_tokens")
     sampling = [*map(ask.get, ("temperature", "top_k", "top_p", "seed"), (1.0, None, 1.0, random.getrandbits(62)))]
     Sampler(*sampling)  # raises InputError
-    ids = read_messages(ask.get("messages"), tokenizer) if chat else read_prompt(ask.get("prompt"), tokenizer)
-    check(all(type(i) is int and 0 <= i < vocab_size for i in ids), f"token ids are from 0 to {vocab_size - 1}", "prompt")
-    if not 0 < len(ids) < context:
-        words = f"the prompt has {len(ids)} tokens but must have from 1 to {context - 1}"
-        raise Refused(400, words, "messages" if chat else "prompt", "context_length_exceeded")
+    what, read = ("messages", read_messages) if chat else ("prompt", read_prompt)
+    ids = read(ask.get(what), tokenizer)
+    check(all(type(i) is int and 0 <= i < vocab_size for i in ids), f"token ids are from 0 to {vocab_size - 1}", what)
+    words = f"the prompt has {len(ids)} tokens but must have from 1 to {context - 1}"
+    check(0 < len(ids) < context, words, what, code="context_length_exceeded")
     request = {"ids": ids, "max_tokens": min(most, context - len(ids)), "logprobs": n, "sampling": sampling}
     return ask | {"chat": chat, "request": request | {"echo": ask.get("echo", False)}}
 
@@ -93,8 +96,8 @@ def read_prompt(prompt, tokenizer):
     """Return the ids of a text or a list of ids, which may be the only one of a list."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         [prompt] = prompt
-    check(prompt is not None and not (isinstance(prompt, list) and any(isinstance(p, str | list) for p in prompt)),
-          "prompt must be one text, or one list of token ids: make a request of each", "prompt")  # fmt: skip
+    right = isinstance(prompt, str) or isinstance(prompt, list) and not any(isinstance(p, str | list) for p in prompt)
+    check(right, "prompt must be one text, or one list of token ids: make a request of each", "prompt")
     return encode(prompt, tokenizer) if isinstance(prompt, str) else prompt
 
 
@@ -103,13 +106,13 @@ def read_messages(messages, tokenizer):
     check(messages and all(isinstance(m, dict) for m in messages), "messages must be a list of objects", "messages")
     plain = []
     for message in messages:
-        message = {name: value for name, value in message.items() if value not in (None, [])}
-        content = message.get("content", "")
-        if isinstance(content, list) and all(isinstance(c, dict) and c.get("type") == "text" for c in content):
-            content = "".join(str(c.get("text")) for c in content)
-        right = message.keys() <= {"role", "content"} and isinstance(content, str) and type(message.get("role")) is str
+        message = {"content": ""} | {name: value for name, value in message.items() if value not in (None, [])}
+        parts = message["content"] if isinstance(message["content"], list) else []
+        if parts and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+            message["content"] = "".join(str(part.get("text")) for part in parts)
+        right = message.keys() == {"role", "content"} and all(isinstance(value, str) for value in message.values())
         check(right, "a message must have role and content, of text, and nothing else", "messages")
-        plain.append({"role": message["role"], "content": content})
+        plain.append(message)
     if tokenizer.template is None:
         return encode("".join(message["content"] for message in plain), tokenizer)
     return tokenizer.chat(plain)
@@ -128,7 +131,7 @@ class Text:
         if cuts := [i for stop in self.stops if (i := self.held.find(stop)) >= 0]:
             return self.held[: min(cuts)], "stop"
         begins = (i for i in range(len(self.held)) if any(stop.startswith(self.held[i:]) for stop in self.stops))
-        end = len(self.held) if finish else next(begins, len(self.held))
+        end = len(self.held) if finish or not self.stops else next(begins, len(self.held))
         text, self.held = self.held[:end], self.held[end:]
         return text, finish
 
@@ -144,6 +147,7 @@ def logprobs_of(tokens, chat, tokenizer):
         return {"token": text(i), "logprob": p, "bytes": None if "\ufffd" in text(i) else [*text(i).encode()]}
 
     if chat:
-        return {"content": [entry(t.id, t.logprob) | {"top_logprobs": [*map(entry, t.top, t.top.values())]} for t in tokens]}
+        tops = [{"top_logprobs": [*map(entry, t.top, t.top.values())]} for t in tokens]
+        return {"content": [entry(t.id, t.logprob) | top for t, top in zip(tokens, tops, strict=True)]}
     tops = [t.top and {text(i): p for i, p in (t.top | {t.id: t.logprob}).items()} for t in tokens]
     return {"tokens": [text(t.id) for t in tokens], "token_logprobs": [t.logprob for t in tokens], "top_logprobs": tops}

@@ -7,6 +7,7 @@ torchrun --standalone --nproc_per_node=2 serve.py --checkpoint checkpoints/8b --
 import argparse
 import asyncio
 import collections
+import contextlib
 import hmac
 import json
 import os
@@ -25,7 +26,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 import generate
-from extras.serve.protocol import Refused, Text, logprobs_of, parse
+from extras.serve.protocol import Refused, Text, check, logprobs_of, parse
 from extras.serve.rows import Rows
 from formats import checkpoint
 from runtime import cli, launch, watch
@@ -45,7 +46,7 @@ class Answer:
     def __init__(self, ask, front):
         self.ask, self.request, self.front, self.arrived = ask, ask["request"], front, time.perf_counter()
         self.events, self.text = asyncio.Queue(), Text(front.tokenizer, self.request["ids"], ask["stop"])
-        kind = "chat.completion" + ".chunk" * ask.get("stream", False) if ask["chat"] else "text_completion"
+        kind = "chat.completion" + ".chunk" * ask["stream"] if ask["chat"] else "text_completion"
         name = ("chatcmpl-" if ask["chat"] else "cmpl-") + os.urandom(12).hex()
         self.head = {"id": name, "object": kind, "created": int(time.time()), "model": ask["model"]}
 
@@ -95,18 +96,17 @@ class Answer:
 
     async def stream(self, parts, part):
         """Yield server-sent events. part: the first of the parts."""
-        try:
-            while part:
-                timings = {"timings": self.totals()["timings"]} if self.finish else {}
-                yield event(self.head | self.choices("delta", *part) | timings)
-                part = await anext(parts, None)
-            if self.ask["stream_options"].get("include_usage"):
-                yield event(self.head | {"choices": []} | self.totals())
-            yield "data: [DONE]\n\n"
-        except Refused as e:
-            yield event(e.body)
-        except ClientDisconnect:
-            pass
+        with contextlib.suppress(ClientDisconnect):
+            try:
+                while part:
+                    timings = {"timings": self.totals()["timings"]} if self.finish else {}
+                    yield event(self.head | self.choices("delta", *part) | timings)
+                    part = await anext(parts, None)
+                if self.ask["stream_options"].get("include_usage"):
+                    yield event(self.head | {"choices": []} | self.totals())
+                yield "data: [DONE]\n\n"
+            except Refused as e:
+                yield event(error(e))
 
     async def await_disconnect(self, receive):
         while (await receive())["type"] != "http.disconnect":
@@ -118,74 +118,80 @@ def event(value):
     return f"data: {json.dumps(value)}\n\n"
 
 
-def refusal(request, e):
-    return JSONResponse(e.body, e.status, {"Retry-After": "1"} if e.status in (429, 503) else None)
+def error(e):
+    """Return OpenAI's error object of an HTTPException."""
+    status, more = e.status_code, {"param": getattr(e, "param", None), "code": getattr(e, "code", None)}
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return {"error": {"message": e.detail, "type": kind, **more}}
 
 
 class Front:
-    """The HTTP server, in a thread of rank 0. The main thread takes its answers from `waiting`, and sends events back."""
+    """The HTTP server, in a thread of rank 0. The main thread takes `waiting` answers, and sends them events."""
+
+    deadline = None  # until when what runs may end, after SIGTERM
 
     def __init__(self, args, setup, listener):
-        self.args, self.api_key, self.deadline = args, args.api_key or os.environ.get("LADDER_API_KEY"), None
         self.model, self.tokenizer, config = setup.name, setup.tokenizer, setup.runner.model.config
-        self.settings = config.vocab_size, setup.max_new_tokens + 1
+        self.parsing = setup.name, setup.tokenizer, config.vocab_size, setup.max_new_tokens + 1
+        self.api_key, self.most = args.api_key or os.environ.get("LADDER_API_KEY"), args.rows + args.queue
         self.open, self.waiting, self.rows, self.wake = set(), collections.deque(), {}, threading.Event()
         self.encoding = asyncio.Lock()  # neither a tokenizer nor the process of the chat template serves several
-        page = HTMLResponse((Path(__file__).parent / "page.html").read_text(), headers={"Content-Security-Policy": POLICY})
+        page = (Path(__file__).parent / "page.html").read_text()
+        page = HTMLResponse(page, headers={"Content-Security-Policy": POLICY})
         routes = [Route("/", lambda _: page), Route("/health", self.health), Route("/v1/models", self.models)]
-        routes += [Route(f"/v1/{path}completions", self.complete, methods=["POST"]) for path in ("", "chat/")]
-        handlers = {Refused: refusal, ClientDisconnect: lambda *_: Response()}
-        handlers[HTTPException] = lambda request, e: refusal(request, Refused(e.status_code, e.detail))
+        routes += [Route(f"/v1/{chat}completions", self.complete, methods=["POST"]) for chat in ("", "chat/")]
+        handlers = {
+            HTTPException: lambda _, e: JSONResponse(error(e), e.status_code),
+            ClientDisconnect: lambda *_: Response(),
+        }
         app = Starlette(routes=routes, exception_handlers=handlers)
         quiet = {"lifespan": "off", "log_config": None, "log_level": "error", "access_log": False}
         self.server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **quiet))
         self.loop = asyncio.new_event_loop()
-        serving = self.loop.run_until_complete, (self.server.serve([listener]),)
-        self.thread = threading.Thread(target=serving[0], args=serving[1], daemon=True)
+        self.thread = threading.Thread(target=self.run, args=[listener], daemon=True)
         self.thread.start()
         watch.at_end.append(self.close)
 
+    def run(self, listener):
+        self.loop.run_until_complete(self.server.serve([listener]))
+
     # ---- In its own thread
 
-    def check(self, request):
-        sent = request.headers.get("authorization", "").encode("latin-1")  # its bytes
-        if self.api_key and not hmac.compare_digest(sent, f"Bearer {self.api_key}".encode()):
-            raise Refused(401, "Incorrect API key provided", code="invalid_api_key")
-
-    def check_running(self):
-        if self.deadline:
-            raise Refused(503, "the server is stopping")
+    def check(self, key=None):
+        """Raise Refused for another key than the server's, or when it is stopping."""
+        if key is not None and self.api_key:
+            right = f"Bearer {self.api_key}".encode()
+            check(hmac.compare_digest(key.encode("latin-1"), right), "Incorrect API key", None, 401, "invalid_api_key")
+        check(not self.deadline, "the server is stopping", None, 503)
 
     async def health(self, request):
-        self.check_running()
+        self.check()
         return JSONResponse({"status": "ok", "requests": len(self.open)})
 
     async def models(self, request):
-        self.check(request)
+        self.check(request.headers.get("authorization", ""))
         model = {"id": self.model, "object": "model", "created": 0, "owned_by": "ladder-fast"}
         return JSONResponse({"object": "list", "data": [model]})
 
     async def complete(self, request):
-        self.check(request)
+        self.check(request.headers.get("authorization", ""))
         data = bytearray()
         async for chunk in request.stream():
             data += chunk
-            if len(data) > MAX_BODY:
-                raise Refused(413, f"the body has more than {MAX_BODY} bytes")
-        work = parse, bytes(data), "chat" in request.url.path, self.model, self.tokenizer, *self.settings
+            check(len(data) <= MAX_BODY, f"the body has more than {MAX_BODY} bytes", None, 413)
         try:
             async with self.encoding:
-                answer = Answer(await asyncio.to_thread(*work), self)
+                ask = await asyncio.to_thread(parse, bytes(data), "chat" in request.url.path, *self.parsing)
         except InputError as e:
             raise Refused(400, str(e)) from None
-        self.check_running()
-        if len(self.open) >= self.args.rows + self.args.queue:
-            raise Refused(429, f"{len(self.open) - self.args.rows} requests wait already: try again later")
+        self.check()
+        check(len(self.open) < self.most, f"{len(self.open)} requests run or wait: try again later", None, 429)
+        answer = Answer(ask, self)
         self.open.add(answer)
         self.waiting.append(answer)
         self.wake.set()
         answer.gone = asyncio.create_task(answer.await_disconnect(request.receive))
-        if not answer.ask.get("stream"):
+        if not ask["stream"]:
             return JSONResponse(await answer.whole())
         parts = answer.parts()
         return StreamingResponse(answer.stream(parts, await anext(parts)), media_type="text/event-stream")
@@ -234,6 +240,7 @@ class Front:
 @torch.inference_mode()
 def serve(world, rows, front):
     """Serve until SIGTERM, on all ranks. front: None but on rank 0."""
+    post = front.post if front else lambda *_: None
     while True:
         idle = tells = not rows.busy
         if idle:
@@ -242,15 +249,17 @@ def serve(world, rows, front):
         if not idle and not world.alone:
             flag = torch.tensor([news is not None], dtype=torch.int32, device=world.device)
             tells = bool(rows.runner.model.comm.all_gather(flag)[0])
-        news = world.tell(news) if tells else news
-        if news and "end" in news:
-            return
-        for i in news["stop"] if news else ():
-            rows[i].request = None
-        started = rows.start(*news["start"]) if news and news["start"] else ()
-        for results in filter(None, (started, rows.busy and (rows.step(),))):
-            if front:
-                front.post(*results)
+        if tells:
+            news = world.tell(news)
+        if news:
+            if "end" in news:
+                return
+            for i in news["stop"]:
+                rows[i].request = None
+            if news["start"]:
+                post(*rows.start(*news["start"]))
+        if rows.busy:
+            post(rows.step())
 
 
 def parse_flags(argv):
@@ -280,17 +289,20 @@ def main(argv=None):
     with world.together():
         most = cli.read_config(args)[1].max_seq_len
         context = args.context or min(cli.CHAT_CONTEXT, most)
-        if context > most or args.api_key == "":
-            raise InputError(f"--context {context} is above the model's {most}" if context > most else "--api-key is empty")
+        if context > most:
+            raise InputError(f"--context {context} is above the model's {most}")
+        if args.api_key == "":
+            raise InputError("--api-key is empty")
         try:
             family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
             listener = socket.create_server((args.host, args.port), family=family) if world.rank == 0 else None
         except OSError as e:
             raise InputError(f"--host {args.host} --port {args.port}: {e}") from None
-    batch = ["--prompt", "ids:0", "--batch", str(args.rows), "--max-new-tokens", str(context - 1), "--checkpoint", ""]
-    p = cli.Parser("")
+    p = cli.Parser(None)
     generate.add_flags(p)
-    setup = generate.set_up(argparse.Namespace(**vars(p.parse_args(batch)) | vars(args)), world)  # as for such a batch
+    batch = f"--prompt ids:0 --batch {args.rows} --max-new-tokens {context - 1} --checkpoint".split()
+    batch = vars(p.parse_args([*batch, args.checkpoint])) | vars(args)
+    setup = generate.set_up(argparse.Namespace(**batch), world)  # as for such a batch
     if setup.tokenizer is None:
         raise InputError(f"{args.checkpoint} has no tokenizer")
     rows, front, draining = Rows(setup.runner, setup.eos_ids), None, []
