@@ -22,7 +22,6 @@ from formats.tokenizer import load_tokenizer
 from generate import Runner
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: requirements-serve.txt has it")
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 class Server:
@@ -223,14 +222,16 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 REFUSED = [  # body, status, words of the message
     (b"{", 400, "is not JSON"), (b'{"prompt": NaN}', 400, "is not JSON"), (b"[" * 99999, 400, "is not JSON"),
     (b"\xff\xfe", 400, "is not JSON"), (b"[1]", 400, "is not a JSON object"), (b"", 400, "is not JSON"),
-    ({}, 400, "prompt must be"), (OK | {"prompt": ["a", "b"]}, 400, "one text"), (OK | {"prompt": [1.5]}, 400, "token id"),
+    ({}, 400, "prompt must be"), (OK | {"prompt": ["a", "b"]}, 400, "one text"),
+    (OK | {"prompt": [1.5]}, 400, "token id"),
     (OK | {"prompt": [1024]}, 400, "from 0 to 1023"), (OK | {"prompt": []}, 400, "has 0 tokens"),
     (OK | {"prompt": [5] * 256}, 400, "has 256 tokens but must have from 1 to 255"),
     (OK | {"prompt": "\ud800"}, 400, "surrogate"), (OK | {"prompt": [True]}, 400, "token id"),
     (OK | {"max_tokens": 0}, 400, "max_tokens is 0"), (OK | {"max_tokens": "3"}, 400, 'max_tokens is "3"'),
     (OK | {"n": 2}, 400, "n is 2, which is not implemented"), (OK | {"temperature": -1}, 400, "temperature is -1"),
     (OK | {"temperature": True}, 400, "temperature is true"), (OK | {"top_p": 7}, 400, "top_p is 7"),
-    (OK | {"seed": -1}, 400, "seed is -1"), (OK | {"top_k": 0}, 400, "top_k is 0"), (OK | {"stop": [""]}, 400, "stop must"),
+    (OK | {"seed": -1}, 400, "seed is -1"), (OK | {"top_k": 0}, 400, "top_k is 0"),
+    (OK | {"stop": [""]}, 400, "stop must"),
     (OK | {"stop": ["a"] * 17}, 400, "stop must"), (OK | {"stop": [3]}, 400, "stop must"),
     (OK | {"logprobs": 99}, 400, "logprobs are of 0 to 20"), (OK | {"echo": 1}, 400, "echo is 1"),
     (OK | {"top_a": 1}, 400, "Unrecognized request argument supplied: top_a"), (OK | {"model": "gpt-5"}, 404, "'demo'"),
@@ -259,15 +260,18 @@ def memory(pids):
 
 @pytest.mark.parametrize("each", [5, pytest.param(25, marks=pytest.mark.slow)])
 def test_eight_clients_at_once_get_their_answers(server, model, each):
-    r, words = random.Random(each), "the dog ran to a big park and saw Lily with her red ball".split()
+    r, words = random.Random(each), ["the", "dog", "ran", "to", "big", "park", "and", "saw", "Lily", "red"]
     asked = [(" ".join(r.choices(words, k=r.randrange(1, 60))), r.randrange(1, 40)) for _ in range(8 * each)]
     answers, sizes = {}, []
 
     def client(number):
         for i in range(number, len(asked), 8):
-            text = "".join(e["choices"][0]["text"] for e in server.events(prompt=asked[i][0], max_tokens=asked[i][1])
-                           if isinstance(e, dict)) if i % 2 else server.text(asked[i][0], max_tokens=asked[i][1])  # fmt: skip
-            answers[i] = text
+            prompt, most = asked[i]
+            if i % 2:
+                events = [*server.events(prompt=prompt, max_tokens=most)][:-1]  # without [DONE]
+                answers[i] = "".join(event["choices"][0]["text"] for event in events)
+            else:
+                answers[i] = server.text(prompt, max_tokens=most)
             sizes.append(memory(server.ranks()))
 
     clients = [threading.Thread(target=client, args=[number]) for number in range(8)]
@@ -381,13 +385,17 @@ def test_lm_evals_client_scores_as_eval_does(server, tmp_path, capsys):
     from extras.lm_eval import harness
 
     to_hf.main([str(ROOT / "demo"), "--dtype", "float32", "--out", str(tmp_path / "hf")])
-    lines = [{"story": f"Once upon a time, {n} saw {w}.", "ends": [" The.", f" {n} ran.", " It"], "right": i % 3}
-             for i, (n, w) in enumerate((n, w) for n in ("Tim", "Lily", "Ben") for w in ("a cat", "the sun", "mom"))]  # fmt: skip
+    pairs = [(n, w) for n in ("Tim", "Lily", "Ben") for w in ("a cat", "the sun", "mom")]
+    lines = [
+        {"story": f"Once upon a time, {n} saw {w}.", "ends": [" The.", f" {n} ran.", " It"], "right": i % 3}
+        for i, (n, w) in enumerate(pairs)
+    ]
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "ends.yaml").write_text(
         "task: ends\ndataset_path: json\ntest_split: train\noutput_type: multiple_choice\ndoc_to_choice: ends\n"
         "doc_to_target: right\ntarget_delimiter: ''\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n"
-        f"doc_to_text: '{{{{story}}}}'\ndataset_kwargs: {{data_files: '{tmp_path}/lines.jsonl', cache_dir: '{tmp_path}'}}\n"
+        "doc_to_text: '{{story}}'\n"
+        f"dataset_kwargs: {{data_files: '{tmp_path}/lines.jsonl', cache_dir: '{tmp_path}'}}\n"
     )
     flags = ["--checkpoint", ROOT / "demo", "--dtype", "float32", "--tasks", "ends", "--task-folder", tmp_path]
     capsys.readouterr()
@@ -406,8 +414,8 @@ def test_the_page_streams_and_stops(tmp_path):
         pytest.skip("chromium and chromedriver are not installed")
     options = webdriver.ChromeOptions()
     options.binary_location = browser
-    for flag in ("headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-background-networking",
-                 "disable-component-update", "disable-sync", f"user-data-dir={tmp_path}/profile"):  # fmt: skip
+    flags = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking disable-sync"
+    for flag in (*flags.split(), "disable-component-update", f"user-data-dir={tmp_path}/profile"):
         options.add_argument(f"--{flag}")
     folder = shutil.copytree(ROOT / "demo", tmp_path / "demo")
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
