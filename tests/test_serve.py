@@ -286,21 +286,26 @@ def test_eight_clients_at_once_get_their_answers(server, model, each):
 
 
 def test_a_client_that_goes_frees_its_row_and_others_go_on(server):
-    gone = [server.send("/v1/completions", {"prompt": "One day", "max_tokens": 250, "stream": stream, "seed": seed})
-            if stream else None for seed, stream in enumerate([True] * 3)]  # fmt: skip
-    for response in gone:
-        response.readline()
-    start, waits = time.monotonic(), http.client.HTTPConnection("127.0.0.1", server.port)
-    waits.request("POST", "/v1/completions", json.dumps(OK | {"max_tokens": 250}))  # not answered before it goes
-    time.sleep(0.1)
-    waits.close()
-    for response in gone[:2]:
-        response.close_all()
+    def until_none(seconds):
+        end = time.monotonic() + seconds
+        while server.requests():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+    body, connection = OK | {"max_tokens": 250, "temperature": 0}, http.client.HTTPConnection("127.0.0.1", server.port)
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    while not server.requests():
+        time.sleep(0.01)
+    connection.close()  # before it is answered, which would take seconds
+    until_none(1)
+    streams = [server.send("/v1/completions", body | {"stream": True}) for _ in range(3)]  # as many as rows
+    for stream in streams:
+        stream.readline()
+    for stream in streams[:2]:
+        stream.close_all()
     assert len(server.text("The dog", max_tokens=8)) > 8
-    assert "[DONE]" in gone[2].read().decode()
-    while server.requests():
-        assert time.monotonic() - start < 60
-        time.sleep(0.02)
+    assert "[DONE]" in streams[2].read().decode()
+    until_none(60)
 
 
 def test_keys_queues_and_the_end(tmp_path):
