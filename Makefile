@@ -4,11 +4,14 @@ export OMP_NUM_THREADS ?= 1
 # a thread that waits spins for microseconds, then sleeps: spinning on, it holds up the others on a busy machine
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo test test-all gpu size lint clean
+.PHONY: demo serve test test-all gpu size lint clean
 
 demo: .venv/requirements.txt
 	.venv/bin/torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt "Once upon a time" \
 		--max-new-tokens 240
+
+# what serve.py needs
+serve: .venv/requirements-serve.txt
 
 test: .venv/requirements-dev.txt lint
 	.venv/bin/python -m pytest -n 2 --dist worksteal -m "not slow"

@@ -60,6 +60,8 @@ def gather(world, value, patience=math.inf):
                 raise Verdict(f"{words} within {patience:g} s (LADDER_TIMEOUT + {IMPORTS})")
             time.sleep(0.005)
         values.append(json.loads(store().get(f"{key} {rank}")))
+    # all have come here, and so have read what was gathered before: whoever gathers for days must not fill the store
+    store().delete_key(f"gathered {world.tp_size} {_gathers[world.tp_size] - 1} {world.rank}")
     return values
 
 
@@ -134,6 +136,11 @@ TICK = 1  # seconds
 GRACE = 3  # seconds that the main thread has to end by itself
 BUSY = 0.05  # share of a core above which a process computes, and does not hang; one that waits takes about 0.01
 _watch = None  # of this process, once it has met others
+
+
+def verdict():
+    """Return why the Watch of this process ends it, or None."""
+    return _watch and _watch.verdict
 
 
 def ended(store):

@@ -1,0 +1,10 @@
+"""An HTTP server with OpenAI's API, for serve.py."""
+
+from runtime.errors import InputError
+
+try:
+    from extras.serve.server import main
+except ImportError as e:
+    raise InputError(f"serve.py needs Starlette and uvicorn ({e}): make serve, or see requirements-serve.txt") from None
+
+__all__ = ["main"]

@@ -1,0 +1,10 @@
+"""Start extras/serve: answer OpenAI's API over HTTP. python serve.py --help"""
+
+import os
+
+if __name__ == "__main__":
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch loads OpenMP, whose spinning threads stall others
+    from runtime.errors import load_extra
+    from runtime.launch import run
+
+    run(lambda: load_extra("serve", "serve.py").main())

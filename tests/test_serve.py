@@ -1,0 +1,453 @@
+"""serve.py: its answers are those of generate.py, whoever else asks; what it refuses; how requests and servers end."""
+
+import dataclasses
+import http.client
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import BASE, ROOT, command, greedy_tokens, random_model, run_ranks, shard
+
+from complete import complete, load
+from formats.tokenizer import load_tokenizer
+from generate import Runner
+
+pytest.importorskip("uvicorn", reason="uvicorn is not installed: requirements-serve.txt has it")
+
+
+class Server:
+    """serve.py in processes of its own."""
+
+    def __init__(self, *flags, ranks=1, checkpoint=ROOT / "demo"):
+        words = command("serve.py", "--checkpoint", checkpoint, "--port", 0, *flags, ranks=ranks)
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "LADDER_TIMEOUT": "60"}
+        self.process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True)
+        for line in self.process.stderr:
+            if found := re.search(r"listening at http://127.0.0.1:(\d+)", line):
+                break
+        self.port, self.said = int(found[1]), ""
+        threading.Thread(target=self.read, daemon=True).start()
+
+    def read(self):
+        for line in self.process.stderr:
+            self.said += line
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        finally:
+            for pid in (*self.ranks(), self.process.pid):
+                os.kill(pid, signal.SIGKILL) if Path(f"/proc/{pid}").exists() else None
+
+    def ranks(self):
+        """The ids of its ranks."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        pids = [int(pid) for pid in children.read_text().split()] if children.exists() else []
+        named = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in pids}
+        ranks = {re.search(rb"\0RANK=(\d+)\0", env)[1]: pid for pid, env in named.items() if b"\0RANK=" in env}
+        return [ranks[rank] for rank in sorted(ranks)] or [self.process.pid]
+
+    def send(self, path, body=None, **headers):
+        """Send a request; returns its HTTPResponse. body: bytes or what becomes JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection.request("GET" if body is None else "POST", path, data, headers)
+        response = connection.getresponse()
+        response.close_all = lambda: (response.close(), connection.close())
+        return response
+
+    def ask(self, path="/v1/completions", **body):
+        """Return (status, answer)."""
+        response = self.send(path, body)
+        return response.status, json.loads(response.read())
+
+    def text(self, prompt, **body):
+        status, answer = self.ask(prompt=prompt, **{"temperature": 0, "max_tokens": 12} | body)
+        assert status == 200, answer
+        return answer["choices"][0]["text"]
+
+    def requests(self):
+        return json.loads(self.send("/health").read())["requests"]
+
+    def events(self, **body):
+        """Yield the server-sent events of a request that streams."""
+        response = self.send("/v1/completions", {"stream": True, "temperature": 0, **body})
+        for line in iter(response.readline, b""):
+            if line.startswith(b"data: "):
+                yield line[6:].strip() if line[6:].strip() == b"[DONE]" else json.loads(line[6:])
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server("--dtype", "float32", "--rows", 3, "--queue", 40, ranks=2) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load(ROOT / "demo", "cpu", "float32")
+
+
+def in_turns(world, config, requests, rows):
+    """What Rows answers to requests [(pass in which it comes, ids, max_tokens)], by their order."""
+    from extras.serve.rows import Rows
+
+    net = shard(config, None if world.alone else world)
+    with torch.inference_mode():
+        rows = Rows(Runner(net, net.new_cache(rows, config.max_seq_len)), config.eos_ids)
+        answers, of_row, left = [[] for _ in requests], {}, list(enumerate(requests))
+
+        def note(taken):
+            for row, token, finish in taken:
+                answers[of_row[row]] += [token.id] * (finish != "stop")
+
+        while left or rows.busy:
+            free = [i for i, row in enumerate(rows) if not row.request]
+            while left and free and left[0][1][0] <= rows.passes:
+                number, (_, ids, most) = left.pop(0)
+                of_row[i := free.pop()] = number
+                request = {
+                    "ids": ids,
+                    "max_tokens": most,
+                    "sampling": [0, None, 1.0, 0],
+                    "logprobs": None,
+                    "echo": False,
+                }
+                note(rows.start(i, request)[0])
+            note(rows.step())
+    return answers
+
+
+@pytest.mark.parametrize("wiring", ["standard", "ladder"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_rows_answer_as_if_alone(ranks, wiring):
+    config = dataclasses.replace(BASE, wiring=wiring)
+    r = random.Random(0)
+    ids = [[1, *(r.randrange(3, 131) for _ in range(r.randrange(0, 20)))] for _ in range(7)]
+    ids[5] = ids[2] + ids[5]  # finds its beginning in a cache
+    requests = [(when, row, r.randrange(1, 15)) for when, row in zip([0, 0, 1, 4, 5, 9, 60], ids, strict=True)]
+    net = random_model(config)
+    expected = [greedy_tokens(net, row, most, end=2) for _, row, most in requests]
+    for answers in run_ranks(ranks, in_turns, config, requests, 3):
+        assert answers == expected
+
+
+def test_text_lies_across_tokens():
+    from extras.serve.protocol import Text
+
+    tokenizer = load_tokenizer(ROOT / "demo")
+    ids = tokenizer.encode("Lily said: \u00e9\u4f60 \U0001f600! The end. The dog")
+    parts = Text(tokenizer, ids[:1], [])
+    shown = [parts.push([i], None)[0] for i in ids[1:]]
+    assert "".join(shown).strip() == "Lily said: \u00e9\u4f60 \U0001f600! The end. The dog" and "" in shown
+    assert not any("\ufffd" in part for part in shown)
+    for stops, end in ([" The dog", "dogma"], " The end."), (["\U0001f600!"], "\u4f60 "), (["dogs", "xy"], " The dog"):
+        parts, shown, finish = Text(tokenizer, ids[:1], stops), "", None
+        for i in ids[1:]:
+            if not finish:
+                text, finish = parts.push([i], "length" if i == ids[-1] else None)
+                shown += text
+                assert not any(stop in shown for stop in stops)
+        assert shown.endswith(end) and finish == ("length" if "dogs" in stops else "stop")
+    held = Text(tokenizer, ids[:1], [])
+    cut = next(n for n in range(len(ids)) if tokenizer.decode(ids[: n + 1]).endswith("\ufffd"))
+    assert held.push(ids[1 : cut + 1], "length")[0].endswith("\ufffd")  # half a character, but it is the end
+
+
+def test_an_answer_is_that_of_generate(server, model):
+    [text] = complete(*model, ["Once upon a time"], 30, temperature=0)
+    status, answer = server.ask(prompt="Once upon a time", max_tokens=30, temperature=0)
+    assert status == 200 and answer["choices"] == [
+        {"index": 0, "text": text, "logprobs": None, "finish_reason": "length"}
+    ]
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (5, 30, 35)
+    assert 0 < answer["timings"]["first_token_s"] < 60 and answer["timings"]["tokens_per_s"] > 0
+    assert server.text([1, 403], max_tokens=5) == server.text([[1, 403]], max_tokens=5)
+    stop = text[9:17]
+    status, answer = server.ask(prompt="Once upon a time", temperature=0, max_tokens=30, stop=["zzz", stop])
+    assert answer["choices"][0]["text"] == text[: text.index(stop)] and answer["choices"][0]["finish_reason"] == "stop"
+    *events, done = server.events(prompt="Once upon a time", max_tokens=30, stream_options={"include_usage": True})
+    assert done == b"[DONE]" and "".join(e["choices"][0]["text"] for e in events[:-1]) == text and len(events) > 20
+    assert events[-1]["usage"]["completion_tokens"] == 30 and events[-2]["choices"][0]["finish_reason"] == "length"
+    again = server.ask(prompt="Once upon a time" + text, max_tokens=3, temperature=0)[1]["usage"]
+    assert again["prompt_tokens_details"]["cached_tokens"] > 25
+    assert (
+        server.text("Once upon a time" + text, max_tokens=3) == complete(*model, ["Once upon a time" + text], 3, 0)[0]
+    )
+    [one, two, other] = [server.text("One day", temperature=1, seed=seed, top_k=40, top_p=0.9) for seed in (5, 5, 6)]
+    assert one == two != other
+
+
+def test_logprobs_are_those_of_the_model(server, model):
+    net, tokenizer = model
+    prompt = "Tim saw a big dog. " * 12  # longer than one piece of scoring? the context of the demo is 256
+    body = {"prompt": prompt, "max_tokens": 2, "temperature": 0, "logprobs": 3, "echo": True}
+    choice = server.ask(**body)[1]["choices"][0]
+    ids = tokenizer.encode(prompt)
+    ids += tokenizer.encode_plain(choice["text"][len(prompt) :], False) if len(choice["text"]) < len(prompt) else []
+    with torch.inference_mode():
+        logp = net(torch.tensor([ids]))[0].float().log_softmax(-1)
+    own, tops = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
+    assert own[0] is None is tops[0] and len(own) == len(tokenizer.encode(prompt)) + 2
+    for at in range(1, len(own) - 2):
+        assert own[at] == pytest.approx(float(logp[at - 1, ids[at]]), abs=1e-3)
+        assert max(tops[at].values()) == pytest.approx(float(logp[at - 1].max()), abs=1e-3) and len(tops[at]) >= 3
+    chat = {"messages": [{"role": "user", "content": "Once upon"}], "max_tokens": 2, "temperature": 0, "logprobs": True}
+    content = server.ask("/v1/chat/completions", **chat, top_logprobs=2)[1]["choices"][0]["logprobs"]["content"]
+    assert [len(token["top_logprobs"]) for token in content] == [2, 2]
+    assert content[0]["token"] == " a" == bytes(content[0]["bytes"]).decode()
+    with torch.inference_mode():
+        logp = net(torch.tensor([tokenizer.encode("Once upon")]))[0, -1].float().log_softmax(-1)
+    assert (
+        content[0]["logprob"] == pytest.approx(float(logp.max()), abs=1e-3) == content[0]["top_logprobs"][0]["logprob"]
+    )
+
+
+OK = {"prompt": "One day", "max_tokens": 2}
+CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+REFUSED = [  # body, status, words of the message
+    (b"{", 400, "is not JSON"), (b'{"prompt": NaN}', 400, "is not JSON"), (b"[" * 99999, 400, "is not JSON"),
+    (b"\xff\xfe", 400, "is not JSON"), (b"[1]", 400, "is not a JSON object"), (b"", 400, "is not JSON"),
+    ({}, 400, "prompt must be"), (OK | {"prompt": ["a", "b"]}, 400, "one text"),
+    (OK | {"prompt": [1.5]}, 400, "token id"),
+    (OK | {"prompt": [1024]}, 400, "from 0 to 1023"), (OK | {"prompt": []}, 400, "has 0 tokens"),
+    (OK | {"prompt": [5] * 256}, 400, "has 256 tokens but must have from 1 to 255"),
+    (OK | {"prompt": "\ud800"}, 400, "surrogate"), (OK | {"prompt": [True]}, 400, "token id"),
+    (OK | {"max_tokens": 0}, 400, "max_tokens is 0"), (OK | {"max_tokens": "3"}, 400, 'max_tokens is "3"'),
+    (OK | {"n": 2}, 400, "n is 2, which is not implemented"), (OK | {"temperature": -1}, 400, "temperature is -1"),
+    (OK | {"temperature": True}, 400, "temperature is true"), (OK | {"top_p": 7}, 400, "top_p is 7"),
+    (OK | {"seed": -1}, 400, "seed is -1"), (OK | {"top_k": 0}, 400, "top_k is 0"),
+    (OK | {"stop": [""]}, 400, "stop must"),
+    (OK | {"stop": ["a"] * 17}, 400, "stop must"), (OK | {"stop": [3]}, 400, "stop must"),
+    (OK | {"logprobs": 99}, 400, "logprobs are of 0 to 20"), (OK | {"echo": 1}, 400, "echo is 1"),
+    (OK | {"top_a": 1}, 400, "Unrecognized request argument supplied: top_a"), (OK | {"model": "gpt-5"}, 404, "'demo'"),
+    (OK | {"messages": []}, 400, "argument supplied: messages"), (OK | {"presence_penalty": 1}, 400, "not implemented"),
+    (OK | {"prompt": "x" * 2**22}, 413, "more than 4194304 bytes"), (OK | {"stream_options": {"x": 1}}, 400, "['x']"),
+    (CHAT | {"messages": []}, 400, "messages must be"), (CHAT | {"messages": [3]}, 400, "messages must be"),
+    (CHAT | {"messages": [{"role": "user"}, {"content": "x"}]}, 400, "role and content"),
+    (CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "role and content"),
+    (CHAT | {"top_logprobs": 3}, 400, "needs logprobs"), (CHAT | {"logprobs": 1}, 400, "wrong type"),
+    (CHAT | {"tools": [{"type": "function"}]}, 400, "tools is"), (CHAT | {"prompt": "x"}, 400, "supplied: prompt"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("body, status, words", REFUSED, ids=str)
+def test_bad_requests_are_error_objects(server, body, status, words):
+    chat = not isinstance(body, bytes) and "messages" in body and "prompt" not in body or body == CHAT | {"prompt": "x"}
+    response = server.send(f"/v1/{'chat/' if chat else ''}completions", body)
+    error = json.loads(response.read())["error"]
+    assert response.status == status and words in error["message"] and error["type"] == "invalid_request_error"
+
+
+def memory(pids):
+    """The bytes that processes have in memory."""
+    return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") for pid in pids)
+
+
+@pytest.mark.parametrize("each", [5, pytest.param(25, marks=pytest.mark.slow)])
+def test_eight_clients_at_once_get_their_answers(server, model, each):
+    r, words = random.Random(each), ["the", "dog", "ran", "to", "big", "park", "and", "saw", "Lily", "red"]
+    asked = [(" ".join(r.choices(words, k=r.randrange(1, 60))), r.randrange(1, 40)) for _ in range(8 * each)]
+    answers, sizes = {}, []
+
+    def client(number):
+        for i in range(number, len(asked), 8):
+            prompt, most = asked[i]
+            if i % 2:
+                events = [*server.events(prompt=prompt, max_tokens=most)][:-1]  # without [DONE]
+                answers[i] = "".join(event["choices"][0]["text"] for event in events)
+            else:
+                answers[i] = server.text(prompt, max_tokens=most)
+            sizes.append(memory(server.ranks()))
+
+    clients = [threading.Thread(target=client, args=[number]) for number in range(8)]
+    for thread in clients:
+        thread.start()
+    for thread in clients:
+        thread.join()
+    assert len(answers) == len(asked) and server.requests() == 0
+    for i, (prompt, most) in enumerate(asked):
+        assert answers[i] == complete(*model, [prompt], most, temperature=0)[0], i
+    assert each < 25 or sizes[-1] < sizes[len(sizes) // 4] + 2**24, sizes  # of 0.6 GB
+
+
+def test_a_client_that_goes_frees_its_row_and_others_go_on(server):
+    def until_none(seconds):
+        end = time.monotonic() + seconds
+        while server.requests():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+    body, connection = OK | {"max_tokens": 250, "temperature": 0}, http.client.HTTPConnection("127.0.0.1", server.port)
+    connection.request("POST", "/v1/completions", json.dumps(body))
+    while not server.requests():
+        time.sleep(0.01)
+    connection.close()  # before it is answered, which would take seconds
+    until_none(1)
+    streams = [server.send("/v1/completions", body | {"stream": True}) for _ in range(3)]  # as many as rows
+    for stream in streams:
+        stream.readline()
+    for stream in streams[:2]:
+        stream.close_all()
+    assert len(server.text("The dog", max_tokens=8)) > 8
+    assert "[DONE]" in streams[2].read().decode()
+    until_none(60)
+
+
+def test_keys_queues_and_the_end(tmp_path):
+    with Server("--rows", 1, "--queue", 1, "--api-key", "caf\u00e9") as server:
+        send, key = server.send, {"Authorization": "Bearer caf\u00e9".encode()}
+        for headers in {}, {"Authorization": "Bearer cafe"}:
+            assert send("/v1/completions", OK, **headers).status == send("/v1/models", **headers).status == 401
+        assert json.loads(send("/v1/models", **key).read())["data"][0]["id"] == "demo"
+        assert send("/nothing").status == 404 and send("/v1/completions").status == 405 and send("/").status == 200
+        body = {"prompt": "Once", "max_tokens": 250, "stream": True, "temperature": 0}
+        running = send("/v1/completions", body, **key)
+        waits = http.client.HTTPConnection("127.0.0.1", server.port)
+        waits.request("POST", "/v1/completions", json.dumps(OK), key)
+        while server.requests() < 2:
+            time.sleep(0.01)
+        full = send("/v1/completions", OK, **key)
+        assert full.status == 429 and "2 requests run or wait" in full.read().decode()
+        server.process.terminate()
+        time.sleep(0.3)
+        assert send("/health").status == send("/v1/completions", OK, **key).status == 503
+        assert running.read().decode().rstrip().endswith("[DONE]") and waits.getresponse().status == 200
+        assert server.process.wait(20) == 0 and server.said == ""
+
+
+def test_a_stream_of_a_rank_that_dies_ends_in_an_error():
+    with Server("--rows", 1, ranks=2) as server:
+        running = server.send("/v1/completions", {"prompt": "Once", "max_tokens": 250, "stream": True, "seed": 3})
+        running.readline()
+        start = time.monotonic()
+        os.kill(server.ranks()[1], signal.SIGKILL)
+        error = json.loads(running.read().decode().split("data: ")[-1])["error"]
+        assert error["message"] == "the server has stopped" and server.process.wait(60) != 0
+        assert time.monotonic() - start < 8 and "rank 1 of 2 has died" in server.said
+
+
+@pytest.mark.slow
+def test_what_runs_too_long_after_sigterm_is_cut(tmp_path):
+    folder = shutil.copytree(ROOT / "demo", tmp_path / "demo")
+    config = json.loads((folder / "config.json").read_text()) | {"max_seq_len": 4096, "eos_ids": []}
+    (folder / "config.json").write_text(json.dumps(config))
+    with Server(checkpoint=folder) as server:
+        running = server.send("/v1/completions", {"prompt": "Once", "max_tokens": 4000, "stream": True})
+        running.readline()
+        start = time.monotonic()
+        server.process.terminate()
+        assert "the server has stopped" in running.read().decode().split("data: ")[-1]
+        assert server.process.wait(9) == 0 and 9 < time.monotonic() - start < 14 and server.said == ""
+
+
+def test_the_official_client(server):
+    openai = pytest.importorskip("openai", reason="openai is not installed: requirements-peers.txt has it")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["demo"]
+    ask = {"model": "demo", "messages": [{"role": "user", "content": "Once upon a time"}], "temperature": 0}
+    answer = client.chat.completions.create(**ask, max_tokens=20, logprobs=True, top_logprobs=2)
+    text = answer.choices[0].message.content
+    assert text == server.text("Once upon a time", max_tokens=20) and answer.usage.completion_tokens == 20
+    assert "".join(token.token for token in answer.choices[0].logprobs.content) == text
+    more = {"max_completion_tokens": 20, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = client.chat.completions.create(**ask, **more)
+    assert "".join(chunk.choices[0].delta.content for chunk in chunks) == text and last.usage.total_tokens == 25
+    assert chunks[-1].choices[0].finish_reason == "length" and last.timings["tokens_per_s"] > 0
+    cut = client.chat.completions.create(**ask, stop=text[6:9], max_tokens=20).choices[0]
+    assert (cut.message.content, cut.finish_reason) == (text[: text.index(text[6:9])], "stop")
+    with pytest.raises(openai.BadRequestError, match="n is 3, which is not implemented"):
+        client.chat.completions.create(**ask, n=3)
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.chat.completions.create(**ask | {"model": "other"})
+    with client.chat.completions.create(**ask, stream=True) as stream:
+        next(stream)
+    while server.requests():
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_lm_evals_client_scores_as_eval_does(server, tmp_path, capsys):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: requirements-peers.txt has it")
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+    from test_eval import evaluated
+
+    from extras.export import to_hf
+    from extras.lm_eval import harness
+
+    to_hf.main([str(ROOT / "demo"), "--dtype", "float32", "--out", str(tmp_path / "hf")])
+    pairs = [(n, w) for n in ("Tim", "Lily", "Ben") for w in ("a cat", "the sun", "mom")]
+    lines = [
+        {"story": f"Once upon a time, {n} saw {w}.", "ends": [" The.", f" {n} ran.", " It"], "right": i % 3}
+        for i, (n, w) in enumerate(pairs)
+    ]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "ends.yaml").write_text(
+        "task: ends\ndataset_path: json\ntest_split: train\noutput_type: multiple_choice\ndoc_to_choice: ends\n"
+        "doc_to_target: right\ntarget_delimiter: ''\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n"
+        "doc_to_text: '{{story}}'\n"
+        f"dataset_kwargs: {{data_files: '{tmp_path}/lines.jsonl', cache_dir: '{tmp_path}'}}\n"
+    )
+    flags = ["--checkpoint", ROOT / "demo", "--dtype", "float32", "--tasks", "ends", "--task-folder", tmp_path]
+    capsys.readouterr()
+    expected, _ = evaluated(capsys, *flags)
+    url = f"http://127.0.0.1:{server.port}/v1/completions"
+    lm = LocalCompletionsAPI(url, "huggingface", model="demo", tokenizer=str(tmp_path / "hf"), add_bos_token=True)
+    result, _ = harness.run(lm, harness.load_tasks(["ends"], str(tmp_path)))
+    assert result["tasks"]["ends"] == expected["tasks"]["ends"] and 0 < result["tasks"]["ends"]["acc,none"] < 1
+
+
+def test_the_page_streams_and_stops(tmp_path):
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: requirements-peers.txt")
+    wait = pytest.importorskip("selenium.webdriver.support.wait")
+    browser, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not browser or not driver:
+        pytest.skip("chromium and chromedriver are not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = browser
+    flags = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking disable-sync"
+    for flag in (*flags.split(), "disable-component-update", f"user-data-dir={tmp_path}/profile"):
+        options.add_argument(f"--{flag}")
+    folder = shutil.copytree(ROOT / "demo", tmp_path / "demo")
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with Server("--api-key", "k", checkpoint=folder) as server:
+        page = webdriver.Chrome(options, webdriver.ChromeService(driver))
+        try:
+            page.get(f"http://127.0.0.1:{server.port}/")
+            find = lambda name: page.find_element("css selector", name)  # noqa: E731
+            until = wait.WebDriverWait(page, 60, 0.01).until
+            find("#text").send_keys("Once upon\n")
+            until(lambda _: "Incorrect API key" in find(".error").text)
+            find("#key").send_keys("k")
+            find("#most").send_keys("240")
+            lengths, said = [], "<img src=x onerror=document.title='harmed'>Once upon a time"
+            find("#text").send_keys(said + "\n")
+            answer = page.find_elements("css selector", ".assistant")[-1]
+            until(lambda _: lengths.append(len(answer.text)) or len({*lengths}) > 5 and lengths[-1] > 20)
+            find("#stop").click()
+            until(lambda _: find("#state").text == "stopped")
+            shown = answer.text
+            until(lambda _: server.requests() == 0)
+            assert answer.text == shown and lengths == sorted(lengths)
+            assert page.find_elements("css selector", ".user")[-1].text == said and page.title != "harmed"
+            find("#most").clear()
+            find("#most").send_keys("9")
+            find("#text").send_keys(" The dog\n")
+            until(lambda _: "length, " in find("#state").text)
+            assert page.get_log("browser") == [] or all("401" in line["message"] for line in page.get_log("browser"))
+        finally:
+            page.quit()
