@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import BASE, ROOT, command, greedy_tokens, random_model, run_ranks, shard
+from test_linear_attention import CONFIG as LINEAR
 
 from complete import complete, load
 from formats.tokenizer import load_tokenizer
@@ -119,22 +120,18 @@ def in_turns(world, config, requests, rows):
             while left and free and left[0][1][0] <= rows.passes:
                 number, (_, ids, most) = left.pop(0)
                 of_row[i := free.pop()] = number
-                request = {
-                    "ids": ids,
-                    "max_tokens": most,
-                    "sampling": [0, None, 1.0, 0],
-                    "logprobs": None,
-                    "echo": False,
-                }
+                echo = number % 2 == 1  # whose prompt is scored
+                request = {"ids": ids, "max_tokens": most, "sampling": [0, None, 1.0, 0], "echo": echo}
+                request["logprobs"] = 1 if echo else None
                 note(rows.start(i, request)[0])
             note(rows.step())
     return answers
 
 
-@pytest.mark.parametrize("wiring", ["standard", "ladder"])
+@pytest.mark.parametrize("base, wiring", [(BASE, "standard"), (BASE, "ladder"), (LINEAR, "ladder")])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_rows_answer_as_if_alone(ranks, wiring):
-    config = dataclasses.replace(BASE, wiring=wiring)
+def test_rows_answer_as_if_alone(ranks, base, wiring):
+    config = dataclasses.replace(base, wiring=wiring)
     r = random.Random(0)
     ids = [[1, *(r.randrange(3, 131) for _ in range(r.randrange(0, 20)))] for _ in range(7)]
     ids[5] = ids[2] + ids[5]  # finds its beginning in a cache

@@ -45,8 +45,13 @@ class Row:
         self.runner.cache = [(k[row : row + 1], v[row : row + 1]) for k, v in runner.cache]
 
     def cached(self, ids):
-        """Return how many tokens of a prompt, from its beginning, are cached."""
-        return len(os.path.commonprefix([self.text[:-1], ids[:-1]]))
+        """Return how many tokens of a prompt, from its beginning, are cached; none in a model with linear attention."""
+        whole = self.runner.model.config.linear_layers  # a state cannot go back to where the prompts part
+        return 0 if whole else len(os.path.commonprefix([self.text[:-1], ids[:-1]]))
+
+    def clear(self):
+        for tensor in (tensor for layer in self.runner.cache for tensor in layer):
+            tensor.zero_()
 
     def prefill(self, request):
         """Take a request; returns (logits (1, v) after its prompt, the prompt's Tokens if asked for, else [])."""
@@ -56,6 +61,7 @@ class Row:
         self.sampler = Sampler(*request["sampling"], runner.device)
         if n is None or not request["echo"]:
             return runner.prefill(*padded, PASS_TOKENS, cached), []
+        self.clear()  # with positions, states of linear attention go on
         for start in range(0, len(ids), SCORED_TOKENS):
             watch.at("prefill from token", start)
             piece, following = padded[0][:, start : start + SCORED_TOKENS], ids[start + 1 : start + 1 + SCORED_TOKENS]
@@ -107,8 +113,7 @@ class Rows(list):
             finish = "stop" if token.id in self.eos_ids else "length" if ended else None
             if token.id < 0:
                 finish, row.text = "error", [0]
-                for half in (half for layer in row.runner.cache for half in layer):
-                    half.zero_()  # a NaN, masked or not, would reach the next request
+                row.clear()  # a NaN, masked or not, would reach the next request
             if finish:
                 row.request, row.used = None, self.passes
             taken.append((self.index(row), token, finish))

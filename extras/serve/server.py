@@ -309,7 +309,7 @@ def main(argv=None):
     if args.compile and args.rows > 1 and world.device.type == "cpu":
         from runtime import compiling
 
-        compiling.warm_up(rows[0].runner, [[0]], context - 1, generate.BUCKET)
+        compiling.warm_up(rows[0].runner, [[0]], context - 1, rows.greedy)
 
     def drain(number, frame):  # a second SIGTERM, or one by the verdict of the ranks' watch, ends at once
         ranks = launch.several_ranks()
