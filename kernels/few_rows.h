@@ -19,12 +19,11 @@
 
 #if defined(__AVX512BW__)
 constexpr int kLanes = 16;  // numbers of 32 bits in a vector
-constexpr int kTogether = 2;  // rows of W that meet several rows of x in registers
-constexpr int kMost = 8, kMostInt = 8;  // rows of x in registers: of bfloat16, and against integers
+constexpr int kMost = 8, kMostInt = 8;  // rows of x whose sums fit the registers, with W in bfloat16 and in integers
 #elif defined(__AVX2__)
-constexpr int kLanes = 8, kTogether = 3, kMost = 4, kMostInt = 4;
+constexpr int kLanes = 8, kMost = 5, kMostInt = 6;
 #elif defined(__ARM_FEATURE_DOTPROD)
-constexpr int kLanes = 4, kTogether = 4, kMost = 4, kMostInt = 2;
+constexpr int kLanes = 4, kMost = 8, kMostInt = 2;
 #else
 #error "few_rows.cpp needs AVX2, or NEON with dot products"
 #endif
@@ -50,7 +49,15 @@ inline Sums multiply_add(Sums sums, Pairs w, Pairs x) {
 #else  // a bfloat16 is the upper half of a float
 constexpr int kHalves = 2;
 inline Sums half(Pairs pairs, int which) { return (Sums)(which ? pairs & 0xffff0000u : pairs << 16); }
-inline Sums multiply_add(Sums sums, Sums w, Sums x) { return sums + w * x; }
+inline Sums multiply_add(Sums sums, Sums w, Sums x) {
+#if defined(__AVX512BW__)
+  return (Sums)_mm512_fmadd_ps((__m512)w, (__m512)x, (__m512)sums);
+#elif defined(__AVX2__)  // by name: GCC would add two products first, and move the sums between memory and registers
+  return (Sums)_mm256_fmadd_ps((__m256)w, (__m256)x, (__m256)sums);
+#else
+  return (Sums)vfmaq_f32((float32x4_t)sums, (float32x4_t)w, (float32x4_t)x);
+#endif
+}
 #endif
 
 // To each lane's sum, dot() adds products of a lane of W with `x`. A lane of W holds four columns, which meet two numbers
@@ -72,7 +79,9 @@ inline Ints dot(Ints sums, Bytes w, int32_t x) {
 #ifdef __AVXVNNI__
   return (Ints)_mm256_dpwssd_avx_epi32((__m256i)sums, (__m256i)w, _mm256_set1_epi32(x));
 #else
-  return sums + (Ints)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(x));
+  sums += (Ints)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(x));
+  asm("" : "+x"(sums));  // else GCC computes many products first and adds them later, with too few registers for both
+  return sums;
 #endif
 }
 #else
@@ -179,14 +188,14 @@ void tile(const uint16_t* w, const uint16_t* x, float* sums, int64_t K, int64_t 
 
 // Rows of W that are computed together, so that a block of x is loaded once for all of them. One row of x stays in the
 // cache anyway: then many rows of W, because the processor's prefetcher restarts at each block.
-constexpr int kBlock = 32 * kTogether, kLongBlock = 2048;
+constexpr int kBlock = 64, kLongBlock = 2048;
 
 // M rows of x times some rows of W, at most a block. x goes in blocks of columns that fit the first-level cache.
 template <int M, typename Number>
 void block(const uint16_t* w, const uint16_t* x, Number* y, int64_t rows, int64_t N, int64_t K) {
   // 6 to 16 sums in flight; two rows of W even for one row of x, because some processors fetch two streams that are far
   // apart faster than one
-  constexpr int R = M == 1 ? 2 : kTogether, U = M > 4 || (M > 2 && kLanes < 16) ? 1 : M > 1 ? 2 : 4;
+  constexpr int R = 2, U = M > 4 || (M > 2 && kLanes == 8) ? 1 : M > 1 ? 2 : 4;
   const int64_t columns = M == 1 ? K : 2048;
   float sums[M == 1 ? kLongBlock : kBlock * M] = {};
   for (int64_t k = 0; k < K; k += columns) {

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import tp
 from formats.checkpoint import first_line
+from kernels import cpu
 from runtime import watch
 from runtime.errors import InputError
 
@@ -130,7 +131,12 @@ def choose_device(device, rank=0, tp_size=1):
         device = f"cuda:{os.environ.get('LOCAL_RANK', rank) if tp_size > 1 else 0}"
     if device not in known:
         raise InputError(f"no such device: {device}; this machine has {', '.join(known)}")
-    if device != "cpu":
+    if device == "cpu":
+        try:
+            cpu.instruction_set()
+        except ValueError as e:  # before PyTorch executes an instruction that is not there
+            raise InputError(str(e)) from None
+    else:
         torch.cuda.set_device(torch.device(device))
         torch.backends.cuda.enable_cudnn_sdp(False)  # its attention makes a plan for each new length of a prompt
     return torch.device(device)
