@@ -91,7 +91,8 @@ def git_commit():
     """Return the commit of this code, with "+" if it was edited since, or None outside a git checkout."""
     here = {"cwd": Path(__file__).parent.parent, "stderr": subprocess.DEVNULL, "text": True}
     try:
-        edited = subprocess.check_output(["git", "status", "--porcelain", "-uno", "*.py", "*.cpp", "*.h", "*.sh"], **here)
+        code = "*.py", "*.cpp", "*.h", "*.sh"
+        edited = subprocess.check_output(["git", "status", "--porcelain", "-uno", *code], **here)
         return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], **here).strip() + "+" * bool(edited)
     except (OSError, subprocess.CalledProcessError):
         return None
