@@ -60,11 +60,10 @@ void in_parallel(const std::vector<Group>& groups, int64_t pieces, int64_t grain
 // ---------------------------------------------------------------------------------------------------------------------
 // W in bfloat16
 
-template <int... M>
-constexpr auto blocks(std::integer_sequence<int, M...>) {
+// Of 1 to kMost rows of x.
+constexpr auto kBlocks = []<int... M>(std::integer_sequence<int, M...>) {
   return std::array{&block<M + 1, BF16>...};
-}
-constexpr auto kBlocks = blocks(std::make_integer_sequence<int, kMost>());  // of 1 to kMost rows of x
+}(std::make_integer_sequence<int, kMost>());
 
 // x (M, K) times the matrices of its groups, of one W (N, K) or several (E, N, K).
 at::Tensor multiply(const at::Tensor& x, const at::Tensor& weight, const std::vector<Group>& groups) {
@@ -92,12 +91,10 @@ at::Tensor few_rows(const at::Tensor& input, const at::Tensor& weight) {
 // ---------------------------------------------------------------------------------------------------------------------
 // W in integers
 
-template <bool kFourBits, int... M>
-constexpr auto panels(std::integer_sequence<int, M...>) {
-  return std::array{&int_panel<kFourBits, M + 1>...};
-}
 template <bool kFourBits>
-constexpr auto kPanels = panels<kFourBits>(std::make_integer_sequence<int, kMostInt>());  // of 1 to kMostInt rows of x
+constexpr auto kPanels = []<int... M>(std::integer_sequence<int, M...>) {
+  return std::array{&int_panel<kFourBits, M + 1>...};
+}(std::make_integer_sequence<int, kMostInt>());
 
 Integers integers(const at::Tensor& input, const at::Tensor& weight, int64_t N, int64_t K, int64_t bits) {
   const int64_t P = weight.size(-4), G = weight.size(-3), vectors = weight.size(-2);

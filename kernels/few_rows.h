@@ -17,9 +17,10 @@
 // ---------------------------------------------------------------------------------------------------------------------
 // What differs between instruction sets
 
+// kLanes: numbers of 32 bits in a vector. kMost, kMostInt: rows of x whose sums fit the registers, with W in bfloat16 and
+// in integers.
 #if defined(__AVX512BW__)
-constexpr int kLanes = 16;  // numbers of 32 bits in a vector
-constexpr int kMost = 8, kMostInt = 8;  // rows of x whose sums fit the registers, with W in bfloat16 and in integers
+constexpr int kLanes = 16, kMost = 8, kMostInt = 8;
 #elif defined(__AVX2__)
 constexpr int kLanes = 8, kMost = 5, kMostInt = 6;
 #elif defined(__ARM_FEATURE_DOTPROD)
@@ -38,68 +39,58 @@ using Halves = uint16_t __attribute__((vector_size(2 * kLanes)));
 // half(pairs, 0..kHalves - 1): what multiply_add(), which adds the products of both numbers of a lane, takes in turn.
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 constexpr int kHalves = 1;
-inline Pairs half(Pairs pairs, int) { return pairs; }
-inline Sums multiply_add(Sums sums, Pairs w, Pairs x) {
-#ifdef __AVX512BF16__
-  return (Sums)_mm512_dpbf16_ps((__m512)sums, (__m512bh)w, (__m512bh)x);
-#else
-  return (Sums)vbfdotq_f32((float32x4_t)sums, (bfloat16x8_t)w, (bfloat16x8_t)x);
-#endif
-}
+using Half = Pairs;
+inline Half half(Pairs pairs, int) { return pairs; }
 #else  // a bfloat16 is the upper half of a float
 constexpr int kHalves = 2;
-inline Sums half(Pairs pairs, int which) { return (Sums)(which ? pairs & 0xffff0000u : pairs << 16); }
-inline Sums multiply_add(Sums sums, Sums w, Sums x) {
-#if defined(__AVX512BW__)
+using Half = Sums;
+inline Half half(Pairs pairs, int which) { return (Half)(which ? pairs & 0xffff0000u : pairs << 16); }
+#endif
+
+// By name, also where it is sums + w * x: GCC would add two products first, and keep the sums in memory.
+inline Sums multiply_add(Sums sums, Half w, Half x) {
+#if defined(__AVX512BF16__)
+  return (Sums)_mm512_dpbf16_ps((__m512)sums, (__m512bh)w, (__m512bh)x);
+#elif defined(__AVX512BW__)
   return (Sums)_mm512_fmadd_ps((__m512)w, (__m512)x, (__m512)sums);
-#elif defined(__AVX2__)  // by name: GCC would add two products first, and move the sums between memory and registers
+#elif defined(__AVX2__)
   return (Sums)_mm256_fmadd_ps((__m256)w, (__m256)x, (__m256)sums);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return (Sums)vbfdotq_f32((float32x4_t)sums, (bfloat16x8_t)w, (bfloat16x8_t)x);
 #else
   return (Sums)vfmaq_f32((float32x4_t)sums, (float32x4_t)w, (float32x4_t)x);
 #endif
 }
-#endif
 
-// To each lane's sum, dot() adds products of a lane of W with `x`. A lane of W holds four columns, which meet two numbers
-// for x: in bytes, kBytes, all four meet the high bytes of x and then the low ones; else the two even columns, as 16 bits,
-// meet x, and then the odd ones.
-#if defined(__AVX512VNNI__)
-constexpr bool kBytes = true, kSigned = false;
-inline Ints dot(Ints sums, Bytes w, int32_t x) {
-  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(x));
-}
-#elif defined(__AVX512BW__)
-constexpr bool kBytes = false, kSigned = false;
-inline Ints dot(Ints sums, Bytes w, int32_t x) {
-  return sums + (Ints)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(x));
-}
-#elif defined(__AVX2__)
-constexpr bool kBytes = false, kSigned = false;
-inline Ints dot(Ints sums, Bytes w, int32_t x) {
-#ifdef __AVXVNNI__
-  return (Ints)_mm256_dpwssd_avx_epi32((__m256i)sums, (__m256i)w, _mm256_set1_epi32(x));
+// To each lane's sum, dot() adds products of a lane of W, four columns, with one of two numbers for x. kBytes: all four
+// meet the high bytes of x and then the low ones. Else the two even columns, as 16 bits, meet x, and then the odd ones.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+constexpr bool kBytes = false;
 #else
+constexpr bool kBytes = true;
+#endif
+#if defined(__AVX2__) || defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool kSigned = false;
+#else
+constexpr bool kSigned = true;  // bytes of W
+#endif
+inline Ints dot(Ints sums, Bytes w, int32_t x) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVX512BW__)
+  return sums + (Ints)_mm512_madd_epi16((__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVXVNNI__)
+  return (Ints)_mm256_dpwssd_avx_epi32((__m256i)sums, (__m256i)w, _mm256_set1_epi32(x));
+#elif defined(__AVX2__)
   sums += (Ints)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(x));
   asm("" : "+x"(sums));  // else GCC computes many products first and adds them later, with too few registers for both
   return sums;
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  return (Ints)vusdotq_s32((int32x4_t)sums, (uint8x16_t)w, vreinterpretq_s8_s32(vdupq_n_s32(x)));
+#else
+  return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)w, vreinterpretq_s8_s32(vdupq_n_s32(x)));
 #endif
 }
-#else
-constexpr bool kBytes = true;
-inline Ints dot(Ints sums, Bytes w, int32_t x) {
-  const int8x16_t xs = vreinterpretq_s8_s32(vdupq_n_s32(x));
-#ifdef __ARM_FEATURE_MATMUL_INT8
-  return (Ints)vusdotq_s32((int32x4_t)sums, (uint8x16_t)w, xs);
-#else  // bytes of W are signed, too
-  return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)w, xs);
-#endif
-}
-#ifdef __ARM_FEATURE_MATMUL_INT8
-constexpr bool kSigned = false;
-#else
-constexpr bool kSigned = true;
-#endif
-#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Vectors

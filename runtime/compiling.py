@@ -121,12 +121,18 @@ def use_fast_modules(model):
     on_gpu = model.device.type == "cuda"
     if not on_gpu and model.dtype != torch.bfloat16:
         return
-    if not on_gpu and cpu.instruction_set() == "plain":
-        if launch.rank_and_size()[0] == 0:
-            print("no AVX2 or NEON dot products here: PyTorch's own kernels, which are slower", file=sys.stderr)
-        return
     if not on_gpu:
-        few_rows.build()
+        missing = "no AVX2 or NEON dot products here" if cpu.instruction_set() == "plain" else None
+        try:
+            missing or few_rows.build()
+        except cxx.CompilerError as e:
+            if sys.platform != "darwin":  # whose own compiler has no OpenMP
+                raise
+            missing = str(e)
+        if missing:
+            if launch.rank_and_size()[0] == 0:
+                print(f"{missing}: PyTorch's own kernels, which are slower", file=sys.stderr)
+            return
         few_rows.replace_matrices(model)
 
     def make(name, module):
