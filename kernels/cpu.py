@@ -23,16 +23,15 @@ def features():
 def instruction_set():
     """Return what few_rows.cpp is compiled for, "avx512", "avx2" or "neon", or "plain": PyTorch's kernels instead.
 
-    PyTorch chooses, too: $ATEN_CPU_CAPABILITY is avx512, avx2 or default, which is plain here. Raises ValueError for
-    one that this processor has not.
+    $ATEN_CPU_CAPABILITY, PyTorch's own setting, chooses one. Raises ValueError if this processor does not have it.
     """
     here, asked = features(), os.environ.get("ATEN_CPU_CAPABILITY")
     if ON_ARM:
-        return "plain" if asked == "default" or (here and "asimddp" not in here) else "neon"
+        return "neon" if "asimddp" in here and asked != "default" else "plain"
     name = {"AVX512": "avx512", "AVX2": "avx2"}.get(torch.backends.cpu.get_cpu_capability(), "plain")
     if here and name != "plain" and {"avx512": "avx512bw"}.get(name, name) not in here:
         raise ValueError(f"ATEN_CPU_CAPABILITY={asked}: this processor has no {name}: leave the variable out")
-    return name
+    return name if here else "plain"  # not Linux: other systems' compilers have OpenMP of another kind than PyTorch
 
 
 def empty(shape, dtype, device="cpu"):

@@ -24,10 +24,7 @@
 namespace {
 
 using BF16 = at::BFloat16;
-
-const uint16_t* data(const at::Tensor& tensor) {
-  return reinterpret_cast<const uint16_t*>(tensor.const_data_ptr<BF16>());
-}
+const uint16_t* data(const at::Tensor& t) { return reinterpret_cast<const uint16_t*>(t.const_data_ptr<BF16>()); }
 
 // Room for the product (..., N) of x (..., K).
 at::Tensor empty_product(const at::Tensor& x, int64_t N) {
@@ -106,8 +103,6 @@ Integers integers(const at::Tensor& input, const at::Tensor& weight, int64_t N, 
       "x (..., K) must be in bfloat16, and of a W (N, K) what few_rows.pack returns, in groups of 8 to 128 columns");
   return {weight.const_data_ptr<uint8_t>(), P, N, K, G, vectors, size, bits == 4};
 }
-
-constexpr int64_t kRowsInCache = 96;  // rows of x, whose blocks stay in the second-level cache for all panels
 
 // x times the matrices W of its groups; or gated, silu(x times W) times (x times up).
 at::Tensor multiply(

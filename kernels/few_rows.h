@@ -1,7 +1,5 @@
-// The loops of few_rows.cpp, over vectors as long as the processor's. What differs between instruction sets stands first;
-// all else is written once. Nothing here knows of PyTorch, so that a small program can run it on an emulated processor.
-
-#pragma once
+// The loops of few_rows.cpp, over vectors as long as the processor's: what differs between instruction sets stands first.
+// Nothing here knows of PyTorch, so that a small program can run it on an emulated processor.
 
 #include <algorithm>
 #include <cmath>
@@ -23,10 +21,8 @@
 constexpr int kLanes = 16, kMost = 8, kMostInt = 8;
 #elif defined(__AVX2__)
 constexpr int kLanes = 8, kMost = 5, kMostInt = 6;
-#elif defined(__ARM_FEATURE_DOTPROD)
+#else  // NEON with dot products
 constexpr int kLanes = 4, kMost = 8, kMostInt = 2;
-#else
-#error "few_rows.cpp needs AVX2, or NEON with dot products"
 #endif
 
 using Pairs = uint32_t __attribute__((vector_size(4 * kLanes)));  // of bfloat16 numbers, two in each lane
@@ -65,14 +61,11 @@ inline Sums multiply_add(Sums sums, Half w, Half x) {
 // To each lane's sum, dot() adds products of a lane of W, four columns, with one of two numbers for x. kBytes: all four
 // meet the high bytes of x and then the low ones. Else the two even columns, as 16 bits, meet x, and then the odd ones.
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
-constexpr bool kBytes = false;
+constexpr bool kBytes = false, kSigned = false;
+#elif defined(__AVX2__) || defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr bool kBytes = true, kSigned = false;
 #else
-constexpr bool kBytes = true;
-#endif
-#if defined(__AVX2__) || defined(__ARM_FEATURE_MATMUL_INT8)
-constexpr bool kSigned = false;
-#else
-constexpr bool kSigned = true;  // bytes of W
+constexpr bool kBytes = true, kSigned = true;  // bytes of W
 #endif
 inline Ints dot(Ints sums, Bytes w, int32_t x) {
 #if defined(__AVX512VNNI__)
@@ -91,9 +84,6 @@ inline Ints dot(Ints sums, Bytes w, int32_t x) {
   return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)w, vreinterpretq_s8_s32(vdupq_n_s32(x)));
 #endif
 }
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Vectors
 
 // The first `count` numbers of a vector from memory, zeros behind them.
 template <typename Vector, typename Number>
@@ -190,8 +180,7 @@ void block(const uint16_t* w, const uint16_t* x, Number* y, int64_t rows, int64_
   const int64_t columns = M == 1 ? K : 2048;
   float sums[M == 1 ? kLongBlock : kBlock * M] = {};
   for (int64_t k = 0; k < K; k += columns) {
-    const int64_t count = std::min(columns, K - k);
-    const int64_t apart = rows / R;
+    const int64_t count = std::min(columns, K - k), apart = rows / R;
     for (int64_t r = 0; r < apart; r++) tile<M, R, U>(w + r * K + k, x + k, sums + r * M, K, count, apart);
     for (int64_t r = R * apart; r < rows; r++) tile<M, 1, U>(w + r * K + k, x + k, sums + r * M, K, count, 0);
   }
@@ -213,6 +202,7 @@ void block(const uint16_t* w, const uint16_t* x, Number* y, int64_t rows, int64_
 
 constexpr int64_t kColumns = 128;  // of a block
 constexpr int64_t kRows = 16;  // of a panel
+constexpr int64_t kRowsInCache = 96;  // of x: their blocks stay in the second-level cache for all panels
 constexpr int kParts = kRows / kLanes;  // vectors that have a lane for each row
 constexpr int64_t kPrefetch = 1024;  // bytes to be fetched in advance; and four times as many, from farther away
 
@@ -269,8 +259,7 @@ template <bool kFourBits>
 inline Bytes operand(Bytes w, int i, int s) {
   if (kBytes) return !kFourBits ? (kSigned ? w ^ 128 : w) : i ? w >> 4 : w & 15;
   const Shorts shifted = (Shorts)w >> (8 * s + (kFourBits ? 4 * i : 0));
-  constexpr uint16_t kMask = kFourBits ? 15 : 255;
-  return (Bytes)(s && (i || !kFourBits) ? shifted : shifted & kMask);
+  return (Bytes)(s && (i || !kFourBits) ? shifted : shifted & (kFourBits ? uint16_t{15} : uint16_t{255}));
 }
 
 struct Integers {
@@ -290,10 +279,8 @@ void int_panel(const Integers& W, const Block* x, int64_t blocks, const float* s
   Sums lanes[M][kParts] = {}, scale[kParts], zero[kParts];
   for (int64_t k = 0; k < W.K; k += size) {
     if (kFourBits || k == 0) {
-      for (int part = 0; part < kParts; part++) {
-        scale[part] = load_floats(w + 2 * kLanes * part);
-        zero[part] = load_floats(w + 32 + 2 * kLanes * part);
-      }
+      for (int part = 0; part < kParts; part++) scale[part] = load_floats(w + 2 * kLanes * part);
+      for (int part = 0; part < kParts; part++) zero[part] = load_floats(w + 32 + 2 * kLanes * part);
       w += 64;
     }
     Ints all[2][M][kParts][U] = {};
@@ -428,9 +415,7 @@ void attend(
       }
     }
     Sums scores = totals(dots) * scale;
-    if (count < kKeys) {
-      for (int64_t i = count * M; i < kLanes; i++) scores[i] = -INFINITY;  // beyond the last key
-    }
+    for (int64_t i = count * M; i < kLanes; i++) scores[i] = -INFINITY;  // beyond the last key
     largest = scores > largest ? scores : largest;
     std::memcpy(weights + t * M, &scores, sizeof(scores));
   }

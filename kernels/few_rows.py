@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from kernels import cpu, cxx
 from kernels.int_linear import Int8Linear, Integers, IntEmbedding, IntLinear, recast, scaled, swap, unpack
 
-# With so many rows of x or fewer, few_rows.cpp is faster (benchmarks/decode.md): with any number where oneDNN has no
-# kernel for bfloat16.
+# with so many rows of x or fewer, few_rows.cpp is faster (benchmarks/decode.md); with any, without oneDNN's bfloat16
 ONEDNN = torch.backends.cpu.get_cpu_capability() == "AVX512" or (cpu.ON_ARM and "bf16" in cpu.features())
 FEW = 2**30 if not ONEDNN else 7 if torch.cpu._is_amx_tile_supported() else 24  # than oneDNN
 FEW_INT = 96 if ONEDNN else 2**30  # than multiplying with floats made from the integers
@@ -21,9 +20,8 @@ def build():
     """Load the operators of few_rows.cpp. Raises cxx.CompilerError."""
     if hasattr(torch.ops.ladder, "few_rows"):
         return
-    options = ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math"]
-    if cpu.instruction_set() == "avx2" and "avx512bw" in cpu.features():  # asked for: what others have who have no more
-        options.append("-march=haswell")
+    asked = cpu.instruction_set() == "avx2" and "avx512bw" in cpu.features()  # what others have who have no more
+    options = "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", *["-march=haswell"] * asked
     cxx.load_operators("few_rows.cpp", "--compile", *options)
     torch.library.register_fake("ladder::few_rows", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
     for name in ("ladder::few_rows_int", "ladder::many_rows_int"):
