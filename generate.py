@@ -235,7 +235,7 @@ class Run(NamedTuple):
 
 def set_up(args, world):
     """Return the Run that the flags describe: the model loaded, and compiled if asked for. Raises InputError."""
-    with world.together():
+    with world.together():  # read and check all that the flags name, before any rank takes time to load
         sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
         name, own = cli.read_config(args)
         config = cli.with_wiring(own, args)

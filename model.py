@@ -111,17 +111,17 @@ def delayed_stream(x, sublayers, comm, config):
 
     In delayed these are its own partials; in farskip (arXiv 2511.11505) the shared expert's output, whole on each rank.
     """
-    early_terms = []  # of the sublayers whose sums are in flight; None for one that has no shared expert
+    early_terms = []  # one for each sum in flight; None for a sublayer without a shared expert
 
     def with_early_terms(h, stale, x):
         del early_terms[: max(0, len(early_terms) - stale)]
-        partial = early = h(functools.reduce(operator.add, filter(torch.is_tensor, early_terms), x))
-        if isinstance(partial, tuple):  # of attention_then_experts
-            partial, early = partial
-        early_terms.append(early)
-        if early is partial or early is None:
-            return partial
-        return partial + early / comm.lanes  # the all-reduce adds up `lanes` of them
+        result = h(sum((term for term in early_terms if term is not None), start=x))
+        if not isinstance(result, tuple):  # delayed
+            early_terms.append(result)
+            return result
+        partial, shared = result  # farskip
+        early_terms.append(shared)
+        return partial if shared is None else partial + shared / comm.lanes  # the all-reduce adds up `lanes` of them
 
     delayed = [(functools.partial(with_early_terms, h, stale), stale) for h, stale in sublayers]
     return residual_stream(x, delayed, comm, config)
@@ -532,9 +532,9 @@ class Transformer(nn.Module):
         S, causal, streams = tokens.shape[1], positions is None, []
         if causal:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
-        filled = cache_length - S
+        filled = cache_length - S  # slots of the cache
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
-            filled += chunk.shape[1]
+            filled += chunk.shape[1]  # by the time of this chunk's attention
             mask = None if causal else torch.arange(filled, device=tokens.device) <= at[..., None]  # (B, S, T')
             causal = False  # later chunks attend to the cache
             streams.append(self.stream(self.tok_embeddings(chunk), self.metadata(at, mask), cache))
@@ -560,7 +560,6 @@ class Transformer(nn.Module):
     def sublayers(self, metadata, cache=None):
         """Return the sublayers in order, [(h, stale)], as a stream takes them."""
         config, window, windowed = self.config, self.config.sliding_window, metadata
-        cos, sin = torch.ones_like(metadata.cos), torch.zeros_like(metadata.sin)
         mask, positions = metadata.mask, metadata.positions
         if config.window_layers and (mask is not None or positions.shape[1] > window):
             mask = positions[:, None] <= positions[..., None] if mask is None else mask
@@ -570,8 +569,8 @@ class Transformer(nn.Module):
 
         def split(wiring, i):
             used = windowed if i in config.window_layers else metadata
-            if i in config.nope_layers:
-                used = dataclasses.replace(used, cos=cos, sin=sin)
+            if i in config.nope_layers:  # turned by an angle of 0
+                used = dataclasses.replace(used, cos=torch.ones_like(used.cos), sin=torch.zeros_like(used.sin))
             return wiring.split(self.layers[i], used, cache and cache[i])
 
         return list_sublayers(config, split)

@@ -10,6 +10,11 @@ from kernels import cxx
 _numbers = itertools.count()
 
 
+def new_name(kind):
+    """Return a name for a process group that no other group of this process has."""
+    return f"{kind}-{next(_numbers)}"
+
+
 def load_group(source, operator, what):
     """Load the operators of a process group in C++, unless the named one is there. Raises cxx.CompilerError."""
     if not hasattr(torch.ops.ladder, operator):
@@ -23,7 +28,7 @@ class Group(dist.ProcessGroup):
 
     def __init__(self, name, inner, rank, tp_size):
         super().__init__(rank, tp_size)
-        self.name, self.inner = f"{name}-{next(_numbers)}", inner
+        self.name, self.inner = new_name(name), inner
         # The functional collectives find groups by name. No public call gives a name to a group in Python.
         torch._C._distributed_c10d._register_process_group(self.name, self)
 

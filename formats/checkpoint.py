@@ -22,10 +22,6 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
-# Every config.json had these keys until those of a Laneformer became its dict `laneformer`.
-OLD_DEFAULTS = {
-    "early_comm": True, "attention_comm": True, "mlp_comm": True, "lane_head": "replicate", "lane_norms": False,
-}  # fmt: skip
 MOST_LAYERS = 1000  # checked before so many are built
 LARGEST = {int: 2**24, float: 1e30}  # of a number in a config.json
 ROPE_KEYS = {  # those of Config.rope_scaling, by Hugging Face's name
@@ -82,14 +78,8 @@ def _is_a(value, annotation):
 def make_config(values, source):
     """Return the Config of a dict from a file. Raises InputError, which names the source, the field and its type."""
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}  # JSON has no tuples
-    is_laneformer = str(values.get("wiring")).startswith("laneformer")
-    old = {key: values.pop(key) for key in OLD_DEFAULTS if key in values}
-    given = values.get("laneformer") is not None
-    if is_laneformer and old and not given:
-        values["laneformer"] = old
-    elif not old.items() <= OLD_DEFAULTS.items() or (given and not is_laneformer):
-        keys = ", ".join(old) or "laneformer"
-        raise InputError(f"{source}: {keys}: only for wiring laneformer, in its dict laneformer")
+    if values.get("laneformer") is not None and not str(values.get("wiring")).startswith("laneformer"):
+        raise InputError(f"{source}: laneformer: only for wiring laneformer")
     for field in dataclasses.fields(Config):
         value = values.get(field.name)
         above_zero = field.type in LARGEST

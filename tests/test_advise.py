@@ -208,17 +208,14 @@ def test_a_table_for_each_link(capsys):
 # ---- Bad input -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--model 8b", "the following arguments are required: --tp, --link"),
-        ("--model 8b --tp 33 --link pcie", "33 ranks or lanes cannot shard n_heads 32: use 1 to 32"),
-        ("--model 8b --tp 8 --bandwidth-gbs 0", "--bandwidth-gbs: '0' is not a number above 0"),
-        ("--model 8b --tp 8 --link carrier", "--link: 'carrier' is none of free, nvlink,"),
-        ("--model 8b --tp 8 --link pcie --wirings ladder:33", "wiring ladder:33 does not fit"),
-        ("--checkpoint /nowhere --tp 2 --link pcie", "/nowhere"),
-    ],
-)
+@pytest.mark.parametrize("flags, message", [
+    ("--model 8b", "the following arguments are required: --tp, --link"),
+    ("--model 8b --tp 33 --link pcie", "33 ranks or lanes cannot shard n_heads 32: use 1 to 32"),
+    ("--model 8b --tp 8 --bandwidth-gbs 0", "--bandwidth-gbs: '0' is not a number above 0"),
+    ("--model 8b --tp 8 --link carrier", "--link: 'carrier' is none of free, nvlink,"),
+    ("--model 8b --tp 8 --link pcie --wirings ladder:33", "wiring ladder:33 does not fit"),
+    ("--checkpoint /nowhere --tp 2 --link pcie", "/nowhere"),
+])  # fmt: skip
 def test_bad_input_is_one_clear_line(flags, message, monkeypatch):
     monkeypatch.setattr(benchmarking, "read_bandwidth", lambda *args, **kwargs: pytest.fail("measured for nothing"))
     with pytest.raises(InputError) as e:

@@ -15,6 +15,7 @@ from helpers import RANKS, ROOT, main_on_ranks, script
 import bench
 from benchmarks import decode, gpu
 from extras.measure import plot, results, sweep
+from extras.research import quality
 from formats.sizes import SIZES, named_size
 from model import WIRINGS, Config, build
 from runtime import report
@@ -206,20 +207,18 @@ def test_gpu_s_cases_run_on_a_cpu_in_small(tmp_path):
 README = str(ROOT / "README.md")
 
 
-@pytest.mark.parametrize(
-    "script, flags, message",
-    [
-        (sweep, "--link free x", "--link: 'x' is none of free,"),
-        (sweep, "--prefill 1 99 --prompt-length 8 --eager", "--prefill is 99: chunks need --eager, and a token each"),
-        (sweep, "--prefill 2", "--prefill is 2: chunks need --eager"),
-        (sweep, "--simulate-tp 2 --wiring x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
-        (plot, f"'{README}' --out x.png", f"FILE: {README} has lines that this script did not write"),
-        (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, ours:int8,"),
-        (decode, "--cases decode", "--cases: 'decode' is neither decode:BATCH nor prefill:TOKENS"),
-        (decode, f"--show '{README}'", f"--show: {README} has lines that this script did not write"),
-        (gpu, "--json x", "there is no GPU: --device cpu tries the script"),
-    ],
-)
+@pytest.mark.parametrize("script, flags, message", [
+    (sweep, "--link free x", "--link: 'x' is none of free,"),
+    (sweep, "--prefill 1 99 --prompt-length 8 --eager", "--prefill is 99: chunks need --eager, and a token each"),
+    (sweep, "--prefill 2", "--prefill is 2: chunks need --eager"),
+    (sweep, "--simulate-tp 2 --wiring x", "unknown wiring 'x'; known: standard, ladder, parallel,"),
+    (plot, f"'{README}' --out x.png", f"FILE: {README} has lines that this script did not write"),
+    (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, ours:int8,"),
+    (decode, "--cases decode", "--cases: 'decode' is neither decode:BATCH nor prefill:TOKENS"),
+    (decode, f"--show '{README}'", f"--show: {README} has lines that this script did not write"),
+    (gpu, "--json x", "there is no GPU: --device cpu tries the script"),
+    (quality, f"--show '{README}'", f"--show: {README} has lines that this script did not write"),
+])  # fmt: skip
 def test_bad_flags(script, flags, message):
     with pytest.raises(InputError) as e:
         script.main(shlex.split(flags))
@@ -245,6 +244,7 @@ SHOWN = [  # (page, script, flags before --show, file, tables on the page)
     ("decode.md", decode, "", "decode-panels.jsonl", 1),
     ("decode.md", decode, "", "decode-memory.jsonl", 1),
     ("decode.md", decode, "ours transformers gpt-fast llama.cpp", "decode-amx.jsonl", 1),
+    ("quality.md", quality, "", "quality.jsonl", 2),
 ]
 
 

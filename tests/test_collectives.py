@@ -243,7 +243,7 @@ JOIN = "from runtime import launch\n{}\nw = launch.join('cpu', {{'comm': '{}'}})
 
 @pytest.mark.parametrize("comm, local, before, compiler, name, line", [
     ("auto", 1, "", "c++", "one-hop-0", ""),
-    ("int8", 2, "", "c++", "int8-0", ""),
+    ("int8", 2, "", "c++", "int8-1", ""),
     ("auto", 2, "", "no-such-compiler", "0", "gloo carries .*: memory shared by ranks needs a C.. compiler: install"),
     ("auto", 1, NO_EXTRAS, "c++", "0", "gloo carries .*: --comm one-hop needs the folder extras/collectives"),
 ])  # fmt: skip

@@ -94,15 +94,12 @@ def clock(monkeypatch):
     return clock
 
 
-@pytest.mark.parametrize(
-    "text, numbers, seconds",
-    [
-        ("20000us", [4000], 0.02),
-        ("5000us+0.0112gbps", [4000], 0.025),  # 16 KB at 11.2 Mbit/s in a ring of 8 are 20 ms
-        ("20000us", [4, 4], 0.04),  # one at a time
-        ("tcp+20000us+0.0112gbps", [3000, 1], 0.035),  # at once, but for the 15 ms of the first one's bytes
-    ],
-)
+@pytest.mark.parametrize("text, numbers, seconds", [
+    ("20000us", [4000], 0.02),
+    ("5000us+0.0112gbps", [4000], 0.025),  # 16 KB at 11.2 Mbit/s in a ring of 8 are 20 ms
+    ("20000us", [4, 4], 0.04),  # one at a time
+    ("tcp+20000us+0.0112gbps", [3000, 1], 0.035),  # at once, but for the 15 ms of the first one's bytes
+])  # fmt: skip
 def test_all_reduces_take_what_was_asked_for(clock, text, numbers, seconds):
     group = link.LinkedGroup(None, link.parse(text), 0, 8, CPU)
     for computing in 0.0, 0.015, 0.0:  # while the link carries them
@@ -195,20 +192,17 @@ def test_compute_times_are_what_lies_between_waits_and_starts():
     assert exposed.compute_times(1.0, [], 4.0) == ([], 3.0)
 
 
-@pytest.mark.parametrize(
-    "wiring, compute, limit",
-    [
-        # 50 ms of computing without all-reduces, of which 10 after the last: 10 for each of four sublayers. 15 an
-        # all-reduce. The compute times of the step itself, half as long again, are scaled to that.
-        ("standard", [0.015] * 4, 4 * (10 + 15) + 10),
-        ("ladder", [0.015] * 4, 10 + 3 * 15 + 15 + 10),
-        ("ladder:1", [0.015] * 4, (10 + 15) + 10 + 15 + 15 + 15 + 10),
-        ("desync:2", [0.03] * 2, 2 * (20 + 15) + 10),
-        ("ladder", [0.03] * 2, None),  # half as many as the wiring's, of a model whose sublayers somebody replaced
-        ("upper-bound", [], 50),
-        ("ladder", None, 12.5 + 3 * 15 + 15),  # on a GPU all sublayers count alike
-    ],
-)
+@pytest.mark.parametrize("wiring, compute, limit", [
+    # 50 ms of computing without all-reduces, of which 10 after the last: 10 for each of four sublayers. 15 an
+    # all-reduce. The compute times of the step itself, half as long again, are scaled to that.
+    ("standard", [0.015] * 4, 4 * (10 + 15) + 10),
+    ("ladder", [0.015] * 4, 10 + 3 * 15 + 15 + 10),
+    ("ladder:1", [0.015] * 4, (10 + 15) + 10 + 15 + 15 + 15 + 10),
+    ("desync:2", [0.03] * 2, 2 * (20 + 15) + 10),
+    ("ladder", [0.03] * 2, None),  # half as many as the wiring's, of a model whose sublayers somebody replaced
+    ("upper-bound", [], 50),
+    ("ladder", None, 12.5 + 3 * 15 + 15),  # on a GPU all sublayers count alike
+])  # fmt: skip
 def test_the_report(wiring, compute, limit):
     times = {"all_reduce": 0.015, "step": 0.12, "silent": 0.05}
     if compute is not None:

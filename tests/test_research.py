@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import BASE, ROOT, random_model, unequal_rows
+from helpers import BASE, random_model, unequal_rows
 from test_eval import TEXT, evaluated, naive, picked
 
 import eval as evaluate
@@ -94,20 +94,6 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(roots
     rows = [row.split(" | ") for row in capsys.readouterr().out.splitlines()]
     [ladder] = [row for row in rows if row[0] == "| ladder"]
     assert ladder[1:4] == ["16", "2.610 (2.560-2.660), -0.8%", "11.000, -15.4%"]
-
-
-def test_bad_flags():
-    with pytest.raises(InputError, match=f"--show: {ROOT}/README.md"):
-        quality.main(["--show", f"{ROOT}/README.md"])
-
-
-def test_the_rows_of_the_page_are_those_that_its_command_prints(capsys):
-    """A page may leave rows out."""
-    benchmarks = ROOT / "benchmarks"
-    on_page = [{*block.strip().split("\n")} for block in (benchmarks / "quality.md").read_text().split("\n\n")]
-    quality.main(["--show", str(benchmarks / "results/quality.jsonl")])
-    tables = [{*block.strip().split("\n")} for block in capsys.readouterr().out.split("\n\n")]
-    assert sum(any(len(mine) > 2 and mine <= table for table in tables) for mine in on_page) == 2
 
 
 def test_sensitivity_against_the_reference():

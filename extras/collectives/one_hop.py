@@ -6,7 +6,6 @@ because receivers first say that they are ready. Here a message goes to all othe
 
 import contextlib
 import hmac
-import itertools
 import os
 import secrets
 import socket
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 
 from extras.collectives import shared_memory
-from extras.group import load_group
+from extras.group import load_group, new_name
 from kernels import cxx, gloo
 from runtime import watch
 from runtime.errors import InputError
@@ -26,8 +25,6 @@ from tp import COLLECTIVES, Collective
 BUFFER = 2**18  # bytes that a connection takes while its peer computes; one_hop.cpp counts on them
 PATIENCE = 30  # seconds for all nodes to connect
 GREETING = 36  # bytes: a token of 32 and the number of a node
-
-_numbers = itertools.count()
 
 
 @contextlib.contextmanager
@@ -139,7 +136,7 @@ def connect(world):
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
     sockets = [peers[number].detach() if number in peers else -1 for number in range(len(names))]
-    name, shared = f"one-hop-{next(_numbers)}", memory.group_name if memory else ""
+    name, shared = new_name("one-hop"), memory.group_name if memory else ""
     torch.ops.ladder.join_hops(sockets, world.rank, world.tp_size, world.group.group_name, shared, name)
     return torch._C._distributed_c10d._resolve_process_group(name)
 

@@ -5,7 +5,6 @@ ranks open it as /proc/PID/fd/FD.
 """
 
 import contextlib
-import itertools
 import os
 import secrets
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from extras.group import load_group
+from extras.group import load_group, new_name
 from kernels import ordered  # noqa: F401, defines the operators that shared_memory.cpp implements
 from runtime import watch
 from runtime.errors import InputError
@@ -22,8 +21,6 @@ from tp import COLLECTIVES, Collective
 SLOTS, SLOT_BYTES = 8, 2**23  # of each rank; a slot takes memory only where a message has filled it
 NAME = "ladder-fast"
 GROUP = "shared-memory"
-
-_numbers = itertools.count()
 
 
 class Unavailable(InputError):
@@ -35,7 +32,7 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
 
     world: a launch.World. slot_bytes: a multiple of 8.
     """
-    name, fd, reason, offer = f"{GROUP}-{next(_numbers)}", None, None, None
+    name, fd, reason, offer = new_name(GROUP), None, None, None
     try:
         if world.rank == 0:
             with _explained():
