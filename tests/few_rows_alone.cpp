@@ -32,10 +32,8 @@ void check_block(int64_t N, int64_t K) {
   for (int64_t m = 0; m < M; m++) {
     for (int64_t n = 0; n < N; n++) {
       double exact = 0, size = 0;
-      for (int64_t k = 0; k < K; k++) {
-        const double product = value(w[n * K + k]) * value(x[m * K + k]);
-        exact += product, size += std::abs(product);
-      }
+      for (int64_t k = 0; k < K; k++) exact += value(w[n * K + k]) * value(x[m * K + k]);
+      for (int64_t k = 0; k < K; k++) size += std::abs(value(w[n * K + k]) * value(x[m * K + k]));
       check("bfloat16", M, K, y[m * N + n], exact, 1e-6 * size);
     }
   }
@@ -80,10 +78,9 @@ void check_integers(int64_t K, int64_t size) {
     for (int64_t m = 0; m < M; m++) {
       double sum = 0, bound = 0;
       for (int64_t k = 0; k < K; k++) {
-        const double from = value(x[m * K + k]);
-        sum += from * exact[n * K + k];
-        bound += std::abs(q[n * K + k]) * fixed[m * blocks + k / kColumns].scale / 1.9;  // rounded to half a unit
-        bound += 1e-6 * std::abs(from) * (std::abs(q[n * K + k]) + std::abs(exact[n * K + k]));
+        const double from = value(x[m * K + k]), size = std::abs(q[n * K + k]);
+        sum += from * exact[n * K + k];  // each x was rounded to half a unit
+        bound += size * fixed[m * blocks + k / kColumns].scale / 1.9 + 1e-6 * std::abs(from) * (size + std::abs(exact[n * K + k]));
       }
       check(kFourBits ? "4 bits" : "8 bits", M, K, y[m][n % 16 / kLanes][n % kLanes], sum, bound);
     }

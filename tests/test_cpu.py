@@ -241,15 +241,13 @@ def test_the_loops_on_every_instruction_set(compiler, march, feature, emulator, 
         assert not re.search(rf"[\s%]({unused})", code)
 
 
-TWINS = ["tests/test_cpu.py", "tests/test_quantize.py", "tests/test_experts.py", "tests/test_tp.py"]
-
-
 def test_the_instructions_that_one_asks_for(tmp_path):
     """What this processor has besides its best, as others have it who have no more: the same tests."""
     if cpu.instruction_set() != "avx512":
         pytest.skip("the other tests run on the only set that this processor has")
+    files = [f"tests/test_{name}.py" for name in ("cpu", "quantize", "experts", "tp")]
     names = "few_rows or attention_of or feed_forward_is or packed_weights"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *TWINS, "-k", names]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files, "-k", names]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:]
