@@ -68,7 +68,7 @@ def make_cells(models, args, world):
             compiling.compile_ahead(*cell)
         world.gather(None)  # all are there
     for n, ((wiring, batch), cell) in enumerate(cells.items(), start=1):
-        seconds = compiling.warm_up(*cell, args.new_tokens, generate.BUCKET)
+        seconds = compiling.warm_up(*cell, args.new_tokens, Sampler(0, device=world.device))
         what = f"compiled {n} of {len(cells)}, {wiring} at batch {batch}"
         world.say(f"tp {world.tp_size}: {what}, in {seconds:.1f} s")
     return cells

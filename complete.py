@@ -1,14 +1,17 @@
-"""Load a checkpoint and complete texts from Python: on one device, without a process group; errors are exceptions."""
+"""Load a checkpoint and complete texts from Python. All of torchrun's ranks do so alike, within launch.run(main)."""
+
+import functools
 
 from decoding.sampling import Sampler
 from formats import checkpoint
 from formats.checkpoint import DTYPES
-from formats.tokenizer import load_tokenizer
-from generate import BUCKET, Runner, generate, load_model, make_cache
+from formats.tokenizer import TextStream, load_tokenizer
+from generate import BUCKET, Runner, load_model, make_cache, token_passes
 from model import rewired
 from runtime import cli, launch
 from runtime.errors import InputError, load_extra
-from runtime.launch import World
+
+join = functools.cache(launch.join)  # ranks meet once, for all models
 
 
 def load(folder, device=None, dtype=None, wiring=None):
@@ -17,19 +20,22 @@ def load(folder, device=None, dtype=None, wiring=None):
     device: e.g. "cpu" or "cuda"; default: cuda if there is a GPU. dtype: a name in DTYPES; default: the checkpoint's.
     wiring: e.g. "ladder:16"; default: the checkpoint's. Raises InputError.
     """
-    config = rewired(checkpoint.read_config(folder), wiring)
     if dtype not in (None, *DTYPES):
         raise InputError(f"dtype is {dtype!r} but must be one of {', '.join(DTYPES)}")
-    model = load_model(config, folder, dtype, World(0, 1, launch.choose_device(device)))
+    world = join(device)
+    with world.together():
+        config = rewired(checkpoint.read_config(folder), wiring)
+    model = load_model(config, folder, dtype, world)
     return model, load_tokenizer(folder, config.vocab_size)
 
 
 def complete(
     model, tokenizer, prompts, max_new_tokens=200, temperature=0.8, top_k=None, top_p=1.0, seed=0, compile=False,
-    draft=None, proposals=3,
+    draft=None, proposals=3, stream=False,
 ):  # fmt: skip
     """Return the text that follows each of the prompts, a list of texts, up to its end-of-sequence token.
 
+    stream: return an iterator instead, over lists of the next piece of each text, as soon as it is there.
     draft: None, "ngram", or a smaller model with the same vocabulary; it proposes `proposals` tokens at a time.
     Raises InputError.
     """
@@ -49,5 +55,16 @@ def complete(
     runner, drafter = Runner(model, make_cache(model, len(rows), slots + proposals), compile), None
     if draft is not None:
         drafter = load_extra("drafts", "draft").of_model(draft, proposals, runner)
-    new_ids = generate(runner, rows, max_new_tokens, sampler, model.config.eos_ids, draft=drafter).rows
-    return [tokenizer.continuation(prompt, ids) for prompt, ids in zip(rows, new_ids, strict=True)]
+    passes = token_passes(runner, rows, max_new_tokens, sampler, model.config.eos_ids, drafter)
+    texts = pieces(tokenizer, rows, passes)
+    return texts if stream else ["".join(text) for text in zip(*texts, strict=True)]
+
+
+def pieces(tokenizer, prompts, passes):
+    """Yield, from token_passes, the new text of each row, without splitting a character."""
+    streams = [TextStream(tokenizer) for _ in prompts]
+    for stream, prompt in zip(streams, prompts, strict=True):
+        stream.push(prompt)
+    for new in passes:
+        yield [stream.push(ids) for stream, ids in zip(streams, new, strict=True)]
+    yield [stream.flush() for stream in streams]

@@ -10,6 +10,8 @@ import re
 import shutil
 from pathlib import Path
 
+import torch
+
 import tp
 from formats import checkpoint
 from formats.checkpoint import dtype_name, first_line
@@ -25,14 +27,18 @@ def open_source(source, revision=None):
     if os.path.isfile(path):
         weights = load_extra("sources", f"the file {source}").Llama2cWeights(path)
         return weights, weights.config, None
-    if not os.path.exists(path) and re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not source.startswith("."):
+    local = os.path.exists(path) or os.path.isdir(source.partition("/")[0])
+    if not local and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         path = download(source, revision)
     if not os.path.isdir(path):
         raise InputError(f"{source} is no folder, no file and no hub id such as meta-llama/Llama-3.2-1B")
     config = config_from_hf(path / "config.json")
     pickled = any(path.glob("pytorch_model.bin*")) and not any(path.glob("model.safetensors*"))
     weights = load_extra("sources", "pytorch_model.bin").PickledWeights(path) if pickled else checkpoint.Weights(path)
-    return LlamaWeights(weights, path / "config.json", config), config, path
+    weights = LlamaWeights(weights, path / "config.json", config)
+    for tower, n in weights.skipped.items():
+        print(f"left out: {n} tensors of {tower}, since only text is computed here")
+    return weights, config, path
 
 
 def download(repository, revision=None):
@@ -55,12 +61,15 @@ def convert(source, config, folder, dtype, shard_bytes):
     sources, head = {name: hf_names(name) for name in shapes}, hf_names("output.weight")
     if config.tie_embeddings and not available.issuperset(sources["tok_embeddings.weight"]):
         sources["tok_embeddings.weight"] = head  # where some folders have the tied tensor
+    both = [*sources["tok_embeddings.weight"], *head]
+    if config.tie_embeddings and available.issuperset(both) and not torch.equal(*map(source.read, both)):
+        raise InputError(f"tie_word_embeddings is true, but {both[1]} is another tensor than {both[0]}")
     needed = {n for names in sources.values() for n in names}
     if missing := sorted(needed - available):
         raise InputError(f"the source has no tensor {missing[0]}")
     unused = ["rotary_emb.inv_freq", *(head if config.tie_embeddings else [])]
     if "ffn_norm" not in config.named_wiring.norms:  # a parallel block has one norm, attention_norm
-        unused.append("post_attention_layernorm.weight")
+        unused += ["post_attention_layernorm.weight", "post_attention_layernorm.bias"]
     if extra := sorted(name for name in available - needed if not name.endswith(tuple(unused))):
         raise InputError(f"the source has a tensor {extra[0]} that is no part of such a model")
 
@@ -104,10 +113,10 @@ def main(argv=None):
     config = cli.with_wiring(own, args)
     check_lanes(config)
     cli.warn_of_wiring(own, config, (1,))
-    [norm] = hf_names("layers.0.attention_norm.weight")  # LlamaWeights reads it in the source's own dtype
-    if norm not in weights.names():
-        raise InputError(f"{args.source} has no tensor {norm}")
-    dtype = checkpoint.DTYPES[args.dtype] if args.dtype else checkpoint.own_dtype(weights, norm)
+    *_, values = hf_names("layers.0.attention.wqkv.weight")  # LlamaWeights reads them in the source's own dtype
+    if values not in weights.names():
+        raise InputError(f"{args.source} has no tensor {values}")
+    dtype = checkpoint.DTYPES[args.dtype] if args.dtype else checkpoint.own_dtype(weights, values)
     source = args.tokenizer or folder
     tokenizer = load_tokenizer(source, config.vocab_size) if source else None  # refused before the work
     with writing.new_folder(args.out) as out:

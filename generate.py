@@ -15,12 +15,13 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
+from tqdm import tqdm
 
 from decoding.sampling import RunAhead, Sampler, last_tokens, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from runtime import cli, launch, report, watch
-from runtime.cli import count
+from runtime.cli import count, number
 from runtime.errors import InputError, load_extra
 from runtime.launch import World
 from runtime.report import PASS_TOKENS
@@ -54,12 +55,13 @@ def load_model(config, folder, dtype, world):
 # ---- Generation: prefill and decode ----------------------------------------------------------------------------------
 
 MIN_TOKENS = 512  # a pass of fewer is not cut: two chunks would take a CPU longer than one
-BUCKET = 256  # a GPU's decode steps read multiples of so many cache slots
+BUCKET = 256  # a GPU's cache has multiples of so many slots
 
 
 def make_cache(model, batch, length):
     """Return a cache of at least `length` slots."""
-    if model.device.type != "cpu":  # and one that no step reads: to the compiler, a slice of all slots is another graph
+    if model.device.type != "cpu":
+        # Whole buckets, and a slot that no step reads: a slice of all slots would be compiled as another graph.
         length = -(-length // BUCKET) * BUCKET + 1
     return model.new_cache(batch, length)
 
@@ -73,20 +75,32 @@ class Runner:
 
     def __init__(self, model, cache, compile=False, compile_prefill=False, chunks=None):
         self.model, self.cache, self.device, self.chunks = model, cache, model.device, chunks
+        self.quiet = True  # else a long prefill shows its progress
         self.compiles = compile, compile_prefill
         self._decode = self._prefill = model
         if compile or compile_prefill:
             from runtime import compiling  # not in a plain run: it imports the compiler
 
             self._decode, self._prefill = compiling.compiled(model, compile, compile_prefill)
+        self.graphs = self._decode if compile and self.device.type == "cuda" else None
 
     def with_model(self, model, cache=None):
         """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
         B, _, T, _ = self.cache[0][0].shape
         return Runner(model, cache or model.new_cache(B, T), *self.compiles, self.chunks)
 
+    def cache_length(self, longest):
+        """Return how many slots of the cache a pass reads, after which the longest row has so many tokens.
+
+        On a GPU each is a CUDA graph of its own, so there are 2 for each doubling; the last one is the whole cache.
+        """
+        if self.device.type == "cpu":
+            return longest
+        unit = max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
+        return min(-(-longest // unit) * unit, self.cache[0][0].shape[2] - 1)
+
     def unguarded(self):
-        """Return a context for passes that warm_up has compiled: else guards take 0.5 ms a step of 16 layers."""
+        """Return a context for shapes that warm_up has compiled: it skips guards, 0.5 ms a step of 16 layers."""
         if any(self.compiles) and self.device.type == "cpu":
             return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
         return contextlib.nullcontext()
@@ -107,7 +121,8 @@ class Runner:
         B, S = tokens.shape
         width = max(1, pass_tokens // B) if pass_tokens else S
         last, logits = lengths - 1, None
-        for start in range(cached_tokens, S, width):
+        hidden = None if B * S > 8 * PASS_TOKENS and not self.quiet else True  # None: shown at a terminal
+        for start in tqdm(range(cached_tokens, S, width), "prefill", leave=False, unit="pass", disable=hidden):
             piece, positions, filled = tokens[:, start : start + width], None, None
             if start:
                 watch.at("prefill from token", start)
@@ -122,12 +137,33 @@ class Runner:
     def decode(self, tokens, positions, longest):
         """Return logits (B, S, v) after each of a few more tokens (B, S) of each row, the first at its position (B,).
 
-        longest: tokens of the longest row after this pass. On a CPU so many slots of the cache are read, on a GPU the
-        next multiple of BUCKET: each is a CUDA graph of its own.
+        longest: tokens of the longest row after this pass, as for cache_length.
         """
-        filled = longest if self.device.type == "cpu" else -(-longest // BUCKET) * BUCKET
         positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        return self._decode(tokens, positions, self.cache, filled)
+        return self._decode(tokens, positions, self.cache, self.cache_length(longest))
+
+    def advance(self, tokens, positions, longest, sample):
+        """Return (the ids (B,) that follow tokens (B, 1) at positions (B,), the tokens and the positions after them).
+
+        longest: as for cache_length. Captured, the whole is one CUDA graph, whose next replay overwrites the result.
+        """
+        length, end = self.cache_length(longest), self.model.config.max_seq_len - 1  # rows that are done stay there
+
+        def step(tokens, positions):
+            decode = self.graphs.step if key else self._decode
+            ids = sample(decode(tokens, positions[:, None], self.cache, length)[:, 0], self.model.comm)
+            tokens.copy_(ids.clamp(min=0)[:, None])  # -1, not finite, ends the generation as soon as it is read
+            positions.add_(1).clamp_(max=end)
+            return ids, tokens, positions
+
+        key = self.graphs and getattr(sample, "graph_key", None)
+        if not key:
+            return step(tokens, positions)
+        return self.graphs.replay((tokens, positions), (length, key), step, sample.generator)
+
+    def passes(self):
+        """Return next_tokens for one generation: a GPU need not wait for the host."""
+        return self.next_tokens if self.device.type == "cpu" else RunAhead(self)
 
     def next_tokens(self, texts, sample):
         """Run a pass for texts of which all but the last token is cached; return their next ids (B,), on the device."""
@@ -140,23 +176,39 @@ class Generation(NamedTuple):
     rows: list  # new ids of each row, without end-of-sequence
     steps: int  # tokens of the longest row, end-of-sequence included
     prefill_s: float  # seconds to the first token
-    decode_s: float  # of the passes after it, without those in on_tokens
+    decode_s: float  # of the passes after it, without what the tokens' reader takes
     passes: int
+    finish: list  # of each row "stop" for end-of-sequence, "length" for max_new_tokens or the context, None for neither
+
+
+def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None, draft=None, cached_tokens=0):
+    """Run token_passes to the end and return the Generation.
+
+    on_tokens([new ids of each row, none of one that is done]) is called after each pass; True from it ends the
+    generation.
+    """
+    passes, stop = token_passes(runner, prompts, max_new_tokens, sample, eos_ids, draft, cached_tokens), None
+    while True:
+        try:
+            new = passes.send(stop)
+        except StopIteration as end:
+            return end.value
+        stop = on_tokens is not None and on_tokens(new)
 
 
 @torch.inference_mode()
-def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None, draft=None, cached_tokens=0):
+def token_passes(runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None, cached_tokens=0):
     """Continue every prompt, a row each, until its own end-of-sequence, max_new_tokens or the end of the context.
 
-    Returns a Generation. runner: its cache has slots for the longest prompt and max_new_tokens, for a draft one more
-    and its proposals. prompts: non-empty lists of token ids, of any lengths. sample: a Sampler; without a draft any
-    function such as its __call__. on_tokens([new ids of each row, none of one that is done]) is called after each pass;
-    True from it ends the generation. draft: one of extras/drafts, with which a pass may yield several tokens of a row.
-    cached_tokens: see Runner.prefill. Raises InputError.
+    A generator: it yields [new ids of each row, none of one that is done] after each pass, ends early if True is sent
+    to it, and returns a Generation. runner: its cache has slots for the longest prompt and max_new_tokens, for a draft
+    one more and its proposals. prompts: non-empty lists of token ids, of any lengths. sample: a Sampler; without a
+    draft any function such as its __call__. draft: one of extras/drafts, with which a pass may yield several tokens of
+    a row. cached_tokens: see Runner.prefill. Raises InputError.
     """
-    texts, done, passes, shown = [list(prompt) for prompt in prompts], [False] * len(prompts), 0, 0.0
+    texts, done, passes, shown = [list(prompt) for prompt in prompts], [None] * len(prompts), 0, 0.0
     ends = [min(len(prompt) + max_new_tokens, runner.model.config.max_seq_len) for prompt in prompts]
-    step = runner.next_tokens if runner.device.type == "cpu" else RunAhead(runner)  # a GPU need not wait for the host
+    step = runner.passes()
     watch.at("prefill")
     start = time.perf_counter()
     tokens, lengths = pad(prompts, runner.device)
@@ -177,13 +229,13 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
                     raise InputError(f"the logits of {where} are NaN or infinite: see --dtype")
                 texts[row].append(i)
                 fresh[row] += [i] * (i not in eos_ids)
-                done[row] = i in eos_ids or len(texts[row]) >= ends[row]
+                done[row] = "stop" if i in eos_ids else "length" if len(texts[row]) >= ends[row] else None
         watch.at("output", timed=False)  # its reader may take a break
-        stop = on_tokens is not None and on_tokens(fresh)
+        stop = yield fresh
         if stop or all(done):
             added = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
             rows = [[i for i in row if i not in eos_ids] for row in added]
-            return Generation(rows, max(map(len, added)), first, now - start - first - shown, passes)
+            return Generation(rows, max(map(len, added)), first, now - start - first - shown, passes, done)
         shown += time.perf_counter() - now
         passes += 1
         watch.at("decode step", passes)
@@ -205,11 +257,11 @@ def add_flags(p):
     cli.add_prompt_flags(p)
     g = p.add_argument_group("generation")
     g.add_argument("--max-new-tokens", type=count, default=200, metavar="N", help="each row stops at its own end")
-    g.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy, 1 the model's own")
-    g.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
+    g.add_argument("--temperature", type=number(float, 0), default=0.8, metavar="T", help="0: greedy, 1: the model's")
+    g.add_argument("--top-k", type=count, metavar="K", help="sample among the K likeliest tokens, e.g. 50")
     words = "... among the likeliest of mass P, e.g. 0.95"
-    g.add_argument("--top-p", type=float, default=1.0, metavar="P", help=words)
-    g.add_argument("--seed", type=int, default=0, metavar="S", help="of sampling and synthetic prompts")
+    g.add_argument("--top-p", type=number(float, 0, 1, above=True), default=1.0, metavar="P", help=words)
+    g.add_argument("--seed", type=number(int, 0, 2**63 - 1), default=0, metavar="S", help="of sampling and prompts")
     words = "speculative decoding: K (3) proposals at a time of a smaller checkpoint, of the text's own n-grams, or of "
     words += "these weights in another wiring, e.g. wiring:spd@2"
     g.add_argument("--draft", metavar="DIR|ngram|wiring:NAME[@K]", help=words)
@@ -236,6 +288,10 @@ class Run(NamedTuple):
 def set_up(args, world):
     """Return the Run that the flags describe: the model loaded, and compiled if asked for. Raises InputError."""
     with world.together():  # read and check all that the flags name, before any rank takes time to load
+        if args.compile:
+            from runtime import compiling
+
+            compiling.prepare(world.device)  # before anything is loaded
         sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
         name, own = cli.read_config(args)
         config = cli.with_wiring(own, args)
@@ -260,15 +316,14 @@ def set_up(args, world):
     cache, compiles = make_cache(model, len(prompts), slots), (args.compile is not None, args.compile == "all")
     with world.together():
         runner, draft = Runner(model, cache, *compiles), None
+        runner.quiet = world.rank > 0
         if source:
             whole = functools.partial(load_model, dtype=args.dtype, world=World(0, 1, world.device))
             draft = drafts.build(source, runner, whole)
     load_s, compile_s = time.perf_counter() - start, 0.0
     if args.compile:
-        from runtime import compiling
-
         world.say("compiling ...")
-        compile_s = compiling.warm_up(runner, prompts, new, BUCKET, draft)
+        compile_s = compiling.warm_up(runner, prompts, new, sample, draft)
     eos_ids = config.eos_ids if args.checkpoint and not world.simulated else ()  # to random weights it means nothing
     return Run(args, name, tokenizer, prompts, new, runner, draft, source, sample, eos_ids, load_s, compile_s)
 
@@ -277,7 +332,7 @@ def run(setup, world):
     """Generate, and print the text on rank 0; returns (the Generation, the texts or None)."""
     s, printer = setup, None
     if world.rank == 0 and not world.simulated:
-        printer = cli.Printer(s.prompts, s.tokenizer, s.max_new_tokens, show_prompt=not s.args.chat)
+        printer = cli.Printer(s.prompts, s.tokenizer, s.max_new_tokens, show_prompt=s.args.chat is None)
     with s.runner.unguarded():
         done = generate(s.runner, s.prompts, s.max_new_tokens, s.sample, s.eos_ids, printer and printer.push, s.draft)
     return done, printer and printer.finish(done.rows)

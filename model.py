@@ -10,7 +10,6 @@ KV head, H head_dim, V vocabulary, v the local part of it, E experts, k experts 
 import dataclasses
 import functools
 import itertools
-import math
 import operator
 from collections.abc import Callable
 
@@ -19,6 +18,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from formats import config_check, wiring_text
+from formats.rope import rope_frequencies
+from kernels import norms
 from runtime.errors import load_extra
 
 # ---- The collectives that a wiring uses ------------------------------------------------------------------------------
@@ -256,7 +257,7 @@ class Config:
     max_seq_len: int
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # see rope_frequencies
+    rope_scaling: dict | None = None  # see formats/rope.py
     tie_embeddings: bool = False
     qkv_bias: bool = False
     wo_bias: bool = False
@@ -265,6 +266,18 @@ class Config:
     nope_layers: tuple[int, ...] = ()  # layers without rotary embeddings
     sliding_window: int | None = None  # how many positions a token attends to, itself included
     window_layers: tuple[int, ...] = ()  # in these layers
+    rotary_dim: int | None = None  # so many dimensions of a head turn, the first; None: all
+    window_rope_theta: float | None = None  # of layers with a window, without rope_scaling; None: as the other layers
+    query_scale: float | None = None  # queries are multiplied with it
+    llama4_beta: float | None = None  # ... and with 1 + beta ln(1 + floor(position / original_max_position_embeddings))
+    norm: str = "rms"  # one of norms.NORMS
+    input_norms: bool = True  # of what a sublayer reads
+    sum_norms: bool = False  # of the sum of a sublayer's partials, before it is added to the stream
+    activation: str = "silu"  # of the MLP's gate, one of ACTIVATIONS
+    embedding_scale: float | None = None
+    score_cap: float | None = None  # scores become cap tanh(score / cap)
+    logit_cap: float | None = None
+    whole_qk_norm: bool = False  # of all heads together, those of other ranks too, not of each
     n_experts: int | None = None  # of the MLPs of a mixture of experts
     experts_per_token: int | None = None
     expert_size: int | None = None  # neurons of an expert
@@ -339,45 +352,25 @@ def rewired(config, wiring):
     return config if wiring in (None, config.wiring) else dataclasses.replace(config, wiring=wiring)
 
 
-def rope_frequencies(config):
-    """Return the radians per position of each pair of dimensions, (H/2,) float32; scaled where configured.
-
-    Linear scaling stretches every wavelength by `factor`. Llama 3.1 leaves those alone that are short against the
-    original context and blends a band in between; so does YaRN (arXiv 2309.00071), over whole pairs of dimensions.
-    """
-    H, theta, s = config.head_dim, config.rope_theta, config.rope_scaling
-    pairs = torch.arange(0, H, 2, dtype=torch.float32, device="cpu")
-    frequencies = 1.0 / theta ** (pairs / H)
-    if s is None:
-        return frequencies
-    keep = torch.zeros(1, device="cpu")  # the share of each frequency that is not stretched
-    if "low_freq_factor" in s:
-        turns = s["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # within the original context
-        keep = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
-    elif "beta_fast" in s:
-        turns = s["original_max_position_embeddings"] / (2 * math.pi)  # of the first pair
-        first, last = (math.log(turns / s[beta], theta) for beta in ("beta_fast", "beta_slow"))
-        first, last = max(math.floor(first * H / 2), 0), min(math.ceil(last * H / 2), H - 1)
-        keep = 1 - (pairs / 2 - first) / ((last - first) or 0.001)
-    keep = keep.clamp(0, 1)
-    return frequencies * (keep + (1 - keep) / s["factor"])
-
-
 # ---- The layers ------------------------------------------------------------------------------------------------------
 
 
 def rotate(x, cos, sin):
-    """Turn each pair (i, i + H/2) of x (B, K, *, S, H) by its angle; cos and sin are (B, 1, 1, S, H/2)."""
+    """Turn each pair (i, i + R/2) of the first R of the H dimensions of x (B, K, *, S, H) by its angle.
+
+    cos, sin: (B, 1, 1, S, R/2).
+    """
+    R = 2 * cos.shape[-1]
     # contiguous in this order: then a head is one long loop, where otherwise each position would be a short one
-    a, b = x.float(memory_format=torch.contiguous_format).chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+    a, b, rest = x.float(memory_format=torch.contiguous_format).tensor_split((R // 2, R), dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).type_as(x)
 
 
 @dataclasses.dataclass
 class AttentionMetadata:
     """Inputs that all attention layers of a forward pass share.
 
-    cos, sin: (B, 1, 1, S, H/2). rows (B, 1), positions (B, S): where this pass writes the cache.
+    cos, sin: (B, 1, 1, S, R/2). rows (B, 1), positions (B, S): where this pass writes the cache.
     mask: (B, S, T') bool over the first T' slots of the cache, or, without a cache, over the keys of this very pass
     (T' = S); None when each row starts at position 0 and so attends causally to the keys of this very pass.
     """
@@ -387,6 +380,8 @@ class AttentionMetadata:
     rows: torch.Tensor
     positions: torch.Tensor
     mask: torch.Tensor | None
+    comm: SingleDevice  # or tp.py's: whole_qk_norm sums over the ranks
+    query_scale: torch.Tensor | float | None = None  # of queries (B, K, G, S, H)
     window: int | None = None  # that of the mask, for kernels that read positions instead
 
 
@@ -403,8 +398,10 @@ class Attention(nn.Module):
         n_heads, n_kv_heads = config.n_heads, config.n_kv_heads
         self.wqkv = nn.Linear(config.dim, (n_heads + 2 * n_kv_heads) * self.head_dim, bias=config.qkv_bias)
         self.wo = nn.Linear(n_heads * self.head_dim, config.dim, bias=config.wo_bias)
-        self.q_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.score_cap, self.whole_norm, make = config.score_cap, config.whole_qk_norm, norms.NORMS[config.norm]
+        for name, heads in ("q_norm", n_heads), ("k_norm", n_kv_heads):
+            size = self.head_dim * (heads if self.whole_norm else 1)
+            self.add_module(name, make(size, config.norm_eps) if config.qk_norm else nn.Identity())
 
     @property
     def n_kv_heads(self):
@@ -414,9 +411,13 @@ class Attention(nn.Module):
         """Return this rank's partial (B, S, D) of x (B, S, D). cache: None or (k, v), both (B, K, T, H), written to."""
         B, S, _ = x.shape
         qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, G + 2, S, H)
-        q = rotate(self.q_norm(qkv[:, :, :-2]), metadata.cos, metadata.sin)  # (B, K, G, S, H)
-        k = rotate(self.k_norm(qkv[:, :, -2:-1]), metadata.cos, metadata.sin).squeeze(2)  # (B, K, S, H)
+        q, k = qkv[:, :, :-2], qkv[:, :, -2:-1]
+        q, k = norms.norm_heads(q, k, self.q_norm, self.k_norm, metadata.comm if self.whole_norm else None)
+        q = rotate(q, metadata.cos, metadata.sin)  # (B, K, G, S, H)
+        k = rotate(k, metadata.cos, metadata.sin).squeeze(2)  # (B, K, S, H)
         v = qkv[:, :, -1]  # (B, K, S, H)
+        if metadata.query_scale is not None:
+            q = (q * metadata.query_scale).type_as(q)
         if cache is not None:
             cache[0][metadata.rows, :, metadata.positions] = k.transpose(1, 2)
             cache[1][metadata.rows, :, metadata.positions] = v.transpose(1, 2)
@@ -432,18 +433,26 @@ class Attention(nn.Module):
         B, _, G, S, _ = q.shape
         mask = metadata.mask[:, None, None].expand(B, 1, G, S, -1).flatten(2, 3)  # (B, 1, G * S, T')
         k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]  # the filled slots
+        if self.score_cap:
+            scores = (q.flatten(2, 3) * self.head_dim**-0.5 @ k.mT).float()
+            scores = self.score_cap * (scores / self.score_cap).tanh()
+            return scores.masked_fill(~mask, -torch.inf).softmax(-1).type_as(v) @ v
         return F.scaled_dot_product_attention(q.flatten(2, 3), k, v, attn_mask=mask)
 
 
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
+
+
 class FeedForward(nn.Module):
-    def __init__(self, dim, neurons, bias=False):
+    def __init__(self, dim, neurons, bias=False, activation="silu"):
         super().__init__()
+        self.activation = ACTIVATIONS[activation]
         self.w1 = nn.Linear(dim, neurons, bias)  # gate
         self.w3 = nn.Linear(dim, neurons, bias)  # up
         self.w2 = nn.Linear(neurons, dim, bias)  # down
 
     def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return self.w2(self.activation(self.w1(x)) * self.w3(x))
 
 
 class MoE(nn.Module):
@@ -489,9 +498,12 @@ class Block(nn.Module):
         if config.n_experts and layer not in config.dense_layers:
             self.feed_forward = MoE(config)
         else:
-            self.feed_forward = FeedForward(config.dim, config.intermediate_size, config.mlp_bias)
+            self.feed_forward = FeedForward(config.dim, config.intermediate_size, config.mlp_bias, config.activation)
+        make = functools.partial(norms.NORMS[config.norm], config.dim, config.norm_eps)
         for name in config.wirings[layer].norms:
-            self.add_module(name, nn.RMSNorm(config.dim, config.norm_eps))
+            self.add_module(name, make() if config.input_norms else nn.Identity())
+        if config.sum_norms:
+            self.attention_sum_norm, self.ffn_sum_norm = make(), make()
 
 
 class Transformer(nn.Module):
@@ -505,7 +517,7 @@ class Transformer(nn.Module):
         table = torch.empty(config.vocab_size, config.dim)
         self.tok_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
-        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
+        self.norm = norms.NORMS[config.norm](config.dim, config.norm_eps)
         self.output = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.register_buffer("rope_frequencies", rope_frequencies(config), persistent=False)
 
@@ -530,6 +542,7 @@ class Transformer(nn.Module):
         interleave runs a layer's attention of the first chunk first, so that the others find its keys in the cache.
         """
         S, causal, streams = tokens.shape[1], positions is None, []
+        longest = cache[0][0].shape[2] - 1 if cache else S  # what is in the last slot, no pass reads
         if causal:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
         filled = cache_length - S  # slots of the cache
@@ -537,35 +550,67 @@ class Transformer(nn.Module):
             filled += chunk.shape[1]  # by the time of this chunk's attention
             mask = None if causal else torch.arange(filled, device=tokens.device) <= at[..., None]  # (B, S, T')
             causal = False  # later chunks attend to the cache
-            streams.append(self.stream(self.tok_embeddings(chunk), self.metadata(at, mask), cache))
+            streams.append(self.stream(self.embed(chunk), self.metadata(at, mask, longest), cache))
         return streams
+
+    def embed(self, tokens):
+        """Return the embeddings (B, S, D) of tokens (B, S)."""
+        x, scale = self.tok_embeddings(tokens), self.config.embedding_scale
+        return x if scale is None else x * x.new_full((), scale)  # rounded to x's dtype, as Gemma was trained
 
     def stream(self, x, metadata, cache=None):
         """Return the stream from the embeddings x (B, S, D) to the last layer."""
-        return self.config.named_wiring.stream(x, self.sublayers(metadata, cache), self.comm, self.config)
+        comm = self.comm
+        if self.config.sum_norms:
+            comm = norms.NormedSums(comm, [n for b in self.layers for n in (b.attention_sum_norm, b.ffn_sum_norm)])
+        return self.config.named_wiring.stream(x, self.sublayers(metadata, cache), comm, self.config)
 
     def head(self, x, select=None):
         """Return the logits of the last layer's x (B, S, D); select: as in forward."""
         if select is not None:
             x = x[torch.arange(len(x), device=x.device)[:, None], select[:, None]]
-        return self.output(self.norm(x))
+        return self.logits(self.norm(x))
 
-    def metadata(self, positions, mask=None):
-        """Return the AttentionMetadata of tokens at these positions (B, S)."""
-        angles = (positions[..., None] * self.rope_frequencies)[:, None, None]  # (B, 1, 1, S, H/2)
+    def logits(self, x):
+        """Return the local logits (..., v) of the normed x (..., D)."""
+        logits, cap = self.output(x), self.config.logit_cap
+        return logits if cap is None else cap * (logits / cap).tanh()
+
+    def metadata(self, positions, mask=None, longest=None):
+        """Return the AttentionMetadata of tokens at these positions (B, S).
+
+        longest: tokens that a row may have until the end of the run, by default S: longrope is another beyond its
+        original context, also for the keys that are in the cache by then.
+        """
+        scaling, scale, beta = self.config.rope_scaling or {}, self.config.query_scale, self.config.llama4_beta
+        original = scaling.get("original_max_position_embeddings")
+        is_long = "long_factor" in scaling and (longest or positions.shape[1]) > original
         rows = torch.arange(len(positions), device=positions.device)[:, None]
-        scale = (self.config.rope_scaling or {}).get("attention_factor", 1.0)  # YaRN's, of queries and of keys
-        return AttentionMetadata(angles.cos() * scale, angles.sin() * scale, rows, positions, mask)
+        if beta:
+            scale = (1 + beta * (positions // original + 1).log())[:, None, None, :, None] * (scale or 1.0)
+        if self.config.score_cap and mask is None:
+            mask = positions[:, None] <= positions[..., None]
+        factor = scaling.get("attention_factor", 1.0)  # YaRN's and longrope's, of queries and of keys
+        cos, sin = self.angles(positions, is_long, factor)
+        return AttentionMetadata(cos, sin, rows, positions, mask, self.comm, scale)
+
+    def angles(self, positions, second, factor=1.0):
+        """Return cos and sin (B, 1, 1, S, R/2) times a factor, of the second row of rope_frequencies or the first."""
+        angles = (positions[..., None] * self.rope_frequencies[int(second)])[:, None, None]
+        return angles.cos() * factor, angles.sin() * factor
 
     def sublayers(self, metadata, cache=None):
         """Return the sublayers in order, [(h, stale)], as a stream takes them."""
         config, window, windowed = self.config, self.config.sliding_window, metadata
         mask, positions = metadata.mask, metadata.positions
+        if config.window_rope_theta:
+            near_cos, near_sin = self.angles(positions, True)
+            windowed = dataclasses.replace(metadata, cos=near_cos, sin=near_sin)
         if config.window_layers and (mask is not None or positions.shape[1] > window):
             mask = positions[:, None] <= positions[..., None] if mask is None else mask
             keys = positions[:, None] if cache is None else torch.arange(mask.shape[-1], device=mask.device)
             near = keys > positions[..., None] - window  # (B, S, T')
-            windowed = dataclasses.replace(metadata, mask=mask & near, window=window)
+            windowed = dataclasses.replace(windowed, mask=mask & near, window=window)
 
         def split(wiring, i):
             used = windowed if i in config.window_layers else metadata

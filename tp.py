@@ -28,7 +28,8 @@ def normalize_shares(shares):
 def split_range(n, rank, shares, what=None):
     """Return the range (start, stop) of n things that a rank gets, in proportion to its share.
 
-    Earlier ranks get the remainder. what: their name, if each rank must have one. Raises InputError.
+    Earlier ranks get the remainder. what: what the things are called, where every rank must get at least one; if one
+    gets none, that raises an InputError.
     """
     bounds = [-(-n * sum(shares[:r]) // sum(shares)) for r in range(len(shares) + 1)]
     if what and len(set(bounds)) < len(bounds):
@@ -61,8 +62,8 @@ def neuron_range(config, neurons, rank, shares):
     unit = int_groups.column_unit(config, neurons, sum(shares) / min(shares))  # neurons that stay together
     units = neurons // unit
     if len(shares) > units:
-        groups = f" / {unit}" * (unit > 1)
-        raise InputError(f"{len(shares)} ranks or lanes cannot shard {neurons}{groups} neurons: use 1 to {units}")
+        groups = f" in groups of {unit}" * (unit > 1)
+        raise InputError(f"{len(shares)} ranks or lanes cannot shard {neurons} neurons{groups}: use 1 to {units}")
     if config.lanes and unit > 1 and units % config.lanes:
         why = f"{config.lanes} lanes cut groups of int4 at no multiple of {unit} columns of w2"
         raise InputError(f"{why}: keep w2 as it is (quantize.py --keep w2)")
@@ -88,6 +89,9 @@ def shard_plan(config, rank, shares):
         raise InputError(f"{len(shares)} ranks or lanes cannot shard n_heads {N}: use 1 to {N}")
     wqkv, wo = head_ranges(config, rank, shares)
     plan = {"wqkv": (0, wqkv), "wo": (1, wo), "output": (0, [vocab_range(config.vocab_size, rank, shares)])}
+    if config.whole_qk_norm:
+        [(start, stop)], H, width = wo, config.head_dim, N // config.n_kv_heads * config.head_dim  # of a KV head in wo
+        plan |= {"q_norm": (0, wo), "k_norm": (0, [(start // width * H, -(-stop // width) * H)])}
     for mlp, neurons in config.mlps.items():
         ranges = [neuron_range(config, neurons, rank, shares)]
         plan |= {f"{mlp}w1": (0, ranges), f"{mlp}w3": (0, ranges), f"{mlp}w2": (1, ranges)}
@@ -165,9 +169,10 @@ def _set_parameter(model, name, tensor):
 
 
 class Collective(NamedTuple):
-    """A way to sum over ranks. about: its line of --help. connect(world): returns the process group that does it.
+    """A way to sum over ranks. about: its line in --help. connect(world): returns the process group that sums.
 
-    The World's `group` is torch.distributed's own. Raises InputError, on all ranks alike, where it cannot be used.
+    When connect is called, `world.group` is torch.distributed's default group. If these ranks cannot sum that way,
+    e.g. by shared memory between two machines, connect raises InputError on all of them.
     """
 
     about: str
@@ -175,18 +180,21 @@ class Collective(NamedTuple):
 
 
 def connect_auto(world):
-    """Return NCCL's group, or for CPUs that of extras/collectives which is faster than gloo, where it can be used."""
-    if world.device.type != "cpu":
-        return world.group
+    """Return the group of extras/collectives that is faster than gloo or NCCL, where it can be used, else that one."""
+    cpus, nodes = world.device.type == "cpu", len({*world.nodes})
     try:
-        return collective("one-hop" if len({*world.nodes}) > 1 else "shared-memory").connect(world)
+        if not cpus:
+            return collective("one-shot").connect(world, if_faster=True)
+        return collective("one-hop" if nodes > 1 else "shared-memory").connect(world)
     except InputError as e:
-        world.say(f"gloo carries the all-reduces: {e}")
+        world.say(f"{'gloo' if cpus else 'NCCL'} carries the all-reduces: {e}")
         return world.group
 
 
 COLLECTIVES = {
-    "auto": Collective("GPUs by NCCL, CPUs by shared-memory or one-hop of extras/collectives, or gloo", connect_auto),
+    "auto": Collective(
+        "GPUs by one-shot or NCCL, CPUs by shared-memory or one-hop of extras/collectives, or gloo", connect_auto
+    ),
     "library": Collective("by gloo or NCCL", lambda world: world.group),
 }
 

@@ -33,6 +33,8 @@ class Sampler:
         self.temperature, self.top_k, self.top_p, self.device = temperature, top_k, top_p, device
         self.filters = top_k is not None or top_p < 1
         self.generator = torch.Generator(device).manual_seed(seed)
+        # what a CUDA graph that chooses by it is for; None: no graph does
+        self.graph_key = "greedy" if temperature == 0 else None if self.filters else self
 
     def __call__(self, logits, comm=SINGLE):
         """Return token ids (...), -1 where the logits are not all finite, from this rank's logits (..., v)."""
@@ -91,18 +93,16 @@ class RunAhead:
     """Runner.next_tokens of one generation for a GPU, which gets a pass before the ids of the last one are read."""
 
     def __init__(self, runner):
-        self.runner, self.ahead = runner, None  # ahead: (ids, positions) of the pass in flight
+        self.runner, self.ahead = runner, None  # ahead: what Runner.advance returned for the pass in flight
 
     def __call__(self, texts, sample):
         """Return the next token ids (B,), on the CPU. The texts end in those that were returned last."""
-        runner = self.runner
+        runner, longest = self.runner, max(map(len, texts))
         if self.ahead is None:
-            self.ahead = runner.next_tokens(texts, sample), last_tokens(texts, runner.device)[1]
-        ids, positions = self.ahead
-        read, computed = ids.to("cpu", non_blocking=True), torch.cuda.current_stream(runner.device).record_event()
-        context = runner.model.config.max_seq_len  # rows that are done stay at its end
-        positions, longest = (positions + 1).clamp(max=context - 1), min(max(map(len, texts)) + 1, context)
-        token = ids.clamp(min=0)[:, None]  # -1, not finite, ends the generation as soon as it is read
-        self.ahead = sample(runner.decode(token, positions, longest)[:, 0], runner.model.comm), positions
+            self.ahead = runner.advance(*last_tokens(texts, runner.device)[:2], longest, sample)
+        ids, *after = self.ahead
+        read = ids.to("cpu", non_blocking=True, copy=True)  # the next pass may overwrite them
+        computed = torch.cuda.current_stream(runner.device).record_event()
+        self.ahead = runner.advance(*after, min(longest + 1, runner.model.config.max_seq_len), sample)
         computed.synchronize()
         return read

@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from formats.rope import ROPE_KEYS, rope_frequencies
 from kernels import cpu, int_groups
-from model import Config, build, rope_frequencies
+from model import Config, build
 from runtime import watch
 from runtime.errors import InputError
 
@@ -24,11 +25,6 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 MOST_LAYERS = 1000  # checked before so many are built
 LARGEST = {int: 2**24, float: 1e30}  # of a number in a config.json
-ROPE_KEYS = {  # those of Config.rope_scaling, by Hugging Face's name
-    "linear": ["factor"],
-    "llama3": ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"],
-    "yarn": ["factor", "beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"],
-}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -51,15 +47,15 @@ def read_text(path, flag=""):
         raise InputError(f"{flag}{path} is not valid UTF-8") from None
 
 
-def read_json(path):
-    """Return the object in a JSON file, or raise InputError."""
+def read_json(path, kind=dict):
+    """Return the object, or the list, in a JSON file, or raise InputError."""
     text = read_text(path)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise InputError(f"{path} is not valid JSON ({e})") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path} holds {type(value).__name__}, not a JSON object")
+    if not isinstance(value, kind):
+        raise InputError(f"{path} holds {type(value).__name__}, not a JSON {'object' if kind is dict else 'list'}")
     return value
 
 
@@ -92,13 +88,18 @@ def make_config(values, source):
         if scaling.keys() not in [set(keys) for keys in ROPE_KEYS.values()]:
             forms = "; or ".join(", ".join(keys) for keys in ROPE_KEYS.values())
             raise InputError(f"{source}: rope_scaling has the keys {reprlib.repr([*scaling])}, not {forms}")
-        if not all(_is_a(value, float) and value for value in scaling.values()):
+        numbers = [n for value in scaling.values() for n in (value if isinstance(value, list) else [value])]
+        if not all(_is_a(number, float) and number for number in numbers):
             raise InputError(f"{source}: rope_scaling is {reprlib.repr(scaling)}, but its values are numbers above 0")
+    known = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Config)}
+    for what, keys in ("unknown", values.keys() - known), ("no", {k for k in known if known[k]} - values.keys()):
+        if keys:
+            raise InputError(f"{source}: {what} key {reprlib.repr(min(keys))}")
     try:
         config = Config(**values)
         rope_frequencies(config)
         return config
-    except (ArithmeticError, TypeError, ValueError) as e:  # TypeError: a field is missing, or unknown
+    except (ArithmeticError, TypeError, ValueError) as e:
         raise InputError(f"{source}: {e if isinstance(e, InputError) else repr(e)}") from None
 
 
@@ -111,9 +112,10 @@ def read_config(folder):
     """Return the Config of a checkpoint folder."""
     path = Path(folder) / "config.json"
     if os.path.isfile(folder):
-        raise InputError(f"{folder} is a file: run convert_hf_checkpoint.py {folder} --out DIR first")
+        raise InputError(f"{folder} is a file: give its folder; a llama2.c file is for convert_hf_checkpoint.py first")
     if not os.path.isfile(path):
-        raise InputError(f"{folder} is not a checkpoint folder: it has no config.json, or does not exist")
+        hint = f"a hub model is converted first: convert_hf_checkpoint.py {folder} --out DIR"
+        raise InputError(f"{folder} is not a checkpoint folder: it has no config.json, or does not exist; {hint}")
     values = read_json(path)
     if "model_type" in values or "architectures" in values:
         raise InputError(f"{folder} is a Hugging Face folder: run convert_hf_checkpoint.py {folder} --out DIR first")

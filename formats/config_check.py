@@ -1,6 +1,9 @@
 """What the values of a Config may be, beyond the types that formats/checkpoint.py checks."""
 
+from kernels.norms import NORMS
 from runtime.errors import InputError
+
+ACTIVATIONS = "silu", "gelu_tanh"
 
 EXPERTS = "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers"
 
@@ -11,6 +14,17 @@ def check(c):
         raise InputError(f"n_heads {c.n_heads} is not a multiple of n_kv_heads {c.n_kv_heads}")
     if c.head_dim % 2:
         raise InputError(f"head_dim {c.head_dim} is odd: rotary embeddings turn pairs")
+    if (c.rotary_dim or 0) % 2 or (c.rotary_dim or 0) > c.head_dim:
+        raise InputError(f"rotary_dim {c.rotary_dim} is odd, or more than head_dim {c.head_dim}")
+    scaling, pairs = c.rope_scaling or {}, (c.rotary_dim or c.head_dim) // 2
+    for name in "short_factor", "long_factor":
+        if not isinstance(scaling.get(name, []), list) or len(scaling.get(name, [0] * pairs)) != pairs:
+            raise InputError(f"{name} has {len(scaling[name])} numbers, not {pairs}, one for each pair of dimensions")
+    if c.llama4_beta and "original_max_position_embeddings" not in scaling:
+        raise InputError("llama4_beta needs a rope_scaling with original_max_position_embeddings")
+    check_norms(c)
+    if c.activation not in ACTIVATIONS:
+        raise InputError(f"activation {c.activation!r} is unknown; known: {', '.join(ACTIVATIONS)}")
     if c.window_layers and (c.sliding_window or 0) < 1:
         raise InputError("window_layers needs a sliding_window of 1 or more tokens")
     for name in "window_layers", "nope_layers", "dense_layers":
@@ -25,11 +39,25 @@ def check(c):
         c.named_wiring.model.check(c)
 
 
+def check_norms(c):
+    if c.norm not in NORMS:
+        raise InputError(f"norm {c.norm!r} is unknown; known: {', '.join(NORMS)}")
+    if c.whole_qk_norm and not (c.qk_norm and c.norm == "rms"):
+        raise InputError("whole_qk_norm needs qk_norm and a norm 'rms'")
+    wiring = c.named_wiring
+    adds_partials = wiring.laned or wiring.blocks > 1 or len(wiring.norms) < 2 or c.parsed.name == "farskip"
+    name = "sum_norms" if c.sum_norms and adds_partials else "whole_qk_norm" if c.whole_qk_norm and wiring.laned else ""
+    if name and c.wiring != "upper-bound":
+        raise InputError(f"wiring {c.wiring} is not for models with {name}: it adds partials before they are summed")
+
+
 def check_experts(c):
     if not c.expert_size:
         raise InputError("a model with n_experts needs an expert_size")
     if c.shared_expert_gate and not c.shared_expert_size:
         raise InputError("shared_expert_gate needs a shared_expert_size")
+    if c.activation != "silu":
+        raise InputError(f"activation {c.activation} is not for a mixture of experts")
     if c.mlp_bias:
         raise InputError("mlp_bias is not for a mixture of experts: experts have no biases")
     if not 1 <= (c.experts_per_token or 0) <= c.n_experts:

@@ -2,12 +2,16 @@
 
 import math
 import re
+import reprlib
+from collections import Counter
 
 import torch
 
 from formats import checkpoint
-from formats.checkpoint import MOST_LAYERS, ROPE_KEYS, read_json
+from formats.checkpoint import MOST_LAYERS, read_json
 from formats.experts import ExpertWeights
+from formats.families import FAMILIES, IGNORED, NESTED, SHAPE
+from formats.rope import ROPE_KEYS
 from formats.wiring_text import wiring_name
 from runtime.errors import InputError, load_extra
 
@@ -15,52 +19,20 @@ PARTS = {  # of our tensors' names: Hugging Face's; wqkv is made of three
     "tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head", "attention": "self_attn",
     "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "wo": "o_proj", "feed_forward": "mlp",
     "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "router": "gate", "shared_gate": "shared_expert_gate",
+    "attention_sum_norm": "post_self_attn_layernorm", "ffn_sum_norm": "post_mlp_layernorm",  # GLM's
 }  # fmt: skip
-COMMON = {
-    "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
-    "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+SUM_NORMS = {  # Gemma's and OLMo's names of norms: GLM's
+    "post_attention_layernorm": "post_self_attn_layernorm", "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
 }  # fmt: skip
-QWEN = {**COMMON, "bos_token_id": None, "eos_token_id": None, "use_sliding_window": False, "sliding_window": 4096}
-WINDOW_LAYERS = {"max_window_layers": 28, "layer_types": None}
-BIASES = {"attention_bias": False, "mlp_bias": False}
-QWEN_EXPERTS = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None}
-GRANITE = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0}
-# model_type: {key: transformers 5.23's default}, for the keys that the family has. Every config.json has
-# the model's shape, except for the keys that the first Llamas lack.
-FAMILIES = {
-    "llama": {**COMMON, **BIASES},
-    "llamaLadder": {**COMMON, **BIASES},
-    "ladder_residual": {  # extras/export/exported: a child of seed_oss
-        **COMMON, **BIASES, "attention_out_bias": False, "bos_token_id": 0, "no_rope_layers": None, "qk_norm": False,
-        "parallel_blocks": False, "wiring": None,
-    },
-    "mistral": {**COMMON, "sliding_window": 4096},
-    "ministral": {**COMMON, "sliding_window": 4096, "layer_types": None},
-    "qwen2": {**QWEN, **WINDOW_LAYERS},
-    "qwen3": {**QWEN, **WINDOW_LAYERS, "attention_bias": False},
-    "phi3": {**COMMON, "rms_norm_eps": 1e-5, "sliding_window": None, "eos_token_id": 32000},
-    "granite": {**COMMON, **BIASES, **GRANITE},
-    "mixtral": {
-        **COMMON, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "granitemoe": {**COMMON, **GRANITE, "attention_bias": False, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "qwen2_moe": {
-        **QWEN, **WINDOW_LAYERS, **QWEN_EXPERTS, "num_experts": 60, "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "qkv_bias": True,
-    },
-    "qwen3_moe": {
-        **QWEN, **QWEN_EXPERTS, "attention_bias": False, "num_experts": 128, "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
-    "smollm3": {
-        **COMMON, **BIASES, "tie_word_embeddings": True, "rope_theta": 2000000.0, "no_rope_layers": None,
-        "no_rope_layer_interval": 4, "use_sliding_window": False, "sliding_window": None, "layer_types": None,
-        "bos_token_id": 128000, "eos_token_id": 128001,
-    },
-    "seed_oss": {**COMMON, **BIASES, "attention_bias": True, "attention_out_bias": False, "bos_token_id": 0},
-}  # fmt: skip
+HAVE_SUM_NORMS = "gemma2", "gemma3_text", "olmo2", "olmo3"
+ROPE_TYPES = "full_attention", "sliding_attention"
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face's names: ours
 ORIGINAL = "original_max_position_embeddings"
+ROPE = {key for keys in ROPE_KEYS.values() for key in keys} | {  # keys of rope_scaling and rope_parameters
+    "rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim", "truncate",
+    "llama_4_scaling_beta", "max_position_embeddings",
+}  # fmt: skip
 
 
 def hf_names(name):
@@ -77,9 +49,10 @@ def group(q, k, v, config):
     return torch.cat([t.unflatten(0, (config.n_kv_heads, -1)) for t in (q, k, v)], dim=1).flatten(0, 1)
 
 
-def unpaired(weight, head_dim):
-    """Return the rows of q or k for rotary embeddings that turn (i, i + H/2) instead of neighbours (2i, 2i + 1)."""
-    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+def unpaired(weight, head_dim, rotary_dim=None):
+    """Return the rows of q or k for rotary embeddings that turn (i, i + R/2) instead of neighbours (2i, 2i + 1)."""
+    first, rest = weight.unflatten(0, (-1, head_dim)).tensor_split((rotary_dim or head_dim,), dim=1)
+    return torch.cat((first.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2), rest), dim=1).flatten(0, 1)
 
 
 def wiring_from_hf(ladder_layers, parallel_blocks, n_layers):
@@ -90,43 +63,70 @@ def wiring_from_hf(ladder_layers, parallel_blocks, n_layers):
     return name if ladder_layers in (n_layers, list(range(n_layers))) else wiring_name(name, ladder_layers)
 
 
+def text_values(values):
+    """Return the values of the language model that a config.json describes beside towers for pictures, or `values`."""
+    outer, text = values.get("model_type"), values.get("text_config")
+    if not isinstance(outer, str) or outer not in NESTED:
+        return values
+    if not isinstance(text, dict):
+        raise InputError(f"model_type is {outer}, but text_config is {text!r}, no config of a language model")
+    shared = {"bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config"} & values.keys()
+    return {"model_type": NESTED[outer], **text, **{key: values[key] for key in shared}}
+
+
 def read_hf(values):
     """Return the values of a config.json with the defaults of its family, without keys that only other families have.
 
-    Raises InputError for families, and features of them, that model.py does not compute.
+    Raises InputError for families, and features of them, that model.py does not compute, and for unknown keys.
     """
+    values = text_values(values)
     family, _ = values.get("model_type"), values.pop("laneformer", None)
     if "n_layers" in values and family is None:
         raise InputError("this is a checkpoint of this project already (python -m extras.export converts it back)")
-    if values["num_hidden_layers"] > MOST_LAYERS:
-        raise InputError(f"num_hidden_layers is {values['num_hidden_layers']} but must be at most {MOST_LAYERS}")
     if "laneformer" in str(family).lower():  # Kog's, whose lanes are an extra
         family, values = "ministral", load_extra("lanes", f"model_type {family}").laneformer_as_ministral(values)
     if not isinstance(family, str) or family not in FAMILIES:
         raise InputError(f"model_type {family!r} is not supported; {', '.join(FAMILIES)} and laneformer are")
+    if values["num_hidden_layers"] > MOST_LAYERS:
+        raise InputError(f"num_hidden_layers is {values['num_hidden_layers']} but must be at most {MOST_LAYERS}")
     if family == "llamaLadder" and "ladder_layers" not in values:
         raise InputError("model_type is llamaLadder, but ladder_layers does not say which layers")
     known = FAMILIES[family]
     if family == "qwen3_moe" and "num_local_experts" in values:  # transformers 5 renames num_experts to this
         values["num_experts"] = values.pop("num_local_experts")
-    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}  # before transformers 5, and since
-    supported = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "truncate": True, "mscale": None}
+    # before transformers 5, and since
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or known.get("rope_parameters", {})
+    near = {}  # of layers with a window, where the others have another
+    if isinstance(rope, dict) and {*ROPE_TYPES} & rope.keys():
+        rope, near = (rope.get(name) or {} for name in ROPE_TYPES)
+    supported = {"truncate": True, "use_bidirectional_attention": False, "qk_layernorm": False}
+    supported |= {"rope_interleaved": False}
+    supported |= dict.fromkeys({"partial_rotary_factor"} - known.keys(), 1.0)
     supported |= dict.fromkeys({"attention_bias", "attention_out_bias", "mlp_bias"} - known.keys(), False)
+    supported |= {"attn_logit_softcapping": None} if family == "gemma3_text" else {}
+    supported |= {"llama_4_scaling_beta": None} if family != "ministral3" else {}
     supported |= dict.fromkeys({"num_experts", "num_local_experts", "n_routed_experts"} - known.keys(), 0)
     for key, only in supported.items():
         for value in (values.get(key), rope.get(key) if isinstance(rope, dict) else None):
             if value not in (only, None):
                 raise InputError(f"{key} {value!r} is not supported, only {only!r} is")
-    foreign = {key for other in FAMILIES.values() for key in other} - known.keys()
+    if near.get("rope_type", "default") != "default":
+        raise InputError(f"rope_type {near['rope_type']!r} of sliding_attention is not supported, only 'default' is")
+    foreign = {key for other in FAMILIES.values() for key in other} - known.keys() - SHAPE
     own = {k: v for k, v in values.items() if k not in foreign}
-    return {**known, **own, "model_type": family, "rope_scaling": rope}
+    unknown = own.keys() - known.keys() - SHAPE - IGNORED - supported.keys() if "laneformer" not in values else ()
+    unknown = [*unknown, *(f"rope_scaling: {key}" for key in (*rope, *near) if key not in ROPE)]
+    for key in sorted(key for key in unknown if own.get(key, 0) is not None):
+        words = "drop it from config.json if what the model computes does not depend on it"
+        raise InputError(f"{key} {reprlib.repr(own.get(key, rope.get(key[14:])))} is unknown: {words}")
+    return {**known, **own, "model_type": family, "rope_scaling": rope, "near_rope": near}
 
 
 def eos_ids(path, values, hf):
     """Return the ids that end a text: those of config.json, `values`, and of a generation_config.json beside it."""
     generation = path.with_name("generation_config.json")
     others = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    own = hf["eos_token_id"] if others is None or "eos_token_id" in values else None
+    own = hf["eos_token_id"] if others is None or "eos_token_id" in text_values(values) else None
     result = [i for ids in (own, others) for i in (ids if isinstance(ids, list) else [ids])]
     return tuple(dict.fromkeys(i for i in result if i is not None))
 
@@ -137,7 +137,7 @@ def config_from_hf(path):
     try:
         hf = read_hf(values)
         ours = our_values(hf) | {"eos_ids": eos_ids(path, values, hf)}
-    except (InputError, AttributeError, ArithmeticError, KeyError, TypeError) as e:  # an absent key, text as a number
+    except (InputError, AttributeError, ArithmeticError, KeyError, TypeError, ValueError) as e:  # absent, text, NaN
         raise InputError(f"{path}: {e if isinstance(e, InputError) else repr(e)}") from None
     return checkpoint.make_config(ours, path)
 
@@ -145,21 +145,28 @@ def config_from_hf(path):
 def our_values(hf):
     """Return the values of Config, except eos_ids, from the result of read_hf."""
     n_layers, n_heads, dim = hf["num_hidden_layers"], hf["num_attention_heads"], hf["hidden_size"]
-    family, rope = hf["model_type"], hf["rope_scaling"]
-    attention_bias, windowed = hf.get("attention_bias", False), window_layers_from_hf(hf)
+    family, attention_bias, windowed = hf["model_type"], hf.get("attention_bias", False), window_layers_from_hf(hf)
+    head_dim, gemma = hf["head_dim"] or dim // n_heads, family.startswith("gemma")
+    rotary, scalar = rotary_from_hf(hf, head_dim), hf.get("query_pre_attn_scalar") or head_dim
+    parallel = hf.get("parallel_blocks") or hf.get("use_parallel_residual")
+    norm = "rms+1" if gemma else "layer" if family == "stablelm" else "rms"
     return {
         "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": hf["max_position_embeddings"],
         "n_kv_heads": hf["num_key_value_heads"] or n_heads, "intermediate_size": hf["intermediate_size"],
-        "head_dim": hf["head_dim"] or dim // n_heads,
-        "vocab_size": hf["vocab_size"], "norm_eps": hf["rms_norm_eps"],
-        "rope_theta": rope.get("rope_theta", hf["rope_theta"]), "rope_scaling": rope_scaling_from_hf(hf),
-        "tie_embeddings": hf["tie_word_embeddings"],
-        "qkv_bias": family == "qwen2" or hf.get("qkv_bias", attention_bias),
+        "head_dim": head_dim, "vocab_size": hf["vocab_size"], "norm_eps": hf.get("layer_norm_eps", hf["rms_norm_eps"]),
+        **rotary, "tie_embeddings": hf["tie_word_embeddings"],
+        "qkv_bias": family == "qwen2" or hf.get("qkv_bias", hf.get("use_qkv_bias", attention_bias)),
         "wo_bias": hf.get("attention_out_bias", attention_bias), "mlp_bias": hf.get("mlp_bias", False),
-        "qk_norm": family in ("qwen3", "qwen3_moe") or hf.get("qk_norm", False), **experts_from_hf(hf),
+        "qk_norm": family in ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3") or hf.get("qk_norm", False),
+        "whole_qk_norm": family in ("olmo2", "olmo3"), "input_norms": family not in ("olmo2", "olmo3"), "norm": norm,
+        "sum_norms": family in (*HAVE_SUM_NORMS, "glm4"), "activation": activation_from_hf(hf),
+        "embedding_scale": dim**0.5 if gemma else None,
+        "query_scale": (head_dim / scalar) ** 0.5 if scalar != head_dim else None,
+        "score_cap": hf.get("attn_logit_softcapping"), "logit_cap": hf.get("final_logit_softcapping"),
+        **experts_from_hf(hf),
         "nope_layers": nope_layers_from_hf(hf), "bos_id": hf["bos_token_id"],
         "sliding_window": hf["sliding_window"] if windowed else None, "window_layers": windowed,
-        "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), hf.get("parallel_blocks"), n_layers),
+        "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), parallel, n_layers),
         **hf.get("laneformer", {}),
     }  # fmt: skip
 
@@ -180,23 +187,55 @@ def experts_from_hf(hf):
     }  # fmt: skip
 
 
+def activation_from_hf(hf):
+    """Return Config.activation from the result of read_hf."""
+    given = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
+    name = "gelu_pytorch_tanh" if (hf["model_type"], given) == ("gemma", "gelu") else given  # as transformers takes it
+    if name not in ACTIVATIONS:
+        raise InputError(f"hidden_act {name!r} is not supported, only {', '.join(ACTIVATIONS)} are")
+    return ACTIVATIONS[name]
+
+
+def rotary_from_hf(hf, head_dim):
+    """Return the values of Config about rotary embeddings from the result of read_hf."""
+    rope, near, theta = hf["rope_scaling"], hf["near_rope"], hf["rope_theta"]
+    part = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
+    rotary_dim, scaling = int(head_dim * part), rope_scaling_from_hf(hf)
+    theta, near_theta = rope.get("rope_theta", theta), near.get("rope_theta", hf.get("rope_local_base_freq") or theta)
+    two = hf["model_type"] in ("gemma3_text", "olmo3") and (scaling or theta != near_theta)
+    return {
+        "rope_theta": theta, "rope_scaling": scaling, "rotary_dim": rotary_dim if rotary_dim != head_dim else None,
+        "window_rope_theta": near_theta if two else None, "llama4_beta": rope.get("llama_4_scaling_beta"),
+    }  # fmt: skip
+
+
 def rope_scaling_from_hf(hf):
-    """Return Config.rope_scaling from the result of read_hf. Absent keys of YaRN get transformers' values."""
+    """Return Config.rope_scaling from the result of read_hf. Absent keys get transformers' values."""
     rope, context = hf["rope_scaling"], hf["max_position_embeddings"]
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    supported = ["default", *([] if hf["model_type"] == "phi3" else ROPE_KEYS)]  # Phi-3 takes every other for longrope
+    supported = ["default", *ROPE_KEYS]
+    if hf["model_type"] == "phi3":
+        supported, rope_type = ["default", "longrope"], {"su": "longrope", "yarn": "longrope"}.get(rope_type, rope_type)
     if rope_type not in supported:
         raise InputError(f"rope type {rope_type!r} is not supported, only {', '.join(supported)} are")
     if rope_type == "default":
         return None
     original = hf.get(ORIGINAL, rope.get(ORIGINAL, context))
     scaling = {**rope, ORIGINAL: original}
+    factor = rope.get("factor") or context / original
     if rope_type == "yarn":
-        factor = rope.get("factor") or context / original
+        default, numerator, denominator = (
+            0.1 * mscale * math.log(max(factor, 1)) + 1
+            for mscale in (1.0, rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0)
+        )
         scaling |= {
             "factor": factor, "beta_fast": rope.get("beta_fast") or 32.0, "beta_slow": rope.get("beta_slow") or 1.0,
-            "attention_factor": rope.get("attention_factor") or 0.1 * math.log(max(factor, 1)) + 1,
         }  # fmt: skip
+        both = rope.get("mscale") and rope.get("mscale_all_dim")
+        scaling["attention_factor"] = rope.get("attention_factor") or (numerator / denominator if both else default)
+    if rope_type == "longrope":
+        default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        scaling["attention_factor"] = rope.get("attention_factor") or default
     return {key: scaling[key] for key in ROPE_KEYS[rope_type]}
 
 
@@ -213,11 +252,15 @@ def nope_layers_from_hf(hf):
 def window_layers_from_hf(hf):
     """Return the layers with a sliding window: those that layer_types names, or else the family's own."""
     n_layers, window, types = hf["num_hidden_layers"], hf.get("sliding_window"), hf.get("layer_types")
-    if window is None or window >= hf["max_position_embeddings"] or not hf.get("use_sliding_window", True):
+    wide = window is not None and window >= hf["max_position_embeddings"]
+    two_bases = hf["model_type"] in ("gemma3_text", "olmo3")  # then a window is more than a mask
+    if window is None or wide and not two_bases or not hf.get("use_sliding_window", True):
         return ()
     first = hf.get("max_window_layers", 0)
     if types is None and hf["model_type"] == "qwen2_moe":
         return tuple(range(0, min(first, n_layers), 2))
+    if types is None and (step := hf.get("_sliding_window_pattern") or hf.get("sliding_window_pattern")):
+        return tuple(i for i in range(n_layers) if (i + 1) % step)
     if types is None:
         return nope_layers_from_hf(hf) if hf["model_type"] == "smollm3" else tuple(range(first, n_layers))
     if len(types) != n_layers or not {*types} <= {"full_attention", "sliding_attention"}:
@@ -230,11 +273,17 @@ class LlamaWeights:
 
     Phi-3's fused projections are split. Granite's multipliers are folded into the weights: residual_multiplier into wo
     and w2, attention_multiplier into the queries, embedding_multiplier into the embedding table, logits_scaling into
-    the last norm. If the table is also the output head, the last norm divides by embedding_multiplier.
+    the last norm. If the table is also the output head, the last norm divides by embedding_multiplier. GLM's rotary
+    embeddings turn neighbours: see unpaired. Of a model with several towers only the language model's tensors are here.
+
+    skipped: {tower: how many tensors of it are not}.
     """
 
     def __init__(self, source, path, config):
-        hf, H = read_hf(read_json(path)), config.head_dim
+        values = read_json(path)
+        hf, H, nested = read_hf(values), config.head_dim, values["model_type"] in NESTED
+        self.rotary = (H, config.rotary_dim) if hf["model_type"] in ("glm", "glm4") else None
+        renamed, self.skipped = SUM_NORMS if hf["model_type"] in HAVE_SUM_NORMS else {}, Counter()
         source = ExpertWeights(source) if config.n_experts else source
         if "laneformer" in hf:
             source = load_extra("lanes", "a Laneformer").LaneformerWeights(source, H)
@@ -253,10 +302,16 @@ class LlamaWeights:
         }
         self.source, self.places = source, {}  # name: (the source's name, proportions of its chunks, which chunk)
         for name in source.names():
-            module = f".{name}".split(".")[-2]
-            chunks = fused.get(module, {module: 1})
+            match = re.fullmatch(r"(?:model\.)?language_model\.(?:model\.)?(.+)|(lm_head\..+)", name)
+            if nested and not match:
+                self.skipped[name.removeprefix("model.").partition(".")[0]] += 1
+                continue
+            text = match[1] or match[2] if nested else name
+            text = f"model.{text}" if nested and not text.startswith("lm_head.") else text
+            module = f".{text}".split(".")[-2]
+            chunks = fused.get(module, {renamed.get(module, module): 1})
             for i, chunk in enumerate(chunks):
-                place = name.replace(module, chunk)
+                place = text.replace(module, chunk)
                 if place in self.places:
                     raise InputError(f"the source has both {self.places[place][0]} and {name}: drop one")
                 self.places[place] = name, [*chunks.values()], i
@@ -270,5 +325,7 @@ class LlamaWeights:
         if len(chunks) > 1:
             unit = tensor.shape[-2] // sum(chunks)
             tensor = tensor.split([unit * chunk for chunk in chunks], dim=-2)[i]
+        if self.rotary and re.search(r"\.[qk]_proj\.", name):
+            tensor = unpaired(tensor, *self.rotary)
         factor = self.factors.get(name.rsplit(".", 2)[-2], 1.0)
         return tensor if factor == 1.0 else tensor.float() * factor

@@ -6,40 +6,55 @@ torch.compile's own graphs ("reduce-overhead") run Python before each replay: 0.
 import torch
 
 
-def captured(step, pool=None):
-    """Return (a function that replays step() on the device, the tensor that it writes its result to).
+def captured(step, pool=None, generator=None):
+    """Return (a function that replays step() on the device, what step() returned, whose tensors it writes again).
 
-    pool: memory shared with other steps, which must not run at the same time.
+    pool: memory shared with other steps, which must not run at the same time. generator: what step() draws from.
     """
+    graph, state = torch.cuda.CUDAGraph(), generator and generator.get_state()
     step()  # compiles and loads what it needs, which a capture must not do
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(
-        graph, pool, capture_error_mode="thread_local"
-    ):  # NCCL's watchdog thread may query its events
+    if generator:
+        generator.set_state(state)  # that one does not count
+        graph.register_generator_state(generator)
+    with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):  # NCCL's thread may query its events
         result = step()
     return graph.replay, result
 
 
 class Graphs:
-    """A model's compiled decode step, captured once for each shape of tokens and each cache_length.
+    """A model's compiled decode step, captured for each shape of tokens and each cache_length when it first comes.
 
-    Called with (tokens (B, S), positions (B, S), cache, cache_length), it returns logits (B, S, v). The next call with
-    the same shapes overwrites them. All calls must pass the same cache.
+    All calls must pass the same cache. untimed: a function that returns a context for captures. n_bytes: what each
+    capture took of the device's memory.
     """
 
-    def __init__(self, model):
-        # autotuning may change the last bits, but all ranks must compute a whole draft model to the same bits
-        alike = model.comm.tp_size == 1 and torch.distributed.is_initialized()
-        options = {"combo_kernels": True, "coordinate_descent_tuning": True, "deterministic": alike}
+    def __init__(self, model, untimed):
+        options = {"combo_kernels": True, "coordinate_descent_tuning": True}  # which may change the last bits
         self.step = torch.compile(model, fullgraph=True, dynamic=False, options=options)
-        self.graphs, self.pool = {}, torch.cuda.graph_pool_handle()
+        self.untimed, self.pool = untimed, torch.cuda.graph_pool_handle()
+        self.graphs, self.inputs, self.n_bytes = {}, {}, []
 
     def __call__(self, tokens, positions, cache, cache_length):
-        key = tokens.shape, cache_length
-        if key not in self.graphs:
-            own = tokens.clone(), positions.clone()
-            self.graphs[key] = own, *captured(lambda: self.step(*own, cache, cache_length), self.pool)
-        own, replay, logits = self.graphs[key]
-        torch._foreach_copy_(own, (tokens, positions))
+        """Return logits (B, S, v) for tokens (B, S), positions (B, S); the next such call overwrites them."""
+        return self.replay((tokens, positions), (cache_length,), lambda *own: self.step(*own, cache, cache_length))
+
+    def replay(self, inputs, key, function, generator=None):
+        """Return function(*inputs), by the graph of these shapes and this key.
+
+        Graphs of the same shapes have the same inputs of their own, which need no copy if they are passed.
+        """
+        shapes = tuple(x.shape for x in inputs)
+        own = self.inputs.get(shapes)
+        if own is None:
+            own = self.inputs[shapes] = tuple(x.clone() for x in inputs)
+        if (shapes, key) not in self.graphs:
+            with self.untimed():
+                values, free = [x.clone() for x in inputs], torch.cuda.mem_get_info()[0]
+                self.graphs[shapes, key] = captured(lambda: function(*own), self.pool, generator)
+                self.n_bytes.append(free - torch.cuda.mem_get_info()[0])
+            inputs = values  # function may have written to its own
+        replay, result = self.graphs[shapes, key]
+        if inputs[0] is not own[0]:
+            torch._foreach_copy_(own, inputs)
         replay()
-        return logits
+        return result

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -33,6 +34,16 @@ def prepare_compile():
 
     # Inductor (torch 2.13) splits its command at spaces, and quotes all paths but this one
     cpp_extension.TORCH_LIB_PATH = shlex.quote(str(Path(torch.__file__).parent / "lib"))
+
+
+def check_triton():
+    """Raise CompilerError unless there is what Triton builds the launchers of its kernels with."""
+    name = os.environ.get("CC") or shutil.which("gcc") or "clang"
+    folders = [sysconfig.get_path("include", "posix_prefix"), *os.environ.get("CPATH", "").split(":")]
+    if shutil.which(name) is None:
+        raise CompilerError(f"kernels for a GPU need a C compiler: install gcc, or name one in $CC: {name!r}")
+    if not any(Path(folder, "Python.h").is_file() for folder in folders if folder):
+        raise CompilerError(f"kernels for a GPU need Python.h, not in {folders[0]}: install python3-dev, or its like")
 
 
 def load_operators(source, what, *options):

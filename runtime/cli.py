@@ -12,7 +12,7 @@ from tqdm import tqdm
 from formats import checkpoint
 from formats.tokenizer import TextStream
 from model import WIRINGS, rewired
-from runtime.errors import InputError
+from runtime.errors import InputError, load_extra
 from tp import COLLECTIVES
 
 CHAT_CONTEXT = 4096  # tokens of a chat's cache, at most
@@ -40,12 +40,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise InputError(message.removeprefix("argument "))
 
+    def parse_args(self, argv=None):
+        args = super().parse_args(argv)
+        for name in (name for name, value in vars(args).items() if value == "" != self.get_default(name)):
+            self.error(f"--{name.replace('_', '-')} is empty: give a value, or leave it out")
+        return args
+
 
 def number(kind, low, high=None, above=False):
     """Return an argparse type: an int or a float from `low` (or above it) to `high`; without one an int has 31 bits."""
     words = {int: "a whole number", float: "a number"}[kind] + f" {'above' if above else 'from'} {low:g}"
-    words += f" to {high:g}" if high else ""
     high = high or {int: 2**31 - 1, float: sys.float_info.max}[kind]
+    words += f" to {high:,}" if kind is int else f" to {high:g}" if high < sys.float_info.max else ""
 
     def parse(text):
         try:
@@ -144,7 +150,7 @@ def warn_of_wiring(own, config, shares):
     loss = "another function than these weights were trained for: eval.py measures the loss"
     if own.wiring == "standard" and config.standard_in_one_lane and (config.lanes or len(shares)) == 1:
         loss = "which is the same in one lane"
-    print(f"these weights are {own.wiring}'s, and run as {config.wiring}, {loss}", file=sys.stderr)
+    print(f"these weights are {own.wiring}'s, and run as {config.wiring.removesuffix(',')}, {loss}", file=sys.stderr)
 
 
 # ---- Prompts in, text out --------------------------------------------------------------------------------------------
@@ -152,18 +158,23 @@ def warn_of_wiring(own, config, shares):
 
 def add_prompt_flags(parser):
     g = parser.add_argument_group("prompts", "each is a row of the batch")
-    words = 'a text, e.g. "One day"; a file with one on each line, e.g. @prompts.txt; or token ids, e.g. ids:1,403;\n'
-    g.add_argument("--prompt", action="append", metavar="TEXT|@FILE|ids:I,J,...", help=words + "may be repeated")
+    words = 'a text, e.g. "One day" (@@ for a first @), in which special tokens are plain text;\n'
+    words += "a file with one on each line, e.g. @prompts.txt; all of a file, e.g. file:story.txt; token ids, e.g.\n"
+    words += 'ids:1,403; or, with --chat, file:NAME.json, a list of messages {"role": ..., "content": ...}; '
+    words += "may be repeated"
+    g.add_argument("--prompt", action="append", metavar="TEXT|@FILE|file:FILE|ids:I,J,...", help=words)
     g.add_argument("--prompt-length", type=count, metavar="N", help="a synthetic prompt of N random tokens, e.g. 1024")
     words = "repeat the prompts to B rows, e.g. 16 (synthetic ones differ)"
     g.add_argument("--batch", type=count, metavar="B", help=words)
-    words = "put each prompt into the checkpoint's chat template; without a prompt, chat on the terminal"
-    g.add_argument("--chat", action="store_true", help=f"{words}: Ctrl-C stops an answer, Ctrl-D ends")
+    words = "put each prompt into the checkpoint's chat template, after a system message if given; without a prompt,\n"
+    words += "chat on the terminal: Ctrl-C stops an answer, Ctrl-D ends"
+    system = {"type": lambda text: [{"role": "system", "content": text}], "metavar": "SYSTEM"}
+    g.add_argument("--chat", nargs="?", const=[], **system, help=words)
 
 
 def is_chat(args):
     """Return whether the flags ask for a chat on the terminal."""
-    return args.chat and not args.prompt and args.prompt_length is None
+    return args.chat is not None and not args.prompt and args.prompt_length is None
 
 
 def read_prompts(args, config, tokenizer):
@@ -171,13 +182,10 @@ def read_prompts(args, config, tokenizer):
     if is_chat(args):
         if args.batch or tokenizer is None:
             raise InputError("--chat without a prompt takes no --batch, and needs a checkpoint with a tokenizer")
+        if args.chat:
+            encode("Hi", args, tokenizer)  # a template may refuse a system message
         return [[0]]
-    prompts = []
-    for text in args.prompt or []:
-        lines = checkpoint.read_text(text[1:], "--prompt @").split("\n") if text.startswith("@") else [text]
-        if not any(line.strip() for line in lines):
-            raise InputError(f"--prompt is empty ({text!r}): give some text, or token ids, such as ids:1")
-        prompts += [encode(line, args, tokenizer) for line in lines if line.strip()]
+    prompts = [encode(text, args, tokenizer) for given in args.prompt or [] for text in read_prompt(given, args)]
     if args.prompt_length is not None:
         fit(1, [range(args.prompt_length)], config.max_seq_len)
         generator = torch.Generator().manual_seed(args.seed)
@@ -195,18 +203,34 @@ def read_prompts(args, config, tokenizer):
     return prompts * ((args.batch or len(prompts)) // len(prompts))
 
 
+def read_prompt(given, args):
+    """Return the texts that a --prompt gives, or for a chat the one list of messages."""
+    if given.startswith("file:") and given.endswith(".json") and args.chat is not None:
+        return [load_extra("chat", f"--prompt {given}").read_messages(given[5:])]
+    if given.startswith("file:"):
+        texts = [checkpoint.read_text(given[5:], "--prompt file:")]
+    elif given.startswith("@") and not given.startswith("@@"):
+        texts = checkpoint.read_text(given[1:], "--prompt @").split("\n")
+    else:
+        texts = [given[given.startswith("@@") :]]
+    if not any(map(str.strip, texts)):
+        raise InputError(f"--prompt is empty ({given!r}): give some text, or token ids, such as ids:1")
+    return [text for text in texts if text.strip()]
+
+
 def encode(text, args, tokenizer):
-    """Return the token ids of a --prompt."""
-    if text.startswith("ids:"):
+    """Return the token ids of a text, of numbers ids:..., or of messages."""
+    if isinstance(text, str) and text.startswith("ids:"):
         try:
             return [int(i) for i in text[4:].replace(",", " ").split()]
         except ValueError:
             raise InputError(f"--prompt {text!r} is not a list of numbers such as ids:1,403,407") from None
     if tokenizer is None:
         raise InputError(f"{args.checkpoint or '--model'} has no tokenizer: use --prompt ids:... or --prompt-length")
-    if any("\ud800" <= c <= "\udfff" for c in text):  # Python's substitutes for bytes that are no characters
-        raise InputError(f"--prompt {text!r} is not valid UTF-8")
-    return tokenizer.chat([{"role": "user", "content": text}]) if args.chat else tokenizer.encode(text)
+    messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    if any("\ud800" <= c <= "\udfff" for message in messages for c in message["content"]):
+        raise InputError(f"--prompt {text!r} is not valid UTF-8")  # Python's substitutes for what is no character
+    return tokenizer.encode(text) if args.chat is None else tokenizer.chat([*args.chat, *messages])
 
 
 def fit(max_new_tokens, prompts, context):

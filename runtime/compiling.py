@@ -40,9 +40,12 @@ def _compiler_errors():
 
 @_compiler_errors()
 def prepare(device):
-    """Set up torch.compile for a device. Raises InputError if that needs a C++ compiler and there is none."""
-    if device.type == "cpu":
-        cxx.prepare_compile()
+    """Set up torch.compile for a device. Raises InputError if it needs a compiler and there is none."""
+    cxx.prepare_compile() if device.type == "cpu" else cxx.check_triton()
+    handler, phase = torch._dynamo.callback_handler, contextlib.ExitStack()
+    if not handler.start_callbacks:  # what is compiled after warm_up, as for a chat's next prompt, is no hang
+        handler.register_start_callback(lambda _: phase.enter_context(watch.during("compilation")))
+        handler.register_end_callback(lambda _: phase.close())
 
 
 class DecodeAttention(Attention):
@@ -130,9 +133,9 @@ def use_fast_modules(model):
         few_rows.replace_matrices(model)
 
     def make(name, module):
-        if type(module) is Attention and module.head_dim % (16 if on_gpu else 64) == 0:
+        if type(module) is Attention and module.head_dim % (16 if on_gpu else 64) == 0 and not module.score_cap:
             return recast(module, SplitAttention if on_gpu else DecodeAttention)
-        if type(module) is FeedForward and not on_gpu and module.w1.bias is None:
+        if type(module) is FeedForward and not on_gpu and module.w1.bias is None and module.activation is F.silu:
             integers = all(type(linear) is FewRowsIntLinear for linear in module.children())
             return recast(module, FewRowsFeedForward) if integers else None
         return recast(module, GatheredExperts if on_gpu else FewRowsExperts) if type(module) is Experts else None
@@ -157,7 +160,7 @@ def compiled(model, decode, prefill):
     if model.device.type == "cuda":
         from kernels.cuda_graphs import Graphs
 
-        return Graphs(model), prefill_model
+        return Graphs(model, _compiling), prefill_model
     return torch.compile(model, fullgraph=True, dynamic=False, options=CPU_OPTIONS), prefill_model
 
 
@@ -191,13 +194,17 @@ def compile_ahead(runner, prompts):
 
 
 @torch.inference_mode()
-def warm_up(runner, prompts, max_new_tokens, bucket, draft=None):
-    """Compile a prefill and the passes that follow it, on a GPU in each bucket of cache slots; returns the seconds."""
-    start, first = time.perf_counter(), max(map(len, prompts)) + 1
+def warm_up(runner, prompts, max_new_tokens, sample, draft=None):
+    """Compile a prefill and the passes that follow it; returns the seconds.
+
+    On a GPU passes of all these lengths are captured, and of the cache_length after them.
+    """
+    start, first, state = time.perf_counter(), max(map(len, prompts)) + 1, sample.generator.get_state()
     lengths = {first}
     if runner.device.type == "cuda":
         last = first + max_new_tokens - 1
-        lengths |= {last, *(length for length in range(first, last) if length % bucket == 1)}
+        end = min(runner.cache_length(last) + 1, runner.cache[0][0].shape[2] - 1, runner.model.config.max_seq_len)
+        lengths = {last, *{runner.cache_length(n): n for n in range(end, first - 1, -1)}.values()}
     with _compiling():
         padded = pad(prompts, runner.device)
         runner.prefill(*padded, PASS_TOKENS)
@@ -205,7 +212,8 @@ def warm_up(runner, prompts, max_new_tokens, bucket, draft=None):
             draft.begin(*padded, PASS_TOKENS)
         for texts in [[[0] * length for _ in prompts] for length in sorted(lengths)]:
             if not draft:
-                runner.next_tokens(texts, Sampler(0)).tolist()  # waits for the device
+                runner.passes()(texts, sample).tolist()  # waits for the device
             for proposals in draft.counts if draft else ():
                 draft.warm_up(runner, texts, proposals)
+    sample.generator.set_state(state)
     return time.perf_counter() - start

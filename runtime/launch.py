@@ -3,10 +3,12 @@
 import collections
 import contextlib
 import errno
+import json
 import math
 import os
 import signal
 import sys
+import time
 import traceback
 
 import torch
@@ -40,7 +42,7 @@ class World:
     tp_size and a group, but no peers: it is alone. Raises InputError for shares of another number of ranks.
     """
 
-    dist_group = None  # of torch.distributed's own collectives: its default one
+    dist_group = None  # the group to pass to torch.distributed's own functions; None is its default group
 
     def __init__(self, rank, tp_size, device, group=None, simulated=False, shares=None):
         if shares and len(shares) != tp_size:
@@ -104,31 +106,49 @@ def join(device=None, flags=None):
     """Join the ranks that torchrun started with this one, if any; returns the World.
 
     device: "cpu", "cuda", "cuda:1", or None for CUDA if every local rank finds a GPU. Under torchrun a rank takes the
-    GPU of its LOCAL_RANK. flags: {name: value} of the command line, equal on all ranks; "comm" names one of
-    tp.COLLECTIVES. Raises InputError for a device that is not there, and for ranks that were not started alike.
+    GPU of its LOCAL_RANK, or the only one that it sees if each rank sees another one. flags: {name: value} of the
+    command line, equal on all ranks; "comm" names one of tp.COLLECTIVES. Raises InputError for a device that is not
+    there, and for ranks that were not started alike.
     """
     (rank, tp_size), flags = rank_and_size(), flags or {}
     comm = flags.get("comm", "auto")
     connect = tp.collective(comm).connect
-    world = World(rank, tp_size, choose_device(device, rank, tp_size), shares=flags.get("shares"))
+    world = World(rank, tp_size, None, shares=flags.get("shares"))
     if tp_size == 1:
         if comm != "auto":
             raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun")
+        world.device = choose_device(device)
         return world
     from runtime import ranks
 
+    seen = [gpu for gpus in world.gather(visible_gpus(device), ranks.patience()) for gpu in gpus or [None, None]]
+    world.device = choose_device(device, rank, tp_size, own_gpu=len({*seen}) == len(seen) == tp_size)
     ranks.meet(world, flags, _leave)
     world.group = connect(world)
     return world
 
 
-def choose_device(device, rank=0, tp_size=1):
-    """Return the torch.device of a rank, as join says, made CUDA's current one."""
+def visible_gpus(device=None):
+    """Return the UUIDs of the GPUs that this process sees, none if it is to run on the CPU."""
+    try:
+        count = 0 if device == "cpu" else torch.cuda.device_count()
+        return [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
+    except RuntimeError:  # choose_device says why
+        return []
+
+
+def choose_device(device, rank=0, tp_size=1, own_gpu=False):
+    """Return the torch.device of a rank, as join says, made CUDA's current one. own_gpu: no other rank sees its GPU."""
     known = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    local_rank, local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
     if device is None:
-        device = "cuda" if 0 < int(os.environ.get("LOCAL_WORLD_SIZE", tp_size)) < len(known) else "cpu"
+        device = "cuda" if own_gpu or 0 < local < len(known) else "cpu"
+        hidden = os.path.exists("/proc/driver/nvidia/version") and "CUDA_VISIBLE_DEVICES" not in os.environ
+        if device == "cpu" and local_rank == 0 and (hidden or len(known) > 1):
+            words = f"PyTorch {torch.__version__} sees {len(known) - 1} GPUs for {local} ranks here"
+            print(f"running on the CPU: {words}; each rank needs one", file=sys.stderr)
     if device == "cuda" or (device.startswith("cuda:") and tp_size > 1):
-        device = f"cuda:{os.environ.get('LOCAL_RANK', rank) if tp_size > 1 else 0}"
+        device = f"cuda:{local_rank if tp_size > 1 and not own_gpu else 0}"
     if device not in known:
         raise InputError(f"no such device: {device}; this machine has {', '.join(known)}")
     if device == "cpu":
@@ -137,7 +157,12 @@ def choose_device(device, rank=0, tp_size=1):
         except ValueError as e:  # before PyTorch executes an instruction that is not there
             raise InputError(str(e)) from None
     else:
-        torch.cuda.set_device(torch.device(device))
+        try:
+            torch.cuda.set_device(torch.device(device))
+        except RuntimeError as e:  # above all a driver that is too old for this PyTorch
+            raise InputError(f"{device} cannot be used: {first_line(e)} (--device cpu does without)") from None
+        if tp_size > 1 and "MIG" in torch.cuda.get_device_name(device):
+            raise InputError(f"{device} is a slice of a GPU (MIG), which NCCL does not connect: run one rank alone")
         torch.backends.cuda.enable_cudnn_sdp(False)  # its attention makes a plan for each new length of a prompt
     return torch.device(device)
 
@@ -209,6 +234,10 @@ def _leave(error):
         code, speaks = ranks.leave_first(code, rank, error)
     if line and speaks:
         print(line, file=sys.stderr, flush=True)
+    if line and (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):  # what torchrun's report then ends with
+        cause = {"message": line.strip().splitlines()[-1], "extraInfo": {"timestamp": f"{time.time():.0f}"}}
+        with contextlib.suppress(OSError), open(path, "w") as f:
+            json.dump({"message": cause}, f)
     for process in getattr(error, "stopped", ()):
         with contextlib.suppress(OSError):
             os.kill(process, signal.SIGKILL)  # a stopped one does not hear torchrun's SIGTERM

@@ -69,10 +69,11 @@ def meet(world, flags, leave):
     rank, tp_size = world.rank, world.tp_size
     seconds, local = timeout(), int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
     node = os.environ.get("GROUP_RANK", str(rank // local))  # torchrun's number of the node, or what comes close
-    started = world.gather([node, os.getpid()], seconds + IMPORTS if seconds else math.inf)
+    started = world.gather([node, os.getpid()], patience())
     world.nodes, processes = zip(*started, strict=True)
     near = {r: processes[r] for r in range(tp_size) if world.nodes[r] == node and "GROUP_RANK" in os.environ}
     _watch = Watch(store(), rank, tp_size, near, seconds, leave)
+    _watch.on_gpu = world.device.type == "cuda"
     _watch.start()
     world.agree(_start(flags, world.device) | {"LADDER_TIMEOUT": seconds})
     _init_process_group(world)
@@ -91,16 +92,22 @@ def timeout():
     return seconds
 
 
+def patience():
+    """Return the seconds that a rank may take to start."""
+    return timeout() + IMPORTS if timeout() else math.inf
+
+
 def _init_process_group(world):
     """Make torch.distributed's default group: NCCL on GPUs, else gloo."""
-    backend, on_gpu = "gloo", {}
+    backend, on_gpu, last_resort = "gloo", {}, timedelta(minutes=30)  # hangs are reported sooner
     if world.device.type == "cuda":  # its kernels run first: the sum of a sublayer is waited for before other work
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = last_resort  # else each rank warns that this one is the default
         backend, on_gpu = "nccl", {"device_id": world.device, "pg_options": options}
     elif len({*world.nodes}) > 1:
         gloo.choose_interface(store(), world.rank, world.tp_size)
-    before, limit, ranks = gloo.threads(), timedelta(minutes=30), {"rank": world.rank, "world_size": world.tp_size}
-    dist.init_process_group(backend, store=store(), timeout=limit, **ranks, **on_gpu)  # hangs are reported sooner
+    before, ranks = gloo.threads(), {"rank": world.rank, "world_size": world.tp_size}
+    dist.init_process_group(backend, store=store(), timeout=last_resort, **ranks, **on_gpu)
     if backend == "gloo":
         gloo.let_preempt(gloo.threads() - before)
     dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it
@@ -140,6 +147,8 @@ class Watch(threading.Thread):
     processes: {rank: process id} of this node. timeout: seconds, or 0 for ever; it counts ticks, which stand still
     while the whole run is suspended.
     """
+
+    on_gpu = False
 
     def __init__(self, store, rank, tp_size, processes, timeout, leave):
         super().__init__(daemon=True, name="watch")
@@ -207,7 +216,7 @@ class Watch(threading.Thread):
             before, self.cpu[rank] = self.cpu[rank], max(new.cpu, processes.get(rank, (True, 0))[1])
             computes = self.cpu[rank] - before > BUSY * TICK
             self.silent[rank] = 0 if computes or new.ticks != old.ticks else self.silent[rank] + 1
-            computes &= not torch.cuda.is_initialized()  # else a thread that only waits may be busy
+            computes &= not self.on_gpu  # where a thread that only waits may be busy
             if computes or (new.beats, new.busy) != (old.beats, old.busy):
                 self.still = 0
         self.places, late = places, [rank for rank, ticks in enumerate(self.silent) if ticks > self.timeout > 0]
@@ -262,9 +271,14 @@ def explain(error):
 
 
 def leave_first(code, rank, error):
-    """Return (the exit code of the first rank that leaves, whether that is this one, which leaves with `code`)."""
+    """Return (the exit code, that of the first rank that leaves, whether that is this one, which leaves with `code`).
+
+    On the first one's node of torchrun the others leave with 0: of each that fails torchrun prints seven lines.
+    """
     if store.cache_info().currsize and not isinstance(error, StoreLost):
         with contextlib.suppress(Exception):
-            code, first = map(int, store().compare_set("ended", "", f"{code} {rank}").split())
-            return code, first == rank
+            node = os.environ.get("GROUP_RANK")  # None without torchrun
+            code, first, its_node = store().compare_set("ended", "", f"{code} {rank} {node}").decode().split()
+            speaks = int(first) == rank
+            return int(code) if speaks or node is None or node != its_node else 0, speaks
     return code, os.environ.get("LOCAL_RANK", "0") == "0"  # without a store, which goes with torchrun

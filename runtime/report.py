@@ -13,6 +13,7 @@ from model import build
 from tp import shard_plan, shard_slices
 
 PASS_TOKENS = 1024  # of all rows, in one pass of a prefill
+GRAPH_BYTES = 4e8  # of a GPU's captured decode steps, 20 MB each by estimate
 
 
 def free_bytes(device):
@@ -38,13 +39,15 @@ def rank_bytes(config, dtype, rows, slots, rank=0, shares=1):
 
 
 def warn_of_memory(world, rows, slots, *models):
-    """Print a line on stderr if models [(Config, dtype, rank, shares)] and their caches exceed the free memory.
+    """Print a line on stderr if models [(Config, dtype, rank, shares)], caches and graphs exceed the free memory.
 
-    Of equal shares rank 0 has the largest, and says it for all. Activations come on top. Raises InputError.
+    Of equal shares rank 0 has the largest, and says it for all. A GPU's free memory is without what the ranks that have
+    met already took: the context, and NCCL's buffers. Activations come on top. Raises InputError.
     """
     if world.rank > 0 and len(set(world.shares)) == 1:
         return
     needed = sum(sum(rank_bytes(config, dtype, rows, slots, *place)) for config, dtype, *place in models)
+    needed += GRAPH_BYTES * (world.device.type == "cuda")
     # the CPU ranks of a machine share its memory
     sharers = 1 if world.alone or world.device.type != "cpu" else int(os.environ.get("LOCAL_WORLD_SIZE", world.tp_size))
     here = world.shares[world.rank // sharers * sharers :][:sharers]
@@ -93,26 +96,30 @@ def result(setup, world, done, texts):
         read += drafted * step_bytes(draft.runner.model, draft.runner.cache, slots)
     tpot = done.decode_s / (done.steps - 1) if done.steps > 1 else None
     later = sum(max(len(row) - 1, 0) for row in done.rows)  # tokens after each row's first; ended rows give no more
+    limit = "context" if setup.max_new_tokens < setup.args.max_new_tokens else "length"
     accepted = draft and [draft.accepted[n] for n in range(max(draft.accepted, default=0) + 1)]
     return {
         "model": setup.name, "n_layers": config.n_layers, "wiring": config.wiring, "quant": config.quant,
-        "dtype": dtype_name(runner.model.dtype), "device": world.device.type, "comm": setup.args.comm,
+        "dtype": dtype_name(runner.model.dtype), "device": world.device.type,
+        "comm": "one-shot" if getattr(world.group, "group_name", "").startswith("one-shot") else setup.args.comm,
         "tp": world.tp_size, "shares": world.shares, "simulated": world.simulated,
         "batch": rows, "prompt_tokens": longest, "new_tokens": done.steps, "passes": passes,
         "load_s": setup.load_s, "compile_s": setup.compile_s, "prefill_s": done.prefill_s, "decode_s": done.decode_s,
         "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and later / done.decode_s,
         "tok_s_user": tpot and 1 / tpot, "step_bytes": int(read),
         "bytes_s": tpot and read * passes / done.decode_s, "peak_bytes": world.gather(peak_bytes(world.device)),
+        "graph_bytes": runner.graphs and runner.graphs.n_bytes,
         "prefill_chunks": runner.choose_chunks(rows, min(longest, max(1, PASS_TOKENS // rows))),
         "draft": source and source.name, "speculate": source and source.count,
         "drafted": draft and draft.drafted, "accepted": accepted,
         "tokens": None if world.simulated else done.rows, "texts": texts,
+        "finish": [limit if reason == "length" else reason for reason in done.finish],
     }  # fmt: skip
 
 
 def summary(r):
     """Return the result in a few lines for people."""
-    head = f"{r['model']}, {r['n_layers']} layers, {r['wiring']}, tp {r['tp']}, batch {r['batch']}"
+    head = f"{r['model']}, {r['n_layers']} layers, {r['wiring'].removesuffix(',')}, tp {r['tp']}, batch {r['batch']}"
     head += f", {r['quant'] or r['dtype']}, {r['device']}"
     head += f", shares {','.join(map(str, r['shares']))}" * (len({*r["shares"]}) > 1)
     head += f", {r['comm']} sums" * (r["comm"] != "auto")
@@ -124,6 +131,12 @@ def summary(r):
     memory = f"{r['step_bytes'] / 1e6:.1f} MB read per {'pass' if r['draft'] else 'step'}"
     memory += f", {r['bytes_s'] / 1e9:.1f} GB/s" if r["bytes_s"] else ""
     lines = [head, times, f"{memory}, peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"]
+    if r["graph_bytes"]:
+        lines[-1] += f", {len(r['graph_bytes'])} CUDA graphs of {sum(r['graph_bytes']) / 1e9:.2f} GB"
+    if r["texts"] and (cut := len(r["finish"]) - r["finish"].count("stop")):
+        limit = "the end of the context" if "context" in r["finish"] else "--max-new-tokens"
+        which = f"{cut} of {r['batch']} texts were" if r["batch"] > 1 else "the text was"
+        lines.append(f"{which} cut at {limit}")
     if r["draft"]:
         tried = sum(r["accepted"])
         mean = sum(n * times for n, times in enumerate(r["accepted"])) / max(1, tried)

@@ -50,14 +50,16 @@ def at(phase, step=None, timed=True):
 
 @contextlib.contextmanager
 def during(phase):
-    """Stay in a phase that may take any time, whatever the block notes."""
+    """Stay in a phase that may take any time, whatever the block notes, and then return to where this rank was."""
     global _fixed
+    before, place = _fixed, (here.phase, here.step, here.timed)
     at(phase, timed=False)
-    before, _fixed = _fixed, True
+    _fixed = True
     try:
         yield
     finally:
         _fixed = before
+        at(*place)
 
 
 class Terminated(KeyboardInterrupt):

@@ -16,20 +16,28 @@ def rms_norm(x, weight, eps):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
 
 
-def rope_angles(config, length):
-    frequencies = []
-    for i in range(config.head_dim // 2):
-        f = config.rope_theta ** (-2 * i / config.head_dim)
+def layer_norm(x, weight, eps, bias):
+    centered = x - x.mean(-1, keepdims=True)
+    return centered / np.sqrt((centered**2).mean(-1, keepdims=True) + eps) * weight + bias
+
+
+def rope_angles(config, length, windowed=False):
+    frequencies, R, theta = [], config.rotary_dim or config.head_dim, config.rope_theta
+    if windowed and config.window_rope_theta:
+        return np.outer(np.arange(length), [config.window_rope_theta ** (-2 * i / R) for i in range(R // 2)])
+    for i in range(R // 2):
+        f = theta ** (-2 * i / R)
         s = config.rope_scaling or {}
         original, wavelength = s.get("original_max_position_embeddings"), 2 * np.pi / f
         if s.keys() == {"factor"}:
             f = f / s["factor"]
+        elif "long_factor" in s:
+            f = f / s["long_factor" if length > original else "short_factor"][i]
         elif "beta_fast" in s:  # YaRN: the pairs that turn so often within the original context bound its ramp
             fast, slow = (
-                config.head_dim / 2 * np.log(original / 2 / np.pi / s[beta]) / np.log(config.rope_theta)
-                for beta in ("beta_fast", "beta_slow")
+                R / 2 * np.log(original / 2 / np.pi / s[beta]) / np.log(theta) for beta in ("beta_fast", "beta_slow")
             )
-            fast, slow = max(np.floor(fast), 0), min(np.ceil(slow), config.head_dim - 1)
+            fast, slow = max(np.floor(fast), 0), min(np.ceil(slow), R - 1)
             stretched = np.clip((i - fast) / max(slow - fast, 0.001), 0, 1)
             f = stretched * f / s["factor"] + (1 - stretched) * f
         elif s:
@@ -43,8 +51,9 @@ def rope_angles(config, length):
 
 
 def rotate(x, angles):
-    half = x.shape[-1] // 2
-    out = np.empty_like(x)
+    """Of the dimensions beyond two for each angle, nothing turns."""
+    half = angles.shape[1]
+    out = x.copy()
     for i in range(half):
         c, s = np.cos(angles[:, i]), np.sin(angles[:, i])
         out[:, i] = x[:, i] * c - x[:, i + half] * s
@@ -60,26 +69,45 @@ class Reference:
         self.w = {name: tensor.detach().double().cpu().numpy() for name, tensor in state.items()}
         self.shards = shards or [((0, config.n_heads), (0, config.intermediate_size))]
 
+    def norm(self, x, name):
+        weight, eps = self.w[name + ".weight"], self.c.norm_eps
+        if self.c.norm == "layer":
+            return layer_norm(x, weight, eps, self.w[name + ".bias"])
+        return rms_norm(x, weight + (self.c.norm == "rms+1"), eps)
+
     def attention(self, layer, x, heads, norm="attention_norm"):
         c, w = self.c, self.w
         H, G, p = c.head_dim, c.n_heads // c.n_kv_heads, f"layers.{layer}."
-        x = rms_norm(x, w[p + norm + ".weight"], c.norm_eps)
+        x = self.norm(x, p + norm) if c.input_norms else x
         qkv = x @ w[p + "attention.wqkv.weight"].T
         if c.qkv_bias:
             qkv = qkv + w[p + "attention.wqkv.bias"]
-        angles, out = rope_angles(c, len(x)), 0.0
+        windowed = layer in c.window_layers
+        angles, out = rope_angles(c, len(x), windowed), 0.0
+        factor = 1 if windowed and c.window_rope_theta else (c.rope_scaling or {}).get("attention_factor", 1)
+        if c.whole_qk_norm:
+            shape = len(x), c.n_kv_heads, G + 2, H
+            q, k = qkv.reshape(shape)[:, :, :G].reshape(len(x), -1), qkv.reshape(shape)[:, :, G].reshape(len(x), -1)
+            q, k = self.norm(q, p + "attention.q_norm"), self.norm(k, p + "attention.k_norm")
+            heads_of_q, heads_of_k = q.reshape(shape[0], c.n_kv_heads, G, H), k.reshape(shape[0], c.n_kv_heads, 1, H)
+            qkv = np.concatenate([heads_of_q, heads_of_k, qkv.reshape(shape)[:, :, G + 1 :]], 2).reshape(len(x), -1)
         for head in range(*heads):
             group = qkv[:, head // G * (G + 2) * H :][:, : (G + 2) * H]
             q, k, v = group[:, head % G * H :][:, :H], group[:, G * H : (G + 1) * H], group[:, (G + 1) * H :]
-            if c.qk_norm:
-                q = rms_norm(q, w[p + "attention.q_norm.weight"], c.norm_eps)
-                k = rms_norm(k, w[p + "attention.k_norm.weight"], c.norm_eps)
+            if c.qk_norm and not c.whole_qk_norm:
+                q, k = self.norm(q, p + "attention.q_norm"), self.norm(k, p + "attention.k_norm")
             if layer not in c.nope_layers:
                 q, k = rotate(q, angles), rotate(k, angles)
-                q, k = (x * (c.rope_scaling or {}).get("attention_factor", 1) for x in (q, k))
-            scores = q @ k.T / np.sqrt(H)
+                q[:, : 2 * angles.shape[1]] *= factor
+                k[:, : 2 * angles.shape[1]] *= factor
+            scores = q @ k.T / np.sqrt(H) * (c.query_scale or 1)
+            if c.llama4_beta:
+                original = c.rope_scaling["original_max_position_embeddings"]
+                scores *= (1 + c.llama4_beta * np.log(1 + np.arange(len(x)) // original))[:, None]
+            if c.score_cap:
+                scores = c.score_cap * np.tanh(scores / c.score_cap)
             scores[np.triu_indices(len(x), 1)] = -np.inf
-            if layer in c.window_layers:
+            if windowed:
                 scores[np.tril_indices(len(x), -c.sliding_window)] = -np.inf
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             y = weights / weights.sum(-1, keepdims=True) @ v
@@ -88,13 +116,15 @@ class Reference:
 
     def mlp(self, layer, x, hidden, norm="ffn_norm"):
         w, p, (a, b) = self.w, f"layers.{layer}.", hidden
-        x = rms_norm(x, w[p + norm + ".weight"], self.c.norm_eps)
+        x = self.norm(x, p + norm) if self.c.input_norms else x
         if self.c.n_experts and layer not in self.c.dense_layers:
             return self.experts(p + "feed_forward.", x) + self.shared_expert(p + "feed_forward.", x)
         gate, up = x @ w[p + "feed_forward.w1.weight"][a:b].T, x @ w[p + "feed_forward.w3.weight"][a:b].T
         if self.c.mlp_bias:
             gate, up = gate + w[p + "feed_forward.w1.bias"][a:b], up + w[p + "feed_forward.w3.bias"][a:b]
-        out = gate / (1 + np.exp(-gate)) * up @ w[p + "feed_forward.w2.weight"][:, a:b].T
+        inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+        gate = gate * (1 + np.tanh(inner)) / 2 if self.c.activation == "gelu_tanh" else gate / (1 + np.exp(-gate))
+        out = gate * up @ w[p + "feed_forward.w2.weight"][:, a:b].T
         return out + w[p + "feed_forward.w2.bias"] if self.c.mlp_bias and a == 0 else out
 
     def gated(self, x, w1, w3, w2):
@@ -199,7 +229,10 @@ class Reference:
                 missed = partials[seen:] if wiring is WIRINGS["delayed"] else []
                 own = [sum((p[r] for p in missed), start=np.zeros_like(x0)) for r in range(len(self.shards))]
                 partials.append([h(x[seen] + y, shard) for y, shard in zip(own, self.shards, strict=True)])
-                x.append(x[-1] + sum(partials[-1]))
+                total = sum(partials[-1])
+                if self.c.sum_norms:
+                    total = self.norm(total, f"layers.{i // 2}.{'ffn' if i % 2 else 'attention'}_sum_norm")
+                x.append(x[-1] + total)
             return [x[-1]] * len(self.shards)
         if wiring.stream is not model.desynced_stream:
             raise NotImplementedError(f"write {wiring.stream.__name__} here, too")
@@ -215,6 +248,7 @@ class Reference:
 
     def logits(self, tokens, rank=0):
         """(S, V) for one sequence of token ids, from the given rank's final stream."""
-        x = self.stream(self.w["tok_embeddings.weight"][np.asarray(tokens)])[rank]
+        x = self.stream(self.w["tok_embeddings.weight"][np.asarray(tokens)] * (self.c.embedding_scale or 1))[rank]
         head = self.w["tok_embeddings.weight"] if self.c.tie_embeddings else self.w["output.weight"]
-        return rms_norm(x, self.w["norm.weight"], self.c.norm_eps) @ head.T
+        logits, cap = self.norm(x, "norm") @ head.T, self.c.logit_cap
+        return cap * np.tanh(logits / cap) if cap else logits

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 import torch
-from helpers import BASE, queued, random_model, write_model
+from helpers import BASE, ROOT, queued, random_model, write_model
 
 from extras.measure import advise
 from extras.measure.advise import Machine, Times
@@ -57,6 +57,18 @@ def test_by_tcp_latencies_run_at_once():
     ladder, times = dataclasses.replace(FORM, wiring="ladder"), Times(1.0, 1.0, 0.0, 3.0, 0.0)
     # two sublayers an all-reduce and a sublayer, where otherwise each takes an all-reduce
     assert [advise.step_seconds(ladder, times._replace(flight=f))[0] for f in (0.0, 3.0)] == [31.0, 5 * (3 + 1) + 1]
+
+
+def test_norms_of_all_heads_wait_for_the_sums_in_flight():
+    """Two layers as a ladder: the second layer's norms wait for the sum of the first layer's MLP."""
+    times = Times(1.0, 1.0, 0.0, 3.0, 0.0, norm_sum=0.5)
+    olmo = dataclasses.replace(BASE, n_layers=2, qk_norm=True, whole_qk_norm=True)
+    assert advise.step_seconds(olmo, times)[0] == 2 * (1 + 0.5 + 3 + 1 + 3)
+    # sums start at 1.5, 4.5 and, after the norms' at 7.5 to 8 and half an attention, at 8.5 and 11.5
+    assert advise.step_seconds(dataclasses.replace(olmo, wiring="ladder"), times)[0] == 14.5
+    assert "parallel" in variants(olmo) and "spd" not in variants(olmo)
+    summed = dataclasses.replace(BASE, n_layers=2, sum_norms=True)
+    assert variants(summed) == ["standard", "ladder", "ladder:1", "upper-bound"]
 
 
 # ---- What a rank has to do -------------------------------------------------------------------------------------------
@@ -166,8 +178,41 @@ def test_the_table_is_that_of_the_wirings(monkeypatch, capsys):
     steps = [float(cells[0]) for cells in found.values()]
     assert steps[:-1] == sorted(steps[:-1]) and steps[-1] <= steps[0]
     assert found["own"][:4] == found["parallel-ladder"][:4]
-    assert shown.endswith(f"at most {float(found['standard'][0]) / steps[-1]:.2f} times as fast.\n")
+    assert f"at most {float(found['standard'][0]) / steps[-1]:.2f} times as fast.\n" in shown
     assert found["standard"][1:4] == ["1.00", "64", "0 %"] and found["parallel"][2] == "32"
+
+
+def measured(page, column):
+    """{wiring: percent} of a column of a page's table, whose cells end in ", +2.0%"."""
+    lines = [line.strip("| ").split(" | ") for line in (ROOT / page).read_text().splitlines() if line.startswith("| ")]
+    [head] = [line for line in lines if column in line and line[0] == "wiring"]
+    cells = {line[0]: line[head.index(column)] for line in lines if len(line) == len(head)}
+    return {name: cell.rpartition(", ")[2] for name, cell in cells.items() if cell.endswith("%")}
+
+
+def losses(shown):
+    """{wiring: the measured loss} of those that are known."""
+    return {name: cells[-2] for name, cells in rows(shown).items() if cells[-2] not in ("unknown", "")}
+
+
+@pytest.mark.parametrize("tp_size", [4, 8])
+def test_measured_losses_are_those_of_the_page_and_choose_what_is_recommended(tp_size, capsys):
+    page = measured("benchmarks/quality.md", "retrained on 20%")
+    names = {"ladder": "ladder", "ladder:4": "ladder:16", "parallel-ladder": "parallel-ladder", "pair:2-5": "pair:8-23"}
+    names |= {"spd/4": "spd", "delayed/4": "delayed"} if tp_size == 4 else {}  # nobody knows of other numbers of lanes
+    wanted = {new: page[name].replace("%", " %") for name, new in names.items()} | {"standard": "+0.0 %"}
+    shown = advised(capsys, "--model", "8b", "--tp", tp_size, "--gpu", "4090", "--link", "pcie-host")
+    assert losses(shown) == wanted
+    faster = [name for name in rows(shown) if float(wanted.get(name, "9 %").split()[0]) < 3]
+    assert faster[0] == "ladder" and "\nRecommended: ladder, the fastest with a measured loss below 3 %" in shown
+    mixture = advised(capsys, "--model", "30b-a3b", "--tp", 2, "--gpu", "a100", "--link", "pcie")
+    assert losses(mixture) == {"standard": "+0.0 %", "ladder": "+3.4 %"} and "Recommended: standard, " in mixture
+
+
+def test_without_measurements_every_loss_is_unknown(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(advise, "RESULTS", tmp_path)
+    shown = advised(capsys, *H100, "--link", "pcie")
+    assert losses(shown) == {"standard": "+0.0 %"} and "Recommended: standard, " in shown
 
 
 def test_only_the_wirings_that_are_asked_for_and_what_all_reduces_cost(capsys):
@@ -176,7 +221,7 @@ def test_only_the_wirings_that_are_asked_for_and_what_all_reduces_cost(capsys):
     assert {*found} == {"standard", "parallel:3,5", "ladder:32", "desync:4"} and found["parallel:3,5"][2] == "62"
     share = 64 * 0.5e-3 / float(found["standard"][0])
     line = f"The all-reduces are {100 * share:.0f} % of the standard step: at most {1 / (1 - share):.2f} times as fast."
-    assert shown.splitlines()[-1] == line
+    assert shown.splitlines()[-2] == line
 
 
 def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
@@ -184,9 +229,10 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
     (tmp_path / "m").mkdir()
     write_model(tmp_path / "m", config, random_model(config).state_dict(), torch.bfloat16)
     flags = ["--checkpoint", tmp_path / "m", "--tp", 2, "--context", 9, "--bandwidth-gbs", 1, "--link", "pcie"]
-    found = rows(advised(capsys, *flags))
+    found = rows(shown := advised(capsys, *flags))
     assert {name for name, cells in found.items() if cells[-1] == "no"} == {"ladder:0,2"}
     assert found["standard"][-1] == found["ladder:1"][-1] == "yes" and found["spd"][-1] == "yes, in 2 lanes"
+    assert losses(shown) == {"ladder:0,2": "+0.0 %"} and "Recommended: ladder:0,2, " in shown
     halves = [dataclasses.replace(FORM, wiring=f"ladder:{layers}") for layers in ("2", "3,4", "4,3")]
     assert [advise.retraining(halves[0], other, 2) for other in halves] == ["no"] * 3
     assert {len(advise.candidates(own, ["ladder:2"], 2)) for own in halves} == {2}
@@ -201,7 +247,7 @@ def test_a_checkpoint_s_own_wiring_needs_no_training(tmp_path, capsys):
 def test_a_table_for_each_link(capsys):
     shown = advised(capsys, "--model", "8b:4:int8", *H100[2:], "--batch", 2, "--link", "all")
     assert shown.count("| standard |") == len(LINKS) - 1
-    assert shown.startswith("PREDICTED: 8b:4:int8, 4 layers, int8, tp 8, batch 2, 1024 filled slots\n70 % of an H100")
+    assert shown.startswith("PREDICTED: 8b:4:int8, 4 layers, int8, tp 8, batch 2, 1024 filled slots\n70 % of the H100")
     assert rows(shown)["ladder:2"][2] == "8" and [line for line in shown.splitlines() if line.startswith("pcie; in us")]
 
 
@@ -209,6 +255,7 @@ def test_a_table_for_each_link(capsys):
 
 
 @pytest.mark.parametrize("flags, message", [
+    ("--model 8b --tp 8 --gpu b300 --link pcie", "--gpu b300 is none of a100, h100, h200, 3090, 4090, 5090: "),
     ("--model 8b", "the following arguments are required: --tp, --link"),
     ("--model 8b --tp 33 --link pcie", "33 ranks or lanes cannot shard n_heads 32: use 1 to 32"),
     ("--model 8b --tp 8 --bandwidth-gbs 0", "--bandwidth-gbs: '0' is not a number above 0"),

@@ -513,5 +513,39 @@ def test_larger_sums_go_another_way_and_some_are_refused(pretended):
     assert group.allreduce([torch.ones(2**22 + 1)]) is seen.nccl.allreduce.return_value
     with pytest.raises(InputError, match="bfloat16 and float32: give --dtype$"):
         OPS.all_reduce(torch.ones(4, dtype=torch.float16), "sum", group.group_name)
-    with pytest.raises(InputError, match="^--comm one-shot is for ranks of one node, each with a GPU$"):
+    with pytest.raises(InputError, match="^--comm one-shot is for 2, 4 or 8 ranks of one node, each with a GPU$"):
         one_shot.connect(World(0, 2, torch.device("cpu")))
+    with pytest.raises(InputError, match="^--comm one-shot is for 2, 4 or 8 ranks of one node, each with a GPU$"):
+        one_shot.connect(World(0, 3, torch.device("cuda")))
+
+
+@pytest.mark.parametrize("fault, line", [(None, None), ("wrong", "are wrong"), ("endless", "do not end within 0 s")])
+def test_one_shot_sums_are_tried_against_nccls_before_they_are_used(fault, line, pretended, monkeypatch):
+    """A wrong one in any of the sizes, or one that does not end."""
+    group, seen = pretended
+    seen.nccl.allreduce.side_effect = lambda tensors: (tensors[0].mul_(2), MagicMock())[1]
+    seen.main.record_event.return_value.query.side_effect = lambda: fault != "endless"
+    monkeypatch.setattr(one_shot, "PATIENCE", 0)
+    if fault != "wrong":
+        expected = pytest.raises(InputError, match=line) if line else contextlib.nullcontext()
+        with expected:
+            one_shot.check(group, 0, "cpu")
+        return
+    right = torch.ops.symm_mem.two_shot_all_reduce_
+    monkeypatch.setattr(torch.ops.symm_mem, "two_shot_all_reduce_", lambda x, *args: right(x, *args)[:].add_(x > 30))
+    with pytest.raises(InputError, match=line):
+        one_shot.check(group, 0, "cpu")
+
+
+@pytest.mark.parametrize("nvlink, own, name", [(True, 1e-5, "one-shot"), (True, 3e-5, "nccl"), (False, 1e-5, "nccl")])
+def test_auto_takes_one_shot_sums_over_nvlink_where_they_are_faster(nvlink, own, name, pretended, monkeypatch, capsys):
+    group, seen = pretended
+    for function, result in {"has_nvlink": nvlink, "OneShotGroup": group, "check": None}.items():
+        monkeypatch.setattr(one_shot, function, lambda *args, result=result: result)
+    times, ones = iter((own, 2e-5)), torch.ones
+    monkeypatch.setattr(one_shot, "timed", lambda device, step: next(times))
+    monkeypatch.setattr(torch, "ones", lambda *size, device=None, **dtype: ones(*size, **dtype))
+    world = World(0, 2, torch.device("cuda"), seen.nccl)
+    world.alone = True
+    assert tp.connect_auto(world).group_name.startswith(name)
+    assert capsys.readouterr().err.startswith("NCCL carries the all-reduces: ") == (name == "nccl")

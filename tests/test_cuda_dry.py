@@ -1,5 +1,6 @@
 """What a GPU is given, and in which order, on a machine without one."""
 
+import contextlib
 import copy
 import dataclasses
 import types
@@ -12,10 +13,10 @@ import generate as generate_module
 from decoding import sampling
 from decoding.sampling import Sampler
 from generate import Runner, generate, make_cache
-from kernels import cuda_graphs
-from model import SingleDevice
-from runtime import compiling
+from kernels import cuda_graphs, cxx
+from runtime import compiling, watch
 from runtime.compiling import SplitAttention
+from runtime.errors import InputError
 
 BUCKET, CUDA = 4, torch.device("cuda")
 
@@ -60,38 +61,72 @@ def test_the_cache_is_read_in_buckets_all_of_which_the_warm_up_has_seen(prompt, 
     net, prompts = random_model(BASE), [[1] * prompt]
     runner, _ = pretended(net, None, monkeypatch)
     runner.cache = make_cache(types.SimpleNamespace(device=CUDA, new_cache=net.new_cache), 1, prompt + new)
-    compiling.warm_up(runner, prompts, new, BUCKET)
+    compiling.warm_up(runner, prompts, new, Sampler(0))
     warm = {*runner.lengths}
     runner.lengths.clear()
     generate(runner, prompts, new, Sampler(0))
     slots, least = runner.cache[0][0].shape[2], BUCKET * -(-(prompt + 1) // BUCKET)
     assert slots % BUCKET == 1 and 0 <= slots - 1 - prompt - new < BUCKET
     assert all(length < slots and length % BUCKET == 0 for length in warm)
-    assert warm >= {*runner.lengths} and max(warm) <= max([*runner.lengths, least])
+    assert warm >= {*runner.lengths} and max(warm) <= runner.cache_length(max([*runner.lengths, least]) + 1)
 
 
-def test_a_captured_step_is_found_again_by_its_shapes_and_gets_its_inputs(monkeypatch):
-    """Of several positions and lengths; what a replay writes is where the one before wrote."""
+def recorded(monkeypatch, step):
+    """(Graphs of a step on a pretended GPU, [what each capture was given]); captured functions run at each replay."""
     captures = []
 
-    def captured(step, pool):
-        result = step()
-        captures.append(pool)
-        return lambda: result.copy_(step()), result
+    def captured(function, pool, generator=None):
+        state = generator and generator.get_state()
+        result = function()
+        if generator:
+            generator.set_state(state)
+        captures.append((pool, generator, watch.here.timed))
 
-    def step(tokens, positions, cache, cache_length):
-        return 100 * tokens + 10 * positions + cache_length
+        def replay():
+            for kept, new in zip(*((x,) if torch.is_tensor(x) else x for x in (result, function())), strict=True):
+                kept.copy_(new)
+
+        return replay, result
 
     monkeypatch.setattr(cuda_graphs, "captured", captured)
     monkeypatch.setattr(torch, "compile", lambda model, **options: step)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    graphs, seen = cuda_graphs.Graphs(types.SimpleNamespace(comm=SingleDevice())), {}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 - 7 * len(captures), 200))
+    return cuda_graphs.Graphs(None, compiling._compiling), captures
+
+
+def test_a_captured_step_is_found_again_by_its_shapes_and_gets_its_inputs(monkeypatch):
+    """Of several positions and lengths; what a replay writes is where the one before wrote."""
+
+    def step(tokens, positions, cache, cache_length):
+        return 100 * tokens + 10 * positions + cache_length
+
+    (graphs, captures), seen = recorded(monkeypatch, step), {}
+    watch.at("decode step", 1)
     for value, S, length in ((1, 1, 256), (2, 1, 256), (3, 2, 256), (4, 1, 512), (5, 2, 256), (6, 1, 256)):
         inputs = torch.full((3, S), value), torch.arange(3)[:, None].expand(3, S)
         logits = graphs(*inputs, None, length)
         assert torch.equal(logits, step(*inputs, None, length))
         assert seen.setdefault((S, length), logits) is logits
-    assert captures == ["pool"] * 3
+    assert captures == [("pool", None, False)] * 3 and graphs.n_bytes == [7] * 3  # in a phase that is not timed
+    assert watch.here.timed
+
+
+@pytest.mark.parametrize("temperature, top_k", [(0, None), (0.8, None), (0.8, 5)])
+def test_a_captured_step_with_its_choice_generates_the_same(temperature, top_k, monkeypatch):
+    """Also where captures come while a generation runs; afterwards a second generation captures nothing."""
+    net, prompts = random_model(BASE), [[3, 1, 4], [9]]
+    plain, samples = Runner(net, make_cache(net, 2, 30)), [Sampler(temperature, top_k) for _ in "ab"]
+    expected = generate(plain, prompts, 20, samples[0]).rows
+    cache = make_cache(types.SimpleNamespace(device=CUDA, new_cache=net.new_cache), 2, 30)
+    runner, _ = pretended(net, cache, monkeypatch)
+    runner._decode = runner.graphs = recorded(monkeypatch, net)[0]
+    compiling.warm_up(runner, prompts, 1, samples[1])
+    assert 1 <= len(runner.graphs.graphs) < 5
+    assert generate(runner, prompts, 20, samples[1]).rows == expected
+    assert len(runner.graphs.graphs) == 5
+    generate(runner, prompts, 20, samples[1])  # of other draws: the pass ahead took one more
+    assert len(runner.graphs.graphs) == 5
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -109,3 +144,16 @@ def test_attention_with_split_keys_is_attention(count, monkeypatch):
     with torch.inference_mode():
         plain, result = (m(tokens, positions, copy.deepcopy(cache), cache_length) for m in (net, split))
     assert torch.allclose(plain, result, atol=1e-5)
+
+
+@pytest.mark.parametrize("missing, line", [
+    (None, None), ("gcc", "need a C compiler: install gcc"), ("Python.h", "need Python.h, not in /nowhere: install"),
+])  # fmt: skip
+def test_what_triton_needs_is_asked_for_before_anything_is_loaded(missing, line, monkeypatch, tmp_path):
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CPATH", f"/other:{tmp_path}" if missing != "Python.h" else "")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(cxx.sysconfig, "get_path", lambda *args: "/nowhere")
+    monkeypatch.setattr(cxx.shutil, "which", lambda name: missing != "gcc" and f"/usr/bin/{name}" or None)
+    with pytest.raises(InputError, match=line) if line else contextlib.nullcontext():
+        compiling.prepare(CUDA)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import BASE, ROOT, YARN, greedy_tokens, random_model, script, shared_data, write_model
 from safetensors.torch import load_file
-from test_convert import FAMILIES, FOLDED, SMALL, TOKENS, check_parity, convert, hf_model
+from test_convert import FAMILIES, FOLDED, NESTED, SMALL, TOKENS, check_parity, convert, hf_model, nested
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import convert_hf_checkpoint
@@ -110,14 +110,25 @@ def test_what_transformers_saves_has_the_code_needs_it_and_comes_back(tmp_path):
     check_logits(load(tmp_path / "saved"), ours)
 
 
+REFUSED_FAMILIES = {
+    "phi3, long": "rotary_dim 6", "phi3, short": "rotary_dim 6", "glm": "rotary_dim 8", "glm4, yarn": "rotary_dim 12",
+    "stablelm, parallel": "rotary_dim 2",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, *FOLDED])
 def test_transformers_own_families_come_back(family, tmp_path):
     theirs = hf_model(family)
     theirs.save_pretrained(tmp_path / "hf")
     ours = convert(tmp_path / "hf", tmp_path / "ours")
+    if family in REFUSED_FAMILIES:
+        with pytest.raises(InputError, match=f"^{REFUSED_FAMILIES[family]} has no Hugging Face form here"):
+            to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "back")])
+        return
     to_hf.main([str(tmp_path / "ours"), "--out", str(tmp_path / "back"), "--shard-gb", "1e-4"])
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 2
-    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    how = {"attn_implementation": theirs.config._attn_implementation}
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", **how).eval()
     if family in FOLDED:
         assert back.config.model_type == ("mistral" if "windowed" in family else "llama")
         check_parity(ours, back)
@@ -135,7 +146,7 @@ REFUSED = [
     ({"wiring": "spd/2"}, "wiring spd/2 has no Hugging Face form: only standard, ladder, "),
     ({"wiring": "own"}, "wiring own has no Hugging Face form"),
     ({"wiring": "ladder", **WINDOW}, "sliding_window 4 has no Hugging Face form here"),
-    ({"mlp_bias": True, **WINDOW}, "sliding_window 4 has no Hugging Face form here"),
+    ({"wo_bias": True, **WINDOW}, "sliding_window 4 has no Hugging Face form here"),
 ]
 
 
@@ -201,7 +212,7 @@ def test_verify_tells_rounding_from_a_mistake(dtype, tmp_path, capsys, monkeypat
     ]):  # fmt: skip
         right = getattr(module, name)
         with monkeypatch.context() as m, pytest.raises(InputError, match="^the converted .* differs from [^\n]*$"):
-            m.setattr(module, name, lambda *args, right=right, change=change: change(right(*args)))
+            m.setattr(module, name, lambda *args, right=right, change=change, **how: change(right(*args, **how)))
             verify.main(converted(tmp_path / str(i), dtype))
 
 
@@ -216,6 +227,26 @@ def test_verify_runs_the_code_of_a_folder_only_if_told_to_and_reads_its_tokenize
     convert_hf_checkpoint.main([hf, "--out", str(tmp_path / "other"), "--wiring", "standard"])
     with pytest.raises(InputError, match="transformers runs .*/hf as ladder, not as standard"):
         verify.main([hf, str(tmp_path / "other")])
+
+
+@pytest.mark.parametrize("family", ["gemma2", "glm4, yarn", "olmo3", *NESTED])
+def test_verify_runs_every_family(family, tmp_path, capsys):
+    theirs = nested(*NESTED[family], tie_word_embeddings=False) if family in NESTED else hf_model(family)
+    theirs.save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "ours")
+    verify.main([str(tmp_path / "hf"), str(tmp_path / "ours")])
+    assert "verified: it differs from transformers in logits of 64 tokens" in capsys.readouterr().out
+    with pytest.MonkeyPatch.context() as m, pytest.raises(InputError, match="^the converted .* differs from"):
+        m.setattr(verify, "load_shard", lambda config, *args: load_shard_of(config, *args))
+        verify.main([str(tmp_path / "hf"), str(tmp_path / "ours")])
+
+
+def load_shard_of(config, *args):
+    """Load a model that misses one of what its family has."""
+    fields = (
+        {"score_cap": None} if config.score_cap else {"rotary_dim": 6} if config.rotary_dim else {"rope_theta": 9.0}
+    )
+    return tp.load_shard(dataclasses.replace(config, **fields), *args)
 
 
 # Other people's trainers, and transformers' own tensor parallelism

@@ -36,7 +36,7 @@ MARK = "LADDER_FAULT_RUN"
 COMMANDS = {
     "generate": "generate --checkpoint {a} --max-new-tokens 40 --temperature 0 --prompt Once",
     "chat": "generate --checkpoint {a} --max-new-tokens 4 --chat",
-    "adapt": "adapt --checkpoint {a} --fresh --text {text} --valid {text} --out {out} --seq-len 8 --steps 9 --batch 6",
+    "adapt": "adapt --checkpoint {a} --fresh --text {text} --valid {valid} --out {out} --seq-len 8 --steps 9 --batch 6",
 }
 CAUSES = {  # kind of fault: what the line says
     "SIGKILL": r"has died",
@@ -71,9 +71,10 @@ UNLIKE = [  # flags, or the script, of the last rank alone; what the line says
 def files(tmp_path_factory):
     """What the runs take: {name: path}."""
     folder = tmp_path_factory.mktemp("faults")
-    paths = {name: folder / name for name in ("a", "b", "text", "code")}
+    paths = {name: folder / name for name in ("a", "b", "text", "valid", "code")}
     text = "Once upon a time there was a little dog. The dog ran to the park. "
-    paths["text"].write_text(text * 40)
+    for name in "text", "valid":
+        paths[name].write_text(text * 40)
     for name in "a", "b":
         paths[name].mkdir()
         config = Config(2, 4, 2, 8, 32, 64, 300, 512, bos_id=1, eos_ids=(2,), wiring="ladder")

@@ -1,5 +1,6 @@
 """Generation from the command line and below it: greedy texts, sampling, stopping, results, bad input."""
 
+import argparse
 import contextlib
 import dataclasses
 import functools
@@ -27,14 +28,14 @@ import tp
 from complete import complete, load
 from formats import checkpoint, sizes
 from formats.tokenizer import load_tokenizer
-from runtime import launch
+from runtime import cli
 from runtime.errors import InputError
 
 KEYS = (
     "model, n_layers, wiring, dtype, quant, tp, simulated, device, hardware, threads, load_average, torch, comm, "
     "commit, command, settings, load_s, batch, prompt_tokens, new_tokens, compile_s, prefill_s, decode_s, ttft_ms, "
     "tpot_ms, tok_s, tok_s_user, step_bytes, bytes_s, peak_bytes, prefill_chunks, tokens, texts, draft, speculate, "
-    "passes, drafted, accepted, shares"
+    "passes, drafted, accepted, shares, finish, graph_bytes"
 )
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 
@@ -117,6 +118,9 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, how, out
     }  # fmt: skip
     assert {key: result[key] for key in expected} == expected
     assert sorted(result) == sorted(KEYS.split(", "))
+    cut = [len(row) == 12 and 2 not in row for row in result["tokens"]]
+    assert result["finish"] == ["length" if long else "stop" for long in cut]
+    assert f"\n{sum(cut)} of {len(prompts)} texts were cut at --max-new-tokens\n" in said
     assert result["prompt_tokens"] == max(len(tokenizer.encode(p)) for p in PROMPTS)
     assert len(result["peak_bytes"]) == ranks and min(result["peak_bytes"]) > 1e7
     assert (result["compile_s"] > 0) == ("--compile" in flags)
@@ -126,20 +130,46 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, how, out
     assert result["decode_s"] == pytest.approx(11e-3 * result["tpot_ms"])
 
 
-def test_the_functions_of_a_notebook(tiny, greedy, monkeypatch):
+def test_the_functions_of_a_notebook(tiny, greedy):
     """load() and complete(): the text of generate.py, no process group, no end of the process."""
-    monkeypatch.setattr(launch, "join", lambda *_: pytest.fail("a notebook joins nobody"))
     model, tokenizer = load(str(tiny), dtype="float32")
     ids = [tokenizer.encode(prompt) for prompt in PROMPTS]
     rows = [row[: (row + [2]).index(2)] for row in greedy("standard")]
     texts = [tokenizer.continuation(*pair) for pair in zip(ids, rows, strict=True)]
     assert complete(model, tokenizer, PROMPTS, max_new_tokens=12, temperature=0) == texts
+    pieces = complete(model, tokenizer, PROMPTS, 12, temperature=0, stream=True)
+    first, rest = next(pieces), [*pieces]
+    assert len(rest) == 12 and ["".join(row) for row in zip(first, *rest, strict=True)] == texts
+    assert not torch.distributed.is_initialized()
     drawn = [complete(model, tokenizer, ["a"], 30, temperature=2.0, seed=seed) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     ladder, _ = load(tiny, dtype="bfloat16", wiring="ladder")
     assert ladder.config.wiring == "ladder" and ladder.norm.weight.dtype == torch.bfloat16
     with pytest.raises(InputError, match="leaves no room in the context of 64"):
         complete(model, tokenizer, ["dog " * 90])
+
+
+def test_the_functions_of_a_notebook_on_two_ranks_from_another_folder(tiny, tmp_path):
+    (tmp_path / "mine.py").write_text("""
+import sys
+from complete import complete, load
+from runtime import launch
+def main():
+    (model, tokenizer), (draft, _) = load(sys.argv[1]), load(sys.argv[1], wiring="ladder")
+    for more in {}, {"draft": draft}:
+        pieces = list(complete(model, tokenizer, ["Once upon a time", "a"], 12, temperature=0, stream=True, **more))
+        sys.stdout.write(f"{model.comm.tp_size} {[''.join(row) for row in zip(*pieces)]}\\n")
+    load("/nowhere")
+launch.run(main)
+""")
+    wanted = complete(*load(tiny), ["Once upon a time", "a"], 12, temperature=0)
+    done = helpers.script(tmp_path / "mine.py", tiny, ranks=2, PYTHONPATH=str(ROOT))
+    assert sorted(done.stdout.splitlines()) == [f"2 {wanted}"] * 4, done.stderr
+    # torchrun's own 20 lines, and a block of one rank that ends with our line; it makes every exit code 1
+    line = "mine.py: /nowhere is not a checkpoint folder: it has no config.json, or does not exist; a hub model is "
+    line += "converted first: convert_hf_checkpoint.py /nowhere --out DIR"
+    lines = done.stderr.splitlines()
+    assert lines[0] == line and lines[-2] == f"  traceback : {line}" and len(lines) < 40 and done.returncode == 1
 
 
 def test_step_bytes_are_the_weights_and_the_cache(tiny, out):
@@ -214,7 +244,35 @@ def test_a_chat_with_a_template_and_a_full_context(copy, flags):
     again, said = run(*flags, stdin="a\n" + "dog " * 60 + "\nb\na\na\n")
     assert "tokens leaves no room in the context of 64: shorten it" in said
     assert again == printed  # a message that is refused leaves the conversation as it was
+    assert said.count("(cut at --max-new-tokens)") == 4
     assert run(*flags, "--prompt", "a")[0] == texts[0] + "\n"
+    (copy / "m.json").write_text(json.dumps([{"role": r, "content": c} for r, c in (("system", "b"), ("user", "a"))]))
+    told, [system] = run(*flags, "--prompt", f"file:{copy}/m.json")[0], [["--chat", "b"]]
+    assert told == run(*flags, *system, "--prompt", "a")[0] == run(*flags, *system, stdin="a\n")[0] != texts[0] + "\n"
+
+
+def test_what_a_prompt_may_be(tiny, copy):
+    """As lists of ids: each is the text that is named, special tokens in it plain."""
+    tokenizer, config = load_tokenizer(tiny), checkpoint.read_config(tiny)
+    (copy / "text").write_text("\ufeffThe <s>\n\ndog\n", encoding="utf-8")
+    flags = {"chat": None, "prompt_length": None, "batch": None}
+    for given, texts in (
+        ("@@dog", ["@dog"]), (f"@{copy}/text", ["The <s>", "dog"]), (f"file:{copy}/text", ["The <s>\n\ndog\n"]),
+        ("The <s>", ["The <s>"]), ("dog @@", ["dog @@"]),
+    ):  # fmt: skip
+        ids = cli.read_prompts(argparse.Namespace(prompt=[given], **flags), config, tokenizer)
+        assert ids == [[1, *tokenizer.encode_plain(text)] for text in texts] and all(1 not in row[1:] for row in ids)
+
+
+@pytest.mark.parametrize("quiet, tokens, hidden", [(False, 8193, None), (False, 8192, True), (True, 8193, True)])
+def test_a_long_prefill_shows_its_progress(quiet, tokens, hidden, monkeypatch):
+    """At a terminal, which is what tqdm's None means, from its beginning, and on one rank."""
+    net, bars = random_model(dataclasses.replace(BASE, n_layers=1, max_seq_len=3)), []
+    monkeypatch.setattr(generate, "tqdm", lambda starts, *_, disable, **__: bars.append(disable) or starts)
+    runner = generate.Runner(net, net.new_cache(tokens, 2))
+    runner.quiet = quiet
+    runner.prefill(torch.ones(tokens, 1, dtype=torch.long), torch.ones(tokens, dtype=torch.long), 1024)
+    assert bars == [hidden]
 
 
 def test_the_demo_is_a_ladder_and_tells_the_same_story_on_two_ranks(out):
@@ -329,6 +387,7 @@ def test_synthetic_prompts_differ_end_with_the_context_and_are_prefilled_in_two_
     few, *_ = run_json(tiny, *flags, 8, out=out, ranks=2)
     assert (one["batch"], one["prompt_tokens"], one["new_tokens"]) == (9, 61, 3)
     assert [result["prefill_chunks"] for result in (one, two, few)] == [1, 2, 1] and "prefill in 2 chunks" in said
+    assert one["finish"] == ["context"] * 9 and "9 texts were cut at the end of the context" in said
     assert one["tokens"] == two["tokens"] and len({tuple(row) for row in one["tokens"]}) == 9
 
 
@@ -368,7 +427,8 @@ def test_each_row_stops_at_its_own_end_and_whoever_sees_the_tokens_can_stop_all_
         runner = generate.Runner(net, net.new_cache(3, 12))
         return generate.generate(runner, prompts, 9, generate.Sampler(0), ends, on_tokens)
 
-    rows, steps, *_, passes = generation(seen.append)
+    rows, steps, _, _, passes, finish = generation(seen.append)
+    assert finish == ["stop", "stop", "length"]
     assert rows == expected == [sum(row, []) for row in zip(*seen, strict=True)]
     assert (steps, passes, len(seen)) == (9, 8, 9)
 
@@ -376,7 +436,8 @@ def test_each_row_stops_at_its_own_end_and_whoever_sees_the_tokens_can_stop_all_
         time.sleep(0.5)
         return fresh[1] == []  # at the end of row 1
 
-    rows, steps, first, rest, _ = generation(slow)
+    rows, steps, first, rest, _, finish = generation(slow)
+    assert finish == [None, "stop", None]
     assert rows == [row[:2] for row in expected] and steps == 2
     assert 0 < first < 0.5 and 0 < rest < 0.5
 

@@ -33,8 +33,9 @@ def refused(message, call, *args, **more):
 
 
 TEXTS = {
-    "{": "is not valid JSON", "[]": "config.json", "\udcff": "not valid UTF-8", '{"n_layers": 2}': "config.json",
-    '{"layers": 2}': "config.json", '{"model_type": "llama"}': "a Hugging Face folder: run convert_hf_checkpoint.py",
+    "{": "is not valid JSON", "[]": "config.json", "\udcff": "not valid UTF-8", '{"n_layers": 2}': "json: no key 'dim'",
+    '{"layers": 2}': "config.json: unknown key 'layers'",
+    '{"model_type": "llama"}': "a Hugging Face folder: run convert_hf_checkpoint.py",
 }  # fmt: skip
 VALUES = [
     ({"nope_layers": [99, -1]}, "nope_layers is (99, -1) but must be tuple[int, ...]"),
@@ -65,7 +66,7 @@ def test_a_byte_order_mark_is_no_text_and_prompts_are_split_at_newlines_only(tmp
     (tmp_path / "config.json").write_text((DEMO / "config.json").read_text(), encoding="utf-8-sig")
     assert checkpoint.read_config(tmp_path) == checkpoint.read_config(DEMO)
     (tmp_path / "prompts").write_bytes("\ufeffone\u2028line\x0c\r\n\nanother\n".encode())
-    args = SimpleNamespace(prompt=[f"@{tmp_path}/prompts"], prompt_length=None, batch=None, chat=False)
+    args = SimpleNamespace(prompt=[f"@{tmp_path}/prompts"], prompt_length=None, batch=None, chat=None)
     tokenizer = SimpleNamespace(encode=lambda text: [len(text)])
     assert cli.read_prompts(args, BASE, tokenizer) == [[len("one\u2028line\x0c")], [len("another")]]
 
@@ -86,10 +87,12 @@ def test_a_digest_sees_headers_small_files_and_changes_of_a_thousandth(tmp_path)
         before = digest(tmp_path)
 
 
-def test_wrong_paths(tmp_path):
+def test_wrong_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
     refused("it has no config.json", complete.load, tmp_path)
-    refused("is a file", complete.load, DEMO / "config.json")
-    refused("is no folder, no file", convert_hf_checkpoint.main, ["nowhere", "--out", "x"])
+    refused("is a file: give its folder", complete.load, DEMO / "config.json")
+    for nowhere in "nowhere", f"{tmp_path}/nowhere", "demo/nowhere":  # the hub is not asked for what is no id of its
+        refused("is no folder, no file", convert_hf_checkpoint.main, [nowhere, "--out", "x"])
     refused("no such file", convert_hf_checkpoint.main, ["demo", "--out", "x", "--tokenizer", "nowhere"])
 
 

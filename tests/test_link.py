@@ -37,10 +37,10 @@ def test_seconds_of_named_links_and_numbers():
     assert ten_gigabit.seconds(1_000_000, 4) == pytest.approx(50e-6 + 2 * 3 / 4 * 1e6 / 1.25e9)
     assert ten_gigabit.seconds(1_000_000, 4, passes=1) == pytest.approx(50e-6 + 3 / 4 * 1e6 / 1.25e9)
     assert link.FREE.seconds(1_000_000, 4) == 0 and link.parse("pcie") is link.LINKS["pcie"]
-    for text, *numbers in ("0.5us", 0.5, None), ("100us+2.5gbps", 100, 2.5), ("8gbps", 0, 8), ("tcp+9us", 9, None):
+    for text, *numbers in ("0.5us", 0.5, None), ("100us+2.5gbps", 100, 2.5), ("8gbps", 0, 8), ("tcp+1.5ms", 1500, None):
         one = link.parse(text)
         assert (one.name, one.latency_us, one.gbps) == (text, *numbers)  # no two are alike
-    for text in ("carrier-pigeon", "", "us", "-1us", "99999999us", "0gbps", "5"):
+    for text in ("carrier-pigeon", "", "us", "-1us", "1s", "99999ms", "0gbps", "5"):
         with pytest.raises(argparse.ArgumentTypeError, match=r"is none of free, .*, 50gbps or 100us\+50gbps"):
             link.parse(text)
 

@@ -6,12 +6,13 @@ import re
 
 import pytest
 import torch
-from helpers import ANY_TP, BASE, YARN, wired_id
+from helpers import ANY_TP, BASE, FAMILIES, LONGROPE, YARN, wired_id
 from test_wiring import check_against_the_reference
 
 from formats import checkpoint
+from formats.rope import rope_frequencies
 from formats.sizes import SIZES
-from model import build, rope_frequencies
+from model import build
 from runtime.errors import InputError
 
 
@@ -21,6 +22,7 @@ from runtime.errors import InputError
     {"sliding_window": 1, "window_layers": (0, 2)},
     {"sliding_window": 6, "window_layers": (0, 1, 2)},  # of the prefill, all
     {"sliding_window": 4, "window_layers": (1, 2), "nope_layers": (0, 1), "wiring": "ladder"},
+    *({**family, "wiring": wiring} for family in FAMILIES for wiring in ("standard", "ladder", "ladder-2:0,2")),
 ], ids=wired_id)  # fmt: skip
 def test_what_some_families_have(changes):
     check_against_the_reference(dataclasses.replace(BASE, **changes))
@@ -50,7 +52,7 @@ def test_rope_frequencies_match_transformers(kind, scaling):
     hf = LlamaConfig(hidden_size=128, num_attention_heads=1, max_position_embeddings=131072)
     hf.rope_parameters = {"rope_theta": 500000.0, "rope_type": kind, **(scaling or {})}
     expected = LlamaRotaryEmbedding(hf).inv_freq
-    assert torch.allclose(rope_frequencies(config), expected, rtol=1e-6, atol=0)
+    assert torch.allclose(rope_frequencies(config)[0], expected, rtol=1e-6, atol=0)
 
 
 def test_named_sizes_have_the_published_parameter_counts():
@@ -58,10 +60,12 @@ def test_named_sizes_have_the_published_parameter_counts():
     for name, config in SIZES.items():
         counts[name] = sum(p.numel() for p in build(config).parameters()) / 1e9
     expected = {"1b": 1.236, "3b": 3.213, "8b": 8.030, "34b": 33.744, "70b": 70.554, "405b": 405.853}
+    expected |= {"qwen3-4b": 4.022, "gemma3-12b": 11.766, "phi4-mini": 3.836, "ministral3-8b": 8.490, "glm4-9b": 9.400}
     assert {name: round(counts[name], 3) for name in expected} == expected
     assert 200 < counts["176b"] < 225  # BLOOM's width and depth with a gated MLP
 
 
+MOE = {"n_experts": 4, "experts_per_token": 2, "expert_size": 36}
 CONFIGS = [  # changes and the line
     ({"wiring": "laddr"}, "unknown wiring 'laddr'; known: standard, ladder"),
     ({"wiring": "ladder:4"}, "NAME:N takes 1 to 3"),
@@ -77,6 +81,21 @@ CONFIGS = [  # changes and the line
     ({"n_kv_heads": 4}, "n_heads 6 is not a multiple of n_kv_heads 4"),
     ({"sliding_window": 4, "window_layers": (0, 3)}, "window_layers takes layers from 0 to 2, not"),
     ({"window_layers": (0,)}, "a sliding_window of 1 or more tokens"),
+    ({"sum_norms": True, "wiring": "spd"}, "wiring spd is not for models with sum_norms: it adds partials before they"),
+    ({"sum_norms": True, "wiring": "delayed-2:1"}, "wiring delayed-2:1 is not for models with sum_norms"),
+    ({"sum_norms": True, "wiring": "pair:0,1"}, "wiring pair:0,1 is not for models with sum_norms"),
+    ({"sum_norms": True, "wiring": "parallel-ladder"}, "wiring parallel-ladder is not for models with sum_norms"),
+    (
+        {"qk_norm": True, "whole_qk_norm": True, "wiring": "desync"},
+        "wiring desync is not for models with whole_qk_norm",
+    ),
+    ({"whole_qk_norm": True}, "whole_qk_norm needs qk_norm and a norm 'rms'"),
+    ({"norm": "batch"}, "norm 'batch' is unknown; known: rms, rms+1, layer"),
+    ({"activation": "relu"}, "activation 'relu' is unknown; known: silu, gelu_tanh"),
+    ({"rotary_dim": 10}, "rotary_dim 10 is odd, or more than head_dim 8"),
+    ({"rope_scaling": LONGROPE}, "short_factor has 3 numbers, not 4, one for each pair of dimensions"),
+    ({"llama4_beta": 0.1}, "llama4_beta needs a rope_scaling with original_max_position_embeddings"),
+    ({**MOE, "activation": "gelu_tanh"}, "activation gelu_tanh is not for a mixture of experts"),
 ]
 
 

@@ -1,18 +1,32 @@
 """Tensor parallelism: what each rank holds, and that all ranks together compute what one device does."""
 
+import contextlib
 import dataclasses
 import functools
 import math
 
 import pytest
 import torch
-from helpers import BASE, ONE_EACH, WIRED, YARN, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows
+from helpers import (
+    BASE,
+    FAMILIES,
+    ONE_EACH,
+    WIRED,
+    YARN,
+    StateWeights,
+    last_logits,
+    random_model,
+    run_ranks,
+    shard,
+    unequal_rows,
+)
 from reference import Reference
 
 import tp
 from model import VOCAB_BLOCK
-from runtime import compiling, launch
+from runtime import compiling, launch, ranks
 from runtime.errors import InputError
+from runtime.launch import World
 
 UNEVEN = {"n_heads": 15, "n_kv_heads": 5, "intermediate_size": 101, "vocab_size": 130}
 BIASED = {
@@ -25,6 +39,8 @@ SHAPES = [  # at tp 2, 3, 4: even and uneven splits, replicated KV heads, odd si
     {"head_dim": 16, "qk_norm": True, "n_heads": 8, "n_kv_heads": 4},
 ]
 CASES = [{**WIRED[1], **shape} for shape in SHAPES] + [{**changes, **UNEVEN, **BIASED} for changes in WIRED]
+OTHERS = [{**family, "wiring": wiring} for family in FAMILIES for wiring in ("standard", "ladder")]
+CASES += [{**shape, **changes} for shape in ({}, UNEVEN) for changes in OTHERS]
 UNEQUAL_SHARES = [(3, 1), (5, 2, 1), (1, 4, 2, 2)]
 MANY = {"n_heads": 16, "n_kv_heads": 8, "intermediate_size": 101, "vocab_size": 130}
 ONE_KV_HEAD = {**BIASED, "n_heads": 8, "n_kv_heads": 1, "vocab_size": 130}
@@ -88,6 +104,8 @@ def test_int4_is_cut_at_multiples_of_128_columns_where_shares_stay_about_even(co
     ((7, 1), {**MANY, "intermediate_size": 4}, "1 in 8 gets none of 4 parts of the MLP: give 1 in 4 or more"),
     (7, {}, "7 ranks or lanes cannot shard n_heads 6: use 1 to 6"),
     (6, {"intermediate_size": 5}, "cannot shard 5 neurons: use 1 to 5"),
+    (4, {"intermediate_size": 24, "n_experts": 2, "experts_per_token": 1, "expert_size": 24},
+     "cannot shard 24 neurons in groups of 8: use 1 to 3"),
 ])  # fmt: skip
 def test_a_rank_without_a_head_or_a_neuron_is_refused(shares, changes, words):
     config = dataclasses.replace(BASE, **changes)
@@ -166,7 +184,7 @@ def test_ranks_of_unequal_shares_compute_what_one_device_does(shares):
 def test_a_prefill_in_chunks_and_what_follows_equal_those_in_one(tp_size):
     """Rows of five lengths, whose last tokens are in different chunks."""
     windowed = {"sliding_window": 3, "window_layers": (0, 2)}
-    cases = [dataclasses.replace(BASE, **changes, **UNEVEN, **windowed) for changes in ONE_EACH]
+    cases = [dataclasses.replace(BASE, **{**UNEVEN, **windowed, **changes}) for changes in ONE_EACH + OTHERS]
     for rank in run_ranks(tp_size, logits_in_chunks, cases):
         for config, (expected, *others) in zip(cases, rank, strict=True):
             assert all(torch.allclose(logits, expected, atol=1e-5) for logits in others), config
@@ -178,10 +196,14 @@ def logits_in_chunks(world, cases):
 
 
 COMPILED = [(2, changes) for changes in ONE_EACH] + [(3, WIRED[1]), (4, WIRED[1]), (4, {"wiring": "desync"})]
+COMPILED += [(2, OTHERS[1]), (4, OTHERS[3]), (3, OTHERS[-1])]
 COMPILED = [pytest.param(*case, True, marks=pytest.mark.slow) for case in COMPILED]
 
 
-@pytest.mark.parametrize("tp_size, changes, prefill", [(2, {"wiring": "ladder", "n_layers": 2}, False), *COMPILED])
+FAST = [(2, {"wiring": "ladder", "n_layers": 2}, False), (2, OTHERS[3], True)]
+
+
+@pytest.mark.parametrize("tp_size, changes, prefill", FAST + COMPILED)
 def test_compiled_ranks_of_every_wiring_compute_what_one_device_does(tp_size, changes, prefill):
     check_ranks(tp_size, [{**changes, **UNEVEN}], compile=True, compile_prefill=prefill)
 
@@ -204,13 +226,15 @@ def bfloat16_logits(world, config, compile):
     return [last_logits(net, *unequal_rows(config), compile=c) for net, c in zip(nets, (False, compile), strict=True)]
 
 
-FEW_ROWS = [(tp_size, "ladder", False) for tp_size in (2, 3, 4)]
-FEW_ROWS += [pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "parallel", True), (3, "ladder", True))]
+FEW_ROWS = [(tp_size, {"wiring": "ladder", "n_layers": 2}, False) for tp_size in (2, 3, 4)]
+FEW_ROWS += [(2, changes, False) for changes in OTHERS[1:8:2]]
+FEW_ROWS += [pytest.param(2, {"wiring": "parallel", "n_layers": 2}, True, marks=pytest.mark.slow)]
+FEW_ROWS += [pytest.param(3, changes, True, marks=pytest.mark.slow) for changes in (FEW_ROWS[0][1], OTHERS[1])]
 
 
-@pytest.mark.parametrize("tp_size, wiring, compile", FEW_ROWS)
-def test_few_rows_on_ranks_compute_what_one_device_does(tp_size, wiring, compile):
-    config = dataclasses.replace(BASE, n_layers=2, wiring=wiring, **UNEVEN, head_dim=64)  # for its decode_attention
+@pytest.mark.parametrize("tp_size, changes, compile", FEW_ROWS)
+def test_few_rows_on_ranks_compute_what_one_device_does(tp_size, changes, compile):
+    config = dataclasses.replace(BASE, **{**UNEVEN, **changes, "head_dim": 64})  # for its decode_attention
     ranks = run_ranks(tp_size, bfloat16_logits, config, compile)
     plain, fast = ranks[0]
     assert all(torch.equal(other[1], fast) for other in ranks)
@@ -230,20 +254,51 @@ def test_the_number_of_ranks_matters_where_the_table_says_so():
 # Ranks
 
 
-@pytest.mark.parametrize("gpus, ranks, asked, device", [
+@pytest.mark.parametrize("gpus, n_ranks, asked, device", [
     (0, 1, None, "cpu"), (1, 1, "cuda", "cuda:0"), (2, 1, "cuda:1", "cuda:1"), (1, 2, None, "cpu"),
     (2, 2, None, "cuda:1"), (1, 1, "cuda:1", None), (0, 1, "cuda", None), (1, 2, "cuda", None),
+    ("its own", 2, None, "cuda:0"), ("its own", 2, "cuda", "cuda:0"), ("its own", 2, "cpu", "cpu"),
+    (2, 2, "old driver", "cuda:1 cannot be used: too old"), (2, 2, "slice", "which NCCL does not connect"),
 ])  # fmt: skip
-def test_the_device_of_a_rank(gpus, ranks, asked, device, monkeypatch):
+def test_the_device_of_a_rank(gpus, n_ranks, asked, device, monkeypatch, capsys):
     """Of the last of the local ranks; the GPU is not there."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda d: d.index + 0)  # it refuses a device without an index
-    rank_and_size = (0, 1) if ranks == 1 else (3, 4)
-    if ranks > 1:
-        monkeypatch.setenv("LOCAL_RANK", str(ranks - 1))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    if device is None:
-        with pytest.raises(InputError, match="no such device: .*; this machine has cpu"):
-            launch.choose_device(asked, *rank_and_size)
-    else:
-        assert str(launch.choose_device(asked, *rank_and_size)) == device
+
+    def set_device(device):
+        if asked == "old driver":
+            raise RuntimeError("too old\nsecond line")
+        return device.index + 0  # it refuses a device without an index
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 if gpus == "its own" else gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100 MIG 1g.5gb" if asked == "slice" else "A100")
+    rank_and_size = (0, 1) if n_ranks == 1 else (3, 4)
+    if n_ranks > 1:
+        monkeypatch.setenv("LOCAL_RANK", str(n_ranks - 1))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(n_ranks))
+    words = device if device and " " in device else "no such device: .*; this machine has cpu"
+    error = device is None or " " in device
+    with pytest.raises(InputError, match=words) if error else contextlib.nullcontext():
+        flag = None if asked in ("slice", "old driver") else asked
+        assert str(launch.choose_device(flag, *rank_and_size, own_gpu=gpus == "its own")) == device
+    assert capsys.readouterr().err == ""  # rank 0 says it
+
+
+def test_gpus_that_are_not_used_are_said_by_one_rank(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert str(launch.choose_device(None, 0, 2)) == "cpu"
+    words = f"running on the CPU: PyTorch {torch.__version__} sees 1 GPUs for 2 ranks here; each rank needs one\n"
+    assert capsys.readouterr().err == words
+
+
+@pytest.mark.parametrize("gpus, device", [("a b", "cuda:0"), ("a a", "cpu"), ("a b,c", "cpu"), (" b", "cpu")])
+def test_ranks_that_each_see_one_gpu_use_it_if_these_differ(gpus, device, monkeypatch):
+    """As where a job gives each task a GPU: the last of two ranks, by the UUIDs that they see."""
+    every = [one.split(",") if one else [] for one in gpus.split(" ")]
+    monkeypatch.setattr(launch, "rank_and_size", lambda: (1, 2))
+    monkeypatch.setattr(launch, "visible_gpus", lambda device: every[1])
+    monkeypatch.setattr(World, "gather", lambda self, value, patience=0: every)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    monkeypatch.setattr(ranks, "meet", lambda *args: None)
+    assert str(launch.join(None, {"comm": "library"}).device) == device

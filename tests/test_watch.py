@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from helpers import HANGS, ROOT
 
-from runtime import launch, ranks, watch
+from runtime import compiling, launch, ranks, watch
 from runtime.errors import InputError
 
 
@@ -146,8 +146,27 @@ def test_places_in_words_and_blocks_that_hold_them():
     with watch.during("compilation"):
         watch.at("decode step", 1)
         assert str(watch.here) == "compilation" and not watch.here.timed and watch.here.beats == 3
+    assert str(watch.here) == "load of norm.weight" and watch.here.timed
     watch.at("decode step", 0)
     assert str(watch.here) == "decode step 0" and watch.here.timed
+
+
+def test_whatever_is_compiled_is_so_in_a_phase_that_may_take_any_time():
+    """Dynamo compiles anew for other shapes, whenever these come."""
+    places = []
+
+    def backend(graph, inputs):
+        places.append((str(watch.here), watch.here.timed))
+        return graph
+
+    for _ in range(2):
+        compiling.prepare(torch.device("cpu"))
+    function = torch.compile(lambda x: x + 1, dynamic=False, backend=backend)
+    watch.at("prefill")
+    for size in 3, 3, 4:
+        function(torch.ones(size))
+    assert places == [("compilation", False)] * 2
+    assert str(watch.here) == "prefill" and watch.here.timed
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -174,18 +193,30 @@ def test_the_exit_code_and_the_line_of_each_end(error, code, line, monkeypatch, 
     assert (end.value.code, capsys.readouterr().err, undone) == (code, line, [1])
 
 
-def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys):
+def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys, tmp_path):
     store = dist.HashStore()
     kept = ranks.functools.cache(lambda: store)
     kept()
     monkeypatch.setattr(ranks, "store", kept)
     monkeypatch.setattr(os, "_exit", sys.exit)
-    for rank, error in (1, InputError("wrong")), (0, InputError("wrong")), (2, watch.Terminated("SIGTERM")):
+    monkeypatch.setattr(sys, "argv", ["x.py"])
+
+    def leave(rank, error, node):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "3")
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}"))
+        monkeypatch.delenv("GROUP_RANK", raising=False) if node is None else monkeypatch.setenv("GROUP_RANK", node)
         with pytest.raises(SystemExit) as end:
             launch._leave(error)
-        assert end.value.code == 2 and capsys.readouterr().err.count("wrong") == (rank == 1)
+        assert capsys.readouterr().err.count("wrong") == (rank == 1)
+        return end.value.code
+
+    wrong = InputError("wrong")
+    # torchrun lists each rank that fails; on the node of the first one, that is enough
+    assert [leave(1, wrong, "0"), leave(0, wrong, "0"), leave(2, wrong, "1")] == [2, 0, 2]
+    assert json.loads((tmp_path / "1").read_text())["message"]["message"] == "x.py: wrong"
+    store.delete_key("ended")
+    assert [leave(1, wrong, "0"), leave(0, wrong, None), leave(2, watch.Terminated("SIGTERM"), None)] == [2] * 3
     with pytest.raises(SystemExit) as end:
         launch.World(0, 3, torch.device("cpu")).gather(1)  # rather than wait for ranks that have left
     assert end.value.code == 2

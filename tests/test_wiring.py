@@ -7,7 +7,7 @@ import re
 import helpers
 import pytest
 import torch
-from helpers import BASE, ONE_EACH, WIRED, last_logits, random_model, shard, table_entry, unequal_rows, wired_id
+from helpers import BASE, GEMMA, ONE_EACH, WIRED, last_logits, random_model, shard, table_entry, unequal_rows, wired_id
 from reference import Reference
 
 import generate
@@ -212,6 +212,11 @@ FAST = ("decode", "ladder:1,"), ("decode", "delayed:1,"), ("prefill", "ladder"),
 @pytest.mark.parametrize("name, wiring", FAST)
 def test_compiled_code_keeps_the_order_of_the_loop(name, wiring, fake_world):
     check_compiled_order({"wiring": wiring}, fake_world(0, 2), *PASSES[name])
+
+
+@pytest.mark.parametrize("name, wiring", [("decode", "ladder"), ("prefill", "ladder:1,"), ("decode", "standard")])
+def test_it_keeps_it_where_sums_are_normed(name, wiring, fake_world):
+    check_compiled_order({**GEMMA, "window_layers": (0,), "wiring": wiring}, fake_world(0, 2), *PASSES[name])
 
 
 @pytest.mark.slow

@@ -9,11 +9,22 @@ import termios
 import torch
 import torch.distributed as dist
 
+from formats.checkpoint import read_json
 from runtime import watch
 from runtime.cli import CHAT_CONTEXT, Printer, fit
+from runtime.errors import InputError
 
 CTRL_C = b"\3"
 PASSES_BETWEEN_CHECKS = 8  # of several ranks, for a Ctrl-C: each check is a broadcast
+
+
+def read_messages(path):
+    """Return the conversation [{"role", "content"}, ...] in a file of JSON. Raises InputError."""
+    messages = read_json(path, list)
+    forms = [isinstance(m, dict) and {type(m.get("role")), type(m.get("content"))} == {str} for m in messages]
+    if not messages or not all(forms):
+        raise InputError(f'{path} is no list of messages, each with a "role" and a "content"')
+    return messages
 
 
 class Keyboard:
@@ -62,7 +73,8 @@ def run(setup, world, generate):
     setup: the generate.Run. generate: the function of generate.py.
     """
     tokenizer, context = setup.tokenizer, min(CHAT_CONTEXT, setup.runner.model.config.max_seq_len)
-    keyboard, messages, ids, cached = Keyboard(world), [], [], []  # cached: the tokens that are in the cache
+    beginning = setup.args.chat  # perhaps a system message
+    keyboard, messages, ids, cached = Keyboard(world), beginning, [], []  # cached: the tokens that are in the cache
 
     def extended(messages, ids, line):
         """Return a conversation and its ids with one more line of the user."""
@@ -82,7 +94,7 @@ def run(setup, world, generate):
         if not line.strip():
             continue
         line = line.rstrip("\r\n")
-        anew = extended([], [], line)
+        anew = extended(beginning, [], line)
         if len(anew[1]) >= context:
             world.say(f"a message of {len(anew[1])} tokens leaves no room in the context of {context}: shorten it")
             continue
@@ -99,9 +111,13 @@ def run(setup, world, generate):
             return keyboard.stops()
 
         more = {"draft": setup.draft, "cached_tokens": len(os.path.commonprefix([cached, ids[:-1]]))}
-        [row] = generate(setup.runner, [ids], new, setup.sample, setup.eos_ids, on_tokens, **more).rows
+        done = generate(setup.runner, [ids], new, setup.sample, setup.eos_ids, on_tokens, **more)
+        [row] = done.rows
         if printer:
             printer.finish([row])
+        if done.finish == ["length"]:
+            limit = "--max-new-tokens" if new == setup.args.max_new_tokens else "the end of the context"
+            world.say(f"(cut at {limit})")
         ids = ids + row
         cached = ids[:-1]
         messages.append({"role": "assistant", "content": tokenizer.decode(row)})

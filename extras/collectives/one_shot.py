@@ -4,30 +4,79 @@ The kernels are PyTorch's. For small sums such kernels take a third of NCCL's ti
 extras/measure/link.py), so a ladder should be compared with a standard model that sums by these.
 """
 
+import ctypes
 import os
+import time
 
 import torch
 import torch.distributed._symmetric_memory as symmetric
+from torch._C._autograd import DeviceType
+from torch._C._distributed_c10d import _detect_dma_connectivity
 
 from extras.group import Group, pending_on
+from runtime.benchmarking import timed
 from runtime.errors import InputError
 from tp import COLLECTIVES, Collective
 
 ONE_SHOT = 2**18  # bytes up to which each rank sums the whole tensor; of a larger one, each sums its share for all
 BUFFER = 2**24  # bytes of memory that the peers can read; larger sums go through NCCL
+TESTED = 2**12, 2**16, ONE_SHOT, 2**20, 2**23  # bytes of the sums that connect() tries
+PATIENCE = 20  # seconds for these
 
 
-def connect(world):
-    """Return the OneShotGroup of a launch.World's ranks. Raises InputError, on all ranks alike, where none can be."""
+def connect(world, if_faster=False):
+    """Return the OneShotGroup of a launch.World's ranks. Raises InputError, on all ranks alike, where none can be.
+
+    if_faster: also where NVLink does not connect them all, and where NCCL's small sums take less time.
+    """
     on_one_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.tp_size)) == world.tp_size
-    if world.device.type != "cuda" or not on_one_node:
-        raise InputError("--comm one-shot is for ranks of one node, each with a GPU")
+    if world.device.type != "cuda" or not on_one_node or world.tp_size not in (2, 4, 8):
+        # of other numbers nobody has shown that all ranks add in the same order
+        raise InputError("--comm one-shot is for 2, 4 or 8 ranks of one node, each with a GPU")
+    if if_faster and not all(world.gather(has_nvlink(world.tp_size))):
+        raise InputError("one-shot sums are for GPUs with NVLink")
     with world.together():
         try:
-            return OneShotGroup(world.group, world.rank, world.tp_size, world.device)
+            group = OneShotGroup(world.group, world.rank, world.tp_size, world.device)
         except RuntimeError as e:
             reason = str(e).splitlines()[0]
             raise InputError(f"--comm one-shot needs GPUs that reach one another's memory: {reason}") from None
+    with world.together():
+        check(group, world.rank, world.device)
+    x = torch.ones(2**13, dtype=torch.bfloat16, device=world.device)
+    own, nccl = (timed(world.device, lambda g=g: g.allreduce([x.zero_()]).wait()) for g in (group, group.inner))
+    if if_faster and sum(world.gather(own)) > sum(world.gather(nccl)):
+        raise InputError(f"a sum of 16 KB takes {1e6 * nccl:.0f} us, a one-shot sum {1e6 * own:.0f}")
+    return group
+
+
+def has_nvlink(n):
+    """Return whether this process sees n GPUs or more, and NVLink between any two of them."""
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")  # the driver's, without which PyTorch would crash
+        matrix = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix
+    except (OSError, RuntimeError):
+        return False
+    return len(matrix) >= n and all(matrix[i][j] for i in range(n) for j in range(n) if i != j)
+
+
+def check(group, rank, device):
+    """Raise InputError unless sums of all sizes are NCCL's, and end: over PCIe, some peers' memory gives wrong ones."""
+    wrong = torch.zeros((), dtype=torch.bool, device=device)
+    for size in TESTED:
+        x = (torch.arange(size // 2, device=device) % 17 + rank).bfloat16()  # whose sums are exact, of up to 8 ranks
+        for _ in range(4):
+            own, nccl = x.clone(), x.clone()
+            group.allreduce([own]).wait()
+            group.inner.allreduce([nccl]).wait()
+            wrong |= (own != nccl).any()
+    computed, deadline = torch.cuda.current_stream().record_event(), time.monotonic() + PATIENCE
+    while not computed.query():
+        if time.monotonic() > deadline:
+            raise InputError(f"one-shot sums do not end within {PATIENCE} s on these GPUs: give --comm library")
+        time.sleep(0.01)
+    if wrong:
+        raise InputError("one-shot sums are wrong on these GPUs: give --comm library")
 
 
 class OneShotGroup(Group):

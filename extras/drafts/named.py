@@ -5,14 +5,11 @@ import os.path
 import re
 from typing import NamedTuple
 
-import torch
-
 from extras.drafts.speculative import ModelDraft, Ngrams, SmallModel
 from formats import checkpoint
 from formats.compare import check_vocabulary
 from formats.wiring_text import wiring_name
 from model import WIRINGS, Config, parse_wiring, rewired
-from runtime import benchmarking
 from runtime.errors import InputError
 
 
@@ -29,9 +26,8 @@ class Source(NamedTuple):
     folder: str | None = None
 
     def contents(self):
-        """Return {name: value} of what must be equal on all ranks, which each run a whole draft, to the same bits."""
-        hardware = self.folder and f"{benchmarking.processor()}, {torch.get_num_threads()} threads"
-        return {"--draft": f"{self.name}@{self.count}", "hardware": hardware}
+        """Return {name: value} of what must be equal on all ranks."""
+        return {"--draft": f"{self.name}@{self.count}"}
 
 
 def read_draft(text, config, folder, tp_size):

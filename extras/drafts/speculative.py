@@ -15,12 +15,13 @@ NGRAM = 3, 2  # lengths that Ngrams looks up, in this order
 
 
 class Draft:
-    """A source of proposals. A subclass has propose(texts, done, sample), of the arguments of step(), which returns
-    (ids (B, P), their distributions (B, P, V) or None, [whether a row has any]), where P is one of `counts`.
+    """Proposes the next tokens of each row. A subclass has propose(texts, done, sample), with the arguments of step().
 
-    count: of proposals at a time. runner: the Runner (generate.py) of the model that proposes, or None. drafted: the
-    proposals for a row so far in this generation. accepted: a Counter of how many proposals of a row a pass accepted,
-    over the passes and rows that had proposals.
+    propose returns the proposed ids (B, P), the distributions (B, P, V) that they were drawn from or None if there are
+    none, and for each row whether it has proposals. P is one of `counts`.
+    count: how many tokens are proposed at a time. runner: the Runner (generate.py) of the model that proposes, or None.
+    drafted: how many tokens were proposed for each row since begin(). accepted: a Counter {n: how often n proposals of
+    a row were accepted}, which counts each row in each pass in which it had proposals.
     """
 
     def __init__(self, count, runner=None):
@@ -38,6 +39,8 @@ class Draft:
         texts: the tokens of each row so far. done: which rows have ended. sample: a Sampler.
         """
         ids, q, has = self.propose(texts, done, sample)
+        if self.runner:
+            ids = of_rank_0(ids, runner.model.comm)
         new = verify(runner, texts, ids, q, sample)
         self.drafted += ids.shape[1]
         rows = zip(new, done, has, strict=True)
@@ -101,7 +104,7 @@ class ModelDraft(Draft):
 
 
 class SmallModel(ModelDraft):
-    """A smaller model, whole on each rank, with its own cache."""
+    """A smaller model, whole on each rank, with its own cache; only what it proposes on rank 0 counts."""
 
     cached = 0  # tokens of each row that are in the cache; they remain for the next turn of a chat
 
@@ -132,8 +135,15 @@ def verify(runner, texts, ids, q, sample):
     logits = runner.decode(torch.cat((tokens, ids), 1), positions, longest + ids.shape[1])
     if not ids.shape[1]:
         return sample(logits[:, 0], comm)[:, None].tolist()
-    ids, accepted = (result.tolist() for result in accept(sample, logits, ids, q, comm))
-    return [row[: n + 1] for row, n in zip(ids, accepted, strict=True)]
+    ids, accepted = accept(sample, logits, ids, q, comm)
+    if sample.temperature:
+        ids, accepted = of_rank_0(torch.cat((ids, accepted[:, None]), 1), comm).tensor_split([-1], 1)
+    return [row[: n + 1] for row, n in zip(ids.tolist(), accepted.flatten().tolist(), strict=True)]
+
+
+def of_rank_0(ids, comm):
+    """Return rank 0's ids on all ranks: sums on unlike devices, or two of one GPU, may differ in their last bits."""
+    return comm.all_gather(ids)[0]
 
 
 def probabilities(sample, logits, comm):

@@ -3,6 +3,7 @@
 python -m extras.export demo --out hf/demo
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -10,8 +11,10 @@ import shutil
 from pathlib import Path
 
 from formats import checkpoint
-from formats.checkpoint import ROPE_KEYS, dtype_name
-from formats.huggingface import hf_names
+from formats.checkpoint import dtype_name
+from formats.families import FAMILIES
+from formats.huggingface import ACTIVATIONS, HAVE_SUM_NORMS, ROPE_TYPES, SUM_NORMS, hf_names, our_values, read_hf
+from formats.rope import ROPE_KEYS
 from formats.tokenizer import SentencePieceTokenizer, load_tokenizer
 from runtime import cli, writing
 from runtime.errors import InputError
@@ -21,7 +24,12 @@ BLOCKS = {  # of the wirings that this code computes
     "standard": "standard", "ladder": "standard", "parallel": "parallel", "parallel-ladder": "parallel",
     "pair": "pair", "pair-ladder": "pair",
 }  # fmt: skip
-MODEL_TYPES = {"Qwen2Moe": "qwen2_moe", "Qwen3Moe": "qwen3_moe"}
+NAMES = {  # of transformers' families whose tensors are ours one by one; the first that reads back is taken
+    "llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3",
+    "smollm3": "SmolLM3", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe",
+    "ministral3": "Ministral3", "stablelm": "StableLm", "gemma": "Gemma", "gemma2": "Gemma2", "gemma3_text": "Gemma3",
+    "olmo2": "Olmo2", "olmo3": "Olmo3",
+}  # fmt: skip
 MIXTRAL = {  # its names for Qwen's
     ".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".down_proj.": ".w2.", ".up_proj.": ".w3.",
 }  # fmt: skip
@@ -33,106 +41,94 @@ OWN_FAMILY = {
         "AutoModelForCausalLM": "modeling_ladder.LadderForCausalLM",
     },
 }  # fmt: skip
-FIELDS = {  # of Config, that are written here
+FIELDS = {  # of Config, that this code computes
     "n_layers", "n_heads", "n_kv_heads", "head_dim", "dim", "intermediate_size", "vocab_size", "max_seq_len",
     "norm_eps", "rope_theta", "rope_scaling", "tie_embeddings", "qkv_bias", "wo_bias", "mlp_bias", "qk_norm",
-    "nope_layers", "sliding_window", "window_layers", "bos_id", "eos_ids", "wiring", "n_experts", "experts_per_token",
-    "expert_size", "renormalize_experts", "shared_expert_size", "shared_expert_gate", "dense_layers",
+    "nope_layers", "bos_id", "eos_ids", "wiring",
 }  # fmt: skip
 
 
-def family_of(config):
-    """Return the keys that name transformers' family with a standard model's biases, norms and windows, or None."""
-    qkv, wo, mlp, nope = config.qkv_bias, config.wo_bias, config.mlp_bias, config.nope_layers
-    name, keys = "Llama", {"attention_bias": qkv, "mlp_bias": mlp}
-    if config.n_experts:
-        return mixture_of(config)
-    if qkv and not (wo or mlp or nope or config.qk_norm):
-        name, keys = "Qwen2", {}
-    elif qkv != wo or config.qk_norm and (mlp or nope):
-        return None
-    elif config.qk_norm:
-        name, keys = "Qwen3", {"attention_bias": qkv}
-    elif nope:
-        name, keys = "SmolLM3", {**keys, "pad_token_id": None}
-    if config.window_layers:
-        types = ["sliding_attention" if i in config.window_layers else "full_attention" for i in range(config.n_layers)]
-        if name == "Llama" and (qkv or mlp):
-            return None
-        if name == "Llama":
-            name, keys = "Ministral" if "full_attention" in types else "Mistral", {}
-        keys["sliding_window"] = config.sliding_window
-        if name != "Mistral":
-            keys |= {"use_sliding_window": True, "layer_types": types}
-    return {"model_type": name.lower(), "architectures": [f"{name}ForCausalLM"], **keys}
+def family_of(config, hf):
+    """Return the config.json of transformers' family that reads back as this standard model, or None.
 
-
-def mixture_of(config):
-    """Return the keys that name transformers' family of a standard mixture of experts."""
-    c, per_token = config, {"num_experts_per_tok": config.experts_per_token}
-    qwen = {
-        **per_token, "num_experts": c.n_experts, "moe_intermediate_size": c.expert_size, "decoder_sparse_step": 1,
-        "norm_topk_prob": c.renormalize_experts, "mlp_only_layers": list(c.dense_layers),
+    hf: the keys that every family has.
+    """
+    c, last = config, range(config.n_layers)
+    kinds = ["sliding_attention" if i in c.window_layers else "full_attention" for i in last]
+    [activation] = [theirs for theirs, ours in ACTIVATIONS.items() if ours == c.activation]
+    keys = {
+        "attention_bias": c.qkv_bias, "attention_out_bias": c.wo_bias, "mlp_bias": c.mlp_bias, "qkv_bias": c.qkv_bias,
+        "use_qkv_bias": c.qkv_bias, "hidden_act": activation, "hidden_activation": activation, "pad_token_id": None,
+        "no_rope_layers": [int(i not in c.nope_layers) for i in last], "attn_logit_softcapping": c.score_cap,
+        "final_logit_softcapping": c.logit_cap, "layer_norm_eps": c.norm_eps,
+        "query_pre_attn_scalar": round(c.head_dim / (c.query_scale or 1.0) ** 2),
+        "partial_rotary_factor": (c.rotary_dim or c.head_dim) / c.head_dim,
+        "num_experts": c.n_experts, "num_local_experts": c.n_experts, "num_experts_per_tok": c.experts_per_token,
+        "moe_intermediate_size": c.expert_size, "shared_expert_intermediate_size": c.shared_expert_size,
+        "decoder_sparse_step": 1, "norm_topk_prob": c.renormalize_experts, "mlp_only_layers": list(c.dense_layers),
     }  # fmt: skip
-    plain = not (c.wo_bias or c.nope_layers or c.window_layers)
-    if plain and c.shared_expert_gate and c.qkv_bias and not c.qk_norm:
-        name, keys = "Qwen2Moe", {**qwen, "shared_expert_intermediate_size": c.shared_expert_size}
-    elif plain and not c.shared_expert_size and c.qk_norm and not c.qkv_bias:
-        name, keys = "Qwen3Moe", qwen
-    elif (
-        plain and c.renormalize_experts and c.expert_size == c.intermediate_size
-        and not (c.shared_expert_size or c.dense_layers or c.qkv_bias or c.qk_norm)
-    ):  # fmt: skip
-        name, keys = "Mixtral", {**per_token, "num_local_experts": c.n_experts}
-    else:
-        raise InputError(
-            "this mixture of experts has no Hugging Face form here, only Mixtral's, Qwen2's and Qwen3's have"
-        )
-    return {"model_type": MODEL_TYPES.get(name, name.lower()), "architectures": [f"{name}ForCausalLM"], **keys}
+    if c.window_layers:
+        keys |= {"sliding_window": c.sliding_window, "use_sliding_window": True, "layer_types": kinds}
+    for family, name in NAMES.items():
+        own = {k: v for k, v in keys.items() if k in {*FAMILIES[family], "hidden_act", "pad_token_id"}}
+        own = {"model_type": family, "architectures": [f"{name}ForCausalLM"], **hf, **own}
+        if c.window_rope_theta:
+            near = {"rope_type": "default", "rope_theta": c.window_rope_theta}
+            far = own.pop("rope_scaling", {"rope_type": "default"}) | {"rope_theta": own.pop("rope_theta")}
+            own["rope_parameters"] = dict(zip(ROPE_TYPES, (far, near), strict=True))
+        with contextlib.suppress(InputError):
+            back = checkpoint.make_config(our_values(read_hf({**own})) | {"eos_ids": c.eos_ids}, family)
+            if all(getattr(back, f.name, f.default) == getattr(c, f.name) for f in dataclasses.fields(c)):
+                return own
+    return None
 
 
-def names_in_hf(name, config):
+def names_in_hf(name, config, family):
     """Return the Hugging Face names of the tensors that ours becomes, in order: of experts, one for each."""
     names = hf_names(name)
-    if config.n_experts and family_of(config)["model_type"] == "mixtral":
+    if family == "mixtral":
         for qwen, mixtral in MIXTRAL.items():
             names = [name.replace(qwen, mixtral) for name in names]
+    if family in HAVE_SUM_NORMS:
+        theirs = {glm: other for other, glm in SUM_NORMS.items()}
+        names = [".".join(theirs.get(part, part) for part in name.split(".")) for name in names]
     if ".experts." in name:
         names = [names[0].replace(".experts.", f".experts.{e}.") for e in range(config.n_experts)]
     return names
 
 
-def family_to_hf(config):
-    """Return the keys of a config.json that name the model: one of transformers' own, or the one in exported/.
+def own_family(config):
+    """Return the keys that name the model in exported/, whose model_type transformers refuses to load without its code.
 
-    The latter has a model_type of its own, so that transformers refuses to load the folder without its code.
+    Raises InputError for a Config that has no such form.
     """
-    name, family = config.parsed.name, family_of(config)
+    name = config.parsed.name
     if name not in BLOCKS:
         raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {', '.join(BLOCKS)} have one")
-    if family and name == "standard":
-        return family
     if config.n_experts:
-        raise InputError(f"a mixture of experts in wiring {config.wiring} has no Hugging Face form, only standard ones")
-    if config.window_layers:
-        forms = "a standard model with the biases and norms of Mistral, Qwen2, Qwen3 or SmolLM3"
-        raise InputError(f"sliding_window {config.sliding_window} has no Hugging Face form here: only {forms} has one")
+        raise InputError(
+            f"a mixture of experts in wiring {config.wiring} has no Hugging Face form here, only standard ones of "
+            "Mixtral, Qwen2 and Qwen3 have"
+        )
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in FIELDS and value != field.default:
+            raise InputError(f"{field.name} {value!r} has no Hugging Face form here, only {field.default!r} has one")
     return {
         **OWN_FAMILY, "wiring": config.wiring, "block": BLOCKS[name], "stale": config.named_wiring.stale,
         "wired_layers": [i for i, wiring in enumerate(config.wirings) if wiring is config.named_wiring],
         "attention_bias": config.qkv_bias, "attention_out_bias": config.wo_bias, "mlp_bias": config.mlp_bias,
-        "qk_norm": config.qk_norm, "attention_dropout": 0.0, "pad_token_id": None,
+        "qk_norm": config.qk_norm, "attention_dropout": 0.0, "pad_token_id": None, "hidden_act": "silu",
+        **({"no_rope_layers": [int(i not in config.nope_layers) for i in range(config.n_layers)]}
+           if config.nope_layers else {}),
     }  # fmt: skip
 
 
 def config_to_hf(config, dtype):
     """Return a Hugging Face config.json as a dict. Raises InputError for a Config that has no such form."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name not in FIELDS and value != field.default:
-            raise InputError(f"{field.name} {value!r} has no Hugging Face form here, only {field.default!r} has one")
+    if config.quant:
+        raise InputError(f"quant {config.quant!r} has no Hugging Face form here, only None has one")
     hf = {
-        **family_to_hf(config), "hidden_act": "silu",
         "num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads,
         "num_key_value_heads": config.n_kv_heads, "head_dim": config.head_dim, "hidden_size": config.dim,
         "intermediate_size": config.intermediate_size, "vocab_size": config.vocab_size,
@@ -141,12 +137,13 @@ def config_to_hf(config, dtype):
         "bos_token_id": config.bos_id, "eos_token_id": list(config.eos_ids) or None,
         "torch_dtype": dtype_name(dtype),
     }  # fmt: skip
-    if config.nope_layers:
-        hf["no_rope_layers"] = [int(i not in config.nope_layers) for i in range(config.n_layers)]
     if config.rope_scaling:
         [rope_type] = [name for name, keys in ROPE_KEYS.items() if set(keys) == config.rope_scaling.keys()]
         hf["rope_scaling"] = {"rope_type": rope_type, **config.rope_scaling}
-    return hf
+        if config.llama4_beta:
+            hf["rope_scaling"]["llama_4_scaling_beta"] = config.llama4_beta
+    family = family_of(config, hf) if config.wiring == "standard" else None
+    return family or {**own_family(config), **hf}
 
 
 def ungroup(wqkv, config):
@@ -161,7 +158,7 @@ def convert_to_hf(source, config, folder, dtype, shard_bytes):
     hf = config_to_hf(config, dtype)
     ours, sizes = {}, {}  # by Hugging Face's name: (our name, index among q, k and v or experts), bytes
     for name, shape in checkpoint.shapes(config).items():
-        names = names_in_hf(name, config)
+        names = names_in_hf(name, config, hf["model_type"])
         parts = [config.n_heads, config.n_kv_heads, config.n_kv_heads] if ".wqkv." in name else [1] * len(names)
         for i, hf_name in enumerate(names):
             ours[hf_name] = name, i

@@ -8,6 +8,7 @@ import torch
 from convert_hf_checkpoint import open_source
 from formats import checkpoint
 from formats.checkpoint import dtype_name, first_line
+from formats.families import NESTED
 from formats.tokenizer import load_tokenizer
 from runtime import cli, launch
 from runtime.errors import InputError
@@ -20,12 +21,17 @@ LENGTH = 600  # tokens, or the whole context: longer than a Laneformer's window 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.15}
 
 
-def expected(folder, ids, dtype, trust_remote_code):
-    """Return transformers' logits (S, V) from a Hugging Face folder. Raises InputError where it gives none."""
-    try:
-        from transformers import AutoModelForCausalLM
+def expected(folder, ids, dtype, trust_remote_code, **how):
+    """Return transformers' logits (S, V) from a Hugging Face folder. Raises InputError where it gives none.
 
-        net = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code)
+    how: more arguments of from_pretrained.
+    """
+    try:
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+        nested = checkpoint.read_json(folder / "config.json").get("model_type") in NESTED
+        auto = AutoModelForImageTextToText if nested else AutoModelForCausalLM
+        net = auto.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code, **how)
         return net.eval()(ids).logits[0].float()
     except Exception as e:  # its own errors, and those of the folder's code
         hint = "" if trust_remote_code else " (with --trust-remote-code it runs the folder's own code)"
@@ -51,7 +57,8 @@ def main(argv=None):
     dtype = checkpoint.chosen_dtype(None, args.checkpoint, weights)
     ids = tokenizer.encode(TEXT * LENGTH) if tokenizer else [i * i % config.vocab_size for i in range(LENGTH)]
     ids = torch.tensor([ids[: min(LENGTH, config.max_seq_len)]])
-    theirs = expected(folder, ids, dtype, args.trust_remote_code)
+    how = {"attn_implementation": "eager"} if config.score_cap else {}  # PyTorch's attention would ignore the cap
+    theirs = expected(folder, ids, dtype, args.trust_remote_code, **how)
     ours = load_shard(config, weights, dtype, "cpu")(ids)[0].float()
     apart, largest = (ours - theirs).abs().max().item(), theirs.abs().max().item()
     here, there = (logits[-1].argmax().item() for logits in (ours, theirs))

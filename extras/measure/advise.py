@@ -8,13 +8,15 @@ docs/choosing.md says what goes into it, and what does not.
 
 import dataclasses
 import math
-from collections import Counter
+import statistics
+from collections import Counter, defaultdict
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from extras.lanes.lanes import lanes_of_rank
-from extras.measure import link
+from extras.measure import link, results
 from extras.measure.clock import run_layers, variants
 from formats import checkpoint, sizes
 from formats.checkpoint import dtype_name
@@ -22,6 +24,7 @@ from formats.sizes import SIZES
 from model import build, rewired
 from runtime import benchmarking, cli, launch, report
 from runtime.cli import count, number
+from runtime.errors import InputError
 from tp import shard_plan, shard_slices
 
 # ---- The work of a decode step, and how fast a machine does it -------------------------------------------------------
@@ -44,7 +47,7 @@ def decode_work(config, dtype, tp_size, batch, context):
     wiring = "farskip" if config.parsed.name == "farskip" else "standard"  # which of them decides who holds what
     kept = *config.kept, *["output"] * (config.tie_embeddings and "tok_embeddings" in config.kept)
     config = dataclasses.replace(rewired(config, wiring), n_layers=1, tie_embeddings=False, kept=kept)
-    config = dataclasses.replace(config, nope_layers=(), window_layers=(), dense_layers=())
+    config = dataclasses.replace(config, **ALL_ALIKE)
     ranks = [rank_work(config, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
     return {place: max(work[place] for work in ranks) for place in ranks[0]}
 
@@ -80,11 +83,19 @@ class Machine(NamedTuple):
         return max(work.n_bytes / self.bandwidth, work.flops / self.flops)
 
 
-# bytes per second, and dense bfloat16 operations per second: NVIDIA's data sheets of the SXM modules
-GPUS = {"h100": (3.35e12, 989e12), "h200": (4.8e12, 989e12)}
+# Bytes per second, and dense operations per second in bfloat16, summed in float32. NVIDIA's data sheets "A100 Tensor
+# Core GPU" (80 GB, SXM), "H100 Tensor Core GPU" and "H200 Tensor Core GPU" (SXM); its white papers "NVIDIA Ampere GA102
+# GPU Architecture", "NVIDIA Ada GPU Architecture" and "NVIDIA RTX Blackwell GPU Architecture".
+GPUS = {
+    "a100": (2.039e12, 312e12), "h100": (3.35e12, 989e12), "h200": (4.8e12, 989e12),
+    "3090": (0.936e12, 71e12), "4090": (1.008e12, 165.2e12), "5090": (1.792e12, 209.5e12),
+}  # fmt: skip
 # The share of the published bandwidth that a decode step reaches: gpt-fast's README has 1397 of an A100's 2039 GB/s for
 # the 7b in bfloat16 on one GPU. The upper bound that the paper measured is lower: see benchmarks/bench.md.
 SHARE = 0.7
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ALL_ALIKE = dict.fromkeys(("nope_layers", "window_layers", "dense_layers"), ())
+MOST_LOSS = 3.0  # percent, of a wiring that is recommended
 
 # ---- Predictions -----------------------------------------------------------------------------------------------------
 
@@ -92,7 +103,8 @@ SHARE = 0.7
 class Times(NamedTuple):
     """Seconds of a layer's attention and MLP, of a step's rest, of an all-reduce, and of gathering the best tokens.
 
-    flight: for how many seconds of an all-reduce the link can already carry the next one.
+    flight: for how many seconds of an all-reduce the link can already carry the next one. norm_sum: of the small
+    all-reduce in each attention that norms all queries, and all keys, together; nothing hides it.
     """
 
     attention: float
@@ -101,6 +113,7 @@ class Times(NamedTuple):
     all_reduce: float
     gather: float
     flight: float = 0.0
+    norm_sum: float = 0.0
 
 
 def times_of(config, dtype, tp_size, batch, context, machine, link):
@@ -108,13 +121,14 @@ def times_of(config, dtype, tp_size, batch, context, machine, link):
     work = decode_work(config, dtype, tp_size, batch, context)
     all_reduce = link.seconds(batch * config.dim * dtype.itemsize, tp_size)
     gather = link.seconds(16 * batch * tp_size, tp_size, passes=1)  # a logit and an id from each rank
-    return Times(*map(machine.seconds, work.values()), all_reduce, gather, link.flight)
+    norm_sum = link.seconds(8 * batch, tp_size) if config.whole_qk_norm else 0.0  # two sums of squares of each row
+    return Times(*map(machine.seconds, work.values()), all_reduce, gather, link.flight, norm_sum)
 
 
 def step_seconds(config, times):
     """Return (seconds of a step, the number of its all-reduces, the share of their time that computing hides)."""
-    clock = run_layers(config, *times[:2], times.all_reduce, flight=times.flight)
-    silent = run_layers(config, *times[:2], 0.0).now
+    clock = run_layers(config, *times[:2], times.all_reduce, flight=times.flight, norm_sum=times.norm_sum)
+    silent = run_layers(config, *times[:2], 0.0, norm_sum=times.norm_sum).now
     travel = clock.started * times.all_reduce
     hidden = max(0.0, 1 - (clock.now - silent) / travel) if travel else None  # not -0
     return clock.now + times.rest + times.gather, clock.started, hidden
@@ -134,6 +148,25 @@ def retraining(own, config, tp_size):
     return f"yes, in {config.lanes or tp_size} lanes" if config.named_wiring.laned else "yes"
 
 
+def measured_losses(own, tp_size):
+    """Return {function: percent} by which small standard models, retrained in a wiring on 20 % of the tokens of their
+    training, ended above one trained plainly on as many: from the raw lines of benchmarks/quality.md, or of a mixture.
+
+    Layers count by their place: the last 4 of 8 stand for the last half.
+    """
+    name, steps = ("quality-mixture", 200) if own.n_experts else ("quality", 400)
+    path, nats = RESULTS / f"{name}.jsonl", defaultdict(list)
+    if own.wiring != "standard" or not path.is_file():  # of weights in another wiring nobody knows
+        return {function(own, tp_size): 0.0}
+    for line in results.read(path, "kind", "wiring", "n_layers", "steps", "nats"):
+        if (line["kind"], line["steps"], bool(line.get("n_experts"))) == ("retrained", steps, bool(own.n_experts)):
+            small = dataclasses.replace(own, n_layers=(L := line["n_layers"]), wiring=line["wiring"], **ALL_ALIKE)
+            wirings, *rest = function(small, tp_size)
+            nats[tuple(wirings[L * i // own.n_layers] for i in range(own.n_layers)), *rest].append(line["nats"])
+    control = statistics.median(nats[function(own, tp_size)])
+    return {key: 100 * (statistics.median(values) / control - 1) for key, values in nats.items()}
+
+
 def candidates(own, names, tp_size):
     """Return the Configs of standard, of these wirings and of `own`, without those that compute the same as another."""
     configs = [*(rewired(own, name) for name in ("standard", *names)), own]
@@ -148,19 +181,25 @@ def advice(configs, times, own, tp_size):
     Last come the bounds, which have no all-reduce.
     """
     steps, rows = [step_seconds(*pair) for pair in zip(configs, times, strict=True)], []
+    losses, best = measured_losses(own, tp_size), (math.inf, None)
     standard, all_reduces, _ = steps[0]
     for config, (seconds, n, hidden) in zip(configs, steps, strict=True):
         wiring = config.wiring if n else f"(bound: {config.wiring})"
         needs = retraining(own, config, tp_size) if n else "no model"
         share = "" if hidden is None else f"{100 * hidden:.0f} %"
-        cells = [wiring, f"{1e3 * seconds:.3f}", f"{standard / seconds:.2f}", str(n), share, needs]
+        loss = round(losses.get(function(config, tp_size), math.nan), 1)  # as it is shown
+        best = (seconds, wiring) if loss < MOST_LOSS and seconds < best[0] else best
+        loss = "" if not n else "unknown" if math.isnan(loss) else f"{loss:+.1f} %"
+        cells = [wiring, f"{1e3 * seconds:.3f}", f"{standard / seconds:.2f}", str(n), share, loss, needs]
         rows.append((not n, seconds, cells))
     rows.sort(key=lambda row: row[:2])
     share = all_reduces * times[0].all_reduce / standard
     bounds = [seconds for is_bound, seconds, _ in rows if is_bound] or [(1 - share) * standard]
     text = f"The all-reduces are {100 * share:.0f} % of the standard step: "
-    text += f"at most {standard / bounds[0]:.2f} times as fast."
-    head = ["wiring", "ms a step", "times standard", "all-reduces", "hidden", "needs retraining"]
+    text += f"at most {standard / bounds[0]:.2f} times as fast.\n"
+    text += f"Recommended: {best[1]}, the fastest with a measured loss below {MOST_LOSS:g} %: that of a small model, "
+    text += "retrained on 20 % of its tokens (benchmarks/quality.md)."
+    head = ["wiring", "ms a step", "times standard", "all-reduces", "hidden", "measured loss", "needs retraining"]
     return f"{benchmarking.markdown(head, [cells for *_, cells in rows])}\n\n{text}"
 
 
@@ -179,7 +218,7 @@ def parse(argv):
     g.add_argument("--wirings", nargs="+", metavar="NAME", help="default: all; e.g. ladder:16 spd:3,5")
     g = p.add_argument_group("machine", "default: this one, measured now")
     one = g.add_mutually_exclusive_group()
-    one.add_argument("--gpu", choices=GPUS, metavar="NAME", help=f"a published bandwidth and rate: {', '.join(GPUS)}")
+    one.add_argument("--gpu", metavar="NAME", help=f"a published bandwidth and rate: {', '.join(GPUS)}")
     positive = number(float, 0, 1e9, above=True)
     one.add_argument("--bandwidth-gbs", type=positive, metavar="X", help="gigabytes per second a rank reads, e.g. 12.5")
     g.add_argument("--tflops", type=positive, metavar="X", help="10^12 operations per second a rank computes, e.g. 300")
@@ -196,8 +235,12 @@ def links(text):
 
 def choose_machine(args):
     """Return the Machine that the flags describe."""
+    if args.gpu and args.gpu not in GPUS:
+        raise InputError(
+            f"--gpu {args.gpu} is none of {', '.join(GPUS)}: give its --bandwidth-gbs and --tflops instead"
+        )
     if args.gpu:
-        on_paper = f"{100 * SHARE:.0f} % of an {args.gpu.upper()} on paper"
+        on_paper = f"{100 * SHARE:.0f} % of the {args.gpu.upper()} on paper"
         machine = Machine(on_paper, *(SHARE * rate for rate in GPUS[args.gpu]))
     elif args.bandwidth_gbs:
         machine = Machine("as given", 1e9 * args.bandwidth_gbs)

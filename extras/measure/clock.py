@@ -3,25 +3,30 @@
 It needs neither weights nor ranks, so it says at once what a wiring could gain over a link.
 """
 
+import contextlib
 import itertools
 from types import SimpleNamespace
 
-from model import WIRINGS, interleave, list_sublayers
+from model import WIRINGS, interleave, list_sublayers, rewired
+from runtime.errors import InputError
 
 
 def variants(config):
     """Return the wirings to compare by default: all that the model can have, several parameters of some."""
+
+    def fits(text):
+        with contextlib.suppress(InputError):
+            return bool(rewired(config, text))
+
     n_layers, mixture = config.n_layers, bool(config.n_experts)
     middle, half = n_layers // 4, max(1, n_layers // 2)
     more = {
         "ladder": ["ladder", f"ladder:{half}", *["ladder-4"] * mixture], "desync": ["desync:2", "desync:4"],
         "laneformer": [], "farskip": ["farskip"] * bool(config.shared_expert_size),
         "pair": [f"pair:{middle}-{middle + half // 2 * 2 - 1}"] if n_layers > 3 else [],
-        "pair-ladder": ["pair-ladder"] if n_layers > 1 else [],
         "delayed": ["delayed", "delayed-4"][:n_layers],
     }  # fmt: skip
-    names = [name for name, wiring in WIRINGS.items() if not (mixture and wiring.laned) or name == "upper-bound"]
-    return [text for name in names for text in more.get(name, [name])]
+    return [text for name in WIRINGS for text in more.get(name, [name]) if fits(text)]
 
 
 class Clock:
@@ -55,17 +60,29 @@ class Clock:
         self.now = max(self.now, pending)
         return 0.0
 
+    def sum_now(self, seconds):
+        """Wait for a small all-reduce, which waits for those that are in flight."""
+        self.now = self.free_at = max(self.now, self.free_at) + seconds
+
     def settle(self, x, pending, after=None):
         return x if pending is None else self.wait(pending)
 
 
-def run_layers(config, attention, feed_forward, all_reduce, chunks=1, **more):
+def run_layers(config, attention, feed_forward, all_reduce, chunks=1, norm_sum=0.0, **more):
     """Return the Clock after a step in which each attention and each MLP takes so many seconds, in any wiring.
 
-    chunks: of the prompt, which take turns, each with its own all-reduces. more: of Clock.
+    chunks: of the prompt, which take turns, each with its own all-reduces. norm_sum: seconds of the sum over the ranks
+    that whole_qk_norm waits for in the middle of an attention. more: of Clock.
     """
+
+    def attend(*_):
+        clock.advance(attention / 2)
+        if config.whole_qk_norm:
+            clock.sum_now(norm_sum)
+        return clock.advance(attention / 2)
+
     clock, block = Clock(all_reduce, **more), SimpleNamespace(attention_norm=lambda x: x, ffn_norm=lambda x: x)
-    block.attention, block.feed_forward = lambda *_: clock.advance(attention), lambda *_: clock.advance(feed_forward)
+    block.attention, block.feed_forward = attend, lambda *_: clock.advance(feed_forward)
     sublayers = list_sublayers(config, lambda wiring, i: wiring.split(block, None, None))
     interleave([config.named_wiring.stream(0.0, sublayers, clock, config) for _ in range(chunks)])
     return clock

@@ -70,7 +70,7 @@ LINKS = {
     ]
 }  # fmt: skip
 FREE = LINKS["free"]
-FORMS = f"{', '.join(LINKS)}, or its numbers, e.g. 100us, 50gbps or 100us+50gbps, or tcp+ and one of these"
+FORMS = f"{', '.join(LINKS)}, or its numbers, e.g. 100us, 1ms, 50gbps or 100us+50gbps, or tcp+ and one of these"
 
 
 def parse(text):
@@ -79,11 +79,12 @@ def parse(text):
         return dataclasses.replace(parse(text[4:]), name=text, tcp=True)
     if text in LINKS:
         return LINKS[text]
-    numbers = re.fullmatch(r"(?:([0-9]*\.?[0-9]+)us)?\+?(?:([0-9]*\.?[0-9]+)gbps)?", text)
-    latency_us, gbps = numbers.groups() if numbers else (None, None)
-    if not (latency_us or gbps) or float(latency_us or 0) > 1e7 or not 1e-3 <= float(gbps or 1) <= 1e6:
+    numbers = re.fullmatch(r"(?:([0-9]*\.?[0-9]+)(us|ms))?\+?(?:([0-9]*\.?[0-9]+)gbps)?", text)
+    latency, unit, gbps = numbers.groups() if numbers else (None, None, None)
+    latency_us = float(latency or 0) * (1000 if unit == "ms" else 1)
+    if not (latency or gbps) or latency_us > 1e7 or not 1e-3 <= float(gbps or 1) <= 1e6:
         raise argparse.ArgumentTypeError(f"{text!r} is none of {FORMS}")
-    return Link(text, float(latency_us or 0), gbps and float(gbps))
+    return Link(text, latency_us, gbps and float(gbps))
 
 
 def emulate(world, link, simulate_tp=None, shares=None):
@@ -122,6 +123,9 @@ class LinkedGroup(Group):
         self.log = self.stream = None
         self.free_at = 0.0  # when the link has delivered everything
         if device.type == "cuda" and link.seconds(1, 2) > 0:
+            from runtime import compiling
+
+            compiling.prepare(device)  # its kernel is Triton's
             self.stream = torch.cuda.Stream(device, priority=-1)  # the link
             self.costs = torch.zeros(2, dtype=torch.float64, device=device)
         self.link = link

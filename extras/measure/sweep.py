@@ -61,6 +61,8 @@ def parse(argv):
     args.wiring = list(dict.fromkeys(args.wiring or variants(args.config)))
     for wiring in args.wiring:
         rewired(args.config, wiring)  # raises InputError
+    if args.profile and Path(args.profile).is_file():
+        raise InputError(f"--profile {args.profile} is a file: give a folder")
     return args
 
 

@@ -40,7 +40,7 @@ class Llama2cWeights:
     def __init__(self, path):
         header = np.fromfile(path, np.int32, 7).tolist()
         if len(header) < 7 or min(header[:5] + header[6:]) < 1 or header[5] == 0:
-            raise InputError(f"{path} is no llama2.c checkpoint: its header reads {header}")
+            raise InputError(f"{path} is no llama2.c file (give the folder of safetensors): its header reads {header}")
         D, hidden, L, N, K, V, context = header
         H = D // N
         values = {

@@ -66,11 +66,11 @@ class Trainee(Transformer):
     lanes = None  # those of lanes.split, which compute with slices of these weights
 
     def forward(self, batch):
-        """Return the normed stream (B, S, D), from which self.output computes logits."""
+        """Return the normed stream (B, S, D), from which self.logits computes logits."""
         mask, positions = batch.mask, batch.positions
         if mask is None and positions.device.type == "cpu":
             mask = positions[:, None] <= positions[..., None]
-        x, metadata = self.tok_embeddings(batch.tokens), self.metadata(positions, mask)
+        x, metadata = self.embed(batch.tokens), self.metadata(positions, mask)
         streams = lanes.streams(self, x, metadata) if self.lanes else [self.stream(x, metadata)]
         return self.norm(interleave(streams)[0])  # all lanes end with the same x
 
@@ -86,7 +86,8 @@ def build(config, weights, world, args, is_teacher=False):
     if config.tie_embeddings:
         model.output.weight = model.tok_embeddings.weight
     for module in model.modules():
-        if type(module) is Attention and dtype == torch.bfloat16 and world.device.type == "cpu":
+        plain = type(module) is Attention and not module.score_cap
+        if plain and dtype == torch.bfloat16 and world.device.type == "cpu":
             recast(module, ProductAttention)
             if args.compile:  # Inductor's softmax is slower
                 module.attend = torch.compiler.disable(module.attend)
@@ -122,8 +123,8 @@ def losses(model, batch, teacher=None):
     x = model(batch)
     divergence = nats = 0.0
     for i in zip(*(index.split(CHUNK) for index in batch.counts.nonzero(as_tuple=True)), strict=True):
-        of_teacher = (teacher.output, teacher_x[i]) if teacher else ()
-        kl, ce = model.token_losses(model.output, x[i], batch.targets[i], *of_teacher)
+        of_teacher = (teacher.logits, teacher_x[i]) if teacher else ()
+        kl, ce = model.token_losses(model.logits, x[i], batch.targets[i], *of_teacher)
         divergence, nats = divergence + kl, nats + ce
     return divergence + (0.1 * nats if teacher else nats), nats.detach()
 

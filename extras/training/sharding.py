@@ -1,7 +1,7 @@
-"""Training on several devices: FSDP2 shards the weights, which are saved and loaded as shards.
+"""Training on several devices with FSDP2: sharding a model, filling it, and saving and loading its shards.
 
-FSDP2 cuts every parameter along its first dimension, one chunk per rank. Calling a module's forward gathers those of an
-attention or an MLP at once, and so the rest (embedding, norms, head).
+FSDP2 cuts every parameter along its first dimension; each rank holds one chunk. The forward pass of an attention or an
+MLP first gathers all of its parameters; those outside of them (embedding, norms, head) are gathered together.
 """
 
 import shutil
@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from formats import checkpoint
-from model import rope_frequencies
+from formats.rope import rope_frequencies
 from runtime import watch, writing
 from runtime.errors import InputError
 
