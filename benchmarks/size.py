@@ -17,7 +17,7 @@ def count(paths, split=str.splitlines):
 
 def main():
     listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split()
-    code = {name for name in listed if name.endswith((".py", ".cpp", ".sh"))}
+    code = {name for name in listed if name.endswith((".py", ".cpp", ".h", ".sh"))}
     places = {place: {n for n in code if n.startswith(f"{place}/")} for place in ("extras", "benchmarks", "tests")}
     raw = [name for name in listed if "results/" in name]
     shown = io.StringIO()

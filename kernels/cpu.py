@@ -1,12 +1,37 @@
-"""Memory of a CPU: huge pages for the weights, and freed memory that is kept for reuse."""
+"""A CPU: its instructions; huge pages for the weights, and freed memory that is kept for reuse."""
 
 import contextlib
 import ctypes
 import mmap
+import os
+import platform
+from pathlib import Path
 
 import torch
 
 HUGE = 2**21  # bytes of a huge page
+ON_ARM = platform.machine() in ("aarch64", "arm64")
+
+
+def features():
+    """Return the names of this processor's features, of which -march=native makes use; none if this is not Linux."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
+
+
+def instruction_set():
+    """Return what few_rows.cpp is compiled for, "avx512", "avx2" or "neon", or "plain": PyTorch's kernels instead.
+
+    $ATEN_CPU_CAPABILITY, PyTorch's own setting, chooses one. Raises ValueError if this processor does not have it.
+    """
+    here, asked = features(), os.environ.get("ATEN_CPU_CAPABILITY")
+    if ON_ARM:
+        return "neon" if "asimddp" in here and asked != "default" else "plain"
+    name = {"AVX512": "avx512", "AVX2": "avx2"}.get(torch.backends.cpu.get_cpu_capability(), "plain")
+    if here and name != "plain" and {"avx512": "avx512bw"}.get(name, name) not in here:
+        raise ValueError(f"ATEN_CPU_CAPABILITY={asked}: this processor has no {name}: leave the variable out")
+    return name if here else "plain"  # not Linux: other systems' compilers have OpenMP of another kind than PyTorch
 
 
 def empty(shape, dtype, device="cpu"):

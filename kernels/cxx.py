@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -12,6 +11,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+
+from kernels import cpu
 
 
 class CompilerError(RuntimeError):
@@ -52,8 +53,10 @@ def load_operators(source, what, *options):
     copies of the project. what: who needs a compiler, for the message. Raises CompilerError.
     """
     source, home = Path(__file__).parent / source, Path(torch.__file__).parent
-    options = ["-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC", *options]
-    contents = repr((source.read_text(), os.environ.get("CXX"), options, torch.__version__, _processor()))
+    native = "-mcpu=native" if cpu.ON_ARM else "-march=native"
+    texts = [path.read_text() for path in (source, source.with_suffix(".h")) if path.is_file()]
+    options = ["-O3", native, "-std=c++20", "-fopenmp", "-shared", "-fPIC", *options]
+    contents = repr((texts, os.environ.get("CXX"), options, torch.__version__, cpu.features()))
     name = f"{source.stem}-{hashlib.sha256(contents.encode()).hexdigest()[:16]}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ladder-fast"
     if folder.parts[0] == "~":
@@ -79,10 +82,3 @@ def load_operators(source, what, *options):
     except OSError as e:
         reason = e.strerror or str(e).splitlines()[0]
         raise CompilerError(f"cannot use {folder}: {reason}; name another folder in $XDG_CACHE_HOME") from None
-
-
-def _processor():
-    """Return the features of this processor, for which -march=native compiles."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

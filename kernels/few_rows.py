@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from kernels import cpu, cxx
 from kernels.int_linear import Int8Linear, Integers, IntEmbedding, IntLinear, recast, scaled, swap, unpack
 
-# with so many rows of x or fewer, few_rows.cpp is faster (benchmarks/decode.md)
-FEW = 7 if torch.cpu._is_amx_tile_supported() else 24  # than oneDNN
-FEW_INT = 96  # than multiplying with floats made from the integers
+# with so many rows of x or fewer, few_rows.cpp is faster (benchmarks/decode.md); with any, without oneDNN's bfloat16
+ONEDNN = torch.backends.cpu.get_cpu_capability() == "AVX512" or (cpu.ON_ARM and "bf16" in cpu.features())
+FEW = 2**30 if not ONEDNN else 7 if torch.cpu._is_amx_tile_supported() else 24  # than oneDNN
+FEW_INT = 96 if ONEDNN else 2**30  # than multiplying with floats made from the integers
 PANELS = 64  # panels of 16 rows that are packed at a time, so that temporaries take a few MB
 
 
@@ -19,7 +20,9 @@ def build():
     """Load the operators of few_rows.cpp. Raises cxx.CompilerError."""
     if hasattr(torch.ops.ladder, "few_rows"):
         return
-    cxx.load_operators("few_rows.cpp", "--compile", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math")
+    asked = cpu.instruction_set() == "avx2" and "avx512bw" in cpu.features()  # what others have who have no more
+    options = "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", *["-march=haswell"] * asked
+    cxx.load_operators("few_rows.cpp", "--compile", *options)
     torch.library.register_fake("ladder::few_rows", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
     for name in ("ladder::few_rows_int", "ladder::many_rows_int"):
         torch.library.register_fake(name, lambda x, weight, N, *_: x.new_empty(*x.shape[:-1], N))

@@ -15,7 +15,7 @@ from kernels import cpu
 from runtime.report import free_bytes
 
 QUEUED = 8  # calls that a GPU is given at once
-SETTINGS = "NCCL_", "TORCH_NCCL_", "GLOO_", "ENABLE_INTRA_NODE_COMM"  # of the environment
+SETTINGS = "NCCL_", "TORCH_NCCL_", "GLOO_", "ENABLE_INTRA_NODE_COMM", "ATEN_", "ONEDNN_", "MKL_"  # of the environment
 
 
 def timed(device, step):
@@ -76,12 +76,12 @@ def processor():
 
 
 def environment(world):
-    """Return what a result depends on besides its flags. settings: the environment's variables for NCCL and gloo."""
+    """Return what a result depends on besides its flags. settings: its variables of SETTINGS."""
     device = world.device
     return {
         "tp": world.tp_size, "shares": world.shares, "simulated": world.simulated, "device": device.type,
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
-        "threads": torch.get_num_threads(), "load_average": os.getloadavg()[0],
+        "threads": torch.get_num_threads(), "load_average": os.getloadavg()[0], "instructions": cpu.instruction_set(),
         "torch": torch.__version__, "commit": git_commit(), "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)},
     }  # fmt: skip
@@ -91,7 +91,8 @@ def git_commit():
     """Return the commit of this code, with "+" if it was edited since, or None outside a git checkout."""
     here = {"cwd": Path(__file__).parent.parent, "stderr": subprocess.DEVNULL, "text": True}
     try:
-        edited = subprocess.check_output(["git", "status", "--porcelain", "-uno", "*.py", "*.cpp", "*.sh"], **here)
+        code = "*.py", "*.cpp", "*.h", "*.sh"
+        edited = subprocess.check_output(["git", "status", "--porcelain", "-uno", *code], **here)
         return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], **here).strip() + "+" * bool(edited)
     except (OSError, subprocess.CalledProcessError):
         return None

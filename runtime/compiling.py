@@ -6,6 +6,7 @@ Shape letters: model.py.
 import contextlib
 import copy
 import gc
+import sys
 import time
 
 import torch
@@ -13,12 +14,12 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 from decoding.sampling import Sampler, pad
-from kernels import cxx, few_rows
+from kernels import cpu, cxx, few_rows
 from kernels.experts import Experts, floats
 from kernels.few_rows import FEW_INT, FewRowsIntLinear
 from kernels.int_linear import recast, swap
 from model import Attention, FeedForward
-from runtime import watch
+from runtime import launch, watch
 from runtime.errors import InputError
 from runtime.report import PASS_TOKENS
 
@@ -124,6 +125,10 @@ def use_fast_modules(model):
     if not on_gpu and model.dtype != torch.bfloat16:
         return
     if not on_gpu:
+        if cpu.instruction_set() == "plain":
+            if launch.rank_and_size()[0] == 0:
+                print("few_rows.cpp knows no such processor or system: PyTorch's kernels, slower", file=sys.stderr)
+            return
         few_rows.build()
         few_rows.replace_matrices(model)
 

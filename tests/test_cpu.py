@@ -17,9 +17,9 @@ from reference import Reference
 from safetensors.torch import save_file
 
 from formats import checkpoint
-from kernels import cxx, few_rows
+from kernels import cpu, cxx, few_rows
 from model import Attention
-from runtime import compiling
+from runtime import compiling, launch
 from runtime.errors import InputError
 
 
@@ -206,25 +206,78 @@ def test_clones_compile_once_and_what_is_damaged_again(tmp_path, monkeypatch):
             library.write_text("damaged")
 
 
-@pytest.mark.slow  # builds few_rows.cpp once more
-def test_processors_without_bfloat16_instructions(tmp_path):
-    """The portable forms of the functions that have two."""
-    compiler = tmp_path / "plain"
-    compiler.write_text('#!/bin/sh\nexec g++ "$@" -U__AVX512BF16__ -U__AVX512VNNI__ -U__AVX512F__\n')
-    compiler.chmod(0o755)
-    source = """
-import sys
-sys.path.insert(0, "tests")
-import test_cpu, test_quantize
-test_cpu.check_few_rows([(7, 5), (33, 2731), (21, 4100)])
-test_cpu.check_attention(3, 64)
-test_quantize.check_few_rows_int((1, 5))
-"""
-    environment = {**os.environ, "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", source], check=True, cwd=ROOT, env=environment)
-    [library] = tmp_path.rglob("few_rows-*.so")
-    if shutil.which("objdump"):
-        assert not re.search(rb"vdpbf16ps|vpdpbusd", subprocess.check_output(["objdump", "-d", library]))
+SETS = [  # compiler, -march, what /proc/cpuinfo calls it, what runs it, instructions that it must have and must not
+    ("g++", "haswell", "avx2", (), "vpmaddwd|vfmadd", "zmm|vpdp"),
+    ("g++", "haswell -mavxvnni", "avx_vnni", (), "vpdpwssd", "zmm|vpmaddwd"),
+    ("g++", "skylake-avx512", "avx512bw", (), "vpmaddwd.*zmm", "vpdp|vdpbf16"),
+    ("aarch64-linux-gnu-g++", "armv8.2-a+dotprod", None, ("qemu-aarch64", "-cpu", "max"), "sdot|fmla", "usdot|bfdot"),
+    (
+        "aarch64-linux-gnu-g++",
+        "armv8.2-a+dotprod+i8mm+bf16",
+        None,
+        ("qemu-aarch64", "-cpu", "max"),
+        "usdot|bfdot",
+        "sdot",
+    ),
+]
+
+
+@pytest.mark.parametrize("compiler, march, feature, emulator, used, unused", SETS, ids=[case[1] for case in SETS])
+def test_the_loops_on_every_instruction_set(compiler, march, feature, emulator, used, unused, tmp_path):
+    """Against float64, without PyTorch: on this processor or an emulated one."""
+    if missing := [tool for tool in (compiler, *emulator[:1]) if shutil.which(tool) is None]:
+        pytest.skip(f"{' and '.join(missing)} not installed")
+    if feature and feature not in cpu.features():
+        pytest.skip(f"this processor has no {feature}")
+    options = ["-O3", *f"-march={march}".split(), "-std=c++20", "-fassociative-math", "-fno-signed-zeros"]
+    options += ["-fno-trapping-math", "-w", "-I", ROOT / "kernels", *(["-static"] if emulator else [])]
+    subprocess.run([compiler, *options, ROOT / "tests/few_rows_alone.cpp", "-o", tmp_path / "loops"], check=True)
+    done = subprocess.run([*emulator, tmp_path / "loops"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    objdump = compiler.replace("g++", "objdump")
+    if shutil.which(objdump):
+        code = subprocess.check_output([objdump, "-d", "--no-show-raw-insn", tmp_path / "loops"], text=True)
+        assert all(re.search(rf"\s{name}", code) for name in used.split("|"))
+        assert not re.search(rf"[\s%]({unused})", code)
+
+
+def test_the_instructions_that_one_asks_for(tmp_path):
+    """What this processor has besides its best, as others have it who have no more: the same tests."""
+    if cpu.instruction_set() != "avx512":
+        pytest.skip("the other tests run on the only set that this processor has")
+    files = [f"tests/test_{name}.py" for name in ("cpu", "quantize", "experts", "tp")]
+    # torch 2.13 compiles that model for AVX2 to what is not a number, unless without vectors
+    names = "(few_rows or attention_of or feed_forward_is or packed_weights) and not compiled_model"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files, "-k", names]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:]
+
+
+def test_without_instructions_for_our_kernels_there_are_pytorchs(monkeypatch, capsys):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr(cpu, "ON_ARM", False)
+    net, (tokens, lengths) = random_model(BASE).bfloat16(), unequal_rows(BASE)
+    kinds, plain = {type(m) for m in net.modules()}, last_logits(net, tokens, lengths)
+    compiling.use_fast_modules(net)
+    assert {type(m) for m in net.modules()} == kinds
+    line = "few_rows.cpp knows no such processor or system: PyTorch's kernels, slower\n"
+    assert capsys.readouterr().err == line
+    assert torch.equal(last_logits(net, tokens, lengths), plain)
+    monkeypatch.setattr(cpu, "ON_ARM", True)
+    for features, name in (["asimd", "asimddp"], "neon"), (["asimd"], "plain"), ([], "plain"):
+        monkeypatch.setattr(cpu, "features", lambda features=features: features)
+        assert cpu.instruction_set() == name
+
+
+def test_instructions_that_are_not_there_are_one_clear_line(monkeypatch):
+    monkeypatch.setattr(cpu, "ON_ARM", False)
+    monkeypatch.setattr(cpu, "features", lambda: ["avx2", "avx512f"])
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx512")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    message = "ATEN_CPU_CAPABILITY=avx512: this processor has no avx512: leave the variable out"
+    with pytest.raises(InputError, match=message):
+        launch.choose_device("cpu")
 
 
 @pytest.mark.parametrize("ranges", [None, [(5, 17), (2990, 3000)], [(7, 7)]], ids=str)
