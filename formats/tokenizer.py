@@ -73,7 +73,8 @@ class Tokenizer:
     def render(self, messages, answer=True):
         """Return a conversation as the chat template writes it, followed by the start of an answer if asked for."""
         if self.template is None:
-            raise InputError("no chat template in the checkpoint's tokenizer_config.json, nor a chat_template.jinja")
+            where = "in the checkpoint's tokenizer_config.json, nor a chat_template.jinja"
+            raise InputError(f"no chat template {where}: give it plain texts, not chats")
         variables = {**self.template_variables, "messages": messages, "add_generation_prompt": answer}
         text, error = load_extra("chat", "a chat template").template.renderer.render(self.template, variables)
         if error is not None:

@@ -42,8 +42,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, argv=None):
         args = super().parse_args(argv)
-        for name in (name for name, value in vars(args).items() if value == "" != self.get_default(name)):
-            self.error(f"--{name.replace('_', '-')} is empty: give a value, or leave it out")
+        for action in self._actions:
+            if getattr(args, action.dest, None) == "" != action.default:
+                name = action.option_strings[0] if action.option_strings else action.metavar
+                self.error(f"{name} is empty: give a value" + ", or leave it out" * (not action.required))
         return args
 
 

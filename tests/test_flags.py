@@ -1,6 +1,7 @@
 """Bad flags of every script: one line that names the flag, exit code 2, nothing written."""
 
 import importlib
+import shlex
 
 import pytest
 import torch
@@ -102,6 +103,7 @@ SCRIPTS = {
         "{tiny}/model.safetensors --out {}/out",
         {"": "model.safetensors is no llama2.c file (give the folder of safetensors)"},
     ),
+    "convert_hf_checkpoint of nothing": ("", {"'' --out {}/out": "SOURCE is empty: give a value"}),
     "convert_hf_checkpoint": (
         "{}",
         {
@@ -128,7 +130,7 @@ def test_bad_flags_are_one_clear_line_and_leave_nothing(name, always, more, line
     (tmp_path / "empty").write_text("")
     (tmp_path / "long").write_text("Once upon a time there was a little dog.\n<|endoftext|>\nIt ran to the park. " * 30)
     folders = {n: request.getfixturevalue(n) for n in ("tiny", "even") if f"{{{n}}}" in always + more}
-    argv = [word.replace("{}", str(tmp_path)).format(**folders) for word in f"{always} {more}".split()]
+    argv = [word.replace("{}", str(tmp_path)).format(**folders) for word in shlex.split(f"{always} {more}")]
     main = importlib.import_module(name.split()[0]).main
     monkeypatch.setattr("sys.argv", [name, *argv])
     with pytest.raises(InputError) as error:
