@@ -34,7 +34,7 @@ def prepare_compile():
 
     # Inductor (torch 2.13) splits its command at spaces, and quotes all paths but this one
     cpp_extension.TORCH_LIB_PATH = shlex.quote(str(Path(torch.__file__).parent / "lib"))
-    # without it Inductor (torch 2.13) compiles loops for AVX2 that are in its cache for AVX-512, whose vectors are longer
+    # else Inductor (torch 2.13) compiles for AVX2 what it cached for AVX-512, loops in steps of longer vectors
     torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
 
 
