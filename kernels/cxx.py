@@ -34,6 +34,8 @@ def prepare_compile():
 
     # Inductor (torch 2.13) splits its command at spaces, and quotes all paths but this one
     cpp_extension.TORCH_LIB_PATH = shlex.quote(str(Path(torch.__file__).parent / "lib"))
+    # else Inductor (torch 2.13) compiles for AVX2 what it cached for AVX-512, loops in steps of longer vectors
+    torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
 
 
 def check_triton():

@@ -246,12 +246,23 @@ def test_the_instructions_that_one_asks_for(tmp_path):
     if cpu.instruction_set() != "avx512":
         pytest.skip("the other tests run on the only set that this processor has")
     files = [f"tests/test_{name}.py" for name in ("cpu", "quantize", "experts", "tp")]
-    # torch 2.13 compiles that model for AVX2 to what is not a number, unless without vectors
-    names = "(few_rows or attention_of or feed_forward_is or packed_weights) and not compiled_model"
+    names = "few_rows or attention_of or feed_forward_is or packed_weights"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files, "-k", names]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:]
+
+
+def test_code_compiled_for_other_instructions_is_not_reused(tmp_path):
+    """One cache for both: the loops take as many elements at a time as a vector of the first has."""
+    if cpu.instruction_set() != "avx512":
+        pytest.skip("this processor has vectors of one length")
+    code = "import torch; from kernels import cxx; cxx.prepare_compile(); x = torch.arange(64.0)"
+    code += "; torch._inductor.config.cpp_cache_precompile_headers = False"
+    code += "; assert torch.equal(torch.compile(lambda x: 2 * x + 1)(x), 2 * x + 1)"
+    for name in "avx512", "avx2":
+        environment = os.environ | {"ATEN_CPU_CAPABILITY": name, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+        subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
 
 
 def test_without_instructions_for_our_kernels_there_are_pytorchs(monkeypatch, capsys):
