@@ -119,6 +119,8 @@ def join(device=None, flags=None):
             raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun")
         world.device = choose_device(device)
         return world
+    if dist.is_initialized():
+        raise InputError("the ranks have met: name the same device in each load()")
     from runtime import ranks
 
     seen = [gpu for gpus in world.gather(visible_gpus(device), ranks.patience()) for gpu in gpus or [None, None]]
@@ -235,7 +237,9 @@ def _leave(error):
     if line and speaks:
         print(line, file=sys.stderr, flush=True)
     if line and (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):  # what torchrun's report then ends with
-        cause = {"message": line.strip().splitlines()[-1], "extraInfo": {"timestamp": f"{time.time():.0f}"}}
+        # which is the earliest failure's, and those that torchrun then stops may be of the same second
+        earlier = str(int(time.time()) - 1)
+        cause = {"message": line.strip().splitlines()[-1], "extraInfo": {"timestamp": earlier}}
         with contextlib.suppress(OSError), open(path, "w") as f:
             json.dump({"message": cause}, f)
     for process in getattr(error, "stopped", ()):
