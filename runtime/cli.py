@@ -1,6 +1,7 @@
 """The command line: the flags that scripts share and what they mean; prompts in, text out."""
 
 import argparse
+import json
 import math
 import os
 import sys
@@ -229,10 +230,12 @@ def encode(text, args, tokenizer):
             raise InputError(f"--prompt {text!r} is not a list of numbers such as ids:1,403,407") from None
     if tokenizer is None:
         raise InputError(f"{args.checkpoint or '--model'} has no tokenizer: use --prompt ids:... or --prompt-length")
-    messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
-    if any("\ud800" <= c <= "\udfff" for message in messages for c in message["content"]):
-        raise InputError(f"--prompt {text!r} is not valid UTF-8")  # Python's substitutes for what is no character
-    return tokenizer.encode(text) if args.chat is None else tokenizer.chat([*args.chat, *messages])
+    messages = [*(args.chat or []), *([{"role": "user", "content": text}] if isinstance(text, str) else text)]
+    # Python's substitutes for what is no character
+    if any("\ud800" <= c <= "\udfff" for c in json.dumps(messages, ensure_ascii=False)):
+        where = f"--prompt {text!r}{', or the text of --chat,' * bool(args.chat)}"
+        raise InputError(f"{where} is not valid UTF-8")
+    return tokenizer.encode(text) if args.chat is None else tokenizer.chat(messages)
 
 
 def fit(max_new_tokens, prompts, context):

@@ -119,6 +119,8 @@ def join(device=None, flags=None):
             raise InputError(f"--comm {comm} is how ranks sum: start two or more, with torchrun")
         world.device = choose_device(device)
         return world
+    if dist.is_initialized():
+        raise InputError("the ranks have met: name the same device in each load()")
     from runtime import ranks
 
     seen = [gpu for gpus in world.gather(visible_gpus(device), ranks.patience()) for gpu in gpus or [None, None]]
@@ -151,12 +153,11 @@ def choose_device(device, rank=0, tp_size=1, own_gpu=False):
         device = f"cuda:{local_rank if tp_size > 1 and not own_gpu else 0}"
     if device not in known:
         raise InputError(f"no such device: {device}; this machine has {', '.join(known)}")
-    if device == "cpu":
-        try:
-            cpu.instruction_set()
-        except ValueError as e:  # before PyTorch executes an instruction that is not there
-            raise InputError(str(e)) from None
-    else:
+    try:
+        cpu.instruction_set()
+    except ValueError as e:  # before PyTorch executes an instruction that is not there
+        raise InputError(str(e)) from None
+    if device != "cpu":
         try:
             torch.cuda.set_device(torch.device(device))
         except RuntimeError as e:  # above all a driver that is too old for this PyTorch
@@ -235,7 +236,9 @@ def _leave(error):
     if line and speaks:
         print(line, file=sys.stderr, flush=True)
     if line and (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):  # what torchrun's report then ends with
-        cause = {"message": line.strip().splitlines()[-1], "extraInfo": {"timestamp": f"{time.time():.0f}"}}
+        # which is the earliest failure's, and those that torchrun then stops may be of the same second
+        earlier = str(int(time.time()) - 1)
+        cause = {"message": line.strip().splitlines()[-1], "extraInfo": {"timestamp": earlier}}
         with contextlib.suppress(OSError), open(path, "w") as f:
             json.dump({"message": cause}, f)
     for process in getattr(error, "stopped", ()):

@@ -205,6 +205,8 @@ def test_measured_losses_are_those_of_the_page_and_choose_what_is_recommended(tp
     assert losses(shown) == wanted
     faster = [name for name in rows(shown) if float(wanted.get(name, "9 %").split()[0]) < 3]
     assert faster[0] == "ladder" and "\nRecommended: ladder, the fastest with a measured loss below 3 %" in shown
+    sandwiched = advised(capsys, "--model", "gemma3-12b", "--tp", tp_size, "--gpu", "4090", "--link", "pcie-host")
+    assert losses(sandwiched)["ladder"] == wanted["ladder"] and "pair" not in sandwiched  # which it cannot have
     mixture = advised(capsys, "--model", "30b-a3b", "--tp", 2, "--gpu", "a100", "--link", "pcie")
     assert losses(mixture) == {"standard": "+0.0 %", "ladder": "+3.4 %"} and "Recommended: standard, " in mixture
 

@@ -27,6 +27,7 @@ from extras.collectives.int8_sums import Int8Group
 from extras.measure import link
 from runtime.errors import InputError
 from runtime.launch import World
+from runtime.watch import Verdict
 
 OPS = torch.ops._c10d_functional
 SLOTS, SLOT = 4, 256  # bytes: small ones, so that small messages have many pieces
@@ -521,13 +522,13 @@ def test_larger_sums_go_another_way_and_some_are_refused(pretended):
 
 @pytest.mark.parametrize("fault, line", [(None, None), ("wrong", "are wrong"), ("endless", "do not end within 0 s")])
 def test_one_shot_sums_are_tried_against_nccls_before_they_are_used(fault, line, pretended, monkeypatch):
-    """A wrong one in any of the sizes, or one that does not end."""
+    """A wrong one in any of the sizes, or one that does not end, behind which NCCL's would wait."""
     group, seen = pretended
     seen.nccl.allreduce.side_effect = lambda tensors: (tensors[0].mul_(2), MagicMock())[1]
     seen.main.record_event.return_value.query.side_effect = lambda: fault != "endless"
     monkeypatch.setattr(one_shot, "PATIENCE", 0)
     if fault != "wrong":
-        expected = pytest.raises(InputError, match=line) if line else contextlib.nullcontext()
+        expected = pytest.raises(Verdict, match=line) if line else contextlib.nullcontext()
         with expected:
             one_shot.check(group, 0, "cpu")
         return

@@ -56,16 +56,19 @@ def test_a_gpu_has_its_next_pass_before_the_ids_of_this_one_are_read(temperature
     assert events == ["pass", *["pass", "read"] * 7]
 
 
-@pytest.mark.parametrize("prompt, new", [(1, 1), (4, 1), (6, 23), (3, 3)])
-def test_the_cache_is_read_in_buckets_all_of_which_the_warm_up_has_seen(prompt, new, monkeypatch):
-    net, prompts = random_model(BASE), [[1] * prompt]
+@pytest.mark.parametrize("prompt, new, linear", [(1, 1, ()), (4, 1, ()), (6, 23, ()), (3, 3, ()), (6, 23, (0, 2))])
+def test_the_cache_is_read_in_buckets_all_of_which_the_warm_up_has_seen(prompt, new, linear, monkeypatch):
+    """Also where a first layer of linear attention has a state, and no slots."""
+    settings = {"key_heads": 5, "value_heads": 10, "key_dim": 8, "value_dim": 12, "conv_width": 4}
+    config = dataclasses.replace(BASE, linear_layers=linear, linear_attention=settings if linear else None)
+    net, prompts = random_model(config), [[1] * prompt]
     runner, _ = pretended(net, None, monkeypatch)
     runner.cache = make_cache(types.SimpleNamespace(device=CUDA, new_cache=net.new_cache), 1, prompt + new)
     compiling.warm_up(runner, prompts, new, Sampler(0))
     warm = {*runner.lengths}
     runner.lengths.clear()
     generate(runner, prompts, new, Sampler(0))
-    slots, least = runner.cache[0][0].shape[2], BUCKET * -(-(prompt + 1) // BUCKET)
+    slots, least = runner.cache[1][0].shape[2], BUCKET * -(-(prompt + 1) // BUCKET)
     assert slots % BUCKET == 1 and 0 <= slots - 1 - prompt - new < BUCKET
     assert all(length < slots and length % BUCKET == 0 for length in warm)
     assert warm >= {*runner.lengths} and max(warm) <= runner.cache_length(max([*runner.lengths, least]) + 1)

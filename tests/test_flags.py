@@ -25,6 +25,7 @@ SCRIPTS = {
             "--chat=Answer.": "no chat template",
             "--prompt=@{}/empty": "--prompt is empty ('@",
             "--prompt=a\udcff": "is not valid UTF-8",
+            "--prompt=a --chat=\udcff": "--prompt 'a', or the text of --chat, is not valid UTF-8",
             "--prompt=ids:": "a prompt has no tokens",
             "--prompt=ids:1,x": "--prompt 'ids:1,x' is not a list of numbers",
             "--prompt=ids:1,300": "token id 300 is outside the vocabulary of 300",

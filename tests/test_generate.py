@@ -154,17 +154,23 @@ def test_the_functions_of_a_notebook_on_two_ranks_from_another_folder(tiny, tmp_
 import sys
 from complete import complete, load
 from runtime import launch
+from runtime.errors import InputError
 def main():
     (model, tokenizer), (draft, _) = load(sys.argv[1]), load(sys.argv[1], wiring="ladder")
     for more in {}, {"draft": draft}:
         pieces = list(complete(model, tokenizer, ["Once upon a time", "a"], 12, temperature=0, stream=True, **more))
         sys.stdout.write(f"{model.comm.tp_size} {[''.join(row) for row in zip(*pieces)]}\\n")
+    try:
+        load(sys.argv[1], "cpu")
+    except InputError as e:
+        sys.stdout.write(f"{e}\\n")
     load("/nowhere")
 launch.run(main)
 """)
     wanted = complete(*load(tiny), ["Once upon a time", "a"], 12, temperature=0)
     done = helpers.script(tmp_path / "mine.py", tiny, ranks=2, PYTHONPATH=str(ROOT))
-    assert sorted(done.stdout.splitlines()) == [f"2 {wanted}"] * 4, done.stderr
+    again = "the ranks have met: name the same device in each load()"
+    assert sorted(done.stdout.splitlines()) == [f"2 {wanted}"] * 4 + [again] * 2, done.stderr
     # torchrun's own 20 lines, and a block of one rank that ends with our line; it makes every exit code 1
     line = "mine.py: /nowhere is not a checkpoint folder: it has no config.json, or does not exist; a hub model is "
     line += "converted first: convert_hf_checkpoint.py /nowhere --out DIR"

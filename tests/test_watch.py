@@ -214,7 +214,8 @@ def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys, tmp_
     wrong = InputError("wrong")
     # torchrun lists each rank that fails; on the node of the first one, that is enough
     assert [leave(1, wrong, "0"), leave(0, wrong, "0"), leave(2, wrong, "1")] == [2, 0, 2]
-    assert json.loads((tmp_path / "1").read_text())["message"]["message"] == "x.py: wrong"
+    told = json.loads((tmp_path / "1").read_text())["message"]
+    assert told["message"] == "x.py: wrong" and int(told["extraInfo"]["timestamp"]) < int(time.time())
     store.delete_key("ended")
     assert [leave(1, wrong, "0"), leave(0, wrong, None), leave(2, watch.Terminated("SIGTERM"), None)] == [2] * 3
     with pytest.raises(SystemExit) as end:

@@ -14,6 +14,7 @@ from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import _detect_dma_connectivity
 
 from extras.group import Group, pending_on
+from runtime import watch
 from runtime.benchmarking import timed
 from runtime.errors import InputError
 from tp import COLLECTIVES, Collective
@@ -61,7 +62,10 @@ def has_nvlink(n):
 
 
 def check(group, rank, device):
-    """Raise InputError unless sums of all sizes are NCCL's, and end: over PCIe, some peers' memory gives wrong ones."""
+    """Raise InputError unless sums of all sizes are NCCL's: over PCIe, some peers' memory gives wrong ones.
+
+    Raises Verdict if they do not end: NCCL's would wait for them.
+    """
     wrong = torch.zeros((), dtype=torch.bool, device=device)
     for size in TESTED:
         x = (torch.arange(size // 2, device=device) % 17 + rank).bfloat16()  # whose sums are exact, of up to 8 ranks
@@ -73,7 +77,7 @@ def check(group, rank, device):
     computed, deadline = torch.cuda.current_stream().record_event(), time.monotonic() + PATIENCE
     while not computed.query():
         if time.monotonic() > deadline:
-            raise InputError(f"one-shot sums do not end within {PATIENCE} s on these GPUs: give --comm library")
+            raise watch.Verdict(f"one-shot sums do not end within {PATIENCE} s on these GPUs: give --comm library")
         time.sleep(0.01)
     if wrong:
         raise InputError("one-shot sums are wrong on these GPUs: give --comm library")

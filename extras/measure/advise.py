@@ -168,8 +168,11 @@ def measured_losses(own, tp_size):
         return {function(own, tp_size): 0.0}
     for line in results.read(path, "kind", "wiring", "n_layers", "steps", "nats"):
         if (line["kind"], line["steps"], bool(line.get("n_experts"))) == ("retrained", steps, bool(own.n_experts)):
-            small = dataclasses.replace(own, n_layers=(L := line["n_layers"]), wiring=line["wiring"], **ALL_ALIKE)
-            wirings, *rest = function(small, tp_size)
+            L, small = line["n_layers"], dataclasses.replace(own, n_layers=line["n_layers"], **ALL_ALIKE)
+            try:
+                wirings, *rest = function(rewired(small, line["wiring"]), tp_size)
+            except InputError:  # these weights cannot have it
+                continue
             nats[tuple(wirings[L * i // own.n_layers] for i in range(own.n_layers)), *rest].append(line["nats"])
     control = statistics.median(nats[function(own, tp_size)])
     return {key: 100 * (statistics.median(values) / control - 1) for key, values in nats.items()}
