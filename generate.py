@@ -20,6 +20,7 @@ from tqdm import tqdm
 from decoding.sampling import RunAhead, Sampler, last_tokens, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
+from model import cache_slots
 from runtime import cli, launch, report, watch
 from runtime.cli import count, number
 from runtime.errors import InputError, load_extra
@@ -86,8 +87,8 @@ class Runner:
 
     def with_model(self, model, cache=None):
         """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
-        B, _, T, *_ = self.cache[0][0].shape
-        return Runner(model, cache or model.new_cache(B, T), *self.compiles, self.chunks)
+        cache = cache or model.new_cache(len(self.cache[0][0]), cache_slots(self.cache))
+        return Runner(model, cache, *self.compiles, self.chunks)
 
     def cache_length(self, longest):
         """Return how many slots of the cache a pass reads, after which the longest row has so many tokens.
@@ -97,7 +98,7 @@ class Runner:
         if self.device.type == "cpu":
             return longest
         unit = max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
-        return min(-(-longest // unit) * unit, self.cache[0][0].shape[2] - 1)
+        return min(-(-longest // unit) * unit, cache_slots(self.cache) - 1)
 
     def unguarded(self):
         """Return a context for shapes that warm_up has compiled: it skips guards, 0.5 ms a step of 16 layers."""

@@ -559,7 +559,7 @@ class Transformer(nn.Module):
         interleave runs a layer's attention of the first chunk first, so that the others find its keys in the cache.
         """
         S, causal, streams = tokens.shape[1], positions is None, []
-        longest = cache[0][0].shape[2] - 1 if cache else S  # what is in the last slot, no pass reads
+        longest = cache_slots(cache) - 1 if cache else S  # what is in the last slot, no pass reads
         if causal:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
         last = None if select is None else positions[:, :1] + select[:, None]
@@ -641,6 +641,11 @@ class Transformer(nn.Module):
     def new_cache(self, batch, length):
         """Return a static cache of `length` slots: for each layer a (k, v), or a state of linear_attention.py."""
         return [block.attention.new_cache(batch, length, self.device, self.dtype) for block in self.layers]
+
+
+def cache_slots(cache):
+    """Return the slots T of a cache as new_cache makes it. Layers of linear attention have none."""
+    return max((k.shape[2] for k, _ in cache if k.dim() == 4), default=1)
 
 
 def build(config):
