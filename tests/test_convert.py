@@ -272,7 +272,8 @@ def test_sliding_windows_are_where_transformers_has_them(tmp_path):
 def test_an_original_context_beside_the_rotary_settings_is_the_one(tmp_path):
     values = {**SMALL, "model_type": "llama", "rope_parameters": YARN, "original_max_position_embeddings": 12}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path).rope_parameters
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_config(theirs).config.rope_parameters
     ours = huggingface.config_from_hf(tmp_path / "config.json").rope_scaling
     assert ours["original_max_position_embeddings"] == theirs["original_max_position_embeddings"] == 12
 
