@@ -608,8 +608,7 @@ class Transformer(nn.Module):
             scale = (1 + beta * (positions // original + 1).log())[:, None, None, :, None] * (scale or 1.0)
         if self.config.score_cap and mask is None:
             mask = positions[:, None] <= positions[..., None]
-        factor = scaling.get("attention_factor", 1.0)  # YaRN's and longrope's, of queries and of keys
-        cos, sin = self.angles(positions, is_long, factor)
+        cos, sin = self.angles(positions, is_long, scaling.get("attention_factor", 1.0))  # YaRN's and longrope's
         return AttentionMetadata(cos, sin, rows, positions, mask, self.comm, scale, last=last)
 
     def angles(self, positions, second, factor=1.0):
@@ -645,7 +644,8 @@ class Transformer(nn.Module):
 
 def cache_slots(cache):
     """Return the slots T of a cache as new_cache makes it. Layers of linear attention have none."""
-    return max((k.shape[2] for k, _ in cache if k.dim() == 4), default=1)
+    slots = [keys.shape[2] for keys, _ in cache if keys.dim() == 4]
+    return slots[0] if slots else 1
 
 
 def build(config):
