@@ -20,6 +20,7 @@ from tqdm import tqdm
 from decoding.sampling import RunAhead, Sampler, last_tokens, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
+from model import cache_slots
 from runtime import cli, launch, report, watch
 from runtime.cli import count, number
 from runtime.errors import InputError, load_extra
@@ -84,14 +85,9 @@ class Runner:
             self._decode, self._prefill = compiling.compiled(model, compile, compile_prefill)
         self.graphs = self._decode if compile and self.device.type == "cuda" else None
 
-    @property
-    def slots(self):
-        """Slots of the cache. A layer of linear attention has none, but a state of five dimensions."""
-        return max(keys.shape[2] for keys, _ in self.cache if keys.dim() == 4)
-
     def with_model(self, model, cache=None):
         """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
-        cache = cache or model.new_cache(len(self.cache[0][0]), self.slots)
+        cache = cache or model.new_cache(len(self.cache[0][0]), cache_slots(self.cache))
         return Runner(model, cache, *self.compiles, self.chunks)
 
     def cache_length(self, longest):
@@ -102,7 +98,7 @@ class Runner:
         if self.device.type == "cpu":
             return longest
         unit = max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
-        return min(-(-longest // unit) * unit, self.slots - 1)
+        return min(-(-longest // unit) * unit, cache_slots(self.cache) - 1)
 
     def unguarded(self):
         """Return a context for shapes that warm_up has compiled: it skips guards, 0.5 ms a step of 16 layers."""

@@ -559,7 +559,7 @@ class Transformer(nn.Module):
         interleave runs a layer's attention of the first chunk first, so that the others find its keys in the cache.
         """
         S, causal, streams = tokens.shape[1], positions is None, []
-        longest = cache[0][0].shape[2] - 1 if cache else S  # what is in the last slot, no pass reads
+        longest = cache_slots(cache) - 1 if cache else S  # what is in the last slot, no pass reads
         if causal:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
         last = None if select is None else positions[:, :1] + select[:, None]
@@ -608,8 +608,7 @@ class Transformer(nn.Module):
             scale = (1 + beta * (positions // original + 1).log())[:, None, None, :, None] * (scale or 1.0)
         if self.config.score_cap and mask is None:
             mask = positions[:, None] <= positions[..., None]
-        factor = scaling.get("attention_factor", 1.0)  # YaRN's and longrope's, of queries and of keys
-        cos, sin = self.angles(positions, is_long, factor)
+        cos, sin = self.angles(positions, is_long, scaling.get("attention_factor", 1.0))  # YaRN's and longrope's
         return AttentionMetadata(cos, sin, rows, positions, mask, self.comm, scale, last=last)
 
     def angles(self, positions, second, factor=1.0):
@@ -641,6 +640,12 @@ class Transformer(nn.Module):
     def new_cache(self, batch, length):
         """Return a static cache of `length` slots: for each layer a (k, v), or a state of linear_attention.py."""
         return [block.attention.new_cache(batch, length, self.device, self.dtype) for block in self.layers]
+
+
+def cache_slots(cache):
+    """Return the slots T of a cache as new_cache makes it. Layers of linear attention have none."""
+    slots = [keys.shape[2] for keys, _ in cache if keys.dim() == 4]
+    return slots[0] if slots else 1
 
 
 def build(config):

@@ -7,6 +7,7 @@ COMMON = {
 SHAPE = {  # of every family
     "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
     "max_position_embeddings", "rope_scaling", "rope_parameters", "model_type", "hidden_act", "ladder_layers",
+    "original_max_position_embeddings",
 }  # fmt: skip
 IGNORED = {  # do not change what a model computes
     "_name_or_path", "architectures", "attention_dropout", "auto_map", "chunk_size_feed_forward", "context_window_size",

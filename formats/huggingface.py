@@ -222,7 +222,7 @@ def rope_scaling_from_hf(hf):
         raise InputError(f"rope type {rope_type!r} is not supported, only {', '.join(supported)} are")
     if rope_type == "default":
         return None
-    original = hf.get(ORIGINAL, rope.get(ORIGINAL, context))
+    original = hf.get(ORIGINAL) or rope.get(ORIGINAL) or context
     scaling = {**rope, ORIGINAL: original}
     factor = rope.get("factor") or context / original
     if rope_type == "yarn":
@@ -261,7 +261,7 @@ def window_layers_from_hf(hf):
     first = hf.get("max_window_layers", 0)
     if types is None and hf["model_type"] == "qwen2_moe":
         return tuple(range(0, min(first, n_layers), 2))
-    if types is None and (step := hf.get("_sliding_window_pattern") or hf.get("sliding_window_pattern")):
+    if types is None and (step := hf.get("sliding_window_pattern")):
         return tuple(i for i in range(n_layers) if (i + 1) % step)
     if types is None:
         return nope_layers_from_hf(hf) if hf["model_type"] == "smollm3" else tuple(range(first, n_layers))

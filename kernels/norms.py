@@ -52,4 +52,4 @@ class NormedSums:
         if pending is None:
             return self.comm.settle(x, None, after)
         started, norm = pending
-        return x + norm(self.comm.settle(torch.zeros_like(x), started, after))
+        return x + norm(self.comm.settle(torch.zeros_like(x), started, after))  # not wait: settle also keeps the order

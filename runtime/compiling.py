@@ -18,7 +18,7 @@ from kernels import cpu, cxx, few_rows
 from kernels.experts import Experts, floats
 from kernels.few_rows import FEW_INT, FewRowsIntLinear
 from kernels.int_linear import recast, swap
-from model import Attention, FeedForward
+from model import Attention, FeedForward, cache_slots
 from runtime import launch, watch
 from runtime.errors import InputError
 from runtime.report import PASS_TOKENS
@@ -203,7 +203,7 @@ def warm_up(runner, prompts, max_new_tokens, sample, draft=None):
     lengths = {first}
     if runner.device.type == "cuda":
         last = first + max_new_tokens - 1
-        end = min(runner.cache_length(last) + 1, runner.slots - 1, runner.model.config.max_seq_len)
+        end = min(runner.cache_length(last) + 1, cache_slots(runner.cache) - 1, runner.model.config.max_seq_len)
         lengths = {last, *{runner.cache_length(n): n for n in range(end, first - 1, -1)}.values()}
     with _compiling():
         padded = pad(prompts, runner.device)

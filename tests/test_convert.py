@@ -258,6 +258,7 @@ WINDOWS = [  # a config of three layers and a context of 64, and the layers with
     ({"model_type": "qwen2_moe", "use_sliding_window": True}, (0, 2)),
     ({"model_type": "qwen2_moe", "use_sliding_window": True, "max_window_layers": 2}, (0,)),
     ({"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 2}, (0, 1, 2)),
+    ({"model_type": "gemma3_text", "sliding_window_pattern": 2, "_sliding_window_pattern": 3}, (0, 2)),
 ]
 
 
@@ -266,6 +267,15 @@ def test_sliding_windows_are_where_transformers_has_them(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(SMALL | {"sliding_window": 40} | values))
         config = huggingface.config_from_hf(tmp_path / "config.json")
         assert (config.max_seq_len, config.window_layers, config.sliding_window) == (64, layers, 40 if layers else None)
+
+
+def test_an_original_context_beside_the_rotary_settings_is_the_one(tmp_path):
+    values = {**SMALL, "model_type": "llama", "rope_parameters": YARN, "original_max_position_embeddings": 12}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_config(theirs).config.rope_parameters
+    ours = huggingface.config_from_hf(tmp_path / "config.json").rope_scaling
+    assert ours["original_max_position_embeddings"] == theirs["original_max_position_embeddings"] == 12
 
 
 def test_the_ends_of_a_generation_config_stand_in_for_absent_ones(tmp_path):

@@ -13,7 +13,7 @@ import torch
 
 from extras.measure.clock import count_all_reduces, run_layers
 from extras.measure.link import Link
-from model import Config, SingleDevice
+from model import Config, SingleDevice, cache_slots
 from runtime import writing
 from runtime.benchmarking import in_turns, quartiles, timed
 from tp import TensorParallel
@@ -34,7 +34,7 @@ def replays(runner, tokens, lengths):
     runner: a generate.Runner. tokens, lengths: its prompts, as `pad` makes them. The decode step writes and
     reads up to the last slot but one of the cache.
     """
-    token, longest = tokens[:, :1].clone(), runner.slots - 1
+    token, longest = tokens[:, :1].clone(), cache_slots(runner.cache) - 1
     last = torch.full_like(lengths, longest - 1)
     return {
         "prefill": lambda: runner.prefill(tokens, lengths), "decode": lambda: runner.decode(token, last, longest)
