@@ -217,16 +217,18 @@ def test_logprobs_are_those_of_the_model(server, model):
 OK = {"prompt": "One day", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 REFUSED = [  # body, status, words of the message
-    (b"{", 400, "is not JSON"), (b'{"prompt": NaN}', 400, "is not JSON"), (b"[" * 99999, 400, "is not JSON"),
+    (b"{", 400, "is not JSON"), (b'{"prompt": NaN}', 400, "wrong type"), (b"[" * 99999, 400, "is not JSON"),
     (b"\xff\xfe", 400, "is not JSON"), (b"[1]", 400, "is not a JSON object"), (b"", 400, "is not JSON"),
-    ({}, 400, "prompt must be"), (OK | {"prompt": ["a", "b"]}, 400, "one text"),
+    ({}, 400, "prompt must be"), (OK | {"prompt": ["a"] * 44}, 400, "44 prompts but at most 43"),
+    (OK | {"prompt": ["a", 1]}, 400, "token ids are"), (OK | {"prompt": [["a"]]}, 400, "token ids are"),
+    (b'{"\\ud800": 1}', 400, "supplied: \ud800"), (OK | {"temperature": 1e999}, 400, "temperature is inf"),
     (OK | {"prompt": [1.5]}, 400, "token id"),
     (OK | {"prompt": [1024]}, 400, "from 0 to 1023"), (OK | {"prompt": []}, 400, "has 0 tokens"),
     (OK | {"prompt": [5] * 256}, 400, "has 256 tokens but must have from 1 to 255"),
     (OK | {"prompt": "\ud800"}, 400, "surrogate"), (OK | {"prompt": [True]}, 400, "token id"),
-    (OK | {"max_tokens": 0}, 400, "max_tokens is 0"), (OK | {"max_tokens": "3"}, 400, 'max_tokens is "3"'),
+    (OK | {"max_tokens": 0}, 400, "max_tokens is 0"), (OK | {"max_tokens": "3"}, 400, "max_tokens is '3'"),
     (OK | {"n": 2}, 400, "n is 2, which is not implemented"), (OK | {"temperature": -1}, 400, "temperature is -1"),
-    (OK | {"temperature": True}, 400, "temperature is true"), (OK | {"top_p": 7}, 400, "top_p is 7"),
+    (OK | {"temperature": True}, 400, "temperature is True"), (OK | {"top_p": 7}, 400, "top_p is 7"),
     (OK | {"seed": -1}, 400, "seed is -1"), (OK | {"top_k": 0}, 400, "top_k is 0"),
     (OK | {"stop": [""]}, 400, "stop must"),
     (OK | {"stop": ["a"] * 17}, 400, "stop must"), (OK | {"stop": [3]}, 400, "stop must"),
