@@ -6,7 +6,6 @@ torchrun --standalone --nproc_per_node=2 serve.py --checkpoint checkpoints/8b --
 
 import argparse
 import asyncio
-import contextlib
 import hmac
 import ipaddress
 import json
@@ -48,7 +47,7 @@ class Answer:
         self.choices, self.text = asyncio.Queue(), Text(front.tokenizer, self.request["ids"], ask["stop"])
 
     def end(self, error=None):
-        """Free the row, now or before it is taken. error: what the reader of the choices gets, if it still reads."""
+        """Free the row, or do without one. error: an exception for whoever reads the choices."""
         self.front.open.pop(self, None)
         if error:
             self.choices.put_nowait(error)
@@ -88,14 +87,11 @@ class Completion:
         name = ("chatcmpl-" if ask["chat"] else "cmpl-") + os.urandom(12).hex()
         self.head = {"id": name, "object": kind, "created": int(time.time()), "model": ask["model"]}
 
-    def end(self, error=None):
-        for answer in self.answers:
-            answer.end(error)
-
     async def end_with_client(self, receive):
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.end(ClientDisconnect())
+        for answer in self.answers:
+            answer.end(ClientDisconnect())
 
     async def choices(self):
         """Yield the choices, one answer after another. Frees the rows, whatever happens."""
@@ -108,7 +104,8 @@ class Completion:
                         raise choice
                     yield choice
         finally:
-            self.end()
+            for answer in self.answers:
+                answer.end()
 
     def totals(self):
         """Return `usage` and, an extension of the API, `timings` in seconds."""
@@ -120,39 +117,28 @@ class Completion:
         timings["tokens_per_s"] = (count - 1) / (last - first) if last > first else None
         return {"usage": usage | {"prompt_tokens_details": {"cached_tokens": cached}}, "timings": timings}
 
-    async def whole(self):
-        choices = [choice async for choice in self.choices()]
-        return self.head | {"choices": choices} | self.totals()
-
     async def stream(self, choices, choice):
         """Yield server-sent events. choice: the first of the choices."""
-        with contextlib.suppress(ClientDisconnect):
-            try:
-                while choice:
-                    ends = choice["finish_reason"] and choice["index"] == len(self.answers) - 1
-                    timings = {"timings": self.totals()["timings"]} if ends else {}
-                    yield event(self.head | {"choices": [choice]} | timings)
-                    choice = await anext(choices, None)
-                if self.ask["stream_options"].get("include_usage"):
-                    yield event(self.head | {"choices": []} | self.totals())
-                yield "data: [DONE]\n\n"
-            except Refused as e:
-                yield event(error(e))
-
-
-def event(value):
-    return f"data: {json.dumps(value)}\n\n"
+        try:
+            while choice:
+                ends = choice["finish_reason"] and choice["index"] == len(self.answers) - 1
+                timings = {"timings": self.totals()["timings"]} if ends else {}
+                yield f"data: {json.dumps(self.head | {'choices': [choice]} | timings)}\n\n"
+                choice = await anext(choices, None)
+            if self.ask["stream_options"].get("include_usage"):
+                yield f"data: {json.dumps(self.head | {'choices': []} | self.totals())}\n\n"
+            yield "data: [DONE]\n\n"
+        except Refused as e:
+            yield f"data: {error(e)}\n\n"
+        except ClientDisconnect:
+            pass
 
 
 def error(e):
-    """Return OpenAI's error object of an HTTPException."""
+    """Return OpenAI's error object of an HTTPException, as JSON: ASCII, whatever half characters its message has."""
     status, more = e.status_code, {"param": getattr(e, "param", None), "code": getattr(e, "code", None)}
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-    return {"error": {"message": e.detail, "type": kind, **more}}
-
-
-def error_response(_, e):  # not a JSONResponse, which fails at half of a surrogate pair in the message
-    return Response(json.dumps(error(e)), e.status_code, media_type="application/json")
+    return json.dumps({"error": {"message": e.detail, "type": kind, **more}})
 
 
 class Front:
@@ -168,11 +154,14 @@ class Front:
         self.hosts = None if self.api_key or not address.is_loopback else {"localhost", str(address), args.host}
         self.open, self.rows = {}, {}  # {answer that waits or runs: None}, in order; {number of a row: its last answer}
         self.wake, self.encoding = threading.Event(), asyncio.Lock()  # a tokenizer serves one at a time
-        page = (Path(__file__).parent / "page.html").read_text()
-        page = HTMLResponse(page, headers={"Content-Security-Policy": POLICY})
+        headers = {"Content-Security-Policy": POLICY}
+        page = HTMLResponse(Path(__file__).with_name("page.html").read_text(), headers=headers)
         routes = [Route("/", lambda _: page), Route("/health", self.health), Route("/v1/models", self.models)]
         routes += [Route(f"/v1/{chat}completions", self.complete, methods=["POST"]) for chat in ("", "chat/")]
-        handlers = {HTTPException: error_response, ClientDisconnect: lambda *_: Response()}
+        handlers = {
+            HTTPException: lambda _, e: Response(error(e), e.status_code, media_type="application/json"),
+            ClientDisconnect: lambda *_: Response(),
+        }
         app = Starlette(routes=routes, exception_handlers=handlers)
         quiet = {"lifespan": "off", "log_config": None, "log_level": "error", "access_log": False}
         self.server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **quiet))
@@ -185,11 +174,11 @@ class Front:
     # ---- In its own thread
 
     def admit(self, request, key=True):
-        """Raise Refused for a wrong key if one is needed, for a stranger's web page, or if the server is stopping."""
-        if self.hosts:  # without a key: a page may send requests, and give its own name the address 127.0.0.1
+        """Raise Refused for a wrong key, for a web page of strangers, or if the server is stopping."""
+        if self.hosts:  # without a key: a browser lets a page send requests, and read answers if its name resolves here
             site, host = request.headers.get("sec-fetch-site"), request.url.hostname
             right = host in self.hosts and site != "cross-site"
-            check(right, f"a web page, or {host}, needs --api-key: this is {self.hosts}", status=403)
+            check(right, f"a web page elsewhere and the name {host!r} need a server with --api-key", status=403)
         if key and self.api_key:
             given, right = request.headers.get("authorization", ""), f"Bearer {self.api_key}".encode()
             right = hmac.compare_digest(given.encode("latin-1"), right)
@@ -202,8 +191,8 @@ class Front:
 
     async def models(self, request):
         self.admit(request)
-        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "ladder-fast"}
-        return JSONResponse({"object": "list", "data": [model]})
+        models = [{"id": self.model, "object": "model", "created": 0, "owned_by": "ladder-fast"}]
+        return JSONResponse({"object": "list", "data": models})
 
     async def complete(self, request):
         self.admit(request)
@@ -226,9 +215,10 @@ class Front:
         self.open |= dict.fromkeys(completion.answers)
         self.wake.set()
         completion.watcher = asyncio.create_task(completion.end_with_client(request.receive))
-        if not ask["stream"]:
-            return JSONResponse(await completion.whole())
         choices = completion.choices()
+        if not ask["stream"]:
+            whole = {"choices": [choice async for choice in choices]}
+            return JSONResponse(completion.head | whole | completion.totals())
         return StreamingResponse(completion.stream(choices, await anext(choices)), media_type="text/event-stream")
 
     def deliver(self, answer, *event):
@@ -238,15 +228,12 @@ class Front:
             except Exception as e:  # for the reader, who else would wait for ever
                 answer.end(e)
 
-    def fail(self):
-        for answer in [*self.open]:
-            answer.end(Refused(503, "the server has stopped"))
-
     # ---- In the main thread
 
     def close(self):
         self.deadline = 1
-        self.loop.call_soon_threadsafe(self.fail)
+        stopped = Refused(503, "the server has stopped")
+        self.loop.call_soon_threadsafe(lambda: [answer.end(stopped) for answer in [*self.open]])
         self.server.should_exit = True
         self.thread.join(3)
 
@@ -308,19 +295,19 @@ def parse_flags(argv):
     g = p.add_argument_group("model")
     g.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder of weights with a tokenizer, e.g. demo")
     g.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's own")
-    words = "torch.compile the decode step; needs a C++ compiler"
-    g.add_argument("--compile", action="store_const", const="decode", help=words)
+    about = "torch.compile the decode step; needs a C++ compiler"
+    g.add_argument("--compile", action="store_const", const="decode", help=about)
     cli.add_rank_flags(g, sharded=True)
     cli.add_wiring_flags(p)
     g = p.add_argument_group("server")
     g.add_argument("--host", default="127.0.0.1", help="the address to listen at; 0.0.0.0: of all networks")
     g.add_argument("--port", type=cli.number(int, 0, 65535), default=8000, help="0 for any that is free")
     g.add_argument("--rows", type=cli.count, default=4, metavar="N", help="requests that are decoded at once")
-    words = f"tokens of a row, prompt and answer; default: the model's, up to {cli.CHAT_CONTEXT}"
-    g.add_argument("--context", type=cli.number(int, 2), metavar="N", help=words)
+    about = f"tokens of a row, prompt and answer; default: the model's, up to {cli.CHAT_CONTEXT}"
+    g.add_argument("--context", type=cli.number(int, 2), metavar="N", help=about)
     g.add_argument("--queue", type=cli.number(int, 0), default=64, metavar="N", help="requests that wait for a row")
-    words = "what clients must send; where others see command lines, set LADDER_API_KEY instead"
-    g.add_argument("--api-key", metavar="TEXT", help=words)
+    about = "what clients must send; where others see command lines, set LADDER_API_KEY instead"
+    g.add_argument("--api-key", metavar="TEXT", help=about)
     return p.parse_args(argv)
 
 
