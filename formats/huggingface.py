@@ -119,7 +119,8 @@ def read_hf(values):
     unknown = [*unknown, *(f"rope_scaling: {key}" for key in (*rope, *near) if key not in {*ROPE, *known})]
     for key in sorted(key for key in unknown if own.get(key, 0) is not None):
         words = "drop it from config.json if what the model computes does not depend on it"
-        raise InputError(f"{key} {reprlib.repr(own.get(key, rope.get(key[14:])))} is unknown: {words}")
+        value = own.get(key, rope.get(key.removeprefix("rope_scaling: ")))
+        raise InputError(f"{reprlib.repr(key)[1:-1]} {reprlib.repr(value)} is unknown: {words}")
     return {**known, **own, "model_type": family, "rope_scaling": rope, "near_rope": near}
 
 

@@ -35,7 +35,7 @@ KEYS = (
     "model, n_layers, wiring, dtype, quant, tp, simulated, device, hardware, threads, load_average, torch, comm, "
     "commit, command, settings, load_s, batch, prompt_tokens, new_tokens, compile_s, prefill_s, decode_s, ttft_ms, "
     "tpot_ms, tok_s, tok_s_user, step_bytes, bytes_s, peak_bytes, prefill_chunks, tokens, texts, draft, speculate, "
-    "passes, drafted, accepted, shares, finish, graph_bytes"
+    "passes, drafted, accepted, shares, finish, graph_bytes, instructions"
 )
 PROMPTS = ["Once upon a time", "The dog ran", "a"]
 

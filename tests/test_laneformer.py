@@ -161,7 +161,7 @@ def test_int8_computes_what_its_numbers_mean(case, tmp_path):
     ({"lm_head_type": "lane"}, "lm_head_type 'lane' is not supported here, only replicate and vocab_parallel"),
     ({"lm_head_type": "vocab_parallel", "pre_norm_lane_agg": True}, "'vocab_parallel' is not .*, only replicate$"),
     ({"attn_mask_type": "block_causal"}, "attn_mask_type 'block_causal' is not supported here, only causal"),
-    ({"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope' is not supported"),
+    ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not supported"),
     ({"broadcast_delay": 0}, "no such wiring: 'laneformer-0/4'"),
 ], ids=str)  # fmt: skip
 def test_keys_that_may_mean_another_function_are_one_clear_line(changes, message, tmp_path):

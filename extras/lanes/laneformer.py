@@ -143,7 +143,8 @@ def laneformer_as_ministral(values):
     windowed = (layers[:first] if first >= 0 else layers[first:]) if hf["swa_layers"] is None else hf["swa_layers"]
     windowed = {*windowed} - {*(hf["unclamped_layers"] or ())}
     if isinstance(scaling, dict) and not {"rope_type", "type"} & scaling.keys():  # TorchTitan's keys
-        scaling = {"rope_type": "llama3", "factor": scaling.get("scaling_factor"), **scaling}
+        factor = scaling.get("scaling_factor")
+        scaling = {"rope_type": "llama3", "factor": factor} | {k: scaling[k] for k in scaling if k != "scaling_factor"}
     comm = {f"{kind}_comm": hf[f"use_{kind}_comm"] for kind in ("early", "attention", "mlp")}
     own = {key: hf["use_comm"] if value is None else value for key, value in comm.items()}
     own |= {"lane_head": "sum" if hf["pre_norm_lane_agg"] else hf["lm_head_type"]}
