@@ -442,6 +442,7 @@ def test_lm_evals_client_scores_as_eval_does(server, tmp_path, capsys):
     assert result["tasks"]["ends"] == expected["tasks"]["ends"] and 0 < result["tasks"]["ends"]["acc,none"] < 1
 
 
+@slow
 def test_the_page_streams_and_stops(tmp_path):
     webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: requirements-peers.txt")
     wait = pytest.importorskip("selenium.webdriver.support.wait")
