@@ -1,7 +1,10 @@
 """OpenAI's completions (platform.openai.com/docs/api-reference): requests, and the text of an answer."""
 
+import functools
+import itertools
 import json
 import random
+import reprlib
 
 from starlette.exceptions import HTTPException
 
@@ -19,7 +22,7 @@ ONLY = {  # fields that are taken with these values alone, which change nothing
     "n": [1], "best_of": [1], "presence_penalty": [0], "frequency_penalty": [0], "logit_bias": [{}], "suffix": [""],
     "response_format": [{"type": "text"}], "tools": [[]], "tool_choice": ["none", "auto"],
 }  # fmt: skip
-MOST_STOPS, MOST_LOGPROBS = 16, 20
+MAX_STOPS, MAX_LOGPROBS = 16, 20
 
 
 class Refused(HTTPException):
@@ -35,20 +38,16 @@ def check(right, message, param=None, status=400, code=None):
         raise Refused(status, message, param, code)
 
 
-def no_constant(text):
-    raise ValueError(f"{text} is no number")
-
-
 def read_fields(data, kinds):
-    """Return the fields of a body, bytes; null is as good as missing. Raises Refused."""
+    """Return the fields of a body (bytes) that matter; null means missing. kinds: {field: type}. Raises Refused."""
     try:
-        fields = json.loads(data, parse_constant=no_constant)
+        fields = json.loads(data)
     except (ValueError, RecursionError) as e:
         raise Refused(400, f"the body is not JSON: {e}") from None
     check(isinstance(fields, dict), "the body is not a JSON object")
     fields = {name: value for name, value in fields.items() if value is not None and name not in IGNORED}
     for name, value in fields.items():
-        name, shown, kind = name[:60], f"{name[:60]} is {json.dumps(value)[:60]}", kinds.get(name, object)
+        name, shown, kind = name[:60], f"{name[:60]} is {reprlib.repr(value)}", kinds.get(name, object)
         check(name in kinds or name in ONLY, f"Unrecognized request argument supplied: {name}", name)
         check(value in ONLY.get(name, [value]), f"{shown}, which is not implemented", name)
         right = isinstance(value, kind) and (type(value) is not bool or kind in (bool, object))
@@ -56,33 +55,42 @@ def read_fields(data, kinds):
     return fields
 
 
-def parse(data, chat, model, tokenizer, vocab_size, context):
-    """Return what a body asks for: its fields and `request`, as a Row takes it. Raises Refused and InputError."""
-    ask = {"model": model, "stop": [], "stream_options": {}, "stream": False}
+def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
+    """Return the fields of a body with `requests`, one for each prompt, as Row takes them.
+
+    data: bytes. chat: whether of /v1/chat/completions. context: tokens of a row. Raises Refused and InputError.
+    """
+    ask = {"model": model, "stop": [], "stream_options": {}, "stream": False, "echo": False, "seed": None, "chat": chat}
     ask |= read_fields(data, FIELDS | (CHAT_FIELDS if chat else TEXT_FIELDS))
-    words = f"the model {ask['model']!r} does not exist: this is {model!r}"
-    check(ask["model"] == model, words, "model", 404, "model_not_found")
+    message = f"the model {reprlib.repr(ask['model'])} does not exist: this is {model!r}"
+    check(ask["model"] == model, message, "model", 404, "model_not_found")
     unknown = [*ask["stream_options"].keys() - {"include_usage", "include_obfuscation"}]
-    check(not unknown, f"stream_options has unknown fields: {unknown}", "stream_options")
+    check(not unknown, f"stream_options has unknown fields: {reprlib.repr(unknown)}", "stream_options")
     stop = ask["stop"] = [ask["stop"]] if isinstance(ask["stop"], str) else ask["stop"]
-    right = len(stop) <= MOST_STOPS and all(s and isinstance(s, str) for s in stop)
-    check(right, f"stop must be a text, or up to {MOST_STOPS}, none of them empty", "stop")
-    n = ask.get("logprobs")
+    right = len(stop) <= MAX_STOPS and all(s and isinstance(s, str) for s in stop)
+    check(right, f"stop must be a text, or up to {MAX_STOPS}, none of them empty", "stop")
+    logprobs = ask.get("logprobs")
     if chat:
-        check(n or "top_logprobs" not in ask, "top_logprobs needs logprobs: true", "top_logprobs")
-        n = ask.get("top_logprobs", 0) if n else None
-    check(n is None or 0 <= n <= MOST_LOGPROBS, f"logprobs are of 0 to {MOST_LOGPROBS} tokens in a place", "logprobs")
-    most = ask.get("max_completion_tokens", ask.get("max_tokens", context if chat else 16))
-    check(most > 0, f"max_tokens is {most} but must be at least 1", "max_tokens")
-    sampling = [*map(ask.get, ("temperature", "top_k", "top_p", "seed"), (1.0, None, 1.0, random.getrandbits(62)))]
-    Sampler(*sampling)  # raises InputError
-    what, read = ("messages", read_messages) if chat else ("prompt", read_prompt)
-    ids = read(ask.get(what), tokenizer)
-    check(all(type(i) is int and 0 <= i < vocab_size for i in ids), f"token ids are from 0 to {vocab_size - 1}", what)
-    words = f"the prompt has {len(ids)} tokens but must have from 1 to {context - 1}"
-    check(0 < len(ids) < context, words, what, code="context_length_exceeded")
-    request = {"ids": ids, "max_tokens": min(most, context - len(ids)), "logprobs": n, "sampling": sampling}
-    return ask | {"chat": chat, "request": request | {"echo": ask.get("echo", False)}}
+        check(logprobs or "top_logprobs" not in ask, "top_logprobs needs logprobs: true", "top_logprobs")
+        logprobs = ask.get("top_logprobs", 0) if logprobs else None
+    right = logprobs is None or 0 <= logprobs <= MAX_LOGPROBS
+    check(right, f"logprobs are of 0 to {MAX_LOGPROBS} tokens in a place", "logprobs")
+    max_tokens = ask.get("max_completion_tokens", ask.get("max_tokens", context if chat else 16))
+    check(max_tokens > 0, f"max_tokens is {max_tokens} but must be at least 1", "max_tokens")
+    name, requests = "messages" if chat else "prompt", []
+    for ids in (
+        [read_messages(ask.get(name), tokenizer)] if chat else read_prompts(ask.get(name), tokenizer, max_prompts)
+    ):
+        right = all(type(i) is int and 0 <= i < vocab_size for i in ids)
+        check(right, f"token ids are from 0 to {vocab_size - 1}", name)
+        message = f"the prompt has {len(ids)} tokens but must have from 1 to {context - 1}"
+        check(0 < len(ids) < context, message, name, code="context_length_exceeded")
+        seed = random.getrandbits(62) if ask["seed"] is None else ask["seed"]
+        sampling = [ask.get("temperature", 1.0), ask.get("top_k"), ask.get("top_p", 1.0), seed]
+        Sampler(*sampling)  # raises InputError
+        request = {"ids": ids, "max_tokens": min(max_tokens, context - len(ids)), "sampling": sampling}
+        requests.append(request | {"logprobs": logprobs, "echo": ask["echo"]})
+    return ask | {"requests": requests}
 
 
 def encode(text, tokenizer):
@@ -92,13 +100,14 @@ def encode(text, tokenizer):
     return ids if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id, *ids]
 
 
-def read_prompt(prompt, tokenizer):
-    """Return the ids of a text or a list of ids, which may be the only one of a list."""
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        [prompt] = prompt
-    right = isinstance(prompt, str) or isinstance(prompt, list) and not any(isinstance(p, str | list) for p in prompt)
-    check(right, "prompt must be one text, or one list of token ids: make a request of each", "prompt")
-    return encode(prompt, tokenizer) if isinstance(prompt, str) else prompt
+def read_prompts(prompt, tokenizer, max_prompts):
+    """Return a list of ids for each prompt of a text, a list of ids, or a list of texts or of lists of ids."""
+    right = isinstance(prompt, str | list)
+    check(right, "prompt must be a text or a list of token ids, or a list of these", "prompt")
+    if isinstance(prompt, str) or not prompt or not all(isinstance(p, str | list) for p in prompt):
+        prompt = [prompt]
+    check(len(prompt) <= max_prompts, f"there are {len(prompt)} prompts but at most {max_prompts} may wait", "prompt")
+    return [encode(p, tokenizer) if isinstance(p, str) else p for p in prompt]
 
 
 def read_messages(messages, tokenizer):
@@ -107,9 +116,10 @@ def read_messages(messages, tokenizer):
     plain = []
     for message in messages:
         message = {"content": ""} | {name: value for name, value in message.items() if value not in (None, [])}
-        parts = message["content"] if isinstance(message["content"], list) else []
-        if parts and all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-            message["content"] = "".join(str(part.get("text")) for part in parts)
+        if isinstance(message["content"], list):
+            texts = [part.get("text") for part in message["content"] if isinstance(part, dict)]
+            right = len(texts) == len(message["content"]) and all(isinstance(text, str) for text in texts)
+            message["content"] = "".join(texts) if right else None
         right = message.keys() == {"role", "content"} and all(isinstance(value, str) for value in message.values())
         check(right, "a message must have role and content, of text, and nothing else", "messages")
         plain.append(message)
@@ -136,18 +146,29 @@ class Text:
         return text, finish
 
 
-def logprobs_of(tokens, chat, tokenizer):
-    """Return `logprobs` of a choice from Tokens."""
-    special, context = {i: text for text, i in tokenizer.special.items()}, tokenizer.encode_plain("a")
+@functools.cache
+def token_text(tokenizer, i):
+    """Return the text of a token after other text: a decoder drops a space at the beginning."""
+    special = {i: text for text, i in tokenizer.special.items()}
+    return special.get(i) or tokenizer.continuation(tokenizer.encode_plain("a"), [i])
 
-    def text(i):  # after other text: a decoder drops a space at the beginning
-        return special.get(i) or tokenizer.continuation(context, [i])
+
+def logprobs_of(tokens, chat, tokenizer, offset):
+    """Return `logprobs` of a choice from Tokens. offset: characters of its text before them."""
 
     def entry(i, p):
-        return {"token": text(i), "logprob": p, "bytes": None if "\ufffd" in text(i) else [*text(i).encode()]}
+        text = token_text(tokenizer, i)
+        return {"token": text, "logprob": p, "bytes": None if "\ufffd" in text else [*text.encode()]}
 
     if chat:
         tops = [{"top_logprobs": [*map(entry, t.top, t.top.values())]} for t in tokens]
         return {"content": [entry(t.id, t.logprob) | top for t, top in zip(tokens, tops, strict=True)]}
-    tops = [t.top and {text(i): p for i, p in (t.top | {t.id: t.logprob}).items()} for t in tokens]
-    return {"tokens": [text(t.id) for t in tokens], "token_logprobs": [t.logprob for t in tokens], "top_logprobs": tops}
+    texts = [token_text(tokenizer, t.id) for t in tokens]
+    offsets = [*itertools.accumulate(map(len, texts), initial=offset)][:-1]
+    tops = [t.top and {token_text(tokenizer, i): p for i, p in (t.top | {t.id: t.logprob}).items()} for t in tokens]
+    return {
+        "tokens": texts,
+        "token_logprobs": [t.logprob for t in tokens],
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }
