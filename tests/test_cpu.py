@@ -241,6 +241,7 @@ def test_the_loops_on_every_instruction_set(compiler, march, feature, emulator, 
         assert not re.search(rf"[\s%]({unused})", code)
 
 
+@pytest.mark.slow
 def test_the_instructions_that_one_asks_for(tmp_path):
     """What this processor has besides its best, as others have it who have no more: the same tests."""
     if cpu.instruction_set() != "avx512":
@@ -253,6 +254,7 @@ def test_the_instructions_that_one_asks_for(tmp_path):
     assert done.returncode == 0 and "passed" in done.stdout, done.stdout[-3000:]
 
 
+@pytest.mark.slow
 def test_code_compiled_for_other_instructions_is_not_reused(tmp_path):
     """One cache for both: the loops take as many elements at a time as a vector of the first has."""
     if cpu.instruction_set() != "avx512":

@@ -64,8 +64,13 @@ def on_a_rank(world, config, compile, chunks):
         return last_logits(shard(config, world), *unequal_rows(config), compile=compile, chunks=chunks)
 
 
-@pytest.mark.parametrize("compile, chunks", [(False, None), (False, 2), (True, None)])
-@pytest.mark.parametrize("ranks", [2, (2, 1), 4])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("ranks, compile, chunks", [
+    *((ranks, False, chunks) for ranks in (2, (2, 1), 4) for chunks in (None, 2)), (2, True, None),
+    *(pytest.param(ranks, True, None, marks=SLOW) for ranks in ((2, 1), 4)),
+])  # fmt: skip
 def test_ranks_compute_the_same(ranks, compile, chunks):
     for config in CONFIGS if not compile else CONFIGS[-1:]:
         with torch.inference_mode():
@@ -244,7 +249,7 @@ def compiled_on_a_rank(world, folder, compile):
         return last_logits(net, *unequal_rows(config), compile=compile)
 
 
-@pytest.mark.parametrize("mode", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("mode", [pytest.param("bfloat16", marks=SLOW), pytest.param("int8", marks=SLOW), "int4"])
 def test_compiled_decode_is_the_eager_one(mode, tmp_path):
     folder = tmp_path / "bfloat16"
     folder.mkdir()

@@ -200,7 +200,7 @@ COMPILED += [(2, OTHERS[1]), (4, OTHERS[3]), (3, OTHERS[-1])]
 COMPILED = [pytest.param(*case, True, marks=pytest.mark.slow) for case in COMPILED]
 
 
-FAST = [(2, {"wiring": "ladder", "n_layers": 2}, False), (2, OTHERS[3], True)]
+FAST = [(2, {"wiring": "ladder", "n_layers": 2}, False), pytest.param(2, OTHERS[3], True, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("tp_size, changes, prefill", FAST + COMPILED)
