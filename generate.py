@@ -123,8 +123,10 @@ class Runner:
         cached_tokens *= not self.model.config.linear_layers  # whose state cannot go back to where the prompts part
         width = max(1, pass_tokens // B) if pass_tokens else S
         last, logits = lengths - 1, None
-        hidden = None if B * S > 8 * PASS_TOKENS and not self.quiet else True  # None: shown at a terminal
-        for start in tqdm(range(cached_tokens, S, width), "prefill", leave=False, unit="pass", disable=hidden):
+        starts = range(cached_tokens, S, width)
+        if B * S > 8 * PASS_TOKENS and not self.quiet:  # disable=None: shown at a terminal
+            starts = tqdm(starts, "prefill", leave=False, unit="pass", disable=None)
+        for start in starts:
             piece, positions, filled = tokens[:, start : start + width], None, None
             if start:
                 watch.at("prefill from token", start)
