@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -349,6 +350,7 @@ def main(argv=None):
 
     signal.signal(signal.SIGTERM, drain)
     if world.rank == 0:
+        sys.setswitchinterval(5e-5)  # seconds: a pass must not wait for the thread that sends the token before
         front = Front(args, setup, listener)
         world.say("listening at http://{}:{}".format(*listener.getsockname()))
     with setup.runner.unguarded():
