@@ -320,8 +320,6 @@ def main(argv=None):
         context = args.context or min(cli.CHAT_CONTEXT, most)
         if context > most:
             raise InputError(f"--context {context} is above the model's {most}")
-        if args.api_key == "":
-            raise InputError("--api-key is empty")
         try:
             family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
             listener = socket.create_server((args.host, args.port), family=family) if world.rank == 0 else None
