@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from formats import config_check, wiring_text
 from formats.rope import rope_frequencies
 from kernels import norms
-from linear_attention import GatedDeltaNet
 from runtime.errors import load_extra
 
 # ---- The collectives that a wiring uses ------------------------------------------------------------------------------
@@ -266,7 +265,7 @@ class Config:
     qk_norm: bool = False
     attention_gate: bool = False  # whether a head's output is multiplied by sigmoid(another query projection)
     linear_layers: tuple[int, ...] = ()  # of linear attention, which these settings describe
-    linear_attention: dict | None = None  # see linear_attention.SETTINGS
+    linear_attention: dict | None = None  # see extras/linear_attention
     nope_layers: tuple[int, ...] = ()  # layers without rotary embeddings
     sliding_window: int | None = None  # how many positions a token attends to, itself included
     window_layers: tuple[int, ...] = ()  # in these layers
@@ -510,7 +509,10 @@ class Block(nn.Module):
 
     def __init__(self, config, layer):
         super().__init__()
-        self.attention = (GatedDeltaNet if layer in config.linear_layers else Attention)(config)
+        attention = Attention
+        if layer in config.linear_layers:
+            attention = load_extra("linear_attention", "linear_layers").GatedDeltaNet
+        self.attention = attention(config)
         if config.n_experts and layer not in config.dense_layers:
             self.feed_forward = MoE(config)
         else:
@@ -638,7 +640,7 @@ class Transformer(nn.Module):
         return list_sublayers(config, split)
 
     def new_cache(self, batch, length):
-        """Return a static cache of `length` slots: for each layer a (k, v), or a state of linear_attention.py."""
+        """Return a static cache of `length` slots: for each layer a (k, v), or the state of a linear one."""
         return [block.attention.new_cache(batch, length, self.device, self.dtype) for block in self.layers]
 
 

@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from formats.checkpoint import check_shape, read_slice
 from kernels import cpu, int_groups
-from linear_attention import row_ranges
 from model import VOCAB_BLOCK, build, pad_logits
 from runtime import watch
 from runtime.errors import InputError, load_extra
@@ -91,8 +90,8 @@ def shard_plan(config, rank, shares):
     wqkv, wo = head_ranges(config, rank, shares)
     plan = {"wqkv": (0, wqkv), "wo": (1, wo), "output": (0, [vocab_range(config.vocab_size, rank, shares)])}
     if config.linear_layers:
-        n = config.linear_attention["key_heads"]
-        plan |= row_ranges(config, *split_range(n, rank, shares, "key heads of linear attention"))
+        first, last = split_range(config.linear_attention["key_heads"], rank, shares, "key heads of linear attention")
+        plan |= load_extra("linear_attention", "linear_layers").row_ranges(config, first, last)
     if config.whole_qk_norm:
         [(start, stop)], H, width = wo, config.head_dim, N // config.n_kv_heads * config.head_dim  # of a KV head in wo
         plan |= {"q_norm": (0, wo), "k_norm": (0, [(start // width * H, -(-stop // width) * H)])}

@@ -1,8 +1,7 @@
 """What the values of a Config may be, beyond the types that formats/checkpoint.py checks."""
 
-import linear_attention
 from kernels.norms import NORMS
-from runtime.errors import InputError
+from runtime.errors import InputError, load_extra
 
 ACTIVATIONS = "silu", "gelu_tanh"
 
@@ -32,7 +31,7 @@ def check(c):
         if not {*getattr(c, name)} <= {*range(c.n_layers)}:
             raise InputError(f"{name} takes layers from 0 to {c.n_layers - 1}, not {getattr(c, name)}")
     if c.linear_layers or c.linear_attention:
-        linear_attention.check(c)
+        load_extra("linear_attention", "linear_layers").check(c)
     check_quantization(c)
     if c.n_experts:
         check_experts(c)

@@ -13,7 +13,6 @@ from formats.experts import ExpertWeights
 from formats.families import FAMILIES, IGNORED, NESTED, SHAPE
 from formats.rope import ROPE_KEYS
 from formats.wiring_text import wiring_name
-from linear_attention import LinearWeights, values_from_hf
 from runtime.errors import InputError, load_extra
 
 PARTS = {  # of our tensors' names: Hugging Face's; wqkv is made of three
@@ -152,6 +151,8 @@ def our_values(hf):
     rotary, scalar = rotary_from_hf(hf, head_dim), hf.get("query_pre_attn_scalar") or head_dim
     parallel = hf.get("parallel_blocks") or hf.get("use_parallel_residual")
     norm = "rms+1" if gemma else "layer" if family == "stablelm" else "rms"
+    has_linear = "linear_num_key_heads" in hf
+    linear = load_extra("linear_attention", f"model_type {family}").values_from_hf(hf) if has_linear else {}
     return {
         "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": hf["max_position_embeddings"],
         "n_kv_heads": hf["num_key_value_heads"] or n_heads, "intermediate_size": hf["intermediate_size"],
@@ -169,7 +170,7 @@ def our_values(hf):
         "nope_layers": nope_layers_from_hf(hf), "bos_id": hf["bos_token_id"],
         "sliding_window": hf["sliding_window"] if windowed else None, "window_layers": windowed,
         "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), parallel, n_layers),
-        **hf.get("laneformer", {}), **values_from_hf(hf),
+        **hf.get("laneformer", {}), **linear,
     }  # fmt: skip
 
 
@@ -287,7 +288,8 @@ class LlamaWeights:
         self.rotary = (H, config.rotary_dim) if hf["model_type"] in ("glm", "glm4") else None
         renamed, self.skipped = SUM_NORMS if hf["model_type"] in HAVE_SUM_NORMS else {}, Counter()
         source = ExpertWeights(source) if config.n_experts else source
-        source = LinearWeights(source, config) if config.linear_layers else source
+        if config.linear_layers:
+            source = load_extra("linear_attention", "linear_layers").LinearWeights(source, config)
         if "laneformer" in hf:
             source = load_extra("lanes", "a Laneformer").LaneformerWeights(source, H)
         self.factors = {}

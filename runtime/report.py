@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from formats.checkpoint import dtype_name
-from linear_attention import state_bytes
 from model import build
+from runtime.errors import load_extra
 from tp import shard_plan, shard_slices
 
 PASS_TOKENS = 1024  # of all rows, in one pass of a prefill
@@ -37,7 +37,9 @@ def rank_bytes(config, dtype, rows, slots, rank=0, shares=1):
     weights = sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices.values())
     states = len(config.linear_layers)
     cache = (config.n_layers - states) * slots * kv_width(config, plan) * dtype.itemsize
-    return weights, rows * (cache + (states and states * state_bytes(config, plan, dtype)))
+    if states:
+        cache += states * load_extra("linear_attention", "linear_layers").state_bytes(config, plan, dtype)
+    return weights, rows * cache
 
 
 def kv_width(config, plan):

@@ -11,16 +11,15 @@ from helpers import ANY_TP, BASE, last_logits, random_model, run_ranks, shard, u
 from test_convert import SMALL, as_on_the_hub, change_tensors, check_greedy, check_parity, convert, hf_model, nested
 from test_experts import check_integers
 
-import linear_attention
 from extras.drafts import read_draft
 from extras.export import verify
 from extras.lanes.lanes import load_lanes
+from extras.linear_attention.layer import gated_delta_rule, normalized
 from extras.measure import advise
 from formats import huggingface
 from formats.sizes import RandomWeights
 from generate import Runner
 from kernels import few_rows
-from linear_attention import gated_delta_rule
 from runtime import compiling, report
 from runtime.errors import InputError
 from tp import load_shard, shard_plan
@@ -30,7 +29,7 @@ def random_inputs(S, B=2, K=3, R=2, X=8, Y=5, decay=0.3):
     torch.manual_seed(S)
     q, k, state = torch.randn(B, K, S, X), torch.randn(B, K, S, X), torch.randn(B, K, R, X, Y)
     v, rate, beta = torch.randn(B, K, R, S, Y), torch.rand(B, K, R, S), torch.rand(B, K, R, S)
-    return linear_attention.normalized(q), linear_attention.normalized(k), v, -decay * rate, beta, state
+    return normalized(q), normalized(k), v, -decay * rate, beta, state
 
 
 def recurrence(q, k, v, log_decay, beta, state):

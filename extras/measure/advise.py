@@ -21,11 +21,10 @@ from extras.measure.clock import run_layers, variants
 from formats import checkpoint, sizes
 from formats.checkpoint import dtype_name
 from formats.sizes import SIZES
-from linear_attention import state_bytes
 from model import build, rewired
 from runtime import benchmarking, cli, launch, report
 from runtime.cli import count, number
-from runtime.errors import InputError
+from runtime.errors import InputError, load_extra
 from tp import shard_plan, shard_slices
 
 # ---- The work of a decode step, and how fast a machine does it -------------------------------------------------------
@@ -72,7 +71,7 @@ def rank_work(config, dtype, rank, tp_size, batch, context):
         if name.endswith(".weight"):
             flops[place] += 2 * batch * size * used * (2 if stored == torch.uint8 else 1)  # int4: two in a byte
     if config.linear_layers:
-        n_bytes["attention"] += batch * state_bytes(config, plan, dtype)
+        n_bytes["attention"] += batch * load_extra("linear_attention", "linear_layers").state_bytes(config, plan, dtype)
     else:
         n_bytes["attention"] += batch * context * report.kv_width(config, plan) * dtype.itemsize
         flops["attention"] += 4 * batch * context * sum(stop - start for start, stop in plan["wo"][1])

@@ -159,8 +159,6 @@ def state_bytes(config, plan, dtype):
 def values_from_hf(hf):
     """Return the values of Config for a family with linear attention, of the result of huggingface.read_hf."""
     n_layers, types, interval = hf["num_hidden_layers"], hf.get("layer_types"), hf.get("full_attention_interval")
-    if "linear_num_key_heads" not in hf:
-        return {}
     types = types or ["linear_attention" if i % interval else "full_attention" for i in range(1, n_layers + 1)]
     if len(types) != n_layers or not {*types} <= {"full_attention", "linear_attention"}:
         raise InputError(f"layer_types must name full_attention or linear_attention for each of {n_layers} layers")
