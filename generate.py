@@ -310,9 +310,6 @@ def set_up(args, world):
             drafts = load_extra("drafts", f"--draft {args.draft}")
             source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
             slots += 1 + source.count  # a row that is done stays at its last token, which is read again
-        dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
-        small = [(source.config, dtype, 0, 1)] if source and source.folder else []
-        report.warn_of_memory(world, len(prompts), slots, (config, dtype, world.rank, world.shares), *small)
     contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
     world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)
     start = time.perf_counter()

@@ -25,14 +25,6 @@ def rank_and_size():
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
-def several_ranks():
-    """Return runtime/ranks.py if torchrun has started several ranks, else None: a single process does without."""
-    if rank_and_size()[1] > 1:
-        from runtime import ranks
-
-        return ranks
-
-
 class World:
     """The ranks of a run: join() makes one.
 
@@ -156,10 +148,12 @@ def choose_device(device, rank=0, tp_size=1):
 def run(main):
     """Run a script's main(), and end the process: what ends one rank ends all, and one of them says why in one line."""
     signals.heed()
-    error, ranks = None, several_ranks()
+    error = None
     try:
         try:
-            if ranks:
+            if rank_and_size()[1] > 1:
+                from runtime import ranks
+
                 ranks.store()  # now, so that of several ranks with bad flags one says so
             main()
             sys.stdout.flush()
@@ -210,8 +204,10 @@ def leave(error):
         (True, 1, "".join(traceback.format_exception(error)) + f"{who} failed {what}{where}"),
     ]
     code, line = next((code, line) for matches, code, line in endings if matches)
-    ranks, speaks = several_ranks(), True
-    if ranks:
+    speaks = True
+    if tp_size > 1:
+        from runtime import ranks
+
         code, speaks = ranks.leave_first(code, rank, error)
     if line and speaks:
         print(line, file=sys.stderr, flush=True)

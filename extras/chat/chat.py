@@ -9,22 +9,11 @@ import termios
 import torch
 import torch.distributed as dist
 
-from formats.checkpoint import read_json
 from runtime import launch, place
 from runtime.cli import CHAT_CONTEXT, Printer, fit
-from runtime.errors import InputError
 
 CTRL_C = b"\3"
 PASSES_BETWEEN_CHECKS = 8  # of several ranks, for a Ctrl-C: each check is a broadcast
-
-
-def read_messages(path):
-    """Return the conversation [{"role", "content"}, ...] in a file of JSON. Raises InputError."""
-    messages = read_json(path, list)
-    forms = [isinstance(m, dict) and {type(m.get("role")), type(m.get("content"))} == {str} for m in messages]
-    if not messages or not all(forms):
-        raise InputError(f'{path} is no list of messages, each with a "role" and a "content"')
-    return messages
 
 
 class Keyboard:
