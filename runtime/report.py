@@ -100,8 +100,6 @@ def summary(r):
     memory = f"{r['step_bytes'] / 1e6:.1f} MB read per {'pass' if r['draft'] else 'step'}"
     memory += f", {r['bytes_s'] / 1e9:.1f} GB/s" if r["bytes_s"] else ""
     lines = [head, times, f"{memory}, peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"]
-    if r["graph_bytes"]:
-        lines[-1] += f", {len(r['graph_bytes'])} CUDA graphs of {sum(r['graph_bytes']) / 1e9:.2f} GB"
     if r["texts"] and (cut := len(r["finish"]) - r["finish"].count("stop")):
         lines.append(f"{cut} of {r['batch']} texts cut at --max-new-tokens or the end of the context")
     if r["draft"]:

@@ -30,7 +30,7 @@ class Alone(watch.Watch):
             m.setenv("LADDER_TIMEOUT", str(timeout))
             super().__init__(dist.HashStore(), 0, tp_size)
         self.now = [watch.Seen("decode step", 7, timed=True) for _ in range(tp_size)]
-        self.stopped = set()  # those that give no sign of life
+        self.stopped, self.processes = set(), {}  # stopped: those that give no sign of life
 
     def ticks_until_the_end(self, ticks=20, cpu=()):
         """(how many ticks it takes until the run ends, why), or None. cpu: the seconds of rank 1 at each tick."""
@@ -59,7 +59,7 @@ def test_a_rank_without_a_sign_of_life_ends_the_run():
     assert w.ticks_until_the_end(2) is None
     w.stopped, w.now[0].timed = {1, 2}, False  # in compilation, say
     line = "rank 1 and rank 2 of 3 hang in decode step 7: no sign of life for 3 s (LADDER_TIMEOUT)"
-    w.now[1].process = -1
+    w.processes = {1: -1}
     assert w.ticks_until_the_end() == (4, line)
     [kill] = launch.at_end  # the one of this node, which hears no other signal
     assert kill.args == (-1, signal.SIGKILL)
@@ -113,6 +113,7 @@ def test_the_end_of_a_process_is_seen_and_said(monkeypatch):
     monkeypatch.setenv("GROUP_RANK", "0")
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         w = Alone()
+        w.processes = None
         peer = watch.Seen("prefill", process=child.pid, node="0")
         w.store.set("place 1", json.dumps(dataclasses.asdict(peer)))
         w._tick()

@@ -61,6 +61,7 @@ class Watch(threading.Thread):
         self.ticks = self.still = 0  # still: for so many ticks no rank made progress
         self.silent, self.cpu = [0] * tp_size, [0.0] * tp_size  # ticks without a sign of life; seconds
         self.seen, self.keys = [Seen()] * tp_size, [f"place {rank}" for rank in range(tp_size)]
+        self.node, self.processes = os.environ.get("GROUP_RANK"), None  # {rank: process id} of this node
 
     def run(self):
         threading.Thread(target=self._watch_store, daemon=True).start()
@@ -76,7 +77,7 @@ class Watch(threading.Thread):
         """Return why this rank ends: the verdict, where `error`, of its main thread, may follow from that."""
         # the verdict says more than a collective that has lost a peer, or a signal that followed from that
         lost = isinstance(error, dist.DistError) or "gloo" in str(error)
-        lost = lost or (shared_memory is not None and shared_memory.lost_peer())
+        lost = lost or (shared_memory and shared_memory.lost_peer())
         if isinstance(error, Terminated) or (lost and isinstance(error, Exception)):
             self.wake.set()
             self.known.wait(GRACE if lost else 0.5)
@@ -94,12 +95,12 @@ class Watch(threading.Thread):
 
     def _tick(self):
         self.ticks += 1
-        here, pieces, awaited = dataclasses.asdict(place.here), 0, None
+        own = dataclasses.asdict(place.here) | {"ticks": self.ticks, "cpu": time.process_time()}
+        own |= {"process": os.getpid(), "node": self.node}
         if shared_memory:
-            pieces, awaited = shared_memory.progress()
-        own = Seen(**here, ticks=self.ticks, cpu=time.process_time(), awaited=awaited, process=os.getpid())
-        own.beats, own.node = own.beats + pieces, os.environ.get("GROUP_RANK")
-        self.store.set(self.keys[self.rank], json.dumps(dataclasses.asdict(own)))
+            pieces, own["awaited"] = shared_memory.progress()
+            own["beats"] += pieces
+        self.store.set(self.keys[self.rank], json.dumps(own))
         code = ranks.ended(self.store)
         if code:
             self._end(SystemExit(code))
@@ -109,8 +110,10 @@ class Watch(threading.Thread):
                 self._end(Verdict(f"{words} within {self.timeout + IMPORTS:g} s (LADDER_TIMEOUT + {IMPORTS})"))
             return
         seen = [Seen(**json.loads(text)) for text in self.store.multi_get(self.keys)]
-        near = {rank: s.process for rank, s in enumerate(seen) if s.node is not None and s.node == own.node}
-        processes = {rank: read_process(process) for rank, process in near.items()}
+        if self.processes is None:  # once: strangers may write to the store
+            near = {rank: each.process for rank, each in enumerate(seen) if each.node == self.node}
+            self.processes = near if self.node is not None else {}
+        processes = {rank: read_process(process) for rank, process in self.processes.items()}
         for rank in [rank for rank, (alive, _) in processes.items() if not alive and code is None]:
             self._end(Verdict(f"rank {rank} of {self.tp_size} has died in {self._place(seen[rank])}"))
         self._judge(seen, processes)
@@ -134,7 +137,7 @@ class Watch(threading.Thread):
                 self.still = 0
         self.seen, late = seen, [rank for rank, ticks in enumerate(self.silent) if ticks > self.timeout > 0]
         if late:
-            stopped = [seen[rank].process for rank in late if rank in processes]
+            stopped = [self.processes[rank] for rank in late if rank in self.processes]  # which hear no other signal
             launch.at_end.extend(functools.partial(os.kill, process, signal.SIGKILL) for process in stopped)
             self._end_hung(late, "no sign of life")
         if self.still > self.timeout > 0 and all(each.timed for each in seen):
