@@ -117,6 +117,8 @@ def test_the_end_of_a_process_is_seen_and_said(monkeypatch):
         peer = watch.Seen("prefill", process=child.pid, node="0")
         w.store.set("place 1", json.dumps(dataclasses.asdict(peer)))
         w._tick()
+        another = dataclasses.replace(peer, process=os.getpid())  # of a stranger, later
+        w.store.set("place 1", json.dumps(dataclasses.asdict(another)))
         child.kill()
         while watch.read_process(child.pid)[0]:
             time.sleep(0.01)
