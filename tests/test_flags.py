@@ -68,7 +68,7 @@ SCRIPTS = {
             "--window 65": "--window 65 is longer than the context of 64",
             "--window 8 --stride 8": "--stride is 8 but must be smaller than the window of 8 tokens",
             "--max-tokens 2 --text {}/empty": "has no text: scoring takes two tokens or more",
-            "--max-tokens 2 --json /dev/full": "cannot write /dev/full: No space left on device",
+            "--max-tokens 2 --json /dev/full": "cannot write /dev/full: [Errno 28] No space left on device",
             "--limit 3": "--limit goes with --tasks",
             "--task-folder {}": "--task-folder goes with --tasks",
             "--sensitivity --wiring desync": "no such wiring: 'desync:0,'; write desync, desync:N or desync/LANES",
