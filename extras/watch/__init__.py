@@ -6,7 +6,6 @@ runtime/launch.py makes a Watch in each of several ranks.
 import dataclasses
 import functools
 import json
-import math
 import os
 import signal
 import threading
@@ -28,14 +27,11 @@ shared_memory = None  # the module of extras/collectives, once this process sums
 
 def timeout():
     """Return after how many seconds without progress a run ends, or 0 for never. Raises InputError."""
-    text = os.environ.get("LADDER_TIMEOUT", "60")
     try:
-        seconds = float(text)
+        seconds = float(text := os.environ.get("LADDER_TIMEOUT", "60"))
     except ValueError:
-        seconds = -1
-    if not 0 <= seconds < math.inf:
-        raise InputError(f"LADDER_TIMEOUT={text!r} is no number of seconds: give one, or 0 to wait for ever")
-    return seconds and max(seconds, 2 * TICK)
+        raise InputError(f"LADDER_TIMEOUT={text!r} is no number of seconds: give one, or 0 to wait for ever") from None
+    return max(seconds, 2 * TICK) if seconds > 0 else 0
 
 
 @dataclasses.dataclass
