@@ -18,9 +18,8 @@ class StoreLost(Verdict):
 
 def find_extra(name):
     """Return the package extras.NAME, or None if this copy of the project is without that folder."""
-    if importlib.util.find_spec("extras") is None or importlib.util.find_spec(f"extras.{name}") is None:
-        return None
-    return importlib.import_module(f"extras.{name}")
+    spec = importlib.util.find_spec("extras") and importlib.util.find_spec(f"extras.{name}")
+    return importlib.import_module(f"extras.{name}") if spec and spec.origin else None  # without origin: no __init__.py
 
 
 def load_extra(name, what):
