@@ -26,7 +26,7 @@ import generate
 from decoding.sampling import Sampler
 from formats import checkpoint
 from model import rewired
-from runtime import benchmarking, cli, launch, report, watch, writing
+from runtime import benchmarking, cli, launch, place, report, writing
 from runtime.benchmarking import in_turns, pivot, quartiles
 from runtime.cli import count, number
 from runtime.errors import InputError
@@ -87,7 +87,7 @@ def measure(args, world):
     bandwidth = world.gather(benchmarking.read_bandwidth(world.device, world))
     cells = make_cells(load_models(config, wirings, args, world), args, world)
     sample = Sampler(0, device=world.device)
-    watch.at("measurement", timed=False)
+    place.at("measurement", timed=False)
     ways = {key: functools.partial(generate.generate, *cell, args.new_tokens, sample) for key, cell in cells.items()}
     in_turns(ways, 1)  # to allocate memory
     world.say(f"tp {world.tp_size}: {args.repeats} rounds of {', '.join(wirings)} ...")

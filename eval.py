@@ -25,7 +25,7 @@ from evaluation.score import SEPARATOR, divergence, total_nats
 from formats import checkpoint
 from formats.compare import check_vocabulary
 from formats.tokenizer import load_tokenizer
-from runtime import benchmarking, cli, launch, report, writing
+from runtime import benchmarking, cli, launch, writing
 from runtime.cli import count, number
 from runtime.errors import InputError, load_extra
 
@@ -166,9 +166,6 @@ def main(argv=None):
         else:
             documents, n_bytes = read_documents(args, tokenizer)
             plan = plan_windows(args, config, reference_config or config)
-        models = (config, args.checkpoint), (reference_config, args.compare)
-        dtypes = [(c, checkpoint.chosen_dtype(args.dtype, folder)) for c, folder in models if folder]
-        report.warn_of_memory(world, 0, 0, *((*model, world.rank, world.shares) for model in dtypes))  # without a cache
     text = {} if args.tasks else {"contents of --text": zlib.crc32(str(documents).encode())}
     world.agree(text, checkpoint=args.checkpoint, compare=args.compare)
     model = generate.load_model(loaded, args.checkpoint, args.dtype, world)

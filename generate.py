@@ -21,7 +21,7 @@ from decoding.sampling import RunAhead, Sampler, last_tokens, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from model import cache_slots
-from runtime import cli, launch, report, watch
+from runtime import cli, launch, place, report
 from runtime.cli import count, number
 from runtime.errors import InputError, load_extra
 from runtime.launch import World
@@ -43,7 +43,7 @@ def load_model(config, folder, dtype, world):
             weights = RandomWeights(config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder, weights)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
-    watch.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
+    place.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
     if config.quant:
         from kernels import int_linear
 
@@ -129,7 +129,7 @@ class Runner:
         for start in starts:
             piece, positions, filled = tokens[:, start : start + width], None, None
             if start:
-                watch.at("prefill from token", start)
+                place.at("prefill from token", start)
                 filled = start + piece.shape[1]
                 positions = torch.arange(start, filled, device=tokens.device).expand(B, -1)
             select, chunks = (last - start).clamp(-1, piece.shape[1] - 1), self.choose_chunks(*piece.shape)
@@ -213,7 +213,7 @@ def token_passes(runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None
     texts, done, passes, shown = [list(prompt) for prompt in prompts], [None] * len(prompts), 0, 0.0
     ends = [min(len(prompt) + max_new_tokens, runner.model.config.max_seq_len) for prompt in prompts]
     step = runner.passes()
-    watch.at("prefill")
+    place.at("prefill")
     start = time.perf_counter()
     tokens, lengths = pad(prompts, runner.device)
     if draft:
@@ -234,7 +234,7 @@ def token_passes(runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None
                 texts[row].append(i)
                 fresh[row] += [i] * (i not in eos_ids)
                 done[row] = "stop" if i in eos_ids else "length" if len(texts[row]) >= ends[row] else None
-        watch.at("output", timed=False)  # its reader may take a break
+        place.at("output", timed=False)  # its reader may take a break
         stop = yield fresh
         if stop or all(done):
             added = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
@@ -242,7 +242,7 @@ def token_passes(runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None
             return Generation(rows, max(map(len, added)), first, now - start - first - shown, passes, done)
         shown += time.perf_counter() - now
         passes += 1
-        watch.at("decode step", passes)
+        place.at("decode step", passes)
         # one id for each row; with a draft also the proposals that the model accepts
         new = draft.step(runner, texts, done, sample) if draft else step(texts, sample)[:, None].tolist()
 
@@ -310,9 +310,6 @@ def set_up(args, world):
             drafts = load_extra("drafts", f"--draft {args.draft}")
             source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
             slots += 1 + source.count  # a row that is done stays at its last token, which is read again
-        dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
-        small = [(source.config, dtype, 0, 1)] if source and source.folder else []
-        report.warn_of_memory(world, len(prompts), slots, (config, dtype, world.rank, world.shares), *small)
     contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
     world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)
     start = time.perf_counter()

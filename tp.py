@@ -14,7 +14,7 @@ from tqdm import tqdm
 from formats.checkpoint import check_shape, read_slice
 from kernels import cpu, int_groups
 from model import VOCAB_BLOCK, build, pad_logits
-from runtime import watch
+from runtime import place
 from runtime.errors import InputError, load_extra
 
 # ---- The sharding plan -----------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def load_shard(config, weights, dtype, device, rank=0, shares=1, tok_embeddings=
         model.tok_embeddings = tok_embeddings
         slices = {name: piece for name, piece in slices.items() if not name.startswith("tok_embeddings.")}
     for name, piece in tqdm(slices.items(), desc="loading", unit="tensor", delay=1, disable=rank > 0 or None):
-        watch.at("load of", name)
+        place.at("load of", name)
         check_shape(weights, name, model.get_parameter(name).shape)
         _set_parameter(model, name, read_slice(weights, name, piece, device))
     if config.tie_embeddings:

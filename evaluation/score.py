@@ -7,7 +7,7 @@ import torch
 from tqdm import tqdm
 
 from decoding.sampling import pad
-from runtime import watch
+from runtime import place
 
 SEPARATOR = "<|endoftext|>"  # between two documents of a text
 MAX_LOGITS = 2**22  # logits converted to float32 at once: those of a whole window may take a gigabyte
@@ -38,14 +38,14 @@ def predictions(models, documents, size, stride, batch, show=False):
     plan = [(ids, *window) for ids in documents for window in windows(len(ids), size, stride)]
     device = models[0].device
     for i in tqdm(range(0, len(plan), batch), desc="scoring", unit="batch", delay=1, disable=None if show else True):
-        watch.at("scoring of batch", i // batch)
+        place.at("scoring of batch", i // batch)
         rows = plan[i : i + batch]
         tokens, _ = pad([ids[start:stop] for ids, start, stop, _ in rows], device)
         logits = [model(tokens[:, :-1]) for model in models]
         for row, (_, start, stop, first) in enumerate(rows):
             begin, end = first - start, stop - start
             yield [each[row, begin - 1 : end - 1] for each in logits], tokens[row, begin:end]
-    watch.at("scoring", timed=False)
+    place.at("scoring", timed=False)
 
 
 def token_nats(logits, tokens, first, comm):

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from formats.rope import ROPE_KEYS, rope_frequencies
 from kernels import cpu, int_groups
 from model import Config, build
-from runtime import watch
+from runtime import place
 from runtime.errors import InputError
 
 TOKENIZER_FILES = (
@@ -195,7 +195,7 @@ class Weights:
             for i in range(0, len(chunk), step):
                 source = self.read(name).narrow(dim, a, b - a)  # read anew, which frees the pages copied before
                 chunk[i : i + step].copy_(source[i : i + step])
-                watch.beat()
+                place.beat()
 
 
 def own_dtype(weights, name):

@@ -23,14 +23,12 @@ def features():
 def instruction_set():
     """Return what few_rows.cpp is compiled for, "avx512", "avx2" or "neon", or "plain": PyTorch's kernels instead.
 
-    $ATEN_CPU_CAPABILITY, PyTorch's own setting, chooses one. Raises ValueError if this processor does not have it.
+    $ATEN_CPU_CAPABILITY, PyTorch's own setting, chooses one.
     """
     here, asked = features(), os.environ.get("ATEN_CPU_CAPABILITY")
     if ON_ARM:
         return "neon" if "asimddp" in here and asked != "default" else "plain"
     name = {"AVX512": "avx512", "AVX2": "avx2"}.get(torch.backends.cpu.get_cpu_capability(), "plain")
-    if here and name != "plain" and {"avx512": "avx512bw"}.get(name, name) not in here:
-        raise ValueError(f"ATEN_CPU_CAPABILITY={asked}: this processor has no {name}: leave the variable out")
     return name if here else "plain"  # not Linux: other systems' compilers have OpenMP of another kind than PyTorch
 
 

@@ -1,7 +1,6 @@
 """The command line: the flags that scripts share and what they mean; prompts in, text out."""
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -13,7 +12,7 @@ from tqdm import tqdm
 from formats import checkpoint
 from formats.tokenizer import TextStream
 from model import WIRINGS, rewired
-from runtime.errors import InputError, load_extra
+from runtime.errors import InputError
 from tp import COLLECTIVES
 
 CHAT_CONTEXT = 4096  # tokens of a chat's cache, at most
@@ -161,10 +160,9 @@ def warn_of_wiring(own, config, shares):
 
 def add_prompt_flags(parser):
     g = parser.add_argument_group("prompts", "each is a row of the batch")
-    words = 'a text, e.g. "One day" (@@ for a first @), in which special tokens are plain text;\n'
+    words = 'a text, e.g. "One day", in which special tokens are plain text;\n'
     words += "a file with one on each line, e.g. @prompts.txt; all of a file, e.g. file:story.txt; token ids, e.g.\n"
-    words += 'ids:1,403; or, with --chat, file:NAME.json, a list of messages {"role": ..., "content": ...}; '
-    words += "may be repeated"
+    words += "ids:1,403; may be repeated"
     g.add_argument("--prompt", action="append", metavar="TEXT|@FILE|file:FILE|ids:I,J,...", help=words)
     g.add_argument("--prompt-length", type=count, metavar="N", help="a synthetic prompt of N random tokens, e.g. 1024")
     words = "repeat the prompts to B rows, e.g. 16 (synthetic ones differ)"
@@ -188,9 +186,8 @@ def read_prompts(args, config, tokenizer):
         if args.chat:
             encode("Hi", args, tokenizer)  # a template may refuse a system message
         return [[0]]
-    prompts = [encode(text, args, tokenizer) for given in args.prompt or [] for text in read_prompt(given, args)]
+    prompts = [encode(text, args, tokenizer) for given in args.prompt or [] for text in read_prompt(given)]
     if args.prompt_length is not None:
-        fit(1, [range(args.prompt_length)], config.max_seq_len)
         generator = torch.Generator().manual_seed(args.seed)
         shape = (args.batch or 1, args.prompt_length)
         prompts += torch.randint(config.vocab_size, shape, generator=generator).tolist()
@@ -206,35 +203,34 @@ def read_prompts(args, config, tokenizer):
     return prompts * ((args.batch or len(prompts)) // len(prompts))
 
 
-def read_prompt(given, args):
-    """Return the texts that a --prompt gives, or for a chat the one list of messages."""
-    if given.startswith("file:") and given.endswith(".json") and args.chat is not None:
-        return [load_extra("chat", f"--prompt {given}").read_messages(given[5:])]
+def read_prompt(given):
+    """Return the texts that a --prompt gives."""
     if given.startswith("file:"):
         texts = [checkpoint.read_text(given[5:], "--prompt file:")]
-    elif given.startswith("@") and not given.startswith("@@"):
+    elif given.startswith("@"):
         texts = checkpoint.read_text(given[1:], "--prompt @").split("\n")
     else:
-        texts = [given[given.startswith("@@") :]]
-    if not any(map(str.strip, texts)):
+        texts = [given]
+    texts = [text for text in texts if text.strip()]
+    if not texts:
         raise InputError(f"--prompt is empty ({given!r}): give some text, or token ids, such as ids:1")
-    return [text for text in texts if text.strip()]
+    return texts
 
 
 def encode(text, args, tokenizer):
-    """Return the token ids of a text, of numbers ids:..., or of messages."""
-    if isinstance(text, str) and text.startswith("ids:"):
+    """Return the token ids of a text, or of numbers ids:..."""
+    if text.startswith("ids:"):
         try:
             return [int(i) for i in text[4:].replace(",", " ").split()]
         except ValueError:
             raise InputError(f"--prompt {text!r} is not a list of numbers such as ids:1,403,407") from None
     if tokenizer is None:
         raise InputError(f"{args.checkpoint or '--model'} has no tokenizer: use --prompt ids:... or --prompt-length")
-    messages = [*(args.chat or []), *([{"role": "user", "content": text}] if isinstance(text, str) else text)]
-    # Python's substitutes for what is no character
-    if any("\ud800" <= c <= "\udfff" for c in json.dumps(messages, ensure_ascii=False)):
-        where = f"--prompt {text!r}{', or the text of --chat,' * bool(args.chat)}"
-        raise InputError(f"{where} is not valid UTF-8")
+    messages = [*(args.chat or []), {"role": "user", "content": text}]
+    try:
+        "".join(message["content"] for message in messages).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"--prompt {text!r} or the text of --chat is not valid UTF-8") from None
     return tokenizer.encode(text) if args.chat is None else tokenizer.chat(messages)
 
 

@@ -19,7 +19,7 @@ from kernels.experts import Experts, floats
 from kernels.few_rows import FEW_INT, FewRowsIntLinear
 from kernels.int_linear import recast, swap
 from model import Attention, FeedForward, cache_slots
-from runtime import launch, watch
+from runtime import launch, place
 from runtime.errors import InputError
 from runtime.report import PASS_TOKENS
 
@@ -44,7 +44,7 @@ def prepare(device):
     cxx.prepare_compile() if device.type == "cpu" else cxx.check_triton()
     handler, phase = torch._dynamo.callback_handler, contextlib.ExitStack()
     if not handler.start_callbacks:  # what is compiled after warm_up, as for a chat's next prompt, is no hang
-        handler.register_start_callback(lambda _: phase.enter_context(watch.during("compilation")))
+        handler.register_start_callback(lambda _: phase.enter_context(place.during("compilation")))
         handler.register_end_callback(lambda _: phase.close())
 
 
@@ -169,7 +169,7 @@ def _compiling():
     """Say that the ranks compile, without Python's search for cycles: it would take a fifth of the compiler's time."""
     gc.disable()
     try:
-        with watch.during("compilation"):
+        with place.during("compilation"):
             yield
     finally:
         gc.enable()

@@ -1,4 +1,4 @@
-"""Errors that a user can mend: bad input, or an extra that this copy of the project lacks."""
+"""Why a run ends: errors that a user can mend, and what ranks find out about one another."""
 
 import importlib
 import importlib.util
@@ -8,11 +8,26 @@ class InputError(ValueError):
     """Bad input: the message is one line that names it and says what would be right."""
 
 
+class Verdict(Exception):
+    """Why ranks that cannot go on are ended, in one line."""
+
+
+class StoreLost(Verdict):
+    """torchrun's store does not answer."""
+
+
+def find_extra(name):
+    """Return the package extras.NAME, or None if this copy of the project is without that folder."""
+    spec = importlib.util.find_spec("extras") and importlib.util.find_spec(f"extras.{name}")
+    return importlib.import_module(f"extras.{name}") if spec and spec.origin else None  # without origin: no __init__.py
+
+
 def load_extra(name, what):
     """Return the package extras.NAME, whose import adds to the tables of the core.
 
     Raises InputError, which says that `what` needs it, if this copy of the project is without that folder.
     """
-    if importlib.util.find_spec("extras") is None or importlib.util.find_spec(f"extras.{name}") is None:
+    extra = find_extra(name)
+    if extra is None:
         raise InputError(f"{what} needs the folder extras/{name}, which this copy does not have")
-    return importlib.import_module(f"extras.{name}")
+    return extra

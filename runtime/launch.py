@@ -2,11 +2,8 @@
 
 import collections
 import contextlib
-import errno
 import json
-import math
 import os
-import signal
 import sys
 import time
 import traceback
@@ -16,22 +13,16 @@ import torch.distributed as dist
 
 import tp
 from formats.checkpoint import first_line
-from kernels import cpu
-from runtime import watch
-from runtime.errors import InputError
+from runtime import place, signals
+from runtime.errors import InputError, Verdict, find_extra
+
+at_end = []  # functions to call before this process ends, even if its main thread is stuck
+watch = None  # the Watch of extras/watch, if this process has one
 
 
 def rank_and_size():
     """Return this process's rank and the number of ranks, as torchrun's environment says."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def several_ranks():
-    """Return runtime/ranks.py if torchrun has started several ranks, else None: a single process does without."""
-    if rank_and_size()[1] > 1:
-        from runtime import ranks
-
-        return ranks
 
 
 class World:
@@ -51,17 +42,16 @@ class World:
         self.shares, self.nodes = shares or (1,) * tp_size, ("",) * tp_size
         self.simulated, self.alone = simulated, simulated or tp_size == 1
 
-    def gather(self, value, patience=math.inf):
+    def gather(self, value):
         """Return the values of all ranks, in the order of ranks. A value is what JSON holds; tuples become lists.
 
-        Unlike a collective, it hears Ctrl-C and the end of other ranks. Raises Verdict if one has not come within
-        `patience` seconds. Values are JSON because anyone may write to torchrun's store.
+        Unlike a collective, it hears Ctrl-C and the end of other ranks. JSON, as anyone may write to torchrun's store.
         """
         if self.alone:
             return [value]
         from runtime import ranks
 
-        return ranks.gather(self, value, patience)
+        return ranks.gather(self, value)
 
     def say(self, text):
         """Print a line on stderr, on rank 0."""
@@ -105,11 +95,11 @@ class World:
 def join(device=None, flags=None):
     """Join the ranks that torchrun started with this one, if any; returns the World.
 
-    device: "cpu", "cuda", "cuda:1", or None for CUDA if every local rank finds a GPU. Under torchrun a rank takes the
-    GPU of its LOCAL_RANK, or the only one that it sees if each rank sees another one. flags: {name: value} of the
-    command line, equal on all ranks; "comm" names one of tp.COLLECTIVES. Raises InputError for a device that is not
-    there, and for ranks that were not started alike.
+    device: "cpu", "cuda", "cuda:1", or None for CUDA if every local rank finds a GPU. Under torchrun "cuda" is the GPU
+    of LOCAL_RANK. flags: {name: value} of the command line, equal on all ranks; "comm" names one of tp.COLLECTIVES.
+    Raises InputError for a device that is not there, and for ranks that were not started alike.
     """
+    global watch
     (rank, tp_size), flags = rank_and_size(), flags or {}
     comm = flags.get("comm", "auto")
     connect = tp.collective(comm).connect
@@ -123,75 +113,64 @@ def join(device=None, flags=None):
         raise InputError("the ranks have met: name the same device in each load()")
     from runtime import ranks
 
-    seen = [gpu for gpus in world.gather(visible_gpus(device), ranks.patience()) for gpu in gpus or [None, None]]
-    world.device = choose_device(device, rank, tp_size, own_gpu=len({*seen}) == len(seen) == tp_size)
-    ranks.meet(world, flags, _leave)
+    if extra := find_extra("watch"):
+        watch = extra.Watch(ranks.store(), rank, tp_size)
+        watch.start()
+    world.device = choose_device(device, rank, tp_size)
+    ranks.meet(world, flags)
     world.group = connect(world)
     return world
 
 
-def visible_gpus(device=None):
-    """Return the UUIDs of the GPUs that this process sees, none if it is to run on the CPU."""
-    try:
-        count = 0 if device == "cpu" else torch.cuda.device_count()
-        return [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
-    except RuntimeError:  # choose_device says why
-        return []
-
-
-def choose_device(device, rank=0, tp_size=1, own_gpu=False):
-    """Return the torch.device of a rank, as join says, made CUDA's current one. own_gpu: no other rank sees its GPU."""
+def choose_device(device, rank=0, tp_size=1):
+    """Return the torch.device of a rank, as join says, made CUDA's current one."""
     known = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     local_rank, local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
     if device is None:
-        device = "cuda" if own_gpu or 0 < local < len(known) else "cpu"
+        device = "cuda" if 0 < local < len(known) else "cpu"
         hidden = os.path.exists("/proc/driver/nvidia/version") and "CUDA_VISIBLE_DEVICES" not in os.environ
         if device == "cpu" and local_rank == 0 and (hidden or len(known) > 1):
             words = f"PyTorch {torch.__version__} sees {len(known) - 1} GPUs for {local} ranks here"
             print(f"running on the CPU: {words}; each rank needs one", file=sys.stderr)
-    if device == "cuda" or (device.startswith("cuda:") and tp_size > 1):
-        device = f"cuda:{local_rank if tp_size > 1 and not own_gpu else 0}"
+    if device == "cuda":
+        device = f"cuda:{local_rank}"
     if device not in known:
         raise InputError(f"no such device: {device}; this machine has {', '.join(known)}")
-    try:
-        cpu.instruction_set()
-    except ValueError as e:  # before PyTorch executes an instruction that is not there
-        raise InputError(str(e)) from None
     if device != "cpu":
         try:
             torch.cuda.set_device(torch.device(device))
         except RuntimeError as e:  # above all a driver that is too old for this PyTorch
             raise InputError(f"{device} cannot be used: {first_line(e)} (--device cpu does without)") from None
-        if tp_size > 1 and "MIG" in torch.cuda.get_device_name(device):
-            raise InputError(f"{device} is a slice of a GPU (MIG), which NCCL does not connect: run one rank alone")
         torch.backends.cuda.enable_cudnn_sdp(False)  # its attention makes a plan for each new length of a prompt
     return torch.device(device)
 
 
 def run(main):
     """Run a script's main(), and end the process: what ends one rank ends all, and one of them says why in one line."""
-    watch.heed_signals()
-    error, ranks = None, several_ranks()
+    signals.heed()
+    error = None
     try:
         try:
-            if ranks:
+            if rank_and_size()[1] > 1:
+                from runtime import ranks
+
                 ranks.store()  # now, so that of several ranks with bad flags one says so
             main()
             sys.stdout.flush()
-            watch.at("the end")
+            place.at("the end")
             if dist.is_initialized():
                 dist.barrier()
         finally:
-            watch.ignore_signals()
+            signals.ignore()
     except BaseException as e:
         error = e
     if isinstance(error, Exception):  # which a library may have raised for the one of a signal
-        error = watch.signalled or error
-    if ranks:
-        error = ranks.explain(error)
+        error = signals.received or error
+    if watch:
+        error = watch.explain(error)
     with contextlib.suppress(OSError):
         sys.stdout.flush()  # what --help printed, or the text so far
-    _leave(error)
+    leave(error)
 
 
 def printable(text):
@@ -205,33 +184,30 @@ def out_of_memory(error):
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def _leave(error):
+def leave(error):
     """End this process with the exit code of the first rank that leaves, which also says why."""
-    for undo in watch.at_end:
-        with contextlib.suppress(Exception):  # the terminal may have gone
-            undo()
     folder, script = os.path.split(sys.argv[0])
     script = os.path.basename(folder) if script == "__main__.py" else script  # of python -m extras.NAME
     rank, tp_size = rank_and_size()
     who = f"{script}: rank {rank} of {tp_size}" if tp_size > 1 else f"{script}:"
-    where = f" in {watch.here}" if tp_size > 1 or watch.here.phase != "start" else ""
+    where = f" in {place.here}" if tp_size > 1 or place.here.phase != "start" else ""
     what = f"({type(error).__name__}: {printable(first_line(error))})"
-    full = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
     endings = [
         (error is None, 0, ""),
         (isinstance(error, SystemExit), getattr(error, "code", 0) or 0, ""),
         (isinstance(error, InputError), 2, f"{script}: {printable(str(error))}"),
-        (isinstance(error, watch.Verdict), 1, f"\n{script}: {error}"),  # a progress bar may stand in the line before
-        (isinstance(error, watch.Terminated), 143, f"{who} was stopped by {error}{where}"),
+        (isinstance(error, Verdict), 1, f"\n{script}: {error}"),  # a progress bar may stand in the line before
+        (isinstance(error, signals.Terminated), 143, f"{who} was stopped by {error}{where}"),
         (isinstance(error, KeyboardInterrupt), 130, str(error) or "interrupted"),
         (isinstance(error, BrokenPipeError), 1, ""),  # whoever read our output has gone
-        (full, 1, f"{script}: the output cannot be written: {what}"),
         (out_of_memory(error), 1, f"{who} ran out of memory {what}{where}"),
         (True, 1, "".join(traceback.format_exception(error)) + f"{who} failed {what}{where}"),
     ]
     code, line = next((code, line) for matches, code, line in endings if matches)
-    ranks, speaks = several_ranks(), True
-    if ranks:
+    speaks = True
+    if tp_size > 1:
+        from runtime import ranks
+
         code, speaks = ranks.leave_first(code, rank, error)
     if line and speaks:
         print(line, file=sys.stderr, flush=True)
@@ -241,9 +217,9 @@ def _leave(error):
         cause = {"message": line.strip().splitlines()[-1], "extraInfo": {"timestamp": earlier}}
         with contextlib.suppress(OSError), open(path, "w") as f:
             json.dump({"message": cause}, f)
-    for process in getattr(error, "stopped", ()):
-        with contextlib.suppress(OSError):
-            os.kill(process, signal.SIGKILL)  # a stopped one does not hear torchrun's SIGTERM
+    for function in at_end:
+        with contextlib.suppress(Exception):  # the terminal may have gone
+            function()
     if isinstance(error, OSError):  # what is still to be written goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if tp_size > 1:

@@ -1,20 +1,14 @@
-"""What a run needs, warned of before anything is allocated, and what it took, in a few lines for people."""
+"""What a run took, for machines and for people."""
 
-import math
 import os
 import resource
-import sys
 from pathlib import Path
 
 import torch
 
 from formats.checkpoint import dtype_name
-from model import build
-from runtime.errors import load_extra
-from tp import shard_plan, shard_slices
 
 PASS_TOKENS = 1024  # of all rows, in one pass of a prefill
-GRAPH_BYTES = 4e8  # of a GPU's captured decode steps, 20 MB each by estimate
 
 
 def free_bytes(device):
@@ -29,42 +23,6 @@ def _kilobytes(path, name):
     """Return the bytes that a file of /proc says in kB, or None if this is not Linux."""
     info = Path(path)
     return 1024 * int(info.read_text().partition(name)[2].split()[0]) if info.is_file() else None
-
-
-def rank_bytes(config, dtype, rows, slots, rank=0, shares=1):
-    """Return the bytes of a rank's weights, and those of its cache. Raises InputError as shard_plan does."""
-    plan, slices = shard_plan(config, rank, shares), shard_slices(build(config), dtype, rank, shares)
-    weights = sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices.values())
-    states = len(config.linear_layers)
-    cache = (config.n_layers - states) * slots * kv_width(config, plan) * dtype.itemsize
-    if states:
-        cache += states * load_extra("linear_attention", "linear_layers").state_bytes(config, plan, dtype)
-    return weights, rows * cache
-
-
-def kv_width(config, plan):
-    """Return the numbers of a rank's keys and values of one token in one layer. plan: its shard_plan."""
-    qkv, queries = (sum(stop - start for start, stop in plan[name][1]) for name in ("wqkv", "wo"))
-    return qkv - queries * (1 + config.attention_gate)
-
-
-def warn_of_memory(world, rows, slots, *models):
-    """Print a line on stderr if models [(Config, dtype, rank, shares)], caches and graphs exceed the free memory.
-
-    Of equal shares rank 0 has the largest, and says it for all. A GPU's free memory is without what the ranks that have
-    met already took: the context, and NCCL's buffers. Activations come on top. Raises InputError.
-    """
-    if world.rank > 0 and len(set(world.shares)) == 1:
-        return
-    needed = sum(sum(rank_bytes(config, dtype, rows, slots, *place)) for config, dtype, *place in models)
-    needed += GRAPH_BYTES * (world.device.type == "cuda")
-    # the CPU ranks of a machine share its memory
-    sharers = 1 if world.alone or world.device.type != "cpu" else int(os.environ.get("LOCAL_WORLD_SIZE", world.tp_size))
-    here = world.shares[world.rank // sharers * sharers :][:sharers]
-    free = free_bytes(world.device) * world.shares[world.rank] / sum(here)
-    if needed > free:
-        text = f"about {needed / 1e9:,.2f} GB needed on rank {world.rank}, {free / 1e9:,.2f} free"
-        print(f"weights and cache may not fit: {text}", file=sys.stderr)
 
 
 def chosen_experts(config, tokens):
@@ -108,7 +66,6 @@ def result(setup, world, done, texts):
         read += drafted * step_bytes(draft.runner.model, draft.runner.cache, slots)
     tpot = done.decode_s / (done.steps - 1) if done.steps > 1 else None
     later = sum(max(len(row) - 1, 0) for row in done.rows)  # tokens after each row's first; ended rows give no more
-    limit = "context" if setup.max_new_tokens < setup.args.max_new_tokens else "length"
     accepted = draft and [draft.accepted[n] for n in range(max(draft.accepted, default=0) + 1)]
     return {
         "model": setup.name, "n_layers": config.n_layers, "wiring": config.wiring, "quant": config.quant,
@@ -118,14 +75,14 @@ def result(setup, world, done, texts):
         "batch": rows, "prompt_tokens": longest, "new_tokens": done.steps, "passes": passes,
         "load_s": setup.load_s, "compile_s": setup.compile_s, "prefill_s": done.prefill_s, "decode_s": done.decode_s,
         "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and later / done.decode_s,
-        "tok_s_user": tpot and 1 / tpot, "step_bytes": int(read),
-        "bytes_s": tpot and read * passes / done.decode_s, "peak_bytes": world.gather(peak_bytes(world.device)),
+        "step_bytes": int(read), "bytes_s": tpot and read * passes / done.decode_s,
+        "peak_bytes": world.gather(peak_bytes(world.device)),
         "graph_bytes": runner.graphs and runner.graphs.n_bytes,
         "prefill_chunks": runner.choose_chunks(rows, min(longest, max(1, PASS_TOKENS // rows))),
         "draft": source and source.name, "speculate": source and source.count,
         "drafted": draft and draft.drafted, "accepted": accepted,
         "tokens": None if world.simulated else done.rows, "texts": texts,
-        "finish": [limit if reason == "length" else reason for reason in done.finish],
+        "finish": done.finish,
     }  # fmt: skip
 
 
@@ -139,19 +96,14 @@ def summary(r):
     times = f"load {r['load_s']:.2f} s, compile {r['compile_s']:.2f} s, first token {r['ttft_ms']:.1f} ms"
     if r["tpot_ms"]:
         times += f", then {r['tpot_ms']:.2f} ms per token: {r['tok_s']:.1f} tok/s"
-        times += f" ({r['tok_s_user']:.1f} for each of {r['batch']} users)" * (r["batch"] > 1)
+        times += f" ({1e3 / r['tpot_ms']:.1f} for each of {r['batch']} users)" * (r["batch"] > 1)
     memory = f"{r['step_bytes'] / 1e6:.1f} MB read per {'pass' if r['draft'] else 'step'}"
     memory += f", {r['bytes_s'] / 1e9:.1f} GB/s" if r["bytes_s"] else ""
     lines = [head, times, f"{memory}, peak memory {max(r['peak_bytes']) / 1e9:.2f} GB per rank"]
-    if r["graph_bytes"]:
-        lines[-1] += f", {len(r['graph_bytes'])} CUDA graphs of {sum(r['graph_bytes']) / 1e9:.2f} GB"
     if r["texts"] and (cut := len(r["finish"]) - r["finish"].count("stop")):
-        limit = "the end of the context" if "context" in r["finish"] else "--max-new-tokens"
-        which = f"{cut} of {r['batch']} texts were" if r["batch"] > 1 else "the text was"
-        lines.append(f"{which} cut at {limit}")
+        lines.append(f"{cut} of {r['batch']} texts cut at --max-new-tokens or the end of the context")
     if r["draft"]:
-        tried = sum(r["accepted"])
-        mean = sum(n * times for n, times in enumerate(r["accepted"])) / max(1, tried)
-        line = f"draft {r['draft']}@{r['speculate']}: {r['passes']} passes"
-        lines.append(f"{line}; {tried} times a row had proposals, {mean:.2f} of them accepted on average")
+        tried, accepted = sum(r["accepted"]), sum(n * times for n, times in enumerate(r["accepted"]))
+        lines.append(f"draft {r['draft']}@{r['speculate']}: {r['passes']} passes; {tried} times a row had proposals, ")
+        lines[-1] += f"{accepted / max(1, tried):.2f} of them accepted on average"
     return "\n".join(lines)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import fcntl
 import json
 import os
@@ -29,8 +28,6 @@ def reserved(path):
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.fstat(lock.fileno()).st_nlink:  # another process has just ended, and removed it
-                raise BlockingIOError
         except BlockingIOError:
             raise InputError(f"{path} is being written by another process") from None
         try:
@@ -46,7 +43,7 @@ def reserved(path):
 def new_file(path):
     """Yield the name of an unfinished file or folder, which replaces `path` only when the block ends well."""
     path = os.path.realpath(path)
-    with reserved(path) as folder, _errors(path, folder):
+    with reserved(path) as folder, _errors(path):
         unfinished = folder / os.path.basename(path)
         yield unfinished
         publish(unfinished, path)
@@ -77,16 +74,12 @@ def publish(unfinished, path):
 
 
 @contextlib.contextmanager
-def _errors(path, folder=""):
-    """Turn the system's errors in this block, above all a full disk, into an InputError that names the output.
-
-    An error with the name of a file outside of the folder is not about the output: that InputError names the file.
-    """
+def _errors(path):
+    """Turn the system's errors in this block, above all a full disk, into an InputError that names the output."""
     try:
         yield
     except OSError as e:
-        ours = e.filename is None or str(e.filename).startswith(str(folder))
-        raise InputError(f"{f'cannot write {path}' if ours else e.filename}: {e.strerror or e}") from None
+        raise InputError(f"cannot write {path}: {e}") from None
 
 
 def append_line(path, line):
@@ -139,7 +132,7 @@ def write_weights(folder, sizes, read, shard_bytes=5_000_000_000):
             try:
                 save_file(tensors, folder / file, metadata={"format": "pt"})
             except SafetensorError as e:  # above all a full disk
-                raise OSError(errno.EIO, first_line(e)) from None
+                raise OSError(first_line(e)) from None
             (folder / file).chmod(mode)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

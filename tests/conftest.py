@@ -54,7 +54,9 @@ def threads(request):
 @pytest.fixture(autouse=True)
 def _signals():
     """A script that a test runs in this process may end, and leave it deaf, with all processes that it then starts."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    }
     hook = sys.unraisablehook
     yield
     sys.unraisablehook = hook

@@ -9,9 +9,10 @@ import sys
 import time
 from pathlib import Path
 
-from runtime import launch, ranks
+from extras import watch
+from runtime import launch
 
-IMPORTS = 4  # ranks.IMPORTS of these runs
+IMPORTS = 4  # watch.IMPORTS of these runs
 PHASES = {  # name: (script, module and name of a function, the call of it that meets the fault, the phase in words)
     "join": ("generate", "runtime.launch", "join", 1, r"start|join"),
     "load": ("generate", "formats.checkpoint", "Weights.fill", 3, r"load of"),
@@ -62,7 +63,7 @@ def main():
     if harmed and change[:1] and change[0].endswith(".py"):
         os.environ["PYTHONPATH"] = ""
         os.execv(sys.executable, [sys.executable, change[0], *sys.argv[2:]])
-    ranks.IMPORTS = IMPORTS
+    watch.IMPORTS = IMPORTS
     _, name, *flags = sys.argv
     sys.argv = [f"{name}.py", *flags, *(change if harmed else [])]
     script = importlib.import_module("extras.training.adapt" if name == "adapt" else name)

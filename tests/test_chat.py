@@ -1,11 +1,7 @@
-"""extras/chat: conversations that are none, templates that are refused, or that take too long or too much memory."""
+"""extras/chat: templates that are refused, or that take too long or too much memory."""
 
-import json
-
-import pytest
 from test_hostile import refused
 
-from extras import chat
 from extras.chat import template as chat_template
 from formats.tokenizer import Tokenizer
 
@@ -22,14 +18,6 @@ TEMPLATES = {
     "{{ 10**(10**10) }}": "it takes more than 0.3 s or 512 MB",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "more than 0.3 s",
 }
-
-
-@pytest.mark.parametrize("messages", [[], ["Hi"], [{"role": "user"}], [{"role": "user", "content": 3}], [[]]], ids=str)
-def test_files_that_are_no_conversation_are_refused(messages, tmp_path):
-    (tmp_path / "m.json").write_text(json.dumps(messages))
-    refused(
-        'm.json is no list of messages, each with a "role" and a "content"', chat.read_messages, tmp_path / "m.json"
-    )
 
 
 def test_templates_that_are_refused(monkeypatch):

@@ -25,9 +25,8 @@ import tp
 from extras.collectives import int8_sums, one_hop, one_shot, shared_memory
 from extras.collectives.int8_sums import Int8Group
 from extras.measure import link
-from runtime.errors import InputError
+from runtime.errors import InputError, Verdict
 from runtime.launch import World
-from runtime.watch import Verdict
 
 OPS = torch.ops._c10d_functional
 SLOTS, SLOT = 4, 256  # bytes: small ones, so that small messages have many pieces

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from formats import checkpoint
 from kernels import cpu, cxx, few_rows
 from model import Attention
-from runtime import compiling, launch
+from runtime import compiling
 from runtime.errors import InputError
 
 
@@ -281,16 +281,6 @@ def test_without_instructions_for_our_kernels_there_are_pytorchs(monkeypatch, ca
     for features, name in (["asimd", "asimddp"], "neon"), (["asimd"], "plain"), ([], "plain"):
         monkeypatch.setattr(cpu, "features", lambda features=features: features)
         assert cpu.instruction_set() == name
-
-
-def test_instructions_that_are_not_there_are_one_clear_line(monkeypatch):
-    monkeypatch.setattr(cpu, "ON_ARM", False)
-    monkeypatch.setattr(cpu, "features", lambda: ["avx2", "avx512f"])
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx512")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    message = "ATEN_CPU_CAPABILITY=avx512: this processor has no avx512: leave the variable out"
-    with pytest.raises(InputError, match=message):
-        launch.choose_device("cpu")
 
 
 @pytest.mark.parametrize("ranges", [None, [(5, 17), (2990, 3000)], [(7, 7)]], ids=str)

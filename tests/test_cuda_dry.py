@@ -14,7 +14,7 @@ from decoding import sampling
 from decoding.sampling import Sampler
 from generate import Runner, generate, make_cache
 from kernels import cuda_graphs, cxx
-from runtime import compiling, watch
+from runtime import compiling, place
 from runtime.compiling import SplitAttention
 from runtime.errors import InputError
 
@@ -84,7 +84,7 @@ def recorded(monkeypatch, step):
         result = function()
         if generator:
             generator.set_state(state)
-        captures.append((pool, generator, watch.here.timed))
+        captures.append((pool, generator, place.here.timed))
 
         def replay():
             for kept, new in zip(*((x,) if torch.is_tensor(x) else x for x in (result, function())), strict=True):
@@ -108,7 +108,7 @@ def test_a_captured_step_is_found_again_by_its_shapes_and_gets_its_inputs(monkey
 
     (graphs, captures), seen = recorded(monkeypatch, step), {}
     state = torch.zeros(1)  # of linear attention: each call is one step of it, that of a capture too
-    watch.at("decode step", 1)
+    place.at("decode step", 1)
     calls = (1, 1, 256), (2, 1, 256), (3, 2, 256), (4, 1, 512), (5, 2, 256), (6, 1, 256)
     for steps, (value, S, length) in enumerate(calls, start=1):
         inputs = torch.full((3, S), value), torch.arange(3)[:, None].expand(3, S)
@@ -117,7 +117,7 @@ def test_a_captured_step_is_found_again_by_its_shapes_and_gets_its_inputs(monkey
         assert torch.equal(logits, step(*inputs, [(torch.zeros(1),)], length))
         assert seen.setdefault((S, length), logits) is logits
     assert captures == [("pool", None, False)] * 3 and graphs.n_bytes == [7] * 3  # in a phase that is not timed
-    assert watch.here.timed
+    assert place.here.timed
 
 
 @pytest.mark.parametrize("temperature, top_k", [(0, None), (0.8, None), (0.8, 5)])

@@ -20,7 +20,7 @@ from extras.training import adapt
 from formats import checkpoint
 from kernels import experts, few_rows, int_linear
 from model import MoE
-from runtime import compiling
+from runtime import compiling, report
 from runtime.errors import InputError
 
 MIXTURE = dataclasses.replace(
@@ -117,6 +117,13 @@ def test_equal_scores_and_an_expert_that_nobody_chose():
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Integers
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose():
+    net, c = random_model(MIXTURE), MIXTURE
+    one, three, drafted = (report.step_bytes(net, net.new_cache(n, 8), 0, more) for n, more in [(1, 0), (3, 0), (1, 2)])
+    more = (c.n_layers - 1) * c.n_experts * 3 * c.dim * c.expert_size * 4 * ((1 - 0.6**3) - 0.4)
+    assert three == drafted == pytest.approx(one + more)
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])

@@ -1,6 +1,6 @@
 """Chat templates, which generate.py --chat renders, and a chat on the terminal."""
 
 from extras.chat import template
-from extras.chat.chat import read_messages, run
+from extras.chat.chat import run
 
-__all__ = ["read_messages", "run", "template"]
+__all__ = ["run", "template"]

@@ -9,22 +9,11 @@ import termios
 import torch
 import torch.distributed as dist
 
-from formats.checkpoint import read_json
-from runtime import watch
+from runtime import launch, place
 from runtime.cli import CHAT_CONTEXT, Printer, fit
-from runtime.errors import InputError
 
 CTRL_C = b"\3"
 PASSES_BETWEEN_CHECKS = 8  # of several ranks, for a Ctrl-C: each check is a broadcast
-
-
-def read_messages(path):
-    """Return the conversation [{"role", "content"}, ...] in a file of JSON. Raises InputError."""
-    messages = read_json(path, list)
-    forms = [isinstance(m, dict) and {type(m.get("role")), type(m.get("content"))} == {str} for m in messages]
-    if not messages or not all(forms):
-        raise InputError(f'{path} is no list of messages, each with a "role" and a "content"')
-    return messages
 
 
 class Keyboard:
@@ -35,7 +24,7 @@ class Keyboard:
         self.early = []  # lines typed during an answer
         self.is_terminal = world.rank == 0 and sys.stdin.isatty()
         if self.is_terminal:
-            watch.at_end.append(functools.partial(termios.tcsetattr, 0, termios.TCSANOW, termios.tcgetattr(0)))
+            launch.at_end.append(functools.partial(termios.tcsetattr, 0, termios.TCSANOW, termios.tcgetattr(0)))
             changed = termios.tcgetattr(0)
             changed[6][termios.VINTR], changed[6][termios.VEOL] = b"\0", CTRL_C
             termios.tcsetattr(0, termios.TCSANOW, changed)
@@ -87,7 +76,7 @@ def run(setup, world, generate):
         how = "the text just goes on" if tokenizer.template is None else "in the checkpoint's chat template"
         world.say(f"{how}; Ctrl-C stops an answer, Ctrl-D ends")
     while True:
-        watch.at("the wait for the user", timed=world.rank > 0)  # of the others only until rank 0 goes on
+        place.at("the wait for the user", timed=world.rank > 0)  # of the others only until rank 0 goes on
         line = world.tell(keyboard.line() if world.rank == 0 else None)
         if line is None:
             return

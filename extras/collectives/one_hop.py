@@ -18,7 +18,6 @@ import torch
 from extras.collectives import shared_memory
 from extras.group import load_group, new_name
 from kernels import cxx, gloo
-from runtime import watch
 from runtime.errors import InputError
 from tp import COLLECTIVES, Collective
 
@@ -118,8 +117,6 @@ def connect(world):
             memory = shared_memory.connect(node)
         if None in world.gather(memory and memory.group_name):
             node, memory = Node(world, 1), None
-    if memory:
-        watch.monitors.add(shared_memory)
     with reachable(world):
         listener = socket.create_server((own_address(), 0))
     with listener:

@@ -14,9 +14,8 @@ from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import _detect_dma_connectivity
 
 from extras.group import Group, pending_on
-from runtime import watch
 from runtime.benchmarking import timed
-from runtime.errors import InputError
+from runtime.errors import InputError, Verdict
 from tp import COLLECTIVES, Collective
 
 ONE_SHOT = 2**18  # bytes up to which each rank sums the whole tensor; of a larger one, each sums its share for all
@@ -77,7 +76,7 @@ def check(group, rank, device):
     computed, deadline = torch.cuda.current_stream().record_event(), time.monotonic() + PATIENCE
     while not computed.query():
         if time.monotonic() > deadline:
-            raise watch.Verdict(f"one-shot sums do not end within {PATIENCE} s on these GPUs: give --comm library")
+            raise Verdict(f"one-shot sums do not end within {PATIENCE} s on these GPUs: give --comm library")
         time.sleep(0.01)
     if wrong:
         raise InputError("one-shot sums are wrong on these GPUs: give --comm library")

@@ -14,8 +14,7 @@ import torch
 
 from extras.group import load_group, new_name
 from kernels import ordered  # noqa: F401, defines the operators that shared_memory.cpp implements
-from runtime import watch
-from runtime.errors import InputError
+from runtime.errors import InputError, find_extra
 from tp import COLLECTIVES, Collective
 
 SLOTS, SLOT_BYTES = 8, 2**23  # of each rank; a slot takes memory only where a message has filled it
@@ -58,6 +57,8 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
         if reason is None:
             torch.ops.ladder.leave_memory(name)
         raise Unavailable(reasons[0])
+    if watch := find_extra("watch"):
+        watch.shared_memory = sys.modules[__name__]
     return torch._C._distributed_c10d._resolve_process_group(name)
 
 
@@ -117,11 +118,4 @@ def _open(pid, fd, token):
     raise Unavailable("rank 0 is on another machine or in another container")
 
 
-def connect_watched(world):
-    """Return the group of connect(), whose progress the Watch sees."""
-    group = connect(world)
-    watch.monitors.add(sys.modules[__name__])
-    return group
-
-
-COLLECTIVES["shared-memory"] = Collective("CPU ranks of one machine through memory that they share", connect_watched)
+COLLECTIVES["shared-memory"] = Collective("CPU ranks of one machine through memory that they share", connect)

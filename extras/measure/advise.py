@@ -73,10 +73,16 @@ def rank_work(config, dtype, rank, tp_size, batch, context):
     if config.linear_layers:
         n_bytes["attention"] += batch * load_extra("linear_attention", "linear_layers").state_bytes(config, plan, dtype)
     else:
-        n_bytes["attention"] += batch * context * report.kv_width(config, plan) * dtype.itemsize
+        n_bytes["attention"] += batch * context * kv_width(config, plan) * dtype.itemsize
         flops["attention"] += 4 * batch * context * sum(stop - start for start, stop in plan["wo"][1])
     n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm
     return {place: Work(n_bytes[place], flops[place]) for place in ("attention", "feed_forward", "rest")}
+
+
+def kv_width(config, plan):
+    """Return the numbers of a rank's keys and values of one token in one layer. plan: its shard_plan."""
+    qkv, queries = (sum(stop - start for start, stop in plan[name][1]) for name in ("wqkv", "wo"))
+    return qkv - queries * (1 + config.attention_gate)
 
 
 class Machine(NamedTuple):

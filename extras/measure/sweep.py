@@ -24,7 +24,7 @@ from extras.measure.clock import variants
 from formats import checkpoint
 from generate import Runner, make_cache
 from model import Config, rewired
-from runtime import benchmarking, cli, launch, watch, writing
+from runtime import benchmarking, cli, launch, place, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
 
@@ -72,7 +72,7 @@ def parse(argv):
 def make_cases(args, world):
     """Return {(link, wiring and chunks, batch): exposed.Case}, whose models share their weights and caches."""
     models = bench.load_models(args.config, args.wiring, args, world)
-    watch.at("measurement", timed=False)
+    place.at("measurement", timed=False)
     torch._dynamo.config.recompile_limit = 1000  # each wiring is a graph, and another one without its all-reduces
     caches, cases = {}, {}
     for (wiring, model), batch, chunks in itertools.product(models.items(), args.batch, args.chunks):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from decoding.sampling import Sampler, last_tokens, pad
-from runtime import watch
+from runtime import place
 from runtime.report import PASS_TOKENS
 
 SCORED_TOKENS = 256  # of a prompt whose logits, of the whole vocabulary, are gathered at a time
@@ -63,7 +63,7 @@ class Row:
             return runner.prefill(*padded, PASS_TOKENS, cached), []
         self.clear()  # with positions, states of linear attention go on
         for start in range(0, len(ids), SCORED_TOKENS):
-            watch.at("prefill from token", start)
+            place.at("prefill from token", start)
             piece, following = padded[0][:, start : start + SCORED_TOKENS], ids[start + 1 : start + 1 + SCORED_TOKENS]
             positions = torch.arange(start, start + piece.shape[1], device=runner.device)[None]
             logits = runner.model(piece, positions, runner.cache, start + piece.shape[1])[0]
@@ -92,7 +92,7 @@ class Rows(list):
         On a CPU a row alone decodes as a batch of one. A row without a request reads its last token again.
         """
         self.passes += 1
-        watch.at("decode step", self.passes)
+        place.at("decode step", self.passes)
         alone = len(self.busy) == 1 and self.runner.device.type == "cpu"
         rows, runner = (self.busy, self.busy[0].runner) if alone else (self, self.runner)
         return self.take(rows, runner.decode(*last_tokens([row.text for row in rows], runner.device))[:, 0])

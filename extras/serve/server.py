@@ -29,7 +29,7 @@ import generate
 from extras.serve.protocol import Refused, Text, check, logprobs_of, parse
 from extras.serve.rows import Rows
 from formats import checkpoint
-from runtime import cli, launch, watch
+from runtime import cli, launch, place, signals
 from runtime.errors import InputError
 
 MAX_BODY, BODY_SECONDS = 2**22, 30
@@ -170,7 +170,7 @@ class Front:
         serving = self.server.serve([listener])
         self.thread = threading.Thread(target=self.loop.run_until_complete, args=[serving], daemon=True)
         self.thread.start()
-        watch.at_end.append(self.close)
+        launch.at_end.append(self.close)
 
     # ---- In its own thread
 
@@ -273,7 +273,7 @@ def serve(world, rows, front):
     while True:
         idle = tells = not rows.busy
         if idle:
-            watch.at("the wait for a request", timed=world.rank > 0)  # of the others only until rank 0 goes on
+            place.at("the wait for a request", timed=world.rank > 0)  # of the others only until rank 0 goes on
         news = front.news(rows) if front else None
         if not idle and not world.alone:
             flag = torch.tensor([news is not None], dtype=torch.int32, device=world.device)
@@ -338,10 +338,9 @@ def main(argv=None):
 
         compiling.warm_up(rows[0].runner, [[0]], context - 1, rows.greedy)
 
-    def drain(number, frame):  # a second SIGTERM, or one by the verdict of the ranks' watch, ends at once
-        ranks = launch.several_ranks()
-        if draining or (ranks and ranks.verdict()):
-            watch.terminate(number, frame)
+    def drain(number, frame):  # a second SIGTERM ends at once
+        if draining:
+            signals.terminate(number, frame)
         draining.append(number)
         if front:
             front.deadline = time.monotonic() + DRAIN

@@ -24,7 +24,7 @@ from formats import checkpoint
 from kernels.experts import Experts, experts
 from kernels.int_linear import recast
 from model import Attention, Transformer, interleave
-from runtime import cli, launch, watch, writing
+from runtime import cli, launch, place, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
 
@@ -161,7 +161,7 @@ def optimizer_step(step, model, teacher, optimizer, windows, args, world):
         loss, ce = losses(model, batch, teacher)
         loss.backward()
         nats, total_loss, tokens = nats + ce.item(), total_loss + loss.item(), tokens + batch.counts.sum().item()
-        watch.beat()
+        place.beat()
     nats, total_loss, tokens = sharding.summed([nats, total_loss, tokens], world)
     for parameter in model.parameters():
         parameter.grad.mul_(world.tp_size / max(tokens, 1))  # FSDP2 has taken the mean over the ranks
@@ -200,14 +200,14 @@ def train(model, teacher, windows, valid, run, args, world):
     steps = range(first, args.steps + 1)
     bar = tqdm(steps, "training", args.steps, initial=first, unit="step", disable=None if is_rank_0 else True)
     for step in bar:
-        watch.at("training step", step, timed=step > max(first, 1))  # the first may compile
+        place.at("training step", step, timed=step > max(first, 1))  # the first may compile
         line = {"step": 0, "tokens": 0}
         if step:
             line = optimizer_step(step, model, teacher, optimizer, windows, args, world)
             bar.set_postfix_str(f"{line['train']:.4f} nats, {line['tokens_per_s']:,.0f} tokens/s")
         validates = step % args.eval_every == 0 or step == args.steps
         if validates:
-            watch.at("validation", timed=False)
+            place.at("validation", timed=False)
             line["valid"] = validation_loss(model, valid, args.micro_batch, world)
             if line["valid"] < best["valid"]:
                 best = line

@@ -16,7 +16,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from formats import checkpoint
 from formats.rope import rope_frequencies
-from runtime import watch, writing
+from runtime import place, writing
 from runtime.errors import InputError
 
 
@@ -43,7 +43,7 @@ def fill(model, weights, seed=0):
         parameter.to_local().copy_(rows)
         if not rows.isfinite().all():
             raise InputError(f"tensor {name} holds NaN or infinite values")
-        watch.beat()
+        place.beat()
 
 
 def fresh(name, shape, seed):

@@ -1,0 +1,169 @@
+"""Ranks watch one another: when one dies or hangs, all end, and one of them says which, why and where. See README.md.
+
+runtime/launch.py makes a Watch in each of several ranks.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import signal
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+
+from runtime import launch, place, ranks
+from runtime.errors import InputError, StoreLost, Verdict
+from runtime.signals import Terminated
+
+TICK = 1  # seconds
+GRACE = 3  # seconds that the main thread has to end by itself
+BUSY = 0.05  # share of a core above which a process computes, and does not hang; one that waits takes about 0.01
+IMPORTS = 60  # seconds that a rank may start later than another, on top of the timeout
+shared_memory = None  # the module of extras/collectives, once this process sums by it: it knows who waits for whom
+
+
+def timeout():
+    """Return after how many seconds without progress a run ends, or 0 for never. Raises InputError."""
+    try:
+        seconds = float(text := os.environ.get("LADDER_TIMEOUT", "60"))
+    except ValueError:
+        raise InputError(f"LADDER_TIMEOUT={text!r} is no number of seconds: give one, or 0 to wait for ever") from None
+    return max(seconds, 2 * TICK) if seconds > 0 else 0
+
+
+@dataclasses.dataclass
+class Seen(place.Place):
+    """The Place of a rank, and what else it publishes."""
+
+    ticks: int = 0  # of its Watch
+    cpu: float = 0.0  # seconds that the process has computed
+    awaited: int | None = None  # the rank that it waits for, where its collectives can tell
+    process: int = 0  # its id
+    node: str | None = None  # torchrun's number of the node
+
+
+class Watch(threading.Thread):
+    """Watches all ranks until the process ends, or ends it. Seconds are ticks, which a suspended run does not count."""
+
+    def __init__(self, store, rank, tp_size):
+        super().__init__(daemon=True, name="watch")
+        self.store, self.rank, self.tp_size = store.clone(), rank, tp_size
+        self.timeout = timeout()
+        self.limit = f"{self.timeout:g} s (LADDER_TIMEOUT)"
+        self.verdict, self.known, self.wake = None, threading.Event(), threading.Event()  # known: there is a verdict
+        self.ticks = self.still = 0  # still: for so many ticks no rank made progress
+        self.silent, self.cpu = [0] * tp_size, [0.0] * tp_size  # ticks without a sign of life; seconds
+        self.seen, self.keys = [Seen()] * tp_size, [f"place {rank}" for rank in range(tp_size)]
+        self.node, self.processes = os.environ.get("GROUP_RANK"), None  # {rank: process id} of this node
+
+    def run(self):
+        threading.Thread(target=self._watch_store, daemon=True).start()
+        try:
+            while True:
+                self.wake.clear()
+                self._tick()
+                self.wake.wait(TICK)
+        except Exception as e:  # torchrun's death takes it
+            self._end(StoreLost(f"rank {self.rank} of {self.tp_size} has lost torchrun's store in {place.here}: {e}"))
+
+    def explain(self, error):
+        """Return why this rank ends: the verdict, where `error`, of its main thread, may follow from that."""
+        # the verdict says more than a collective that has lost a peer, or a signal that followed from that
+        lost = isinstance(error, dist.DistError) or "gloo" in str(error)
+        lost = lost or (shared_memory and shared_memory.lost_peer())
+        if isinstance(error, Terminated) or (lost and isinstance(error, Exception)):
+            self.wake.set()
+            self.known.wait(GRACE if lost else 0.5)
+            return self.verdict or error
+        return error
+
+    def _watch_store(self):
+        """End the run if the store, whose process may be stopped, does not answer for longer than the timeout."""
+        seen = silent = 0
+        while True:
+            time.sleep(TICK)
+            seen, silent = self.ticks, silent + 1 if self.ticks == seen else 0
+            if silent > self.timeout > 0:
+                self._end(StoreLost(f"torchrun's store has not answered for {self.limit}, in {place.here}"))
+
+    def _tick(self):
+        self.ticks += 1
+        own = dataclasses.asdict(place.here) | {"ticks": self.ticks, "cpu": time.process_time()}
+        own |= {"process": os.getpid(), "node": self.node}
+        if shared_memory:
+            pieces, own["awaited"] = shared_memory.progress()
+            own["beats"] += pieces
+        self.store.set(self.keys[self.rank], json.dumps(own))
+        code = ranks.ended(self.store)
+        if code:
+            self._end(SystemExit(code))
+        if missing := [rank for rank, key in enumerate(self.keys) if not self.store.check([key])]:
+            if self.ticks > self.timeout + IMPORTS > IMPORTS:
+                words = f"rank {missing[0]} of {self.tp_size} has not started"
+                self._end(Verdict(f"{words} within {self.timeout + IMPORTS:g} s (LADDER_TIMEOUT + {IMPORTS})"))
+            return
+        seen = [Seen(**json.loads(text)) for text in self.store.multi_get(self.keys)]
+        if self.processes is None:  # once: strangers may write to the store
+            near = {rank: each.process for rank, each in enumerate(seen) if each.node == self.node}
+            self.processes = near if self.node is not None else {}
+        processes = {rank: read_process(process) for rank, process in self.processes.items()}
+        for rank in [rank for rank, (alive, _) in processes.items() if not alive and code is None]:
+            self._end(Verdict(f"rank {rank} of {self.tp_size} has died in {self._place(seen[rank])}"))
+        self._judge(seen, processes)
+
+    def _place(self, seen):
+        """Return where a rank is that published `seen` up to a tick ago: where this one waits for it, unless they do
+        work of their own."""
+        return seen if isinstance(place.here.step, str) else place.here
+
+    def _judge(self, seen, processes):
+        """End the run if a rank gave no sign of life for longer than the timeout, or no rank made progress for as long
+        and each should. processes: what read_process says of those of this node."""
+        self.still += 1
+        for rank, (old, new) in enumerate(zip(self.seen, seen, strict=True)):
+            # a library may let no other thread run, not even the one that publishes
+            before, self.cpu[rank] = self.cpu[rank], max(new.cpu, processes.get(rank, (True, 0))[1])
+            computes = self.cpu[rank] - before > BUSY * TICK
+            self.silent[rank] = 0 if computes or new.ticks != old.ticks else self.silent[rank] + 1
+            computes &= not torch.cuda.is_initialized()  # on a GPU a thread that only waits may be busy
+            if computes or (new.beats, new.busy) != (old.beats, old.busy):
+                self.still = 0
+        self.seen, late = seen, [rank for rank, ticks in enumerate(self.silent) if ticks > self.timeout > 0]
+        if late:
+            stopped = [self.processes[rank] for rank in late if rank in self.processes]  # which hear no other signal
+            launch.at_end.extend(functools.partial(os.kill, process, signal.SIGKILL) for process in stopped)
+            self._end_hung(late, "no sign of life")
+        if self.still > self.timeout > 0 and all(each.timed for each in seen):
+            waiting = {rank for rank, each in enumerate(seen) if each.awaited is not None}
+            furthest = max(each.beats for each in seen)
+            late = {seen[rank].awaited for rank in waiting} - waiting
+            late = late or {rank for rank, each in enumerate(seen) if each.beats < furthest} or range(self.tp_size)
+            self._end_hung(sorted(late), "no progress")
+
+    def _end_hung(self, late, why):
+        words, hang = " and ".join(f"rank {rank}" for rank in late), "hangs" if len(late) == 1 else "hang"
+        where = self._place(self.seen[late[0]])
+        self._end(Verdict(f"{words} of {self.tp_size} {hang} in {where}: {why} for {self.limit}"))
+
+    def _end(self, why):
+        """End this process by way of its main thread, or else from here."""
+        self.verdict = why
+        self.known.set()
+        if shared_memory:
+            shared_memory.abandon()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(GRACE)
+        launch.leave(why)
+
+
+def read_process(process):
+    """Return (whether a process of this machine lives, the seconds that it has computed), as far as the system says."""
+    try:
+        with open(f"/proc/{process}/stat") as f:
+            state, *fields = f.read().rpartition(")")[2].split()  # see proc(5)
+    except OSError:
+        return not os.path.isdir("/proc/self"), 0.0
+    return state not in "ZX", sum(map(int, fields[10:12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,183 @@
+"""How a run starts and ends: ranks that were started unlike, signals, exit codes, the line that says why."""
+
+import argparse
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import HANGS, ROOT
+
+from runtime import compiling, launch, place, ranks
+from runtime.errors import InputError, Verdict
+from runtime.signals import Terminated
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    monkeypatch.setattr(place, "here", place.Place("decode step", 7, timed=True))
+
+
+def test_places_in_words_and_blocks_that_hold_them():
+    place.at("load of", "norm.weight")
+    assert str(place.here) == "load of norm.weight" and place.here.timed
+    with place.during("compilation"):
+        place.at("decode step", 1)
+        assert str(place.here) == "compilation" and not place.here.timed and place.here.beats == 2
+    assert str(place.here) == "load of norm.weight" and place.here.timed
+    place.at("decode step", 0)
+    assert str(place.here) == "decode step 0"
+
+
+def test_whatever_is_compiled_is_so_in_a_phase_that_may_take_any_time():
+    """Dynamo compiles anew for other shapes, whenever these come."""
+    places = []
+
+    def backend(graph, inputs):
+        places.append((str(place.here), place.here.timed))
+        return graph
+
+    for _ in range(2):
+        compiling.prepare(torch.device("cpu"))
+    function = torch.compile(lambda x: x + 1, dynamic=False, backend=backend)
+    place.at("prefill")
+    for size in 3, 3, 4:
+        function(torch.ones(size))
+    assert places == [("compilation", False)] * 2
+    assert str(place.here) == "prefill" and place.here.timed
+
+
+# Ends
+
+
+@pytest.mark.parametrize("error, code, line", [
+    (None, 0, ""),
+    (SystemExit(3), 3, ""),
+    (InputError("--x is \x1b[31mwrong\n"), 2, r"x.py: --x is \x1b[31mwrong\n" + "\n"),
+    (InputError("a" * 600), 2, f"x.py: {'a' * 300} ... {'a' * 190}\n"),
+    (Verdict("rank 1 of 2 has died"), 1, "\nx.py: rank 1 of 2 has died\n"),
+    (Terminated("SIGTERM"), 143, "x.py: was stopped by SIGTERM in decode step 7\n"),
+    (KeyboardInterrupt("step 3 is saved"), 130, "step 3 is saved\n"),
+    (MemoryError(), 1, "x.py: ran out of memory (MemoryError: MemoryError) in decode step 7\n"),
+    (ValueError("x\ny"), 1, "ValueError: x\ny\nx.py: failed (ValueError: x) in decode step 7\n"),
+])  # fmt: skip
+def test_the_exit_code_and_the_line_of_each_end(error, code, line, monkeypatch, capsys):
+    undone = []
+    monkeypatch.setattr(launch, "at_end", [lambda: 1 / 0, lambda: undone.append(1)])  # the first fails
+    monkeypatch.setattr(sys, "argv", ["/some/where/x.py"])
+    with pytest.raises(SystemExit) as end:
+        launch.leave(error)
+    assert (end.value.code, capsys.readouterr().err, undone) == (code, line, [1])
+
+
+def test_one_rank_says_why_and_all_leave_with_its_code(monkeypatch, capsys, tmp_path):
+    store = dist.HashStore()
+    kept = ranks.functools.cache(lambda: store)
+    kept()
+    monkeypatch.setattr(ranks, "store", kept)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(sys, "argv", ["x.py"])
+
+    def leave(rank, error, node):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "3")
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}"))
+        monkeypatch.delenv("GROUP_RANK", raising=False) if node is None else monkeypatch.setenv("GROUP_RANK", node)
+        with pytest.raises(SystemExit) as end:
+            launch.leave(error)
+        assert capsys.readouterr().err.count("wrong") == (rank == 1)
+        return end.value.code
+
+    wrong = InputError("wrong")
+    # torchrun lists each rank that fails; on the node of the first one, that is enough
+    assert [leave(1, wrong, "0"), leave(0, wrong, "0"), leave(2, wrong, "1")] == [2, 0, 2]
+    told = json.loads((tmp_path / "1").read_text())["message"]
+    assert told["message"] == "x.py: wrong" and int(told["extraInfo"]["timestamp"]) < int(time.time())
+    store.delete_key("ended")
+    assert [leave(1, wrong, "0"), leave(0, wrong, None), leave(2, Terminated("SIGTERM"), None)] == [2] * 3
+    with pytest.raises(SystemExit) as end:
+        launch.World(0, 3, torch.device("cpu")).gather(1)  # rather than wait for ranks that have left
+    assert end.value.code == 2
+
+
+def test_what_stands_in_the_store_is_read_and_never_run(monkeypatch, tmp_path):
+    class Stranger:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    store = dist.HashStore()
+    monkeypatch.setattr(ranks, "store", lambda: store)
+    monkeypatch.setattr(ranks, "_gathers", ranks.collections.Counter())
+    store.set("gathered 2 1 1", pickle.dumps(Stranger()))
+    with pytest.raises(ValueError):
+        launch.World(0, 2, torch.device("cpu")).gather((1, "a"))
+    assert not (tmp_path / "ran").exists()
+    store.set("gathered 2 2 1", '[1, "b", null, 0.1, {"c": []}]')
+    values = launch.World(0, 2, torch.device("cpu")).gather((1, "a"))
+    assert values == [[1, "a"], [1, "b", None, 0.1, {"c": []}]]
+
+
+def run_source(source, stdout=subprocess.PIPE):
+    words = [sys.executable, "-c", f"import os, signal, time; from runtime import launch\n{source}"]
+    return subprocess.run(words, cwd=ROOT, text=True, timeout=HANGS, stdout=stdout, stderr=subprocess.PIPE)
+
+
+def test_a_signal_ends_a_script_by_way_of_what_cleans_up_and_a_library_s_workers_at_once():
+    """The signal is named, even if a library turns its exception into one of its own, as safetensors does."""
+    source = """
+number = signal.SIGHUP
+signal.signal(number, signal.SIG_DFL)  # nohup ignores it
+def main():
+    child = os.fork()
+    if not child:
+        time.sleep(100)
+    time.sleep(0.1)
+    os.kill(child, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -number
+    try:
+        os.kill(os.getpid(), number)
+        time.sleep(100)
+    except BaseException:
+        raise ValueError("the library's") from None
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)  # a launcher sends one after another
+        print("cleaned up")
+launch.run(main)
+"""
+    done = run_source(source)
+    assert (done.returncode, done.stdout, done.stderr) == (143, "cleaned up\n", "-c: was stopped by SIGHUP\n")
+
+
+def test_a_reader_of_the_output_that_has_gone_is_no_error_to_speak_of():
+    reader, pipe = os.pipe()
+    os.close(reader)
+    done = run_source("launch.run(lambda: print('x' * 100))", stdout=pipe)
+    os.close(pipe)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+# Ranks that were not started alike
+
+
+def test_each_difference_is_named():
+    world, own = launch.World(0, 3, torch.device("cpu")), {"the script": "x.py", "--seed": "1"}
+    world.gather = lambda value: [own] * 3
+    world.agree(own)
+    world.gather = lambda value: [own, own, {"the script": "x.py", "--prompt": "x" * 100}]
+    with pytest.raises(InputError) as error:
+        world.agree(own)
+    assert "rank 2 with " in str(error.value) and "rank 1" not in str(error.value)
+    for words in f"--prompt {'x' * 60}", "--seed not given", "--seed 1", "--prompt not given":
+        assert words in str(error.value)
+
+
+def test_what_ranks_are_compared_by():
+    flags = vars(argparse.Namespace(checkpoint="here", seed=0, top_k=3, wiring=None, compile=False, json="x"))
+    start = ranks._start(flags, torch.device("cpu"))
+    assert start.keys() == {"the script", "the code", "torch", "device", "--seed", "--top-k"}
+    assert start["--seed"] == 0 and start["torch"] == torch.__version__
