@@ -96,7 +96,8 @@ def join(device=None, flags=None):
     """Join the ranks that torchrun started with this one, if any; returns the World.
 
     device: "cpu", "cuda", "cuda:1", or None for CUDA if every local rank finds a GPU. Under torchrun "cuda" is the GPU
-    of LOCAL_RANK. flags: {name: value} of the command line, equal on all ranks; "comm" names one of tp.COLLECTIVES.
+    of LOCAL_RANK, or the only one that a rank sees if each sees another one, as with Slurm. flags: {name: value} of the
+    command line, equal on all ranks; "comm" names one of tp.COLLECTIVES.
     Raises InputError for a device that is not there, and for ranks that were not started alike.
     """
     global watch
@@ -116,24 +117,35 @@ def join(device=None, flags=None):
     if extra := find_extra("watch"):
         watch = extra.Watch(ranks.store(), rank, tp_size)
         watch.start()
-    world.device = choose_device(device, rank, tp_size)
+    gpus = world.gather(visible_gpus(device))
+    own_gpu = [len(each) for each in gpus] == [1] * tp_size and len({each[0] for each in gpus}) == tp_size
+    world.device = choose_device(device, rank, tp_size, own_gpu)
     ranks.meet(world, flags)
     world.group = connect(world)
     return world
 
 
-def choose_device(device, rank=0, tp_size=1):
-    """Return the torch.device of a rank, as join says, made CUDA's current one."""
+def visible_gpus(device=None):
+    """Return the UUIDs of the GPUs that this process sees, none if it is to run on the CPU."""
+    try:
+        count = 0 if device == "cpu" else torch.cuda.device_count()
+        return [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
+    except RuntimeError:  # choose_device says why
+        return []
+
+
+def choose_device(device, rank=0, tp_size=1, own_gpu=False):
+    """Return the torch.device of a rank, as join says, made CUDA's current one. own_gpu: no other rank sees its GPU."""
     known = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     local_rank, local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
     if device is None:
-        device = "cuda" if 0 < local < len(known) else "cpu"
+        device = "cuda" if own_gpu or 0 < local < len(known) else "cpu"
         hidden = os.path.exists("/proc/driver/nvidia/version") and "CUDA_VISIBLE_DEVICES" not in os.environ
         if device == "cpu" and local_rank == 0 and (hidden or len(known) > 1):
             words = f"PyTorch {torch.__version__} sees {len(known) - 1} GPUs for {local} ranks here"
             print(f"running on the CPU: {words}; each rank needs one", file=sys.stderr)
     if device == "cuda":
-        device = f"cuda:{local_rank}"
+        device = f"cuda:{0 if own_gpu else local_rank}"
     if device not in known:
         raise InputError(f"no such device: {device}; this machine has {', '.join(known)}")
     if device != "cpu":
@@ -141,6 +153,8 @@ def choose_device(device, rank=0, tp_size=1):
             torch.cuda.set_device(torch.device(device))
         except RuntimeError as e:  # above all a driver that is too old for this PyTorch
             raise InputError(f"{device} cannot be used: {first_line(e)} (--device cpu does without)") from None
+        if tp_size > 1 and "MIG" in torch.cuda.get_device_name(device):
+            raise InputError(f"{device} is a slice of a GPU (MIG), which NCCL does not connect: run one rank alone")
         torch.backends.cuda.enable_cudnn_sdp(False)  # its attention makes a plan for each new length of a prompt
     return torch.device(device)
 

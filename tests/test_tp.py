@@ -24,7 +24,7 @@ from reference import Reference
 
 import tp
 from model import VOCAB_BLOCK
-from runtime import compiling, launch
+from runtime import compiling, launch, ranks
 from runtime.errors import InputError
 
 UNEVEN = {"n_heads": 15, "n_kv_heads": 5, "intermediate_size": 101, "vocab_size": 130}
@@ -256,7 +256,9 @@ def test_the_number_of_ranks_matters_where_the_table_says_so():
 @pytest.mark.parametrize("gpus, n_ranks, asked, device", [
     (0, 1, None, "cpu"), (1, 1, "cuda", "cuda:0"), (2, 1, "cuda:1", "cuda:1"), (1, 2, None, "cpu"),
     (2, 2, None, "cuda:1"), (1, 1, "cuda:1", None), (0, 1, "cuda", None), (1, 2, "cuda", None),
-    (1, 2, "cuda:0", "cuda:0"), (2, 2, "old driver", "cuda:1 cannot be used: too old"),
+    (1, 2, "cuda:0", "cuda:0"),
+    ("its own", 2, None, "cuda:0"), ("its own", 2, "cuda", "cuda:0"), ("its own", 2, "cpu", "cpu"),
+    (2, 2, "old driver", "cuda:1 cannot be used: too old"), (2, 2, "slice", "which NCCL does not connect"),
 ])  # fmt: skip
 def test_the_device_of_a_rank(gpus, n_ranks, asked, device, monkeypatch, capsys):
     """Of the last of the local ranks; the GPU is not there."""
@@ -266,8 +268,9 @@ def test_the_device_of_a_rank(gpus, n_ranks, asked, device, monkeypatch, capsys)
             raise RuntimeError("too old\nsecond line")
         return device.index + 0  # it refuses a device without an index
 
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 if gpus == "its own" else gpus)
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100 MIG 1g.5gb" if asked == "slice" else "A100")
     rank_and_size = (0, 1) if n_ranks == 1 else (3, 4)
     if n_ranks > 1:
         monkeypatch.setenv("LOCAL_RANK", str(n_ranks - 1))
@@ -275,7 +278,8 @@ def test_the_device_of_a_rank(gpus, n_ranks, asked, device, monkeypatch, capsys)
     words = device if device and " " in device else "no such device: .*; this machine has cpu"
     error = device is None or " " in device
     with pytest.raises(InputError, match=words) if error else contextlib.nullcontext():
-        assert str(launch.choose_device(None if asked == "old driver" else asked, *rank_and_size)) == device
+        flag = None if asked in ("slice", "old driver") else asked
+        assert str(launch.choose_device(flag, *rank_and_size, own_gpu=gpus == "its own")) == device
     assert capsys.readouterr().err == ""  # rank 0 says it
 
 
@@ -284,3 +288,18 @@ def test_gpus_that_are_not_used_are_said_by_one_rank(monkeypatch, capsys):
     assert str(launch.choose_device(None, 0, 2)) == "cpu"
     words = f"running on the CPU: PyTorch {torch.__version__} sees 1 GPUs for 2 ranks here; each rank needs one\n"
     assert capsys.readouterr().err == words
+
+
+@pytest.mark.parametrize("gpus, device", [("a b", "cuda:0"), ("a a", "cpu"), ("a b,c", "cpu"), (" b", "cpu")])
+def test_ranks_that_each_see_one_gpu_use_it_if_these_differ(gpus, device, monkeypatch):
+    """As where a job gives each task a GPU: the last of two ranks, by the UUIDs that they see."""
+    every = [one.split(",") if one else [] for one in gpus.split(" ")]
+    monkeypatch.setattr(launch, "rank_and_size", lambda: (1, 2))
+    monkeypatch.setattr(launch, "visible_gpus", lambda device: every[1])
+    monkeypatch.setattr(launch, "find_extra", lambda name: None)
+    monkeypatch.setattr(launch.World, "gather", lambda self, value: every)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    monkeypatch.setattr(ranks, "meet", lambda *args: None)
+    assert str(launch.join(None, {"comm": "library"}).device) == device
