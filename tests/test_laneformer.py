@@ -157,7 +157,8 @@ def test_int8_computes_what_its_numbers_mean(case, tmp_path):
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"broadcast_mlp_to_future": [True]}, r"broadcast_mlp_to_future \[True\] is not supported: it is unknown what"),
+    ({"broadcast_mlp_to_future": [True]}, r"broadcast_mlp_to_future \[True\] is unknown: drop it from config.json if"),
+    ({"qk_norm": True}, "qk_norm True is unknown"),  # another family's
     ({"lm_head_type": "lane"}, "lm_head_type 'lane' is not supported here, only replicate and vocab_parallel"),
     ({"lm_head_type": "vocab_parallel", "pre_norm_lane_agg": True}, "'vocab_parallel' is not .*, only replicate$"),
     ({"attn_mask_type": "block_causal"}, "attn_mask_type 'block_causal' is not supported here, only causal"),
