@@ -149,6 +149,9 @@ class StateWeights:
     def dtype(self, name):
         return self.state[name].dtype
 
+    def read(self, name):
+        return self.state[name]
+
     def fill(self, target, name, dim=0, ranges=None):
         tensor = self.state[name]
         if ranges is not None:

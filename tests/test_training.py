@@ -141,16 +141,11 @@ def test_the_loss_is_the_naive_one(monkeypatch):
 NO_FILES = ["--checkpoint", "x", "--text", "x", "--valid", "x", "--out", "x", "--compute-dtype", "float32"]
 
 
-class ReadableWeights(StateWeights):
-    def read(self, name):
-        return self.state[name]
-
-
 def run_each(world, configs):
     """Returns the normed stream that each config's model computes in training."""
     args, xs = adapt.parse(NO_FILES), []
     for config in configs:
-        model = adapt.build(config, ReadableWeights(random_model(config).state_dict()), world, args)
+        model = adapt.build(config, StateWeights(random_model(config).state_dict()), world, args)
         with torch.no_grad():
             xs.append(model(data.Batch(torch.arange(12).view(2, 6), None, None, torch.arange(6).expand(2, 6), None)))
         model.reshard()
@@ -260,12 +255,15 @@ def test_ranks_give_the_losses_of_one(how, retrain, mixture, tmp_path):
     flags = mixture if how == "mixture" else [*retrain, *[f"--{how}"] * (how != "distilled")]
     adapt.main(flags)
     run_ranks(3, _train, [*flags, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "2"])
-    one, several = (losses_of(tmp_path / name) for name in ("out", "out2"))
-    assert len(one) == len(several) == 7
-    for a, b in zip(one, several, strict=True):
-        assert a == pytest.approx(b, rel=1e-5)
-    a, b = (checkpoint.Weights(tmp_path / name) for name in ("out", "out2"))
-    assert all((a.read(name) - b.read(name)).abs().max() < 1e-5 for name in a.names())
+    check_alike(tmp_path / "out", tmp_path / "out2", 1e-5)
+
+
+def check_alike(one, other, rel):
+    """Two runs have the same log and weights, but for rounding where rel > 0."""
+    for a, b in zip(losses_of(one), losses_of(other), strict=True):
+        assert a == pytest.approx(b, rel=rel)
+    a, b = checkpoint.Weights(one), checkpoint.Weights(other)
+    assert all((a.read(name) - b.read(name)).abs().max() <= rel for name in a.names())
 
 
 def _train(world, argv):
@@ -287,7 +285,11 @@ def test_compiled_the_losses_are_the_same(wiring, retrain, mixture, tmp_path):
 
 
 def test_killed_at_any_step_it_resumes_with_the_same_losses(mixture, tmp_path, monkeypatch):
-    flags = [*mixture, "--fresh", "--steps", "12", "--eval-every", "3"]
+    check_resumption([*mixture, "--fresh"], tmp_path, monkeypatch)
+
+
+def check_resumption(flags, tmp_path, monkeypatch, rel=0.0):
+    flags = [*flags, "--steps", "12", "--eval-every", "3"]
     adapt.main([*flags, "--out", str(tmp_path / "whole")])
     step, save = adapt.optimizer_step, sharding.save
     for at, where in (2, "step"), (5, "step"), (9, "save"), (9, "save"), (11, "step"):
@@ -311,9 +313,7 @@ def test_killed_at_any_step_it_resumes_with_the_same_losses(mixture, tmp_path, m
     with pytest.raises(InputError, match="holds a run with --lr 0.001, not 0.0001"):
         adapt.main([*flags, "--lr", "1e-4"])
     adapt.main(flags)
-    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
-    out, whole = (tmp_path / name / "model.safetensors" for name in ("out", "whole"))
-    assert out.read_bytes() == whole.read_bytes()
+    check_alike(tmp_path / "out", tmp_path / "whole", rel)
 
 
 @pytest.mark.slow
