@@ -9,7 +9,8 @@ import pytest
 import torch
 from helpers import BASE, last_logits, run_ranks, write_model
 from laneformer import Laneformer
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from test_quantize import dequantized_state
 from test_wiring import eager_order
 
 import convert_hf_checkpoint
@@ -144,11 +145,8 @@ def test_order_of_the_loop():
 def test_int8_computes_what_its_numbers_mean(case, tmp_path):
     converted(tmp_path, **CASES[case])
     quantize.main(["--checkpoint", str(tmp_path / "ours"), "--mode", "int8", "--out", str(tmp_path / "int8")])
-    weights, config = checkpoint.Weights(tmp_path / "int8"), checkpoint.read_config(tmp_path / "ours")
-    twin = {}
-    for name in checkpoint.shapes(config):
-        scales = name.removesuffix("weight") + "scales"
-        twin[name] = weights.read(name) * (weights.read(scales).float() if scales in weights.names() else 1)
+    config = checkpoint.read_config(tmp_path / "ours")
+    twin = dequantized_state(config, load_file(tmp_path / "int8" / "model.safetensors"))
     (tmp_path / "twin").mkdir()
     write_model(tmp_path / "twin", config, twin, torch.float32)
     [(expected, _)] = run_ranks(1, logits_of, tmp_path / "twin")

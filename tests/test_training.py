@@ -354,11 +354,8 @@ def test_bad_flags_leave_nothing(fresh, retrain, tiny, tmp_path):
     texts = ["tick tock says the clock on the wall of the old house by the sea"] * 40 + list(STORIES)
     train_tokenizer(texts, 300, tmp_path / "other" / "tokenizer.model")
     for flags, more, message in (
-        (fresh, "--steps 0", "--steps: '0'"),
         (fresh, "--seq-len 64 --valid-tokens 10", "--valid holds 11 tokens; a window takes 65"),
         (fresh, "--text DIR/empty", "--text holds 0 tokens"),
-        (fresh, "--text /bin/true", "/bin/true is not valid UTF-8"),
-        (fresh, "--valid DIR/nowhere", "DIR/nowhere: No such file"),
         (fresh, "--text DIR/chat.jsonl", "chat.jsonl line 1: no chat template"),
         (fresh, "--out DIR", "already exists"),
         (retrain, "--distill DIR/int8", "int8 is quantized"),

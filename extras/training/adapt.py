@@ -171,7 +171,8 @@ def train(model, teacher, windows, valid, run, args, world):
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     first, is_rank_0 = sharding.restore(run, model, optimizer, world) + 1, world.rank == 0
     lines = runs.read_log(run, first - 1)
-    best = min((line for line in lines if "valid" in line), key=lambda line: line["valid"], default={"valid": math.inf})
+    valid_lines = [{"step": 0, "valid": math.inf}, *(line for line in lines if "valid" in line)]
+    best = min(valid_lines, key=lambda line: line["valid"])
     if is_rank_0:
         with writing.new_file(run / "log.jsonl") as log:
             log.write_text("".join(json.dumps(line) + "\n" for line in lines))
