@@ -183,12 +183,14 @@ def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=Fa
     decode, one token of every row at a time, the rows at different positions."""
     if compile or compile_prefill:  # else the compiler need not be imported
         torch._dynamo.reset()
-    runner = generate.Runner(net, net.new_cache(len(tokens), tokens.shape[1] + 2), compile, compile_prefill, chunks)
+    cache = generate.make_cache(net, len(tokens), tokens.shape[1] + 2)
+    runner = generate.Runner(net, cache, compile, compile_prefill, chunks)
     positions = lengths - steps
     out = [net.comm.gather_logits(runner.prefill(tokens[:, : int(positions.max())], positions))]
     for _ in range(steps):
         token = tokens.gather(1, positions[:, None])
-        out.append(net.comm.gather_logits(runner.decode(token, positions, int(positions.max()) + 1)[:, 0]))
+        after = runner.decode(token, positions, int(positions.max()) + 1)[:, 0]
+        out.append(net.comm.gather_logits(after).clone())  # a CUDA graph writes to it again
         positions = positions + 1
     return torch.stack(out, dim=1)
 

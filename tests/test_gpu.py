@@ -17,11 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import WIRED, command, random_model, script, unequal_rows, wired_id
+from helpers import WIRED, command, last_logits, random_model, script, unequal_rows, wired_id
 from reference import Reference
 
 from formats.sizes import RandomWeights
-from generate import Runner, make_cache
 from kernels import int_linear
 from model import Config
 from tp import load_shard
@@ -46,15 +45,7 @@ def _fresh():
 
 def logits(net, tokens, lengths, compile):
     """Logits (B, STEPS + 1, V) at the last positions of each row: a prefill, then decode."""
-    runner = Runner(net, make_cache(net, len(tokens), tokens.shape[1] + 2), compile)
-    tokens, positions = tokens.to(DEVICE), (lengths - STEPS).to(DEVICE)
-    result = [net.comm.gather_logits(runner.prefill(tokens[:, : int(positions.max())], positions))]
-    for _ in range(STEPS):
-        token = tokens.gather(1, positions[:, None])
-        after = runner.decode(token, positions, int(positions.max()) + 1)[:, 0]
-        result.append(net.comm.gather_logits(after).clone())  # a graph writes again
-        positions = positions + 1
-    return torch.stack(result, dim=1).double().cpu()
+    return last_logits(net, tokens.to(DEVICE), lengths.to(DEVICE), STEPS, compile).double().cpu()
 
 
 def expected(config, state, tokens, lengths):

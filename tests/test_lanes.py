@@ -43,9 +43,9 @@ def test_lanes_have_the_same_neurons_in_int4():
         tp.shard_plan(dataclasses.replace(int4, wiring="spd/3"), 0, 3)
 
 
-@pytest.mark.parametrize("lanes, shares", [(4, 3), (8, 3), (4, (1, 2)), (2, 4)])
-def test_lanes_that_ranks_cannot_share_are_refused(lanes, shares):
-    with pytest.raises(InputError, match=f"the {lanes} lanes of wiring spd/{lanes} do not fit"):
+@pytest.mark.parametrize("lanes, shares, fit", [(4, 3, "1, 2, 4"), (8, (1, 2), "1, 2, 4, 8"), (2, 4, "1, 2")])
+def test_lanes_that_ranks_cannot_share_are_refused(lanes, shares, fit):
+    with pytest.raises(InputError, match=f"the {lanes} lanes of .* do not fit . ranks: use {fit}, alike"):
         lanes_of_rank(dataclasses.replace(BASE, wiring=f"spd/{lanes}"), 0, shares)
 
 
