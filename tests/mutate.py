@@ -6,9 +6,11 @@ Swaps operators and comparisons, changes numbers and negates conditions, in a co
 """
 
 import ast
+import contextlib
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,8 +40,14 @@ def passes(folder, tests, seconds):
     """Return whether the tests pass within so many seconds; the processes that they started end with them."""
     pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # else two changes within a second may look alike
-    command = ["timeout", "-s", "KILL", str(seconds), *pytest]
-    return subprocess.run(command, cwd=folder, env=env, stdout=subprocess.DEVNULL).returncode == 0
+    process = subprocess.Popen(pytest, cwd=folder, env=env, stdout=subprocess.DEVNULL, process_group=0)
+    try:
+        return process.wait(seconds) == 0
+    except subprocess.TimeoutExpired:
+        return False
+    finally:  # and at a Ctrl-C
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def main(file, *tests):

@@ -153,26 +153,22 @@ def generated_code(config, world, batch, length, dtype, chunks):
         return "\n".join(get_code(step, tokens, **kwargs))
 
 
+MATMUL = r"extern_kernels\.(mm|addmm)\(|_linear_pointwise|mkl_linear|ladder\.few_rows\.default\("
+
+
 def calls(source):
     """Matmuls (c), starts and waits in a generated wrapper, in order; a wait bears the number of its start."""
     source = re.sub(r"reinterpret_tensor\((\w+), \([^()]*\), \([^()]*\), \d+\)", r"\1", source)
-    pattern = re.compile(
-        r"^ *[^#\n]*(?:all_reduce_\.default\((?P<start>\w+),"
-        r"|(?:ladder\.settle\.default\(\w+, |wait_tensor\.default\()(?P<wait>\w+)"
-        r"|(?P<c>extern_kernels\.(?:mm|addmm)\(|_linear_pointwise|mkl_linear|ladder\.few_rows\.default\())",
-        re.MULTILINE,
-    )
     events, started = [], []
-    for match in pattern.finditer(source):
-        if match["start"]:
-            started.append(match["start"])
+    for line in (line.split("#")[0] for line in source.splitlines()):
+        waited = re.search(r"(?:ladder\.settle\.default\(\w+, |wait_tensor\.default\()(\w+)", line)
+        if start := re.search(r"all_reduce_\.default\((\w+),", line):
+            started.append(start[1])
             events.append(f"start{len(started)}")
-        elif match["c"]:
+        elif re.search(MATMUL, line):
             events.append("c")
-        elif match["wait"] != "None":
-            if match["wait"] not in started:  # the gathered logits
-                continue
-            latest = max(i for i, buffer in enumerate(started, start=1) if buffer == match["wait"])
+        elif waited and waited[1] in started:  # it is not the gathered logits
+            latest = max(i for i, buffer in enumerate(started, start=1) if buffer == waited[1])
             events.append(f"wait{latest}")
     return events
 
