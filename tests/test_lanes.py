@@ -1,9 +1,10 @@
 """Several lanes on a rank: any number of ranks computes what as many ranks as lanes do."""
 
 import dataclasses
+import functools
 
 import pytest
-from helpers import BASE, ONE_EACH, last_logits, run_ranks, shard, unequal_rows
+from helpers import BASE, ONE_EACH, rank_logits, run_ranks, shard
 from test_quantize import BIASED as BIASED_INTEGERS
 from test_quantize import INT4, INT8, dequantized_state, quantized_state
 from test_tp import BIASED, check_ranks
@@ -49,17 +50,14 @@ def test_lanes_that_ranks_cannot_share_are_refused(lanes, shares, fit):
         lanes_of_rank(dataclasses.replace(BASE, wiring=f"spd/{lanes}"), 0, shares)
 
 
-def lane_logits(world, config, state):
-    return last_logits(lanes(config, world, state), *unequal_rows(config))
-
-
 @pytest.mark.parametrize("config", [INT8, INT4, BIASED_INTEGERS], ids=["int8", "int4", "biased"])
 def test_lanes_of_integers_compute_what_their_numbers_say(config):
     """On one device, which holds all four, and on equal and unequal ranks."""
     config = dataclasses.replace(config, wiring="spd/4")
     state = quantized_state(config)
     plain = dataclasses.replace(config, quant=None, group_size=None)
+    lane_logits = functools.partial(rank_logits, load=load_lanes)
     expected = lane_logits(None, plain, dequantized_state(config, state))
-    ranks = run_ranks(2, lane_logits, config, state) + run_ranks((3, 1), lane_logits, config, state)
-    for logits in (lane_logits(None, config, state), *ranks):
-        assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+    for ranks in 1, 2, (3, 1):
+        for logits in run_ranks(ranks, lane_logits, config, state):
+            assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()

@@ -136,7 +136,7 @@ def long_memory(config):
 
 def on_a_rank(world, config, state, how):
     load = load_lanes if config.lanes else load_shard
-    net = shard(config, world if world.tp_size > 1 else None, state=state, load=load)
+    net = shard(config, world, state=state, load=load)
     with torch.inference_mode():
         return [last_logits(net, *unequal_rows(config, length=14), steps=4, **keys) for keys in how]
 

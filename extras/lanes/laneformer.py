@@ -137,7 +137,8 @@ def laneformer_as_ministral(values):
     settings |= {"lane_head": "sum" if own["pre_norm_lane_agg"] else own["lm_head_type"]}
     settings |= {"lane_norms": not own["replicated_rmsn_scale"]}
     return {
-        "bos_token_id": None, "eos_token_id": 0, **hf, "rms_norm_eps": own["norm_eps"], "rope_scaling": scaling,
+        "bos_token_id": None, "eos_token_id": 0, "sliding_window": None, **hf,
+        "rms_norm_eps": own["norm_eps"], "rope_scaling": scaling,
         "layer_types": ["sliding_attention" if i in windowed else "full_attention" for i in layers],
         "laneformer": {"wiring": f"laneformer-{2 * own['broadcast_delay']}/{lanes}", "laneformer": settings},
     }  # fmt: skip
