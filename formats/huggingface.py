@@ -113,8 +113,8 @@ def read_hf(values):
     if near.get("rope_type", "default") != "default":
         raise InputError(f"rope_type {near['rope_type']!r} of sliding_attention is not supported, only 'default' is")
     foreign = {key for other in FAMILIES.values() for key in other} - known.keys() - SHAPE
-    own = {k: v for k, v in values.items() if k not in foreign}
-    unknown = own.keys() - known.keys() - SHAPE - IGNORED - supported.keys() if "laneformer" not in values else ()
+    own = {k: v for k, v in values.items() if k not in foreign or "laneformer" in values}
+    unknown = own.keys() - known.keys() - SHAPE - IGNORED - supported.keys() - {"laneformer"}
     unknown = [*unknown, *(f"rope_scaling: {key}" for key in (*rope, *near) if key not in {*ROPE, *known})]
     for key in sorted(key for key in unknown if own.get(key, 0) is not None):
         words = "drop it from config.json if what the model computes does not depend on it"

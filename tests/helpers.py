@@ -149,6 +149,9 @@ class StateWeights:
     def dtype(self, name):
         return self.state[name].dtype
 
+    def read(self, name):
+        return self.state[name]
+
     def fill(self, target, name, dim=0, ranges=None):
         tensor = self.state[name]
         if ranges is not None:
@@ -159,11 +162,11 @@ class StateWeights:
 def shard(config, world=None, dtype=torch.float32, state=None, load=tp.load_shard):
     """This rank's part of a state dict, by default random_model's, with the collectives of the world's group.
 
-    Without a world: all of it. load: or load_lanes.
+    Without a world, or on one rank: all of it. load: or load_lanes.
     """
     rank, shares = (0, 1) if world is None else (world.rank, world.shares)
     net = load(config, StateWeights(state or random_model(config).state_dict()), dtype, "cpu", rank, shares)
-    if world is not None:
+    if world is not None and world.tp_size > 1:
         net.comm = tp.TensorParallel(config, shares, world.group)
     return net
 
@@ -180,14 +183,21 @@ def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=Fa
     decode, one token of every row at a time, the rows at different positions."""
     if compile or compile_prefill:  # else the compiler need not be imported
         torch._dynamo.reset()
-    runner = generate.Runner(net, net.new_cache(len(tokens), tokens.shape[1] + 2), compile, compile_prefill, chunks)
+    cache = generate.make_cache(net, len(tokens), tokens.shape[1] + 2)
+    runner = generate.Runner(net, cache, compile, compile_prefill, chunks)
     positions = lengths - steps
     out = [net.comm.gather_logits(runner.prefill(tokens[:, : int(positions.max())], positions))]
     for _ in range(steps):
         token = tokens.gather(1, positions[:, None])
-        out.append(net.comm.gather_logits(runner.decode(token, positions, int(positions.max()) + 1)[:, 0]))
+        after = runner.decode(token, positions, int(positions.max()) + 1)[:, 0]
+        out.append(net.comm.gather_logits(after).clone())  # a CUDA graph writes to it again
         positions = positions + 1
     return torch.stack(out, dim=1)
+
+
+def rank_logits(world, config, state=None, dtype=torch.float32, load=tp.load_shard, **how):
+    """last_logits of a rank's shard, or without a world of the whole model, for unequal rows."""
+    return last_logits(shard(config, world, dtype, state, load), *unequal_rows(config), **how)
 
 
 def greedy_tokens(net, ids, count, end=None):

@@ -1,13 +1,12 @@
 """Change a Python file in one place, run the tests that cover it, and repeat: which changes does no test notice?
 
-python tests/mutate.py tp.py tests/test_tp.py -k plan -n 20 --seed 1
-Swaps operators and comparisons, changes numbers, negates conditions and deletes statements; the seed chooses where.
-All other arguments go to pytest. Works in a temporary copy, prints the changes that survive, exits with 1 if any do.
+python tests/mutate.py tp.py tests/test_tp.py -k plan  # FILE, then pytest's arguments; until Ctrl-C
+
+Swaps operators and comparisons, changes numbers and negates conditions, in a copy of the project.
 """
 
-import argparse
 import ast
-import difflib
+import contextlib
 import os
 import random
 import shutil
@@ -22,7 +21,6 @@ ROOT = Path(__file__).parent.parent
 PAIRS = "Add Sub, Mult Div, FloorDiv Mult, Mod FloorDiv, And Or, Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn"
 PAIRS = [[getattr(ast, name) for name in pair.split()] for pair in PAIRS.split(", ")]
 SWAPS = {b: a for a, b in PAIRS} | dict(PAIRS)
-DELETED = ast.Assign | ast.AugAssign | ast.Raise | ast.Break | ast.Expr
 
 
 def mutations(tree):
@@ -32,58 +30,43 @@ def mutations(tree):
             yield node, "op", SWAPS[type(node.op)]()
         elif isinstance(node, ast.Compare):
             yield node, "ops", [SWAPS[type(node.ops[0])](), *node.ops[1:]]
-        elif isinstance(node, ast.UnaryOp):
-            yield node, "operand", ast.UnaryOp(ast.Not(), node.operand)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, bool | int | float):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
             yield node, "value", not node.value if isinstance(node.value, bool) else node.value + 1
         elif isinstance(node, ast.If | ast.While | ast.IfExp):
             yield node, "test", ast.UnaryOp(ast.Not(), node.test)
-        for field, block in ast.iter_fields(node):
-            for i, statement in enumerate(block if isinstance(block, list) else []):
-                if isinstance(statement, DELETED) and not isinstance(getattr(statement, "value", None), ast.Constant):
-                    yield node, field, [*block[:i], ast.Pass(), *block[i + 1 :]]
 
 
-def passes(tree, command, limit=None):
+def passes(folder, tests, seconds):
     """Return whether the tests pass within so many seconds; the processes that they started end with them."""
-    how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-    how["env"] = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # else two changes within a second may look alike
-    tests = subprocess.Popen([sys.executable, *command], cwd=tree, **how)
+    pytest = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # else two changes within a second may look alike
+    process = subprocess.Popen(pytest, cwd=folder, env=env, stdout=subprocess.DEVNULL, process_group=0)
     try:
-        return tests.wait(limit) == 0
+        return process.wait(seconds) == 0
     except subprocess.TimeoutExpired:
-        os.killpg(tests.pid, signal.SIGKILL)
         return False
+    finally:  # and at a Ctrl-C
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
-def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("file", help="the file to change, from the root of the project")
-    p.add_argument("-n", type=int, default=20, help="how many changes")
-    p.add_argument("--seed", type=int, default=0, help="which ones")
-    args, tests = p.parse_known_args()
-    command, survivors = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests], 0
-    tree = ast.parse((ROOT / args.file).read_bytes())
-    before, places = ast.unparse(tree), [*mutations(tree)]
+def main(file, *tests):
+    tree = ast.parse((ROOT / file).read_bytes())
     with tempfile.TemporaryDirectory() as parent:
-        copy = Path(parent, "copy")
+        copy, start = Path(parent, "copy"), time.monotonic()
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "__pycache__", "checkpoints"))
-        start = time.monotonic()
-        if not passes(copy, command):
+        if not passes(copy, tests, 3600):
             sys.exit("the tests fail without any change")
-        limit = 30 + 4 * (time.monotonic() - start)  # seconds
-        for node, field, value in random.Random(args.seed).sample(places, min(args.n, len(places))):
-            old = getattr(node, field)
+        limit = 30 + 4 * (time.monotonic() - start)
+        for node, field, value in sorted(mutations(tree), key=lambda _: random.random()):
+            old, before = getattr(node, field), ast.unparse(node).split("\n")[0]
             setattr(node, field, value)
-            after = ast.unparse(tree)
+            (copy / file).write_text(ast.unparse(tree))
+            after = ast.unparse(node).split("\n")[0]
             setattr(node, field, old)
-            (copy / args.file).write_text(after)
-            survivors += (survived := passes(copy, command, limit))
-            changed = [*difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")][3:]
-            print(f"{args.file}:{getattr(node, 'lineno', 1)}: {'SURVIVED' if survived else 'noticed'}")
-            print(*(changed if survived else ()), sep="\n", end="", flush=True)
-    sys.exit(f"{survivors} changes survived; {len(places)} are possible" if survivors else 0)
+            result = "SURVIVED" if passes(copy, tests, limit) else "noticed"
+            print(f"{file}:{node.lineno}: {result}: {before} -> {after}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

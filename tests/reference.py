@@ -4,6 +4,7 @@ Of model.py it takes only the names of what a wiring is made of. Weights are tak
 holds, KV head by KV head, the G query heads, the key and the value.
 """
 
+import functools
 import re
 
 import numpy as np
@@ -75,7 +76,7 @@ class Reference:
             return layer_norm(x, weight, eps, self.w[name + ".bias"])
         return rms_norm(x, weight + (self.c.norm == "rms+1"), eps)
 
-    def attention(self, layer, x, heads, norm="attention_norm"):
+    def attention(self, layer, x, shard, norm="attention_norm"):
         c, w = self.c, self.w
         H, G, p = c.head_dim, c.n_heads // c.n_kv_heads, f"layers.{layer}."
         x = self.norm(x, p + norm) if c.input_norms else x
@@ -91,7 +92,7 @@ class Reference:
             q, k = self.norm(q, p + "attention.q_norm"), self.norm(k, p + "attention.k_norm")
             heads_of_q, heads_of_k = q.reshape(shape[0], c.n_kv_heads, G, H), k.reshape(shape[0], c.n_kv_heads, 1, H)
             qkv = np.concatenate([heads_of_q, heads_of_k, qkv.reshape(shape)[:, :, G + 1 :]], 2).reshape(len(x), -1)
-        for head in range(*heads):
+        for head in range(*shard[0]):
             group = qkv[:, head // G * (G + 2) * H :][:, : (G + 2) * H]
             q, k, v = group[:, head % G * H :][:, :H], group[:, G * H : (G + 1) * H], group[:, (G + 1) * H :]
             if c.qk_norm and not c.whole_qk_norm:
@@ -112,10 +113,11 @@ class Reference:
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             y = weights / weights.sum(-1, keepdims=True) @ v
             out = out + y @ w[p + "attention.wo.weight"][:, head * H : (head + 1) * H].T
-        return out + w[p + "attention.wo.bias"] if c.wo_bias and heads[0] == 0 else out  # on one rank: they are summed
+        first = shard[0][0] == 0  # one rank adds the bias, since they are summed
+        return out + w[p + "attention.wo.bias"] if c.wo_bias and first else out
 
-    def mlp(self, layer, x, hidden, norm="ffn_norm"):
-        w, p, (a, b) = self.w, f"layers.{layer}.", hidden
+    def mlp(self, layer, x, shard, norm="ffn_norm"):
+        w, p, (a, b) = self.w, f"layers.{layer}.", shard[1]
         x = self.norm(x, p + norm) if self.c.input_norms else x
         if self.c.n_experts and layer not in self.c.dense_layers:
             return self.experts(p + "feed_forward.", x) + self.shared_expert(p + "feed_forward.", x)
@@ -159,9 +161,9 @@ class Reference:
         for layer in range(c.n_layers):
             whole = x0 + sum(attention) + sum(routed) + sum(shared)
             late = whole - routed[-1] if routed else whole
-            attention.append(self.attention(layer, late, (0, c.n_heads)))
+            attention.append(self.attention(layer, late, self.shards[0]))
             if layer in c.dense_layers:
-                routed.append(self.mlp(layer, whole, (0, c.intermediate_size)))
+                routed.append(self.mlp(layer, whole, self.shards[0]))
                 continue
             p = f"layers.{layer}."
             x = rms_norm(whole, w[p + "ffn_norm.weight"], c.norm_eps)
@@ -170,8 +172,8 @@ class Reference:
         return x0 + sum(attention) + sum(routed) + sum(shared)
 
     def attention_into_mlp(self, layer, x, shard):
-        y = self.attention(layer, x, shard[0])
-        return y + self.mlp(layer, x + y, shard[1])
+        y = self.attention(layer, x, shard)
+        return y + self.mlp(layer, x + y, shard)
 
     def wiring(self):
         """(the Wiring, its layers, the n of desync, by how much it is stale) that the config's text names."""
@@ -179,30 +181,22 @@ class Reference:
         name, stale, chosen = found.groups()
         wiring, layers = WIRINGS[name], [*range(c.n_layers % WIRINGS[name].blocks, c.n_layers)]
         if chosen and name != "desync":
-            layers = (
-                [*range(c.n_layers - int(chosen), c.n_layers)]
-                if chosen.isdecimal()
-                else [i for i in range(c.n_layers) if str(i) in chosen.split(",")]
-            )
+            numbers = [int(number) for number in re.findall(r"\d+", chosen)]
             if "-" in chosen:
-                layers = [*range(int(chosen.split("-")[0]), int(chosen.split("-")[1]) + 1)]
+                layers = [*range(numbers[0], numbers[1] + 1)]
+            else:
+                layers = numbers if "," in chosen else [*range(c.n_layers - numbers[0], c.n_layers)]
         return wiring, layers, chosen, int((stale or "-0")[1:]) or int(wiring.stale)
 
     def parts(self, layer, split):
         """What a layer adds to the stream, each a partial(x, shard)."""
+        attention, mlp = functools.partial(self.attention, layer), functools.partial(self.mlp, layer)
         if split in (model.attention_then_mlp, model.attention_then_experts):
-            return [
-                lambda x, shard: self.attention(layer, x, shard[0]),
-                lambda x, shard: self.mlp(layer, x, shard[1]),
-            ]
+            return [attention, mlp]
         if split is model.attention_plus_mlp:
-            return [
-                lambda x, shard: (
-                    self.attention(layer, x, shard[0]) + self.mlp(layer, x, shard[1], norm="attention_norm")
-                )
-            ]
+            return [lambda x, shard: attention(x, shard) + mlp(x, shard, norm="attention_norm")]
         if split is model.attention_into_mlp:
-            return [lambda x, shard: self.attention_into_mlp(layer, x, shard)]
+            return [functools.partial(self.attention_into_mlp, layer)]
         raise NotImplementedError(f"write {split.__name__} here, too")
 
     def sublayers(self):

@@ -1,6 +1,7 @@
 """Mixtures of experts: against a naive float64 model and transformers, on ranks, compiled, in integers."""
 
 import dataclasses
+import functools
 import json
 import types
 
@@ -8,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from helpers import BASE, StateWeights, last_logits, random_model, run_ranks, shard, unequal_rows, write_model
-from reference import Reference
+from helpers import BASE, random_model, rank_logits, run_ranks, unequal_rows, write_model
 from safetensors.torch import load_file, save_file
 from test_convert import TOKENS, change_tensors, check_parity, convert, hf_model
+from test_wiring import check_against_the_reference
 
 import quantize
 import tp
@@ -39,15 +40,7 @@ def config_id(config):
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("config", CONFIGS, ids=config_id)
 def test_matches_the_naive_float64_reference(config, renormalize):
-    config = dataclasses.replace(config, renormalize_experts=renormalize)
-    net = random_model(config)
-    tokens, lengths = unequal_rows(config)
-    with torch.no_grad():
-        logits = net(tokens)
-    reference = Reference(config, net.state_dict())
-    for row, length in enumerate(lengths):
-        expected = torch.from_numpy(reference.logits(tokens[row, :length]))
-        assert (logits[row, :length] - expected).abs().max() < 1e-4
+    check_against_the_reference(dataclasses.replace(config, renormalize_experts=renormalize))
 
 
 def test_farskip_is_ladder_without_a_shared_expert():
@@ -59,11 +52,6 @@ def test_farskip_is_ladder_without_a_shared_expert():
         assert (random_model(ladder)(tokens) - random_model(farskip)(tokens)).abs().max() > 0.1
 
 
-def on_a_rank(world, config, compile, chunks):
-    with torch.inference_mode():
-        return last_logits(shard(config, world), *unequal_rows(config), compile=compile, chunks=chunks)
-
-
 SLOW = pytest.mark.slow
 
 
@@ -73,10 +61,8 @@ SLOW = pytest.mark.slow
 ])  # fmt: skip
 def test_ranks_compute_the_same(ranks, compile, chunks):
     for config in CONFIGS if not compile else CONFIGS[-1:]:
-        with torch.inference_mode():
-            expected = last_logits(random_model(config), *unequal_rows(config))
-        for logits in run_ranks(ranks, on_a_rank, config, compile, chunks):
-            assert (logits - expected).abs().max() < 1e-4, config.wiring
+        for logits in run_ranks(ranks, functools.partial(rank_logits, config=config, compile=compile, chunks=chunks)):
+            assert (logits - rank_logits(None, config)).abs().max() < 1e-4, config.wiring
 
 
 def stream_of(world, name, steps):
@@ -150,25 +136,10 @@ def check_integers(config, exact, mode, ranks, tmp_path):
         parts = [state.get(n) for n in (name, f"{path}.scales", f"{path}.zeros")]
         twin[name] = parts[0] if parts[1] is None else int_linear.dequantize(*(p if p is None else p.float() if
                      p.dtype == torch.bfloat16 else p for p in parts))  # fmt: skip
-    net = tp.load_shard(config, StateWeights(twin), torch.float32, "cpu")
-    with torch.inference_mode():
-        expected = last_logits(net, *unequal_rows(config))
-        if ranks == 1:
-            results = [last_logits(tp.load_shard(own, checkpoint.Weights(tmp_path / mode), torch.float32, "cpu"),
-                                   *unequal_rows(config))]  # fmt: skip
-        else:
-            results = run_ranks(ranks, integers_on_a_rank, str(tmp_path / mode))
-    for logits in results:
+    expected = rank_logits(None, config, twin)
+    for logits in run_ranks(ranks, rank_logits, own, state):
         assert (logits - expected).abs().max() < 2e-3
     return state.keys()
-
-
-def integers_on_a_rank(world, folder):
-    config = checkpoint.read_config(folder)
-    net = tp.load_shard(config, checkpoint.Weights(folder), torch.float32, "cpu", world.rank, world.shares)
-    net.comm = tp.TensorParallel(config, world.shares, world.group)
-    with torch.inference_mode():
-        return last_logits(net, *unequal_rows(config))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -248,14 +219,6 @@ WIDE = dataclasses.replace(
 )
 
 
-def compiled_on_a_rank(world, folder, compile):
-    config = checkpoint.read_config(folder)
-    net = tp.load_shard(config, checkpoint.Weights(folder), torch.bfloat16, "cpu", world.rank, world.shares)
-    net.comm = tp.TensorParallel(config, world.shares, world.group)
-    with torch.inference_mode():
-        return last_logits(net, *unequal_rows(config), compile=compile)
-
-
 @pytest.mark.parametrize("mode", [pytest.param("bfloat16", marks=SLOW), pytest.param("int8", marks=SLOW), "int4"])
 def test_compiled_decode_is_the_eager_one(mode, tmp_path):
     folder = tmp_path / "bfloat16"
@@ -267,7 +230,9 @@ def test_compiled_decode_is_the_eager_one(mode, tmp_path):
         options = ["--group-size", "32", "--keep", "w2"] if mode == "int4" else []
         folder = tmp_path / mode
         quantize.main(["--checkpoint", str(tmp_path / "bfloat16"), "--mode", mode, *options, "--out", str(folder)])
-    eager, compiled = (run_ranks(2, compiled_on_a_rank, str(folder), compile) for compile in (False, True))
+    how = {"state": load_file(folder / "model.safetensors"), "dtype": torch.bfloat16}
+    logits = functools.partial(rank_logits, config=checkpoint.read_config(folder), **how)
+    eager, compiled = (run_ranks(2, functools.partial(logits, compile=compile)) for compile in (False, True))
     assert (eager[0] - compiled[0]).abs().max() < 0.1 * eager[0].std()
     assert torch.equal(compiled[0], compiled[1])
 

@@ -1,4 +1,4 @@
-"""The emulated link on a GPU, by one rank of two; started like tests/test_gpu.py."""
+"""Extras on a GPU: the emulated link, by one rank of two, and training; started like tests/test_gpu.py."""
 
 import copy
 import dataclasses
@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import WIRED, wired_id
 from test_gpu import CONFIG, DEVICE, ON_CPU, _fresh, pytestmark  # noqa: F401
+from test_training import check_resumption, fresh, retrain  # noqa: F401
 
 from extras.measure import link
 from extras.measure.clock import count_all_reduces
@@ -59,6 +60,12 @@ def test_what_is_computed_meanwhile_hides_the_link(slow):
     for step in (waiting, hiding):
         step()
     assert timed(DEVICE, hiding) < 0.75 * timed(DEVICE, waiting)
+
+
+def test_a_killed_training_resumes_with_the_same_losses(retrain, tmp_path, monkeypatch):  # noqa: F811
+    """But for sums whose order the GPU chooses; without the state of the optimizer they are off by more."""
+    flags = [*retrain, "--device", DEVICE.type, "--compute-dtype", "float32"]
+    check_resumption(flags, tmp_path, monkeypatch, rel=1e-3)
 
 
 def simulated(changes, world):

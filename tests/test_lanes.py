@@ -1,9 +1,10 @@
 """Several lanes on a rank: any number of ranks computes what as many ranks as lanes do."""
 
 import dataclasses
+import functools
 
 import pytest
-from helpers import BASE, ONE_EACH, last_logits, run_ranks, shard, unequal_rows
+from helpers import BASE, ONE_EACH, rank_logits, run_ranks, shard
 from test_quantize import BIASED as BIASED_INTEGERS
 from test_quantize import INT4, INT8, dequantized_state, quantized_state
 from test_tp import BIASED, check_ranks
@@ -43,14 +44,10 @@ def test_lanes_have_the_same_neurons_in_int4():
         tp.shard_plan(dataclasses.replace(int4, wiring="spd/3"), 0, 3)
 
 
-@pytest.mark.parametrize("lanes, shares", [(4, 3), (8, 3), (4, (1, 2)), (2, 4)])
-def test_lanes_that_ranks_cannot_share_are_refused(lanes, shares):
-    with pytest.raises(InputError, match=f"the {lanes} lanes of wiring spd/{lanes} do not fit"):
+@pytest.mark.parametrize("lanes, shares, fit", [(4, 3, "1, 2, 4"), (8, (1, 2), "1, 2, 4, 8"), (2, 4, "1, 2")])
+def test_lanes_that_ranks_cannot_share_are_refused(lanes, shares, fit):
+    with pytest.raises(InputError, match=f"the {lanes} lanes of .* do not fit . ranks: use {fit}, alike"):
         lanes_of_rank(dataclasses.replace(BASE, wiring=f"spd/{lanes}"), 0, shares)
-
-
-def lane_logits(world, config, state):
-    return last_logits(lanes(config, world, state), *unequal_rows(config))
 
 
 @pytest.mark.parametrize("config", [INT8, INT4, BIASED_INTEGERS], ids=["int8", "int4", "biased"])
@@ -59,7 +56,8 @@ def test_lanes_of_integers_compute_what_their_numbers_say(config):
     config = dataclasses.replace(config, wiring="spd/4")
     state = quantized_state(config)
     plain = dataclasses.replace(config, quant=None, group_size=None)
+    lane_logits = functools.partial(rank_logits, load=load_lanes)
     expected = lane_logits(None, plain, dequantized_state(config, state))
-    ranks = run_ranks(2, lane_logits, config, state) + run_ranks((3, 1), lane_logits, config, state)
-    for logits in (lane_logits(None, config, state), *ranks):
-        assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+    for ranks in 1, 2, (3, 1):
+        for logits in run_ranks(ranks, lane_logits, config, state):
+            assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()

@@ -123,6 +123,7 @@ MIXTURE = dataclasses.replace(
     wiring="farskip", tie_embeddings=False, n_kv_heads=4,
 )  # fmt: skip
 CONFIGS = [*(dataclasses.replace(CONFIG, **changes) for changes in ANY_TP if changes["wiring"] != "farskip"), MIXTURE]
+LANES = dataclasses.replace(CONFIG, wiring="spd/4")  # each has states of its own
 
 
 def long_memory(config):
@@ -134,7 +135,7 @@ def long_memory(config):
 
 def on_a_rank(world, config, state, how):
     load = load_lanes if config.lanes else load_shard
-    net = shard(config, world if world.tp_size > 1 else None, state=state, load=load)
+    net = shard(config, world, state=state, load=load)
     with torch.inference_mode():
         return [last_logits(net, *unequal_rows(config, length=14), steps=4, **keys) for keys in how]
 
@@ -142,9 +143,12 @@ def on_a_rank(world, config, state, how):
 WAYS = [{}, {"chunks": 2}, {"chunks": 3}]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, (2, 1)])
-def test_ranks_compute_what_one_device_does(ranks):
-    check_ranks(ranks, CONFIGS if isinstance(ranks, int) else [MIXTURE], WAYS)  # which has KV heads for such shares
+@pytest.mark.parametrize("ranks, configs", [
+    (1, [LANES]), (2, [*CONFIGS, LANES]), (3, CONFIGS), (4, [*CONFIGS, LANES]),
+    ((2, 1), [MIXTURE]),  # which has KV heads for such shares
+])  # fmt: skip
+def test_ranks_compute_what_one_device_does(ranks, configs):
+    check_ranks(ranks, configs, WAYS)
 
 
 @pytest.mark.parametrize("ranks, prefill", [
@@ -156,26 +160,15 @@ def test_compiled_ranks_compute_it_too(ranks, prefill):
 
 
 def check_ranks(ranks, configs, how):
+    """In rows without padding and without a cache."""
     for config in configs:
-        net = long_memory(config)
-        tokens, lengths = unequal_rows(config, length=14)
+        state, (tokens, lengths) = long_memory(config).state_dict(), unequal_rows(config, length=14)
+        net = shard(config, state=state, load=load_lanes if config.lanes else load_shard)
         with torch.no_grad():
             expected = torch.stack([net(row[None, :n])[0, -5:] for row, n in zip(tokens, lengths, strict=True)])
-        for results in run_ranks(ranks, on_a_rank, config, net.state_dict(), how):
+        for results in run_ranks(ranks, on_a_rank, config, state, how):
             for logits in results:
                 assert (logits - expected).abs().max() < 1e-4, config.wiring
-
-
-def test_lanes_are_states_of_their_own():
-    """On any number of ranks as in rows without padding."""
-    config = dataclasses.replace(CONFIG, wiring="spd/4")
-    state, (tokens, lengths) = long_memory(config).state_dict(), unequal_rows(config, length=14)
-    net = shard(config, None, state=state, load=load_lanes)
-    with torch.inference_mode():
-        rows = [last_logits(net, row[None, :n], n[None], steps=4) for row, n in zip(tokens, lengths, strict=True)]
-    for ranks in 1, 2, 4:
-        for logits in run_ranks(ranks, on_a_rank, config, state, WAYS)[0]:
-            assert (logits - torch.cat(rows)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("part", [1, 4, 5, 100])

@@ -3,22 +3,20 @@
 import dataclasses
 import hashlib
 import json
-import math
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import BASE, random_model, unequal_rows
-from test_eval import TEXT, evaluated, naive, picked
+from helpers import BASE, random_model
+from test_eval import TEXT, evaluated
 
 import eval as evaluate
-from evaluation import score
 from extras.measure import results
 from extras.research import quality, sensitivity
 from extras.training import adapt
 from formats.wiring_text import wiring_name
-from model import parse_wiring, rewired
+from model import parse_wiring
 from runtime.errors import InputError
 
 
@@ -96,22 +94,15 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(roots
     assert ladder[1:4] == ["16", "2.610 (2.560-2.660), -0.8%", "11.000, -15.4%"]
 
 
-def test_sensitivity_against_the_reference():
-    net, wiring, layers = random_model(BASE), "parallel-ladder", []
-    ids = unequal_rows(BASE, 1, 40)[0][0].tolist()
-    result, _ = sensitivity.table(net, 0, lambda m: score.total_nats(m, [ids], 40, 20, 1), wiring, False)
-    assert net.config is BASE and len(result["sensitivity"]) == BASE.n_layers
-    for i, nats in enumerate(result["sensitivity"]):
-        alone = random_model(BASE)  # with the norms of a standard model
-        alone.config = rewired(BASE, f"{wiring}:{i},")
-        assert math.isclose(nats, -picked(*naive(alone, ids, 40, 20)).sum(), rel_tol=1e-5)
+def test_sensitivity_is_of_each_layer_alone():
+    net, layers = random_model(BASE), []
     sensitivity.table(net, 0, lambda m: layers.append(m.config.wiring) or 0, "pair", False)
-    assert layers == ["pair:0,1", "pair:1,2"]
+    assert layers == ["pair:0,1", "pair:1,2"] and net.config is BASE
     with pytest.raises(InputError, match="not parallel and ladder"):
         sensitivity.alone(dataclasses.replace(BASE, wiring="parallel"), "ladder", 0)
 
 
-@pytest.mark.parametrize("ranks, wiring", [(1, "ladder"), (3, "delayed")])
+@pytest.mark.parametrize("ranks, wiring", [(1, "parallel-ladder"), (3, "delayed")])
 def test_the_table_of_layers_is_that_of_the_ranks_it_runs_on(ranks, wiring, tiny, tmp_path, capsys):
     """Layer by layer what a run with this layer alone gives, from unequal heads."""
     (tmp_path / "text").write_text(TEXT)

@@ -105,7 +105,7 @@ def in_turns(world, config, requests, rows):
     """What Rows answers to requests [(pass in which it comes, ids, max_tokens)], by their order."""
     from extras.serve.rows import Rows
 
-    net = shard(config, None if world.alone else world)
+    net = shard(config, world)
     with torch.inference_mode():
         rows = Rows(Runner(net, net.new_cache(rows, config.max_seq_len)), config.eos_ids)
         answers, of_row, left = [[] for _ in requests], {}, list(enumerate(requests))

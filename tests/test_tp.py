@@ -16,6 +16,7 @@ from helpers import (
     StateWeights,
     last_logits,
     random_model,
+    rank_logits,
     run_ranks,
     shard,
     unequal_rows,
@@ -156,15 +157,13 @@ def expected_logits(config, shares):
 def check_ranks(shares, cases, **how):
     """On each rank the logits are the reference's and, where the wiring has no lanes, those of one device."""
     cases = [dataclasses.replace(BASE, **changes) for changes in cases]
-    logits = functools.partial(logits_of, cases=cases, **how)
-    ranks = [logits(None)] if shares == (1,) else run_ranks(shares, logits)
+    ranks = run_ranks(shares, functools.partial(logits_of, cases=cases, **how))
     for config, first, *others in zip(cases, *ranks, strict=True):
         assert all(torch.equal(other, first) for other in others), f"{config}: the ranks disagree"
         error = (first - expected_logits(config, config.lanes or shares)).abs().max()
         assert error < 1e-4, f"{config}: {error}"
         if not config.named_wiring.laned:
-            alone = last_logits(random_model(config), *unequal_rows(config))
-            assert torch.allclose(first, alone, atol=1e-4), config
+            assert torch.allclose(first, rank_logits(None, config), atol=1e-4), config
 
 
 @pytest.mark.parametrize("tp_size", [2, 3, 4])

@@ -21,7 +21,7 @@ from extras.training import adapt, data, sharding
 from extras.training.data import TOKEN, Windows
 from formats import checkpoint
 from formats.tokenizer import Tokenizer, load_tokenizer
-from model import Attention, rewired
+from model import rewired
 from runtime import launch, writing
 from runtime.errors import InputError
 
@@ -114,11 +114,7 @@ def test_packed_documents_give_the_losses_of_each_alone(tmp_path, tiny):
         ids = torch.tensor([[*tokenizer.encode(text), 2]])
         log_p = model(ids)[0].log_softmax(-1)
         expected -= sum(log_p[i, ids[0, i + 1]].item() for i in range(ids.shape[1] - 1))
-    assert batch.mask is not None
-    for kind in Attention, adapt.ProductAttention:
-        for block in trainee.layers:
-            block.attention.__class__ = kind
-        assert adapt.losses(trainee, batch)[1].item() == pytest.approx(expected, rel=1e-7)
+    assert batch.mask is not None and adapt.losses(trainee, batch)[1].item() == pytest.approx(expected, rel=1e-7)
 
 
 def test_the_loss_is_the_naive_one(monkeypatch):
@@ -145,16 +141,11 @@ def test_the_loss_is_the_naive_one(monkeypatch):
 NO_FILES = ["--checkpoint", "x", "--text", "x", "--valid", "x", "--out", "x", "--compute-dtype", "float32"]
 
 
-class ReadableWeights(StateWeights):
-    def read(self, name):
-        return self.state[name]
-
-
 def run_each(world, configs):
     """Returns the normed stream that each config's model computes in training."""
     args, xs = adapt.parse(NO_FILES), []
     for config in configs:
-        model = adapt.build(config, ReadableWeights(random_model(config).state_dict()), world, args)
+        model = adapt.build(config, StateWeights(random_model(config).state_dict()), world, args)
         with torch.no_grad():
             xs.append(model(data.Batch(torch.arange(12).view(2, 6), None, None, torch.arange(6).expand(2, 6), None)))
         model.reshard()
@@ -264,12 +255,15 @@ def test_ranks_give_the_losses_of_one(how, retrain, mixture, tmp_path):
     flags = mixture if how == "mixture" else [*retrain, *[f"--{how}"] * (how != "distilled")]
     adapt.main(flags)
     run_ranks(3, _train, [*flags, "--out", str(tmp_path / "out2"), "--recompute", "--micro-batch", "2"])
-    one, several = (losses_of(tmp_path / name) for name in ("out", "out2"))
-    assert len(one) == len(several) == 7
-    for a, b in zip(one, several, strict=True):
-        assert a == pytest.approx(b, rel=1e-5)
-    a, b = (checkpoint.Weights(tmp_path / name) for name in ("out", "out2"))
-    assert all((a.read(name) - b.read(name)).abs().max() < 1e-5 for name in a.names())
+    check_alike(tmp_path / "out", tmp_path / "out2", 1e-5)
+
+
+def check_alike(one, other, rel):
+    """Two runs have the same log and weights, but for rounding where rel > 0."""
+    for a, b in zip(losses_of(one), losses_of(other), strict=True):
+        assert a == pytest.approx(b, rel=rel)
+    a, b = checkpoint.Weights(one), checkpoint.Weights(other)
+    assert all((a.read(name) - b.read(name)).abs().max() <= rel for name in a.names())
 
 
 def _train(world, argv):
@@ -291,7 +285,11 @@ def test_compiled_the_losses_are_the_same(wiring, retrain, mixture, tmp_path):
 
 
 def test_killed_at_any_step_it_resumes_with_the_same_losses(mixture, tmp_path, monkeypatch):
-    flags = [*mixture, "--fresh", "--steps", "12", "--eval-every", "3"]
+    check_resumption([*mixture, "--fresh"], tmp_path, monkeypatch)
+
+
+def check_resumption(flags, tmp_path, monkeypatch, rel=0.0):
+    flags = [*flags, "--steps", "12", "--eval-every", "3"]
     adapt.main([*flags, "--out", str(tmp_path / "whole")])
     step, save = adapt.optimizer_step, sharding.save
     for at, where in (2, "step"), (5, "step"), (9, "save"), (9, "save"), (11, "step"):
@@ -315,9 +313,7 @@ def test_killed_at_any_step_it_resumes_with_the_same_losses(mixture, tmp_path, m
     with pytest.raises(InputError, match="holds a run with --lr 0.001, not 0.0001"):
         adapt.main([*flags, "--lr", "1e-4"])
     adapt.main(flags)
-    assert losses_of(tmp_path / "out") == losses_of(tmp_path / "whole")
-    out, whole = (tmp_path / name / "model.safetensors" for name in ("out", "whole"))
-    assert out.read_bytes() == whole.read_bytes()
+    check_alike(tmp_path / "out", tmp_path / "whole", rel)
 
 
 @pytest.mark.slow
@@ -332,15 +328,12 @@ def _check_kills(flags, folder):
     check_kills(lambda out: adapt.main([*flags, str(out)]), folder, step=17)
 
 
-def test_a_loss_that_is_not_finite_ends_it_and_the_best_weights_stay(fresh, tmp_path, monkeypatch):
+def test_a_loss_that_is_not_finite_ends_it_and_the_best_weights_stay(fresh, tmp_path):
     with pytest.raises(InputError, match="smaller --lr than 1e\\+09 and another --out; .*/best-\\* holds"):
         adapt.main([*fresh, "--lr", "1e9"])
     folder = tmp_path / "out.run" / "best-0"
     tp.load_shard(checkpoint.read_config(folder), checkpoint.Weights(folder), torch.float32, "cpu")  # and are finite
-    monkeypatch.setattr(adapt, "losses", lambda *_: (torch.tensor(torch.nan), torch.tensor(torch.nan)))
-    with pytest.raises(InputError, match="the loss on --valid is nan"):
-        adapt.main([*fresh, "--out", str(tmp_path / "nan")])
-    assert not (tmp_path / "out").exists() and not (tmp_path / "nan").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_full_disk_is_one_clear_line(fresh, monkeypatch):
@@ -353,34 +346,25 @@ def test_bad_flags_leave_nothing(fresh, retrain, tiny, tmp_path):
     (tmp_path / "empty").write_text("")
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}))
     quantize.main(["--checkpoint", str(tiny), "--mode", "int8", "--out", str(tmp_path / "int8")])
-    for name, wiring in ("desync", "desync"), ("other", None), ("nan", None), ("stale", "ladder"):
+    for name, wiring in ("desync", "desync"), ("other", None):
         (tmp_path / name).mkdir()
         config = rewired(checkpoint.read_config(tiny), wiring)
-        state = random_model(config).state_dict()
-        state["norm.weight"][0] = torch.nan if name == "nan" else 1
-        write_model(tmp_path / name, config, state, torch.float32)
+        write_model(tmp_path / name, config, random_model(config).state_dict(), torch.float32)
         writing.copy_tokenizer(tiny, tmp_path / name)
     texts = ["tick tock says the clock on the wall of the old house by the sea"] * 40 + list(STORIES)
     train_tokenizer(texts, 300, tmp_path / "other" / "tokenizer.model")
     for flags, more, message in (
-        (fresh, "--steps 0", "--steps: '0'"),
         (fresh, "--seq-len 64 --valid-tokens 10", "--valid holds 11 tokens; a window takes 65"),
         (fresh, "--text DIR/empty", "--text holds 0 tokens"),
-        (fresh, "--text /bin/true", "/bin/true is not valid UTF-8"),
-        (fresh, "--valid DIR/nowhere", "DIR/nowhere: No such file"),
-        (fresh, "--text DIR/empty DIR/valid.txt", "--valid DIR/valid.txt is a file of --text"),
         (fresh, "--text DIR/chat.jsonl", "chat.jsonl line 1: no chat template"),
         (fresh, "--out DIR", "already exists"),
         (retrain, "--distill DIR/int8", "int8 is quantized"),
         (retrain, "--distill DIR/desync", "desync .* e.g. desync/8"),
         (retrain, "--distill DIR/other", "other has another vocabulary"),
-        (retrain, "--checkpoint DIR/stale --wiring ladder --distill DIR/stale", "is ladder already"),
-        (retrain, "--plain --distill DIR/int8", "--plain learns without a teacher"),
+        (retrain, "--plain --distill DIR/int8", "--distill: not allowed with argument --plain"),
         (retrain, "--wiring upper-bound", "upper-bound cannot be trained"),
         (retrain, "--seq-len 4096", "--seq-len 4096 .* 64"),
-        (retrain, "--checkpoint DIR/nan", "norm.weight holds NaN"),
     ):
         with pytest.raises(InputError, match=message.replace("DIR", str(tmp_path))) as error:
             adapt.main([*flags, *more.replace("DIR", str(tmp_path)).split()])
-        assert "\n" not in str(error.value) and not dist.is_initialized()
-        assert "nan" in more or not list(tmp_path.glob("out*"))
+        assert "\n" not in str(error.value) and not dist.is_initialized() and not list(tmp_path.glob("out*"))

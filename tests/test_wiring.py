@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+from unittest import mock
 
 import helpers
 import pytest
@@ -15,7 +16,7 @@ import model
 from formats import checkpoint
 from formats.wiring_text import wiring_name
 from model import WIRINGS, Wiring, parse_wiring
-from runtime import cli, writing
+from runtime import cli, compiling, writing
 
 STANDARD_ALONE = [c for c in WIRED if dataclasses.replace(BASE, **c).standard_in_one_lane]
 
@@ -134,13 +135,14 @@ def test_order_of_the_plain_loop(wiring, n_layers, chunks, order):
 
 
 def generated_code(config, world, batch, length, dtype, chunks):
-    """Inductor's code for decode (its wrapper is C++) or prefill (Python's), which is neither compiled nor run."""
+    """Inductor's code for decode or prefill, with a wrapper in Python, which is neither compiled nor run."""
     import torch._inductor.config
     from torch._inductor.utils import get_code
 
     torch._dynamo.reset()
     net = shard(config, world, dtype)
-    runner = generate.Runner(net, None, compile=True, compile_prefill=True)
+    with mock.patch.dict(compiling.CPU_OPTIONS, cpp_wrapper=False):
+        runner = generate.Runner(net, None, compile=True, compile_prefill=True)
     tokens, step = torch.randint(config.vocab_size, (batch, length)), runner._prefill
     kwargs = {"cache": net.new_cache(batch, 16), "chunks": chunks}
     if length == 1:
@@ -151,43 +153,24 @@ def generated_code(config, world, batch, length, dtype, chunks):
         return "\n".join(get_code(step, tokens, **kwargs))
 
 
+MATMUL = r"extern_kernels\.(mm|addmm)\(|_linear_pointwise|mkl_linear|ladder\.few_rows\.default\("
+
+
 def calls(source):
     """Matmuls (c), starts and waits in a generated wrapper, in order; a wait bears the number of its start."""
     source = re.sub(r"reinterpret_tensor\((\w+), \([^()]*\), \([^()]*\), \d+\)", r"\1", source)
-    source = like_python(source)
-    pattern = re.compile(
-        r"^ *(?!//)[^#\n]*(?:(?:all_reduce_\.default|functional_all_reduce_)\((?P<start>\w+),"
-        r"|(?:ladder\.settle\.default\(\w+, |(?:wait_tensor\.default|functional_wait_tensor)\()(?P<wait>\w+)"
-        r"|(?P<c>extern_kernels\.(?:mm|addmm)\(|cpu_(?:mm|addmm)_out\(|_linear_pointwise|mkl_linear"
-        r"|ladder\.few_rows\.default\(|\"ladder::few_rows\"))",
-        re.MULTILINE,
-    )
     events, started = [], []
-    for match in pattern.finditer(source):
-        if match["start"]:
-            started.append(match["start"])
+    for line in (line.split("#")[0] for line in source.splitlines()):
+        waited = re.search(r"(?:ladder\.settle\.default\(\w+, |wait_tensor\.default\()(\w+)", line)
+        if start := re.search(r"all_reduce_\.default\((\w+),", line):
+            started.append(start[1])
             events.append(f"start{len(started)}")
-        elif match["c"]:
+        elif re.search(MATMUL, line):
             events.append("c")
-        elif match["wait"] != "None":
-            if match["wait"] not in started:  # the gathered logits
-                continue
-            latest = max(i for i, buffer in enumerate(started, start=1) if buffer == match["wait"])
+        elif waited and waited[1] in started:  # it is not the gathered logits
+            latest = max(i for i, buffer in enumerate(started, start=1) if buffer == waited[1])
             events.append(f"wait{latest}")
     return events
-
-
-def like_python(source):
-    """A wrapper in C++ with its buffers by their names, and ladder.settle in one line, as it is in a Python wrapper."""
-    view = r"wrap_with_raii_handle_if_needed\(reinterpret_tensor_wrapper\((\w+), [^()]*\)\)"
-    source = re.sub(view, r"\1", source)
-
-    def settle(match):
-        x, *others = re.findall(r"(?:new_tensor_handle\(|auto var_\d+ = )(\w+)", match[0])
-        pending = "None" if "nullopt" in match[0] else others[0]
-        return f"ladder.settle.default({x}, {pending}"
-
-    return re.sub(r"^    \{\n(?:        .*\n)*?.*\"ladder::settle\"", settle, source, flags=re.MULTILINE)
 
 
 def squeeze(events):
@@ -206,31 +189,22 @@ def check_compiled_order(changes, world, length=1, dtype=torch.float32, chunks=1
 
 
 PASSES = {"decode": (1, torch.float32), "prefill": (5, torch.float32), "decode with few_rows": (1, torch.bfloat16)}
-FAST = ("decode", "ladder:1,"), ("decode", "delayed:1,"), ("prefill", "ladder"), ("decode with few_rows", "delayed-2")
+NORMED = {**GEMMA, "window_layers": (0,)}  # of sums
+FAST = [({"wiring": wiring}, "decode", 0, 2) for wiring in ("ladder:1,", "delayed:1,")]
+FAST += [({"wiring": "ladder"}, "prefill", 0, 2), ({"wiring": "delayed-2"}, "decode with few_rows", 0, 2)]
+FAST += [({**NORMED, "wiring": wiring}, "decode", 0, 2) for wiring in ("standard", "ladder")]
+FAST += [({**NORMED, "wiring": "ladder:1,"}, "prefill", 0, 2)]
+SLOW = [(changes, name, 0, 2) for changes in ONE_EACH for name in PASSES]
+SLOW += [
+    ({"wiring": wiring}, "decode", rank, tp_size)
+    for wiring in ("standard", "ladder:1,", "delayed-3:1-2") for rank, tp_size in ((1, 2), (0, 3), (0, 4))
+]  # fmt: skip
+ALL = FAST + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 
 
-@pytest.mark.parametrize("name, wiring", FAST)
-def test_compiled_code_keeps_the_order_of_the_loop(name, wiring, fake_world):
-    check_compiled_order({"wiring": wiring}, fake_world(0, 2), *PASSES[name])
-
-
-@pytest.mark.parametrize("name, wiring", [("decode", "ladder"), ("prefill", "ladder:1,"), ("decode", "standard")])
-def test_it_keeps_it_where_sums_are_normed(name, wiring, fake_world):
-    check_compiled_order({**GEMMA, "window_layers": (0,), "wiring": wiring}, fake_world(0, 2), *PASSES[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PASSES)
-@pytest.mark.parametrize("changes", ONE_EACH, ids=wired_id)
-def test_compiled_code_keeps_it_in_every_wiring(changes, name, fake_world):
-    check_compiled_order(changes, fake_world(0, 2), *PASSES[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rank, tp_size", [(1, 2), (0, 3), (0, 4)])
-@pytest.mark.parametrize("wiring", ["standard", "ladder:1,", "delayed-3:1-2"])
-def test_every_ranks_compiled_code_keeps_it(wiring, rank, tp_size, fake_world):
-    check_compiled_order({"wiring": wiring}, fake_world(rank, tp_size))
+@pytest.mark.parametrize("changes, name, rank, tp_size", ALL, ids=lambda x: x["wiring"] if type(x) is dict else None)
+def test_compiled_code_keeps_the_order_of_the_loop(changes, name, rank, tp_size, fake_world):
+    check_compiled_order(changes, fake_world(rank, tp_size), *PASSES[name])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

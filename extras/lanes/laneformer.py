@@ -103,18 +103,11 @@ SIZES["laneformer-2b"] = Config(  # the width is inferred from its 2.3 B paramet
 
 # ---- A Hugging Face folder -------------------------------------------------------------------------------------------
 
-KEYS = {  # with the defaults of their own code
-    "num_key_value_heads": None, "head_dim": None, "norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None,
-    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 0, "num_lanes": 1, "broadcast_delay": 1,
-    "use_comm": True, "use_attention_comm": None, "use_mlp_comm": None, "use_early_comm": True,
-    "lm_head_type": "replicate", "pre_norm_lane_agg": False, "replicated_rmsn_scale": True, "sliding_window": None,
-    "sliding_window_n_layers": 0, "swa_layers": None, "unclamped_layers": None, "attn_mask_type": "causal",
-}  # fmt: skip
-KNOWN = {  # keys that mean the same in a Llama's config, or do not change what a model computes
-    "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size",
-    "max_position_embeddings", "hidden_act", "attention_bias", "mlp_bias", "rope_parameters", "pad_token_id",
-    "multiple_of", "depth_init", "use_flex_attn", "use_cache", "attention_dropout", "initializer_range",
-    "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path",
+KEYS = {  # that only a Laneformer has, with the defaults of its code
+    "norm_eps": 1e-5, "num_lanes": 1, "broadcast_delay": 1, "use_comm": True, "use_attention_comm": None,
+    "use_mlp_comm": None, "use_early_comm": True, "lm_head_type": "replicate", "pre_norm_lane_agg": False,
+    "replicated_rmsn_scale": True, "sliding_window_n_layers": 0, "swa_layers": None, "unclamped_layers": None,
+    "attn_mask_type": "causal", "multiple_of": None, "depth_init": None, "use_flex_attn": None,
 }  # fmt: skip
 LLAMA = {
     "model.tok_embeddings": "model.embed_tokens",
@@ -126,33 +119,28 @@ LLAMA = {
 
 
 def laneformer_as_ministral(values):
-    """Return a Laneformer's config.json as a Ministral's, with one more key, "laneformer": {field of Config: value}.
-
-    Raises InputError for unknown keys, because each may change what the model computes.
-    """
-    hf = {**KEYS, **values}
-    for key in sorted(hf.keys() - KEYS.keys() - KNOWN):
-        raise InputError(f"{key} {hf[key]!r} is not supported: it is unknown what a Laneformer computes with it")
-    lanes, n_layers, first = hf["num_lanes"], hf["num_hidden_layers"], hf["sliding_window_n_layers"]
-    scaling = hf["rope_scaling"] or hf.get("rope_parameters")  # before transformers 5, and since
-    heads = ("replicate",) if hf["pre_norm_lane_agg"] else ("replicate", "vocab_parallel")
+    """Return a Laneformer's config.json as a Ministral's, with one more key, "laneformer": {field of Config: value}."""
+    own, hf = KEYS | values, {k: v for k, v in values.items() if k not in KEYS}
+    lanes, layers, first = own["num_lanes"], range(own["num_hidden_layers"]), own["sliding_window_n_layers"]
+    scaling = hf.get("rope_scaling") or hf.get("rope_parameters")  # before transformers 5, and since
+    heads = ("replicate",) if own["pre_norm_lane_agg"] else ("replicate", "vocab_parallel")
     for key, known in (("lm_head_type", heads), ("attn_mask_type", ("causal",))):
-        if hf[key] not in known:
-            raise InputError(f"{key} {hf[key]!r} is not supported here, only {' and '.join(known)}")
-    layers = range(n_layers)
-    windowed = (layers[:first] if first >= 0 else layers[first:]) if hf["swa_layers"] is None else hf["swa_layers"]
-    windowed = {*windowed} - {*(hf["unclamped_layers"] or ())}
+        if own[key] not in known:
+            raise InputError(f"{key} {own[key]!r} is not supported here, only {' and '.join(known)}")
+    windowed = (layers[:first] if first >= 0 else layers[first:]) if own["swa_layers"] is None else own["swa_layers"]
+    windowed = {*windowed} - {*(own["unclamped_layers"] or ())}
     if isinstance(scaling, dict) and not {"rope_type", "type"} & scaling.keys():  # TorchTitan's keys
         factor = scaling.get("scaling_factor")
         scaling = {"rope_type": "llama3", "factor": factor} | {k: scaling[k] for k in scaling if k != "scaling_factor"}
-    comm = {f"{kind}_comm": hf[f"use_{kind}_comm"] for kind in ("early", "attention", "mlp")}
-    own = {key: hf["use_comm"] if value is None else value for key, value in comm.items()}
-    own |= {"lane_head": "sum" if hf["pre_norm_lane_agg"] else hf["lm_head_type"]}
-    own |= {"lane_norms": not hf["replicated_rmsn_scale"]}
-    types = ["sliding_attention" if i in windowed else "full_attention" for i in layers]
+    comm = {f"{kind}_comm": own[f"use_{kind}_comm"] for kind in ("early", "attention", "mlp")}
+    settings = {key: own["use_comm"] if value is None else value for key, value in comm.items()}
+    settings |= {"lane_head": "sum" if own["pre_norm_lane_agg"] else own["lm_head_type"]}
+    settings |= {"lane_norms": not own["replicated_rmsn_scale"]}
     return {
-        **hf, "rms_norm_eps": hf["norm_eps"], "rope_scaling": scaling, "layer_types": types,
-        "laneformer": {"wiring": f"laneformer-{2 * hf['broadcast_delay']}/{lanes}", "laneformer": own},
+        "bos_token_id": None, "eos_token_id": 0, "sliding_window": None, **hf,
+        "rms_norm_eps": own["norm_eps"], "rope_scaling": scaling,
+        "layer_types": ["sliding_attention" if i in windowed else "full_attention" for i in layers],
+        "laneformer": {"wiring": f"laneformer-{2 * own['broadcast_delay']}/{lanes}", "laneformer": settings},
     }  # fmt: skip
 
 

@@ -32,8 +32,7 @@ from runtime.errors import InputError
 from runtime.launch import World
 
 ROOTS = {"python": Path(sysconfig.get_path("stdlib")), "torch": Path(torch.__file__).parent}
-MODEL = Path(__file__).parents[2] / "demo"  # whose shape and vocabulary the models have
-MIXTURE = {"n_experts": 8, "experts_per_token": 2, "expert_size": 192}  # a token's neurons as in the demo: 384
+DEMO = Path(__file__).parents[2] / "demo"
 TRAINING = "--seq-len 256 --batch 8 --valid-tokens 100000 --compute-dtype bfloat16 --dtype float32 --compile"
 SCORING = "--max-tokens 100000 --stride 192 --batch 8"
 SCRATCH = ["standard", "ladder", "parallel-ladder", "parallel", "spd/4", "pair", "delayed/4", "ladder:4"]
@@ -146,7 +145,7 @@ def tables(lines):
     def step_seconds(config):
         return run_layers(config, SUBLAYER, SUBLAYER, ALL_REDUCE).now + REST + ALL_REDUCE  # the last gathers logits
 
-    rows, shares, shape = [], [], rewired(read_config(MODEL), "standard")
+    rows, shares, shape = [], [], rewired(read_config(DEMO), "standard")
     names = sorted({x["wiring"] for x in lines if x["kind"] in ("scratch", "retrained")}, key=results.wiring_order)
     for label, wiring, n_layers in [*((name, name, 8) for name in names), ("standard, 5 layers", "standard", 5)]:
         cells = [cell("scratch", wiring, 1, n_layers=n_layers), cell("retrained", wiring, 0.05, "before", n_layers)]
@@ -174,8 +173,8 @@ def main(argv=None):
     words = "of a training from scratch, 2,048 tokens each"
     p.add_argument("--steps", type=number(int, 200), default=2000, metavar="N", help=words)
     p.add_argument("--wirings", nargs="+", metavar="WIRING", help="train only these of the plan")
-    words = "train mixtures of 8 experts, of which a token takes 2, with as many neurons for a token"
-    p.add_argument("--mixture", action="store_true", help=words)
+    words = "whose shape and tokenizer the models have"
+    p.add_argument("--model", type=Path, default=DEMO, metavar="DIR", help=words)
     args = p.parse_args(argv)
     if args.show:
         models = defaultdict(list)
@@ -185,16 +184,12 @@ def main(argv=None):
     path = args.train / "quality.jsonl"
     done = {line["run"] for line in results.read(path, *KEYS)} if path.exists() else ()
     args.train.mkdir(parents=True, exist_ok=True)
-    model, more = MODEL, {"sha256": write_corpus(args.train)} | (MIXTURE if args.mixture else {})
-    if args.mixture and not (model := args.train / "mixture").exists():
-        with writing.new_folder(model) as folder:
-            writing.write_config(folder, dataclasses.replace(read_config(MODEL), **MIXTURE))
-            writing.copy_tokenizer(MODEL, folder)
+    more = {"sha256": write_corpus(args.train), "n_experts": read_config(args.model).n_experts}
     for kind, share, wirings, seeds in PLAN:
         for wiring, seed in itertools.product([w for w in wirings if w in (args.wirings or wirings)], seeds):
             steps = round(share * args.steps)
             name = f"{kind}-{wiring.translate(str.maketrans(':/', '._'))}-{steps}-seed{seed}"
-            source = model if kind == "scratch" else args.train / f"scratch-standard-{args.steps}-seed0"
+            source = args.model if kind == "scratch" else args.train / f"scratch-standard-{args.steps}-seed0"
             if name not in done:
                 line = train(kind, wiring, steps, seed, source, args.train / name)
                 writing.append_line(path, line | more)

@@ -23,7 +23,8 @@ from extras.training import lanes, runs, sharding
 from formats import checkpoint
 from kernels.experts import Experts, experts
 from kernels.int_linear import recast
-from model import Attention, Transformer, interleave
+from model import Transformer, interleave
+from model import build as build_model
 from runtime import cli, launch, place, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
@@ -43,15 +44,6 @@ def token_losses(head, x, targets, teacher_head=None, teacher_x=None):
     return divergence, F.nll_loss(student_logp, targets, reduction="sum")
 
 
-class ProductAttention(Attention):
-    """An Attention of plain matrix products: on CPUs a step in bfloat16 takes half as long as with PyTorch's kernel."""
-
-    def attend(self, q, k, v, metadata):
-        bias = torch.zeros_like(metadata.mask, dtype=q.dtype).masked_fill(~metadata.mask, -math.inf)[:, None, None]
-        scores = (q.flatten(2, 3) * self.head_dim**-0.5 @ k.mT).unflatten(2, (q.shape[2], -1)) + bias
-        return scores.softmax(-1).flatten(2, 3) @ v
-
-
 class DifferentiableExperts(Experts):
     """Experts with a gradient, which the operator of the core has not. Those that no token chose get zeros."""
 
@@ -63,15 +55,11 @@ class Trainee(Transformer):
     """A Transformer that reads packed windows."""
 
     token_losses = staticmethod(token_losses)
-    lanes = None  # those of lanes.split, which compute with slices of these weights
 
     def forward(self, batch):
         """Return the normed stream (B, S, D), from which self.logits computes logits."""
-        mask, positions = batch.mask, batch.positions
-        if mask is None and positions.device.type == "cpu":
-            mask = positions[:, None] <= positions[..., None]
-        x, metadata = self.embed(batch.tokens), self.metadata(positions, mask)
-        streams = lanes.streams(self, x, metadata) if self.lanes else [self.stream(x, metadata)]
+        x, metadata = self.embed(batch.tokens), self.metadata(batch.positions, batch.mask)
+        streams = lanes.streams(self, x, metadata) if self.config.lanes else [self.stream(x, metadata)]
         return self.norm(interleave(streams)[0])  # all lanes end with the same x
 
 
@@ -81,22 +69,14 @@ def build(config, weights, world, args, is_teacher=False):
     weights: a checkpoint.Weights, or None for fresh ones.
     """
     dtype = checkpoint.DTYPES[args.compute_dtype]
-    with torch.device("meta"):
-        model = Trainee(config)
-    if config.tie_embeddings:
-        model.output.weight = model.tok_embeddings.weight
+    model = recast(build_model(config), Trainee)
     for module in model.modules():
-        plain = type(module) is Attention and not module.score_cap
-        if plain and dtype == torch.bfloat16 and world.device.type == "cpu":
-            recast(module, ProductAttention)
-            if args.compile:  # Inductor's softmax is slower
-                module.attend = torch.compiler.disable(module.attend)
         if type(module) is Experts:
             recast(module, DifferentiableExperts)
             if args.compile:  # which experts compute depends on data
                 module.forward = torch.compiler.disable(module.forward)
     if config.lanes:
-        model.lanes = lanes.split(model)
+        lanes.split(model)
     if is_teacher:
         model = model.to(dtype).requires_grad_(False)
 
@@ -137,8 +117,6 @@ def validation_loss(model, windows, rows, world):
         nats, tokens = nats + losses(model, batch)[1].item(), tokens + batch.counts.sum().item()
     model.reshard()  # FSDP2 leaves some weights whole, for a backward pass
     nats, tokens = sharding.summed([nats, tokens], world)
-    if not math.isfinite(nats):
-        raise InputError(f"the loss on --valid is {nats:g}")
     return nats / max(tokens, 1)
 
 
@@ -189,11 +167,12 @@ def train(model, teacher, windows, valid, run, args, world):
     Each validation, from step 0 on, saves a state, and the weights as run/best-STEP if they are the best so far.
     """
     matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
-    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     first, is_rank_0 = sharding.restore(run, model, optimizer, world) + 1, world.rank == 0
     lines = runs.read_log(run, first - 1)
-    best = min((line for line in lines if "valid" in line), key=lambda line: line["valid"], default={"valid": math.inf})
+    valid_lines = [{"step": 0, "valid": math.inf}, *(line for line in lines if "valid" in line)]
+    best = min(valid_lines, key=lambda line: line["valid"])
     if is_rank_0:
         with writing.new_file(run / "log.jsonl") as log:
             log.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -232,15 +211,15 @@ def parse(argv):
     p.add_argument("--out", required=True, metavar="DIR", help="the folder to write; until then all lies in DIR.run")
     cli.add_wiring_flags(p)
     g = p.add_argument_group("training")
+    teacher = g.add_mutually_exclusive_group()
     words = "the teacher to learn from (default: CHECKPOINT itself, if its wiring changes)"
-    g.add_argument("--distill", metavar="DIR", help=words)
-    g.add_argument("--plain", action="store_true", help="learn from the text alone, without a teacher")
+    teacher.add_argument("--distill", metavar="DIR", help=words)
+    teacher.add_argument("--plain", action="store_true", help="learn from the text alone, without a teacher")
     g.add_argument("--seq-len", type=count, metavar="N", help="tokens of a window (default: the context, up to 2048)")
     g.add_argument("--steps", type=count, metavar="N", default=3000, help="optimizer steps")
     g.add_argument("--batch", type=count, metavar="N", default=16, help="windows a step, on all ranks together")
     usual = "default: 3e-3 with --fresh, 5e-5 with a teacher, else 5e-6"
     g.add_argument("--lr", type=number(float, 0, above=True), metavar="X", help=f"peak learning rate ({usual})")
-    g.add_argument("--weight-decay", type=number(float, 0), metavar="X", default=0.1, help="of matrices")
     g.add_argument("--eval-every", type=count, metavar="N", default=200, help="steps between validations and saves")
     g.add_argument("--valid-tokens", type=count, metavar="N", help="validate on so many (default: all)")
     g.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, metavar="S", help="of all that is random")

@@ -19,19 +19,15 @@ TOKEN = np.dtype([("id", "<u4"), ("document", "<u4")])  # a token on disk: its i
 
 
 def documents(path):
-    """Yield the documents of a file, each as (text or chat messages, "FILE" or "FILE line 7").
+    """Yield the documents of a file, each as (text or chat messages, "FILE" or "FILE line 7"). Raises InputError.
 
     Plain text has SEPARATOR between two documents; each line of a .jsonl is an object with "text" or "messages".
-    Raises InputError for a file that cannot be read as that.
     """
-    text = read_text(path)
-    if not str(path).endswith(".jsonl"):
-        yield from ((part.strip(), path) for part in text.split(SEPARATOR) if part.strip())
-        return
-    for n, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            where = f"{path} line {n}"
-            yield read_record(line, where), where
+    is_json, text = str(path).endswith(".jsonl"), read_text(path)
+    for n, part in enumerate(text.split("\n" if is_json else SEPARATOR), start=1):
+        if part.strip():
+            where = f"{path} line {n}" if is_json else path
+            yield read_record(part, where) if is_json else part.strip(), where
 
 
 def read_record(line, where):
@@ -39,7 +35,7 @@ def read_record(line, where):
     try:
         record = json.loads(line)
         json.dumps(record, ensure_ascii=False).encode()  # fails for half of a surrogate pair
-    except (ValueError, RecursionError) as e:
+    except ValueError as e:
         raise InputError(f"{where} is not valid JSON: {first_line(e)}") from None
     match record:
         case {"text": str(text)}:

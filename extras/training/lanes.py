@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from types import SimpleNamespace
 
 import torch
@@ -10,6 +11,8 @@ from torch.func import functional_call
 import tp
 from model import Transformer
 from runtime.errors import load_extra
+
+SUBLAYERS = "attention", "feed_forward"
 
 
 def cut(weight, piece):
@@ -31,31 +34,32 @@ def run_in_lane(module, shards, lane, *args):
 
 
 def split(model):
-    """Let the attentions and MLPs of a model on the device "meta" compute in its config's lanes; return the lanes."""
-    lanes = [SimpleNamespace(config=model.config, layers=[]) for _ in range(model.config.lanes)]
-    plans = [tp.shard_slices(model, torch.float32, lane, len(lanes)) for lane in range(len(lanes))]
-    for i, block in enumerate(model.layers):
-        for name in "attention", "feed_forward":
-            module, shards = getattr(block, name), []
-            for plan in plans:
-                prefix = f"layers.{i}.{name}."
-                slices = {key.removeprefix(prefix): piece for key, piece in plan.items() if key.startswith(prefix)}
-                shard = copy.deepcopy(module)
-                for path, linear in shard.named_children():
-                    if isinstance(linear, torch.nn.Linear):  # head counts are read from its shape
-                        linear.out_features, linear.in_features = slices[f"{path}.weight"].shape
-                shards.append((shard, slices))
-            module.forward = functools.partial(run_in_lane, module, shards)
-        norms = {name: norm for name, norm in block.named_children() if name.endswith("norm")}
-        for lane, layers in enumerate(lanes):
-            attention, feed_forward = (functools.partial(m, lane) for m in (block.attention, block.feed_forward))
-            layers.layers.append(SimpleNamespace(attention=attention, feed_forward=feed_forward, **norms))
-    return lanes
+    """Let the attentions and MLPs of a model on the device "meta" take the number of a lane as their first argument."""
+    lanes = model.config.lanes
+    plans = [tp.shard_slices(model, torch.float32, lane, lanes) for lane in range(lanes)]
+    for i, kind in itertools.product(range(len(model.layers)), SUBLAYERS):
+        module, shards = getattr(model.layers[i], kind), []
+        for plan in plans:
+            slices = {name: plan[f"layers.{i}.{kind}.{name}"] for name, _ in module.named_parameters()}
+            shard = copy.deepcopy(module)
+            for name, linear in shard.named_children():
+                if isinstance(linear, torch.nn.Linear):  # head counts are read from its shape
+                    linear.out_features, linear.in_features = slices[f"{name}.weight"].shape
+            shards.append((shard, slices))
+        module.forward = functools.partial(run_in_lane, module, shards)
 
 
 def streams(model, x, metadata):
     """Return the running streams of a model's lanes, from the embeddings x (B, S, D) on."""
     config = model.config
     comm = load_extra("lanes", f"wiring {config.wiring}").LaneSums(model.comm, config.lanes, config.lanes)
-    sublayers = [Transformer.sublayers(lane, metadata) for lane in model.lanes]
-    return [config.named_wiring.stream(x, each, comm, config) for each in sublayers]
+
+    def in_lane(block, lane):
+        modules = dict(block.named_children())
+        return SimpleNamespace(**modules | {name: functools.partial(modules[name], lane) for name in SUBLAYERS})
+
+    def stream(lane):
+        view = SimpleNamespace(config=config, layers=[in_lane(block, lane) for block in model.layers])
+        return config.named_wiring.stream(x, Transformer.sublayers(view, metadata), comm, config)
+
+    return [stream(lane) for lane in range(config.lanes)]

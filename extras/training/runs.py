@@ -22,8 +22,6 @@ def read_configs(args):
     if args.seq_len > own.max_seq_len:
         raise InputError(f"--seq-len {args.seq_len} is longer than the context of {own.max_seq_len}")
     config = cli.with_wiring(own, args)
-    if args.plain and args.distill:
-        raise InputError("--plain learns without a teacher, so it takes no --distill")
     if not (args.plain or args.fresh) and own.function != config.function:
         args.distill = args.distill or args.checkpoint
     teacher = args.distill and checkpoint.read_original(args.distill)
@@ -35,8 +33,6 @@ def read_configs(args):
             raise InputError("linear_layers cannot be trained: a state would go on to the next text of a window")
         check_lanes(each)
     if teacher:
-        if args.distill == args.checkpoint and own.function == config.function and not args.fresh:
-            raise InputError(f"{args.checkpoint} is {own.wiring} already: name its original, --distill DIR")
         check_vocabulary(config, args.checkpoint, teacher, args.distill, f"--distill {args.distill}")
     return config, teacher
 
@@ -46,11 +42,8 @@ def prepare(run, args):
 
     Raises InputError; then no new folder stays.
     """
-    files, path = (*args.text, args.valid), run / "settings.json"
-    if os.path.realpath(args.valid) in map(os.path.realpath, args.text):
-        raise InputError(f"--valid {args.valid} is a file of --text: validate on text that is not trained on")
+    path = run / "settings.json"
     settings = {f"--{name.replace('_', '-')}": v for name, v in vars(args).items() if name not in MACHINE_FLAGS}
-    settings["bytes of --text and --valid"] = [os.path.isfile(file) and os.path.getsize(file) for file in files]
     if any(run.glob("best-*/config.json")):
         before = json.loads(path.read_text())
         if unlike := [name for name, now in settings.items() if before.get(name) != now]:
