@@ -1,9 +1,8 @@
-"""How well a model predicts a text, how far it is from another model, and what it scores in lm-eval's tasks.
+"""How well a model predicts a text, and how far it is from another model.
 
 python eval.py --checkpoint DIR --text FILE                          # nats per token, perplexity, bits per byte
 python eval.py --checkpoint DIR --text FILE --compare OTHER          # KL divergence and top-1 agreement per token
 python eval.py --checkpoint DIR --text FILE --sensitivity            # the loss when each layer alone is in a wiring
-python eval.py --checkpoint DIR --tasks hellaswag,arc_easy --limit 200
 
 Each works in any wiring and with any number of ranks: torchrun --standalone --nproc_per_node=2 eval.py ...
 """
@@ -33,32 +32,20 @@ from runtime.errors import InputError, load_extra
 def parse(argv):
     p, from_two = cli.Parser(__doc__), number(int, 2)
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder of weights, e.g. demo")
+    p.add_argument("--text", required=True, metavar="FILE", help="UTF-8 text to score, e.g. valid.txt")
     p.add_argument("--batch", type=count, metavar="B", help="rows at a time, e.g. 4; default: 256 MB of logits")
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's own")
     cli.add_rank_flags(p, sharded=True)
     cli.add_json_flag(p, "the line")
-    what = p.add_mutually_exclusive_group(required=True)
-    what.add_argument("--text", metavar="FILE", help="UTF-8 text to score, e.g. valid.txt")
-    what.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness, e.g. hellaswag,arc_easy")
-    g = p.add_argument_group("with --text")
-    either = g.add_mutually_exclusive_group()
+    either = p.add_mutually_exclusive_group()
     either.add_argument("--compare", metavar="DIR", help="another checkpoint, in its own wiring, as the reference")
     words = "put each layer alone into --wiring (default: ladder), least loss first"
-    either.add_argument("--sensitivity", action="store_true", default=None, help=words)
-    g.add_argument("--window", type=from_two, metavar="N", help="tokens of a window; default: the context, up to 2048")
-    g.add_argument("--stride", type=count, metavar="N", help="tokens between windows; default: half a window")
-    g.add_argument("--max-tokens", type=from_two, metavar="N", help="score only so many tokens, e.g. 100000")
-    g = p.add_argument_group("with --tasks")
-    g.add_argument("--limit", type=count, metavar="N", help="only the first N documents of each task, e.g. 200")
-    g.add_argument("--task-folder", metavar="DIR", help="more tasks: a folder of yaml files, e.g. my-tasks")
-    g.add_argument("--num-fewshot", type=number(int, 0), metavar="N", help="examples in a prompt, e.g. 5")
+    either.add_argument("--sensitivity", action="store_true", help=words)
+    p.add_argument("--window", type=from_two, metavar="N", help="tokens of a window; default: the context, up to 2048")
+    p.add_argument("--stride", type=count, metavar="N", help="tokens between windows; default: half a window")
+    p.add_argument("--max-tokens", type=from_two, metavar="N", help="score only so many tokens, e.g. 100000")
     cli.add_wiring_flags(p)
-    args = p.parse_args(argv)
-    with_text, with_tasks = "compare sensitivity window stride max_tokens", "limit task_folder num_fewshot"
-    for name in (with_text if args.tasks else with_tasks).split():
-        if getattr(args, name) is not None:
-            raise InputError(f"--{name.replace('_', '-')} goes with {'--text' if args.tasks else '--tasks'}")
-    return args
+    return p.parse_args(argv)
 
 
 def read_documents(args, tokenizer):
@@ -160,21 +147,14 @@ def main(argv=None):
         reference_config = args.compare and checkpoint.read_config(args.compare)
         if args.compare:
             check_vocabulary(config, args.checkpoint, reference_config, args.compare, f"--compare {args.compare}")
-        if args.tasks:
-            harness = load_extra("lm_eval", "--tasks").harness
-            tasks = harness.load_tasks(args.tasks.split(","), args.task_folder, args.num_fewshot, world.rank == 0)
-        else:
-            documents, n_bytes = read_documents(args, tokenizer)
-            plan = plan_windows(args, config, reference_config or config)
-    text = {} if args.tasks else {"contents of --text": zlib.crc32(str(documents).encode())}
+        documents, n_bytes = read_documents(args, tokenizer)
+        plan = plan_windows(args, config, reference_config or config)
+    text = {"contents of --text": zlib.crc32(str(documents).encode())}
     world.agree(text, checkpoint=args.checkpoint, compare=args.compare)
     model = generate.load_model(loaded, args.checkpoint, args.dtype, world)
     model.config = config
     start = time.perf_counter()
-    if args.tasks:
-        result, words = harness.run(harness.Model(model, tokenizer, args.batch), tasks, args.limit, world.rank == 0)
-    else:
-        result, words = score_text(args, world, model, reference_config, documents, n_bytes, plan)
+    result, words = score_text(args, world, model, reference_config, documents, n_bytes, plan)
     if world.rank > 0:
         return
     line = {

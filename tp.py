@@ -184,21 +184,17 @@ class Collective(NamedTuple):
 
 
 def connect_auto(world):
-    """Return the group of extras/collectives that is faster than gloo or NCCL, where it can be used, else that one."""
-    cpus, nodes = world.device.type == "cpu", len({*world.nodes})
-    try:
-        if not cpus:
-            return collective("one-shot").connect(world, if_faster=True)
-        return collective("one-hop" if nodes > 1 else "shared-memory").connect(world)
-    except InputError as e:
-        world.say(f"{'gloo' if cpus else 'NCCL'} carries the all-reduces: {e}")
-        return world.group
+    """Return the group of the fastest sums: shared memory between CPU ranks of one node, else gloo or NCCL."""
+    if world.device.type == "cpu" and len({*world.nodes}) == 1:
+        try:
+            return collective("shared-memory").connect(world)
+        except InputError as e:
+            world.say(f"gloo carries the all-reduces: {e}")
+    return world.group
 
 
 COLLECTIVES = {
-    "auto": Collective(
-        "GPUs by one-shot or NCCL, CPUs by shared-memory or one-hop of extras/collectives, or gloo", connect_auto
-    ),
+    "auto": Collective("CPUs of one node by shared-memory of extras/collectives, else as library", connect_auto),
     "library": Collective("by gloo or NCCL", lambda world: world.group),
 }
 

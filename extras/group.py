@@ -5,20 +5,12 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from kernels import cxx
-
 _numbers = itertools.count()
 
 
 def new_name(kind):
     """Return a name for a process group that no other group of this process has."""
     return f"{kind}-{next(_numbers)}"
-
-
-def load_group(source, operator, what):
-    """Load the operators of a process group in C++, unless the named one is there. Raises cxx.CompilerError."""
-    if not hasattr(torch.ops.ladder, operator):
-        cxx.load_operators(source, what, "-DUSE_DISTRIBUTED", "-DUSE_C10D")
 
 
 class Group(dist.ProcessGroup):

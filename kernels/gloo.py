@@ -20,11 +20,11 @@ def choose_interface(store, rank, tp_size):
     if address.startswith("127."):  # node 0's own name may resolve so there: ask for the way to another node
         address = _address_towards(store.get("last rank's address").decode())
     for _, name in socket.if_nameindex():
-        if address and address_of(name) == address:
+        if address and _address_of(name) == address:
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def address_of(interface):
+def _address_of(interface):
     """Return the IPv4 address of an interface, or ""."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s, contextlib.suppress(OSError):
         record = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR

@@ -1,4 +1,4 @@
-"""extras/collectives: sums against float64, in any order and with delays; how ranks meet; faults; strangers."""
+"""extras/collectives: sums against float64, in any order and with delays; what sums in a run; faults."""
 
 import contextlib
 import dataclasses
@@ -8,8 +8,6 @@ import os
 import random
 import re
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
@@ -19,10 +17,10 @@ from unittest.mock import MagicMock, call
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import BASE, HANGS, ROOT, free_port, last_logits, random_model, run_ranks, shard, unequal_rows
+from helpers import BASE, HANGS, ROOT, free_port, last_logits, run_ranks, shard, unequal_rows
 
 import tp
-from extras.collectives import int8_sums, one_hop, one_shot, shared_memory
+from extras.collectives import int8_sums, one_shot, shared_memory
 from extras.collectives.int8_sums import Int8Group
 from extras.measure import link
 from runtime.errors import InputError, Verdict
@@ -30,13 +28,8 @@ from runtime.launch import World
 
 OPS = torch.ops._c10d_functional
 SLOTS, SLOT = 4, 256  # bytes: small ones, so that small messages have many pieces
-LARGEST = 2**16  # bytes to all peers together, as in one_hop.cpp; gloo carries larger messages
-SIZES = {  # numbers
-    "memory": [1, 2, 31, 63, 64, 65, 127, 128, 129, 512, 513, 1500],  # 64 or 128 fill a slot, 512 all of them
-    "one hop": [1, 2, 31, 4096, 1 + LARGEST // 4, 4 + LARGEST // 2],
-}
+SIZES = [1, 2, 31, 63, 64, 65, 127, 128, 129, 512, 513, 1500]  # numbers: 64 or 128 fill a slot, 512 all of them
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64]
-PAIRS = ["a", "a", "b", "b"]  # the nodes of four ranks
 
 
 def numbers(rank, count, dtype, seed=0):
@@ -48,96 +41,69 @@ def numbers(rank, count, dtype, seed=0):
     return (torch.randn(count, generator=generator, dtype=torch.float64) * 2.0**exponents).to(dtype)
 
 
-def check_sum(result, ranks, seed=0, roundings=1):
-    """result: a sum of numbers(), in float32 or better, rounded so many times at its end."""
+def check_sum(result, ranks, seed=0):
+    """result: a sum of numbers(), in float32 or better, rounded once at its end."""
     terms = [numbers(rank, len(result), result.dtype, seed).double() for rank in range(ranks)]
     exact, size = sum(terms), sum(term.abs() for term in terms)
     last = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-24, torch.float64: 2**-53}
-    allowed = last.get(result.dtype, 0) * (exact.abs() if roundings == 1 else roundings * size)
+    allowed = last.get(result.dtype, 0) * exact.abs()
     allowed += ranks * size * (2**-53 if result.dtype == torch.float64 else 2**-24)
     allowed += 2**-25 * (result.dtype == torch.float16)  # the smallest numbers
     assert ((result.double() - exact).abs() <= allowed * result.dtype.is_floating_point).all()
 
 
-@contextlib.contextmanager
-def small_slots(world):
-    """A group of shared memory with small slots, for the time of a block."""
-    group = shared_memory.connect(world, SLOTS, SLOT)
-    try:
-        yield group
-    finally:
-        torch.ops.ladder.leave_memory(group.group_name)
+def exchange(world):
+    name = shared_memory.connect(world, SLOTS, SLOT).group_name
+    sum_and_gather(world, name)
+    send_at_random(world, name)
 
 
-def connect(world, nodes):
-    """The group of one hop among ranks of these nodes."""
-    world.nodes = nodes
-    return one_hop.connect(world)
-
-
-def exchange(world, nodes):
-    with small_slots(world) if nodes is None else contextlib.nullcontext(connect(world, nodes)) as group:
-        sum_and_gather(world, nodes, group.group_name)
-        send_at_random(world, nodes, group.group_name)
-
-
-def roundings(nodes, nbytes):
-    """How often a sum is rounded at its end: with pairs of ranks in each node there, too; by gloo at each addition."""
-    if nodes is None:
-        return 1
-    peers = (2 if nodes == PAIRS else len(nodes)) - 1
-    if nbytes * peers > LARGEST:
-        return len(nodes)
-    return 2 if nodes == PAIRS else 1
-
-
-def sum_and_gather(world, nodes, name):
+def sum_and_gather(world, name):
     for dtype in DTYPES:
         results = []
-        for size in SIZES["memory" if nodes is None else "one hop"]:
+        for size in SIZES:
             x = numbers(world.rank, size, dtype)
             results.append(OPS.wait_tensor(OPS.all_reduce(x, "sum", name)))
             assert torch.equal(x, numbers(world.rank, size, dtype))
-            check_sum(results[-1], world.tp_size, roundings=roundings(nodes, x.nbytes))
+            check_sum(results[-1], world.tp_size)
         mine = [result.view(torch.uint8).tolist() for result in results]
         assert all(other == mine for other in world.gather(mine))
-    for size in 1, 40, 700, LARGEST:
+    for size in 1, 40, 700:
         whole = torch.stack([numbers(rank, 2 * size, torch.float32) for rank in range(world.tp_size)])
         own = whole[world.rank].view(2, size)
         result = torch.ops.ladder.gather(own, world.tp_size, name)
         assert torch.equal(result, whole.view(world.tp_size, 2, size))
 
 
-def send_at_random(world, nodes, name):
+def send_at_random(world, name):
     """Several messages at a time, more bytes than may be; each rank sleeps and waits when it likes, or never."""
     shared, own = random.Random(7), random.Random(world.rank)  # what is sent is the same on all ranks
-    waits = shared if nodes == PAIRS else own  # one hop needs an order that the ranks of a node share
     pending, ranks = [], world.tp_size
     for i in range(300):
-        size, dtype = shared.choice([1, 3, 64, 200, 900, LARGEST // 16]), shared.choice(DTYPES[::2])
+        size, dtype = shared.choice([1, 3, 64, 200, 900]), shared.choice(DTYPES[::2])
         x = numbers(world.rank, size, dtype, i)
         gather = shared.random() < 0.2
-        result = OPS.all_gather_into_tensor(x, ranks, name) if gather else OPS.all_reduce(x, "sum", name)
+        if gather:
+            [result] = OPS.all_gather_into_tensor_coalesced([x], ranks, name)
+        else:
+            result = OPS.all_reduce(x, "sum", name)
         if shared.random() < 0.9:
             pending.append((i, gather, x, result))
         if own.random() < 0.05:
             time.sleep(own.choice([0, 1e-4, 3e-3]))
-        while pending and waits.random() < 0.45:
-            i, gather, x, result = pending.pop(waits.randrange(len(pending)))
+        while pending and own.random() < 0.45:
+            i, gather, x, result = pending.pop(own.randrange(len(pending)))
             result = OPS.wait_tensor(result)
             if gather:
                 assert torch.equal(result, torch.cat([numbers(r, len(x), x.dtype, i) for r in range(ranks)])), i
             else:
-                check_sum(result, ranks, i, roundings(nodes, x.nbytes))
+                check_sum(result, ranks, i)
 
 
-NODES = {"ab": ["a", "b"], "abc": ["a", "b", "c"], "aab": ["a", "a", "b"], "abcd": ["a", "b", "c", "d"], "aabb": PAIRS}
-
-
-@pytest.mark.parametrize("ranks, nodes", [*((n, None) for n in (2, 3, 4)), *((len(n), n) for n in NODES)])
-def test_sums_are_exact_up_to_rounding_and_alike_on_all_ranks(ranks, nodes):
-    """Of any size and type, in any order, with delays; in shared memory, and in one hop among the nodes."""
-    run_ranks(ranks, exchange, NODES.get(nodes), timeout=120)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sums_are_exact_up_to_rounding_and_alike_on_all_ranks(ranks):
+    """Of any size and type, in any order, with delays."""
+    run_ranks(ranks, exchange)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,16 +133,15 @@ def connect_without(world):
     def fail(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    before, messages, printed = len(os.listdir("/proc/self/fd")), [], io.StringIO()
-    for rank, name in (0, "_create"), (1, "_open"), (2, "build"):
+    messages, printed = [], io.StringIO()
+    for rank, name in (0, "create"), (1, "open_file"), (2, "build"):
         with pytest.MonkeyPatch.context() as m, contextlib.redirect_stderr(printed):
             if world.rank == rank:
                 m.setattr(shared_memory, name, fail)
-            with pytest.raises(shared_memory.Unavailable) as error:
+            with pytest.raises(InputError) as error:
                 shared_memory.connect(world)
             assert tp.connect_auto(world) is world.group
         messages.append(str(error.value))
-    assert len(os.listdir("/proc/self/fd")) == before
     return messages, printed.getvalue()
 
 
@@ -188,29 +153,28 @@ def test_all_ranks_do_without_where_one_cannot():
 
 
 def test_another_processs_file_is_not_taken_for_the_memory():
-    offer, fd = shared_memory._create()
-    try:
-        assert os.pread(shared_memory._open(**offer), 4, 0).decode() == offer["token"][:4]
-        for changes in ({"token": "0" * 32}, {"fd": 1}, {"fd": 999}):
-            with pytest.raises(shared_memory.Unavailable, match="on another machine or in another|out of reach"):
-                shared_memory._open(**{**offer, **changes})
-    finally:
-        os.close(fd)
+    offer, fd = shared_memory.create()
+    own = shared_memory.open_file(**offer)
+    assert os.path.sameopenfile(fd, own)
+    for changes in ({"name": offer["name"][:-1] + "x"}, {"fd": 1}, {"fd": 999}):
+        with pytest.raises(InputError, match="on another machine or in another|out of reach"):
+            shared_memory.open_file(**offer | changes)
+    os.close(fd)
+    os.close(own)
 
 
 def sum_over_a_link(world):
     """Times (start, asked, end) of two sums of 3 ms that are under way at once; seconds for 4000 bytes at 1 us each."""
-    with small_slots(world) as group:
-        linked = link.LinkedMemory(group, link.Link("x", 3000.0, None))
-        linked.log, name = [], linked.group_name
-        sums = [OPS.all_reduce(numbers(world.rank, 100, torch.bfloat16, i), "sum", name) for i in range(2)]
-        for i, pending in enumerate(sums):
-            check_sum(OPS.wait_tensor(pending), 2, i)
-        times, linked.link = linked.log, link.Link("x", 0.0, 8e-3)
-        x, start = torch.full((1000,), float(world.rank)), time.perf_counter()
-        whole = torch.ops.ladder.gather(x, 2, name)
-        assert torch.equal(whole, torch.tensor([[0.0], [1.0]]).expand(2, 1000))
-        return [second for row in times for second in row], time.perf_counter() - start
+    linked = link.LinkedMemory(shared_memory.connect(world, SLOTS, SLOT), link.Link("x", 3000.0, None))
+    linked.log, name = [], linked.group_name
+    sums = [OPS.all_reduce(numbers(world.rank, 100, torch.bfloat16, i), "sum", name) for i in range(2)]
+    for i, pending in enumerate(sums):
+        check_sum(OPS.wait_tensor(pending), 2, i)
+    times, linked.link = linked.log, link.Link("x", 0.0, 8e-3)
+    x, start = torch.full((1000,), float(world.rank)), time.perf_counter()
+    whole = torch.ops.ladder.gather(x, 2, name)
+    assert torch.equal(whole, torch.tensor([[0.0], [1.0]]).expand(2, 1000))
+    return [second for row in times for second in row], time.perf_counter() - start
 
 
 def test_an_emulated_link_holds_back_what_shared_memory_has():
@@ -220,7 +184,7 @@ def test_an_emulated_link_holds_back_what_shared_memory_has():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One hop
+# What sums in a run
 
 
 def start_ranks(ranks, source, local, **environment):
@@ -242,13 +206,13 @@ JOIN = "from runtime import launch\n{}\nw = launch.join('cpu', {{'comm': '{}'}})
 
 
 @pytest.mark.parametrize("comm, local, before, compiler, name, line", [
-    ("auto", 1, "", "c++", "one-hop-0", ""),
+    ("auto", 1, "", "c++", "0", ""),
     ("int8", 2, "", "c++", "int8-1", ""),
     ("auto", 2, "", "no-such-compiler", "0", "gloo carries .*: memory shared by ranks needs a C.. compiler: install"),
-    ("auto", 1, NO_EXTRAS, "c++", "0", "gloo carries .*: --comm one-hop needs the folder extras/collectives"),
+    ("auto", 2, NO_EXTRAS, "c++", "0", "gloo carries .*: --comm shared-memory needs the folder extras/collectives"),
 ])  # fmt: skip
 def test_the_collectives_of_a_run(comm, local, before, compiler, name, line, tmp_path):
-    """Without a compiler, or the extra, gloo sums, and one rank says so."""
+    """Between nodes, without a compiler, and without the extra gloo does; of the latter two one rank says so."""
     cache = {"XDG_CACHE_HOME": str(tmp_path), "CXX": compiler} if compiler == "no-such-compiler" else {}
     source = JOIN.format(before, comm) + "; launch.dist.destroy_process_group()"
     done = [rank.communicate(timeout=HANGS) for rank in start_ranks(2, source, local, **cache)]
@@ -272,101 +236,12 @@ launch.run(main)
 """
 
 
-def test_when_a_node_dies_the_others_end_and_name_it():
+def test_when_a_node_dies_the_others_end():
     """test_faults.py has the ranks of one node. Rank 0 holds the store here, with which the other one may lose it."""
     ranks = start_ranks(3, DYING, local=1)
     errors = [rank.communicate(timeout=90)[1] for rank in ranks]
     assert sorted(rank.returncode for rank in ranks) == [-signal.SIGKILL, 1, 1]
-    assert any("node 1 is lost" in line for line in errors)
-
-
-def out_of_reach(world):
-    for interface, reason in ("nowhere", "no IPv4 address"), ("lo", "node 1 has not connected within 0.1 s"):
-        with pytest.MonkeyPatch.context() as m:
-            m.setenv("GLOO_SOCKET_IFNAME", interface if world.rank == 1 else "lo")
-            m.setattr(one_hop, "PATIENCE", 0.1)
-            if world.rank == 1:  # as behind a firewall
-                m.setattr(one_hop.socket, "create_connection", lambda *args: socket.socketpair()[0])
-            with pytest.raises(InputError, match=f"^the machines do not reach one another: .*{reason}"):
-                connect(world, ["a", "b"])
-
-
-def test_ranks_that_do_not_reach_one_another_say_so_alike():
-    run_ranks(2, out_of_reach)
-
-
-STRANGERS = [b"\0\0\0\1" + bytes(9999), b"", bytes(range(256)) * 64, b"0" * 32 + b"\0\0\0\1", "closed", "reset"]
-
-
-def connect_among_strangers(world):
-    """Connect, when strangers come to rank 0 before rank 1 does."""
-    listen, tell, listeners, strangers, start = socket.create_server, world.tell, [], [], []
-
-    def come(what):
-        strangers.append(socket.create_connection(listeners[0].getsockname()))
-        if what == "reset":
-            strangers[-1].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        if isinstance(what, bytes):
-            strangers[-1].sendall(what)
-        else:
-            strangers.pop().close()
-
-    def create_server(*args):
-        start.append(time.monotonic())
-        listeners.append(listen(*args))
-        for what in STRANGERS * 2:
-            come(what)
-        return listeners[0]
-
-    def tell_strangers(token):
-        for number in 0, 7:  # they know the token, but nobody expects these numbers
-            come(token.encode() + number.to_bytes(4))
-        return tell(token)
-
-    with pytest.MonkeyPatch.context() as m:
-        if world.rank == 0:
-            m.setattr(one_hop.socket, "create_server", create_server)
-            world.tell = tell_strangers
-        group = connect(world, ["a", "b"])
-    assert world.rank or time.monotonic() - start[0] < one_hop.PATIENCE / 2
-    x = numbers(world.rank, 64, torch.float32)
-    check_sum(OPS.wait_tensor(OPS.all_reduce(x, "sum", group.group_name)), 2)
-
-
-def test_strangers_are_dropped_and_delay_nobody():
-    run_ranks(2, connect_among_strangers)
-
-
-WAYS = ("standard", False), ("ladder", False), ("ladder", True)
-
-
-def hop_logits(world, nodes):
-    world.group, results = connect(world, nodes), []
-    for wiring, emulated in WAYS:
-        used = link.emulate(world, link.Link("x", 3000.0, None)) if emulated else world
-        results.append(last_logits(shard(dataclasses.replace(BASE, wiring=wiring), used), *unequal_rows(BASE)))
-    return results
-
-
-@pytest.mark.parametrize("nodes", [["a", "b"], ["a", "b", "c"], PAIRS], ids="".join)
-def test_ranks_compute_what_one_device_does(nodes):
-    first, *others = run_ranks(len(nodes), hop_logits, nodes)
-    assert all(torch.equal(x, y) for other in others for x, y in zip(first, other, strict=True))
-    for (wiring, _), result in zip(WAYS, first, strict=True):
-        alone = last_logits(random_model(dataclasses.replace(BASE, wiring=wiring)), *unequal_rows(BASE))
-        assert torch.allclose(result, alone, atol=1e-4)
-
-
-def hop_without_memory(world):
-    with pytest.MonkeyPatch.context() as m:
-        if world.rank == 3:
-            m.setattr(shared_memory, "_open", lambda **offer: os.stat("/nowhere"))
-        group = connect(world, PAIRS)
-    check_sum(OPS.wait_tensor(OPS.all_reduce(numbers(world.rank, 9, torch.bfloat16), "sum", group.group_name)), 4)
-
-
-def test_where_the_ranks_of_one_node_cannot_share_memory_all_ranks_have_connections():
-    run_ranks(4, hop_without_memory)
+    assert any(re.search("rank [02] of 3 failed .* by peer", line) for line in errors)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -426,12 +301,12 @@ def test_sums_are_those_of_the_integers(ranks, dtype, shared):
 
 
 def int8_logits(world, wirings, compile):
-    pairs = []
+    pairs, gloo = [], world.dist_group or dist.group.WORLD
     for wiring in wirings:
         config = dataclasses.replace(BASE, wiring=wiring, n_heads=12, n_kv_heads=4, intermediate_size=208)
         net = shard(config, world)
         exact = last_logits(net, *unequal_rows(config), compile=compile)
-        group = Int8Group(world.group, None, world.rank, world.tp_size, world.device)
+        group = Int8Group(world.group, gloo, world.rank, world.tp_size, world.device)
         net.comm = tp.TensorParallel(config, world.shares, group)
         with pytest.MonkeyPatch.context() as m:
             m.setattr(int8_sums, "SMALL", 0)
@@ -535,17 +410,3 @@ def test_one_shot_sums_are_tried_against_nccls_before_they_are_used(fault, line,
     monkeypatch.setattr(torch.ops.symm_mem, "two_shot_all_reduce_", lambda x, *args: right(x, *args)[:].add_(x > 30))
     with pytest.raises(InputError, match=line):
         one_shot.check(group, 0, "cpu")
-
-
-@pytest.mark.parametrize("nvlink, own, name", [(True, 1e-5, "one-shot"), (True, 3e-5, "nccl"), (False, 1e-5, "nccl")])
-def test_auto_takes_one_shot_sums_over_nvlink_where_they_are_faster(nvlink, own, name, pretended, monkeypatch, capsys):
-    group, seen = pretended
-    for function, result in {"has_nvlink": nvlink, "OneShotGroup": group, "check": None}.items():
-        monkeypatch.setattr(one_shot, function, lambda *args, result=result: result)
-    times, ones = iter((own, 2e-5)), torch.ones
-    monkeypatch.setattr(one_shot, "timed", lambda device, step: next(times))
-    monkeypatch.setattr(torch, "ones", lambda *size, device=None, **dtype: ones(*size, **dtype))
-    world = World(0, 2, torch.device("cuda"), seen.nccl)
-    world.alone = True
-    assert tp.connect_auto(world).group_name.startswith(name)
-    assert capsys.readouterr().err.startswith("NCCL carries the all-reduces: ") == (name == "nccl")

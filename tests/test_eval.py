@@ -1,7 +1,6 @@
 """eval.py: nats and bits of a text, and two models compared."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 
@@ -158,9 +157,3 @@ def test_what_cannot_be_compared_is_refused(tiny, text, tmp_path):
     for model, difference in (ROOT / "demo", "of 300 tokens, and the model's 1,024"), (tmp_path, "token"):
         with pytest.raises(InputError, match=rf"--compare \S+ has another vocabulary.* {difference}"):
             evaluate.main(["--checkpoint", str(model), "--text", str(text), "--compare", str(tiny)])
-
-
-def test_tasks_need_their_extra(tiny, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(InputError, match="--tasks needs the folder extras/lm_eval"):
-        evaluate.main(["--checkpoint", str(tiny), "--tasks", "hellaswag"])

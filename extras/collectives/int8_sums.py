@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from extras.collectives import shared_memory
 from extras.group import Group, Pending, pending_on
 from tp import COLLECTIVES, Collective
 
@@ -65,7 +64,9 @@ class Int8Group(Group):
         rest = -len(whole) % (SIZE * ranks)
         padded = F.pad(whole, (0, rest)) if rest else whole
         if ranks > 2:
-            parts, work = self._scatter(quantized(padded.view(ranks, -1)))
+            slices = quantized(padded.view(ranks, -1))
+            parts = torch.empty_like(slices)
+            work = self.own.alltoall_base(parts, slices, [], [])
         else:
             parts, work = self._gather(quantized(padded))
 
@@ -79,14 +80,6 @@ class Int8Group(Group):
             whole.copy_(total[: len(whole)])
 
         return finish
-
-    def _scatter(self, messages):
-        """Return what all ranks have for this one (tp_size, m) of their messages (tp_size, m), and the work."""
-        if shared_memory.shares(self.inner):  # it only gathers, and nothing travels
-            parts, work = self._gather(messages.view(-1))
-            return parts.unflatten(1, messages.shape)[:, self.rank()], work
-        parts = torch.empty_like(messages)
-        return parts, self.own.alltoall_base(parts, messages, [], [])
 
     def _gather(self, message):
         """Return the messages of all ranks (tp_size, m), and the work that brings them."""

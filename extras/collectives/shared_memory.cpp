@@ -27,7 +27,6 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
-#include <map>
 #include <mutex>
 #include <thread>
 
@@ -37,7 +36,7 @@ using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 using Works = c10::intrusive_ptr<c10d::Work>;
 
-constexpr int64_t kPage = 4096;              // bytes: no two ranks write to one page, and the first is shared_memory.py's
+constexpr int64_t kPage = 4096;             // bytes: no two ranks write to one page
 constexpr int64_t kGrain = 1 << 15;         // numbers that a thread sums at least
 constexpr int64_t kCopyGrain = 1 << 19;     // bytes that a thread copies at least
 constexpr int kSpins = 100;                 // looks at a number before others may have the core
@@ -61,16 +60,11 @@ template <typename Number>
 void add(Number* sum, const std::vector<const void*>& parts, int64_t count) {
   constexpr int64_t kBlock = 256;
   at::parallel_for(0, count, kGrain, [&](int64_t begin, int64_t end) {
-    at::opmath_type<Number> block[kBlock];  // float for the 16-bit numbers
     for (int64_t start = begin; start < end; start += kBlock) {
       const int64_t n = std::min(kBlock, end - start);
-      for (size_t rank = 0; rank < parts.size(); rank++) {
-        const Number* part = static_cast<const Number*>(parts[rank]) + start;
-        if (rank == 0) {
-          for (int64_t i = 0; i < n; i++) block[i] = part[i];
-        } else {
-          for (int64_t i = 0; i < n; i++) block[i] += part[i];
-        }
+      at::opmath_type<Number> block[kBlock] = {};  // float for the 16-bit numbers
+      for (const void* part : parts) {
+        for (int64_t i = 0; i < n; i++) block[i] += static_cast<const Number*>(part)[start + i];
       }
       for (int64_t i = 0; i < n; i++) sum[start + i] = static_cast<Number>(block[i]);
     }
@@ -84,42 +78,23 @@ struct Piece {
   int64_t stride;  // bytes between the ranks' parts of a gather; 0 for a sum
 };
 
-// A file, and where it is in memory; both go with this.
-struct Memory {
-  explicit Memory(int fd) : fd(fd) {}
-  Memory(Memory&& other) : fd(std::exchange(other.fd, -1)) {}
-  ~Memory() {
-    if (start) munmap(start, length);
-    if (fd >= 0) close(fd);
-  }
-
-  // Throws c10::Error.
-  void map(int64_t bytes) {
-    void* found = MAP_FAILED;
-    if (ftruncate(fd, bytes) == 0) found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    TORCH_CHECK(found != MAP_FAILED, "cannot share ", bytes, " bytes of memory: ", std::strerror(errno));
-    start = static_cast<char*>(found);
-    length = bytes;
-  }
-
-  int fd;
-  char* start = nullptr;
-  int64_t length = 0;
-};
-
 // For watch.py, of all groups of this process.
 std::atomic<bool> a_peer_died = false, abandoned = false;
 std::atomic<int64_t> pieces_completed = 0, awaited = -1;  // the rank that this one waits for, or -1
 
 class SharedMemory : public c10d::Backend {
  public:
-  SharedMemory(Memory memory, int rank, int size, int64_t slots, int64_t slot_bytes)
-      : Backend(rank, size), memory_(std::move(memory)), slots_(slots), slot_bytes_(slot_bytes) {
-    memory_.map(kPage + size * (sizeof(Progress) + slots * slot_bytes));
+  // fd: a file that the ranks share.
+  SharedMemory(int fd, int rank, int size, int64_t slots, int64_t slot_bytes)
+      : Backend(rank, size), fd_(fd), slots_(slots), slot_bytes_(slot_bytes) {
+    const int64_t bytes = size * (sizeof(Progress) + slots * slot_bytes);
+    void* start = MAP_FAILED;
+    if (ftruncate(fd, bytes) == 0) start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    TORCH_CHECK(start != MAP_FAILED, "cannot share ", bytes, " bytes of memory: ", std::strerror(errno));
+    memory_ = static_cast<char*>(start);
     // Locks are the process's: they go when it ends, however it does. (Or when it closes any descriptor of the file.)
     struct flock lock = byte(rank);
-    const bool locked = fcntl(memory_.fd, F_SETLK, &lock) == 0;
-    TORCH_CHECK(locked, "cannot lock shared memory: ", std::strerror(errno));
+    TORCH_CHECK(fcntl(fd, F_SETLK, &lock) == 0, "cannot lock shared memory: ", std::strerror(errno));
   }
 
   const std::string getBackendName() const override { return "shared-memory"; }
@@ -127,16 +102,13 @@ class SharedMemory : public c10d::Backend {
   Works allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) override {
     TORCH_CHECK(tensors.size() == 1 && options.reduceOp == c10d::ReduceOp::SUM, "shared memory: one tensor, summed");
     TORCH_CHECK(tensors[0].is_non_overlapping_and_dense(), "shared memory: the tensor has holes");
-    return start({tensors[0]}, {tensors[0]}, false);
-  }
-
-  Works _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) override {
-    return start({output}, {input}, true);
+    return start(tensors[0], tensors[0], false);
   }
 
   Works allgather_into_tensor_coalesced(
       std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs, const c10d::AllgatherOptions&) override {
-    return start(outputs, inputs, true);
+    TORCH_CHECK(inputs.size() == 1, "shared memory: one tensor, gathered");
+    return start(outputs.at(0), inputs[0], true);
   }
 
   // An emulated link, as extras/measure/link.py describes it: seconds of any collective, of each byte on the wire, and those of
@@ -156,30 +128,19 @@ class SharedMemory : public c10d::Backend {
     return found;
   }
 
-  // Completes the first `count` pieces, waiting for peers if it may; returns whether it has.
-  bool complete(uint64_t count, bool wait) {
+  // Completes the first `count` pieces.
+  void complete(uint64_t count) {
     const std::lock_guard<std::mutex> guard(mutex_);
-    while (completed_ < count) {
-      if (!wait && !all_have(&Progress::written, completed_ + 1)) return false;
-      finish();
-    }
-    return true;
+    while (completed_ < count) finish();
   }
 
  private:
   struct Pending : c10d::Work {
-    Pending(c10::intrusive_ptr<SharedMemory> owner, uint64_t count, bool gather, double start, double delivered)
-        : Work(owner->getRank(), c10d::OpType::UNKNOWN),
-          owner(std::move(owner)),
-          count(count),
-          gather(gather),
-          start(start),
-          delivered(delivered) {}
-    bool isCompleted() override { return owner->complete(count, false) && now() >= delivered; }
-    bool isSuccess() const override { return true; }
+    Pending(SharedMemory* owner, uint64_t count, bool gather, double start, double delivered)
+        : owner(owner), count(count), gather(gather), start(start), delivered(delivered) {}
     bool wait(std::chrono::milliseconds) override {
       const double asked = now();
-      owner->complete(count, true);
+      owner->complete(count);
       // a sleep may end 0.1 ms late
       for (double left; (left = delivered - now()) > 0;) {
         if (left > 2e-4) std::this_thread::sleep_for(std::chrono::duration<double>(left - 1e-4));
@@ -187,8 +148,8 @@ class SharedMemory : public c10d::Backend {
       if (owner->logs_ && !gather) owner->log_.insert(owner->log_.end(), {start, asked, now()});
       return true;
     }
-    c10::intrusive_ptr<SharedMemory> owner;
-    uint64_t count;  // of the pieces up to the last one of this collective
+    SharedMemory* owner;  // lives as long as the process
+    uint64_t count;       // of the pieces up to the last one of this collective
     bool gather;
     double start, delivered;  // when it began, and when an emulated link has delivered it
   };
@@ -196,53 +157,41 @@ class SharedMemory : public c10d::Backend {
   static double now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
 
   static struct flock byte(int rank) {
-    struct flock lock = {};
-    lock.l_type = F_WRLCK;
-    lock.l_whence = SEEK_SET;
-    lock.l_start = rank;
-    lock.l_len = 1;
-    return lock;
+    return {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = rank, .l_len = 1, .l_pid = 0};
   }
 
-  Progress& progress(int rank) { return reinterpret_cast<Progress*>(memory_.start + kPage)[rank]; }
+  Progress& progress(int rank) { return reinterpret_cast<Progress*>(memory_)[rank]; }
 
   char* slot(int rank, uint64_t piece) {
-    return memory_.start + kPage + size_ * sizeof(Progress) + (rank * slots_ + piece % slots_) * slot_bytes_;
+    return memory_ + size_ * sizeof(Progress) + (rank * slots_ + piece % slots_) * slot_bytes_;
   }
 
-  Works start(const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& inputs, bool gather) {
+  Works start(const at::Tensor& output, const at::Tensor& input, bool gather) {
     const std::lock_guard<std::mutex> guard(mutex_);
     const double begin = now();
-    int64_t sent = 0;
-    TORCH_CHECK(outputs.size() == inputs.size(), "shared memory: an output for each input");
-    for (size_t i = 0; i < outputs.size(); i++) {
-      const int64_t bytes = inputs[i].nbytes();
-      sent += bytes;
-      const char* from = static_cast<const char*>(inputs[i].const_data_ptr());
-      char* to = static_cast<char*>(outputs[i].mutable_data_ptr());
-      if (gather) {
-        TORCH_CHECK(inputs[i].is_contiguous() && outputs[i].is_contiguous(), "shared memory: tensors with gaps");
-        TORCH_CHECK(static_cast<int64_t>(outputs[i].nbytes()) == size_ * bytes, "shared memory: an output of wrong size");
-        copy(to + rank_ * bytes, from, bytes);
-      }
-      for (int64_t done = 0; done < bytes; done += slot_bytes_) {
-        const int64_t length = std::min(slot_bytes_, bytes - done);
-        const uint64_t piece = completed_ + queue_.size();
-        if (queue_.size() == static_cast<size_t>(slots_)) finish();
-        if (piece >= static_cast<uint64_t>(slots_)) await(&Progress::read, piece - slots_ + 1);
-        copy(slot(rank_, piece), from + done, length);
-        progress(rank_).written.store(piece + 1, std::memory_order_release);
-        queue_.push_back({outputs[i], to + done, length, gather ? bytes : 0});
-      }
+    const int64_t bytes = input.nbytes();
+    const char* from = static_cast<const char*>(input.const_data_ptr());
+    char* to = static_cast<char*>(output.mutable_data_ptr());
+    if (gather) {
+      TORCH_CHECK(input.is_contiguous() && output.is_contiguous(), "shared memory: tensors with gaps");
+      TORCH_CHECK(static_cast<int64_t>(output.nbytes()) == size_ * bytes, "shared memory: an output of wrong size");
+      copy(to + rank_ * bytes, from, bytes);
+    }
+    for (int64_t done = 0; done < bytes; done += slot_bytes_) {
+      const int64_t length = std::min(slot_bytes_, bytes - done);
+      const uint64_t piece = completed_ + queue_.size();
+      if (queue_.size() == static_cast<size_t>(slots_)) finish();
+      if (piece >= static_cast<uint64_t>(slots_)) await(&Progress::read, piece - slots_ + 1);
+      copy(slot(rank_, piece), from + done, length);
+      progress(rank_).written.store(piece + 1, std::memory_order_release);
+      queue_.push_back({output, to + done, length, gather ? bytes : 0});
     }
     // a ring: an all-reduce passes its bytes around twice, a gather the n times as many of its result once
     const double passes = gather ? size_ : 2;
-    const double seconds = latency_ + passes * (size_ - 1) / size_ * static_cast<double>(sent) * per_byte_;
+    const double seconds = latency_ + passes * (size_ - 1) / size_ * static_cast<double>(bytes) * per_byte_;
     const double delivered = seconds > 0 ? std::max(begin, free_at_) + seconds : 0;
     if (seconds > 0) free_at_ = delivered - flight_;
-    auto self = c10::intrusive_ptr<SharedMemory>::reclaim_copy(this);
-    const uint64_t count = completed_ + queue_.size();
-    return c10::make_intrusive<Pending>(std::move(self), count, gather, begin, delivered);
+    return c10::make_intrusive<Pending>(this, completed_ + queue_.size(), gather, begin, delivered);
   }
 
   // Completes the oldest piece.
@@ -296,7 +245,7 @@ class SharedMemory : public c10d::Backend {
       if (abandoned) C10_THROW_ERROR(DistBackendError, "shared memory: told to wait no longer");
       for (int rank = 0; rank < size_; rank++) {
         struct flock lock = byte(rank);
-        const bool dead = fcntl(memory_.fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+        const bool dead = fcntl(fd_, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
         // it may have written its part and ended just now
         if (rank == rank_ || (progress(rank).*number).load(std::memory_order_acquire) >= count) continue;
         awaited = rank;
@@ -308,7 +257,8 @@ class SharedMemory : public c10d::Backend {
     awaited = -1;
   }
 
-  Memory memory_;
+  int fd_;
+  char* memory_;  // of the file: the Progress of each rank, then the slots of each
   int64_t slots_, slot_bytes_;
   std::mutex mutex_;
   std::deque<Piece> queue_;  // started and not completed, in their order
@@ -318,30 +268,18 @@ class SharedMemory : public c10d::Backend {
   std::vector<double> log_;
 };
 
-// PyTorch knows groups by name, and does not keep them.
-std::map<std::string, c10::intrusive_ptr<c10d::ProcessGroup>>& groups() {
-  static auto* groups = new std::map<std::string, c10::intrusive_ptr<c10d::ProcessGroup>>();  // outlives all that use it
-  return *groups;
-}
-
-// Takes over the descriptor, also where it throws.
 void join_memory(int64_t fd, int64_t rank, int64_t size, int64_t slots, int64_t slot_bytes, std::string name) {
-  auto backend = c10::make_intrusive<SharedMemory>(Memory(fd), rank, size, slots, slot_bytes);
+  auto backend = c10::make_intrusive<SharedMemory>(fd, rank, size, slots, slot_bytes);
   auto group = c10::make_intrusive<c10d::ProcessGroup>(c10::intrusive_ptr<c10d::Store>(), rank, size);
   group->setBackend(c10::DeviceType::CPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
   group->setDefaultBackend(c10d::ProcessGroup::BackendType::CUSTOM);
   group->setGroupName(name);
   c10d::register_process_group(name, group);
-  groups()[name] = std::move(group);
-}
-
-void leave_memory(std::string name) {
-  c10d::unregister_process_group(name);
-  groups().erase(name);
+  group.release();  // PyTorch knows groups by name, and does not keep them: this one lives as long as the process
 }
 
 SharedMemory& memory_of(const std::string& name) {
-  return dynamic_cast<SharedMemory&>(*groups().at(name)->getBackend(c10::DeviceType::CPU));
+  return dynamic_cast<SharedMemory&>(*c10d::resolve_process_group(name)->getBackend(c10::DeviceType::CPU));
 }
 
 void link_memory(std::string name, double latency, double per_byte, double flight) {
@@ -349,12 +287,6 @@ void link_memory(std::string name, double latency, double per_byte, double fligh
 }
 
 at::Tensor log_memory(std::string name, bool keep) { return memory_of(name).log(keep); }
-
-bool memory_lost_peer() { return a_peer_died; }
-
-std::vector<int64_t> memory_progress() { return {pieces_completed, awaited}; }
-
-void memory_abandon() { abandoned = true; }
 
 // See tp.py: this one needs no Python, whose operators take longer than a small all-reduce.
 at::Tensor settle(
@@ -370,12 +302,11 @@ at::Tensor settle(
 
 TORCH_LIBRARY_FRAGMENT(ladder, library) {
   library.def("join_memory(int fd, int rank, int size, int slots, int slot_bytes, str name) -> ()", join_memory);
-  library.def("leave_memory(str name) -> ()", leave_memory);
   library.def("link_memory(str name, float latency, float per_byte, float flight) -> ()", link_memory);
   library.def("log_memory(str name, bool keep) -> Tensor", log_memory);
-  library.def("memory_lost_peer() -> bool", memory_lost_peer);
-  library.def("memory_progress() -> int[]", memory_progress);
-  library.def("memory_abandon() -> ()", memory_abandon);
+  library.def("memory_lost_peer() -> bool", []() -> bool { return a_peer_died; });
+  library.def("memory_progress() -> int[]", []() -> std::vector<int64_t> { return {pieces_completed, awaited}; });
+  library.def("memory_abandon() -> ()", [] { abandoned = true; });
 }
 
 TORCH_LIBRARY_IMPL(ladder, CPU, library) {

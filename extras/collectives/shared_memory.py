@@ -12,59 +12,34 @@ from pathlib import Path
 
 import torch
 
-from extras.group import load_group, new_name
-from kernels import ordered  # noqa: F401, defines the operators that shared_memory.cpp implements
+from extras.group import new_name
+from formats.checkpoint import first_line
+from kernels import cxx, ordered  # noqa: F401, ordered defines the operators that shared_memory.cpp implements
 from runtime.errors import InputError, find_extra
 from tp import COLLECTIVES, Collective
 
 SLOTS, SLOT_BYTES = 8, 2**23  # of each rank; a slot takes memory only where a message has filled it
-NAME = "ladder-fast"
 GROUP = "shared-memory"
 
 
-class Unavailable(InputError):
-    """The ranks cannot share memory; the message says why."""
-
-
 def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
-    """Return a process group of the world's ranks through shared memory. Raises Unavailable, on all ranks alike.
+    """Return a process group of a launch.World's ranks through shared memory, which lives as long as the process.
 
-    world: a launch.World. slot_bytes: a multiple of 8.
+    slot_bytes: a multiple of 8. Raises InputError, on all ranks alike, if one cannot.
     """
-    name, fd, reason, offer = new_name(GROUP), None, None, None
-    try:
+    name, file, fd = new_name(GROUP), None, None
+    with world.together(), explained():
         if world.rank == 0:
-            with _explained():
-                build()
-                offer, fd = _create()
-    except Unavailable as e:
-        offer = str(e)
-    offer = world.tell(offer)  # only now do the other ranks load what rank 0 has compiled
-    try:
-        if isinstance(offer, str):
-            raise Unavailable(offer)
-        with _explained():
-            fd = _open(**offer) if fd is None else fd
-            build()
-            taken, fd = fd, None
-            torch.ops.ladder.join_memory(taken, world.rank, world.tp_size, slots, slot_bytes, name)
-    except Unavailable as e:
-        reason = str(e)
-        if fd is not None:
-            os.close(fd)
-    reasons = [text for text in world.gather(reason) if text]
-    if reasons:
-        if reason is None:
-            torch.ops.ladder.leave_memory(name)
-        raise Unavailable(reasons[0])
+            build()  # only then do the other ranks load what rank 0 has compiled
+            file, fd = create()
+    file = world.tell(file)
+    with world.together(), explained():
+        build()
+        fd = open_file(**file) if fd is None else fd
+        torch.ops.ladder.join_memory(fd, world.rank, world.tp_size, slots, slot_bytes, name)
     if watch := find_extra("watch"):
         watch.shared_memory = sys.modules[__name__]
     return torch._C._distributed_c10d._resolve_process_group(name)
-
-
-def shares(group):
-    """Return whether a process group, or None, is one of connect()."""
-    return getattr(group, "group_name", "").startswith(GROUP)
 
 
 def lost_peer():
@@ -84,38 +59,37 @@ def abandon():
 
 
 def build():
-    """Load the operators of shared_memory.cpp. Raises what cxx.load_operators does."""
-    load_group(Path(__file__).with_name("shared_memory.cpp"), "join_memory", "memory shared by ranks")
+    """Load the operators of shared_memory.cpp, once. Raises cxx.CompilerError."""
+    if not hasattr(torch.ops.ladder, "join_memory"):
+        source = Path(__file__).with_name("shared_memory.cpp")
+        cxx.load_operators(source, "memory shared by ranks", "-DUSE_DISTRIBUTED", "-DUSE_C10D")
 
 
 @contextlib.contextmanager
-def _explained():
-    """Turn whatever fails in this block into Unavailable."""
+def explained():
+    """Turn whatever fails in this block into an InputError."""
     try:
         yield
-    except (AttributeError, OSError, RuntimeError, ValueError) as e:  # memfd_create is Linux's
-        raise Unavailable(str(e).splitlines()[0]) from None
+    except (AttributeError, OSError, RuntimeError) as e:  # memfd_create is Linux's
+        raise InputError(first_line(e)) from None
 
 
-def _create():
-    """Return (the arguments of _open on the other ranks, the file descriptor)."""
-    fd, token = os.memfd_create(NAME), secrets.token_hex(16)
-    os.write(fd, token.encode())
-    return {"pid": os.getpid(), "fd": fd, "token": token}, fd
+def create():
+    """Return (the arguments of open_file on the other ranks, the file descriptor)."""
+    name = f"ladder-fast-{secrets.token_hex(16)}"
+    fd = os.memfd_create(name)
+    return {"pid": os.getpid(), "fd": fd, "name": name}, fd
 
 
-def _open(pid, fd, token):
-    """Return a descriptor of rank 0's file. Raises Unavailable if that is another machine's or container's."""
+def open_file(pid, fd, name):
+    """Return a descriptor of rank 0's file. Raises InputError if that is another machine's or container's."""
     path = f"/proc/{pid}/fd/{fd}"
     try:
-        if os.readlink(path).startswith(f"/memfd:{NAME}"):  # opening another kind of file may have an effect
-            own = os.open(path, os.O_RDWR)
-            if os.pread(own, len(token), 0) == token.encode():
-                return own
-            os.close(own)
+        if os.readlink(path).startswith(f"/memfd:{name}"):
+            return os.open(path, os.O_RDWR)
     except OSError as e:
-        raise Unavailable(f"rank 0's memory is out of reach: {e.strerror}") from None
-    raise Unavailable("rank 0 is on another machine or in another container")
+        raise InputError(f"rank 0's memory is out of reach: {e.strerror}") from None
+    raise InputError("rank 0 is on another machine or in another container")
 
 
-COLLECTIVES["shared-memory"] = Collective("CPU ranks of one machine through memory that they share", connect)
+COLLECTIVES[GROUP] = Collective("CPU ranks of one machine through memory that they share", connect)
