@@ -2,7 +2,6 @@
 
 python eval.py --checkpoint DIR --text FILE                          # nats per token, perplexity, bits per byte
 python eval.py --checkpoint DIR --text FILE --compare OTHER          # KL divergence and top-1 agreement per token
-python eval.py --checkpoint DIR --text FILE --sensitivity            # the loss when each layer alone is in a wiring
 python eval.py --checkpoint DIR --tasks hellaswag,arc_easy --limit 200
 
 Each works in any wiring and with any number of ranks: torchrun --standalone --nproc_per_node=2 eval.py ...
@@ -41,10 +40,7 @@ def parse(argv):
     what.add_argument("--text", metavar="FILE", help="UTF-8 text to score, e.g. valid.txt")
     what.add_argument("--tasks", metavar="NAME,...", help="tasks of lm-evaluation-harness, e.g. hellaswag,arc_easy")
     g = p.add_argument_group("with --text")
-    either = g.add_mutually_exclusive_group()
-    either.add_argument("--compare", metavar="DIR", help="another checkpoint, in its own wiring, as the reference")
-    words = "put each layer alone into --wiring (default: ladder), least loss first"
-    either.add_argument("--sensitivity", action="store_true", default=None, help=words)
+    g.add_argument("--compare", metavar="DIR", help="another checkpoint, in its own wiring, as the reference")
     g.add_argument("--window", type=from_two, metavar="N", help="tokens of a window; default: the context, up to 2048")
     g.add_argument("--stride", type=count, metavar="N", help="tokens between windows; default: half a window")
     g.add_argument("--max-tokens", type=from_two, metavar="N", help="score only so many tokens, e.g. 100000")
@@ -54,7 +50,7 @@ def parse(argv):
     g.add_argument("--num-fewshot", type=number(int, 0), metavar="N", help="examples in a prompt, e.g. 5")
     cli.add_wiring_flags(p)
     args = p.parse_args(argv)
-    with_text, with_tasks = "compare sensitivity window stride max_tokens", "limit task_folder num_fewshot"
+    with_text, with_tasks = "compare window stride max_tokens", "limit task_folder num_fewshot"
     for name in (with_text if args.tasks else with_tasks).split():
         if getattr(args, name) is not None:
             raise InputError(f"--{name.replace('_', '-')} goes with {'--text' if args.tasks else '--tasks'}")
@@ -104,9 +100,9 @@ def checked(nats, folder, model):
 
 def score_text(args, world, model, reference_config, documents, n_bytes, plan):
     """Return (results as a dict, results in words) of a text. reference_config: of --compare, or None."""
-    n, show, comparison, words = sum(len(ids) - 1 for ids in documents), world.rank == 0, {}, ""
+    n, comparison, words = sum(len(ids) - 1 for ids in documents), {}, ""
     if reference_config is None:
-        nats = total_nats(model, documents, *plan, show) / n
+        nats = total_nats(model, documents, *plan, world.rank == 0) / n
     else:
         nats, comparison, words = compare(args, world, model, reference_config, documents, plan)
     bits = checked(nats, args.checkpoint, model) * n / math.log(2) / n_bytes if n_bytes else None
@@ -115,15 +111,7 @@ def score_text(args, world, model, reference_config, documents, n_bytes, plan):
         "perplexity": math.exp(nats) if nats < 700 else None, "bytes": n_bytes, "bits_per_byte": bits,
         "window": plan[0], "stride": plan[1], **comparison,
     }  # fmt: skip
-    if not args.sensitivity:
-        return result, f"{nats:.4f} nats per token" + (f", {bits:.4f} bits per byte" if n_bytes else "") + words
-
-    def loss(model):
-        return checked(total_nats(model, documents, *plan) / n, args.checkpoint, model)
-
-    sensitivity = load_extra("research", "--sensitivity").sensitivity
-    layers, words = sensitivity.table(model, nats, loss, args.wiring or "ladder", show)
-    return result | layers, words
+    return result, f"{nats:.4f} nats per token" + (f", {bits:.4f} bits per byte" if n_bytes else "") + words
 
 
 def compare(args, world, model, reference_config, documents, plan):
@@ -147,11 +135,7 @@ def main(argv=None):
     world = launch.join(args.device, vars(args))
     with world.together():
         own = checkpoint.read_config(args.checkpoint)
-        config = loaded = own if args.sensitivity else cli.with_wiring(own, args)
-        if args.sensitivity:  # starts from the standard wiring, in the lanes of the one that it tries
-            sensitivity = load_extra("research", "--sensitivity").sensitivity
-            in_wiring = sensitivity.alone(own, args.wiring or "ladder", 0)
-            loaded = in_wiring if in_wiring.lanes else own
+        config = cli.with_wiring(own, args)
         if world.rank == 0:
             cli.warn_of_wiring(own, config, world.shares)
         tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
@@ -171,8 +155,7 @@ def main(argv=None):
         report.warn_of_memory(world, 0, 0, *((*model, world.rank, world.shares) for model in dtypes))  # without a cache
     text = {} if args.tasks else {"contents of --text": zlib.crc32(str(documents).encode())}
     world.agree(text, checkpoint=args.checkpoint, compare=args.compare)
-    model = generate.load_model(loaded, args.checkpoint, args.dtype, world)
-    model.config = config
+    model = generate.load_model(config, args.checkpoint, args.dtype, world)
     start = time.perf_counter()
     if args.tasks:
         result, words = harness.run(harness.Model(model, tokenizer, args.batch), tasks, args.limit, world.rank == 0)

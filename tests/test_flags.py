@@ -78,15 +78,12 @@ SCRIPTS = {
             "--max-tokens 2 --json /dev/full": "cannot write /dev/full: No space left on device",
             "--limit 3": "--limit goes with --tasks",
             "--task-folder {}": "--task-folder goes with --tasks",
-            "--sensitivity --wiring desync": "no such wiring: 'desync:0,'; write desync, desync:N or desync/LANES",
-            "--sensitivity --wiring spd:2": "takes a standard model and a wiring NAME, not standard and spd:2",
         },
     ),
     "eval of tasks": (
         "--checkpoint {tiny} --tasks hellaswag",
         {
             "--compare {tiny}": "--compare goes with --text",
-            "--sensitivity": "--sensitivity goes with --text",
             "--window 8": "--window goes with --text",
         },
     ),
