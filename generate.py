@@ -328,14 +328,14 @@ def set_up(args, world):
     if args.compile:
         world.say("compiling ...")
         compile_s = compiling.warm_up(runner, prompts, new, sample, draft)
-    eos_ids = config.eos_ids if args.checkpoint and not world.simulated else ()  # to random weights it means nothing
+    eos_ids = config.eos_ids if args.checkpoint else ()  # to random weights it means nothing
     return Run(args, name, tokenizer, prompts, new, runner, draft, source, sample, eos_ids, load_s, compile_s)
 
 
 def run(setup, world):
     """Generate, and print the text on rank 0; returns (the Generation, the texts or None)."""
     s, printer = setup, None
-    if world.rank == 0 and not world.simulated:
+    if world.rank == 0:
         printer = cli.Printer(s.prompts, s.tokenizer, s.max_new_tokens, show_prompt=s.args.chat is None)
     with s.runner.unguarded():
         done = generate(s.runner, s.prompts, s.max_new_tokens, s.sample, s.eos_ids, printer and printer.push, s.draft)

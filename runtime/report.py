@@ -122,7 +122,7 @@ def result(setup, world, done, texts):
         "prefill_chunks": runner.choose_chunks(rows, min(longest, max(1, PASS_TOKENS // rows))),
         "draft": source and source.name, "speculate": source and source.count,
         "drafted": draft and draft.drafted, "accepted": accepted,
-        "tokens": None if world.simulated else done.rows, "texts": texts,
+        "tokens": done.rows, "texts": texts,
         "finish": [limit if reason == "length" else reason for reason in done.finish],
     }  # fmt: skip
 

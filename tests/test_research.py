@@ -70,12 +70,12 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(roots
     path, how = tmp_path / "quality.jsonl", ["--train", str(tmp_path), "--steps", "200"]
     with pytest.raises(KeyboardInterrupt):
         quality.main(how)
-    assert len(results.read(path)) == 4
+    assert len(results.read(path, "run")) == 4
     with open(path, "a") as f:
         f.write('{"run": "cut o')
     ran.append(None)
     quality.main(how)
-    lines = results.read(path)
+    lines = results.read(path, "run")
     assert len({line["run"] for line in lines}) == len(lines) == len(ran) - 1
     assert {line["steps"] for line in lines if line["kind"] == "retrained"} == {2, 10, 40, 200}
     assert not any(args.plain or args.distill for args in ran if args)
