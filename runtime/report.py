@@ -35,15 +35,15 @@ def rank_bytes(config, dtype, rows, slots, rank=0, shares=1):
     """Return the bytes of a rank's weights, and those of its cache. Raises InputError as shard_plan does."""
     plan, slices = shard_plan(config, rank, shares), shard_slices(build(config), dtype, rank, shares)
     weights = sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in slices.values())
-    states = len(config.linear_layers)
-    cache = (config.n_layers - states) * slots * kv_width(config, plan) * dtype.itemsize
-    return weights, rows * (cache + (states and states * state_bytes(config, plan, dtype)))
+    return weights, rows * cache_bytes(config, plan, dtype, slots)
 
 
-def kv_width(config, plan):
-    """Return the numbers of a rank's keys and values of one token in one layer. plan: its shard_plan."""
+def cache_bytes(config, plan, dtype, slots):
+    """Return the bytes of a row of a rank's cache. plan: its shard_plan."""
     qkv, queries = (sum(stop - start for start, stop in plan[name][1]) for name in ("wqkv", "wo"))
-    return qkv - queries * (1 + config.attention_gate)
+    width, states = qkv - queries * (1 + config.attention_gate), len(config.linear_layers)  # of keys and values
+    keys = (config.n_layers - states) * slots * width * dtype.itemsize
+    return keys + (states and states * state_bytes(config, plan, dtype))
 
 
 def warn_of_memory(world, rows, slots, *models):

@@ -63,6 +63,7 @@ def test_a_sweep_writes_a_line_for_each_wiring_and_link_and_a_trace(tiny, printe
     assert {"-".join(map(str, case)) for case in cases} == {path.name for path in (tmp_path / "traces").iterdir()}
     trace = tmp_path / "traces" / "5000us-ladder:1,-2" / "rank0.json"
     assert json.loads(trace.read_text())["traceEvents"]
+    out.write_text(out.read_text() + '{"case": "another script\'s"}\n{"cut off": ')
     assert printed(sweep, "--show", out) == shown and shown.count("| link |") == 2
     assert "| link | one all-reduce, ms | ladder:1, |" in printed(sweep, "--wiring", "ladder:1,", "--show", out)
 
@@ -160,8 +161,8 @@ def test_decode_runs_its_engines_in_turns(monkeypatch, tiny, printed, tmp_path):
     ]
     assert 0 < lines[0]["mbu"] < 1 and lines[0]["quartiles_ms"][0] <= lines[0]["ms"] and "mbu" not in lines[2]
     assert shown.count("| 10.0 |") == 2 and printed(decode, "--show", out) == shown
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(InputError, match="llama.cpp: .*gguf.*; pip install llama-cpp-python gguf"):
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(InputError, match="llama.cpp: .*llama_cpp.*; pip install llama-cpp-python gguf"):
         decode.main([*map(str, flags), "llama.cpp"])
 
 

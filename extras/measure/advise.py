@@ -1,6 +1,6 @@
 """Which wiring for my link? Predict a decode step of every wiring; no model runs.
 
-python -m extras.measure.advise --model 70b --tp 8 --gpu h100 --link nvlink,pcie
+python -m extras.measure.advise --model 70b --tp 8 --gpu h100 --link nvlink pcie
 python -m extras.measure.advise --checkpoint demo --tp 2 --bandwidth-gbs 12.5 --link 150us+10gbps  # as the probe says
 
 docs/choosing.md says what goes into it, and what does not.
@@ -18,10 +18,8 @@ import torch
 from extras.lanes.lanes import lanes_of_rank
 from extras.measure import link
 from extras.measure.clock import run_layers, variants
-from formats import checkpoint, sizes
+from formats import checkpoint
 from formats.checkpoint import dtype_name
-from formats.sizes import SIZES
-from linear_attention import state_bytes
 from model import build, rewired
 from runtime import benchmarking, cli, launch, report
 from runtime.cli import count, number
@@ -63,12 +61,9 @@ def rank_work(whole, dtype, rank, tp_size, batch, context):
         n_bytes[place] += size * stored.itemsize * read
         if name.endswith(".weight"):
             flops[place] += 2 * batch * size * used * (2 if stored == torch.uint8 else 1)  # int4: two in a byte
-    plan, n_linear = shard_plan(config, rank, tp_size), len(config.linear_layers)
-    if n_linear:
-        n_bytes["attention"] += batch * n_linear * state_bytes(config, plan, dtype)
-    rows = batch * context * (config.n_layers - n_linear)  # of keys and values
-    n_bytes["attention"] += rows * report.kv_width(config, plan) * dtype.itemsize
-    flops["attention"] += 4 * rows * sum(stop - start for start, stop in plan["wo"][1])
+    plan, rows = shard_plan(config, rank, tp_size), batch * context * (config.n_layers - len(config.linear_layers))
+    n_bytes["attention"] += batch * report.cache_bytes(config, plan, dtype, context)
+    flops["attention"] += 4 * rows * sum(stop - start for start, stop in plan["wo"][1])  # rows: of keys and values
     n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm
     layers = {"attention": config.n_layers, "feed_forward": config.n_layers, "rest": 1}
     return {place: Work(n_bytes[place] / n, flops[place] / n) for place, n in layers.items()}
@@ -95,6 +90,7 @@ GPUS = {
 # The share of the published bandwidth that a decode step reaches: gpt-fast's README has 1397 of an A100's 2039 GB/s for
 # the 7b in bfloat16 on one GPU. The upper bound that the paper measured is lower: see benchmarks/bench.md.
 SHARE = 0.7
+CONTEXT = 1024  # filled slots of the cache, at most
 MOST_LOSS = 3.0  # percent, of a wiring that is recommended
 
 # ---- Predictions -----------------------------------------------------------------------------------------------------
@@ -206,36 +202,22 @@ def advice(configs, times, own, tp_size):
 def parse(argv):
     p = cli.Parser(__doc__)
     g = p.add_argument_group("model")
-    one = g.add_mutually_exclusive_group(required=True)
-    one.add_argument("--model", metavar="NAME[:N][:int8|:int4]", help=f"a named size: {', '.join(SIZES)}")
-    one.add_argument("--checkpoint", metavar="DIR", help="... or a folder of weights, of which none is loaded")
+    cli.add_model_flags(g, required=True)
     g.add_argument("--tp", type=number(int, 2), required=True, metavar="N", help="ranks, e.g. 8")
     g.add_argument("--batch", type=count, default=1, metavar="B", help="rows, e.g. 16")
-    g.add_argument("--context", type=count, metavar="T", help="filled slots of the cache (default: 1024 at most)")
     g.add_argument("--wirings", nargs="+", metavar="NAME", help="default: all; e.g. ladder:16 spd:3,5")
     g = p.add_argument_group("machine")
     one = g.add_mutually_exclusive_group(required=True)
-    one.add_argument("--gpu", metavar="NAME", help=f"a published bandwidth and rate: {', '.join(GPUS)}")
+    one.add_argument("--gpu", choices=GPUS, help="its published bandwidth and rate")
     positive = number(float, 0, 1e9, above=True)
     one.add_argument("--bandwidth-gbs", type=positive, metavar="X", help="gigabytes per second a rank reads, e.g. 12.5")
     g.add_argument("--tflops", type=positive, metavar="X", help="10^12 operations per second a rank computes, e.g. 300")
-    p.add_argument("--link", type=links, required=True, metavar="LINK,...", help=f"all, or some of {link.FORMS}")
+    p.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help=f"default: all; of {link.FORMS}")
     return p.parse_args(argv)
-
-
-def links(text):
-    """Return the Links of a text such as pcie,100us (an argparse type)."""
-    if text == "all":
-        return [one for one in link.LINKS.values() if one.per_byte]
-    return [*map(link.parse, text.split(","))]
 
 
 def choose_machine(args):
     """Return the Machine that the flags describe."""
-    if args.gpu and args.gpu not in GPUS:
-        raise InputError(
-            f"--gpu {args.gpu} is none of {', '.join(GPUS)}: give its --bandwidth-gbs and --tflops instead"
-        )
     if args.gpu:
         on_paper = f"{100 * SHARE:.0f} % of the {args.gpu.upper()} on paper"
         machine = Machine(on_paper, *(SHARE * rate for rate in GPUS[args.gpu]))
@@ -246,13 +228,9 @@ def choose_machine(args):
 
 def main(argv=None):
     args = parse(argv)
-    if args.model:
-        own, dtype, name = sizes.named_size(args.model), torch.bfloat16, args.model
-    else:
-        own, name = checkpoint.read_config(args.checkpoint), checkpoint.name(args.checkpoint)
-        dtype = checkpoint.Weights(args.checkpoint).dtype("norm.weight")
+    (name, own), dtype = cli.read_config(args), checkpoint.chosen_dtype(args.dtype, args.checkpoint)
     configs = candidates(own, args.wirings or variants(own), args.tp)
-    context, machine = args.context or min(1024, own.max_seq_len), choose_machine(args)
+    context, machine = min(CONTEXT, own.max_seq_len), choose_machine(args)
     what = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
     rates = f"{machine.bandwidth / 1e9:,.1f} GB/s"
     if machine.flops < math.inf:
@@ -264,7 +242,7 @@ def main(argv=None):
         return decode_work(rewired(own, "farskip" if is_farskip else "standard"), dtype, args.tp, args.batch, context)
 
     works = [work(config.parsed.name == "farskip") for config in configs]
-    for one in args.link:
+    for one in args.link or [one for one in link.LINKS.values() if one.per_byte]:
         pairs = zip(configs, works, strict=True)
         times = [times_of(*pair, dtype, args.tp, args.batch, machine, one) for pair in pairs]
         parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times[0]._asdict().items())
