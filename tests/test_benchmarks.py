@@ -24,7 +24,7 @@ TINY = Config(2, 8, 8, 8, 64, 128, 256, 512)
 
 
 @pytest.fixture
-def tiny(monkeypatch):
+def small(monkeypatch):
     """The named sizes are small ones."""
     for name in ("1b", "8b", "70b"):
         monkeypatch.setitem(SIZES, name, dataclasses.replace(TINY, n_layers=SIZES[name].n_layers // 8))
@@ -50,7 +50,7 @@ def read(path):
 # ---- extras/measure/sweep.py and plot.py -----------------------------------------------------------------------------
 
 
-def test_a_sweep_writes_a_line_for_each_wiring_and_link_and_a_trace(tiny, printed, tmp_path):
+def test_a_sweep_writes_a_line_for_each_wiring_and_link_and_a_trace(small, printed, tmp_path):
     out = tmp_path / "out.jsonl"
     flags = ["--model", "1b", "--simulate-tp", 2, "--link", "free", "5000us", "--wiring", "standard", "ladder:1,"]
     flags += ["--batch", 1, 2, "--seconds", 0, "--eager", "--json", out, "--profile", tmp_path / "traces"]
@@ -68,7 +68,7 @@ def test_a_sweep_writes_a_line_for_each_wiring_and_link_and_a_trace(tiny, printe
     assert "| link | one all-reduce, ms | ladder:1, |" in printed(sweep, "--wiring", "ladder:1,", "--show", out)
 
 
-def test_a_sweep_compares_a_prefill_in_chunks(tiny, printed, tmp_path):
+def test_a_sweep_compares_a_prefill_in_chunks(small, printed, tmp_path):
     out = tmp_path / "out.jsonl"
     flags = ["--model", "1b", "--simulate-tp", "2", "--prompt-length", "7", "--eager", "--seconds", 0, "--json", out]
     shown = printed(sweep, *flags, "--wiring", "standard", "ladder", "--link", "tcp+2000us", "--prefill", 1, 2)
@@ -80,13 +80,14 @@ def test_a_sweep_compares_a_prefill_in_chunks(tiny, printed, tmp_path):
 
 
 @pytest.mark.parametrize("how", [["--eager"], pytest.param([], marks=pytest.mark.slow)])
-def test_a_sweep_of_a_checkpoint_on_real_ranks_names_their_link(how, tmp_path):
+def test_a_sweep_of_a_checkpoint_on_real_ranks_names_their_link(how, tmp_path, tiny):
     out = tmp_path / "out.jsonl"
-    flags = ["--checkpoint", ROOT / "demo", "--wiring", "standard", "--link", "2000us", "--label", "veth"]
+    flags = ["--checkpoint", tiny, "--wiring", "standard", "--link", "2000us", "--label", "veth"]
+    flags += ["--prompt-length", 8]
     shown, *others = main_on_ranks(RANKS, sweep.main, "--seconds", 0, *how, "--json", out, *flags)
     [line] = read(out)
-    assert (line["link"]["name"], line["tp"], line["model"]) == ("veth", RANKS, "demo")
-    assert line["all_reduces"] == 16 and line["step_ms"] >= 16 * 2 and line["limit_ms"] >= line["silent_ms"]
+    assert (line["link"]["name"], line["tp"], line["model"]) == ("veth", RANKS, tiny.name)
+    assert line["all_reduces"] == 6 and line["step_ms"] >= 6 * 2 and line["limit_ms"] >= line["silent_ms"]
     assert "| veth | " in shown[0] and not any(text for text, _ in others)
 
 
@@ -118,7 +119,7 @@ def test_cells_of_a_sweep_say_what_is_noise(capsys):
     assert "| 0 | 0.500 | 0.123 (+0%) |" in on_gpu
 
 
-def test_a_new_wiring_is_measured(tiny, printed, monkeypatch):
+def test_a_new_wiring_is_measured(small, printed, monkeypatch):
     """One that nobody has told the scripts of."""
     monkeypatch.setitem(WIRINGS, "own-wiring", dataclasses.replace(WIRINGS["parallel"], stale=True))
     assert "own-wiring" in sweep.parse(["--model", "8b"]).wiring  # without being named
@@ -148,7 +149,7 @@ def test_the_figure(tmp_path, printed):
 # ---- decode.py -------------------------------------------------------------------------------------------------------
 
 
-def test_decode_runs_its_engines_in_turns(monkeypatch, tiny, printed, tmp_path):
+def test_decode_runs_its_engines_in_turns(monkeypatch, small, printed, tmp_path):
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
     monkeypatch.setattr(decode, "read_bandwidth", lambda *args, **kwargs: 1e10)
