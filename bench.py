@@ -11,7 +11,6 @@ machine slow all of them alike. On one rank only the standard wiring runs, since
 import copy
 import functools
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -50,20 +49,20 @@ def load_models(config, wirings, args, world):
 
 
 def make_cells(models, args, world):
-    """Return {(wiring, batch): (runner, prompts)}, compiled if asked for. Caches of the same shape are shared."""
-    cells, caches, compiles = {}, {}, (args.compile != "none", args.compile == "all")
+    """Return {(wiring, batch): (runner, prompts)}, compiled unless --eager. Caches of the same shape are shared."""
+    cells, caches = {}, {}
     random = torch.Generator().manual_seed(0)
     for (wiring, model), batch in itertools.product(models.items(), args.batch):
         prompts = torch.randint(model.config.vocab_size, (batch, args.prompt_length), generator=random).tolist()
         key = model.config.lanes, batch
         caches[key] = caches.get(key) or generate.make_cache(model, batch, args.prompt_length + args.new_tokens)
-        cells[wiring, batch] = generate.Runner(model, caches[key], *compiles), prompts
-    if not any(compiles):
+        cells[wiring, batch] = generate.Runner(model, caches[key], not args.eager), prompts
+    if args.eager:
         return cells
     from runtime import compiling
 
     local, size = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    if size > 1 and world.device.type == "cpu" and args.compile == "decode":
+    if size > 1 and world.device.type == "cpu":
         for cell in [*cells.values()][local::size]:  # the ranks of a machine share the work
             compiling.compile_ahead(*cell)
         world.gather(None)  # all are there
@@ -95,58 +94,52 @@ def measure(args, world):
         rounds = in_turns(ways, args.repeats)
     made, lines = benchmarking.environment(world), []
     for (wiring, batch), runs in rounds.items():
-        runner, standard = cells[wiring, batch][0], rounds.get(("standard", batch))
-        ms = [1e3 * run.decode_s / (run.steps - 1) for run in runs]
+        runner, ms = cells[wiring, batch][0], [1e3 * run.decode_s / (run.steps - 1) for run in runs]
         read = report.step_bytes(runner.model, runner.cache, args.prompt_length + args.new_tokens / 2)
         lines.append({
             "model": name, "n_layers": config.n_layers, "quant": config.quant, "wiring": wiring, "batch": batch,
-            "dtype": checkpoint.dtype_name(runner.model.dtype), "comm": args.comm, "compile": args.compile,
+            "dtype": checkpoint.dtype_name(runner.model.dtype), "comm": args.comm, "compiled": not args.eager,
             "prompt_tokens": args.prompt_length, "new_tokens": args.new_tokens, "tpot_ms": ms,
             "ttft_ms": [1e3 * run.prefill_s for run in runs], "tok_s": 1e3 * batch / statistics.median(ms),
-            "times_standard": ratios(standard, runs, "decode_s"),
-            "prefill_times_standard": ratios(standard, runs, "prefill_s"), "step_bytes": int(read),
-            "bandwidth": bandwidth, "mbu": 1e3 * read / statistics.median(ms) / bandwidth[0], **made,
+            "step_bytes": int(read), "bandwidth": bandwidth, "mbu": 1e3 * read / statistics.median(ms) / bandwidth[0],
+            **made,
         })  # fmt: skip
     return lines
-
-
-def ratios(standard, runs, seconds):
-    """Return how many times as fast as standard each round was, or None without standard."""
-    return standard and [getattr(a, seconds) / getattr(b, seconds) for a, b in zip(standard, runs, strict=True)]
 
 
 # ---- The table -------------------------------------------------------------------------------------------------------
 
 
 def tables(lines):
-    """Return two Markdown tables, of decode and prefill: a row for each (ranks, wiring), a column for each batch."""
-    bounds = {(line["tp"], line["batch"]): line for line in lines if line["wiring"] == "upper-bound"}
+    """Return Markdown tables of decode and of prefill: a row for each wiring, a column for each batch size."""
+    cells, one = {(line["wiring"], line["batch"]): line for line in lines}, lines[0]
 
-    def table(ms, times_standard, rate):
+    def table(key, rate):
+        def ratios(wiring, batch):
+            standard, line = (cells.get((name, batch)) for name in ("standard", wiring))
+            return standard and line and [a / b for a, b in zip(standard[key], line[key], strict=True)]
+
         def cell(line, _):
-            low, middle, high = quartiles(line[ms])
+            low, middle, high = quartiles(line[key])
             text = f"{middle:.2f} ({low:.2f}-{high:.2f}) ms"
-            if line["wiring"] != "standard" and line[times_standard]:
-                low, middle, high = quartiles(line[times_standard])
-                bound = bounds.get((line["tp"], line["batch"]))
-                above = bound is not None and middle > statistics.median(bound[times_standard])
+            times, bound = (ratios(name, line["batch"]) for name in (line["wiring"], "upper-bound"))
+            if times and line["wiring"] != "standard":
+                low, middle, high = quartiles(times)
+                above = bound is not None and middle > statistics.median(bound)
                 text += f", {'~' * (low <= 1 <= high)}{middle:.2f}x{'^' * above}"
             return text + rate(line)
 
-        place = lambda x: (str(x["tp"]), x["wiring"]), lambda x: f"batch {x['batch']}"
-        return pivot(["ranks", "wiring"], lines, *place, cell)
+        return pivot(["wiring"], lines, lambda x: (x["wiring"],), lambda x: f"batch {x['batch']}", cell)
 
     def rate(line):
         return f", {line['tok_s']:.0f} tok/s" + f", {100 * line['mbu']:.0f} %" * (line["step_bytes"] >= LARGE)
 
-    one = lines[0]
-    decode = table("tpot_ms", "times_standard", rate)
-    prefill = table("ttft_ms", "prefill_times_standard", lambda line: "")
-    how = "eager" if one["compile"] == "none" else "compiled"
+    size = f"{one['model']}, {one['n_layers']} layers, {one['quant'] or one['dtype']}, tp {one['tp']}"
     return (
-        f"{one['model']}, {one['n_layers']} layers, {one['quant'] or one['dtype']}, {how}; {one['hardware']}; prompt "
-        f"{one['prompt_tokens']}, {one['new_tokens']} new tokens; torch {one['torch']}, commit {one['commit']}\n\n"
-        f"Decode, time per token:\n\n{decode}\n\nPrefill, time to first token:\n\n{prefill}\n\n"
+        f"{size}, {'compiled' if one['compiled'] else 'eager'}; {one['hardware']}; prompt {one['prompt_tokens']}, "
+        f"{one['new_tokens']} new tokens; torch {one['torch']}, commit {one['commit']}\n\n"
+        f"Decode, time per token:\n\n{table('tpot_ms', rate)}\n\n"
+        f"Prefill, time to first token:\n\n{table('ttft_ms', lambda line: '')}\n\n"
         f"Medians (quartiles) of {len(one['tpot_ms'])} rounds. x: times as fast as standard, the median ratio within a "
         "round; `~`: its quartiles include 1, `^`: above the upper bound, which is noise; %: of the memory's bandwidth."
     )
@@ -161,7 +154,9 @@ def add_flags(p):
     p.add_argument("--batch", type=count, nargs="+", metavar="B", help="batch sizes")
     p.add_argument("--wiring", nargs="+", metavar="NAME", help="as --wiring of generate.py")
     p.add_argument("--prompt-length", type=count, metavar="N", help="random tokens of each row")
+    p.add_argument("--eager", action="store_true", help="do not compile: starts at once")
     cli.add_rank_flags(p)
+    cli.add_json_flag(p, "a line for each cell")
 
 
 def parse(argv):
@@ -170,14 +165,11 @@ def parse(argv):
     p = cli.Parser(__doc__)
     add_flags(p)
     names = ["standard", "ladder", "parallel-ladder", "upper-bound"]
-    p.set_defaults(model=size, batch=[1, 4, 16], wiring=names, prompt_length=length)
+    p.set_defaults(model=size, batch=[1, 4, 16], wiring=names, prompt_length=length, json="bench.jsonl")
     tps = [tp for tp in (1, 2, 4, 8) if tp <= (gpus or cores)]
     p.add_argument("--tp", type=count, nargs="+", default=tps, metavar="N", help="numbers of ranks")
     p.add_argument("--new-tokens", type=number(int, 2), default=new, metavar="N", help="the first is the prefill's")
     p.add_argument("--repeats", type=count, default=5, metavar="N", help="rounds, in which each cell generates once")
-    words = "what is compiled: the decode step, the prefill too, or none, which starts at once"
-    p.add_argument("--compile", choices=("decode", "all", "none"), default="decode", help=words)
-    p.add_argument("--json", type=cli.appendable, default="bench.jsonl", metavar="FILE", help="append a line per cell")
     args = p.parse_args(argv)
     _, config = cli.read_config(args)
     for wiring in args.wiring:
@@ -194,8 +186,8 @@ def available_cores():
 
 def start(tp, args, argv):
     """Run this script on so many ranks; returns its exit code."""
-    # BENCH_PART: this process prints one table of all. One rank needs no torchrun, only what that would set.
-    environment = os.environ | {"BENCH_PART": "1"} | ({} if tp > 1 else {"RANK": "0", "WORLD_SIZE": "1"})
+    # one rank needs no torchrun, only what that would set
+    environment = os.environ | ({} if tp > 1 else {"RANK": "0", "WORLD_SIZE": "1"})
     if args.device == "cpu" or not torch.cuda.device_count():
         environment["OMP_NUM_THREADS"] = str(max(1, available_cores() // tp))
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={tp}"] if tp > 1 else []
@@ -211,22 +203,19 @@ def start(tp, args, argv):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
-    if "RANK" in os.environ:  # one of the ranks
-        alone = {"comm": "auto"} if launch.rank_and_size()[1] == 1 else {}
-        world = launch.join(args.device, vars(args) | alone)
-        lines = measure(args, world)
-        for line in lines if world.rank == 0 else ():
-            writing.append_line(args.json, line)
-        if world.rank == 0 and "BENCH_PART" not in os.environ:
-            print(tables(lines))
+    if "RANK" not in os.environ:
+        for tp in args.tp:
+            if code := start(tp, args, argv):
+                sys.exit(code)  # a rank has said why
         return
-    before = os.path.getsize(args.json) if os.path.exists(args.json) else 0
-    for tp in args.tp:
-        if code := start(tp, args, argv):
-            sys.exit(code)  # a rank has said why
-    with open(args.json) as f:
-        f.seek(before)
-        print(tables([json.loads(line) for line in f if line.strip()]))
+    if launch.rank_and_size()[1] == 1:
+        args.comm = "auto"  # a way to sum takes two ranks
+    world = launch.join(args.device, vars(args))
+    lines = measure(args, world)
+    if world.rank == 0:
+        for line in lines:
+            writing.append_line(args.json, line)
+        print(tables(lines), "\n")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 python eval.py --checkpoint DIR --text FILE                          # nats per token, perplexity, bits per byte
 python eval.py --checkpoint DIR --text FILE --compare OTHER          # KL divergence and top-1 agreement per token
-python eval.py --checkpoint DIR --text FILE --sensitivity            # the loss when each layer alone is in a wiring
 
 Each works in any wiring and with any number of ranks: torchrun --standalone --nproc_per_node=2 eval.py ...
 """
@@ -26,7 +25,7 @@ from formats.compare import check_vocabulary
 from formats.tokenizer import load_tokenizer
 from runtime import benchmarking, cli, launch, writing
 from runtime.cli import count, number
-from runtime.errors import InputError, load_extra
+from runtime.errors import InputError
 
 
 def parse(argv):
@@ -37,10 +36,7 @@ def parse(argv):
     p.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's own")
     cli.add_rank_flags(p, sharded=True)
     cli.add_json_flag(p, "the line")
-    either = p.add_mutually_exclusive_group()
-    either.add_argument("--compare", metavar="DIR", help="another checkpoint, in its own wiring, as the reference")
-    words = "put each layer alone into --wiring (default: ladder), least loss first"
-    either.add_argument("--sensitivity", action="store_true", help=words)
+    p.add_argument("--compare", metavar="DIR", help="another checkpoint, in its own wiring, as the reference")
     p.add_argument("--window", type=from_two, metavar="N", help="tokens of a window; default: the context, up to 2048")
     p.add_argument("--stride", type=count, metavar="N", help="tokens between windows; default: half a window")
     p.add_argument("--max-tokens", type=from_two, metavar="N", help="score only so many tokens, e.g. 100000")
@@ -91,9 +87,9 @@ def checked(nats, folder, model):
 
 def score_text(args, world, model, reference_config, documents, n_bytes, plan):
     """Return (results as a dict, results in words) of a text. reference_config: of --compare, or None."""
-    n, show, comparison, words = sum(len(ids) - 1 for ids in documents), world.rank == 0, {}, ""
+    n, comparison, words = sum(len(ids) - 1 for ids in documents), {}, ""
     if reference_config is None:
-        nats = total_nats(model, documents, *plan, show) / n
+        nats = total_nats(model, documents, *plan, world.rank == 0) / n
     else:
         nats, comparison, words = compare(args, world, model, reference_config, documents, plan)
     bits = checked(nats, args.checkpoint, model) * n / math.log(2) / n_bytes if n_bytes else None
@@ -102,15 +98,7 @@ def score_text(args, world, model, reference_config, documents, n_bytes, plan):
         "perplexity": math.exp(nats) if nats < 700 else None, "bytes": n_bytes, "bits_per_byte": bits,
         "window": plan[0], "stride": plan[1], **comparison,
     }  # fmt: skip
-    if not args.sensitivity:
-        return result, f"{nats:.4f} nats per token" + (f", {bits:.4f} bits per byte" if n_bytes else "") + words
-
-    def loss(model):
-        return checked(total_nats(model, documents, *plan) / n, args.checkpoint, model)
-
-    sensitivity = load_extra("research", "--sensitivity").sensitivity
-    layers, words = sensitivity.table(model, nats, loss, args.wiring or "ladder", show)
-    return result | layers, words
+    return result, f"{nats:.4f} nats per token" + (f", {bits:.4f} bits per byte" if n_bytes else "") + words
 
 
 def compare(args, world, model, reference_config, documents, plan):
@@ -134,11 +122,7 @@ def main(argv=None):
     world = launch.join(args.device, vars(args))
     with world.together():
         own = checkpoint.read_config(args.checkpoint)
-        config = loaded = own if args.sensitivity else cli.with_wiring(own, args)
-        if args.sensitivity:  # starts from the standard wiring, in the lanes of the one that it tries
-            sensitivity = load_extra("research", "--sensitivity").sensitivity
-            in_wiring = sensitivity.alone(own, args.wiring or "ladder", 0)
-            loaded = in_wiring if in_wiring.lanes else own
+        config = cli.with_wiring(own, args)
         if world.rank == 0:
             cli.warn_of_wiring(own, config, world.shares)
         tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
@@ -151,8 +135,7 @@ def main(argv=None):
         plan = plan_windows(args, config, reference_config or config)
     text = {"contents of --text": zlib.crc32(str(documents).encode())}
     world.agree(text, checkpoint=args.checkpoint, compare=args.compare)
-    model = generate.load_model(loaded, args.checkpoint, args.dtype, world)
-    model.config = config
+    model = generate.load_model(config, args.checkpoint, args.dtype, world)
     start = time.perf_counter()
     result, words = score_text(args, world, model, reference_config, documents, n_bytes, plan)
     if world.rank > 0:

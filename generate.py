@@ -310,6 +310,8 @@ def set_up(args, world):
             drafts = load_extra("drafts", f"--draft {args.draft}")
             source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
             slots += 1 + source.count  # a row that is done stays at its last token, which is read again
+        dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
+        report.warn_of_memory(world, config, dtype, len(prompts), slots)
     contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
     world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)
     start = time.perf_counter()
@@ -325,14 +327,14 @@ def set_up(args, world):
     if args.compile:
         world.say("compiling ...")
         compile_s = compiling.warm_up(runner, prompts, new, sample, draft)
-    eos_ids = config.eos_ids if args.checkpoint and not world.simulated else ()  # to random weights it means nothing
+    eos_ids = config.eos_ids if args.checkpoint else ()  # to random weights it means nothing
     return Run(args, name, tokenizer, prompts, new, runner, draft, source, sample, eos_ids, load_s, compile_s)
 
 
 def run(setup, world):
     """Generate, and print the text on rank 0; returns (the Generation, the texts or None)."""
     s, printer = setup, None
-    if world.rank == 0 and not world.simulated:
+    if world.rank == 0:
         printer = cli.Printer(s.prompts, s.tokenizer, s.max_new_tokens, show_prompt=s.args.chat is None)
     with s.runner.unguarded():
         done = generate(s.runner, s.prompts, s.max_new_tokens, s.sample, s.eos_ids, printer and printer.push, s.draft)

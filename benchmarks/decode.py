@@ -11,7 +11,6 @@ the decode steps reached.
 """
 
 import dataclasses
-import itertools
 import json
 import os
 import re
@@ -27,32 +26,27 @@ if __name__ == "__main__":  # before torch loads OpenMP: threads that spin on wo
 import numpy
 import torch
 
+from extras.measure import results
 from extras.measure.exposed import replays
-from extras.measure.results import add_show_flag
 from formats.sizes import named_size
 from generate import Runner, load_model, make_cache, pad
-from model import build
 from runtime import cli, launch, writing
 from runtime.benchmarking import environment, in_turns, pivot, quartiles, read_bandwidth, timed
 from runtime.cli import count, number
 from runtime.errors import InputError
-from runtime.report import chosen_experts
+from runtime.report import step_bytes
 
 CONTEXT = 1088
 FILLED = 128  # slots of the cache before a decode step
 WORLD = launch.World(0, 1, torch.device("cpu"))
-QUANTS = {  # of an engine, behind a colon: (bytes of a weight, scales included, and ours of as many bits)
-    "": (2, "ours"),
-    "int8": (1, "ours:int8"),
-    "q8_0": (34 / 32, "ours:int8"),  # each 32 with a scale of 16 bits
-    "int4": (0.5 + 4 / 64, "ours:int4"),  # each 64 with a scale and a zero of 16 bits
-    "q4_0": (18 / 32, "ours:int4"),
-}
+# of each kind of weights, behind a colon, ours of as many bits
+OURS = {"": "ours", "int8": "ours:int8", "q8_0": "ours:int8", "int4": "ours:int4", "q4_0": "ours:int4"}
 CASES = ["decode:1", "decode:4", "decode:16", "decode:64", "prefill:128", "prefill:1024"]
 KINDS = {"decode": "decode, batch {}", "prefill": "prefill, {} tokens"}
-KEYS = ["threads", "engine", "kind", "n", "ms", "quartiles_ms", "bandwidth"]  # and "model", if it is not 1b
 
-# ---- The engines: each returns a function step(kind, n), which prepares a case and returns a function that runs it ---
+# ---- The engines -----------------------------------------------------------------------------------------------------
+# Each returns step(kind, n), which prepares a case: it returns (a function that runs it, the bytes that our decode step
+# reads, or None).
 
 
 def ours(c, threads, quant):
@@ -66,17 +60,16 @@ def ours(c, threads, quant):
         torch.compiler.set_stance("default")
         run()  # compiles
         torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)  # as generate.py does
-        return run
+        return run, step_bytes(model, runner.cache, FILLED + 1)
 
     return step
 
 
 def gguf_shapes(c):
     """Return {name of llama.cpp: shape} of the matrices of a Config, of norms too."""
-    queries, kv = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    queries, kv, stack, neurons, suffix = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, (), c.intermediate_size, ""
     layer = {"attn_norm": (c.dim,), "ffn_norm": (c.dim,), "attn_q": (queries, c.dim), "attn_k": (kv, c.dim)}
     layer |= {"attn_v": (kv, c.dim), "attn_output": (c.dim, queries)}
-    stack, neurons, suffix = (), c.intermediate_size, ""
     if c.n_experts:
         stack, neurons, suffix = (c.n_experts,), c.expert_size, "_exps"
         layer |= {"ffn_gate_inp": (c.n_experts, c.dim), "attn_q_norm": (c.head_dim,), "attn_k_norm": (c.head_dim,)}
@@ -86,14 +79,10 @@ def gguf_shapes(c):
     return shapes | {f"blk.{i}.{name}": shape for i in range(c.n_layers) for name, shape in layer.items()}
 
 
-def llama_cpp(c, threads, quant):
-    try:
-        import gguf
-        import llama_cpp
-    except ImportError as error:
-        raise InputError(f"llama.cpp: {error}; pip install llama-cpp-python gguf") from None
+def write_gguf(path, c, quant):
+    """Write llama.cpp's file of a Config with random weights."""
+    import gguf
 
-    path = Path(tempfile.gettempdir()) / f"ladder-fast-{os.getpid()}.gguf"
     writer = gguf.GGUFWriter(path, "qwen3moe" if c.n_experts else "llama")
     experts = {
         "expert_count": c.n_experts, "expert_used_count": c.experts_per_token,
@@ -106,30 +95,26 @@ def llama_cpp(c, threads, quant):
         "rope_freq_base": c.rope_theta, **(experts if c.n_experts else {}),
     }.items():  # fmt: skip
         getattr(writer, f"add_{name}")(value)
-    random = numpy.random.default_rng(0)
-
-    def add(name, *shape):
-        if len(shape) == 1:
-            return writer.add_tensor(name, numpy.ones(shape, numpy.float32))
-        if "gate_inp" in name:
-            return writer.add_tensor(name, random.standard_normal(shape, numpy.float32) * 0.02)
-        if quant:  # blocks of 32: a scale in float16, then the integers
-            kind = gguf.GGMLQuantizationType[quant.upper()]
-            blocks = random.integers(
-                0, 256, (*shape[:-1], shape[-1] // 32, gguf.GGML_QUANT_SIZES[kind][1]), numpy.uint8
-            )
-            blocks[..., :2] = numpy.array([0.001], numpy.float16).view(numpy.uint8)
-            return writer.add_tensor(name, blocks.reshape(*shape[:-1], -1), raw_dtype=kind)
-        values = random.standard_normal(shape, numpy.float32) * 0.02
-        values = (values.view(numpy.uint32) >> 16).astype(numpy.uint16)  # to bfloat16, towards zero
-        writer.add_tensor(name, values.view(numpy.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
-
+    random, floats = numpy.random.default_rng(0), gguf.GGMLQuantizationType.F32
     for name, shape in gguf_shapes(c).items():
-        add(f"{name}.weight", *shape)
+        plain = len(shape) == 1 or "gate_inp" in name  # norms and routers
+        values = numpy.float32(0.02) * random.standard_normal(shape, numpy.float32)
+        kind = floats if plain else gguf.GGMLQuantizationType[quant.upper() or "BF16"]
+        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def llama_cpp(c, threads, quant):
+    path = Path(tempfile.gettempdir()) / f"ladder-fast-{os.getpid()}.gguf"
+    try:
+        import llama_cpp
+
+        write_gguf(path, c, quant)
+    except ImportError as error:
+        raise InputError(f"llama.cpp: {error}; pip install llama-cpp-python gguf") from None
     parameters = llama_cpp.llama_model_default_params()
     parameters.use_mmap = False  # anonymous memory, as the others have; path may go
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
@@ -156,13 +141,17 @@ def llama_cpp(c, threads, quant):
                     tokens.n_tokens += 1
             assert llama_cpp.llama_decode(context, tokens) == 0
             llama_cpp.llama_synchronize(context)
-            return lambda: [llama_cpp.llama_memory_seq_rm(memory, row, first, -1) for row in range(batch)]
+
+        def again(first, count):  # at the same positions
+            run(first, count)
+            for row in range(batch):
+                llama_cpp.llama_memory_seq_rm(memory, row, first, -1)
 
         if kind == "prefill":
-            return lambda: run(0, n)()
+            return partial(again, 0, n), None
         for position in range(0, FILLED, 32):
             run(position, 32)
-        return lambda: run(FILLED, 1)()
+        return partial(again, FILLED, 1), None
 
     return step
 
@@ -181,7 +170,7 @@ def parse(argv):
     p.add_argument("--cases", nargs="+", default=CASES, metavar="KIND:N", help="decode:BATCH or prefill:TOKENS")
     p.add_argument("--rounds", type=number(int, 3), default=9, metavar="N", help="turns of each engine in each case")
     cli.add_json_flag(p, "a line for each engine and case")
-    add_show_flag(p, *KEYS)
+    p.add_argument("--show", nargs="+", metavar="FILE", help="measure nothing: print the tables of such files")
     args = p.parse_args(argv)
     if args.show:
         return args
@@ -199,34 +188,27 @@ def measure(args):
     torch.set_num_threads(args.threads)
     config = dataclasses.replace(named_size(args.model), tie_embeddings=False)
     engines = {name: ENGINES[name](config, args.threads, name.partition(":")[2]) for name in args.engines}
-    made, ways = environment(WORLD), {}
+    made = {**environment(WORLD), "model": args.model, "rounds": args.rounds}
     for kind, n in (case.split(":") for case in args.cases):
-        ways.clear()  # and free its caches
-        for name, step in engines.items():
-            ways[name] = partial(timed, WORLD.device, step(kind, int(n)))
-            ways[name]()
-        times = range(3 if kind != "prefill" and int(n) < 64 else 1)
-        turns = {name: lambda way=way, times=times: [way() for _ in times] for name, way in ways.items()}
-        rounds = in_turns({"": lambda: read_bandwidth(WORLD.device, repeats=3), **turns}, args.rounds)
-        bandwidth = rounds.pop("")
-        for name, seconds in rounds.items():
-            low, median, high = (1e3 * s for s in quartiles([*itertools.chain(*seconds)]))
-            line = {"engine": name, "kind": kind, "n": int(n), "ms": median, "quartiles_ms": [low, high]}
-            line |= {"model": args.model, "rounds": args.rounds, "bandwidth": statistics.median(bandwidth)}
-            if kind == "decode":  # round by round, since the bandwidth of a shared machine varies
-                n_bytes, pairs = step_bytes(config, int(n), name), zip(seconds, bandwidth, strict=True)
-                line["mbu"] = statistics.median(n_bytes / statistics.median(s) / b for s, b in pairs)
-            yield {**made, **line}
+        for line in measure_case(engines, kind, int(n), args.rounds):
+            yield made | line
 
 
-def step_bytes(config, batch, engine):
-    """Return the bytes that a decode step of an engine has to read: matrices, norms, filled slots of the cache."""
-    n_bytes = batch * config.n_layers * 2 * config.n_kv_heads * config.head_dim * (FILLED + 1) * 2
-    for name, p in build(config).named_parameters():
-        if "tok_embeddings" not in name:
-            read = chosen_experts(config, batch) if ".experts." in name else 1
-            n_bytes += p.numel() * read * (QUANTS[engine.partition(":")[2]][0] if p.dim() > 1 else 2)
-    return n_bytes
+def measure_case(engines, kind, n, rounds):
+    """Return the results of each engine in a case."""
+    steps, lines = {name: step(kind, n) for name, step in engines.items()}, []
+    turns = {name: partial(timed, WORLD.device, run) for name, (run, _) in steps.items()}
+    in_turns(turns, 1)
+    results = in_turns({"": lambda: read_bandwidth(WORLD.device, repeats=3), **turns}, rounds)
+    bandwidth = results.pop("")
+    for name, seconds in results.items():
+        low, median, high = (1e3 * s for s in quartiles(seconds))
+        line = {"engine": name, "kind": kind, "n": n, "ms": median, "quartiles_ms": [low, high]}
+        line |= {"bandwidth": statistics.median(bandwidth)}
+        if kind == "decode" and (n_bytes := steps[name][1]):  # round by round: a shared machine's bandwidth varies
+            line["mbu"] = statistics.median(n_bytes / s / b for s, b in zip(seconds, bandwidth, strict=True))
+        lines.append(line)
+    return lines
 
 
 # ---- Tables ----------------------------------------------------------------------------------------------------------
@@ -249,7 +231,7 @@ def tables(lines):
 def cell(line, row):
     """Return milliseconds, their quartiles, how many times ours of as many bits; for our decode, the part of the
     bandwidth. row: {engine: line} of the same case."""
-    ours = row.get(QUANTS[line["engine"].partition(":")[2]][1])
+    ours = row.get(OURS[line["engine"].partition(":")[2]])
     low, high = line["quartiles_ms"]
     text = f"{line['ms']:.1f} ({low:.1f}-{high:.1f}"
     if line is ours or ours is None:
@@ -260,7 +242,7 @@ def cell(line, row):
 def main(argv=None):
     args = parse(argv)
     if args.show:
-        lines = itertools.chain(*args.show)
+        lines = [line for path in args.show for line in results.read(path, "engine")]
         return print(tables([line for line in lines if not args.engines or line["engine"] in args.engines]))
     lines = []
     for line in measure(args):

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from extras.measure.link import LINKS
-from runtime import cli, compiling, launch, writing
+from runtime import benchmarking, cli, compiling, launch, writing
 from runtime.cli import number
 from runtime.errors import InputError
 
@@ -29,11 +29,11 @@ SHORTEST = 20  # seconds: with less time left, no case starts
 def cases(device, traces):
     """Return the commands of all cases. Compiling takes most of the time, so only the first is a whole model."""
     whole, some, shards, batches, small = "8b", "8b:8", ["8b:4", "70b:4"], "1 4 16 64", ""
-    how, links = "--rounds 30 --seconds 40", " ".join(name for name in LINKS if name != "free")
+    how, links = "--seconds 20", " ".join(name for name in LINKS if name != "free")
     if device == "cpu":
         whole, some, shards, batches = "1b:1", "1b:1", ["1b:2"], "1 2"
-        small = " --prompt-length 16 --new-tokens 4 --repeats 1 --compile none"
-        how, links = "--rounds 3 --seconds 1 --eager", "pcie"
+        small = " --prompt-length 16 --new-tokens 4 --repeats 1 --eager"
+        how, links = "--seconds 1 --eager", "pcie"
     decode = f"bench.py --tp 1 --device {device}{small} --batch"
     predict = f"-m extras.measure.sweep --simulate-tp 8 --prompt-length 128 --device {device} {how} --link {links}"
     predict += " --wiring standard ladder parallel-ladder upper-bound --model"
@@ -57,6 +57,11 @@ def check():
         raise InputError(f"{tempfile.gettempdir()} has {free:.1f} GB free, compilers need 5: name another in TMPDIR")
     compiling.prepare(torch.device("cuda"))
     print(f"a C compiler, Python.h, and {free:.0f} GB of disk are there")
+    from extras.measure.spin import spin_kernel
+
+    costs = torch.tensor([1.0, 0.0], dtype=torch.float64, device="cuda")  # a nanosecond: until %globaltimer's next tick
+    tick = benchmarking.timed("cuda", lambda: spin_kernel[(1,)](costs, 0))
+    print(f"emulated links are exact to {1e6 * tick:.1f} us: a launch, or a tick of %globaltimer")
 
 
 def run(command, seconds):

@@ -4,7 +4,6 @@ Shape letters: model.py.
 """
 
 import contextlib
-import copy
 import gc
 import sys
 import time
@@ -177,20 +176,26 @@ def _compiling():
 
 @torch.inference_mode()
 def compile_ahead(runner, prompts):
-    """Compile a CPU's decode step into the cache of this machine, without running it.
+    """Compile a CPU's decode step, also into the cache of this machine, without running it.
 
     So ranks whose shards are alike can compile several runners at the same time: warm_up then finds all of them.
     """
     from torch._inductor.compile_fx import compile_fx
 
-    def compile_and_stop(graph, inputs):
-        compile_fx(graph, inputs, config_patches=CPU_OPTIONS)
-        raise InterruptedError
+    def backend(graph, inputs):
+        compiled = compile_fx(graph, inputs, config_patches=CPU_OPTIONS)
 
-    ahead = copy.copy(runner)
-    ahead._decode = torch.compile(runner.model, fullgraph=True, dynamic=False, backend=compile_and_stop)
-    with _compiling(), contextlib.suppress(torch._dynamo.exc.BackendCompilerFailed):
-        ahead.next_tokens([[*prompt, 0] for prompt in prompts], Sampler(0))
+        def run(*inputs):
+            if ahead:
+                raise InterruptedError
+            return compiled(*inputs)
+
+        return run
+
+    ahead, runner._decode = True, torch.compile(runner.model, fullgraph=True, dynamic=False, backend=backend)
+    with _compiling(), contextlib.suppress(InterruptedError):
+        runner.next_tokens([[*prompt, 0] for prompt in prompts], Sampler(0))
+    ahead = False
 
 
 @torch.inference_mode()

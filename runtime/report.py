@@ -1,14 +1,20 @@
-"""What a run took, for machines and for people."""
+"""What a run needs, warned of before its weights are loaded, and what it took, for machines and for people."""
 
+import math
 import os
 import resource
+import sys
 from pathlib import Path
 
 import torch
 
 from formats.checkpoint import dtype_name
+from model import build
+from runtime.errors import load_extra
+from tp import shard_plan, shard_slices
 
 PASS_TOKENS = 1024  # of all rows, in one pass of a prefill
+GRAPH_BYTES = 4e8  # of a GPU's captured decode steps, 20 MB each by estimate
 
 
 def free_bytes(device):
@@ -23,6 +29,38 @@ def _kilobytes(path, name):
     """Return the bytes that a file of /proc says in kB, or None if this is not Linux."""
     info = Path(path)
     return 1024 * int(info.read_text().partition(name)[2].split()[0]) if info.is_file() else None
+
+
+def cache_bytes(config, plan, dtype, slots):
+    """Return the bytes of a row of a rank's cache. plan: its shard_plan."""
+    qkv, queries = (sum(stop - start for start, stop in plan[name][1]) for name in ("wqkv", "wo"))
+    width, states = qkv - queries * (1 + config.attention_gate), len(config.linear_layers)  # of keys and values
+    result = (config.n_layers - states) * slots * width * dtype.itemsize
+    if states:
+        result += states * load_extra("linear_attention", "linear_layers").state_bytes(config, plan, dtype)
+    return result
+
+
+def warn_of_memory(world, config, dtype, rows, slots):
+    """Print a line on stderr if this rank's weights, cache and CUDA graphs exceed the free memory.
+
+    Of equal shares rank 0 has the largest, and says it for all. A GPU's free memory is without what the ranks that have
+    met already took: the context, and NCCL's buffers. Activations, and a draft's model, come on top. Raises InputError.
+    """
+    if world.rank > 0 and len({*world.shares}) == 1:
+        return
+    place = world.rank, world.shares
+    pieces = shard_slices(build(config), dtype, *place).values()
+    needed = sum(math.prod(piece.shape) * piece.dtype.itemsize for piece in pieces)
+    needed += rows * cache_bytes(config, shard_plan(config, *place), dtype, slots)
+    free = free_bytes(world.device)
+    if world.device.type == "cuda":
+        needed += GRAPH_BYTES
+    else:  # the ranks of a machine share its memory
+        free /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if needed > free:
+        text = f"about {needed / 1e9:,.2f} GB needed, {free / 1e9:,.2f} free"
+        print(f"weights and cache of rank {world.rank} may not fit: {text}", file=sys.stderr)
 
 
 def chosen_experts(config, tokens):
@@ -71,7 +109,7 @@ def result(setup, world, done, texts):
         "model": setup.name, "n_layers": config.n_layers, "wiring": config.wiring, "quant": config.quant,
         "dtype": dtype_name(runner.model.dtype), "device": world.device.type,
         "comm": "one-shot" if getattr(world.group, "group_name", "").startswith("one-shot") else setup.args.comm,
-        "tp": world.tp_size, "shares": world.shares, "simulated": world.simulated,
+        "tp": world.tp_size, "shares": world.shares,
         "batch": rows, "prompt_tokens": longest, "new_tokens": done.steps, "passes": passes,
         "load_s": setup.load_s, "compile_s": setup.compile_s, "prefill_s": done.prefill_s, "decode_s": done.decode_s,
         "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and later / done.decode_s,
@@ -81,8 +119,7 @@ def result(setup, world, done, texts):
         "prefill_chunks": runner.choose_chunks(rows, min(longest, max(1, PASS_TOKENS // rows))),
         "draft": source and source.name, "speculate": source and source.count,
         "drafted": draft and draft.drafted, "accepted": accepted,
-        "tokens": None if world.simulated else done.rows, "texts": texts,
-        "finish": done.finish,
+        "tokens": done.rows, "texts": texts, "finish": done.finish,
     }  # fmt: skip
 
 

@@ -69,8 +69,6 @@ SCRIPTS = {
             "--window 8 --stride 8": "--stride is 8 but must be smaller than the window of 8 tokens",
             "--max-tokens 2 --text {}/empty": "has no text: scoring takes two tokens or more",
             "--max-tokens 2 --json /dev/full": "cannot write /dev/full: [Errno 28] No space left on device",
-            "--sensitivity --wiring desync": "no such wiring: 'desync:0,'; write desync, desync:N or desync/LANES",
-            "--sensitivity --wiring spd:2": "takes a standard model and a wiring NAME, not standard and spd:2",
         },
     ),
     "quantize": (

@@ -1,6 +1,5 @@
-"""extras/research: the corpus, the trainings and their tables, and what each layer alone costs in another wiring."""
+"""extras/research: the corpus, the trainings and their tables."""
 
-import dataclasses
 import hashlib
 import json
 import subprocess
@@ -8,16 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import BASE, random_model
-from test_eval import TEXT, evaluated
 
 import eval as evaluate
 from extras.measure import results
-from extras.research import quality, sensitivity
+from extras.research import quality
 from extras.training import adapt
-from formats.wiring_text import wiring_name
-from model import parse_wiring
-from runtime.errors import InputError
 
 
 def write(path, *lines):
@@ -76,12 +70,12 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(roots
     path, how = tmp_path / "quality.jsonl", ["--train", str(tmp_path), "--steps", "200"]
     with pytest.raises(KeyboardInterrupt):
         quality.main(how)
-    assert len(results.read(path)) == 4
+    assert len(results.read(path, "run")) == 4
     with open(path, "a") as f:
         f.write('{"run": "cut o')
     ran.append(None)
     quality.main(how)
-    lines = results.read(path)
+    lines = results.read(path, "run")
     assert len({line["run"] for line in lines}) == len(lines) == len(ran) - 1
     assert {line["steps"] for line in lines if line["kind"] == "retrained"} == {2, 10, 40, 200}
     assert not any(args.plain or args.distill for args in ran if args)
@@ -92,28 +86,3 @@ def test_a_plan_of_trainings_goes_on_and_its_tables_are_those_of_its_lines(roots
     rows = [row.split(" | ") for row in capsys.readouterr().out.splitlines()]
     [ladder] = [row for row in rows if row[0] == "| ladder"]
     assert ladder[1:4] == ["16", "2.610 (2.560-2.660), -0.8%", "11.000, -15.4%"]
-
-
-def test_sensitivity_is_of_each_layer_alone():
-    net, layers = random_model(BASE), []
-    sensitivity.table(net, 0, lambda m: layers.append(m.config.wiring) or 0, "pair", False)
-    assert layers == ["pair:0,1", "pair:1,2"] and net.config is BASE
-    with pytest.raises(InputError, match="not parallel and ladder"):
-        sensitivity.alone(dataclasses.replace(BASE, wiring="parallel"), "ladder", 0)
-
-
-@pytest.mark.parametrize("ranks, wiring", [(1, "parallel-ladder"), (3, "delayed")])
-def test_the_table_of_layers_is_that_of_the_ranks_it_runs_on(ranks, wiring, tiny, tmp_path, capsys):
-    """Layer by layer what a run with this layer alone gives, from unequal heads."""
-    (tmp_path / "text").write_text(TEXT)
-    flags = ["--checkpoint", tiny, "--text", tmp_path / "text", "--window", "32"]
-    line, stderr = evaluated(capsys, *flags, "--sensitivity", "--wiring", wiring, ranks=ranks)
-    layers, nats = line["sensitivity"], line["nats_per_token"]
-    assert (line["wiring"], line["sensitivity_wiring"], line["tp"]) == ("standard", wiring, ranks)
-    names = [wiring_name(*parse_wiring(wiring)._replace(parameter=(i,))) for i in range(BASE.n_layers)]
-    alone = [evaluated(capsys, *flags, "--wiring", name, ranks=ranks)[0]["nats_per_token"] for name in names]
-    assert layers == pytest.approx(alone, rel=1e-6) and min(abs(one - nats) for one in layers) > 1e-4
-    rows = [row.split() for row in stderr.splitlines() if row.split()[0] in ("none", *map(str, range(len(layers))))]
-    order = sorted(range(BASE.n_layers), key=lambda i: layers[i])
-    expected = [[str(i), f"{layers[i]:.4f}", f"{layers[i] - nats:+.4f}"] for i in order]
-    assert rows == [["none", f"{nats:.4f}"], *expected]

@@ -1,30 +1,29 @@
 """Which wiring for my link? Predict a decode step of every wiring; no model runs.
 
-python -m extras.measure.advise --model 70b --tp 8 --gpu h100 --link nvlink,pcie
+python -m extras.measure.advise --model 70b --tp 8 --gpu h100 --link nvlink pcie
 python -m extras.measure.advise --checkpoint demo --tp 2 --bandwidth-gbs 12.5 --link 150us+10gbps  # as the probe says
 
 docs/choosing.md says what goes into it, and what does not.
 """
 
+import contextlib
 import dataclasses
+import functools
 import math
-import statistics
-from collections import Counter, defaultdict
-from pathlib import Path
+from collections import Counter
 from typing import NamedTuple
 
 import torch
 
 from extras.lanes.lanes import lanes_of_rank
-from extras.measure import link, results
+from extras.measure import link
 from extras.measure.clock import run_layers, variants
-from formats import checkpoint, sizes
+from formats import checkpoint
 from formats.checkpoint import dtype_name
-from formats.sizes import SIZES
 from model import build, rewired
 from runtime import benchmarking, cli, launch, report
 from runtime.cli import count, number
-from runtime.errors import InputError, load_extra
+from runtime.errors import InputError
 from tp import shard_plan, shard_slices
 
 # ---- The work of a decode step, and how fast a machine does it -------------------------------------------------------
@@ -38,29 +37,21 @@ class Work(NamedTuple):
 
 
 def decode_work(config, dtype, tp_size, batch, context):
-    """Return {"attention": Work, "feed_forward": Work, "rest": Work}: of one layer's sublayers, and outside the layers.
+    """Return {"attention": Work, "feed_forward": Work, "rest": Work}: of the mean layer, and outside the layers.
 
     It is the work of the rank with the most, for which the others wait. context: filled slots of the cache. Of the
-    embedding table, a step reads only the rows of its tokens. All layers of a mixture count as layers with experts.
-    Where some layers are linear, "attention" is the mean of all.
-    Raises InputError if tp_size does not suit the config.
+    embedding table, a step reads only the rows of its tokens. Raises InputError if tp_size does not suit the config.
     """
-    wiring = "farskip" if config.parsed.name == "farskip" else "standard"  # which of them decides who holds what
     kept = *config.kept, *["output"] * (config.tie_embeddings and "tok_embeddings" in config.kept)
-    works, share = [], len(config.linear_layers) / config.n_layers
-    changes = ALL_ALIKE | {"n_layers": 1, "tie_embeddings": False, "kept": kept}
-    for layers in [(), (0,)] if share else [()]:
-        one = dataclasses.replace(rewired(config, wiring), **changes | {"linear_layers": layers})
-        ranks = [rank_work(one, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
-        works.append({place: max(work[place] for work in ranks) for place in ranks[0]})
-    pairs = zip(works[0]["attention"], works[-1]["attention"], strict=True)
-    return works[0] | {"attention": Work(*((1 - share) * full + share * linear for full, linear in pairs))}
+    whole = build(dataclasses.replace(config, tie_embeddings=False, kept=kept))
+    ranks = [rank_work(whole, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
+    return {place: max(work[place] for work in ranks) for place in ranks[0]}
 
 
-def rank_work(config, dtype, rank, tp_size, batch, context):
-    """Return what decode_work says of one rank; of a config of one layer."""
-    plan, n_bytes, flops = shard_plan(config, rank, tp_size), Counter(), Counter()
-    for name, (shape, stored, *_) in shard_slices(build(config), dtype, rank, tp_size).items():
+def rank_work(whole, dtype, rank, tp_size, batch, context):
+    """Return what decode_work says of one rank. whole: a model of all ranks, as build makes it."""
+    config, n_bytes, flops = whole.config, Counter(), Counter()
+    for name, (shape, stored, *_) in shard_slices(whole, dtype, rank, tp_size).items():
         if "norm" in name or "tok_embeddings" in name:
             continue
         place, size = name.split(".")[2] if name.startswith("layers.") else "rest", math.prod(shape)
@@ -70,19 +61,12 @@ def rank_work(config, dtype, rank, tp_size, batch, context):
         n_bytes[place] += size * stored.itemsize * read
         if name.endswith(".weight"):
             flops[place] += 2 * batch * size * used * (2 if stored == torch.uint8 else 1)  # int4: two in a byte
-    if config.linear_layers:
-        n_bytes["attention"] += batch * load_extra("linear_attention", "linear_layers").state_bytes(config, plan, dtype)
-    else:
-        n_bytes["attention"] += batch * context * kv_width(config, plan) * dtype.itemsize
-        flops["attention"] += 4 * batch * context * sum(stop - start for start, stop in plan["wo"][1])
+    plan, rows = shard_plan(config, rank, tp_size), batch * context * (config.n_layers - len(config.linear_layers))
+    n_bytes["attention"] += batch * report.cache_bytes(config, plan, dtype, context)
+    flops["attention"] += 4 * rows * sum(stop - start for start, stop in plan["wo"][1])  # rows: of keys and values
     n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm
-    return {place: Work(n_bytes[place], flops[place]) for place in ("attention", "feed_forward", "rest")}
-
-
-def kv_width(config, plan):
-    """Return the numbers of a rank's keys and values of one token in one layer. plan: its shard_plan."""
-    qkv, queries = (sum(stop - start for start, stop in plan[name][1]) for name in ("wqkv", "wo"))
-    return qkv - queries * (1 + config.attention_gate)
+    layers = {"attention": config.n_layers, "feed_forward": config.n_layers, "rest": 1}
+    return {place: Work(n_bytes[place] / n, flops[place] / n) for place, n in layers.items()}
 
 
 class Machine(NamedTuple):
@@ -106,8 +90,7 @@ GPUS = {
 # The share of the published bandwidth that a decode step reaches: gpt-fast's README has 1397 of an A100's 2039 GB/s for
 # the 7b in bfloat16 on one GPU. The upper bound that the paper measured is lower: see benchmarks/bench.md.
 SHARE = 0.7
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-ALL_ALIKE = dict.fromkeys(("nope_layers", "window_layers", "dense_layers", "linear_layers"), ())
+CONTEXT = 1024  # filled slots of the cache, at most
 MOST_LOSS = 3.0  # percent, of a wiring that is recommended
 
 # ---- Predictions -----------------------------------------------------------------------------------------------------
@@ -129,9 +112,8 @@ class Times(NamedTuple):
     norm_sum: float = 0.0
 
 
-def times_of(config, dtype, tp_size, batch, context, machine, link):
-    """Return the Times of a decode step over a Link."""
-    work = decode_work(config, dtype, tp_size, batch, context)
+def times_of(config, work, dtype, tp_size, batch, machine, link):
+    """Return the Times of a decode step over a Link. work: decode_work's."""
     all_reduce = link.seconds(batch * config.dim * dtype.itemsize, tp_size)
     gather = link.seconds(16 * batch * tp_size, tp_size, passes=1)  # a logit and an id from each rank
     norm_sum = link.seconds(8 * batch, tp_size) if config.whole_qk_norm else 0.0  # two sums of squares of each row
@@ -163,24 +145,19 @@ def retraining(own, config, tp_size):
 
 def measured_losses(own, tp_size):
     """Return {function: percent} by which small standard models, retrained in a wiring on 20 % of the tokens of their
-    training, ended above one trained plainly on as many: from the raw lines of benchmarks/quality.md, or of a mixture.
-
-    Layers count by their place: the last 4 of 8 stand for the last half.
+    training, ended above one trained plainly on as many: benchmarks/quality.md, and docs/experts.md of a mixture.
     """
-    name, steps = ("quality-mixture", 200) if own.n_experts else ("quality", 400)
-    path, nats = RESULTS / f"{name}.jsonl", defaultdict(list)
-    if own.wiring != "standard" or not path.is_file():  # of weights in another wiring nobody knows
-        return {function(own, tp_size): 0.0}
-    for line in results.read(path, "kind", "wiring", "n_layers", "steps", "nats"):
-        if (line["kind"], line["steps"], bool(line.get("n_experts"))) == ("retrained", steps, bool(own.n_experts)):
-            L, small = line["n_layers"], dataclasses.replace(own, n_layers=line["n_layers"], **ALL_ALIKE)
-            try:
-                wirings, *rest = function(rewired(small, line["wiring"]), tp_size)
-            except InputError:  # these weights cannot have it
-                continue
-            nats[tuple(wirings[L * i // own.n_layers] for i in range(own.n_layers)), *rest].append(line["nats"])
-    control = statistics.median(nats[function(own, tp_size)])
-    return {key: 100 * (statistics.median(values) / control - 1) for key, values in nats.items()}
+    half, middle, losses = own.n_layers // 2, own.n_layers // 4, {own.wiring: 0.0}
+    if own.wiring == "standard" and own.n_experts:
+        losses |= {"ladder": 3.4}
+    elif own.wiring == "standard":  # of weights in another wiring nobody knows
+        losses |= {"ladder": 0.8, f"ladder:{half}": 0.3, "parallel-ladder": 3.0, "spd/4": 0.1, "delayed/4": 0.3}
+        losses |= {f"pair:{middle}-{middle + half // 2 * 2 - 1}": -0.2}
+    result = {}
+    for wiring, loss in losses.items():
+        with contextlib.suppress(InputError):  # these weights cannot have it
+            result[function(rewired(own, wiring), tp_size)] = loss
+    return result
 
 
 def candidates(own, names, tp_size):
@@ -203,7 +180,7 @@ def advice(configs, times, own, tp_size):
         wiring = config.wiring if n else f"(bound: {config.wiring})"
         needs = retraining(own, config, tp_size) if n else "no model"
         share = "" if hidden is None else f"{100 * hidden:.0f} %"
-        loss = round(losses.get(function(config, tp_size), math.nan), 1)  # as it is shown
+        loss = losses.get(function(config, tp_size), math.nan)
         best = (seconds, wiring) if loss < MOST_LOSS and seconds < best[0] else best
         loss = "" if not n else "unknown" if math.isnan(loss) else f"{loss:+.1f} %"
         cells = [wiring, f"{1e3 * seconds:.3f}", f"{standard / seconds:.2f}", str(n), share, loss, needs]
@@ -225,65 +202,49 @@ def advice(configs, times, own, tp_size):
 def parse(argv):
     p = cli.Parser(__doc__)
     g = p.add_argument_group("model")
-    one = g.add_mutually_exclusive_group(required=True)
-    one.add_argument("--model", metavar="NAME[:N][:int8|:int4]", help=f"a named size: {', '.join(SIZES)}")
-    one.add_argument("--checkpoint", metavar="DIR", help="... or a folder of weights, of which none is loaded")
+    cli.add_model_flags(g, required=True)
     g.add_argument("--tp", type=number(int, 2), required=True, metavar="N", help="ranks, e.g. 8")
     g.add_argument("--batch", type=count, default=1, metavar="B", help="rows, e.g. 16")
-    g.add_argument("--context", type=count, metavar="T", help="filled slots of the cache (default: 1024 at most)")
     g.add_argument("--wirings", nargs="+", metavar="NAME", help="default: all; e.g. ladder:16 spd:3,5")
-    g = p.add_argument_group("machine", "default: this one, measured now")
-    one = g.add_mutually_exclusive_group()
-    one.add_argument("--gpu", metavar="NAME", help=f"a published bandwidth and rate: {', '.join(GPUS)}")
+    g = p.add_argument_group("machine")
+    one = g.add_mutually_exclusive_group(required=True)
+    one.add_argument("--gpu", choices=GPUS, help="its published bandwidth and rate")
     positive = number(float, 0, 1e9, above=True)
     one.add_argument("--bandwidth-gbs", type=positive, metavar="X", help="gigabytes per second a rank reads, e.g. 12.5")
     g.add_argument("--tflops", type=positive, metavar="X", help="10^12 operations per second a rank computes, e.g. 300")
-    p.add_argument("--link", type=links, required=True, metavar="LINK,...", help=f"all, or some of {link.FORMS}")
+    p.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help=f"default: all; of {link.FORMS}")
     return p.parse_args(argv)
-
-
-def links(text):
-    """Return the Links of a text such as pcie,100us (an argparse type)."""
-    if text == "all":
-        return [one for one in link.LINKS.values() if one.per_byte]
-    return [*map(link.parse, text.split(","))]
 
 
 def choose_machine(args):
     """Return the Machine that the flags describe."""
-    if args.gpu and args.gpu not in GPUS:
-        raise InputError(
-            f"--gpu {args.gpu} is none of {', '.join(GPUS)}: give its --bandwidth-gbs and --tflops instead"
-        )
     if args.gpu:
         on_paper = f"{100 * SHARE:.0f} % of the {args.gpu.upper()} on paper"
         machine = Machine(on_paper, *(SHARE * rate for rate in GPUS[args.gpu]))
-    elif args.bandwidth_gbs:
-        machine = Machine("as given", 1e9 * args.bandwidth_gbs)
     else:
-        device = launch.choose_device(None)
-        machine = Machine(f"this machine ({device.type}), one process", benchmarking.read_bandwidth(device, size=2**28))
+        machine = Machine("as given", 1e9 * args.bandwidth_gbs)
     return machine if args.tflops is None else machine._replace(flops=1e12 * args.tflops)
 
 
 def main(argv=None):
     args = parse(argv)
-    if args.model:
-        own, dtype, name = sizes.named_size(args.model), torch.bfloat16, args.model
-    else:
-        own, name = checkpoint.read_config(args.checkpoint), checkpoint.name(args.checkpoint)
-        dtype = checkpoint.Weights(args.checkpoint).dtype("norm.weight")
+    (name, own), dtype = cli.read_config(args), checkpoint.chosen_dtype(args.dtype, args.checkpoint)
     configs = candidates(own, args.wirings or variants(own), args.tp)
-    shard_plan(own, 0, args.tp)  # raises InputError before anything is measured
-    context = args.context or min(1024, own.max_seq_len)
-    machine = choose_machine(args)
-    work = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
+    context, machine = min(CONTEXT, own.max_seq_len), choose_machine(args)
+    what = f"{own.quant or dtype_name(dtype)}, tp {args.tp}, batch {args.batch}, {context} filled slots"
     rates = f"{machine.bandwidth / 1e9:,.1f} GB/s"
     if machine.flops < math.inf:
         rates += f", {machine.flops / 1e12:.0f} TFLOP/s"
-    print(f"PREDICTED: {name}, {own.n_layers} layers, {work}\n{machine.name}: {rates} a rank")
-    for one in args.link:
-        times = [times_of(config, dtype, args.tp, args.batch, context, machine, one) for config in configs]
+    print(f"PREDICTED: {name}, {own.n_layers} layers, {what}\n{machine.name}: {rates} a rank")
+
+    @functools.cache
+    def work(is_farskip):  # which has other shards of a shared expert
+        return decode_work(rewired(own, "farskip" if is_farskip else "standard"), dtype, args.tp, args.batch, context)
+
+    works = [work(config.parsed.name == "farskip") for config in configs]
+    for one in args.link or [one for one in link.LINKS.values() if one.per_byte]:
+        pairs = zip(configs, works, strict=True)
+        times = [times_of(*pair, dtype, args.tp, args.batch, machine, one) for pair in pairs]
         parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times[0]._asdict().items())
         print(f"\n{one.name}; in us: {parts}\n\n{advice(configs, times, own, args.tp)}")
 

@@ -44,8 +44,8 @@ def replays(runner, tokens, lengths):
 class Case(NamedTuple):
     """What measure() compares: a step, and the same step without its all-reduces.
 
-    comm: the model's collectives. partial: a tensor of the size that they sum. link: what world.group emulates during
-    this case's steps. chunks: of a prompt, interleaved.
+    comm: the model's collectives. partial: a tensor of the size that they sum. link: what world.group emulates
+    meanwhile. chunks: of a prompt, interleaved.
     """
 
     config: Config
@@ -58,34 +58,32 @@ class Case(NamedTuple):
 
 
 @torch.inference_mode()
-def make_cases(runner, tokens, lengths, world):
-    """Return {"prefill", "decode": the Case of that step} of a runner; the arguments are those of replays()."""
-    model, silent, cases, (B, S) = runner.model, copy.copy(runner.model), {}, tokens.shape
+def make_case(kind, runner, tokens, lengths, world):
+    """Return the Case of a runner's step, "prefill" or "decode"; tokens, lengths: as replays() has them."""
+    model, silent, (B, S) = runner.model, copy.copy(runner.model), tokens.shape
     silent.comm = Silent(model.config, world.shares, world.group)
-    silent_steps = replays(runner.with_model(silent, runner.cache), tokens, lengths)
-    for kind, step in replays(runner, tokens, lengths).items():
-        chunks, width = (runner.choose_chunks(B, S), S) if kind == "prefill" else (1, 1)
-        partial = torch.zeros(B, -(-width // chunks), model.config.dim, device=model.device, dtype=model.dtype)
-        cases[kind] = Case(model.config, step, silent_steps[kind], model.comm, partial, world.group.link, chunks)
-    return cases
+    steps = [replays(one, tokens, lengths)[kind] for one in (runner, runner.with_model(silent, runner.cache))]
+    chunks, width = (runner.choose_chunks(B, S), S) if kind == "prefill" else (1, 1)
+    partial = torch.zeros(B, -(-width // chunks), model.config.dim, device=model.device, dtype=model.dtype)
+    return Case(model.config, *steps, model.comm, partial, world.group.link, chunks)
 
 
 # ---- Measuring steps in turns ----------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
-def measure(world, cases, rounds=20, seconds=10):
+def measure(world, cases, seconds):
     """Time the steps of {key: Case}, with and without all-reduces, in turns; return {key: report}, as _report says.
 
-    There are fewer rounds, but at least 3, if they would take longer than `seconds`.
+    There are as many rounds as about `seconds` allow, at least 3.
     """
     ways = {key: functools.partial(_run, world, case, own_all_reduce(world, case)) for key, case in cases.items()}
     for way in ways.values():  # may compile
         way()
     start = time.perf_counter()
     first = in_turns(ways, 1)
-    fitting = int(seconds / (time.perf_counter() - start))
-    runs = in_turns(ways, min(world.gather(max(3, min(rounds, fitting)))) - 1)
+    rounds = max(3, int(seconds / (time.perf_counter() - start)))
+    runs = in_turns(ways, min(world.gather(rounds)) - 1)
     return {key: _report(case, first[key] + runs[key]) for key, case in cases.items()}
 
 
@@ -113,7 +111,6 @@ def _run(world, case, all_reduce):
     group.log, start = [], time.perf_counter()
     times["step"] = timed(world.device, case.step)
     log, group.log = group.log, None
-    times["blocked"] = sum(done - asked for _, asked, done in log)
     times["compute"], times["tail"] = compute_times(start, log, start + times["step"])
     return times
 
@@ -132,9 +129,9 @@ def compute_times(start, log, end):
 def _report(case, runs):
     """Return what the runs of a case say: medians, as README.md has them.
 
-    On a GPU, where nothing is logged, all_reduces is the wiring's number, blocked_ms None, and for the limit all
-    compute times are equal. Else they are the step's own, scaled so that they add up to the silent step, since
-    communication takes processor time too.
+    On a GPU, where nothing is logged, all_reduces is the wiring's number, and for the limit all compute times are
+    equal. Else they are the step's own, scaled so that they add up to the silent step, since communication takes
+    processor time too.
     """
     ms = {key: 1e3 * statistics.median(run[key] for run in runs) for key in runs[0] if key != "compute"}
     expected, tail = count_all_reduces(case.config, case.chunks), ms.get("tail", 0.0)
@@ -154,22 +151,8 @@ def _report(case, runs):
         "step_ms": ms["step"], "quartiles_ms": [low, high], "silent_ms": ms["silent"], "exposed_ms": exposed,
         "all_reduces": n, "all_reduce_bytes": case.partial.nbytes, "all_reduce_ms": ms["all_reduce"],
         "hidden": 1 - exposed / (n * ms["all_reduce"]) if n else None, "limit_ms": limit,
-        "blocked_ms": ms.get("blocked"), "rounds": len(runs),
+        "rounds": len(runs),
     }  # fmt: skip
-
-
-def summary(kind, r):
-    """Return a report in two lines for people."""
-    low, high = r["quartiles_ms"]
-    text = f"{kind}: {r['step_ms']:.2f} ms a step ({low:.2f}-{high:.2f})"
-    if not r["all_reduces"]:
-        return f"{text}, in which no all-reduce ran: nothing to hide is known"
-    limit = "unknown: other all-reduces ran" if r["limit_ms"] is None else f"{r['limit_ms']:.2f} ms"
-    return (
-        f"{text}, {r['silent_ms']:.2f} without its {r['all_reduces']} all-reduces of {r['all_reduce_bytes']:,} bytes, "
-        f"which take {r['all_reduce_ms']:.3f} ms each on their own\n"
-        f"  exposed: {r['exposed_ms']:.2f} ms; hidden: {100 * r['hidden']:.0f} %; this wiring's limit: {limit}"
-    )
 
 
 @torch.inference_mode()

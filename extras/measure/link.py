@@ -87,10 +87,10 @@ def parse(text):
     return Link(text, latency_us, gbps and float(gbps))
 
 
-def emulate(world, link, simulate_tp=None, shares=None):
+def emulate(world, link, simulate_tp=None):
     """Return a World like this one, whose collectives take as long as over the link.
 
-    simulate_tp: the number of ranks of which this process alone stands for rank 0; shares: theirs. Raises InputError.
+    simulate_tp: the number of ranks of which this process alone stands for rank 0. Raises InputError.
     """
     if simulate_tp is not None and world.tp_size > 1:
         raise InputError("--simulate-tp is one rank alone: start it with python, not with torchrun")
@@ -103,7 +103,7 @@ def emulate(world, link, simulate_tp=None, shares=None):
         group = LinkedMemory(world.group, link)
     else:
         group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
-    shares = shares if simulate_tp else world.shares
+    shares = None if simulate_tp else world.shares
     return launch.World(world.rank, tp_size, world.device, group, simulate_tp is not None, shares)
 
 

@@ -5,14 +5,13 @@ torchrun --standalone --nproc_per_node=2 -m extras.measure.probe --json bench.js
 
 All ranks read at the same time, since ranks of one machine share its memory. All-reduces run one after another, as in
 a standard model, and are called from Python: on a GPU small ones take longer than in the CUDA graph of a compiled
-decode step. Where neither gloo nor NCCL carries the model's all-reduces, theirs are timed too.
+decode step. --comm library times those of gloo or NCCL, where others sum by default.
 """
 
 import functools
 import statistics
 
 import torch
-import torch.distributed as dist
 
 from runtime import benchmarking, cli, launch, writing
 from runtime.benchmarking import QUEUED, timed
@@ -51,18 +50,16 @@ def main(argv=None):
     world = launch.join(args.device, vars(args))
     result = {"bandwidth": world.gather(benchmarking.read_bandwidth(world.device, world))}
     result["all_reduce"] = all_reduces(world, world.group) if world.group else []
-    if world.group not in (None, dist.group.WORLD):
-        result["library"] = all_reduces(world, dist.group.WORLD)
     if world.rank > 0:
         return
     environment = benchmarking.environment(world)
     print(f"{environment['hardware']}; {world.device.type}, {environment['threads']} threads a rank")
     for rank, rate in enumerate(result["bandwidth"]):
         print(f"rank {rank}: {rate / 1e9:.1f} GB/s read from memory")
-    for name, key in ("all-reduce", "all_reduce"), ("by the library", "library"):
-        for line in result.get(key, []):
-            print(f"{name} of {line['bytes']:>10,} bytes: {line['us']:>10,.1f} us, {line['gbps']:>8.2f} Gbit/s")
-    if lines := result["all_reduce"]:
+    lines = result["all_reduce"]
+    for line in lines:
+        print(f"all-reduce of {line['bytes']:>10,} bytes: {line['us']:>10,.1f} us, {line['gbps']:>8.2f} Gbit/s")
+    if lines:
         rate, numbers = min(result["bandwidth"]) / 1e9, f"{lines[0]['us']:.1f}us+{lines[-1]['gbps']:.3f}gbps"
         print(f"for extras.measure.advise: --tp {world.tp_size} --bandwidth-gbs {rate:.1f} --link {numbers}")
     if args.json:

@@ -2,7 +2,7 @@
 
 torchrun --standalone --nproc_per_node=2 -m extras.measure.sweep --link 0us 1000us 3000us --json sweep.jsonl
 python -m extras.measure.sweep --simulate-tp 8 --model 8b --link nvlink pcie --json sweep.jsonl
-python -m extras.measure.sweep --wiring standard ladder upper-bound --show sweep.jsonl
+python -m extras.measure.sweep --wiring standard ladder upper-bound --show sweep.jsonl --plot sweep.png
 
 By default all wirings of a small random model (8 layers of dim 2560), which share one set of weights. A line of the
 result is one wiring at one batch size over one link: the median step and its quartiles, the same step without
@@ -19,7 +19,7 @@ import torch
 
 import bench
 from decoding.sampling import pad
-from extras.measure import exposed, link, results
+from extras.measure import exposed, link, plot, results
 from extras.measure.clock import variants
 from formats import checkpoint
 from generate import Runner, make_cache
@@ -38,16 +38,14 @@ def parse(argv):
     p.set_defaults(model="small", batch=[1], prompt_length=64)
     words = "measure the prefill, in so many chunks (1), not a decode step; with --eager, or they do not overlap"
     p.add_argument("--prefill", nargs="*", type=count, metavar="CHUNKS", help=words)
-    p.add_argument("--eager", action="store_true", help="do not compile")
     p.add_argument("--link", nargs="+", type=link.parse, default=[link.FREE], metavar="LINK", help=link.FORMS)
     p.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="run one rank of N alone")
-    p.add_argument("--rounds", type=number(int, 3), default=30, help="steps of each wiring over each link")
-    seconds = number(float, 0, 1e6, above=True)
-    p.add_argument("--seconds", type=seconds, default=300, help="... or fewer, to end in about this time")
+    words = "measure about so long, at least three steps of each wiring over each link"
+    p.add_argument("--seconds", type=number(float, 0, 1e6), default=60, metavar="S", help=words)
     p.add_argument("--label", help="what to call the real link that --link free measures")
     p.add_argument("--profile", metavar="DIR", help="write a trace of a step of each wiring into DIR/LINK-WIRING")
-    cli.add_json_flag(p, "a line for each wiring, batch size and link")
-    results.add_show_flag(p, *results.STEP_KEYS)
+    p.add_argument("--show", nargs="+", metavar="FILE", help="measure nothing: print the tables of such files")
+    p.add_argument("--plot", metavar="FILE", help="draw the table, too, as a .png or .svg")
     args = p.parse_args(argv)
     if args.show:
         return args
@@ -80,7 +78,7 @@ def make_cases(args, world):
         caches[key] = caches.get(key) or make_cache(model, batch, args.prompt_length + 2)
         prompts = pad([[1 + row] * args.prompt_length for row in range(batch)], world.device)
         runner = Runner(model, caches[key], not args.eager, not args.eager, chunks)
-        case = exposed.make_cases(runner, *prompts, world)[args.kind]
+        case = exposed.make_case(args.kind, runner, *prompts, world)
         for one in args.link:
             cases[one, wiring + f" in {chunks} chunks" * (chunks > 1), batch] = case._replace(link=one)
     return cases
@@ -90,7 +88,7 @@ def measure(args, world):
     """Return the lines of all cases, which take turns."""
     world.say(f"{args.kind} of {', '.join(args.wiring)} ...")
     cases = make_cases(args, world)
-    reports = exposed.measure(world, cases, args.rounds, args.seconds)
+    reports = exposed.measure(world, cases, args.seconds)
     made, lines = benchmarking.environment(world), []
     for (one, name, batch), case in cases.items():
         lines.append({
@@ -117,13 +115,18 @@ def setting(line):
     return f"{model}, {how} {line['kind']}, {line['tokens']} tokens, {size}, {line['threads']} threads a rank"
 
 
-def tables(lines):
-    """Return Markdown, a table for each setting: a row for each link, a column for each wiring, cells as in cell()."""
+def show(lines, figure):
+    """Print a table for each setting, a row for each link, a column for each wiring; draw it into the file `figure`."""
     settings = defaultdict(list)
     for line in lines:
         settings[setting(line)].append(line)
-    text = [f"{title}; ms:\n\n{table(some)}" for title, some in settings.items()]
-    return "\n\n".join([*text, "`~`: within noise, `^`: above the upper bound, which is noise."])
+    for title, some in settings.items():
+        print(f"{title}; ms:\n\n{table(some)}\n")
+    print("`~`: within noise, `^`: above the upper bound, which is noise.")
+    if figure and len(settings) > 1:
+        raise InputError(f"--plot draws lines of one setting; these have {len(settings)}")
+    if figure:
+        plot.draw(figure, title, lines)
 
 
 def table(lines):
@@ -156,8 +159,8 @@ def cell(line, row):
 def main(argv=None):
     args = parse(argv)
     if args.show:
-        lines = itertools.chain(*args.show)
-        return print(tables([line for line in lines if not args.wiring or line["wiring"] in args.wiring]))
+        lines = [line for path in args.show for line in results.read(path, "limit_ms")]
+        return show([line for line in lines if not args.wiring or line["wiring"] in args.wiring], args.plot)
     joined = launch.join(args.device, vars(args))
     first = max(args.link, key=lambda one: one.seconds(1, 2))  # a free one if there is no other
     world = link.emulate(joined, first, args.simulate_tp)
@@ -165,7 +168,7 @@ def main(argv=None):
     if world.rank == 0:
         for line in lines if args.json else ():
             writing.append_line(args.json, line)
-        print(tables(lines))
+        show(lines, args.plot)
 
 
 if __name__ == "__main__":

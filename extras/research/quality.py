@@ -26,7 +26,7 @@ from extras.measure.clock import count_all_reduces, run_layers
 from formats.checkpoint import read_config
 from model import rewired
 from runtime import cli, launch, writing
-from runtime.benchmarking import environment
+from runtime.benchmarking import environment, markdown
 from runtime.cli import number
 from runtime.errors import InputError
 from runtime.launch import World
@@ -44,7 +44,6 @@ PLAN = [  # kind, share of --steps, wirings, seeds
     ("retrained", 0.01, RETRAINED[:2], (10,)),
     ("retrained", 1, RETRAINED[:2], (10,)),
 ]
-KEYS = "run", "kind", "wiring", "n_layers", "steps", "nats", "before"  # that a line needs
 # Seconds of a sublayer and of the rest of a decode step of 8 layers of dim 2560 on two CPU ranks without all-reduces:
 # 25.5 ms (results/overlap-memory.jsonl) in proportion to the bytes that they read. And of an all-reduce.
 SUBLAYER, REST, ALL_REDUCE = 1.555e-3, 0.615e-3, 1e-3
@@ -112,7 +111,7 @@ def train(kind, wiring, steps, seed, source, out):
     nats, before = score(Path(f"{out}.jsonl"), "--checkpoint", out), None
     if retrained:
         before = score(Path(f"{out}-before.jsonl"), "--checkpoint", source, "--wiring", wiring)
-    log = results.read(out / "log.jsonl", "step", "tokens")
+    log = results.read(out / "log.jsonl", "tokens")
     curve = [(line["tokens"], line["valid"]) for line in log if "valid" in line]
     return {
         "run": out.name, "kind": kind, "wiring": wiring, "seed": seed, "lr": lr, "steps": steps, "n_layers": 8,
@@ -160,8 +159,8 @@ def tables(lines):
             cells = [cell("retrained", wiring, share) for wiring in RETRAINED[:2]]
             shares.append([f"{share:.0%}", *cells, f"{ladder - control:.3f}"])
     head = ["wiring", "all-reduces", "from scratch", "standard weights in it", "retrained on 5%", "retrained on 20%"]
-    wirings = results.markdown([*head, f"speed at {1e3 * ALL_REDUCE:g} ms"], rows)
-    return wirings + "\n\n" + results.markdown(["retrained on", *RETRAINED[:2], "gap"], shares)
+    wirings = markdown([*head, f"speed at {1e3 * ALL_REDUCE:g} ms"], rows)
+    return wirings + "\n\n" + markdown(["retrained on", *RETRAINED[:2], "gap"], shares)
 
 
 def main(argv=None):
@@ -169,7 +168,7 @@ def main(argv=None):
     what = p.add_mutually_exclusive_group(required=True)
     words = "run the plan in this folder, and append a line for each training to its quality.jsonl"
     what.add_argument("--train", type=Path, metavar="DIR", help=words)
-    what.add_argument("--show", type=results.lines_of(*KEYS), metavar="FILE", help="print the tables of such lines")
+    what.add_argument("--show", metavar="FILE", help="print the tables of such lines")
     words = "of a training from scratch, 2,048 tokens each"
     p.add_argument("--steps", type=number(int, 200), default=2000, metavar="N", help=words)
     p.add_argument("--wirings", nargs="+", metavar="WIRING", help="train only these of the plan")
@@ -178,11 +177,11 @@ def main(argv=None):
     args = p.parse_args(argv)
     if args.show:
         models = defaultdict(list)
-        for line in args.show:
+        for line in results.read(args.show, "run"):
             models[line.get("n_experts")].append(line)
         return print("\n\n".join(map(tables, models.values())))
     path = args.train / "quality.jsonl"
-    done = {line["run"] for line in results.read(path, *KEYS)} if path.exists() else ()
+    done = {line["run"] for line in results.read(path, "run")} if path.exists() else ()
     args.train.mkdir(parents=True, exist_ok=True)
     more = {"sha256": write_corpus(args.train), "n_experts": read_config(args.model).n_experts}
     for kind, share, wirings, seeds in PLAN:
