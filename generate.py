@@ -217,7 +217,7 @@ def token_passes(runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None
     start = time.perf_counter()
     tokens, lengths = pad(prompts, runner.device)
     if draft:
-        draft.begin(tokens, lengths, PASS_TOKENS, cached_tokens)
+        draft.begin(cached_tokens)
     logits = runner.prefill(tokens, lengths, PASS_TOKENS, cached_tokens)
     new = sample(logits, runner.model.comm)[:, None].tolist()  # waits for the device
     first = time.perf_counter() - start
@@ -313,7 +313,7 @@ def set_up(args, world):
         dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
         small = [(source.config, dtype, 0, 1)] if source and source.folder else []
         report.warn_of_memory(world, len(prompts), slots, (config, dtype, world.rank, world.shares), *small)
-    contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
+    contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode()), "--draft": source and source[:2]}
     world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)
     start = time.perf_counter()
     model = load_model(config, args.checkpoint, args.dtype, world)

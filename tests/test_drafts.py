@@ -186,7 +186,7 @@ def naive_lookup(text, count):
 def test_ngrams_are_what_followed_the_last_time():
     generator, draft = torch.Generator().manual_seed(0), speculative.Ngrams(4)
     texts, counts = [[1], [1, 2], torch.randint(3, (30,), generator=generator).tolist()], set()
-    draft.begin(None, torch.tensor([1, 2, 30]), None)
+    draft.begin()
     for i in range(40):
         expected = [naive_lookup(text, 4) for text in texts]
         ids, _, has = draft.propose(texts, [False] * 3, GREEDY)
@@ -361,10 +361,3 @@ def test_a_chat_computes_only_what_is_new(drafts, template, tiny, near, tmp_path
         cached = (ids + row)[:-1]
         texts.append(tokenizer.continuation(ids, row))
     assert printed.replace("> ", "").split("\n")[: len(texts)] == texts
-
-
-@pytest.mark.parametrize("proposals", [0, -5])
-def test_complete_refuses_no_proposals(proposals, tiny):
-    model, tokenizer = load(tiny)
-    with pytest.raises(InputError, match=f"proposals is {proposals} but"):
-        complete(model, tokenizer, ["a"], 4, draft="ngram", proposals=proposals)

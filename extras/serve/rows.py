@@ -28,8 +28,7 @@ class Token(NamedTuple):
 def scored(ids, logits, n):
     """Return the Tokens of ids, with the n likeliest in their places; logits (len(ids) or one more, V)."""
     logprobs = logits[: len(ids)].float().log_softmax(-1)
-    index = torch.tensor(ids, dtype=torch.long, device=logits.device).clamp(min=0)[:, None]
-    own = logprobs.gather(-1, index)[:, 0].tolist()
+    own = logprobs.gather(-1, torch.tensor(ids, device=logits.device).clamp(min=0)[:, None])[:, 0].tolist()
     values, order = (x.tolist() for x in logprobs.topk(n))
     return [Token(i, p, dict(zip(*top, strict=True))) for i, p, *top in zip(ids, own, order, values, strict=True)]
 
