@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from test_generate import edit_config, greedy_tokens, run, run_json
 
 import generate
-from complete import complete, load
+from complete import load
 from extras.drafts import speculative
 from extras.drafts.named import of_model, read_draft, rewire
 from runtime import compiling
@@ -302,15 +302,6 @@ def test_the_flag_leaves_the_text_as_it_is(tiny, near, tmp_path):
             assert result["drafted"] == result["speculate"] * result["passes"]
             # of a pass and of each proposal, which needs the same weights
             assert result["step_bytes"] == pytest.approx((1 + result["speculate"]) * plain["step_bytes"], rel=0.02)
-
-
-def test_complete_takes_a_draft(tiny, near):
-    texts = ["Once upon a time", "The dog ran", "a"]
-    plain, *drafted = (
-        complete(*load(tiny), texts, 9, temperature=0, draft=draft, proposals=3)
-        for draft in (None, "ngram", load(near)[0])
-    )
-    assert drafted == [plain] * 2
 
 
 # ---- A chat keeps its cache from turn to turn ------------------------------------------------------------------------

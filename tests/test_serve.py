@@ -23,6 +23,9 @@ from formats.tokenizer import load_tokenizer
 from generate import Runner
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: requirements-serve.txt has it")
+from extras.serve.protocol import Text
+from extras.serve.rows import Rows
+
 slow = pytest.mark.slow
 
 
@@ -103,8 +106,6 @@ def model():
 
 def in_turns(world, config, requests, rows):
     """What Rows answers to requests [(pass in which it comes, ids, max_tokens)], by their order."""
-    from extras.serve.rows import Rows
-
     net = shard(config, None if world.alone else world)
     with torch.inference_mode():
         rows = Rows(Runner(net, net.new_cache(rows, config.max_seq_len)), config.eos_ids)
@@ -144,9 +145,21 @@ def test_rows_answer_as_if_alone(ranks, base, wiring):
         assert answers == expected
 
 
-def test_text_lies_across_tokens():
-    from extras.serve.protocol import Text
+def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_behind():
+    net = random_model(BASE)
+    rows = Rows(Runner(net, net.new_cache(2, 64)), ())
+    ask = {"max_tokens": 4, "sampling": [0, None, 1.0, 0], "echo": False, "logprobs": None}
+    with torch.inference_mode():
+        for i in range(2):
+            rows.start(i, ask | {"ids": [5, 6, 7, 8 + i]})
+        rows[0].runner.cache[0][1].fill_(torch.nan)
+        assert [(i, finish) for i, _, finish in rows.step()] == [(0, "error"), (1, None)]
+        [(_, first, _)] = rows.start(0, ask | {"ids": [9]})[0]
+        ids = [first.id, *(token.id for _ in range(2) for i, token, _ in rows.step() if i == 0)]
+    assert ids == greedy_tokens(net, [9], 3) and rows[1].text[4:] == greedy_tokens(net, [5, 6, 7, 9], 4)
 
+
+def test_text_lies_across_tokens():
     tokenizer = load_tokenizer(ROOT / "demo")
     ids = tokenizer.encode("Lily said: \u00e9\u4f60 \U0001f600! The end. The dog")
     parts = Text(tokenizer, ids[:1], [])

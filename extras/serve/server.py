@@ -65,9 +65,9 @@ class Answer:
 
     async def choices(self):
         """Yield entries of `choices`: of a stream as soon as there is new text, else one. At the end frees the row."""
-        ids, asked, tokenizer = self.request["ids"], self.request["logprobs"] is not None, self.front.tokenizer
-        new, tokens, finish = tokenizer.decode(ids) if self.request["echo"] else "", [], None
-        text, content = Text(tokenizer, ids, self.ask["stop"]), "delta" if self.ask["stream"] else "message"
+        request, chat, stream, tokenizer = self.request, self.ask["chat"], self.ask["stream"], self.front.tokenizer
+        text, tokens, finish = Text(tokenizer, request["ids"], self.ask["stop"]), [], None
+        new = tokenizer.decode(request["ids"]) if request["echo"] else ""
         try:
             while not finish:
                 event = await self.events.get()
@@ -80,9 +80,10 @@ class Answer:
                 tokens += [*scored, *shown]
                 more, finish = text.push([token.id for token in shown], finish)
                 new += more
-                if finish or (new and self.ask["stream"]):
-                    said = {content: {"role": "assistant", "content": new}} if self.ask["chat"] else {"text": new}
-                    logprobs = logprobs_of(tokens, self.ask["chat"], tokenizer) if asked else None
+                if finish or (new and stream):
+                    message = {"delta" if stream else "message": {"role": "assistant", "content": new}}
+                    logprobs = None if request["logprobs"] is None else logprobs_of(tokens, chat, tokenizer)
+                    said = message if chat else {"text": new}
                     yield {"index": self.index, **said, "logprobs": logprobs, "finish_reason": finish}
                     new, tokens = "", []
         finally:
@@ -179,8 +180,7 @@ class Front:
         self.open |= dict.fromkeys(answers)
         self.wake.set()
         kind = "chat.completion" + ".chunk" * ask["stream"] if chat else "text_completion"
-        name = ("chatcmpl-" if chat else "cmpl-") + os.urandom(12).hex()
-        head = {"id": name, "object": kind, "created": int(time.time()), "model": self.model}
+        head = {"id": os.urandom(12).hex(), "object": kind, "created": int(time.time()), "model": self.model}
         if ask["stream"]:
             return StreamingResponse(answers[0].stream(head), media_type="text/event-stream")
         choices = await asyncio.gather(*(anext(answer.choices()) for answer in answers))
@@ -196,8 +196,8 @@ class Front:
         self.thread.join(3)
 
     def changes(self, rows):
-        """Return how rows change before the next pass, [(number of a row, the request that it starts or None for
-        nothing any more)], or None for the end. Waits for some while all rows are free."""
+        """Return what changes before the next pass: [(number of a row, the request to start, or None to end its own)],
+        or None to end the server. Waits while all rows are free."""
         while True:
             self.wake.clear()
             waiting = [answer for answer in [*self.open] if not answer.started]
@@ -253,19 +253,16 @@ def parse_flags(argv):
     g = p.add_argument_group("model")
     g.add_argument("--checkpoint", required=True, metavar="DIR", help="a folder of weights with a tokenizer, e.g. demo")
     g.add_argument("--dtype", choices=checkpoint.DTYPES, help="default: the checkpoint's own")
-    about = "torch.compile the decode step; needs a C++ compiler"
-    g.add_argument("--compile", action="store_const", const="decode", help=about)
+    g.add_argument("--compile", action="store_const", const="decode", help="torch.compile; needs a C++ compiler")
     cli.add_rank_flags(g, sharded=True)
     cli.add_wiring_flags(p)
     g = p.add_argument_group("server")
     g.add_argument("--host", default="127.0.0.1", help="the address to listen at; 0.0.0.0: of all networks")
     g.add_argument("--port", type=cli.number(int, 0, 65535), default=8000, help="0 for any that is free")
     g.add_argument("--rows", type=cli.count, default=4, metavar="N", help="requests that are decoded at once")
-    about = "tokens of a row, prompt and answer; or the model's context, if that is shorter"
-    g.add_argument("--context", type=cli.number(int, 2), default=cli.CHAT_CONTEXT, metavar="N", help=about)
+    g.add_argument("--context", type=cli.number(int, 2), default=cli.CHAT_CONTEXT, metavar="N", help="tokens of a row")
     g.add_argument("--queue", type=cli.number(int, 0), default=64, metavar="N", help="requests that wait for a row")
-    about = "what clients must send; where others see command lines, set LADDER_API_KEY instead"
-    g.add_argument("--api-key", metavar="TEXT", help=about)
+    g.add_argument("--api-key", metavar="TEXT", help="what clients must send; unseen by ps: LADDER_API_KEY")
     return p.parse_args(argv)
 
 
