@@ -60,9 +60,7 @@ def complete(
 
 def pieces(tokenizer, prompts, passes):
     """Yield, from token_passes, the new text of each row, without splitting a character."""
-    streams = [TextStream(tokenizer) for _ in prompts]
-    for stream, prompt in zip(streams, prompts, strict=True):
-        stream.push(prompt)
+    streams = [TextStream(tokenizer, prompt) for prompt in prompts]
     for new in passes:
         yield [stream.push(ids) for stream, ids in zip(streams, new, strict=True)]
     yield [stream.flush() for stream in streams]

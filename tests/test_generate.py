@@ -273,13 +273,6 @@ def test_a_long_prefill_on_one_rank_shows_its_progress(quiet, tokens, monkeypatc
     assert bars == [1] * (tokens > 8192 and not quiet)
 
 
-def test_the_demo_is_a_ladder_and_tells_the_same_story_on_two_ranks(out):
-    flags = ["--prompt", "Once upon a time", "--temperature", "0", "--dtype", "float32", "--max-new-tokens", "60"]
-    one, printed, _ = run_json(ROOT / "demo", *flags, out=out)
-    both, *_ = run_json(ROOT / "demo", *flags, out=out, ranks=2)
-    assert one["wiring"] == "ladder" and len(printed.split()) > 25 and both["texts"] == one["texts"]
-
-
 @pytest.mark.slow
 def test_two_nodes(tiny, greedy, out):
     """Two launchers with one rank each, as on two machines."""

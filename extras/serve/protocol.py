@@ -128,9 +128,8 @@ class Text:
     """The text of an answer as its tokens arrive: characters and stop strings may lie across tokens."""
 
     def __init__(self, tokenizer, ids, stops):
-        self.stream, self.stops, self.held = TextStream(tokenizer), stops, ""  # held: a stop string may begin there
+        self.stream, self.stops, self.held = TextStream(tokenizer, ids), stops, ""  # held: a stop may begin there
         self.longest = max(map(len, stops), default=1)
-        self.stream.push(ids)
 
     def push(self, ids, finish):
         """Return (the text that is certain now, why it ends or None)."""
