@@ -43,8 +43,6 @@ def complete(
         raise InputError("tokenizer is None: the checkpoint has none, so there is no text to complete")
     if isinstance(prompts, str) or not prompts or not all(prompts):
         raise InputError("prompts is one text, empty, or has an empty text: give a list of texts")
-    if proposals < 1:
-        raise InputError(f"proposals is {proposals} but must be a whole number, at least 1")
     device = launch.choose_device(str(model.device))  # selects it, if it is a GPU
     sampler = Sampler(temperature, top_k, top_p, seed, device)
     rows = [tokenizer.encode(text) for text in prompts]
@@ -62,9 +60,7 @@ def complete(
 
 def pieces(tokenizer, prompts, passes):
     """Yield, from token_passes, the new text of each row, without splitting a character."""
-    streams = [TextStream(tokenizer) for _ in prompts]
-    for stream, prompt in zip(streams, prompts, strict=True):
-        stream.push(prompt)
+    streams = [TextStream(tokenizer, prompt) for prompt in prompts]
     for new in passes:
         yield [stream.push(ids) for stream, ids in zip(streams, new, strict=True)]
     yield [stream.flush() for stream in streams]

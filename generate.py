@@ -217,7 +217,7 @@ def token_passes(runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None
     start = time.perf_counter()
     tokens, lengths = pad(prompts, runner.device)
     if draft:
-        draft.begin(tokens, lengths, PASS_TOKENS, cached_tokens)
+        draft.begin(cached_tokens)
     logits = runner.prefill(tokens, lengths, PASS_TOKENS, cached_tokens)
     new = sample(logits, runner.model.comm)[:, None].tolist()  # waits for the device
     first = time.perf_counter() - start
@@ -312,7 +312,7 @@ def set_up(args, world):
             slots += 1 + source.count  # a row that is done stays at its last token, which is read again
         dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
         report.warn_of_memory(world, config, dtype, len(prompts), slots)
-    contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode())} | (source.contents() if source else {})
+    contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode()), "--draft": source and source[:2]}
     world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)
     start = time.perf_counter()
     model = load_model(config, args.checkpoint, args.dtype, world)

@@ -233,10 +233,10 @@ def _text(token):
 class TextStream:
     """Turns a growing list of ids into text, piece by piece, without splitting a character or losing a space."""
 
-    def __init__(self, tokenizer):
-        self.tokenizer, self.ids = tokenizer, []
+    def __init__(self, tokenizer, prompt=()):
+        self.tokenizer, self.ids = tokenizer, list(prompt)
         # ids[:shown] are printed. ids[start:shown] are context with more than spaces: decoders drop leading spaces.
-        self.start = self.shown = 0
+        self.start, self.shown = 0, len(self.ids)
 
     def push(self, ids):
         """Return the new text that the ids complete; bytes of an unfinished character are held back."""

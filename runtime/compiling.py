@@ -211,10 +211,9 @@ def warm_up(runner, prompts, max_new_tokens, sample, draft=None):
         end = min(runner.cache_length(last) + 1, cache_slots(runner.cache) - 1, runner.model.config.max_seq_len)
         lengths = {last, *{runner.cache_length(n): n for n in range(end, first - 1, -1)}.values()}
     with _compiling():
-        padded = pad(prompts, runner.device)
-        runner.prefill(*padded, PASS_TOKENS)
+        runner.prefill(*pad(prompts, runner.device), PASS_TOKENS)
         if draft:
-            draft.begin(*padded, PASS_TOKENS)
+            draft.begin()
         for texts in [[[0] * length for _ in prompts] for length in sorted(lengths)]:
             if not draft:
                 runner.passes()(texts, sample).tolist()  # waits for the device

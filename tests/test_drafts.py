@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from test_generate import edit_config, greedy_tokens, run, run_json
 
 import generate
-from complete import complete, load
+from complete import load
 from extras.drafts import speculative
 from extras.drafts.named import of_model, read_draft, rewire
 from runtime import compiling
@@ -186,7 +186,7 @@ def naive_lookup(text, count):
 def test_ngrams_are_what_followed_the_last_time():
     generator, draft = torch.Generator().manual_seed(0), speculative.Ngrams(4)
     texts, counts = [[1], [1, 2], torch.randint(3, (30,), generator=generator).tolist()], set()
-    draft.begin(None, torch.tensor([1, 2, 30]), None)
+    draft.begin()
     for i in range(40):
         expected = [naive_lookup(text, 4) for text in texts]
         ids, _, has = draft.propose(texts, [False] * 3, GREEDY)
@@ -304,15 +304,6 @@ def test_the_flag_leaves_the_text_as_it_is(tiny, near, tmp_path):
             assert result["step_bytes"] == pytest.approx((1 + result["speculate"]) * plain["step_bytes"], rel=0.02)
 
 
-def test_complete_takes_a_draft(tiny, near):
-    texts = ["Once upon a time", "The dog ran", "a"]
-    plain, *drafted = (
-        complete(*load(tiny), texts, 9, temperature=0, draft=draft, proposals=3)
-        for draft in (None, "ngram", load(near)[0])
-    )
-    assert drafted == [plain] * 2
-
-
 # ---- A chat keeps its cache from turn to turn ------------------------------------------------------------------------
 
 LINES = ["Once upon a time", "The dog", "the park and the dog ran", "a"]
@@ -361,10 +352,3 @@ def test_a_chat_computes_only_what_is_new(drafts, template, tiny, near, tmp_path
         cached = (ids + row)[:-1]
         texts.append(tokenizer.continuation(ids, row))
     assert printed.replace("> ", "").split("\n")[: len(texts)] == texts
-
-
-@pytest.mark.parametrize("proposals", [0, -5])
-def test_complete_refuses_no_proposals(proposals, tiny):
-    model, tokenizer = load(tiny)
-    with pytest.raises(InputError, match=f"proposals is {proposals} but"):
-        complete(model, tokenizer, ["a"], 4, draft="ngram", proposals=proposals)

@@ -25,33 +25,29 @@ class Source(NamedTuple):
     config: Config | None = None
     folder: str | None = None
 
-    def contents(self):
-        """Return {name: value} of what must be equal on all ranks."""
-        return {"--draft": f"{self.name}@{self.count}"}
-
 
 def read_draft(text, config, folder, tp_size):
     """Return the Source of --draft for a model of this config. folder: the model's, or None. Raises InputError."""
     name, count = re.fullmatch(r"(?s)(.*?)(?:@(\d{1,9}))?", text).groups(default="3")
-    check_states(f"--draft {text}", config)
     if not 1 <= int(count) < config.max_seq_len:
         raise InputError(f"--draft {text}: @{count} must be from 1 to the context of {config.max_seq_len}")
-    if name == "ngram":
-        return Source(name, int(count))
+    source = Source(name, int(count))
     if name.startswith("wiring:"):
-        return Source(name, int(count), wiring_of(config, name, tp_size))
-    if not os.path.isdir(name):
-        raise InputError(f"--draft {text!r} is no folder, nor is it ngram or wiring:NAME")
-    draft = checkpoint.read_config(name)
-    check_states(f"--draft {name}", draft)
-    check_vocabulary(config, folder, draft, name, f"--draft {name}")
-    return Source(checkpoint.name(name), int(count), draft, name)
+        source = source._replace(config=wiring_of(config, name, tp_size))
+    elif name != "ngram":
+        if not os.path.isdir(name):
+            raise InputError(f"--draft {text!r} is no folder, nor is it ngram or wiring:NAME")
+        source = Source(checkpoint.name(name), int(count), checkpoint.read_config(name), name)
+    check_models(f"--draft {name}", config, folder, source.config, source.folder)
+    return source
 
 
-def check_states(flag, config):
-    """Raise InputError for a model whose cache cannot forget a proposal that is rejected."""
-    if config.linear_layers:
+def check_models(flag, config, folder=None, draft=None, draft_folder=None):
+    """Raise InputError unless a model of a config can be drafted for, and one of the config `draft`, if any, drafts."""
+    if config.linear_layers or (draft and draft.linear_layers):  # a state cannot forget a proposal that is rejected
         raise InputError(f"{flag}: a model with linear_layers neither drafts nor is drafted for: drop it")
+    if draft:
+        check_vocabulary(config, folder, draft, draft_folder, flag)
 
 
 def wiring_of(config, name, tp_size):
@@ -96,9 +92,5 @@ def build(source, runner, load):
 
 def of_model(draft, count, runner):
     """Return the Draft of complete() for the model of a generate.Runner: draft is "ngram" or a model."""
-    check_states("draft", runner.model.config)
-    if draft == "ngram":
-        return Ngrams(count)
-    check_states("draft", draft.config)
-    check_vocabulary(runner.model.config, None, draft.config, None, "draft")
-    return SmallModel(count, runner.with_model(draft))
+    check_models("draft", runner.model.config, draft=None if draft == "ngram" else draft.config)
+    return Ngrams(count) if draft == "ngram" else SmallModel(count, runner.with_model(draft))

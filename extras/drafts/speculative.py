@@ -3,13 +3,14 @@
 Shape letters: B batch, P proposals of a row, V vocabulary, v this rank's part of it.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import torch
 import torch.nn.functional as F
 
 from decoding import likely
-from decoding.sampling import Sampler, last_tokens
+from decoding.sampling import Sampler, last_tokens, pad
+from runtime.report import PASS_TOKENS
 
 NGRAM = 3, 2  # lengths that Ngrams looks up, in this order
 
@@ -28,8 +29,8 @@ class Draft:
         self.count, self.runner = count, runner
         self.counts = (count,) if runner else (0, count)  # 0: where n-grams find nothing
 
-    def begin(self, tokens, lengths, pass_tokens, cached_tokens=0):
-        """Prepare for a generation. The arguments are those of Runner.prefill."""
+    def begin(self, cached_tokens=0):
+        """Prepare for a generation, of which so many tokens of each row are cached."""
         self.drafted, self.accepted = 0, Counter()
 
     @torch.inference_mode()
@@ -58,10 +59,10 @@ class Draft:
 class Ngrams(Draft):
     """Prompt lookup: proposes what followed the last few tokens where they last occurred in the text."""
 
-    def begin(self, tokens, lengths, pass_tokens, cached_tokens=0):
-        super().begin(tokens, lengths, pass_tokens, cached_tokens)
-        self.index = [{} for _ in lengths]  # of each row: {n-gram: where it last ended}
-        self.indexed = [0] * len(lengths)
+    def begin(self, cached_tokens=0):
+        super().begin()
+        self.index = defaultdict(dict)  # {row: {n-gram: where it last ended}}
+        self.indexed = Counter()  # {row: tokens}
 
     def propose(self, texts, done, sample):
         rows = [None if done[row] else self._lookup(row, text) for row, text in enumerate(texts)]
@@ -108,16 +109,15 @@ class SmallModel(ModelDraft):
 
     cached = 0  # tokens of each row that are in the cache; they remain for the next turn of a chat
 
-    def begin(self, tokens, lengths, pass_tokens, cached_tokens=0):
-        super().begin(tokens, lengths, pass_tokens, cached_tokens)
-        self.cached = min(cached_tokens, self.cached)
-        self.prompts = tokens, lengths, pass_tokens, self.cached
+    def begin(self, cached_tokens=0):
+        super().begin()
+        self.cached, self.begins = min(cached_tokens, self.cached), True
 
     def read(self, texts, device):
         """Read the last two tokens of each row: the last proposal may be accepted, but was not read yet."""
-        if self.prompts:  # not in begin(): a request may end before anything is proposed
-            self.runner.prefill(*self.prompts)
-        self.prompts, self.cached = None, min(map(len, texts))
+        if self.begins:  # not in begin(): a request may end before anything is proposed
+            self.runner.prefill(*pad([text[:-1] for text in texts], device), PASS_TOKENS, self.cached)
+        self.begins, self.cached = False, min(map(len, texts))
         tokens = torch.tensor([text[-2:] for text in texts], device=device)
         positions = torch.tensor([len(text) - 2 for text in texts], device=device)
         return self.runner.decode(tokens, positions, max(map(len, texts)))

@@ -1,8 +1,8 @@
 """OpenAI's completions (platform.openai.com/docs/api-reference): requests, and the text of an answer."""
 
 import functools
-import itertools
 import json
+import math
 import random
 import reprlib
 
@@ -11,118 +11,114 @@ from starlette.exceptions import HTTPException
 from decoding.sampling import Sampler
 from formats.tokenizer import TextStream
 
-FIELDS = {  # and their types
-    "model": str, "stream": bool, "stream_options": dict, "max_tokens": int, "temperature": (int, float), "top_k": int,
-    "top_p": (int, float), "seed": int, "stop": (str, list),
+NUMBER = int, float
+FIELDS = {  # {name: (its types, its default)}
+    "model": (str, None), "stream": (bool, False), "stream_options": (dict, {}), "temperature": (NUMBER, 1.0),
+    "top_k": (int, None), "top_p": (NUMBER, 1.0), "seed": (int, None), "stop": ((str, list), []),
 }  # fmt: skip
-CHAT_FIELDS = {"messages": list, "max_completion_tokens": int, "logprobs": bool, "top_logprobs": int}
-TEXT_FIELDS = {"prompt": (str, list), "logprobs": int, "echo": bool}
-IGNORED = {"user", "store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier", "parallel_tool_calls"}
-ONLY = {  # fields that are taken with these values alone, which change nothing
-    "n": [1], "best_of": [1], "presence_penalty": [0], "frequency_penalty": [0], "logit_bias": [{}], "suffix": [""],
-    "response_format": [{"type": "text"}], "tools": [[]], "tool_choice": ["none", "auto"],
+CHAT_FIELDS = FIELDS | {
+    "messages": (list, []), "logprobs": (bool, False), "top_logprobs": (int, 0), "max_tokens": (int, math.inf),
+    "max_completion_tokens": (int, math.inf),
+}  # fmt: skip
+TEXT_FIELDS = FIELDS | {
+    "prompt": ((str, list), []), "logprobs": (int, None), "echo": (bool, False), "max_tokens": (int, 16),
+}  # fmt: skip
+IGNORED = {
+    "user", "store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier", "tool_choice",
+    "parallel_tool_calls",
 }  # fmt: skip
 MAX_STOPS, MAX_LOGPROBS = 16, 20
 
 
-class Refused(HTTPException):
-    """An answer that is an error object."""
-
-    def __init__(self, status, message, param=None, code=None):
-        super().__init__(status, message)
-        self.param, self.code = param, code
-
-
-def check(right, message, param=None, status=400, code=None):
+def check(right, message, status=400):
     if not right:
-        raise Refused(status, message, param, code)
+        raise HTTPException(status, message)
 
 
-def read_fields(data, kinds):
-    """Return the fields of a body (bytes) that matter; null means missing. kinds: {field: type}. Raises Refused."""
+def read_fields(data, known):
+    """Return {name: value} of the known fields from a body (bytes); null means missing. Raises HTTPException."""
     try:
-        fields = json.loads(data)
+        given = json.loads(data)
+        json.dumps(given, ensure_ascii=False, allow_nan=False).encode()  # raises for half of a surrogate pair and NaN
     except (ValueError, RecursionError) as e:
-        raise Refused(400, f"the body is not JSON: {e}") from None
-    check(isinstance(fields, dict), "the body is not a JSON object")
-    fields = {name: value for name, value in fields.items() if value is not None and name not in IGNORED}
-    for name, value in fields.items():
-        name, shown, kind = name[:60], f"{name[:60]} is {reprlib.repr(value)}", kinds.get(name, object)
-        check(name in kinds or name in ONLY, f"Unrecognized request argument supplied: {name}", name)
-        check(value in ONLY.get(name, [value]), f"{shown}, which is not implemented", name)
-        right = isinstance(value, kind) and (type(value) is not bool or kind in (bool, object))
-        check(right, f"{shown}, which is of a wrong type", name)
+        raise HTTPException(400, f"the body is not JSON: {e}") from None
+    check(isinstance(given, dict), "the body is not a JSON object")
+    fields = {name: default for name, (_, default) in known.items()}
+    for name, value in given.items():
+        shown = f"{name[:60]} is {reprlib.repr(value)}"
+        if name in known and value is not None:
+            kind = known[name][0]
+            right = isinstance(value, kind) and (kind is bool or type(value) is not bool)
+            check(right, f"{shown}, which is of a wrong type")
+            fields[name] = value
+        elif name not in known and name not in IGNORED:  # a value that changes nothing is taken
+            check(not value or (name in ("n", "best_of") and value == 1), f"{shown}, which is not implemented")
     return fields
 
 
 def parse(data, chat, model, tokenizer, vocab_size, context, max_prompts):
-    """Return the fields of a body with `requests`, one for each prompt, as Row takes them.
+    """Return the fields of a body with `chat` and `requests`, one for each prompt, as Row takes them.
 
-    data: bytes. chat: whether of /v1/chat/completions. context: tokens of a row. Raises Refused and InputError.
+    data: bytes. chat: whether of /v1/chat/completions. context: tokens of a row. Raises HTTPException and InputError.
     """
-    ask = {"model": model, "stop": [], "stream_options": {}, "stream": False, "echo": False, "seed": None, "chat": chat}
-    ask |= read_fields(data, FIELDS | (CHAT_FIELDS if chat else TEXT_FIELDS))
-    message = f"the model {reprlib.repr(ask['model'])} does not exist: this is {model!r}"
-    check(ask["model"] == model, message, "model", 404, "model_not_found")
-    unknown = [*ask["stream_options"].keys() - {"include_usage", "include_obfuscation"}]
-    check(not unknown, f"stream_options has unknown fields: {reprlib.repr(unknown)}", "stream_options")
-    stop = ask["stop"] = [ask["stop"]] if isinstance(ask["stop"], str) else ask["stop"]
+    ask = read_fields(data, CHAT_FIELDS if chat else TEXT_FIELDS)
+    known = ask["model"] in (None, model)
+    check(known, f"the model {reprlib.repr(ask['model'])} does not exist: this is {model!r}", 404)
+    stop = [ask["stop"]] if isinstance(ask["stop"], str) else ask["stop"]
     right = len(stop) <= MAX_STOPS and all(s and isinstance(s, str) for s in stop)
-    check(right, f"stop must be a text, or up to {MAX_STOPS}, none of them empty", "stop")
-    logprobs = ask.get("logprobs")
+    check(right, f"stop must be a text, or up to {MAX_STOPS}, none of them empty")
+    logprobs, max_tokens = ask["logprobs"], ask["max_tokens"]
     if chat:
-        check(logprobs or "top_logprobs" not in ask, "top_logprobs needs logprobs: true", "top_logprobs")
-        logprobs = ask.get("top_logprobs", 0) if logprobs else None
+        logprobs = ask["top_logprobs"] if logprobs else None
+        max_tokens = min(max_tokens, ask["max_completion_tokens"])
     right = logprobs is None or 0 <= logprobs <= MAX_LOGPROBS
-    check(right, f"logprobs are of 0 to {MAX_LOGPROBS} tokens in a place", "logprobs")
-    max_tokens = ask.get("max_completion_tokens", ask.get("max_tokens", context if chat else 16))
-    check(max_tokens > 0, f"max_tokens is {max_tokens} but must be at least 1", "max_tokens")
-    name, requests = "messages" if chat else "prompt", []
-    for ids in (
-        [read_messages(ask.get(name), tokenizer)] if chat else read_prompts(ask.get(name), tokenizer, max_prompts)
-    ):
+    check(right, f"logprobs are of 0 to {MAX_LOGPROBS} tokens in a place")
+    check(max_tokens > 0, f"max_tokens is {max_tokens} but must be at least 1")
+    if chat:
+        prompts = [read_messages(ask["messages"], tokenizer)]
+    else:
+        prompts = read_prompts(ask["prompt"], tokenizer, max_prompts)
+    check(len(prompts) == 1 or not ask["stream"], "a stream takes one prompt")
+    requests = []
+    for ids in prompts:
         right = all(type(i) is int and 0 <= i < vocab_size for i in ids)
-        check(right, f"token ids are from 0 to {vocab_size - 1}", name)
-        message = f"the prompt has {len(ids)} tokens but must have from 1 to {context - 1}"
-        check(0 < len(ids) < context, message, name, code="context_length_exceeded")
+        check(right, f"token ids are from 0 to {vocab_size - 1}")
+        check(0 < len(ids) < context, f"the prompt has {len(ids)} tokens but must have from 1 to {context - 1}")
         seed = random.getrandbits(62) if ask["seed"] is None else ask["seed"]
-        sampling = [ask.get("temperature", 1.0), ask.get("top_k"), ask.get("top_p", 1.0), seed]
+        sampling = [ask["temperature"], ask["top_k"], ask["top_p"], seed]
         Sampler(*sampling)  # raises InputError
         request = {"ids": ids, "max_tokens": min(max_tokens, context - len(ids)), "sampling": sampling}
-        requests.append(request | {"logprobs": logprobs, "echo": ask["echo"]})
-    return ask | {"requests": requests}
+        requests.append(request | {"logprobs": logprobs, "echo": ask.get("echo", False)})
+    return ask | {"chat": chat, "stop": stop, "requests": requests}
 
 
 def encode(text, tokenizer):
     """Return the ids of a text, in which special tokens may stand by name, after one BOS if the tokenizer has one."""
-    check(not any("\ud800" <= c <= "\udfff" for c in text), "a text has half of a surrogate pair")
     ids = tokenizer.encode_markup(text)
     return ids if tokenizer.bos_id is None or ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id, *ids]
 
 
 def read_prompts(prompt, tokenizer, max_prompts):
     """Return a list of ids for each prompt of a text, a list of ids, or a list of texts or of lists of ids."""
-    right = isinstance(prompt, str | list)
-    check(right, "prompt must be a text or a list of token ids, or a list of these", "prompt")
     if isinstance(prompt, str) or not prompt or not all(isinstance(p, str | list) for p in prompt):
         prompt = [prompt]
-    check(len(prompt) <= max_prompts, f"there are {len(prompt)} prompts but at most {max_prompts} may wait", "prompt")
+    check(len(prompt) <= max_prompts, f"there are {len(prompt)} prompts but at most {max_prompts} may wait")
     return [encode(p, tokenizer) if isinstance(p, str) else p for p in prompt]
 
 
 def read_messages(messages, tokenizer):
     """Return the ids of a conversation in the chat template; without one, of the plain texts one after another."""
-    check(messages and all(isinstance(m, dict) for m in messages), "messages must be a list of objects", "messages")
+    check(messages, "messages must be a list of objects, at least one")
     plain = []
     for message in messages:
-        message = {"content": ""} | {name: value for name, value in message.items() if value not in (None, [])}
-        if isinstance(message["content"], list):
-            texts = [part.get("text") for part in message["content"] if isinstance(part, dict)]
-            right = len(texts) == len(message["content"]) and all(isinstance(text, str) for text in texts)
-            message["content"] = "".join(texts) if right else None
-        right = message.keys() == {"role", "content"} and all(isinstance(value, str) for value in message.values())
-        check(right, "a message must have role and content, of text, and nothing else", "messages")
-        plain.append(message)
+        try:
+            given = {name: value for name, value in message.items() if value}
+            content = given.pop("content", "")
+            texts = [part["text"] for part in content] if isinstance(content, list) else [content]
+            plain.append({"role": given.pop("role"), "content": "".join(texts)})
+        except (AttributeError, KeyError, TypeError):
+            given = True
+        check(not given, "a message must be an object with role and content, of text, and nothing else")
     if tokenizer.template is None:
         return encode("".join(message["content"] for message in plain), tokenizer)
     return tokenizer.chat(plain)
@@ -132,16 +128,15 @@ class Text:
     """The text of an answer as its tokens arrive: characters and stop strings may lie across tokens."""
 
     def __init__(self, tokenizer, ids, stops):
-        self.stream, self.stops, self.held = TextStream(tokenizer), stops, ""  # held: a stop string may begin there
-        self.stream.push(ids)
+        self.stream, self.stops, self.held = TextStream(tokenizer, ids), stops, ""  # held: a stop may begin there
+        self.longest = max(map(len, stops), default=1)
 
     def push(self, ids, finish):
         """Return (the text that is certain now, why it ends or None)."""
         self.held += self.stream.push(ids) + (self.stream.flush() if finish else "")
         if cuts := [i for stop in self.stops if (i := self.held.find(stop)) >= 0]:
             return self.held[: min(cuts)], "stop"
-        begins = (i for i in range(len(self.held)) if any(stop.startswith(self.held[i:]) for stop in self.stops))
-        end = len(self.held) if finish or not self.stops else next(begins, len(self.held))
+        end = len(self.held) if finish else max(0, len(self.held) - self.longest + 1)
         text, self.held = self.held[:end], self.held[end:]
         return text, finish
 
@@ -153,22 +148,15 @@ def token_text(tokenizer, i):
     return special.get(i) or tokenizer.continuation(tokenizer.encode_plain("a"), [i])
 
 
-def logprobs_of(tokens, chat, tokenizer, offset):
-    """Return `logprobs` of a choice from Tokens. offset: characters of its text before them."""
-
-    def entry(i, p):
-        text = token_text(tokenizer, i)
-        return {"token": text, "logprob": p, "bytes": None if "\ufffd" in text else [*text.encode()]}
-
-    if chat:
-        tops = [{"top_logprobs": [*map(entry, t.top, t.top.values())]} for t in tokens]
-        return {"content": [entry(t.id, t.logprob) | top for t, top in zip(tokens, tops, strict=True)]}
-    texts = [token_text(tokenizer, t.id) for t in tokens]
-    offsets = [*itertools.accumulate(map(len, texts), initial=offset)][:-1]
-    tops = [t.top and {token_text(tokenizer, i): p for i, p in (t.top | {t.id: t.logprob}).items()} for t in tokens]
-    return {
-        "tokens": texts,
-        "token_logprobs": [t.logprob for t in tokens],
-        "top_logprobs": tops,
-        "text_offset": offsets,
-    }
+def logprobs_of(tokens, chat, tokenizer):
+    """Return `logprobs` of a choice from Tokens."""
+    text = functools.partial(token_text, tokenizer)
+    if not chat:
+        tops = [t.top and {text(i): p for i, p in ({t.id: t.logprob} | t.top).items()} for t in tokens]
+        own = {"tokens": [text(t.id) for t in tokens], "token_logprobs": [t.logprob for t in tokens]}
+        return own | {"top_logprobs": tops}
+    content = []
+    for t in tokens:
+        own, *tops = ({"token": text(i), "logprob": p} for i, p in ((t.id, t.logprob), *t.top.items()))
+        content.append(own | {"top_logprobs": tops})
+    return {"content": content}

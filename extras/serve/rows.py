@@ -4,6 +4,7 @@ Every rank makes the same calls. Shape letters: model.py.
 """
 
 import copy
+import itertools
 import os
 from typing import NamedTuple
 
@@ -25,8 +26,8 @@ class Token(NamedTuple):
 
 
 def scored(ids, logits, n):
-    """Return the Tokens of ids, with the n likeliest in their places; logits (len(ids), V)."""
-    logprobs = logits.float().log_softmax(-1)
+    """Return the Tokens of ids, with the n likeliest in their places; logits (len(ids) or one more, V)."""
+    logprobs = logits[: len(ids)].float().log_softmax(-1)
     own = logprobs.gather(-1, torch.tensor(ids, device=logits.device).clamp(min=0)[:, None])[:, 0].tolist()
     values, order = (x.tolist() for x in logprobs.topk(n))
     return [Token(i, p, dict(zip(*top, strict=True))) for i, p, *top in zip(ids, own, order, values, strict=True)]
@@ -49,27 +50,6 @@ class Row:
         whole = self.runner.model.config.linear_layers  # a state cannot go back to where the prompts part
         return 0 if whole else len(os.path.commonprefix([self.text[:-1], ids[:-1]]))
 
-    def clear(self):
-        for tensor in (tensor for layer in self.runner.cache for tensor in layer):
-            tensor.zero_()
-
-    def prefill(self, request):
-        """Take a request; returns (logits (1, v) after its prompt, the prompt's Tokens if asked for, else [])."""
-        ids, runner, n, tokens = request["ids"], self.runner, request["logprobs"], []
-        padded, cached = pad([ids], runner.device), self.cached(ids)
-        self.text, self.request = list(ids), request
-        self.sampler = Sampler(*request["sampling"], runner.device)
-        if n is None or not request["echo"]:
-            return runner.prefill(*padded, PASS_TOKENS, cached), []
-        self.clear()  # with positions, states of linear attention go on
-        for start in range(0, len(ids), SCORED_TOKENS):
-            place.at("prefill from token", start)
-            piece, following = padded[0][:, start : start + SCORED_TOKENS], ids[start + 1 : start + 1 + SCORED_TOKENS]
-            positions = torch.arange(start, start + piece.shape[1], device=runner.device)[None]
-            logits = runner.model(piece, positions, runner.cache, start + piece.shape[1])[0]
-            tokens += scored(following, runner.model.comm.gather_logits(logits)[: len(following)], n)
-        return logits[-1:], [Token(ids[0]), *tokens]
-
 
 class Rows(list):
     """The Rows of a Runner's cache."""
@@ -81,10 +61,20 @@ class Rows(list):
     busy = property(lambda self: [row for row in self if row.request])
 
     def start(self, number, request):
-        """Prefill a request into a row that is free; returns (as step, the prompt's Tokens, how many were cached)."""
-        cached = self[number].cached(request["ids"])
-        logits, tokens = self[number].prefill(request)
-        return self.take([self[number]], logits), tokens, 0 if tokens else cached
+        """Prefill a request into a row that is free; returns (as step, the prompt's Tokens if it asks for them, else
+        [], how many were cached)."""
+        row, ids, n, scored_tokens = self[number], request["ids"], request["logprobs"], []
+        padded, cached = pad([ids], self.runner.device), row.cached(ids)
+        row.text, row.request, row.sampler = list(ids), request, Sampler(*request["sampling"], self.runner.device)
+        if n is None or not request["echo"]:
+            return self.take([row], row.runner.prefill(*padded, PASS_TOKENS, cached)), [], cached
+        for start in range(0, len(ids), SCORED_TOKENS):
+            place.at("prefill from token", start)
+            end = min(start + SCORED_TOKENS, len(ids))
+            positions = torch.arange(start, end, device=self.runner.device)[None] if start else None
+            logits = self.runner.model(padded[0][:, start:end], positions, row.runner.cache, end)[0]
+            scored_tokens += scored(ids[start + 1 : end + 1], self.runner.model.comm.gather_logits(logits), n)
+        return self.take([row], logits[-1:]), [Token(ids[0]), *scored_tokens], 0
 
     def step(self):
         """Run a pass; returns [(number of a row, Token, None or why its request ends: stop, length or error)].
@@ -113,7 +103,8 @@ class Rows(list):
             finish = "stop" if token.id in self.eos_ids else "length" if ended else None
             if token.id < 0:
                 finish, row.text = "error", [0]
-                row.clear()  # a NaN, masked or not, would reach the next request
+                for tensor in itertools.chain(*row.runner.cache):
+                    tensor.zero_()  # a NaN, masked or not, would reach the next request
             if finish:
                 row.request, row.used = None, self.passes
             taken.append((self.index(row), token, finish))
