@@ -359,7 +359,7 @@ def test_keys_queues_and_the_end():
         for headers in {}, {"Authorization": "Bearer cafe"}:
             assert send("/v1/completions", OK, **headers).status == send("/v1/models", **headers).status == 401
         assert json.loads(send("/v1/models", **key).read())["data"][0]["id"] == "demo"
-        assert send("/nothing").status == 404 and send("/v1/completions").status == 405
+        assert send("/nothing").status == 404 and send("/v1/completions").status == 405 and send("/").status == 200
         body = {"prompt": "Once", "max_tokens": 250, "stream": True, "temperature": 0}
         running = send("/v1/completions", body, **key)
         waits = http.client.HTTPConnection("127.0.0.1", server.port)

@@ -14,13 +14,14 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import generate
@@ -32,6 +33,7 @@ from runtime.errors import InputError
 
 MAX_BODY, BODY_SECONDS = 2**22, 30
 DRAIN = 10  # seconds that requests get after SIGTERM
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
 def error(e):
@@ -120,7 +122,9 @@ class Front:
         self.hosts = {"localhost", address, args.host} if local and not self.api_key else None
         self.open, self.rows = {}, {}  # {answer that waits or runs: None}, in order; {number of a row: its last answer}
         self.wake, self.encoding = threading.Event(), asyncio.Lock()  # a tokenizer serves one at a time
-        routes = [Route("/health", self.health), Route("/v1/models", self.models)]
+        headers = {"Content-Security-Policy": POLICY}
+        page = HTMLResponse(Path(__file__).with_name("page.html").read_text(), headers=headers)
+        routes = [Route("/", lambda _: page), Route("/health", self.health), Route("/v1/models", self.models)]
         routes += [Route(f"/v1/{chat}completions", self.complete, methods=["POST"]) for chat in ("", "chat/")]
         handlers = {
             HTTPException: lambda _, e: Response(error(e), e.status_code, media_type="application/json"),
