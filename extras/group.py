@@ -5,7 +5,7 @@ import itertools
 import torch
 import torch.distributed as dist
 
-from kernels import cxx
+from extras.cpp import load_operators
 
 _numbers = itertools.count()
 
@@ -16,9 +16,9 @@ def new_name(kind):
 
 
 def load_group(source, operator, what):
-    """Load the operators of a process group in C++, unless the named one is there. Raises cxx.CompilerError."""
+    """Load the operators of a process group in C++, unless the named one is there. Raises InputError."""
     if not hasattr(torch.ops.ladder, operator):
-        cxx.load_operators(source, what, "-DUSE_DISTRIBUTED", "-DUSE_C10D")
+        load_operators(source, what, "-DUSE_DISTRIBUTED", "-DUSE_C10D")
 
 
 class Group(dist.ProcessGroup):

@@ -21,7 +21,7 @@ def features():
 
 
 def instruction_set():
-    """Return what few_rows.cpp is compiled for, "avx512", "avx2" or "neon", or "plain": PyTorch's kernels instead.
+    """Return what extras/cpu compiles its kernels for, "avx512", "avx2" or "neon", or "plain": for none of them.
 
     $ATEN_CPU_CAPABILITY, PyTorch's own setting, chooses one. Raises ValueError if this processor does not have it.
     """

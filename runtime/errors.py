@@ -8,11 +8,14 @@ class InputError(ValueError):
     """Bad input: the message is one line that names it and says what would be right."""
 
 
-def load_extra(name, what):
-    """Return the package extras.NAME, whose import adds to the tables of the core.
+def find_extra(name):
+    """Return the package extras.NAME, whose import adds to the tables of the core, or None without that folder."""
+    there = importlib.util.find_spec("extras") and importlib.util.find_spec(f"extras.{name}")
+    return importlib.import_module(f"extras.{name}") if there else None
 
-    Raises InputError, which says that `what` needs it, if this copy of the project is without that folder.
-    """
-    if importlib.util.find_spec("extras") is None or importlib.util.find_spec(f"extras.{name}") is None:
+
+def load_extra(name, what):
+    """Return find_extra(name). Raises InputError, which says that `what` needs it, if it is not there."""
+    if (extra := find_extra(name)) is None:
         raise InputError(f"{what} needs the folder extras/{name}, which this copy does not have")
-    return importlib.import_module(f"extras.{name}")
+    return extra

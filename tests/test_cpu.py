@@ -12,12 +12,16 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import BASE, ROOT, last_logits, random_model, unequal_rows
 from reference import Reference
 from safetensors.torch import save_file
+from test_quantize import CASES, check_model, integers
 
+from extras import cpp
+from extras.cpu import few_rows, modules
 from formats import checkpoint
-from kernels import cpu, cxx, few_rows
+from kernels import cpu, int_linear
 from model import Attention
 from runtime import compiling, launch
 from runtime.errors import InputError
@@ -41,6 +45,79 @@ def check_few_rows(shapes):
 
 def test_few_rows_are_exact_up_to_the_last_rounding(threads):
     check_few_rows([(1, 1), (33, 2731), (301, 2048), (2100, 40)])
+
+
+def in_float64(weight, scales, zeros):
+    """The matrix that they stand for."""
+    return int_linear.dequantize(weight, scales.double(), None if zeros is None else zeros.double())
+
+
+SHAPES = [(1, 1, None), (33, 2731, None), (64, 129, None)]
+SHAPES += [(1, 8, 8), (40, 80, 16), (67, 96, 32), (131, 2048, 64), (50, 4096, 128)]
+
+
+def test_few_rows_of_integers_are_exact_up_to_rounding(threads):
+    """Against float64: bfloat16's last rounding, float32 sums, and x as 16 bits of its block's largest."""
+    few_rows.build()
+    for N, K, size in SHAPES:
+        weight, scales, zeros = integers(N, K, size)
+        w = in_float64(weight, scales, zeros)
+        for M in (1, 2, 3, 4, 5, 8, 17):
+            x = numbers(M, K)
+            x[0, 0] = 100
+            if M > 1:
+                x[1] = 0
+            if M > 2:
+                x[2] = 1  # the largest integers of x, times those of W
+            y = torch.ops.ladder.few_rows_int(x, few_rows.pack(weight, scales, zeros), N, K, 8 if zeros is None else 4)
+            exact, size_of = x.double() @ w.T, x.double().abs() @ w.abs().T
+            # the integers, not W, meet the rounded x: with a zero of the other sign they are the larger
+            q = (w - (0 if zeros is None else zeros.double().repeat_interleave(size, 1))).abs()
+            blocks = [(x[:, k : k + 128].double().abs(), q[:, k : k + 128]) for k in range(0, K, 128)]
+            fixed = sum(b.amax(1, keepdim=True) @ v.sum(1, keepdim=True).T for b, v in blocks) * 2**-16
+            bound = 2**-8 * exact.abs() + 1e-6 * (size_of + x.double().abs() @ q.T) + 1.01 * fixed
+            assert y.shape == (M, N) and ((y.double() - exact).abs() <= bound).all(), (N, K, size, M)
+    packed, x = few_rows.pack(*integers(12, 64, 32)), torch.ones(3, 64).bfloat16()
+    x[1, 5] = torch.nan
+    y = torch.ops.ladder.few_rows_int(x, packed, 12, 64, 4)
+    assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
+    with pytest.raises(RuntimeError, match="of a W .N, K. what few_rows.pack returns"):
+        torch.ops.ladder.few_rows_int(x, packed, 17, 64, 4)
+
+
+@pytest.mark.parametrize("N, K, size", [(7, 5, None), (160, 72, 8), (312, 2048, 64)])
+def test_feed_forward_is_its_three_products(N, K, size, threads):
+    """In float64, gates from -90 to 90; each product is rounded to bfloat16."""
+    few_rows.build()
+    matrices = [integers(N, K, size, seed=1), integers(N, K, size, seed=2), integers(K, N, size and 8, seed=3)]
+    w1, w3, w2 = (in_float64(*matrix) for matrix in matrices)
+    packed, bits = [few_rows.pack(*matrix) for matrix in matrices], 8 if size is None else 4
+    for M in (1, 3, 8, 17):
+        x = numbers(M, K).double()
+        x = (x * 90 / (x @ w1.T).abs().amax(1, keepdim=True)).bfloat16()
+        x[1:2] = 0
+        y = torch.ops.ladder.feed_forward_int(x, *packed, N, K, bits)
+        exact = (F.silu(x.double() @ w1.T) * (x.double() @ w3.T)) @ w2.T
+        assert y.shape == (M, K) and y.dtype == torch.bfloat16
+        assert ((y.double() - exact).norm(dim=1) <= 0.01 * exact.norm(dim=1)).all(), M
+    torch.library.opcheck(torch.ops.ladder.feed_forward_int.default, (x.T.contiguous().T, *packed, N, K, bits))
+
+
+@pytest.mark.parametrize("N, K, size", [*SHAPES, (300, 2048, 64)])  # the last in two pieces even for one thread
+def test_packed_weights_are_the_weights_for_many_rows_and_as_a_table(N, K, size, threads, monkeypatch):
+    few_rows.build()
+    monkeypatch.setattr(few_rows, "PANELS", 2)
+    weight, scales, zeros = integers(N, K, size)
+    exact = int_linear.dequantize(weight, scales.float(), None if zeros is None else zeros.float())
+    packed, one = few_rows.pack(weight, scales, zeros), torch.eye(K).bfloat16()
+    with torch.inference_mode():  # which the other threads do not inherit
+        w = torch.ops.ladder.many_rows_int(one, packed, N, K, 8 if zeros is None else 4).T
+    assert w.dtype == torch.bfloat16 and ((w.float() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all()
+    assert torch.get_num_threads() == threads
+    shape = types.SimpleNamespace(zeros=zeros, out_features=N, in_features=K)
+    table = few_rows.PackedEmbedding(torch.nn.Parameter(packed, requires_grad=False), shape)
+    index = torch.randint(N, (3, 2), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(table(index), int_linear.dequantize(weight, scales, zeros)[index])
 
 
 def zeros(*shape, dtype=torch.bfloat16):
@@ -142,7 +219,7 @@ def test_a_compiled_model_with_few_rows(monkeypatch):
     eager = last_logits(net, tokens, lengths)
     logits = last_logits(net, tokens, lengths, compile=True)
     assert all(type(m) is few_rows.FewRowsLinear for m in net.modules() if isinstance(m, torch.nn.Linear))
-    decodes = [isinstance(m, compiling.DecodeAttention) for m in net.modules() if isinstance(m, Attention)]
+    decodes = [isinstance(m, modules.DecodeAttention) for m in net.modules() if isinstance(m, Attention)]
     assert decodes == [True] * config.n_layers
     for row, length in enumerate(lengths):
         expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
@@ -150,17 +227,34 @@ def test_a_compiled_model_with_few_rows(monkeypatch):
         assert (logits[row] - expected).abs().mean() < 1.2 * (eager[row] - expected).abs().mean()
 
 
+COMPILED = [("tied", True), *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("int8", "biased", "kept"))]
+
+
+@pytest.mark.parametrize("name, compile", [*((name, False) for name in CASES), *COMPILED])
+def test_a_quantized_model_computes_what_its_numbers_say(name, compile, monkeypatch):
+    monkeypatch.setattr(few_rows, "FEW_INT", 8)  # more in prefill, fewer in decode
+    config = dataclasses.replace(CASES[name], n_layers=1 if compile else 3)
+    net = check_model(config, torch.bfloat16, 0.06, compiling.use_fast_modules, compile)
+    kinds = {type(m) for m in net.modules() if hasattr(m, "in_features")}
+    assert few_rows.FewRowsIntLinear in kinds and (few_rows.FewRowsLinear in kinds) == bool(config.kept)
+    packed_table = type(net.tok_embeddings) is few_rows.PackedEmbedding
+    assert packed_table == (config.tie_embeddings and not config.kept)
+    assert not packed_table or net.tok_embeddings.weight is net.output.weight
+    gated = {type(block.feed_forward) is modules.FewRowsFeedForward for block in net.layers}
+    assert gated == {not config.mlp_bias and "w2" not in config.kept and config.activation == "silu"}
+
+
 def test_attention_in_a_window_without_a_cache():
     """There v is a view, with strides that the kernel does not take. Only bfloat16 has such kernels."""
     net = random_model(dataclasses.replace(BASE, head_dim=64, sliding_window=3, window_layers=(0, 2)))
     compiling.use_fast_modules(net)
-    assert not any(isinstance(m, few_rows.FewRowsLinear | compiling.DecodeAttention) for m in net.modules())
+    assert not any(isinstance(m, few_rows.FewRowsLinear | modules.DecodeAttention) for m in net.modules())
     net, (tokens, _) = net.bfloat16(), unequal_rows(BASE)
     with torch.inference_mode():
         expected = net(tokens[:, :8])
         compiling.use_fast_modules(net)
         logits = net(tokens[:, :8])
-    assert isinstance(net.layers[0].attention, compiling.DecodeAttention)
+    assert isinstance(net.layers[0].attention, modules.DecodeAttention)
     assert (logits - expected).norm() < 0.03 * expected.norm()
 
 
@@ -196,13 +290,12 @@ def test_clones_compile_once_and_what_is_damaged_again(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.ops, "load_library", load)
     for name, value in {"XDG_CACHE_HOME": tmp_path / "cache", "CXX": compiler}.items():
         monkeypatch.setenv(name, str(value))
-    shutil.copytree(ROOT / "kernels", tmp_path / "clone")
-    for folder, calls in (ROOT / "kernels", 1), (tmp_path / "clone", 1), (ROOT / "kernels", 2):
-        monkeypatch.setattr(cxx, "__file__", str(folder / "cxx.py"))
-        cxx.load_operators("few_rows.cpp", "--compile")
+    shutil.copytree(ROOT / "extras/cpu", tmp_path / "clone")
+    for folder, calls in (ROOT / "extras/cpu", 1), (tmp_path / "clone", 1), (ROOT / "extras/cpu", 2):
+        cpp.load_operators(folder / "few_rows.cpp", "--compile")
         [library] = (tmp_path / "cache").rglob("*.*")
         assert library.read_text() == "library\n" and len((tmp_path / "calls").read_text()) == calls
-        if folder != ROOT / "kernels":
+        if folder != ROOT / "extras/cpu":
             library.write_text("damaged")
 
 
@@ -230,7 +323,7 @@ def test_the_loops_on_every_instruction_set(compiler, march, feature, emulator, 
     if feature and feature not in cpu.features():
         pytest.skip(f"this processor has no {feature}")
     options = ["-O3", *f"-march={march}".split(), "-std=c++20", "-fassociative-math", "-fno-signed-zeros"]
-    options += ["-fno-trapping-math", "-w", "-I", ROOT / "kernels", *(["-static"] if emulator else [])]
+    options += ["-fno-trapping-math", "-w", "-I", ROOT / "extras/cpu", *(["-static"] if emulator else [])]
     subprocess.run([compiler, *options, ROOT / "tests/few_rows_alone.cpp", "-o", tmp_path / "loops"], check=True)
     done = subprocess.run([*emulator, tmp_path / "loops"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
@@ -259,7 +352,7 @@ def test_code_compiled_for_other_instructions_is_not_reused(tmp_path):
     """One cache for both: the loops take as many elements at a time as a vector of the first has."""
     if cpu.instruction_set() != "avx512":
         pytest.skip("this processor has vectors of one length")
-    code = "import torch; from kernels import cxx; cxx.prepare_compile(); x = torch.arange(64.0)"
+    code = "import torch; from runtime import cxx; cxx.prepare_compile(); x = torch.arange(64.0)"
     code += "; torch._inductor.config.cpp_cache_precompile_headers = False"
     code += "; assert torch.equal(torch.compile(lambda x: 2 * x + 1)(x), 2 * x + 1)"
     for name in "avx512", "avx2":

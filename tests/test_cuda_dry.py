@@ -13,8 +13,8 @@ import generate as generate_module
 from decoding import sampling
 from decoding.sampling import Sampler
 from generate import Runner, generate, make_cache
-from kernels import cuda_graphs, cxx
-from runtime import compiling, watch
+from kernels import cuda_graphs
+from runtime import compiling, cxx, watch
 from runtime.compiling import SplitAttention
 from runtime.errors import InputError
 

@@ -15,10 +15,11 @@ from test_convert import TOKENS, change_tensors, check_parity, convert, hf_model
 
 import quantize
 import tp
+from extras.cpu import few_rows
 from extras.export import to_hf
 from extras.training import adapt
 from formats import checkpoint
-from kernels import experts, few_rows, int_linear
+from kernels import experts, int_linear
 from model import MoE
 from runtime import compiling
 from runtime.errors import InputError

@@ -17,7 +17,7 @@ import torch
 
 from extras.collectives import shared_memory
 from extras.group import load_group, new_name
-from kernels import cxx, gloo
+from kernels import gloo
 from runtime import watch
 from runtime.errors import InputError
 from tp import COLLECTIVES, Collective
@@ -101,15 +101,9 @@ def connect(world):
     places = [*world.nodes]
     if world.device.type != "cpu":
         raise InputError("--comm one-hop is for CPUs")
-    first = places.index(places[world.rank]) == world.rank
-    for turn in (True, False):  # on each node one rank compiles, then the others load
-        with world.together():
-            if first == turn:
-                try:
-                    load_group(Path(__file__).with_name("one_hop.cpp"), "join_hops", "one hop between machines")
-                    shared_memory.build()  # for its settle
-                except cxx.CompilerError as e:
-                    raise InputError(str(e)) from None
+    with world.together():
+        load_group(Path(__file__).with_name("one_hop.cpp"), "join_hops", "one hop between machines")
+        shared_memory.build()  # for its settle
     size = places.count(places[0])
     alike = places == [place for place in dict.fromkeys(places) for _ in range(size)]
     node, memory = Node(world, size if alike else 1), None

@@ -83,7 +83,7 @@ def abandon():
 
 
 def build():
-    """Load the operators of shared_memory.cpp. Raises what cxx.load_operators does."""
+    """Load the operators of shared_memory.cpp. Raises InputError."""
     load_group(Path(__file__).with_name("shared_memory.cpp"), "join_memory", "memory shared by ranks")
 
 

@@ -1,12 +1,14 @@
 """Matrix products of few rows on a CPU, by few_rows.cpp: the operators, the layout of their integers, the modules."""
 
 import math
+from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import cpu, cxx
+from extras.cpp import load_operators
+from kernels import cpu
 from kernels.int_linear import Int8Linear, Integers, IntEmbedding, IntLinear, recast, scaled, swap, unpack
 
 # with so many rows of x or fewer, few_rows.cpp is faster (benchmarks/decode.md); with any, without oneDNN's bfloat16
@@ -17,12 +19,12 @@ PANELS = 64  # panels of 16 rows that are packed at a time, so that temporaries 
 
 
 def build():
-    """Load the operators of few_rows.cpp. Raises cxx.CompilerError."""
+    """Load the operators of few_rows.cpp. Raises InputError."""
     if hasattr(torch.ops.ladder, "few_rows"):
         return
     asked = cpu.instruction_set() == "avx2" and "avx512bw" in cpu.features()  # what others have who have no more
     options = "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", *["-march=haswell"] * asked
-    cxx.load_operators("few_rows.cpp", "--compile", *options)
+    load_operators(Path(__file__).with_name("few_rows.cpp"), "--compile", *options)
     torch.library.register_fake("ladder::few_rows", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
     for name in ("ladder::few_rows_int", "ladder::many_rows_int"):
         torch.library.register_fake(name, lambda x, weight, N, *_: x.new_empty(*x.shape[:-1], N))
