@@ -4,7 +4,6 @@ Shape letters: model.py.
 """
 
 import contextlib
-import copy
 import gc
 import time
 
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
-from decoding.sampling import Sampler, pad
+from decoding.sampling import pad
 from kernels.experts import Experts, floats
 from kernels.int_linear import recast, swap
 from model import Attention, cache_slots
@@ -118,24 +117,6 @@ def _compiling():
             yield
     finally:
         gc.enable()
-
-
-@torch.inference_mode()
-def compile_ahead(runner, prompts):
-    """Compile a CPU's decode step into the cache of this machine, without running it.
-
-    So ranks whose shards are alike can compile several runners at the same time: warm_up then finds all of them.
-    """
-    from torch._inductor.compile_fx import compile_fx
-
-    def compile_and_stop(graph, inputs):
-        compile_fx(graph, inputs, config_patches=CPU_OPTIONS)
-        raise InterruptedError
-
-    ahead = copy.copy(runner)
-    ahead._decode = torch.compile(runner.model, fullgraph=True, dynamic=False, backend=compile_and_stop)
-    with _compiling(), contextlib.suppress(torch._dynamo.exc.BackendCompilerFailed):
-        ahead.next_tokens([[*prompt, 0] for prompt in prompts], Sampler(0))
 
 
 @torch.inference_mode()

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 import tp
 from formats.checkpoint import first_line
-from kernels import cpu
 from runtime import watch
 from runtime.errors import InputError
 
@@ -153,10 +152,6 @@ def choose_device(device, rank=0, tp_size=1, own_gpu=False):
         device = f"cuda:{local_rank if tp_size > 1 and not own_gpu else 0}"
     if device not in known:
         raise InputError(f"no such device: {device}; this machine has {', '.join(known)}")
-    try:
-        cpu.instruction_set()
-    except ValueError as e:  # before PyTorch executes an instruction that is not there
-        raise InputError(str(e)) from None
     if device != "cpu":
         try:
             torch.cuda.set_device(torch.device(device))

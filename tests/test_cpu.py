@@ -23,7 +23,7 @@ from extras.cpu import few_rows, modules
 from formats import checkpoint
 from kernels import cpu, int_linear
 from model import Attention
-from runtime import compiling, launch
+from runtime import compiling
 from runtime.errors import InputError
 
 
@@ -31,9 +31,10 @@ def numbers(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).bfloat16()
 
 
-def check_few_rows(shapes):
+def test_few_rows_are_exact_up_to_the_last_rounding(threads):
     """bfloat16 has 8 bits: half a unit in the last place is at most 2^-8 of the result; float32 sums add far less."""
     few_rows.build()
+    shapes = (1, 1), (33, 2731), (301, 2048), (2100, 40)
     for (N, K), M in itertools.product(shapes, (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 24)):
         x, weight = numbers(M, K), numbers(N, K)
         y = torch.ops.ladder.few_rows(x, weight)
@@ -41,10 +42,6 @@ def check_few_rows(shapes):
         size = x.double().abs() @ weight.double().abs().T
         assert y.shape == (M, N) and y.dtype == torch.bfloat16
         assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * size).all(), (M, N, K)
-
-
-def test_few_rows_are_exact_up_to_the_last_rounding(threads):
-    check_few_rows([(1, 1), (33, 2731), (301, 2048), (2100, 40)])
 
 
 def in_float64(weight, scales, zeros):
@@ -81,8 +78,6 @@ def test_few_rows_of_integers_are_exact_up_to_rounding(threads):
     x[1, 5] = torch.nan
     y = torch.ops.ladder.few_rows_int(x, packed, 12, 64, 4)
     assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
-    with pytest.raises(RuntimeError, match="of a W .N, K. what few_rows.pack returns"):
-        torch.ops.ladder.few_rows_int(x, packed, 17, 64, 4)
 
 
 @pytest.mark.parametrize("N, K, size", [(7, 5, None), (160, 72, 8), (312, 2048, 64)])
@@ -134,11 +129,7 @@ MISFITS = [
     ("few_rows", zeros(2, 9), zeros(4, 8)),
     ("few_rows", zeros(2, 0), zeros(4, 0)),
     ("few_rows", zeros(2, 4), zeros(4, 8)[:, ::2]),
-    ("few_rows", zeros(2, 8), zeros(4, 8, dtype=torch.float16)),
-    ("few_rows", zeros(2, 8, dtype=torch.float32), zeros(4, 8)),
     ("few_rows_int", zeros(3, 64).float(), INT4, 16, 64, 4),
-    ("many_rows_int", zeros(3, 64).float(), INT4, 16, 64, 4),
-    ("few_rows_int", zeros(3, 64), INT4.char(), 16, 64, 4),
     ("few_rows_int", zeros(3, 64), INT4, 17, 64, 4),
     ("few_rows_int", zeros(3, 64), INT4, 16, 64, 8),
     ("few_rows_int", zeros(3, 64), INT4, 16, 64, 2),
@@ -155,15 +146,12 @@ MISFITS = [
     ("few_rows_experts", zeros(3, 8), IDS - 1, EXPERT, EXPERT, EXPERT, 8, 8, [16] * 3),
     ("few_rows_experts", zeros(3, 8), IDS, EXPERT, EXPERT, EXPERT[0], 8, 8, [16] * 3),
     ("few_rows_experts", zeros(3, 8), IDS + 3, EXPERT, EXPERT[:2], EXPERT, 8, 8, [16] * 3),
-    ("few_rows_experts", zeros(3, 8), IDS, EXPERT, EXPERT, EXPERT, 8, 8, [16] * 2),
     ("few_rows_experts", zeros(3, 64), IDS, *[packed(1, 1, 17)] * 3, 16, 64, [8] * 3),
     ("decode_attention", Q, CACHE[:, :, :0], CACHE[:, :, :0], IDS[:, :1], 9),
     ("decode_attention", Q, CACHE, CACHE[:, :, :8].contiguous(), IDS[:, :1], 9),
     ("decode_attention", Q, CACHE[:2], CACHE[:2], IDS[:, :1], 9),
     ("decode_attention", Q, CACHE.mT.contiguous().mT, CACHE, IDS[:, :1], 9),
-    ("decode_attention", Q, CACHE, CACHE.float(), IDS[:, :1], 9),
     ("decode_attention", Q, CACHE, CACHE, IDS[:2, :1], 9),
-    ("decode_attention", Q, CACHE, CACHE, IDS[:, :1].int(), 9),
     ("decode_attention", Q[..., :32], CACHE[..., :32].contiguous(), CACHE[..., :32].contiguous(), IDS[:, :1], 9),
 ]
 
@@ -171,7 +159,7 @@ MISFITS = [
 def test_what_would_be_read_beyond_a_tensor_is_refused():
     few_rows.build()
     for name, *arguments in MISFITS:
-        with pytest.raises((RuntimeError, IndexError)):
+        with pytest.raises(RuntimeError):
             getattr(torch.ops.ladder, name)(*arguments)
 
 
@@ -185,7 +173,8 @@ def attention(q, keys, values, positions, window):
     return out
 
 
-def check_attention(G, H):
+@pytest.mark.parametrize("G, H", [(1, 64), (2, 192), (7, 64)])
+def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
     """T positions of a cache, the last S of them new; what lies outside of a row's window is not a number."""
     few_rows.build()
     cases = (1, 1, [0]), (70, 1, [69, 0, 33, 2]), (40, 3, [3, 4, 15, 16]), (30, 5, [29, 4])
@@ -200,11 +189,6 @@ def check_attention(G, H):
         exact = attention(q, keys, values, positions, window)
         assert y.shape == q.shape and y.dtype == torch.bfloat16
         assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * max(1, scale / 10)).all()
-
-
-@pytest.mark.parametrize("G, H", [(1, 64), (2, 192), (7, 64)])
-def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
-    check_attention(G, H)
 
 
 def test_a_compiled_model_with_few_rows(monkeypatch):
@@ -234,7 +218,7 @@ COMPILED = [("tied", True), *(pytest.param(name, True, marks=pytest.mark.slow) f
 def test_a_quantized_model_computes_what_its_numbers_say(name, compile, monkeypatch):
     monkeypatch.setattr(few_rows, "FEW_INT", 8)  # more in prefill, fewer in decode
     config = dataclasses.replace(CASES[name], n_layers=1 if compile else 3)
-    net = check_model(config, torch.bfloat16, 0.06, compiling.use_fast_modules, compile)
+    net = check_model(config, torch.bfloat16, 0.06, fast=True, compile=compile)
     kinds = {type(m) for m in net.modules() if hasattr(m, "in_features")}
     assert few_rows.FewRowsIntLinear in kinds and (few_rows.FewRowsLinear in kinds) == bool(config.kept)
     packed_table = type(net.tok_embeddings) is few_rows.PackedEmbedding
@@ -303,15 +287,8 @@ SETS = [  # compiler, -march, what /proc/cpuinfo calls it, what runs it, instruc
     ("g++", "haswell", "avx2", (), "vpmaddwd|vfmadd", "zmm|vpdp"),
     ("g++", "haswell -mavxvnni", "avx_vnni", (), "vpdpwssd", "zmm|vpmaddwd"),
     ("g++", "skylake-avx512", "avx512bw", (), "vpmaddwd.*zmm", "vpdp|vdpbf16"),
-    ("aarch64-linux-gnu-g++", "armv8.2-a+dotprod", None, ("qemu-aarch64", "-cpu", "max"), "sdot|fmla", "usdot|bfdot"),
-    (
-        "aarch64-linux-gnu-g++",
-        "armv8.2-a+dotprod+i8mm+bf16",
-        None,
-        ("qemu-aarch64", "-cpu", "max"),
-        "usdot|bfdot",
-        "sdot",
-    ),
+    ("aarch64-linux-gnu-g++", "armv8.2-a+dotprod", None, ("qemu-aarch64", "-cpu", "max"), "sdot|fmla", "bfdot"),
+    ("aarch64-linux-gnu-g++", "armv8.2-a+dotprod+bf16", None, ("qemu-aarch64", "-cpu", "max"), "sdot|bfdot", "usdot"),
 ]
 
 
@@ -339,7 +316,7 @@ def test_the_instructions_that_one_asks_for(tmp_path):
     """What this processor has besides its best, as others have it who have no more: the same tests."""
     if cpu.instruction_set() != "avx512":
         pytest.skip("the other tests run on the only set that this processor has")
-    files = [f"tests/test_{name}.py" for name in ("cpu", "quantize", "experts", "tp")]
+    files = [f"tests/test_{name}.py" for name in ("cpu", "experts", "tp")]
     names = "few_rows or attention_of or feed_forward_is or packed_weights"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files, "-k", names]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
@@ -374,16 +351,6 @@ def test_without_instructions_for_our_kernels_there_are_pytorchs(monkeypatch, ca
     for features, name in (["asimd", "asimddp"], "neon"), (["asimd"], "plain"), ([], "plain"):
         monkeypatch.setattr(cpu, "features", lambda features=features: features)
         assert cpu.instruction_set() == name
-
-
-def test_instructions_that_are_not_there_are_one_clear_line(monkeypatch):
-    monkeypatch.setattr(cpu, "ON_ARM", False)
-    monkeypatch.setattr(cpu, "features", lambda: ["avx2", "avx512f"])
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx512")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    message = "ATEN_CPU_CAPABILITY=avx512: this processor has no avx512: leave the variable out"
-    with pytest.raises(InputError, match=message):
-        launch.choose_device("cpu")
 
 
 @pytest.mark.parametrize("ranges", [None, [(5, 17), (2990, 3000)], [(7, 7)]], ids=str)

@@ -173,9 +173,11 @@ def expected_logits(config):
     return [torch.from_numpy(reference.logits(row[:length]))[-4:] for row, length in rows]
 
 
-def check_model(config, dtype, tolerance, use=int_linear.use_kernels, compile=False):
-    """Return a quantized model with the kernels of `use`, after comparing its logits with what its numbers say."""
-    use(net := int_shard(config, dtype))
+def check_model(config, dtype, tolerance, fast=False, compile=False):
+    """Return a quantized model, if `fast` with fast modules, after comparing its logits with what its numbers say."""
+    int_linear.use_kernels(net := int_shard(config, dtype))
+    if fast:
+        compiling.use_fast_modules(net)
     logits = last_logits(net, *unequal_rows(config), compile=compile)
     for row, expected in zip(logits, expected_logits(config), strict=True):
         assert (row - expected).abs().max() < tolerance * expected.abs().max()

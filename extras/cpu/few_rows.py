@@ -88,6 +88,7 @@ class Packed(nn.Module):
     def __init__(self, weight, integers):
         super().__init__()
         self.weight, self.bits = weight, 8 if integers.zeros is None else 4
+        self.bias = getattr(integers, "bias", None)
         self.out_features, self.in_features = integers.out_features, integers.in_features
 
 
@@ -109,10 +110,6 @@ class PackedEmbedding(Packed):
 class FewRowsIntLinear(Packed):
     """x (..., K) -> x W^T + bias (..., N): few rows by the integers, many by floats made of pieces of them."""
 
-    def __init__(self, weight, linear):
-        super().__init__(weight, linear)
-        self.bias = linear.bias
-
     def forward(self, x):
         few = x.numel() <= FEW_INT * x.shape[-1]
         multiply = torch.ops.ladder.few_rows_int if few else torch.ops.ladder.many_rows_int
@@ -130,22 +127,23 @@ def replace_matrices(model):
     def place(module):
         return module.weight.data_ptr(), module.weight.shape
 
-    linears = [module for module in model.modules() if fits(module)]
+    sizes = {place(m): math.prod(packed_shape(m.weight, m.scales, m.zeros)) for m in model.modules() if fits(m)}
     # in one allocation: alone, the end of each matrix, which fills no huge page, would lie in small pages
-    sizes = [math.prod(packed_shape(m.weight, m.scales, m.zeros)) for m in linears]
-    pieces = dict(zip(map(place, linears), cpu.empty((sum(sizes),), torch.uint8).split(sizes), strict=True))
+    memory = cpu.empty((sum(sizes.values()),), torch.uint8).split([*sizes.values()])
+    pieces, packed = dict(zip(sizes, memory, strict=True)), {}
 
-    packed = {}
-
-    def make(name, module):  # one after another, so that the memory of what is replaced is free at once
+    def make(name, module):
         if type(module) is nn.Linear:
             return recast(module, FewRowsLinear)
         tied = type(module) is IntEmbedding and place(module) in pieces
-        if tied or fits(module):
-            if (key := place(module)) not in packed:
-                weight = pack(module.weight, module.scales, module.zeros, pieces[key])
-                packed[key] = nn.Parameter(weight, requires_grad=False)
-            new = PackedEmbedding if tied else Packed if type(module) is Integers else FewRowsIntLinear
-            return new(packed[key], module)
+        if not tied and not fits(module):
+            return None
+        if (key := place(module)) not in packed:
+            weight = pack(module.weight, module.scales, module.zeros, pieces[key])
+            packed[key] = nn.Parameter(weight, requires_grad=False)
+        new = PackedEmbedding if tied else Packed if type(module) is Integers else FewRowsIntLinear
+        new = new(packed[key], module)
+        module.weight = None  # frees it before the next one is packed: swap still holds the module
+        return new
 
     swap(model, make)

@@ -11,8 +11,7 @@ from kernels.experts import Experts
 from kernels.int_linear import recast, swap
 from model import Attention, FeedForward
 from runtime import launch
-
-FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is faster
+from runtime.compiling import FEW_POSITIONS
 
 
 class DecodeAttention(Attention):
