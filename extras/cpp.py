@@ -24,22 +24,22 @@ def load_operators(source, what, *options):
     texts = [path.read_text() for path in (source, source.with_suffix(".h")) if path.is_file()]
     options = ["-O3", "-mcpu=native" if cpu.ON_ARM else "-march=native", "-std=c++20", "-fopenmp", *options]
     contents = repr((texts, os.environ.get("CXX"), options, torch.__version__, cpu.features()))
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ladder-fast"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ladder-fast"
     library = folder / f"{source.stem}-{hashlib.sha256(contents.encode()).hexdigest()[:16]}.so"
-    if folder.parts[0] == "~":
-        raise InputError(f"{what}: no home folder to keep compiled code in: name a folder in $XDG_CACHE_HOME")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / "lock", "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of several processes one compiles, and the others wait
-            try:
-                torch.ops.load_library(library)
-            except OSError:  # not there yet, or damaged
-                paths = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}", f"-L{home / 'lib'}"]
-                command = [compiler(what), source, *options, *paths, "-shared", "-fPIC", "-ltorch_cpu", "-lc10"]
-                print(f"compiling {source.name}, once ...", file=sys.stderr, flush=True)
-                subprocess.run([*command, "-o", library], check=True, capture_output=True, text=True)
-                torch.ops.load_library(library)
+        if not library.is_file():
+            with open(folder / "lock", "a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not library.is_file():  # else another process has compiled it meanwhile
+                    includes = [f"-I{home / path}" for path in ("include", "include/torch/csrc/api/include")]
+                    libraries = [f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
+                    command = [compiler(what), "-shared", "-fPIC", source, *options, *includes, *libraries]
+                    print(f"compiling {source.name}, once ...", file=sys.stderr, flush=True)
+                    unfinished = library.with_suffix(".new")
+                    subprocess.run([*command, "-o", unfinished], check=True, capture_output=True, text=True)
+                    os.replace(unfinished, library)
+        torch.ops.load_library(library)
     except subprocess.CalledProcessError as e:
         reason = next((line for line in e.stderr.splitlines() if "error" in line), f"it ends with code {e.returncode}")
         raise InputError(f"{e.cmd[0]} cannot compile {source.name}: {reason}") from None

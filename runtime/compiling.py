@@ -136,10 +136,12 @@ def warm_up(runner, prompts, max_new_tokens, sample, draft=None):
         runner.prefill(*padded, PASS_TOKENS)
         if draft:
             draft.begin(*padded, PASS_TOKENS)
-        for texts in [[[0] * length for _ in prompts] for length in sorted(lengths)]:
-            if not draft:
+        for length in sorted(lengths):
+            texts = [[0] * length for _ in prompts]
+            if draft:
+                for proposals in draft.counts:
+                    draft.warm_up(runner, texts, proposals)
+            else:
                 runner.passes()(texts, sample).tolist()  # waits for the device
-            for proposals in draft.counts if draft else ():
-                draft.warm_up(runner, texts, proposals)
     sample.generator.set_state(state)
     return time.perf_counter() - start

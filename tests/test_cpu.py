@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import os
 import pwd
-import re
 import shutil
 import subprocess
 import sys
@@ -99,7 +98,7 @@ def test_feed_forward_is_its_three_products(N, K, size, threads):
 
 
 @pytest.mark.parametrize("N, K, size", [*SHAPES, (300, 2048, 64)])  # the last in two pieces even for one thread
-def test_packed_weights_are_the_weights_for_many_rows_and_as_a_table(N, K, size, threads, monkeypatch):
+def test_packed_weights_are_the_weights_for_many_rows(N, K, size, threads, monkeypatch):
     few_rows.build()
     monkeypatch.setattr(few_rows, "PANELS", 2)
     weight, scales, zeros = integers(N, K, size)
@@ -109,10 +108,6 @@ def test_packed_weights_are_the_weights_for_many_rows_and_as_a_table(N, K, size,
         w = torch.ops.ladder.many_rows_int(one, packed, N, K, 8 if zeros is None else 4).T
     assert w.dtype == torch.bfloat16 and ((w.float() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all()
     assert torch.get_num_threads() == threads
-    shape = types.SimpleNamespace(zeros=zeros, out_features=N, in_features=K)
-    table = few_rows.PackedEmbedding(torch.nn.Parameter(packed, requires_grad=False), shape)
-    index = torch.randint(N, (3, 2), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(table(index), int_linear.dequantize(weight, scales, zeros)[index])
 
 
 def zeros(*shape, dtype=torch.bfloat16):
@@ -221,9 +216,6 @@ def test_a_quantized_model_computes_what_its_numbers_say(name, compile, monkeypa
     net = check_model(config, torch.bfloat16, 0.06, fast=True, compile=compile)
     kinds = {type(m) for m in net.modules() if hasattr(m, "in_features")}
     assert few_rows.FewRowsIntLinear in kinds and (few_rows.FewRowsLinear in kinds) == bool(config.kept)
-    packed_table = type(net.tok_embeddings) is few_rows.PackedEmbedding
-    assert packed_table == (config.tie_embeddings and not config.kept)
-    assert not packed_table or net.tok_embeddings.weight is net.output.weight
     gated = {type(block.feed_forward) is modules.FewRowsFeedForward for block in net.layers}
     assert gated == {not config.mlp_bias and "w2" not in config.kept and config.activation == "silu"}
 
@@ -246,7 +238,6 @@ UNBUILT = [
     ({"CXX": "g++ -O1"}, "--compile needs a C.. compiler: .* no options: 'g.. -O1'"),
     ({"CXX": "false"}, "false cannot compile few_rows.cpp: it ends with code 1"),
     ({"XDG_CACHE_HOME": "/dev/null"}, "cannot use /dev/null/ladder-fast: Not a directory"),
-    ({"XDG_CACHE_HOME": ""}, "--compile: no home folder to keep compiled code in: .* .XDG_CACHE_HOME"),
 ]
 
 
@@ -262,39 +253,29 @@ def test_what_cannot_be_built_is_one_clear_line(environment, message, tmp_path, 
     assert "\n" not in str(error.value) and list(tmp_path.rglob("*.so")) == []
 
 
-def test_clones_compile_once_and_what_is_damaged_again(tmp_path, monkeypatch):
-    def load(path):
-        if not path.exists() or path.read_text() != "library\n":
-            raise OSError("damaged")
-
+def test_clones_compile_once(tmp_path, monkeypatch):
     (compiler := tmp_path / "compiler").write_text(
         f'#!/bin/sh\nfor last in "$@"; do true; done\necho library > $last; echo >> {tmp_path}/calls'
     )
     compiler.chmod(0o755)
-    monkeypatch.setattr(torch.ops, "load_library", load)
+    loaded = []
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: loaded.append(path.read_text()))
     for name, value in {"XDG_CACHE_HOME": tmp_path / "cache", "CXX": compiler}.items():
         monkeypatch.setenv(name, str(value))
     shutil.copytree(ROOT / "extras/cpu", tmp_path / "clone")
-    for folder, calls in (ROOT / "extras/cpu", 1), (tmp_path / "clone", 1), (ROOT / "extras/cpu", 2):
+    for folder in ROOT / "extras/cpu", tmp_path / "clone":
         cpp.load_operators(folder / "few_rows.cpp", "--compile")
-        [library] = (tmp_path / "cache").rglob("*.*")
-        assert library.read_text() == "library\n" and len((tmp_path / "calls").read_text()) == calls
-        if folder != ROOT / "extras/cpu":
-            library.write_text("damaged")
+    assert loaded == ["library\n"] * 2 and (tmp_path / "calls").read_text() == "\n"
 
 
-SETS = [  # compiler, -march, what /proc/cpuinfo calls it, what runs it, instructions that it must have and must not
-    ("g++", "haswell", "avx2", (), "vpmaddwd|vfmadd", "zmm|vpdp"),
-    ("g++", "haswell -mavxvnni", "avx_vnni", (), "vpdpwssd", "zmm|vpmaddwd"),
-    ("g++", "skylake-avx512", "avx512bw", (), "vpmaddwd.*zmm", "vpdp|vdpbf16"),
-    ("aarch64-linux-gnu-g++", "armv8.2-a+dotprod", None, ("qemu-aarch64", "-cpu", "max"), "sdot|fmla", "bfdot"),
-    ("aarch64-linux-gnu-g++", "armv8.2-a+dotprod+bf16", None, ("qemu-aarch64", "-cpu", "max"), "sdot|bfdot", "usdot"),
-]
+SETS = [("haswell", "avx2"), ("haswell -mavxvnni", "avx_vnni"), ("skylake-avx512", "avx512bw")]
+SETS += [("armv8.2-a+dotprod", None), ("armv8.2-a+dotprod+bf16", None)]
 
 
-@pytest.mark.parametrize("compiler, march, feature, emulator, used, unused", SETS, ids=[case[1] for case in SETS])
-def test_the_loops_on_every_instruction_set(compiler, march, feature, emulator, used, unused, tmp_path):
+@pytest.mark.parametrize("march, feature", SETS)  # feature: as /proc/cpuinfo calls it
+def test_the_loops_on_every_instruction_set(march, feature, tmp_path):
     """Against float64, without PyTorch: on this processor or an emulated one."""
+    compiler, *emulator = ("g++",) if feature else ("aarch64-linux-gnu-g++", "qemu-aarch64", "-cpu", "max")
     if missing := [tool for tool in (compiler, *emulator[:1]) if shutil.which(tool) is None]:
         pytest.skip(f"{' and '.join(missing)} not installed")
     if feature and feature not in cpu.features():
@@ -304,11 +285,6 @@ def test_the_loops_on_every_instruction_set(compiler, march, feature, emulator, 
     subprocess.run([compiler, *options, ROOT / "tests/few_rows_alone.cpp", "-o", tmp_path / "loops"], check=True)
     done = subprocess.run([*emulator, tmp_path / "loops"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    objdump = compiler.replace("g++", "objdump")
-    if shutil.which(objdump):
-        code = subprocess.check_output([objdump, "-d", "--no-show-raw-insn", tmp_path / "loops"], text=True)
-        assert all(re.search(rf"\s{name}", code) for name in used.split("|"))
-        assert not re.search(rf"[\s%]({unused})", code)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from extras.cpp import load_operators
 from kernels import cpu
-from kernels.int_linear import Int8Linear, Integers, IntEmbedding, IntLinear, recast, scaled, swap, unpack
+from kernels.int_linear import Int8Linear, Integers, IntLinear, recast, swap, unpack
 
 # with so many rows of x or fewer, few_rows.cpp is faster (benchmarks/decode.md); with any, without oneDNN's bfloat16
 ONEDNN = torch.backends.cpu.get_cpu_capability() == "AVX512" or (cpu.ON_ARM and "bf16" in cpu.features())
@@ -83,28 +83,14 @@ def pack(weight, scales, zeros, out=None):
 
 
 class Packed(nn.Module):
-    """A matrix (N, K) of integers in the layout of pack(). integers: the int_linear.Integers of which `weight` is."""
+    """A matrix (N, K) of int_linear.Integers, in the layout of pack(). out: as there."""
 
-    def __init__(self, weight, integers):
+    def __init__(self, integers, out):
         super().__init__()
-        self.weight, self.bits = weight, 8 if integers.zeros is None else 4
+        weight = pack(integers.weight, integers.scales, integers.zeros, out)
+        self.weight, self.bits = nn.Parameter(weight, requires_grad=False), 8 if integers.zeros is None else 4
         self.bias = getattr(integers, "bias", None)
         self.out_features, self.in_features = integers.out_features, integers.in_features
-
-
-class PackedEmbedding(Packed):
-    """Token ids -> their rows of a table that the output head has packed."""
-
-    def forward(self, tokens):
-        panel, lane = tokens // 16, tokens % 16
-        # indexed as bytes and then viewed as bfloat16: Inductor copies the whole of what it views as another dtype
-        pairs = self.weight[:, :, 0].unflatten(-1, (2, 16, 2))[panel, :, :, lane]  # (..., G, 2, 2)
-        scales, zeros = pairs.view(torch.bfloat16).squeeze(-1).unbind(-1)
-        q = self.weight.unflatten(-1, (16, 4))[panel, :, 1:, lane]  # (..., G, V, 4)
-        if self.bits == 8:
-            return scaled((q.flatten(-3)[..., : self.in_features] ^ 128).view(torch.int8), scales, None)
-        halves = torch.tensor([[0], [4]], dtype=torch.uint8)
-        return scaled((q[..., None, :] >> halves & 15).flatten(-4), scales, zeros)
 
 
 class FewRowsIntLinear(Packed):
@@ -118,32 +104,24 @@ class FewRowsIntLinear(Packed):
 
 
 def replace_matrices(model):
-    """Replace the linears of a model on a CPU, in bfloat16, by those of few_rows.cpp, and an embedding tied to one."""
+    """Replace the linears of a model on a CPU, in bfloat16, by those of few_rows.cpp."""
 
     def fits(module):  # few_rows.cpp knows these group sizes
         known = type(module) in (IntLinear, Int8Linear, Integers)
         return known and (module.zeros is None or module.in_features // module.scales.shape[-1] in (8, 16, 32, 64, 128))
 
-    def place(module):
-        return module.weight.data_ptr(), module.weight.shape
-
-    sizes = {place(m): math.prod(packed_shape(m.weight, m.scales, m.zeros)) for m in model.modules() if fits(m)}
+    sizes = {m: math.prod(packed_shape(m.weight, m.scales, m.zeros)) for m in model.modules() if fits(m)}
     # in one allocation: alone, the end of each matrix, which fills no huge page, would lie in small pages
     memory = cpu.empty((sum(sizes.values()),), torch.uint8).split([*sizes.values()])
-    pieces, packed = dict(zip(sizes, memory, strict=True)), {}
+    pieces = dict(zip(sizes, memory, strict=True))
 
     def make(name, module):
         if type(module) is nn.Linear:
             return recast(module, FewRowsLinear)
-        tied = type(module) is IntEmbedding and place(module) in pieces
-        if not tied and not fits(module):
+        if module not in pieces:
             return None
-        if (key := place(module)) not in packed:
-            weight = pack(module.weight, module.scales, module.zeros, pieces[key])
-            packed[key] = nn.Parameter(weight, requires_grad=False)
-        new = PackedEmbedding if tied else Packed if type(module) is Integers else FewRowsIntLinear
-        new = new(packed[key], module)
-        module.weight = None  # frees it before the next one is packed: swap still holds the module
+        new = (Packed if type(module) is Integers else FewRowsIntLinear)(module, pieces[module])
+        module.weight = None  # frees it before the next one is packed
         return new
 
     swap(model, make)
