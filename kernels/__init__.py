@@ -1,1 +1,1 @@
-"""What makes it fast on a device: integer linears, and C++ for CPUs."""
+"""What makes it fast on a device: integer linears, experts, CUDA graphs."""

@@ -21,15 +21,15 @@ def features():
 
 
 def instruction_set():
-    """Return what few_rows.cpp is compiled for, "avx512", "avx2" or "neon", or "plain": PyTorch's kernels instead.
+    """Return what extras/cpu compiles its kernels for, "avx512", "avx2" or "neon", or "plain": for none of them.
 
     $ATEN_CPU_CAPABILITY, PyTorch's own setting, chooses one.
     """
-    here, asked = features(), os.environ.get("ATEN_CPU_CAPABILITY")
     if ON_ARM:
-        return "neon" if "asimddp" in here and asked != "default" else "plain"
-    name = {"AVX512": "avx512", "AVX2": "avx2"}.get(torch.backends.cpu.get_cpu_capability(), "plain")
-    return name if here else "plain"  # not Linux: other systems' compilers have OpenMP of another kind than PyTorch
+        return "neon" if "asimddp" in features() and os.environ.get("ATEN_CPU_CAPABILITY") != "default" else "plain"
+    if not features():  # not Linux: other systems' compilers have OpenMP of another kind than PyTorch
+        return "plain"
+    return {"AVX512": "avx512", "AVX2": "avx2"}.get(torch.backends.cpu.get_cpu_capability(), "plain")
 
 
 def empty(shape, dtype, device="cpu"):

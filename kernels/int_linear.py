@@ -18,20 +18,15 @@ FEW = 16  # with so many rows of x or fewer, the int8 kernels are used: PyTorch'
 
 def dequantize(weight, scales, zeros=None):
     """Return W (N, K) in the dtype of the scales."""
-    return scaled(weight if zeros is None else unpack(weight), scales, zeros)
+    if zeros is None:
+        return weight.to(scales.dtype) * scales
+    q = unpack(weight).unflatten(-1, (scales.shape[-1], -1)).to(scales.dtype)  # (N, G, K / G)
+    return torch.addcmul(zeros[..., None], q, scales[..., None]).flatten(-2)
 
 
 def unpack(weight):
     """Return int4 (N, K / 2) as bytes (N, K)."""
     return torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2)
-
-
-def scaled(q, scales, zeros):
-    """Return scales q + zeros (N, K), given integers q (N, K)."""
-    if zeros is None:
-        return q.to(scales.dtype) * scales
-    q = q.unflatten(-1, (scales.shape[-1], -1)).to(scales.dtype)  # (N, G, K / G)
-    return torch.addcmul(zeros[..., None], q, scales[..., None]).flatten(-2)
 
 
 class Integers(nn.Module):

@@ -1,11 +1,10 @@
-"""What --compile takes besides torch.compile: a C++ compiler, and modules with kernels of their own.
+"""What --compile takes besides torch.compile: a compiler, and modules with kernels of their own.
 
 Shape letters: model.py.
 """
 
 import contextlib
 import gc
-import sys
 import time
 
 import torch
@@ -13,13 +12,11 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 from decoding.sampling import Sampler, pad
-from kernels import cpu, cxx, few_rows
 from kernels.experts import Experts, floats
-from kernels.few_rows import FEW_INT, FewRowsIntLinear
 from kernels.int_linear import recast, swap
-from model import Attention, FeedForward, cache_slots
-from runtime import launch, place
-from runtime.errors import InputError
+from model import Attention, cache_slots
+from runtime import cxx, place
+from runtime.errors import find_extra
 from runtime.report import PASS_TOKENS
 
 GATHERED = 16  # most pairs of a token and an expert that are gathered: an expert that repeats would be read again
@@ -29,15 +26,6 @@ FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is fa
 CPU_OPTIONS = {"cpp_wrapper": True, "size_asserts": False, "cpp.min_chunk_size": 16384}
 
 
-@contextlib.contextmanager
-def _compiler_errors():
-    try:
-        yield
-    except cxx.CompilerError as e:
-        raise InputError(str(e)) from None
-
-
-@_compiler_errors()
 def prepare(device):
     """Set up torch.compile for a device. Raises InputError if it needs a compiler and there is none."""
     cxx.prepare_compile() if device.type == "cpu" else cxx.check_triton()
@@ -45,18 +33,6 @@ def prepare(device):
     if not handler.start_callbacks:  # what is compiled after warm_up, as for a chat's next prompt, is no hang
         handler.register_start_callback(lambda _: phase.enter_context(place.during("compilation")))
         handler.register_end_callback(lambda _: phase.close())
-
-
-class DecodeAttention(Attention):
-    """An Attention whose decode step few_rows.cpp computes, on a CPU."""
-
-    def attend(self, q, k, v, metadata):
-        if q.shape[3] > FEW_POSITIONS:
-            return super().attend(q, k, v, metadata)
-        window = metadata.window or k.shape[2]
-        q, v = q.transpose(2, 3), v.contiguous()  # without a cache, v is a view into wqkv's output
-        y = torch.ops.ladder.decode_attention(q, k, v, metadata.positions, window)  # (B, K, S, G, H)
-        return y.transpose(2, 3).flatten(2, 3)
 
 
 class SplitAttention(Attention):
@@ -79,27 +55,6 @@ class SplitAttention(Attention):
         return flex_attention(q.flatten(2, 3), k[:, :, :T], v[:, :, :T], visible)
 
 
-class FewRowsFeedForward(FeedForward):
-    """A FeedForward of FewRowsIntLinears: for few rows one call, so that no time passes between its three products."""
-
-    def forward(self, x):
-        if x.numel() > FEW_INT * x.shape[-1]:
-            return super().forward(x)
-        weights = self.w1.weight, self.w3.weight, self.w2.weight
-        return torch.ops.ladder.feed_forward_int(x, *weights, self.w1.out_features, self.w1.in_features, self.w1.bits)
-
-
-class FewRowsExperts(Experts):
-    """Experts on a CPU, in bfloat16 or Packed: few_rows.cpp reads the weights of those that are chosen, once."""
-
-    def forward(self, x, chosen):
-        matrices = self.w1, self.w3, self.w2
-        weights, bits = [w.weight for w in matrices], [getattr(w, "bits", 16) for w in matrices]
-        if bits == [16] * 3 and chosen.numel() > few_rows.FEW * len(weights[0]):
-            return super().forward(x, chosen)
-        return torch.ops.ladder.few_rows_experts(x, chosen, *weights, self.w2.in_features, x.shape[1], bits)
-
-
 class GatheredExperts(Experts):
     """Experts on a GPU: compiled, each of the products of a few tokens is a kernel that reads the chosen weights."""
 
@@ -114,30 +69,20 @@ class GatheredExperts(Experts):
         return multiply(self.w2, F.silu(multiply(self.w1, x)) * multiply(self.w3, x))
 
 
-@_compiler_errors()
 def use_fast_modules(model):
-    """Replace modules by those with kernels for a decode step: on a CPU in bfloat16, and on a GPU.
+    """Replace modules by those with kernels for a decode step, on a CPU those of extras/cpu, if it is there.
 
-    Raises InputError when few_rows.cpp cannot be compiled.
+    Raises InputError when these cannot be compiled.
     """
-    on_gpu = model.device.type == "cuda"
-    if not on_gpu and model.dtype != torch.bfloat16:
+    if model.device.type == "cpu":
+        if extra := find_extra("cpu"):
+            extra.use_kernels(model)
         return
-    if not on_gpu:
-        if cpu.instruction_set() == "plain":
-            if launch.rank_and_size()[0] == 0:
-                print("few_rows.cpp knows no such processor or system: PyTorch's kernels, slower", file=sys.stderr)
-            return
-        few_rows.build()
-        few_rows.replace_matrices(model)
 
     def make(name, module):
-        if type(module) is Attention and module.head_dim % (16 if on_gpu else 64) == 0 and not module.score_cap:
-            return recast(module, SplitAttention if on_gpu else DecodeAttention)
-        if type(module) is FeedForward and not on_gpu and module.w1.bias is None and module.activation is F.silu:
-            integers = all(type(linear) is FewRowsIntLinear for linear in module.children())
-            return recast(module, FewRowsFeedForward) if integers else None
-        return recast(module, GatheredExperts if on_gpu else FewRowsExperts) if type(module) is Experts else None
+        if type(module) is Attention and module.head_dim % 16 == 0 and not module.score_cap:
+            return recast(module, SplitAttention)
+        return recast(module, GatheredExperts) if type(module) is Experts else None
 
     swap(model, make)
 
@@ -214,10 +159,12 @@ def warm_up(runner, prompts, max_new_tokens, sample, draft=None):
         runner.prefill(*pad(prompts, runner.device), PASS_TOKENS)
         if draft:
             draft.begin()
-        for texts in [[[0] * length for _ in prompts] for length in sorted(lengths)]:
-            if not draft:
+        for length in sorted(lengths):
+            texts = [[0] * length for _ in prompts]
+            if draft:
+                for proposals in draft.counts:
+                    draft.warm_up(runner, texts, proposals)
+            else:
                 runner.passes()(texts, sample).tolist()  # waits for the device
-            for proposals in draft.counts if draft else ():
-                draft.warm_up(runner, texts, proposals)
     sample.generator.set_state(state)
     return time.perf_counter() - start

@@ -17,17 +17,13 @@ class StoreLost(Verdict):
 
 
 def find_extra(name):
-    """Return the package extras.NAME, or None if this copy of the project is without that folder."""
+    """Return the package extras.NAME, whose import adds to the tables of the core, or None without that folder."""
     spec = importlib.util.find_spec("extras") and importlib.util.find_spec(f"extras.{name}")
     return importlib.import_module(f"extras.{name}") if spec and spec.origin else None  # without origin: no __init__.py
 
 
 def load_extra(name, what):
-    """Return the package extras.NAME, whose import adds to the tables of the core.
-
-    Raises InputError, which says that `what` needs it, if this copy of the project is without that folder.
-    """
-    extra = find_extra(name)
-    if extra is None:
+    """Return find_extra(name). Raises InputError, which says that `what` needs it, if it is not there."""
+    if (extra := find_extra(name)) is None:
         raise InputError(f"{what} needs the folder extras/{name}, which this copy does not have")
     return extra

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import fcntl
 import io
 import math
 import multiprocessing
@@ -11,7 +10,6 @@ import pickle
 import socket
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from pathlib import Path
 from traceback import format_exception
@@ -24,9 +22,9 @@ from sentencepiece import SentencePieceTrainer
 import generate
 import model
 import tp
-from kernels import cxx, gloo
+from kernels import gloo
 from model import WIRINGS, Config, Transformer, list_sublayers, parse_wiring
-from runtime import launch, writing
+from runtime import cxx, launch, writing
 
 ROOT = Path(__file__).parent.parent
 HANGS = 300  # seconds until a process is thought to hang: the ranks' own time limits are half an hour
@@ -90,14 +88,6 @@ def wired_id(changes):
     return "-".join(str(v).replace(" ", "") for v in changes.values())
 
 
-def _load_once(*args, load=cxx.load_operators):
-    """What processes of the tests would compile at the same time, the first of them compiles while the others wait."""
-    with open(Path(tempfile.gettempdir()) / f"ladder-fast-tests-{os.getuid()}.lock", "a") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        load(*args)
-
-
-cxx.load_operators = _load_once
 cxx.prepare_compile()  # before anything is compiled: Inductor tries once, and remembers, what it can do from here
 
 

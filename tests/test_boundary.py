@@ -45,6 +45,9 @@ def test_the_core_runs_without(folder, tmp_path):
     if folder in (None, "collectives"):
         refused = run(*TWO_RANKS, *DEMO, "--comm", "int8")
         assert "--comm int8 needs the folder extras/collectives" in refused.stderr
+    if folder == "cpu":
+        compiled = run(*DEMO, "--compile")
+        assert compiled.returncode == 0 and compiled.stdout.startswith("Once upon a time,"), compiled.stderr
     pytest_quietly = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow"]
     collected = run(*pytest_quietly, "--collect-only", *core_tests())
     assert collected.returncode == 0, collected.stdout

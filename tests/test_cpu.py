@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import os
 import pwd
-import re
 import shutil
 import subprocess
 import sys
@@ -12,12 +11,16 @@ import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import BASE, ROOT, last_logits, random_model, unequal_rows
 from reference import Reference
 from safetensors.torch import save_file
+from test_quantize import CASES, check_model, integers
 
+from extras import cpp
+from extras.cpu import few_rows, modules
 from formats import checkpoint
-from kernels import cpu, cxx, few_rows
+from kernels import cpu, int_linear
 from model import Attention
 from runtime import compiling
 from runtime.errors import InputError
@@ -27,9 +30,10 @@ def numbers(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).bfloat16()
 
 
-def check_few_rows(shapes):
+def test_few_rows_are_exact_up_to_the_last_rounding(threads):
     """bfloat16 has 8 bits: half a unit in the last place is at most 2^-8 of the result; float32 sums add far less."""
     few_rows.build()
+    shapes = (1, 1), (33, 2731), (301, 2048), (2100, 40)
     for (N, K), M in itertools.product(shapes, (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 24)):
         x, weight = numbers(M, K), numbers(N, K)
         y = torch.ops.ladder.few_rows(x, weight)
@@ -39,8 +43,71 @@ def check_few_rows(shapes):
         assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6 * size).all(), (M, N, K)
 
 
-def test_few_rows_are_exact_up_to_the_last_rounding(threads):
-    check_few_rows([(1, 1), (33, 2731), (301, 2048), (2100, 40)])
+def in_float64(weight, scales, zeros):
+    """The matrix that they stand for."""
+    return int_linear.dequantize(weight, scales.double(), None if zeros is None else zeros.double())
+
+
+SHAPES = [(1, 1, None), (33, 2731, None), (64, 129, None)]
+SHAPES += [(1, 8, 8), (40, 80, 16), (67, 96, 32), (131, 2048, 64), (50, 4096, 128)]
+
+
+def test_few_rows_of_integers_are_exact_up_to_rounding(threads):
+    """Against float64: bfloat16's last rounding, float32 sums, and x as 16 bits of its block's largest."""
+    few_rows.build()
+    for N, K, size in SHAPES:
+        weight, scales, zeros = integers(N, K, size)
+        w = in_float64(weight, scales, zeros)
+        for M in (1, 2, 3, 4, 5, 8, 17):
+            x = numbers(M, K)
+            x[0, 0] = 100
+            if M > 1:
+                x[1] = 0
+            if M > 2:
+                x[2] = 1  # the largest integers of x, times those of W
+            y = torch.ops.ladder.few_rows_int(x, few_rows.pack(weight, scales, zeros), N, K, 8 if zeros is None else 4)
+            exact, size_of = x.double() @ w.T, x.double().abs() @ w.abs().T
+            # the integers, not W, meet the rounded x: with a zero of the other sign they are the larger
+            q = (w - (0 if zeros is None else zeros.double().repeat_interleave(size, 1))).abs()
+            blocks = [(x[:, k : k + 128].double().abs(), q[:, k : k + 128]) for k in range(0, K, 128)]
+            fixed = sum(b.amax(1, keepdim=True) @ v.sum(1, keepdim=True).T for b, v in blocks) * 2**-16
+            bound = 2**-8 * exact.abs() + 1e-6 * (size_of + x.double().abs() @ q.T) + 1.01 * fixed
+            assert y.shape == (M, N) and ((y.double() - exact).abs() <= bound).all(), (N, K, size, M)
+    packed, x = few_rows.pack(*integers(12, 64, 32)), torch.ones(3, 64).bfloat16()
+    x[1, 5] = torch.nan
+    y = torch.ops.ladder.few_rows_int(x, packed, 12, 64, 4)
+    assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("N, K, size", [(7, 5, None), (160, 72, 8), (312, 2048, 64)])
+def test_feed_forward_is_its_three_products(N, K, size, threads):
+    """In float64, gates from -90 to 90; each product is rounded to bfloat16."""
+    few_rows.build()
+    matrices = [integers(N, K, size, seed=1), integers(N, K, size, seed=2), integers(K, N, size and 8, seed=3)]
+    w1, w3, w2 = (in_float64(*matrix) for matrix in matrices)
+    packed, bits = [few_rows.pack(*matrix) for matrix in matrices], 8 if size is None else 4
+    for M in (1, 3, 8, 17):
+        x = numbers(M, K).double()
+        x = (x * 90 / (x @ w1.T).abs().amax(1, keepdim=True)).bfloat16()
+        x[1:2] = 0
+        y = torch.ops.ladder.feed_forward_int(x, *packed, N, K, bits)
+        exact = (F.silu(x.double() @ w1.T) * (x.double() @ w3.T)) @ w2.T
+        assert y.shape == (M, K) and y.dtype == torch.bfloat16
+        assert ((y.double() - exact).norm(dim=1) <= 0.01 * exact.norm(dim=1)).all(), M
+    torch.library.opcheck(torch.ops.ladder.feed_forward_int.default, (x.T.contiguous().T, *packed, N, K, bits))
+
+
+@pytest.mark.parametrize("N, K, size", [*SHAPES, (300, 2048, 64)])  # the last in two pieces even for one thread
+def test_packed_weights_are_the_weights_for_many_rows(N, K, size, threads, monkeypatch):
+    few_rows.build()
+    monkeypatch.setattr(few_rows, "PANELS", 2)
+    weight, scales, zeros = integers(N, K, size)
+    exact = int_linear.dequantize(weight, scales.float(), None if zeros is None else zeros.float())
+    packed, one = few_rows.pack(weight, scales, zeros), torch.eye(K).bfloat16()
+    with torch.inference_mode():  # which the other threads do not inherit
+        w = torch.ops.ladder.many_rows_int(one, packed, N, K, 8 if zeros is None else 4).T
+    assert w.dtype == torch.bfloat16 and ((w.float() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all()
+    assert torch.get_num_threads() == threads
 
 
 def zeros(*shape, dtype=torch.bfloat16):
@@ -57,11 +124,7 @@ MISFITS = [
     ("few_rows", zeros(2, 9), zeros(4, 8)),
     ("few_rows", zeros(2, 0), zeros(4, 0)),
     ("few_rows", zeros(2, 4), zeros(4, 8)[:, ::2]),
-    ("few_rows", zeros(2, 8), zeros(4, 8, dtype=torch.float16)),
-    ("few_rows", zeros(2, 8, dtype=torch.float32), zeros(4, 8)),
     ("few_rows_int", zeros(3, 64).float(), INT4, 16, 64, 4),
-    ("many_rows_int", zeros(3, 64).float(), INT4, 16, 64, 4),
-    ("few_rows_int", zeros(3, 64), INT4.char(), 16, 64, 4),
     ("few_rows_int", zeros(3, 64), INT4, 17, 64, 4),
     ("few_rows_int", zeros(3, 64), INT4, 16, 64, 8),
     ("few_rows_int", zeros(3, 64), INT4, 16, 64, 2),
@@ -78,15 +141,12 @@ MISFITS = [
     ("few_rows_experts", zeros(3, 8), IDS - 1, EXPERT, EXPERT, EXPERT, 8, 8, [16] * 3),
     ("few_rows_experts", zeros(3, 8), IDS, EXPERT, EXPERT, EXPERT[0], 8, 8, [16] * 3),
     ("few_rows_experts", zeros(3, 8), IDS + 3, EXPERT, EXPERT[:2], EXPERT, 8, 8, [16] * 3),
-    ("few_rows_experts", zeros(3, 8), IDS, EXPERT, EXPERT, EXPERT, 8, 8, [16] * 2),
     ("few_rows_experts", zeros(3, 64), IDS, *[packed(1, 1, 17)] * 3, 16, 64, [8] * 3),
     ("decode_attention", Q, CACHE[:, :, :0], CACHE[:, :, :0], IDS[:, :1], 9),
     ("decode_attention", Q, CACHE, CACHE[:, :, :8].contiguous(), IDS[:, :1], 9),
     ("decode_attention", Q, CACHE[:2], CACHE[:2], IDS[:, :1], 9),
     ("decode_attention", Q, CACHE.mT.contiguous().mT, CACHE, IDS[:, :1], 9),
-    ("decode_attention", Q, CACHE, CACHE.float(), IDS[:, :1], 9),
     ("decode_attention", Q, CACHE, CACHE, IDS[:2, :1], 9),
-    ("decode_attention", Q, CACHE, CACHE, IDS[:, :1].int(), 9),
     ("decode_attention", Q[..., :32], CACHE[..., :32].contiguous(), CACHE[..., :32].contiguous(), IDS[:, :1], 9),
 ]
 
@@ -94,7 +154,7 @@ MISFITS = [
 def test_what_would_be_read_beyond_a_tensor_is_refused():
     few_rows.build()
     for name, *arguments in MISFITS:
-        with pytest.raises((RuntimeError, IndexError)):
+        with pytest.raises(RuntimeError):
             getattr(torch.ops.ladder, name)(*arguments)
 
 
@@ -108,7 +168,8 @@ def attention(q, keys, values, positions, window):
     return out
 
 
-def check_attention(G, H):
+@pytest.mark.parametrize("G, H", [(1, 64), (2, 192), (7, 64)])
+def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
     """T positions of a cache, the last S of them new; what lies outside of a row's window is not a number."""
     few_rows.build()
     cases = (1, 1, [0]), (70, 1, [69, 0, 33, 2]), (40, 3, [3, 4, 15, 16]), (30, 5, [29, 4])
@@ -125,11 +186,6 @@ def check_attention(G, H):
         assert ((y.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-5 * max(1, scale / 10)).all()
 
 
-@pytest.mark.parametrize("G, H", [(1, 64), (2, 192), (7, 64)])
-def test_attention_of_a_few_positions_in_unequal_rows(G, H, threads):
-    check_attention(G, H)
-
-
 def test_a_compiled_model_with_few_rows(monkeypatch):
     monkeypatch.setattr(few_rows, "FEW", 8)  # more in prefill, fewer in decode
     changes = {"head_dim": 64, "sliding_window": 3, "window_layers": (1,), "qkv_bias": True, "qk_norm": True}
@@ -142,7 +198,7 @@ def test_a_compiled_model_with_few_rows(monkeypatch):
     eager = last_logits(net, tokens, lengths)
     logits = last_logits(net, tokens, lengths, compile=True)
     assert all(type(m) is few_rows.FewRowsLinear for m in net.modules() if isinstance(m, torch.nn.Linear))
-    decodes = [isinstance(m, compiling.DecodeAttention) for m in net.modules() if isinstance(m, Attention)]
+    decodes = [isinstance(m, modules.DecodeAttention) for m in net.modules() if isinstance(m, Attention)]
     assert decodes == [True] * config.n_layers
     for row, length in enumerate(lengths):
         expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
@@ -150,17 +206,31 @@ def test_a_compiled_model_with_few_rows(monkeypatch):
         assert (logits[row] - expected).abs().mean() < 1.2 * (eager[row] - expected).abs().mean()
 
 
+COMPILED = [("tied", True), *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("int8", "biased", "kept"))]
+
+
+@pytest.mark.parametrize("name, compile", [*((name, False) for name in CASES), *COMPILED])
+def test_a_quantized_model_computes_what_its_numbers_say(name, compile, monkeypatch):
+    monkeypatch.setattr(few_rows, "FEW_INT", 8)  # more in prefill, fewer in decode
+    config = dataclasses.replace(CASES[name], n_layers=1 if compile else 3)
+    net = check_model(config, torch.bfloat16, 0.06, fast=True, compile=compile)
+    kinds = {type(m) for m in net.modules() if hasattr(m, "in_features")}
+    assert few_rows.FewRowsIntLinear in kinds and (few_rows.FewRowsLinear in kinds) == bool(config.kept)
+    gated = {type(block.feed_forward) is modules.FewRowsFeedForward for block in net.layers}
+    assert gated == {not config.mlp_bias and "w2" not in config.kept and config.activation == "silu"}
+
+
 def test_attention_in_a_window_without_a_cache():
     """There v is a view, with strides that the kernel does not take. Only bfloat16 has such kernels."""
     net = random_model(dataclasses.replace(BASE, head_dim=64, sliding_window=3, window_layers=(0, 2)))
     compiling.use_fast_modules(net)
-    assert not any(isinstance(m, few_rows.FewRowsLinear | compiling.DecodeAttention) for m in net.modules())
+    assert not any(isinstance(m, few_rows.FewRowsLinear | modules.DecodeAttention) for m in net.modules())
     net, (tokens, _) = net.bfloat16(), unequal_rows(BASE)
     with torch.inference_mode():
         expected = net(tokens[:, :8])
         compiling.use_fast_modules(net)
         logits = net(tokens[:, :8])
-    assert isinstance(net.layers[0].attention, compiling.DecodeAttention)
+    assert isinstance(net.layers[0].attention, modules.DecodeAttention)
     assert (logits - expected).norm() < 0.03 * expected.norm()
 
 
@@ -168,7 +238,6 @@ UNBUILT = [
     ({"CXX": "g++ -O1"}, "--compile needs a C.. compiler: .* no options: 'g.. -O1'"),
     ({"CXX": "false"}, "false cannot compile few_rows.cpp: it ends with code 1"),
     ({"XDG_CACHE_HOME": "/dev/null"}, "cannot use /dev/null/ladder-fast: Not a directory"),
-    ({"XDG_CACHE_HOME": ""}, "--compile: no home folder to keep compiled code in: .* .XDG_CACHE_HOME"),
 ]
 
 
@@ -184,61 +253,38 @@ def test_what_cannot_be_built_is_one_clear_line(environment, message, tmp_path, 
     assert "\n" not in str(error.value) and list(tmp_path.rglob("*.so")) == []
 
 
-def test_clones_compile_once_and_what_is_damaged_again(tmp_path, monkeypatch):
-    def load(path):
-        if not path.exists() or path.read_text() != "library\n":
-            raise OSError("damaged")
-
+def test_clones_compile_once(tmp_path, monkeypatch):
     (compiler := tmp_path / "compiler").write_text(
         f'#!/bin/sh\nfor last in "$@"; do true; done\necho library > $last; echo >> {tmp_path}/calls'
     )
     compiler.chmod(0o755)
-    monkeypatch.setattr(torch.ops, "load_library", load)
+    loaded = []
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: loaded.append(path.read_text()))
     for name, value in {"XDG_CACHE_HOME": tmp_path / "cache", "CXX": compiler}.items():
         monkeypatch.setenv(name, str(value))
-    shutil.copytree(ROOT / "kernels", tmp_path / "clone")
-    for folder, calls in (ROOT / "kernels", 1), (tmp_path / "clone", 1), (ROOT / "kernels", 2):
-        monkeypatch.setattr(cxx, "__file__", str(folder / "cxx.py"))
-        cxx.load_operators("few_rows.cpp", "--compile")
-        [library] = (tmp_path / "cache").rglob("*.*")
-        assert library.read_text() == "library\n" and len((tmp_path / "calls").read_text()) == calls
-        if folder != ROOT / "kernels":
-            library.write_text("damaged")
+    shutil.copytree(ROOT / "extras/cpu", tmp_path / "clone")
+    for folder in ROOT / "extras/cpu", tmp_path / "clone":
+        cpp.load_operators(folder / "few_rows.cpp", "--compile")
+    assert loaded == ["library\n"] * 2 and (tmp_path / "calls").read_text() == "\n"
 
 
-SETS = [  # compiler, -march, what /proc/cpuinfo calls it, what runs it, instructions that it must have and must not
-    ("g++", "haswell", "avx2", (), "vpmaddwd|vfmadd", "zmm|vpdp"),
-    ("g++", "haswell -mavxvnni", "avx_vnni", (), "vpdpwssd", "zmm|vpmaddwd"),
-    ("g++", "skylake-avx512", "avx512bw", (), "vpmaddwd.*zmm", "vpdp|vdpbf16"),
-    ("aarch64-linux-gnu-g++", "armv8.2-a+dotprod", None, ("qemu-aarch64", "-cpu", "max"), "sdot|fmla", "usdot|bfdot"),
-    (
-        "aarch64-linux-gnu-g++",
-        "armv8.2-a+dotprod+i8mm+bf16",
-        None,
-        ("qemu-aarch64", "-cpu", "max"),
-        "usdot|bfdot",
-        "sdot",
-    ),
-]
+SETS = [("haswell", "avx2"), ("haswell -mavxvnni", "avx_vnni"), ("skylake-avx512", "avx512bw")]
+SETS += [("armv8.2-a+dotprod", None), ("armv8.2-a+dotprod+bf16", None)]
 
 
-@pytest.mark.parametrize("compiler, march, feature, emulator, used, unused", SETS, ids=[case[1] for case in SETS])
-def test_the_loops_on_every_instruction_set(compiler, march, feature, emulator, used, unused, tmp_path):
+@pytest.mark.parametrize("march, feature", SETS)  # feature: as /proc/cpuinfo calls it
+def test_the_loops_on_every_instruction_set(march, feature, tmp_path):
     """Against float64, without PyTorch: on this processor or an emulated one."""
+    compiler, *emulator = ("g++",) if feature else ("aarch64-linux-gnu-g++", "qemu-aarch64", "-cpu", "max")
     if missing := [tool for tool in (compiler, *emulator[:1]) if shutil.which(tool) is None]:
         pytest.skip(f"{' and '.join(missing)} not installed")
     if feature and feature not in cpu.features():
         pytest.skip(f"this processor has no {feature}")
     options = ["-O3", *f"-march={march}".split(), "-std=c++20", "-fassociative-math", "-fno-signed-zeros"]
-    options += ["-fno-trapping-math", "-w", "-I", ROOT / "kernels", *(["-static"] if emulator else [])]
+    options += ["-fno-trapping-math", "-w", "-I", ROOT / "extras/cpu", *(["-static"] if emulator else [])]
     subprocess.run([compiler, *options, ROOT / "tests/few_rows_alone.cpp", "-o", tmp_path / "loops"], check=True)
     done = subprocess.run([*emulator, tmp_path / "loops"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    objdump = compiler.replace("g++", "objdump")
-    if shutil.which(objdump):
-        code = subprocess.check_output([objdump, "-d", "--no-show-raw-insn", tmp_path / "loops"], text=True)
-        assert all(re.search(rf"\s{name}", code) for name in used.split("|"))
-        assert not re.search(rf"[\s%]({unused})", code)
 
 
 @pytest.mark.slow
@@ -246,7 +292,7 @@ def test_the_instructions_that_one_asks_for(tmp_path):
     """What this processor has besides its best, as others have it who have no more: the same tests."""
     if cpu.instruction_set() != "avx512":
         pytest.skip("the other tests run on the only set that this processor has")
-    files = [f"tests/test_{name}.py" for name in ("cpu", "quantize", "experts", "tp")]
+    files = [f"tests/test_{name}.py" for name in ("cpu", "experts", "tp")]
     names = "few_rows or attention_of or feed_forward_is or packed_weights"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow", *files, "-k", names]
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
@@ -259,7 +305,7 @@ def test_code_compiled_for_other_instructions_is_not_reused(tmp_path):
     """One cache for both: the loops take as many elements at a time as a vector of the first has."""
     if cpu.instruction_set() != "avx512":
         pytest.skip("this processor has vectors of one length")
-    code = "import torch; from kernels import cxx; cxx.prepare_compile(); x = torch.arange(64.0)"
+    code = "import torch; from runtime import cxx; cxx.prepare_compile(); x = torch.arange(64.0)"
     code += "; torch._inductor.config.cpp_cache_precompile_headers = False"
     code += "; assert torch.equal(torch.compile(lambda x: 2 * x + 1)(x), 2 * x + 1)"
     for name in "avx512", "avx2":

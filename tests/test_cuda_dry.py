@@ -13,8 +13,8 @@ import generate as generate_module
 from decoding import sampling
 from decoding.sampling import Sampler
 from generate import Runner, generate, make_cache
-from kernels import cuda_graphs, cxx
-from runtime import compiling, place
+from kernels import cuda_graphs
+from runtime import compiling, cxx, place
 from runtime.compiling import SplitAttention
 from runtime.errors import InputError
 

@@ -17,10 +17,11 @@ from test_wiring import check_against_the_reference
 
 import quantize
 import tp
+from extras.cpu import few_rows
 from extras.export import to_hf
 from extras.training import adapt
 from formats import checkpoint
-from kernels import experts, few_rows, int_linear
+from kernels import experts, int_linear
 from model import MoE
 from runtime import compiling, report
 from runtime.errors import InputError

@@ -11,6 +11,7 @@ from helpers import ANY_TP, BASE, last_logits, random_model, run_ranks, shard, u
 from test_convert import SMALL, as_on_the_hub, change_tensors, check_greedy, check_parity, convert, hf_model, nested
 from test_experts import check_integers
 
+from extras.cpu import few_rows, modules
 from extras.drafts import read_draft
 from extras.export import verify
 from extras.lanes.lanes import load_lanes
@@ -19,7 +20,6 @@ from extras.measure import advise
 from formats import huggingface
 from formats.sizes import RandomWeights
 from generate import Runner
-from kernels import few_rows
 from runtime import compiling, report
 from runtime.errors import InputError
 from tp import load_shard, shard_plan
@@ -212,7 +212,7 @@ def test_the_kernels_for_few_rows_compute_a_bfloat16_step(quant):
     layer, gated = fast.layers[0].attention, fast.layers[1].attention
     kind = few_rows.FewRowsIntLinear if quant else few_rows.FewRowsLinear
     assert {type(linear) for linear in (layer.wqkvz, layer.wout, gated.wqkv, gated.wo)} == {kind}
-    assert type(gated) is compiling.DecodeAttention and type(layer.wba) is few_rows.FewRowsLinear
+    assert type(gated) is modules.DecodeAttention and type(layer.wba) is few_rows.FewRowsLinear
     with torch.inference_mode():
         exact, plain, fast = (last_logits(net, *unequal_rows(config)).float() for net in (exact, plain, fast))
     assert (fast - exact).abs().mean() < 1.2 * (plain - exact).abs().mean()

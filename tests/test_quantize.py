@@ -8,7 +8,6 @@ import types
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import (
     ANY_TP,
     BASE,
@@ -33,7 +32,7 @@ import generate
 import quantize
 import tp
 from formats import checkpoint
-from kernels import few_rows, int_linear
+from kernels import int_linear
 from runtime import compiling, writing
 from runtime.errors import InputError
 
@@ -130,83 +129,6 @@ def integers(N, K, size, seed=0):
     return weight, (numbers(N, K // size).abs() + 0.1).bfloat16(), numbers(N, K // size).bfloat16()
 
 
-def in_float64(weight, scales, zeros):
-    """The matrix that they stand for."""
-    return int_linear.dequantize(weight, scales.double(), None if zeros is None else zeros.double())
-
-
-SHAPES = [(1, 1, None), (33, 2731, None), (64, 129, None)]
-SHAPES += [(1, 8, 8), (40, 80, 16), (67, 96, 32), (131, 2048, 64), (50, 4096, 128)]
-
-
-def check_few_rows_int(rows=(1, 2, 3, 4, 5, 8, 17)):
-    """Against float64: bfloat16's last rounding, float32 sums, and x as 16 bits of its block's largest."""
-    few_rows.build()
-    for N, K, size in SHAPES:
-        weight, scales, zeros = integers(N, K, size)
-        w = in_float64(weight, scales, zeros)
-        for M in rows:
-            x = numbers(M, K, seed=M).bfloat16()
-            x[0, 0] = 100
-            if M > 1:
-                x[1] = 0
-            if M > 2:
-                x[2] = 1  # the largest integers of x, times those of W
-            y = torch.ops.ladder.few_rows_int(x, few_rows.pack(weight, scales, zeros), N, K, 8 if zeros is None else 4)
-            exact, size_of = x.double() @ w.T, x.double().abs() @ w.abs().T
-            # the integers, not W, meet the rounded x: with a zero of the other sign they are the larger
-            q = (w - (0 if zeros is None else zeros.double().repeat_interleave(size, 1))).abs()
-            blocks = [(x[:, k : k + 128].double().abs(), q[:, k : k + 128]) for k in range(0, K, 128)]
-            fixed = sum(b.amax(1, keepdim=True) @ v.sum(1, keepdim=True).T for b, v in blocks) * 2**-16
-            bound = 2**-8 * exact.abs() + 1e-6 * (size_of + x.double().abs() @ q.T) + 1.01 * fixed
-            assert y.shape == (M, N) and ((y.double() - exact).abs() <= bound).all(), (N, K, size, M)
-
-
-def test_few_rows_of_integers_are_exact_up_to_rounding(threads):
-    check_few_rows_int()
-    packed, x = few_rows.pack(*integers(12, 64, 32)), torch.ones(3, 64).bfloat16()
-    x[1, 5] = torch.nan
-    y = torch.ops.ladder.few_rows_int(x, packed, 12, 64, 4)
-    assert not y[1].isfinite().any() and y[[0, 2]].isfinite().all()
-    with pytest.raises(RuntimeError, match="of a W .N, K. what few_rows.pack returns"):
-        torch.ops.ladder.few_rows_int(x, packed, 17, 64, 4)
-
-
-@pytest.mark.parametrize("N, K, size", [(7, 5, None), (160, 72, 8), (312, 2048, 64)])
-def test_feed_forward_is_its_three_products(N, K, size, threads):
-    """In float64, gates from -90 to 90; each product is rounded to bfloat16."""
-    few_rows.build()
-    matrices = [integers(N, K, size, seed=1), integers(N, K, size, seed=2), integers(K, N, size and 8, seed=3)]
-    w1, w3, w2 = (in_float64(*matrix) for matrix in matrices)
-    packed, bits = [few_rows.pack(*matrix) for matrix in matrices], 8 if size is None else 4
-    for M in (1, 3, 8, 17):
-        x = numbers(M, K, seed=M).double()
-        x = (x * 90 / (x @ w1.T).abs().amax(1, keepdim=True)).bfloat16()
-        x[1:2] = 0
-        y = torch.ops.ladder.feed_forward_int(x, *packed, N, K, bits)
-        exact = (F.silu(x.double() @ w1.T) * (x.double() @ w3.T)) @ w2.T
-        assert y.shape == (M, K) and y.dtype == torch.bfloat16
-        assert ((y.double() - exact).norm(dim=1) <= 0.01 * exact.norm(dim=1)).all(), M
-    torch.library.opcheck(torch.ops.ladder.feed_forward_int.default, (x.T.contiguous().T, *packed, N, K, bits))
-
-
-@pytest.mark.parametrize("N, K, size", [*SHAPES, (300, 2048, 64)])  # the last in two pieces even for one thread
-def test_packed_weights_are_the_weights_for_many_rows_and_as_a_table(N, K, size, threads, monkeypatch):
-    few_rows.build()
-    monkeypatch.setattr(few_rows, "PANELS", 2)
-    weight, scales, zeros = integers(N, K, size)
-    exact = int_linear.dequantize(weight, scales.float(), None if zeros is None else zeros.float())
-    packed, one = few_rows.pack(weight, scales, zeros), torch.eye(K).bfloat16()
-    with torch.inference_mode():  # which the other threads do not inherit
-        w = torch.ops.ladder.many_rows_int(one, packed, N, K, 8 if zeros is None else 4).T
-    assert w.dtype == torch.bfloat16 and ((w.float() - exact).abs() <= 2**-8 * exact.abs() + 1e-7).all()
-    assert torch.get_num_threads() == threads
-    shape = types.SimpleNamespace(zeros=zeros, out_features=N, in_features=K)
-    table = few_rows.PackedEmbedding(torch.nn.Parameter(packed, requires_grad=False), shape)
-    index = torch.randint(N, (3, 2), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(table(index), int_linear.dequantize(weight, scales, zeros)[index])
-
-
 def test_a_rank_without_rows_of_the_output_head():
     config = dataclasses.replace(INT8, vocab_size=9)
     net = tp.load_shard(config, StateWeights(quantized_state(config)), torch.bfloat16, "cpu", 3, 4)
@@ -241,39 +163,40 @@ def int_shard(config, dtype, world=None):
     return net
 
 
-COMPILED = [("tied", True), *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("int8", "biased", "kept"))]
-
-
-@pytest.mark.parametrize("name, compile", [*((name, False) for name in CASES), *COMPILED])
-def test_a_quantized_model_computes_what_its_numbers_say(name, compile, monkeypatch):
-    """In float32 and float16, in bfloat16, and there with few_rows.cpp, perhaps compiled."""
-    for module, rows in (few_rows, "FEW_INT"), (compiling, "FEW_INT"), (int_linear, "FEW"):
-        monkeypatch.setattr(module, rows, 8)  # more in prefill, fewer in decode
-    monkeypatch.setattr(int_linear, "PIECE", 700)  # several pieces of each matrix
-    config = dataclasses.replace(CASES[name], n_layers=1 if compile else 3)
+@functools.cache
+def expected_logits(config):
+    """What a float64 model of the numbers makes of unequal_rows: (4, V) of each row."""
     exact = dequantized_state(config, quantized_state(config))
     if config.tie_embeddings:
         exact["output.weight"] = exact["tok_embeddings.weight"]
-    reference = Reference(config, exact)
-    tokens, lengths = unequal_rows(config)
-    float32, float16, bfloat16, fast = (torch.float32, 1e-4), (torch.float16, 0.01), (torch.bfloat16, 0.06), None
-    for case in [fast] if compile else [float32, float16, bfloat16, fast]:
-        dtype, tolerance = case or bfloat16
-        net = int_shard(config, dtype)
-        int_linear.use_kernels(net)
-        if case is fast:
-            compiling.use_fast_modules(net)
-        logits = last_logits(net, tokens, lengths, compile=compile)
-        for row, length in enumerate(lengths):
-            expected = torch.from_numpy(reference.logits(tokens[row, :length]))[-4:]
-            assert (logits[row] - expected).abs().max() < tolerance * expected.abs().max()
-    kinds = {type(m) for m in net.modules() if hasattr(m, "in_features")}
-    assert few_rows.FewRowsIntLinear in kinds and (few_rows.FewRowsLinear in kinds) == bool(config.kept)
-    packed_table = type(net.tok_embeddings) is few_rows.PackedEmbedding
-    assert packed_table == (config.tie_embeddings and not config.kept)
-    assert not packed_table or net.tok_embeddings.weight is net.output.weight
-    gated = {type(block.feed_forward) is compiling.FewRowsFeedForward for block in net.layers}
-    assert gated == {not config.mlp_bias and "w2" not in config.kept and config.activation == "silu"}
+    reference, rows = Reference(config, exact), zip(*unequal_rows(config), strict=True)
+    return [torch.from_numpy(reference.logits(row[:length]))[-4:] for row, length in rows]
+
+
+def check_model(config, dtype, tolerance, fast=False, compile=False):
+    """Return a quantized model, if `fast` with fast modules, after comparing its logits with what its numbers say."""
+    int_linear.use_kernels(net := int_shard(config, dtype))
+    if fast:
+        compiling.use_fast_modules(net)
+    logits = last_logits(net, *unequal_rows(config), compile=compile)
+    for row, expected in zip(logits, expected_logits(config), strict=True):
+        assert (row - expected).abs().max() < tolerance * expected.abs().max()
+    return net
+
+
+@pytest.mark.parametrize("config", CASES.values(), ids=CASES)
+def test_a_quantized_model_computes_what_its_numbers_say(config, monkeypatch):
+    monkeypatch.setattr(int_linear, "FEW", 8)  # more in prefill, fewer in decode
+    monkeypatch.setattr(int_linear, "PIECE", 700)  # several pieces of each matrix
+    for dtype, tolerance in (torch.float32, 1e-4), (torch.float16, 0.01), (torch.bfloat16, 0.06):
+        check_model(config, dtype, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [INT8, INT4], ids=["int8", "int4"])
+def test_compiled_it_does_with_pytorchs_kernels_too(config, monkeypatch):
+    monkeypatch.setattr(compiling, "find_extra", {}.get)
+    check_model(dataclasses.replace(config, n_layers=1), torch.bfloat16, 0.06, compile=True)
 
 
 def rank_logits(world, cases, tokens, lengths, compile):

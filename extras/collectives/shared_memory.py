@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
+from extras.cpp import load_operators
 from extras.group import new_name
 from formats.checkpoint import first_line
-from kernels import cxx, ordered  # noqa: F401, ordered defines the operators that shared_memory.cpp implements
+from kernels import ordered  # noqa: F401, defines the operators that shared_memory.cpp implements
 from runtime.errors import InputError, find_extra
 from tp import COLLECTIVES, Collective
 
@@ -59,10 +60,10 @@ def abandon():
 
 
 def build():
-    """Load the operators of shared_memory.cpp, once. Raises cxx.CompilerError."""
+    """Load the operators of shared_memory.cpp, once. Raises InputError."""
     if not hasattr(torch.ops.ladder, "join_memory"):
         source = Path(__file__).with_name("shared_memory.cpp")
-        cxx.load_operators(source, "memory shared by ranks", "-DUSE_DISTRIBUTED", "-DUSE_C10D")
+        load_operators(source, "memory shared by ranks", "-DUSE_DISTRIBUTED", "-DUSE_C10D")
 
 
 @contextlib.contextmanager

@@ -1,13 +1,15 @@
 """Matrix products of few rows on a CPU, by few_rows.cpp: the operators, the layout of their integers, the modules."""
 
 import math
+from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import cpu, cxx
-from kernels.int_linear import Int8Linear, Integers, IntEmbedding, IntLinear, recast, scaled, swap, unpack
+from extras.cpp import load_operators
+from kernels import cpu
+from kernels.int_linear import Int8Linear, Integers, IntLinear, recast, swap, unpack
 
 # with so many rows of x or fewer, few_rows.cpp is faster (benchmarks/decode.md); with any, without oneDNN's bfloat16
 ONEDNN = torch.backends.cpu.get_cpu_capability() == "AVX512" or (cpu.ON_ARM and "bf16" in cpu.features())
@@ -17,12 +19,12 @@ PANELS = 64  # panels of 16 rows that are packed at a time, so that temporaries 
 
 
 def build():
-    """Load the operators of few_rows.cpp. Raises cxx.CompilerError."""
+    """Load the operators of few_rows.cpp. Raises InputError."""
     if hasattr(torch.ops.ladder, "few_rows"):
         return
     asked = cpu.instruction_set() == "avx2" and "avx512bw" in cpu.features()  # what others have who have no more
     options = "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", *["-march=haswell"] * asked
-    cxx.load_operators("few_rows.cpp", "--compile", *options)
+    load_operators(Path(__file__).with_name("few_rows.cpp"), "--compile", *options)
     torch.library.register_fake("ladder::few_rows", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
     for name in ("ladder::few_rows_int", "ladder::many_rows_int"):
         torch.library.register_fake(name, lambda x, weight, N, *_: x.new_empty(*x.shape[:-1], N))
@@ -81,35 +83,18 @@ def pack(weight, scales, zeros, out=None):
 
 
 class Packed(nn.Module):
-    """A matrix (N, K) of integers in the layout of pack(). integers: the int_linear.Integers of which `weight` is."""
+    """A matrix (N, K) of int_linear.Integers, in the layout of pack(). out: as there."""
 
-    def __init__(self, weight, integers):
+    def __init__(self, integers, out):
         super().__init__()
-        self.weight, self.bits = weight, 8 if integers.zeros is None else 4
+        weight = pack(integers.weight, integers.scales, integers.zeros, out)
+        self.weight, self.bits = nn.Parameter(weight, requires_grad=False), 8 if integers.zeros is None else 4
+        self.bias = getattr(integers, "bias", None)
         self.out_features, self.in_features = integers.out_features, integers.in_features
-
-
-class PackedEmbedding(Packed):
-    """Token ids -> their rows of a table that the output head has packed."""
-
-    def forward(self, tokens):
-        panel, lane = tokens // 16, tokens % 16
-        # indexed as bytes and then viewed as bfloat16: Inductor copies the whole of what it views as another dtype
-        pairs = self.weight[:, :, 0].unflatten(-1, (2, 16, 2))[panel, :, :, lane]  # (..., G, 2, 2)
-        scales, zeros = pairs.view(torch.bfloat16).squeeze(-1).unbind(-1)
-        q = self.weight.unflatten(-1, (16, 4))[panel, :, 1:, lane]  # (..., G, V, 4)
-        if self.bits == 8:
-            return scaled((q.flatten(-3)[..., : self.in_features] ^ 128).view(torch.int8), scales, None)
-        halves = torch.tensor([[0], [4]], dtype=torch.uint8)
-        return scaled((q[..., None, :] >> halves & 15).flatten(-4), scales, zeros)
 
 
 class FewRowsIntLinear(Packed):
     """x (..., K) -> x W^T + bias (..., N): few rows by the integers, many by floats made of pieces of them."""
-
-    def __init__(self, weight, linear):
-        super().__init__(weight, linear)
-        self.bias = linear.bias
 
     def forward(self, x):
         few = x.numel() <= FEW_INT * x.shape[-1]
@@ -119,31 +104,24 @@ class FewRowsIntLinear(Packed):
 
 
 def replace_matrices(model):
-    """Replace the linears of a model on a CPU, in bfloat16, by those of few_rows.cpp, and an embedding tied to one."""
+    """Replace the linears of a model on a CPU, in bfloat16, by those of few_rows.cpp."""
 
     def fits(module):  # few_rows.cpp knows these group sizes
         known = type(module) in (IntLinear, Int8Linear, Integers)
         return known and (module.zeros is None or module.in_features // module.scales.shape[-1] in (8, 16, 32, 64, 128))
 
-    def place(module):
-        return module.weight.data_ptr(), module.weight.shape
-
-    linears = [module for module in model.modules() if fits(module)]
+    sizes = {m: math.prod(packed_shape(m.weight, m.scales, m.zeros)) for m in model.modules() if fits(m)}
     # in one allocation: alone, the end of each matrix, which fills no huge page, would lie in small pages
-    sizes = [math.prod(packed_shape(m.weight, m.scales, m.zeros)) for m in linears]
-    pieces = dict(zip(map(place, linears), cpu.empty((sum(sizes),), torch.uint8).split(sizes), strict=True))
+    memory = cpu.empty((sum(sizes.values()),), torch.uint8).split([*sizes.values()])
+    pieces = dict(zip(sizes, memory, strict=True))
 
-    packed = {}
-
-    def make(name, module):  # one after another, so that the memory of what is replaced is free at once
+    def make(name, module):
         if type(module) is nn.Linear:
             return recast(module, FewRowsLinear)
-        tied = type(module) is IntEmbedding and place(module) in pieces
-        if tied or fits(module):
-            if (key := place(module)) not in packed:
-                weight = pack(module.weight, module.scales, module.zeros, pieces[key])
-                packed[key] = nn.Parameter(weight, requires_grad=False)
-            new = PackedEmbedding if tied else Packed if type(module) is Integers else FewRowsIntLinear
-            return new(packed[key], module)
+        if module not in pieces:
+            return None
+        new = (Packed if type(module) is Integers else FewRowsIntLinear)(module, pieces[module])
+        module.weight = None  # frees it before the next one is packed
+        return new
 
     swap(model, make)
