@@ -1,25 +1,13 @@
-"""One interface over SentencePiece, tiktoken rank files and tokenizer.json; load_tokenizer() picks by what is there."""
+"""One interface over SentencePiece and tokenizer.json; load_tokenizer() picks by what is there."""
 
-import base64
 import contextlib
 import os
 import re
 import reprlib
-from itertools import count
 from pathlib import Path
 
 from formats.checkpoint import first_line, read_json, read_text
 from runtime.errors import InputError, load_extra
-
-# Llama 3's pre-tokenizer pattern and special tokens: its rank file holds neither.
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-LLAMA3_SPECIAL = {
-    0: "<|begin_of_text|>", 1: "<|end_of_text|>", 4: "<|finetune_right_pad_id|>", 6: "<|start_header_id|>",
-    7: "<|end_header_id|>", 8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>",
-}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -38,8 +26,9 @@ def _library_errors(message):
 class Tokenizer:
     """encode(text) -> ids; decode(ids) -> text without special tokens; chat(messages) -> ids.
 
-    A subclass sets vocab_size, bos_id (or None) and special {text: id}, and has decode(ids) and encode_plain(text,
-    first). first is False for text that follows a special token.
+    A subclass sets vocab_size, bos_id (or None) and special {text: id}, and has decode(ids), encode_plain(text, first),
+    where first is False for text that follows a special token, encode_markup(text), the ids of text that names special
+    tokens, as a chat template writes it, without BOS, and add(text, i), for a special token of the settings.
     """
 
     template = None  # the checkpoint's chat template, Jinja source
@@ -52,19 +41,6 @@ class Tokenizer:
     def continuation(self, prompt, ids):
         """Return the text that ids add to the ids of a prompt."""
         return self.decode(prompt + ids)[len(self.decode(prompt)) :]
-
-    def encode_markup(self, text):
-        """Return the ids of text that names special tokens, as a chat template writes it; adds no BOS."""
-        longest_first, ids = sorted(self.special, key=len, reverse=True), []
-        names = "|".join(map(re.escape, longest_first)) or "(?!)"
-        for i, piece in enumerate(re.split(f"({names})", text)):
-            if piece:
-                ids += [self.special[piece]] if piece in self.special else self.encode_plain(piece, first=i == 0)
-        return ids
-
-    def add(self, text, i, hidden):
-        """Add a special token that the tokenizer's own file does not have; decode leaves out a hidden one."""
-        self.special.setdefault(text, i)
 
     def chat(self, messages):
         """Return the ids of a conversation [{"role", "content"}, ...] up to where the assistant answers."""
@@ -101,33 +77,22 @@ class SentencePieceTokenizer(Tokenizer):
         mark = "\ue000"  # a character of no piece: it takes the space, and no piece reaches beyond it
         return self.model.encode(mark + text)[len(self.model.encode(mark)) :]
 
+    def encode_markup(self, text):
+        longest_first, ids = sorted(self.special, key=len, reverse=True), []
+        names = "|".join(map(re.escape, longest_first)) or "(?!)"
+        for i, piece in enumerate(re.split(f"({names})", text)):
+            if piece:
+                ids += [self.special[piece]] if piece in self.special else self.encode_plain(piece, first=i == 0)
+        return ids
+
+    def add(self, text, i):
+        if not isinstance(text, str) or not text:
+            raise InputError(f"a special token is {reprlib.repr(text)}, not a text")
+        self.special.setdefault(text, i)
+
     def decode(self, ids):
         skip = set(self.special.values())
         return self.model.decode([i for i in ids if i not in skip and i < self.vocab_size])
-
-
-class TiktokenTokenizer(Tokenizer):
-    def __init__(self, path):
-        import tiktoken
-
-        lines = [line.split() for line in path.read_bytes().splitlines() if line]
-        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-        if len({*ranks.values()}) < len(lines):  # a file cut within a number; the library would panic
-            raise ValueError("two tokens have the same rank")
-        reserved = count()
-        names = [LLAMA3_SPECIAL.get(i) or f"<|reserved_special_token_{next(reserved)}|>" for i in range(256)]
-        self.special = {name: len(ranks) + i for i, name in enumerate(names)}
-        self.model = tiktoken.Encoding(path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
-        self.n_ranks, self.vocab_size = len(ranks), len(ranks) + len(names)
-        self.bos_id = self.special["<|begin_of_text|>"]
-
-    @_library_errors("the tokenizer cannot encode this text")
-    def encode_plain(self, text, first=True):
-        return self.model.encode_ordinary(text)
-
-    @_library_errors("the tokenizer cannot decode these tokens")
-    def decode(self, ids):
-        return self.model.decode([i for i in ids if i < self.n_ranks])
 
 
 class JsonTokenizer(Tokenizer):
@@ -157,60 +122,36 @@ class JsonTokenizer(Tokenizer):
         # the library's own skip_special_tokens would print those that are "normalized"
         return self.model.decode([i for i in ids if i not in self.hidden], skip_special_tokens=False)
 
-    def add(self, text, i, hidden):
-        from tokenizers import AddedToken
-
-        if text not in self.special:
-            self.model.add_tokens([AddedToken(text, normalized=False, special=hidden)])
-            self.special[text] = self.model.token_to_id(text)
-            if self.special[text] != i:
-                raise InputError(f"{text!r} is {i}, but after tokenizer.json's tokens it is {self.special[text]}")
-        if hidden:
-            self.hidden.add(i)
+    def add(self, text, i):
+        if self.special.get(text) != i:
+            raise InputError(f"tokenizer.json has no special token {reprlib.repr(text)} with the id {i}")
 
 
-def load_tokenizer(source, vocab_size=None):
-    """Return the tokenizer of a checkpoint folder, None if it has none, or the one in a file, without settings.
+def load_tokenizer(folder, vocab_size=None):
+    """Return the tokenizer of a checkpoint folder, or None if it has none.
 
     Raises InputError if it cannot be read, or if its vocabulary is not the model's vocab_size (up to 5 % smaller is
     taken for padding of the embedding: DeepSeek 7B has 102400 rows for 100015 tokens).
     """
-    path = folder = Path(source)
-    if folder.is_dir():
-        path = next((folder / n for n in ("tokenizer.json", "tokenizer.model") if os.path.lexists(folder / n)), None)
-        if path is None:
-            return None
+    folder = Path(folder)
+    path = next((folder / n for n in ("tokenizer.json", "tokenizer.model") if os.path.lexists(folder / n)), None)
+    if path is None:
+        return None
     with _library_errors(f"{path} cannot be read, or a file of settings beside it"):
-        with open(path, "rb") as f:
-            line = f.readline(200)
-        ranks = TiktokenTokenizer if re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", line) else SentencePieceTokenizer
-        tokenizer = (JsonTokenizer if path.suffix == ".json" else ranks)(path)
+        tokenizer = (JsonTokenizer if path.suffix == ".json" else SentencePieceTokenizer)(path)
         if vocab_size is not None and not 0.95 * vocab_size <= tokenizer.vocab_size <= vocab_size:
             raise InputError(f"{path} has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
-        if folder.is_dir():
-            _read_settings(tokenizer, folder, vocab_size)
+        _read_settings(tokenizer, folder, vocab_size)
     return tokenizer
 
 
 def _read_settings(tokenizer, folder, vocab_size):
     """Take the chat template, the special tokens it names and the BOS policy from the files beside the tokenizer's."""
-
-    def read(name):
-        return read_json(folder / name) if (folder / name).exists() else {}
-
-    settings = read("tokenizer_config.json")
-    if (added := settings.get("added_tokens_decoder")) is not None:
-        tokens = [(int(i), token["content"], token.get("special", True)) for i, token in added.items()]
-    else:  # older folders have two more files instead
-        settings |= read("special_tokens_map.json")
-        named = [value for key, value in settings.items() if "_token" in key]
-        special = {_text(token) for each in named for token in (each if isinstance(each, list) else [each])}
-        tokens = [(i, text, text in special) for text, i in read("added_tokens.json").items()]
-    if wrong := [text for _, text, _ in tokens if not isinstance(text, str) or not text]:
-        raise InputError(f"{folder}: a special token is {reprlib.repr(wrong[0])}, not a text")
-    for i, text, hidden in sorted(tokens):
-        if vocab_size is None or i < vocab_size:  # the embedding may have no row for it
-            tokenizer.add(text, i, hidden)
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path) if path.exists() else {}
+    for i, token in (settings.get("added_tokens_decoder") or {}).items():
+        if vocab_size is None or int(i) < vocab_size:  # the embedding may have no row for it
+            tokenizer.add(token["content"], int(i))
     tokenizer.template = settings.get("chat_template")
     if isinstance(tokenizer.template, list):  # several named ones
         tokenizer.template = {each["name"]: each["template"] for each in tokenizer.template}.get("default")

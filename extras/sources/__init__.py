@@ -1,5 +1,5 @@
-"""Checkpoints that are no safetensors: pytorch_model.bin, and the files of llama2.c."""
+"""Checkpoints that are no safetensors: pytorch_model.bin."""
 
-from extras.sources.sources import Llama2cWeights, PickledWeights
+from extras.sources.sources import PickledWeights
 
-__all__ = ["Llama2cWeights", "PickledWeights"]
+__all__ = ["PickledWeights"]
