@@ -175,7 +175,7 @@ def test_a_field_of_the_config_that_is_unknown_here_is_refused():
 TEXTS = ["Once upon a time", "", " ", " a", "two  spaces   three", "  a\n\n b \n", "naïve 🙂 日本  é", "1▁▁", "▁ x▁ "]
 
 
-@pytest.mark.parametrize("name", ["demo", "tok512.model", "llama2-tokenizer.model"])
+@pytest.mark.parametrize("name", ["demo", "llama2-tokenizer.model"])
 def test_transformers_reads_texts_as_the_same_tokens(name, tmp_path):
     source = ROOT / "demo" / "tokenizer.model" if name == "demo" else shared_data(name)
     (tmp_path / "ours").mkdir()

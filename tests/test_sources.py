@@ -42,7 +42,7 @@ def test_an_index_names_files_of_its_own_folder_alone(tmp_path):
 def test_truncated_weights(tmp_path):
     torch.save({"a": torch.zeros(1000)}, path := tmp_path / PICKLED)
     os.truncate(path, path.stat().st_size - 1000)
-    refused("pytorch_model.bin is truncated", PickledWeights, tmp_path)
+    refused("pytorch_model.bin is missing, truncated", PickledWeights, tmp_path)
 
 
 class Called:
