@@ -46,7 +46,8 @@ FAMILIES = {  # name: (transformers' config class, changes to SMALL)
                               "max_window_layers": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7,
                               "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
-    "llama, yarn": ("LlamaConfig", {"rope_parameters": YARN, "head_dim": 32, "num_key_value_heads": 6}),
+    "llama, yarn": ("LlamaConfig", {"rope_parameters": YARN, "original_max_position_embeddings": 12, "head_dim": 32,
+                                    "num_key_value_heads": 6}),
     "mistral": ("MistralConfig", {"sliding_window": 1}),
     "ministral": ("MinistralConfig", {"sliding_window": 7, "head_dim": 8,
                                       "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}),
@@ -275,21 +276,10 @@ def test_sliding_windows_are_where_transformers_has_them(tmp_path):
         assert (config.max_seq_len, config.window_layers, config.sliding_window) == (64, layers, 40 if layers else None)
 
 
-def test_an_original_context_beside_the_rotary_settings_is_the_one(tmp_path):
-    values = {**SMALL, "model_type": "llama", "rope_parameters": YARN, "original_max_position_embeddings": 12}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_config(theirs).config.rope_parameters
-    ours = huggingface.config_from_hf(tmp_path / "config.json").rope_scaling
-    assert ours["original_max_position_embeddings"] == theirs["original_max_position_embeddings"] == 12
-
-
-def test_the_ends_of_a_generation_config_stand_in_for_absent_ones(tmp_path):
-    path, values = tmp_path / "config.json", {**SMALL, "model_type": "llama"}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
-    for present, ends in (values, (2, 7, 8)), ({k: v for k, v in values.items() if k != "eos_token_id"}, (7, 8)):
-        path.write_text(json.dumps(present))
-        assert huggingface.config_from_hf(path).eos_ids == ends
+def test_a_generation_config_has_more_ends(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama"}))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    assert huggingface.config_from_hf(tmp_path / "config.json").eos_ids == (2, 7)
 
 
 def take_state(folder):

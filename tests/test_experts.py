@@ -135,7 +135,6 @@ def check_integers(config, exact, mode, ranks, tmp_path):
     write_model(tmp_path / "float", config, exact, torch.float32)
     options = ["--group-size", "32"] if mode == "int4" else []
     quantize.main(["--checkpoint", str(tmp_path / "float"), "--mode", mode, *options, "--out", str(tmp_path / mode)])
-    own = checkpoint.read_config(tmp_path / mode)
     state = load_file(tmp_path / mode / "model.safetensors")
     twin = {}
     for name in exact:
@@ -146,22 +145,18 @@ def check_integers(config, exact, mode, ranks, tmp_path):
     net = tp.load_shard(config, StateWeights(twin), torch.float32, "cpu")
     with torch.inference_mode():
         expected = last_logits(net, *unequal_rows(config))
-        if ranks == 1:
-            results = [last_logits(tp.load_shard(own, checkpoint.Weights(tmp_path / mode), torch.float32, "cpu"),
-                                   *unequal_rows(config))]  # fmt: skip
-        else:
-            results = run_ranks(ranks, integers_on_a_rank, str(tmp_path / mode))
-    for logits in results:
+    for logits in run_ranks(ranks, folder_on_a_rank, str(tmp_path / mode)):
         assert (logits - expected).abs().max() < 2e-3
     return state.keys()
 
 
-def integers_on_a_rank(world, folder):
+def folder_on_a_rank(world, folder, dtype=torch.float32, compile=False):
     config = checkpoint.read_config(folder)
-    net = tp.load_shard(config, checkpoint.Weights(folder), torch.float32, "cpu", world.rank, world.shares)
-    net.comm = tp.TensorParallel(config, world.shares, world.group)
+    net = tp.load_shard(config, checkpoint.Weights(folder), dtype, "cpu", world.rank, world.shares)
+    if world.group is not None:
+        net.comm = tp.TensorParallel(config, world.shares, world.group)
     with torch.inference_mode():
-        return last_logits(net, *unequal_rows(config))
+        return last_logits(net, *unequal_rows(config), compile=compile)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -241,14 +236,6 @@ WIDE = dataclasses.replace(
 )
 
 
-def compiled_on_a_rank(world, folder, compile):
-    config = checkpoint.read_config(folder)
-    net = tp.load_shard(config, checkpoint.Weights(folder), torch.bfloat16, "cpu", world.rank, world.shares)
-    net.comm = tp.TensorParallel(config, world.shares, world.group)
-    with torch.inference_mode():
-        return last_logits(net, *unequal_rows(config), compile=compile)
-
-
 @pytest.mark.parametrize("mode", [pytest.param("bfloat16", marks=SLOW), pytest.param("int8", marks=SLOW), "int4"])
 def test_compiled_decode_is_the_eager_one(mode, tmp_path):
     folder = tmp_path / "bfloat16"
@@ -260,7 +247,9 @@ def test_compiled_decode_is_the_eager_one(mode, tmp_path):
         options = ["--group-size", "32", "--keep", "w2"] if mode == "int4" else []
         folder = tmp_path / mode
         quantize.main(["--checkpoint", str(tmp_path / "bfloat16"), "--mode", mode, *options, "--out", str(folder)])
-    eager, compiled = (run_ranks(2, compiled_on_a_rank, str(folder), compile) for compile in (False, True))
+    eager, compiled = (
+        run_ranks(2, folder_on_a_rank, str(folder), torch.bfloat16, compile) for compile in (False, True)
+    )
     assert (eager[0] - compiled[0]).abs().max() < 0.1 * eager[0].std()
     assert torch.equal(compiled[0], compiled[1])
 
