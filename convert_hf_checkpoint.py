@@ -1,11 +1,13 @@
-"""Convert a Hugging Face folder or hub model into a checkpoint for generate.py.
+"""Convert a Hugging Face folder or hub model, or a llama2.c file, into a checkpoint for generate.py.
 
 python convert_hf_checkpoint.py meta-llama/Llama-3.2-1B --out checkpoints/1b
+python convert_hf_checkpoint.py stories260K.bin --tokenizer tok512.model --out checkpoints/stories260K
 """
 
 import math
 import os
 import re
+import shutil
 from pathlib import Path
 
 import torch
@@ -20,13 +22,16 @@ from runtime.errors import InputError, load_extra
 
 
 def open_source(source, revision=None):
-    """Return (weights, Config, folder) of a folder or a hub id."""
+    """Return (weights, Config, folder of tokenizer files or None) of a folder, a hub id or a llama2.c file."""
     path = Path(source)
+    if os.path.isfile(path):
+        weights = load_extra("sources", f"the file {source}").Llama2cWeights(path)
+        return weights, weights.config, None
     local = os.path.exists(path) or os.path.isdir(source.partition("/")[0])
     if not local and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", source):
         path = download(source, revision)
     if not os.path.isdir(path):
-        raise InputError(f"{source} is no folder, and no hub id such as meta-llama/Llama-3.2-1B")
+        raise InputError(f"{source} is no folder, no file and no hub id such as meta-llama/Llama-3.2-1B")
     config = config_from_hf(path / "config.json")
     pickled = any(path.glob("pytorch_model.bin*")) and not any(path.glob("model.safetensors*"))
     weights = load_extra("sources", "pytorch_model.bin").PickledWeights(path) if pickled else checkpoint.Weights(path)
@@ -96,11 +101,14 @@ def check_lanes(config):
 
 def main(argv=None):
     p = cli.Parser(__doc__)
-    p.add_argument("source", metavar="SOURCE", help="a Hugging Face folder or a hub id")
+    p.add_argument("source", metavar="SOURCE", help="a Hugging Face folder, a hub id, or a llama2.c .bin file")
+    p.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.model or tokenizer.json; default: SOURCE's")
     p.add_argument("--revision", help="of a hub model, e.g. main")
     cli.add_output_flags(p, "checkpoints/1b")
     cli.add_wiring_flags(p)
     args = p.parse_args(argv)
+    if args.tokenizer and not os.path.isfile(args.tokenizer):
+        raise InputError(f"--tokenizer {args.tokenizer}: no such file")
     weights, own, folder = open_source(args.source, args.revision)
     config = cli.with_wiring(own, args)
     check_lanes(config)
@@ -110,12 +118,17 @@ def main(argv=None):
         raise InputError(f"{args.source} has no tensor v_proj.weight")
     # LlamaWeights reads values in the source's own dtype
     dtype = checkpoint.DTYPES[args.dtype] if args.dtype else checkpoint.own_dtype(weights, values)
-    tokenizer = load_tokenizer(folder, config.vocab_size)  # refused before the work
+    source = args.tokenizer or folder
+    tokenizer = load_tokenizer(source, config.vocab_size) if source else None  # refused before the work
     with writing.new_folder(args.out) as out:
-        writing.copy_tokenizer(folder, out)
+        if args.tokenizer:
+            name = "tokenizer.json" if args.tokenizer.endswith(".json") else "tokenizer.model"
+            shutil.copyfile(args.tokenizer, out / name)
+        elif folder is not None:
+            writing.copy_tokenizer(folder, out)
         convert(weights, config, out, dtype, int(args.shard_gb * 1e9))
     size = f"{config.n_layers} layers, wiring {config.wiring}, {dtype_name(dtype)}"
-    print(f"wrote {args.out}: {size}{'' if tokenizer else ', NO TOKENIZER: copy one into it'}")
+    print(f"wrote {args.out}: {size}{'' if tokenizer else ', NO TOKENIZER (see --tokenizer)'}")
 
 
 if __name__ == "__main__":

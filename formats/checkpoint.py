@@ -112,7 +112,7 @@ def read_config(folder):
     """Return the Config of a checkpoint folder."""
     path = Path(folder) / "config.json"
     if os.path.isfile(folder):
-        raise InputError(f"{folder} is a file: give its folder")
+        raise InputError(f"{folder} is a file: give its folder; a llama2.c file is for convert_hf_checkpoint.py first")
     if not os.path.isfile(path):
         hint = f"a hub model is converted first: convert_hf_checkpoint.py {folder} --out DIR"
         raise InputError(f"{folder} is not a checkpoint folder: it has no config.json, or does not exist; {hint}")

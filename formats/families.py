@@ -27,6 +27,7 @@ ONLY = {  # the one value that is computed of these, in families that do not lis
     "output_gate_type": "swish", "attn_logit_softcapping": None, "qk_layernorm": False, "truncate": True,
     "use_bidirectional_attention": False, "partial_rotary_factor": 1.0, "rope_interleaved": False,
     "llama_4_scaling_beta": None, "num_experts": 0, "num_local_experts": 0, "n_routed_experts": 0,
+    "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1,  # in Phi-4-mini
 }  # fmt: skip
 NESTED = {  # model_type: that of a text_config without one
     "mistral3": "mistral", "gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text",
@@ -90,7 +91,9 @@ FAMILIES = {
             "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
         },
     }),
-    "phi3": Family({**COMMON, "sliding_window": None, "partial_rotary_factor": 1.0}),
+    "phi3": Family({
+        **COMMON, "sliding_window": None, "partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096,
+    }),
     "glm": Family(GLM),
     "glm4": Family(GLM, {"sum_norms": True}),
     "stablelm": Family({

@@ -17,18 +17,35 @@ def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie
     )  # fmt: skip
 
 
+QWEN = {"bos_id": 151643, "eos_ids": (151645, 151643)}
+YARN = {"factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
 SIZES = {  # shapes for benchmarks with random weights; extras/lanes adds another
     "1b": _llama3(16, 32, 64, 2048, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 1B
     "3b": _llama3(28, 24, 128, 3072, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 3B
     "8b": _llama3(32, 32, 128, 4096, 14336),  # Llama 3.1 8B
     "30b-a3b": Config(  # Qwen3 30B-A3B
         48, 32, 4, 128, 2048, 6144, 151936, 40960, 1e-6, 1e6, qk_norm=True, n_experts=128, experts_per_token=8,
-        expert_size=768, bos_id=151643, eos_ids=(151645, 151643),
+        expert_size=768, **QWEN,
+    ),
+    "qwen3-4b": Config(
+        36, 32, 8, 128, 2560, 9728, 151936, 40960, 1e-6, 1e6, tie_embeddings=True, qk_norm=True, **QWEN,
     ),
     "gemma3-12b": Config(
         48, 16, 8, 256, 3840, 15360, 262208, 131072, 1e-6, 1e6, {"factor": 8.0}, True, qk_norm=True, norm="rms+1",
         sum_norms=True, activation="gelu_tanh", embedding_scale=3840**0.5, window_rope_theta=1e4, sliding_window=1024,
         window_layers=tuple(i for i in range(48) if (i + 1) % 6), bos_id=2, eos_ids=(1, 106),
+    ),
+    "phi4-mini": Config(  # without the factors of its longrope, which make no step longer
+        32, 24, 8, 128, 3072, 8192, 200064, 131072, tie_embeddings=True, rotary_dim=96, bos_id=199999,
+        eos_ids=(199999, 200020),
+    ),
+    "ministral3-8b": Config(
+        34, 32, 8, 128, 4096, 14336, 131072, 262144, 1e-5, 1e6, {**YARN, "original_max_position_embeddings": 16384},
+        llama4_beta=0.1, bos_id=1, eos_ids=(2,),
+    ),
+    "glm4-9b": Config(  # GLM-4-9B-0414
+        40, 32, 2, 128, 4096, 13696, 151552, 32768, rotary_dim=64, sum_norms=True, qkv_bias=True,
+        eos_ids=(151329, 151336, 151338),
     ),
     "mixtral-8x7b": Config(
         32, 32, 8, 128, 4096, 14336, 32000, 32768, 1e-5, 1e6, n_experts=8, experts_per_token=2, expert_size=14336,

@@ -1,4 +1,4 @@
-"""One interface over SentencePiece and tokenizer.json; load_tokenizer() picks by what is there."""
+"""One interface over SentencePiece and tokenizer.json (extras/sources: rank files); load_tokenizer() picks one."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from runtime.errors import InputError, load_extra
 
 
 @contextlib.contextmanager
-def _library_errors(message):
+def library_errors(message):
     """Turn the errors of libraries in this block into an InputError. A panic of one in Rust is no Exception."""
     try:
         yield
@@ -26,9 +26,8 @@ def _library_errors(message):
 class Tokenizer:
     """encode(text) -> ids; decode(ids) -> text without special tokens; chat(messages) -> ids.
 
-    A subclass sets vocab_size, bos_id (or None) and special {text: id}, and has decode(ids), encode_plain(text, first),
-    where first is False for text that follows a special token, encode_markup(text), the ids of text that names special
-    tokens, as a chat template writes it, without BOS, and add(text, i), for a special token of the settings.
+    A subclass sets vocab_size, bos_id (or None) and special {text: id}, and has decode(ids) and encode_plain(text,
+    first). first is False for text that follows a special token.
     """
 
     template = None  # the checkpoint's chat template, Jinja source
@@ -41,6 +40,19 @@ class Tokenizer:
     def continuation(self, prompt, ids):
         """Return the text that ids add to the ids of a prompt."""
         return self.decode(prompt + ids)[len(self.decode(prompt)) :]
+
+    def encode_markup(self, text):
+        """Return the ids of text that names special tokens, as a chat template writes it; adds no BOS."""
+        longest_first, ids = sorted(self.special, key=len, reverse=True), []
+        names = "|".join(map(re.escape, longest_first)) or "(?!)"
+        for i, piece in enumerate(re.split(f"({names})", text)):
+            if piece:
+                ids += [self.special[piece]] if piece in self.special else self.encode_plain(piece, first=i == 0)
+        return ids
+
+    def add(self, text, i, hidden):
+        """Add a token that only the settings name; decode leaves out a hidden one."""
+        self.special.setdefault(text, i)
 
     def chat(self, messages):
         """Return the ids of a conversation [{"role", "content"}, ...] up to where the assistant answers."""
@@ -70,25 +82,12 @@ class SentencePieceTokenizer(Tokenizer):
         self.special = {self.model.id_to_piece(i): i for i in ids if i >= 0}
         self.bos_id = ids[0] if ids[0] >= 0 else None
 
-    @_library_errors("the tokenizer cannot encode this text")
+    @library_errors("the tokenizer cannot encode this text")
     def encode_plain(self, text, first=True):
         if first or self.legacy:
             return self.model.encode(text)
         mark = "\ue000"  # a character of no piece: it takes the space, and no piece reaches beyond it
         return self.model.encode(mark + text)[len(self.model.encode(mark)) :]
-
-    def encode_markup(self, text):
-        longest_first, ids = sorted(self.special, key=len, reverse=True), []
-        names = "|".join(map(re.escape, longest_first)) or "(?!)"
-        for i, piece in enumerate(re.split(f"({names})", text)):
-            if piece:
-                ids += [self.special[piece]] if piece in self.special else self.encode_plain(piece, first=i == 0)
-        return ids
-
-    def add(self, text, i):
-        if not isinstance(text, str) or not text:
-            raise InputError(f"a special token is {reprlib.repr(text)}, not a text")
-        self.special.setdefault(text, i)
 
     def decode(self, ids):
         skip = set(self.special.values())
@@ -109,7 +108,7 @@ class JsonTokenizer(Tokenizer):
         around = self.model.encode("a", add_special_tokens=True)  # with the tokens that its post-processor adds
         self.bos_id = around.ids[0] if around.special_tokens_mask[:1] == [1] else None
 
-    @_library_errors("the tokenizer cannot encode this text")
+    @library_errors("the tokenizer cannot encode this text")
     def encode_plain(self, text, first=True, markup=False):
         self.model.encode_special_tokens = not markup  # if set, the names of special tokens are plain text
         return self.model.encode(text, add_special_tokens=False).ids
@@ -117,28 +116,41 @@ class JsonTokenizer(Tokenizer):
     def encode_markup(self, text):
         return self.encode_plain(text, markup=True)
 
-    @_library_errors("the tokenizer cannot decode these tokens")
+    @library_errors("the tokenizer cannot decode these tokens")
     def decode(self, ids):
         # the library's own skip_special_tokens would print those that are "normalized"
         return self.model.decode([i for i in ids if i not in self.hidden], skip_special_tokens=False)
 
-    def add(self, text, i):
-        if self.special.get(text) != i:
-            raise InputError(f"tokenizer.json has no special token {reprlib.repr(text)} with the id {i}")
+    def add(self, text, i, hidden):
+        from tokenizers import AddedToken
+
+        if text not in self.special:
+            self.model.add_tokens([AddedToken(text, normalized=False, special=hidden)])
+            self.special[text] = self.model.token_to_id(text)
+            if self.special[text] != i:
+                raise InputError(f"{text!r} is {i}, but after tokenizer.json's tokens it is {self.special[text]}")
+        if hidden:
+            self.hidden.add(i)
 
 
-def load_tokenizer(folder, vocab_size=None):
-    """Return the tokenizer of a checkpoint folder, or None if it has none.
+def load_tokenizer(source, vocab_size=None):
+    """Return the tokenizer of a checkpoint folder, None if it has none, or the one in a file, without settings.
 
     Raises InputError if it cannot be read, or if its vocabulary is not the model's vocab_size (up to 5 % smaller is
     taken for padding of the embedding: DeepSeek 7B has 102400 rows for 100015 tokens).
     """
-    folder = Path(folder)
-    path = next((folder / n for n in ("tokenizer.json", "tokenizer.model") if os.path.lexists(folder / n)), None)
+    path = folder = Path(source)
+    if folder.is_dir():
+        path = next((folder / n for n in ("tokenizer.json", "tokenizer.model") if os.path.lexists(folder / n)), None)
     if path is None:
         return None
-    with _library_errors(f"{path} cannot be read, or a file of settings beside it"):
-        tokenizer = (JsonTokenizer if path.suffix == ".json" else SentencePieceTokenizer)(path)
+    with library_errors(f"{path} cannot be read, or a file of settings beside it"):
+        with open(path, "rb") as f:
+            line = f.readline(200)
+        kind = JsonTokenizer if path.suffix == ".json" else SentencePieceTokenizer
+        if re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", line):
+            kind = load_extra("sources", "a tiktoken rank file").TiktokenTokenizer
+        tokenizer = kind(path)
         if vocab_size is not None and not 0.95 * vocab_size <= tokenizer.vocab_size <= vocab_size:
             raise InputError(f"{path} has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
         _read_settings(tokenizer, folder, vocab_size)
@@ -146,12 +158,24 @@ def load_tokenizer(folder, vocab_size=None):
 
 
 def _read_settings(tokenizer, folder, vocab_size):
-    """Take the chat template, the special tokens it names and the BOS policy from the files beside the tokenizer's."""
-    path = folder / "tokenizer_config.json"
-    settings = read_json(path) if path.exists() else {}
-    for i, token in (settings.get("added_tokens_decoder") or {}).items():
-        if vocab_size is None or int(i) < vocab_size:  # the embedding may have no row for it
-            tokenizer.add(token["content"], int(i))
+    """Take the chat template, the tokens it names and the BOS policy from the files beside the tokenizer's."""
+
+    def read(name):
+        return read_json(folder / name) if (folder / name).exists() else {}
+
+    settings = read("tokenizer_config.json")
+    added = settings.get("added_tokens_decoder")
+    if added is None:  # older folders have two more files instead
+        settings |= read("special_tokens_map.json")
+        named = [value for key, value in settings.items() if "_token" in key]
+        special = {_text(token) for each in named for token in (each if isinstance(each, list) else [each])}
+        added = {i: {"content": text, "special": text in special} for text, i in read("added_tokens.json").items()}
+    for key in sorted(added, key=int):
+        i, text, hidden = int(key), added[key]["content"], added[key].get("special", True)
+        if not isinstance(text, str) or not text:
+            raise InputError(f"{folder}: a special token is {reprlib.repr(text)}, not a text")
+        if vocab_size is None or i < vocab_size:  # the embedding may have no row for it
+            tokenizer.add(text, i, hidden)
     tokenizer.template = settings.get("chat_template")
     if isinstance(tokenizer.template, list):  # several named ones
         tokenizer.template = {each["name"]: each["template"] for each in tokenizer.template}.get("default")

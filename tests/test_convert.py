@@ -60,7 +60,8 @@ FAMILIES = {  # name: (transformers' config class, changes to SMALL)
         **YARN, "original_max_position_embeddings": 6, "mscale": 1.0, "mscale_all_dim": 0.5,
         "llama_4_scaling_beta": 0.4}}),
     "phi3, long": ("Phi3Config", {"original_max_position_embeddings": 10, "rope_parameters": LONGROPE}),
-    "phi3, short": ("Phi3Config", {"original_max_position_embeddings": 40, "rope_parameters": LONGROPE}),
+    "phi3, short": ("Phi3Config", {"original_max_position_embeddings": 40, "rope_parameters": LONGROPE,
+                                   "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1}),
     "glm": ("GlmConfig", {"head_dim": 16}),
     "glm4, yarn": ("Glm4Config", {"head_dim": 16, "rope_parameters": {**YARN, "partial_rotary_factor": 0.75}}),
     "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
@@ -390,10 +391,6 @@ def test_configs_that_are_not_supported_are_one_clear_line(tmp_path):
             huggingface.config_from_hf(tmp_path / "config.json")
 
 
-def add_large_tokenizer(folder):
-    train_tokenizer(["Once upon a time there was a little dog. "] * 30, 300, folder / "tokenizer.model")
-
-
 UP, BIAS = "model/layers/1/mlp/up_proj/weight", "model/layers/0/self_attn/q_proj/bias"
 
 
@@ -409,7 +406,6 @@ BAD = {
     "a lost shard": (lose_a_shard, "model-00001-of-00001.safetensors is missing, truncated"),
     "a missing tensor": (lambda f: change_tensors(f, **{UP: None}), "no tensor model.layers.1.mlp"),
     "an extra tensor": (lambda f: change_tensors(f, **{BIAS: torch.zeros(48)}), "q_proj.bias that is no part"),
-    "another tokenizer": (add_large_tokenizer, "has 300 tokens, but the model's vocab_size is 131"),
     "a wrong shape": (lambda f: edit(f, intermediate_size=99), r"does not make the \(99, 48\)"),
 }  # fmt: skip
 
@@ -433,6 +429,17 @@ def test_hub_models_are_downloaded_by_pattern(hf_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(InputError, match="model is not a local folder, and could not be downloaded: division by zero"):
         convert("someone/model", tmp_path / "other")
+
+
+def test_a_given_tokenizer_replaces_the_sources_and_must_fit(hf_folder, tmp_path):
+    (hf_folder / "tokenizer.json").write_text("not one")
+    train_tokenizer(["Once upon a time there was a little dog. "] * 30, 300, file := tmp_path / "large.model")
+    with pytest.raises(InputError, match="has 300 tokens, but the model's vocab_size is 131"):
+        convert(hf_folder, tmp_path / "ours", "--tokenizer", file)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SMALL, "vocab_size": 300})).save_pretrained(hf_folder)
+    convert(hf_folder, tmp_path / "ours", "--tokenizer", file)
+    assert (tmp_path / "ours" / "tokenizer.model").read_bytes() == file.read_bytes()
+    assert not (tmp_path / "ours" / "tokenizer.json").exists()
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import shutil
 import subprocess
 import sys
 
@@ -170,9 +169,7 @@ TEXTS = ["Once upon a time", "", " ", " a", "two  spaces   three", "  a\n\n b \n
 @pytest.mark.parametrize("name", ["demo", "llama2-tokenizer.model"])
 def test_transformers_reads_texts_as_the_same_tokens(name, tmp_path):
     source = ROOT / "demo" / "tokenizer.model" if name == "demo" else shared_data(name)
-    (tmp_path / "ours").mkdir()
-    shutil.copy(source, tmp_path / "ours" / "tokenizer.model")
-    ours = load_tokenizer(tmp_path / "ours")
+    ours = load_tokenizer(source)
     to_hf.convert_tokenizer(tmp_path, ours)
     theirs, back = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
     for text in TEXTS:
@@ -215,7 +212,6 @@ def test_verify_runs_the_code_of_a_folder_only_if_told_to_and_reads_its_tokenize
     hf, back = str(tmp_path / "hf"), str(tmp_path / "back")
     to_hf.main([str(ROOT / "demo"), "--out", hf])
     convert_hf_checkpoint.main([hf, "--out", back, "--dtype", "float32"])
-    assert load_tokenizer(back).encode("a dog") == load_tokenizer(ROOT / "demo").encode("a dog")
     with pytest.raises(InputError, match="transformers cannot run .* --trust-remote-code "):
         verify.main([hf, back])
     verify.main([hf, back, "--trust-remote-code"])

@@ -102,13 +102,14 @@ SCRIPTS = {
     ),
     "convert_hf_checkpoint of one file": (
         "{tiny}/model.safetensors --out {}/out",
-        {"": "model.safetensors is no folder, and no hub id"},
+        {"": "model.safetensors is no llama2.c file (give the folder of safetensors)"},
     ),
     "convert_hf_checkpoint of nothing": ("", {"'' --out {}/out": "SOURCE is empty: give a value"}),
     "convert_hf_checkpoint": (
         "{}",
         {
             "--out {}/out": "config.json: No such file or directory",
+            "--out {}/out --tokenizer /nowhere": "--tokenizer /nowhere: no such file",
             "--out {}/out --shard-gb 0": "--shard-gb: '0' is not a number above 0",
         },
     ),

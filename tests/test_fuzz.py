@@ -3,6 +3,7 @@
 A case is a good file with changes drawn by its number, a fixed seed. Each target takes SECONDS; the slow tests take 20.
 """
 
+import base64
 import contextlib
 import io
 import json
@@ -84,6 +85,7 @@ def targets(folder):
     settings["chat_template"] = "{% for m in messages %}{{ m.role }}: {{ m['content'] | trim }}{% endfor %}"
     characters = {c: i for i, c in enumerate(["<unk>", *map(chr, range(32, 127)), "th"])}
     bpe = {"type": "BPE", "vocab": characters, "merges": [["t", "h"]], "unk_token": "<unk>"}
+    tiktoken = [base64.b64encode(bytes([i])) + f" {i}\n".encode() for i in range(256)]
     index = {"weight_map": dict.fromkeys(state, "part.safetensors")}
     pieces = {"tokenizer.model": (DEMO / "tokenizer.model").read_bytes()}
 
@@ -97,6 +99,7 @@ def targets(folder):
         "index": (load, {"model.safetensors.index.json": encoded(index), "part.safetensors": ours}),
         "SentencePiece": (use_tokenizer, pieces),
         "tokenizer.json": (use_tokenizer, {"tokenizer.json": encoded({"version": "1.0", "model": bpe})}),
+        "tiktoken": (use_tokenizer, {"tokenizer.model": b"".join(tiktoken)}),
         "settings and template": (use_tokenizer, {"tokenizer_config.json": encoded(settings), **pieces}),
     }
 

@@ -92,7 +92,8 @@ def test_wrong_paths(tmp_path, monkeypatch):
     refused("it has no config.json", complete.load, tmp_path)
     refused("is a file: give its folder", complete.load, DEMO / "config.json")
     for nowhere in "nowhere", f"{tmp_path}/nowhere", "demo/nowhere":  # the hub is not asked for what is no id of its
-        refused("is no folder, and no hub id", convert_hf_checkpoint.main, [nowhere, "--out", "x"])
+        refused("is no folder, no file", convert_hf_checkpoint.main, [nowhere, "--out", "x"])
+    refused("no such file", convert_hf_checkpoint.main, ["demo", "--out", "x", "--tokenizer", "nowhere"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

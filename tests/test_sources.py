@@ -1,15 +1,19 @@
-"""extras/sources: pickled checkpoints, also those of strangers."""
+"""extras/sources: pickled checkpoints and the files of llama2.c, also those of strangers."""
 
 import json
 import os
 
+import numpy as np
 import pytest
 import torch
+from helpers import greedy_tokens, shared_data
 from test_convert import check_parity, convert, hf_model, take_state
+from test_fuzz import SECONDS, check_changes
 from test_hostile import check_index, refused
 
-from extras.sources import PickledWeights
+from extras.sources import Llama2cWeights, PickledWeights
 
+LLAMA2C = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 PICKLED = "pytorch_model.bin"
 
 
@@ -35,6 +39,39 @@ def test_pickled_sources(rewrite, tmp_path):
     check_parity(convert(tmp_path / "hf", tmp_path / "ours"), theirs)
 
 
+def write_llama2c(path, tied):
+    """Write a llama2.c legacy file, whose rotary embeddings turn neighbours; returns transformers' model of it."""
+    theirs = hf_model(("LlamaConfig", {**LLAMA2C, "tie_word_embeddings": tied}))
+    state, c = theirs.state_dict(), theirs.config
+
+    def rows(tensor):  # (i, i + H/2) as neighbours
+        return tensor.unflatten(0, (-1, 2, c.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+
+    def stacked(name):
+        layers = [state[f"model.layers.{i}.{name}.weight"] for i in range(c.num_hidden_layers)]
+        return torch.stack([rows(w) if name.endswith(("q_proj", "k_proj")) else w for w in layers])
+
+    parts = [state["model.embed_tokens.weight"], stacked("input_layernorm")]
+    parts += [stacked(f"self_attn.{letter}_proj") for letter in "qkvo"] + [stacked("post_attention_layernorm")]
+    parts += [stacked(f"mlp.{name}_proj") for name in ("gate", "down", "up")] + [state["model.norm.weight"]]
+    parts += [torch.zeros(2, c.max_position_embeddings, c.head_dim // 2)] + [state["lm_head.weight"]] * (not tied)
+    header = [c.hidden_size, c.intermediate_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads]
+    header += [c.vocab_size if tied else -c.vocab_size, c.max_position_embeddings]
+    path.write_bytes(b"".join([np.array(header, np.int32).tobytes(), *(t.numpy().tobytes() for t in parts)]))
+    return theirs
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_llama2c_files(tied, tmp_path):
+    theirs = write_llama2c(tmp_path / "m.bin", tied)
+    check_parity(convert(tmp_path / "m.bin", tmp_path / "ours"), theirs)
+
+
+def test_stories260k_greedy_ids(tmp_path):
+    net = convert(shared_data("stories260K.bin"), tmp_path / "ours", "--tokenizer", shared_data("tok512.model"))
+    assert greedy_tokens(net, [1], 11) == [403, 407, 261, 378, 432, 383, 286, 261, 376, 298, 315]
+
+
 def test_an_index_names_files_of_its_own_folder_alone(tmp_path):
     check_index(PickledWeights, "pytorch_model.bin.index.json", tmp_path)
 
@@ -43,6 +80,10 @@ def test_truncated_weights(tmp_path):
     torch.save({"a": torch.zeros(1000)}, path := tmp_path / PICKLED)
     os.truncate(path, path.stat().st_size - 1000)
     refused("pytorch_model.bin is missing, truncated", PickledWeights, tmp_path)
+    header = b"".join(i.to_bytes(4, "little") for i in (16, 24, 2, 2, 1, 20, 8))
+    for data, message in (header[:20], "its header reads"), (header + bytes(99), "its header asks for"):
+        (tmp_path / "m.bin").write_bytes(data)
+        refused(message, Llama2cWeights, tmp_path / "m.bin")
 
 
 class Called:
@@ -62,3 +103,10 @@ def test_a_pickle_holds_tensors_and_runs_nothing(tmp_path, monkeypatch):
             torch.save(value, PICKLED, _use_new_zipfile_serialization=zipped)
             refused("pytorch_model.bin", PickledWeights, tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("seconds", [SECONDS, pytest.param(20, marks=pytest.mark.slow)])
+def test_changed_llama2c_files_work_or_are_refused_in_one_line(seconds, tmp_path):
+    write_llama2c(tmp_path / "m.bin", tied=True)
+    files = {"m.bin": (tmp_path / "m.bin").read_bytes()}
+    check_changes(lambda folder: Llama2cWeights(folder / "m.bin"), files, tmp_path, seconds)

@@ -1,5 +1,6 @@
-"""Both kinds of tokenizer behind one interface, chat templates, streaming."""
+"""The three kinds of tokenizer behind one interface, chat templates, streaming."""
 
+import base64
 import json
 import random
 import shutil
@@ -16,6 +17,15 @@ TEMPLATE = (
     "{{ raise_exception('unknown role') }}{% endif %}<|{{ m['role'] }}|>\n{{ m['content'] }}{{ eos_token }}\n"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
+
+
+@pytest.fixture(scope="module")
+def tiktoken_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tt")
+    ranks = [bytes([i]) for i in range(256)] + [b"ti", b"im", b"me", b"time", b" time", b"on", b"ce"]
+    lines = [base64.b64encode(token) + f" {i}\n".encode() for i, token in enumerate(ranks)]
+    (folder / "tokenizer.model").write_bytes(b"".join(lines))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +64,7 @@ def fallback_folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(params=["tiny", "json_folder", "fallback_folder"])
+@pytest.fixture(params=["tiny", "tiktoken_folder", "json_folder", "fallback_folder"])
 def any_tokenizer(request):
     return tokenizer.load_tokenizer(request.getfixturevalue(request.param))
 
@@ -118,13 +128,37 @@ def test_chat_with_sentencepiece_and_named_or_filed_templates(tiny, tmp_path):
     assert ours.decode([*ours.encode_plain("B"), 300]) == "B"
 
 
-def test_a_special_token_of_the_settings_is_one_of_tokenizer_json(json_folder, tmp_path):
+CHAT = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['content'] }}<think>x{{ eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_a_chat_has_tokens_that_only_the_settings_name(older, json_folder, tmp_path):
+    from transformers import AutoTokenizer
+
+    size = tokenizer.load_tokenizer(json_folder).vocab_size
     shutil.copy(json_folder / "tokenizer.json", tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"300": {"content": "im_end"}}}')
-    with pytest.raises(InputError, match="tokenizer.json has no special token 'im_end' with the id 300"):
+    named = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "additional_special_tokens": ["<|im_start|>"]}
+    tokens = {size + 1: {"content": "<think>", "special": False}, size: {"content": "<|im_start|>", "special": True}}
+    settings = {**named, "eos_token": "</s>", "added_tokens_decoder": tokens}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT, **({} if older else settings)}))
+    if older:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+        (tmp_path / "added_tokens.json").write_text(json.dumps({"<think>": size + 1, "<|im_start|>": size}))
+    messages = [{"role": "user", "content": "a dog"}]
+    ours, theirs = tokenizer.load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ids = ours.chat(messages)
+    assert ids == theirs.apply_chat_template(messages, return_dict=False)
+    assert (ids[:2], ids[-1]) == ([0, size], 1)
+    assert ours.decode(ids) == "a dog<think>x"
+    assert {size, size + 1} & {*ours.encode("<|im_start|><think>")} == {size + 1}  # a prompt cannot name special ones
+    assert size + 1 not in tokenizer.load_tokenizer(tmp_path, size + 1).chat(messages)  # the model has no row for it
+
+
+def test_an_added_token_has_the_id_of_the_settings(json_folder, tmp_path):
+    shutil.copy(json_folder / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"900": {"content": "im_end"}}}')
+    with pytest.raises(InputError, match="'im_end' is 900, but after tokenizer.json's tokens it is"):
         tokenizer.load_tokenizer(tmp_path)
-    without_a_row = tokenizer.load_tokenizer(tmp_path, 300)  # in the model's embedding
-    assert without_a_row.special == tokenizer.load_tokenizer(json_folder).special
 
 
 @pytest.mark.parametrize("legacy", [None, False])
@@ -171,17 +205,22 @@ def test_an_embedding_may_be_padded(tiny):
 # The real ones
 
 
-def test_llama2(tmp_path):
-    shutil.copy(shared_data("llama2-tokenizer.model"), tmp_path / "tokenizer.model")
-    ours = tokenizer.load_tokenizer(tmp_path)
+def test_llama3_and_llama2():
+    ours = tokenizer.load_tokenizer(shared_data("llama3-tokenizer.model"))
+    assert ours.encode("Hello world") == [128000, 9906, 1917]
+    assert ours.vocab_size == 128256
+    special = {"<|begin_of_text|>": 128000, "<|reserved_special_token_0|>": 128002, "<|eot_id|>": 128009}
+    special |= {"<|python_tag|>": 128010, "<|reserved_special_token_247|>": 128255}
+    assert {name: ours.special[name] for name in special} == special
+    assert ours.encode_markup("<|start_header_id|>user<|end_header_id|>\n\nHello") == [128006, 882, 128007, 271, 9906]
+    ours = tokenizer.load_tokenizer(shared_data("llama2-tokenizer.model"))
     assert (ours.vocab_size, ours.bos_id) == (32000, 1)
     assert ours.encode("Hello world") == [1, 15043, 3186]
 
 
-def test_a_stream_keeps_several_spaces(tmp_path):
+def test_a_stream_keeps_several_spaces():
     """Some SentencePiece models drop all spaces at the beginning of what they decode."""
-    shutil.copy(shared_data("tok512.model"), tmp_path / "tokenizer.model")
-    ours = tokenizer.load_tokenizer(tmp_path)
+    ours = tokenizer.load_tokenizer(shared_data("tok512.model"))
     space = ours.model.piece_to_id("▁")
     ids, stream = [*ours.encode("a"), space, space, space, *ours.encode_plain("b")], tokenizer.TextStream(ours)
     assert "".join(stream.push([i]) for i in ids) + stream.flush() == ours.decode(ids) == "a    b"

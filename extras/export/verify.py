@@ -49,6 +49,8 @@ def main(argv=None):
     args = p.parse_args(argv)
     config = checkpoint.read_original(args.checkpoint)
     _, source_config, folder = open_source(args.source, args.revision)
+    if folder is None:
+        raise InputError(f"{args.source} is no folder that transformers reads")
     if source_config.function != config.function:
         raise InputError(f"transformers runs {args.source} as {source_config.wiring}, not as {config.wiring}")
     weights, tokenizer = checkpoint.Weights(args.checkpoint), load_tokenizer(args.checkpoint, config.vocab_size)

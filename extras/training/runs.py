@@ -64,7 +64,7 @@ def prepare(run, args):
         writing.copy_tokenizer(args.checkpoint, folder)
         tokenizer = load_tokenizer(folder, config.vocab_size)
         if tokenizer is None:
-            raise InputError(f"{args.checkpoint} has no tokenizer: copy a tokenizer.json into it")
+            raise InputError(f"{args.checkpoint} has no tokenizer: convert it with --tokenizer FILE")
         for name, paths in ("train", args.text), ("valid", [args.valid]):
             tokenize(paths, tokenizer, [*config.eos_ids[:1]], folder / f"{name}.tokens")
         windows(folder, args)
