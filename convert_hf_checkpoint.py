@@ -113,10 +113,10 @@ def main(argv=None):
     config = cli.with_wiring(own, args)
     check_lanes(config)
     cli.warn_of_wiring(own, config, (1,))
-    layer = min({*range(config.n_layers)} - {*config.linear_layers}, default=0)
-    *_, values = hf_names(f"layers.{layer}.attention.wqkv.weight")  # LlamaWeights reads them in the source's own dtype
-    if values not in weights.names():
-        raise InputError(f"{args.source} has no tensor {values}")
+    values = next((name for name in weights.names() if name.endswith(".v_proj.weight")), None)
+    if values is None:
+        raise InputError(f"{args.source} has no tensor v_proj.weight")
+    # LlamaWeights reads values in the source's own dtype
     dtype = checkpoint.DTYPES[args.dtype] if args.dtype else checkpoint.own_dtype(weights, values)
     source = args.tokenizer or folder
     tokenizer = load_tokenizer(source, config.vocab_size) if source else None  # refused before the work

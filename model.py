@@ -229,7 +229,7 @@ def list_sublayers(config, split):
     """Return [(h, stale)] of all layers, in order, as a stream takes them. split(wiring, i): those of layer i."""
     sublayers, i = [], 0
     while i < config.n_layers:
-        wiring = config.wirings[i]
+        wiring = config.layer_wirings[i]
         for hs in zip(*(split(wiring, i + j) for j in range(wiring.blocks)), strict=True):
             sublayers.append((hs[0] if len(hs) == 1 else functools.partial(_sum_of, hs), wiring.stale))
         i += wiring.blocks
@@ -297,7 +297,7 @@ class Config:
     kept: tuple[str, ...] = ()  # names of matrices that are not quantized
 
     def __post_init__(self):
-        _ = self.wirings, self.period, self.lanes  # once, now: the compiler cannot trace how text is parsed
+        _ = self.layer_wirings, self.period, self.lanes  # once, now: the compiler cannot trace how text is parsed
         config_check.check(self)
 
     @functools.cached_property
@@ -324,7 +324,7 @@ class Config:
         return (self.parsed.parameter or 2) if self.named_wiring.parameter == "period" else None
 
     @functools.cached_property
-    def wirings(self):
+    def layer_wirings(self):
         """The Wiring of each layer, as a tuple: the named one, or standard where NAME:N leaves a layer out."""
         chosen = wiring_text.choose_layers(self.parsed, self.named_wiring, self.n_layers)
         return tuple(self.named_wiring if i in chosen else WIRINGS["standard"] for i in range(self.n_layers))
@@ -341,7 +341,7 @@ class Config:
     @property
     def function(self):
         """A key that two configs share if their wirings compute the same: ladder:8 of 8 layers is ladder."""
-        return self.wirings, self.period, self.lanes
+        return self.layer_wirings, self.period, self.lanes
 
     @property
     def standard_in_one_lane(self):
@@ -518,7 +518,7 @@ class Block(nn.Module):
         else:
             self.feed_forward = FeedForward(config.dim, config.intermediate_size, config.mlp_bias, config.activation)
         make = functools.partial(norms.NORMS[config.norm], config.dim, config.norm_eps)
-        for name in config.wirings[layer].norms:
+        for name in config.layer_wirings[layer].norms:
             self.add_module(name, make() if config.input_norms else nn.Identity())
         if config.sum_norms:
             self.attention_sum_norm, self.ffn_sum_norm = make(), make()

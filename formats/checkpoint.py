@@ -144,8 +144,6 @@ def shards(index):
     for name in names:
         if not re.fullmatch(r"[\w-][\w.-]*", name, re.ASCII):
             raise InputError(f"{index} names {name!r}, which is no plain name of a file beside it")
-        if not os.path.isfile(index.parent / name):
-            raise InputError(f"{index.parent / name} is missing, but {index.name} names it: download or convert again")
     return [index.parent / name for name in names]
 
 
@@ -163,8 +161,8 @@ class Weights:
         for path in [single] if single.is_file() else shards(index):
             try:
                 self.files.update(dict.fromkeys(safe_open(path, framework="pt").keys(), path))
-            except SafetensorError as e:
-                raise InputError(f"{path} is truncated or no safetensors file: {first_line(e)}") from None
+            except (OSError, SafetensorError) as e:
+                raise InputError(f"{path} is missing, truncated or no safetensors file: {first_line(e)}") from None
 
     def names(self):
         return list(self.files)

@@ -4,7 +4,6 @@ from kernels.norms import NORMS
 from runtime.errors import InputError, load_extra
 
 ACTIVATIONS = "silu", "gelu_tanh"
-
 EXPERTS = "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers"
 
 
@@ -58,10 +57,8 @@ def check_experts(c):
         raise InputError("a model with n_experts needs an expert_size")
     if c.shared_expert_gate and not c.shared_expert_size:
         raise InputError("shared_expert_gate needs a shared_expert_size")
-    if c.activation != "silu":
-        raise InputError(f"activation {c.activation} is not for a mixture of experts")
-    if c.mlp_bias:
-        raise InputError("mlp_bias is not for a mixture of experts: experts have no biases")
+    if c.activation != "silu" or c.mlp_bias:
+        raise InputError(f"activation {c.activation} and mlp_bias {c.mlp_bias} are not for a mixture of experts")
     if not 1 <= (c.experts_per_token or 0) <= c.n_experts:
         raise InputError(f"experts_per_token is {c.experts_per_token} but must be from 1 to {c.n_experts}")
     if c.named_wiring.laned and c.wiring != "upper-bound" or c.named_wiring.model:
@@ -76,11 +73,8 @@ def check_quantization(c):
         raise InputError("a group size is for int4")
     if c.quant == "int4" and c.group_size not in (32, 64, 128):
         raise InputError(f"group size {c.group_size} is none of 32, 64, 128")
-    if c.kept and c.quant is None:
-        raise InputError("without quantization no matrix is kept from it")
     columns = dict.fromkeys(("tok_embeddings", "wqkv", "w1", "w3", "output"), {c.dim})
-    dense = c.intermediate_size if c.dense_layers or not c.n_experts else None
-    columns |= {"wo": {c.n_heads * c.head_dim}, "w2": {dense, c.expert_size, c.shared_expert_size} - {None}}
+    columns |= {"wo": {c.n_heads * c.head_dim}, "w2": {*c.mlps.values(), c.shared_expert_size} - {None}}
     if c.linear_layers:
         columns |= {"wqkvz": {c.dim}, "wout": {c.linear_attention["value_heads"] * c.linear_attention["value_dim"]}}
     for name in c.kept:

@@ -27,13 +27,10 @@ class ExpertWeights:
             one = re.fullmatch(r"(.*\.experts)\.(\d+)(\.\w+\.weight)", new)
             place, expert = (one[1] + one[3], int(one[2])) if one else (new, 0)
             self.places.setdefault(place, []).append((expert, name))
-        for parts in self.places.values():
+        for place, parts in self.places.items():
             parts.sort()
-            for i, (expert, name) in enumerate(parts):
-                if expert > i:
-                    raise InputError(f"the source has {name}, but no expert {i}")
-                if expert < i:
-                    raise InputError(f"the source has both {parts[i - 1][1]} and {name}: drop one")
+            if (experts := [expert for expert, _ in parts]) != [*range(len(parts))]:
+                raise InputError(f"the source's {place} has the experts {experts}")
 
     def names(self):
         return list(self.places)

@@ -10,7 +10,7 @@ import torch
 from formats import checkpoint
 from formats.checkpoint import MOST_LAYERS, read_json
 from formats.experts import ExpertWeights
-from formats.families import FAMILIES, IGNORED, NESTED, SHAPE
+from formats.families import FAMILIES, IGNORED, NESTED, ONLY, SHAPE
 from formats.rope import ROPE_KEYS
 from formats.wiring_text import wiring_name
 from runtime.errors import InputError, load_extra
@@ -21,17 +21,12 @@ PARTS = {  # of our tensors' names: Hugging Face's; wqkv is made of three
     "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj", "router": "gate", "shared_gate": "shared_expert_gate",
     "attention_sum_norm": "post_self_attn_layernorm", "ffn_sum_norm": "post_mlp_layernorm",  # GLM's
 }  # fmt: skip
-SUM_NORMS = {  # Gemma's and OLMo's names of norms: GLM's
-    "post_attention_layernorm": "post_self_attn_layernorm", "pre_feedforward_layernorm": "post_attention_layernorm",
-    "post_feedforward_layernorm": "post_mlp_layernorm",
-}  # fmt: skip
-HAVE_SUM_NORMS = "gemma2", "gemma3_text", "olmo2", "olmo3"
 ROPE_TYPES = "full_attention", "sliding_attention"
+TWO_BASES = "gemma3_text", "olmo3"  # in which layers with a window turn otherwise
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # Hugging Face's names: ours
 ORIGINAL = "original_max_position_embeddings"
 ROPE = {key for keys in ROPE_KEYS.values() for key in keys} | {  # keys of rope_scaling and rope_parameters
-    "rope_type", "type", "rope_theta", "partial_rotary_factor", "mscale", "mscale_all_dim", "truncate",
-    "llama_4_scaling_beta", "max_position_embeddings",
+    "rope_type", "type", "rope_theta", "mscale", "mscale_all_dim", "max_position_embeddings",
 }  # fmt: skip
 
 
@@ -91,44 +86,32 @@ def read_hf(values):
         raise InputError(f"num_hidden_layers is {values['num_hidden_layers']} but must be at most {MOST_LAYERS}")
     if family == "llamaLadder" and "ladder_layers" not in values:
         raise InputError("model_type is llamaLadder, but ladder_layers does not say which layers")
-    known = FAMILIES[family]
-    if family == "qwen3_moe" and "num_local_experts" in values:  # transformers 5 renames num_experts to this
-        values["num_experts"] = values.pop("num_local_experts")
+    known = FAMILIES[family].keys
     # before transformers 5, and since
     rope = values.get("rope_scaling") or values.get("rope_parameters") or known.get("rope_parameters", {})
     near = {}  # of layers with a window, where the others have another
     if isinstance(rope, dict) and {*ROPE_TYPES} & rope.keys():
         rope, near = (rope.get(name) or {} for name in ROPE_TYPES)
-    supported = {"truncate": True, "use_bidirectional_attention": False, "qk_layernorm": False}
-    supported |= {"rope_interleaved": False, "attn_output_gate": True, "output_gate_type": "swish"}
-    supported |= dict.fromkeys({"partial_rotary_factor"} - known.keys(), 1.0)
-    supported |= dict.fromkeys({"attention_bias", "attention_out_bias", "mlp_bias"} - known.keys(), False)
-    supported |= {"attn_logit_softcapping": None} if family == "gemma3_text" else {}
-    supported |= {"llama_4_scaling_beta": None} if family != "ministral3" else {}
-    supported |= dict.fromkeys({"num_experts", "num_local_experts", "n_routed_experts"} - known.keys(), 0)
-    for key, only in supported.items():
-        for value in (values.get(key), rope.get(key) if isinstance(rope, dict) else None):
-            if value not in (only, None):
+    for key, only in ONLY.items():
+        for value in values.get(key), rope.get(key):
+            if key not in known and value not in (only, None):
                 raise InputError(f"{key} {value!r} is not supported, only {only!r} is")
-    if near.get("rope_type", "default") != "default":
-        raise InputError(f"rope_type {near['rope_type']!r} of sliding_attention is not supported, only 'default' is")
-    foreign = {key for other in FAMILIES.values() for key in other} - known.keys() - SHAPE
-    own = {k: v for k, v in values.items() if k not in foreign or "laneformer" in values}
-    unknown = own.keys() - known.keys() - SHAPE - IGNORED - supported.keys() - {"laneformer"}
-    unknown = [*unknown, *(f"rope_scaling: {key}" for key in (*rope, *near) if key not in {*ROPE, *known})]
-    for key in sorted(key for key in unknown if own.get(key, 0) is not None):
-        words = "drop it from config.json if what the model computes does not depend on it"
-        value = own.get(key, rope.get(key.removeprefix("rope_scaling: ")))
-        raise InputError(f"{reprlib.repr(key)[1:-1]} {reprlib.repr(value)} is unknown: {words}")
+    foreign = {key for other in FAMILIES.values() for key in other.keys} - known.keys() - SHAPE
+    own = {key: value for key, value in values.items() if key not in foreign or "laneformer" in values}
+    names, rope_names = known.keys() | SHAPE | IGNORED | ONLY.keys() | {"laneformer"}, known.keys() | ROPE | ONLY.keys()
+    for given, allowed in (own, names), (rope, rope_names), (near, rope_names):
+        for key, value in given.items():
+            if key not in allowed and value is not None:
+                words = "drop it from config.json if what the model computes does not depend on it"
+                raise InputError(f"{reprlib.repr(key)[1:-1]} {reprlib.repr(value)} is unknown: {words}")
     return {**known, **own, "model_type": family, "rope_scaling": rope, "near_rope": near}
 
 
-def eos_ids(path, values, hf):
-    """Return the ids that end a text: those of config.json, `values`, and of a generation_config.json beside it."""
+def eos_ids(path, hf):
+    """Return the ids that end a text: those of config.json, and of a generation_config.json beside it."""
     generation = path.with_name("generation_config.json")
     others = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    own = hf["eos_token_id"] if others is None or "eos_token_id" in text_values(values) else None
-    result = [i for ids in (own, others) for i in (ids if isinstance(ids, list) else [ids])]
+    result = [i for ids in (hf["eos_token_id"], others) for i in (ids if isinstance(ids, list) else [ids])]
     return tuple(dict.fromkeys(i for i in result if i is not None))
 
 
@@ -137,7 +120,7 @@ def config_from_hf(path):
     values = read_json(path)
     try:
         hf = read_hf(values)
-        ours = our_values(hf) | {"eos_ids": eos_ids(path, values, hf)}
+        ours = our_values(hf) | {"eos_ids": eos_ids(path, hf)}
     except (InputError, AttributeError, ArithmeticError, KeyError, TypeError, ValueError) as e:  # absent, text, NaN
         raise InputError(f"{path}: {e if isinstance(e, InputError) else repr(e)}") from None
     return checkpoint.make_config(ours, path)
@@ -147,10 +130,9 @@ def our_values(hf):
     """Return the values of Config, except eos_ids, from the result of read_hf."""
     n_layers, n_heads, dim = hf["num_hidden_layers"], hf["num_attention_heads"], hf["hidden_size"]
     family, attention_bias, windowed = hf["model_type"], hf.get("attention_bias", False), window_layers_from_hf(hf)
-    head_dim, gemma = hf["head_dim"] or dim // n_heads, family.startswith("gemma")
+    head_dim = hf["head_dim"] or dim // n_heads
     rotary, scalar = rotary_from_hf(hf, head_dim), hf.get("query_pre_attn_scalar") or head_dim
     parallel = hf.get("parallel_blocks") or hf.get("use_parallel_residual")
-    norm = "rms+1" if gemma else "layer" if family == "stablelm" else "rms"
     has_linear = "linear_num_key_heads" in hf
     linear = load_extra("linear_attention", f"model_type {family}").values_from_hf(hf) if has_linear else {}
     return {
@@ -158,25 +140,23 @@ def our_values(hf):
         "n_kv_heads": hf["num_key_value_heads"] or n_heads, "intermediate_size": hf["intermediate_size"],
         "head_dim": head_dim, "vocab_size": hf["vocab_size"], "norm_eps": hf.get("layer_norm_eps", hf["rms_norm_eps"]),
         **rotary, "tie_embeddings": hf["tie_word_embeddings"],
-        "qkv_bias": family == "qwen2" or hf.get("qkv_bias", hf.get("use_qkv_bias", attention_bias)),
+        "qkv_bias": hf.get("qkv_bias", hf.get("use_qkv_bias", attention_bias)),
         "wo_bias": hf.get("attention_out_bias", attention_bias), "mlp_bias": hf.get("mlp_bias", False),
-        "qk_norm": family in ("qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3") or hf.get("qk_norm", False),
-        "whole_qk_norm": family in ("olmo2", "olmo3"), "input_norms": family not in ("olmo2", "olmo3"), "norm": norm,
-        "sum_norms": family in (*HAVE_SUM_NORMS, "glm4"), "activation": activation_from_hf(hf),
-        "embedding_scale": dim**0.5 if gemma else None,
+        "qk_norm": hf.get("qk_norm", False), "activation": activation_from_hf(hf),
+        "embedding_scale": dim**0.5 if family.startswith("gemma") else None,
         "query_scale": (head_dim / scalar) ** 0.5 if scalar != head_dim else None,
         "score_cap": hf.get("attn_logit_softcapping"), "logit_cap": hf.get("final_logit_softcapping"),
         **experts_from_hf(hf),
         "nope_layers": nope_layers_from_hf(hf), "bos_id": hf["bos_token_id"],
         "sliding_window": hf["sliding_window"] if windowed else None, "window_layers": windowed,
         "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), parallel, n_layers),
-        **hf.get("laneformer", {}), **linear,
+        **FAMILIES[family].values, **hf.get("laneformer", {}), **linear,
     }  # fmt: skip
 
 
 def experts_from_hf(hf):
     """Return the values of Config about experts from the result of read_hf; none for a dense model."""
-    n_experts = hf.get("num_experts", hf.get("num_local_experts"))
+    n_experts = hf.get("num_experts") or hf.get("num_local_experts")  # which transformers 5 writes
     if not n_experts:
         return {}
     layers, step, dense = range(hf["num_hidden_layers"]), hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers")
@@ -205,7 +185,9 @@ def rotary_from_hf(hf, head_dim):
     part = rope.get("partial_rotary_factor") or hf.get("partial_rotary_factor") or 1.0
     rotary_dim, scaling = int(head_dim * part), rope_scaling_from_hf(hf)
     theta, near_theta = rope.get("rope_theta", theta), near.get("rope_theta", hf.get("rope_local_base_freq") or theta)
-    two = hf["model_type"] in ("gemma3_text", "olmo3") and (scaling or theta != near_theta)
+    two = hf["model_type"] in TWO_BASES and (scaling or theta != near_theta)
+    if near.get("rope_type", "default") != "default":
+        raise InputError(f"rope_type {near['rope_type']!r} of sliding_attention is not supported, only 'default' is")
     return {
         "rope_theta": theta, "rope_scaling": scaling, "rotary_dim": rotary_dim if rotary_dim != head_dim else None,
         "window_rope_theta": near_theta if two else None, "llama4_beta": rope.get("llama_4_scaling_beta"),
@@ -215,31 +197,24 @@ def rotary_from_hf(hf, head_dim):
 def rope_scaling_from_hf(hf):
     """Return Config.rope_scaling from the result of read_hf. Absent keys get transformers' values."""
     rope, context = hf["rope_scaling"], hf["max_position_embeddings"]
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    supported = ["default", *ROPE_KEYS]
-    if hf["model_type"] == "phi3":
-        supported, rope_type = ["default", "longrope"], {"su": "longrope", "yarn": "longrope"}.get(rope_type, rope_type)
-    if rope_type not in supported:
-        raise InputError(f"rope type {rope_type!r} is not supported, only {', '.join(supported)} are")
-    if rope_type == "default":
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = "longrope" if "short_factor" in rope else kind  # Phi-3 had other names for it
+    if kind == "default":
         return None
+    if kind not in ROPE_KEYS:
+        raise InputError(f"rope type {kind!r} is not supported, only default, {', '.join(ROPE_KEYS)} are")
     original = hf.get(ORIGINAL) or rope.get(ORIGINAL) or context
-    scaling = {**rope, ORIGINAL: original}
-    factor = rope.get("factor") or context / original
-    if rope_type == "yarn":
-        default, numerator, denominator = (
-            0.1 * mscale * math.log(max(factor, 1)) + 1
-            for mscale in (1.0, rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0)
-        )
-        scaling |= {
-            "factor": factor, "beta_fast": rope.get("beta_fast") or 32.0, "beta_slow": rope.get("beta_slow") or 1.0,
-        }  # fmt: skip
-        both = rope.get("mscale") and rope.get("mscale_all_dim")
-        scaling["attention_factor"] = rope.get("attention_factor") or (numerator / denominator if both else default)
-    if rope_type == "longrope":
-        default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-        scaling["attention_factor"] = rope.get("attention_factor") or default
-    return {key: scaling[key] for key in ROPE_KEYS[rope_type]}
+    factor, scaling = rope.get("factor") or context / original, {}
+    if kind == "yarn":
+        mscales = rope.get("mscale"), rope.get("mscale_all_dim")
+        over, under = (0.1 * m * math.log(max(factor, 1)) + 1 for m in (mscales if all(mscales) else (1.0, 0.0)))
+        scaling = {"factor": factor, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": over / under}
+    elif kind == "longrope":
+        scaling["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    scaling |= {key: value for key, value in rope.items() if value} | {ORIGINAL: original}
+    if missing := [key for key in ROPE_KEYS[kind] if key not in scaling]:
+        raise InputError(f"rope type {kind!r} needs {missing[0]}")
+    return {key: scaling[key] for key in ROPE_KEYS[kind]}
 
 
 def nope_layers_from_hf(hf):
@@ -255,17 +230,15 @@ def nope_layers_from_hf(hf):
 def window_layers_from_hf(hf):
     """Return the layers with a sliding window: those that layer_types names, or else the family's own."""
     n_layers, window, types = hf["num_hidden_layers"], hf.get("sliding_window"), hf.get("layer_types")
-    wide = window is not None and window >= hf["max_position_embeddings"]
-    two_bases = hf["model_type"] in ("gemma3_text", "olmo3")  # then a window is more than a mask
-    if window is None or wide and not two_bases or not hf.get("use_sliding_window", True):
+    if window is None or not hf.get("use_sliding_window", True):
         return ()
-    first = hf.get("max_window_layers", 0)
-    if types is None and hf["model_type"] == "qwen2_moe":
-        return tuple(range(0, min(first, n_layers), 2))
-    if types is None and (step := hf.get("sliding_window_pattern")):
-        return tuple(i for i in range(n_layers) if (i + 1) % step)
+    if window >= hf["max_position_embeddings"] and hf["model_type"] not in TWO_BASES:
+        return ()
+    if types is None and hf["model_type"] in ("qwen2_moe", "smollm3"):  # transformers has others for each
+        raise InputError("a sliding_window needs layer_types in this family")
     if types is None:
-        return nope_layers_from_hf(hf) if hf["model_type"] == "smollm3" else tuple(range(first, n_layers))
+        first, step = hf.get("max_window_layers", 0), hf.get("sliding_window_pattern", n_layers + 1)
+        return tuple(i for i in range(first, n_layers) if (i + 1) % step)
     if len(types) != n_layers or not {*types} <= {"full_attention", "sliding_attention"}:
         raise InputError(f"layer_types must name full_attention or sliding_attention for each of {n_layers} layers")
     return tuple(i for i in range(n_layers) if types[i] == "sliding_attention")
@@ -286,7 +259,7 @@ class LlamaWeights:
         values = read_json(path)
         hf, H, nested = read_hf(values), config.head_dim, values["model_type"] in NESTED
         self.rotary = (H, config.rotary_dim) if hf["model_type"] in ("glm", "glm4") else None
-        renamed, self.skipped = SUM_NORMS if hf["model_type"] in HAVE_SUM_NORMS else {}, Counter()
+        norms, self.skipped = FAMILIES[hf["model_type"]].norms, Counter()
         source = ExpertWeights(source) if config.n_experts else source
         if config.linear_layers:
             source = load_extra("linear_attention", "linear_layers").LinearWeights(source, config)
@@ -307,14 +280,13 @@ class LlamaWeights:
         }
         self.source, self.places = source, {}  # name: (the source's name, proportions of its chunks, which chunk)
         for name in source.names():
-            match = re.fullmatch(r"(?:model\.)?language_model\.(?:model\.)?(.+)|(lm_head\..+)", name)
-            if nested and not match or name.startswith("mtp."):
+            if name.startswith("mtp.") or nested and not re.match(r"(model\.)?language_model\.|lm_head\.", name):
                 self.skipped[name.removeprefix("model.").partition(".")[0]] += 1
                 continue
-            text = match[1] or match[2] if nested else name
-            text = f"model.{text}" if nested and not text.startswith("lm_head.") else text
+            text = re.sub(r"^((model|language_model)\.)*", "", name)  # older folders have another order
+            text = text if text.startswith("lm_head.") else f"model.{text}"
             module = f".{text}".split(".")[-2]
-            chunks = fused.get(module, {renamed.get(module, module): 1})
+            chunks = fused.get(module, {norms.get(module, module): 1})
             for i, chunk in enumerate(chunks):
                 place = text.replace(module, chunk)
                 if place in self.places:

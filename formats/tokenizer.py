@@ -1,29 +1,17 @@
-"""One interface over SentencePiece, tiktoken rank files and tokenizer.json; load_tokenizer() picks by what is there."""
+"""One interface over SentencePiece and tokenizer.json (extras/sources: rank files); load_tokenizer() picks one."""
 
-import base64
 import contextlib
 import os
 import re
 import reprlib
-from itertools import count
 from pathlib import Path
 
 from formats.checkpoint import first_line, read_json, read_text
 from runtime.errors import InputError, load_extra
 
-# Llama 3's pre-tokenizer pattern and special tokens: its rank file holds neither.
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-LLAMA3_SPECIAL = {
-    0: "<|begin_of_text|>", 1: "<|end_of_text|>", 4: "<|finetune_right_pad_id|>", 6: "<|start_header_id|>",
-    7: "<|end_header_id|>", 8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>",
-}  # fmt: skip
-
 
 @contextlib.contextmanager
-def _library_errors(message):
+def library_errors(message):
     """Turn the errors of libraries in this block into an InputError. A panic of one in Rust is no Exception."""
     try:
         yield
@@ -63,7 +51,7 @@ class Tokenizer:
         return ids
 
     def add(self, text, i, hidden):
-        """Add a special token that the tokenizer's own file does not have; decode leaves out a hidden one."""
+        """Add a token that only the settings name; decode leaves out a hidden one."""
         self.special.setdefault(text, i)
 
     def chat(self, messages):
@@ -94,7 +82,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.special = {self.model.id_to_piece(i): i for i in ids if i >= 0}
         self.bos_id = ids[0] if ids[0] >= 0 else None
 
-    @_library_errors("the tokenizer cannot encode this text")
+    @library_errors("the tokenizer cannot encode this text")
     def encode_plain(self, text, first=True):
         if first or self.legacy:
             return self.model.encode(text)
@@ -104,30 +92,6 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids):
         skip = set(self.special.values())
         return self.model.decode([i for i in ids if i not in skip and i < self.vocab_size])
-
-
-class TiktokenTokenizer(Tokenizer):
-    def __init__(self, path):
-        import tiktoken
-
-        lines = [line.split() for line in path.read_bytes().splitlines() if line]
-        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
-        if len({*ranks.values()}) < len(lines):  # a file cut within a number; the library would panic
-            raise ValueError("two tokens have the same rank")
-        reserved = count()
-        names = [LLAMA3_SPECIAL.get(i) or f"<|reserved_special_token_{next(reserved)}|>" for i in range(256)]
-        self.special = {name: len(ranks) + i for i, name in enumerate(names)}
-        self.model = tiktoken.Encoding(path.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={})
-        self.n_ranks, self.vocab_size = len(ranks), len(ranks) + len(names)
-        self.bos_id = self.special["<|begin_of_text|>"]
-
-    @_library_errors("the tokenizer cannot encode this text")
-    def encode_plain(self, text, first=True):
-        return self.model.encode_ordinary(text)
-
-    @_library_errors("the tokenizer cannot decode these tokens")
-    def decode(self, ids):
-        return self.model.decode([i for i in ids if i < self.n_ranks])
 
 
 class JsonTokenizer(Tokenizer):
@@ -144,7 +108,7 @@ class JsonTokenizer(Tokenizer):
         around = self.model.encode("a", add_special_tokens=True)  # with the tokens that its post-processor adds
         self.bos_id = around.ids[0] if around.special_tokens_mask[:1] == [1] else None
 
-    @_library_errors("the tokenizer cannot encode this text")
+    @library_errors("the tokenizer cannot encode this text")
     def encode_plain(self, text, first=True, markup=False):
         self.model.encode_special_tokens = not markup  # if set, the names of special tokens are plain text
         return self.model.encode(text, add_special_tokens=False).ids
@@ -152,7 +116,7 @@ class JsonTokenizer(Tokenizer):
     def encode_markup(self, text):
         return self.encode_plain(text, markup=True)
 
-    @_library_errors("the tokenizer cannot decode these tokens")
+    @library_errors("the tokenizer cannot decode these tokens")
     def decode(self, ids):
         # the library's own skip_special_tokens would print those that are "normalized"
         return self.model.decode([i for i in ids if i not in self.hidden], skip_special_tokens=False)
@@ -178,37 +142,38 @@ def load_tokenizer(source, vocab_size=None):
     path = folder = Path(source)
     if folder.is_dir():
         path = next((folder / n for n in ("tokenizer.json", "tokenizer.model") if os.path.lexists(folder / n)), None)
-        if path is None:
-            return None
-    with _library_errors(f"{path} cannot be read, or a file of settings beside it"):
+    if path is None:
+        return None
+    with library_errors(f"{path} cannot be read, or a file of settings beside it"):
         with open(path, "rb") as f:
             line = f.readline(200)
-        ranks = TiktokenTokenizer if re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", line) else SentencePieceTokenizer
-        tokenizer = (JsonTokenizer if path.suffix == ".json" else ranks)(path)
+        kind = JsonTokenizer if path.suffix == ".json" else SentencePieceTokenizer
+        if re.fullmatch(rb"[A-Za-z0-9+/=]+ \d+\s*", line):
+            kind = load_extra("sources", "a tiktoken rank file").TiktokenTokenizer
+        tokenizer = kind(path)
         if vocab_size is not None and not 0.95 * vocab_size <= tokenizer.vocab_size <= vocab_size:
             raise InputError(f"{path} has {tokenizer.vocab_size} tokens, but the model's vocab_size is {vocab_size}")
-        if folder.is_dir():
-            _read_settings(tokenizer, folder, vocab_size)
+        _read_settings(tokenizer, folder, vocab_size)
     return tokenizer
 
 
 def _read_settings(tokenizer, folder, vocab_size):
-    """Take the chat template, the special tokens it names and the BOS policy from the files beside the tokenizer's."""
+    """Take the chat template, the tokens it names and the BOS policy from the files beside the tokenizer's."""
 
     def read(name):
         return read_json(folder / name) if (folder / name).exists() else {}
 
     settings = read("tokenizer_config.json")
-    if (added := settings.get("added_tokens_decoder")) is not None:
-        tokens = [(int(i), token["content"], token.get("special", True)) for i, token in added.items()]
-    else:  # older folders have two more files instead
+    added = settings.get("added_tokens_decoder")
+    if added is None:  # older folders have two more files instead
         settings |= read("special_tokens_map.json")
         named = [value for key, value in settings.items() if "_token" in key]
         special = {_text(token) for each in named for token in (each if isinstance(each, list) else [each])}
-        tokens = [(i, text, text in special) for text, i in read("added_tokens.json").items()]
-    if wrong := [text for _, text, _ in tokens if not isinstance(text, str) or not text]:
-        raise InputError(f"{folder}: a special token is {reprlib.repr(wrong[0])}, not a text")
-    for i, text, hidden in sorted(tokens):
+        added = {i: {"content": text, "special": text in special} for text, i in read("added_tokens.json").items()}
+    for key in sorted(added, key=int):
+        i, text, hidden = int(key), added[key]["content"], added[key].get("special", True)
+        if not isinstance(text, str) or not text:
+            raise InputError(f"{folder}: a special token is {reprlib.repr(text)}, not a text")
         if vocab_size is None or i < vocab_size:  # the embedding may have no row for it
             tokenizer.add(text, i, hidden)
     tokenizer.template = settings.get("chat_template")

@@ -46,7 +46,8 @@ FAMILIES = {  # name: (transformers' config class, changes to SMALL)
                               "max_window_layers": 1}),
     "qwen3": ("Qwen3Config", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 7,
                               "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
-    "llama, yarn": ("LlamaConfig", {"rope_parameters": YARN, "head_dim": 32, "num_key_value_heads": 6}),
+    "llama, yarn": ("LlamaConfig", {"rope_parameters": YARN, "original_max_position_embeddings": 12, "head_dim": 32,
+                                    "num_key_value_heads": 6}),
     "mistral": ("MistralConfig", {"sliding_window": 1}),
     "ministral": ("MinistralConfig", {"sliding_window": 7, "head_dim": 8,
                                       "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}),
@@ -59,7 +60,8 @@ FAMILIES = {  # name: (transformers' config class, changes to SMALL)
         **YARN, "original_max_position_embeddings": 6, "mscale": 1.0, "mscale_all_dim": 0.5,
         "llama_4_scaling_beta": 0.4}}),
     "phi3, long": ("Phi3Config", {"original_max_position_embeddings": 10, "rope_parameters": LONGROPE}),
-    "phi3, short": ("Phi3Config", {"original_max_position_embeddings": 40, "rope_parameters": LONGROPE}),
+    "phi3, short": ("Phi3Config", {"original_max_position_embeddings": 40, "rope_parameters": LONGROPE,
+                                   "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1}),
     "glm": ("GlmConfig", {"head_dim": 16}),
     "glm4, yarn": ("Glm4Config", {"head_dim": 16, "rope_parameters": {**YARN, "partial_rotary_factor": 0.75}}),
     "stablelm": ("StableLmConfig", {"use_qkv_bias": True}),
@@ -220,11 +222,19 @@ def test_multipliers_are_rounded_once(tmp_path):
 OWN_CODE = {"llamaLadder", "ladder_residual"}
 
 
+NO_DEFAULT = {  # in some families
+    "rms_norm_eps": 1e-5, "layer_norm_eps": 1e-4, "rope_theta": 500.0, "bos_token_id": 3, "eos_token_id": 4,
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("family", sorted(huggingface.FAMILIES.keys() - OWN_CODE))
 def test_absent_keys_are_what_transformers_takes_them_for(family, tmp_path):
     shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size", "max_position_embeddings")
     values = {"model_type": family, "num_attention_heads": 32, "pad_token_id": 0, **dict.fromkeys(shape, 64)}
     values |= {"num_key_value_heads": 32, **({} if family == "stablelm" else {"head_dim": 8})}
+    values |= {key: value for key, value in NO_DEFAULT.items() if huggingface.FAMILIES[family].keys.get(key, 0) is None}
     (tmp_path / "config.json").write_text(json.dumps(values))
     ours = huggingface.config_from_hf(tmp_path / "config.json")
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
@@ -255,8 +265,6 @@ WINDOWS = [  # a config of three layers and a context of 64, and the layers with
     ({"model_type": "qwen2", "max_window_layers": 1, "use_sliding_window": True}, (1, 2)),
     ({"model_type": "qwen3", "use_sliding_window": True}, ()),  # which begins with layer 28
     ({"model_type": "ministral"}, (0, 1, 2)),
-    ({"model_type": "qwen2_moe", "use_sliding_window": True}, (0, 2)),
-    ({"model_type": "qwen2_moe", "use_sliding_window": True, "max_window_layers": 2}, (0,)),
     ({"model_type": "qwen3_moe", "use_sliding_window": True, "max_window_layers": 2}, (0, 1, 2)),
     ({"model_type": "gemma3_text", "sliding_window_pattern": 2, "_sliding_window_pattern": 3}, (0, 2)),
 ]
@@ -269,21 +277,10 @@ def test_sliding_windows_are_where_transformers_has_them(tmp_path):
         assert (config.max_seq_len, config.window_layers, config.sliding_window) == (64, layers, 40 if layers else None)
 
 
-def test_an_original_context_beside_the_rotary_settings_is_the_one(tmp_path):
-    values = {**SMALL, "model_type": "llama", "rope_parameters": YARN, "original_max_position_embeddings": 12}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_config(theirs).config.rope_parameters
-    ours = huggingface.config_from_hf(tmp_path / "config.json").rope_scaling
-    assert ours["original_max_position_embeddings"] == theirs["original_max_position_embeddings"] == 12
-
-
-def test_the_ends_of_a_generation_config_stand_in_for_absent_ones(tmp_path):
-    path, values = tmp_path / "config.json", {**SMALL, "model_type": "llama"}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
-    for present, ends in (values, (2, 7, 8)), ({k: v for k, v in values.items() if k != "eos_token_id"}, (7, 8)):
-        path.write_text(json.dumps(present))
-        assert huggingface.config_from_hf(path).eos_ids == ends
+def test_a_generation_config_has_more_ends(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**SMALL, "model_type": "llama"}))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    assert huggingface.config_from_hf(tmp_path / "config.json").eos_ids == (2, 7)
 
 
 def take_state(folder):
@@ -359,7 +356,8 @@ BAD_CONFIGS = [
     ({"model_type": "deepseek_v2"}, "model_type 'deepseek_v2' is not supported"),
     ({"num_local_experts": 8}, "num_local_experts 8 is not supported"),
     ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not supported"),
-    ({"model_type": "phi3", "rope_parameters": {"rope_type": "llama3"}}, "rope type 'llama3' is not supported"),
+    ({"rope_parameters": {"rope_type": "longrope", "long_factor": [1.5]}}, "rope type 'longrope' needs short_factor"),
+    ({"rms_norm_eps": None}, "norm_eps is None but must be float above 0"),
     ({"model_type": "phi3", "rope_parameters": {**LONGROPE, "long_factor": [1.5]}}, "long_factor has 1 numbers, not 3"),
     ({"quantization_config": {"bits": 4}}, "quantization_config {'bits': 4} is unknown: drop it from config.json if"),
     ({"rope_parameters": {"mrope_section": [1, 2]}}, "mrope_section .1, 2. is unknown"),
@@ -369,12 +367,13 @@ BAD_CONFIGS = [
     ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "use_bidirectional_attention True is not"),
     ({"model_type": "stablelm", "qk_layernorm": True}, "qk_layernorm True is not supported"),
     ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not supported"),
-    ({"model_type": "glm4", "partial_rotary_factor": 0.4}, "rotary_dim 51 is odd"),
+    ({"model_type": "glm4", "partial_rotary_factor": 0.4}, "rotary_dim 3 is odd"),
     (
         {"model_type": "ministral3", "rope_parameters": {"llama_4_scaling_beta": 0.1}},
         "llama4_beta needs a rope_scaling",
     ),
-    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope type 'llama3' needs low_freq_factor"),
+    ({"model_type": "qwen2_moe", "sliding_window": 9, "use_sliding_window": True}, "needs layer_types in this family"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     ({"mlp_bias": "no"}, "mlp_bias is 'no' but must be bool"),
     ({"model_type": "ministral", "sliding_window": 9, "layer_types": ["full_attention"]}, "for each of 3 layers"),
@@ -404,7 +403,7 @@ BAD = {
     "our own config": (lambda f: edit(f, model_type=None, n_layers=3), "is a checkpoint of this project already"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json: No such file"),
     "no weights": (take_state, "has no model.safetensors"),
-    "a lost shard": (lose_a_shard, "model-00001-of-00001.safetensors is missing"),
+    "a lost shard": (lose_a_shard, "model-00001-of-00001.safetensors is missing, truncated"),
     "a missing tensor": (lambda f: change_tensors(f, **{UP: None}), "no tensor model.layers.1.mlp"),
     "an extra tensor": (lambda f: change_tensors(f, **{BIAS: torch.zeros(48)}), "q_proj.bias that is no part"),
     "a wrong shape": (lambda f: edit(f, intermediate_size=99), r"does not make the \(99, 48\)"),

@@ -17,7 +17,7 @@ import tp
 from extras.export import to_hf, verify
 from formats import checkpoint, huggingface
 from formats.tokenizer import load_tokenizer
-from model import WIRINGS, Config, Wiring
+from model import WIRINGS, Wiring
 from runtime import writing
 from runtime.errors import InputError
 
@@ -163,18 +163,10 @@ def test_what_has_no_form_is_refused(tmp_path, monkeypatch):
         to_hf.config_to_hf(dataclasses.replace(BASE, quant="int8"), torch.float32)
 
 
-def test_a_field_of_the_config_that_is_unknown_here_is_refused():
-    config = dataclasses.make_dataclass("WithExperts", [("experts", int, 1)], bases=(Config,), frozen=True)
-    values = dataclasses.asdict(BASE)
-    assert to_hf.config_to_hf(config(**values), torch.float32) == to_hf.config_to_hf(BASE, torch.float32)
-    with pytest.raises(InputError, match="experts 8 has no Hugging Face form here, only 1 has one"):
-        to_hf.config_to_hf(config(**values, experts=8), torch.float32)
-
-
 TEXTS = ["Once upon a time", "", " ", " a", "two  spaces   three", "  a\n\n b \n", "naïve 🙂 日本  é", "1▁▁", "▁ x▁ "]
 
 
-@pytest.mark.parametrize("name", ["demo", "tok512.model", "llama2-tokenizer.model"])
+@pytest.mark.parametrize("name", ["demo", "llama2-tokenizer.model"])
 def test_transformers_reads_texts_as_the_same_tokens(name, tmp_path):
     source = ROOT / "demo" / "tokenizer.model" if name == "demo" else shared_data(name)
     ours = load_tokenizer(source)
@@ -236,17 +228,6 @@ def test_verify_runs_every_family(family, tmp_path, capsys):
     convert(tmp_path / "hf", tmp_path / "ours")
     verify.main([str(tmp_path / "hf"), str(tmp_path / "ours")])
     assert "verified: it differs from transformers in logits of 64 tokens" in capsys.readouterr().out
-    with pytest.MonkeyPatch.context() as m, pytest.raises(InputError, match="^the converted .* differs from"):
-        m.setattr(verify, "load_shard", lambda config, *args: load_shard_of(config, *args))
-        verify.main([str(tmp_path / "hf"), str(tmp_path / "ours")])
-
-
-def load_shard_of(config, *args):
-    """Load a model that misses one of what its family has."""
-    fields = (
-        {"score_cap": None} if config.score_cap else {"rotary_dim": 6} if config.rotary_dim else {"rope_theta": 9.0}
-    )
-    return tp.load_shard(dataclasses.replace(config, **fields), *args)
 
 
 # Other people's trainers, and transformers' own tensor parallelism

@@ -115,7 +115,7 @@ def check_index(weights, name, folder):
 def test_truncated_weights(tmp_path):
     save_file(random_model(BASE).state_dict(), path := tmp_path / "model.safetensors")
     os.truncate(path, path.stat().st_size - 1000)
-    refused("model.safetensors is truncated", checkpoint.Weights, tmp_path)
+    refused("model.safetensors is missing, truncated", checkpoint.Weights, tmp_path)
 
 
 def test_weights_that_are_no_floats(tmp_path):

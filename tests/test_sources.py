@@ -79,7 +79,7 @@ def test_an_index_names_files_of_its_own_folder_alone(tmp_path):
 def test_truncated_weights(tmp_path):
     torch.save({"a": torch.zeros(1000)}, path := tmp_path / PICKLED)
     os.truncate(path, path.stat().st_size - 1000)
-    refused("pytorch_model.bin is truncated", PickledWeights, tmp_path)
+    refused("pytorch_model.bin is missing, truncated", PickledWeights, tmp_path)
     header = b"".join(i.to_bytes(4, "little") for i in (16, 24, 2, 2, 1, 20, 8))
     for data, message in (header[:20], "its header reads"), (header + bytes(99), "its header asks for"):
         (tmp_path / "m.bin").write_bytes(data)

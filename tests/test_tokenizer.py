@@ -131,22 +131,34 @@ def test_chat_with_sentencepiece_and_named_or_filed_templates(tiny, tmp_path):
 CHAT = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['content'] }}<think>x{{ eos_token }}{% endfor %}"
 
 
-def test_a_chat_reads_the_files_of_older_folders(json_folder, tmp_path):
+@pytest.mark.parametrize("older", [True, False])
+def test_a_chat_has_tokens_that_only_the_settings_name(older, json_folder, tmp_path):
     from transformers import AutoTokenizer
 
     size = tokenizer.load_tokenizer(json_folder).vocab_size
     shutil.copy(json_folder / "tokenizer.json", tmp_path)
     named = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "additional_special_tokens": ["<|im_start|>"]}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<think>": size + 1, "<|im_start|>": size}))
+    tokens = {size + 1: {"content": "<think>", "special": False}, size: {"content": "<|im_start|>", "special": True}}
+    settings = {**named, "eos_token": "</s>", "added_tokens_decoder": tokens}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT, **({} if older else settings)}))
+    if older:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+        (tmp_path / "added_tokens.json").write_text(json.dumps({"<think>": size + 1, "<|im_start|>": size}))
     messages = [{"role": "user", "content": "a dog"}]
     ours, theirs = tokenizer.load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     ids = ours.chat(messages)
     assert ids == theirs.apply_chat_template(messages, return_dict=False)
     assert (ids[:2], ids[-1]) == ([0, size], 1)
     assert ours.decode(ids) == "a dog<think>x"
+    assert {size, size + 1} & {*ours.encode("<|im_start|><think>")} == {size + 1}  # a prompt cannot name special ones
     assert size + 1 not in tokenizer.load_tokenizer(tmp_path, size + 1).chat(messages)  # the model has no row for it
+
+
+def test_an_added_token_has_the_id_of_the_settings(json_folder, tmp_path):
+    shutil.copy(json_folder / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"900": {"content": "im_end"}}}')
+    with pytest.raises(InputError, match="'im_end' is 900, but after tokenizer.json's tokens it is"):
+        tokenizer.load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("legacy", [None, False])

@@ -66,7 +66,7 @@ def wiring_of(config, name, tp_size):
         raise InputError(f"--draft {name} needs the weights in {draft.lanes} lanes, one a rank; here are {lanes}")
     if draft.mlps != config.mlps and lanes > 1:
         raise InputError(f"--draft {name} has other shards of the shared expert than {config.wiring}: name another")
-    pairs = zip(draft.wirings, config.wirings, strict=True)
+    pairs = zip(draft.layer_wirings, config.layer_wirings, strict=True)
     if missing := {norm for drafts, own in pairs for norm in {*drafts.norms} - {*own.norms}}:
         raise InputError(f"--draft {name} needs {min(missing)}, which {config.wiring} has not")
     if draft.function == config.function:

@@ -13,7 +13,7 @@ from pathlib import Path
 from formats import checkpoint
 from formats.checkpoint import dtype_name
 from formats.families import FAMILIES
-from formats.huggingface import ACTIVATIONS, HAVE_SUM_NORMS, ROPE_TYPES, SUM_NORMS, hf_names, our_values, read_hf
+from formats.huggingface import ACTIVATIONS, ROPE_TYPES, hf_names, our_values, read_hf
 from formats.rope import ROPE_KEYS
 from formats.tokenizer import SentencePieceTokenizer, load_tokenizer
 from runtime import cli, writing
@@ -70,7 +70,7 @@ def family_of(config, hf):
     if c.window_layers:
         keys |= {"sliding_window": c.sliding_window, "use_sliding_window": True, "layer_types": kinds}
     for family, name in NAMES.items():
-        own = {k: v for k, v in keys.items() if k in {*FAMILIES[family], "hidden_act", "pad_token_id"}}
+        own = {k: v for k, v in keys.items() if k in {*FAMILIES[family].keys, "hidden_act", "pad_token_id"}}
         own = {"model_type": family, "architectures": [f"{name}ForCausalLM"], **hf, **own}
         if c.window_rope_theta:
             near = {"rope_type": "default", "rope_theta": c.window_rope_theta}
@@ -89,9 +89,8 @@ def names_in_hf(name, config, family):
     if family == "mixtral":
         for qwen, mixtral in MIXTRAL.items():
             names = [name.replace(qwen, mixtral) for name in names]
-    if family in HAVE_SUM_NORMS:
-        theirs = {glm: other for other, glm in SUM_NORMS.items()}
-        names = [".".join(theirs.get(part, part) for part in name.split(".")) for name in names]
+    theirs = {glm: other for other, glm in FAMILIES[family].norms.items()}
+    names = [".".join(theirs.get(part, part) for part in name.split(".")) for name in names]
     if ".experts." in name:
         names = [names[0].replace(".experts.", f".experts.{e}.") for e in range(config.n_experts)]
     return names
@@ -105,29 +104,21 @@ def own_family(config):
     name = config.parsed.name
     if name not in BLOCKS:
         raise InputError(f"wiring {config.wiring} has no Hugging Face form: only {', '.join(BLOCKS)} have one")
-    if config.n_experts:
-        raise InputError(
-            f"a mixture of experts in wiring {config.wiring} has no Hugging Face form here, only standard ones of "
-            "Mixtral, Qwen2 and Qwen3 have"
-        )
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name not in FIELDS and value != field.default:
             raise InputError(f"{field.name} {value!r} has no Hugging Face form here, only {field.default!r} has one")
     return {
         **OWN_FAMILY, "wiring": config.wiring, "block": BLOCKS[name], "stale": config.named_wiring.stale,
-        "wired_layers": [i for i, wiring in enumerate(config.wirings) if wiring is config.named_wiring],
+        "wired_layers": [i for i, wiring in enumerate(config.layer_wirings) if wiring is config.named_wiring],
         "attention_bias": config.qkv_bias, "attention_out_bias": config.wo_bias, "mlp_bias": config.mlp_bias,
         "qk_norm": config.qk_norm, "attention_dropout": 0.0, "pad_token_id": None, "hidden_act": "silu",
-        **({"no_rope_layers": [int(i not in config.nope_layers) for i in range(config.n_layers)]}
-           if config.nope_layers else {}),
+        "no_rope_layers": [int(i not in config.nope_layers) for i in range(config.n_layers)],
     }  # fmt: skip
 
 
 def config_to_hf(config, dtype):
     """Return a Hugging Face config.json as a dict. Raises InputError for a Config that has no such form."""
-    if config.quant:
-        raise InputError(f"quant {config.quant!r} has no Hugging Face form here, only None has one")
     hf = {
         "num_hidden_layers": config.n_layers, "num_attention_heads": config.n_heads,
         "num_key_value_heads": config.n_kv_heads, "head_dim": config.head_dim, "hidden_size": config.dim,
@@ -178,7 +169,7 @@ def convert_to_hf(source, config, folder, dtype, shard_bytes):
 
 def write_tokenizer_json(folder, sentencepiece):
     """Write a SentencePiece BPE model as tokenizer.json, because transformers would read its spaces in another way."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
     pieces = [sentencepiece.id_to_piece(i) for i in range(sentencepiece.vocab_size())]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
@@ -190,10 +181,7 @@ def write_tokenizer_json(folder, sentencepiece):
             merges += [(-sentencepiece.get_score(i), vocabulary[a], vocabulary[b], (a, b)) for a, b in pairs]
     merges = [pair for *_, pair in sorted(merges)]
     model = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=pieces[0]))
-    steps = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    if sentencepiece.normalize("a  b") == "▁a▁b":  # it removes extra spaces
-        steps = [normalizers.Replace(Regex(r"\A +|[ ▁]+\z"), ""), normalizers.Replace(Regex(" +"), " "), *steps]
-    model.normalizer = normalizers.Sequence(steps)
+    model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     model.decoder = decoders.Sequence(steps)
     bos, eos = sentencepiece.bos_id(), sentencepiece.eos_id()
@@ -210,7 +198,7 @@ def convert_tokenizer(folder, tokenizer):
     if not isinstance(tokenizer, SentencePieceTokenizer) or len(tokenizer.special) != 2 or path.exists():
         return
     model = tokenizer.model
-    sample = "ﬁ①é x"
+    sample = "ﬁ①é  x"
     plain = model.unk_id() == 0 and model.normalize(sample) == f"▁{sample}".replace(" ", "▁")
     if plain and model.is_byte(3):
         return write_tokenizer_json(folder, model)

@@ -1,5 +1,6 @@
-"""Checkpoints that are no safetensors: pytorch_model.bin, and the files of llama2.c."""
+"""Older files: pytorch_model.bin, the checkpoints of llama2.c, and tiktoken's rank files."""
 
 from extras.sources.sources import Llama2cWeights, PickledWeights
+from extras.sources.tiktoken_ranks import TiktokenTokenizer
 
-__all__ = ["Llama2cWeights", "PickledWeights"]
+__all__ = ["Llama2cWeights", "PickledWeights", "TiktokenTokenizer"]

@@ -22,7 +22,7 @@ class PickledWeights:
                 self.tensors |= torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
             except Exception as e:  # the readers of pickles and archives raise whatever the bytes lead them to
                 reason = type(e).__name__  # its message may advise to load the file unsafely
-                raise InputError(f"{path} is truncated or no PyTorch state dict: {reason}") from None
+                raise InputError(f"{path} is missing, truncated or no PyTorch state dict: {reason}") from None
 
     def names(self):
         return list(self.tensors)
