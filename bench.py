@@ -38,9 +38,7 @@ LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and their share 
 def load_models(config, wirings, args, world):
     """Return {wiring: model}. All share one set of weights, except for those that shard others."""
     configs, models, loaded = [rewired(config, wiring) for wiring in wirings], {}, {}
-    for one in sorted(
-        configs, key=lambda one: len({norm for w in one.layer_wirings for norm in w.norms}), reverse=True
-    ):
+    for one in sorted(configs, key=lambda c: len({norm for w in c.layer_wirings for norm in w.norms}), reverse=True):
         key = one.wiring if one.lanes or one.named_wiring.model else (*one.mlps,)  # what the ranks share out
         if key in loaded:  # before it, with all norms that others need
             models[one.wiring] = copy.copy(loaded[key])
