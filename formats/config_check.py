@@ -58,7 +58,8 @@ def check_experts(c):
     if c.shared_expert_gate and not c.shared_expert_size:
         raise InputError("shared_expert_gate needs a shared_expert_size")
     if c.activation != "silu" or c.mlp_bias:
-        raise InputError(f"activation {c.activation} and mlp_bias {c.mlp_bias} are not for a mixture of experts")
+        what = "mlp_bias" if c.mlp_bias else f"activation {c.activation}"
+        raise InputError(f"{what} is not for a mixture of experts")
     if not 1 <= (c.experts_per_token or 0) <= c.n_experts:
         raise InputError(f"experts_per_token is {c.experts_per_token} but must be from 1 to {c.n_experts}")
     if c.named_wiring.laned and c.wiring != "upper-bound" or c.named_wiring.model:

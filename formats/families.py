@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from linear_attention import SETTINGS
-
 COMMON = {
     "num_key_value_heads": None, "head_dim": None, "rms_norm_eps": None, "rope_theta": None, "bos_token_id": None,
     "eos_token_id": None, "tie_word_embeddings": False,
@@ -56,9 +54,9 @@ QWEN_EXPERTS = {
 }  # fmt: skip
 SHARED = {"moe_intermediate_size": None, "shared_expert_intermediate_size": None}
 LINEAR = {  # Qwen's with linear attention
-    **LLAMA, **dict(zip(SETTINGS.values(), (16, 32, 128, 128, 4), strict=True)), "bos_token_id": None,
-    "eos_token_id": None, "attention_bias": False, "head_dim": 256, "layer_types": None,
-    "partial_rotary_factor": 0.25, "full_attention_interval": 4,
+    **LLAMA, "bos_token_id": None, "eos_token_id": None, "attention_bias": False, "head_dim": 256,
+    "partial_rotary_factor": 0.25, "layer_types": None, "full_attention_interval": 4, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
     "mrope_section": None, "mrope_interleaved": None,  # of pictures: the three positions of a text's token are one
 }  # fmt: skip
 GRANITE = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0}

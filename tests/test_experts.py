@@ -358,7 +358,7 @@ def test_bad_experts_are_one_line(changes, tensors, words, tmp_path):
         ({"expert_size": None}, "needs an expert_size"),
         ({"dense_layers": (3,)}, "dense_layers takes layers from 0 to 2"),
         ({"shared_expert_gate": True}, "shared_expert_gate needs a shared_expert_size"),
-        ({"mlp_bias": True}, "mlp_bias True are not for a mixture"),
+        ({"mlp_bias": True}, "mlp_bias is not for a mixture"),
         ({"quant": "int4", "group_size": 32, "dim": 64, "expert_size": 32, "kept": ("wo",)}, "the 100 columns of w2"),
     ],
 )
