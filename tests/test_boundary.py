@@ -13,7 +13,7 @@ DEMO = ["generate.py", "--checkpoint", "demo", "--prompt", "Once upon a time", "
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 # Tests that start no ranks and compile nothing, half a minute. All tests of the core are collected.
 QUICK = [f"tests/test_{name}.py" for name in ("model", "wiring", "tp", "tokenizer")]
-QUICK += ["-k", "not compiled and not ranks and not laneformer and not chat"]
+QUICK += ["-k", "not compiled and not ranks and not laneformer and not chat and not tiktoken"]
 
 
 def core_tests():

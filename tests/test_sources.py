@@ -1,4 +1,4 @@
-"""extras/sources: pickled checkpoints and the files of llama2.c, also those of strangers."""
+"""extras/sources: pickled checkpoints, rank files and the files of llama2.c, also those of strangers."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from test_fuzz import SECONDS, check_changes
 from test_hostile import check_index, refused
 
 from extras.sources import Llama2cWeights, PickledWeights
+from formats.tokenizer import load_tokenizer
 
 LLAMA2C = {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 PICKLED = "pytorch_model.bin"
@@ -70,6 +71,16 @@ def test_llama2c_files(tied, tmp_path):
 def test_stories260k_greedy_ids(tmp_path):
     net = convert(shared_data("stories260K.bin"), tmp_path / "ours", "--tokenizer", shared_data("tok512.model"))
     assert greedy_tokens(net, [1], 11) == [403, 407, 261, 378, 432, 383, 286, 261, 376, 298, 315]
+
+
+def test_llama3s_rank_file():
+    ours = load_tokenizer(shared_data("llama3-tokenizer.model"))
+    assert ours.encode("Hello world") == [128000, 9906, 1917]
+    assert ours.vocab_size == 128256
+    special = {"<|begin_of_text|>": 128000, "<|reserved_special_token_0|>": 128002, "<|eot_id|>": 128009}
+    special |= {"<|python_tag|>": 128010, "<|reserved_special_token_247|>": 128255}
+    assert {name: ours.special[name] for name in special} == special
+    assert ours.encode_markup("<|start_header_id|>user<|end_header_id|>\n\nHello") == [128006, 882, 128007, 271, 9906]
 
 
 def test_an_index_names_files_of_its_own_folder_alone(tmp_path):
