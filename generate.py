@@ -70,6 +70,9 @@ def make_cache(model, batch, length):
 class Runner:
     """A model with its cache, and its prefill and decode, each compiled if asked for.
 
+    A step of plain decoding is next_tokens on a CPU: the model, then the sampler. On a GPU RunAhead starts the next step
+    before it reads the ids of the last one; compiled, a step is a replay of a CUDA graph.
+
     chunks: of each pass of the prefill; one computes while another's partials are summed. None: see choose_chunks.
     Raises InputError if compiling needs a C++ compiler and there is none.
     """
@@ -149,18 +152,19 @@ class Runner:
     def advance(self, tokens, positions, longest, sample):
         """Return (the ids (B,) that follow tokens (B, 1) at positions (B,), the tokens and the positions after them).
 
-        longest: as for cache_length. Captured, the whole is one CUDA graph, whose next replay overwrites the result.
+        RunAhead calls it. longest: as for cache_length. Captured, decoding and sampling are one CUDA graph, whose next
+        replay overwrites the result.
         """
         length, end = self.cache_length(longest), self.model.config.max_seq_len - 1  # rows that are done stay there
+        key = self.graphs and getattr(sample, "graph_key", None)  # None: sampling is not captured
+        decode = self.graphs.step if key else self._decode
 
         def step(tokens, positions):
-            decode = self.graphs.step if key else self._decode
             ids = sample(decode(tokens, positions[:, None], self.cache, length)[:, 0], self.model.comm)
             tokens.copy_(ids.clamp(min=0)[:, None])  # -1, not finite, ends the generation as soon as it is read
             positions.add_(1).clamp_(max=end)
             return ids, tokens, positions
 
-        key = self.graphs and getattr(sample, "graph_key", None)
         if not key:
             return step(tokens, positions)
         return self.graphs.replay((tokens, positions), (length, key), step, self.cache, sample.generator)

@@ -225,12 +225,12 @@ def parse_wiring(text):
     return wiring_text.parse(text, WIRINGS)
 
 
-def list_sublayers(config, split):
-    """Return [(h, stale)] of all layers, in order, as a stream takes them. split(wiring, i): those of layer i."""
+def list_sublayers(config, sublayers_of):
+    """Return [(h, stale)] of all layers, in order, as a stream takes them. sublayers_of(wiring, i): [h] of layer i."""
     sublayers, i = [], 0
     while i < config.n_layers:
         wiring = config.layer_wirings[i]
-        for hs in zip(*(split(wiring, i + j) for j in range(wiring.blocks)), strict=True):
+        for hs in zip(*(sublayers_of(wiring, i + j) for j in range(wiring.blocks)), strict=True):
             sublayers.append((hs[0] if len(hs) == 1 else functools.partial(_sum_of, hs), wiring.stale))
         i += wiring.blocks
     return sublayers
@@ -525,7 +525,11 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The whole model, or the shard of a rank: tp.load_shard makes it, and generate.load_model sets `comm`."""
+    """The whole model, or the shard of a rank: tp.load_shard makes it, and generate.load_model sets `comm`.
+
+    forward runs a stream for each chunk of the prompt (mostly one), and a stream runs the sublayers of all layers. For a
+    standard layer they compute x += sum(attention(attention_norm(x))), then x += sum(feed_forward(ffn_norm(x))).
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -631,13 +635,13 @@ class Transformer(nn.Module):
             near = keys > positions[..., None] - window  # (B, S, T')
             windowed = dataclasses.replace(windowed, mask=mask & near, window=window)
 
-        def split(wiring, i):
+        def sublayers_of(wiring, i):
             used = windowed if i in config.window_layers else metadata
             if i in config.nope_layers:  # turned by an angle of 0
                 used = dataclasses.replace(used, cos=torch.ones_like(used.cos), sin=torch.zeros_like(used.sin))
             return wiring.split(self.layers[i], used, cache and cache[i])
 
-        return list_sublayers(config, split)
+        return list_sublayers(config, sublayers_of)
 
     def new_cache(self, batch, length):
         """Return a static cache of `length` slots: for each layer a (k, v), or the state of a linear one."""

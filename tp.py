@@ -114,6 +114,8 @@ class ShardSlice(NamedTuple):
 def shard_slices(model, dtype, rank=0, shares=1):
     """Return {tensor of the checkpoint: ShardSlice} for a rank. dtype: of the tensors that are not integers.
 
+    For example, of layers.0.attention.wo with 4096 columns, rank 1 of 2 holds: of the weight columns 2048 to 4096, in
+    int4 bytes 1024 to 2048 of each row; of int8's scale of a row, all; of a bias, zeros, since rank 0 adds it.
     model: a whole one, as build makes it. Raises InputError as shard_plan does.
     """
     plan, slices = shard_plan(model.config, rank, shares), {}
@@ -228,14 +230,15 @@ class TensorParallel:
     def settle(self, x, pending, after=None):
         """Return x + wait(pending), or x if pending is None, not before `after`, a later collective, has started.
 
-        To the compiler this is one opaque operator with `after` as an input: docs/code.md says why.
+        Uncompiled, `after` changes nothing. To the compiler, kernels/ordered.py's operators are opaque, so what reads
+        their result stays behind them, and they stay behind `after`, their input: docs/code.md says why.
         """
-        if after is None:  # nothing to hold back: the compiler fuses this with the next norm
+        if after is None:  # the compiler may fuse the wait's addition with the next norm
             return x if pending is None else x + self.wait(pending)
         if pending is None or not x.is_cuda:
             return torch.ops.ladder.settle(x, pending, after)
-        torch.ops.ladder.arrive(pending, after)  # only waits, and counts as writing to `pending`: the addition stays
-        return x + pending  # behind it, and fuses with the next norm
+        torch.ops.ladder.arrive(pending, after)  # only waits; declared to write to `pending`, which the addition reads
+        return x + pending  # so this stays behind it, and fuses with the next norm
 
     def local_logits(self, logits):
         width = -(-max(self.sizes) // VOCAB_BLOCK) * VOCAB_BLOCK

@@ -18,8 +18,9 @@ from extras.lanes.lanes import load_lanes
 from extras.linear_attention.layer import gated_delta_rule, normalized
 from extras.measure import advise
 from formats import huggingface
-from formats.sizes import RandomWeights
+from formats.sizes import RandomWeights, named_size
 from generate import Runner
+from model import build
 from runtime import compiling, report
 from runtime.errors import InputError
 from tp import load_shard, shard_plan
@@ -41,6 +42,11 @@ def recurrence(q, k, v, log_decay, beta, state):
         state = state + np.outer(k[t], beta[t] * (v[t] - state.T @ k[t]))
         y.append(state.T @ q[t])
     return torch.from_numpy(np.array(y)), torch.from_numpy(state)
+
+
+def test_the_named_size_has_the_published_parameter_count():
+    n = sum(p.numel() for p in build(named_size("qwen3.6-27b")).parameters())
+    assert round(n / 1e9, 3) == 26.896  # of 27.78, without the tower and the layer that predicts more tokens
 
 
 @pytest.mark.parametrize("decay", [0.001, 0.3, 30.0])  # it hardly forgets; it forgets more than exp can say
