@@ -70,8 +70,8 @@ def make_cache(model, batch, length):
 class Runner:
     """A model with its cache, and its prefill and decode, each compiled if asked for.
 
-    A step of plain decoding is next_tokens on a CPU: the model, then the sampler. On a GPU RunAhead starts the next step
-    before it reads the ids of the last one; compiled, a step is a replay of a CUDA graph.
+    A decode step is next_tokens on a CPU: the model, then the sampler. On a GPU RunAhead starts the next step before it
+    reads the ids of the last one; compiled, a step is a replay of a CUDA graph.
 
     chunks: of each pass of the prefill; one computes while another's partials are summed. None: see choose_chunks.
     Raises InputError if compiling needs a C++ compiler and there is none.

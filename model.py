@@ -527,8 +527,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The whole model, or the shard of a rank: tp.load_shard makes it, and generate.load_model sets `comm`.
 
-    forward runs a stream for each chunk of the prompt (mostly one), and a stream runs the sublayers of all layers. For a
-    standard layer they compute x += sum(attention(attention_norm(x))), then x += sum(feed_forward(ffn_norm(x))).
+    forward runs a stream for each chunk of the prompt (mostly one), and a stream the sublayers of all layers. In a
+    standard layer: x = x + AllReduce(attention(attention_norm(x))), x = x + AllReduce(feed_forward(ffn_norm(x))).
     """
 
     def __init__(self, config):
