@@ -186,17 +186,20 @@ class Collective(NamedTuple):
 
 
 def connect_auto(world):
-    """Return the group of the fastest sums: shared memory between CPU ranks of one node, else gloo or NCCL."""
-    if world.device.type == "cpu" and len({*world.nodes}) == 1:
-        try:
+    """Return the group of extras/collectives that is faster than gloo or NCCL, where it can be used, else that one."""
+    library = "gloo" if world.device.type == "cpu" else "NCCL"
+    try:
+        if library == "NCCL":
+            return collective("one-shot").connect(world, if_faster=True)
+        if len({*world.nodes}) == 1:
             return collective("shared-memory").connect(world)
-        except InputError as e:
-            world.say(f"gloo carries the all-reduces: {e}")
+    except InputError as e:
+        world.say(f"{library} carries the all-reduces: {e}")
     return world.group
 
 
 COLLECTIVES = {
-    "auto": Collective("CPUs of one node by shared-memory of extras/collectives, else as library", connect_auto),
+    "auto": Collective("on one node GPUs by one-shot, CPUs by shared-memory, if faster; else as library", connect_auto),
     "library": Collective("by gloo or NCCL", lambda world: world.group),
 }
 

@@ -24,7 +24,9 @@ def load_operators(source, what, *options):
     texts = [path.read_text() for path in (source, source.with_suffix(".h")) if path.is_file()]
     options = ["-O3", "-mcpu=native" if cpu.ON_ARM else "-march=native", "-std=c++20", "-fopenmp", *options]
     contents = repr((texts, os.environ.get("CXX"), options, torch.__version__, cpu.features()))
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ladder-fast"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ladder-fast"
+    if folder.parts[0] == "~":
+        raise InputError(f"{what}: no home folder to keep compiled code in: name a folder in $XDG_CACHE_HOME")
     library = folder / f"{source.stem}-{hashlib.sha256(contents.encode()).hexdigest()[:16]}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -47,15 +47,15 @@ def read_text(path, flag=""):
         raise InputError(f"{flag}{path} is not valid UTF-8") from None
 
 
-def read_json(path, kind=dict):
-    """Return the object, or the list, in a JSON file, or raise InputError."""
+def read_json(path):
+    """Return the object in a JSON file, or raise InputError."""
     text = read_text(path)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as e:
         raise InputError(f"{path} is not valid JSON ({e})") from None
-    if not isinstance(value, kind):
-        raise InputError(f"{path} holds {type(value).__name__}, not a JSON {'object' if kind is dict else 'list'}")
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds {type(value).__name__}, not a JSON object")
     return value
 
 

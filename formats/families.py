@@ -40,7 +40,7 @@ class Family(NamedTuple):
 
     keys: dict
     values: dict = {}  # of our Config, whatever the keys
-    norms: dict = {}  # its names of norms: GLM's
+    norms: dict = {}  # {the family's name of a norm: GLM's name}
 
 
 LLAMA = {**COMMON, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2}

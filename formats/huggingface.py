@@ -107,11 +107,12 @@ def read_hf(values):
     return {**known, **own, "model_type": family, "rope_scaling": rope, "near_rope": near}
 
 
-def eos_ids(path, hf):
-    """Return the ids that end a text: those of config.json, and of a generation_config.json beside it."""
+def eos_ids(path, values, hf):
+    """Return the ids that end a text: those of config.json, `values`, and of a generation_config.json beside it."""
     generation = path.with_name("generation_config.json")
     others = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    result = [i for ids in (hf["eos_token_id"], others) for i in (ids if isinstance(ids, list) else [ids])]
+    own = hf["eos_token_id"] if others is None or "eos_token_id" in values else None  # not a family's default
+    result = [i for ids in (own, others) for i in (ids if isinstance(ids, list) else [ids])]
     return tuple(dict.fromkeys(i for i in result if i is not None))
 
 
@@ -120,7 +121,7 @@ def config_from_hf(path):
     values = read_json(path)
     try:
         hf = read_hf(values)
-        ours = our_values(hf) | {"eos_ids": eos_ids(path, hf)}
+        ours = our_values(hf) | {"eos_ids": eos_ids(path, text_values(values), hf)}
     except (InputError, AttributeError, ArithmeticError, KeyError, TypeError, ValueError) as e:  # absent, text, NaN
         raise InputError(f"{path}: {e if isinstance(e, InputError) else repr(e)}") from None
     return checkpoint.make_config(ours, path)

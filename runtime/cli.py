@@ -188,6 +188,7 @@ def read_prompts(args, config, tokenizer):
         return [[0]]
     prompts = [encode(text, args, tokenizer) for given in args.prompt or [] for text in read_prompt(given)]
     if args.prompt_length is not None:
+        fit(1, [range(args.prompt_length)], config.max_seq_len)
         generator = torch.Generator().manual_seed(args.seed)
         shape = (args.batch or 1, args.prompt_length)
         prompts += torch.randint(config.vocab_size, shape, generator=generator).tolist()

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -95,9 +96,9 @@ class World:
 def join(device=None, flags=None):
     """Join the ranks that torchrun started with this one, if any; returns the World.
 
-    device: "cpu", "cuda", "cuda:1", or None for CUDA if every local rank finds a GPU. Under torchrun "cuda" is the GPU
-    of LOCAL_RANK, or the only one that a rank sees if each sees another one, as with Slurm. flags: {name: value} of the
-    command line, equal on all ranks; "comm" names one of tp.COLLECTIVES.
+    device: "cpu", "cuda", "cuda:1", or None for CUDA if every local rank finds a GPU. Of several ranks each takes the
+    GPU of its LOCAL_RANK, or the only one that it sees if each sees another one, as with Slurm. flags: {name: value} of
+    the command line, equal on all ranks; "comm" names one of tp.COLLECTIVES.
     Raises InputError for a device that is not there, and for ranks that were not started alike.
     """
     global watch
@@ -144,8 +145,8 @@ def choose_device(device, rank=0, tp_size=1, own_gpu=False):
         if device == "cpu" and local_rank == 0 and (hidden or len(known) > 1):
             words = f"PyTorch {torch.__version__} sees {len(known) - 1} GPUs for {local} ranks here"
             print(f"running on the CPU: {words}; each rank needs one", file=sys.stderr)
-    if device == "cuda":
-        device = f"cuda:{0 if own_gpu else local_rank}"
+    if device == "cuda" or (device.startswith("cuda:") and tp_size > 1):
+        device = f"cuda:{local_rank if tp_size > 1 and not own_gpu else 0}"
     if device not in known:
         raise InputError(f"no such device: {device}; this machine has {', '.join(known)}")
     if device != "cpu":
@@ -206,6 +207,7 @@ def leave(error):
     who = f"{script}: rank {rank} of {tp_size}" if tp_size > 1 else f"{script}:"
     where = f" in {place.here}" if tp_size > 1 or place.here.phase != "start" else ""
     what = f"({type(error).__name__}: {printable(first_line(error))})"
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
     endings = [
         (error is None, 0, ""),
         (isinstance(error, SystemExit), getattr(error, "code", 0) or 0, ""),
@@ -214,6 +216,7 @@ def leave(error):
         (isinstance(error, signals.Terminated), 143, f"{who} was stopped by {error}{where}"),
         (isinstance(error, KeyboardInterrupt), 130, str(error) or "interrupted"),
         (isinstance(error, BrokenPipeError), 1, ""),  # whoever read our output has gone
+        (full, 1, f"{script}: the output cannot be written: {what}"),
         (out_of_memory(error), 1, f"{who} ran out of memory {what}{where}"),
         (True, 1, "".join(traceback.format_exception(error)) + f"{who} failed {what}{where}"),
     ]

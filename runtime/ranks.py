@@ -57,14 +57,15 @@ def meet(world, flags):
     # torchrun's number of the node, or what comes close
     world.nodes = world.gather(os.environ.get("GROUP_RANK", str(world.rank // local)))
     world.agree(_start(flags, world.device))
-    backend, on_gpu = "gloo", {}
+    backend, on_gpu, last_resort = "gloo", {}, timedelta(minutes=30)  # extras/watch reports hangs sooner
     if world.device.type == "cuda":  # its kernels run first: the sum of a sublayer is waited for before other work
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = last_resort  # else each rank warns that this one is the default
         backend, on_gpu = "nccl", {"device_id": world.device, "pg_options": options}
     elif len({*world.nodes}) > 1:
         gloo.choose_interface(store(), world.rank, world.tp_size)
     before, ranks = gloo.threads(), {"rank": world.rank, "world_size": world.tp_size}
-    dist.init_process_group(backend, store=store(), timeout=timedelta(minutes=10), **ranks, **on_gpu)
+    dist.init_process_group(backend, store=store(), timeout=last_resort, **ranks, **on_gpu)
     if backend == "gloo":
         gloo.let_preempt(gloo.threads() - before)
     dist.barrier()  # so that no rank finds bad input and leaves while another still connects to it

@@ -57,7 +57,9 @@ def warn_of_memory(world, config, dtype, rows, slots):
     if world.device.type == "cuda":
         needed += GRAPH_BYTES
     else:  # the ranks of a machine share its memory
-        free /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        here = world.shares[world.rank // local * local :][:local]
+        free *= world.shares[world.rank] / sum(here)
     if needed > free:
         text = f"about {needed / 1e9:,.2f} GB needed, {free / 1e9:,.2f} free"
         print(f"weights and cache of rank {world.rank} may not fit: {text}", file=sys.stderr)

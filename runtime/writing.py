@@ -28,6 +28,8 @@ def reserved(path):
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(lock.fileno()).st_nlink:  # another process has just ended, and removed it
+                raise BlockingIOError
         except BlockingIOError:
             raise InputError(f"{path} is being written by another process") from None
         try:

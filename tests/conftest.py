@@ -29,7 +29,12 @@ def fake_world():
     def make(rank, tp_size):
         if dist.is_initialized():
             dist.destroy_process_group()
-        dist.init_process_group("fake", rank=rank, world_size=tp_size)
+        try:
+            dist.init_process_group("fake", rank=rank, world_size=tp_size)
+        except (RuntimeError, ValueError):  # torch before 2.13 registers the backend on import, and wants a store
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", rank=rank, world_size=tp_size, store=FakeStore())
         return launch.World(rank, tp_size, torch.device("cpu"), dist.group.WORLD, simulated=True)
 
     yield make

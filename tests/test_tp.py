@@ -255,7 +255,7 @@ def test_the_number_of_ranks_matters_where_the_table_says_so():
 @pytest.mark.parametrize("gpus, n_ranks, asked, device", [
     (0, 1, None, "cpu"), (1, 1, "cuda", "cuda:0"), (2, 1, "cuda:1", "cuda:1"), (1, 2, None, "cpu"),
     (2, 2, None, "cuda:1"), (1, 1, "cuda:1", None), (0, 1, "cuda", None), (1, 2, "cuda", None),
-    (1, 2, "cuda:0", "cuda:0"),
+    (2, 2, "cuda:0", "cuda:1"), (1, 2, "cuda:0", None),
     ("its own", 2, None, "cuda:0"), ("its own", 2, "cuda", "cuda:0"), ("its own", 2, "cpu", "cpu"),
     (2, 2, "old driver", "cuda:1 cannot be used: too old"), (2, 2, "slice", "which NCCL does not connect"),
 ])  # fmt: skip

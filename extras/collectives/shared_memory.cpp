@@ -41,7 +41,7 @@ constexpr int64_t kGrain = 1 << 15;         // numbers that a thread sums at lea
 constexpr int64_t kCopyGrain = 1 << 19;     // bytes that a thread copies at least
 constexpr int kSpins = 100;                 // looks at a number before others may have the core
 constexpr auto kYields = 2ms, kLook = 50ms;  // of waiting before it sleeps; between looks whether a peer lives
-constexpr auto kDeadline = 30min;           // as gloo's; watch.py ends sooner what it counts
+constexpr auto kDeadline = 30min;           // as gloo's; extras/watch ends sooner what it counts
 
 // How many pieces a rank has written and read, in a page of its own, two cache lines apart.
 struct alignas(kPage) Progress {
@@ -78,7 +78,7 @@ struct Piece {
   int64_t stride;  // bytes between the ranks' parts of a gather; 0 for a sum
 };
 
-// For watch.py, of all groups of this process.
+// For extras/watch, of all groups of this process.
 std::atomic<bool> a_peer_died = false, abandoned = false;
 std::atomic<int64_t> pieces_completed = 0, awaited = -1;  // the rank that this one waits for, or -1
 
@@ -111,8 +111,8 @@ class SharedMemory : public c10d::Backend {
     return start(outputs.at(0), inputs[0], true);
   }
 
-  // An emulated link, as extras/measure/link.py describes it: seconds of any collective, of each byte on the wire, and those of
-  // a collective during which the next may travel.
+  // An emulated link, as extras/measure/link.py describes it: seconds of any collective, of each byte on the wire, and
+  // those of a collective during which the next may travel.
   void set_link(double latency, double per_byte, double flight) {
     latency_ = latency;
     per_byte_ = per_byte;

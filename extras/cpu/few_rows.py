@@ -11,7 +11,7 @@ from extras.cpp import load_operators
 from kernels import cpu
 from kernels.int_linear import Int8Linear, Integers, IntLinear, recast, swap, unpack
 
-# with so many rows of x or fewer, few_rows.cpp is faster (benchmarks/decode.md); with any, without oneDNN's bfloat16
+# so many rows of x few_rows.cpp multiplies faster (benchmarks/decode.md); without oneDNN's bfloat16, any number
 ONEDNN = torch.backends.cpu.get_cpu_capability() == "AVX512" or (cpu.ON_ARM and "bf16" in cpu.features())
 FEW = 2**30 if not ONEDNN else 7 if torch.cpu._is_amx_tile_supported() else 24  # than oneDNN
 FEW_INT = 96 if ONEDNN else 2**30  # than multiplying with floats made from the integers
@@ -22,7 +22,7 @@ def build():
     """Load the operators of few_rows.cpp. Raises InputError."""
     if hasattr(torch.ops.ladder, "few_rows"):
         return
-    asked = cpu.instruction_set() == "avx2" and "avx512bw" in cpu.features()  # what others have who have no more
+    asked = cpu.instruction_set() == "avx2" and "avx512bw" in cpu.features()  # which -march=native would use
     options = "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", *["-march=haswell"] * asked
     load_operators(Path(__file__).with_name("few_rows.cpp"), "--compile", *options)
     torch.library.register_fake("ladder::few_rows", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))

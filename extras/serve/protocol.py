@@ -52,7 +52,8 @@ def read_fields(data, known):
             check(right, f"{shown}, which is of a wrong type")
             fields[name] = value
         elif name not in known and name not in IGNORED:  # a value that changes nothing is taken
-            check(not value or (name in ("n", "best_of") and value == 1), f"{shown}, which is not implemented")
+            default = {"n": 1, "best_of": 1, "response_format": {"type": "text"}}.get(name)
+            check(not value or value == default, f"{shown}, which is not implemented")
     return fields
 
 
@@ -115,7 +116,7 @@ def read_messages(messages, tokenizer):
             given = {name: value for name, value in message.items() if value}
             content = given.pop("content", "")
             texts = [part["text"] for part in content] if isinstance(content, list) else [content]
-            plain.append({"role": given.pop("role"), "content": "".join(texts)})
+            plain.append({"role": "" + given.pop("role"), "content": "".join(texts)})
         except (AttributeError, KeyError, TypeError):
             given = True
         check(not given, "a message must be an object with role and content, of text, and nothing else")
@@ -152,7 +153,7 @@ def logprobs_of(tokens, chat, tokenizer):
     """Return `logprobs` of a choice from Tokens."""
     text = functools.partial(token_text, tokenizer)
     if not chat:
-        tops = [t.top and {text(i): p for i, p in ({t.id: t.logprob} | t.top).items()} for t in tokens]
+        tops = [t.top and {text(i): p for i, p in (t.top | {t.id: t.logprob}).items()} for t in tokens]
         own = {"tokens": [text(t.id) for t in tokens], "token_logprobs": [t.logprob for t in tokens]}
         return own | {"top_logprobs": tops}
     content = []

@@ -35,7 +35,7 @@ def read_record(line, where):
     try:
         record = json.loads(line)
         json.dumps(record, ensure_ascii=False).encode()  # fails for half of a surrogate pair
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise InputError(f"{where} is not valid JSON: {first_line(e)}") from None
     match record:
         case {"text": str(text)}:

@@ -43,6 +43,8 @@ def prepare(run, args):
     Raises InputError; then no new folder stays.
     """
     path = run / "settings.json"
+    if os.path.realpath(args.valid) in map(os.path.realpath, args.text):
+        raise InputError(f"--valid {args.valid} is a file of --text: validate on text that is not trained on")
     settings = {f"--{name.replace('_', '-')}": v for name, v in vars(args).items() if name not in MACHINE_FLAGS}
     if any(run.glob("best-*/config.json")):
         before = json.loads(path.read_text())

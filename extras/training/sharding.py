@@ -41,6 +41,8 @@ def fill(model, weights, seed=0):
         whole = weights.read(name) if weights else fresh(name, parameter.shape, seed * 1_000_003 + i)
         rows = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
         parameter.to_local().copy_(rows)
+        if not rows.isfinite().all():
+            raise InputError(f"tensor {name} holds NaN or infinite values")
         place.beat()
 
 

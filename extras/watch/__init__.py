@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 
-import torch
 import torch.distributed as dist
 
 from runtime import launch, place, ranks
@@ -115,20 +114,20 @@ class Watch(threading.Thread):
         self._judge(seen, processes)
 
     def _place(self, seen):
-        """Return where a rank is that published `seen` up to a tick ago: where this one waits for it, unless they do
-        work of their own."""
+        """Return the Place to name of a rank that published `seen`: this one's own, if all take steps together."""
         return seen if isinstance(place.here.step, str) else place.here
 
     def _judge(self, seen, processes):
         """End the run if a rank gave no sign of life for longer than the timeout, or no rank made progress for as long
         and each should. processes: what read_process says of those of this node."""
         self.still += 1
+        on_gpus = dist.is_initialized() and dist.get_backend() == "nccl"
         for rank, (old, new) in enumerate(zip(self.seen, seen, strict=True)):
             # a library may let no other thread run, not even the one that publishes
             before, self.cpu[rank] = self.cpu[rank], max(new.cpu, processes.get(rank, (True, 0))[1])
             computes = self.cpu[rank] - before > BUSY * TICK
             self.silent[rank] = 0 if computes or new.ticks != old.ticks else self.silent[rank] + 1
-            computes &= not torch.cuda.is_initialized()  # on a GPU a thread that only waits may be busy
+            computes &= not on_gpus  # where a thread that only waits may be busy
             if computes or (new.beats, new.busy) != (old.beats, old.busy):
                 self.still = 0
         self.seen, late = seen, [rank for rank, ticks in enumerate(self.silent) if ticks > self.timeout > 0]
