@@ -35,7 +35,7 @@ def test_a_run_that_does_not_fit_is_said_in_a_line_of_the_rank(changes, dtype, m
         cache = [tensor.nbytes for layer in generate.make_cache(model, 3, 25) for tensor in layer]
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(len(shares)))
         for missing in 0, 1:  # bytes of the memory that the ranks of a machine share
-            free = len(shares) * (sum(weights) + sum(cache) - missing)
+            free = (sum(weights) + sum(cache) - missing + 0.1) * sum(shares) / shares[rank]
             monkeypatch.setattr(report, "free_bytes", lambda device, free=free: free)
             report.warn_of_memory(launch.World(rank, len(shares), CPU, shares=shares), config, dtype, 3, 25)
             assert capsys.readouterr().err.count(f"weights and cache of rank {rank} may not fit: ") == missing
