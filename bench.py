@@ -29,6 +29,7 @@ from runtime import benchmarking, cli, launch, place, report, writing
 from runtime.benchmarking import in_turns, pivot, quartiles
 from runtime.cli import count, number
 from runtime.errors import InputError
+from tp import shard_plan
 
 LARGE = 5e7  # bytes of a step: fewer fit a processor's caches, and their share of the bandwidth means nothing
 
@@ -173,7 +174,8 @@ def parse(argv):
     args = p.parse_args(argv)
     _, config = cli.read_config(args)
     for wiring in args.wiring:
-        rewired(config, wiring)  # raises InputError before any rank starts
+        for tp in args.tp:
+            shard_plan(rewired(config, wiring), 0, tp)  # raises InputError before any rank starts
     if args.prompt_length + args.new_tokens > config.max_seq_len:
         asked = f"--prompt-length {args.prompt_length} and --new-tokens {args.new_tokens}"
         raise InputError(f"{asked} exceed the context of {config.max_seq_len}")

@@ -37,6 +37,8 @@ def load_model(config, folder, dtype, world):
     with world.together():
         if folder:
             weights = checkpoint.Weights(folder)
+            if more := [name for name in weights.names() if name.startswith(f"layers.{config.n_layers}.")]:
+                raise InputError(f"{folder} has a tensor {more[0]}, but its config has n_layers {config.n_layers}")
         else:
             from formats.sizes import RandomWeights
 

@@ -1,7 +1,7 @@
 """Write a checkpoint's matrices as integers of 8 or 4 bits; kernels/int_linear.py says how these are stored.
 
 python quantize.py --checkpoint DIR --mode int8 --out DIR2
-python quantize.py --checkpoint DIR --mode int4 --group-size 64 --keep lm_head --out DIR2
+python quantize.py --checkpoint DIR --mode int4 --group-size 64 --keep output --out DIR2
 """
 
 import dataclasses
@@ -99,7 +99,7 @@ def main(argv=None):
     p.add_argument("--checkpoint", required=True, metavar="DIR", help="the folder to quantize, e.g. demo")
     p.add_argument("--mode", required=True, choices=("int8", "int4"), help="bits of an integer")
     p.add_argument("--group-size", type=int, metavar="N", help="int4: columns of a scale: 32, 64 (default), 128")
-    p.add_argument("--keep", default="", metavar="NAME,...", help="matrices to leave, e.g. lm_head,tok_embeddings")
+    p.add_argument("--keep", default="", metavar="NAME,...", help="matrices to leave, e.g. output,tok_embeddings")
     rounds = "int4: rounds of the fit of scales; 0 rounds to nearest"
     p.add_argument("--iterations", type=cli.number(int, 0), default=20, metavar="N", help=rounds)
     p.add_argument("--out", required=True, metavar="DIR", help="the folder to write, e.g. checkpoints/demo-int4")

@@ -143,7 +143,7 @@ def test_speedups_are_paired_by_round_and_told_from_noise():
     ("--wiring ladders", "unknown wiring 'ladders'; known: standard, ladder"),
     ("--model 8b:2 --wiring ladder:3", "wiring ladder:3 does not fit 2 layers"),
     ("--prompt-length 130000 --new-tokens 2000 --model 8b", "--prompt-length 130000 and --new-tokens 2000 exceed"),
-    ("--json /dev/null/x.jsonl", "--json: cannot write"),
+    ("--json /dev/null/x.jsonl", "--json: cannot write"), ("--tp 64", "64 ranks or lanes cannot shard n_heads"),
 ])  # fmt: skip
 def test_bad_flags_are_one_line_before_any_rank_starts(words, message, monkeypatch):
     monkeypatch.setattr(bench, "start", lambda *_: pytest.fail("started"))

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import convert_hf_checkpoint
 import tp
 from extras.export import to_hf, verify
 from formats import checkpoint, huggingface
+from formats.compare import check_vocabulary
 from formats.tokenizer import load_tokenizer
 from model import WIRINGS, Wiring
 from runtime import writing
@@ -172,6 +174,8 @@ def test_transformers_reads_texts_as_the_same_tokens(name, tmp_path):
     ours = load_tokenizer(source)
     to_hf.convert_tokenizer(tmp_path, ours)
     theirs, back = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    size = types.SimpleNamespace(vocab_size=ours.vocab_size)
+    check_vocabulary(size, source, size, tmp_path, "the exported one")
     for text in TEXTS:
         ids = ours.encode(text)
         assert theirs(text)["input_ids"] == back.encode(text) == ids

@@ -496,6 +496,7 @@ def edit_config(folder, **changes):
 @pytest.mark.parametrize("spoil, message", [
     (lambda folder: spoil_weights(folder, lambda state: state.pop(WO)), f"no tensor {WO}"),
     (lambda folder: edit_config(folder, intermediate_size=99), "the config says (99, 48)"),
+    (lambda folder: edit_config(folder, n_layers=2), "has a tensor layers.2."),
     (lambda folder: (folder / "tokenizer.model").unlink(), "copy has no tokenizer: use --prompt ids:"),
 ])  # fmt: skip
 def test_bad_checkpoints_are_one_clear_line(spoil, message, copy):

@@ -33,6 +33,8 @@ def expected(folder, ids, dtype, trust_remote_code, **how):
         auto = AutoModelForImageTextToText if nested else AutoModelForCausalLM
         net = auto.from_pretrained(folder, dtype=dtype, trust_remote_code=trust_remote_code, **how)
         return net.eval()(ids).logits[0].float()
+    except ImportError as e:
+        raise InputError(f"{first_line(e)}: pip install transformers, as requirements-peers.txt says") from None
     except Exception as e:  # its own errors, and those of the folder's code
         hint = "" if trust_remote_code else " (with --trust-remote-code it runs the folder's own code)"
         raise InputError(f"transformers cannot run {folder}: {first_line(e)}{hint}") from None
