@@ -269,7 +269,7 @@ def test_clones_compile_once(tmp_path, monkeypatch):
 
 
 SETS = [("haswell", "avx2"), ("haswell -mavxvnni", "avx_vnni"), ("skylake-avx512", "avx512bw")]
-SETS += [("armv8.2-a+dotprod", None), ("armv8.2-a+dotprod+bf16", None)]
+SETS += [("armv8.2-a+dotprod", None), ("armv8.2-a+dotprod+i8mm+bf16", None)]
 
 
 @pytest.mark.parametrize("march, feature", SETS)  # feature: as /proc/cpuinfo calls it

@@ -62,7 +62,7 @@ inline Sums multiply_add(Sums sums, Half w, Half x) {
 // meet the high bytes of x and then the low ones. Else the two even columns, as 16 bits, meet x, and then the odd ones.
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
 constexpr bool kBytes = false, kSigned = false;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr bool kBytes = true, kSigned = false;
 #else
 constexpr bool kBytes = true, kSigned = true;  // bytes of W
@@ -78,6 +78,8 @@ inline Ints dot(Ints sums, Bytes w, int32_t x) {
   sums += (Ints)_mm256_madd_epi16((__m256i)w, _mm256_set1_epi32(x));
   asm("" : "+x"(sums));  // else GCC computes many products first and adds them later, with too few registers for both
   return sums;
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  return (Ints)vusdotq_s32((int32x4_t)sums, (uint8x16_t)w, vreinterpretq_s8_s32(vdupq_n_s32(x)));
 #else
   return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)w, vreinterpretq_s8_s32(vdupq_n_s32(x)));
 #endif
