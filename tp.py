@@ -187,14 +187,14 @@ class Collective(NamedTuple):
 
 def connect_auto(world):
     """Return the group of extras/collectives that is faster than gloo or NCCL, where it can be used, else that one."""
-    library = "gloo" if world.device.type == "cpu" else "NCCL"
+    on_gpus = world.device.type == "cuda"
     try:
-        if library == "NCCL":
+        if on_gpus:
             return collective("one-shot").connect(world, if_faster=True)
         if len({*world.nodes}) == 1:
             return collective("shared-memory").connect(world)
     except InputError as e:
-        world.say(f"{library} carries the all-reduces: {e}")
+        world.say(f"{'NCCL' if on_gpus else 'gloo'} carries the all-reduces: {e}")
     return world.group
 
 

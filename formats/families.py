@@ -59,6 +59,7 @@ LINEAR = {  # Qwen's with linear attention
     "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
     "mrope_section": None, "mrope_interleaved": None,  # of pictures: the three positions of a text's token are one
 }  # fmt: skip
+GATED = {"attention_gate": True, "qk_norm": True, "norm": "rms+1"}  # attention in the layers between those
 GRANITE = {"embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0}
 GLM = {**COMMON, "attention_bias": True, "attention_out_bias": False, "partial_rotary_factor": 0.5}
 GEMMA = {
@@ -118,12 +119,12 @@ FAMILIES = {
     "granitemoe": Family({**COMMON, **EXPERTS, **GRANITE, "attention_bias": False}),
     "qwen2_moe": Family({**QWEN, **WINDOW_LAYERS, **QWEN_EXPERTS, **SHARED, "qkv_bias": True}),
     "qwen3_moe": Family({**QWEN, **QWEN_EXPERTS, "attention_bias": False}, {"qk_norm": True}),
-    "qwen3_next": Family({**LINEAR, **QWEN_EXPERTS, **SHARED, "norm_topk_prob": True}),
-    "qwen3_5_text": Family(LINEAR),
+    "qwen3_next": Family({**LINEAR, **QWEN_EXPERTS, **SHARED, "norm_topk_prob": True}, GATED),
+    "qwen3_5_text": Family(LINEAR, GATED),
     "qwen3_5_moe_text": Family({
         **LINEAR, "num_experts": 256, "num_local_experts": None, "num_experts_per_tok": 8, "intermediate_size": 512,
         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
-    }),
+    }, GATED),
     "smollm3": Family({
         **COMMON, **BIASES, "tie_word_embeddings": True, "no_rope_layers": None, "no_rope_layer_interval": 4,
         "use_sliding_window": False, "sliding_window": None, "layer_types": None,

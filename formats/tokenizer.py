@@ -41,6 +41,10 @@ class Tokenizer:
         """Return the text that ids add to the ids of a prompt."""
         return self.decode(prompt + ids)[len(self.decode(prompt)) :]
 
+    def token_text(self, i):
+        """Return the text of a token after other text: a decoder drops a space at the beginning."""
+        return self.continuation(self.encode_plain("a"), [i])
+
     def encode_markup(self, text):
         """Return the ids of text that names special tokens, as a chat template writes it; adds no BOS."""
         longest_first, ids = sorted(self.special, key=len, reverse=True), []

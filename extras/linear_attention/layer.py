@@ -165,8 +165,7 @@ def values_from_hf(hf):
     return {
         "linear_layers": tuple(i for i in range(n_layers) if types[i] == "linear_attention"),
         "linear_attention": {name: hf[key] for name, key in SETTINGS.items()},
-        "attention_gate": True, "qk_norm": True, "norm": "rms+1",
-    }  # fmt: skip
+    }
 
 
 class LinearWeights:

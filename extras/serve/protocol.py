@@ -144,9 +144,9 @@ class Text:
 
 @functools.cache
 def token_text(tokenizer, i):
-    """Return the text of a token after other text: a decoder drops a space at the beginning."""
+    """Return the text of a token, a special one's name."""
     special = {i: text for text, i in tokenizer.special.items()}
-    return special.get(i) or tokenizer.continuation(tokenizer.encode_plain("a"), [i])
+    return special.get(i) or tokenizer.token_text(i)
 
 
 def logprobs_of(tokens, chat, tokenizer):
