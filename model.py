@@ -12,6 +12,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -369,24 +370,24 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).type_as(x)
 
 
-@dataclasses.dataclass
-class AttentionMetadata:
-    """Inputs that all attention layers of a forward pass share.
+class AttentionMetadata(NamedTuple):
+    """What all attention layers of a forward pass share; they attend to T' keys.
 
-    cos, sin: (B, 1, 1, S, R/2). rows (B, 1), positions (B, S): where this pass writes the cache.
-    mask: (B, S, T') bool over the first T' slots of the cache, or, without a cache, over the keys of this very pass
-    (T' = S); None when each row starts at position 0 and so attends causally to the keys of this very pass.
+    rope, window_rope: (cos, sin), both (B, 1, 1, S, R/2); the second for layers with a sliding window.
+    mask, window_mask: (B, S, T') bool. The keys are the first T' slots of the cache or, without a cache, this pass.
+    None: every row starts at position 0, and each token attends to all tokens of this pass up to itself.
+    rows (B, 1), positions (B, S): where this pass writes the cache.
     last (B, 1): the position after which a row's tokens are padding; None if there is none.
     """
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    rope: tuple
+    window_rope: tuple
+    mask: torch.Tensor | None
+    window_mask: torch.Tensor | None
     rows: torch.Tensor
     positions: torch.Tensor
-    mask: torch.Tensor | None
     comm: SingleDevice  # or tp.py's: whole_qk_norm sums over the ranks
     query_scale: torch.Tensor | float | None = None  # of queries (B, K, G, S, H)
-    window: int | None = None  # that of the mask, for kernels that read positions instead
     last: torch.Tensor | None = None
 
 
@@ -398,8 +399,10 @@ class Attention(nn.Module):
     read from the shapes.
     """
 
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
+        self.window = config.sliding_window if layer in config.window_layers else None
+        self.rotates = layer not in config.nope_layers
         self.head_dim = config.head_dim
         n_heads, n_kv_heads, self.gates = config.n_heads, config.n_kv_heads, int(config.attention_gate)  # of a head
         width = (n_heads * (1 + self.gates) + 2 * n_kv_heads) * self.head_dim
@@ -420,18 +423,20 @@ class Attention(nn.Module):
         qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, G + 2, S, H)
         q, k = qkv[:, :, : -2 : 1 + self.gates], qkv[:, :, -2:-1]
         q, k = norms.norm_heads(q, k, self.q_norm, self.k_norm, metadata.comm if self.whole_norm else None)
-        q = rotate(q, metadata.cos, metadata.sin)  # (B, K, G, S, H)
-        k = rotate(k, metadata.cos, metadata.sin).squeeze(2)  # (B, K, S, H)
-        v = qkv[:, :, -1]  # (B, K, S, H)
+        if self.rotates:
+            rope = metadata.window_rope if self.window else metadata.rope
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        k, v = k.squeeze(2), qkv[:, :, -1]  # (B, K, S, H)
         if metadata.query_scale is not None:
             q = (q * metadata.query_scale).type_as(q)
         if cache is not None:
             cache[0][metadata.rows, :, metadata.positions] = k.transpose(1, 2)
             cache[1][metadata.rows, :, metadata.positions] = v.transpose(1, 2)
-        if metadata.mask is None:
+        mask = metadata.window_mask if self.window else metadata.mask
+        if mask is None:
             y = F.scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, enable_gqa=True)  # (B, N, S, H)
         else:
-            y = self.attend(q, *(cache or (k, v)), metadata)
+            y = self.attend(q, *(cache or (k, v)), mask, metadata.positions)
         y = y.reshape(q.shape)
         if self.gates:
             y = y * qkv[:, :, 1:-2:2].sigmoid()
@@ -442,11 +447,14 @@ class Attention(nn.Module):
         shape = batch, self.n_kv_heads, length, self.head_dim
         return tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in "kv")
 
-    def attend(self, q, k, v, metadata):
-        """Return the attention (B, K, G * S, H) of q (B, K, G, S, H) to keys and values (B, K, T, H), by their mask."""
+    def attend(self, q, k, v, mask, positions):
+        """Return the attention (B, K, G * S, H) of q (B, K, G, S, H) to keys and values (B, K, T, H).
+
+        mask: (B, S, T'), T' <= T. Subclasses with kernels compute it from the positions (B, S) of q and the window.
+        """
         # The G query heads of a KV head become G more queries of one head: no key is ever copied.
         B, _, G, S, _ = q.shape
-        mask = metadata.mask[:, None, None].expand(B, 1, G, S, -1).flatten(2, 3)  # (B, 1, G * S, T')
+        mask = mask[:, None, None].expand(B, 1, G, S, -1).flatten(2, 3)  # (B, 1, G * S, T')
         k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]  # the filled slots
         if self.score_cap:
             scores = (q.flatten(2, 3) * self.head_dim**-0.5 @ k.mT).float()
@@ -512,7 +520,7 @@ class Block(nn.Module):
         attention = Attention
         if layer in config.linear_layers:
             attention = load_extra("linear_attention", "linear_layers").GatedDeltaNet
-        self.attention = attention(config)
+        self.attention = attention(config, layer)
         if config.n_experts and layer not in config.dense_layers:
             self.feed_forward = MoE(config)
         else:
@@ -572,9 +580,10 @@ class Transformer(nn.Module):
         filled = cache_length - S  # slots of the cache
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
             filled += chunk.shape[1]  # by the time of this chunk's attention
-            mask = None if causal else torch.arange(filled, device=tokens.device) <= at[..., None]  # (B, S, T')
+            keys = None if causal else torch.arange(filled, device=tokens.device)
+            mask = None if causal else keys <= at[..., None]  # (B, S, T')
             causal = False  # later chunks attend to the cache
-            streams.append(self.stream(self.embed(chunk), self.metadata(at, mask, longest, last), cache))
+            streams.append(self.stream(self.embed(chunk), self.metadata(at, mask, keys, longest, last), cache))
         return streams
 
     def embed(self, tokens):
@@ -600,48 +609,41 @@ class Transformer(nn.Module):
         logits, cap = self.output(x), self.config.logit_cap
         return logits if cap is None else cap * (logits / cap).tanh()
 
-    def metadata(self, positions, mask=None, longest=None, last=None):
+    def metadata(self, positions, mask=None, keys=None, longest=None, last=None):
         """Return the AttentionMetadata of tokens at these positions (B, S).
 
-        longest: tokens that a row may have until the end of the run, by default S: longrope is another beyond its
-        original context, also for the keys that are in the cache by then.
+        keys (T'): the positions of the mask's keys, by default `positions`. longest: tokens that a row may have until
+        the end of the run, by default S: longrope turns all keys otherwise if that is beyond its original context.
         """
-        scaling, scale, beta = self.config.rope_scaling or {}, self.config.query_scale, self.config.llama4_beta
+        c, scaling, scale = self.config, self.config.rope_scaling or {}, self.config.query_scale
         original = scaling.get("original_max_position_embeddings")
         is_long = "long_factor" in scaling and (longest or positions.shape[1]) > original
+        rope = window_rope = self.rope(positions, is_long, scaling.get("attention_factor", 1.0))
+        if c.window_rope_theta:
+            window_rope = self.rope(positions, True)
+        keys, queries = positions[:, None] if keys is None else keys, positions[..., None]
+        if c.score_cap and mask is None:
+            mask = keys <= queries
+        window_mask = mask
+        if c.window_layers and (mask is not None or positions.shape[1] > c.sliding_window):
+            window_mask = (keys <= queries if mask is None else mask) & (keys > queries - c.sliding_window)
+        if c.llama4_beta:
+            scale = (1 + c.llama4_beta * (positions // original + 1).log())[:, None, None, :, None] * (scale or 1.0)
         rows = torch.arange(len(positions), device=positions.device)[:, None]
-        if beta:
-            scale = (1 + beta * (positions // original + 1).log())[:, None, None, :, None] * (scale or 1.0)
-        if self.config.score_cap and mask is None:
-            mask = positions[:, None] <= positions[..., None]
-        cos, sin = self.angles(positions, is_long, scaling.get("attention_factor", 1.0))  # YaRN's and longrope's
-        return AttentionMetadata(cos, sin, rows, positions, mask, self.comm, scale, last=last)
+        return AttentionMetadata(rope, window_rope, mask, window_mask, rows, positions, self.comm, scale, last)
 
-    def angles(self, positions, second, factor=1.0):
+    def rope(self, positions, second, factor=1.0):
         """Return cos and sin (B, 1, 1, S, R/2) times a factor, of the second row of rope_frequencies or the first."""
         angles = (positions[..., None] * self.rope_frequencies[int(second)])[:, None, None]
         return angles.cos() * factor, angles.sin() * factor
 
     def sublayers(self, metadata, cache=None):
         """Return the sublayers in order, [(h, stale)], as a stream takes them."""
-        config, window, windowed = self.config, self.config.sliding_window, metadata
-        mask, positions = metadata.mask, metadata.positions
-        if config.window_rope_theta:
-            near_cos, near_sin = self.angles(positions, True)
-            windowed = dataclasses.replace(metadata, cos=near_cos, sin=near_sin)
-        if config.window_layers and (mask is not None or positions.shape[1] > window):
-            mask = positions[:, None] <= positions[..., None] if mask is None else mask
-            keys = positions[:, None] if cache is None else torch.arange(mask.shape[-1], device=mask.device)
-            near = keys > positions[..., None] - window  # (B, S, T')
-            windowed = dataclasses.replace(windowed, mask=mask & near, window=window)
 
         def sublayers_of(wiring, i):
-            used = windowed if i in config.window_layers else metadata
-            if i in config.nope_layers:  # turned by an angle of 0
-                used = dataclasses.replace(used, cos=torch.ones_like(used.cos), sin=torch.zeros_like(used.sin))
-            return wiring.split(self.layers[i], used, cache and cache[i])
+            return wiring.split(self.layers[i], metadata, cache and cache[i])
 
-        return list_sublayers(config, sublayers_of)
+        return list_sublayers(self.config, sublayers_of)
 
     def new_cache(self, batch, length):
         """Return a static cache of `length` slots: for each layer a (k, v), or the state of a linear one."""

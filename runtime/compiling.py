@@ -42,10 +42,10 @@ class SplitAttention(Attention):
     would work.
     """
 
-    def attend(self, q, k, v, metadata):
-        S, T, positions, window = q.shape[3], metadata.mask.shape[-1], metadata.positions, metadata.window
+    def attend(self, q, k, v, mask, positions):
+        S, T, window = q.shape[3], mask.shape[-1], self.window
         if S > FEW_POSITIONS or not torch.compiler.is_compiling():
-            return super().attend(q, k, v, metadata)
+            return super().attend(q, k, v, mask, positions)
 
         def visible(score, row, head, query, key):
             position = positions[row, query % S]

@@ -17,12 +17,11 @@ from runtime.compiling import FEW_POSITIONS
 class DecodeAttention(Attention):
     """An Attention whose decode step few_rows.cpp computes, on a CPU."""
 
-    def attend(self, q, k, v, metadata):
+    def attend(self, q, k, v, mask, positions):
         if q.shape[3] > FEW_POSITIONS:
-            return super().attend(q, k, v, metadata)
-        window = metadata.window or k.shape[2]
+            return super().attend(q, k, v, mask, positions)
         q, v = q.transpose(2, 3), v.contiguous()  # without a cache, v is a view into wqkv's output
-        y = torch.ops.ladder.decode_attention(q, k, v, metadata.positions, window)  # (B, K, S, G, H)
+        y = torch.ops.ladder.decode_attention(q, k, v, positions, self.window or k.shape[2])  # (B, K, S, G, H)
         return y.transpose(2, 3).flatten(2, 3)
 
 

@@ -80,7 +80,7 @@ class GatedDeltaNet(nn.Module):
     module any run of whole key heads: their number is read from the shapes.
     """
 
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
         K, V, X, Y, W = (config.linear_attention[name] for name in SETTINGS)
         self.sizes = V // K, X, Y
