@@ -17,7 +17,7 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 import torch
 from tqdm import tqdm
 
-from decoding.sampling import RunAhead, Sampler, last_tokens, pad
+from decoding.sampling import Sampler, last_tokens, pad
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
 from model import cache_slots
@@ -72,8 +72,8 @@ def make_cache(model, batch, length):
 class Runner:
     """A model with its cache, and its prefill and decode, each compiled if asked for.
 
-    A decode step is next_tokens on a CPU: the model, then the sampler. On a GPU RunAhead starts the next step before it
-    reads the ids of the last one; compiled, a step is a replay of a CUDA graph.
+    A decode step is next_tokens: the model, then the sampler. On a GPU decoding/run_ahead.py starts the next step
+    before the ids of the last one are read; compiled, a step there is the replay of a CUDA graph.
 
     chunks: of each pass of the prefill; one computes while another's partials are summed. None: see choose_chunks.
     Raises InputError if compiling needs a C++ compiler and there is none.
@@ -151,33 +151,17 @@ class Runner:
         positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         return self._decode(tokens, positions, self.cache, self.cache_length(longest))
 
-    def advance(self, tokens, positions, longest, sample):
-        """Return (the ids (B,) that follow tokens (B, 1) at positions (B,), the tokens and the positions after them).
-
-        RunAhead calls it. longest: as for cache_length. Captured, decoding and sampling are one CUDA graph, whose next
-        replay overwrites the result.
-        """
-        length, end = self.cache_length(longest), self.model.config.max_seq_len - 1  # rows that are done stay there
-        key = self.graphs and getattr(sample, "graph_key", None)  # None: sampling is not captured
-        decode = self.graphs.step if key else self._decode
-
-        def step(tokens, positions):
-            ids = sample(decode(tokens, positions[:, None], self.cache, length)[:, 0], self.model.comm)
-            tokens.copy_(ids.clamp(min=0)[:, None])  # -1, not finite, ends the generation as soon as it is read
-            positions.add_(1).clamp_(max=end)
-            return ids, tokens, positions
-
-        if not key:
-            return step(tokens, positions)
-        return self.graphs.replay((tokens, positions), (length, key), step, self.cache, sample.generator)
-
-    def passes(self):
-        """Return next_tokens for one generation: a GPU need not wait for the host."""
-        return self.next_tokens if self.device.type == "cpu" else RunAhead(self)
-
     def next_tokens(self, texts, sample):
         """Run a pass for texts of which all but the last token is cached; return their next ids (B,), on the device."""
         return sample(self.decode(*last_tokens(texts, self.device))[:, 0], self.model.comm)
+
+    def plain_step(self):
+        """Return next_tokens for one generation, on a GPU RunAhead's."""
+        if self.device.type == "cpu":
+            return self.next_tokens
+        from decoding.run_ahead import RunAhead
+
+        return RunAhead(self)
 
 
 class Generation(NamedTuple):
@@ -218,7 +202,7 @@ def token_passes(runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None
     """
     texts, done, passes, shown = [list(prompt) for prompt in prompts], [None] * len(prompts), 0, 0.0
     ends = [min(len(prompt) + max_new_tokens, runner.model.config.max_seq_len) for prompt in prompts]
-    step = runner.passes()
+    step = runner.plain_step()
     place.at("prefill")
     start = time.perf_counter()
     tokens, lengths = pad(prompts, runner.device)

@@ -87,22 +87,3 @@ def last_tokens(texts, device):
     tokens = torch.tensor([text[-1:] for text in texts], device=device)
     positions = torch.tensor([len(text) - 1 for text in texts], device=device)
     return tokens, positions, max(map(len, texts))
-
-
-class RunAhead:
-    """Runner.next_tokens of one generation for a GPU, which gets a pass before the ids of the last one are read."""
-
-    def __init__(self, runner):
-        self.runner, self.ahead = runner, None  # ahead: what Runner.advance returned for the pass in flight
-
-    def __call__(self, texts, sample):
-        """Return the next token ids (B,), on the CPU. The texts end in those that were returned last."""
-        runner, longest = self.runner, max(map(len, texts))
-        if self.ahead is None:
-            self.ahead = runner.advance(*last_tokens(texts, runner.device)[:2], longest, sample)
-        ids, *after = self.ahead
-        read = ids.to("cpu", non_blocking=True, copy=True)  # the next pass may overwrite them
-        computed = torch.cuda.current_stream(runner.device).record_event()
-        self.ahead = runner.advance(*after, min(longest + 1, runner.model.config.max_seq_len), sample)
-        computed.synchronize()
-        return read

@@ -165,6 +165,6 @@ def warm_up(runner, prompts, max_new_tokens, sample, draft=None):
                 for proposals in draft.counts:
                     draft.warm_up(runner, texts, proposals)
             else:
-                runner.passes()(texts, sample).tolist()  # waits for the device
+                runner.plain_step()(texts, sample).tolist()  # waits for the device
     sample.generator.set_state(state)
     return time.perf_counter() - start

@@ -1,0 +1,48 @@
+"""Plain decoding on a GPU: it gets the next pass before the host has read the ids of the last one."""
+
+import torch
+
+from decoding.sampling import last_tokens
+
+
+class RunAhead:
+    """Runner.next_tokens of one generation, a pass ahead: the tokens and positions of each pass stay on the GPU.
+
+    Compiled, a pass and the choice of its tokens are the replay of one CUDA graph.
+    """
+
+    def __init__(self, runner):
+        self.runner, self.ahead = runner, None  # ahead: what advance returned for the pass in flight
+
+    def __call__(self, texts, sample):
+        """Return the next token ids (B,), on the CPU. The texts end in those that were returned last."""
+        runner, longest = self.runner, max(map(len, texts))
+        if self.ahead is None:
+            self.ahead = self.advance(*last_tokens(texts, runner.device)[:2], longest, sample)
+        ids, *after = self.ahead
+        read = ids.to("cpu", non_blocking=True, copy=True)  # the next pass may overwrite them
+        computed = torch.cuda.current_stream(runner.device).record_event()
+        self.ahead = self.advance(*after, min(longest + 1, runner.model.config.max_seq_len), sample)
+        computed.synchronize()
+        return read
+
+    @torch.inference_mode()
+    def advance(self, tokens, positions, longest, sample):
+        """Return (the ids (B,) that follow tokens (B, 1) at positions (B,), the tokens and the positions after them).
+
+        longest: as for Runner.cache_length. The replay of a graph overwrites the last result.
+        """
+        runner = self.runner
+        length, end = runner.cache_length(longest), runner.model.config.max_seq_len - 1  # rows that are done stay there
+        key = runner.graphs and getattr(sample, "graph_key", None)  # None: sampling is not captured
+        decode = runner.graphs.step if key else runner._decode
+
+        def step(tokens, positions):
+            ids = sample(decode(tokens, positions[:, None], runner.cache, length)[:, 0], runner.model.comm)
+            tokens.copy_(ids.clamp(min=0)[:, None])  # -1, not finite, ends the generation as soon as it is read
+            positions.add_(1).clamp_(max=end)
+            return ids, tokens, positions
+
+        if not key:
+            return step(tokens, positions)
+        return runner.graphs.replay((tokens, positions), (length, key), step, runner.cache, sample.generator)
