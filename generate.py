@@ -72,8 +72,9 @@ def make_cache(model, batch, length):
 class Runner:
     """A model with its cache, and its prefill and decode, each compiled if asked for.
 
-    A decode step is next_tokens: the model, then the sampler. On a GPU decoding/run_ahead.py starts the next step
+    A plain decode step is next_tokens: the model, then the sampler. On a GPU decoding/run_ahead.py starts the next step
     before the ids of the last one are read; compiled, a step there is the replay of a CUDA graph.
+    decode_model, prefill_model: the model, or what torch.compile made of it; called as Transformer.forward.
 
     chunks: of each pass of the prefill; one computes while another's partials are summed. None: see choose_chunks.
     Raises InputError if compiling needs a C++ compiler and there is none.
@@ -83,12 +84,12 @@ class Runner:
         self.model, self.cache, self.device, self.chunks = model, cache, model.device, chunks
         self.quiet = True  # else a long prefill shows its progress
         self.compiles = compile, compile_prefill
-        self._decode = self._prefill = model
+        self.decode_model = self.prefill_model = model
         if compile or compile_prefill:
             from runtime import compiling  # not in a plain run: it imports the compiler
 
-            self._decode, self._prefill = compiling.compiled(model, compile, compile_prefill)
-        self.graphs = self._decode if compile and self.device.type == "cuda" else None
+            self.decode_model, self.prefill_model = compiling.compiled(model, compile, compile_prefill)
+        self.graphs = self.decode_model if compile and self.device.type == "cuda" else None
 
     def with_model(self, model, cache=None):
         """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
@@ -138,7 +139,7 @@ class Runner:
                 filled = start + piece.shape[1]
                 positions = torch.arange(start, filled, device=tokens.device).expand(B, -1)
             select, chunks = (last - start).clamp(-1, piece.shape[1] - 1), self.choose_chunks(*piece.shape)
-            later = self._prefill(piece, positions, self.cache, filled, select, chunks)[:, 0]
+            later = self.prefill_model(piece, positions, self.cache, filled, select, chunks)[:, 0]
             logits = later if logits is None else torch.where((last >= start)[:, None], later, logits)
         return logits
 
@@ -149,7 +150,7 @@ class Runner:
         longest: tokens of the longest row after this pass, as for cache_length.
         """
         positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        return self._decode(tokens, positions, self.cache, self.cache_length(longest))
+        return self.decode_model(tokens, positions, self.cache, self.cache_length(longest))
 
     def next_tokens(self, texts, sample):
         """Run a pass for texts of which all but the last token is cached; return their next ids (B,), on the device."""
@@ -222,8 +223,12 @@ def token_passes(runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None
                     where = f"row {row} in step {len(texts[row]) - len(prompts[row])}"
                     raise InputError(f"the logits of {where} are NaN or infinite: see --dtype")
                 texts[row].append(i)
-                fresh[row] += [i] * (i not in eos_ids)
-                done[row] = "stop" if i in eos_ids else "length" if len(texts[row]) >= ends[row] else None
+                if i in eos_ids:
+                    done[row] = "stop"
+                    break
+                fresh[row].append(i)
+                if len(texts[row]) >= ends[row]:
+                    done[row] = "length"
         place.at("output", timed=False)  # its reader may take a break
         stop = yield fresh
         if stop or all(done):

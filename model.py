@@ -260,42 +260,47 @@ class Config:
     rope_theta: float = 10000.0
     rope_scaling: dict | None = None  # see formats/rope.py
     tie_embeddings: bool = False
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    wiring: str = "standard"  # see formats/wiring_text.py
+    # quantization
+    quant: str | None = None  # "int8", "int4" or None
+    group_size: int | None = None  # of int4, in columns
+    kept: tuple[str, ...] = ()  # names of matrices that are not quantized
+    # what only some families have: attention
     qkv_bias: bool = False
     wo_bias: bool = False
-    mlp_bias: bool = False
     qk_norm: bool = False
+    whole_qk_norm: bool = False  # of all heads together, those of other ranks too, not of each
     attention_gate: bool = False  # whether a head's output is multiplied by sigmoid(another query projection)
-    linear_layers: tuple[int, ...] = ()  # of linear attention, which these settings describe
-    linear_attention: dict | None = None  # see extras/linear_attention
-    nope_layers: tuple[int, ...] = ()  # layers without rotary embeddings
-    sliding_window: int | None = None  # how many positions a token attends to, itself included
-    window_layers: tuple[int, ...] = ()  # in these layers
-    rotary_dim: int | None = None  # so many dimensions of a head turn, the first; None: all
-    window_rope_theta: float | None = None  # of layers with a window, without rope_scaling; None: as the other layers
+    score_cap: float | None = None  # scores become cap tanh(score / cap)
     query_scale: float | None = None  # queries are multiplied with it
     llama4_beta: float | None = None  # ... and with 1 + beta ln(1 + floor(position / original_max_position_embeddings))
+    sliding_window: int | None = None  # how many positions a token attends to, itself included
+    window_layers: tuple[int, ...] = ()  # in these layers
+    window_rope_theta: float | None = None  # of these layers, without rope_scaling; None: as the other layers
+    nope_layers: tuple[int, ...] = ()  # layers without rotary embeddings
+    rotary_dim: int | None = None  # so many dimensions of a head turn, the first; None: all
+    # norms, MLPs and logits
     norm: str = "rms"  # one of norms.NORMS
     input_norms: bool = True  # of what a sublayer reads
     sum_norms: bool = False  # of the sum of a sublayer's partials, before it is added to the stream
+    mlp_bias: bool = False
     activation: str = "silu"  # of the MLP's gate, one of ACTIVATIONS
     embedding_scale: float | None = None
-    score_cap: float | None = None  # scores become cap tanh(score / cap)
     logit_cap: float | None = None
-    whole_qk_norm: bool = False  # of all heads together, those of other ranks too, not of each
-    n_experts: int | None = None  # of the MLPs of a mixture of experts
+    # a mixture of experts
+    n_experts: int | None = None
     experts_per_token: int | None = None
     expert_size: int | None = None  # neurons of an expert
     renormalize_experts: bool = True  # whether the weights of a token's experts add up to 1
     shared_expert_size: int | None = None  # neurons of an expert that every token takes
     shared_expert_gate: bool = False
     dense_layers: tuple[int, ...] = ()  # layers of a mixture with an ordinary MLP
-    bos_id: int | None = None
-    eos_ids: tuple[int, ...] = ()
-    wiring: str = "standard"  # see formats/wiring_text.py
-    laneformer: dict | None = None  # settings of extras/lanes
-    quant: str | None = None  # "int8", "int4" or None
-    group_size: int | None = None  # of int4, in columns
-    kept: tuple[str, ...] = ()  # names of matrices that are not quantized
+    # extras/linear_attention, extras/lanes: their settings
+    linear_layers: tuple[int, ...] = ()
+    linear_attention: dict | None = None
+    laneformer: dict | None = None
 
     def __post_init__(self):
         _ = self.layer_wirings, self.period, self.lanes  # once, now: the compiler cannot trace how text is parsed

@@ -35,7 +35,7 @@ class RunAhead:
         runner = self.runner
         length, end = runner.cache_length(longest), runner.model.config.max_seq_len - 1  # rows that are done stay there
         key = runner.graphs and getattr(sample, "graph_key", None)  # None: sampling is not captured
-        decode = runner.graphs.step if key else runner._decode
+        decode = runner.graphs.step if key else runner.decode_model
 
         def step(tokens, positions):
             ids = sample(decode(tokens, positions[:, None], runner.cache, length)[:, 0], runner.model.comm)

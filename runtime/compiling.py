@@ -137,7 +137,7 @@ def compile_ahead(runner, prompts):
 
         return run
 
-    ahead, runner._decode = True, torch.compile(runner.model, fullgraph=True, dynamic=False, backend=backend)
+    ahead, runner.decode_model = True, torch.compile(runner.model, fullgraph=True, dynamic=False, backend=backend)
     with _compiling(), contextlib.suppress(InterruptedError):
         runner.next_tokens([[*prompt, 0] for prompt in prompts], Sampler(0))
     ahead = False

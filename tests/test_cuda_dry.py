@@ -34,7 +34,7 @@ def pretended(net, cache, monkeypatch):
         runner.lengths.append(cache_length)
         return net(tokens, positions, cache, cache_length)
 
-    runner._decode = decode
+    runner.decode_model = decode
     monkeypatch.setattr(generate_module, "BUCKET", BUCKET)
     event = types.SimpleNamespace(synchronize=lambda: events.append("read"))
     stream = types.SimpleNamespace(record_event=lambda: event)
@@ -130,7 +130,7 @@ def test_a_captured_step_with_its_choice_generates_the_same(temperature, top_k, 
     expected = generate(plain, prompts, 20, samples[0]).rows
     cache = make_cache(types.SimpleNamespace(device=CUDA, new_cache=net.new_cache), 2, 30)
     runner, _ = pretended(net, cache, monkeypatch)
-    runner._decode = runner.graphs = recorded(monkeypatch, net)[0]
+    runner.decode_model = runner.graphs = recorded(monkeypatch, net)[0]
     compiling.warm_up(runner, prompts, 1, samples[1])
     assert 1 <= len(runner.graphs.graphs) < 5
     assert generate(runner, prompts, 20, samples[1]).rows == expected

@@ -359,7 +359,7 @@ def test_a_prefill_in_passes_and_chunks_equals_one_pass(pass_tokens, chunks):
         widths.append(tokens.shape[1])
         return net(tokens, *args, **kwargs)
 
-    runner._prefill = prefill
+    runner.prefill_model = prefill
     with torch.no_grad():
         one = net.new_cache(3, 12)
         expected = net(tokens, cache=one, select=lengths - 1)[:, 0]

@@ -143,11 +143,11 @@ def generated_code(config, world, batch, length, dtype, chunks):
     net = shard(config, world, dtype)
     with mock.patch.dict(compiling.CPU_OPTIONS, cpp_wrapper=False):
         runner = generate.Runner(net, None, compile=True, compile_prefill=True)
-    tokens, step = torch.randint(config.vocab_size, (batch, length)), runner._prefill
+    tokens, step = torch.randint(config.vocab_size, (batch, length)), runner.prefill_model
     kwargs = {"cache": net.new_cache(batch, 16), "chunks": chunks}
     if length == 1:
         kwargs.update(positions=torch.zeros(batch, 1, dtype=torch.long), cache_length=16)
-        step = runner._decode
+        step = runner.decode_model
     uncached = torch._inductor.config.patch(force_disable_caches=True)  # what is cached is not generated
     with torch.no_grad(), uncached:
         return "\n".join(get_code(step, tokens, **kwargs))
