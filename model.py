@@ -4,7 +4,7 @@ This file is single-device mathematics: it has no rank and no process group. tp.
 same Transformer, and generate.load_model sets its `comm` to collectives that sum the partial results of all ranks.
 
 Shape letters: B batch, S sequence, T cache length, D dim, N heads, K KV heads, G = N / K query heads that share a
-KV head, H head_dim, V vocabulary, v the local part of it, E experts, k experts of a token, I neurons of an expert.
+KV head, H head_dim, V vocabulary, v the local part of it.
 """
 
 import dataclasses
@@ -109,23 +109,15 @@ def residual_stream(x, sublayers, comm, config):
 
 
 def delayed_stream(x, sublayers, comm, config):
-    """Run a ladder whose sublayers also read the terms of pending sums that this rank can compute by itself.
+    """Run a ladder whose sublayers also read this rank's own partials of the sums that are in flight."""
+    own = []  # one for each of these sums
 
-    In delayed these are its own partials; in farskip (arXiv 2511.11505) the shared expert's output, whole on each rank.
-    """
-    early_terms = []  # one for each sum in flight; None for a sublayer without a shared expert
+    def with_own(h, stale, x):
+        del own[: max(0, len(own) - stale)]
+        own.append(h(sum(own, start=x)))
+        return own[-1]
 
-    def with_early_terms(h, stale, x):
-        del early_terms[: max(0, len(early_terms) - stale)]
-        result = h(sum((term for term in early_terms if term is not None), start=x))
-        if not isinstance(result, tuple):  # delayed
-            early_terms.append(result)
-            return result
-        partial, shared = result  # farskip
-        early_terms.append(shared)
-        return partial if shared is None else partial + shared / comm.lanes  # the all-reduce adds up `lanes` of them
-
-    delayed = [(functools.partial(with_early_terms, h, stale), stale) for h, stale in sublayers]
+    delayed = [(functools.partial(with_own, h, stale), stale) for h, stale in sublayers]
     return residual_stream(x, delayed, comm, config)
 
 
@@ -149,17 +141,6 @@ def attention_then_mlp(block, metadata, cache):
         lambda x: block.attention(block.attention_norm(x), metadata, cache),
         lambda x: block.feed_forward(block.ffn_norm(x)),
     ]
-
-
-def attention_then_experts(block, metadata, cache):
-    """Sublayers that return (partial, the shared expert's output, or None where there is no shared expert)."""
-    attention, mlp = attention_then_mlp(block, metadata, cache)
-    has_experts = isinstance(block.feed_forward, MoE)
-
-    def experts(x):
-        return block.feed_forward(block.ffn_norm(x), apart=True) if has_experts else (mlp(x), None)
-
-    return [lambda x: (attention(x), None), experts]
 
 
 def attention_plus_mlp(block, metadata, cache):
@@ -210,19 +191,17 @@ WIRINGS = {
     "spd": Wiring("the MLP reads its own rank's attention", attention_into_mlp, laned=True, small_loss=True),
     "spd-ladder": Wiring("spd, one block late", attention_into_mlp, stale=1, laned=True),
     "delayed": Wiring("a ladder that misses only other ranks' partials", stream=delayed_stream, stale=1, laned=True),
-    "farskip": Wiring(
-        "a ladder that misses no shared expert (of a mixture)", attention_then_experts, stream=delayed_stream, stale=1,
-        parameter=None,
-    ),
     "desync": Wiring("only every N-th all-reduce (2)", stream=desynced_stream, parameter="period", laned=True),
     "upper-bound": Wiring("no all-reduce: a bound on speed", stream=desynced_stream, parameter=None, laned=True),
 }  # fmt: skip
+IN_EXTRAS = {"laneformer": "lanes", "farskip": "experts"}  # more names: the extra whose import adds them to WIRINGS
 
 
 def parse_wiring(text):
-    """Return the wiring_text.Parsed of a wiring's text; extras/lanes has more names. Raises InputError."""
-    if text.startswith("laneformer"):
-        load_extra("lanes", f"wiring {text}")  # its import adds to WIRINGS
+    """Return the wiring_text.Parsed of a wiring's text. Raises InputError."""
+    for name, extra in IN_EXTRAS.items():
+        if text.startswith(name):
+            load_extra(extra, f"wiring {text}")
     return wiring_text.parse(text, WIRINGS)
 
 
@@ -289,7 +268,7 @@ class Config:
     activation: str = "silu"  # of the MLP's gate, one of ACTIVATIONS
     embedding_scale: float | None = None
     logit_cap: float | None = None
-    # a mixture of experts
+    # extras/experts, a mixture of experts
     n_experts: int | None = None
     experts_per_token: int | None = None
     expert_size: int | None = None  # neurons of an expert
@@ -338,11 +317,9 @@ class Config:
     @property
     def mlps(self):
         """{prefix of their matrices' names: neurons} of the MLPs that ranks share out."""
-        dense = self.intermediate_size if self.dense_layers or not self.n_experts else 0
-        sizes = {"": dense, "experts.": self.expert_size, "shared_expert.": self.shared_expert_size}
-        if self.named_wiring.split is attention_then_experts:
-            del sizes["shared_expert."]  # each rank has it whole
-        return {prefix: neurons for prefix, neurons in sizes.items() if neurons}
+        if self.n_experts:
+            return load_extra("experts", "n_experts").mlps(self)
+        return {"": self.intermediate_size}
 
     @property
     def function(self):
@@ -483,40 +460,6 @@ class FeedForward(nn.Module):
         return self.w2(self.activation(self.w1(x)) * self.w3(x))
 
 
-class MoE(nn.Module):
-    """A mixture of experts: each token takes k of E MLPs, which a router chooses, and a shared one if there is one.
-
-    Each rank holds a part of the neurons of every expert. The router, on every rank, gets the same x and so chooses the
-    same experts, since a collective returns the same bits on all ranks.
-    """
-
-    def __init__(self, config):
-        from kernels.experts import Experts  # which only a mixture needs
-
-        super().__init__()
-        dim, E = config.dim, config.n_experts
-        self.k, self.renormalize = config.experts_per_token, config.renormalize_experts
-        self.router = nn.Linear(dim, E, bias=False)
-        self.experts = Experts(dim, config.expert_size, E)
-        self.shared_expert = FeedForward(dim, config.shared_expert_size) if config.shared_expert_size else None
-        self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_expert_gate else None
-
-    def forward(self, x, apart=False):
-        """Return the partial (B, S, D) of x (B, S, D); if apart, (the chosen experts', the shared one's), not added."""
-        tokens = x.flatten(0, -2)
-        weights, chosen = self.router(tokens).float().softmax(-1).topk(self.k)  # (B * S, k)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        y = self.experts(tokens, chosen)  # (B * S, k, D)
-        y = (y * weights[..., None].type_as(y)).unflatten(0, x.shape[:-1]).sum(-2)
-        if self.shared_expert is None:
-            return y
-        shared = self.shared_expert(x)
-        if self.shared_gate is not None:
-            shared = self.shared_gate(x).sigmoid() * shared
-        return (y, shared) if apart else y + shared
-
-
 class Block(nn.Module):
     """The weights of one layer. It has no forward: the wirings, above, say what they compute."""
 
@@ -527,7 +470,7 @@ class Block(nn.Module):
             attention = load_extra("linear_attention", "linear_layers").GatedDeltaNet
         self.attention = attention(config, layer)
         if config.n_experts and layer not in config.dense_layers:
-            self.feed_forward = MoE(config)
+            self.feed_forward = load_extra("experts", "n_experts").MoE(config)
         else:
             self.feed_forward = FeedForward(config.dim, config.intermediate_size, config.mlp_bias, config.activation)
         make = functools.partial(norms.NORMS[config.norm], config.dim, config.norm_eps)

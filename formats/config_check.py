@@ -4,7 +4,7 @@ from kernels.norms import NORMS
 from runtime.errors import InputError, load_extra
 
 ACTIVATIONS = "silu", "gelu_tanh"
-EXPERTS = "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers"
+EXPERTS = "n_experts", "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers"
 
 
 def check(c):
@@ -31,11 +31,9 @@ def check(c):
             raise InputError(f"{name} takes layers from 0 to {c.n_layers - 1}, not {getattr(c, name)}")
     if c.linear_layers or c.linear_attention:
         load_extra("linear_attention", "linear_layers").check(c)
+    if given := [name for name in EXPERTS if getattr(c, name)]:
+        load_extra("experts", given[0]).check(c)
     check_quantization(c)
-    if c.n_experts:
-        check_experts(c)
-    elif given := [name for name in EXPERTS if getattr(c, name)]:
-        raise InputError(f"{given[0]} is for a mixture of experts, which has n_experts")
     if c.named_wiring.model:
         c.named_wiring.model.check(c)
 
@@ -46,25 +44,10 @@ def check_norms(c):
     if c.whole_qk_norm and not (c.qk_norm and c.norm == "rms"):
         raise InputError("whole_qk_norm needs qk_norm and a norm 'rms'")
     wiring = c.named_wiring
-    adds_partials = wiring.laned or wiring.blocks > 1 or len(wiring.norms) < 2 or c.parsed.name == "farskip"
+    adds_partials = wiring.laned or wiring.blocks > 1 or len(wiring.norms) < 2
     name = "sum_norms" if c.sum_norms and adds_partials else "whole_qk_norm" if c.whole_qk_norm and wiring.laned else ""
     if name and c.wiring != "upper-bound":
         raise InputError(f"wiring {c.wiring} is not for models with {name}: it adds partials before they are summed")
-
-
-def check_experts(c):
-    if not c.expert_size:
-        raise InputError("a model with n_experts needs an expert_size")
-    if c.shared_expert_gate and not c.shared_expert_size:
-        raise InputError("shared_expert_gate needs a shared_expert_size")
-    if c.activation != "silu" or c.mlp_bias:
-        what = "mlp_bias" if c.mlp_bias else f"activation {c.activation}"
-        raise InputError(f"{what} is not for a mixture of experts")
-    if not 1 <= (c.experts_per_token or 0) <= c.n_experts:
-        raise InputError(f"experts_per_token is {c.experts_per_token} but must be from 1 to {c.n_experts}")
-    if c.named_wiring.laned and c.wiring != "upper-bound" or c.named_wiring.model:
-        why = "ranks with streams of their own would choose different experts"
-        raise InputError(f"wiring {c.wiring} is not for mixtures of experts: {why}")
 
 
 def check_quantization(c):

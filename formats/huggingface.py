@@ -9,7 +9,6 @@ import torch
 
 from formats import checkpoint
 from formats.checkpoint import MOST_LAYERS, read_json
-from formats.experts import ExpertWeights
 from formats.families import FAMILIES, IGNORED, NESTED, ONLY, SHAPE
 from formats.rope import ROPE_KEYS
 from formats.wiring_text import wiring_name
@@ -136,6 +135,8 @@ def our_values(hf):
     parallel = hf.get("parallel_blocks") or hf.get("use_parallel_residual")
     has_linear = "linear_num_key_heads" in hf
     linear = load_extra("linear_attention", f"model_type {family}").values_from_hf(hf) if has_linear else {}
+    n_experts = hf.get("num_experts") or hf.get("num_local_experts")  # which transformers 5 writes
+    experts = load_extra("experts", f"model_type {family}").values_from_hf(hf, n_experts) if n_experts else {}
     return {
         "n_layers": n_layers, "n_heads": n_heads, "dim": dim, "max_seq_len": hf["max_position_embeddings"],
         "n_kv_heads": hf["num_key_value_heads"] or n_heads, "intermediate_size": hf["intermediate_size"],
@@ -147,27 +148,10 @@ def our_values(hf):
         "embedding_scale": dim**0.5 if family.startswith("gemma") else None,
         "query_scale": (head_dim / scalar) ** 0.5 if scalar != head_dim else None,
         "score_cap": hf.get("attn_logit_softcapping"), "logit_cap": hf.get("final_logit_softcapping"),
-        **experts_from_hf(hf),
         "nope_layers": nope_layers_from_hf(hf), "bos_id": hf["bos_token_id"],
         "sliding_window": hf["sliding_window"] if windowed else None, "window_layers": windowed,
         "wiring": hf.get("wiring") or wiring_from_hf(hf.get("ladder_layers"), parallel, n_layers),
-        **FAMILIES[family].values, **hf.get("laneformer", {}), **linear,
-    }  # fmt: skip
-
-
-def experts_from_hf(hf):
-    """Return the values of Config about experts from the result of read_hf; none for a dense model."""
-    n_experts = hf.get("num_experts") or hf.get("num_local_experts")  # which transformers 5 writes
-    if not n_experts:
-        return {}
-    layers, step, dense = range(hf["num_hidden_layers"]), hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers")
-    return {
-        "n_experts": n_experts, "experts_per_token": hf["num_experts_per_tok"],
-        "expert_size": hf.get("moe_intermediate_size", hf["intermediate_size"]),
-        "renormalize_experts": hf.get("norm_topk_prob", True),
-        "shared_expert_size": hf.get("shared_expert_intermediate_size"),
-        "shared_expert_gate": "shared_expert_intermediate_size" in hf,
-        "dense_layers": tuple(i for i in layers if i in (dense or ()) or (i + 1) % step),
+        **FAMILIES[family].values, **hf.get("laneformer", {}), **linear, **experts,
     }  # fmt: skip
 
 
@@ -261,7 +245,8 @@ class LlamaWeights:
         hf, H, nested = read_hf(values), config.head_dim, values["model_type"] in NESTED
         self.rotary = (H, config.rotary_dim) if hf["model_type"] in ("glm", "glm4") else None
         norms, self.skipped = FAMILIES[hf["model_type"]].norms, Counter()
-        source = ExpertWeights(source) if config.n_experts else source
+        if config.n_experts:
+            source = load_extra("experts", "n_experts").ExpertWeights(source)
         if config.linear_layers:
             source = load_extra("linear_attention", "linear_layers").LinearWeights(source, config)
         if "laneformer" in hf:

@@ -19,14 +19,10 @@ def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie
 
 QWEN = {"bos_id": 151643, "eos_ids": (151645, 151643)}
 YARN = {"factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
-SIZES = {  # shapes for benchmarks with random weights; extras add others
+SIZES = {  # shapes for benchmarks with random weights; extras add others: IN_EXTRAS
     "1b": _llama3(16, 32, 64, 2048, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 1B
     "3b": _llama3(28, 24, 128, 3072, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 3B
     "8b": _llama3(32, 32, 128, 4096, 14336),  # Llama 3.1 8B
-    "30b-a3b": Config(  # Qwen3 30B-A3B
-        48, 32, 4, 128, 2048, 6144, 151936, 40960, 1e-6, 1e6, qk_norm=True, n_experts=128, experts_per_token=8,
-        expert_size=768, **QWEN,
-    ),
     "qwen3-4b": Config(
         36, 32, 8, 128, 2560, 9728, 151936, 40960, 1e-6, 1e6, tie_embeddings=True, qk_norm=True, **QWEN,
     ),
@@ -47,28 +43,26 @@ SIZES = {  # shapes for benchmarks with random weights; extras add others
         40, 32, 2, 128, 4096, 13696, 151552, 32768, rotary_dim=64, sum_norms=True, qkv_bias=True,
         eos_ids=(151329, 151336, 151338),
     ),
-    "mixtral-8x7b": Config(
-        32, 32, 8, 128, 4096, 14336, 32000, 32768, 1e-5, 1e6, n_experts=8, experts_per_token=2, expert_size=14336,
-        bos_id=1, eos_ids=(2,),
-    ),
     "34b": Config(48, 64, 8, 128, 8192, 22016, 32000, 16384, rope_theta=1e6, bos_id=1, eos_ids=(2,)),  # CodeLlama 34B
     "70b": _llama3(80, 64, 128, 8192, 28672),  # Llama 3.1 70B
     # BLOOM 176B as the Ladder Residual paper times it: a Llama block of BLOOM's width with a gated MLP of 3.5 D
     "176b": Config(70, 112, 112, 128, 14336, 50176, 250880, 8192, rope_theta=500000.0, bos_id=1, eos_ids=(2,)),
     "405b": _llama3(126, 128, 128, 16384, 53248),  # Llama 3.1 405B
 }  # fmt: skip
-IN_EXTRAS = {"laneformer": "lanes", "qwen3.6": "linear_attention"}
+IN_EXTRAS = {
+    "laneformer-2b": "lanes", "qwen3.6-27b": "linear_attention", "30b-a3b": "experts", "mixtral-8x7b": "experts",
+}  # fmt: skip
 
 
 def named_size(text):
     """Return the Config of NAME[:N][:QUANT]: N layers of one of SIZES; QUANT: int8, int4 or int4:GROUP_SIZE."""
-    for start, extra in IN_EXTRAS.items():
-        if text.startswith(start):
+    for name, extra in IN_EXTRAS.items():
+        if text.startswith(name):
             load_extra(extra, f"--model {text}")  # adds it to SIZES
     match = re.fullmatch(r"([\w.-]+?)(?::([1-9]\d*))?(?::(int8|int4(?::\d+)?))?", text)
     config = SIZES.get(match and match[1])
     if config is None or int(match[2] or 1) > config.n_layers:
-        words = f"give NAME, NAME:N with N layers, or NAME:N:int8, of {', '.join(SIZES)}"
+        words = f"give NAME, NAME:N with N layers, or NAME:N:int8, of {', '.join(SIZES | IN_EXTRAS)}"
         raise InputError(f"--model {text} is no size, or asks for too many layers: {words}")
     quant, _, size = (match[3] or "").partition(":")
     group_size = int(size or 64) if quant == "int4" else None

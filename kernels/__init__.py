@@ -1,1 +1,1 @@
-"""What makes it fast on a device: integer linears, experts, CUDA graphs."""
+"""What makes it fast on a device: integer linears, CUDA graphs."""

@@ -8,18 +8,15 @@ import gc
 import time
 
 import torch
-import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
 from decoding.sampling import Sampler, pad
-from kernels.experts import Experts, floats
 from kernels.int_linear import recast, swap
 from model import Attention, cache_slots
 from runtime import cxx, place
 from runtime.errors import find_extra
 from runtime.report import PASS_TOKENS
 
-GATHERED = 16  # most pairs of a token and an expert that are gathered: an expert that repeats would be read again
 FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is faster
 # A step's weights evict all else from the caches, so little should run between the products; a second thread is for
 # large kernels.
@@ -55,20 +52,6 @@ class SplitAttention(Attention):
         return flex_attention(q.flatten(2, 3), k[:, :, :T], v[:, :, :T], visible)
 
 
-class GatheredExperts(Experts):
-    """Experts on a GPU: compiled, each of the products of a few tokens is a kernel that reads the chosen weights."""
-
-    def forward(self, x, chosen):
-        if chosen.numel() > GATHERED or not torch.compiler.is_compiling():
-            return super().forward(x, chosen)
-
-        def multiply(w, x):  # (T, k or 1, in_features) -> (T, k, out_features)
-            return (floats(list(w.parameters()), chosen) * x[..., None, :]).sum(-1)
-
-        x = x[:, None]  # (T, 1, D)
-        return multiply(self.w2, F.silu(multiply(self.w1, x)) * multiply(self.w3, x))
-
-
 def use_fast_modules(model):
     """Replace modules by those with kernels for a decode step, on a CPU those of extras/cpu, if it is there.
 
@@ -80,9 +63,8 @@ def use_fast_modules(model):
         return
 
     def make(name, module):
-        if type(module) is Attention and module.head_dim % 16 == 0 and not module.score_cap:
-            return recast(module, SplitAttention)
-        return recast(module, GatheredExperts) if type(module) is Experts else None
+        fits = type(module) is Attention and module.head_dim % 16 == 0 and not module.score_cap
+        return recast(module, SplitAttention) if fits else None
 
     swap(model, make)
 

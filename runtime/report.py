@@ -65,11 +65,6 @@ def warn_of_memory(world, config, dtype, rows, slots):
         print(f"weights and cache of rank {world.rank} may not fit: {text}", file=sys.stderr)
 
 
-def chosen_experts(config, tokens):
-    """Return the share of a layer's experts that so many tokens read, if each chooses evenly and by itself."""
-    return 1 - (1 - config.experts_per_token / config.n_experts) ** tokens
-
-
 def step_bytes(model, cache, filled, drafted=0):
     """Return the bytes that a decode step of this rank reads, of a token and so many drafted ones in each row.
 
@@ -77,9 +72,10 @@ def step_bytes(model, cache, filled, drafted=0):
     state of linear attention.
     """
     c, tokens, total = model.config, len(cache[0][0]) * (1 + drafted), 0
+    chosen = load_extra("experts", "n_experts").chosen_share(c, tokens) if c.n_experts else 1
     for name, tensor in model.named_parameters(remove_duplicate=False):
         if "tok_embeddings." not in name:
-            total += tensor.nbytes * (chosen_experts(c, tokens) if ".experts." in name else 1)
+            total += tensor.nbytes * (chosen if ".experts." in name else 1)
     for i, layer in enumerate(cache):  # of several lanes one after another
         slots = min(filled, c.sliding_window) if i % c.n_layers in c.window_layers else filled
         is_state = i % c.n_layers in c.linear_layers

@@ -119,8 +119,6 @@ class Reference:
     def mlp(self, layer, x, shard, norm="ffn_norm"):
         w, p, (a, b) = self.w, f"layers.{layer}.", shard[1]
         x = self.norm(x, p + norm) if self.c.input_norms else x
-        if self.c.n_experts and layer not in self.c.dense_layers:
-            return self.experts(p + "feed_forward.", x) + self.shared_expert(p + "feed_forward.", x)
         gate, up = x @ w[p + "feed_forward.w1.weight"][a:b].T, x @ w[p + "feed_forward.w3.weight"][a:b].T
         if self.c.mlp_bias:
             gate, up = gate + w[p + "feed_forward.w1.bias"][a:b], up + w[p + "feed_forward.w3.bias"][a:b]
@@ -128,48 +126,6 @@ class Reference:
         gate = gate * (1 + np.tanh(inner)) / 2 if self.c.activation == "gelu_tanh" else gate / (1 + np.exp(-gate))
         out = gate * up @ w[p + "feed_forward.w2.weight"][:, a:b].T
         return out + w[p + "feed_forward.w2.bias"] if self.c.mlp_bias and a == 0 else out
-
-    def gated(self, x, w1, w3, w2):
-        gate = w1 @ x
-        return w2 @ (gate / (1 + np.exp(-gate)) * (w3 @ x))
-
-    def experts(self, p, x):
-        """What each token's likeliest experts give, weighted with their probabilities. On one rank, token by token."""
-        w, out = self.w, np.zeros_like(x)
-        for t, token in enumerate(x):
-            scores = np.exp(w[p + "router.weight"] @ token)
-            probabilities = scores / scores.sum()
-            chosen = sorted(range(self.c.n_experts), key=lambda e: -probabilities[e])[: self.c.experts_per_token]
-            whole = sum(probabilities[e] for e in chosen) if self.c.renormalize_experts else 1
-            for e in chosen:
-                matrices = (w[f"{p}experts.{name}.weight"][e] for name in ("w1", "w3", "w2"))
-                out[t] += probabilities[e] / whole * self.gated(token, *matrices)
-        return out
-
-    def shared_expert(self, p, x):
-        if not self.c.shared_expert_size:
-            return np.zeros_like(x)
-        matrices = [self.w[f"{p}shared_expert.{name}.weight"] for name in ("w1", "w3", "w2")]
-        out = np.stack([self.gated(token, *matrices) for token in x])
-        if self.c.shared_expert_gate:
-            out = out / (1 + np.exp(-x @ self.w[p + "shared_gate.weight"].T))
-        return out
-
-    def farskip(self, x0):
-        """The stream of a mixture: attention k misses the routed experts of layer k - 1, experts k miss attention k."""
-        c, w, attention, routed, shared = self.c, self.w, [], [], []
-        for layer in range(c.n_layers):
-            whole = x0 + sum(attention) + sum(routed) + sum(shared)
-            late = whole - routed[-1] if routed else whole
-            attention.append(self.attention(layer, late, self.shards[0]))
-            if layer in c.dense_layers:
-                routed.append(self.mlp(layer, whole, self.shards[0]))
-                continue
-            p = f"layers.{layer}."
-            x = rms_norm(whole, w[p + "ffn_norm.weight"], c.norm_eps)
-            routed.append(self.experts(p + "feed_forward.", x))
-            shared.append(self.shared_expert(p + "feed_forward.", x))
-        return x0 + sum(attention) + sum(routed) + sum(shared)
 
     def attention_into_mlp(self, layer, x, shard):
         y = self.attention(layer, x, shard)
@@ -191,7 +147,7 @@ class Reference:
     def parts(self, layer, split):
         """What a layer adds to the stream, each a partial(x, shard)."""
         attention, mlp = functools.partial(self.attention, layer), functools.partial(self.mlp, layer)
-        if split in (model.attention_then_mlp, model.attention_then_experts):
+        if split is model.attention_then_mlp:
             return [attention, mlp]
         if split is model.attention_plus_mlp:
             return [lambda x, shard: attention(x, shard) + mlp(x, shard, norm="attention_norm")]
@@ -214,8 +170,6 @@ class Reference:
     def stream(self, x0):
         """The final residual stream, of each rank."""
         (wiring, _, n, _), sublayers = self.wiring(), self.sublayers()
-        if wiring is WIRINGS["farskip"] and self.c.shared_expert_size:
-            return [self.farskip(x0)]
         if wiring.stream in (model.residual_stream, model.delayed_stream):
             x, partials, seen = [x0], [], 0  # x[i]: with the sums of the first i sublayers; seen: how many of them
             for i, (h, stale) in enumerate(sublayers):

@@ -1,6 +1,5 @@
 """bench.sh and bench.py: its cells compute what generate.py computes, and its tables say what is noise."""
 
-import dataclasses
 import json
 import os
 import shlex
@@ -11,12 +10,11 @@ import time
 
 import pytest
 import torch
-from helpers import BASE, HANGS, ROOT, main_on_ranks, random_model, run_ranks, write_model
+from helpers import HANGS, ROOT, main_on_ranks, run_ranks
 
 import bench
 import generate
 from decoding.sampling import Sampler
-from extras.drafts.named import read_draft
 from formats import checkpoint
 from model import rewired
 from runtime import cli, launch
@@ -69,16 +67,6 @@ def test_wirings_share_one_set_of_weights(tiny):
     firsts = [getattr(model, "lanes", [model])[0] for model in models.values()]
     pointers = [model.layers[0].attention.wo.weight.data_ptr() for model in firsts]
     assert pointers[0] == pointers[1] != pointers[2]
-
-
-def test_farskip_has_other_shards_than_a_ladder(tmp_path):
-    config = dataclasses.replace(BASE, n_experts=3, experts_per_token=2, expert_size=16, shared_expert_size=32)
-    write_model(tmp_path, config, random_model(config).state_dict(), torch.float32)
-    words = flags(tmp_path, "--batch", 2, "--dtype", "float32", "--eager", "--wiring", "ladder", "farskip")
-    for wiring, _, mine, alone in run_ranks(2, texts_of_cells, words)[0]:
-        assert mine == alone, wiring
-    with pytest.raises(InputError, match="wiring:ladder has other shards of the shared expert than farskip"):
-        read_draft("wiring:ladder", rewired(config, "farskip"), None, tp_size=2)
 
 
 def test_ranks_append_a_line_for_each_cell(tiny, tmp_path):

@@ -1,5 +1,6 @@
 """The core without the extras: in copies of the project that lack folders of extras/, it runs and passes its tests."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -45,6 +46,15 @@ def test_the_core_runs_without(folder, tmp_path):
     if folder in (None, "collectives"):
         refused = run(*TWO_RANKS, *DEMO, "--comm", "int8")
         assert "--comm int8 needs the folder extras/collectives" in refused.stderr
+    if folder in (None, "experts"):
+        config = json.loads((ROOT / "demo" / "config.json").read_text()) | {"n_experts": 2}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        for what, *flags in (
+            ("n_experts", "--checkpoint", "."), ("--model 30b-a3b:1", "--model", "30b-a3b:1"),
+            ("wiring farskip", "--checkpoint", "demo", "--wiring", "farskip"),
+        ):  # fmt: skip
+            refused = run("generate.py", "--prompt", "ids:1", *flags)
+            assert refused.returncode == 2 and f"{what} needs the folder extras/experts" in refused.stderr
     if folder == "cpu":
         compiled = run(*DEMO, "--compile")
         assert compiled.returncode == 0 and compiled.stdout.startswith("Once upon a time,"), compiled.stderr

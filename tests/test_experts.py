@@ -3,27 +3,31 @@
 import dataclasses
 import functools
 import json
-import types
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from helpers import BASE, random_model, rank_logits, run_ranks, unequal_rows, write_model
+from reference import Reference, rms_norm
 from safetensors.torch import load_file, save_file
+from test_bench import flags, texts_of_cells
 from test_convert import TOKENS, change_tensors, check_parity, convert, hf_model
 from test_wiring import check_against_the_reference
 
+import model
 import quantize
 import tp
 from extras.cpu import few_rows
+from extras.drafts.named import read_draft
+from extras.experts import MoE, kernels
 from extras.export import to_hf
-from extras.training import adapt
 from formats import checkpoint
-from kernels import experts, int_linear
-from model import MoE
-from runtime import compiling, report
+from formats.sizes import named_size
+from kernels import int_linear
+from runtime import report
 from runtime.errors import InputError
 
 MIXTURE = dataclasses.replace(
@@ -35,6 +39,66 @@ CONFIGS = [dataclasses.replace(config, wiring=w) for config in (MIXTURE, SHARED)
 CONFIGS.append(dataclasses.replace(SHARED, wiring="farskip", dense_layers=(1,)))
 
 
+class MixtureReference(Reference):
+    """The reference of test_wiring, on one rank, with experts in the MLPs."""
+
+    def mlp(self, layer, x, shard, norm="ffn_norm"):
+        if layer in self.c.dense_layers:
+            return super().mlp(layer, x, shard, norm)
+        p = f"layers.{layer}."
+        x = self.norm(x, p + norm)
+        return self.experts(p + "feed_forward.", x) + self.shared_expert(p + "feed_forward.", x)
+
+    def wiring(self):
+        wiring, *others = super().wiring()
+        return model.WIRINGS["ladder"] if wiring is model.WIRINGS["farskip"] else wiring, *others
+
+    def stream(self, x0):
+        return [self.farskip(x0)] if self.c.wiring == "farskip" and self.c.shared_expert_size else super().stream(x0)
+
+    def gated(self, x, w1, w3, w2):
+        gate = w1 @ x
+        return w2 @ (gate / (1 + np.exp(-gate)) * (w3 @ x))
+
+    def experts(self, p, x):
+        """What each token's likeliest experts give, weighted with their probabilities. On one rank, token by token."""
+        w, out = self.w, np.zeros_like(x)
+        for t, token in enumerate(x):
+            scores = np.exp(w[p + "router.weight"] @ token)
+            probabilities = scores / scores.sum()
+            chosen = sorted(range(self.c.n_experts), key=lambda e: -probabilities[e])[: self.c.experts_per_token]
+            whole = sum(probabilities[e] for e in chosen) if self.c.renormalize_experts else 1
+            for e in chosen:
+                matrices = (w[f"{p}experts.{name}.weight"][e] for name in ("w1", "w3", "w2"))
+                out[t] += probabilities[e] / whole * self.gated(token, *matrices)
+        return out
+
+    def shared_expert(self, p, x):
+        if not self.c.shared_expert_size:
+            return np.zeros_like(x)
+        matrices = [self.w[f"{p}shared_expert.{name}.weight"] for name in ("w1", "w3", "w2")]
+        out = np.stack([self.gated(token, *matrices) for token in x])
+        if self.c.shared_expert_gate:
+            out = out / (1 + np.exp(-x @ self.w[p + "shared_gate.weight"].T))
+        return out
+
+    def farskip(self, x0):
+        """The stream of a mixture: attention k misses the routed experts of layer k - 1, experts k miss attention k."""
+        c, w, attention, routed, shared = self.c, self.w, [], [], []
+        for layer in range(c.n_layers):
+            whole = x0 + sum(attention) + sum(routed) + sum(shared)
+            late = whole - routed[-1] if routed else whole
+            attention.append(self.attention(layer, late, self.shards[0]))
+            if layer in c.dense_layers:
+                routed.append(self.mlp(layer, whole, self.shards[0]))
+                continue
+            p = f"layers.{layer}."
+            x = rms_norm(whole, w[p + "ffn_norm.weight"], c.norm_eps)
+            routed.append(self.experts(p + "feed_forward.", x))
+            shared.append(self.shared_expert(p + "feed_forward.", x))
+        return x0 + sum(attention) + sum(routed) + sum(shared)
+
+
 def config_id(config):
     return f"{config.wiring}, shared {config.shared_expert_size}, dense {config.dense_layers}"
 
@@ -42,7 +106,8 @@ def config_id(config):
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("config", CONFIGS, ids=config_id)
 def test_matches_the_naive_float64_reference(config, renormalize):
-    check_against_the_reference(dataclasses.replace(config, renormalize_experts=renormalize))
+    config = dataclasses.replace(config, renormalize_experts=renormalize)
+    check_against_the_reference(config, MixtureReference)
 
 
 def test_farskip_is_ladder_without_a_shared_expert():
@@ -100,6 +165,16 @@ def test_equal_scores_and_an_expert_that_nobody_chose():
         assert (chosen == chosen[0]).all()  # so two experts have no token
         each = [moe.experts(x.flatten(0, 1), torch.full((10, 1), int(e)))[:, 0] for e in chosen[0]]
         assert torch.allclose(y.flatten(0, 1), sum(each) / 3, atol=1e-5)
+
+
+def test_farskip_has_other_shards_than_a_ladder(tmp_path):
+    config = dataclasses.replace(BASE, n_experts=3, experts_per_token=2, expert_size=16, shared_expert_size=32)
+    write_model(tmp_path, config, random_model(config).state_dict(), torch.float32)
+    words = flags(tmp_path, "--batch", 2, "--dtype", "float32", "--eager", "--wiring", "ladder", "farskip")
+    for wiring, _, mine, alone in run_ranks(2, texts_of_cells, words)[0]:
+        assert mine == alone, wiring
+    with pytest.raises(InputError, match="wiring:ladder has other shards of the shared expert than farskip"):
+        read_draft("wiring:ladder", model.rewired(config, "farskip"), None, tp_size=2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -187,16 +262,15 @@ def test_few_rows_experts_against_float64(tokens, bits, threads):
 
 def one(x, matrices, e):
     """What expert e makes of a token."""
-    w1, w3, w2 = (experts.floats([t[e] for t in matrix]) for matrix in matrices)
+    w1, w3, w2 = (kernels.floats([t[e] for t in matrix]) for matrix in matrices)
     gate = w1 @ x
     return w2 @ (gate / (1 + (-gate).exp()) * (w3 @ x))
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("ranks", [1, 5, 7])
-def test_products_for_a_gpu_take_the_shards_of_any_number_of_ranks(ranks, bits, monkeypatch):
+def test_products_for_a_gpu_take_the_shards_of_any_number_of_ranks(ranks, bits):
     """On a CPU, where grouped_mm asks for rows of whole 16 bytes, too."""
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     E, D, neurons, k, generator = 5, 64, 96, 2, torch.Generator().manual_seed(ranks)
     x, config = torch.randn(8, D, generator=generator).bfloat16(), dataclasses.replace(MIXTURE, expert_size=neurons)
     chosen = torch.stack([torch.randperm(E - 1, generator=generator)[:k] for _ in x])
@@ -208,9 +282,8 @@ def test_products_for_a_gpu_take_the_shards_of_any_number_of_ranks(ranks, bits, 
         columns = [slice(None) if t.shape[2] == 1 else slice(*(i * t.shape[2] // neurons for i in (a, b))) for t in w2]
         own = [[t[:, a:b].contiguous() for t in w] for w in (w1, w3)]
         own.append([t[..., part].contiguous() for t, part in zip(w2, columns, strict=True)])
-        grouped += experts.experts_on_a_gpu(x, chosen, *own).double()
-        modules = {f"w{i}": types.SimpleNamespace(parameters=w.copy) for i, w in zip((1, 3, 2), own, strict=True)}
-        gathered += compiling.GatheredExperts.forward(types.SimpleNamespace(**modules), x, chosen).double()
+        grouped += kernels.experts_on_a_gpu(x, chosen, *own).double()
+        gathered += kernels.gathered(x, chosen, *own).double()
     assert (grouped - expected).abs().max() < 0.02 * expected.abs().max()
     assert (gathered - expected).abs().max() < 0.02 * expected.abs().max()
 
@@ -248,7 +321,7 @@ def test_a_gradient_passes_through_the_experts(config):
     moe = MoE(config).double()
     for weight in moe.parameters():
         torch.nn.init.normal_(weight, 0, 0.3)
-    moe.experts.__class__ = adapt.DifferentiableExperts
+    kernels.make_differentiable(moe, compiles=False)
     x, weight = torch.randn(2, 6, 48).double(), torch.randn(2, 6, 48).double()
     gradients = []
     for forward in moe, every_expert(moe):
@@ -354,11 +427,16 @@ def test_bad_experts_are_one_line(changes, tensors, words, tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"n_experts": None}, "experts_per_token is for a mixture"),
-        ({"expert_size": None}, "needs an expert_size"),
+        ({"n_experts": None}, "a mixture of experts needs n_experts and an expert_size"),
+        ({"expert_size": None}, "a mixture of experts needs n_experts and an expert_size"),
         ({"dense_layers": (3,)}, "dense_layers takes layers from 0 to 2"),
         ({"shared_expert_gate": True}, "shared_expert_gate needs a shared_expert_size"),
         ({"mlp_bias": True}, "mlp_bias is not for a mixture"),
+        ({"activation": "gelu_tanh"}, "activation gelu_tanh is not for a mixture"),
+        (
+            {"shared_expert_size": 28, "sum_norms": True, "wiring": "farskip"},
+            "farskip is not for models with sum_norms",
+        ),
         ({"quant": "int4", "group_size": 32, "dim": 64, "expert_size": 32, "kept": ("wo",)}, "the 100 columns of w2"),
     ],
 )
@@ -371,3 +449,17 @@ def test_bad_configs_are_one_line(changes, words):
 def test_wirings_with_streams_of_their_own_are_refused(wiring):
     with pytest.raises(InputError, match="not for mixtures"):
         dataclasses.replace(MIXTURE, wiring=wiring)
+
+
+def test_a_rank_without_eight_neurons_is_refused():
+    config = dataclasses.replace(MIXTURE, expert_size=24)
+    with pytest.raises(InputError, match="cannot shard 24 neurons in groups of 8: use 1 to 3"):
+        tp.shard_plan(config, 0, 4)
+
+
+PUBLISHED = {"30b-a3b": 30.532, "mixtral-8x7b": 46.703}  # billions of parameters
+
+
+def test_the_named_sizes_have_the_published_parameter_counts():
+    counts = {name: sum(p.numel() for p in model.build(named_size(name)).parameters()) for name in PUBLISHED}
+    assert {name: round(count / 1e9, 3) for name, count in counts.items()} == PUBLISHED

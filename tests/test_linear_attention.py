@@ -128,7 +128,7 @@ MIXTURE = dataclasses.replace(
     CONFIG, n_experts=5, experts_per_token=2, expert_size=36, shared_expert_size=28, shared_expert_gate=True,
     wiring="farskip", tie_embeddings=False, n_kv_heads=4,
 )  # fmt: skip
-CONFIGS = [*(dataclasses.replace(CONFIG, **changes) for changes in ANY_TP if changes["wiring"] != "farskip"), MIXTURE]
+CONFIGS = [*(dataclasses.replace(CONFIG, **changes) for changes in ANY_TP), MIXTURE]
 LANES = dataclasses.replace(CONFIG, wiring="spd/4")  # each has states of its own
 
 

@@ -104,8 +104,6 @@ def test_int4_is_cut_at_multiples_of_128_columns_where_shares_stay_about_even(co
     ((7, 1), {**MANY, "intermediate_size": 4}, "1 in 8 gets none of 4 parts of the MLP: give 1 in 4 or more"),
     (7, {}, "7 ranks or lanes cannot shard n_heads 6: use 1 to 6"),
     (6, {"intermediate_size": 5}, "cannot shard 5 neurons: use 1 to 5"),
-    (4, {"intermediate_size": 24, "n_experts": 2, "experts_per_token": 1, "expert_size": 24},
-     "cannot shard 24 neurons in groups of 8: use 1 to 3"),
 ])  # fmt: skip
 def test_a_rank_without_a_head_or_a_neuron_is_refused(shares, changes, words):
     config = dataclasses.replace(BASE, **changes)

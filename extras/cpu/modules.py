@@ -7,7 +7,6 @@ import torch.nn.functional as F
 
 from extras.cpu import few_rows
 from kernels import cpu
-from kernels.experts import Experts
 from kernels.int_linear import recast, swap
 from model import Attention, FeedForward
 from runtime import launch
@@ -35,17 +34,6 @@ class FewRowsFeedForward(FeedForward):
         return torch.ops.ladder.feed_forward_int(x, *weights, self.w1.out_features, self.w1.in_features, self.w1.bits)
 
 
-class FewRowsExperts(Experts):
-    """Experts on a CPU, in bfloat16 or Packed: few_rows.cpp reads the weights of those that are chosen, once."""
-
-    def forward(self, x, chosen):
-        matrices = self.w1, self.w3, self.w2
-        weights, bits = [w.weight for w in matrices], [getattr(w, "bits", 16) for w in matrices]
-        if bits == [16] * 3 and chosen.numel() > few_rows.FEW * len(weights[0]):
-            return super().forward(x, chosen)
-        return torch.ops.ladder.few_rows_experts(x, chosen, *weights, self.w2.in_features, x.shape[1], bits)
-
-
 def use_kernels(model):
     """Replace modules of a model in bfloat16, if few_rows.cpp knows this processor; else rank 0 prints that.
 
@@ -66,6 +54,10 @@ def use_kernels(model):
         if type(module) is FeedForward and module.w1.bias is None and module.activation is F.silu:
             integers = all(type(linear) is few_rows.FewRowsIntLinear for linear in module.children())
             return recast(module, FewRowsFeedForward) if integers else None
-        return recast(module, FewRowsExperts) if type(module) is Experts else None
+        if name == "experts":
+            from extras.cpu.experts import FewRowsExperts  # which needs extras/experts
+
+            return recast(module, FewRowsExperts)
+        return None
 
     swap(model, make)

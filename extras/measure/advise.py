@@ -23,7 +23,7 @@ from formats.checkpoint import dtype_name
 from model import build, rewired
 from runtime import benchmarking, cli, launch, report
 from runtime.cli import count, number
-from runtime.errors import InputError
+from runtime.errors import InputError, load_extra
 from tp import shard_plan, shard_slices
 
 # ---- The work of a decode step, and how fast a machine does it -------------------------------------------------------
@@ -57,7 +57,8 @@ def rank_work(whole, dtype, rank, tp_size, batch, context):
         place, size = name.split(".")[2] if name.startswith("layers.") else "rest", math.prod(shape)
         read, used = 1, 1  # the shares of the weights that a step reads, and that a token multiplies with
         if ".experts." in name:
-            read, used = report.chosen_experts(config, batch), config.experts_per_token / config.n_experts
+            read = load_extra("experts", "n_experts").chosen_share(config, batch)
+            used = config.experts_per_token / config.n_experts
         n_bytes[place] += size * stored.itemsize * read
         if name.endswith(".weight"):
             flops[place] += 2 * batch * size * used * (2 if stored == torch.uint8 else 1)  # int4: two in a byte
@@ -145,7 +146,7 @@ def retraining(own, config, tp_size):
 
 def measured_losses(own, tp_size):
     """Return {function: percent} by which small standard models, retrained in a wiring on 20 % of the tokens of their
-    training, ended above one trained plainly on as many: benchmarks/quality.md, and docs/experts.md of a mixture.
+    training, ended above one trained plainly on as many: benchmarks/quality.md, and benchmarks/experts.md of a mixture.
     """
     half, middle, losses = own.n_layers // 2, own.n_layers // 4, {own.wiring: 0.0}
     if own.wiring == "standard" and own.n_experts:

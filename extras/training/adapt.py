@@ -21,13 +21,12 @@ from tqdm import tqdm
 from evaluation.score import SEPARATOR
 from extras.training import lanes, runs, sharding
 from formats import checkpoint
-from kernels.experts import Experts, experts
 from kernels.int_linear import recast
 from model import Transformer, interleave
 from model import build as build_model
 from runtime import cli, launch, place, writing
 from runtime.cli import count, number
-from runtime.errors import InputError
+from runtime.errors import InputError, load_extra
 
 CHUNK = 1024  # tokens whose logits are computed at a time
 
@@ -42,13 +41,6 @@ def token_losses(head, x, targets, teacher_head=None, teacher_x=None):
         teacher_logp = F.log_softmax(teacher_head(teacher_x).float(), -1)
         divergence = F.kl_div(student_logp, teacher_logp, reduction="sum", log_target=True)
     return divergence, F.nll_loss(student_logp, targets, reduction="sum")
-
-
-class DifferentiableExperts(Experts):
-    """Experts with a gradient, which the operator of the core has not. Those that no token chose get zeros."""
-
-    def forward(self, x, chosen):
-        return experts(x, chosen, *([w.weight.unbind()] for w in (self.w1, self.w3, self.w2)))
 
 
 class Trainee(Transformer):
@@ -70,11 +62,8 @@ def build(config, weights, world, args, is_teacher=False):
     """
     dtype = checkpoint.DTYPES[args.compute_dtype]
     model = recast(build_model(config), Trainee)
-    for module in model.modules():
-        if type(module) is Experts:
-            recast(module, DifferentiableExperts)
-            if args.compile:  # which experts compute depends on data
-                module.forward = torch.compiler.disable(module.forward)
+    if config.n_experts:
+        load_extra("experts", "n_experts").make_differentiable(model, args.compile)
     if config.lanes:
         lanes.split(model)
     if is_teacher:

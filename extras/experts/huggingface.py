@@ -1,4 +1,4 @@
-"""Reads the tensors of a mixture's experts, which families name and store in several ways, as one tensor for all."""
+"""Reads what Hugging Face's configs say of experts, and their tensors, which families name and store in many ways."""
 
 import re
 
@@ -39,3 +39,16 @@ class ExpertWeights:
         names = [source_name for _, source_name in self.places[name]]
         tensors = [self.source.read(source_name) for source_name in names]
         return torch.stack(tensors) if re.search(r"experts\.\d", names[0]) else tensors[0]
+
+
+def values_from_hf(hf, n_experts):
+    """Return the values of Config about so many experts, of the result of huggingface.read_hf."""
+    layers, step, dense = range(hf["num_hidden_layers"]), hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers")
+    return {
+        "n_experts": n_experts, "experts_per_token": hf["num_experts_per_tok"],
+        "expert_size": hf.get("moe_intermediate_size", hf["intermediate_size"]),
+        "renormalize_experts": hf.get("norm_topk_prob", True),
+        "shared_expert_size": hf.get("shared_expert_intermediate_size"),
+        "shared_expert_gate": "shared_expert_intermediate_size" in hf,
+        "dense_layers": tuple(i for i in layers if i in (dense or ()) or (i + 1) % step),
+    }  # fmt: skip

@@ -7,7 +7,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels.int_linear import dequantize
+from kernels.int_linear import dequantize, recast
+
+GATHERED = 16  # most pairs of a token and an expert that are gathered: an expert that repeats would be read again
 
 torch.library.define("ladder::experts", "(Tensor x, Tensor chosen, Tensor[] w1, Tensor[] w3, Tensor[] w2) -> Tensor")
 torch.library.register_fake("ladder::experts", lambda x, chosen, *_: x.new_empty(*chosen.shape, x.shape[1]))
@@ -50,6 +52,16 @@ def experts_on_a_gpu(x, chosen, w1, w3, w2):
     return y[order.argsort()].view(*chosen.shape, -1)
 
 
+def gathered(x, chosen, w1, w3, w2):
+    """Compute what experts() does; compiled, each product is a kernel that reads the chosen weights in place."""
+
+    def multiply(matrices, x):  # (T, k or 1, in_features) -> (T, k, out_features)
+        return (floats(matrices, chosen) * x[..., None, :]).sum(-1)
+
+    x = x[:, None]  # (T, 1, D)
+    return multiply(w2, F.silu(multiply(w1, x)) * multiply(w3, x))
+
+
 torch.library.impl("ladder::experts", "default", experts)
 torch.library.impl("ladder::experts", "CUDA", experts_on_a_gpu)
 
@@ -75,4 +87,22 @@ class Experts(nn.Module):
 
     def forward(self, x, chosen):
         """Return (T, k, D): what each expert that tokens x (T, D) have chosen (T, k) makes of them."""
-        return torch.ops.ladder.experts(x, chosen, *(list(w.parameters()) for w in (self.w1, self.w3, self.w2)))
+        few = x.is_cuda and torch.compiler.is_compiling() and chosen.numel() <= GATHERED
+        multiply = gathered if few else torch.ops.ladder.experts
+        return multiply(x, chosen, *(list(w.parameters()) for w in (self.w1, self.w3, self.w2)))
+
+
+class DifferentiableExperts(Experts):
+    """Experts with a gradient, which the operator has not. Those that no token chose get zeros."""
+
+    def forward(self, x, chosen):
+        return experts(x, chosen, *([w.weight.unbind()] for w in (self.w1, self.w3, self.w2)))
+
+
+def make_differentiable(model, compiles):
+    """Make the Experts of a model DifferentiableExperts, which the compiler, if it `compiles`, leaves alone."""
+    for module in model.modules():
+        if type(module) is Experts:
+            recast(module, DifferentiableExperts)
+            if compiles:  # which experts compute depends on data
+                module.forward = torch.compiler.disable(module.forward)
