@@ -4,6 +4,10 @@ python generate.py --checkpoint demo --prompt "Once upon a time"
 torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt "Once upon a time"
 """
 
+# main -> set_up, then run -> generate -> token_passes (the loop) -> Runner.next_tokens (a pass) -> model, then sampler.
+# Every rank runs all of this: each samples from its part of the vocabulary, the ranks exchange their best candidates,
+# and, having the same seed, all choose the same token.
+
 import contextlib
 import functools
 import os
@@ -31,8 +35,8 @@ from tp import TensorParallel, load_shard
 
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
-    load = load_shard
-    if config.named_wiring.model or config.lanes and world.shares != (1,) * config.lanes:  # not a lane for each rank
+    load, lane_on_each_rank = load_shard, config.lanes is None or world.shares == (1,) * config.lanes
+    if config.named_wiring.model or not lane_on_each_rank:
         load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():
         if folder:
@@ -126,7 +130,8 @@ class Runner:
         a pass, not of the whole prompt. cached_tokens: so many of each row, but not all, are in the cache.
         """
         B, S = tokens.shape
-        cached_tokens *= not self.model.config.linear_layers  # whose state cannot go back to where the prompts part
+        if self.model.config.linear_layers:  # whose state cannot go back to where the prompts part
+            cached_tokens = 0
         width = max(1, pass_tokens // B) if pass_tokens else S
         last, logits = lengths - 1, None
         starts = range(cached_tokens, S, width)
@@ -138,9 +143,10 @@ class Runner:
                 place.at("prefill from token", start)
                 filled = start + piece.shape[1]
                 positions = torch.arange(start, filled, device=tokens.device).expand(B, -1)
-            select, chunks = (last - start).clamp(-1, piece.shape[1] - 1), self.choose_chunks(*piece.shape)
-            later = self.prefill_model(piece, positions, self.cache, filled, select, chunks)[:, 0]
-            logits = later if logits is None else torch.where((last >= start)[:, None], later, logits)
+            select = (last - start).clamp(-1, piece.shape[1] - 1)  # -1: this row ended in an earlier pass
+            chunks = self.choose_chunks(*piece.shape)
+            new = self.prefill_model(piece, positions, self.cache, filled, select, chunks)[:, 0]
+            logits = new if logits is None else torch.where((last >= start)[:, None], new, logits)
         return logits
 
     @torch.inference_mode()
@@ -171,7 +177,7 @@ class Generation(NamedTuple):
     rows: list  # new ids of each row, without end-of-sequence
     steps: int  # tokens of the longest row, end-of-sequence included
     prefill_s: float  # seconds to the first token
-    decode_s: float  # of the passes after it, without what the tokens' reader takes
+    decode_s: float  # of the passes after it, without the time that whoever reads the tokens takes
     passes: int
     finish: list  # of each row "stop" for end-of-sequence, "length" for max_new_tokens or the context, None for neither
 
@@ -201,7 +207,8 @@ def token_passes(runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None
     draft any function such as its __call__. draft: one of extras/drafts, with which a pass may yield several tokens of
     a row. cached_tokens: see Runner.prefill. Raises InputError.
     """
-    texts, done, passes, shown = [list(prompt) for prompt in prompts], [None] * len(prompts), 0, 0.0
+    texts, finish = [list(prompt) for prompt in prompts], [None] * len(prompts)
+    passes, decode_s = 0, 0.0
     ends = [min(len(prompt) + max_new_tokens, runner.model.config.max_seq_len) for prompt in prompts]
     step = runner.plain_step()
     place.at("prefill")
@@ -211,35 +218,36 @@ def token_passes(runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None
         draft.begin(cached_tokens)
     logits = runner.prefill(tokens, lengths, PASS_TOKENS, cached_tokens)
     new = sample(logits, runner.model.comm)[:, None].tolist()  # waits for the device
-    first = time.perf_counter() - start
+    resumed = time.perf_counter()
+    prefill_s = resumed - start
     while True:
-        now = time.perf_counter()
         fresh = [[] for _ in texts]
         for row, ids in enumerate(new):
             for i in ids:
-                if done[row]:
+                if finish[row]:
                     break
                 if i == -1:
                     where = f"row {row} in step {len(texts[row]) - len(prompts[row])}"
                     raise InputError(f"the logits of {where} are NaN or infinite: see --dtype")
                 texts[row].append(i)
                 if i in eos_ids:
-                    done[row] = "stop"
+                    finish[row] = "stop"
                     break
                 fresh[row].append(i)
                 if len(texts[row]) >= ends[row]:
-                    done[row] = "length"
+                    finish[row] = "length"
         place.at("output", timed=False)  # its reader may take a break
+        decode_s += time.perf_counter() - resumed
         stop = yield fresh
-        if stop or all(done):
+        resumed = time.perf_counter()
+        if stop or all(finish):
             added = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
             rows = [[i for i in row if i not in eos_ids] for row in added]
-            return Generation(rows, max(map(len, added)), first, now - start - first - shown, passes, done)
-        shown += time.perf_counter() - now
+            return Generation(rows, max(map(len, added)), prefill_s, decode_s, passes, finish)
         passes += 1
         place.at("decode step", passes)
         # one id for each row; with a draft also the proposals that the model accepts
-        new = draft.step(runner, texts, done, sample) if draft else step(texts, sample)[:, None].tolist()
+        new = draft.step(runner, texts, finish, sample) if draft else step(texts, sample)[:, None].tolist()
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
@@ -299,8 +307,9 @@ def set_up(args, world):
             cli.warn_of_wiring(own, config, world.shares)
         prompts, chats = cli.read_prompts(args, config, tokenizer), cli.is_chat(args)
         context = min(cli.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
-        new, source = cli.fit(args.max_new_tokens, prompts, context), None
+        new = cli.fit(args.max_new_tokens, prompts, context)
         slots = context if chats else max(map(len, prompts)) + new
+        source = draft = None
         if args.draft:
             drafts = load_extra("drafts", f"--draft {args.draft}")
             source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
@@ -311,14 +320,15 @@ def set_up(args, world):
     world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)
     start = time.perf_counter()
     model = load_model(config, args.checkpoint, args.dtype, world)
-    cache, compiles = make_cache(model, len(prompts), slots), (args.compile is not None, args.compile == "all")
+    cache = make_cache(model, len(prompts), slots)
     with world.together():
-        runner, draft = Runner(model, cache, *compiles), None
+        runner = Runner(model, cache, compile=args.compile is not None, compile_prefill=args.compile == "all")
         runner.quiet = world.rank > 0
         if source:
             whole = functools.partial(load_model, dtype=args.dtype, world=World(0, 1, world.device))
             draft = drafts.build(source, runner, whole)
-    load_s, compile_s = time.perf_counter() - start, 0.0
+    load_s = time.perf_counter() - start
+    compile_s = 0.0
     if args.compile:
         world.say("compiling ...")
         compile_s = compiling.warm_up(runner, prompts, new, sample, draft)

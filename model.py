@@ -9,7 +9,6 @@ KV head, H head_dim, V vocabulary, v the local part of it.
 
 import dataclasses
 import functools
-import itertools
 import operator
 from collections.abc import Callable
 from typing import NamedTuple
@@ -51,11 +50,15 @@ class SingleDevice:
         return pending
 
     def settle(self, x, pending, after=None):
-        """Return x + wait(pending), or x if pending is None.
+        """Return x + wait(pending).
 
         after: what a later start returned. It keeps the compiler from moving this wait before that start: docs/code.md.
         """
-        return x if pending is None else x + pending
+        return x + pending
+
+    def pin(self, x, after):
+        """Return x, for a sublayer that the compiler must not move before `after`, a start."""
+        return x
 
     def local_logits(self, logits):
         """Return (local logits padded to whole blocks, equally wide on all ranks; their first token id; V)."""
@@ -77,7 +80,13 @@ def interleave(streams):
     return xs
 
 
-# ---- The wirings: a sublayer h maps the residual stream x (B, S, D) to a partial of its output -----------------------
+# ---- The wirings -----------------------------------------------------------------------------------------------------
+#
+# A sublayer h maps the residual stream x (B, S, D) to this rank's partial of its output. A stream runs all sublayers;
+# it is a generator that yields after each start, so that interleave can run other streams meanwhile, and finally x.
+# If sums stay in flight while later sublayers compute, then before each sublayer it must settle the oldest of them, or
+# pin x, behind the newest: else torch.compile moves the waits to where nothing overlaps. docs/code.md has the reason,
+# tests/test_wiring.py -k compiled_code shows the order.
 
 
 def residual_stream(x, sublayers, comm, config):
@@ -88,21 +97,15 @@ def residual_stream(x, sublayers, comm, config):
     In a ladder the first two sublayers read the embedding x, the third x + s_0, where s_0 is the sum of the first. A
     standard sublayer before a ladder leaves its sum in flight: the ladder's first sublayer does not read it. A standard
     sublayer after a ladder waits for the sum before it, as always.
-
-    A stream is a generator. It yields after each start, so that interleave can run other streams meanwhile, and finally
-    yields its x. A stream of your own calls each h once. If its sums stay in flight while later sublayers compute, it
-    calls settle(x, oldest or None, the sum just started) after each start but the last: else torch.compile moves the
-    wait to where nothing overlaps. tests/test_wiring.py -k compiled_code shows the order.
     """
     pending = []  # the sums in flight, the oldest first
-    for (h, stale), (_, next_stale) in itertools.pairwise([*sublayers, (None, 0)]):
-        while len(pending) > stale:  # standard: wait, then compute
+    for h, stale in sublayers:
+        if 0 < len(pending) <= stale:  # the start of a ladder: h reads none of these sums
+            x = comm.pin(x, pending[-1])
+        while len(pending) > stale:  # standard: all of them; ladder: all but the last, which travels while h computes
             x = comm.settle(x, pending.pop(0), *pending[-1:])
         pending.append(comm.start(h(x)))
         yield  # to the other streams of interleave
-        if stale or next_stale:  # ladder: while this sum travels, wait for the oldest that the next sublayer must read
-            oldest = pending.pop(0) if len(pending) > max(next_stale, 1) else None  # never the one just started
-            x = comm.settle(x, oldest, pending[-1])  # without an oldest one it only pins the order: see docs/code.md
     while pending:
         x = comm.settle(x, pending.pop(0), *pending[-1:])
     yield x
@@ -163,20 +166,20 @@ def attention_into_mlp(block, metadata, cache):
 
 @dataclasses.dataclass(frozen=True)
 class Wiring:
-    """The complete description of a wiring: flags, sweeps, the clock and the tests read this table.
+    """The complete description of a wiring: flags, --help, sweeps and tests read it here.
 
-    Some wirings depend on how the model is split. "spd/8" fixes that split at eight parts, called lanes, so that 1, 2,
-    4 or 8 ranks compute the same function: a lane is what one rank of eight holds, with a stream of its own.
+    Some wirings compute another function on another number of ranks. "spd/8" fixes that number at eight lanes, so that
+    1, 2, 4 or 8 ranks compute the same: a lane is what one rank of eight holds, with a stream of its own.
     """
 
     about: str  # its line of --help
-    split: Callable = attention_then_mlp  # from a block to its sublayers, each a function of the residual stream
-    blocks: int = 1  # neighbouring blocks whose sublayers read one input and are added up
-    stream: Callable = residual_stream  # how the sublayers feed the residual stream
+    split: Callable = attention_then_mlp  # returns the sublayers [h] of a block
+    blocks: int = 1  # so many neighbouring blocks read the same input; their outputs are added up
+    stream: Callable = residual_stream  # runs the sublayers, as described above
     stale: int = 0  # how many of the last sums a sublayer does not wait for; NAME-K says another number
-    norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # that a block has
-    parameter: str | None = "layers"  # what NAME:N chooses: "layers", the "period" of all-reduces, or nothing
-    laned: bool = False  # whether the same weights are another function in another number of lanes
+    norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block
+    parameter: str | None = "layers"  # N in NAME:N is the last N "layers", the "period" of all-reduces, or nothing
+    laned: bool = False  # whether another number of lanes computes another function of the same weights
     small_loss: bool = False  # whether standard weights lose little in it, in a few layers (benchmarks/quality.md)
     model: type | None = None  # its own subclass of Transformer, with a check(config)
 
@@ -203,21 +206,6 @@ def parse_wiring(text):
         if text.startswith(name):
             load_extra(extra, f"wiring {text}")
     return wiring_text.parse(text, WIRINGS)
-
-
-def list_sublayers(config, sublayers_of):
-    """Return [(h, stale)] of all layers, in order, as a stream takes them. sublayers_of(wiring, i): [h] of layer i."""
-    sublayers, i = [], 0
-    while i < config.n_layers:
-        wiring = config.layer_wirings[i]
-        for hs in zip(*(sublayers_of(wiring, i + j) for j in range(wiring.blocks)), strict=True):
-            sublayers.append((hs[0] if len(hs) == 1 else functools.partial(_sum_of, hs), wiring.stale))
-        i += wiring.blocks
-    return sublayers
-
-
-def _sum_of(hs, x):
-    return functools.reduce(operator.add, [h(x) for h in hs])
 
 
 # ---- The configuration -----------------------------------------------------------------------------------------------
@@ -403,7 +391,7 @@ class Attention(nn.Module):
         """Return this rank's partial (B, S, D) of x (B, S, D). cache: None or (k, v), both (B, K, T, H), written to."""
         B, S, _ = x.shape
         qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, G + 2, S, H)
-        q, k = qkv[:, :, : -2 : 1 + self.gates], qkv[:, :, -2:-1]
+        q, k = qkv[:, :, : -2 : 1 + self.gates], qkv[:, :, -2:-1]  # with gates, 2 G + 2: one follows each query head
         q, k = norms.norm_heads(q, k, self.q_norm, self.k_norm, metadata.comm if self.whole_norm else None)
         if self.rotates:
             rope = metadata.window_rope if self.window else metadata.rope
@@ -480,10 +468,25 @@ class Block(nn.Module):
             self.attention_sum_norm, self.ffn_sum_norm = make(), make()
 
 
+def list_sublayers(config, sublayers_of):
+    """Return [(h, stale)] of all layers, in order, as a stream takes them. sublayers_of(wiring, i): [h] of layer i."""
+    sublayers, i = [], 0
+    while i < config.n_layers:
+        wiring = config.layer_wirings[i]
+        for hs in zip(*(sublayers_of(wiring, i + j) for j in range(wiring.blocks)), strict=True):
+            sublayers.append((hs[0] if len(hs) == 1 else functools.partial(_sum_of, hs), wiring.stale))
+        i += wiring.blocks
+    return sublayers
+
+
+def _sum_of(hs, x):
+    return functools.reduce(operator.add, [h(x) for h in hs])
+
+
 class Transformer(nn.Module):
     """The whole model, or the shard of a rank: tp.load_shard makes it, and generate.load_model sets `comm`.
 
-    forward runs a stream for each chunk of the prompt (mostly one), and a stream the sublayers of all layers. In a
+    forward makes a stream for each chunk of the prompt (usually there is one); it runs the sublayers of all layers. A
     standard layer: x = x + AllReduce(attention(attention_norm(x))), x = x + AllReduce(feed_forward(ffn_norm(x))).
     """
 
@@ -520,17 +523,18 @@ class Transformer(nn.Module):
 
         interleave runs a layer's attention of the first chunk first, so that the others find its keys in the cache.
         """
-        S, causal, streams = tokens.shape[1], positions is None, []
-        longest = cache_slots(cache) - 1 if cache else S  # what is in the last slot, no pass reads
-        if causal:
+        S, fresh, streams = tokens.shape[1], positions is None, []
+        longest = cache_slots(cache) - 1 if cache else S  # the last slot is never read
+        if fresh:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
         last = None if select is None else positions[:, :1] + select[:, None]
-        filled = cache_length - S  # slots of the cache
+        filled = cache_length - S  # slots of the cache that hold keys
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
             filled += chunk.shape[1]  # by the time of this chunk's attention
-            keys = None if causal else torch.arange(filled, device=tokens.device)
-            mask = None if causal else keys <= at[..., None]  # (B, S, T')
-            causal = False  # later chunks attend to the cache
+            keys = mask = None
+            if streams or not fresh:  # only the first chunk of a fresh prompt has no keys before it in the cache
+                keys = torch.arange(filled, device=tokens.device)
+                mask = keys <= at[..., None]  # (B, S, T')
             streams.append(self.stream(self.embed(chunk), self.metadata(at, mask, keys, longest, last), cache))
         return streams
 
@@ -560,15 +564,15 @@ class Transformer(nn.Module):
     def metadata(self, positions, mask=None, keys=None, longest=None, last=None):
         """Return the AttentionMetadata of tokens at these positions (B, S).
 
-        keys (T'): the positions of the mask's keys, by default `positions`. longest: tokens that a row may have until
-        the end of the run, by default S: longrope turns all keys otherwise if that is beyond its original context.
+        keys (T'): the positions of the mask's keys, by default `positions`. longest: the tokens that a row may have at
+        the end of the run, by default S: longrope rotates otherwise, from the start, if that exceeds its original context.
         """
         c, scaling, scale = self.config, self.config.rope_scaling or {}, self.config.query_scale
         original = scaling.get("original_max_position_embeddings")
         is_long = "long_factor" in scaling and (longest or positions.shape[1]) > original
-        rope = window_rope = self.rope(positions, is_long, scaling.get("attention_factor", 1.0))
+        rope = window_rope = self.rope(positions, int(is_long), scaling.get("attention_factor", 1.0))
         if c.window_rope_theta:
-            window_rope = self.rope(positions, True)
+            window_rope = self.rope(positions, 1)
         keys, queries = positions[:, None] if keys is None else keys, positions[..., None]
         if c.score_cap and mask is None:
             mask = keys <= queries
@@ -580,9 +584,9 @@ class Transformer(nn.Module):
         rows = torch.arange(len(positions), device=positions.device)[:, None]
         return AttentionMetadata(rope, window_rope, mask, window_mask, rows, positions, self.comm, scale, last)
 
-    def rope(self, positions, second, factor=1.0):
-        """Return cos and sin (B, 1, 1, S, R/2) times a factor, of the second row of rope_frequencies or the first."""
-        angles = (positions[..., None] * self.rope_frequencies[int(second)])[:, None, None]
+    def rope(self, positions, row, factor=1.0):
+        """Return cos and sin (B, 1, 1, S, R/2) times a factor, of a row of rope_frequencies: 0, or 1 (see there)."""
+        angles = (positions[..., None] * self.rope_frequencies[row])[:, None, None]
         return angles.cos() * factor, angles.sin() * factor
 
     def sublayers(self, metadata, cache=None):

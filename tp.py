@@ -28,8 +28,8 @@ def normalize_shares(shares):
 def split_range(n, rank, shares, what=None):
     """Return the range (start, stop) of n things that a rank gets, in proportion to its share.
 
-    Earlier ranks get the remainder. what: what the things are called, where every rank must get at least one; if one
-    gets none, that raises an InputError.
+    Earlier ranks get the remainder: of 8, three equal ranks get 0-3, 3-6 and 6-8. what: a name for the things; if
+    given, every rank must get one, else this raises an InputError.
     """
     bounds = [-(-n * sum(shares[:r]) // sum(shares)) for r in range(len(shares) + 1)]
     if what and len(set(bounds)) < len(bounds):
@@ -45,21 +45,24 @@ def head_ranges(config, rank, shares):
     ranks 0 and 1 share KV head 0, and rank 2 has all of KV head 1, so twice their attention.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
-    G, tp_size, Q = N // K, len(shares), H * (1 + config.attention_gate)  # Q: rows of a query head
+    G, tp_size = N // K, len(shares)
+    query_rows = H * (1 + config.attention_gate)  # of wqkv for a query head
+    group_rows = G * query_rows + 2 * H
     if tp_size <= K:
         first, last = split_range(K, rank, shares, "KV heads")
-        return [(first * (G * Q + 2 * H), last * (G * Q + 2 * H))], [(first * G * H, last * G * H)]
+        return [(first * group_rows, last * group_rows)], [(first * G * H, last * G * H)]
     group = rank * K // tp_size
-    sharers = [r for r in range(tp_size) if r * K // tp_size == group]
-    a, b = split_range(G, sharers.index(rank), [shares[r] for r in sharers], "query heads of a KV head")
-    start = group * (G * Q + 2 * H)
-    queries, key_and_value = (start + a * Q, start + b * Q), (start + G * Q, start + G * Q + 2 * H)
-    return [queries, key_and_value], [((group * G + a) * H, (group * G + b) * H)]
+    sharers = [r for r in range(tp_size) if r * K // tp_size == group]  # the ranks that share this KV head
+    first, last = split_range(G, sharers.index(rank), [shares[r] for r in sharers], "query heads of a KV head")
+    start, stop = group * group_rows, (group + 1) * group_rows
+    queries, key_and_value = (start + first * query_rows, start + last * query_rows), (stop - 2 * H, stop)
+    return [queries, key_and_value], [((group * G + first) * H, (group * G + last) * H)]
 
 
 def neuron_range(config, neurons, rank, shares):
     """Return the range of a rank's neurons in each MLP of so many: rows of w1 and w3, columns of w2."""
-    unit = int_groups.column_unit(config, neurons, sum(shares) / min(shares))  # neurons that stay together
+    # neurons that stay together: those of a group of w2's columns in int4, which has one scale
+    unit = int_groups.column_unit(config, neurons, sum(shares) / min(shares))
     units = neurons // unit
     if len(shares) > units:
         groups = f" in groups of {unit}" * (unit > 1)
@@ -93,8 +96,9 @@ def shard_plan(config, rank, shares):
         first, last = split_range(config.linear_attention["key_heads"], rank, shares, "key heads of linear attention")
         plan |= load_extra("linear_attention", "linear_layers").row_ranges(config, first, last)
     if config.whole_qk_norm:
-        [(start, stop)], H, width = wo, config.head_dim, N // config.n_kv_heads * config.head_dim  # of a KV head in wo
-        plan |= {"q_norm": (0, wo), "k_norm": (0, [(start // width * H, -(-stop // width) * H)])}
+        [(start, stop)], H = wo, config.head_dim
+        columns = N // config.n_kv_heads * H  # of wo for a KV head, which several ranks may share: rounded outwards
+        plan |= {"q_norm": (0, wo), "k_norm": (0, [(start // columns * H, -(-stop // columns) * H)])}
     for mlp, neurons in config.mlps.items():
         ranges = [neuron_range(config, neurons, rank, shares)]
         plan |= {f"{mlp}w1": (0, ranges), f"{mlp}w3": (0, ranges), f"{mlp}w2": (1, ranges)}
@@ -122,7 +126,8 @@ def shard_slices(model, dtype, rank=0, shares=1):
     for name, whole in model.named_parameters():  # a tied output head is not among them
         path, _, tensor = name.rpartition(".")
         linear = name if path.endswith(".attention") else path  # a parameter of linear attention is no module
-        dim, ranges = plan.get(linear.split(".", 3)[-1], (0, None))  # without layers.N.attention or .feed_forward
+        key = linear.split(".", 3)[-1]  # "layers.3.attention.wo" is "wo" in the plan
+        dim, ranges = plan.get(key, (0, None))
         shape, columns = list(whole.shape), 1
         if dim == 1 and tensor == "bias":  # added to a partial sum: by rank 0 alone
             dim, ranges = 0, (None if rank == 0 else [])
@@ -186,7 +191,7 @@ class Collective(NamedTuple):
 
 
 def connect_auto(world):
-    """Return the group of extras/collectives that is faster than gloo or NCCL, where it can be used, else that one."""
+    """Return the group of extras/collectives that is faster than the library (gloo or NCCL), or the library's."""
     on_gpus = world.device.type == "cuda"
     try:
         if on_gpus:
@@ -231,17 +236,22 @@ class TensorParallel:
         return torch.ops._c10d_functional.wait_tensor(pending)
 
     def settle(self, x, pending, after=None):
-        """Return x + wait(pending), or x if pending is None, not before `after`, a later collective, has started.
+        """Return x + wait(pending), in compiled code not before the all-reduce `after` has started.
 
-        Uncompiled, `after` changes nothing. To the compiler, kernels/ordered.py's operators are opaque, so what reads
-        their result stays behind them, and they stay behind `after`, their input: docs/code.md says why.
+        To the compiler, kernels/ordered.py's operators are opaque: what reads their result stays behind them, and they
+        stay behind `after`, their input. docs/code.md says why.
         """
-        if after is None:  # the compiler may fuse the wait's addition with the next norm
-            return x if pending is None else x + self.wait(pending)
-        if pending is None or not x.is_cuda:
+        if after is None:
+            return x + self.wait(pending)
+        if not x.is_cuda:
             return torch.ops.ladder.settle(x, pending, after)
-        torch.ops.ladder.arrive(pending, after)  # only waits; declared to write to `pending`, which the addition reads
-        return x + pending  # so this stays behind it, and fuses with the next norm
+        # On a GPU the addition fuses with the next norm. It stays behind the wait, which the compiler takes for a write
+        # to `pending`.
+        torch.ops.ladder.wait_after(pending, after)
+        return x + pending
+
+    def pin(self, x, after):
+        return torch.ops.ladder.settle(x, None, after)
 
     def local_logits(self, logits):
         width = -(-max(self.sizes) // VOCAB_BLOCK) * VOCAB_BLOCK

@@ -48,8 +48,9 @@ class NormedSums:
         return self.comm.start(partial), next(self.norms)
 
     def settle(self, x, pending, after=None):
-        after = after and after[0]
-        if pending is None:
-            return self.comm.settle(x, None, after)
         started, norm = pending
-        return x + norm(self.comm.settle(torch.zeros_like(x), started, after))  # not wait: settle also keeps the order
+        # not wait: settle also keeps the order
+        return x + norm(self.comm.settle(torch.zeros_like(x), started, after and after[0]))
+
+    def pin(self, x, after):
+        return self.comm.pin(x, after[0])

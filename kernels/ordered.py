@@ -15,12 +15,12 @@ def _settle(x, pending, after):
     return x.clone() if pending is None else x + torch.ops._c10d_functional.wait_tensor(pending)
 
 
-torch.library.define("ladder::arrive", "(Tensor(a!) pending, Tensor after) -> ()")
-torch.library.register_fake("ladder::arrive", lambda pending, after: None)
+torch.library.define("ladder::wait_after", "(Tensor(a!) pending, Tensor after) -> ()")
+torch.library.register_fake("ladder::wait_after", lambda pending, after: None)
 
 
-@torch.library.impl("ladder::arrive", "default")
-def _arrive(pending, after):
+@torch.library.impl("ladder::wait_after", "default")
+def _wait_after(pending, after):
     """Wait like settle, without its addition: on a GPU the compiler puts that into the kernel of the next norm."""
     torch.ops._c10d_functional.wait_tensor(pending)
 

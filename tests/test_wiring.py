@@ -89,7 +89,7 @@ class Recorder(model.SingleDevice):
         return 0.0
 
     def settle(self, x, pending, after=None):
-        return x if pending is None else self.wait(pending)
+        return self.wait(pending)
 
 
 def eager_order(config, chunks=1):

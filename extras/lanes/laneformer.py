@@ -59,7 +59,8 @@ def laneformer_stream(x, sublayers, comm, config, norm=lambda x: x):
         if now:
             x = comm.settle(x, started)
         elif i < d or not has_sums[i % 2]:
-            x = comm.settle(x + comm.lanes**0.5 * p, None, after=last)
+            x = x + comm.lanes**0.5 * p
+            x = x if last is None else comm.pin(x, last)
         else:
             x = comm.settle(x + (p - before), pending, after=last)
     if own["lane_head"] != "vocab_parallel":

@@ -54,7 +54,10 @@ class LaneSums:
         return self.comm.wait(pending[0])
 
     def settle(self, x, pending, after=None):
-        return self.comm.settle(x, pending and pending[0], after and after[0])
+        return self.comm.settle(x, pending[0], after and after[0])
+
+    def pin(self, x, after):
+        return self.comm.pin(x, after[0])
 
 
 class Lanes(nn.Module):
