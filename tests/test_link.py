@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import helpers
 import pytest
@@ -19,7 +20,7 @@ import tp
 from extras.measure import clock as clocks
 from extras.measure import exposed, link, probe
 from kernels import gloo
-from model import desynced_stream, interleave
+from model import desynced_stream, interleave, list_sublayers
 from runtime import benchmarking, launch
 from runtime.errors import InputError
 
@@ -181,34 +182,21 @@ def test_the_interface_is_the_one_on_the_way_to_the_other_nodes(monkeypatch):
 # ---- The clock -------------------------------------------------------------------------------------------------------
 
 
-def test_compute_times_are_what_lies_between_waits_and_starts():
-    # start1 at 2; start2 at 5, then wait1 until 6; start3 at 8, wait2 until 9; wait3 until 12; the head until 15
-    log = [(2.0, 5.0, 6.0), (5.0, 8.0, 9.0), (8.0, 9.0, 12.0)]
-    assert exposed.compute_times(1.0, log, 15.0) == ([1.0, 3.0, 2.0], 3.0)
-    standard = [(2.0, 2.0, 4.0), (5.0, 5.0, 6.0)]
-    assert exposed.compute_times(0.0, standard, 7.0) == ([2.0, 1.0], 1.0)
-    assert exposed.compute_times(1.0, [], 4.0) == ([], 3.0)
-
-
-@pytest.mark.parametrize("wiring, compute, limit", [
-    # 50 ms of computing without all-reduces, of which 10 after the last: 10 for each of four sublayers. 15 an
-    # all-reduce. The compute times of the step itself, half as long again, are scaled to that.
-    ("standard", [0.015] * 4, 4 * (10 + 15) + 10),
-    ("ladder", [0.015] * 4, 10 + 3 * 15 + 15 + 10),
-    ("ladder:1", [0.015] * 4, (10 + 15) + 10 + 15 + 15 + 15 + 10),
-    ("desync:2", [0.03] * 2, 2 * (20 + 15) + 10),
-    ("ladder", [0.03] * 2, None),  # half as many as the wiring's, of a model whose sublayers somebody replaced
-    ("upper-bound", [], 50),
-    ("ladder", None, 12.5 + 3 * 15 + 15),  # on a GPU all sublayers count alike
+@pytest.mark.parametrize("wiring, limit", [
+    # 50 ms of computing without all-reduces: of two layers each attention takes 6, each MLP 14, the head 10. 15 an
+    # all-reduce.
+    ("standard", 50 + 4 * 15),
+    ("ladder", 6 + 3 * 15 + 15 + 10),
+    ("ladder:1", (6 + 15) + 14 + 15 + 15 + 15 + 10),
+    ("desync:2", 50 + 2 * 15),
+    ("upper-bound", 50),
 ])  # fmt: skip
-def test_the_report(wiring, compute, limit):
+def test_the_report(wiring, limit):
     times = {"all_reduce": 0.015, "step": 0.12, "silent": 0.05}
-    if compute is not None:
-        times |= {"compute": compute, "tail": 0.01}
     config = dataclasses.replace(BASE, n_layers=2, wiring=wiring)
-    case = exposed.Case(config, None, None, None, torch.zeros(2, 1, 48), link.FREE)
-    r, n = exposed._report(case, [times] * 3), 4 if compute is None else len(compute)
-    assert r["limit_ms"] == (limit and pytest.approx(limit))
+    case = exposed.Case(config, None, None, None, torch.zeros(2, 1, 48), link.FREE, (1200, 2800, 1000))
+    r, n = exposed._report(case, [times] * 3), {"upper-bound": 0, "desync:2": 2}.get(wiring, 4)
+    assert r["limit_ms"] == pytest.approx(limit)
     assert (r["step_ms"], r["silent_ms"], r["exposed_ms"]) == pytest.approx((120, 50, 70))
     assert r["all_reduces"] == n and r["all_reduce_bytes"] == 2 * 48 * 4 and r["rounds"] == 3
     assert r["hidden"] == (pytest.approx(1 - 70 / (15 * n)) if n else None)
@@ -218,7 +206,7 @@ def test_the_report(wiring, compute, limit):
 def test_on_the_clock_chunks_hide_one_another():
     """Two of half the work: all but the first computing and the last sum; a ladder has nothing left to hide."""
     standard, ladder = (dataclasses.replace(BASE, n_layers=2, wiring=wiring) for wiring in ("standard", "ladder"))
-    assert clocks.count_all_reduces(standard, 2) == 8
+    assert clocks.run_layers(standard, 2, 2, 2, chunks=2).started == 8
     assert clocks.run_layers(standard, 4, 4, 4).now == 4 * (4 + 4)
     assert clocks.run_layers(standard, 2, 2, 2, chunks=2).now == 2 + 7 * 2 + 2
     assert clocks.run_layers(ladder, 4, 4, 4).now == 4 + 3 * 4 + 4
@@ -232,19 +220,20 @@ def test_measuring_sublayers_that_only_sleep(clock, changes):
     nap, latency, x = 0.004, 0.01, torch.zeros(2)
     group = link.LinkedGroup(None, link.Link("x", 1e6 * latency, None), 0, 8, CPU)
     world = launch.World(0, 8, CPU, group, simulated=True)
-    sleeps = [(lambda x: clock.sleep(nap) or torch.zeros(2), stale) for stale in helpers.staleness(config)]
+    sleep, norm = lambda *_: clock.sleep(nap) or torch.zeros(2), lambda x: x
+    block = SimpleNamespace(attention=sleep, feed_forward=sleep, attention_norm=norm, ffn_norm=norm)
+    sleeps, naps = list_sublayers(config, lambda wiring, i: wiring.split(block, None, None)), []
+    for h, _ in sleeps:
+        start = clock.now
+        h(x)
+        naps.append(clock.now - start)
     comm, silent = (kind(config, (1,) * 8, group) for kind in (tp.TensorParallel, exposed.Silent))
     steps = [lambda c=c: interleave([config.named_wiring.stream(x, sleeps, c, config)]) for c in (comm, silent)]
-    logs = []
-    for step in steps:
-        group.log = []
-        step()
-        logs.append(len(group.log))
-    assert logs == [clocks.count_all_reduces(config), 0]
-    r = exposed.measure(world, {"decode": exposed.Case(config, *steps, comm, x, group.link)}, seconds=0)["decode"]
-    compute, waited = nap * len(sleeps), latency * r["all_reduces"]
+    case = exposed.Case(config, *steps, comm, x, group.link, (1, 1, 0))
+    r = exposed.measure(world, {"decode": case}, seconds=0)["decode"]
+    compute, waited = nap * 2 * config.n_layers, latency * r["all_reduces"]
     if config.named_wiring.stream is not desynced_stream:
-        waited = queued([nap] * len(sleeps), latency, helpers.staleness(config)) - compute
+        waited = queued(naps, latency, helpers.staleness(config)) - compute
     expected = {"silent": compute, "step": compute + waited, "limit": compute + waited, "all_reduce": latency}
     assert {name: r[f"{name}_ms"] / 1e3 for name in expected} == pytest.approx(expected, abs=1e-5)
 
@@ -262,7 +251,7 @@ def test_the_models_own_collective_is_timed(clock):
     world = launch.World(0, 2, CPU, group, simulated=True)
     for comm, wanted in (tp.TensorParallel, 0.004), (Quarter, 0.002):
         steps = lambda: None, lambda: None  # noqa: E731
-        case = exposed.Case(config, *steps, comm(config, (1, 1), group), torch.zeros(2_000_000), group.link)
+        case = exposed.Case(config, *steps, comm(config, (1, 1), group), torch.zeros(2_000_000), group.link, ())
         run = exposed._run(world, case, exposed.own_all_reduce(world, case))
         assert run["all_reduce"] == pytest.approx(wanted, abs=2e-6)
 

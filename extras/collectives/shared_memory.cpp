@@ -11,7 +11,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/add.h>
-#include <ATen/ops/tensor.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -119,15 +118,6 @@ class SharedMemory : public c10d::Backend {
     flight_ = flight;
   }
 
-  // (start, wait, end) of each all-reduce since the last call, in seconds of Clock; from now on they are kept, or not.
-  at::Tensor log(bool keep) {
-    const auto rows = static_cast<int64_t>(log_.size() / 3);
-    const at::Tensor found = at::tensor(log_, at::kDouble).view({rows, 3});
-    log_.clear();
-    logs_ = keep;
-    return found;
-  }
-
   // Completes the first `count` pieces.
   void complete(uint64_t count) {
     const std::lock_guard<std::mutex> guard(mutex_);
@@ -136,22 +126,18 @@ class SharedMemory : public c10d::Backend {
 
  private:
   struct Pending : c10d::Work {
-    Pending(SharedMemory* owner, uint64_t count, bool gather, double start, double delivered)
-        : owner(owner), count(count), gather(gather), start(start), delivered(delivered) {}
+    Pending(SharedMemory* owner, uint64_t count, double delivered) : owner(owner), count(count), delivered(delivered) {}
     bool wait(std::chrono::milliseconds) override {
-      const double asked = now();
       owner->complete(count);
       // a sleep may end 0.1 ms late
       for (double left; (left = delivered - now()) > 0;) {
         if (left > 2e-4) std::this_thread::sleep_for(std::chrono::duration<double>(left - 1e-4));
       }
-      if (owner->logs_ && !gather) owner->log_.insert(owner->log_.end(), {start, asked, now()});
       return true;
     }
     SharedMemory* owner;  // lives as long as the process
     uint64_t count;       // of the pieces up to the last one of this collective
-    bool gather;
-    double start, delivered;  // when it began, and when an emulated link has delivered it
+    double delivered;     // when an emulated link has delivered it
   };
 
   static double now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
@@ -191,7 +177,7 @@ class SharedMemory : public c10d::Backend {
     const double seconds = latency_ + passes * (size_ - 1) / size_ * static_cast<double>(bytes) * per_byte_;
     const double delivered = seconds > 0 ? std::max(begin, free_at_) + seconds : 0;
     if (seconds > 0) free_at_ = delivered - flight_;
-    return c10::make_intrusive<Pending>(this, completed_ + queue_.size(), gather, begin, delivered);
+    return c10::make_intrusive<Pending>(this, completed_ + queue_.size(), delivered);
   }
 
   // Completes the oldest piece.
@@ -264,8 +250,6 @@ class SharedMemory : public c10d::Backend {
   std::deque<Piece> queue_;  // started and not completed, in their order
   uint64_t completed_ = 0;   // pieces
   double latency_ = 0, per_byte_ = 0, flight_ = 0, free_at_ = 0;  // of an emulated link
-  bool logs_ = false;
-  std::vector<double> log_;
 };
 
 void join_memory(int64_t fd, int64_t rank, int64_t size, int64_t slots, int64_t slot_bytes, std::string name) {
@@ -286,8 +270,6 @@ void link_memory(std::string name, double latency, double per_byte, double fligh
   memory_of(name).set_link(latency, per_byte, flight);
 }
 
-at::Tensor log_memory(std::string name, bool keep) { return memory_of(name).log(keep); }
-
 // See tp.py: this one needs no Python, whose operators take longer than a small all-reduce.
 at::Tensor settle(
     const at::Tensor& x, const std::optional<at::Tensor>& pending, const std::optional<at::Tensor>& after) {
@@ -303,7 +285,6 @@ at::Tensor settle(
 TORCH_LIBRARY_FRAGMENT(ladder, library) {
   library.def("join_memory(int fd, int rank, int size, int slots, int slot_bytes, str name) -> ()", join_memory);
   library.def("link_memory(str name, float latency, float per_byte, float flight) -> ()", link_memory);
-  library.def("log_memory(str name, bool keep) -> Tensor", log_memory);
   library.def("memory_lost_peer() -> bool", []() -> bool { return a_peer_died; });
   library.def("memory_progress() -> int[]", []() -> std::vector<int64_t> { return {pieces_completed, awaited}; });
   library.def("memory_abandon() -> ()", [] { abandoned = true; });

@@ -4,7 +4,6 @@ It needs neither weights nor ranks, so it says at once what a wiring could gain 
 """
 
 import contextlib
-import itertools
 from types import SimpleNamespace
 
 from model import WIRINGS, interleave, list_sublayers, rewired
@@ -33,15 +32,13 @@ class Clock:
     """Simulated collectives: sublayers and all-reduces take time, and nothing else does.
 
     all_reduce: seconds of an all-reduce. flight: for how many of these the link can already carry the next one.
-    compute: seconds of computing before each start, in order, on top of what the sublayers take.
     now: the time. started: how many all-reduces.
     """
 
     tp_size = lanes = 1
 
-    def __init__(self, all_reduce, compute=None, flight=0.0):
+    def __init__(self, all_reduce, flight):
         self.all_reduce, self.flight = all_reduce, flight
-        self.compute = itertools.repeat(0.0) if compute is None else iter(compute)
         self.now = self.free_at = 0.0
         self.started = 0
 
@@ -50,7 +47,6 @@ class Clock:
         return 0.0
 
     def start(self, partial):
-        self.now += next(self.compute)
         self.started += 1
         delivered = max(self.now, self.free_at) + self.all_reduce
         self.free_at = delivered - self.flight
@@ -71,11 +67,11 @@ class Clock:
         return x
 
 
-def run_layers(config, attention, feed_forward, all_reduce, chunks=1, norm_sum=0.0, **more):
+def run_layers(config, attention, feed_forward, all_reduce, chunks=1, flight=0.0, norm_sum=0.0):
     """Return the Clock after a step in which each attention and each MLP takes so many seconds, in any wiring.
 
     chunks: of the prompt, which take turns, each with its own all-reduces. norm_sum: seconds of the sum over the ranks
-    that whole_qk_norm waits for in the middle of an attention. more: of Clock.
+    that whole_qk_norm waits for in the middle of an attention. flight: as in Clock.
     """
 
     def attend(*_):
@@ -84,13 +80,13 @@ def run_layers(config, attention, feed_forward, all_reduce, chunks=1, norm_sum=0
             clock.sum_now(norm_sum)
         return clock.advance(attention / 2)
 
-    clock, block = Clock(all_reduce, **more), SimpleNamespace(attention_norm=lambda x: x, ffn_norm=lambda x: x)
+    clock, block = Clock(all_reduce, flight), SimpleNamespace(attention_norm=lambda x: x, ffn_norm=lambda x: x)
     block.attention, block.feed_forward = attend, lambda *_: clock.advance(feed_forward)
     sublayers = list_sublayers(config, lambda wiring, i: wiring.split(block, None, None))
     interleave([config.named_wiring.stream(0.0, sublayers, clock, config) for _ in range(chunks)])
     return clock
 
 
-def count_all_reduces(config, chunks=1):
+def count_all_reduces(config):
     """Return the number of all-reduces in one step."""
-    return run_layers(config, 0.0, 0.0, 0.0, chunks).started
+    return run_layers(config, 0.0, 0.0, 0.0).started

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -11,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from extras.measure.clock import count_all_reduces, run_layers
+from extras.measure.clock import run_layers
 from extras.measure.link import Link
 from model import Config, SingleDevice, cache_slots
-from runtime import writing
+from runtime import report, writing
 from runtime.benchmarking import in_turns, quartiles, timed
 from tp import TensorParallel
 
@@ -45,7 +44,8 @@ class Case(NamedTuple):
     """What measure() compares: a step, and the same step without its all-reduces.
 
     comm: the model's collectives. partial: a tensor of the size that they sum. link: what world.group emulates
-    meanwhile. chunks: of a prompt, interleaved.
+    meanwhile. n_bytes: what a step reads of the weights of all attentions, of all MLPs, and of the output head (a
+    prefill computes few logits). chunks: of a prompt, interleaved.
     """
 
     config: Config
@@ -54,6 +54,7 @@ class Case(NamedTuple):
     comm: TensorParallel
     partial: torch.Tensor
     link: Link
+    n_bytes: tuple
     chunks: int = 1
 
 
@@ -65,7 +66,14 @@ def make_case(kind, runner, tokens, lengths, world):
     steps = [replays(one, tokens, lengths)[kind] for one in (runner, runner.with_model(silent, runner.cache))]
     chunks, width = (runner.choose_chunks(B, S), S) if kind == "prefill" else (1, 1)
     partial = torch.zeros(B, -(-width // chunks), model.config.dim, device=model.device, dtype=model.dtype)
-    return Case(model.config, *steps, model.comm, partial, world.group.link, chunks)
+
+    def n_bytes(place):
+        read = report.chosen_experts(model.config, B * width) if model.config.n_experts else 1
+        weights = model.named_parameters(remove_duplicate=False)
+        return sum(w.nbytes * (read if ".experts." in name else 1) for name, w in weights if place in name)
+
+    sizes = n_bytes(".attention."), n_bytes(".feed_forward."), n_bytes("output.") * (kind == "decode")
+    return Case(model.config, *steps, model.comm, partial, world.group.link, sizes, chunks)
 
 
 # ---- Measuring steps in turns ----------------------------------------------------------------------------------------
@@ -101,56 +109,30 @@ def own_all_reduce(world, case):
 
 
 def _run(world, case, all_reduce):
-    """Return the seconds of one round of a case, by name. Only on a CPU does the group log the all-reduces."""
-    group = world.group
-    group.link = case.link
+    """Return the seconds of one round of a case, by name."""
+    world.group.emulate(case.link)
     timed(world.device, all_reduce)  # waits until all ranks are here
-    times = {"all_reduce": timed(world.device, all_reduce), "silent": timed(world.device, case.silent_step)}
-    if world.device.type != "cpu":
-        return times | {"step": timed(world.device, case.step)}
-    group.log, start = [], time.perf_counter()
-    times["step"] = timed(world.device, case.step)
-    log, group.log = group.log, None
-    times["compute"], times["tail"] = compute_times(start, log, start + times["step"])
-    return times
-
-
-def compute_times(start, log, end):
-    """Return (seconds of computing before each all-reduce of a step, seconds after the last). log: LinkedGroup's."""
-
-    def computed(until):
-        return until - start - sum(done - asked for _, asked, done in log if done <= until)
-
-    marks = [computed(until) for until in (start, *sorted(begun for begun, _, _ in log), end)]
-    *compute, tail = (later - earlier for earlier, later in itertools.pairwise(marks))
-    return compute, tail
+    steps = {"all_reduce": all_reduce, "silent": case.silent_step, "step": case.step}
+    return {name: timed(world.device, step) for name, step in steps.items()}
 
 
 def _report(case, runs):
     """Return what the runs of a case say: medians, as README.md has them.
 
-    On a GPU, where nothing is logged, all_reduces is the wiring's number, and for the limit all compute times are
-    equal. Else they are the step's own, scaled so that they add up to the silent step, since communication takes
-    processor time too.
+    For the limit, the silent step's time is shared out by the bytes of weights.
     """
-    ms = {key: 1e3 * statistics.median(run[key] for run in runs) for key in runs[0] if key != "compute"}
-    expected, tail = count_all_reduces(case.config, case.chunks), ms.get("tail", 0.0)
-    compute, flight = [1.0] * expected, 0.0
-    if "compute" in runs[0]:
-        compute = [statistics.median(times) for times in zip(*(run["compute"] for run in runs), strict=True)]
-        flight = 1e3 * case.link.flight
-    n = len(compute)
-    limit = None if n else ms["silent"]
-    if n and n == expected:
-        scale = max(0.0, ms["silent"] - tail) / sum(compute)
-        more = {"compute": [scale * c for c in compute], "flight": flight}
-        limit = tail + run_layers(case.config, 0.0, 0.0, ms["all_reduce"], case.chunks, **more).now
+    ms = {key: 1e3 * statistics.median(run[key] for run in runs) for key in runs[0]}
+    attention, feed_forward, rest = (ms["silent"] * n_bytes / sum(case.n_bytes) for n_bytes in case.n_bytes)
+    sublayers = [total / case.config.n_layers / case.chunks for total in (attention, feed_forward)]
+    flight = 1e3 * case.link.flight if case.partial.device.type == "cpu" else 0.0
+    clock = run_layers(case.config, *sublayers, ms["all_reduce"], case.chunks, flight)
+    n = clock.started
     low, _, high = quartiles([1e3 * run["step"] for run in runs])
     exposed = ms["step"] - ms["silent"]
     return {
         "step_ms": ms["step"], "quartiles_ms": [low, high], "silent_ms": ms["silent"], "exposed_ms": exposed,
         "all_reduces": n, "all_reduce_bytes": case.partial.nbytes, "all_reduce_ms": ms["all_reduce"],
-        "hidden": 1 - exposed / (n * ms["all_reduce"]) if n else None, "limit_ms": limit,
+        "hidden": 1 - exposed / (n * ms["all_reduce"]) if n else None, "limit_ms": clock.now + rest,
         "rounds": len(runs),
     }  # fmt: skip
 

@@ -111,16 +111,13 @@ class LinkedGroup(Group):
     """A process group over an emulated link. On a GPU it carries one collective at a time, even with the link's `tcp`.
 
     inner: the group that does the work, or None to simulate this rank alone: then the sum is this rank's partial, and
-    each rank's share of a gathered tensor is this rank's. `link` may be replaced between steps; on a GPU only if the
-    first one is not free, since a free link launches no kernel.
-    log: None, or a list that collects (start, wait, end) of each all-reduce on a CPU, in seconds: when it started, when
-    its result was asked for and when it was there.
+    each rank's share of a gathered tensor is this rank's. emulate() replaces the link between steps; on a GPU only if
+    the first one is not free, since a free link launches no kernel.
     """
 
     def __init__(self, inner, link, rank, tp_size, device):
         super().__init__("linked", inner, rank, tp_size)
-        self.tp_size, self.device = tp_size, device
-        self.log = self.stream = None
+        self.tp_size, self.stream = tp_size, None
         self.free_at = 0.0  # when the link has delivered everything
         if device.type == "cuda" and link.seconds(1, 2) > 0:
             from runtime import compiling
@@ -128,21 +125,16 @@ class LinkedGroup(Group):
             compiling.prepare(device)  # its kernel is Triton's
             self.stream = torch.cuda.Stream(device, priority=-1)  # the link
             self.costs = torch.zeros(2, dtype=torch.float64, device=device)
+        self.emulate(link)
+
+    def emulate(self, link):
         self.link = link
-
-    @property
-    def link(self):
-        return self._link
-
-    @link.setter
-    def link(self, link):
-        self._link = link
         if self.stream is not None:  # a CUDA graph reads them in each replay
             self.costs.copy_(torch.tensor([1e3 * link.latency_us, 1e9 * link.per_byte]))
 
     def allreduce(self, tensors, opts=None):
-        start, delivered = time.perf_counter(), self._send(sum(map(self.wire_bytes, tensors)))
-        return self._pending(self.inner and self.inner.allreduce(tensors, opts), delivered, start)
+        delivered = self._send(sum(map(self.wire_bytes, tensors)))
+        return self._pending(self.inner and self.inner.allreduce(tensors, opts), delivered)
 
     def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
         delivered = self._send(sum(t.nbytes for t in outputs), passes=1)
@@ -152,16 +144,13 @@ class LinkedGroup(Group):
             whole.view(self.tp_size, *part.shape).copy_(part)
         return self._pending(None, delivered)
 
-    def _pending(self, work, delivered, start=None):
+    def _pending(self, work, delivered):
         """Return a Pending that ends when the real collective has ended and the link has delivered it."""
 
         def finish():
-            asked = time.perf_counter()
             if work is not None:
                 work.wait()
             delivered()
-            if start is not None and self.log is not None:
-                self.log.append((start, asked, time.perf_counter()))
 
         return Pending(finish)
 
@@ -191,25 +180,12 @@ class LinkedMemory:
     """
 
     def __init__(self, inner, link):
-        self.inner, self.group_name, self.rank, self.link = inner, inner.group_name, inner.rank, link
+        self.group_name, self.rank = inner.group_name, inner.rank
+        self.emulate(link)
 
-    @property
-    def link(self):
-        return self._link
-
-    @link.setter
-    def link(self, link):
-        self._link = link
+    def emulate(self, link):
+        self.link = link
         torch.ops.ladder.link_memory(self.group_name, 1e-6 * link.latency_us, link.per_byte, link.flight)
-
-    @property
-    def log(self):
-        """Return and clear the log, as LinkedGroup has it."""
-        return [tuple(row) for row in torch.ops.ladder.log_memory(self.group_name, True).tolist()]
-
-    @log.setter
-    def log(self, log):
-        torch.ops.ladder.log_memory(self.group_name, log is not None)
 
 
 def sleep_until(deadline):

@@ -98,7 +98,7 @@ def measure(args, world):
             **reports[one, name, batch], "comm": args.comm,
         })  # fmt: skip
         if args.profile is not None:
-            world.group.link = one
+            world.group.emulate(one)
             exposed.profile(Path(args.profile) / f"{one.name}-{name}-{batch}", world, args.kind, case.step)
     return lines
 
@@ -145,9 +145,8 @@ def cell(line, row):
 
     row: {wiring: line} over the same link.
     """
-    limit, standard, bound = line["limit_ms"], row.get("standard"), row.get("upper-bound")
-    above = f"{100 * (line['step_ms'] / limit - 1):+.0f}%" if limit else "no limit"
-    text = f"{line['step_ms']:.{1 if line['device'] == 'cpu' else 3}f} ({above}"
+    standard, bound, above = row.get("standard"), row.get("upper-bound"), line["step_ms"] / line["limit_ms"] - 1
+    text = f"{line['step_ms']:.{1 if line['device'] == 'cpu' else 3}f} ({100 * above:+.0f}%"
     if standard in (None, line):
         return f"{text})"
     low, high = line["quartiles_ms"]
