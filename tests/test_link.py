@@ -182,20 +182,34 @@ def test_the_interface_is_the_one_on_the_way_to_the_other_nodes(monkeypatch):
 # ---- The clock -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wiring, limit", [
+def test_sublayers_share_the_time_by_the_bytes_of_their_weights():
+    world = link.emulate(launch.World(0, 1, CPU), link.FREE, 2)
+    net, prompts = shard(BASE, world), generate.pad([[5, 6], [7]], CPU)
+    runner, blocks = generate.Runner(net, net.new_cache(2, 8)), [*net.layers]
+    attention, feed_forward, output = (
+        sum(4 * weight.numel() for module in modules for weight in module.parameters())
+        for modules in ([b.attention for b in blocks], [b.feed_forward for b in blocks], [net.output])
+    )
+    for kind, rest in ("decode", output), ("prefill", 0):  # which computes few logits
+        case = exposed.make_case(kind, runner, *prompts, world)
+        assert case.n_bytes == (attention, feed_forward, rest)
+
+
+@pytest.mark.parametrize("wiring, chunks, limit", [
     # 50 ms of computing without all-reduces: of two layers each attention takes 6, each MLP 14, the head 10. 15 an
     # all-reduce.
-    ("standard", 50 + 4 * 15),
-    ("ladder", 6 + 3 * 15 + 15 + 10),
-    ("ladder:1", (6 + 15) + 14 + 15 + 15 + 15 + 10),
-    ("desync:2", 50 + 2 * 15),
-    ("upper-bound", 50),
+    ("standard", 1, 50 + 4 * 15),
+    ("standard", 2, 3 + 8 * 15 + 10),
+    ("ladder", 1, 6 + 3 * 15 + 15 + 10),
+    ("ladder:1", 1, (6 + 15) + 14 + 15 + 15 + 15 + 10),
+    ("desync:2", 1, 50 + 2 * 15),
+    ("upper-bound", 1, 50),
 ])  # fmt: skip
-def test_the_report(wiring, limit):
+def test_the_report(wiring, chunks, limit):
     times = {"all_reduce": 0.015, "step": 0.12, "silent": 0.05}
     config = dataclasses.replace(BASE, n_layers=2, wiring=wiring)
-    case = exposed.Case(config, None, None, None, torch.zeros(2, 1, 48), link.FREE, (1200, 2800, 1000))
-    r, n = exposed._report(case, [times] * 3), {"upper-bound": 0, "desync:2": 2}.get(wiring, 4)
+    case = exposed.Case(config, None, None, None, torch.zeros(2, 1, 48), link.FREE, (1200, 2800, 1000), chunks)
+    r, n = exposed._report(case, [times] * 3), {"upper-bound": 0, "desync:2": 2}.get(wiring, 4) * chunks
     assert r["limit_ms"] == pytest.approx(limit)
     assert (r["step_ms"], r["silent_ms"], r["exposed_ms"]) == pytest.approx((120, 50, 70))
     assert r["all_reduces"] == n and r["all_reduce_bytes"] == 2 * 48 * 4 and r["rounds"] == 3
