@@ -565,7 +565,7 @@ class Transformer(nn.Module):
         """Return the AttentionMetadata of tokens at these positions (B, S).
 
         keys (T'): the positions of the mask's keys, by default `positions`. longest: the tokens that a row may have at
-        the end of the run, by default S: longrope rotates otherwise, from the start, if that exceeds its original context.
+        the end of the run, by default S: if they exceed its original context, longrope rotates all keys otherwise.
         """
         c, scaling, scale = self.config, self.config.rope_scaling or {}, self.config.query_scale
         original = scaling.get("original_max_position_embeddings")

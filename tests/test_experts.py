@@ -288,6 +288,22 @@ def test_products_for_a_gpu_take_the_shards_of_any_number_of_ranks(ranks, bits):
     assert (gathered - expected).abs().max() < 0.02 * expected.abs().max()
 
 
+class OnAGpu(torch.Tensor):
+    is_cuda = True
+
+
+@pytest.mark.parametrize("kind, tokens, compiles, few", [
+    (OnAGpu, 8, True, True), (OnAGpu, 9, True, False), (OnAGpu, 8, False, False), (torch.Tensor, 8, True, False),
+])  # fmt: skip
+def test_a_gpu_s_compiled_step_gathers_few(kind, tokens, compiles, few, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiles)
+    monkeypatch.setattr(kernels, "gathered", lambda *args: calls.append(args))
+    x, chosen = torch.zeros(tokens, 8).as_subclass(kind), torch.zeros(tokens, 2, dtype=torch.long)
+    kernels.Experts(8, 16, 5)(x, chosen)
+    assert bool(calls) is few
+
+
 WIDE = dataclasses.replace(
     SHARED, dim=128, head_dim=64, n_heads=4, n_kv_heads=4, expert_size=96, shared_expert_size=64, wiring="ladder"
 )
