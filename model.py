@@ -116,7 +116,7 @@ def delayed_stream(x, sublayers, comm, config):
     own = []  # one for each of these sums
 
     def with_own(h, stale, x):
-        del own[: max(0, len(own) - stale)]
+        del own[: max(0, len(own) - stale)]  # x has the sums of these by now
         own.append(h(sum(own, start=x)))
         return own[-1]
 
@@ -531,11 +531,9 @@ class Transformer(nn.Module):
         filled = cache_length - S  # slots of the cache that hold keys
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
             filled += chunk.shape[1]  # by the time of this chunk's attention
-            keys = mask = None
-            if streams or not fresh:  # only the first chunk of a fresh prompt has no keys before it in the cache
-                keys = torch.arange(filled, device=tokens.device)
-                mask = keys <= at[..., None]  # (B, S, T')
-            streams.append(self.stream(self.embed(chunk), self.metadata(at, mask, keys, longest, last), cache))
+            # only the first chunk of a fresh prompt has no keys before it in the cache
+            keys = torch.arange(filled, device=tokens.device) if streams or not fresh else None
+            streams.append(self.stream(self.embed(chunk), self.metadata(at, keys, longest, last), cache))
         return streams
 
     def embed(self, tokens):
@@ -561,11 +559,12 @@ class Transformer(nn.Module):
         logits, cap = self.output(x), self.config.logit_cap
         return logits if cap is None else cap * (logits / cap).tanh()
 
-    def metadata(self, positions, mask=None, keys=None, longest=None, last=None):
+    def metadata(self, positions, keys=None, longest=None, last=None, mask=None):
         """Return the AttentionMetadata of tokens at these positions (B, S).
 
-        keys (T'): the positions of the mask's keys, by default `positions`. longest: the tokens that a row may have at
-        the end of the run, by default S: if they exceed its original context, longrope rotates all keys otherwise.
+        keys (T'): the positions of the keys in the cache; None: the keys are those of this pass, and mask (B, S, S)
+        says who attends to them, if not each token to all up to itself. longest: the tokens that a row may have at the
+        end of the run, by default S: if they exceed its original context, longrope rotates all keys otherwise.
         """
         c, scaling, scale = self.config, self.config.rope_scaling or {}, self.config.query_scale
         original = scaling.get("original_max_position_embeddings")
@@ -573,9 +572,10 @@ class Transformer(nn.Module):
         rope = window_rope = self.rope(positions, int(is_long), scaling.get("attention_factor", 1.0))
         if c.window_rope_theta:
             window_rope = self.rope(positions, 1)
-        keys, queries = positions[:, None] if keys is None else keys, positions[..., None]
-        if c.score_cap and mask is None:
-            mask = keys <= queries
+        queries, in_cache = positions[..., None], keys is not None
+        keys = keys if in_cache else positions[:, None]
+        if in_cache or (c.score_cap and mask is None):
+            mask = keys <= queries  # (B, S, T')
         window_mask = mask
         if c.window_layers and (mask is not None or positions.shape[1] > c.sliding_window):
             window_mask = (keys <= queries if mask is None else mask) & (keys > queries - c.sliding_window)

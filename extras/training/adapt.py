@@ -50,7 +50,7 @@ class Trainee(Transformer):
 
     def forward(self, batch):
         """Return the normed stream (B, S, D), from which self.logits computes logits."""
-        x, metadata = self.embed(batch.tokens), self.metadata(batch.positions, batch.mask)
+        x, metadata = self.embed(batch.tokens), self.metadata(batch.positions, mask=batch.mask)
         streams = lanes.streams(self, x, metadata) if self.config.lanes else [self.stream(x, metadata)]
         return self.norm(interleave(streams)[0])  # all lanes end with the same x
 
