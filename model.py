@@ -197,15 +197,15 @@ WIRINGS = {
     "desync": Wiring("only every N-th all-reduce (2)", stream=desynced_stream, parameter="period", laned=True),
     "upper-bound": Wiring("no all-reduce: a bound on speed", stream=desynced_stream, parameter=None, laned=True),
 }  # fmt: skip
-IN_EXTRAS = {"laneformer": "lanes", "farskip": "experts"}  # more names: the extra whose import adds them to WIRINGS
+WIRINGS_IN_EXTRAS = {"laneformer": "lanes", "farskip": "experts"}  # name: the extra whose import adds it to WIRINGS
 
 
 def parse_wiring(text):
     """Return the wiring_text.Parsed of a wiring's text. Raises InputError."""
-    for name, extra in IN_EXTRAS.items():
+    for name, extra in WIRINGS_IN_EXTRAS.items():
         if text.startswith(name):
             load_extra(extra, f"wiring {text}")
-    return wiring_text.parse(text, WIRINGS)
+    return wiring_text.parse(text, WIRINGS, WIRINGS_IN_EXTRAS)
 
 
 # ---- The configuration -----------------------------------------------------------------------------------------------

@@ -50,19 +50,20 @@ def predictions(models, documents, size, stride, batch, show=False):
     place.at("scoring", timed=False)
 
 
-def total_nats(model, *how):
-    """Return the sum of -log p of all tokens; how: as predictions takes it."""
-    return sum(F.nll_loss(logp, tokens, reduction="sum").item() for (logp,), tokens in predictions([model], *how))
+def total_nats(model, documents, size, stride, batch, show=False):
+    """Return the sum of -log p of all tokens; the arguments are those of predictions."""
+    scored = predictions([model], documents, size, stride, batch, show)
+    return sum(F.nll_loss(logp, tokens, reduction="sum").item() for (logp,), tokens in scored)
 
 
-def divergence(model, reference, *how):
+def divergence(model, reference, documents, size, stride, batch, show=False):
     """Return (kl, agree, nats, reference's nats), each (n,) on the CPU, of the tokens that total_nats sums.
 
     kl: sum over the vocabulary of p_reference log(p_reference / p_model), in float64, since for close models it is a
     small difference of large sums. agree: bool, whether both find the same token the likeliest. nats: -log p(token).
     """
     columns = []
-    for (q, p), tokens in predictions([model, reference], *how):
+    for (q, p), tokens in predictions([model, reference], documents, size, stride, batch, show):
         kl, agree = (p.exp() * (p - q)).sum(-1), q.argmax(-1) == p.argmax(-1)
         nats = [F.nll_loss(x, tokens, reduction="none") for x in (q, p)]
         columns.append([x.cpu() for x in (kl, agree, *nats)])

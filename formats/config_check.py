@@ -4,7 +4,7 @@ from kernels.norms import NORMS
 from runtime.errors import InputError, load_extra
 
 ACTIVATIONS = "silu", "gelu_tanh"
-EXPERTS = "n_experts", "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers"
+EXPERTS = "experts_per_token", "expert_size", "shared_expert_size", "shared_expert_gate", "dense_layers"
 
 
 def check(c):
@@ -31,8 +31,10 @@ def check(c):
             raise InputError(f"{name} takes layers from 0 to {c.n_layers - 1}, not {getattr(c, name)}")
     if c.linear_layers or c.linear_attention:
         load_extra("linear_attention", "linear_layers").check(c)
-    if given := [name for name in EXPERTS if getattr(c, name)]:
-        load_extra("experts", given[0]).check(c)
+    if c.n_experts:
+        load_extra("experts", "n_experts").check(c)
+    elif given := [name for name in EXPERTS if getattr(c, name)]:
+        raise InputError(f"{given[0]} is for a mixture of experts, which has n_experts")
     check_quantization(c)
     if c.named_wiring.model:
         c.named_wiring.model.check(c)

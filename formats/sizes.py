@@ -19,7 +19,7 @@ def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie
 
 QWEN = {"bos_id": 151643, "eos_ids": (151645, 151643)}
 YARN = {"factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
-SIZES = {  # shapes for benchmarks with random weights; extras add others: IN_EXTRAS
+SIZES = {  # shapes for benchmarks with random weights; extras add others: SIZES_IN_EXTRAS
     "1b": _llama3(16, 32, 64, 2048, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 1B
     "3b": _llama3(28, 24, 128, 3072, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 3B
     "8b": _llama3(32, 32, 128, 4096, 14336),  # Llama 3.1 8B
@@ -49,20 +49,20 @@ SIZES = {  # shapes for benchmarks with random weights; extras add others: IN_EX
     "176b": Config(70, 112, 112, 128, 14336, 50176, 250880, 8192, rope_theta=500000.0, bos_id=1, eos_ids=(2,)),
     "405b": _llama3(126, 128, 128, 16384, 53248),  # Llama 3.1 405B
 }  # fmt: skip
-IN_EXTRAS = {
+SIZES_IN_EXTRAS = {
     "laneformer-2b": "lanes", "qwen3.6-27b": "linear_attention", "30b-a3b": "experts", "mixtral-8x7b": "experts",
 }  # fmt: skip
 
 
 def named_size(text):
     """Return the Config of NAME[:N][:QUANT]: N layers of one of SIZES; QUANT: int8, int4 or int4:GROUP_SIZE."""
-    for name, extra in IN_EXTRAS.items():
+    for name, extra in SIZES_IN_EXTRAS.items():
         if text.startswith(name):
             load_extra(extra, f"--model {text}")  # adds it to SIZES
     match = re.fullmatch(r"([\w.-]+?)(?::([1-9]\d*))?(?::(int8|int4(?::\d+)?))?", text)
     config = SIZES.get(match and match[1])
     if config is None or int(match[2] or 1) > config.n_layers:
-        words = f"give NAME, NAME:N with N layers, or NAME:N:int8, of {', '.join(SIZES | IN_EXTRAS)}"
+        words = f"give NAME, NAME:N with N layers, or NAME:N:int8, of {', '.join(SIZES | SIZES_IN_EXTRAS)}"
         raise InputError(f"--model {text} is no size, or asks for too many layers: {words}")
     quant, _, size = (match[3] or "").partition(":")
     group_size = int(size or 64) if quant == "int4" else None

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from formats import checkpoint
 from formats.tokenizer import TextStream
-from model import IN_EXTRAS, WIRINGS, rewired
+from model import WIRINGS, WIRINGS_IN_EXTRAS, rewired
 from runtime.errors import InputError
 from tp import COLLECTIVES
 
@@ -125,7 +125,7 @@ def add_output_flags(parser, example):
 def add_wiring_flags(parser):
     """Add the flags that choose a wiring; with_wiring applies them."""
     words = [f"{name}: {wiring.about}" for name, wiring in WIRINGS.items()] + [
-        *(f"{name}: extras/{extra}/README.md" for name, extra in IN_EXTRAS.items() if name not in WIRINGS),
+        *(f"{name}: extras/{extra}/README.md" for name, extra in WIRINGS_IN_EXTRAS.items() if name not in WIRINGS),
         "NAME:N wires the last N layers that way, NAME:I,J,... layers I, J (from 0), NAME:I-J I to J;",
         "others are standard; desync:N keeps every N-th all-reduce; NAME-K reads the stream K sublayers late, if",
         "NAME does at all; NAME/L has L lanes (default: as many as ranks), if their number matters",

@@ -171,7 +171,7 @@ def sum_over_a_link(world):
     for i, pending in enumerate(sums):
         check_sum(OPS.wait_tensor(pending), 2, i)
         ends.append(time.perf_counter() - start)
-    linked.emulate(link.Link("x", 0.0, 8e-3))
+    linked.set_link(link.Link("x", 0.0, 8e-3))
     x, start = torch.full((1000,), float(world.rank)), time.perf_counter()
     whole = torch.ops.ladder.gather(x, 2, name)
     assert torch.equal(whole, torch.tensor([[0.0], [1.0]]).expand(2, 1000))

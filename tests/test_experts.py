@@ -17,6 +17,7 @@ from test_bench import flags, texts_of_cells
 from test_convert import TOKENS, change_tensors, check_parity, convert, hf_model
 from test_wiring import check_against_the_reference
 
+import generate
 import model
 import quantize
 import tp
@@ -24,10 +25,11 @@ from extras.cpu import few_rows
 from extras.drafts.named import read_draft
 from extras.experts import MoE, kernels
 from extras.export import to_hf
+from extras.measure import exposed, link
 from formats import checkpoint
-from formats.sizes import named_size
+from formats.sizes import RandomWeights, named_size
 from kernels import int_linear
-from runtime import report
+from runtime import launch, report
 from runtime.errors import InputError
 
 MIXTURE = dataclasses.replace(
@@ -186,6 +188,16 @@ def test_a_step_reads_the_experts_that_its_tokens_choose():
     one, three, drafted = (report.step_bytes(net, net.new_cache(n, 8), 0, more) for n, more in [(1, 0), (3, 0), (1, 2)])
     more = (c.n_layers - 1) * c.n_experts * 3 * c.dim * c.expert_size * 4 * ((1 - 0.6**3) - 0.4)
     assert three == drafted == pytest.approx(one + more)
+
+
+def test_a_limit_counts_the_experts_that_its_tokens_choose():
+    world = link.emulate(launch.World(0, 1, torch.device("cpu")), link.FREE, 2)
+    net = tp.load_shard(MIXTURE, RandomWeights(MIXTURE, "cpu"), torch.float32, "cpu", 0, 2)
+    net.comm = tp.TensorParallel(MIXTURE, (1, 1), world.group)
+    runner, prompts = generate.Runner(net, net.new_cache(2, 8)), generate.pad([[5, 6], [7]], "cpu")
+    sizes = {name: weight.nbytes for name, weight in net.named_parameters() if ".feed_forward." in name}
+    expected = sum(size * (1 - 0.6**2 if ".experts." in name else 1) for name, size in sizes.items())
+    assert exposed.make_case("decode", runner, *prompts, world).n_bytes[1] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])
@@ -443,8 +455,8 @@ def test_bad_experts_are_one_line(changes, tensors, words, tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"n_experts": None}, "a mixture of experts needs n_experts and an expert_size"),
-        ({"expert_size": None}, "a mixture of experts needs n_experts and an expert_size"),
+        ({"n_experts": None}, "experts_per_token is for a mixture"),
+        ({"expert_size": None}, "needs an expert_size"),
         ({"dense_layers": (3,)}, "dense_layers takes layers from 0 to 2"),
         ({"shared_expert_gate": True}, "shared_expert_gate needs a shared_expert_size"),
         ({"mlp_bias": True}, "mlp_bias is not for a mixture"),

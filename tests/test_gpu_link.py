@@ -37,7 +37,7 @@ def test_an_all_reduce_without_python_takes_what_the_link_of_the_moment_takes(sl
     comm, x = TensorParallel(CONFIG, slow.shares, slow.group), torch.ones(500_000, device=DEVICE)
     step = own_all_reduce(slow, Case(CONFIG, None, None, comm, x, slow.group.link, ()))
     for other, least, most in (("20000us", 0.019, 0.03), ("1gbps", 0.0155, 0.03), ("1000us+1gbps", 0.0165, 0.03)):
-        slow.group.emulate(link.parse(other))
+        slow.group.set_link(link.parse(other))
         assert least < timed(DEVICE, step) < most
 
 

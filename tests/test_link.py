@@ -228,7 +228,7 @@ def test_on_the_clock_chunks_hide_one_another():
 
 
 @pytest.mark.parametrize("changes", BY_HAND, ids=helpers.wired_id)
-def test_measuring_sublayers_that_only_sleep(clock, changes):
+def test_measuring_sublayers_that_only_sleep(clock, changes, monkeypatch):
     """Against the sum by hand."""
     config = dataclasses.replace(BASE, **changes)
     nap, latency, x = 0.004, 0.01, torch.zeros(2)
@@ -244,6 +244,12 @@ def test_measuring_sublayers_that_only_sleep(clock, changes):
     comm, silent = (kind(config, (1,) * 8, group) for kind in (tp.TensorParallel, exposed.Silent))
     steps = [lambda c=c: interleave([config.named_wiring.stream(x, sleeps, c, config)]) for c in (comm, silent)]
     case = exposed.Case(config, *steps, comm, x, group.link, (1, 1, 0))
+    sums, send = [], group._send
+    monkeypatch.setattr(group, "_send", lambda n_bytes: sums.append(n_bytes) or send(n_bytes))
+    for step, n in zip(steps, (clocks.count_all_reduces(config), 0), strict=True):
+        sums.clear()
+        step()
+        assert len(sums) == n
     r = exposed.measure(world, {"decode": case}, seconds=0)["decode"]
     compute, waited = nap * 2 * config.n_layers, latency * r["all_reduces"]
     if config.named_wiring.stream is not desynced_stream:

@@ -19,7 +19,7 @@ class DecodeAttention(Attention):
     def attend(self, q, k, v, mask, positions):
         if q.shape[3] > FEW_POSITIONS:
             return super().attend(q, k, v, mask, positions)
-        q, v = q.transpose(2, 3), v.contiguous()  # without a cache, v is a view into wqkv's output
+        q, k, v = q.transpose(2, 3), k.contiguous(), v.contiguous()  # without a cache, views into wqkv's output
         y = torch.ops.ladder.decode_attention(q, k, v, positions, self.window or k.shape[2])  # (B, K, S, G, H)
         return y.transpose(2, 3).flatten(2, 3)
 

@@ -46,8 +46,8 @@ class MoE(nn.Module):
 def check(config):
     """Raise InputError for settings that make no mixture."""
     c, wiring = config, config.named_wiring
-    if not c.n_experts or not c.expert_size:
-        raise InputError("a mixture of experts needs n_experts and an expert_size")
+    if not c.expert_size:
+        raise InputError("a model with n_experts needs an expert_size")
     if c.shared_expert_gate and not c.shared_expert_size:
         raise InputError("shared_expert_gate needs a shared_expert_size")
     if c.activation != "silu" or c.mlp_bias:

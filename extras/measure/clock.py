@@ -58,6 +58,7 @@ class Clock:
 
     def sum_now(self, seconds):
         """Wait for a small all-reduce, which waits for those that are in flight."""
+        self.started += 1
         self.now = self.free_at = max(self.now, self.free_at) + seconds
 
     def settle(self, x, pending, after=None):

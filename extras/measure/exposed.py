@@ -13,8 +13,9 @@ import torch
 from extras.measure.clock import run_layers
 from extras.measure.link import Link
 from model import Config, SingleDevice, cache_slots
-from runtime import report, writing
+from runtime import writing
 from runtime.benchmarking import in_turns, quartiles, timed
+from runtime.errors import load_extra
 from tp import TensorParallel
 
 # ---- A step with and without its all-reduces -------------------------------------------------------------------------
@@ -23,7 +24,8 @@ from tp import TensorParallel
 class Silent(TensorParallel):
     """Collectives without all-reduces: each wiring computes the same sublayers, on partials."""
 
-    start, wait, settle = SingleDevice.start, SingleDevice.wait, SingleDevice.settle
+    start, wait = SingleDevice.start, SingleDevice.wait
+    settle, pin = SingleDevice.settle, SingleDevice.pin
 
 
 @torch.inference_mode()  # as generate() makes its tensors: the compiler would take others for another graph
@@ -68,7 +70,8 @@ def make_case(kind, runner, tokens, lengths, world):
     partial = torch.zeros(B, -(-width // chunks), model.config.dim, device=model.device, dtype=model.dtype)
 
     def n_bytes(place):
-        read = report.chosen_experts(model.config, B * width) if model.config.n_experts else 1
+        mixture = model.config.n_experts and load_extra("experts", "n_experts")
+        read = mixture.chosen_share(model.config, B * width) if mixture else 1
         weights = model.named_parameters(remove_duplicate=False)
         return sum(w.nbytes * (read if ".experts." in name else 1) for name, w in weights if place in name)
 
@@ -110,7 +113,7 @@ def own_all_reduce(world, case):
 
 def _run(world, case, all_reduce):
     """Return the seconds of one round of a case, by name."""
-    world.group.emulate(case.link)
+    world.group.set_link(case.link)
     timed(world.device, all_reduce)  # waits until all ranks are here
     steps = {"all_reduce": all_reduce, "silent": case.silent_step, "step": case.step}
     return {name: timed(world.device, step) for name, step in steps.items()}
@@ -119,13 +122,15 @@ def _run(world, case, all_reduce):
 def _report(case, runs):
     """Return what the runs of a case say: medians, as README.md has them.
 
-    For the limit, the silent step's time is shared out by the bytes of weights.
+    For the limit, the silent step's time is shared out by the bytes of weights. The small sums of whole_qk_norm count
+    as all-reduces like the others.
     """
     ms = {key: 1e3 * statistics.median(run[key] for run in runs) for key in runs[0]}
     attention, feed_forward, rest = (ms["silent"] * n_bytes / sum(case.n_bytes) for n_bytes in case.n_bytes)
     sublayers = [total / case.config.n_layers / case.chunks for total in (attention, feed_forward)]
     flight = 1e3 * case.link.flight if case.partial.device.type == "cpu" else 0.0
-    clock = run_layers(case.config, *sublayers, ms["all_reduce"], case.chunks, flight)
+    norm_sum = ms["all_reduce"] * case.config.whole_qk_norm
+    clock = run_layers(case.config, *sublayers, ms["all_reduce"], case.chunks, flight, norm_sum)
     n = clock.started
     low, _, high = quartiles([1e3 * run["step"] for run in runs])
     exposed = ms["step"] - ms["silent"]

@@ -111,7 +111,7 @@ class LinkedGroup(Group):
     """A process group over an emulated link. On a GPU it carries one collective at a time, even with the link's `tcp`.
 
     inner: the group that does the work, or None to simulate this rank alone: then the sum is this rank's partial, and
-    each rank's share of a gathered tensor is this rank's. emulate() replaces the link between steps; on a GPU only if
+    each rank's share of a gathered tensor is this rank's. set_link() replaces the link between steps; on a GPU only if
     the first one is not free, since a free link launches no kernel.
     """
 
@@ -125,9 +125,9 @@ class LinkedGroup(Group):
             compiling.prepare(device)  # its kernel is Triton's
             self.stream = torch.cuda.Stream(device, priority=-1)  # the link
             self.costs = torch.zeros(2, dtype=torch.float64, device=device)
-        self.emulate(link)
+        self.set_link(link)
 
-    def emulate(self, link):
+    def set_link(self, link):
         self.link = link
         if self.stream is not None:  # a CUDA graph reads them in each replay
             self.costs.copy_(torch.tensor([1e3 * link.latency_us, 1e9 * link.per_byte]))
@@ -181,9 +181,9 @@ class LinkedMemory:
 
     def __init__(self, inner, link):
         self.group_name, self.rank = inner.group_name, inner.rank
-        self.emulate(link)
+        self.set_link(link)
 
-    def emulate(self, link):
+    def set_link(self, link):
         self.link = link
         torch.ops.ladder.link_memory(self.group_name, 1e-6 * link.latency_us, link.per_byte, link.flight)
 

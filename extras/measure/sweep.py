@@ -98,7 +98,7 @@ def measure(args, world):
             **reports[one, name, batch], "comm": args.comm,
         })  # fmt: skip
         if args.profile is not None:
-            world.group.emulate(one)
+            world.group.set_link(one)
             exposed.profile(Path(args.profile) / f"{one.name}-{name}-{batch}", world, args.kind, case.step)
     return lines
 
