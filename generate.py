@@ -5,8 +5,8 @@ torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt 
 """
 
 # main -> set_up, then run -> generate -> token_passes (the loop) -> Runner.next_tokens (a pass) -> model, then sampler.
-# Every rank runs all of this: each samples from its part of the vocabulary, the ranks exchange their best candidates,
-# and, having the same seed, all choose the same token.
+# Every rank runs all of this: each picks candidates from its part of the vocabulary, the ranks exchange them, and all,
+# having the same seed, choose the same token.
 
 import contextlib
 import functools
@@ -35,8 +35,8 @@ from tp import TensorParallel, load_shard
 
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
-    load, lane_on_each_rank = load_shard, config.lanes is None or world.shares == (1,) * config.lanes
-    if config.named_wiring.model or not lane_on_each_rank:
+    load = load_shard
+    if config.named_wiring.model or (config.lanes and world.shares != (1,) * config.lanes):  # not a lane on each rank
         load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():
         if folder:
@@ -133,7 +133,8 @@ class Runner:
         if self.model.config.linear_layers:  # whose state cannot go back to where the prompts part
             cached_tokens = 0
         width = max(1, pass_tokens // B) if pass_tokens else S
-        last, logits = lengths - 1, None
+        last = lengths - 1
+        logits = None
         starts = range(cached_tokens, S, width)
         if B * S > 8 * PASS_TOKENS and not self.quiet:  # disable=None: shown at a terminal
             starts = tqdm(starts, "prefill", leave=False, unit="pass", disable=None)
@@ -188,10 +189,11 @@ def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None
     on_tokens([new ids of each row, none of one that is done]) is called after each pass; True from it ends the
     generation.
     """
-    passes, stop = token_passes(runner, prompts, max_new_tokens, sample, eos_ids, draft, cached_tokens), None
+    stop = None
+    loop = token_passes(runner, prompts, max_new_tokens, sample, eos_ids, draft, cached_tokens)
     while True:
         try:
-            new = passes.send(stop)
+            new = loop.send(stop)
         except StopIteration as end:
             return end.value
         stop = on_tokens is not None and on_tokens(new)

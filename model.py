@@ -102,7 +102,7 @@ def residual_stream(x, sublayers, comm, config):
     for h, stale in sublayers:
         if 0 < len(pending) <= stale:  # the start of a ladder: h reads none of these sums
             x = comm.pin(x, pending[-1])
-        while len(pending) > stale:  # standard: all of them; ladder: all but the last, which travels while h computes
+        while len(pending) > stale:  # all of them but the last `stale`, which travel while h computes
             x = comm.settle(x, pending.pop(0), *pending[-1:])
         pending.append(comm.start(h(x)))
         yield  # to the other streams of interleave
@@ -523,16 +523,17 @@ class Transformer(nn.Module):
 
         interleave runs a layer's attention of the first chunk first, so that the others find its keys in the cache.
         """
-        S, fresh, streams = tokens.shape[1], positions is None, []
+        streams, S = [], tokens.shape[1]
+        fresh = positions is None
         longest = cache_slots(cache) - 1 if cache else S  # the last slot is never read
         if fresh:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
         last = None if select is None else positions[:, :1] + select[:, None]
-        filled = cache_length - S  # slots of the cache that hold keys
+        read = cache_length - S  # slots of the cache that attention reads
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
-            filled += chunk.shape[1]  # by the time of this chunk's attention
+            read += chunk.shape[1]
             # only the first chunk of a fresh prompt has no keys before it in the cache
-            keys = torch.arange(filled, device=tokens.device) if streams or not fresh else None
+            keys = torch.arange(read, device=tokens.device) if streams or not fresh else None
             streams.append(self.stream(self.embed(chunk), self.metadata(at, keys, longest, last), cache))
         return streams
 
@@ -566,19 +567,21 @@ class Transformer(nn.Module):
         says who attends to them, if not each token to all up to itself. longest: the tokens that a row may have at the
         end of the run, by default S: if they exceed its original context, longrope rotates all keys otherwise.
         """
-        c, scaling, scale = self.config, self.config.rope_scaling or {}, self.config.query_scale
+        c = self.config
+        scaling = c.rope_scaling or {}
         original = scaling.get("original_max_position_embeddings")
         is_long = "long_factor" in scaling and (longest or positions.shape[1]) > original
         rope = window_rope = self.rope(positions, int(is_long), scaling.get("attention_factor", 1.0))
         if c.window_rope_theta:
             window_rope = self.rope(positions, 1)
-        queries, in_cache = positions[..., None], keys is not None
-        keys = keys if in_cache else positions[:, None]
-        if in_cache or (c.score_cap and mask is None):
-            mask = keys <= queries  # (B, S, T')
+        queries = positions[..., None]
+        at = positions[:, None] if keys is None else keys  # the keys' positions
+        if keys is not None or (c.score_cap and mask is None):
+            mask = at <= queries  # (B, S, T')
         window_mask = mask
         if c.window_layers and (mask is not None or positions.shape[1] > c.sliding_window):
-            window_mask = (keys <= queries if mask is None else mask) & (keys > queries - c.sliding_window)
+            window_mask = (at <= queries if mask is None else mask) & (at > queries - c.sliding_window)
+        scale = c.query_scale
         if c.llama4_beta:
             scale = (1 + c.llama4_beta * (positions // original + 1).log())[:, None, None, :, None] * (scale or 1.0)
         rows = torch.arange(len(positions), device=positions.device)[:, None]

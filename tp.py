@@ -55,8 +55,8 @@ def head_ranges(config, rank, shares):
     sharers = [r for r in range(tp_size) if r * K // tp_size == group]  # the ranks that share this KV head
     first, last = split_range(G, sharers.index(rank), [shares[r] for r in sharers], "query heads of a KV head")
     start, stop = group * group_rows, (group + 1) * group_rows
-    queries, key_and_value = (start + first * query_rows, start + last * query_rows), (stop - 2 * H, stop)
-    return [queries, key_and_value], [((group * G + first) * H, (group * G + last) * H)]
+    queries = start + first * query_rows, start + last * query_rows
+    return [queries, (stop - 2 * H, stop)], [((group * G + first) * H, (group * G + last) * H)]
 
 
 def neuron_range(config, neurons, rank, shares):
@@ -135,7 +135,7 @@ def shard_slices(model, dtype, rank=0, shares=1):
             ranges = None
         elif dim == 1:
             columns = model.get_submodule(path).in_features // shape[-1]
-        dim += whole.dim() == 3  # the matrices of all experts
+        dim += whole.dim() == 3  # dimension 0: experts
         if ranges:
             shape[dim] = int_groups.stored_columns(ranges, columns)
         stored = dtype if whole.is_floating_point() else whole.dtype
@@ -245,8 +245,8 @@ class TensorParallel:
             return x + self.wait(pending)
         if not x.is_cuda:
             return torch.ops.ladder.settle(x, pending, after)
-        # On a GPU the addition fuses with the next norm. It stays behind the wait, which the compiler takes for a write
-        # to `pending`.
+        # On a GPU the addition fuses with the next norm. To the compiler wait_after writes `pending`, so the addition
+        # stays behind it.
         torch.ops.ladder.wait_after(pending, after)
         return x + pending
 
