@@ -62,7 +62,8 @@ def named_size(text):
     match = re.fullmatch(r"([\w.-]+?)(?::([1-9]\d*))?(?::(int8|int4(?::\d+)?))?", text)
     config = SIZES.get(match and match[1])
     if config is None or int(match[2] or 1) > config.n_layers:
-        words = f"give NAME, NAME:N with N layers, or NAME:N:int8, of {', '.join(SIZES | SIZES_IN_EXTRAS)}"
+        names = ", ".join(sorted({*SIZES, *SIZES_IN_EXTRAS}))
+        words = f"give NAME, NAME:N with N layers, or NAME:N:int8 or int4, of {names}"
         raise InputError(f"--model {text} is no size, or asks for too many layers: {words}")
     quant, _, size = (match[3] or "").partition(":")
     group_size = int(size or 64) if quant == "int4" else None
