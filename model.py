@@ -105,7 +105,7 @@ def residual_stream(x, sublayers, comm, config):
         while len(pending) > stale:  # all of them but the last `stale`, which travel while h computes
             x = comm.settle(x, pending.pop(0), *pending[-1:])
         pending.append(comm.start(h(x)))
-        yield  # another chunk of the prompt may compute here
+        yield  # here another chunk may compute
     while pending:
         x = comm.settle(x, pending.pop(0), *pending[-1:])
     yield x
