@@ -38,7 +38,7 @@ def load_model(config, folder, dtype, world):
     load = load_shard
     if config.named_wiring.model or (config.lanes and world.shares != (1,) * config.lanes):  # not a lane on each rank
         load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
-    with world.together():
+    with world.together():  # raises an InputError of one rank on all of them
         if folder:
             weights = checkpoint.Weights(folder)
             if more := [name for name in weights.names() if name.startswith(f"layers.{config.n_layers}.")]:

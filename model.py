@@ -94,9 +94,9 @@ def residual_stream(x, sublayers, comm, config):
 
     sublayers: list of (h, stale). A sublayer reads x without the last `stale` sums, which are still in flight.
 
-    In a ladder the first two sublayers read the embedding x, the third x + s_0, where s_0 is the sum of the first. A
-    standard sublayer before a ladder leaves its sum in flight: the ladder's first sublayer does not read it. A standard
-    sublayer after a ladder waits for the sum before it, as always.
+    In a ladder h_1 and h_2 read the embedding x_0, h_3 reads x_1: x_0 and the sum of h_1. A standard sublayer before a
+    ladder leaves its sum in flight: the ladder's first sublayer does not read it. A standard sublayer after a ladder
+    waits for the sum before it, as always.
     """
     pending = []  # the sums in flight, the oldest first
     for h, stale in sublayers:
@@ -512,8 +512,8 @@ class Transformer(nn.Module):
         shorter than S are padded on the right, which causality hides from them. With positions (B, S) each row
         continues its cached sequence there (decode), reading the first cache_length slots of the cache.
         cache: as new_cache makes it, written in place, or None. With a cache, tokens after `select` count as padding;
-        -1 is a row of padding. chunks: of the sequence, which are interleaved: one computes while another's partials
-        are summed; takes a cache.
+        -1 is a row of padding. chunks: how many parts to cut the sequence into: one computes while another's partials
+        are summed. More than 1 needs a cache.
         """
         x = torch.cat(interleave(self.streams(tokens, positions, cache, cache_length, chunks, select)), dim=1)
         return self.head(x, select)
@@ -565,7 +565,7 @@ class Transformer(nn.Module):
 
         keys (T'): the positions of the keys in the cache; None: the keys are those of this pass, and mask (B, S, S)
         says who attends to them, if not each token to all up to itself. longest: the tokens that a row may have at the
-        end of the run, by default S: if they exceed its original context, longrope rotates all keys otherwise.
+        end of the run, by default S: beyond its original context, longrope uses its long factors for all keys.
         """
         c = self.config
         scaling = c.rope_scaling or {}

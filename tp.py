@@ -28,8 +28,8 @@ def normalize_shares(shares):
 def split_range(n, rank, shares, what=None):
     """Return the range (start, stop) of n things that a rank gets, in proportion to its share.
 
-    Earlier ranks get the remainder: of 8, three equal ranks get 0-3, 3-6 and 6-8. what: a name for the things; if
-    given, every rank must get one, else this raises an InputError.
+    Of equal shares the first is never the smaller one: of 8, three ranks get 0-3, 3-6 and 6-8. what: a name for the
+    things; if given, every rank must get one, else this raises an InputError.
     """
     bounds = [-(-n * sum(shares[:r]) // sum(shares)) for r in range(len(shares) + 1)]
     if what and len(set(bounds)) < len(bounds):
@@ -42,7 +42,7 @@ def head_ranges(config, rank, shares):
 
     With more ranks than KV heads, the ranks that share a KV head each hold a copy of it and a part of its query heads:
     of 2 KV heads with 4 query heads each, rank 1 of 4 holds query heads 2 and 3, and a copy of KV head 0. On 3 ranks,
-    ranks 0 and 1 share KV head 0, and rank 2 has all of KV head 1, so twice their attention.
+    ranks 0 and 1 share KV head 0, and rank 2 has all of KV head 1, so twice their attention, whatever the shares are.
     """
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
     G, tp_size = N // K, len(shares)
@@ -81,7 +81,7 @@ def vocab_range(vocab_size, rank, shares):
 
 
 def shard_plan(config, rank, shares):
-    """Return {linear: (dimension, [(start, stop), ...])}: what a rank holds of each sharded linear.
+    """Return {linear: (dimension, [(start, stop), ...])}: what a rank holds of each sharded linear and norm.
 
     Column-parallel (rows of the weight, dimension 0): wqkv by KV-head groups, w1, w3, and the output head by the
     vocabulary. Row-parallel (columns of the weight, dimension 1): wo and w2. shares: a number for each rank, or how
@@ -165,7 +165,7 @@ def load_shard(config, weights, dtype, device, rank=0, shares=1, tok_embeddings=
         start, stop = vocab_range(config.vocab_size, rank, shares)
         for name, tensor in model.tok_embeddings.named_parameters():
             _set_parameter(model, f"output.{name}", tensor[start:stop])
-    return model.to(device)  # moves the rope frequencies, which stay float32
+    return model.to(device)  # moves the rope frequencies, which are made on the CPU and stay float32
 
 
 def _set_parameter(model, name, tensor):
@@ -191,7 +191,7 @@ class Collective(NamedTuple):
 
 
 def connect_auto(world):
-    """Return the group of extras/collectives that is faster than the library (gloo or NCCL), or the library's."""
+    """Return a group of extras/collectives, shared-memory or, if faster than NCCL, one-shot; else the library's."""
     on_gpus = world.device.type == "cuda"
     try:
         if on_gpus:
@@ -204,7 +204,7 @@ def connect_auto(world):
 
 
 COLLECTIVES = {
-    "auto": Collective("on one node GPUs by one-shot, CPUs by shared-memory, if faster; else as library", connect_auto),
+    "auto": Collective("on one node GPUs by one-shot, if faster, CPUs by shared-memory; else as library", connect_auto),
     "library": Collective("by gloo or NCCL", lambda world: world.group),
 }
 
@@ -224,7 +224,7 @@ class TensorParallel:
     def __init__(self, config, shares, group):
         from kernels import ordered  # noqa: F401, defines torch.ops.ladder
 
-        self.tp_size = self.lanes = len(shares)  # one lane a rank; extras/lanes has a `comm` of its own for more
+        self.tp_size = self.lanes = len(shares)  # one lane a rank; for more, extras/lanes wraps this
         self.vocab_size, self.group = config.vocab_size, group.group_name
         ranges = [vocab_range(config.vocab_size, rank, shares) for rank in range(self.tp_size)]
         self.first, self.sizes = ranges[group.rank()][0], [stop - start for start, stop in ranges]
@@ -245,8 +245,8 @@ class TensorParallel:
             return x + self.wait(pending)
         if not x.is_cuda:
             return torch.ops.ladder.settle(x, pending, after)
-        # On a GPU the addition fuses with the next norm. To the compiler wait_after writes `pending`, so the addition
-        # stays behind it.
+        # On a GPU the addition fuses with the next norm. wait_after is declared to write `pending`, so the addition
+        # cannot move before it.
         torch.ops.ladder.wait_after(pending, after)
         return x + pending
 
