@@ -34,14 +34,13 @@ def predictions(models, documents, size, stride, batch, show=False):
     They come from windows of the documents, which are lists of ids: all tokens but each document's first.
     """
     plan = [(ids, *window) for ids in documents for window in windows(len(ids), size, stride)]
-    device = models[0].device
+    device, step = models[0].device, max(1, MAX_LOGITS // models[0].config.vocab_size)
     for i in tqdm(range(0, len(plan), batch), desc="scoring", unit="batch", delay=1, disable=None if show else True):
         place.at("scoring of batch", i // batch)
         rows = plan[i : i + batch]
         tokens, _ = pad([ids[start:stop] for ids, start, stop, _ in rows], device)
         logits = [model(tokens[:, :-1]) for model in models]
         for row, (_, start, stop, first) in enumerate(rows):
-            step = max(1, MAX_LOGITS // models[0].config.vocab_size)
             for begin in range(first - start, stop - start, step):
                 end = min(begin + step, stop - start)
                 pairs = zip(models, logits, strict=True)

@@ -65,17 +65,23 @@ def warn_of_memory(world, config, dtype, rows, slots):
         print(f"weights and cache of rank {world.rank} may not fit: {text}", file=sys.stderr)
 
 
+def weight_bytes(model, tokens):
+    """Return {name: bytes} that a pass of so many tokens reads of each weight: of experts, those that they choose.
+
+    How many these are is the mean. Of the embedding table a pass reads next to nothing.
+    """
+    config, weights = model.config, model.named_parameters(remove_duplicate=False)
+    chosen = load_extra("experts", "n_experts").chosen_share(config, tokens) if config.n_experts else 1
+    shares = ((name, weight.nbytes, chosen if ".experts." in name else 1) for name, weight in weights)
+    return {name: n_bytes * share for name, n_bytes, share in shares if "tok_embeddings." not in name}
+
+
 def step_bytes(model, cache, filled, drafted=0):
     """Return the bytes that a decode step of this rank reads, of a token and so many drafted ones in each row.
 
-    Of experts as many count as the tokens choose on average; of the cache `filled` slots, or a window of them, or the
-    state of linear attention.
+    Of the cache count `filled` slots, or a window of them, or the state of linear attention.
     """
-    c, tokens, total = model.config, len(cache[0][0]) * (1 + drafted), 0
-    chosen = load_extra("experts", "n_experts").chosen_share(c, tokens) if c.n_experts else 1
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        if "tok_embeddings." not in name:
-            total += tensor.nbytes * (chosen if ".experts." in name else 1)
+    c, total = model.config, sum(weight_bytes(model, len(cache[0][0]) * (1 + drafted)).values())
     for i, layer in enumerate(cache):  # of several lanes one after another
         slots = min(filled, c.sliding_window) if i % c.n_layers in c.window_layers else filled
         is_state = i % c.n_layers in c.linear_layers

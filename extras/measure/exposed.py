@@ -13,9 +13,8 @@ import torch
 from extras.measure.clock import run_layers
 from extras.measure.link import Link
 from model import Config, SingleDevice, cache_slots
-from runtime import writing
+from runtime import report, writing
 from runtime.benchmarking import in_turns, quartiles, timed
-from runtime.errors import load_extra
 from tp import TensorParallel
 
 # ---- A step with and without its all-reduces -------------------------------------------------------------------------
@@ -68,14 +67,9 @@ def make_case(kind, runner, tokens, lengths, world):
     steps = [replays(one, tokens, lengths)[kind] for one in (runner, runner.with_model(silent, runner.cache))]
     chunks, width = (runner.choose_chunks(B, S), S) if kind == "prefill" else (1, 1)
     partial = torch.zeros(B, -(-width // chunks), model.config.dim, device=model.device, dtype=model.dtype)
-
-    def n_bytes(place):
-        mixture = model.config.n_experts and load_extra("experts", "n_experts")
-        read = mixture.chosen_share(model.config, B * width) if mixture else 1
-        weights = model.named_parameters(remove_duplicate=False)
-        return sum(w.nbytes * (read if ".experts." in name else 1) for name, w in weights if place in name)
-
-    sizes = n_bytes(".attention."), n_bytes(".feed_forward."), n_bytes("output.") * (kind == "decode")
+    read, places = report.weight_bytes(model, B * width), (".attention.", ".feed_forward.", "output.")
+    *layers, head = (sum(n_bytes for name, n_bytes in read.items() if place in name) for place in places)
+    sizes = *layers, head * (kind == "decode")
     return Case(model.config, *steps, model.comm, partial, world.group.link, sizes, chunks)
 
 
