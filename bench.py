@@ -22,6 +22,7 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
 import torch
 
 import generate
+from decoding.runner import Runner, make_cache
 from decoding.sampling import Sampler
 from formats import checkpoint
 from model import rewired
@@ -56,8 +57,8 @@ def make_cells(models, args, world):
     for (wiring, model), batch in itertools.product(models.items(), args.batch):
         prompts = torch.randint(model.config.vocab_size, (batch, args.prompt_length), generator=random).tolist()
         key = model.config.lanes, batch
-        caches[key] = caches.get(key) or generate.make_cache(model, batch, args.prompt_length + args.new_tokens)
-        cells[wiring, batch] = generate.Runner(model, caches[key], not args.eager), prompts
+        caches[key] = caches.get(key) or make_cache(model, batch, args.prompt_length + args.new_tokens)
+        cells[wiring, batch] = Runner(model, caches[key], not args.eager), prompts
     if args.eager:
         return cells
     from runtime import compiling

@@ -2,11 +2,12 @@
 
 import functools
 
+from decoding.runner import BUCKET, Runner, make_cache
 from decoding.sampling import Sampler
 from formats import checkpoint
 from formats.checkpoint import DTYPES
 from formats.tokenizer import TextStream, load_tokenizer
-from generate import BUCKET, Runner, load_model, make_cache, token_passes
+from generate import Generation, load_model
 from model import rewired
 from runtime import cli, launch
 from runtime.errors import InputError, load_extra
@@ -53,14 +54,14 @@ def complete(
     runner, drafter = Runner(model, make_cache(model, len(rows), slots + proposals), compile), None
     if draft is not None:
         drafter = load_extra("drafts", "draft").of_model(draft, proposals, runner)
-    passes = token_passes(runner, rows, max_new_tokens, sampler, model.config.eos_ids, drafter)
-    texts = pieces(tokenizer, rows, passes)
+    generation = Generation(runner, rows, max_new_tokens, sampler, model.config.eos_ids, drafter)
+    texts = pieces(tokenizer, generation)
     return texts if stream else ["".join(text) for text in zip(*texts, strict=True)]
 
 
-def pieces(tokenizer, prompts, passes):
-    """Yield, from token_passes, the new text of each row, without splitting a character."""
-    streams = [TextStream(tokenizer, prompt) for prompt in prompts]
-    for new in passes:
+def pieces(tokenizer, generation):
+    """Yield, after each pass of a Generation, the new text of each row, without splitting a character."""
+    streams = [TextStream(tokenizer, prompt) for prompt in generation.prompts]
+    for new in generation:
         yield [stream.push(ids) for stream, ids in zip(streams, new, strict=True)]
     yield [stream.flush() for stream in streams]

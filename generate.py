@@ -4,11 +4,10 @@ python generate.py --checkpoint demo --prompt "Once upon a time"
 torchrun --standalone --nproc_per_node=2 generate.py --checkpoint demo --prompt "Once upon a time"
 """
 
-# main -> set_up, then run -> generate -> token_passes (the loop) -> Runner.next_tokens (a pass) -> model, then sampler.
-# Every rank runs all of this: each picks candidates from its part of the vocabulary, the ranks exchange them, and all,
-# having the same seed, choose the same token.
+# main: read the flags, load the model, iterate over a Generation, report. A step of it is Runner.next_tokens, in
+# decoding/runner.py: the model, then the sampler. Every rank runs all of this: each picks candidates from its part of
+# the vocabulary, the ranks exchange them, and all, having the same seed, choose the same token.
 
-import contextlib
 import functools
 import os
 import time
@@ -19,17 +18,16 @@ if __name__ == "__main__":  # before torch loads OpenMP, whose spinning threads 
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
-from tqdm import tqdm
 
-from decoding.sampling import Sampler, last_tokens, pad
+from decoding.runner import Runner, make_cache, pad
+from decoding.sampling import Sampler
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
-from model import cache_slots
+from model import Config
 from runtime import cli, launch, place, report
 from runtime.cli import count, number
 from runtime.errors import InputError, load_extra
 from runtime.launch import World
-from runtime.report import PASS_TOKENS
 from tp import TensorParallel, load_shard
 
 
@@ -59,197 +57,92 @@ def load_model(config, folder, dtype, world):
     return model
 
 
-# ---- Generation: prefill and decode ----------------------------------------------------------------------------------
-
-MIN_TOKENS = 512  # a pass of fewer is not cut: two chunks would take a CPU longer than one
-BUCKET = 256  # a GPU's cache has multiples of so many slots
+# ---- The loop --------------------------------------------------------------------------------------------------------
 
 
-def make_cache(model, batch, length):
-    """Return a cache of at least `length` slots."""
-    if model.device.type != "cpu":
-        # Whole buckets, and a slot that no step reads: a slice of all slots would be compiled as another graph.
-        length = -(-length // BUCKET) * BUCKET + 1
-    return model.new_cache(batch, length)
+class Generation:
+    """Continues every prompt, a row each, until its own end-of-sequence, max_new_tokens or the end of the context.
 
+    Iterate over it, once: it runs a pass for all rows and yields [new ids of each row, none of one that is done].
+    Whoever iterates may stop early, and may take time.
 
-class Runner:
-    """A model with its cache, and its prefill and decode, each compiled if asked for.
-
-    A plain decode step is next_tokens: the model, then the sampler. On a GPU decoding/run_ahead.py starts the next step
-    before the ids of the last one are read; compiled, a step there is the replay of a CUDA graph.
-    decode_model, prefill_model: the model, or what torch.compile made of it; called as Transformer.forward.
-
-    chunks: of each pass of the prefill; one computes while another's partials are summed. None: see choose_chunks.
-    Raises InputError if compiling needs a C++ compiler and there is none.
+    runner: its cache has slots for the longest prompt and max_new_tokens, for a draft one more and its proposals.
+    prompts: non-empty lists of token ids, of any lengths. sample: a Sampler; without a draft any function such as its
+    __call__. draft: one of extras/drafts, with which a pass may yield several tokens of a row. cached_tokens: see
+    Runner.prefill. The iteration raises InputError if logits are not finite.
     """
 
-    def __init__(self, model, cache, compile=False, compile_prefill=False, chunks=None):
-        self.model, self.cache, self.device, self.chunks = model, cache, model.device, chunks
-        self.quiet = True  # else a long prefill shows its progress
-        self.compiles = compile, compile_prefill
-        self.decode_model = self.prefill_model = model
-        if compile or compile_prefill:
-            from runtime import compiling  # not in a plain run: it imports the compiler
-
-            self.decode_model, self.prefill_model = compiling.compiled(model, compile, compile_prefill)
-        self.graphs = self.decode_model if compile and self.device.type == "cuda" else None
-
-    def with_model(self, model, cache=None):
-        """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
-        cache = cache or model.new_cache(len(self.cache[0][0]), cache_slots(self.cache))
-        return Runner(model, cache, *self.compiles, self.chunks)
-
-    def cache_length(self, longest):
-        """Return how many slots of the cache a pass reads, after which the longest row has so many tokens.
-
-        On a GPU each is a CUDA graph of its own, so there are 2 for each doubling; the last one is the whole cache.
-        """
-        if self.device.type == "cpu":
-            return longest
-        unit = max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
-        return min(-(-longest // unit) * unit, cache_slots(self.cache) - 1)
-
-    def unguarded(self):
-        """Return a context for shapes that warm_up has compiled: it skips guards, 0.5 ms a step of 16 layers."""
-        if any(self.compiles) and self.device.type == "cpu":
-            return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
-        return contextlib.nullcontext()
-
-    def choose_chunks(self, B, S):
-        """Return the number of chunks for a prefill pass of S tokens of B rows."""
-        on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1  # on GPUs nobody has measured a gain
-        worth_it = on_cpus and B * S >= MIN_TOKENS and not self.compiles[1]  # compiled, it waits for all sums at once
-        return min(S, self.chunks or (2 if worth_it else 1))
+    def __init__(self, runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None, cached_tokens=0):
+        self.runner, self.prompts, self.sample, self.draft = runner, prompts, sample, draft
+        self.eos_ids, self.cached_tokens, self.context = eos_ids, cached_tokens, runner.model.config.max_seq_len
+        self.texts = [list(prompt) for prompt in prompts]  # with what was generated, end-of-sequence included
+        self.ends = [min(len(prompt) + max_new_tokens, self.context) for prompt in prompts]
+        self.finish = [None] * len(prompts)  # of each row that is done "stop" for end-of-sequence, else "length"
+        self.passes = 0  # after the prefill
+        self.prefill_s = self.decode_s = 0.0  # seconds to the first token; of the passes after it, without their reader
 
     @torch.inference_mode()
-    def prefill(self, tokens, lengths, pass_tokens=None, cached_tokens=0):
-        """Return logits (B, v) after the last token of each row, from passes of at most pass_tokens tokens of all rows.
+    def __iter__(self):
+        runner, draft = self.runner, self.draft
+        step = runner.plain_step()
+        place.at("prefill")
+        start = time.perf_counter()
+        if draft:
+            draft.begin(self.cached_tokens)
+        logits = runner.prefill(*pad(self.prompts, runner.device), self.cached_tokens)
+        new = self.take(self.sample(logits, runner.model.comm)[:, None].tolist())  # tolist waits for the device
+        self.prefill_s = time.perf_counter() - start
+        yield new
+        while not all(self.finish):
+            start = time.perf_counter()
+            self.passes += 1
+            place.at("decode step", self.passes)
+            if draft:
+                new = draft.step(runner, self.texts, self.finish, self.sample)
+            else:
+                new = step(self.texts, self.sample)[:, None].tolist()
+            new = self.take(new)
+            self.decode_s += time.perf_counter() - start
+            yield new
 
-        tokens (B, S), lengths (B,): as pad makes them. pass_tokens: None for one pass; activations take the memory of
-        a pass, not of the whole prompt. cached_tokens: so many of each row, but not all, are in the cache.
-        """
-        B, S = tokens.shape
-        if self.model.config.linear_layers:  # whose state cannot go back to where the prompts part
-            cached_tokens = 0
-        width = max(1, pass_tokens // B) if pass_tokens else S
-        last = lengths - 1
-        logits = None
-        starts = range(cached_tokens, S, width)
-        if B * S > 8 * PASS_TOKENS and not self.quiet:  # disable=None: shown at a terminal
-            starts = tqdm(starts, "prefill", leave=False, unit="pass", disable=None)
-        for start in starts:
-            piece, positions, filled = tokens[:, start : start + width], None, None
-            if start:
-                place.at("prefill from token", start)
-                filled = start + piece.shape[1]
-                positions = torch.arange(start, filled, device=tokens.device).expand(B, -1)
-            select = (last - start).clamp(-1, piece.shape[1] - 1)  # -1: this row ended in an earlier pass
-            chunks = self.choose_chunks(*piece.shape)
-            new = self.prefill_model(piece, positions, self.cache, filled, select, chunks)[:, 0]
-            logits = new if logits is None else torch.where((last >= start)[:, None], new, logits)
-        return logits
-
-    @torch.inference_mode()
-    def decode(self, tokens, positions, longest):
-        """Return logits (B, S, v) after each of a few more tokens (B, S) of each row, the first at its position (B,).
-
-        longest: tokens of the longest row after this pass, as for cache_length.
-        """
-        positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        return self.decode_model(tokens, positions, self.cache, self.cache_length(longest))
-
-    def next_tokens(self, texts, sample):
-        """Run a pass for texts of which all but the last token is cached; return their next ids (B,), on the device."""
-        return sample(self.decode(*last_tokens(texts, self.device))[:, 0], self.model.comm)
-
-    def plain_step(self):
-        """Return next_tokens for one generation, on a GPU RunAhead's."""
-        if self.device.type == "cpu":
-            return self.next_tokens
-        from decoding.run_ahead import RunAhead
-
-        return RunAhead(self)
-
-
-class Generation(NamedTuple):
-    """What generate() did."""
-
-    rows: list  # new ids of each row, without end-of-sequence
-    steps: int  # tokens of the longest row, end-of-sequence included
-    prefill_s: float  # seconds to the first token
-    decode_s: float  # of the passes after it, without the time that whoever reads the tokens takes
-    passes: int
-    finish: list  # of each row "stop" for end-of-sequence, "length" for max_new_tokens or the context, None for neither
-
-
-def generate(runner, prompts, max_new_tokens, sample, eos_ids=(), on_tokens=None, draft=None, cached_tokens=0):
-    """Run token_passes to the end and return the Generation.
-
-    on_tokens([new ids of each row, none of one that is done]) is called after each pass; True from it ends the
-    generation.
-    """
-    stop = None
-    loop = token_passes(runner, prompts, max_new_tokens, sample, eos_ids, draft, cached_tokens)
-    while True:
-        try:
-            new = loop.send(stop)
-        except StopIteration as end:
-            return end.value
-        stop = on_tokens is not None and on_tokens(new)
-
-
-@torch.inference_mode()
-def token_passes(runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None, cached_tokens=0):
-    """Continue every prompt, a row each, until its own end-of-sequence, max_new_tokens or the end of the context.
-
-    A generator: it yields [new ids of each row, none of one that is done] after each pass, ends early if True is sent
-    to it, and returns a Generation. runner: its cache has slots for the longest prompt and max_new_tokens, for a draft
-    one more and its proposals. prompts: non-empty lists of token ids, of any lengths. sample: a Sampler; without a
-    draft any function such as its __call__. draft: one of extras/drafts, with which a pass may yield several tokens of
-    a row. cached_tokens: see Runner.prefill. Raises InputError.
-    """
-    texts, finish = [list(prompt) for prompt in prompts], [None] * len(prompts)
-    passes, decode_s = 0, 0.0
-    ends = [min(len(prompt) + max_new_tokens, runner.model.config.max_seq_len) for prompt in prompts]
-    step = runner.plain_step()
-    place.at("prefill")
-    start = time.perf_counter()
-    tokens, lengths = pad(prompts, runner.device)
-    if draft:
-        draft.begin(cached_tokens)
-    logits = runner.prefill(tokens, lengths, PASS_TOKENS, cached_tokens)
-    new = sample(logits, runner.model.comm)[:, None].tolist()  # waits for the device
-    resumed = time.perf_counter()
-    prefill_s = resumed - start
-    while True:
-        fresh = [[] for _ in texts]
+    def take(self, new):
+        """Add the ids that a pass gave each row to its text, up to its end; return them without end-of-sequence."""
+        taken = [[] for _ in new]
         for row, ids in enumerate(new):
+            text = self.texts[row]
             for i in ids:
-                if finish[row]:
+                if self.finish[row]:
                     break
                 if i == -1:
-                    where = f"row {row} in step {len(texts[row]) - len(prompts[row])}"
+                    where = f"row {row} in step {len(text) - len(self.prompts[row])}"
                     raise InputError(f"the logits of {where} are NaN or infinite: see --dtype")
-                texts[row].append(i)
-                if i in eos_ids:
-                    finish[row] = "stop"
-                    break
-                fresh[row].append(i)
-                if len(texts[row]) >= ends[row]:
-                    finish[row] = "length"
+                text.append(i)
+                if i in self.eos_ids:
+                    self.finish[row] = "stop"
+                else:
+                    taken[row].append(i)
+                    self.finish[row] = "length" if len(text) >= self.ends[row] else None
         place.at("output", timed=False)  # its reader may take a break
-        decode_s += time.perf_counter() - resumed
-        stop = yield fresh
-        resumed = time.perf_counter()
-        if stop or all(finish):
-            added = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
-            rows = [[i for i in row if i not in eos_ids] for row in added]
-            return Generation(rows, max(map(len, added)), prefill_s, decode_s, passes, finish)
-        passes += 1
-        place.at("decode step", passes)
-        # one id for each row; with a draft also the proposals that the model accepts
-        new = draft.step(runner, texts, finish, sample) if draft else step(texts, sample)[:, None].tolist()
+        return taken
+
+    @property
+    def steps(self):
+        """The number of new tokens of the longest row, end-of-sequence included."""
+        return max(len(text) - len(prompt) for text, prompt in zip(self.texts, self.prompts, strict=True))
+
+    @property
+    def rows(self):
+        """The new ids of each row, without end-of-sequence."""
+        pairs = zip(self.texts, self.prompts, strict=True)
+        return [[i for i in text[len(prompt) :] if i not in self.eos_ids] for text, prompt in pairs]
+
+
+def generate(*args, **kwargs):
+    """Run a Generation to its end and return it."""
+    generation = Generation(*args, **kwargs)
+    for _ in generation:
+        pass
+    return generation
 
 
 # ---- The command line ------------------------------------------------------------------------------------------------
@@ -277,30 +170,30 @@ def add_flags(p):
     cli.add_json_flag(g)
 
 
-class Run(NamedTuple):
-    """A generation that is ready to start, as set_up makes it."""
+class Request(NamedTuple):
+    """What the flags ask for, as read() makes it."""
 
     args: object
     name: str  # of the model
+    config: Config
     tokenizer: object  # or None
     prompts: list
     max_new_tokens: int  # as the context allows
-    runner: Runner
-    draft: object  # or None
-    source: object  # the extras.drafts Source that --draft names, or None
+    slots: int  # of the cache
     sample: Sampler
-    eos_ids: tuple
-    load_s: float
-    compile_s: float
+    draft: object  # the extras.drafts Source that --draft names, or None
 
 
-def set_up(args, world):
-    """Return the Run that the flags describe: the model loaded, and compiled if asked for. Raises InputError."""
-    with world.together():  # read and check all that the flags name, before any rank takes time to load
+def read(args, world):
+    """Return the Request of the flags: all that they name is read and checked before a rank takes time to load.
+
+    Raises InputError.
+    """
+    with world.together():
         if args.compile:
             from runtime import compiling
 
-            compiling.prepare(world.device)  # before anything is loaded
+            compiling.prepare(world.device)
         sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
         name, own = cli.read_config(args)
         config = cli.with_wiring(own, args)
@@ -311,41 +204,46 @@ def set_up(args, world):
         context = min(cli.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
         new = cli.fit(args.max_new_tokens, prompts, context)
         slots = context if chats else max(map(len, prompts)) + new
-        source = draft = None
+        draft = None
         if args.draft:
             drafts = load_extra("drafts", f"--draft {args.draft}")
-            source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
-            slots += 1 + source.count  # a row that is done stays at its last token, which is read again
+            draft = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
+            slots += 1 + draft.count  # a row that is done stays at its last token, which is read again
         dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
         report.warn_of_memory(world, config, dtype, len(prompts), slots)
-    contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode()), "--draft": source and source[:2]}
-    world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)
-    start = time.perf_counter()
-    model = load_model(config, args.checkpoint, args.dtype, world)
-    cache = make_cache(model, len(prompts), slots)
+    contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode()), "--draft": draft and draft[:2]}
+    world.agree(contents, checkpoint=args.checkpoint, draft=draft and draft.folder)
+    return Request(args, name, config, tokenizer, prompts, new, slots, sample, draft)
+
+
+class Loaded(NamedTuple):
+    """What load() makes for a Request: the model, compiled if asked for."""
+
+    runner: Runner
+    draft: object  # the draft of a Generation, or None
+    load_s: float
+    compile_s: float
+
+
+def load(request, world):
+    """Return the Loaded of a Request. Raises InputError."""
+    r, args, start = request, request.args, time.perf_counter()
+    model = load_model(r.config, args.checkpoint, args.dtype, world)
+    cache = make_cache(model, len(r.prompts), r.slots)
     with world.together():
         runner = Runner(model, cache, compile=args.compile is not None, compile_prefill=args.compile == "all")
-        runner.quiet = world.rank > 0
-        if source:
+        runner.shows_progress = world.rank == 0
+        draft = None
+        if r.draft:
             whole = functools.partial(load_model, dtype=args.dtype, world=World(0, 1, world.device))
-            draft = drafts.build(source, runner, whole)
-    load_s = time.perf_counter() - start
-    compile_s = 0.0
+            draft = load_extra("drafts", "--draft").build(r.draft, runner, whole)
+    load_s, compile_s = time.perf_counter() - start, 0.0
     if args.compile:
+        from runtime import compiling
+
         world.say("compiling ...")
-        compile_s = compiling.warm_up(runner, prompts, new, sample, draft)
-    eos_ids = config.eos_ids if args.checkpoint else ()  # to random weights it means nothing
-    return Run(args, name, tokenizer, prompts, new, runner, draft, source, sample, eos_ids, load_s, compile_s)
-
-
-def run(setup, world):
-    """Generate, and print the text on rank 0; returns (the Generation, the texts or None)."""
-    s, printer = setup, None
-    if world.rank == 0:
-        printer = cli.Printer(s.prompts, s.tokenizer, s.max_new_tokens, show_prompt=s.args.chat is None)
-    with s.runner.unguarded():
-        done = generate(s.runner, s.prompts, s.max_new_tokens, s.sample, s.eos_ids, printer and printer.push, s.draft)
-    return done, printer and printer.finish(done.rows)
+        compile_s = compiling.warm_up(runner, r.prompts, r.max_new_tokens, r.sample, draft)
+    return Loaded(runner, draft, load_s, compile_s)
 
 
 def main(argv=None):
@@ -353,11 +251,20 @@ def main(argv=None):
     add_flags(parser)
     args = parser.parse_args(argv)
     world = launch.join(args.device, vars(args))
-    setup = set_up(args, world)
+    request = read(args, world)
+    loaded = load(request, world)
     if cli.is_chat(args):
-        return load_extra("chat", "--chat without a prompt").run(setup, world, generate)
-    done, texts = run(setup, world)
-    result = report.result(setup, world, done, texts)
+        return load_extra("chat", "--chat without a prompt").run(request, loaded, world, Generation)
+    r, printer = request, None
+    if world.rank == 0:
+        printer = cli.Printer(r.prompts, r.tokenizer, r.max_new_tokens, show_prompt=args.chat is None)
+    generation = Generation(loaded.runner, r.prompts, r.max_new_tokens, r.sample, r.config.eos_ids, loaded.draft)
+    with loaded.runner.unguarded():
+        for new in generation:
+            if printer:
+                printer.push(new)
+    texts = printer and printer.finish(generation.rows)
+    result = report.result(request, loaded, generation, texts, world)
     world.say(report.summary(result))
     if args.json and world.rank == 0:
         from runtime import benchmarking, writing

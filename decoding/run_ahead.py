@@ -2,7 +2,7 @@
 
 import torch
 
-from decoding.sampling import last_tokens
+from decoding.runner import last_tokens
 
 
 class RunAhead:

@@ -1,6 +1,6 @@
-"""From prompts to logits to token ids: a Sampler, and one pass of plain decoding.
+"""From logits to token ids.
 
-Shape letters: B batch, S sequence, V vocabulary, v this rank's part of it.
+Shape letters: B batch, V vocabulary, v this rank's part of it.
 """
 
 import torch
@@ -9,8 +9,6 @@ from model import VOCAB_BLOCK, SingleDevice
 from runtime.errors import InputError
 
 SINGLE = SingleDevice()
-
-# ---- Sampling --------------------------------------------------------------------------------------------------------
 
 
 class Sampler:
@@ -68,22 +66,3 @@ class Sampler:
         lead, block = (by_block.sum(-1).double() / e[:, own.clamp(max=n_blocks - 1)]).max(-1)
         inside = by_block.gather(1, block[:, None, None].expand(-1, 1, VOCAB_BLOCK))[:, 0] / e[:, n_blocks:]
         return lead, block * VOCAB_BLOCK + inside.argmax(-1)
-
-
-# ---- A pass ----------------------------------------------------------------------------------------------------------
-
-
-@torch.inference_mode()  # as everything that runs them: to the compiler, other tensors are another graph
-def pad(prompts, device):
-    """Return (tokens (B, S), lengths (B,)) of prompts of any lengths, padded on the right."""
-    tokens = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = torch.tensor(prompt)
-    return tokens.to(device), torch.tensor([len(p) for p in prompts], device=device)
-
-
-def last_tokens(texts, device):
-    """Return the arguments of Runner.decode for texts of which all but the last token is in the cache."""
-    tokens = torch.tensor([text[-1:] for text in texts], device=device)
-    positions = torch.tensor([len(text) - 1 for text in texts], device=device)
-    return tokens, positions, max(map(len, texts))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from decoding.sampling import pad
+from decoding.runner import pad
 from runtime import place
 
 SEPARATOR = "<|endoftext|>"  # between two documents of a text

@@ -13,40 +13,37 @@ def _llama3(n_layers, n_heads, head_dim, dim, intermediate_size, factor=8.0, tie
     rope = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     return Config(
         n_layers, n_heads, 8, head_dim, dim, intermediate_size, 128256, 131072, 1e-5, 500000.0,
-        {"factor": factor, **rope}, tie_embeddings, bos_id=128000, eos_ids=(128001, 128008, 128009),
+        {"factor": factor, **rope}, tie_embeddings,
     )  # fmt: skip
 
 
-QWEN = {"bos_id": 151643, "eos_ids": (151645, 151643)}
 YARN = {"factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": 1.0}
-SIZES = {  # shapes for benchmarks with random weights; extras add others: SIZES_IN_EXTRAS
+SIZES = {  # shapes for benchmarks; to random weights no token is a text's end. Extras add others: SIZES_IN_EXTRAS
     "1b": _llama3(16, 32, 64, 2048, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 1B
     "3b": _llama3(28, 24, 128, 3072, 8192, factor=32.0, tie_embeddings=True),  # Llama 3.2 3B
     "8b": _llama3(32, 32, 128, 4096, 14336),  # Llama 3.1 8B
     "qwen3-4b": Config(
-        36, 32, 8, 128, 2560, 9728, 151936, 40960, 1e-6, 1e6, tie_embeddings=True, qk_norm=True, **QWEN,
+        36, 32, 8, 128, 2560, 9728, 151936, 40960, 1e-6, 1e6, tie_embeddings=True, qk_norm=True,
     ),
     "gemma3-12b": Config(
         48, 16, 8, 256, 3840, 15360, 262208, 131072, 1e-6, 1e6, {"factor": 8.0}, True, qk_norm=True, norm="rms+1",
         sum_norms=True, activation="gelu_tanh", embedding_scale=3840**0.5, window_rope_theta=1e4, sliding_window=1024,
-        window_layers=tuple(i for i in range(48) if (i + 1) % 6), bos_id=2, eos_ids=(1, 106),
+        window_layers=tuple(i for i in range(48) if (i + 1) % 6),
     ),
     "phi4-mini": Config(  # without the factors of its longrope, which make no step longer
-        32, 24, 8, 128, 3072, 8192, 200064, 131072, tie_embeddings=True, rotary_dim=96, bos_id=199999,
-        eos_ids=(199999, 200020),
+        32, 24, 8, 128, 3072, 8192, 200064, 131072, tie_embeddings=True, rotary_dim=96,
     ),
     "ministral3-8b": Config(
         34, 32, 8, 128, 4096, 14336, 131072, 262144, 1e-5, 1e6, {**YARN, "original_max_position_embeddings": 16384},
-        llama4_beta=0.1, bos_id=1, eos_ids=(2,),
+        llama4_beta=0.1,
     ),
     "glm4-9b": Config(  # GLM-4-9B-0414
         40, 32, 2, 128, 4096, 13696, 151552, 32768, rotary_dim=64, sum_norms=True, qkv_bias=True,
-        eos_ids=(151329, 151336, 151338),
     ),
-    "34b": Config(48, 64, 8, 128, 8192, 22016, 32000, 16384, rope_theta=1e6, bos_id=1, eos_ids=(2,)),  # CodeLlama 34B
+    "34b": Config(48, 64, 8, 128, 8192, 22016, 32000, 16384, rope_theta=1e6),  # CodeLlama 34B
     "70b": _llama3(80, 64, 128, 8192, 28672),  # Llama 3.1 70B
     # BLOOM 176B as the Ladder Residual paper times it: a Llama block of BLOOM's width with a gated MLP of 3.5 D
-    "176b": Config(70, 112, 112, 128, 14336, 50176, 250880, 8192, rope_theta=500000.0, bos_id=1, eos_ids=(2,)),
+    "176b": Config(70, 112, 112, 128, 14336, 50176, 250880, 8192, rope_theta=500000.0),
     "405b": _llama3(126, 128, 128, 16384, 53248),  # Llama 3.1 405B
 }  # fmt: skip
 SIZES_IN_EXTRAS = {

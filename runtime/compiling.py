@@ -10,12 +10,12 @@ import time
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 
-from decoding.sampling import Sampler, pad
+from decoding.runner import pad
+from decoding.sampling import Sampler
 from kernels.int_linear import recast, swap
 from model import Attention, cache_slots
 from runtime import cxx, place
 from runtime.errors import find_extra
-from runtime.report import PASS_TOKENS
 
 FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is faster
 # A step's weights evict all else from the caches, so little should run between the products; a second thread is for
@@ -138,7 +138,7 @@ def warm_up(runner, prompts, max_new_tokens, sample, draft=None):
         end = min(runner.cache_length(last) + 1, cache_slots(runner.cache) - 1, runner.model.config.max_seq_len)
         lengths = {last, *{runner.cache_length(n): n for n in range(end, first - 1, -1)}.values()}
     with _compiling():
-        runner.prefill(*pad(prompts, runner.device), PASS_TOKENS)
+        runner.prefill(*pad(prompts, runner.device))
         if draft:
             draft.begin()
         for length in sorted(lengths):

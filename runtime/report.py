@@ -13,7 +13,6 @@ from model import build
 from runtime.errors import load_extra
 from tp import shard_plan, shard_slices
 
-PASS_TOKENS = 1024  # of all rows, in one pass of a prefill
 GRAPH_BYTES = 4e8  # of a GPU's captured decode steps, 20 MB each by estimate
 
 
@@ -97,10 +96,13 @@ def peak_bytes(device):
     return _kilobytes("/proc/self/status", "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def result(setup, world, done, texts):
-    """Return the results of a generate.Run, whose Generation is `done`, as a dict. Every rank calls it: it gathers."""
-    runner, draft, source, config = setup.runner, setup.draft, setup.source, setup.runner.model.config
-    longest, rows, passes = max(map(len, setup.prompts)), len(setup.prompts), done.passes
+def result(request, loaded, done, texts, world):
+    """Return the results as a dict: of a generate.Request, what was loaded for it, and its Generation, which is `done`.
+
+    Every rank calls it: it gathers.
+    """
+    runner, draft, source, config = loaded.runner, loaded.draft, request.draft, request.config
+    longest, rows, passes = max(map(len, request.prompts)), len(request.prompts), done.passes
     slots = longest + done.steps / 2  # filled in the mean pass
     drafted = draft.drafted / passes if draft and passes else 0  # for a row in the mean pass
     read = step_bytes(runner.model, runner.cache, slots, drafted)
@@ -110,17 +112,17 @@ def result(setup, world, done, texts):
     later = sum(max(len(row) - 1, 0) for row in done.rows)  # tokens after each row's first; ended rows give no more
     accepted = draft and [draft.accepted[n] for n in range(max(draft.accepted, default=0) + 1)]
     return {
-        "model": setup.name, "n_layers": config.n_layers, "wiring": config.wiring, "quant": config.quant,
+        "model": request.name, "n_layers": config.n_layers, "wiring": config.wiring, "quant": config.quant,
         "dtype": dtype_name(runner.model.dtype), "device": world.device.type,
-        "comm": "one-shot" if getattr(world.group, "group_name", "").startswith("one-shot") else setup.args.comm,
+        "comm": "one-shot" if getattr(world.group, "group_name", "").startswith("one-shot") else request.args.comm,
         "tp": world.tp_size, "shares": world.shares,
         "batch": rows, "prompt_tokens": longest, "new_tokens": done.steps, "passes": passes,
-        "load_s": setup.load_s, "compile_s": setup.compile_s, "prefill_s": done.prefill_s, "decode_s": done.decode_s,
+        "load_s": loaded.load_s, "compile_s": loaded.compile_s, "prefill_s": done.prefill_s, "decode_s": done.decode_s,
         "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and later / done.decode_s,
         "step_bytes": int(read), "bytes_s": tpot and read * passes / done.decode_s,
         "peak_bytes": world.gather(peak_bytes(world.device)),
         "graph_bytes": runner.graphs and runner.graphs.n_bytes,
-        "prefill_chunks": runner.choose_chunks(rows, min(longest, max(1, PASS_TOKENS // rows))),
+        "prefill_chunks": runner.choose_chunks(rows, min(longest, max(1, runner.pass_tokens // rows))),
         "draft": source and source.name, "speculate": source and source.count,
         "drafted": draft and draft.drafted, "accepted": accepted,
         "tokens": done.rows, "texts": texts, "finish": done.finish,

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from sentencepiece import SentencePieceTrainer
 
-import generate
 import model
 import tp
+from decoding.runner import Runner, make_cache
 from kernels import gloo
 from model import WIRINGS, Config, Transformer, list_sublayers, parse_wiring
 from runtime import cxx, launch, writing
@@ -173,8 +173,8 @@ def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=Fa
     decode, one token of every row at a time, the rows at different positions."""
     if compile or compile_prefill:  # else the compiler need not be imported
         torch._dynamo.reset()
-    cache = generate.make_cache(net, len(tokens), tokens.shape[1] + 2)
-    runner = generate.Runner(net, cache, compile, compile_prefill, chunks)
+    cache = make_cache(net, len(tokens), tokens.shape[1] + 2)
+    runner = Runner(net, cache, compile, compile_prefill, chunks)
     positions = lengths - steps
     out = [net.comm.gather_logits(runner.prefill(tokens[:, : int(positions.max())], positions))]
     for _ in range(steps):

@@ -14,6 +14,7 @@ from helpers import HANGS, ROOT, main_on_ranks, run_ranks
 
 import bench
 import generate
+from decoding.runner import Runner, make_cache
 from decoding.sampling import Sampler
 from formats import checkpoint
 from model import rewired
@@ -41,7 +42,7 @@ def texts_of_cells(world, words):
     for _ in range(2):  # in turns
         for (wiring, batch), (runner, prompts) in cells.items():
             model = generate.load_model(rewired(config, wiring), args.checkpoint, args.dtype, world)
-            alone = generate.Runner(model, generate.make_cache(model, batch, 9))
+            alone = Runner(model, make_cache(model, batch, 9))
             both = [generate.generate(one, prompts, 4, sample).rows for one in (runner, alone)]
             answers.append((wiring, batch, *both))
     return answers

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import convert_hf_checkpoint
 import generate
 import tp
+from decoding.runner import Runner
 from decoding.sampling import Sampler
 from formats import checkpoint, huggingface
 from runtime.errors import InputError
@@ -137,7 +138,7 @@ def check_greedy(ours, theirs):
     theirs.generation_config.eos_token_id = None
     mask = torch.arange(20) >= 20 - LENGTHS[:, None]
     out = theirs.generate(padded, attention_mask=mask.long(), max_new_tokens=8, do_sample=False, pad_token_id=0)
-    runner = generate.Runner(ours, ours.new_cache(3, 28))
+    runner = Runner(ours, ours.new_cache(3, 28))
     assert generate.generate(runner, prompts, 8, Sampler(0)).rows == out[:, 20:].tolist()
 
 

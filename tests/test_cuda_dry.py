@@ -11,8 +11,9 @@ from helpers import BASE, random_model
 
 import generate as generate_module
 from decoding import sampling
+from decoding.runner import Runner, make_cache
 from decoding.sampling import Sampler
-from generate import Runner, generate, make_cache
+from generate import generate
 from kernels import cuda_graphs
 from runtime import compiling, cxx, place
 from runtime.compiling import SplitAttention

@@ -17,6 +17,7 @@ from test_generate import edit_config, greedy_tokens, run, run_json
 
 import generate
 from complete import load
+from decoding.runner import Runner, make_cache
 from extras.drafts import speculative
 from extras.drafts.named import of_model, read_draft, rewire
 from runtime import compiling
@@ -58,7 +59,7 @@ def rewirings(net):
 def make_runners(net, draft, count, rows, length, compile=False):
     """(a Runner with a cache of just that length, its Draft or None). draft: "ngram", a model, one of rewire, None."""
     length += 1 + count if draft else 0
-    runner = generate.Runner(net, generate.make_cache(net, rows, length), compile)
+    runner = Runner(net, make_cache(net, rows, length), compile)
     if draft and draft != "ngram" and draft._modules is net._modules:
         return runner, speculative.ModelDraft(count, runner.with_model(draft, runner.cache))
     return runner, draft and of_model(draft, count, runner)
@@ -68,7 +69,8 @@ def generated(net, draft=None, count=0, prompts=PROMPTS, new=14, sample=GREEDY, 
     """(Generation, what drafted)."""
     shown, slots = [], max(map(len, prompts)) + new
     runner, draft = make_runners(net, draft, count, len(prompts), slots)
-    done = generate.generate(runner, prompts, new, sample, eos_ids, shown.append, draft=draft)
+    done = generate.Generation(runner, prompts, new, sample, eos_ids, draft)
+    shown += done
     assert done.rows == [sum(ids, []) for ids in zip(*shown, strict=True)]
     return done, draft
 
@@ -263,7 +265,8 @@ def test_logits_that_are_not_finite_are_named_and_those_of_a_draft_do_no_harm(te
     runner, draft = make_runners(net, copy.deepcopy(net), 4, 3, 40)
     spoil(runner, 1, 3)
     with pytest.raises(InputError, match="row 1 in step 12 are NaN or infinite"):
-        generate.generate(runner, PROMPTS, 30, sample, on_tokens=lambda f: sizes.append([*map(len, f)]), draft=draft)
+        for fresh in generate.Generation(runner, PROMPTS, 30, sample, draft=draft):
+            sizes.append([*map(len, fresh)])
     assert sizes == [[1] * 3, [5] * 3, [5] * 3]
     runner, draft = make_runners(net, noisy(net, 0.05), 3, 3, 27)
     spoil(draft.runner, 1, 2)
@@ -321,27 +324,27 @@ def test_a_chat_computes_only_what_is_new(drafts, template, tiny, near, tmp_path
     edit_config(tmp_path / "chat", max_seq_len=400)
     if TEMPLATES[template]:
         (tmp_path / "chat" / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATES[template]}))
-    turns, computed, real, prefill = [], [], generate.generate, generate.Runner.prefill
+    turns, computed, prefill = [], [], Runner.prefill
 
-    def spy(runner, prompts, new, sample, eos_ids, on_tokens, **args):
-        passes = itertools.count()
-        stop = len(turns) == 1
-        done = real(runner, prompts, new, sample, eos_ids, lambda f: on_tokens(f) or next(passes) == 1 and stop, **args)
-        turns.append((prompts[0], done.rows[0]))
-        return done
+    class Spy(generate.Generation):
+        def __iter__(self):
+            turns.append(self)
+            passes = super().__iter__()
+            return itertools.islice(passes, 2) if len(turns) == 2 else passes
 
-    def count(self, tokens, lengths, pass_tokens=None, cached_tokens=0):
+    def count(self, tokens, lengths, cached_tokens):
         computed.append((tokens.shape[1], cached_tokens))
-        return prefill(self, tokens, lengths, pass_tokens, cached_tokens)
+        return prefill(self, tokens, lengths, cached_tokens)
 
-    monkeypatch.setattr(generate, "generate", spy)
-    monkeypatch.setattr(generate.Runner, "prefill", count)
+    monkeypatch.setattr(generate, "Generation", Spy)
+    monkeypatch.setattr(Runner, "prefill", count)
     flags = ["--checkpoint", tmp_path / "chat", "--chat", "--temperature", "0", "--max-new-tokens", "9"]
     printed, _ = run(*flags, *["--draft", near] * drafts, stdin="\n".join(LINES) + "\n")
     net, tokenizer = load(tmp_path / "chat")
     each, cached, texts = 1 + drafts, [], []
     assert len(turns) == len(LINES) and len(computed) == each * len(turns)
-    for turn, (ids, row) in enumerate(turns):
+    for turn, answer in enumerate(turns):
+        [ids], [row] = answer.prompts, answer.rows
         assert row == greedy_tokens(net, ids, len(row), end=2) and (len(row) == 9) == (turn != 1)
         known = len(os.path.commonprefix([cached, ids[:-1]]))
         mine, *others = computed[each * turn : each * (turn + 1)]

@@ -17,10 +17,10 @@ from test_bench import flags, texts_of_cells
 from test_convert import TOKENS, change_tensors, check_parity, convert, hf_model
 from test_wiring import check_against_the_reference
 
-import generate
 import model
 import quantize
 import tp
+from decoding.runner import Runner, pad
 from extras.cpu import few_rows
 from extras.drafts.named import read_draft
 from extras.experts import MoE, kernels
@@ -194,7 +194,7 @@ def test_a_limit_counts_the_experts_that_its_tokens_choose():
     world = link.emulate(launch.World(0, 1, torch.device("cpu")), link.FREE, 2)
     net = tp.load_shard(MIXTURE, RandomWeights(MIXTURE, "cpu"), torch.float32, "cpu", 0, 2)
     net.comm = tp.TensorParallel(MIXTURE, (1, 1), world.group)
-    runner, prompts = generate.Runner(net, net.new_cache(2, 8)), generate.pad([[5, 6], [7]], "cpu")
+    runner, prompts = Runner(net, net.new_cache(2, 8)), pad([[5, 6], [7]], "cpu")
     sizes = {name: weight.nbytes for name, weight in net.named_parameters() if ".feed_forward." in name}
     expected = sum(size * (1 - 0.6**2 if ".experts." in name else 1) for name, size in sizes.items())
     assert exposed.make_case("decode", runner, *prompts, world).n_bytes[1] == pytest.approx(expected)

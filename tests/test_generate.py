@@ -22,10 +22,12 @@ from helpers import BASE, HANGS, ROOT, command, greedy_tokens, naive, p_value, r
 from safetensors.torch import load_file, save_file
 from test_hostile import refused
 
+import decoding.runner
 import eval
 import generate
 import tp
 from complete import complete, load
+from decoding.runner import Runner
 from formats import checkpoint, sizes
 from formats.tokenizer import load_tokenizer
 from runtime import cli
@@ -145,6 +147,7 @@ def test_the_functions_of_a_notebook_on_two_ranks_from_another_folder(tiny, tmp_
     (tmp_path / "mine.py").write_text("""
 import sys
 from complete import complete, load
+from decoding.runner import Runner
 from runtime import launch
 from runtime.errors import InputError
 def main():
@@ -202,14 +205,15 @@ def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_chat(ranks, tiny, tmp_path
 import os, select, sys
 sys.path.insert(0, {str(ROOT)!r})
 import generate; from runtime import launch
-calls, decode = [], generate.Runner.decode
+from decoding.runner import Runner
+calls, decode = [], Runner.decode
 def typing(self, *args):
     calls.append(1)
     if len(calls) == 3 and os.environ.get("RANK", "0") == "0":
         open({str(now)!r}, "w").close()
         select.select([0], [], [])
     return decode(self, *args)
-generate.Runner.decode = typing
+Runner.decode = typing
 launch.run(generate.main)
 """)
     flags = ["--checkpoint", tiny, "--chat", "--temperature", "0", "--max-new-tokens", "19"]
@@ -261,15 +265,15 @@ def test_what_a_prompt_may_be(tiny, copy):
         assert ids == [[1, *tokenizer.encode_plain(text)] for text in texts] and all(1 not in row[1:] for row in ids)
 
 
-@pytest.mark.parametrize("quiet, tokens", [(False, 8193), (False, 8192), (True, 8193)])
-def test_a_long_prefill_on_one_rank_shows_its_progress(quiet, tokens, monkeypatch):
+@pytest.mark.parametrize("shows, passes", [(True, 9), (True, 8), (False, 9)])
+def test_a_long_prefill_on_one_rank_shows_its_progress(shows, passes, monkeypatch):
     """Others have no bar at all, not even a hidden one: a SIGTERM that comes while one is deleted would be lost."""
-    net, bars = random_model(dataclasses.replace(BASE, n_layers=1, max_seq_len=3)), []
-    monkeypatch.setattr(generate, "tqdm", lambda starts, *_, **__: bars.append(1) or starts)
-    runner = generate.Runner(net, net.new_cache(tokens, 2))
-    runner.quiet = quiet
-    runner.prefill(torch.ones(tokens, 1, dtype=torch.long), torch.ones(tokens, dtype=torch.long), 1024)
-    assert bars == [1] * (tokens > 8192 and not quiet)
+    net, bars = random_model(dataclasses.replace(BASE, n_layers=1, max_seq_len=9)), []
+    monkeypatch.setattr(decoding.runner, "tqdm", lambda starts, *_, **__: bars.append(1) or starts)
+    runner = Runner(net, net.new_cache(1, passes + 1))
+    runner.pass_tokens, runner.shows_progress = 1, shows
+    runner.prefill(torch.ones(1, passes, dtype=torch.long), torch.tensor([passes]))
+    assert bars == [1] * (passes > 8 and shows)
 
 
 @pytest.mark.slow
@@ -349,22 +353,22 @@ def test_what_is_likely_enough_is_chosen_without_gathering_logits():
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 5])
-@pytest.mark.parametrize("pass_tokens", [1, 6, 26, None])
+@pytest.mark.parametrize("pass_tokens", [1, 6, 26, 99])
 def test_a_prefill_in_passes_and_chunks_equals_one_pass(pass_tokens, chunks):
     net = random_model(dataclasses.replace(BASE, sliding_window=3, window_layers=(0, 2)))
     tokens, lengths = unequal_rows(BASE)
-    runner, widths = generate.Runner(net, net.new_cache(3, 12), chunks=chunks), []
+    runner, widths = Runner(net, net.new_cache(3, 12), chunks=chunks), []
 
     def prefill(tokens, *args, **kwargs):
         widths.append(tokens.shape[1])
         return net(tokens, *args, **kwargs)
 
-    runner.prefill_model = prefill
+    runner.prefill_model, runner.pass_tokens = prefill, pass_tokens
     with torch.no_grad():
         one = net.new_cache(3, 12)
         expected = net(tokens, cache=one, select=lengths - 1)[:, 0]
-        logits = runner.prefill(tokens, lengths, pass_tokens)
-    assert widths == {1: [1] * 9, 6: [2, 2, 2, 2, 1], 26: [8, 1], None: [9]}[pass_tokens]
+        logits = runner.prefill(tokens, lengths)
+    assert widths == {1: [1] * 9, 6: [2, 2, 2, 2, 1], 26: [8, 1], 99: [9]}[pass_tokens]
     assert torch.allclose(logits, expected, atol=1e-5)
     for (k, v), (k1, v1) in zip(runner.cache, one, strict=True):
         assert torch.allclose(k, k1, atol=1e-5) and torch.allclose(v, v1, atol=1e-5)
@@ -387,7 +391,7 @@ def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
     net = random_model(dataclasses.replace(BASE, n_layers=2, sliding_window=11, window_layers=(1,)))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    runner = generate.Runner(net, net.new_cache(2, 40), compile)
+    runner = Runner(net, net.new_cache(2, 40), compile)
     tensors, seen = [t for layer in runner.cache for t in layer], []
     for tensor in tensors:
         tensor[:, :, 9:] = torch.nan
@@ -401,7 +405,7 @@ def test_decode_reads_only_the_filled_slots_with_one_graph(compile):
         return logits.argmax(-1)
 
     prompts = [[*range(5, 14)], [7, 8]]
-    rows, *_ = generate.generate(runner, prompts, 30, sample)
+    rows = generate.generate(runner, prompts, 30, sample).rows
     assert rows == [greedy_tokens(net, prompt, 30) for prompt in prompts]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == int(compile)
 
@@ -412,18 +416,19 @@ def test_each_row_stops_at_its_own_end_and_whoever_sees_the_tokens_can_stop_all_
     ends = whole[0][4], whole[1][1]
     expected = [whole[0][:4], whole[1][:1], whole[2]]
 
-    def slow(fresh):
-        time.sleep(0.5)
-        return fresh[1] == []  # at the end of row 1
+    def generation():
+        runner = Runner(net, net.new_cache(3, 12))
+        return generate.Generation(runner, prompts, 9, generate.Sampler(0), ends)
 
-    def generation(on_tokens):
-        runner = generate.Runner(net, net.new_cache(3, 12))
-        return generate.generate(runner, prompts, 9, generate.Sampler(0), ends, on_tokens)
-
-    done = generation(seen.append)
+    done = generation()
+    seen += done
     assert (done.finish, done.steps, done.passes, len(seen)) == (["stop", "stop", "length"], 9, 8, 9)
     assert done.rows == expected == [sum(row, []) for row in zip(*seen, strict=True)]
-    done = generation(slow)
+    done = generation()
+    for fresh in done:
+        time.sleep(0.5)
+        if fresh[1] == []:  # the end of row 1
+            break
     assert (done.finish, done.steps, done.rows) == ([None, "stop", None], 2, [row[:2] for row in expected])
     assert 0 < done.prefill_s < 0.5 and 0 < done.decode_s < 0.5
 
@@ -459,10 +464,9 @@ def twice(world, compile):
         torch.full((2**18,), junk)
         torch._dynamo.reset()
         runs.append([])
-        with pytest.MonkeyPatch.context() as m:
-            m.setattr(generate, "PASS_TOKENS", 12)
-            runner = generate.Runner(net, net.new_cache(3, 24), compile)
-            greedy.append(generate.generate(runner, prompts, 12, sample).rows)
+        runner = Runner(net, net.new_cache(3, 24), compile)
+        runner.pass_tokens = 12
+        greedy.append(generate.generate(runner, prompts, 12, sample).rows)
     logits, same = map(torch.stack, runs)
     assert greedy[0] == greedy[1] and torch.equal(logits, same)
     return greedy[0], logits

@@ -11,6 +11,7 @@ from helpers import ANY_TP, BASE, last_logits, random_model, run_ranks, shard, u
 from test_convert import SMALL, as_on_the_hub, change_tensors, check_greedy, check_parity, convert, hf_model, nested
 from test_experts import check_integers
 
+from decoding.runner import Runner
 from extras.cpu import few_rows, modules
 from extras.drafts import read_draft
 from extras.export import verify
@@ -19,7 +20,6 @@ from extras.linear_attention.layer import gated_delta_rule, normalized
 from extras.measure import advise
 from formats import huggingface
 from formats.sizes import RandomWeights, named_size
-from generate import Runner
 from model import build
 from runtime import compiling, report
 from runtime.errors import InputError
@@ -188,7 +188,7 @@ def test_a_prefill_in_parts_passes_the_state_on(part):
         longer = [torch.cat((row[:n], torch.tensor([7]))) for row, n in zip(tokens, lengths, strict=True)]
         further = torch.stack([net(row[None])[0, -1] for row in longer])
     for cached in 0, 2:  # a state cannot go back to two tokens, so all are read again
-        assert (runner.prefill(tokens, lengths, 3 * part, cached) - expected).abs().max() < 1e-4
+        assert (runner.prefill(tokens, lengths, cached) - expected).abs().max() < 1e-4
         assert (runner.decode(torch.full((3, 1), 7), lengths, 15)[:, 0] - further).abs().max() < 1e-4
 
 

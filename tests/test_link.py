@@ -17,6 +17,7 @@ from helpers import BASE, BY_HAND, RANKS, WIRED, last_logits, queued, random_mod
 
 import generate
 import tp
+from decoding.runner import Runner, pad
 from extras.measure import clock as clocks
 from extras.measure import exposed, link, probe
 from kernels import gloo
@@ -184,8 +185,8 @@ def test_the_interface_is_the_one_on_the_way_to_the_other_nodes(monkeypatch):
 
 def test_sublayers_share_the_time_by_the_bytes_of_their_weights():
     world = link.emulate(launch.World(0, 1, CPU), link.FREE, 2)
-    net, prompts = shard(BASE, world), generate.pad([[5, 6], [7]], CPU)
-    runner, blocks = generate.Runner(net, net.new_cache(2, 8)), [*net.layers]
+    net, prompts = shard(BASE, world), pad([[5, 6], [7]], CPU)
+    runner, blocks = Runner(net, net.new_cache(2, 8)), [*net.layers]
     attention, feed_forward, output = (
         sum(4 * weight.numel() for module in modules for weight in module.parameters())
         for modules in ([b.attention for b in blocks], [b.feed_forward for b in blocks], [net.output])
@@ -293,10 +294,10 @@ def test_measuring_runs_what_is_compiled_already(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda net, dynamic=None, **_: compile(net, dynamic=dynamic, backend="eager"))
     net, graphs = random_model(dataclasses.replace(BASE, n_layers=1)), torch._dynamo.utils.counters["stats"]
     graphs.clear()
-    runner = generate.Runner(net, net.new_cache(2, 8), compile=True, compile_prefill=True)
+    runner = Runner(net, net.new_cache(2, 8), compile=True, compile_prefill=True)
     prompts = [[5, 6, 7], [8, 9]]
     generate.generate(runner, prompts, 4, generate.Sampler(0))
-    for step in exposed.replays(runner, *generate.pad(prompts, CPU)).values():
+    for step in exposed.replays(runner, *pad(prompts, CPU)).values():
         step()
     assert graphs["unique_graphs"] == 2
 

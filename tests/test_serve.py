@@ -19,8 +19,8 @@ from helpers import BASE, ROOT, command, greedy_tokens, random_model, run_ranks,
 from test_linear_attention import CONFIG as LINEAR
 
 from complete import complete, load
+from decoding.runner import Runner
 from formats.tokenizer import load_tokenizer
-from generate import Runner
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed: requirements-serve.txt has it")
 from extras.serve.protocol import Text

@@ -13,6 +13,7 @@ from reference import Reference
 
 import generate
 import model
+from decoding.runner import Runner
 from formats import checkpoint
 from formats.wiring_text import wiring_name
 from model import WIRINGS, Wiring, parse_wiring
@@ -141,7 +142,7 @@ def generated_code(config, world, batch, length, dtype, chunks):
     torch._dynamo.reset()
     net = shard(config, world, dtype)
     with mock.patch.dict(compiling.CPU_OPTIONS, cpp_wrapper=False):
-        runner = generate.Runner(net, None, compile=True, compile_prefill=True)
+        runner = Runner(net, None, compile=True, compile_prefill=True)
     tokens, step = torch.randint(config.vocab_size, (batch, length)), runner.prefill_model
     kwargs = {"cache": net.new_cache(batch, 16), "chunks": chunks}
     if length == 1:

@@ -56,13 +56,13 @@ class Keyboard:
         return bool(stopped)
 
 
-def run(setup, world, generate):
+def run(request, loaded, world, Generation):
     """Read a line, answer, repeat. With a chat template the lines are user messages, else the text just goes on.
 
-    setup: the generate.Run. generate: the function of generate.py.
+    request, loaded: as generate.read and generate.load make them. Generation: the class of generate.py.
     """
-    tokenizer, context = setup.tokenizer, min(CHAT_CONTEXT, setup.runner.model.config.max_seq_len)
-    beginning = setup.args.chat  # perhaps a system message
+    tokenizer, context = request.tokenizer, min(CHAT_CONTEXT, request.config.max_seq_len)
+    beginning = request.args.chat  # perhaps a system message
     keyboard, messages, ids, cached = Keyboard(world), beginning, [], []  # cached: the tokens that are in the cache
 
     def extended(messages, ids, line):
@@ -91,21 +91,21 @@ def run(setup, world, generate):
         if len(ids) >= context:
             world.say(f"{len(ids)} tokens do not fit the context of {context}: starting anew with this message")
             messages, ids = anew
-        new = fit(setup.args.max_new_tokens, [ids], context)
+        new = fit(request.args.max_new_tokens, [ids], context)
         printer = Printer([ids], tokenizer, new, show_prompt=False) if world.rank == 0 else None
-
-        def on_tokens(fresh, printer=printer):
+        known = len(os.path.commonprefix([cached, ids[:-1]]))
+        ends = request.config.eos_ids
+        answer = Generation(loaded.runner, [ids], new, request.sample, ends, loaded.draft, cached_tokens=known)
+        for fresh in answer:
             if printer:
                 printer.push(fresh)
-            return keyboard.stops()
-
-        more = {"draft": setup.draft, "cached_tokens": len(os.path.commonprefix([cached, ids[:-1]]))}
-        done = generate(setup.runner, [ids], new, setup.sample, setup.eos_ids, on_tokens, **more)
-        [row] = done.rows
+            if keyboard.stops():
+                break
+        [row] = answer.rows
         if printer:
             printer.finish([row])
-        if done.finish == ["length"]:
-            limit = "--max-new-tokens" if new == setup.args.max_new_tokens else "the end of the context"
+        if answer.finish == ["length"]:
+            limit = "--max-new-tokens" if new == request.args.max_new_tokens else "the end of the context"
             world.say(f"(cut at {limit})")
         ids = ids + row
         cached = ids[:-1]

@@ -82,7 +82,7 @@ def rewire(model, config):
 
 
 def build(source, runner, load):
-    """Return the Draft of a Source for the model of a generate.Runner. load(config, folder): returns a whole model."""
+    """Return the Draft of a Source for the model of a Runner. load(config, folder): returns a whole model."""
     if source.config is None:
         return Ngrams(source.count)
     if source.folder is None:
@@ -91,6 +91,6 @@ def build(source, runner, load):
 
 
 def of_model(draft, count, runner):
-    """Return the Draft of complete() for the model of a generate.Runner: draft is "ngram" or a model."""
+    """Return the Draft of complete() for the model of a Runner: draft is "ngram" or a model."""
     check_models("draft", runner.model.config, draft=None if draft == "ngram" else draft.config)
     return Ngrams(count) if draft == "ngram" else SmallModel(count, runner.with_model(draft))

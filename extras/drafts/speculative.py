@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from decoding import likely
-from decoding.sampling import Sampler, last_tokens, pad
-from runtime.report import PASS_TOKENS
+from decoding.runner import last_tokens, pad
+from decoding.sampling import Sampler
 
 NGRAM = 3, 2  # lengths that Ngrams looks up, in this order
 
@@ -116,7 +116,7 @@ class SmallModel(ModelDraft):
     def read(self, texts, device):
         """Read the last two tokens of each row: the last proposal may be accepted, but was not read yet."""
         if self.begins:  # not in begin(): a request may end before anything is proposed
-            self.runner.prefill(*pad([text[:-1] for text in texts], device), PASS_TOKENS, self.cached)
+            self.runner.prefill(*pad([text[:-1] for text in texts], device), self.cached)
         self.begins, self.cached = False, min(map(len, texts))
         tokens = torch.tensor([text[-2:] for text in texts], device=device)
         positions = torch.tensor([len(text) - 2 for text in texts], device=device)

@@ -31,9 +31,10 @@ class Silent(TensorParallel):
 def replays(runner, tokens, lengths):
     """Return {"prefill", "decode": a function that runs that step, any number of times}.
 
-    runner: a generate.Runner. tokens, lengths: its prompts, as `pad` makes them. The decode step writes and
-    reads up to the last slot but one of the cache.
+    runner: a decoding.runner.Runner; its prefill becomes one pass. tokens, lengths: its prompts, as `pad` makes them.
+    The decode step writes and reads up to the last slot but one of the cache.
     """
+    runner.pass_tokens = tokens.numel()
     token, longest = tokens[:, :1].clone(), cache_slots(runner.cache) - 1
     last = torch.full_like(lengths, longest - 1)
     return {

@@ -18,11 +18,10 @@ from pathlib import Path
 import torch
 
 import bench
-from decoding.sampling import pad
+from decoding.runner import Runner, make_cache, pad
 from extras.measure import exposed, link, plot, results
 from extras.measure.clock import variants
 from formats import checkpoint
-from generate import Runner, make_cache
 from model import Config, rewired
 from runtime import benchmarking, cli, launch, place, writing
 from runtime.cli import count, number

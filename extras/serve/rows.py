@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from decoding.sampling import Sampler, last_tokens, pad
+from decoding.runner import last_tokens, pad
+from decoding.sampling import Sampler
 from runtime import place
-from runtime.report import PASS_TOKENS
 
 SCORED_TOKENS = 256  # of a prompt whose logits, of the whole vocabulary, are gathered at a time
 
@@ -67,7 +67,7 @@ class Rows(list):
         padded, cached = pad([ids], self.runner.device), row.cached(ids)
         row.text, row.request, row.sampler = list(ids), request, Sampler(*request["sampling"], self.runner.device)
         if n is None or not request["echo"]:
-            return self.take([row], row.runner.prefill(*padded, PASS_TOKENS, cached)), [], cached
+            return self.take([row], row.runner.prefill(*padded, cached)), [], cached
         for start in range(0, len(ids), SCORED_TOKENS):
             place.at("prefill from token", start)
             end = min(start + SCORED_TOKENS, len(ids))
