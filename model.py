@@ -565,32 +565,42 @@ class Transformer(nn.Module):
 
         keys (T'): the positions of the keys in the cache; None: the keys are those of this pass, and mask (B, S, S)
         says who attends to them, if not each token to all up to itself. longest: the tokens that a row may have at the
-        end of the run, by default S: beyond its original context, longrope uses its long factors for all keys.
+        end of the run, by default S.
         """
-        c = self.config
-        scaling = c.rope_scaling or {}
-        original = scaling.get("original_max_position_embeddings")
-        is_long = "long_factor" in scaling and (longest or positions.shape[1]) > original
-        rope = window_rope = self.rope(positions, int(is_long), scaling.get("attention_factor", 1.0))
-        if c.window_rope_theta:
-            window_rope = self.rope(positions, 1)
-        queries = positions[..., None]
-        at = positions[:, None] if keys is None else keys  # the keys' positions
-        if keys is not None or (c.score_cap and mask is None):
-            mask = at <= queries  # (B, S, T')
-        window_mask = mask
-        if c.window_layers and (mask is not None or positions.shape[1] > c.sliding_window):
-            window_mask = (at <= queries if mask is None else mask) & (at > queries - c.sliding_window)
-        scale = c.query_scale
-        if c.llama4_beta:
-            scale = (1 + c.llama4_beta * (positions // original + 1).log())[:, None, None, :, None] * (scale or 1.0)
+        ropes, masks = self.ropes(positions, longest or positions.shape[1]), self.masks(positions, keys, mask)
         rows = torch.arange(len(positions), device=positions.device)[:, None]
-        return AttentionMetadata(rope, window_rope, mask, window_mask, rows, positions, self.comm, scale, last)
+        return AttentionMetadata(*ropes, *masks, rows, positions, self.comm, self.query_scale(positions), last)
+
+    def ropes(self, positions, longest):
+        """Return (cos, sin) at the positions (B, S) for ordinary layers, and (cos, sin) for layers with a window."""
+        c, scaling = self.config, self.config.rope_scaling or {}
+        # beyond its original context, longrope uses its long factors for all keys
+        is_long = "long_factor" in scaling and longest > scaling["original_max_position_embeddings"]
+        rope = self.rope(positions, int(is_long), scaling.get("attention_factor", 1.0))
+        return rope, self.rope(positions, 1) if c.window_rope_theta else rope
 
     def rope(self, positions, row, factor=1.0):
         """Return cos and sin (B, 1, 1, S, R/2) times a factor, of a row of rope_frequencies: 0, or 1 (see there)."""
         angles = (positions[..., None] * self.rope_frequencies[row])[:, None, None]
         return angles.cos() * factor, angles.sin() * factor
+
+    def masks(self, positions, keys, mask):
+        """Return the masks (B, S, T') of ordinary layers and of layers with a window; the arguments are metadata's."""
+        c, queries = self.config, positions[..., None]
+        at = positions[:, None] if keys is None else keys  # the keys' positions
+        if keys is not None or (c.score_cap and mask is None):
+            mask = at <= queries
+        if not c.window_layers or (mask is None and positions.shape[1] <= c.sliding_window):
+            return mask, mask
+        return mask, (at <= queries if mask is None else mask) & (at > queries - c.sliding_window)
+
+    def query_scale(self, positions):
+        """Return what queries (B, K, G, S, H) are multiplied with, or None."""
+        c, scale = self.config, self.config.query_scale
+        if not c.llama4_beta:
+            return scale
+        lengths = positions // c.rope_scaling["original_max_position_embeddings"]  # in original contexts
+        return (1 + c.llama4_beta * (lengths + 1).log())[:, None, None, :, None] * (scale or 1.0)
 
     def sublayers(self, metadata, cache=None):
         """Return the sublayers in order, [(h, stale)], as a stream takes them."""
