@@ -33,9 +33,9 @@ from tp import TensorParallel, load_shard
 
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
-    load = load_shard
-    if config.named_wiring.model or (config.lanes and world.shares != (1,) * config.lanes):  # not a lane on each rank
-        load = load_extra("lanes", f"wiring {config.wiring}").load_lanes
+    lane_on_each_rank = not config.lanes or world.shares == (1,) * config.lanes
+    plain = lane_on_each_rank and not config.named_wiring.model
+    load = load_shard if plain else load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():  # raises an InputError of one rank on all of them
         if folder:
             weights = checkpoint.Weights(folder)
@@ -63,8 +63,8 @@ def load_model(config, folder, dtype, world):
 class Generation:
     """Continues every prompt, a row each, until its own end-of-sequence, max_new_tokens or the end of the context.
 
-    Iterate over it, once: it runs a pass for all rows and yields [new ids of each row, none of one that is done].
-    Whoever iterates may stop early, and may take time.
+    Iterate over it, once: each pass yields a list with the new ids of each row, empty for a row that is done. Whoever
+    iterates may stop early, and may take time.
 
     runner: its cache has slots for the longest prompt and max_new_tokens, for a draft one more and its proposals.
     prompts: non-empty lists of token ids, of any lengths. sample: a Sampler; without a draft any function such as its
@@ -75,7 +75,7 @@ class Generation:
     def __init__(self, runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None, cached_tokens=0):
         self.runner, self.prompts, self.sample, self.draft = runner, prompts, sample, draft
         self.eos_ids, self.cached_tokens, self.context = eos_ids, cached_tokens, runner.model.config.max_seq_len
-        self.texts = [list(prompt) for prompt in prompts]  # with what was generated, end-of-sequence included
+        self.sequences = [list(prompt) for prompt in prompts]  # with the new ids, end-of-sequence included
         self.ends = [min(len(prompt) + max_new_tokens, self.context) for prompt in prompts]
         self.finish = [None] * len(prompts)  # of each row that is done "stop" for end-of-sequence, else "length"
         self.passes = 0  # after the prefill
@@ -98,43 +98,43 @@ class Generation:
             self.passes += 1
             place.at("decode step", self.passes)
             if draft:
-                new = draft.step(runner, self.texts, self.finish, self.sample)
+                new = draft.step(runner, self.sequences, self.finish, self.sample)
             else:
-                new = step(self.texts, self.sample)[:, None].tolist()
+                new = step(self.sequences, self.sample)[:, None].tolist()
             new = self.take(new)
             self.decode_s += time.perf_counter() - start
             yield new
 
     def take(self, new):
-        """Add the ids that a pass gave each row to its text, up to its end; return them without end-of-sequence."""
+        """Add the ids that a pass gave each row to its sequence, up to its end; return them without end-of-sequence."""
         taken = [[] for _ in new]
         for row, ids in enumerate(new):
-            text = self.texts[row]
+            sequence = self.sequences[row]
             for i in ids:
                 if self.finish[row]:
                     break
                 if i == -1:
-                    where = f"row {row} in step {len(text) - len(self.prompts[row])}"
+                    where = f"row {row} in step {len(sequence) - len(self.prompts[row])}"
                     raise InputError(f"the logits of {where} are NaN or infinite: see --dtype")
-                text.append(i)
+                sequence.append(i)
                 if i in self.eos_ids:
                     self.finish[row] = "stop"
                 else:
                     taken[row].append(i)
-                    self.finish[row] = "length" if len(text) >= self.ends[row] else None
+                    self.finish[row] = "length" if len(sequence) >= self.ends[row] else None
         place.at("output", timed=False)  # its reader may take a break
         return taken
 
     @property
     def steps(self):
         """The number of new tokens of the longest row, end-of-sequence included."""
-        return max(len(text) - len(prompt) for text, prompt in zip(self.texts, self.prompts, strict=True))
+        return max(len(sequence) - len(prompt) for sequence, prompt in zip(self.sequences, self.prompts, strict=True))
 
     @property
     def rows(self):
         """The new ids of each row, without end-of-sequence."""
-        pairs = zip(self.texts, self.prompts, strict=True)
-        return [[i for i in text[len(prompt) :] if i not in self.eos_ids] for text, prompt in pairs]
+        pairs = zip(self.sequences, self.prompts, strict=True)
+        return [[i for i in ids[len(prompt) :] if i not in self.eos_ids] for ids, prompt in pairs]
 
 
 def generate(*args, **kwargs):
@@ -181,7 +181,7 @@ class Request(NamedTuple):
     max_new_tokens: int  # as the context allows
     slots: int  # of the cache
     sample: Sampler
-    draft: object  # the extras.drafts Source that --draft names, or None
+    draft_source: object  # the extras.drafts Source that --draft names, or None
 
 
 def read(args, world):
@@ -204,16 +204,19 @@ def read(args, world):
         context = min(cli.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
         new = cli.fit(args.max_new_tokens, prompts, context)
         slots = context if chats else max(map(len, prompts)) + new
-        draft = None
+        source = None
         if args.draft:
             drafts = load_extra("drafts", f"--draft {args.draft}")
-            draft = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
-            slots += 1 + draft.count  # a row that is done stays at its last token, which is read again
+            source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
+            slots += 1 + source.count  # a row that is done stays at its last token, which is read again
         dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
         report.warn_of_memory(world, config, dtype, len(prompts), slots)
-    contents = {"tokens of the prompts": zlib.crc32(str(prompts).encode()), "--draft": draft and draft[:2]}
-    world.agree(contents, checkpoint=args.checkpoint, draft=draft and draft.folder)
-    return Request(args, name, config, tokenizer, prompts, new, slots, sample, draft)
+    contents = {
+        "tokens of the prompts": zlib.crc32(str(prompts).encode()),
+        "--draft": source and (source.name, source.count),
+    }
+    world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)
+    return Request(args, name, config, tokenizer, prompts, new, slots, sample, source)
 
 
 class Loaded(NamedTuple):
@@ -234,9 +237,9 @@ def load(request, world):
         runner = Runner(model, cache, compile=args.compile is not None, compile_prefill=args.compile == "all")
         runner.shows_progress = world.rank == 0
         draft = None
-        if r.draft:
-            whole = functools.partial(load_model, dtype=args.dtype, world=World(0, 1, world.device))
-            draft = load_extra("drafts", "--draft").build(r.draft, runner, whole)
+        if r.draft_source:
+            load_whole = functools.partial(load_model, dtype=args.dtype, world=World(0, 1, world.device))
+            draft = load_extra("drafts", "--draft").build(r.draft_source, runner, load_whole)
     load_s, compile_s = time.perf_counter() - start, 0.0
     if args.compile:
         from runtime import compiling

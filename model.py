@@ -36,7 +36,8 @@ def pad_logits(logits, width):
 class SingleDevice:
     """The collectives of a single device: no-ops, since its partial already is the sum. tp.py has the real ones.
 
-    tp_size: the number of ranks. lanes: how many partials an all-reduce adds up; one a rank, except in extras/lanes.
+    tp_size: the number of ranks. lanes: the partials that an all-reduce adds up, one a rank; extras/lanes may put
+    several on a rank.
     """
 
     tp_size = lanes = 1
@@ -84,39 +85,42 @@ def interleave(streams):
 #
 # A sublayer h maps the residual stream x (B, S, D) to this rank's partial of its output. A stream runs all sublayers;
 # it is a generator that yields after each start, so that interleave can run other streams meanwhile, and finally x.
-# If sums stay in flight while later sublayers compute, then before each sublayer it must settle the oldest of them, or
-# pin x, behind the newest: else torch.compile moves the waits to where nothing overlaps. docs/code.md has the reason,
-# tests/test_wiring.py -k compiled_code shows the order.
+# While sums are in flight, it gives the newest of them to settle or pin before each sublayer: else torch.compile moves
+# the waits to where nothing overlaps. docs/code.md has the reason, tests/test_wiring.py -k compiled_code the order.
 
 
 def residual_stream(x, sublayers, comm, config):
     """Run standard x_i = x_{i-1} + AllReduce(h_i(x_{i-1})), ladder x_i = x_{i-1} + AllReduce(h_i(x_{i-2})), or both.
 
-    sublayers: list of (h, stale). A sublayer reads x without the last `stale` sums, which are still in flight.
+    sublayers: list of (h, stale). A sublayer reads x without the last `stale` sums, which are still in flight. Of four
+    sublayers, numbered from 0, with the sums s0, s1, ...:
 
-    In a ladder h_1 and h_2 read the embedding x_0, h_3 reads x_1: x_0 and the sum of h_1. A standard sublayer before a
-    ladder leaves its sum in flight: the ladder's first sublayer does not read it. A standard sublayer after a ladder
-    waits for the sum before it, as always.
+    standard                 stale 0 0 0 0    h0(x) h1(x+s0) h2(x+s0+s1) h3(x+s0+s1+s2)
+    ladder                         1 1 1 1    h0(x) h1(x)    h2(x+s0)    h3(x+s0+s1)
+    standard, then ladder          0 0 1 1    h0(x) h1(x+s0) h2(x+s0)    h3(x+s0+s1)
     """
-    pending = []  # the sums in flight, the oldest first
+    pending = []  # sums in flight, oldest first
     for h, stale in sublayers:
         if 0 < len(pending) <= stale:  # the start of a ladder: h reads none of these sums
             x = comm.pin(x, pending[-1])
-        while len(pending) > stale:  # all of them but the last `stale`, which travel while h computes
-            x = comm.settle(x, pending.pop(0), *pending[-1:])
+        while len(pending) > stale:  # all but the last `stale`, which travel while h computes
+            oldest, *pending = pending
+            x = comm.settle(x, oldest, *pending[-1:])
         pending.append(comm.start(h(x)))
         yield  # here another chunk may compute
     while pending:
-        x = comm.settle(x, pending.pop(0), *pending[-1:])
+        oldest, *pending = pending
+        x = comm.settle(x, oldest, *pending[-1:])
     yield x
 
 
 def delayed_stream(x, sublayers, comm, config):
     """Run a ladder whose sublayers also read this rank's own partials of the sums that are in flight."""
-    own = []  # one for each of these sums
+    own = []  # this rank's partials of these sums
 
     def with_own(h, stale, x):
-        del own[: max(0, len(own) - stale)]  # x has the sums of these by now
+        while len(own) > stale:
+            del own[0]  # x has its sum by now
         own.append(h(sum(own, start=x)))
         return own[-1]
 
@@ -288,7 +292,7 @@ class Config:
 
     @functools.cached_property
     def lanes(self):
-        """The number of lanes, or None for as many as there are ranks, or for a wiring without any."""
+        """The fixed number of lanes, 8 in "spd/8", or None: one a rank."""
         return self.parsed.lanes
 
     @functools.cached_property
@@ -473,8 +477,8 @@ def list_sublayers(config, sublayers_of):
     sublayers, i = [], 0
     while i < config.n_layers:
         wiring = config.layer_wirings[i]
-        for hs in zip(*(sublayers_of(wiring, i + j) for j in range(wiring.blocks)), strict=True):
-            sublayers.append((hs[0] if len(hs) == 1 else functools.partial(_sum_of, hs), wiring.stale))
+        blocks = [sublayers_of(wiring, j) for j in range(i, i + wiring.blocks)]  # these read the same input
+        sublayers += [(functools.partial(_sum_of, hs), wiring.stale) for hs in zip(*blocks, strict=True)]
         i += wiring.blocks
     return sublayers
 
@@ -525,15 +529,15 @@ class Transformer(nn.Module):
         """
         streams, S = [], tokens.shape[1]
         fresh = positions is None
-        longest = cache_slots(cache) - 1 if cache else S  # the last slot is never read
+        longest = cache_slots(cache) - 1 if cache else S  # the last token is never fed back
         if fresh:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
         last = None if select is None else positions[:, :1] + select[:, None]
-        read = cache_length - S  # slots of the cache that attention reads
+        filled = cache_length - S
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
-            read += chunk.shape[1]
-            # only the first chunk of a fresh prompt has no keys before it in the cache
-            keys = torch.arange(read, device=tokens.device) if streams or not fresh else None
+            filled += chunk.shape[1]
+            alone = fresh and not streams  # the first chunk of a fresh prompt has no keys before it in the cache
+            keys = None if alone else torch.arange(filled, device=tokens.device)
             streams.append(self.stream(self.embed(chunk), self.metadata(at, keys, longest, last), cache))
         return streams
 

@@ -28,8 +28,8 @@ def normalize_shares(shares):
 def split_range(n, rank, shares, what=None):
     """Return the range (start, stop) of n things that a rank gets, in proportion to its share.
 
-    Of equal shares the first is never the smaller one: of 8, three ranks get 0-3, 3-6 and 6-8. what: a name for the
-    things; if given, every rank must get one, else this raises an InputError.
+    Bounds are rounded up: of 8, three equal ranks get 0-3, 3-6 and 6-8. what: a name for the things; if given, every
+    rank must get one, else this raises an InputError.
     """
     bounds = [-(-n * sum(shares[:r]) // sum(shares)) for r in range(len(shares) + 1)]
     if what and len(set(bounds)) < len(bounds):
@@ -115,6 +115,15 @@ class ShardSlice(NamedTuple):
     columns: int = 1  # of the matrix that one stored number covers: 2 for a byte of int4, 64 for the scale of its group
 
 
+def row_parallel_part(tensor, whole, in_features, ranges, rank):
+    """Return the (dim, ranges, columns) of a ShardSlice for a tensor of wo or w2; ranges: the rank's columns."""
+    if tensor == "bias":  # added to a partial sum: by rank 0 alone
+        return 0, (None if rank == 0 else []), 1
+    if whole.shape[-1] == 1:  # the scale of a row
+        return 1, None, 1
+    return 1, ranges, in_features // whole.shape[-1]
+
+
 def shard_slices(model, dtype, rank=0, shares=1):
     """Return {tensor of the checkpoint: ShardSlice} for a rank. dtype: of the tensors that are not integers.
 
@@ -129,12 +138,9 @@ def shard_slices(model, dtype, rank=0, shares=1):
         key = linear.split(".", 3)[-1]  # "layers.3.attention.wo" is "wo" in the plan
         dim, ranges = plan.get(key, (0, None))
         shape, columns = list(whole.shape), 1
-        if dim == 1 and tensor == "bias":  # added to a partial sum: by rank 0 alone
-            dim, ranges = 0, (None if rank == 0 else [])
-        elif dim == 1 and shape[-1] == 1:  # the scale of a row
-            ranges = None
-        elif dim == 1:
-            columns = model.get_submodule(path).in_features // shape[-1]
+        if dim == 1:
+            in_features = model.get_submodule(path).in_features
+            dim, ranges, columns = row_parallel_part(tensor, whole, in_features, ranges, rank)
         dim += whole.dim() == 3  # dimension 0: experts
         if ranges:
             shape[dim] = int_groups.stored_columns(ranges, columns)

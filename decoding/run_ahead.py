@@ -14,11 +14,11 @@ class RunAhead:
     def __init__(self, runner):
         self.runner, self.ahead = runner, None  # ahead: what advance returned for the pass in flight
 
-    def __call__(self, texts, sample):
-        """Return the next token ids (B,), on the CPU. The texts end in those that were returned last."""
-        runner, longest = self.runner, max(map(len, texts))
+    def __call__(self, sequences, sample):
+        """Return the next token ids (B,), on the CPU. The sequences end in those that were returned last."""
+        runner, longest = self.runner, max(map(len, sequences))
         if self.ahead is None:
-            self.ahead = self.advance(*last_tokens(texts, runner.device)[:2], longest, sample)
+            self.ahead = self.advance(*last_tokens(sequences, runner.device)[:2], longest, sample)
         ids, *after = self.ahead
         read = ids.to("cpu", non_blocking=True, copy=True)  # the next pass may overwrite them
         computed = torch.cuda.current_stream(runner.device).record_event()

@@ -25,11 +25,11 @@ def pad(prompts, device):
     return tokens.to(device), torch.tensor([len(p) for p in prompts], device=device)
 
 
-def last_tokens(texts, device):
-    """Return the arguments of Runner.decode for texts of which all but the last token is in the cache."""
-    tokens = torch.tensor([text[-1:] for text in texts], device=device)
-    positions = torch.tensor([len(text) - 1 for text in texts], device=device)
-    return tokens, positions, max(map(len, texts))
+def last_tokens(sequences, device):
+    """Return the arguments of Runner.decode for sequences of ids of which all but the last token is in the cache."""
+    tokens = torch.tensor([ids[-1:] for ids in sequences], device=device)
+    positions = torch.tensor([len(ids) - 1 for ids in sequences], device=device)
+    return tokens, positions, max(map(len, sequences))
 
 
 def make_cache(model, batch, length):
@@ -102,12 +102,12 @@ class Runner:
         positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         return self.decode_model(tokens, positions, self.cache, self.cache_length(longest))
 
-    def next_tokens(self, texts, sample):
-        """Run a pass for texts of which all but the last token is cached; return their next ids (B,), on the device."""
-        return sample(self.decode(*last_tokens(texts, self.device))[:, 0], self.model.comm)
+    def next_tokens(self, sequences, sample):
+        """Return the next ids (B,), on the device, of sequences of which all but the last token is in the cache."""
+        return sample(self.decode(*last_tokens(sequences, self.device))[:, 0], self.model.comm)
 
     def plain_step(self):
-        """Return next_tokens for one generation, on a GPU RunAhead's."""
+        """Return what runs the passes of one generation: next_tokens, or on a GPU a RunAhead."""
         if self.device.type == "cpu":
             return self.next_tokens
         from decoding.run_ahead import RunAhead
@@ -127,7 +127,7 @@ class Runner:
     def choose_chunks(self, B, S):
         """Return the number of chunks for a prefill pass of S tokens of B rows."""
         on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1  # on GPUs nobody has measured a gain
-        worth_it = on_cpus and B * S >= MIN_TOKENS and not self.compiles[1]  # compiled, it waits for all sums at once
+        worth_it = on_cpus and B * S >= MIN_TOKENS and not self.compiles[1]  # compiled, nothing overlaps: docs/exact.md
         return min(S, self.chunks or (2 if worth_it else 1))
 
     def unguarded(self):

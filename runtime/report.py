@@ -101,7 +101,7 @@ def result(request, loaded, done, texts, world):
 
     Every rank calls it: it gathers.
     """
-    runner, draft, source, config = loaded.runner, loaded.draft, request.draft, request.config
+    runner, draft, source, config = loaded.runner, loaded.draft, request.draft_source, request.config
     longest, rows, passes = max(map(len, request.prompts)), len(request.prompts), done.passes
     slots = longest + done.steps / 2  # filled in the mean pass
     drafted = draft.drafted / passes if draft and passes else 0  # for a row in the mean pass
