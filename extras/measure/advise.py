@@ -192,7 +192,7 @@ def advice(configs, times, own, tp_size):
     text = f"The all-reduces are {100 * share:.0f} % of the standard step: "
     text += f"at most {standard / bounds[0]:.2f} times as fast.\n"
     text += f"Recommended: {best[1]}, the fastest with a measured loss below {MOST_LOSS:g} %: that of a small model, "
-    text += "retrained on 20 % of its tokens (benchmarks/quality.md)."
+    text += f"retrained on 20 % of its tokens (benchmarks/{'experts' if own.n_experts else 'quality'}.md)."
     head = ["wiring", "ms a step", "times standard", "all-reduces", "hidden", "measured loss", "needs retraining"]
     return f"{benchmarking.markdown(head, [cells for *_, cells in rows])}\n\n{text}"
 
