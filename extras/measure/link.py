@@ -98,10 +98,7 @@ def emulate(world, link, simulate_tp=None):
         raise InputError("a link needs two or more ranks, started with torchrun, or --simulate-tp")
     if not getattr(world.group, "at_once", True):
         raise InputError(f"--link with the sums of {world.group.name} takes two ranks: of more it would hide too much")
-    if getattr(world.group, "group_name", "").startswith("shared-memory"):
-        group = LinkedMemory(world.group, link)
-    else:
-        group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
+    group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
     shares = None if simulate_tp else world.shares
     return launch.World(world.rank, tp_size, world.device, group, simulate_tp is not None, shares)
 
@@ -168,20 +165,6 @@ class LinkedGroup(Group):
         deadline = max(time.perf_counter(), self.free_at) + seconds
         self.free_at = deadline - self.link.flight
         return lambda: sleep_until(deadline)
-
-
-class LinkedMemory:
-    """A LinkedGroup for ranks that share memory. The C++ group itself holds the results back, since Python would take
-    time from the cores that compute.
-    """
-
-    def __init__(self, inner, link):
-        self.group_name, self.rank = inner.group_name, inner.rank
-        self.set_link(link)
-
-    def set_link(self, link):
-        self.link = link
-        torch.ops.ladder.link_memory(self.group_name, 1e-6 * link.latency_us, link.per_byte, link.flight)
 
 
 def sleep_until(deadline):
