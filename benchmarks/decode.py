@@ -16,7 +16,6 @@ import statistics
 import sys
 import tempfile
 from functools import partial
-from pathlib import Path
 
 if __name__ == "__main__":  # before torch loads OpenMP: threads that spin on would hold up the next engine
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -93,17 +92,16 @@ def write_gguf(path, c, quant):
 
 
 def llama_cpp(c, quant):
-    path = Path(tempfile.gettempdir()) / f"ladder-fast-{os.getpid()}.gguf"
     try:
         import llama_cpp
 
-        write_gguf(path, c, quant)
+        parameters = llama_cpp.llama_model_default_params()
+        parameters.use_mmap = False  # anonymous memory, as the others have; so the file may go
+        with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
+            write_gguf(file.name, c, quant)
+            model = llama_cpp.llama_model_load_from_file(file.name.encode(), parameters)
     except ImportError as error:
         raise InputError(f"llama.cpp: {error}; pip install llama-cpp-python gguf") from None
-    parameters = llama_cpp.llama_model_default_params()
-    parameters.use_mmap = False  # anonymous memory, as the others have; path may go
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
-    path.unlink()
 
     def prepare(kind, n):
         batch, length = (n, FILLED) if kind == "decode" else (1, n)

@@ -35,11 +35,11 @@ def parse(argv):
     p = cli.Parser(__doc__)
     bench.add_flags(p)
     p.set_defaults(model="small", batch=[1], prompt_length=64)
-    words = "measure the prefill, in so many chunks (1), not a decode step; with --eager, or they do not overlap"
+    words = "measure the prefill in so many chunks (default: 1) instead of a decode step; several need --eager"
     p.add_argument("--prefill", nargs="*", type=count, metavar="CHUNKS", help=words)
     p.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help=f"default: free; of {link.FORMS}")
     p.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="run one rank of N alone")
-    words = "measure about so long, at least three steps of each wiring over each link"
+    words = "measure for about S seconds, but at least three steps of each wiring over each link"
     p.add_argument("--seconds", type=number(float, 0, 1e6), default=60, metavar="S", help=words)
     p.add_argument("--label", help="what to call the real link that --link free measures")
     p.add_argument("--profile", metavar="DIR", help="write a trace of a step of each wiring into DIR/LINK-WIRING")
