@@ -4,21 +4,18 @@ python -m benchmarks.decode --threads 2 --engines ours llama.cpp --json decode.j
 python -m benchmarks.decode --threads 2 --engines ours:int8 ours:int4 llama.cpp:q8_0 llama.cpp:q4_0 ...
 python -m benchmarks.decode --show decode.jsonl
 
-llama.cpp needs pip install llama-cpp-python gguf. The shape is Llama 3.2 1B, 2.47 GB of weights a step, or that of
---model, such as 30b-a3b:4; with an output head of its own. A line of the result is one engine in one case: the median
-and the quartiles of its times, and the bandwidth that the machine showed in the same run; mbu is the part of it that
-the decode steps reached.
+llama.cpp needs pip install llama-cpp-python gguf. The shape is that of Llama 3.2 1B, or of --model, with an output
+head of its own: a step of the 1b reads 2.47 GB. A line of the result is one engine in one case: the median and the
+quartiles of its times, and the bandwidth measured in the same run; mbu is the share of it that our decode step reached.
 """
 
 import dataclasses
 import json
 import os
-import re
 import statistics
 import sys
 import tempfile
 from functools import partial
-from pathlib import Path
 
 if __name__ == "__main__":  # before torch loads OpenMP: threads that spin on would hold up the next engine
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -40,67 +37,54 @@ from runtime.report import step_bytes
 CONTEXT = 1088
 FILLED = 128  # slots of the cache before a decode step
 WORLD = launch.World(0, 1, torch.device("cpu"))
-# of each kind of weights, behind a colon, ours of as many bits
+# an engine's weights, behind the colon of its name: ours of as many bits
 OURS = {"": "ours", "int8": "ours:int8", "q8_0": "ours:int8", "int4": "ours:int4", "q4_0": "ours:int4"}
-CASES = ["decode:1", "decode:4", "decode:16", "decode:64", "prefill:128", "prefill:1024"]
 KINDS = {"decode": "decode, batch {}", "prefill": "prefill, {} tokens"}
 
 # ---- The engines -----------------------------------------------------------------------------------------------------
-# Each returns step(kind, n), which prepares a case: it returns (a function that runs it, the bytes that our decode step
-# reads, or None).
+# Each returns prepare(kind, n), which returns a function that runs that case, and the bytes that our decode step reads.
 
 
-def ours(c, threads, quant):
+def ours(c, quant):
     config = dataclasses.replace(c, quant=quant or None, group_size=64 if quant == "int4" else None)
     model = load_model(config, None, "bfloat16", WORLD)
 
-    def step(kind, n):
+    def prepare(kind, n):
         batch, length = (n, FILLED) if kind == "decode" else (1, n)
         runner = Runner(model, make_cache(model, batch, length + 2), compile=True)
         run = replays(runner, *pad([[1] * length] * batch, runner.device))[kind]
         torch.compiler.set_stance("default")
         run()  # compiles
         torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)  # as generate.py does
-        return run, step_bytes(model, runner.cache, FILLED + 1)
+        return run, step_bytes(model, runner.cache, FILLED + 1) if kind == "decode" else None
 
-    return step
-
-
-def gguf_shapes(c):
-    """Return {name of llama.cpp: shape} of the matrices of a Config, of norms too."""
-    queries, kv, stack, neurons, suffix = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, (), c.intermediate_size, ""
-    layer = {"attn_norm": (c.dim,), "ffn_norm": (c.dim,), "attn_q": (queries, c.dim), "attn_k": (kv, c.dim)}
-    layer |= {"attn_v": (kv, c.dim), "attn_output": (c.dim, queries)}
-    if c.n_experts:
-        stack, neurons, suffix = (c.n_experts,), c.expert_size, "_exps"
-        layer |= {"ffn_gate_inp": (c.n_experts, c.dim), "attn_q_norm": (c.head_dim,), "attn_k_norm": (c.head_dim,)}
-    layer |= {f"ffn_gate{suffix}": (*stack, neurons, c.dim), f"ffn_up{suffix}": (*stack, neurons, c.dim)}
-    layer |= {f"ffn_down{suffix}": (*stack, c.dim, neurons)}
-    shapes = {"token_embd": (c.vocab_size, c.dim), "output": (c.vocab_size, c.dim), "output_norm": (c.dim,)}
-    return shapes | {f"blk.{i}.{name}": shape for i in range(c.n_layers) for name, shape in layer.items()}
+    return prepare
 
 
 def write_gguf(path, c, quant):
     """Write llama.cpp's file of a Config with random weights."""
     import gguf
 
-    writer = gguf.GGUFWriter(path, "qwen3moe" if c.n_experts else "llama")
-    experts = {
-        "expert_count": c.n_experts, "expert_used_count": c.experts_per_token,
-        "expert_feed_forward_length": c.expert_size, "key_length": c.head_dim, "value_length": c.head_dim,
-    }  # fmt: skip
+    writer = gguf.GGUFWriter(path, "llama")
     for name, value in {
         "tokenizer_model": "no_vocab", "vocab_size": c.vocab_size, "context_length": CONTEXT, "embedding_length": c.dim,
         "block_count": c.n_layers, "feed_forward_length": c.intermediate_size, "head_count": c.n_heads,
         "head_count_kv": c.n_kv_heads, "rope_dimension_count": c.head_dim, "layer_norm_rms_eps": c.norm_eps,
-        "rope_freq_base": c.rope_theta, **(experts if c.n_experts else {}),
+        "rope_freq_base": c.rope_theta,
     }.items():  # fmt: skip
         getattr(writer, f"add_{name}")(value)
-    random, floats = numpy.random.default_rng(0), gguf.GGMLQuantizationType.F32
-    for name, shape in gguf_shapes(c).items():
-        plain = len(shape) == 1 or "gate_inp" in name  # norms and routers
+    queries, kv, mlp = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.intermediate_size
+    layer = {
+        "attn_norm": (c.dim,), "attn_q": (queries, c.dim), "attn_k": (kv, c.dim), "attn_v": (kv, c.dim),
+        "attn_output": (c.dim, queries), "ffn_norm": (c.dim,), "ffn_gate": (mlp, c.dim), "ffn_up": (mlp, c.dim),
+        "ffn_down": (c.dim, mlp),
+    }  # fmt: skip
+    shapes = {"token_embd": (c.vocab_size, c.dim), "output": (c.vocab_size, c.dim), "output_norm": (c.dim,)}
+    shapes |= {f"blk.{i}.{name}": shape for i in range(c.n_layers) for name, shape in layer.items()}
+    random, types = numpy.random.default_rng(0), gguf.GGMLQuantizationType
+    for name, shape in shapes.items():
         values = numpy.float32(0.02) * random.standard_normal(shape, numpy.float32)
-        kind = floats if plain else gguf.GGMLQuantizationType[quant.upper() or "BF16"]
+        kind = types.F32 if len(shape) == 1 else types[quant.upper() or "BF16"]
         writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -108,25 +92,24 @@ def write_gguf(path, c, quant):
     writer.close()
 
 
-def llama_cpp(c, threads, quant):
-    path = Path(tempfile.gettempdir()) / f"ladder-fast-{os.getpid()}.gguf"
+def llama_cpp(c, quant):
     try:
         import llama_cpp
 
-        write_gguf(path, c, quant)
+        parameters = llama_cpp.llama_model_default_params()
+        parameters.use_mmap = False  # anonymous memory, as the others have; so the file may go
+        with tempfile.NamedTemporaryFile(suffix=".gguf") as file:
+            write_gguf(file.name, c, quant)
+            model = llama_cpp.llama_model_load_from_file(file.name.encode(), parameters)
     except ImportError as error:
         raise InputError(f"llama.cpp: {error}; pip install llama-cpp-python gguf") from None
-    parameters = llama_cpp.llama_model_default_params()
-    parameters.use_mmap = False  # anonymous memory, as the others have; path may go
-    model = llama_cpp.llama_model_load_from_file(str(path).encode(), parameters)
-    path.unlink()
 
-    def step(kind, n):
+    def prepare(kind, n):
         batch, length = (n, FILLED) if kind == "decode" else (1, n)
         parameters = llama_cpp.llama_context_default_params()
         parameters.n_ctx, parameters.n_seq_max = batch * (length + 8), batch
         parameters.n_batch, parameters.n_ubatch = max(batch * 32, n), max(batch, 512)
-        parameters.n_threads = parameters.n_threads_batch = threads
+        parameters.n_threads = parameters.n_threads_batch = torch.get_num_threads()
         parameters.kv_unified = False
         context = llama_cpp.llama_init_from_model(model, parameters)
         memory = llama_cpp.llama_get_memory(context)
@@ -154,7 +137,7 @@ def llama_cpp(c, threads, quant):
             run(position, 32)
         return partial(again, FILLED, 1), None
 
-    return step
+    return prepare
 
 
 ENGINES = dict.fromkeys(("ours", "ours:int8", "ours:int4"), ours)
@@ -165,22 +148,22 @@ ENGINES |= dict.fromkeys(("llama.cpp", "llama.cpp:q8_0", "llama.cpp:q4_0"), llam
 
 def parse(argv):
     p = cli.Parser(__doc__)
-    p.add_argument("--model", default="1b", metavar="NAME[:N]", help="such as 30b-a3b:4 (default: 1b)")
+    p.add_argument("--model", default="1b", metavar="NAME[:N]", help="N layers of a Llama of this size, e.g. 8b:4")
     p.add_argument("--threads", type=count, default=1, metavar="N", help="of each engine")
     p.add_argument("--engines", nargs="+", metavar="NAME", help=f"of {', '.join(ENGINES)} (default: ours)")
-    p.add_argument("--cases", nargs="+", default=CASES, metavar="KIND:N", help="decode:BATCH or prefill:TOKENS")
+    p.add_argument("--decode", type=count, nargs="*", default=[1, 4, 16, 64], metavar="BATCH", help="rows of a step")
+    p.add_argument("--prefill", type=count, nargs="*", default=[128, 1024], metavar="TOKENS", help="of a prompt")
     p.add_argument("--rounds", type=number(int, 3), default=9, metavar="N", help="turns of each engine in each case")
     cli.add_json_flag(p, "a line for each engine and case")
     p.add_argument("--show", nargs="+", metavar="FILE", help="measure nothing: print the tables of such files")
     args = p.parse_args(argv)
     if args.show:
         return args
+    if named_size(args.model).n_experts:
+        raise InputError(f"--model {args.model} is a mixture of experts: llama.cpp's file is written for a dense Llama")
     args.engines = args.engines or ["ours"]
     if unknown := {*args.engines}.difference(ENGINES):
         raise InputError(f"--engines: unknown {unknown.pop()!r}; known: {', '.join(ENGINES)}")
-    for case in args.cases:
-        if not re.fullmatch("(decode|prefill):[1-9][0-9]*", case):
-            raise InputError(f"--cases: {case!r} is neither decode:BATCH nor prefill:TOKENS")
     return args
 
 
@@ -188,16 +171,16 @@ def measure(args):
     """Yield the line of each engine in each case."""
     torch.set_num_threads(args.threads)
     config = dataclasses.replace(named_size(args.model), tie_embeddings=False)
-    engines = {name: ENGINES[name](config, args.threads, name.partition(":")[2]) for name in args.engines}
+    engines = {name: ENGINES[name](config, name.partition(":")[2]) for name in args.engines}
     made = {**environment(WORLD), "model": args.model, "rounds": args.rounds}
-    for kind, n in (case.split(":") for case in args.cases):
-        for line in measure_case(engines, kind, int(n), args.rounds):
+    for kind, n in [("decode", batch) for batch in args.decode] + [("prefill", tokens) for tokens in args.prefill]:
+        for line in measure_case(engines, kind, n, args.rounds):
             yield made | line
 
 
 def measure_case(engines, kind, n, rounds):
-    """Return the results of each engine in a case."""
-    steps, lines = {name: step(kind, n) for name, step in engines.items()}, []
+    """Yield the result of each engine in a case."""
+    steps = {name: prepare(kind, n) for name, prepare in engines.items()}
     turns = {name: partial(timed, WORLD.device, run) for name, (run, _) in steps.items()}
     in_turns(turns, 1)
     results = in_turns({"": lambda: read_bandwidth(WORLD.device, repeats=3), **turns}, rounds)
@@ -206,10 +189,9 @@ def measure_case(engines, kind, n, rounds):
         low, median, high = (1e3 * s for s in quartiles(seconds))
         line = {"engine": name, "kind": kind, "n": n, "ms": median, "quartiles_ms": [low, high]}
         line |= {"bandwidth": statistics.median(bandwidth)}
-        if kind == "decode" and (n_bytes := steps[name][1]):  # round by round: a shared machine's bandwidth varies
+        if n_bytes := steps[name][1]:  # round by round: a shared machine's bandwidth varies
             line["mbu"] = statistics.median(n_bytes / s / b for s, b in zip(seconds, bandwidth, strict=True))
-        lines.append(line)
-    return lines
+        yield line
 
 
 # ---- Tables ----------------------------------------------------------------------------------------------------------
@@ -217,7 +199,6 @@ def measure_case(engines, kind, n, rounds):
 
 def tables(lines):
     """Return Markdown, a table for each number of threads: a row a case, a column an engine."""
-
     rates = {(line["threads"], line["kind"], line["n"]): f"{line['bandwidth'] / 1e9:.1f}" for line in lines}
 
     def row(line):
@@ -230,8 +211,10 @@ def tables(lines):
 
 
 def cell(line, row):
-    """Return milliseconds, their quartiles, how many times ours of as many bits; for our decode, the part of the
-    bandwidth. row: {engine: line} of the same case."""
+    """Return milliseconds, quartiles, and how many times ours of as many bits; of our batch 1, the share of bandwidth.
+
+    row: {engine: line} of the same case.
+    """
     ours = row.get(OURS[line["engine"].partition(":")[2]])
     low, high = line["quartiles_ms"]
     text = f"{line['ms']:.1f} ({low:.1f}-{high:.1f}"

@@ -20,11 +20,9 @@ def main():
     code = {name for name in listed if name.endswith((".py", ".cpp", ".h", ".sh"))}
     places = {place: {n for n in code if n.startswith(f"{place}/")} for place in ("extras", "benchmarks", "tests")}
     raw = [name for name in listed if "results/" in name]
-    shown = io.StringIO()
+    shown = subprocess.check_output([sys.executable, "generate.py", "--help"], cwd=ROOT, text=True)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         generate.main(["--checkpoint", str(ROOT / "demo"), "--prompt", "Once", "--max-new-tokens", "2"])
-        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(shown):
-            generate.main(["--help"])
     files = {Path(getattr(module, "__file__", None) or "/") for module in [*sys.modules.values()]}
     own = {file.relative_to(ROOT).as_posix() for file in files if file.is_relative_to(ROOT)} & code
     imported = {name for name in own - places["benchmarks"] if not name.endswith("__init__.py")}
@@ -36,7 +34,7 @@ def main():
         ("all that is no test", count(code - places["tests"]), "lines"),
         ("pages", count([n for n in listed if n.endswith(".md") and n not in raw], str.split), "words"),
         ("README.md", count(["README.md"], str.split), "words"),
-        ("flags of generate.py", shown.getvalue().count("\n  --"), ""),
+        ("flags of generate.py", shown.count("\n  --"), ""),
         (f"{len(raw)} raw result files", sum(Path(ROOT, name).stat().st_size for name in raw), "bytes"),
     ):
         print(f"{what:32} {size:9,} {unit}".rstrip())

@@ -208,6 +208,7 @@ def test_measured_losses_are_those_of_the_page_and_choose_what_is_recommended(tp
     assert losses(sandwiched)["ladder"] == wanted["ladder"] and "pair" not in sandwiched  # which it cannot have
     mixture = advised(capsys, "--model", "30b-a3b", "--tp", 2, "--gpu", "a100", "--link", "pcie")
     assert losses(mixture) == {"standard": "+0.0 %", "ladder": "+3.4 %"} and "Recommended: standard, " in mixture
+    assert "(benchmarks/quality.md)" in shown and "(benchmarks/experts.md)" in mixture
 
 
 def test_only_the_wirings_that_are_asked_for_and_what_all_reduces_cost(capsys):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import sys
 import types
 
 import pytest
@@ -26,7 +27,8 @@ class Queues:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.inside)
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-        monkeypatch.setattr(link.LinkedGroup, "_spin", lambda group, n_bytes: self.put("link"))
+        spin = types.SimpleNamespace(spin_kernel={(1,): lambda costs, n_bytes: self.put("link")})
+        monkeypatch.setitem(sys.modules, "extras.measure.spin", spin)
 
     @contextlib.contextmanager
     def inside(self, stream):
@@ -89,7 +91,7 @@ def test_the_link_forks_joins_and_runs_beside_the_next_stale_sublayer_only(chang
     net, rows, inner = random_model(config), unequal_rows(config), OneRank()
     alone, queues = last_logits(net, *rows, steps=1), Queues(monkeypatch)
     group = link.LinkedGroup(inner, link.FREE, 0, 1, torch.device("cuda"))
-    group.stream = Stream()
+    group.stream, group.costs = Stream(), None
     net.comm = TensorParallel(config, (1,), group)
     for module in net.modules():
         if isinstance(module, torch.nn.Linear):

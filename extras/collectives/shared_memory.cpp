@@ -110,14 +110,6 @@ class SharedMemory : public c10d::Backend {
     return start(outputs.at(0), inputs[0], true);
   }
 
-  // An emulated link, as extras/measure/link.py describes it: seconds of any collective, of each byte on the wire, and
-  // those of a collective during which the next may travel.
-  void set_link(double latency, double per_byte, double flight) {
-    latency_ = latency;
-    per_byte_ = per_byte;
-    flight_ = flight;
-  }
-
   // Completes the first `count` pieces.
   void complete(uint64_t count) {
     const std::lock_guard<std::mutex> guard(mutex_);
@@ -126,21 +118,14 @@ class SharedMemory : public c10d::Backend {
 
  private:
   struct Pending : c10d::Work {
-    Pending(SharedMemory* owner, uint64_t count, double delivered) : owner(owner), count(count), delivered(delivered) {}
+    Pending(SharedMemory* owner, uint64_t count) : owner(owner), count(count) {}
     bool wait(std::chrono::milliseconds) override {
       owner->complete(count);
-      // a sleep may end 0.1 ms late
-      for (double left; (left = delivered - now()) > 0;) {
-        if (left > 2e-4) std::this_thread::sleep_for(std::chrono::duration<double>(left - 1e-4));
-      }
       return true;
     }
     SharedMemory* owner;  // lives as long as the process
     uint64_t count;       // of the pieces up to the last one of this collective
-    double delivered;     // when an emulated link has delivered it
   };
-
-  static double now() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
 
   static struct flock byte(int rank) {
     return {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = rank, .l_len = 1, .l_pid = 0};
@@ -154,7 +139,6 @@ class SharedMemory : public c10d::Backend {
 
   Works start(const at::Tensor& output, const at::Tensor& input, bool gather) {
     const std::lock_guard<std::mutex> guard(mutex_);
-    const double begin = now();
     const int64_t bytes = input.nbytes();
     const char* from = static_cast<const char*>(input.const_data_ptr());
     char* to = static_cast<char*>(output.mutable_data_ptr());
@@ -172,12 +156,7 @@ class SharedMemory : public c10d::Backend {
       progress(rank_).written.store(piece + 1, std::memory_order_release);
       queue_.push_back({output, to + done, length, gather ? bytes : 0});
     }
-    // a ring: an all-reduce passes its bytes around twice, a gather the n times as many of its result once
-    const double passes = gather ? size_ : 2;
-    const double seconds = latency_ + passes * (size_ - 1) / size_ * static_cast<double>(bytes) * per_byte_;
-    const double delivered = seconds > 0 ? std::max(begin, free_at_) + seconds : 0;
-    if (seconds > 0) free_at_ = delivered - flight_;
-    return c10::make_intrusive<Pending>(this, completed_ + queue_.size(), delivered);
+    return c10::make_intrusive<Pending>(this, completed_ + queue_.size());
   }
 
   // Completes the oldest piece.
@@ -249,7 +228,6 @@ class SharedMemory : public c10d::Backend {
   std::mutex mutex_;
   std::deque<Piece> queue_;  // started and not completed, in their order
   uint64_t completed_ = 0;   // pieces
-  double latency_ = 0, per_byte_ = 0, flight_ = 0, free_at_ = 0;  // of an emulated link
 };
 
 void join_memory(int64_t fd, int64_t rank, int64_t size, int64_t slots, int64_t slot_bytes, std::string name) {
@@ -260,14 +238,6 @@ void join_memory(int64_t fd, int64_t rank, int64_t size, int64_t slots, int64_t 
   group->setGroupName(name);
   c10d::register_process_group(name, group);
   group.release();  // PyTorch knows groups by name, and does not keep them: this one lives as long as the process
-}
-
-SharedMemory& memory_of(const std::string& name) {
-  return dynamic_cast<SharedMemory&>(*c10d::resolve_process_group(name)->getBackend(c10::DeviceType::CPU));
-}
-
-void link_memory(std::string name, double latency, double per_byte, double flight) {
-  memory_of(name).set_link(latency, per_byte, flight);
 }
 
 // See tp.py: this one needs no Python, whose operators take longer than a small all-reduce.
@@ -284,7 +254,6 @@ at::Tensor settle(
 
 TORCH_LIBRARY_FRAGMENT(ladder, library) {
   library.def("join_memory(int fd, int rank, int size, int slots, int slot_bytes, str name) -> ()", join_memory);
-  library.def("link_memory(str name, float latency, float per_byte, float flight) -> ()", link_memory);
   library.def("memory_lost_peer() -> bool", []() -> bool { return a_peer_died; });
   library.def("memory_progress() -> int[]", []() -> std::vector<int64_t> { return {pieces_completed, awaited}; });
   library.def("memory_abandon() -> ()", [] { abandoned = true; });

@@ -194,18 +194,15 @@ def write_tokenizer_json(folder, sentencepiece):
 
 def convert_tokenizer(folder, tokenizer):
     """Make transformers read a SentencePiece model that has no settings beside it as this project does."""
-    path = folder / "tokenizer_config.json"
-    if not isinstance(tokenizer, SentencePieceTokenizer) or len(tokenizer.special) != 2 or path.exists():
+    has_settings = (folder / "tokenizer_config.json").exists()
+    if not isinstance(tokenizer, SentencePieceTokenizer) or len(tokenizer.special) != 2 or has_settings:
         return
-    model = tokenizer.model
-    sample = "ﬁ①é  x"
+    model, sample = tokenizer.model, "ﬁ①é  x"
     plain = model.unk_id() == 0 and model.normalize(sample) == f"▁{sample}".replace(" ", "▁")
     if plain and model.is_byte(3):
-        return write_tokenizer_json(folder, model)
-    print("transformers may read some texts as other tokens: this tokenizer normalizes them in a way of its own")
-    bos, eos = tokenizer.special
-    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": bos, "eos_token": eos, "add_bos_token": True}
-    path.write_text(json.dumps(settings, indent=2) + "\n")
+        write_tokenizer_json(folder, model)
+    else:
+        print("the tokenizer normalizes texts in a way of its own: transformers needs tokenizer files of its origin")
 
 
 def main(argv=None):

@@ -8,7 +8,6 @@ docs/choosing.md says what goes into it, and what does not.
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections import Counter
 from typing import NamedTuple
@@ -192,7 +191,7 @@ def advice(configs, times, own, tp_size):
     text = f"The all-reduces are {100 * share:.0f} % of the standard step: "
     text += f"at most {standard / bounds[0]:.2f} times as fast.\n"
     text += f"Recommended: {best[1]}, the fastest with a measured loss below {MOST_LOSS:g} %: that of a small model, "
-    text += "retrained on 20 % of its tokens (benchmarks/quality.md)."
+    text += f"retrained on 20 % of its tokens (benchmarks/{'experts' if own.n_experts else 'quality'}.md)."
     head = ["wiring", "ms a step", "times standard", "all-reduces", "hidden", "measured loss", "needs retraining"]
     return f"{benchmarking.markdown(head, [cells for *_, cells in rows])}\n\n{text}"
 
@@ -238,14 +237,10 @@ def main(argv=None):
         rates += f", {machine.flops / 1e12:.0f} TFLOP/s"
     print(f"PREDICTED: {name}, {own.n_layers} layers, {what}\n{machine.name}: {rates} a rank")
 
-    @functools.cache
-    def work(is_farskip):  # which has other shards of a shared expert
-        return decode_work(rewired(own, "farskip" if is_farskip else "standard"), dtype, args.tp, args.batch, context)
-
-    works = [work(config.parsed.name == "farskip") for config in configs]
+    by_mlps = {(*config.mlps,): config for config in reversed(configs)}  # farskip alone shards a shared expert apart
+    works = {mlps: decode_work(config, dtype, args.tp, args.batch, context) for mlps, config in by_mlps.items()}
     for one in args.link or [one for one in link.LINKS.values() if one.per_byte]:
-        pairs = zip(configs, works, strict=True)
-        times = [times_of(*pair, dtype, args.tp, args.batch, machine, one) for pair in pairs]
+        times = [times_of(c, works[(*c.mlps,)], dtype, args.tp, args.batch, machine, one) for c in configs]
         parts = ", ".join(f"{key.replace('_', '-')} {1e6 * value:.1f}" for key, value in times[0]._asdict().items())
         print(f"\n{one.name}; in us: {parts}\n\n{advice(configs, times, own, args.tp)}")
 

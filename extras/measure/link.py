@@ -6,9 +6,9 @@ delays a real link by as much, but this one only if the real collective is longe
 """
 
 import argparse
-import dataclasses
 import re
 import time
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +17,7 @@ from runtime import launch
 from runtime.errors import InputError
 
 
-@dataclasses.dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """latency_us: microseconds of a small collective. gbps: gigabits per second in each direction, None for no limit.
 
     A collective delays the next one until it is delivered, as on NCCL's stream; with tcp only while its bytes are sent.
@@ -76,7 +75,7 @@ FORMS = f"{', '.join(LINKS)}, or its numbers, e.g. 100us, 1ms, 50gbps or 100us+5
 def parse(text):
     """Return the Link of a name in LINKS, or of numbers, of which one may be left out (an argparse type)."""
     if text.startswith("tcp+"):
-        return dataclasses.replace(parse(text[4:]), name=text, tcp=True)
+        return parse(text[4:])._replace(name=text, tcp=True)
     if text in LINKS:
         return LINKS[text]
     numbers = re.fullmatch(r"(?:([0-9]*\.?[0-9]+)(us|ms))?\+?(?:([0-9]*\.?[0-9]+)gbps)?", text)
@@ -99,10 +98,7 @@ def emulate(world, link, simulate_tp=None):
         raise InputError("a link needs two or more ranks, started with torchrun, or --simulate-tp")
     if not getattr(world.group, "at_once", True):
         raise InputError(f"--link with the sums of {world.group.name} takes two ranks: of more it would hide too much")
-    if getattr(world.group, "group_name", "").startswith("shared-memory"):
-        group = LinkedMemory(world.group, link)
-    else:
-        group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
+    group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
     shares = None if simulate_tp else world.shares
     return launch.World(world.rank, tp_size, world.device, group, simulate_tp is not None, shares)
 
@@ -160,32 +156,15 @@ class LinkedGroup(Group):
             # A kernel spins on the link's stream; CUDA graphs can capture the events that fork and join it.
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                self._spin(passes * (self.tp_size - 1) * n_bytes // self.tp_size)
+                from extras.measure.spin import spin_kernel  # needs Triton, which torch for CPUs does not have
+
+                spin_kernel[(1,)](self.costs, passes * (self.tp_size - 1) * n_bytes // self.tp_size)
                 delivered = self.stream.record_event()
             return lambda: torch.cuda.current_stream().wait_event(delivered)
         seconds = self.link.seconds(n_bytes, self.tp_size, passes)
         deadline = max(time.perf_counter(), self.free_at) + seconds
         self.free_at = deadline - self.link.flight
         return lambda: sleep_until(deadline)
-
-    def _spin(self, n_bytes):
-        from extras.measure.spin import spin_kernel  # needs Triton, which torch for CPUs does not have
-
-        spin_kernel[(1,)](self.costs, n_bytes)
-
-
-class LinkedMemory:
-    """A LinkedGroup for ranks that share memory. The C++ group itself holds the results back, since Python would take
-    time from the cores that compute.
-    """
-
-    def __init__(self, inner, link):
-        self.group_name, self.rank = inner.group_name, inner.rank
-        self.set_link(link)
-
-    def set_link(self, link):
-        self.link = link
-        torch.ops.ladder.link_memory(self.group_name, 1e-6 * link.latency_us, link.per_byte, link.flight)
 
 
 def sleep_until(deadline):

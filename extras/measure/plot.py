@@ -4,11 +4,10 @@ import itertools
 import statistics
 from collections import defaultdict
 
-from extras.measure.results import wiring_order
 from runtime import writing
 from runtime.errors import InputError
 
-MARKERS = "osDv^<>pPX*hd"  # of wirings, in the order of model.WIRINGS, as their colors
+MARKERS = "osDv^<>pPX*hd"
 GREYS = {"standard": "black", "upper-bound": "darkgrey"}  # what the others are compared with
 
 
@@ -32,13 +31,11 @@ def draw(path, title, lines):
     from matplotlib.figure import Figure  # not pyplot, which has global state and may look for a screen
 
     series, figure = by_link(lines), Figure(figsize=(6, 4), layout="constrained")
-    axis, dashes = figure.subplots(), defaultdict(lambda: itertools.cycle(["-", "--", ":", "-."]))
-    for wiring in sorted(series, key=wiring_order):
-        xs, ratios = zip(*sorted(series[wiring].items()), strict=True)
+    axis = figure.subplots()
+    for (wiring, ratios), marker in zip(series.items(), itertools.cycle(MARKERS), strict=False):
+        xs, ratios = zip(*sorted(ratios.items()), strict=True)
         ys, *bars = zip(*ratios, strict=True)
-        index, *_ = wiring_order(wiring)  # the same look in every figure; dashes tell ladder:2 from ladder:8
-        look = {"color": GREYS.get(wiring, f"C{index}"), "marker": MARKERS[index % len(MARKERS)], "markersize": 4}
-        axis.errorbar(xs, ys, bars, label=wiring, capsize=2, linestyle=next(dashes[index]), **look)
+        axis.errorbar(xs, ys, bars, label=wiring, capsize=2, color=GREYS.get(wiring), marker=marker, markersize=4)
     axis.set(xlabel="one all-reduce, ms", ylabel="times as fast as standard")
     axis.grid(axis="y", color="0.92")
     figure.suptitle(title, fontsize=9, wrap=True)

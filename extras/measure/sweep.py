@@ -9,7 +9,6 @@ result is one wiring at one batch size over one link: the median step and its qu
 all-reduces, one all-reduce alone, and the limit (exposed.py).
 """
 
-import dataclasses
 import itertools
 import statistics
 from collections import defaultdict
@@ -35,11 +34,11 @@ def parse(argv):
     p = cli.Parser(__doc__)
     bench.add_flags(p)
     p.set_defaults(model="small", batch=[1], prompt_length=64)
-    words = "measure the prefill, in so many chunks (1), not a decode step; with --eager, or they do not overlap"
+    words = "measure the prefill in so many chunks (default: 1) instead of a decode step; several need --eager"
     p.add_argument("--prefill", nargs="*", type=count, metavar="CHUNKS", help=words)
-    p.add_argument("--link", nargs="+", type=link.parse, default=[link.FREE], metavar="LINK", help=link.FORMS)
+    p.add_argument("--link", nargs="+", type=link.parse, metavar="LINK", help=f"default: free; of {link.FORMS}")
     p.add_argument("--simulate-tp", type=number(int, 2), metavar="N", help="run one rank of N alone")
-    words = "measure about so long, at least three steps of each wiring over each link"
+    words = "measure for about S seconds, but at least three steps of each wiring over each link"
     p.add_argument("--seconds", type=number(float, 0, 1e6), default=60, metavar="S", help=words)
     p.add_argument("--label", help="what to call the real link that --link free measures")
     p.add_argument("--profile", metavar="DIR", help="write a trace of a step of each wiring into DIR/LINK-WIRING")
@@ -50,6 +49,7 @@ def parse(argv):
         return args
     is_small = args.model == "small" and not args.checkpoint
     args.name, args.config = ("small", SMALL) if is_small else cli.read_config(args)
+    args.link = args.link or [link.FREE]
     args.kind, args.chunks = ("decode", [1]) if args.prefill is None else ("prefill", args.prefill or [1])
     if max(args.chunks) > 1 and not args.eager or max(args.chunks) > args.prompt_length:
         raise InputError(f"--prefill is {max(args.chunks)}: chunks need --eager, and a token each of --prompt-length")
@@ -93,7 +93,7 @@ def measure(args, world):
         lines.append({
             "model": args.name, "n_layers": args.config.n_layers, "kind": args.kind, "compiled": not args.eager,
             "batch": batch, "tokens": args.prompt_length, "dtype": checkpoint.dtype_name(case.partial.dtype), **made,
-            "link": dataclasses.asdict(one) | ({"name": args.label} if args.label else {}), "wiring": name,
+            "link": one._asdict() | ({"name": args.label} if args.label else {}), "wiring": name,
             **reports[one, name, batch], "comm": args.comm,
         })  # fmt: skip
         if args.profile is not None:

@@ -145,14 +145,14 @@ def tables(lines):
         return run_layers(config, SUBLAYER, SUBLAYER, ALL_REDUCE).now + REST + ALL_REDUCE  # the last gathers logits
 
     rows, shares, shape = [], [], rewired(read_config(DEMO), "standard")
-    names = sorted({x["wiring"] for x in lines if x["kind"] in ("scratch", "retrained")}, key=results.wiring_order)
-    for label, wiring, n_layers in [*((name, name, 8) for name in names), ("standard, 5 layers", "standard", 5)]:
+    models = dict.fromkeys((x["wiring"], x["n_layers"]) for x in lines if x["kind"] in ("scratch", "retrained"))
+    for wiring, n_layers in models:
         cells = [cell("scratch", wiring, 1, n_layers=n_layers), cell("retrained", wiring, 0.05, "before", n_layers)]
         cells += [cell("retrained", wiring, share, n_layers=n_layers) for share in (0.05, 0.2)]
-        if any(cells):
-            config = dataclasses.replace(rewired(shape, wiring), n_layers=n_layers)
-            speed = step_seconds(shape) / step_seconds(config)
-            rows.append([label, str(count_all_reduces(config)), *cells, f"{speed:.2f}"])
+        config = dataclasses.replace(rewired(shape, wiring), n_layers=n_layers)
+        speed = step_seconds(shape) / step_seconds(config)
+        label = wiring if n_layers == shape.n_layers else f"{wiring}, {n_layers} layers"
+        rows.append([label, str(count_all_reduces(config)), *cells, f"{speed:.2f}"])
     for share in 0.01, 0.05, 0.2, 1:
         if all(both := [losses("retrained", wiring, share) for wiring in RETRAINED[:2]]):
             control, ladder = map(statistics.median, both)
