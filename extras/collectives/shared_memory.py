@@ -7,7 +7,6 @@ ranks open it as /proc/PID/fd/FD.
 import contextlib
 import os
 import secrets
-import sys
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from extras.cpp import load_operators
 from extras.group import new_name
 from formats.checkpoint import first_line
 from kernels import ordered  # noqa: F401, defines the operators that shared_memory.cpp implements
-from runtime.errors import InputError, find_extra
+from runtime.errors import InputError
 from tp import COLLECTIVES, Collective
 
 SLOTS, SLOT_BYTES = 8, 2**23  # of each rank; a slot takes memory only where a message has filled it
@@ -38,25 +37,7 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
         build()
         fd = open_file(**file) if fd is None else fd
         torch.ops.ladder.join_memory(fd, world.rank, world.tp_size, slots, slot_bytes, name)
-    if watch := find_extra("watch"):
-        watch.shared_memory = sys.modules[__name__]
     return torch._C._distributed_c10d._resolve_process_group(name)
-
-
-def lost_peer():
-    """Return whether a rank that this process waited for has died."""
-    return torch.ops.ladder.memory_lost_peer()
-
-
-def progress():
-    """Return (completed pieces of this process's collectives, the rank that it waits for or None)."""
-    pieces, awaited = torch.ops.ladder.memory_progress()
-    return pieces, None if awaited < 0 else awaited
-
-
-def abandon():
-    """Make every collective that waits raise, now and from now on."""
-    torch.ops.ladder.memory_abandon()
 
 
 def build():
