@@ -27,14 +27,12 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
 
     slot_bytes: a multiple of 8. Raises InputError, on all ranks alike, if one cannot.
     """
-    name, file, fd = new_name(GROUP), None, None
-    with world.together(), explained():
-        if world.rank == 0:
-            build()  # only then do the other ranks load what rank 0 has compiled
-            file, fd = create()
-    file = world.tell(file)
+    name = new_name(GROUP)
     with world.together(), explained():
         build()
+        file, fd = create() if world.rank == 0 else (None, None)
+    file = world.tell(file)
+    with world.together(), explained():
         fd = open_file(**file) if fd is None else fd
         torch.ops.ladder.join_memory(fd, world.rank, world.tp_size, slots, slot_bytes, name)
     return torch._C._distributed_c10d._resolve_process_group(name)
