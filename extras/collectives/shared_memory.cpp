@@ -78,7 +78,7 @@ struct Piece {
 
 // For extras/watch, of all groups of this process.
 std::atomic<bool> a_peer_died = false, abandoned = false;
-std::atomic<int64_t> pieces_written = 0;  // fewer than of the others, if these wait for this rank
+std::atomic<int64_t> pieces_written = 0;  // a rank that the others wait for has written fewer
 
 class SharedMemory : public c10d::Backend {
  public:
@@ -258,12 +258,9 @@ void join_memory(int64_t fd, int64_t rank, int64_t size, int64_t slots, int64_t 
   group.release();  // PyTorch knows groups by name, and does not keep them: this one lives as long as the process
 }
 
-SharedMemory& memory_of(const std::string& name) {
-  return dynamic_cast<SharedMemory&>(*c10d::resolve_process_group(name)->getBackend(c10::DeviceType::CPU));
-}
-
 void link_memory(std::string name, double latency, double per_byte, double flight) {
-  memory_of(name).set_link(latency, per_byte, flight);
+  const auto backend = c10d::resolve_process_group(name)->getBackend(c10::DeviceType::CPU);
+  dynamic_cast<SharedMemory&>(*backend).set_link(latency, per_byte, flight);
 }
 
 // See tp.py: this one needs no Python, whose operators take longer than a small all-reduce.

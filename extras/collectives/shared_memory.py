@@ -30,10 +30,10 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
     name = new_name(GROUP)
     with world.together(), explained():
         build()
-        file, fd = create() if world.rank == 0 else (None, None)
+        file = create() if world.rank == 0 else None
     file = world.tell(file)
     with world.together(), explained():
-        fd = open_file(**file) if fd is None else fd
+        fd = file["fd"] if world.rank == 0 else open_file(**file)
         torch.ops.ladder.join_memory(fd, world.rank, world.tp_size, slots, slot_bytes, name)
     return torch._C._distributed_c10d._resolve_process_group(name)
 
@@ -55,10 +55,9 @@ def explained():
 
 
 def create():
-    """Return (the arguments of open_file on the other ranks, the file descriptor)."""
+    """Create a file in memory; return the arguments of open_file on the other ranks."""
     name = f"ladder-fast-{secrets.token_hex(16)}"
-    fd = os.memfd_create(name)
-    return {"pid": os.getpid(), "fd": fd, "name": name}, fd
+    return {"pid": os.getpid(), "fd": os.memfd_create(name), "name": name}
 
 
 def open_file(pid, fd, name):

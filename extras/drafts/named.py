@@ -91,6 +91,6 @@ def build(source, runner, load):
 
 
 def of_model(draft, count, runner):
-    """Return the Draft of complete() for the model of a generate.Runner: draft is "ngram" or a model."""
+    """Return the Draft for the model of a generate.Runner that complete()'s `draft` asks for: "ngram" or a model."""
     check_models("draft", runner.model.config, draft=None if draft == "ngram" else draft.config)
     return Ngrams(count) if draft == "ngram" else SmallModel(count, runner.with_model(draft))

@@ -44,7 +44,7 @@ class Seen(place.Place):
 
 
 class Watch(threading.Thread):
-    """Watches all ranks until the process ends, or ends it. Seconds are ticks, which a suspended run does not count."""
+    """Watches all ranks, and ends this process if they cannot go on. Ticks are its clock: a suspended run has none."""
 
     def __init__(self, store, rank, tp_size):
         super().__init__(daemon=True, name="watch")
@@ -69,8 +69,8 @@ class Watch(threading.Thread):
             self._end(StoreLost(f"rank {self.rank} of {self.tp_size} has lost torchrun's store in {place.here}: {e}"))
 
     def explain(self, error):
-        """Return why this rank ends: the verdict, where `error`, of its main thread, may follow from that."""
-        # the verdict says more than a collective that has lost a peer, or a signal that followed from that
+        """Return why this rank ends: the verdict, if `error`, which its main thread raised, may be a consequence."""
+        # a collective that has lost a peer, or a signal that torchrun then sends, says less than the verdict
         lost = isinstance(error, dist.DistError) or "gloo" in str(error)
         lost = lost or ask_memory("lost_peer")
         if isinstance(error, Terminated) or (lost and isinstance(error, Exception)):
@@ -107,20 +107,20 @@ class Watch(threading.Thread):
         self._judge(seen, processes)
 
     def _place(self, seen):
-        """Return the Place to name of a rank that published `seen`: this one's own, if all take steps together."""
+        """Return the Place to report for a rank that published `seen`: this rank's own, if all take steps together."""
         return seen if isinstance(place.here.step, str) else place.here
 
     def _judge(self, seen, processes):
-        """End the run if a rank gave no sign of life for longer than the timeout, or no rank made progress for as long
-        and each should. processes: what read_process says of those of this node."""
+        """End the run if for longer than the timeout a rank gave no sign of life, or no rank made progress while all
+        should. processes: {rank: the result of read_process} of this node."""
         self.still += 1
         on_gpus = dist.is_initialized() and dist.get_backend() == "nccl"
         for rank, (old, new) in enumerate(zip(self.seen, seen, strict=True)):
-            # a library may let no other thread run, not even the one that publishes
+            # a library that holds the GIL keeps even the publishing thread from running
             before, self.cpu[rank] = self.cpu[rank], max(new.cpu, processes.get(rank, (True, 0))[1])
             computes = self.cpu[rank] - before > BUSY * TICK
             self.silent[rank] = 0 if computes or new.ticks != old.ticks else self.silent[rank] + 1
-            computes &= not on_gpus  # where a thread that only waits may be busy
+            computes &= not on_gpus  # a thread that waits for a GPU may be busy
             if computes or (new.beats, new.busy) != (old.beats, old.busy):
                 self.still = 0
         self.seen, late = seen, [rank for rank, ticks in enumerate(self.silent) if ticks > self.timeout > 0]
