@@ -450,6 +450,7 @@ def test_bad_experts_are_one_line(changes, tensors, words, tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
+        *(({"wiring": wiring}, "not for mixtures") for wiring in ("spd", "delayed:1", "desync:4")),
         ({"n_experts": None}, "experts_per_token is for a mixture"),
         ({"expert_size": None}, "needs an expert_size"),
         ({"dense_layers": (3,)}, "dense_layers takes layers from 0 to 2"),
@@ -466,12 +467,6 @@ def test_bad_experts_are_one_line(changes, tensors, words, tmp_path):
 def test_bad_configs_are_one_line(changes, words):
     with pytest.raises(InputError, match=words):
         dataclasses.replace(MIXTURE, **changes)
-
-
-@pytest.mark.parametrize("wiring", ["spd", "delayed:1", "desync:4"])
-def test_wirings_with_streams_of_their_own_are_refused(wiring):
-    with pytest.raises(InputError, match="not for mixtures"):
-        dataclasses.replace(MIXTURE, wiring=wiring)
 
 
 def test_a_rank_without_eight_neurons_is_refused():

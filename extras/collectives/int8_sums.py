@@ -62,4 +62,4 @@ def connect(world):
     return Int8Group("int8", COLLECTIVES["auto"].connect(world), world.rank, world.tp_size)
 
 
-COLLECTIVES["int8"] = Collective("as integers, half the bytes for a small loss (docs/exact.md)", connect)
+COLLECTIVES["int8"] = Collective("as integers, up to three ranks: fewer bytes, a small loss (docs/exact.md)", connect)

@@ -40,6 +40,7 @@ constexpr int64_t kGrain = 1 << 15;         // numbers that a thread sums at lea
 constexpr int64_t kCopyGrain = 1 << 19;     // bytes that a thread copies at least
 constexpr int kSpins = 100;                 // looks at a number before others may have the core
 constexpr auto kYields = 2ms, kLook = 50ms;  // of waiting before it sleeps; between looks whether a peer lives
+constexpr auto kDeadline = 30min;           // as gloo's; extras/watch ends sooner what it counts
 
 // How many pieces a rank has written and read, in a page of its own, two cache lines apart.
 struct alignas(kPage) Progress {
@@ -226,6 +227,7 @@ class SharedMemory : public c10d::Backend {
       }
       if (Clock::now() < look) continue;
       look = Clock::now() + kLook;
+      if (waited > kDeadline) C10_THROW_ERROR(DistBackendError, "shared memory: a rank has not come for 30 minutes");
       if (abandoned) C10_THROW_ERROR(DistBackendError, "shared memory: told to wait no longer");
       for (int rank = 0; rank < size_; rank++) {
         struct flock lock = byte(rank);

@@ -53,8 +53,8 @@ class Watch(threading.Thread):
         self.limit = f"{self.timeout:g} s (LADDER_TIMEOUT)"
         self.verdict, self.known, self.wake = None, threading.Event(), threading.Event()  # known: there is a verdict
         self.ticks = self.still = 0  # still: for so many ticks no rank made progress
-        # ticks without a sign of life, of which a rank that has not started has more; seconds
-        self.silent, self.cpu = [-IMPORTS] * tp_size, [0.0] * tp_size
+        self.silent = [-IMPORTS] * tp_size  # ticks without a sign of life, of which a rank may take more to start
+        self.cpu = [0.0] * tp_size  # seconds
         self.seen, self.keys = [Seen()] * tp_size, [f"place {rank}" for rank in range(tp_size)]
         self.node, self.processes = os.environ.get("GROUP_RANK"), {}  # {rank: process id} of this node
 
