@@ -46,3 +46,15 @@ class Pending(dist.Work):
         self.finish()
         self.finish = None  # and the tensors that it keeps
         return True
+
+
+def start_on(stream, tensors, compute):
+    """Let a GPU's stream compute what it may from now on, beside the current one; returns the Pending.
+
+    It keeps the tensors: freed before the wait, their memory would go to work on another stream.
+    """
+    stream.wait_stream(torch.cuda.current_stream())  # fork and join by events, which CUDA graphs capture
+    with torch.cuda.stream(stream):
+        compute()
+        done = stream.record_event()
+    return Pending(lambda kept=tensors: torch.cuda.current_stream().wait_event(done))

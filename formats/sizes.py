@@ -49,7 +49,9 @@ SIZES = {  # shapes for benchmarks with random weights; extras add others: SIZES
     "176b": Config(70, 112, 112, 128, 14336, 50176, 250880, 8192, rope_theta=500000.0, bos_id=1, eos_ids=(2,)),
     "405b": _llama3(126, 128, 128, 16384, 53248),  # Llama 3.1 405B
 }  # fmt: skip
-SIZES_IN_EXTRAS = {"laneformer-2b": "lanes", "qwen3.6-27b": "linear_attention", "30b-a3b": "experts"}
+SIZES_IN_EXTRAS = {
+    "laneformer-2b": "lanes", "qwen3.6-27b": "linear_attention", "30b-a3b": "experts", "mixtral-8x7b": "experts",
+}  # fmt: skip
 
 
 def named_size(text):

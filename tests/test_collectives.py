@@ -259,7 +259,7 @@ def partial(rank, shape, dtype):
 def int8_sums_of(world, dtype, shared):
     """Of each shape in turn: all in flight at a time, waited for in another order; and of one that is not finite."""
     gloo = world.dist_group or dist.group.WORLD
-    group = Int8Group("int8", world.group if shared else gloo, world.rank, world.tp_size)
+    group = Int8Group(world.group if shared else gloo, world.rank, world.tp_size, world.device)
     pending = [OPS.all_reduce(partial(world.rank, shape, dtype), "sum", group.group_name) for shape in SHAPES]
     results = [OPS.wait_tensor(one) for one in (pending[1], pending[0], pending[2])]
     x = torch.ones(200, 100, dtype=dtype)
@@ -299,7 +299,7 @@ def int8_logits(world, wirings, compile):
         config = dataclasses.replace(BASE, wiring=wiring, n_heads=12, n_kv_heads=4, intermediate_size=208)
         net = shard(config, world)
         exact = last_logits(net, *unequal_rows(config), compile=compile)
-        group = Int8Group("int8", world.group, world.rank, world.tp_size)
+        group = Int8Group(world.group, world.rank, world.tp_size, world.device)
         net.comm = tp.TensorParallel(config, world.shares, group)
         with pytest.MonkeyPatch.context() as m:
             m.setattr(int8_sums, "SMALL", 0)
@@ -319,7 +319,7 @@ def test_a_model_over_integers_is_nearly_the_same(ranks, compile, wirings):
 
 @pytest.mark.parametrize("ranks, n_bytes", [(2, 13200), (3, 19800)])  # of three, each sends 13200 to two others
 def test_a_link_carries_fewer_bytes(ranks, n_bytes):
-    inner = Int8Group("int8", None, 0, ranks)
+    inner = Int8Group(None, 0, ranks, torch.device("cpu"))
     group = link.LinkedGroup(inner, link.FREE, 0, ranks, torch.device("cpu"))
     assert group.wire_bytes(torch.ones(12800, dtype=torch.bfloat16)) == n_bytes
     assert group.wire_bytes(torch.ones(64, dtype=torch.bfloat16)) == 128

@@ -475,6 +475,9 @@ def test_a_rank_without_eight_neurons_is_refused():
         tp.shard_plan(config, 0, 4)
 
 
-def test_the_named_size_has_the_published_parameter_count():
-    n = sum(p.numel() for p in model.build(named_size("30b-a3b")).parameters())
-    assert round(n / 1e9, 3) == 30.532
+PUBLISHED = {"30b-a3b": 30.532, "mixtral-8x7b": 46.703}  # billions of parameters
+
+
+def test_the_named_sizes_have_the_published_parameter_counts():
+    counts = {name: sum(p.numel() for p in model.build(named_size(name)).parameters()) for name in PUBLISHED}
+    assert {name: round(count / 1e9, 3) for name, count in counts.items()} == PUBLISHED

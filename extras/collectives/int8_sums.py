@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from extras.group import Group, Pending
+from extras.group import Group, Pending, start_on
 from runtime.errors import InputError
 from tp import COLLECTIVES, Collective
 
@@ -34,6 +34,10 @@ def numbers(message):
 class Int8Group(Group):
     """A process group whose ranks exchange their partials as integers, through the group `inner`, and add them up."""
 
+    def __init__(self, inner, rank, tp_size, device):
+        super().__init__("int8", inner, rank, tp_size)
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
     def wire_bytes(self, tensor):
         """Return the bytes of an all-reduce that takes as long as this exchange of whole messages."""
         if tensor.nbytes <= SMALL:
@@ -43,7 +47,13 @@ class Int8Group(Group):
     def allreduce(self, tensors, opts=None):
         if tensors[0].nbytes <= SMALL:
             return self.inner.allreduce(tensors, opts or dist.AllreduceOptions())
-        whole = tensors[0].view(-1)
+        if self.stream is None:
+            return Pending(self._start(*tensors))
+        return start_on(self.stream, tensors, lambda: self._start(*tensors)())
+
+    def _start(self, tensor):
+        """Send a tensor; return a function that finishes its sum, in place."""
+        whole = tensor.view(-1)
         message = quantized(F.pad(whole, (0, -len(whole) % SIZE)))
         messages = message.new_empty(self.size() * len(message))
         work = self.inner.allgather_into_tensor_coalesced([messages], [message])
@@ -52,14 +62,14 @@ class Int8Group(Group):
             work.wait()
             whole.copy_(numbers(messages.view(self.size(), -1)).sum(0)[: len(whole)])
 
-        return Pending(finish)
+        return finish
 
 
 def connect(world):
     """Return the Int8Group of a launch.World's ranks, around the fastest group that they have. Raises InputError."""
     if world.tp_size > 3:
         raise InputError("--comm int8 is for two or three ranks: of more, an exchange of integers sends no fewer bytes")
-    return Int8Group("int8", COLLECTIVES["auto"].connect(world), world.rank, world.tp_size)
+    return Int8Group(COLLECTIVES["auto"].connect(world), world.rank, world.tp_size, world.device)
 
 
 COLLECTIVES["int8"] = Collective("as integers, up to three ranks: fewer bytes, a small loss (docs/exact.md)", connect)

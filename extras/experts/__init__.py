@@ -19,3 +19,7 @@ SIZES["30b-a3b"] = Config(  # Qwen3 30B-A3B
     48, 32, 4, 128, 2048, 6144, 151936, 40960, 1e-6, 1e6, qk_norm=True, n_experts=128, experts_per_token=8,
     expert_size=768, **QWEN,
 )  # fmt: skip
+SIZES["mixtral-8x7b"] = Config(
+    32, 32, 8, 128, 4096, 14336, 32000, 32768, 1e-5, 1e6, n_experts=8, experts_per_token=2, expert_size=14336,
+    bos_id=1, eos_ids=(2,),
+)  # fmt: skip
