@@ -16,6 +16,8 @@ def new_name(kind):
 class Group(dist.ProcessGroup):
     """A process group in Python around another one, `inner`, of the same ranks."""
 
+    at_once = True  # whether all bytes of an all-reduce travel from its start on
+
     def __init__(self, name, inner, rank, tp_size):
         super().__init__(rank, tp_size)
         self.name, self.inner = new_name(name), inner
@@ -48,13 +50,10 @@ class Pending(dist.Work):
         return True
 
 
-def start_on(stream, tensors, compute):
-    """Let a GPU's stream compute what it may from now on, beside the current one; returns the Pending.
+def pending_on(stream, tensors):
+    """Return the Pending of the work that a GPU's stream has so far.
 
     It keeps the tensors: freed before the wait, their memory would go to work on another stream.
     """
-    stream.wait_stream(torch.cuda.current_stream())  # fork and join by events, which CUDA graphs capture
-    with torch.cuda.stream(stream):
-        compute()
-        done = stream.record_event()
+    done = stream.record_event()
     return Pending(lambda kept=tensors: torch.cuda.current_stream().wait_event(done))

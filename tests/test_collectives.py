@@ -259,7 +259,7 @@ def partial(rank, shape, dtype):
 def int8_sums_of(world, dtype, shared):
     """Of each shape in turn: all in flight at a time, waited for in another order; and of one that is not finite."""
     gloo = world.dist_group or dist.group.WORLD
-    group = Int8Group(world.group if shared else gloo, world.rank, world.tp_size, world.device)
+    group = Int8Group(world.group if shared else gloo, gloo, world.rank, world.tp_size, world.device)
     pending = [OPS.all_reduce(partial(world.rank, shape, dtype), "sum", group.group_name) for shape in SHAPES]
     results = [OPS.wait_tensor(one) for one in (pending[1], pending[0], pending[2])]
     x = torch.ones(200, 100, dtype=dtype)
@@ -277,7 +277,7 @@ def quantize_by_hand(x):
 
 
 @pytest.mark.parametrize("ranks, dtype, shared", [
-    (2, torch.bfloat16, True), (2, torch.float32, False), (3, torch.float32, True), (3, torch.bfloat16, False),
+    (2, torch.bfloat16, True), (2, torch.float32, False), (3, torch.float32, True), (4, torch.bfloat16, False),
 ])  # fmt: skip
 def test_sums_are_those_of_the_integers(ranks, dtype, shared):
     answers = run_ranks(ranks, int8_sums_of, dtype, shared)
@@ -286,20 +286,27 @@ def test_sums_are_those_of_the_integers(ranks, dtype, shared):
         assert all(torch.equal(result, answer[i]) for answer in answers) and result.dtype == dtype
         large, exact = result.nbytes > int8_sums.SMALL, sum(term.float() for term in terms).to(dtype)
         expected = sum((quantize_by_hand(term) if large else term).double() for term in terms)
+        if ranks > 2 and large:  # each rank's slice, whole groups, is quantized again
+            width = -(-expected.numel() // (64 * ranks)) * 64
+            expected = torch.cat([quantize_by_hand(term) for term in expected.split(width)])
         result, rtol = result.flatten(), 1e-5 if dtype == torch.float32 else 2**-7
-        assert torch.allclose(result.double(), expected, rtol=rtol, atol=1e-4)
+        near = torch.isclose(result.double(), expected, rtol=rtol, atol=1e-4)
+        # where a number lies between two integers, rounding before may take it to the other one
+        assert near.all() if ranks == 2 else near.float().mean() > 0.98
+        step = expected.abs().max() / 127 * (ranks > 2)
+        assert ((result - expected).abs() <= 2**-7 * expected.abs() + 1e-4 + step).all()
         assert torch.equal(result, exact) != large
     assert all(not (answer[3][3, 3].isfinite() or answer[3][7, 7].isfinite()) for answer in answers)
     assert all((answer[3][100:] - ranks).abs().max() < 0.01 * ranks for answer in answers)
 
 
 def int8_logits(world, wirings, compile):
-    pairs = []
+    pairs, gloo = [], world.dist_group or dist.group.WORLD
     for wiring in wirings:
         config = dataclasses.replace(BASE, wiring=wiring, n_heads=12, n_kv_heads=4, intermediate_size=208)
         net = shard(config, world)
         exact = last_logits(net, *unequal_rows(config), compile=compile)
-        group = Int8Group(world.group, world.rank, world.tp_size, world.device)
+        group = Int8Group(world.group, gloo, world.rank, world.tp_size, world.device)
         net.comm = tp.TensorParallel(config, world.shares, group)
         with pytest.MonkeyPatch.context() as m:
             m.setattr(int8_sums, "SMALL", 0)
@@ -317,14 +324,13 @@ def test_a_model_over_integers_is_nearly_the_same(ranks, compile, wirings):
             assert 1e-4 < (result - exact).norm() / exact.norm() < 0.03
 
 
-@pytest.mark.parametrize("ranks, n_bytes", [(2, 13200), (3, 19800)])  # of three, each sends 13200 to two others
-def test_a_link_carries_fewer_bytes(ranks, n_bytes):
-    inner = Int8Group(None, 0, ranks, torch.device("cpu"))
-    group = link.LinkedGroup(inner, link.FREE, 0, ranks, torch.device("cpu"))
-    assert group.wire_bytes(torch.ones(12800, dtype=torch.bfloat16)) == n_bytes
+def test_a_link_carries_fewer_bytes():
+    inner, three = (Int8Group(None, None, 0, ranks, torch.device("cpu")) for ranks in (2, 3))
+    group = link.LinkedGroup(inner, link.FREE, 0, 2, torch.device("cpu"))
+    with pytest.raises(InputError, match=r"^--link .* takes two ranks"):
+        link.emulate(World(0, 3, torch.device("cpu"), three), link.FREE)
+    assert group.wire_bytes(torch.ones(12800, dtype=torch.bfloat16)) == 13200
     assert group.wire_bytes(torch.ones(64, dtype=torch.bfloat16)) == 128
-    with pytest.raises(InputError, match="--comm int8 is for two or three ranks"):
-        int8_sums.connect(World(0, 4, torch.device("cpu")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch.distributed._symmetric_memory as symmetric
 from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import _detect_dma_connectivity
 
-from extras.group import Group, start_on
+from extras.group import Group, pending_on
 from runtime.benchmarking import timed
 from runtime.errors import InputError, Verdict
 from tp import COLLECTIVES, Collective
@@ -103,16 +103,15 @@ class OneShotGroup(Group):
         if tensor.nbytes > BUFFER:
             return self.inner.allreduce(tensors, opts)
         whole, shared = tensor.view(-1), self.buffer[: tensor.nbytes].view(tensor.dtype)
-
-        def all_reduce():
+        self.stream.wait_stream(torch.cuda.current_stream())  # fork and join by events, which CUDA graphs capture
+        with torch.cuda.stream(self.stream):
             # by itself: one_shot_all_reduce_copy (torch 2.13) waits for no warp but the one that tells the peers of it
             shared.copy_(whole)
             if tensor.nbytes <= ONE_SHOT:
                 ops.one_shot_all_reduce_out(shared, "sum", group, whole)
             else:
                 whole.copy_(ops.two_shot_all_reduce_(shared, "sum", group))
-
-        return start_on(self.stream, tensors, all_reduce)
+            return pending_on(self.stream, tensors)
 
 
 COLLECTIVES["one-shot"] = Collective("by kernels that read the peer GPUs' memory, which no GPU has run", connect)

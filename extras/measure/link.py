@@ -97,6 +97,8 @@ def emulate(world, link, simulate_tp=None):
     tp_size = simulate_tp or world.tp_size
     if tp_size == 1:
         raise InputError("a link needs two or more ranks, started with torchrun, or --simulate-tp")
+    if not getattr(world.group, "at_once", True):
+        raise InputError(f"--link with the sums of {world.group.name} takes two ranks: of more it would hide too much")
     if getattr(world.group, "group_name", "").startswith("shared-memory"):
         group = LinkedMemory(world.group, link)
     else:
