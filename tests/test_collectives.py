@@ -153,13 +153,13 @@ def test_all_ranks_do_without_where_one_cannot():
 
 
 def test_another_processs_file_is_not_taken_for_the_memory():
-    offer, fd = shared_memory.create()
+    offer = shared_memory.create()
     own = shared_memory.open_file(**offer)
-    assert os.path.sameopenfile(fd, own)
+    assert os.path.sameopenfile(offer["fd"], own)
     for changes in ({"name": offer["name"][:-1] + "x"}, {"fd": 1}, {"fd": 999}):
         with pytest.raises(InputError, match="on another machine or in another|out of reach"):
             shared_memory.open_file(**offer | changes)
-    os.close(fd)
+    os.close(offer["fd"])
     os.close(own)
 
 
@@ -368,10 +368,9 @@ def test_larger_sums_go_another_way_and_some_are_refused(pretended):
     assert group.allreduce([torch.ones(2**22 + 1)]) is seen.nccl.allreduce.return_value
     with pytest.raises(InputError, match="bfloat16 and float32: give --dtype$"):
         OPS.all_reduce(torch.ones(4, dtype=torch.float16), "sum", group.group_name)
-    with pytest.raises(InputError, match="^--comm one-shot is for 2, 4 or 8 ranks of one node, each with a GPU$"):
-        one_shot.connect(World(0, 2, torch.device("cpu")))
-    with pytest.raises(InputError, match="^--comm one-shot is for 2, 4 or 8 ranks of one node, each with a GPU$"):
-        one_shot.connect(World(0, 3, torch.device("cuda")))
+    for ranks, device in (2, "cpu"), (3, "cuda"):
+        with pytest.raises(InputError, match="^--comm one-shot is for 2, 4 or 8 ranks of one node, each with a GPU$"):
+            one_shot.connect(World(0, ranks, torch.device(device)))
 
 
 @pytest.mark.parametrize("fault, line", [(None, None), ("wrong", "are wrong"), ("endless", "do not end within 0 s")])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from reference import Reference, rms_norm
 from safetensors.torch import load_file, save_file
 from test_bench import flags, texts_of_cells
 from test_convert import TOKENS, change_tensors, check_parity, convert, hf_model
+from test_generate import edit_config
 from test_wiring import check_against_the_reference
 
 import model
@@ -422,14 +422,6 @@ def test_export_gives_back_the_family(family, tmp_path):
         to_hf.main([str(tmp_path / "ours"), "--ladder", "--out", str(tmp_path / "ladder")])
 
 
-def edited(tmp_path, family, **changes):
-    """A Hugging Face folder with other values in its config.json."""
-    hf_model(FAMILIES[family]).save_pretrained(tmp_path / "hf")
-    path = tmp_path / "hf/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return tmp_path / "hf"
-
-
 SEPARATE = {f"{e}/{name}_proj/weight": None for e in range(5) for name in ("gate", "up")}
 
 
@@ -446,15 +438,17 @@ SEPARATE = {f"{e}/{name}_proj/weight": None for e in range(5) for name in ("gate
     ],
 )
 def test_bad_experts_are_one_line(changes, tensors, words, tmp_path):
-    folder = edited(tmp_path, "qwen3", **changes)
-    change_tensors(folder, **{f"model/layers/0/mlp/experts/{name}": value for name, value in tensors.items()})
+    hf_model(FAMILIES["qwen3"]).save_pretrained(tmp_path / "hf")
+    edit_config(tmp_path / "hf", **changes)
+    change_tensors(tmp_path / "hf", **{f"model/layers/0/mlp/experts/{name}": value for name, value in tensors.items()})
     with pytest.raises(InputError, match=rf"^[^\n]*{words}[^\n]*$"):
-        convert(folder, tmp_path / "ours")
+        convert(tmp_path / "hf", tmp_path / "ours")
 
 
 @pytest.mark.parametrize(
     "changes, words",
     [
+        *(({"wiring": wiring}, "not for mixtures") for wiring in ("spd", "delayed:1", "desync:4")),
         ({"n_experts": None}, "experts_per_token is for a mixture"),
         ({"expert_size": None}, "needs an expert_size"),
         ({"dense_layers": (3,)}, "dense_layers takes layers from 0 to 2"),
@@ -471,12 +465,6 @@ def test_bad_experts_are_one_line(changes, tensors, words, tmp_path):
 def test_bad_configs_are_one_line(changes, words):
     with pytest.raises(InputError, match=words):
         dataclasses.replace(MIXTURE, **changes)
-
-
-@pytest.mark.parametrize("wiring", ["spd", "delayed:1", "desync:4"])
-def test_wirings_with_streams_of_their_own_are_refused(wiring):
-    with pytest.raises(InputError, match="not for mixtures"):
-        dataclasses.replace(MIXTURE, wiring=wiring)
 
 
 def test_a_rank_without_eight_neurons_is_refused():

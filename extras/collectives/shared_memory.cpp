@@ -79,7 +79,7 @@ struct Piece {
 
 // For extras/watch, of all groups of this process.
 std::atomic<bool> a_peer_died = false, abandoned = false;
-std::atomic<int64_t> pieces_completed = 0, awaited = -1;  // the rank that this one waits for, or -1
+std::atomic<int64_t> pieces_written = 0;  // a rank that the others wait for has written fewer
 
 class SharedMemory : public c10d::Backend {
  public:
@@ -154,6 +154,7 @@ class SharedMemory : public c10d::Backend {
       if (piece >= static_cast<uint64_t>(slots_)) await(&Progress::read, piece - slots_ + 1);
       copy(slot(rank_, piece), from + done, length);
       progress(rank_).written.store(piece + 1, std::memory_order_release);
+      pieces_written.fetch_add(1, std::memory_order_relaxed);
       queue_.push_back({output, to + done, length, gather ? bytes : 0});
     }
     return c10::make_intrusive<Pending>(this, completed_ + queue_.size());
@@ -174,7 +175,6 @@ class SharedMemory : public c10d::Backend {
       });
     }
     completed_++;
-    pieces_completed.fetch_add(1, std::memory_order_relaxed);
     progress(rank_).read.store(completed_, std::memory_order_release);
     queue_.pop_front();
   }
@@ -213,13 +213,11 @@ class SharedMemory : public c10d::Backend {
         const bool dead = fcntl(fd_, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
         // it may have written its part and ended just now
         if (rank == rank_ || (progress(rank).*number).load(std::memory_order_acquire) >= count) continue;
-        awaited = rank;
         if (!dead) continue;
         a_peer_died = true;
         C10_THROW_ERROR(DistBackendError, c10::str("shared memory: rank ", rank, " has died"));
       }
     }
-    awaited = -1;
   }
 
   int fd_;
@@ -255,7 +253,7 @@ at::Tensor settle(
 TORCH_LIBRARY_FRAGMENT(ladder, library) {
   library.def("join_memory(int fd, int rank, int size, int slots, int slot_bytes, str name) -> ()", join_memory);
   library.def("memory_lost_peer() -> bool", []() -> bool { return a_peer_died; });
-  library.def("memory_progress() -> int[]", []() -> std::vector<int64_t> { return {pieces_completed, awaited}; });
+  library.def("memory_progress() -> int", []() -> int64_t { return pieces_written; });
   library.def("memory_abandon() -> ()", [] { abandoned = true; });
 }
 

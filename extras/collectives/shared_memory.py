@@ -7,7 +7,6 @@ ranks open it as /proc/PID/fd/FD.
 import contextlib
 import os
 import secrets
-import sys
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ from extras.cpp import load_operators
 from extras.group import new_name
 from formats.checkpoint import first_line
 from kernels import ordered  # noqa: F401, defines the operators that shared_memory.cpp implements
-from runtime.errors import InputError, find_extra
+from runtime.errors import InputError
 from tp import COLLECTIVES, Collective
 
 SLOTS, SLOT_BYTES = 8, 2**23  # of each rank; a slot takes memory only where a message has filled it
@@ -28,35 +27,15 @@ def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
 
     slot_bytes: a multiple of 8. Raises InputError, on all ranks alike, if one cannot.
     """
-    name, file, fd = new_name(GROUP), None, None
-    with world.together(), explained():
-        if world.rank == 0:
-            build()  # only then do the other ranks load what rank 0 has compiled
-            file, fd = create()
-    file = world.tell(file)
+    name = new_name(GROUP)
     with world.together(), explained():
         build()
-        fd = open_file(**file) if fd is None else fd
+        file = create() if world.rank == 0 else None
+    file = world.tell(file)
+    with world.together(), explained():
+        fd = file["fd"] if world.rank == 0 else open_file(**file)
         torch.ops.ladder.join_memory(fd, world.rank, world.tp_size, slots, slot_bytes, name)
-    if watch := find_extra("watch"):
-        watch.shared_memory = sys.modules[__name__]
     return torch._C._distributed_c10d._resolve_process_group(name)
-
-
-def lost_peer():
-    """Return whether a rank that this process waited for has died."""
-    return torch.ops.ladder.memory_lost_peer()
-
-
-def progress():
-    """Return (completed pieces of this process's collectives, the rank that it waits for or None)."""
-    pieces, awaited = torch.ops.ladder.memory_progress()
-    return pieces, None if awaited < 0 else awaited
-
-
-def abandon():
-    """Make every collective that waits raise, now and from now on."""
-    torch.ops.ladder.memory_abandon()
 
 
 def build():
@@ -76,10 +55,9 @@ def explained():
 
 
 def create():
-    """Return (the arguments of open_file on the other ranks, the file descriptor)."""
+    """Create a file in memory; return the arguments of open_file on the other ranks."""
     name = f"ladder-fast-{secrets.token_hex(16)}"
-    fd = os.memfd_create(name)
-    return {"pid": os.getpid(), "fd": fd, "name": name}, fd
+    return {"pid": os.getpid(), "fd": os.memfd_create(name), "name": name}
 
 
 def open_file(pid, fd, name):

@@ -11,7 +11,7 @@ from extras.cpp import load_operators
 from kernels import cpu
 from kernels.int_linear import Int8Linear, Integers, IntLinear, recast, swap, unpack
 
-# so many rows of x few_rows.cpp multiplies faster (benchmarks/decode.md); without oneDNN's bfloat16, any number
+# up to so many rows of x few_rows.cpp is faster (benchmarks/decode.md); without oneDNN's bfloat16 it always is
 ONEDNN = torch.backends.cpu.get_cpu_capability() == "AVX512" or (cpu.ON_ARM and "bf16" in cpu.features())
 FEW = 2**30 if not ONEDNN else 7 if torch.cpu._is_amx_tile_supported() else 24  # than oneDNN
 FEW_INT = 96 if ONEDNN else 2**30  # than multiplying with floats made from the integers

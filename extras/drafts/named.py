@@ -91,6 +91,6 @@ def build(source, runner, load):
 
 
 def of_model(draft, count, runner):
-    """Return the Draft of complete() for the model of a Runner: draft is "ngram" or a model."""
+    """Return the Draft that complete()'s `draft` asks for, "ngram" or a model, to help the model of a Runner."""
     check_models("draft", runner.model.config, draft=None if draft == "ngram" else draft.config)
     return Ngrams(count) if draft == "ngram" else SmallModel(count, runner.with_model(draft))

@@ -1,4 +1,4 @@
-"""The MLPs of experts, and those that tokens choose as an operator that the compiler does not look into.
+"""The MLPs of experts: an operator, which the compiler does not look into, computes those that tokens choose.
 
 Shape letters: T tokens, k experts of each, E experts, D dim, I neurons of an expert.
 """

@@ -1,4 +1,4 @@
-"""Kog's Laneformer (kogai/laneformer-2b-it): a wiring whose lanes hear of one another late, and its folders' reader."""
+"""Kog's Laneformer (kogai/laneformer-2b-it): a wiring whose lanes get each other's partials late; reads its folders."""
 
 import re
 
@@ -42,9 +42,9 @@ def check(config):
 def laneformer_stream(x, sublayers, comm, config, norm=lambda x: x):
     """Run x_i = x_{i-1} + p_i + the other lanes' p_{i-d}, where p_i is this lane's partial h_i(x_{i-1}).
 
-    The first d sublayers wait for the sum of all p_i or, without early_comm, add sqrt(lanes) p_i, as do later ones of a
-    sort, attention or MLP, that has no sums. The last d sums would come too late. At the end one more all-reduce adds
-    the lanes' streams up, or takes the mean of their norms, but not for the head "vocab_parallel".
+    The first d sublayers wait for the sum of all p_i. Without early_comm they add sqrt(lanes) p_i, and so do all later
+    attentions without attention_comm, and MLPs without mlp_comm. The last d sums would come too late. At the end one
+    more all-reduce adds up the lanes' streams, or takes the mean of their norms, but not for the head "vocab_parallel".
     """
     own, recent, last = settings(config), [], None
     has_sums = own["attention_comm"], own["mlp_comm"]

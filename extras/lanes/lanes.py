@@ -36,7 +36,7 @@ def load_lanes(config, weights, dtype, device, rank=0, shares=1):
 
 
 class LaneSums:
-    """The collectives of the lanes of a rank, which run in turns: the last lane's start begins their all-reduce."""
+    """The collectives of a rank's lanes, which run interleaved: the last lane's start begins one all-reduce for all."""
 
     def __init__(self, comm, lanes_here, lanes):
         self.comm, self.lanes_here, self.lanes = comm, lanes_here, lanes

@@ -51,7 +51,7 @@ def read_fields(data, known):
             right = isinstance(value, kind) and (kind is bool or type(value) is not bool)
             check(right, f"{shown}, which is of a wrong type")
             fields[name] = value
-        elif name not in known and name not in IGNORED:  # a value that changes nothing is taken
+        elif name not in known and name not in IGNORED:  # accepted where it asks for nothing
             default = {"n": 1, "best_of": 1, "response_format": {"type": "text"}}.get(name)
             check(not value or value == default, f"{shown}, which is not implemented")
     return fields

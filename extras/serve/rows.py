@@ -88,7 +88,7 @@ class Rows(list):
         return self.take(rows, runner.decode(*last_tokens([row.text for row in rows], runner.device))[:, 0])
 
     def take(self, rows, logits):
-        """Sample from logits (len(rows), v)."""
+        """Sample a token from logits (len(rows), v) for each row that has a request; returns as step."""
         comm, taken = self.runner.model.comm, []
         ids = self.greedy(logits, comm).tolist() if any(not row.sampler.temperature for row in self.busy) else None
         full = comm.gather_logits(logits) if any(row.request["logprobs"] is not None for row in self.busy) else None

@@ -45,7 +45,6 @@ def error(e):
 class Answer:
     """The answer to one prompt. The main thread sends what Rows makes of it, and the client's task reads that."""
 
-    started = False  # whether it has had a row
     count = cached = 0  # of its tokens; of its prompt's that were in the cache
 
     def __init__(self, front, ask, index, receive):
@@ -200,7 +199,7 @@ class Front:
         or None to end the server. Waits while all rows are free."""
         while True:
             self.wake.clear()
-            waiting = [answer for answer in [*self.open] if not answer.started]
+            waiting = [answer for answer in [*self.open] if answer not in self.rows.values()]
             changes = [(i, None) for i, row in enumerate(rows) if row.request and self.rows[i] not in self.open]
             free = [i for i, row in enumerate(rows) if not row.request or (i, None) in changes]
             idle = len(free) == len(rows) and not waiting
@@ -209,7 +208,7 @@ class Front:
             if free and waiting:  # in the row that has most of it in its cache, or was last used long ago
                 answer = waiting[0]
                 i = max(free, key=lambda i: (rows[i].cached(answer.request["ids"]), -rows[i].used))
-                self.rows[i], answer.started = answer, True
+                self.rows[i] = answer
                 changes.append((i, answer.request))
             if changes or rows.busy:
                 return changes
@@ -232,7 +231,7 @@ def serve(world, rows, front):
         if tells:
             place.at("the wait for a request", timed=world.rank > 0)  # of the others only until rank 0 goes on
         changes = front.changes(rows) if front else []
-        if rows.busy and not world.alone:  # of most passes there is nothing to tell, and a sum is faster
+        if rows.busy and not world.alone:  # most passes change nothing: a flag is gathered faster than a text is told
             flag = torch.tensor([changes != []], dtype=torch.int32, device=world.device)
             tells = bool(rows.runner.model.comm.all_gather(flag)[0])
         if tells:

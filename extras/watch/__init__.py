@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 
+import torch
 import torch.distributed as dist
 
 from runtime import launch, place, ranks
@@ -21,7 +22,6 @@ TICK = 1  # seconds
 GRACE = 3  # seconds that the main thread has to end by itself
 BUSY = 0.05  # share of a core above which a process computes, and does not hang; one that waits takes about 0.01
 IMPORTS = 60  # seconds that a rank may start later than another, on top of the timeout
-shared_memory = None  # the module of extras/collectives, once this process sums by it: it knows who waits for whom
 
 
 def timeout():
@@ -39,13 +39,12 @@ class Seen(place.Place):
 
     ticks: int = 0  # of its Watch
     cpu: float = 0.0  # seconds that the process has computed
-    awaited: int | None = None  # the rank that it waits for, where its collectives can tell
     process: int = 0  # its id
     node: str | None = None  # torchrun's number of the node
 
 
 class Watch(threading.Thread):
-    """Watches all ranks until the process ends, or ends it. Seconds are ticks, which a suspended run does not count."""
+    """Watches all ranks, and ends this process if they cannot go on. Ticks are its clock: a suspended run has none."""
 
     def __init__(self, store, rank, tp_size):
         super().__init__(daemon=True, name="watch")
@@ -54,9 +53,10 @@ class Watch(threading.Thread):
         self.limit = f"{self.timeout:g} s (LADDER_TIMEOUT)"
         self.verdict, self.known, self.wake = None, threading.Event(), threading.Event()  # known: there is a verdict
         self.ticks = self.still = 0  # still: for so many ticks no rank made progress
-        self.silent, self.cpu = [0] * tp_size, [0.0] * tp_size  # ticks without a sign of life; seconds
+        self.silent = [-IMPORTS] * tp_size  # ticks without a sign of life, of which a rank may take more to start
+        self.cpu = [0.0] * tp_size  # seconds
         self.seen, self.keys = [Seen()] * tp_size, [f"place {rank}" for rank in range(tp_size)]
-        self.node, self.processes = os.environ.get("GROUP_RANK"), None  # {rank: process id} of this node
+        self.node, self.processes = os.environ.get("GROUP_RANK"), {}  # {rank: process id} of this node
 
     def run(self):
         threading.Thread(target=self._watch_store, daemon=True).start()
@@ -69,10 +69,10 @@ class Watch(threading.Thread):
             self._end(StoreLost(f"rank {self.rank} of {self.tp_size} has lost torchrun's store in {place.here}: {e}"))
 
     def explain(self, error):
-        """Return why this rank ends: the verdict, where `error`, of its main thread, may follow from that."""
-        # the verdict says more than a collective that has lost a peer, or a signal that followed from that
+        """Return why this rank ends: the verdict, if `error`, which its main thread raised, may be a consequence."""
+        # a collective that has lost a peer, or a signal that torchrun then sends, says less than the verdict
         lost = isinstance(error, dist.DistError) or "gloo" in str(error)
-        lost = lost or (shared_memory and shared_memory.lost_peer())
+        lost = lost or ask_memory("lost_peer")
         if isinstance(error, Terminated) or (lost and isinstance(error, Exception)):
             self.wake.set()
             self.known.wait(GRACE if lost else 0.5)
@@ -92,42 +92,35 @@ class Watch(threading.Thread):
         self.ticks += 1
         own = dataclasses.asdict(place.here) | {"ticks": self.ticks, "cpu": time.process_time()}
         own |= {"process": os.getpid(), "node": self.node}
-        if shared_memory:
-            pieces, own["awaited"] = shared_memory.progress()
-            own["beats"] += pieces
+        own["beats"] += ask_memory("progress")  # a rank that others wait for has come less far
         self.store.set(self.keys[self.rank], json.dumps(own))
         code = ranks.ended(self.store)
         if code:
             self._end(SystemExit(code))
-        if missing := [rank for rank, key in enumerate(self.keys) if not self.store.check([key])]:
-            if self.ticks > self.timeout + IMPORTS > IMPORTS:
-                words = f"rank {missing[0]} of {self.tp_size} has not started"
-                self._end(Verdict(f"{words} within {self.timeout + IMPORTS:g} s (LADDER_TIMEOUT + {IMPORTS})"))
-            return
-        seen = [Seen(**json.loads(text)) for text in self.store.multi_get(self.keys)]
-        if self.processes is None:  # once: strangers may write to the store
-            near = {rank: each.process for rank, each in enumerate(seen) if each.node == self.node}
-            self.processes = near if self.node is not None else {}
+        seen = [Seen(**json.loads(self.store.get(key))) if self.store.check([key]) else Seen() for key in self.keys]
+        for rank, each in enumerate(seen):
+            if self.node and each.node == self.node:
+                self.processes.setdefault(rank, each.process)  # its first: strangers may write to the store
         processes = {rank: read_process(process) for rank, process in self.processes.items()}
         for rank in [rank for rank, (alive, _) in processes.items() if not alive and code is None]:
             self._end(Verdict(f"rank {rank} of {self.tp_size} has died in {self._place(seen[rank])}"))
         self._judge(seen, processes)
 
     def _place(self, seen):
-        """Return the Place to name of a rank that published `seen`: this one's own, if all take steps together."""
+        """Return the Place to report for a rank that published `seen`: this rank's own, if all take steps together."""
         return seen if isinstance(place.here.step, str) else place.here
 
     def _judge(self, seen, processes):
-        """End the run if a rank gave no sign of life for longer than the timeout, or no rank made progress for as long
-        and each should. processes: what read_process says of those of this node."""
+        """End the run if for longer than the timeout a rank gave no sign of life, or no rank made progress while all
+        should. processes: {rank: the result of read_process} of this node."""
         self.still += 1
         on_gpus = dist.is_initialized() and dist.get_backend() == "nccl"
         for rank, (old, new) in enumerate(zip(self.seen, seen, strict=True)):
-            # a library may let no other thread run, not even the one that publishes
+            # a library that holds the GIL keeps even the publishing thread from running
             before, self.cpu[rank] = self.cpu[rank], max(new.cpu, processes.get(rank, (True, 0))[1])
             computes = self.cpu[rank] - before > BUSY * TICK
             self.silent[rank] = 0 if computes or new.ticks != old.ticks else self.silent[rank] + 1
-            computes &= not on_gpus  # where a thread that only waits may be busy
+            computes &= not on_gpus  # a thread that waits for a GPU may be busy
             if computes or (new.beats, new.busy) != (old.beats, old.busy):
                 self.still = 0
         self.seen, late = seen, [rank for rank, ticks in enumerate(self.silent) if ticks > self.timeout > 0]
@@ -136,11 +129,9 @@ class Watch(threading.Thread):
             launch.at_end.extend(functools.partial(os.kill, process, signal.SIGKILL) for process in stopped)
             self._end_hung(late, "no sign of life")
         if self.still > self.timeout > 0 and all(each.timed for each in seen):
-            waiting = {rank for rank, each in enumerate(seen) if each.awaited is not None}
             furthest = max(each.beats for each in seen)
-            late = {seen[rank].awaited for rank in waiting} - waiting
-            late = late or {rank for rank, each in enumerate(seen) if each.beats < furthest} or range(self.tp_size)
-            self._end_hung(sorted(late), "no progress")
+            late = [rank for rank, each in enumerate(seen) if each.beats < furthest]
+            self._end_hung(late or range(self.tp_size), "no progress")
 
     def _end_hung(self, late, why):
         words, hang = " and ".join(f"rank {rank}" for rank in late), "hangs" if len(late) == 1 else "hang"
@@ -151,11 +142,16 @@ class Watch(threading.Thread):
         """End this process by way of its main thread, or else from here."""
         self.verdict = why
         self.known.set()
-        if shared_memory:
-            shared_memory.abandon()
+        ask_memory("abandon")
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(GRACE)
         launch.leave(why)
+
+
+def ask_memory(what):
+    """Call memory_`what` of extras/collectives/shared_memory.cpp; returns 0 if this process has not loaded it."""
+    operator = getattr(torch.ops.ladder, f"memory_{what}", None)
+    return operator() if operator else 0
 
 
 def read_process(process):
