@@ -142,11 +142,11 @@ def warm_up(runner, prompts, max_new_tokens, sample, draft=None):
         if draft:
             draft.begin()
         for length in sorted(lengths):
-            texts = [[0] * length for _ in prompts]
+            sequences = [[0] * length for _ in prompts]
             if draft:
                 for proposals in draft.counts:
-                    draft.warm_up(runner, texts, proposals)
+                    draft.warm_up(runner, sequences, proposals)
             else:
-                runner.plain_step()(texts, sample).tolist()  # waits for the device
+                runner.plain_step()(sequences, sample).tolist()  # waits for the device
     sample.generator.set_state(state)
     return time.perf_counter() - start

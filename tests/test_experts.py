@@ -125,8 +125,8 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("ranks, compile, chunks", [
-    *((ranks, False, chunks) for ranks in (2, (2, 1), 4) for chunks in (None, 2)), (2, True, None),
-    *(pytest.param(ranks, True, None, marks=SLOW) for ranks in ((2, 1), 4)),
+    *((ranks, False, chunks) for ranks in (2, (2, 1), 4) for chunks in (None, 2)),
+    *(pytest.param(ranks, True, None, marks=SLOW) for ranks in (2, (2, 1), 4)),
 ])  # fmt: skip
 def test_ranks_compute_the_same(ranks, compile, chunks):
     for config in CONFIGS if not compile else CONFIGS[-1:]:

@@ -16,7 +16,7 @@ NGRAM = 3, 2  # lengths that Ngrams looks up, in this order
 
 
 class Draft:
-    """Proposes the next tokens of each row. A subclass has propose(texts, done, sample), with the arguments of step().
+    """Proposes the next tokens of each row. A subclass has propose(sequences, done, sample), arguments as of step().
 
     propose returns the proposed ids (B, P), the distributions (B, P, V) that they were drawn from or None if there are
     none, and for each row whether it has proposals. P is one of `counts`.
@@ -34,26 +34,27 @@ class Draft:
         self.drafted, self.accepted = 0, Counter()
 
     @torch.inference_mode()
-    def step(self, runner, texts, done, sample):
+    def step(self, runner, sequences, done, sample):
         """Run one pass of the model; returns [the new ids of each row].
 
-        texts: the tokens of each row so far. done: which rows have ended. sample: a Sampler.
+        sequences: the tokens of each row so far. done: which rows have ended. sample: a Sampler.
         """
-        ids, q, has = self.propose(texts, done, sample)
+        ids, q, has = self.propose(sequences, done, sample)
         if self.runner:
             ids = of_rank_0(ids, runner.model.comm)
-        new = verify(runner, texts, ids, q, sample)
+        new = verify(runner, sequences, ids, q, sample)
         self.drafted += ids.shape[1]
         rows = zip(new, done, has, strict=True)
         self.accepted.update(len(row) - 1 for row, ended, proposed in rows if proposed and not ended)
         return new
 
     @torch.inference_mode()
-    def warm_up(self, runner, texts, count):
+    def warm_up(self, runner, sequences, count):
         """Run the passes of a step that verifies `count` proposals."""
+        ids = torch.zeros(len(sequences), count, dtype=torch.long, device=runner.device)
         sample = Sampler(0, device=runner.device)
-        self.propose(texts, [False] * len(texts), sample)
-        verify(runner, texts, torch.zeros(len(texts), count, dtype=torch.long, device=runner.device), None, sample)
+        self.propose(sequences, [False] * len(sequences), sample)
+        verify(runner, sequences, ids, None, sample)
 
 
 class Ngrams(Draft):
@@ -64,8 +65,8 @@ class Ngrams(Draft):
         self.index = defaultdict(dict)  # {row: {n-gram: where it last ended}}
         self.indexed = Counter()  # {row: tokens}
 
-    def propose(self, texts, done, sample):
-        rows = [None if done[row] else self._lookup(row, text) for row, text in enumerate(texts)]
+    def propose(self, sequences, done, sample):
+        rows = [None if done[row] else self._lookup(row, text) for row, text in enumerate(sequences)]
         filler = [0] * self.count if any(rows) else []
         ids = torch.tensor([row or filler for row in rows], dtype=torch.long, device=sample.device)
         return ids, None, [row is not None for row in rows]
@@ -88,20 +89,20 @@ class ModelDraft(Draft):
     proposals, which the verification overwrites.
     """
 
-    def propose(self, texts, done, sample):
-        positions = torch.tensor([len(text) - 1 for text in texts], device=sample.device)
-        logits, longest, ids, q = self.read(texts, sample.device), max(map(len, texts)), [], []
+    def propose(self, sequences, done, sample):
+        positions = torch.tensor([len(ids) - 1 for ids in sequences], device=sample.device)
+        logits, longest, ids, q = self.read(sequences, sample.device), max(map(len, sequences)), [], []
         for i in range(self.count):
             if i:
                 logits = self.runner.decode(ids[-1][:, None], positions + i, longest + i)
             token, p = draw(sample, logits[:, -1], self.runner.model.comm)
             ids.append(token)
             q.append(p)
-        return torch.stack(ids, 1), None if q[0] is None else torch.stack(q, 1), [True] * len(texts)
+        return torch.stack(ids, 1), None if q[0] is None else torch.stack(q, 1), [True] * len(sequences)
 
-    def read(self, texts, device):
-        """Return logits (B, S, v) whose last position follows the texts."""
-        return self.runner.decode(*last_tokens(texts, device))
+    def read(self, sequences, device):
+        """Return logits (B, S, v) whose last position follows the sequences."""
+        return self.runner.decode(*last_tokens(sequences, device))
 
 
 class SmallModel(ModelDraft):
@@ -113,25 +114,25 @@ class SmallModel(ModelDraft):
         super().begin()
         self.cached, self.begins = min(cached_tokens, self.cached), True
 
-    def read(self, texts, device):
+    def read(self, sequences, device):
         """Read the last two tokens of each row: the last proposal may be accepted, but was not read yet."""
         if self.begins:  # not in begin(): a request may end before anything is proposed
-            self.runner.prefill(*pad([text[:-1] for text in texts], device), self.cached)
-        self.begins, self.cached = False, min(map(len, texts))
-        tokens = torch.tensor([text[-2:] for text in texts], device=device)
-        positions = torch.tensor([len(text) - 2 for text in texts], device=device)
-        return self.runner.decode(tokens, positions, max(map(len, texts)))
+            self.runner.prefill(*pad([ids[:-1] for ids in sequences], device), self.cached)
+        self.begins, self.cached = False, min(map(len, sequences))
+        tokens = torch.tensor([ids[-2:] for ids in sequences], device=device)
+        positions = torch.tensor([len(ids) - 2 for ids in sequences], device=device)
+        return self.runner.decode(tokens, positions, max(map(len, sequences)))
 
 
 # ---- Verification ----------------------------------------------------------------------------------------------------
 
 
-def verify(runner, texts, ids, q, sample):
+def verify(runner, sequences, ids, q, sample):
     """Run one pass of the model over proposals, or none; returns [new ids of each row].
 
     ids, q: as for accept(). Of a row's new ids, all but the last are proposals.
     """
-    (tokens, positions, longest), comm = last_tokens(texts, runner.device), runner.model.comm
+    (tokens, positions, longest), comm = last_tokens(sequences, runner.device), runner.model.comm
     logits = runner.decode(torch.cat((tokens, ids), 1), positions, longest + ids.shape[1])
     if not ids.shape[1]:
         return sample(logits[:, 0], comm)[:, None].tolist()
