@@ -65,9 +65,10 @@ def make_cells(models, args, world):
 
     local, size = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     if size > 1 and world.device.type == "cpu":
-        for cell in [*cells.values()][local::size]:  # the ranks of a machine share the work
-            compiling.compile_ahead(*cell)
-        world.gather(None)  # all are there
+        for n in range(size):  # the ranks of a machine share the work, and then read what the others did
+            for cell in [*cells.values()][(local + n) % size :: size]:
+                compiling.compile_ahead(*cell)
+            world.gather(None)
     for n, ((wiring, batch), cell) in enumerate(cells.items(), start=1):
         seconds = compiling.warm_up(*cell, args.new_tokens, Sampler(0, device=world.device))
         what = f"compiled {n} of {len(cells)}, {wiring} at batch {batch}"
