@@ -63,12 +63,13 @@ def make_cells(models, args, world):
         return cells
     from runtime import compiling
 
-    local, size = (int(os.environ.get(name, 0)) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    if size > 1 and world.device.type == "cpu":
-        for n in range(size):  # the ranks of a machine share the work, and then read what the others did
-            for cell in [*cells.values()][(local + n) % size :: size]:
+    if world.tp_size > 1 and world.device.type == "cpu":  # the ranks of a machine share the work
+        local = int(os.environ.get("LOCAL_RANK", world.rank))
+        size = int(os.environ.get("LOCAL_WORLD_SIZE", world.tp_size))
+        for own in True, False:  # and then take from the machine's cache what the others compiled
+            for cell in [cell for i, cell in enumerate(cells.values()) if (i % size == local) == own]:
                 compiling.compile_ahead(*cell)
-            world.gather(None)
+            world.gather(None)  # all have come so far
     for n, ((wiring, batch), cell) in enumerate(cells.items(), start=1):
         seconds = compiling.warm_up(*cell, args.new_tokens, Sampler(0, device=world.device))
         what = f"compiled {n} of {len(cells)}, {wiring} at batch {batch}"
