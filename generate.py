@@ -47,6 +47,7 @@ def load_model(config, folder, dtype, world):
             weights = RandomWeights(config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder, weights)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
+    place.here.beats = 0  # of a rank with more lanes there were more
     place.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
     if config.quant:
         from kernels import int_linear
@@ -74,9 +75,9 @@ class Generation:
 
     def __init__(self, runner, prompts, max_new_tokens, sample, eos_ids=(), draft=None, cached_tokens=0):
         self.runner, self.prompts, self.sample, self.draft = runner, prompts, sample, draft
-        self.eos_ids, self.cached_tokens, self.context = eos_ids, cached_tokens, runner.model.config.max_seq_len
+        self.eos_ids, self.cached_tokens, context = eos_ids, cached_tokens, runner.model.config.max_seq_len
         self.sequences = [list(prompt) for prompt in prompts]  # with the new ids, end-of-sequence included
-        self.ends = [min(len(prompt) + max_new_tokens, self.context) for prompt in prompts]
+        self.ends = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         self.finish = [None] * len(prompts)  # of each row that is done "stop" for end-of-sequence, else "length"
         self.passes = 0  # after the prefill
         self.prefill_s = self.decode_s = 0.0  # seconds to the first token; of the passes after it, without their reader
@@ -230,22 +231,22 @@ class Loaded(NamedTuple):
 
 def load(request, world):
     """Return the Loaded of a Request. Raises InputError."""
-    r, args, start = request, request.args, time.perf_counter()
-    model = load_model(r.config, args.checkpoint, args.dtype, world)
-    cache = make_cache(model, len(r.prompts), r.slots)
+    args, start = request.args, time.perf_counter()
+    model = load_model(request.config, args.checkpoint, args.dtype, world)
+    cache = make_cache(model, len(request.prompts), request.slots)
     with world.together():
         runner = Runner(model, cache, compile=args.compile is not None, compile_prefill=args.compile == "all")
         runner.shows_progress = world.rank == 0
         draft = None
-        if r.draft_source:
+        if request.draft_source:
             load_whole = functools.partial(load_model, dtype=args.dtype, world=World(0, 1, world.device))
-            draft = load_extra("drafts", "--draft").build(r.draft_source, runner, load_whole)
+            draft = load_extra("drafts", "--draft").build(request.draft_source, runner, load_whole)
     load_s, compile_s = time.perf_counter() - start, 0.0
     if args.compile:
         from runtime import compiling
 
         world.say("compiling ...")
-        compile_s = compiling.warm_up(runner, r.prompts, r.max_new_tokens, r.sample, draft)
+        compile_s = compiling.warm_up(runner, request.prompts, request.max_new_tokens, request.sample, draft)
     return Loaded(runner, draft, load_s, compile_s)
 
 
@@ -258,14 +259,15 @@ def main(argv=None):
     loaded = load(request, world)
     if cli.is_chat(args):
         return load_extra("chat", "--chat without a prompt").run(request, loaded, world, Generation)
-    r, printer = request, None
+    prompts, new = request.prompts, request.max_new_tokens
+    printer = None
     if world.rank == 0:
-        printer = cli.Printer(r.prompts, r.tokenizer, r.max_new_tokens, show_prompt=args.chat is None)
-    generation = Generation(loaded.runner, r.prompts, r.max_new_tokens, r.sample, r.config.eos_ids, loaded.draft)
+        printer = cli.Printer(prompts, request.tokenizer, new, show_prompt=args.chat is None)
+    generation = Generation(loaded.runner, prompts, new, request.sample, request.config.eos_ids, loaded.draft)
     with loaded.runner.unguarded():
-        for new in generation:
+        for ids in generation:
             if printer:
-                printer.push(new)
+                printer.push(ids)
     texts = printer and printer.finish(generation.rows)
     result = report.result(request, loaded, generation, texts, world)
     world.say(report.summary(result))

@@ -529,7 +529,7 @@ class Transformer(nn.Module):
         """
         streams, S = [], tokens.shape[1]
         fresh = positions is None
-        longest = cache_slots(cache) - 1 if cache else S  # the last token is never fed back
+        longest = cache_slots(cache) - 1 if cache else S  # the last slot is never read
         if fresh:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
         last = None if select is None else positions[:, :1] + select[:, None]

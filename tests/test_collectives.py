@@ -163,6 +163,23 @@ def test_another_processs_file_is_not_taken_for_the_memory():
     os.close(own)
 
 
+def sum_over_a_link(world):
+    """Seconds to two sums of 3 ms that are under way at once."""
+    slow, inner = link.Link("x", 3000.0, None), shared_memory.connect(world, SLOTS, SLOT)
+    group = link.LinkedGroup(inner, slow, world.rank, 2, world.device)
+    start, ends = time.perf_counter(), []
+    sums = [OPS.all_reduce(numbers(world.rank, 100, torch.bfloat16, i), "sum", group.group_name) for i in range(2)]
+    for i, pending in enumerate(sums):
+        check_sum(OPS.wait_tensor(pending), 2, i)
+        ends.append(time.perf_counter() - start)
+    return ends
+
+
+def test_an_emulated_link_holds_back_what_shared_memory_has():
+    for first, second in run_ranks(2, sum_over_a_link):  # it carries one after the other
+        assert first >= 0.003 and second >= 0.006
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What sums in a run
 

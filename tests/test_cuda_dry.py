@@ -10,7 +10,8 @@ import torch
 from helpers import BASE, random_model
 
 import generate as generate_module
-from decoding import sampling
+from decoding import run_ahead
+from decoding import runner as runner_module
 from decoding.runner import Runner, make_cache
 from decoding.sampling import Sampler
 from generate import generate
@@ -28,7 +29,7 @@ def pretended(net, cache, monkeypatch):
     """(a runner that says it is on a GPU, the list of its passes and of what is read from it)."""
     events, runner = [], Runner(net, cache)
     runner.device, runner.lengths = CUDA, []  # lengths: of the cache, which the passes read
-    last_tokens, pad = sampling.last_tokens, sampling.pad
+    last_tokens, pad = runner_module.last_tokens, runner_module.pad
 
     def decode(tokens, positions, cache, cache_length):
         events.append("pass")
@@ -36,12 +37,12 @@ def pretended(net, cache, monkeypatch):
         return net(tokens, positions, cache, cache_length)
 
     runner.decode_model = decode
-    monkeypatch.setattr(generate_module, "BUCKET", BUCKET)
+    monkeypatch.setattr(runner_module, "BUCKET", BUCKET)
     event = types.SimpleNamespace(synchronize=lambda: events.append("read"))
     stream = types.SimpleNamespace(record_event=lambda: event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    for module in sampling, generate_module:
-        monkeypatch.setattr(module, "last_tokens", lambda texts, device: last_tokens(texts, "cpu"))
+    for module in runner_module, run_ahead:
+        monkeypatch.setattr(module, "last_tokens", lambda sequences, device: last_tokens(sequences, "cpu"))
     for module in generate_module, compiling:
         monkeypatch.setattr(module, "pad", lambda prompts, device: pad(prompts, "cpu"))
     return runner, events

@@ -20,7 +20,7 @@ class Draft:
 
     propose returns the proposed ids (B, P), the distributions (B, P, V) that they were drawn from or None if there are
     none, and for each row whether it has proposals. P is one of `counts`.
-    count: how many tokens are proposed at a time. runner: the Runner (generate.py) of the model that proposes, or None.
+    count: how many tokens are proposed at a time. runner: the Runner of the model that proposes, or None.
     drafted: how many tokens were proposed for each row since begin(). accepted: a Counter {n: how often n proposals of
     a row were accepted}, which counts each row in each pass in which it had proposals.
     """
@@ -66,19 +66,19 @@ class Ngrams(Draft):
         self.indexed = Counter()  # {row: tokens}
 
     def propose(self, sequences, done, sample):
-        rows = [None if done[row] else self._lookup(row, text) for row, text in enumerate(sequences)]
+        rows = [None if done[row] else self._lookup(row, ids) for row, ids in enumerate(sequences)]
         filler = [0] * self.count if any(rows) else []
         ids = torch.tensor([row or filler for row in rows], dtype=torch.long, device=sample.device)
         return ids, None, [row is not None for row in rows]
 
-    def _lookup(self, row, text):
+    def _lookup(self, row, ids):
         index = self.index[row]
-        for end in range(self.indexed[row], len(text)):
-            index.update({tuple(text[end - n : end]): end for n in NGRAM if n <= end})
-        self.indexed[row] = len(text)
+        for end in range(self.indexed[row], len(ids)):
+            index.update({tuple(ids[end - n : end]): end for n in NGRAM if n <= end})
+        self.indexed[row] = len(ids)
         for n in NGRAM:
-            if start := index.get(tuple(text[-n:])):
-                return (text[start:] * self.count)[: self.count]  # repeated where the text ends too early
+            if start := index.get(tuple(ids[-n:])):
+                return (ids[start:] * self.count)[: self.count]  # repeated where the sequence ends too early
         return None
 
 

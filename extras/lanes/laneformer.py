@@ -98,7 +98,7 @@ WIRINGS["laneformer"] = Wiring(
     "Kog's Laneformer", stream=laneformer_stream, stale=4, parameter=None, laned=True, model=Laneformer
 )
 SIZES["laneformer-2b"] = Config(  # the width is inferred from its 2.3 B parameters and an MLP of 4 D
-    15, 32, 16, 96, 3072, 12288, 32000, 4096, bos_id=1, eos_ids=(2,), wiring="laneformer-4/8",
+    15, 32, 16, 96, 3072, 12288, 32000, 4096, wiring="laneformer-4/8",
     sliding_window=512, window_layers=tuple(range(10)),
 )  # fmt: skip
 

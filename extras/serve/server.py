@@ -112,10 +112,10 @@ class Front:
 
     deadline = None  # until when what runs may end, after SIGTERM
 
-    def __init__(self, args, request, listener):
-        self.model, self.tokenizer = request.name, request.tokenizer
+    def __init__(self, args, batch_request, listener):
+        self.model, self.tokenizer = batch_request.name, batch_request.tokenizer
         self.api_key, self.max_open = args.api_key or os.environ.get("LADDER_API_KEY"), args.rows + args.queue
-        self.limits = request.config.vocab_size, request.max_new_tokens + 1, self.max_open
+        self.limits = batch_request.config.vocab_size, batch_request.max_new_tokens + 1, self.max_open
         address = listener.getsockname()[0]
         local = address == "::1" or address.startswith("127.")
         self.hosts = {"localhost", address, args.host} if local and not self.api_key else None
@@ -278,15 +278,15 @@ def main(argv=None):
     generate.add_flags(p)
     batch = f"--prompt ids:0 --batch {args.rows} --max-new-tokens {args.context - 1} --checkpoint".split()
     batch = vars(p.parse_args([*batch, args.checkpoint])) | vars(args)
-    request = generate.read(argparse.Namespace(**batch), world)  # as for such a batch
-    if request.tokenizer is None:
+    batch_request = generate.read(argparse.Namespace(**batch), world)  # as for such a batch
+    if batch_request.tokenizer is None:
         raise InputError(f"{args.checkpoint} has no tokenizer")
-    runner = generate.load(request, world).runner
-    rows, front = Rows(runner, request.config.eos_ids), None
+    runner = generate.load(batch_request, world).runner
+    rows, front = Rows(runner, batch_request.config.eos_ids), None
     if args.compile and args.rows > 1 and world.device.type == "cpu":
         from runtime import compiling
 
-        compiling.warm_up(rows[0].runner, [[0]], request.max_new_tokens, rows.greedy)
+        compiling.warm_up(rows[0].runner, [[0]], batch_request.max_new_tokens, rows.greedy)
 
     def drain(number, frame):
         signal.signal(signal.SIGTERM, signals.terminate)  # a second one ends at once
@@ -296,7 +296,7 @@ def main(argv=None):
     signal.signal(signal.SIGTERM, drain)
     if world.rank == 0:
         sys.setswitchinterval(5e-5)  # seconds: a pass must not wait for the thread that sends the token before
-        front = Front(args, request, listener)
+        front = Front(args, batch_request, listener)
         world.say("listening at http://{}:{}".format(*listener.getsockname()))
     with runner.unguarded():
         serve(world, rows, front)

@@ -35,7 +35,7 @@ def timeout():
 
 @dataclasses.dataclass
 class Seen(place.Place):
-    """The Place of a rank, and what else it publishes."""
+    """The Place of a rank, whose beats also count pieces written to shared memory, and what else it publishes."""
 
     ticks: int = 0  # of its Watch
     cpu: float = 0.0  # seconds that the process has computed
@@ -135,8 +135,10 @@ class Watch(threading.Thread):
 
     def _end_hung(self, late, why):
         words, hang = " and ".join(f"rank {rank}" for rank in late), "hangs" if len(late) == 1 else "hang"
-        where = self._place(self.seen[late[0]])
-        self._end(Verdict(f"{words} of {self.tp_size} {hang} in {where}: {why} for {self.limit}"))
+        what = f"{hang} in {self._place(self.seen[late[0]])}: {why} for {self.limit}"
+        if not self.seen[late[0]].ticks:
+            what = f"did not start within {self.timeout + IMPORTS:g} s (LADDER_TIMEOUT + {IMPORTS})"
+        self._end(Verdict(f"{words} of {self.tp_size} {what}"))
 
     def _end(self, why):
         """End this process by way of its main thread, or else from here."""
