@@ -529,16 +529,16 @@ class Transformer(nn.Module):
         """
         streams, S = [], tokens.shape[1]
         fresh = positions is None
-        longest = cache_slots(cache) - 1 if cache else S  # the last slot is never read
+        run_length = cache_slots(cache) - 1 if cache else S  # the last slot is never read
         if fresh:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
         last = None if select is None else positions[:, :1] + select[:, None]
-        filled = cache_length - S
+        end = cache_length - S  # of the slots that a chunk reads
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
-            filled += chunk.shape[1]
-            alone = fresh and not streams  # the first chunk of a fresh prompt has no keys before it in the cache
-            keys = None if alone else torch.arange(filled, device=tokens.device)
-            streams.append(self.stream(self.embed(chunk), self.metadata(at, keys, longest, last), cache))
+            end += chunk.shape[1]
+            # None: the first chunk of a fresh prompt has no keys before it in the cache
+            keys = None if fresh and not streams else torch.arange(end, device=tokens.device)
+            streams.append(self.stream(self.embed(chunk), self.metadata(at, keys, run_length, last), cache))
         return streams
 
     def embed(self, tokens):
@@ -564,22 +564,22 @@ class Transformer(nn.Module):
         logits, cap = self.output(x), self.config.logit_cap
         return logits if cap is None else cap * (logits / cap).tanh()
 
-    def metadata(self, positions, keys=None, longest=None, last=None, mask=None):
+    def metadata(self, positions, keys=None, run_length=None, last=None, mask=None):
         """Return the AttentionMetadata of tokens at these positions (B, S).
 
         keys (T'): the positions of the keys in the cache; None: the keys are those of this pass, and mask (B, S, S)
-        says who attends to them, if not each token to all up to itself. longest: the tokens that a row may have at the
-        end of the run, by default S.
+        says who attends to them, if not each token to all up to itself. run_length: the tokens that a row may have at
+        the end of the run, by default S.
         """
-        ropes, masks = self.ropes(positions, longest or positions.shape[1]), self.masks(positions, keys, mask)
+        ropes, masks = self.ropes(positions, run_length or positions.shape[1]), self.masks(positions, keys, mask)
         rows = torch.arange(len(positions), device=positions.device)[:, None]
         return AttentionMetadata(*ropes, *masks, rows, positions, self.comm, self.query_scale(positions), last)
 
-    def ropes(self, positions, longest):
+    def ropes(self, positions, run_length):
         """Return (cos, sin) at the positions (B, S) for ordinary layers, and (cos, sin) for layers with a window."""
         c, scaling = self.config, self.config.rope_scaling or {}
         # beyond its original context, longrope uses its long factors for all keys
-        is_long = "long_factor" in scaling and longest > scaling["original_max_position_embeddings"]
+        is_long = "long_factor" in scaling and run_length > scaling["original_max_position_embeddings"]
         rope = self.rope(positions, int(is_long), scaling.get("attention_factor", 1.0))
         return rope, self.rope(positions, 1) if c.window_rope_theta else rope
 

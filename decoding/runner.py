@@ -16,7 +16,7 @@ MIN_TOKENS = 512  # a pass of fewer is not cut: two chunks would take a CPU long
 BUCKET = 256  # a GPU's cache has multiples of so many slots
 
 
-@torch.inference_mode()  # as everything that runs them: to the compiler, other tensors are another graph
+@torch.inference_mode()  # for tensors made outside of it, the compiler would make a second graph
 def pad(prompts, device):
     """Return (tokens (B, S), lengths (B,)) of prompts of any lengths, padded on the right."""
     tokens = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)
@@ -54,7 +54,7 @@ class Runner:
     def __init__(self, model, cache, compile=False, compile_prefill=False, chunks=None):
         self.model, self.cache, self.device, self.chunks = model, cache, model.device, chunks
         self.pass_tokens, self.shows_progress = PASS_TOKENS, False  # of a long prefill, at a terminal
-        self.compiles = compile, compile_prefill
+        self.compiles, self.compiles_prefill = compile, compile_prefill
         self.decode_model = self.prefill_model = model
         if compile or compile_prefill:
             from runtime import compiling  # not in a plain run: it imports the compiler
@@ -65,7 +65,7 @@ class Runner:
     def with_model(self, model, cache=None):
         """Return a Runner of another model, compiled alike, with this cache or one of its own of the same size."""
         cache = cache or model.new_cache(len(self.cache[0][0]), cache_slots(self.cache))
-        return Runner(model, cache, *self.compiles, self.chunks)
+        return Runner(model, cache, self.compiles, self.compiles_prefill, self.chunks)
 
     @torch.inference_mode()
     def prefill(self, tokens, lengths, cached_tokens=0):
@@ -77,12 +77,12 @@ class Runner:
         B, S = tokens.shape
         if self.model.config.linear_layers:  # whose state cannot go back to where the prompts part
             cached_tokens = 0
-        last, logits = lengths - 1, None
-        starts = range(cached_tokens, S, max(1, self.pass_tokens // B))
+        last, logits, width = lengths - 1, None, max(1, self.pass_tokens // B)
+        starts = range(cached_tokens, S, width)
         if len(starts) > 8 and self.shows_progress:
             starts = tqdm(starts, "prefill", leave=False, unit="pass", disable=None)  # None: shown at a terminal
         for start in starts:
-            piece, positions, filled = tokens[:, start : start + max(1, self.pass_tokens // B)], None, None
+            piece, positions, filled = tokens[:, start : start + width], None, None
             if start:
                 place.at("prefill from token", start)
                 filled = start + piece.shape[1]
@@ -127,11 +127,12 @@ class Runner:
     def choose_chunks(self, B, S):
         """Return the number of chunks for a prefill pass of S tokens of B rows."""
         on_cpus = self.device.type == "cpu" and self.model.comm.tp_size > 1  # on GPUs nobody has measured a gain
-        worth_it = on_cpus and B * S >= MIN_TOKENS and not self.compiles[1]  # compiled, nothing overlaps: docs/exact.md
+        overlaps = not self.compiles_prefill  # compiled, it waits for the chunks' sums at once: docs/exact.md
+        worth_it = on_cpus and overlaps and B * S >= MIN_TOKENS
         return min(S, self.chunks or (2 if worth_it else 1))
 
     def unguarded(self):
         """Return a context for shapes that warm_up has compiled: it skips guards, 0.5 ms a step of 16 layers."""
-        if any(self.compiles) and self.device.type == "cpu":
+        if (self.compiles or self.compiles_prefill) and self.device.type == "cpu":
             return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
         return contextlib.nullcontext()
