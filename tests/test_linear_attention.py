@@ -183,6 +183,7 @@ def test_a_prefill_in_parts_passes_the_state_on(part):
     net, lengths = long_memory(CONFIG), torch.tensor([14, 9, 3])
     tokens = unequal_rows(CONFIG, length=14)[0]
     runner = Runner(net, net.new_cache(3, 16))
+    runner.pass_tokens = 3 * part
     with torch.no_grad():
         expected = torch.stack([net(row[None, :n])[0, -1] for row, n in zip(tokens, lengths, strict=True)])
         longer = [torch.cat((row[:n], torch.tensor([7]))) for row, n in zip(tokens, lengths, strict=True)]
