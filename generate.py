@@ -47,7 +47,6 @@ def load_model(config, folder, dtype, world):
             weights = RandomWeights(config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder, weights)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
-    place.here.beats = 0  # of a rank with more lanes there were more
     place.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
     if config.quant:
         from kernels import int_linear

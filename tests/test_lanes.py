@@ -4,13 +4,15 @@ import dataclasses
 import functools
 
 import pytest
-from helpers import BASE, ONE_EACH, rank_logits, run_ranks, shard
+import torch
+from helpers import BASE, ONE_EACH, StateWeights, random_model, rank_logits, run_ranks, shard
 from test_quantize import BIASED as BIASED_INTEGERS
 from test_quantize import INT4, INT8, dequantized_state, quantized_state
 from test_tp import BIASED, check_ranks
 
 import tp
 from extras.lanes.lanes import lanes_of_rank, load_lanes
+from runtime import place
 from runtime.errors import InputError
 
 LANED = [c["wiring"] for c in ONE_EACH if dataclasses.replace(BASE, **c).named_wiring.laned]
@@ -48,6 +50,14 @@ def test_lanes_have_the_same_neurons_in_int4():
 def test_lanes_that_ranks_cannot_share_are_refused(lanes, shares, fit):
     with pytest.raises(InputError, match=f"the {lanes} lanes of .* do not fit . ranks: use {fit}, alike"):
         lanes_of_rank(dataclasses.replace(BASE, wiring=f"spd/{lanes}"), 0, shares)
+
+
+def test_ranks_with_more_lanes_are_not_taken_for_having_come_further():
+    config, beats = dataclasses.replace(BASE, wiring="spd/4"), [place.here.beats]
+    for rank in 0, 1:
+        load_lanes(config, StateWeights(random_model(config).state_dict()), torch.float32, "cpu", rank, (3, 1))
+        beats.append(place.here.beats)
+    assert beats[2] - beats[1] == beats[1] - beats[0] > 0
 
 
 @pytest.mark.parametrize("config", [INT8, INT4, BIASED_INTEGERS], ids=["int8", "int4", "biased"])

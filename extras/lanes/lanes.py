@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 
 from model import SingleDevice, interleave
+from runtime import place
 from runtime.errors import InputError
 from tp import load_shard, normalize_shares, split_range
 
@@ -26,7 +27,10 @@ def load_lanes(config, weights, dtype, device, rank=0, shares=1):
     """Return the Lanes of a rank; the arguments and errors are those of tp.load_shard."""
     models, embeddings, lanes = [], None, config.lanes or normalize_shares(shares)
     for lane in lanes_of_rank(config, rank, shares):
+        beats = place.here.beats
         model = load_shard(config, weights, dtype, device, lane, lanes, embeddings)
+        if models:  # no step that all ranks take: others have fewer lanes
+            place.here.beats = beats
         for norm in (module for module in model.modules() if isinstance(module, nn.RMSNorm)):
             if len(norm.weight) > config.dim:  # those of all lanes, one after another
                 norm.weight = nn.Parameter(norm.weight.view(-1, config.dim)[lane], requires_grad=False)
