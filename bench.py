@@ -65,8 +65,7 @@ def make_cells(models, args, world):
 
     if world.tp_size > 1 and world.device.type == "cpu":  # the ranks of a machine share the work
         world.say(f"tp {world.tp_size}: compiling {len(cells)} cells ...")
-        local = int(os.environ.get("LOCAL_RANK", world.rank))
-        size = int(os.environ.get("LOCAL_WORLD_SIZE", world.tp_size))
+        local, size = launch.local_rank_and_size(world.rank, world.tp_size)
         for own in True, False:  # and then take from the machine's cache what the others compiled
             for cell in [cell for i, cell in enumerate(cells.values()) if (i % size == local) == own]:
                 compiling.compile_ahead(*cell)

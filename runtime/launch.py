@@ -26,6 +26,11 @@ def rank_and_size():
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
+def local_rank_and_size(rank, tp_size):
+    """Return this process's rank on its node and the node's number of ranks, without torchrun as on one node."""
+    return int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
+
+
 class World:
     """The ranks of a run: join() makes one.
 
@@ -138,7 +143,7 @@ def visible_gpus(device=None):
 def choose_device(device, rank=0, tp_size=1, own_gpu=False):
     """Return the torch.device of a rank, as join says, made CUDA's current one. own_gpu: no other rank sees its GPU."""
     known = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    local_rank, local = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", tp_size))
+    local_rank, local = local_rank_and_size(rank, tp_size)
     if device is None:
         device = "cuda" if own_gpu or 0 < local < len(known) else "cpu"
         hidden = os.path.exists("/proc/driver/nvidia/version") and "CUDA_VISIBLE_DEVICES" not in os.environ

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from formats.checkpoint import first_line
 from kernels import gloo
+from runtime import launch
 from runtime.errors import InputError, StoreLost
 
 _gathers = collections.Counter()  # of each number of ranks: the Worlds of a process share the store
@@ -53,7 +54,7 @@ def gather(world, value):
 
 def meet(world, flags):
     """Compare the ranks, and make torch.distributed's default group: NCCL on GPUs, else gloo. Raises InputError."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.tp_size))
+    _, local = launch.local_rank_and_size(world.rank, world.tp_size)
     # torchrun's number of the node, or what comes close
     world.nodes = world.gather(os.environ.get("GROUP_RANK", str(world.rank // local)))
     world.agree(_start(flags, world.device))

@@ -5,7 +5,6 @@ extras/measure/link.py), so a ladder should be compared with a standard model th
 """
 
 import ctypes
-import os
 import time
 
 import torch
@@ -14,6 +13,7 @@ from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import _detect_dma_connectivity
 
 from extras.group import Group, pending_on
+from runtime import launch
 from runtime.benchmarking import timed
 from runtime.errors import InputError, Verdict
 from tp import COLLECTIVES, Collective
@@ -29,8 +29,8 @@ def connect(world, if_faster=False):
 
     if_faster: also where NVLink does not connect them all, and where NCCL's small sums take less time.
     """
-    on_one_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.tp_size)) == world.tp_size
-    if world.device.type != "cuda" or not on_one_node or world.tp_size not in (2, 4, 8):
+    _, local = launch.local_rank_and_size(world.rank, world.tp_size)
+    if world.device.type != "cuda" or local != world.tp_size or world.tp_size not in (2, 4, 8):
         # of other numbers nobody has shown that all ranks add in the same order
         raise InputError("--comm one-shot is for 2, 4 or 8 ranks of one node, each with a GPU")
     if if_faster and not all(world.gather(has_nvlink(world.tp_size))):
