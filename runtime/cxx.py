@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from kernels import cpu
 from runtime.errors import InputError
 
 
@@ -28,6 +29,8 @@ def prepare_compile():
     cpp_extension.TORCH_LIB_PATH = shlex.quote(str(Path(torch.__file__).parent / "lib"))
     # else Inductor (torch 2.13) compiles for AVX2 what it cached for AVX-512, loops in steps of longer vectors
     torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
+    if not cpu.ON_ARM:  # any compiler of today knows AVX2 and AVX-512; to test it takes 10 s, with a warm cache still 2
+        torch._inductor.config.cpp.vec_isa_ok = True
 
 
 def check_triton():
