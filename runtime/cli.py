@@ -169,7 +169,7 @@ def add_prompt_flags(parser):
     words = "repeat the prompts to B rows, e.g. 16 (synthetic ones differ)"
     g.add_argument("--batch", type=count, metavar="B", help=words)
     words = "put each prompt into the checkpoint's chat template, after a system message if given; without a prompt,\n"
-    words += "chat on the terminal: Ctrl-C stops an answer, Ctrl-D ends"
+    words += "chat on the terminal: Enter stops an answer, Ctrl-D ends"
     system = {"type": lambda text: [{"role": "system", "content": text}], "metavar": "SYSTEM"}
     g.add_argument("--chat", nargs="?", const=[], **system, help=words)
 
