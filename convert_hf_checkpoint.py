@@ -33,23 +33,19 @@ def open_source(source, revision=None):
     if not os.path.isdir(path):
         raise InputError(f"{source} is no folder, no file and no hub id such as meta-llama/Llama-3.2-1B")
     config = config_from_hf(path / "config.json")
-    pickled = any(path.glob("pytorch_model.bin*")) and not any(path.glob("model.safetensors*"))
-    weights = load_extra("sources", "pytorch_model.bin").PickledWeights(path) if pickled else checkpoint.Weights(path)
-    weights = LlamaWeights(weights, path / "config.json", config)
+    weights = LlamaWeights(checkpoint.Weights(path), path / "config.json", config)
     for tower, n in weights.skipped.items():
         print(f"left out: {n} tensors of {tower}, since only text is computed here")
     return weights, config, path
 
 
 def download(repository, revision=None):
-    """Return the local snapshot of a hub model: its safetensors, or, if it has none, its pytorch_model.bin."""
+    """Return the local snapshot of a hub model."""
     import huggingface_hub
 
+    # only extras.export.verify runs code
+    patterns = ["model*.safetensors", "*.json", "*.py", *checkpoint.TOKENIZER_FILES]
     try:
-        names = huggingface_hub.list_repo_files(repository, revision=revision)
-        safe = any(re.fullmatch(r"model.*\.safetensors", name) for name in names)
-        weights = "model*.safetensors" if safe else "pytorch_model*.bin"
-        patterns = [weights, "*.json", "*.py", *checkpoint.TOKENIZER_FILES]  # only extras.export.verify runs code
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except Exception as e:  # its own errors, its HTTP library's, the operating system's
         raise InputError(f"{repository} is not a local folder, and could not be downloaded: {first_line(e)}") from None

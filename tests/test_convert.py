@@ -421,13 +421,12 @@ def test_bad_sources_are_one_clear_line_and_leave_nothing(case, hf_folder, tmp_p
 
 
 def test_hub_models_are_downloaded_by_pattern(hf_folder, tmp_path, monkeypatch):
-    names, asked = ["config.json", "model.safetensors", "original/consolidated.00.pth", "pytorch_model.bin"], {}
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *args, **kwargs: names)
+    asked = {}
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **how: asked.update(how) or str(hf_folder))
     convert("someone/model", tmp_path / "ours", "--revision", "abc")
     assert asked["revision"] == "abc"
-    assert "model*.safetensors" in asked["allow_patterns"] and "pytorch_model*.bin" not in asked["allow_patterns"]
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda *args, **kwargs: 1 / 0)
+    assert "model*.safetensors" in asked["allow_patterns"]
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(InputError, match="model is not a local folder, and could not be downloaded: division by zero"):
         convert("someone/model", tmp_path / "other")
 

@@ -101,15 +101,11 @@ def test_wrong_paths(tmp_path, monkeypatch):
 
 
 def test_an_index_names_files_of_its_own_folder_alone(tmp_path):
-    check_index(checkpoint.Weights, "model.safetensors.index.json", tmp_path)
-
-
-def check_index(weights, name, folder):
-    (folder / "secret").write_bytes(b"x")
-    (folder / "inner").mkdir()
+    (tmp_path / "secret").write_bytes(b"x")
+    (inner := tmp_path / "inner").mkdir()
     for file in "../secret", "/etc/passwd", "..":
-        (folder / "inner" / name).write_text(json.dumps({"weight_map": {"a": file}}))
-        refused("index.json", weights, folder / "inner")
+        (inner / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+        refused("index.json", checkpoint.Weights, inner)
 
 
 def test_truncated_weights(tmp_path):

@@ -1,6 +1,6 @@
-"""Older files: pytorch_model.bin, the checkpoints of llama2.c, and tiktoken's rank files."""
+"""Older files: the checkpoints of llama2.c, and tiktoken's rank files."""
 
-from extras.sources.sources import Llama2cWeights, PickledWeights
+from extras.sources.llama2c import Llama2cWeights
 from extras.sources.tiktoken_ranks import TiktokenTokenizer
 
-__all__ = ["Llama2cWeights", "PickledWeights", "TiktokenTokenizer"]
+__all__ = ["Llama2cWeights", "TiktokenTokenizer"]
