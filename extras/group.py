@@ -16,8 +16,6 @@ def new_name(kind):
 class Group(dist.ProcessGroup):
     """A process group in Python around another one, `inner`, of the same ranks."""
 
-    at_once = True  # whether all bytes of an all-reduce travel from its start on
-
     def __init__(self, name, inner, rank, tp_size):
         super().__init__(rank, tp_size)
         self.name, self.inner = new_name(name), inner
@@ -28,10 +26,6 @@ class Group(dist.ProcessGroup):
 
     def getBackendName(self):
         return self.name
-
-    def wire_bytes(self, tensor):
-        """Return the bytes that travel for a partial."""
-        return self.inner.wire_bytes(tensor) if isinstance(self.inner, Group) else tensor.nbytes
 
     def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
         return self.inner.allgather_into_tensor_coalesced(outputs, inputs)

@@ -44,8 +44,8 @@ def test_the_core_runs_without(folder, tmp_path):
     assert (alone.returncode, ranks.returncode) == (0, 0), alone.stderr + ranks.stderr
     assert alone.stdout.startswith("Once upon a time,") and ranks.stdout.startswith("Once upon a time,")
     if folder in (None, "collectives"):
-        refused = run(*TWO_RANKS, *DEMO, "--comm", "int8")
-        assert "--comm int8 needs the folder extras/collectives" in refused.stderr
+        refused = run(*TWO_RANKS, *DEMO, "--comm", "shared-memory")
+        assert "--comm shared-memory needs the folder extras/collectives" in refused.stderr
     if folder in (None, "experts"):
         config = json.loads((ROOT / "demo" / "config.json").read_text()) | {"n_experts": 2}
         (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,7 +1,6 @@
 """extras/collectives: sums against float64, in any order and with delays; what sums in a run; faults."""
 
 import contextlib
-import dataclasses
 import io
 import itertools
 import os
@@ -16,12 +15,10 @@ from unittest.mock import MagicMock, call
 
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import BASE, HANGS, ROOT, free_port, last_logits, run_ranks, shard, unequal_rows
+from helpers import HANGS, ROOT, free_port, run_ranks
 
 import tp
-from extras.collectives import int8_sums, one_shot, shared_memory
-from extras.collectives.int8_sums import Int8Group
+from extras.collectives import one_shot, shared_memory
 from extras.measure import link
 from runtime.errors import InputError, Verdict
 from runtime.launch import World
@@ -208,7 +205,7 @@ JOIN = "from runtime import launch\n{}\nw = launch.join('cpu', {{'comm': '{}'}})
 
 @pytest.mark.parametrize("comm, local, before, compiler, name, line", [
     ("auto", 1, "", "c++", "0", ""),
-    ("int8", 2, "", "c++", "int8-1", ""),
+    ("shared-memory", 2, "", "c++", "shared-memory-0", ""),
     ("auto", 2, "", "no-such-compiler", "0", "gloo carries .*: memory shared by ranks needs a C.. compiler: install"),
     ("auto", 2, NO_EXTRAS, "c++", "0", "gloo carries .*: --comm shared-memory needs the folder extras/collectives"),
 ])  # fmt: skip
@@ -243,95 +240,6 @@ def test_when_a_node_dies_the_others_end():
     errors = [rank.communicate(timeout=90)[1] for rank in ranks]
     assert sorted(rank.returncode for rank in ranks) == [-signal.SIGKILL, 1, 1]
     assert any(re.search("rank [02] of 3 failed .* by peer", line) for line in errors)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sums of integers
-
-SHAPES = [(3, 7, 640), (5, 9, 301), (1, 2, 48)]  # the last one is small: it travels as it is
-
-
-def partial(rank, shape, dtype):
-    """Rows of unlike sizes, some of zeros."""
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(rank)) * torch.arange(shape[1])[:, None] ** 3
-    return x.to(dtype)
-
-
-def int8_sums_of(world, dtype, shared):
-    """Of each shape in turn: all in flight at a time, waited for in another order; and of one that is not finite."""
-    gloo = world.dist_group or dist.group.WORLD
-    group = Int8Group(world.group if shared else gloo, gloo, world.rank, world.tp_size, world.device)
-    pending = [OPS.all_reduce(partial(world.rank, shape, dtype), "sum", group.group_name) for shape in SHAPES]
-    results = [OPS.wait_tensor(one) for one in (pending[1], pending[0], pending[2])]
-    x = torch.ones(200, 100, dtype=dtype)
-    x[3, 3], x[7, 7] = (torch.nan, torch.inf) if world.rank == 1 else (1, 1)
-    return results[1], results[0], results[2], OPS.wait_tensor(OPS.all_reduce(x, "sum", group.group_name))
-
-
-def quantize_by_hand(x):
-    """Numbers (n,) as they arrive: 64 at a time as multiples of a scale."""
-    out = []
-    for group in x.double().split(64):
-        scale = (group.abs().max().float() / 127).bfloat16().double()
-        out.append((group / scale).round().clamp(-127, 127) * scale if scale else 0 * group)
-    return torch.cat(out)
-
-
-@pytest.mark.parametrize("ranks, dtype, shared", [
-    (2, torch.bfloat16, True), (2, torch.float32, False), (3, torch.float32, True), (4, torch.bfloat16, False),
-])  # fmt: skip
-def test_sums_are_those_of_the_integers(ranks, dtype, shared):
-    answers = run_ranks(ranks, int8_sums_of, dtype, shared)
-    for i, shape in enumerate(SHAPES[: 3 if shared else 2]):  # gloo's own sum rounds each addition
-        terms, result = [partial(rank, shape, dtype).flatten() for rank in range(ranks)], answers[0][i]
-        assert all(torch.equal(result, answer[i]) for answer in answers) and result.dtype == dtype
-        large, exact = result.nbytes > int8_sums.SMALL, sum(term.float() for term in terms).to(dtype)
-        expected = sum((quantize_by_hand(term) if large else term).double() for term in terms)
-        if ranks > 2 and large:  # each rank's slice, whole groups, is quantized again
-            width = -(-expected.numel() // (64 * ranks)) * 64
-            expected = torch.cat([quantize_by_hand(term) for term in expected.split(width)])
-        result, rtol = result.flatten(), 1e-5 if dtype == torch.float32 else 2**-7
-        near = torch.isclose(result.double(), expected, rtol=rtol, atol=1e-4)
-        # where a number lies between two integers, rounding before may take it to the other one
-        assert near.all() if ranks == 2 else near.float().mean() > 0.98
-        step = expected.abs().max() / 127 * (ranks > 2)
-        assert ((result - expected).abs() <= 2**-7 * expected.abs() + 1e-4 + step).all()
-        assert torch.equal(result, exact) != large
-    assert all(not (answer[3][3, 3].isfinite() or answer[3][7, 7].isfinite()) for answer in answers)
-    assert all((answer[3][100:] - ranks).abs().max() < 0.01 * ranks for answer in answers)
-
-
-def int8_logits(world, wirings, compile):
-    pairs, gloo = [], world.dist_group or dist.group.WORLD
-    for wiring in wirings:
-        config = dataclasses.replace(BASE, wiring=wiring, n_heads=12, n_kv_heads=4, intermediate_size=208)
-        net = shard(config, world)
-        exact = last_logits(net, *unequal_rows(config), compile=compile)
-        group = Int8Group(world.group, gloo, world.rank, world.tp_size, world.device)
-        net.comm = tp.TensorParallel(config, world.shares, group)
-        with pytest.MonkeyPatch.context() as m:
-            m.setattr(int8_sums, "SMALL", 0)
-            pairs.append((exact, last_logits(net, *unequal_rows(config), compile=compile)))
-    return pairs
-
-
-@pytest.mark.parametrize("ranks, compile, wirings", [
-    (2, False, ["standard", "parallel-ladder"]), (3, False, ["ladder"]),
-    pytest.param(2, True, ["ladder"], marks=pytest.mark.slow),
-])  # fmt: skip
-def test_a_model_over_integers_is_nearly_the_same(ranks, compile, wirings):
-    for rank in run_ranks(ranks, int8_logits, wirings, compile):
-        for exact, result in rank:
-            assert 1e-4 < (result - exact).norm() / exact.norm() < 0.03
-
-
-def test_a_link_carries_fewer_bytes():
-    inner, three = (Int8Group(None, None, 0, ranks, torch.device("cpu")) for ranks in (2, 3))
-    group = link.LinkedGroup(inner, link.FREE, 0, 2, torch.device("cpu"))
-    with pytest.raises(InputError, match=r"^--link .* takes two ranks"):
-        link.emulate(World(0, 3, torch.device("cpu"), three), link.FREE)
-    assert group.wire_bytes(torch.ones(12800, dtype=torch.bfloat16)) == 13200
-    assert group.wire_bytes(torch.ones(64, dtype=torch.bfloat16)) == 128
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -140,14 +140,14 @@ def stream_of(world, name, steps):
     world.group = tp.collective(name).connect(world)
     comm = tp.TensorParallel(BASE, world.shares, world.group)
     generator = torch.Generator().manual_seed(world.rank)
-    x = torch.zeros(3, 4096, dtype=torch.bfloat16)  # so large that --comm int8 quantizes it
+    x = torch.zeros(3, 4096, dtype=torch.bfloat16)
     for _ in range(steps):
         x = comm.settle(x, comm.start(torch.randn(3, 4096, generator=generator).bfloat16()))
     return x
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", ["auto", "library", "int8"])
+@pytest.mark.parametrize("name", ["auto", "library"])
 def test_every_rank_gets_the_same_bits(ranks, name):
     """Else a router could choose other experts on one rank than on another."""
     first, *others = run_ranks(ranks, stream_of, name, 40)

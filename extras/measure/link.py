@@ -96,8 +96,6 @@ def emulate(world, link, simulate_tp=None):
     tp_size = simulate_tp or world.tp_size
     if tp_size == 1:
         raise InputError("a link needs two or more ranks, started with torchrun, or --simulate-tp")
-    if not getattr(world.group, "at_once", True):
-        raise InputError(f"--link with the sums of {world.group.name} takes two ranks: of more it would hide too much")
     group = LinkedGroup(world.group, link, world.rank, tp_size, world.device)
     shares = None if simulate_tp else world.shares
     return launch.World(world.rank, tp_size, world.device, group, simulate_tp is not None, shares)
@@ -129,7 +127,7 @@ class LinkedGroup(Group):
             self.costs.copy_(torch.tensor([1e3 * link.latency_us, 1e9 * link.per_byte]))
 
     def allreduce(self, tensors, opts=None):
-        delivered = self._send(sum(map(self.wire_bytes, tensors)))
+        delivered = self._send(sum(t.nbytes for t in tensors))
         return self._pending(self.inner and self.inner.allreduce(tensors, opts), delivered)
 
     def allgather_into_tensor_coalesced(self, outputs, inputs, opts=None):
