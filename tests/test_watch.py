@@ -129,6 +129,19 @@ def test_the_end_of_a_process_is_seen_and_said(monkeypatch):
             w._tick()
 
 
+def test_what_happens_on_another_node_is_said_of_its_torchrun_and_by_the_connection(monkeypatch):
+    w = Alone(3)
+    w.torchrun = -1  # not this process's parent any more
+    with pytest.raises(Ended, match="^the torchrun of rank 0 of 3 has died in decode step 7$"):
+        w._tick()
+    monkeypatch.setattr(watch, "GRACE", 0)
+    error = RuntimeError("gloo: Connection closed by peer")
+    assert w.explain(error) is error
+    w.silent = [0, 1, 2]
+    assert str(w.explain(error)) == "rank 2 of 3 is lost in decode step 7"
+    assert w.explain(reason := RuntimeError("something broke")) is reason
+
+
 def test_a_rank_that_does_not_start_and_a_store_that_does_not_answer_end_the_run(monkeypatch):
     w = Alone(timeout=2)
     w.silent = [-1, -1]  # IMPORTS

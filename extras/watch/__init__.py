@@ -57,6 +57,7 @@ class Watch(threading.Thread):
         self.cpu = [0.0] * tp_size  # seconds
         self.seen, self.keys = [Seen()] * tp_size, [f"place {rank}" for rank in range(tp_size)]
         self.node, self.processes = os.environ.get("GROUP_RANK"), {}  # {rank: process id} of this node
+        self.torchrun = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
     def run(self):
         threading.Thread(target=self._watch_store, daemon=True).start()
@@ -72,12 +73,19 @@ class Watch(threading.Thread):
         """Return why this rank ends: the verdict, if `error`, which its main thread raised, may be a consequence."""
         # a collective that has lost a peer, or a signal that torchrun then sends, says less than the verdict
         lost = isinstance(error, dist.DistError) or "gloo" in str(error)
-        lost = lost or ask_memory("lost_peer")
-        if isinstance(error, Terminated) or (lost and isinstance(error, Exception)):
+        lost = isinstance(error, Exception) and (lost or ask_memory("lost_peer"))
+        if lost or isinstance(error, Terminated):
             self.wake.set()
             self.known.wait(GRACE if lost else 0.5)
+            silent = [rank for rank, ticks in enumerate(self.silent) if ticks > 1]
+            if lost and silent and not self.verdict:  # on another node, where this one sees no death
+                return Verdict(f"{self._subject(silent, 'is', 'are')} lost in {place.here}")
             return self.verdict or error
         return error
+
+    def _subject(self, ranks, one, several):
+        """Return the beginning of a sentence on these ranks; one, several: its verb."""
+        return f"{' and '.join(f'rank {rank}' for rank in ranks)} of {self.tp_size} {several if ranks[1:] else one}"
 
     def _watch_store(self):
         """End the run if the store, whose process may be stopped, does not answer for longer than the timeout."""
@@ -97,6 +105,8 @@ class Watch(threading.Thread):
         code = ranks.ended(self.store)
         if code:
             self._end(SystemExit(code))
+        if self.torchrun not in (None, os.getppid()):  # that of another node than the store's
+            self._end(Verdict(f"the torchrun of rank {self.rank} of {self.tp_size} has died in {place.here}"))
         seen = [Seen(**json.loads(self.store.get(key))) if self.store.check([key]) else Seen() for key in self.keys]
         for rank, each in enumerate(seen):
             if self.node and each.node == self.node:
@@ -134,11 +144,11 @@ class Watch(threading.Thread):
             self._end_hung(late or range(self.tp_size), "no progress")
 
     def _end_hung(self, late, why):
-        words, hang = " and ".join(f"rank {rank}" for rank in late), "hangs" if len(late) == 1 else "hang"
-        what = f"{hang} in {self._place(self.seen[late[0]])}: {why} for {self.limit}"
+        what = f"{self._subject(late, 'hangs', 'hang')} in {self._place(self.seen[late[0]])}: {why} for {self.limit}"
         if not self.seen[late[0]].ticks:
-            what = f"did not start within {self.timeout + IMPORTS:g} s (LADDER_TIMEOUT + {IMPORTS})"
-        self._end(Verdict(f"{words} of {self.tp_size} {what}"))
+            limit = f"{self.timeout + IMPORTS:g} s (LADDER_TIMEOUT + {IMPORTS})"
+            what = f"{self._subject(late, 'did', 'did')} not start within {limit}"
+        self._end(Verdict(what))
 
     def _end(self, why):
         """End this process by way of its main thread, or else from here."""
