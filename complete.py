@@ -2,7 +2,7 @@
 
 import functools
 
-from decoding.runner import BUCKET, Runner, make_cache
+from decoding.runner import Runner, make_cache
 from decoding.sampling import Sampler
 from formats import checkpoint
 from formats.checkpoint import DTYPES
@@ -47,11 +47,9 @@ def complete(
     device = launch.choose_device(str(model.device))  # selects it, if it is a GPU
     sampler = Sampler(temperature, top_k, top_p, seed, device)
     rows = [tokenizer.encode(text) for text in prompts]
-    slots = max(map(len, rows)) + cli.fit(max_new_tokens, rows, model.config.max_seq_len) + 1
-    if compile:  # whole buckets, so that calls of about the same length share a compiled graph
-        slots = -(-slots // BUCKET) * BUCKET
-
-    runner, drafter = Runner(model, make_cache(model, len(rows), slots + proposals), compile), None
+    slots = max(map(len, rows)) + cli.fit(max_new_tokens, rows, model.config.max_seq_len)
+    cache = make_cache(model, len(rows), slots, in_buckets=compile)  # calls of about the same length share a graph
+    runner, drafter = Runner(model, cache, compile), None
     if draft is not None:
         drafter = load_extra("drafts", "draft").of_model(draft, proposals, runner)
     generation = Generation(runner, rows, max_new_tokens, sampler, model.config.eos_ids, drafter)

@@ -66,7 +66,7 @@ class Generation:
     Iterate over it, once: each pass yields a list with the new ids of each row, empty for a row that is done. Whoever
     iterates may stop early, and may take time.
 
-    runner: its cache has slots for the longest prompt and max_new_tokens, for a draft one more and its proposals.
+    runner: its cache has slots for the longest prompt and max_new_tokens.
     prompts: non-empty lists of token ids, of any lengths. sample: a Sampler; without a draft any function such as its
     __call__. draft: one of extras/drafts, with which a pass may yield several tokens of a row. cached_tokens: see
     Runner.prefill. The iteration raises InputError if logits are not finite.
@@ -179,7 +179,7 @@ class Request(NamedTuple):
     tokenizer: object  # or None
     prompts: list
     max_new_tokens: int  # as the context allows
-    slots: int  # of the cache
+    slots: int  # of the cache that a step may read
     sample: Sampler
     draft_source: object  # the extras.drafts Source that --draft names, or None
 
@@ -208,7 +208,6 @@ def read(args, world):
         if args.draft:
             drafts = load_extra("drafts", f"--draft {args.draft}")
             source = drafts.read_draft(args.draft, config, args.checkpoint, world.tp_size)
-            slots += 1 + source.count  # a row that is done stays at its last token, which is read again
         dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint)
         report.warn_of_memory(world, config, dtype, len(prompts), slots)
     contents = {

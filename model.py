@@ -529,7 +529,7 @@ class Transformer(nn.Module):
         """
         streams, S = [], tokens.shape[1]
         fresh = positions is None
-        run_length = cache_slots(cache) - 1 if cache else S  # the last slot is never read
+        run_length = cache_slots(cache) - 1 if cache else S  # the last slot is never read: see make_cache
         if fresh:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
         last = None if select is None else positions[:, :1] + select[:, None]
@@ -621,8 +621,7 @@ class Transformer(nn.Module):
 
 def cache_slots(cache):
     """Return the slots T of a cache as new_cache makes it. Layers of linear attention have none."""
-    slots = [keys.shape[2] for keys, _ in cache if keys.dim() == 4]
-    return slots[0] if slots else 1
+    return next((keys.shape[2] for keys, _ in cache if keys.dim() == 4), 1)
 
 
 def build(config):

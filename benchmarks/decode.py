@@ -51,7 +51,7 @@ def ours(c, quant):
 
     def prepare(kind, n):
         batch, length = (n, FILLED) if kind == "decode" else (1, n)
-        runner = Runner(model, make_cache(model, batch, length + 2), compile=True)
+        runner = Runner(model, make_cache(model, batch, length + 1), compile=True)
         run = replays(runner, *pad([[1] * length] * batch, runner.device))[kind]
         torch.compiler.set_stance("default")
         run()  # compiles

@@ -32,12 +32,15 @@ def last_tokens(sequences, device):
     return tokens, positions, max(map(len, sequences))
 
 
-def make_cache(model, batch, length):
-    """Return a cache of at least `length` slots."""
-    if model.device.type != "cpu":
-        # Whole buckets, and a slot that no step reads: a slice of all slots would be compiled as another graph.
-        length = -(-length // BUCKET) * BUCKET + 1
-    return model.new_cache(batch, length)
+def make_cache(model, batch, length, in_buckets=False):
+    """Return a cache for rows of up to `length` tokens. in_buckets: in whole buckets, as a GPU always gets it.
+
+    There is one more slot, which no step reads: a slice of all slots would be compiled as another graph. By the number
+    of the others longrope chooses its factors; buckets choose alike, as its original context is a multiple of them.
+    """
+    if in_buckets or model.device.type != "cpu":
+        length = -(-length // BUCKET) * BUCKET
+    return model.new_cache(batch, length + 1)
 
 
 class Runner:
@@ -97,9 +100,11 @@ class Runner:
     def decode(self, tokens, positions, longest):
         """Return logits (B, S, v) after each of a few more tokens (B, S) of each row, the first at its position (B,).
 
-        longest: tokens of the longest row after this pass, as for cache_length.
+        longest: tokens of the longest row after this pass, as for cache_length. Of tokens beyond the cache, which a
+        draft may propose, the logits are garbage.
         """
         positions = positions[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        positions = positions.clamp(max=cache_slots(self.cache) - 1)
         return self.decode_model(tokens, positions, self.cache, self.cache_length(longest))
 
     def next_tokens(self, sequences, sample):
@@ -119,9 +124,8 @@ class Runner:
 
         On a GPU each is a CUDA graph of its own, so there are 2 for each doubling; the last one is the whole cache.
         """
-        if self.device.type == "cpu":
-            return longest
-        unit = max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
+        on_cpu = self.device.type == "cpu"
+        unit = 1 if on_cpu else max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
         return min(-(-longest // unit) * unit, cache_slots(self.cache) - 1)
 
     def choose_chunks(self, B, S):

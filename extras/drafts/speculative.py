@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from decoding import likely
 from decoding.runner import last_tokens, pad
 from decoding.sampling import Sampler
+from model import cache_slots
 
 NGRAM = 3, 2  # lengths that Ngrams looks up, in this order
 
@@ -137,6 +138,7 @@ def verify(runner, sequences, ids, q, sample):
     if not ids.shape[1]:
         return sample(logits[:, 0], comm)[:, None].tolist()
     ids, accepted = accept(sample, logits, ids, q, comm)
+    accepted = accepted.clamp(max=cache_slots(runner.cache) - 2 - positions)  # beyond the cache, logits are garbage
     if sample.temperature:
         ids, accepted = of_rank_0(torch.cat((ids, accepted[:, None]), 1), comm).tensor_split([-1], 1)
     return [row[: n + 1] for row, n in zip(ids.tolist(), accepted.flatten().tolist(), strict=True)]
