@@ -183,7 +183,7 @@ class Wiring:
     stale: int = 0  # how many of the last sums a sublayer does not wait for; NAME-K says another number
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block
     parameter: str | None = "layers"  # N in NAME:N is the last N "layers", the "period" of all-reduces, or nothing
-    laned: bool = False  # whether another number of lanes computes another function of the same weights
+    depends_on_lanes: bool = False  # whether another number of lanes computes another function of the same weights
     small_loss: bool = False  # whether standard weights lose little in it, in a few layers (benchmarks/quality.md)
     model: type | None = None  # its own subclass of Transformer, with a check(config)
 
@@ -195,11 +195,17 @@ WIRINGS = {
     "parallel-ladder": Wiring("parallel, one block late", attention_plus_mlp, stale=1, norms=("attention_norm",)),
     "pair": Wiring("two neighbouring blocks of one input", blocks=2, small_loss=True),
     "pair-ladder": Wiring("pair, one sublayer late", blocks=2, stale=1),
-    "spd": Wiring("the MLP reads its own rank's attention", attention_into_mlp, laned=True, small_loss=True),
-    "spd-ladder": Wiring("spd, one block late", attention_into_mlp, stale=1, laned=True),
-    "delayed": Wiring("a ladder that misses only other ranks' partials", stream=delayed_stream, stale=1, laned=True),
-    "desync": Wiring("only every N-th all-reduce (2)", stream=desynced_stream, parameter="period", laned=True),
-    "upper-bound": Wiring("no all-reduce: a bound on speed", stream=desynced_stream, parameter=None, laned=True),
+    "spd": Wiring("the MLP reads its own rank's attention", attention_into_mlp, depends_on_lanes=True, small_loss=True),
+    "spd-ladder": Wiring("spd, one block late", attention_into_mlp, stale=1, depends_on_lanes=True),
+    "delayed": Wiring(
+        "a ladder that misses only other ranks' partials", stream=delayed_stream, stale=1, depends_on_lanes=True
+    ),
+    "desync": Wiring(
+        "only every N-th all-reduce (2)", stream=desynced_stream, parameter="period", depends_on_lanes=True
+    ),
+    "upper-bound": Wiring(
+        "no all-reduce: a bound on speed", stream=desynced_stream, parameter=None, depends_on_lanes=True
+    ),
 }  # fmt: skip
 WIRINGS_IN_EXTRAS = {"laneformer": "lanes", "farskip": "experts"}  # name: the extra whose import adds it to WIRINGS
 
@@ -322,7 +328,7 @@ class Config:
     def standard_in_one_lane(self):
         """Whether this wiring with one lane computes what the standard wiring computes."""
         wiring = self.named_wiring
-        return wiring.laned and (wiring.stream is not residual_stream or not wiring.stale)
+        return wiring.depends_on_lanes and (wiring.stream is not residual_stream or not wiring.stale)
 
 
 def rewired(config, wiring):

@@ -124,8 +124,7 @@ class Runner:
 
         On a GPU each is a CUDA graph of its own, so there are 2 for each doubling; the last one is the whole cache.
         """
-        on_cpu = self.device.type == "cpu"
-        unit = 1 if on_cpu else max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
+        unit = 1 if self.device.type == "cpu" else max(BUCKET, 2 ** ((longest - 1).bit_length() - 2))
         return min(-(-longest // unit) * unit, cache_slots(self.cache) - 1)
 
     def choose_chunks(self, B, S):

@@ -29,10 +29,10 @@ def parse(text, wirings, more):
         raise InputError(f"unknown wiring {name!r}; known: {', '.join(wirings | more)}")
     wiring, layers = wirings[name], r"\d{1,9}(,\d{1,9})*,?|\d{1,9}-\d{1,9}"
     form = {None: "", "period": "[1-9][0-9]{0,8}", "layers": layers}[wiring.parameter]
-    fits = match and (parameter is None or re.fullmatch(form, parameter))
-    if not fits or (stale and not (wiring.stale and int(stale))) or (lanes and not (wiring.laned and int(lanes))):
+    fits = match and (parameter is None or re.fullmatch(form, parameter)) and (not stale or wiring.stale * int(stale))
+    if not fits or (lanes and not wiring.depends_on_lanes * int(lanes)):
         forms = {None: [], "period": [":N"], "layers": [":N", ":I,J,...", ":I-J"]}[wiring.parameter]
-        forms = ["", *forms, *["-K"] * bool(wiring.stale), *["/LANES"] * wiring.laned]
+        forms = ["", *forms, *["-K"] * bool(wiring.stale), *["/LANES"] * wiring.depends_on_lanes]
         known = ", ".join(name + form for form in forms)
         raise InputError(f"no such wiring: {text!r}; write {' or '.join(known.rsplit(', ', 1))}")
     if parameter and "-" in parameter:

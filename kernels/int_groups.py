@@ -17,7 +17,7 @@ def column_unit(config, width, least_ranks):
     unit = config.group_size
     if config.lanes:
         return 8
-    if width % 128 == 0 and width >= 8 * 128 * least_ranks and not config.named_wiring.laned:
+    if width % 128 == 0 and width >= 8 * 128 * least_ranks and not config.named_wiring.depends_on_lanes:
         unit = 128
     while unit > 8 and width // unit < least_ranks:
         unit //= 2

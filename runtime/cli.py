@@ -147,7 +147,7 @@ def with_wiring(config, args):
 def warn_of_wiring(own, config, shares):
     """Say on stderr when a checkpoint runs in another wiring than its own."""
     if own.function == config.function:
-        if own.named_wiring.laned and own.lanes is None:
+        if own.named_wiring.depends_on_lanes and own.lanes is None:
             print(f"these weights name no lanes: {own.wiring} is another function on other ranks", file=sys.stderr)
         return
     loss = "another function than these weights were trained for: eval.py measures the loss"

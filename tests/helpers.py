@@ -64,7 +64,7 @@ def variants(name):
 
 
 WIRED = [changes for name, wiring in WIRINGS.items() if not wiring.model for changes in variants(name)]
-ANY_TP = [changes for changes in WIRED if not table_entry(changes).laned]
+ANY_TP = [changes for changes in WIRED if not table_entry(changes).depends_on_lanes]
 ONE_EACH = [*{id(table_entry(changes)): changes for changes in WIRED}.values()]  # with seams where there can be some
 STREAMS = model.residual_stream, model.delayed_stream, model.desynced_stream
 BY_HAND = [c for c in WIRED if table_entry(c).stream in STREAMS]  # nobody has reckoned by hand what another stream does

@@ -171,7 +171,7 @@ def test_the_table_is_that_of_the_wirings(monkeypatch, capsys):
     wanted |= dict.fromkeys(["desync:2", "desync:4", "delayed-4"], "yes, in 8 lanes")
     for name, wiring in WIRINGS.items():
         if name not in ("desync", "upper-bound", "laneformer", "farskip", "pair", *wanted):
-            wanted[name] = "no, but a loss" if wiring.small_loss else "yes" + ", in 8 lanes" * wiring.laned
+            wanted[name] = "no, but a loss" if wiring.small_loss else "yes" + ", in 8 lanes" * wiring.depends_on_lanes
     assert {name: cells[-1] for name, cells in found.items()} == wanted
     assert [*found][-1] == "(bound: upper-bound)"  # apart
     steps = [float(cells[0]) for cells in found.values()]

@@ -128,11 +128,11 @@ def test_a_small_model_proposes_what_it_would_say_itself(prompts, count, new):
     runner, used = make_runners(net, draft, count, len(prompts), 40)
     propose = used.propose
 
-    def checked(texts, done, sample):
-        proposals = propose(texts, done, sample)
-        for text, ids in zip(texts, proposals[0].tolist(), strict=True):
-            assert ids == greedy_tokens(draft, text, count)
-        seen.append(texts)
+    def checked(sequences, done, sample):
+        proposals = propose(sequences, done, sample)
+        for ids, proposed in zip(sequences, proposals[0].tolist(), strict=True):
+            assert proposed == greedy_tokens(draft, ids, count)
+        seen.append(sequences)
         return proposals
 
     used.propose = checked
@@ -176,28 +176,28 @@ def test_a_row_goes_on_to_its_own_context(draft):
     assert done.rows == [greedy_tokens(net, prompt, n) for prompt, n in zip(prompts, (2, 18, 17), strict=True)]
 
 
-def naive_lookup(text, count):
+def naive_lookup(ids, count):
     """What followed the last three tokens, or else two, the last time before."""
     for n in (3, 2):
-        for start in range(len(text) - n - 1, -1, -1):
-            if text[start : start + n] == text[-n:]:
-                return (text[start + n :] * count)[:count]
+        for start in range(len(ids) - n - 1, -1, -1):
+            if ids[start : start + n] == ids[-n:]:
+                return (ids[start + n :] * count)[:count]
     return None
 
 
 def test_ngrams_are_what_followed_the_last_time():
     generator, draft = torch.Generator().manual_seed(0), speculative.Ngrams(4)
-    texts, counts = [[1], [1, 2], torch.randint(3, (30,), generator=generator).tolist()], set()
+    rows, counts = [[1], [1, 2], torch.randint(3, (30,), generator=generator).tolist()], set()
     draft.begin()
     for i in range(40):
-        expected = [naive_lookup(text, 4) for text in texts]
-        ids, _, has = draft.propose(texts, [False] * 3, GREEDY)
+        expected = [naive_lookup(ids, 4) for ids in rows]
+        proposed, _, has = draft.propose(rows, [False] * 3, GREEDY)
         assert has == [row is not None for row in expected]
-        assert ids.tolist() == [row or [0] * 4 * any(expected) for row in expected]
+        assert proposed.tolist() == [row or [0] * 4 * any(expected) for row in expected]
         counts.add(sum(has))
-        for text in texts:
-            text += torch.randint(3, (1 + i % 3,), generator=generator).tolist()
-    assert {1, 3} <= counts and draft.propose(texts, [True] * 3, GREEDY)[0].shape == (3, 0)
+        for ids in rows:
+            ids += torch.randint(3, (1 + i % 3,), generator=generator).tolist()
+    assert {1, 3} <= counts and draft.propose(rows, [True] * 3, GREEDY)[0].shape == (3, 0)
 
 
 # ---- Sampling: the model's own distribution --------------------------------------------------------------------------

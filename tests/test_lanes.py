@@ -15,7 +15,7 @@ from extras.lanes.lanes import lanes_of_rank, load_lanes
 from runtime import place
 from runtime.errors import InputError
 
-LANED = [c["wiring"] for c in ONE_EACH if dataclasses.replace(BASE, **c).named_wiring.laned]
+LANED = [c["wiring"] for c in ONE_EACH if dataclasses.replace(BASE, **c).named_wiring.depends_on_lanes]
 LANED = [*(f"{wiring}/4" for wiring in LANED if wiring != "upper-bound"), "desync:3/4", "delayed-3/4"]
 
 

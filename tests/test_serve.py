@@ -156,7 +156,7 @@ def test_a_row_that_is_not_finite_ends_alone_and_leaves_nothing_behind():
         assert [(i, finish) for i, _, finish in rows.step()] == [(0, "error"), (1, None)]
         [(_, first, _)] = rows.start(0, ask | {"ids": [9]})[0]
         ids = [first.id, *(token.id for _ in range(2) for i, token, _ in rows.step() if i == 0)]
-    assert ids == greedy_tokens(net, [9], 3) and rows[1].text[4:] == greedy_tokens(net, [5, 6, 7, 9], 4)
+    assert ids == greedy_tokens(net, [9], 3) and rows[1].ids[4:] == greedy_tokens(net, [5, 6, 7, 9], 4)
 
 
 def test_text_lies_across_tokens():

@@ -160,7 +160,7 @@ def check_ranks(shares, cases, **how):
         assert all(torch.equal(other, first) for other in others), f"{config}: the ranks disagree"
         error = (first - expected_logits(config, config.lanes or shares)).abs().max()
         assert error < 1e-4, f"{config}: {error}"
-        if not config.named_wiring.laned:
+        if not config.named_wiring.depends_on_lanes:
             assert torch.allclose(first, rank_logits(None, config), atol=1e-4), config
 
 
@@ -243,7 +243,7 @@ def test_the_number_of_ranks_matters_where_the_table_says_so():
     for changes in ONE_EACH:
         config = dataclasses.replace(BASE, **changes)
         two, three = expected_logits(config, 2), expected_logits(config, 3)
-        assert torch.allclose(two, three, atol=1e-9) != config.named_wiring.laned, changes
+        assert torch.allclose(two, three, atol=1e-9) != config.named_wiring.depends_on_lanes, changes
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def wiring_of(config, name, tp_size):
     """
     try:
         named, lanes = parse_wiring(name.removeprefix("wiring:")), config.lanes or tp_size
-        if named.lanes is None and WIRINGS[named.name].laned:
+        if named.lanes is None and WIRINGS[named.name].depends_on_lanes:
             named = named._replace(lanes=config.lanes)
         draft = rewired(config, wiring_name(*named))
     except InputError as e:

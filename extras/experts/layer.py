@@ -55,7 +55,7 @@ def check(config):
         raise InputError(f"{what} is not for a mixture of experts")
     if not 1 <= (c.experts_per_token or 0) <= c.n_experts:
         raise InputError(f"experts_per_token is {c.experts_per_token} but must be from 1 to {c.n_experts}")
-    if wiring.laned and c.wiring != "upper-bound" or wiring.model:
+    if wiring.depends_on_lanes and c.wiring != "upper-bound" or wiring.model:
         why = "ranks with streams of their own would choose different experts"
         raise InputError(f"wiring {c.wiring} is not for mixtures of experts: {why}")
     if c.sum_norms and wiring.split is attention_then_experts:

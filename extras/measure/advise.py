@@ -131,7 +131,7 @@ def step_seconds(config, times):
 
 def function(config, tp_size):
     """Return a key that is equal for wirings that compute the same on so many ranks."""
-    return *config.function[:2], config.lanes or (tp_size if config.named_wiring.laned else None)
+    return *config.function[:2], config.lanes or (tp_size if config.named_wiring.depends_on_lanes else None)
 
 
 def retraining(own, config, tp_size):
@@ -140,7 +140,7 @@ def retraining(own, config, tp_size):
         return "no"
     if own.wiring == "standard" and config.named_wiring.small_loss:
         return "no, but a loss"
-    return f"yes, in {config.lanes or tp_size} lanes" if config.named_wiring.laned else "yes"
+    return f"yes, in {config.lanes or tp_size} lanes" if config.named_wiring.depends_on_lanes else "yes"
 
 
 def measured_losses(own, tp_size):

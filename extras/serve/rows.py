@@ -34,21 +34,21 @@ def scored(ids, logits, n):
 
 
 class Row:
-    """A row of the cache. All but the last token of `text` is cached, also when its request has ended.
+    """A row of the cache. All but the last token of `ids` is cached, also when its request has ended.
 
     request: None, or a dict of ids, max_tokens, sampling (the arguments of a Sampler), logprobs (how many of the
     likeliest in each place, or None) and echo (whether also in the prompt).
     """
 
     def __init__(self, runner, row):
-        self.text, self.request, self.used = [0], None, 0  # used: in which pass it was last
+        self.ids, self.request, self.used = [0], None, 0  # used: in which pass it was last
         self.runner = copy.copy(runner)  # of this row alone
         self.runner.cache = [(k[row : row + 1], v[row : row + 1]) for k, v in runner.cache]
 
     def cached(self, ids):
         """Return how many tokens of a prompt, from its beginning, are cached; none in a model with linear attention."""
         whole = self.runner.model.config.linear_layers  # a state cannot go back to where the prompts part
-        return 0 if whole else len(os.path.commonprefix([self.text[:-1], ids[:-1]]))
+        return 0 if whole else len(os.path.commonprefix([self.ids[:-1], ids[:-1]]))
 
 
 class Rows(list):
@@ -65,7 +65,7 @@ class Rows(list):
         [], how many were cached)."""
         row, ids, n, scored_tokens = self[number], request["ids"], request["logprobs"], []
         padded, cached = pad([ids], self.runner.device), row.cached(ids)
-        row.text, row.request, row.sampler = list(ids), request, Sampler(*request["sampling"], self.runner.device)
+        row.ids, row.request, row.sampler = list(ids), request, Sampler(*request["sampling"], self.runner.device)
         if n is None or not request["echo"]:
             return self.take([row], row.runner.prefill(*padded, cached)), [], cached
         for start in range(0, len(ids), SCORED_TOKENS):
@@ -85,7 +85,7 @@ class Rows(list):
         place.at("decode step", self.passes)
         alone = len(self.busy) == 1 and self.runner.device.type == "cpu"
         rows, runner = (self.busy, self.busy[0].runner) if alone else (self, self.runner)
-        return self.take(rows, runner.decode(*last_tokens([row.text for row in rows], runner.device))[:, 0])
+        return self.take(rows, runner.decode(*last_tokens([row.ids for row in rows], runner.device))[:, 0])
 
     def take(self, rows, logits):
         """Sample a token from logits (len(rows), v) for each row that has a request; returns as step."""
@@ -98,11 +98,11 @@ class Rows(list):
             token = Token(int(row.sampler(logits[i : i + 1], comm)) if row.sampler.temperature else ids[i])
             if row.request["logprobs"] is not None:
                 [token] = scored([token.id], full[i : i + 1], row.request["logprobs"])
-            row.text.append(token.id)
-            ended = len(row.text) - len(row.request["ids"]) >= row.request["max_tokens"]
+            row.ids.append(token.id)
+            ended = len(row.ids) - len(row.request["ids"]) >= row.request["max_tokens"]
             finish = "stop" if token.id in self.eos_ids else "length" if ended else None
             if token.id < 0:
-                finish, row.text = "error", [0]
+                finish, row.ids = "error", [0]
                 for tensor in itertools.chain(*row.runner.cache):
                     tensor.zero_()  # a NaN, masked or not, would reach the next request
             if finish:
