@@ -26,16 +26,17 @@ def lanes_of_rank(config, rank, shares):
 def load_lanes(config, weights, dtype, device, rank=0, shares=1):
     """Return the Lanes of a rank; the arguments and errors are those of tp.load_shard."""
     models, embeddings, lanes = [], None, config.lanes or normalize_shares(shares)
+    start = end = place.here.beats
     for lane in lanes_of_rank(config, rank, shares):
-        beats = place.here.beats
+        place.here.beats = start  # a rank with more lanes comes no further, least of all one that hangs in a later one
         model = load_shard(config, weights, dtype, device, lane, lanes, embeddings)
-        if models:  # no step that all ranks take: others have fewer lanes
-            place.here.beats = beats
+        end = max(end, place.here.beats)
         for norm in (module for module in model.modules() if isinstance(module, nn.RMSNorm)):
             if len(norm.weight) > config.dim:  # those of all lanes, one after another
                 norm.weight = nn.Parameter(norm.weight.view(-1, config.dim)[lane], requires_grad=False)
         models.append(model)
         embeddings = models[0].tok_embeddings
+    place.here.beats = end
     return Lanes(models)
 
 
