@@ -141,9 +141,9 @@ def test_the_loss_is_the_naive_one(monkeypatch):
 NO_FILES = ["--checkpoint", "x", "--text", "x", "--valid", "x", "--out", "x", "--compute-dtype", "float32"]
 
 
-def run_each(world, configs):
+def run_each(world, configs, dtype):
     """Returns the normed stream that each config's model computes in training."""
-    args, xs = adapt.parse(NO_FILES), []
+    args, xs = adapt.parse([*NO_FILES, "--compute-dtype", dtype]), []
     for config in configs:
         model = adapt.build(config, StateWeights(random_model(config).state_dict()), world, args)
         with torch.no_grad():
@@ -160,18 +160,20 @@ SHARED = {**EXPERTS, "shared_expert_size": 28, "shared_expert_gate": True}
 OTHERS = [{"wiring": "ladder", "tie_embeddings": True}, {"wiring": "pair", **EXPERTS}, {"wiring": "farskip", **SHARED}]
 
 
-@pytest.mark.parametrize("tp_size, changes", [(2, CONFIGS), (3, OTHERS), (4, OTHERS)])
-def test_ranks_compute_in_training_what_the_model_does_afterwards(tp_size, changes):
+@pytest.mark.parametrize("tp_size, changes, dtype", [
+    (2, CONFIGS, "float32"), (3, OTHERS, "float32"), (4, OTHERS, "float32"), (2, OTHERS, "bfloat16"),
+])  # fmt: skip
+def test_ranks_compute_in_training_what_the_model_does_afterwards(tp_size, changes, dtype):
     configs = [dataclasses.replace(BASE, **each) for each in changes]
-    for rank in run_ranks(tp_size, run_each, configs):
+    for rank in run_ranks(tp_size, run_each, configs, dtype):
         for config, x in zip(configs, rank, strict=True):
             weights = StateWeights(random_model(config).state_dict())
-            net = (load_lanes if config.lanes else tp.load_shard)(config, weights, torch.float32, "cpu")
+            net = (load_lanes if config.lanes else tp.load_shard)(config, weights, checkpoint.DTYPES[dtype], "cpu")
             for lane in net.lanes if config.lanes else [net]:
                 lane.output = torch.nn.Identity()
             with torch.no_grad():
                 expected = net(torch.arange(12).view(2, 6))[..., : BASE.dim]
-            assert (x - expected).abs().max() < 1e-5, config
+            assert (x - expected).abs().max() < (1e-5 if dtype == "float32" else 1e-9), config
 
 
 def test_recompute_keeps_only_the_inputs_of_attentions_and_mlps(fake_world):

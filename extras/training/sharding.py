@@ -23,7 +23,7 @@ from runtime.errors import InputError
 def shard(model, sublayers, world, dtype):
     """Shard a model from the device "meta" in place: each sublayer, then the rest. It computes in dtype."""
     mesh = DeviceMesh.from_group(world.dist_group or dist.group.WORLD, world.device.type)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in (*sublayers, model):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     model.to_empty(device=world.device)
