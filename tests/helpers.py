@@ -173,8 +173,7 @@ def last_logits(net, tokens, lengths, steps=3, compile=False, compile_prefill=Fa
     decode, one token of every row at a time, the rows at different positions."""
     if compile or compile_prefill:  # else the compiler need not be imported
         torch._dynamo.reset()
-    cache = make_cache(net, len(tokens), tokens.shape[1])
-    runner = Runner(net, cache, compile, compile_prefill, chunks)
+    runner = Runner(net, make_cache(net, *tokens.shape), compile, compile_prefill, chunks)
     positions = lengths - steps
     out = [net.comm.gather_logits(runner.prefill(tokens[:, : int(positions.max())], positions))]
     for _ in range(steps):

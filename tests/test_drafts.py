@@ -66,10 +66,9 @@ def make_runners(net, draft, count, rows, length, compile=False):
 
 def generated(net, draft=None, count=0, prompts=PROMPTS, new=14, sample=GREEDY, eos_ids=()):
     """(Generation, what drafted)."""
-    shown, slots = [], max(map(len, prompts)) + new
-    runner, draft = make_runners(net, draft, count, len(prompts), slots)
+    runner, draft = make_runners(net, draft, count, len(prompts), max(map(len, prompts)) + new)
     done = generate.Generation(runner, prompts, new, sample, eos_ids, draft)
-    shown += done
+    shown = [*done]
     assert done.rows == [sum(ids, []) for ids in zip(*shown, strict=True)]
     return done, draft
 
