@@ -344,6 +344,15 @@ def test_a_full_disk_is_one_clear_line(fresh, monkeypatch):
         adapt.main(fresh)
 
 
+def test_ctrl_c_while_it_saves_is_no_write_error(fresh, monkeypatch):
+    def save(*args, **kwargs):
+        raise sharding.dcp.api.CheckpointException("", {0: (KeyboardInterrupt(), None)})
+
+    monkeypatch.setattr(sharding.dcp, "save", save)
+    with pytest.raises(KeyboardInterrupt):
+        adapt.main(fresh)
+
+
 def test_bad_flags_leave_nothing(fresh, retrain, tiny, tmp_path):
     (tmp_path / "empty").write_text("")
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}))

@@ -139,7 +139,7 @@ def retraining(own, config, tp_size):
     if function(config, tp_size) == function(own, tp_size):
         return "no"
     if own.wiring == "standard" and config.named_wiring.small_loss:
-        return "no, but a loss"
+        return "optional"
     return f"yes, in {config.lanes or tp_size} lanes" if config.named_wiring.depends_on_lanes else "yes"
 
 
