@@ -234,12 +234,12 @@ launch.run(main)
 """
 
 
-def test_when_a_node_dies_the_others_end():
+def test_when_a_node_dies_the_others_end_and_name_its_rank():
     """test_faults.py has the ranks of one node. Rank 0 holds the store here, with which the other one may lose it."""
     ranks = start_ranks(3, DYING, local=1)
     errors = [rank.communicate(timeout=90)[1] for rank in ranks]
     assert sorted(rank.returncode for rank in ranks) == [-signal.SIGKILL, 1, 1]
-    assert any(re.search("rank [02] of 3 failed .* by peer", line) for line in errors)
+    assert any(re.search(": .*rank 1 .*lost in start$", line, re.M) for line in errors)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
