@@ -35,8 +35,8 @@ def last_tokens(sequences, device):
 def make_cache(model, batch, length, in_buckets=False):
     """Return a cache for rows of up to `length` tokens. in_buckets: in whole buckets, as a GPU always gets it.
 
-    There is one more slot, which no step reads: a slice of all slots would be compiled as another graph. By the number
-    of the others longrope chooses its factors; buckets choose alike, as its original context is a multiple of them.
+    There is one more slot, which no step reads: a slice of all slots would be compiled as another graph. By the others
+    longrope chooses its factors; buckets do not change that, as its original context is a multiple of them.
     """
     if in_buckets or model.device.type != "cpu":
         length = -(-length // BUCKET) * BUCKET

@@ -156,7 +156,7 @@ class Weights:
     def __init__(self, folder):
         single, index = (Path(folder) / f"model.safetensors{ending}" for ending in ("", ".index.json"))
         if not single.is_file() and not index.is_file():
-            raise InputError(f"{folder} has no {single.name} and no {index.name}")
+            raise InputError(f"{folder} has no {single.name}, no {index.name} (of pytorch_model.bin: docs/formats.md)")
         self.files = {}  # tensor name: the file that holds it
         for path in [single] if single.is_file() else shards(index):
             try:

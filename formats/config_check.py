@@ -45,9 +45,10 @@ def check_norms(c):
         raise InputError(f"norm {c.norm!r} is unknown; known: {', '.join(NORMS)}")
     if c.whole_qk_norm and not (c.qk_norm and c.norm == "rms"):
         raise InputError("whole_qk_norm needs qk_norm and a norm 'rms'")
-    wiring, by_lanes = c.named_wiring, c.named_wiring.depends_on_lanes
-    adds_partials = by_lanes or wiring.blocks > 1 or len(wiring.norms) < 2
-    name = "sum_norms" if c.sum_norms and adds_partials else "whole_qk_norm" if c.whole_qk_norm and by_lanes else ""
+    wiring = c.named_wiring
+    adds_partials = wiring.depends_on_lanes or wiring.blocks > 1 or len(wiring.norms) < 2
+    name = "whole_qk_norm" if c.whole_qk_norm and wiring.depends_on_lanes else ""
+    name = "sum_norms" if c.sum_norms and adds_partials else name
     if name and c.wiring != "upper-bound":
         raise InputError(f"wiring {c.wiring} is not for models with {name}: it adds partials before they are summed")
 

@@ -11,7 +11,7 @@ class Place:
     phase: str = "start"
     step: object = None
     timed: bool = False  # whether no progress counts as a hang
-    beats: int = 0  # how often at() was called: equal on all ranks that have come equally far
+    beats: int = 0  # how far this rank has come, in calls of at(): equal on all ranks that have come equally far
     busy: int = 0  # other signs of progress, of which some ranks have more
 
     def __str__(self):

@@ -22,7 +22,7 @@ from extras.training.data import TOKEN, Windows
 from formats import checkpoint
 from formats.tokenizer import Tokenizer, load_tokenizer
 from model import rewired
-from runtime import launch, writing
+from runtime import launch, signals, writing
 from runtime.errors import InputError
 
 # Documents, tokens, windows
@@ -344,13 +344,15 @@ def test_a_full_disk_is_one_clear_line(fresh, monkeypatch):
         adapt.main(fresh)
 
 
-def test_ctrl_c_while_it_saves_is_no_write_error(fresh, monkeypatch):
+@pytest.mark.parametrize("signal", [KeyboardInterrupt(), signals.Terminated("SIGTERM")])
+def test_a_signal_while_it_saves_is_no_write_error(signal, fresh, monkeypatch):
     def save(*args, **kwargs):
-        raise sharding.dcp.api.CheckpointException("", {0: (KeyboardInterrupt(), None)})
+        raise sharding.dcp.api.CheckpointException("", {0: (signal, None)})
 
     monkeypatch.setattr(sharding.dcp, "save", save)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(type(signal)) as error:
         adapt.main(fresh)
+    assert error.value is signal
 
 
 def test_bad_flags_leave_nothing(fresh, retrain, tiny, tmp_path):

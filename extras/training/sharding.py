@@ -94,8 +94,9 @@ def save(run, step, best, model, optimizer, world):
     try:
         dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=target, process_group=world.dist_group)
     except (OSError, dcp.api.CheckpointException) as e:
-        if any(isinstance(cause, KeyboardInterrupt) for cause, _ in getattr(e, "failures", {}).values()):
-            raise KeyboardInterrupt from None  # Ctrl-C, which came while it saved
+        for cause, _ in getattr(e, "failures", {}).values():
+            if isinstance(cause, KeyboardInterrupt):  # Ctrl-C or another signal came while it saved
+                raise cause from None
         raise InputError(f"cannot write {target}: {checkpoint.first_line(e)}") from None
     if world.rank == 0:
         for old in {*run.glob("state-*"), *run.glob("best-*")} - {target, run / f"best-{best}"}:

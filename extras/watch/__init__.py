@@ -83,9 +83,9 @@ class Watch(threading.Thread):
             return self.verdict or error
         return error
 
-    def _subject(self, ranks, one, several):
-        """Return the beginning of a sentence on these ranks; one, several: its verb."""
-        return f"{' and '.join(f'rank {rank}' for rank in ranks)} of {self.tp_size} {several if ranks[1:] else one}"
+    def _subject(self, numbers, one, several):
+        """Return the beginning of a sentence on the ranks of these numbers; one, several: its verb."""
+        return f"{' and '.join(f'rank {n}' for n in numbers)} of {self.tp_size} {several if numbers[1:] else one}"
 
     def _watch_store(self):
         """End the run if the store, whose process may be stopped, does not answer for longer than the timeout."""
