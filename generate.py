@@ -84,7 +84,7 @@ class Generation:
     @torch.inference_mode()
     def __iter__(self):
         runner, draft = self.runner, self.draft
-        step = runner.plain_step()
+        step = runner.plain_step()  # Runner.next_tokens, on a GPU a step ahead
         place.at("prefill")
         start = time.perf_counter()
         if draft:

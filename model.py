@@ -101,7 +101,7 @@ def residual_stream(x, sublayers, comm, config):
     """
     pending = []  # sums in flight, oldest first
     for h, stale in sublayers:
-        if 0 < len(pending) <= stale:  # the start of a ladder: h reads none of these sums
+        if 0 < len(pending) <= stale:  # at a ladder's start only pin keeps h behind this sum
             x = comm.pin(x, pending[-1])
         while len(pending) > stale:  # all but the last `stale`, which travel while h computes
             oldest, *pending = pending
@@ -182,7 +182,7 @@ class Wiring:
     stream: Callable = residual_stream  # runs the sublayers, as described above
     stale: int = 0  # how many of the last sums a sublayer does not wait for; NAME-K says another number
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block
-    parameter: str | None = "layers"  # N in NAME:N is the last N "layers", the "period" of all-reduces, or nothing
+    parameter: str | None = "layers"  # N in NAME:N: "layers", the last N; "period", every N-th sum; None: no N
     depends_on_lanes: bool = False  # whether another number of lanes computes another function of the same weights
     small_loss: bool = False  # whether standard weights lose little in it, in a few layers (benchmarks/quality.md)
     model: type | None = None  # its own subclass of Transformer, with a check(config)

@@ -134,7 +134,7 @@ def shard_slices(model, dtype, rank=0, shares=1):
     plan, slices = shard_plan(model.config, rank, shares), {}
     for name, whole in model.named_parameters():  # a tied output head is not among them
         path, _, tensor = name.rpartition(".")
-        linear = name if path.endswith(".attention") else path  # a parameter of linear attention is no module
+        linear = name if path.endswith(".attention") else path  # linear attention has parameters of its own
         key = linear.split(".", 3)[-1]  # "layers.3.attention.wo" is "wo" in the plan
         dim, ranges = plan.get(key, (0, None))
         shape, columns = list(whole.shape), 1
