@@ -29,8 +29,10 @@ def parse(text, wirings, more):
         raise InputError(f"unknown wiring {name!r}; known: {', '.join(wirings | more)}")
     wiring, layers = wirings[name], r"\d{1,9}(,\d{1,9})*,?|\d{1,9}-\d{1,9}"
     form = {None: "", "period": "[1-9][0-9]{0,8}", "layers": layers}[wiring.parameter]
-    fits = match and (parameter is None or re.fullmatch(form, parameter)) and (not stale or wiring.stale * int(stale))
-    if not fits or (lanes and not wiring.depends_on_lanes * int(lanes)):
+    fits = match and (parameter is None or re.fullmatch(form, parameter))
+    wrong_stale = stale and (int(stale) == 0 or not wiring.stale)
+    wrong_lanes = lanes and (int(lanes) == 0 or not wiring.depends_on_lanes)
+    if not fits or wrong_stale or wrong_lanes:
         forms = {None: [], "period": [":N"], "layers": [":N", ":I,J,...", ":I-J"]}[wiring.parameter]
         forms = ["", *forms, *["-K"] * bool(wiring.stale), *["/LANES"] * wiring.depends_on_lanes]
         known = ", ".join(name + form for form in forms)
