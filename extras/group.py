@@ -1,4 +1,4 @@
-"""What the extras' process groups in Python share: each does some collectives itself, and passes the others on."""
+"""What the extras' process groups in Python share: each sums itself, and passes gathers on."""
 
 import itertools
 
@@ -42,12 +42,3 @@ class Pending(dist.Work):
         self.finish()
         self.finish = None  # and the tensors that it keeps
         return True
-
-
-def pending_on(stream, tensors):
-    """Return the Pending of the work that a GPU's stream has so far.
-
-    It keeps the tensors: freed before the wait, their memory would go to work on another stream.
-    """
-    done = stream.record_event()
-    return Pending(lambda kept=tensors: torch.cuda.current_stream().wait_event(done))

@@ -12,7 +12,7 @@ import torch.distributed._symmetric_memory as symmetric
 from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import _detect_dma_connectivity
 
-from extras.group import Group, pending_on
+from extras.group import Group, Pending
 from runtime import launch
 from runtime.benchmarking import timed
 from runtime.errors import InputError, Verdict
@@ -111,7 +111,9 @@ class OneShotGroup(Group):
                 ops.one_shot_all_reduce_out(shared, "sum", group, whole)
             else:
                 whole.copy_(ops.two_shot_all_reduce_(shared, "sum", group))
-            return pending_on(self.stream, tensors)
+            done = self.stream.record_event()
+        # It keeps the tensors: freed before the wait, their memory would go to work on another stream.
+        return Pending(lambda kept=tensors: torch.cuda.current_stream().wait_event(done))
 
 
 COLLECTIVES["one-shot"] = Collective("by kernels that read the peer GPUs' memory, which no GPU has run", connect)
