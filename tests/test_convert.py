@@ -1,6 +1,7 @@
 """Conversion: parity with transformers through the converter, and sources of every form."""
 
 import copy
+import fnmatch
 import json
 import os
 import re
@@ -426,6 +427,8 @@ def test_hub_models_are_downloaded_by_pattern(hf_folder, tmp_path, monkeypatch):
     convert("someone/model", tmp_path / "ours", "--revision", "abc")
     assert asked["revision"] == "abc"
     assert "model*.safetensors" in asked["allow_patterns"]
+    unwanted = "original/consolidated.00.pth", "pytorch_model.bin", "pytorch_model-00001-of-00002.bin"
+    assert not any(fnmatch.fnmatch(name, pattern) for name in unwanted for pattern in asked["allow_patterns"])
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(InputError, match="model is not a local folder, and could not be downloaded: division by zero"):
         convert("someone/model", tmp_path / "other")

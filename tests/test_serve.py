@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import BASE, ROOT, command, greedy_tokens, random_model, run_ranks, shard
+from test_generate import edit_config
 from test_linear_attention import CONFIG as LINEAR
 
 from complete import complete, load
@@ -389,8 +390,7 @@ def test_a_stream_of_a_rank_that_dies_ends_in_an_error():
 def endless_demo(tmp_path):
     """Return a copy of the demo that has a long context and no end-of-sequence."""
     folder = shutil.copytree(ROOT / "demo", tmp_path / "demo")
-    config = json.loads((folder / "config.json").read_text()) | {"max_seq_len": 4096, "eos_ids": []}
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, max_seq_len=4096, eos_ids=[])
     return folder
 
 
