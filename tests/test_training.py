@@ -161,7 +161,7 @@ OTHERS = [{"wiring": "ladder", "tie_embeddings": True}, {"wiring": "pair", **EXP
 
 
 @pytest.mark.parametrize("tp_size, changes, dtype", [
-    (2, CONFIGS, "float32"), (3, OTHERS, "float32"), (4, OTHERS, "float32"), (2, OTHERS, "bfloat16"),
+    (2, CONFIGS, "float32"), (3, OTHERS, "float32"), (4, OTHERS, "float32"), (2, CONFIGS + OTHERS, "bfloat16"),
 ])  # fmt: skip
 def test_ranks_compute_in_training_what_the_model_does_afterwards(tp_size, changes, dtype):
     configs = [dataclasses.replace(BASE, **each) for each in changes]
