@@ -104,12 +104,12 @@ def residual_stream(x, sublayers, comm, config):
         if 0 < len(pending) <= stale:  # at a ladder's start only pin keeps h behind this sum
             x = comm.pin(x, pending[-1])
         while len(pending) > stale:  # all but the last `stale`, which travel while h computes
-            oldest, *pending = pending
+            oldest = pending.pop(0)
             x = comm.settle(x, oldest, *pending[-1:])
         pending.append(comm.start(h(x)))
         yield  # here another chunk may compute
     while pending:
-        oldest, *pending = pending
+        oldest = pending.pop(0)
         x = comm.settle(x, oldest, *pending[-1:])
     yield x
 
