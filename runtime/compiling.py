@@ -8,7 +8,7 @@ import gc
 import time
 
 import torch
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from decoding.runner import pad
 from decoding.sampling import Sampler
@@ -17,6 +17,7 @@ from model import Attention, cache_slots
 from runtime import cxx, place
 from runtime.errors import find_extra
 
+KEY_BLOCK = 128  # keys that one multiprocessor reads at least
 FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is faster
 # A step's weights evict all else from the caches, so little should run between the products; a second thread is for
 # large kernels. Of the C++, only the kernels take time to run: built apart, the rest takes g++ a third of the time.
@@ -41,7 +42,8 @@ class SplitAttention(Attention):
     """An Attention that, compiled for a GPU, splits the keys of a head between multiprocessors in a decode step.
 
     PyTorch's own kernels that take a mask give one head to one multiprocessor: for a row of the 8b, 8 of an H200's 132
-    would work.
+    would work. So would flex_attention's (torch 2.13) without a BlockMask. With one, a row reads only the blocks of keys
+    that it attends to.
     """
 
     def attend(self, q, k, v, mask, positions):
@@ -49,12 +51,24 @@ class SplitAttention(Attention):
         if S > FEW_POSITIONS or not torch.compiler.is_compiling():
             return super().attend(q, k, v, mask, positions)
 
-        def visible(score, row, head, query, key):
+        def visible(row, head, query, key):
             position = positions[row, query % S]
-            near = key <= position if window is None else (key <= position) & (key > position - window)
-            return torch.where(near, score, -torch.inf)
+            return key <= position if window is None else (key <= position) & (key > position - window)
 
-        return flex_attention(q.flatten(2, 3), k[:, :, :T], v[:, :, :T], visible)
+        # the blocks of keys that each row attends to, from the first to the last; T is a multiple of BUCKET
+        n_blocks, rows = T // KEY_BLOCK, q.shape[2] * S  # rows: of q, for a head
+        first = (positions[:, :1] + 1 - (window or T + 1)).clamp(min=0) // KEY_BLOCK  # (B, 1)
+        last = (positions[:, -1:] // KEY_BLOCK).clamp(max=n_blocks - 1)
+        order = (first + torch.arange(n_blocks, device=q.device)).clamp(max=n_blocks - 1)
+        blocks = BlockMask.from_kv_blocks(
+            (last - first + 1)[:, None].int(),  # how many, (B, 1, 1)
+            order[:, None, None].int(),  # which, (B, 1, 1, n_blocks)
+            BLOCK_SIZE=(-(-rows // KEY_BLOCK) * KEY_BLOCK, KEY_BLOCK),
+            mask_mod=visible,
+            seq_lengths=(rows, T),
+            compute_q_blocks=False,
+        )
+        return flex_attention(q.flatten(2, 3), k[:, :, :T], v[:, :, :T], block_mask=blocks)
 
 
 def use_fast_modules(model):

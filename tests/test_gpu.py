@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from helpers import WIRED, command, last_logits, random_model, script, unequal_rows, wired_id
 from reference import Reference
+from test_cuda_dry import check_split_attention
 
 from formats.sizes import RandomWeights
 from kernels import int_linear
@@ -64,6 +65,12 @@ def test_a_model_computes_what_float64_does(changes, compile):
     tokens, lengths = unequal_rows(config)
     exact = expected(config, net.state_dict(), tokens, lengths)
     assert (logits(net.to(DEVICE), tokens, lengths, compile) - exact).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("window", [None, 4, 200])
+@pytest.mark.parametrize("count", [1, 3])
+def test_attention_with_split_keys_is_attention(count, window):
+    check_split_attention(count, window, DEVICE)
 
 
 def quantized(quant, **changes):
