@@ -27,20 +27,19 @@ SHORTEST = 20  # seconds: with less time left, no case starts
 
 
 def cases(device, traces):
-    """Return the commands of all cases. Compiling takes most of the time, so only the first is a whole model."""
-    whole, some, shards, batches, small = "8b", "8b:8", ["8b:4", "70b:4"], "1 4 16 64", ""
-    how, links = "--seconds 20", " ".join(name for name in LINKS if name != "free")
+    """Return the commands of all cases. Compiling takes most of the time: a tuned step, of one row, the longest."""
+    whole, some, shards, batches = "8b", "8b:4", ["8b:4", "70b:4"], "1 16"
+    small, how, links = "", "--seconds 20", " ".join(name for name in LINKS if name != "free")
     if device == "cpu":
         whole, some, shards, batches = "1b:1", "1b:1", ["1b:2"], "1 2"
-        small = " --prompt-length 16 --new-tokens 4 --repeats 1 --eager"
-        how, links = "--seconds 1 --eager", "pcie"
+        small, how, links = " --prompt-length 16 --new-tokens 4 --repeats 1 --eager", "--seconds 1 --eager", "pcie"
     decode = f"bench.py --tp 1 --device {device}{small} --batch"
-    predict = f"-m extras.measure.sweep --simulate-tp 8 --prompt-length 128 --device {device} {how} --link {links}"
-    predict += " --wiring standard ladder parallel-ladder upper-bound --model"
+    predict = f"-m extras.measure.sweep --simulate-tp 8 --prompt-length 1024 --batch 4 --device {device} {how}"
+    predict += f" --link {links} --wiring standard ladder parallel-ladder upper-bound --model"
     return [
         f"{decode} 1 --model {whole}",
-        *(f"{decode} {batches} --model {some}{quant}" for quant in ("", ":int8", ":int4")),
         *(f"{predict} {model} --profile {shlex.quote(traces)}/{model[:-2]}" for model in shards),
+        *(f"{decode} {batches} --model {some}{quant}" for quant in ("", ":int8", ":int4")),
     ]
 
 

@@ -42,8 +42,7 @@ class SplitAttention(Attention):
     """An Attention that, compiled for a GPU, splits the keys of a head between multiprocessors in a decode step.
 
     PyTorch's own kernels that take a mask give one head to one multiprocessor: for a row of the 8b, 8 of an H200's 132
-    would work. So would flex_attention's (torch 2.13) without a BlockMask. With one, a row reads only the blocks of keys
-    that it attends to.
+    would work, and with flex_attention (torch 2.13) too, unless it is given blocks of keys.
     """
 
     def attend(self, q, k, v, mask, positions):
@@ -55,19 +54,14 @@ class SplitAttention(Attention):
             position = positions[row, query % S]
             return key <= position if window is None else (key <= position) & (key > position - window)
 
-        # the blocks of keys that each row attends to, from the first to the last; T is a multiple of BUCKET
+        # each row's blocks of keys, from the first to the last that it attends to; T is a multiple of BUCKET
         n_blocks, rows = T // KEY_BLOCK, q.shape[2] * S  # rows: of q, for a head
         first = (positions[:, :1] + 1 - (window or T + 1)).clamp(min=0) // KEY_BLOCK  # (B, 1)
         last = (positions[:, -1:] // KEY_BLOCK).clamp(max=n_blocks - 1)
-        order = (first + torch.arange(n_blocks, device=q.device)).clamp(max=n_blocks - 1)
-        blocks = BlockMask.from_kv_blocks(
-            (last - first + 1)[:, None].int(),  # how many, (B, 1, 1)
-            order[:, None, None].int(),  # which, (B, 1, 1, n_blocks)
-            BLOCK_SIZE=(-(-rows // KEY_BLOCK) * KEY_BLOCK, KEY_BLOCK),
-            mask_mod=visible,
-            seq_lengths=(rows, T),
-            compute_q_blocks=False,
-        )
+        which = (first + torch.arange(n_blocks, device=q.device)).clamp(max=n_blocks - 1)
+        sizes = {"BLOCK_SIZE": (-(-rows // KEY_BLOCK) * KEY_BLOCK, KEY_BLOCK), "seq_lengths": (rows, T)}
+        count, which = (last - first + 1)[:, None].int(), which[:, None, None].int()  # (B, 1, 1), (B, 1, 1, n_blocks)
+        blocks = BlockMask.from_kv_blocks(count, which, mask_mod=visible, compute_q_blocks=False, **sizes)
         return flex_attention(q.flatten(2, 3), k[:, :, :T], v[:, :, :T], block_mask=blocks)
 
 
