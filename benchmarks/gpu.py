@@ -1,4 +1,4 @@
-"""What one GPU does within nine minutes: decode, integers, and what eight ranks would take over the named links.
+"""What one GPU does within nine minutes: decode, what eight ranks would take over the named links, and integers.
 
 python -m benchmarks.gpu --json gpu.jsonl                 # make gpu runs the GPU's tests before it
 python -m benchmarks.gpu --device cpu --json tiny.jsonl   # the same in small, to try the script: its times mean nothing
@@ -27,14 +27,16 @@ SHORTEST = 20  # seconds: with less time left, no case starts
 
 
 def cases(device, traces):
-    """Return the commands of all cases. Compiling takes most of the time: a tuned step, of one row, the longest."""
+    """Return the commands of all cases. Compiling takes most of the time, longest for a single row: it is tuned."""
     whole, some, shards, batches = "8b", "8b:4", ["8b:4", "70b:4"], "1 16"
-    small, how, links = "", "--seconds 20", " ".join(name for name in LINKS if name != "free")
+    small, links = "", " ".join(name for name in LINKS if name != "free")
+    how = "--seconds 20 --prompt-length 1024"
     if device == "cpu":
         whole, some, shards, batches = "1b:1", "1b:1", ["1b:2"], "1 2"
-        small, how, links = " --prompt-length 16 --new-tokens 4 --repeats 1 --eager", "--seconds 1 --eager", "pcie"
+        small, links = " --prompt-length 16 --new-tokens 4 --repeats 1 --eager", "pcie"
+        how = "--seconds 1 --eager --prompt-length 16"
     decode = f"bench.py --tp 1 --device {device}{small} --batch"
-    predict = f"-m extras.measure.sweep --simulate-tp 8 --prompt-length 1024 --batch 4 --device {device} {how}"
+    predict = f"-m extras.measure.sweep --simulate-tp 8 --batch 4 --device {device} {how}"
     predict += f" --link {links} --wiring standard ladder parallel-ladder upper-bound --model"
     return [
         f"{decode} 1 --model {whole}",

@@ -31,20 +31,20 @@ class Graphs:
     """
 
     def __init__(self, model, untimed):
-        compile = functools.partial(torch.compile, model, fullgraph=True, dynamic=False)
-        self.one_row, self.rows = (
-            compile(options={"combo_kernels": True, "coordinate_descent_tuning": tuned}) for tuned in (True, False)
-        )
+        settings = {"fullgraph": True, "dynamic": False}
+        self.more_rows = torch.compile(model, options={"combo_kernels": True}, **settings)
+        tuned = {"combo_kernels": True, "coordinate_descent_tuning": True}  # which may change the last bits
+        self.one_row = torch.compile(model, options=tuned, **settings)
         self.untimed, self.pool = untimed, torch.cuda.graph_pool_handle()
         self.graphs, self.inputs, self.n_bytes = {}, {}, []
 
     def step(self, tokens, *args, **kwargs):
         """Run the compiled step, not captured.
 
-        Tuned, the compiler multiplies one token's row by kernels of its own, faster than cuBLAS. It takes cuBLAS's for
-        more rows, and tuning the rest would take most of the time of compiling.
+        Only a step of one token is tuned: there the compiler multiplies by kernels of its own. For more it calls
+        cuBLAS, and tuning the rest would only take time.
         """
-        return (self.one_row if tokens.numel() == 1 else self.rows)(tokens, *args, **kwargs)
+        return (self.one_row if tokens.numel() == 1 else self.more_rows)(tokens, *args, **kwargs)
 
     def __call__(self, tokens, positions, cache, cache_length):
         """Return logits (B, S, v) for tokens (B, S), positions (B, S); the next such call overwrites them."""

@@ -17,7 +17,7 @@ from model import Attention, cache_slots
 from runtime import cxx, place
 from runtime.errors import find_extra
 
-KEY_BLOCK = 128  # keys that one multiprocessor reads at least
+KEY_BLOCK = 128  # keys: a row skips whole blocks; the tiles of PyTorch's kernels divide it
 FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is faster
 # A step's weights evict all else from the caches, so little should run between the products; a second thread is for
 # large kernels. Of the C++, only the kernels take time to run: built apart, the rest takes g++ a third of the time.
@@ -42,7 +42,8 @@ class SplitAttention(Attention):
     """An Attention that, compiled for a GPU, splits the keys of a head between multiprocessors in a decode step.
 
     PyTorch's own kernels that take a mask give one head to one multiprocessor: for a row of the 8b, 8 of an H200's 132
-    would work, and with flex_attention (torch 2.13) too, unless it is given blocks of keys.
+    would work. flex_attention splits the keys only if it is given blocks of keys: else the whole cache is one block,
+    which the first split gets (torch 2.11, 2.13).
     """
 
     def attend(self, q, k, v, mask, positions):
@@ -54,14 +55,15 @@ class SplitAttention(Attention):
             position = positions[row, query % S]
             return key <= position if window is None else (key <= position) & (key > position - window)
 
-        # each row's blocks of keys, from the first to the last that it attends to; T is a multiple of BUCKET
-        n_blocks, rows = T // KEY_BLOCK, q.shape[2] * S  # rows: of q, for a head
-        first = (positions[:, :1] + 1 - (window or T + 1)).clamp(min=0) // KEY_BLOCK  # (B, 1)
-        last = (positions[:, -1:] // KEY_BLOCK).clamp(max=n_blocks - 1)
-        which = (first + torch.arange(n_blocks, device=q.device)).clamp(max=n_blocks - 1)
-        sizes = {"BLOCK_SIZE": (-(-rows // KEY_BLOCK) * KEY_BLOCK, KEY_BLOCK), "seq_lengths": (rows, T)}
-        count, which = (last - first + 1)[:, None].int(), which[:, None, None].int()  # (B, 1, 1), (B, 1, 1, n_blocks)
-        blocks = BlockMask.from_kv_blocks(count, which, mask_mod=visible, compute_q_blocks=False, **sizes)
+        # the blocks of keys that each row attends to; a row that is done may be beyond the slots that this pass reads
+        n_blocks, n_queries = -(-T // KEY_BLOCK), q.shape[2] * S
+        start, end = positions[:, :1].clamp(max=T - 1), positions[:, -1:].clamp(max=T - 1)  # (B, 1)
+        first = 0 * start if window is None else (start + 1 - window).clamp(min=0) // KEY_BLOCK
+        last = end // KEY_BLOCK
+        kv_num_blocks = (last - first + 1)[:, None].int()  # (B, 1, 1): all queries of a head are one block
+        kv_indices = (first + torch.arange(n_blocks, device=q.device)).clamp(max=n_blocks - 1)[:, None, None].int()
+        sizes = {"BLOCK_SIZE": (-(-n_queries // KEY_BLOCK) * KEY_BLOCK, KEY_BLOCK), "seq_lengths": (n_queries, T)}
+        blocks = BlockMask.from_kv_blocks(kv_num_blocks, kv_indices, mask_mod=visible, compute_q_blocks=False, **sizes)
         return flex_attention(q.flatten(2, 3), k[:, :, :T], v[:, :, :T], block_mask=blocks)
 
 

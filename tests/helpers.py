@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import io
 import math
 import multiprocessing
@@ -23,7 +24,7 @@ import model
 import tp
 from decoding.runner import Runner, make_cache
 from kernels import gloo
-from model import WIRINGS, Config, Transformer, list_sublayers, parse_wiring
+from model import WIRINGS, Attention, Config, Transformer, list_sublayers, parse_wiring
 from runtime import cxx, launch, writing
 
 ROOT = Path(__file__).parent.parent
@@ -309,6 +310,33 @@ def call_main(world, main, args):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Scripts
+
+
+def check_split_attention(count, window, T, device):
+    """Compare it, compiled, with Attention in rows of different lengths, one of them done, with `count` queries each.
+
+    Keys in blocks that a row need not read are NaN.
+    """
+    from runtime.compiling import KEY_BLOCK, SplitAttention  # imports the compiler
+
+    generator, starts = torch.Generator().manual_seed(0), torch.tensor([[5], [0], [T // 4], [T - count], [T + 300]])
+    q = torch.randn(5, 2, 4, count, 16, generator=generator)
+    k, v = (torch.randn(5, 2, 513, 16, generator=generator) for _ in "kv")
+    positions, keys = starts + torch.arange(count), torch.arange(T)
+    mask = (keys <= positions[..., None]) & (keys > positions[..., None] - (window or T))
+    plain = Attention.attend(layer := SplitAttention(BASE, 0), q, k, v, mask, positions)
+    layer.window = window
+    for row, (start, end) in enumerate(positions[:, [0, -1]].clamp(max=T - 1).tolist()):
+        needed = range((window and max(0, start + 1 - window) or 0) // KEY_BLOCK, end // KEY_BLOCK + 1)
+        unneeded = [i for i in range(513) if i // KEY_BLOCK not in needed]
+        k[row, :, unneeded] = v[row, :, unneeded] = torch.nan
+
+    @functools.partial(torch.compile, fullgraph=True, dynamic=False)
+    def split(q, *rest):  # with heads apart: the compiler for CPUs takes no view of another shape (torch 2.13)
+        return layer.attend(q.unflatten(2, (4, count)), *rest)
+
+    result = split(*[x.to(device) for x in (q.flatten(2, 3), k, v, mask, positions)]).cpu()
+    assert torch.allclose(plain[:-1], result[:-1], atol=1e-5)
 
 
 def free_port():

@@ -2,12 +2,11 @@
 
 import contextlib
 import dataclasses
-import functools
 import types
 
 import pytest
 import torch
-from helpers import BASE, random_model
+from helpers import BASE, check_split_attention, random_model
 
 import generate as generate_module
 from decoding import run_ahead
@@ -16,9 +15,7 @@ from decoding.runner import Runner, make_cache
 from decoding.sampling import Sampler
 from generate import generate
 from kernels import cuda_graphs
-from model import Attention
 from runtime import compiling, cxx, place
-from runtime.compiling import SplitAttention
 from runtime.errors import InputError
 
 BUCKET, CUDA = 4, torch.device("cuda")
@@ -142,28 +139,9 @@ def test_a_captured_step_with_its_choice_generates_the_same(temperature, top_k, 
     assert len(runner.graphs.graphs) == 5
 
 
-def check_split_attention(count, window, device):
-    """Compare it with Attention in rows of different lengths; each has `count` queries. It is to skip other blocks."""
-    layer = Attention(dataclasses.replace(BASE, sliding_window=window, window_layers=(0,) if window else ()), 0)
-    generator, start = torch.Generator().manual_seed(0), torch.tensor([[5], [0], [126], [383], [509]])
-    q = torch.randn(5, 2, 4, count, 16, generator=generator)
-    k, v = (torch.randn(5, 2, 513, 16, generator=generator) for _ in "kv")
-    positions, keys = start + torch.arange(count), torch.arange(512)
-    mask = (keys <= positions[..., None]) & (keys > positions[..., None] - (window or 512))
-    plain = layer.attend(q, k, v, mask, positions)
-    layer.__class__ = SplitAttention
-
-    @functools.partial(torch.compile, fullgraph=True, dynamic=False)
-    def split(q, *rest):  # with heads apart: the compiler for CPUs takes no view of another shape (torch 2.13)
-        return layer.attend(q.unflatten(2, (4, count)), *rest)
-
-    result = split(*[x.to(device) for x in (q.flatten(2, 3), k, v, mask, positions)])
-    assert torch.allclose(plain, result.cpu(), atol=1e-5)
-
-
-@pytest.mark.parametrize("count, window", [(1, None), (3, 200)])
-def test_attention_with_split_keys_is_attention(count, window):
-    check_split_attention(count, window, "cpu")
+@pytest.mark.parametrize("count, window, T", [(1, None, 512), (3, 200, 509)])
+def test_attention_with_split_keys_is_attention(count, window, T):
+    check_split_attention(count, window, T, "cpu")
 
 
 @pytest.mark.parametrize("missing, line", [

@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import WIRED, command, last_logits, random_model, script, unequal_rows, wired_id
+from helpers import WIRED, check_split_attention, command, last_logits, random_model, script, unequal_rows, wired_id
 from reference import Reference
-from test_cuda_dry import check_split_attention
 
 from formats.sizes import RandomWeights
 from kernels import int_linear
@@ -67,10 +66,11 @@ def test_a_model_computes_what_float64_does(changes, compile):
     assert (logits(net.to(DEVICE), tokens, lengths, compile) - exact).abs().max() < 1e-3
 
 
+@pytest.mark.parametrize("T", [512, 509, 9])
 @pytest.mark.parametrize("window", [None, 4, 200])
 @pytest.mark.parametrize("count", [1, 3])
-def test_attention_with_split_keys_is_attention(count, window):
-    check_split_attention(count, window, DEVICE)
+def test_attention_with_split_keys_is_attention(count, window, T):
+    check_split_attention(count, window, T, DEVICE)
 
 
 def quantized(quant, **changes):
