@@ -98,7 +98,7 @@ def measure(args, world):
         rounds = in_turns(ways, args.repeats)
     made, lines = benchmarking.environment(world), []
     for (wiring, batch), runs in rounds.items():
-        runner, ms = cells[wiring, batch][0], [1e3 * run.decode_s / (run.steps - 1) for run in runs]
+        runner, ms = cells[wiring, batch][0], [1e3 * run.decode_s / (run.new_tokens - 1) for run in runs]
         read = report.step_bytes(runner.model, runner.cache, args.prompt_length + args.new_tokens / 2)
         lines.append({
             "model": name, "n_layers": config.n_layers, "quant": config.quant, "wiring": wiring, "batch": batch,

@@ -23,7 +23,7 @@ from decoding.runner import Runner, make_cache, pad
 from decoding.sampling import Sampler
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
-from model import Config
+from model import Config, rewired
 from runtime import cli, launch, place, report
 from runtime.cli import count, number
 from runtime.errors import InputError, load_extra
@@ -33,9 +33,10 @@ from tp import TensorParallel, load_shard
 
 def load_model(config, folder, dtype, world):
     """Return the model with this rank's weights and its collectives. folder: None for random weights."""
-    lane_on_each_rank = not config.lanes or world.shares == (1,) * config.lanes
-    plain = lane_on_each_rank and not config.named_wiring.model
-    load = load_shard if plain else load_extra("lanes", f"wiring {config.wiring}").load_lanes
+    # One lane a rank is an ordinary shard; several, or a wiring with a model of its own, take extras/lanes.
+    one_each = not config.lanes or world.shares == (1,) * config.lanes
+    ordinary = one_each and not config.named_wiring.model
+    load = load_shard if ordinary else load_extra("lanes", f"wiring {config.wiring}").load_lanes
     with world.together():  # raises an InputError of one rank on all of them
         if folder:
             weights = checkpoint.Weights(folder)
@@ -78,7 +79,7 @@ class Generation:
         self.sequences = [list(prompt) for prompt in prompts]  # with the new ids, end-of-sequence included
         self.ends = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         self.finish = [None] * len(prompts)  # of each row that is done "stop" for end-of-sequence, else "length"
-        self.passes = 0  # after the prefill
+        self.passes = 0  # of decode, after the prefill's
         self.prefill_s = self.decode_s = 0.0  # seconds to the first token; of the passes after it, without their reader
 
     @torch.inference_mode()
@@ -126,7 +127,7 @@ class Generation:
         return taken
 
     @property
-    def steps(self):
+    def new_tokens(self):
         """The number of new tokens of the longest row, end-of-sequence included."""
         return max(len(sequence) - len(prompt) for sequence, prompt in zip(self.sequences, self.prompts, strict=True))
 
@@ -170,8 +171,8 @@ def add_flags(p):
     cli.add_json_flag(g)
 
 
-class Request(NamedTuple):
-    """What the flags ask for, as read() makes it."""
+class Run(NamedTuple):
+    """What the flags ask for, as read_flags makes it, and what load adds to it."""
 
     args: object
     name: str  # of the model
@@ -182,10 +183,14 @@ class Request(NamedTuple):
     slots: int  # of the cache that a step may read
     sample: Sampler
     draft_source: object  # the extras.drafts Source that --draft names, or None
+    runner: Runner | None = None  # from here on load's: the model, compiled if asked for
+    draft: object = None  # of the Generation
+    load_s: float = 0.0
+    compile_s: float = 0.0
 
 
-def read(args, world):
-    """Return the Request of the flags: all that they name is read and checked before a rank takes time to load.
+def read_flags(args, world):
+    """Return the Run that the flags ask for, without its model; all that they name is checked before a rank loads.
 
     Raises InputError.
     """
@@ -196,10 +201,10 @@ def read(args, world):
             compiling.prepare(world.device)
         sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
         name, own = cli.read_config(args)
-        config = cli.with_wiring(own, args)
+        config = rewired(own, args.wiring)
         tokenizer = args.checkpoint and load_tokenizer(args.checkpoint, config.vocab_size)
         if args.checkpoint and world.rank == 0:
-            cli.warn_of_wiring(own, config, world.shares)
+            cli.warn_of_wiring(own, config)
         prompts, chats = cli.read_prompts(args, config, tokenizer), cli.is_chat(args)
         context = min(cli.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
         new = cli.fit(args.max_new_tokens, prompts, context)
@@ -215,37 +220,28 @@ def read(args, world):
         "--draft": source and (source.name, source.count),
     }
     world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)
-    return Request(args, name, config, tokenizer, prompts, new, slots, sample, source)
+    return Run(args, name, config, tokenizer, prompts, new, slots, sample, source)
 
 
-class Loaded(NamedTuple):
-    """What load() makes for a Request: the model, compiled if asked for."""
-
-    runner: Runner
-    draft: object  # the draft of a Generation, or None
-    load_s: float
-    compile_s: float
-
-
-def load(request, world):
-    """Return the Loaded of a Request. Raises InputError."""
-    args, start = request.args, time.perf_counter()
-    model = load_model(request.config, args.checkpoint, args.dtype, world)
-    cache = make_cache(model, len(request.prompts), request.slots)
+def load(run, world):
+    """Return the Run with its model loaded, and compiled if asked for. Raises InputError."""
+    args, start = run.args, time.perf_counter()
+    model = load_model(run.config, args.checkpoint, args.dtype, world)
+    cache = make_cache(model, len(run.prompts), run.slots)
     with world.together():
         runner = Runner(model, cache, compile=args.compile is not None, compile_prefill=args.compile == "all")
         runner.shows_progress = world.rank == 0
         draft = None
-        if request.draft_source:
+        if run.draft_source:
             load_whole = functools.partial(load_model, dtype=args.dtype, world=World(0, 1, world.device))
-            draft = load_extra("drafts", "--draft").build(request.draft_source, runner, load_whole)
+            draft = load_extra("drafts", "--draft").build(run.draft_source, runner, load_whole)
     load_s, compile_s = time.perf_counter() - start, 0.0
     if args.compile:
         from runtime import compiling
 
         world.say("compiling ...")
-        compile_s = compiling.warm_up(runner, request.prompts, request.max_new_tokens, request.sample, draft)
-    return Loaded(runner, draft, load_s, compile_s)
+        compile_s = compiling.warm_up(runner, run.prompts, run.max_new_tokens, run.sample, draft)
+    return run._replace(runner=runner, draft=draft, load_s=load_s, compile_s=compile_s)
 
 
 def main(argv=None):
@@ -253,21 +249,19 @@ def main(argv=None):
     add_flags(parser)
     args = parser.parse_args(argv)
     world = launch.join(args.device, vars(args))
-    request = read(args, world)
-    loaded = load(request, world)
+    run = load(read_flags(args, world), world)
     if cli.is_chat(args):
-        return load_extra("chat", "--chat without a prompt").run(request, loaded, world, Generation)
-    prompts, new = request.prompts, request.max_new_tokens
-    printer = None
+        return load_extra("chat", "--chat without a prompt").chat_on_terminal(run, world, Generation)
+    prompts, new, printer = run.prompts, run.max_new_tokens, None
     if world.rank == 0:
-        printer = cli.Printer(prompts, request.tokenizer, new, show_prompt=args.chat is None)
-    generation = Generation(loaded.runner, prompts, new, request.sample, request.config.eos_ids, loaded.draft)
-    with loaded.runner.unguarded():
+        printer = cli.Printer(prompts, run.tokenizer, new, show_prompt=args.chat is None)
+    generation = Generation(run.runner, prompts, new, run.sample, run.config.eos_ids, run.draft)
+    with run.runner.unguarded():
         for ids in generation:
             if printer:
                 printer.push(ids)
     texts = printer and printer.finish(generation.rows)
-    result = report.result(request, loaded, generation, texts, world)
+    result = report.result(run, generation, texts, world)
     world.say(report.summary(result))
     if args.json and world.rank == 0:
         from runtime import benchmarking, writing

@@ -77,7 +77,8 @@ class SingleDevice:
 
 def interleave(streams):
     """Run generators in turns: while one waits for its all-reduce, the next computes. Returns the last x of each."""
-    *_, xs = zip(*streams, strict=True)  # zip runs each up to its next yield, and so on to their ends
+    for xs in zip(*streams, strict=True):  # each up to its next yield, and so on to their ends
+        pass
     return xs
 
 
@@ -323,12 +324,6 @@ class Config:
     def function(self):
         """A key that two configs share if their wirings compute the same: ladder:8 of 8 layers is ladder."""
         return self.layer_wirings, self.period, self.lanes
-
-    @property
-    def standard_in_one_lane(self):
-        """Whether this wiring with one lane computes what the standard wiring computes."""
-        wiring = self.named_wiring
-        return wiring.depends_on_lanes and (wiring.stream is not residual_stream or not wiring.stale)
 
 
 def rewired(config, wiring):

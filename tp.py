@@ -1,10 +1,10 @@
 """Tensor parallelism: which rank holds what of the weights, and the collectives of a forward pass. Nothing else shards,
 and nothing else communicates while a model computes.
 
-Rank and shares are arguments, so one process can build the shard of any rank. Shape letters: model.py.
+Rank and shares are arguments, so one process can build the shard of any rank. shares: the relative sizes of the
+ranks' parts, (1, 1) for two equal ones. Shape letters: model.py.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,15 +25,15 @@ def normalize_shares(shares):
     return (1,) * shares if isinstance(shares, int) else shares
 
 
-def split_range(n, rank, shares, what=None):
+def split_range(n, rank, shares, name=None):
     """Return the range (start, stop) of n things that a rank gets, in proportion to its share.
 
-    Bounds are rounded up: of 8, three equal ranks get 0-3, 3-6 and 6-8. what: a name for the things; if given, every
-    rank must get one, else this raises an InputError.
+    Bounds are rounded up: of 8, three equal ranks get 0-3, 3-6 and 6-8. name: of the things, in the plural; if given,
+    this raises an InputError where a rank would get none.
     """
     bounds = [-(-n * sum(shares[:r]) // sum(shares)) for r in range(len(shares) + 1)]
-    if what and len(set(bounds)) < len(bounds):
-        raise InputError(f"--shares: {min(shares)} in {sum(shares)} gets none of {n} {what}: give 1 in {n} or more")
+    if name and len(set(bounds)) < len(bounds):
+        raise InputError(f"--shares: {min(shares)} in {sum(shares)} gets none of {n} {name}: give 1 in {n} or more")
     return bounds[rank], bounds[rank + 1]
 
 
@@ -112,16 +112,7 @@ class ShardSlice(NamedTuple):
     dtype: torch.dtype
     dim: int = 0
     ranges: list | None = None  # [(start, stop), ...] along dim, concatenated; None: all of it; []: zeros
-    columns: int = 1  # of the matrix that one stored number covers: 2 for a byte of int4, 64 for the scale of its group
-
-
-def row_parallel_part(tensor, whole, in_features, ranges, rank):
-    """Return the (dim, ranges, columns) of a ShardSlice for a tensor of wo or w2; ranges: the rank's columns."""
-    if tensor == "bias":  # added to a partial sum: by rank 0 alone
-        return 0, (None if rank == 0 else []), 1
-    if whole.shape[-1] == 1:  # the scale of a row
-        return 1, None, 1
-    return 1, ranges, in_features // whole.shape[-1]
+    columns: int = 1  # of the matrix, for each stored number: 2 for a byte of int4, 64 for the scale of such a group
 
 
 def shard_slices(model, dtype, rank=0, shares=1):
@@ -138,9 +129,12 @@ def shard_slices(model, dtype, rank=0, shares=1):
         key = linear.split(".", 3)[-1]  # "layers.3.attention.wo" is "wo" in the plan
         dim, ranges = plan.get(key, (0, None))
         shape, columns = list(whole.shape), 1
-        if dim == 1:
-            in_features = model.get_submodule(path).in_features
-            dim, ranges, columns = row_parallel_part(tensor, whole, in_features, ranges, rank)
+        if dim == 1 and tensor == "bias":  # added to a partial sum: by rank 0 alone
+            dim, ranges = 0, (None if rank == 0 else [])
+        elif dim == 1 and whole.shape[-1] == 1:  # the scale of a row
+            ranges = None
+        elif dim == 1:
+            columns = model.get_submodule(path).in_features // whole.shape[-1]
         dim += whole.dim() == 3  # dimension 0: experts
         if ranges:
             shape[dim] = int_groups.stored_columns(ranges, columns)
@@ -185,38 +179,31 @@ def _set_parameter(model, name, tensor):
 # ---- The collectives -------------------------------------------------------------------------------------------------
 
 
-class Collective(NamedTuple):
-    """A way to sum over ranks. about: its line in --help. connect(world): returns the process group that sums.
-
-    When connect is called, `world.group` is torch.distributed's default group. If these ranks cannot sum that way,
-    e.g. by shared memory between two machines, connect raises InputError on all of them.
-    """
-
-    about: str
-    connect: Callable
-
-
 def connect_auto(world):
-    """Return a group of extras/collectives, shared-memory or, if faster than NCCL, one-shot; else the library's."""
+    """On one node GPUs by one-shot, if faster, CPUs by shared-memory; else as library."""
     on_gpus = world.device.type == "cuda"
     try:
         if on_gpus:
-            return collective("one-shot").connect(world, if_faster=True)
+            return collective("one-shot")(world, if_faster=True)
         if len({*world.nodes}) == 1:
-            return collective("shared-memory").connect(world)
+            return collective("shared-memory")(world)
     except InputError as e:
         world.say(f"{'NCCL' if on_gpus else 'gloo'} carries the all-reduces: {e}")
     return world.group
 
 
-COLLECTIVES = {
-    "auto": Collective("on one node GPUs by one-shot, if faster, CPUs by shared-memory; else as library", connect_auto),
-    "library": Collective("by gloo or NCCL", lambda world: world.group),
-}
+def connect_library(world):
+    """By gloo or NCCL."""
+    return world.group
+
+
+# Ways to sum over ranks, {name: function}. It takes the World, whose group is torch.distributed's default one, and
+# returns the process group that sums, or raises InputError on all ranks alike. Its docstring begins with its --help.
+COLLECTIVES = {"auto": connect_auto, "library": connect_library}
 
 
 def collective(name):
-    """Return the Collective of this name, if need be from extras/collectives. Raises InputError for unknown ones."""
+    """Return the function of COLLECTIVES of this name, if need be from extras/collectives. Raises InputError."""
     if name not in COLLECTIVES:
         load_extra("collectives", f"--comm {name}")
     if name not in COLLECTIVES:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from formats import checkpoint
 from formats.tokenizer import TextStream
-from model import WIRINGS, WIRINGS_IN_EXTRAS, rewired
+from model import WIRINGS, WIRINGS_IN_EXTRAS
 from runtime.errors import InputError
 from tp import COLLECTIVES
 
@@ -105,7 +105,7 @@ def add_rank_flags(parser, sharded=False, comm=True):
         parser.add_argument("--shares", type=lambda text: (*map(count, text.split(",")),), metavar=numbers, help=words)
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda if each rank finds a GPU, else cpu")
     if comm:
-        known = "\n".join(f"{name}: {collective.about}" for name, collective in COLLECTIVES.items())
+        known = "\n".join(f"{name}: {connect.__doc__.splitlines()[0]}" for name, connect in COLLECTIVES.items())
         words = f"how ranks sum\n{known}\nothers: extras/collectives/README.md"
         parser.add_argument("--comm", default="auto", metavar="NAME", help=words)
 
@@ -123,7 +123,7 @@ def add_output_flags(parser, example):
 
 
 def add_wiring_flags(parser):
-    """Add the flags that choose a wiring; with_wiring applies them."""
+    """Add the flags that choose a wiring."""
     words = [f"{name}: {wiring.about}" for name, wiring in WIRINGS.items()] + [
         *(f"{name}: extras/{extra}/README.md" for name, extra in WIRINGS_IN_EXTRAS.items() if name not in WIRINGS),
         "NAME:N wires the last N layers that way, NAME:I,J,... layers I, J (from 0), NAME:I-J I to J;",
@@ -136,24 +136,14 @@ def add_wiring_flags(parser):
     g.add_argument("--ladder", dest="wiring", action="store_const", const="ladder", help="means --wiring ladder")
 
 
-def with_wiring(config, args):
-    """Return the config with the wiring that the flags ask for."""
-    try:
-        return rewired(config, args.wiring)
-    except InputError as e:
-        raise InputError(f"--wiring: {e}") from None
-
-
-def warn_of_wiring(own, config, shares):
+def warn_of_wiring(own, config):
     """Say on stderr when a checkpoint runs in another wiring than its own."""
     if own.function == config.function:
         if own.named_wiring.depends_on_lanes and own.lanes is None:
             print(f"these weights name no lanes: {own.wiring} is another function on other ranks", file=sys.stderr)
         return
-    loss = "another function than these weights were trained for: eval.py measures the loss"
-    if own.wiring == "standard" and config.standard_in_one_lane and (config.lanes or len(shares)) == 1:
-        loss = "which is the same in one lane"
-    print(f"these weights are {own.wiring}'s, and run as {config.wiring.removesuffix(',')}, {loss}", file=sys.stderr)
+    other = f"run as {config.wiring.removesuffix(',')}: eval.py measures what that costs"
+    print(f"these weights are {own.wiring}'s, and {other}", file=sys.stderr)
 
 
 # ---- Prompts in, text out --------------------------------------------------------------------------------------------

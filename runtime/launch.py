@@ -64,10 +64,6 @@ class World:
         if self.rank == 0:
             print(text, file=sys.stderr, flush=True)
 
-    def tell(self, value):
-        """Return rank 0's value, on every rank."""
-        return self.gather(value)[0]
-
     def agree(self, values, **folders):
         """Raise InputError on all ranks, which names each difference, unless all ranks give an equal dict.
 
@@ -109,7 +105,7 @@ def join(device=None, flags=None):
     global watch
     (rank, tp_size), flags = rank_and_size(), flags or {}
     comm = flags.get("comm", "auto")
-    connect = tp.collective(comm).connect
+    connect = tp.collective(comm)
     world = World(rank, tp_size, None, shares=flags.get("shares"))
     if tp_size == 1:
         if comm != "auto":

@@ -96,28 +96,28 @@ def peak_bytes(device):
     return _kilobytes("/proc/self/status", "VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def result(request, loaded, done, texts, world):
-    """Return the results as a dict: of a generate.Request, what was loaded for it, and its Generation, which is `done`.
+def result(run, done, texts, world):
+    """Return the results as a dict, of a generate.Run and its Generation, which is `done`.
 
     Every rank calls it: it gathers.
     """
-    runner, draft, source, config = loaded.runner, loaded.draft, request.draft_source, request.config
-    longest, rows, passes = max(map(len, request.prompts)), len(request.prompts), done.passes
-    slots = longest + done.steps / 2  # filled in the mean pass
+    runner, draft, source, config = run.runner, run.draft, run.draft_source, run.config
+    longest, rows, passes = max(map(len, run.prompts)), len(run.prompts), done.passes
+    slots = longest + done.new_tokens / 2  # filled in the mean pass
     drafted = draft.drafted / passes if draft and passes else 0  # for a row in the mean pass
     read = step_bytes(runner.model, runner.cache, slots, drafted)
     if drafted and draft.runner:
         read += drafted * step_bytes(draft.runner.model, draft.runner.cache, slots)
-    tpot = done.decode_s / (done.steps - 1) if done.steps > 1 else None
+    tpot = done.decode_s / (done.new_tokens - 1) if done.new_tokens > 1 else None
     later = sum(max(len(row) - 1, 0) for row in done.rows)  # tokens after each row's first; ended rows give no more
     accepted = draft and [draft.accepted[n] for n in range(max(draft.accepted, default=0) + 1)]
     return {
-        "model": request.name, "n_layers": config.n_layers, "wiring": config.wiring, "quant": config.quant,
+        "model": run.name, "n_layers": config.n_layers, "wiring": config.wiring, "quant": config.quant,
         "dtype": dtype_name(runner.model.dtype), "device": world.device.type,
-        "comm": "one-shot" if getattr(world.group, "group_name", "").startswith("one-shot") else request.args.comm,
+        "comm": "one-shot" if getattr(world.group, "group_name", "").startswith("one-shot") else run.args.comm,
         "tp": world.tp_size, "shares": world.shares,
-        "batch": rows, "prompt_tokens": longest, "new_tokens": done.steps, "passes": passes,
-        "load_s": loaded.load_s, "compile_s": loaded.compile_s, "prefill_s": done.prefill_s, "decode_s": done.decode_s,
+        "batch": rows, "prompt_tokens": longest, "new_tokens": done.new_tokens, "passes": passes,
+        "load_s": run.load_s, "compile_s": run.compile_s, "prefill_s": done.prefill_s, "decode_s": done.decode_s,
         "ttft_ms": 1e3 * done.prefill_s, "tpot_ms": tpot and 1e3 * tpot, "tok_s": tpot and later / done.decode_s,
         "step_bytes": int(read), "bytes_s": tpot and read * passes / done.decode_s,
         "peak_bytes": world.gather(peak_bytes(world.device)),

@@ -95,7 +95,7 @@ def twins(world, wiring):
             done, used = generated(net, draft, count, new=new, eos_ids=eos_ids)
             expected = [[*itertools.takewhile(lambda i, ends=eos_ids: i not in ends, row[:new])] for row in plain]
             assert done.rows == expected, (name, count, eos_ids, new)
-            assert done.passes <= done.steps == max(min(len(row) + 1, new) for row in done.rows)
+            assert done.passes <= done.new_tokens == max(min(len(row) + 1, new) for row in done.rows)
             words[name] |= {"none" if n == 0 else "all" if n == count else "some" for n in used.accepted}
     samplers = itertools.cycle([generate.Sampler(1.0, seed=3), generate.Sampler(1.3, 4, 0.8, seed=3)])
     unlike = noisy(whole, 0.05 * (1 + (world.rank if world else 0)))  # each rank's proposes others

@@ -137,7 +137,7 @@ def test_ranks_compute_the_same(ranks, compile, chunks):
 def stream_of(world, name, steps):
     """The sums of different partials, as a model's stream would have them."""
     world.group = world.dist_group or dist.group.WORLD
-    world.group = tp.collective(name).connect(world)
+    world.group = tp.collective(name)(world)
     comm = tp.TensorParallel(BASE, world.shares, world.group)
     generator = torch.Generator().manual_seed(world.rank)
     x = torch.zeros(3, 4096, dtype=torch.bfloat16)

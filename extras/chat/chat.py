@@ -37,13 +37,13 @@ def is_stopped(passes, world):
     return bool(stopped)
 
 
-def run(request, loaded, world, Generation):
+def chat_on_terminal(run, world, Generation):
     """Read a line, answer, repeat. With a chat template the lines are user messages, else the text just goes on.
 
-    request, loaded: as generate.read and generate.load make them. Generation: the class of generate.py.
+    run: as generate.load makes it. Generation: the class of generate.py.
     """
-    tokenizer, context = request.tokenizer, min(CHAT_CONTEXT, request.config.max_seq_len)
-    beginning = request.args.chat  # perhaps a system message
+    tokenizer, context = run.tokenizer, min(CHAT_CONTEXT, run.config.max_seq_len)
+    beginning = run.args.chat  # perhaps a system message
     messages, ids, cached = beginning, [], []  # cached: the tokens that are in the cache
 
     def extended(messages, ids, line):
@@ -58,7 +58,7 @@ def run(request, loaded, world, Generation):
         world.say(f"{how}; Enter stops an answer, Ctrl-D ends")
     while True:
         place.at("the wait for the user", timed=world.rank > 0)  # of the others only until rank 0 goes on
-        line = world.tell(read_line() if world.rank == 0 else None)
+        line = world.gather(read_line() if world.rank == 0 else None)[0]
         if line is None:
             return
         if not line.strip():
@@ -72,11 +72,11 @@ def run(request, loaded, world, Generation):
         if len(ids) >= context:
             world.say(f"{len(ids)} tokens do not fit the context of {context}: starting anew with this message")
             messages, ids = anew
-        new = fit(request.args.max_new_tokens, [ids], context)
+        new = fit(run.args.max_new_tokens, [ids], context)
         printer = Printer([ids], tokenizer, new, show_prompt=False) if world.rank == 0 else None
         known = len(os.path.commonprefix([cached, ids[:-1]]))
-        ends = request.config.eos_ids
-        answer = Generation(loaded.runner, [ids], new, request.sample, ends, loaded.draft, cached_tokens=known)
+        ends = run.config.eos_ids
+        answer = Generation(run.runner, [ids], new, run.sample, ends, run.draft, cached_tokens=known)
         for passes, fresh in enumerate(answer, start=1):
             if printer:
                 printer.push(fresh)
@@ -86,7 +86,7 @@ def run(request, loaded, world, Generation):
         if printer:
             printer.finish([row])
         if answer.finish == ["length"]:
-            limit = "--max-new-tokens" if new == request.args.max_new_tokens else "the end of the context"
+            limit = "--max-new-tokens" if new == run.args.max_new_tokens else "the end of the context"
             world.say(f"(cut at {limit})")
         ids = ids + row
         cached = ids[:-1]

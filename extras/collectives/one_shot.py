@@ -16,7 +16,7 @@ from extras.group import Group, Pending
 from runtime import launch
 from runtime.benchmarking import timed
 from runtime.errors import InputError, Verdict
-from tp import COLLECTIVES, Collective
+from tp import COLLECTIVES
 
 ONE_SHOT = 2**18  # bytes up to which each rank sums the whole tensor; of a larger one, each sums its share for all
 BUFFER = 2**24  # bytes of memory that the peers can read; larger sums go through NCCL
@@ -25,9 +25,10 @@ PATIENCE = 20  # seconds for these
 
 
 def connect(world, if_faster=False):
-    """Return the OneShotGroup of a launch.World's ranks. Raises InputError, on all ranks alike, where none can be.
+    """By kernels that read the peer GPUs' memory, which no GPU has run.
 
-    if_faster: also where NVLink does not connect them all, and where NCCL's small sums take less time.
+    Returns the OneShotGroup of the World's ranks. Raises InputError, on all ranks alike, where none can be. if_faster:
+    also where NVLink does not connect them all, and where NCCL's small sums take less time.
     """
     _, local = launch.local_rank_and_size(world.rank, world.tp_size)
     if world.device.type != "cuda" or local != world.tp_size or world.tp_size not in (2, 4, 8):
@@ -116,4 +117,4 @@ class OneShotGroup(Group):
         return Pending(lambda kept=tensors: torch.cuda.current_stream().wait_event(done))
 
 
-COLLECTIVES["one-shot"] = Collective("by kernels that read the peer GPUs' memory, which no GPU has run", connect)
+COLLECTIVES["one-shot"] = connect

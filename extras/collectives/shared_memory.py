@@ -16,22 +16,23 @@ from extras.group import new_name
 from formats.checkpoint import first_line
 from kernels import ordered  # noqa: F401, defines the operators that shared_memory.cpp implements
 from runtime.errors import InputError
-from tp import COLLECTIVES, Collective
+from tp import COLLECTIVES
 
 SLOTS, SLOT_BYTES = 8, 2**23  # of each rank; a slot takes memory only where a message has filled it
 GROUP = "shared-memory"
 
 
 def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
-    """Return a process group of a launch.World's ranks through shared memory, which lives as long as the process.
+    """CPU ranks of one machine through memory that they share.
 
-    slot_bytes: a multiple of 8. Raises InputError, on all ranks alike, if one cannot.
+    Returns the process group of the World's ranks, which lives as long as the process. slot_bytes: a multiple of 8.
+    Raises InputError, on all ranks alike, if one cannot.
     """
     name = new_name(GROUP)
     with world.together(), explained():
         build()
         file = create() if world.rank == 0 else None
-    file = world.tell(file)
+    file = world.gather(file)[0]
     with world.together(), explained():
         fd = file["fd"] if world.rank == 0 else open_file(**file)
         torch.ops.ladder.join_memory(fd, world.rank, world.tp_size, slots, slot_bytes, name)
@@ -71,4 +72,4 @@ def open_file(pid, fd, name):
     raise InputError("rank 0 is on another machine or in another container")
 
 
-COLLECTIVES[GROUP] = Collective("CPU ranks of one machine through memory that they share", connect)
+COLLECTIVES[GROUP] = connect

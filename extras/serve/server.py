@@ -112,10 +112,10 @@ class Front:
 
     deadline = None  # until when what runs may end, after SIGTERM
 
-    def __init__(self, args, batch_request, listener):
-        self.model, self.tokenizer = batch_request.name, batch_request.tokenizer
+    def __init__(self, args, run, listener):
+        self.model, self.tokenizer = run.name, run.tokenizer
         self.api_key, self.max_open = args.api_key or os.environ.get("LADDER_API_KEY"), args.rows + args.queue
-        self.limits = batch_request.config.vocab_size, batch_request.max_new_tokens + 1, self.max_open
+        self.limits = run.config.vocab_size, run.max_new_tokens + 1, self.max_open
         address = listener.getsockname()[0]
         local = address == "::1" or address.startswith("127.")
         self.hosts = {"localhost", address, args.host} if local and not self.api_key else None
@@ -235,7 +235,7 @@ def serve(world, rows, front):
             flag = torch.tensor([changes != []], dtype=torch.int32, device=world.device)
             tells = bool(rows.runner.model.comm.all_gather(flag)[0])
         if tells:
-            changes = world.tell(changes)
+            changes = world.gather(changes)[0]
         if changes is None:
             return
         for i, request in changes:
@@ -278,15 +278,15 @@ def main(argv=None):
     generate.add_flags(p)
     batch = f"--prompt ids:0 --batch {args.rows} --max-new-tokens {args.context - 1} --checkpoint".split()
     batch = vars(p.parse_args([*batch, args.checkpoint])) | vars(args)
-    batch_request = generate.read(argparse.Namespace(**batch), world)  # as for such a batch
-    if batch_request.tokenizer is None:
+    run = generate.read_flags(argparse.Namespace(**batch), world)  # as for such a batch
+    if run.tokenizer is None:
         raise InputError(f"{args.checkpoint} has no tokenizer")
-    runner = generate.load(batch_request, world).runner
-    rows, front = Rows(runner, batch_request.config.eos_ids), None
+    run = generate.load(run, world)
+    rows, front = Rows(run.runner, run.config.eos_ids), None
     if args.compile and args.rows > 1 and world.device.type == "cpu":
         from runtime import compiling
 
-        compiling.warm_up(rows[0].runner, [[0]], batch_request.max_new_tokens, rows.greedy)
+        compiling.warm_up(rows[0].runner, [[0]], run.max_new_tokens, rows.greedy)
 
     def drain(number, frame):
         signal.signal(signal.SIGTERM, signals.terminate)  # a second one ends at once
@@ -296,7 +296,7 @@ def main(argv=None):
     signal.signal(signal.SIGTERM, drain)
     if world.rank == 0:
         sys.setswitchinterval(5e-5)  # seconds: a pass must not wait for the thread that sends the token before
-        front = Front(args, batch_request, listener)
+        front = Front(args, run, listener)
         world.say("listening at http://{}:{}".format(*listener.getsockname()))
-    with runner.unguarded():
+    with run.runner.unguarded():
         serve(world, rows, front)
