@@ -77,8 +77,7 @@ class SingleDevice:
 
 def interleave(streams):
     """Run generators in turns: while one waits for its all-reduce, the next computes. Returns the last x of each."""
-    for xs in zip(*streams, strict=True):  # each up to its next yield, and so on to their ends
-        pass
+    *_, xs = zip(*streams, strict=True)  # zip runs each up to its next yield, and so on to their ends
     return xs
 
 
