@@ -21,7 +21,7 @@ test-all: .venv/requirements-peers.txt test
 	.venv/bin/python -m pytest -n 2 --dist worksteal -m slow
 
 # for a machine with a GPU, whose PYTHON has what requirements-dev.txt lists: installs nothing, ends within nine minutes
-# A test a core, each compiling in its own process, takes 0.5 GB of the GPU.
+# One test process a core, at most 14; each takes 0.5 GB of the GPU's memory.
 gpu: SHELL := bash
 gpu: GPU_RESULTS ?= benchmarks/results
 gpu:

@@ -79,7 +79,7 @@ class Generation:
         self.sequences = [list(prompt) for prompt in prompts]  # with the new ids, end-of-sequence included
         self.ends = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         self.finish = [None] * len(prompts)  # of each row that is done "stop" for end-of-sequence, else "length"
-        self.passes = 0  # of decode, after the prefill's
+        self.passes = 0  # of decode; the prefill's are not counted
         self.prefill_s = self.decode_s = 0.0  # seconds to the first token; of the passes after it, without their reader
 
     @torch.inference_mode()
@@ -183,7 +183,7 @@ class Run(NamedTuple):
     slots: int  # of the cache that a step may read
     sample: Sampler
     draft_source: object  # the extras.drafts Source that --draft names, or None
-    runner: Runner | None = None  # from here on load's: the model, compiled if asked for
+    runner: Runner | None = None  # set by load, as is all below
     draft: object = None  # of the Generation
     load_s: float = 0.0
     compile_s: float = 0.0

@@ -112,7 +112,7 @@ class ShardSlice(NamedTuple):
     dtype: torch.dtype
     dim: int = 0
     ranges: list | None = None  # [(start, stop), ...] along dim, concatenated; None: all of it; []: zeros
-    columns: int = 1  # of the matrix, for each stored number: 2 for a byte of int4, 64 for the scale of such a group
+    columns: int = 1  # of the matrix that a stored number covers: 2 for a byte of int4, 64 for a scale of 64
 
 
 def shard_slices(model, dtype, rank=0, shares=1):
@@ -197,8 +197,8 @@ def connect_library(world):
     return world.group
 
 
-# Ways to sum over ranks, {name: function}. It takes the World, whose group is torch.distributed's default one, and
-# returns the process group that sums, or raises InputError on all ranks alike. Its docstring begins with its --help.
+# Ways to sum over ranks, {name: connect}. connect(world) gets a World whose group is torch.distributed's default. It
+# returns the group that sums, or raises InputError on all ranks alike. Its docstring begins with its line of --help.
 COLLECTIVES = {"auto": connect_auto, "library": connect_library}
 
 

@@ -33,7 +33,7 @@ class Graphs:
     def __init__(self, model, untimed):
         settings = {"fullgraph": True, "dynamic": False}
         self.more_rows = torch.compile(model, options={"combo_kernels": True}, **settings)
-        tuned = {"combo_kernels": True, "coordinate_descent_tuning": True}  # which may change the last bits
+        tuned = {"combo_kernels": True, "coordinate_descent_tuning": True}  # tuning may change the last bits of results
         self.one_row = torch.compile(model, options=tuned, **settings)
         self.untimed, self.pool = untimed, torch.cuda.graph_pool_handle()
         self.graphs, self.inputs, self.n_bytes = {}, {}, []

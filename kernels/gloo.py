@@ -50,10 +50,12 @@ def let_preempt(ids):
 
     Its event loop polls while another of its threads holds a connection's lock, and ordinary threads may keep that one
     from running for milliseconds (benchmarks/overlap.md). Real-time threads, for root or CAP_SYS_NICE, preempt the
-    computation, but not one another. Batch threads, for anyone, at least do not preempt one another.
+    computation, and one another only after 100 ms. With SCHED_FIFO they never do: two ranks on two cores once polled
+    for ever, while the threads that held the locks could not run. Batch threads, for anyone, at least do not preempt
+    one another.
     """
     for thread in ids:
-        for policy, priority in (os.SCHED_FIFO, 1), (os.SCHED_BATCH, 0):
+        for policy, priority in (os.SCHED_RR, 1), (os.SCHED_BATCH, 0):
             with contextlib.suppress(OSError):  # not allowed, or gone
                 os.sched_setscheduler(thread, policy, os.sched_param(priority))
                 break

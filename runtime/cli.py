@@ -142,7 +142,7 @@ def warn_of_wiring(own, config):
         if own.named_wiring.depends_on_lanes and own.lanes is None:
             print(f"these weights name no lanes: {own.wiring} is another function on other ranks", file=sys.stderr)
         return
-    other = f"run as {config.wiring.removesuffix(',')}: eval.py measures what that costs"
+    other = f"run as {config.wiring.removesuffix(',')}: eval.py measures what that changes"
     print(f"these weights are {own.wiring}'s, and {other}", file=sys.stderr)
 
 

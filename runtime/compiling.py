@@ -17,7 +17,7 @@ from model import Attention, cache_slots
 from runtime import cxx, place
 from runtime.errors import find_extra
 
-KEY_BLOCK = 128  # keys: a row skips whole blocks; the tiles of PyTorch's kernels divide it
+KEY_BLOCK = 128  # keys in a block, which a row may skip; a multiple of the tiles of PyTorch's kernels
 FEW_POSITIONS = 16  # of a row: with more (a prefill), PyTorch's attention is faster
 # A step's weights evict all else from the caches, so little should run between the products; a second thread is for
 # large kernels. Of the C++, only the kernels take time to run: built apart, the rest takes g++ a third of the time.
@@ -58,7 +58,7 @@ class SplitAttention(Attention):
         # the blocks of keys that each row attends to; a row that is done may be beyond the slots that this pass reads
         n_blocks, n_queries = -(-T // KEY_BLOCK), q.shape[2] * S
         start, end = positions[:, :1].clamp(max=T - 1), positions[:, -1:].clamp(max=T - 1)  # (B, 1)
-        first = 0 * start if window is None else (start + 1 - window).clamp(min=0) // KEY_BLOCK
+        first = torch.zeros_like(start) if window is None else (start + 1 - window).clamp(min=0) // KEY_BLOCK
         last = end // KEY_BLOCK
         kv_num_blocks = (last - first + 1)[:, None].int()  # (B, 1, 1): all queries of a head are one block
         kv_indices = (first + torch.arange(n_blocks, device=q.device)).clamp(max=n_blocks - 1)[:, None, None].int()

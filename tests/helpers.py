@@ -229,6 +229,33 @@ def p_value(draws, least=0):
     return torch.special.gammaincc(*(torch.tensor([freedom, distance], dtype=torch.float64) / 2)).item()
 
 
+def check_split_attention(count, window, T, device):
+    """Compare it, compiled, with Attention in rows of different lengths, one of them done, with `count` queries each.
+
+    Keys in blocks that a row need not read are NaN.
+    """
+    from runtime.compiling import KEY_BLOCK, SplitAttention  # imports the compiler
+
+    generator, starts = torch.Generator().manual_seed(0), torch.tensor([[5], [0], [T // 4], [T - count], [T + 300]])
+    q = torch.randn(5, 2, 4, count, 16, generator=generator)
+    k, v = (torch.randn(5, 2, 513, 16, generator=generator) for _ in "kv")
+    positions, keys = starts + torch.arange(count), torch.arange(T)
+    mask = (keys <= positions[..., None]) & (keys > positions[..., None] - (window or T))
+    plain = Attention.attend(layer := SplitAttention(BASE, 0), q, k, v, mask, positions)
+    layer.window = window
+    for row, (start, end) in enumerate(positions[:, [0, -1]].clamp(max=T - 1).tolist()):
+        needed = range((window and max(0, start + 1 - window) or 0) // KEY_BLOCK, end // KEY_BLOCK + 1)
+        unneeded = [i for i in range(513) if i // KEY_BLOCK not in needed]
+        k[row, :, unneeded] = v[row, :, unneeded] = torch.nan
+
+    @functools.partial(torch.compile, fullgraph=True, dynamic=False)
+    def split(q, *rest):  # with heads apart: the compiler for CPUs takes no view of another shape (torch 2.13)
+        return layer.attend(q.unflatten(2, (4, count)), *rest)
+
+    result = split(*[x.to(device) for x in (q.flatten(2, 3), k, v, mask, positions)]).cpu()
+    assert torch.allclose(plain[:-1], result[:-1], atol=1e-5)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Ranks: one pool of processes for all tests of this process, because to start one takes longer than most tests
 
@@ -310,33 +337,6 @@ def call_main(world, main, args):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Scripts
-
-
-def check_split_attention(count, window, T, device):
-    """Compare it, compiled, with Attention in rows of different lengths, one of them done, with `count` queries each.
-
-    Keys in blocks that a row need not read are NaN.
-    """
-    from runtime.compiling import KEY_BLOCK, SplitAttention  # imports the compiler
-
-    generator, starts = torch.Generator().manual_seed(0), torch.tensor([[5], [0], [T // 4], [T - count], [T + 300]])
-    q = torch.randn(5, 2, 4, count, 16, generator=generator)
-    k, v = (torch.randn(5, 2, 513, 16, generator=generator) for _ in "kv")
-    positions, keys = starts + torch.arange(count), torch.arange(T)
-    mask = (keys <= positions[..., None]) & (keys > positions[..., None] - (window or T))
-    plain = Attention.attend(layer := SplitAttention(BASE, 0), q, k, v, mask, positions)
-    layer.window = window
-    for row, (start, end) in enumerate(positions[:, [0, -1]].clamp(max=T - 1).tolist()):
-        needed = range((window and max(0, start + 1 - window) or 0) // KEY_BLOCK, end // KEY_BLOCK + 1)
-        unneeded = [i for i in range(513) if i // KEY_BLOCK not in needed]
-        k[row, :, unneeded] = v[row, :, unneeded] = torch.nan
-
-    @functools.partial(torch.compile, fullgraph=True, dynamic=False)
-    def split(q, *rest):  # with heads apart: the compiler for CPUs takes no view of another shape (torch 2.13)
-        return layer.attend(q.unflatten(2, (4, count)), *rest)
-
-    result = split(*[x.to(device) for x in (q.flatten(2, 3), k, v, mask, positions)]).cpu()
-    assert torch.allclose(plain[:-1], result[:-1], atol=1e-5)
 
 
 def free_port():

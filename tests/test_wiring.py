@@ -231,7 +231,7 @@ def test_flags_choose_a_wiring():
 @pytest.mark.parametrize("own, wiring, words", [
     ("standard", "standard", ""),
     ("spd/2", "spd:3/2", ""),
-    ("spd/2", "spd:3/4", "these weights are spd/2's, and run as spd:3/4: eval.py measures what that costs"),
+    ("spd/2", "spd:3/4", "these weights are spd/2's, and run as spd:3/4: eval.py measures what that changes"),
     ("ladder:2", "ladder-2:2", "run as ladder-2:2: eval.py"),
     ("spd", "spd", "these weights name no lanes: spd is another function on"),
 ])  # fmt: skip
