@@ -17,7 +17,6 @@ from formats import checkpoint
 from formats.checkpoint import dtype_name, first_line
 from formats.huggingface import LlamaWeights, config_from_hf, group, hf_names
 from formats.tokenizer import load_tokenizer
-from model import rewired
 from runtime import cli, launch, writing
 from runtime.errors import InputError, load_extra
 
@@ -107,9 +106,9 @@ def main(argv=None):
     if args.tokenizer and not os.path.isfile(args.tokenizer):
         raise InputError(f"--tokenizer {args.tokenizer}: no such file")
     weights, own, folder = open_source(args.source, args.revision)
-    config = rewired(own, args.wiring)
+    config = cli.with_wiring(own, args)
     check_lanes(config)
-    cli.warn_of_wiring(own, config)
+    cli.warn_of_wiring(own, config, (1,))
     values = next((name for name in weights.names() if name.endswith(".v_proj.weight")), None)
     if values is None:
         raise InputError(f"{args.source} has no tensor v_proj.weight")

@@ -23,7 +23,6 @@ from evaluation.score import SEPARATOR, divergence, total_nats
 from formats import checkpoint
 from formats.compare import check_vocabulary
 from formats.tokenizer import load_tokenizer
-from model import rewired
 from runtime import benchmarking, cli, launch, writing
 from runtime.cli import count, number
 from runtime.errors import InputError
@@ -123,9 +122,9 @@ def main(argv=None):
     world = launch.join(args.device, vars(args))
     with world.together():
         own = checkpoint.read_config(args.checkpoint)
-        config = rewired(own, args.wiring)
+        config = cli.with_wiring(own, args)
         if world.rank == 0:
-            cli.warn_of_wiring(own, config)
+            cli.warn_of_wiring(own, config, world.shares)
         tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
         if tokenizer is None:
             raise InputError(f"{args.checkpoint} has no tokenizer")

@@ -23,7 +23,7 @@ from decoding.runner import Runner, make_cache, pad
 from decoding.sampling import Sampler
 from formats import checkpoint
 from formats.tokenizer import load_tokenizer
-from model import Config, rewired
+from model import Config
 from runtime import cli, launch, place, report
 from runtime.cli import count, number
 from runtime.errors import InputError, load_extra
@@ -201,10 +201,10 @@ def read_flags(args, world):
             compiling.prepare(world.device)
         sample = Sampler(args.temperature, args.top_k, args.top_p, args.seed, world.device)
         name, own = cli.read_config(args)
-        config = rewired(own, args.wiring)
+        config = cli.with_wiring(own, args)
         tokenizer = args.checkpoint and load_tokenizer(args.checkpoint, config.vocab_size)
         if args.checkpoint and world.rank == 0:
-            cli.warn_of_wiring(own, config)
+            cli.warn_of_wiring(own, config, world.shares)
         prompts, chats = cli.read_prompts(args, config, tokenizer), cli.is_chat(args)
         context = min(cli.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
         new = cli.fit(args.max_new_tokens, prompts, context)

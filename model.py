@@ -324,6 +324,12 @@ class Config:
         """A key that two configs share if their wirings compute the same: ladder:8 of 8 layers is ladder."""
         return self.layer_wirings, self.period, self.lanes
 
+    @property
+    def standard_in_one_lane(self):
+        """Whether this wiring with one lane computes what the standard wiring computes."""
+        wiring = self.named_wiring
+        return wiring.depends_on_lanes and (wiring.stream is not residual_stream or not wiring.stale)
+
 
 def rewired(config, wiring):
     """Return the config in another wiring, or the same config where that is None. Raises InputError."""

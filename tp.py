@@ -112,7 +112,7 @@ class ShardSlice(NamedTuple):
     dtype: torch.dtype
     dim: int = 0
     ranges: list | None = None  # [(start, stop), ...] along dim, concatenated; None: all of it; []: zeros
-    columns: int = 1  # of the matrix that a stored number covers: 2 for a byte of int4, 64 for a scale of 64
+    columns: int = 1  # of the matrix that one stored number covers: 2 for a byte of int4, 64 for the scale of its group
 
 
 def shard_slices(model, dtype, rank=0, shares=1):
@@ -180,7 +180,7 @@ def _set_parameter(model, name, tensor):
 
 
 def connect_auto(world):
-    """On one node GPUs by one-shot, if faster, CPUs by shared-memory; else as library."""
+    """Sum on one node by one-shot on GPUs, if faster, by shared-memory on CPUs; else as library."""
     on_gpus = world.device.type == "cuda"
     try:
         if on_gpus:
@@ -193,7 +193,7 @@ def connect_auto(world):
 
 
 def connect_library(world):
-    """By gloo or NCCL."""
+    """Sum by gloo or NCCL."""
     return world.group
 
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from formats import checkpoint
 from formats.tokenizer import TextStream
-from model import WIRINGS, WIRINGS_IN_EXTRAS
+from model import WIRINGS, WIRINGS_IN_EXTRAS, rewired
 from runtime.errors import InputError
 from tp import COLLECTIVES
 
@@ -123,7 +123,7 @@ def add_output_flags(parser, example):
 
 
 def add_wiring_flags(parser):
-    """Add the flags that choose a wiring."""
+    """Add the flags that choose a wiring; with_wiring applies them."""
     words = [f"{name}: {wiring.about}" for name, wiring in WIRINGS.items()] + [
         *(f"{name}: extras/{extra}/README.md" for name, extra in WIRINGS_IN_EXTRAS.items() if name not in WIRINGS),
         "NAME:N wires the last N layers that way, NAME:I,J,... layers I, J (from 0), NAME:I-J I to J;",
@@ -136,14 +136,24 @@ def add_wiring_flags(parser):
     g.add_argument("--ladder", dest="wiring", action="store_const", const="ladder", help="means --wiring ladder")
 
 
-def warn_of_wiring(own, config):
+def with_wiring(config, args):
+    """Return the config with the wiring that the flags ask for."""
+    try:
+        return rewired(config, args.wiring)
+    except InputError as e:
+        raise InputError(f"--wiring: {e}") from None
+
+
+def warn_of_wiring(own, config, shares):
     """Say on stderr when a checkpoint runs in another wiring than its own."""
     if own.function == config.function:
         if own.named_wiring.depends_on_lanes and own.lanes is None:
             print(f"these weights name no lanes: {own.wiring} is another function on other ranks", file=sys.stderr)
         return
-    other = f"run as {config.wiring.removesuffix(',')}: eval.py measures what that changes"
-    print(f"these weights are {own.wiring}'s, and {other}", file=sys.stderr)
+    loss = "another function than these weights were trained for: eval.py measures the loss"
+    if own.wiring == "standard" and config.standard_in_one_lane and (config.lanes or len(shares)) == 1:
+        loss = "which is the same in one lane"
+    print(f"these weights are {own.wiring}'s, and run as {config.wiring.removesuffix(',')}, {loss}", file=sys.stderr)
 
 
 # ---- Prompts in, text out --------------------------------------------------------------------------------------------

@@ -241,10 +241,10 @@ def check_split_attention(count, window, T, device):
     k, v = (torch.randn(5, 2, 513, 16, generator=generator) for _ in "kv")
     positions, keys = starts + torch.arange(count), torch.arange(T)
     mask = (keys <= positions[..., None]) & (keys > positions[..., None] - (window or T))
-    plain = Attention.attend(layer := SplitAttention(BASE, 0), q, k, v, mask, positions)
-    layer.window = window
+    layer = SplitAttention(BASE, 0)
+    layer.window, plain = window, Attention.attend(layer, q, k, v, mask, positions)
     for row, (start, end) in enumerate(positions[:, [0, -1]].clamp(max=T - 1).tolist()):
-        needed = range((window and max(0, start + 1 - window) or 0) // KEY_BLOCK, end // KEY_BLOCK + 1)
+        needed = range((max(0, start + 1 - window) if window else 0) // KEY_BLOCK, end // KEY_BLOCK + 1)
         unneeded = [i for i in range(513) if i // KEY_BLOCK not in needed]
         k[row, :, unneeded] = v[row, :, unneeded] = torch.nan
 

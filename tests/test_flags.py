@@ -34,7 +34,7 @@ SCRIPTS = {
             "--prompt=a --temperature=-1": "--temperature: '-1' is not a number from 0",
             "--prompt=a --temperature=1e-9": "temperature is 1e-09 but must be 0 (greedy) or from 1e-06 to 1e+30",
             "--prompt=a --top-p=0": "--top-p: '0' is not a number above 0 to 1",
-            "--prompt=a --wiring=laddr": "unknown wiring 'laddr'; known: standard, ladder",
+            "--prompt=a --wiring=laddr": "--wiring: unknown wiring 'laddr'; known: standard, ladder",
             "--prompt=a --ladder --wiring=parallel": "--wiring: not allowed with argument --ladder",
             "--prompt=a --shares=3,1": "--shares has 2 numbers: give 1, one for each rank",
             "--prompt=a --device=tpu": "no such device: tpu; this machine has cpu",

@@ -97,7 +97,7 @@ def test_the_same_text_for_every_tp(tiny, greedy, ranks, wiring, flags, launched
     result, printed, said = run_json(tiny, *flags, out=out, ranks=ranks, launched=launched)
     prompts = PROMPTS * (2 if "--batch" in flags else 1)
     assert result["tokens"] == (greedy(wiring) * 2)[: len(prompts)]
-    other = f"these weights are standard's, and run as {wiring}: "
+    other = f"these weights are standard's, and run as {wiring}, another function than these weights were trained for: "
     assert said.count(other) == (wiring != "standard")
     tokenizer = load_tokenizer(tiny)
     for prompt, row, text in zip(prompts, result["tokens"], result["texts"], strict=True):

@@ -16,14 +16,10 @@ import model
 from decoding.runner import Runner
 from formats import checkpoint
 from formats.wiring_text import wiring_name
-from model import WIRINGS, Wiring, parse_wiring, rewired
+from model import WIRINGS, Wiring, parse_wiring
 from runtime import cli, compiling, writing
 
-STANDARD_ALONE = [  # standard in one lane
-    changes
-    for changes, entry in ((changes, table_entry(changes)) for changes in WIRED)
-    if entry.depends_on_lanes and not (entry.stream is model.residual_stream and entry.stale)
-]
+STANDARD_ALONE = [c for c in WIRED if dataclasses.replace(BASE, **c).standard_in_one_lane]
 
 
 @pytest.mark.parametrize("changes", WIRED, ids=wired_id)
@@ -219,7 +215,7 @@ def chosen(own, flags):
     """Return the config that generate.py runs with these flags."""
     parser = cli.Parser("")
     generate.add_flags(parser)
-    return rewired(own, parser.parse_args(["--checkpoint", "x", *flags.split()]).wiring)
+    return cli.with_wiring(own, parser.parse_args(["--checkpoint", "x", *flags.split()]))
 
 
 def test_flags_choose_a_wiring():
@@ -228,16 +224,19 @@ def test_flags_choose_a_wiring():
     assert chosen(spd, "") == spd and chosen(spd, "--wiring delayed-2/4").wiring == "delayed-2/4"
 
 
-@pytest.mark.parametrize("own, wiring, words", [
-    ("standard", "standard", ""),
-    ("spd/2", "spd:3/2", ""),
-    ("spd/2", "spd:3/4", "these weights are spd/2's, and run as spd:3/4: eval.py measures what that changes"),
-    ("ladder:2", "ladder-2:2", "run as ladder-2:2: eval.py"),
-    ("spd", "spd", "these weights name no lanes: spd is another function on"),
+@pytest.mark.parametrize("own, wiring, ranks, words", [
+    ("standard", "standard", 2, ""),
+    ("spd/2", "spd:3/2", 4, ""),
+    ("spd/2", "spd:3/4", 4, "spd/2's, and run as spd:3/4, another function than"),
+    ("standard", "spd", 1, "these weights are standard's, and run as spd, which is the same in one lane"),
+    ("standard", "delayed-4/2", 1, "run as delayed-4/2, another function than"),
+    ("standard", "desync", 2, "desync, another function than these weights were trained for: eval.py"),
+    ("ladder:2", "ladder-2:2", 2, "another function than"),
+    ("spd", "spd", 2, "these weights name no lanes: spd is another function on"),
 ])  # fmt: skip
-def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, words, capsys):
+def test_weights_of_another_wiring_are_said_to_be_that(own, wiring, ranks, words, capsys):
     own, config = (dataclasses.replace(BASE, wiring=text) for text in (own, wiring))
-    cli.warn_of_wiring(own, config)
+    cli.warn_of_wiring(own, config, (1,) * ranks)
     warning = capsys.readouterr().err
     assert words in warning and warning.count("\n") == bool(words)
 

@@ -25,7 +25,7 @@ PATIENCE = 20  # seconds for these
 
 
 def connect(world, if_faster=False):
-    """By kernels that read the peer GPUs' memory, which no GPU has run.
+    """Sum by kernels that read the peer GPUs' memory, which no GPU has run.
 
     Returns the OneShotGroup of the World's ranks. Raises InputError, on all ranks alike, where none can be. if_faster:
     also where NVLink does not connect them all, and where NCCL's small sums take less time.

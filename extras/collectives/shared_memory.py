@@ -23,7 +23,7 @@ GROUP = "shared-memory"
 
 
 def connect(world, slots=SLOTS, slot_bytes=SLOT_BYTES):
-    """CPU ranks of one machine through memory that they share.
+    """Sum on the CPU ranks of one machine through memory that they share.
 
     Returns the process group of the World's ranks, which lives as long as the process. slot_bytes: a multiple of 8.
     Raises InputError, on all ranks alike, if one cannot.

@@ -16,7 +16,6 @@ from formats.families import FAMILIES
 from formats.huggingface import ACTIVATIONS, ROPE_TYPES, hf_names, our_values, read_hf
 from formats.rope import ROPE_KEYS
 from formats.tokenizer import SentencePieceTokenizer, load_tokenizer
-from model import rewired
 from runtime import cli, writing
 from runtime.errors import InputError
 
@@ -213,8 +212,8 @@ def main(argv=None):
     cli.add_wiring_flags(p)
     args = p.parse_args(argv)
     own, weights = checkpoint.read_original(args.checkpoint), checkpoint.Weights(args.checkpoint)
-    config = rewired(own, args.wiring)
-    cli.warn_of_wiring(own, config)
+    config = cli.with_wiring(own, args)
+    cli.warn_of_wiring(own, config, (1,))
     dtype = checkpoint.chosen_dtype(args.dtype, args.checkpoint, weights)
     tokenizer = load_tokenizer(args.checkpoint, config.vocab_size)
     with writing.new_folder(args.out) as out:

@@ -9,8 +9,7 @@ from extras.training.data import Windows, tokenize
 from formats import checkpoint
 from formats.compare import check_vocabulary
 from formats.tokenizer import load_tokenizer
-from model import rewired
-from runtime import writing
+from runtime import cli, writing
 from runtime.errors import InputError
 
 MACHINE_FLAGS = "out", "device", "micro_batch", "recompute", "compile"  # may change in a run
@@ -22,7 +21,7 @@ def read_configs(args):
     args.seq_len = args.seq_len or min(2048, own.max_seq_len)
     if args.seq_len > own.max_seq_len:
         raise InputError(f"--seq-len {args.seq_len} is longer than the context of {own.max_seq_len}")
-    config = rewired(own, args.wiring)
+    config = cli.with_wiring(own, args)
     if not (args.plain or args.fresh) and own.function != config.function:
         args.distill = args.distill or args.checkpoint
     teacher = args.distill and checkpoint.read_original(args.distill)
