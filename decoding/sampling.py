@@ -42,13 +42,17 @@ class Sampler:
 
             return likely.draw(self, logits, comm)
         numbers, first, vocab_size = comm.local_logits(logits if greedy else logits.float())
-        top, token = numbers.max(-1)
-        finite, score = top.isfinite() & numbers.amin(-1).isfinite(), top.double()  # of NaN, both are NaN
-        if not greedy:
+        pieces = numbers.unflatten(-1, (VOCAB_BLOCK, -1))  # a GPU searches them at the same time; v is a multiple
+        tops, places = pieces.max(-1)
+        top, piece = tops.max(-1)
+        score = (top + 0 * pieces.amin(-1).amin(-1)).double()  # not finite if a logit is not
+        if greedy:
+            token = piece * pieces.shape[-1] + places.gather(-1, piece[..., None])[..., 0]
+        else:
             weights = (numbers - top[..., None]).div_(self.temperature).exp_()
             lead, token = self.race(weights, first, vocab_size)
             score = score / self.temperature + lead.log()
-        scores, ids = comm.all_gather(torch.stack((score.where(finite, torch.nan), token + first), -1)).unbind(-1)
+        scores, ids = comm.all_gather(torch.stack((score, token + first), -1)).unbind(-1)
         winner = ids.gather(0, scores.argmax(0, keepdim=True))[0].long()  # of equal scores the first rank's
         return winner.where(scores.isfinite().all(0), -1)
 
