@@ -85,7 +85,7 @@ class Int8Linear(IntLinear):
 
 
 class Int8CudaLinear(IntLinear):
-    """An IntLinear for a GPU. Compiled, its kernels read int8: the compiler's for one row, int8_rows.py's for a few.
+    """An IntLinear for a GPU. Compiled, few rows are multiplied by the kernels of int8_rows.py, which read int8.
 
     PyTorch's own kernel (torch 2.13) computes each output in one thread, byte by byte. Without the compiler, launching
     int8_rows.py's takes four times as long as multiplying floats.
@@ -93,7 +93,7 @@ class Int8CudaLinear(IntLinear):
 
     def forward(self, x):
         scales = self.scales[:, 0]
-        if torch.compiler.is_compiling() and 1 < x.numel() // self.in_features <= FEW:
+        if torch.compiler.is_compiling() and x.numel() <= FEW * self.in_features:
             from kernels import int8_rows  # late: PyTorch for CPUs has no Triton
 
             y = int8_rows.multiply(x, self.weight, scales)

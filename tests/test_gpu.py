@@ -133,9 +133,9 @@ def test_one_shot_sums_are_nccls(wiring, tmp_path):
 EAGER = [(quant, rows, False) for quant in ("int8", "int4") for rows in (1, 3, 16, 17)]
 
 
-@pytest.mark.parametrize("quant, rows, compile", EAGER + [("int8", rows, True) for rows in (2, 5, 16)])
+@pytest.mark.parametrize("quant, rows, compile", EAGER + [("int8", rows, True) for rows in (1, 2, 5, 16)])
 def test_the_kernels_for_integers_multiply_what_they_stand_for(quant, rows, compile):
-    """Compiled, few rows go through the Triton kernel."""
+    """Compiled, few rows go through the Triton kernels."""
     net, state = quantized(quant)
     kernels = {"int8": int_linear.Int8CudaLinear, "int4": int_linear.Int4CudaLinear}
     for name in ("layers.0.attention.wqkv", "layers.1.feed_forward.w2", "output"):

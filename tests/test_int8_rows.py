@@ -1,4 +1,4 @@
-"""The Triton kernel for int8, in Triton's interpreter on a CPU. tests/test_gpu.py runs it on a GPU."""
+"""The Triton kernels for int8, in Triton's interpreter on a CPU. tests/test_gpu.py runs them on a GPU."""
 
 import runpy
 
@@ -11,8 +11,11 @@ pytest.importorskip("triton", minversion="3.7", reason="needs Triton 3.7")
 
 
 # a part of a tile, whole tiles, some and a part; sums in 7 parts, some of them empty, and in one
-@pytest.mark.parametrize("N, K", [(5, 33), (128, 256), (131, 1031), (16389, 40)])
-@pytest.mark.parametrize("M", [1, 2, 3, 16])
+# (many tiles, not for one row: the interpreter would take minutes)
+@pytest.mark.parametrize("M, N, K", [
+    *((M, *shape) for M in (1, 2, 3, 16) for shape in ((5, 33), (128, 256), (131, 1031))),
+    *((M, 16389, 40) for M in (2, 3, 16)),
+])  # fmt: skip
 def test_few_rows_are_multiplied_by_the_integers(M, N, K, monkeypatch):
     """In unequal rows, with NaN behind the end of x and integers behind that of the matrix."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # which is read where a kernel is defined
