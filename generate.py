@@ -26,7 +26,7 @@ from formats.tokenizer import load_tokenizer
 from model import Config
 from runtime import cli, launch, place, report
 from runtime.cli import count, number
-from runtime.errors import InputError, load_extra
+from runtime.errors import InputError, find_extra, load_extra
 from runtime.launch import World
 from tp import TensorParallel, load_shard
 
@@ -52,7 +52,9 @@ def load_model(config, folder, dtype, world):
     if config.quant:
         from kernels import int_linear
 
-        int_linear.use_kernels(model)
+        kernels = int_linear if world.device.type == "cpu" else find_extra("gpu")
+        if kernels:
+            kernels.use_kernels(model)
     if world.group is not None:
         model.comm = TensorParallel(config, world.shares, world.group)
     return model

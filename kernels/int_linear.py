@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 PIECE = 2**19  # elements of W that become floats at a time, so that they are multiplied while they are in the cache
-FEW = 16  # with so many rows of x or fewer, the int8 kernels are used: PyTorch's on a CPU, Triton's on a GPU
+FEW = 16  # rows of x, at most, that int8 kernels multiply
 
 
 def dequantize(weight, scales, zeros=None):
@@ -70,7 +70,7 @@ class IntLinear(Integers):
 
 
 class Int8Linear(IntLinear):
-    """An IntLinear for a CPU that multiplies few rows with PyTorch's int8 kernel.
+    """An IntLinear on a CPU that multiplies few rows with PyTorch's int8 kernel.
 
     K must be a multiple of 16: otherwise the kernel (torch 2.13) reads out of bounds.
     """
@@ -81,45 +81,6 @@ class Int8Linear(IntLinear):
             return super().forward(x)
         y = torch._weight_int8pack_mm(x.reshape(-1, K), self.weight, self.scales[:, 0])
         y = y.view(*x.shape[:-1], -1).type_as(x)
-        return y if self.bias is None else y + self.bias
-
-
-class Int8CudaLinear(IntLinear):
-    """An IntLinear for a GPU. Compiled, few rows are multiplied by the kernels of int8_rows.py, which read int8.
-
-    PyTorch's own kernel (torch 2.13) computes each output in one thread, byte by byte. Without the compiler, launching
-    int8_rows.py's takes four times as long as multiplying floats.
-    """
-
-    def forward(self, x):
-        scales = self.scales[:, 0]
-        if torch.compiler.is_compiling() and x.numel() <= FEW * self.in_features:
-            from kernels import int8_rows  # late: PyTorch for CPUs has no Triton
-
-            y = int8_rows.multiply(x, self.weight, scales)
-        else:  # in this order, because the compiler replaces F.linear(...) * scales by PyTorch's kernel
-            y = scales * F.linear(x, self.weight.to(x.dtype))
-        return y if self.bias is None else y + self.bias
-
-
-class Int4CudaLinear(nn.Module):
-    """An int4 IntLinear in the layout of PyTorch's GPU kernel, for which 128 divides K and 8 divides N."""
-
-    @torch.no_grad()
-    def __init__(self, linear):
-        super().__init__()
-        self.out_features, self.in_features, self.bias = linear.out_features, linear.in_features, linear.bias
-        weight, scales = linear.weight, linear.scales
-        self.group_size = self.in_features // scales.shape[1]
-        # the kernel computes W = (q - 8) scale + middle, and expects the even column in the upper half of a byte
-        pairs = torch.stack((scales, linear.zeros + 8 * scales), dim=-1)  # (N, G, 2)
-        self.scales = nn.Parameter(pairs.transpose(0, 1).contiguous(), requires_grad=False)
-        packed = torch._convert_weight_to_int4pack(weight << 4 | weight >> 4, 8)
-        self.weight = nn.Parameter(packed, requires_grad=False)
-
-    def forward(self, x):
-        y = torch._weight_int4pack_mm(x.reshape(-1, self.in_features), self.weight, self.group_size, self.scales)
-        y = y.view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
 
@@ -167,15 +128,10 @@ def replace_matrices(model, config):
 
 
 def use_kernels(model):
-    """Replace the IntLinears of a model in bfloat16 by those with kernels, where the device and the shape have one."""
+    """Let PyTorch's kernel multiply by the int8 matrices of a model in bfloat16 on a CPU."""
 
     def make(name, linear):
-        if type(linear) is not IntLinear or linear.scales.dtype != torch.bfloat16 or not linear.out_features:
-            return None
-        N, K, on_gpu = linear.out_features, linear.in_features, linear.weight.is_cuda
-        if linear.zeros is None:
-            return recast(linear, Int8CudaLinear if on_gpu else Int8Linear) if on_gpu or K % 16 == 0 else None
-        fits = K % 128 == N % 8 == 0 and K // linear.scales.shape[1] in (32, 64, 128)
-        return Int4CudaLinear(linear) if on_gpu and fits else None
+        fits = type(linear) is IntLinear and linear.zeros is None and linear.scales.dtype == torch.bfloat16
+        return recast(linear, Int8Linear) if fits and linear.in_features % 16 == 0 < linear.out_features else None
 
     swap(model, make)

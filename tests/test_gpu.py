@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from helpers import WIRED, check_split_attention, command, last_logits, random_model, script, unequal_rows, wired_id
 from reference import Reference
 
+from extras import gpu
 from formats.sizes import RandomWeights
 from kernels import int_linear
 from model import Config
@@ -82,7 +83,7 @@ def quantized(quant, **changes):
         if isinstance(module, int_linear.Integers):
             zeros = None if module.zeros is None else module.zeros.double()
             state[f"{name}.weight"] = int_linear.dequantize(module.weight, module.scales.double(), zeros)
-    int_linear.use_kernels(net)
+    (int_linear if ON_CPU else gpu).use_kernels(net)
     return net, state
 
 
@@ -130,14 +131,14 @@ def test_one_shot_sums_are_nccls(wiring, tmp_path):
     assert nccl["tokens"] == own["tokens"] and own["comm"] == "one-shot"
 
 
-EAGER = [(quant, rows, False) for quant in ("int8", "int4") for rows in (1, 3, 16, 17)]
+EAGER = [(quant, rows, False) for quant in ("int8", "int4") for rows in (1, 3, 16, 17, 300)]
 
 
 @pytest.mark.parametrize("quant, rows, compile", EAGER + [("int8", rows, True) for rows in (1, 2, 5, 16)])
 def test_the_kernels_for_integers_multiply_what_they_stand_for(quant, rows, compile):
     """Compiled, few rows go through the Triton kernels."""
     net, state = quantized(quant)
-    kernels = {"int8": int_linear.Int8CudaLinear, "int4": int_linear.Int4CudaLinear}
+    kernels = {"int8": gpu.modules.Int8CudaLinear, "int4": gpu.modules.Int4CudaLinear}
     for name in ("layers.0.attention.wqkv", "layers.1.feed_forward.w2", "output"):
         linear = net.get_submodule(name)
         assert ON_CPU or type(linear) is kernels[quant]

@@ -137,23 +137,6 @@ def test_a_rank_without_rows_of_the_output_head():
         assert net.output(numbers(2, 40, 64).bfloat16()).shape == (2, 40, 0)
 
 
-def test_the_layout_for_a_gpu(monkeypatch):
-    """PyTorch's int4 kernels count alike on every device; the packing for a GPU is stood in for."""
-
-    def pack(weight, tiles):
-        q = torch.stack((weight >> 4, weight & 15), dim=-1).flatten(1).int()  # the even column in the upper half
-        return torch._convert_weight_to_int4pack_for_cpu(q, tiles)
-
-    monkeypatch.setattr(torch, "_convert_weight_to_int4pack", pack)
-    monkeypatch.setattr(torch, "_weight_int4pack_mm", torch._weight_int4pack_mm_for_cpu)
-    linear, x = int_linear.IntLinear((64, 256), "int4", 64, bias=False), numbers(3, 2, 256).bfloat16()
-    for name, tensor in zip(("weight", "scales", "zeros"), integers(64, 256, 64), strict=True):
-        setattr(linear, name, torch.nn.Parameter(tensor, requires_grad=False))
-    expected, linear = linear(x), int_linear.Int4CudaLinear(linear)
-    assert (linear.out_features, linear.in_features) == (64, 256)
-    assert (linear(x) - expected).abs().max() < 0.02 * expected.abs().max()
-
-
 def int_shard(config, dtype, world=None):
     """The shard of a rank of the world, or the whole model."""
     weights, (rank, shares) = StateWeights(quantized_state(config)), (world.rank, world.shares) if world else (0, 1)

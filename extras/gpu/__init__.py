@@ -1,0 +1,5 @@
+"""Kernels for integers on a GPU."""
+
+from extras.gpu.modules import use_kernels
+
+__all__ = ["use_kernels"]
