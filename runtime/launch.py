@@ -1,6 +1,5 @@
 """How a script starts and ends: its ranks meet, what ends one ends all, and one of them says why."""
 
-import collections
 import contextlib
 import errno
 import json
@@ -69,17 +68,10 @@ class World:
 
         folders: {flag: the checkpoint folder that it names, or None}, whose contents are compared too.
         """
-        if self.alone:
-            return
-        from formats.compare import digest
+        if not self.alone:
+            from runtime import ranks
 
-        values |= {f"contents of --{flag}": folder and digest(folder) for flag, folder in folders.items()}
-        dicts = self.gather({name: str(value) for name, value in values.items()})
-        unlike = [name for name in collections.ChainMap(*dicts) if len({one.get(name) for one in dicts}) > 1]
-        texts = [", ".join(f"{name} {one.get(name, 'not given')[:60]}" for name in unlike) for one in dicts]
-        others = [f"rank {rank} with {text}" for rank, text in enumerate(texts) if text != texts[0]]
-        if others:
-            raise InputError(f"the ranks were not started alike: {'; '.join(others)}; rank 0 with {texts[0]}")
+            ranks.compare(self, values, folders)
 
     @contextlib.contextmanager
     def together(self):
@@ -119,21 +111,12 @@ def join(device=None, flags=None):
     if extra := find_extra("watch"):
         watch = extra.Watch(ranks.store(), rank, tp_size)
         watch.start()
-    gpus = world.gather(visible_gpus(device))
+    gpus = world.gather(ranks.visible_gpus(device))
     own_gpu = [len(each) for each in gpus] == [1] * tp_size and len({each[0] for each in gpus}) == tp_size
     world.device = choose_device(device, rank, tp_size, own_gpu)
     ranks.meet(world, flags)
     world.group = connect(world)
     return world
-
-
-def visible_gpus(device=None):
-    """Return the UUIDs of the GPUs that this process sees, none if it is to run on the CPU."""
-    try:
-        count = 0 if device == "cpu" else torch.cuda.device_count()
-        return [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
-    except RuntimeError:  # choose_device says why
-        return []
 
 
 def choose_device(device, rank=0, tp_size=1, own_gpu=False):

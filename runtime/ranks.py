@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from formats.checkpoint import first_line
+from formats.compare import digest
 from kernels import gloo
 from runtime import launch
 from runtime.errors import InputError, StoreLost
@@ -50,6 +51,26 @@ def gather(world, value):
     # all have come here, and so have read what was gathered before: whoever gathers for days must not fill the store
     store().delete_key(f"gathered {world.tp_size} {number - 1} {world.rank}")
     return [json.loads(text) for text in store().multi_get(keys)]
+
+
+def compare(world, values, folders):
+    """Raise InputError unless all ranks give equal values and contents of folders; see World.agree."""
+    values |= {f"contents of --{flag}": folder and digest(folder) for flag, folder in folders.items()}
+    dicts = world.gather({name: str(value) for name, value in values.items()})
+    unlike = [name for name in collections.ChainMap(*dicts) if len({one.get(name) for one in dicts}) > 1]
+    texts = [", ".join(f"{name} {one.get(name, 'not given')[:60]}" for name in unlike) for one in dicts]
+    others = [f"rank {rank} with {text}" for rank, text in enumerate(texts) if text != texts[0]]
+    if others:
+        raise InputError(f"the ranks were not started alike: {'; '.join(others)}; rank 0 with {texts[0]}")
+
+
+def visible_gpus(device=None):
+    """Return the UUIDs of the GPUs that this process sees, none if it is to run on the CPU."""
+    try:
+        count = 0 if device == "cpu" else torch.cuda.device_count()
+        return [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
+    except RuntimeError:  # choose_device says why
+        return []
 
 
 def meet(world, flags):

@@ -292,7 +292,7 @@ def test_ranks_that_each_see_one_gpu_use_it_if_these_differ(gpus, device, monkey
     """As where a job gives each task a GPU: the last of two ranks, by the UUIDs that they see."""
     every = [one.split(",") if one else [] for one in gpus.split(" ")]
     monkeypatch.setattr(launch, "rank_and_size", lambda: (1, 2))
-    monkeypatch.setattr(launch, "visible_gpus", lambda device: every[1])
+    monkeypatch.setattr(ranks, "visible_gpus", lambda device: every[1])
     monkeypatch.setattr(launch, "find_extra", lambda name: None)
     monkeypatch.setattr(launch.World, "gather", lambda self, value: every)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
