@@ -80,7 +80,7 @@ class Generation:
         self.eos_ids, self.cached_tokens, context = eos_ids, cached_tokens, runner.model.config.max_seq_len
         self.sequences = [list(prompt) for prompt in prompts]  # with the new ids, end-of-sequence included
         self.ends = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
-        self.finish = [None] * len(prompts)  # of each row that is done "stop" for end-of-sequence, else "length"
+        self.finish_reasons = [None] * len(prompts)  # "stop" (end-of-sequence) or "length" of a row that is done
         self.passes = 0  # of decode; the prefill's are not counted
         self.prefill_s = self.decode_s = 0.0  # seconds to the first token; of the passes after it, without their reader
 
@@ -96,12 +96,12 @@ class Generation:
         new = self.take(self.sample(logits, runner.model.comm)[:, None].tolist())  # tolist waits for the device
         self.prefill_s = time.perf_counter() - start
         yield new
-        while not all(self.finish):
+        while not all(self.finish_reasons):
             start = time.perf_counter()
             self.passes += 1
             place.at("decode step", self.passes)
             if draft:
-                new = draft.step(runner, self.sequences, self.finish, self.sample)
+                new = draft.step(runner, self.sequences, self.finish_reasons, self.sample)
             else:
                 new = step(self.sequences, self.sample)[:, None].tolist()
             new = self.take(new)
@@ -114,17 +114,17 @@ class Generation:
         for row, ids in enumerate(new):
             sequence = self.sequences[row]
             for i in ids:
-                if self.finish[row]:
+                if self.finish_reasons[row]:
                     break
                 if i == -1:
                     where = f"row {row} in step {len(sequence) - len(self.prompts[row])}"
                     raise InputError(f"the logits of {where} are NaN or infinite: see --dtype")
                 sequence.append(i)
                 if i in self.eos_ids:
-                    self.finish[row] = "stop"
+                    self.finish_reasons[row] = "stop"
                 else:
                     taken[row].append(i)
-                    self.finish[row] = "length" if len(sequence) >= self.ends[row] else None
+                    self.finish_reasons[row] = "length" if len(sequence) >= self.ends[row] else None
         place.at("output", timed=False)  # its reader may take a break
         return taken
 

@@ -125,7 +125,7 @@ def result(run, done, texts, world):
         "prefill_chunks": runner.choose_chunks(rows, min(longest, max(1, runner.pass_tokens // rows))),
         "draft": source and source.name, "speculate": source and source.count,
         "drafted": draft and draft.drafted, "accepted": accepted,
-        "tokens": done.rows, "texts": texts, "finish": done.finish,
+        "tokens": done.rows, "texts": texts, "finish": done.finish_reasons,
     }  # fmt: skip
 
 

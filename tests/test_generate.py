@@ -422,14 +422,14 @@ def test_each_row_stops_at_its_own_end_and_whoever_sees_the_tokens_can_stop_all_
 
     done = generation()
     seen += done
-    assert (done.finish, done.new_tokens, done.passes, len(seen)) == (["stop", "stop", "length"], 9, 8, 9)
+    assert (done.finish_reasons, done.new_tokens, done.passes, len(seen)) == (["stop", "stop", "length"], 9, 8, 9)
     assert done.rows == expected == [sum(row, []) for row in zip(*seen, strict=True)]
     done = generation()
     for fresh in done:
         time.sleep(0.5)
         if fresh[1] == []:  # the end of row 1
             break
-    assert (done.finish, done.new_tokens, done.rows) == ([None, "stop", None], 2, [row[:2] for row in expected])
+    assert (done.finish_reasons, done.new_tokens, done.rows) == ([None, "stop", None], 2, [row[:2] for row in expected])
     assert 0 < done.prefill_s < 0.5 and 0 < done.decode_s < 0.5
 
 

@@ -85,7 +85,7 @@ def chat_on_terminal(run, world, Generation):
         [row] = answer.rows
         if printer:
             printer.finish([row])
-        if answer.finish == ["length"]:
+        if answer.finish_reasons == ["length"]:
             limit = "--max-new-tokens" if new == run.args.max_new_tokens else "the end of the context"
             world.say(f"(cut at {limit})")
         ids = ids + row
