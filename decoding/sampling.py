@@ -9,6 +9,7 @@ from model import VOCAB_BLOCK, SingleDevice
 from runtime.errors import InputError
 
 SINGLE = SingleDevice()
+N_CHUNKS = VOCAB_BLOCK  # of the logits, which a GPU searches at the same time; v is a multiple of it
 
 
 class Sampler:
@@ -42,12 +43,12 @@ class Sampler:
 
             return likely.draw(self, logits, comm)
         numbers, first, vocab_size = comm.local_logits(logits if greedy else logits.float())
-        pieces = numbers.unflatten(-1, (VOCAB_BLOCK, -1))  # a GPU searches them at the same time; v is a multiple
-        tops, places = pieces.max(-1)
-        top, piece = tops.max(-1)
-        score = (top + 0 * pieces.amin(-1).amin(-1)).double()  # not finite if a logit is not
+        chunks = numbers.unflatten(-1, (N_CHUNKS, -1))
+        chunk_max, chunk_argmax = chunks.max(-1)
+        top, chunk = chunk_max.max(-1)
+        score = (top + 0 * chunks.amin(-1).amin(-1)).double()  # 0 * -inf is NaN, so this is finite if all logits are
         if greedy:
-            token = piece * pieces.shape[-1] + places.gather(-1, piece[..., None])[..., 0]
+            token = chunk * chunks.shape[-1] + chunk_argmax.gather(-1, chunk[..., None])[..., 0]
         else:
             weights = (numbers - top[..., None]).div_(self.temperature).exp_()
             lead, token = self.race(weights, first, vocab_size)

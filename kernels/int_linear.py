@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 PIECE = 2**19  # elements of W that become floats at a time, so that they are multiplied while they are in the cache
-FEW = 16  # rows of x, at most, that int8 kernels multiply
+FEW = 16  # rows of x, at most, that PyTorch's int8 kernel multiplies
 
 
 def dequantize(weight, scales, zeros=None):
@@ -128,7 +128,7 @@ def replace_matrices(model, config):
 
 
 def use_kernels(model):
-    """Let PyTorch's kernel multiply by the int8 matrices of a model in bfloat16 on a CPU."""
+    """Let the int8 linears of a model in bfloat16 on a CPU use PyTorch's kernel."""
 
     def make(name, linear):
         fits = type(linear) is IntLinear and linear.zeros is None and linear.scales.dtype == torch.bfloat16

@@ -13,8 +13,8 @@ FOLDERS = sorted(path.parent.name for path in ROOT.glob("extras/*/__init__.py"))
 DEMO = ["generate.py", "--checkpoint", "demo", "--prompt", "Once upon a time", "--max-new-tokens", "8"]
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 # Tests that start no ranks and compile nothing, half a minute
-FILES = " or ".join(f"test_{name}.py" for name in ("model", "wiring", "tp", "tokenizer"))
-QUICK = f"({FILES}) and not (compiled or ranks or chunks or laneformer or chat or tiktoken)"
+FILES = "test_model.py", "test_wiring.py", "test_tp.py", "test_tokenizer.py"
+QUICK = f"({' or '.join(FILES)}) and not (compiled or ranks or chunks or laneformer or chat or tiktoken)"
 
 
 def core_tests():
@@ -58,6 +58,8 @@ def test_the_core_runs_without(folder, tmp_path):
     if folder == "cpu":
         compiled = run(*DEMO, "--compile")
         assert compiled.returncode == 0 and compiled.stdout.startswith("Once upon a time,"), compiled.stderr
-    which = ["-k", QUICK] if folder is None else ["--collect-only"]  # that copy lacks what each single one lacks
+    assert {f"tests/{name}" for name in FILES} <= {*core_tests()}
+    # Only the copy without any extras runs tests: it lacks what each of the others lacks.
+    which = ["-k", QUICK] if folder is None else ["--collect-only"]
     tests = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow", *core_tests(), *which)
     assert tests.returncode == 0, tests.stdout

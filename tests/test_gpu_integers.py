@@ -6,8 +6,12 @@ import pytest
 import torch
 from helpers import ROOT
 
+import generate
+from extras import gpu
 from extras.gpu.modules import MANY, Int4CudaLinear
+from formats import sizes
 from kernels import int_linear
+from runtime.launch import World
 
 
 # a part of a tile, whole tiles, some and a part; sums in 7 parts, some of them empty, and in one
@@ -64,8 +68,22 @@ def test_int4_in_the_layout_of_a_kernel_is_what_was_stored(N, K, size, bias, mon
     assert (packed.out_features, packed.in_features, packed.group_size) == (N, K, size)
     exact = int_linear.dequantize(linear.weight, linear.scales.double(), linear.zeros.double())
     middle = (linear.zeros + 8 * linear.scales).double().repeat_interleave(size, dim=1)  # which is rounded
-    assert ((packed.floats() - exact).abs() <= 2**-8 * (middle.abs() + exact.abs())).all()
+    assert ((packed.dequantized() - exact).abs() <= 2**-8 * (middle.abs() + exact.abs())).all()
     x = torch.randn(2, MANY // 2, K, generator=g).bfloat16()
     for part in x, x[:, :-1]:
-        result = part.double() @ packed.floats().double().T + (linear.bias if bias else 0)
+        result = part.double() @ packed.dequantized().double().T + (linear.bias if bias else 0)
         assert ((packed(part) - result).abs() <= 2**-7 * (part.double().abs() @ exact.abs().T + 96)).all()
+
+
+@pytest.mark.parametrize("quant, device, used", [
+    ("int4", "cuda", [gpu]), ("int8", "cuda", [gpu]), ("int8", "cpu", [int_linear]), ("", "cuda", []),
+])  # fmt: skip
+def test_a_model_is_loaded_with_the_kernels_of_its_device(quant, device, used, monkeypatch):
+    loaded, calls = object(), []
+    monkeypatch.setattr(sizes, "RandomWeights", lambda *_: None)
+    monkeypatch.setattr(generate, "load_shard", lambda *_: loaded)
+    for place in gpu, int_linear:
+        monkeypatch.setattr(place, "use_kernels", lambda model, place=place: calls.append((place, model)))
+    config = sizes.named_size(f"1b:1:{quant}" if quant else "1b:1")
+    assert generate.load_model(config, None, "bfloat16", World(0, 1, torch.device(device))) is loaded
+    assert calls == [(place, loaded) for place in used]

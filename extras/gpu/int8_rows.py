@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-# One row: a program adds ROW_N x ROW_K products at a time, in registers. Of eight ways to cut, none was faster on an
-# H100 for a matrix of the 8b.
+# One row: a program adds ROW_N x ROW_K products at a time, in registers. Of eight sizes this was the fastest one for
+# the 8b's matrices on an H100, or within 2 % of it.
 ROW_N, ROW_K, ROW_STAGES = 8, 512, 4
 # More rows: reading 5 TB/s with a latency of 1 us takes 5 MB in flight, 38 KB per multiprocessor of an H200. A tile of
 # W is 8 KB and a program has STAGES - 1 of them in flight, 32 KB; PROGRAMS are about two per multiprocessor. At 16 rows

@@ -121,7 +121,7 @@ def show(lines, figure):
         settings[setting(line)].append(line)
     for title, some in settings.items():
         print(f"{title}; ms:\n\n{table(some)}\n")
-    print("`~`: within noise, `^`: above the upper bound, which is noise.")
+    print("(+n %): above the limit. `~`: within noise, `^`: above the upper bound, which is noise.")
     if figure and len(settings) > 1:
         raise InputError(f"--plot draws lines of one setting; these have {len(settings)}")
     if figure:
