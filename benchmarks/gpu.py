@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from extras.measure.link import LINKS
-from runtime import benchmarking, cli, compiling, launch, writing
+from runtime import cli, compiling, launch, writing
 from runtime.cli import number
 from runtime.errors import InputError
 
@@ -58,11 +58,6 @@ def check():
         raise InputError(f"{tempfile.gettempdir()} has {free:.1f} GB free, compilers need 5: name another in TMPDIR")
     compiling.prepare(torch.device("cuda"))
     print(f"a C compiler, Python.h, and {free:.0f} GB of disk are there")
-    from extras.measure.spin import spin_kernel
-
-    costs = torch.tensor([1.0, 0.0], dtype=torch.float64, device="cuda")  # a nanosecond: until %globaltimer's next tick
-    tick = benchmarking.timed("cuda", lambda: spin_kernel[(1,)](costs, 0))
-    print(f"emulated links are exact to {1e6 * tick:.1f} us: a launch, or a tick of %globaltimer")
 
 
 def run(command, seconds):
