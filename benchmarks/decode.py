@@ -150,7 +150,7 @@ def parse(argv):
     p = cli.Parser(__doc__)
     p.add_argument("--model", default="1b", metavar="NAME[:N]", help="N layers of a Llama of this size, e.g. 8b:4")
     p.add_argument("--threads", type=count, default=1, metavar="N", help="of each engine")
-    p.add_argument("--engines", nargs="+", choices=ENGINES, help="default: ours")
+    p.add_argument("--engines", nargs="+", metavar="NAME", help=f"of {', '.join(ENGINES)} (default: ours)")
     p.add_argument("--decode", type=count, nargs="*", default=[1, 4, 16, 64], metavar="BATCH", help="rows of a step")
     p.add_argument("--prefill", type=count, nargs="*", default=[128, 1024], metavar="TOKENS", help="of a prompt")
     p.add_argument("--rounds", type=number(int, 3), default=9, metavar="N", help="turns of each engine in each case")
@@ -162,6 +162,8 @@ def parse(argv):
     if named_size(args.model).n_experts:
         raise InputError(f"--model {args.model} is a mixture of experts: llama.cpp's file is written for a dense Llama")
     args.engines = args.engines or ["ours"]
+    if unknown := {*args.engines}.difference(ENGINES):
+        raise InputError(f"--engines: unknown {unknown.pop()!r}; known: {', '.join(ENGINES)}")
     return args
 
 
