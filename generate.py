@@ -48,7 +48,7 @@ def load_model(config, folder, dtype, world):
             weights = RandomWeights(config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder, weights)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
-    place.at("preparation", timed=False)  # only now: until here ranks waited for one another's load
+    place.at("preparation", timed=False)  # untimed only now: sooner would hide another rank's hung load
     if config.quant:
         from kernels import int_linear
 
@@ -82,7 +82,7 @@ class Generation:
         self.ends = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         self.finish_reasons = [None] * len(prompts)  # "stop" (end-of-sequence) or "length" of a row that is done
         self.passes = 0  # of decode; the prefill's are not counted
-        self.prefill_s = self.decode_s = 0.0  # seconds to the first token; of the passes after it, without their reader
+        self.prefill_s = self.decode_s = 0.0  # seconds: to the first token; of later passes, without the caller's own
 
     @torch.inference_mode()
     def __iter__(self):

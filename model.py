@@ -97,11 +97,11 @@ def residual_stream(x, sublayers, comm, config):
 
     standard                 stale 0 0 0 0    h0(x) h1(x+s0) h2(x+s0+s1) h3(x+s0+s1+s2)
     ladder                         1 1 1 1    h0(x) h1(x)    h2(x+s0)    h3(x+s0+s1)
-    standard, then ladder          0 0 1 1    h0(x) h1(x+s0) h2(x+s0)    h3(x+s0+s1)
+    ladder:1 of 2 layers           0 0 1 1    h0(x) h1(x+s0) h2(x+s0)    h3(x+s0+s1)
     """
     pending = []  # sums in flight, oldest first
     for h, stale in sublayers:
-        if 0 < len(pending) <= stale:  # at a ladder's start only pin keeps h behind this sum
+        if 0 < len(pending) <= stale:  # nothing to settle yet: pin h behind this start
             x = comm.pin(x, pending[-1])
         while len(pending) > stale:  # all but the last `stale`, which travel while h computes
             oldest = pending.pop(0)
@@ -131,7 +131,7 @@ def delayed_stream(x, sublayers, comm, config):
 def desynced_stream(x, sublayers, comm, config):
     """Keep every n-th all-reduce (n = config.period) and the last; between them the ranks' streams drift apart.
 
-    Where one is kept, x = AllReduce(x / lanes + h(x)). upper-bound has no n and keeps none.
+    AllReduce(x / lanes + h(x)) averages them and sums h's partials. upper-bound has no n and keeps none.
     """
     for i, (h, _) in enumerate(sublayers, start=1):
         if config.period and (i % config.period == 0 or i == len(sublayers)):
@@ -178,7 +178,7 @@ class Wiring:
 
     about: str  # its line of --help
     split: Callable = attention_then_mlp  # returns the sublayers [h] of a block
-    blocks: int = 1  # so many neighbouring blocks read the same input; their outputs are added up
+    blocks: int = 1  # so many blocks side by side: their attentions share an input and a sum, then their MLPs
     stream: Callable = residual_stream  # runs the sublayers, as described above
     stale: int = 0  # how many of the last sums a sublayer does not wait for; NAME-K says another number
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block
@@ -357,7 +357,7 @@ class AttentionMetadata(NamedTuple):
     mask, window_mask: (B, S, T') bool. The keys are the first T' slots of the cache or, without a cache, this pass.
     None: every row starts at position 0, and each token attends to all tokens of this pass up to itself.
     rows (B, 1), positions (B, S): where this pass writes the cache.
-    last (B, 1): the position after which a row's tokens are padding; None if there is none.
+    last (B, 1): the last position that linear attention takes in; None: it takes in all.
     """
 
     rope: tuple
@@ -375,8 +375,8 @@ class Attention(nn.Module):
     """Grouped-query attention. The rows of wqkv come KV head by KV head: its G query heads (with attention_gate, after
     each its gate), its key, its value.
 
-    So a run of rows is a run of whole groups, and tp.py may hand this module any number of them: head counts are
-    read from the shapes.
+    So a rank's rows are whole groups, or a KV head with some of its query heads (tp.head_ranges): head counts come
+    from the shapes.
     """
 
     def __init__(self, config, layer):
@@ -432,7 +432,7 @@ class Attention(nn.Module):
 
         mask: (B, S, T'), T' <= T. Subclasses with kernels compute it from the positions (B, S) of q and the window.
         """
-        # The G query heads of a KV head become G more queries of one head: no key is ever copied.
+        # The G query heads of a KV head become one head of G * S queries: no key is ever copied.
         B, _, G, S, _ = q.shape
         mask = mask[:, None, None].expand(B, 1, G, S, -1).flatten(2, 3)  # (B, 1, G * S, T')
         k, v = k[:, :, : mask.shape[-1]], v[:, :, : mask.shape[-1]]  # the filled slots
@@ -483,7 +483,7 @@ def list_sublayers(config, sublayers_of):
     sublayers, i = [], 0
     while i < config.n_layers:
         wiring = config.layer_wirings[i]
-        blocks = [sublayers_of(wiring, j) for j in range(i, i + wiring.blocks)]  # these read the same input
+        blocks = [sublayers_of(wiring, j) for j in range(i, i + wiring.blocks)]  # these run side by side
         sublayers += [(functools.partial(_sum_of, hs), wiring.stale) for hs in zip(*blocks, strict=True)]
         i += wiring.blocks
     return sublayers
@@ -521,9 +521,9 @@ class Transformer(nn.Module):
         tokens (B, S) int64. Without positions every row starts at position 0 (training, scoring, prefill); rows
         shorter than S are padded on the right, which causality hides from them. With positions (B, S) each row
         continues its cached sequence there (decode), reading the first cache_length slots of the cache.
-        cache: as new_cache makes it, written in place, or None. With a cache, tokens after `select` count as padding;
-        -1 is a row of padding. chunks: how many parts to cut the sequence into: one computes while another's partials
-        are summed. More than 1 needs a cache.
+        cache: as new_cache makes it, written in place, or None. With it, the state of linear attention takes in no
+        token after `select`; -1: none at all. chunks: how many parts to cut the sequence into: one computes while
+        another's partials are summed. More than 1 needs a cache.
         """
         x = torch.cat(interleave(self.streams(tokens, positions, cache, cache_length, chunks, select)), dim=1)
         return self.head(x, select)
@@ -539,7 +539,7 @@ class Transformer(nn.Module):
         if fresh:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
         last = None if select is None else positions[:, :1] + select[:, None]
-        end = cache_length - S  # of the slots that a chunk reads
+        end = cache_length - S  # below, of the slots that a chunk reads
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
             end += chunk.shape[1]
             # None: the first chunk of a fresh prompt has no keys before it in the cache
@@ -597,12 +597,12 @@ class Transformer(nn.Module):
     def masks(self, positions, keys, mask):
         """Return the masks (B, S, T') of ordinary layers and of layers with a window; the arguments are metadata's."""
         c, queries = self.config, positions[..., None]
-        at = positions[:, None] if keys is None else keys  # the keys' positions
-        if keys is not None or (c.score_cap and mask is None):
-            mask = at <= queries
+        key_at = positions[:, None] if keys is None else keys
+        if keys is not None or (c.score_cap and mask is None):  # is_causal cannot cap scores
+            mask = key_at <= queries
         if not c.window_layers or (mask is None and positions.shape[1] <= c.sliding_window):
             return mask, mask
-        return mask, (at <= queries if mask is None else mask) & (at > queries - c.sliding_window)
+        return mask, (key_at <= queries if mask is None else mask) & (key_at > queries - c.sliding_window)
 
     def query_scale(self, positions):
         """Return what queries (B, K, G, S, H) are multiplied with, or None."""

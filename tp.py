@@ -180,7 +180,7 @@ def _set_parameter(model, name, tensor):
 
 
 def connect_auto(world):
-    """Sum on one node by one-shot on GPUs, if faster, by shared-memory on CPUs; else as library."""
+    """On one node one-shot on GPUs, if faster, shared-memory on CPUs; else library."""
     on_gpus = world.device.type == "cuda"
     try:
         if on_gpus:

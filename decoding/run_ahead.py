@@ -15,15 +15,15 @@ class RunAhead:
         self.runner, self.ahead = runner, None  # ahead: what advance returned for the pass in flight
 
     def __call__(self, sequences, sample):
-        """Return the next token ids (B,), on the CPU. The sequences end in those that were returned last."""
+        """Return the next token ids (B,), on the CPU. After the first call only their lengths count."""
         runner, longest = self.runner, max(map(len, sequences))
         if self.ahead is None:
             self.ahead = self.advance(*last_tokens(sequences, runner.device)[:2], longest, sample)
-        ids, *after = self.ahead
+        ids, *inputs = self.ahead
         read = ids.to("cpu", non_blocking=True, copy=True)  # the next pass may overwrite them
-        computed = torch.cuda.current_stream(runner.device).record_event()
-        self.ahead = self.advance(*after, min(longest + 1, runner.model.config.max_seq_len), sample)
-        computed.synchronize()
+        copied = torch.cuda.current_stream(runner.device).record_event()
+        self.ahead = self.advance(*inputs, min(longest + 1, runner.model.config.max_seq_len), sample)
+        copied.synchronize()
         return read
 
     @torch.inference_mode()
@@ -33,7 +33,7 @@ class RunAhead:
         longest: as for Runner.cache_length. The replay of a graph overwrites the last result.
         """
         runner = self.runner
-        length, end = runner.cache_length(longest), runner.model.config.max_seq_len - 1  # rows that are done stay there
+        length, end = runner.cache_length(longest), runner.model.config.max_seq_len - 1  # done rows count on up to it
         key = runner.graphs and getattr(sample, "graph_key", None)  # None: sampling is not captured
         decode = runner.graphs.step if key else runner.decode_model
 

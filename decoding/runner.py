@@ -11,7 +11,7 @@ from tqdm import tqdm
 from model import cache_slots
 from runtime import place
 
-PASS_TOKENS = 1024  # of all rows, in one pass of a prefill: activations take the memory of a pass
+PASS_TOKENS = 1024  # of all rows in one pass of a prefill: bounds the memory of activations
 MIN_TOKENS = 512  # a pass of fewer is not cut: two chunks would take a CPU longer than one
 BUCKET = 256  # a GPU's cache has multiples of so many slots
 
@@ -35,8 +35,8 @@ def last_tokens(sequences, device):
 def make_cache(model, batch, length, in_buckets=False):
     """Return a cache for rows of up to `length` tokens. in_buckets: in whole buckets, as a GPU always gets it.
 
-    There is one more slot, which no step reads: a slice of all slots would be compiled as another graph. By the others
-    longrope chooses its factors; buckets do not change that, as its original context is a multiple of them.
+    No step reads the last slot: a slice of all slots would be compiled as another graph. longrope chooses its factors
+    by the number of the others; BUCKET divides its original context, so rounding up never crosses it.
     """
     if in_buckets or model.device.type != "cpu":
         length = -(-length // BUCKET) * BUCKET
@@ -78,7 +78,7 @@ class Runner:
         cache.
         """
         B, S = tokens.shape
-        if self.model.config.linear_layers:  # whose state cannot go back to where the prompts part
+        if self.model.config.linear_layers:  # whose state cannot be rewound to after these
             cached_tokens = 0
         last, logits, width = lengths - 1, None, max(1, self.pass_tokens // B)
         starts = range(cached_tokens, S, width)
@@ -120,7 +120,7 @@ class Runner:
         return RunAhead(self)
 
     def cache_length(self, longest):
-        """Return how many slots of the cache a pass reads, after which the longest row has so many tokens.
+        """Return how many slots of the cache a pass reads that takes the longest row to `longest` tokens.
 
         On a GPU each is a CUDA graph of its own, so there are 2 for each doubling; the last one is the whole cache.
         """

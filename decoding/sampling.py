@@ -9,7 +9,7 @@ from model import VOCAB_BLOCK, SingleDevice
 from runtime.errors import InputError
 
 SINGLE = SingleDevice()
-N_CHUNKS = VOCAB_BLOCK  # of the logits, which a GPU searches at the same time; v is a multiple of it
+N_CHUNKS = VOCAB_BLOCK  # of the logits, which a GPU searches at the same time; it divides padded v
 
 
 class Sampler:
@@ -32,27 +32,27 @@ class Sampler:
         self.temperature, self.top_k, self.top_p, self.device = temperature, top_k, top_p, device
         self.filters = top_k is not None or top_p < 1
         self.generator = torch.Generator(device).manual_seed(seed)
-        # what a CUDA graph that chooses by it is for; None: no graph does
+        # samplers with an equal key share CUDA graphs; None: not captured
         self.graph_key = "greedy" if temperature == 0 else None if self.filters else self
 
     def __call__(self, logits, comm=SINGLE):
         """Return token ids (...), -1 where the logits are not all finite, from this rank's logits (..., v)."""
         greedy = self.temperature == 0
         if self.filters and not greedy:
-            from decoding import likely  # a room that a plain run does not enter
+            from decoding import likely  # only top_k and top_p need it
 
             return likely.draw(self, logits, comm)
         numbers, first, vocab_size = comm.local_logits(logits if greedy else logits.float())
         chunks = numbers.unflatten(-1, (N_CHUNKS, -1))
         chunk_max, chunk_argmax = chunks.max(-1)
         top, chunk = chunk_max.max(-1)
-        score = (top + 0 * chunks.amin(-1).amin(-1)).double()  # 0 * -inf is NaN, so this is finite if all logits are
+        score = (top + 0 * chunks.amin(-1).amin(-1)).double()  # 0 * -inf is NaN: finite only if all logits are
         if greedy:
             token = chunk * chunks.shape[-1] + chunk_argmax.gather(-1, chunk[..., None])[..., 0]
         else:
             weights = (numbers - top[..., None]).div_(self.temperature).exp_()
             lead, token = self.race(weights, first, vocab_size)
-            score = score / self.temperature + lead.log()
+            score = score / self.temperature + lead.log()  # the weights are relative to this rank's top
         scores, ids = comm.all_gather(torch.stack((score, token + first), -1)).unbind(-1)
         winner = ids.gather(0, scores.argmax(0, keepdim=True))[0].long()  # of equal scores the first rank's
         return winner.where(scores.isfinite().all(0), -1)
