@@ -119,18 +119,13 @@ def tables(lines):
     cells, one = {(line["wiring"], line["batch"]): line for line in lines}, lines[0]
 
     def table(key, rate):
-        def ratios(wiring, batch):
-            standard, line = (cells.get((name, batch)) for name in ("standard", wiring))
-            return standard and line and [a / b for a, b in zip(standard[key], line[key], strict=True)]
-
         def cell(line, _):
             low, middle, high = quartiles(line[key])
             text = f"{middle:.2f} ({low:.2f}-{high:.2f}) ms"
-            times, bound = (ratios(name, line["batch"]) for name in (line["wiring"], "upper-bound"))
-            if times and line["wiring"] != "standard":
-                low, middle, high = quartiles(times)
-                above = bound is not None and middle > statistics.median(bound)
-                text += f", {'~' * (low <= 1 <= high)}{middle:.2f}x{'^' * above}"
+            standard = cells.get(("standard", line["batch"]))
+            if standard not in (None, line):
+                low, middle, high = quartiles([a / b for a, b in zip(standard[key], line[key], strict=True)])
+                text += f", {'~' * (low <= 1 <= high)}{middle:.2f}x"
             return text + rate(line)
 
         return pivot(["wiring"], lines, lambda x: (x["wiring"],), lambda x: f"batch {x['batch']}", cell)
@@ -145,7 +140,7 @@ def tables(lines):
         f"Decode, time per token:\n\n{table('tpot_ms', rate)}\n\n"
         f"Prefill, time to first token:\n\n{table('ttft_ms', lambda line: '')}\n\n"
         f"Medians (quartiles) of {len(one['tpot_ms'])} rounds. x: times as fast as standard, the median ratio within a "
-        "round; `~`: its quartiles include 1, `^`: above the upper bound, which is noise; %: of the memory's bandwidth."
+        "round; `~`: its quartiles include 1; %: of the memory's bandwidth."
     )
 
 

@@ -48,13 +48,13 @@ def load_model(config, folder, dtype, world):
             weights = RandomWeights(config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder, weights)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
-    place.at("preparation", timed=False)  # untimed only now: sooner would hide another rank's hung load
+    place.at("preparation", timed=False)  # not untimed sooner: another rank's hung load must show
     if config.quant:
         from kernels import int_linear
 
-        kernels = int_linear if world.device.type == "cpu" else find_extra("gpu")
-        if kernels:
-            kernels.use_kernels(model)
+        module = int_linear if world.device.type == "cpu" else find_extra("gpu")
+        if module:
+            module.use_kernels(model)
     if world.group is not None:
         model.comm = TensorParallel(config, world.shares, world.group)
     return model
@@ -81,8 +81,8 @@ class Generation:
         self.sequences = [list(prompt) for prompt in prompts]  # with the new ids, end-of-sequence included
         self.ends = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         self.finish_reasons = [None] * len(prompts)  # "stop" (end-of-sequence) or "length" of a row that is done
-        self.passes = 0  # of decode; the prefill's are not counted
-        self.prefill_s = self.decode_s = 0.0  # seconds: to the first token; of later passes, without the caller's own
+        self.passes = 0  # of decode
+        self.prefill_s = self.decode_s = 0.0  # seconds to the first token; of later passes, the caller's excluded
 
     @torch.inference_mode()
     def __iter__(self):
@@ -209,8 +209,8 @@ def read_flags(args, world):
             cli.warn_of_wiring(own, config, world.shares)
         prompts, chats = cli.read_prompts(args, config, tokenizer), cli.is_chat(args)
         context = min(cli.CHAT_CONTEXT, config.max_seq_len) if chats else config.max_seq_len
-        new = cli.fit(args.max_new_tokens, prompts, context)
-        slots = context if chats else max(map(len, prompts)) + new
+        max_new_tokens = cli.fit(args.max_new_tokens, prompts, context)
+        slots = context if chats else max(map(len, prompts)) + max_new_tokens
         source = None
         if args.draft:
             drafts = load_extra("drafts", f"--draft {args.draft}")
@@ -222,7 +222,7 @@ def read_flags(args, world):
         "--draft": source and (source.name, source.count),
     }
     world.agree(contents, checkpoint=args.checkpoint, draft=source and source.folder)
-    return Run(args, name, config, tokenizer, prompts, new, slots, sample, source)
+    return Run(args, name, config, tokenizer, prompts, max_new_tokens, slots, sample, source)
 
 
 def load(run, world):
@@ -254,10 +254,10 @@ def main(argv=None):
     run = load(read_flags(args, world), world)
     if cli.is_chat(args):
         return load_extra("chat", "--chat without a prompt").chat_on_terminal(run, world, Generation)
-    prompts, new, printer = run.prompts, run.max_new_tokens, None
+    prompts, max_new_tokens, printer = run.prompts, run.max_new_tokens, None
     if world.rank == 0:
-        printer = cli.Printer(prompts, run.tokenizer, new, show_prompt=args.chat is None)
-    generation = Generation(run.runner, prompts, new, run.sample, run.config.eos_ids, run.draft)
+        printer = cli.Printer(prompts, run.tokenizer, max_new_tokens, show_prompt=args.chat is None)
+    generation = Generation(run.runner, prompts, max_new_tokens, run.sample, run.config.eos_ids, run.draft)
     with run.runner.unguarded():
         for ids in generation:
             if printer:

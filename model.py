@@ -36,8 +36,8 @@ def pad_logits(logits, width):
 class SingleDevice:
     """The collectives of a single device: no-ops, since its partial already is the sum. tp.py has the real ones.
 
-    tp_size: the number of ranks. lanes: the partials that an all-reduce adds up, one a rank; extras/lanes may put
-    several on a rank.
+    tp_size: the number of ranks. lanes: how many partials an all-reduce adds up, one of each rank; extras/lanes may
+    put several on a rank.
     """
 
     tp_size = lanes = 1
@@ -58,7 +58,7 @@ class SingleDevice:
         return x + pending
 
     def pin(self, x, after):
-        """Return x, for a sublayer that the compiler must not move before `after`, a start."""
+        """Return x; the compiler moves no sublayer that reads it before `after`, what a start returned."""
         return x
 
     def local_logits(self, logits):
@@ -75,22 +75,22 @@ class SingleDevice:
         return logits
 
 
-def interleave(streams):
-    """Run generators in turns: while one waits for its all-reduce, the next computes. Returns the last x of each."""
-    *_, xs = zip(*streams, strict=True)  # zip runs each up to its next yield, and so on to their ends
-    return xs
-
-
 # ---- The wirings -----------------------------------------------------------------------------------------------------
 #
 # A sublayer h maps the residual stream x (B, S, D) to this rank's partial of its output. A stream runs all sublayers;
 # it is a generator that yields after each start, so that interleave can run other streams meanwhile, and finally x.
 # While sums are in flight, it gives the newest of them to settle or pin before each sublayer: else torch.compile moves
-# the waits to where nothing overlaps. docs/code.md has the reason, tests/test_wiring.py -k compiled_code the order.
+# the waits to where nothing overlaps. docs/code.md says why; tests/test_wiring.py -k compiled_code checks it.
+
+
+def interleave(streams):
+    """Run generators in turns: while one waits for its all-reduce, the next computes. Returns the last x of each."""
+    *_, xs = zip(*streams, strict=True)  # zip advances each to its next yield, in turn
+    return xs
 
 
 def residual_stream(x, sublayers, comm, config):
-    """Run standard x_i = x_{i-1} + AllReduce(h_i(x_{i-1})), ladder x_i = x_{i-1} + AllReduce(h_i(x_{i-2})), or both.
+    """Run standard x_i = x_{i-1} + AllReduce(h_i(x_{i-1})), ladder x_i = x_{i-1} + AllReduce(h_i(x_{i-2})), or a mix.
 
     sublayers: list of (h, stale). A sublayer reads x without the last `stale` sums, which are still in flight. Of four
     sublayers, numbered from 0, with the sums s0, s1, ...:
@@ -99,18 +99,18 @@ def residual_stream(x, sublayers, comm, config):
     ladder                         1 1 1 1    h0(x) h1(x)    h2(x+s0)    h3(x+s0+s1)
     ladder:1 of 2 layers           0 0 1 1    h0(x) h1(x+s0) h2(x+s0)    h3(x+s0+s1)
     """
-    pending = []  # sums in flight, oldest first
+    in_flight = []  # sums, oldest first
     for h, stale in sublayers:
-        if 0 < len(pending) <= stale:  # nothing to settle yet: pin h behind this start
-            x = comm.pin(x, pending[-1])
-        while len(pending) > stale:  # all but the last `stale`, which travel while h computes
-            oldest = pending.pop(0)
-            x = comm.settle(x, oldest, *pending[-1:])
-        pending.append(comm.start(h(x)))
-        yield  # here another chunk may compute
-    while pending:
-        oldest = pending.pop(0)
-        x = comm.settle(x, oldest, *pending[-1:])
+        if 0 < len(in_flight) <= stale:  # nothing to settle yet: pin h behind the last start
+            x = comm.pin(x, in_flight[-1])
+        while len(in_flight) > stale:  # all but the last `stale`, which travel while h computes
+            oldest = in_flight.pop(0)
+            x = comm.settle(x, oldest, *in_flight[-1:])
+        in_flight.append(comm.start(h(x)))
+        yield  # here another stream may run: another chunk of the prompt
+    while in_flight:
+        oldest = in_flight.pop(0)
+        x = comm.settle(x, oldest, *in_flight[-1:])
     yield x
 
 
@@ -131,7 +131,7 @@ def delayed_stream(x, sublayers, comm, config):
 def desynced_stream(x, sublayers, comm, config):
     """Keep every n-th all-reduce (n = config.period) and the last; between them the ranks' streams drift apart.
 
-    AllReduce(x / lanes + h(x)) averages them and sums h's partials. upper-bound has no n and keeps none.
+    AllReduce(x / lanes + h(x)) averages x and sums h's partials. upper-bound has no n and keeps none.
     """
     for i, (h, _) in enumerate(sublayers, start=1):
         if config.period and (i % config.period == 0 or i == len(sublayers)):
@@ -170,7 +170,7 @@ def attention_into_mlp(block, metadata, cache):
 
 @dataclasses.dataclass(frozen=True)
 class Wiring:
-    """The complete description of a wiring: flags, --help, sweeps and tests read it here.
+    """All that flags, --help, sweeps and tests know of a wiring.
 
     Some wirings compute another function on another number of ranks. "spd/8" fixes that number at eight lanes, so that
     1, 2, 4 or 8 ranks compute the same: a lane is what one rank of eight holds, with a stream of its own.
@@ -178,13 +178,13 @@ class Wiring:
 
     about: str  # its line of --help
     split: Callable = attention_then_mlp  # returns the sublayers [h] of a block
-    blocks: int = 1  # so many blocks side by side: their attentions share an input and a sum, then their MLPs
+    blocks: int = 1  # how many run side by side: their attentions share an input and a sum, then their MLPs
     stream: Callable = residual_stream  # runs the sublayers, as described above
-    stale: int = 0  # how many of the last sums a sublayer does not wait for; NAME-K says another number
+    stale: int = 0  # how many of the last sums a sublayer does not wait for; in NAME-K, K
     norms: tuple[str, ...] = ("attention_norm", "ffn_norm")  # the norms of a block
     parameter: str | None = "layers"  # N in NAME:N: "layers", the last N; "period", every N-th sum; None: no N
-    depends_on_lanes: bool = False  # whether another number of lanes computes another function of the same weights
-    small_loss: bool = False  # whether standard weights lose little in it, in a few layers (benchmarks/quality.md)
+    depends_on_lanes: bool = False  # whether what it computes depends on the number of lanes
+    small_loss: bool = False  # whether a few layers of it cost standard weights little (benchmarks/quality.md)
     model: type | None = None  # its own subclass of Transformer, with a check(config)
 
 
@@ -223,7 +223,7 @@ def parse_wiring(text):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The shape and settings of a checkpoint, as in its config.json. Never mutated. Raises InputError."""
+    """The shape and settings of a checkpoint, as in its config.json. Raises InputError."""
 
     n_layers: int
     n_heads: int
@@ -248,11 +248,11 @@ class Config:
     qkv_bias: bool = False
     wo_bias: bool = False
     qk_norm: bool = False
-    whole_qk_norm: bool = False  # of all heads together, those of other ranks too, not of each
+    whole_qk_norm: bool = False  # one norm over the heads of all ranks, not one per head
     attention_gate: bool = False  # whether a head's output is multiplied by sigmoid(another query projection)
     score_cap: float | None = None  # scores become cap tanh(score / cap)
-    query_scale: float | None = None  # queries are multiplied with it
-    llama4_beta: float | None = None  # ... and with 1 + beta ln(1 + floor(position / original_max_position_embeddings))
+    query_scale: float | None = None  # a further factor of queries
+    llama4_beta: float | None = None  # and 1 + beta ln(1 + floor(position / original_max_position_embeddings))
     sliding_window: int | None = None  # how many positions a token attends to, itself included
     window_layers: tuple[int, ...] = ()  # in these layers
     window_rope_theta: float | None = None  # of these layers, without rope_scaling; None: as the other layers
@@ -345,7 +345,7 @@ def rotate(x, cos, sin):
     cos, sin: (B, 1, 1, S, R/2).
     """
     R = 2 * cos.shape[-1]
-    # contiguous in this order: then a head is one long loop, where otherwise each position would be a short one
+    # contiguous in this order: a head is one long loop, not a short one for each position
     a, b, rest = x.float(memory_format=torch.contiguous_format).tensor_split((R // 2, R), dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).type_as(x)
 
@@ -384,7 +384,7 @@ class Attention(nn.Module):
         self.window = config.sliding_window if layer in config.window_layers else None
         self.rotates = layer not in config.nope_layers
         self.head_dim = config.head_dim
-        n_heads, n_kv_heads, self.gates = config.n_heads, config.n_kv_heads, int(config.attention_gate)  # of a head
+        n_heads, n_kv_heads, self.gates = config.n_heads, config.n_kv_heads, int(config.attention_gate)  # 0 or 1
         width = (n_heads * (1 + self.gates) + 2 * n_kv_heads) * self.head_dim
         self.wqkv = nn.Linear(config.dim, width, bias=config.qkv_bias)
         self.wo = nn.Linear(n_heads * self.head_dim, config.dim, bias=config.wo_bias)
@@ -493,11 +493,16 @@ def _sum_of(hs, x):
     return functools.reduce(operator.add, [h(x) for h in hs])
 
 
+def cache_slots(cache):
+    """Return the slots T of a cache as new_cache makes it. Layers of linear attention have none."""
+    return next((keys.shape[2] for keys, _ in cache if keys.dim() == 4), 1)
+
+
 class Transformer(nn.Module):
     """The whole model, or the shard of a rank: tp.load_shard makes it, and generate.load_model sets `comm`.
 
-    forward makes a stream for each chunk of the prompt (usually there is one); it runs the sublayers of all layers. A
-    standard layer: x = x + AllReduce(attention(attention_norm(x))), x = x + AllReduce(feed_forward(ffn_norm(x))).
+    forward makes a stream for each chunk of the prompt (usually there is one); each runs all sublayers. A standard
+    layer: x = x + AllReduce(attention(attention_norm(x))), x = x + AllReduce(feed_forward(ffn_norm(x))).
     """
 
     def __init__(self, config):
@@ -535,16 +540,16 @@ class Transformer(nn.Module):
         """
         streams, S = [], tokens.shape[1]
         fresh = positions is None
-        run_length = cache_slots(cache) - 1 if cache else S  # the last slot is never read: see make_cache
+        max_length = cache_slots(cache) - 1 if cache else S  # the last slot is never read: see make_cache
         if fresh:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
         last = None if select is None else positions[:, :1] + select[:, None]
-        end = cache_length - S  # below, of the slots that a chunk reads
+        filled = cache_length - S  # slots of the cache, before each chunk
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
-            end += chunk.shape[1]
+            filled += chunk.shape[1]
             # None: the first chunk of a fresh prompt has no keys before it in the cache
-            keys = None if fresh and not streams else torch.arange(end, device=tokens.device)
-            streams.append(self.stream(self.embed(chunk), self.metadata(at, keys, run_length, last), cache))
+            keys = None if fresh and not streams else torch.arange(filled, device=tokens.device)
+            streams.append(self.stream(self.embed(chunk), self.metadata(at, keys, max_length, last), cache))
         return streams
 
     def embed(self, tokens):
@@ -559,6 +564,14 @@ class Transformer(nn.Module):
             comm = norms.NormedSums(comm, [n for b in self.layers for n in (b.attention_sum_norm, b.ffn_sum_norm)])
         return self.config.named_wiring.stream(x, self.sublayers(metadata, cache), comm, self.config)
 
+    def sublayers(self, metadata, cache=None):
+        """Return the sublayers in order, [(h, stale)], as a stream takes them."""
+
+        def sublayers_of(wiring, i):
+            return wiring.split(self.layers[i], metadata, cache and cache[i])
+
+        return list_sublayers(self.config, sublayers_of)
+
     def head(self, x, select=None):
         """Return the logits of the last layer's x (B, S, D); select: as in forward."""
         if select is not None:
@@ -570,22 +583,22 @@ class Transformer(nn.Module):
         logits, cap = self.output(x), self.config.logit_cap
         return logits if cap is None else cap * (logits / cap).tanh()
 
-    def metadata(self, positions, keys=None, run_length=None, last=None, mask=None):
+    def metadata(self, positions, keys=None, max_length=None, last=None, mask=None):
         """Return the AttentionMetadata of tokens at these positions (B, S).
 
         keys (T'): the positions of the keys in the cache; None: the keys are those of this pass, and mask (B, S, S)
-        says who attends to them, if not each token to all up to itself. run_length: the tokens that a row may have at
-        the end of the run, by default S.
+        says who attends to them, if not each token to all up to itself. max_length: how long a row may get in this
+        run, by default S.
         """
-        ropes, masks = self.ropes(positions, run_length or positions.shape[1]), self.masks(positions, keys, mask)
+        ropes, masks = self.ropes(positions, max_length or positions.shape[1]), self.masks(positions, keys, mask)
         rows = torch.arange(len(positions), device=positions.device)[:, None]
         return AttentionMetadata(*ropes, *masks, rows, positions, self.comm, self.query_scale(positions), last)
 
-    def ropes(self, positions, run_length):
+    def ropes(self, positions, max_length):
         """Return (cos, sin) at the positions (B, S) for ordinary layers, and (cos, sin) for layers with a window."""
         c, scaling = self.config, self.config.rope_scaling or {}
         # beyond its original context, longrope uses its long factors for all keys
-        is_long = "long_factor" in scaling and run_length > scaling["original_max_position_embeddings"]
+        is_long = "long_factor" in scaling and max_length > scaling["original_max_position_embeddings"]
         rope = self.rope(positions, int(is_long), scaling.get("attention_factor", 1.0))
         return rope, self.rope(positions, 1) if c.window_rope_theta else rope
 
@@ -612,22 +625,9 @@ class Transformer(nn.Module):
         lengths = positions // c.rope_scaling["original_max_position_embeddings"]  # in original contexts
         return (1 + c.llama4_beta * (lengths + 1).log())[:, None, None, :, None] * (scale or 1.0)
 
-    def sublayers(self, metadata, cache=None):
-        """Return the sublayers in order, [(h, stale)], as a stream takes them."""
-
-        def sublayers_of(wiring, i):
-            return wiring.split(self.layers[i], metadata, cache and cache[i])
-
-        return list_sublayers(self.config, sublayers_of)
-
     def new_cache(self, batch, length):
         """Return a static cache of `length` slots: for each layer a (k, v), or the state of a linear one."""
         return [block.attention.new_cache(batch, length, self.device, self.dtype) for block in self.layers]
-
-
-def cache_slots(cache):
-    """Return the slots T of a cache as new_cache makes it. Layers of linear attention have none."""
-    return next((keys.shape[2] for keys, _ in cache if keys.dim() == 4), 1)
 
 
 def build(config):

@@ -1,5 +1,4 @@
-"""Tensor parallelism: which rank holds what of the weights, and the collectives of a forward pass. Nothing else shards,
-and nothing else communicates while a model computes.
+"""Tensor parallelism: which rank holds what of the weights, and the collectives of a forward pass.
 
 Rank and shares are arguments, so one process can build the shard of any rank. shares: the relative sizes of the
 ranks' parts, (1, 1) for two equal ones. Shape letters: model.py.
@@ -61,7 +60,7 @@ def head_ranges(config, rank, shares):
 
 def neuron_range(config, neurons, rank, shares):
     """Return the range of a rank's neurons in each MLP of so many: rows of w1 and w3, columns of w2."""
-    # neurons that stay together: those of a group of w2's columns in int4, which has one scale
+    # neurons that stay together: an int4 group of w2's columns, for example, has one scale
     unit = int_groups.column_unit(config, neurons, sum(shares) / min(shares))
     units = neurons // unit
     if len(shares) > units:
@@ -97,7 +96,7 @@ def shard_plan(config, rank, shares):
         plan |= load_extra("linear_attention", "linear_layers").row_ranges(config, first, last)
     if config.whole_qk_norm:
         [(start, stop)], H = wo, config.head_dim
-        columns = N // config.n_kv_heads * H  # of wo for a KV head, which several ranks may share: rounded outwards
+        columns = N // config.n_kv_heads * H  # of wo per KV head; one that ranks share counts whole
         plan |= {"q_norm": (0, wo), "k_norm": (0, [(start // columns * H, -(-stop // columns) * H)])}
     for mlp, neurons in config.mlps.items():
         ranges = [neuron_range(config, neurons, rank, shares)]
@@ -125,8 +124,8 @@ def shard_slices(model, dtype, rank=0, shares=1):
     plan, slices = shard_plan(model.config, rank, shares), {}
     for name, whole in model.named_parameters():  # a tied output head is not among them
         path, _, tensor = name.rpartition(".")
-        linear = name if path.endswith(".attention") else path  # linear attention has parameters of its own
-        key = linear.split(".", 3)[-1]  # "layers.3.attention.wo" is "wo" in the plan
+        owner = name if path.endswith(".attention") else path  # linear attention has parameters of its own
+        key = owner.split(".", 3)[-1]  # "layers.3.attention.wo" is "wo" in the plan
         dim, ranges = plan.get(key, (0, None))
         shape, columns = list(whole.shape), 1
         if dim == 1 and tensor == "bias":  # added to a partial sum: by rank 0 alone
@@ -177,10 +176,14 @@ def _set_parameter(model, name, tensor):
 
 
 # ---- The collectives -------------------------------------------------------------------------------------------------
+#
+# COLLECTIVES: ways to sum over ranks, {name: connect}. connect(world) gets a World whose group is torch.distributed's
+# default. It returns the group that sums, or raises InputError on all ranks alike. Its docstring begins with its line
+# of --help.
 
 
 def connect_auto(world):
-    """On one node one-shot on GPUs, if faster, shared-memory on CPUs; else library."""
+    """On one node shared-memory on CPUs, one-shot on GPUs if it is faster; else library."""
     on_gpus = world.device.type == "cuda"
     try:
         if on_gpus:
@@ -197,8 +200,6 @@ def connect_library(world):
     return world.group
 
 
-# Ways to sum over ranks, {name: connect}. connect(world) gets a World whose group is torch.distributed's default. It
-# returns the group that sums, or raises InputError on all ranks alike. Its docstring begins with its line of --help.
 COLLECTIVES = {"auto": connect_auto, "library": connect_library}
 
 

@@ -159,9 +159,9 @@ def parse(argv):
     args = p.parse_args(argv)
     if args.show:
         return args
-    if named_size(args.model).n_experts:
-        raise InputError(f"--model {args.model} is a mixture of experts: llama.cpp's file is written for a dense Llama")
     args.engines = args.engines or ["ours"]
+    if named_size(args.model).n_experts and {*map(ENGINES.get, args.engines)} != {ours}:
+        raise InputError(f"--model {args.model} is a mixture of experts: llama.cpp's file is written for a dense Llama")
     if unknown := {*args.engines}.difference(ENGINES):
         raise InputError(f"--engines: unknown {unknown.pop()!r}; known: {', '.join(ENGINES)}")
     return args
@@ -174,24 +174,18 @@ def measure(args):
     engines = {name: ENGINES[name](config, name.partition(":")[2]) for name in args.engines}
     made = {**environment(WORLD), "model": args.model, "rounds": args.rounds}
     for kind, n in [("decode", batch) for batch in args.decode] + [("prefill", tokens) for tokens in args.prefill]:
-        for line in measure_case(engines, kind, n, args.rounds):
-            yield made | line
-
-
-def measure_case(engines, kind, n, rounds):
-    """Yield the result of each engine in a case."""
-    steps = {name: prepare(kind, n) for name, prepare in engines.items()}
-    turns = {name: partial(timed, WORLD.device, run) for name, (run, _) in steps.items()}
-    in_turns(turns, 1)
-    results = in_turns({"": lambda: read_bandwidth(WORLD.device, repeats=3), **turns}, rounds)
-    bandwidth = results.pop("")
-    for name, seconds in results.items():
-        low, median, high = (1e3 * s for s in quartiles(seconds))
-        line = {"engine": name, "kind": kind, "n": n, "ms": median, "quartiles_ms": [low, high]}
-        line |= {"bandwidth": statistics.median(bandwidth)}
-        if n_bytes := steps[name][1]:  # round by round: a shared machine's bandwidth varies
-            line["mbu"] = statistics.median(n_bytes / s / b for s, b in zip(seconds, bandwidth, strict=True))
-        yield line
+        steps = {name: prepare(kind, n) for name, prepare in engines.items()}
+        turns = {name: partial(timed, WORLD.device, run) for name, (run, _) in steps.items()}
+        in_turns(turns, 1)
+        times = in_turns({"": lambda: read_bandwidth(WORLD.device, repeats=3), **turns}, args.rounds)
+        bandwidth = times.pop("")
+        made["bandwidth"] = statistics.median(bandwidth)
+        for name, seconds in times.items():
+            low, median, high = (1e3 * s for s in quartiles(seconds))
+            line = {**made, "engine": name, "kind": kind, "n": n, "ms": median, "quartiles_ms": [low, high]}
+            if n_bytes := steps[name][1]:  # round by round: a shared machine's bandwidth varies
+                line["mbu"] = statistics.median(n_bytes / s / b for s, b in zip(seconds, bandwidth, strict=True))
+            yield line
 
 
 # ---- Tables ----------------------------------------------------------------------------------------------------------
@@ -226,7 +220,7 @@ def cell(line, row):
 def main(argv=None):
     args = parse(argv)
     if args.show:
-        lines = [line for path in args.show for line in results.read(path, "engine")]
+        lines = [line for path in args.show for line in results.read(path, "bandwidth") if "engine" in line]
         return print(tables([line for line in lines if not args.engines or line["engine"] in args.engines]))
     lines = []
     for line in measure(args):

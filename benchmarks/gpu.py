@@ -9,17 +9,13 @@ A case appends its lines to the file and prints its tables; one that fails leave
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
-import torch
-
 from extras.measure.link import LINKS
-from runtime import cli, compiling, launch, writing
+from runtime import cli, launch, writing
 from runtime.cli import number
 from runtime.errors import InputError
 
@@ -45,27 +41,12 @@ def cases(device, traces):
     ]
 
 
-def check():
-    """Print what this machine has of what a GPU needs here. Raises InputError for what is missing."""
-    driver, free = Path("/proc/driver/nvidia/version"), shutil.disk_usage(tempfile.gettempdir()).free / 1e9
-    print(f"driver: {driver.read_text().splitlines()[0] if driver.is_file() else 'unknown'}; CUDA {torch.version.cuda}")
-    for i in range(torch.cuda.device_count()):
-        capability = torch.cuda.get_device_capability(i)
-        print(f"cuda:{i}: {torch.cuda.get_device_name(i)}, compute capability {capability}")
-        if capability < (8, 0):
-            raise InputError(f"cuda:{i} has compute capability {capability}: Ampere (8, 0) or newer is needed")
-    if free < 5:
-        raise InputError(f"{tempfile.gettempdir()} has {free:.1f} GB free, compilers need 5: name another in TMPDIR")
-    compiling.prepare(torch.device("cuda"))
-    print(f"a C compiler, Python.h, and {free:.0f} GB of disk are there")
-
-
 def run(command, seconds):
     """Run a command for at most so many seconds; returns why it failed, or None."""
     limit = ["timeout", "-s", "KILL", f"{seconds:.0f}"]  # its group: a compiler's helpers, too
     done = subprocess.run([*limit, sys.executable, *shlex.split(command)], cwd=Path(__file__).parent.parent)
     code = abs(done.returncode)
-    return "no time left" if code in (9, 137) else f"it ended with code {code}" if code else None
+    return "killed, for want of time or memory" if code in (9, 137) else f"it ended with code {code}" if code else None
 
 
 def main(argv=None):
@@ -73,14 +54,11 @@ def main(argv=None):
     cli.add_rank_flags(p, comm=False)
     p.add_argument("--seconds", type=number(float, 0), default=540, metavar="S", help="skip what is left after so many")
     p.add_argument("--json", type=cli.appendable, required=True, metavar="FILE", help="append the lines to this file")
-    p.add_argument("--check", action="store_true", help="only say whether this machine has what it takes")
     p.add_argument("--traces", default="gpu-traces", metavar="DIR", help="traces of simulated steps")
     args = p.parse_args(argv)
     device, end = str(launch.choose_device(args.device)), time.monotonic() + args.seconds
     if device == "cpu" and args.device != "cpu":
         raise InputError("there is no GPU: --device cpu tries the script")
-    if args.check:
-        return check()
     for command in cases(device, os.path.abspath(args.traces)):
         command, left = f"{command} --json {shlex.quote(os.path.abspath(args.json))}", end - time.monotonic()
         print(f"[{left:.0f} s left] python {command}", file=sys.stderr, flush=True)
