@@ -173,7 +173,7 @@ def parse(argv):
     _, config = cli.read_config(args)
     for wiring in args.wiring:
         for tp in args.tp:
-            shard_plan(rewired(config, wiring), 0, tp)  # raises InputError before any rank starts
+            shard_plan(rewired(config, wiring), 0, (1,) * tp)  # raises InputError before any rank starts
     if args.prompt_length + args.new_tokens > config.max_seq_len:
         asked = f"--prompt-length {args.prompt_length} and --new-tokens {args.new_tokens}"
         raise InputError(f"{asked} exceed the context of {config.max_seq_len}")

@@ -92,7 +92,7 @@ def check_lanes(config):
     if config.named_wiring.depends_on_lanes and config.lanes is None:
         name = config.wiring
         raise InputError(f"--wiring {name} is another function in other numbers of lanes: name them, e.g. {name}/8")
-    tp.shard_plan(config, 0, config.lanes or 1)
+    tp.shard_plan(config, 0, (1,) * (config.lanes or 1))
 
 
 def main(argv=None):

@@ -19,11 +19,6 @@ from runtime.errors import InputError, load_extra
 # ---- The sharding plan -----------------------------------------------------------------------------------------------
 
 
-def normalize_shares(shares):
-    """Return shares as a tuple with a number for each rank: an int n means n equal shares."""
-    return (1,) * shares if isinstance(shares, int) else shares
-
-
 def split_range(n, rank, shares, name=None):
     """Return the range (start, stop) of n things that a rank gets, in proportion to its share.
 
@@ -75,7 +70,7 @@ def neuron_range(config, neurons, rank, shares):
 
 def vocab_range(vocab_size, rank, shares):
     """Return the range of a rank's token ids, the rows of the output head: whole blocks but for the last one."""
-    blocks = split_range(-(-vocab_size // VOCAB_BLOCK), rank, normalize_shares(shares))
+    blocks = split_range(-(-vocab_size // VOCAB_BLOCK), rank, shares)
     return tuple(min(i * VOCAB_BLOCK, vocab_size) for i in blocks)
 
 
@@ -83,10 +78,10 @@ def shard_plan(config, rank, shares):
     """Return {linear: (dimension, [(start, stop), ...])}: what a rank holds of each sharded linear and norm.
 
     Column-parallel (rows of the weight, dimension 0): wqkv by KV-head groups, w1, w3, and the output head by the
-    vocabulary. Row-parallel (columns of the weight, dimension 1): wo and w2. shares: a number for each rank, or how
-    many equal ranks there are. Raises InputError if a rank would have no head or no neuron.
+    vocabulary. Row-parallel (columns of the weight, dimension 1): wo and w2. Raises InputError if a rank would have no
+    head or no neuron.
     """
-    shares, N = normalize_shares(shares), config.n_heads
+    N = config.n_heads
     if len(shares) > N:
         raise InputError(f"{len(shares)} ranks or lanes cannot shard n_heads {N}: use 1 to {N}")
     wqkv, wo = head_ranges(config, rank, shares)
@@ -114,7 +109,7 @@ class ShardSlice(NamedTuple):
     columns: int = 1  # of the matrix that one stored number covers: 2 for a byte of int4, 64 for the scale of its group
 
 
-def shard_slices(model, dtype, rank=0, shares=1):
+def shard_slices(model, dtype, rank=0, shares=(1,)):
     """Return {tensor of the checkpoint: ShardSlice} for a rank. dtype: of the tensors that are not integers.
 
     For example, of layers.0.attention.wo with 4096 columns, rank 1 of 2 holds: of the weight columns 2048 to 4096, in
@@ -142,7 +137,7 @@ def shard_slices(model, dtype, rank=0, shares=1):
     return slices
 
 
-def load_shard(config, weights, dtype, device, rank=0, shares=1, tok_embeddings=None):
+def load_shard(config, weights, dtype, device, rank=0, shares=(1,), tok_embeddings=None):
     """Return a rank's Transformer on the device, of the dtype; without collectives.
 
     weights: anything with shape(name), dtype(name) and fill(target, name, dim, ranges), such as checkpoint.Weights.

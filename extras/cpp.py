@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kernels import cpu
-from runtime.cxx import compiler
+from runtime import cxx
 from runtime.errors import InputError
 
 
@@ -22,11 +21,9 @@ def load_operators(source, what, *options):
     """
     home = Path(torch.__file__).parent
     texts = [path.read_text() for path in (source, source.with_suffix(".h")) if path.is_file()]
-    options = ["-O3", "-mcpu=native" if cpu.ON_ARM else "-march=native", "-std=c++20", "-fopenmp", *options]
-    contents = repr((texts, os.environ.get("CXX"), options, torch.__version__, cpu.features()))
+    options = ["-O3", "-mcpu=native" if cxx.ON_ARM else "-march=native", "-std=c++20", "-fopenmp", *options]
+    contents = repr((texts, os.environ.get("CXX"), options, torch.__version__, cxx.features()))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ladder-fast"
-    if folder.parts[0] == "~":
-        raise InputError(f"{what}: no home folder to keep compiled code in: name a folder in $XDG_CACHE_HOME")
     library = folder / f"{source.stem}-{hashlib.sha256(contents.encode()).hexdigest()[:16]}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -36,7 +33,7 @@ def load_operators(source, what, *options):
                 if not library.is_file():  # else another process has compiled it meanwhile
                     includes = [f"-I{home / path}" for path in ("include", "include/torch/csrc/api/include")]
                     libraries = [f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10"]
-                    command = [compiler(what), "-shared", "-fPIC", source, *options, *includes, *libraries]
+                    command = [cxx.compiler(what), "-shared", "-fPIC", source, *options, *includes, *libraries]
                     print(f"compiling {source.name}, once ...", file=sys.stderr, flush=True)
                     unfinished = library.with_suffix(".new")
                     subprocess.run([*command, "-o", unfinished], check=True, capture_output=True, text=True)

@@ -1,35 +1,12 @@
-"""A CPU: its instructions; huge pages for the weights, and freed memory that is kept for reuse."""
+"""The memory of a CPU: huge pages for the weights, and freed memory that is kept for reuse."""
 
 import contextlib
 import ctypes
 import mmap
-import os
-import platform
-from pathlib import Path
 
 import torch
 
 HUGE = 2**21  # bytes of a huge page
-ON_ARM = platform.machine() in ("aarch64", "arm64")
-
-
-def features():
-    """Return the names of this processor's features, of which -march=native makes use; none if this is not Linux."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
-
-
-def instruction_set():
-    """Return what extras/cpu compiles its kernels for, "avx512", "avx2" or "neon", or "plain": for none of them.
-
-    $ATEN_CPU_CAPABILITY, PyTorch's own setting, chooses one.
-    """
-    if ON_ARM:
-        return "neon" if "asimddp" in features() and os.environ.get("ATEN_CPU_CAPABILITY") != "default" else "plain"
-    if not features():  # not Linux: other systems' compilers have OpenMP of another kind than PyTorch
-        return "plain"
-    return {"AVX512": "avx512", "AVX2": "avx2"}.get(torch.backends.cpu.get_cpu_capability(), "plain")
 
 
 def empty(shape, dtype, device="cpu"):

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from kernels import cpu
+from runtime import cxx
 from runtime.report import free_bytes
 
 QUEUED = 8  # calls that a GPU is given at once
@@ -81,7 +82,7 @@ def environment(world):
     return {
         "tp": world.tp_size, "shares": world.shares, "simulated": world.simulated, "device": device.type,
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
-        "threads": torch.get_num_threads(), "load_average": os.getloadavg()[0], "instructions": cpu.instruction_set(),
+        "threads": torch.get_num_threads(), "load_average": os.getloadavg()[0], "instructions": cxx.instruction_set(),
         "torch": torch.__version__, "commit": git_commit(), "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(SETTINGS)},
     }  # fmt: skip

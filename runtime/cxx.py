@@ -1,6 +1,7 @@
-"""The compilers that torch.compile calls: of C++ for a CPU, of C for a GPU's kernels."""
+"""What kernels are compiled for, and by which compilers: of C++ for a CPU, of C for a GPU."""
 
 import os
+import platform
 import shlex
 import shutil
 import sysconfig
@@ -8,8 +9,28 @@ from pathlib import Path
 
 import torch
 
-from kernels import cpu
 from runtime.errors import InputError
+
+ON_ARM = platform.machine() in ("aarch64", "arm64")
+
+
+def features():
+    """Return the names of this processor's features, of which -march=native makes use; none if this is not Linux."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
+
+
+def instruction_set():
+    """Return what extras/cpu compiles its kernels for, "avx512", "avx2" or "neon", or "plain": for none of them.
+
+    $ATEN_CPU_CAPABILITY, PyTorch's own setting, chooses one.
+    """
+    if ON_ARM:
+        return "neon" if "asimddp" in features() and os.environ.get("ATEN_CPU_CAPABILITY") != "default" else "plain"
+    if not features():  # not Linux: other systems' compilers have OpenMP of another kind than PyTorch
+        return "plain"
+    return {"AVX512": "avx512", "AVX2": "avx2"}.get(torch.backends.cpu.get_cpu_capability(), "plain")
 
 
 def compiler(what="--compile"):
@@ -29,7 +50,7 @@ def prepare_compile():
     cpp_extension.TORCH_LIB_PATH = shlex.quote(str(Path(torch.__file__).parent / "lib"))
     # else Inductor (torch 2.13) compiles for AVX2 what it cached for AVX-512, loops in steps of longer vectors
     torch.compiler.config.cache_key_tag = torch.backends.cpu.get_cpu_capability()
-    if not cpu.ON_ARM:  # any compiler of today knows AVX2 and AVX-512; to test it takes 10 s, with a warm cache still 2
+    if not ON_ARM:  # any compiler of today knows AVX2 and AVX-512; to test it takes 10 s, with a warm cache still 2
         torch._inductor.config.cpp.vec_isa_ok = True
 
 

@@ -96,7 +96,7 @@ def meet(world, flags):
 
 # of each rank alone: where its files lie (their contents are compared), and what only rank 0 writes
 OWN = {"device", "checkpoint", "draft", "compare", "distill", "text", "valid", "json"}
-CODE = "*.py", "*/*.py", "*/*.cpp", "extras/*/*.py", "extras/*/*.cpp"
+CODE = "*.py", "*/*.py", "*/*.cpp", "extras/*/*.py", "extras/*/*.cpp", "extras/*/*.h"
 
 
 def _start(flags, device):

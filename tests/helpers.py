@@ -155,7 +155,7 @@ def shard(config, world=None, dtype=torch.float32, state=None, load=tp.load_shar
 
     Without a world, or on one rank: all of it. load: or load_lanes.
     """
-    rank, shares = (0, 1) if world is None else (world.rank, world.shares)
+    rank, shares = (0, (1,)) if world is None else (world.rank, world.shares)
     net = load(config, StateWeights(state or random_model(config).state_dict()), dtype, "cpu", rank, shares)
     if world is not None and world.tp_size > 1:
         net.comm = tp.TensorParallel(config, shares, world.group)

@@ -104,7 +104,7 @@ def test_the_work_is_that_of_the_largest_shard(tp_size, changes):
     batch, context = 3, 7
     counted = {"attention": [], "feed_forward": [], "rest": []}
     for rank in range(tp_size):
-        net = load_shard(config, RandomWeights(config, "cpu"), torch.bfloat16, "cpu", rank, tp_size)
+        net = load_shard(config, RandomWeights(config, "cpu"), torch.bfloat16, "cpu", rank, (1,) * tp_size)
         cache = net.new_cache(batch, context)
         norms = sum(p.nbytes for n, p in net.layers.named_parameters() if "_norm" in n) / 2
         layer = net.layers[0]

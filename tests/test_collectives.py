@@ -20,7 +20,7 @@ from helpers import HANGS, ROOT, free_port, run_ranks
 import tp
 from extras.collectives import one_shot, shared_memory
 from extras.measure import link
-from runtime.errors import InputError, Verdict
+from runtime.errors import InputError
 from runtime.launch import World
 
 OPS = torch.ops._c10d_functional
@@ -295,26 +295,18 @@ def test_larger_sums_go_another_way_and_some_are_refused(pretended):
         group.allreduce([x]).wait()
         assert x.eq(2).all() and seen.mock_calls[-4] == getattr(call, kernel)("sum", "nccl")
     assert group.allreduce([torch.ones(2**22 + 1)]) is seen.nccl.allreduce.return_value
-    with pytest.raises(InputError, match="bfloat16 and float32: give --dtype$"):
-        OPS.all_reduce(torch.ones(4, dtype=torch.float16), "sum", group.group_name)
+    assert group.allreduce([torch.ones(4, dtype=torch.float16)]) is seen.nccl.allreduce.return_value
     for ranks, device in (2, "cpu"), (3, "cuda"):
         with pytest.raises(InputError, match="^--comm one-shot is for 2, 4 or 8 ranks of one node, each with a GPU$"):
             one_shot.connect(World(0, ranks, torch.device(device)))
 
 
-@pytest.mark.parametrize("fault, line", [(None, None), ("wrong", "are wrong"), ("endless", "do not end within 0 s")])
-def test_one_shot_sums_are_tried_against_nccls_before_they_are_used(fault, line, pretended, monkeypatch):
-    """A wrong one in any of the sizes, or one that does not end, behind which NCCL's would wait."""
+def test_one_shot_sums_are_tried_against_nccls_before_they_are_used(pretended, monkeypatch):
+    """A wrong one in any of the sizes."""
     group, seen = pretended
     seen.nccl.allreduce.side_effect = lambda tensors: (tensors[0].mul_(2), MagicMock())[1]
-    seen.main.record_event.return_value.query.side_effect = lambda: fault != "endless"
-    monkeypatch.setattr(one_shot, "PATIENCE", 0)
-    if fault != "wrong":
-        expected = pytest.raises(Verdict, match=line) if line else contextlib.nullcontext()
-        with expected:
-            one_shot.check(group, 0, "cpu")
-        return
+    one_shot.check(group, 0, "cpu")
     right = torch.ops.symm_mem.two_shot_all_reduce_
     monkeypatch.setattr(torch.ops.symm_mem, "two_shot_all_reduce_", lambda x, *args: right(x, *args)[:].add_(x > 30))
-    with pytest.raises(InputError, match=line):
+    with pytest.raises(InputError, match="are wrong"):
         one_shot.check(group, 0, "cpu")

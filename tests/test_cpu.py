@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import os
-import pwd
 import shutil
 import subprocess
 import sys
@@ -20,9 +19,9 @@ from test_quantize import CASES, check_model, integers
 from extras import cpp
 from extras.cpu import few_rows, modules
 from formats import checkpoint
-from kernels import cpu, int_linear
+from kernels import int_linear
 from model import Attention
-from runtime import compiling
+from runtime import compiling, cxx
 from runtime.errors import InputError
 
 
@@ -244,8 +243,6 @@ UNBUILT = [
 @pytest.mark.parametrize("environment, message", UNBUILT, ids=str)
 def test_what_cannot_be_built_is_one_clear_line(environment, message, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.ops, "ladder", types.SimpleNamespace())  # as if nothing had been built
-    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
-    monkeypatch.delenv("HOME", raising=False)
     for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=message) as error:
@@ -279,7 +276,7 @@ def test_the_loops_on_every_instruction_set(march, feature, tmp_path):
     compiler, *emulator = ("g++",) if feature else ("aarch64-linux-gnu-g++", "qemu-aarch64", "-cpu", "max")
     if missing := [tool for tool in (compiler, *emulator[:1]) if shutil.which(tool) is None]:
         pytest.skip(f"{' and '.join(missing)} not installed")
-    if feature and feature not in cpu.features():
+    if feature and feature not in cxx.features():
         pytest.skip(f"this processor has no {feature}")
     options = ["-O3", *f"-march={march}".split(), "-std=c++20", "-fassociative-math", "-fno-signed-zeros"]
     options += ["-fno-trapping-math", "-w", "-I", ROOT / "extras/cpu", *(["-static"] if emulator else [])]
@@ -291,7 +288,7 @@ def test_the_loops_on_every_instruction_set(march, feature, tmp_path):
 @pytest.mark.slow
 def test_the_instructions_that_one_asks_for(tmp_path):
     """What this processor has besides its best, as others have it who have no more: the same tests."""
-    if cpu.instruction_set() != "avx512":
+    if cxx.instruction_set() != "avx512":
         pytest.skip("the other tests run on the only set that this processor has")
     files = [f"tests/test_{name}.py" for name in ("cpu", "experts", "tp")]
     names = "few_rows or attention_of or feed_forward_is or packed_weights"
@@ -304,7 +301,7 @@ def test_the_instructions_that_one_asks_for(tmp_path):
 @pytest.mark.slow
 def test_code_compiled_for_other_instructions_is_not_reused(tmp_path):
     """One cache for both: the loops take as many elements at a time as a vector of the first has."""
-    if cpu.instruction_set() != "avx512":
+    if cxx.instruction_set() != "avx512":
         pytest.skip("this processor has vectors of one length")
     code = "import torch; from runtime import cxx; cxx.prepare_compile(); x = torch.arange(64.0)"
     code += "; torch._inductor.config.cpp_cache_precompile_headers = False"
@@ -316,7 +313,7 @@ def test_code_compiled_for_other_instructions_is_not_reused(tmp_path):
 
 def test_without_instructions_for_our_kernels_there_are_pytorchs(monkeypatch, capsys):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    monkeypatch.setattr(cpu, "ON_ARM", False)
+    monkeypatch.setattr(cxx, "ON_ARM", False)
     net, (tokens, lengths) = random_model(BASE).bfloat16(), unequal_rows(BASE)
     kinds, plain = {type(m) for m in net.modules()}, last_logits(net, tokens, lengths)
     compiling.use_fast_modules(net)
@@ -324,10 +321,10 @@ def test_without_instructions_for_our_kernels_there_are_pytorchs(monkeypatch, ca
     line = "few_rows.cpp knows no such processor or system: PyTorch's kernels, slower\n"
     assert capsys.readouterr().err == line
     assert torch.equal(last_logits(net, tokens, lengths), plain)
-    monkeypatch.setattr(cpu, "ON_ARM", True)
+    monkeypatch.setattr(cxx, "ON_ARM", True)
     for features, name in (["asimd", "asimddp"], "neon"), (["asimd"], "plain"), ([], "plain"):
-        monkeypatch.setattr(cpu, "features", lambda features=features: features)
-        assert cpu.instruction_set() == name
+        monkeypatch.setattr(cxx, "features", lambda features=features: features)
+        assert cxx.instruction_set() == name
 
 
 @pytest.mark.parametrize("ranges", [None, [(5, 17), (2990, 3000)], [(7, 7)]], ids=str)

@@ -192,7 +192,7 @@ def test_a_step_reads_the_experts_that_its_tokens_choose():
 
 def test_a_limit_counts_the_experts_that_its_tokens_choose():
     world = link.emulate(launch.World(0, 1, torch.device("cpu")), link.FREE, 2)
-    net = tp.load_shard(MIXTURE, RandomWeights(MIXTURE, "cpu"), torch.float32, "cpu", 0, 2)
+    net = tp.load_shard(MIXTURE, RandomWeights(MIXTURE, "cpu"), torch.float32, "cpu", 0, (1, 1))
     net.comm = tp.TensorParallel(MIXTURE, (1, 1), world.group)
     runner, prompts = Runner(net, net.new_cache(2, 8)), pad([[5, 6], [7]], "cpu")
     sizes = {name: weight.nbytes for name, weight in net.named_parameters() if ".feed_forward." in name}
@@ -290,7 +290,7 @@ def test_products_for_a_gpu_take_the_shards_of_any_number_of_ranks(ranks, bits):
     expected = torch.ops.ladder.experts(x.double(), chosen, *map(in_float64, (w1, w3, w2)))
     grouped = gathered = 0
     for rank in range(ranks):
-        a, b = tp.shard_plan(config, rank, ranks)["experts.w2"][1][0]
+        a, b = tp.shard_plan(config, rank, (1,) * ranks)["experts.w2"][1][0]
         columns = [slice(None) if t.shape[2] == 1 else slice(*(i * t.shape[2] // neurons for i in (a, b))) for t in w2]
         own = [[t[:, a:b].contiguous() for t in w] for w in (w1, w3)]
         own.append([t[..., part].contiguous() for t, part in zip(w2, columns, strict=True)])
@@ -470,7 +470,7 @@ def test_bad_configs_are_one_line(changes, words):
 def test_a_rank_without_eight_neurons_is_refused():
     config = dataclasses.replace(MIXTURE, expert_size=24)
     with pytest.raises(InputError, match="cannot shard 24 neurons in groups of 8: use 1 to 3"):
-        tp.shard_plan(config, 0, 4)
+        tp.shard_plan(config, 0, (1,) * 4)
 
 
 PUBLISHED = {"30b-a3b": 30.532, "mixtral-8x7b": 46.703}  # billions of parameters

@@ -90,7 +90,7 @@ def targets(folder):
     pieces = {"tokenizer.model": (DEMO / "tokenizer.model").read_bytes()}
 
     def load(folder):
-        tp.load_shard(TINY, checkpoint.Weights(folder), torch.float32, "cpu", 0, 1)
+        tp.load_shard(TINY, checkpoint.Weights(folder), torch.float32, "cpu")
 
     return {
         "our config": (checkpoint.read_config, {"config.json": config}),

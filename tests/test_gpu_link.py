@@ -71,7 +71,7 @@ def test_a_killed_training_resumes_with_the_same_losses(retrain, tmp_path, monke
 def simulated(changes, world):
     """(a model of one rank, its runner, compiled), in the world."""
     config = dataclasses.replace(CONFIG, **changes)
-    net = load_shard(config, RandomWeights(config, DEVICE), torch.float32, DEVICE, world.rank, world.tp_size)
+    net = load_shard(config, RandomWeights(config, DEVICE), torch.float32, DEVICE, world.rank, world.shares)
     net.comm = TensorParallel(config, world.shares, world.group)
     return net, Runner(net, make_cache(net, 2, 10), compile=True)
 

@@ -271,7 +271,7 @@ def test_bad_folders_are_one_line(changes, words, tmp_path):
 
 def test_more_ranks_than_key_heads_and_drafts_are_refused(tmp_path):
     with pytest.raises(InputError, match="none of 5 key heads of linear attention"):
-        shard_plan(CONFIG, 0, 6)
+        shard_plan(CONFIG, 0, (1,) * 6)
     (tmp_path / "small").mkdir()
     write_model(tmp_path / "small", CONFIG, long_memory(CONFIG).state_dict(), torch.float32)
     for draft, config in ("ngram", CONFIG), ("wiring:ladder", CONFIG), (str(tmp_path / "small"), BASE):

@@ -131,7 +131,7 @@ def integers(N, K, size, seed=0):
 
 def test_a_rank_without_rows_of_the_output_head():
     config = dataclasses.replace(INT8, vocab_size=9)
-    net = tp.load_shard(config, StateWeights(quantized_state(config)), torch.bfloat16, "cpu", 3, 4)
+    net = tp.load_shard(config, StateWeights(quantized_state(config)), torch.bfloat16, "cpu", 3, (1,) * 4)
     for use in (int_linear.use_kernels, compiling.use_fast_modules):
         use(net)
         assert net.output(numbers(2, 40, 64).bfloat16()).shape == (2, 40, 0)
@@ -139,7 +139,7 @@ def test_a_rank_without_rows_of_the_output_head():
 
 def int_shard(config, dtype, world=None):
     """The shard of a rank of the world, or the whole model."""
-    weights, (rank, shares) = StateWeights(quantized_state(config)), (world.rank, world.shares) if world else (0, 1)
+    weights, (rank, shares) = StateWeights(quantized_state(config)), (world.rank, world.shares) if world else (0, (1,))
     net = tp.load_shard(config, weights, dtype, "cpu", rank, shares)
     if world:
         net.comm = tp.TensorParallel(config, world.shares, world.group)
@@ -215,7 +215,7 @@ def test_compiled_ranks_of_integers_compute_what_one_device_does():
 
 @pytest.mark.parametrize("tp_size, multiple", [(3, 32), (5, 32), (8, 16)])
 def test_int4_cuts_the_mlp_between_groups_or_their_halves(tp_size, multiple):
-    parts = [tp.shard_plan(INT4, rank, tp_size)["w2"][1][0] for rank in range(tp_size)]
+    parts = [tp.shard_plan(INT4, rank, (1,) * tp_size)["w2"][1][0] for rank in range(tp_size)]
     assert parts[0][0] == 0 and parts[-1][1] == 160 and all(a < b for a, b in parts)
     assert math.gcd(*(a for a, _ in parts)) % multiple == 0
 

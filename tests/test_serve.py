@@ -292,13 +292,6 @@ def test_a_web_page_of_strangers_is_refused(server, path):
         assert server.send(path, body, Host=host).status == 200
 
 
-@slow
-def test_a_body_that_does_not_come_is_refused(server):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("POST", "/v1/completions", b"{", {"Content-Length": "99"})
-    assert server.text("One day") and connection.getresponse().status == 408
-
-
 def memory(pids):
     """The bytes that processes have in memory."""
     return sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") for pid in pids)

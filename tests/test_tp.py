@@ -56,7 +56,7 @@ def indices(ranges):
 
 HEADS = (12, 12), (12, 4), (12, 3), (12, 2), (12, 1), (15, 5), (14, 2)
 ODD = {"intermediate_size": 101, "vocab_size": 143}
-PLANS = [({"n_heads": n, "n_kv_heads": k, **ODD}, range(1, 13)) for n, k in HEADS]
+PLANS = [({"n_heads": n, "n_kv_heads": k, **ODD}, [(1,) * ranks for ranks in range(1, 13)]) for n, k in HEADS]
 PLANS += [(changes, [*UNEQUAL_SHARES, (7, 7, 7)]) for changes in (MANY, ONE_KV_HEAD)]
 
 
@@ -64,7 +64,7 @@ PLANS += [(changes, [*UNEQUAL_SHARES, (7, 7, 7)]) for changes in (MANY, ONE_KV_H
 def test_every_head_row_and_column_is_one_ranks_in_proportion_to_its_share(changes, many_shares):
     config = dataclasses.replace(BASE, **changes)
     N, K, H = config.n_heads, config.n_kv_heads, config.head_dim
-    for shares in map(tp.normalize_shares, many_shares):
+    for shares in many_shares:
         plans = [tp.shard_plan(config, rank, shares) for rank in range(len(shares))]
         units = dict.fromkeys(("w1", "w2", "w3"), (config.intermediate_size, 1))
         units |= {"output": (config.vocab_size, VOCAB_BLOCK), "wo": (N * H, H if len(shares) > K else N // K * H)}
@@ -87,13 +87,13 @@ def check_heads(rows, heads, G, H):
 
 
 @pytest.mark.parametrize("columns, wiring, shares, unit", [
-    (7168 + 128, "ladder", 7, 128), (7168 - 128, "ladder", 7, 32), (22016 + 64, "ladder", 2, 32),
-    (8192, "ladder", (5, 1), 128), (8192, "ladder", (9, 1, 9), 32), (8192, "spd", 7, 32),
+    (7168 + 128, "ladder", (1,) * 7, 128), (7168 - 128, "ladder", (1,) * 7, 32), (22016 + 64, "ladder", (1, 1), 32),
+    (8192, "ladder", (5, 1), 128), (8192, "ladder", (9, 1, 9), 32), (8192, "spd", (1,) * 7, 32),
 ])  # fmt: skip
 def test_int4_is_cut_at_multiples_of_128_columns_where_shares_stay_about_even(columns, wiring, shares, unit):
     """The kernel on a GPU wants that; where lanes are part of the function, which neuron is whose may not change."""
     changes = {"dim": 128, "n_heads": 40, "n_kv_heads": 20, "intermediate_size": columns, "wiring": wiring}
-    config, shares = dataclasses.replace(BASE, **changes, quant="int4", group_size=32), tp.normalize_shares(shares)
+    config = dataclasses.replace(BASE, **changes, quant="int4", group_size=32)
     cuts = [stop for rank in range(len(shares)) for _, stop in tp.shard_plan(config, rank, shares)["w2"][1]]
     assert cuts[-1] == columns and math.gcd(*cuts, 128) == unit
 
@@ -102,13 +102,13 @@ def test_int4_is_cut_at_multiples_of_128_columns_where_shares_stay_about_even(co
     ((10, 1), MANY, "--shares: 1 in 11 gets none of 8 KV heads: give 1 in 8 or more"),
     ((9, 1, 1), {**MANY, "n_kv_heads": 2}, "1 in 10 gets none of 8 query heads of a KV head: give 1 in 8 or more"),
     ((7, 1), {**MANY, "intermediate_size": 4}, "1 in 8 gets none of 4 parts of the MLP: give 1 in 4 or more"),
-    (7, {}, "7 ranks or lanes cannot shard n_heads 6: use 1 to 6"),
-    (6, {"intermediate_size": 5}, "cannot shard 5 neurons: use 1 to 5"),
+    ((1,) * 7, {}, "7 ranks or lanes cannot shard n_heads 6: use 1 to 6"),
+    ((1,) * 6, {"intermediate_size": 5}, "cannot shard 5 neurons: use 1 to 5"),
 ])  # fmt: skip
 def test_a_rank_without_a_head_or_a_neuron_is_refused(shares, changes, words):
     config = dataclasses.replace(BASE, **changes)
     with pytest.raises(InputError, match=words):
-        for rank in range(len(tp.normalize_shares(shares))):
+        for rank in range(len(shares)):
             tp.shard_plan(config, rank, shares)
 
 
@@ -122,7 +122,7 @@ def test_a_rank_reads_only_its_slice():
             read.append((name, target.numel()))
 
     state = random_model(config).state_dict()
-    tp.load_shard(config, Counting(state), torch.float32, "cpu", rank=1, shares=4)
+    tp.load_shard(config, Counting(state), torch.float32, "cpu", rank=1, shares=(1,) * 4)
     assert len(read) == len(state)
     for name, count in read:
         whole = "embeddings" in name or "norm" in name
@@ -142,7 +142,8 @@ def expected_logits(config, shares):
     """Return (B, steps + 1, V) from the float64 reference, with the heads and neurons of each rank's shard."""
     net = random_model(config)
     tokens, lengths = unequal_rows(config)
-    plans = [tp.shard_plan(config, rank, shares) for rank in range(len(tp.normalize_shares(shares)))]
+    shares = (1,) * shares if isinstance(shares, int) else shares
+    plans = [tp.shard_plan(config, rank, shares) for rank in range(len(shares))]
     shards = [(tuple(i // config.head_dim for i in p["wo"][1][0]), p["w2"][1][0]) for p in plans]
     reference, rows = Reference(config, net.state_dict(), shards), []
     for row, length in zip(tokens, lengths, strict=True):

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from extras.cpp import load_operators
 from kernels import cpu
 from kernels.int_linear import Int8Linear, Integers, IntLinear, recast, swap, unpack
+from runtime import cxx
 
 # up to so many rows of x few_rows.cpp is faster (benchmarks/decode.md); without oneDNN's bfloat16 it always is
-ONEDNN = torch.backends.cpu.get_cpu_capability() == "AVX512" or (cpu.ON_ARM and "bf16" in cpu.features())
+ONEDNN = torch.backends.cpu.get_cpu_capability() == "AVX512" or (cxx.ON_ARM and "bf16" in cxx.features())
 FEW = 2**30 if not ONEDNN else 7 if torch.cpu._is_amx_tile_supported() else 24  # than oneDNN
 FEW_INT = 96 if ONEDNN else 2**30  # than multiplying with floats made from the integers
 PANELS = 64  # panels of 16 rows that are packed at a time, so that temporaries take a few MB
@@ -22,7 +23,7 @@ def build():
     """Load the operators of few_rows.cpp. Raises InputError."""
     if hasattr(torch.ops.ladder, "few_rows"):
         return
-    asked = cpu.instruction_set() == "avx2" and "avx512bw" in cpu.features()  # which -march=native would use
+    asked = cxx.instruction_set() == "avx2" and "avx512bw" in cxx.features()  # which -march=native would use
     options = "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", *["-march=haswell"] * asked
     load_operators(Path(__file__).with_name("few_rows.cpp"), "--compile", *options)
     torch.library.register_fake("ladder::few_rows", lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))

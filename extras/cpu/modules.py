@@ -6,10 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from extras.cpu import few_rows
-from kernels import cpu
 from kernels.int_linear import recast, swap
 from model import Attention, FeedForward
-from runtime import launch
+from runtime import cxx, launch
 from runtime.compiling import FEW_POSITIONS
 
 
@@ -41,7 +40,7 @@ def use_kernels(model):
     """
     if model.dtype != torch.bfloat16:
         return
-    if cpu.instruction_set() == "plain":
+    if cxx.instruction_set() == "plain":
         if launch.rank_and_size()[0] == 0:
             print("few_rows.cpp knows no such processor or system: PyTorch's kernels, slower", file=sys.stderr)
         return

@@ -10,12 +10,11 @@ import torch.nn as nn
 from model import SingleDevice, interleave
 from runtime import place
 from runtime.errors import InputError
-from tp import load_shard, normalize_shares, split_range
+from tp import load_shard, split_range
 
 
 def lanes_of_rank(config, rank, shares):
     """Return the range of the lanes that a rank holds. Raises InputError if a lane would have to be cut."""
-    shares = normalize_shares(shares)
     lanes = config.lanes or len(shares)
     if any(lanes * share % sum(shares) for share in shares):
         fit = ", ".join([*(str(n) for n in range(1, lanes + 1) if lanes % n == 0), "alike"])
@@ -23,9 +22,9 @@ def lanes_of_rank(config, rank, shares):
     return range(*split_range(lanes, rank, shares))
 
 
-def load_lanes(config, weights, dtype, device, rank=0, shares=1):
+def load_lanes(config, weights, dtype, device, rank=0, shares=(1,)):
     """Return the Lanes of a rank; the arguments and errors are those of tp.load_shard."""
-    models, embeddings, lanes = [], None, config.lanes or normalize_shares(shares)
+    models, embeddings, lanes = [], None, (1,) * (config.lanes or len(shares))
     start = end = place.here.beats
     for lane in lanes_of_rank(config, rank, shares):
         place.here.beats = start  # a rank with more lanes comes no further, least of all one that hangs in a later one

@@ -43,14 +43,14 @@ def decode_work(config, dtype, tp_size, batch, context):
     """
     kept = *config.kept, *["output"] * (config.tie_embeddings and "tok_embeddings" in config.kept)
     whole = build(dataclasses.replace(config, tie_embeddings=False, kept=kept))
-    ranks = [rank_work(whole, dtype, rank, tp_size, batch, context) for rank in range(tp_size)]
+    ranks = [rank_work(whole, dtype, rank, (1,) * tp_size, batch, context) for rank in range(tp_size)]
     return {place: max(work[place] for work in ranks) for place in ranks[0]}
 
 
-def rank_work(whole, dtype, rank, tp_size, batch, context):
+def rank_work(whole, dtype, rank, shares, batch, context):
     """Return what decode_work says of one rank. whole: a model of all ranks, as build makes it."""
     config, n_bytes, flops = whole.config, Counter(), Counter()
-    for name, (shape, stored, *_) in shard_slices(whole, dtype, rank, tp_size).items():
+    for name, (shape, stored, *_) in shard_slices(whole, dtype, rank, shares).items():
         if "norm" in name or "tok_embeddings" in name:
             continue
         place, size = name.split(".")[2] if name.startswith("layers.") else "rest", math.prod(shape)
@@ -61,7 +61,7 @@ def rank_work(whole, dtype, rank, tp_size, batch, context):
         n_bytes[place] += size * stored.itemsize * read
         if name.endswith(".weight"):
             flops[place] += 2 * batch * size * used * (2 if stored == torch.uint8 else 1)  # int4: two in a byte
-    plan, rows = shard_plan(config, rank, tp_size), batch * context * (config.n_layers - len(config.linear_layers))
+    plan, rows = shard_plan(config, rank, shares), batch * context * (config.n_layers - len(config.linear_layers))
     n_bytes["attention"] += batch * report.cache_bytes(config, plan, dtype, context)
     flops["attention"] += 4 * rows * sum(stop - start for start, stop in plan["wo"][1])  # rows: of keys and values
     n_bytes["rest"] += (batch + 1) * config.dim * dtype.itemsize  # rows of the embedding, and the final norm

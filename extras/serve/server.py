@@ -31,7 +31,7 @@ from formats import checkpoint
 from runtime import cli, launch, place, signals
 from runtime.errors import InputError
 
-MAX_BODY, BODY_SECONDS = 2**22, 30
+MAX_BODY = 2**22
 DRAIN = 10  # seconds that requests get after SIGTERM
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
@@ -163,14 +163,11 @@ class Front:
         self.admit(request)
         data, chat = bytearray(), "chat" in request.url.path
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for chunk in request.stream():
-                    data += chunk
-                    check(len(data) <= MAX_BODY, f"the body has more than {MAX_BODY} bytes", 413)
+            async for chunk in request.stream():
+                data += chunk
+                check(len(data) <= MAX_BODY, f"the body has more than {MAX_BODY} bytes", 413)
             async with self.encoding:
                 ask = await asyncio.to_thread(parse, bytes(data), chat, self.model, self.tokenizer, *self.limits)
-        except TimeoutError:
-            raise HTTPException(408, f"the body did not come within {BODY_SECONDS} s") from None
         except InputError as e:
             raise HTTPException(400, str(e)) from None
         full = len(self.open) + len(ask["requests"]) > self.max_open

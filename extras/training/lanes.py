@@ -36,7 +36,7 @@ def run_in_lane(module, shards, lane, *args):
 def split(model):
     """Let the attentions and MLPs of a model on the device "meta" take the number of a lane as their first argument."""
     lanes = model.config.lanes
-    plans = [tp.shard_slices(model, torch.float32, lane, lanes) for lane in range(lanes)]
+    plans = [tp.shard_slices(model, torch.float32, lane, (1,) * lanes) for lane in range(lanes)]
     for i, kind in itertools.product(range(len(model.layers)), SUBLAYERS):
         module, shards = getattr(model.layers[i], kind), []
         for plan in plans:
