@@ -1,1 +1,1 @@
-"""What makes it fast on a device: integer linears, CUDA graphs."""
+"""Modules, operators and CUDA graphs, which know nothing of models and ranks."""

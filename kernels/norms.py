@@ -1,4 +1,4 @@
-"""Norms of other families than Llama's: of 1 + weight, of all heads together, of the sums that a stream adds."""
+"""Norms: of a row, of heads, of all heads together, of the sums that a stream adds."""
 
 import torch
 import torch.nn as nn

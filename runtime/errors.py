@@ -1,4 +1,4 @@
-"""Why a run ends: errors that a user can mend, and what ranks find out about one another."""
+"""Why a run ends: errors that a user can mend, such as a missing extra, and what ranks find out about each other."""
 
 import importlib
 import importlib.util

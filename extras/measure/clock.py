@@ -86,8 +86,3 @@ def run_layers(config, attention, feed_forward, all_reduce, chunks=1, flight=0.0
     sublayers = list_sublayers(config, lambda wiring, i: wiring.split(block, None, None))
     interleave([config.named_wiring.stream(0.0, sublayers, clock, config) for _ in range(chunks)])
     return clock
-
-
-def count_all_reduces(config):
-    """Return the number of all-reduces in one step."""
-    return run_layers(config, 0.0, 0.0, 0.0).started

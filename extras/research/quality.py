@@ -22,7 +22,7 @@ import torch
 
 from evaluation.score import SEPARATOR
 from extras.measure import results
-from extras.measure.clock import count_all_reduces, run_layers
+from extras.measure.clock import run_layers
 from formats.checkpoint import read_config
 from model import rewired
 from runtime import cli, launch, writing
@@ -114,7 +114,7 @@ def train(kind, wiring, steps, seed, source, out):
     log = results.read(out / "log.jsonl", "tokens")
     curve = [(line["tokens"], line["valid"]) for line in log if "valid" in line]
     return {
-        "run": out.name, "kind": kind, "wiring": wiring, "seed": seed, "lr": lr, "steps": steps, "n_layers": 8,
+        "run": out.name, "kind": kind, "wiring": wiring, "seed": seed, "lr": lr, "steps": steps,
         "valid": min(loss for _, loss in curve), "curve": curve, "nats": nats, "before": before,
         "tokens": log[-1]["tokens"], "tokens_per_s": statistics.median(line["tokens_per_s"] for line in log[2:]),
         **environment(World(0, 1, torch.device("cpu"))), "threads": 1, "command": " && ".join(made),
@@ -150,9 +150,9 @@ def tables(lines):
         cells = [cell("scratch", wiring, 1, n_layers=n_layers), cell("retrained", wiring, 0.05, "before", n_layers)]
         cells += [cell("retrained", wiring, share, n_layers=n_layers) for share in (0.05, 0.2)]
         config = dataclasses.replace(rewired(shape, wiring), n_layers=n_layers)
-        speed = step_seconds(shape) / step_seconds(config)
+        speed, all_reduces = step_seconds(shape) / step_seconds(config), run_layers(config, 0.0, 0.0, 0.0).started
         label = wiring if n_layers == shape.n_layers else f"{wiring}, {n_layers} layers"
-        rows.append([label, str(count_all_reduces(config)), *cells, f"{speed:.2f}"])
+        rows.append([label, str(all_reduces), *cells, f"{speed:.2f}"])
     for share in 0.01, 0.05, 0.2, 1:
         if all(both := [losses("retrained", wiring, share) for wiring in RETRAINED[:2]]):
             control, ladder = map(statistics.median, both)
@@ -183,7 +183,8 @@ def main(argv=None):
     path = args.train / "quality.jsonl"
     done = {line["run"] for line in results.read(path, "run")} if path.exists() else ()
     args.train.mkdir(parents=True, exist_ok=True)
-    more = {"sha256": write_corpus(args.train), "n_experts": read_config(args.model).n_experts}
+    model = read_config(args.model)
+    more = {"sha256": write_corpus(args.train), "n_layers": model.n_layers, "n_experts": model.n_experts}
     for kind, share, wirings, seeds in PLAN:
         for wiring, seed in itertools.product([w for w in wirings if w in (args.wirings or wirings)], seeds):
             steps = round(share * args.steps)
