@@ -175,7 +175,7 @@ def test_a_python_without_torch(tmp_path):
 
 @pytest.mark.parametrize("stop", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_ends_the_ranks_too(stop, tmp_path):
-    words = ["--checkpoint", ROOT / "demo", "--tp", 2, "--repeats", 10**6, "--eager"]
+    words = ["--checkpoint", ROOT / "demo", "--tp", 2, "--batch", 1, "--repeats", 10**6, "--eager"]
     process = shell(tmp_path / "work", *words)
     ready = any("rounds of standard" in text for text in process.stderr)
     if stop == signal.SIGINT:

@@ -321,7 +321,8 @@ WIDE = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("mode", [pytest.param("bfloat16", marks=SLOW), pytest.param("int8", marks=SLOW), "int4"])
+@pytest.mark.parametrize("mode", ["bfloat16", "int8", "int4"])
+@SLOW
 def test_compiled_decode_is_the_eager_one(mode, tmp_path):
     folder = tmp_path / "bfloat16"
     folder.mkdir()

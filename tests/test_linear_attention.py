@@ -157,9 +157,8 @@ def test_ranks_compute_what_one_device_does(ranks, configs):
     check_ranks(ranks, configs, WAYS)
 
 
-@pytest.mark.parametrize("ranks, prefill", [
-    (1, False), pytest.param(1, True, marks=pytest.mark.slow), pytest.param(3, True, marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, prefill", [(1, False), (1, True), (3, True)])
 def test_compiled_ranks_compute_it_too(ranks, prefill):
     config = dataclasses.replace(CONFIG, n_layers=2, linear_layers=(0,), wiring="ladder")
     check_ranks(ranks, [config], [{"compile": True, "compile_prefill": prefill}])

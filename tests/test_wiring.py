@@ -193,8 +193,8 @@ NORMED = {**GEMMA, "window_layers": (0,)}  # of sums
 FAST = [({"wiring": wiring}, "decode", 0, 2) for wiring in ("ladder:1,", "delayed:1,")]
 FAST += [({"wiring": "ladder"}, "prefill", 0, 2), ({"wiring": "delayed-2"}, "decode with few_rows", 0, 2)]
 FAST += [({**NORMED, "wiring": wiring}, "decode", 0, 2) for wiring in ("standard", "ladder")]
-FAST += [({**NORMED, "wiring": "ladder:1,"}, "prefill", 0, 2)]
-SLOW = [(changes, name, 0, 2) for changes in ONE_EACH for name in PASSES]
+SLOW = [({**NORMED, "wiring": "ladder:1,"}, "prefill", 0, 2)]
+SLOW += [(changes, name, 0, 2) for changes in ONE_EACH for name in PASSES]
 SLOW += [
     ({"wiring": wiring}, "decode", rank, tp_size)
     for wiring in ("standard", "ladder:1,", "delayed-3:1-2") for rank, tp_size in ((1, 2), (0, 3), (0, 4))
