@@ -164,7 +164,7 @@ def candidates(own, names, tp_size):
     """Return the Configs of standard, of these wirings and of `own`, without those that compute the same as another."""
     configs = [*(rewired(own, name) for name in ("standard", *names)), own]
     for config in configs:
-        lanes_of_rank(config, 0, tp_size)  # or an InputError
+        lanes_of_rank(config, 0, (1,) * tp_size)  # or an InputError
     return [*{function(config, tp_size): config for config in configs}.values()]
 
 
