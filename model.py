@@ -159,7 +159,7 @@ def attention_plus_mlp(block, metadata, cache):
 
 
 def attention_into_mlp(block, metadata, cache):
-    """Let the MLP read the local partial y of the attention: the all-reduce between them is dropped."""
+    """Sync-point drop: the MLP reads the local partial y of the attention, without an all-reduce between them."""
 
     def both(x):
         y = block.attention(block.attention_norm(x), metadata, cache)

@@ -22,8 +22,8 @@ from runtime.errors import InputError, load_extra
 def split_range(n, rank, shares, name=None):
     """Return the range (start, stop) of n things that a rank gets, in proportion to its share.
 
-    Bounds are rounded up: of 8, three equal ranks get 0-3, 3-6 and 6-8. name: of the things, in the plural; if given,
-    this raises an InputError where a rank would get none.
+    Bounds are rounded up, so that rank 0 is never the smallest of equals: of 8, three ranks get 0-3, 3-6 and 6-8.
+    name: of the things, in the plural; if given, this raises an InputError where a rank would get none.
     """
     bounds = [-(-n * sum(shares[:r]) // sum(shares)) for r in range(len(shares) + 1)]
     if name and len(set(bounds)) < len(bounds):
@@ -56,7 +56,7 @@ def head_ranges(config, rank, shares):
 def neuron_range(config, neurons, rank, shares):
     """Return the range of a rank's neurons in each MLP of so many: rows of w1 and w3, columns of w2."""
     # neurons that stay together: an int4 group of w2's columns, for example, has one scale
-    unit = int_groups.column_unit(config, neurons, sum(shares) / min(shares))
+    unit = int_groups.column_unit(config, neurons, least_ranks=sum(shares) / min(shares))
     units = neurons // unit
     if len(shares) > units:
         groups = f" in groups of {unit}" * (unit > 1)

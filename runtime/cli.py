@@ -164,8 +164,9 @@ def add_prompt_flags(parser):
     words = 'a text, e.g. "One day", in which special tokens are plain text;\n'
     words += "a file with one on each line, e.g. @prompts.txt; all of a file, e.g. file:story.txt; token ids, e.g.\n"
     words += "ids:1,403; may be repeated"
-    g.add_argument("--prompt", action="append", metavar="TEXT|@FILE|file:FILE|ids:I,J,...", help=words)
-    g.add_argument("--prompt-length", type=count, metavar="N", help="a synthetic prompt of N random tokens, e.g. 1024")
+    one = g.add_mutually_exclusive_group()
+    one.add_argument("--prompt", action="append", metavar="TEXT|@FILE|file:FILE|ids:I,J,...", help=words)
+    one.add_argument("--prompt-length", type=count, metavar="N", help="N random tokens as a prompt, e.g. 1024")
     words = "repeat the prompts to B rows, e.g. 16 (synthetic ones differ)"
     g.add_argument("--batch", type=count, metavar="B", help=words)
     words = "put each prompt into the checkpoint's chat template, after a system message if given; without a prompt,\n"
@@ -190,9 +191,8 @@ def read_prompts(args, config, tokenizer):
     prompts = [encode(text, args, tokenizer) for given in args.prompt or [] for text in read_prompt(given)]
     if args.prompt_length is not None:
         fit(1, [range(args.prompt_length)], config.max_seq_len)
-        generator = torch.Generator().manual_seed(args.seed)
-        shape = (args.batch or 1, args.prompt_length)
-        prompts += torch.randint(config.vocab_size, shape, generator=generator).tolist()
+        seeded, shape = torch.Generator().manual_seed(args.seed), (args.batch or 1, args.prompt_length)
+        prompts = torch.randint(config.vocab_size, shape, generator=seeded).tolist()
     if not prompts:
         raise InputError("no prompt: give --prompt or --prompt-length, or --chat alone to chat")
     if args.batch and args.batch % len(prompts):

@@ -173,7 +173,8 @@ def test_a_python_without_torch(tmp_path):
     assert said.startswith("bench.sh: ls cannot import torch: run make .venv/requirements.txt first")
 
 
-@pytest.mark.parametrize("stop", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_ranks_too(stop, tmp_path):
     words = ["--checkpoint", ROOT / "demo", "--tp", 2, "--batch", 1, "--repeats", 10**6, "--eager"]
     process = shell(tmp_path / "work", *words)

@@ -27,6 +27,7 @@ SCRIPTS = {
             "--prompt=ids:1,x": "--prompt 'ids:1,x' is not a list of numbers",
             "--prompt=ids:1,300": "token id 300 is outside the vocabulary of 300",
             "--prompt-length=64": "64 tokens leaves no room in the context of 64",
+            "--prompt=a --prompt-length=3": "--prompt-length: not allowed with argument --prompt",
             "--prompt=a --prompt=b --batch=3": "--batch 3 is not a multiple of the 2 prompts",
             "--prompt=a --max-new-tokens=0": "--max-new-tokens: '0' is not a whole number from 1",
             "--prompt=a --max-new-tokens=99999999999": "'99999999999' is not a whole number from 1 to 2,147,483,647",
