@@ -48,7 +48,7 @@ def load_model(config, folder, dtype, world):
             weights = RandomWeights(config, world.device)
         dtype = checkpoint.chosen_dtype(dtype, folder, weights)
         model = load(config, weights, dtype, world.device, world.rank, world.shares)
-    place.at("preparation", timed=False)  # not untimed sooner: another rank's hung load must show
+    place.at("preparation", timed=False)  # timed until now: another rank's hung load must show
     if config.quant:
         from kernels import int_linear
 
@@ -70,7 +70,7 @@ class Generation:
     iterates may stop early, and may take time.
 
     runner: its cache has slots for the longest prompt and max_new_tokens.
-    prompts: non-empty lists of token ids, of any lengths. sample: a Sampler; without a draft any function such as its
+    prompts: non-empty lists of token ids, of any lengths. sample: a Sampler or, without a draft, a function like its
     __call__. draft: one of extras/drafts, with which a pass may yield several tokens of a row. cached_tokens: see
     Runner.prefill. The iteration raises InputError if logits are not finite.
     """
@@ -82,12 +82,12 @@ class Generation:
         self.ends = [min(len(prompt) + max_new_tokens, context) for prompt in prompts]
         self.finish_reasons = [None] * len(prompts)  # "stop" (end-of-sequence) or "length" of a row that is done
         self.passes = 0  # of decode
-        self.prefill_s = self.decode_s = 0.0  # seconds to the first token; of later passes, the caller's excluded
+        self.prefill_s = self.decode_s = 0.0  # seconds to the first token; of later passes, without the caller's
 
     @torch.inference_mode()
     def __iter__(self):
         runner, draft = self.runner, self.draft
-        step = runner.plain_step()  # Runner.next_tokens, on a GPU a step ahead
+        step = runner.plain_step()  # Runner.next_tokens; a GPU runs a step ahead
         place.at("prefill")
         start = time.perf_counter()
         if draft:

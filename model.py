@@ -36,8 +36,8 @@ def pad_logits(logits, width):
 class SingleDevice:
     """The collectives of a single device: no-ops, since its partial already is the sum. tp.py has the real ones.
 
-    tp_size: the number of ranks. lanes: how many partials an all-reduce adds up, one of each rank; extras/lanes may
-    put several on a rank.
+    tp_size: the number of ranks. lanes: how many partials an all-reduce adds up: one of each rank, or several with
+    extras/lanes.
     """
 
     tp_size = lanes = 1
@@ -172,7 +172,7 @@ def attention_into_mlp(block, metadata, cache):
 class Wiring:
     """All that flags, --help, sweeps and tests know of a wiring.
 
-    Some wirings compute another function on another number of ranks. "spd/8" fixes that number at eight lanes, so that
+    The function of some wirings depends on the number of ranks. "spd/8" fixes that number at eight lanes, so that
     1, 2, 4 or 8 ranks compute the same: a lane is what one rank of eight holds, with a stream of its own.
     """
 
@@ -251,13 +251,13 @@ class Config:
     whole_qk_norm: bool = False  # one norm over the heads of all ranks, not one per head
     attention_gate: bool = False  # whether a head's output is multiplied by sigmoid(another query projection)
     score_cap: float | None = None  # scores become cap tanh(score / cap)
-    query_scale: float | None = None  # a further factor of queries
-    llama4_beta: float | None = None  # and 1 + beta ln(1 + floor(position / original_max_position_embeddings))
+    query_scale: float | None = None  # multiplies queries
+    llama4_beta: float | None = None  # so does 1 + beta ln(1 + floor(position / original_max_position_embeddings))
     sliding_window: int | None = None  # how many positions a token attends to, itself included
-    window_layers: tuple[int, ...] = ()  # in these layers
-    window_rope_theta: float | None = None  # of these layers, without rope_scaling; None: as the other layers
+    window_layers: tuple[int, ...] = ()  # the layers that have it
+    window_rope_theta: float | None = None  # of these layers, without rope_scaling; None: as of the others
     nope_layers: tuple[int, ...] = ()  # layers without rotary embeddings
-    rotary_dim: int | None = None  # so many dimensions of a head turn, the first; None: all
+    rotary_dim: int | None = None  # how many dimensions of a head turn, the first ones; None: all
     # norms, MLPs and logits
     norm: str = "rms"  # one of norms.NORMS
     input_norms: bool = True  # of what a sublayer reads
@@ -327,8 +327,8 @@ class Config:
     @property
     def standard_in_one_lane(self):
         """Whether this wiring with one lane computes what the standard wiring computes."""
-        wiring = self.named_wiring
-        return wiring.depends_on_lanes and (wiring.stream is not residual_stream or not wiring.stale)
+        w = self.named_wiring  # with one norm it computes what parallel computes
+        return w.depends_on_lanes and len(w.norms) > 1 and (w.stream is not residual_stream or not w.stale)
 
 
 def rewired(config, wiring):
@@ -401,7 +401,7 @@ class Attention(nn.Module):
         """Return this rank's partial (B, S, D) of x (B, S, D). cache: None or (k, v), both (B, K, T, H), written to."""
         B, S, _ = x.shape
         qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, G + 2, S, H)
-        q, k = qkv[:, :, : -2 : 1 + self.gates], qkv[:, :, -2:-1]  # with gates, 2 G + 2: one follows each query head
+        q, k = qkv[:, :, : -2 : 1 + self.gates], qkv[:, :, -2:-1]  # with gates, 2 G + 2: query, gate, query, ...
         q, k = norms.norm_heads(q, k, self.q_norm, self.k_norm, metadata.comm if self.whole_norm else None)
         if self.rotates:
             rope = metadata.window_rope if self.window else metadata.rope
@@ -509,7 +509,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.comm = SingleDevice()
-        # without nn.Embedding's initial values: to draw them on the device "meta" imports the compiler, for seconds
+        # without nn.Embedding's initial values: drawing them on "meta" imports the compiler, which takes seconds
         table = torch.empty(config.vocab_size, config.dim)
         self.tok_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.n_layers))
@@ -526,8 +526,8 @@ class Transformer(nn.Module):
         tokens (B, S) int64. Without positions every row starts at position 0 (training, scoring, prefill); rows
         shorter than S are padded on the right, which causality hides from them. With positions (B, S) each row
         continues its cached sequence there (decode), reading the first cache_length slots of the cache.
-        cache: as new_cache makes it, written in place, or None. With it, the state of linear attention takes in no
-        token after `select`; -1: none at all. chunks: how many parts to cut the sequence into: one computes while
+        cache: as new_cache makes it, written in place, or None. Linear attention then stores no token after `select`;
+        with -1, none. chunks: how many parts to cut the sequence into: one computes while
         another's partials are summed. More than 1 needs a cache.
         """
         x = torch.cat(interleave(self.streams(tokens, positions, cache, cache_length, chunks, select)), dim=1)
@@ -540,15 +540,15 @@ class Transformer(nn.Module):
         """
         streams, S = [], tokens.shape[1]
         fresh = positions is None
-        max_length = cache_slots(cache) - 1 if cache else S  # the last slot is never read: see make_cache
+        max_length = cache_slots(cache) - 1 if cache else S  # the last one is never read: decoding/runner.py
         if fresh:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
         last = None if select is None else positions[:, :1] + select[:, None]
-        filled = cache_length - S  # slots of the cache, before each chunk
+        n_keys = cache_length - S  # of the chunks before; each adds its own
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
-            filled += chunk.shape[1]
+            n_keys += chunk.shape[1]
             # None: the first chunk of a fresh prompt has no keys before it in the cache
-            keys = None if fresh and not streams else torch.arange(filled, device=tokens.device)
+            keys = None if fresh and not streams else torch.arange(n_keys, device=tokens.device)
             streams.append(self.stream(self.embed(chunk), self.metadata(at, keys, max_length, last), cache))
         return streams
 

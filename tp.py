@@ -91,7 +91,7 @@ def shard_plan(config, rank, shares):
         plan |= load_extra("linear_attention", "linear_layers").row_ranges(config, first, last)
     if config.whole_qk_norm:
         [(start, stop)], H = wo, config.head_dim
-        columns = N // config.n_kv_heads * H  # of wo per KV head; one that ranks share counts whole
+        columns = N // config.n_kv_heads * H  # wo's columns per KV head, of which a shared one is held whole
         plan |= {"q_norm": (0, wo), "k_norm": (0, [(start // columns * H, -(-stop // columns) * H)])}
     for mlp, neurons in config.mlps.items():
         ranges = [neuron_range(config, neurons, rank, shares)]
@@ -119,7 +119,7 @@ def shard_slices(model, dtype, rank=0, shares=(1,)):
     plan, slices = shard_plan(model.config, rank, shares), {}
     for name, whole in model.named_parameters():  # a tied output head is not among them
         path, _, tensor = name.rpartition(".")
-        owner = name if path.endswith(".attention") else path  # linear attention has parameters of its own
+        owner = name if path.endswith(".attention") else path  # a parameter of linear attention itself
         key = owner.split(".", 3)[-1]  # "layers.3.attention.wo" is "wo" in the plan
         dim, ranges = plan.get(key, (0, None))
         shape, columns = list(whole.shape), 1

@@ -160,10 +160,10 @@ def parse(argv):
     if args.show:
         return args
     args.engines = args.engines or ["ours"]
-    if named_size(args.model).n_experts and {*map(ENGINES.get, args.engines)} != {ours}:
-        raise InputError(f"--model {args.model} is a mixture of experts: llama.cpp's file is written for a dense Llama")
     if unknown := {*args.engines}.difference(ENGINES):
         raise InputError(f"--engines: unknown {unknown.pop()!r}; known: {', '.join(ENGINES)}")
+    if named_size(args.model).n_experts and llama_cpp in map(ENGINES.get, args.engines):
+        raise InputError(f"--model {args.model} is a mixture of experts: llama.cpp's file is written for a dense Llama")
     return args
 
 
@@ -220,7 +220,7 @@ def cell(line, row):
 def main(argv=None):
     args = parse(argv)
     if args.show:
-        lines = [line for path in args.show for line in results.read(path, "bandwidth") if "engine" in line]
+        lines = [line for path in args.show for line in results.read(path, "engine") if "bandwidth" in line]
         return print(tables([line for line in lines if not args.engines or line["engine"] in args.engines]))
     lines = []
     for line in measure(args):

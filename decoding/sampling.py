@@ -36,7 +36,7 @@ class Sampler:
         self.graph_key = "greedy" if temperature == 0 else None if self.filters else self
 
     def __call__(self, logits, comm=SINGLE):
-        """Return token ids (...) of this rank's logits (..., v), or (B, v) to sample; -1 if not all are finite."""
+        """Return token ids (...) of this rank's logits (..., v), (B, v) to draw; -1 where not all are finite."""
         greedy = self.temperature == 0
         if self.filters and not greedy:
             from decoding import likely  # only top_k and top_p need it

@@ -1,1 +1,1 @@
-"""Modules, operators and CUDA graphs, which know nothing of models and ranks."""
+"""Modules, operators and CUDA graphs. They import nothing of the project."""

@@ -1,4 +1,4 @@
-"""Norms: of a row, of heads, of all heads together, of the sums that a stream adds."""
+"""Norms: by name, of each head or of all heads together, and of the sums that a stream adds."""
 
 import torch
 import torch.nn as nn

@@ -116,6 +116,7 @@ def join(device=None, flags=None):
     world.device = choose_device(device, rank, tp_size, own_gpu)
     ranks.meet(world, flags)
     world.group = connect(world)
+    place.at("preparation", timed=False)
     return world
 
 

@@ -43,11 +43,11 @@ def cache_bytes(config, plan, dtype, slots):
 def warn_of_memory(world, config, dtype, rows, slots):
     """Print a line on stderr if this rank's weights, cache and CUDA graphs exceed the free memory.
 
-    Of equal shares rank 0 has the largest, and says it for all, unless ranks share KV heads. A GPU's free memory is
-    without what the ranks that have met already took: the context, and NCCL's buffers. Activations, and a draft's
-    model, come on top. Raises InputError.
+    Of equal shares rank 0 has the largest, and says it for all, unless some KV heads have more ranks than others. A
+    GPU's free memory is without what the ranks that have met already took: the context, and NCCL's buffers.
+    Activations, and a draft's model, come on top. Raises InputError.
     """
-    if world.rank > 0 and len({*world.shares}) == 1 and world.tp_size <= config.n_kv_heads:
+    if world.rank > 0 and len({*world.shares}) == 1 and world.tp_size % config.n_kv_heads in (0, world.tp_size):
         return
     place = world.rank, world.shares
     pieces = shard_slices(build(config), dtype, *place).values()

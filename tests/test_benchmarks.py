@@ -216,7 +216,7 @@ README = str(ROOT / "README.md")
     (sweep, f"--show '{README}'", f"{README} has no line of this script's, with 'limit_ms'"),
     (decode, "--engines nosuch", "--engines: unknown 'nosuch'; known: ours, ours:int8,"),
     (decode, "--engines ours llama.cpp --model 30b-a3b:1", "--model 30b-a3b:1 is a mixture of experts: llama.cpp's"),
-    (decode, f"--show '{README}'", f"{README} has no line of this script's, with 'bandwidth'"),
+    (decode, f"--show '{README}'", f"{README} has no line of this script's, with 'engine'"),
     (gpu, "--json x", "there is no GPU: --device cpu tries the script"),
     (quality, f"--show '{README}'", f"{README} has no line of this script's, with 'run'"),
 ])  # fmt: skip

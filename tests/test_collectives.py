@@ -239,7 +239,7 @@ def test_when_a_node_dies_the_others_end_and_name_its_rank():
     ranks = start_ranks(3, DYING, local=1)
     errors = [rank.communicate(timeout=90)[1] for rank in ranks]
     assert sorted(rank.returncode for rank in ranks) == [-signal.SIGKILL, 1, 1]
-    assert any(re.search(": rank 1 of 3 is lost in start$", line, re.M) for line in errors)
+    assert any(re.search(": rank 1 of 3 is lost in preparation$", line, re.M) for line in errors)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -42,6 +42,17 @@ def test_a_run_that_does_not_fit_is_said_in_a_line_of_the_rank(changes, dtype, m
             assert capsys.readouterr().err.count(f"weights and cache of rank {rank} may not fit: ") == missing
 
 
+@pytest.mark.parametrize("tp_size, speakers", [(3, [0]), (5, [0]), (7, [*range(7)]), (10, [0])])
+def test_of_equal_ranks_one_says_it_if_it_has_the_largest_part(tp_size, speakers, monkeypatch, capsys):
+    """Of 5 KV heads, 7 ranks share some."""
+    monkeypatch.setattr(report, "free_bytes", lambda device: 0)
+    said = []
+    for rank in range(tp_size):
+        report.warn_of_memory(launch.World(rank, tp_size, CPU), SMALL, torch.float32, 3, 25)
+        said += [rank] * ("may not fit" in capsys.readouterr().err)
+    assert said == speakers
+
+
 def test_generate_warns_before_it_loads_and_goes_on(monkeypatch, capsys):
     monkeypatch.setattr(generate, "load_model", lambda *_: 1 / 0)
     monkeypatch.setattr(report, "free_bytes", lambda device: 0)

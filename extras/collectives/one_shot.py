@@ -40,6 +40,7 @@ def connect(world, if_faster=False):
         except RuntimeError as e:
             reason = str(e).splitlines()[0]
             raise InputError(f"--comm one-shot needs GPUs that reach one another's memory: {reason}") from None
+    place.at("trial of one-shot sums (--comm library goes without)")
     with world.together():
         check(group, world.rank, world.device)
     x = torch.ones(2**13, dtype=torch.bfloat16, device=world.device)
@@ -61,7 +62,6 @@ def has_nvlink(n):
 
 def check(group, rank, device):
     """Raise InputError unless sums of all sizes are NCCL's: over PCIe, some peers' memory gives wrong ones."""
-    place.at("trial of one-shot sums (--comm library goes without)")
     wrong = torch.zeros((), dtype=torch.bool, device=device)
     for size in TESTED:
         x = (torch.arange(size // 2, device=device) % 17 + rank).bfloat16()  # whose sums are exact, of up to 8 ranks
@@ -70,8 +70,6 @@ def check(group, rank, device):
             group.allreduce([own]).wait()
             group.inner.allreduce([nccl]).wait()
             wrong |= (own != nccl).any()
-    wrong = bool(wrong)  # waits for them
-    place.at("preparation", timed=False)
     if wrong:
         raise InputError("one-shot sums are wrong on these GPUs: give --comm library")
 
@@ -92,7 +90,7 @@ class OneShotGroup(Group):
 
     def allreduce(self, tensors, opts=None):
         [tensor], ops, group = tensors, torch.ops.symm_mem, self.inner.group_name
-        if tensor.nbytes > BUFFER or tensor.dtype == torch.float16:  # for which there are no kernels
+        if tensor.nbytes > BUFFER or tensor.dtype == torch.float16:  # which no kernel sums
             return self.inner.allreduce(tensors, opts)
         whole, shared = tensor.view(-1), self.buffer[: tensor.nbytes].view(tensor.dtype)
         self.stream.wait_stream(torch.cuda.current_stream())  # fork and join by events, which CUDA graphs capture

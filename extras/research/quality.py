@@ -127,12 +127,13 @@ def tables(lines):
     A percentage says how far a loss is above the standard wiring's, from scratch or retrained on as many tokens.
     """
     steps = max((line["steps"] for line in lines if line["kind"] == "scratch"), default=0)
+    shape = dataclasses.replace(rewired(read_config(DEMO), "standard"), n_layers=lines[0]["n_layers"])
 
-    def losses(kind, wiring, share, key="nats", n_layers=8):
+    def losses(kind, wiring, share, key="nats", n_layers=shape.n_layers):
         model = kind, wiring, n_layers, round(share * steps)
         return [x[key] for x in lines if (x["kind"], x["wiring"], x["n_layers"], x["steps"]) == model]
 
-    def cell(kind, wiring, share, key="nats", n_layers=8):
+    def cell(kind, wiring, share, key="nats", n_layers=shape.n_layers):
         values, standard = losses(kind, wiring, share, key, n_layers), losses(kind, "standard", share, key)
         if not values:
             return ""
@@ -144,7 +145,7 @@ def tables(lines):
     def step_seconds(config):
         return run_layers(config, SUBLAYER, SUBLAYER, ALL_REDUCE).now + REST + ALL_REDUCE  # the last gathers logits
 
-    rows, shares, shape = [], [], rewired(read_config(DEMO), "standard")
+    rows, shares = [], []
     models = dict.fromkeys((x["wiring"], x["n_layers"]) for x in lines if x["kind"] in ("scratch", "retrained"))
     for wiring, n_layers in models:
         cells = [cell("scratch", wiring, 1, n_layers=n_layers), cell("retrained", wiring, 0.05, "before", n_layers)]
