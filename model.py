@@ -11,15 +11,14 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from formats import config_check, wiring_text
-from formats.rope import rope_frequencies
 from kernels import norms
+from kernels.positions import attention_metadata, rope_frequencies
 from runtime.errors import load_extra
 
 # ---- The collectives that a wiring uses ------------------------------------------------------------------------------
@@ -235,7 +234,7 @@ class Config:
     max_seq_len: int
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # see formats/rope.py
+    rope_scaling: dict | None = None  # see kernels/positions.py
     tie_embeddings: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -350,27 +349,6 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).type_as(x)
 
 
-class AttentionMetadata(NamedTuple):
-    """What all attention layers of a forward pass share; they attend to T' keys.
-
-    rope, window_rope: (cos, sin), both (B, 1, 1, S, R/2); the second for layers with a sliding window.
-    mask, window_mask: (B, S, T') bool. The keys are the first T' slots of the cache or, without a cache, this pass.
-    None: every row starts at position 0, and each token attends to all tokens of this pass up to itself.
-    rows (B, 1), positions (B, S): where this pass writes the cache.
-    last (B, 1): the last position that linear attention takes in; None: it takes in all.
-    """
-
-    rope: tuple
-    window_rope: tuple
-    mask: torch.Tensor | None
-    window_mask: torch.Tensor | None
-    rows: torch.Tensor
-    positions: torch.Tensor
-    comm: SingleDevice  # or tp.py's: whole_qk_norm sums over the ranks
-    query_scale: torch.Tensor | float | None = None  # of queries (B, K, G, S, H)
-    last: torch.Tensor | None = None
-
-
 class Attention(nn.Module):
     """Grouped-query attention. The rows of wqkv come KV head by KV head: its G query heads (with attention_gate, after
     each its gate), its key, its value.
@@ -398,7 +376,10 @@ class Attention(nn.Module):
         return (self.wqkv.out_features - self.wo.in_features * (1 + self.gates)) // (2 * self.head_dim)
 
     def forward(self, x, metadata, cache):
-        """Return this rank's partial (B, S, D) of x (B, S, D). cache: None or (k, v), both (B, K, T, H), written to."""
+        """Return this rank's partial (B, S, D) of x (B, S, D).
+
+        metadata: see kernels/positions.py. cache: None or (k, v), both (B, K, T, H), written to.
+        """
         B, S, _ = x.shape
         qkv = self.wqkv(x).view(B, S, self.n_kv_heads, -1, self.head_dim).permute(0, 2, 3, 1, 4)  # (B, K, G + 2, S, H)
         q, k = qkv[:, :, : -2 : 1 + self.gates], qkv[:, :, -2:-1]  # with gates, 2 G + 2: query, gate, query, ...
@@ -527,8 +508,8 @@ class Transformer(nn.Module):
         shorter than S are padded on the right, which causality hides from them. With positions (B, S) each row
         continues its cached sequence there (decode), reading the first cache_length slots of the cache.
         cache: as new_cache makes it, written in place, or None. Linear attention then stores no token after `select`;
-        with -1, none. chunks: how many parts to cut the sequence into: one computes while
-        another's partials are summed. More than 1 needs a cache.
+        with -1, none. chunks: how many parts to cut the sequence into: one computes while another's partials are
+        summed. More than 1 needs a cache.
         """
         x = torch.cat(interleave(self.streams(tokens, positions, cache, cache_length, chunks, select)), dim=1)
         return self.head(x, select)
@@ -549,7 +530,8 @@ class Transformer(nn.Module):
             n_keys += chunk.shape[1]
             # None: the first chunk of a fresh prompt has no keys before it in the cache
             keys = None if fresh and not streams else torch.arange(n_keys, device=tokens.device)
-            streams.append(self.stream(self.embed(chunk), self.metadata(at, keys, max_length, last), cache))
+            metadata = self.metadata(at, keys=keys, max_length=max_length, last=last)
+            streams.append(self.stream(self.embed(chunk), metadata, cache))
         return streams
 
     def embed(self, tokens):
@@ -583,47 +565,9 @@ class Transformer(nn.Module):
         logits, cap = self.output(x), self.config.logit_cap
         return logits if cap is None else cap * (logits / cap).tanh()
 
-    def metadata(self, positions, keys=None, max_length=None, last=None, mask=None):
-        """Return the AttentionMetadata of tokens at these positions (B, S).
-
-        keys (T'): the positions of the keys in the cache; None: the keys are those of this pass, and mask (B, S, S)
-        says who attends to them, if not each token to all up to itself. max_length: how long a row may get in this
-        run, by default S.
-        """
-        ropes, masks = self.ropes(positions, max_length or positions.shape[1]), self.masks(positions, keys, mask)
-        rows = torch.arange(len(positions), device=positions.device)[:, None]
-        return AttentionMetadata(*ropes, *masks, rows, positions, self.comm, self.query_scale(positions), last)
-
-    def ropes(self, positions, max_length):
-        """Return (cos, sin) at the positions (B, S) for ordinary layers, and (cos, sin) for layers with a window."""
-        c, scaling = self.config, self.config.rope_scaling or {}
-        # beyond its original context, longrope uses its long factors for all keys
-        is_long = "long_factor" in scaling and max_length > scaling["original_max_position_embeddings"]
-        rope = self.rope(positions, int(is_long), scaling.get("attention_factor", 1.0))
-        return rope, self.rope(positions, 1) if c.window_rope_theta else rope
-
-    def rope(self, positions, row, factor=1.0):
-        """Return cos and sin (B, 1, 1, S, R/2) times a factor, of a row of rope_frequencies: 0, or 1 (see there)."""
-        angles = (positions[..., None] * self.rope_frequencies[row])[:, None, None]
-        return angles.cos() * factor, angles.sin() * factor
-
-    def masks(self, positions, keys, mask):
-        """Return the masks (B, S, T') of ordinary layers and of layers with a window; the arguments are metadata's."""
-        c, queries = self.config, positions[..., None]
-        key_at = positions[:, None] if keys is None else keys
-        if keys is not None or (c.score_cap and mask is None):  # is_causal cannot cap scores
-            mask = key_at <= queries
-        if not c.window_layers or (mask is None and positions.shape[1] <= c.sliding_window):
-            return mask, mask
-        return mask, (key_at <= queries if mask is None else mask) & (key_at > queries - c.sliding_window)
-
-    def query_scale(self, positions):
-        """Return what queries (B, K, G, S, H) are multiplied with, or None."""
-        c, scale = self.config, self.config.query_scale
-        if not c.llama4_beta:
-            return scale
-        lengths = positions // c.rope_scaling["original_max_position_embeddings"]  # in original contexts
-        return (1 + c.llama4_beta * (lengths + 1).log())[:, None, None, :, None] * (scale or 1.0)
+    def metadata(self, positions, **how):
+        """Return the AttentionMetadata of tokens at these positions (B, S); how: see attention_metadata."""
+        return attention_metadata(self.config, self.rope_frequencies, self.comm, positions, **how)
 
     def new_cache(self, batch, length):
         """Return a static cache of `length` slots: for each layer a (k, v), or the state of a linear one."""

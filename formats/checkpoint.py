@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from formats.rope import ROPE_KEYS, rope_frequencies
 from kernels import cpu, int_groups
+from kernels.positions import ROPE_KEYS, rope_frequencies
 from model import Config, build
 from runtime import place
 from runtime.errors import InputError

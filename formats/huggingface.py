@@ -10,8 +10,8 @@ import torch
 from formats import checkpoint
 from formats.checkpoint import MOST_LAYERS, read_json
 from formats.families import FAMILIES, IGNORED, NESTED, ONLY, SHAPE
-from formats.rope import ROPE_KEYS
 from formats.wiring_text import wiring_name
+from kernels.positions import ROPE_KEYS
 from runtime.errors import InputError, load_extra
 
 PARTS = {  # of our tensors' names: Hugging Face's; wqkv is made of three

@@ -10,8 +10,8 @@ from helpers import ANY_TP, BASE, FAMILIES, LONGROPE, YARN, wired_id
 from test_wiring import check_against_the_reference
 
 from formats import checkpoint
-from formats.rope import rope_frequencies
 from formats.sizes import SIZES
+from kernels.positions import rope_frequencies
 from model import build
 from runtime.errors import InputError
 

@@ -14,8 +14,8 @@ from formats import checkpoint
 from formats.checkpoint import dtype_name
 from formats.families import FAMILIES
 from formats.huggingface import ACTIVATIONS, ROPE_TYPES, hf_names, our_values, read_hf
-from formats.rope import ROPE_KEYS
 from formats.tokenizer import SentencePieceTokenizer, load_tokenizer
+from kernels.positions import ROPE_KEYS
 from runtime import cli, writing
 from runtime.errors import InputError
 

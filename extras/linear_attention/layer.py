@@ -94,7 +94,7 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x, metadata, cache):
         """Return this rank's partial (B, S, D) of x (B, S, D). cache: None, or as new_cache makes it, written to.
 
-        metadata: a model.AttentionMetadata. Without a mask the rows start anew, whatever the cache holds. Tokens after
+        metadata: an AttentionMetadata. Without a mask the rows start anew, whatever the cache holds. Tokens after
         `last` are padding, and leave the cache as it is.
         """
         (B, S, _), (R, X, Y) = x.shape, self.sizes

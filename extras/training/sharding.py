@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from formats import checkpoint
-from formats.rope import rope_frequencies
+from kernels.positions import rope_frequencies
 from runtime import place, writing
 from runtime.errors import InputError
 

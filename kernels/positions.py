@@ -1,0 +1,96 @@
+"""What depends on the positions of tokens: the angles of rotary embeddings, attention masks, scales of queries.
+
+Shape letters: model.py.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+ORIGINAL = "original_max_position_embeddings"  # the context before it was extended
+ROPE_KEYS = {  # those of Config.rope_scaling, by Hugging Face's name
+    "linear": ["factor"],
+    "llama3": ["factor", "low_freq_factor", "high_freq_factor", ORIGINAL],
+    "yarn": ["factor", "beta_fast", "beta_slow", "attention_factor", ORIGINAL],
+    "longrope": ["short_factor", "long_factor", "attention_factor", ORIGINAL],
+}
+
+
+def rope_frequencies(config):
+    """Return the radians per position of each pair of dimensions, (2, R/2) float32, R of a head's dimensions turning.
+
+    The second row is that of layers with a window, if they have another base, or that of long texts in longrope, which
+    has a list of factors for texts within the original context and one for longer ones.
+    Linear scaling stretches every wavelength by `factor`. Llama 3.1 leaves those alone that are short against the
+    original context and blends a band in between; so does YaRN (arXiv 2309.00071), over whole pairs of dimensions.
+    """
+    R, theta, s = config.rotary_dim or config.head_dim, config.rope_theta, config.rope_scaling or {}
+    pairs = torch.arange(0, R, 2, dtype=torch.float32, device="cpu")
+    frequencies = 1.0 / theta ** (pairs / R)
+    keep = torch.zeros(1, device="cpu")  # the share of each frequency that is not stretched
+    if "long_factor" in s:
+        return frequencies / torch.tensor([s["short_factor"], s["long_factor"]], device="cpu")
+    if "low_freq_factor" in s:
+        turns = s[ORIGINAL] * frequencies / (2 * math.pi)  # within the original context
+        keep = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+    elif "beta_fast" in s:
+        turns = s[ORIGINAL] / (2 * math.pi)  # of the first pair
+        first, last = (math.log(turns / s[beta], theta) for beta in ("beta_fast", "beta_slow"))
+        first, last = max(math.floor(first * R / 2), 0), min(math.ceil(last * R / 2), R - 1)
+        keep = 1 - (pairs / 2 - first) / ((last - first) or 0.001)
+    keep = keep.clamp(0, 1)
+    scaled = frequencies * (keep + (1 - keep) / s.get("factor", 1.0))
+    in_windows = 1.0 / config.window_rope_theta ** (pairs / R) if config.window_rope_theta else scaled
+    return torch.stack((scaled, in_windows))
+
+
+class AttentionMetadata(NamedTuple):
+    """What all attention layers of a forward pass share; they attend to T' keys.
+
+    rope, window_rope: (cos, sin), both (B, 1, 1, S, R/2); the second for layers with a sliding window.
+    mask, window_mask: (B, S, T') bool. The keys are the first T' slots of the cache or, without a cache, this pass.
+    None: every row starts at position 0, and each token attends to all tokens of this pass up to itself.
+    rows (B, 1), positions (B, S): where this pass writes the cache.
+    last (B, 1): the last position that linear attention takes in; None: it takes in all.
+    """
+
+    rope: tuple
+    window_rope: tuple
+    mask: torch.Tensor | None
+    window_mask: torch.Tensor | None
+    rows: torch.Tensor
+    positions: torch.Tensor
+    comm: object  # the model's collectives: whole_qk_norm sums over the ranks
+    query_scale: torch.Tensor | float | None = None  # of queries (B, K, G, S, H)
+    last: torch.Tensor | None = None
+
+
+def attention_metadata(config, frequencies, comm, positions, keys=None, max_length=None, last=None, mask=None):
+    """Return the AttentionMetadata of tokens at these positions (B, S).
+
+    frequencies: those of rope_frequencies. keys (T'): the positions of the keys in the cache; None: the keys are those
+    of this pass, and mask (B, S, S) says who attends to them, if not each token to all up to itself. max_length: how
+    long a row may get in this run, by default S.
+    """
+    c, scaling, rows = config, config.rope_scaling or {}, torch.arange(len(positions), device=positions.device)
+
+    def rope(row, factor=1.0):
+        angles = (positions[..., None] * frequencies[row])[:, None, None]
+        return angles.cos() * factor, angles.sin() * factor
+
+    # beyond its original context, longrope uses its long factors for all keys
+    is_long = "long_factor" in scaling and (max_length or positions.shape[1]) > scaling[ORIGINAL]
+    ordinary = rope(int(is_long), scaling.get("attention_factor", 1.0))
+    ropes = ordinary, rope(1) if c.window_rope_theta else ordinary
+    queries, key_at = positions[..., None], positions[:, None] if keys is None else keys
+    if keys is not None or (c.score_cap and mask is None):  # is_causal cannot cap scores
+        mask = key_at <= queries
+    window_mask = mask
+    if c.window_layers and (mask is not None or positions.shape[1] > c.sliding_window):
+        window_mask = (key_at <= queries if mask is None else mask) & (key_at > queries - c.sliding_window)
+    scale = c.query_scale
+    if c.llama4_beta:
+        contexts = positions // scaling[ORIGINAL]
+        scale = (1 + c.llama4_beta * (contexts + 1).log())[:, None, None, :, None] * (scale or 1.0)
+    return AttentionMetadata(*ropes, mask, window_mask, rows[:, None], positions, comm, query_scale=scale, last=last)
