@@ -91,8 +91,12 @@ def make_config(values, source):
         numbers = [n for value in scaling.values() for n in (value if isinstance(value, list) else [value])]
         if not all(_is_a(number, float) and number for number in numbers):
             raise InputError(f"{source}: rope_scaling is {reprlib.repr(scaling)}, but its values are numbers above 0")
+    known = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(Config)}
+    for what, keys in ("unknown", values.keys() - known), ("no", {k for k in known if known[k]} - values.keys()):
+        if keys:
+            raise InputError(f"{source}: {what} key {reprlib.repr(min(keys))}")
     try:
-        config = Config(**values)  # whose TypeError names keys that are missing or unknown
+        config = Config(**values)
         rope_frequencies(config)
         return config
     except (ArithmeticError, TypeError, ValueError) as e:

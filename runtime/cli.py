@@ -229,6 +229,10 @@ def encode(text, args, tokenizer):
     if tokenizer is None:
         raise InputError(f"{args.checkpoint or '--model'} has no tokenizer: use --prompt ids:... or --prompt-length")
     messages = [*(args.chat or []), {"role": "user", "content": text}]
+    try:
+        "".join(message["content"] for message in messages).encode()
+    except UnicodeEncodeError:
+        raise InputError(f"--prompt {text!r} or the text of --chat is not valid UTF-8") from None
     return tokenizer.encode(text) if args.chat is None else tokenizer.chat(messages)
 
 

@@ -208,6 +208,7 @@ README = str(ROOT / "README.md")
 
 @pytest.mark.parametrize("script, flags, message", [
     (sweep, "--link 1ms ''", "--link: '' is none of free,"),
+    (sweep, f"--profile '{README}'", f"--profile {README} is a file: give a folder"),
     (sweep, "--link free x", "--link: 'x' is none of free,"),
     (sweep, "--prefill 1 99 --prompt-length 8 --eager", "--prefill is 99: chunks need --eager, and a token each"),
     (sweep, "--prefill 2", "--prefill is 2: chunks need --eager"),

@@ -34,7 +34,7 @@ def refused(message, call, *args, **more):
 
 TEXTS = {
     "{": "is not valid JSON", "[]": "config.json", "\udcff": "not valid UTF-8",
-    '{"n_layers": 2}': "missing 7 required positional", '{"layers": 2}': "unexpected keyword argument 'layers'",
+    '{"n_layers": 2}': "json: no key 'dim'", '{"layers": 2}': "config.json: unknown key 'layers'",
     '{"model_type": "llama"}': "a Hugging Face folder: run convert_hf_checkpoint.py",
 }  # fmt: skip
 VALUES = [

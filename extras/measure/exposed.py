@@ -17,8 +17,6 @@ from runtime import report, writing
 from runtime.benchmarking import in_turns, quartiles, timed
 from tp import TensorParallel
 
-# ---- A step with and without its all-reduces -------------------------------------------------------------------------
-
 
 class Silent(TensorParallel):
     """Collectives without all-reduces: each wiring computes the same sublayers, on partials."""
@@ -72,9 +70,6 @@ def make_case(kind, runner, tokens, lengths, world):
     *layers, head = (sum(n_bytes for name, n_bytes in read.items() if place in name) for place in places)
     sizes = *layers, head * (kind == "decode")
     return Case(model.config, *steps, model.comm, partial, world.group.link, sizes, chunks)
-
-
-# ---- Measuring steps in turns ----------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()

@@ -56,10 +56,9 @@ def parse(argv):
     args.wiring = list(dict.fromkeys(args.wiring or variants(args.config)))
     for wiring in args.wiring:
         rewired(args.config, wiring)  # raises InputError
+    if args.profile and Path(args.profile).is_file():
+        raise InputError(f"--profile {args.profile} is a file: give a folder")
     return args
-
-
-# ---- Measuring -------------------------------------------------------------------------------------------------------
 
 
 def make_cases(args, world):
@@ -95,9 +94,6 @@ def measure(args, world):
             world.group.set_link(one)
             exposed.profile(Path(args.profile) / f"{one.name}-{name}-{batch}", world, args.kind, case.step)
     return lines
-
-
-# ---- Tables ----------------------------------------------------------------------------------------------------------
 
 
 def setting(line):
