@@ -254,7 +254,7 @@ class Config:
     llama4_beta: float | None = None  # so does 1 + beta ln(1 + floor(position / original_max_position_embeddings))
     sliding_window: int | None = None  # how many positions a token attends to, itself included
     window_layers: tuple[int, ...] = ()  # the layers that have it
-    window_rope_theta: float | None = None  # of these layers, without rope_scaling; None: as of the others
+    window_rope_theta: float | None = None  # of these layers, without rope_scaling; None: that of the others
     nope_layers: tuple[int, ...] = ()  # layers without rotary embeddings
     rotary_dim: int | None = None  # how many dimensions of a head turn, the first ones; None: all
     # norms, MLPs and logits
@@ -507,9 +507,9 @@ class Transformer(nn.Module):
         tokens (B, S) int64. Without positions every row starts at position 0 (training, scoring, prefill); rows
         shorter than S are padded on the right, which causality hides from them. With positions (B, S) each row
         continues its cached sequence there (decode), reading the first cache_length slots of the cache.
-        cache: as new_cache makes it, written in place, or None. Linear attention then stores no token after `select`;
-        with -1, none. chunks: how many parts to cut the sequence into: one computes while another's partials are
-        summed. More than 1 needs a cache.
+        cache: as new_cache makes it, written in place, or None. With a cache, linear attention stores no token after
+        `select`; with -1, none. chunks: how many parts to cut the sequence into: one computes while another's partials
+        are summed. More than 1 needs a cache.
         """
         x = torch.cat(interleave(self.streams(tokens, positions, cache, cache_length, chunks, select)), dim=1)
         return self.head(x, select)
@@ -525,7 +525,7 @@ class Transformer(nn.Module):
         if fresh:
             positions, cache_length = torch.arange(S, device=tokens.device).expand(tokens.shape), S
         last = None if select is None else positions[:, :1] + select[:, None]
-        n_keys = cache_length - S  # of the chunks before; each adds its own
+        n_keys = cache_length - S  # before this pass; each chunk adds its own
         for chunk, at in zip(tokens.tensor_split(chunks, 1), positions.tensor_split(chunks, 1), strict=True):
             n_keys += chunk.shape[1]
             # None: the first chunk of a fresh prompt has no keys before it in the cache

@@ -91,7 +91,7 @@ def shard_plan(config, rank, shares):
         plan |= load_extra("linear_attention", "linear_layers").row_ranges(config, first, last)
     if config.whole_qk_norm:
         [(start, stop)], H = wo, config.head_dim
-        columns = N // config.n_kv_heads * H  # wo's columns per KV head, of which a shared one is held whole
+        columns = N // config.n_kv_heads * H  # wo's columns per KV head; k_norm has whole KV heads
         plan |= {"q_norm": (0, wo), "k_norm": (0, [(start // columns * H, -(-stop // columns) * H)])}
     for mlp, neurons in config.mlps.items():
         ranges = [neuron_range(config, neurons, rank, shares)]

@@ -220,7 +220,7 @@ def cell(line, row):
 def main(argv=None):
     args = parse(argv)
     if args.show:
-        lines = [line for path in args.show for line in results.read(path, "engine") if "bandwidth" in line]
+        lines = [line for path in args.show for line in results.read(path, "engine", "bandwidth")]
         return print(tables([line for line in lines if not args.engines or line["engine"] in args.engines]))
     lines = []
     for line in measure(args):

@@ -70,8 +70,8 @@ def attention_metadata(config, frequencies, comm, positions, keys=None, max_leng
     """Return the AttentionMetadata of tokens at these positions (B, S).
 
     frequencies: those of rope_frequencies. keys (T'): the positions of the keys in the cache; None: the keys are those
-    of this pass, and mask (B, S, S) says who attends to them, if not each token to all up to itself. max_length: how
-    long a row may get in this run, by default S.
+    of this pass, and mask (B, S, S) says who attends to them; by default each token attends to all up to itself.
+    max_length: how long a row may get in this run, by default S.
     """
     c, scaling, rows = config, config.rope_scaling or {}, torch.arange(len(positions), device=positions.device)
 
@@ -82,7 +82,7 @@ def attention_metadata(config, frequencies, comm, positions, keys=None, max_leng
     # beyond its original context, longrope uses its long factors for all keys
     is_long = "long_factor" in scaling and (max_length or positions.shape[1]) > scaling[ORIGINAL]
     ordinary = rope(int(is_long), scaling.get("attention_factor", 1.0))
-    ropes = ordinary, rope(1) if c.window_rope_theta else ordinary
+    ropes = ordinary, (rope(1) if c.window_rope_theta else ordinary)
     queries, key_at = positions[..., None], positions[:, None] if keys is None else keys
     if keys is not None or (c.score_cap and mask is None):  # is_causal cannot cap scores
         mask = key_at <= queries

@@ -7,8 +7,8 @@ from formats.checkpoint import read_text
 from runtime.errors import InputError
 
 
-def read(path, key):
-    """Return the lines of a file that have a value for this key, as dicts. Raises InputError if none has.
+def read(path, *keys):
+    """Return the lines of a file that have a value for each of these keys, as dicts. Raises InputError if none has.
 
     Lines of other scripts, and those that were cut off, are skipped.
     """
@@ -16,7 +16,7 @@ def read(path, key):
     for text in read_text(path).splitlines():
         with contextlib.suppress(ValueError):
             lines.append(json.loads(text))
-    lines = [line for line in lines if isinstance(line, dict) and line.get(key) is not None]
+    lines = [line for line in lines if isinstance(line, dict) and all(line.get(key) is not None for key in keys)]
     if not lines:
-        raise InputError(f"{path} has no line of this script's, with {key!r}")
+        raise InputError(f"{path} has no line of this script's, with {', '.join(map(repr, keys))}")
     return lines

@@ -127,7 +127,7 @@ def tables(lines):
     A percentage says how far a loss is above the standard wiring's, from scratch or retrained on as many tokens.
     """
     steps = max((line["steps"] for line in lines if line["kind"] == "scratch"), default=0)
-    shape = dataclasses.replace(rewired(read_config(DEMO), "standard"), n_layers=lines[0]["n_layers"])
+    shape = dataclasses.replace(rewired(read_config(DEMO), "standard"), n_layers=max(x["n_layers"] for x in lines))
 
     def losses(kind, wiring, share, key="nats", n_layers=shape.n_layers):
         model = kind, wiring, n_layers, round(share * steps)
@@ -150,7 +150,7 @@ def tables(lines):
     for wiring, n_layers in models:
         cells = [cell("scratch", wiring, 1, n_layers=n_layers), cell("retrained", wiring, 0.05, "before", n_layers)]
         cells += [cell("retrained", wiring, share, n_layers=n_layers) for share in (0.05, 0.2)]
-        config = dataclasses.replace(rewired(shape, wiring), n_layers=n_layers)
+        config = dataclasses.replace(shape, wiring=wiring, n_layers=n_layers)
         speed, all_reduces = step_seconds(shape) / step_seconds(config), run_layers(config, 0.0, 0.0, 0.0).started
         label = wiring if n_layers == shape.n_layers else f"{wiring}, {n_layers} layers"
         rows.append([label, str(all_reduces), *cells, f"{speed:.2f}"])
