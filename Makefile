@@ -25,6 +25,7 @@ test-all: .venv/requirements-peers.txt test
 gpu: SHELL := bash
 gpu: GPU_RESULTS ?= benchmarks/results
 gpu:
+	@test -w $(GPU_RESULTS) || { echo "GPU_RESULTS: $(GPU_RESULTS) is no folder to write to"; exit 2; }
 	LADDER_TEST_GPU=1 TORCHINDUCTOR_COMPILE_THREADS=1 timeout -s INT -k 10 200 $(PYTHON) -m pytest -q \
 		-n auto --maxprocesses 14 --maxschedchunk 1 tests/test_gpu.py tests/test_gpu_link.py; failed=$$?; \
 	[ $$failed -ne 124 ] || echo "the tests were cut off after 200 s: those not named as failed passed or did not start"; \

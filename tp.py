@@ -171,7 +171,6 @@ def _set_parameter(model, name, tensor):
 
 
 # ---- The collectives -------------------------------------------------------------------------------------------------
-#
 # COLLECTIVES: ways to sum over ranks, {name: connect}. connect(world) gets a World whose group is torch.distributed's
 # default, and returns the group that sums, or raises InputError on all ranks alike. Its docstring begins with its help.
 

@@ -24,6 +24,8 @@ def load_operators(source, what, *options):
     options = ["-O3", "-mcpu=native" if cxx.ON_ARM else "-march=native", "-std=c++20", "-fopenmp", *options]
     contents = repr((texts, os.environ.get("CXX"), options, torch.__version__, cxx.features()))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "ladder-fast"
+    if folder.parts[0] == "~":
+        raise InputError(f"{what}: no home folder to keep compiled code in: name a folder in $XDG_CACHE_HOME")
     library = folder / f"{source.stem}-{hashlib.sha256(contents.encode()).hexdigest()[:16]}.so"
     try:
         folder.mkdir(parents=True, exist_ok=True)

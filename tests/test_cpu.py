@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -236,6 +237,7 @@ def test_attention_in_a_window_without_a_cache():
 UNBUILT = [
     ({"CXX": "g++ -O1"}, "--compile needs a C.. compiler: .* no options: 'g.. -O1'"),
     ({"CXX": "false"}, "false cannot compile few_rows.cpp: it ends with code 1"),
+    ({"XDG_CACHE_HOME": ""}, "--compile: no home folder to keep compiled code in: name a folder in .XDG_CACHE_HOME"),
     ({"XDG_CACHE_HOME": "/dev/null"}, "cannot use /dev/null/ladder-fast: Not a directory"),
 ]
 
@@ -243,6 +245,8 @@ UNBUILT = [
 @pytest.mark.parametrize("environment, message", UNBUILT, ids=str)
 def test_what_cannot_be_built_is_one_clear_line(environment, message, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.ops, "ladder", types.SimpleNamespace())  # as if nothing had been built
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    monkeypatch.delenv("HOME", raising=False)
     for name, value in {"XDG_CACHE_HOME": str(tmp_path), **environment}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=message) as error:

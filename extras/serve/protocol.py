@@ -53,7 +53,7 @@ def read_fields(data, known):
             fields[name] = value
         elif name not in known and name not in IGNORED:  # accepted where it asks for nothing
             default = {"n": 1, "best_of": 1, "response_format": {"type": "text"}}.get(name)
-            check(not value or value == default, f"{shown}, which is unknown or not implemented")
+            check(not value or value == default, f"{shown}, which is not implemented, or unknown")
     return fields
 
 
